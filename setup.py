@@ -1,0 +1,5 @@
+"""The package's metadata is in setup.cfg."""
+
+from setuptools import setup
+
+setup()
