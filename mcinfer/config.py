@@ -1,0 +1,263 @@
+"""Options and devices: frozen, checked when they are made, the same in master and worker."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Literal
+
+from mcinfer.errors import InvalidInputError
+
+_DEVICE = re.compile(r"([a-z][a-z0-9_]*):(\d{1,4})")
+
+DEFAULT_DEVICE_KIND = "cpu"
+"""The kind of device that a plain number of devices means."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device of this machine: a kind and an index, written ``kind:index``."""
+
+    kind: str
+    index: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Device":
+        """Read ``"cpu:0"`` or ``"cuda:1"``.
+
+        Raises:
+            InvalidInputError: The text is not of that form.
+        """
+        match = _DEVICE.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
+            raise InvalidInputError(
+                f"devices: got {text!r}, expected a device such as 'cpu:0' or 'cuda:1'"
+            )
+        return cls(match[1], int(match[2]))
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.index}"
+
+
+def automatic_workers(cores: int) -> int:
+    """How many CPU workers to start when nobody says: two up to 16 cores, then one per 8.
+
+    The rule of MindSpore Lite's parallel runner (threads = cores / 2 up to 16 cores, else 8;
+    workers = cores / threads), so that programs that come from there see the same pool.
+    """
+    threads = max(1, cores // 2) if cores <= 16 else 8
+    return max(1, cores // threads)
+
+
+def parse_devices(devices: int | Sequence[str] | None, cores: int) -> tuple[Device, ...]:
+    """The devices that the user asked for.
+
+    Args:
+        devices: A number of devices of the default kind, a sequence of device names, or
+            ``None`` for all of the CPU in as many shares as `automatic_workers` says.
+        cores: How many cores this process may use.
+
+    Raises:
+        InvalidInputError: Not a positive number, an empty sequence, or a bad name.
+    """
+    if devices is None:
+        devices = automatic_workers(cores)
+    if isinstance(devices, int) and not isinstance(devices, bool):
+        if not 1 <= devices <= 1024:
+            raise InvalidInputError(f"devices: got {devices}, expected a number from 1 to 1024")
+        return tuple(Device(DEFAULT_DEVICE_KIND, i) for i in range(devices))
+    if isinstance(devices, (str, bytes)) or not isinstance(devices, Sequence):
+        raise InvalidInputError(
+            f"devices: got {devices!r}, expected a number or a sequence such as ['cpu:0', 'cpu:1']"
+        )
+    if not devices:
+        raise InvalidInputError("devices: got an empty sequence, expected at least one device")
+    return tuple(Device.parse(text) for text in devices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreShare:
+    """The cores that one worker is pinned to.
+
+    Attributes:
+        cores: Operating-system core numbers; none for a worker that is not pinned.
+        shared: Whether another worker of the pool is pinned to one of them as well.
+    """
+
+    cores: tuple[int, ...]
+    shared: bool
+
+
+def share_cores(
+    devices: Sequence[Device], cores: Sequence[int]
+) -> dict[int, CoreShare | InvalidInputError]:
+    """Share the usable cores out over the CPU devices of a pool.
+
+    ``cpu:i`` is the i-th of n equal shares, where n is the number of different CPU devices in the
+    pool, or more where an index asks for more. An index that is neither below the number
+    of CPU devices listed nor below the number of cores names a device that does not exist.
+
+    Args:
+        devices: The devices of the pool, one per worker.
+        cores: The cores this process may use, in ascending order.
+
+    Returns:
+        By worker index, for the workers on a CPU: the share, or why there is none.
+    """
+    indices = {i: device.index for i, device in enumerate(devices) if device.kind == "cpu"}
+    if not indices:
+        return {}
+    limit = max(len(cores), len(set(indices.values())))
+    existing = [index for index in indices.values() if index < limit]
+    count = max([len(set(existing)), *(index + 1 for index in existing)], default=1)
+    shares: dict[int, CoreShare | InvalidInputError] = {}
+    for worker, index in indices.items():
+        if index >= limit:
+            shares[worker] = InvalidInputError(
+                f"device cpu:{index} does not exist: {len(cores)} cores are usable here, "
+                f"so the last device is cpu:{limit - 1}"
+            )
+            continue
+        start = index * len(cores) // count
+        stop = (index + 1) * len(cores) // count
+        mine = tuple(cores[start:stop]) or (cores[start],)
+        shares[worker] = CoreShare(cores=mine, shared=False)
+    pinned = Counter(core for s in shares.values() if isinstance(s, CoreShare) for core in s.cores)
+    return {
+        worker: replace(share, shared=any(pinned[core] > 1 for core in share.cores))
+        if isinstance(share, CoreShare)
+        else share
+        for worker, share in shares.items()
+    }
+
+
+def check_seconds(name: str, value: float) -> None:
+    """Raise `InvalidInputError` unless the value is a number of seconds, 0 or more."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or math.isnan(value) or value < 0:
+        raise InvalidInputError(f"{name}: got {value!r}, expected seconds, 0 or more")
+
+
+def _check_count(name: str, value: int, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InvalidInputError(f"{name}: got {value!r}, expected an int of at least {least}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What the engine is asked for when it loads a model.
+
+    Attributes:
+        threads: Threads of one run; ``None`` is as many as the worker has cores.
+        allow_fallback: Whether a worker may serve on another provider than its device's (ONNX
+            Runtime falls back to the CPU by itself). Off: that is a `BuildError`.
+        session_config: Configuration entries handed to the runtime as they are, text to text
+            (ONNX Runtime: ``SessionOptions.add_session_config_entry``).
+        provider_options: Options of the execution provider, text to text.
+    """
+
+    threads: int | None = None
+    allow_fallback: bool = False
+    session_config: Mapping[str, str] = field(default_factory=dict)
+    provider_options: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check the values and freeze the mappings."""
+        if self.threads is not None:
+            _check_count("threads", self.threads, 1)
+        if not isinstance(self.allow_fallback, bool):
+            raise InvalidInputError(
+                f"allow_fallback: got {self.allow_fallback!r}, expected True or False"
+            )
+        for name in ("session_config", "provider_options"):
+            given = getattr(self, name)
+            if not isinstance(given, Mapping):
+                raise InvalidInputError(f"{name}: got {given!r}, expected a mapping, text to text")
+            entries = dict(given)
+            for key, value in entries.items():
+                if not isinstance(key, str) or not isinstance(value, str):
+                    raise InvalidInputError(
+                        f"{name}: got {key!r}: {value!r}, expected text to text"
+                    )
+            object.__setattr__(self, name, MappingProxyType(entries))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """How long to wait, in seconds. `math.inf` waits for ever, and only where you say so.
+
+    Attributes:
+        start: For a worker to start, import its runtime and load the model.
+        predict: For the answer to a request, from the call on, where the call names no other.
+        cancel_grace: For a worker whose request ran out of time to stop it by itself; then
+            the worker is killed and started again.
+        close: For workers to end by themselves in `Master.close`; then they are killed.
+    """
+
+    start: float = 300.0
+    predict: float = 600.0
+    cancel_grace: float = 1.0
+    close: float = 5.0
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for name in ("start", "predict", "cancel_grace", "close"):
+            check_seconds(name, getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """When a worker that died is started again.
+
+    Attributes:
+        budget: How many restarts one worker gets within `window`; 0 never restarts.
+        window: Seconds.
+        backoff: Seconds before the second restart within the window, doubled for each further
+            one. The first is at once.
+        backoff_limit: Seconds; the longest wait before a restart.
+    """
+
+    budget: int = 5
+    window: float = 60.0
+    backoff: float = 0.1
+    backoff_limit: float = 5.0
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        _check_count("budget", self.budget, 0)
+        for name in ("window", "backoff", "backoff_limit"):
+            check_seconds(name, getattr(self, name))
+
+    def delay(self, earlier: int) -> float:
+        """Seconds to wait before a restart that `earlier` others within the window preceded."""
+        if earlier == 0:
+            return 0.0
+        return float(min(self.backoff_limit, self.backoff * 2 ** min(earlier - 1, 60)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How much a master takes on.
+
+    Attributes:
+        queue: Requests accepted and not yet answered, those in a run included.
+        memory_bytes: Bytes of shared memory for tensors; ``None`` is half of this machine's.
+        when_full: What a call does when the memory is all in use: ``"wait"`` until some is free or
+            the call's time-out passes, or ``"raise"`` `QueueFullError`. A full queue always raises.
+    """
+
+    queue: int = 10_000
+    memory_bytes: int | None = None
+    when_full: Literal["wait", "raise"] = "wait"
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        _check_count("queue", self.queue, 1)
+        if self.memory_bytes is not None:
+            _check_count("memory_bytes", self.memory_bytes, 4096)
+        if self.when_full not in ("wait", "raise"):
+            raise InvalidInputError(
+                f"when_full: got {self.when_full!r}, expected 'wait' or 'raise'"
+            )

@@ -1,0 +1,133 @@
+"""Element types, and what a model takes and gives.
+
+The element types are those of ONNX (``onnx.TensorProto.DataType``); the numbers are its enumeration,
+which ONNX Runtime takes where NumPy has no such type.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from mcinfer.errors import InvalidInputError, MissingDependencyError
+
+Dimension = int | str | None
+"""A fixed size, a symbol that binds to a size at run time, or a size without a name."""
+
+STRING = "string"
+"""The name of the one element type that has no fixed size."""
+
+
+@dataclass(frozen=True, slots=True)
+class ElementType:
+    """An element type: its ONNX number and its size in bits (0 for strings)."""
+
+    onnx: int
+    bits: int
+
+
+ELEMENT_TYPES: dict[str, ElementType] = {
+    "float32": ElementType(1, 32),
+    "uint8": ElementType(2, 8),
+    "int8": ElementType(3, 8),
+    "uint16": ElementType(4, 16),
+    "int16": ElementType(5, 16),
+    "int32": ElementType(6, 32),
+    "int64": ElementType(7, 64),
+    STRING: ElementType(8, 0),
+    "bool": ElementType(9, 8),
+    "float16": ElementType(10, 16),
+    "float64": ElementType(11, 64),
+    "uint32": ElementType(12, 32),
+    "uint64": ElementType(13, 64),
+    "complex64": ElementType(14, 64),
+    "complex128": ElementType(15, 128),
+    "bfloat16": ElementType(16, 16),
+    "float8_e4m3fn": ElementType(17, 8),
+    "float8_e4m3fnuz": ElementType(18, 8),
+    "float8_e5m2": ElementType(19, 8),
+    "float8_e5m2fnuz": ElementType(20, 8),
+    "uint4": ElementType(21, 4),
+    "int4": ElementType(22, 4),
+}
+"""By NumPy's (or ml_dtypes') name. Four-bit types lie two to a byte in a tensor, low half first."""
+
+
+def numpy_dtype(name: str) -> "np.dtype[Any]":
+    """The NumPy dtype of an element type.
+
+    Strings are held in object arrays, as ONNX Runtime gives them. The types that NumPy itself
+    lacks come from ml_dtypes; its four-bit types take one byte for each element.
+
+    Raises:
+        InvalidInputError: There is no such element type.
+        MissingDependencyError: ml_dtypes is needed and not installed.
+    """
+    if name not in ELEMENT_TYPES:
+        raise InvalidInputError(f"element type: got {name!r}, expected one of {[*ELEMENT_TYPES]}")
+    if name == STRING:
+        return np.dtype(object)
+    try:
+        return np.dtype(name)
+    except TypeError:
+        pass
+    try:
+        import ml_dtypes
+    except ImportError as exc:
+        raise MissingDependencyError(
+            f"element type {name} needs the package ml_dtypes: pip install 'mcinfer[ml-dtypes]'"
+        ) from exc
+    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+    return dtype
+
+
+@cache
+def element_type_name(dtype: "np.dtype[Any]") -> str:
+    """The name of a NumPy dtype among `ELEMENT_TYPES`; byte order does not matter.
+
+    Raises:
+        InvalidInputError: It holds nothing that a model can take.
+    """
+    if dtype.kind in "OUST":
+        return STRING
+    if dtype.name not in ELEMENT_TYPES:
+        raise InvalidInputError(f"dtype: got {dtype}, expected one of {[*ELEMENT_TYPES]}")
+    return dtype.name
+
+
+def tensor_bytes(name: str, elements: int) -> int:
+    """The bytes that so many elements take in shared memory; 0 for strings, which do not lie there."""
+    return (elements * ELEMENT_TYPES[name].bits + 7) // 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One input or output of a model.
+
+    Attributes:
+        name: As in the model.
+        dtype: NumPy dtype; object for strings.
+        shape: Each dimension is a fixed size, a symbol (``"batch"``), or ``None`` without a name.
+    """
+
+    name: str
+    dtype: "np.dtype[Any]"
+    shape: tuple[Dimension, ...]
+
+    @property
+    def element_type(self) -> str:
+        """The element type's name, a key of `ELEMENT_TYPES`."""
+        return element_type_name(self.dtype)
+
+    def __str__(self) -> str:
+        dimensions = ", ".join("?" if size is None else str(size) for size in self.shape)
+        return f"{self.name}: {self.element_type}[{dimensions}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """What a model takes and gives, each in the model's own order."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]

@@ -1,0 +1,279 @@
+"""Tests of mcinfer/config.py."""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcinfer.config import (
+    CoreShare,
+    Device,
+    EngineOptions,
+    Limits,
+    RestartPolicy,
+    Timeouts,
+    automatic_workers,
+    parse_devices,
+    share_cores,
+)
+from mcinfer.errors import InvalidInputError
+
+OPTIONS: list[Callable[..., Any]] = [EngineOptions, Timeouts, RestartPolicy, Limits]
+
+NOT_SECONDS = (-1, -0.001, math.nan, -math.inf, "1", None, True, [1])
+NOT_COUNTS = (-1, 1.5, "1", True, math.inf)
+
+BAD_VALUES: list[tuple[Callable[..., Any], str, Any]] = [
+    *((EngineOptions, "threads", value) for value in (0, *NOT_COUNTS)),
+    *((EngineOptions, "allow_fallback", value) for value in ("no", 1, None)),
+    *(
+        (EngineOptions, name, value)
+        for name in ("session_config", "provider_options")
+        for value in ({"a": 1}, {1: "a"}, {b"a": "b"}, None, "text", [("a", "b")])
+    ),
+    *(
+        (Timeouts, name, value)
+        for name in ("start", "predict", "cancel_grace", "close")
+        for value in NOT_SECONDS
+    ),
+    *(
+        (RestartPolicy, name, value)
+        for name in ("window", "backoff", "backoff_limit")
+        for value in NOT_SECONDS
+    ),
+    *((RestartPolicy, "budget", value) for value in (None, *NOT_COUNTS)),
+    *((Limits, "queue", value) for value in (0, None, *NOT_COUNTS)),
+    *((Limits, "memory_bytes", value) for value in (0, 4095, *NOT_COUNTS)),
+    *((Limits, "when_full", value) for value in ("block", None, True, "")),
+]
+
+
+# Devices.
+
+
+@pytest.mark.parametrize(
+    ("text", "device"),
+    [
+        ("cpu:0", Device("cpu", 0)),
+        ("cuda:13", Device("cuda", 13)),
+        ("open_vino2:9999", Device("open_vino2", 9999)),
+    ],
+)
+def test_device_is_a_kind_and_an_index(text: str, device: Device) -> None:
+    assert Device.parse(text) == device
+    assert str(device) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "cpu",
+        "cpu:",
+        ":0",
+        "cpu:-1",
+        "CPU:0",
+        "cpu:0 ",
+        "cpu:0\n",
+        "cpu:12345",
+        "0:cpu",
+        0,
+        None,
+    ],
+)
+def test_text_that_is_no_device_is_refused(text: Any) -> None:
+    with pytest.raises(InvalidInputError, match="devices: got"):
+        Device.parse(text)
+
+
+def test_number_of_devices_means_that_many_on_the_cpu() -> None:
+    assert parse_devices(3, cores=8) == (Device("cpu", 0), Device("cpu", 1), Device("cpu", 2))
+
+
+def test_list_of_devices_keeps_its_order_and_its_repetitions() -> None:
+    assert parse_devices(["cuda:1", "cpu:0", "cuda:1"], cores=1) == (
+        Device("cuda", 1),
+        Device("cpu", 0),
+        Device("cuda", 1),
+    )
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 16, 17, 64])
+def test_no_devices_named_is_all_of_the_cpu(cores: int) -> None:
+    devices = parse_devices(None, cores=cores)
+    assert len(devices) == automatic_workers(cores)
+    shares = share_cores(devices, range(cores))
+    assert sorted(c for s in shares.values() if isinstance(s, CoreShare) for c in s.cores) == [
+        *range(cores)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers"), [(1, 1), (2, 2), (3, 3), (8, 2), (16, 2), (17, 2), (64, 8)]
+)
+def test_automatic_workers_follow_the_rule_of_mindspore_lite(cores: int, workers: int) -> None:
+    assert automatic_workers(cores) == workers
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [
+        0,
+        -1,
+        1025,
+        True,
+        False,
+        1.0,
+        "cpu:0",
+        b"cpu:0",
+        [],
+        (),
+        {"cpu:0"},
+        ["cpu:0", "x"],
+        [0],
+        [None],
+    ],
+)
+def test_devices_that_make_no_sense_are_refused(devices: Any) -> None:
+    with pytest.raises(InvalidInputError, match="devices: got"):
+        parse_devices(devices, cores=4)
+
+
+# Cores.
+
+
+def _shares(devices: list[str], cores: list[int]) -> dict[int, CoreShare]:
+    shares = share_cores([Device.parse(text) for text in devices], cores)
+    return {worker: share for worker, share in shares.items() if isinstance(share, CoreShare)}
+
+
+@given(st.data(), st.lists(st.integers(0, 1023), min_size=1, max_size=80, unique=True).map(sorted))
+def test_cores_are_dealt_out_evenly_and_completely(data: st.DataObject, cores: list[int]) -> None:
+    count = data.draw(st.integers(1, len(cores)))
+    shares = share_cores(parse_devices(count, len(cores)), cores)
+    assert [*shares] == [*range(count)]
+    dealt: list[int] = []
+    sizes = set()
+    for share in shares.values():
+        assert isinstance(share, CoreShare)
+        assert not share.shared
+        dealt += share.cores
+        sizes.add(len(share.cores))
+    assert dealt == cores
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(cores=st.integers(1, 16), more=st.integers(1, 20))
+def test_more_workers_than_cores_share_and_are_told_so(cores: int, more: int) -> None:
+    shares = share_cores(parse_devices(cores + more, cores), range(cores))
+    assert len(shares) == cores + more
+    taken = Counter(share.cores for share in shares.values() if isinstance(share, CoreShare))
+    assert {*taken} == {(core,) for core in range(cores)}
+    assert max(taken.values()) - min(taken.values()) <= 1
+    for share in shares.values():
+        assert isinstance(share, CoreShare)
+        assert share.shared is (taken[share.cores] > 1)
+
+
+def test_device_listed_twice_is_shared() -> None:
+    shares = _shares(["cpu:0", "cpu:0", "cpu:1"], [2, 3, 4, 5])
+    assert shares == {
+        0: CoreShare(cores=(2, 3), shared=True),
+        1: CoreShare(cores=(2, 3), shared=True),
+        2: CoreShare(cores=(4, 5), shared=False),
+    }
+
+
+def test_index_beyond_the_number_of_devices_makes_smaller_shares() -> None:
+    shares = _shares(["cpu:3", "cpu:0"], [*range(8)])
+    assert shares[0] == CoreShare(cores=(6, 7), shared=False)
+    assert shares[1] == CoreShare(cores=(0, 1), shared=False)
+
+
+def test_device_that_does_not_exist_gets_an_error_and_the_others_their_cores() -> None:
+    shares = share_cores([Device("cpu", 0), Device("cpu", 4)], [0, 1, 2, 3])
+    assert shares[0] == CoreShare(cores=(0, 1, 2, 3), shared=False)
+    assert isinstance(shares[1], InvalidInputError)
+    assert "cpu:4 does not exist" in str(shares[1])
+    assert "the last device is cpu:3" in str(shares[1])
+
+
+def test_devices_that_are_no_cpu_get_no_cores() -> None:
+    assert share_cores([Device("cuda", 0), Device("cuda", 1)], [0, 1]) == {}
+    shares = share_cores([Device("cuda", 0), Device("cpu", 0)], [0, 1])
+    assert shares == {1: CoreShare(cores=(0, 1), shared=False)}
+
+
+# Options.
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_defaults_are_good(options: Callable[..., Any]) -> None:
+    assert options() == options()
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_options_are_frozen(options: Callable[..., Any]) -> None:
+    made = options()
+    for field in dataclasses.fields(made):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(made, field.name, None)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_options_are_given_by_name_only(options: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError):
+        options(1)
+
+
+@pytest.mark.parametrize(("options", "name", "value"), BAD_VALUES)
+def test_bad_option_is_refused_by_its_name(
+    options: Callable[..., Any], name: str, value: Any
+) -> None:
+    with pytest.raises(InvalidInputError, match=f"^{name}: got"):
+        options(**{name: value})
+
+
+def test_every_option_is_checked() -> None:
+    checked = {(options, name) for options, name, _ in BAD_VALUES}
+    every = {
+        (options, field.name) for options in OPTIONS for field in dataclasses.fields(options())
+    }
+    assert checked == every
+
+
+def test_least_and_endless_options_are_taken() -> None:
+    EngineOptions(threads=1, session_config={}, provider_options={"device_id": "0"})
+    Timeouts(start=math.inf, predict=0, cancel_grace=0.0, close=math.inf)
+    RestartPolicy(budget=0, window=0, backoff=0, backoff_limit=0)
+    Limits(queue=1, memory_bytes=4096, when_full="raise")
+
+
+def test_engine_options_keep_their_entries_when_the_given_mapping_changes() -> None:
+    entries = {"a": "b"}
+    options = EngineOptions(session_config=entries)
+    entries["c"] = "d"
+    assert options.session_config == {"a": "b"}
+    with pytest.raises(TypeError):
+        options.session_config["a"] = "z"  # type: ignore[index]
+
+
+@given(
+    backoff=st.floats(0, 1e308),
+    limit=st.floats(0, 1e308),
+    earlier=st.integers(0, 10_000),
+)
+def test_restart_delays_grow_up_to_their_limit(backoff: float, limit: float, earlier: int) -> None:
+    policy = RestartPolicy(backoff=backoff, backoff_limit=limit)
+    assert policy.delay(0) == 0.0
+    assert 0.0 <= policy.delay(earlier) <= policy.delay(earlier + 1) <= limit
+
+
+def test_restart_delay_doubles() -> None:
+    policy = RestartPolicy(backoff=0.1, backoff_limit=5.0)
+    assert [policy.delay(i) for i in range(8)] == [0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0]
