@@ -1,0 +1,162 @@
+"""The requests that a pool has accepted: what waits, what runs, what is due, what became of each.
+
+Pure bookkeeping for the scheduler: it decides nothing and knows no worker. A request is *open* until it is
+closed with its outcome, and stays in the book until no worker has a shard of it any more.
+"""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from mcinfer.protocol import Reply
+
+Outcome = Literal["succeeded", "failed", "cancelled"]
+
+
+@dataclass(slots=True)
+class Entry:
+    """One request.
+
+    Attributes:
+        number: The request's.
+        deadline: When it is to be answered at the latest.
+        timeout: Seconds that the caller gave it, for texts.
+        replies: By shard, None until it is answered.
+        deaths: By shard, the stories of the workers that died on it.
+        settled: Whether it was answered.
+        unanswered: Shards without a reply.
+        queued: Shards that wait for a worker.
+        outstanding: Shards that a worker has, which may be writing to the request's memory.
+    """
+
+    number: int
+    deadline: float
+    timeout: float
+    replies: list[Reply | None]
+    deaths: list[list[str]]
+    unanswered: int
+    settled: bool = False
+    queued: int = 0
+    outstanding: int = 0
+
+    @property
+    def answered(self) -> tuple[Reply, ...]:
+        """The replies so far, in the order of their shards."""
+        return tuple(reply for reply in self.replies if reply is not None)
+
+
+class Ledger:
+    """The book; `accepted` is always the sum of the four counts after it."""
+
+    def __init__(self) -> None:
+        """An empty book."""
+        self.accepted = 0
+        self.succeeded = 0
+        self.failed = 0
+        self.cancelled = 0
+        self.in_flight = 0
+        self.queued_shards = 0
+        self._entries: dict[int, Entry] = {}
+        self._queue: deque[tuple[int, int]] = deque()
+        self._deadlines: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, number: int) -> Entry:
+        return self._entries[number]
+
+    def open(self) -> Iterator[Entry]:
+        """The requests that were not answered yet."""
+        return iter([entry for entry in self._entries.values() if not entry.settled])
+
+    def find_open(self, number: int) -> Entry | None:
+        """The request of that number, if it was not answered yet."""
+        entry = self._entries.get(number)
+        return None if entry is None or entry.settled else entry
+
+    # Accepting, and the queue.
+
+    def accept(self, number: int, shards: int, deadline: float, timeout: float) -> Entry:
+        """Enter a request; its shards are not queued yet."""
+        deaths: list[list[str]] = [[] for _ in range(shards)]
+        entry = Entry(number, deadline, timeout, [None] * shards, deaths, shards)
+        self._entries[number] = entry
+        self.accepted += 1
+        self.in_flight += 1
+        if len(self._deadlines) > 2 * self.in_flight + 64:
+            # The answered ones must not outnumber the open ones: a long time-out keeps them for long.
+            self._deadlines = [item for item in self._deadlines if self.find_open(item[1])]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (deadline, number))
+        return entry
+
+    def enqueue(self, entry: Entry) -> None:
+        """Queue all its shards, behind the others."""
+        self._queue.extend((entry.number, shard) for shard in range(len(entry.replies)))
+        entry.queued += len(entry.replies)
+        self.queued_shards += len(entry.replies)
+
+    def enqueue_first(self, entry: Entry, shard: int) -> None:
+        """Queue a shard that had its turn before, in front of the others."""
+        self._queue.appendleft((entry.number, shard))
+        entry.queued += 1
+        self.queued_shards += 1
+
+    def has_queued(self) -> bool:
+        """Whether a shard waits for a worker."""
+        return self.queued_shards > 0
+
+    def next_shard(self) -> tuple[int, int]:
+        """Take the next shard off the queue, for a worker; only while `has_queued`."""
+        while True:
+            number, shard = self._queue.popleft()
+            entry = self.find_open(number)
+            if entry is not None:
+                entry.queued -= 1
+                self.queued_shards -= 1
+                entry.outstanding += 1
+                return number, shard
+
+    # Deadlines.
+
+    def next_deadline(self) -> float:
+        """The earliest of the open requests; infinite where there is none."""
+        while self._deadlines and not self.find_open(self._deadlines[0][1]):
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else math.inf
+
+    def overdue(self, now: float) -> Iterator[Entry]:
+        """The open requests whose deadline has passed, each once."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            entry = self.find_open(heapq.heappop(self._deadlines)[1])
+            if entry is not None:
+                yield entry
+
+    # Endings.
+
+    def close(self, entry: Entry, outcome: Outcome) -> None:
+        """The request is answered; what is queued of it is forgotten."""
+        entry.settled = True
+        self.in_flight -= 1
+        self.queued_shards -= entry.queued
+        entry.queued = 0
+        match outcome:
+            case "succeeded":
+                self.succeeded += 1
+            case "failed":
+                self.failed += 1
+            case "cancelled":
+                self.cancelled += 1
+        if len(self._queue) > 2 * self.queued_shards + 64:
+            self._queue = deque(item for item in self._queue if self.find_open(item[0]))
+
+    def strike(self, entry: Entry) -> bool:
+        """Take it out of the book if it is answered and no worker has a shard of it; whether it was."""
+        if not entry.settled or entry.outstanding:
+            return False
+        del self._entries[entry.number]
+        return True

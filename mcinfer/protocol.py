@@ -1,0 +1,500 @@
+"""The messages between a master and its workers, and the order in which they may come.
+
+One MessagePack map per message (https://github.com/msgpack/msgpack/blob/master/spec.md), never
+pickle. This file does not know which side it runs on: `TRANSITIONS` is the whole life of a worker, and
+both sides keep a `Conversation` that follows it. A message that is malformed, or that the table
+does not allow, raises `ProtocolError` and changes nothing.
+
+Ids 0 to 4 are those of the multi-card sample of MindSpore Lite, and stay. Tensors do not travel in
+messages: a tensor reference ``(name, element type, shape, block, offset)`` says where one lies in shared
+memory. Only strings, which have no fixed size, travel inline: then the block is None and the last
+place holds the values.
+"""
+
+import reprlib
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any, ClassVar
+
+import msgpack
+
+from mcinfer.errors import ProtocolError
+from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension
+
+VERSION = 1
+"""Raised with each change that an older peer would misread; HELLO carries it."""
+
+ERROR = 0
+PREDICT = 1
+REPLY = 2
+BUILD_FINISH = 3
+EXIT = 4
+HELLO = 5
+BUILD = 6
+CANCEL = 7
+ATTACH = 8
+DETACH = 9
+
+TensorRef = tuple[str, str, tuple[int, ...], int | None, Any]
+"""Name, element type, shape, block id, byte offset; a worker's own blocks have negative ids."""
+
+TensorFields = tuple[str, str, tuple[Dimension, ...]]
+"""A tensor specification on the wire: name, element type, shape with symbols."""
+
+_MOST = 2**63
+_MOST_DIMENSIONS = 64
+
+Check = Callable[[Any], bool]
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MOST
+
+
+def _is_seconds(value: Any) -> bool:
+    return type(value) is float and 0.0 <= value < float("inf")
+
+
+def _is_text(value: Any) -> bool:
+    return type(value) is str
+
+
+def _is_flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _is_shape(value: Any) -> bool:
+    if type(value) is not tuple or len(value) > _MOST_DIMENSIONS:
+        return False
+    for size in value:  # noqa: SIM110 this is on every request's way, and a generator costs as much again
+        if type(size) is not int or not 0 <= size < _MOST:
+            return False
+    return True
+
+
+def _is_values(value: Any, shape: tuple[int, ...]) -> bool:
+    count = 1
+    for size in shape:
+        count *= size
+    return (
+        type(value) is tuple
+        and len(value) == count
+        and all(type(item) in (str, bytes) for item in value)
+    )
+
+
+def _is_reference(value: Any) -> bool:
+    if type(value) is not tuple or len(value) != 5:
+        return False
+    name, element_type, shape, block, where = value
+    if type(name) is not str or type(element_type) is not str or not _is_shape(shape):
+        return False
+    if element_type == STRING:
+        return block is None and _is_values(where, shape)
+    in_range = type(block) is int and -_MOST < block < _MOST and _is_count(where)
+    return in_range and element_type in ELEMENT_TYPES
+
+
+def _is_references(value: Any) -> bool:
+    return type(value) is tuple and all(_is_reference(item) for item in value)
+
+
+def _is_specs(value: Any) -> bool:
+    return type(value) is tuple and all(_is_spec(item) for item in value)
+
+
+def _is_spec(value: Any) -> bool:
+    return (
+        type(value) is tuple
+        and len(value) == 3
+        and type(value[0]) is str
+        and type(value[1]) is str
+        and value[1] in ELEMENT_TYPES
+        and type(value[2]) is tuple
+        and all(
+            size is None or type(size) is str or (type(size) is int and 0 <= size < _MOST)
+            for size in value[2]
+        )
+    )
+
+
+def _is_texts(value: Any) -> bool:
+    return type(value) is tuple and all(type(item) is str for item in value)
+
+
+def _is_text_map(value: Any) -> bool:
+    return type(value) is dict and all(
+        type(key) is str and type(item) is str for key, item in value.items()
+    )
+
+
+def _is_cores(value: Any) -> bool:
+    return type(value) is tuple and all(_is_count(item) for item in value)
+
+
+def _or_none(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """Base of the messages. Fields check themselves when a message is made."""
+
+    ID: ClassVar[int]
+    CHECKS: ClassVar[dict[str, Check]] = {}
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ProtocolError: A field does not fit.
+        """
+        for name, check in self.CHECKS.items():
+            value = getattr(self, name)
+            if not check(value):
+                # Not repr: it fails on what is nested too deep, as an intruder's value may be.
+                raise ProtocolError(
+                    f"{type(self).__name__}.{name} does not fit: got {reprlib.repr(value)}"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Error(Message):
+    """Worker to master: a build (request None) or a run failed, or a run was cancelled.
+
+    Attributes:
+        kind: ``"build"``, ``"missing"`` (a package, for a build), ``"invalid"``, ``"predict"`` or
+            ``"cancelled"``.
+        text: One clear line or more; the engine's own message is in it.
+        traceback: The worker's, for the log.
+    """
+
+    ID = ERROR
+    CHECKS = {
+        "request": _or_none(_is_count),
+        "shard": _or_none(_is_count),
+        "kind": lambda value: value in ("build", "missing", "invalid", "predict", "cancelled"),
+        "text": _is_text,
+        "traceback": _is_text,
+    }
+    request: int | None = None
+    shard: int | None = None
+    kind: str
+    text: str
+    traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predict(Message):
+    """Master to worker: run this shard.
+
+    Attributes:
+        outputs: Where results are to be written, by name; outputs that are not named here have no shape
+            known before the run, and come back in a block of the worker's own.
+    """
+
+    ID = PREDICT
+    CHECKS = {
+        "request": _is_count,
+        "shard": _is_count,
+        "inputs": _is_references,
+        "outputs": _is_references,
+    }
+    request: int
+    shard: int
+    inputs: tuple[TensorRef, ...]
+    outputs: tuple[TensorRef, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply(Message):
+    """Worker to master: the shard ran.
+
+    Attributes:
+        outputs: Every output of the model, in its order; none at all where PREDICT said of every one
+            where it goes, and it went there.
+        seconds: Of the engine's run alone.
+    """
+
+    ID = REPLY
+    CHECKS = {
+        "request": _is_count,
+        "shard": _is_count,
+        "outputs": _is_references,
+        "seconds": _is_seconds,
+    }
+    request: int
+    shard: int
+    outputs: tuple[TensorRef, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildFinish(Message):
+    """Worker to master: the model is loaded.
+
+    Attributes:
+        providers: What really runs it, in the engine's words.
+        seconds: Of loading.
+    """
+
+    ID = BUILD_FINISH
+    CHECKS = {
+        "inputs": _is_specs,
+        "outputs": _is_specs,
+        "providers": _is_texts,
+        "seconds": _is_seconds,
+    }
+    inputs: tuple[TensorFields, ...]
+    outputs: tuple[TensorFields, ...]
+    providers: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit(Message):
+    """Master to worker: finish and end with status 0."""
+
+    ID = EXIT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello(Message):
+    """Worker to master, first of all: who it is. The token proves that the master started it."""
+
+    ID = HELLO
+    CHECKS = {"version": _is_count, "pid": _is_count, "token": _is_text}
+    version: int
+    pid: int
+    token: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build(Message):
+    """Master to worker: load this model.
+
+    Attributes:
+        model: Absolute path.
+        cores: Cores to be pinned to; empty for a device that is not a share of the CPU.
+        shared: Whether other workers run on the same cores, so that waiting threads must not spin.
+    """
+
+    ID = BUILD
+    CHECKS = {
+        "model": _is_text,
+        "engine": _is_text,
+        "device": _is_text,
+        "cores": _is_cores,
+        "shared": _is_flag,
+        "threads": _or_none(_is_count),
+        "allow_fallback": _is_flag,
+        "session_config": _is_text_map,
+        "provider_options": _is_text_map,
+    }
+    model: str
+    engine: str
+    device: str
+    cores: tuple[int, ...]
+    shared: bool
+    threads: int | None
+    allow_fallback: bool
+    session_config: dict[str, str]
+    provider_options: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel(Message):
+    """Master to worker: stop that request's run if it is still going; else nothing."""
+
+    ID = CANCEL
+    CHECKS = {"request": _is_count}
+    request: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attach(Message):
+    """Master to worker: map this block; its descriptor is already on the lifeline."""
+
+    ID = ATTACH
+    CHECKS = {"block": _is_count, "size": _is_count}
+    block: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detach(Message):
+    """Master to worker: this block is not used any more; unmap it."""
+
+    ID = DETACH
+    CHECKS = {"block": _is_count}
+    block: int
+
+
+MESSAGES: dict[int, type[Message]] = {
+    message.ID: message
+    for message in (Error, Predict, Reply, BuildFinish, Exit, Hello, Build, Cancel, Attach, Detach)
+}
+_FIELDS = {message: tuple(field.name for field in fields(message)) for message in MESSAGES.values()}
+_FIELD_SETS = {message: frozenset(names) for message, names in _FIELDS.items()}
+
+
+def encode(message: Message) -> bytes:
+    """The bytes of a message, for `decode`."""
+    content: dict[str, Any] = {"id": message.ID}
+    for name in _FIELDS[type(message)]:
+        content[name] = getattr(message, name)
+    return _pack(content)
+
+
+def _pack(value: object) -> bytes:
+    # File names that are not UTF-8 are text with surrogates in Python, and must come through.
+    # A packer is made for each call: its usual buffer of 256 KiB would be most of the cost.
+    packer = msgpack.Packer(unicode_errors="surrogatepass", buf_size=1024)  # type: ignore[call-arg] # stubs of 1.0
+    return bytes(packer.pack(value))
+
+
+# The beginning of a PREDICT as `encode` writes it: a map of five, as the specification of MessagePack
+# has it, and the first two of its fields up to the request's number.
+_PREDICT = b"\x85" + b"".join(map(_pack, ("id", PREDICT, "request")))
+_SHARD = _pack("shard")
+
+
+def encode_tensors(inputs: tuple[TensorRef, ...], outputs: tuple[TensorRef, ...]) -> bytes:
+    """The part of a PREDICT that is the same for all requests with these tensors.
+
+    Raises:
+        ProtocolError: A reference does not fit.
+    """
+    Predict(request=0, shard=0, inputs=inputs, outputs=outputs)
+    return b"".join(map(_pack, ("inputs", inputs, "outputs", outputs)))
+
+
+def encode_predict(request: int, shard: int, tensors: bytes) -> bytes:
+    """What `encode` gives for a PREDICT, from its tensors encoded before."""
+    return b"".join((_PREDICT, _pack(request), _SHARD, _pack(shard), tensors))
+
+
+def decode(data: bytes) -> Message:
+    """Read a message.
+
+    Nothing in it is trusted: lengths are bounded by the data's own (msgpack's limits), and every
+    field is checked.
+
+    Raises:
+        ProtocolError: It is not a message of this protocol.
+    """
+    try:
+        content = msgpack.unpackb(
+            data, use_list=False, strict_map_key=True, unicode_errors="surrogatepass"
+        )
+    except Exception as exc:  # msgpack raises ValueError, TypeError, its own, and more on bad data
+        raise ProtocolError(f"not a MessagePack message: {type(exc).__name__}: {exc}") from exc
+    if type(content) is not dict:
+        raise ProtocolError(f"a message is a map, got {type(content).__name__}")
+    kind = content.pop("id", None)
+    message = MESSAGES.get(kind) if type(kind) is int else None
+    if message is None:
+        raise ProtocolError(f"unknown message id {reprlib.repr(kind)}")
+    if content.keys() != _FIELD_SETS[message]:
+        raise ProtocolError(
+            f"{message.__name__}: got fields {repr([*content])[:200]}, "
+            f"expected {[*_FIELDS[message]]}"
+        )
+    return message(**content)
+
+
+class WorkerState(StrEnum):
+    """The states of a worker's life."""
+
+    SPAWNED = "spawned"
+    CONNECTED = "connected"
+    BUILDING = "building"
+    READY = "ready"
+    BUSY = "busy"
+    EXITING = "exiting"
+    GONE = "gone"
+
+
+_S = WorkerState
+
+TRANSITIONS: dict[WorkerState, dict[type[Message], WorkerState]] = {
+    _S.SPAWNED: {Hello: _S.CONNECTED},
+    _S.CONNECTED: {Build: _S.BUILDING, Exit: _S.EXITING},
+    _S.BUILDING: {BuildFinish: _S.READY, Error: _S.EXITING, Exit: _S.EXITING},
+    _S.READY: {
+        Predict: _S.BUSY,
+        Attach: _S.READY,
+        Detach: _S.READY,
+        Cancel: _S.READY,
+        Exit: _S.EXITING,
+    },
+    _S.BUSY: {
+        Reply: _S.READY,
+        Error: _S.READY,
+        Cancel: _S.BUSY,
+        Attach: _S.BUSY,
+        Detach: _S.BUSY,
+        Exit: _S.EXITING,
+    },
+    _S.EXITING: {
+        BuildFinish: _S.EXITING,
+        Reply: _S.EXITING,
+        Error: _S.EXITING,
+        Cancel: _S.EXITING,
+        Exit: _S.EXITING,
+    },
+    _S.GONE: {},
+}
+"""What may come in which state, and the state after it. A process's end leads to GONE from any.
+
+CANCEL is allowed in READY: it may cross the reply on its way. EXITING takes the answer of a
+build or run that was going on when EXIT was sent, and the other side's EXIT after a build error.
+"""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """One worker's place in `TRANSITIONS`, as one side sees it.
+
+    Attributes:
+        state: Now.
+        running: Request and shard of the run that is going on, or None.
+    """
+
+    state: WorkerState = WorkerState.SPAWNED
+    running: tuple[int, int] | None = None
+
+    def advance(self, message: Message) -> None:
+        """Take a message that was sent or received.
+
+        Raises:
+            ProtocolError: It may not come now, or answers another run than the one going on.
+        """
+        after = TRANSITIONS[self.state].get(type(message))
+        if after is None:
+            raise ProtocolError(f"{type(message).__name__} may not come in state {self.state}")
+        if isinstance(message, Predict):
+            self.begin_run(message.request, message.shard)
+        elif isinstance(message, (Reply, Error)):
+            answers = (message.request, message.shard)
+            expected = self.running if self.running is not None else (None, None)
+            if answers != expected:
+                raise ProtocolError(
+                    f"{type(message).__name__} for request and shard {answers}, "
+                    f"expected {expected} in state {self.state}"
+                )
+            self.running = None
+        self.state = after
+
+    def begin_run(self, request: int, shard: int) -> None:
+        """What a PREDICT does, for the side that decides on it before its tensors are known.
+
+        Raises:
+            ProtocolError: No run may begin now.
+        """
+        after = TRANSITIONS[self.state].get(Predict)
+        if after is None:
+            raise ProtocolError(f"Predict may not come in state {self.state}")
+        self.running = (request, shard)
+        self.state = after

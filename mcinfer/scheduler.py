@@ -1,0 +1,504 @@
+"""What to do next: events in, actions out. No sockets, threads, clocks or processes here.
+
+The master's shell reports what happened (a request came, a message came, a worker died, time
+passed) and carries out the actions it is given, in order. The rules:
+
+* Every request settles exactly once.
+* A shard whose worker died goes to another; one that has killed two workers is given up.
+* A bad request fails alone; its worker lives on.
+* A deadline that passes settles the request at once; then CANCEL, a grace period, and a kill.
+* A worker that dies is started again, with back-off and within a budget; the others serve meanwhile.
+* A request's memory is released when no worker can write to it any more: all that were given a
+  shard of it have answered, or are known dead.
+"""
+
+import math
+import signal
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mcinfer.actions import (
+    Action,
+    KillWorker,
+    PoolClosed,
+    PoolStarted,
+    Release,
+    Send,
+    SendPredict,
+    Settle,
+    StartWorker,
+)
+from mcinfer.config import RestartPolicy, Timeouts
+from mcinfer.errors import (
+    BuildError,
+    ClosedError,
+    InvalidInputError,
+    McinferError,
+    MissingDependencyError,
+    PredictError,
+    PredictTimeoutError,
+    ProtocolError,
+    QueueFullError,
+    WorkerDiedError,
+)
+from mcinfer.ledger import Entry, Ledger, Outcome
+from mcinfer.protocol import (
+    Build,
+    BuildFinish,
+    Cancel,
+    Conversation,
+    Error,
+    Exit,
+    Hello,
+    Message,
+    Reply,
+    WorkerState,
+)
+from mcinfer.statistics import WorkerStatistics
+
+MOST_DEATHS = 2
+"""A shard, or a first build, that has killed this many workers is given up."""
+
+
+@dataclass(slots=True)
+class _Worker:
+    index: int
+    device: str
+    build: Build
+    conversation: Conversation = field(default_factory=lambda: Conversation(state=WorkerState.GONE))
+    pid: int | None = None
+    ready_by: float | None = None
+    kill_at: float | None = None
+    killed: bool = False
+    restart_at: float | None = None
+    given_up: bool = False
+    starts: deque[float] = field(default_factory=deque)
+    started_before: bool = False
+    build_deaths: list[str] = field(default_factory=list)
+    build_failure: str | None = None
+    lacks_package: bool = False
+    restarts: int = 0
+    completed: int = 0
+    failed: int = 0
+    busy_seconds: float = 0.0
+    providers: tuple[str, ...] = ()
+    last_error: str = ""
+
+    @property
+    def state(self) -> WorkerState:
+        return self.conversation.state
+
+    @property
+    def name(self) -> str:
+        pid = "" if self.pid is None else f", pid {self.pid}"
+        return f"worker {self.index} ({self.device}{pid})"
+
+
+def describe_exit(code: int) -> str:
+    """A process's end in words; a negative code is the number of the signal that killed it."""
+    if code >= 0:
+        return f"exited with status {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+class Scheduler:
+    """The state of a pool and its requests. Every method returns what is to be done, in order.
+
+    `now` is float seconds on any monotonic clock, the same for all calls.
+    """
+
+    def __init__(
+        self,
+        builds: Sequence[Build],
+        *,
+        timeouts: Timeouts,
+        restart: RestartPolicy,
+        queue_limit: int,
+    ) -> None:
+        """Take what each worker is to load and where; nothing starts before `handle_start`."""
+        self._workers = [_Worker(i, build.device, build) for i, build in enumerate(builds)]
+        self._timeouts = timeouts
+        self._restart = restart
+        self._queue_limit = queue_limit
+        self._started = False
+        self._closing: float | None = None
+        self._closed = False
+        self._specs: BuildFinish | None = None
+        self.ledger = Ledger()
+
+    # What the shell and the statistics may ask.
+
+    @property
+    def specs(self) -> BuildFinish | None:
+        """What the first worker said of the model; None before."""
+        return self._specs
+
+    @property
+    def serving(self) -> int:
+        """How many workers are ready or busy."""
+        return sum(w.state in (WorkerState.READY, WorkerState.BUSY) for w in self._workers)
+
+    def running(self, worker: int) -> tuple[int, int] | None:
+        """Request and shard that the worker is at, None while it is at none."""
+        return self._workers[worker].conversation.running
+
+    def is_exiting(self, worker: int) -> bool:
+        """Whether the worker was told to end, so that its end is no surprise."""
+        told = self._workers[worker].state is WorkerState.EXITING
+        return told or self._closing is not None
+
+    def name(self, worker: int) -> str:
+        """How texts speak of a worker: its index, device and pid."""
+        return self._workers[worker].name
+
+    def statistics(self) -> tuple[WorkerStatistics, ...]:
+        """A snapshot of every worker."""
+        return tuple(
+            WorkerStatistics(
+                index=w.index,
+                device=w.device,
+                pid=w.pid,
+                state=str(w.state),
+                restarts=w.restarts,
+                completed=w.completed,
+                failed=w.failed,
+                busy_seconds=w.busy_seconds,
+                providers=w.providers,
+                last_error=w.last_error,
+            )
+            for w in self._workers
+        )
+
+    def next_time(self) -> float | None:
+        """When `handle_time` is due next; None while nothing waits for a time."""
+        times = [self.ledger.next_deadline()]
+        for worker in self._workers:
+            due = (worker.ready_by, worker.kill_at, worker.restart_at)
+            times.extend(time for time in due if time is not None)
+        if self._closing is not None and not self._closed:
+            times.append(self._closing)
+        return min((time for time in times if time < math.inf), default=None)
+
+    # Events.
+
+    def handle_start(self, now: float) -> list[Action]:
+        """The pool is to start: all workers at once."""
+        return [action for w in self._workers for action in self._start_worker(w, now)]
+
+    def handle_started(self, worker: int, pid: int) -> None:
+        """The worker's process exists."""
+        self._workers[worker].pid = pid
+
+    def handle_request(self, now: float, request: int, shards: int, timeout: float) -> list[Action]:
+        """A request of so many shards came, to be answered within `timeout` seconds.
+
+        Raises:
+            ClosedError: The pool is closed.
+            QueueFullError: As many requests as allowed are in flight.
+        """
+        if self._closing is not None or self._closed or not self._started:
+            raise ClosedError("the master is closed")
+        if self.ledger.in_flight >= self._queue_limit:
+            raise QueueFullError(
+                f"{self.ledger.in_flight} requests are queued or running, the limit (Limits.queue) is "
+                f"{self._queue_limit}"
+            )
+        entry = self.ledger.accept(request, shards, now + timeout, timeout)
+        if all(worker.given_up for worker in self._workers):
+            return self._fail(entry, self._nobody_left())
+        self.ledger.enqueue(entry)
+        return self._dispatch()
+
+    def handle_cancel(self, request: int) -> list[Action]:
+        """The caller does not want the answer any more."""
+        entry = self.ledger.find_open(request)
+        if entry is None:
+            return []
+        error = ClosedError("the request was cancelled")
+        return [*self._fail(entry, error, "cancelled"), *self._dispatch()]
+
+    def handle_killed(self, worker: int, reason: str) -> None:
+        """The shell has killed the worker on its own account; its death will be reported."""
+        self._workers[worker].killed = True
+        self._workers[worker].last_error = reason
+
+    def handle_message(self, now: float, worker: int, message: Message) -> list[Action]:
+        """A worker sent a message.
+
+        Raises:
+            ProtocolError: It may not come now. Nothing was changed; the shell is to kill the worker.
+        """
+        w = self._workers[worker]
+        if not isinstance(message, (Hello, BuildFinish, Reply, Error)):
+            raise ProtocolError(f"{type(message).__name__} is not for a worker to send")
+        before = w.state
+        w.conversation.advance(message)
+        match message:
+            case Hello():
+                return [] if self._closing is not None else [self._send(w, w.build)]
+            case BuildFinish():
+                return self._handle_build_finish(w, message)
+            case Error(request=None):
+                return self._handle_build_error(w, message, now)
+            case Reply() | Error():
+                w.kill_at = None if before is WorkerState.BUSY else w.kill_at
+                return [*self._handle_answer(w, message), *self._dispatch()]
+        return []
+
+    def handle_died(self, now: float, worker: int, how: str) -> list[Action]:
+        """The worker's process ended, or could not be started; `how` in words."""
+        w = self._workers[worker]
+        story = f"{w.name} {how}"
+        state, running = w.state, w.conversation.running
+        w.conversation = Conversation(state=WorkerState.GONE)
+        w.pid = w.ready_by = w.kill_at = None
+        reason = w.last_error if w.killed or state is WorkerState.EXITING else ""
+        actions: list[Action] = []
+        if running is not None:
+            w.failed += 1
+            actions += self._handle_lost_shard(*running, story)
+        if self._closing is None:
+            w.last_error = f"{story} after: {reason}" if reason else story
+            if not self._started and not w.started_before:
+                actions += self._handle_death_in_start(w, state, story, now)
+            else:
+                actions += self._plan_restart(w, now)
+        return [*actions, *self._dispatch(), *self._finish_closing()]
+
+    def handle_time(self, now: float) -> list[Action]:
+        """Time passed: act on everything that was due by `now`."""
+        actions: list[Action] = []
+        for entry in self.ledger.overdue(now):
+            actions += self._handle_deadline(entry, now)
+        for w in self._workers:
+            if w.ready_by is not None and w.ready_by <= now:
+                w.ready_by = None
+                actions += self._handle_slow_start(w)
+            if w.kill_at is not None and w.kill_at <= now:
+                w.kill_at = None
+                actions.append(self._kill(w, f"{w.name}: did not stop in time"))
+            if w.restart_at is not None and w.restart_at <= now:
+                w.restart_at = None
+                w.restarts += 1
+                actions += self._start_worker(w, now)
+        actions += self._dispatch()
+        if self._closing is not None and self._closing <= now:
+            actions += self._finish_closing(abandon=True)
+        return actions
+
+    def handle_close(self, now: float, timeout: float) -> list[Action]:
+        """The pool is to end: what is in flight fails, workers get `timeout` seconds to exit."""
+        if self._closing is not None or self._closed:
+            return []
+        # A killed process that has not ended this long after is stuck in the kernel.
+        self._closing = now + timeout + self._timeouts.close + 1.0
+        actions: list[Action] = []
+        for entry in self.ledger.open():
+            actions += self._fail(entry, ClosedError("the master was closed"))
+        for w in self._workers:
+            w.restart_at = w.ready_by = None
+            if w.state in (WorkerState.READY, WorkerState.BUSY):
+                actions.append(self._send(w, Exit()))
+                w.kill_at = now + timeout
+            elif w.state is WorkerState.EXITING:
+                w.kill_at = now + timeout
+            elif w.state is not WorkerState.GONE:
+                actions.append(KillWorker(worker=w.index))
+        return [*actions, *self._finish_closing()]
+
+    # Requests.
+
+    def _dispatch(self) -> list[Action]:
+        """Give queued shards to ready workers, the lowest index first so that pages stay warm."""
+        actions: list[Action] = []
+        if not self.ledger.has_queued():
+            return actions
+        for w in self._workers:
+            if w.state is WorkerState.READY and not w.killed:
+                request, shard = self.ledger.next_shard()
+                w.conversation.begin_run(request, shard)
+                actions.append(SendPredict(worker=w.index, request=request, shard=shard))
+                if not self.ledger.has_queued():
+                    break
+        return actions
+
+    def _handle_answer(self, w: _Worker, message: Reply | Error) -> list[Action]:
+        if isinstance(message, Reply):
+            w.completed += 1
+            w.busy_seconds += message.seconds
+        elif message.kind != "cancelled":
+            w.failed += 1
+            w.last_error = message.text
+        if message.request is None or message.shard is None:
+            return []
+        entry = self.ledger[message.request]
+        entry.outstanding -= 1
+        if entry.settled:
+            return self._release_if_done(entry)
+        if isinstance(message, Error):
+            kind = InvalidInputError if message.kind == "invalid" else PredictError
+            return self._fail(entry, kind(f"{w.name}: {message.text}"))
+        entry.replies[message.shard] = message
+        entry.unanswered -= 1
+        if entry.unanswered:
+            return []
+        self.ledger.close(entry, "succeeded")
+        settle = Settle(request=entry.number, replies=entry.answered)
+        return [settle, *self._release_if_done(entry)]
+
+    def _fail(self, entry: Entry, error: McinferError, outcome: Outcome = "failed") -> list[Action]:
+        """Settle with an error; shards that still run are asked to stop."""
+        self.ledger.close(entry, outcome)
+        actions: list[Action] = [Settle(request=entry.number, error=error)]
+        for w in self._workers:
+            running = w.conversation.running
+            if running is not None and running[0] == entry.number and w.state is WorkerState.BUSY:
+                actions.append(self._send(w, Cancel(request=entry.number)))
+                # A run that does not stop may not keep its worker past the request's deadline.
+                if w.kill_at is None:
+                    w.kill_at = entry.deadline + self._timeouts.cancel_grace
+        return [*actions, *self._release_if_done(entry)]
+
+    def _release_if_done(self, entry: Entry) -> list[Action]:
+        return [Release(request=entry.number)] if self.ledger.strike(entry) else []
+
+    def _handle_lost_shard(self, request: int, shard: int, story: str) -> list[Action]:
+        """A worker died on a shard: to another one, or give it up if it is a killer."""
+        entry = self.ledger[request]
+        entry.outstanding -= 1
+        if entry.settled:
+            return self._release_if_done(entry)
+        entry.deaths[shard].append(story)
+        if len(entry.deaths[shard]) < MOST_DEATHS:
+            self.ledger.enqueue_first(entry, shard)
+            return []
+        deaths = "; ".join(entry.deaths[shard])
+        error = WorkerDiedError(
+            f"shard {shard} of {len(entry.replies)} was given up after {MOST_DEATHS} workers died "
+            f"on it: {deaths}"
+        )
+        return self._fail(entry, error)
+
+    def _handle_deadline(self, entry: Entry, now: float) -> list[Action]:
+        waiting = [i for i, reply in enumerate(entry.replies) if reply is None]
+        running = {
+            w.conversation.running[1]: w
+            for w in self._workers
+            if w.conversation.running is not None and w.conversation.running[0] == entry.number
+        }
+        where = [
+            f"shard {i} {'ran on ' + running[i].name if i in running else 'waited for a worker'}"
+            for i in waiting
+        ]
+        for w in running.values():
+            w.kill_at = now + self._timeouts.cancel_grace
+        error = PredictTimeoutError(f"no answer within {entry.timeout:g} s: {', '.join(where)}")
+        return self._fail(entry, error)
+
+    # Workers.
+
+    def _send(self, w: _Worker, message: Message) -> Send:
+        w.conversation.advance(message)
+        return Send(worker=w.index, message=message)
+
+    def _kill(self, w: _Worker, reason: str) -> KillWorker:
+        """Kill a worker. Until its death is reported, messages may come that it sent before."""
+        w.killed = True
+        w.last_error = reason
+        return KillWorker(worker=w.index)
+
+    def _start_worker(self, w: _Worker, now: float) -> list[Action]:
+        w.conversation = Conversation(state=WorkerState.SPAWNED)
+        w.killed = False
+        w.ready_by = now + self._timeouts.start
+        w.starts.append(now)
+        return [StartWorker(worker=w.index)]
+
+    def _handle_build_finish(self, w: _Worker, message: BuildFinish) -> list[Action]:
+        w.ready_by = None
+        w.providers = message.providers
+        if self._specs is None:
+            self._specs = message
+        elif (message.inputs, message.outputs) != (self._specs.inputs, self._specs.outputs):
+            w.build_failure = f"{w.name}: its model's inputs or outputs are not those of the others"
+            return [self._kill(w, w.build_failure), *self._finish_start()]
+        w.started_before = True
+        return [*self._finish_start(), *self._dispatch()]
+
+    def _handle_build_error(self, w: _Worker, message: Error, now: float) -> list[Action]:
+        """The model does not load: final in the first start, a death like others afterwards."""
+        w.ready_by = None
+        w.last_error = message.text
+        w.build_failure = f"{w.name}: {message.text}"
+        w.lacks_package = message.kind == "missing"
+        w.kill_at = now + self._timeouts.cancel_grace
+        return [self._send(w, Exit()), *self._finish_start()]
+
+    def _handle_slow_start(self, w: _Worker) -> list[Action]:
+        story = f"{w.name}: not ready within {self._timeouts.start:g} s (it was {w.state})"
+        w.build_failure = story
+        return [self._kill(w, story), *self._finish_start()]
+
+    def _handle_death_in_start(
+        self, w: _Worker, state: WorkerState, story: str, now: float
+    ) -> list[Action]:
+        """Before its first model was ready: once is bad luck, twice is the model's doing."""
+        if w.build_failure is not None:
+            return []  # it was told
+        w.build_deaths.append(f"{story} while {state}")
+        if len(w.build_deaths) < MOST_DEATHS:
+            w.restart_at = now
+            return []
+        w.build_failure = "; ".join(w.build_deaths)
+        return self._finish_start()
+
+    def _finish_start(self) -> list[Action]:
+        """When every worker has either its model or a failure, say which."""
+        if self._started or self._closing is not None:
+            return []
+        if not all(w.started_before or w.build_failure for w in self._workers):
+            return []
+        failed = [w for w in self._workers if w.build_failure is not None]
+        failures = [w.build_failure or "" for w in failed]
+        if failures:
+            lacking = all(w.lacks_package for w in failed)
+            kind = MissingDependencyError if lacking else BuildError
+            return [PoolStarted(error=kind("; ".join(failures)))]
+        self._started = True
+        return [PoolStarted()]
+
+    def _plan_restart(self, w: _Worker, now: float) -> list[Action]:
+        while w.starts and w.starts[0] <= now - self._restart.window:
+            w.starts.popleft()
+        earlier = len(w.starts)
+        # The first start of all is no restart.
+        earlier -= 1 if w.restarts < earlier else 0
+        if earlier < self._restart.budget:
+            w.restart_at = now + self._restart.delay(earlier)
+            return []
+        w.given_up = True
+        if not all(other.given_up for other in self._workers):
+            return []
+        return [
+            action
+            for entry in self.ledger.open()
+            for action in self._fail(entry, self._nobody_left())
+        ]
+
+    def _nobody_left(self) -> WorkerDiedError:
+        stories = "; ".join(w.last_error for w in self._workers)
+        return WorkerDiedError(f"no worker is left and the restart budget is spent: {stories}")
+
+    def _finish_closing(self, *, abandon: bool = False) -> list[Action]:
+        """When the last worker is gone, or those left cannot be killed, the pool is closed."""
+        if self._closing is None or self._closed:
+            return []
+        left = tuple(w.index for w in self._workers if w.state is not WorkerState.GONE)
+        if left and not abandon:
+            return []
+        self._closed = True
+        return [PoolClosed(abandoned=left)]

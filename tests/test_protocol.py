@@ -1,0 +1,598 @@
+"""Tests of mcinfer/protocol.py, and that docs/protocol.md says the same."""
+
+import copy
+import dataclasses
+import re
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from mcinfer import protocol
+from mcinfer.errors import ProtocolError
+from mcinfer.protocol import (
+    MESSAGES,
+    TRANSITIONS,
+    VERSION,
+    Attach,
+    Build,
+    BuildFinish,
+    Cancel,
+    Conversation,
+    Detach,
+    Error,
+    Exit,
+    Hello,
+    Message,
+    Predict,
+    Reply,
+    TensorRef,
+    WorkerState,
+    decode,
+    encode,
+    encode_predict,
+    encode_tensors,
+)
+from mcinfer.specs import ELEMENT_TYPES, STRING
+
+S = WorkerState
+DOCS = Path(__file__).parents[1] / "docs" / "protocol.md"
+
+COUNTS = st.integers(0, 2**63 - 1)
+SECONDS = st.floats(0, allow_nan=False, allow_infinity=False)
+SHAPES = st.lists(COUNTS, max_size=4).map(tuple)
+NUMERIC = st.sampled_from([name for name in ELEMENT_TYPES if name != STRING])
+NUMERIC_REFERENCES = st.tuples(
+    st.text(), NUMERIC, SHAPES, st.integers(-(2**63) + 1, 2**63 - 1), COUNTS
+)
+STRING_REFERENCES = st.lists(st.text() | st.binary(), max_size=4).map(
+    lambda values: ("text", STRING, (len(values), 1), None, tuple(values))
+)
+REFERENCES = st.lists(NUMERIC_REFERENCES | STRING_REFERENCES, max_size=3).map(tuple)
+SPECS = st.lists(
+    st.tuples(
+        st.text(),
+        st.sampled_from([*ELEMENT_TYPES]),
+        st.lists(COUNTS | st.text() | st.none(), max_size=4).map(tuple),
+    ),
+    max_size=3,
+).map(tuple)
+TEXT_MAPS = st.dictionaries(st.text(), st.text(), max_size=3)
+
+STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
+    Error: st.builds(
+        Error,
+        request=st.none() | COUNTS,
+        shard=st.none() | COUNTS,
+        kind=st.sampled_from(["build", "invalid", "predict", "cancelled"]),
+        text=st.text(),
+        traceback=st.text(),
+    ),
+    Predict: st.builds(
+        Predict, request=COUNTS, shard=COUNTS, inputs=REFERENCES, outputs=REFERENCES
+    ),
+    Reply: st.builds(Reply, request=COUNTS, shard=COUNTS, outputs=REFERENCES, seconds=SECONDS),
+    BuildFinish: st.builds(
+        BuildFinish,
+        inputs=SPECS,
+        outputs=SPECS,
+        providers=st.lists(st.text(), max_size=3).map(tuple),
+        seconds=SECONDS,
+    ),
+    Exit: st.builds(Exit),
+    Hello: st.builds(Hello, version=COUNTS, pid=COUNTS, token=st.text()),
+    Build: st.builds(
+        Build,
+        model=st.text(),
+        engine=st.text(),
+        device=st.text(),
+        cores=st.lists(COUNTS, max_size=4).map(tuple),
+        shared=st.booleans(),
+        threads=st.none() | COUNTS,
+        allow_fallback=st.booleans(),
+        session_config=TEXT_MAPS,
+        provider_options=TEXT_MAPS,
+    ),
+    Cancel: st.builds(Cancel, request=COUNTS),
+    Attach: st.builds(Attach, block=COUNTS, size=COUNTS),
+    Detach: st.builds(Detach, block=COUNTS),
+}
+MESSAGE = st.one_of(*STRATEGIES.values())
+
+REQUEST, SHARD = 7, 2
+SAMPLES: dict[type[Message], Message] = {
+    Error: Error(request=REQUEST, shard=SHARD, kind="predict", text="no"),
+    Predict: Predict(request=REQUEST, shard=SHARD, inputs=(), outputs=()),
+    Reply: Reply(request=REQUEST, shard=SHARD, outputs=(), seconds=0.5),
+    BuildFinish: BuildFinish(inputs=(), outputs=(), providers=("CPU",), seconds=1.0),
+    Exit: Exit(),
+    Hello: Hello(version=VERSION, pid=4242, token="secret"),  # noqa: S106
+    Build: Build(
+        model="/m.onnx",
+        engine="onnxruntime",
+        device="cpu:0",
+        cores=(0, 1),
+        shared=False,
+        threads=None,
+        allow_fallback=False,
+        session_config={},
+        provider_options={},
+    ),
+    Cancel: Cancel(request=REQUEST),
+    Attach: Attach(block=3, size=4096),
+    Detach: Detach(block=3),
+}
+BUILD_ERROR = Error(kind="build", text="no such file")
+
+
+# The codec.
+
+
+def test_strategies_and_samples_have_every_message() -> None:
+    assert {*STRATEGIES} == {*SAMPLES} == {*MESSAGES.values()}
+
+
+def test_first_ids_are_those_of_the_sample() -> None:
+    names = ("ERROR", "PREDICT", "REPLY", "BUILD_FINISH", "EXIT")
+    assert [getattr(protocol, name) for name in names] == [0, 1, 2, 3, 4]
+    assert [MESSAGES[i] for i in range(5)] == [Error, Predict, Reply, BuildFinish, Exit]
+
+
+def test_every_message_has_an_id_of_its_own() -> None:
+    assert [*MESSAGES] == [kind.ID for kind in MESSAGES.values()] == [*range(len(MESSAGES))]
+    assert len({*MESSAGES.values()}) == len(MESSAGES)
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_every_field_is_checked(kind: type[Message]) -> None:
+    assert [*kind.CHECKS] == [field.name for field in dataclasses.fields(kind)]
+
+
+@given(MESSAGE)
+def test_message_comes_back_as_it_was(message: Message) -> None:
+    again = decode(encode(message))
+    assert again == message
+    assert type(again) is type(message)
+
+
+def test_file_name_that_is_not_utf8_comes_through() -> None:
+    model = b"/models/caf\xe9.onnx".decode("utf-8", "surrogateescape")
+    message = dataclasses.replace(SAMPLES[Build], model=model)  # type: ignore[call-arg]
+    assert decode(encode(message)) == message
+
+
+def _refused_or_sound(data: bytes) -> None:
+    """Bytes from anyone: only a ProtocolError, or a message that is whole."""
+    try:
+        message = decode(data)
+    except ProtocolError:
+        return
+    assert decode(encode(message)) == message
+
+
+@given(MESSAGE)
+@settings(max_examples=50)
+def test_message_cut_anywhere_is_refused(message: Message) -> None:
+    data = encode(message)
+    for end in range(len(data)):
+        with pytest.raises(ProtocolError):
+            decode(data[:end])
+
+
+@given(MESSAGE, st.binary(min_size=1))
+def test_message_with_more_behind_it_is_refused(message: Message, more: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(encode(message) + more)
+
+
+@given(st.binary(max_size=200))
+@example(b"")
+@example(b"\xc1")
+@example(b"\xdf\xff\xff\xff\xff")
+@example(b"\xdd\xff\xff\xff\xff")
+@example(b"\xc6\xff\xff\xff\xff")
+@example(b"\x91" * 100_000)
+@example(b"\x82\xa2id\x04\xa2id\x04")
+@example(b"\xd6\xff\x00\x00\x00\x01")
+def test_bytes_from_anyone_are_refused_or_a_message(data: bytes) -> None:
+    _refused_or_sound(data)
+
+
+# Not as examples above: Hypothesis raises the recursion limit, and it is the limit that matters here.
+@pytest.mark.parametrize(
+    "start", [b"\x81\xa2id", b"\x82\xa2id\x07\xa7request", b"\x82\xa2id\x04\xa1x"], ids=repr
+)
+@pytest.mark.parametrize("depth", [500, 900, 1000, 1020, 5000])
+def test_value_nested_deep_is_refused(start: bytes, depth: int) -> None:
+    with pytest.raises(ProtocolError):
+        decode(start + b"\x91" * depth + b"\xc0")
+
+
+ANYTHING = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=5)
+    | st.builds(msgpack.ExtType, st.integers(0, 127), st.binary(max_size=3))
+    | st.sampled_from(["id", *ELEMENT_TYPES, "build", 2**63, -1]),
+    lambda inner: (
+        st.lists(inner, max_size=5)
+        | st.dictionaries(st.text(max_size=3) | st.integers(-9, 9), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@given(ANYTHING)
+def test_any_other_object_is_refused_or_a_message(content: Any) -> None:
+    _refused_or_sound(msgpack.packb(content))
+
+
+@given(st.data(), MESSAGE)
+@settings(max_examples=300)
+def test_message_with_changed_fields_is_refused_or_a_message(
+    data: st.DataObject, message: Message
+) -> None:
+    content = msgpack.unpackb(encode(message))
+    for _ in range(data.draw(st.integers(1, 3))):
+        place, key = content, data.draw(st.sampled_from([*content]))
+        # Also deep within: the dimension of a shape, the values of a string tensor.
+        while isinstance(place[key], (dict, list)) and place[key] and data.draw(st.booleans()):
+            place = place[key]
+            keys = [*place] if isinstance(place, dict) else [*range(len(place))]
+            key = data.draw(st.sampled_from(keys))
+        if data.draw(st.booleans()):
+            place[key] = data.draw(ANYTHING)
+        else:
+            del place[key]
+        if not content:
+            break
+    _refused_or_sound(msgpack.packb(content))
+
+
+@given(st.data(), MESSAGE)
+@settings(max_examples=300)
+def test_message_with_changed_bytes_is_refused_or_a_message(
+    data: st.DataObject, message: Message
+) -> None:
+    content = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    _refused_or_sound(bytes(content))
+
+
+BAD_FIELDS: list[tuple[type[Message], str, Any]] = [
+    (Error, "request", -1),
+    (Error, "shard", "0"),
+    (Error, "kind", "other"),
+    (Error, "kind", {}),
+    (Error, "text", None),
+    (Error, "traceback", b""),
+    (Predict, "request", None),
+    (Predict, "shard", True),
+    (Predict, "inputs", []),
+    (Predict, "inputs", (("x", "float32", (1,), 0),)),
+    (Predict, "inputs", (("x", "float31", (1,), 0, 0),)),
+    (Predict, "inputs", (("x", {}, (1,), 0, 0),)),
+    (Predict, "inputs", (("x", "float32", (-1,), 0, 0),)),
+    (Predict, "inputs", (("x", "float32", (1.0,), 0, 0),)),
+    (Predict, "inputs", (("x", "float32", (1,) * 65, 0, 0),)),
+    (Predict, "inputs", (("x", "float32", (1,), None, 0),)),
+    (Predict, "inputs", (("x", "float32", (1,), 2**63, 0),)),
+    (Predict, "inputs", (("x", "float32", (1,), 0, -1),)),
+    (Predict, "inputs", (("x", STRING, (1,), 0, 0),)),
+    (Predict, "inputs", (("x", STRING, (2,), None, ("a",)),)),
+    (Predict, "inputs", (("x", STRING, (1,), None, (1,)),)),
+    (Predict, "inputs", (("x", STRING, (2**62, 2**62), None, ()),)),
+    (Predict, "outputs", None),
+    (Reply, "request", 1.0),
+    (Reply, "shard", None),
+    (Reply, "outputs", ((),)),
+    (Reply, "seconds", 1),
+    (Reply, "seconds", float("nan")),
+    (Reply, "seconds", float("inf")),
+    (Reply, "seconds", -0.1),
+    (BuildFinish, "inputs", (("x", "float32"),)),
+    (BuildFinish, "inputs", ((1, "float32", ()),)),
+    (BuildFinish, "inputs", (("x", {}, ()),)),
+    (BuildFinish, "inputs", (("x", ("float32", {}), ()),)),
+    (BuildFinish, "outputs", (("x", "float32", [1]),)),
+    (BuildFinish, "outputs", (("x", "float32", (1.5,)),)),
+    (BuildFinish, "providers", ("CPU", None)),
+    (BuildFinish, "seconds", None),
+    (Hello, "version", -1),
+    (Hello, "pid", None),
+    (Hello, "token", b"secret"),
+    (Build, "model", None),
+    (Build, "engine", 1),
+    (Build, "device", ("cpu", 0)),
+    (Build, "cores", (0, -1)),
+    (Build, "shared", 0),
+    (Build, "threads", -1),
+    (Build, "allow_fallback", None),
+    (Build, "session_config", {"a": 1}),
+    (Build, "provider_options", (("a", "b"),)),
+    (Cancel, "request", 2**63),
+    (Attach, "block", -1),
+    (Attach, "size", None),
+    (Detach, "block", -1),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), BAD_FIELDS)
+def test_field_that_does_not_fit_is_refused_by_its_name(
+    kind: type[Message], name: str, value: Any
+) -> None:
+    with pytest.raises(ProtocolError, match=rf"^{kind.__name__}\.{name} does not fit"):
+        dataclasses.replace(SAMPLES[kind], **{name: value})
+
+
+def test_bad_fields_have_every_field() -> None:
+    every = {(kind, name) for kind in MESSAGES.values() for name in kind.CHECKS}
+    assert {(kind, name) for kind, name, _ in BAD_FIELDS} == every
+
+
+def test_messages_are_frozen() -> None:
+    for message in SAMPLES.values():
+        for field in dataclasses.fields(message):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(message, field.name, None)
+
+
+@pytest.mark.parametrize("number", [-1, 10, 255, None, "0", 0.0, True, [0]])
+def test_unknown_id_is_refused(number: Any) -> None:
+    with pytest.raises(ProtocolError, match="unknown message id"):
+        decode(msgpack.packb({"id": number}))
+
+
+def test_missing_and_further_fields_are_refused() -> None:
+    with pytest.raises(ProtocolError, match=r"Cancel: got fields \[\], expected \['request'\]"):
+        decode(msgpack.packb({"id": Cancel.ID}))
+    with pytest.raises(ProtocolError, match="Exit: got fields"):
+        decode(msgpack.packb({"id": Exit.ID, "status": 0}))
+
+
+# The state table.
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+@pytest.mark.parametrize("state", WorkerState)
+def test_message_moves_as_the_table_says_or_changes_nothing(
+    state: WorkerState, kind: type[Message]
+) -> None:
+    running = (REQUEST, SHARD) if state in (S.BUSY, S.EXITING) else None
+    message = BUILD_ERROR if kind is Error and running is None else SAMPLES[kind]
+    conversation = Conversation(state=state, running=running)
+    before = copy.copy(conversation)
+    after = TRANSITIONS[state].get(kind)
+    if after is None:
+        with pytest.raises(ProtocolError, match=f"{kind.__name__} may not come in state {state}"):
+            conversation.advance(message)
+        assert conversation == before
+        return
+    conversation.advance(message)
+    assert conversation.state is after
+    expected = {Predict: (REQUEST, SHARD), Reply: None, Error: None}.get(kind, running)
+    assert conversation.running == expected
+
+
+@pytest.mark.parametrize("state", [S.BUSY, S.EXITING])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Reply(request=REQUEST + 1, shard=SHARD, outputs=(), seconds=0.0),
+        Reply(request=REQUEST, shard=SHARD + 1, outputs=(), seconds=0.0),
+        Error(request=REQUEST + 1, shard=SHARD, kind="predict", text=""),
+        Error(request=REQUEST, shard=None, kind="predict", text=""),
+        BUILD_ERROR,
+    ],
+    ids=str,
+)
+def test_answer_to_another_request_is_refused_and_changes_nothing(
+    state: WorkerState, answer: Message
+) -> None:
+    conversation = Conversation(state=state, running=(REQUEST, SHARD))
+    with pytest.raises(ProtocolError, match=r"expected \(7, 2\)"):
+        conversation.advance(answer)
+    assert conversation == Conversation(state=state, running=(REQUEST, SHARD))
+
+
+def test_answer_to_no_request_is_refused_after_exit() -> None:
+    conversation = Conversation(state=S.EXITING)
+    with pytest.raises(ProtocolError, match=r"expected \(None, None\)"):
+        conversation.advance(SAMPLES[Reply])
+    assert conversation == Conversation(state=S.EXITING)
+
+
+def test_error_about_a_request_is_no_build_error() -> None:
+    conversation = Conversation(state=S.BUILDING)
+    with pytest.raises(ProtocolError):
+        conversation.advance(SAMPLES[Error])
+    assert conversation.state is S.BUILDING
+
+
+@pytest.mark.parametrize("state", [state for state in S if state is not S.READY])
+def test_run_begins_only_when_ready(state: WorkerState) -> None:
+    conversation = Conversation(state=state)
+    with pytest.raises(ProtocolError, match=f"Predict may not come in state {state}"):
+        conversation.begin_run(REQUEST, SHARD)
+    assert conversation == Conversation(state=state)
+
+
+def test_begun_run_is_the_same_as_a_predict() -> None:
+    one, other = Conversation(state=S.READY), Conversation(state=S.READY)
+    one.begin_run(REQUEST, SHARD)
+    other.advance(SAMPLES[Predict])
+    assert one == other == Conversation(state=S.BUSY, running=(REQUEST, SHARD))
+
+
+# Two sides, joined by a link on which messages take their time.
+
+TO_WORKER = (Build, Predict, Cancel, Attach, Detach, Exit)
+TO_MASTER = (Hello, BuildFinish, Reply, Error)
+
+
+class Link(RuleBasedStateMachine):
+    """What one side may send by its own state, the other must take, however long it was on its way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.master, self.worker = Conversation(), Conversation()
+        self.to_worker: deque[Message] = deque()
+        self.to_master: deque[Message] = deque()
+        self.requests = 0
+
+    @rule(kind=st.sampled_from(TO_WORKER))
+    def master_sends(self, kind: type[Message]) -> None:
+        message = SAMPLES[kind]
+        if isinstance(message, Predict):
+            self.requests += 1
+            message = dataclasses.replace(message, request=self.requests)
+        elif isinstance(message, Cancel):
+            message = Cancel(request=self.requests)
+        if kind in TRANSITIONS[self.master.state]:
+            self.master.advance(message)
+            self.to_worker.append(message)
+
+    @rule(kind=st.sampled_from(TO_MASTER))
+    def worker_sends(self, kind: type[Message]) -> None:
+        message = SAMPLES[kind]
+        if self.worker.running is not None and isinstance(message, (Reply, Error)):
+            request, shard = self.worker.running
+            message = dataclasses.replace(message, request=request, shard=shard)
+        elif isinstance(message, Error):
+            message = BUILD_ERROR
+        elif isinstance(message, Reply):
+            return  # there is nothing to answer
+        if kind in TRANSITIONS[self.worker.state]:
+            self.worker.advance(message)
+            self.to_master.append(message)
+
+    @precondition(lambda self: self.to_worker)
+    @rule()
+    def message_reaches_worker(self) -> None:
+        self.worker.advance(self.to_worker.popleft())
+
+    @precondition(lambda self: self.to_master)
+    @rule()
+    def message_reaches_master(self) -> None:
+        self.master.advance(self.to_master.popleft())
+
+    def teardown(self) -> None:
+        while self.to_worker:
+            self.message_reaches_worker()
+        while self.to_master:
+            self.message_reaches_master()
+        assert self.master == self.worker
+
+
+Link.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+test_two_sides_never_disagree = Link.TestCase
+
+
+def _joined(*messages: Message) -> tuple[Conversation, Conversation]:
+    """Both sides after these messages, none of them on its way any more."""
+    master, worker = Conversation(), Conversation()
+    for message in messages:
+        master.advance(message)
+        worker.advance(message)
+    return master, worker
+
+
+STARTED = (SAMPLES[Hello], SAMPLES[Build], SAMPLES[BuildFinish])
+
+
+def test_cancel_that_crosses_the_reply_is_taken() -> None:
+    master, worker = _joined(*STARTED, SAMPLES[Predict])
+    worker.advance(SAMPLES[Reply])
+    master.advance(SAMPLES[Cancel])
+    worker.advance(SAMPLES[Cancel])
+    master.advance(SAMPLES[Reply])
+    assert master == worker == Conversation(state=S.READY)
+
+
+def test_exit_that_crosses_the_reply_is_taken() -> None:
+    master, worker = _joined(*STARTED, SAMPLES[Predict])
+    worker.advance(SAMPLES[Reply])
+    master.advance(SAMPLES[Exit])
+    worker.advance(SAMPLES[Exit])
+    master.advance(SAMPLES[Reply])
+    assert master == worker == Conversation(state=S.EXITING)
+
+
+@pytest.mark.parametrize("answer", [SAMPLES[BuildFinish], BUILD_ERROR], ids=["finish", "error"])
+def test_exit_that_crosses_the_end_of_a_build_is_taken(answer: Message) -> None:
+    master, worker = _joined(*STARTED[:2])
+    worker.advance(answer)
+    master.advance(SAMPLES[Exit])
+    worker.advance(SAMPLES[Exit])
+    master.advance(answer)
+    assert master == worker == Conversation(state=S.EXITING)
+
+
+# The document.
+
+
+def state_diagram() -> str:
+    """The Mermaid state diagram of `TRANSITIONS`, in the table's order."""
+    lines = ["stateDiagram-v2", f"    [*] --> {Conversation().state.name}"]
+    for state, messages in TRANSITIONS.items():
+        for after in WorkerState:
+            names = [kind.__name__ for kind, target in messages.items() if target is after]
+            if names:
+                lines.append(f"    {state.name} --> {after.name}: {', '.join(names)}")
+        if state is not S.GONE:
+            lines.append(f"    {state.name} --> {S.GONE.name}: (process ends)")
+    return "\n".join([*lines, f"    {S.GONE.name} --> [*]"])
+
+
+def test_document_has_the_state_diagram_of_the_table() -> None:
+    assert re.findall(r"```mermaid\n(.*?)\n```", DOCS.read_text(), re.DOTALL) == [state_diagram()]
+
+
+def _rows(heading: str) -> list[list[str]]:
+    """The cells of the first table under a heading of the document, without its head."""
+    section = DOCS.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [
+        [cell.strip().strip("`") for cell in line.strip("|").split(" | ")] for line in lines[2:]
+    ]
+
+
+def _constant(kind: type[Message]) -> str:
+    """BuildFinish is BUILD_FINISH."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).upper()
+
+
+def test_document_has_every_message_with_its_id_and_way() -> None:
+    ways = {True: "master → worker", False: "worker → master"}
+    names = {number: _constant(kind) for number, kind in MESSAGES.items()}
+    assert all(getattr(protocol, name) == number for number, name in names.items())
+    assert [row[:4] for row in _rows("Messages")] == [
+        [str(number), names[number], kind.__name__, ways[kind in TO_WORKER]]
+        for number, kind in MESSAGES.items()
+    ]
+
+
+def test_document_has_every_field_of_every_message() -> None:
+    fields = [
+        [kind.__name__, field.name]
+        for kind in MESSAGES.values()
+        for field in dataclasses.fields(kind)
+    ]
+    assert [row[:2] for row in _rows("Fields")] == fields
+
+
+@given(request=COUNTS, shard=COUNTS, inputs=REFERENCES, outputs=REFERENCES)
+def test_predict_from_tensors_encoded_before_is_the_same_message(
+    request: int, shard: int, inputs: tuple[TensorRef, ...], outputs: tuple[TensorRef, ...]
+) -> None:
+    message = Predict(request=request, shard=shard, inputs=inputs, outputs=outputs)
+    assert encode_predict(request, shard, encode_tensors(inputs, outputs)) == encode(message)

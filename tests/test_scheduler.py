@@ -1,0 +1,1132 @@
+"""Tests of mcinfer/scheduler.py: events in, actions out. Time is a number."""
+
+import math
+import signal
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+)
+
+from mcinfer.actions import (
+    Action,
+    KillWorker,
+    PoolClosed,
+    PoolStarted,
+    Release,
+    Send,
+    SendPredict,
+    Settle,
+    StartWorker,
+)
+from mcinfer.config import RestartPolicy, Timeouts
+from mcinfer.errors import (
+    BuildError,
+    ClosedError,
+    InvalidInputError,
+    McinferError,
+    PredictError,
+    PredictTimeoutError,
+    ProtocolError,
+    QueueFullError,
+    WorkerDiedError,
+)
+from mcinfer.protocol import (
+    VERSION,
+    Build,
+    BuildFinish,
+    Cancel,
+    Conversation,
+    Error,
+    Exit,
+    Hello,
+    Message,
+    Predict,
+    Reply,
+    WorkerState,
+)
+from mcinfer.scheduler import Scheduler, describe_exit
+
+TIMEOUTS = Timeouts(start=30.0, predict=10.0, cancel_grace=1.0, close=5.0)
+RESTART = RestartPolicy(budget=3, window=60.0, backoff=0.5, backoff_limit=1.0)
+SIGSEGV = describe_exit(-signal.SIGSEGV)
+SIGKILL = describe_exit(-signal.SIGKILL)
+SPECS = (("x", "float32", ("batch", 3)),)
+QUEUE_LIMIT = 6
+
+
+def build(index: int) -> Build:
+    return Build(
+        model="/model.onnx",
+        engine="fake",
+        device=f"cpu:{index}",
+        cores=(index,),
+        shared=False,
+        threads=None,
+        allow_fallback=False,
+        session_config={},
+        provider_options={},
+    )
+
+
+def hello(worker: int) -> Hello:
+    return Hello(version=VERSION, pid=100 + worker, token="secret")  # noqa: S106
+
+
+def built() -> BuildFinish:
+    return BuildFinish(inputs=SPECS, outputs=SPECS, providers=("CPU",), seconds=0.1)
+
+
+def build_error(text: str = "no such file") -> Error:
+    return Error(kind="build", text=text)
+
+
+def reply(request: int, shard: int = 0) -> Reply:
+    return Reply(request=request, shard=shard, outputs=(), seconds=0.25)
+
+
+def error(request: int, shard: int = 0, kind: str = "predict") -> Error:
+    return Error(request=request, shard=shard, kind=kind, text="bad news")
+
+
+def new_pool(
+    workers: int,
+    *,
+    timeouts: Timeouts = TIMEOUTS,
+    restart: RestartPolicy = RESTART,
+    queue_limit: int = 100,
+) -> Scheduler:
+    """A pool whose workers all have their process, and have said nothing yet."""
+    scheduler = Scheduler(
+        [build(i) for i in range(workers)],
+        timeouts=timeouts,
+        restart=restart,
+        queue_limit=queue_limit,
+    )
+    assert scheduler.handle_start(0.0) == [StartWorker(worker=i) for i in range(workers)]
+    for i in range(workers):
+        scheduler.handle_started(i, 100 + i)
+    return scheduler
+
+
+def finish_build(scheduler: Scheduler, worker: int, now: float = 0.0) -> list[Action]:
+    """The worker connects and loads the model; what its BUILD_FINISH led to."""
+    assert scheduler.handle_message(now, worker, hello(worker)) == [
+        Send(worker=worker, message=build(worker))
+    ]
+    return scheduler.handle_message(now, worker, built())
+
+
+def ready_pool(
+    workers: int,
+    *,
+    timeouts: Timeouts = TIMEOUTS,
+    restart: RestartPolicy = RESTART,
+    queue_limit: int = 100,
+) -> Scheduler:
+    """A pool that has started at time 0."""
+    scheduler = new_pool(workers, timeouts=timeouts, restart=restart, queue_limit=queue_limit)
+    actions = [finish_build(scheduler, i) for i in range(workers)]
+    assert actions == [[] for _ in range(workers - 1)] + [[PoolStarted()]]
+    return scheduler
+
+
+def restarted(scheduler: Scheduler, worker: int, now: float) -> list[Action]:
+    """The worker's restart is due: it starts and loads; what its BUILD_FINISH led to."""
+    assert scheduler.handle_time(now) == [StartWorker(worker=worker)]
+    scheduler.handle_started(worker, 200 + worker)
+    return finish_build(scheduler, worker, now)
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A Settle with an error, or a failed start: exceptions compare by identity, so by their type."""
+
+    request: int | None
+    error: type[McinferError]
+
+
+def outline(actions: Sequence[Action]) -> list[Action | Failed]:
+    """The actions, with their errors as `Failed`."""
+    shown: list[Action | Failed] = []
+    for action in actions:
+        if isinstance(action, Settle) and action.error is not None:
+            shown.append(Failed(action.request, type(action.error)))
+        elif isinstance(action, PoolStarted) and action.error is not None:
+            shown.append(Failed(None, type(action.error)))
+        else:
+            shown.append(action)
+    return shown
+
+
+def text(actions: Sequence[Action]) -> str:
+    """The text of the only error among the actions."""
+    (exc,) = [a.error for a in actions if isinstance(a, (Settle, PoolStarted)) and a.error]
+    return str(exc)
+
+
+# Giving out shards.
+
+
+def test_shards_go_to_the_lowest_ready_workers_and_the_rest_waits() -> None:
+    pool = ready_pool(2)
+    assert pool.handle_request(0.0, 7, 3, 10.0) == [
+        SendPredict(worker=0, request=7, shard=0),
+        SendPredict(worker=1, request=7, shard=1),
+    ]
+    assert pool.ledger.queued_shards == 1
+    assert [w.state for w in pool.statistics()] == ["busy", "busy"]
+
+
+def test_worker_that_answers_gets_the_next_shard() -> None:
+    pool = ready_pool(2)
+    pool.handle_request(0.0, 7, 3, 10.0)
+    assert pool.handle_message(1.0, 1, reply(7, 1)) == [SendPredict(worker=1, request=7, shard=2)]
+    assert pool.ledger.queued_shards == 0
+
+
+def test_request_settles_with_its_replies_in_order_and_is_released() -> None:
+    pool = ready_pool(2)
+    pool.handle_request(0.0, 7, 2, 10.0)
+    assert pool.handle_message(1.0, 1, reply(7, 1)) == []
+    assert pool.handle_message(2.0, 0, reply(7, 0)) == [
+        Settle(request=7, replies=(reply(7, 0), reply(7, 1))),
+        Release(request=7),
+    ]
+    assert (pool.ledger.accepted, pool.ledger.succeeded, pool.ledger.in_flight) == (1, 1, 0)
+    first, second = pool.statistics()
+    assert (first.completed, first.failed, first.busy_seconds) == (1, 0, 0.25)
+    assert (second.completed, second.failed, second.busy_seconds) == (1, 0, 0.25)
+
+
+def test_requests_are_served_in_the_order_in_which_they_came() -> None:
+    pool = ready_pool(1)
+    for request in (1, 2, 3):
+        pool.handle_request(0.0, request, 1, 10.0)
+    for request in (1, 2):
+        actions = pool.handle_message(1.0, 0, reply(request))
+        assert actions[-1] == SendPredict(worker=0, request=request + 1, shard=0)
+
+
+def test_request_beyond_the_queue_limit_is_refused_and_changes_nothing() -> None:
+    pool = ready_pool(1, queue_limit=2)
+    pool.handle_request(0.0, 1, 1, 10.0)
+    pool.handle_request(0.0, 2, 5, 10.0)
+    with pytest.raises(QueueFullError, match=r"2 requests .* the limit \(Limits.queue\) is 2"):
+        pool.handle_request(0.0, 3, 1, 10.0)
+    assert (pool.ledger.accepted, pool.ledger.in_flight, pool.ledger.queued_shards) == (2, 2, 5)
+    pool.handle_message(1.0, 0, reply(1))
+    assert pool.handle_request(1.0, 3, 1, 10.0) == []
+
+
+def test_request_before_the_start_is_refused() -> None:
+    pool = new_pool(1)
+    with pytest.raises(ClosedError):
+        pool.handle_request(0.0, 1, 1, 10.0)
+
+
+# Bad requests.
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("invalid", InvalidInputError), ("predict", PredictError)]
+)
+def test_bad_request_fails_alone_and_its_worker_serves_on(
+    kind: str, expected: type[McinferError]
+) -> None:
+    pool = ready_pool(1)
+    pool.handle_request(0.0, 1, 1, 10.0)
+    pool.handle_request(0.0, 2, 1, 10.0)
+    actions = pool.handle_message(1.0, 0, error(1, kind=kind))
+    assert outline(actions) == [
+        Failed(1, expected),
+        Release(request=1),
+        SendPredict(worker=0, request=2, shard=0),
+    ]
+    assert text(actions) == "worker 0 (cpu:0, pid 100): bad news"
+    assert (pool.ledger.failed, pool.ledger.in_flight) == (1, 1)
+    assert pool.statistics()[0].last_error == "bad news"
+
+
+def test_failed_shard_cancels_the_others_and_memory_waits_for_them() -> None:
+    pool = ready_pool(3)
+    pool.handle_request(0.0, 1, 5, 10.0)
+    assert outline(pool.handle_message(1.0, 1, error(1, 1))) == [
+        Failed(1, PredictError),
+        Send(worker=0, message=Cancel(request=1)),
+        Send(worker=2, message=Cancel(request=1)),
+    ]
+    assert pool.ledger.queued_shards == 0
+    assert pool.handle_message(2.0, 2, reply(1, 2)) == []
+    assert pool.handle_message(3.0, 0, error(1, 0, "cancelled")) == [Release(request=1)]
+    assert (pool.ledger.accepted, pool.ledger.failed, pool.ledger.in_flight) == (1, 1, 0)
+    assert [w.failed for w in pool.statistics()] == [0, 1, 0]
+
+
+# Deaths.
+
+
+def test_shard_of_a_dead_worker_goes_to_another_before_all_that_waits() -> None:
+    pool = ready_pool(2)
+    pool.handle_request(0.0, 1, 2, 10.0)
+    pool.handle_request(0.0, 2, 1, 10.0)
+    assert pool.handle_died(1.0, 0, SIGSEGV) == []
+    assert pool.ledger.queued_shards == 2
+    assert pool.handle_message(2.0, 1, reply(1, 1)) == [SendPredict(worker=1, request=1, shard=0)]
+    assert pool.handle_message(3.0, 1, reply(1, 0)) == [
+        Settle(request=1, replies=(reply(1, 0), reply(1, 1))),
+        Release(request=1),
+        SendPredict(worker=1, request=2, shard=0),
+    ]
+
+
+def test_shard_of_a_dead_worker_goes_to_an_idle_one_at_once() -> None:
+    pool = ready_pool(2)
+    pool.handle_request(0.0, 1, 1, 10.0)
+    assert pool.handle_died(1.0, 0, SIGSEGV) == [SendPredict(worker=1, request=1, shard=0)]
+    dead, _ = pool.statistics()
+    assert (dead.state, dead.pid, dead.failed) == ("gone", None, 1)
+    assert dead.last_error == "worker 0 (cpu:0, pid 100) killed by SIGSEGV"
+
+
+def test_shard_that_killed_two_workers_is_given_up() -> None:
+    pool = ready_pool(3)
+    pool.handle_request(0.0, 1, 2, 10.0)
+    assert pool.handle_died(1.0, 1, SIGSEGV) == [SendPredict(worker=2, request=1, shard=1)]
+    actions = pool.handle_died(2.0, 2, describe_exit(3))
+    assert outline(actions) == [
+        Failed(1, WorkerDiedError),
+        Send(worker=0, message=Cancel(request=1)),
+    ]
+    assert text(actions) == (
+        "shard 1 of 2 was given up after 2 workers died on it: "
+        "worker 1 (cpu:1, pid 101) killed by SIGSEGV; "
+        "worker 2 (cpu:2, pid 102) exited with status 3"
+    )
+    assert pool.handle_message(3.0, 0, reply(1, 0)) == [Release(request=1)]
+
+
+def test_deaths_on_two_shards_of_a_request_do_not_add_up() -> None:
+    pool = ready_pool(4)
+    pool.handle_request(0.0, 1, 2, 10.0)
+    assert pool.handle_died(1.0, 0, SIGSEGV) == [SendPredict(worker=2, request=1, shard=0)]
+    assert pool.handle_died(1.0, 1, SIGSEGV) == [SendPredict(worker=3, request=1, shard=1)]
+    pool.handle_message(2.0, 2, reply(1, 0))
+    assert pool.handle_message(2.0, 3, reply(1, 1))[0] == Settle(
+        request=1, replies=(reply(1, 0), reply(1, 1))
+    )
+
+
+def test_shard_may_kill_the_same_worker_twice() -> None:
+    pool = ready_pool(1)
+    pool.handle_request(0.0, 1, 1, 10.0)
+    assert pool.handle_died(1.0, 0, SIGSEGV) == []
+    assert restarted(pool, 0, 1.0) == [SendPredict(worker=0, request=1, shard=0)]
+    actions = pool.handle_died(2.0, 0, SIGKILL)
+    assert outline(actions) == [Failed(1, WorkerDiedError), Release(request=1)]
+    assert "pid 100) killed by SIGSEGV; worker 0 (cpu:0, pid 200) killed by SIGKILL" in text(
+        actions
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(0, "exited with status 0"), (-11, "killed by SIGSEGV"), (-200, "killed by signal 200")],
+)
+def test_end_of_a_process_is_told_in_words(code: int, words: str) -> None:
+    assert describe_exit(code) == words
+
+
+# Deadlines.
+
+
+def test_request_that_runs_out_of_time_settles_then_its_worker_is_killed_after_the_grace() -> None:
+    pool = ready_pool(2)
+    pool.handle_request(0.0, 1, 3, 10.0)
+    pool.handle_message(1.0, 0, reply(1, 0))
+    assert pool.next_time() == 10.0
+    assert pool.handle_time(9.99) == []
+    actions = pool.handle_time(10.0)
+    assert outline(actions) == [
+        Failed(1, PredictTimeoutError),
+        Send(worker=0, message=Cancel(request=1)),
+        Send(worker=1, message=Cancel(request=1)),
+    ]
+    assert text(actions) == (
+        "no answer within 10 s: shard 1 ran on worker 1 (cpu:1, pid 101), "
+        "shard 2 ran on worker 0 (cpu:0, pid 100)"
+    )
+    assert pool.next_time() == 11.0
+    assert pool.handle_message(10.5, 0, error(1, 2, "cancelled")) == []
+    assert pool.handle_time(10.99) == []
+    assert pool.handle_time(11.0) == [KillWorker(worker=1)]
+    assert pool.handle_died(11.1, 1, SIGKILL) == [Release(request=1)]
+    assert "did not stop in time" in pool.statistics()[1].last_error
+
+
+def test_request_that_runs_out_of_time_in_the_queue_says_that_it_waited() -> None:
+    pool = ready_pool(1)
+    pool.handle_request(0.0, 1, 1, 100.0)
+    pool.handle_request(0.0, 2, 1, 10.0)
+    actions = pool.handle_time(10.0)
+    assert outline(actions) == [Failed(2, PredictTimeoutError), Release(request=2)]
+    assert text(actions) == "no answer within 10 s: shard 0 waited for a worker"
+    assert pool.ledger.queued_shards == 0
+
+
+def test_grace_counts_from_when_the_deadline_was_noticed() -> None:
+    pool = ready_pool(1)
+    pool.handle_request(0.0, 1, 1, 10.0)
+    assert outline(pool.handle_time(15.0)) == [
+        Failed(1, PredictTimeoutError),
+        Send(worker=0, message=Cancel(request=1)),
+    ]
+    assert pool.next_time() == 16.0
+
+
+def test_answer_within_the_grace_keeps_the_worker() -> None:
+    pool = ready_pool(1)
+    pool.handle_request(0.0, 1, 1, 10.0)
+    pool.handle_time(10.0)
+    assert pool.handle_message(10.5, 0, error(1, kind="cancelled")) == [Release(request=1)]
+    assert pool.next_time() is None
+    assert pool.handle_time(100.0) == []
+    assert pool.handle_request(100.0, 2, 1, 10.0) == [SendPredict(worker=0, request=2, shard=0)]
+    assert pool.statistics()[0].failed == 0
+
+
+def test_late_reply_only_releases() -> None:
+    pool = ready_pool(1)
+    pool.handle_request(0.0, 1, 1, 10.0)
+    pool.handle_time(10.0)
+    assert pool.handle_message(10.5, 0, reply(1)) == [Release(request=1)]
+    assert (pool.ledger.accepted, pool.ledger.succeeded, pool.ledger.failed) == (1, 0, 1)
+
+
+def test_worker_whose_reply_crosses_its_kill_gets_no_more_shards() -> None:
+    pool = ready_pool(1)
+    pool.handle_request(0.0, 1, 1, 10.0)
+    pool.handle_request(0.0, 2, 1, 99.0)
+    pool.handle_time(10.0)
+    assert pool.handle_time(11.0) == [KillWorker(worker=0)]
+    assert pool.handle_message(11.0, 0, reply(1)) == [Release(request=1)]
+    assert pool.handle_died(11.1, 0, SIGKILL) == []
+    assert restarted(pool, 0, 11.1) == [SendPredict(worker=0, request=2, shard=0)]
+
+
+def test_request_without_a_deadline_waits_for_no_time() -> None:
+    pool = ready_pool(1)
+    pool.handle_request(0.0, 1, 1, math.inf)
+    assert pool.next_time() is None
+    pool.handle_request(0.0, 2, 1, 5.0)
+    assert pool.next_time() == 5.0
+
+
+def test_deadlines_of_answered_requests_wake_nobody() -> None:
+    pool = ready_pool(1)
+    for request in range(1000):
+        pool.handle_request(0.0, request, 1, 10.0)
+        pool.handle_message(0.0, 0, reply(request))
+    assert pool.next_time() is None
+
+
+# Cancelling.
+
+
+def test_cancelled_request_settles_and_stops_its_runs() -> None:
+    pool = ready_pool(1)
+    pool.handle_request(0.0, 1, 2, 10.0)
+    assert outline(pool.handle_cancel(1)) == [
+        Failed(1, ClosedError),
+        Send(worker=0, message=Cancel(request=1)),
+    ]
+    assert (
+        pool.ledger.cancelled,
+        pool.ledger.failed,
+        pool.ledger.in_flight,
+        pool.ledger.queued_shards,
+    ) == (1, 0, 0, 0)
+    assert pool.handle_cancel(1) == []
+    assert pool.handle_message(1.0, 0, error(1, kind="cancelled")) == [Release(request=1)]
+
+
+def test_cancelled_request_that_waits_is_released_at_once() -> None:
+    pool = ready_pool(1)
+    pool.handle_request(0.0, 1, 1, 10.0)
+    pool.handle_request(0.0, 2, 1, 10.0)
+    assert outline(pool.handle_cancel(2)) == [Failed(2, ClosedError), Release(request=2)]
+    actions = pool.handle_message(1.0, 0, reply(1))
+    assert actions == [Settle(request=1, replies=(reply(1),)), Release(request=1)]
+
+
+def test_cancel_of_an_unknown_request_is_nothing() -> None:
+    assert ready_pool(1).handle_cancel(9) == []
+
+
+def test_cancelled_run_that_does_not_stop_is_killed_at_its_deadline() -> None:
+    pool = ready_pool(1)
+    pool.handle_request(0.0, 1, 1, 10.0)
+    pool.handle_cancel(1)
+    assert pool.handle_time(10.0) == []
+    assert pool.next_time() == 11.0
+    assert pool.handle_time(11.0) == [KillWorker(worker=0)]
+    assert pool.handle_died(11.0, 0, SIGKILL) == [Release(request=1)]
+
+
+# Restarts.
+
+
+def test_dead_worker_is_started_again_at_once_then_with_growing_delays() -> None:
+    pool = ready_pool(2, restart=replace(RESTART, budget=5))
+    due = []
+    now = 1.0
+    for _ in range(5):
+        assert pool.handle_died(now, 0, SIGSEGV) == []
+        restart_at = pool.next_time()
+        assert restart_at is not None
+        due.append(restart_at - now)
+        now = restart_at
+        assert restarted(pool, 0, now) == []
+    assert due == [0.0, 0.5, 1.0, 1.0, 1.0]
+    assert pool.statistics()[0].restarts == 5
+
+
+def test_worker_that_spent_its_budget_stays_away_and_the_others_serve() -> None:
+    pool = ready_pool(2, restart=replace(RESTART, budget=1))
+    pool.handle_died(1.0, 0, SIGSEGV)
+    restarted(pool, 0, 1.0)
+    assert pool.handle_died(2.0, 0, SIGSEGV) == []
+    assert pool.next_time() is None
+    assert pool.serving == 1
+    assert pool.handle_request(3.0, 1, 1, 10.0) == [SendPredict(worker=1, request=1, shard=0)]
+
+
+def test_restarts_before_the_window_do_not_count() -> None:
+    pool = ready_pool(1, restart=replace(RESTART, budget=1, window=60.0))
+    pool.handle_died(1.0, 0, SIGSEGV)
+    restarted(pool, 0, 1.0)
+    pool.handle_died(61.0, 0, SIGSEGV)
+    assert pool.next_time() == 61.0
+    restarted(pool, 0, 61.0)
+    pool.handle_died(120.0, 0, SIGSEGV)
+    assert pool.next_time() is None
+
+
+def test_first_start_is_no_restart() -> None:
+    pool = ready_pool(1, restart=replace(RESTART, budget=1))
+    pool.handle_died(0.5, 0, SIGSEGV)
+    assert pool.next_time() == 0.5
+
+
+def test_requests_fail_at_once_when_nobody_is_left() -> None:
+    pool = ready_pool(2, restart=replace(RESTART, budget=0))
+    pool.handle_request(0.0, 1, 3, 10.0)
+    assert pool.handle_died(1.0, 0, SIGSEGV) == []
+    actions = pool.handle_died(2.0, 1, describe_exit(9))
+    assert outline(actions) == [Failed(1, WorkerDiedError), Release(request=1)]
+    assert text(actions) == (
+        "no worker is left and the restart budget is spent: "
+        "worker 0 (cpu:0, pid 100) killed by SIGSEGV; worker 1 (cpu:1, pid 101) exited with status 9"
+    )
+    assert outline(pool.handle_request(3.0, 2, 4, 10.0)) == [
+        Failed(2, WorkerDiedError),
+        Release(request=2),
+    ]
+    assert (
+        pool.ledger.accepted,
+        pool.ledger.failed,
+        pool.ledger.in_flight,
+        pool.ledger.queued_shards,
+    ) == (2, 2, 0, 0)
+
+
+def test_requests_wait_for_a_worker_that_comes_back() -> None:
+    pool = ready_pool(1)
+    pool.handle_died(1.0, 0, SIGSEGV)
+    assert pool.handle_request(1.0, 1, 1, 10.0) == []
+    assert restarted(pool, 0, 1.0) == [SendPredict(worker=0, request=1, shard=0)]
+
+
+def test_model_that_does_not_load_again_counts_against_the_budget_and_is_told() -> None:
+    pool = ready_pool(1, restart=replace(RESTART, budget=1))
+    pool.handle_died(1.0, 0, SIGSEGV)
+    pool.handle_time(1.0)
+    pool.handle_started(0, 200)
+    pool.handle_message(1.0, 0, hello(0))
+    assert pool.handle_message(1.0, 0, build_error()) == [Send(worker=0, message=Exit())]
+    pool.handle_request(1.0, 1, 1, 10.0)
+    actions = pool.handle_died(1.5, 0, describe_exit(0))
+    assert outline(actions) == [Failed(1, WorkerDiedError), Release(request=1)]
+    assert "pid 200) exited with status 0 after: no such file" in text(actions)
+
+
+def test_worker_whose_model_changed_on_disk_is_killed_and_gets_no_shard() -> None:
+    pool = ready_pool(1)
+    pool.handle_died(1.0, 0, SIGSEGV)
+    pool.handle_request(1.0, 1, 1, 10.0)
+    pool.handle_time(1.0)
+    pool.handle_started(0, 200)
+    pool.handle_message(1.0, 0, hello(0))
+    assert pool.handle_message(1.0, 0, replace(built(), inputs=())) == [KillWorker(worker=0)]
+    assert pool.handle_request(1.0, 2, 1, 10.0) == []
+    assert pool.handle_died(1.1, 0, SIGKILL) == []
+    assert "are not those of the others" in pool.statistics()[0].last_error
+
+
+# Starting.
+
+
+def test_pool_has_started_when_every_worker_has_its_model() -> None:
+    pool = new_pool(2)
+    assert pool.specs is None
+    assert finish_build(pool, 1) == []
+    assert pool.specs == built()
+    assert finish_build(pool, 0) == [PoolStarted()]
+    assert pool.next_time() is None
+    assert pool.serving == 2
+    assert pool.statistics()[0].providers == ("CPU",)
+
+
+def test_build_errors_are_told_together_when_all_have_answered() -> None:
+    pool = new_pool(3)
+    for worker in range(3):
+        pool.handle_message(1.0, worker, hello(worker))
+    assert pool.handle_message(1.0, 0, build_error("no such file")) == [
+        Send(worker=0, message=Exit())
+    ]
+    assert pool.handle_message(1.0, 1, built()) == []
+    actions = pool.handle_message(1.0, 2, build_error("bad magic"))
+    assert outline(actions) == [Send(worker=2, message=Exit()), Failed(None, BuildError)]
+    assert text(actions) == (
+        "worker 0 (cpu:0, pid 100): no such file; worker 2 (cpu:2, pid 102): bad magic"
+    )
+
+
+def test_build_error_waits_for_the_workers_that_still_load() -> None:
+    pool = new_pool(2)
+    pool.handle_message(1.0, 0, hello(0))
+    pool.handle_message(1.0, 0, build_error())
+    assert pool.handle_died(1.1, 0, describe_exit(0)) == []
+    assert outline(finish_build(pool, 1)) == [Failed(None, BuildError)]
+
+
+def test_failed_start_is_told_once() -> None:
+    pool = new_pool(1)
+    pool.handle_message(1.0, 0, hello(0))
+    assert Failed(None, BuildError) in outline(pool.handle_message(1.0, 0, build_error()))
+    assert pool.handle_died(1.1, 0, describe_exit(0)) == []
+
+
+def test_worker_that_does_not_exit_after_its_build_error_is_killed() -> None:
+    pool = new_pool(2)
+    pool.handle_message(1.0, 0, hello(0))
+    pool.handle_message(1.0, 0, build_error())
+    assert pool.next_time() == 2.0
+    assert pool.handle_time(2.0) == [KillWorker(worker=0)]
+
+
+def test_death_in_the_first_build_is_tried_once_more() -> None:
+    pool = new_pool(1)
+    pool.handle_message(1.0, 0, hello(0))
+    assert pool.handle_died(2.0, 0, SIGKILL) == []
+    assert pool.next_time() == 2.0
+    assert restarted(pool, 0, 2.0) == [PoolStarted()]
+
+
+def test_second_death_in_the_first_build_fails_the_start() -> None:
+    pool = new_pool(1)
+    pool.handle_message(1.0, 0, hello(0))
+    pool.handle_died(2.0, 0, SIGKILL)
+    assert pool.handle_time(2.0) == [StartWorker(worker=0)]
+    pool.handle_started(0, 200)
+    actions = pool.handle_died(3.0, 0, describe_exit(1))
+    assert outline(actions) == [Failed(None, BuildError)]
+    assert text(actions) == (
+        "worker 0 (cpu:0, pid 100) killed by SIGKILL while building; "
+        "worker 0 (cpu:0, pid 200) exited with status 1 while spawned"
+    )
+
+
+def test_process_that_cannot_be_started_fails_the_start_after_one_more_try() -> None:
+    pool = Scheduler([build(0)], timeouts=TIMEOUTS, restart=RESTART, queue_limit=1)
+    pool.handle_start(0.0)
+    assert pool.handle_died(0.0, 0, "could not be started: no memory") == []
+    assert pool.handle_time(0.0) == [StartWorker(worker=0)]
+    actions = pool.handle_died(0.0, 0, "could not be started: no memory")
+    assert outline(actions) == [Failed(None, BuildError)]
+    assert "worker 0 (cpu:0) could not be started: no memory" in text(actions)
+
+
+def test_slow_start_is_killed_and_fails_the_start() -> None:
+    pool = new_pool(2)
+    finish_build(pool, 0)
+    pool.handle_message(1.0, 1, hello(1))
+    assert pool.next_time() == 30.0
+    actions = pool.handle_time(30.0)
+    assert outline(actions) == [KillWorker(worker=1), Failed(None, BuildError)]
+    assert text(actions) == ("worker 1 (cpu:1, pid 101): not ready within 30 s (it was building)")
+
+
+def test_slow_restart_is_killed_and_tried_again() -> None:
+    pool = ready_pool(1)
+    pool.handle_died(1.0, 0, SIGSEGV)
+    pool.handle_time(1.0)
+    pool.handle_started(0, 200)
+    assert pool.handle_time(31.0) == [KillWorker(worker=0)]
+    assert pool.handle_died(31.0, 0, SIGKILL) == []
+    assert "not ready within 30 s (it was spawned)" in pool.statistics()[0].last_error
+    assert restarted(pool, 0, 31.5) == []
+
+
+def test_model_that_became_ready_as_it_was_killed_gets_no_shard() -> None:
+    pool = ready_pool(1)
+    pool.handle_died(1.0, 0, SIGSEGV)
+    pool.handle_request(1.0, 1, 1, 100.0)
+    pool.handle_time(1.0)
+    pool.handle_started(0, 200)
+    pool.handle_message(30.9, 0, hello(0))
+    assert pool.handle_time(31.0) == [KillWorker(worker=0)]
+    assert pool.handle_message(31.0, 0, built()) == []
+
+
+def test_models_that_differ_fail_the_start() -> None:
+    pool = new_pool(2)
+    finish_build(pool, 0)
+    pool.handle_message(1.0, 1, hello(1))
+    actions = pool.handle_message(1.0, 1, replace(built(), outputs=()))
+    assert outline(actions) == [KillWorker(worker=1), Failed(None, BuildError)]
+    assert text(actions) == (
+        "worker 1 (cpu:1, pid 101): its model's inputs or outputs are not those of the others"
+    )
+
+
+def test_worker_that_dies_while_others_load_is_no_build_error() -> None:
+    pool = new_pool(2)
+    finish_build(pool, 0)
+    assert pool.handle_died(1.0, 0, SIGSEGV) == []
+    assert finish_build(pool, 1) == [PoolStarted()]
+    assert restarted(pool, 0, 1.0) == []
+    assert pool.serving == 2
+
+
+# Closing.
+
+
+def test_idle_pool_closes_when_its_workers_have_exited() -> None:
+    pool = ready_pool(2)
+    assert pool.handle_close(1.0, 5.0) == [
+        Send(worker=0, message=Exit()),
+        Send(worker=1, message=Exit()),
+    ]
+    assert pool.is_exiting(0)
+    assert pool.handle_close(1.5, 5.0) == []
+    assert pool.handle_died(2.0, 0, describe_exit(0)) == []
+    assert pool.handle_died(2.0, 1, describe_exit(0)) == [PoolClosed()]
+    assert pool.next_time() is None
+    assert pool.statistics()[0].last_error == ""
+    with pytest.raises(ClosedError):
+        pool.handle_request(3.0, 1, 1, 10.0)
+
+
+def test_requests_in_flight_fail_when_the_pool_closes() -> None:
+    pool = ready_pool(1)
+    pool.handle_request(0.0, 1, 2, 10.0)
+    pool.handle_request(0.0, 2, 1, 10.0)
+    assert outline(pool.handle_close(1.0, 5.0)) == [
+        Failed(1, ClosedError),
+        Send(worker=0, message=Cancel(request=1)),
+        Failed(2, ClosedError),
+        Release(request=2),
+        Send(worker=0, message=Exit()),
+    ]
+    assert (pool.ledger.failed, pool.ledger.in_flight, pool.ledger.queued_shards) == (2, 0, 0)
+    assert pool.handle_message(2.0, 0, reply(1)) == [Release(request=1)]
+    assert pool.handle_died(2.0, 0, describe_exit(0)) == [PoolClosed()]
+
+
+def test_run_that_ends_with_its_process_is_released_before_the_pool_is_closed() -> None:
+    pool = ready_pool(1)
+    pool.handle_request(0.0, 1, 1, 10.0)
+    pool.handle_close(1.0, 5.0)
+    assert pool.handle_died(2.0, 0, SIGKILL) == [Release(request=1), PoolClosed()]
+
+
+def test_worker_that_does_not_exit_is_killed_then_abandoned() -> None:
+    pool = ready_pool(2)
+    pool.handle_request(0.0, 1, 1, 10.0)
+    pool.handle_close(1.0, 5.0)
+    pool.handle_died(1.1, 1, describe_exit(0))
+    assert pool.next_time() == 6.0
+    assert pool.handle_time(6.0) == [KillWorker(worker=0)]
+    abandoned_at = 1.0 + 5.0 + TIMEOUTS.close + 1.0
+    assert pool.next_time() == abandoned_at
+    assert pool.handle_time(abandoned_at) == [PoolClosed(abandoned=(0,))]
+    assert pool.next_time() is None
+    assert pool.handle_died(50.0, 0, SIGKILL) == [Release(request=1)]
+
+
+def test_workers_that_still_load_are_killed_when_the_pool_closes() -> None:
+    pool = new_pool(3)
+    finish_build(pool, 0)
+    pool.handle_message(1.0, 1, hello(1))
+    assert pool.handle_close(2.0, 5.0) == [
+        Send(worker=0, message=Exit()),
+        KillWorker(worker=1),
+        KillWorker(worker=2),
+    ]
+    # What they sent before they were killed.
+    assert pool.handle_message(2.0, 1, built()) == []
+    assert pool.handle_message(2.0, 2, hello(2)) == []
+    assert pool.handle_died(2.1, 1, SIGKILL) == []
+    assert pool.handle_died(2.1, 2, SIGKILL) == []
+    assert pool.handle_died(2.1, 0, describe_exit(0)) == [PoolClosed()]
+
+
+def test_planned_restarts_are_dropped_when_the_pool_closes() -> None:
+    pool = ready_pool(1)
+    pool.handle_died(1.0, 0, SIGSEGV)
+    assert pool.handle_close(1.0, 5.0) == [PoolClosed()]
+    assert pool.handle_time(100.0) == []
+
+
+# Messages that should not be.
+
+
+def test_message_that_may_not_come_is_refused_and_changes_nothing() -> None:
+    pool = ready_pool(1)
+    pool.handle_request(0.0, 1, 1, 10.0)
+    messages: list[Message] = [hello(0), built(), reply(2), error(1, 1), build_error(), Exit()]
+    for message in messages:
+        with pytest.raises(ProtocolError):
+            pool.handle_message(1.0, 0, message)
+    assert pool.handle_message(2.0, 0, reply(1))[0] == Settle(request=1, replies=(reply(1),))
+    assert pool.statistics()[0].failed == 0
+
+
+# Anything, in any order.
+
+
+@dataclass
+class _Process:
+    """What a worker's process is to the model: messages on their way to it and from it."""
+
+    deaf: bool = False
+    alive: bool = True
+    killed: bool = False
+    conversation: Conversation = field(default_factory=Conversation)
+    inbox: deque[Message] = field(default_factory=deque)
+    outbox: deque[Message] = field(default_factory=deque)
+
+    @property
+    def ended(self) -> bool:
+        """Whether its death can be noticed: by itself, or killed."""
+        return self.killed or not self.alive
+
+    def say(self, message: Message) -> None:
+        self.conversation.advance(message)
+        self.outbox.append(message)
+
+
+@dataclass
+class _Asked:
+    """What is known of a request from outside."""
+
+    deadline: float
+    shards: int
+    replies: dict[int, Reply] = field(default_factory=dict)
+    settled: bool = False
+    released: bool = False
+
+
+class Pools(RuleBasedStateMachine):
+    """A shell with workers that answer, fail, die, hang, and are slow, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.scheduler = Scheduler([], timeouts=TIMEOUTS, restart=RESTART, queue_limit=1)
+        self.processes: dict[int, _Process] = {}
+        self.running: dict[int, tuple[int, int]] = {}
+        self.requests: dict[int, _Asked] = {}
+        self.started: bool | None = None
+        self.is_closing = False
+        self.is_closed = False
+        self.deaf_next = False
+
+    @initialize(
+        workers=st.integers(1, 3),
+        budget=st.integers(0, 4),
+        start_at_once=st.sampled_from([True, True, True, True, False]),
+    )
+    def start(self, workers: int, budget: int, start_at_once: bool) -> None:
+        self.scheduler = Scheduler(
+            [build(i) for i in range(workers)],
+            timeouts=TIMEOUTS,
+            restart=replace(RESTART, budget=budget),
+            queue_limit=QUEUE_LIMIT,
+        )
+        self.carry_out(self.scheduler.handle_start(self.now))
+        if start_at_once:
+            self.play()
+            assert self.started
+
+    # What the shell does.
+
+    def carry_out(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case StartWorker(worker=worker):
+                    assert worker not in self.processes
+                    assert not self.is_closing
+                    process = _Process(deaf=self.deaf_next)
+                    self.deaf_next = False
+                    self.processes[worker] = process
+                    self.scheduler.handle_started(worker, 100 + worker)
+                    process.say(hello(worker))
+                case SendPredict(worker=worker, request=request, shard=shard):
+                    assert worker not in self.running, "a second PREDICT for a busy worker"
+                    assert not self.processes[worker].killed
+                    asked = self.requests[request]
+                    assert not asked.settled
+                    assert shard not in asked.replies
+                    assert (request, shard) not in self.running.values()
+                    self.running[worker] = (request, shard)
+                    predict = Predict(request=request, shard=shard, inputs=(), outputs=())
+                    self.processes[worker].inbox.append(predict)
+                case Send(worker=worker, message=message):
+                    if isinstance(message, Cancel):
+                        assert self.running[worker][0] == message.request
+                        assert self.requests[message.request].settled
+                    self.processes[worker].inbox.append(message)
+                case KillWorker(worker=worker):
+                    self.processes[worker].killed = True
+                case Settle(request=request, replies=replies, error=exc):
+                    asked = self.requests[request]
+                    assert not asked.settled, "settled twice"
+                    asked.settled = True
+                    if exc is None:
+                        assert replies == tuple(asked.replies[i] for i in range(asked.shards))
+                case Release(request=request):
+                    asked = self.requests[request]
+                    assert asked.settled, "released before it was settled"
+                    assert not asked.released, "released twice"
+                    assert all(held != request for held, _ in self.running.values())
+                    asked.released = True
+                case PoolStarted(error=exc):
+                    assert self.started is None, "started twice"
+                    self.started = exc is None
+                    if exc is not None:
+                        self.close(1.0)
+                case PoolClosed(abandoned=abandoned):
+                    assert self.is_closing
+                    assert not self.is_closed, "closed twice"
+                    assert sorted(self.processes) == [*abandoned]
+                    self.is_closed = True
+
+    def deliver(self, worker: int) -> None:
+        """The oldest message of the worker reaches the scheduler."""
+        message = self.processes[worker].outbox.popleft()
+        if worker in self.running and isinstance(message, (Reply, Error)):
+            request, shard = self.running.pop(worker)
+            if isinstance(message, Reply):
+                self.requests[request].replies[shard] = message
+        self.carry_out(self.scheduler.handle_message(self.now, worker, message))
+
+    def bury(self, worker: int) -> None:
+        """The end of the worker's process is noticed; what it sent before and was not read is lost."""
+        killed = self.processes.pop(worker).killed
+        self.running.pop(worker, None)
+        self.carry_out(self.scheduler.handle_died(self.now, worker, SIGKILL if killed else SIGSEGV))
+
+    def work(self, worker: int, fail: str | None = None) -> None:
+        """The worker's main loop goes one step on: end its run, or take its next message."""
+        process = self.processes[worker]
+        if any(isinstance(message, Cancel) for message in process.inbox):
+            fail = "cancelled"
+        if process.conversation.running is not None:
+            request, shard = process.conversation.running
+            process.say(reply(request, shard) if fail is None else error(request, shard, fail))
+        elif process.inbox:
+            message = process.inbox.popleft()
+            process.conversation.advance(message)
+            if isinstance(message, Build):
+                process.say(built() if fail is None else build_error())
+            elif isinstance(message, Exit):
+                process.alive = False
+
+    def idle(self, worker: int) -> bool:
+        process = self.processes[worker]
+        at_work = process.inbox or process.conversation.running is not None
+        return process.deaf or process.ended or not at_work
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.carry_out(self.scheduler.handle_time(self.now))
+        due = self.scheduler.next_time()
+        assert due is None or due > self.now, "something that was due was not done"
+
+    def play(self) -> None:
+        """Workers do what they are told, and time passes, until nothing happens any more."""
+        for _ in range(1000):
+            busy = False
+            for worker in [*self.processes]:
+                process = self.processes[worker]
+                if process.outbox:
+                    self.deliver(worker)
+                elif process.ended:
+                    self.bury(worker)
+                elif not self.idle(worker):
+                    self.work(worker)
+                else:
+                    continue
+                busy = True
+            due = self.scheduler.next_time()
+            if not busy and due is None:
+                return
+            if not busy and due is not None:
+                self.pass_time(max(0.0, due - self.now))
+        raise AssertionError("the pool never comes to rest")
+
+    # What may happen. Few rules that do much: Hypothesis leaves some rules out of each run.
+
+    @rule(
+        requests=st.lists(
+            st.tuples(st.integers(1, 5), st.sampled_from([20.0, 3.0, 0.4, 0.0, math.inf])),
+            max_size=3,
+        ),
+        choices=st.lists(st.integers(0, 11), min_size=1, max_size=12),
+        fail=st.sampled_from([None, None, None, "predict", "invalid"]),
+    )
+    def pool_goes_on(
+        self, requests: list[tuple[int, float]], choices: list[int], fail: str | None
+    ) -> None:
+        """Requests come, and some of what is under way comes to pass; one run or build may fail."""
+        if self.started and not self.is_closing:
+            for shards, timeout in requests:
+                self.request(shards, timeout)
+        for choice in choices:
+            steps = [partial(self.deliver, w) for w, p in self.processes.items() if p.outbox]
+            steps += [partial(self.bury, w) for w, p in self.processes.items() if p.ended]
+            steps += [partial(self.work, w, fail) for w in self.processes if not self.idle(w)]
+            if steps:
+                step = steps[choice % len(steps)]
+                step()
+                fail = fail if step.func == self.deliver else None
+
+    def request(self, shards: int, timeout: float) -> None:
+        number = len(self.requests)
+        self.requests[number] = _Asked(deadline=self.now + timeout, shards=shards)
+        try:
+            actions = self.scheduler.handle_request(self.now, number, shards, timeout)
+        except QueueFullError:
+            del self.requests[number]
+            assert self.scheduler.ledger.in_flight == QUEUE_LIMIT
+            return
+        self.carry_out(actions)
+
+    @rule(
+        trouble=st.sampled_from(
+            ["dies", "dies", "dies", "hangs", "next hangs", "cancel", "cancel", "close"]
+        ),
+        which=st.integers(0, 11),
+    )
+    def trouble_comes(self, trouble: str, which: int) -> None:
+        """A worker dies, or never says anything again; a caller cancels, or closes the pool."""
+        alive = [process for process in self.processes.values() if process.alive]
+        if trouble == "dies" and alive:
+            alive[which % len(alive)].alive = False
+        elif trouble == "hangs" and alive:
+            alive[which % len(alive)].deaf = True
+        elif trouble == "next hangs":
+            self.deaf_next = True
+        elif trouble == "cancel" and self.requests:
+            number = len(self.requests) - 1 - which % len(self.requests)
+            self.carry_out(self.scheduler.handle_cancel(number))
+            assert self.requests[number].settled
+        elif trouble == "close" and which < 3 and not self.is_closing:
+            self.close(float(which))
+
+    @rule(seconds=st.sampled_from([None, 0.0, 0.3, 1.0, 5.0, 40.0]))
+    def time_passes(self, seconds: float | None) -> None:
+        """So many seconds, or until something is due."""
+        due = self.scheduler.next_time()
+        wait = 0.0 if due is None else max(0.0, due - self.now)
+        self.pass_time(wait if seconds is None else seconds)
+
+    def close(self, timeout: float) -> None:
+        self.is_closing = True
+        self.carry_out(self.scheduler.handle_close(self.now, timeout))
+        assert all(asked.settled for asked in self.requests.values())
+
+    # What always holds.
+
+    @invariant()
+    def every_request_is_counted_once(self) -> None:
+        s = self.scheduler
+        assert s.ledger.accepted == len(self.requests)
+        assert (
+            s.ledger.accepted
+            == s.ledger.succeeded + s.ledger.failed + s.ledger.cancelled + s.ledger.in_flight
+        )
+        assert s.ledger.in_flight == sum(not asked.settled for asked in self.requests.values())
+
+    @invariant()
+    def every_open_shard_is_answered_running_or_queued(self) -> None:
+        open_requests = {n: asked for n, asked in self.requests.items() if not asked.settled}
+        shards = sum(asked.shards - len(asked.replies) for asked in open_requests.values())
+        running = sum(request in open_requests for request, _ in self.running.values())
+        assert self.scheduler.ledger.queued_shards == shards - running
+
+    @invariant()
+    def no_shard_waits_while_a_worker_is_ready(self) -> None:
+        states = self.scheduler.statistics()
+        ready = [w.index for w in states if w.state == WorkerState.READY]
+        free = [worker for worker in ready if not self.processes[worker].killed]
+        assert not free or not self.scheduler.ledger.queued_shards
+
+    @invariant()
+    def memory_is_held_as_long_as_a_worker_may_write_it(self) -> None:
+        for number, asked in self.requests.items():
+            written = any(request == number for request, _ in self.running.values())
+            assert asked.released == (asked.settled and not written)
+
+    @invariant()
+    def no_request_is_open_after_its_deadline_was_acted_on(self) -> None:
+        due = self.scheduler.next_time()
+        for asked in self.requests.values():
+            if not asked.settled and asked.deadline < math.inf:
+                assert due is not None
+                assert due <= asked.deadline
+
+    def teardown(self) -> None:
+        self.play()
+        # Only who said so waits for ever: a worker may hang, and nothing else end the request.
+        finite = [asked for asked in self.requests.values() if asked.deadline < math.inf]
+        assert all(asked.settled for asked in finite)
+        if not self.is_closing:
+            self.close(1.0)
+            self.play()
+        assert self.is_closed
+        assert all(asked.settled and asked.released for asked in self.requests.values())
+        assert self.scheduler.next_time() is None
+        assert (self.scheduler.ledger.in_flight, self.scheduler.ledger.queued_shards) == (0, 0)
+        assert len(self.scheduler.ledger) == 0
+        assert not self.scheduler.ledger._deadlines
+        assert all(
+            w.conversation == Conversation(state=WorkerState.GONE) for w in self.scheduler._workers
+        )
+
+
+Pools.TestCase.settings = settings(
+    max_examples=400, stateful_step_count=30, deadline=None, report_multiple_bugs=False
+)
+test_any_order_of_events_settles_and_releases_every_request_once = Pools.TestCase
