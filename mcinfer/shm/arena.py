@@ -1,0 +1,331 @@
+"""Slots of shared memory, handed out of blocks.
+
+Ownership: a slot belongs to whoever holds its `Slot.memory`, or any view of it (a NumPy array, a view of a
+view). When the last of these is gone the slot is free, not before and not later; there is nothing to
+call. So an array in a user's hands, and a request that a worker may still write to, are the same case: each
+holds a reference.
+
+A view may die in any thread, inside any allocation, even one of the arena's own. So its finalizer
+only puts the slot in a queue that is safe for that (`queue.SimpleQueue`), and `allocate` takes it
+from there.
+
+Lowest address first: in steady traffic the same few slots, with warm pages in every process, are used
+again and again (the first touch of a page costs more than copying it).
+"""
+
+import bisect
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from ctypes import Array, c_char
+from queue import Empty, SimpleQueue
+from time import monotonic
+
+from mcinfer.errors import ClosedError, InvalidInputError, QueueFullError
+from mcinfer.interrupts import HeldInterrupts
+from mcinfer.shm.block import Block
+
+ALIGNMENT = 64
+"""Bytes: a cache line, and what the widest vector loads like."""
+
+_BLOCK_BYTES = 64 << 20
+_BLOCK_ROUNDING = 2 << 20
+
+
+def align(size: int) -> int:
+    """The next multiple of `ALIGNMENT`."""
+    return (size + ALIGNMENT - 1) & -ALIGNMENT
+
+
+class Slot:
+    """A piece of a block.
+
+    Attributes:
+        block: Number of the block.
+        offset: Bytes from the block's start, a multiple of `ALIGNMENT`.
+        size: Bytes asked for.
+        generation: How many slots the arena had handed out before this one.
+        memory: Holding it, or a view of it, is owning the slot.
+    """
+
+    __slots__ = ("address", "block", "generation", "memory", "offset", "size")
+
+    def __init__(
+        self, block: Block, offset: int, size: int, generation: int, memory: "Array[c_char]"
+    ) -> None:
+        """Made by `Arena.allocate` alone."""
+        self.block = block.number
+        self.offset = offset
+        self.size = size
+        self.generation = generation
+        self.address = block.address + offset
+        self.memory = memory
+
+
+class _Ticket(weakref.ref["Array[c_char]"]):
+    """Notices the death of a slot's memory, and knows where it lay."""
+
+    __slots__ = ("block", "generation", "offset", "space")
+
+    block: int
+    generation: int
+    offset: int
+    space: int
+
+
+class _Extents:
+    """The free bytes of one block: sorted by offset, neighbours joined."""
+
+    __slots__ = ("_offsets", "_sizes", "block", "free")
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+        self.free = block.size
+        self._offsets = [0]
+        self._sizes = [block.size]
+
+    def take(self, size: int) -> int | None:
+        """Cut so many bytes off the first extent that has them; their offset, or None."""
+        for i, available in enumerate(self._sizes):
+            if available >= size:
+                offset = self._offsets[i]
+                if available == size:
+                    del self._offsets[i], self._sizes[i]
+                else:
+                    self._offsets[i] += size
+                    self._sizes[i] -= size
+                self.free -= size
+                return offset
+        return None
+
+    def give(self, offset: int, size: int) -> None:
+        """Take bytes back."""
+        self.free += size
+        i = bisect.bisect(self._offsets, offset)
+        joins_next = i < len(self._offsets) and offset + size == self._offsets[i]
+        joins_last = i > 0 and self._offsets[i - 1] + self._sizes[i - 1] == offset
+        if joins_last and joins_next:
+            self._sizes[i - 1] += size + self._sizes[i]
+            del self._offsets[i], self._sizes[i]
+        elif joins_last:
+            self._sizes[i - 1] += size
+        elif joins_next:
+            self._offsets[i] = offset
+            self._sizes[i] += size
+        else:
+            self._offsets.insert(i, offset)
+            self._sizes.insert(i, size)
+
+
+class Arena:
+    """Shared memory up to a limit, for one master. Any thread may call any method.
+
+    Args:
+        limit: Bytes of all blocks together.
+        wake: Called (from anywhere, so it must be safe in a finalizer) when memory became free while
+            somebody waits for it; `reclaim` is to be called then, from a plain thread.
+        dropped: Called with the number of a block that is no more, in the thread that calls `allocate`.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        *,
+        wake: Callable[[], None] = lambda: None,
+        dropped: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """An arena without blocks; it grows with the first slot."""
+        self._limit = limit
+        self._wake = wake
+        self._dropped = dropped
+        self._lock = threading.Lock()
+        self._freed_memory = threading.Condition(self._lock)
+        self._blocks: dict[int, _Extents] = {}
+        self._tickets: dict[int, _Ticket] = {}
+        self._released: SimpleQueue[_Ticket] = SimpleQueue()
+        self._taken = 0
+        self._next_block = 0
+        self._generation = 0
+        self._waiting = 0
+        self._closed = False
+
+    @property
+    def size(self) -> int:
+        """Bytes of all blocks."""
+        return sum(extents.block.size for extents in list(self._blocks.values()))
+
+    @property
+    def used(self) -> int:
+        """Bytes in slots that somebody owns."""
+        self.reclaim()
+        return self._taken
+
+    @property
+    def crowded(self) -> bool:
+        """Whether more than half of the limit is in use: then results are better kept elsewhere."""
+        half = self._limit // 2
+        return self._taken > half and self.used > half  # what was released counts until reclaimed
+
+    def block(self, number: int) -> Block | None:
+        """The block of that number, while it exists."""
+        extents = self._blocks.get(number)
+        return None if extents is None else extents.block
+
+    def find(self, address: int, size: int) -> tuple[int, int] | None:
+        """Block number and offset of memory that lies wholly in one block of this arena."""
+        for number, extents in list(self._blocks.items()):
+            offset = address - extents.block.address
+            if offset >= 0 and offset + size <= extents.block.size:
+                return number, offset
+        return None
+
+    def allocate(self, size: int, timeout: float = 0.0) -> Slot:
+        """One slot; see `allocate_all`."""
+        return self.allocate_all([size], timeout)[0]
+
+    def allocate_all(self, sizes: Sequence[int], timeout: float = 0.0) -> list[Slot]:
+        """Slots of at least so many bytes; their content is whatever was there before.
+
+        All or none: two requests that each held a part and waited for the rest would wait for ever.
+
+        Args:
+            sizes: Bytes of each; 0 is allowed and has an address all the same.
+            timeout: Seconds to wait for memory when all is in use; 0 does not wait.
+
+        Raises:
+            InvalidInputError: It is more than the limit allows at all.
+            QueueFullError: The memory is in use, and was not freed in time.
+            ClosedError: The arena is closed.
+            OSError: The system has no memory or descriptor left.
+        """
+        wanted = [max(align(size), ALIGNMENT) for size in sizes]
+        if sum(wanted) > self._limit:
+            raise InvalidInputError(
+                f"{sum(sizes)} bytes of tensors do not fit the shared memory of {self._limit} bytes "
+                "(Limits.memory_bytes)"
+            )
+        deadline = monotonic() + timeout
+        with self._lock:
+            while True:
+                if self._closed:
+                    raise ClosedError("the master is closed")
+                with HeldInterrupts():
+                    slots = self._take_slots(wanted, sizes)
+                if slots is not None:
+                    return slots
+                remaining = deadline - monotonic()
+                if remaining <= 0:
+                    raise QueueFullError(
+                        f"{sum(sizes)} bytes of shared memory wanted, all {self._limit} allowed "
+                        "(Limits.memory_bytes) are held by requests or arrays"
+                    )
+                self._waiting += 1
+                try:
+                    # A release between the check above and here has not seen the count: look again.
+                    if self._released.empty():
+                        self._freed_memory.wait(min(remaining, threading.TIMEOUT_MAX))
+                finally:
+                    self._waiting -= 1
+
+    def reclaim(self) -> None:
+        """Put what was released back on the free lists, and tell those who wait."""
+        if self._released.empty():
+            return
+        with self._lock:
+            if self._take_released():
+                self._freed_memory.notify_all()
+
+    def close(self) -> None:
+        """Give all blocks up; the memory under views that are still held goes with them."""
+        with self._lock:
+            self._closed = True
+            for extents in self._blocks.values():
+                extents.block.close()
+            self._blocks.clear()
+            # Their callbacks hold this arena: what dies from now on is nobody's concern.
+            self._tickets.clear()
+            self._taken = 0
+            self._freed_memory.notify_all()
+
+    def _take_slots(self, wanted: Sequence[int], sizes: Sequence[int]) -> list[Slot] | None:
+        if self._take_released():
+            self._freed_memory.notify_all()  # `reclaim` has nothing left to tell them of
+        places = self._take_all(wanted)
+        if places is None:
+            return None
+        return [
+            self._slot(block, offset, space, size)
+            for (block, offset), space, size in zip(places, wanted, sizes, strict=True)
+        ]
+
+    def _take_released(self) -> bool:
+        some = False
+        while True:
+            try:
+                ticket = self._released.get_nowait()
+            except Empty:
+                return some
+            if self._tickets.pop(ticket.generation, None) is not None:
+                self._taken -= ticket.space
+                self._blocks[ticket.block].give(ticket.offset, ticket.space)
+                some = True
+
+    def _take_all(self, wanted: Sequence[int]) -> list[tuple[Block, int]] | None:
+        """Room for all, in the blocks there are or in a new one that holds them all."""
+        places = [self._take(space) for space in wanted]
+        found = [place for place in places if place is not None]
+        if len(found) == len(wanted):
+            return found
+        for place, space in zip(places, wanted, strict=True):
+            if place is not None:
+                self._blocks[place[0].number].give(place[1], space)
+        extents = self._grow(sum(wanted))
+        if extents is None:
+            return None
+        starts = [extents.take(space) for space in wanted]
+        return [(extents.block, start) for start in starts if start is not None]
+
+    def _take(self, space: int) -> tuple[Block, int] | None:
+        for extents in self._blocks.values():
+            if extents.free >= space:
+                offset = extents.take(space)
+                if offset is not None:
+                    return extents.block, offset
+        return None
+
+    def _slot(self, block: Block, offset: int, space: int, size: int) -> Slot:
+        memory = block.memory(offset, size)
+        self._generation += 1
+        ticket = _Ticket(memory, self._on_release)
+        ticket.block, ticket.generation = block.number, self._generation
+        ticket.offset, ticket.space = offset, space
+        self._tickets[self._generation] = ticket
+        self._taken += space
+        return Slot(block, offset, size, self._generation, memory)
+
+    def _on_release(self, ticket: "weakref.ref[Array[c_char]]") -> None:
+        """A slot's memory has died, anywhere: takes no lock, see the module's text."""
+        if isinstance(ticket, _Ticket):
+            self._released.put(ticket)
+            if self._waiting:
+                self._wake()
+
+    def _grow(self, wanted: int) -> _Extents | None:
+        """A new block; where the limit is in the way, blocks that are wholly free make room."""
+        total = sum(extents.block.size for extents in self._blocks.values())
+        free = [e.block for e in self._blocks.values() if e.free == e.block.size]
+        if total - sum(block.size for block in free) + wanted > self._limit:
+            return None
+        for block in free:
+            if total + wanted <= self._limit:
+                break
+            total -= block.size
+            del self._blocks[block.number]
+            block.close()
+            self._dropped(block.number)
+        rounded = (wanted + _BLOCK_ROUNDING - 1) // _BLOCK_ROUNDING * _BLOCK_ROUNDING
+        room = self._limit - total
+        block = Block.create(self._next_block, min(max(rounded, _BLOCK_BYTES), room))
+        self._next_block += 1
+        self._blocks[block.number] = _Extents(block)
+        return self._blocks[block.number]

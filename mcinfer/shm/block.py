@@ -1,0 +1,104 @@
+"""One piece of memory without a name, mapped by several processes.
+
+A block is a memfd: nothing appears in ``/dev/shm``, its size is not bound by that of ``/dev/shm``, and the
+kernel frees it when the last descriptor and mapping are gone, however their processes ended. It is
+sealed so that no process can shrink it under another one's reads (which would be SIGBUS there).
+
+Ownership: whoever holds the `Block` holds the descriptor; `close` gives it up. The mapping lives on while
+anything made by `memory` lives: it goes by reference count, never by force.
+"""
+
+import ctypes
+import fcntl
+import functools
+import mmap
+import os
+
+from mcinfer.errors import ProtocolError
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+@functools.lru_cache(maxsize=1024)
+def _bytes_type(size: int) -> "type[ctypes.Array[ctypes.c_char]]":
+    """The ctypes array type; ctypes itself keeps one only while something of that type lives."""
+    return ctypes.c_char * size
+
+
+class Block:
+    """A sealed memfd and this process's mapping of it.
+
+    Attributes:
+        number: What messages call it.
+        size: Bytes.
+        address: Where it is mapped in this process.
+    """
+
+    __slots__ = ("_map", "address", "fd", "number", "size")
+
+    def __init__(self, number: int, size: int, fd: int) -> None:
+        """Map a descriptor, which is this object's from now on.
+
+        Raises:
+            OSError: It cannot be mapped; the descriptor is closed.
+        """
+        self.number = number
+        self.size = size
+        self.fd = fd
+        try:
+            self._map = mmap.mmap(fd, size)
+        except (OSError, ValueError):
+            self.close()
+            raise
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    @classmethod
+    def create(cls, number: int, size: int) -> "Block":
+        """Make a new block of zeros; pages take memory only once they are touched.
+
+        Raises:
+            OSError: No memory or no descriptor is left.
+        """
+        fd = os.memfd_create("mcinfer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError:
+            os.close(fd)
+            raise
+        return cls(number, size, fd)
+
+    @classmethod
+    def attach(cls, number: int, size: int, fd: int) -> "Block":
+        """Map a block that another process made; the descriptor is this object's from now on.
+
+        Raises:
+            ProtocolError: It is not of that size, or could still be shrunk.
+            OSError: It cannot be mapped.
+        """
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError:
+            seals = 0
+        actual = os.fstat(fd).st_size
+        if not seals & fcntl.F_SEAL_SHRINK or actual != size or size == 0:
+            os.close(fd)
+            raise ProtocolError(
+                f"block {number}: got {actual} bytes with seals {seals:#x}, expected {size} bytes "
+                "sealed against shrinking"
+            )
+        return cls(number, size, fd)
+
+    def memory(self, offset: int, size: int) -> "ctypes.Array[ctypes.c_char]":
+        """Bytes of the block as a ctypes array: the base for views, which keep the mapping alive.
+
+        Raises:
+            ValueError: They do not lie in the block.
+        """
+        return _bytes_type(size).from_buffer(self._map, offset)
+
+    def close(self) -> None:
+        """Give the descriptor up; the mapping goes with its last view."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

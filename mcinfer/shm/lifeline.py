@@ -1,0 +1,115 @@
+"""The socket pair between a master and one worker: descriptors pass over it, and its end is an end.
+
+Each side holds one end. Messages are `SOCK_SEQPACKET`, so a descriptor and the number of its block stay
+together. ZeroMQ carries everything else: it cannot pass descriptors.
+
+A worker's watcher only polls its end for hang-up and never reads it: reading would eat descriptors.
+"""
+
+import os
+import select
+import socket
+import struct
+
+from mcinfer.errors import ProtocolError
+
+_HEADER = struct.Struct("<qQ")  # block number, size in bytes
+_DESCRIPTOR = struct.Struct("=i")
+_RIGHTS_BYTES = socket.CMSG_SPACE(4 * _DESCRIPTOR.size)
+_CUT_OFF = socket.MSG_TRUNC | socket.MSG_CTRUNC
+_GREETING_BYTES = 1 << 20
+
+
+class Lifeline:
+    """One end. The socket is this object's; `close` gives it up.
+
+    The master's end never blocks: a worker that does not read must not hold up the others.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        """Take one end of a pair."""
+        self._socket = end
+        self._received: dict[int, tuple[int, int]] = {}
+
+    @classmethod
+    def pair(cls) -> tuple["Lifeline", socket.socket]:
+        """The master's end, and the socket that is to be passed to the worker."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return cls(ours), theirs
+
+    @classmethod
+    def inherited(cls, fd: int) -> "Lifeline":
+        """The worker's end, which its process was started with."""
+        end = socket.socket(fileno=fd)
+        end.set_inheritable(False)
+        return cls(end)
+
+    @property
+    def fd(self) -> int:
+        """The descriptor, for polling."""
+        return self._socket.fileno()
+
+    def greet(self, text: bytes) -> None:
+        """Send the first message, which is what the worker needs to know before its imports."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _GREETING_BYTES)
+        self._socket.send(text, socket.MSG_DONTWAIT)
+
+    def greeting(self) -> bytes:
+        """Receive the first message; empty if the master is gone."""
+        return self._socket.recv(_GREETING_BYTES)
+
+    def send_block(self, number: int, size: int, fd: int) -> None:
+        """Hand over a block's descriptor; the sender keeps its own.
+
+        Raises:
+            OSError: The other side is gone, or does not read (BlockingIOError).
+        """
+        # Not socket.send_fds: in Python 3.11 it drops its flags, and would block.
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(fd))
+        self._socket.sendmsg([_HEADER.pack(number, size)], [rights], socket.MSG_DONTWAIT)
+
+    def receive_block(self, number: int, timeout: float = 0.0) -> tuple[int, int]:
+        """The size and descriptor of a block that the other side has handed over.
+
+        Args:
+            number: Which block; others that come before it are kept for later.
+            timeout: Seconds to wait for it. 0 does not: a descriptor that was sent before a message is
+                here when that message is.
+
+        Returns:
+            Size in bytes and a descriptor, which is the caller's from now on.
+
+        Raises:
+            ProtocolError: It did not come, or what came is not a block.
+        """
+        while number not in self._received:
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN)
+            if not poll.poll(timeout * 1000):
+                raise ProtocolError(f"the descriptor of block {number} did not come")
+            # Not socket.recv_fds: it drops its flags likewise, and processes that are started later
+            # would inherit the descriptors.
+            data, rights, flags, _ = self._socket.recvmsg(
+                _HEADER.size, _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC
+            )
+            fds = [fd for _, _, packed in rights for (fd,) in _DESCRIPTOR.iter_unpack(packed)]
+            if len(data) != _HEADER.size or len(fds) != 1 or flags & _CUT_OFF:
+                for fd in fds:
+                    os.close(fd)
+                raise ProtocolError(
+                    f"lifeline: got {len(data)} bytes and {len(fds)} descriptors, expected "
+                    f"{_HEADER.size} and 1"
+                )
+            other, size = _HEADER.unpack(data)
+            if other in self._received:
+                os.close(fds[0])
+                raise ProtocolError(f"lifeline: got block {other} twice")
+            self._received[other] = (size, fds[0])
+        return self._received.pop(number)
+
+    def close(self) -> None:
+        """Give the socket up, and descriptors that nobody asked for."""
+        for _, fd in self._received.values():
+            os.close(fd)
+        self._received.clear()
+        self._socket.close()

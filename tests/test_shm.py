@@ -1,0 +1,903 @@
+"""Tests of mcinfer/shm: blocks, the arena, and the lifeline that hands blocks over."""
+
+import ctypes
+import errno
+import fcntl
+import gc
+import itertools
+import os
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from numpy.typing import NDArray
+
+from mcinfer.errors import ClosedError, InvalidInputError, ProtocolError, QueueFullError
+from mcinfer.shm.arena import ALIGNMENT, Arena, Slot, align
+from mcinfer.shm.block import Block
+from mcinfer.shm.lifeline import Lifeline
+
+MIB = 1 << 20
+PATIENCE = 20.0
+"""Seconds that something may take that takes none; a test that waits for it has failed."""
+
+Bytes = NDArray[np.uint8]
+
+
+def descriptors() -> set[str]:
+    """The memory and the sockets that this process has open."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            kind = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue  # that of listdir itself
+        if kind.startswith(("/memfd:", "socket:", "pipe:")):
+            found.add(f"{name} {kind}")
+    return found
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    gc.collect()  # what earlier tests left is not to go now
+    before = descriptors()
+    yield
+    gc.collect()
+    assert descriptors() == before
+
+
+def is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def as_bytes(memory: "ctypes.Array[ctypes.c_char]") -> Bytes:
+    return np.ndarray((len(memory),), np.uint8, memoryview(memory))
+
+
+def view(slot: Slot) -> Bytes:
+    return as_bytes(slot.memory)
+
+
+# Blocks.
+
+
+def test_new_block_is_zeros_and_can_be_written() -> None:
+    with no_descriptor_left():
+        block = Block.create(3, 1000)
+        array = as_bytes(block.memory(0, 1000))
+        assert (block.number, block.size, array.sum()) == (3, 1000, 0)
+        array[:] = 7
+        assert as_bytes(block.memory(999, 1))[0] == 7
+        block.close()
+        del array, block
+
+
+@pytest.mark.parametrize("size", [0, 10, 4096, 8192])
+def test_block_cannot_be_shrunk_or_grown_by_anyone(size: int) -> None:
+    block = Block.create(0, 4095)
+    with pytest.raises(PermissionError):
+        os.ftruncate(block.fd, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(block.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    block.close()
+
+
+def test_block_has_no_name_in_any_file_system() -> None:
+    block = Block.create(0, 4096)
+    assert f"{block.fd} /memfd:mcinfer (deleted)" in descriptors()
+    block.close()
+
+
+def test_block_that_memory_cannot_hold_is_an_os_error_and_leaves_nothing() -> None:
+    with no_descriptor_left(), pytest.raises(OSError, match=r"\[Errno"):
+        Block.create(0, 1 << 60)
+
+
+def test_attached_block_is_the_same_memory() -> None:
+    with no_descriptor_left():
+        made = Block.create(1, 300)
+        attached = Block.attach(1, 300, os.dup(made.fd))
+        ours, theirs = (as_bytes(b.memory(100, 200)) for b in (made, attached))
+        ours[:] = np.arange(200)
+        assert np.array_equal(theirs, np.arange(200))
+        theirs[0] = 99
+        assert ours[0] == 99
+        assert attached.address != made.address
+        made.close()
+        attached.close()
+        del ours, theirs, made, attached
+
+
+def unsealed(size: int) -> int:
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    return fd
+
+
+def sealed(size: int, seals: int = fcntl.F_SEAL_SHRINK) -> int:
+    fd = unsealed(size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def pipe_end() -> int:
+    read, write = os.pipe()
+    os.close(write)
+    return read
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: unsealed(4096),
+        lambda: sealed(4096, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL),
+        lambda: sealed(4095),
+        lambda: sealed(4097),
+        lambda: sealed(0),
+        lambda: os.memfd_create("test"),
+        pipe_end,
+        lambda: os.open(__file__, os.O_RDONLY),
+        lambda: os.open("/dev/null", os.O_RDWR),
+        lambda: socket.socket(socket.AF_UNIX).detach(),
+    ],
+    ids=[
+        "unsealed",
+        "not sealed against shrinking",
+        "too small",
+        "too big",
+        "empty",
+        "cannot be sealed",
+        "pipe",
+        "file",
+        "device",
+        "socket",
+    ],
+)
+def test_descriptor_that_is_no_sealed_block_is_refused_and_closed(make: Callable[[], int]) -> None:
+    with no_descriptor_left():
+        fd = make()
+        with pytest.raises(ProtocolError, match=r"block 5: got .* expected 4096 bytes sealed"):
+            Block.attach(5, 4096, fd)
+        assert not is_open(fd)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2**63, 2**64 - 1])
+def test_block_of_an_impossible_size_is_refused_and_closed(size: int) -> None:
+    fd = sealed(0)
+    with pytest.raises(ProtocolError, match="block 5"):
+        Block.attach(5, size, fd)
+    assert not is_open(fd)
+
+
+def test_block_that_cannot_be_written_is_an_os_error_and_closed() -> None:
+    fd = sealed(4096, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE)
+    with no_descriptor_left(), pytest.raises(PermissionError):
+        Block.attach(5, 4096, os.dup(fd))
+    os.close(fd)
+
+
+@pytest.mark.parametrize(("offset", "size"), [(0, 101), (101, 0), (100, 1), (-1, 1), (1, 100)])
+def test_memory_outside_of_a_block_is_refused(offset: int, size: int) -> None:
+    block = Block.create(0, 100)
+    with pytest.raises(ValueError, match=r"[Bb]uffer|offset"):
+        block.memory(offset, size)
+    block.close()
+
+
+def test_mapping_outlives_the_block_and_goes_with_its_last_view() -> None:
+    with no_descriptor_left():
+        block = Block.create(0, 4096)
+        array = as_bytes(block.memory(0, 4096))
+        block.close()
+        block.close()
+        del block
+        gc.collect()
+        array[:] = 1
+        rest = array[4000:]
+        del array
+        gc.collect()
+        assert rest.sum() == 96
+        del rest
+
+
+# The arena, as a state machine: whatever is held and dropped in whatever order.
+
+LIMIT = 160 * MIB  # two blocks of 64 MiB and one of the rest; untouched pages take no memory
+
+SIZES = st.one_of(
+    st.sampled_from([0, 1, 63, 64, 65, LIMIT // 2, LIMIT - 1, LIMIT, LIMIT + 1]),
+    st.integers(0, 500),
+    st.integers(0, 5 * MIB),
+    st.integers(0, 80 * MIB),
+)
+
+
+@dataclass
+class Held:
+    """A slot that is owned, by what the test holds of it."""
+
+    block: int
+    offset: int
+    size: int
+    stamp: int
+    holders: list[Bytes] = field(default_factory=list)
+
+    @property
+    def space(self) -> int:
+        return max(align(self.size), ALIGNMENT)
+
+
+def marks(size: int) -> "slice[int, int, int]":
+    """Some bytes of every slot: all of a small one, first and last and a few of a large one."""
+    return slice(0, size, max(1, (size - 1) // 3))
+
+
+class ArenaMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropped: list[int] = []
+        self.arena = Arena(LIMIT, dropped=self.dropped.append)
+        self.held: dict[int, Held] = {}
+
+    @property
+    def used(self) -> int:
+        return sum(held.space for held in self.held.values())
+
+    @rule(size=SIZES, stamp=st.integers(0, 255))
+    def allocate(self, size: int, stamp: int) -> None:
+        try:
+            slot = self.arena.allocate(size)
+        except InvalidInputError:
+            assert align(size) > LIMIT
+            return
+        except QueueFullError:
+            assert self.held  # an empty arena takes whatever is within the limit
+            return
+        assert size == slot.size
+        assert slot.generation not in self.held
+        self.keep(slot, stamp)
+
+    @rule(
+        sizes=st.one_of(st.lists(SIZES, max_size=4), st.lists(st.integers(0, 500), max_size=8)),
+        stamp=st.integers(0, 255),
+    )
+    def allocate_together(self, sizes: list[int], stamp: int) -> None:
+        before = self.arena.used
+        try:
+            slots = self.arena.allocate_all(sizes)
+        except InvalidInputError:
+            assert sum(max(align(size), ALIGNMENT) for size in sizes) > LIMIT
+        except QueueFullError:
+            assert self.held
+            assert self.arena.used == before
+        else:
+            assert [slot.size for slot in slots] == sizes
+            for slot in slots:
+                self.keep(slot, stamp)
+
+    def keep(self, slot: Slot, stamp: int) -> None:
+        array = view(slot)
+        array[marks(slot.size)] = stamp
+        held = Held(slot.block, slot.offset, slot.size, stamp, [array])
+        self.held[slot.generation] = held
+        assert slot.offset % ALIGNMENT == 0
+        assert slot.address % ALIGNMENT == 0
+        block = self.arena.block(slot.block)
+        assert block is not None
+        assert slot.address == block.address + slot.offset
+        assert slot.offset + held.space <= block.size
+        assert self.arena.find(slot.address, slot.size) == (slot.block, slot.offset)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def view_a_view(self, data: st.DataObject) -> None:
+        held = self.held[data.draw(st.sampled_from(sorted(self.held)))]
+        # By number: hypothesis keeps what it samples from. And no array in hand while it draws: a draw
+        # that ends the example by an exception keeps this frame until after the teardown.
+        number = data.draw(st.integers(0, len(held.holders) - 1))
+        kind = data.draw(st.sampled_from(["slice", "reverse", "bytes", "another library"]))
+        length = data.draw(st.integers(0, held.size))
+        array = held.holders[number]
+        match kind:
+            case "slice":
+                array = array[:length]
+            case "reverse":
+                array = array[::-1]
+            case "bytes":
+                array = array.view(np.int8).view(np.uint8)
+            case _:
+                array = np.from_dlpack(array).view(np.uint8)
+        held.holders.append(array)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def drop_a_view(self, data: st.DataObject) -> None:
+        generation = data.draw(st.sampled_from(sorted(self.held)))
+        held = self.held[generation]
+        del held.holders[data.draw(st.integers(0, len(held.holders) - 1))]
+        if not held.holders:
+            del self.held[generation]
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def drop_all_views_of_some(self, data: st.DataObject) -> None:
+        for generation in data.draw(st.sets(st.sampled_from(sorted(self.held)))):
+            del self.held[generation]
+
+    @rule()
+    def reclaim(self) -> None:
+        self.arena.reclaim()
+
+    @invariant()
+    def slots_never_overlap(self) -> None:
+        places = sorted((h.block, h.offset, h.offset + h.space) for h in self.held.values())
+        for (block, _, end), (other, start, _) in itertools.pairwise(places):
+            assert block != other or end <= start
+
+    @invariant()
+    def what_was_written_is_still_there(self) -> None:
+        for held in self.held.values():
+            block = self.arena.block(held.block)
+            assert block is not None
+            memory = as_bytes(block.memory(held.offset, held.size))
+            assert (memory[marks(held.size)] == held.stamp).all()
+
+    @invariant()
+    def used_is_what_is_held_and_size_is_within_the_limit(self) -> None:
+        assert self.arena.used == self.used
+        assert self.used <= self.arena.size <= LIMIT
+        assert self.arena.crowded == (self.used > LIMIT // 2)
+
+    @invariant()
+    def dropped_blocks_are_gone_and_nobody_held_them(self) -> None:
+        assert len(set(self.dropped)) == len(self.dropped)
+        assert all(self.arena.block(number) is None for number in self.dropped)
+        assert not {held.block for held in self.held.values()} & set(self.dropped)
+
+    def teardown(self) -> None:
+        for held in self.held.values():
+            held.holders.clear()
+        try:
+            self.all_is_free_again()
+        finally:
+            self.arena.close()
+
+    def all_is_free_again(self) -> None:
+        assert self.arena.used == 0
+        # Each block is one piece again: slots as large as the blocks fit, without a new block.
+        blocks = [self.arena.block(number) for number in range(1000)]
+        sizes = sorted((block.size for block in blocks if block is not None), reverse=True)
+        dropped = len(self.dropped)
+        slots = [self.arena.allocate(size) for size in sizes]
+        assert [slot.offset for slot in slots] == [0] * len(sizes)
+        assert self.arena.used == self.arena.size == sum(sizes)
+        assert len(self.dropped) == dropped
+
+
+def test_arena_keeps_its_promises_whatever_is_held_and_dropped() -> None:
+    with no_descriptor_left():
+        run_state_machine_as_test(
+            ArenaMachine, settings=settings(max_examples=150, stateful_step_count=30, deadline=None)
+        )
+
+
+@given(limit=st.integers(4096, 3 * MIB), data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_a_limit_of_any_size_can_be_used_in_full(limit: int, data: st.DataObject) -> None:
+    arena = Arena(limit)
+    size = data.draw(st.integers(0, limit // ALIGNMENT * ALIGNMENT))
+    slot = arena.allocate(size)
+    assert arena.used == max(align(size), ALIGNMENT)
+    assert arena.size <= limit
+    del slot
+    whole = arena.allocate(limit // ALIGNMENT * ALIGNMENT)
+    assert view(whole).size == whole.size
+    arena.close()
+
+
+# The arena: single promises.
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena(MIB)
+    yield arena
+    arena.close()
+
+
+def test_same_slot_with_its_warm_pages_is_used_again(arena: Arena) -> None:
+    kept = arena.allocate(100)
+    places = set()
+    for _ in range(10):
+        slot = arena.allocate(5000)
+        places.add((slot.block, slot.offset))
+        del slot
+    assert len(places) == 1
+    assert kept.offset == 0
+
+
+def test_neighbours_join_again_in_whatever_order_they_are_dropped(arena: Arena) -> None:
+    for order in itertools.permutations(range(5)):
+        held: list[Slot | None] = [
+            *arena.allocate_all([MIB // 8] * 5),
+            arena.allocate(3 * MIB // 8),
+        ]
+        for index in order:
+            held[index] = None
+            assert arena.used > 0
+        del held
+        assert arena.allocate(MIB).offset == 0
+
+
+def test_slot_of_no_bytes_has_a_place_of_its_own(arena: Arena) -> None:
+    empty, other = arena.allocate(0), arena.allocate(0)
+    assert empty.address != other.address
+    assert arena.used == 2 * ALIGNMENT
+    assert view(empty).size == 0
+
+
+def test_all_slots_together_or_none(arena: Arena) -> None:
+    assert arena.allocate_all([]) == []
+    held = arena.allocate(MIB // 2)
+    with pytest.raises(QueueFullError, match=r"786432 bytes .*Limits.memory_bytes"):
+        arena.allocate_all([MIB // 2, MIB // 4])
+    assert arena.used == MIB // 2
+    del held
+    assert len(arena.allocate_all([MIB // 2, MIB // 4, 0])) == 3
+
+
+def test_more_than_the_limit_is_the_callers_mistake_at_once(arena: Arena) -> None:
+    with pytest.raises(InvalidInputError, match=rf"{MIB + 1} bytes .* {MIB} bytes .*memory_bytes"):
+        arena.allocate(MIB + 1, timeout=PATIENCE)
+    with pytest.raises(InvalidInputError):
+        arena.allocate_all([MIB, 0], timeout=PATIENCE)
+
+
+def test_wholly_free_blocks_make_room_for_a_larger_one() -> None:
+    dropped: list[int] = []
+    arena = Arena(128 * MIB, dropped=dropped.append)
+    slots = arena.allocate_all([60 * MIB]) + arena.allocate_all([60 * MIB])
+    first, second = (slot.block for slot in slots)
+    assert first != second
+    del slots
+    large = arena.allocate(100 * MIB)
+    assert sorted(dropped) == sorted([first, second])
+    assert large.block not in dropped
+    assert arena.block(first) is None
+    assert 100 * MIB <= arena.size <= 128 * MIB
+    arena.close()
+
+
+def test_free_block_is_kept_where_dropping_it_would_not_make_room_enough() -> None:
+    dropped: list[int] = []
+    arena = Arena(128 * MIB, dropped=dropped.append)
+    free, held = arena.allocate(60 * MIB), arena.allocate(60 * MIB)
+    kept = free.block
+    del free
+    with pytest.raises(QueueFullError):
+        arena.allocate(100 * MIB)
+    assert dropped == []
+    assert arena.block(kept) is not None
+    del held
+    arena.close()
+
+
+def test_find_knows_only_memory_that_lies_wholly_in_the_arena(arena: Arena) -> None:
+    slot = arena.allocate(4096)
+    block = arena.block(slot.block)
+    assert block is not None
+    assert arena.find(slot.address + 100, 10) == (slot.block, slot.offset + 100)
+    assert arena.find(block.address, block.size) == (slot.block, 0)
+    assert arena.find(block.address, block.size + 1) is None
+    assert arena.find(block.address - 1, 2) is None
+    assert arena.find(np.zeros(10).ctypes.data, 80) is None
+
+
+def test_slot_held_in_a_cycle_is_free_once_the_cycle_is_collected(arena: Arena) -> None:
+    class Holder:
+        def __init__(self, held: object) -> None:
+            self.held = held
+            self.me = self
+
+    gc.disable()
+    try:
+        Holder(view(arena.allocate(1000)))
+        assert arena.used > 0
+        gc.collect()
+        assert arena.used == 0
+    finally:
+        gc.enable()
+
+
+def test_exception_with_a_traceback_holds_the_slots_of_its_frames(arena: Arena) -> None:
+    def fail() -> None:
+        array = view(arena.allocate(1000))
+        raise ValueError(array.size)
+
+    with pytest.raises(ValueError, match="1000") as caught:
+        fail()
+    assert arena.used > 0
+    del caught
+    gc.collect()
+    assert arena.used == 0
+
+
+def test_views_dropped_by_many_threads_all_come_back() -> None:
+    arena = Arena(64 * MIB)
+    failures: list[str] = []
+
+    def work(seed: int) -> None:
+        generator = random.Random(seed)  # noqa: S311 the same in every run is what is wanted
+        held: list[Bytes] = []
+        for _ in range(300):
+            array = view(arena.allocate(generator.randrange(20_000)))
+            array[:] = seed
+            held.append(array[::2])
+            if len(held) > 10:
+                old = held.pop(generator.randrange(len(held)))
+                if (old != seed).any():
+                    failures.append(f"thread {seed} was written over")
+            if generator.random() < 0.1:
+                # Dropped in another thread.
+                threading.Thread(target=held.clear).start()
+                held = []
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    assert failures == []
+    assert arena.used == 0
+    arena.close()
+
+
+# The arena: waiting.
+
+
+class Waiter:
+    """A thread that waits for a slot, and what came of it."""
+
+    def __init__(self, arena: Arena, size: int, timeout: float = PATIENCE) -> None:
+        self.slot: Slot | None = None
+        self.error: Exception | None = None
+        started = threading.Event()
+
+        def wait() -> None:
+            started.set()
+            try:
+                self.slot = arena.allocate(size, timeout)
+            except Exception as exc:  # any, to be looked at by the test
+                self.error = exc
+
+        self.thread = threading.Thread(target=wait)
+        self.thread.start()
+        started.wait()
+
+    def finish(self) -> None:
+        self.thread.join(PATIENCE / 2)
+        assert not self.thread.is_alive()
+
+
+def test_waiter_is_woken_when_memory_is_released() -> None:
+    woken = threading.Event()
+    arena = Arena(MIB, wake=woken.set)
+
+    def reclaim() -> None:
+        while woken.wait() and not done:
+            woken.clear()
+            rounds.append(None)
+            arena.reclaim()
+
+    done: list[None] = []
+    rounds: list[None] = []
+    reclaimer = threading.Thread(target=reclaim)
+    reclaimer.start()
+    while not rounds:  # once more where the release came before the waiting
+        held = view(arena.allocate(MIB))
+        waiter = Waiter(arena, MIB)
+        del held
+        waiter.finish()
+        assert waiter.slot is not None
+        waiter.slot = None
+    done.append(None)
+    woken.set()
+    reclaimer.join()
+    arena.close()
+
+
+def test_waiter_is_woken_though_another_thread_takes_a_part_of_what_was_released() -> None:
+    woken = threading.Event()
+    arena = Arena(MIB, wake=woken.set)
+    while not woken.is_set():  # until the waiter did wait
+        held = view(arena.allocate(MIB))
+        waiter = Waiter(arena, MIB // 2)
+        del held
+        other = arena.allocate(100)  # finds what was released, before `reclaim` does
+        arena.reclaim()
+        waiter.finish()
+        assert waiter.slot is not None
+        waiter.slot = None
+        del other
+    arena.close()
+
+
+def test_waiting_ends_with_queue_full_when_its_time_is_over(arena: Arena) -> None:
+    held = arena.allocate(MIB)
+    waiter = Waiter(arena, 1, timeout=0.05)
+    waiter.finish()
+    assert isinstance(waiter.error, QueueFullError)
+    del held
+
+
+def test_release_that_nobody_reclaims_is_still_found_when_the_time_is_over(arena: Arena) -> None:
+    held = arena.allocate(MIB)
+    waiter = Waiter(arena, 1, timeout=0.3)
+    del held
+    waiter.finish()
+    assert waiter.slot is not None
+    waiter.slot = None
+
+
+def test_closed_arena_refuses_and_sends_its_waiters_away(arena: Arena) -> None:
+    held = arena.allocate(MIB)
+    waiter = Waiter(arena, 1)
+    arena.close()
+    waiter.finish()
+    assert isinstance(waiter.error, ClosedError)
+    with pytest.raises(ClosedError):
+        arena.allocate(1)
+    assert (arena.size, arena.used) == (0, 0)
+    assert arena.block(held.block) is None
+    arena.close()
+
+
+def test_views_outlive_the_arena() -> None:
+    with no_descriptor_left():
+        arena = Arena(MIB)
+        array = view(arena.allocate(1000))
+        array[:] = 5
+        arena.close()
+        rest = array[900:]
+        del array
+        gc.collect()
+        rest += 1
+        assert rest.sum() == 600
+        del rest
+        assert arena.used == 0
+        arena.reclaim()
+
+
+def test_arena_that_finds_no_memory_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(200 * MIB)
+    held = arena.allocate(60 * MIB)
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "memfd_create", refuse)
+        with pytest.raises(OSError, match="Too many open files"):
+            arena.allocate_all([MIB, 100 * MIB])
+    assert arena.used == held.size
+    assert arena.allocate(100 * MIB).size == 100 * MIB
+    arena.close()
+
+
+# The lifeline.
+
+
+@pytest.fixture
+def lifelines() -> Iterator[tuple[Lifeline, Lifeline]]:
+    """The master's end and the worker's."""
+    with no_descriptor_left():
+        master, theirs = Lifeline.pair()
+        worker = Lifeline.inherited(theirs.detach())
+        yield master, worker
+        master.close()
+        worker.close()
+
+
+@pytest.fixture
+def raw() -> Iterator[tuple[socket.socket, Lifeline]]:
+    """An end that sends whatever the test wants, and the one that is to see through it."""
+    with no_descriptor_left():
+        lifeline, theirs = Lifeline.pair()
+        yield theirs, lifeline
+        theirs.close()
+        lifeline.close()
+
+
+Ends = tuple[Lifeline, Lifeline]
+RawEnds = tuple[socket.socket, Lifeline]
+
+
+@pytest.mark.parametrize("from_master", [True, False])
+def test_block_passes_over_the_lifeline_both_ways(lifelines: Ends, from_master: bool) -> None:
+    sender, receiver = lifelines if from_master else lifelines[::-1]
+    made = Block.create(-7, 5000)
+    as_bytes(made.memory(0, 5000))[:] = 42
+    sender.send_block(made.number, made.size, made.fd)
+    assert is_open(made.fd)  # the sender keeps its own
+    made.close()
+    size, fd = receiver.receive_block(-7)
+    assert not os.get_inheritable(fd)
+    received = Block.attach(-7, size, fd)
+    assert (as_bytes(received.memory(0, 5000)) == 42).all()
+    received.close()
+
+
+def test_blocks_are_received_in_any_order(lifelines: Ends) -> None:
+    master, worker = lifelines
+    for number in range(5):
+        block = Block.create(number, 1000 + number)
+        master.send_block(number, block.size, block.fd)
+        block.close()
+    for number in (3, 0, 4, 1, 2):
+        size, fd = worker.receive_block(number)
+        assert size == os.fstat(fd).st_size == 1000 + number
+        os.close(fd)
+
+
+def test_block_that_was_never_sent_is_a_protocol_error(lifelines: Ends) -> None:
+    master, worker = lifelines
+    with pytest.raises(ProtocolError, match="descriptor of block 1 did not come"):
+        worker.receive_block(1)
+    block = Block.create(2, 64)
+    master.send_block(2, 64, block.fd)
+    with pytest.raises(ProtocolError, match="descriptor of block 1 did not come"):
+        worker.receive_block(1, timeout=0.01)
+    block.close()
+    size, fd = worker.receive_block(2)  # it was kept
+    assert size == 64
+    os.close(fd)
+
+
+def test_receiver_waits_for_a_block_that_is_late(lifelines: Ends) -> None:
+    master, worker = lifelines
+    block = Block.create(1, 64)
+    sender = threading.Timer(0.05, master.send_block, (1, 64, block.fd))
+    sender.start()
+    size, fd = worker.receive_block(1, timeout=PATIENCE)
+    sender.join()
+    assert size == 64
+    os.close(fd)
+    block.close()
+
+
+def test_descriptors_that_nobody_asked_for_go_with_the_lifeline(lifelines: Ends) -> None:
+    master, worker = lifelines
+    block = Block.create(1, 64)
+    for number in range(3):
+        master.send_block(number, 64, block.fd)
+    block.close()
+    _, fd = worker.receive_block(2)
+    os.close(fd)  # the fixture sees whether 0 and 1 are left
+
+
+HEADER = (1).to_bytes(8, "little") + (64).to_bytes(8, "little")
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 4, 5, 100])
+@pytest.mark.parametrize("data", [b"x", HEADER[:-1], HEADER, HEADER + b"x", bytes(1000)])
+def test_what_is_no_block_is_a_protocol_error_and_no_descriptor_stays(
+    raw: RawEnds, data: bytes, count: int
+) -> None:
+    theirs, lifeline = raw
+    fds = [os.memfd_create("test") for _ in range(count)]
+    socket.send_fds(theirs, [data], fds)
+    for fd in fds:
+        os.close(fd)
+    if data == HEADER and count == 1:
+        _, fd = lifeline.receive_block(1)
+        os.close(fd)
+    else:
+        with pytest.raises(ProtocolError, match=r"lifeline: got \d+ bytes and \d descriptors"):
+            lifeline.receive_block(1)
+
+
+def test_block_sent_twice_is_a_protocol_error_and_no_descriptor_stays(raw: RawEnds) -> None:
+    theirs, lifeline = raw
+    fd = os.memfd_create("test")
+    for _ in range(2):
+        socket.send_fds(theirs, [HEADER], [fd])
+    os.close(fd)
+    with pytest.raises(ProtocolError, match="block 1 twice"):
+        lifeline.receive_block(2)
+
+
+def test_sending_to_a_closed_end_is_an_os_error(lifelines: Ends) -> None:
+    master, worker = lifelines
+    block = Block.create(1, 64)
+    worker.close()
+    with pytest.raises(BrokenPipeError):
+        master.send_block(1, 64, block.fd)
+    block.close()
+
+
+def test_end_of_the_other_side_ends_the_waiting_for_a_block(lifelines: Ends) -> None:
+    master, worker = lifelines
+    master.close()
+    with pytest.raises(ProtocolError, match="got 0 bytes and 0 descriptors"):
+        worker.receive_block(1, timeout=PATIENCE)
+
+
+def test_what_was_sent_before_the_end_still_comes(lifelines: Ends) -> None:
+    master, worker = lifelines
+    block = Block.create(1, 64)
+    master.send_block(1, 64, block.fd)
+    block.close()
+    master.close()
+    _, fd = worker.receive_block(1)
+    os.close(fd)
+
+
+def test_full_lifeline_refuses_at_once(lifelines: Ends) -> None:
+    master, _ = lifelines
+    block = Block.create(1, 64)
+    numbers = itertools.count()
+    with pytest.raises(BlockingIOError):  # noqa: PT012 which send is one too many, the system says
+        while True:
+            master.send_block(next(numbers), 64, block.fd)
+    block.close()
+
+
+def test_greeting_comes_whole_and_before_any_block(lifelines: Ends) -> None:
+    master, worker = lifelines
+    text = random.Random(1).randbytes(100_000)  # noqa: S311 more than a long PYTHONPATH
+    block = Block.create(1, 64)
+    master.greet(text)
+    master.send_block(1, 64, block.fd)
+    block.close()
+    assert worker.greeting() == text
+    _, fd = worker.receive_block(1)
+    os.close(fd)
+
+
+def test_greeting_of_a_master_that_is_gone_is_empty(lifelines: Ends) -> None:
+    master, worker = lifelines
+    master.close()
+    assert worker.greeting() == b""
+
+
+def test_inherited_end_is_not_passed_on_to_further_processes() -> None:
+    lifeline, theirs = Lifeline.pair()
+    theirs.set_inheritable(True)
+    worker = Lifeline.inherited(theirs.detach())
+    assert not os.get_inheritable(worker.fd)
+    assert not os.get_inheritable(lifeline.fd)
+    worker.close()
+    lifeline.close()
+
+
+def test_memory_of_a_slot_is_what_workers_see_at_its_offset(arena: Arena) -> None:
+    slot = arena.allocate(1000)
+    view(slot)[:] = np.arange(1000) % 251
+    block = arena.block(slot.block)
+    assert block is not None
+    attached = Block.attach(slot.block, block.size, os.dup(block.fd))
+    seen: Any = ctypes.string_at(attached.address + slot.offset, 1000)
+    assert seen == bytes(view(slot))
+    attached.close()
