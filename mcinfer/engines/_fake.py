@@ -1,0 +1,184 @@
+"""A real engine without a runtime: arithmetic that can be told to be slow, to fail and to crash.
+
+It lets everything but the adapters be tested with real processes and no model. Its model is a JSON file::
+
+    {"inputs": [["x", "float32", ["batch", 4]]],
+     "outputs": [["y", "float32", ["batch", 4], {"from": "x", "scale": 2, "add": 1}]],
+     "build": "sleep:0.1",
+     "run": "sleep:0.01",
+     "when": {"-1": "fail", "-2": "segfault"}}
+
+An output is its input times `scale` plus `add`, in its own type. `build` and `run` are acts of each
+build and run; `when` adds acts for runs whose first input begins with that number (see `_act`).
+"""
+
+import ctypes
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcinfer.engines.base import (
+    Buffer,
+    Engine,
+    EngineRequest,
+    Produced,
+    Run,
+    RunCancelledError,
+    Strings,
+)
+from mcinfer.errors import BuildError, EngineError, InvalidInputError, PredictError
+from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
+
+_MOST_SECONDS = 3600.0
+
+
+def load(request: EngineRequest) -> "FakeEngine":
+    """Read the model.
+
+    Raises:
+        BuildError: It is not a model of this engine, or says that the build fails.
+    """
+    try:
+        content = json.loads(Path(request.model).read_text(encoding="utf-8"))
+        return FakeEngine(content, request)
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise BuildError(f"fake: {request.model}: {type(exc).__name__}: {exc}") from exc
+
+
+class FakeEngine(Engine):
+    """See the module's text."""
+
+    def __init__(self, content: dict[str, Any], request: EngineRequest) -> None:
+        if request.device.kind != "cpu" and not request.allow_fallback:
+            raise BuildError(f"engine fake has no device {request.device}, expected cpu:0")
+        self._stop = threading.Event()
+        self.spec = ModelSpec(
+            inputs=tuple(_spec(item) for item in content["inputs"]),
+            outputs=tuple(_spec(item[:3]) for item in content["outputs"]),
+        )
+        self.rules = {item[0]: item[3] for item in content["outputs"]}
+        self.providers = ("fake",)
+        self._run_act = content.get("run", "")
+        self._when = content.get("when", {})
+        self._act(content.get("build", ""), BuildError)
+
+    def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
+        """See `Engine.bind`."""
+        return _FakeRun(self, inputs, outputs)
+
+    def arm(self) -> None:
+        """See `Engine.arm`."""
+        self._stop.clear()
+
+    def cancel(self) -> None:
+        """See `Engine.cancel`."""
+        self._stop.set()
+
+    def act(self, first: NDArray[Any]) -> None:
+        """Do what the model says of every run, and of one that begins with this input."""
+        self._act(self._run_act, PredictError)
+        if first.size and first.dtype != object:
+            self._act(self._when.get(f"{float(first.flat[0]):g}", ""), PredictError)
+
+    def _act(self, act: str, error: type[EngineError]) -> None:
+        """Do one act.
+
+        ``fail``, ``invalid``: raise. ``exit``, ``abort``, ``segfault``, ``kill``, ``stop``: what the
+        process does. ``sleep:SECONDS`` can be cancelled, ``hang:SECONDS`` cannot. ``print:TEXT`` writes
+        a line. ``once:PATH:ACT``: the act, if there is no such file yet; it is made.
+        """
+        name, _, rest = act.partition(":")
+        match name:
+            case "fail":
+                raise error("fake: told to fail")
+            case "invalid":
+                raise InvalidInputError("fake: told that the input is invalid")
+            case "exit":
+                os._exit(3)
+            case "abort":
+                os.abort()
+            case "segfault":
+                ctypes.string_at(0)
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "sleep":
+                if self._stop.wait(min(float(rest), _MOST_SECONDS)):
+                    raise RunCancelledError("fake: the run was cancelled")
+            case "hang":
+                # As a native call that hears nothing: not the event that `cancel` sets.
+                time.sleep(min(float(rest), _MOST_SECONDS))
+            case "print":
+                print(rest, flush=True)
+            case "once":
+                path, _, inner = rest.partition(":")
+                # Workers come here at the same time: one of them makes the file.
+                try:
+                    Path(path).touch(exist_ok=False)
+                except FileExistsError:
+                    return
+                self._act(inner, error)
+
+
+class _FakeRun(Run):
+    def __init__(
+        self, engine: FakeEngine, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]
+    ) -> None:
+        self._engine = engine
+        self._inputs = {item.name: _view(item) for item in inputs}
+        self._outputs = {item.name: _view(item) for item in outputs}
+
+    def execute(self) -> Sequence[Produced | Strings]:
+        """See `Run.execute`."""
+        self._engine.act(next(iter(self._inputs.values())))
+        produced: list[Produced | Strings] = []
+        for spec in self._engine.spec.outputs:
+            rule = self._engine.rules[spec.name]
+            value = self._inputs[rule["from"]]
+            if value.dtype != object:
+                scale, add = rule.get("scale", 1), rule.get("add", 0)
+                value = (value * scale + add).astype(spec.dtype)
+            if spec.name in self._outputs:
+                place = self._outputs[spec.name]
+                if place.shape != value.shape:
+                    raise PredictError(
+                        f"fake: output {spec.name!r} is of shape {value.shape}, bound as {place.shape}"
+                    )
+                place[...] = value
+            elif value.dtype == object:
+                produced.append(
+                    Strings(name=spec.name, shape=value.shape, values=tuple(value.ravel().tolist()))
+                )
+            else:
+                produced.append(
+                    Produced(
+                        name=spec.name,
+                        element_type=spec.element_type,
+                        shape=value.shape,
+                        address=value.ctypes.data,
+                        size=value.nbytes,
+                        owner=value,
+                    )
+                )
+        return produced
+
+
+def _view(item: Buffer | Strings) -> NDArray[Any]:
+    if isinstance(item, Strings):
+        return np.array(item.values, dtype=object).reshape(item.shape)
+    memory = memoryview((ctypes.c_char * item.size).from_address(item.address)).cast("B")
+    return np.ndarray(item.shape, numpy_dtype(item.element_type), memory)
+
+
+def _spec(item: Sequence[Any]) -> TensorSpec:
+    name, element_type, shape = item
+    return TensorSpec(name=name, dtype=numpy_dtype(element_type), shape=tuple(shape))

@@ -1,0 +1,352 @@
+"""ONNX Runtime (https://onnxruntime.ai/docs/api/python/): one session, bound onto shared memory.
+
+Tensors are bound by address and ONNX element type, which carries types that ``session.run`` refuses
+(bfloat16, float8, int4). Strings cannot be bound: a model that takes some is run by value instead.
+"""
+
+import ctypes
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcinfer.engines.base import (
+    Buffer,
+    Engine,
+    EngineRequest,
+    Produced,
+    Run,
+    RunCancelledError,
+    Strings,
+)
+from mcinfer.errors import (
+    BuildError,
+    EngineError,
+    InvalidInputError,
+    McinferError,
+    MissingDependencyError,
+    PredictError,
+)
+from mcinfer.specs import (
+    ELEMENT_TYPES,
+    STRING,
+    ModelSpec,
+    TensorSpec,
+    numpy_dtype,
+    tensor_bytes,
+)
+
+try:
+    import onnxruntime as ort
+    from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
+except ImportError as exc:
+    raise MissingDependencyError(
+        "engine onnxruntime needs the package onnxruntime (or onnxruntime-gpu): "
+        "pip install onnxruntime"
+    ) from exc
+
+_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+"""By kind of device."""
+
+_TYPES = {
+    "float": "float32",
+    "double": "float64",
+    "float8e4m3fn": "float8_e4m3fn",
+    "float8e4m3fnuz": "float8_e4m3fnuz",
+    "float8e5m2": "float8_e5m2",
+    "float8e5m2fnuz": "float8_e5m2fnuz",
+}
+"""ONNX Runtime's names of element types, where they are not our own."""
+
+_INVALID = (ort_state.InvalidArgument,)
+"""The runtime's exceptions that put the blame on the inputs of a run."""
+
+_BLAMES_INPUTS = re.compile(
+    r"(Invalid rank|[Ii]nvalid dimensions) for input|Unexpected input data type|"
+    r"Failed to find input name|Missing Input|missing from input feed"
+)
+"""Bound runs raise RuntimeError whatever is wrong (1.31): only its text tells whose fault it is."""
+
+_FAILED = (
+    ort_state.EPFail,
+    ort_state.EngineError,
+    ort_state.Fail,
+    ort_state.InvalidGraph,
+    ort_state.InvalidProtobuf,
+    ort_state.ModelLoaded,
+    ort_state.NoModel,
+    ort_state.NoSuchFile,
+    ort_state.NotImplemented,
+    ort_state.RuntimeException,
+    RuntimeError,
+    ValueError,
+    # Not in every version.
+    *(
+        getattr(ort_state, name)
+        for name in ("DeviceReset", "ModelLoadCanceled", "ModelRequiresCompilation", "NotFound")
+        if hasattr(ort_state, name)
+    ),
+)
+"""All others that it raises: its own, and the plain ones of its Python layer."""
+
+_SILENT = 4
+"""Severity of what the runtime prints: only what is fatal. Its errors reach the caller as exceptions."""
+
+
+def _map_error(exc: Exception, base: type[EngineError]) -> McinferError:
+    """Ours for one of the runtime's."""
+    if base is PredictError and (isinstance(exc, _INVALID) or _BLAMES_INPUTS.search(str(exc))):
+        return InvalidInputError(f"onnxruntime: {exc}")
+    return base(f"onnxruntime: {exc}")
+
+
+def load(request: EngineRequest) -> "OnnxRuntimeEngine":
+    """Load a model into a session.
+
+    Raises:
+        BuildError: The model or the device does not do; the runtime's own words.
+    """
+    try:
+        return OnnxRuntimeEngine(request)
+    except McinferError:
+        raise
+    except (*_INVALID, *_FAILED) as exc:
+        raise _map_error(exc, BuildError) from exc
+
+
+class OnnxRuntimeEngine(Engine):
+    """One session on one device."""
+
+    def __init__(self, request: EngineRequest) -> None:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = request.threads
+        options.inter_op_num_threads = 1
+        # Idle threads spin by default and take cores from others; ours stop when a run ends,
+        # and do not spin at all where cores are shared.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        if request.shared_cores:
+            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        for key, value in request.session_config.items():
+            options.add_session_config_entry(key, value)
+        wanted = _PROVIDERS.get(request.device.kind)
+        if wanted is None:
+            raise BuildError(
+                f"engine onnxruntime has no device {request.device}, expected one of "
+                f"{[f'{kind}:0' for kind in _PROVIDERS]}"
+            )
+        if wanted not in ort.get_available_providers() and not request.allow_fallback:
+            raise BuildError(
+                f"device {request.device} needs the {wanted}, which this onnxruntime "
+                f"{ort.__version__} does not have; it has {ort.get_available_providers()}"
+            )
+        settings = dict(request.provider_options)
+        if request.device.kind != "cpu":
+            settings["device_id"] = str(request.device.index)
+        providers: list[Any] = [(wanted, settings)]
+        if wanted != _PROVIDERS["cpu"]:
+            providers.append(_PROVIDERS["cpu"])
+        if request.allow_fallback:
+            available = ort.get_available_providers()
+            providers = [p for p in providers if (p if isinstance(p, str) else p[0]) in available]
+        self._session = ort.InferenceSession(request.model, options, providers=providers)
+        self._session.disable_fallback()
+        self.providers = tuple(self._session.get_providers())
+        if self.providers[0] != wanted and not request.allow_fallback:
+            raise BuildError(
+                f"device {request.device} needs the {wanted}, but the runtime fell back to "
+                f"{self.providers[0]}; EngineOptions(allow_fallback=True) would accept that"
+            )
+        self.spec = ModelSpec(
+            inputs=tuple(_spec(arg, "input") for arg in self._session.get_inputs()),
+            outputs=tuple(_spec(arg, "output") for arg in self._session.get_outputs()),
+        )
+        self._run_options = ort.RunOptions()
+        self._run_options.log_severity_level = _SILENT
+        # Its default. Where it is not set, each bound run looks it up, and throws and catches a C++
+        # exception to find that out (seen in 1.31), which costs more than a small run.
+        self._run_options.add_run_config_entry("gpu_graph_id", "0")
+        self._cancelled = False
+
+    def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
+        """See `Engine.bind`."""
+        by_value = any(isinstance(item, Strings) for item in inputs)
+        try:
+            return (_ValueRun if by_value else _BoundRun)(self, inputs, outputs)
+        except McinferError:
+            raise
+        except (*_INVALID, *_FAILED) as exc:
+            raise _map_error(exc, PredictError) from exc
+
+    def arm(self) -> None:
+        """See `Engine.arm`."""
+        if self._cancelled:
+            self._cancelled = False
+            self._run_options.terminate = False
+
+    def cancel(self) -> None:
+        """See `Engine.cancel`: the session stops at its next operator and lives on."""
+        self._cancelled = True
+        self._run_options.terminate = True
+
+    def run_bound(self, binding: Any) -> None:
+        """Run the session on a binding; see `Run.execute` for what it raises."""
+        self._run(self._session.run_with_iobinding, binding)
+
+    def run_values(self, feeds: dict[str, Any]) -> list[NDArray[Any]]:
+        """Run the session on values by name; likewise."""
+        arrays: list[NDArray[Any]] = self._run(self._session.run, None, feeds)
+        return arrays
+
+    def _run(self, run: Callable[..., Any], *arguments: object) -> Any:
+        try:
+            return run(*arguments, self._run_options)
+        except (*_INVALID, *_FAILED) as exc:
+            if self._cancelled:
+                raise RunCancelledError("the run was cancelled") from exc
+            raise _map_error(exc, PredictError) from exc
+
+    def new_binding(self) -> Any:
+        """An empty binding of the session."""
+        return self._session.io_binding()
+
+
+class _BoundRun(Run):
+    """A binding: inputs and known outputs by address, the others left to the runtime."""
+
+    def __init__(
+        self,
+        engine: OnnxRuntimeEngine,
+        inputs: Sequence[Buffer | Strings],
+        outputs: Sequence[Buffer],
+    ) -> None:
+        self._engine = engine
+        bound = {buffer.name: buffer for buffer in outputs}
+        self._names = [spec.name for spec in engine.spec.outputs]
+        self._free = [name for name in self._names if name not in bound]
+        self._binding = engine.new_binding()
+        for item in inputs:
+            if isinstance(item, Buffer):
+                self._binding.bind_input(item.name, "cpu", 0, *_place(item))
+        for name in self._names:  # all of them here: their order is that of `get_outputs`
+            if name in bound:
+                self._binding.bind_output(name, "cpu", 0, *_place(bound[name]))
+            else:
+                self._binding.bind_output(name, "cpu")
+
+    def execute(self) -> Sequence[Produced | Strings]:
+        """See `Run.execute`."""
+        # A binding keeps what the last run made, and this one would have to fit in there.
+        for name in self._free:
+            self._binding.bind_output(name, "cpu")
+        self._engine.run_bound(self._binding)
+        if not self._free:
+            return ()
+        values = dict(zip(self._names, self._binding.get_outputs(), strict=True))
+        return [_produced(name, values[name]) for name in self._free]
+
+
+class _ValueRun(Run):
+    """A run that takes strings: the runtime binds none, so its results are copied to their places.
+
+    An output of a type that NumPy lacks fails here, in the runtime's words.
+    """
+
+    def __init__(
+        self,
+        engine: OnnxRuntimeEngine,
+        inputs: Sequence[Buffer | Strings],
+        outputs: Sequence[Buffer],
+    ) -> None:
+        self._engine = engine
+        self._bound = {buffer.name: buffer for buffer in outputs}
+        self._feeds = {
+            item.name: _text_array(item) if isinstance(item, Strings) else _value(item)
+            for item in inputs
+        }
+
+    def execute(self) -> Sequence[Produced | Strings]:
+        """See `Run.execute`."""
+        produced: list[Produced | Strings] = []
+        arrays = self._engine.run_values(self._feeds)
+        for spec, array in zip(self._engine.spec.outputs, arrays, strict=True):
+            place = self._bound.get(spec.name)
+            if spec.element_type == STRING:
+                values = tuple(array.ravel().tolist())
+                produced.append(Strings(name=spec.name, shape=array.shape, values=values))
+            elif place is None:
+                produced.append(
+                    Produced(
+                        name=spec.name,
+                        element_type=spec.element_type,
+                        shape=array.shape,
+                        address=array.ctypes.data,
+                        size=array.nbytes,
+                        owner=array,
+                    )
+                )
+            elif place.shape != array.shape:
+                raise PredictError(
+                    f"onnxruntime: got {[*array.shape]} for output {spec}, expected {[*place.shape]}"
+                )
+            else:
+                ctypes.memmove(place.address, array.ctypes.data, place.size)
+        return produced
+
+
+def _text_array(item: Strings) -> NDArray[Any]:
+    """An array of text: of bytes the runtime would take the ``repr``."""
+    try:
+        texts = [v.decode() if isinstance(v, bytes) else v for v in item.values]
+    except UnicodeDecodeError as exc:
+        raise InvalidInputError(f"input {item.name!r} is not UTF-8: {exc}") from exc
+    return np.array(texts, dtype=object).reshape(item.shape)
+
+
+def _value(item: Buffer) -> Any:
+    """The runtime's value over memory; NumPy's part in it is only the width of an element."""
+    element_type = ELEMENT_TYPES[item.element_type]
+    memory = memoryview((ctypes.c_char * item.size).from_address(item.address)).cast("B")
+    array = np.ndarray(item.shape, f"u{element_type.bits // 8}", memory)
+    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, element_type.onnx)
+
+
+def _place(buffer: Buffer) -> tuple[int, tuple[int, ...], int]:
+    return ELEMENT_TYPES[buffer.element_type].onnx, buffer.shape, buffer.address
+
+
+def _produced(name: str, value: Any) -> Produced | Strings:
+    element_type = _element_type(value.data_type())
+    shape = tuple(value.shape())
+    if element_type == STRING:
+        return Strings(name=name, shape=shape, values=tuple(value.numpy().ravel().tolist()))
+    elements = int(np.prod(shape, dtype=np.int64))
+    return Produced(
+        name=name,
+        element_type=element_type,
+        shape=shape,
+        address=value.data_ptr(),
+        size=tensor_bytes(element_type, elements),
+        owner=value,
+    )
+
+
+def _element_type(text: str) -> str:
+    """Our name of an element type that the runtime writes ``tensor(float)``."""
+    inner = text.removeprefix("tensor(").removesuffix(")")
+    return _TYPES.get(inner, inner)
+
+
+def _spec(arg: Any, role: str) -> TensorSpec:
+    element_type = _element_type(arg.type)
+    if not arg.type.startswith("tensor(") or element_type not in ELEMENT_TYPES:
+        raise BuildError(
+            f"{role} {arg.name!r} is of type {arg.type}, expected a tensor of one of "
+            f"{[*ELEMENT_TYPES]}"
+        )
+    # A dimension without a name comes as None, in some versions as an empty text.
+    shape = tuple(
+        size if isinstance(size, int) and size >= 0 else size or None for size in arg.shape
+    )
+    return TensorSpec(name=arg.name, dtype=numpy_dtype(element_type), shape=shape)

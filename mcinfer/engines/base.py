@@ -1,0 +1,124 @@
+"""What an engine is: a model loaded in this process, run on memory that others own.
+
+Ownership: an engine never owns the tensors that it is bound to. A `Run` is bound to addresses; whoever made
+it drops it before the memory goes. What a run produced by itself (`Produced`) lives until the
+next run of the same `Run`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mcinfer.config import Device
+from mcinfer.errors import McinferError
+from mcinfer.specs import ModelSpec
+
+
+class RunCancelledError(McinferError):
+    """`Engine.cancel` ended the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """What is to be loaded, and how.
+
+    Attributes:
+        model: Path of the model.
+        device: Where it is to run.
+        threads: Threads of one run.
+        shared_cores: Whether others run on the same cores: then idle threads must not spin.
+        allow_fallback: Whether another device's provider may serve.
+        session_config: Configuration entries for the runtime, as they are.
+        provider_options: Options for the device's provider, as they are.
+    """
+
+    model: str
+    device: Device
+    threads: int
+    shared_cores: bool = False
+    allow_fallback: bool = False
+    session_config: Mapping[str, str] = field(default_factory=dict)
+    provider_options: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """A tensor in memory that somebody else owns: C-contiguous, the machine's byte order.
+
+    Attributes:
+        element_type: A key of `mcinfer.specs.ELEMENT_TYPES`, not strings.
+        address: Of its first byte; four-bit elements lie two to a byte.
+        size: Bytes.
+    """
+
+    name: str
+    element_type: str
+    shape: tuple[int, ...]
+    address: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strings:
+    """A tensor of strings, by value, in C order."""
+
+    name: str
+    shape: tuple[int, ...]
+    values: tuple[str | bytes, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Produced(Buffer):
+    """An output whose place was not given: it lies in the engine's memory.
+
+    Attributes:
+        owner: Keeps that memory alive.
+    """
+
+    owner: object
+
+
+class Run(ABC):
+    """One layout of inputs and outputs, bound once and executed many times."""
+
+    @abstractmethod
+    def execute(self) -> Sequence[Produced | Strings]:
+        """Run the model: read the bound inputs, write the bound outputs.
+
+        Returns:
+            The outputs that were not bound, in the model's order.
+
+        Raises:
+            RunCancelledError: `Engine.cancel` was called.
+            InvalidInputError: The runtime refuses these inputs.
+            PredictError: The run failed, with the runtime's own words.
+        """
+
+
+class Engine(ABC):
+    """A loaded model. One thread runs it; `cancel` alone may be called from another one.
+
+    Attributes:
+        spec: What it takes and gives.
+        providers: What really runs it, first choice first.
+    """
+
+    spec: ModelSpec
+    providers: tuple[str, ...]
+
+    @abstractmethod
+    def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
+        """Bind a layout: all inputs in the model's order, and the outputs whose shape is known.
+
+        Raises:
+            InvalidInputError: The runtime refuses such inputs.
+            PredictError: It cannot bind them.
+        """
+
+    @abstractmethod
+    def arm(self) -> None:
+        """Forget earlier calls of `cancel`; called before each run."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Ask the run that is going on to stop; it may take until its next operator."""

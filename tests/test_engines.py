@@ -1,0 +1,874 @@
+"""Tests of mcinfer/engines: what every engine promises, and the adapter to ONNX Runtime."""
+
+import ctypes
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
+
+from mcinfer.config import Device
+from mcinfer.engines import _onnxruntime, open_engine
+from mcinfer.engines.base import (
+    Buffer,
+    Engine,
+    EngineRequest,
+    Produced,
+    RunCancelledError,
+    Strings,
+)
+from mcinfer.errors import BuildError, InvalidInputError, MissingDependencyError, PredictError
+from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension, TensorSpec, numpy_dtype, tensor_bytes
+
+ROOT = Path(__file__).parents[1]
+FLOAT = TensorProto.FLOAT
+INT64 = TensorProto.INT64
+HAS_CUDA = "CUDAExecutionProvider" in ort.get_available_providers()
+PATIENCE = 20.0
+
+NOT_IN_ONNXRUNTIME = ("complex64", "complex128")
+FOUR_BITS = ("int4", "uint4")
+BINDABLE = [n for n in ELEMENT_TYPES if n not in (*NOT_IN_ONNXRUNTIME, *FOUR_BITS, STRING)]
+
+Array = NDArray[Any]
+Value = tuple[str, int, Sequence[Dimension]]
+
+
+def save(
+    path: Path,
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Sequence[Value | onnx.ValueInfoProto],
+    outputs: Sequence[Value | onnx.ValueInfoProto],
+    constants: Mapping[str, Array] | None = None,
+) -> str:
+    """Write a model of these nodes, and give its path."""
+    infos = [
+        [v if isinstance(v, onnx.ValueInfoProto) else helper.make_tensor_value_info(*v) for v in vs]
+        for vs in (inputs, outputs)
+    ]
+    weights = [onnx.numpy_helper.from_array(a, name) for name, a in (constants or {}).items()]
+    graph = helper.make_graph(nodes, "graph", infos[0], infos[1], weights)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("ai.onnx.ml", 3)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
+    return str(path)
+
+
+def request(model: str, device: str = "cpu:0", **options: Any) -> EngineRequest:
+    return EngineRequest(
+        **{"model": model, "device": Device.parse(device), "threads": 1, **options}
+    )
+
+
+def open_ort(model: str, device: str = "cpu:0", **options: Any) -> Engine:
+    return open_engine("onnxruntime", request(model, device, **options))
+
+
+def buffer(name: str, array: Array) -> Buffer:
+    """An array's own memory, as an engine is given it."""
+    assert array.flags.c_contiguous
+    return Buffer(
+        name=name,
+        element_type=array.dtype.name,
+        shape=array.shape,
+        address=array.ctypes.data,
+        size=array.nbytes,
+    )
+
+
+def packed(name: str, element_type: str, raw: NDArray[np.uint8], shape: tuple[int, ...]) -> Buffer:
+    """Bytes, as a tensor of any type."""
+    return Buffer(
+        name=name, element_type=element_type, shape=shape, address=raw.ctypes.data, size=raw.nbytes
+    )
+
+
+def content(item: Produced | Strings) -> Array:
+    """A copy of what an engine produced by itself."""
+    if isinstance(item, Strings):
+        return np.array(item.values, dtype=object).reshape(item.shape)
+    elements = int(np.prod(item.shape, dtype=np.int64))
+    assert item.size == tensor_bytes(item.element_type, elements)
+    raw = ctypes.string_at(item.address, item.size)
+    return np.frombuffer(raw, numpy_dtype(item.element_type)).reshape(item.shape)
+
+
+# What every engine promises: a model of y = 2 x + 1 and n, whose shape is known only to the engine.
+
+
+def affine_ort(folder: Path) -> str:
+    return save(
+        folder / "affine.onnx",
+        [
+            helper.make_node("Mul", ["x", "two"], ["twice"]),
+            helper.make_node("Add", ["twice", "one"], ["y"]),
+            helper.make_node("Identity", ["y"], ["n"]),
+        ],
+        [("x", FLOAT, ["batch", 3])],
+        [("y", FLOAT, ["batch", 3]), ("n", FLOAT, ["rows", 3])],
+        {"two": np.array(2, np.float32), "one": np.array(1, np.float32)},
+    )
+
+
+def affine_fake(folder: Path) -> str:
+    rule = {"from": "x", "scale": 2, "add": 1}
+    model = {
+        "inputs": [["x", "float32", ["batch", 3]]],
+        "outputs": [
+            ["y", "float32", ["batch", 3], rule],
+            ["n", "float32", ["rows", 3], rule],
+        ],
+    }
+    path = folder / "affine.json"
+    path.write_text(json.dumps(model))
+    return str(path)
+
+
+@pytest.fixture(params=["onnxruntime", "fake"])
+def affine(request: pytest.FixtureRequest, tmp_path: Path) -> Engine:
+    make = {"onnxruntime": affine_ort, "fake": affine_fake}[request.param]
+    model = make(tmp_path)
+    return open_engine(
+        request.param, EngineRequest(model=model, device=Device("cpu", 0), threads=1)
+    )
+
+
+def rows(count: int, start: int = 0) -> NDArray[np.float32]:
+    return np.arange(start, start + 3 * count, dtype=np.float32).reshape(count, 3)
+
+
+def test_engine_says_what_the_model_takes_and_gives(affine: Engine) -> None:
+    float32 = np.dtype(np.float32)
+    assert affine.spec.inputs == (TensorSpec(name="x", dtype=float32, shape=("batch", 3)),)
+    assert affine.spec.outputs == (
+        TensorSpec(name="y", dtype=float32, shape=("batch", 3)),
+        TensorSpec(name="n", dtype=float32, shape=("rows", 3)),
+    )
+    assert affine.providers
+
+
+def test_bound_output_is_written_in_place_and_the_other_is_produced(affine: Engine) -> None:
+    x, y = rows(4), np.full((4, 3), np.nan, np.float32)
+    produced = affine.bind([buffer("x", x)], [buffer("y", y)]).execute()
+    assert np.array_equal(x, rows(4))
+    assert np.array_equal(y, 2 * x + 1)
+    assert [item.name for item in produced] == ["n"]
+    assert np.array_equal(content(produced[0]), 2 * x + 1)
+
+
+def test_outputs_that_are_not_bound_come_in_the_models_order(affine: Engine) -> None:
+    x = rows(2)
+    produced = affine.bind([buffer("x", x)], []).execute()
+    assert [item.name for item in produced] == ["y", "n"]
+    for item in produced:
+        assert np.array_equal(content(item), 2 * x + 1)
+
+
+def test_nothing_is_produced_where_all_is_bound(affine: Engine) -> None:
+    x, y, n = rows(2), np.empty((2, 3), np.float32), np.empty((2, 3), np.float32)
+    assert [*affine.bind([buffer("x", x)], [buffer("y", y), buffer("n", n)]).execute()] == []
+    assert np.array_equal(y, n)
+
+
+def test_run_reads_its_inputs_anew_each_time(affine: Engine) -> None:
+    x, y = rows(2), np.empty((2, 3), np.float32)
+    run = affine.bind([buffer("x", x)], [buffer("y", y)])
+    for start in range(5):
+        x[:] = rows(2, start)
+        assert np.array_equal(content(run.execute()[0]), 2 * x + 1)
+        assert np.array_equal(y, 2 * x + 1)
+
+
+def test_runs_of_several_layouts_live_side_by_side(affine: Engine) -> None:
+    arrays = [rows(count) for count in (1, 5, 2, 0)]
+    runs = [affine.bind([buffer("x", x)], []) for x in arrays]
+    for _ in range(2):
+        for x, run in zip(arrays, runs, strict=True):
+            assert np.array_equal(content(run.execute()[0]), 2 * x + 1)
+
+
+def test_what_was_produced_lives_until_the_next_run_of_the_same_layout(affine: Engine) -> None:
+    arrays = [rows(1000, start) for start in range(5)]
+    runs = [affine.bind([buffer("x", x)], []) for x in arrays]
+    for _ in range(2):
+        produced = [run.execute()[0] for run in runs]
+        for x, item in zip(arrays, produced, strict=True):
+            assert np.array_equal(content(item), 2 * x + 1)
+            x += 1
+
+
+def test_output_bound_with_another_shape_than_it_has_is_a_predict_error(affine: Engine) -> None:
+    x = rows(2)
+    wrong = np.full((3, 3), 7, np.float32)
+    run = affine.bind([buffer("x", x)], [buffer("y", wrong)])
+    with pytest.raises(PredictError, match=r"\{3,3\}|\(3, 3\)"):
+        run.execute()
+    right = np.empty((2, 3), np.float32)
+    affine.bind([buffer("x", x)], [buffer("y", right)]).execute()
+    assert np.array_equal(right, 2 * x + 1)
+
+
+def test_device_that_an_engine_does_not_have_is_a_build_error_that_names_it(
+    tmp_path: Path,
+) -> None:
+    for name, model in (("onnxruntime", affine_ort(tmp_path)), ("fake", affine_fake(tmp_path))):
+        with pytest.raises(BuildError, match=f"^engine {name} has no device npu:3, expected .*cpu"):
+            open_engine(name, request(model, "npu:3"))
+
+
+def test_unknown_engine_is_a_build_error_that_names_those_there_are() -> None:
+    with pytest.raises(BuildError, match=r"got 'tensorrt', expected one of \['onnxruntime'"):
+        open_engine("tensorrt", request("model"))
+
+
+# The fake engine: what it is told to do.
+
+
+def fake(path: Path, **acts: Any) -> Engine:
+    model = {
+        "inputs": [["x", "float32", ["batch"]]],
+        "outputs": [["y", "float32", ["batch"], {"from": "x"}]],
+        **acts,
+    }
+    path.write_text(json.dumps(model))
+    return open_engine("fake", request(str(path)))
+
+
+def test_fake_fails_as_it_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    with pytest.raises(BuildError, match="told to fail"):
+        fake(path, build="fail")
+    engine = fake(path, when={"-1": "fail", "-2": "invalid"})
+    x = np.array([3], np.float32)
+    run = engine.bind([buffer("x", x)], [])
+    assert content(run.execute()[0]) == 3
+    x[:] = -1
+    with pytest.raises(PredictError, match="told to fail"):
+        run.execute()
+    x[:] = -2
+    with pytest.raises(InvalidInputError, match="invalid"):
+        run.execute()
+    x[:] = 4
+    assert content(run.execute()[0]) == 4
+
+
+def test_fake_act_that_is_told_once_is_done_once(tmp_path: Path) -> None:
+    engine = fake(tmp_path / "model.json", run=f"once:{tmp_path / 'mark'}:fail")
+    x = np.array([3], np.float32)
+    run = engine.bind([buffer("x", x)], [])
+    with pytest.raises(PredictError):
+        run.execute()
+    assert content(run.execute()[0]) == 3
+
+
+def test_fake_sleep_ends_when_it_is_cancelled(tmp_path: Path) -> None:
+    engine = fake(tmp_path / "model.json", when={"1": "sleep:60"})
+    x = np.array([1], np.float32)
+    cancelled_run_is_followed_by_a_right_one(engine, x, engine.bind([buffer("x", x)], []).execute)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"inputs": [["x"]], "outputs": []}'], ids=repr
+)
+def test_fake_model_that_is_none_is_a_build_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.json").write_text(text)
+    with pytest.raises(BuildError, match=r"fake: .*model\.json"):
+        open_engine("fake", request(str(tmp_path / "model.json")))
+
+
+# Cancelling.
+
+
+def cancelled_run_is_followed_by_a_right_one(
+    engine: Engine, x: Array, execute: Callable[[], Sequence[Produced | Strings]]
+) -> None:
+    """`x` makes the run long; a zero in its place makes it short."""
+    engine.arm()
+    canceller = threading.Timer(0.1, engine.cancel)
+    canceller.start()
+    start = time.monotonic()
+    with pytest.raises(RunCancelledError):
+        execute()
+    assert 0.05 < time.monotonic() - start < PATIENCE
+    canceller.join()
+    with pytest.raises(RunCancelledError):
+        execute()  # still cancelled
+    engine.arm()
+    x[...] = 0
+    assert (content(execute()[0]) == 0).all()
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> Engine:
+    """A model that adds 1 to zeros so many times, and gives how many of them it made."""
+    body = helper.make_graph(
+        [
+            helper.make_node("Identity", ["go"], ["go_on"]),
+            helper.make_node("Add", ["v", "one"], ["v_next"]),
+        ],
+        "body",
+        [
+            helper.make_tensor_value_info("i", INT64, []),
+            helper.make_tensor_value_info("go", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("v", INT64, []),
+        ],
+        [
+            helper.make_tensor_value_info("go_on", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("v_next", INT64, []),
+        ],
+    )
+    model = save(
+        tmp_path / "loop.onnx",
+        [helper.make_node("Loop", ["times", "", "zero"], ["count"], body=body)],
+        [("times", INT64, [])],
+        [("count", INT64, [])],
+        {"one": np.array(1, np.int64), "zero": np.array(0, np.int64)},
+    )
+    return open_ort(model)
+
+
+def test_long_run_ends_when_it_is_cancelled_from_another_thread(loop: Engine) -> None:
+    times = np.array(2**62, np.int64)
+    run = loop.bind([buffer("times", times)], [])
+    cancelled_run_is_followed_by_a_right_one(loop, times, run.execute)
+    times[...] = 1234
+    assert content(run.execute()[0]) == 1234
+
+
+def test_cancelling_between_runs_means_nothing_once_the_next_is_armed(loop: Engine) -> None:
+    times, count = np.array(5, np.int64), np.array(-1, np.int64)
+    run = loop.bind([buffer("times", times)], [buffer("count", count)])
+    loop.cancel()
+    loop.arm()
+    run.execute()
+    assert count == 5
+
+
+# ONNX Runtime: element types.
+
+
+def every_bit_pattern(element_type: str) -> NDArray[np.uint8]:
+    """Bytes with all values of small types, NaNs and infinities of all types among them."""
+    random: NDArray[np.uint8] = np.random.default_rng(1).integers(0, 256, 1 << 14, np.uint8)
+    random[:512] = np.repeat(np.arange(256, dtype=np.uint8), 2)
+    random[512:576], random[576:640] = 0, 0xFF
+    if element_type == "bool":
+        random &= 1
+    return random
+
+
+@pytest.mark.parametrize("element_type", BINDABLE)
+def test_tensor_of_every_type_passes_bit_by_bit(tmp_path: Path, element_type: str) -> None:
+    onnx_type = ELEMENT_TYPES[element_type].onnx
+    value: Callable[[str], Value] = lambda name: (name, onnx_type, ["n"])  # noqa: E731
+    engine = open_ort(
+        save(
+            tmp_path / "identity.onnx",
+            [helper.make_node("Identity", ["x"], [name]) for name in ("y", "z")],
+            [value("x")],
+            [value("y"), value("z")],
+        )
+    )
+    assert engine.spec.inputs[0].dtype == numpy_dtype(element_type)
+    raw = every_bit_pattern(element_type)
+    shape = (raw.size * 8 // ELEMENT_TYPES[element_type].bits,)
+    out = np.zeros_like(raw)
+    x, y = (packed(n, element_type, a, shape) for n, a in (("x", raw), ("y", out)))
+    (z,) = engine.bind([x], [y]).execute()
+    assert isinstance(z, Produced)
+    assert np.array_equal(out, raw)
+    assert (z.element_type, z.shape, z.size) == (element_type, shape, raw.size)
+    assert ctypes.string_at(z.address, z.size) == raw.tobytes()
+
+
+@pytest.mark.parametrize("element_type", FOUR_BITS)
+def test_four_bit_tensors_lie_two_elements_to_a_byte(tmp_path: Path, element_type: str) -> None:
+    onnx_type = ELEMENT_TYPES[element_type].onnx
+    engine = open_ort(
+        save(
+            tmp_path / "cast.onnx",
+            [
+                helper.make_node("Cast", ["x"], ["wide"], to=FLOAT),
+                helper.make_node("Cast", ["w"], ["narrow"], to=onnx_type),
+            ],
+            [("x", onnx_type, ["n"]), ("w", FLOAT, ["n"])],
+            [("wide", FLOAT, ["n"]), ("narrow", onnx_type, ["n"])],
+        )
+    )
+    values = (
+        np.arange(-8, 7) if element_type == "int4" else np.arange(15)
+    )  # 15: half a byte is left
+    halves = np.append(values, 0).astype(np.int8).view(np.uint8) & 0x0F
+    raw = (halves[::2] | (halves[1::2] << 4)).astype(np.uint8)
+    floats, wide, narrow = values.astype(np.float32), np.empty(15, np.float32), np.zeros_like(raw)
+    inputs = [packed("x", element_type, raw, (15,)), buffer("w", floats)]
+    places = [buffer("wide", wide), packed("narrow", element_type, narrow, (15,))]
+    engine.bind(inputs, places).execute()
+    assert np.array_equal(wide, values)
+    narrow[-1] &= 0x0F  # the other half of the last byte means nothing
+    assert np.array_equal(narrow, raw)
+    produced = engine.bind(inputs, []).execute()[1]
+    assert isinstance(produced, Produced)
+    assert (produced.element_type, produced.shape, produced.size) == (element_type, (15,), 8)
+
+
+@pytest.mark.parametrize("element_type", [*NOT_IN_ONNXRUNTIME, *FOUR_BITS])
+def test_type_without_a_kernel_is_a_build_error(tmp_path: Path, element_type: str) -> None:
+    value = ELEMENT_TYPES[element_type].onnx, [2]
+    model = save(
+        tmp_path / "identity.onnx",
+        [helper.make_node("Identity", ["x"], ["y"])],
+        [("x", *value)],
+        [("y", *value)],
+    )
+    with pytest.raises(BuildError, match=r"onnxruntime: \[ONNXRuntimeError\]"):
+        open_ort(model)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0, 2), (1, 1, 1, 1, 1, 1, 1, 1)], ids=str)
+def test_scalars_and_empty_tensors_are_tensors(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    engine = open_ort(
+        save(
+            tmp_path / "negate.onnx",
+            [helper.make_node("Neg", ["x"], [name]) for name in ("y", "z")],
+            [("x", FLOAT, shape)],
+            [("y", FLOAT, shape), ("z", FLOAT, shape)],
+        )
+    )
+    assert engine.spec.inputs[0].shape == shape
+    x, y = np.full(shape, 3, np.float32), np.zeros(shape, np.float32)
+    (z,) = engine.bind([buffer("x", x)], [buffer("y", y)]).execute()
+    assert np.array_equal(y, -x)
+    assert np.array_equal(content(z), -x)
+
+
+@pytest.mark.parametrize(
+    ("shape", "values"),
+    [
+        ((2, 2), ("a", "ü€😀", "", "x\x00y")),
+        ((2, 2), (b"a", "ü€😀".encode(), b"", "mixed")),
+        ((), ("scalar",)),
+        ((0, 2), ()),
+    ],
+    ids=["text", "bytes", "scalar", "empty"],
+)
+def test_strings_pass_as_they_are(
+    tmp_path: Path, shape: tuple[int, ...], values: tuple[str | bytes, ...]
+) -> None:
+    value = TensorProto.STRING, [f"d{axis}" for axis in range(len(shape))]
+    engine = open_ort(
+        save(
+            tmp_path / "strings.onnx",
+            [helper.make_node("Identity", ["x"], ["y"])],
+            [("x", *value)],
+            [("y", *value)],
+        )
+    )
+    assert engine.spec.inputs[0].element_type == STRING
+    run = engine.bind([Strings(name="x", shape=shape, values=values)], [])
+    expected = tuple(v.decode() if isinstance(v, bytes) else v for v in values)
+    for _ in range(2):
+        assert run.execute() == [Strings(name="y", shape=shape, values=expected)]
+
+
+@pytest.fixture
+def labels(tmp_path: Path) -> Engine:
+    """Strings and numbers in, strings and numbers out, one output of a shape not known before."""
+    nodes = [
+        helper.make_node("Identity", ["s"], ["t"]),
+        helper.make_node("Cast", ["b"], ["f"], to=FLOAT),
+        helper.make_node("NonZero", ["x"], ["k"]),
+        helper.make_node("Neg", ["x"], ["y"]),
+    ]
+    text = TensorProto.STRING, ["n"]
+    return open_ort(
+        save(
+            tmp_path / "labels.onnx",
+            nodes,
+            [("s", *text), ("b", TensorProto.BFLOAT16, ["n"]), ("x", FLOAT, ["n"])],
+            [
+                ("t", *text),
+                ("f", FLOAT, ["n"]),
+                ("k", INT64, [1, "found"]),
+                ("y", FLOAT, ["n"]),
+            ],
+        )
+    )
+
+
+def test_strings_and_numbers_go_together(labels: Engine) -> None:
+    s = Strings(name="s", shape=(3,), values=("a", "b", "c"))
+    b, x = np.array([1.5, -2, 0]).astype(numpy_dtype("bfloat16")), np.array([3, 0, 5], np.float32)
+    y = np.zeros(3, np.float32)
+    run = labels.bind([s, buffer("b", b), buffer("x", x)], [buffer("y", y)])
+    for _ in range(2):
+        produced = run.execute()
+        assert [item.name for item in produced] == ["t", "f", "k"]
+        assert produced[0] == Strings(name="t", shape=(3,), values=("a", "b", "c"))
+        assert np.array_equal(content(produced[1]), [1.5, -2, 0])
+        assert np.array_equal(content(produced[2]), [np.flatnonzero(x)])
+        assert np.array_equal(y, -x)
+        x[:] = [0, 7, 0]
+
+
+def test_strings_do_not_hide_that_a_bound_shape_is_wrong(labels: Engine) -> None:
+    s = Strings(name="s", shape=(1,), values=("a",))
+    b, x = np.zeros(1, numpy_dtype("bfloat16")), np.ones(1, np.float32)
+    run = labels.bind([s, buffer("b", b), buffer("x", x)], [buffer("y", np.zeros(2, np.float32))])
+    with pytest.raises(PredictError, match=r"got \[1\] for output y: float32\[n\], expected \[2\]"):
+        run.execute()
+
+
+def test_bytes_that_are_no_text_are_an_invalid_input(labels: Engine) -> None:
+    b, x = np.zeros(1, numpy_dtype("bfloat16")), np.ones(1, np.float32)
+    s = Strings(name="s", shape=(1,), values=(b"\xff",))
+    with pytest.raises(InvalidInputError, match="input 's' is not UTF-8"):
+        labels.bind([s, buffer("b", b), buffer("x", x)], [])
+
+
+# ONNX Runtime: shapes that only the run knows, and shapes that the model lies about.
+
+
+def test_output_of_a_shape_not_known_before_is_produced_each_time_anew(tmp_path: Path) -> None:
+    engine = open_ort(
+        save(
+            tmp_path / "nonzero.onnx",
+            [helper.make_node("NonZero", ["x"], ["k"]), helper.make_node("Neg", ["x"], ["y"])],
+            [("x", FLOAT, ["n"])],
+            [("k", INT64, [1, "found"]), ("y", FLOAT, ["n"])],
+        )
+    )
+    x, y = np.zeros(5, np.float32), np.zeros(5, np.float32)
+    run = engine.bind([buffer("x", x)], [buffer("y", y)])
+    for found in ([1, 0, 0, 0, 1], [1, 1, 1, 1, 1], [0] * 5, [0, 0, 1, 0, 0]):
+        x[:] = found
+        (k,) = run.execute()
+        assert np.array_equal(content(k), [np.flatnonzero(found)])
+        assert np.array_equal(y, -x)
+
+
+LIES: dict[str, tuple[list[onnx.NodeProto], dict[str, Array]]] = {
+    "fewer rows": (
+        [helper.make_node("Gather", ["x", "rows"], ["y"])],
+        {"rows": np.array([0, 1])},
+    ),
+    "more rows": (
+        [helper.make_node("Gather", ["x", "rows"], ["y"])],
+        {"rows": np.array([0, 1, 2, 0])},
+    ),
+    "another rank": ([helper.make_node("Reshape", ["x", "s"], ["y"])], {"s": np.array([-1])}),
+    "as many elements": (
+        [helper.make_node("Reshape", ["x", "s"], ["y"])],
+        {"s": np.array([4, 3])},
+    ),
+    "transposed": ([helper.make_node("Transpose", ["x"], ["y"])], {}),
+    "by its values": (
+        [helper.make_node("NonZero", ["x"], ["z"]), helper.make_node("Cast", ["z"], ["y"], to=1)],
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_output_that_is_not_as_the_model_declares_is_a_predict_error(
+    tmp_path: Path, lie: str
+) -> None:
+    nodes, constants = LIES[lie]
+    model = save(
+        tmp_path / "lie.onnx", nodes, [("x", FLOAT, ["n", 4])], [("y", FLOAT, ["n", 4])], constants
+    )
+    engine = open_ort(model)
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    places = np.full(100, 7, np.float32)
+    run = engine.bind([buffer("x", x)], [buffer("y", places[:12].reshape(3, 4))])
+    with pytest.raises(PredictError, match=r"(?s)onnxruntime: .*(output|shape)"):
+        run.execute()
+    assert (places[12:] == 7).all()
+    # The truth is told where nothing was bound.
+    (y,) = engine.bind([buffer("x", x)], []).execute()
+    assert y.shape != (3, 4)
+
+
+# ONNX Runtime: whose fault it is.
+
+
+def test_every_exception_of_the_runtime_is_in_exactly_one_table() -> None:
+    theirs = {
+        value
+        for value in vars(ort_state).values()
+        if isinstance(value, type) and issubclass(value, Exception)
+    }
+    assert len(theirs) >= 10
+    invalid, failed = set(_onnxruntime._INVALID), set(_onnxruntime._FAILED)
+    assert not invalid & failed
+    assert theirs <= invalid | failed
+    assert invalid | failed <= theirs | {RuntimeError, ValueError}
+    assert len(_onnxruntime._INVALID) + len(_onnxruntime._FAILED) == len(invalid | failed)
+
+
+@pytest.fixture
+def double(tmp_path: Path) -> Engine:
+    return open_ort(
+        save(
+            tmp_path / "double.onnx",
+            [helper.make_node("Add", ["x", "x"], ["y"])],
+            [("x", FLOAT, ["n", 4])],
+            [("y", FLOAT, ["n", 4])],
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("inputs", "text"),
+    [
+        ([buffer("x", np.zeros(12, np.float32))], "Invalid rank for input: x Got: 1 Expected: 2"),
+        ([buffer("x", np.zeros((3, 5), np.float32))], "index: 1 Got: 5 Expected: 4"),
+        ([buffer("x", np.zeros((3, 4)))], r"Actual: \(tensor\(double\)\)"),
+        ([buffer("q", np.zeros((3, 4), np.float32))], "q"),
+        ([], "Missing Input: x"),
+        ([Strings(name="x", shape=(1, 4), values=("a",) * 4)], r"Actual: \(tensor\(string\)\)"),
+    ],
+    ids=["rank", "size", "type", "name", "none", "strings"],
+)
+def test_inputs_that_the_runtime_refuses_are_invalid_inputs(
+    double: Engine, inputs: list[Buffer | Strings], text: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=f"(?s)^onnxruntime: .*{text}") as caught:
+        double.bind(inputs, []).execute()
+    assert caught.value.__cause__ is not None
+    x, y = np.ones((2, 4), np.float32), np.zeros((2, 4), np.float32)
+    double.bind([buffer("x", x)], [buffer("y", y)]).execute()
+    assert (y == 2).all()
+
+
+def test_place_of_another_type_is_not_the_inputs_fault(double: Engine) -> None:
+    x, y = np.ones((2, 4), np.float32), np.zeros((2, 4), np.float64)
+    with pytest.raises(PredictError, match="output data type"):
+        double.bind([buffer("x", x)], [buffer("y", y)]).execute()
+
+
+def test_run_that_fails_says_it_in_the_runtimes_words_and_the_next_is_right(
+    tmp_path: Path,
+) -> None:
+    engine = open_ort(
+        save(
+            tmp_path / "gather.onnx",
+            [helper.make_node("Gather", ["table", "i"], ["y"])],
+            [("i", INT64, ["n"])],
+            [("y", FLOAT, ["n"])],
+            {"table": np.array([10, 20, 30], np.float32)},
+        )
+    )
+    i, y = np.array([0, 3]), np.zeros(2, np.float32)
+    run = engine.bind([buffer("i", i)], [buffer("y", y)])
+    with pytest.raises(PredictError, match=r"(?s)running Gather node.*idx=3"):
+        run.execute()
+    i[:] = [2, 1]
+    run.execute()
+    assert np.array_equal(y, [30, 20])
+
+
+def test_errors_that_reach_the_caller_are_not_printed_as_well(
+    double: Engine, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = double.bind([buffer("x", np.zeros((3, 4), np.float32))], [buffer("y", rows(1))])
+    with pytest.raises(PredictError):
+        run.execute()
+    assert capfd.readouterr() == ("", "")
+
+
+# ONNX Runtime: building.
+
+
+def test_model_that_is_not_there_is_a_build_error_with_its_path(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=r"none\.onnx.*doesn't exist"):
+        open_ort(str(tmp_path / "none.onnx"))
+
+
+@pytest.mark.parametrize("data", [b"", b"hello", bytes(1000)], ids=["empty", "text", "zeros"])
+def test_file_that_is_no_model_is_a_build_error_with_its_path(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "garbage.onnx"
+    path.write_bytes(data)
+    with pytest.raises(BuildError, match=r"garbage\.onnx"):
+        open_ort(str(path))
+
+
+def test_folder_is_a_build_error(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=re.escape(str(tmp_path))):
+        open_ort(str(tmp_path))
+
+
+def test_operator_that_the_runtime_does_not_know_is_a_build_error_that_names_it(
+    tmp_path: Path,
+) -> None:
+    node = helper.make_node("Bogus", ["x"], ["y"])
+    model = save(tmp_path / "bogus.onnx", [node], [("x", FLOAT, [1])], [("y", FLOAT, [1])])
+    with pytest.raises(BuildError, match="Bogus"):
+        open_ort(model)
+
+
+SEQUENCE = helper.make_tensor_sequence_value_info
+OPTIONAL = helper.make_optional_type_proto(helper.make_tensor_type_proto(FLOAT, [1]))
+MAPS = helper.make_sequence_type_proto(
+    helper.make_map_type_proto(INT64, helper.make_tensor_type_proto(FLOAT, []))
+)
+
+
+@pytest.mark.parametrize(
+    ("node", "given", "made", "text"),
+    [
+        (
+            helper.make_node("SequenceConstruct", ["x"], ["y"]),
+            ("x", FLOAT, [1]),
+            SEQUENCE("y", FLOAT, [1]),
+            r"output 'y' is of type seq\(tensor\(float\)\)",
+        ),
+        (
+            helper.make_node("ConcatFromSequence", ["x"], ["y"], axis=0),
+            SEQUENCE("x", FLOAT, None),
+            ("y", FLOAT, ["n"]),
+            r"input 'x' is of type seq\(tensor\(float\)\)",
+        ),
+        (
+            helper.make_node("OptionalHasElement", ["x"], ["y"]),
+            helper.make_value_info("x", OPTIONAL),
+            ("y", TensorProto.BOOL, []),
+            r"input 'x' is of type optional\(tensor\(float\)\)",
+        ),
+        (
+            helper.make_node("ZipMap", ["x"], ["y"], domain="ai.onnx.ml", classlabels_int64s=[0]),
+            ("x", FLOAT, [1, 1]),
+            helper.make_value_info("y", MAPS),
+            r"output 'y' is of type seq\(map\(int64,tensor\(float\)\)\)",
+        ),
+    ],
+    ids=["sequence out", "sequence in", "optional", "map"],
+)
+def test_what_is_not_a_tensor_is_a_build_error_that_names_it(
+    tmp_path: Path,
+    node: onnx.NodeProto,
+    given: Value | onnx.ValueInfoProto,
+    made: Value | onnx.ValueInfoProto,
+    text: str,
+) -> None:
+    model = save(tmp_path / "model.onnx", [node], [given], [made])
+    with pytest.raises(BuildError, match=f"^{text}, expected a tensor of one of .*float32"):
+        open_ort(model)
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="this onnxruntime has CUDA")
+def test_device_without_its_provider_is_a_build_error_that_names_both(tmp_path: Path) -> None:
+    text = "^device cuda:0 needs the CUDAExecutionProvider, .* does not have; it has .*CPU"
+    with pytest.raises(BuildError, match=text):
+        open_ort(affine_ort(tmp_path), "cuda:0")
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="this onnxruntime has CUDA")
+def test_fallback_that_was_allowed_runs_on_the_cpu_and_says_so(tmp_path: Path) -> None:
+    engine = open_ort(affine_ort(tmp_path), "cuda:0", allow_fallback=True)
+    assert engine.providers == ("CPUExecutionProvider",)
+    x = rows(2)
+    assert np.array_equal(content(engine.bind([buffer("x", x)], []).execute()[0]), 2 * x + 1)
+
+
+def test_session_config_that_the_runtime_refuses_is_a_build_error(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="onnxruntime: Config key is empty"):
+        open_ort(affine_ort(tmp_path), session_config={"": "x"})
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("shared", [True, False])
+def test_threads_and_spinning_are_as_asked_for(tmp_path: Path, threads: int, shared: bool) -> None:
+    engine = open_ort(
+        affine_ort(tmp_path),
+        threads=threads,
+        shared_cores=shared,
+        session_config={"session.disable_prepacking": "1"},
+    )
+    assert isinstance(engine, _onnxruntime.OnnxRuntimeEngine)
+    options = engine._session.get_session_options()
+    assert options.intra_op_num_threads == threads
+    assert options.inter_op_num_threads == 1
+    assert options.get_session_config_entry("session.force_spinning_stop") == "1"
+    assert options.get_session_config_entry("session.disable_prepacking") == "1"
+    spinning = "session.intra_op.allow_spinning"
+    if shared:
+        assert options.get_session_config_entry(spinning) == "0"
+    else:
+        with pytest.raises(RuntimeError, match=spinning):
+            options.get_session_config_entry(spinning)
+
+
+def test_users_session_config_has_the_last_word(tmp_path: Path) -> None:
+    engine = open_ort(
+        affine_ort(tmp_path),
+        shared_cores=True,
+        session_config={"session.intra_op.allow_spinning": "1"},
+    )
+    assert isinstance(engine, _onnxruntime.OnnxRuntimeEngine)
+    options = engine._session.get_session_options()
+    assert options.get_session_config_entry("session.intra_op.allow_spinning") == "1"
+
+
+def threads_of_this_process() -> int:
+    return len([*Path("/proc/self/task").iterdir()])
+
+
+def test_session_starts_no_more_threads_than_asked_for(tmp_path: Path) -> None:
+    before = threads_of_this_process()
+    engine = open_ort(affine_ort(tmp_path), threads=3)
+    assert threads_of_this_process() - before == 2  # the third is the caller's
+    engine.bind([buffer("x", rows(1))], []).execute()
+    assert threads_of_this_process() - before == 2
+
+
+def test_dimension_without_a_name_is_none_and_symbols_keep_theirs(tmp_path: Path) -> None:
+    engine = open_ort(
+        save(
+            tmp_path / "names.onnx",
+            [helper.make_node("Neg", ["x"], ["y"])],
+            [("x", FLOAT, ["batch", None, 3])],
+            [("y", FLOAT, ["batch", None, 3])],
+        )
+    )
+    assert engine.spec.inputs[0].shape == ("batch", None, 3)
+
+
+# Without the runtime.
+
+WITHOUT_ONNXRUNTIME = """
+import sys
+sys.modules["onnxruntime"] = None
+from mcinfer.config import Device
+from mcinfer.engines import open_engine
+from mcinfer.engines.base import EngineRequest
+from mcinfer.errors import MissingDependencyError
+try:
+    open_engine("onnxruntime", EngineRequest(model="m", device=Device("cpu", 0), threads=1))
+except MissingDependencyError as exc:
+    print(exc)
+"""
+
+
+def test_without_the_runtime_the_error_says_what_to_install() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_ONNXRUNTIME],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    assert "pip install onnxruntime" in run.stdout
+    assert issubclass(MissingDependencyError, ImportError)
