@@ -1,0 +1,86 @@
+"""The folder of a master's socket: mode 0700, gone when the master is closed, swept after a crash.
+
+Its name says whose it is: the process id namespace, the pid, and the process's start time, since pids
+are used again. `ipc://` paths end at 107 bytes (unix(7)), so names are short.
+"""
+
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+_PREFIX = "mcinfer-"
+_MOST_PATH_BYTES = 107
+_SOCKET = "s"
+
+
+def _start_time(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot (field 22 of proc_pid_stat(5))."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    return int(text.rpartition(")")[2].split()[19])
+
+
+def _namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _parents() -> list[Path]:
+    """Where folders may lie, first choice first."""
+    places = [os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"]  # noqa: S108 the last resort; the folder itself is 0700 and its name not guessed
+    return [Path(place) for place in places if place]
+
+
+def _sweep(parent: Path) -> None:
+    """Remove the folders of masters that are dead."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        parts = folder.name.removeprefix(_PREFIX).split("-")
+        try:
+            namespace, pid, start = int(parts[0], 16), int(parts[1]), int(parts[2])
+            info = folder.lstat()
+        except (ValueError, IndexError, OSError):
+            continue
+        ours = info.st_uid == os.getuid() and stat.S_ISDIR(info.st_mode)
+        if ours and namespace == _namespace() and _start_time(pid) != start:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class RuntimeFolder:
+    """A master's folder.
+
+    Attributes:
+        endpoint: The ZeroMQ address in it.
+    """
+
+    def __init__(self) -> None:
+        """Sweep what dead masters left, and make a new folder.
+
+        Raises:
+            OSError: No place for it can be written to, or all paths are too long for a socket.
+        """
+        pid = os.getpid()
+        name = f"{_PREFIX}{_namespace():x}-{pid}-{_start_time(pid)}-{secrets.token_hex(3)}"
+        failure: OSError | None = None
+        for parent in _parents():
+            path = parent / name
+            if len(os.fsencode(path / _SOCKET)) > _MOST_PATH_BYTES:
+                failure = OSError(f"{path} is too long for a socket's path")
+                continue
+            try:
+                path.mkdir(mode=0o700)
+            except OSError as exc:
+                failure = exc
+                continue
+            _sweep(parent)
+            self._path = path
+            self.endpoint = f"ipc://{path / _SOCKET}"
+            return
+        raise failure or OSError("no place for a runtime folder")
+
+    def remove(self) -> None:
+        """Remove it with what is in it."""
+        shutil.rmtree(self._path, ignore_errors=True)

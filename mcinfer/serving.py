@@ -1,0 +1,319 @@
+"""A worker's loop: receive, run, reply.
+
+::
+
+    main thread     wait ──► PREDICT ──► bind (cached by layout) ──► engine run ──► REPLY ──► wait
+    canceller thread        asleep, but for messages that come during a run: CANCEL ──► engine.cancel
+
+Ownership: the blocks belong to the master and are mapped until DETACH. Bound runs hold addresses
+in them, so they go first. The socket belongs to the main thread, but for the time of a run: then the
+canceller may read it, under the lock, and keeps what is not for it in `_inbox`.
+"""
+
+import ctypes
+import logging
+import os
+import select
+import threading
+import time
+import traceback
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from math import prod
+
+from mcinfer.config import Device
+from mcinfer.engines import open_engine
+from mcinfer.engines.base import (
+    Buffer,
+    Engine,
+    EngineRequest,
+    Produced,
+    Run,
+    RunCancelledError,
+    Strings,
+)
+from mcinfer.errors import (
+    InvalidInputError,
+    McinferError,
+    MissingDependencyError,
+    ProtocolError,
+)
+from mcinfer.protocol import (
+    VERSION,
+    Attach,
+    Build,
+    BuildFinish,
+    Cancel,
+    Conversation,
+    Detach,
+    Error,
+    Exit,
+    Hello,
+    Message,
+    Predict,
+    Reply,
+    TensorFields,
+    TensorRef,
+    decode,
+    encode,
+)
+from mcinfer.shm.arena import align
+from mcinfer.shm.block import Block
+from mcinfer.shm.lifeline import Lifeline
+from mcinfer.specs import STRING, TensorSpec, tensor_bytes
+from mcinfer.transport import Dealer
+
+_MOST_LAYOUTS = 64
+"""Bound layouts that are kept, the least recently used goes first."""
+
+_Layout = tuple[tuple[TensorRef, ...], tuple[TensorRef, ...]]
+
+_log = logging.getLogger("mcinfer.worker")
+
+
+def serve(endpoint: str, token: str, lifeline: Lifeline, log_level: int) -> int:
+    """Serve the master at that endpoint until it says EXIT; the exit status."""
+    logging.basicConfig(level=log_level, format="%(levelname)s %(name)s: %(message)s")
+    server = _Server(Dealer(endpoint), lifeline)
+    try:
+        server.send(Hello(version=VERSION, pid=os.getpid(), token=token))
+        server.loop()
+    except ProtocolError:
+        _log.exception("the master's message does not fit")
+        return 1
+    finally:
+        server.close()
+    return 0
+
+
+class _Server:
+    def __init__(self, dealer: Dealer, lifeline: Lifeline) -> None:
+        self._dealer = dealer
+        self._lifeline = lifeline
+        self._conversation = Conversation()
+        self._engine: Engine | None = None
+        self._blocks: dict[int, Block] = {}
+        self._own_blocks = 0
+        self._runs: OrderedDict[_Layout, Run] = OrderedDict()
+        self._lock = threading.Lock()
+        self._inbox: deque[Message] = deque()
+        self._running: int | None = None
+        self._alarm = select.epoll()
+        self._alarm.register(dealer.fd, 0)
+        canceller = threading.Thread(target=self._cancel_runs, name="mcinfer-cancel", daemon=True)
+        canceller.start()
+
+    def send(self, message: Message) -> None:
+        self._conversation.advance(message)
+        self._dealer.send(encode(message))
+
+    def loop(self) -> None:
+        while True:
+            message = self._inbox.popleft() if self._inbox else decode(self._dealer.wait())
+            self._conversation.advance(message)
+            match message:
+                case Predict():
+                    self.send(self._predict(message))
+                case Attach():
+                    size, fd = self._lifeline.receive_block(message.block, timeout=10.0)
+                    self._blocks[message.block] = Block.attach(message.block, size, fd)
+                case Detach():
+                    self._detach(message.block)
+                case Build():
+                    self.send(self._build(message))
+                case Exit():
+                    return
+
+    def close(self) -> None:
+        self._runs.clear()
+        self._dealer.close()
+
+    # Building.
+
+    def _build(self, message: Build) -> Message:
+        start = time.perf_counter()
+        try:
+            if message.cores:
+                os.sched_setaffinity(0, message.cores)
+            threads = message.threads or len(message.cores) or len(os.sched_getaffinity(0))
+            self._engine = open_engine(
+                message.engine,
+                EngineRequest(
+                    model=message.model,
+                    device=Device.parse(message.device),
+                    threads=threads,
+                    shared_cores=message.shared,
+                    allow_fallback=message.allow_fallback,
+                    session_config=message.session_config,
+                    provider_options=message.provider_options,
+                ),
+            )
+        except Exception as exc:  # whatever the runtime raises, the master is to hear of it
+            kind = "missing" if isinstance(exc, MissingDependencyError) else "build"
+            return Error(kind=kind, text=_describe(exc), traceback=traceback.format_exc())
+        return BuildFinish(
+            inputs=_fields(self._engine.spec.inputs),
+            outputs=_fields(self._engine.spec.outputs),
+            providers=self._engine.providers,
+            seconds=time.perf_counter() - start,
+        )
+
+    # Running.
+
+    def _predict(self, message: Predict) -> Message:
+        kind = "predict"
+        failure: Exception
+        try:
+            run = self._bound(message)
+            produced, seconds = self._execute(run, message.request)
+            outputs = self._place(produced, message.outputs)
+            return Reply(
+                request=message.request, shard=message.shard, outputs=outputs, seconds=seconds
+            )
+        except RunCancelledError as exc:
+            kind, failure = "cancelled", exc
+        except InvalidInputError as exc:
+            kind, failure = "invalid", exc
+        except Exception as exc:  # a run that raises fails its request only, whatever it raises
+            failure = exc
+        return Error(
+            request=message.request,
+            shard=message.shard,
+            kind=kind,
+            text=_describe(failure),
+            traceback="".join(traceback.format_exception(failure)),
+        )
+
+    def _bound(self, message: Predict) -> Run:
+        """The run bound to this layout: from the cache where the same tensors came before."""
+        if self._engine is None:
+            raise ProtocolError("PREDICT before a model was built")
+        key = (message.inputs, message.outputs)
+        run = self._runs.get(key)
+        if run is not None:
+            self._runs.move_to_end(key)
+            return run
+        inputs = [self._resolve(reference) for reference in message.inputs]
+        outputs = [self._buffer(reference) for reference in message.outputs]
+        run = self._engine.bind(inputs, outputs)
+        if not any(isinstance(item, Strings) for item in inputs):
+            self._runs[key] = run
+            if len(self._runs) > _MOST_LAYOUTS:
+                self._runs.popitem(last=False)
+        return run
+
+    def _resolve(self, reference: TensorRef) -> Buffer | Strings:
+        name, element_type, shape, _, values = reference
+        if element_type == STRING:
+            return Strings(name=name, shape=shape, values=values)
+        return self._buffer(reference)
+
+    def _buffer(self, reference: TensorRef) -> Buffer:
+        name, element_type, shape, number, offset = reference
+        size = tensor_bytes(element_type, prod(shape))
+        block = None if number is None else self._blocks.get(number)
+        if block is None or offset + size > block.size:
+            raise ProtocolError(f"tensor {name!r} does not lie in block {number}: {reference}")
+        return Buffer(
+            name=name,
+            element_type=element_type,
+            shape=shape,
+            address=block.address + offset,
+            size=size,
+        )
+
+    def _execute(self, run: Run, request: int) -> tuple[Sequence[Produced | Strings], float]:
+        """Run, while the canceller listens for a CANCEL of this request."""
+        if self._engine is None:
+            raise ProtocolError("PREDICT before a model was built")
+        self._engine.arm()
+        self._drain()  # ZeroMQ's descriptor speaks only of what comes after
+        if self._cancelled(request):
+            raise RunCancelledError("the run was cancelled before it began")
+        with self._lock:
+            self._running = request
+            self._alarm.modify(self._dealer.fd, select.EPOLLIN)
+        start = time.perf_counter()
+        try:
+            produced = run.execute()
+            seconds = time.perf_counter() - start
+        finally:
+            with self._lock:
+                self._running = None
+                self._alarm.modify(self._dealer.fd, 0)
+        return produced, seconds
+
+    def _cancelled(self, request: int) -> bool:
+        return any(isinstance(item, Cancel) and item.request == request for item in self._inbox)
+
+    def _drain(self) -> None:
+        while (data := self._dealer.receive()) is not None:
+            self._inbox.append(decode(data))
+
+    def _cancel_runs(self) -> None:
+        """The canceller: wakes only when a message comes during a run."""
+        while True:
+            self._alarm.poll()
+            with self._lock:
+                if self._running is None:
+                    continue
+                try:
+                    self._drain()
+                except ProtocolError:
+                    _log.exception("the master's message does not fit")
+                    os._exit(1)
+                if self._cancelled(self._running) and self._engine is not None:
+                    self._engine.cancel()
+
+    # Outputs.
+
+    def _place(
+        self, produced: Sequence[Produced | Strings], bound: tuple[TensorRef, ...]
+    ) -> tuple[TensorRef, ...]:
+        """References to all outputs; what the engine produced by itself goes to a block of our own.
+
+        None where all were written to where the master asked for them: it knows.
+        """
+        if not produced:
+            return ()
+        references = {reference[0]: reference for reference in bound}
+        tensors = [item for item in produced if isinstance(item, Produced)]
+        size = sum(align(item.size) for item in tensors)
+        block = self._new_block(size) if size else None
+        offset = 0
+        for item in produced:
+            if isinstance(item, Strings):
+                references[item.name] = (item.name, STRING, item.shape, None, item.values)
+                continue
+            # A tensor without elements needs no memory, and a block of no bytes cannot be.
+            number = 0 if block is None else block.number
+            if block is not None:
+                ctypes.memmove(block.address + offset, item.address, item.size)
+            references[item.name] = (item.name, item.element_type, item.shape, number, offset)
+            offset += align(item.size)
+        if block is not None:
+            self._lifeline.send_block(block.number, block.size, block.fd)
+            block.close()
+        order = self._engine.spec.outputs if self._engine is not None else ()
+        return tuple(references[spec.name] for spec in order)
+
+    def _new_block(self, size: int) -> Block:
+        self._own_blocks += 1
+        return Block.create(-self._own_blocks, size)
+
+    def _detach(self, number: int) -> None:
+        block = self._blocks.pop(number, None)
+        for layout in [*self._runs]:
+            if any(reference[3] == number for part in layout for reference in part):
+                del self._runs[layout]
+        if block is not None:
+            block.close()
+
+
+def _fields(specs: Sequence[TensorSpec]) -> tuple[TensorFields, ...]:
+    return tuple((spec.name, spec.element_type, spec.shape) for spec in specs)
+
+
+def _describe(exc: Exception) -> str:
+    text = str(exc)
+    return text if isinstance(exc, McinferError) else f"{type(exc).__name__}: {text}"

@@ -1,0 +1,72 @@
+"""The child: `python -m mcinfer.worker FD`, one for each device.
+
+Order matters here. The first message on the lifeline (descriptor FD) says who the master is. Before
+anything heavy is imported (so nothing that needs NumPy is imported at the top of this file), a small
+thread watches for the master's end, however it comes, and ends this process with it, since the main
+thread may be deep in an import or a native run by then:
+
+* the master's pidfd becomes readable when its process ends, also by SIGKILL;
+* the lifeline hangs up when no process holds its other end (a child that the user forked may, so
+  this alone is not enough).
+
+Only then the import path is made the master's, and `mcinfer.serving` does the work. The watcher never
+reads the lifeline: that would eat descriptors.
+"""
+
+import faulthandler
+import json
+import os
+import select
+import signal
+import sys
+import threading
+
+from mcinfer.shm.lifeline import Lifeline
+
+_ORPHANED = 70
+"""Exit status of a worker whose master is gone: EX_SOFTWARE of sysexits.h; nobody is there to see it."""
+
+
+def watch_master(pid: int, lifeline: int) -> None:
+    """End this process as soon as the master is gone; the watching is done by a daemon thread."""
+    try:
+        master = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os._exit(_ORPHANED)
+    # Without this a master that died, and whose number was given to another, would be watched.
+    if os.getppid() != pid:
+        os._exit(_ORPHANED)
+    poll = select.poll()
+    poll.register(master, select.POLLIN)
+    poll.register(lifeline, 0)  # POLLHUP and POLLERR come unasked
+
+    def watch() -> None:
+        poll.poll()
+        os._exit(_ORPHANED)
+
+    threading.Thread(target=watch, name="mcinfer-watch-master", daemon=True).start()
+
+
+def main() -> int:
+    """Run a worker; its exit status."""
+    # What Ctrl-C means is for the master to say, should it reach this process group at all.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    lifeline = Lifeline.inherited(int(sys.argv[1]))
+    greeting = lifeline.greeting()
+    if not greeting:
+        return _ORPHANED
+    start = json.loads(greeting)
+    watch_master(start["master"], lifeline.fd)
+    sys.path[:] = start["path"]
+    if start["pythonpath"] is None:
+        os.environ.pop("PYTHONPATH", None)
+    else:
+        os.environ["PYTHONPATH"] = start["pythonpath"]
+    faulthandler.enable()
+    from mcinfer.serving import serve
+
+    return serve(start["endpoint"], start["token"], lifeline, start["log_level"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,463 @@
+"""Tests of mcinfer/serving.py: a worker's loop in a thread, with its real socket and lifeline."""
+
+import json
+import os
+import select
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+
+from mcinfer.protocol import (
+    VERSION,
+    Attach,
+    Build,
+    BuildFinish,
+    Cancel,
+    Detach,
+    Error,
+    Exit,
+    Hello,
+    Message,
+    Predict,
+    Reply,
+    TensorRef,
+    decode,
+    encode,
+)
+from mcinfer.serving import serve
+from mcinfer.shm.block import Block
+from mcinfer.shm.lifeline import Lifeline
+from mcinfer.specs import STRING, numpy_dtype
+from mcinfer.transport import Router
+
+PATIENCE = 20.0
+BLOCK_BYTES = 1 << 16
+TOKEN = "shown in HELLO"  # noqa: S105 no secret
+FLOAT = TensorProto.FLOAT
+
+Array = NDArray[Any]
+
+
+class Peer:
+    """The master's side: the test says what to send, and sees what comes."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.router = Router(endpoint)
+        self.lifeline, theirs = Lifeline.pair()
+        self.status: int | None = None
+        worker = Lifeline.inherited(theirs.detach())
+
+        def work() -> None:
+            self.status = serve(endpoint, TOKEN, worker, 0)
+            worker.close()
+
+        self.thread = threading.Thread(target=work)
+        self.thread.start()
+        self.peer, data = self._receive()
+        self.hello = decode(data)
+        self.blocks: dict[int, Block] = {}
+        self.requests = 0
+
+    def _receive(self) -> tuple[bytes, bytes]:
+        while (received := self.router.receive()) is None:
+            readable, _, _ = select.select([self.router.fd], [], [], PATIENCE)
+            assert readable
+        return received
+
+    def receive(self) -> Message:
+        return decode(self._receive()[1])
+
+    def send(self, *messages: Message) -> None:
+        for message in messages:
+            self.router.send(self.peer, encode(message))
+
+    def build(self, model: str, engine: str = "fake") -> Message:
+        self.send(
+            Build(
+                model=model,
+                engine=engine,
+                device="cpu:0",
+                cores=(),
+                shared=False,
+                threads=1,
+                allow_fallback=False,
+                session_config={},
+                provider_options={},
+            )
+        )
+        return self.receive()
+
+    def attach(self, number: int) -> None:
+        block = Block.create(number, BLOCK_BYTES)
+        self.blocks[number] = block
+        self.lifeline.send_block(number, block.size, block.fd)
+        self.send(Attach(block=number, size=block.size))
+
+    def array(self, reference: TensorRef) -> Array:
+        """The memory at a reference to one of our blocks."""
+        _, element_type, shape, number, offset = reference
+        assert number is not None
+        dtype = numpy_dtype(element_type)
+        memory = self.blocks[number].memory(offset, prod(shape) * dtype.itemsize)
+        return np.ndarray(shape, dtype, memoryview(memory))
+
+    def predict(self, inputs: Sequence[TensorRef], outputs: Sequence[TensorRef] = ()) -> int:
+        self.requests += 1
+        self.send(
+            Predict(request=self.requests, shard=0, inputs=tuple(inputs), outputs=tuple(outputs))
+        )
+        return self.requests
+
+    def ask(self, inputs: Sequence[TensorRef], outputs: Sequence[TensorRef] = ()) -> Reply:
+        """Run, and expect an answer."""
+        request = self.predict(inputs, outputs)
+        reply = self.receive()
+        assert isinstance(reply, Reply), reply
+        assert (reply.request, reply.shard) == (request, 0)
+        return reply
+
+    def fail(self, inputs: Sequence[TensorRef], outputs: Sequence[TensorRef] = ()) -> Error:
+        """Run, and expect an error."""
+        request = self.predict(inputs, outputs)
+        error = self.receive()
+        assert isinstance(error, Error), error
+        assert (error.request, error.shard) == (request, 0)
+        return error
+
+    def fetch(self, reference: TensorRef) -> Array:
+        """What lies in a block of the worker's own."""
+        number = reference[3]
+        assert number is not None
+        size, fd = self.lifeline.receive_block(number)
+        self.blocks[number] = Block.attach(number, size, fd)
+        return self.array(reference)
+
+    def finish(self) -> int | None:
+        self.thread.join(PATIENCE)
+        assert not self.thread.is_alive()
+        return self.status
+
+    def close(self) -> None:
+        if self.thread.is_alive():
+            self.send(Exit())
+            self.finish()
+        for block in self.blocks.values():
+            block.close()
+        self.router.close()
+        self.lifeline.close()
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[Peer]:
+    peer = Peer(f"ipc://{tmp_path / 's'}")
+    yield peer
+    peer.close()
+
+
+def fake(folder: Path, **acts: Any) -> str:
+    """A model of y = 2 x and u = 3 x, of which the shape is not known before."""
+    model = {
+        "inputs": [["x", "float32", ["batch"]]],
+        "outputs": [
+            ["y", "float32", ["batch"], {"from": "x", "scale": 2}],
+            ["u", "float32", ["found"], {"from": "x", "scale": 3}],
+        ],
+        **acts,
+    }
+    path = folder / "model.json"
+    path.write_text(json.dumps(model))
+    return str(path)
+
+
+def save(
+    path: Path,
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Mapping[str, tuple[int, Sequence[int | str]]],
+    outputs: Mapping[str, tuple[int, Sequence[int | str]]],
+) -> str:
+    infos = [
+        [helper.make_tensor_value_info(name, *value) for name, value in values.items()]
+        for values in (inputs, outputs)
+    ]
+    graph = helper.make_graph(nodes, "graph", infos[0], infos[1])
+    opsets = [helper.make_opsetid("", 21)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
+    return str(path)
+
+
+def x_at(offset: int, rows: int = 3, block: int = 0) -> TensorRef:
+    return ("x", "float32", (rows,), block, offset)
+
+
+def y_at(offset: int, rows: int = 3, block: int = 0) -> TensorRef:
+    return ("y", "float32", (rows,), block, offset)
+
+
+# A worker's life.
+
+
+def test_worker_says_hello_builds_serves_and_ends(peer: Peer, tmp_path: Path) -> None:
+    assert peer.hello == Hello(version=VERSION, pid=os.getpid(), token=TOKEN)
+    built = peer.build(fake(tmp_path))
+    assert isinstance(built, BuildFinish)
+    assert built.inputs == (("x", "float32", ("batch",)),)
+    assert [spec[0] for spec in built.outputs] == ["y", "u"]
+    assert built.providers == ("fake",)
+    peer.attach(0)
+    peer.array(x_at(0))[:] = [1, 2, 3]
+    reply = peer.ask([x_at(0)], [y_at(64)])
+    assert reply.outputs[0] == y_at(64)
+    assert peer.array(y_at(64)).tolist() == [2, 4, 6]
+    assert reply.outputs[1][:3] == ("u", "float32", (3,))
+    assert peer.fetch(reply.outputs[1]).tolist() == [3, 6, 9]
+    peer.send(Exit())
+    assert peer.finish() == 0
+
+
+@pytest.mark.parametrize(("model", "engine"), [("none.json", "fake"), ("none.onnx", "onnxruntime")])
+def test_build_that_fails_is_an_error_in_the_engines_words(
+    peer: Peer, model: str, engine: str
+) -> None:
+    error = peer.build(f"/nowhere/{model}", engine)
+    assert isinstance(error, Error)
+    assert (error.kind, error.request) == ("build", None)
+    assert error.text.startswith(f"{engine}: ")
+    assert f"/nowhere/{model}" in error.text
+    assert "Traceback" in error.traceback
+    peer.send(Exit())
+    assert peer.finish() == 0
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Predict(request=1, shard=0, inputs=(), outputs=()),
+        Reply(request=1, shard=0, outputs=(), seconds=0.0),
+        Detach(block=0),
+    ],
+    ids=["predict", "reply", "detach"],
+)
+def test_message_that_may_not_come_ends_the_worker_with_status_1(
+    peer: Peer, message: Message
+) -> None:
+    peer.send(message)
+    assert peer.finish() == 1
+
+
+def test_bytes_that_are_no_message_end_the_worker_with_status_1(peer: Peer) -> None:
+    peer.router.send(peer.peer, b"\xc1 no message")
+    assert peer.finish() == 1
+
+
+# Runs.
+
+
+def test_same_layout_with_other_data_is_computed_anew(peer: Peer, tmp_path: Path) -> None:
+    peer.build(fake(tmp_path))
+    peer.attach(0)
+    numbers = []
+    for start in range(4):
+        peer.array(x_at(0))[:] = [start, 1, 2]
+        reply = peer.ask([x_at(0)], [y_at(64)])
+        assert peer.array(y_at(64)).tolist() == [2 * start, 2, 4]
+        assert peer.fetch(reply.outputs[1]).tolist() == [3 * start, 3, 6]
+        numbers.append(reply.outputs[1][3])
+    assert numbers == [-1, -2, -3, -4]
+
+
+def test_reply_says_nothing_of_outputs_that_lie_where_they_were_asked_for(
+    peer: Peer, tmp_path: Path
+) -> None:
+    peer.build(fake(tmp_path))
+    peer.attach(0)
+    peer.array(x_at(0))[:] = [1, 2, 3]
+    place: TensorRef = ("u", "float32", (3,), 0, 128)
+    assert peer.ask([x_at(0)], [y_at(64), place]).outputs == ()
+    assert peer.array(place).tolist() == [3, 6, 9]
+
+
+def test_more_layouts_than_are_kept_are_all_right(peer: Peer, tmp_path: Path) -> None:
+    peer.build(fake(tmp_path))
+    peer.attach(0)
+    for _ in range(2):
+        for rows in range(1, 100):
+            peer.array(x_at(0, rows))[:] = np.arange(rows)
+            reply = peer.ask([x_at(0, rows)], [y_at(4096, rows)])
+            assert np.array_equal(peer.array(y_at(4096, rows)), 2 * np.arange(rows))
+            peer.fetch(reply.outputs[1])
+            peer.blocks.pop(-peer.requests).close()
+
+
+def test_onnx_output_whose_shape_changes_from_run_to_run_is_served(
+    peer: Peer, tmp_path: Path
+) -> None:
+    model = save(
+        tmp_path / "nonzero.onnx",
+        [helper.make_node("Neg", ["x"], ["y"]), helper.make_node("NonZero", ["x"], ["k"])],
+        {"x": (FLOAT, ["batch"])},
+        {"y": (FLOAT, ["batch"]), "k": (TensorProto.INT64, [1, "found"])},
+    )
+    assert isinstance(peer.build(model, "onnxruntime"), BuildFinish)
+    peer.attach(0)
+    for values in ([0, 5, 0], [1, 2, 3], [0, 0, 0], [7, 0, 0]):
+        peer.array(x_at(0))[:] = values
+        reply = peer.ask([x_at(0)], [y_at(64)])
+        assert np.array_equal(-peer.array(y_at(64)), values)
+        found = np.flatnonzero(values)
+        assert reply.outputs[1][2] == (1, found.size)
+        if found.size:
+            assert np.array_equal(peer.fetch(reply.outputs[1]), [found])
+        else:
+            assert reply.outputs[1][3:] == (0, 0)  # nothing, and nowhere
+
+
+def test_onnx_strings_travel_in_the_messages(peer: Peer, tmp_path: Path) -> None:
+    text = (TensorProto.STRING, ["batch"])
+    model = save(
+        tmp_path / "strings.onnx",
+        [helper.make_node("Identity", ["s"], ["t"])],
+        {"s": text},
+        {"t": text},
+    )
+    assert isinstance(peer.build(model, "onnxruntime"), BuildFinish)
+    for values in (("a", "ü"), ("", "b\x00"), ("other", "length", "too")):
+        shape = (len(values),)
+        reply = peer.ask([("s", STRING, shape, None, values)])
+        assert reply.outputs == (("t", STRING, shape, None, values),)
+
+
+def test_run_that_fails_is_an_error_of_its_kind_and_the_next_is_served(
+    peer: Peer, tmp_path: Path
+) -> None:
+    peer.build(fake(tmp_path, when={"-1": "fail", "-2": "invalid"}))
+    peer.attach(0)
+    x = peer.array(x_at(0))
+    for first, kind, text in ((-1, "predict", "told to fail"), (-2, "invalid", "is invalid")):
+        x[0] = first
+        error = peer.fail([x_at(0)], [y_at(64)])
+        assert error.kind == kind
+        assert text in error.text
+        assert "Traceback" in error.traceback
+    x[0] = 5
+    peer.ask([x_at(0)], [y_at(64)])
+    assert peer.array(y_at(64))[0] == 10
+
+
+def test_output_that_is_not_as_declared_is_an_error_that_names_it(
+    peer: Peer, tmp_path: Path
+) -> None:
+    model = save(
+        tmp_path / "lie.onnx",
+        [helper.make_node("Transpose", ["x"], ["y"])],
+        {"x": (FLOAT, ["batch", 2])},
+        {"y": (FLOAT, ["batch", 2])},
+    )
+    peer.build(model, "onnxruntime")
+    peer.attach(0)
+    place: TensorRef = ("y", "float32", (3, 2), 0, 64)
+    error = peer.fail([("x", "float32", (3, 2), 0, 0)], [place])
+    assert error.kind == "predict"
+    assert "invalid dimensions for output: y" in error.text
+    reply = peer.ask([("x", "float32", (3, 2), 0, 0)])  # where nothing is bound it is served
+    assert reply.outputs[0][2] == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [x_at(0, block=1), x_at(BLOCK_BYTES - 11), x_at(2**62), x_at(0, rows=2**61), x_at(0, 3, -1)],
+    ids=["unknown block", "over the end", "far away", "too large", "the worker's"],
+)
+def test_tensor_that_does_not_lie_in_its_block_is_not_touched(
+    peer: Peer, tmp_path: Path, reference: TensorRef
+) -> None:
+    peer.build(fake(tmp_path))
+    peer.attach(0)
+    assert f"tensor 'x' does not lie in block {reference[3]}" in peer.fail([reference]).text
+    output: TensorRef = ("y", *reference[1:])
+    assert "tensor 'y'" in peer.fail([x_at(0)], [output]).text
+    peer.ask([x_at(0)], [y_at(64)])
+
+
+# Blocks.
+
+
+def test_block_that_takes_the_place_of_another_is_the_one_that_is_read(
+    peer: Peer, tmp_path: Path
+) -> None:
+    peer.build(fake(tmp_path))
+    for values in ([1, 2, 3], [4, 5, 6]):
+        peer.attach(7)
+        peer.array(x_at(0, block=7))[:] = values
+        for _ in range(2):
+            peer.ask([x_at(0, block=7)], [y_at(64, block=7)])
+            assert np.array_equal(peer.array(y_at(64, block=7)), 2 * np.array(values))
+        peer.blocks.pop(7).close()
+        peer.send(Detach(block=7))
+    assert "does not lie in block 7" in peer.fail([x_at(0, block=7)]).text
+
+
+def test_several_blocks_serve_one_run(peer: Peer, tmp_path: Path) -> None:
+    peer.build(fake(tmp_path))
+    for number in (3, 1, 2):
+        peer.attach(number)
+    peer.array(x_at(0, block=1))[:] = 1
+    peer.ask([x_at(0, block=1)], [y_at(0, block=3)])
+    assert peer.array(y_at(0, block=3)).tolist() == [2, 2, 2]
+
+
+# Cancelling.
+
+
+def test_cancelled_run_ends_and_the_next_is_served(peer: Peer, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    peer.build(fake(tmp_path, when={"1": f"once:{started}:sleep:60"}))
+    peer.attach(0)
+    peer.array(x_at(0))[:] = 1
+    request = peer.predict([x_at(0)], [y_at(64)])
+    peer.send(Cancel(request=request + 1000))  # of another request: nothing
+    peer.send(Cancel(request=request))
+    error = peer.receive()
+    assert isinstance(error, Error)
+    assert (error.kind, error.request) == ("cancelled", request)
+    started.touch()
+    peer.ask([x_at(0)], [y_at(64)])
+    assert peer.array(y_at(64)).tolist() == [2, 2, 2]
+
+
+def test_cancel_that_comes_late_means_nothing_to_the_next_run(peer: Peer, tmp_path: Path) -> None:
+    peer.build(fake(tmp_path))
+    peer.attach(0)
+    for _ in range(3):
+        reply = peer.ask([x_at(0)], [y_at(64)])
+        peer.send(Cancel(request=reply.request))
+
+
+def test_messages_that_come_during_a_run_are_kept_for_after_it(peer: Peer, tmp_path: Path) -> None:
+    peer.build(fake(tmp_path, run="sleep:0.2"))
+    peer.attach(0)
+    peer.array(x_at(0))[:] = 1
+    request = peer.predict([x_at(0)], [y_at(64)])
+    peer.attach(1)
+    peer.send(Cancel(request=request + 1))
+    assert isinstance(peer.receive(), Reply)
+    peer.array(x_at(0, block=1))[:] = 2
+    peer.requests += 1  # that of the CANCEL, which it is too early for
+    peer.ask([x_at(0, block=1)], [y_at(64, block=1)])
+    assert peer.array(y_at(64, block=1)).tolist() == [4, 4, 4]
+
+
+def test_exit_during_a_run_lets_it_finish(peer: Peer, tmp_path: Path) -> None:
+    peer.build(fake(tmp_path, run="sleep:0.1"))
+    peer.attach(0)
+    peer.predict([x_at(0)], [y_at(64)])
+    peer.send(Exit())
+    assert isinstance(peer.receive(), Reply)
+    assert peer.finish() == 0

@@ -1,0 +1,223 @@
+"""Tests of mcinfer/transport.py: the two sockets, joined in one process."""
+
+import gc
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import zmq
+
+from mcinfer.transport import Dealer, Router, SendError
+
+PATIENCE = 20.0
+
+T = TypeVar("T")
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path / 's'}"
+
+
+@pytest.fixture
+def router(endpoint: str) -> Iterator[Router]:
+    gc.collect()  # what earlier tests left is not to go now
+    before = len(os.listdir("/proc/self/fd"))
+    router = Router(endpoint)
+    yield router
+    router.close()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def dealer(router: Router, endpoint: str) -> Iterator[Dealer]:  # noqa: ARG001 closed after it
+    dealer = Dealer(endpoint)
+    yield dealer
+    dealer.close()
+
+
+def received(end: Router | Dealer, take: Callable[[], T | None]) -> T:
+    """The next message, as the loops wait for it: drain, then wait for the descriptor."""
+    until = time.monotonic() + PATIENCE
+    while (message := take()) is None:
+        readable, _, _ = select.select([end.fd], [], [], until - time.monotonic())
+        assert readable
+    return message
+
+
+def greet(router: Router, dealer: Dealer) -> bytes:
+    """Make the two know each other; the dealer's identity."""
+    dealer.send(b"hello")
+    peer, data = received(router, router.receive)
+    assert data == b"hello"
+    return peer
+
+
+def test_messages_pass_both_ways_in_order(router: Router, dealer: Dealer) -> None:
+    peer = greet(router, dealer)
+    for number in range(100):
+        router.send(peer, b"%d" % number)
+    assert [dealer.wait() for _ in range(100)] == [b"%d" % number for number in range(100)]
+    for number in range(100):
+        dealer.send(b"%d" % number)
+    seen = [received(router, router.receive) for _ in range(100)]
+    assert seen == [(peer, b"%d" % number) for number in range(100)]
+
+
+@pytest.mark.parametrize("size", [0, 1, 100_000, 20_000_000])
+def test_message_of_any_size_comes_whole(router: Router, dealer: Dealer, size: int) -> None:
+    peer = greet(router, dealer)
+    data = os.urandom(min(size, 1000)) * (size // 1000 or 1) if size else b""
+    router.send(peer, data)
+    assert dealer.wait() == data
+    dealer.send(data)
+    assert received(router, router.receive) == (peer, data)
+
+
+def test_nothing_to_receive_is_none(router: Router, dealer: Dealer) -> None:
+    peer = greet(router, dealer)
+    assert router.receive() is None
+    assert dealer.receive() is None
+    router.send(peer, b"x")
+    assert received(dealer, dealer.receive) == b"x"
+    assert dealer.receive() is None
+
+
+def test_each_peer_is_answered_by_its_own_name(router: Router, endpoint: str) -> None:
+    dealers = [Dealer(endpoint) for _ in range(3)]
+    peers = [greet(router, dealer) for dealer in dealers]
+    assert len(set(peers)) == 3
+    for number in (2, 0, 1):
+        router.send(peers[number], b"%d" % number)
+    assert [dealer.wait() for dealer in dealers] == [b"0", b"1", b"2"]
+    for dealer in dealers:
+        dealer.close()
+
+
+def test_dealer_may_connect_before_the_router_is_there(endpoint: str) -> None:
+    dealer = Dealer(endpoint)
+    dealer.send(b"early")
+    router = Router(endpoint)
+    assert received(router, router.receive)[1] == b"early"
+    dealer.close()
+    router.close()
+
+
+def test_peer_that_is_not_known_cannot_be_sent_to(router: Router) -> None:
+    with pytest.raises(SendError, match="Host unreachable") as caught:
+        router.send(b"nobody", b"x")
+    assert isinstance(caught.value, OSError)
+    assert caught.value.errno == zmq.EHOSTUNREACH
+
+
+def test_peer_that_is_gone_cannot_be_sent_to(router: Router, endpoint: str) -> None:
+    dealer = Dealer(endpoint)
+    peer = greet(router, dealer)
+    dealer.close()
+    until = time.monotonic() + PATIENCE
+    refused = False
+    while not refused and time.monotonic() < until:
+        try:
+            router.send(peer, b"x")
+            router.receive()
+        except SendError:
+            refused = True
+    assert refused
+
+
+def test_peer_that_does_not_read_is_refused_more_and_nobody_waits(
+    router: Router, dealer: Dealer, endpoint: str
+) -> None:
+    peer = greet(router, dealer)
+    start = time.monotonic()
+    refused = False
+    for _ in range(100_000):
+        try:
+            router.send(peer, bytes(1000))
+        except SendError as exc:
+            refused = exc.errno == zmq.EAGAIN
+            break
+    assert refused
+    assert time.monotonic() - start < PATIENCE
+    other = Dealer(endpoint)
+    router.send(greet(router, other), b"for the other")
+    assert other.wait() == b"for the other"
+    other.close()
+
+
+def test_message_of_several_parts_is_an_empty_one(router: Router, endpoint: str) -> None:
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(endpoint)
+    stranger.send_multipart([b"one", b"two"])
+    stranger.send_multipart([b"alone"])
+    assert received(router, router.receive)[1] == b""
+    assert received(router, router.receive)[1] == b"alone"
+    stranger.close()
+    context.term()
+
+
+def test_threads_may_take_turns_under_a_lock(router: Router, dealer: Dealer) -> None:
+    peer = greet(router, dealer)
+    lock = threading.Lock()
+
+    def send(number: int) -> None:
+        for _ in range(50):
+            with lock:
+                router.send(peer, b"%d" % number)
+
+    threads = [threading.Thread(target=send, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    counts = {b"%d" % number: 0 for number in range(4)}
+    for _ in range(200):
+        counts[dealer.wait()] += 1
+    for thread in threads:
+        thread.join()
+    assert set(counts.values()) == {50}
+
+
+@pytest.mark.parametrize("name", ["none/s", "x" * 200], ids=["no folder", "too long"])
+def test_endpoint_that_cannot_be_bound_is_an_os_error_and_leaves_nothing(
+    tmp_path: Path, name: str
+) -> None:
+    gc.collect()  # what earlier tests left is not to go now
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="cannot bind ipc://") as caught:
+        Router(f"ipc://{tmp_path / name}")
+    assert caught.value.errno
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_router_closes_at_once_though_nobody_read(endpoint: str) -> None:
+    router = Router(endpoint)
+    dealer = Dealer(endpoint)
+    peer = greet(router, dealer)
+    for _ in range(5):
+        router.send(peer, bytes(10_000_000))
+    start = time.monotonic()
+    router.close()
+    assert time.monotonic() - start < 1.0
+    dealer.close()
+
+
+def test_what_a_dealer_sent_last_still_leaves_when_it_closes(router: Router, endpoint: str) -> None:
+    dealer = Dealer(endpoint)
+    dealer.send(b"last words")
+    dealer.close()
+    assert received(router, router.receive)[1] == b"last words"
+
+
+def test_dealer_closes_within_its_second_though_the_master_is_gone(endpoint: str) -> None:
+    dealer = Dealer(endpoint)
+    dealer.send(b"to nobody")
+    start = time.monotonic()
+    dealer.close()
+    assert time.monotonic() - start < 5.0
