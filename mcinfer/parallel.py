@@ -1,0 +1,160 @@
+"""`ParallelPredictUtils`: the class of MindSpore Lite's multi-card sample, by its names, on the core."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from os import PathLike
+from types import TracebackType
+from typing import Any, Self, overload
+
+from numpy.typing import NDArray
+
+from mcinfer.config import Timeouts
+from mcinfer.errors import ClosedError, InvalidInputError
+from mcinfer.master import Master
+from mcinfer.specs import TensorSpec
+from mcinfer.staging import Arrays, Inputs
+from mcinfer.statistics import Statistics
+
+Tensors = list[NDArray[Any]]
+
+
+class ParallelPredictUtils:
+    """One model on several devices, in four calls.
+
+    ::
+
+        utils = ParallelPredictUtils("unet.onnx", 2)
+        utils.build_model()
+        outputs = utils.run_predict([[sample_0, t, h_0], [sample_1, t, h_1]])
+        utils.finalize()
+
+    Args:
+        model_path: Path of the model.
+        device_num: How many devices, a worker process for each.
+        device_ids: Their indices, ``device_num`` of them; None is 0 to ``device_num - 1``.
+        device_type: Their kind, ``"cpu"`` or ``"cuda"``.
+        engine: See `Master`.
+        timeouts: See `Master`.
+
+    Raises:
+        InvalidInputError: An argument does not fit.
+    """
+
+    def __init__(
+        self,
+        model_path: str | PathLike[str],
+        device_num: int,
+        *,
+        device_ids: Sequence[int] | None = None,
+        device_type: str = "cpu",
+        engine: str = "onnxruntime",
+        timeouts: Timeouts = Timeouts(),
+    ) -> None:
+        if not isinstance(device_num, int) or isinstance(device_num, bool) or device_num < 1:
+            raise InvalidInputError(
+                f"device_num: got {device_num!r}, expected an int of at least 1"
+            )
+        ids = [*range(device_num)] if device_ids is None else [*device_ids]
+        if len(ids) != device_num:
+            raise InvalidInputError(
+                f"device_ids: got {len(ids)} ids {ids}, expected device_num of them: {device_num}"
+            )
+        devices = [f"{device_type}:{device_id}" for device_id in ids]
+        self._device_num = device_num
+        self._master = Master(model_path, devices, engine=engine, timeouts=timeouts)
+        self._built = False
+
+    def build_model(self) -> None:
+        """Start the workers and load the model in all of them at once.
+
+        Raises:
+            BuildError: One or more could not; no process is left behind.
+            ClosedError: It was built before.
+        """
+        self._master.start()
+        self._built = True
+
+    def run_predict(self, inputs: Sequence[Inputs]) -> list[Tensors]:
+        """Run one set of inputs per device, all at the same time.
+
+        Args:
+            inputs: For each device the arrays in the model's input order (or by name). A set runs on the next
+                worker that is free; which one that is makes no difference to the answer.
+
+        Returns:
+            For each device, in the same order, the arrays in the model's output order.
+
+        Raises:
+            InvalidInputError: Not one set per device, or one that does not fit the model.
+            PredictError, WorkerDiedError, PredictTimeoutError, QueueFullError, ClosedError: As
+                `Master.predict`. The other devices' answers are dropped, never kept for a later call.
+        """
+        self._check_built()
+        if isinstance(inputs, Mapping) or len(inputs) != self._device_num:
+            raise InvalidInputError(
+                f"inputs: got {len(inputs)} sets, expected one per device: {self._device_num}"
+            )
+        futures: list[Future[Arrays]] = []
+        try:
+            futures.extend(self._master.submit(item) for item in inputs)
+            return [[*future.result().values()] for future in futures]
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+
+    @overload
+    def predict(self, inputs: Mapping[str, Any], *, timeout: float | None = None) -> Arrays: ...
+    @overload
+    def predict(self, inputs: Sequence[Any], *, timeout: float | None = None) -> Tensors: ...
+    def predict(self, inputs: Inputs, *, timeout: float | None = None) -> Tensors | Arrays:
+        """Run a whole batch: split over the devices, joined again.
+
+        Args:
+            inputs: Arrays in the model's input order, or by name.
+            timeout: Seconds; None is `Timeouts.predict`.
+
+        Returns:
+            Arrays in the model's output order; by name, if the inputs came by name.
+
+        Raises:
+            InvalidInputError, PredictError, WorkerDiedError, PredictTimeoutError, QueueFullError,
+            ClosedError: As `Master.predict`.
+        """
+        self._check_built()
+        outputs = self._master.predict(inputs, timeout=timeout)
+        return outputs if isinstance(inputs, Mapping) else [*outputs.values()]
+
+    def finalize(self) -> None:
+        """End the workers. May be called again, and before `build_model`."""
+        self._master.close()
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """The model's inputs, once it is built; see `Master.inputs`."""
+        return self._master.inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """The model's outputs, likewise."""
+        return self._master.outputs
+
+    def statistics(self) -> Statistics:
+        """See `Master.statistics`."""
+        return self._master.statistics()
+
+    def __enter__(self) -> Self:
+        self.build_model()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.finalize()
+
+    def _check_built(self) -> None:
+        if not self._built:
+            raise ClosedError("call build_model() first")

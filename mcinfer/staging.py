@@ -1,0 +1,506 @@
+"""From a user's arrays to tensor references, and from replies back to arrays.
+
+::
+
+    inputs ── check ──► plan (cached by shapes) ──► one slot: rows a to b are an offset ──► Job
+    replies ──► Job.take (checked against what was asked for) ──► Job.result: views of the output slots
+
+Ownership: a `Job` holds the memory of its inputs and outputs (slots, or the user's own arrays in shared
+memory) until the supervisor lets it go, which is when no worker can write to it any more. The arrays
+that `Job.result` gives hold the output slots from then on. An input that lies in shared memory already is
+borrowed: the user must not change it before the answer.
+"""
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from math import prod
+from operator import index
+from types import NoneType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcinfer import sharding
+from mcinfer.copier import Copier
+from mcinfer.errors import InvalidInputError, ProtocolError
+from mcinfer.protocol import TensorRef, encode_predict, encode_tensors
+from mcinfer.sharding import BatchAxes, Plan
+from mcinfer.shm.arena import Arena, Slot, align
+from mcinfer.shm.block import Block
+from mcinfer.specs import ELEMENT_TYPES, STRING, ModelSpec, TensorSpec, tensor_bytes
+from mcinfer.tensors import Layout, copy_in, join_parts, lay_input, lay_output, string_rows, unpack
+
+Arrays = dict[str, NDArray[Any]]
+Inputs = Mapping[str, Any] | Sequence[Any]
+
+_MOST_PLANS = 256
+_MOST_PLACEMENTS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StagedPlan:
+    """A plan with its memory laid out; the same for all requests of the same shapes."""
+
+    plan: Plan
+    inputs: tuple[Layout | None, ...]
+    outputs: tuple[Layout | None, ...]
+    placements: dict[object, "_Placement"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Placement:
+    """A request's tensors at certain places, which steady traffic comes back to.
+
+    Attributes:
+        outputs: By shard, where outputs of known shapes are to be written.
+        messages: By shard, inputs and outputs as PREDICT carries them.
+        blocks: Numbers of the blocks that the references speak of.
+    """
+
+    outputs: tuple[tuple[TensorRef, ...], ...]
+    messages: tuple[bytes, ...]
+    blocks: frozenset[int]
+
+
+class Job:
+    """One request on its way.
+
+    Attributes:
+        future: What the caller waits on: outputs by name, in the model's order.
+        number: The request's number, once it has one.
+        shards: How many pieces it is cut in.
+        private: Whether no user holds the future, so that it may be answered in any thread.
+    """
+
+    __slots__ = (
+        "_arena",
+        "_keep",
+        "_model",
+        "_parts",
+        "_placement",
+        "_slots",
+        "_staged",
+        "future",
+        "number",
+        "private",
+        "shards",
+    )
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        staged: _StagedPlan,
+        arena: Arena,
+        placement: _Placement,
+        keep: list[object],
+        slots: Mapping[str, Slot],
+    ) -> None:
+        """Made by `Stager.stage` alone, with slots for the outputs whose shapes are known."""
+        self.future: Future[Arrays] = Future()
+        self.number = -1
+        self.private = False
+        self.shards = len(placement.messages)
+        self._model = model
+        self._staged = staged
+        self._arena = arena
+        self._placement = placement
+        self._keep = keep
+        self._slots = slots
+        self._parts: dict[tuple[int, str], NDArray[Any]] = {}
+
+    @property
+    def blocks(self) -> frozenset[int]:
+        """Numbers of the blocks that its references speak of."""
+        return self._placement.blocks
+
+    def message(self, shard: int) -> bytes:
+        """The PREDICT of a shard, for a worker that has the blocks."""
+        return encode_predict(self.number, shard, self._placement.messages[shard])
+
+    def take(self, shard: int, outputs: Sequence[TensorRef], fetch: Callable[[int], Block]) -> None:
+        """Check a reply's references, and get what lies in the worker's own blocks.
+
+        Args:
+            shard: Which shard was answered.
+            outputs: The reply's references; none, where all are where they were asked for.
+            fetch: Gets a block of the worker's by its number.
+
+        Raises:
+            ProtocolError: They are not what was asked for.
+        """
+        asked = self._placement.outputs[shard]
+        if len(asked) == len(self._model.outputs) and (not outputs or outputs == asked):
+            return
+        expected = {reference[0]: reference for reference in asked}
+        if [reference[0] for reference in outputs] != [spec.name for spec in self._model.outputs]:
+            raise ProtocolError(
+                f"reply with outputs {[ref[0] for ref in outputs]}, expected "
+                f"{[spec.name for spec in self._model.outputs]}"
+            )
+        parts: dict[tuple[int, str], NDArray[Any]] = {}
+        blocks: dict[int, Block] = {}
+        try:
+            for spec, reference in zip(self._model.outputs, outputs, strict=True):
+                name, element_type = reference[:2]
+                if expected.get(name, reference) != reference or element_type != spec.element_type:
+                    raise ProtocolError(
+                        f"reply with {reference}, expected {expected.get(name, spec)}"
+                    )
+                if name not in expected:
+                    parts[shard, name] = _read(spec, reference, blocks, fetch)
+        finally:
+            for block in blocks.values():
+                block.close()
+        self._parts.update(parts)
+
+    def result(self) -> Arrays:
+        """The outputs by name, once every shard was taken.
+
+        Raises:
+            PredictError: The shards' parts do not join, or an output without a batch dimension
+                differs between them.
+        """
+        outputs: Arrays = {}
+        plan = self._staged.plan
+        crowded = self._arena.crowded
+        for spec, join, layout in zip(
+            self._model.outputs, plan.outputs, self._staged.outputs, strict=True
+        ):
+            slot = self._slots.get(spec.name)
+            if slot is None or layout is None or join.shapes is None or join.shape is None:
+                parts = [self._parts[shard, spec.name] for shard in range(self.shards)]
+                outputs[spec.name] = join_parts(spec, join, plan.rows, parts)
+                continue
+            memory = memoryview(slot.memory)
+            if layout.contiguous:
+                array = unpack(memory, spec, join.shape)
+            else:
+                parts = [
+                    unpack(memory[start:], spec, shape)
+                    for start, shape in zip(layout.offsets, join.shapes, strict=True)
+                ]
+                array = join_parts(spec, join, plan.rows, parts)
+            # Results that a user collects must not take the memory that requests need.
+            outputs[spec.name] = array.copy() if crowded else array
+        return outputs
+
+
+def _read(
+    spec: TensorSpec,
+    reference: TensorRef,
+    blocks: dict[int, Block],
+    fetch: Callable[[int], Block],
+) -> NDArray[Any]:
+    """A copy of what lies in a reply, or in a block of the worker's, which is fetched once."""
+    _, _, shape, number, place = reference
+    size = tensor_bytes(spec.element_type, prod(shape))
+    if size == 0:
+        array = np.empty(len(place) if spec.element_type == STRING else 0, spec.dtype)
+        array[:] = place if spec.element_type == STRING else ()
+        try:
+            return array.reshape(shape)
+        except ValueError as exc:  # beside a size of 0, others may be more than an array can have
+            raise ProtocolError(f"reply with {reference}: {exc}") from exc
+    if number is None or number >= 0:
+        raise ProtocolError(f"reply with {spec.name!r} in a block that is not the worker's own")
+    if number not in blocks:
+        blocks[number] = fetch(number)
+    if place + size > blocks[number].size:
+        raise ProtocolError(f"reply with {reference} past its block's end")
+    memory = memoryview(blocks[number].memory(place, size))
+    # Copied: a mapping kept for each result would keep a descriptor for each.
+    return unpack(memory, spec, shape).copy()
+
+
+class Stager:
+    """Checks and stages requests for one model. Any thread may call it."""
+
+    def __init__(self, model: ModelSpec, arena: Arena) -> None:
+        """Take what the model is like, and where tensors are to lie; the arena stays the caller's."""
+        self._model = model
+        self._arena = arena
+        self._copier = Copier(len(os.sched_getaffinity(0)))
+        self._names = tuple(spec.name for spec in model.inputs)
+        self._types = tuple((spec, spec.element_type) for spec in model.inputs)
+        self._plans: OrderedDict[object, _StagedPlan] = OrderedDict()
+
+    def stage(
+        self, inputs: Inputs, pieces: int, batch_axes: BatchAxes | None, timeout: float
+    ) -> Job:
+        """Check a request, cut it, and bring its inputs into shared memory.
+
+        Args:
+            inputs: By name, or in the model's order.
+            pieces: Into how many shards to cut it at most.
+            batch_axes: See `mcinfer.sharding.plan`.
+            timeout: Seconds to wait for memory.
+
+        Raises:
+            InvalidInputError: It does not fit the model; names the input.
+            QueueFullError: No shared memory was free in time.
+        """
+        arrays = self._arrays(inputs)
+        staged = self._plan(arrays, pieces, batch_axes)
+        if not staged.plan.rows:
+            nowhere = _Placement(outputs=(), messages=(), blocks=frozenset())
+            job = Job(self._model, staged, self._arena, nowhere, [], {})
+            empty = zip(self._model.outputs, staged.plan.outputs, strict=True)
+            job.future.set_result({s.name: np.empty(j.shape or (), s.dtype) for s, j in empty})
+            return job
+        places = [
+            None if layout is None else self._find(array, layout)
+            for array, layout in zip(arrays, staged.inputs, strict=True)
+        ]
+        copied = [
+            layout
+            for layout, place in zip(staged.inputs, places, strict=True)
+            if layout is not None and place is None
+        ]
+        laid_out = {
+            spec.name: layout
+            for spec, layout in zip(self._model.outputs, staged.outputs, strict=True)
+            if layout is not None
+        }
+        sizes = [layout.size for layout in laid_out.values()]
+        if copied:
+            sizes.append(sum(align(layout.size) for layout in copied))
+        slots = self._arena.allocate_all(sizes, timeout)
+        # What lies in shared memory already is the caller's, and is held until nobody reads it.
+        keep: list[object] = [
+            a for a, place in zip(arrays, places, strict=True) if place is not None
+        ]
+        if copied:
+            keep.append(slots[-1])
+            self._copy(arrays, staged, slots[-1], places)
+        outputs = dict(zip(laid_out, slots, strict=False))
+        placement = self._place(arrays, staged, places, outputs)
+        return Job(self._model, staged, self._arena, placement, keep, outputs)
+
+    def close(self) -> None:
+        """End the threads that copy."""
+        self._copier.close()
+
+    def allocate(self, shapes: Mapping[str, Sequence[int]]) -> Arrays:
+        """Arrays in shared memory for inputs of these shapes; see `Master.allocate`."""
+        specs = {spec.name: spec for spec in self._model.inputs}
+        arrays: Arrays = {}
+        for name, given in shapes.items():
+            if name not in specs:
+                raise InvalidInputError(
+                    f"shapes: unknown input {name!r}, expected some of {[*specs]}"
+                )
+            spec = specs[name]
+            try:
+                shape = tuple(index(size) for size in given)
+            except TypeError as exc:
+                raise InvalidInputError(
+                    f"shapes: got {given!r} for {name!r}, expected {spec}"
+                ) from exc
+            bits = ELEMENT_TYPES[spec.element_type].bits
+            if bits % 8 or not bits:
+                raise InvalidInputError(
+                    f"shapes: input {spec} cannot lie in shared memory as an array"
+                )
+            if len(shape) != len(spec.shape) or min(shape, default=0) < 0:
+                raise InvalidInputError(f"shapes: got {list(shape)} for {name!r}, expected {spec}")
+            slot = self._arena.allocate(prod(shape) * spec.dtype.itemsize)
+            arrays[name] = np.ndarray(shape, spec.dtype, memoryview(slot.memory))
+        return arrays
+
+    def _arrays(self, inputs: Inputs) -> list[NDArray[Any]]:
+        if isinstance(inputs, Mapping):
+            if inputs.keys() != set(self._names):
+                unknown = [name for name in inputs if name not in self._names]
+                missing = [name for name in self._names if name not in inputs]
+                raise InvalidInputError(
+                    f"inputs: {f'unknown {unknown}, ' if unknown else ''}"
+                    f"{f'missing {missing}, ' if missing else ''}expected {[*self._names]}"
+                )
+            values = [inputs[name] for name in self._names]
+        elif isinstance(inputs, Sequence) and not isinstance(inputs, (str, bytes)):
+            if len(inputs) != len(self._names):
+                raise InvalidInputError(
+                    f"inputs: got {len(inputs)}, expected {len(self._names)}: {[*self._names]}"
+                )
+            values = [*inputs]
+        else:
+            raise InvalidInputError(
+                f"inputs: got {type(inputs).__name__}, expected a mapping by name or a sequence of "
+                f"{[*self._names]}"
+            )
+        return [_as_array(v, s, t) for v, (s, t) in zip(values, self._types, strict=True)]
+
+    def _plan(
+        self, arrays: Sequence[NDArray[Any]], pieces: int, batch_axes: BatchAxes | None
+    ) -> _StagedPlan:
+        shapes = tuple(array.shape for array in arrays)
+        if not isinstance(batch_axes, (Mapping, NoneType)):
+            raise InvalidInputError(
+                f"batch_axes: got {batch_axes!r}, expected a mapping of input names to axes"
+            )
+        # Values as text: what is no axis may not be hashable either, and True is not 1.
+        axes = tuple((name, repr(axis)) for name, axis in (batch_axes or {}).items())
+        key = (shapes, pieces, axes)
+        staged = self._plans.get(key)
+        if staged is None:
+            plan = sharding.plan(self._model, shapes, pieces, batch_axes)
+            staged = _StagedPlan(
+                plan=plan,
+                inputs=tuple(
+                    lay_input(spec, shape, cut)
+                    for spec, shape, cut in zip(
+                        self._model.inputs, shapes, plan.inputs, strict=True
+                    )
+                ),
+                outputs=tuple(
+                    lay_output(spec, join)
+                    for spec, join in zip(self._model.outputs, plan.outputs, strict=True)
+                ),
+                placements={},
+            )
+            self._plans[key] = staged
+            if len(self._plans) > _MOST_PLANS:
+                self._plans.popitem(last=False)
+        return staged
+
+    def _copy(
+        self,
+        arrays: Sequence[NDArray[Any]],
+        staged: _StagedPlan,
+        slot: Slot,
+        places: list[tuple[int, int] | None],
+    ) -> None:
+        """Copy the inputs that have no place in shared memory into the slot, one after another."""
+        memory, at = memoryview(slot.memory), 0
+        for i, (array, layout) in enumerate(zip(arrays, staged.inputs, strict=True)):
+            if layout is None or places[i] is not None:
+                continue
+            place = memory[at : at + layout.size]
+            spec, cut = self._model.inputs[i], staged.plan.inputs[i]
+            copy_in(array, spec, cut, layout, place, self._copier)
+            places[i] = (slot.block, slot.offset + at)
+            at += align(layout.size)
+
+    def _find(self, array: NDArray[Any], layout: Layout) -> tuple[int, int] | None:
+        """Where the array lies in shared memory already, if it does, and as workers need it."""
+        if array.base is None:
+            return None  # memory of its own, in ordinary memory
+        flags = array.flags
+        if not (
+            layout.contiguous and flags.c_contiguous and flags.aligned and array.dtype.isnative
+        ):
+            return None
+        return self._arena.find(array.__array_interface__["data"][0], array.nbytes)
+
+    def _place(
+        self,
+        arrays: Sequence[NDArray[Any]],
+        staged: _StagedPlan,
+        places: Sequence[tuple[int, int] | None],
+        outputs: Mapping[str, Slot],
+    ) -> _Placement:
+        """The references of a request, made once for the same places."""
+        slots = [(slot.block, slot.offset) for slot in outputs.values()]
+        key = (*places, *slots)
+        placement = staged.placements.get(key)
+        if placement is not None:
+            return placement
+        inputs = self._references(arrays, staged, places)
+        written = [self._lay_out(staged, outputs, shard) for shard in range(len(inputs))]
+        placement = _Placement(
+            outputs=tuple(written),
+            messages=tuple(map(encode_tensors, inputs, written)),
+            blocks=frozenset(place[0] for place in [*places, *slots] if place is not None),
+        )
+        if None not in places:  # strings travel by value: there the places are not all there is
+            if len(staged.placements) >= _MOST_PLACEMENTS:
+                staged.placements.clear()
+            staged.placements[key] = placement
+        return placement
+
+    def _lay_out(
+        self, staged: _StagedPlan, slots: Mapping[str, Slot], shard: int
+    ) -> tuple[TensorRef, ...]:
+        """Where a shard's outputs are to be written."""
+        references: list[TensorRef] = []
+        for spec, join, layout in zip(
+            self._model.outputs, staged.plan.outputs, staged.outputs, strict=True
+        ):
+            slot = slots.get(spec.name)
+            if slot is not None and layout is not None and join.shapes is not None:
+                place = slot.offset + layout.offsets[shard]
+                references.append(
+                    (spec.name, spec.element_type, join.shapes[shard], slot.block, place)
+                )
+        return tuple(references)
+
+    def _references(
+        self,
+        arrays: Sequence[NDArray[Any]],
+        staged: _StagedPlan,
+        places: Sequence[tuple[int, int] | None],
+    ) -> list[tuple[TensorRef, ...]]:
+        shards: list[list[TensorRef]] = [[] for _ in staged.plan.rows]
+        for i, (spec, element_type) in enumerate(self._types):
+            cut, layout, place = staged.plan.inputs[i], staged.inputs[i], places[i]
+            for shard, references in enumerate(shards):
+                shape = cut.shapes[shard]
+                if layout is None or place is None:
+                    values = string_rows(arrays[i], cut, shard)
+                    references.append((spec.name, STRING, shape, None, values))
+                else:
+                    block, start = place
+                    offset = start + layout.offsets[shard]
+                    references.append((spec.name, element_type, shape, block, offset))
+        return [tuple(references) for references in shards]
+
+
+def _as_array(value: Any, spec: TensorSpec, element_type: str) -> NDArray[Any]:
+    """The value as an array of the input's type.
+
+    An array must have that type already (in any byte order and layout); what has no type of its own
+    (numbers, lists) takes it where nothing is lost in kind.
+    """
+    if type(value) is np.ndarray and value.dtype is spec.dtype and element_type != STRING:
+        return value
+    typed = hasattr(value, "dtype")
+    try:
+        # NumPy's own types of text take zeros off the end.
+        array = np.asarray(value, object if element_type == STRING and not typed else None)
+    except (
+        Exception
+    ) as exc:  # an object's own conversion raises what it likes, as PyTorch's tensors do
+        raise InvalidInputError(f"input {spec.name!r} is not an array: {exc}") from exc
+    if element_type == STRING:
+        if array.dtype.kind in "US" or all(isinstance(v, (str, bytes)) for v in array.flat):
+            return array
+    elif array.dtype == spec.dtype or array.dtype.newbyteorder("=") == spec.dtype:
+        return array
+    elif (
+        not typed
+        and array.dtype.kind in "biuf"
+        and (array.size == 0 or np.can_cast(array.dtype, spec.dtype, "same_kind"))
+    ):
+        _check_range(array, spec, element_type)
+        return array.astype(spec.dtype)
+    raise InvalidInputError(
+        f"input {spec.name!r} has dtype {array.dtype}, expected {element_type} ({spec})"
+    )
+
+
+def _check_range(array: NDArray[Any], spec: TensorSpec, element_type: str) -> None:
+    """Refuse integers that would come out as others in the input's type."""
+    if array.size == 0 or array.dtype.kind not in "iu" or "int" not in element_type:
+        return
+    values = 1 << ELEMENT_TYPES[element_type].bits
+    least = 0 if element_type.startswith("u") else -values // 2
+    low, high = int(array.min()), int(array.max())
+    if low < least or high >= least + values:
+        raise InvalidInputError(
+            f"input {spec.name!r} has values from {low} to {high}, expected {least} to "
+            f"{least + values - 1} ({spec})"
+        )

@@ -1,0 +1,166 @@
+"""Where the parts of a tensor lie in memory, and how data gets in and out of there.
+
+A part along the first axis (or one that only axes of size one precede) is an offset into the whole
+tensor: nothing is copied to cut or to join. Parts along another axis, and those of four-bit elements,
+whose rows may end within a byte, lie one after another instead, and are copied.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcinfer import sharding
+from mcinfer.copier import Copier
+from mcinfer.errors import PredictError
+from mcinfer.sharding import InputCut, OutputJoin, Shape
+from mcinfer.shm.arena import align
+from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, tensor_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where a tensor's parts lie in its memory.
+
+    Attributes:
+        size: Bytes of all of it.
+        offsets: Bytes from its start to each shard's part.
+        contiguous: Whether the memory is that of the whole C-contiguous array, so that a part is only
+            an offset. Otherwise the parts lie one after another, and data is copied part by part.
+    """
+
+    size: int
+    offsets: tuple[int, ...]
+    contiguous: bool
+
+
+def lay_input(spec: TensorSpec, shape: Shape, cut: InputCut) -> Layout | None:
+    """The layout of an input; None for strings, which travel inline."""
+    if spec.element_type == STRING:
+        return None
+    if cut.axis is None:
+        size = tensor_bytes(spec.element_type, prod(shape))
+        whole = ELEMENT_TYPES[spec.element_type].bits % 8 == 0
+        return Layout(size=size, offsets=(0,) * len(cut.shapes), contiguous=whole)
+    return _lay_parts(spec, shape, cut.axis, cut.shapes)
+
+
+def lay_output(spec: TensorSpec, join: OutputJoin) -> Layout | None:
+    """The layout of an output; None for strings, and where its shape is not known before the run."""
+    if spec.element_type == STRING or not join.shapes or join.shape is None:
+        return None
+    if join.axis is None:
+        # Each shard has a place of its own, so that the answers can be compared.
+        size = tensor_bytes(spec.element_type, prod(join.shape))
+        offsets = tuple(i * align(size) for i in range(len(join.shapes)))
+        total = align(size) * len(join.shapes)
+        return Layout(
+            size=total, offsets=offsets, contiguous=len(offsets) == 1 and not _packed(spec)
+        )
+    return _lay_parts(spec, join.shape, join.axis, join.shapes)
+
+
+def _packed(spec: TensorSpec) -> bool:
+    return ELEMENT_TYPES[spec.element_type].bits % 8 != 0
+
+
+def _lay_parts(spec: TensorSpec, shape: Shape, axis: int, parts: Sequence[Shape]) -> Layout:
+    starts = sharding.offsets(shape, axis, [part[axis] for part in parts])
+    if starts is not None and not _packed(spec):
+        itemsize = ELEMENT_TYPES[spec.element_type].bits // 8
+        offsets = tuple(start * itemsize for start in starts)
+        return Layout(size=prod(shape) * itemsize, offsets=offsets, contiguous=True)
+    places, at = [], 0
+    for part in parts:
+        places.append(at)
+        at += align(tensor_bytes(spec.element_type, prod(part)))
+    return Layout(size=at, offsets=tuple(places), contiguous=False)
+
+
+def copy_in(
+    array: NDArray[Any],
+    spec: TensorSpec,
+    cut: InputCut,
+    layout: Layout,
+    memory: memoryview,
+    copier: Copier,
+) -> None:
+    """Copy an input to its place; turns byte order and layout to what workers read."""
+    if layout.contiguous:
+        copier.copy(np.ndarray(array.shape, spec.dtype, memory), array)
+        return
+    start = 0
+    for offset, shape in zip(layout.offsets, cut.shapes, strict=True):
+        part = array
+        if cut.axis is not None:
+            rows = slice(start, start + shape[cut.axis])
+            part = array[(slice(None),) * cut.axis + (rows,)]
+            start += shape[cut.axis]
+        size = tensor_bytes(spec.element_type, prod(shape))
+        place = memory[offset : offset + size]
+        if _packed(spec):
+            np.ndarray((size,), np.uint8, place)[...] = _pack(part)
+        else:
+            np.copyto(np.ndarray(shape, spec.dtype, place), part, casting="equiv")
+
+
+def _pack(array: NDArray[Any]) -> NDArray[np.uint8]:
+    """Four-bit elements two to a byte, low half first (onnx.proto, TensorProto.raw_data)."""
+    halves = np.zeros(array.size + array.size % 2, np.uint8)
+    halves[: array.size] = array.astype(np.int8).view(np.uint8).ravel() & 0x0F
+    halves[0::2] |= halves[1::2] << 4
+    return halves[0::2]
+
+
+def unpack(memory: memoryview, spec: TensorSpec, shape: Shape) -> NDArray[Any]:
+    """An array over memory; four-bit types take a copy, a byte for each element."""
+    if not _packed(spec):
+        return np.ndarray(shape, spec.dtype, memory)
+    packed = np.ndarray(tensor_bytes(spec.element_type, prod(shape)), np.uint8, memory)
+    low_first = np.stack([packed & 0x0F, packed >> 4], axis=1).ravel()[: prod(shape)]
+    halves: NDArray[Any] = low_first.astype(np.int8)
+    if spec.element_type == "int4":
+        halves[halves > 7] -= 16
+    return halves.astype(spec.dtype).reshape(shape)
+
+
+def string_rows(array: NDArray[Any], cut: InputCut, shard: int) -> tuple[str | bytes, ...]:
+    """The strings of one shard, in C order."""
+    if cut.axis is not None:
+        start = sum(shape[cut.axis] for shape in cut.shapes[:shard])
+        rows = slice(start, start + cut.shapes[shard][cut.axis])
+        array = array[(slice(None),) * cut.axis + (rows,)]
+    # Of exactly these types, as the protocol wants them: NumPy's scalars of text are subclasses.
+    return tuple(str(v) if isinstance(v, str) else bytes(v) for v in array.ravel().tolist())
+
+
+def join_parts(
+    spec: TensorSpec, join: OutputJoin, rows: Sequence[int], parts: Sequence[NDArray[Any]]
+) -> NDArray[Any]:
+    """One array of the shards' parts."""
+    axis = sharding.join_axis(spec.name, join, rows, [part.shape for part in parts])
+    if axis is not None:
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=axis)
+    if not _all_equal(parts):
+        raise PredictError(
+            f"output {spec.name!r} ({spec}) has no batch dimension and differs between the "
+            f"{len(parts)} shards; submit() runs the batch in one piece"
+        )
+    return parts[0]
+
+
+def _all_equal(parts: Sequence[NDArray[Any]]) -> bool:
+    """Whether all parts hold the same values; a NaN equals a NaN."""
+    first = parts[0]
+    for part in parts[1:]:
+        if part.shape != first.shape:
+            return False
+        same = part == first
+        if first.dtype.kind not in "OSUbiu":
+            same |= (part != part) & (first != first)
+        if not np.all(same):
+            return False
+    return True
