@@ -1,0 +1,124 @@
+"""Models to serve, and a watch over what real processes leave behind."""
+
+import gc
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
+
+import onnx
+import psutil
+import pytest
+from onnx import parser
+
+from tests.process.models import FakeModel, OnnxModel
+from tests.process.waiting import is_alive, wait_until
+
+_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runtime_dir() -> Iterator[Path]:
+    """A place for runtime folders that no other test run on this machine shares.
+
+    Not pytest's own: the path of a socket may have no more than 107 bytes.
+    """
+    path = Path(tempfile.mkdtemp(prefix="mcp-", dir="/tmp"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(path))
+        yield path
+    shutil.rmtree(path)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: "pytest.CallInfo[None]"
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Remember that a test failed: its traceback then holds what the test had."""
+    report = yield
+    if call.when == "call":
+        item.stash[_FAILED] = report.failed
+    return report
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(request: pytest.FixtureRequest, runtime_dir: Path) -> Iterator[None]:
+    """Fail a test that leaves a process, a thread, a descriptor or a runtime folder behind."""
+    before = _possessions(runtime_dir)
+    yield
+    if request.node.stash.get(_FAILED, False):
+        return
+
+    def left() -> list[str]:
+        gc.collect()
+        return sorted(_possessions(runtime_dir) - before)
+
+    try:
+        wait_until(lambda: not left(), timeout=5.0)
+    except AssertionError:
+        pytest.fail(f"left behind: {left()}")
+
+
+def _possessions(runtime_dir: Path) -> set[str]:
+    """All that this process has, in words."""
+    found = {f"folder {path}" for path in runtime_dir.glob("mcinfer-*")}
+    for place in {tempfile.gettempdir(), "/tmp"}:  # noqa: S108 where folders lie at last resort
+        found |= {f"folder {path}" for path in Path(place).glob(f"mcinfer-*-{os.getpid()}-*")}
+    for process in psutil.Process().children(recursive=True):
+        found.add(f"process {process.pid}{'' if is_alive(process.pid) else ' (not waited for)'}")
+    for task in Path("/proc/self/task").iterdir():
+        # Those of ZeroMQ are not Python's, so `threading.enumerate` does not know them.
+        found.add(f"thread {task.name} {_read(task / 'comm')}")
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found.add(f"descriptor {entry.name} of {os.readlink(entry)}")
+        except OSError:
+            continue  # that of the listing itself
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return "?"
+
+
+@pytest.fixture
+def fake_model(tmp_path: Path) -> FakeModel:
+    """Writes a model of the engine "fake": y = 2x + 1 on float32[batch, 4], unless told otherwise."""
+    count = 0
+
+    def write(
+        *,
+        inputs: Sequence[object] = (["x", "float32", ["batch", 4]],),
+        outputs: Sequence[object] = (
+            ["y", "float32", ["batch", 4], {"from": "x", "scale": 2, "add": 1}],
+        ),
+        **acts: object,
+    ) -> Path:
+        nonlocal count
+        count += 1
+        path = tmp_path / f"model{count}.json"
+        content = {"inputs": [*inputs], "outputs": [*outputs], **acts}
+        path.write_text(json.dumps(content), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def onnx_model(tmp_path: Path) -> OnnxModel:
+    """Writes an ONNX model that is given in ONNX's text format, such as `tests.process.models.AFFINE`."""
+    count = 0
+
+    def write(text: str) -> Path:
+        nonlocal count
+        count += 1
+        path = tmp_path / f"model{count}.onnx"
+        onnx.save(parser.parse_model(text), path)
+        return path
+
+    return write

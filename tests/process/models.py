@@ -1,0 +1,42 @@
+"""The models that these tests serve, and what goes in and comes out of them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+FakeModel = Callable[..., Path]
+"""The fixture `fake_model`: writes a model of the engine "fake"."""
+
+OnnxModel = Callable[[str], Path]
+"""The fixture `onnx_model`: writes an ONNX model that is given in ONNX's text format."""
+
+AFFINE = """
+<ir_version: 8, opset_import: ["": 17]>
+affine (float[batch, 4] x) => (float[batch, 4] y) <float two = {2.0}, float one = {1.0}> {
+    doubled = Mul(x, two)
+    y = Add(doubled, one)
+}
+"""
+"""y = 2x + 1, in ONNX's own text format (https://onnx.ai/onnx/api/parser.html)."""
+
+Inputs = dict[str, NDArray[Any]]
+
+
+def rows(count: int, first: float = 0.0) -> Inputs:
+    """So many rows for the input of the usual model, no two alike; `first` begins the first."""
+    return {"x": (np.arange(count * 4, dtype=np.float32) + first).reshape(count, 4)}
+
+
+def act(number: float, count: int = 1) -> Inputs:
+    """Rows of one number throughout: for what the model's `when` says of it."""
+    return {"x": np.full((count, 4), number, np.float32)}
+
+
+def assert_answers(outputs: Inputs, inputs: Inputs) -> None:
+    """Fail unless these are the usual model's outputs for these inputs."""
+    assert [*outputs] == ["y"]
+    assert outputs["y"].dtype == inputs["x"].dtype
+    np.testing.assert_array_equal(outputs["y"], inputs["x"] * 2 + 1)

@@ -1,0 +1,116 @@
+"""Users' programs: run as processes of their own, with a pool in them, and ended however a test wants."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PREAMBLE = """
+import os, signal, sys, time
+import numpy as np
+import mcinfer
+
+X = {"x": np.ones((4, 4), np.float32)}
+
+def say(*values):
+    print(*values, flush=True)
+
+def say_pids(master):
+    say("pids", *(worker.pid for worker in master.statistics().workers))
+
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    status: int
+    out: str
+    err: str
+
+
+class Program:
+    """A running program; a context manager that leaves no process behind."""
+
+    def __init__(
+        self,
+        text: str,
+        *arguments: object,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bool = False,
+        command: Sequence[str] = (sys.executable,),
+    ) -> None:
+        """Start it, in a session and process group of its own.
+
+        Args:
+            text: Of the program.
+            arguments: What `sys.argv` is to hold.
+            cwd: Where to run it.
+            env: More environment variables; the package is on PYTHONPATH unless it says otherwise.
+            stdin: Whether the interpreter is to read the program from its standard input.
+            command: Of the interpreter.
+        """
+        source = ["-"] if stdin else ["-c", text]
+        self._process = subprocess.Popen(
+            [*command, *source, *map(str, arguments)],
+            cwd=cwd,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+            stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        if stdin:
+            assert self._process.stdin is not None
+            self._process.stdin.write(text)
+            self._process.stdin.close()
+            self._process.stdin = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def line(self) -> str:
+        """The next line that it prints."""
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().rstrip("\n")
+
+    def pids(self) -> list[int]:
+        """The next line, which is to be what `say_pids` prints."""
+        words = self.line().split()
+        assert words[:1] == ["pids"], words
+        return [int(word) for word in words[1:]]
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def interrupt(self) -> None:
+        """What Ctrl-C does: SIGINT to the whole process group."""
+        os.killpg(self._process.pid, signal.SIGINT)
+
+    def wait(self, timeout: float = 20.0) -> Ended:
+        """Its end, and what it printed after the lines that were read."""
+        out, err = self._process.communicate(timeout=timeout)
+        return Ended(status=self._process.returncode, out=out, err=err)
+
+    def __enter__(self) -> "Program":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+def run(text: str, *arguments: object) -> Ended:
+    """Run a program to its end."""
+    with Program(PREAMBLE + text, *arguments) as program:
+        return program.wait()

@@ -1,0 +1,155 @@
+"""Models that cannot be made ready: an error that says where and why, and no process left."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from mcinfer import (
+    BuildError,
+    ClosedError,
+    Master,
+    MissingDependencyError,
+    ParallelPredictUtils,
+    Timeouts,
+)
+from tests.process.models import AFFINE, FakeModel, OnnxModel
+
+UNKNOWN_OPERATOR = """
+<ir_version: 8, opset_import: ["": 17, "com.nowhere": 1]>
+unknown (float[batch, 4] x) => (float[batch, 4] y) { y = com.nowhere.Frobnicate(x) }
+"""
+SEQUENCE = """
+<ir_version: 8, opset_import: ["": 17]>
+sequence (float[batch, 4] x) => (seq(float[batch, 4]) y) { y = SequenceConstruct(x) }
+"""
+
+
+def failure_to_start(master: Master) -> str:
+    """The text of the error that `start` raises, which is to come at once."""
+    start = time.monotonic()
+    with pytest.raises(BuildError) as caught:
+        master.start()
+    assert time.monotonic() - start < 10.0
+    master.close()
+    assert [worker.pid for worker in master.statistics().workers] == [None] * len(
+        master.statistics().workers
+    )
+    return str(caught.value)
+
+
+def test_missing_file_fails_in_every_worker_by_name(tmp_path: Path) -> None:
+    text = failure_to_start(Master(tmp_path / "nowhere.onnx", 2))
+    assert "worker 0 (cpu:0" in text
+    assert "worker 1 (cpu:1" in text
+    assert "nowhere.onnx" in text
+
+
+def test_file_that_is_no_model_is_refused_in_the_runtimes_words(tmp_path: Path) -> None:
+    path = tmp_path / "letter.onnx"
+    path.write_text("Dear Sir or Madam", encoding="utf-8")
+    text = failure_to_start(Master(path, 1))
+    assert "worker 0 (cpu:0" in text
+    assert "onnxruntime" in text
+    assert "letter.onnx" in text
+
+
+def test_unknown_operator_is_named(onnx_model: OnnxModel) -> None:
+    text = failure_to_start(Master(onnx_model(UNKNOWN_OPERATOR), 1))
+    assert "Frobnicate" in text
+
+
+def test_output_that_is_a_sequence_is_refused_by_name(onnx_model: OnnxModel) -> None:
+    text = failure_to_start(Master(onnx_model(SEQUENCE), 1))
+    assert "output 'y'" in text
+    assert "seq(tensor(float))" in text
+
+
+def test_device_that_does_not_exist_is_named_and_the_others_are_not_blamed(
+    onnx_model: OnnxModel,
+) -> None:
+    text = failure_to_start(Master(onnx_model(AFFINE), ["cpu:0", "cpu:99"]))
+    assert "worker 1" in text
+    assert "cpu:99" in text
+    assert "worker 0" not in text
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there may be such a device here")
+def test_graphics_device_that_is_not_there_is_named(onnx_model: OnnxModel) -> None:
+    text = failure_to_start(Master(onnx_model(AFFINE), ["cpu:0", "cuda:0"]))
+    assert "worker 1 (cuda:0" in text
+    assert "CUDAExecutionProvider" in text
+    assert "worker 0" not in text
+
+
+def test_build_that_raises_everywhere_names_every_worker(fake_model: FakeModel) -> None:
+    text = failure_to_start(Master(fake_model(build="fail"), 3, engine="fake"))
+    for index in range(3):
+        assert f"worker {index} (cpu:{index}" in text
+    assert text.count("fake: told to fail") == 3
+
+
+def test_build_that_raises_in_one_worker_ends_the_others_too(
+    fake_model: FakeModel, tmp_path: Path
+) -> None:
+    model = fake_model(build=f"once:{tmp_path / 'done'}:fail")
+    text = failure_to_start(Master(model, 2, engine="fake"))
+    assert text.count("told to fail") == 1
+
+
+def test_unknown_engine_is_refused(fake_model: FakeModel) -> None:
+    text = failure_to_start(Master(fake_model(), 1, engine="abacus"))
+    assert "abacus" in text
+
+
+def test_build_that_kills_its_worker_twice_is_given_up_with_both_deaths(
+    fake_model: FakeModel,
+) -> None:
+    text = failure_to_start(Master(fake_model(build="kill"), 1, engine="fake"))
+    assert text.count("killed by SIGKILL") == 2
+    assert text.count("worker 0 (cpu:0, pid ") == 2
+
+
+def test_build_that_takes_too_long_is_ended_and_named(fake_model: FakeModel) -> None:
+    model = fake_model(build="sleep:60")
+    text = failure_to_start(Master(model, 1, engine="fake", timeouts=Timeouts(start=1.0)))
+    assert "not ready within 1 s" in text
+    assert "worker 0 (cpu:0" in text
+
+
+def test_master_that_failed_to_start_refuses_requests_and_another_start(
+    fake_model: FakeModel,
+) -> None:
+    master = Master(fake_model(build="fail"), 1, engine="fake")
+    failure_to_start(master)
+    with pytest.raises(ClosedError):
+        master.predict({})
+    with pytest.raises(ClosedError):
+        master.start()
+
+
+def test_parallel_utils_pass_the_build_error_on(tmp_path: Path) -> None:
+    utils = ParallelPredictUtils(tmp_path / "nowhere.onnx", 2)
+    with pytest.raises(BuildError, match="worker 1"):
+        utils.build_model()
+    utils.finalize()
+    with pytest.raises(ClosedError):
+        utils.run_predict([])
+
+
+def test_missing_package_is_told_as_such(
+    fake_model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The workers have this process's import path, and find this in the place of the package.
+    (tmp_path / "ml_dtypes.py").write_text("raise ImportError('not here')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model = fake_model(
+        inputs=[["x", "bfloat16", ["batch", 4]]],
+        outputs=[["y", "bfloat16", ["batch", 4], {"from": "x"}]],
+    )
+    with pytest.raises(
+        MissingDependencyError, match=r"pip install 'mcinfer\[ml-dtypes\]"
+    ) as caught:
+        Master(model, 2, engine="fake").start()
+    assert "worker 0" in str(caught.value)
+    assert "worker 1" in str(caught.value)

@@ -1,0 +1,286 @@
+"""Many callers at once: threads, asyncio, and futures' callbacks."""
+
+import asyncio
+import inspect
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
+
+import numpy as np
+import pytest
+
+from mcinfer import ClosedError, Limits, Master, McinferError, QueueFullError, Timeouts
+from mcinfer.staging import Arrays
+from tests.process.models import FakeModel, act, assert_answers, rows
+from tests.process.waiting import pids, wait_for_states, wait_until
+
+
+def test_sixty_four_threads_get_each_its_own_answers(fake_model: FakeModel) -> None:
+    threads = 64
+    together = threading.Barrier(threads)
+    with Master(fake_model(), 2, engine="fake") as master:
+
+        def ask(thread: int) -> None:
+            chance = random.Random(thread)  # noqa: S311 no secret
+            together.wait()
+            for call in range(6):
+                inputs = rows(chance.randint(1, 20), first=1000.0 * thread + call)
+                if chance.random() < 0.5:
+                    assert_answers(master.predict(inputs), inputs)
+                else:
+                    assert_answers(master.submit(inputs).result(timeout=30.0), inputs)
+
+        with ThreadPoolExecutor(threads) as pool:
+            for done in [pool.submit(ask, thread) for thread in range(threads)]:
+                done.result(timeout=30.0)
+        statistics = master.statistics()
+        assert statistics.accepted == statistics.succeeded == threads * 6
+        assert (statistics.in_flight, statistics.queued_shards) == (0, 0)
+
+
+def test_hundred_tasks_get_each_its_own_answers(fake_model: FakeModel) -> None:
+    async def ask_all() -> list[Arrays]:
+        return await asyncio.gather(*(master.predict_async(rows(3, 10.0 * i)) for i in range(100)))
+
+    with Master(fake_model(), 2, engine="fake") as master:
+        for i, outputs in enumerate(asyncio.run(ask_all())):
+            assert_answers(outputs, rows(3, 10.0 * i))
+
+
+def test_task_that_is_cancelled_stops_its_run_and_no_other(fake_model: FakeModel) -> None:
+    async def ask() -> Arrays:
+        slow = asyncio.create_task(master.predict_async(act(-1.0)))
+        beside = asyncio.create_task(master.predict_async(rows(1)))
+        await asyncio.sleep(0)
+        await beside
+        slow.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await slow
+        return await master.predict_async(rows(2))
+
+    with Master(fake_model(when={"-1": "sleep:60"}), 2, engine="fake") as master:
+        before = pids(master)
+        assert_answers(asyncio.run(ask()), rows(2))
+        wait_for_states(master, "ready", "ready")
+        assert pids(master) == before
+        assert master.statistics().cancelled == 1
+
+
+def test_task_that_waits_for_memory_leaves_the_loop_free(fake_model: FakeModel) -> None:
+    limits = Limits(memory_bytes=4096)
+
+    async def ask() -> Arrays:
+        waiting = asyncio.create_task(master.predict_async(rows(100)))
+        for _ in range(20):  # the loop goes on
+            await asyncio.sleep(0.01)
+        assert not waiting.done()
+        held.clear()
+        return await waiting
+
+    with Master(fake_model(), 1, engine="fake", limits=limits) as master:
+        held = master.allocate({"x": (200, 4)})
+        assert_answers(asyncio.run(ask()), rows(100))
+
+
+def test_task_gets_a_full_memory_told_where_that_is_wanted(fake_model: FakeModel) -> None:
+    limits = Limits(memory_bytes=4096, when_full="raise")
+
+    async def ask() -> None:
+        with pytest.raises(QueueFullError):
+            await master.predict_async(rows(100))
+
+    with Master(fake_model(), 1, engine="fake", limits=limits) as master:
+        held = master.allocate({"x": (200, 4)})
+        asyncio.run(ask())
+        assert held["x"].shape == (200, 4)
+
+
+def outcome_of_callback(
+    master: Master, model_act: float, callback: Callable[[], object]
+) -> Future[object]:
+    """What a callback of a request's future, which runs where answers are settled, comes to."""
+    outcome: Future[object] = Future()
+
+    def call(_: "Future[Arrays]") -> None:
+        try:
+            outcome.set_result(callback())
+        except BaseException as exc:
+            outcome.set_exception(exc)
+
+    master.submit(act(model_act)).add_done_callback(call)
+    return outcome
+
+
+def test_predict_in_a_callback_is_refused_and_does_not_wait_for_itself(
+    fake_model: FakeModel,
+) -> None:
+    with Master(fake_model(when={"-1": "sleep:0.1"}), 1, engine="fake") as master:
+        outcome = outcome_of_callback(master, -1.0, lambda: master.predict(rows(1)))
+        with pytest.raises(McinferError, match=r"callback.*submit\(\)"):
+            outcome.result(timeout=5.0)
+        assert_answers(master.predict(rows(1)), rows(1))
+
+
+def test_submit_in_a_callback_is_answered(fake_model: FakeModel) -> None:
+    with Master(fake_model(when={"-1": "sleep:0.1"}), 1, engine="fake") as master:
+        future = outcome_of_callback(master, -1.0, lambda: master.submit(rows(2))).result(5.0)
+        assert isinstance(future, Future)
+        assert_answers(future.result(timeout=5.0), rows(2))
+
+
+def test_submit_in_a_callback_does_not_wait_for_memory(fake_model: FakeModel) -> None:
+    limits = Limits(memory_bytes=4096, when_full="wait")
+    model = fake_model(when={"-1": "sleep:0.1"})
+    with Master(model, 1, engine="fake", limits=limits) as master:
+        held = master.allocate({"x": (200, 4)})
+        outcome = outcome_of_callback(master, -1.0, lambda: master.submit(rows(100)))
+        with pytest.raises(QueueFullError):
+            outcome.result(timeout=5.0)
+        assert held["x"].shape == (200, 4)
+
+
+def test_close_in_a_callback_ends_the_pool(fake_model: FakeModel) -> None:
+    master = Master(fake_model(when={"-1": "sleep:0.1"}), 2, engine="fake").start()
+    outcome_of_callback(master, -1.0, master.close).result(timeout=5.0)
+    wait_for_states(master, "gone", "gone")
+    with pytest.raises(ClosedError):
+        master.predict(rows(1))
+
+
+def test_callbacks_that_submit_again_and_again_do_not_nest(fake_model: FakeModel) -> None:
+    limit = 1000
+    depths: list[int] = []
+    over = threading.Event()
+
+    def next_one(_: "Future[Arrays]") -> None:
+        # Takes longer than a worker does, so that the next answer is always there already.
+        depths.append(len(inspect.stack(0)))
+        if len(depths) >= limit:
+            over.set()
+        if not over.is_set():
+            master.submit(rows(1)).add_done_callback(next_one)
+
+    with Master(fake_model(), 2, engine="fake") as master:
+        for _ in range(20):
+            master.submit(rows(1)).add_done_callback(next_one)
+        assert over.wait(20.0)
+        assert max(depths) < 100
+
+
+def test_exception_in_a_callback_harms_nobody(
+    fake_model: FakeModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    def raise_it(_: "Future[Arrays]") -> None:
+        raise LookupError("of the user's own")
+
+    with Master(fake_model(when={"-1": "sleep:0.1"}), 1, engine="fake") as master:
+        future = master.submit(act(-1.0))
+        future.add_done_callback(raise_it)
+        future.result(timeout=5.0)
+        assert_answers(master.predict(rows(2)), rows(2))
+    assert "of the user's own" in caplog.text
+    caplog.clear()  # the traceback in it holds the future
+
+
+def test_exit_in_a_callback_ends_neither_the_pool_nor_its_thread(
+    fake_model: FakeModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Master(fake_model(when={"-1": "sleep:0.1"}), 1, engine="fake") as master:
+        future = master.submit(act(-1.0))
+        future.add_done_callback(lambda _: sys.exit(3))
+        assert_answers(future.result(timeout=5.0), act(-1.0))
+        assert_answers(master.predict(rows(2), timeout=5.0), rows(2))
+    assert "wants to end this thread" in caplog.text
+    caplog.clear()  # the traceback in it holds the future
+
+
+def test_answers_are_not_lost_while_others_are_cancelled(fake_model: FakeModel) -> None:
+    """ZeroMQ's descriptor is edge-triggered: a message that came while another was sent must be seen."""
+    chance = random.Random(11)  # noqa: S311 no secret
+    with Master(fake_model(when={"-1": "sleep:60"}), 2, engine="fake") as master:
+        for _ in range(300):
+            slow, quick = master.submit(act(-1.0)), master.submit(rows(1))
+            pause = time.perf_counter() + chance.random() * 0.0015
+            while time.perf_counter() < pause:
+                pass
+            slow.cancel()
+            assert_answers(quick.result(timeout=5.0), rows(1))
+
+
+def test_results_of_a_future_are_the_same_for_all_who_ask(fake_model: FakeModel) -> None:
+    with Master(fake_model(run="sleep:0.1"), 1, engine="fake") as master:
+        future = master.submit(rows(2))
+        with ThreadPoolExecutor(4) as pool:
+            asked = [pool.submit(future.result, 5.0) for _ in range(4)]
+            wait_for_futures(asked)
+        assert all(item.result() is future.result() for item in asked)
+        np.testing.assert_array_equal(future.result()["y"], rows(2)["x"] * 2 + 1)
+
+
+def test_callbacks_run_in_no_callers_thread(fake_model: FakeModel) -> None:
+    """A callback may take a lock that the caller of `submit` holds, as with any executor."""
+    lock, here = threading.Lock(), threading.current_thread()
+    pending: set[object] = set()
+    threads = set()
+
+    def done(future: object) -> None:
+        with lock:
+            pending.discard(future)
+            threads.add(threading.current_thread())
+
+    with Master(fake_model(), 2, engine="fake") as master:
+        for _ in range(300):
+            with lock:
+                future = master.submit(rows(1))
+                pending.add(future)
+            future.add_done_callback(done)
+            with lock:
+                master.predict(rows(1), timeout=5.0)
+        wait_until(lambda: not pending, timeout=5.0)
+    # One that is added to a finished future runs at once, where it is added.
+    assert len(threads - {here}) <= 1
+
+
+def test_a_slow_callback_holds_up_no_predict(fake_model: FakeModel) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def stay(_: object) -> None:
+        entered.set()
+        leave.wait(10.0)
+
+    with Master(fake_model(when={"-1": "sleep:0.1"}), 2, engine="fake") as master:
+        try:
+            master.submit(act(-1.0)).add_done_callback(stay)
+            assert_answers(master.predict(rows(1), timeout=5.0), rows(1))
+            assert entered.wait(5.0)
+            assert_answers(master.predict(rows(2), timeout=5.0), rows(2))
+        finally:
+            leave.set()
+
+
+@pytest.mark.parametrize("end", [SystemExit, asyncio.CancelledError])
+def test_whatever_a_callback_raises_others_are_answered(
+    fake_model: FakeModel, end: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    def raises(_: object) -> None:
+        raise end
+
+    with Master(fake_model(when={"-1": "sleep:0.1"}), 1, engine="fake") as master:
+        futures = [master.submit(act(-1.0)) for _ in range(4)]
+        for future in futures:
+            future.add_done_callback(raises)
+        for future in futures:
+            assert_answers(future.result(timeout=5.0), act(-1.0))
+        assert_answers(master.predict(rows(1), timeout=5.0), rows(1))
+    caplog.clear()
+
+
+def test_very_long_time_outs_are_waited_for(fake_model: FakeModel) -> None:
+    timeouts = Timeouts(start=1e9, predict=1e9, close=1e9)
+    with Master(fake_model(), 1, engine="fake", timeouts=timeouts) as master:
+        assert_answers(master.predict(rows(1)), rows(1))
+        assert_answers(master.submit(rows(1), timeout=float("inf")).result(5.0), rows(1))

@@ -1,0 +1,79 @@
+"""Programs that fork: the child has no part in its parent's master, and does it no harm."""
+
+import pytest
+
+from tests.process.models import FakeModel
+from tests.process.scripts import PREAMBLE, Program, run
+
+ANSWER = "48.0"
+"""The sum of the usual model's outputs for X: 16 times 2 * 1 + 1."""
+
+
+@pytest.mark.parametrize(
+    "ending", ["os._exit(0)", "sys.exit(0)", "os.execv('/bin/true', ['true'])"]
+)
+def test_forked_child_is_refused_and_its_end_is_no_matter(
+    fake_model: FakeModel, ending: str
+) -> None:
+    text = f"""
+master = mcinfer.Master(sys.argv[1], 2, engine="fake").start()
+held = master.allocate({{"x": (2, 4)}})
+answer = master.predict(X)
+say_pids(master)
+child = os.fork()
+if not child:
+    for use in (
+        lambda: master.predict(X),
+        lambda: master.submit(X),
+        lambda: master.allocate({{"x": (1, 4)}}),
+        lambda: master.statistics(),
+    ):
+        try:
+            use()
+        except mcinfer.ClosedError as exc:
+            say("forked" in str(exc))
+    master.close()
+    del held, answer
+    {ending}
+assert os.waitpid(child, 0)[1] == 0
+say_pids(master)
+say(master.predict(X)["y"].sum())
+master.close()
+"""
+    with Program(PREAMBLE + text, fake_model()) as program:
+        workers = program.pids()
+        assert [program.line() for _ in range(4)] == ["True"] * 4
+        assert program.pids() == workers
+        assert program.line() == ANSWER
+        ended = program.wait(timeout=5.0)
+        assert (ended.status, ended.out, ended.err) == (0, "", "")
+
+
+def test_forked_child_that_leaves_the_with_statement_closes_nothing(
+    fake_model: FakeModel,
+) -> None:
+    text = """
+with mcinfer.Master(sys.argv[1], 2, engine="fake") as master:
+    child = os.fork()
+    if not child:
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    say(master.predict(X)["y"].sum())
+"""
+    ended = run(text, fake_model())
+    assert (ended.status, ended.out, ended.err) == (0, ANSWER + "\n", "")
+
+
+def test_forked_child_may_have_a_master_of_its_own(fake_model: FakeModel) -> None:
+    text = """
+with mcinfer.Master(sys.argv[1], 1, engine="fake") as master:
+    child = os.fork()
+    if not child:
+        with mcinfer.Master(sys.argv[1], 1, engine="fake") as own:
+            say(own.predict(X)["y"].sum())
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    say(master.predict(X)["y"].sum())
+"""
+    ended = run(text, fake_model())
+    assert (ended.status, ended.out, ended.err) == (0, f"{ANSWER}\n{ANSWER}\n", "")

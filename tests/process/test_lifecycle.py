@@ -1,0 +1,307 @@
+"""Start and close in every order, what workers print, and intruders at the socket."""
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import Future
+
+import msgpack
+import pytest
+import zmq
+
+from mcinfer import ClosedError, Master, Timeouts
+from mcinfer.protocol import VERSION, BuildFinish, Error, Hello, Reply, encode
+from mcinfer.staging import Arrays
+from tests.process.models import FakeModel, act, assert_answers, rows
+from tests.process.waiting import all_gone, pids, wait_for_states, wait_until
+
+
+def test_close_may_be_called_again_and_by_many(fake_model: FakeModel) -> None:
+    master = Master(fake_model(), 2, engine="fake").start()
+    workers = pids(master)
+    threads = [threading.Thread(target=master.close) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    master.close()
+    for thread in threads:
+        thread.join()
+    master.close()
+    assert all_gone(workers)
+    assert [worker.state for worker in master.statistics().workers] == ["gone", "gone"]
+
+
+def test_close_before_start_is_the_end(fake_model: FakeModel) -> None:
+    master = Master(fake_model(), 1, engine="fake")
+    master.close()
+    master.close()
+    with pytest.raises(ClosedError):
+        master.start()
+
+
+def test_everything_before_start_says_that_it_is_to_be_started(fake_model: FakeModel) -> None:
+    master = Master(fake_model(), 1, engine="fake")
+    for use in (
+        lambda: master.predict(rows(1)),
+        lambda: master.submit(rows(1)),
+        lambda: master.allocate({"x": (1, 4)}),
+        lambda: master.inputs,
+        lambda: master.outputs,
+    ):
+        with pytest.raises(ClosedError, match="start"):
+            use()
+    assert [worker.state for worker in master.statistics().workers] == ["gone"]
+
+
+def test_second_start_is_refused_and_harms_nothing(fake_model: FakeModel) -> None:
+    with Master(fake_model(), 1, engine="fake") as master:
+        with pytest.raises(ClosedError, match="once"):
+            master.start()
+        assert_answers(master.predict(rows(1)), rows(1))
+    with pytest.raises(ClosedError, match="once"):
+        master.start()
+
+
+def test_everything_after_close_says_that_it_is_closed(fake_model: FakeModel) -> None:
+    with Master(fake_model(), 1, engine="fake") as master:
+        assert_answers(master.predict(rows(1)), rows(1))
+    for use in (
+        lambda: master.predict(rows(1)),
+        lambda: master.submit(rows(1)),
+        lambda: master.allocate({"x": (1, 4)}),
+    ):
+        with pytest.raises(ClosedError, match="closed"):
+            use()
+    assert master.statistics().succeeded == 1
+    assert master.inputs[0].name == "x"
+
+
+def test_requests_in_flight_fail_when_the_master_is_closed(fake_model: FakeModel) -> None:
+    with Master(fake_model(when={"-1": "sleep:60"}), 1, engine="fake") as master:
+        futures = [master.submit(act(-1.0)) for _ in range(5)]
+        caller: Future[BaseException | None] = Future()
+
+        def ask() -> None:
+            try:
+                master.predict(act(-1.0))
+            except ClosedError as exc:
+                caller.set_result(exc)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        wait_until(lambda: master.statistics().in_flight == 6)
+        start = time.monotonic()
+        master.close()
+        assert time.monotonic() - start < 2.0
+        for future in futures:
+            assert isinstance(future.exception(timeout=1.0), ClosedError)
+        assert isinstance(caller.result(timeout=1.0), ClosedError)
+        asking.join()
+
+
+def test_worker_that_does_not_end_is_killed_after_the_time_that_close_is_given(
+    fake_model: FakeModel,
+) -> None:
+    with Master(fake_model(when={"-1": "hang:60"}), 1, engine="fake") as master:
+        future = master.submit(act(-1.0))
+        workers = pids(master)
+        wait_for_states(master, "busy")
+        start = time.monotonic()
+        master.close(timeout=0.2)
+        assert time.monotonic() - start < 2.0
+        assert all_gone(workers)
+        with pytest.raises(ClosedError):
+            future.result(timeout=1.0)
+
+
+def test_stopped_worker_is_killed_by_close(fake_model: FakeModel) -> None:
+    timeouts = Timeouts(close=0.2)
+    with Master(fake_model(), 2, engine="fake", timeouts=timeouts) as master:
+        workers = pids(master)
+        os.kill(workers[1], signal.SIGSTOP)
+    assert all_gone(workers)
+
+
+def test_close_from_elsewhere_ends_a_start_that_is_going_on(fake_model: FakeModel) -> None:
+    master = Master(fake_model(build="sleep:60"), 2, engine="fake")
+    outcome: Future[BaseException] = Future()
+
+    def start() -> None:
+        try:
+            master.start()
+        except ClosedError as exc:
+            outcome.set_result(exc)
+
+    starting = threading.Thread(target=start)
+    starting.start()
+    wait_for_states(master, "building", "building")
+    workers = pids(master)
+    master.close()
+    outcome.result(timeout=5.0)
+    starting.join()
+    assert all_gone(workers)
+
+
+def test_error_in_the_with_statement_ends_the_workers_and_passes(fake_model: FakeModel) -> None:
+    workers: list[int] = []
+
+    def fail() -> None:
+        with Master(fake_model(), 2, engine="fake") as master:
+            workers.extend(pids(master))
+            raise LookupError("of the user's own")
+
+    with pytest.raises(LookupError, match="of the user's own"):
+        fail()
+    assert len(workers) == 2
+    assert all_gone(workers)
+
+
+def test_master_that_is_garbage_ends_its_workers(fake_model: FakeModel) -> None:
+    master = Master(fake_model(), 2, engine="fake").start()
+    workers = pids(master)
+    assert_answers(master.predict(rows(3)), rows(3))
+    outputs = master.predict(rows(2))
+    del master
+    gc.collect()
+    wait_until(lambda: all_gone(workers), timeout=5.0)
+    assert_answers(outputs, rows(2))
+
+
+def test_future_of_a_master_that_is_garbage_is_told(fake_model: FakeModel) -> None:
+    master = Master(fake_model(when={"-1": "sleep:60"}), 1, engine="fake").start()
+    future: Future[Arrays] = master.submit(act(-1.0))
+    del master
+    gc.collect()
+    assert isinstance(future.exception(timeout=5.0), ClosedError)
+
+
+def test_two_masters_do_not_know_each_other(fake_model: FakeModel) -> None:
+    other = fake_model(outputs=(["y", "float32", ["batch", 4], {"from": "x", "scale": -1}],))
+    with Master(fake_model(), 1, engine="fake") as one, Master(other, 1, engine="fake") as two:
+        assert_answers(one.predict(rows(2)), rows(2))
+        assert (two.predict(rows(2))["y"] == -rows(2)["x"]).all()
+        # What lies in one's shared memory is for the other an array as any other.
+        outputs = one.predict(rows(2))
+        assert (two.predict({"x": outputs["y"]})["y"] == -outputs["y"]).all()
+        one.close()
+        assert (two.predict(rows(2))["y"] == -rows(2)["x"]).all()
+
+
+def test_what_workers_print_comes_out_line_by_line_with_their_mark(
+    fake_model: FakeModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Master(fake_model(build="print:hello", run="print:a run"), 2, engine="fake") as master:
+        master.predict(rows(2))
+    out, err = capsys.readouterr()
+    assert sorted(out.splitlines()) == [
+        "[worker 0 cpu:0] a run",
+        "[worker 0 cpu:0] hello",
+        "[worker 1 cpu:1] a run",
+        "[worker 1 cpu:1] hello",
+    ]
+    assert err == ""
+
+
+def test_last_words_of_a_worker_that_crashes_come_out(
+    fake_model: FakeModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Master(fake_model(when={"-1": "segfault"}), 1, engine="fake") as master:
+        assert master.submit(act(-1.0)).exception(timeout=10.0) is not None
+    _, err = capsys.readouterr()
+    assert "[worker 0 cpu:0] Fatal Python error: Segmentation fault" in err
+
+
+def test_stream_that_cannot_be_written_to_stops_no_worker(
+    fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        def write(self, _: str) -> int:
+            raise LookupError("of the user's own")
+
+    monkeypatch.setattr(sys, "stdout", Broken())
+    # More than a pipe takes: a worker whose output nobody reads would wait.
+    with Master(fake_model(run=f"print:{'x' * 50_000}"), 1, engine="fake") as master:
+        for _ in range(5):
+            assert_answers(master.predict(rows(1), timeout=10.0), rows(1))
+
+
+def test_pool_speaks_through_logging_alone(
+    fake_model: FakeModel, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    with Master(fake_model(when={"-1": "fail"}), 1, engine="fake") as master:
+        (worker,) = pids(master)
+        os.kill(worker, signal.SIGKILL)
+        wait_until(lambda: master.statistics().workers[0].restarts == 1)
+        assert master.submit(act(-1.0)).exception(timeout=10.0) is not None
+    assert capsys.readouterr() == ("", "")
+    assert f"worker 0 (cpu:0, pid {worker}) killed by SIGKILL" in caplog.text
+    assert "told to fail" in caplog.text
+    assert {record.name for record in caplog.records} <= {"mcinfer.master", "asyncio"}
+
+
+GARBAGE = [
+    b"",
+    b"\xc1",
+    b"\x80",
+    os.urandom(1000),
+    b"\x91" * 5000,
+    msgpack.packb([1, 2, 3]),
+    msgpack.packb({"id": 99}),
+    msgpack.packb({"id": 5, "version": "one"}),
+    msgpack.packb({"id": 2, "request": 0}),
+]
+
+
+def test_intruder_at_the_socket_changes_nothing(fake_model: FakeModel) -> None:
+    def is_as_before() -> None:
+        assert_answers(master.predict(rows(3)), rows(3))
+        assert pids(master) == workers
+
+    with (
+        Master(fake_model(when={"-1": "sleep:0.5"}), 2, engine="fake") as master,
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as socket,
+    ):
+        workers = pids(master)
+        socket.setsockopt(zmq.LINGER, 1000)
+        socket.connect(master._supervisor._folder.endpoint)
+        for data in GARBAGE:
+            socket.send(data)
+        socket.send_multipart([b"one", b"two", b"three"])
+        is_as_before()
+        future = master.submit(act(-1.0))
+        for token in ("", "0" * 32, "é"):
+            for pid in (os.getpid(), *workers):
+                socket.send(encode(Hello(version=VERSION, pid=pid, token=token)))
+        for request in range(4):
+            socket.send(encode(Reply(request=request, shard=0, outputs=(), seconds=0.0)))
+            socket.send(encode(Error(request=request, shard=0, kind="predict", text="boo")))
+        socket.send(encode(Error(kind="build", text="boo")))
+        socket.send(encode(BuildFinish(inputs=(), outputs=(), providers=(), seconds=0.0)))
+        is_as_before()
+        assert_answers(future.result(timeout=5.0), act(-1.0))
+        is_as_before()
+        assert socket.poll(0) == 0
+        statistics = master.statistics()
+        assert (statistics.accepted, statistics.failed) == (4, 0)
+
+
+def test_intruder_that_is_there_before_the_workers_does_not_take_their_place(
+    fake_model: FakeModel,
+) -> None:
+    master = Master(fake_model(build="sleep:0.3"), 1, engine="fake")
+    starting = threading.Thread(target=master.start)
+    starting.start()
+    wait_until(lambda: pids(master))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(master._supervisor._folder.endpoint)
+        for guess in range(20):
+            socket.send(encode(Hello(version=VERSION, pid=pids(master)[0], token=f"{guess:032}")))
+        starting.join()
+        assert_answers(master.predict(rows(3)), rows(3))
+        assert socket.poll(0) == 0
+    master.close()

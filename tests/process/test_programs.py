@@ -1,0 +1,347 @@
+"""Whole programs of a user's: how they start, are interrupted, end and die."""
+
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from mcinfer import Master
+from tests.process.models import FakeModel, assert_answers, rows
+from tests.process.scripts import PREAMBLE, ROOT, Program, run
+from tests.process.waiting import all_gone, is_alive, wait_until
+
+ASK = """
+with mcinfer.Master(sys.argv[1], 2, engine="fake") as master:
+    say_pids(master)
+    say(master.predict(X)["y"].sum())
+"""
+ANSWER = "48.0"
+"""What ASK prints: 16 times 2 * 1 + 1."""
+
+
+@pytest.mark.parametrize("run_act", ["sleep:60", "hang:60"])
+def test_ctrl_c_in_predict_is_the_callers_alone(
+    fake_model: FakeModel, tmp_path: Path, run_act: str
+) -> None:
+    runs = tmp_path / "runs"
+    text = """
+timeouts = mcinfer.Timeouts(close=0.3)
+try:
+    with mcinfer.Master(sys.argv[1], 2, engine="fake", timeouts=timeouts) as master:
+        say_pids(master)
+        master.predict(X)
+except KeyboardInterrupt:
+    say("interrupted")
+"""
+    model = fake_model(run=f"once:{runs}:{run_act}")
+    with Program(PREAMBLE + text, model) as program:
+        workers = program.pids()
+        wait_until(runs.exists)
+        program.interrupt()
+        ended = program.wait(timeout=5.0)
+        assert (ended.status, ended.out) == (0, "interrupted\n")
+        # The one that hangs is killed, which is told; neither prints a traceback.
+        assert "Traceback" not in ended.err
+        assert "[worker" not in ended.err
+        assert all_gone(workers)
+
+
+def test_ctrl_c_that_nobody_catches_ends_the_program_with_one_traceback(
+    fake_model: FakeModel, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    with Program(PREAMBLE + ASK, fake_model(run=f"once:{runs}:sleep:60")) as program:
+        workers = program.pids()
+        wait_until(runs.exists)
+        program.interrupt()
+        ended = program.wait(timeout=5.0)
+        assert (ended.status, ended.out) == (-signal.SIGINT, "")
+        assert ended.err.count("Traceback") == 1
+        assert ended.err.endswith("KeyboardInterrupt\n")
+        assert "[worker" not in ended.err
+        assert all_gone(workers)
+
+
+def test_ctrl_c_while_workers_build_leaves_none(fake_model: FakeModel) -> None:
+    text = """
+import threading
+master = mcinfer.Master(sys.argv[1], 2, engine="fake")
+def tell():
+    while [w.state for w in master.statistics().workers] != ["building"] * 2:
+        time.sleep(0.01)
+    say_pids(master)
+threading.Thread(target=tell).start()
+try:
+    master.start()
+except KeyboardInterrupt:
+    say("interrupted")
+"""
+    with Program(PREAMBLE + text, fake_model(build="hang:60")) as program:
+        workers = program.pids()
+        program.interrupt()
+        ended = program.wait(timeout=5.0)
+        assert (ended.status, ended.out) == (0, "interrupted\n")
+        assert "Traceback" not in ended.err
+        assert all_gone(workers)
+
+
+def test_master_serves_on_after_a_ctrl_c_that_the_user_survives(
+    fake_model: FakeModel, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    text = """
+with mcinfer.Master(sys.argv[1], 2, engine="fake") as master:
+    say_pids(master)
+    try:
+        master.predict(X)
+    except KeyboardInterrupt:
+        say_pids(master)
+    say(master.predict(X, timeout=10.0)["y"].sum())
+    say_pids(master)
+"""
+    with Program(PREAMBLE + text, fake_model(run=f"once:{runs}:sleep:60")) as program:
+        workers = program.pids()
+        wait_until(runs.exists)
+        program.interrupt()
+        assert program.pids() == workers
+        assert program.line() == ANSWER
+        assert program.pids() == workers
+        ended = program.wait()
+        assert (ended.status, ended.out, ended.err) == (0, "", "")
+
+
+def test_ctrl_c_at_any_moment_leaves_the_pool_as_it_was(fake_model: FakeModel) -> None:
+    text = """
+import random, threading
+chance = random.Random(5)
+armed = threading.Event()
+
+def interrupt():
+    while True:
+        armed.wait()
+        armed.clear()
+        time.sleep(chance.random() * 0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=interrupt, daemon=True).start()
+with mcinfer.Master(sys.argv[1], 2, engine="fake") as master:
+    say_pids(master)
+    end = time.monotonic() + 2.0
+    while time.monotonic() < end:
+        try:
+            armed.set()
+            while True:
+                master.predict(X, timeout=10.0)
+        except KeyboardInterrupt:
+            pass
+        assert master.submit(X).result(timeout=10.0)["y"].sum() == 48.0
+        assert master.predict(X, timeout=10.0)["y"].sum() == 48.0
+    say_pids(master)
+    say(master.statistics().in_flight)
+"""
+    with Program(PREAMBLE + text, fake_model()) as program:
+        workers = program.pids()
+        assert program.pids() == workers
+        assert program.line() == "0"
+        ended = program.wait(timeout=5.0)
+        assert (ended.status, ended.out, ended.err) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        pytest.param("", id="end of the script"),
+        pytest.param("master.submit({'x': -X['x']})", id="with a run that goes on"),
+        pytest.param("del master", id="garbage"),
+        pytest.param("master.close(); master.close()", id="closed"),
+    ],
+)
+def test_program_that_ends_without_close_is_silent_and_leaves_nothing(
+    fake_model: FakeModel, runtime_dir: Path, ending: str
+) -> None:
+    text = f"""
+master = mcinfer.Master(sys.argv[1], 2, engine="fake").start()
+assert master.predict(X)["y"].sum() == {ANSWER}
+say_pids(master)
+{ending}
+"""
+    with Program(PREAMBLE + text, fake_model(when={"-1": "sleep:60"})) as program:
+        workers = program.pids()
+        ended = program.wait(timeout=5.0)
+        assert (ended.status, ended.out, ended.err) == (0, "", "")
+        assert all_gone(workers)
+        assert [*runtime_dir.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "last_words"),
+    [
+        ("sys.exit(3)", 3, ""),
+        ("raise LookupError('of the user')", 1, "LookupError: of the user\n"),
+    ],
+)
+def test_exit_and_error_in_the_with_statement_end_the_program_as_they_do(
+    fake_model: FakeModel, ending: str, status: int, last_words: str
+) -> None:
+    with Program(PREAMBLE + ASK + f"    {ending}", fake_model()) as program:
+        workers = program.pids()
+        assert program.line() == ANSWER
+        ended = program.wait(timeout=5.0)
+        assert (ended.status, ended.out) == (status, "")
+        assert ended.err.endswith(last_words)
+        assert ended.err.count("Traceback") == (1 if last_words else 0)
+        assert all_gone(workers)
+
+
+def test_workers_last_words_come_out_at_exit_without_close(fake_model: FakeModel) -> None:
+    text = """
+master = mcinfer.Master(sys.argv[1], 1, engine="fake").start()
+master.predict(X)
+"""
+    ended = run(text, fake_model(run="print:hello"))
+    assert (ended.status, ended.out, ended.err) == (0, "[worker 0 cpu:0] hello\n", "")
+
+
+# What becomes of workers whose master dies.
+
+
+def assert_next_start_sweeps(model: Path, runtime_dir: Path, dead: int) -> None:
+    """Fail unless whoever starts next removes the folder that the dead master left."""
+    assert len([*runtime_dir.glob(f"mcinfer-*-{dead}-*")]) == 1
+    with Master(model, 1, engine="fake") as master:
+        assert [*runtime_dir.glob(f"mcinfer-*-{dead}-*")] == []
+        assert_answers(master.predict(rows(1)), rows(1))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("worker_is", ["idle", "in a long run", "building", "importing"])
+def test_workers_of_a_master_that_dies_are_gone_at_once(
+    fake_model: FakeModel, runtime_dir: Path, number: signal.Signals, worker_is: str
+) -> None:
+    text = """
+import threading
+master = mcinfer.Master(sys.argv[1], 2, engine="fake")
+starting = threading.Thread(target=master.start, daemon=True)
+starting.start()
+want = {"importing": "spawned", "building": "building", "idle": "ready", "in a long run": "busy"}
+if want[sys.argv[2]] in ("ready", "busy"):
+    starting.join()
+if want[sys.argv[2]] == "busy":
+    futures = [master.submit(X), master.submit(X)]
+while [w.state for w in master.statistics().workers if w.pid] != [want[sys.argv[2]]] * 2:
+    pass
+say_pids(master)
+time.sleep(60)
+"""
+    model = fake_model(
+        run="hang:60" if worker_is == "in a long run" else "",
+        build="hang:60" if worker_is == "building" else "",
+    )
+    in_shm = set(Path("/dev/shm").iterdir())  # noqa: S108 no file is made there
+    with Program(PREAMBLE + text, model, worker_is) as program:
+        workers = program.pids()
+        assert all(is_alive(worker) for worker in workers)
+        program.send_signal(number)
+        wait_until(lambda: all_gone(workers), timeout=2.0)
+        assert program.wait().status == -number
+    assert not [path for path in Path("/dev/shm").iterdir() if path not in in_shm]  # noqa: S108
+    assert_next_start_sweeps(fake_model(), runtime_dir, program.pid)
+
+
+def test_workers_of_a_dead_master_end_though_its_child_lives_on(
+    fake_model: FakeModel, runtime_dir: Path
+) -> None:
+    """A child that the user forked holds the master's end of every lifeline open."""
+    text = """
+with mcinfer.Master(sys.argv[1], 2, engine="fake") as master:
+    say_pids(master)
+    child = os.fork()
+    if not child:
+        os.close(1), os.close(2)
+        time.sleep(60)
+        os._exit(0)
+    say("pids", child)
+    time.sleep(60)
+"""
+    with Program(PREAMBLE + text, fake_model()) as program:
+        workers, (child,) = program.pids(), program.pids()
+        program.send_signal(signal.SIGKILL)
+        try:
+            wait_until(lambda: all_gone(workers), timeout=2.0)
+            assert is_alive(child)
+        finally:
+            os.kill(child, signal.SIGKILL)
+    assert_next_start_sweeps(fake_model(), runtime_dir, program.pid)
+
+
+# How a program may be written.
+
+
+def test_script_needs_no_main_guard(fake_model: FakeModel, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PREAMBLE + ASK, encoding="utf-8")
+    with Program("import runpy, sys; runpy.run_path(sys.argv[2])", fake_model(), script) as program:
+        assert len(program.pids()) == 2
+        assert program.line() == ANSWER
+        assert program.wait().status == 0
+
+
+def test_script_may_come_from_standard_input(fake_model: FakeModel) -> None:
+    with Program(PREAMBLE + ASK, fake_model(), stdin=True) as program:
+        assert len(program.pids()) == 2
+        assert program.line() == ANSWER
+        ended = program.wait()
+        assert (ended.status, ended.err) == (0, "")
+
+
+def test_workers_import_what_is_only_on_the_users_path(
+    fake_model: FakeModel, tmp_path: Path
+) -> None:
+    """The package lies in a folder that the program adds to its path, and its worker runs that one."""
+    shutil.copytree(ROOT / "mcinfer", tmp_path / "added" / "mcinfer")
+    fake = tmp_path / "added" / "mcinfer" / "engines" / "_fake.py"
+    fake.write_text(
+        "import beside\n" + fake.read_text(encoding="utf-8").replace('("fake",)', "(beside.NAME,)"),
+        encoding="utf-8",
+    )
+    (tmp_path / "added" / "beside.py").write_text("NAME = 'the copy'\n", encoding="utf-8")
+    (tmp_path / "elsewhere").mkdir()
+    text = """
+import sys
+sys.path.insert(0, sys.argv[2])
+import mcinfer
+with mcinfer.Master(sys.argv[1], 1, engine="fake") as master:
+    print(mcinfer.__file__)
+    print(*master.statistics().workers[0].providers)
+"""
+    # A path that is not absolute is one from the master's working directory.
+    for added in (tmp_path / "added", "../added"):
+        with Program(
+            text,
+            fake_model(),
+            added,
+            cwd=tmp_path / "elsewhere",
+            env={"PYTHONPATH": ""},
+            command=(sys.executable, "-P"),
+        ) as program:
+            ended = program.wait()
+        assert (ended.status, ended.err) == (0, "")
+        assert (
+            (tmp_path / "elsewhere" / ended.out.splitlines()[0]).resolve().is_relative_to(tmp_path)
+        )
+        assert ended.out.splitlines()[1] == "the copy"
+
+
+def test_module_that_shadows_the_standard_library_in_the_working_directory_is_not_run(
+    fake_model: FakeModel, tmp_path: Path
+) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('shadow')\n", encoding="utf-8")
+    with Program(
+        PREAMBLE + ASK, fake_model(), cwd=tmp_path, command=(sys.executable, "-P")
+    ) as program:
+        assert len(program.pids()) == 2
+        assert program.line() == ANSWER
+        assert program.wait().status == 0

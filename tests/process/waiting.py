@@ -1,0 +1,51 @@
+"""Waiting for what other processes do: for a condition, with a deadline, never for luck."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mcinfer import Master
+
+
+def wait_until(condition: Callable[[], object], timeout: float = 10.0) -> None:
+    """Return once the condition holds; fail the test if it does not within so many seconds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout:g} s")
+        time.sleep(0.005)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process still runs; one that nobody has waited for yet does not."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def all_gone(pids: Sequence[int]) -> bool:
+    return not any(is_alive(pid) for pid in pids)
+
+
+def pids(master: Master) -> list[int]:
+    """Of the workers that have a process, by index."""
+    return [worker.pid for worker in master.statistics().workers if worker.pid is not None]
+
+
+def states(master: Master) -> list[str]:
+    return [worker.state for worker in master.statistics().workers]
+
+
+def wait_for_states(master: Master, *expected: str, timeout: float = 10.0) -> None:
+    """Wait until the workers are in these states, whichever is in which."""
+    wait_until(lambda: sorted(states(master)) == sorted(expected), timeout)
+
+
+def busy_pid(master: Master) -> int:
+    """The process of the one worker that is in a run, once there is one."""
+    wait_until(lambda: "busy" in states(master))
+    (pid,) = [w.pid for w in master.statistics().workers if w.state == "busy"]
+    assert pid is not None
+    return pid
