@@ -1,0 +1,200 @@
+"""One Stable-Diffusion-shaped UNet batch over several worker processes, joined, checked and timed.
+
+Classifier-free guidance (Ho and Salimans 2022) runs the UNet on a batch of two, an unconditional and a
+conditional row; here each row goes to a device of its own. A whole denoising loop runs (DDIM, Song et
+al. 2021, with the v-prediction of Salimans and Ho 2022 that Stable Diffusion 2.1 uses), and every step's
+joined answer is held against one session that runs the whole batch.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from build_unet import CONTEXT_TOKENS, LATENT_CHANNELS, SIZES, build_unet
+from numpy.typing import NDArray
+
+from mcinfer import McinferError, ParallelPredictUtils, TensorSpec
+
+Array = NDArray[Any]
+UNet = Callable[[list[Array]], Array]
+
+GUIDANCE = 7.5
+TRAINING_STEPS = 1000
+MOST_RELATIVE_ERROR = 1e-4
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the example; its exit status."""
+    options = _parse(arguments)
+    try:
+        with _model(options) as model:
+            return _run(model, options)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except (McinferError, OSError) as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return 1
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--model", type=Path, help="a UNet with these inputs; built on the spot if not given"
+    )
+    parser.add_argument("--size", choices=[*SIZES], default="small", help="of the UNet to build")
+    parser.add_argument("--devices", type=int, default=2, help="how many worker processes")
+    parser.add_argument("--steps", type=int, default=10, help="denoising steps")
+    parser.add_argument("--seed", type=int, default=0, help="of the first noise")
+    options = parser.parse_args(arguments)
+    if not 1 <= options.steps <= TRAINING_STEPS:
+        parser.error(f"--steps: got {options.steps}, expected 1 to {TRAINING_STEPS}")
+    if options.devices < 1:
+        parser.error(f"--devices: got {options.devices}, expected at least 1")
+    return options
+
+
+@contextmanager
+def _model(options: argparse.Namespace) -> Iterator[Path]:
+    """The model's path; one that is built here lives in a temporary folder."""
+    if options.model is not None:
+        yield options.model
+        return
+    with tempfile.TemporaryDirectory(prefix="sd_dual_core-") as folder:
+        print(f"Building the {options.size} UNet: {SIZES[options.size].parameters:,} parameters")
+        yield build_unet(Path(folder) / "unet.onnx", options.size)
+
+
+def _run(model: Path, options: argparse.Namespace) -> int:
+    utils = ParallelPredictUtils(model, options.devices)
+    utils.build_model()
+    try:
+        for worker in utils.statistics().workers:
+            print(f"Success to build model {worker.index}")
+        latents, context = _first_noise(utils.inputs, options)
+        session = ort.InferenceSession(model)
+        split, single = _Timer(_split(utils)), _Timer(_single(session))
+        worst = _denoise(latents, context, utils.inputs, options.steps, split, single)
+        print(f"Total predict time =  {split.seconds}")
+        print(f"One session, all cores, the same steps =  {single.seconds}")
+        print(f"Largest relative difference to one session =  {worst:.3g}")
+    finally:
+        utils.finalize()
+    for worker in utils.statistics().workers:
+        if worker.state == "gone":
+            print("Receive exit message  and start to exit")
+    if not worst <= MOST_RELATIVE_ERROR:
+        print(
+            f"error: the joined result is {worst:.3g} from that of one session, expected at most "
+            f"{MOST_RELATIVE_ERROR:g}",
+            file=sys.stderr,
+        )
+        return 1
+    print("=========== success ===========")
+    return 0
+
+
+class _Timer:
+    """Calls a UNet and adds up the seconds."""
+
+    def __init__(self, unet: UNet) -> None:
+        self._unet = unet
+        self.seconds = 0.0
+
+    def __call__(self, inputs: list[Array]) -> Array:
+        start = time.perf_counter()
+        output = self._unet(inputs)
+        self.seconds += time.perf_counter() - start
+        return output
+
+
+def _split(utils: ParallelPredictUtils) -> UNet:
+    return lambda inputs: utils.predict(inputs)[0]
+
+
+def _single(session: ort.InferenceSession) -> UNet:
+    """One session on the whole batch; row by row where the model's batch is fixed to one."""
+    names = [item.name for item in session.get_inputs()]
+    fixed = session.get_inputs()[0].shape[0] == 1
+
+    def run(inputs: list[Array]) -> Array:
+        if not fixed:
+            output: Array = session.run(None, dict(zip(names, inputs, strict=True)))[0]
+            return output
+        sample, timestep, context = inputs
+        rows = [
+            session.run(
+                None,
+                dict(zip(names, [sample[i : i + 1], timestep, context[i : i + 1]], strict=True)),
+            )[0]
+            for i in range(len(sample))
+        ]
+        return np.concatenate(rows)
+
+    return run
+
+
+def _first_noise(specs: Sequence[TensorSpec], options: argparse.Namespace) -> tuple[Array, Array]:
+    """Latents float32[1, 4, h, w] and text states float32[2, 77, d] (unconditional, conditional).
+
+    Sizes that the model leaves open are those of `--size`.
+    """
+    size = SIZES[options.size]
+    sample, _, states = (spec.shape for spec in specs)
+    side = size.latent_side
+    height, width = (n if isinstance(n, int) else side for n in sample[2:])
+    tokens = states[1] if isinstance(states[1], int) else CONTEXT_TOKENS
+    channels = states[2] if isinstance(states[2], int) else size.context_channels
+    rng = np.random.default_rng(options.seed)
+    latents = rng.standard_normal((1, LATENT_CHANNELS, height, width), dtype=np.float32)
+    context = rng.standard_normal((2, tokens, channels), dtype=np.float32)
+    return latents, context
+
+
+def _denoise(
+    latents: Array,
+    context: Array,
+    specs: Sequence[TensorSpec],
+    steps: int,
+    split: UNet,
+    single: UNet,
+) -> float:
+    """The denoising loop; how far the two ways of running the UNet ever were apart.
+
+    DDIM without noise (Song et al. 2021, equation 12, sigma 0) on the scaled-linear schedule of Stable
+    Diffusion; x0 and epsilon from v as in Salimans and Ho 2022, appendix D.
+    """
+    betas = np.linspace(0.00085**0.5, 0.012**0.5, TRAINING_STEPS) ** 2
+    alphas = np.cumprod(1.0 - betas)
+    times = np.linspace(TRAINING_STEPS - 1, 0, steps + 1).round().astype(int)
+    worst = 0.0
+    for now, after in pairwise(times):
+        inputs = [
+            array.astype(spec.dtype)
+            for array, spec in zip(
+                [np.concatenate([latents, latents]), np.array([now]), context], specs, strict=True
+            )
+        ]
+        joined, expected = split(inputs), single(inputs)
+        scale = float(np.abs(expected).max()) or 1.0
+        # Not Python's max, which would pass a NaN by.
+        worst = float(np.maximum(worst, np.abs(joined - expected).max() / scale))
+        unconditional, conditional = joined[:1], joined[1:]
+        v = unconditional + GUIDANCE * (conditional - unconditional)
+        signal, noise = alphas[now] ** 0.5, (1 - alphas[now]) ** 0.5
+        clean = signal * latents - noise * v
+        epsilon = signal * v + noise * latents
+        latents = alphas[after] ** 0.5 * clean + (1 - alphas[after]) ** 0.5 * epsilon
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,233 @@
+"""Tests of examples/sd_dual_core/build_unet.py, the UNet of the demo."""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from numpy.typing import NDArray
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "sd_dual_core" / "build_unet.py"
+# Of Stable Diffusion 1, which differs in the widths from 2.1 only by its context of 768 channels:
+# https://forums.fast.ai/t/stable-diffusion-parameter-budget-allocation/101515
+SD1_PARAMETERS = 859_520_964
+
+Array = NDArray[np.float32]
+
+
+def _load() -> Any:
+    spec = importlib.util.spec_from_file_location("build_unet", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+unet = _load()
+
+
+def _open(path: Path) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def _inputs(batch: int, side: int = 16) -> tuple[Array, Array]:
+    """Returns standard normal `sample` and `encoder_hidden_states` for the size tiny."""
+    rng = np.random.default_rng(1)
+    sample = rng.standard_normal((batch, 4, side, side), dtype=np.float32)
+    return sample, rng.standard_normal((batch, 77, 32), dtype=np.float32)
+
+
+def _run(session: ort.InferenceSession, sample: Array, states: Array, timestep: int = 500) -> Array:
+    feed = {
+        "sample": sample,
+        "timestep": np.array([timestep], np.int64),
+        "encoder_hidden_states": states,
+    }
+    output: Array = session.run(["out_sample"], feed)[0]
+    return output
+
+
+def _shapes(values: Any) -> dict[str, tuple[int, list[int | str]]]:
+    """Returns data type and dimensions, by name, of a model's inputs or outputs."""
+    return {
+        value.name: (
+            value.type.tensor_type.elem_type,
+            [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim],
+        )
+        for value in values
+    }
+
+
+@pytest.fixture(scope="module")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = unet.build_unet(tmp_path_factory.mktemp("unet") / "tiny.onnx", "tiny")
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_path: Path) -> ort.InferenceSession:
+    return _open(tiny_path)
+
+
+def test_tiny_passes_the_checker_and_has_the_stated_inputs_and_output(tiny_path: Path) -> None:
+    onnx.checker.check_model(str(tiny_path), full_check=True)
+    graph = onnx.load(tiny_path).graph
+    latents = (onnx.TensorProto.FLOAT, ["batch", 4, 16, 16])
+    assert _shapes(graph.input) == {
+        "sample": latents,
+        "timestep": (onnx.TensorProto.INT64, [1]),
+        "encoder_hidden_states": (onnx.TensorProto.FLOAT, ["batch", 77, 32]),
+    }
+    assert _shapes(graph.output) == {"out_sample": latents}
+
+
+def test_parameters_are_those_of_the_written_model(tiny_path: Path) -> None:
+    tensors = onnx.load(tiny_path).graph.initializer
+    weights = [t for t in tensors if t.name.endswith((".weight", ".bias"))]
+    assert sum(int(np.prod(t.dims)) for t in weights) == unet.SIZES["tiny"].parameters
+
+
+def test_parameter_counts_are_in_range() -> None:
+    assert unet.SIZES["tiny"].parameters < 1_000_000
+    assert 30_000_000 <= unet.SIZES["small"].parameters <= 60_000_000
+    assert 800_000_000 <= unet.SIZES["sd21"].parameters <= 920_000_000
+
+
+def test_layout_has_the_parameters_of_stable_diffusion() -> None:
+    size = dataclasses.replace(unet.SIZES["sd21"], context_channels=768)
+    assert size.parameters == SD1_PARAMETERS
+
+
+def test_batch_of_two_equals_two_batches_of_one(tiny: ort.InferenceSession) -> None:
+    sample, states = _inputs(2)
+    both = _run(tiny, sample, states)
+    single = [_run(tiny, sample[i : i + 1], states[i : i + 1]) for i in range(2)]
+    difference = np.abs(both - np.concatenate(single)).max()
+    assert difference <= 1e-5 * np.abs(both).max()
+
+
+def test_a_row_does_not_depend_on_another(tiny: ort.InferenceSession) -> None:
+    sample, states = _inputs(2)
+    before = _run(tiny, sample, states)
+    sample[1] *= -3
+    states[1] += 5
+    after = _run(tiny, sample, states)
+    np.testing.assert_array_equal(after[0], before[0])
+    assert np.abs(after[1] - before[1]).max() > 0.1
+
+
+@pytest.mark.parametrize("timestep", [0, 500, 999])
+def test_output_is_of_order_one(tiny: ort.InferenceSession, timestep: int) -> None:
+    output = _run(tiny, *_inputs(2), timestep)
+    assert np.isfinite(output).all()
+    assert 0.1 < output.std() < 10
+
+
+def test_a_denoising_loop_stays_of_order_one(tiny: ort.InferenceSession) -> None:
+    """DDIM (Song et al. 2021) with v-prediction and SD's scaled linear schedule of betas."""
+    alphas = np.cumprod(1 - np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)
+    latents, states = _inputs(1)
+    steps = [*range(950, -1, -50)]
+    for step in steps:
+        v = _run(tiny, latents, states, step)
+        alpha = alphas[step]
+        previous = alphas[step - 50] if step else 1.0
+        clean = alpha**0.5 * latents - (1 - alpha) ** 0.5 * v
+        noise = alpha**0.5 * v + (1 - alpha) ** 0.5 * latents
+        latents = (previous**0.5 * clean + (1 - previous) ** 0.5 * noise).astype(np.float32)
+    assert np.isfinite(latents).all()
+    assert 0.1 < latents.std() < 10
+
+
+def test_timestep_and_encoder_hidden_states_matter(tiny: ort.InferenceSession) -> None:
+    sample, states = _inputs(1)
+    output = _run(tiny, sample, states, 500)
+    for changed in (_run(tiny, sample, states, 400), _run(tiny, sample, -states, 500)):
+        assert np.abs(changed - output).max() > 0.01
+
+
+def test_seed_determines_the_bytes(tiny_path: Path, tmp_path: Path) -> None:
+    same = unet.build_unet(tmp_path / "same.onnx", "tiny", seed=0)
+    other = unet.build_unet(tmp_path / "other.onnx", "tiny", seed=1)
+    assert same.read_bytes() == tiny_path.read_bytes()
+    assert other.read_bytes() != tiny_path.read_bytes()
+
+
+def test_fixed_batch_is_the_dimension(tmp_path: Path) -> None:
+    path = unet.build_unet(tmp_path / "one.onnx", "tiny", batch=1)
+    graph = onnx.load(path).graph
+    for value in (graph.input[0], graph.input[2], graph.output[0]):
+        assert value.type.tensor_type.shape.dim[0].WhichOneof("value") == "dim_value"
+        assert value.type.tensor_type.shape.dim[0].dim_value == 1
+
+
+def test_symbolic_latents_take_other_sides(tiny: ort.InferenceSession, tmp_path: Path) -> None:
+    path = unet.build_unet(tmp_path / "symbolic.onnx", "tiny", symbolic_latents=True)
+    assert _shapes(onnx.load(path).graph.output)["out_sample"][1] == ["batch", 4, "height", "width"]
+    session = _open(path)
+    sample, states = _inputs(2)
+    np.testing.assert_allclose(
+        _run(session, sample, states), _run(tiny, sample, states), rtol=0, atol=1e-4
+    )
+    assert _run(session, sample[..., :8], states).shape == (2, 4, 16, 8)
+
+
+def test_external_data_gives_the_same_network(
+    tiny: ort.InferenceSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = dataclasses.replace(unet.SIZES["tiny"], external_data=True)
+    monkeypatch.setitem(unet.SIZES, "external", size)
+    for seed in (1, 0):  # the second build replaces the first
+        path = unet.build_unet(tmp_path / "model.onnx", "external", seed=seed)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
+    onnx.checker.check_model(str(path), full_check=True)
+    assert path.stat().st_size < (tmp_path / "model.onnx.data").stat().st_size / 2
+    inputs = _inputs(1)
+    np.testing.assert_array_equal(_run(_open(path), *inputs), _run(tiny, *inputs))
+
+
+def test_a_failed_build_leaves_the_old_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_text("old")
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(unet, "_model", fail)
+    with pytest.raises(OSError, match="disk full"):
+        unet.build_unet(path, "tiny")
+    assert path.read_text() == "old"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"size": "huge"}, "size: got 'huge', expected one of 'tiny', 'small', 'sd21'"),
+        ({"size": "tiny", "batch": 0}, "batch: got 0"),
+        ({"size": "tiny", "seed": -1}, "seed: got -1"),
+    ],
+)
+def test_bad_arguments_are_named(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        unet.build_unet(tmp_path / "model.onnx", **arguments)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_command_line_reports_parameters_and_sizes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "unet.onnx"
+    assert unet.main(["--size", "tiny", "--output", str(path), "--batch", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{unet.SIZES['tiny'].parameters:,} parameters" in printed
+    assert f"{path.stat().st_size:,} bytes" in printed
