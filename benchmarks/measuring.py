@@ -1,0 +1,219 @@
+"""Timing that a busy machine cannot fool much: several ways in turn, and ratios within one round.
+
+Each round runs every way for a moment, A B C A B C …, so that what disturbs the machine disturbs all of
+them. A ratio is taken within each round, and the middle one of all rounds is reported, with the least
+and the greatest beside it.
+"""
+
+import os
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter
+
+import psutil
+
+_PACKAGES = ("onnxruntime", "numpy", "pyzmq", "msgpack", "onnx")
+
+Way = Callable[[], object]
+Record = dict[str, object]
+"""What goes to JSON."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How long to measure.
+
+    Attributes:
+        rounds: How often every way has its turn.
+        seconds: Of one turn, as far as `least` and `most` samples allow.
+    """
+
+    rounds: int
+    seconds: float
+    least: int = 3
+    most: int = 1000
+
+    def samples(self, estimate: float) -> int:
+        """How many calls of `estimate` seconds make a turn."""
+        return max(self.least, min(self.most, int(self.seconds / max(estimate, 1e-9))))
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One number per round, such as the median seconds of a call."""
+
+    rounds: tuple[float, ...]
+
+    @property
+    def middle(self) -> float:
+        """The median of the rounds."""
+        return statistics.median(self.rounds)
+
+    @property
+    def low(self) -> float:
+        """The least."""
+        return min(self.rounds)
+
+    @property
+    def high(self) -> float:
+        """The greatest."""
+        return max(self.rounds)
+
+    def over(self, other: "Series") -> "Series":
+        """Ratios, round by round."""
+        return Series(tuple(a / b for a, b in zip(self.rounds, other.rounds, strict=True)))
+
+    def record(self) -> Record:
+        """For JSON."""
+        return {"p50": self.middle, "low": self.low, "high": self.high, "rounds": [*self.rounds]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratio:
+    """A ratio and what it is wanted to be.
+
+    Attributes:
+        text: What is divided by what.
+        bound: The target; None where there is none.
+        at_least: Whether the target is met from `bound` on upwards, or downwards.
+    """
+
+    text: str
+    series: Series
+    bound: float | None = None
+    at_least: bool = True
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the middle ratio meets the target; None without one."""
+        if self.bound is None:
+            return None
+        value = self.series.middle
+        return value >= self.bound if self.at_least else value <= self.bound
+
+    @property
+    def verdict(self) -> str:
+        """In words: the target, and whether it is met or by how much it is missed."""
+        if self.bound is None:
+            return ""
+        wanted = f"{'≥' if self.at_least else '≤'} {self.bound:g}"
+        if self.met:
+            return f"target {wanted}: met"
+        return f"target {wanted}: missed by {abs(self.series.middle / self.bound - 1):.1%}"
+
+    def record(self) -> Record:
+        """For JSON."""
+        target = {"bound": self.bound, "at_least": self.at_least, "met": self.met}
+        return {"text": self.text, **self.series.record(), "target": target}
+
+
+def in_turns(
+    ways: Mapping[str, Way],
+    effort: Effort,
+    *,
+    before: Way = lambda: None,
+    after_round: Way = lambda: None,
+) -> dict[str, Series]:
+    """Time calls of all ways in turns; by name, the median seconds of each round.
+
+    The result of a call is kept until the next one is there, as a program that uses it would.
+
+    Args:
+        ways: What to call, by name.
+        effort: How long.
+        before: Called once, when all ways are warm.
+        after_round: Called at the end of each round.
+    """
+    samples = {name: effort.samples(_estimate(way)) for name, way in ways.items()}
+    rounds: dict[str, list[float]] = {name: [] for name in ways}
+    before()
+    for _ in range(effort.rounds):
+        for name, way in ways.items():
+            rounds[name].append(_turn(way, samples[name]))
+        after_round()
+    return {name: Series(tuple(times)) for name, times in rounds.items()}
+
+
+def _estimate(way: Way) -> float:
+    """Seconds of a call, from a few that also warm it up."""
+    times: list[float] = []
+    stop = perf_counter() + 0.2
+    while len(times) < 3 or (perf_counter() < stop and len(times) < 200):
+        start = perf_counter()
+        way()
+        times.append(perf_counter() - start)
+    return statistics.median(times)
+
+
+def _turn(way: Way, samples: int) -> float:
+    """The median seconds of so many calls, after some that are not counted: other ways came between."""
+    for _ in range(min(samples, 10)):
+        result = way()
+    times: list[float] = []
+    for _ in range(samples):
+        start = perf_counter()
+        result = way()
+        times.append(perf_counter() - start)
+    del result
+    return statistics.median(times)
+
+
+def machine() -> Record:
+    """What was measured on: processor, cores, memory, load and versions; no names, no paths."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "load_average_before": round(os.getloadavg()[0], 2),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in _PACKAGES},
+    }
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.machine()
+
+
+def time_text(seconds: float) -> str:
+    """Seconds in a unit that suits them."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns of text, the first one to the left and all others to the right."""
+    lines = [header, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    texts = []
+    for line in lines:
+        cells = [
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        texts.append("  ".join(cells).rstrip())
+    texts.insert(1, "-" * max(map(len, texts)))
+    return "\n".join(texts)
+
+
+def series_row(name: str, series: Series) -> tuple[str, str, str]:
+    """A row for `table`: name, p50, spread of the rounds."""
+    spread = f"{time_text(series.low)} … {time_text(series.high)}"
+    return name, time_text(series.middle), spread
+
+
+def ratio_line(ratio: Ratio) -> str:
+    """A line of text on a ratio."""
+    spread = f"[{ratio.series.low:.3g} … {ratio.series.high:.3g}]"
+    line = f"  {ratio.text:<58} {ratio.series.middle:6.3g} {spread:<17} {ratio.verdict}"
+    return line.rstrip()
