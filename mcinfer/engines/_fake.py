@@ -33,6 +33,7 @@ from mcinfer.engines.base import (
     Run,
     RunCancelledError,
     Strings,
+    produced_from,
 )
 from mcinfer.errors import BuildError, EngineError, InvalidInputError, PredictError
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
@@ -154,21 +155,8 @@ class _FakeRun(Run):
                         f"fake: output {spec.name!r} is of shape {value.shape}, bound as {place.shape}"
                     )
                 place[...] = value
-            elif value.dtype == object:
-                produced.append(
-                    Strings(name=spec.name, shape=value.shape, values=tuple(value.ravel().tolist()))
-                )
             else:
-                produced.append(
-                    Produced(
-                        name=spec.name,
-                        element_type=spec.element_type,
-                        shape=value.shape,
-                        address=value.ctypes.data,
-                        size=value.nbytes,
-                        owner=value,
-                    )
-                )
+                produced.append(produced_from(spec, value))
         return produced
 
 

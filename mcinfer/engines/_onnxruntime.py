@@ -20,6 +20,7 @@ from mcinfer.engines.base import (
     Run,
     RunCancelledError,
     Strings,
+    produced_from,
 )
 from mcinfer.errors import (
     BuildError,
@@ -272,20 +273,8 @@ class _ValueRun(Run):
         arrays = self._engine.run_values(self._feeds)
         for spec, array in zip(self._engine.spec.outputs, arrays, strict=True):
             place = self._bound.get(spec.name)
-            if spec.element_type == STRING:
-                values = tuple(array.ravel().tolist())
-                produced.append(Strings(name=spec.name, shape=array.shape, values=values))
-            elif place is None:
-                produced.append(
-                    Produced(
-                        name=spec.name,
-                        element_type=spec.element_type,
-                        shape=array.shape,
-                        address=array.ctypes.data,
-                        size=array.nbytes,
-                        owner=array,
-                    )
-                )
+            if place is None:
+                produced.append(produced_from(spec, array))
             elif place.shape != array.shape:
                 raise PredictError(
                     f"onnxruntime: got {[*array.shape]} for output {spec}, expected {[*place.shape]}"

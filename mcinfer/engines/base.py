@@ -8,10 +8,13 @@ next run of the same `Run`.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from numpy.typing import NDArray
 
 from mcinfer.config import Device
 from mcinfer.errors import McinferError
-from mcinfer.specs import ModelSpec
+from mcinfer.specs import STRING, ModelSpec, TensorSpec
 
 
 class RunCancelledError(McinferError):
@@ -76,6 +79,20 @@ class Produced(Buffer):
     """
 
     owner: object
+
+
+def produced_from(spec: TensorSpec, array: NDArray[Any]) -> Produced | Strings:
+    """What a run made by itself, as NumPy holds it: C-contiguous, which the result keeps alive."""
+    if spec.element_type == STRING:
+        return Strings(name=spec.name, shape=array.shape, values=tuple(array.ravel().tolist()))
+    return Produced(
+        name=spec.name,
+        element_type=spec.element_type,
+        shape=array.shape,
+        address=array.ctypes.data,
+        size=array.nbytes,
+        owner=array,
+    )
 
 
 class Run(ABC):
