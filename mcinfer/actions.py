@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from mcinfer.errors import McinferError
-from mcinfer.protocol import Message, Reply
+from mcinfer.protocol import Message
+from mcinfer.shard_queue import ShardId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,11 +16,14 @@ class StartWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendPredict:
-    """Give the worker this shard: the shell knows where its tensors lie."""
+    """Give the worker these shards as one run: the shell knows where their tensors lie.
+
+    Attributes:
+        members: Request and shard of each; the first stands for the run in messages.
+    """
 
     worker: int
-    request: int
-    shard: int
+    members: tuple[ShardId, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +43,9 @@ class KillWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settle:
-    """Answer the request: with its shards' replies in order, or with an error."""
+    """Answer the request: with what its shards gave, or with an error."""
 
     request: int
-    replies: tuple[Reply, ...] = ()
     error: McinferError | None = None
 
 

@@ -91,7 +91,9 @@ class CoreShare:
 
 
 def share_cores(
-    devices: Sequence[Device], cores: Sequence[int]
+    devices: Sequence[Device],
+    cores: Sequence[int],
+    chosen: Sequence[Sequence[int]] | None = None,
 ) -> dict[int, CoreShare | InvalidInputError]:
     """Share the usable cores out over the CPU devices of a pool.
 
@@ -102,6 +104,7 @@ def share_cores(
     Args:
         devices: The devices of the pool, one per worker.
         cores: The cores this process may use, in ascending order.
+        chosen: By worker index, the cores that it is to have in the place of a share.
 
     Returns:
         By worker index, for the workers on a CPU: the share, or why there is none.
@@ -109,6 +112,8 @@ def share_cores(
     indices = {i: device.index for i, device in enumerate(devices) if device.kind == "cpu"}
     if not indices:
         return {}
+    if chosen is not None:
+        return _mark_shared({i: _chosen_cores(i, len(devices), cores, chosen) for i in indices})
     limit = max(len(cores), len(set(indices.values())))
     existing = [index for index in indices.values() if index < limit]
     count = max([len(set(existing)), *(index + 1 for index in existing)], default=1)
@@ -124,6 +129,26 @@ def share_cores(
         stop = (index + 1) * len(cores) // count
         mine = tuple(cores[start:stop]) or (cores[start],)
         shares[worker] = CoreShare(cores=mine, shared=False)
+    return _mark_shared(shares)
+
+
+def _chosen_cores(
+    worker: int, workers: int, cores: Sequence[int], chosen: Sequence[Sequence[int]]
+) -> CoreShare | InvalidInputError:
+    if len(chosen) != workers:
+        return InvalidInputError(
+            f"cores: got {len(chosen)} lists, expected one for each of {workers} workers"
+        )
+    absent = [core for core in chosen[worker] if core not in cores]
+    if absent:
+        return InvalidInputError(f"cores: got {absent}, expected some of {[*cores]}")
+    return CoreShare(cores=tuple(chosen[worker]), shared=False)
+
+
+def _mark_shared(
+    shares: dict[int, CoreShare | InvalidInputError],
+) -> dict[int, CoreShare | InvalidInputError]:
+    """Say of each share whether another one has one of its cores as well."""
     pinned = Counter(core for s in shares.values() if isinstance(s, CoreShare) for core in s.cores)
     return {
         worker: replace(share, shared=any(pinned[core] > 1 for core in share.cores))
@@ -140,9 +165,24 @@ def check_seconds(name: str, value: float) -> None:
         raise InvalidInputError(f"{name}: got {value!r}, expected seconds, 0 or more")
 
 
-def _check_count(name: str, value: int, least: int) -> None:
+def check_count(name: str, value: int, least: int) -> None:
+    """Raise `InvalidInputError` unless the value is an int of at least so many."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise InvalidInputError(f"{name}: got {value!r}, expected an int of at least {least}")
+
+
+def _check_cores(cores: object) -> tuple[tuple[int, ...], ...]:
+    """The cores of each worker as tuples."""
+    lists = cores if isinstance(cores, Sequence) and not isinstance(cores, str) else ()
+    checked = tuple(tuple(item) if isinstance(item, Sequence) else () for item in lists)
+    numbers = [core for item in checked for core in item]
+    if not all(checked) or not all(type(core) is int and core >= 0 for core in numbers):
+        raise InvalidInputError(
+            f"cores: got {cores!r}, expected for each worker a list of core numbers"
+        )
+    if not checked:
+        raise InvalidInputError(f"cores: got {cores!r}, expected one list for each worker")
+    return checked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +191,9 @@ class EngineOptions:
 
     Attributes:
         threads: Threads of one run; ``None`` is as many as the worker has cores.
+        inter_op_threads: Threads that run operators of one run side by side; ``None`` runs one operator
+            after another.
+        cores: By worker index, the operating-system cores that it is pinned to, in the place of its share.
         allow_fallback: Whether a worker may serve on another provider than its device's (ONNX
             Runtime falls back to the CPU by itself). Off: that is a `BuildError`.
         session_config: Configuration entries handed to the runtime as they are, text to text
@@ -159,6 +202,8 @@ class EngineOptions:
     """
 
     threads: int | None = None
+    inter_op_threads: int | None = None
+    cores: Sequence[Sequence[int]] | None = None
     allow_fallback: bool = False
     session_config: Mapping[str, str] = field(default_factory=dict)
     provider_options: Mapping[str, str] = field(default_factory=dict)
@@ -166,7 +211,11 @@ class EngineOptions:
     def __post_init__(self) -> None:
         """Check the values and freeze the mappings."""
         if self.threads is not None:
-            _check_count("threads", self.threads, 1)
+            check_count("threads", self.threads, 1)
+        if self.inter_op_threads is not None:
+            check_count("inter_op_threads", self.inter_op_threads, 1)
+        if self.cores is not None:
+            object.__setattr__(self, "cores", _check_cores(self.cores))
         if not isinstance(self.allow_fallback, bool):
             raise InvalidInputError(
                 f"allow_fallback: got {self.allow_fallback!r}, expected True or False"
@@ -226,7 +275,7 @@ class RestartPolicy:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        _check_count("budget", self.budget, 0)
+        check_count("budget", self.budget, 0)
         for name in ("window", "backoff", "backoff_limit"):
             check_seconds(name, getattr(self, name))
 
@@ -254,9 +303,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        _check_count("queue", self.queue, 1)
+        check_count("queue", self.queue, 1)
         if self.memory_bytes is not None:
-            _check_count("memory_bytes", self.memory_bytes, 4096)
+            check_count("memory_bytes", self.memory_bytes, 4096)
         if self.when_full not in ("wait", "raise"):
             raise InvalidInputError(
                 f"when_full: got {self.when_full!r}, expected 'wait' or 'raise'"

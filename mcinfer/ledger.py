@@ -6,12 +6,11 @@ closed with its outcome, and stays in the book until no worker has a shard of it
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from mcinfer.protocol import Reply
+from mcinfer.shard_queue import Joinable, ShardId, ShardQueue
 
 Outcome = Literal["succeeded", "failed", "cancelled"]
 
@@ -24,43 +23,35 @@ class Entry:
         number: The request's.
         deadline: When it is to be answered at the latest.
         timeout: Seconds that the caller gave it, for texts.
-        replies: By shard, None until it is answered.
+        answered: By shard, whether its reply came.
         deaths: By shard, the stories of the workers that died on it.
         settled: Whether it was answered.
         unanswered: Shards without a reply.
-        queued: Shards that wait for a worker.
         outstanding: Shards that a worker has, which may be writing to the request's memory.
     """
 
     number: int
     deadline: float
     timeout: float
-    replies: list[Reply | None]
+    answered: list[bool]
     deaths: list[list[str]]
     unanswered: int
     settled: bool = False
-    queued: int = 0
     outstanding: int = 0
-
-    @property
-    def answered(self) -> tuple[Reply, ...]:
-        """The replies so far, in the order of their shards."""
-        return tuple(reply for reply in self.replies if reply is not None)
 
 
 class Ledger:
     """The book; `accepted` is always the sum of the four counts after it."""
 
-    def __init__(self) -> None:
-        """An empty book."""
+    def __init__(self, max_rows: int) -> None:
+        """An empty book; shards are joined to runs of up to so many rows."""
         self.accepted = 0
         self.succeeded = 0
         self.failed = 0
         self.cancelled = 0
         self.in_flight = 0
-        self.queued_shards = 0
+        self.queue = ShardQueue(max_rows)
         self._entries: dict[int, Entry] = {}
-        self._queue: deque[tuple[int, int]] = deque()
         self._deadlines: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
@@ -83,7 +74,7 @@ class Ledger:
     def accept(self, number: int, shards: int, deadline: float, timeout: float) -> Entry:
         """Enter a request; its shards are not queued yet."""
         deaths: list[list[str]] = [[] for _ in range(shards)]
-        entry = Entry(number, deadline, timeout, [None] * shards, deaths, shards)
+        entry = Entry(number, deadline, timeout, [False] * shards, deaths, shards)
         self._entries[number] = entry
         self.accepted += 1
         self.in_flight += 1
@@ -94,32 +85,17 @@ class Ledger:
         heapq.heappush(self._deadlines, (deadline, number))
         return entry
 
-    def enqueue(self, entry: Entry) -> None:
-        """Queue all its shards, behind the others."""
-        self._queue.extend((entry.number, shard) for shard in range(len(entry.replies)))
-        entry.queued += len(entry.replies)
-        self.queued_shards += len(entry.replies)
+    def enqueue(self, entry: Entry, priority: int, join: Joinable | None) -> None:
+        """Queue all its shards; `join` is for a request of one shard."""
+        for shard in range(len(entry.answered)):
+            self.queue.add((entry.number, shard), priority, join)
 
-    def enqueue_first(self, entry: Entry, shard: int) -> None:
-        """Queue a shard that had its turn before, in front of the others."""
-        self._queue.appendleft((entry.number, shard))
-        entry.queued += 1
-        self.queued_shards += 1
-
-    def has_queued(self) -> bool:
-        """Whether a shard waits for a worker."""
-        return self.queued_shards > 0
-
-    def next_shard(self) -> tuple[int, int]:
-        """Take the next shard off the queue, for a worker; only while `has_queued`."""
-        while True:
-            number, shard = self._queue.popleft()
-            entry = self.find_open(number)
-            if entry is not None:
-                entry.queued -= 1
-                self.queued_shards -= 1
-                entry.outstanding += 1
-                return number, shard
+    def take_run(self, now: float) -> tuple[ShardId, ...]:
+        """Take the shards of the next run off the queue, for a worker; none while there is none to give."""
+        members = self.queue.take(now)
+        for number, _ in members:
+            self._entries[number].outstanding += 1
+        return members
 
     # Deadlines.
 
@@ -142,8 +118,8 @@ class Ledger:
         """The request is answered; what is queued of it is forgotten."""
         entry.settled = True
         self.in_flight -= 1
-        self.queued_shards -= entry.queued
-        entry.queued = 0
+        for shard in range(len(entry.answered)):
+            self.queue.discard((entry.number, shard))
         match outcome:
             case "succeeded":
                 self.succeeded += 1
@@ -151,8 +127,6 @@ class Ledger:
                 self.failed += 1
             case "cancelled":
                 self.cancelled += 1
-        if len(self._queue) > 2 * self.queued_shards + 64:
-            self._queue = deque(item for item in self._queue if self.find_open(item[0]))
 
     def strike(self, entry: Entry) -> bool:
         """Take it out of the book if it is answered and no worker has a shard of it; whether it was."""

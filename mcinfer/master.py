@@ -19,6 +19,7 @@ from mcinfer.config import (
     Limits,
     RestartPolicy,
     Timeouts,
+    check_count,
     check_seconds,
     parse_devices,
     share_cores,
@@ -56,6 +57,10 @@ class Master:
         timeouts: How long to wait for what.
         restart: When a worker that died is started again.
         limits: How much is taken on.
+        max_batch_size: Rows of one run of the engine that requests of `submit` may be joined to (dynamic
+            batching); 1 is off. Joined are requests that agree in all but the batch's size, where the
+            model's batch is symbolic and every output has it; one that fails never spoils the others.
+        max_delay: Seconds that a request may wait for others to join it while a worker is free.
 
     Raises:
         InvalidInputError: An argument does not fit.
@@ -71,6 +76,8 @@ class Master:
         timeouts: Timeouts = Timeouts(),
         restart: RestartPolicy = RestartPolicy(),
         limits: Limits = Limits(),
+        max_batch_size: int = 1,
+        max_delay: float = 0.0,
     ) -> None:
         self._timeouts = timeouts
         self._limits = limits
@@ -87,9 +94,12 @@ class Master:
                 raise InvalidInputError(
                     f"{name}: got {type(value).__name__}, expected {kind.__name__}"
                 )
+        check_count("max_batch_size", max_batch_size, 1)
+        check_seconds("max_delay", max_delay)
+        self._max_batch_size = max_batch_size
         cores = sorted(os.sched_getaffinity(0))
         chosen = parse_devices(devices, len(cores))
-        shares = share_cores(chosen, cores)
+        shares = share_cores(chosen, cores, options.cores)
         self._absent = {i: why for i, why in shares.items() if not isinstance(why, CoreShare)}
         builds = []
         for index, device in enumerate(chosen):
@@ -103,6 +113,7 @@ class Master:
                     cores=share.cores,
                     shared=share.shared,
                     threads=options.threads,
+                    inter_op_threads=options.inter_op_threads,
                     allow_fallback=options.allow_fallback,
                     session_config=dict(options.session_config),
                     provider_options=dict(options.provider_options),
@@ -115,6 +126,8 @@ class Master:
             restart=restart,
             limits=self._limits,
             memory_bytes=memory,
+            max_batch_size=max_batch_size,
+            max_delay=max_delay,
         )
         self._model: ModelSpec | None = None
         self._stager: Stager | None = None
@@ -145,7 +158,7 @@ class Master:
             self.close()
             raise
         self._model = model
-        self._stager = Stager(model, self._supervisor.arena)
+        self._stager = Stager(model, self._supervisor.arena, self._max_batch_size)
         if batch_symbol(model) is None and not all(
             not spec.shape or isinstance(spec.shape[0], int) for spec in model.inputs
         ):
@@ -213,6 +226,8 @@ class Master:
         *,
         timeout: float | None = None,
         batch_axes: BatchAxes | None = None,
+        shards: int | None = None,
+        priority: int = 0,
     ) -> Arrays:
         """Run a whole batch, split over all workers, and wait for the joined answer.
 
@@ -222,6 +237,10 @@ class Master:
             timeout: Seconds until `PredictTimeoutError`; None is `Timeouts.predict`.
             batch_axes: By input name, the axis to split along, or None for an input that goes to every
                 worker whole; in the place of what the model's symbols say.
+            shards: Into how many pieces to cut it at most; None is one for each worker that serves, and 1
+                is as `submit`: whole, on one worker.
+            priority: Of requests that wait for a worker, those of a higher one go first; one that waits
+                is passed over by seven in a row at most.
 
         Returns:
             Arrays by output name, in the model's order. They are the caller's, for as long as wanted.
@@ -240,10 +259,11 @@ class Master:
                 "predict() was called in a future's callback, which runs in the thread that the "
                 "answer needs: use submit() there"
             )
-        job, start, seconds = self._stage(inputs, None, timeout, batch_axes)
+        _check_priority(priority)
+        job, start, seconds = self._stage(inputs, shards, timeout, batch_axes)
         job.private = True
         try:
-            self._enter(job, start, seconds)
+            self._enter(job, start, seconds, priority)
             return self._supervisor.wait(job)
         except BaseException:
             # Ctrl-C while waiting: the workers are not to go on for nobody.
@@ -256,11 +276,13 @@ class Master:
         *,
         timeout: float | None = None,
         batch_axes: BatchAxes | None = None,
+        priority: int = 0,
     ) -> "Future[Arrays]":
         """Queue a request for one worker; returns at once unless memory has to be waited for.
 
         For many small requests: each runs whole on the next free worker. (A model with a fixed batch
-        that is given a multiple of it runs as so many pieces.)
+        that is given a multiple of it runs as so many pieces.) With `max_batch_size`, several may go as
+        one run. The arguments are those of `predict`.
 
         Returns:
             A future of what `predict` returns and raises. ``cancel()`` works until it is done and stops
@@ -270,7 +292,7 @@ class Master:
         Raises:
             InvalidInputError, QueueFullError, ClosedError: As `predict`, before anything is queued.
         """
-        return self._enqueue(inputs, 1, timeout, batch_axes).future
+        return self._enqueue(inputs, 1, timeout, batch_axes, priority).future
 
     async def predict_async(
         self,
@@ -278,20 +300,22 @@ class Master:
         *,
         timeout: float | None = None,
         batch_axes: BatchAxes | None = None,
+        shards: int | None = None,
+        priority: int = 0,
     ) -> Arrays:
         """`predict` for asyncio; cancelling the task cancels the request.
 
         Inputs are checked and copied in the event loop's thread before the first wait.
         """
         try:
-            job = self._enqueue(inputs, None, timeout, batch_axes, wait=False)
+            job = self._enqueue(inputs, shards, timeout, batch_axes, priority, wait=False)
         except QueueFullError:
             if self._limits.when_full == "raise":
                 raise
             # Waiting for memory would stop the event loop. A thread cannot be cancelled: if this task
             # is, what the thread still queues is to be cancelled then.
             waiting = asyncio.ensure_future(
-                asyncio.to_thread(self._enqueue, inputs, None, timeout, batch_axes)
+                asyncio.to_thread(self._enqueue, inputs, shards, timeout, batch_axes, priority)
             )
             try:
                 job = await asyncio.shield(waiting)
@@ -336,11 +360,13 @@ class Master:
         pieces: int | None,
         timeout: float | None,
         batch_axes: BatchAxes | None,
+        priority: int,
         *,
         wait: bool = True,
     ) -> Job:
+        _check_priority(priority)
         job, start, seconds = self._stage(inputs, pieces, timeout, batch_axes, wait=wait)
-        self._enter(job, start, seconds)
+        self._enter(job, start, seconds, priority)
         return job
 
     def _stage(
@@ -359,15 +385,24 @@ class Master:
         else:
             check_seconds("timeout", timeout)
         start = monotonic()
+        joinable = pieces == 1
         if pieces is None:
             pieces = max(1, self._supervisor.serving)
+        else:
+            check_count("shards", pieces, 1)
         waits = wait and self._limits.when_full == "wait" and self._supervisor.may_wait()
-        job = stager.stage(inputs, pieces, batch_axes, timeout if waits else 0.0)
+        memory_wait = timeout if waits else 0.0
+        job = stager.stage(inputs, pieces, batch_axes, memory_wait, joinable=joinable)
         return job, start, timeout
 
-    def _enter(self, job: Job, start: float, timeout: float) -> None:
+    def _enter(self, job: Job, start: float, timeout: float, priority: int) -> None:
         if job.shards:  # a batch of no rows is answered already
-            self._supervisor.submit(job, start, timeout)
+            self._supervisor.submit(job, start, timeout, priority)
+
+
+def _check_priority(priority: int) -> None:
+    if type(priority) is not int:
+        raise InvalidInputError(f"priority: got {priority!r}, expected an int")
 
 
 def _cancel_late(waiting: "asyncio.Future[Job]") -> None:

@@ -12,7 +12,7 @@ place holds the values.
 """
 
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -22,7 +22,7 @@ import msgpack
 from mcinfer.errors import ProtocolError
 from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension
 
-VERSION = 1
+VERSION = 2
 """Raised with each change that an older peer would misread; HELLO carries it."""
 
 ERROR = 0
@@ -35,6 +35,7 @@ BUILD = 6
 CANCEL = 7
 ATTACH = 8
 DETACH = 9
+PREDICT_JOINED = 12
 
 TensorRef = tuple[str, str, tuple[int, ...], int | None, Any]
 """Name, element type, shape, block id, byte offset; a worker's own blocks have negative ids."""
@@ -98,6 +99,23 @@ def _is_reference(value: Any) -> bool:
 
 def _is_references(value: Any) -> bool:
     return type(value) is tuple and all(_is_reference(item) for item in value)
+
+
+def _is_members(value: Any) -> bool:
+    return (
+        type(value) is tuple
+        and len(value) > 1
+        and all(
+            type(member) is dict
+            and member.keys() == {"inputs", "outputs"}
+            and all(_is_references(tensors) for tensors in member.values())
+            for member in value
+        )
+    )
+
+
+def _is_axes(value: Any) -> bool:
+    return type(value) is tuple and all(item is None or _is_count(item) for item in value)
 
 
 def _is_specs(value: Any) -> bool:
@@ -208,11 +226,39 @@ class Predict(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply(Message):
-    """Worker to master: the shard ran.
+class PredictJoined(Message):
+    """Master to worker: run several shards, of other requests each, as one batch.
 
     Attributes:
-        outputs: Every output of the model, in its order; none at all where PREDICT said of every one
+        request: The first member's, which stands for the run in REPLY, ERROR and CANCEL.
+        shard: Likewise.
+        members: Two or more maps of ``inputs`` and ``outputs``, as in PREDICT. All have the same tensors
+            in the same order, whose shapes differ in the batch's axis alone; every output has its place.
+        input_axes: By input, the batch's axis; None for one that all members have in common.
+        output_axes: By output, the batch's axis.
+    """
+
+    ID = PREDICT_JOINED
+    CHECKS = {
+        "request": _is_count,
+        "shard": _is_count,
+        "members": _is_members,
+        "input_axes": _is_axes,
+        "output_axes": lambda value: _is_axes(value) and None not in value,
+    }
+    request: int
+    shard: int
+    members: tuple[dict[str, tuple[TensorRef, ...]], ...]
+    input_axes: tuple[int | None, ...]
+    output_axes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply(Message):
+    """Worker to master: the shard ran, or those that were joined.
+
+    Attributes:
+        outputs: Every output of the model, in its order; none at all where the master said of every one
             where it goes, and it went there.
         seconds: Of the engine's run alone.
     """
@@ -288,6 +334,7 @@ class Build(Message):
         "cores": _is_cores,
         "shared": _is_flag,
         "threads": _or_none(_is_count),
+        "inter_op_threads": _or_none(_is_count),
         "allow_fallback": _is_flag,
         "session_config": _is_text_map,
         "provider_options": _is_text_map,
@@ -298,6 +345,7 @@ class Build(Message):
     cores: tuple[int, ...]
     shared: bool
     threads: int | None
+    inter_op_threads: int | None
     allow_fallback: bool
     session_config: dict[str, str]
     provider_options: dict[str, str]
@@ -333,7 +381,19 @@ class Detach(Message):
 
 MESSAGES: dict[int, type[Message]] = {
     message.ID: message
-    for message in (Error, Predict, Reply, BuildFinish, Exit, Hello, Build, Cancel, Attach, Detach)
+    for message in (
+        Error,
+        Predict,
+        Reply,
+        BuildFinish,
+        Exit,
+        Hello,
+        Build,
+        Cancel,
+        Attach,
+        Detach,
+        PredictJoined,
+    )
 }
 _FIELDS = {message: tuple(field.name for field in fields(message)) for message in MESSAGES.values()}
 _FIELD_SETS = {message: frozenset(names) for message, names in _FIELDS.items()}
@@ -348,10 +408,13 @@ def encode(message: Message) -> bytes:
 
 
 def _pack(value: object) -> bytes:
+    return bytes(_packer().pack(value))
+
+
+def _packer() -> msgpack.Packer:
     # File names that are not UTF-8 are text with surrogates in Python, and must come through.
     # A packer is made for each call: its usual buffer of 256 KiB would be most of the cost.
-    packer = msgpack.Packer(unicode_errors="surrogatepass", buf_size=1024)  # type: ignore[call-arg] # stubs of 1.0
-    return bytes(packer.pack(value))
+    return msgpack.Packer(unicode_errors="surrogatepass", buf_size=1024)  # type: ignore[call-arg] # stubs of 1.0
 
 
 # The beginning of a PREDICT as `encode` writes it: a map of five, as the specification of MessagePack
@@ -373,6 +436,35 @@ def encode_tensors(inputs: tuple[TensorRef, ...], outputs: tuple[TensorRef, ...]
 def encode_predict(request: int, shard: int, tensors: bytes) -> bytes:
     """What `encode` gives for a PREDICT, from its tensors encoded before."""
     return b"".join((_PREDICT, _pack(request), _SHARD, _pack(shard), tensors))
+
+
+_JOINED = b"\x86" + b"".join(map(_pack, ("id", PREDICT_JOINED, "request")))
+_MEMBERS = _pack("members")
+_MEMBER = b"\x82"
+_INPUT_AXES = _pack("input_axes")
+_OUTPUT_AXES = _pack("output_axes")
+
+
+def encode_predict_joined(
+    request: int,
+    shard: int,
+    members: Sequence[bytes],
+    axes: tuple[tuple[int | None, ...], tuple[int, ...]],
+) -> bytes:
+    """What `encode` gives for a PREDICT_JOINED, from each member's tensors encoded before.
+
+    Args:
+        request: The first member's.
+        shard: Likewise.
+        members: What `encode_tensors` gave for each.
+        axes: Of the inputs, and of the outputs.
+    """
+    count = bytes(_packer().pack_array_header(len(members)))
+    parts = [_JOINED, _pack(request), _SHARD, _pack(shard), _MEMBERS, count]
+    for tensors in members:
+        parts += (_MEMBER, tensors)
+    parts += (_INPUT_AXES, _pack(axes[0]), _OUTPUT_AXES, _pack(axes[1]))
+    return b"".join(parts)
 
 
 def decode(data: bytes) -> Message:
@@ -424,6 +516,7 @@ TRANSITIONS: dict[WorkerState, dict[type[Message], WorkerState]] = {
     _S.BUILDING: {BuildFinish: _S.READY, Error: _S.EXITING, Exit: _S.EXITING},
     _S.READY: {
         Predict: _S.BUSY,
+        PredictJoined: _S.BUSY,
         Attach: _S.READY,
         Detach: _S.READY,
         Cancel: _S.READY,
@@ -459,7 +552,7 @@ class Conversation:
 
     Attributes:
         state: Now.
-        running: Request and shard of the run that is going on, or None.
+        running: Request and shard that stand for the run that is going on, or None.
     """
 
     state: WorkerState = WorkerState.SPAWNED
@@ -474,7 +567,7 @@ class Conversation:
         after = TRANSITIONS[self.state].get(type(message))
         if after is None:
             raise ProtocolError(f"{type(message).__name__} may not come in state {self.state}")
-        if isinstance(message, Predict):
+        if isinstance(message, (Predict, PredictJoined)):
             self.begin_run(message.request, message.shard)
         elif isinstance(message, (Reply, Error)):
             answers = (message.request, message.shard)

@@ -5,7 +5,8 @@ passed) and carries out the actions it is given, in order. The rules:
 
 * Every request settles exactly once.
 * A shard whose worker died goes to another; one that has killed two workers is given up.
-* A bad request fails alone; its worker lives on.
+* A bad request fails alone; its worker lives on. Requests that were joined to one run and failed, or
+  lost their worker, run again apart.
 * A deadline that passes settles the request at once; then CANCEL, a grace period, and a kill.
 * A worker that dies is started again, with back-off and within a budget; the others serve meanwhile.
 * A request's memory is released when no worker can write to it any more: all that were given a
@@ -15,7 +16,7 @@ passed) and carries out the actions it is given, in order. The rules:
 import math
 import signal
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from mcinfer.actions import (
@@ -55,6 +56,7 @@ from mcinfer.protocol import (
     Reply,
     WorkerState,
 )
+from mcinfer.shard_queue import Joinable, ShardId
 from mcinfer.statistics import WorkerStatistics
 
 MOST_DEATHS = 2
@@ -67,6 +69,7 @@ class _Worker:
     device: str
     build: Build
     conversation: Conversation = field(default_factory=lambda: Conversation(state=WorkerState.GONE))
+    members: tuple[ShardId, ...] = ()
     pid: int | None = None
     ready_by: float | None = None
     kill_at: float | None = None
@@ -79,6 +82,7 @@ class _Worker:
     build_failure: str | None = None
     lacks_package: bool = False
     restarts: int = 0
+    runs: int = 0
     completed: int = 0
     failed: int = 0
     busy_seconds: float = 0.0
@@ -118,8 +122,19 @@ class Scheduler:
         timeouts: Timeouts,
         restart: RestartPolicy,
         queue_limit: int,
+        max_batch_size: int = 1,
+        max_delay: float = 0.0,
     ) -> None:
-        """Take what each worker is to load and where; nothing starts before `handle_start`."""
+        """Take what each worker is to load and where; nothing starts before `handle_start`.
+
+        Args:
+            builds: One for each worker.
+            timeouts: How long to wait for what.
+            restart: When a worker that died is started again.
+            queue_limit: Requests accepted and not yet answered.
+            max_batch_size: Rows of a run that requests may be joined to.
+            max_delay: Seconds that a request may wait for others to join it.
+        """
         self._workers = [_Worker(i, build.device, build) for i, build in enumerate(builds)]
         self._timeouts = timeouts
         self._restart = restart
@@ -128,7 +143,8 @@ class Scheduler:
         self._closing: float | None = None
         self._closed = False
         self._specs: BuildFinish | None = None
-        self.ledger = Ledger()
+        self._max_delay = max_delay
+        self.ledger = Ledger(max_batch_size)
 
     # What the shell and the statistics may ask.
 
@@ -142,9 +158,9 @@ class Scheduler:
         """How many workers are ready or busy."""
         return sum(w.state in (WorkerState.READY, WorkerState.BUSY) for w in self._workers)
 
-    def running(self, worker: int) -> tuple[int, int] | None:
-        """Request and shard that the worker is at, None while it is at none."""
-        return self._workers[worker].conversation.running
+    def running(self, worker: int) -> tuple[ShardId, ...]:
+        """Request and shard of all that the worker's run is for; none while it is at none."""
+        return self._workers[worker].members
 
     def is_exiting(self, worker: int) -> bool:
         """Whether the worker was told to end, so that its end is no surprise."""
@@ -164,6 +180,7 @@ class Scheduler:
                 pid=w.pid,
                 state=str(w.state),
                 restarts=w.restarts,
+                runs=w.runs,
                 completed=w.completed,
                 failed=w.failed,
                 busy_seconds=w.busy_seconds,
@@ -179,6 +196,8 @@ class Scheduler:
         for worker in self._workers:
             due = (worker.ready_by, worker.kill_at, worker.restart_at)
             times.extend(time for time in due if time is not None)
+        if any(w.state is WorkerState.READY and not w.killed for w in self._workers):
+            times.append(self.ledger.queue.next_due())
         if self._closing is not None and not self._closed:
             times.append(self._closing)
         return min((time for time in times if time < math.inf), default=None)
@@ -193,8 +212,26 @@ class Scheduler:
         """The worker's process exists."""
         self._workers[worker].pid = pid
 
-    def handle_request(self, now: float, request: int, shards: int, timeout: float) -> list[Action]:
-        """A request of so many shards came, to be answered within `timeout` seconds.
+    def handle_request(
+        self,
+        now: float,
+        request: int,
+        shards: int,
+        timeout: float,
+        *,
+        priority: int = 0,
+        join: tuple[Hashable, int] | None = None,
+    ) -> list[Action]:
+        """A request came.
+
+        Args:
+            now: When.
+            request: Its number.
+            shards: How many pieces it has.
+            timeout: Seconds within which it is to be answered.
+            priority: Those of a higher one go first.
+            join: For one shard that may go with others in one run: a key that they have in common, and
+                its rows.
 
         Raises:
             ClosedError: The pool is closed.
@@ -210,16 +247,18 @@ class Scheduler:
         entry = self.ledger.accept(request, shards, now + timeout, timeout)
         if all(worker.given_up for worker in self._workers):
             return self._fail(entry, self._nobody_left())
-        self.ledger.enqueue(entry)
-        return self._dispatch()
+        # Waiting for company takes no more than half of the time that there is.
+        due = now + min(self._max_delay, timeout / 2)
+        joinable = None if join is None else Joinable(key=join[0], rows=join[1], due=due)
+        self.ledger.enqueue(entry, priority, joinable)
+        return self._dispatch(now)
 
     def handle_cancel(self, request: int) -> list[Action]:
         """The caller does not want the answer any more."""
         entry = self.ledger.find_open(request)
         if entry is None:
             return []
-        error = ClosedError("the request was cancelled")
-        return [*self._fail(entry, error, "cancelled"), *self._dispatch()]
+        return self._fail(entry, ClosedError("the request was cancelled"), "cancelled")
 
     def handle_killed(self, worker: int, reason: str) -> None:
         """The shell has killed the worker on its own account; its death will be reported."""
@@ -241,33 +280,34 @@ class Scheduler:
             case Hello():
                 return [] if self._closing is not None else [self._send(w, w.build)]
             case BuildFinish():
-                return self._handle_build_finish(w, message)
+                return self._handle_build_finish(w, message, now)
             case Error(request=None):
                 return self._handle_build_error(w, message, now)
             case Reply() | Error():
                 w.kill_at = None if before is WorkerState.BUSY else w.kill_at
-                return [*self._handle_answer(w, message), *self._dispatch()]
+                return [*self._handle_answer(w, message), *self._dispatch(now)]
         return []
 
     def handle_died(self, now: float, worker: int, how: str) -> list[Action]:
         """The worker's process ended, or could not be started; `how` in words."""
         w = self._workers[worker]
         story = f"{w.name} {how}"
-        state, running = w.state, w.conversation.running
+        state, members = w.state, w.members
         w.conversation = Conversation(state=WorkerState.GONE)
+        w.members = ()
         w.pid = w.ready_by = w.kill_at = None
         reason = w.last_error if w.killed or state is WorkerState.EXITING else ""
         actions: list[Action] = []
-        if running is not None:
-            w.failed += 1
-            actions += self._handle_lost_shard(*running, story)
+        if members:
+            w.failed += len(members)
+            actions += self._handle_lost_run(members, story)
         if self._closing is None:
             w.last_error = f"{story} after: {reason}" if reason else story
             if not self._started and not w.started_before:
                 actions += self._handle_death_in_start(w, state, story, now)
             else:
                 actions += self._plan_restart(w, now)
-        return [*actions, *self._dispatch(), *self._finish_closing()]
+        return [*actions, *self._dispatch(now), *self._finish_closing()]
 
     def handle_time(self, now: float) -> list[Action]:
         """Time passed: act on everything that was due by `now`."""
@@ -285,7 +325,7 @@ class Scheduler:
                 w.restart_at = None
                 w.restarts += 1
                 actions += self._start_worker(w, now)
-        actions += self._dispatch()
+        actions += self._dispatch(now)
         if self._closing is not None and self._closing <= now:
             actions += self._finish_closing(abandon=True)
         return actions
@@ -312,92 +352,139 @@ class Scheduler:
 
     # Requests.
 
-    def _dispatch(self) -> list[Action]:
+    def _dispatch(self, now: float) -> list[Action]:
         """Give queued shards to ready workers, the lowest index first so that pages stay warm."""
         actions: list[Action] = []
-        if not self.ledger.has_queued():
+        if not self.ledger.queue:
             return actions
         for w in self._workers:
             if w.state is WorkerState.READY and not w.killed:
-                request, shard = self.ledger.next_shard()
-                w.conversation.begin_run(request, shard)
-                actions.append(SendPredict(worker=w.index, request=request, shard=shard))
-                if not self.ledger.has_queued():
+                members = self.ledger.take_run(now)
+                if not members:
                     break
+                w.members = members
+                w.conversation.begin_run(*members[0])
+                actions.append(SendPredict(worker=w.index, members=members))
         return actions
 
     def _handle_answer(self, w: _Worker, message: Reply | Error) -> list[Action]:
-        if isinstance(message, Reply):
-            w.completed += 1
-            w.busy_seconds += message.seconds
-        elif message.kind != "cancelled":
-            w.failed += 1
-            w.last_error = message.text
-        if message.request is None or message.shard is None:
-            return []
-        entry = self.ledger[message.request]
-        entry.outstanding -= 1
-        if entry.settled:
-            return self._release_if_done(entry)
+        members, w.members = w.members, ()
         if isinstance(message, Error):
+            return self._handle_failed_run(w, members, message)
+        w.runs += 1
+        w.completed += len(members)
+        w.busy_seconds += message.seconds
+        actions: list[Action] = []
+        for request, shard in members:
+            entry = self.ledger[request]
+            entry.outstanding -= 1
+            if not entry.settled:
+                entry.answered[shard] = True
+                entry.unanswered -= 1
+                if entry.unanswered:
+                    continue
+                self.ledger.close(entry, "succeeded")
+                actions.append(Settle(request=request))
+            actions += self._release_if_done(entry)
+        return actions
+
+    def _handle_failed_run(
+        self, w: _Worker, members: tuple[ShardId, ...], message: Error
+    ) -> list[Action]:
+        """A run failed or was cancelled; what was joined runs again apart, so that the bad fail alone."""
+        if message.kind != "cancelled":
+            w.failed += len(members)
+            w.last_error = message.text
+        if len(members) > 1:
+            return self._run_apart(members)
+        actions: list[Action] = []
+        for request, _ in members:
+            entry = self.ledger[request]
+            entry.outstanding -= 1
+            if entry.settled:
+                actions += self._release_if_done(entry)
+                continue
             kind = InvalidInputError if message.kind == "invalid" else PredictError
-            return self._fail(entry, kind(f"{w.name}: {message.text}"))
-        entry.replies[message.shard] = message
-        entry.unanswered -= 1
-        if entry.unanswered:
-            return []
-        self.ledger.close(entry, "succeeded")
-        settle = Settle(request=entry.number, replies=entry.answered)
-        return [settle, *self._release_if_done(entry)]
+            actions += self._fail(entry, kind(f"{w.name}: {message.text}"))
+        return actions
+
+    def _run_apart(self, members: tuple[ShardId, ...]) -> list[Action]:
+        actions: list[Action] = []
+        for request, shard in reversed(members):
+            entry = self.ledger[request]
+            entry.outstanding -= 1
+            if entry.settled:
+                actions += self._release_if_done(entry)
+            else:
+                self.ledger.queue.add_first((request, shard))
+        return actions
 
     def _fail(self, entry: Entry, error: McinferError, outcome: Outcome = "failed") -> list[Action]:
-        """Settle with an error; shards that still run are asked to stop."""
+        """Settle with an error; runs that are for nobody any more are asked to stop."""
         self.ledger.close(entry, outcome)
         actions: list[Action] = [Settle(request=entry.number, error=error)]
-        for w in self._workers:
-            running = w.conversation.running
-            if running is not None and running[0] == entry.number and w.state is WorkerState.BUSY:
-                actions.append(self._send(w, Cancel(request=entry.number)))
+        for w in self._at(entry):
+            if all(self.ledger[request].settled for request, _ in w.members):
+                actions += self._cancel_run(w)
                 # A run that does not stop may not keep its worker past the request's deadline.
                 if w.kill_at is None:
                     w.kill_at = entry.deadline + self._timeouts.cancel_grace
         return [*actions, *self._release_if_done(entry)]
 
+    def _at(self, entry: Entry) -> list[_Worker]:
+        """The workers whose run is for this request, among others."""
+        return [w for w in self._workers if any(r == entry.number for r, _ in w.members)]
+
+    def _cancel_run(self, w: _Worker) -> list[Action]:
+        if w.state is not WorkerState.BUSY or not w.members:
+            return []
+        return [self._send(w, Cancel(request=w.members[0][0]))]
+
     def _release_if_done(self, entry: Entry) -> list[Action]:
         return [Release(request=entry.number)] if self.ledger.strike(entry) else []
 
-    def _handle_lost_shard(self, request: int, shard: int, story: str) -> list[Action]:
-        """A worker died on a shard: to another one, or give it up if it is a killer."""
+    def _handle_lost_run(self, members: tuple[ShardId, ...], story: str) -> list[Action]:
+        """A worker died in a run: to another one, or give it up if it is a killer.
+
+        Of several that were joined nobody knows which it was: they run apart, and none is blamed yet.
+        """
+        if len(members) > 1:
+            return self._run_apart(members)
+        [(request, shard)] = members
         entry = self.ledger[request]
         entry.outstanding -= 1
         if entry.settled:
             return self._release_if_done(entry)
         entry.deaths[shard].append(story)
         if len(entry.deaths[shard]) < MOST_DEATHS:
-            self.ledger.enqueue_first(entry, shard)
+            self.ledger.queue.add_first((request, shard))
             return []
         deaths = "; ".join(entry.deaths[shard])
         error = WorkerDiedError(
-            f"shard {shard} of {len(entry.replies)} was given up after {MOST_DEATHS} workers died "
+            f"shard {shard} of {len(entry.answered)} was given up after {MOST_DEATHS} workers died "
             f"on it: {deaths}"
         )
         return self._fail(entry, error)
 
     def _handle_deadline(self, entry: Entry, now: float) -> list[Action]:
-        waiting = [i for i, reply in enumerate(entry.replies) if reply is None]
-        running = {
-            w.conversation.running[1]: w
-            for w in self._workers
-            if w.conversation.running is not None and w.conversation.running[0] == entry.number
-        }
+        """Its time is over. Those that were joined with it run again apart: it may be what hangs."""
+        at = self._at(entry)
+        running = {shard: w for w in at for request, shard in w.members if request == entry.number}
         where = [
             f"shard {i} {'ran on ' + running[i].name if i in running else 'waited for a worker'}"
-            for i in waiting
+            for i, answered in enumerate(entry.answered)
+            if not answered
         ]
-        for w in running.values():
-            w.kill_at = now + self._timeouts.cancel_grace
         error = PredictTimeoutError(f"no answer within {entry.timeout:g} s: {', '.join(where)}")
-        return self._fail(entry, error)
+        for w in at:
+            # From when it was noticed: a run that was not asked to stop yet has its grace.
+            grace = now + self._timeouts.cancel_grace
+            w.kill_at = grace if w.kill_at is None else min(w.kill_at, grace)
+        actions = self._fail(entry, error)
+        for w in at:
+            if not all(self.ledger[request].settled for request, _ in w.members):
+                actions += self._cancel_run(w)
+        return actions
 
     # Workers.
 
@@ -418,7 +505,7 @@ class Scheduler:
         w.starts.append(now)
         return [StartWorker(worker=w.index)]
 
-    def _handle_build_finish(self, w: _Worker, message: BuildFinish) -> list[Action]:
+    def _handle_build_finish(self, w: _Worker, message: BuildFinish, now: float) -> list[Action]:
         w.ready_by = None
         w.providers = message.providers
         if self._specs is None:
@@ -427,7 +514,7 @@ class Scheduler:
             w.build_failure = f"{w.name}: its model's inputs or outputs are not those of the others"
             return [self._kill(w, w.build_failure), *self._finish_start()]
         w.started_before = True
-        return [*self._finish_start(), *self._dispatch()]
+        return [*self._finish_start(), *self._dispatch(now)]
 
     def _handle_build_error(self, w: _Worker, message: Error, now: float) -> list[Action]:
         """The model does not load: final in the first start, a death like others afterwards."""

@@ -36,8 +36,10 @@ from mcinfer.errors import (
     InvalidInputError,
     McinferError,
     MissingDependencyError,
+    PredictError,
     ProtocolError,
 )
+from mcinfer.joined_runs import JoinedRuns
 from mcinfer.protocol import (
     VERSION,
     Attach,
@@ -51,6 +53,7 @@ from mcinfer.protocol import (
     Hello,
     Message,
     Predict,
+    PredictJoined,
     Reply,
     TensorFields,
     TensorRef,
@@ -95,6 +98,7 @@ class _Server:
         self._blocks: dict[int, Block] = {}
         self._own_blocks = 0
         self._runs: OrderedDict[_Layout, Run] = OrderedDict()
+        self._joined: JoinedRuns | None = None
         self._lock = threading.Lock()
         self._inbox: deque[Message] = deque()
         self._running: int | None = None
@@ -112,7 +116,7 @@ class _Server:
             message = self._inbox.popleft() if self._inbox else decode(self._dealer.wait())
             self._conversation.advance(message)
             match message:
-                case Predict():
+                case Predict() | PredictJoined():
                     self.send(self._predict(message))
                 case Attach():
                     size, fd = self._lifeline.receive_block(message.block, timeout=10.0)
@@ -126,6 +130,8 @@ class _Server:
 
     def close(self) -> None:
         self._runs.clear()
+        if self._joined is not None:
+            self._joined.close()
         self._dealer.close()
 
     # Building.
@@ -142,12 +148,14 @@ class _Server:
                     model=message.model,
                     device=Device.parse(message.device),
                     threads=threads,
+                    inter_op_threads=message.inter_op_threads,
                     shared_cores=message.shared,
                     allow_fallback=message.allow_fallback,
                     session_config=message.session_config,
                     provider_options=message.provider_options,
                 ),
             )
+            self._joined = JoinedRuns(self._engine)
         except Exception as exc:  # whatever the runtime raises, the master is to hear of it
             kind = "missing" if isinstance(exc, MissingDependencyError) else "build"
             return Error(kind=kind, text=_describe(exc), traceback=traceback.format_exc())
@@ -160,13 +168,15 @@ class _Server:
 
     # Running.
 
-    def _predict(self, message: Predict) -> Message:
+    def _predict(self, message: Predict | PredictJoined) -> Message:
         kind = "predict"
         failure: Exception
         try:
-            run = self._bound(message)
-            produced, seconds = self._execute(run, message.request)
-            outputs = self._place(produced, message.outputs)
+            if isinstance(message, PredictJoined):
+                outputs, seconds = self._run_joined(message)
+            else:
+                produced, seconds = self._execute(self._bound(message), message.request)
+                outputs = self._place(produced, message.outputs)
             return Reply(
                 request=message.request, shard=message.shard, outputs=outputs, seconds=seconds
             )
@@ -183,6 +193,25 @@ class _Server:
             text=_describe(failure),
             traceback="".join(traceback.format_exception(failure)),
         )
+
+    def _run_joined(self, message: PredictJoined) -> tuple[tuple[TensorRef, ...], float]:
+        """Run several requests as one batch."""
+        if self._joined is None:
+            raise ProtocolError("PREDICT_JOINED before a model was built")
+        members = [
+            (
+                [self._buffer(reference) for reference in member["inputs"]],
+                [self._buffer(reference) for reference in member["outputs"]],
+            )
+            for member in message.members
+        ]
+        joined = self._joined.bound(members, (message.input_axes, message.output_axes))
+        joined.gather(members, message.input_axes)
+        produced, seconds = self._execute(joined.run, message.request)
+        if produced:
+            raise PredictError(f"outputs {[item.name for item in produced]} were not bound")
+        joined.scatter(members, message.output_axes)
+        return (), seconds
 
     def _bound(self, message: Predict) -> Run:
         """The run bound to this layout: from the cache where the same tensors came before."""

@@ -65,11 +65,19 @@ class Plan:
         rows: Batch rows of each shard (pieces' rows for a fixed batch); empty for a batch of none.
         inputs: In the model's order.
         outputs: In the model's order.
+        rowwise: Whether rows may also be put together with those of other requests: the batch is of any
+            size, and every output has it and is of a shape known before the run.
     """
 
     rows: tuple[int, ...]
     inputs: tuple[InputCut, ...]
     outputs: tuple[OutputJoin, ...]
+    rowwise: bool = False
+
+    @property
+    def input_axes(self) -> tuple[int | None, ...]:
+        """By input, the axis that it is cut along."""
+        return tuple(cut.axis for cut in self.inputs)
 
 
 def batch_symbol(model: ModelSpec) -> str | None:
@@ -136,6 +144,9 @@ def plan(
     else:
         total = _common_rows(sizes)
         rows = (1,) if total is None else split_evenly(total, pieces)
+    doubt = _doubt(model, shapes, axes, batch_axes or {})
+    if doubt is not None and len(rows) != 1:
+        raise InvalidInputError(doubt)
     cuts = []
     for spec, shape, axis in zip(model.inputs, shapes, axes, strict=True):
         if axis is None:
@@ -157,7 +168,28 @@ def plan(
         outputs = tuple(
             _empty(spec, join) for spec, join in zip(model.outputs, outputs, strict=True)
         )
-    return Plan(rows=rows, inputs=tuple(cuts), outputs=outputs)
+    free = bool(rows) and fixed_pieces is None and doubt is None
+    rowwise = free and _is_rowwise(model, cuts, outputs)
+    return Plan(rows=rows, inputs=tuple(cuts), outputs=outputs, rowwise=rowwise)
+
+
+def _is_rowwise(model: ModelSpec, cuts: Sequence[InputCut], outputs: Sequence[OutputJoin]) -> bool:
+    """Whether rows may go together with those of other requests; see `Plan.rowwise`."""
+    axes = [cut.axis for cut in cuts]
+    batch = {s.shape[a] for s, a in zip(model.inputs, axes, strict=True) if a is not None}
+    if not batch or any(join.axis is None or join.shapes is None for join in outputs):
+        return False
+    # Once in what is cut and nowhere else: rows that meet in one tensor are not independent.
+    expected = [int(axis is not None) for axis in axes] + [1] * len(outputs)
+    counts = [
+        sum(size is not None and size in batch for size in spec.shape)
+        for spec in (*model.inputs, *model.outputs)
+    ]
+    unnamed = None in batch  # an axis that only `batch_axes` speaks of
+    return all(
+        count == once or (unnamed and count < once)
+        for count, once in zip(counts, expected, strict=True)
+    )
 
 
 def _cut_axes(
@@ -177,9 +209,7 @@ def _cut_axes(
         axes = [spec.shape.index(symbol) if symbol in spec.shape else None for spec in model.inputs]
     else:
         axes = [_fixed_axis(spec, shape) for spec, shape in zip(model.inputs, shapes, strict=True)]
-    axes = [given.get(spec.name, axis) for spec, axis in zip(model.inputs, axes, strict=True)]
-    _refuse_doubt(model, shapes, axes, given)
-    return axes
+    return [given.get(spec.name, axis) for spec, axis in zip(model.inputs, axes, strict=True)]
 
 
 def _check_given_axes(model: ModelSpec, batch_axes: BatchAxes) -> None:
@@ -202,10 +232,10 @@ def _fixed_axis(spec: TensorSpec, shape: Shape) -> int | None:
     return 0 if fixed and shape[0] != spec.shape[0] else None
 
 
-def _refuse_doubt(
+def _doubt(
     model: ModelSpec, shapes: Sequence[Shape], axes: Sequence[int | None], given: BatchAxes
-) -> None:
-    """Refuse an input that may or may not be part of the batch, and of which nothing was said.
+) -> str | None:
+    """What to say of an input that may or may not be part of the batch, and of which nothing was said.
 
     It has a first dimension of its own, free and as long as the batch: cutting the others and
     sending this one whole could give a wrong answer without an error. A symbol that speaks of a
@@ -217,11 +247,12 @@ def _refuse_doubt(
         first = spec.shape[0] if unsaid else 0
         free = first is None or (isinstance(first, str) and not _SEQUENCE_NAME.search(first))
         if free and shape[0] > 1 and shape[0] in rows:
-            raise InvalidInputError(
+            return (
                 f"input {spec.name!r} ({spec}) is given {shape[0]} rows, as many as the batch: it is "
                 f"not clear whether they belong to it; say so with batch_axes, as in "
                 f"batch_axes={{{spec.name!r}: 0}} (cut) or {{{spec.name!r}: None}} (whole)"
             )
+    return None
 
 
 def _common_rows(sizes: Mapping[str, tuple[int, int | str | None]]) -> int | None:

@@ -13,7 +13,7 @@ borrowed: the user must not change it before the answer.
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from math import prod
@@ -32,13 +32,24 @@ from mcinfer.sharding import BatchAxes, Plan
 from mcinfer.shm.arena import Arena, Slot, align
 from mcinfer.shm.block import Block
 from mcinfer.specs import ELEMENT_TYPES, STRING, ModelSpec, TensorSpec, tensor_bytes
-from mcinfer.tensors import Layout, copy_in, join_parts, lay_input, lay_output, string_rows, unpack
+from mcinfer.tensors import (
+    Layout,
+    as_input,
+    copy_in,
+    join_parts,
+    lay_input,
+    lay_output,
+    string_rows,
+    unpack,
+)
 
 Arrays = dict[str, NDArray[Any]]
 Inputs = Mapping[str, Any] | Sequence[Any]
 
 _MOST_PLANS = 256
 _MOST_PLACEMENTS = 256
+_MOST_COMMON_BYTES = 4096
+"""Of inputs that every row has in common: they are compared by value, so larger ones keep requests apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +85,8 @@ class Job:
         number: The request's number, once it has one.
         shards: How many pieces it is cut in.
         private: Whether no user holds the future, so that it may be answered in any thread.
+        join: What it has in common with those that may go in one run with it, and its rows; None for
+            one that goes alone.
     """
 
     __slots__ = (
@@ -85,6 +98,7 @@ class Job:
         "_slots",
         "_staged",
         "future",
+        "join",
         "number",
         "private",
         "shards",
@@ -103,6 +117,7 @@ class Job:
         self.future: Future[Arrays] = Future()
         self.number = -1
         self.private = False
+        self.join: tuple[Hashable, int] | None = None
         self.shards = len(placement.messages)
         self._model = model
         self._staged = staged
@@ -120,6 +135,16 @@ class Job:
     def message(self, shard: int) -> bytes:
         """The PREDICT of a shard, for a worker that has the blocks."""
         return encode_predict(self.number, shard, self._placement.messages[shard])
+
+    @property
+    def axes(self) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
+        """Of a job that may be joined: the batch's axis in each input and output."""
+        plan = self._staged.plan
+        return plan.input_axes, tuple(join.axis or 0 for join in plan.outputs)
+
+    def tensors(self, shard: int) -> bytes:
+        """The shard's tensors, as messages carry them."""
+        return self._placement.messages[shard]
 
     def take(self, shard: int, outputs: Sequence[TensorRef], fetch: Callable[[int], Block]) -> None:
         """Check a reply's references, and get what lies in the worker's own blocks.
@@ -219,17 +244,31 @@ def _read(
 class Stager:
     """Checks and stages requests for one model. Any thread may call it."""
 
-    def __init__(self, model: ModelSpec, arena: Arena) -> None:
-        """Take what the model is like, and where tensors are to lie; the arena stays the caller's."""
+    def __init__(self, model: ModelSpec, arena: Arena, max_rows: int = 1) -> None:
+        """Take what the model is like, and where tensors are to lie; the arena stays the caller's.
+
+        Args:
+            model: Its inputs and outputs.
+            arena: For the tensors.
+            max_rows: Of a run that requests may be joined to.
+        """
+        self._max_rows = max_rows
         self._model = model
         self._arena = arena
         self._copier = Copier(len(os.sched_getaffinity(0)))
+        self._specs = (*model.inputs, *model.outputs)
         self._names = tuple(spec.name for spec in model.inputs)
         self._types = tuple((spec, spec.element_type) for spec in model.inputs)
         self._plans: OrderedDict[object, _StagedPlan] = OrderedDict()
 
     def stage(
-        self, inputs: Inputs, pieces: int, batch_axes: BatchAxes | None, timeout: float
+        self,
+        inputs: Inputs,
+        pieces: int,
+        batch_axes: BatchAxes | None,
+        timeout: float,
+        *,
+        joinable: bool = False,
     ) -> Job:
         """Check a request, cut it, and bring its inputs into shared memory.
 
@@ -238,6 +277,7 @@ class Stager:
             pieces: Into how many shards to cut it at most.
             batch_axes: See `mcinfer.sharding.plan`.
             timeout: Seconds to wait for memory.
+            joinable: Whether it may go in one run with others, if it is of one shard.
 
         Raises:
             InvalidInputError: It does not fit the model; names the input.
@@ -278,7 +318,10 @@ class Stager:
             self._copy(arrays, staged, slots[-1], places)
         outputs = dict(zip(laid_out, slots, strict=False))
         placement = self._place(arrays, staged, places, outputs)
-        return Job(self._model, staged, self._arena, placement, keep, outputs)
+        job = Job(self._model, staged, self._arena, placement, keep, outputs)
+        if joinable and self._max_rows > 1:
+            job.join = self._join(arrays, staged)
+        return job
 
     def close(self) -> None:
         """End the threads that copy."""
@@ -332,7 +375,7 @@ class Stager:
                 f"inputs: got {type(inputs).__name__}, expected a mapping by name or a sequence of "
                 f"{[*self._names]}"
             )
-        return [_as_array(v, s, t) for v, (s, t) in zip(values, self._types, strict=True)]
+        return [as_input(v, s, t) for v, (s, t) in zip(values, self._types, strict=True)]
 
     def _plan(
         self, arrays: Sequence[NDArray[Any]], pieces: int, batch_axes: BatchAxes | None
@@ -366,6 +409,30 @@ class Stager:
             if len(self._plans) > _MOST_PLANS:
                 self._plans.popitem(last=False)
         return staged
+
+    def _join(
+        self, arrays: Sequence[NDArray[Any]], staged: _StagedPlan
+    ) -> tuple[Hashable, int] | None:
+        """The key of requests that one run can answer together, and this one's rows.
+
+        They agree in all sizes but the batch's, and in the values of what all rows have in common.
+        """
+        plan = staged.plan
+        if not plan.rowwise or plan.rows[0] >= self._max_rows:
+            return None
+        if None in staged.inputs or None in staged.outputs:
+            return None  # strings do not lie in memory
+        if any(ELEMENT_TYPES[spec.element_type].bits % 8 for spec in self._specs):
+            return None  # rows may end within a byte
+        common = [a for a, cut in zip(arrays, plan.inputs, strict=True) if cut.axis is None]
+        if sum(array.nbytes for array in common) > _MOST_COMMON_BYTES:
+            return None
+        sizes = tuple(
+            shape if axis is None else (*shape[:axis], -1, *shape[axis + 1 :])
+            for shape, axis in zip((a.shape for a in arrays), plan.input_axes, strict=True)
+        )
+        values = tuple(array.astype(array.dtype.newbyteorder("=")).tobytes() for array in common)
+        return (sizes, plan.input_axes, values), plan.rows[0]
 
     def _copy(
         self,
@@ -457,50 +524,3 @@ class Stager:
                     offset = start + layout.offsets[shard]
                     references.append((spec.name, element_type, shape, block, offset))
         return [tuple(references) for references in shards]
-
-
-def _as_array(value: Any, spec: TensorSpec, element_type: str) -> NDArray[Any]:
-    """The value as an array of the input's type.
-
-    An array must have that type already (in any byte order and layout); what has no type of its own
-    (numbers, lists) takes it where nothing is lost in kind.
-    """
-    if type(value) is np.ndarray and value.dtype is spec.dtype and element_type != STRING:
-        return value
-    typed = hasattr(value, "dtype")
-    try:
-        # NumPy's own types of text take zeros off the end.
-        array = np.asarray(value, object if element_type == STRING and not typed else None)
-    except (
-        Exception
-    ) as exc:  # an object's own conversion raises what it likes, as PyTorch's tensors do
-        raise InvalidInputError(f"input {spec.name!r} is not an array: {exc}") from exc
-    if element_type == STRING:
-        if array.dtype.kind in "US" or all(isinstance(v, (str, bytes)) for v in array.flat):
-            return array
-    elif array.dtype == spec.dtype or array.dtype.newbyteorder("=") == spec.dtype:
-        return array
-    elif (
-        not typed
-        and array.dtype.kind in "biuf"
-        and (array.size == 0 or np.can_cast(array.dtype, spec.dtype, "same_kind"))
-    ):
-        _check_range(array, spec, element_type)
-        return array.astype(spec.dtype)
-    raise InvalidInputError(
-        f"input {spec.name!r} has dtype {array.dtype}, expected {element_type} ({spec})"
-    )
-
-
-def _check_range(array: NDArray[Any], spec: TensorSpec, element_type: str) -> None:
-    """Refuse integers that would come out as others in the input's type."""
-    if array.size == 0 or array.dtype.kind not in "iu" or "int" not in element_type:
-        return
-    values = 1 << ELEMENT_TYPES[element_type].bits
-    least = 0 if element_type.startswith("u") else -values // 2
-    low, high = int(array.min()), int(array.max())
-    if low < least or high >= least + values:
-        raise InvalidInputError(
-            f"input {spec.name!r} has values from {low} to {high}, expected {least} to "
-            f"{least + values - 1} ({spec})"
-        )

@@ -13,6 +13,7 @@ class WorkerStatistics:
         pid: Of its process; ``None`` while it has none.
         state: One of ``spawned, connected, building, ready, busy, exiting, gone``.
         restarts: How often it was started again.
+        runs: Runs of the engine that gave a result: fewer than `completed` where requests were joined.
         completed: Shards that it answered with a result.
         failed: Shards that it answered with an error, or died on.
         busy_seconds: Time spent in the engine's own runs.
@@ -25,6 +26,7 @@ class WorkerStatistics:
     pid: int | None
     state: str
     restarts: int
+    runs: int
     completed: int
     failed: int
     busy_seconds: float

@@ -63,9 +63,11 @@ from mcinfer.protocol import (
     Reply,
     decode,
     encode,
+    encode_predict_joined,
 )
 from mcinfer.runtime_folder import RuntimeFolder
 from mcinfer.scheduler import Scheduler, describe_exit
+from mcinfer.shard_queue import ShardId
 from mcinfer.shm.arena import Arena
 from mcinfer.shm.block import Block
 from mcinfer.staging import Arrays, Job
@@ -95,10 +97,17 @@ class Supervisor:
         restart: RestartPolicy,
         limits: Limits,
         memory_bytes: int,
+        max_batch_size: int = 1,
+        max_delay: float = 0.0,
     ) -> None:
         """Take what is to be run; nothing starts before `start`."""
         self._scheduler = Scheduler(
-            builds, timeouts=timeouts, restart=restart, queue_limit=limits.queue
+            builds,
+            timeouts=timeouts,
+            restart=restart,
+            queue_limit=limits.queue,
+            max_batch_size=max_batch_size,
+            max_delay=max_delay,
         )
         self._builds = builds
         self._timeouts = timeouts
@@ -225,7 +234,7 @@ class Supervisor:
         """How many workers are ready or busy."""
         return self._scheduler.serving
 
-    def submit(self, job: Job, start: float, timeout: float) -> None:
+    def submit(self, job: Job, start: float, timeout: float, priority: int = 0) -> None:
         """Queue a job, to be answered within `timeout` seconds of `start`; its future says how.
 
         Raises:
@@ -234,25 +243,28 @@ class Supervisor:
         """
         with HeldInterrupts():
             with self._lock:
-                self._enter(job, start, timeout)
+                self._enter(job, start, timeout, priority)
             job.future.add_done_callback(partial(self._on_done, job.number))
             self._settle()
 
-    def _enter(self, job: Job, start: float, timeout: float) -> None:
+    def _enter(self, job: Job, start: float, timeout: float, priority: int) -> None:
         if self._finished:
             raise ClosedError("the master is closed")
         job.number = self._next_number
         self._jobs[job.number] = job
         try:
-            actions = self._scheduler.handle_request(start, job.number, job.shards, timeout)
+            actions = self._scheduler.handle_request(
+                start, job.number, job.shards, timeout, priority=priority, join=job.join
+            )
         except McinferError:
             del self._jobs[job.number]
             raise
         self._next_number += 1
         self._carry_out(actions)
         self._receive(monotonic())
-        # A new request brings only its own deadline forward, and that is all it can.
-        if start + timeout < self._wakes_at:
+        if job.join is not None:
+            self._hurry()  # it may be held, for others to join it
+        elif start + timeout < self._wakes_at:  # its deadline is all that it can bring forward
             self._wakeup.set()
 
     def wait(self, job: Job) -> Arrays:
@@ -333,7 +345,7 @@ class Supervisor:
                 failed=ledger.failed,
                 cancelled=ledger.cancelled,
                 in_flight=ledger.in_flight,
-                queued_shards=ledger.queued_shards,
+                queued_shards=len(ledger.queue),
                 memory_bytes=size,
                 memory_used_bytes=used,
                 workers=self._scheduler.statistics(),
@@ -404,8 +416,8 @@ class Supervisor:
                 self._kill(index, f"sent what could not be handled: {exc!r}")
                 continue
             self._carry_out(actions)
-            if not isinstance(message, Reply):
-                self._hurry()
+            if not isinstance(message, Reply) or len(self._scheduler.ledger.queue):
+                self._hurry()  # what is held for others to join becomes due once a worker is free
             if isinstance(message, Error) and message.traceback:
                 _log.debug("%s: %s", self._scheduler.name(index), message.traceback)
 
@@ -427,9 +439,9 @@ class Supervisor:
         _log.debug("ignored a %s of a stranger", type(message).__name__)
 
     def _take(self, index: int, reply: Reply) -> None:
-        """Have the job check the reply, and get the blocks that the worker made for it."""
-        job = self._jobs.get(reply.request)
-        if job is None or self._scheduler.running(index) != (reply.request, reply.shard):
+        """Have the jobs check the reply, and get the blocks that the worker made for it."""
+        members = self._scheduler.running(index)
+        if not members or members[0] != (reply.request, reply.shard):
             return  # the scheduler will say what is wrong with it
         process = self._processes[index]
 
@@ -440,7 +452,8 @@ class Supervisor:
             except OSError as exc:
                 raise ProtocolError(f"block {number} of the worker's: {exc}") from exc
 
-        job.take(reply.shard, reply.outputs, fetch)
+        for request, shard in members:
+            self._jobs[request].take(shard, reply.outputs, fetch)
 
     def _bury(self, index: int, process: WorkerProcess, now: float) -> None:
         """A worker's process has ended."""
@@ -462,8 +475,8 @@ class Supervisor:
         pending = deque(actions)
         while pending:
             match pending.popleft():
-                case SendPredict(worker=worker, request=request, shard=shard):
-                    self._send_predict(worker, request, shard)
+                case SendPredict(worker=worker, members=members):
+                    self._send_predict(worker, members)
                 case Settle(request=request, error=error):
                     self._settled.append((self._jobs[request], error))
                 case Release(request=request):
@@ -554,10 +567,17 @@ class Supervisor:
         self._scheduler.handle_killed(worker, reason)
         self._processes[worker].kill()
 
-    def _send_predict(self, worker: int, request: int, shard: int) -> None:
-        job = self._jobs[request]
-        self._attach(worker, job.blocks)
-        self._send_data(worker, job.message(shard))
+    def _send_predict(self, worker: int, members: tuple[ShardId, ...]) -> None:
+        jobs = [(self._jobs[request], shard) for request, shard in members]
+        for job, _ in jobs:
+            self._attach(worker, job.blocks)
+        first, shard = jobs[0]
+        if len(jobs) == 1:
+            data = first.message(shard)
+        else:
+            tensors = [job.tensors(shard) for job, shard in jobs]
+            data = encode_predict_joined(first.number, shard, tensors, first.axes)
+        self._send_data(worker, data)
 
     def _attach(self, worker: int, blocks: frozenset[int]) -> None:
         """Give the worker the blocks that it does not have yet."""

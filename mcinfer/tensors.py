@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mcinfer import sharding
 from mcinfer.copier import Copier
-from mcinfer.errors import PredictError
+from mcinfer.errors import InvalidInputError, PredictError
 from mcinfer.sharding import InputCut, OutputJoin, Shape
 from mcinfer.shm.arena import align
 from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, tensor_bytes
@@ -35,6 +35,56 @@ class Layout:
     size: int
     offsets: tuple[int, ...]
     contiguous: bool
+
+
+def as_input(value: Any, spec: TensorSpec, element_type: str) -> NDArray[Any]:
+    """What a user gave for an input, as an array of the input's type.
+
+    An array must have that type already (in any byte order and layout); what has no type of its own
+    (numbers, lists) takes it where nothing is lost in kind.
+
+    Raises:
+        InvalidInputError: It is no such array; names the input.
+    """
+    if type(value) is np.ndarray and value.dtype is spec.dtype and element_type != STRING:
+        return value
+    typed = hasattr(value, "dtype")
+    try:
+        # NumPy's own types of text take zeros off the end.
+        array = np.asarray(value, object if element_type == STRING and not typed else None)
+    except (
+        Exception
+    ) as exc:  # an object's own conversion raises what it likes, as PyTorch's tensors do
+        raise InvalidInputError(f"input {spec.name!r} is not an array: {exc}") from exc
+    if element_type == STRING:
+        if array.dtype.kind in "US" or all(isinstance(v, (str, bytes)) for v in array.flat):
+            return array
+    elif array.dtype == spec.dtype or array.dtype.newbyteorder("=") == spec.dtype:
+        return array
+    elif (
+        not typed
+        and array.dtype.kind in "biuf"
+        and (array.size == 0 or np.can_cast(array.dtype, spec.dtype, "same_kind"))
+    ):
+        _check_range(array, spec, element_type)
+        return array.astype(spec.dtype)
+    raise InvalidInputError(
+        f"input {spec.name!r} has dtype {array.dtype}, expected {element_type} ({spec})"
+    )
+
+
+def _check_range(array: NDArray[Any], spec: TensorSpec, element_type: str) -> None:
+    """Refuse integers that would come out as others in the input's type."""
+    if array.size == 0 or array.dtype.kind not in "iu" or "int" not in element_type:
+        return
+    values = 1 << ELEMENT_TYPES[element_type].bits
+    least = 0 if element_type.startswith("u") else -values // 2
+    low, high = int(array.min()), int(array.max())
+    if low < least or high >= least + values:
+        raise InvalidInputError(
+            f"input {spec.name!r} has values from {low} to {high}, expected {least} to "
+            f"{least + values - 1} ({spec})"
+        )
 
 
 def lay_input(spec: TensorSpec, shape: Shape, cut: InputCut) -> Layout | None:

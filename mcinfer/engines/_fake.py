@@ -9,7 +9,7 @@ It lets everything but the adapters be tested with real processes and no model. 
      "when": {"-1": "fail", "-2": "segfault"}}
 
 An output is its input times `scale` plus `add`, in its own type. `build` and `run` are acts of each
-build and run; `when` adds acts for runs whose first input begins with that number (see `_act`).
+build and run; `when` adds acts for runs of whose first input a row begins with that number (see `_act`).
 """
 
 import ctypes
@@ -84,10 +84,12 @@ class FakeEngine(Engine):
         self._stop.set()
 
     def act(self, first: NDArray[Any]) -> None:
-        """Do what the model says of every run, and of one that begins with this input."""
+        """Do what the model says of every run, and of one with these rows."""
         self._act(self._run_act, PredictError)
-        if first.size and first.dtype != object:
-            self._act(self._when.get(f"{float(first.flat[0]):g}", ""), PredictError)
+        if self._when and first.size and first.dtype != object:
+            rows = first.reshape(len(first) if first.ndim else 1, -1)
+            for number in dict.fromkeys(rows[:, 0].tolist()):
+                self._act(self._when.get(f"{float(number):g}", ""), PredictError)
 
     def _act(self, act: str, error: type[EngineError]) -> None:
         """Do one act.

@@ -7,6 +7,7 @@ Tensors are bound by address and ONNX element type, which carries types that ``s
 import ctypes
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -48,8 +49,13 @@ except ImportError as exc:
         "pip install onnxruntime"
     ) from exc
 
-_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-"""By kind of device."""
+_PROVIDERS = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "tensorrt": "TensorrtExecutionProvider",
+    "ascend": "CANNExecutionProvider",
+}
+"""By kind of device. Only the first was ever run by the tests."""
 
 _TYPES = {
     "float": "float32",
@@ -92,6 +98,9 @@ _FAILED = (
 )
 """All others that it raises: its own, and the plain ones of its Python layer."""
 
+_SHARED_ARENA = "session.use_env_allocators"
+"""The runtime's option for sessions that share one arena, which has to be there first."""
+
 _SILENT = 4
 """Severity of what the runtime prints: only what is fatal. Its errors reach the caller as exceptions."""
 
@@ -101,6 +110,15 @@ def _map_error(exc: Exception, base: type[EngineError]) -> McinferError:
     if base is PredictError and (isinstance(exc, _INVALID) or _BLAMES_INPUTS.search(str(exc))):
         return InvalidInputError(f"onnxruntime: {exc}")
     return base(f"onnxruntime: {exc}")
+
+
+@cache
+def _register_shared_arena() -> None:
+    """Make the arena that all sessions of this process may share; one for each process."""
+    memory = ort.OrtMemoryInfo(
+        "Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT
+    )
+    ort.create_and_register_allocator(memory, None)
 
 
 def load(request: EngineRequest) -> "OnnxRuntimeEngine":
@@ -120,10 +138,14 @@ def load(request: EngineRequest) -> "OnnxRuntimeEngine":
 class OnnxRuntimeEngine(Engine):
     """One session on one device."""
 
+    concurrent = True
+
     def __init__(self, request: EngineRequest) -> None:
         options = ort.SessionOptions()
         options.intra_op_num_threads = request.threads
-        options.inter_op_num_threads = 1
+        options.inter_op_num_threads = request.inter_op_threads or 1
+        if options.inter_op_num_threads > 1:
+            options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
         # Idle threads spin by default and take cores from others; ours stop when a run ends,
         # and do not spin at all where cores are shared.
         options.add_session_config_entry("session.force_spinning_stop", "1")
@@ -131,6 +153,8 @@ class OnnxRuntimeEngine(Engine):
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         for key, value in request.session_config.items():
             options.add_session_config_entry(key, value)
+        if request.session_config.get(_SHARED_ARENA) == "1":
+            _register_shared_arena()
         wanted = _PROVIDERS.get(request.device.kind)
         if wanted is None:
             raise BuildError(
@@ -146,6 +170,8 @@ class OnnxRuntimeEngine(Engine):
         if request.device.kind != "cpu":
             settings["device_id"] = str(request.device.index)
         providers: list[Any] = [(wanted, settings)]
+        if request.device.kind == "tensorrt":  # what it cannot run the other one on the same GPU may
+            providers.append((_PROVIDERS["cuda"], {"device_id": str(request.device.index)}))
         if wanted != _PROVIDERS["cpu"]:
             providers.append(_PROVIDERS["cpu"])
         if request.allow_fallback:

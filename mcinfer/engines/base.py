@@ -28,7 +28,8 @@ class EngineRequest:
     Attributes:
         model: Path of the model.
         device: Where it is to run.
-        threads: Threads of one run.
+        threads: Threads of one run, or of one operator of it.
+        inter_op_threads: Threads that run operators side by side; None for one after another.
         shared_cores: Whether others run on the same cores: then idle threads must not spin.
         allow_fallback: Whether another device's provider may serve.
         session_config: Configuration entries for the runtime, as they are.
@@ -38,6 +39,7 @@ class EngineRequest:
     model: str
     device: Device
     threads: int
+    inter_op_threads: int | None = None
     shared_cores: bool = False
     allow_fallback: bool = False
     session_config: Mapping[str, str] = field(default_factory=dict)
@@ -113,15 +115,17 @@ class Run(ABC):
 
 
 class Engine(ABC):
-    """A loaded model. One thread runs it; `cancel` alone may be called from another one.
+    """A loaded model. One thread runs it, unless it is `concurrent`; `cancel` may be called from any.
 
     Attributes:
         spec: What it takes and gives.
         providers: What really runs it, first choice first.
+        concurrent: Whether several threads may execute runs of their own at once.
     """
 
     spec: ModelSpec
     providers: tuple[str, ...]
+    concurrent: bool = False
 
     @abstractmethod
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:

@@ -1,0 +1,216 @@
+"""The shards that wait for a worker: which goes next, and which go together. Pure bookkeeping.
+
+Order: those that had their turn before, then higher priority first, and first come first served within one.
+So that nobody starves, the oldest that is not held is served in its turn once `PATIENCE` runs in a row went
+before it, whatever they were.
+
+Joining: shards that are *joinable* carry a key; those of one key may go as one run, up to so many rows. A
+group of them is *ripe*, and goes when its turn comes, once it has all the rows that a run may have or one
+of its members is due; until then it is *held*, and does not stand in the way of others.
+"""
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+PATIENCE = 7
+"""How many runs in a row may go before the oldest."""
+
+ShardId = tuple[int, int]
+"""Request and shard."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joinable:
+    """What lets a shard go together with others.
+
+    Attributes:
+        key: Shards of the same key fit each other.
+        rows: Of the batch that the joined run will have, how many are this one's.
+        due: When it goes at the latest, alone if need be.
+    """
+
+    key: Hashable
+    rows: int
+    due: float
+
+
+@dataclass(slots=True, eq=False)
+class _Item:
+    shard: ShardId
+    priority: float
+    place: int
+    join: Joinable | None = None
+    waiting: bool = True
+    overdue: bool = False
+
+
+@dataclass(slots=True)
+class _Group:
+    items: OrderedDict[int, _Item] = field(default_factory=OrderedDict)
+    rows: int = 0
+    overdue: int = 0
+    off_heap: list[_Item] = field(default_factory=list)
+    off_line: list[_Item] = field(default_factory=list)
+
+
+class ShardQueue:
+    """The queue; `len` is the number of shards that wait."""
+
+    def __init__(self, max_rows: int) -> None:
+        """Runs are joined up to so many rows."""
+        self._max_rows = max_rows
+        self._items: dict[ShardId, _Item] = {}
+        self._heap: list[tuple[float, int, _Item]] = []
+        self._line: list[tuple[int, _Item]] = []
+        self._groups: dict[Hashable, _Group] = {}
+        self._dues: list[tuple[float, int, _Item]] = []
+        self._next_place = 0
+        self._first_place = 0
+        self._passed_over = 0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def add(self, shard: ShardId, priority: int, join: Joinable | None = None) -> None:
+        """Put a shard behind those of the same priority."""
+        self._next_place += 1
+        item = _Item(shard, priority, self._next_place, join)
+        self._items[shard] = item
+        self._push(item)
+        heapq.heappush(self._line, (item.place, item))
+        if join is None:
+            return
+        group = self._groups.setdefault(join.key, _Group())
+        group.items[item.place] = item
+        group.rows += join.rows
+        heapq.heappush(self._dues, (join.due, item.place, item))
+        self._unpark_if_ripe(group)
+
+    def add_first(self, shard: ShardId) -> None:
+        """Put a shard that had its turn before in front of all others; it goes alone."""
+        self._first_place -= 1
+        item = _Item(shard, math.inf, self._first_place)
+        self._items[shard] = item
+        self._push(item)
+
+    def discard(self, shard: ShardId) -> None:
+        """Forget a shard, if it waits."""
+        item = self._items.get(shard)
+        if item is not None:
+            self._remove(item)
+
+    def take(self, now: float) -> tuple[ShardId, ...]:
+        """Take the shards of the next run off the queue; none while all that wait are held."""
+        self._look_at_the_clock(now)
+        oldest = self._oldest()
+        patient = oldest is None or self._passed_over < PATIENCE
+        item = self._first() if patient else oldest
+        if item is None:
+            return ()
+        members = self._members(item)
+        for member in members:
+            self._remove(member)
+        passed_over = oldest is not None and oldest.waiting
+        self._passed_over = self._passed_over + 1 if passed_over else 0
+        return tuple(member.shard for member in members)
+
+    def next_due(self) -> float:
+        """When a shard that is held becomes due; infinite where none is."""
+        while self._dues and not self._dues[0][2].waiting:
+            heapq.heappop(self._dues)
+        return self._dues[0][0] if self._dues else math.inf
+
+    def _push(self, item: _Item) -> None:
+        heapq.heappush(self._heap, (-item.priority, item.place, item))
+
+    def _look_at_the_clock(self, now: float) -> None:
+        while self._dues and self._dues[0][0] <= now:
+            item = heapq.heappop(self._dues)[2]
+            if item.waiting and item.join is not None:
+                item.overdue = True
+                group = self._groups[item.join.key]
+                group.overdue += 1
+                self._unpark_if_ripe(group)
+
+    def _is_ripe(self, group: _Group) -> bool:
+        return group.overdue > 0 or group.rows >= self._max_rows
+
+    def _unpark_if_ripe(self, group: _Group) -> None:
+        if not self._is_ripe(group):
+            return
+        for item in group.off_heap:
+            self._push(item)
+        for item in group.off_line:
+            heapq.heappush(self._line, (item.place, item))
+        group.off_heap, group.off_line = [], []
+
+    def _is_held(self, item: _Item) -> bool:
+        return item.join is not None and not self._is_ripe(self._groups[item.join.key])
+
+    def _first(self) -> _Item | None:
+        """By priority, of those that are not held."""
+        while self._heap:
+            item = self._heap[0][2]
+            if item.waiting and not self._is_held(item):
+                return item
+            heapq.heappop(self._heap)
+            if item.waiting and item.join is not None:
+                self._groups[item.join.key].off_heap.append(item)
+        return None
+
+    def _oldest(self) -> _Item | None:
+        """By age, of those that are not held."""
+        while self._line:
+            item = self._line[0][1]
+            if item.waiting and not self._is_held(item):
+                return item
+            heapq.heappop(self._line)
+            if item.waiting and item.join is not None:
+                self._groups[item.join.key].off_line.append(item)
+        return None
+
+    def _members(self, item: _Item) -> list[_Item]:
+        """The shard whose turn it is, and those that go with it, the oldest first."""
+        members = [item]
+        if item.join is None:
+            return members
+        rows = item.join.rows
+        for other in self._groups[item.join.key].items.values():
+            if other is item or other.join is None:
+                continue
+            rows += other.join.rows
+            if rows > self._max_rows:
+                break
+            members.append(other)
+        return members
+
+    def _remove(self, item: _Item) -> None:
+        """It is taken or forgotten; the heaps and the line skip it when they come to it."""
+        item.waiting = False
+        del self._items[item.shard]
+        kept = max(len(self._heap), len(self._line), len(self._dues))
+        if item.join is not None:
+            group = self._groups[item.join.key]
+            del group.items[item.place]
+            group.rows -= item.join.rows
+            group.overdue -= item.overdue
+            if not group.items:
+                del self._groups[item.join.key]
+            kept = max(kept, len(group.off_heap), len(group.off_line))
+        if kept > 2 * len(self._items) + 64:
+            self._compact()
+
+    def _compact(self) -> None:
+        """Drop what is forgotten, so that it does not outnumber what waits."""
+        self._heap = [entry for entry in self._heap if entry[2].waiting]
+        heapq.heapify(self._heap)
+        self._line = [entry for entry in self._line if entry[1].waiting]
+        heapq.heapify(self._line)
+        self._dues = [entry for entry in self._dues if entry[2].waiting]
+        heapq.heapify(self._dues)
+        for group in self._groups.values():
+            group.off_heap = [item for item in group.off_heap if item.waiting]
+            group.off_line = [item for item in group.off_line if item.waiting]
