@@ -1,0 +1,251 @@
+"""From a context to engines, devices and the core's frozen options: the one place that knows both.
+
+A target that this host lacks is tried, and found wanting by the engine itself, which says why; then the CPU
+serves as its backup with one warning, unless ``MCINFER_STRICT_DEVICE=1`` makes that an error.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TypeVar
+
+from mcinfer.config import EngineOptions, automatic_workers
+from mcinfer.errors import BuildError, InvalidInputError, McinferError, MissingDependencyError
+from mcinfer.mslite._affinity import check_core_list, core_capacities, deal_cores, order_cores
+from mcinfer.mslite._configuration import Sections
+from mcinfer.mslite.context import Context
+
+T = TypeVar("T")
+
+_MOST_WORKERS_PER_CORE = 5
+
+_CANN_PRECISION = {
+    "enforce_fp32": "force_fp32",
+    "preferred_fp32": "allow_fp32_to_fp16",
+    "enforce_fp16": "force_fp16",
+    "enforce_origin": "must_keep_origin_dtype",
+    "preferred_optimal": "allow_mix_precision",
+}
+"""MindSpore Lite's names of Ascend precisions, and those of ONNX Runtime's CANN provider."""
+
+
+class ModelType(IntEnum):
+    """What kind of model a file or buffer holds. A path that ends in ``.onnx`` is ONNX in any case."""
+
+    MINDIR = 0
+    ONNX = 3
+    MINDIR_LITE = 4
+
+
+def model_type_of(path: str, model_type: ModelType) -> ModelType:
+    """The type of a model file: by its name where that says it, else what the caller says."""
+    by_ending = {".onnx": ModelType.ONNX, ".ms": ModelType.MINDIR_LITE}
+    return by_ending.get(os.path.splitext(path)[1].lower(), model_type)
+
+
+def model_type_of_bytes(content: bytes) -> ModelType:
+    """The type of a model in a buffer, where nobody says it.
+
+    Field 1 of both formats is the version, a number in ONNX (``onnx.proto``: ``int64 ir_version = 1``) and a
+    text in MindIR (``mind_ir.proto``: ``string ir_version = 1``), and comes first in both.
+    """
+    return ModelType.ONNX if content[:1] == b"\x08" else ModelType.MINDIR
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One way to run a model: an engine on a kind of device.
+
+    Attributes:
+        target: The context's name of the device.
+        engine: The engine's name.
+        kind: The core's name of the device.
+        index: Of the device, where the context says it.
+        options: For the engine, but for what depends on the number of workers.
+        remarks: What of the context has no effect there, and why.
+    """
+
+    target: str
+    engine: str
+    kind: str
+    index: int = 0
+    options: EngineOptions = field(default_factory=EngineOptions)
+    remarks: tuple[str, ...] = ()
+
+
+def attempts(context: Context, model_type: ModelType, sections: Sections) -> list[list[Attempt]]:
+    """What to try, in order: for each target the engines that may serve there.
+
+    Raises:
+        InvalidInputError: The context names more than two devices.
+    """
+    targets = context.device_infos
+    if os.environ.get("MCINFER_STRICT_DEVICE") == "1":
+        targets = targets[:1]
+    ways = {
+        "cpu": lambda: _cpu(context, model_type),
+        "gpu": lambda: _gpu(context, model_type),
+        "ascend": lambda: _ascend(context, model_type, sections),
+    }
+    return [ways[target]() for target in targets]
+
+
+def open_first(
+    groups: Sequence[Sequence[Attempt]], build: Callable[[Attempt], T], *, stacklevel: int
+) -> T:
+    """Build on the first target that can be had, and warn of what is not as the context says.
+
+    Args:
+        groups: What `attempts` gave.
+        build: Builds the model in one of these ways.
+        stacklevel: As of `warnings.warn`, seen from the caller.
+
+    Raises:
+        McinferError: What the last target's engine said.
+    """
+    refusals: list[str] = []
+    failure: McinferError = BuildError("no target to build for")
+    for group in groups:
+        missing: McinferError | None = None
+        for attempt in group:
+            try:
+                built = build(attempt)
+            except MissingDependencyError as exc:
+                missing = missing or exc
+                failure = missing
+                continue
+            except BuildError as exc:
+                failure = exc
+                break
+            _warn(refusals, attempt, stacklevel + 1)
+            return built
+        refusals.append(f"target {group[0].target} cannot be used here ({failure})")
+    raise failure
+
+
+def _warn(refusals: Sequence[str], attempt: Attempt, stacklevel: int) -> None:
+    remarks = [*attempt.remarks]
+    if refusals:
+        remarks.insert(0, f"{'; '.join(refusals)}: the model runs on the {attempt.target}")
+    if remarks:
+        warnings.warn("; ".join(remarks), UserWarning, stacklevel=stacklevel + 1)
+
+
+def _cpu(context: Context, model_type: ModelType) -> list[Attempt]:
+    engines = {
+        ModelType.ONNX: ("onnxruntime",),
+        ModelType.MINDIR: ("mindspore", "mindspore_lite"),
+        ModelType.MINDIR_LITE: ("mindspore_lite",),
+    }[model_type]
+    remarks = []
+    if context.cpu.precision_mode == "preferred_fp16":
+        remarks.append(
+            "cpu precision_mode preferred_fp16: the engines have no float16 mode of their own on a "
+            "CPU, so the model runs in the precision that it is written in"
+        )
+    mode = context.cpu.thread_affinity_mode
+    decides = mode and not context.cpu.thread_affinity_core_list
+    if decides and order_cores(core_capacities(), mode) is None:
+        remarks.append(
+            "cpu thread_affinity_mode has no effect: the cores of this machine are all alike"
+        )
+    options = EngineOptions(
+        threads=context.cpu.thread_num or None,
+        inter_op_threads=context.cpu.inter_op_parallel_num or None,
+    )
+    return [
+        Attempt(target="cpu", engine=engine, kind="cpu", options=options, remarks=tuple(remarks))
+        for engine in engines
+    ]
+
+
+def _gpu(context: Context, model_type: ModelType) -> list[Attempt]:
+    gpu = context.gpu
+    if model_type is not ModelType.ONNX:
+        return [Attempt(target="gpu", engine="mindspore_lite", kind="cuda", index=gpu.device_id)]
+    fp16 = gpu.precision_mode == "preferred_fp16"
+    remarks = []
+    if gpu.provider not in ("", "tensorrt"):
+        remarks.append(f"gpu provider {gpu.provider!r} is unknown, expected '' or 'tensorrt'")
+    if gpu.provider == "tensorrt":
+        kind, settings = "tensorrt", {"trt_fp16_enable": "1" if fp16 else "0"}
+    else:
+        # TensorFloat-32 has a mantissa of 10 bits.
+        kind, settings = "cuda", {"use_tf32": "1" if fp16 else "0"}
+        if fp16:
+            remarks.append(
+                "gpu precision_mode preferred_fp16: the CUDA provider lowers float32 to TensorFloat-32 "
+                "at most; float16 takes a float16 model, or the provider 'tensorrt'"
+            )
+    return [
+        Attempt(
+            target="gpu",
+            engine="onnxruntime",
+            kind=kind,
+            index=gpu.device_id,
+            options=EngineOptions(provider_options=settings),
+            remarks=tuple(remarks),
+        )
+    ]
+
+
+def _ascend(context: Context, model_type: ModelType, sections: Sections) -> list[Attempt]:
+    ascend = context.ascend
+    said = sections.get("ascend_context", {})
+    precision = said.get("precision_mode", ascend.precision_mode)
+    provider = said.get("provider", ascend.provider)
+    settings = {}
+    if model_type is ModelType.ONNX:
+        if precision:
+            settings["precision_mode"] = _CANN_PRECISION.get(precision, precision)
+    else:
+        settings = {"precision_mode": precision, "provider": provider}
+        settings = {key: value for key, value in settings.items() if value}
+    return [
+        Attempt(
+            target="ascend",
+            engine="onnxruntime" if model_type is ModelType.ONNX else "mindspore_lite",
+            kind="ascend",
+            index=ascend.device_id,
+            options=EngineOptions(provider_options=settings),
+        )
+    ]
+
+
+def count_workers(context: Context, wanted: int, device_ids: Sequence[int]) -> int:
+    """How many workers a runner has: as many as wanted, or by MindSpore Lite's rule if that is 0.
+
+    Raises:
+        InvalidInputError: More than 5 for each core.
+    """
+    cores = len(os.sched_getaffinity(0))
+    if wanted > _MOST_WORKERS_PER_CORE * cores:
+        raise InvalidInputError(
+            f"workers_num: got {wanted}, expected at most {_MOST_WORKERS_PER_CORE} for each of "
+            f"{cores} cores"
+        )
+    if wanted:
+        return wanted
+    if context.device_infos[0] != "cpu":
+        return max(1, len(device_ids))
+    threads = context.cpu.thread_num
+    return max(1, cores // threads) if threads else automatic_workers(cores)
+
+
+def pinned_cores(context: Context, workers: int) -> tuple[tuple[int, ...], ...] | None:
+    """Each worker's cores, where the context says something of them.
+
+    Raises:
+        InvalidInputError: The list of cores does not fit.
+    """
+    cpu = context.cpu
+    listed = cpu.thread_affinity_core_list
+    ordered = listed or order_cores(core_capacities(), cpu.thread_affinity_mode)
+    if not ordered:
+        return None
+    threads = cpu.thread_num or max(1, len(ordered) // workers)
+    if listed:
+        check_core_list(listed, threads, workers)
+    return deal_cores(ordered, threads, workers)

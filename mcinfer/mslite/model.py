@@ -1,0 +1,559 @@
+"""`Model`: one model in this process; and, under upstream's module name, the runner of many workers."""
+
+import os
+import threading
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from enum import IntFlag
+from typing import Any
+from weakref import WeakValueDictionary
+
+from numpy.typing import NDArray
+
+from mcinfer.config import Device
+from mcinfer.engines import open_engine
+from mcinfer.engines.base import EngineRequest
+from mcinfer.errors import BuildError, ClosedError, InvalidInputError, McinferError
+from mcinfer.mslite._arguments import (
+    check_context,
+    check_outputs,
+    check_path,
+    describe,
+    fill,
+    input_arrays,
+    known_dims,
+    place_of,
+)
+from mcinfer.mslite._checks import check_elements, check_list, check_sections, check_type
+from mcinfer.mslite._configuration import (
+    Sections,
+    load_sections,
+    warn_of_unused,
+    weights_folder,
+)
+from mcinfer.mslite._failures import failure
+from mcinfer.mslite._runner import ModelParallelRunner, RunnerConfig
+from mcinfer.mslite._session import Session, pinned
+from mcinfer.mslite._sources import FOLDER_KEY, ModelBuffer, put_weights, with_dims
+from mcinfer.mslite._targets import (
+    Attempt,
+    ModelType,
+    attempts,
+    model_type_of,
+    model_type_of_bytes,
+    open_first,
+    pinned_cores,
+)
+from mcinfer.mslite.context import Context
+from mcinfer.mslite.datatypes import known_data_type
+from mcinfer.mslite.tensor import Tensor, TensorMeta
+
+__all__ = [
+    "Model",
+    "ModelGroup",
+    "ModelGroupFlag",
+    "ModelParallelRunner",
+    "ModelType",
+    "RunnerConfig",
+]
+
+
+class ModelGroupFlag(IntFlag):
+    """What the models of a `ModelGroup` share."""
+
+    SHARE_WEIGHT = 1
+    SHARE_WORKSPACE = 2
+    SHARE_WEIGHT_WORKSPACE = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """What a model was built from, so that it can be built again with other sizes."""
+
+    name: str
+    model: str | bytes
+    model_type: ModelType
+    context: Context
+    sections: Sections
+    weights: bytes | None = None
+    folder: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Built:
+    source: _Source
+    session: Session
+    inputs: list[Tensor]
+    dims: list[list[int]]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Model:
+    """A model that runs in this process. Threads may call it at once; the GIL is free during runs.
+
+    For many clients, or several devices, there is `ModelParallelRunner`.
+    """
+
+    def __init__(self) -> None:
+        self._built: _Built | None = None
+        self._building = threading.Lock()
+        self._group: ModelGroup | None = None
+
+    def __str__(self) -> str:
+        return f"model_path: {'' if self._built is None else self._built.source.name}."
+
+    # Building.
+
+    def build_from_file(
+        self,
+        model_path: str,
+        model_type: ModelType,
+        context: Context | None = None,
+        config_path: str = "",
+        config_dict: Sections | None = None,
+        dec_key: bytes | None = None,
+        dec_mode: str = "AES-GCM",
+        dec_num_parallel: int = 0,
+    ) -> None:
+        """Load a model.
+
+        Args:
+            model_path: Of an ONNX file, by its ending ``.onnx`` or by `model_type`, or of a MindIR file.
+            model_type: What kind of file it is.
+            context: Where it is to run; None is the CPU. A target that this host lacks is replaced by the
+                CPU, with a warning; with ``MCINFER_STRICT_DEVICE=1`` it is an error.
+            config_path: A configuration file; ``""`` for none.
+            config_dict: Sections of entries that override the file's.
+            dec_key: Must be None: encrypted models were dropped by MindSpore Lite, and never were here.
+            dec_mode: Only with `dec_key`.
+            dec_num_parallel: Only with `dec_key`.
+
+        Raises:
+            TypeError: An argument is of another type.
+            RuntimeError: A path does not exist, or the model cannot be built; of a class of
+                `mcinfer.errors` as well, where there is one.
+        """
+        what = "build_from_file"
+        check_type("model_path", model_path, str)
+        check_type("model_type", model_type, ModelType)
+        context = check_context(context)
+        check_type("config_path", config_path, str)
+        check_path(what, "model_path", model_path)
+        if config_path:
+            check_path(what, "config_path", config_path)
+        sections = _sections(what, config_path, config_dict)
+        _refuse_key(what, dec_key, dec_mode, dec_num_parallel)
+        source = _Source(
+            name=model_path,
+            model=os.path.abspath(model_path),
+            model_type=model_type_of(model_path, model_type),
+            context=context,
+            sections=sections,
+        )
+        self._build(what, source)
+
+    def build_from_buffer(
+        self,
+        model_bytes: bytes,
+        weight_bytes: bytes | None = None,
+        model_type: ModelType | None = None,
+        context: Context | None = None,
+        config_path: str = "",
+        config_dict: Sections | None = None,
+    ) -> None:
+        """Load a model from memory.
+
+        Args:
+            model_bytes: What a file would hold.
+            weight_bytes: The content of the one file that an ONNX model's external data lies in; takes the
+                extra ``mcinfer[onnx]``. For weights on disk name a file of their folder in the
+                configuration instead, as ``mindir_path`` of section ``model_file``.
+            model_type: None: the content shows whether it is ONNX or MindIR.
+            context: As in `build_from_file`.
+            config_path: Likewise.
+            config_dict: Likewise.
+
+        Raises:
+            TypeError, RuntimeError: As `build_from_file`.
+        """
+        what = "build_from_buffer"
+        check_type("model_bytes", model_bytes, bytes)
+        if weight_bytes is not None:
+            check_type("weight_bytes", weight_bytes, bytes)
+        if model_type is not None:
+            check_type("model_type", model_type, ModelType)
+        context = check_context(context)
+        check_type("config_path", config_path, str)
+        if config_path:
+            check_path(what, "config_path", config_path)
+        sections = _sections(what, config_path, config_dict)
+        try:
+            folder = weights_folder(sections)
+        except McinferError as exc:
+            raise failure(what, exc) from exc
+        source = _Source(
+            name="buffer",
+            model=model_bytes,
+            model_type=model_type_of_bytes(model_bytes) if model_type is None else model_type,
+            context=context,
+            sections=sections,
+            weights=weight_bytes,
+            folder=folder,
+        )
+        self._build(what, source)
+
+    def _build(self, what: str, source: _Source) -> None:
+        with self._building:
+            if self._built is not None:
+                raise failure(what, BuildError("the model was built already; make a new Model"))
+            try:
+                session = _open(source, None, self._group)
+            except (McinferError, OSError, ValueError) as exc:
+                raise failure(what, exc) from exc
+            warn_of_unused(source.sections, stacklevel=3)
+            specs = session.spec.inputs
+            dims = [known_dims(spec) for spec in specs]
+            tensors = [
+                Tensor._of_model(spec.name, known_data_type(spec.dtype), shape)
+                for spec, shape in zip(specs, dims, strict=True)
+            ]
+            self._built = _Built(source=source, session=session, inputs=tensors, dims=dims)
+
+    def _ready(self, what: str) -> _Built:
+        if self._built is None:
+            raise failure(what, ClosedError("the model is not built"))
+        return self._built
+
+    # What it is like.
+
+    def get_inputs(self) -> list[Tensor]:
+        """The model's input tensors, the same at every call: fill them, and pass them to `predict`.
+
+        A size that is not known before `resize` is -1, and is taken from the data that is set.
+
+        Raises:
+            RuntimeError: The model is not built.
+        """
+        return [*self._ready("get_inputs").inputs]
+
+    def get_outputs(self) -> tuple[TensorMeta, ...]:
+        """The outputs' names, dtypes and shapes, for the inputs' sizes as they are now.
+
+        Raises:
+            RuntimeError: The model is not built.
+        """
+        built = self._ready("get_outputs")
+        shapes: Sequence[tuple[int, ...] | None] = [None] * len(built.session.spec.outputs)
+        if all(size > 0 for dims in built.dims for size in dims):
+            shapes = built.session.output_shapes(tuple(map(tuple, built.dims)))
+        specs = built.session.spec.outputs
+        return tuple(describe(spec, shape) for spec, shape in zip(specs, shapes, strict=True))
+
+    def get_model_info(self, key: str) -> str:
+        """What is known of the model, as text.
+
+        Args:
+            key: ``input_shape`` (``name:1,224,224,3;…``, -1 for a size that is not known),
+                ``dynamic_dims`` (the same of the inputs that have such sizes), ``current_pid``.
+
+        Returns:
+            The text, ``""`` for what is unknown or unset.
+
+        Raises:
+            TypeError: The key is no text.
+        """
+        check_type("key", key, str)
+        if key == "current_pid":
+            return str(os.getpid())
+        if self._built is None or key not in ("input_shape", "dynamic_dims"):
+            return ""
+        named = zip(self._built.session.spec.inputs, self._built.dims, strict=True)
+        return ";".join(
+            f"{spec.name}:{','.join(map(str, dims))}"
+            for spec, dims in named
+            if key == "input_shape" or any(size < 0 for size in dims)
+        )
+
+    # Running.
+
+    def predict(
+        self,
+        inputs: "list[Tensor | NDArray[Any]] | tuple[Tensor | NDArray[Any], ...]",
+        outputs: list[Tensor] | None = None,
+    ) -> list[Tensor]:
+        """Run the model.
+
+        Args:
+            inputs: Tensors or arrays, in the model's order, of its dtypes and shapes. They are read in
+                place, so nobody is to change them meanwhile.
+            outputs: Tensors to write to, of the outputs' dtypes and shapes (or of sizes not known yet).
+
+        Returns:
+            The outputs: those that were given, or new ones.
+
+        Raises:
+            TypeError: An argument is of another type.
+            RuntimeError: Another number of inputs, or the run failed: nothing is to be read from
+                `outputs` then.
+        """
+        built = self._ready("predict")
+        arrays = input_arrays(inputs, len(built.inputs))
+        try:
+            wanted = check_outputs(outputs, len(built.session.spec.outputs))
+            into = (
+                [None] * len(built.session.spec.outputs)
+                if wanted is None
+                else map(place_of, wanted)
+            )
+            results = built.session.run(arrays, [*into])
+            if wanted is not None:
+                fill(wanted, results)
+                return wanted
+        except McinferError as exc:
+            raise failure("predict", exc) from exc
+        specs = built.session.spec.outputs
+        return [Tensor._of_result(s.name, array) for s, array in zip(specs, results, strict=True)]
+
+    def resize(self, inputs: list[Tensor], dims: list[list[int]]) -> None:
+        """Set the shapes of inputs.
+
+        Sizes that the model leaves open are only noted: `predict` takes any. A model whose sizes are fixed is
+        built anew with the new ones, where its graph allows that; it takes the extra ``mcinfer[onnx]``.
+
+        Args:
+            inputs: Some of `get_inputs`, or tensors of those names.
+            dims: A new shape for each.
+
+        Raises:
+            TypeError: An argument is of another type.
+            ValueError: They are not as many.
+            RuntimeError: A size is 0 or less, or the model does not take it; it stays as it was.
+        """
+        check_list("inputs", inputs, Tensor)
+        check_list("dims", dims, list)
+        for shape in dims:
+            check_elements("dims element", shape, int)
+        if len(inputs) != len(dims):
+            raise ValueError(
+                f"inputs' size does not match dims' size: got {len(inputs)} and {len(dims)}"
+            )
+        built = self._ready("resize")
+        with built.lock:
+            try:
+                self._resize(built, inputs, dims)
+            except (McinferError, OSError, ValueError) as exc:
+                raise failure("resize", exc) from exc
+
+    def _resize(self, built: _Built, inputs: list[Tensor], dims: list[list[int]]) -> None:
+        names = [spec.name for spec in built.session.spec.inputs]
+        wanted = [[*shape] for shape in built.dims]
+        for tensor, shape in zip(inputs, dims, strict=True):
+            if tensor.name not in names:
+                raise InvalidInputError(
+                    f"inputs: unknown {tensor.name!r}, expected some of {names}"
+                )
+            i = names.index(tensor.name)
+            if any(size <= 0 for size in shape) or len(shape) != len(wanted[i]):
+                raise InvalidInputError(
+                    f"dims of {tensor.name!r}: got {shape}, expected {len(wanted[i])} sizes above 0"
+                )
+            wanted[i] = [*shape]
+        session = built.session
+        fits = all(
+            not isinstance(fixed, int) or fixed == size
+            for spec, shape in zip(session.spec.inputs, wanted, strict=True)
+            for fixed, size in zip(spec.shape, shape, strict=True)
+        )
+        if not fits:
+            session = _open(built.source, dict(zip(names, wanted, strict=True)), self._group)
+        if all(size > 0 for shape in wanted for size in shape):
+            session.output_shapes(tuple(map(tuple, wanted)))
+        built.session, built.dims = session, wanted
+        for tensor, shape in zip(inputs, dims, strict=True):
+            tensor.shape = shape
+            built.inputs[names.index(tensor.name)].shape = shape
+
+    def update_weights(self, weights: list[list[Tensor]]) -> None:
+        """Replace weights. A model has to be built for that, which this version cannot do yet.
+
+        Raises:
+            TypeError: Not a list of lists of Tensor.
+            RuntimeError: No weight of this model can be replaced.
+        """
+        check_list("weights", weights, list)
+        for tensors in weights:
+            check_elements("weights element", tensors, Tensor)
+        self._ready("update weight")
+        raise failure(
+            "update weight",
+            InvalidInputError("no weight of this model was made replaceable when it was built"),
+        )
+
+
+class ModelGroup:
+    """Models of this process that share what they can.
+
+    ``SHARE_WEIGHT``: models that are built from the same file with the same context have one loaded model,
+    weights and prepared weights, between them. ``SHARE_WORKSPACE``: ONNX Runtime's memory for what lies
+    between operators is one arena for the models of this process, in the place of one each.
+
+    Args:
+        flags: What is shared.
+
+    Raises:
+        RuntimeError: No such flag.
+    """
+
+    def __init__(self, flags: ModelGroupFlag = ModelGroupFlag.SHARE_WORKSPACE) -> None:
+        if not isinstance(flags, ModelGroupFlag) or not flags:
+            raise RuntimeError(
+                f"flags must be ModelGroupFlag.SHARE_WEIGHT, SHARE_WORKSPACE or "
+                f"SHARE_WEIGHT_WORKSPACE, but got {flags!r}."
+            )
+        self.flags = flags
+        self.lock = threading.Lock()
+        self.sessions: WeakValueDictionary[object, Session] = WeakValueDictionary()
+        self._models: list[Model | str] = []
+
+    def add_model(self, models: "list[Model] | list[str] | tuple[Model | str, ...]") -> None:
+        """Put models into the group, before they are built.
+
+        Args:
+            models: `Model` objects, or (with SHARE_WORKSPACE alone) paths.
+
+        Raises:
+            TypeError: Not a list or tuple, or of both kinds, or paths where weights are shared.
+            RuntimeError: Empty, or a model is built already, or is in another group.
+        """
+        if not isinstance(models, (list, tuple)):
+            raise TypeError(f"models must be list or tuple, but got {type(models)}.")
+        if not models:
+            raise RuntimeError("add_model failed! Error is models is empty")
+        shares_weights = bool(self.flags & ModelGroupFlag.SHARE_WEIGHT)
+        kind = Model if shares_weights or isinstance(models[0], Model) else str
+        check_elements("models", models, kind)
+        for model in models:
+            if isinstance(model, Model):
+                if model._built is not None or model._group not in (None, self):
+                    raise RuntimeError(
+                        "add_model failed! Error is the model was built already, or is in another group"
+                    )
+                model._group = self
+        if kind is str:
+            warnings.warn(
+                "models: paths share nothing here; add the Model objects before they are built",
+                UserWarning,
+                stacklevel=2,
+            )
+        self._models += models
+
+    def cal_max_size_of_workspace(
+        self, model_type: ModelType, context: Context | None = None
+    ) -> None:
+        """Nothing to do here, but for the checks: the shared arena grows to what the largest model needs.
+
+        Raises:
+            TypeError: An argument is of another type.
+            RuntimeError: The group does not share its workspace, or has no models.
+        """
+        check_type("model_type", model_type, ModelType)
+        check_context(context)
+        if not self.flags & ModelGroupFlag.SHARE_WORKSPACE or not self._models:
+            raise RuntimeError(
+                "cal_max_size_of_workspace failed! Error is the group has no models that share a workspace"
+            )
+
+
+def _sections(what: str, path: str, more: Sections | None) -> Sections:
+    """The configuration, its file first and then the dictionary, each with its own checks."""
+    try:
+        sections = load_sections(path, None)
+    except InvalidInputError as exc:
+        raise failure(what, exc) from exc
+    if more is not None:
+        check_sections("config_dict", more)
+        sections = load_sections(path, more)
+    return sections
+
+
+def _refuse_key(what: str, key: object, mode: object, parallel: object) -> None:
+    check_type("dec_mode", mode, str)
+    check_type("dec_num_parallel", parallel, int)
+    if key is None:
+        return
+    check_type("dec_key", key, bytes)
+    raise failure(what, BuildError("dec_key: encrypted models are not supported, decrypt it first"))
+
+
+def _open(source: _Source, dims: dict[str, list[int]] | None, group: ModelGroup | None) -> Session:
+    """Load a model, with other sizes of its inputs where they are given."""
+    if dims is not None and source.model_type is not ModelType.ONNX:
+        raise BuildError("its sizes are fixed, and can be changed in ONNX models alone")
+
+    def build(attempt: Attempt) -> Session:
+        with nullcontext() if group is None else group.lock:
+            key = _identity(source, dims, attempt)
+            shares = group is not None and group.flags & ModelGroupFlag.SHARE_WEIGHT
+            known = group.sessions.get(key) if group is not None and shares else None
+            if known is not None:
+                return known
+            session = _load(source, dims, attempt, group)
+            if group is not None and shares:
+                group.sessions[key] = session
+            return session
+
+    groups = attempts(source.context, source.model_type, source.sections)
+    # Seen from here the caller is four calls up: _build, build_from_file, the user.
+    return open_first(groups, build, stacklevel=4)
+
+
+def _load(
+    source: _Source,
+    dims: dict[str, list[int]] | None,
+    attempt: Attempt,
+    group: ModelGroup | None,
+) -> Session:
+    cores: Sequence[int] = ()
+    if attempt.kind == "cpu":
+        [cores] = pinned_cores(source.context, 1) or [()]
+    config: dict[str, str] = {}
+    model, folder = source.model, source.folder
+    if dims is not None:
+        folder = folder or (os.path.dirname(model) if isinstance(model, str) else None)
+        model = with_dims(model, dims)
+    if group is not None and group.flags & ModelGroupFlag.SHARE_WORKSPACE:
+        config["session.use_env_allocators"] = "1"
+    with ExitStack() as opened:
+        if isinstance(source.model, bytes) and source.weights is not None:
+            folder = put_weights(source.model, source.weights, opened)
+        if folder is not None and attempt.engine == "onnxruntime":
+            config[FOLDER_KEY] = folder
+        if isinstance(model, bytes):
+            buffer = ModelBuffer(model)
+            opened.callback(buffer.close)
+            model = buffer.path
+        request = EngineRequest(
+            model=model,
+            device=Device(attempt.kind, attempt.index),
+            threads=attempt.options.threads or len(cores) or len(os.sched_getaffinity(0)),
+            inter_op_threads=attempt.options.inter_op_threads,
+            session_config=config,
+            provider_options=attempt.options.provider_options,
+        )
+        with pinned(cores) if cores else nullcontext():
+            engine = open_engine(attempt.engine, request)
+    return Session(engine, cores)
+
+
+def _identity(source: _Source, dims: dict[str, list[int]] | None, attempt: Attempt) -> object:
+    """Equal for models that one loaded model can serve."""
+    content: object = source.model
+    if isinstance(source.model, str):
+        entry = os.stat(source.model)
+        content = (entry.st_dev, entry.st_ino, entry.st_size, entry.st_mtime_ns)
+    sizes = None if dims is None else tuple((name, *shape) for name, shape in dims.items())
+    cpu = source.context.cpu
+    binding = (cpu.thread_affinity_mode, *cpu.thread_affinity_core_list)
+    return (content, source.weights, source.folder, sizes, repr(attempt), binding)

@@ -1,0 +1,496 @@
+"""Tests of mcinfer/mslite/context.py and of the checks that it uses."""
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcinfer.mslite._checks import check_list, check_sections, check_type
+from mcinfer.mslite.context import Context
+
+Number = pytest.mark.parametrize(
+    ("part", "attribute", "name"),
+    [
+        ("cpu", "thread_num", "cpu_thread_num"),
+        ("cpu", "inter_op_parallel_num", "cpu_inter_op_parallel_num"),
+        ("gpu", "device_id", "gpu_device_id"),
+        ("ascend", "device_id", "ascend_device_id"),
+        ("ascend", "rank_id", "ascend_rank_id"),
+        ("parallel", "workers_num", "workers_num"),
+    ],
+)
+
+NOT_INTS: list[Any] = ["1", 1.0, None, [1], True]
+
+
+def exactly(text: str) -> str:
+    return f"^{re.escape(text)}$"
+
+
+# The checks.
+
+
+@pytest.mark.parametrize(
+    ("value", "cls", "text"),
+    [
+        (1, str, "it must be str, but got <class 'int'>."),
+        ("1", int, "it must be int, but got <class 'str'>."),
+        (True, int, "it must be int, but got <class 'bool'>."),
+        (None, list, "it must be list, but got <class 'NoneType'>."),
+        (1, Context, "it must be Context, but got <class 'int'>."),
+    ],
+)
+def test_wrong_type_is_told_with_both_types(value: object, cls: type, text: str) -> None:
+    with pytest.raises(TypeError, match=exactly(text)):
+        check_type("it", value, cls)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ((1,), "it must be list, but got <class 'tuple'>."),
+        ([0, "1"], "it element must be int, but got <class 'str'> at index 1."),
+        ([0, 1, True], "it element must be int, but got <class 'bool'> at index 2."),
+    ],
+)
+def test_wrong_element_is_told_with_its_index(value: object, text: str) -> None:
+    with pytest.raises(TypeError, match=exactly(text)):
+        check_list("it", value, int)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ([], "it must be dict, but got <class 'list'>."),
+        ({1: {}}, "it_key must be str, but got <class 'int'>."),
+        ({"a": "b"}, "it_value must be dict, but got <class 'str'>."),
+        ({"a": {1: "c"}}, "it_value_key must be str, but got <class 'int'>."),
+        ({"a": {"b": 1}}, "it_value_value must be str, but got <class 'int'>."),
+    ],
+)
+def test_wrong_section_is_told_with_its_level(value: object, text: str) -> None:
+    with pytest.raises(TypeError, match=exactly(text)):
+        check_sections("it", value)
+
+
+# Target.
+
+
+def test_new_context_runs_on_the_cpu() -> None:
+    context = Context()
+    assert context.target == ["cpu"]
+    assert str(context) == repr(context) == "target: ['cpu']."
+    assert context.device_infos == ["cpu"]
+
+
+@pytest.mark.parametrize("value", [["cpu"], ["gpu"], ["Ascend"], ["CPU", "gpu"], ["cpu", "cpu"]])
+def test_target_is_given_back_as_it_was_set(value: list[str]) -> None:
+    context = Context()
+    context.target = value
+    assert context.target == value
+    assert str(context) == f"target: {value}."
+
+
+def test_target_does_not_follow_the_lists_that_were_given_in_and_out() -> None:
+    context = Context()
+    names = ["gpu"]
+    context.target = names
+    names.append("nonsense")
+    context.target.append("nonsense")
+    assert context.target == ["gpu"]
+
+
+@pytest.mark.parametrize("value", [[], None, "", 0, ()])
+def test_target_set_to_nothing_is_the_cpu_again(value: Any) -> None:
+    context = Context()
+    context.target = ["gpu"]
+    context.target = value
+    assert context.target == ["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        (1, TypeError, "target must be list, but got <class 'int'>."),
+        ("cpu", TypeError, "target must be list, but got <class 'str'>."),
+        (("cpu",), TypeError, "target must be list, but got <class 'tuple'>."),
+        ([1], TypeError, "target element must be str, but got <class 'int'> at index 0."),
+        (["cpu", 1], TypeError, "target element must be str, but got <class 'int'> at index 1."),
+        (
+            ["cpu", "NPU"],
+            ValueError,
+            "target elements must be in ['cpu', 'gpu', 'ascend'], but got npu.",
+        ),
+    ],
+)
+def test_bad_target_is_refused_and_changes_nothing(
+    value: Any, error: type[Exception], text: str
+) -> None:
+    context = Context()
+    context.target = ["gpu"]
+    with pytest.raises(error, match=exactly(text)):
+        context.target = value
+    assert context.target == ["gpu"]
+
+
+@pytest.mark.parametrize(
+    ("target", "infos"),
+    [
+        (["cpu"], ["cpu"]),
+        (["cpu", "CPU"], ["cpu"]),
+        (["gpu"], ["gpu", "cpu"]),
+        (["ASCEND"], ["ascend", "cpu"]),
+        (["gpu", "cpu"], ["gpu", "cpu"]),
+        (["cpu", "Gpu", "gpu"], ["gpu", "cpu"]),
+    ],
+)
+def test_accelerator_comes_before_the_cpu_behind_it(target: list[str], infos: list[str]) -> None:
+    context = Context()
+    context.target = target
+    assert context.device_infos == infos
+
+
+@pytest.mark.parametrize("target", [["gpu", "ascend"], ["cpu", "ascend", "gpu"]])
+def test_more_than_two_device_infos_are_refused_when_asked_for(target: list[str]) -> None:
+    context = Context()
+    context.target = target
+    with pytest.raises(ValueError, match="at most two"):
+        _ = context.device_infos
+
+
+# Numbers.
+
+
+@Number
+def test_number_is_zero_until_set(part: str, attribute: str, name: str) -> None:
+    holder = getattr(Context(), part)
+    assert getattr(holder, attribute) == 0
+    setattr(holder, attribute, 3)
+    assert getattr(holder, attribute) == 3
+    assert f"{name.removeprefix(part + '_').replace('workers_num', 'workers num')}: 3" in str(
+        holder
+    )
+
+
+@Number
+@pytest.mark.parametrize("value", NOT_INTS)
+def test_not_an_int_is_refused(part: str, attribute: str, name: str, value: Any) -> None:
+    holder = getattr(Context(), part)
+    with pytest.raises(TypeError, match=exactly(f"{name} must be int, but got {type(value)}.")):
+        setattr(holder, attribute, value)
+    assert getattr(holder, attribute) == 0
+
+
+@Number
+def test_negative_number_is_refused(part: str, attribute: str, name: str) -> None:
+    holder = getattr(Context(), part)
+    with pytest.raises(ValueError, match=rf"{name} must be a non-negative int\.$"):
+        setattr(holder, attribute, -1)
+    assert getattr(holder, attribute) == 0
+
+
+# Precision and texts.
+
+
+@pytest.mark.parametrize(
+    ("part", "default", "modes"),
+    [
+        ("cpu", "enforce_fp32", "enforce_fp32, preferred_fp16"),
+        ("gpu", "enforce_fp32", "enforce_fp32, preferred_fp16"),
+        (
+            "ascend",
+            "",
+            "enforce_fp32, preferred_fp32, enforce_fp16, enforce_origin, preferred_optimal",
+        ),
+    ],
+)
+def test_precision_mode_is_one_of_those_of_its_part(part: str, default: str, modes: str) -> None:
+    holder = getattr(Context(), part)
+    assert holder.precision_mode == default
+    for mode in modes.split(", "):
+        holder.precision_mode = mode
+        assert f"precision_mode: {mode},\n" in str(holder)
+    text = f"{part}_precision_mode must be in [{modes}], but got fp8."
+    with pytest.raises(ValueError, match=exactly(text)):
+        holder.precision_mode = "fp8"
+    text = f"{part}_precision_mode must be str, but got <class 'int'>."
+    with pytest.raises(TypeError, match=exactly(text)):
+        holder.precision_mode = 1
+    assert holder.precision_mode == modes.split(", ")[-1]
+
+
+@pytest.mark.parametrize(
+    ("part", "attribute", "name"),
+    [
+        ("gpu", "provider", "gpu_provider"),
+        ("ascend", "provider", "ascend_provider"),
+        (None, "group_info_file", "group_info_file"),
+    ],
+)
+def test_text_is_empty_until_set(part: str | None, attribute: str, name: str) -> None:
+    context = Context()
+    holder = context if part is None else getattr(context, part)
+    assert getattr(holder, attribute) == ""
+    setattr(holder, attribute, "ge")
+    with pytest.raises(TypeError, match=exactly(f"{name} must be str, but got <class 'int'>.")):
+        setattr(holder, attribute, 1)
+    assert getattr(holder, attribute) == "ge"
+
+
+# CPU.
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+def test_affinity_mode_is_kept(mode: int) -> None:
+    cpu = Context().cpu
+    cpu.thread_affinity_mode = mode
+    assert cpu.thread_affinity_mode == mode
+
+
+@pytest.mark.parametrize("mode", [-1, 3])
+def test_unknown_affinity_mode_is_none_with_a_warning_at_the_callers_line(mode: int) -> None:
+    cpu = Context().cpu
+    cpu.thread_affinity_mode = 2
+    with pytest.warns(UserWarning, match=f"but got {mode}: 0 is used") as caught:
+        cpu.thread_affinity_mode = mode
+    assert cpu.thread_affinity_mode == 0
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("value", NOT_INTS)
+def test_affinity_mode_that_is_no_int_is_refused(value: Any) -> None:
+    text = f"cpu_thread_affinity_mode must be int, but got {type(value)}."
+    with pytest.raises(TypeError, match=exactly(text)):
+        Context().cpu.thread_affinity_mode = value
+
+
+def test_affinity_list_does_not_follow_the_lists_that_were_given_in_and_out() -> None:
+    cpu = Context().cpu
+    assert cpu.thread_affinity_core_list == []
+    cores = [1, 0]
+    cpu.thread_affinity_core_list = cores
+    cores.append(2)
+    cpu.thread_affinity_core_list.append(3)
+    assert cpu.thread_affinity_core_list == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (2, "cpu_thread_affinity_core_list must be list, but got <class 'int'>."),
+        (None, "cpu_thread_affinity_core_list must be list, but got <class 'NoneType'>."),
+        (
+            [0, "1"],
+            "cpu_thread_affinity_core_list element must be int, but got <class 'str'> at index 1.",
+        ),
+    ],
+)
+def test_bad_affinity_list_is_refused(value: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=exactly(text)):
+        Context().cpu.thread_affinity_core_list = value
+
+
+# GPU.
+
+
+def test_ranks_come_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    gpu = Context().gpu
+    assert (gpu.rank_id, gpu.group_size) == (3, 4)
+
+
+@pytest.mark.parametrize("value", [None, "", "first", "-1"])
+def test_there_is_one_rank_without_a_launcher(
+    monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
+    for variable in ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+        if value is not None:
+            monkeypatch.setenv(variable, value)
+    gpu = Context().gpu
+    assert (gpu.rank_id, gpu.group_size) == (0, 1)
+
+
+@pytest.mark.parametrize("attribute", ["rank_id", "group_size"])
+def test_ranks_of_the_gpu_cannot_be_set(attribute: str) -> None:
+    with pytest.raises(AttributeError):
+        setattr(Context().gpu, attribute, 1)
+
+
+# Parallel.
+
+
+def test_config_info_is_read_as_text_and_sections_as_data() -> None:
+    parallel = Context().parallel
+    assert parallel.config_info == ""
+    assert parallel.sections == {}
+    parallel.config_info = {"model_file": {"mindir_path": "/home/user/model.mindir"}}
+    assert parallel.config_info == "model_file: mindir_path /home/user/model.mindir"
+    assert parallel.sections == {"model_file": {"mindir_path": "/home/user/model.mindir"}}
+
+
+def test_config_info_adds_sections_and_replaces_those_it_names() -> None:
+    parallel = Context().parallel
+    parallel.config_info = {"b": {"y": "1", "x": "2"}, "a": {"z": "3"}}
+    parallel.config_info = {"b": {"x": "4", "w": "5"}}
+    assert parallel.sections == {"a": {"z": "3"}, "b": {"x": "4", "w": "5"}}
+    assert parallel.config_info == "a: z 3\nb: w 5\nx 4"
+
+
+def test_sections_do_not_follow_the_dicts_that_were_given_in_and_out() -> None:
+    parallel = Context().parallel
+    given = {"a": {"b": "c"}}
+    parallel.config_info = given
+    given["a"]["b"] = "changed"
+    parallel.sections["a"]["b"] = "changed"
+    assert parallel.sections == {"a": {"b": "c"}}
+
+
+@given(
+    st.dictionaries(st.text(), st.dictionaries(st.text(), st.text(), max_size=3), max_size=3),
+)
+def test_any_sections_come_back_as_they_were(sections: dict[str, dict[str, str]]) -> None:
+    parallel = Context().parallel
+    parallel.config_info = sections
+    assert parallel.sections == sections
+    assert isinstance(parallel.config_info, str)
+
+
+def test_bad_config_info_is_refused_whole() -> None:
+    parallel = Context().parallel
+    bad: Any = {"a": {"b": "c"}, "d": {"e": 1}}
+    text = "config_info_value_value must be str, but got <class 'int'>."
+    with pytest.raises(TypeError, match=exactly(text)):
+        parallel.config_info = bad
+    assert parallel.sections == {}
+
+
+def test_config_path_must_be_there(tmp_path: Path) -> None:
+    file = tmp_path / "config.ini"
+    file.touch()
+    parallel = Context().parallel
+    parallel.config_path = str(file)
+    with pytest.raises(ValueError, match=r"^Set parallel failed, config_path does not exist!"):
+        parallel.config_path = str(tmp_path / "missing.ini")
+    text = "config_path must be str, but got <class 'pathlib"
+    with pytest.raises(TypeError, match=re.escape(text)):
+        parallel.config_path = file  # type: ignore[assignment]
+    assert parallel.config_path == str(file)
+
+
+def test_empty_config_path_changes_nothing(tmp_path: Path) -> None:
+    parallel = Context().parallel
+    parallel.config_path = ""
+    assert parallel.config_path == ""
+    parallel.config_path = str(tmp_path)
+    parallel.config_path = ""
+    assert parallel.config_path == str(tmp_path)
+
+
+def test_device_ids_do_not_follow_the_lists_that_were_given_in_and_out() -> None:
+    parallel = Context().parallel
+    assert parallel.device_ids == []
+    ids = [1, 0]
+    parallel.device_ids = ids
+    ids.append(2)
+    parallel.device_ids.append(3)
+    assert parallel.device_ids == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        (1, TypeError, r"device_ids must be list, but got <class 'int'>\."),
+        ([0, "1"], TypeError, r"device_ids element must be int, but .* 'str'> at index 1\."),
+        ([0, -1], ValueError, "device_ids contain a negative number"),
+    ],
+)
+def test_bad_device_ids_are_refused(value: Any, error: type[Exception], text: str) -> None:
+    parallel = Context().parallel
+    with pytest.raises(error, match=text):
+        parallel.device_ids = value
+    assert parallel.device_ids == []
+
+
+# Texts of the parts.
+
+
+def test_parts_print_as_upstream_prints_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
+    monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
+    context = Context()
+    context.cpu.precision_mode = "preferred_fp16"
+    context.cpu.thread_num = 4
+    context.cpu.inter_op_parallel_num = 2
+    context.cpu.thread_affinity_mode = 1
+    context.cpu.thread_affinity_core_list = [0, 1]
+    assert str(context.cpu) == (
+        "device_type: DeviceType.kCPU,\n"
+        "precision_mode: preferred_fp16,\n"
+        "thread_num: 4,\n"
+        "inter_op_parallel_num: 2,\n"
+        "thread_affinity_mode: 1,\n"
+        "thread_affinity_core_list: [0, 1]."
+    )
+    context.gpu.device_id = 2
+    assert str(context.gpu) == (
+        "device_type: DeviceType.kGPU,\n"
+        "precision_mode: enforce_fp32,\n"
+        "device_id: 2,\n"
+        "rank_id: 0,\n"
+        "group_size: 1."
+    )
+    context.ascend.precision_mode = "enforce_fp32"
+    context.ascend.device_id = 2
+    context.ascend.provider = "ge"
+    assert str(context.ascend) == (
+        "device_type: DeviceType.kAscend,\n"
+        "precision_mode: enforce_fp32,\n"
+        "device_id: 2.provider: ge.rank_id: 0."
+    )
+    context.parallel.workers_num = 4
+    context.parallel.config_info = {"a": {"b": "c"}}
+    assert str(context.parallel) == "workers num: 4,\nconfig info: a: b c,\nconfig file: ."
+    for part in (context.cpu, context.gpu, context.ascend, context.parallel):
+        assert repr(part) == str(part)
+
+
+def test_contexts_share_nothing() -> None:
+    one, other = Context(), Context()
+    one.cpu.thread_num = 4
+    one.parallel.config_info = {"a": {"b": "c"}}
+    assert other.cpu.thread_num == 0
+    assert other.parallel.sections == {}
+
+
+# Unknown attributes.
+
+
+@pytest.mark.parametrize("part", [None, "cpu", "gpu", "ascend", "parallel"])
+def test_unknown_attribute_is_kept_with_a_warning_that_names_it(part: str | None) -> None:
+    context = Context()
+    holder: Any = context if part is None else getattr(context, part)
+    with pytest.warns(UserWarning, match="no attribute 'tread_num'") as caught:
+        holder.tread_num = 4
+    assert holder.tread_num == 4
+    assert caught[0].filename == __file__
+
+
+def test_attributes_that_upstreams_examples_set_give_no_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        context = Context()
+        context.gpu.provider = "tensorrt"
+        context.ascend.provider = "ge"
+        context.ascend.rank_id = 1
+
+
+@pytest.mark.parametrize("part", ["cpu", "gpu", "ascend", "parallel", "device_infos"])
+def test_parts_cannot_be_replaced(part: str) -> None:
+    with pytest.raises(AttributeError):
+        setattr(Context(), part, None)

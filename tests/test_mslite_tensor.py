@@ -1,0 +1,582 @@
+"""Tests of mcinfer/mslite/tensor.py and datatypes.py."""
+
+import math
+import re
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+
+from mcinfer.mslite.tensor import (
+    DataType,
+    Format,
+    Tensor,
+    TensorMeta,
+    data_type_of,
+    numpy_dtype_of,
+)
+
+NUMBERED = [m for m in DataType if m not in (DataType.UNKNOWN, DataType.INVALID)]
+DTYPES = [numpy_dtype_of(member) for member in NUMBERED]
+UNSUPPORTED = [
+    np.dtype(name) for name in ("S3", "U3", "O", "complex64", "longdouble", "M8[s]", "i4,f4")
+] + [
+    np.dtype(getattr(ml_dtypes, name))
+    for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int4", "uint4")
+]
+NOT_NAMED: list[DataType] = [DataType.UNKNOWN, DataType.INVALID]
+
+
+def exactly(text: str) -> str:
+    return f"^{re.escape(text)}$"
+
+
+def numbers(*shape: int, dtype: str = "float32") -> NDArray[Any]:
+    return np.arange(1, math.prod(shape) + 1, dtype=dtype).reshape(shape)
+
+
+class Pool:
+    """An allocator that keeps what it gave, full of a value that nobody set."""
+
+    def __init__(self, dtype: str = "float32") -> None:
+        self.dtype = dtype
+        self.given: list[NDArray[Any]] = []
+
+    def __call__(self, shape: tuple[int, ...]) -> NDArray[Any]:
+        self.given.append(np.full(shape, 7, self.dtype))
+        return self.given[-1]
+
+
+def of_model(shape: list[int], pool: Pool | None = None) -> Tensor:
+    return Tensor._of_model("x", DataType.FLOAT32, shape, allocate=pool)
+
+
+@st.composite
+def laid_out(draw: st.DrawFn) -> NDArray[Any]:
+    """An array of any supported type, in any order of bytes and axes, with any steps."""
+    dtype = draw(st.sampled_from(DTYPES)).newbyteorder(draw(st.sampled_from("<>")))
+    shape = draw(hnp.array_shapes(min_dims=0, max_dims=4, max_side=4))
+    array: NDArray[Any] = draw(hnp.arrays(dtype, shape))
+    array = array.transpose(draw(st.permutations(range(array.ndim))))
+    steps = tuple(slice(None, None, draw(st.sampled_from([1, -1, 2]))) for _ in array.shape)
+    return array[steps] if steps else array
+
+
+# Element types and formats.
+
+
+def test_numbers_are_upstreams() -> None:
+    assert {member.name: int(member) for member in DataType} == {
+        "UNKNOWN": 0,
+        "BOOL": 30,
+        "INT8": 32,
+        "INT16": 33,
+        "INT32": 34,
+        "INT64": 35,
+        "UINT8": 37,
+        "UINT16": 38,
+        "UINT32": 39,
+        "UINT64": 40,
+        "FLOAT16": 42,
+        "FLOAT32": 43,
+        "FLOAT64": 44,
+        "INVALID": 2**31 - 1,
+    }
+    named = "NCHW NHWC NHWC4 HWKC HWCK KCHW CKHW KHWC CHWK HW HW4 NC NC4 NC4HW4"
+    assert [member.name for member in Format][1:15] == named.split()
+    assert [int(member) for member in Format] == [-1, *range(14), *range(15, 20)]
+    assert Format(19) is Format.NC8HW8
+
+
+def test_enumerations_print_by_name() -> None:
+    assert str(DataType.FLOAT32) == f"{DataType.FLOAT32}" == "DataType.FLOAT32"
+    assert f"{Format.NHWC:>12}" == " Format.NHWC"
+
+
+@pytest.mark.parametrize("member", NUMBERED)
+def test_element_type_goes_to_numpy_and_back(member: DataType) -> None:
+    dtype = numpy_dtype_of(member)
+    assert dtype.name == member.name.lower()
+    assert data_type_of(dtype) is member
+    assert data_type_of(dtype.newbyteorder()) is member
+
+
+@pytest.mark.parametrize("dtype", UNSUPPORTED, ids=str)
+def test_dtype_without_a_number_is_refused(dtype: "np.dtype[Any]") -> None:
+    text = exactly(f"Unsupported numpy dtype value {dtype}")
+    with pytest.raises(TypeError, match=text):
+        data_type_of(dtype)
+    with pytest.raises(TypeError, match=text):
+        Tensor(np.zeros(2, dtype))
+    with pytest.raises(TypeError, match=text):
+        Tensor().set_data_from_numpy(np.zeros((), dtype))
+
+
+@pytest.mark.parametrize("member", NOT_NAMED)
+def test_number_without_a_dtype_is_refused(member: DataType) -> None:
+    with pytest.raises(TypeError, match=exactly(f"Unsupported dtype value {member}")):
+        numpy_dtype_of(member)
+    tensor = Tensor(shape=[2], dtype=member)
+    assert tensor.data_size == 0
+    with pytest.raises(TypeError, match="Unsupported dtype"):
+        tensor.get_data_to_numpy()
+
+
+# Made of nothing.
+
+
+def test_new_tensor_is_one_float32() -> None:
+    tensor = Tensor()
+    assert (tensor.name, tensor.dtype, tensor.format) == ("", DataType.FLOAT32, Format.NCHW)
+    assert tensor.shape == []
+    assert (tensor.element_num, tensor.data_size) == (1, 4)
+    assert tensor.get_data_to_numpy() == np.zeros((), "float32")
+
+
+def test_shape_and_dtype_are_used_together() -> None:
+    tensor = Tensor(shape=(2, 3), dtype=DataType.INT16)
+    assert (tensor.shape, tensor.dtype) == ([2, 3], DataType.INT16)
+    assert (tensor.element_num, tensor.data_size) == (6, 12)
+
+
+def test_shape_or_dtype_alone_is_ignored_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="shape has no effect") as caught:
+        tensor = Tensor(shape=[2, 3])
+    assert caught[0].filename == __file__
+    assert tensor.shape == []
+    with pytest.warns(UserWarning, match="dtype has no effect"):
+        tensor = Tensor(dtype=DataType.INT8)
+    assert tensor.dtype is DataType.FLOAT32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"tensor": [1.0]}, "or numpy ndarray, but got <class 'list'>."),
+        ({"shape": 3}, "shape must be list or tuple, but got <class 'int'>."),
+        ({"shape": [1, "2"]}, "shape element must be int, but got <class 'str'> at index 1."),
+        ({"shape": [True]}, "shape element must be int, but got <class 'bool'> at index 0."),
+        ({"dtype": 43}, "dtype must be DataType, but got <class 'int'>."),
+        ({"device": 0}, "device must be str, but got <class 'int'>."),
+    ],
+)
+def test_argument_of_another_type_is_refused(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(text)):
+        Tensor(**arguments)
+
+
+# Made of an array.
+
+
+def test_array_is_held_without_a_copy() -> None:
+    array = numbers(2, 3)
+    tensor = Tensor(array)
+    assert (tensor.shape, tensor.dtype) == ([2, 3], DataType.FLOAT32)
+    array[0, 0] = 9
+    assert tensor.get_data_to_numpy()[0, 0] == 9
+    assert np.shares_memory(tensor.array, array)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [numbers(2, 3).T, numbers(6)[::2], numbers(4).astype(">f4"), np.zeros(9, "u1")[1:].view("f4")],
+    ids=["transposed", "strided", "swapped", "unaligned"],
+)
+def test_array_that_engines_cannot_read_is_copied(array: NDArray[Any]) -> None:
+    tensor = Tensor(array)
+    held = tensor.array
+    assert held.flags.c_contiguous
+    assert held.flags.aligned
+    assert held.dtype.isnative
+    assert not np.shares_memory(held, array)
+    assert np.array_equal(held, array)
+
+
+@given(laid_out())
+def test_tensor_made_of_any_array_has_its_values(array: NDArray[Any]) -> None:
+    tensor = Tensor(array, shape=list(array.shape), dtype=data_type_of(array.dtype))
+    assert tensor.shape == list(array.shape)
+    assert tensor.data_size == array.nbytes
+    assert tensor.array.tobytes() == array.astype(array.dtype.newbyteorder("=")).tobytes()
+
+
+def test_setting_the_shape_of_the_array_in_place_does_not_touch_the_tensor() -> None:
+    array = numbers(2, 3)
+    tensor = Tensor(array)
+    tensor.get_data_to_numpy().resize(6, refcheck=False)
+    assert tensor.array.shape == (2, 3)
+
+
+@pytest.mark.parametrize("source", ["numpy", "tensor"])
+def test_shape_or_dtype_that_is_not_the_datas_is_refused(source: str) -> None:
+    data: Any = numbers(2, 3) if source == "numpy" else Tensor(numbers(2, 3))
+    with pytest.raises(TypeError, match=f"user set shape is not equal {source} shape"):
+        Tensor(data, shape=[3, 2])
+    with pytest.raises(TypeError, match=f"user set dtype is not equal {source} dtype"):
+        Tensor(data, dtype=DataType.INT32)
+    assert Tensor(data, shape=(2, 3), dtype=DataType.FLOAT32).shape == [2, 3]
+
+
+# Made of a tensor.
+
+
+def test_tensor_of_a_tensor_shares_the_data_and_not_the_rest() -> None:
+    first = Tensor(shape=[2, 3], dtype=DataType.FLOAT32)
+    first.name, first.format = "x", Format.NHWC
+    second = Tensor(first)
+    assert (second.name, second.format) == ("x", Format.NHWC)
+    first.set_data_from_numpy(numbers(2, 3))
+    assert np.array_equal(second.get_data_to_numpy(), numbers(2, 3))
+    second.name, second.format, second.shape = "y", Format.NC, [6]
+    assert (first.name, first.format, first.shape) == ("x", Format.NHWC, [2, 3])
+    second.get_data_to_numpy()[0] = 9
+    assert first.get_data_to_numpy()[0, 0] == 9
+
+
+def test_tensor_of_a_tensor_of_unknown_size_has_no_data() -> None:
+    second = Tensor(of_model([-1, 3]))
+    assert second.shape == [-1, 3]
+    assert not second.has_data
+
+
+# Device.
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_host_device_is_taken_in_silence(device: str) -> None:
+    assert Tensor(device=device).device == "None:-1"
+
+
+@pytest.mark.parametrize("device", ["ascend", "ascend:7", "cuda:1", "gpu", "gpu:12"])
+def test_data_stays_in_host_memory_and_a_warning_says_so(device: str) -> None:
+    with pytest.warns(UserWarning, match=f"host memory, not on '{device}'") as caught:
+        tensor = Tensor(numbers(2), device=device)
+    assert caught[0].filename == __file__
+    assert tensor.device == "None:-1"
+
+
+@pytest.mark.parametrize(
+    ("device", "text"),
+    [
+        ("npu", "now only support ascend"),
+        ("", "now only support ascend"),
+        ("Ascend:0", "now only support ascend"),
+        ("ascend:0:1", "device must be 'ascend:index', eg: 'ascend:0'"),
+        ("ascend:", "device id should >= 0"),
+        ("ascend:-1", "device id should >= 0"),
+        ("cuda:²", "device id should >= 0"),
+    ],
+)
+def test_bad_device_is_refused(device: str, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        Tensor(device=device)
+
+
+# Names and other metadata.
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "text"),
+    [
+        ("name", 1, "name must be str, but got <class 'int'>."),
+        ("dtype", 43, "dtype must be DataType, but got <class 'int'>."),
+        ("format", 0, "format must be Format, but got <class 'int'>."),
+        ("shape", 224, "shape must be list or tuple, but got <class 'int'>."),
+        ("shape", [1, 2.0], "shape element must be int, but got <class 'float'> at index 1."),
+        ("shape", [False], "shape element must be int, but got <class 'bool'> at index 0."),
+    ],
+)
+def test_attribute_of_another_type_is_refused(attribute: str, value: Any, text: str) -> None:
+    tensor = Tensor(numbers(2, 3))
+    before = str(tensor)
+    with pytest.raises(TypeError, match=exactly(text)):
+        setattr(tensor, attribute, value)
+    assert str(tensor) == before
+
+
+@pytest.mark.parametrize("attribute", ["element_num", "data_size", "device", "data"])
+def test_other_attributes_cannot_be_set(attribute: str) -> None:
+    with pytest.raises(AttributeError):
+        setattr(Tensor(), attribute, 1)
+
+
+def test_shape_is_a_fresh_list() -> None:
+    tensor = Tensor(numbers(2, 3))
+    tensor.shape.append(4)
+    assert tensor.shape == [2, 3]
+
+
+def test_tensor_prints_as_upstream_prints_it() -> None:
+    tensor = Tensor(shape=[1, 3, 2, 2], dtype=DataType.FLOAT32)
+    tensor.name = "x"
+    layout = (
+        "name: x,\n"
+        "dtype: DataType.FLOAT32,\n"
+        "shape: [1, 3, 2, 2],\n"
+        "format: Format.NCHW,\n"
+        "element_num: 12,\n"
+        "data_size: 48."
+    )
+    assert str(tensor) == repr(tensor) == f"{layout}\ndevice: None:-1."
+    meta = TensorMeta(name="x", dtype=DataType.FLOAT32, shape=[1, 3, 2, 2], format=Format.NCHW)
+    assert str(meta) == repr(meta) == layout
+
+
+def test_meta_of_an_unknown_size_has_none() -> None:
+    meta = TensorMeta(name="y", dtype=DataType.INT8, shape=[-1, 3])
+    assert (meta.element_num, meta.data_size) == (0, 0)
+    assert TensorMeta().data_size == 0
+
+
+# Shape and dtype with data.
+
+
+@pytest.mark.parametrize("shape", [[6], [3, 2], (1, 6, 1)])
+def test_shape_of_as_many_elements_keeps_the_data(shape: Any) -> None:
+    array = numbers(2, 3)
+    tensor = Tensor(array)
+    tensor.shape = shape
+    assert tensor.shape == list(shape)
+    assert np.array_equal(tensor.get_data_to_numpy(), array.reshape(shape))
+    assert np.shares_memory(tensor.array, array)
+
+
+@pytest.mark.parametrize("shape", [[4], [2, 3, 2], [0], [-1, 6], [-2, -3], []])
+def test_shape_of_another_number_of_elements_drops_the_data(shape: list[int]) -> None:
+    array = numbers(2, 3)
+    tensor = Tensor(array)
+    tensor.shape = shape
+    assert not tensor.has_data
+    assert not tensor.get_data_to_numpy().any()
+    assert np.array_equal(array, numbers(2, 3))
+    tensor.shape = [2, 3]
+    assert not tensor.get_data_to_numpy().any()
+
+
+def test_empty_data_is_kept_in_an_empty_shape() -> None:
+    tensor = Tensor(np.empty((0, 3), "int8"))
+    tensor.shape = [5, 0]
+    assert tensor.get_data_to_numpy().shape == (5, 0)
+    tensor.shape = [-1, 3]
+    assert tensor.get_data_to_numpy().shape == (0, 3)
+
+
+@pytest.mark.parametrize("dtype", [DataType.INT32, DataType.FLOAT64, DataType.BOOL])
+def test_dtype_is_never_a_reinterpretation(dtype: DataType) -> None:
+    tensor = Tensor(numbers(2, 3))
+    tensor.dtype = dtype
+    assert tensor.data_size == 6 * numpy_dtype_of(dtype).itemsize
+    data = tensor.get_data_to_numpy()
+    assert data.dtype == numpy_dtype_of(dtype)
+    assert data.shape == (2, 3)
+    assert not data.any()
+
+
+def test_dtype_that_it_has_changes_nothing() -> None:
+    array = numbers(2, 3)
+    tensor = Tensor(array)
+    tensor.dtype = DataType.FLOAT32
+    assert np.shares_memory(tensor.array, array)
+
+
+# Data in and out.
+
+
+@given(laid_out(), st.booleans())
+def test_data_of_any_layout_is_set_and_read_back(array: NDArray[Any], flat: bool) -> None:
+    tensor = Tensor(shape=list(array.shape), dtype=data_type_of(array.dtype))
+    tensor.set_data_from_numpy(array.reshape(-1) if flat else array)
+    read = tensor.get_data_to_numpy()
+    assert read.shape == array.shape
+    assert read.dtype.isnative
+    assert read.tobytes() == array.astype(array.dtype.newbyteorder("=")).tobytes()
+
+
+def test_set_data_is_a_copy() -> None:
+    array = numbers(2, 3)
+    tensor = Tensor(shape=[2, 3], dtype=DataType.FLOAT32)
+    tensor.set_data_from_numpy(array)
+    array[:] = 0
+    assert np.array_equal(tensor.get_data_to_numpy(), numbers(2, 3))
+
+
+def test_set_data_stays_in_the_memory_that_the_tensor_has() -> None:
+    tensor = Tensor(shape=[2, 3], dtype=DataType.FLOAT32)
+    view = tensor.get_data_to_numpy()
+    tensor.set_data_from_numpy(numbers(2, 3))
+    tensor.set_data_from_numpy(numbers(6) * 2)
+    assert np.array_equal(view, numbers(2, 3) * 2)
+
+
+def test_set_data_takes_the_tensors_own_data_in_another_order() -> None:
+    tensor = Tensor(shape=[2, 3], dtype=DataType.FLOAT32)
+    tensor.set_data_from_numpy(numbers(2, 3))
+    tensor.set_data_from_numpy(tensor.get_data_to_numpy()[::-1, ::-1])
+    assert np.array_equal(tensor.get_data_to_numpy(), numbers(6)[::-1].reshape(2, 3))
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_set_data_never_writes_to_a_borrowed_array(writable: bool) -> None:
+    array = numbers(2, 3)
+    array.flags.writeable = writable
+    for tensor in (Tensor(array), Tensor(Tensor(array)), Tensor._of_result("y", array)):
+        tensor.set_data_from_numpy(numbers(2, 3) * 2)
+        assert np.array_equal(tensor.get_data_to_numpy(), numbers(2, 3) * 2)
+        assert np.array_equal(array, numbers(2, 3))
+
+
+def test_view_writes_to_the_tensor_if_its_data_can_be_written() -> None:
+    tensor = Tensor(shape=[2], dtype=DataType.INT8)
+    tensor.get_data_to_numpy()[1] = 5
+    assert tensor.get_data_to_numpy().tolist() == [0, 5]
+    array = numbers(2)
+    array.flags.writeable = False
+    assert not Tensor(array).get_data_to_numpy().flags.writeable
+
+
+@pytest.mark.parametrize("shape", [[0], [2, -1], [-1, -1, 3]])
+def test_data_of_an_unknown_size_is_an_empty_array(shape: list[int]) -> None:
+    tensor = Tensor(shape=shape, dtype=DataType.INT16)
+    data = tensor.get_data_to_numpy()
+    assert (data.size, data.ndim, data.dtype) == (0, len(shape), np.dtype("int16"))
+    assert (tensor.element_num, tensor.data_size) == (0, 0)
+    assert tensor.shape == shape
+    assert not tensor.has_data
+
+
+@pytest.mark.parametrize("value", [1, None, [1.0], b"1234"])
+def test_data_that_is_no_array_is_refused(value: Any) -> None:
+    text = f"numpy_obj must be numpy.ndarray, but got {type(value)}."
+    with pytest.raises(TypeError, match=exactly(text)):
+        Tensor().set_data_from_numpy(value)
+
+
+def test_data_of_another_type_is_refused() -> None:
+    tensor = Tensor(numbers(2, 3))
+    text = "data type not equal! Numpy type: <class 'numpy.int32'>, Tensor type: DataType.FLOAT32"
+    with pytest.raises(RuntimeError, match=exactly(text)):
+        tensor.set_data_from_numpy(numbers(2, 3, dtype="int32"))
+    assert np.array_equal(tensor.get_data_to_numpy(), numbers(2, 3))
+
+
+def test_data_of_another_size_is_refused() -> None:
+    tensor = Tensor(numbers(2, 3))
+    text = "data size not equal! Numpy size: 28, Tensor size: 24"
+    with pytest.raises(RuntimeError, match=exactly(text)):
+        tensor.set_data_from_numpy(numbers(7))
+    assert np.array_equal(tensor.get_data_to_numpy(), numbers(2, 3))
+
+
+@pytest.mark.parametrize(("known", "given"), [([-1, 3], (4, 3)), ([0, -5], (2, 2)), ([-1], (0,))])
+def test_unknown_sizes_are_taken_from_the_array(known: list[int], given: tuple[int, ...]) -> None:
+    tensor = of_model(known)
+    tensor.set_data_from_numpy(numbers(*given))
+    assert tensor.shape == list(given)
+    assert np.array_equal(tensor.get_data_to_numpy(), numbers(*given))
+
+
+@pytest.mark.parametrize("given", [(3,), (4, 2), (1, 4, 3), (0,), ()])
+def test_array_that_does_not_fit_the_known_sizes_is_refused(given: tuple[int, ...]) -> None:
+    tensor = of_model([-1, 3])
+    with pytest.raises(RuntimeError, match=r"data size not equal! .* Tensor shape: \[-1, 3\]"):
+        tensor.set_data_from_numpy(numbers(*given))
+    assert tensor.shape == [-1, 3]
+    assert not tensor.has_data
+
+
+def test_numpy_reads_a_tensor_as_an_array() -> None:
+    tensor = Tensor(numbers(2, 3))
+    assert np.shares_memory(np.asarray(tensor), tensor.array)
+    assert not np.shares_memory(np.array(tensor, copy=True), tensor.array)
+    assert np.asarray(tensor, dtype="float64").dtype == np.dtype("float64")
+    with pytest.raises(ValueError, match="copy"):
+        np.array(tensor, dtype="float64", copy=False)
+
+
+# Memory from an allocator.
+
+
+def test_memory_is_gotten_once_and_late() -> None:
+    pool = Pool()
+    tensor = of_model([2, 3], pool)
+    assert not pool.given
+    assert not tensor.has_data
+    tensor.set_data_from_numpy(numbers(2, 3))
+    tensor.set_data_from_numpy(numbers(2, 3) * 2)
+    assert tensor.array is pool.given[0]
+    assert len(pool.given) == 1
+    assert np.array_equal(pool.given[0], numbers(2, 3) * 2)
+
+
+def test_first_look_sees_zeros() -> None:
+    pool = Pool()
+    tensor = of_model([2, 3], pool)
+    assert not tensor.get_data_to_numpy().any()
+    assert np.shares_memory(tensor.array, pool.given[0])
+    assert tensor.has_data
+
+
+def test_memory_follows_the_shape() -> None:
+    pool = Pool()
+    tensor = of_model([-1, 3], pool)
+    tensor.set_data_from_numpy(numbers(2, 3))
+    tensor.shape = [3, 2]
+    assert np.shares_memory(tensor.array, pool.given[0])
+    tensor.shape = [4, 3]
+    assert len(pool.given) == 1
+    tensor.set_data_from_numpy(numbers(4, 3))
+    assert [memory.shape for memory in pool.given] == [(2, 3), (4, 3)]
+    assert tensor.array is pool.given[1]
+
+
+def test_another_dtype_than_the_models_is_in_ordinary_memory() -> None:
+    pool = Pool()
+    tensor = of_model([2], pool)
+    tensor.dtype = DataType.INT32
+    tensor.set_data_from_numpy(numbers(2, dtype="int32"))
+    assert not pool.given
+    tensor.dtype = DataType.FLOAT32
+    assert not tensor.get_data_to_numpy().any()
+    assert len(pool.given) == 1
+
+
+def test_refused_memory_changes_nothing() -> None:
+    def refuse(shape: tuple[int, ...]) -> NDArray[Any]:
+        raise MemoryError(shape)
+
+    tensor = Tensor._of_model("x", DataType.FLOAT32, [-1, 3], allocate=refuse)
+    with pytest.raises(MemoryError):
+        tensor.set_data_from_numpy(numbers(2, 3))
+    assert tensor.shape == [-1, 3]
+    assert not tensor.has_data
+
+
+def test_allocator_can_give_a_type_that_has_no_number() -> None:
+    pool = Pool("bfloat16")
+    tensor = Tensor._of_model("x", DataType.UNKNOWN, [2], allocate=pool)
+    assert tensor.get_data_to_numpy().dtype.name == "bfloat16"
+    assert tensor.data_size == 4
+
+
+# Results.
+
+
+def test_result_holds_the_array_itself() -> None:
+    array = numbers(2, 3)
+    tensor = Tensor._of_result("y", array)
+    assert tensor.array is array
+    assert (tensor.name, tensor.dtype, tensor.shape) == ("y", DataType.FLOAT32, [2, 3])
+    assert (tensor.format, tensor.data_size) == (Format.NCHW, 24)
+
+
+def test_result_of_a_type_that_has_no_number_can_be_read() -> None:
+    array = numbers(3).astype(ml_dtypes.bfloat16)
+    tensor = Tensor._of_result("y", array)
+    assert tensor.dtype is DataType.UNKNOWN
+    assert (tensor.element_num, tensor.data_size) == (3, 6)
+    assert np.array_equal(tensor.get_data_to_numpy(), array)
