@@ -19,6 +19,7 @@ check: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/dispatch.py
+	$(BIN)/python benchmarks/runner.py
 
 format: .venv/installed
 	$(BIN)/ruff format .

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal, TypeGuard
 
 from mcinfer.errors import InvalidInputError
 
@@ -107,13 +107,15 @@ def share_cores(
         chosen: By worker index, the cores that it is to have in the place of a share.
 
     Returns:
-        By worker index, for the workers on a CPU: the share, or why there is none.
+        By worker index, for the workers on a CPU, or for all where cores were chosen: the share, or
+        why there is none.
     """
+    if chosen is not None:
+        every = range(len(devices))
+        return _mark_shared({i: _chosen_cores(i, len(devices), cores, chosen) for i in every})
     indices = {i: device.index for i, device in enumerate(devices) if device.kind == "cpu"}
     if not indices:
         return {}
-    if chosen is not None:
-        return _mark_shared({i: _chosen_cores(i, len(devices), cores, chosen) for i in indices})
     limit = max(len(cores), len(set(indices.values())))
     existing = [index for index in indices.values() if index < limit]
     count = max([len(set(existing)), *(index + 1 for index in existing)], default=1)
@@ -171,17 +173,20 @@ def check_count(name: str, value: int, least: int) -> None:
         raise InvalidInputError(f"{name}: got {value!r}, expected an int of at least {least}")
 
 
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
 def _check_cores(cores: object) -> tuple[tuple[int, ...], ...]:
     """The cores of each worker as tuples."""
-    lists = cores if isinstance(cores, Sequence) and not isinstance(cores, str) else ()
-    checked = tuple(tuple(item) if isinstance(item, Sequence) else () for item in lists)
-    numbers = [core for item in checked for core in item]
-    if not all(checked) or not all(type(core) is int and core >= 0 for core in numbers):
+    lists = cores if _is_list(cores) else ()
+    checked = tuple(tuple(item) if _is_list(item) else () for item in lists)
+    numbers = all(type(core) is int and core >= 0 for item in checked for core in item)
+    once = all(len({*item}) == len(item) for item in checked) if numbers else False
+    if not checked or not all(checked) or not once:
         raise InvalidInputError(
-            f"cores: got {cores!r}, expected for each worker a list of core numbers"
+            f"cores: got {cores!r}, expected for each worker a list of different core numbers"
         )
-    if not checked:
-        raise InvalidInputError(f"cores: got {cores!r}, expected one list for each worker")
     return checked
 
 

@@ -52,7 +52,8 @@ class Master:
         devices: How many, or which: ``2``, ``["cpu:0", "cpu:1"]``, ``["cuda:0"]``. ``"cpu:i"`` of n is
             the i-th equal share of the cores that this process may use; its worker is pinned to them.
             None: all of the CPU, in as many shares as `mcinfer.config.automatic_workers` says.
-        engine: ``"onnxruntime"``; ``"fake"`` is for tests.
+        engine: ``"onnxruntime"``; ``"mindspore"`` and ``"mindspore_lite"`` for MindIR models, where these
+            packages are installed; ``"fake"`` is for tests.
         options: What the engine is asked for.
         timeouts: How long to wait for what.
         restart: When a worker that died is started again.
@@ -240,7 +241,7 @@ class Master:
             shards: Into how many pieces to cut it at most; None is one for each worker that serves, and 1
                 is as `submit`: whole, on one worker.
             priority: Of requests that wait for a worker, those of a higher one go first; one that waits
-                is passed over by seven in a row at most.
+                is passed over by seven runs in a row at most.
 
         Returns:
             Arrays by output name, in the model's order. They are the caller's, for as long as wanted.

@@ -27,9 +27,15 @@ OPTIONS: list[Callable[..., Any]] = [EngineOptions, Timeouts, RestartPolicy, Lim
 
 NOT_SECONDS = (-1, -0.001, math.nan, -math.inf, "1", None, True, [1])
 NOT_COUNTS = (-1, 1.5, "1", True, math.inf)
+NOT_CORES: tuple[Any, ...] = (
+    *((), [], 3, "01", {0: 1}, {0}, [0, 1], ["0"], [{0}], [None]),
+    *([[]], [[0], []], [[-1]], [[0.0]], [[True]], [[None]], [["0"]], [[0, 0]], [b"\x00"]),
+)
 
 BAD_VALUES: list[tuple[Callable[..., Any], str, Any]] = [
     *((EngineOptions, "threads", value) for value in (0, *NOT_COUNTS)),
+    *((EngineOptions, "inter_op_threads", value) for value in (0, *NOT_COUNTS)),
+    *((EngineOptions, "cores", value) for value in NOT_CORES),
     *((EngineOptions, "allow_fallback", value) for value in ("no", 1, None)),
     *(
         (EngineOptions, name, value)
@@ -209,6 +215,48 @@ def test_devices_that_are_no_cpu_get_no_cores() -> None:
     assert shares == {1: CoreShare(cores=(0, 1), shared=False)}
 
 
+def test_chosen_cores_take_the_place_of_the_shares() -> None:
+    shares = share_cores(parse_devices(3, 8), range(8), [[7, 5], [0], (1, 2, 3)])
+    assert shares == {
+        0: CoreShare(cores=(7, 5), shared=False),
+        1: CoreShare(cores=(0,), shared=False),
+        2: CoreShare(cores=(1, 2, 3), shared=False),
+    }
+
+
+def test_chosen_cores_that_two_workers_have_are_shared() -> None:
+    shares = share_cores(parse_devices(3, 4), range(4), [[0, 1], [2], [1, 3]])
+    assert {worker: s.shared for worker, s in shares.items() if isinstance(s, CoreShare)} == {
+        0: True,
+        1: False,
+        2: True,
+    }
+
+
+def test_chosen_cores_do_not_care_for_the_device() -> None:
+    devices = [Device("cpu", 9), Device("cuda", 0), Device("cpu", 9)]
+    assert share_cores(devices, [4, 5, 6], [[4], [5], [6]]) == {
+        0: CoreShare(cores=(4,), shared=False),
+        1: CoreShare(cores=(5,), shared=False),
+        2: CoreShare(cores=(6,), shared=False),
+    }
+
+
+@pytest.mark.parametrize("chosen", [[[0]], [[0], [1], [2]]])
+def test_chosen_cores_for_another_number_of_workers_are_refused_for_each(
+    chosen: list[list[int]],
+) -> None:
+    for share in share_cores(parse_devices(2, 4), range(4), chosen).values():
+        assert isinstance(share, InvalidInputError)
+        assert f"cores: got {len(chosen)} lists, expected one for each of 2 workers" in str(share)
+
+
+def test_chosen_core_that_cannot_be_used_is_refused_for_its_worker_alone() -> None:
+    shares = share_cores(parse_devices(2, 3), [2, 4, 6], [[2, 3, 9], [6]])
+    assert str(shares[0]) == "cores: got [3, 9], expected some of [2, 4, 6]"
+    assert shares[1] == CoreShare(cores=(6,), shared=False)
+
+
 # Options.
 
 
@@ -248,7 +296,13 @@ def test_every_option_is_checked() -> None:
 
 
 def test_least_and_endless_options_are_taken() -> None:
-    EngineOptions(threads=1, session_config={}, provider_options={"device_id": "0"})
+    EngineOptions(
+        threads=1,
+        inter_op_threads=1,
+        cores=[[0]],
+        session_config={},
+        provider_options={"device_id": "0"},
+    )
     Timeouts(start=math.inf, predict=0, cancel_grace=0.0, close=math.inf)
     RestartPolicy(budget=0, window=0, backoff=0, backoff_limit=0)
     Limits(queue=1, memory_bytes=4096, when_full="raise")
@@ -261,6 +315,14 @@ def test_engine_options_keep_their_entries_when_the_given_mapping_changes() -> N
     assert options.session_config == {"a": "b"}
     with pytest.raises(TypeError):
         options.session_config["a"] = "z"  # type: ignore[index]
+
+
+def test_cores_are_kept_as_they_were_given() -> None:
+    cores = [[0, 2], [1]]
+    options = EngineOptions(cores=cores)
+    cores[0].append(9)
+    assert options.cores == ((0, 2), (1,))
+    assert EngineOptions(cores=[range(2), (3,)]).cores == ((0, 1), (3,))
 
 
 @given(

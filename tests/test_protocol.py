@@ -17,6 +17,7 @@ from mcinfer import protocol
 from mcinfer.errors import ProtocolError
 from mcinfer.protocol import (
     MESSAGES,
+    MOST_RUNS,
     TRANSITIONS,
     VERSION,
     Attach,
@@ -30,12 +31,14 @@ from mcinfer.protocol import (
     Hello,
     Message,
     Predict,
+    PredictJoined,
     Reply,
     TensorRef,
     WorkerState,
     decode,
     encode,
     encode_predict,
+    encode_predict_joined,
     encode_tensors,
 )
 from mcinfer.specs import ELEMENT_TYPES, STRING
@@ -62,6 +65,13 @@ SPECS = st.lists(
     ),
     max_size=3,
 ).map(tuple)
+AXES = st.lists(st.none() | COUNTS, max_size=3).map(tuple)
+OUTPUT_AXES = st.lists(COUNTS, max_size=3).map(tuple)
+TENSORS = st.tuples(REFERENCES, REFERENCES)
+# Sixteen and more take another header of MessagePack than fifteen.
+MEMBERS = st.one_of(
+    st.lists(TENSORS, min_size=2, max_size=4), TENSORS.map(lambda tensors: [tensors] * 20)
+)
 TEXT_MAPS = st.dictionaries(st.text(), st.text(), max_size=3)
 
 STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
@@ -94,6 +104,7 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         cores=st.lists(COUNTS, max_size=4).map(tuple),
         shared=st.booleans(),
         threads=st.none() | COUNTS,
+        inter_op_threads=st.none() | COUNTS,
         allow_fallback=st.booleans(),
         session_config=TEXT_MAPS,
         provider_options=TEXT_MAPS,
@@ -101,10 +112,24 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
     Cancel: st.builds(Cancel, request=COUNTS),
     Attach: st.builds(Attach, block=COUNTS, size=COUNTS),
     Detach: st.builds(Detach, block=COUNTS),
+    PredictJoined: st.builds(
+        PredictJoined,
+        request=COUNTS,
+        shard=COUNTS,
+        members=MEMBERS.map(
+            lambda members: tuple({"inputs": one, "outputs": other} for one, other in members)
+        ),
+        input_axes=AXES,
+        output_axes=OUTPUT_AXES,
+    ),
 }
 MESSAGE = st.one_of(*STRATEGIES.values())
 
 REQUEST, SHARD = 7, 2
+MEMBER: dict[str, tuple[TensorRef, ...]] = {
+    "inputs": (("x", "float32", (1, 2), 0, 0),),
+    "outputs": (("y", "float32", (1, 2), 0, 64),),
+}
 SAMPLES: dict[type[Message], Message] = {
     Error: Error(request=REQUEST, shard=SHARD, kind="predict", text="no"),
     Predict: Predict(request=REQUEST, shard=SHARD, inputs=(), outputs=()),
@@ -119,6 +144,7 @@ SAMPLES: dict[type[Message], Message] = {
         cores=(0, 1),
         shared=False,
         threads=None,
+        inter_op_threads=None,
         allow_fallback=False,
         session_config={},
         provider_options={},
@@ -126,6 +152,13 @@ SAMPLES: dict[type[Message], Message] = {
     Cancel: Cancel(request=REQUEST),
     Attach: Attach(block=3, size=4096),
     Detach: Detach(block=3),
+    PredictJoined: PredictJoined(
+        request=REQUEST,
+        shard=SHARD,
+        members=(MEMBER, MEMBER),
+        input_axes=(0,),
+        output_axes=(0,),
+    ),
 }
 BUILD_ERROR = Error(kind="build", text="no such file")
 
@@ -144,7 +177,8 @@ def test_first_ids_are_those_of_the_sample() -> None:
 
 
 def test_every_message_has_an_id_of_its_own() -> None:
-    assert [*MESSAGES] == [kind.ID for kind in MESSAGES.values()] == [*range(len(MESSAGES))]
+    # 10 and 11 are kept for weights.
+    assert [*MESSAGES] == [kind.ID for kind in MESSAGES.values()] == [*range(10), 12]
     assert len({*MESSAGES.values()}) == len(MESSAGES)
 
 
@@ -316,6 +350,8 @@ BAD_FIELDS: list[tuple[type[Message], str, Any]] = [
     (Build, "cores", (0, -1)),
     (Build, "shared", 0),
     (Build, "threads", -1),
+    (Build, "inter_op_threads", True),
+    (Build, "inter_op_threads", -1),
     (Build, "allow_fallback", None),
     (Build, "session_config", {"a": 1}),
     (Build, "provider_options", (("a", "b"),)),
@@ -323,6 +359,27 @@ BAD_FIELDS: list[tuple[type[Message], str, Any]] = [
     (Attach, "block", -1),
     (Attach, "size", None),
     (Detach, "block", -1),
+    (PredictJoined, "request", None),
+    (PredictJoined, "shard", -1),
+    (PredictJoined, "members", ()),
+    (PredictJoined, "members", (MEMBER,)),
+    (PredictJoined, "members", [MEMBER, MEMBER]),
+    (PredictJoined, "members", (MEMBER, None)),
+    (PredictJoined, "members", (MEMBER, {})),
+    (PredictJoined, "members", (MEMBER, {"inputs": ()})),
+    (PredictJoined, "members", (MEMBER, {**MEMBER, "more": ()})),
+    (PredictJoined, "members", (MEMBER, {"inputs": (), 1: ()})),
+    (PredictJoined, "members", (MEMBER, {"inputs": (), "outputs": []})),
+    (PredictJoined, "members", (MEMBER, {"inputs": (), "outputs": (("x", "float31", (), 0, 0),)})),
+    (PredictJoined, "members", MEMBER),
+    (PredictJoined, "input_axes", None),
+    (PredictJoined, "input_axes", [0]),
+    (PredictJoined, "input_axes", (-1,)),
+    (PredictJoined, "input_axes", (True,)),
+    (PredictJoined, "input_axes", (0.0,)),
+    (PredictJoined, "output_axes", (None,)),
+    (PredictJoined, "output_axes", ("0",)),
+    (PredictJoined, "output_axes", 0),
 ]
 
 
@@ -346,7 +403,7 @@ def test_messages_are_frozen() -> None:
                 setattr(message, field.name, None)
 
 
-@pytest.mark.parametrize("number", [-1, 10, 255, None, "0", 0.0, True, [0]])
+@pytest.mark.parametrize("number", [-1, 10, 11, 13, 255, None, "0", 0.0, True, [0]])
 def test_unknown_id_is_refused(number: Any) -> None:
     with pytest.raises(ProtocolError, match="unknown message id"):
         decode(msgpack.packb({"id": number}))
@@ -367,9 +424,9 @@ def test_missing_and_further_fields_are_refused() -> None:
 def test_message_moves_as_the_table_says_or_changes_nothing(
     state: WorkerState, kind: type[Message]
 ) -> None:
-    running = (REQUEST, SHARD) if state in (S.BUSY, S.EXITING) else None
-    message = BUILD_ERROR if kind is Error and running is None else SAMPLES[kind]
-    conversation = Conversation(state=state, running=running)
+    runs = ((REQUEST, SHARD),) if state in (S.BUSY, S.EXITING) else ()
+    message = BUILD_ERROR if kind is Error and not runs else SAMPLES[kind]
+    conversation = Conversation(state=state, runs=runs)
     before = copy.copy(conversation)
     after = TRANSITIONS[state].get(kind)
     if after is None:
@@ -379,8 +436,34 @@ def test_message_moves_as_the_table_says_or_changes_nothing(
         return
     conversation.advance(message)
     assert conversation.state is after
-    expected = {Predict: (REQUEST, SHARD), Reply: None, Error: None}.get(kind, running)
-    assert conversation.running == expected
+    begun = (*runs, (REQUEST, SHARD))
+    expected = {Predict: begun, PredictJoined: begun, Reply: (), Error: ()}.get(kind, runs)
+    assert conversation.runs == expected
+
+
+@pytest.mark.parametrize("answer", [SAMPLES[Reply], SAMPLES[Error]], ids=["reply", "error"])
+def test_worker_stays_busy_while_a_run_that_was_given_ahead_is_left(answer: Message) -> None:
+    conversation = Conversation(state=S.READY)
+    conversation.advance(SAMPLES[Predict])
+    conversation.begin_run(REQUEST + 1, SHARD)
+    conversation.advance(answer)
+    assert conversation == Conversation(state=S.BUSY, runs=((REQUEST + 1, SHARD),))
+    conversation.advance(Reply(request=REQUEST + 1, shard=SHARD, outputs=(), seconds=0.0))
+    assert conversation == Conversation(state=S.READY)
+
+
+def test_answer_to_the_run_that_was_given_ahead_is_refused_before_its_turn() -> None:
+    conversation = Conversation(state=S.BUSY, runs=((REQUEST, SHARD), (REQUEST + 1, SHARD)))
+    with pytest.raises(ProtocolError, match=r"expected \(7, 2\)"):
+        conversation.advance(Reply(request=REQUEST + 1, shard=SHARD, outputs=(), seconds=0.0))
+
+
+def test_third_run_is_refused_and_changes_nothing() -> None:
+    runs = ((REQUEST, SHARD), (REQUEST + 1, SHARD))
+    conversation = Conversation(state=S.BUSY, runs=runs)
+    with pytest.raises(ProtocolError, match="Predict may not come in state busy with 2 runs"):
+        conversation.advance(SAMPLES[Predict])
+    assert conversation == Conversation(state=S.BUSY, runs=runs)
 
 
 @pytest.mark.parametrize("state", [S.BUSY, S.EXITING])
@@ -398,10 +481,10 @@ def test_message_moves_as_the_table_says_or_changes_nothing(
 def test_answer_to_another_request_is_refused_and_changes_nothing(
     state: WorkerState, answer: Message
 ) -> None:
-    conversation = Conversation(state=state, running=(REQUEST, SHARD))
+    conversation = Conversation(state=state, runs=((REQUEST, SHARD),))
     with pytest.raises(ProtocolError, match=r"expected \(7, 2\)"):
         conversation.advance(answer)
-    assert conversation == Conversation(state=state, running=(REQUEST, SHARD))
+    assert conversation == Conversation(state=state, runs=((REQUEST, SHARD),))
 
 
 def test_answer_to_no_request_is_refused_after_exit() -> None:
@@ -418,24 +501,25 @@ def test_error_about_a_request_is_no_build_error() -> None:
     assert conversation.state is S.BUILDING
 
 
-@pytest.mark.parametrize("state", [state for state in S if state is not S.READY])
-def test_run_begins_only_when_ready(state: WorkerState) -> None:
+@pytest.mark.parametrize("state", [state for state in S if state not in (S.READY, S.BUSY)])
+def test_run_begins_only_when_ready_or_busy(state: WorkerState) -> None:
     conversation = Conversation(state=state)
     with pytest.raises(ProtocolError, match=f"Predict may not come in state {state}"):
         conversation.begin_run(REQUEST, SHARD)
     assert conversation == Conversation(state=state)
 
 
-def test_begun_run_is_the_same_as_a_predict() -> None:
+@pytest.mark.parametrize("kind", [Predict, PredictJoined])
+def test_begun_run_is_the_same_as_a_predict(kind: type[Message]) -> None:
     one, other = Conversation(state=S.READY), Conversation(state=S.READY)
     one.begin_run(REQUEST, SHARD)
-    other.advance(SAMPLES[Predict])
-    assert one == other == Conversation(state=S.BUSY, running=(REQUEST, SHARD))
+    other.advance(SAMPLES[kind])
+    assert one == other == Conversation(state=S.BUSY, runs=((REQUEST, SHARD),))
 
 
 # Two sides, joined by a link on which messages take their time.
 
-TO_WORKER = (Build, Predict, Cancel, Attach, Detach, Exit)
+TO_WORKER = (Build, Predict, PredictJoined, Cancel, Attach, Detach, Exit)
 TO_MASTER = (Hello, BuildFinish, Reply, Error)
 
 
@@ -452,7 +536,9 @@ class Link(RuleBasedStateMachine):
     @rule(kind=st.sampled_from(TO_WORKER))
     def master_sends(self, kind: type[Message]) -> None:
         message = SAMPLES[kind]
-        if isinstance(message, Predict):
+        if isinstance(message, (Predict, PredictJoined)):
+            if len(self.master.runs) == MOST_RUNS:
+                return
             self.requests += 1
             message = dataclasses.replace(message, request=self.requests)
         elif isinstance(message, Cancel):
@@ -464,8 +550,8 @@ class Link(RuleBasedStateMachine):
     @rule(kind=st.sampled_from(TO_MASTER))
     def worker_sends(self, kind: type[Message]) -> None:
         message = SAMPLES[kind]
-        if self.worker.running is not None and isinstance(message, (Reply, Error)):
-            request, shard = self.worker.running
+        if self.worker.runs and isinstance(message, (Reply, Error)):
+            request, shard = self.worker.runs[0]
             message = dataclasses.replace(message, request=request, shard=shard)
         elif isinstance(message, Error):
             message = BUILD_ERROR
@@ -596,3 +682,33 @@ def test_predict_from_tensors_encoded_before_is_the_same_message(
 ) -> None:
     message = Predict(request=request, shard=shard, inputs=inputs, outputs=outputs)
     assert encode_predict(request, shard, encode_tensors(inputs, outputs)) == encode(message)
+
+
+@given(
+    request=COUNTS,
+    shard=COUNTS,
+    members=MEMBERS,
+    axes=st.tuples(AXES, OUTPUT_AXES),
+)
+def test_joined_predict_from_tensors_encoded_before_is_the_same_message(
+    request: int,
+    shard: int,
+    members: list[tuple[tuple[TensorRef, ...], tuple[TensorRef, ...]]],
+    axes: tuple[tuple[int | None, ...], tuple[int, ...]],
+) -> None:
+    message = PredictJoined(
+        request=request,
+        shard=shard,
+        members=tuple({"inputs": inputs, "outputs": outputs} for inputs, outputs in members),
+        input_axes=axes[0],
+        output_axes=axes[1],
+    )
+    data = encode_predict_joined(
+        request, shard, [encode_tensors(inputs, outputs) for inputs, outputs in members], axes
+    )
+    assert data == encode(message)
+    assert decode(data) == message
+
+
+def test_document_has_the_version() -> None:
+    assert f"(`VERSION`, now {VERSION})" in " ".join(DOCS.read_text().split())

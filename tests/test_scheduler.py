@@ -2,7 +2,7 @@
 
 import math
 import signal
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -54,14 +54,16 @@ from mcinfer.protocol import (
     Reply,
     WorkerState,
 )
-from mcinfer.scheduler import Scheduler, describe_exit
+from mcinfer.scheduler import SHORT_RUN, Scheduler, describe_exit
+from mcinfer.shard_queue import ShardId
 
 TIMEOUTS = Timeouts(start=30.0, predict=10.0, cancel_grace=1.0, close=5.0)
 RESTART = RestartPolicy(budget=3, window=60.0, backoff=0.5, backoff_limit=1.0)
 SIGSEGV = describe_exit(-signal.SIGSEGV)
 SIGKILL = describe_exit(-signal.SIGKILL)
 SPECS = (("x", "float32", ("batch", 3)),)
-QUEUE_LIMIT = 6
+QUEUE_LIMIT = 9
+MOST_ROWS = 4
 
 
 def build(index: int) -> Build:
@@ -72,6 +74,7 @@ def build(index: int) -> Build:
         cores=(index,),
         shared=False,
         threads=None,
+        inter_op_threads=None,
         allow_fallback=False,
         session_config={},
         provider_options={},
@@ -90,12 +93,17 @@ def build_error(text: str = "no such file") -> Error:
     return Error(kind="build", text=text)
 
 
-def reply(request: int, shard: int = 0) -> Reply:
-    return Reply(request=request, shard=shard, outputs=(), seconds=0.25)
+def reply(request: int, shard: int = 0, seconds: float = 0.25) -> Reply:
+    return Reply(request=request, shard=shard, outputs=(), seconds=seconds)
 
 
 def error(request: int, shard: int = 0, kind: str = "predict") -> Error:
     return Error(request=request, shard=shard, kind=kind, text="bad news")
+
+
+def predict(worker: int, *members: ShardId) -> SendPredict:
+    """One run for these requests and shards."""
+    return SendPredict(worker=worker, members=members)
 
 
 def new_pool(
@@ -104,6 +112,8 @@ def new_pool(
     timeouts: Timeouts = TIMEOUTS,
     restart: RestartPolicy = RESTART,
     queue_limit: int = 100,
+    max_batch_size: int = 1,
+    max_delay: float = 0.0,
 ) -> Scheduler:
     """A pool whose workers all have their process, and have said nothing yet."""
     scheduler = Scheduler(
@@ -111,6 +121,8 @@ def new_pool(
         timeouts=timeouts,
         restart=restart,
         queue_limit=queue_limit,
+        max_batch_size=max_batch_size,
+        max_delay=max_delay,
     )
     assert scheduler.handle_start(0.0) == [StartWorker(worker=i) for i in range(workers)]
     for i in range(workers):
@@ -132,9 +144,18 @@ def ready_pool(
     timeouts: Timeouts = TIMEOUTS,
     restart: RestartPolicy = RESTART,
     queue_limit: int = 100,
+    max_batch_size: int = 1,
+    max_delay: float = 0.0,
 ) -> Scheduler:
     """A pool that has started at time 0."""
-    scheduler = new_pool(workers, timeouts=timeouts, restart=restart, queue_limit=queue_limit)
+    scheduler = new_pool(
+        workers,
+        timeouts=timeouts,
+        restart=restart,
+        queue_limit=queue_limit,
+        max_batch_size=max_batch_size,
+        max_delay=max_delay,
+    )
     actions = [finish_build(scheduler, i) for i in range(workers)]
     assert actions == [[] for _ in range(workers - 1)] + [[PoolStarted()]]
     return scheduler
@@ -180,26 +201,26 @@ def text(actions: Sequence[Action]) -> str:
 def test_shards_go_to_the_lowest_ready_workers_and_the_rest_waits() -> None:
     pool = ready_pool(2)
     assert pool.handle_request(0.0, 7, 3, 10.0) == [
-        SendPredict(worker=0, request=7, shard=0),
-        SendPredict(worker=1, request=7, shard=1),
+        predict(0, (7, 0)),
+        predict(1, (7, 1)),
     ]
-    assert pool.ledger.queued_shards == 1
+    assert len(pool.ledger.queue) == 1
     assert [w.state for w in pool.statistics()] == ["busy", "busy"]
 
 
 def test_worker_that_answers_gets_the_next_shard() -> None:
     pool = ready_pool(2)
     pool.handle_request(0.0, 7, 3, 10.0)
-    assert pool.handle_message(1.0, 1, reply(7, 1)) == [SendPredict(worker=1, request=7, shard=2)]
-    assert pool.ledger.queued_shards == 0
+    assert pool.handle_message(1.0, 1, reply(7, 1)) == [predict(1, (7, 2))]
+    assert len(pool.ledger.queue) == 0
 
 
-def test_request_settles_with_its_replies_in_order_and_is_released() -> None:
+def test_request_settles_once_all_its_shards_are_answered_and_is_released() -> None:
     pool = ready_pool(2)
     pool.handle_request(0.0, 7, 2, 10.0)
     assert pool.handle_message(1.0, 1, reply(7, 1)) == []
     assert pool.handle_message(2.0, 0, reply(7, 0)) == [
-        Settle(request=7, replies=(reply(7, 0), reply(7, 1))),
+        Settle(request=7),
         Release(request=7),
     ]
     assert (pool.ledger.accepted, pool.ledger.succeeded, pool.ledger.in_flight) == (1, 1, 0)
@@ -214,7 +235,7 @@ def test_requests_are_served_in_the_order_in_which_they_came() -> None:
         pool.handle_request(0.0, request, 1, 10.0)
     for request in (1, 2):
         actions = pool.handle_message(1.0, 0, reply(request))
-        assert actions[-1] == SendPredict(worker=0, request=request + 1, shard=0)
+        assert actions[-1] == predict(0, (request + 1, 0))
 
 
 def test_request_beyond_the_queue_limit_is_refused_and_changes_nothing() -> None:
@@ -223,7 +244,7 @@ def test_request_beyond_the_queue_limit_is_refused_and_changes_nothing() -> None
     pool.handle_request(0.0, 2, 5, 10.0)
     with pytest.raises(QueueFullError, match=r"2 requests .* the limit \(Limits.queue\) is 2"):
         pool.handle_request(0.0, 3, 1, 10.0)
-    assert (pool.ledger.accepted, pool.ledger.in_flight, pool.ledger.queued_shards) == (2, 2, 5)
+    assert (pool.ledger.accepted, pool.ledger.in_flight, len(pool.ledger.queue)) == (2, 2, 5)
     pool.handle_message(1.0, 0, reply(1))
     assert pool.handle_request(1.0, 3, 1, 10.0) == []
 
@@ -250,7 +271,7 @@ def test_bad_request_fails_alone_and_its_worker_serves_on(
     assert outline(actions) == [
         Failed(1, expected),
         Release(request=1),
-        SendPredict(worker=0, request=2, shard=0),
+        predict(0, (2, 0)),
     ]
     assert text(actions) == "worker 0 (cpu:0, pid 100): bad news"
     assert (pool.ledger.failed, pool.ledger.in_flight) == (1, 1)
@@ -265,7 +286,7 @@ def test_failed_shard_cancels_the_others_and_memory_waits_for_them() -> None:
         Send(worker=0, message=Cancel(request=1)),
         Send(worker=2, message=Cancel(request=1)),
     ]
-    assert pool.ledger.queued_shards == 0
+    assert len(pool.ledger.queue) == 0
     assert pool.handle_message(2.0, 2, reply(1, 2)) == []
     assert pool.handle_message(3.0, 0, error(1, 0, "cancelled")) == [Release(request=1)]
     assert (pool.ledger.accepted, pool.ledger.failed, pool.ledger.in_flight) == (1, 1, 0)
@@ -280,19 +301,19 @@ def test_shard_of_a_dead_worker_goes_to_another_before_all_that_waits() -> None:
     pool.handle_request(0.0, 1, 2, 10.0)
     pool.handle_request(0.0, 2, 1, 10.0)
     assert pool.handle_died(1.0, 0, SIGSEGV) == []
-    assert pool.ledger.queued_shards == 2
-    assert pool.handle_message(2.0, 1, reply(1, 1)) == [SendPredict(worker=1, request=1, shard=0)]
+    assert len(pool.ledger.queue) == 2
+    assert pool.handle_message(2.0, 1, reply(1, 1)) == [predict(1, (1, 0))]
     assert pool.handle_message(3.0, 1, reply(1, 0)) == [
-        Settle(request=1, replies=(reply(1, 0), reply(1, 1))),
+        Settle(request=1),
         Release(request=1),
-        SendPredict(worker=1, request=2, shard=0),
+        predict(1, (2, 0)),
     ]
 
 
 def test_shard_of_a_dead_worker_goes_to_an_idle_one_at_once() -> None:
     pool = ready_pool(2)
     pool.handle_request(0.0, 1, 1, 10.0)
-    assert pool.handle_died(1.0, 0, SIGSEGV) == [SendPredict(worker=1, request=1, shard=0)]
+    assert pool.handle_died(1.0, 0, SIGSEGV) == [predict(1, (1, 0))]
     dead, _ = pool.statistics()
     assert (dead.state, dead.pid, dead.failed) == ("gone", None, 1)
     assert dead.last_error == "worker 0 (cpu:0, pid 100) killed by SIGSEGV"
@@ -301,7 +322,7 @@ def test_shard_of_a_dead_worker_goes_to_an_idle_one_at_once() -> None:
 def test_shard_that_killed_two_workers_is_given_up() -> None:
     pool = ready_pool(3)
     pool.handle_request(0.0, 1, 2, 10.0)
-    assert pool.handle_died(1.0, 1, SIGSEGV) == [SendPredict(worker=2, request=1, shard=1)]
+    assert pool.handle_died(1.0, 1, SIGSEGV) == [predict(2, (1, 1))]
     actions = pool.handle_died(2.0, 2, describe_exit(3))
     assert outline(actions) == [
         Failed(1, WorkerDiedError),
@@ -318,19 +339,17 @@ def test_shard_that_killed_two_workers_is_given_up() -> None:
 def test_deaths_on_two_shards_of_a_request_do_not_add_up() -> None:
     pool = ready_pool(4)
     pool.handle_request(0.0, 1, 2, 10.0)
-    assert pool.handle_died(1.0, 0, SIGSEGV) == [SendPredict(worker=2, request=1, shard=0)]
-    assert pool.handle_died(1.0, 1, SIGSEGV) == [SendPredict(worker=3, request=1, shard=1)]
+    assert pool.handle_died(1.0, 0, SIGSEGV) == [predict(2, (1, 0))]
+    assert pool.handle_died(1.0, 1, SIGSEGV) == [predict(3, (1, 1))]
     pool.handle_message(2.0, 2, reply(1, 0))
-    assert pool.handle_message(2.0, 3, reply(1, 1))[0] == Settle(
-        request=1, replies=(reply(1, 0), reply(1, 1))
-    )
+    assert pool.handle_message(2.0, 3, reply(1, 1))[0] == Settle(request=1)
 
 
 def test_shard_may_kill_the_same_worker_twice() -> None:
     pool = ready_pool(1)
     pool.handle_request(0.0, 1, 1, 10.0)
     assert pool.handle_died(1.0, 0, SIGSEGV) == []
-    assert restarted(pool, 0, 1.0) == [SendPredict(worker=0, request=1, shard=0)]
+    assert restarted(pool, 0, 1.0) == [predict(0, (1, 0))]
     actions = pool.handle_died(2.0, 0, SIGKILL)
     assert outline(actions) == [Failed(1, WorkerDiedError), Release(request=1)]
     assert "pid 100) killed by SIGSEGV; worker 0 (cpu:0, pid 200) killed by SIGKILL" in text(
@@ -380,7 +399,7 @@ def test_request_that_runs_out_of_time_in_the_queue_says_that_it_waited() -> Non
     actions = pool.handle_time(10.0)
     assert outline(actions) == [Failed(2, PredictTimeoutError), Release(request=2)]
     assert text(actions) == "no answer within 10 s: shard 0 waited for a worker"
-    assert pool.ledger.queued_shards == 0
+    assert len(pool.ledger.queue) == 0
 
 
 def test_grace_counts_from_when_the_deadline_was_noticed() -> None:
@@ -400,7 +419,7 @@ def test_answer_within_the_grace_keeps_the_worker() -> None:
     assert pool.handle_message(10.5, 0, error(1, kind="cancelled")) == [Release(request=1)]
     assert pool.next_time() is None
     assert pool.handle_time(100.0) == []
-    assert pool.handle_request(100.0, 2, 1, 10.0) == [SendPredict(worker=0, request=2, shard=0)]
+    assert pool.handle_request(100.0, 2, 1, 10.0) == [predict(0, (2, 0))]
     assert pool.statistics()[0].failed == 0
 
 
@@ -420,7 +439,7 @@ def test_worker_whose_reply_crosses_its_kill_gets_no_more_shards() -> None:
     assert pool.handle_time(11.0) == [KillWorker(worker=0)]
     assert pool.handle_message(11.0, 0, reply(1)) == [Release(request=1)]
     assert pool.handle_died(11.1, 0, SIGKILL) == []
-    assert restarted(pool, 0, 11.1) == [SendPredict(worker=0, request=2, shard=0)]
+    assert restarted(pool, 0, 11.1) == [predict(0, (2, 0))]
 
 
 def test_request_without_a_deadline_waits_for_no_time() -> None:
@@ -453,7 +472,7 @@ def test_cancelled_request_settles_and_stops_its_runs() -> None:
         pool.ledger.cancelled,
         pool.ledger.failed,
         pool.ledger.in_flight,
-        pool.ledger.queued_shards,
+        len(pool.ledger.queue),
     ) == (1, 0, 0, 0)
     assert pool.handle_cancel(1) == []
     assert pool.handle_message(1.0, 0, error(1, kind="cancelled")) == [Release(request=1)]
@@ -465,7 +484,7 @@ def test_cancelled_request_that_waits_is_released_at_once() -> None:
     pool.handle_request(0.0, 2, 1, 10.0)
     assert outline(pool.handle_cancel(2)) == [Failed(2, ClosedError), Release(request=2)]
     actions = pool.handle_message(1.0, 0, reply(1))
-    assert actions == [Settle(request=1, replies=(reply(1),)), Release(request=1)]
+    assert actions == [Settle(request=1), Release(request=1)]
 
 
 def test_cancel_of_an_unknown_request_is_nothing() -> None:
@@ -507,7 +526,7 @@ def test_worker_that_spent_its_budget_stays_away_and_the_others_serve() -> None:
     assert pool.handle_died(2.0, 0, SIGSEGV) == []
     assert pool.next_time() is None
     assert pool.serving == 1
-    assert pool.handle_request(3.0, 1, 1, 10.0) == [SendPredict(worker=1, request=1, shard=0)]
+    assert pool.handle_request(3.0, 1, 1, 10.0) == [predict(1, (1, 0))]
 
 
 def test_restarts_before_the_window_do_not_count() -> None:
@@ -545,7 +564,7 @@ def test_requests_fail_at_once_when_nobody_is_left() -> None:
         pool.ledger.accepted,
         pool.ledger.failed,
         pool.ledger.in_flight,
-        pool.ledger.queued_shards,
+        len(pool.ledger.queue),
     ) == (2, 2, 0, 0)
 
 
@@ -553,7 +572,7 @@ def test_requests_wait_for_a_worker_that_comes_back() -> None:
     pool = ready_pool(1)
     pool.handle_died(1.0, 0, SIGSEGV)
     assert pool.handle_request(1.0, 1, 1, 10.0) == []
-    assert restarted(pool, 0, 1.0) == [SendPredict(worker=0, request=1, shard=0)]
+    assert restarted(pool, 0, 1.0) == [predict(0, (1, 0))]
 
 
 def test_model_that_does_not_load_again_counts_against_the_budget_and_is_told() -> None:
@@ -748,7 +767,7 @@ def test_requests_in_flight_fail_when_the_pool_closes() -> None:
         Release(request=2),
         Send(worker=0, message=Exit()),
     ]
-    assert (pool.ledger.failed, pool.ledger.in_flight, pool.ledger.queued_shards) == (2, 0, 0)
+    assert (pool.ledger.failed, pool.ledger.in_flight, len(pool.ledger.queue)) == (2, 0, 0)
     assert pool.handle_message(2.0, 0, reply(1)) == [Release(request=1)]
     assert pool.handle_died(2.0, 0, describe_exit(0)) == [PoolClosed()]
 
@@ -798,6 +817,371 @@ def test_planned_restarts_are_dropped_when_the_pool_closes() -> None:
     assert pool.handle_time(100.0) == []
 
 
+# Priorities.
+
+
+def test_request_of_a_higher_priority_goes_before_those_that_wait() -> None:
+    pool = ready_pool(1)
+    pool.handle_request(0.0, 1, 1, 10.0)
+    pool.handle_request(0.0, 2, 2, 10.0)
+    pool.handle_request(0.0, 3, 1, 10.0, priority=1)
+    pool.handle_request(0.0, 4, 1, 10.0, priority=-1)
+    for answered, (request, shard) in zip(
+        [(1, 0), (3, 0), (2, 0), (2, 1)], [(3, 0), (2, 0), (2, 1), (4, 0)], strict=True
+    ):
+        actions = pool.handle_message(1.0, 0, reply(*answered))
+        assert actions[-1] == predict(0, (request, shard))
+
+
+def test_shard_of_a_dead_worker_goes_before_any_priority() -> None:
+    pool = ready_pool(1)
+    pool.handle_request(0.0, 1, 1, 10.0, priority=-1)
+    pool.handle_request(0.0, 2, 1, 10.0, priority=9)
+    pool.handle_died(1.0, 0, SIGSEGV)
+    assert restarted(pool, 0, 1.0) == [predict(0, (1, 0))]
+
+
+# Joined runs.
+
+JOIN = ("key", 1)
+
+
+def joined_pool(
+    workers: int = 1, *, requests: int = 3, timeout: float = 20.0, max_delay: float = 0.0
+) -> Scheduler:
+    """A pool whose worker 0 runs requests 1, 2, ... as one; others, if any, are at a request of their own."""
+    pool = ready_pool(workers, max_batch_size=8, max_delay=max_delay)
+    for worker in range(workers):
+        pool.handle_request(0.0, 90 + worker, 1, 99.0)
+    for request in range(1, requests + 1):
+        assert pool.handle_request(0.0, request, 1, timeout, join=JOIN) == []
+    actions = pool.handle_message(0.0, 0, reply(90))
+    run = predict(0, *((request, 0) for request in range(1, requests + 1)))
+    assert actions == [Settle(request=90), Release(request=90), run]
+    return pool
+
+
+def counts(pool: Scheduler) -> tuple[int, int, int, int]:
+    """Succeeded, failed, cancelled, in flight; together they are all that was accepted."""
+    ledger = pool.ledger
+    found = (ledger.succeeded, ledger.failed, ledger.cancelled, ledger.in_flight)
+    assert sum(found) == ledger.accepted
+    return found
+
+
+def test_requests_that_waited_for_a_worker_go_as_one_run_and_its_reply_settles_all() -> None:
+    pool = joined_pool()
+    assert pool.running(0) == ((1, 0), (2, 0), (3, 0))
+    assert pool.handle_message(1.0, 0, reply(1)) == [
+        action for n in (1, 2, 3) for action in (Settle(request=n), Release(request=n))
+    ]
+    assert pool.running(0) == ()
+    assert counts(pool) == (4, 0, 0, 0)
+    worker = pool.statistics()[0]
+    assert (worker.runs, worker.completed, worker.failed) == (2, 4, 0)
+    assert worker.busy_seconds == 0.5
+
+
+def test_run_is_joined_up_to_its_most_rows_and_of_one_key() -> None:
+    pool = ready_pool(1, max_batch_size=4)
+    pool.handle_request(0.0, 1, 1, 10.0)
+    for request, join in enumerate([("a", 2), ("b", 1), ("a", 2), ("a", 1)], 2):
+        pool.handle_request(0.0, request, 1, 10.0, join=join)
+    assert pool.handle_message(1.0, 0, reply(1))[-1] == predict(0, (2, 0), (4, 0))
+    assert pool.handle_message(1.0, 0, reply(2))[-1] == predict(0, (3, 0))
+    assert pool.handle_message(1.0, 0, reply(3))[-1] == predict(0, (5, 0))
+
+
+def test_joined_run_that_fails_is_run_apart_and_only_the_bad_request_fails() -> None:
+    pool = joined_pool()
+    pool.handle_request(0.5, 4, 1, 20.0, priority=9, join=JOIN)
+    assert pool.handle_message(1.0, 0, error(1)) == [predict(0, (1, 0))]
+    assert pool.statistics()[0].last_error == "bad news"
+    assert pool.handle_message(1.0, 0, reply(1)) == [
+        Settle(request=1),
+        Release(request=1),
+        predict(0, (2, 0)),
+    ]
+    actions = pool.handle_message(1.0, 0, error(2, kind="invalid"))
+    assert outline(actions) == [
+        Failed(2, InvalidInputError),
+        Release(request=2),
+        predict(0, (3, 0)),
+    ]
+    assert text(actions) == "worker 0 (cpu:0, pid 100): bad news"
+    actions = pool.handle_message(1.0, 0, reply(3))
+    assert actions == [Settle(request=3), Release(request=3), predict(0, (4, 0))]
+    assert counts(pool) == (3, 1, 0, 1)
+
+
+def test_members_of_a_failed_run_go_to_all_who_are_ready() -> None:
+    pool = joined_pool(3)
+    for worker in (1, 2):
+        pool.handle_message(0.5, worker, reply(90 + worker))
+    assert pool.handle_message(1.0, 0, error(1)) == [
+        predict(0, (1, 0)),
+        predict(1, (2, 0)),
+        predict(2, (3, 0)),
+    ]
+
+
+def test_worker_that_dies_in_a_joined_run_is_blamed_on_nobody() -> None:
+    pool = joined_pool(3)
+    pool.handle_message(0.5, 1, reply(91))
+    assert pool.handle_died(1.0, 0, SIGSEGV) == [predict(1, (1, 0))]
+    assert pool.statistics()[0].failed == 3
+    # The first death of its own is not its last.
+    assert pool.handle_died(1.1, 1, SIGSEGV) == []
+    assert pool.handle_message(1.2, 2, reply(92))[-1] == predict(2, (1, 0))
+    actions = pool.handle_died(1.3, 2, SIGSEGV)
+    assert outline(actions) == [Failed(1, WorkerDiedError), Release(request=1)]
+    assert "worker 1 (cpu:1, pid 101) killed by SIGSEGV; worker 2" in text(actions)
+    assert "worker 0" not in text(actions)
+    assert pool.handle_time(1.1) == [StartWorker(worker=0), StartWorker(worker=1)]
+    pool.handle_started(0, 200)
+    assert finish_build(pool, 0, 1.4) == [predict(0, (2, 0))]
+    assert pool.handle_message(1.5, 0, reply(2))[-1] == predict(0, (3, 0))
+    pool.handle_message(1.6, 0, reply(3))
+    assert counts(pool) == (5, 1, 0, 0)
+
+
+def test_run_goes_on_while_any_of_its_requests_is_wanted_and_is_cancelled_with_the_last() -> None:
+    pool = joined_pool()
+    assert outline(pool.handle_cancel(1)) == [Failed(1, ClosedError)]
+    assert outline(pool.handle_cancel(3)) == [Failed(3, ClosedError)]
+    # The run bears the number of its first member, also when that one is settled.
+    assert outline(pool.handle_cancel(2)) == [
+        Failed(2, ClosedError),
+        Send(worker=0, message=Cancel(request=1)),
+    ]
+    assert counts(pool) == (1, 0, 3, 0)
+    assert pool.next_time() == 21.0
+    released = pool.handle_message(1.0, 0, error(1, kind="cancelled"))
+    assert sorted(released, key=str) == [Release(request=n) for n in (1, 2, 3)]
+    assert pool.next_time() is None
+    assert pool.statistics()[0].failed == 0
+
+
+def test_neighbours_of_a_cancelled_request_get_their_answers() -> None:
+    pool = joined_pool()
+    pool.handle_cancel(1)
+    assert pool.handle_message(1.0, 0, reply(1)) == [
+        Release(request=1),
+        Settle(request=2),
+        Release(request=2),
+        Settle(request=3),
+        Release(request=3),
+    ]
+    assert counts(pool) == (3, 0, 1, 0)
+
+
+def test_cancelled_member_of_a_run_that_fails_is_not_run_again() -> None:
+    pool = joined_pool()
+    pool.handle_cancel(2)
+    assert pool.handle_message(1.0, 0, error(1)) == [Release(request=2), predict(0, (1, 0))]
+    assert pool.handle_message(1.0, 0, reply(1))[-1] == predict(0, (3, 0))
+
+
+def test_members_may_be_cancelled_while_they_wait_to_run_apart() -> None:
+    pool = joined_pool()
+    pool.handle_message(1.0, 0, error(1))
+    assert outline(pool.handle_cancel(2)) == [Failed(2, ClosedError), Release(request=2)]
+    assert pool.handle_message(1.0, 0, reply(1))[-1] == predict(0, (3, 0))
+
+
+def late_pool() -> Scheduler:
+    """Worker 0 runs requests 1 (5 s), 2 and 3 (20 s) as one; request 1 has just run out of time."""
+    pool = ready_pool(1, max_batch_size=8)
+    pool.handle_request(0.0, 90, 1, 99.0)
+    for request, timeout in ((1, 5.0), (2, 20.0), (3, 20.0)):
+        pool.handle_request(0.0, request, 1, timeout, join=JOIN)
+    pool.handle_message(0.0, 0, reply(90))
+    assert pool.next_time() == 5.0
+    actions = pool.handle_time(5.0)
+    assert outline(actions) == [
+        Failed(1, PredictTimeoutError),
+        Send(worker=0, message=Cancel(request=1)),
+    ]
+    assert "shard 0 ran on worker 0 (cpu:0, pid 100)" in text(actions)
+    assert pool.next_time() == 6.0
+    return pool
+
+
+def test_run_that_one_member_has_no_more_time_for_is_stopped_and_the_others_run_apart() -> None:
+    pool = late_pool()
+    assert pool.handle_message(5.5, 0, error(1, kind="cancelled")) == [
+        Release(request=1),
+        predict(0, (2, 0)),
+    ]
+    assert pool.next_time() == 20.0
+    assert pool.handle_message(6.0, 0, reply(2))[-1] == predict(0, (3, 0))
+    assert pool.handle_message(6.0, 0, reply(3))[0] == Settle(request=3)
+    assert counts(pool) == (3, 1, 0, 0)
+
+
+def test_run_that_hears_nothing_is_killed_after_the_grace_and_the_others_run_apart() -> None:
+    pool = late_pool()
+    assert pool.handle_time(6.0) == [KillWorker(worker=0)]
+    assert pool.handle_died(6.1, 0, SIGKILL) == [Release(request=1)]
+    assert restarted(pool, 0, 6.1) == [predict(0, (2, 0))]
+    assert pool.handle_message(7.0, 0, reply(2))[-1] == predict(0, (3, 0))
+    pool.handle_message(7.0, 0, reply(3))
+    assert counts(pool) == (3, 1, 0, 0)
+
+
+def test_reply_that_crosses_the_cancel_answers_the_others() -> None:
+    pool = late_pool()
+    assert pool.handle_message(5.5, 0, reply(1)) == [
+        Release(request=1),
+        Settle(request=2),
+        Release(request=2),
+        Settle(request=3),
+        Release(request=3),
+    ]
+    assert pool.next_time() is None
+
+
+def test_request_that_is_cancelled_after_its_neighbours_deadline_does_not_put_off_the_kill() -> (
+    None
+):
+    pool = late_pool()
+    pool.handle_cancel(3)
+    assert outline(pool.handle_cancel(2)) == [
+        Failed(2, ClosedError),
+        Send(worker=0, message=Cancel(request=1)),
+    ]
+    assert pool.next_time() == 6.0
+
+
+def test_members_that_ran_out_of_time_together_fail_together() -> None:
+    pool = joined_pool()
+    actions = pool.handle_time(20.0)
+    assert [item for item in outline(actions) if isinstance(item, Failed)] == [
+        Failed(request, PredictTimeoutError) for request in (1, 2, 3)
+    ]
+    assert Send(worker=0, message=Cancel(request=1)) in actions
+    assert pool.next_time() == 21.0
+    pool.handle_message(20.5, 0, error(1, kind="cancelled"))
+    assert counts(pool) == (1, 3, 0, 0)
+
+
+def test_pool_that_closes_in_a_joined_run_fails_all_and_cancels_once() -> None:
+    pool = joined_pool()
+    assert outline(pool.handle_close(1.0, 5.0)) == [
+        Failed(1, ClosedError),
+        Failed(2, ClosedError),
+        Failed(3, ClosedError),
+        Send(worker=0, message=Cancel(request=1)),
+        Send(worker=0, message=Exit()),
+    ]
+    released = pool.handle_message(2.0, 0, reply(1))
+    assert released == [Release(request=n) for n in (1, 2, 3)]
+    assert pool.handle_died(2.0, 0, describe_exit(0)) == [PoolClosed()]
+
+
+def test_worker_that_dies_in_a_joined_run_as_the_pool_closes_releases_all() -> None:
+    pool = joined_pool()
+    pool.handle_close(1.0, 5.0)
+    actions = pool.handle_died(2.0, 0, SIGKILL)
+    assert sorted(actions[:3], key=str) == [Release(request=n) for n in (1, 2, 3)]
+    assert actions[3:] == [PoolClosed()]
+
+
+def test_answer_to_another_member_than_the_first_is_refused() -> None:
+    pool = joined_pool()
+    with pytest.raises(ProtocolError):
+        pool.handle_message(1.0, 0, reply(2))
+    assert pool.running(0) == ((1, 0), (2, 0), (3, 0))
+    assert pool.handle_message(1.0, 0, reply(1))[0] == Settle(request=1)
+
+
+# Waiting for company.
+
+
+def test_request_is_held_for_others_while_a_worker_is_ready_and_goes_when_it_is_due() -> None:
+    pool = ready_pool(2, max_batch_size=8, max_delay=0.5)
+    assert pool.handle_request(0.0, 1, 1, 10.0, join=JOIN) == []
+    assert pool.handle_request(0.2, 2, 1, 10.0, join=JOIN) == []
+    assert pool.next_time() == 0.5
+    assert pool.handle_time(0.4) == []
+    assert pool.handle_time(0.5) == [predict(0, (1, 0), (2, 0))]
+    assert pool.next_time() == 10.0
+
+
+def test_run_that_is_full_waits_for_nobody() -> None:
+    pool = ready_pool(1, max_batch_size=4, max_delay=0.5)
+    pool.handle_request(0.0, 1, 1, 10.0, join=("key", 3))
+    assert pool.handle_request(0.0, 2, 1, 10.0, join=JOIN) == [predict(0, (1, 0), (2, 0))]
+
+
+def test_request_that_cannot_be_joined_waits_for_nobody() -> None:
+    pool = ready_pool(1, max_batch_size=4, max_delay=0.5)
+    pool.handle_request(0.0, 1, 1, 10.0, join=JOIN)
+    assert pool.handle_request(0.0, 2, 1, 10.0) == [predict(0, (2, 0))]
+
+
+def test_held_requests_wake_nobody_while_no_worker_is_ready() -> None:
+    pool = ready_pool(1, max_batch_size=8, max_delay=0.5)
+    pool.handle_request(0.0, 1, 1, 10.0)
+    pool.handle_request(0.0, 2, 1, 20.0, join=JOIN)
+    assert pool.next_time() == 10.0
+    assert pool.handle_time(0.5) == []
+    assert pool.next_time() == 10.0
+    # Its time for company was over while it waited for the worker.
+    assert pool.handle_message(1.0, 0, reply(1))[-1] == predict(0, (2, 0))
+
+
+def test_worker_that_becomes_ready_while_a_request_is_held_waits_for_its_due() -> None:
+    pool = ready_pool(1, max_batch_size=8, max_delay=0.5)
+    pool.handle_request(0.0, 1, 1, 10.0)
+    pool.handle_request(0.0, 2, 1, 20.0, join=JOIN)
+    assert pool.handle_message(0.2, 0, reply(1)) == [Settle(request=1), Release(request=1)]
+    assert pool.next_time() == 0.5
+    assert pool.handle_time(0.5) == [predict(0, (2, 0))]
+
+
+def test_worker_that_was_killed_is_not_ready_for_those_that_are_held() -> None:
+    pool = ready_pool(1, max_batch_size=8, max_delay=0.5)
+    pool.handle_request(0.0, 1, 1, 10.0, join=JOIN)
+    pool.handle_killed(0, "breaks the protocol")
+    assert pool.next_time() == 10.0
+    assert pool.handle_time(0.5) == []
+    pool.handle_died(0.6, 0, SIGKILL)
+    assert restarted(pool, 0, 0.6) == [predict(0, (1, 0))]
+
+
+@pytest.mark.parametrize("timeout", [0.2, 0.5, 0.9])
+def test_request_in_haste_waits_for_others_half_of_its_time_at_most(timeout: float) -> None:
+    pool = ready_pool(1, max_batch_size=8, max_delay=0.5)
+    pool.handle_request(0.0, 1, 1, timeout, join=JOIN)
+    assert pool.next_time() == timeout / 2
+    assert pool.handle_time(timeout / 2) == [predict(0, (1, 0))]
+
+
+def test_request_without_a_deadline_is_held_no_longer_than_others() -> None:
+    pool = ready_pool(1, max_batch_size=8, max_delay=0.5)
+    pool.handle_request(0.0, 1, 1, math.inf, join=JOIN)
+    assert pool.next_time() == 0.5
+    assert pool.handle_time(0.5) == [predict(0, (1, 0))]
+
+
+def test_held_request_may_be_cancelled_and_wakes_nobody_then() -> None:
+    pool = ready_pool(1, max_batch_size=8, max_delay=0.5)
+    pool.handle_request(0.0, 1, 1, 10.0, join=JOIN)
+    assert outline(pool.handle_cancel(1)) == [Failed(1, ClosedError), Release(request=1)]
+    assert pool.next_time() is None
+
+
+def test_held_requests_fail_when_the_pool_closes() -> None:
+    pool = ready_pool(1, max_batch_size=8, max_delay=0.5)
+    pool.handle_request(0.0, 1, 1, 10.0, join=JOIN)
+    assert outline(pool.handle_close(0.1, 5.0)) == [
+        Failed(1, ClosedError),
+        Release(request=1),
+        Send(worker=0, message=Exit()),
+    ]
+
+
 # Messages that should not be.
 
 
@@ -808,8 +1192,119 @@ def test_message_that_may_not_come_is_refused_and_changes_nothing() -> None:
     for message in messages:
         with pytest.raises(ProtocolError):
             pool.handle_message(1.0, 0, message)
-    assert pool.handle_message(2.0, 0, reply(1))[0] == Settle(request=1, replies=(reply(1),))
+    assert pool.handle_message(2.0, 0, reply(1))[0] == Settle(request=1)
     assert pool.statistics()[0].failed == 0
+
+
+# One given ahead, where runs are short.
+
+
+def pool_of_short_runs(workers: int = 1) -> Scheduler:
+    """A pool whose workers have each answered a short run; requests from 10 on are the test's."""
+    pool = ready_pool(workers)
+    for worker in range(workers):
+        pool.handle_request(0.0, worker, 1, 10.0)
+    for worker in range(workers):
+        pool.handle_message(0.0, worker, reply(worker, seconds=SHORT_RUN))
+    return pool
+
+
+def test_busy_worker_with_short_runs_is_given_one_more() -> None:
+    pool = pool_of_short_runs()
+    assert pool.handle_request(1.0, 10, 1, 10.0) == [predict(0, (10, 0))]
+    assert pool.handle_request(1.0, 11, 1, 10.0) == [predict(0, (11, 0))]
+    assert pool.handle_request(1.0, 12, 1, 10.0) == []
+    assert pool.running(0) == ((10, 0),)
+    assert pool.handle_message(1.5, 0, reply(10, seconds=0.001)) == [
+        Settle(request=10),
+        Release(request=10),
+        predict(0, (12, 0)),
+    ]
+    assert pool.running(0) == ((11, 0),)
+
+
+def test_busy_worker_with_long_runs_is_given_nothing_more() -> None:
+    pool = pool_of_short_runs()
+    pool.handle_request(1.0, 10, 1, 10.0)
+    pool.handle_message(1.5, 0, reply(10, seconds=2 * SHORT_RUN))
+    pool.handle_request(2.0, 11, 1, 10.0)
+    assert pool.handle_request(2.0, 12, 1, 10.0) == []
+
+
+def test_idle_worker_is_given_before_a_busy_one() -> None:
+    pool = pool_of_short_runs(2)
+    assert pool.handle_request(1.0, 10, 1, 10.0) == [predict(0, (10, 0))]
+    assert pool.handle_request(1.0, 11, 1, 10.0) == [predict(1, (11, 0))]
+
+
+def test_worker_that_began_first_is_given_ahead_first() -> None:
+    pool = pool_of_short_runs(2)
+    pool.handle_request(1.0, 10, 1, 10.0)
+    pool.handle_request(1.0, 11, 1, 10.0)
+    pool.handle_message(1.1, 0, reply(10, seconds=0.001))
+    pool.handle_request(1.2, 12, 1, 10.0)
+    assert pool.handle_request(1.3, 13, 1, 10.0) == [predict(1, (13, 0))]
+    assert pool.handle_request(1.3, 14, 1, 10.0) == [predict(0, (14, 0))]
+
+
+def test_shard_given_ahead_to_a_worker_that_dies_is_not_blamed() -> None:
+    pool = pool_of_short_runs(2)
+    for request in (10, 11, 12):
+        pool.handle_request(1.0, request, 1, 10.0)
+    assert pool.running(0) == ((10, 0),)
+    assert pool.handle_died(2.0, 0, SIGSEGV) == []  # both of worker 0 are first in the queue
+    assert pool.handle_message(2.0, 1, reply(11, seconds=0.001))[2:] == [predict(1, (10, 0))]
+    assert outline(pool.handle_died(3.0, 1, SIGSEGV))[0] == Failed(10, WorkerDiedError)
+    assert pool.ledger[12].deaths == [[]]
+    assert len(pool.ledger.queue) == 1
+
+
+def test_nothing_is_given_behind_a_shard_that_a_worker_died_on() -> None:
+    pool = pool_of_short_runs(2)
+    pool.handle_request(1.0, 10, 1, 10.0)
+    pool.handle_died(2.0, 0, SIGSEGV)
+    assert pool.running(1) == ((10, 0),)
+    assert pool.handle_request(2.0, 11, 1, 10.0) == []
+
+
+def test_shard_that_a_worker_died_on_is_not_given_behind_another() -> None:
+    pool = pool_of_short_runs(2)
+    pool.handle_request(1.0, 10, 1, 10.0)
+    pool.handle_request(1.0, 11, 1, 10.0)
+    assert pool.handle_died(2.0, 0, SIGSEGV) == []
+    assert len(pool.ledger.queue) == 1
+
+
+def test_time_of_a_shard_given_ahead_is_over_and_the_run_before_it_goes_on() -> None:
+    pool = pool_of_short_runs()
+    pool.handle_request(1.0, 10, 1, 100.0)
+    pool.handle_request(1.0, 11, 1, 1.0)
+    actions = pool.handle_time(2.0)
+    assert "waited at worker 0" in text(actions)
+    assert Send(worker=0, message=Cancel(request=11)) in actions
+    assert pool.handle_time(2.0 + TIMEOUTS.cancel_grace) == []  # the other's run is not killed
+    assert pool.handle_message(20.0, 0, reply(10))[0] == Settle(request=10)
+    # Its turn has come: the worker is to skip it, within the grace.
+    [kill] = pool.handle_time(20.0 + TIMEOUTS.cancel_grace)
+    assert kill == KillWorker(worker=0)
+
+
+def test_shard_given_ahead_and_cancelled_is_skipped_by_its_worker() -> None:
+    pool = pool_of_short_runs()
+    pool.handle_request(1.0, 10, 1, 100.0)
+    pool.handle_request(1.0, 11, 1, 100.0)
+    assert Send(worker=0, message=Cancel(request=11)) in pool.handle_cancel(11)
+    pool.handle_message(2.0, 0, reply(10, seconds=0.001))
+    assert pool.handle_message(2.0, 0, error(11, kind="cancelled")) == [Release(request=11)]
+    assert pool.handle_time(100.0) == []
+
+
+def test_nothing_is_given_ahead_where_requests_are_joined() -> None:
+    pool = ready_pool(1, max_batch_size=4)
+    pool.handle_request(0.0, 0, 1, 10.0)
+    pool.handle_message(0.0, 0, reply(0, seconds=0.001))
+    pool.handle_request(1.0, 10, 1, 10.0)
+    assert pool.handle_request(1.0, 11, 1, 10.0) == []
 
 
 # Anything, in any order.
@@ -842,9 +1337,17 @@ class _Asked:
 
     deadline: float
     shards: int
+    join: tuple[str, int] | None
+    due: float
     replies: dict[int, Reply] = field(default_factory=dict)
+    runs: int = 0
     settled: bool = False
     released: bool = False
+
+
+JOINS = st.tuples(st.sampled_from("aaab"), st.integers(1, MOST_ROWS - 1))
+_Asking = tuple[int, float, int, tuple[str, int] | None]
+"""Shards, seconds, priority, and with what it may be joined."""
 
 
 class Pools(RuleBasedStateMachine):
@@ -855,8 +1358,11 @@ class Pools(RuleBasedStateMachine):
         self.now = 0.0
         self.scheduler = Scheduler([], timeouts=TIMEOUTS, restart=RESTART, queue_limit=1)
         self.processes: dict[int, _Process] = {}
-        self.running: dict[int, tuple[int, int]] = {}
+        self.running: dict[int, deque[tuple[ShardId, ...]]] = {}
+        self.joins = True
+        self.max_delay = 0.0
         self.requests: dict[int, _Asked] = {}
+        self.died_on: set[ShardId] = set()
         self.started: bool | None = None
         self.is_closing = False
         self.is_closed = False
@@ -865,14 +1371,22 @@ class Pools(RuleBasedStateMachine):
     @initialize(
         workers=st.integers(1, 3),
         budget=st.integers(0, 4),
+        joins=st.booleans(),
+        max_delay=st.sampled_from([0.0, 0.3, 2.0]),
         start_at_once=st.sampled_from([True, True, True, True, False]),
     )
-    def start(self, workers: int, budget: int, start_at_once: bool) -> None:
+    def start(
+        self, workers: int, budget: int, joins: bool, max_delay: float, start_at_once: bool
+    ) -> None:
+        self.joins = joins
+        self.max_delay = max_delay
         self.scheduler = Scheduler(
             [build(i) for i in range(workers)],
             timeouts=TIMEOUTS,
             restart=replace(RESTART, budget=budget),
             queue_limit=QUEUE_LIMIT,
+            max_batch_size=MOST_ROWS if joins else 1,
+            max_delay=max_delay,
         )
         self.carry_out(self.scheduler.handle_start(self.now))
         if start_at_once:
@@ -892,34 +1406,34 @@ class Pools(RuleBasedStateMachine):
                     self.processes[worker] = process
                     self.scheduler.handle_started(worker, 100 + worker)
                     process.say(hello(worker))
-                case SendPredict(worker=worker, request=request, shard=shard):
-                    assert worker not in self.running, "a second PREDICT for a busy worker"
-                    assert not self.processes[worker].killed
-                    asked = self.requests[request]
-                    assert not asked.settled
-                    assert shard not in asked.replies
-                    assert (request, shard) not in self.running.values()
-                    self.running[worker] = (request, shard)
-                    predict = Predict(request=request, shard=shard, inputs=(), outputs=())
-                    self.processes[worker].inbox.append(predict)
+                case SendPredict(worker=worker, members=members):
+                    self.check_run(worker, members)
+                    self.running.setdefault(worker, deque()).append(members)
+                    request, shard = members[0]
+                    message = Predict(request=request, shard=shard, inputs=(), outputs=())
+                    self.processes[worker].inbox.append(message)
                 case Send(worker=worker, message=message):
                     if isinstance(message, Cancel):
-                        assert self.running[worker][0] == message.request
-                        assert self.requests[message.request].settled
+                        [members, *_] = [
+                            run for run in self.running[worker] if run[0][0] == message.request
+                        ]
+                        settled = [a for a in map(self.asked, members) if a.settled]
+                        late = any(asked.deadline <= self.now for asked in settled)
+                        assert late or len(settled) == len(members), "others want this run"
                     self.processes[worker].inbox.append(message)
                 case KillWorker(worker=worker):
                     self.processes[worker].killed = True
-                case Settle(request=request, replies=replies, error=exc):
+                case Settle(request=request, error=exc):
                     asked = self.requests[request]
                     assert not asked.settled, "settled twice"
                     asked.settled = True
                     if exc is None:
-                        assert replies == tuple(asked.replies[i] for i in range(asked.shards))
+                        assert len(asked.replies) == asked.shards
                 case Release(request=request):
                     asked = self.requests[request]
                     assert asked.settled, "released before it was settled"
                     assert not asked.released, "released twice"
-                    assert all(held != request for held, _ in self.running.values())
+                    assert request not in self.written(), "released while a worker may write"
                     asked.released = True
                 case PoolStarted(error=exc):
                     assert self.started is None, "started twice"
@@ -932,29 +1446,78 @@ class Pools(RuleBasedStateMachine):
                     assert sorted(self.processes) == [*abandoned]
                     self.is_closed = True
 
+    def check_run(self, worker: int, members: tuple[ShardId, ...]) -> None:
+        """Fail unless these may go now, and together."""
+        ahead = [*self.running.get(worker, ())]
+        assert len(ahead) < 2, "a third PREDICT for a busy worker"
+        assert not ahead or not self.joins
+        assert not self.processes[worker].killed
+        assert len({*members}) == len(members)
+        others = {member for runs in self.running.values() for run in runs for member in run}
+        if ahead:
+            alone = [*members, *ahead[0]]
+            assert not any(member in self.died_on for member in alone), "a suspect goes alone"
+        for request, shard in members:
+            asked = self.requests[request]
+            assert not asked.settled
+            assert shard not in asked.replies
+            assert (request, shard) not in others
+            if len(members) > 1:
+                assert asked.runs == 0, "a shard that had its turn goes alone"
+            asked.runs += 1
+        if len(members) > 1:
+            joins = [asked.join for asked in map(self.asked, members) if asked.join is not None]
+            assert len(joins) == len(members)
+            assert len({key for key, _ in joins}) == 1
+            assert sum(rows for _, rows in joins) <= MOST_ROWS
+
+    def asked(self, member: ShardId) -> _Asked:
+        return self.requests[member[0]]
+
+    def written(self) -> set[int]:
+        """The requests that a worker has a shard of."""
+        return {r for runs in self.running.values() for run in runs for r, _ in run}
+
+    def open(self) -> set[int]:
+        return {number for number, asked in self.requests.items() if not asked.settled}
+
     def deliver(self, worker: int) -> None:
         """The oldest message of the worker reaches the scheduler."""
         message = self.processes[worker].outbox.popleft()
-        if worker in self.running and isinstance(message, (Reply, Error)):
-            request, shard = self.running.pop(worker)
+        members: tuple[ShardId, ...] = ()
+        if self.running.get(worker) and isinstance(message, (Reply, Error)):
+            members = self.running[worker].popleft()
             if isinstance(message, Reply):
-                self.requests[request].replies[shard] = message
+                for request, shard in members:
+                    self.requests[request].replies[shard] = message
+        before = self.open()
         self.carry_out(self.scheduler.handle_message(self.now, worker, message))
+        if len(members) > 1:
+            # All are answered, or none: nobody knows which of them was to blame.
+            wanted = {request for request, _ in members} if isinstance(message, Reply) else set()
+            assert before - self.open() == before & wanted
 
     def bury(self, worker: int) -> None:
         """The end of the worker's process is noticed; what it sent before and was not read is lost."""
         killed = self.processes.pop(worker).killed
-        self.running.pop(worker, None)
+        runs, before = self.running.pop(worker, deque()), self.open()
+        members = runs[0] if runs else ()
+        self.died_on.update(members if len(members) == 1 else ())
         self.carry_out(self.scheduler.handle_died(self.now, worker, SIGKILL if killed else SIGSEGV))
+        nobody_left = not self.open() and self.scheduler.next_time() is None
+        assert len(members) < 2 or before == self.open() or nobody_left
 
     def work(self, worker: int, fail: str | None = None) -> None:
         """The worker's main loop goes one step on: end its run, or take its next message."""
         process = self.processes[worker]
-        if any(isinstance(message, Cancel) for message in process.inbox):
+        running = [request for request, _ in process.conversation.runs]
+        if any(isinstance(m, Cancel) and m.request in running for m in process.inbox):
             fail = "cancelled"
-        if process.conversation.running is not None:
-            request, shard = process.conversation.running
-            process.say(reply(request, shard) if fail is None else error(request, shard, fail))
+        if process.conversation.runs:
+            request, shard = process.conversation.runs[0]
+            # So short that more is given ahead.
+            done = reply(request, shard, seconds=0.001)
+            process.say(done if fail is None else error(request, shard, fail))
         elif process.inbox:
             message = process.inbox.popleft()
             process.conversation.advance(message)
@@ -965,7 +1528,7 @@ class Pools(RuleBasedStateMachine):
 
     def idle(self, worker: int) -> bool:
         process = self.processes[worker]
-        at_work = process.inbox or process.conversation.running is not None
+        at_work = process.inbox or process.conversation.runs
         return process.deaf or process.ended or not at_work
 
     def pass_time(self, seconds: float) -> None:
@@ -1000,19 +1563,22 @@ class Pools(RuleBasedStateMachine):
 
     @rule(
         requests=st.lists(
-            st.tuples(st.integers(1, 5), st.sampled_from([20.0, 3.0, 0.4, 0.0, math.inf])),
-            max_size=3,
+            st.tuples(
+                st.integers(1, 5),
+                st.sampled_from([20.0, 3.0, 0.4, 0.0, math.inf]),
+                st.sampled_from([0, 0, 1, -1]),
+                st.none() | JOINS | JOINS,
+            ),
+            max_size=5,
         ),
         choices=st.lists(st.integers(0, 11), min_size=1, max_size=12),
-        fail=st.sampled_from([None, None, None, "predict", "invalid"]),
+        fail=st.sampled_from([None, None, "predict", "invalid"]),
     )
-    def pool_goes_on(
-        self, requests: list[tuple[int, float]], choices: list[int], fail: str | None
-    ) -> None:
+    def pool_goes_on(self, requests: list[_Asking], choices: list[int], fail: str | None) -> None:
         """Requests come, and some of what is under way comes to pass; one run or build may fail."""
         if self.started and not self.is_closing:
-            for shards, timeout in requests:
-                self.request(shards, timeout)
+            for asking in requests:
+                self.request(*asking)
         for choice in choices:
             steps = [partial(self.deliver, w) for w, p in self.processes.items() if p.outbox]
             steps += [partial(self.bury, w) for w, p in self.processes.items() if p.ended]
@@ -1022,11 +1588,18 @@ class Pools(RuleBasedStateMachine):
                 step()
                 fail = fail if step.func == self.deliver else None
 
-    def request(self, shards: int, timeout: float) -> None:
+    def request(
+        self, shards: int, timeout: float, priority: int, join: tuple[str, int] | None
+    ) -> None:
         number = len(self.requests)
-        self.requests[number] = _Asked(deadline=self.now + timeout, shards=shards)
+        join = join if self.joins else None
+        shards = shards if join is None else 1
+        due = self.now + min(self.max_delay, timeout / 2)
+        self.requests[number] = _Asked(self.now + timeout, shards, join, due)
         try:
-            actions = self.scheduler.handle_request(self.now, number, shards, timeout)
+            actions = self.scheduler.handle_request(
+                self.now, number, shards, timeout, priority=priority, join=join
+            )
         except QueueFullError:
             del self.requests[number]
             assert self.scheduler.ledger.in_flight == QUEUE_LIMIT
@@ -1083,21 +1656,33 @@ class Pools(RuleBasedStateMachine):
     def every_open_shard_is_answered_running_or_queued(self) -> None:
         open_requests = {n: asked for n, asked in self.requests.items() if not asked.settled}
         shards = sum(asked.shards - len(asked.replies) for asked in open_requests.values())
-        running = sum(request in open_requests for request, _ in self.running.values())
-        assert self.scheduler.ledger.queued_shards == shards - running
+        given = [member for runs in self.running.values() for run in runs for member in run]
+        running = sum(request in open_requests for request, _ in given)
+        assert len(self.scheduler.ledger.queue) == shards - running
 
     @invariant()
-    def no_shard_waits_while_a_worker_is_ready(self) -> None:
+    def nothing_waits_while_a_worker_is_ready_but_what_is_held_for_others(self) -> None:
         states = self.scheduler.statistics()
         ready = [w.index for w in states if w.state == WorkerState.READY]
-        free = [worker for worker in ready if not self.processes[worker].killed]
-        assert not free or not self.scheduler.ledger.queued_shards
+        if not any(not self.processes[worker].killed for worker in ready):
+            return
+        waiting = [self.requests[number] for number in self.open() - self.written()]
+        assert sum(asked.shards for asked in waiting) == len(self.scheduler.ledger.queue)
+        rows = Counter[str]()
+        for asked in waiting:
+            assert asked.join is not None
+            assert asked.due > self.now
+            assert asked.runs == 0
+            rows[asked.join[0]] += asked.join[1]
+            due = self.scheduler.next_time()
+            assert due is not None
+            assert due <= asked.due
+        assert all(count < MOST_ROWS for count in rows.values())
 
     @invariant()
     def memory_is_held_as_long_as_a_worker_may_write_it(self) -> None:
         for number, asked in self.requests.items():
-            written = any(request == number for request, _ in self.running.values())
-            assert asked.released == (asked.settled and not written)
+            assert asked.released == (asked.settled and number not in self.written())
 
     @invariant()
     def no_request_is_open_after_its_deadline_was_acted_on(self) -> None:
@@ -1118,7 +1703,7 @@ class Pools(RuleBasedStateMachine):
         assert self.is_closed
         assert all(asked.settled and asked.released for asked in self.requests.values())
         assert self.scheduler.next_time() is None
-        assert (self.scheduler.ledger.in_flight, self.scheduler.ledger.queued_shards) == (0, 0)
+        assert (self.scheduler.ledger.in_flight, len(self.scheduler.ledger.queue)) == (0, 0)
         assert len(self.scheduler.ledger) == 0
         assert not self.scheduler.ledger._deadlines
         assert all(

@@ -88,6 +88,7 @@ class Peer:
                 cores=(),
                 shared=False,
                 threads=1,
+                inter_op_threads=None,
                 allow_fallback=False,
                 session_config={},
                 provider_options={},

@@ -122,6 +122,7 @@ def test_even_batch_is_cut_in_equal_shards() -> None:
         rows=(2, 2, 2, 2),
         inputs=(InputCut(axis=0, shapes=((2, 3),) * 4),),
         outputs=(OutputJoin(axis=0, shapes=((2, 5),) * 4, shape=(8, 5)),),
+        rowwise=True,
     )
 
 
@@ -130,6 +131,7 @@ def test_uneven_batch_is_cut_with_the_larger_shards_first() -> None:
         rows=(3, 2),
         inputs=(InputCut(axis=0, shapes=((3, 3), (2, 3))),),
         outputs=(OutputJoin(axis=0, shapes=((3, 5), (2, 5)), shape=(5, 5)),),
+        rowwise=True,
     )
 
 
@@ -575,3 +577,83 @@ def test_sequence_as_long_as_the_batch_leaves_no_doubt() -> None:
     cut = plan(model, [(2, 3), (2,)], 2)
     assert cut.inputs[0].axis == 0
     assert cut.inputs[1].axis is None
+
+
+# Rows that may go together with those of other requests.
+
+PAIRED = model({"x": ("batch", "batch")}, {"y": ("batch", 5)})
+TOLD_BY_AXES = model({"x": (None, 3), "w": ("m", 2)}, {"y": ("m", 5)})
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes", "axes"),
+    [
+        pytest.param(SYMBOLIC, [(4, 3)], None, id="batch"),
+        pytest.param(SYMBOLIC, [(1, 3)], None, id="one row"),
+        pytest.param(UNET, [(2, 4, 8, 8), (1,), (2, 77, 768)], None, id="whole input"),
+        pytest.param(model({"x": (3, "n")}, {"y": ("n",)}), [(3, 4)], None, id="axis 1"),
+        pytest.param(model({"x": ("rows", 3)}, {"y": ("rows",)}), [(2, 3)], None, id="any name"),
+        pytest.param(
+            model({"x": ("batch", "seq")}, {"y": ("batch", "seq")}), [(2, 7)], None, id="sequence"
+        ),
+        pytest.param(
+            model({"x": ("a", "b")}, {"y": (7, "b")}), [(2, 3)], {"x": 1}, id="named axis"
+        ),
+        pytest.param(TOLD_BY_AXES, [(4, 3), (4, 2)], {"x": 0, "w": 0}, id="one without a name"),
+    ],
+)
+def test_rows_of_a_batch_of_any_size_may_go_with_others(
+    spec: ModelSpec, shapes: Sequence[Shape], axes: dict[str, int] | None
+) -> None:
+    for pieces in (1, 2):
+        cut = plan(spec, shapes, pieces, axes)
+        assert cut.rowwise
+        assert all(join.axis is not None for join in cut.outputs)
+        assert cut.input_axes == tuple(item.axis for item in cut.inputs)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes", "axes"),
+    [
+        pytest.param(FIXED, [(4, 3)], None, id="fixed batch, several"),
+        pytest.param(FIXED, [(2, 3)], None, id="fixed batch, as it is"),
+        pytest.param(SYMBOLIC, [(0, 3)], None, id="no rows"),
+        pytest.param(SYMBOLIC, [(4, 3)], {"x": None}, id="said to be whole"),
+        pytest.param(model({"x": ("batch", 3)}, {"y": (3,)}), [(4, 3)], None, id="no batch in y"),
+        pytest.param(
+            model({"x": ("batch", 3)}, {"y": ("batch", 3), "z": ()}), [(4, 3)], None, id="nor in z"
+        ),
+        pytest.param(
+            model({"x": ("batch", 3)}, {"y": ("batch", "found")}), [(4, 3)], None, id="unknown size"
+        ),
+        pytest.param(
+            model({"x": ("batch", 3)}, {"y": ("batch", None)}), [(4, 3)], None, id="without a name"
+        ),
+        pytest.param(
+            model({"x": ("batch", 3)}, {"y": ("2*batch", 3)}), [(4, 3)], None, id="expression"
+        ),
+        pytest.param(PAIRED, [(4, 4)], None, id="paired input"),
+        pytest.param(PAIRED, [(4, 4)], {"x": 0}, id="paired input, cut all the same"),
+        pytest.param(
+            model({"x": ("n", 3)}, {"y": ("n", "n")}), [(4, 3)], {"x": 0}, id="paired output"
+        ),
+        pytest.param(
+            model({"x": ("n", 3), "w": (3, "n")}, {"y": ("n", 3)}),
+            [(4, 3), (3, 4)],
+            {"w": None},
+            id="whole input of as many rows",
+        ),
+        pytest.param(model({"x": (None, 3)}, {"y": (None, 5)}), [(4, 3)], None, id="no batch"),
+        pytest.param(model({"x": (None, 3)}, {"y": (None, 5)}), [(4, 3)], {"x": 0}, id="unnamed"),
+        pytest.param(model({"x": (None, 3)}, {"y": (4, 5)}), [(4, 3)], {"x": 0}, id="by chance"),
+        pytest.param(
+            TOLD_BY_AXES, [(4, 3), (2, 2)], {"x": 0, "w": None}, id="unnamed beside a whole one"
+        ),
+        pytest.param(model({}, {"y": (3,)}), [], None, id="no inputs"),
+        pytest.param(model({"x": ("seq", 3)}, {"y": ("seq", 3)}), [(4, 3)], None, id="sequence"),
+    ],
+)
+def test_rows_that_are_not_known_to_be_independent_go_alone(
+    spec: ModelSpec, shapes: Sequence[Shape], axes: dict[str, int | None] | None
+) -> None:
+    assert not plan(spec, shapes, 1, axes).rowwise

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mcinfer.errors import InvalidInputError, PredictError, ProtocolError, QueueFullError
-from mcinfer.protocol import Predict, Reply, TensorRef, decode, encode
+from mcinfer.protocol import Predict, Reply, TensorRef, decode, encode, encode_tensors
 from mcinfer.shm.arena import Arena, align
 from mcinfer.shm.block import Block
 from mcinfer.specs import (
@@ -918,3 +918,160 @@ def test_output_without_a_batch_that_differs_is_an_error_that_names_it(
 ) -> None:
     with pytest.raises(PredictError, match=r"output 'z' \(z: float32\[2\]\) has no batch .* 3 sh"):
         run_mean(arena, [[1, 2], [1, 2], last])
+
+
+# Requests that may go in one run with others.
+
+ENCODER = model(
+    {"x": ("float32", ["batch", "seq"]), "w": ("int64", ["k"]), "t": ("float64", [])},
+    {"y": ("float16", ["batch", "seq"])},
+)
+
+
+def join_of(arena: Arena, spec: ModelSpec, inputs: Any, axes: Any = None, most: int = 8) -> Any:
+    """What a request has in common with others, and its rows."""
+    job = Stager(spec, arena, most).stage(inputs, 1, axes, 0.0, joinable=True)
+    return job.join
+
+
+def encoder_inputs(
+    rows: int = 1, width: int = 5, w: Sequence[int] = (1, 2), t: float = 0.5
+) -> dict[str, Any]:
+    return {"x": np.zeros((rows, width), np.float32), "w": np.array(w), "t": t}
+
+
+def test_requests_that_differ_in_the_batch_alone_have_the_same_key(arena: Arena) -> None:
+    one, three = (join_of(arena, ENCODER, encoder_inputs(rows)) for rows in (1, 3))
+    assert one[0] == three[0]
+    assert hash(one[0]) == hash(three[0])
+    assert (one[1], three[1]) == (1, 3)
+
+
+def test_values_of_the_batch_do_not_matter_nor_how_inputs_are_given(arena: Arena) -> None:
+    inputs = encoder_inputs()
+    stager = Stager(ENCODER, arena, 8)
+    allocated = stager.allocate({"x": (1, 5)})["x"]
+    allocated[...] = 9
+    others = [
+        {**inputs, "x": np.full((1, 5), 7, ">f4")},
+        {**inputs, "x": allocated},
+        {**inputs, "w": np.array([1, 2], ">i8"), "t": np.array(0.5, ">f8")},
+        {**inputs, "w": [1, 2]},
+        [inputs["x"], inputs["w"], inputs["t"]],
+    ]
+    expected = join_of(arena, ENCODER, inputs)
+    assert all(join_of(arena, ENCODER, other) == expected for other in others)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"width": 6}, {"w": (1, 2, 3)}, {"w": (1, 3)}, {"w": (2, 1)}, {"t": 0.25}, {"t": np.nan}],
+    ids=str,
+)
+def test_requests_of_other_sizes_or_other_common_values_have_another_key(
+    arena: Arena, other: dict[str, Any]
+) -> None:
+    expected = join_of(arena, ENCODER, encoder_inputs())
+    assert join_of(arena, ENCODER, encoder_inputs(**other))[0] != expected[0]
+
+
+def test_common_values_that_move_between_inputs_make_another_key(arena: Arena) -> None:
+    spec = model(
+        {"x": ("float32", ["batch"]), "v": ("int8", ["n"]), "w": ("int8", ["m"])},
+        {"y": ("float32", ["batch"])},
+    )
+    x = np.zeros(1, np.float32)
+    keys = {
+        join_of(arena, spec, {"x": x, "v": np.array(v, np.int8), "w": np.array(w, np.int8)})[0]
+        for v, w in [([1, 2], [3]), ([1], [2, 3]), ([2, 1], [3]), ([], [1, 2, 3])]
+    }
+    assert len(keys) == 4
+
+
+def test_key_knows_along_which_axes_the_batch_lies(arena: Arena) -> None:
+    spec = model({"x": ("float32", ["a", "b"])}, {"y": ("float32", ["a", "b"])})
+    x = {"x": np.zeros((2, 2), np.float32)}
+    rows, columns = (join_of(arena, spec, x, {"x": axis}) for axis in (0, 1))
+    assert rows[0] != columns[0]
+    assert join_of(arena, spec, x, {"x": None}) is None
+
+
+def test_axes_of_a_job_are_those_of_its_inputs_and_outputs(arena: Arena) -> None:
+    spec = model(
+        {"x": ("float32", [3, "batch"]), "w": ("float32", [2]), "v": ("float32", ["batch"])},
+        {"y": ("float32", ["batch", 2]), "z": ("float32", [2, 2, "batch"])},
+    )
+    inputs = {name: np.zeros(shape, np.float32) for name, shape in (("x", (3, 4)), ("w", 2))}
+    job = Stager(spec, arena, 8).stage({**inputs, "v": [0.0] * 4}, 1, None, 0.0, joinable=True)
+    assert job.axes == ((1, None, 0), (0, 2))
+    assert job.join is not None
+    assert job.join[1] == 4
+
+
+def test_tensors_of_a_job_are_those_of_its_message(arena: Arena) -> None:
+    job = Stager(PLAIN, arena, 8).stage([[[1.0] * 3] * 4, [0, 0]], 1, None, 0.0, joinable=True)
+    inputs, outputs = references(job, 0)
+    assert job.tensors(0) == encode_tensors(inputs, outputs)
+
+
+@pytest.mark.parametrize(("rows", "joined"), [(1, True), (7, True), (8, False), (9, False)])
+def test_requests_that_leave_no_room_for_others_go_alone(
+    arena: Arena, rows: int, joined: bool
+) -> None:
+    assert (join_of(arena, ENCODER, encoder_inputs(rows)) is not None) == joined
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [
+        ({"x": ("float32", ["batch"]), "s": (STRING, [1])}, {"y": ("float32", ["batch"])}),
+        ({"x": (STRING, ["batch"])}, {"y": ("float32", ["batch"])}),
+        ({"x": ("float32", ["batch"])}, {"y": (STRING, ["batch"])}),
+        ({"x": ("int4", ["batch"])}, {"y": ("float32", ["batch"])}),
+        ({"x": ("float32", ["batch"])}, {"y": ("uint4", ["batch"])}),
+        ({"x": ("float32", ["batch"]), "w": ("int4", [1])}, {"y": ("float32", ["batch"])}),
+        ({"x": ("float32", [1])}, {"y": ("float32", [1])}),
+        ({"x": ("float32", ["batch"])}, {"y": ("float32", ["found"])}),
+    ],
+    ids=str,
+)
+def test_tensors_whose_rows_cannot_be_put_together_go_alone(
+    arena: Arena, inputs: Mapping[str, Value], outputs: Mapping[str, Value]
+) -> None:
+    spec = model(inputs, outputs)
+    arrays = {item.name: np.zeros(1, item.dtype) for item in spec.inputs}
+    strings = {n: np.array(["a"]) for n, (kind, _) in inputs.items() if kind == STRING}
+    assert join_of(arena, spec, {**arrays, **strings}) is None
+
+
+@pytest.mark.parametrize(("size", "joined"), [(512, True), (513, False)])
+def test_common_inputs_that_are_large_are_not_compared(
+    arena: Arena, size: int, joined: bool
+) -> None:
+    spec = model(
+        {"x": ("float32", ["batch"]), "w": ("int64", ["k"])}, {"y": ("float32", ["batch"])}
+    )
+    inputs = {"x": np.zeros(1, np.float32), "w": np.zeros(size, np.int64)}
+    assert (join_of(arena, spec, inputs) is not None) == joined
+
+
+@pytest.mark.parametrize("element_type", [t for t in FIXED_SIZE if t not in FOUR_BITS])
+def test_every_type_of_whole_bytes_may_be_joined(arena: Arena, element_type: str) -> None:
+    spec = model(
+        {"x": (element_type, ["batch", 2]), "w": (element_type, [3])},
+        {"y": (element_type, ["batch"])},
+    )
+    x, w = (random_array(element_type, shape) for shape in ((2, 2), (3,)))
+    assert join_of(arena, spec, {"x": x, "w": w})[1] == 2
+
+
+@pytest.mark.parametrize(("most", "pieces", "joinable"), [(1, 1, True), (8, 1, False)])
+def test_requests_go_alone_where_joining_is_off(
+    arena: Arena, most: int, pieces: int, joinable: bool
+) -> None:
+    stager = Stager(ENCODER, arena, most)
+    assert stager.stage(encoder_inputs(), pieces, None, 0.0, joinable=joinable).join is None
+
+
+def test_batch_of_no_rows_has_nobody_to_go_with(arena: Arena) -> None:
+    assert join_of(arena, PLAIN, [np.zeros((0, 3), np.float32), [0, 0]]) is None

@@ -5,7 +5,12 @@ from importlib import import_module
 from mcinfer.engines.base import Engine, EngineRequest
 from mcinfer.errors import BuildError
 
-_ENGINES = {"onnxruntime": "mcinfer.engines._onnxruntime", "fake": "mcinfer.engines._fake"}
+_ENGINES = {
+    "onnxruntime": "mcinfer.engines._onnxruntime",
+    "mindspore": "mcinfer.engines._mindspore",
+    "mindspore_lite": "mcinfer.engines._mindspore_lite",
+    "fake": "mcinfer.engines._fake",
+}
 
 
 def open_engine(name: str, request: EngineRequest) -> Engine:

@@ -33,6 +33,7 @@ from mcinfer.engines.base import (
     Run,
     RunCancelledError,
     Strings,
+    array_over,
     produced_from,
 )
 from mcinfer.errors import BuildError, EngineError, InvalidInputError, PredictError
@@ -165,8 +166,7 @@ class _FakeRun(Run):
 def _view(item: Buffer | Strings) -> NDArray[Any]:
     if isinstance(item, Strings):
         return np.array(item.values, dtype=object).reshape(item.shape)
-    memory = memoryview((ctypes.c_char * item.size).from_address(item.address)).cast("B")
-    return np.ndarray(item.shape, numpy_dtype(item.element_type), memory)
+    return array_over(item)
 
 
 def _spec(item: Sequence[Any]) -> TensorSpec:

@@ -170,7 +170,9 @@ class OnnxRuntimeEngine(Engine):
         if request.device.kind != "cpu":
             settings["device_id"] = str(request.device.index)
         providers: list[Any] = [(wanted, settings)]
-        if request.device.kind == "tensorrt":  # what it cannot run the other one on the same GPU may
+        if (
+            request.device.kind == "tensorrt"
+        ):  # what it cannot run the other one on the same GPU may
             providers.append((_PROVIDERS["cuda"], {"device_id": str(request.device.index)}))
         if wanted != _PROVIDERS["cpu"]:
             providers.append(_PROVIDERS["cpu"])

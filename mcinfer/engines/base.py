@@ -5,16 +5,18 @@ it drops it before the memory goes. What a run produced by itself (`Produced`) l
 next run of the same `Run`.
 """
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.config import Device
 from mcinfer.errors import McinferError
-from mcinfer.specs import STRING, ModelSpec, TensorSpec
+from mcinfer.specs import STRING, ModelSpec, TensorSpec, numpy_dtype
 
 
 class RunCancelledError(McinferError):
@@ -95,6 +97,16 @@ def produced_from(spec: TensorSpec, array: NDArray[Any]) -> Produced | Strings:
         size=array.nbytes,
         owner=array,
     )
+
+
+def array_over(buffer: Buffer) -> NDArray[Any]:
+    """An array over a tensor's memory, which must outlive it.
+
+    Raises:
+        MissingDependencyError: NumPy lacks its element type.
+    """
+    memory = memoryview((ctypes.c_char * buffer.size).from_address(buffer.address)).cast("B")
+    return np.ndarray(buffer.shape, numpy_dtype(buffer.element_type), memory)
 
 
 class Run(ABC):

@@ -1,0 +1,316 @@
+"""Measure the runner: many clients, two workers, as ratios within one run.
+
+    python benchmarks/runner.py [--quick] [--only throughput|batching|latency] [--json FILE]
+
+Throughput of small requests against threads on one ONNX Runtime session and against a pool of processes
+that pickles; what dynamic batching gains; latency at half of the throughput. All ways run in turns (see
+measuring.py). A target that is missed is a finding: the exit status is 0 all the same.
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from time import perf_counter, sleep
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from encoder import HIDDEN, TOKENS, batching_model, encoder_model
+from measuring import Ratio, Record, Series, machine, ratio_line, table, time_text
+from numpy.typing import NDArray
+
+import mcinfer.mslite as mslite
+
+WORKERS = 2
+CLIENTS = 8
+BATCHING_CLIENTS = 16
+BATCH = 8
+PARTS = ("throughput", "batching", "latency")
+LIMIT = 600
+"""Seconds after which something hangs."""
+
+Array = NDArray[np.float32]
+Request = Callable[[Array], object]
+"""Runs one request and waits for its answer."""
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+# Ways to run the model.
+
+
+def _session(path: Path, threads: int) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def _session_way(path: Path, threads: int) -> Request:
+    session = _session(path, threads)
+    return lambda x: session.run(None, {"x": x})
+
+
+def _load(path: Path) -> None:
+    """In a process of the pool: one session, as a program would keep it."""
+    global _loaded
+    _loaded = _session(path, 1)
+
+
+def _run(x: Array) -> list[Any]:
+    answer: list[Any] = _loaded.run(None, {"x": x})
+    return answer
+
+
+_loaded: Any = None
+
+
+@contextmanager
+def _pool_way(path: Path) -> Iterator[Request]:
+    with ProcessPoolExecutor(
+        WORKERS, mp_context=get_context("spawn"), initializer=_load, initargs=(path,)
+    ) as pool:
+        yield lambda x: pool.submit(_run, x).result()
+
+
+@contextmanager
+def _runner(path: Path, max_batch_size: int = 1) -> Iterator[mslite.ModelParallelRunner]:
+    context = mslite.Context()
+    context.parallel.workers_num = WORKERS
+    with mslite.ModelParallelRunner() as runner:
+        runner.init(str(path), mslite.RunnerConfig(context, max_batch_size=max_batch_size))
+        yield runner
+
+
+def _runner_way(runner: mslite.ModelParallelRunner) -> Request:
+    return lambda x: runner.predict([x])
+
+
+# Measuring.
+
+
+def _throughput(request: Request, clients: int, data: Sequence[Array], seconds: float) -> float:
+    """Requests per second of so many clients, each of which sends the next when it has an answer."""
+    stop = threading.Event()
+    counts = [0] * clients
+
+    def client(index: int) -> None:
+        x = data[index % len(data)]
+        while not stop.is_set():
+            request(x)
+            counts[index] += 1
+
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(clients)]
+    for thread in threads:
+        thread.start()
+    sleep(seconds / 4)
+    before, start = sum(counts), perf_counter()
+    sleep(seconds)
+    done, elapsed = sum(counts) - before, perf_counter() - start
+    stop.set()
+    for thread in threads:
+        thread.join()
+    return done / elapsed
+
+
+def _rounds(
+    ways: Mapping[str, tuple[Request, int]], data: Sequence[Array], rounds: int, seconds: float
+) -> dict[str, Series]:
+    """Throughput of each way and number of clients, round by round."""
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    for request, _ in ways.values():
+        request(data[0])
+    for _ in range(rounds):
+        for name, (request, clients) in ways.items():
+            rates[name].append(_throughput(request, clients, data, seconds))
+    return {name: Series(tuple(values)) for name, values in rates.items()}
+
+
+def _report(title: str, rates: Mapping[str, Series], ratios: Sequence[Ratio]) -> Record:
+    rows = [
+        (name, f"{series.middle:.0f}/s", f"{series.low:.0f} … {series.high:.0f}")
+        for name, series in rates.items()
+    ]
+    _say(table((title, "p50", "rounds"), rows))
+    for ratio in ratios:
+        _say(ratio_line(ratio))
+    _say("")
+    return {
+        "rates": {name: series.record() for name, series in rates.items()},
+        "ratios": [ratio.record() for ratio in ratios],
+    }
+
+
+def measure_throughput(folder: Path, rounds: int, seconds: float) -> Record:
+    """Small requests of many clients."""
+    path = encoder_model(folder / "encoder.onnx")
+    rng = np.random.default_rng(0)
+    data = [rng.standard_normal((1, TOKENS, HIDDEN), np.float32) for _ in range(CLIENTS)]
+    with ExitStack() as opened:
+        runner = opened.enter_context(_runner(path))
+        ways = {
+            f"runner, {WORKERS} workers, {CLIENTS} clients": (_runner_way(runner), CLIENTS),
+            "2 threads, one session of 1 thread": (_session_way(path, 1), 2),
+            "2 threads, one session of all cores": (_session_way(path, 0), 2),
+            f"pool of {WORKERS} processes, {CLIENTS} clients": (
+                opened.enter_context(_pool_way(path)),
+                CLIENTS,
+            ),
+        }
+        rates = _rounds(ways, data, rounds, seconds)
+    runner_rate, single, default, pool = rates.values()
+    ratios = [
+        Ratio(
+            text="runner / 2 threads, session of 1 thread", series=runner_rate.over(single), bound=1
+        ),
+        Ratio(
+            text="runner / 2 threads, session of all cores (default)",
+            series=runner_rate.over(default),
+            bound=1,
+        ),
+        Ratio(text="runner / pool of processes", series=runner_rate.over(pool), bound=3),
+    ]
+    return _report("encoder, batch 1", rates, ratios)
+
+
+def measure_batching(folder: Path, rounds: int, seconds: float) -> Record:
+    """What joining requests gains, for a model whose cost hardly grows with its batch."""
+    path = batching_model(folder / "batching.onnx")
+    rng = np.random.default_rng(0)
+    data = [rng.standard_normal((1, 1024), np.float32) for _ in range(BATCHING_CLIENTS)]
+    with _runner(path) as plain, _runner(path, BATCH) as batching:
+        ways = {
+            "without batching": (_runner_way(plain), BATCHING_CLIENTS),
+            f"max_batch_size={BATCH}": (_runner_way(batching), BATCHING_CLIENTS),
+        }
+        rates = _rounds(ways, data, rounds, seconds)
+        workers = batching.statistics().workers
+    without, with_it = rates.values()
+    size = sum(w.completed for w in workers) / sum(w.runs for w in workers)
+    ratios = [Ratio(text="with / without batching", series=with_it.over(without), bound=2)]
+    title = f"{BATCHING_CLIENTS} clients, {WORKERS} workers"
+    record = _report(title, rates, ratios)
+    _say(f"  requests in a joined run: {size:.1f} on the average\n")
+    return {**record, "joined": size}
+
+
+def _latencies(runner: mslite.ModelParallelRunner, x: Array, gaps: Sequence[float]) -> list[float]:
+    """Seconds from when each request was due to be sent until its answer was there."""
+    answered: list[float] = [0.0] * len(gaps)
+    due, futures = perf_counter() + 0.05, []
+    times = []
+
+    def note(index: int) -> Callable[["Future[list[mslite.Tensor]]"], None]:
+        def done(_: "Future[list[mslite.Tensor]]") -> None:
+            answered[index] = perf_counter()
+
+        return done
+
+    for i, gap in enumerate(gaps):
+        due += gap
+        wait = due - perf_counter()
+        if wait > 0:
+            sleep(wait)
+        times.append(due)
+        future = runner.submit([x])
+        future.add_done_callback(note(i))
+        futures.append(future)
+    for future in futures:
+        future.result(30)
+    return [end - start for start, end in zip(times, answered, strict=True)]
+
+
+def _ideal(gaps: Sequence[float], service: float) -> list[float]:
+    """Latencies of a queue with as many servers and no cost at all but the runs themselves."""
+    free, now, latencies = [0.0] * WORKERS, 0.0, []
+    for gap in gaps:
+        now += gap
+        server = free.index(min(free))
+        free[server] = max(now, free[server]) + service
+        latencies.append(free[server] - now)
+    return latencies
+
+
+def _percentiles(latencies: Sequence[float]) -> tuple[float, float]:
+    cuts = statistics.quantiles(latencies, n=100, method="inclusive")
+    return cuts[49], cuts[98]
+
+
+def measure_latency(folder: Path, rounds: int, seconds: float) -> Record:
+    """Latency at half of what the runner can do, requests coming evenly and at random (Poisson)."""
+    path = encoder_model(folder / "encoder.onnx")
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((1, TOKENS, HIDDEN), np.float32)
+    figures: dict[str, list[tuple[float, float]]] = {}
+    with _runner(path) as runner:
+        rate = _throughput(_runner_way(runner), CLIENTS, [x], seconds) / 2
+        workers = runner.statistics().workers
+        service = sum(w.busy_seconds for w in workers) / sum(w.runs for w in workers)
+        count = max(200, int(rate * seconds))
+        for _ in range(rounds):
+            random = rng.exponential(1 / rate, count).tolist()
+            for name, latencies in (
+                ("evenly", _latencies(runner, x, [1 / rate] * count)),
+                ("at random", _latencies(runner, x, random)),
+                ("at random, ideal queue", _ideal(random, service)),
+            ):
+                figures.setdefault(name, []).append(_percentiles(latencies))
+    rows, ratios = [], []
+    for name, pairs in figures.items():
+        middle, high = Series(tuple(p[0] for p in pairs)), Series(tuple(p[1] for p in pairs))
+        rows.append((name, time_text(middle.middle), time_text(high.middle)))
+        bound = None if "ideal" in name else 2
+        ratios.append(
+            Ratio(text=f"p99 / p50, {name}", series=high.over(middle), bound=bound, at_least=False)
+        )
+    _say(table((f"{rate:.0f} requests a second", "p50", "p99"), rows))
+    for ratio in ratios:
+        _say(ratio_line(ratio))
+    _say("")
+    return {"rate": rate, "service": service, "ratios": [ratio.record() for ratio in ratios]}
+
+
+def _give_up(*_: object) -> None:
+    raise TimeoutError(f"the measurement did not end within {LIMIT} s")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status."""
+    parser = argparse.ArgumentParser(description="Measure mcinfer's runner.")
+    parser.add_argument("--quick", action="store_true", help="fewer samples: for a first look")
+    parser.add_argument("--only", choices=PARTS, help="one part (default: all)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there, too")
+    options = parser.parse_args(arguments)
+    # Two workers, two baselines, two cores: on larger machines all would get more.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+    signal.signal(signal.SIGALRM, _give_up)
+    signal.alarm(LIMIT)
+    described = machine()
+    _say(", ".join(f"{name} {value}" for name, value in described.items()))
+    _say("")
+    record: Record = {"machine": described, "quick": options.quick}
+    rounds, seconds = (3, 1.0) if options.quick else (9, 2.0)
+    parts = dict(zip(PARTS, (measure_throughput, measure_batching, measure_latency), strict=True))
+    with tempfile.TemporaryDirectory(prefix="mcinfer-bench-") as name:
+        for part, measure in parts.items():
+            if options.only in (None, part):
+                record[part] = measure(Path(name), rounds, seconds)
+    signal.alarm(0)
+    if options.json is not None:
+        options.json.write_text(json.dumps(record, indent=2, ensure_ascii=False), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

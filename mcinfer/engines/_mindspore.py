@@ -1,0 +1,367 @@
+"""MindSpore (https://www.mindspore.cn): a ``.mindir`` model as a `GraphCell` on the CPU.
+
+What the model takes and gives stands in the MindIR (``mindspore/train/mind_ir_pb2.py``), which MindSpore
+checks little of by itself, so it is checked here. MindIR keeps no names of outputs: they are called
+``output_0``, ``output_1``, … in their order. It keeps no symbols: a dynamic dimension is ``None``, so
+a batch is cut only where `batch_axes` says so.
+
+What MindSpore (2.10) does not have:
+
+* A run cannot be stopped: after `cancel` it goes on to its end. A supervisor kills the worker then.
+* Its threads are those of the process and are fixed when it starts: a second model in the process must
+  ask for as many as the first. Its pool has two at least, whatever is asked for (an actor and a kernel
+  thread, which both take a core while a run goes on), and no more than there are cores.
+* What was compiled does not outlive a run that failed: it is compiled again before the next one. And
+  MindSpore takes three seconds to say that a run failed.
+* bfloat16 does not pass between it and NumPy 2, nor do strings and quantized types: `BuildError`.
+"""
+
+import os
+import re
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcinfer.engines.base import (
+    Buffer,
+    Engine,
+    EngineRequest,
+    Produced,
+    Run,
+    RunCancelledError,
+    Strings,
+    array_over,
+    produced_from,
+)
+from mcinfer.errors import (
+    BuildError,
+    InvalidInputError,
+    McinferError,
+    MissingDependencyError,
+    PredictError,
+)
+from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
+
+_TYPES = {
+    "BOOL": "bool",
+    "INT8": "int8",
+    "INT16": "int16",
+    "INT32": "int32",
+    "INT64": "int64",
+    "UINT8": "uint8",
+    "UINT16": "uint16",
+    "UINT32": "uint32",
+    "UINT64": "uint64",
+    "FLOAT16": "float16",
+    "FLOAT": "float32",
+    "DOUBLE": "float64",
+    "FLOAT64": "float64",
+    "COMPLEX64": "complex64",
+    "COMPLEX128": "complex128",
+}
+"""Element types by their names in MindIR (``TensorProto.DataType``): those that NumPy has as well."""
+
+_UNKNOWN_RANK = -2
+"""A shape of this one size may be any shape."""
+
+_ORDERING = frozenset({"Depend", "Load", "UpdateState"})
+"""Operators that take a monad and write nothing (`_writes_memory`)."""
+
+_CALL_STACK = re.compile(r"\n*-{20,}\n- C\+\+ Call Stack.*", re.DOTALL)
+
+_PHASE = "graph_load_from_mindir"
+"""The phase in which `GraphCell.__call__` compiles and runs."""
+
+
+def load(request: EngineRequest) -> "MindSporeEngine":
+    """Load and compile a model.
+
+    Raises:
+        BuildError: The model, the device or an option does not do; MindSpore's own words.
+        MissingDependencyError: MindSpore is not installed.
+    """
+    try:
+        return MindSporeEngine(request)
+    except McinferError:
+        raise
+    except Exception as exc:  # MindSpore has no exceptions of its own, it raises any of Python's
+        raise BuildError(f"mindspore: {request.model}: {_words(exc)}") from exc
+
+
+class MindSporeEngine(Engine):
+    """One compiled graph."""
+
+    def __init__(self, request: EngineRequest) -> None:
+        _check_request(request)
+        self._runtime = _start_runtime(request.threads, request.inter_op_threads)
+        with _mindir_file(request.model) as path:
+            graph = self._runtime.load(path)
+            # After MindSpore has found it good: protobuf takes an empty file for a model.
+            model = _read(path)
+        self.spec = ModelSpec(inputs=_inputs(model), outputs=_outputs(model))
+        self.providers = ("CPU",)
+        self._copies = _writes_memory(model)
+        self._graph = graph
+        self._cell: Any = self._compiled()
+        self._stop = threading.Event()
+
+    def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
+        """See `Engine.bind`."""
+        arrays = [_input(spec, item) for spec, item in zip(self.spec.inputs, inputs, strict=True)]
+        return _MindSporeRun(self, arrays, {item.name: array_over(item) for item in outputs})
+
+    def arm(self) -> None:
+        """See `Engine.arm`."""
+        self._stop.clear()
+
+    def cancel(self) -> None:
+        """Refuse the next run; one that is going on goes on to its end, MindSpore cannot stop it."""
+        self._stop.set()
+
+    def tensors(self, arrays: Iterable[NDArray[Any]]) -> list[Any] | None:
+        """MindSpore's tensors over this memory; None where the model may write to it."""
+        return None if self._copies else [self._runtime.Tensor.from_numpy(a) for a in arrays]
+
+    def run(
+        self, arrays: Sequence[NDArray[Any]], tensors: Sequence[Any] | None
+    ) -> list[NDArray[Any]]:
+        """Run the graph on tensors, or on copies of the arrays; see `Run.execute` for what it raises.
+
+        Returns:
+            The outputs: C-contiguous, in memory that nobody else writes to.
+        """
+        if self._stop.is_set():
+            raise RunCancelledError("the run was cancelled before it began")
+        try:
+            if tensors is None:
+                tensors = [self._runtime.Tensor.from_numpy(a.copy()) for a in arrays]
+            if self._cell is None:
+                self._cell = self._compiled()
+            results = self._cell(*tensors)
+            if not isinstance(results, (tuple, list)):
+                results = (results,)
+            outputs: list[NDArray[Any]] = [result.asnumpy() for result in results]
+        except Exception as exc:  # see `load`
+            # After a run that failed, MindSpore (2.10) refuses all others of what it had compiled.
+            self._cell = None
+            raise PredictError(f"mindspore: {_words(exc)}") from exc
+        for spec, output in zip(self.spec.outputs, outputs, strict=True):
+            if output.dtype != spec.dtype or output.ndim != len(spec.shape):
+                raise PredictError(
+                    f"mindspore: got {output.dtype}{[*output.shape]} for output {spec}"
+                )
+        # An output that is an input as it came lies in the memory of that input.
+        return [
+            output.copy(order="C")
+            if not output.flags.c_contiguous or any(np.may_share_memory(output, a) for a in arrays)
+            else output
+            for output in outputs
+        ]
+
+    def _compiled(self) -> Any:
+        """The graph, compiled here and not in the first run: it is here that operators are missing.
+
+        Once for all shapes: without `set_inputs`, each new shape would be compiled anew.
+        """
+        ms = self._runtime
+        cell = ms.nn.GraphCell(self._graph)
+        samples = [
+            ms.Tensor(shape=[*spec.shape], dtype=getattr(ms, spec.dtype.name))
+            if None in spec.shape
+            else ms.Tensor.from_numpy(
+                np.zeros([size for size in spec.shape if isinstance(size, int)], spec.dtype)
+            )
+            for spec in self.spec.inputs
+        ]
+        if samples:
+            cell.set_inputs(*samples)
+        # What `GraphCell.__call__` does before it runs (2.10); there is no public way.
+        cell.phase = _PHASE
+        cell._add_attr(_PHASE, self._graph)
+        cell.compile(*samples)
+        return cell
+
+
+class _MindSporeRun(Run):
+    def __init__(
+        self,
+        engine: MindSporeEngine,
+        inputs: Sequence[NDArray[Any]],
+        places: dict[str, NDArray[Any]],
+    ) -> None:
+        self._engine = engine
+        self._inputs = inputs
+        self._tensors = engine.tensors(inputs)
+        self._places = places
+
+    def execute(self) -> Sequence[Produced | Strings]:
+        """See `Run.execute`."""
+        produced: list[Produced | Strings] = []
+        arrays = self._engine.run(self._inputs, self._tensors)
+        for spec, array in zip(self._engine.spec.outputs, arrays, strict=True):
+            place = self._places.get(spec.name)
+            if place is None:
+                produced.append(produced_from(spec, array))
+            elif place.shape != array.shape or place.dtype != array.dtype:
+                raise PredictError(
+                    f"mindspore: output {spec.name!r} is {array.dtype} of shape {array.shape}, bound "
+                    f"as {place.dtype} of shape {place.shape}"
+                )
+            else:
+                place[...] = array
+        return produced
+
+
+def _check_request(request: EngineRequest) -> None:
+    """Refuse what would do nothing."""
+    if request.device.kind != "cpu" and not request.allow_fallback:
+        raise BuildError(f"engine mindspore has no device {request.device}, expected cpu:0")
+    for name in ("session_config", "provider_options"):
+        for key in getattr(request, name):
+            raise BuildError(f"engine mindspore has no {name}, got the key {key!r}")
+
+
+@cache
+def _start_runtime(threads: int, inter_op_threads: int | None) -> Any:
+    """MindSpore, on the CPU with these threads; with others a second time, it refuses."""
+    if "mindspore" not in sys.modules:
+        # Its OpenMP reads this when it is loaded, and never again.
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        os.environ.setdefault("GLOG_v", "3")  # errors; it warns of much that is not the user's
+    elif (fixed := os.environ.get("OMP_NUM_THREADS")) != str(threads):
+        raise BuildError(
+            f"threads: got {threads}, but MindSpore was started in this process with "
+            f"OMP_NUM_THREADS={fixed}, and cannot change its threads"
+        )
+    try:
+        import mindspore as ms
+    except ModuleNotFoundError as exc:
+        if exc.name != "mindspore":
+            raise
+        raise MissingDependencyError(
+            "engine mindspore needs the package mindspore: pip install 'mcinfer[mindspore]'"
+        ) from exc
+    ms.set_device("CPU")
+    ms.device_context.cpu.op_tuning.threads_num(threads)
+    if inter_op_threads is not None:
+        ms.runtime.dispatch_threads_num(inter_op_threads)
+    return ms
+
+
+@contextmanager
+def _mindir_file(model: str) -> Iterator[str]:
+    """A path of the model that ends as MindSpore wants it: a copy, where its own does not."""
+    if model.endswith(".mindir"):
+        yield model
+        return
+    with tempfile.NamedTemporaryFile(suffix=".mindir") as copy:
+        shutil.copyfile(model, copy.name)
+        yield copy.name
+
+
+def _read(path: str) -> Any:
+    """The MindIR as protobuf has it."""
+    from mindspore.train.mind_ir_pb2 import ModelProto
+
+    model = ModelProto()
+    model.ParseFromString(Path(path).read_bytes())
+    return model
+
+
+def _inputs(model: Any) -> tuple[TensorSpec, ...]:
+    prefix = f"{model.graph.name}:"
+    return tuple(
+        _spec(info.name.removeprefix(prefix), info.tensor, "input") for info in model.graph.input
+    )
+
+
+def _outputs(model: Any) -> tuple[TensorSpec, ...]:
+    """The outputs: one tensor, or the tensors of one tuple or list."""
+    parts = []
+    for info in model.graph.output:
+        kinds = (info.attr_info.TUPLE, info.attr_info.LIST)
+        if info.tensor:
+            parts.append(info.tensor)
+        elif info.attr_info.type in kinds and not info.attr_info.seq_info.is_dyn_len:
+            parts += [
+                value.tensors if value.type == value.TENSORS else ()
+                for value in info.attr_info.values
+            ]
+        else:
+            parts.append(())
+    return tuple(_spec(f"output_{i}", tensors, "output") for i, tensors in enumerate(parts))
+
+
+def _spec(name: str, tensors: Sequence[Any], role: str) -> TensorSpec:
+    if len(tensors) != 1:
+        raise BuildError(f"mindspore: {role} {name!r} is not a tensor")
+    tensor = tensors[0]
+    type_name = tensor.DataType.Name(tensor.data_type)
+    if type_name not in _TYPES:
+        raise BuildError(
+            f"mindspore: {role} {name!r} is of type {type_name}, expected one of {[*_TYPES]}"
+        )
+    if _UNKNOWN_RANK in tensor.dims:
+        raise BuildError(
+            f"mindspore: {role} {name!r} has no fixed number of dimensions; export the model with one"
+        )
+    shape = tuple(size if size >= 0 else None for size in tensor.dims)
+    return TensorSpec(name=name, dtype=numpy_dtype(_TYPES[type_name]), shape=shape)
+
+
+def _writes_memory(model: Any) -> bool:
+    """Whether a run may write to memory that it is given, the inputs among it.
+
+    MindSpore orders such operators (Assign, InplaceAddExt, …) by a token, its monad, that they take and
+    UpdateState hands on. Who calls another graph with it counts as well, whatever that graph does.
+    """
+    for graph in (model.graph, *model.functions):
+        monads = set()
+        for node in graph.node:
+            attributes = node.attribute
+            constant = node.op_type == "Constant"
+            if (constant and any(a.type in (a.UMONAD, a.IOMONAD) for a in attributes)) or (
+                _operator(node) == "UpdateState"
+            ):
+                monads.update(node.output)
+        for node in graph.node:
+            if _operator(node) not in _ORDERING and not monads.isdisjoint(node.input):
+                return True
+    return False
+
+
+def _operator(node: Any) -> str:
+    """The operator of a node that MindIR writes ``REF::Load:2``."""
+    return str(node.op_type).removeprefix("REF::").partition(":")[0]
+
+
+def _input(spec: TensorSpec, item: Buffer | Strings) -> NDArray[Any]:
+    """Its memory as an array.
+
+    Raises:
+        InvalidInputError: It does not fit the model; MindSpore would run some of that.
+    """
+    given = "string" if isinstance(item, Strings) else item.element_type
+    fits = len(item.shape) == len(spec.shape) and all(
+        expected in (None, size) for expected, size in zip(spec.shape, item.shape, strict=True)
+    )
+    if isinstance(item, Strings) or given != spec.element_type or not fits:
+        raise InvalidInputError(
+            f"mindspore: input {item.name!r} is {given}{[*item.shape]}, expected {spec}"
+        )
+    return array_over(item)
+
+
+def _words(exc: Exception) -> str:
+    """What MindSpore says, but for the names of its source files."""
+    text = _CALL_STACK.sub("", str(exc)).strip()
+    return text or type(exc).__name__

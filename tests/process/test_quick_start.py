@@ -1,0 +1,189 @@
+"""The two quick starts run as a user runs them, and say what they promise to say."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import parser
+
+from tests.process.models import OnnxModel
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SINGLE, PARALLEL = "quick_start", "quick_start_parallel"
+SIDE = 32
+IMAGE_BYTES = SIDE * SIDE * 3 * 4
+
+NOISY = """
+<ir_version: 8, opset_import: ["": 17]>
+noisy (float[1, 4] x) => (float[1, 4] y) {
+    noise = RandomUniformLike(x)
+    y = Add(x, noise)
+}
+"""
+"""Never gives the same answer twice."""
+
+OPEN = """
+<ir_version: 8, opset_import: ["": 17]>
+open (float[batch, 4] x) => (float[batch, 4] y) { y = Neg(x) }
+"""
+
+TWO_INPUTS = """
+<ir_version: 8, opset_import: ["": 17]>
+two (float[1, 4] a, float[1, 4] b) => (float[1, 4] y) { y = Add(a, b) }
+"""
+
+DOUBLED = """
+<ir_version: 8, opset_import: ["": 17]>
+doubled (float[2, 4] x) => (float[2, 4] sum, float[2] first) <int64[1] zero = {0}> {
+    sum = Add(x, x)
+    column = Gather <axis = 1> (x, zero)
+    one = Constant <value_ints = [1]> ()
+    first = Squeeze(column, one)
+}
+"""
+
+
+def run(example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / example / "main.py"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    """Fail unless the example said in one line what was wrong, and nothing else."""
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    for word in words:
+        assert word in done.stderr
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("quick_start") / "classifier.onnx"
+    build = [str(EXAMPLES / SINGLE / "build_mobilenet.py"), "--output", str(path)]
+    sizes = ["--size", str(SIDE), "--width", "0.35"]
+    subprocess.run([sys.executable, *build, *sizes], check=True, timeout=50, capture_output=True)
+    return path
+
+
+def test_quick_start_prints_name_size_elements_and_the_first_values() -> None:
+    done = run(SINGLE, "--size", str(SIDE))
+    assert done.returncode == 0, done.stderr
+    about, values = done.stdout.splitlines()
+    assert about == ("tensor name is:probabilities tensor size is:4000 tensor elements num is:1000")
+    assert values.startswith("output data is: ")
+    numbers = [float(text) for text in values.removeprefix("output data is: ").split()]
+    assert len(numbers) == 50
+    assert all(0 < number < 1 for number in numbers)
+
+
+def test_quick_start_gives_the_answer_to_the_file(classifier: Path, tmp_path: Path) -> None:
+    image = np.random.default_rng(3).standard_normal((1, SIDE, SIDE, 3), np.float32)
+    image.astype("<f4").tofile(tmp_path / "input.bin")
+    done = run(SINGLE, "--model", str(classifier), "--input", str(tmp_path / "input.bin"))
+    assert done.returncode == 0, done.stderr
+    values = done.stdout.splitlines()[1].removeprefix("output data is: ").split()
+    session = ort.InferenceSession(classifier, providers=["CPUExecutionProvider"])
+    expected = session.run(None, {"image": image})[0].flatten()[:50]
+    np.testing.assert_allclose(np.array(values, np.float32), expected, rtol=1e-4)
+
+
+def test_quick_start_prints_all_outputs_and_no_more_values_than_there_are(
+    onnx_model: OnnxModel, tmp_path: Path
+) -> None:
+    np.arange(8, dtype="<f4").tofile(tmp_path / "input.bin")
+    model = onnx_model(DOUBLED)
+    done = run(SINGLE, "--model", str(model), "--input", str(tmp_path / "input.bin"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "tensor name is:sum tensor size is:32 tensor elements num is:8",
+        "output data is: 0.0 2.0 4.0 6.0 8.0 10.0 12.0 14.0",
+        "tensor name is:first tensor size is:8 tensor elements num is:2",
+        "output data is: 0.0 4.0",
+    ]
+
+
+@pytest.mark.parametrize("size", [0, 1, IMAGE_BYTES - 1, IMAGE_BYTES + 1, IMAGE_BYTES * 2])
+def test_quick_start_refuses_a_file_that_does_not_fit(
+    classifier: Path, tmp_path: Path, size: int
+) -> None:
+    (tmp_path / "input.bin").write_bytes(bytes(size))
+    done = run(SINGLE, "--model", str(classifier), "--input", str(tmp_path / "input.bin"))
+    assert_refused(done, "input.bin", f" {size} bytes", "image", str(IMAGE_BYTES))
+
+
+def test_quick_start_refuses_a_file_that_is_not_there(classifier: Path, tmp_path: Path) -> None:
+    done = run(SINGLE, "--model", str(classifier), "--input", str(tmp_path / "none.bin"))
+    assert_refused(done, "none.bin")
+
+
+def test_parallel_quick_start_prints_each_task_and_the_total() -> None:
+    done = run(PARALLEL, "--size", "96")
+    assert done.returncode == 0, done.stderr
+    *tasks, total, last = done.stdout.splitlines()
+    found = [
+        re.fullmatch(r"parallel id: (\d) \| task index: (\d) \| run once time: (\d+\.\d+) s", line)
+        for line in tasks
+    ]
+    matches = [match for match in found if match is not None]
+    assert len(matches) == len(tasks)
+    pairs = [(int(match[1]), int(match[2])) for match in matches]
+    assert sorted(pairs) == [(client, task) for client in range(5) for task in (1, 2)]
+    whole = re.fullmatch(r"total run time: (\d+\.\d+) s", total)
+    assert whole is not None
+    assert max(float(match[3]) for match in matches) <= float(whole[1])
+    assert last == "=========== success ==========="
+
+
+def test_parallel_quick_start_takes_a_model_of_ones_own(classifier: Path) -> None:
+    done = run(PARALLEL, "--model", str(classifier))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("=========== success ===========\n")
+
+
+def test_parallel_quick_start_fails_where_an_answer_is_not_that_of_a_single_model(
+    onnx_model: OnnxModel,
+) -> None:
+    done = run(PARALLEL, "--model", str(onnx_model(NOISY)))
+    assert done.returncode == 1
+    assert "from that of a single model" in done.stderr
+    assert "success" not in done.stdout
+
+
+@pytest.mark.parametrize("example", [SINGLE, PARALLEL])
+def test_missing_model_is_told_in_one_line(example: str, tmp_path: Path) -> None:
+    done = run(example, "--model", str(tmp_path / "none.onnx"))
+    assert_refused(done, "model_path does not exist")
+
+
+@pytest.mark.parametrize("example", [SINGLE, PARALLEL])
+def test_model_with_two_inputs_is_refused_in_one_line(example: str, onnx_model: OnnxModel) -> None:
+    assert_refused(run(example, "--model", str(onnx_model(TWO_INPUTS))), "2 inputs")
+
+
+@pytest.mark.parametrize("example", [SINGLE, PARALLEL])
+def test_model_of_an_open_shape_is_refused_in_one_line(example: str, onnx_model: OnnxModel) -> None:
+    assert_refused(run(example, "--model", str(onnx_model(OPEN))), "x", "open shape")
+
+
+@pytest.mark.parametrize("example", [SINGLE, PARALLEL])
+def test_size_of_none_is_wrong_usage(example: str) -> None:
+    done = run(example, "--size", "0")
+    assert done.returncode == 2
+    assert "--size: got 0" in done.stderr
+
+
+def test_models_of_these_tests_are_valid() -> None:
+    for text in (NOISY, OPEN, TWO_INPUTS, DOUBLED):
+        onnx.checker.check_model(parser.parse_model(text), full_check=True)

@@ -1,0 +1,193 @@
+"""Tests of examples/quick_start/build_mobilenet.py, the classifier of the quick starts."""
+
+import importlib.util
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "quick_start" / "build_mobilenet.py"
+# Of torchvision's mobilenet_v2, which has a scale and an offset for each channel of a batch norm where a
+# folded model has one bias:
+# https://pytorch.org/vision/stable/models/generated/torchvision.models.mobilenet_v2.html
+PUBLISHED_PARAMETERS = 3_504_872
+SIDE = 64
+
+Array = NDArray[np.float32]
+
+
+def _load() -> Any:
+    spec = importlib.util.spec_from_file_location("build_mobilenet", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+mobilenet = _load()
+
+
+def _open(path: Path) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def _images(batch: int, side: int = SIDE) -> Array:
+    return np.random.default_rng(1).standard_normal((batch, side, side, 3), dtype=np.float32)
+
+
+def _run(session: ort.InferenceSession, images: Array) -> Array:
+    output: Array = session.run(["probabilities"], {"image": images})[0]
+    return output
+
+
+def _shape(value: onnx.ValueInfoProto) -> list[int | str]:
+    return [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The full width, a small image, any batch."""
+    target = tmp_path_factory.mktemp("mobilenet") / "any.onnx"
+    built: Path = mobilenet.build_mobilenet(target, batch=None, size=SIDE)
+    return built
+
+
+@pytest.fixture(scope="module")
+def graph(path: Path) -> onnx.GraphProto:
+    return onnx.load(path).graph
+
+
+@pytest.fixture(scope="module")
+def session(path: Path) -> ort.InferenceSession:
+    return _open(path)
+
+
+def test_default_passes_the_checker_and_takes_one_image_of_imagenets_size(tmp_path: Path) -> None:
+    path = mobilenet.build_mobilenet(tmp_path / "default.onnx")
+    onnx.checker.check_model(str(path), full_check=True)
+    graph = onnx.load(path).graph
+    assert [(v.name, _shape(v)) for v in graph.input] == [("image", [1, 224, 224, 3])]
+    assert [(v.name, _shape(v)) for v in graph.output] == [("probabilities", [1, 1000])]
+    for value in (*graph.input, *graph.output):
+        assert value.type.tensor_type.elem_type == TensorProto.FLOAT
+
+
+def test_nodes_are_those_of_table_2(graph: onnx.GraphProto) -> None:
+    assert Counter(node.op_type for node in graph.node) == {
+        "Transpose": 1,
+        "Conv": 1 + 2 + 16 * 3 + 1,  # the first block does not expand
+        "Clip": 1 + 1 + 16 * 2 + 1,  # none after a projection
+        "Add": 1 + 2 + 3 + 2 + 2,  # each repetition but the first
+        "GlobalAveragePool": 1,
+        "Flatten": 1,
+        "Gemm": 1,
+        "Softmax": 1,
+    }
+
+
+def test_seventeen_blocks_filter_each_channel_by_itself(graph: onnx.GraphProto) -> None:
+    dims = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+    depthwise = [node for node in graph.node if "depthwise" in "".join(node.input)]
+    assert len(depthwise) == 17
+    for node in depthwise:
+        (group,) = (a.i for a in node.attribute if a.name == "group")
+        assert dims[node.input[1]] == (group, 1, 3, 3)
+    projected = [dims[f"blocks.{i}.project.weight"][0] for i in range(17)]
+    assert projected == [16, *[24] * 2, *[32] * 3, *[64] * 4, *[96] * 3, *[160] * 3, 320]
+    expanded = [dims[f"blocks.{i}.expand.weight"][0] for i in range(1, 17)]
+    assert expanded == [6 * channels for channels in projected[:-1]]
+
+
+def test_images_end_as_maps_of_a_thirty_second(path: Path) -> None:
+    inferred = onnx.shape_inference.infer_shapes(onnx.load(path)).graph
+    (pool,) = (node for node in inferred.node if node.op_type == "GlobalAveragePool")
+    (before,) = (value for value in inferred.value_info if value.name == pool.input[0])
+    assert _shape(before) == ["batch", 1280, SIDE // 32, SIDE // 32]
+
+
+def test_parameters_are_the_published_ones_with_batch_norms_folded(graph: onnx.GraphProto) -> None:
+    weights = [t for t in graph.initializer if t.name.endswith((".weight", ".bias"))]
+    normalised = [t for t in weights if t.name.endswith(".bias") and "classifier" not in t.name]
+    count = sum(int(np.prod(t.dims)) for t in weights)
+    assert count + sum(t.dims[0] for t in normalised) == PUBLISHED_PARAMETERS
+
+
+def test_width_scales_all_layers_but_the_last(tmp_path: Path) -> None:
+    narrow = mobilenet.build_mobilenet(tmp_path / "narrow.onnx", size=32, width=0.35)
+    dims = {t.name: tuple(t.dims) for t in onnx.load(narrow).graph.initializer}
+    # 32 * 0.35 is 11.2, of which 8 would be less than nine tenths; 320 * 0.35 is 112.
+    assert dims["stem.weight"] == (16, 3, 3, 3)
+    assert dims["blocks.16.project.weight"][0] == 112
+    assert dims["head.weight"] == (1280, 112, 1, 1)
+    assert _run(_open(narrow), _images(1, 32)).shape == (1, 1000)
+
+
+def test_probabilities_are_sane_and_sum_to_one(session: ort.InferenceSession) -> None:
+    output = _run(session, _images(3))
+    assert output.shape == (3, 1000)
+    assert np.isfinite(output).all()
+    np.testing.assert_allclose(output.sum(axis=1), 1.0, atol=1e-5)
+    assert output.min() > 0
+    assert 2 / 1000 < output.max() < 0.5  # neither all alike nor one alone
+
+
+def test_another_image_has_another_answer(session: ort.InferenceSession) -> None:
+    first, second = _run(session, _images(2))
+    assert np.abs(first - second).max() > 0.05 * first.max()
+
+
+def test_a_row_does_not_depend_on_another(session: ort.InferenceSession) -> None:
+    images = _images(2)
+    single = [_run(session, images[i : i + 1]) for i in range(2)]
+    np.testing.assert_allclose(_run(session, images), np.concatenate(single), rtol=1e-4)
+
+
+def test_seed_determines_the_bytes(path: Path, tmp_path: Path) -> None:
+    arguments = {"batch": None, "size": SIDE}
+    same = mobilenet.build_mobilenet(tmp_path / "same.onnx", seed=0, **arguments)
+    other = mobilenet.build_mobilenet(tmp_path / "other.onnx", seed=1, **arguments)
+    assert same.read_bytes() == path.read_bytes()
+    assert other.read_bytes() != path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch": 0}, "batch: got 0"),
+        ({"size": 0}, "size: got 0"),
+        ({"width": 0.0}, r"width: got 0\.0"),
+        ({"width": float("nan")}, "width: got nan"),
+        ({"seed": -1}, "seed: got -1"),
+    ],
+)
+def test_bad_arguments_are_named(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mobilenet.build_mobilenet(tmp_path / "model.onnx", **arguments)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_command_line_writes_the_model_and_says_its_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "small.onnx"
+    assert mobilenet.main(["--output", str(path), "--size", "96", "--width", "0.5"]) == 0
+    assert capsys.readouterr().out == f"{path}: {path.stat().st_size:,} bytes\n"
+    assert _shape(onnx.load(path).graph.input[0]) == [1, 96, 96, 3]
+
+
+def test_command_line_refuses_a_size_of_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        mobilenet.main(["--output", str(tmp_path / "none.onnx"), "--size", "0"])
+    assert exit_info.value.code == 2
+    assert "size: got 0" in capsys.readouterr().err

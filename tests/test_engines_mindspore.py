@@ -1,0 +1,668 @@
+"""Tests of mcinfer/engines/_mindspore.py, with models that MindSpore itself exports.
+
+They are exported in a process of their own: MindSpore's threads are fixed when it is imported, so here
+the adapter is to be the first that does.
+"""
+
+import ctypes
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from mcinfer.config import Device
+from mcinfer.engines import open_engine
+from mcinfer.engines.base import Buffer, Engine, EngineRequest, Produced, RunCancelledError, Strings
+from mcinfer.errors import BuildError, InvalidInputError, PredictError
+from mcinfer.specs import Dimension, TensorSpec, numpy_dtype
+
+ROOT = Path(__file__).parents[1]
+
+with_mindspore = pytest.mark.skipif(
+    importlib.util.find_spec("mindspore") is None, reason="MindSpore is not installed"
+)
+
+NUMBERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+TYPES = ("bool", *NUMBERS, "float16", "float32", "float64", "complex64", "complex128")
+
+EXPORT = """
+import sys
+import numpy as np
+import mindspore as ms
+from mindspore import Parameter, Tensor, nn, ops
+
+folder = sys.argv[1]
+
+
+def dynamic(*shape, dtype=ms.float32):
+    return Tensor(shape=[*shape], dtype=dtype)
+
+
+def export(name, cell, *inputs):
+    cell.set_inputs(*inputs)
+    ms.export(cell, *inputs, file_name=f"{folder}/{name}.mindir", file_format="MINDIR")
+
+
+class Affine(nn.Cell):
+    def construct(self, x):
+        y = x * 2.0 + 1.0
+        return y, y + 0.0
+
+
+class Static(nn.Cell):
+    def construct(self, x):
+        return x * 2.0 + 1.0
+
+
+class Scaled(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(Tensor(np.ones((3, 2), np.float32)), name="weight")
+
+    def construct(self, x, scale):
+        y = ops.matmul(x, self.weight)
+        return [y * scale, ops.cast(x, ms.int32), ops.reduce_sum(y)]
+
+
+class Found(nn.Cell):
+    def construct(self, x):
+        return ops.nonzero(x), -x
+
+
+class Same(nn.Cell):
+    def construct(self, x):
+        return x
+
+
+class Turned(nn.Cell):
+    def construct(self, x):
+        return ops.transpose(x, (1, 0))
+
+
+class Assigning(nn.Cell):
+    def construct(self, x):
+        ops.assign(x, x + 1)
+        return x * 2
+
+
+class Adding(nn.Cell):
+    def construct(self, x):
+        x.add_(1.0)
+        return x * 2
+
+
+class Counting(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.count = Parameter(Tensor(np.zeros(3, np.float32)), name="count")
+
+    def construct(self, x):
+        self.count += 1
+        return x + self.count
+
+
+class Looping(nn.Cell):
+    def construct(self, x, times):
+        while times > 0:
+            x = x + 1.0
+            times = times - 1
+        return x
+
+
+class Product(nn.Cell):
+    def construct(self, x, y):
+        return ops.matmul(x, y)
+
+
+class Nested(nn.Cell):
+    def construct(self, x):
+        return x + 1, (x * 2, x * 3)
+
+
+class Sized(nn.Cell):
+    def construct(self, x):
+        return x + 1, x.shape[0]
+
+
+class Unsupported(nn.Cell):
+    def construct(self, x):
+        return ops.cast(ops.reshape(ops.cast(x, ms.bfloat16), (-1,)), ms.float32)
+
+
+rows = dynamic(None, 3)
+static = Tensor(np.zeros((2, 3), np.float32))
+export("affine", Affine(), rows)
+export("static", Static(), static)
+export("scalar", Static(), Tensor(np.float32(0)))
+export("scaled", Scaled(), rows, Tensor(np.float32(0)))
+export("found", Found(), rows)
+export("turned", Turned(), rows)
+export("assigning", Assigning(), rows)
+export("adding", Adding(), static)
+export("counting", Counting(), rows)
+export("looping", Looping(), rows, Tensor(np.int32(0)))
+export("product", Product(), dynamic(None, None), dynamic(None, None))
+export("nested", Nested(), rows)
+export("sized", Sized(), rows)
+export("rankless", Static(), Tensor(shape=None, dtype=ms.float32))
+export("bfloat16", Same(), dynamic(None, 3, dtype=ms.bfloat16))
+export("unsupported", Unsupported(), static)
+for dtype in sys.argv[2:]:
+    export(f"same_{dtype}", Same(), dynamic(None, 3, dtype=getattr(ms, dtype)))
+"""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of models, by the names in `EXPORT`."""
+    folder = tmp_path_factory.mktemp("mindir")
+    script = folder / "export.py"
+    script.write_text(EXPORT)
+    run = subprocess.run(
+        [sys.executable, str(script), str(folder), *TYPES],
+        cwd=folder,
+        env={**os.environ, "GLOG_v": "3"},
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert run.returncode == 0, run.stderr
+    return folder
+
+
+def open_model(model: str | Path, device: str = "cpu:0", **options: Any) -> Engine:
+    request = EngineRequest(model=str(model), device=Device.parse(device), threads=1, **options)
+    return open_engine("mindspore", request)
+
+
+def buffer(name: str, array: NDArray[Any]) -> Buffer:
+    assert array.flags.c_contiguous
+    return Buffer(
+        name=name,
+        element_type=array.dtype.name,
+        shape=array.shape,
+        address=array.ctypes.data,
+        size=array.nbytes,
+    )
+
+
+def content(item: Produced | Strings) -> NDArray[Any]:
+    assert isinstance(item, Produced)
+    raw = ctypes.string_at(item.address, item.size)
+    return np.frombuffer(raw, numpy_dtype(item.element_type)).reshape(item.shape)
+
+
+def rows(count: int, start: int = 0) -> NDArray[np.float32]:
+    return np.arange(start, start + 3 * count, dtype=np.float32).reshape(count, 3)
+
+
+def spec(name: str, dtype: str, *shape: Dimension) -> TensorSpec:
+    return TensorSpec(name=name, dtype=np.dtype(dtype), shape=shape)
+
+
+# What every engine promises.
+
+
+@pytest.fixture
+def affine(models: Path) -> Engine:
+    return open_model(models / "affine.mindir")
+
+
+@with_mindspore
+def test_engine_says_what_the_model_takes_and_gives(models: Path, affine: Engine) -> None:
+    assert affine.spec.inputs == (spec("x", "float32", None, 3),)
+    assert affine.spec.outputs == (
+        spec("output_0", "float32", None, 3),
+        spec("output_1", "float32", None, 3),
+    )
+    assert affine.providers == ("CPU",)
+    assert not affine.concurrent
+    static = open_model(models / "static.mindir").spec
+    assert static.inputs == (spec("x", "float32", 2, 3),)
+    assert static.outputs == (spec("output_0", "float32", 2, 3),)
+    scaled = open_model(models / "scaled.mindir").spec
+    assert scaled.inputs == (spec("x", "float32", None, 3), spec("scale", "float32"))
+    assert scaled.outputs == (
+        spec("output_0", "float32", None, 2),
+        spec("output_1", "int32", None, 3),
+        spec("output_2", "float32"),
+    )
+
+
+@with_mindspore
+def test_bound_output_is_written_in_place_and_the_other_is_produced(affine: Engine) -> None:
+    x, y = rows(4), np.full((4, 3), np.nan, np.float32)
+    produced = affine.bind([buffer("x", x)], [buffer("output_0", y)]).execute()
+    assert np.array_equal(x, rows(4))
+    assert np.array_equal(y, 2 * x + 1)
+    assert [item.name for item in produced] == ["output_1"]
+    assert np.array_equal(content(produced[0]), 2 * x + 1)
+
+
+@with_mindspore
+def test_outputs_that_are_not_bound_come_in_the_models_order(affine: Engine) -> None:
+    x = rows(2)
+    produced = affine.bind([buffer("x", x)], []).execute()
+    assert [item.name for item in produced] == ["output_0", "output_1"]
+    for item in produced:
+        assert np.array_equal(content(item), 2 * x + 1)
+
+
+@with_mindspore
+@pytest.mark.parametrize("name", ["affine", "static"])
+def test_run_reads_its_inputs_anew_each_time(models: Path, name: str) -> None:
+    x, y = rows(2), np.empty((2, 3), np.float32)
+    run = open_model(models / f"{name}.mindir").bind([buffer("x", x)], [buffer("output_0", y)])
+    for start in range(20):
+        x[:] = rows(2, start)
+        run.execute()
+        assert np.array_equal(y, 2 * x + 1)
+
+
+@with_mindspore
+def test_runs_of_several_layouts_live_side_by_side(affine: Engine) -> None:
+    arrays = [rows(count) for count in (1, 5, 2, 0)]
+    runs = [affine.bind([buffer("x", x)], []) for x in arrays]
+    for _ in range(2):
+        for x, run in zip(arrays, runs, strict=True):
+            assert np.array_equal(content(run.execute()[0]), 2 * x + 1)
+
+
+@with_mindspore
+def test_what_was_produced_lives_until_the_next_run_of_the_same_layout(affine: Engine) -> None:
+    arrays = [rows(1000, start) for start in range(5)]
+    runs = [affine.bind([buffer("x", x)], []) for x in arrays]
+    for _ in range(2):
+        produced = [run.execute()[0] for run in runs]
+        for x, item in zip(arrays, produced, strict=True):
+            assert np.array_equal(content(item), 2 * x + 1)
+            x += 1
+
+
+@with_mindspore
+def test_output_bound_with_another_shape_than_it_has_is_a_predict_error(affine: Engine) -> None:
+    x, wrong = rows(2), np.full((3, 3), 7, np.float32)
+    run = affine.bind([buffer("x", x)], [buffer("output_0", wrong)])
+    with pytest.raises(
+        PredictError, match=r"'output_0' is float32 of shape \(2, 3\), bound .*3, 3"
+    ):
+        run.execute()
+    assert (wrong == 7).all()
+
+
+@with_mindspore
+def test_engines_of_several_models_live_side_by_side(models: Path) -> None:
+    x, k = rows(2), np.array(3, np.float32)
+    affine = open_model(models / "affine.mindir").bind([buffer("x", x)], [])
+    scaled = open_model(models / "scaled.mindir").bind([buffer("x", x), buffer("scale", k)], [])
+    for _ in range(2):
+        assert np.array_equal(content(affine.execute()[0]), 2 * x + 1)
+        first, second, third = scaled.execute()
+        sums = x.sum(axis=1, keepdims=True).repeat(2, axis=1)
+        assert np.array_equal(content(first), sums * k)
+        assert np.array_equal(content(second), x.astype(np.int32))
+        assert np.array_equal(content(third), sums.sum())
+        x += 1
+        k += 1
+
+
+# Memory.
+
+
+@with_mindspore
+@pytest.mark.parametrize("dtype", TYPES)
+def test_tensor_of_every_type_passes_bit_by_bit(models: Path, dtype: str) -> None:
+    engine = open_model(models / f"same_{dtype}.mindir")
+    assert engine.spec.inputs == (spec("x", dtype, None, 3),)
+    random = np.random.default_rng(1)
+    x, y = np.zeros((8, 3), dtype), np.zeros((8, 3), dtype)
+    bound = engine.bind([buffer("x", x)], [buffer("output_0", y)])
+    free = engine.bind([buffer("x", x)], [])
+    for _ in range(2):
+        raw = random.integers(0, 2 if dtype == "bool" else 256, x.nbytes, np.uint8)
+        x[...] = raw.view(dtype).reshape(x.shape)
+        bound.execute()
+        assert y.tobytes() == x.tobytes()
+        assert content(free.execute()[0]).tobytes() == x.tobytes()
+
+
+@with_mindspore
+def test_output_that_is_an_input_does_not_lie_in_its_memory(models: Path) -> None:
+    x = rows(2)
+    engine = open_model(models / "same_float32.mindir")
+    (item,) = engine.bind([buffer("x", x)], []).execute()
+    x[:] = 7
+    assert np.array_equal(content(item), rows(2))
+
+
+@with_mindspore
+def test_transposed_output_is_in_c_order(models: Path) -> None:
+    x = rows(4)
+    (item,) = open_model(models / "turned.mindir").bind([buffer("x", x)], []).execute()
+    assert np.array_equal(content(item), x.T)
+
+
+@with_mindspore
+@pytest.mark.parametrize("name", ["assigning", "adding"])
+def test_model_that_writes_to_its_inputs_writes_to_copies(models: Path, name: str) -> None:
+    x = rows(2)
+    run = open_model(models / f"{name}.mindir").bind([buffer("x", x)], [])
+    answers = [content(run.execute()[0]) for _ in range(3)]
+    assert np.array_equal(x, rows(2))
+    for answer in answers:
+        assert np.array_equal(answer, answers[0])
+    x += 1
+    assert np.array_equal(content(run.execute()[0]), answers[0] + 2)
+
+
+@with_mindspore
+def test_state_of_a_model_stays_from_run_to_run(models: Path) -> None:
+    x = rows(2)
+    run = open_model(models / "counting.mindir").bind([buffer("x", x)], [])
+    for count in range(1, 4):
+        assert np.array_equal(content(run.execute()[0]), x + count)
+
+
+@with_mindspore
+@pytest.mark.parametrize("offset", [0, 1, 4, 8])
+def test_memory_need_not_be_aligned(affine: Engine, offset: int) -> None:
+    raw = np.zeros(100, np.uint8)
+    x = np.ndarray((2, 3), np.float32, raw.data, offset)
+    x[:] = rows(2)
+    (first, _) = affine.bind([buffer("x", x)], []).execute()
+    assert np.array_equal(content(first), 2 * rows(2) + 1)
+
+
+@with_mindspore
+def test_scalars_are_tensors(models: Path) -> None:
+    engine = open_model(models / "scalar.mindir")
+    x, y = np.array(3, np.float32), np.array(0, np.float32)
+    run = engine.bind([buffer("x", x)], [buffer("output_0", y)])
+    for value in (3, 4):
+        x[...] = value
+        run.execute()
+        assert y == 2 * value + 1
+
+
+@with_mindspore
+def test_output_of_a_shape_known_only_after_the_run_is_produced(models: Path) -> None:
+    engine = open_model(models / "found.mindir")
+    assert engine.spec.outputs[0] == spec("output_0", "int64", None, 2)
+    x = rows(2)
+    run = engine.bind([buffer("x", x)], [])
+    for _ in range(2):
+        assert np.array_equal(content(run.execute()[0]), np.argwhere(x))
+        x[:, 1] = 0
+
+
+@with_mindspore
+def test_loop_runs_as_often_as_its_input_says(models: Path) -> None:
+    x, times = rows(2), np.array(0, np.int32)
+    run = open_model(models / "looping.mindir").bind([buffer("x", x), buffer("times", times)], [])
+    for count in (3, 0, 5):
+        times[...] = count
+        assert np.array_equal(content(run.execute()[0]), x + count)
+
+
+# What is refused.
+
+
+def bind_wrong(engine: Engine, inputs: Sequence[Buffer | Strings]) -> str:
+    with pytest.raises(InvalidInputError) as caught:
+        engine.bind(inputs, [])
+    return str(caught.value)
+
+
+@with_mindspore
+def test_input_that_does_not_fit_is_refused_though_mindspore_would_run_it(
+    models: Path, affine: Engine
+) -> None:
+    text = bind_wrong(affine, [buffer("x", np.zeros((2, 4), np.float32))])
+    assert text == "mindspore: input 'x' is float32[2, 4], expected x: float32[?, 3]"
+    assert "float32[3]" in bind_wrong(affine, [buffer("x", np.zeros(3, np.float32))])
+    assert "float64[2, 3]" in bind_wrong(affine, [buffer("x", np.zeros((2, 3)))])
+    strings = Strings(name="x", shape=(2, 3), values=("",) * 6)
+    assert "string[2, 3]" in bind_wrong(affine, [strings])
+    static = open_model(models / "static.mindir")
+    assert "float32[5, 3]" in bind_wrong(static, [buffer("x", rows(5))])
+
+
+@with_mindspore
+def test_failed_run_is_a_predict_error_and_the_next_one_is_right(models: Path) -> None:
+    engine = open_model(models / "product.mindir")
+    x, y = rows(2), rows(2)
+    with pytest.raises(PredictError, match=r"(?s)^mindspore: .*MatMul") as caught:
+        engine.bind([buffer("x", x), buffer("y", y)], []).execute()
+    assert "C++ Call Stack" not in str(caught.value)
+    fitting = rows(3)
+    (item,) = engine.bind([buffer("x", x), buffer("y", fitting)], []).execute()
+    assert np.array_equal(content(item), x @ fitting)
+
+
+@with_mindspore
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("nested", "output 'output_1' is not a tensor"),
+        ("sized", "output 'output_1' is not a tensor"),
+        ("rankless", "input 'x' has no fixed number of dimensions"),
+        ("bfloat16", "input 'x' is of type BFLOAT16, expected one of"),
+        ("unsupported", "unsupported.mindir: .*Reshape"),
+    ],
+)
+def test_model_that_cannot_be_served_is_a_build_error_that_says_why(
+    models: Path, name: str, text: str
+) -> None:
+    with pytest.raises(BuildError, match=f"(?s)^mindspore: .*{text}"):
+        open_model(models / f"{name}.mindir")
+
+
+@with_mindspore
+@pytest.mark.parametrize("content", ["", "Dear Sir or Madam"], ids=["empty", "letter"])
+def test_file_that_is_no_model_is_a_build_error(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "letter.mindir"
+    path.write_text(content)
+    with pytest.raises(BuildError, match=r"^mindspore: .*letter\.mindir: Load MindIR failed"):
+        open_model(path)
+
+
+@with_mindspore
+@pytest.mark.parametrize("name", ["nowhere.mindir", "nowhere"])
+def test_missing_file_is_a_build_error_that_names_it(tmp_path: Path, name: str) -> None:
+    with pytest.raises(BuildError, match=f"^mindspore: .*{name}: "):
+        open_model(tmp_path / name)
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "ascend:1"])
+def test_other_device_than_the_cpu_is_a_build_error_that_names_it(device: str) -> None:
+    with pytest.raises(BuildError, match=f"^engine mindspore has no device {device}, expected cpu"):
+        open_model("model.mindir", device)
+
+
+@with_mindspore
+def test_cpu_serves_for_another_device_where_that_is_allowed(models: Path) -> None:
+    engine = open_model(models / "static.mindir", "ascend:1", allow_fallback=True)
+    assert engine.providers == ("CPU",)
+
+
+@pytest.mark.parametrize("name", ["session_config", "provider_options"])
+def test_option_that_would_do_nothing_is_a_build_error_that_names_it(name: str) -> None:
+    with pytest.raises(BuildError, match=f"^engine mindspore has no {name}, got the key 'speed'"):
+        open_model("model.mindir", "cpu:0", **{name: {"speed": "9"}})
+
+
+# Models from elsewhere than a file of the right name.
+
+
+@with_mindspore
+def test_model_without_a_name_is_loaded_and_leaves_no_copy(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    fd = os.memfd_create("model")
+    try:
+        os.write(fd, (models / "affine.mindir").read_bytes())
+        engine = open_model(f"/proc/{os.getpid()}/fd/{fd}")
+    finally:
+        os.close(fd)
+    assert [*tmp_path.iterdir()] == []
+    x = rows(2)
+    assert np.array_equal(content(engine.bind([buffer("x", x)], []).execute()[0]), 2 * x + 1)
+
+
+@with_mindspore
+def test_link_is_followed_whatever_it_leads_to_is_called(models: Path, tmp_path: Path) -> None:
+    (tmp_path / "blob").write_bytes((models / "affine.mindir").read_bytes())
+    (tmp_path / "model.mindir").symlink_to("blob")
+    assert open_model(tmp_path / "model.mindir").spec.inputs[0].name == "x"
+
+
+# Cancelling.
+
+
+@with_mindspore
+def test_cancelled_engine_runs_again_once_it_is_armed(affine: Engine) -> None:
+    x = rows(2)
+    run = affine.bind([buffer("x", x)], [])
+    affine.arm()
+    affine.cancel()
+    with pytest.raises(RunCancelledError):
+        run.execute()
+    affine.arm()
+    assert np.array_equal(content(run.execute()[0]), 2 * x + 1)
+
+
+@with_mindspore
+def test_run_lets_other_threads_go_on(models: Path) -> None:
+    x, times = np.zeros((1, 3), np.float32), np.array(0, np.int32)
+    engine = open_model(models / "looping.mindir")
+    run = engine.bind([buffer("x", x), buffer("times", times)], [])
+    run.execute()
+    times[...] = 2000
+    ticks, done = 0, threading.Event()
+
+    def count() -> None:
+        nonlocal ticks
+        while not done.wait(0.001):
+            ticks += 1
+
+    counter = threading.Thread(target=count)
+    counter.start()
+    run.execute()
+    before = ticks
+    done.set()
+    counter.join()
+    assert before > 0
+
+
+# Threads: of a process, so each in one of its own.
+
+THREADS = """
+import os, sys
+from collections import Counter
+from pathlib import Path
+import numpy as np
+from mcinfer.config import Device
+from mcinfer.engines import open_engine
+from mcinfer.engines.base import Buffer, EngineRequest
+from mcinfer.errors import BuildError
+
+model, threads, inter = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) or None
+request = dict(model=model, device=Device("cpu", 0), inter_op_threads=inter)
+engine = open_engine("mindspore", EngineRequest(threads=threads, **request))
+x = np.ones((64, 3), np.float32)
+place = Buffer(name="x", element_type="float32", shape=x.shape, address=x.ctypes.data, size=x.nbytes)
+engine.bind([place], []).execute()
+names = [(task / "comm").read_text().split("_")[0] for task in Path("/proc/self/task").iterdir()]
+print(*(Counter(names)[name] for name in ("ActorThread", "KernelThread")))
+print(os.environ["OMP_NUM_THREADS"], os.environ["GLOG_v"])
+open_engine("mindspore", EngineRequest(threads=threads, **request))
+for other in (dict(threads=threads + 1), dict(threads=threads, inter_op_threads=7)):
+    try:
+        open_engine("mindspore", EngineRequest(**{**request, **other}))
+    except BuildError as exc:
+        print(exc)
+"""
+
+
+def threads_of(models: Path, threads: int, inter_op: int, cores: int) -> list[str]:
+    """What `THREADS` prints on a machine of so many cores."""
+    library = models / f"cores{cores}.so"
+    if not library.exists():
+        code = (
+            f"int get_nprocs(void){{return {cores};}} int get_nprocs_conf(void){{return {cores};}}"
+        )
+        subprocess.run(
+            ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)],
+            input=code,
+            text=True,
+            check=True,
+        )
+    environment = {k: v for k, v in os.environ.items() if k not in ("GLOG_v", "OMP_NUM_THREADS")}
+    run = subprocess.run(
+        [sys.executable, "-c", THREADS, str(models / "affine.mindir"), str(threads), str(inter_op)],
+        cwd=ROOT,
+        env={**environment, "LD_PRELOAD": str(library)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=50,
+    )
+    return run.stdout.splitlines()
+
+
+@with_mindspore
+@pytest.mark.skipif(not Path("/usr/bin/gcc").exists(), reason="there is no compiler here")
+@pytest.mark.parametrize(
+    ("threads", "inter_op", "actors", "kernels"),
+    [(1, 0, 1, 1), (2, 0, 1, 1), (3, 0, 1, 2), (6, 0, 1, 5), (6, 1, 1, 6), (6, 3, 2, 6)],
+)
+def test_threads_are_as_asked_for_and_fixed_for_the_process(
+    models: Path, threads: int, inter_op: int, actors: int, kernels: int
+) -> None:
+    counts, environment, *refused = threads_of(models, threads, inter_op, cores=8)
+    assert counts == f"{actors} {kernels}"
+    assert environment == f"{threads} 3"
+    assert len(refused) == 2
+    assert f"threads: got {threads + 1}" in refused[0]
+    assert "can not be set repeatedly" in refused[1]
+
+
+# Without MindSpore.
+
+WITHOUT = """
+import sys
+sys.modules["mindspore"] = None
+from mcinfer.config import Device
+from mcinfer.engines import open_engine
+from mcinfer.engines.base import EngineRequest
+from mcinfer.errors import MissingDependencyError
+try:
+    open_engine("mindspore", EngineRequest(model="m", device=Device("cpu", 0), threads=1))
+except MissingDependencyError as exc:
+    print(exc)
+"""
+
+
+def test_without_the_package_the_error_says_what_to_install() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    assert "engine mindspore needs the package mindspore: pip install 'mcinfer[mindspore]'" in (
+        run.stdout
+    )
