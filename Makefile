@@ -3,13 +3,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 SIZE ?= small
 
-.PHONY: demo test check bench clean format
+.PHONY: demo test test-mindspore check bench clean format
 
 demo: .venv/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
 
 test: .venv/installed
 	$(BIN)/python -m pytest
+
+# MindSpore takes 2.5 GB, so it has an environment of its own; without it these tests are skipped.
+test-mindspore: .venv-mindspore/installed
+	.venv-mindspore/bin/python -m pytest tests/test_engines_mindspore.py tests/process/test_mindspore.py
 
 check: .venv/installed
 	$(BIN)/ruff format --check .
@@ -31,6 +35,11 @@ format: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,check,examples]'
 	touch $@
 
+.venv-mindspore/installed: setup.cfg
+	$(PYTHON) -m venv .venv-mindspore
+	.venv-mindspore/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,mindspore]'
+	touch $@
+
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-mindspore build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -444,7 +444,9 @@ class Supervisor:
         if not members or members[0] != (reply.request, reply.shard):
             return  # the scheduler will say what is wrong with it
         if len(members) > 1 and reply.outputs:
-            raise ProtocolError("reply with outputs to a joined run, whose outputs all have a place")
+            raise ProtocolError(
+                "reply with outputs to a joined run, whose outputs all have a place"
+            )
         process = self._processes[index]
 
         def fetch(number: int) -> Block:

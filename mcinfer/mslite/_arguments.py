@@ -1,7 +1,7 @@
 """What models and runners have in common at their edge: tensors in, tensors out."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from mcinfer.errors import InvalidInputError
 from mcinfer.mslite._checks import check_type
+from mcinfer.mslite._failures import failure
 from mcinfer.mslite.context import Context
 from mcinfer.mslite.datatypes import Format, known_data_type
 from mcinfer.mslite.tensor import Tensor, TensorMeta
@@ -56,7 +57,7 @@ def input_arrays(inputs: object, count: int) -> list[NDArray[Any]]:
 
     Raises:
         TypeError: Not a list or tuple of Tensor or ndarray.
-        RuntimeError: Another number than the model's.
+        RuntimeError: Another number than the model's, or a tensor of unknown size, which has no data.
     """
     if not isinstance(inputs, (list, tuple)):
         raise TypeError(f"inputs must be list, but got {type(inputs)}.")
@@ -67,6 +68,12 @@ def input_arrays(inputs: object, count: int) -> list[NDArray[Any]]:
             )
     if len(inputs) != count:
         raise RuntimeError(f"model input len:{count} not equal input len:{len(inputs)}!")
+    for value in inputs:
+        if isinstance(value, Tensor) and any(size < 0 for size in value.shape):
+            exc = InvalidInputError(
+                f"input {value.name!r} has no data, and no shape to be zeros of: {value.shape}"
+            )
+            raise failure("predict", exc)
     return [value.array if isinstance(value, Tensor) else value for value in inputs]
 
 
@@ -90,36 +97,30 @@ def check_outputs(outputs: object, count: int) -> list[Tensor] | None:
     return tensors
 
 
-def place_of(tensor: Tensor) -> NDArray[Any] | None:
-    """Where a run may write into the tensor; None for one whose shape is not known yet."""
-    return None if any(size <= 0 for size in tensor.shape) else tensor.array
-
-
-def fill(tensors: Sequence[Tensor], arrays: Sequence[NDArray[Any]]) -> None:
+def fill(tensors: Sequence[Tensor], results: Mapping[str, NDArray[Any]]) -> None:
     """Write results into the tensors that a caller gave: into all of them, or none.
 
+    Args:
+        tensors: One for each result, in the same order. One of a size that is not known takes the result's.
+        results: By the output's name.
+
     Raises:
-        InvalidInputError: One does not fit; nothing was written.
+        InvalidInputError: A tensor does not fit its result; nothing was written.
     """
-    places = [place_of(tensor) for tensor in tensors]
-    for tensor, place, array in zip(tensors, places, arrays, strict=True):
-        kind = known_data_type(array.dtype)
-        known = [size > 0 for size in tensor.shape]
-        fits = len(known) == array.ndim and all(
-            not sure or size == wanted
-            for sure, size, wanted in zip(known, tensor.shape, array.shape, strict=True)
+    for tensor, (name, array) in zip(tensors, results.items(), strict=True):
+        shape = tensor.shape
+        known = all(size > 0 for size in shape)
+        fits = len(shape) == array.ndim and all(
+            size <= 0 or size == wanted for size, wanted in zip(shape, array.shape, strict=True)
         )
-        if (
-            tensor.dtype is not kind
-            or not fits
-            or (place is not None and not place.flags.writeable)
-        ):
+        writeable = not known or tensor.array.flags.writeable
+        if tensor.dtype is not known_data_type(array.dtype) or not fits or not writeable:
             raise InvalidInputError(
-                f"outputs: got a tensor of {tensor.dtype}{tensor.shape} for a result of "
-                f"{kind}{[*array.shape]}"
+                f"output {name!r} is {known_data_type(array.dtype)}{[*array.shape]}, got a tensor of "
+                f"{tensor.dtype}{shape}{'' if writeable else ' that is read-only'}"
             )
-    for tensor, place, array in zip(tensors, places, arrays, strict=True):
-        if place is None:
+    for tensor, array in zip(tensors, results.values(), strict=True):
+        if all(size > 0 for size in tensor.shape):
+            tensor.array[...] = array
+        else:
             tensor.set_data_from_numpy(array)
-        elif place is not array:
-            place[...] = array

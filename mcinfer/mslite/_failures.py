@@ -29,6 +29,10 @@ class AccessError(WeightAccessError, RuntimeError):
     """Shared weights were refused."""
 
 
+class FailedError(McinferError, RuntimeError):
+    """What has no class of its own in mcinfer either."""
+
+
 _BOTH: dict[type[McinferError], type[McinferError]] = {
     InvalidInputError: InvalidRunError,
     PredictTimeoutError: RunTimeoutError,
@@ -51,4 +55,4 @@ def failure(what: str, exc: BaseException) -> Exception:
     if not isinstance(exc, McinferError):
         return RuntimeError(text)
     kind = _BOTH.get(type(exc), type(exc))
-    return kind(text)
+    return kind(text) if issubclass(kind, RuntimeError) else FailedError(text)

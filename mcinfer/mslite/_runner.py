@@ -174,11 +174,11 @@ class ModelParallelRunner:
         check_path(what, "model_path", model_path)
         self._build(what, model_path, config)
 
-    def init(self, model: str | bytes, runner_config: RunnerConfig | None = None) -> None:
+    def init(self, model_path: str | bytes, runner_config: RunnerConfig | None = None) -> None:
         """Start the workers and load a model in each.
 
         Args:
-            model: Path, or content of a model; weights that lie outside of an ONNX model in a buffer are
+            model_path: Path, or content of a model; weights that lie outside of an ONNX model in a buffer are
                 found through ``{"model_file": {"mindir_path": …}}`` in the configuration, the path of a file
                 beside them.
             runner_config: How; None is all defaults.
@@ -187,14 +187,14 @@ class ModelParallelRunner:
             TypeError, RuntimeError: As `build_from_file`.
         """
         what = "ModelParallelRunner's init"
-        if not isinstance(model, (str, bytes)):
-            raise TypeError(f"model must be str or bytes, but got {type(model)}.")
+        if not isinstance(model_path, (str, bytes)):
+            raise TypeError(f"model_path must be str or bytes, but got {type(model_path)}.")
         if runner_config is None:
             runner_config = RunnerConfig()
         check_type("runner_config", runner_config, RunnerConfig)
-        if isinstance(model, str):
-            check_path(what, "model_path", model)
-        self._build(what, model, runner_config)
+        if isinstance(model_path, str):
+            check_path(what, "model_path", model_path)
+        self._build(what, model_path, runner_config)
 
     def close(self, timeout: float | None = None) -> None:
         """End the workers; requests in flight fail. Tensors stay valid. May be called again.
@@ -222,11 +222,13 @@ class ModelParallelRunner:
 
     def _build(self, what: str, model: str | bytes, config: RunnerConfig) -> None:
         with self._building:
+            if self._closed:
+                raise failure(what, ClosedError("the runner is closed; make a new one"))
+            if self._master is not None:
+                raise failure(
+                    what, BuildError("the model was built already; make a new ModelParallelRunner")
+                )
             try:
-                if self._closed:
-                    raise ClosedError("the runner is closed; make a new one")
-                if self._master is not None:
-                    raise BuildError("the model was built already; make a new ModelParallelRunner")
                 sections = load_sections(config.config_path, config.sections)
                 master = self._start(model, config, sections)
             except (McinferError, OSError, ValueError) as exc:
@@ -328,8 +330,8 @@ class ModelParallelRunner:
         """Run the model on whichever worker is free, and wait for the answer.
 
         Args:
-            inputs: Tensors or arrays, in the model's order; any shapes that the model takes. Those of
-                `get_inputs` are not copied, and are not to be changed until the call returns.
+            inputs: A list or tuple of tensors or arrays, in the model's order; any shapes that the model
+                takes. Those of `get_inputs` are not copied, and are not to be changed until the call returns.
             outputs: Tensors to write to, of the outputs' dtypes and shapes (or of sizes not known yet).
             before: Called in this thread before the request is queued.
             after: Called in this thread with the answer.
@@ -356,7 +358,7 @@ class ModelParallelRunner:
             if wanted is None:
                 results = self._tensors(answer)
             else:
-                fill(wanted, [*answer.values()])
+                fill(wanted, answer)
                 results = wanted
             _call("after", after, [*inputs], results, what)
         except McinferError as exc:

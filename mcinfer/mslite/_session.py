@@ -1,8 +1,7 @@
 """A model loaded in this process: an engine, run on arrays.
 
-Ownership: inputs are borrowed for the time of a run, which reads them in place; outputs are written into
-arrays that the caller gave, or into new ones, which are the caller's. Threads may run at once where the
-engine allows it, else they take turns.
+Ownership: inputs are borrowed for the time of a run, which reads them in place; outputs are new arrays, which
+are the caller's. Threads may run at once where the engine allows it, else they take turns.
 """
 
 import ctypes
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from mcinfer import sharding
 from mcinfer.engines.base import Buffer, Engine, Produced, Strings
-from mcinfer.errors import BuildError, InvalidInputError
+from mcinfer.errors import BuildError
 from mcinfer.sharding import Shape
 from mcinfer.specs import ELEMENT_TYPES, STRING, ModelSpec, TensorSpec, numpy_dtype
 from mcinfer.tensors import as_input, string_rows
@@ -87,16 +86,14 @@ class Session:
                 self._outputs.popitem(last=False)
         return known
 
-    def run(self, inputs: Sequence[Any], into: Sequence[NDArray[Any] | None]) -> list[NDArray[Any]]:
+    def run(self, inputs: Sequence[Any]) -> list[NDArray[Any]]:
         """Run the model.
 
         Args:
             inputs: One for each input, in the model's order: arrays of its dtype and shape.
-            into: For each output, an array to write it to, C-contiguous and of native byte order, or None
-                for a new one.
 
         Raises:
-            InvalidInputError: An input does not fit the model, or an array of `into` not its output.
+            InvalidInputError: An input does not fit the model.
             PredictError: The run failed, in the engine's words.
         """
         arrays = [
@@ -104,50 +101,21 @@ class Session:
             for value, spec in zip(inputs, self.spec.inputs, strict=True)
         ]
         shapes = self.output_shapes(tuple(array.shape for array in arrays))
-        results = [
-            _place(spec, shape, given)
-            for spec, shape, given in zip(self.spec.outputs, shapes, into, strict=True)
-        ]
+        results = {
+            spec.name: np.empty(shape, spec.dtype)
+            for spec, shape in zip(self.spec.outputs, shapes, strict=True)
+            if shape is not None and spec.element_type != STRING
+        }
         sources = [
             _source(spec, array) for spec, array in zip(self.spec.inputs, arrays, strict=True)
         ]
         places = [
-            _buffer(spec, array)
-            for spec, array in zip(self.spec.outputs, results, strict=True)
-            if array is not None
+            _buffer(spec, results[spec.name]) for spec in self.spec.outputs if spec.name in results
         ]
         with self._turns, pinned(self._cores) if self._cores else nullcontext():
             produced = self._engine.bind(sources, places).execute()
-            made = {item.name: _copied(item) for item in produced}
-        for i, (spec, given) in enumerate(zip(self.spec.outputs, into, strict=True)):
-            if results[i] is not None:
-                continue
-            array = made[spec.name].astype(spec.dtype, copy=False)
-            if given is not None:
-                _check_place(spec, array.shape, given)
-                given[...] = array
-            results[i] = array if given is None else given
-        return [array for array in results if array is not None]
-
-
-def _place(
-    spec: TensorSpec, shape: Shape | None, given: NDArray[Any] | None
-) -> NDArray[Any] | None:
-    """Where the engine is to write an output: None where its shape is not known yet."""
-    if shape is None or spec.element_type == STRING:
-        return None
-    if given is None:
-        return np.empty(shape, spec.dtype)
-    _check_place(spec, shape, given)
-    return given
-
-
-def _check_place(spec: TensorSpec, shape: Shape, given: NDArray[Any]) -> None:
-    if given.dtype != spec.dtype or given.shape != shape or not given.flags.writeable:
-        raise InvalidInputError(
-            f"output {spec.name!r} is {spec.element_type}{[*shape]}, got a tensor of "
-            f"{given.dtype}{[*given.shape]}{'' if given.flags.writeable else ' that is read-only'}"
-        )
+            results.update({item.name: _copied(item) for item in produced})
+        return [results[spec.name] for spec in self.spec.outputs]
 
 
 def _source(spec: TensorSpec, array: NDArray[Any]) -> Buffer | Strings:

@@ -1,8 +1,10 @@
 """Where a model comes from: a file, or a buffer that engines read as if it were one."""
 
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,8 +18,8 @@ FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 class ModelBuffer:
     """A model's content as a file without a name, for engines in this process and in its workers.
 
-    It lies in memory (a memfd), so nothing is left of it however this process ends. It has to be closed by
-    whoever made it, after the last engine has loaded it.
+    It lies in memory (a memfd), so nothing is left of it however this process ends. It is to be closed by
+    whoever made it, after the last engine has loaded it; one that is garbage closes itself.
 
     Attributes:
         path: What engines open, as long as it is not closed and this process lives.
@@ -29,10 +31,11 @@ class ModelBuffer:
         Raises:
             OSError: No memory or no descriptor is left.
         """
-        self._fd = os.memfd_create("mcinfer-model", os.MFD_CLOEXEC)
-        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        fd = os.memfd_create("mcinfer-model", os.MFD_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, fd)
+        self.path = f"/proc/{os.getpid()}/fd/{fd}"
         try:
-            with os.fdopen(os.dup(self._fd), "wb") as file:
+            with os.fdopen(os.dup(fd), "wb") as file:
                 file.write(content)
         except OSError:
             self.close()
@@ -40,9 +43,7 @@ class ModelBuffer:
 
     def close(self) -> None:
         """Give the memory up. May be called again."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._close()
 
 
 def put_weights(content: bytes, weights: bytes, opened: ExitStack) -> str:
@@ -81,10 +82,10 @@ def put_weights(content: bytes, weights: bytes, opened: ExitStack) -> str:
 
 
 def with_dims(source: str | bytes, dims: Mapping[str, Sequence[int]]) -> bytes:
-    """An ONNX model with other sizes of its inputs; weights that lie outside stay there.
+    """An ONNX model with other sizes in the place of fixed ones; weights that lie outside stay there.
 
-    Sizes that the graph itself fixes (the constant of a Reshape, say) stay as they are: then the
-    engine refuses it, or a run does.
+    Sizes that are open stay open, and sizes that the graph itself fixes stay as they are: where they do not
+    go with the new ones the engine refuses the model, but for a Reshape to a constant, refused here.
 
     Args:
         source: Path or content.
@@ -92,7 +93,7 @@ def with_dims(source: str | bytes, dims: Mapping[str, Sequence[int]]) -> bytes:
 
     Raises:
         MissingDependencyError: The package onnx is not installed.
-        BuildError: It cannot be read, or is too large to be written.
+        BuildError: It cannot be read, is too large to be written, or does not take the sizes.
     """
     onnx = _onnx()
     try:
@@ -104,15 +105,38 @@ def with_dims(source: str | bytes, dims: Mapping[str, Sequence[int]]) -> bytes:
             if value.name in dims:
                 sizes = value.type.tensor_type.shape.dim
                 for size, wanted in zip(sizes, dims[value.name], strict=True):
-                    size.dim_value = wanted
+                    if size.HasField("dim_value"):
+                        size.dim_value = wanted
         # What follows from the old sizes: the engine finds out anew.
         del model.graph.value_info[:]
         for value in model.graph.output:
             for i, size in enumerate(value.type.tensor_type.shape.dim):
-                size.dim_param = f"{value.name}_{i}"
-        return bytes(onnx.shape_inference.infer_shapes(model).SerializeToString())
+                if size.HasField("dim_value"):
+                    size.dim_param = f"{value.name}_{i}"
+        model = onnx.shape_inference.infer_shapes(model)
+        content = bytes(model.SerializeToString())
     except Exception as exc:  # protobuf and onnx raise many kinds
         raise BuildError(f"onnx: {type(exc).__name__}: {exc}") from exc
+    _check_reshapes(model.graph)
+    return content
+
+
+def _check_reshapes(graph: Any) -> None:
+    """Refuse a Reshape that cannot be: ONNX Runtime (1.31) notices it in the run, not when it loads."""
+    shapes = {
+        value.name: [size.dim_value for size in value.type.tensor_type.shape.dim]
+        for value in (*graph.input, *graph.value_info, *graph.output)
+        if value.type.tensor_type.HasField("shape")
+        and all(size.HasField("dim_value") for size in value.type.tensor_type.shape.dim)
+    }
+    for node in graph.node:
+        if node.op_type != "Reshape":
+            continue
+        before, after = shapes.get(node.input[0]), shapes.get(node.output[0])
+        if before is not None and after is not None and prod(before) != prod(after):
+            raise BuildError(
+                f"the Reshape that makes {node.output[0]!r} cannot make {after} of {before}"
+            )
 
 
 def _initializers(graph: Any) -> list[Any]:

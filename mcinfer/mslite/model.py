@@ -24,7 +24,6 @@ from mcinfer.mslite._arguments import (
     fill,
     input_arrays,
     known_dims,
-    place_of,
 )
 from mcinfer.mslite._checks import check_elements, check_list, check_sections, check_type
 from mcinfer.mslite._configuration import (
@@ -280,14 +279,14 @@ class Model:
 
     def predict(
         self,
-        inputs: "list[Tensor | NDArray[Any]] | tuple[Tensor | NDArray[Any], ...]",
+        inputs: Sequence[Tensor | NDArray[Any]],
         outputs: list[Tensor] | None = None,
     ) -> list[Tensor]:
         """Run the model.
 
         Args:
-            inputs: Tensors or arrays, in the model's order, of its dtypes and shapes. They are read in
-                place, so nobody is to change them meanwhile.
+            inputs: A list or tuple of tensors or arrays, in the model's order, of its dtypes and shapes.
+                They are read in place, so nobody is to change them meanwhile.
             outputs: Tensors to write to, of the outputs' dtypes and shapes (or of sizes not known yet).
 
         Returns:
@@ -299,22 +298,18 @@ class Model:
                 `outputs` then.
         """
         built = self._ready("predict")
+        session = built.session  # one of them throughout: `resize` may put another there
         arrays = input_arrays(inputs, len(built.inputs))
         try:
-            wanted = check_outputs(outputs, len(built.session.spec.outputs))
-            into = (
-                [None] * len(built.session.spec.outputs)
-                if wanted is None
-                else map(place_of, wanted)
-            )
-            results = built.session.run(arrays, [*into])
+            wanted = check_outputs(outputs, len(session.spec.outputs))
+            names = [spec.name for spec in session.spec.outputs]
+            results = dict(zip(names, session.run(arrays), strict=True))
             if wanted is not None:
                 fill(wanted, results)
                 return wanted
         except McinferError as exc:
             raise failure("predict", exc) from exc
-        specs = built.session.spec.outputs
-        return [Tensor._of_result(s.name, array) for s, array in zip(specs, results, strict=True)]
+        return [Tensor._of_result(name, array) for name, array in results.items()]
 
     def resize(self, inputs: list[Tensor], dims: list[list[int]]) -> None:
         """Set the shapes of inputs.
@@ -434,13 +429,13 @@ class ModelGroup:
         shares_weights = bool(self.flags & ModelGroupFlag.SHARE_WEIGHT)
         kind = Model if shares_weights or isinstance(models[0], Model) else str
         check_elements("models", models, kind)
-        for model in models:
-            if isinstance(model, Model):
-                if model._built is not None or model._group not in (None, self):
-                    raise RuntimeError(
-                        "add_model failed! Error is the model was built already, or is in another group"
-                    )
-                model._group = self
+        added = [model for model in models if isinstance(model, Model)]
+        if any(m._built is not None or m._group not in (None, self) for m in added):
+            raise RuntimeError(
+                "add_model failed! Error is the model was built already, or is in another group"
+            )
+        for model in added:
+            model._group = self
         if kind is str:
             warnings.warn(
                 "models: paths share nothing here; add the Model objects before they are built",

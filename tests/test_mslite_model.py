@@ -1,0 +1,1414 @@
+"""Tests of mcinfer/mslite/model.py: models in this process, on ONNX Runtime."""
+
+import gc
+import importlib
+import inspect
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from numpy.typing import NDArray
+from onnx import numpy_helper, parser
+
+import mcinfer
+from mcinfer import mslite
+from mcinfer.mslite import (
+    Context,
+    DataType,
+    Model,
+    ModelGroup,
+    ModelGroupFlag,
+    ModelType,
+    Tensor,
+    TensorMeta,
+)
+from tests.process.models import AFFINE, OnnxModel
+from tests.process.waiting import wait_until
+
+HEAD = '<ir_version: 8, opset_import: ["": 17]>'
+
+FIXED = f"{HEAD} fixed (float[2, 3] x) => (float[2, 3] y) {{ y = Neg(x) }}"
+
+MIXED = f"""{HEAD}
+mixed (float[2, 3] a, float[n, 3] b) => (float[2, 3] y, float[n, 3] z) {{ y = Neg(a) z = Neg(b) }}
+"""
+"""One input of fixed sizes, one whose rows are open."""
+
+RESHAPED = f"""{HEAD}
+reshaped (float[2, 3] x) => (float[3, 2] y) <int64[2] to = {{3, 2}}> {{ y = Reshape(x, to) }}
+"""
+"""The graph itself fixes its sizes."""
+
+MATMUL = f"""{HEAD}
+matmul (float[2, 3] x) => (float[2, 1] y) <float[3, 1] w = {{1, 2, 3}}> {{ y = MatMul(x, w) }}
+"""
+
+CHOSEN = f"{HEAD} chosen (float[n] x) => (int64[1, k] y) {{ y = NonZero(x) }}"
+"""Only a run tells the size of the output."""
+
+TO_ORDER = f"{HEAD} to_order (float[n] x, int64[r] to) => (float[a, b] y) {{ y = Reshape(x, to) }}"
+"""Likewise: the data of an input says it."""
+
+TEXTS = f"{HEAD} texts (string[n] x) => (string[n] y) {{ y = Identity(x) }}"
+
+LOOP = f"""{HEAD}
+loop (int64 n, float[4] x) => (float[4] y) <bool go = {{1}}> {{
+    y = Loop <body = step (int64 i, bool go_in, float[4] v) => (bool go_out, float[4] w) {{
+        go_out = Identity(go_in)
+        w = Neg(v)
+    }}> (n, go, x)
+}}
+"""
+"""Changes the sign n times: as long a run as is wanted."""
+
+WEIGHED = f"""{HEAD}
+weighed (float[n, 2] x) => (float[n, 2] y) <float[2] w = {{10, 20}}> {{ y = Add(x, w) }}
+"""
+
+
+@pytest.fixture
+def onnx_model(tmp_path: Path) -> OnnxModel:
+    """Writes an ONNX model that is given in ONNX's text format."""
+    count = 0
+
+    def write(text: str) -> Path:
+        nonlocal count
+        count += 1
+        path = tmp_path / f"model{count}.onnx"
+        onnx.save(parser.parse_model(text), path)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine has, ONNX Runtime knows the CPU alone."""
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CPUExecutionProvider"])
+
+
+def exactly(text: str) -> str:
+    return f"^{re.escape(text)}$"
+
+
+def built(path: Path, context: Context | None = None, **more: Any) -> Model:
+    model = Model()
+    model.build_from_file(str(path), ModelType.ONNX, context, **more)
+    return model
+
+
+def arrays(tensors: list[Tensor]) -> list[list[Any]]:
+    return [tensor.get_data_to_numpy().tolist() for tensor in tensors]
+
+
+def floats(*shape: int) -> NDArray[np.float32]:
+    return np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 1
+
+
+# Names.
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("context", ["Context"]),
+        ("tensor", ["DataType", "Format", "Tensor", "TensorMeta"]),
+        ("model", ["Model", "ModelGroup", "ModelGroupFlag", "ModelParallelRunner", "ModelType"]),
+    ],
+)
+def test_submodules_have_upstreams_names(module: str, names: list[str]) -> None:
+    found = importlib.import_module(f"mcinfer.mslite.{module}")
+    for name in names:
+        assert getattr(found, name) is getattr(mslite, name)
+        assert name in mslite.__all__
+
+
+def test_model_types_have_upstreams_numbers() -> None:
+    assert (ModelType.MINDIR, ModelType.MINDIR_LITE) == (0, 4)
+    assert [*ModelGroupFlag] == [ModelGroupFlag.SHARE_WEIGHT, ModelGroupFlag.SHARE_WORKSPACE]
+    assert (ModelGroupFlag.SHARE_WEIGHT, ModelGroupFlag.SHARE_WEIGHT_WORKSPACE) == (1, 3)
+
+
+def test_parameters_come_in_upstreams_order() -> None:
+    names = [*inspect.signature(Model.build_from_file).parameters]
+    assert names[1:] == [
+        *("model_path", "model_type", "context", "config_path", "config_dict"),
+        *("dec_key", "dec_mode", "dec_num_parallel"),
+    ]
+
+
+# Building from a file, and what is wrong with it, in the order in which it is told.
+
+ABSENT = "/nowhere/model.onnx"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            {"model_path": 1, "model_type": 0, "context": 1},
+            "model_path must be str, but got <class 'int'>.",
+        ),
+        (
+            {"model_path": ABSENT, "model_type": 0, "context": 1, "config_path": 1},
+            "model_type must be ModelType, but got <class 'int'>.",
+        ),
+        (
+            {"model_path": ABSENT, "model_type": None},
+            "model_type must be ModelType, but got <class 'NoneType'>.",
+        ),
+        (
+            {"model_path": ABSENT, "model_type": ModelType.ONNX, "context": "cpu"},
+            "context must be Context, but got <class 'str'>.",
+        ),
+        (
+            {"model_path": ABSENT, "model_type": ModelType.ONNX, "config_path": None},
+            "config_path must be str, but got <class 'NoneType'>.",
+        ),
+    ],
+)
+def test_wrong_types_are_told_first_each_in_its_turn(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=exactly(text)):
+        Model().build_from_file(**arguments)
+
+
+def test_model_that_is_not_there_is_told_before_its_configuration() -> None:
+    text = "build_from_file failed, model_path does not exist!"
+    with pytest.raises(RuntimeError, match=exactly(text)):
+        Model().build_from_file(ABSENT, ModelType.MINDIR, None, "/nowhere", config_dict=1)  # type: ignore[arg-type]
+
+
+def test_configuration_that_is_not_there_is_told_before_wrong_entries(
+    onnx_model: OnnxModel,
+) -> None:
+    text = "build_from_file failed, config_path does not exist!"
+    with pytest.raises(RuntimeError, match=exactly(text)):
+        Model().build_from_file(str(onnx_model(AFFINE)), ModelType.ONNX, None, "/nowhere", {1: 1})  # type: ignore[dict-item]
+
+
+def test_configuration_that_does_not_load_is_told_before_wrong_entries(
+    onnx_model: OnnxModel, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.ini"
+    config.write_text("no section\n", encoding="utf-8")
+    with pytest.raises(RuntimeError, match=r"^build_from_file failed! Error is config_path: .*"):
+        Model().build_from_file(str(onnx_model(AFFINE)), ModelType.ONNX, None, str(config), {1: 1})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("entries", "text"),
+    [
+        ([], "config_dict must be dict, but got <class 'list'>."),
+        ({1: {}}, "config_dict_key must be str, but got <class 'int'>."),
+        ({"a": 1}, "config_dict_value must be dict, but got <class 'int'>."),
+        ({"a": {1: "x"}}, "config_dict_value_key must be str, but got <class 'int'>."),
+        ({"a": {"x": 1}}, "config_dict_value_value must be str, but got <class 'int'>."),
+    ],
+)
+def test_wrong_entries_are_told_before_a_wrong_key(
+    onnx_model: OnnxModel, entries: Any, text: str
+) -> None:
+    path = str(onnx_model(AFFINE))
+    with pytest.raises(TypeError, match=exactly(text)):
+        Model().build_from_file(path, ModelType.ONNX, config_dict=entries, dec_key=b"key")
+    with pytest.raises(TypeError, match=exactly(text)):
+        Model().build_from_buffer(b"", config_dict=entries)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"dec_key": "key"}, "dec_key must be bytes, but got <class 'str'>."),
+        ({"dec_mode": 1}, "dec_mode must be str, but got <class 'int'>."),
+        ({"dec_num_parallel": "1"}, "dec_num_parallel must be int, but got <class 'str'>."),
+    ],
+)
+def test_wrong_type_of_a_decryption_argument_is_told(
+    onnx_model: OnnxModel, arguments: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(TypeError, match=exactly(text)):
+        built(onnx_model(AFFINE), **arguments)
+
+
+def test_encrypted_model_is_refused(onnx_model: OnnxModel) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"^build_from_file failed! Error is dec_key: .*not supported"
+    ):
+        built(onnx_model(AFFINE), dec_key=b"0123456789abcdef")
+
+
+def test_file_that_is_no_model_is_refused_in_the_engines_words(tmp_path: Path) -> None:
+    path = tmp_path / "broken.onnx"
+    path.write_bytes(b"nothing of the kind")
+    model = Model()
+    with pytest.raises(mcinfer.BuildError, match=r"^build_from_file failed! Error is onnxruntime"):
+        model.build_from_file(str(path), ModelType.MINDIR)
+    with pytest.raises(RuntimeError, match="not built"):
+        model.get_inputs()
+
+
+def test_second_build_is_refused_and_the_first_stays(onnx_model: OnnxModel) -> None:
+    path = onnx_model(AFFINE)
+    model = built(path)
+    text = "build_from_file failed! Error is the model was built already; make a new Model"
+    with pytest.raises(RuntimeError, match=exactly(text)):
+        model.build_from_file(str(path), ModelType.ONNX)
+    with pytest.raises(RuntimeError, match=r"^build_from_buffer failed! Error is .*built already"):
+        model.build_from_buffer(path.read_bytes())
+    assert arrays(model.predict([floats(1, 4)])) == [[[3, 5, 7, 9]]]
+
+
+def test_failed_build_can_be_followed_by_a_good_one(onnx_model: OnnxModel, tmp_path: Path) -> None:
+    (tmp_path / "broken.onnx").write_bytes(b"x")
+    model = Model()
+    with pytest.raises(mcinfer.BuildError):
+        model.build_from_file(str(tmp_path / "broken.onnx"), ModelType.ONNX)
+    model.build_from_file(str(onnx_model(AFFINE)), ModelType.ONNX)
+    assert arrays(model.predict([floats(1, 4)])) == [[[3, 5, 7, 9]]]
+
+
+def test_ending_onnx_counts_more_than_the_type(onnx_model: OnnxModel) -> None:
+    model = Model()
+    model.build_from_file(str(onnx_model(AFFINE)), ModelType.MINDIR)
+    assert model.get_inputs()[0].name == "x"
+
+
+def test_type_counts_where_the_ending_says_nothing(onnx_model: OnnxModel, tmp_path: Path) -> None:
+    path = onnx_model(AFFINE).rename(tmp_path / "model")
+    assert built(path).get_inputs()[0].name == "x"
+
+
+def test_model_is_printed_with_its_path(onnx_model: OnnxModel) -> None:
+    path = onnx_model(AFFINE)
+    assert str(Model()) == "model_path: ."
+    assert str(built(path)) == f"model_path: {path}."
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("get_inputs", lambda model: model.get_inputs()),
+        ("get_outputs", lambda model: model.get_outputs()),
+        ("predict", lambda model: model.predict([])),
+        ("resize", lambda model: model.resize([], [])),
+        ("update weight", lambda model: model.update_weights([])),
+    ],
+)
+def test_model_that_is_not_built_does_nothing(name: str, call: Callable[[Model], object]) -> None:
+    with pytest.raises(
+        RuntimeError, match=exactly(f"{name} failed! Error is the model is not built")
+    ):
+        call(Model())
+
+
+def test_relative_path_is_of_the_folder_at_the_time_of_the_build(
+    onnx_model: OnnxModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = onnx_model(FIXED).name
+    monkeypatch.chdir(tmp_path)
+    model = Model()
+    model.build_from_file(name, ModelType.ONNX)
+    monkeypatch.chdir("/")
+    model.resize(model.get_inputs(), [[1, 3]])  # reads the file again
+    assert str(model) == f"model_path: {name}."
+
+
+# Building from a buffer.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            {"model_bytes": "x", "weight_bytes": 1},
+            "model_bytes must be bytes, but got <class 'str'>.",
+        ),
+        (
+            {"model_bytes": b"", "weight_bytes": 1, "model_type": 1},
+            "weight_bytes must be bytes, but got <class 'int'>.",
+        ),
+        (
+            {"model_bytes": b"", "model_type": 0, "context": 1},
+            "model_type must be ModelType, but got <class 'int'>.",
+        ),
+        (
+            {"model_bytes": b"", "context": 1, "config_path": 1},
+            "context must be Context, but got <class 'int'>.",
+        ),
+        (
+            {"model_bytes": b"", "config_path": 1, "config_dict": 1},
+            "config_path must be str, but got <class 'int'>.",
+        ),
+    ],
+)
+def test_wrong_types_of_a_buffers_arguments_are_told(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=exactly(text)):
+        Model().build_from_buffer(**arguments)
+
+
+def test_buffers_configuration_that_is_not_there_is_told() -> None:
+    text = "build_from_buffer failed, config_path does not exist!"
+    with pytest.raises(RuntimeError, match=exactly(text)):
+        Model().build_from_buffer(b"", config_path="/nowhere")
+
+
+def test_buffer_that_is_no_model_is_refused() -> None:
+    with pytest.raises(
+        mcinfer.BuildError, match=r"^build_from_buffer failed! Error is onnxruntime"
+    ):
+        Model().build_from_buffer(b"\x08x")
+
+
+@pytest.mark.parametrize("model_type", [None, ModelType.ONNX])
+def test_buffer_is_built_and_runs(onnx_model: OnnxModel, model_type: ModelType | None) -> None:
+    model = Model()
+    model.build_from_buffer(onnx_model(AFFINE).read_bytes(), model_type=model_type)
+    assert str(model) == "model_path: buffer."
+    assert arrays(model.predict([floats(1, 4)])) == [[[3, 5, 7, 9]]]
+
+
+def test_no_descriptor_of_a_buffer_is_left(onnx_model: OnnxModel) -> None:
+    model = Model()
+    model.build_from_buffer(onnx_model(AFFINE).read_bytes())
+    assert not [link for link in open_files() if "mcinfer-model" in link]
+
+
+def open_files() -> Iterator[str]:
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            yield os.readlink(entry)
+        except OSError:
+            continue
+
+
+@pytest.fixture
+def weighed(tmp_path: Path) -> Path:
+    """Writes y = x + [10, 20], with the weights in a file ``weights.bin`` beside it."""
+    folder = tmp_path / "weighed"
+    folder.mkdir()
+    return save_apart(WEIGHED, folder)
+
+
+def save_apart(text: str, folder: Path) -> Path:
+    """Write a model whose weights lie in a file of their own."""
+    model = parser.parse_model(text)
+    for weight in model.graph.initializer:  # only raw data can lie outside
+        weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight), weight.name))
+    path = folder / "model.onnx"
+    onnx.save_model(
+        model, path, save_as_external_data=True, location="weights.bin", size_threshold=0
+    )
+    return path
+
+
+def test_buffer_finds_its_weights_in_another_one(weighed: Path) -> None:
+    model = Model()
+    weights = (weighed.parent / "weights.bin").read_bytes()
+    model.build_from_buffer(weighed.read_bytes(), weights)
+    assert arrays(model.predict([floats(1, 2)])) == [[[11, 22]]]
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "weights.bin", ""])
+def test_buffer_finds_its_weights_in_the_folder_that_is_named(weighed: Path, name: str) -> None:
+    model = Model()
+    entries = {"model_file": {"mindir_path": str(weighed.parent / name)}}
+    model.build_from_buffer(weighed.read_bytes(), config_dict=entries)
+    assert arrays(model.predict([floats(1, 2)])) == [[[11, 22]]]
+
+
+def test_buffer_finds_its_weights_through_a_configuration_file(
+    weighed: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.ini"
+    config.write_text(f"[model_file]\nmindir_path = '{weighed}'\n", encoding="utf-8")
+    model = Model()
+    model.build_from_buffer(weighed.read_bytes(), config_path=str(config))
+    assert arrays(model.predict([floats(1, 2)])) == [[[11, 22]]]
+
+
+def test_buffer_whose_weights_are_in_no_such_folder_is_refused(weighed: Path) -> None:
+    entries = {"model_file": {"mindir_path": "/nowhere/model.onnx"}}
+    with pytest.raises(
+        RuntimeError, match=r"^build_from_buffer failed! Error is .*mindir_path.*not exist"
+    ):
+        Model().build_from_buffer(weighed.read_bytes(), config_dict=entries)
+
+
+def test_buffer_without_its_weights_is_refused(weighed: Path, tmp_path: Path) -> None:
+    with pytest.raises(mcinfer.BuildError, match=r"^build_from_buffer failed! "):
+        Model().build_from_buffer(weighed.read_bytes())
+    entries = {"model_file": {"mindir_path": str(tmp_path)}}
+    with pytest.raises(mcinfer.BuildError, match=r"^build_from_buffer failed! "):
+        Model().build_from_buffer(weighed.read_bytes(), config_dict=entries)
+
+
+def test_weights_for_a_buffer_that_has_its_own_are_refused(onnx_model: OnnxModel) -> None:
+    with pytest.raises(mcinfer.BuildError, match=r"weight_bytes: .* expected one file"):
+        Model().build_from_buffer(onnx_model(WEIGHED).read_bytes(), b"weights")
+
+
+def test_too_few_bytes_of_weights_are_refused(weighed: Path) -> None:
+    with pytest.raises(mcinfer.BuildError, match=r"^build_from_buffer failed! "):
+        Model().build_from_buffer(weighed.read_bytes(), b"123")
+
+
+# What a model is like.
+
+
+def test_inputs_are_the_same_tensors_at_each_call(onnx_model: OnnxModel) -> None:
+    model = built(onnx_model(MIXED))
+    first, second = model.get_inputs(), model.get_inputs()
+    assert first is not second
+    assert all(a is b for a, b in zip(first, second, strict=True))
+    assert [(t.name, t.dtype, t.shape) for t in first] == [
+        ("a", DataType.FLOAT32, [2, 3]),
+        ("b", DataType.FLOAT32, [-1, 3]),
+    ]
+
+
+def test_outputs_are_described_as_the_inputs_sizes_make_them(onnx_model: OnnxModel) -> None:
+    model = built(onnx_model(AFFINE))
+    [output] = model.get_outputs()
+    assert isinstance(output, TensorMeta)
+    assert (output.name, output.dtype, output.shape) == ("y", DataType.FLOAT32, [-1, 4])
+    model.resize(model.get_inputs(), [[7, 4]])
+    assert [meta.shape for meta in model.get_outputs()] == [[7, 4]]
+
+
+def test_output_that_only_a_run_tells_stays_unknown(onnx_model: OnnxModel) -> None:
+    model = built(onnx_model(CHOSEN))
+    model.resize(model.get_inputs(), [[5]])
+    assert [meta.shape for meta in model.get_outputs()] == [[1, -1]]
+
+
+def test_model_info_is_text(onnx_model: OnnxModel) -> None:
+    model = built(onnx_model(MIXED))
+    assert model.get_model_info("input_shape") == "a:2,3;b:-1,3"
+    assert model.get_model_info("dynamic_dims") == "b:-1,3"
+    model.resize(model.get_inputs()[1:], [[5, 3]])
+    assert model.get_model_info("input_shape") == "a:2,3;b:5,3"
+    assert model.get_model_info("dynamic_dims") == ""
+
+
+@pytest.mark.parametrize("key", ["user_info", "shareable_weight_mem_handle", "no such key", ""])
+def test_unknown_model_info_is_empty(onnx_model: OnnxModel, key: str) -> None:
+    assert built(onnx_model(AFFINE)).get_model_info(key) == ""
+
+
+def test_pid_is_known_before_a_model_is_built() -> None:
+    assert Model().get_model_info("current_pid") == str(os.getpid())
+    assert Model().get_model_info("input_shape") == ""
+
+
+def test_key_that_is_no_text_is_told() -> None:
+    with pytest.raises(TypeError, match=exactly("key must be str, but got <class 'int'>.")):
+        Model().get_model_info(1)  # type: ignore[arg-type]
+
+
+# Running.
+
+
+def filled(model: Model, data: NDArray[Any]) -> list[Tensor]:
+    [tensor] = model.get_inputs()
+    tensor.set_data_from_numpy(data)
+    return [tensor]
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        lambda model: filled(model, floats(2, 4)),
+        lambda _: [Tensor(floats(2, 4))],
+        lambda _: [floats(2, 4)],
+        lambda _: (floats(2, 4),),
+        lambda _: (Tensor(floats(2, 4)),),
+        lambda _: [np.asfortranarray(floats(2, 4))],
+        lambda _: [floats(2, 4).astype(">f4")],
+        lambda _: [np.repeat(floats(2, 4), 2, axis=1)[:, ::2]],
+    ],
+    ids=["own", "Tensor", "array", "tuple", "tuple of Tensor", "Fortran", "big-endian", "strided"],
+)
+def test_inputs_of_all_kinds_are_run(
+    onnx_model: OnnxModel, inputs: Callable[[Model], list[Tensor | NDArray[Any]]]
+) -> None:
+    model = built(onnx_model(AFFINE))
+    [output] = model.predict(inputs(model))
+    assert (output.name, output.dtype, output.shape) == ("y", DataType.FLOAT32, [2, 4])
+    np.testing.assert_array_equal(output.get_data_to_numpy(), floats(2, 4) * 2 + 1)
+
+
+def test_any_size_runs_without_resize(onnx_model: OnnxModel) -> None:
+    model = built(onnx_model(AFFINE))
+    for rows in (1, 3, 2, 0, 100):
+        [output] = model.predict([floats(rows, 4)])
+        np.testing.assert_array_equal(output.get_data_to_numpy(), floats(rows, 4) * 2 + 1)
+
+
+def test_answers_stay_as_they_are_when_the_model_runs_again(onnx_model: OnnxModel) -> None:
+    model = built(onnx_model(AFFINE))
+    first = model.predict([floats(1, 4)])
+    model.predict([floats(1, 4) * 100])
+    assert arrays(first) == [[[3, 5, 7, 9]]]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "text"),
+    [
+        (None, "inputs must be list, but got <class 'NoneType'>."),
+        (np.zeros((1, 4), np.float32), "inputs must be list, but got <class 'numpy.ndarray'>."),
+        (
+            [1, 2],
+            "inputs element must be Tensor or numpy.ndarray, but got <class 'int'> at index 0.",
+        ),
+        (
+            [np.zeros((1, 4), np.float32), None],
+            "inputs element must be Tensor or numpy.ndarray, but got <class 'NoneType'> at index 1.",
+        ),
+    ],
+)
+def test_inputs_of_another_type_are_told(onnx_model: OnnxModel, inputs: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=exactly(text)):
+        built(onnx_model(AFFINE)).predict(inputs)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_another_number_of_inputs_is_told(onnx_model: OnnxModel, count: int) -> None:
+    text = f"model input len:2 not equal input len:{count}!"
+    with pytest.raises(RuntimeError, match=exactly(text)):
+        built(onnx_model(MIXED)).predict([floats(2, 3)] * count)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [floats(2, 4).astype(np.float64), floats(2, 5), floats(8), floats(1, 2, 4)],
+    ids=["dtype", "size", "rank 1", "rank 3"],
+)
+def test_input_that_does_not_fit_fails_the_run_and_is_named(
+    onnx_model: OnnxModel, data: NDArray[Any]
+) -> None:
+    model = built(onnx_model(AFFINE))
+    with pytest.raises(RuntimeError, match=r"^predict failed! Error is input 'x' has ") as caught:
+        model.predict([data])
+    assert isinstance(caught.value, mcinfer.InvalidInputError)
+    assert arrays(model.predict([floats(1, 4)])) == [[[3, 5, 7, 9]]]
+
+
+def test_tensor_of_unknown_size_that_nobody_filled_fails_the_run(onnx_model: OnnxModel) -> None:
+    model = built(onnx_model(AFFINE))
+    with pytest.raises(RuntimeError, match=r"^predict failed! Error is input 'x' has no data"):
+        model.predict(model.get_inputs())
+
+
+def test_run_that_fails_is_told_in_the_engines_words(onnx_model: OnnxModel) -> None:
+    model = built(onnx_model(TO_ORDER))
+    with pytest.raises(RuntimeError, match=r"^predict failed! Error is onnxruntime: ") as caught:
+        model.predict([floats(6), np.array([4, 2])])
+    assert isinstance(caught.value, mcinfer.PredictError)
+    assert arrays(model.predict([floats(6), np.array([3, 2])])) == [[[1, 2], [3, 4], [5, 6]]]
+
+
+def test_sizes_that_only_a_run_tells_are_those_of_each_run(onnx_model: OnnxModel) -> None:
+    model = built(onnx_model(CHOSEN))
+    for data in ([0, 1, 2], [0, 0, 0], [1, 1, 1]):
+        [output] = model.predict([np.array(data, np.float32)])
+        assert output.dtype is DataType.INT64
+        np.testing.assert_array_equal(output.get_data_to_numpy(), [np.flatnonzero(data)])
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "kind"),
+    [
+        ("bool", np.bool_, DataType.BOOL),
+        ("float16", np.float16, DataType.FLOAT16),
+        ("double", np.float64, DataType.FLOAT64),
+        ("int64", np.int64, DataType.INT64),
+        ("int32", np.int32, DataType.INT32),
+        ("int8", np.int8, DataType.INT8),
+        ("uint8", np.uint8, DataType.UINT8),
+    ],
+)
+def test_element_types_go_in_and_come_out(
+    onnx_model: OnnxModel, text: str, dtype: type, kind: DataType
+) -> None:
+    swap = f"{HEAD} swap ({text}[n, 2] x) => ({text}[2, n] y) {{ y = Transpose(x) }}"
+    model = built(onnx_model(swap))
+    assert model.get_inputs()[0].dtype is model.get_outputs()[0].dtype is kind
+    data: NDArray[Any] = np.array([[0, 1], [1, 1], [0, 0]], dtype)
+    given = [Tensor(np.empty((2, 3), dtype))]
+    for [output] in (model.predict(filled(model, data)), model.predict([data], given)):
+        assert output.dtype is kind
+        np.testing.assert_array_equal(output.get_data_to_numpy(), data.T)
+
+
+def test_texts_go_in_and_come_out(onnx_model: OnnxModel) -> None:
+    model = built(onnx_model(TEXTS))
+    texts = ["a", "süß", ""]
+    both: list[NDArray[Any]] = [np.array(texts, object), np.array(texts)]
+    for data in both:
+        [output] = model.predict([data])
+        assert output.get_data_to_numpy().tolist() == texts
+    with pytest.raises(RuntimeError, match=r"^predict failed! Error is input 'x' has dtype"):
+        model.predict([np.array([1, 2])])
+
+
+def test_operators_run_without_pythons_lock(onnx_model: OnnxModel) -> None:
+    """A run without end ends because this thread goes on meanwhile, and cancels it."""
+    model = built(onnx_model(LOOP))
+    assert model._built is not None
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            model.predict([np.array(10**12), floats(4)])
+        except mcinfer.McinferError as exc:
+            errors.append(exc)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert thread.native_id is not None
+    # All that comes before the run takes far less than this.
+    wait_until(lambda: cpu_ticks(thread.native_id) >= 20)
+    assert not errors
+    model._built.session._engine.cancel()
+    thread.join(10.0)
+    assert not thread.is_alive()
+    assert len(errors) == 1
+
+
+def cpu_ticks(thread: int | None) -> int:
+    """Time on a core that a thread of this process has had; a tick is 10 ms."""
+    text = Path(f"/proc/self/task/{thread}/stat").read_text(encoding="utf-8", errors="replace")
+    return int(text.rpartition(")")[2].split()[11])
+
+
+def test_eight_threads_get_each_its_own_answers(onnx_model: OnnxModel) -> None:
+    model = built(onnx_model(AFFINE))
+    together = threading.Barrier(8)
+
+    def ask(thread: int) -> int:
+        together.wait()
+        for call in range(200):
+            data = floats(1 + (thread * 7 + call) % 13, 4) + 1000 * thread + call
+            if call % 3:
+                [output] = model.predict([data])
+            else:
+                [output] = model.predict([data], [Tensor(np.empty_like(data))])
+            np.testing.assert_array_equal(output.get_data_to_numpy(), data * 2 + 1)
+        return 200
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(ask, range(8))) == 1600
+
+
+# Outputs that the caller gives.
+
+
+def test_outputs_that_are_given_are_written_in_place(onnx_model: OnnxModel) -> None:
+    model = built(onnx_model(AFFINE))
+    place = np.zeros((2, 4), np.float32)
+    given = [Tensor(place)]
+    [output] = model.predict([floats(2, 4)], given)
+    assert output is given[0]
+    np.testing.assert_array_equal(place, floats(2, 4) * 2 + 1)
+
+
+def test_outputs_of_unknown_size_take_that_of_the_result(onnx_model: OnnxModel) -> None:
+    model = built(onnx_model(AFFINE))
+    given = [Tensor(None, [-1, 4], DataType.FLOAT32)]
+    model.predict([floats(2, 4)], given)
+    assert given[0].shape == [2, 4]
+    np.testing.assert_array_equal(given[0].get_data_to_numpy(), floats(2, 4) * 2 + 1)
+
+
+def test_outputs_that_only_a_run_tells_are_written_where_they_fit(onnx_model: OnnxModel) -> None:
+    model = built(onnx_model(CHOSEN))
+    place = np.full((1, 2), -1)
+    model.predict([np.array([0, 1, 2], np.float32)], [Tensor(place)])
+    assert place.tolist() == [[1, 2]]
+    with pytest.raises(
+        RuntimeError, match=r"^predict failed! Error is output 'y' is DataType.INT64\[1, 3\]"
+    ):
+        model.predict([np.array([1, 1, 2], np.float32)], [Tensor(place)])
+    assert place.tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "text"),
+    [
+        ((), "outputs must be list, but got <class 'tuple'>."),
+        (Tensor(), "outputs must be list, but got <class 'mcinfer.mslite.tensor.Tensor'>."),
+        (
+            [np.zeros((1, 4), np.float32)],
+            "outputs element must be Tensor, but got <class 'numpy.ndarray'> at index 0.",
+        ),
+    ],
+)
+def test_outputs_of_another_type_are_told(onnx_model: OnnxModel, outputs: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=exactly(text)):
+        built(onnx_model(AFFINE)).predict([floats(1, 4)], outputs)
+
+
+def read_only() -> NDArray[Any]:
+    array = np.full((2, 4), -1, np.float32)
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        [],
+        [np.full((2, 4), -1, np.float32)] * 2,
+        [np.full((2, 4), -1, np.float64)],
+        [np.full((2, 4), -1, np.int32)],
+        [np.full((4, 2), -1, np.float32)],
+        [np.full((3, 4), -1, np.float32)],
+        [np.full(8, -1, np.float32)],
+        [read_only()],
+    ],
+    ids=["none", "two", "float64", "int32", "turned", "larger", "flat", "read-only"],
+)
+def test_outputs_that_do_not_fit_fail_the_run_and_are_not_touched(
+    onnx_model: OnnxModel, places: list[NDArray[Any]]
+) -> None:
+    model = built(onnx_model(AFFINE))
+    with pytest.raises(RuntimeError, match=r"^predict failed! Error is output"):
+        model.predict([floats(2, 4)], [Tensor(place) for place in places])
+    assert all((place == -1).all() for place in places)
+
+
+def test_one_output_that_does_not_fit_leaves_the_others_alone(onnx_model: OnnxModel) -> None:
+    model = built(onnx_model(MIXED))
+    good, bad = np.full((2, 3), -1, np.float32), np.full((2, 2), -1, np.float32)
+    with pytest.raises(RuntimeError, match=r"^predict failed! Error is output 'z'"):
+        model.predict([floats(2, 3), floats(2, 3)], [Tensor(good), Tensor(bad)])
+    assert (good == -1).all()
+
+
+def test_failed_run_leaves_the_outputs_as_they_were(onnx_model: OnnxModel) -> None:
+    late = f"""{HEAD}
+    late (float[2] x, int64[r] to) => (float[2] first, float[a, b] second) {{
+        first = Neg(x)
+        second = Reshape(first, to)
+    }}
+    """
+    model = built(onnx_model(late))
+    first, second = np.full(2, 7, np.float32), np.full((2, 1), 7, np.float32)
+    given = [Tensor(first), Tensor(second)]
+    for bad in ([3, 1], [1, 2]):  # the run fails, and its result does not fit
+        with pytest.raises(RuntimeError, match=r"^predict failed! "):
+            model.predict([floats(2), np.array(bad)], given)
+        assert (first == 7).all()
+        assert (second == 7).all()
+    model.predict([floats(2), np.array([2, 1])], given)
+    assert (first.tolist(), second.tolist()) == ([-1, -2], [[-1], [-2]])
+
+
+# Other sizes.
+
+
+def test_open_sizes_are_noted_and_others_still_run(onnx_model: OnnxModel) -> None:
+    model = built(onnx_model(AFFINE))
+    [tensor] = model.get_inputs()
+    model.resize([tensor], [[3, 4]])
+    assert tensor.shape == [3, 4]
+    tensor.set_data_from_numpy(floats(12))  # flat, as programs do
+    np.testing.assert_array_equal(arrays(model.predict([tensor]))[0], floats(3, 4) * 2 + 1)
+    np.testing.assert_array_equal(arrays(model.predict([floats(1, 4)])), [[[3, 5, 7, 9]]])
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+def test_fixed_sizes_are_built_anew(onnx_model: OnnxModel, buffer: bool) -> None:
+    path = onnx_model(FIXED)
+    model = Model()
+    if buffer:
+        model.build_from_buffer(path.read_bytes())
+    else:
+        model.build_from_file(str(path), ModelType.ONNX)
+    for shape in ([5, 3], [2, 7], [2, 3]):
+        model.resize(model.get_inputs(), [shape])
+        assert model.get_inputs()[0].shape == model.get_outputs()[0].shape == shape
+        np.testing.assert_array_equal(arrays(model.predict([floats(*shape)]))[0], -floats(*shape))
+        assert model.get_model_info("input_shape") == f"x:{shape[0]},{shape[1]}"
+
+
+def test_model_whose_weights_lie_outside_is_built_anew(tmp_path: Path) -> None:
+    path = save_apart(WEIGHED.replace("[n, 2]", "[1, 2]"), tmp_path)
+    from_buffer = Model()
+    weights = (tmp_path / "weights.bin").read_bytes()
+    from_buffer.build_from_buffer(path.read_bytes(), weights)
+    for model in (built(path), from_buffer):
+        model.resize(model.get_inputs(), [[2, 2]])
+        assert arrays(model.predict([floats(2, 2)])) == [[[11, 22], [13, 24]]]
+
+
+def test_open_sizes_stay_open_where_fixed_ones_are_built_anew(onnx_model: OnnxModel) -> None:
+    model = built(onnx_model(MIXED))
+    fixed, free = model.get_inputs()
+    model.resize([free], [[6, 3]])
+    model.resize([fixed], [[4, 3]])
+    for rows in (6, 5, 1):
+        assert [t.shape for t in model.predict([floats(4, 3), floats(rows, 3)])] == [
+            [4, 3],
+            [rows, 3],
+        ]
+    with pytest.raises(RuntimeError, match=r"^predict failed! "):
+        model.predict([floats(2, 3), floats(1, 3)])
+
+
+def test_tensor_of_that_name_will_do_for_resize(onnx_model: OnnxModel) -> None:
+    model = built(onnx_model(AFFINE))
+    other = Tensor()
+    other.name = "x"
+    model.resize([other], [[2, 4]])
+    assert other.shape == model.get_inputs()[0].shape == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "dims", "text"),
+    [
+        (None, [], "inputs must be list, but got <class 'NoneType'>."),
+        ((), [], "inputs must be list, but got <class 'tuple'>."),
+        ([1], 1, "inputs element must be Tensor, but got <class 'int'> at index 0."),
+        ([], (), "dims must be list, but got <class 'tuple'>."),
+        ([], [1], "dims element must be list, but got <class 'int'> at index 0."),
+        ([], [[1, "4"]], "dims element element must be int, but got <class 'str'> at index 1."),
+        ([], [[1, True]], "dims element element must be int, but got <class 'bool'> at index 1."),
+    ],
+)
+def test_wrong_types_of_resize_are_told(
+    onnx_model: OnnxModel, inputs: Any, dims: Any, text: str
+) -> None:
+    with pytest.raises(TypeError, match=exactly(text)):
+        built(onnx_model(AFFINE)).resize(inputs, dims)
+
+
+def test_resize_of_more_inputs_than_shapes_is_told(onnx_model: OnnxModel) -> None:
+    model = built(onnx_model(AFFINE))
+    with pytest.raises(ValueError, match=r"^inputs' size does not match dims' size: got 1 and 0$"):
+        model.resize(model.get_inputs(), [])
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        (FIXED, [0, 3]),
+        (FIXED, [-1, 3]),
+        (FIXED, [6]),
+        (AFFINE, [0, 4]),
+        (RESHAPED, [4, 3]),
+        (MATMUL, [2, 4]),
+    ],
+    ids=["0", "-1", "rank", "open 0", "constant Reshape", "MatMul"],
+)
+def test_resize_that_fails_leaves_the_model_as_it_was(
+    onnx_model: OnnxModel, text: str, shape: list[int]
+) -> None:
+    model = built(onnx_model(text))
+    [tensor] = model.get_inputs()
+    before = [*tensor.shape]
+    works = floats(*(size if size > 0 else 2 for size in before))
+    expected = arrays(model.predict([works]))
+    with pytest.raises(RuntimeError, match=r"^resize failed! Error is "):
+        model.resize([tensor], [shape])
+    assert tensor.shape == before
+    assert model.get_inputs()[0] is tensor
+    assert arrays(model.predict([works])) == expected
+
+
+def test_resize_of_an_unknown_input_is_refused(onnx_model: OnnxModel) -> None:
+    with pytest.raises(RuntimeError, match=r"^resize failed! Error is inputs: unknown ''"):
+        built(onnx_model(AFFINE)).resize([Tensor()], [[1, 4]])
+
+
+def test_changing_a_model_says_what_to_install(
+    onnx_model: OnnxModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = onnx_model(FIXED)
+    model = built(path)
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    text = r"failed! Error is .*pip install 'mcinfer\[onnx\]'$"
+    with pytest.raises(RuntimeError, match=f"^resize {text}") as caught:
+        model.resize(model.get_inputs(), [[4, 3]])
+    assert isinstance(caught.value, mcinfer.MissingDependencyError)
+    with pytest.raises(RuntimeError, match=f"^build_from_buffer {text}"):
+        Model().build_from_buffer(path.read_bytes(), b"weights")
+    assert arrays(model.predict([floats(2, 3)])) == [(-floats(2, 3)).tolist()]
+
+
+def test_resize_beside_runs_spoils_none(onnx_model: OnnxModel) -> None:
+    model = built(onnx_model(FIXED))
+    over = threading.Event()
+
+    def ask() -> int:
+        answers = 0
+        while not over.is_set():
+            for rows in (2, 4):
+                data = floats(rows, 3)
+                try:
+                    [output] = model.predict([data])
+                except mcinfer.InvalidInputError:
+                    continue  # it has the other size just now
+                np.testing.assert_array_equal(output.get_data_to_numpy(), -data)
+                answers += 1
+        return answers
+
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(ask) for _ in range(4)]
+        try:
+            for _ in range(10):
+                for rows in (4, 2):
+                    model.resize(model.get_inputs(), [[rows, 3]])
+        finally:
+            over.set()
+        assert all(item.result() for item in asked)
+
+
+# Weights.
+
+
+@pytest.mark.parametrize(
+    ("weights", "text"),
+    [
+        ((), "weights must be list, but got <class 'tuple'>."),
+        (
+            [Tensor()],
+            "weights element must be list, but got <class 'mcinfer.mslite.tensor.Tensor'>",
+        ),
+        ([[1]], "weights element element must be Tensor, but got <class 'int'> at index 0."),
+    ],
+)
+def test_weights_of_another_type_are_told(weights: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}"):
+        Model().update_weights(weights)
+
+
+def test_weights_that_were_not_made_replaceable_stay(onnx_model: OnnxModel) -> None:
+    model = built(onnx_model(WEIGHED))
+    with pytest.raises(RuntimeError, match=r"^update weight failed! Error is "):
+        model.update_weights([[Tensor(floats(2))]])
+    assert arrays(model.predict([floats(1, 2)])) == [[[11, 22]]]
+
+
+# What the context says of the CPU.
+
+
+def threads() -> dict[str, str]:
+    """The cores of each thread of this process, Python's and others."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            status = (task / "status").read_text(encoding="utf-8")
+        except OSError:
+            continue  # it has ended
+        found[task.name] = status.partition("Cpus_allowed_list:")[2].split()[0]
+    return found
+
+
+@contextmanager
+def started() -> Iterator[dict[str, str]]:
+    """The threads that are there at the end and were not at the beginning, with their cores."""
+    gc.collect()
+    # The runtime's own, one for each process, comes with the first session.
+    model = onnx.helper.make_model(
+        onnx.helper.make_graph(
+            [onnx.helper.make_node("Neg", ["x"], ["y"])],
+            "any",
+            [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1])],
+            [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1])],
+        ),
+        opset_imports=[onnx.helper.make_opsetid("", 17)],
+        ir_version=8,
+    )
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    ort.InferenceSession(model.SerializeToString(), options)
+    before = threads()
+    found: dict[str, str] = {}
+    yield found
+    found |= {name: cores for name, cores in threads().items() if name not in before}
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_thread_num_is_the_number_of_threads_of_a_run(onnx_model: OnnxModel, count: int) -> None:
+    context = Context()
+    context.cpu.thread_num = count
+    with started() as new:
+        model = built(onnx_model(AFFINE), context)
+    assert len(new) == count - 1  # the caller's is one of them
+    assert arrays(model.predict([floats(1, 4)])) == [[[3, 5, 7, 9]]]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_inter_op_parallel_num_starts_as_many_threads_more(
+    onnx_model: OnnxModel, count: int
+) -> None:
+    context = Context()
+    context.cpu.thread_num = 1
+    context.cpu.inter_op_parallel_num = count
+    with started() as new:
+        model = built(onnx_model(AFFINE), context)
+    assert len(new) == count - 1  # the caller's is one of them
+    assert arrays(model.predict([floats(1, 4)])) == [[[3, 5, 7, 9]]]
+
+
+def test_core_list_binds_the_threads_of_runs_and_no_others(onnx_model: OnnxModel) -> None:
+    cores = os.sched_getaffinity(0)
+    core = max(cores)
+    context = Context()
+    context.cpu.thread_num = 3
+    context.cpu.thread_affinity_core_list = [core] * 3
+    with started() as new:
+        model = built(onnx_model(AFFINE), context)
+    assert [*new.values()] == [str(core)] * 2
+    assert arrays(model.predict([floats(1, 4)])) == [[[3, 5, 7, 9]]]
+    assert os.sched_getaffinity(0) == cores
+
+
+def test_core_list_binds_the_callers_thread_during_a_run(onnx_model: OnnxModel) -> None:
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        pytest.skip("takes two cores")
+    core = max(cores)
+    context = Context()
+    context.cpu.thread_num = 1
+    context.cpu.thread_affinity_core_list = [core]
+    model = built(onnx_model(LOOP), context)
+    assert model._built is not None
+
+    def run() -> None:
+        with pytest.raises(mcinfer.McinferError, match="cancelled"):
+            model.predict([np.array(10**12), floats(4)])
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        wait_until(lambda: os.sched_getaffinity(thread.native_id or 0) == {core})
+        wait_until(lambda: cpu_ticks(thread.native_id) >= 10)
+    finally:
+        model._built.session._engine.cancel()
+        thread.join(10.0)
+    assert os.sched_getaffinity(0) == cores
+
+
+@pytest.mark.parametrize(
+    ("listed", "count", "text"),
+    [
+        ([0, 1], 1, "got 2 cores, expected threads x workers = 1 x 1"),
+        ([0], 2, "got 1 cores, expected threads x workers = 2 x 1"),
+        ([9999], 0, r"got \[9999\], expected some of \["),
+    ],
+)
+def test_core_list_that_does_not_fit_fails_the_build(
+    onnx_model: OnnxModel, listed: list[int], count: int, text: str
+) -> None:
+    context = Context()
+    context.cpu.thread_num = count
+    context.cpu.thread_affinity_core_list = listed
+    text = f"^build_from_file failed! Error is cpu_thread_affinity_core_list: {text}"
+    with pytest.raises(RuntimeError, match=text):
+        built(onnx_model(AFFINE), context)
+
+
+@pytest.mark.parametrize(("mode", "index"), [(1, -1), (2, 0)])
+def test_affinity_mode_binds_to_the_cores_of_that_kind(
+    onnx_model: OnnxModel, monkeypatch: pytest.MonkeyPatch, mode: int, index: int
+) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("takes two cores")
+    capacities = {core: 512 + (core == cores[-1]) for core in cores}
+    monkeypatch.setattr("mcinfer.mslite._targets.core_capacities", lambda: capacities)
+    context = Context()
+    context.cpu.thread_num = 1
+    context.cpu.inter_op_parallel_num = 3
+    context.cpu.thread_affinity_mode = mode
+    with started() as new:
+        model = built(onnx_model(AFFINE), context)
+    assert [*new.values()] == [str(cores[index])] * 2
+    assert arrays(model.predict([floats(1, 4)])) == [[[3, 5, 7, 9]]]
+
+
+def warned(path: Path, context: Context, match: str, **more: Any) -> tuple[Model, str]:
+    """A model, and the one warning that its build gave, which points at the line below."""
+    model = Model()
+    with pytest.warns(UserWarning, match=match) as caught:
+        model.build_from_file(str(path), ModelType.ONNX, context, **more)
+    [warning] = caught
+    assert warning.filename == __file__
+    assert Path(__file__).read_text("utf-8").splitlines()[warning.lineno - 1].strip() == (
+        "model.build_from_file(str(path), ModelType.ONNX, context, **more)"
+    )
+    return model, str(warning.message)
+
+
+def test_affinity_mode_on_cores_that_are_alike_is_told_once(
+    onnx_model: OnnxModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mcinfer.mslite._targets.core_capacities", lambda: {0: 1024, 1: 1024})
+    context = Context()
+    context.cpu.thread_affinity_mode = 1
+    text = "thread_affinity_mode has no effect: the cores of this machine are all alike"
+    model, _ = warned(onnx_model(AFFINE), context, text)
+    assert arrays(model.predict([floats(1, 4)])) == [[[3, 5, 7, 9]]]
+
+
+def test_float16_on_a_cpu_is_told_once(onnx_model: OnnxModel) -> None:
+    context = Context()
+    context.cpu.precision_mode = "preferred_fp16"
+    model, _ = warned(onnx_model(AFFINE), context, "preferred_fp16")
+    assert arrays(model.predict([floats(1, 4)])) == [[[3, 5, 7, 9]]]
+
+
+def test_entries_without_an_effect_are_told_once(onnx_model: OnnxModel, tmp_path: Path) -> None:
+    config = tmp_path / "config.ini"
+    config.write_text("[ascend_context]\nprovider=ge\nmodern=1\n", encoding="utf-8")
+    more = {"execution_plan": {"op": "fp16"}, "model_file": {"mindir_path": "/"}}
+    path, context = onnx_model(AFFINE), Context()
+    _, message = warned(path, context, "", config_path=str(config), config_dict=more)
+    assert message.endswith("in mcinfer: [ascend_context] modern, [execution_plan] op")
+
+
+# Devices that this host lacks.
+
+
+@pytest.mark.usefixtures("no_devices")
+@pytest.mark.parametrize("target", [["gpu"], ["ascend"], ["GPU", "cpu"], ["cpu", "Ascend"]])
+def test_device_that_is_not_here_is_replaced_by_the_cpu_and_told_once(
+    onnx_model: OnnxModel, target: list[str]
+) -> None:
+    context = Context()
+    context.target = target
+    device = "gpu" if "gpu" in str(target).lower() else "ascend"
+    text = rf"^target {device} cannot be used here \(device .*\): the model runs on the cpu$"
+    model, _ = warned(onnx_model(FIXED), context, text)
+    assert arrays(model.predict([floats(2, 3)])) == [[[-1, -2, -3], [-4, -5, -6]]]
+
+
+@pytest.mark.usefixtures("no_devices")
+def test_device_that_is_not_here_and_fp16_are_told_in_one_warning(onnx_model: OnnxModel) -> None:
+    context = Context()
+    context.target = ["gpu"]
+    context.cpu.precision_mode = "preferred_fp16"
+    _, message = warned(onnx_model(AFFINE), context, "")
+    assert "target gpu cannot be used here" in message
+    assert "preferred_fp16" in message
+
+
+@pytest.mark.usefixtures("no_devices")
+@pytest.mark.parametrize("target", ["gpu", "ascend"])
+def test_device_that_is_not_here_is_an_error_where_that_is_wanted(
+    onnx_model: OnnxModel, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    monkeypatch.setenv("MCINFER_STRICT_DEVICE", "1")
+    context = Context()
+    context.target = [target]
+    with pytest.raises(RuntimeError, match=r"^build_from_file failed! Error is device "):
+        built(onnx_model(AFFINE), context)
+
+
+@pytest.mark.usefixtures("no_devices")
+def test_resize_warns_at_its_own_caller(onnx_model: OnnxModel) -> None:
+    context = Context()
+    context.target = ["gpu"]
+    model, _ = warned(onnx_model(FIXED), context, "target gpu")
+    with pytest.warns(UserWarning, match="runs on the cpu") as caught:
+        model.resize(model.get_inputs(), [[1, 3]])
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_both_accelerators_at_once_are_refused(onnx_model: OnnxModel) -> None:
+    context = Context()
+    context.target = ["gpu", "ascend"]
+    with pytest.raises(
+        RuntimeError, match=r"^build_from_file failed! Error is target: .*at most two"
+    ):
+        built(onnx_model(AFFINE), context)
+
+
+# Groups.
+
+
+def grouped(flags: ModelGroupFlag, *paths: Path, context: Context | None = None) -> list[Model]:
+    group = ModelGroup(flags)
+    models = [Model() for _ in paths]
+    group.add_model(models)
+    for model, path in zip(models, paths, strict=True):
+        model.build_from_file(str(path), ModelType.ONNX, context)
+    return models
+
+
+@pytest.mark.parametrize("flags", [0, 1, 4, None, "SHARE_WEIGHT", ModelGroupFlag(0)])
+def test_unknown_flag_is_refused(flags: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"^flags must be ModelGroupFlag"):
+        ModelGroup(flags)
+
+
+def test_workspace_is_what_a_group_shares_by_default() -> None:
+    assert ModelGroup().flags is ModelGroupFlag.SHARE_WORKSPACE
+
+
+@pytest.mark.parametrize(
+    ("flags", "models", "error", "text"),
+    [
+        (1, None, TypeError, "models must be list or tuple, but got <class 'NoneType'>."),
+        (1, [], RuntimeError, "add_model failed! Error is models is empty"),
+        (
+            2,
+            ["a.onnx", Model()],
+            TypeError,
+            "models element must be str, but got <class 'mcinfer.mslite.model.Model'> at index 1.",
+        ),
+        (
+            2,
+            [Model(), "a.onnx"],
+            TypeError,
+            "models element must be Model, but got <class 'str'> at index 1.",
+        ),
+        (
+            1,
+            ["a.onnx"],
+            TypeError,
+            "models element must be Model, but got <class 'str'> at index 0.",
+        ),
+        (
+            3,
+            ["a.onnx"],
+            TypeError,
+            "models element must be Model, but got <class 'str'> at index 0.",
+        ),
+        (2, [1], TypeError, "models element must be str, but got <class 'int'> at index 0."),
+    ],
+)
+def test_models_that_cannot_be_grouped_are_told(
+    flags: int, models: Any, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=exactly(text)):
+        ModelGroup(ModelGroupFlag(flags)).add_model(models)
+
+
+def test_model_that_is_built_cannot_join_a_group_and_none_beside_it_does(
+    onnx_model: OnnxModel,
+) -> None:
+    fresh = Model()
+    with pytest.raises(RuntimeError, match=r"^add_model failed! Error is .*built already"):
+        ModelGroup().add_model([fresh, built(onnx_model(AFFINE))])
+    ModelGroup().add_model((fresh,))
+    with pytest.raises(RuntimeError, match=r"^add_model failed! Error is .*in another group"):
+        ModelGroup().add_model([fresh])
+
+
+def sessions(models: list[Model]) -> set[int]:
+    return {id(model._built.session) for model in models if model._built is not None}
+
+
+def test_models_of_one_file_share_their_weights(onnx_model: OnnxModel) -> None:
+    path = onnx_model(AFFINE)
+    models = grouped(ModelGroupFlag.SHARE_WEIGHT, path, path, onnx_model(AFFINE))
+    assert len(sessions(models[:2])) == 1
+    assert len(sessions(models)) == 2
+    for i, model in enumerate(models):
+        assert arrays(model.predict([floats(1, 4) + i])) == [
+            (2 * floats(1, 4) + 2 * i + 1).tolist()
+        ]
+
+
+def test_models_without_a_group_share_nothing(onnx_model: OnnxModel) -> None:
+    path = onnx_model(AFFINE)
+    assert len(sessions([built(path), built(path)])) == 2
+    assert len(sessions(grouped(ModelGroupFlag.SHARE_WORKSPACE, path, path))) == 2
+
+
+def test_models_of_one_file_with_other_threads_share_nothing(onnx_model: OnnxModel) -> None:
+    path, context = onnx_model(AFFINE), Context()
+    context.cpu.thread_num = 2
+    models = [Model(), Model()]
+    ModelGroup(ModelGroupFlag.SHARE_WEIGHT).add_model(models)
+    models[0].build_from_file(str(path), ModelType.ONNX)
+    context.cpu.inter_op_parallel_num = 2
+    models[1].build_from_file(str(path), ModelType.ONNX, context)
+    assert len(sessions(models)) == 2
+
+
+def test_file_that_was_written_anew_is_loaded_anew(onnx_model: OnnxModel) -> None:
+    path, other = onnx_model(AFFINE), onnx_model(AFFINE.replace("2.0", "3.0"))
+    models = [Model(), Model()]
+    ModelGroup(ModelGroupFlag.SHARE_WEIGHT).add_model(models)
+    models[0].build_from_file(str(path), ModelType.ONNX)
+    other.rename(path)
+    models[1].build_from_file(str(path), ModelType.ONNX)
+    assert [arrays(model.predict([floats(1, 4)])) for model in models] == [
+        [[[3, 5, 7, 9]]],
+        [[[4, 7, 10, 13]]],
+    ]
+
+
+def test_resize_of_one_leaves_the_other_of_a_group_alone(onnx_model: OnnxModel) -> None:
+    path = onnx_model(FIXED)
+    first, second = grouped(ModelGroupFlag.SHARE_WEIGHT, path, path)
+    first.resize(first.get_inputs(), [[1, 3]])
+    assert arrays(first.predict([floats(1, 3)])) == [[[-1, -2, -3]]]
+    assert arrays(second.predict([floats(2, 3)])) == [[[-1, -2, -3], [-4, -5, -6]]]
+
+
+@pytest.mark.parametrize(
+    "flags", [ModelGroupFlag.SHARE_WORKSPACE, ModelGroupFlag.SHARE_WEIGHT_WORKSPACE]
+)
+def test_models_that_share_a_workspace_run_right_at_once(
+    onnx_model: OnnxModel, flags: ModelGroupFlag
+) -> None:
+    path = onnx_model(AFFINE)
+    models = grouped(flags, path, path, onnx_model(AFFINE.replace("2.0", "3.0")))
+
+    def ask(i: int) -> None:
+        factor = 3 if i % 3 == 2 else 2
+        for rows in range(1, 50):
+            [output] = models[i % 3].predict([floats(rows, 4)])
+            np.testing.assert_array_equal(output.get_data_to_numpy(), floats(rows, 4) * factor + 1)
+
+    with ThreadPoolExecutor(6) as pool:
+        for done in [pool.submit(ask, i) for i in range(6)]:
+            done.result()
+
+
+def test_paths_in_a_group_are_told_to_share_nothing() -> None:
+    group = ModelGroup()
+    with pytest.warns(UserWarning, match="paths share nothing here") as caught:
+        group.add_model(["a.onnx", "b.onnx"])
+    assert [warning.filename for warning in caught] == [__file__]
+    group.cal_max_size_of_workspace(ModelType.ONNX)
+
+
+def test_size_of_the_workspace_takes_models_that_share_one() -> None:
+    group = ModelGroup(ModelGroupFlag.SHARE_WEIGHT_WORKSPACE)
+    text = "cal_max_size_of_workspace failed! Error is the group has no models"
+    with pytest.raises(RuntimeError, match=text):
+        group.cal_max_size_of_workspace(ModelType.ONNX, Context())
+    group.add_model([Model()])
+    group.cal_max_size_of_workspace(ModelType.ONNX, Context())
+    weights = ModelGroup(ModelGroupFlag.SHARE_WEIGHT)
+    weights.add_model([Model()])
+    with pytest.raises(RuntimeError, match=text):
+        weights.cal_max_size_of_workspace(ModelType.ONNX, Context())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((0,), "model_type must be ModelType, but got <class 'int'>."),
+        ((ModelType.ONNX, 1), "context must be Context, but got <class 'int'>."),
+    ],
+)
+def test_wrong_types_for_the_workspace_are_told(arguments: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=exactly(text)):
+        ModelGroup().cal_max_size_of_workspace(*arguments)

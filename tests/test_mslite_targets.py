@@ -1,0 +1,352 @@
+"""Tests of mcinfer/mslite/_targets.py: from a context to engines and devices."""
+
+import os
+import warnings
+from typing import Any
+
+import pytest
+
+from mcinfer.errors import BuildError, InvalidInputError, MissingDependencyError
+from mcinfer.mslite._targets import (
+    Attempt,
+    ModelType,
+    attempts,
+    count_workers,
+    model_type_of,
+    model_type_of_bytes,
+    open_first,
+    pinned_cores,
+)
+from mcinfer.mslite.context import Context
+
+
+@pytest.fixture(autouse=True)
+def cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of eight cores that are alike, and no word of the user's about devices."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(8)})
+    alike(dict.fromkeys(range(8), 1024), monkeypatch)
+    monkeypatch.delenv("MCINFER_STRICT_DEVICE", raising=False)
+
+
+def alike(capacities: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcinfer.mslite._targets.core_capacities", lambda: capacities)
+
+
+def context_of(*target: str, **settings: Any) -> Context:
+    """A context; a setting is named `part_attribute`."""
+    context = Context()
+    context.target = [*target]
+    for name, value in settings.items():
+        part, _, attribute = name.partition("_")
+        setattr(getattr(context, part), attribute, value)
+    return context
+
+
+def ways(context: Context, model_type: ModelType = ModelType.ONNX) -> list[list[str]]:
+    """What would be tried, in words."""
+    return [
+        [f"{attempt.engine} {attempt.kind}:{attempt.index}" for attempt in group]
+        for group in attempts(context, model_type, {})
+    ]
+
+
+# What kind of model it is.
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "found"),
+    [
+        ("m.onnx", ModelType.MINDIR, ModelType.ONNX),
+        ("m.ONNX", ModelType.MINDIR_LITE, ModelType.ONNX),
+        ("m.ms", ModelType.MINDIR, ModelType.MINDIR_LITE),
+        ("m.mindir", ModelType.MINDIR, ModelType.MINDIR),
+        ("m.mindir", ModelType.MINDIR_LITE, ModelType.MINDIR_LITE),
+        ("onnx", ModelType.MINDIR, ModelType.MINDIR),
+        ("m", ModelType.ONNX, ModelType.ONNX),
+    ],
+)
+def test_type_is_that_of_the_ending_else_what_is_said(
+    path: str, said: ModelType, found: ModelType
+) -> None:
+    assert model_type_of(path, said) is found
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"\x08\x08", ModelType.ONNX),
+        (b"\x0a\x05", ModelType.MINDIR),
+        (b"", ModelType.MINDIR),
+    ],
+)
+def test_type_of_a_buffer_is_seen_in_its_first_field(content: bytes, found: ModelType) -> None:
+    assert model_type_of_bytes(content) is found
+
+
+# What is tried.
+
+
+@pytest.mark.parametrize(
+    ("target", "model_type", "expected"),
+    [
+        (["cpu"], ModelType.ONNX, [["onnxruntime cpu:0"]]),
+        (["cpu"], ModelType.MINDIR, [["mindspore cpu:0", "mindspore_lite cpu:0"]]),
+        (["cpu"], ModelType.MINDIR_LITE, [["mindspore_lite cpu:0"]]),
+        (["gpu"], ModelType.ONNX, [["onnxruntime cuda:1"], ["onnxruntime cpu:0"]]),
+        (["cpu", "gpu"], ModelType.ONNX, [["onnxruntime cuda:1"], ["onnxruntime cpu:0"]]),
+        (["ascend"], ModelType.ONNX, [["onnxruntime ascend:2"], ["onnxruntime cpu:0"]]),
+        (["gpu"], ModelType.MINDIR_LITE, [["mindspore_lite cuda:1"], ["mindspore_lite cpu:0"]]),
+        (
+            ["Ascend"],
+            ModelType.MINDIR,
+            [["mindspore_lite ascend:2"], ["mindspore cpu:0", "mindspore_lite cpu:0"]],
+        ),
+    ],
+)
+def test_targets_are_tried_in_turn_and_the_cpu_last(
+    target: list[str], model_type: ModelType, expected: list[list[str]]
+) -> None:
+    context = context_of(*target, gpu_device_id=1, ascend_device_id=2)
+    assert ways(context, model_type) == expected
+
+
+def test_cpu_is_no_backup_where_the_user_is_strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MCINFER_STRICT_DEVICE", "1")
+    assert ways(context_of("gpu")) == [["onnxruntime cuda:0"]]
+    assert ways(context_of("cpu")) == [["onnxruntime cpu:0"]]
+
+
+@pytest.mark.parametrize("value", ["", "0", "yes"])
+def test_only_1_is_strict(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("MCINFER_STRICT_DEVICE", value)
+    assert len(ways(context_of("gpu"))) == 2
+
+
+def test_both_accelerators_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="at most two"):
+        ways(context_of("gpu", "ascend"))
+
+
+def only(context: Context, sections: Any = None, **more: Any) -> Attempt:
+    return attempts(context, more.get("model_type", ModelType.ONNX), sections or {})[0][0]
+
+
+def test_threads_reach_the_engine() -> None:
+    options = only(context_of("cpu", cpu_thread_num=3, cpu_inter_op_parallel_num=2)).options
+    assert (options.threads, options.inter_op_threads) == (3, 2)
+    options = only(context_of("cpu")).options
+    assert (options.threads, options.inter_op_threads) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "provider_options", "remark"),
+    [
+        ({}, "cuda", {"use_tf32": "0"}, ""),
+        ({"gpu_precision_mode": "preferred_fp16"}, "cuda", {"use_tf32": "1"}, "TensorFloat-32"),
+        ({"gpu_provider": "tensorrt"}, "tensorrt", {"trt_fp16_enable": "0"}, ""),
+        (
+            {"gpu_provider": "tensorrt", "gpu_precision_mode": "preferred_fp16"},
+            "tensorrt",
+            {"trt_fp16_enable": "1"},
+            "",
+        ),
+        ({"gpu_provider": "other"}, "cuda", {"use_tf32": "0"}, "gpu provider 'other' is unknown"),
+    ],
+)
+def test_precision_and_provider_of_a_gpu_act_or_are_remarked(
+    settings: dict[str, Any], kind: str, provider_options: dict[str, str], remark: str
+) -> None:
+    attempt = only(context_of("gpu", **settings))
+    assert attempt.kind == kind
+    assert dict(attempt.options.provider_options) == provider_options
+    assert len(attempt.remarks) == bool(remark)
+    assert remark in "".join(attempt.remarks)
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        ("enforce_fp32", "force_fp32"),
+        ("preferred_fp32", "allow_fp32_to_fp16"),
+        ("enforce_fp16", "force_fp16"),
+        ("enforce_origin", "must_keep_origin_dtype"),
+        ("preferred_optimal", "allow_mix_precision"),
+    ],
+)
+def test_precision_of_an_ascend_is_said_in_the_providers_words(mode: str, said: str) -> None:
+    context = context_of("ascend", ascend_precision_mode=mode)
+    assert only(context).options.provider_options == {"precision_mode": said}
+    original = only(context, model_type=ModelType.MINDIR)
+    assert original.options.provider_options == {"precision_mode": mode}
+
+
+def test_configuration_of_an_ascend_overrides_the_context() -> None:
+    context = context_of("ascend", ascend_precision_mode="enforce_fp16", ascend_provider="ge")
+    sections = {"ascend_context": {"precision_mode": "enforce_fp32", "provider": "x"}}
+    assert only(context, sections).options.provider_options == {"precision_mode": "force_fp32"}
+    original = only(context, sections, model_type=ModelType.MINDIR)
+    assert original.options.provider_options == {"precision_mode": "enforce_fp32", "provider": "x"}
+
+
+def test_nothing_said_of_an_ascend_leaves_it_to_the_runtime() -> None:
+    assert not only(context_of("ascend")).options.provider_options
+    assert not only(context_of("ascend"), model_type=ModelType.MINDIR).options.provider_options
+
+
+@pytest.mark.parametrize(
+    ("settings", "remarks"),
+    [
+        ({}, []),
+        ({"cpu_precision_mode": "preferred_fp16"}, ["preferred_fp16"]),
+        ({"cpu_thread_affinity_mode": 2}, ["thread_affinity_mode"]),
+        ({"cpu_thread_affinity_mode": 2, "cpu_thread_affinity_core_list": [0]}, []),
+        (
+            {"cpu_thread_affinity_mode": 1, "cpu_precision_mode": "preferred_fp16"},
+            ["preferred_fp16", "thread_affinity_mode"],
+        ),
+    ],
+)
+def test_settings_of_the_cpu_that_cannot_act_are_remarked(
+    settings: dict[str, Any], remarks: list[str]
+) -> None:
+    found = only(context_of("cpu", **settings)).remarks
+    assert len(found) == len(remarks)
+    assert all(word in text for word, text in zip(remarks, found, strict=True))
+
+
+def test_affinity_mode_that_acts_is_not_remarked(monkeypatch: pytest.MonkeyPatch) -> None:
+    alike({0: 400, 1: 1024}, monkeypatch)
+    assert only(context_of("cpu", cpu_thread_affinity_mode=1)).remarks == ()
+
+
+# Which of them serves.
+
+CPU = Attempt(target="cpu", engine="onnxruntime", kind="cpu")
+GPU = Attempt(target="gpu", engine="onnxruntime", kind="cuda", remarks=("of the gpu",))
+
+
+def test_first_that_can_be_built_serves_in_silence() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert open_first([[CPU]], lambda attempt: attempt, stacklevel=1) is CPU
+
+
+def test_remarks_of_what_serves_are_one_warning_at_the_callers_line() -> None:
+    with pytest.warns(UserWarning, match="^of the gpu$") as caught:
+        assert open_first([[GPU], [CPU]], lambda attempt: attempt, stacklevel=1) is GPU
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_target_that_fails_is_replaced_by_the_next_with_its_words() -> None:
+    def build(attempt: Attempt) -> Attempt:
+        if attempt is GPU:
+            raise BuildError("no such card")
+        return attempt
+
+    text = r"^target gpu cannot be used here \(no such card\): the model runs on the cpu$"
+    with pytest.warns(UserWarning, match=text) as caught:
+        assert open_first([[GPU], [CPU]], build, stacklevel=1) is CPU
+    assert len(caught) == 1
+
+
+def test_engine_that_is_not_installed_is_replaced_by_the_next_in_silence() -> None:
+    other = Attempt(target="cpu", engine="mindspore", kind="cpu")
+
+    def build(attempt: Attempt) -> Attempt:
+        if attempt is other:
+            raise MissingDependencyError("pip install it")
+        return attempt
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert open_first([[other, CPU]], build, stacklevel=1) is CPU
+
+
+def test_last_failure_is_raised_where_nothing_serves() -> None:
+    def build(attempt: Attempt) -> Attempt:
+        raise BuildError(f"no {attempt.kind}")
+
+    with pytest.raises(BuildError, match=r"^no cpu$"):
+        open_first([[GPU], [CPU]], build, stacklevel=1)
+
+
+def test_first_engine_that_is_missing_is_what_to_install() -> None:
+    other = Attempt(target="cpu", engine="mindspore", kind="cpu")
+
+    def build(attempt: Attempt) -> Attempt:
+        raise MissingDependencyError(attempt.engine)
+
+    with pytest.raises(MissingDependencyError, match=r"^mindspore$"):
+        open_first([[other, CPU]], build, stacklevel=1)
+
+
+# How many workers, and on which cores.
+
+
+@pytest.mark.parametrize(
+    ("context", "wanted", "device_ids", "count"),
+    [
+        (context_of("cpu"), 0, [], 2),
+        (context_of("cpu"), 3, [], 3),
+        (context_of("cpu"), 40, [], 40),
+        (context_of("cpu", cpu_thread_num=2), 0, [], 4),
+        (context_of("cpu", cpu_thread_num=3), 0, [], 2),
+        (context_of("cpu", cpu_thread_num=16), 0, [], 1),
+        (context_of("cpu"), 0, [0, 1, 2], 2),
+        (context_of("gpu"), 0, [], 1),
+        (context_of("gpu"), 0, [0, 1, 2], 3),
+        (context_of("gpu"), 4, [0, 1], 4),
+    ],
+)
+def test_number_of_workers_is_what_is_wanted_else_upstreams_rule(
+    context: Context, wanted: int, device_ids: list[int], count: int
+) -> None:
+    assert count_workers(context, wanted, device_ids) == count
+
+
+def test_more_than_five_workers_for_each_core_are_refused() -> None:
+    with pytest.raises(
+        InvalidInputError, match=r"workers_num: got 41, expected at most 5 for each"
+    ):
+        count_workers(context_of("cpu"), 41, [])
+
+
+def test_workers_have_no_cores_of_their_own_where_nobody_says_it() -> None:
+    assert pinned_cores(context_of("cpu"), 2) is None
+    assert pinned_cores(context_of("cpu", cpu_thread_affinity_mode=1), 2) is None
+
+
+@pytest.mark.parametrize(
+    ("threads", "listed", "workers", "dealt"),
+    [
+        (2, [4, 5, 6, 7], 2, ((4, 5), (6, 7))),
+        (0, [4, 5, 6, 7], 2, ((4, 5), (6, 7))),
+        (1, [7], 1, ((7,),)),
+    ],
+)
+def test_list_of_cores_is_dealt(
+    threads: int, listed: list[int], workers: int, dealt: tuple[tuple[int, ...], ...]
+) -> None:
+    context = context_of("cpu", cpu_thread_num=threads, cpu_thread_affinity_core_list=listed)
+    assert pinned_cores(context, workers) == dealt
+
+
+@pytest.mark.parametrize(
+    ("threads", "listed", "workers"), [(2, [0, 1], 2), (0, [0, 1, 2], 2), (1, [8], 1)]
+)
+def test_list_of_cores_that_does_not_fit_is_refused(
+    threads: int, listed: list[int], workers: int
+) -> None:
+    context = context_of("cpu", cpu_thread_num=threads, cpu_thread_affinity_core_list=listed)
+    with pytest.raises(InvalidInputError, match="core_list: got"):
+        pinned_cores(context, workers)
+
+
+def test_cores_of_a_mode_are_dealt_the_big_ones_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    alike({0: 400, 1: 400, 2: 1024, 3: 1024}, monkeypatch)
+    context = context_of("cpu", cpu_thread_num=1, cpu_thread_affinity_mode=1)
+    assert pinned_cores(context, 2) == ((2,), (3,))
+    context.cpu.thread_affinity_mode = 2
+    assert pinned_cores(context, 2) == ((0,), (1,))
+    context.cpu.thread_affinity_core_list = [3, 0]  # more than any mode
+    assert pinned_cores(context, 2) == ((3,), (0,))
