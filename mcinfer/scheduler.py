@@ -7,7 +7,6 @@ passed) and carries out the actions it is given, in order. The rules:
 * A shard whose worker died goes to another; one that has killed two workers is given up.
 * A bad request fails alone; its worker lives on. Requests that were joined to one run and failed, or
   lost their worker, run again apart.
-* Where runs are short, a busy worker is given one more ahead, so that it does not wait for the next.
 * A deadline that passes settles the request at once; then CANCEL, a grace period, and a kill.
 * A worker that dies is started again, with back-off and within a budget; the others serve meanwhile.
 * A request's memory is released when no worker can write to it any more: all that were given a
@@ -46,7 +45,6 @@ from mcinfer.errors import (
 )
 from mcinfer.ledger import Entry, Ledger, Outcome
 from mcinfer.protocol import (
-    MOST_RUNS,
     Build,
     BuildFinish,
     Cancel,
@@ -61,9 +59,6 @@ from mcinfer.protocol import (
 from mcinfer.shard_queue import Joinable, ShardId
 from mcinfer.statistics import WorkerStatistics
 
-SHORT_RUN = 0.01
-"""Seconds: where runs take no longer, the time between two of them counts."""
-
 MOST_DEATHS = 2
 """A shard, or a first build, that has killed this many workers is given up."""
 
@@ -74,9 +69,7 @@ class _Worker:
     device: str
     build: Build
     conversation: Conversation = field(default_factory=lambda: Conversation(state=WorkerState.GONE))
-    runs: deque[tuple[ShardId, ...]] = field(default_factory=deque)
-    began: float = 0.0
-    last_seconds: float = math.inf
+    members: tuple[ShardId, ...] = ()
     pid: int | None = None
     ready_by: float | None = None
     kill_at: float | None = None
@@ -89,7 +82,7 @@ class _Worker:
     build_failure: str | None = None
     lacks_package: bool = False
     restarts: int = 0
-    runs_done: int = 0
+    runs: int = 0
     completed: int = 0
     failed: int = 0
     busy_seconds: float = 0.0
@@ -151,7 +144,6 @@ class Scheduler:
         self._closed = False
         self._specs: BuildFinish | None = None
         self._max_delay = max_delay
-        self._joins = max_batch_size > 1
         self.ledger = Ledger(max_batch_size)
 
     # What the shell and the statistics may ask.
@@ -168,8 +160,7 @@ class Scheduler:
 
     def running(self, worker: int) -> tuple[ShardId, ...]:
         """Request and shard of all that the worker's run is for; none while it is at none."""
-        runs = self._workers[worker].runs
-        return runs[0] if runs else ()
+        return self._workers[worker].members
 
     def is_exiting(self, worker: int) -> bool:
         """Whether the worker was told to end, so that its end is no surprise."""
@@ -189,7 +180,7 @@ class Scheduler:
                 pid=w.pid,
                 state=str(w.state),
                 restarts=w.restarts,
-                runs=w.runs_done,
+                runs=w.runs,
                 completed=w.completed,
                 failed=w.failed,
                 busy_seconds=w.busy_seconds,
@@ -294,25 +285,22 @@ class Scheduler:
                 return self._handle_build_error(w, message, now)
             case Reply() | Error():
                 w.kill_at = None if before is WorkerState.BUSY else w.kill_at
-                return [*self._handle_answer(w, message, now), *self._dispatch(now)]
+                return [*self._handle_answer(w, message), *self._dispatch(now)]
         return []
 
     def handle_died(self, now: float, worker: int, how: str) -> list[Action]:
         """The worker's process ended, or could not be started; `how` in words."""
         w = self._workers[worker]
         story = f"{w.name} {how}"
-        state, runs = w.state, w.runs
+        state, members = w.state, w.members
         w.conversation = Conversation(state=WorkerState.GONE)
-        w.runs, w.last_seconds = deque(), math.inf
+        w.members = ()
         w.pid = w.ready_by = w.kill_at = None
         reason = w.last_error if w.killed or state is WorkerState.EXITING else ""
         actions: list[Action] = []
-        if runs:
-            running = runs.popleft()
-            for members in runs:  # had not begun
-                actions += self._run_again(members)
-            w.failed += len(running)
-            actions += self._handle_lost_run(running, story)
+        if members:
+            w.failed += len(members)
+            actions += self._handle_lost_run(members, story)
         if self._closing is None:
             w.last_error = f"{story} after: {reason}" if reason else story
             if not self._started and not w.started_before:
@@ -373,51 +361,17 @@ class Scheduler:
             if w.state is WorkerState.READY and not w.killed:
                 members = self.ledger.take_run(now)
                 if not members:
-                    return actions
-                actions.append(self._give(w, members, now))
-        if self.ledger.queue and not self._joins:
-            actions += self._give_ahead(now)
+                    break
+                w.members = members
+                w.conversation.begin_run(*members[0])
+                actions.append(SendPredict(worker=w.index, members=members))
         return actions
 
-    def _give(self, w: _Worker, members: tuple[ShardId, ...], now: float) -> Action:
-        if not w.runs:
-            w.began = now
-        w.runs.append(members)
-        w.conversation.begin_run(*members[0])
-        return SendPredict(worker=w.index, members=members)
-
-    def _give_ahead(self, now: float) -> list[Action]:
-        """Give queued shards to busy workers whose runs are short, those that will be done first."""
-        actions: list[Action] = []
-        for w in sorted(self._workers, key=lambda w: w.began):
-            if not self._takes_ahead(w):
-                continue
-            members = self.ledger.take_run(now, ahead=True)
-            if not members:
-                break
-            actions.append(self._give(w, members, now))
-        return actions
-
-    def _takes_ahead(self, w: _Worker) -> bool:
-        """Whether it may be given one more: not where it may be killed, or die, for the one it is at."""
-        if (
-            w.state is not WorkerState.BUSY
-            or len(w.runs) >= MOST_RUNS
-            or w.last_seconds > SHORT_RUN
-        ):
-            return False
-        suspect = any(self.ledger[request].deaths[shard] for request, shard in w.runs[0])
-        return not (w.killed or suspect) and w.kill_at is None
-
-    def _handle_answer(self, w: _Worker, message: Reply | Error, now: float) -> list[Action]:
-        members = w.runs.popleft() if w.runs else ()
-        w.began = now
-        if w.runs and w.state is WorkerState.BUSY and self._is_over(w.runs[0]):
-            w.kill_at = now + self._timeouts.cancel_grace  # it was told to skip it
+    def _handle_answer(self, w: _Worker, message: Reply | Error) -> list[Action]:
+        members, w.members = w.members, ()
         if isinstance(message, Error):
             return self._handle_failed_run(w, members, message)
-        w.last_seconds = message.seconds
-        w.runs_done += 1
+        w.runs += 1
         w.completed += len(members)
         w.busy_seconds += message.seconds
         actions: list[Action] = []
@@ -442,7 +396,7 @@ class Scheduler:
             w.failed += len(members)
             w.last_error = message.text
         if len(members) > 1:
-            return self._run_again(members)
+            return self._run_apart(members)
         actions: list[Action] = []
         for request, _ in members:
             entry = self.ledger[request]
@@ -454,8 +408,7 @@ class Scheduler:
             actions += self._fail(entry, kind(f"{w.name}: {message.text}"))
         return actions
 
-    def _run_again(self, members: tuple[ShardId, ...]) -> list[Action]:
-        """Queue the members of a run again, each by itself and before others."""
+    def _run_apart(self, members: tuple[ShardId, ...]) -> list[Action]:
         actions: list[Action] = []
         for request, shard in reversed(members):
             entry = self.ledger[request]
@@ -470,31 +423,22 @@ class Scheduler:
         """Settle with an error; runs that are for nobody any more are asked to stop."""
         self.ledger.close(entry, outcome)
         actions: list[Action] = [Settle(request=entry.number, error=error)]
-        for w, members in self._runs_for(entry):
-            if self._is_over(members):
-                actions += self._cancel_run(w, members)
+        for w in self._at(entry):
+            if all(self.ledger[request].settled for request, _ in w.members):
+                actions += self._cancel_run(w)
                 # A run that does not stop may not keep its worker past the request's deadline.
-                if members is w.runs[0] and w.kill_at is None:
+                if w.kill_at is None:
                     w.kill_at = entry.deadline + self._timeouts.cancel_grace
         return [*actions, *self._release_if_done(entry)]
 
-    def _runs_for(self, entry: Entry) -> list[tuple[_Worker, tuple[ShardId, ...]]]:
-        """The runs that are for this request, among others."""
-        return [
-            (w, members)
-            for w in self._workers
-            for members in w.runs
-            if any(request == entry.number for request, _ in members)
-        ]
+    def _at(self, entry: Entry) -> list[_Worker]:
+        """The workers whose run is for this request, among others."""
+        return [w for w in self._workers if any(r == entry.number for r, _ in w.members)]
 
-    def _is_over(self, members: tuple[ShardId, ...]) -> bool:
-        """Whether nobody waits for this run any more."""
-        return all(self.ledger[request].settled for request, _ in members)
-
-    def _cancel_run(self, w: _Worker, members: tuple[ShardId, ...]) -> list[Action]:
-        if w.state is not WorkerState.BUSY:
+    def _cancel_run(self, w: _Worker) -> list[Action]:
+        if w.state is not WorkerState.BUSY or not w.members:
             return []
-        return [self._send(w, Cancel(request=members[0][0]))]
+        return [self._send(w, Cancel(request=w.members[0][0]))]
 
     def _release_if_done(self, entry: Entry) -> list[Action]:
         return [Release(request=entry.number)] if self.ledger.strike(entry) else []
@@ -505,7 +449,7 @@ class Scheduler:
         Of several that were joined nobody knows which it was: they run apart, and none is blamed yet.
         """
         if len(members) > 1:
-            return self._run_again(members)
+            return self._run_apart(members)
         [(request, shard)] = members
         entry = self.ledger[request]
         entry.outstanding -= 1
@@ -524,28 +468,22 @@ class Scheduler:
 
     def _handle_deadline(self, entry: Entry, now: float) -> list[Action]:
         """Its time is over. Those that were joined with it run again apart: it may be what hangs."""
-        runs = self._runs_for(entry)
-        places = {
-            shard: f"{'ran on' if members is w.runs[0] else 'waited at'} {w.name}"
-            for w, members in runs
-            for request, shard in members
-            if request == entry.number
-        }
+        at = self._at(entry)
+        running = {shard: w for w in at for request, shard in w.members if request == entry.number}
         where = [
-            f"shard {i} {places.get(i, 'waited for a worker')}"
+            f"shard {i} {'ran on ' + running[i].name if i in running else 'waited for a worker'}"
             for i, answered in enumerate(entry.answered)
             if not answered
         ]
         error = PredictTimeoutError(f"no answer within {entry.timeout:g} s: {', '.join(where)}")
-        for w, members in runs:
-            if members is w.runs[0]:
-                # From when it was noticed: a run that was not asked to stop yet has its grace.
-                grace = now + self._timeouts.cancel_grace
-                w.kill_at = grace if w.kill_at is None else min(w.kill_at, grace)
+        for w in at:
+            # From when it was noticed: a run that was not asked to stop yet has its grace.
+            grace = now + self._timeouts.cancel_grace
+            w.kill_at = grace if w.kill_at is None else min(w.kill_at, grace)
         actions = self._fail(entry, error)
-        for w, members in runs:
-            if not self._is_over(members):
-                actions += self._cancel_run(w, members)
+        for w in at:
+            if not all(self.ledger[request].settled for request, _ in w.members):
+                actions += self._cancel_run(w)
         return actions
 
     # Workers.
