@@ -31,7 +31,8 @@ from mcinfer.errors import (
     McinferError,
     QueueFullError,
 )
-from mcinfer.protocol import Build, TensorFields
+from mcinfer.fields import TensorFields
+from mcinfer.protocol import Build
 from mcinfer.sharding import BatchAxes, batch_symbol
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
 from mcinfer.staging import Arrays, Inputs, Job, Stager

@@ -12,7 +12,7 @@ place holds the values.
 """
 
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -20,7 +20,23 @@ from typing import Any, ClassVar
 import msgpack
 
 from mcinfer.errors import ProtocolError
-from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension
+from mcinfer.fields import (
+    Check,
+    TensorFields,
+    TensorRef,
+    is_axes,
+    is_cores,
+    is_count,
+    is_flag,
+    is_members,
+    is_references,
+    is_seconds,
+    is_specs,
+    is_text,
+    is_text_map,
+    is_texts,
+    or_none,
+)
 
 VERSION = 2
 """Raised with each change that an older peer would misread; HELLO carries it."""
@@ -36,123 +52,6 @@ CANCEL = 7
 ATTACH = 8
 DETACH = 9
 PREDICT_JOINED = 12
-
-TensorRef = tuple[str, str, tuple[int, ...], int | None, Any]
-"""Name, element type, shape, block id, byte offset; a worker's own blocks have negative ids."""
-
-TensorFields = tuple[str, str, tuple[Dimension, ...]]
-"""A tensor specification on the wire: name, element type, shape with symbols."""
-
-_MOST = 2**63
-_MOST_DIMENSIONS = 64
-
-Check = Callable[[Any], bool]
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _MOST
-
-
-def _is_seconds(value: Any) -> bool:
-    return type(value) is float and 0.0 <= value < float("inf")
-
-
-def _is_text(value: Any) -> bool:
-    return type(value) is str
-
-
-def _is_flag(value: Any) -> bool:
-    return type(value) is bool
-
-
-def _is_shape(value: Any) -> bool:
-    if type(value) is not tuple or len(value) > _MOST_DIMENSIONS:
-        return False
-    for size in value:  # noqa: SIM110 this is on every request's way, and a generator costs as much again
-        if type(size) is not int or not 0 <= size < _MOST:
-            return False
-    return True
-
-
-def _is_values(value: Any, shape: tuple[int, ...]) -> bool:
-    count = 1
-    for size in shape:
-        count *= size
-    return (
-        type(value) is tuple
-        and len(value) == count
-        and all(type(item) in (str, bytes) for item in value)
-    )
-
-
-def _is_reference(value: Any) -> bool:
-    if type(value) is not tuple or len(value) != 5:
-        return False
-    name, element_type, shape, block, where = value
-    if type(name) is not str or type(element_type) is not str or not _is_shape(shape):
-        return False
-    if element_type == STRING:
-        return block is None and _is_values(where, shape)
-    in_range = type(block) is int and -_MOST < block < _MOST and _is_count(where)
-    return in_range and element_type in ELEMENT_TYPES
-
-
-def _is_references(value: Any) -> bool:
-    return type(value) is tuple and all(_is_reference(item) for item in value)
-
-
-def _is_members(value: Any) -> bool:
-    return (
-        type(value) is tuple
-        and len(value) > 1
-        and all(
-            type(member) is dict
-            and member.keys() == {"inputs", "outputs"}
-            and all(_is_references(tensors) for tensors in member.values())
-            for member in value
-        )
-    )
-
-
-def _is_axes(value: Any) -> bool:
-    return type(value) is tuple and all(item is None or _is_count(item) for item in value)
-
-
-def _is_specs(value: Any) -> bool:
-    return type(value) is tuple and all(_is_spec(item) for item in value)
-
-
-def _is_spec(value: Any) -> bool:
-    return (
-        type(value) is tuple
-        and len(value) == 3
-        and type(value[0]) is str
-        and type(value[1]) is str
-        and value[1] in ELEMENT_TYPES
-        and type(value[2]) is tuple
-        and all(
-            size is None or type(size) is str or (type(size) is int and 0 <= size < _MOST)
-            for size in value[2]
-        )
-    )
-
-
-def _is_texts(value: Any) -> bool:
-    return type(value) is tuple and all(type(item) is str for item in value)
-
-
-def _is_text_map(value: Any) -> bool:
-    return type(value) is dict and all(
-        type(key) is str and type(item) is str for key, item in value.items()
-    )
-
-
-def _is_cores(value: Any) -> bool:
-    return type(value) is tuple and all(_is_count(item) for item in value)
-
-
-def _or_none(check: Check) -> Check:
-    return lambda value: value is None or check(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,11 +89,11 @@ class Error(Message):
 
     ID = ERROR
     CHECKS = {
-        "request": _or_none(_is_count),
-        "shard": _or_none(_is_count),
+        "request": or_none(is_count),
+        "shard": or_none(is_count),
         "kind": lambda value: value in ("build", "missing", "invalid", "predict", "cancelled"),
-        "text": _is_text,
-        "traceback": _is_text,
+        "text": is_text,
+        "traceback": is_text,
     }
     request: int | None = None
     shard: int | None = None
@@ -214,10 +113,10 @@ class Predict(Message):
 
     ID = PREDICT
     CHECKS = {
-        "request": _is_count,
-        "shard": _is_count,
-        "inputs": _is_references,
-        "outputs": _is_references,
+        "request": is_count,
+        "shard": is_count,
+        "inputs": is_references,
+        "outputs": is_references,
     }
     request: int
     shard: int
@@ -240,11 +139,11 @@ class PredictJoined(Message):
 
     ID = PREDICT_JOINED
     CHECKS = {
-        "request": _is_count,
-        "shard": _is_count,
-        "members": _is_members,
-        "input_axes": _is_axes,
-        "output_axes": lambda value: _is_axes(value) and None not in value,
+        "request": is_count,
+        "shard": is_count,
+        "members": is_members,
+        "input_axes": is_axes,
+        "output_axes": lambda value: is_axes(value) and None not in value,
     }
     request: int
     shard: int
@@ -265,10 +164,10 @@ class Reply(Message):
 
     ID = REPLY
     CHECKS = {
-        "request": _is_count,
-        "shard": _is_count,
-        "outputs": _is_references,
-        "seconds": _is_seconds,
+        "request": is_count,
+        "shard": is_count,
+        "outputs": is_references,
+        "seconds": is_seconds,
     }
     request: int
     shard: int
@@ -287,10 +186,10 @@ class BuildFinish(Message):
 
     ID = BUILD_FINISH
     CHECKS = {
-        "inputs": _is_specs,
-        "outputs": _is_specs,
-        "providers": _is_texts,
-        "seconds": _is_seconds,
+        "inputs": is_specs,
+        "outputs": is_specs,
+        "providers": is_texts,
+        "seconds": is_seconds,
     }
     inputs: tuple[TensorFields, ...]
     outputs: tuple[TensorFields, ...]
@@ -310,7 +209,7 @@ class Hello(Message):
     """Worker to master, first of all: who it is. The token proves that the master started it."""
 
     ID = HELLO
-    CHECKS = {"version": _is_count, "pid": _is_count, "token": _is_text}
+    CHECKS = {"version": is_count, "pid": is_count, "token": is_text}
     version: int
     pid: int
     token: str
@@ -328,16 +227,16 @@ class Build(Message):
 
     ID = BUILD
     CHECKS = {
-        "model": _is_text,
-        "engine": _is_text,
-        "device": _is_text,
-        "cores": _is_cores,
-        "shared": _is_flag,
-        "threads": _or_none(_is_count),
-        "inter_op_threads": _or_none(_is_count),
-        "allow_fallback": _is_flag,
-        "session_config": _is_text_map,
-        "provider_options": _is_text_map,
+        "model": is_text,
+        "engine": is_text,
+        "device": is_text,
+        "cores": is_cores,
+        "shared": is_flag,
+        "threads": or_none(is_count),
+        "inter_op_threads": or_none(is_count),
+        "allow_fallback": is_flag,
+        "session_config": is_text_map,
+        "provider_options": is_text_map,
     }
     model: str
     engine: str
@@ -356,7 +255,7 @@ class Cancel(Message):
     """Master to worker: stop that request's run if it is still going; else nothing."""
 
     ID = CANCEL
-    CHECKS = {"request": _is_count}
+    CHECKS = {"request": is_count}
     request: int
 
 
@@ -365,7 +264,7 @@ class Attach(Message):
     """Master to worker: map this block; its descriptor is already on the lifeline."""
 
     ID = ATTACH
-    CHECKS = {"block": _is_count, "size": _is_count}
+    CHECKS = {"block": is_count, "size": is_count}
     block: int
     size: int
 
@@ -375,7 +274,7 @@ class Detach(Message):
     """Master to worker: this block is not used any more; unmap it."""
 
     ID = DETACH
-    CHECKS = {"block": _is_count}
+    CHECKS = {"block": is_count}
     block: int
 
 

@@ -39,6 +39,7 @@ from mcinfer.errors import (
     PredictError,
     ProtocolError,
 )
+from mcinfer.fields import TensorFields, TensorRef
 from mcinfer.joined_runs import JoinedRuns
 from mcinfer.protocol import (
     VERSION,
@@ -55,8 +56,6 @@ from mcinfer.protocol import (
     Predict,
     PredictJoined,
     Reply,
-    TensorFields,
-    TensorRef,
     decode,
     encode,
 )

@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from mcinfer import sharding
 from mcinfer.copier import Copier
 from mcinfer.errors import InvalidInputError, ProtocolError
-from mcinfer.protocol import TensorRef, encode_predict, encode_tensors
+from mcinfer.fields import TensorRef
+from mcinfer.protocol import encode_predict, encode_tensors
 from mcinfer.sharding import BatchAxes, Plan
 from mcinfer.shm.arena import Arena, Slot, align
 from mcinfer.shm.block import Block

@@ -416,7 +416,8 @@ class Supervisor:
                 self._kill(index, f"sent what could not be handled: {exc!r}")
                 continue
             self._carry_out(actions)
-            if not isinstance(message, Reply) or len(self._scheduler.ledger.queue):
+            held_until = self._scheduler.ledger.queue.next_due()
+            if not isinstance(message, Reply) or held_until < self._wakes_at:
                 self._hurry()  # what is held for others to join becomes due once a worker is free
             if isinstance(message, Error) and message.traceback:
                 _log.debug("%s: %s", self._scheduler.name(index), message.traceback)

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from mcinfer import protocol
 from mcinfer.errors import ProtocolError
+from mcinfer.fields import TensorRef
 from mcinfer.protocol import (
     MESSAGES,
     TRANSITIONS,
@@ -32,7 +33,6 @@ from mcinfer.protocol import (
     Predict,
     PredictJoined,
     Reply,
-    TensorRef,
     WorkerState,
     decode,
     encode,

@@ -15,6 +15,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from mcinfer.fields import TensorRef
 from mcinfer.protocol import (
     VERSION,
     Attach,
@@ -28,7 +29,6 @@ from mcinfer.protocol import (
     Message,
     Predict,
     Reply,
-    TensorRef,
     decode,
     encode,
 )

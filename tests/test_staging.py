@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mcinfer.errors import InvalidInputError, PredictError, ProtocolError, QueueFullError
-from mcinfer.protocol import Predict, Reply, TensorRef, decode, encode, encode_tensors
+from mcinfer.fields import TensorRef
+from mcinfer.protocol import Predict, Reply, decode, encode, encode_tensors
 from mcinfer.shm.arena import Arena, align
 from mcinfer.shm.block import Block
 from mcinfer.specs import (
