@@ -47,6 +47,7 @@ from mcinfer.actions import (
     Settle,
     StartWorker,
 )
+from mcinfer.answers import Answers
 from mcinfer.config import Limits, RestartPolicy, Timeouts
 from mcinfer.errors import ClosedError, McinferError, ProtocolError
 from mcinfer.interrupts import HeldInterrupts
@@ -83,8 +84,6 @@ _LONGEST_WAIT = 86400.0
 _LAST_OUTPUT = 1.0
 """Seconds that a closing master gives to what its workers printed last."""
 
-_Settlement = tuple[Job, McinferError | None]
-
 
 class Supervisor:
     """The processes, the socket and the I/O thread of one master."""
@@ -120,9 +119,7 @@ class Supervisor:
         self._started: Future[BuildFinish] = Future()
         self._thread: threading.Thread | None = None
         self._wakes_at = math.inf
-        self._settled: deque[_Settlement] = deque()
-        self._public: deque[_Settlement] = deque()
-        self._ended = False
+        self._answers = Answers(wake=self._wake_io_thread, answered=self._wake_driver)
         self._start_called = False
         self._abandoned = False
         self._finished = False
@@ -173,7 +170,7 @@ class Supervisor:
             with HeldInterrupts():
                 with self._lock:
                     self._carry_out(self._scheduler.handle_start(monotonic()))
-                self._settle()
+                self._answers.give()
             self._wakeup.set()
             return self._started.result()
         except BaseException:
@@ -194,7 +191,7 @@ class Supervisor:
         with HeldInterrupts():
             with self._lock:
                 self._close(self._timeouts.close if timeout is None else timeout)
-            self._settle()
+            self._answers.give()
             self._wakeup.set()
         if self.may_wait():
             self._thread.join()
@@ -245,7 +242,7 @@ class Supervisor:
             with self._lock:
                 self._enter(job, start, timeout, priority)
             job.future.add_done_callback(partial(self._on_done, job.number))
-            self._settle()
+            self._answers.give()
 
     def _enter(self, job: Job, start: float, timeout: float, priority: int) -> None:
         if self._finished:
@@ -307,7 +304,7 @@ class Supervisor:
         with HeldInterrupts():
             with self._lock:
                 self._receive(monotonic())
-            self._settle()
+            self._answers.give()
 
     def _on_done(self, number: int, future: "Future[Arrays]") -> None:
         """A future is done; if its caller cancelled it, the run is to stop.
@@ -321,7 +318,7 @@ class Supervisor:
                 self._carry_out(self._scheduler.handle_cancel(number))
                 self._receive(monotonic())
                 self._hurry()
-            self._settle()
+            self._answers.give()
 
     def _hurry(self) -> None:
         """Wake the I/O thread if something is due before it would wake by itself."""
@@ -390,8 +387,8 @@ class Supervisor:
             if self._abandoned:
                 self._close(self._timeouts.close)
             self._receive(now)
-        self._settle()
-        self._answer_public()
+        self._answers.give()
+        self._answers.give_public()
 
     def _receive(self, now: float) -> None:
         """All messages that are there."""
@@ -476,14 +473,14 @@ class Supervisor:
     # Actions.
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
-        """Do what the scheduler says, in order; the lock is held. `_settle` is to follow without it."""
+        """Do what the scheduler says, in order; the lock is held. `Answers.give` is to follow without it."""
         pending = deque(actions)
         while pending:
             match pending.popleft():
                 case SendPredict(worker=worker, members=members):
                     self._send_predict(worker, members)
                 case Settle(request=request, error=error):
-                    self._settled.append((self._jobs[request], error))
+                    self._answers.add(self._jobs[request], error)
                 case Release(request=request):
                     del self._jobs[request]  # and its memory, once nobody holds a view of it
                 case Send(worker=worker, message=message):
@@ -500,53 +497,10 @@ class Supervisor:
                         _log.error("%s does not end, not even killed", self._scheduler.name(worker))
                     self._finished = True
 
-    def _settle(self) -> None:
-        """Answer what the actions settled; the lock is not held.
-
-        Futures that users hold have callbacks of theirs, which may wait for locks of theirs: those are
-        answered in the I/O thread alone, one after another. The others here and now.
-        """
-        while self._settled:
-            try:
-                job, failure = self._settled.popleft()
-            except IndexError:
-                return  # another thread was faster
-            if job.private:
-                self._answer(job, failure)
-            else:
-                self._public.append((job, failure))
-                if self._ended:
-                    self._answer_public()
-                elif self.may_wait():
-                    self._wakeup.set()
-
-    def _answer_public(self) -> None:
-        """Answer the futures that users hold. A callback that submits only adds to the queue."""
-        while self._public:
-            try:
-                job, failure = self._public.popleft()
-            except IndexError:
-                return
-            self._answer(job, failure)
-
-    def _answer(self, job: Job, failure: Exception | None) -> None:
-        result: Arrays = {}
-        if failure is None:
-            try:
-                result = job.result()
-            except Exception as exc:  # shards that do not join, or no memory for a copy
-                failure = exc
-        try:
-            # False: the caller cancelled it, and is not waiting.
-            if job.future.set_running_or_notify_cancel():
-                if failure is None:
-                    job.future.set_result(result)
-                else:
-                    job.future.set_exception(failure)
-        except BaseException:
-            # A future logs what a callback raises, but for SystemExit and its like; others wait behind it.
-            _log.exception("a callback of %r wants to end this thread, which it cannot", job.future)
-        self._wake_driver()
+    def _wake_io_thread(self) -> None:
+        """There are futures to answer that users hold; in its own turn the I/O thread looks by itself."""
+        if self.may_wait():
+            self._wakeup.set()
 
     def _wake_driver(self) -> None:
         """A future was settled: if the driver waits for it, in another thread, it must look."""
@@ -648,14 +602,9 @@ class Supervisor:
             self._finished = True
             for process in self._processes.values():
                 process.kill()
-            waiting = {id(job): job for job in self._jobs.values()}
-            waiting.update({id(job): job for job, _ in [*self._settled, *self._public]})
+            jobs = [*self._jobs.values()]
             self._jobs.clear()
-            self._settled.clear()
-            self._public.clear()
-        for job in waiting.values():
-            if not job.future.done():
-                self._answer(job, ClosedError(f"the master failed: {exc!r}"))
+        self._answers.fail_all(jobs, ClosedError(f"the master failed: {exc!r}"))
 
     def _tear_down(self) -> None:
         """After the last worker: give up sockets, descriptors and the folder."""
@@ -671,7 +620,6 @@ class Supervisor:
         self._folder.remove()
         self.arena.close()
         self._output.close(_LAST_OUTPUT)
-        self._ended = True
-        self._answer_public()
+        self._answers.end()
         if not self._started.done():
             self._started.set_exception(self._failure or ClosedError("the master was closed"))

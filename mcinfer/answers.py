@@ -1,0 +1,96 @@
+"""Settled jobs on their way to their futures.
+
+Futures that users hold have callbacks of theirs, which may wait for locks of theirs: those are answered in
+one thread alone, one after another. The private ones, whose caller waits in the library, in any thread.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from mcinfer.errors import McinferError
+from mcinfer.staging import Arrays, Job
+
+_log = logging.getLogger("mcinfer.master")
+
+_Settlement = tuple[Job, McinferError | None]
+
+
+class Answers:
+    """What was settled and is not answered yet. No method waits."""
+
+    def __init__(self, *, wake: Callable[[], None], answered: Callable[[], None]) -> None:
+        """Begin with none.
+
+        Args:
+            wake: Has the thread for the users' futures call `give_public` soon.
+            answered: Called after each answer, in whichever thread gave it.
+        """
+        self._wake = wake
+        self._answered = answered
+        self._settled: deque[_Settlement] = deque()
+        self._public: deque[_Settlement] = deque()
+        self._ended = False
+
+    def add(self, job: Job, failure: McinferError | None) -> None:
+        """A job is settled: with what its shards gave, or with an error."""
+        self._settled.append((job, failure))
+
+    def give(self) -> None:
+        """Answer what was settled; no lock may be held."""
+        while self._settled:
+            try:
+                job, failure = self._settled.popleft()
+            except IndexError:
+                return  # another thread was faster
+            if job.private:
+                self._answer(job, failure)
+            else:
+                self._public.append((job, failure))
+                if self._ended:
+                    self.give_public()
+                else:
+                    self._wake()
+
+    def give_public(self) -> None:
+        """Answer the futures that users hold. A callback that submits only adds to the queue."""
+        while self._public:
+            try:
+                job, failure = self._public.popleft()
+            except IndexError:
+                return
+            self._answer(job, failure)
+
+    def end(self) -> None:
+        """There is no thread of its own for the users' futures any more: from now on any thread will do."""
+        self._ended = True
+        self.give_public()
+
+    def fail_all(self, jobs: list[Job], failure: McinferError) -> None:
+        """Last resort: these jobs, and all that are settled, fail."""
+        waiting = {id(job): job for job in jobs}
+        for queue in (self._settled, self._public):
+            waiting.update({id(job): job for job, _ in queue})
+            queue.clear()
+        for job in waiting.values():
+            if not job.future.done():
+                self._answer(job, failure)
+
+    def _answer(self, job: Job, failure: Exception | None) -> None:
+        result: Arrays = {}
+        if failure is None:
+            try:
+                result = job.result()
+            except Exception as exc:  # shards that do not join, or no memory for a copy
+                failure = exc
+        try:
+            # False: the caller cancelled it, and is not waiting.
+            if job.future.set_running_or_notify_cancel():
+                if failure is None:
+                    job.future.set_result(result)
+                else:
+                    job.future.set_exception(failure)
+        except BaseException:
+            # A future logs what a callback raises, but for SystemExit and its like; others wait behind it.
+            _log.exception("a callback of %r wants to end this thread, which it cannot", job.future)
+        self._answered()
