@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +214,7 @@ def test_output_bound_with_another_shape_than_it_has_is_a_predict_error(affine: 
     x = rows(2)
     wrong = np.full((3, 3), 7, np.float32)
     run = affine.bind([buffer("x", x)], [buffer("y", wrong)])
-    with pytest.raises(PredictError, match=r"\{3,3\}|\(3, 3\)"):
+    with pytest.raises(PredictError, match=r"\{3,3\}|\[3, 3\]"):
         run.execute()
     right = np.empty((2, 3), np.float32)
     affine.bind([buffer("x", x)], [buffer("y", right)]).execute()
@@ -872,3 +874,26 @@ def test_without_the_runtime_the_error_says_what_to_install() -> None:
     )
     assert "pip install onnxruntime" in run.stdout
     assert issubclass(MissingDependencyError, ImportError)
+
+
+def test_shared_arena_is_registered_once_by_threads_that_come_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registered = []
+
+    def register(*given: object) -> None:
+        registered.append(given)
+        threading.Event().wait(0.05)  # so that the others come meanwhile
+
+    monkeypatch.setattr(ort, "create_and_register_allocator", register)
+    once = cache(_onnxruntime._register_arena_once.__wrapped__)
+    monkeypatch.setattr(_onnxruntime, "_register_arena_once", once)
+    together = threading.Barrier(4)
+
+    def come(_: int) -> None:
+        together.wait()
+        _onnxruntime._register_shared_arena()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(come, range(4)))
+    assert len(registered) == 1

@@ -32,6 +32,9 @@ from mcinfer.mslite import (
     Tensor,
     TensorMeta,
 )
+from mcinfer.mslite._configuration import load_sections
+from mcinfer.mslite._session import Session
+from tests import mindspore_lite_stand_in as stand_in
 from tests.process.models import AFFINE, OnnxModel
 from tests.process.waiting import wait_until
 
@@ -411,6 +414,39 @@ def save_apart(text: str, folder: Path) -> Path:
     return path
 
 
+def test_buffer_is_kept_only_where_resize_may_need_it(
+    onnx_model: OnnxModel, tmp_path: Path
+) -> None:
+    text = f"{HEAD} open (float[n, m] x) => (float[n, m] y) {{ y = Neg(x) }}"
+    contents = [onnx_model(source).read_bytes() for source in (text, FIXED)]
+    kept = []
+    for content in contents:
+        model = Model()
+        model.build_from_buffer(content)
+        assert model._built is not None
+        kept.append(model._built.source.model)
+        model.resize(model.get_inputs(), [[4, 5]])
+        assert arrays(model.predict([floats(4, 5)])) == [(-floats(4, 5)).tolist()]
+    assert kept == [b"", contents[1]]
+    path = save_apart(WEIGHED.replace("[n, 2]", "[n, m]"), tmp_path)
+    model = Model()
+    model.build_from_buffer(path.read_bytes(), (tmp_path / "weights.bin").read_bytes())
+    assert model._built is not None
+    assert (model._built.source.model, model._built.source.weights) == (b"", None)
+
+
+def test_group_keeps_no_content_of_a_buffer(onnx_model: OnnxModel) -> None:
+    text = f"{HEAD} open (float[n, m] x) => (float[n, m] y) {{ y = Neg(x) }}"
+    content = onnx_model(text).read_bytes()
+    models = [Model(), Model()]
+    ModelGroup(ModelGroupFlag.SHARE_WEIGHT).add_model(models)
+    before = sys.getrefcount(content)
+    for model in models:
+        model.build_from_buffer(content)
+    assert len(sessions(models)) == 1
+    assert sys.getrefcount(content) == before
+
+
 def test_buffer_finds_its_weights_in_another_one(weighed: Path) -> None:
     model = Model()
     weights = (weighed.parent / "weights.bin").read_bytes()
@@ -767,7 +803,6 @@ def read_only() -> NDArray[Any]:
 @pytest.mark.parametrize(
     "places",
     [
-        [],
         [np.full((2, 4), -1, np.float32)] * 2,
         [np.full((2, 4), -1, np.float64)],
         [np.full((2, 4), -1, np.int32)],
@@ -776,7 +811,7 @@ def read_only() -> NDArray[Any]:
         [np.full(8, -1, np.float32)],
         [read_only()],
     ],
-    ids=["none", "two", "float64", "int32", "turned", "larger", "flat", "read-only"],
+    ids=["two", "float64", "int32", "turned", "larger", "flat", "read-only"],
 )
 def test_outputs_that_do_not_fit_fail_the_run_and_are_not_touched(
     onnx_model: OnnxModel, places: list[NDArray[Any]]
@@ -812,6 +847,75 @@ def test_failed_run_leaves_the_outputs_as_they_were(onnx_model: OnnxModel) -> No
         assert (second == 7).all()
     model.predict([floats(2), np.array([2, 1])], given)
     assert (first.tolist(), second.tolist()) == ([-1, -2], [[-1], [-2]])
+
+
+def test_empty_list_of_outputs_is_extended_in_place(onnx_model: OnnxModel) -> None:
+    model = built(onnx_model(MIXED))
+    outputs: list[Tensor] = []
+    assert model.predict([floats(2, 3), floats(1, 3)], outputs) is outputs
+    assert [output.name for output in outputs] == ["y", "z"]
+    assert arrays(outputs) == [(-floats(2, 3)).tolist(), (-floats(1, 3)).tolist()]
+
+
+def test_empty_list_of_outputs_stays_empty_where_the_run_fails(onnx_model: OnnxModel) -> None:
+    outputs: list[Tensor] = []
+    with pytest.raises(RuntimeError, match=r"^predict failed! "):
+        built(onnx_model(TO_ORDER)).predict([floats(6), np.array([4, 2])], outputs)
+    assert outputs == []
+
+
+def test_list_of_outputs_that_is_given_is_what_comes_back(onnx_model: OnnxModel) -> None:
+    outputs = [Tensor(np.zeros((2, 4), np.float32))]
+    assert built(onnx_model(AFFINE)).predict([floats(2, 4)], outputs) is outputs
+
+
+@pytest.mark.parametrize("kind", ["same tensor", "same array", "overlap"])
+def test_outputs_of_which_one_would_be_written_over_another_are_refused(
+    onnx_model: OnnxModel, kind: str
+) -> None:
+    memory = np.full(9, -1, np.float32)
+    first = Tensor(memory[:6].reshape(2, 3))
+    second = {
+        "same tensor": first,
+        "same array": Tensor(memory[:6].reshape(2, 3)),
+        "overlap": Tensor(memory[3:].reshape(2, 3)),
+    }[kind]
+    with pytest.raises(
+        RuntimeError, match=r"^predict failed! Error is outputs: the tensors 0 and 1"
+    ) as caught:
+        built(onnx_model(MIXED)).predict([floats(2, 3), floats(2, 3)], [first, second])
+    assert isinstance(caught.value, mcinfer.InvalidInputError)
+    assert (memory == -1).all()
+
+
+def test_outputs_beside_each_other_in_one_array_are_written(onnx_model: OnnxModel) -> None:
+    memory = np.zeros((4, 3), np.float32)
+    given = [Tensor(memory[:2]), Tensor(memory[2:])]
+    built(onnx_model(MIXED)).predict([floats(2, 3), floats(2, 3) * 2], given)
+    np.testing.assert_array_equal(memory, np.concatenate([-floats(2, 3), -2 * floats(2, 3)]))
+
+
+def test_output_may_be_the_memory_of_an_input(onnx_model: OnnxModel) -> None:
+    matmul = f"{HEAD} square (float[n, n] x) => (float[n, n] y) {{ y = MatMul(x, x) }}"
+    data = floats(3, 3)
+    expected = data @ data
+    tensor = Tensor(data)
+    built(onnx_model(matmul)).predict([tensor], [tensor])
+    np.testing.assert_array_equal(data, expected)
+
+
+def test_tensor_without_a_type_fails_before_the_run(
+    onnx_model: OnnxModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = built(onnx_model(AFFINE))
+    monkeypatch.setattr(Session, "run", lambda *_: pytest.fail("it ran"))
+    for dtype in (DataType.UNKNOWN, DataType.INVALID):
+        for shape in ([1, 4], [-1, 4]):
+            tensor = Tensor(None, shape, dtype)
+            with pytest.raises(RuntimeError, match=r"^predict failed! Error is output '' is a"):
+                model.predict([floats(1, 4)], [tensor])
+        with pytest.raises(RuntimeError, match=r"^predict failed! Error is input '' has no data"):
+            model.predict([Tensor(None, [1, 4], dtype)])
 
 
 # Other sizes.
@@ -1177,6 +1281,105 @@ def test_entries_without_an_effect_are_told_once(onnx_model: OnnxModel, tmp_path
     path, context = onnx_model(AFFINE), Context()
     _, message = warned(path, context, "", config_path=str(config), config_dict=more)
     assert message.endswith("in mcinfer: [ascend_context] modern, [execution_plan] op")
+
+
+def test_configuration_is_read_once(
+    onnx_model: OnnxModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "config.ini"
+    config.write_text("[ascend_context]\nprovider=ge\n", encoding="utf-8")
+    read = []
+
+    def load(path: str, more: Any) -> dict[str, dict[str, str]]:
+        read.append(path)
+        return load_sections(path, more)
+
+    monkeypatch.setattr("mcinfer.mslite.model.load_sections", load)
+    entries = {"ascend_context": {"precision_mode": "'enforce_fp32'"}}
+    model = built(onnx_model(AFFINE), config_path=str(config), config_dict=entries)
+    assert read == [str(config)]
+    assert model._built is not None
+    assert model._built.source.sections == {
+        "ascend_context": {"provider": "ge", "precision_mode": "enforce_fp32"}
+    }
+
+
+@pytest.mark.parametrize("what", ["context", "entries"])
+def test_warning_that_is_an_error_comes_before_anything_is_loaded(
+    onnx_model: OnnxModel, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr("mcinfer.mslite._loading.open_engine", lambda *_: pytest.fail("loaded"))
+    context = Context()
+    entries = {"a": {"b": "c"}} if what == "entries" else None
+    if what == "context":
+        context.cpu.precision_mode = "preferred_fp16"
+    model, path = Model(), str(onnx_model(AFFINE))
+    with pytest.raises(UserWarning, match=r"preferred_fp16|without an effect"):
+        model.build_from_file(path, ModelType.ONNX, context, config_dict=entries)
+    monkeypatch.undo()
+    model.build_from_file(path, ModelType.ONNX)
+    assert arrays(model.predict([floats(1, 4)])) == [[[3, 5, 7, 9]]]
+
+
+# Models that MindSpore Lite's own package runs: a stand-in for it.
+
+
+@pytest.fixture
+def own_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The stand-in, and a file that it takes for a model."""
+    path = tmp_path / "model"
+    path.write_bytes(b"model")
+    with stand_in.installed(monkeypatch):
+        yield path
+
+
+def test_what_the_context_says_of_a_device_reaches_the_package(own_package: Path) -> None:
+    context = Context()
+    context.target = ["ascend"]
+    context.ascend.device_id = 2
+    context.ascend.rank_id = 1
+    context.ascend.provider = "ge"
+    context.ascend.precision_mode = "enforce_fp16"
+    gpu = Context()
+    gpu.target = ["gpu"]
+    gpu.gpu.precision_mode = "preferred_fp16"
+    gpu.gpu.provider = "tensorrt"
+    for given in (context, gpu):
+        model = Model()
+        model.build_from_file(str(own_package), ModelType.MINDIR, given)
+        assert arrays(model.predict([floats(1, 3)]))[0] == [[3, 5, 7]]
+    first, second = (made.context for made in stand_in.Model.built)
+    assert first is not None
+    assert second is not None
+    assert (first.target, second.target) == (["ascend"], ["gpu"])
+    assert first.ascend.given == {
+        "device_id": 2,
+        "rank_id": 1,
+        "provider": "ge",
+        "precision_mode": "enforce_fp16",
+    }
+    assert second.gpu.given == {
+        "device_id": 0,
+        "provider": "tensorrt",
+        "precision_mode": "preferred_fp16",
+    }
+
+
+def test_type_that_the_name_does_not_say_reaches_the_package(own_package: Path) -> None:
+    for model_type in (ModelType.MINDIR_LITE, ModelType.MINDIR):
+        context = Context()
+        context.target = ["ascend"]
+        Model().build_from_file(str(own_package), model_type, context)
+        Model().build_from_buffer(b"model", model_type=model_type, context=context)
+    given = [made.model_type.name for made in stand_in.Model.built]
+    assert given == ["MINDIR_LITE", "MINDIR_LITE", "MINDIR", "MINDIR"]
+
+
+def test_shared_workspace_is_no_matter_of_the_package(own_package: Path) -> None:
+    model = Model()
+    ModelGroup().add_model([model])
+    model.build_from_file(str(own_package), ModelType.MINDIR_LITE)
+    assert arrays(model.predict([floats(1, 3)]))[0] == [[3, 5, 7]]
 
 
 # Devices that this host lacks.

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -188,6 +189,27 @@ def test_configuration_of_an_ascend_overrides_the_context() -> None:
     assert original.options.provider_options == {"precision_mode": "enforce_fp32", "provider": "x"}
 
 
+def test_what_is_said_of_a_device_reaches_mindspore_lites_own_package() -> None:
+    gpu = context_of("gpu", gpu_precision_mode="preferred_fp16", gpu_provider="tensorrt")
+    assert only(gpu, model_type=ModelType.MINDIR).options.provider_options == {
+        "precision_mode": "preferred_fp16",
+        "provider": "tensorrt",
+    }
+    ascend = context_of("ascend", ascend_rank_id=3, ascend_provider="ge")
+    assert only(ascend, model_type=ModelType.MINDIR).options.provider_options == {
+        "provider": "ge",
+        "rank_id": "3",
+    }
+
+
+@pytest.mark.parametrize("target", ["cpu", "gpu", "ascend"])
+def test_mindspore_lites_own_package_is_told_a_type_that_the_name_may_not_say(target: str) -> None:
+    lite = only(context_of(target), model_type=ModelType.MINDIR_LITE)
+    assert lite.options.session_config == {"model_type": "MINDIR_LITE"}
+    assert not only(context_of(target), model_type=ModelType.MINDIR).options.session_config
+    assert not only(context_of(target)).options.session_config
+
+
 def test_nothing_said_of_an_ascend_leaves_it_to_the_runtime() -> None:
     assert not only(context_of("ascend")).options.provider_options
     assert not only(context_of("ascend"), model_type=ModelType.MINDIR).options.provider_options
@@ -243,10 +265,27 @@ def test_target_that_fails_is_replaced_by_the_next_with_its_words() -> None:
             raise BuildError("no such card")
         return attempt
 
-    text = r"^target gpu cannot be used here \(no such card\): the model runs on the cpu$"
-    with pytest.warns(UserWarning, match=text) as caught:
+    text = "target gpu cannot be used here (no such card): the model runs on the cpu"
+    with pytest.warns(UserWarning, match=r"of the gpu|cannot be used here") as caught:
         assert open_first([[GPU], [CPU]], build, stacklevel=1) is CPU
-    assert len(caught) == 1
+    assert [str(warning.message) for warning in caught] == ["of the gpu", text]
+
+
+@pytest.mark.parametrize("first", [[GPU], [CPU]], ids=["remark", "replaced"])
+def test_warning_that_is_an_error_comes_before_the_build_that_would_serve(
+    first: list[Attempt],
+) -> None:
+    built = []
+
+    def build(attempt: Attempt) -> Attempt:
+        if attempt is CPU:
+            raise BuildError("no such card")
+        built.append(attempt)
+        return attempt
+
+    with pytest.raises(UserWarning, match=r"of the gpu|cannot be used here"):
+        open_first([first, [GPU]], build, stacklevel=1)
+    assert not built
 
 
 def test_engine_that_is_not_installed_is_replaced_by_the_next_in_silence() -> None:
@@ -266,8 +305,11 @@ def test_last_failure_is_raised_where_nothing_serves() -> None:
     def build(attempt: Attempt) -> Attempt:
         raise BuildError(f"no {attempt.kind}")
 
-    with pytest.raises(BuildError, match=r"^no cpu$"):
-        open_first([[GPU], [CPU]], build, stacklevel=1)
+    with (
+        pytest.warns(UserWarning, match="cannot be used here"),
+        pytest.raises(BuildError, match=r"^no cpu$"),
+    ):
+        open_first([[replace(GPU, remarks=())], [CPU]], build, stacklevel=1)
 
 
 def test_first_engine_that_is_missing_is_what_to_install() -> None:
@@ -284,31 +326,34 @@ def test_first_engine_that_is_missing_is_what_to_install() -> None:
 
 
 @pytest.mark.parametrize(
-    ("context", "wanted", "device_ids", "count"),
+    ("context", "kind", "wanted", "device_ids", "count"),
     [
-        (context_of("cpu"), 0, [], 2),
-        (context_of("cpu"), 3, [], 3),
-        (context_of("cpu"), 40, [], 40),
-        (context_of("cpu", cpu_thread_num=2), 0, [], 4),
-        (context_of("cpu", cpu_thread_num=3), 0, [], 2),
-        (context_of("cpu", cpu_thread_num=16), 0, [], 1),
-        (context_of("cpu"), 0, [0, 1, 2], 2),
-        (context_of("gpu"), 0, [], 1),
-        (context_of("gpu"), 0, [0, 1, 2], 3),
-        (context_of("gpu"), 4, [0, 1], 4),
+        (context_of("cpu"), "cpu", 0, [], 2),
+        (context_of("cpu"), "cpu", 3, [], 3),
+        (context_of("cpu"), "cpu", 40, [], 40),
+        (context_of("cpu", cpu_thread_num=2), "cpu", 0, [], 4),
+        (context_of("cpu", cpu_thread_num=3), "cpu", 0, [], 2),
+        (context_of("cpu", cpu_thread_num=16), "cpu", 0, [], 1),
+        (context_of("cpu"), "cpu", 0, [0, 1, 2], 2),
+        (context_of("gpu"), "cuda", 0, [], 1),
+        (context_of("gpu"), "cuda", 0, [0, 1, 2], 3),
+        (context_of("gpu"), "cuda", 4, [0, 1], 4),
+        # The CPU serves in the place of one that is not there.
+        (context_of("gpu"), "cpu", 0, [0, 1, 2], 2),
+        (context_of("ascend", cpu_thread_num=2), "cpu", 0, [], 4),
     ],
 )
 def test_number_of_workers_is_what_is_wanted_else_upstreams_rule(
-    context: Context, wanted: int, device_ids: list[int], count: int
+    context: Context, kind: str, wanted: int, device_ids: list[int], count: int
 ) -> None:
-    assert count_workers(context, wanted, device_ids) == count
+    assert count_workers(context, kind, wanted, device_ids) == count
 
 
 def test_more_than_five_workers_for_each_core_are_refused() -> None:
     with pytest.raises(
         InvalidInputError, match=r"workers_num: got 41, expected at most 5 for each"
     ):
-        count_workers(context_of("cpu"), 41, [])
+        count_workers(context_of("cpu"), "cpu", 41, [])
 
 
 def test_workers_have_no_cores_of_their_own_where_nobody_says_it() -> None:

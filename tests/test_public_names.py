@@ -190,6 +190,7 @@ def test_message_ids_are_those_of_the_sample_and_ours_follow() -> None:
         protocol.CANCEL,
         protocol.ATTACH,
         protocol.DETACH,
-    ) == (5, 6, 7, 8, 9)
-    assert sorted(protocol.MESSAGES) == list(range(10))
+        protocol.PREDICT_JOINED,
+    ) == (5, 6, 7, 8, 9, 12)
+    assert sorted(protocol.MESSAGES) == [*range(10), 12]
     assert all(number == message.ID for number, message in protocol.MESSAGES.items())

@@ -34,7 +34,7 @@ from mcinfer.engines.base import (
     RunCancelledError,
     Strings,
     array_over,
-    produced_from,
+    deliver,
 )
 from mcinfer.errors import BuildError, EngineError, InvalidInputError, PredictError
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
@@ -144,23 +144,15 @@ class _FakeRun(Run):
     def execute(self) -> Sequence[Produced | Strings]:
         """See `Run.execute`."""
         self._engine.act(next(iter(self._inputs.values())))
-        produced: list[Produced | Strings] = []
-        for spec in self._engine.spec.outputs:
+        specs, values = self._engine.spec.outputs, []
+        for spec in specs:
             rule = self._engine.rules[spec.name]
             value = self._inputs[rule["from"]]
             if value.dtype != object:
                 scale, add = rule.get("scale", 1), rule.get("add", 0)
                 value = (value * scale + add).astype(spec.dtype)
-            if spec.name in self._outputs:
-                place = self._outputs[spec.name]
-                if place.shape != value.shape:
-                    raise PredictError(
-                        f"fake: output {spec.name!r} is of shape {value.shape}, bound as {place.shape}"
-                    )
-                place[...] = value
-            else:
-                produced.append(produced_from(spec, value))
-        return produced
+            values.append(value)
+        return deliver("fake", specs, values, self._outputs)
 
 
 def _view(item: Buffer | Strings) -> NDArray[Any]:

@@ -7,6 +7,7 @@ a batch is cut only where `batch_axes` says so.
 
 What MindSpore (2.10) does not have:
 
+* Its runtime is one for the process, so the models of a process run one at a time, whoever calls them.
 * A run cannot be stopped: after `cancel` it goes on to its end. A supervisor kills the worker then.
 * Its threads are those of the process and are fixed when it starts: a second model in the process must
   ask for as many as the first. Its pool has two at least, whatever is asked for (an actor and a kernel
@@ -40,11 +41,11 @@ from mcinfer.engines.base import (
     RunCancelledError,
     Strings,
     array_over,
-    produced_from,
+    deliver,
+    input_array,
 )
 from mcinfer.errors import (
     BuildError,
-    InvalidInputError,
     McinferError,
     MissingDependencyError,
     PredictError,
@@ -78,6 +79,9 @@ _ORDERING = frozenset({"Depend", "Load", "UpdateState"})
 
 _CALL_STACK = re.compile(r"\n*-{20,}\n- C\+\+ Call Stack.*", re.DOTALL)
 
+_TURN = threading.Lock()
+"""Held by whoever loads, compiles or runs: the runtime is one for the process, not for each model."""
+
 _PHASE = "graph_load_from_mindir"
 """The phase in which `GraphCell.__call__` compiles and runs."""
 
@@ -90,7 +94,8 @@ def load(request: EngineRequest) -> "MindSporeEngine":
         MissingDependencyError: MindSpore is not installed.
     """
     try:
-        return MindSporeEngine(request)
+        with _TURN:
+            return MindSporeEngine(request)
     except McinferError:
         raise
     except Exception as exc:  # MindSpore has no exceptions of its own, it raises any of Python's
@@ -116,7 +121,10 @@ class MindSporeEngine(Engine):
 
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
         """See `Engine.bind`."""
-        arrays = [_input(spec, item) for spec, item in zip(self.spec.inputs, inputs, strict=True)]
+        arrays = [
+            input_array("mindspore", spec, item)
+            for spec, item in zip(self.spec.inputs, inputs, strict=True)
+        ]
         return _MindSporeRun(self, arrays, {item.name: array_over(item) for item in outputs})
 
     def arm(self) -> None:
@@ -139,6 +147,12 @@ class MindSporeEngine(Engine):
         Returns:
             The outputs: C-contiguous, in memory that nobody else writes to.
         """
+        with _TURN:
+            return self._run(arrays, tensors)
+
+    def _run(
+        self, arrays: Sequence[NDArray[Any]], tensors: Sequence[Any] | None
+    ) -> list[NDArray[Any]]:
         if self._stop.is_set():
             raise RunCancelledError("the run was cancelled before it began")
         try:
@@ -205,20 +219,8 @@ class _MindSporeRun(Run):
 
     def execute(self) -> Sequence[Produced | Strings]:
         """See `Run.execute`."""
-        produced: list[Produced | Strings] = []
         arrays = self._engine.run(self._inputs, self._tensors)
-        for spec, array in zip(self._engine.spec.outputs, arrays, strict=True):
-            place = self._places.get(spec.name)
-            if place is None:
-                produced.append(produced_from(spec, array))
-            elif place.shape != array.shape or place.dtype != array.dtype:
-                raise PredictError(
-                    f"mindspore: output {spec.name!r} is {array.dtype} of shape {array.shape}, bound "
-                    f"as {place.dtype} of shape {place.shape}"
-                )
-            else:
-                place[...] = array
-        return produced
+        return deliver("mindspore", self._engine.spec.outputs, arrays, self._places)
 
 
 def _check_request(request: EngineRequest) -> None:
@@ -342,23 +344,6 @@ def _writes_memory(model: Any) -> bool:
 def _operator(node: Any) -> str:
     """The operator of a node that MindIR writes ``REF::Load:2``."""
     return str(node.op_type).removeprefix("REF::").partition(":")[0]
-
-
-def _input(spec: TensorSpec, item: Buffer | Strings) -> NDArray[Any]:
-    """Its memory as an array.
-
-    Raises:
-        InvalidInputError: It does not fit the model; MindSpore would run some of that.
-    """
-    given = "string" if isinstance(item, Strings) else item.element_type
-    fits = len(item.shape) == len(spec.shape) and all(
-        expected in (None, size) for expected, size in zip(spec.shape, item.shape, strict=True)
-    )
-    if isinstance(item, Strings) or given != spec.element_type or not fits:
-        raise InvalidInputError(
-            f"mindspore: input {item.name!r} is {given}{[*item.shape]}, expected {spec}"
-        )
-    return array_over(item)
 
 
 def _words(exc: Exception) -> str:

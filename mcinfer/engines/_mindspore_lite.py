@@ -24,12 +24,12 @@ from mcinfer.engines.base import (
     RunCancelledError,
     Strings,
     array_over,
-    produced_from,
+    deliver,
+    input_array,
 )
 from mcinfer.errors import (
     BuildError,
     EngineError,
-    InvalidInputError,
     MissingDependencyError,
     PredictError,
 )
@@ -45,6 +45,16 @@ except ImportError as exc:
 
 _TARGETS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "ascend": "ascend"}
 """By kind of device."""
+
+_PROVIDER_OPTIONS = {
+    "cpu": (),
+    "gpu": ("precision_mode", "provider"),
+    "ascend": ("precision_mode", "provider", "rank_id"),
+}
+"""By target, the `EngineRequest.provider_options` that are set on its part of the context."""
+
+_MODEL_TYPES = ("MINDIR", "MINDIR_LITE")
+"""What ``session_config["model_type"]`` may be."""
 
 _TYPES = {
     getattr(mslite.DataType, name.upper()): name
@@ -83,10 +93,8 @@ class MindSporeLiteEngine(Engine):
 
     def __init__(self, request: EngineRequest) -> None:
         context = _context(request)
-        lite = request.model.endswith(".ms")
-        model_type = mslite.ModelType.MINDIR_LITE if lite else mslite.ModelType.MINDIR
         self._model = mslite.Model()
-        self._model.build_from_file(request.model, model_type, context)
+        self._model.build_from_file(request.model, _model_type(request), context)
         self.spec = ModelSpec(
             inputs=tuple(_spec(tensor, "input") for tensor in self._model.get_inputs()),
             outputs=tuple(_spec(tensor, "output") for tensor in self._model.get_outputs()),
@@ -96,7 +104,11 @@ class MindSporeLiteEngine(Engine):
 
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
         """See `Engine.bind`."""
-        arrays = [_input(spec, item) for spec, item in zip(self.spec.inputs, inputs, strict=True)]
+        arrays = [
+            # It cannot run what is empty.
+            input_array("mindspore_lite", spec, item, least=1)
+            for spec, item in zip(self.spec.inputs, inputs, strict=True)
+        ]
         return _MindSporeLiteRun(self, arrays, {item.name: array_over(item) for item in outputs})
 
     def arm(self) -> None:
@@ -123,9 +135,16 @@ class MindSporeLiteEngine(Engine):
                 tensors = self._model.get_inputs()
             for tensor, array in zip(tensors, arrays, strict=True):
                 tensor.set_data_from_numpy(array)
-            return [_array(tensor) for tensor in self._model.predict(tensors)]
+            outputs = [_array(tensor) for tensor in self._model.predict(tensors)]
         except _FAILED as exc:
             raise _map_error(exc, PredictError) from exc
+        expected = [spec.dtype for spec in self.spec.outputs]
+        if [array.dtype for array in outputs] != expected:
+            raise PredictError(
+                f"mindspore_lite: got outputs of {[str(array.dtype) for array in outputs]}, expected "
+                f"{[*map(str, expected)]}"
+            )
+        return outputs
 
 
 class _MindSporeLiteRun(Run):
@@ -141,24 +160,33 @@ class _MindSporeLiteRun(Run):
 
     def execute(self) -> Sequence[Produced | Strings]:
         """See `Run.execute`."""
-        arrays = self._engine.run(self._inputs)
         specs = self._engine.spec.outputs
-        if len(arrays) != len(specs):
-            raise PredictError(f"mindspore_lite: got {len(arrays)} outputs, expected {len(specs)}")
-        produced: list[Produced | Strings] = []
-        for spec, array in zip(specs, arrays, strict=True):
-            place = self._places.get(spec.name)
-            expected = array.shape if place is None else place.shape
-            if array.dtype != spec.dtype or array.shape != expected:
-                raise PredictError(
-                    f"mindspore_lite: output {spec} is {array.dtype} of shape {array.shape}, "
-                    f"expected {expected}"
-                )
-            if place is None:
-                produced.append(produced_from(spec, array.copy(order="C")))
-            else:
-                place[...] = array
-        return produced
+        arrays = [
+            array if spec.name in self._places else array.copy(order="C")
+            for spec, array in zip(specs, self._engine.run(self._inputs), strict=True)
+        ]
+        return deliver("mindspore_lite", specs, arrays, self._places)
+
+
+def _model_type(request: EngineRequest) -> Any:
+    """What kind of file it is: what the request says, else by its name."""
+    lite = "MINDIR_LITE" if request.model.endswith(".ms") else "MINDIR"
+    name = request.session_config.get("model_type", lite)
+    if name not in _MODEL_TYPES:
+        raise BuildError(
+            f"engine mindspore_lite: model_type: got {name!r}, expected one of {[*_MODEL_TYPES]}"
+        )
+    return getattr(mslite.ModelType, name)
+
+
+def _check_options(request: EngineRequest, target: str) -> None:
+    """Refuse what would do nothing."""
+    options = {"session_config": ("model_type",), "provider_options": _PROVIDER_OPTIONS[target]}
+    for name, known in options.items():
+        for key in getattr(request, name):
+            if key not in known:
+                but = f" but {', '.join(known)}" if known else ""
+                raise BuildError(f"engine mindspore_lite has no {name}{but}, got the key {key!r}")
 
 
 def _context(request: EngineRequest) -> Any:
@@ -169,17 +197,16 @@ def _context(request: EngineRequest) -> Any:
             f"engine mindspore_lite has no device {request.device}, expected one of "
             f"{[f'{kind}:0' for kind in _TARGETS]}"
         )
-    for name in ("session_config", "provider_options"):
-        for key in getattr(request, name):
-            raise BuildError(f"engine mindspore_lite has no {name}, got the key {key!r}")
+    _check_options(request, target)
     context = mslite.Context()
     context.target = [target, "cpu"] if request.allow_fallback and target != "cpu" else [target]
     context.cpu.thread_num = request.threads
     context.cpu.inter_op_parallel_num = request.inter_op_threads or 1
-    if target == "gpu":
-        context.gpu.device_id = request.device.index
-    elif target == "ascend":
-        context.ascend.device_id = request.device.index
+    if target != "cpu":
+        part = getattr(context, target)
+        part.device_id = request.device.index
+        for key, text in request.provider_options.items():
+            setattr(part, key, int(text) if key == "rank_id" else text)
     return context
 
 
@@ -197,21 +224,3 @@ def _array(tensor: Any) -> NDArray[Any]:
     """A result of a run: for no elements, the package gives an array of one dimension."""
     array: NDArray[Any] = tensor.get_data_to_numpy()
     return array.reshape(tuple(tensor.shape)) if array.size == 0 else array
-
-
-def _input(spec: TensorSpec, item: Buffer | Strings) -> NDArray[Any]:
-    """Its memory as an array.
-
-    Raises:
-        InvalidInputError: It does not fit the model, or is empty, which the package cannot run.
-    """
-    given = "string" if isinstance(item, Strings) else item.element_type
-    fits = len(item.shape) == len(spec.shape) and all(
-        expected in (None, size) for expected, size in zip(spec.shape, item.shape, strict=True)
-    )
-    if isinstance(item, Strings) or given != spec.element_type or not fits or 0 in item.shape:
-        raise InvalidInputError(
-            f"mindspore_lite: input {item.name!r} is {given}{[*item.shape]}, expected {spec} with at "
-            f"least one element"
-        )
-    return array_over(item)

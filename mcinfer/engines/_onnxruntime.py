@@ -6,6 +6,7 @@ Tensors are bound by address and ONNX element type, which carries types that ``s
 
 import ctypes
 import re
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -101,6 +102,9 @@ _FAILED = (
 _SHARED_ARENA = "session.use_env_allocators"
 """The runtime's option for sessions that share one arena, which has to be there first."""
 
+_REGISTERING = threading.Lock()
+"""Held while that arena is made."""
+
 _SILENT = 4
 """Severity of what the runtime prints: only what is fatal. Its errors reach the caller as exceptions."""
 
@@ -112,9 +116,14 @@ def _map_error(exc: Exception, base: type[EngineError]) -> McinferError:
     return base(f"onnxruntime: {exc}")
 
 
-@cache
 def _register_shared_arena() -> None:
     """Make the arena that all sessions of this process may share; one for each process."""
+    with _REGISTERING:  # `cache` lets first calls in side by side
+        _register_arena_once()
+
+
+@cache
+def _register_arena_once() -> None:
     memory = ort.OrtMemoryInfo(
         "Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT
     )

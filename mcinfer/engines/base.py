@@ -9,13 +9,14 @@ import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.config import Device
-from mcinfer.errors import McinferError
+from mcinfer.errors import InvalidInputError, McinferError, PredictError
 from mcinfer.specs import STRING, ModelSpec, TensorSpec, numpy_dtype
 
 
@@ -107,6 +108,68 @@ def array_over(buffer: Buffer) -> NDArray[Any]:
     """
     memory = memoryview((ctypes.c_char * buffer.size).from_address(buffer.address)).cast("B")
     return np.ndarray(buffer.shape, numpy_dtype(buffer.element_type), memory)
+
+
+def input_array(
+    engine: str, spec: TensorSpec, item: Buffer | Strings, *, least: int = 0
+) -> NDArray[Any]:
+    """An input's memory as an array, for a runtime that checks little by itself.
+
+    Args:
+        engine: The engine's name, for the error.
+        spec: What the model takes there.
+        item: What was given; its memory must outlive the array.
+        least: Elements that it has to have.
+
+    Raises:
+        InvalidInputError: It does not fit the model.
+    """
+    given = "string" if isinstance(item, Strings) else item.element_type
+    fits = len(item.shape) == len(spec.shape) and all(
+        expected in (None, size) for expected, size in zip(spec.shape, item.shape, strict=True)
+    )
+    enough = prod(item.shape) >= least
+    if isinstance(item, Strings) or given != spec.element_type or not fits or not enough:
+        raise InvalidInputError(
+            f"{engine}: input {item.name!r} is {given}{[*item.shape]}, expected {spec}"
+            + (f" with {least} element at least" if least else "")
+        )
+    return array_over(item)
+
+
+def deliver(
+    engine: str,
+    specs: Sequence[TensorSpec],
+    arrays: Sequence[NDArray[Any]],
+    places: Mapping[str, NDArray[Any]],
+) -> list[Produced | Strings]:
+    """Write what a run made to where it belongs.
+
+    Args:
+        engine: The engine's name, for the error.
+        specs: The outputs.
+        arrays: One for each; C-contiguous and nobody else's, where it has no place.
+        places: Memory of the bound outputs, by name.
+
+    Returns:
+        The outputs that have no place.
+
+    Raises:
+        PredictError: One is not as it was bound.
+    """
+    produced = []
+    for spec, array in zip(specs, arrays, strict=True):
+        place = places.get(spec.name)
+        if place is None:
+            produced.append(produced_from(spec, array))
+        elif place.shape != array.shape or place.dtype != array.dtype:
+            raise PredictError(
+                f"{engine}: output {spec.name!r} is {array.dtype}{[*array.shape]}, bound as "
+                f"{place.dtype}{[*place.shape]}"
+            )
+        else:
+            place[...] = array
+    return produced
 
 
 class Run(ABC):

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,14 @@ from numpy.typing import NDArray
 
 from mcinfer.errors import InvalidInputError
 from mcinfer.mslite._checks import check_type
-from mcinfer.mslite._failures import failure
+from mcinfer.mslite._failures import InvalidRunError
 from mcinfer.mslite.context import Context
-from mcinfer.mslite.datatypes import Format, known_data_type
+from mcinfer.mslite.datatypes import DataType, Format, known_data_type
 from mcinfer.mslite.tensor import Tensor, TensorMeta
 from mcinfer.specs import TensorSpec
+
+TensorLike = Tensor | NDArray[Any]
+"""What a run takes."""
 
 
 def known_dims(spec: TensorSpec) -> list[int]:
@@ -52,12 +56,12 @@ def check_path(what: str, name: str, path: object) -> str:
     return str(path)
 
 
-def input_arrays(inputs: object, count: int) -> list[NDArray[Any]]:
-    """The data of a run's inputs.
+def check_inputs(inputs: object, count: int) -> list[TensorLike]:
+    """A run's inputs, checked but for their data.
 
     Raises:
         TypeError: Not a list or tuple of Tensor or ndarray.
-        RuntimeError: Another number than the model's, or a tensor of unknown size, which has no data.
+        InvalidRunError: Another number than the model's.
     """
     if not isinstance(inputs, (list, tuple)):
         raise TypeError(f"inputs must be list, but got {type(inputs)}.")
@@ -67,46 +71,82 @@ def input_arrays(inputs: object, count: int) -> list[NDArray[Any]]:
                 f"inputs element must be Tensor or numpy.ndarray, but got {type(value)} at index {i}."
             )
     if len(inputs) != count:
-        raise RuntimeError(f"model input len:{count} not equal input len:{len(inputs)}!")
+        raise InvalidRunError(f"model input len:{count} not equal input len:{len(inputs)}!")
+    return [*inputs]
+
+
+def input_arrays(inputs: Sequence[TensorLike]) -> list[NDArray[Any]]:
+    """The data of a run's inputs; for a tensor that was never filled, zeros.
+
+    Raises:
+        InvalidInputError: A tensor has no data, and no size or type for zeros.
+        McinferError: There is no memory for them.
+    """
+    arrays = []
     for value in inputs:
-        if isinstance(value, Tensor) and any(size < 0 for size in value.shape):
-            exc = InvalidInputError(
+        if isinstance(value, np.ndarray):
+            arrays.append(value)
+            continue
+        if any(size < 0 for size in value.shape):
+            raise InvalidInputError(
                 f"input {value.name!r} has no data, and no shape to be zeros of: {value.shape}"
             )
-            raise failure("predict", exc)
-    return [value.array if isinstance(value, Tensor) else value for value in inputs]
+        try:
+            arrays.append(value.array)
+        except TypeError as exc:
+            raise InvalidInputError(
+                f"input {value.name!r} has no data, and no type to be zeros of: {value.dtype}"
+            ) from exc
+    return arrays
 
 
-def check_outputs(outputs: object, count: int) -> list[Tensor] | None:
-    """The tensors that a run is to fill, or None.
+def check_outputs(outputs: object, count: int) -> None:
+    """Check what a caller gives a run to write to, as far as that can be known before it.
+
+    Args:
+        outputs: A tensor for each output; or an empty list, for them to be put into; or None.
+        count: How many outputs the model has.
 
     Raises:
         TypeError: Not a list of Tensor.
-        InvalidInputError: Another number than the model's.
+        InvalidInputError: Another number than the model's, or a tensor of a type that has no memory.
     """
     if outputs is None:
-        return None
+        return
     check_type("outputs", outputs, list)
-    tensors: list[Tensor] = []
-    for i, value in enumerate(outputs if isinstance(outputs, list) else []):
+    if not isinstance(outputs, list) or not outputs:
+        return
+    for i, value in enumerate(outputs):
         if not isinstance(value, Tensor):
             raise TypeError(f"outputs element must be Tensor, but got {type(value)} at index {i}.")
-        tensors.append(value)
-    if len(tensors) != count:
-        raise InvalidInputError(f"outputs: got {len(tensors)} tensors, expected {count}")
-    return tensors
+    if len(outputs) != count:
+        raise InvalidInputError(f"outputs: got {len(outputs)} tensors, expected {count} or none")
+    for value in outputs:
+        if value.dtype in (DataType.UNKNOWN, DataType.INVALID) and not value.has_data:
+            raise InvalidInputError(
+                f"output {value.name!r} is a tensor of {value.dtype}, which has no memory to write to; "
+                "give an empty list, or none"
+            )
 
 
-def fill(tensors: Sequence[Tensor], results: Mapping[str, NDArray[Any]]) -> None:
+def fill(tensors: list[Tensor], results: Mapping[str, NDArray[Any]]) -> list[Tensor]:
     """Write results into the tensors that a caller gave: into all of them, or none.
 
     Args:
         tensors: One for each result, in the same order. One of a size that is not known takes the result's.
-        results: By the output's name.
+            An empty list gets a new tensor for each instead.
+        results: By the output's name; their memory is not that of the tensors.
+
+    Returns:
+        The list that was given.
 
     Raises:
-        InvalidInputError: A tensor does not fit its result; nothing was written.
+        InvalidInputError: A tensor does not fit its result, or two have the same memory; nothing was
+            written.
     """
+    if not tensors:
+        tensors += result_tensors(results)
+        return tensors
     for tensor, (name, array) in zip(tensors, results.items(), strict=True):
         shape = tensor.shape
         known = all(size > 0 for size in shape)
@@ -119,8 +159,23 @@ def fill(tensors: Sequence[Tensor], results: Mapping[str, NDArray[Any]]) -> None
                 f"output {name!r} is {known_data_type(array.dtype)}{[*array.shape]}, got a tensor of "
                 f"{tensor.dtype}{shape}{'' if writeable else ' that is read-only'}"
             )
+    _check_apart(tensors)
     for tensor, array in zip(tensors, results.values(), strict=True):
         if all(size > 0 for size in tensor.shape):
             tensor.array[...] = array
         else:
             tensor.set_data_from_numpy(array)
+    return tensors
+
+
+def result_tensors(results: Mapping[str, NDArray[Any]]) -> list[Tensor]:
+    """New tensors that hold the results as they are."""
+    return [Tensor._of_result(name, array) for name, array in results.items()]
+
+
+def _check_apart(tensors: Sequence[Tensor]) -> None:
+    """Refuse tensors of which one would be written over another."""
+    for (i, one), (j, other) in combinations(enumerate(tensors), 2):
+        shares = one.has_data and other.has_data and np.may_share_memory(one.array, other.array)
+        if one is other or shares:
+            raise InvalidInputError(f"outputs: the tensors {i} and {j} have the same memory")

@@ -42,9 +42,15 @@ def load_sections(path: str, more: Sections | None) -> Sections:
             raise InvalidInputError(f"config_path: {path} does not load: {exc}") from exc
         for name in parser.sections():
             sections[name] = {key: _plain(value) for key, value in parser.items(name)}
-    for name, entries in (more or {}).items():
-        sections.setdefault(name, {}).update({key: _plain(value) for key, value in entries.items()})
-    return sections
+    return override(sections, more or {})
+
+
+def override(sections: Sections, more: Sections) -> Sections:
+    """Put further entries over those that there are; both stay as they are."""
+    merged = {name: dict(entries) for name, entries in sections.items()}
+    for name, entries in more.items():
+        merged.setdefault(name, {}).update({key: _plain(value) for key, value in entries.items()})
+    return merged
 
 
 def warn_of_unused(sections: Sections, *, stacklevel: int) -> None:

@@ -9,7 +9,6 @@ from mcinfer.errors import (
     McinferError,
     MissingDependencyError,
     PredictTimeoutError,
-    WeightAccessError,
 )
 
 
@@ -25,11 +24,7 @@ class MissingRuntimeError(MissingDependencyError, RuntimeError):
     """The package of an engine is not installed."""
 
 
-class AccessError(WeightAccessError, RuntimeError):
-    """Shared weights were refused."""
-
-
-class FailedError(McinferError, RuntimeError):
+class UnclassifiedError(McinferError, RuntimeError):
     """What has no class of its own in mcinfer either."""
 
 
@@ -37,7 +32,6 @@ _BOTH: dict[type[McinferError], type[McinferError]] = {
     InvalidInputError: InvalidRunError,
     PredictTimeoutError: RunTimeoutError,
     MissingDependencyError: MissingRuntimeError,
-    WeightAccessError: AccessError,
 }
 
 
@@ -55,4 +49,4 @@ def failure(what: str, exc: BaseException) -> Exception:
     if not isinstance(exc, McinferError):
         return RuntimeError(text)
     kind = _BOTH.get(type(exc), type(exc))
-    return kind(text) if issubclass(kind, RuntimeError) else FailedError(text)
+    return kind(text) if issubclass(kind, RuntimeError) else UnclassifiedError(text)

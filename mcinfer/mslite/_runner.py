@@ -1,29 +1,33 @@
 """`ModelParallelRunner`: many clients, one model, several worker processes.
 
 A face of `mcinfer.Master` with MindSpore Lite's names. A request runs whole on one worker, whichever is free.
+
+Ownership: the runner owns its master, and with it the workers. Tensors and futures that it gave out hold
+neither: who lets go of the runner ends the workers.
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 from numpy.typing import NDArray
 
-from mcinfer.config import Limits, Timeouts, check_count, check_seconds
 from mcinfer.errors import BuildError, ClosedError, McinferError, PredictError
 from mcinfer.master import Master
 from mcinfer.mslite._arguments import (
-    check_context,
+    TensorLike,
+    check_inputs,
     check_outputs,
     check_path,
-    describe,
     fill,
     input_arrays,
     known_dims,
+    result_tensors,
 )
 from mcinfer.mslite._checks import check_type
 from mcinfer.mslite._configuration import (
@@ -33,24 +37,24 @@ from mcinfer.mslite._configuration import (
     weights_folder,
 )
 from mcinfer.mslite._failures import failure
+from mcinfer.mslite._runner_config import RunnerConfig, new_master
 from mcinfer.mslite._sources import FOLDER_KEY, ModelBuffer
 from mcinfer.mslite._targets import (
     Attempt,
     ModelType,
     attempts,
-    count_workers,
     model_type_of,
     model_type_of_bytes,
     open_first,
-    pinned_cores,
 )
-from mcinfer.mslite.context import Context, Option, ParallelOptions
+from mcinfer.mslite.context import Context
 from mcinfer.mslite.datatypes import known_data_type
-from mcinfer.mslite.tensor import Tensor, TensorMeta
+from mcinfer.mslite.tensor import Tensor
 from mcinfer.staging import Arrays
 from mcinfer.statistics import Statistics
 
-TensorLike = Tensor | NDArray[Any]
+_LOOK = 0.005
+"""Seconds between two looks whether a start has come so far that it can be ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,71 +75,29 @@ CallBack = Callable[[list[TensorLike], list[Tensor], CallBackParam], bool | None
 """Called with a run's inputs, its outputs and what it is for; False makes the call fail."""
 
 
-class RunnerConfig(ParallelOptions):
-    """How a runner is to be made: the parallel part of a context, and what MindSpore Lite has not.
+@dataclass(slots=True, kw_only=True)
+class _Start:
+    """A master that a thread is starting.
 
-    What is not given here is taken from ``context.parallel``.
-
-    Args:
-        context: Where the workers run; None is the CPU.
-        workers_num: How many; 0 is MindSpore Lite's own rule (2 up to 16 cores, then one for each 8).
-        config_info: Sections of entries, ``dict[str, dict[str, str]]``.
-        config_path: A configuration file, whose entries `config_info` overrides.
-        device_ids: The workers' devices in turn: worker i runs on ``device_ids[i % n]``.
-        max_batch_size: Rows of one run that requests may be joined to (dynamic batching); 1 is off.
-        max_delay: Seconds that a request may wait for others to join it while a worker is free.
-        queue_size: Requests that may wait for a worker; one more is refused with `QueueFullError`.
-        timeout: Seconds for one request, where `predict` says nothing else.
-
-    Raises:
-        TypeError, ValueError: An argument does not fit.
+    Attributes:
+        master: Not to be closed before it has a worker: a start that has barely begun does not notice.
+        over: Set once it serves, or has ended.
+        thread: Where it is started.
     """
 
-    max_batch_size = Option("max_batch_size", 1, lambda name, value: check_count(name, value, 1))
-    max_delay = Option("max_delay", 0.0, check_seconds)
-    queue_size = Option("queue_size", 1000, lambda name, value: check_count(name, value, 1))
-    timeout = Option("timeout", Timeouts().predict, check_seconds)
+    master: Master
+    over: threading.Event = field(default_factory=threading.Event)
+    thread: int = field(default_factory=threading.get_ident)
 
-    def __init__(
-        self,
-        context: Context | None = None,
-        workers_num: int | None = None,
-        config_info: Sections | None = None,
-        config_path: str | None = None,
-        *,
-        device_ids: list[int] | None = None,
-        max_batch_size: int = 1,
-        max_delay: float = 0.0,
-        queue_size: int = 1000,
-        timeout: float = Timeouts().predict,
-    ) -> None:
-        super().__init__()
-        self._context = check_context(context)
-        parallel = self._context.parallel
-        self.workers_num = parallel.workers_num if workers_num is None else workers_num
-        self.config_info = parallel.sections
-        if config_info is not None:
-            self.config_info = config_info
-        self.config_path = parallel.config_path if config_path is None else config_path
-        self.device_ids = parallel.device_ids if device_ids is None else device_ids
-        self.max_batch_size = max_batch_size
-        self.max_delay = max_delay
-        self.queue_size = queue_size
-        self.timeout = timeout
-
-    @property
-    def context(self) -> Context:
-        """Where the workers run.
-
-        Raises:
-            TypeError: Set to something other than a Context.
-        """
-        return self._context
-
-    @context.setter
-    def context(self, value: Context) -> None:
-        check_type("context", value, Context)
-        self._context = value
+    def end(self) -> None:
+        """End it, and its workers at once: one that loads a model does not hear that it is to end."""
+        while not self.over.is_set():
+            if any(worker.pid is not None for worker in self.master.statistics().workers):
+                self.master.close(0.0)
+                return
+            if self.thread == threading.get_ident():
+                return  # called in a signal's handler: what lies beneath goes on only after that
+            self.over.wait(_LOOK)
 
 
 class ModelParallelRunner:
@@ -149,8 +111,10 @@ class ModelParallelRunner:
         self._master: Master | None = None
         self._name = ""
         self._buffer: ModelBuffer | None = None
-        self._building = threading.Lock()
+        self._starting: _Start | None = None
+        self._claimed = False  # it is built, or is being built
         self._closed = False
+        self._lock = threading.Lock()  # of these; never held during a wait
 
     def __str__(self) -> str:
         return f"model_path: {self._name}."
@@ -199,15 +163,20 @@ class ModelParallelRunner:
     def close(self, timeout: float | None = None) -> None:
         """End the workers; requests in flight fail. Tensors stay valid. May be called again.
 
+        Any thread may call it, also in a future's callback. A build that is going on in another one fails.
+
         Args:
             timeout: Seconds for the workers to end by themselves before they are killed.
         """
-        with self._building:
+        with self._lock:
             self._closed = True
-            if self._master is not None:
-                self._master.close(timeout)
-            if self._buffer is not None:
-                self._buffer.close()
+            starting, master, buffer = self._starting, self._master, self._buffer
+        if starting is not None:
+            starting.end()
+        if master is not None:  # else the build that fails clears up behind itself
+            master.close(timeout)
+            if buffer is not None:
+                buffer.close()
 
     def __enter__(self) -> Self:
         return self
@@ -221,28 +190,35 @@ class ModelParallelRunner:
         self.close()
 
     def _build(self, what: str, model: str | bytes, config: RunnerConfig) -> None:
-        with self._building:
+        with self._lock:
             if self._closed:
                 raise failure(what, ClosedError("the runner is closed; make a new one"))
-            if self._master is not None:
+            if self._claimed:
                 raise failure(
-                    what, BuildError("the model was built already; make a new ModelParallelRunner")
+                    what,
+                    BuildError(
+                        "the model was built already, or is being built; make a new "
+                        "ModelParallelRunner"
+                    ),
                 )
-            try:
-                sections = load_sections(config.config_path, config.sections)
-                master = self._start(model, config, sections)
-            except (McinferError, OSError, ValueError) as exc:
-                if self._buffer is not None:
-                    self._buffer.close()
-                    self._buffer = None
-                raise failure(what, exc) from exc
+            self._claimed = True
+        try:
+            sections = load_sections(config.config_path, config.sections)
             warn_of_unused(sections, stacklevel=3)
-            self._name = model if isinstance(model, str) else "buffer"
-            self._names = [spec.name for spec in master.outputs]
-            self._master = master
+            self._open(model, config, sections)
+        except BaseException as exc:
+            with self._lock:
+                buffer, self._buffer = self._buffer, None
+                self._claimed = False
+            if buffer is not None:
+                buffer.close()
+            if self._closed and isinstance(exc, Exception):
+                raise failure(what, ClosedError("the runner was closed meanwhile")) from exc
+            if not isinstance(exc, (McinferError, OSError, ValueError)):
+                raise
+            raise failure(what, exc) from exc
 
-    def _start(self, model: str | bytes, config: RunnerConfig, sections: Sections) -> Master:
-        workers = count_workers(config.context, config.workers_num, config.device_ids)
+    def _open(self, model: str | bytes, config: RunnerConfig, sections: Sections) -> None:
         settings: dict[str, str] = {}
         if isinstance(model, bytes):
             model_type = model_type_of_bytes(model)
@@ -250,32 +226,38 @@ class ModelParallelRunner:
             if folder is not None and model_type is ModelType.ONNX:
                 settings[FOLDER_KEY] = folder
             self._buffer = ModelBuffer(model)
-            path = self._buffer.path
+            path, name = self._buffer.path, "buffer"
         else:
-            path, model_type = model, model_type_of(model, ModelType.MINDIR)
+            path, name, model_type = model, model, model_type_of(model, ModelType.MINDIR)
 
-        def build(attempt: Attempt) -> Master:
-            options = replace(attempt.options, session_config=settings)
-            if attempt.kind == "cpu":
-                # Without the device that the context asks for, its ids mean nothing.
-                ids = config.device_ids if config.context.device_infos[0] == "cpu" else []
-                ids = ids or [*range(workers)]
-                options = replace(options, cores=pinned_cores(config.context, workers))
-            else:
-                ids = config.device_ids or [attempt.index]
-            return Master(
-                path,
-                [f"{attempt.kind}:{ids[i % len(ids)]}" for i in range(workers)],
-                engine=attempt.engine,
-                options=options,
-                timeouts=Timeouts(predict=config.timeout),
-                limits=Limits(queue=config.queue_size + workers),
-                max_batch_size=config.max_batch_size,
-                max_delay=config.max_delay,
-            ).start()
+        def build(attempt: Attempt) -> None:
+            self._start(new_master(path, config, attempt, settings), name)
 
-        # The caller is five calls up: _start, _build, build_from_file, the user.
-        return open_first(attempts(config.context, model_type, sections), build, stacklevel=4)
+        groups = attempts(config.context, model_type, sections)
+        # The caller is four calls up: _open, _build, build_from_file, the user.
+        open_first(groups, build, stacklevel=4)
+
+    def _start(self, master: Master, name: str) -> None:
+        """Start it, and serve with it; whatever is raised, it has ended then."""
+        start = _Start(master=master)
+        try:
+            with self._lock:
+                self._check_open()
+                self._starting = start
+            master.start()
+            with self._lock:
+                self._check_open()
+                self._master, self._name = master, name
+        except BaseException:
+            master.close(0.0)
+            raise
+        finally:
+            self._starting = None
+            start.over.set()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the runner is closed")
 
     def _ready(self, what: str) -> Master:
         if self._master is None:
@@ -287,7 +269,8 @@ class ModelParallelRunner:
     def get_inputs(self) -> list[Tensor]:
         """Fresh input tensors, which lie in shared memory: what is put in there is not copied again.
 
-        A size that is not known is -1; set the shape, or data of the right rank.
+        A size that is not known is -1; set the shape, or data of the right rank. Memory is gotten as long as
+        the runner is open and not garbage; what was gotten stays valid.
 
         Raises:
             RuntimeError: The model is not built.
@@ -298,18 +281,24 @@ class ModelParallelRunner:
                 spec.name,
                 known_data_type(spec.dtype),
                 known_dims(spec),
-                allocate=partial(_allocate, master, spec.name),
+                allocate=partial(_allocate, weakref.ref(master), spec.name),
             )
             for spec in master.inputs
         ]
 
-    def get_outputs(self) -> tuple[TensorMeta, ...]:
-        """The outputs' names, dtypes and shapes, -1 for a size that is not known.
+    def get_outputs(self) -> list[Tensor]:
+        """Fresh output tensors without data, to look at or to give to one `predict`.
+
+        A size that is not known is -1, and becomes the result's. A tensor whose dtype is UNKNOWN cannot be
+        given: leave `outputs` out there.
 
         Raises:
             RuntimeError: The model is not built.
         """
-        return tuple(map(describe, self._ready("get_outputs").outputs))
+        return [
+            Tensor._of_model(spec.name, known_data_type(spec.dtype), known_dims(spec))
+            for spec in self._ready("get_outputs").outputs
+        ]
 
     def statistics(self) -> Statistics:
         """What was done so far, and how the workers are; see `mcinfer.Statistics`."""
@@ -332,35 +321,34 @@ class ModelParallelRunner:
         Args:
             inputs: A list or tuple of tensors or arrays, in the model's order; any shapes that the model
                 takes. Those of `get_inputs` are not copied, and are not to be changed until the call returns.
-            outputs: Tensors to write to, of the outputs' dtypes and shapes (or of sizes not known yet).
-            before: Called in this thread before the request is queued.
+            outputs: Tensors to write to, of the outputs' dtypes and shapes (or of sizes not known yet), whose
+                memory may be that of inputs, but not of each other; or an empty list, which new tensors are
+                put into.
+            before: Called in this thread before the request is queued: it may still set the inputs' data.
             after: Called in this thread with the answer.
             timeout: Seconds until `PredictTimeoutError`; None is the configuration's.
             priority: Requests of a higher one go first, but none waits for ever.
 
         Returns:
-            The outputs: those that were given, or new ones.
+            The outputs: `outputs`, or new ones.
 
         Raises:
             TypeError: An argument is of another type.
             RuntimeError: ``predict failed! …``, of a class of `mcinfer.errors` as well: the inputs do not
                 fit (`InvalidInputError`), the run failed (`PredictError`), took too long
                 (`PredictTimeoutError`) or cannot be taken on (`QueueFullError`, `ClosedError`). Nothing was
-                written to `outputs`.
+                written to `outputs` then, unless it was `after` that failed: they hold the answer.
         """
         master = self._ready("predict")
-        arrays = input_arrays(inputs, len(master.inputs))
         what = CallBackParam(node_name=self._name)
         try:
-            wanted = check_outputs(outputs, len(self._names))
-            _call("before", before, [*inputs], wanted or [], what)
+            given = check_inputs(inputs, len(master.inputs))
+            check_outputs(outputs, len(master.outputs))
+            _call("before", before, [*given], [*(outputs or [])], what)
+            arrays = input_arrays(given)
             answer = master.predict(arrays, timeout=timeout, shards=1, priority=priority)
-            if wanted is None:
-                results = self._tensors(answer)
-            else:
-                fill(wanted, answer)
-                results = wanted
-            _call("after", after, [*inputs], results, what)
+            results = result_tensors(answer) if outputs is None else fill(outputs, answer)
+            _call("after", after, [*given], [*results], what)
         except McinferError as exc:
             raise failure("predict", exc) from exc
         return results
@@ -383,9 +371,9 @@ class ModelParallelRunner:
             TypeError, RuntimeError: As `predict`, for what is wrong before it is queued.
         """
         master = self._ready("predict")
-        arrays = input_arrays(inputs, len(master.inputs))
         try:
-            return _Answer(master.submit(arrays, timeout=timeout, priority=priority), self._tensors)
+            arrays = input_arrays(check_inputs(inputs, len(master.inputs)))
+            return _Answer(master.submit(arrays, timeout=timeout, priority=priority))
         except McinferError as exc:
             raise failure("predict", exc) from exc
 
@@ -394,47 +382,53 @@ class ModelParallelRunner:
     ) -> list[Tensor]:
         """`predict` for asyncio; cancelling the task cancels the request."""
         master = self._ready("predict")
-        arrays = input_arrays(inputs, len(master.inputs))
         try:
-            return self._tensors(
+            arrays = input_arrays(check_inputs(inputs, len(master.inputs)))
+            return result_tensors(
                 await master.predict_async(arrays, timeout=timeout, shards=1, priority=priority)
             )
         except McinferError as exc:
             raise failure("predict", exc) from exc
 
-    def _tensors(self, answer: Arrays) -> list[Tensor]:
-        return [Tensor._of_result(name, array) for name, array in answer.items()]
-
 
 class _Answer(Future[list[Tensor]]):
-    """The future of a request, with its outputs as tensors."""
+    """The future of a request, with its outputs as tensors.
 
-    def __init__(self, arrays: "Future[Arrays]", convert: Callable[[Arrays], list[Tensor]]) -> None:
+    Once it is done it holds these alone. What it was waiting for would hold it in return, and memory of the
+    answer would be free only when the garbage collector finds the two.
+    """
+
+    def __init__(self, arrays: "Future[Arrays]") -> None:
         super().__init__()
-        self._arrays = arrays
-        self._convert = convert
+        self._arrays: Future[Arrays] | None = arrays
         arrays.add_done_callback(self._take)
 
     def cancel(self) -> bool:
         """Cancel the request; False once it is answered."""
-        return self._arrays.cancel()
+        arrays = self._arrays
+        return super().cancel() if arrays is None else arrays.cancel()
 
     def _take(self, arrays: "Future[Arrays]") -> None:
+        self._arrays = None
         if arrays.cancelled():
             super().cancel()
             self.set_running_or_notify_cancel()
             return
         exc = arrays.exception()
         if exc is None:
-            self.set_result(self._convert(arrays.result()))
+            self.set_result(result_tensors(arrays.result()))
             return
         error = failure("predict", exc)
         error.__cause__ = exc
         self.set_exception(error)
 
 
-def _allocate(master: Master, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
+def _allocate(owner: "weakref.ref[Master]", name: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    """Shared memory for an input; the tensor that asks for it is not to keep the workers alive."""
+    master = owner()
     try:
+        if master is None:
+            raise ClosedError("the runner is gone")
         return master.allocate({name: shape})[name]
     except McinferError as exc:
         raise failure("allocate", exc) from exc

@@ -66,11 +66,6 @@ class Session:
         """What the model takes and gives."""
         return self._engine.spec
 
-    @property
-    def providers(self) -> tuple[str, ...]:
-        """What really runs it, in the engine's words."""
-        return self._engine.providers
-
     def output_shapes(self, shapes: tuple[Shape, ...]) -> tuple[Shape | None, ...]:
         """The outputs' shapes for inputs of these shapes; None for one that only a run tells.
 

@@ -64,7 +64,7 @@ class Attempt:
         kind: The core's name of the device.
         index: Of the device, where the context says it.
         options: For the engine, but for what depends on the number of workers.
-        remarks: What of the context has no effect there, and why.
+        remarks: What of the context has no effect on this device, and why; equal for all of its engines.
     """
 
     target: str
@@ -97,6 +97,8 @@ def open_first(
 ) -> T:
     """Build on the first target that can be had, and warn of what is not as the context says.
 
+    Each target is warned of before it is tried: where warnings are errors, nothing was built yet.
+
     Args:
         groups: What `attempts` gave.
         build: Builds the model in one of these ways.
@@ -108,10 +110,11 @@ def open_first(
     refusals: list[str] = []
     failure: McinferError = BuildError("no target to build for")
     for group in groups:
+        _warn(refusals, group[0], stacklevel + 1)
         missing: McinferError | None = None
         for attempt in group:
             try:
-                built = build(attempt)
+                return build(attempt)
             except MissingDependencyError as exc:
                 missing = missing or exc
                 failure = missing
@@ -119,8 +122,6 @@ def open_first(
             except BuildError as exc:
                 failure = exc
                 break
-            _warn(refusals, attempt, stacklevel + 1)
-            return built
         refusals.append(f"target {group[0].target} cannot be used here ({failure})")
     raise failure
 
@@ -154,6 +155,7 @@ def _cpu(context: Context, model_type: ModelType) -> list[Attempt]:
     options = EngineOptions(
         threads=context.cpu.thread_num or None,
         inter_op_threads=context.cpu.inter_op_parallel_num or None,
+        session_config=_lite_config(model_type),
     )
     return [
         Attempt(target="cpu", engine=engine, kind="cpu", options=options, remarks=tuple(remarks))
@@ -161,10 +163,29 @@ def _cpu(context: Context, model_type: ModelType) -> list[Attempt]:
     ]
 
 
+def _lite_config(model_type: ModelType) -> dict[str, str]:
+    """What the engine mindspore_lite is told of a model, which may lie in a file of any name."""
+    return {"model_type": "MINDIR_LITE"} if model_type is ModelType.MINDIR_LITE else {}
+
+
+def _lite(
+    target: str, kind: str, index: int, model_type: ModelType, settings: dict[str, str]
+) -> list[Attempt]:
+    """MindSpore Lite's own package on a device, with what is said of that: ``""`` is nothing."""
+    options = EngineOptions(
+        session_config=_lite_config(model_type),
+        provider_options={key: value for key, value in settings.items() if value},
+    )
+    return [
+        Attempt(target=target, engine="mindspore_lite", kind=kind, index=index, options=options)
+    ]
+
+
 def _gpu(context: Context, model_type: ModelType) -> list[Attempt]:
     gpu = context.gpu
     if model_type is not ModelType.ONNX:
-        return [Attempt(target="gpu", engine="mindspore_lite", kind="cuda", index=gpu.device_id)]
+        settings = {"precision_mode": gpu.precision_mode, "provider": gpu.provider}
+        return _lite("gpu", "cuda", gpu.device_id, model_type, settings)
     fp16 = gpu.precision_mode == "preferred_fp16"
     remarks = []
     if gpu.provider not in ("", "tensorrt"):
@@ -196,17 +217,15 @@ def _ascend(context: Context, model_type: ModelType, sections: Sections) -> list
     said = sections.get("ascend_context", {})
     precision = said.get("precision_mode", ascend.precision_mode)
     provider = said.get("provider", ascend.provider)
-    settings = {}
-    if model_type is ModelType.ONNX:
-        if precision:
-            settings["precision_mode"] = _CANN_PRECISION.get(precision, precision)
-    else:
-        settings = {"precision_mode": precision, "provider": provider}
-        settings = {key: value for key, value in settings.items() if value}
+    if model_type is not ModelType.ONNX:
+        rank = str(ascend.rank_id) if ascend.rank_id else ""
+        settings = {"precision_mode": precision, "provider": provider, "rank_id": rank}
+        return _lite("ascend", "ascend", ascend.device_id, model_type, settings)
+    settings = {"precision_mode": _CANN_PRECISION.get(precision, precision)} if precision else {}
     return [
         Attempt(
             target="ascend",
-            engine="onnxruntime" if model_type is ModelType.ONNX else "mindspore_lite",
+            engine="onnxruntime",
             kind="ascend",
             index=ascend.device_id,
             options=EngineOptions(provider_options=settings),
@@ -214,8 +233,14 @@ def _ascend(context: Context, model_type: ModelType, sections: Sections) -> list
     ]
 
 
-def count_workers(context: Context, wanted: int, device_ids: Sequence[int]) -> int:
+def count_workers(context: Context, kind: str, wanted: int, device_ids: Sequence[int]) -> int:
     """How many workers a runner has: as many as wanted, or by MindSpore Lite's rule if that is 0.
+
+    Args:
+        context: What the user says of the CPU.
+        kind: Of the device that they run on, which need not be the one that the context names first.
+        wanted: 0 leaves it to the rule.
+        device_ids: What the user says of the other kinds: one worker for each.
 
     Raises:
         InvalidInputError: More than 5 for each core.
@@ -228,7 +253,7 @@ def count_workers(context: Context, wanted: int, device_ids: Sequence[int]) -> i
         )
     if wanted:
         return wanted
-    if context.device_infos[0] != "cpu":
+    if kind != "cpu":
         return max(1, len(device_ids))
     threads = context.cpu.thread_num
     return max(1, cores // threads) if threads else automatic_workers(cores)

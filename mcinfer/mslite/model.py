@@ -4,47 +4,38 @@ import os
 import threading
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntFlag
 from typing import Any
-from weakref import WeakValueDictionary
 
 from numpy.typing import NDArray
 
-from mcinfer.config import Device
-from mcinfer.engines import open_engine
-from mcinfer.engines.base import EngineRequest
 from mcinfer.errors import BuildError, ClosedError, InvalidInputError, McinferError
 from mcinfer.mslite._arguments import (
     check_context,
+    check_inputs,
     check_outputs,
     check_path,
     describe,
     fill,
     input_arrays,
     known_dims,
+    result_tensors,
 )
 from mcinfer.mslite._checks import check_elements, check_list, check_sections, check_type
 from mcinfer.mslite._configuration import (
     Sections,
     load_sections,
+    override,
     warn_of_unused,
     weights_folder,
 )
 from mcinfer.mslite._failures import failure
-from mcinfer.mslite._runner import ModelParallelRunner, RunnerConfig
-from mcinfer.mslite._session import Session, pinned
-from mcinfer.mslite._sources import FOLDER_KEY, ModelBuffer, put_weights, with_dims
-from mcinfer.mslite._targets import (
-    Attempt,
-    ModelType,
-    attempts,
-    model_type_of,
-    model_type_of_bytes,
-    open_first,
-    pinned_cores,
-)
+from mcinfer.mslite._loading import SharedModels, Source, open_session
+from mcinfer.mslite._runner import ModelParallelRunner
+from mcinfer.mslite._runner_config import RunnerConfig
+from mcinfer.mslite._session import Session
+from mcinfer.mslite._targets import ModelType, model_type_of, model_type_of_bytes
 from mcinfer.mslite.context import Context
 from mcinfer.mslite.datatypes import known_data_type
 from mcinfer.mslite.tensor import Tensor, TensorMeta
@@ -67,22 +58,9 @@ class ModelGroupFlag(IntFlag):
     SHARE_WEIGHT_WORKSPACE = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
-    """What a model was built from, so that it can be built again with other sizes."""
-
-    name: str
-    model: str | bytes
-    model_type: ModelType
-    context: Context
-    sections: Sections
-    weights: bytes | None = None
-    folder: str | None = None
-
-
 @dataclass(slots=True, kw_only=True)
 class _Built:
-    source: _Source
+    source: Source
     session: Session
     inputs: list[Tensor]
     dims: list[list[int]]
@@ -98,7 +76,7 @@ class Model:
     def __init__(self) -> None:
         self._built: _Built | None = None
         self._building = threading.Lock()
-        self._group: ModelGroup | None = None
+        self._group: SharedModels | None = None
 
     def __str__(self) -> str:
         return f"model_path: {'' if self._built is None else self._built.source.name}."
@@ -144,7 +122,7 @@ class Model:
             check_path(what, "config_path", config_path)
         sections = _sections(what, config_path, config_dict)
         _refuse_key(what, dec_key, dec_mode, dec_num_parallel)
-        source = _Source(
+        source = Source(
             name=model_path,
             model=os.path.abspath(model_path),
             model_type=model_type_of(model_path, model_type),
@@ -165,7 +143,8 @@ class Model:
         """Load a model from memory.
 
         Args:
-            model_bytes: What a file would hold.
+            model_bytes: What a file would hold. It is kept, with `weight_bytes`, only where `resize` may have
+                to build the model anew: it is ONNX, and has an input of which a size is fixed.
             weight_bytes: The content of the one file that an ONNX model's external data lies in; takes the
                 extra ``mcinfer[onnx]``. For weights on disk name a file of their folder in the
                 configuration instead, as ``mindir_path`` of section ``model_file``.
@@ -192,7 +171,7 @@ class Model:
             folder = weights_folder(sections)
         except McinferError as exc:
             raise failure(what, exc) from exc
-        source = _Source(
+        source = Source(
             name="buffer",
             model=model_bytes,
             model_type=model_type_of_bytes(model_bytes) if model_type is None else model_type,
@@ -203,16 +182,22 @@ class Model:
         )
         self._build(what, source)
 
-    def _build(self, what: str, source: _Source) -> None:
+    def _build(self, what: str, source: Source) -> None:
         with self._building:
             if self._built is not None:
                 raise failure(what, BuildError("the model was built already; make a new Model"))
+            warn_of_unused(source.sections, stacklevel=3)
             try:
-                session = _open(source, None, self._group)
+                # The caller is that of `build_from_file`, which is this one's.
+                session = open_session(source, None, self._group, stacklevel=3)
             except (McinferError, OSError, ValueError) as exc:
                 raise failure(what, exc) from exc
-            warn_of_unused(source.sections, stacklevel=3)
             specs = session.spec.inputs
+            if isinstance(source.model, bytes) and not (
+                source.model_type is ModelType.ONNX
+                and any(isinstance(size, int) for spec in specs for size in spec.shape)
+            ):
+                source = replace(source, model=b"", weights=None)  # nothing reads it again
             dims = [known_dims(spec) for spec in specs]
             tensors = [
                 Tensor._of_model(spec.name, known_data_type(spec.dtype), shape)
@@ -287,29 +272,28 @@ class Model:
         Args:
             inputs: A list or tuple of tensors or arrays, in the model's order, of its dtypes and shapes.
                 They are read in place, so nobody is to change them meanwhile.
-            outputs: Tensors to write to, of the outputs' dtypes and shapes (or of sizes not known yet).
+            outputs: Tensors to write to, of the outputs' dtypes and shapes (or of sizes not known yet), whose
+                memory may be that of inputs, but not of each other; or an empty list, which new tensors are
+                put into.
 
         Returns:
-            The outputs: those that were given, or new ones.
+            The outputs: `outputs`, or new ones.
 
         Raises:
             TypeError: An argument is of another type.
-            RuntimeError: Another number of inputs, or the run failed: nothing is to be read from
-                `outputs` then.
+            RuntimeError: Another number of inputs, or the run failed: nothing was written to `outputs`
+                then.
         """
         built = self._ready("predict")
         session = built.session  # one of them throughout: `resize` may put another there
-        arrays = input_arrays(inputs, len(built.inputs))
+        given = check_inputs(inputs, len(built.inputs))
         try:
-            wanted = check_outputs(outputs, len(session.spec.outputs))
+            check_outputs(outputs, len(session.spec.outputs))
             names = [spec.name for spec in session.spec.outputs]
-            results = dict(zip(names, session.run(arrays), strict=True))
-            if wanted is not None:
-                fill(wanted, results)
-                return wanted
+            results = dict(zip(names, session.run(input_arrays(given)), strict=True))
+            return result_tensors(results) if outputs is None else fill(outputs, results)
         except McinferError as exc:
             raise failure("predict", exc) from exc
-        return [Tensor._of_result(name, array) for name, array in results.items()]
 
     def resize(self, inputs: list[Tensor], dims: list[list[int]]) -> None:
         """Set the shapes of inputs.
@@ -362,7 +346,9 @@ class Model:
             for fixed, size in zip(spec.shape, shape, strict=True)
         )
         if not fits:
-            session = _open(built.source, dict(zip(names, wanted, strict=True)), self._group)
+            dims_of = dict(zip(names, wanted, strict=True))
+            # The caller is that of `resize`, which is this one's.
+            session = open_session(built.source, dims_of, self._group, stacklevel=3)
         if all(size > 0 for shape in wanted for size in shape):
             session.output_shapes(tuple(map(tuple, wanted)))
         built.session, built.dims = session, wanted
@@ -408,8 +394,10 @@ class ModelGroup:
                 f"SHARE_WEIGHT_WORKSPACE, but got {flags!r}."
             )
         self.flags = flags
-        self.lock = threading.Lock()
-        self.sessions: WeakValueDictionary[object, Session] = WeakValueDictionary()
+        self._shared = SharedModels(
+            weights=bool(flags & ModelGroupFlag.SHARE_WEIGHT),
+            workspace=bool(flags & ModelGroupFlag.SHARE_WORKSPACE),
+        )
         self._models: list[Model | str] = []
 
     def add_model(self, models: "list[Model] | list[str] | tuple[Model | str, ...]") -> None:
@@ -426,16 +414,15 @@ class ModelGroup:
             raise TypeError(f"models must be list or tuple, but got {type(models)}.")
         if not models:
             raise RuntimeError("add_model failed! Error is models is empty")
-        shares_weights = bool(self.flags & ModelGroupFlag.SHARE_WEIGHT)
-        kind = Model if shares_weights or isinstance(models[0], Model) else str
+        kind = Model if self._shared.weights or isinstance(models[0], Model) else str
         check_elements("models", models, kind)
         added = [model for model in models if isinstance(model, Model)]
-        if any(m._built is not None or m._group not in (None, self) for m in added):
+        if any(m._built is not None or m._group not in (None, self._shared) for m in added):
             raise RuntimeError(
                 "add_model failed! Error is the model was built already, or is in another group"
             )
         for model in added:
-            model._group = self
+            model._group = self._shared
         if kind is str:
             warnings.warn(
                 "models: paths share nothing here; add the Model objects before they are built",
@@ -455,7 +442,7 @@ class ModelGroup:
         """
         check_type("model_type", model_type, ModelType)
         check_context(context)
-        if not self.flags & ModelGroupFlag.SHARE_WORKSPACE or not self._models:
+        if not self._shared.workspace or not self._models:
             raise RuntimeError(
                 "cal_max_size_of_workspace failed! Error is the group has no models that share a workspace"
             )
@@ -467,10 +454,10 @@ def _sections(what: str, path: str, more: Sections | None) -> Sections:
         sections = load_sections(path, None)
     except InvalidInputError as exc:
         raise failure(what, exc) from exc
-    if more is not None:
-        check_sections("config_dict", more)
-        sections = load_sections(path, more)
-    return sections
+    if more is None:
+        return sections
+    check_sections("config_dict", more)
+    return override(sections, more)
 
 
 def _refuse_key(what: str, key: object, mode: object, parallel: object) -> None:
@@ -480,75 +467,3 @@ def _refuse_key(what: str, key: object, mode: object, parallel: object) -> None:
         return
     check_type("dec_key", key, bytes)
     raise failure(what, BuildError("dec_key: encrypted models are not supported, decrypt it first"))
-
-
-def _open(source: _Source, dims: dict[str, list[int]] | None, group: ModelGroup | None) -> Session:
-    """Load a model, with other sizes of its inputs where they are given."""
-    if dims is not None and source.model_type is not ModelType.ONNX:
-        raise BuildError("its sizes are fixed, and can be changed in ONNX models alone")
-
-    def build(attempt: Attempt) -> Session:
-        with nullcontext() if group is None else group.lock:
-            key = _identity(source, dims, attempt)
-            shares = group is not None and group.flags & ModelGroupFlag.SHARE_WEIGHT
-            known = group.sessions.get(key) if group is not None and shares else None
-            if known is not None:
-                return known
-            session = _load(source, dims, attempt, group)
-            if group is not None and shares:
-                group.sessions[key] = session
-            return session
-
-    groups = attempts(source.context, source.model_type, source.sections)
-    # Seen from here the caller is four calls up: _build, build_from_file, the user.
-    return open_first(groups, build, stacklevel=4)
-
-
-def _load(
-    source: _Source,
-    dims: dict[str, list[int]] | None,
-    attempt: Attempt,
-    group: ModelGroup | None,
-) -> Session:
-    cores: Sequence[int] = ()
-    if attempt.kind == "cpu":
-        [cores] = pinned_cores(source.context, 1) or [()]
-    config: dict[str, str] = {}
-    model, folder = source.model, source.folder
-    if dims is not None:
-        folder = folder or (os.path.dirname(model) if isinstance(model, str) else None)
-        model = with_dims(model, dims)
-    if group is not None and group.flags & ModelGroupFlag.SHARE_WORKSPACE:
-        config["session.use_env_allocators"] = "1"
-    with ExitStack() as opened:
-        if isinstance(source.model, bytes) and source.weights is not None:
-            folder = put_weights(source.model, source.weights, opened)
-        if folder is not None and attempt.engine == "onnxruntime":
-            config[FOLDER_KEY] = folder
-        if isinstance(model, bytes):
-            buffer = ModelBuffer(model)
-            opened.callback(buffer.close)
-            model = buffer.path
-        request = EngineRequest(
-            model=model,
-            device=Device(attempt.kind, attempt.index),
-            threads=attempt.options.threads or len(cores) or len(os.sched_getaffinity(0)),
-            inter_op_threads=attempt.options.inter_op_threads,
-            session_config=config,
-            provider_options=attempt.options.provider_options,
-        )
-        with pinned(cores) if cores else nullcontext():
-            engine = open_engine(attempt.engine, request)
-    return Session(engine, cores)
-
-
-def _identity(source: _Source, dims: dict[str, list[int]] | None, attempt: Attempt) -> object:
-    """Equal for models that one loaded model can serve."""
-    content: object = source.model
-    if isinstance(source.model, str):
-        entry = os.stat(source.model)
-        content = (entry.st_dev, entry.st_ino, entry.st_size, entry.st_mtime_ns)
-    sizes = None if dims is None else tuple((name, *shape) for name, shape in dims.items())
-    cpu = source.context.cpu
-    binding = (cpu.thread_affinity_mode, *cpu.thread_affinity_core_list)
-    return (content, source.weights, source.folder, sizes, repr(attempt), binding)

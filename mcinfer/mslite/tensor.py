@@ -197,7 +197,6 @@ class Tensor:
         shape: Sequence[int],
         *,
         allocate: Callable[[tuple[int, ...]], NDArray[Any]] | None = None,
-        format: Format = Format.NCHW,  # noqa: A002 the attribute's name
     ) -> "Tensor":
         """A tensor without data, for an input of a model.
 
@@ -211,13 +210,12 @@ class Tensor:
                 The tensor calls it when it needs memory for data and has none of that shape, and
                 holds the array until it needs another or is gone. It is not called while `dtype` is
                 set to another element type. ``None`` is NumPy's own memory.
-            format: What the dimensions stand for.
         """
         tensor = cls.__new__(cls)
         tensor._name = name
         tensor._dtype = tensor._model_dtype = dtype
         tensor._shape = tuple(shape)
-        tensor._format = format
+        tensor._format = Format.NCHW
         tensor._array = None
         tensor._own = False
         tensor._allocate = allocate

@@ -7,12 +7,13 @@ import random
 import signal
 import threading
 import time
+import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import onnx
@@ -23,9 +24,10 @@ from onnx import numpy_helper, parser
 import mcinfer
 from mcinfer import Master
 from mcinfer.config import automatic_workers
-from mcinfer.mslite import Context, DataType, ModelParallelRunner, RunnerConfig, Tensor, TensorMeta
-from tests.process.models import AFFINE, OnnxModel
-from tests.process.waiting import busy_pid, is_alive, pids, wait_for_states, wait_until
+from mcinfer.mslite import Context, DataType, ModelParallelRunner, RunnerConfig, Tensor
+from mcinfer.mslite._targets import Attempt
+from tests.process.models import AFFINE, FakeModel, OnnxModel
+from tests.process.waiting import all_gone, busy_pid, is_alive, pids, wait_for_states, wait_until
 
 HEAD = '<ir_version: 8, opset_import: ["": 17]>'
 
@@ -281,7 +283,7 @@ def test_runner_says_what_it_serves(onnx_model: OnnxModel) -> None:
     with built(path) as runner:
         assert str(runner) == f"model_path: {path}."
         [output] = runner.get_outputs()
-        assert isinstance(output, TensorMeta)
+        assert isinstance(output, Tensor)
         assert (output.name, output.dtype, output.shape) == ("y", DataType.FLOAT32, [-1, 4])
 
 
@@ -324,6 +326,136 @@ def test_runner_that_becomes_garbage_leaves_nothing(onnx_model: OnnxModel) -> No
     assert_answer(runner.predict([floats(1, 4)]), floats(1, 4))
     del runner
     gc.collect()  # the rest is for the fixture to see
+
+
+def test_closing_in_a_callback_and_in_another_thread_end_both(onnx_model: OnnxModel) -> None:
+    with built(onnx_model(LOOP)) as runner:
+        running = begin_endless(runner)
+        closed = threading.Event()
+
+        def close(_: object) -> None:
+            runner.close()
+            closed.set()
+
+        running.add_done_callback(close)
+        thread = threading.Thread(target=runner.close, args=(0.1,), daemon=True)
+        thread.start()
+        thread.join(10.0)
+        assert not thread.is_alive()
+        assert closed.is_set()
+
+
+def fake_attempts(*_: object) -> list[list[Attempt]]:
+    return [[Attempt(target="cpu", engine="fake", kind="cpu")]] * 2
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["as it begins", "in it"])
+def test_closing_during_a_build_makes_it_fail_and_leaves_nothing(
+    fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    monkeypatch.setattr("mcinfer.mslite._runner.attempts", fake_attempts)
+    content = fake_model(build="hang:50").read_bytes()
+    for _ in range(1 if begun else 10):
+        runner = ModelParallelRunner()
+        with ThreadPoolExecutor(1) as pool:
+            build = pool.submit(runner.init, content, RunnerConfig(on_cpu(2)))
+            wait_until(lambda r=runner: r._starting is not None)  # type: ignore[misc]
+            if begun:
+                start = runner._starting
+                assert start is not None
+                wait_until(lambda s=start: all(pids(s.master)))  # type: ignore[misc]
+            runner.close()
+            with pytest.raises(
+                RuntimeError, match=r"^ModelParallelRunner's init failed! "
+            ) as caught:
+                build.result(10.0)
+            assert isinstance(caught.value, mcinfer.ClosedError)
+            runner.close()
+        with pytest.raises(mcinfer.ClosedError):
+            runner.init(content)
+
+
+def test_second_build_during_the_first_is_refused_at_once(
+    fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mcinfer.mslite._runner.attempts", fake_attempts)
+    path = str(fake_model(build="hang:50"))
+    with ModelParallelRunner() as runner, ThreadPoolExecutor(1) as pool:
+        build = pool.submit(runner.build_from_file, path, on_cpu())
+        wait_until(lambda: runner._starting is not None)
+        with pytest.raises(mcinfer.BuildError, match="is being built"):
+            runner.build_from_file(path, on_cpu())
+        runner.close()
+        with pytest.raises(mcinfer.ClosedError):
+            build.result(10.0)
+
+
+def test_error_once_the_workers_serve_ends_them(
+    onnx_model: OnnxModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(Master):
+        def start(self) -> Self:
+            super().start()
+            raise KeyboardInterrupt
+
+    started = []
+
+    def make(*given: Any, **more: Any) -> Master:
+        started.append(Interrupted(*given, **more))
+        return started[0]
+
+    with ModelParallelRunner() as runner:
+        with monkeypatch.context() as patch:
+            patch.setattr("mcinfer.mslite._runner_config.Master", make)
+            with pytest.raises(KeyboardInterrupt):
+                runner.build_from_file(str(onnx_model(AFFINE)), on_cpu())
+        assert {worker.state for worker in started[0].statistics().workers} == {"gone"}
+        runner.build_from_file(str(onnx_model(AFFINE)), on_cpu())
+        assert_answer(runner.predict([floats(1, 4)]), floats(1, 4))
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What is in a cycle stays."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_memory_of_a_future_is_free_when_the_last_hold_of_it_is_gone(
+    onnx_model: OnnxModel,
+) -> None:
+    with built(onnx_model(AFFINE)) as runner:
+        for _ in range(3):
+            future = runner.submit([floats(1000, 4)])
+            [output] = future.result(10.0)
+            assert_answer([output], floats(1000, 4))
+            assert runner.statistics().memory_used_bytes >= 16_000
+            del future, output
+            wait_until(lambda: runner.statistics().memory_used_bytes == 0)
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_futures_and_tensors_that_are_kept_do_not_keep_the_workers(onnx_model: OnnxModel) -> None:
+    runner = built(onnx_model(AFFINE))
+    inputs, unused = runner.get_inputs(), runner.get_inputs()
+    inputs[0].set_data_from_numpy(floats(2, 4))
+    future = runner.submit(inputs)
+    answer = runner.predict(inputs)
+    future.result(10.0)
+    workers = pids(master_of(runner))
+    gone = weakref.ref(master_of(runner))
+    del runner
+    assert gone() is None
+    wait_until(lambda: all_gone(workers))
+    assert_answer(future.result(), floats(2, 4))
+    assert_answer(answer, floats(2, 4))
+    np.testing.assert_array_equal(inputs[0].get_data_to_numpy(), floats(2, 4))
+    with pytest.raises(RuntimeError, match=r"^allocate failed! Error is the runner is gone$") as e:
+        unused[0].set_data_from_numpy(floats(2, 4))
+    assert isinstance(e.value, mcinfer.ClosedError)
 
 
 # How many workers, and where.
@@ -374,6 +506,16 @@ def test_device_that_is_not_here_is_replaced_by_the_cpu_and_told_once(
     with warned(onnx_model(AFFINE), context, text) as runner:
         assert devices(runner) == ["cpu:0"]
         assert_answer(runner.predict([floats(3, 4)]), floats(3, 4))
+
+
+def test_cpu_in_the_place_of_a_device_has_as_many_workers_as_a_cpu(
+    onnx_model: OnnxModel,
+) -> None:
+    context = Context()
+    context.target = ["gpu"]
+    context.parallel.device_ids = [0]
+    with warned(onnx_model(AFFINE), context, "the model runs on the cpu") as runner:
+        assert len(devices(runner)) == automatic_workers(len(os.sched_getaffinity(0)))
 
 
 def test_device_that_is_not_here_is_an_error_where_that_is_wanted(
@@ -536,10 +678,13 @@ def test_inputs_that_do_not_fit_are_told_and_harm_nobody(onnx_model: OnnxModel) 
             TypeError, match=r"^inputs element must be Tensor or numpy.ndarray, but"
         ):
             runner.predict([[1.0]])  # type: ignore[list-item]
-        with pytest.raises(RuntimeError, match=r"^model input len:1 not equal input len:2!$"):
+        text = "^predict failed! Error is model input len:1 not equal input len:"
+        with pytest.raises(RuntimeError, match=f"{text}2!$"):
             runner.predict([floats(1, 4)] * 2)
-        with pytest.raises(RuntimeError, match=r"^model input len:1 not equal input len:0!$"):
+        with pytest.raises(RuntimeError, match=f"{text}0!$"):
             runner.submit([])
+        with pytest.raises(RuntimeError, match=f"{text}0!$"):
+            asyncio.run(runner.predict_async(()))
         for data in (floats(1, 5), floats(4), floats(1, 4).astype(np.float64)):
             with pytest.raises(RuntimeError, match=r"^predict failed! Error is .*'x'") as caught:
                 runner.predict([data])
@@ -594,14 +739,13 @@ def read_only() -> NDArray[Any]:
 @pytest.mark.parametrize(
     "places",
     [
-        [],
         [np.full((2, 4), -1, np.float32)] * 2,
         [np.full((2, 4), -1, np.float64)],
         [np.full((4, 2), -1, np.float32)],
         [np.full(8, -1, np.float32)],
         [read_only()],
     ],
-    ids=["none", "two", "float64", "turned", "flat", "read-only"],
+    ids=["two", "float64", "turned", "flat", "read-only"],
 )
 def test_outputs_that_do_not_fit_fail_the_call_and_are_not_touched(
     onnx_model: OnnxModel, places: list[NDArray[Any]]
@@ -610,6 +754,56 @@ def test_outputs_that_do_not_fit_fail_the_call_and_are_not_touched(
         with pytest.raises(RuntimeError, match=r"^predict failed! Error is output"):
             runner.predict([floats(2, 4)], [Tensor(place) for place in places])
         assert all((place == -1).all() for place in places)
+
+
+def test_empty_list_of_outputs_is_extended_in_place(onnx_model: OnnxModel) -> None:
+    with built(onnx_model(AFFINE)) as runner:
+        outputs: list[Tensor] = []
+        assert runner.predict([floats(2, 4)], outputs) is outputs
+        assert_answer(outputs, floats(2, 4))
+
+
+def test_outputs_that_the_runner_gives_are_fresh_and_take_the_results(
+    onnx_model: OnnxModel,
+) -> None:
+    with built(onnx_model(AFFINE)) as runner:
+        outputs, others = runner.get_outputs(), runner.get_outputs()
+        assert outputs[0] is not others[0]
+        for rows, given in ((2, outputs), (3, others)):
+            assert runner.predict([floats(rows, 4)], given) is given
+            assert_answer(given, floats(rows, 4))
+
+
+def test_outputs_of_which_one_would_be_written_over_another_are_refused(
+    onnx_model: OnnxModel,
+) -> None:
+    text = f"{HEAD} both (float[n] x) => (float[n] y, float[n] z) {{ y = Neg(x) z = Abs(x) }}"
+    memory = np.full(3, -1, np.float32)
+    tensor = Tensor(memory)
+    with built(onnx_model(text)) as runner:
+        with pytest.raises(RuntimeError, match=r"^predict failed! Error is outputs: the tensors"):
+            runner.predict([floats(3)], [tensor, Tensor(memory)])
+        unknown = Tensor(None, [-1], DataType.FLOAT32)
+        with pytest.raises(RuntimeError, match=r"^predict failed! Error is outputs: the tensors"):
+            runner.predict([floats(3)], [unknown, unknown])
+        assert (memory == -1).all()
+
+
+def test_output_may_be_the_memory_of_an_input(onnx_model: OnnxModel) -> None:
+    with built(onnx_model(AFFINE)) as runner:
+        data = floats(2, 4)
+        runner.predict([data], [Tensor(data)])
+        np.testing.assert_array_equal(data, floats(2, 4) * 2 + 1)
+
+
+def test_tensor_without_a_type_fails_before_the_run(onnx_model: OnnxModel) -> None:
+    with built(onnx_model(AFFINE)) as runner:
+        for dtype in (DataType.UNKNOWN, DataType.INVALID):
+            nothing = Tensor(None, [1, 4], dtype)
+            for inputs, outputs in (([nothing], None), ([floats(1, 4)], [nothing])):
+                with pytest.raises(RuntimeError, match=r"^predict failed! Error is (in|out)put ''"):
+                    runner.predict(inputs, outputs)
+        assert runner.statistics().accepted == 0
 
 
 def test_outputs_of_another_type_are_told(onnx_model: OnnxModel) -> None:
@@ -677,6 +871,33 @@ def test_callback_that_fails_fails_its_call_alone(onnx_model: OnnxModel, place: 
             assert str(caught.value) == f"predict failed! Error is {text}"
         assert runner.statistics().accepted == (0 if place == "before" else 2)
         assert_answer(runner.predict([floats(1, 4)], before=lambda *_: None), floats(1, 4))
+
+
+def test_data_that_is_set_before_the_run_is_what_runs(onnx_model: OnnxModel) -> None:
+    with built(onnx_model(AFFINE)) as runner:
+        inputs = runner.get_inputs()
+
+        def before(given: list[Any], *_: object) -> None:
+            given[0].set_data_from_numpy(floats(2, 4))
+
+        assert_answer(runner.predict(inputs, before=before), floats(2, 4))
+
+
+def test_inputs_of_another_number_fail_before_the_callback(onnx_model: OnnxModel) -> None:
+    with built(onnx_model(AFFINE)) as runner:
+        for inputs, outputs in (([], None), ([floats(1, 4)], [Tensor(), Tensor()])):
+            with pytest.raises(RuntimeError, match=r"^predict failed! "):
+                runner.predict(inputs, outputs, lambda *_: pytest.fail("it was called"))
+
+
+def test_callback_that_fails_after_the_run_leaves_the_answer_in_the_outputs(
+    onnx_model: OnnxModel,
+) -> None:
+    with built(onnx_model(AFFINE)) as runner:
+        for outputs in ([], runner.get_outputs()):
+            with pytest.raises(RuntimeError, match=r"^predict failed! .*'after' returned False"):
+                runner.predict([floats(1, 4)], outputs, after=lambda *_: False)
+            assert_answer(outputs, floats(1, 4))
 
 
 # Time-outs, limits, cancelling, priorities.
