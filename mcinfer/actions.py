@@ -27,6 +27,16 @@ class SendPredict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TakeBack:
+    """Take the permit back for the run that the worker was given ahead, unless it has begun.
+
+    If that works, answer with `Scheduler.handle_taken_back`.
+    """
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Send:
     """Send a message as it is."""
 
@@ -74,4 +84,14 @@ class PoolClosed:
     abandoned: tuple[int, ...] = ()
 
 
-Action = StartWorker | SendPredict | Send | KillWorker | Settle | Release | PoolStarted | PoolClosed
+Action = (
+    StartWorker
+    | SendPredict
+    | TakeBack
+    | Send
+    | KillWorker
+    | Settle
+    | Release
+    | PoolStarted
+    | PoolClosed
+)

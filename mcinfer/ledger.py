@@ -90,9 +90,9 @@ class Ledger:
         for shard in range(len(entry.answered)):
             self.queue.add((entry.number, shard), priority, join)
 
-    def take_run(self, now: float) -> tuple[ShardId, ...]:
+    def take_run(self, now: float, *, ahead: bool = False) -> tuple[ShardId, ...]:
         """Take the shards of the next run off the queue, for a worker; none while there is none to give."""
-        members = self.queue.take(now)
+        members = self.queue.take(now, ahead=ahead)
         for number, _ in members:
             self._entries[number].outstanding += 1
         return members

@@ -15,6 +15,7 @@ import threading
 from pathlib import Path
 from typing import TextIO
 
+from mcinfer.permits import Permits
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.wakeup import WakeUp
 
@@ -33,6 +34,7 @@ class WorkerProcess:
         pid: Its process id.
         pidfd: Readable once it has ended.
         lifeline: The master's end.
+        permits: For the runs that it is sent.
         token: What it must show in HELLO.
         peer: Its ZeroMQ identity, once it has.
         attached: Numbers of the blocks that it was given.
@@ -49,11 +51,17 @@ class WorkerProcess:
         self.token = token
         self.peer: bytes | None = None
         self.attached: set[int] = set()
-        self.lifeline, theirs = Lifeline.pair()
+        self.permits = Permits.create()
+        try:
+            self.lifeline, theirs = Lifeline.pair()
+        except OSError:
+            self.permits.close()
+            raise
         greeting = {
             "master": os.getpid(),
             "endpoint": endpoint,
             "token": token,
+            "permits": self.permits.fd,
             "path": [os.path.abspath(entry) for entry in sys.path],
             "pythonpath": os.environ.get("PYTHONPATH"),
             "log_level": logging.getLogger("mcinfer.worker").getEffectiveLevel(),
@@ -77,7 +85,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=pipes[1],
                 stderr=pipes[3],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), self.permits.fd],
                 process_group=0,
             )
             self.pid = self._process.pid
@@ -89,6 +97,7 @@ class WorkerProcess:
                 raise
         except OSError:
             self.lifeline.close()
+            self.permits.close()
             for fd in pipes:
                 os.close(fd)
             raise
@@ -114,6 +123,7 @@ class WorkerProcess:
         """Give up what this object owns; the process, if it still runs, loses its lifeline."""
         os.close(self.pidfd)
         self.lifeline.close()
+        self.permits.close()
 
 
 class OutputForwarder:

@@ -422,6 +422,8 @@ TRANSITIONS: dict[WorkerState, dict[type[Message], WorkerState]] = {
         Exit: _S.EXITING,
     },
     _S.BUSY: {
+        Predict: _S.BUSY,
+        PredictJoined: _S.BUSY,
         Reply: _S.READY,
         Error: _S.READY,
         Cancel: _S.BUSY,
@@ -440,9 +442,13 @@ TRANSITIONS: dict[WorkerState, dict[type[Message], WorkerState]] = {
 }
 """What may come in which state, and the state after it. A process's end leads to GONE from any.
 
-CANCEL is allowed in READY: it may cross the reply on its way. EXITING takes the answer of a
-build or run that was going on when EXIT was sent, and the other side's EXIT after a build error.
+A worker that is BUSY may be given one run more, which it begins when it has answered: it stays BUSY then.
+CANCEL is allowed in READY: it may cross the reply on its way. EXITING takes the answers of a
+build or of runs that were going on when EXIT was sent, and the other side's EXIT after a build error.
 """
+
+MOST_RUNS = 2
+"""What a worker has at most: a run that is going on and one that waits for its end."""
 
 
 @dataclass(slots=True)
@@ -451,11 +457,11 @@ class Conversation:
 
     Attributes:
         state: Now.
-        running: Request and shard that stand for the run that is going on, or None.
+        runs: Request and shard that stand for each run that is not answered, the one going on first.
     """
 
     state: WorkerState = WorkerState.SPAWNED
-    running: tuple[int, int] | None = None
+    runs: tuple[tuple[int, int], ...] = ()
 
     def advance(self, message: Message) -> None:
         """Take a message that was sent or received.
@@ -470,13 +476,15 @@ class Conversation:
             self.begin_run(message.request, message.shard)
         elif isinstance(message, (Reply, Error)):
             answers = (message.request, message.shard)
-            expected = self.running if self.running is not None else (None, None)
+            expected = self.runs[0] if self.runs else (None, None)
             if answers != expected:
                 raise ProtocolError(
                     f"{type(message).__name__} for request and shard {answers}, "
                     f"expected {expected} in state {self.state}"
                 )
-            self.running = None
+            self.runs = self.runs[1:]
+            if self.runs:
+                return
         self.state = after
 
     def begin_run(self, request: int, shard: int) -> None:
@@ -486,7 +494,9 @@ class Conversation:
             ProtocolError: No run may begin now.
         """
         after = TRANSITIONS[self.state].get(Predict)
-        if after is None:
-            raise ProtocolError(f"Predict may not come in state {self.state}")
-        self.running = (request, shard)
+        if after is None or len(self.runs) >= MOST_RUNS:
+            raise ProtocolError(
+                f"Predict may not come in state {self.state} with {len(self.runs)} runs"
+            )
+        self.runs = (*self.runs, (request, shard))
         self.state = after

@@ -7,6 +7,8 @@ passed) and carries out the actions it is given, in order. The rules:
 * A shard whose worker died goes to another; one that has killed two workers is given up.
 * A bad request fails alone; its worker lives on. Requests that were joined to one run and failed, or
   lost their worker, run again apart.
+* Where runs are short, a busy worker is given one more ahead, so that it does not wait for the next;
+  behind a run that then is long it is taken back.
 * A deadline that passes settles the request at once; then CANCEL, a grace period, and a kill.
 * A worker that dies is started again, with back-off and within a budget; the others serve meanwhile.
 * A request's memory is released when no worker can write to it any more: all that were given a
@@ -29,6 +31,7 @@ from mcinfer.actions import (
     SendPredict,
     Settle,
     StartWorker,
+    TakeBack,
 )
 from mcinfer.config import RestartPolicy, Timeouts
 from mcinfer.errors import (
@@ -45,6 +48,7 @@ from mcinfer.errors import (
 )
 from mcinfer.ledger import Entry, Ledger, Outcome
 from mcinfer.protocol import (
+    MOST_RUNS,
     Build,
     BuildFinish,
     Cancel,
@@ -59,8 +63,23 @@ from mcinfer.protocol import (
 from mcinfer.shard_queue import Joinable, ShardId
 from mcinfer.statistics import WorkerStatistics
 
+SHORT_RUN = 0.01
+"""Seconds: where runs take no longer, the time between two of them counts."""
+
+LONG_RUN = 5 * SHORT_RUN
+"""Seconds: a run that goes on for so long loses what was given behind it."""
+
+_FORGETTING = 0.9
+"""What is left, after each run, of what a longer one before it says of the next."""
+
 MOST_DEATHS = 2
 """A shard, or a first build, that has killed this many workers is given up."""
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    members: tuple[ShardId, ...]  # none: it was taken back, and is to be skipped
+    asked_back: bool = False
 
 
 @dataclass(slots=True)
@@ -69,7 +88,9 @@ class _Worker:
     device: str
     build: Build
     conversation: Conversation = field(default_factory=lambda: Conversation(state=WorkerState.GONE))
-    members: tuple[ShardId, ...] = ()
+    runs: deque[_Run] = field(default_factory=deque)
+    began: float = 0.0
+    usual_seconds: float = math.inf
     pid: int | None = None
     ready_by: float | None = None
     kill_at: float | None = None
@@ -82,7 +103,7 @@ class _Worker:
     build_failure: str | None = None
     lacks_package: bool = False
     restarts: int = 0
-    runs: int = 0
+    runs_done: int = 0
     completed: int = 0
     failed: int = 0
     busy_seconds: float = 0.0
@@ -144,6 +165,7 @@ class Scheduler:
         self._closed = False
         self._specs: BuildFinish | None = None
         self._max_delay = max_delay
+        self._joins = max_batch_size > 1
         self.ledger = Ledger(max_batch_size)
 
     # What the shell and the statistics may ask.
@@ -160,7 +182,8 @@ class Scheduler:
 
     def running(self, worker: int) -> tuple[ShardId, ...]:
         """Request and shard of all that the worker's run is for; none while it is at none."""
-        return self._workers[worker].members
+        runs = self._workers[worker].runs
+        return runs[0].members if runs else ()
 
     def is_exiting(self, worker: int) -> bool:
         """Whether the worker was told to end, so that its end is no surprise."""
@@ -180,7 +203,7 @@ class Scheduler:
                 pid=w.pid,
                 state=str(w.state),
                 restarts=w.restarts,
-                runs=w.runs,
+                runs=w.runs_done,
                 completed=w.completed,
                 failed=w.failed,
                 busy_seconds=w.busy_seconds,
@@ -196,6 +219,8 @@ class Scheduler:
         for worker in self._workers:
             due = (worker.ready_by, worker.kill_at, worker.restart_at)
             times.extend(time for time in due if time is not None)
+            if self._has_ahead(worker):
+                times.append(worker.began + LONG_RUN)
         if any(w.state is WorkerState.READY and not w.killed for w in self._workers):
             times.append(self.ledger.queue.next_due())
         if self._closing is not None and not self._closed:
@@ -275,6 +300,8 @@ class Scheduler:
         if not isinstance(message, (Hello, BuildFinish, Reply, Error)):
             raise ProtocolError(f"{type(message).__name__} is not for a worker to send")
         before = w.state
+        if isinstance(message, Reply) and w.runs and not w.runs[0].members:
+            raise ProtocolError("Reply to a run that was taken back")
         w.conversation.advance(message)
         match message:
             case Hello():
@@ -285,22 +312,25 @@ class Scheduler:
                 return self._handle_build_error(w, message, now)
             case Reply() | Error():
                 w.kill_at = None if before is WorkerState.BUSY else w.kill_at
-                return [*self._handle_answer(w, message), *self._dispatch(now)]
+                return [*self._handle_answer(w, message, now), *self._dispatch(now)]
         return []
 
     def handle_died(self, now: float, worker: int, how: str) -> list[Action]:
         """The worker's process ended, or could not be started; `how` in words."""
         w = self._workers[worker]
         story = f"{w.name} {how}"
-        state, members = w.state, w.members
+        state, runs = w.state, w.runs
         w.conversation = Conversation(state=WorkerState.GONE)
-        w.members = ()
+        w.runs, w.usual_seconds = deque(), math.inf
         w.pid = w.ready_by = w.kill_at = None
         reason = w.last_error if w.killed or state is WorkerState.EXITING else ""
         actions: list[Action] = []
-        if members:
-            w.failed += len(members)
-            actions += self._handle_lost_run(members, story)
+        if runs:
+            running, *ahead = runs
+            for run in ahead:  # had not begun
+                actions += self._run_again(run.members)
+            w.failed += len(running.members)
+            actions += self._handle_lost_run(running.members, story)
         if self._closing is None:
             w.last_error = f"{story} after: {reason}" if reason else story
             if not self._started and not w.started_before:
@@ -318,6 +348,10 @@ class Scheduler:
             if w.ready_by is not None and w.ready_by <= now:
                 w.ready_by = None
                 actions += self._handle_slow_start(w)
+            if self._has_ahead(w) and w.began + LONG_RUN <= now:
+                w.runs[-1].asked_back = True
+                w.usual_seconds = math.inf
+                actions.append(TakeBack(worker=w.index))
             if w.kill_at is not None and w.kill_at <= now:
                 w.kill_at = None
                 actions.append(self._kill(w, f"{w.name}: did not stop in time"))
@@ -329,6 +363,17 @@ class Scheduler:
         if self._closing is not None and self._closing <= now:
             actions += self._finish_closing(abandon=True)
         return actions
+
+    def handle_taken_back(self, now: float, worker: int) -> list[Action]:
+        """`TakeBack` worked: the worker will not begin the run that it was given ahead."""
+        run = self._workers[worker].runs[-1]
+        members, run.members = run.members, ()
+        return [*self._run_again(members), *self._dispatch(now)]
+
+    def next_turn(self) -> float:
+        """When the first of what is held for others to join, or was given ahead, needs to be looked at."""
+        dues = [w.began + LONG_RUN for w in self._workers if self._has_ahead(w)]
+        return min(self.ledger.queue.next_due(), *dues) if dues else self.ledger.queue.next_due()
 
     def handle_close(self, now: float, timeout: float) -> list[Action]:
         """The pool is to end: what is in flight fails, workers get `timeout` seconds to exit."""
@@ -361,17 +406,54 @@ class Scheduler:
             if w.state is WorkerState.READY and not w.killed:
                 members = self.ledger.take_run(now)
                 if not members:
-                    break
-                w.members = members
-                w.conversation.begin_run(*members[0])
-                actions.append(SendPredict(worker=w.index, members=members))
+                    return actions
+                actions.append(self._give(w, members, now))
+        if self.ledger.queue and not self._joins:
+            actions += self._give_ahead(now)
         return actions
 
-    def _handle_answer(self, w: _Worker, message: Reply | Error) -> list[Action]:
-        members, w.members = w.members, ()
+    def _give(self, w: _Worker, members: tuple[ShardId, ...], now: float) -> Action:
+        if not w.runs:
+            w.began = now
+        w.runs.append(_Run(members))
+        w.conversation.begin_run(*members[0])
+        return SendPredict(worker=w.index, members=members)
+
+    def _give_ahead(self, now: float) -> list[Action]:
+        """Give queued shards to busy workers whose runs are short, those that will be done first."""
+        actions: list[Action] = []
+        for w in sorted(self._workers, key=lambda w: w.began):
+            if not self._takes_ahead(w, now):
+                continue
+            members = self.ledger.take_run(now, ahead=True)
+            if not members:
+                break
+            actions.append(self._give(w, members, now))
+        return actions
+
+    def _takes_ahead(self, w: _Worker, now: float) -> bool:
+        """Whether it may be given one more: not where it may be killed, or die, for the one it is at."""
+        if w.state is not WorkerState.BUSY or len(w.runs) >= MOST_RUNS:
+            return False
+        if w.usual_seconds > SHORT_RUN or now - w.began > SHORT_RUN:
+            return False
+        suspect = any(self.ledger[request].deaths[shard] for request, shard in w.runs[0].members)
+        return not (w.killed or suspect) and w.kill_at is None
+
+    def _has_ahead(self, w: _Worker) -> bool:
+        """Whether it was given one behind the run that it is at."""
+        return len(w.runs) > 1 and not w.runs[-1].asked_back and w.state is WorkerState.BUSY
+
+    def _handle_answer(self, w: _Worker, message: Reply | Error, now: float) -> list[Action]:
+        run = w.runs.popleft()
+        members, w.began = run.members, now
+        if w.runs and w.state is WorkerState.BUSY and self._is_over(w.runs[0]):
+            w.kill_at = now + self._timeouts.cancel_grace  # it is to skip it
         if isinstance(message, Error):
             return self._handle_failed_run(w, members, message)
-        w.runs += 1
+        usual = 0.0 if w.usual_seconds == math.inf else w.usual_seconds
+        w.usual_seconds = max(message.seconds, _FORGETTING * usual)
+        w.runs_done += 1
         w.completed += len(members)
         w.busy_seconds += message.seconds
         actions: list[Action] = []
@@ -396,7 +478,7 @@ class Scheduler:
             w.failed += len(members)
             w.last_error = message.text
         if len(members) > 1:
-            return self._run_apart(members)
+            return self._run_again(members)
         actions: list[Action] = []
         for request, _ in members:
             entry = self.ledger[request]
@@ -408,7 +490,8 @@ class Scheduler:
             actions += self._fail(entry, kind(f"{w.name}: {message.text}"))
         return actions
 
-    def _run_apart(self, members: tuple[ShardId, ...]) -> list[Action]:
+    def _run_again(self, members: tuple[ShardId, ...]) -> list[Action]:
+        """Queue the members of a run again, each by itself and before others."""
         actions: list[Action] = []
         for request, shard in reversed(members):
             entry = self.ledger[request]
@@ -423,22 +506,31 @@ class Scheduler:
         """Settle with an error; runs that are for nobody any more are asked to stop."""
         self.ledger.close(entry, outcome)
         actions: list[Action] = [Settle(request=entry.number, error=error)]
-        for w in self._at(entry):
-            if all(self.ledger[request].settled for request, _ in w.members):
-                actions += self._cancel_run(w)
+        for w, run in self._runs_for(entry):
+            if self._is_over(run):
+                actions += self._cancel_run(w, run)
                 # A run that does not stop may not keep its worker past the request's deadline.
-                if w.kill_at is None:
+                if run is w.runs[0] and w.kill_at is None:
                     w.kill_at = entry.deadline + self._timeouts.cancel_grace
         return [*actions, *self._release_if_done(entry)]
 
-    def _at(self, entry: Entry) -> list[_Worker]:
-        """The workers whose run is for this request, among others."""
-        return [w for w in self._workers if any(r == entry.number for r, _ in w.members)]
+    def _runs_for(self, entry: Entry) -> list[tuple[_Worker, _Run]]:
+        """The runs that are for this request, among others."""
+        return [
+            (w, run)
+            for w in self._workers
+            for run in w.runs
+            if any(request == entry.number for request, _ in run.members)
+        ]
 
-    def _cancel_run(self, w: _Worker) -> list[Action]:
-        if w.state is not WorkerState.BUSY or not w.members:
+    def _is_over(self, run: _Run) -> bool:
+        """Whether nobody waits for this run any more."""
+        return all(self.ledger[request].settled for request, _ in run.members)
+
+    def _cancel_run(self, w: _Worker, run: _Run) -> list[Action]:
+        if w.state is not WorkerState.BUSY:
             return []
-        return [self._send(w, Cancel(request=w.members[0][0]))]
+        return [self._send(w, Cancel(request=run.members[0][0]))]
 
     def _release_if_done(self, entry: Entry) -> list[Action]:
         return [Release(request=entry.number)] if self.ledger.strike(entry) else []
@@ -448,8 +540,8 @@ class Scheduler:
 
         Of several that were joined nobody knows which it was: they run apart, and none is blamed yet.
         """
-        if len(members) > 1:
-            return self._run_apart(members)
+        if len(members) != 1:
+            return self._run_again(members)
         [(request, shard)] = members
         entry = self.ledger[request]
         entry.outstanding -= 1
@@ -468,22 +560,28 @@ class Scheduler:
 
     def _handle_deadline(self, entry: Entry, now: float) -> list[Action]:
         """Its time is over. Those that were joined with it run again apart: it may be what hangs."""
-        at = self._at(entry)
-        running = {shard: w for w in at for request, shard in w.members if request == entry.number}
+        runs = self._runs_for(entry)
+        places = {
+            shard: f"{'ran on' if run is w.runs[0] else 'waited at'} {w.name}"
+            for w, run in runs
+            for request, shard in run.members
+            if request == entry.number
+        }
         where = [
-            f"shard {i} {'ran on ' + running[i].name if i in running else 'waited for a worker'}"
+            f"shard {i} {places.get(i, 'waited for a worker')}"
             for i, answered in enumerate(entry.answered)
             if not answered
         ]
         error = PredictTimeoutError(f"no answer within {entry.timeout:g} s: {', '.join(where)}")
-        for w in at:
-            # From when it was noticed: a run that was not asked to stop yet has its grace.
-            grace = now + self._timeouts.cancel_grace
-            w.kill_at = grace if w.kill_at is None else min(w.kill_at, grace)
+        for w, run in runs:
+            if run is w.runs[0]:
+                # From when it was noticed: a run that was not asked to stop yet has its grace.
+                grace = now + self._timeouts.cancel_grace
+                w.kill_at = grace if w.kill_at is None else min(w.kill_at, grace)
         actions = self._fail(entry, error)
-        for w in at:
-            if not all(self.ledger[request].settled for request, _ in w.members):
-                actions += self._cancel_run(w)
+        for w, run in runs:
+            if not self._is_over(run):
+                actions += self._cancel_run(w, run)
         return actions
 
     # Workers.

@@ -41,6 +41,7 @@ from mcinfer.errors import (
 )
 from mcinfer.fields import TensorFields, TensorRef
 from mcinfer.joined_runs import JoinedRuns
+from mcinfer.permits import Permits
 from mcinfer.protocol import (
     VERSION,
     Attach,
@@ -73,10 +74,10 @@ _Layout = tuple[tuple[TensorRef, ...], tuple[TensorRef, ...]]
 _log = logging.getLogger("mcinfer.worker")
 
 
-def serve(endpoint: str, token: str, lifeline: Lifeline, log_level: int) -> int:
+def serve(endpoint: str, token: str, lifeline: Lifeline, permits: Permits, log_level: int) -> int:
     """Serve the master at that endpoint until it says EXIT; the exit status."""
     logging.basicConfig(level=log_level, format="%(levelname)s %(name)s: %(message)s")
-    server = _Server(Dealer(endpoint), lifeline)
+    server = _Server(Dealer(endpoint), lifeline, permits)
     try:
         server.send(Hello(version=VERSION, pid=os.getpid(), token=token))
         server.loop()
@@ -89,8 +90,9 @@ def serve(endpoint: str, token: str, lifeline: Lifeline, log_level: int) -> int:
 
 
 class _Server:
-    def __init__(self, dealer: Dealer, lifeline: Lifeline) -> None:
+    def __init__(self, dealer: Dealer, lifeline: Lifeline, permits: Permits) -> None:
         self._dealer = dealer
+        self._permits = permits
         self._lifeline = lifeline
         self._conversation = Conversation()
         self._engine: Engine | None = None
@@ -171,6 +173,8 @@ class _Server:
         kind = "predict"
         failure: Exception
         try:
+            if not self._permits.take():
+                raise RunCancelledError("the run was taken back before it began")
             if isinstance(message, PredictJoined):
                 outputs, seconds = self._run_joined(message)
             else:

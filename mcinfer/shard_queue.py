@@ -102,13 +102,18 @@ class ShardQueue:
         if item is not None:
             self._remove(item)
 
-    def take(self, now: float) -> tuple[ShardId, ...]:
-        """Take the shards of the next run off the queue; none while all that wait are held."""
+    def take(self, now: float, *, ahead: bool = False) -> tuple[ShardId, ...]:
+        """Take the shards of the next run off the queue; none while all that wait are held.
+
+        Args:
+            now: The time, for those that are held.
+            ahead: Whether they are to wait behind a run; that is not for those that had a turn before.
+        """
         self._look_at_the_clock(now)
         oldest = self._oldest()
         patient = oldest is None or self._passed_over < PATIENCE
         item = self._first() if patient else oldest
-        if item is None:
+        if item is None or (ahead and item.place < 0):
             return ()
         members = self._members(item)
         for member in members:

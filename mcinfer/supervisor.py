@@ -46,6 +46,7 @@ from mcinfer.actions import (
     SendPredict,
     Settle,
     StartWorker,
+    TakeBack,
 )
 from mcinfer.answers import Answers
 from mcinfer.config import Limits, RestartPolicy, Timeouts
@@ -259,10 +260,9 @@ class Supervisor:
         self._next_number += 1
         self._carry_out(actions)
         self._receive(monotonic())
-        if job.join is not None:
-            self._hurry()  # it may be held, for others to join it
-        elif start + timeout < self._wakes_at:  # its deadline is all that it can bring forward
-            self._wakeup.set()
+        # Its deadline and where it was put are all that it can bring forward.
+        if min(start + timeout, self._scheduler.next_turn()) < self._wakes_at:
+            self._hurry()
 
     def wait(self, job: Job) -> Arrays:
         """Wait for the answer to a job that was submitted.
@@ -413,9 +413,8 @@ class Supervisor:
                 self._kill(index, f"sent what could not be handled: {exc!r}")
                 continue
             self._carry_out(actions)
-            held_until = self._scheduler.ledger.queue.next_due()
-            if not isinstance(message, Reply) or held_until < self._wakes_at:
-                self._hurry()  # what is held for others to join becomes due once a worker is free
+            if not isinstance(message, Reply) or self._scheduler.next_turn() < self._wakes_at:
+                self._hurry()
             if isinstance(message, Error) and message.traceback:
                 _log.debug("%s: %s", self._scheduler.name(index), message.traceback)
 
@@ -479,6 +478,10 @@ class Supervisor:
             match pending.popleft():
                 case SendPredict(worker=worker, members=members):
                     self._send_predict(worker, members)
+                case TakeBack(worker=worker):
+                    process = self._processes.get(worker)
+                    if process is not None and process.permits.take():
+                        pending += self._scheduler.handle_taken_back(monotonic(), worker)
                 case Settle(request=request, error=error):
                     self._answers.add(self._jobs[request], error)
                 case Release(request=request):
@@ -536,6 +539,9 @@ class Supervisor:
         else:
             tensors = [job.tensors(shard) for job, shard in jobs]
             data = encode_predict_joined(first.number, shard, tensors, first.axes)
+        process = self._processes.get(worker)
+        if process is not None:
+            process.permits.give()
         self._send_data(worker, data)
 
     def _attach(self, worker: int, blocks: frozenset[int]) -> None:

@@ -63,9 +63,12 @@ def main() -> int:
     else:
         os.environ["PYTHONPATH"] = start["pythonpath"]
     faulthandler.enable()
+    from mcinfer.permits import Permits
     from mcinfer.serving import serve
 
-    return serve(start["endpoint"], start["token"], lifeline, start["log_level"])
+    os.set_inheritable(start["permits"], False)
+    permits = Permits(start["permits"])
+    return serve(start["endpoint"], start["token"], lifeline, permits, start["log_level"])
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from mcinfer.errors import ProtocolError
 from mcinfer.fields import TensorRef
 from mcinfer.protocol import (
     MESSAGES,
+    MOST_RUNS,
     TRANSITIONS,
     VERSION,
     Attach,
@@ -423,9 +424,9 @@ def test_missing_and_further_fields_are_refused() -> None:
 def test_message_moves_as_the_table_says_or_changes_nothing(
     state: WorkerState, kind: type[Message]
 ) -> None:
-    running = (REQUEST, SHARD) if state in (S.BUSY, S.EXITING) else None
-    message = BUILD_ERROR if kind is Error and running is None else SAMPLES[kind]
-    conversation = Conversation(state=state, running=running)
+    runs = ((REQUEST, SHARD),) if state in (S.BUSY, S.EXITING) else ()
+    message = BUILD_ERROR if kind is Error and not runs else SAMPLES[kind]
+    conversation = Conversation(state=state, runs=runs)
     before = copy.copy(conversation)
     after = TRANSITIONS[state].get(kind)
     if after is None:
@@ -435,9 +436,34 @@ def test_message_moves_as_the_table_says_or_changes_nothing(
         return
     conversation.advance(message)
     assert conversation.state is after
-    begun = (REQUEST, SHARD)
-    expected = {Predict: begun, PredictJoined: begun, Reply: None, Error: None}.get(kind, running)
-    assert conversation.running == expected
+    begun = (*runs, (REQUEST, SHARD))
+    expected = {Predict: begun, PredictJoined: begun, Reply: (), Error: ()}.get(kind, runs)
+    assert conversation.runs == expected
+
+
+@pytest.mark.parametrize("answer", [SAMPLES[Reply], SAMPLES[Error]], ids=["reply", "error"])
+def test_worker_stays_busy_while_a_run_that_was_given_ahead_is_left(answer: Message) -> None:
+    conversation = Conversation(state=S.READY)
+    conversation.advance(SAMPLES[Predict])
+    conversation.begin_run(REQUEST + 1, SHARD)
+    conversation.advance(answer)
+    assert conversation == Conversation(state=S.BUSY, runs=((REQUEST + 1, SHARD),))
+    conversation.advance(Reply(request=REQUEST + 1, shard=SHARD, outputs=(), seconds=0.0))
+    assert conversation == Conversation(state=S.READY)
+
+
+def test_answer_to_the_run_that_was_given_ahead_is_refused_before_its_turn() -> None:
+    conversation = Conversation(state=S.BUSY, runs=((REQUEST, SHARD), (REQUEST + 1, SHARD)))
+    with pytest.raises(ProtocolError, match=r"expected \(7, 2\)"):
+        conversation.advance(Reply(request=REQUEST + 1, shard=SHARD, outputs=(), seconds=0.0))
+
+
+def test_third_run_is_refused_and_changes_nothing() -> None:
+    runs = ((REQUEST, SHARD), (REQUEST + 1, SHARD))
+    conversation = Conversation(state=S.BUSY, runs=runs)
+    with pytest.raises(ProtocolError, match="Predict may not come in state busy with 2 runs"):
+        conversation.advance(SAMPLES[Predict])
+    assert conversation == Conversation(state=S.BUSY, runs=runs)
 
 
 @pytest.mark.parametrize("state", [S.BUSY, S.EXITING])
@@ -455,10 +481,10 @@ def test_message_moves_as_the_table_says_or_changes_nothing(
 def test_answer_to_another_request_is_refused_and_changes_nothing(
     state: WorkerState, answer: Message
 ) -> None:
-    conversation = Conversation(state=state, running=(REQUEST, SHARD))
+    conversation = Conversation(state=state, runs=((REQUEST, SHARD),))
     with pytest.raises(ProtocolError, match=r"expected \(7, 2\)"):
         conversation.advance(answer)
-    assert conversation == Conversation(state=state, running=(REQUEST, SHARD))
+    assert conversation == Conversation(state=state, runs=((REQUEST, SHARD),))
 
 
 def test_answer_to_no_request_is_refused_after_exit() -> None:
@@ -475,8 +501,8 @@ def test_error_about_a_request_is_no_build_error() -> None:
     assert conversation.state is S.BUILDING
 
 
-@pytest.mark.parametrize("state", [state for state in S if state is not S.READY])
-def test_run_begins_only_when_ready(state: WorkerState) -> None:
+@pytest.mark.parametrize("state", [state for state in S if state not in (S.READY, S.BUSY)])
+def test_run_begins_only_when_ready_or_busy(state: WorkerState) -> None:
     conversation = Conversation(state=state)
     with pytest.raises(ProtocolError, match=f"Predict may not come in state {state}"):
         conversation.begin_run(REQUEST, SHARD)
@@ -488,7 +514,7 @@ def test_begun_run_is_the_same_as_a_predict(kind: type[Message]) -> None:
     one, other = Conversation(state=S.READY), Conversation(state=S.READY)
     one.begin_run(REQUEST, SHARD)
     other.advance(SAMPLES[kind])
-    assert one == other == Conversation(state=S.BUSY, running=(REQUEST, SHARD))
+    assert one == other == Conversation(state=S.BUSY, runs=((REQUEST, SHARD),))
 
 
 # Two sides, joined by a link on which messages take their time.
@@ -511,6 +537,8 @@ class Link(RuleBasedStateMachine):
     def master_sends(self, kind: type[Message]) -> None:
         message = SAMPLES[kind]
         if isinstance(message, (Predict, PredictJoined)):
+            if len(self.master.runs) == MOST_RUNS:
+                return
             self.requests += 1
             message = dataclasses.replace(message, request=self.requests)
         elif isinstance(message, Cancel):
@@ -522,8 +550,8 @@ class Link(RuleBasedStateMachine):
     @rule(kind=st.sampled_from(TO_MASTER))
     def worker_sends(self, kind: type[Message]) -> None:
         message = SAMPLES[kind]
-        if self.worker.running is not None and isinstance(message, (Reply, Error)):
-            request, shard = self.worker.running
+        if self.worker.runs and isinstance(message, (Reply, Error)):
+            request, shard = self.worker.runs[0]
             message = dataclasses.replace(message, request=request, shard=shard)
         elif isinstance(message, Error):
             message = BUILD_ERROR

@@ -27,6 +27,7 @@ from mcinfer.actions import (
     SendPredict,
     Settle,
     StartWorker,
+    TakeBack,
 )
 from mcinfer.config import RestartPolicy, Timeouts
 from mcinfer.errors import (
@@ -54,7 +55,7 @@ from mcinfer.protocol import (
     Reply,
     WorkerState,
 )
-from mcinfer.scheduler import Scheduler, describe_exit
+from mcinfer.scheduler import LONG_RUN, SHORT_RUN, Scheduler, describe_exit
 from mcinfer.shard_queue import ShardId
 
 TIMEOUTS = Timeouts(start=30.0, predict=10.0, cancel_grace=1.0, close=5.0)
@@ -93,8 +94,8 @@ def build_error(text: str = "no such file") -> Error:
     return Error(kind="build", text=text)
 
 
-def reply(request: int, shard: int = 0) -> Reply:
-    return Reply(request=request, shard=shard, outputs=(), seconds=0.25)
+def reply(request: int, shard: int = 0, seconds: float = 0.25) -> Reply:
+    return Reply(request=request, shard=shard, outputs=(), seconds=seconds)
 
 
 def error(request: int, shard: int = 0, kind: str = "predict") -> Error:
@@ -1196,6 +1197,199 @@ def test_message_that_may_not_come_is_refused_and_changes_nothing() -> None:
     assert pool.statistics()[0].failed == 0
 
 
+# One given ahead, where runs are short.
+
+
+def pool_of_short_runs(workers: int = 1) -> Scheduler:
+    """A pool whose workers have each answered a short run; requests from 10 on are the test's."""
+    pool = ready_pool(workers)
+    for worker in range(workers):
+        pool.handle_request(0.0, worker, 1, 10.0)
+    for worker in range(workers):
+        pool.handle_message(0.0, worker, reply(worker, seconds=SHORT_RUN))
+    return pool
+
+
+def test_busy_worker_with_short_runs_is_given_one_more() -> None:
+    pool = pool_of_short_runs()
+    assert pool.handle_request(1.0, 10, 1, 10.0) == [predict(0, (10, 0))]
+    assert pool.handle_request(1.0, 11, 1, 10.0) == [predict(0, (11, 0))]
+    assert pool.handle_request(1.0, 12, 1, 10.0) == []
+    assert pool.running(0) == ((10, 0),)
+    assert pool.handle_message(1.5, 0, reply(10, seconds=0.001)) == [
+        Settle(request=10),
+        Release(request=10),
+        predict(0, (12, 0)),
+    ]
+    assert pool.running(0) == ((11, 0),)
+
+
+def test_busy_worker_with_long_runs_is_given_nothing_more() -> None:
+    pool = pool_of_short_runs()
+    pool.handle_request(1.0, 10, 1, 10.0)
+    pool.handle_message(1.5, 0, reply(10, seconds=2 * SHORT_RUN))
+    pool.handle_request(2.0, 11, 1, 10.0)
+    assert pool.handle_request(2.0, 12, 1, 10.0) == []
+
+
+def test_idle_worker_is_given_before_a_busy_one() -> None:
+    pool = pool_of_short_runs(2)
+    assert pool.handle_request(1.0, 10, 1, 10.0) == [predict(0, (10, 0))]
+    assert pool.handle_request(1.0, 11, 1, 10.0) == [predict(1, (11, 0))]
+
+
+def test_worker_that_began_first_is_given_ahead_first() -> None:
+    pool = pool_of_short_runs(2)
+    pool.handle_request(1.0, 10, 1, 10.0)
+    pool.handle_request(1.0, 11, 1, 10.0)
+    pool.handle_message(1.001, 0, reply(10, seconds=0.001))
+    pool.handle_request(1.002, 12, 1, 10.0)
+    assert pool.handle_request(1.003, 13, 1, 10.0) == [predict(1, (13, 0))]
+    assert pool.handle_request(1.003, 14, 1, 10.0) == [predict(0, (14, 0))]
+
+
+def test_shard_given_ahead_to_a_worker_that_dies_is_not_blamed() -> None:
+    pool = pool_of_short_runs(2)
+    for request in (10, 11, 12):
+        pool.handle_request(1.0, request, 1, 10.0)
+    assert pool.running(0) == ((10, 0),)
+    assert pool.handle_died(2.0, 0, SIGSEGV) == []  # both of worker 0 are first in the queue
+    assert pool.handle_message(2.0, 1, reply(11, seconds=0.001))[2:] == [predict(1, (10, 0))]
+    assert outline(pool.handle_died(3.0, 1, SIGSEGV))[0] == Failed(10, WorkerDiedError)
+    assert pool.ledger[12].deaths == [[]]
+    assert len(pool.ledger.queue) == 1
+
+
+def test_nothing_is_given_behind_a_shard_that_a_worker_died_on() -> None:
+    pool = pool_of_short_runs(2)
+    pool.handle_request(1.0, 10, 1, 10.0)
+    pool.handle_died(2.0, 0, SIGSEGV)
+    assert pool.running(1) == ((10, 0),)
+    assert pool.handle_request(2.0, 11, 1, 10.0) == []
+
+
+def test_shard_that_a_worker_died_on_is_not_given_behind_another() -> None:
+    pool = pool_of_short_runs(2)
+    pool.handle_request(1.0, 10, 1, 10.0)
+    pool.handle_request(1.0, 11, 1, 10.0)
+    assert pool.handle_died(2.0, 0, SIGSEGV) == []
+    assert len(pool.ledger.queue) == 1
+
+
+def test_time_of_a_shard_given_ahead_is_over_and_the_run_before_it_goes_on() -> None:
+    pool = pool_of_short_runs()
+    pool.handle_request(1.0, 10, 1, 100.0)
+    pool.handle_request(1.0, 11, 1, 1.0)
+    actions = pool.handle_time(2.0)
+    assert "waited at worker 0" in text(actions)
+    assert Send(worker=0, message=Cancel(request=11)) in actions
+    assert pool.handle_time(2.0 + TIMEOUTS.cancel_grace) == []  # the other's run is not killed
+    assert pool.handle_message(20.0, 0, reply(10))[0] == Settle(request=10)
+    # Its turn has come: the worker is to skip it, within the grace.
+    [kill] = pool.handle_time(20.0 + TIMEOUTS.cancel_grace)
+    assert kill == KillWorker(worker=0)
+
+
+def test_shard_given_ahead_and_cancelled_is_skipped_by_its_worker() -> None:
+    pool = pool_of_short_runs()
+    pool.handle_request(1.0, 10, 1, 100.0)
+    pool.handle_request(1.0, 11, 1, 100.0)
+    assert Send(worker=0, message=Cancel(request=11)) in pool.handle_cancel(11)
+    pool.handle_message(2.0, 0, reply(10, seconds=0.001))
+    assert pool.handle_message(2.0, 0, error(11, kind="cancelled")) == [Release(request=11)]
+    assert pool.handle_time(100.0) == []
+
+
+def test_run_that_goes_on_for_long_gets_nothing_more_behind_it() -> None:
+    pool = pool_of_short_runs()
+    pool.handle_request(1.0, 10, 1, 10.0)
+    assert pool.handle_request(1.0 + 2 * SHORT_RUN, 11, 1, 10.0) == []
+
+
+def test_one_long_run_is_remembered_for_some_time() -> None:
+    pool = pool_of_short_runs()
+    pool.handle_request(1.0, 10, 1, 10.0)
+    pool.handle_message(1.1, 0, reply(10, seconds=3 * SHORT_RUN))
+    pool.handle_request(2.0, 11, 1, 10.0)
+    pool.handle_message(2.0, 0, reply(11, seconds=0.001))
+    pool.handle_request(3.0, 12, 1, 10.0)
+    assert pool.handle_request(3.0, 13, 1, 10.0) == []
+
+
+def test_shard_behind_a_long_run_is_taken_back_and_goes_to_another_worker() -> None:
+    pool = pool_of_short_runs(2)
+    for request in (10, 11, 12):
+        pool.handle_request(1.0, request, 1, 10.0)
+    pool.handle_message(1.001, 1, reply(11, seconds=0.001))
+    assert pool.next_time() == pool.next_turn() == 1.0 + LONG_RUN
+    assert pool.handle_time(1.0 + LONG_RUN) == [TakeBack(worker=0)]
+    assert pool.handle_taken_back(1.1, 0) == [predict(1, (12, 0))]
+    assert pool.next_turn() == math.inf
+    assert pool.handle_message(1.2, 1, reply(12))[0] == Settle(request=12)
+    # The worker comes to it at last, and skips it.
+    assert pool.handle_message(3.0, 0, reply(10))[0] == Settle(request=10)
+    assert pool.handle_message(3.0, 0, error(12, kind="cancelled")) == []
+    assert pool.statistics()[0].failed == 0
+    assert pool.handle_time(100.0) == []
+    assert len(pool.ledger) == 0
+
+
+def test_shard_that_had_begun_already_is_not_asked_for_twice() -> None:
+    pool = pool_of_short_runs()
+    pool.handle_request(1.0, 10, 1, 10.0)
+    pool.handle_request(1.0, 11, 1, 10.0)
+    assert pool.handle_time(1.0 + LONG_RUN) == [TakeBack(worker=0)]
+    # Its permit was gone: the answers are on their way.
+    assert pool.handle_time(2.0) == []
+    assert pool.next_time() == 11.0
+    assert pool.handle_message(3.0, 0, reply(10))[0] == Settle(request=10)
+    assert pool.handle_message(3.0, 0, reply(11))[0] == Settle(request=11)
+
+
+def test_shard_taken_back_from_a_hung_worker_is_answered_before_that_one_dies() -> None:
+    pool = pool_of_short_runs(2)
+    for request, timeout in ((10, 2.0), (11, 100.0), (12, 100.0)):
+        pool.handle_request(1.0, request, 1, timeout)
+    pool.handle_message(1.001, 1, reply(11, seconds=0.001))
+    pool.handle_time(1.0 + LONG_RUN)
+    assert pool.handle_taken_back(1.1, 0) == [predict(1, (12, 0))]
+    assert pool.handle_message(1.2, 1, reply(12))[0] == Settle(request=12)
+    pool.handle_time(3.0)
+    [kill] = pool.handle_time(3.0 + TIMEOUTS.cancel_grace)
+    assert kill == KillWorker(worker=0)
+    assert pool.handle_died(5.0, 0, SIGKILL) == [Release(request=10)]
+
+
+def test_answer_to_a_run_that_was_taken_back_is_refused() -> None:
+    pool = pool_of_short_runs()
+    pool.handle_request(1.0, 10, 1, 10.0)
+    pool.handle_request(1.0, 11, 1, 10.0)
+    pool.handle_time(1.0 + LONG_RUN)
+    assert pool.handle_taken_back(1.1, 0) == []
+    assert len(pool.ledger.queue) == 1
+    pool.handle_message(1.2, 0, reply(10))
+    with pytest.raises(ProtocolError, match="taken back"):
+        pool.handle_message(1.3, 0, reply(11))
+
+
+def test_worker_that_does_not_skip_what_was_taken_back_is_killed() -> None:
+    pool = pool_of_short_runs()
+    pool.handle_request(1.0, 10, 1, 10.0)
+    pool.handle_request(1.0, 11, 1, 10.0)
+    pool.handle_time(1.0 + LONG_RUN)
+    pool.handle_taken_back(1.1, 0)
+    pool.handle_message(2.0, 0, reply(10))
+    assert pool.handle_time(2.0 + TIMEOUTS.cancel_grace) == [KillWorker(worker=0)]
+
+
+def test_nothing_is_given_ahead_where_requests_are_joined() -> None:
+    pool = ready_pool(1, max_batch_size=4)
+    pool.handle_request(0.0, 0, 1, 10.0)
+    pool.handle_message(0.0, 0, reply(0, seconds=0.001))
+    pool.handle_request(1.0, 10, 1, 10.0)
+    assert pool.handle_request(1.0, 11, 1, 10.0) == []
+
+
 # Anything, in any order.
 
 
@@ -1206,6 +1400,7 @@ class _Process:
     deaf: bool = False
     alive: bool = True
     killed: bool = False
+    permits: int = 0
     conversation: Conversation = field(default_factory=Conversation)
     inbox: deque[Message] = field(default_factory=deque)
     outbox: deque[Message] = field(default_factory=deque)
@@ -1247,10 +1442,11 @@ class Pools(RuleBasedStateMachine):
         self.now = 0.0
         self.scheduler = Scheduler([], timeouts=TIMEOUTS, restart=RESTART, queue_limit=1)
         self.processes: dict[int, _Process] = {}
-        self.running: dict[int, tuple[ShardId, ...]] = {}
+        self.running: dict[int, deque[tuple[ShardId, ...]]] = {}
         self.joins = True
         self.max_delay = 0.0
         self.requests: dict[int, _Asked] = {}
+        self.died_on: set[ShardId] = set()
         self.started: bool | None = None
         self.is_closing = False
         self.is_closed = False
@@ -1284,8 +1480,9 @@ class Pools(RuleBasedStateMachine):
     # What the shell does.
 
     def carry_out(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            match action:
+        pending = deque(actions)
+        while pending:
+            match pending.popleft():
                 case StartWorker(worker=worker):
                     assert worker not in self.processes
                     assert not self.is_closing
@@ -1296,14 +1493,23 @@ class Pools(RuleBasedStateMachine):
                     process.say(hello(worker))
                 case SendPredict(worker=worker, members=members):
                     self.check_run(worker, members)
-                    self.running[worker] = members
+                    self.running.setdefault(worker, deque()).append(members)
                     request, shard = members[0]
                     message = Predict(request=request, shard=shard, inputs=(), outputs=())
                     self.processes[worker].inbox.append(message)
+                    self.processes[worker].permits += 1
+                case TakeBack(worker=worker):
+                    if self.processes[worker].permits:
+                        self.processes[worker].permits -= 1
+                        self.running[worker][-1] = ()
+                        pending += self.scheduler.handle_taken_back(self.now, worker)
                 case Send(worker=worker, message=message):
                     if isinstance(message, Cancel):
-                        members = self.running[worker]
-                        assert members[0][0] == message.request
+                        [members, *_] = [
+                            run
+                            for run in self.running[worker]
+                            if run and run[0][0] == message.request
+                        ]
                         settled = [a for a in map(self.asked, members) if a.settled]
                         late = any(asked.deadline <= self.now for asked in settled)
                         assert late or len(settled) == len(members), "others want this run"
@@ -1335,10 +1541,16 @@ class Pools(RuleBasedStateMachine):
 
     def check_run(self, worker: int, members: tuple[ShardId, ...]) -> None:
         """Fail unless these may go now, and together."""
-        assert worker not in self.running, "a second PREDICT for a busy worker"
+        ahead = [*self.running.get(worker, ())]
+        assert () not in ahead, "a permit for what was taken back"
+        assert len(ahead) < 2, "a third PREDICT for a busy worker"
+        assert not ahead or not self.joins
         assert not self.processes[worker].killed
         assert len({*members}) == len(members)
-        others = {member for run in self.running.values() for member in run}
+        others = {member for runs in self.running.values() for run in runs for member in run}
+        if ahead:
+            alone = [*members, *ahead[0]]
+            assert not any(member in self.died_on for member in alone), "a suspect goes alone"
         for request, shard in members:
             asked = self.requests[request]
             assert not asked.settled
@@ -1358,7 +1570,7 @@ class Pools(RuleBasedStateMachine):
 
     def written(self) -> set[int]:
         """The requests that a worker has a shard of."""
-        return {request for run in self.running.values() for request, _ in run}
+        return {r for runs in self.running.values() for run in runs for r, _ in run}
 
     def open(self) -> set[int]:
         return {number for number, asked in self.requests.items() if not asked.settled}
@@ -1367,8 +1579,8 @@ class Pools(RuleBasedStateMachine):
         """The oldest message of the worker reaches the scheduler."""
         message = self.processes[worker].outbox.popleft()
         members: tuple[ShardId, ...] = ()
-        if worker in self.running and isinstance(message, (Reply, Error)):
-            members = self.running.pop(worker)
+        if self.running.get(worker) and isinstance(message, (Reply, Error)):
+            members = self.running[worker].popleft()
             if isinstance(message, Reply):
                 for request, shard in members:
                     self.requests[request].replies[shard] = message
@@ -1382,7 +1594,9 @@ class Pools(RuleBasedStateMachine):
     def bury(self, worker: int) -> None:
         """The end of the worker's process is noticed; what it sent before and was not read is lost."""
         killed = self.processes.pop(worker).killed
-        members, before = self.running.pop(worker, ()), self.open()
+        runs, before = self.running.pop(worker, deque()), self.open()
+        members = runs[0] if runs else ()
+        self.died_on.update(members if len(members) == 1 else ())
         self.carry_out(self.scheduler.handle_died(self.now, worker, SIGKILL if killed else SIGSEGV))
         nobody_left = not self.open() and self.scheduler.next_time() is None
         assert len(members) < 2 or before == self.open() or nobody_left
@@ -1390,14 +1604,22 @@ class Pools(RuleBasedStateMachine):
     def work(self, worker: int, fail: str | None = None) -> None:
         """The worker's main loop goes one step on: end its run, or take its next message."""
         process = self.processes[worker]
-        if any(isinstance(message, Cancel) for message in process.inbox):
+        running = [request for request, _ in process.conversation.runs]
+        if any(isinstance(m, Cancel) and m.request in running for m in process.inbox):
             fail = "cancelled"
-        if process.conversation.running is not None:
-            request, shard = process.conversation.running
-            process.say(reply(request, shard) if fail is None else error(request, shard, fail))
+        if process.conversation.runs:
+            request, shard = process.conversation.runs[0]
+            # So short that more is given ahead.
+            done = reply(request, shard, seconds=0.001)
+            process.say(done if fail is None else error(request, shard, fail))
         elif process.inbox:
             message = process.inbox.popleft()
             process.conversation.advance(message)
+            if isinstance(message, Predict):
+                if process.permits:
+                    process.permits -= 1
+                else:
+                    process.say(error(message.request, message.shard or 0, "cancelled"))
             if isinstance(message, Build):
                 process.say(built() if fail is None else build_error())
             elif isinstance(message, Exit):
@@ -1405,7 +1627,7 @@ class Pools(RuleBasedStateMachine):
 
     def idle(self, worker: int) -> bool:
         process = self.processes[worker]
-        at_work = process.inbox or process.conversation.running is not None
+        at_work = process.inbox or process.conversation.runs
         return process.deaf or process.ended or not at_work
 
     def pass_time(self, seconds: float) -> None:
@@ -1533,8 +1755,8 @@ class Pools(RuleBasedStateMachine):
     def every_open_shard_is_answered_running_or_queued(self) -> None:
         open_requests = {n: asked for n, asked in self.requests.items() if not asked.settled}
         shards = sum(asked.shards - len(asked.replies) for asked in open_requests.values())
-        runs = [run for members in self.running.values() for run in members]
-        running = sum(request in open_requests for request, _ in runs)
+        given = [member for runs in self.running.values() for run in runs for member in run]
+        running = sum(request in open_requests for request, _ in given)
         assert len(self.scheduler.ledger.queue) == shards - running
 
     @invariant()

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from mcinfer.fields import TensorRef
+from mcinfer.permits import Permits
 from mcinfer.protocol import (
     VERSION,
     Attach,
@@ -37,6 +38,7 @@ from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, numpy_dtype
 from mcinfer.transport import Router
+from tests.process.waiting import wait_until
 
 PATIENCE = 20.0
 BLOCK_BYTES = 1 << 16
@@ -54,9 +56,10 @@ class Peer:
         self.lifeline, theirs = Lifeline.pair()
         self.status: int | None = None
         worker = Lifeline.inherited(theirs.detach())
+        self.permits = Permits.create()
 
         def work() -> None:
-            self.status = serve(endpoint, TOKEN, worker, 0)
+            self.status = serve(endpoint, TOKEN, worker, self.permits, 0)
             worker.close()
 
         self.thread = threading.Thread(target=work)
@@ -77,6 +80,8 @@ class Peer:
 
     def send(self, *messages: Message) -> None:
         for message in messages:
+            if isinstance(message, Predict):
+                self.permits.give()
             self.router.send(self.peer, encode(message))
 
     def build(self, model: str, engine: str = "fake") -> Message:
@@ -154,6 +159,7 @@ class Peer:
             block.close()
         self.router.close()
         self.lifeline.close()
+        self.permits.close()
 
 
 @pytest.fixture
@@ -453,6 +459,35 @@ def test_messages_that_come_during_a_run_are_kept_for_after_it(peer: Peer, tmp_p
     peer.requests += 1  # that of the CANCEL, which it is too early for
     peer.ask([x_at(0, block=1)], [y_at(64, block=1)])
     assert peer.array(y_at(64, block=1)).tolist() == [4, 4, 4]
+
+
+def has_permit(peer: Peer) -> bool:
+    """Whether there is a permit that the worker has not taken yet."""
+    if not peer.permits.take():
+        return False
+    peer.permits.give()
+    return True
+
+
+def test_run_that_was_taken_back_is_skipped_and_the_next_is_served(
+    peer: Peer, tmp_path: Path
+) -> None:
+    peer.build(fake(tmp_path, when={"1": "sleep:0.2"}))
+    peer.attach(0)
+    peer.array(x_at(0))[:] = 1
+    first = peer.predict([x_at(0)], [y_at(64)])
+    wait_until(lambda: not has_permit(peer))  # it has begun
+    second = peer.predict([x_at(0)], [y_at(128)])
+    assert peer.permits.take()
+    reply = peer.receive()
+    assert isinstance(reply, Reply)
+    assert reply.request == first
+    error = peer.receive()
+    assert isinstance(error, Error)
+    assert (error.kind, error.request) == ("cancelled", second)
+    assert peer.array(y_at(128)).tolist() == [0, 0, 0]
+    peer.ask([x_at(0)], [y_at(128)])
+    assert peer.array(y_at(128)).tolist() == [2, 2, 2]
 
 
 def test_exit_during_a_run_lets_it_finish(peer: Peer, tmp_path: Path) -> None:
