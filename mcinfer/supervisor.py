@@ -146,6 +146,7 @@ class Supervisor:
 
         Raises:
             BuildError: A worker could not load it; no process is left.
+            ClosedError: It was closed meanwhile; likewise.
             OSError: The system has no descriptor, thread or folder left for it.
         """
         with ExitStack() as opened:
@@ -159,17 +160,21 @@ class Supervisor:
             self._poll.register(self._router.fd, select.EPOLLIN)
             self._output = OutputForwarder()
             opened.callback(self._output.close, 0.0)
+            self._driver_poll = select.poll()
+            self._driver_poll.register(self._router.fd, select.POLLIN)
+            self._driver_poll.register(self._driver_wakeup.fd, select.POLLIN)
+            atexit.register(self.close)
+            opened.callback(atexit.unregister, self.close)
             thread = threading.Thread(target=self._run, name="mcinfer-io", daemon=True)
-            thread.start()
-            opened.pop_all()
-        self._driver_poll = select.poll()
-        self._driver_poll.register(self._router.fd, select.POLLIN)
-        self._driver_poll.register(self._driver_wakeup.fd, select.POLLIN)
-        self._thread = thread
-        atexit.register(self.close)
+            with self._lock:
+                self._check_not_closed()
+                thread.start()
+                self._thread = thread
+                opened.pop_all()
         try:
             with HeldInterrupts():
                 with self._lock:
+                    self._check_not_closed()
                     self._carry_out(self._scheduler.handle_start(monotonic()))
                 self._answers.give()
             self._wakeup.set()
@@ -186,16 +191,21 @@ class Supervisor:
         """
         if os.getpid() != self._pid:
             return
-        if self._thread is None:
-            self._finished = True
-            return
         with HeldInterrupts():
             with self._lock:
+                if self._thread is None:
+                    self._finished = True
+                    return
                 self._close(self._timeouts.close if timeout is None else timeout)
             self._answers.give()
             self._wakeup.set()
         if self.may_wait():
             self._thread.join()
+
+    def _check_not_closed(self) -> None:
+        """For the start, which another thread's `close` may overtake; the lock is held."""
+        if self._finished:
+            raise ClosedError("the master was closed while it was starting")
 
     def abandon(self) -> None:
         """Ask the I/O thread to close everything: for finalizers, so it takes no lock and never waits."""

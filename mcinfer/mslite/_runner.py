@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -53,9 +53,6 @@ from mcinfer.mslite.tensor import Tensor
 from mcinfer.staging import Arrays
 from mcinfer.statistics import Statistics
 
-_LOOK = 0.005
-"""Seconds between two looks whether a start has come so far that it can be ended."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallBackParam:
@@ -75,31 +72,6 @@ CallBack = Callable[[list[TensorLike], list[Tensor], CallBackParam], bool | None
 """Called with a run's inputs, its outputs and what it is for; False makes the call fail."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Start:
-    """A master that a thread is starting.
-
-    Attributes:
-        master: Not to be closed before it has a worker: a start that has barely begun does not notice.
-        over: Set once it serves, or has ended.
-        thread: Where it is started.
-    """
-
-    master: Master
-    over: threading.Event = field(default_factory=threading.Event)
-    thread: int = field(default_factory=threading.get_ident)
-
-    def end(self) -> None:
-        """End it, and its workers at once: one that loads a model does not hear that it is to end."""
-        while not self.over.is_set():
-            if any(worker.pid is not None for worker in self.master.statistics().workers):
-                self.master.close(0.0)
-                return
-            if self.thread == threading.get_ident():
-                return  # called in a signal's handler: what lies beneath goes on only after that
-            self.over.wait(_LOOK)
-
-
 class ModelParallelRunner:
     """Serves one model with several worker processes; any number of threads may call it.
 
@@ -111,7 +83,7 @@ class ModelParallelRunner:
         self._master: Master | None = None
         self._name = ""
         self._buffer: ModelBuffer | None = None
-        self._starting: _Start | None = None
+        self._starting: Master | None = None
         self._claimed = False  # it is built, or is being built
         self._closed = False
         self._lock = threading.Lock()  # of these; never held during a wait
@@ -172,7 +144,7 @@ class ModelParallelRunner:
             self._closed = True
             starting, master, buffer = self._starting, self._master, self._buffer
         if starting is not None:
-            starting.end()
+            starting.close(0.0)  # one that loads a model does not hear that it is to end
         if master is not None:  # else the build that fails clears up behind itself
             master.close(timeout)
             if buffer is not None:
@@ -239,11 +211,10 @@ class ModelParallelRunner:
 
     def _start(self, master: Master, name: str) -> None:
         """Start it, and serve with it; whatever is raised, it has ended then."""
-        start = _Start(master=master)
         try:
             with self._lock:
                 self._check_open()
-                self._starting = start
+                self._starting = master
             master.start()
             with self._lock:
                 self._check_open()
@@ -253,7 +224,6 @@ class ModelParallelRunner:
             raise
         finally:
             self._starting = None
-            start.over.set()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import random
 import signal
 import sys
 import threading
@@ -40,6 +41,22 @@ def test_close_before_start_is_the_end(fake_model: FakeModel) -> None:
     master.close()
     with pytest.raises(ClosedError):
         master.start()
+
+
+def test_close_that_overtakes_a_start_ends_it_and_leaves_nothing(fake_model: FakeModel) -> None:
+    chance = random.Random(0)  # noqa: S311 no secret
+    model = fake_model(build="sleep:30")
+    for attempt in range(40):
+        master = Master(model, 2, engine="fake")
+        # From before its first step until its workers load the model.
+        delay = chance.random() * (0.005 if attempt % 4 else 0.3)
+        closer = threading.Timer(delay, master.close, (0.0,))
+        closer.start()
+        with pytest.raises(ClosedError):
+            master.start()
+        closer.join(20.0)
+        assert not closer.is_alive()
+        assert not [w for w in master.statistics().workers if w.pid is not None]
 
 
 def test_everything_before_start_says_that_it_is_to_be_started(fake_model: FakeModel) -> None:
