@@ -36,6 +36,9 @@ WORKERS = 2
 CLIENTS = 8
 BATCHING_CLIENTS = 16
 BATCH = 8
+MAX_DELAY = 0.001
+"""Seconds; it has no effect where requests are not joined."""
+
 PARTS = ("throughput", "batching", "latency")
 LIMIT = 600
 """Seconds after which something hangs."""
@@ -87,10 +90,11 @@ def _pool_way(path: Path) -> Iterator[Request]:
 
 @contextmanager
 def _runner(path: Path, max_batch_size: int = 1) -> Iterator[mslite.ModelParallelRunner]:
-    context = mslite.Context()
-    context.parallel.workers_num = WORKERS
+    config = mslite.RunnerConfig(
+        workers_num=WORKERS, max_batch_size=max_batch_size, max_delay=MAX_DELAY
+    )
     with mslite.ModelParallelRunner() as runner:
-        runner.init(str(path), mslite.RunnerConfig(context, max_batch_size=max_batch_size))
+        runner.init(str(path), config)
         yield runner
 
 
@@ -193,7 +197,10 @@ def measure_batching(folder: Path, rounds: int, seconds: float) -> Record:
     with _runner(path) as plain, _runner(path, BATCH) as batching:
         ways = {
             "without batching": (_runner_way(plain), BATCHING_CLIENTS),
-            f"max_batch_size={BATCH}": (_runner_way(batching), BATCHING_CLIENTS),
+            f"max_batch_size={BATCH}, max_delay={MAX_DELAY:g}": (
+                _runner_way(batching),
+                BATCHING_CLIENTS,
+            ),
         }
         rates = _rounds(ways, data, rounds, seconds)
         workers = batching.statistics().workers

@@ -315,8 +315,18 @@ class Scheduler:
                 return [*self._handle_answer(w, message, now), *self._dispatch(now)]
         return []
 
-    def handle_died(self, now: float, worker: int, how: str) -> list[Action]:
-        """The worker's process ended, or could not be started; `how` in words."""
+    def handle_died(
+        self, now: float, worker: int, how: str, *, ahead_begun: bool = False
+    ) -> list[Action]:
+        """The worker's process ended, or could not be started.
+
+        Args:
+            now: When that was noticed.
+            worker: Which.
+            how: In words.
+            ahead_begun: Whether it had begun the run that it was given ahead (see `has_ahead`), so that
+                the one before had ended, and only its answer was lost.
+        """
         w = self._workers[worker]
         story = f"{w.name} {how}"
         state, runs = w.state, w.runs
@@ -326,8 +336,8 @@ class Scheduler:
         reason = w.last_error if w.killed or state is WorkerState.EXITING else ""
         actions: list[Action] = []
         if runs:
-            running, *ahead = runs
-            for run in ahead:  # had not begun
+            running = runs.pop() if ahead_begun else runs.popleft()
+            for run in runs:  # it died on none of these
                 actions += self._run_again(run.members)
             w.failed += len(running.members)
             actions += self._handle_lost_run(running.members, story)
@@ -370,10 +380,23 @@ class Scheduler:
         members, run.members = run.members, ()
         return [*self._run_again(members), *self._dispatch(now)]
 
+    def has_ahead(self, worker: int) -> bool:
+        """Whether the worker was given a run ahead that was not taken back."""
+        runs = self._workers[worker].runs
+        return len(runs) > 1 and bool(runs[-1].members)
+
     def next_turn(self) -> float:
-        """When the first of what is held for others to join, or was given ahead, needs to be looked at."""
-        dues = [w.began + LONG_RUN for w in self._workers if self._has_ahead(w)]
-        return min(self.ledger.queue.next_due(), *dues) if dues else self.ledger.queue.next_due()
+        """When the first is due of what may follow an answer or a new request.
+
+        That is: what is held for others to join, what was given ahead, and what is to be skipped.
+        """
+        dues = [self.ledger.queue.next_due()]
+        for w in self._workers:
+            if self._has_ahead(w):
+                dues.append(w.began + LONG_RUN)
+            if w.kill_at is not None:
+                dues.append(w.kill_at)
+        return min(dues)
 
     def handle_close(self, now: float, timeout: float) -> list[Action]:
         """The pool is to end: what is in flight fails, workers get `timeout` seconds to exit."""
@@ -433,7 +456,7 @@ class Scheduler:
 
     def _takes_ahead(self, w: _Worker, now: float) -> bool:
         """Whether it may be given one more: not where it may be killed, or die, for the one it is at."""
-        if w.state is not WorkerState.BUSY or len(w.runs) >= MOST_RUNS:
+        if w.state is not WorkerState.BUSY or len(w.runs) >= MOST_RUNS or not w.runs[0].members:
             return False
         if w.usual_seconds > SHORT_RUN or now - w.began > SHORT_RUN:
             return False
@@ -448,7 +471,9 @@ class Scheduler:
         run = w.runs.popleft()
         members, w.began = run.members, now
         if w.runs and w.state is WorkerState.BUSY and self._is_over(w.runs[0]):
-            w.kill_at = now + self._timeouts.cancel_grace  # it is to skip it
+            # It is to skip what was taken back; what was cancelled has the time that it had.
+            deadlines = [self.ledger[request].deadline for request, _ in w.runs[0].members]
+            w.kill_at = max([now, *deadlines]) + self._timeouts.cancel_grace
         if isinstance(message, Error):
             return self._handle_failed_run(w, members, message)
         usual = 0.0 if w.usual_seconds == math.inf else w.usual_seconds

@@ -166,7 +166,7 @@ class Supervisor:
             atexit.register(self.close)
             opened.callback(atexit.unregister, self.close)
             thread = threading.Thread(target=self._run, name="mcinfer-io", daemon=True)
-            with self._lock:
+            with HeldInterrupts(), self._lock:
                 self._check_not_closed()
                 thread.start()
                 self._thread = thread
@@ -472,12 +472,14 @@ class Supervisor:
         del self._processes[index]
         if process.peer is not None:
             del self._peers[process.peer]
+        # What it had begun it had taken the permit for; the answer before that may have been lost with it.
+        ahead_begun = self._scheduler.has_ahead(index) and not process.permits.take()
         how = describe_exit(process.reap())
         expected = self._scheduler.is_exiting(index)
         _log.log(
             logging.INFO if expected else logging.WARNING, "%s %s", self._scheduler.name(index), how
         )
-        self._carry_out(self._scheduler.handle_died(now, index, how))
+        self._carry_out(self._scheduler.handle_died(now, index, how, ahead_begun=ahead_begun))
 
     # Actions.
 

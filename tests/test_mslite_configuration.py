@@ -78,11 +78,12 @@ def test_entries_without_an_effect_are_told_in_one_warning() -> None:
         "ascend_context": {"provider": "ge", "precision_mode": "enforce_fp16", "device": "0"},
         "strange": {"entry": "1"},
     }
+    used = frozenset({("model_file", "mindir_path"), ("ascend_context", "precision_mode")})
     with pytest.warns(UserWarning, match="without an effect in mcinfer") as caught:
-        warn_of_unused(sections, stacklevel=1)
+        warn_of_unused(sections, used, stacklevel=1)
     [warning] = caught
     assert str(warning.message).endswith(
-        ": [model_file] other, [ascend_context] device, [strange] entry"
+        ": [model_file] other, [ascend_context] provider, [ascend_context] device, [strange] entry"
     )
     assert warning.filename == __file__
 
@@ -90,7 +91,8 @@ def test_entries_without_an_effect_are_told_in_one_warning() -> None:
 def test_entries_with_an_effect_give_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_unused({"model_file": {"mindir_path": "/"}, "empty": {}}, stacklevel=1)
+        used = frozenset({("model_file", "mindir_path")})
+        warn_of_unused({"model_file": {"mindir_path": "/"}, "empty": {}}, used, stacklevel=1)
 
 
 def test_weights_lie_beside_the_path_or_in_the_folder(

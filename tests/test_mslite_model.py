@@ -1280,14 +1280,17 @@ def test_entries_without_an_effect_are_told_once(onnx_model: OnnxModel, tmp_path
     more = {"execution_plan": {"op": "fp16"}, "model_file": {"mindir_path": "/"}}
     path, context = onnx_model(AFFINE), Context()
     _, message = warned(path, context, "", config_path=str(config), config_dict=more)
-    assert message.endswith("in mcinfer: [ascend_context] modern, [execution_plan] op")
+    assert message.endswith(
+        "in mcinfer: [ascend_context] provider, [ascend_context] modern, [execution_plan] op, "
+        "[model_file] mindir_path"
+    )
 
 
 def test_configuration_is_read_once(
     onnx_model: OnnxModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tmp_path / "config.ini"
-    config.write_text("[ascend_context]\nprovider=ge\n", encoding="utf-8")
+    config.write_text("[model_file]\nother=1\n", encoding="utf-8")
     read = []
 
     def load(path: str, more: Any) -> dict[str, dict[str, str]]:
@@ -1295,13 +1298,13 @@ def test_configuration_is_read_once(
         return load_sections(path, more)
 
     monkeypatch.setattr("mcinfer.mslite.model.load_sections", load)
-    entries = {"ascend_context": {"precision_mode": "'enforce_fp32'"}}
-    model = built(onnx_model(AFFINE), config_path=str(config), config_dict=entries)
+    entries = {"model_file": {"more": "'2'"}}
+    model = Model()
+    with pytest.warns(UserWarning, match=r"\[model_file\] other, \[model_file\] more"):
+        model.build_from_file(str(onnx_model(AFFINE)), ModelType.MINDIR, None, str(config), entries)
     assert read == [str(config)]
     assert model._built is not None
-    assert model._built.source.sections == {
-        "ascend_context": {"provider": "ge", "precision_mode": "enforce_fp32"}
-    }
+    assert model._built.source.sections == {"model_file": {"other": "1", "more": "2"}}
 
 
 @pytest.mark.parametrize("what", ["context", "entries"])
@@ -1615,3 +1618,9 @@ def test_size_of_the_workspace_takes_models_that_share_one() -> None:
 def test_wrong_types_for_the_workspace_are_told(arguments: Any, text: str) -> None:
     with pytest.raises(TypeError, match=exactly(text)):
         ModelGroup().cal_max_size_of_workspace(*arguments)
+
+
+def test_weights_beside_what_is_no_onnx_model_are_refused() -> None:
+    for model_type in (ModelType.ONNX, ModelType.MINDIR):
+        with pytest.raises(RuntimeError, match=r"^build_from_buffer failed! Error is "):
+            Model().build_from_buffer(b"garbage", b"weights", model_type)

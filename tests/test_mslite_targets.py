@@ -17,6 +17,7 @@ from mcinfer.mslite._targets import (
     model_type_of_bytes,
     open_first,
     pinned_cores,
+    used_entries,
 )
 from mcinfer.mslite.context import Context
 
@@ -395,3 +396,30 @@ def test_cores_of_a_mode_are_dealt_the_big_ones_first(monkeypatch: pytest.Monkey
     assert pinned_cores(context, 2) == ((0,), (1,))
     context.cpu.thread_affinity_core_list = [3, 0]  # more than any mode
     assert pinned_cores(context, 2) == ((3,), (0,))
+
+
+@pytest.mark.parametrize(
+    ("target", "model_type", "from_buffer", "used"),
+    [
+        ("cpu", ModelType.ONNX, False, set()),
+        ("cpu", ModelType.ONNX, True, {("model_file", "mindir_path")}),
+        ("cpu", ModelType.MINDIR, True, set()),
+        ("ascend", ModelType.ONNX, False, {("ascend_context", "precision_mode")}),
+        (
+            "ascend",
+            ModelType.MINDIR,
+            False,
+            {("ascend_context", "precision_mode"), ("ascend_context", "provider")},
+        ),
+    ],
+)
+def test_entries_count_as_used_where_they_act(
+    target: str, model_type: ModelType, from_buffer: bool, used: set[tuple[str, str]]
+) -> None:
+    assert used_entries(context_of(target), model_type, from_buffer=from_buffer) == used
+
+
+def test_ascend_settings_that_onnx_models_have_no_use_for_are_told() -> None:
+    context = context_of("ascend", ascend_provider="ge", ascend_rank_id=1)
+    [[attempt], _] = attempts(context, ModelType.ONNX, {})
+    assert attempt.remarks == ("ascend provider, rank_id has no effect on ONNX models",)

@@ -1260,6 +1260,17 @@ def test_shard_given_ahead_to_a_worker_that_dies_is_not_blamed() -> None:
     assert len(pool.ledger.queue) == 1
 
 
+def test_shard_given_ahead_that_had_begun_is_blamed_for_the_death() -> None:
+    pool = pool_of_short_runs(1)
+    pool.handle_request(1.0, 10, 1, 10.0)
+    pool.handle_request(1.0, 11, 1, 10.0)
+    # The answer to the first was lost with the worker.
+    pool.handle_died(2.0, 0, SIGSEGV, ahead_begun=True)
+    assert pool.ledger[10].deaths == [[]]
+    assert len(pool.ledger[11].deaths[0]) == 1
+    assert restarted(pool, 0, 2.0)[-1] == predict(0, (11, 0))
+
+
 def test_nothing_is_given_behind_a_shard_that_a_worker_died_on() -> None:
     pool = pool_of_short_runs(2)
     pool.handle_request(1.0, 10, 1, 10.0)
@@ -1286,6 +1297,7 @@ def test_time_of_a_shard_given_ahead_is_over_and_the_run_before_it_goes_on() -> 
     assert pool.handle_time(2.0 + TIMEOUTS.cancel_grace) == []  # the other's run is not killed
     assert pool.handle_message(20.0, 0, reply(10))[0] == Settle(request=10)
     # Its turn has come: the worker is to skip it, within the grace.
+    assert pool.next_turn() == 20.0 + TIMEOUTS.cancel_grace
     [kill] = pool.handle_time(20.0 + TIMEOUTS.cancel_grace)
     assert kill == KillWorker(worker=0)
 
@@ -1379,6 +1391,7 @@ def test_worker_that_does_not_skip_what_was_taken_back_is_killed() -> None:
     pool.handle_time(1.0 + LONG_RUN)
     pool.handle_taken_back(1.1, 0)
     pool.handle_message(2.0, 0, reply(10))
+    assert pool.next_turn() == 2.0 + TIMEOUTS.cancel_grace
     assert pool.handle_time(2.0 + TIMEOUTS.cancel_grace) == [KillWorker(worker=0)]
 
 
@@ -1593,11 +1606,14 @@ class Pools(RuleBasedStateMachine):
 
     def bury(self, worker: int) -> None:
         """The end of the worker's process is noticed; what it sent before and was not read is lost."""
-        killed = self.processes.pop(worker).killed
+        process = self.processes.pop(worker)
+        killed = process.killed
+        begun = self.scheduler.has_ahead(worker) and not process.permits
         runs, before = self.running.pop(worker, deque()), self.open()
-        members = runs[0] if runs else ()
+        members = runs[-1 if begun else 0] if runs else ()
         self.died_on.update(members if len(members) == 1 else ())
-        self.carry_out(self.scheduler.handle_died(self.now, worker, SIGKILL if killed else SIGSEGV))
+        how = SIGKILL if killed else SIGSEGV
+        self.carry_out(self.scheduler.handle_died(self.now, worker, how, ahead_begun=begun))
         nobody_left = not self.open() and self.scheduler.next_time() is None
         assert len(members) < 2 or before == self.open() or nobody_left
 

@@ -26,6 +26,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -235,28 +236,31 @@ def _check_request(request: EngineRequest) -> None:
 @cache
 def _start_runtime(threads: int, inter_op_threads: int | None) -> Any:
     """MindSpore, on the CPU with these threads; with others a second time, it refuses."""
+    if find_spec("mindspore") is None:
+        raise MissingDependencyError(
+            "engine mindspore needs the package mindspore: pip install 'mcinfer[mindspore]'"
+        )
     if "mindspore" not in sys.modules:
         # Its OpenMP reads this when it is loaded, and never again.
         os.environ["OMP_NUM_THREADS"] = str(threads)
         os.environ.setdefault("GLOG_v", "3")  # errors; it warns of much that is not the user's
-    elif (fixed := os.environ.get("OMP_NUM_THREADS")) != str(threads):
+    elif (fixed := os.environ.get("OMP_NUM_THREADS", str(_cores()))) != str(threads):
         raise BuildError(
             f"threads: got {threads}, but MindSpore was started in this process with "
             f"OMP_NUM_THREADS={fixed}, and cannot change its threads"
         )
-    try:
-        import mindspore as ms
-    except ModuleNotFoundError as exc:
-        if exc.name != "mindspore":
-            raise
-        raise MissingDependencyError(
-            "engine mindspore needs the package mindspore: pip install 'mcinfer[mindspore]'"
-        ) from exc
+    import mindspore as ms
+
     ms.set_device("CPU")
     ms.device_context.cpu.op_tuning.threads_num(threads)
     if inter_op_threads is not None:
         ms.runtime.dispatch_threads_num(inter_op_threads)
     return ms
+
+
+def _cores() -> int:
+    """As many threads OpenMP has where nobody says anything."""
+    return len(os.sched_getaffinity(0))
 
 
 @contextmanager

@@ -161,10 +161,12 @@ def fill(tensors: list[Tensor], results: Mapping[str, NDArray[Any]]) -> list[Ten
             )
     _check_apart(tensors)
     for tensor, array in zip(tensors, results.values(), strict=True):
-        if all(size > 0 for size in tensor.shape):
-            tensor.array[...] = array
-        else:
-            tensor.set_data_from_numpy(array)
+        if any(size <= 0 for size in tensor.shape):
+            tensor.shape = array.shape
+    # All memory is gotten before the first is written: there may be none left for one.
+    places = [tensor.array for tensor in tensors]
+    for place, array in zip(places, results.values(), strict=True):
+        place[...] = array
     return tensors
 
 

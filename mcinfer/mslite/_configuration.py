@@ -12,11 +12,8 @@ from mcinfer.errors import InvalidInputError
 
 Sections = dict[str, dict[str, str]]
 
-_USED = {
-    "model_file": {"mindir_path"},
-    "ascend_context": {"provider", "precision_mode"},
-}
-"""Entries that act here, by section."""
+Entries = frozenset[tuple[str, str]]
+"""Section and key of each."""
 
 
 def load_sections(path: str, more: Sections | None) -> Sections:
@@ -53,13 +50,13 @@ def override(sections: Sections, more: Sections) -> Sections:
     return merged
 
 
-def warn_of_unused(sections: Sections, *, stacklevel: int) -> None:
-    """Say once which entries have no effect here."""
+def warn_of_unused(sections: Sections, used: Entries, *, stacklevel: int) -> None:
+    """Say once which entries have no effect, but for those that are used."""
     unused = [
         f"[{name}] {key}"
         for name, entries in sections.items()
         for key in entries
-        if key not in _USED.get(name, ())
+        if (name, key) not in used
     ]
     if unused:
         warnings.warn(

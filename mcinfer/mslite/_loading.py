@@ -117,6 +117,8 @@ def _load(source: Source, dims: Dims | None, attempt: Attempt, *, workspace: boo
         config["session.use_env_allocators"] = "1"
     with ExitStack() as opened:
         if isinstance(source.model, bytes) and source.weights is not None:
+            if source.model_type is not ModelType.ONNX:
+                raise BuildError("weight_bytes: only ONNX models have their weights in such a file")
             folder = put_weights(source.model, source.weights, opened)
         if folder is not None and attempt.engine == "onnxruntime":
             config[FOLDER_KEY] = folder

@@ -46,6 +46,7 @@ from mcinfer.mslite._targets import (
     model_type_of,
     model_type_of_bytes,
     open_first,
+    used_entries,
 )
 from mcinfer.mslite.context import Context
 from mcinfer.mslite.datatypes import known_data_type
@@ -176,7 +177,6 @@ class ModelParallelRunner:
             self._claimed = True
         try:
             sections = load_sections(config.config_path, config.sections)
-            warn_of_unused(sections, stacklevel=3)
             self._open(model, config, sections)
         except BaseException as exc:
             with self._lock:
@@ -201,12 +201,14 @@ class ModelParallelRunner:
             path, name = self._buffer.path, "buffer"
         else:
             path, name, model_type = model, model, model_type_of(model, ModelType.MINDIR)
+        used = used_entries(config.context, model_type, from_buffer=isinstance(model, bytes))
+        # The caller is four calls up: _open, _build, build_from_file, the user.
+        warn_of_unused(sections, used, stacklevel=4)
 
         def build(attempt: Attempt) -> None:
             self._start(new_master(path, config, attempt, settings), name)
 
         groups = attempts(config.context, model_type, sections)
-        # The caller is four calls up: _open, _build, build_from_file, the user.
         open_first(groups, build, stacklevel=4)
 
     def _start(self, master: Master, name: str) -> None:
@@ -376,10 +378,10 @@ class _Answer(Future[list[Tensor]]):
     def cancel(self) -> bool:
         """Cancel the request; False once it is answered."""
         arrays = self._arrays
-        return super().cancel() if arrays is None else arrays.cancel()
+        return self.cancelled() if arrays is None else arrays.cancel()
 
     def _take(self, arrays: "Future[Arrays]") -> None:
-        self._arrays = None
+        self._arrays = None  # a circle would keep the answer's memory
         if arrays.cancelled():
             super().cancel()
             self.set_running_or_notify_cancel()

@@ -55,13 +55,17 @@ def put_weights(content: bytes, weights: bytes, opened: ExitStack) -> str:
         opened: Removes the folder when it is closed, after the model was loaded.
 
     Raises:
-        BuildError: The model does not have exactly one file of weights.
+        BuildError: It is no model, or does not have exactly one file of weights.
         MissingDependencyError: The package onnx is not installed.
     """
     onnx = _onnx()
+    try:
+        graph = onnx.load_model_from_string(content).graph
+    except Exception as exc:  # protobuf's own kinds
+        raise BuildError(f"onnx: {type(exc).__name__}: {exc}") from exc
     names = {
         entry.value
-        for tensor in _initializers(onnx.load_model_from_string(content).graph)
+        for tensor in _initializers(graph)
         for entry in tensor.external_data
         if entry.key == "location"
     }

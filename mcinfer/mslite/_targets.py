@@ -14,7 +14,7 @@ from typing import TypeVar
 from mcinfer.config import EngineOptions, automatic_workers
 from mcinfer.errors import BuildError, InvalidInputError, McinferError, MissingDependencyError
 from mcinfer.mslite._affinity import check_core_list, core_capacities, deal_cores, order_cores
-from mcinfer.mslite._configuration import Sections
+from mcinfer.mslite._configuration import Entries, Sections
 from mcinfer.mslite.context import Context
 
 T = TypeVar("T")
@@ -222,6 +222,8 @@ def _ascend(context: Context, model_type: ModelType, sections: Sections) -> list
         settings = {"precision_mode": precision, "provider": provider, "rank_id": rank}
         return _lite("ascend", "ascend", ascend.device_id, model_type, settings)
     settings = {"precision_mode": _CANN_PRECISION.get(precision, precision)} if precision else {}
+    without = [name for name in ("provider", "rank_id") if getattr(ascend, name)]
+    remarks = (f"ascend {', '.join(without)} has no effect on ONNX models",) if without else ()
     return [
         Attempt(
             target="ascend",
@@ -229,8 +231,21 @@ def _ascend(context: Context, model_type: ModelType, sections: Sections) -> list
             kind="ascend",
             index=ascend.device_id,
             options=EngineOptions(provider_options=settings),
+            remarks=remarks,
         )
     ]
+
+
+def used_entries(context: Context, model_type: ModelType, *, from_buffer: bool) -> Entries:
+    """The entries of a configuration that act on such a model."""
+    used = set()
+    if from_buffer and model_type is ModelType.ONNX:
+        used.add(("model_file", "mindir_path"))
+    if context.device_infos[0] == "ascend":
+        used.add(("ascend_context", "precision_mode"))
+        if model_type is not ModelType.ONNX:
+            used.add(("ascend_context", "provider"))
+    return frozenset(used)
 
 
 def count_workers(context: Context, kind: str, wanted: int, device_ids: Sequence[int]) -> int:

@@ -35,7 +35,7 @@ from mcinfer.mslite._loading import SharedModels, Source, open_session
 from mcinfer.mslite._runner import ModelParallelRunner
 from mcinfer.mslite._runner_config import RunnerConfig
 from mcinfer.mslite._session import Session
-from mcinfer.mslite._targets import ModelType, model_type_of, model_type_of_bytes
+from mcinfer.mslite._targets import ModelType, model_type_of, model_type_of_bytes, used_entries
 from mcinfer.mslite.context import Context
 from mcinfer.mslite.datatypes import known_data_type
 from mcinfer.mslite.tensor import Tensor, TensorMeta
@@ -186,8 +186,10 @@ class Model:
         with self._building:
             if self._built is not None:
                 raise failure(what, BuildError("the model was built already; make a new Model"))
-            warn_of_unused(source.sections, stacklevel=3)
             try:
+                from_buffer = isinstance(source.model, bytes)
+                used = used_entries(source.context, source.model_type, from_buffer=from_buffer)
+                warn_of_unused(source.sections, used, stacklevel=3)
                 # The caller is that of `build_from_file`, which is this one's.
                 session = open_session(source, None, self._group, stacklevel=3)
             except (McinferError, OSError, ValueError) as exc:
@@ -229,10 +231,12 @@ class Model:
             RuntimeError: The model is not built.
         """
         built = self._ready("get_outputs")
-        shapes: Sequence[tuple[int, ...] | None] = [None] * len(built.session.spec.outputs)
-        if all(size > 0 for dims in built.dims for size in dims):
-            shapes = built.session.output_shapes(tuple(map(tuple, built.dims)))
-        specs = built.session.spec.outputs
+        with built.lock:
+            session, dims = built.session, built.dims
+        specs = session.spec.outputs
+        shapes: Sequence[tuple[int, ...] | None] = [None] * len(specs)
+        if all(size > 0 for shape in dims for size in shape):
+            shapes = session.output_shapes(tuple(map(tuple, dims)))
         return tuple(describe(spec, shape) for spec, shape in zip(specs, shapes, strict=True))
 
     def get_model_info(self, key: str) -> str:
