@@ -129,16 +129,37 @@ def _throughput(request: Request, clients: int, data: Sequence[Array], seconds: 
     return done / elapsed
 
 
-def _rounds(
-    ways: Mapping[str, tuple[Request, int]], data: Sequence[Array], rounds: int, seconds: float
-) -> dict[str, Series]:
-    """Throughput of each way and number of clients, round by round."""
+def _submitted(
+    runner: mslite.ModelParallelRunner, outstanding: int, x: Array, seconds: float
+) -> float:
+    """Requests per second of one program that keeps so many futures going; each one's end sends the next."""
+    stop = perf_counter() + seconds
+    answered, open_ends, over = 0, outstanding, threading.Event()
+
+    def go_on(future: "Future[list[mslite.Tensor]]") -> None:
+        nonlocal answered, open_ends
+        assert future.exception() is None
+        answered += 1
+        if perf_counter() < stop:
+            runner.submit([x]).add_done_callback(go_on)
+            return
+        open_ends -= 1
+        if not open_ends:
+            over.set()
+
+    start = perf_counter()
+    for _ in range(outstanding):
+        runner.submit([x]).add_done_callback(go_on)
+    assert over.wait(seconds + 30)
+    return answered / (perf_counter() - start)
+
+
+def _rounds(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, Series]:
+    """Requests per second of each way, round by round."""
     rates: dict[str, list[float]] = {name: [] for name in ways}
-    for request, _ in ways.values():
-        request(data[0])
     for _ in range(rounds):
-        for name, (request, clients) in ways.items():
-            rates[name].append(_throughput(request, clients, data, seconds))
+        for name, way in ways.items():
+            rates[name].append(way())
     return {name: Series(tuple(values)) for name, values in rates.items()}
 
 
@@ -173,7 +194,15 @@ def measure_throughput(folder: Path, rounds: int, seconds: float) -> Record:
                 CLIENTS,
             ),
         }
-        rates = _rounds(ways, data, rounds, seconds)
+        for request, _ in ways.values():
+            request(data[0])
+        rates = _rounds(
+            {
+                name: partial(_throughput, request, clients, data, seconds)
+                for name, (request, clients) in ways.items()
+            },
+            rounds,
+        )
     runner_rate, single, default, pool = rates.values()
     ratios = [
         Ratio(
@@ -196,18 +225,32 @@ def measure_batching(folder: Path, rounds: int, seconds: float) -> Record:
     data = [rng.standard_normal((1, 1024), np.float32) for _ in range(BATCHING_CLIENTS)]
     with _runner(path) as plain, _runner(path, BATCH) as batching:
         ways = {
-            "without batching": (_runner_way(plain), BATCHING_CLIENTS),
-            f"max_batch_size={BATCH}, max_delay={MAX_DELAY:g}": (
-                _runner_way(batching),
-                BATCHING_CLIENTS,
+            f"{BATCHING_CLIENTS} threads": partial(
+                _throughput, _runner_way(plain), BATCHING_CLIENTS, data, seconds
+            ),
+            f"{BATCHING_CLIENTS} threads, batching": partial(
+                _throughput, _runner_way(batching), BATCHING_CLIENTS, data, seconds
+            ),
+            f"{BATCHING_CLIENTS} futures": partial(
+                _submitted, plain, BATCHING_CLIENTS, data[0], seconds
+            ),
+            f"{BATCHING_CLIENTS} futures, batching": partial(
+                _submitted, batching, BATCHING_CLIENTS, data[0], seconds
             ),
         }
-        rates = _rounds(ways, data, rounds, seconds)
+        rates = _rounds(ways, rounds)
         workers = batching.statistics().workers
-    without, with_it = rates.values()
+    threads, joined_threads, futures, joined_futures = rates.values()
     size = sum(w.completed for w in workers) / sum(w.runs for w in workers)
-    ratios = [Ratio(text="with / without batching", series=with_it.over(without), bound=2)]
-    title = f"{BATCHING_CLIENTS} clients, {WORKERS} workers"
+    ratios = [
+        Ratio(
+            text="futures: with / without batching", series=joined_futures.over(futures), bound=2
+        ),
+        Ratio(
+            text="threads: with / without batching", series=joined_threads.over(threads), bound=2
+        ),
+    ]
+    title = f"max_batch_size={BATCH}, max_delay={MAX_DELAY:g}"
     record = _report(title, rates, ratios)
     _say(f"  requests in a joined run: {size:.1f} on the average\n")
     return {**record, "joined": size}
