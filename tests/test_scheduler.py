@@ -1493,7 +1493,7 @@ class Pools(RuleBasedStateMachine):
     # What the shell does.
 
     def carry_out(self, actions: Sequence[Action]) -> None:
-        pending = deque(actions)
+        pending, start_failed = deque(actions), False
         while pending:
             match pending.popleft():
                 case StartWorker(worker=worker):
@@ -1545,12 +1545,15 @@ class Pools(RuleBasedStateMachine):
                     assert self.started is None, "started twice"
                     self.started = exc is None
                     if exc is not None:
-                        self.close(1.0)
+                        # After what was decided before it, which may be to start a worker.
+                        start_failed = True
+                        pending += self.scheduler.handle_close(self.now, 1.0)
                 case PoolClosed(abandoned=abandoned):
-                    assert self.is_closing
+                    assert self.is_closing or start_failed
                     assert not self.is_closed, "closed twice"
                     assert sorted(self.processes) == [*abandoned]
                     self.is_closed = True
+        self.is_closing = self.is_closing or start_failed
 
     def check_run(self, worker: int, members: tuple[ShardId, ...]) -> None:
         """Fail unless these may go now, and together."""
