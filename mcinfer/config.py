@@ -245,8 +245,8 @@ class Timeouts:
     Attributes:
         start: For a worker to start, import its runtime and load the model.
         predict: For the answer to a request, from the call on, where the call names no other.
-        cancel_grace: For a worker whose request ran out of time to stop it by itself; then
-            the worker is killed and started again.
+        cancel_grace: For a worker whose request ran out of time to stop it by itself, or to skip one that
+            was taken back from it; then the worker is killed and started again.
         close: For workers to end by themselves in `Master.close`; then they are killed.
     """
 

@@ -219,7 +219,7 @@ class Scheduler:
         for worker in self._workers:
             due = (worker.ready_by, worker.kill_at, worker.restart_at)
             times.extend(time for time in due if time is not None)
-            if self._has_ahead(worker):
+            if self._may_ask_back(worker):
                 times.append(worker.began + LONG_RUN)
         if any(w.state is WorkerState.READY and not w.killed for w in self._workers):
             times.append(self.ledger.queue.next_due())
@@ -358,7 +358,7 @@ class Scheduler:
             if w.ready_by is not None and w.ready_by <= now:
                 w.ready_by = None
                 actions += self._handle_slow_start(w)
-            if self._has_ahead(w) and w.began + LONG_RUN <= now:
+            if self._may_ask_back(w) and w.began + LONG_RUN <= now:
                 w.runs[-1].asked_back = True
                 w.usual_seconds = math.inf
                 actions.append(TakeBack(worker=w.index))
@@ -392,7 +392,7 @@ class Scheduler:
         """
         dues = [self.ledger.queue.next_due()]
         for w in self._workers:
-            if self._has_ahead(w):
+            if self._may_ask_back(w):
                 dues.append(w.began + LONG_RUN)
             if w.kill_at is not None:
                 dues.append(w.kill_at)
@@ -463,8 +463,8 @@ class Scheduler:
         suspect = any(self.ledger[request].deaths[shard] for request, shard in w.runs[0].members)
         return not (w.killed or suspect) and w.kill_at is None
 
-    def _has_ahead(self, w: _Worker) -> bool:
-        """Whether it was given one behind the run that it is at."""
+    def _may_ask_back(self, w: _Worker) -> bool:
+        """Whether it was given one behind the run that it is at, which was not asked for yet."""
         return len(w.runs) > 1 and not w.runs[-1].asked_back and w.state is WorkerState.BUSY
 
     def _handle_answer(self, w: _Worker, message: Reply | Error, now: float) -> list[Action]:
