@@ -11,22 +11,11 @@ import stat
 import tempfile
 from pathlib import Path
 
+from mcinfer.process_identity import pid_namespace, start_time
+
 _PREFIX = "mcinfer-"
 _MOST_PATH_BYTES = 107
 _SOCKET = "s"
-
-
-def _start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot (field 22 of proc_pid_stat(5))."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return None
-    return int(text.rpartition(")")[2].split()[19])
-
-
-def _namespace() -> int:
-    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def _parents() -> list[Path]:
@@ -41,11 +30,11 @@ def _sweep(parent: Path) -> None:
         parts = folder.name.removeprefix(_PREFIX).split("-")
         try:
             namespace, pid, start = int(parts[0], 16), int(parts[1]), int(parts[2])
-            info = folder.lstat()
+            info, now = folder.lstat(), start_time(pid)
         except (ValueError, IndexError, OSError):
             continue
         ours = info.st_uid == os.getuid() and stat.S_ISDIR(info.st_mode)
-        if ours and namespace == _namespace() and _start_time(pid) != start:
+        if ours and namespace == pid_namespace() and now != start:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -63,7 +52,7 @@ class RuntimeFolder:
             OSError: No place for it can be written to, or all paths are too long for a socket.
         """
         pid = os.getpid()
-        name = f"{_PREFIX}{_namespace():x}-{pid}-{_start_time(pid)}-{secrets.token_hex(3)}"
+        name = f"{_PREFIX}{pid_namespace():x}-{pid}-{start_time(pid)}-{secrets.token_hex(3)}"
         failure: OSError | None = None
         for parent in _parents():
             path = parent / name

@@ -1,5 +1,19 @@
-"""For all tests: ONNX Runtime's telemetry, which is on from 1.29, stays off, in workers too."""
+"""For all tests: nothing goes out (ONNX Runtime's telemetry), and nothing into the user's own cache."""
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def prepared_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of prepared models, of this test run alone."""
+    path = tmp_path_factory.mktemp("cache", numbered=True)
+    path.chmod(0o700)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MCINFER_CACHE", str(path))
+        yield path

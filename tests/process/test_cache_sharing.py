@@ -1,0 +1,259 @@
+"""The cache of prepared models among real processes: one makes, all hold, and a crash leaves no entry."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+
+from mcinfer.prepared.cache import Cache, CacheUnusableError, Held, entry_key
+from tests.process.scripts import ROOT, Program
+from tests.process.waiting import is_alive, wait_until
+
+FACTS = {"model": "abc"}
+KEY = entry_key(FACTS)
+
+PREAMBLE = """
+import os, signal, socket, subprocess, sys
+from pathlib import Path
+from mcinfer.prepared.cache import Cache, CacheUnusableError, entry_key
+from tests.process.waiting import wait_until
+
+place = Path(sys.argv[1])
+cache = Cache(place / "cache", 2**30)
+facts = {"model": "abc"}
+key = entry_key(facts)
+
+def say(*values):
+    print(*values, flush=True)
+
+def fill(folder, lock):
+    with (place / "fills").open("a") as log:
+        log.write("filled\\n")
+    (folder / "weights.bin").write_bytes(b"weights")
+"""
+
+HOLD = """
+held = cache.make(key, facts, fill, wait=10)
+say((held.folder / "weights.bin").read_text())
+signal.pause()
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path / "cache", 2**30)
+
+
+def fill(folder: Path, lock: int) -> None:
+    assert lock >= 0
+    (folder / "weights.bin").write_bytes(b"weights")
+
+
+def make(cache: Cache, wait: float = 0) -> Held:
+    return cache.make(KEY, FACTS, fill, wait=wait)
+
+
+def kill(program: Program) -> None:
+    program.send_signal(signal.SIGKILL)
+    program.wait()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_processes_that_come_at_once_make_an_entry_once_and_hold_it_together(
+    cache: Cache, tmp_path: Path, damaged: bool
+) -> None:
+    if damaged:
+        make(cache).close()
+        (cache.folder / KEY / "weights.bin").unlink()
+    text = """
+whole = fill
+
+def fill(folder, lock):
+    wait_until(lambda: len([*place.glob("ready-*")]) == 4)
+    whole(folder, lock)
+
+(place / f"ready-{os.getpid()}").touch()
+"""
+    with ExitStack() as stack:
+        programs = [
+            stack.enter_context(Program(PREAMBLE + text + HOLD, tmp_path)) for _ in range(4)
+        ]
+        assert [program.line() for program in programs] == ["weights"] * 4
+        assert (tmp_path / "fills").read_text() == "filled\n"
+        assert cache.clear() == (0, 1)
+        for program in programs[1:]:
+            kill(program)
+        assert cache.clear() == (0, 1)
+        kill(programs[0])
+    freed, in_use = cache.clear()
+    assert (freed > 0, in_use) == (True, 0)
+    assert os.listdir(cache.folder) == []
+
+
+FILL_AND_HANG = """
+def fill_and_hang(folder, lock):
+    fill(folder, lock)
+    say(folder.name)
+    signal.pause()
+
+cache.make(key, facts, fill_and_hang, wait=0)
+"""
+
+
+def test_maker_killed_while_it_fills_leaves_no_entry_and_the_next_one_makes_it_at_once(
+    cache: Cache, tmp_path: Path
+) -> None:
+    with Program(PREAMBLE + FILL_AND_HANG, tmp_path) as program:
+        draft = program.line()
+        with pytest.raises(CacheUnusableError, match="has been preparing it"):
+            make(cache)
+        assert cache.clear() == (0, 0)
+        assert {*os.listdir(cache.folder)} == {draft, f"{KEY}.lock"}
+        kill(program)
+    assert {*os.listdir(cache.folder)} == {draft, f"{KEY}.lock"}
+    assert cache.open(KEY) is None
+    assert cache.entries() == []
+    with closing(make(cache)) as held:
+        assert (held.folder / "weights.bin").read_bytes() == b"weights"
+    assert {*os.listdir(cache.folder)} == {KEY, f"{KEY}.lock"}
+
+
+def test_what_a_killed_maker_left_is_swept_when_another_entry_is_made(
+    cache: Cache, tmp_path: Path
+) -> None:
+    with Program(PREAMBLE + FILL_AND_HANG, tmp_path) as program:
+        draft = program.line()
+        kill(program)
+    assert draft in os.listdir(cache.folder)
+    other = {"model": "other"}
+    cache.make(entry_key(other), other, fill, wait=0).close()
+    assert {*os.listdir(cache.folder)} == {entry_key(other), f"{entry_key(other)}.lock"}
+
+
+def test_waiting_maker_takes_over_from_one_that_is_killed(tmp_path: Path) -> None:
+    log = "import logging; logging.basicConfig(level='INFO', stream=sys.stdout)"
+    with Program(PREAMBLE + FILL_AND_HANG, tmp_path) as first:
+        first.line()
+        with Program(PREAMBLE + log + HOLD, tmp_path) as second:
+            assert "waiting for another process" in second.line()
+            kill(first)
+            assert second.line() == "weights"
+
+
+def test_child_that_outlives_the_maker_keeps_the_lock(cache: Cache, tmp_path: Path) -> None:
+    text = """
+def fill_in_a_child(folder, lock):
+    child = subprocess.Popen(["sleep", "60"], pass_fds=[lock], stdout=subprocess.DEVNULL,
+                             stderr=subprocess.DEVNULL)
+    say(child.pid)
+    signal.pause()
+
+cache.make(key, facts, fill_in_a_child, wait=0)
+"""
+    with Program(PREAMBLE + text, tmp_path) as program:
+        child = int(program.line())
+        kill(program)
+    try:
+        with pytest.raises(CacheUnusableError, match="has been preparing it"):
+            make(cache)
+    finally:
+        os.kill(child, signal.SIGKILL)
+    make(cache, wait=10).close()
+    wait_until(lambda: not is_alive(child))
+
+
+def test_entry_is_shared_while_a_child_of_its_maker_lives_on(cache: Cache, tmp_path: Path) -> None:
+    text = """
+def fill_in_a_child(folder, lock):
+    global child
+    child = subprocess.Popen(["sleep", "60"], pass_fds=[lock])
+    fill(folder, lock)
+
+held = cache.make(key, facts, fill_in_a_child, wait=0)
+say("made")
+wait_until((place / "enough").exists)
+child.kill()
+child.wait()
+"""
+    with Program(PREAMBLE + text, tmp_path) as program:
+        assert program.line() == "made"
+        make(cache).close()
+        (tmp_path / "enough").touch()
+        assert program.wait().status == 0
+
+
+def test_entries_that_another_process_holds_are_not_evicted(cache: Cache, tmp_path: Path) -> None:
+    with Program(PREAMBLE + HOLD, tmp_path) as program:
+        assert program.line() == "weights"
+        assert [info.in_use for info in cache.entries()] == [True]
+        assert Cache(cache.folder, 0).evict() == 0
+        kill(program)
+    assert [info.in_use for info in cache.entries()] == [False]
+    assert Cache(cache.folder, 0).evict() > 0
+    assert cache.entries() == []
+
+
+def test_disk_that_is_too_small_leaves_nothing(cache: Cache, tmp_path: Path) -> None:
+    """Where a write past a limit fails as one to a full disk does: with an OSError."""
+    text = """
+import resource
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+try:
+    cache.make(key, facts, fill, wait=0)
+except CacheUnusableError as exc:
+    say(exc)
+"""
+    with Program(PREAMBLE + text, tmp_path) as program:
+        assert "File too large" in program.line()
+        assert program.wait().status == 0
+    assert (tmp_path / "fills").read_text() == "filled\n"
+    assert os.listdir(cache.folder) == [f"{KEY}.lock"]
+    make(cache).close()
+
+
+def test_program_that_is_started_does_not_inherit_a_lock(cache: Cache) -> None:
+    with closing(make(cache)):
+        listing = subprocess.run(
+            ["ls", "-l", "/proc/self/fd"], close_fds=False, capture_output=True, check=True
+        )
+    assert b".lock" not in listing.stdout
+
+
+SEND = """
+held = cache.make(key, facts, fill, wait=0)
+folder = os.open(held.folder, os.O_RDONLY | os.O_DIRECTORY)
+with socket.socket(fileno=int(sys.argv[2])) as end:
+    socket.send_fds(end, [b"entry"], [folder, held.lock])
+    signal.pause()
+"""
+
+
+def test_adopted_entry_stays_after_its_first_owner_ended(cache: Cache, tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        owner = subprocess.Popen(
+            [sys.executable, "-c", PREAMBLE + SEND, tmp_path, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            cwd=ROOT,
+        )
+        try:
+            ours.settimeout(10)
+            _, fds, _, _ = socket.recv_fds(ours, 100, 2)
+            held = Held.adopt(fds[0], fds[1])
+        finally:
+            owner.kill()
+            owner.wait()
+    assert held.folder == cache.folder / KEY
+    assert held.facts == FACTS
+    assert not os.get_inheritable(held.lock)
+    assert cache.clear() == (0, 1)
+    assert (held.folder / "weights.bin").read_bytes() == b"weights"
+    held.close()
+    assert cache.clear()[1] == 0
+    assert os.listdir(cache.folder) == []
