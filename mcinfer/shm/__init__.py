@@ -1,1 +1,19 @@
-"""Memory that master and workers share, and the sockets that hand it over."""
+"""Memory that master and workers share, and the sockets that hand it over.
+
+Public are `WeightOwner`, `open_weights` and `SharedWeights`. They are imported when they are first used: a
+worker imports this package at its start, and needs none of them.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mcinfer.shm.weights import SharedWeights, WeightOwner, open_weights
+
+__all__ = ["SharedWeights", "WeightOwner", "open_weights"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("mcinfer.shm.weights"), name)

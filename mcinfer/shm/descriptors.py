@@ -1,0 +1,58 @@
+"""One packet with descriptors over a socket of `SOCK_SEQPACKET`, so that they stay together (unix(7))."""
+
+import os
+import socket
+import struct
+from collections.abc import Sequence
+
+from mcinfer.errors import ProtocolError
+
+_DESCRIPTOR = struct.Struct("=i")
+_MOST_DESCRIPTORS = 4
+_RIGHTS_BYTES = socket.CMSG_SPACE(_MOST_DESCRIPTORS * _DESCRIPTOR.size)
+_CUT_OFF = socket.MSG_TRUNC | socket.MSG_CTRUNC
+
+
+def send(connection: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> None:
+    """Send one packet, without waiting; the sender keeps its own descriptors.
+
+    Raises:
+        OSError: The other side is gone, or does not read (BlockingIOError).
+    """
+    # Not socket.send_fds: in Python 3.11 it drops its flags, and would block.
+    packed = b"".join(map(_DESCRIPTOR.pack, descriptors))
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)] if packed else []
+    connection.sendmsg([data], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+
+def receive(connection: socket.socket, most_bytes: int) -> tuple[bytes, list[int]]:
+    """Receive one packet.
+
+    Returns:
+        Its bytes, none if the other side is gone, and descriptors, which are the caller's from now on.
+
+    Raises:
+        ProtocolError: It has more bytes than that, or more than four descriptors; none is left open.
+        OSError: The connection was reset.
+    """
+    # Not socket.recv_fds: it drops its flags likewise, and processes that are started later would
+    # inherit the descriptors.
+    data, rights, flags, _ = connection.recvmsg(most_bytes, _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
+    descriptors = [
+        fd
+        for level, kind, packed in rights
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+        for (fd,) in _DESCRIPTOR.iter_unpack(packed)
+    ]
+    if flags & _CUT_OFF:
+        close_all(descriptors)
+        raise ProtocolError(
+            f"got a packet of more than {most_bytes} bytes or {_MOST_DESCRIPTORS} descriptors"
+        )
+    return data, descriptors
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    """Close descriptors."""
+    for fd in descriptors:
+        os.close(fd)

@@ -1,0 +1,317 @@
+"""A prepared model's weights for other processes of this user: chosen ones map them where they lie.
+
+::
+
+    owner   WeightOwner(model) ──► handle ──► the user passes it on
+    other   open_weights(handle) ── connects to the socket that the handle names ──► the owner's thread
+                                                                 is this process allowed? (kernel's word)
+            SharedWeights ◄── one packet: the entry's folder and its lock (SCM_RIGHTS), or a refusal
+
+Ownership: an owner has descriptors of its own for the folder and the lock, so the `Held` that it was made
+from may be closed before it. Whoever was granted them holds the entry just as the owner does: the lock is the
+same open file, so the entry stays until the last of them has let go, in whichever way each of them ends. When
+all have, nothing is left but the cache itself.
+"""
+
+import json
+import os
+import select
+import socket
+import time
+import weakref
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+from mcinfer.config import EngineOptions, check_count, check_seconds
+from mcinfer.errors import ClosedError, InvalidInputError, ProtocolError, WeightAccessError
+from mcinfer.interrupts import HeldInterrupts
+from mcinfer.prepared.cache import CacheUnusableError, Held
+from mcinfer.prepared.ensuring import ensure_prepared
+from mcinfer.process_identity import has_ended, start_time
+from mcinfer.shm.descriptors import close_all, receive
+from mcinfer.shm.handles import MOST_HANDLE, Handle
+from mcinfer.shm.weight_listener import (
+    GRANTED,
+    MOST_ANSWER_BYTES,
+    NO_PID,
+    NOT_ALLOWED,
+    OTHER_USER,
+    Allowed,
+    Listener,
+    peer_credentials,
+)
+
+_MODEL = "model.onnx"
+_REFUSALS = {
+    NOT_ALLOWED: "process {pid}: allow it there with WeightOwner.allow({pid})",
+    OTHER_USER: "process {pid}: it belongs to another user",
+    NO_PID: "this process: it has no pid in the owner's pid namespace, so nothing there can name it",
+}
+_CONNECT_PAUSE = 0.01
+_LONGEST_WAIT = 86400.0
+"""Seconds of one wait: poll(2) takes no more than 24 days."""
+
+
+class WeightOwner:
+    """Lets chosen processes of this user map a prepared model's weights.
+
+    A context manager; garbage and the interpreter's exit close it too. All threads may use it. In a child
+    that the process forks it is closed from the start, and closing it there does nothing to the parent's.
+
+    Attributes:
+        handle: What `open_weights` takes in the other process: above 0 and below 2**63. It is no secret.
+    """
+
+    handle: int
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | Held,
+        allow_pids: Iterable[int] = (),
+        *,
+        options: EngineOptions = EngineOptions(),
+    ) -> None:
+        """Prepare the model, if that was not done before, and start a thread that answers.
+
+        Args:
+            model: Path of an ONNX model; or a prepared one, which is borrowed for this call only.
+            allow_pids: As if `allow` was called with each, before anybody can ask.
+            options: What the engines that will load a model named by its path are asked for.
+
+        Raises:
+            InvalidInputError: A pid does not fit, as of `allow`, or the model is none.
+            BuildError: The model cannot be prepared, in the engine's own words, or its cache cannot be used.
+            ClosedError: The model is closed.
+            OSError: The entry cannot be opened, or no descriptor is left.
+        """
+        if isinstance(allow_pids, (str, bytes)) or not isinstance(allow_pids, Iterable):
+            raise InvalidInputError(f"allow_pids: got {allow_pids!r}, expected a list of pids")
+        self._allowed = Allowed()
+        for pid in allow_pids:
+            _admit(self._allowed, pid)
+        if isinstance(model, (str, os.PathLike)):
+            held = ensure_prepared(model, options)
+            try:
+                entry = _open_entry(held)
+            finally:
+                held.close()
+        else:
+            entry = _open_entry(model)
+        with HeldInterrupts():
+            self._listener = Listener(entry, self._allowed)
+            self._finalizer = weakref.finalize(self, self._listener.stop)
+        self.handle = self._listener.handle.number
+
+    def allow(self, pid: int) -> None:
+        """Let a process map the weights from now on.
+
+        Args:
+            pid: As this process sees it: in containers that need not be what `os.getpid` says there, and
+                a refusal names the right one. Means the process that has it now and no later one. 0 is
+                ignored: MindSpore Lite's lists hold it for a place that is not used.
+
+        Raises:
+            InvalidInputError: It is not a pid, or there is no such process.
+            ClosedError: The owner is closed, or belongs to the process that forked this one.
+            OSError: No descriptor is left to look at the process with.
+        """
+        if self._listener.is_parents:
+            raise ClosedError("this WeightOwner belongs to the process that forked this one")
+        if not self._finalizer.alive:
+            raise ClosedError("this WeightOwner is closed")
+        _admit(self._allowed, pid)
+
+    def revoke(self, pid: int) -> None:
+        """Refuse a process from now on; what it was granted stays usable. Not allowed before: no matter."""
+        self._allowed.remove(pid)
+
+    def close(self) -> None:
+        """Answer nobody any more and let the entry go; what was granted stays usable."""
+        self._finalizer.detach()
+        self._listener.close()
+
+    def __enter__(self) -> "WeightOwner":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _admit(allowed: Allowed, pid: int) -> None:
+    check_count("pid", pid, 0)
+    if pid == 0:
+        return
+    start = start_time(pid)
+    if start is None:
+        raise InvalidInputError(f"pid: got {pid}, expected a process that is there: none has it")
+    allowed.add(pid, start)
+
+
+def _open_entry(model: Held) -> tuple[int, int]:
+    """Descriptors of an entry's folder and of its lock, which are the caller's."""
+    if not isinstance(model, Held):
+        raise InvalidInputError(f"model: got {model!r}, expected a path or a prepared model")
+    if model.lock < 0:
+        raise ClosedError(f"the prepared model {model.folder} is closed")
+    lock = os.dup(model.lock)  # the same open file, so the same lock
+    try:
+        return os.open(model.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), lock
+    except OSError:
+        os.close(lock)
+        raise
+
+
+class SharedWeights:
+    """A prepared model that another process shares; stays usable when that process ends.
+
+    A context manager.
+
+    Attributes:
+        folder: Where its files are, read-only. They are mapped by whoever loads the model, never copied.
+        model: The path of the graph in it, for `mcinfer.Master` or `onnxruntime.InferenceSession`.
+        facts: What the entry was made from.
+        held: The entry, which cannot be removed from the cache as long as this is open.
+    """
+
+    def __init__(self, held: Held) -> None:
+        """Take an entry, which is this object's from now on."""
+        self.held = held
+        self.folder = held.folder
+        self.model = str(held.folder / _MODEL)
+        self.facts = held.facts
+
+    def close(self) -> None:
+        """Let the entry go; what was loaded from it must not be used any more."""
+        self.held.close()
+
+    def __enter__(self) -> "SharedWeights":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def open_weights(handle: int, timeout: float = 10.0) -> SharedWeights:
+    """Share the weights of an owner that has allowed this process.
+
+    Args:
+        handle: `WeightOwner.handle`.
+        timeout: Seconds for the owner to answer.
+
+    Raises:
+        InvalidInputError: The handle is not an int above 0 and below 2**63, or the timeout is no time.
+        WeightAccessError: The owner refused, or did not answer in time; there is none, or it is another
+            user's; or the entry cannot be used in this process. The text says which.
+        ProtocolError: What answered is not a `WeightOwner`.
+        OSError: No descriptor is left.
+    """
+    check_count("handle", handle, 1)
+    if handle > MOST_HANDLE:
+        raise InvalidInputError(f"handle: got {handle}, expected an int below 2**63")
+    check_seconds("timeout", timeout)
+    parts = Handle.parse(handle)
+    if parts is None:
+        raise WeightAccessError(f"weights {handle}: this number never was a handle; was it cut?")
+    data, descriptors = _ask(parts, timeout)
+    _check_answer(parts, data, descriptors)
+    try:
+        return SharedWeights(Held.adopt(*descriptors))
+    except CacheUnusableError as exc:
+        raise WeightAccessError(f"weights {handle}: {exc}") from exc
+
+
+def _ask(handle: Handle, timeout: float) -> tuple[bytes, list[int]]:
+    """What the owner answers."""
+    deadline = time.monotonic() + timeout
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.setblocking(False)
+        try:
+            _connect(connection, handle, deadline)
+            # Abstract names belong to nobody: that of a dead owner can be taken by any user.
+            _, uid = peer_credentials(connection)
+            if uid != os.geteuid():
+                raise WeightAccessError(
+                    f"weights {handle.number} are shared by a process of user {uid}, and this one "
+                    f"is of user {os.geteuid()}"
+                )
+            poll = select.poll()
+            poll.register(connection, select.POLLIN)
+            left = min(max(deadline - time.monotonic(), 0.0), _LONGEST_WAIT)
+            if not poll.poll(left * 1000):
+                raise TimeoutError
+            data, descriptors = receive(connection, MOST_ANSWER_BYTES)
+        except TimeoutError:
+            raise WeightAccessError(
+                f"the owner of weights {handle.number} (pid {handle.pid}) did not answer within "
+                f"{timeout:g} s"
+            ) from None
+        except ConnectionRefusedError:
+            raise WeightAccessError(
+                _why_nobody(handle, "has closed them, or lives in another network namespace")
+            ) from None
+        except ConnectionResetError:
+            data, descriptors = b"", []
+    if not data and not descriptors:
+        raise WeightAccessError(
+            _why_nobody(handle, "hung up: it has just closed them, or has no descriptor left")
+        )
+    return data, descriptors
+
+
+def _connect(connection: socket.socket, handle: Handle, deadline: float) -> None:
+    while True:
+        try:
+            connection.connect(handle.address)
+            return
+        except BlockingIOError:
+            # Too many wait to be accepted: the one thing of a socket that cannot be polled for.
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError from None
+            time.sleep(min(_CONNECT_PAUSE, left))
+
+
+def _why_nobody(handle: Handle, if_alive: str) -> str:
+    """What the handle still tells of an owner that does not answer to it."""
+    weights, owner = f"weights {handle.number}", f"their owner, process {handle.pid},"
+    if not handle.is_of_this_namespace():
+        return (
+            f"{weights}: no owner can be reached: it has ended or closed them, or lives in another "
+            "network namespace"
+        )
+    if not handle.is_started(start_time(handle.pid)) or has_ended(handle.pid):
+        return f"{weights}: {owner} has ended"
+    return f"{weights}: {owner} {if_alive}"
+
+
+def _check_answer(handle: Handle, data: bytes, descriptors: list[int]) -> None:
+    """Return if the owner granted them; else close what came, and say why not."""
+    if data == GRANTED and len(descriptors) == 2:
+        return
+    close_all(descriptors)
+    try:
+        answer: Any = json.loads(data)
+    except (ValueError, RecursionError):
+        answer = None
+    fields = answer if isinstance(answer, dict) and not descriptors else {}
+    refused, pid = fields.get("refused"), fields.get("pid")
+    if {*fields} != {"refused", "pid"} or refused not in [*_REFUSALS] or type(pid) is not int:
+        raise ProtocolError(
+            f"weights {handle.number}: got {data!r} and {len(descriptors)} descriptors, expected "
+            "the answer of a WeightOwner"
+        )
+    raise WeightAccessError(
+        f"the owner of weights {handle.number} (pid {handle.pid}) refused "
+        f"{_REFUSALS[refused].format(pid=pid)}"
+    )

@@ -1,0 +1,501 @@
+"""Tests of shared weights without a second process: handles, who is allowed, descriptors, identities."""
+
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcinfer.errors import ClosedError, InvalidInputError, ProtocolError, WeightAccessError
+from mcinfer.prepared.cache import Cache, Held, entry_key
+from mcinfer.process_identity import has_ended, pid_namespace, start_time
+from mcinfer.shm.descriptors import close_all, receive, send
+from mcinfer.shm.handles import MOST_HANDLE, Handle
+from mcinfer.shm.weight_listener import Allowed
+from mcinfer.shm.weights import WeightOwner, open_weights
+
+FACTS = {"model": "a test's"}
+CONTENT = b"graph"
+MOST_PID = (1 << 22) - 1
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[Held]:
+    """An entry of a cache, as small as one can be."""
+
+    def fill(folder: Path, _: int) -> None:
+        (folder / "model.onnx").write_bytes(CONTENT)
+
+    held = Cache(tmp_path / "cache", 1 << 20).make(entry_key(FACTS), FACTS, fill, wait=10)
+    yield held
+    held.close()
+
+
+def descriptors() -> dict[int, str]:
+    """All that this process has open."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue  # that of the listing itself
+    return found
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    before = descriptors()
+    yield
+    assert descriptors() == before
+
+
+@pytest.fixture
+def ended_pid() -> int:
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    return process.pid
+
+
+# Handles.
+
+handles = st.builds(
+    Handle,
+    pid=st.integers(1, MOST_PID),
+    random=st.integers(0, (1 << 16) - 1),
+    start=st.integers(0, (1 << 9) - 1),
+    namespace=st.integers(0, (1 << 6) - 1),
+)
+
+
+@given(handles)
+def test_handle_is_read_back_and_fits_signed_64_bits(handle: Handle) -> None:
+    assert 0 < handle.number <= MOST_HANDLE
+    assert Handle.parse(handle.number) == handle
+
+
+@given(handles, st.data())
+def test_handle_with_one_digit_wrong_is_none(handle: Handle, data: st.DataObject) -> None:
+    digits = str(handle.number)
+    place = data.draw(st.integers(0, len(digits) - 1))
+    other = data.draw(st.sampled_from("0123456789").filter(lambda digit: digit != digits[place]))
+    assert Handle.parse(int(digits[:place] + other + digits[place + 1 :])) is None
+
+
+@given(handles, st.integers(0, 62))
+def test_handle_with_one_bit_wrong_is_none(handle: Handle, bit: int) -> None:
+    assert Handle.parse(handle.number ^ 1 << bit) is None
+
+
+@given(handles)
+def test_handle_cut_short_by_a_double_is_none(handle: Handle) -> None:
+    rounded = int(float(handle.number))
+    assert rounded == handle.number or Handle.parse(rounded) is None
+
+
+@given(st.integers(-(1 << 70), 1 << 70) | st.integers(0, 1 << 41))
+def test_number_is_a_handle_only_if_it_is_what_its_parts_give(number: int) -> None:
+    parts = Handle.parse(number)
+    assert parts is None or parts.number == number
+
+
+@given(st.integers(0, (1 << 41) - 1))
+def test_small_numbers_are_no_handles(number: int) -> None:
+    assert Handle.parse(number) is None
+
+
+def test_new_handle_is_of_this_process() -> None:
+    handle = Handle.new()
+    assert handle.pid == os.getpid()
+    assert handle.is_of_this_namespace()
+    start = start_time(os.getpid())
+    assert start is not None
+    assert handle.is_started(start)
+    assert not handle.is_started(start + 1)
+    assert not handle.is_started(None)
+
+
+def test_handle_of_another_pid_namespace_is_known_as_one() -> None:
+    mine = Handle.new()
+    other = Handle(
+        pid=mine.pid, random=0, start=mine.start, namespace=(mine.namespace + 1) % (1 << 6)
+    )
+    assert not other.is_of_this_namespace()
+
+
+# Who is allowed.
+
+
+def test_process_is_allowed_by_pid_and_start_time() -> None:
+    allowed = Allowed()
+    assert not allowed.is_allowed(7, 100)
+    allowed.add(7, 100)
+    assert allowed.is_allowed(7, 100)
+    assert not allowed.is_allowed(8, 100)
+
+
+def test_later_process_of_the_same_pid_is_not_allowed() -> None:
+    allowed = Allowed()
+    allowed.add(7, 100)
+    assert not allowed.is_allowed(7, 101)
+    assert not allowed.is_allowed(7, None)
+    allowed.add(7, 101)
+    assert allowed.is_allowed(7, 101)
+    assert not allowed.is_allowed(7, 100)
+
+
+def test_process_that_is_gone_is_not_allowed_even_where_none_was_added() -> None:
+    assert not Allowed().is_allowed(7, None)
+
+
+def test_removed_process_is_not_allowed_and_removing_it_again_is_no_matter() -> None:
+    allowed = Allowed()
+    allowed.add(7, 100)
+    allowed.remove(7)
+    allowed.remove(7)
+    assert not allowed.is_allowed(7, 100)
+
+
+@pytest.mark.parametrize("pid", [True, False, -1, 1.0, "1", None])
+def test_what_is_no_pid_is_refused_by_name(held: Held, pid: int) -> None:
+    with pytest.raises(InvalidInputError, match=f"pid: got {pid!r}"):
+        WeightOwner(held, [pid])
+    with WeightOwner(held) as owner, pytest.raises(InvalidInputError, match=f"pid: got {pid!r}"):
+        owner.allow(pid)
+
+
+def test_pid_that_nobody_has_is_refused(held: Held, ended_pid: int) -> None:
+    with no_descriptor_left():
+        with pytest.raises(InvalidInputError, match=f"pid: got {ended_pid}, .* none has it"):
+            WeightOwner(held, [os.getpid(), ended_pid])
+        with WeightOwner(held) as owner:
+            for pid in (ended_pid, 1 << 40):
+                with pytest.raises(InvalidInputError, match="none has it"):
+                    owner.allow(pid)
+
+
+@pytest.mark.parametrize("pids", ["123", b"123", 123, None])
+def test_what_is_no_list_of_pids_is_refused(held: Held, pids: list[int]) -> None:
+    with pytest.raises(InvalidInputError, match="allow_pids: got"):
+        WeightOwner(held, pids)
+
+
+def test_pid_0_is_ignored(held: Held) -> None:
+    with WeightOwner(held, [0, os.getpid(), 0]) as owner:
+        owner.allow(0)
+        owner.revoke(0)
+        open_weights(owner.handle).close()
+
+
+# The owner, and this same process as its client.
+
+
+def test_allowed_process_gets_the_entry(held: Held) -> None:
+    with WeightOwner(held, [os.getpid()]) as owner, open_weights(owner.handle) as shared:
+        assert Path(shared.model).read_bytes() == CONTENT
+        assert Path(shared.model).parent == shared.folder == held.folder
+        assert shared.facts == FACTS
+        assert shared.held.key == held.key
+
+
+def test_pid_list_may_be_an_iterator(held: Held) -> None:
+    with WeightOwner(held, iter([os.getpid()])) as owner:
+        open_weights(owner.handle).close()
+
+
+def test_entry_stays_until_the_last_of_those_who_hold_it_has_let_go(
+    held: Held, tmp_path: Path
+) -> None:
+    cache = Cache(tmp_path / "cache", 1 << 20)
+    owner = WeightOwner(held, [os.getpid()])
+    shared = open_weights(owner.handle)
+    for holder in (held, owner, shared):
+        assert cache.clear() == (0, 1)
+        holder.close()
+    assert cache.clear()[1] == 0
+    assert not held.folder.exists()
+
+
+def test_owner_serves_after_its_model_was_closed(held: Held) -> None:
+    with WeightOwner(held, [os.getpid()]) as owner:
+        held.close()
+        open_weights(owner.handle).close()
+
+
+def test_closed_model_cannot_be_shared(held: Held) -> None:
+    held.close()
+    with no_descriptor_left(), pytest.raises(ClosedError, match=f"{held.folder} is closed"):
+        WeightOwner(held)
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with no_descriptor_left(), pytest.raises(InvalidInputError, match="model: got 7"):
+        WeightOwner(7)  # type: ignore[arg-type]
+
+
+def test_entry_whose_folder_is_gone_leaves_nothing(held: Held) -> None:
+    held.folder.rename(held.folder.with_name("elsewhere"))
+    with no_descriptor_left(), pytest.raises(FileNotFoundError):
+        WeightOwner(held)
+
+
+def test_after_close_nothing_is_left(held: Held) -> None:
+    before = descriptors()
+    owner = WeightOwner(held)
+    assert len(descriptors()) == len(before) + 4  # socket, wake-up, folder, lock
+    assert "mcinfer-weights" in [thread.name for thread in threading.enumerate()]
+    owner.close()
+    assert descriptors() == before
+    assert "mcinfer-weights" not in [thread.name for thread in threading.enumerate()]
+    owner.close()
+
+
+def test_closed_owner_allows_nobody(held: Held) -> None:
+    owner = WeightOwner(held)
+    owner.close()
+    with pytest.raises(ClosedError, match="closed"):
+        owner.allow(os.getpid())
+    owner.revoke(os.getpid())
+
+
+def test_owners_have_handles_of_their_own(held: Held) -> None:
+    owners = [WeightOwner(held) for _ in range(5)]
+    assert len({owner.handle for owner in owners}) == 5
+    for owner in owners:
+        owner.close()
+
+
+def test_descriptors_are_not_handed_to_programs(held: Held) -> None:
+    before = descriptors()
+    with WeightOwner(held, [os.getpid()]) as owner, open_weights(owner.handle):
+        new = descriptors().keys() - before.keys()
+        assert len(new) >= 5  # and, for a moment, the connection that was just answered
+        assert not any(map(os.get_inheritable, new))
+
+
+# What a client makes of wrong handles and answers.
+
+
+@pytest.mark.parametrize("handle", [0, -1, True, 1.5, "5", None, 1 << 63])
+def test_what_cannot_be_a_handle_is_refused(handle: int) -> None:
+    with pytest.raises(InvalidInputError, match=f"handle: got {handle!r}"):
+        open_weights(handle)
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan"), "1", True])
+def test_what_is_no_timeout_is_refused(timeout: float) -> None:
+    with pytest.raises(InvalidInputError, match="timeout: got"):
+        open_weights(Handle.new().number, timeout)
+
+
+def test_number_that_never_was_a_handle_is_called_that() -> None:
+    with no_descriptor_left(), pytest.raises(WeightAccessError, match=r"12345: .* never was"):
+        open_weights(12345)
+
+
+def test_owner_that_ended_is_called_that(ended_pid: int) -> None:
+    here = Handle.new()
+    handle = Handle(pid=ended_pid, random=0, start=0, namespace=here.namespace)
+    with pytest.raises(
+        WeightAccessError, match=f"{handle.number}: .* process {ended_pid}, has ended"
+    ):
+        open_weights(handle.number)
+
+
+def test_owner_whose_pid_another_process_has_is_called_ended() -> None:
+    here = Handle.new()
+    handle = Handle(
+        pid=here.pid, random=0, start=(here.start + 1) % (1 << 9), namespace=here.namespace
+    )
+    with pytest.raises(WeightAccessError, match="has ended"):
+        open_weights(handle.number)
+
+
+def test_owner_of_another_pid_namespace_is_not_judged_by_its_pid(ended_pid: int) -> None:
+    other = (Handle.new().namespace + 1) % (1 << 6)
+    handle = Handle(pid=ended_pid, random=0, start=0, namespace=other)
+    with pytest.raises(WeightAccessError, match=r"no owner can .* another network namespace"):
+        open_weights(handle.number)
+
+
+@contextmanager
+def false_owner(answer: Callable[[socket.socket], None]) -> Iterator[int]:
+    """Something else with an owner's name; its handle."""
+    handle = Handle.new()
+
+    def serve() -> None:
+        connection, _ = listening.accept()
+        with connection:
+            answer(connection)
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(handle.address)
+        listening.listen()
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield handle.number
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("data", "count"),
+    [
+        (b'{"ok": true}', 0),
+        (b'{"ok": true}', 1),
+        (b'{"ok": true}', 3),
+        (b'{"ok": true}', 8),
+        (b'{"ok": 1}', 2),
+        (b'{"ok": true, "more": 1}', 2),
+        (b'{"ok": true}' + b" " * 200, 2),
+        (b'{"refused": "process", "pid": 5}', 1),
+        (b'{"refused": "weather", "pid": 5}', 0),
+        (b'{"refused": [], "pid": 5}', 0),
+        (b'{"refused": "process", "pid": true}', 0),
+        (b'{"refused": "process"}', 0),
+        (b"[" * 100, 0),
+        (b"\xff", 2),
+        (b"null", 0),
+    ],
+)
+def test_malformed_answer_is_a_protocol_error_and_leaves_nothing_open(
+    data: bytes, count: int
+) -> None:
+    with (
+        open(os.devnull) as null,
+        no_descriptor_left(),
+        false_owner(lambda end: send(end, data, [null.fileno()] * count)) as handle,
+        pytest.raises(ProtocolError),
+    ):
+        open_weights(handle)
+
+
+def test_owner_that_too_many_wait_for_is_not_waited_for_beyond_the_timeout() -> None:
+    handle = Handle.new()
+    with (
+        no_descriptor_left(),
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as waiting,
+    ):
+        listening.bind(handle.address)
+        listening.listen(0)
+        waiting.connect(handle.address)
+        with pytest.raises(WeightAccessError, match=r"did not answer within 0.1 s"):
+            open_weights(handle.number, 0.1)
+
+
+def test_owner_that_hangs_up_is_called_that() -> None:
+    with (
+        no_descriptor_left(),
+        false_owner(lambda _: None) as handle,
+        pytest.raises(WeightAccessError, match="hung up"),
+    ):
+        open_weights(handle)
+
+
+def test_descriptors_that_are_not_of_an_entry_are_refused_and_closed(tmp_path: Path) -> None:
+    folder = os.open(tmp_path, os.O_RDONLY)
+    with (
+        no_descriptor_left(),
+        false_owner(lambda end: send(end, b'{"ok": true}', [folder, folder])) as handle,
+        pytest.raises(WeightAccessError, match=f"{handle}: .*{tmp_path}"),
+    ):
+        open_weights(handle)
+    os.close(folder)
+
+
+# Packets with descriptors.
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    yield left, right
+    left.close()
+    right.close()
+
+
+def test_packet_brings_its_descriptors_closed_on_exec(
+    pair: tuple[socket.socket, socket.socket], tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
+    with path.open("w") as file:
+        send(pair[0], b"first", [file.fileno(), file.fileno()])
+        send(pair[0], b"second")
+    data, fds = receive(pair[1], 10)
+    assert (data, len(fds)) == (b"first", 2)
+    assert [os.readlink(f"/proc/self/fd/{fd}") for fd in fds] == [str(path)] * 2
+    assert not any(map(os.get_inheritable, fds))
+    close_all(fds)
+    assert receive(pair[1], 10) == (b"second", [])
+    pair[0].close()
+    assert receive(pair[1], 10) == (b"", [])
+
+
+def test_packet_that_is_too_long_brings_nothing(pair: tuple[socket.socket, socket.socket]) -> None:
+    with open(os.devnull) as null:
+        send(pair[0], b"12345", [null.fileno()])
+    with no_descriptor_left(), pytest.raises(ProtocolError, match="more than 4 bytes"):
+        receive(pair[1], 4)
+
+
+def test_send_does_not_wait_for_who_does_not_read(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    def fill() -> None:
+        while True:
+            send(pair[0], bytes(1000))
+
+    with pytest.raises(BlockingIOError):
+        fill()
+
+
+# Processes.
+
+
+def test_start_time_tells_whether_there_is_such_a_process(ended_pid: int) -> None:
+    mine = start_time(os.getpid())
+    assert mine is not None
+    assert mine == start_time(os.getpid())
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        theirs = start_time(process.pid)
+        assert theirs is not None
+        assert theirs >= mine
+    assert start_time(ended_pid) is None
+    assert start_time(-1) is None
+
+
+def test_process_that_was_not_waited_for_has_ended_and_still_has_a_start_time() -> None:
+    assert not has_ended(os.getpid())
+    process = subprocess.Popen([sys.executable, "-Sc", ""], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert has_ended(process.pid)
+    assert start_time(process.pid) is not None
+    process.communicate()
+    assert has_ended(process.pid)
+    assert start_time(process.pid) is None
+
+
+def test_start_time_is_not_none_for_want_of_a_descriptor() -> None:
+    """Who sweeps what belongs to dead processes would else take the living for dead."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            start_time(os.getpid())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_pid_namespace_is_a_number_that_other_processes_of_it_have_too() -> None:
+    text = subprocess.run(
+        ["readlink", "/proc/self/ns/pid"], capture_output=True, text=True, check=True
+    ).stdout
+    assert text.strip() == f"pid:[{pid_namespace()}]"
