@@ -199,6 +199,12 @@ class EngineOptions:
         inter_op_threads: Threads that run operators of one run side by side; ``None`` runs one operator
             after another.
         cores: By worker index, the operating-system cores that it is pinned to, in the place of its share.
+        prepare: Whether a model is prepared once, into a cache folder, so that all workers map one copy of
+            its weights: ``"auto"`` does it where the weights are large enough for that to pay (16 MiB),
+            ``"always"``, ``"never"``. Where it cannot be done the model is loaded as it is. ONNX Runtime on
+            the CPU alone.
+        variable_weights: Names of weights (ONNX: initialisers) that `Master.update_weights` may replace.
+            They are not packed beforehand as the engine does with constant ones, so runs may be slower.
         allow_fallback: Whether a worker may serve on another provider than its device's (ONNX
             Runtime falls back to the CPU by itself). Off: that is a `BuildError`.
         session_config: Configuration entries handed to the runtime as they are, text to text
@@ -209,6 +215,8 @@ class EngineOptions:
     threads: int | None = None
     inter_op_threads: int | None = None
     cores: Sequence[Sequence[int]] | None = None
+    prepare: Literal["auto", "always", "never"] = "auto"
+    variable_weights: Sequence[str] = ()
     allow_fallback: bool = False
     session_config: Mapping[str, str] = field(default_factory=dict)
     provider_options: Mapping[str, str] = field(default_factory=dict)
@@ -225,6 +233,16 @@ class EngineOptions:
             raise InvalidInputError(
                 f"allow_fallback: got {self.allow_fallback!r}, expected True or False"
             )
+        if self.prepare not in ("auto", "always", "never"):
+            raise InvalidInputError(
+                f"prepare: got {self.prepare!r}, expected 'auto', 'always' or 'never'"
+            )
+        names = tuple(self.variable_weights) if _is_list(self.variable_weights) else (None,)
+        if not all(isinstance(name, str) for name in names) or len({*names}) != len(names):
+            raise InvalidInputError(
+                f"variable_weights: got {self.variable_weights!r}, expected a list of different names"
+            )
+        object.__setattr__(self, "variable_weights", names)
         for name in ("session_config", "provider_options"):
             given = getattr(self, name)
             if not isinstance(given, Mapping):

@@ -28,6 +28,10 @@ Member = tuple[Sequence[Buffer], Sequence[Buffer]]
 """Inputs and outputs of one request."""
 
 
+_Tensor = tuple[str, str, tuple[int, ...]]
+"""Name, element type and shape."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedRun:
     """A run bound onto scratch memory.
@@ -63,27 +67,38 @@ class JoinedRuns:
         """Bind onto this engine."""
         self._engine = engine
         self._scratch: Block | None = None
-        self._runs: OrderedDict[object, JoinedRun] = OrderedDict()
+        self._runs: OrderedDict[tuple[int, tuple[_Tensor, ...]], JoinedRun] = OrderedDict()
 
     def bound(
-        self, members: Sequence[Member], axes: tuple[Sequence[int | None], Sequence[int]]
+        self,
+        members: Sequence[Member],
+        axes: tuple[Sequence[int | None], Sequence[int]],
+        weights: Sequence[Buffer] = (),
+        version: int = 0,
     ) -> JoinedRun:
         """The run for these members' rows together.
+
+        Args:
+            members: The requests' tensors.
+            axes: The batch's axis in each input and output.
+            weights: To run with in the place of the model's own.
+            version: What tells these weights from others.
 
         Raises:
             ProtocolError: Their tensors do not fit together.
             InvalidInputError, PredictError: The engine does not take them.
         """
         tensors = [_joined(members, axes, side) for side in (0, 1)]
-        key = tuple(tensor for side in tensors for tensor in side)
+        parts = tuple(tensor for side in tensors for tensor in side)
+        key = (version, parts)
         found = self._runs.get(key)
         if found is not None:
             self._runs.move_to_end(key)
             return found
-        sizes = [tensor_bytes(kind, prod(shape)) for _, kind, shape in key]
+        sizes = [tensor_bytes(kind, prod(shape)) for _, kind, shape in parts]
         scratch = self._room(sum(map(align, sizes)))
         buffers, at = [], 0
-        for (name, kind, shape), size in zip(key, sizes, strict=True):
+        for (name, kind, shape), size in zip(parts, sizes, strict=True):
             buffers.append(
                 Buffer(
                     name=name,
@@ -96,7 +111,7 @@ class JoinedRuns:
             at += align(size)
         inputs, outputs = buffers[: len(tensors[0])], buffers[len(tensors[0]) :]
         joined = JoinedRun(
-            run=self._engine.bind(inputs, outputs),
+            run=self._engine.bind([*inputs, *weights], outputs),
             inputs=tuple(inputs),
             outputs=tuple(outputs),
         )
@@ -104,6 +119,12 @@ class JoinedRuns:
         if len(self._runs) > _MOST_RUNS:
             self._runs.popitem(last=False)
         return joined
+
+    def forget(self, oldest: int) -> None:
+        """Drop the runs with weights below that version, which no request will name any more."""
+        for version, parts in [*self._runs]:
+            if 0 < version < oldest:
+                del self._runs[version, parts]
 
     def close(self) -> None:
         """Drop the bound runs, then the memory that they are bound to."""
@@ -117,9 +138,6 @@ class JoinedRuns:
             self.close()
             self._scratch = Block.create(0, max(size, 1))
         return self._scratch
-
-
-_Tensor = tuple[str, str, tuple[int, ...]]
 
 
 def _joined(

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 import psutil
+from numpy.typing import ArrayLike
 
 from mcinfer.config import (
     CoreShare,
@@ -117,6 +118,8 @@ class Master:
                     threads=options.threads,
                     inter_op_threads=options.inter_op_threads,
                     allow_fallback=options.allow_fallback,
+                    prepare=options.prepare,
+                    variable_weights=tuple(options.variable_weights),
                     session_config=dict(options.session_config),
                     provider_options=dict(options.provider_options),
                 )
@@ -156,11 +159,12 @@ class Master:
         try:
             built = self._supervisor.start()
             model = ModelSpec(inputs=_specs(built.inputs), outputs=_specs(built.outputs))
+            weights = _specs(built.weights)
         except BaseException:
             self.close()
             raise
         self._model = model
-        self._stager = Stager(model, self._supervisor.arena, self._max_batch_size)
+        self._stager = Stager(model, self._supervisor.arena, self._max_batch_size, weights)
         if batch_symbol(model) is None and not all(
             not spec.shape or isinstance(spec.shape[0], int) for spec in model.inputs
         ):
@@ -342,13 +346,54 @@ class Master:
         """
         return self._ready().allocate(shapes)
 
+    @property
+    def weights(self) -> tuple[TensorSpec, ...]:
+        """The weights that `update_weights` may replace, as `EngineOptions.variable_weights` named them.
+
+        Raises:
+            ClosedError: It was not started.
+        """
+        self._spec()
+        return () if self._stager is None else self._stager.weights.specs
+
+    def update_weights(
+        self, weights: Mapping[str, ArrayLike], *, timeout: float | None = None
+    ) -> int:
+        """Replace weights on all workers at once, between two requests.
+
+        Requests that were made before finish with the weights that they began with, all of their shards;
+        those made after the return have the new ones, and so have workers that are started again. Nothing
+        is loaded anew: the new weights are copied to shared memory once, whatever the number of workers.
+
+        Args:
+            weights: New values by name, each of the dtype and shape that `weights` says. Those that are not
+                named stay as they are. They are copied before the call returns.
+            timeout: Seconds to wait for shared memory, if that is all in use (`Limits`); None is
+                `Timeouts.predict`.
+
+        Returns:
+            The number of this version, as in `statistics().weights_version`: 1 for the first update.
+
+        Raises:
+            InvalidInputError: A name, dtype or shape does not fit; names it, and nothing was changed.
+            QueueFullError: No shared memory was free; likewise.
+            ClosedError: The master is not started, or closed.
+        """
+        store = self._ready().weights
+        if timeout is not None:
+            check_seconds("timeout", timeout)
+        waits = self._limits.when_full == "wait" and self._supervisor.may_wait()
+        seconds = self._timeouts.predict if timeout is None else timeout
+        return store.update(weights, seconds if waits else 0.0)
+
     def statistics(self) -> Statistics:
         """A snapshot of what was done so far; also after `close`.
 
         Raises:
             ClosedError: This process was forked from the master's.
         """
-        return self._supervisor.statistics()
+        version = 0 if self._stager is None else self._stager.weights.current.number
+        return self._supervisor.statistics(version)
 
     def _ready(self) -> Stager:
         self._supervisor.check_open()

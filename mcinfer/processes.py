@@ -38,6 +38,7 @@ class WorkerProcess:
         token: What it must show in HELLO.
         peer: Its ZeroMQ identity, once it has.
         attached: Numbers of the blocks that it was given.
+        weights: Versions of the weights that it was told of.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class WorkerProcess:
         self.token = token
         self.peer: bytes | None = None
         self.attached: set[int] = set()
+        self.weights: set[int] = set()
         self.permits = Permits.create()
         try:
             self.lifeline, theirs = Lifeline.pair()

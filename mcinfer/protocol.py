@@ -38,7 +38,7 @@ from mcinfer.fields import (
     or_none,
 )
 
-VERSION = 2
+VERSION = 3
 """Raised with each change that an older peer would misread; HELLO carries it."""
 
 ERROR = 0
@@ -51,6 +51,7 @@ BUILD = 6
 CANCEL = 7
 ATTACH = 8
 DETACH = 9
+UPDATE_WEIGHTS = 10
 PREDICT_JOINED = 12
 
 
@@ -107,6 +108,7 @@ class Predict(Message):
     """Master to worker: run this shard.
 
     Attributes:
+        weights: The version of the replaceable weights that it is to run with; 0 is the model's own.
         outputs: Where results are to be written, by name; outputs that are not named here have no shape
             known before the run, and come back in a block of the worker's own.
     """
@@ -115,11 +117,13 @@ class Predict(Message):
     CHECKS = {
         "request": is_count,
         "shard": is_count,
+        "weights": is_count,
         "inputs": is_references,
         "outputs": is_references,
     }
     request: int
     shard: int
+    weights: int = 0
     inputs: tuple[TensorRef, ...]
     outputs: tuple[TensorRef, ...]
 
@@ -131,6 +135,7 @@ class PredictJoined(Message):
     Attributes:
         request: The first member's, which stands for the run in REPLY, ERROR and CANCEL.
         shard: Likewise.
+        weights: As in PREDICT, the same for all members.
         members: Two or more maps of ``inputs`` and ``outputs``, as in PREDICT. All have the same tensors
             in the same order, whose shapes differ in the batch's axis alone; every output has its place.
         input_axes: By input, the batch's axis; None for one that all members have in common.
@@ -141,12 +146,14 @@ class PredictJoined(Message):
     CHECKS = {
         "request": is_count,
         "shard": is_count,
+        "weights": is_count,
         "members": is_members,
         "input_axes": is_axes,
         "output_axes": lambda value: is_axes(value) and None not in value,
     }
     request: int
     shard: int
+    weights: int = 0
     members: tuple[dict[str, tuple[TensorRef, ...]], ...]
     input_axes: tuple[int | None, ...]
     output_axes: tuple[int, ...]
@@ -180,7 +187,9 @@ class BuildFinish(Message):
     """Worker to master: the model is loaded.
 
     Attributes:
+        weights: Those that can be replaced.
         providers: What really runs it, in the engine's words.
+        notes: What the user should know of how it was loaded.
         seconds: Of loading.
     """
 
@@ -188,12 +197,16 @@ class BuildFinish(Message):
     CHECKS = {
         "inputs": is_specs,
         "outputs": is_specs,
+        "weights": is_specs,
         "providers": is_texts,
+        "notes": is_texts,
         "seconds": is_seconds,
     }
     inputs: tuple[TensorFields, ...]
     outputs: tuple[TensorFields, ...]
+    weights: tuple[TensorFields, ...] = ()
     providers: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     seconds: float
 
 
@@ -223,6 +236,8 @@ class Build(Message):
         model: Absolute path.
         cores: Cores to be pinned to; empty for a device that is not a share of the CPU.
         shared: Whether other workers run on the same cores, so that waiting threads must not spin.
+        prepare: As in `mcinfer.config.EngineOptions`.
+        variable_weights: Names of weights that are to be replaceable.
     """
 
     ID = BUILD
@@ -235,6 +250,8 @@ class Build(Message):
         "threads": or_none(is_count),
         "inter_op_threads": or_none(is_count),
         "allow_fallback": is_flag,
+        "prepare": is_text,
+        "variable_weights": is_texts,
         "session_config": is_text_map,
         "provider_options": is_text_map,
     }
@@ -246,6 +263,8 @@ class Build(Message):
     threads: int | None
     inter_op_threads: int | None
     allow_fallback: bool
+    prepare: str = "never"
+    variable_weights: tuple[str, ...] = ()
     session_config: dict[str, str]
     provider_options: dict[str, str]
 
@@ -278,6 +297,23 @@ class Detach(Message):
     block: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateWeights(Message):
+    """Master to worker: where a version of the replaceable weights lies, before the first run with it.
+
+    Attributes:
+        version: Its number, from 1 on.
+        oldest: No run will name a version below this one any more.
+        tensors: All that were replaced so far; the others are the model's own.
+    """
+
+    ID = UPDATE_WEIGHTS
+    CHECKS = {"version": is_count, "oldest": is_count, "tensors": is_references}
+    version: int
+    oldest: int
+    tensors: tuple[TensorRef, ...]
+
+
 MESSAGES: dict[int, type[Message]] = {
     message.ID: message
     for message in (
@@ -291,6 +327,7 @@ MESSAGES: dict[int, type[Message]] = {
         Cancel,
         Attach,
         Detach,
+        UpdateWeights,
         PredictJoined,
     )
 }
@@ -316,10 +353,11 @@ def _packer() -> msgpack.Packer:
     return msgpack.Packer(unicode_errors="surrogatepass", buf_size=1024)  # type: ignore[call-arg] # stubs of 1.0
 
 
-# The beginning of a PREDICT as `encode` writes it: a map of five, as the specification of MessagePack
+# The beginning of a PREDICT as `encode` writes it: a map of six, as the specification of MessagePack
 # has it, and the first two of its fields up to the request's number.
-_PREDICT = b"\x85" + b"".join(map(_pack, ("id", PREDICT, "request")))
+_PREDICT = b"\x86" + b"".join(map(_pack, ("id", PREDICT, "request")))
 _SHARD = _pack("shard")
+_WEIGHTS = _pack("weights")
 
 
 def encode_tensors(inputs: tuple[TensorRef, ...], outputs: tuple[TensorRef, ...]) -> bytes:
@@ -328,16 +366,18 @@ def encode_tensors(inputs: tuple[TensorRef, ...], outputs: tuple[TensorRef, ...]
     Raises:
         ProtocolError: A reference does not fit.
     """
-    Predict(request=0, shard=0, inputs=inputs, outputs=outputs)
+    Predict(request=0, shard=0, weights=0, inputs=inputs, outputs=outputs)
     return b"".join(map(_pack, ("inputs", inputs, "outputs", outputs)))
 
 
-def encode_predict(request: int, shard: int, tensors: bytes) -> bytes:
+def encode_predict(request: int, shard: int, weights: int, tensors: bytes) -> bytes:
     """What `encode` gives for a PREDICT, from its tensors encoded before."""
-    return b"".join((_PREDICT, _pack(request), _SHARD, _pack(shard), tensors))
+    return b"".join(
+        (_PREDICT, _pack(request), _SHARD, _pack(shard), _WEIGHTS, _pack(weights), tensors)
+    )
 
 
-_JOINED = b"\x86" + b"".join(map(_pack, ("id", PREDICT_JOINED, "request")))
+_JOINED = b"\x87" + b"".join(map(_pack, ("id", PREDICT_JOINED, "request")))
 _MEMBERS = _pack("members")
 _MEMBER = b"\x82"
 _INPUT_AXES = _pack("input_axes")
@@ -347,6 +387,7 @@ _OUTPUT_AXES = _pack("output_axes")
 def encode_predict_joined(
     request: int,
     shard: int,
+    weights: int,
     members: Sequence[bytes],
     axes: tuple[tuple[int | None, ...], tuple[int, ...]],
 ) -> bytes:
@@ -355,11 +396,13 @@ def encode_predict_joined(
     Args:
         request: The first member's.
         shard: Likewise.
+        weights: The version of the weights.
         members: What `encode_tensors` gave for each.
         axes: Of the inputs, and of the outputs.
     """
     count = bytes(_packer().pack_array_header(len(members)))
-    parts = [_JOINED, _pack(request), _SHARD, _pack(shard), _MEMBERS, count]
+    parts = [_JOINED, _pack(request), _SHARD, _pack(shard), _WEIGHTS, _pack(weights)]
+    parts += (_MEMBERS, count)
     for tensors in members:
         parts += (_MEMBER, tensors)
     parts += (_INPUT_AXES, _pack(axes[0]), _OUTPUT_AXES, _pack(axes[1]))
@@ -418,6 +461,7 @@ TRANSITIONS: dict[WorkerState, dict[type[Message], WorkerState]] = {
         PredictJoined: _S.BUSY,
         Attach: _S.READY,
         Detach: _S.READY,
+        UpdateWeights: _S.READY,
         Cancel: _S.READY,
         Exit: _S.EXITING,
     },
@@ -429,6 +473,7 @@ TRANSITIONS: dict[WorkerState, dict[type[Message], WorkerState]] = {
         Cancel: _S.BUSY,
         Attach: _S.BUSY,
         Detach: _S.BUSY,
+        UpdateWeights: _S.BUSY,
         Exit: _S.EXITING,
     },
     _S.EXITING: {

@@ -130,6 +130,11 @@ def describe_exit(code: int) -> str:
         return f"killed by signal {-code}"
 
 
+def _face(built: BuildFinish) -> tuple[object, ...]:
+    """What all workers' models have to have in common."""
+    return built.inputs, built.outputs, built.weights
+
+
 class Scheduler:
     """The state of a pool and its requests. Every method returns what is to be done, in order.
 
@@ -633,8 +638,10 @@ class Scheduler:
         w.providers = message.providers
         if self._specs is None:
             self._specs = message
-        elif (message.inputs, message.outputs) != (self._specs.inputs, self._specs.outputs):
-            w.build_failure = f"{w.name}: its model's inputs or outputs are not those of the others"
+        elif _face(message) != _face(self._specs):
+            w.build_failure = (
+                f"{w.name}: its model's inputs, outputs or weights are not those of the others"
+            )
             return [self._kill(w, w.build_failure), *self._finish_start()]
         w.started_before = True
         return [*self._finish_start(), *self._dispatch(now)]

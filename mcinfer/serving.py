@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 from mcinfer.config import Device
@@ -57,6 +57,7 @@ from mcinfer.protocol import (
     Predict,
     PredictJoined,
     Reply,
+    UpdateWeights,
     decode,
     encode,
 )
@@ -69,7 +70,8 @@ from mcinfer.transport import Dealer
 _MOST_LAYOUTS = 64
 """Bound layouts that are kept, the least recently used goes first."""
 
-_Layout = tuple[tuple[TensorRef, ...], tuple[TensorRef, ...]]
+_Layout = tuple[int, tuple[TensorRef, ...], tuple[TensorRef, ...]]
+"""The version of the weights, inputs, outputs."""
 
 _log = logging.getLogger("mcinfer.worker")
 
@@ -100,6 +102,7 @@ class _Server:
         self._own_blocks = 0
         self._runs: OrderedDict[_Layout, Run] = OrderedDict()
         self._joined: JoinedRuns | None = None
+        self._weights: dict[int, tuple[Buffer, ...]] = {0: ()}
         self._lock = threading.Lock()
         self._inbox: deque[Message] = deque()
         self._running: int | None = None
@@ -124,6 +127,8 @@ class _Server:
                     self._blocks[message.block] = Block.attach(message.block, size, fd)
                 case Detach():
                     self._detach(message.block)
+                case UpdateWeights():
+                    self._take_weights(message)
                 case Build():
                     self.send(self._build(message))
                 case Exit():
@@ -152,6 +157,8 @@ class _Server:
                     inter_op_threads=message.inter_op_threads,
                     shared_cores=message.shared,
                     allow_fallback=message.allow_fallback,
+                    prepare=message.prepare,
+                    variable_weights=message.variable_weights,
                     session_config=message.session_config,
                     provider_options=message.provider_options,
                 ),
@@ -163,6 +170,8 @@ class _Server:
         return BuildFinish(
             inputs=_fields(self._engine.spec.inputs),
             outputs=_fields(self._engine.spec.outputs),
+            weights=_fields(self._engine.weights),
+            notes=self._engine.notes,
             providers=self._engine.providers,
             seconds=time.perf_counter() - start,
         )
@@ -208,7 +217,9 @@ class _Server:
             )
             for member in message.members
         ]
-        joined = self._joined.bound(members, (message.input_axes, message.output_axes))
+        weights = self._weights_of(message)
+        axes = (message.input_axes, message.output_axes)
+        joined = self._joined.bound(members, axes, weights, message.weights)
         joined.gather(members, message.input_axes)
         produced, seconds = self._execute(joined.run, message.request)
         if produced:
@@ -220,14 +231,15 @@ class _Server:
         """The run bound to this layout: from the cache where the same tensors came before."""
         if self._engine is None:
             raise ProtocolError("PREDICT before a model was built")
-        key = (message.inputs, message.outputs)
+        weights = self._weights_of(message)
+        key = (message.weights, message.inputs, message.outputs)
         run = self._runs.get(key)
         if run is not None:
             self._runs.move_to_end(key)
             return run
         inputs = [self._resolve(reference) for reference in message.inputs]
         outputs = [self._buffer(reference) for reference in message.outputs]
-        run = self._engine.bind(inputs, outputs)
+        run = self._engine.bind([*inputs, *weights], outputs)
         if not any(isinstance(item, Strings) for item in inputs):
             self._runs[key] = run
             if len(self._runs) > _MOST_LAYOUTS:
@@ -333,11 +345,33 @@ class _Server:
         self._own_blocks += 1
         return Block.create(-self._own_blocks, size)
 
+    # Weights.
+
+    def _take_weights(self, message: UpdateWeights) -> None:
+        """Learn where a version lies, and forget those that no run will name any more."""
+        self._weights[message.version] = tuple(map(self._buffer, message.tensors))
+        for version in [*self._weights]:
+            if 0 < version < message.oldest:
+                del self._weights[version]
+        self._drop_runs(lambda layout: 0 < layout[0] < message.oldest)
+        if self._joined is not None:
+            self._joined.forget(message.oldest)
+
+    def _weights_of(self, message: Predict | PredictJoined) -> tuple[Buffer, ...]:
+        weights = self._weights.get(message.weights)
+        if weights is None:
+            raise ProtocolError(f"version {message.weights} of the weights is not known")
+        return weights
+
+    def _drop_runs(self, unwanted: Callable[[_Layout], bool]) -> None:
+        for layout in filter(unwanted, [*self._runs]):
+            del self._runs[layout]
+
     def _detach(self, number: int) -> None:
         block = self._blocks.pop(number, None)
-        for layout in [*self._runs]:
-            if any(reference[3] == number for part in layout for reference in part):
-                del self._runs[layout]
+        self._drop_runs(
+            lambda layout: any(reference[3] == number for part in layout[1:] for reference in part)
+        )
         if block is not None:
             block.close()
 

@@ -43,6 +43,7 @@ from mcinfer.tensors import (
     string_rows,
     unpack,
 )
+from mcinfer.weights import WeightStore, WeightVersion
 
 Arrays = dict[str, NDArray[Any]]
 Inputs = Mapping[str, Any] | Sequence[Any]
@@ -88,6 +89,7 @@ class Job:
         private: Whether no user holds the future, so that it may be answered in any thread.
         join: What it has in common with those that may go in one run with it, and its rows; None for
             one that goes alone.
+        weights: The version of the weights that it runs with.
     """
 
     __slots__ = (
@@ -103,6 +105,7 @@ class Job:
         "number",
         "private",
         "shards",
+        "weights",
     )
 
     def __init__(
@@ -113,6 +116,7 @@ class Job:
         placement: _Placement,
         keep: list[object],
         slots: Mapping[str, Slot],
+        weights: WeightVersion,
     ) -> None:
         """Made by `Stager.stage` alone, with slots for the outputs whose shapes are known."""
         self.future: Future[Arrays] = Future()
@@ -125,6 +129,7 @@ class Job:
         self._arena = arena
         self._placement = placement
         self._keep = keep
+        self.weights = weights
         self._slots = slots
         self._parts: dict[tuple[int, str], NDArray[Any]] = {}
 
@@ -135,7 +140,8 @@ class Job:
 
     def message(self, shard: int) -> bytes:
         """The PREDICT of a shard, for a worker that has the blocks."""
-        return encode_predict(self.number, shard, self._placement.messages[shard])
+        tensors = self._placement.messages[shard]
+        return encode_predict(self.number, shard, self.weights.number, tensors)
 
     @property
     def axes(self) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
@@ -243,20 +249,32 @@ def _read(
 
 
 class Stager:
-    """Checks and stages requests for one model. Any thread may call it."""
+    """Checks and stages requests for one model. Any thread may call it.
 
-    def __init__(self, model: ModelSpec, arena: Arena, max_rows: int = 1) -> None:
+    Attributes:
+        weights: Those of the model that can be replaced.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        arena: Arena,
+        max_rows: int = 1,
+        weights: Sequence[TensorSpec] = (),
+    ) -> None:
         """Take what the model is like, and where tensors are to lie; the arena stays the caller's.
 
         Args:
             model: Its inputs and outputs.
             arena: For the tensors.
             max_rows: Of a run that requests may be joined to.
+            weights: Those that can be replaced.
         """
         self._max_rows = max_rows
         self._model = model
         self._arena = arena
         self._copier = Copier(len(os.sched_getaffinity(0)))
+        self.weights = WeightStore(weights, arena, self._copier)
         self._specs = (*model.inputs, *model.outputs)
         self._names = tuple(spec.name for spec in model.inputs)
         self._types = tuple((spec, spec.element_type) for spec in model.inputs)
@@ -284,11 +302,12 @@ class Stager:
             InvalidInputError: It does not fit the model; names the input.
             QueueFullError: No shared memory was free in time.
         """
+        weights = self.weights.current
         arrays = self._arrays(inputs)
         staged = self._plan(arrays, pieces, batch_axes)
         if not staged.plan.rows:
             nowhere = _Placement(outputs=(), messages=(), blocks=frozenset())
-            job = Job(self._model, staged, self._arena, nowhere, [], {})
+            job = Job(self._model, staged, self._arena, nowhere, [], {}, weights)
             empty = zip(self._model.outputs, staged.plan.outputs, strict=True)
             job.future.set_result({s.name: np.empty(j.shape or (), s.dtype) for s, j in empty})
             return job
@@ -319,14 +338,15 @@ class Stager:
             self._copy(arrays, staged, slots[-1], places)
         outputs = dict(zip(laid_out, slots, strict=False))
         placement = self._place(arrays, staged, places, outputs)
-        job = Job(self._model, staged, self._arena, placement, keep, outputs)
+        job = Job(self._model, staged, self._arena, placement, keep, outputs, weights)
         if joinable and self._max_rows > 1:
-            job.join = self._join(arrays, staged)
+            job.join = self._join(arrays, staged, weights)
         return job
 
     def close(self) -> None:
-        """End the threads that copy."""
+        """End the threads that copy, and let go of replaced weights."""
         self._copier.close()
+        self.weights.close()
 
     def allocate(self, shapes: Mapping[str, Sequence[int]]) -> Arrays:
         """Arrays in shared memory for inputs of these shapes; see `Master.allocate`."""
@@ -412,11 +432,12 @@ class Stager:
         return staged
 
     def _join(
-        self, arrays: Sequence[NDArray[Any]], staged: _StagedPlan
+        self, arrays: Sequence[NDArray[Any]], staged: _StagedPlan, weights: WeightVersion
     ) -> tuple[Hashable, int] | None:
         """The key of requests that one run can answer together, and this one's rows.
 
-        They agree in all sizes but the batch's, and in the values of what all rows have in common.
+        They agree in all sizes but the batch's, in the values of what all rows have in common, and in the
+        version of the weights.
         """
         plan = staged.plan
         if not plan.rowwise or plan.rows[0] >= self._max_rows:
@@ -433,7 +454,7 @@ class Stager:
             for shape, axis in zip((a.shape for a in arrays), plan.input_axes, strict=True)
         )
         values = tuple(array.astype(array.dtype.newbyteorder("=")).tobytes() for array in common)
-        return (sizes, plan.input_axes, values), plan.rows[0]
+        return (sizes, plan.input_axes, values, weights.number), plan.rows[0]
 
     def _copy(
         self,

@@ -46,7 +46,8 @@ class Statistics:
         in_flight: Of them, not answered yet.
         queued_shards: Pieces that wait for a worker.
         memory_bytes: Shared memory reserved for tensors.
-        memory_used_bytes: Of it, in use by requests or by arrays that you hold.
+        memory_used_bytes: Of it, in use by requests, replaced weights, or arrays that you hold.
+        weights_version: Of the replaceable weights: how often they were updated.
         workers: One entry per worker, by index.
     """
 
@@ -58,4 +59,5 @@ class Statistics:
     queued_shards: int
     memory_bytes: int
     memory_used_bytes: int
+    weights_version: int
     workers: tuple[WorkerStatistics, ...]

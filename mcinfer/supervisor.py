@@ -63,6 +63,7 @@ from mcinfer.protocol import (
     Hello,
     Message,
     Reply,
+    UpdateWeights,
     decode,
     encode,
     encode_predict_joined,
@@ -117,6 +118,7 @@ class Supervisor:
         self._next_number = 0
         self._processes: dict[int, WorkerProcess] = {}
         self._peers: dict[bytes, int] = {}
+        self._notes: set[str] = set()
         self._started: Future[BuildFinish] = Future()
         self._thread: threading.Thread | None = None
         self._wakes_at = math.inf
@@ -336,8 +338,11 @@ class Supervisor:
         if due is not None and due < self._wakes_at:
             self._wakeup.set()
 
-    def statistics(self) -> Statistics:
+    def statistics(self, weights_version: int) -> Statistics:
         """A snapshot.
+
+        Args:
+            weights_version: Of the weights, which are not this one's concern.
 
         Raises:
             ClosedError: This process was forked from the master's.
@@ -355,6 +360,7 @@ class Supervisor:
                 queued_shards=len(ledger.queue),
                 memory_bytes=size,
                 memory_used_bytes=used,
+                weights_version=weights_version,
                 workers=self._scheduler.statistics(),
             )
 
@@ -422,11 +428,20 @@ class Supervisor:
                 _log.exception("a message could not be handled")
                 self._kill(index, f"sent what could not be handled: {exc!r}")
                 continue
+            if isinstance(message, BuildFinish):
+                self._tell(index, message.notes)
             self._carry_out(actions)
             if not isinstance(message, Reply) or self._scheduler.next_turn() < self._wakes_at:
                 self._hurry()
             if isinstance(message, Error) and message.traceback:
                 _log.debug("%s: %s", self._scheduler.name(index), message.traceback)
+
+    def _tell(self, index: int, notes: Sequence[str]) -> None:
+        """Log what there is to know of how a worker loaded the model, unless another one said so too."""
+        for note in notes:
+            if note not in self._notes:
+                self._notes.add(note)
+                _log.warning("%s: %s", self._builds[index].model, note)
 
     def _greet(self, peer: bytes, data: bytes, now: float) -> None:
         """A message of an unknown peer: a worker of ours with its token, or it is ignored."""
@@ -546,11 +561,13 @@ class Supervisor:
         for job, _ in jobs:
             self._attach(worker, job.blocks)
         first, shard = jobs[0]
+        self._give_weights(worker, first)
         if len(jobs) == 1:
             data = first.message(shard)
         else:
             tensors = [job.tensors(shard) for job, shard in jobs]
-            data = encode_predict_joined(first.number, shard, tensors, first.axes)
+            version = first.weights.number
+            data = encode_predict_joined(first.number, shard, version, tensors, first.axes)
         process = self._processes.get(worker)
         if process is not None:
             process.permits.give()
@@ -572,6 +589,19 @@ class Supervisor:
                 return
             process.attached.add(number)
             self._send(worker, Attach(block=number, size=block.size))
+
+    def _give_weights(self, worker: int, job: Job) -> None:
+        """Tell the worker where the job's weights lie, if it was not told yet."""
+        version, process = job.weights, self._processes.get(worker)
+        if process is None or not version.number or version.number in process.weights:
+            return
+        self._attach(worker, version.blocks)
+        process.weights = {n for n in process.weights if n >= version.oldest} | {version.number}
+        tensors = tuple(version.tensors.values())
+        self._send(
+            worker,
+            UpdateWeights(version=version.number, oldest=version.oldest, tensors=tensors),
+        )
 
     def _detach(self, number: int) -> None:
         """The arena has dropped a block."""

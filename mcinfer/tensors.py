@@ -37,8 +37,8 @@ class Layout:
     contiguous: bool
 
 
-def as_input(value: Any, spec: TensorSpec, element_type: str) -> NDArray[Any]:
-    """What a user gave for an input, as an array of the input's type.
+def as_input(value: Any, spec: TensorSpec, element_type: str, role: str = "input") -> NDArray[Any]:
+    """What a user gave for an input (or what `role` says), as an array of the input's type.
 
     An array must have that type already (in any byte order and layout); what has no type of its own
     (numbers, lists) takes it where nothing is lost in kind.
@@ -55,7 +55,7 @@ def as_input(value: Any, spec: TensorSpec, element_type: str) -> NDArray[Any]:
     except (
         Exception
     ) as exc:  # an object's own conversion raises what it likes, as PyTorch's tensors do
-        raise InvalidInputError(f"input {spec.name!r} is not an array: {exc}") from exc
+        raise InvalidInputError(f"{role} {spec.name!r} is not an array: {exc}") from exc
     if element_type == STRING:
         if array.dtype.kind in "US" or all(isinstance(v, (str, bytes)) for v in array.flat):
             return array
@@ -66,14 +66,14 @@ def as_input(value: Any, spec: TensorSpec, element_type: str) -> NDArray[Any]:
         and array.dtype.kind in "biuf"
         and (array.size == 0 or np.can_cast(array.dtype, spec.dtype, "same_kind"))
     ):
-        _check_range(array, spec, element_type)
+        _check_range(array, spec, element_type, role)
         return array.astype(spec.dtype)
     raise InvalidInputError(
-        f"input {spec.name!r} has dtype {array.dtype}, expected {element_type} ({spec})"
+        f"{role} {spec.name!r} has dtype {array.dtype}, expected {element_type} ({spec})"
     )
 
 
-def _check_range(array: NDArray[Any], spec: TensorSpec, element_type: str) -> None:
+def _check_range(array: NDArray[Any], spec: TensorSpec, element_type: str, role: str) -> None:
     """Refuse integers that would come out as others in the input's type."""
     if array.size == 0 or array.dtype.kind not in "iu" or "int" not in element_type:
         return
@@ -82,7 +82,7 @@ def _check_range(array: NDArray[Any], spec: TensorSpec, element_type: str) -> No
     low, high = int(array.min()), int(array.max())
     if low < least or high >= least + values:
         raise InvalidInputError(
-            f"input {spec.name!r} has values from {low} to {high}, expected {least} to "
+            f"{role} {spec.name!r} has values from {low} to {high}, expected {least} to "
             f"{least + values - 1} ({spec})"
         )
 
@@ -208,9 +208,10 @@ def _all_equal(parts: Sequence[NDArray[Any]]) -> bool:
     for part in parts[1:]:
         if part.shape != first.shape:
             return False
-        same = part == first
-        if first.dtype.kind not in "OSUbiu":
-            same |= (part != part) & (first != first)
+        with np.errstate(invalid="ignore"):  # some CPUs say of a NaN that it was compared
+            same = part == first
+            if first.dtype.kind not in "OSUbiu":
+                same |= (part != part) & (first != first)
         if not np.all(same):
             return False
     return True

@@ -31,11 +31,17 @@ NOT_CORES: tuple[Any, ...] = (
     *((), [], 3, "01", {0: 1}, {0}, [0, 1], ["0"], [{0}], [None]),
     *([[]], [[0], []], [[-1]], [[0.0]], [[True]], [[None]], [["0"]], [[0, 0]], [b"\x00"]),
 )
+NOT_NAMES: tuple[Any, ...] = (
+    *("w", b"w", None, {"w": 1}, {"w"}),
+    *(["w", "w"], ["w", 1], [["w"]], [None]),
+)
 
 BAD_VALUES: list[tuple[Callable[..., Any], str, Any]] = [
     *((EngineOptions, "threads", value) for value in (0, *NOT_COUNTS)),
     *((EngineOptions, "inter_op_threads", value) for value in (0, *NOT_COUNTS)),
     *((EngineOptions, "cores", value) for value in NOT_CORES),
+    *((EngineOptions, "prepare", value) for value in ("", "Auto", True, None)),
+    *((EngineOptions, "variable_weights", value) for value in NOT_NAMES),
     *((EngineOptions, "allow_fallback", value) for value in ("no", 1, None)),
     *(
         (EngineOptions, name, value)
@@ -300,6 +306,8 @@ def test_least_and_endless_options_are_taken() -> None:
         threads=1,
         inter_op_threads=1,
         cores=[[0]],
+        prepare="always",
+        variable_weights=["w"],
         session_config={},
         provider_options={"device_id": "0"},
     )
@@ -323,6 +331,14 @@ def test_cores_are_kept_as_they_were_given() -> None:
     cores[0].append(9)
     assert options.cores == ((0, 2), (1,))
     assert EngineOptions(cores=[range(2), (3,)]).cores == ((0, 1), (3,))
+
+
+def test_names_of_weights_are_kept_as_they_were_given() -> None:
+    names = ["w", "b"]
+    options = EngineOptions(variable_weights=names)
+    names.append("v")
+    assert options.variable_weights == ("w", "b")
+    assert EngineOptions(variable_weights=()).variable_weights == ()
 
 
 @given(

@@ -88,8 +88,14 @@ def member(x: Array) -> tuple[Member, dict[str, Array]]:
     return ([buffer("x", x)], outputs), arrays
 
 
-def run(runs: JoinedRuns, members: Sequence[Member], axes: Axes) -> None:
-    joined = runs.bound(members, axes)
+def run(
+    runs: JoinedRuns,
+    members: Sequence[Member],
+    axes: Axes,
+    weights: Sequence[Buffer] = (),
+    version: int = 0,
+) -> None:
+    joined = runs.bound(members, axes, weights, version)
     joined.gather(members, axes[0])
     assert joined.run.execute() == []
     joined.scatter(members, axes[1])
@@ -380,3 +386,24 @@ def test_closing_lets_the_memory_go_and_may_come_twice(plain: Counting) -> None:
     assert plain.runs._scratch is None
     assert not plain.runs._runs
     plain.runs.close()
+
+
+# Weights.
+
+
+def test_runs_of_the_same_rows_with_other_weights_are_bound_apart(tmp_path: Path) -> None:
+    rules = {"y": {"from": "x", "add": "w"}, "u": {"from": "x", "scale": 3}}
+    outputs = [[name, "float32", ["batch", 3], rule] for name, rule in rules.items()]
+    own = [["w", "float32", [3], 1.0]]
+    counting = Counting(tmp_path, content() | {"outputs": outputs, "weights": own})
+    arrays = [numbers(3, first=100 * version) for version in range(3)]
+    for version in (0, 1, 2, 1, 0, 2):
+        pairs = [member(numbers(n, 3, first=version)) for n in (1, 2)]
+        weights = [buffer("w", arrays[version])] if version else []
+        run(counting.runs, [one for one, _ in pairs], ROWS, weights, version)
+        for n, (_, answers) in zip((1, 2), pairs, strict=True):
+            x = numbers(n, 3, first=version)
+            np.testing.assert_array_equal(answers["y"], x + (arrays[version] if version else 1))
+            np.testing.assert_array_equal(answers["u"], 3 * x)
+    assert len(counting.bound) == 3
+    counting.runs.close()

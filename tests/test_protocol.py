@@ -34,6 +34,7 @@ from mcinfer.protocol import (
     Predict,
     PredictJoined,
     Reply,
+    UpdateWeights,
     WorkerState,
     decode,
     encode,
@@ -72,6 +73,7 @@ TENSORS = st.tuples(REFERENCES, REFERENCES)
 MEMBERS = st.one_of(
     st.lists(TENSORS, min_size=2, max_size=4), TENSORS.map(lambda tensors: [tensors] * 20)
 )
+TEXTS = st.lists(st.text(), max_size=3).map(tuple)
 TEXT_MAPS = st.dictionaries(st.text(), st.text(), max_size=3)
 
 STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
@@ -79,19 +81,26 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         Error,
         request=st.none() | COUNTS,
         shard=st.none() | COUNTS,
-        kind=st.sampled_from(["build", "invalid", "predict", "cancelled"]),
+        kind=st.sampled_from(["build", "missing", "invalid", "predict", "cancelled"]),
         text=st.text(),
         traceback=st.text(),
     ),
     Predict: st.builds(
-        Predict, request=COUNTS, shard=COUNTS, inputs=REFERENCES, outputs=REFERENCES
+        Predict,
+        request=COUNTS,
+        shard=COUNTS,
+        weights=COUNTS,
+        inputs=REFERENCES,
+        outputs=REFERENCES,
     ),
     Reply: st.builds(Reply, request=COUNTS, shard=COUNTS, outputs=REFERENCES, seconds=SECONDS),
     BuildFinish: st.builds(
         BuildFinish,
         inputs=SPECS,
         outputs=SPECS,
-        providers=st.lists(st.text(), max_size=3).map(tuple),
+        weights=SPECS,
+        providers=TEXTS,
+        notes=TEXTS,
         seconds=SECONDS,
     ),
     Exit: st.builds(Exit),
@@ -106,16 +115,20 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         threads=st.none() | COUNTS,
         inter_op_threads=st.none() | COUNTS,
         allow_fallback=st.booleans(),
+        prepare=st.text(),
+        variable_weights=TEXTS,
         session_config=TEXT_MAPS,
         provider_options=TEXT_MAPS,
     ),
     Cancel: st.builds(Cancel, request=COUNTS),
     Attach: st.builds(Attach, block=COUNTS, size=COUNTS),
     Detach: st.builds(Detach, block=COUNTS),
+    UpdateWeights: st.builds(UpdateWeights, version=COUNTS, oldest=COUNTS, tensors=REFERENCES),
     PredictJoined: st.builds(
         PredictJoined,
         request=COUNTS,
         shard=COUNTS,
+        weights=COUNTS,
         members=MEMBERS.map(
             lambda members: tuple({"inputs": one, "outputs": other} for one, other in members)
         ),
@@ -152,6 +165,7 @@ SAMPLES: dict[type[Message], Message] = {
     Cancel: Cancel(request=REQUEST),
     Attach: Attach(block=3, size=4096),
     Detach: Detach(block=3),
+    UpdateWeights: UpdateWeights(version=2, oldest=1, tensors=(("w", "float32", (4,), 0, 128),)),
     PredictJoined: PredictJoined(
         request=REQUEST,
         shard=SHARD,
@@ -177,8 +191,8 @@ def test_first_ids_are_those_of_the_sample() -> None:
 
 
 def test_every_message_has_an_id_of_its_own() -> None:
-    # 10 and 11 are kept for weights.
-    assert [*MESSAGES] == [kind.ID for kind in MESSAGES.values()] == [*range(10), 12]
+    # 11 stays free: an update of weights is not acknowledged.
+    assert [*MESSAGES] == [kind.ID for kind in MESSAGES.values()] == [*range(11), 12]
     assert len({*MESSAGES.values()}) == len(MESSAGES)
 
 
@@ -311,6 +325,9 @@ BAD_FIELDS: list[tuple[type[Message], str, Any]] = [
     (Error, "traceback", b""),
     (Predict, "request", None),
     (Predict, "shard", True),
+    (Predict, "weights", None),
+    (Predict, "weights", -1),
+    (Predict, "weights", True),
     (Predict, "inputs", []),
     (Predict, "inputs", (("x", "float32", (1,), 0),)),
     (Predict, "inputs", (("x", "float31", (1,), 0, 0),)),
@@ -339,7 +356,11 @@ BAD_FIELDS: list[tuple[type[Message], str, Any]] = [
     (BuildFinish, "inputs", (("x", ("float32", {}), ()),)),
     (BuildFinish, "outputs", (("x", "float32", [1]),)),
     (BuildFinish, "outputs", (("x", "float32", (1.5,)),)),
+    (BuildFinish, "weights", None),
+    (BuildFinish, "weights", (("w", "float31", (4,)),)),
     (BuildFinish, "providers", ("CPU", None)),
+    (BuildFinish, "notes", "one"),
+    (BuildFinish, "notes", (1,)),
     (BuildFinish, "seconds", None),
     (Hello, "version", -1),
     (Hello, "pid", None),
@@ -353,14 +374,25 @@ BAD_FIELDS: list[tuple[type[Message], str, Any]] = [
     (Build, "inter_op_threads", True),
     (Build, "inter_op_threads", -1),
     (Build, "allow_fallback", None),
+    (Build, "prepare", True),
+    (Build, "variable_weights", "w"),
+    (Build, "variable_weights", ("w", b"v")),
     (Build, "session_config", {"a": 1}),
     (Build, "provider_options", (("a", "b"),)),
     (Cancel, "request", 2**63),
     (Attach, "block", -1),
     (Attach, "size", None),
     (Detach, "block", -1),
+    (UpdateWeights, "version", -1),
+    (UpdateWeights, "version", None),
+    (UpdateWeights, "oldest", 1.0),
+    (UpdateWeights, "tensors", None),
+    (UpdateWeights, "tensors", (("w", "float32", (4,), 0),)),
+    (UpdateWeights, "tensors", (("w", "float32", (4,), None, 0),)),
     (PredictJoined, "request", None),
     (PredictJoined, "shard", -1),
+    (PredictJoined, "weights", -1),
+    (PredictJoined, "weights", "1"),
     (PredictJoined, "members", ()),
     (PredictJoined, "members", (MEMBER,)),
     (PredictJoined, "members", [MEMBER, MEMBER]),
@@ -403,7 +435,7 @@ def test_messages_are_frozen() -> None:
                 setattr(message, field.name, None)
 
 
-@pytest.mark.parametrize("number", [-1, 10, 11, 13, 255, None, "0", 0.0, True, [0]])
+@pytest.mark.parametrize("number", [-1, 11, 13, 255, None, "0", 0.0, True, [0]])
 def test_unknown_id_is_refused(number: Any) -> None:
     with pytest.raises(ProtocolError, match="unknown message id"):
         decode(msgpack.packb({"id": number}))
@@ -519,7 +551,7 @@ def test_begun_run_is_the_same_as_a_predict(kind: type[Message]) -> None:
 
 # Two sides, joined by a link on which messages take their time.
 
-TO_WORKER = (Build, Predict, PredictJoined, Cancel, Attach, Detach, Exit)
+TO_WORKER = (Build, Predict, PredictJoined, Cancel, Attach, Detach, UpdateWeights, Exit)
 TO_MASTER = (Hello, BuildFinish, Reply, Error)
 
 
@@ -676,36 +708,43 @@ def test_document_has_every_field_of_every_message() -> None:
     assert [row[:2] for row in _rows("Fields")] == fields
 
 
-@given(request=COUNTS, shard=COUNTS, inputs=REFERENCES, outputs=REFERENCES)
+@given(request=COUNTS, shard=COUNTS, weights=COUNTS, inputs=REFERENCES, outputs=REFERENCES)
 def test_predict_from_tensors_encoded_before_is_the_same_message(
-    request: int, shard: int, inputs: tuple[TensorRef, ...], outputs: tuple[TensorRef, ...]
+    request: int,
+    shard: int,
+    weights: int,
+    inputs: tuple[TensorRef, ...],
+    outputs: tuple[TensorRef, ...],
 ) -> None:
-    message = Predict(request=request, shard=shard, inputs=inputs, outputs=outputs)
-    assert encode_predict(request, shard, encode_tensors(inputs, outputs)) == encode(message)
+    message = Predict(request=request, shard=shard, weights=weights, inputs=inputs, outputs=outputs)
+    data = encode_predict(request, shard, weights, encode_tensors(inputs, outputs))
+    assert data == encode(message)
 
 
 @given(
     request=COUNTS,
     shard=COUNTS,
+    weights=COUNTS,
     members=MEMBERS,
     axes=st.tuples(AXES, OUTPUT_AXES),
 )
 def test_joined_predict_from_tensors_encoded_before_is_the_same_message(
     request: int,
     shard: int,
+    weights: int,
     members: list[tuple[tuple[TensorRef, ...], tuple[TensorRef, ...]]],
     axes: tuple[tuple[int | None, ...], tuple[int, ...]],
 ) -> None:
     message = PredictJoined(
         request=request,
         shard=shard,
+        weights=weights,
         members=tuple({"inputs": inputs, "outputs": outputs} for inputs, outputs in members),
         input_axes=axes[0],
         output_axes=axes[1],
     )
-    data = encode_predict_joined(
-        request, shard, [encode_tensors(inputs, outputs) for inputs, outputs in members], axes
-    )
+    tensors = [encode_tensors(inputs, outputs) for inputs, outputs in members]
+    data = encode_predict_joined(request, shard, weights, tensors, axes)
     assert data == encode(message)
     assert decode(data) == message
 

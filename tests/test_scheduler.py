@@ -725,7 +725,7 @@ def test_models_that_differ_fail_the_start() -> None:
     actions = pool.handle_message(1.0, 1, replace(built(), outputs=()))
     assert outline(actions) == [KillWorker(worker=1), Failed(None, BuildError)]
     assert text(actions) == (
-        "worker 1 (cpu:1, pid 101): its model's inputs or outputs are not those of the others"
+        "worker 1 (cpu:1, pid 101): its model's inputs, outputs or weights are not those of the others"
     )
 
 

@@ -1,5 +1,6 @@
 """Tests of mcinfer/serving.py: a worker's loop in a thread, with its real socket and lifeline."""
 
+import gc
 import json
 import os
 import select
@@ -15,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from mcinfer.engines._fake import _FakeRun
 from mcinfer.fields import TensorRef
 from mcinfer.permits import Permits
 from mcinfer.protocol import (
@@ -29,7 +31,9 @@ from mcinfer.protocol import (
     Hello,
     Message,
     Predict,
+    PredictJoined,
     Reply,
+    UpdateWeights,
     decode,
     encode,
 )
@@ -80,11 +84,13 @@ class Peer:
 
     def send(self, *messages: Message) -> None:
         for message in messages:
-            if isinstance(message, Predict):
+            if isinstance(message, (Predict, PredictJoined)):
                 self.permits.give()
             self.router.send(self.peer, encode(message))
 
-    def build(self, model: str, engine: str = "fake") -> Message:
+    def build(
+        self, model: str, engine: str = "fake", variable_weights: tuple[str, ...] = ()
+    ) -> Message:
         self.send(
             Build(
                 model=model,
@@ -95,6 +101,7 @@ class Peer:
                 threads=1,
                 inter_op_threads=None,
                 allow_fallback=False,
+                variable_weights=variable_weights,
                 session_config={},
                 provider_options={},
             )
@@ -115,24 +122,49 @@ class Peer:
         memory = self.blocks[number].memory(offset, prod(shape) * dtype.itemsize)
         return np.ndarray(shape, dtype, memoryview(memory))
 
-    def predict(self, inputs: Sequence[TensorRef], outputs: Sequence[TensorRef] = ()) -> int:
+    def predict(
+        self,
+        inputs: Sequence[TensorRef],
+        outputs: Sequence[TensorRef] = (),
+        weights: int = 0,
+    ) -> int:
         self.requests += 1
         self.send(
-            Predict(request=self.requests, shard=0, inputs=tuple(inputs), outputs=tuple(outputs))
+            Predict(
+                request=self.requests,
+                shard=0,
+                weights=weights,
+                inputs=tuple(inputs),
+                outputs=tuple(outputs),
+            )
         )
         return self.requests
 
-    def ask(self, inputs: Sequence[TensorRef], outputs: Sequence[TensorRef] = ()) -> Reply:
+    def ask(
+        self,
+        inputs: Sequence[TensorRef],
+        outputs: Sequence[TensorRef] = (),
+        weights: int = 0,
+    ) -> Reply:
         """Run, and expect an answer."""
-        request = self.predict(inputs, outputs)
+        return self.answer(self.predict(inputs, outputs, weights))
+
+    def answer(self, request: int) -> Reply:
         reply = self.receive()
         assert isinstance(reply, Reply), reply
         assert (reply.request, reply.shard) == (request, 0)
         return reply
 
-    def fail(self, inputs: Sequence[TensorRef], outputs: Sequence[TensorRef] = ()) -> Error:
+    def fail(
+        self,
+        inputs: Sequence[TensorRef],
+        outputs: Sequence[TensorRef] = (),
+        weights: int = 0,
+    ) -> Error:
         """Run, and expect an error."""
-        request = self.predict(inputs, outputs)
+        return self.error(self.predict(inputs, outputs, weights))
+
+    def error(self, request: int) -> Error:
         error = self.receive()
         assert isinstance(error, Error), error
         assert (error.request, error.shard) == (request, 0)
@@ -249,8 +281,9 @@ def test_build_that_fails_is_an_error_in_the_engines_words(
         Predict(request=1, shard=0, inputs=(), outputs=()),
         Reply(request=1, shard=0, outputs=(), seconds=0.0),
         Detach(block=0),
+        UpdateWeights(version=1, oldest=0, tensors=()),
     ],
-    ids=["predict", "reply", "detach"],
+    ids=["predict", "reply", "detach", "update weights"],
 )
 def test_message_that_may_not_come_ends_the_worker_with_status_1(
     peer: Peer, message: Message
@@ -497,3 +530,219 @@ def test_exit_during_a_run_lets_it_finish(peer: Peer, tmp_path: Path) -> None:
     peer.send(Exit())
     assert isinstance(peer.receive(), Reply)
     assert peer.finish() == 0
+
+
+# Weights.
+
+REPLACEABLE = [["w", "float32", [3], 1.0], ["v", "float32", [3], 10.0], ["k", "float32", [], 0.0]]
+
+
+def built_with_weights(peer: Peer, folder: Path, **acts: Any) -> None:
+    """A worker of y = x + w and u = x + v, of which w and v can be replaced, x = 0 and one block."""
+    outputs = [
+        ["y", "float32", ["batch"], {"from": "x", "add": "w"}],
+        ["u", "float32", ["batch"], {"from": "x", "add": "v"}],
+    ]
+    model = fake(folder, outputs=outputs, weights=REPLACEABLE, **acts)
+    built = peer.build(model, variable_weights=("v", "w"))
+    assert isinstance(built, BuildFinish)
+    assert built.weights == (("v", "float32", (3,)), ("w", "float32", (3,)))
+    peer.attach(0)
+
+
+def u_at(offset: int, rows: int = 3, block: int = 0) -> TensorRef:
+    return ("u", "float32", (rows,), block, offset)
+
+
+def weight_at(name: str, offset: int, block: int = 0) -> TensorRef:
+    return (name, "float32", (3,), block, offset)
+
+
+def tell(peer: Peer, version: int, *tensors: TensorRef, oldest: int = 0) -> None:
+    peer.send(UpdateWeights(version=version, oldest=oldest, tensors=tensors))
+
+
+def ask_both(peer: Peer, version: int) -> tuple[list[float], list[float]]:
+    """y and u of that version."""
+    outputs = [y_at(64), u_at(128)]
+    peer.ask([x_at(0)], outputs, version)
+    y, u = (peer.array(reference).tolist() for reference in outputs)
+    return y, u
+
+
+def bound_runs() -> int:
+    """How many runs are bound: the worker is a thread of this process."""
+    gc.collect()
+    return sum(isinstance(item, _FakeRun) for item in gc.get_objects())
+
+
+def test_build_with_a_weight_that_the_model_lacks_is_an_error_that_names_it(
+    peer: Peer, tmp_path: Path
+) -> None:
+    error = peer.build(fake(tmp_path, weights=REPLACEABLE), variable_weights=("w", "none"))
+    assert isinstance(error, Error)
+    assert error.kind == "build"
+    assert "variable_weights: unknown ['none'], expected some of ['w', 'v', 'k']" in error.text
+
+
+def test_run_is_with_the_version_that_it_names(peer: Peer, tmp_path: Path) -> None:
+    built_with_weights(peer, tmp_path)
+    w, w2, v = weight_at("w", 1024), weight_at("w", 2048), weight_at("v", 3072)
+    for reference, value in ((w, 2), (w2, 3), (v, 20)):
+        peer.array(reference)[:] = value
+    tell(peer, 1, w)
+    tell(peer, 2, w2, v)
+    for _ in range(2):  # bound, then from the cache
+        assert ask_both(peer, 0) == ([1] * 3, [10] * 3)
+        assert ask_both(peer, 1) == ([2] * 3, [10] * 3)
+        assert ask_both(peer, 2) == ([3] * 3, [20] * 3)
+
+
+def test_weights_lie_in_blocks_of_their_own(peer: Peer, tmp_path: Path) -> None:
+    built_with_weights(peer, tmp_path)
+    peer.attach(5)
+    peer.attach(6)
+    w, v = weight_at("w", 0, block=5), weight_at("v", 64, block=6)
+    peer.array(w)[:] = [5, 6, 7]
+    peer.array(v)[:] = [8, 9, 10]
+    tell(peer, 3, v, w)
+    assert ask_both(peer, 3) == ([5, 6, 7], [8, 9, 10])
+
+
+def test_run_with_a_version_that_was_not_told_of_is_an_error_and_the_next_is_served(
+    peer: Peer, tmp_path: Path
+) -> None:
+    built_with_weights(peer, tmp_path)
+    tell(peer, 2, weight_at("w", 1024))
+    for version in (1, 3, 2**63 - 1):
+        error = peer.fail([x_at(0)], [y_at(64)], version)
+        assert error.kind == "predict"
+        assert f"version {version} of the weights is not known" in error.text
+    assert ask_both(peer, 2)[0] == [0] * 3
+
+
+def test_versions_below_the_oldest_are_forgotten_with_their_runs(
+    peer: Peer, tmp_path: Path
+) -> None:
+    built_with_weights(peer, tmp_path)
+    places = [weight_at("w", 1024 * (1 + version)) for version in range(5)]
+    for version in (1, 2, 3):
+        peer.array(places[version])[:] = version
+        tell(peer, version, places[version])
+        assert ask_both(peer, version)[0] == [version] * 3
+    assert bound_runs() == 3
+    tell(peer, 4, places[4], oldest=3)
+    for version in (1, 2):  # also where the run was bound
+        error = peer.fail([x_at(0)], [y_at(64), u_at(128)], version)
+        assert f"version {version} of the weights is not known" in error.text
+    assert bound_runs() == 1
+    assert ask_both(peer, 3)[0] == [3] * 3
+    assert ask_both(peer, 4)[0] == [0] * 3
+
+
+def test_version_below_one_that_is_known_is_taken(peer: Peer, tmp_path: Path) -> None:
+    built_with_weights(peer, tmp_path)
+    for version, place in ((2, 1024), (1, 2048)):
+        peer.array(weight_at("w", place))[:] = version
+        tell(peer, version, weight_at("w", place))
+    assert ask_both(peer, 1)[0] == [1] * 3
+    assert ask_both(peer, 2)[0] == [2] * 3
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        weight_at("w", 0, block=1),
+        weight_at("w", 0, block=-1),
+        weight_at("w", BLOCK_BYTES - 11),
+        ("w", "float32", (2**62,), 0, 0),
+        ("w", STRING, (1,), None, ("text",)),
+    ],
+    ids=["unknown block", "the worker's", "over the end", "too large", "strings"],
+)
+def test_weights_that_do_not_lie_in_their_block_end_the_worker_with_status_1(
+    peer: Peer, tmp_path: Path, reference: TensorRef
+) -> None:
+    built_with_weights(peer, tmp_path)
+    tell(peer, 1, weight_at("v", 0), reference)
+    assert peer.finish() == 1
+
+
+def test_update_that_comes_during_a_run_is_for_the_next(peer: Peer, tmp_path: Path) -> None:
+    built_with_weights(peer, tmp_path, run="sleep:0.1")
+    old, new = weight_at("w", 1024), weight_at("w", 2048)
+    peer.array(old)[:] = 2
+    peer.array(new)[:] = 3
+    tell(peer, 1, old)
+    first = peer.predict([x_at(0)], [y_at(64)], 1)
+    wait_until(lambda: not has_permit(peer))  # it has begun
+    tell(peer, 2, new, oldest=1)
+    second = peer.predict([x_at(0)], [y_at(128)], 2)
+    peer.answer(first)
+    assert peer.array(y_at(64)).tolist() == [2] * 3
+    peer.answer(second)
+    assert peer.array(y_at(128)).tolist() == [3] * 3
+
+
+def test_joined_run_is_with_the_version_that_it_names(peer: Peer, tmp_path: Path) -> None:
+    model = fake(
+        tmp_path,
+        outputs=[["y", "float32", ["batch"], {"from": "x", "add": "k"}]],
+        weights=REPLACEABLE,
+    )
+    assert isinstance(peer.build(model, variable_weights=("k",)), BuildFinish)
+    peer.attach(0)
+    members: tuple[dict[str, tuple[TensorRef, ...]], ...] = tuple(
+        {"inputs": (x_at(i * 64),), "outputs": (y_at(512 + i * 64),)} for i in range(2)
+    )
+
+    def predict(version: int) -> int:
+        peer.requests += 1
+        peer.send(
+            PredictJoined(
+                request=peer.requests,
+                shard=0,
+                weights=version,
+                members=members,
+                input_axes=(0,),
+                output_axes=(0,),
+            )
+        )
+        return peer.requests
+
+    for version, place in ((1, 1024), (2, 2048)):
+        reference: TensorRef = ("k", "float32", (), 0, place)
+        peer.array(reference)[...] = version
+        tell(peer, version, reference)
+    for version in (1, 2, 0, 2, 1):  # bound, then from the cache
+        peer.answer(predict(version))
+        for member in members:
+            assert peer.array(member["outputs"][0]).tolist() == [version] * 3
+    assert "version 3 of the weights is not known" in peer.error(predict(3)).text
+    tell(peer, 4, ("k", "float32", (), 0, 4096), oldest=2)
+    assert "version 1 of the weights is not known" in peer.error(predict(1)).text
+    peer.answer(predict(4))
+
+
+def test_onnx_run_is_with_the_version_that_it_names(peer: Peer, tmp_path: Path) -> None:
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["x", "w"], ["y"])],
+        "graph",
+        [helper.make_tensor_value_info("x", FLOAT, ["batch"])],
+        [helper.make_tensor_value_info("y", FLOAT, ["batch"])],
+        [helper.make_tensor("w", FLOAT, [3], [1, 1, 1])],
+    )
+    path = tmp_path / "add.onnx"
+    opsets = [helper.make_opsetid("", 21)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
+    built = peer.build(str(path), "onnxruntime", ("w",))
+    assert isinstance(built, BuildFinish), built
+    assert built.inputs == (("x", "float32", ("batch",)),)
+    assert built.weights == (("w", "float32", (3,)),)
+    peer.attach(0)
+    for version, place in ((1, 1024), (2, 2048)):
+        peer.array(weight_at("w", place))[:] = 10 * version
+        tell(peer, version, weight_at("w", place))
+    for version, expected in ((0, 1), (1, 10), (2, 20), (1, 10), (0, 1)):
+        peer.ask([x_at(0)], [y_at(64)], version)
+        assert peer.array(y_at(64)).tolist() == [expected] * 3

@@ -1076,3 +1076,71 @@ def test_requests_go_alone_where_joining_is_off(
 
 def test_batch_of_no_rows_has_nobody_to_go_with(arena: Arena) -> None:
     assert join_of(arena, PLAIN, [np.zeros((0, 3), np.float32), [0, 0]]) is None
+
+
+# Weights.
+
+WEIGHTS = specs({"m": ("float32", [3])})
+
+
+def version_of(job: Job, shard: int) -> int:
+    """The version of the weights that the worker reads in a shard's PREDICT."""
+    job.number = 7
+    message = decode(job.message(shard))
+    assert isinstance(message, Predict)
+    return message.weights
+
+
+def test_all_shards_run_with_the_version_of_the_moment_when_they_were_staged(arena: Arena) -> None:
+    stager = Stager(PLAIN, arena, weights=WEIGHTS)
+    inputs = [np.zeros((4, 3), np.float32), [0, 0]]
+    jobs = []
+    for number in range(3):
+        jobs.append(stager.stage(inputs, 2, None, 0.0))
+        assert stager.weights.update({"m": [0, 0, 0]}, 0.0) == number + 1
+    jobs.append(stager.stage(inputs, 2, None, 0.0))
+    assert [[version_of(job, shard) for shard in range(2)] for job in jobs] == [
+        [number] * 2 for number in range(4)
+    ]
+
+
+def test_memory_of_a_version_is_held_by_the_jobs_that_run_with_it(arena: Arena) -> None:
+    stager = Stager(PLAIN, arena, weights=WEIGHTS)
+    stager.weights.update({"m": [1, 2, 3]}, 0.0)
+    inputs = stager.allocate({"x": (4, 3), "w": (2,)})
+    before = arena.used
+    job = stager.stage(inputs, 1, None, 0.0)
+    output = arena.used - before
+    stager.weights.update({"m": [4, 5, 6]}, 0.0)
+    assert arena.used == before + output + align(12)
+    assert (
+        bytes(place(arena, job.weights.tensors["m"])) == np.array([1, 2, 3], np.float32).tobytes()
+    )
+    future = job.future  # which a user may keep as long as he likes
+    del job
+    assert arena.used == before
+    assert not future.done()
+
+
+def test_requests_with_another_version_of_the_weights_have_another_key(arena: Arena) -> None:
+    stager = Stager(ENCODER, arena, 8, WEIGHTS)
+
+    def key() -> Any:
+        job = stager.stage(encoder_inputs(), 1, None, 0.0, joinable=True)
+        assert job.join is not None
+        return job.join[0]
+
+    own = key()
+    assert key() == own
+    stager.weights.update({"m": [1, 2, 3]}, 0.0)
+    first = key()
+    assert key() == first
+    stager.weights.update({"m": [1, 2, 3]}, 0.0)
+    assert len({own, first, key()}) == 3
+
+
+def test_batch_of_no_rows_is_answered_without_weights(arena: Arena) -> None:
+    stager = Stager(PLAIN, arena, weights=WEIGHTS)
+    stager.weights.update({"m": [1, 2, 3]}, 0.0)
+    job = stager.stage([np.zeros((0, 3), np.float32), [0, 0]], 2, None, 0.0)
+    assert job.future.result(0.0)["y"].shape == (0, 3)

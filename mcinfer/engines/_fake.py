@@ -8,8 +8,10 @@ It lets everything but the adapters be tested with real processes and no model. 
      "run": "sleep:0.01",
      "when": {"-1": "fail", "-2": "segfault"}}
 
-An output is its input times `scale` plus `add`, in its own type. `build` and `run` are acts of each
-build and run; `when` adds acts for runs of whose first input a row begins with that number (see `_act`).
+An output is its input times `scale` plus `add`, in its own type; where `add` is the name of one of the
+model's ``"weights": [["w", "float32", [4], 1.0]]``, whose values are all that number, these are added.
+`build` and `run` are acts of each build and run; `when` adds acts for runs of whose first input a row
+begins with that number (see `_act`).
 """
 
 import ctypes
@@ -68,6 +70,15 @@ class FakeEngine(Engine):
         )
         self.rules = {item[0]: item[3] for item in content["outputs"]}
         self.providers = ("fake",)
+        self.own_weights: dict[str, NDArray[Any]] = {
+            name: np.full(shape, value, numpy_dtype(element_type))
+            for name, element_type, shape, value in content.get("weights", [])
+        }
+        specs = {item[0]: _spec(item[:3]) for item in content.get("weights", [])}
+        unknown = [name for name in request.variable_weights if name not in specs]
+        if unknown:
+            raise BuildError(f"variable_weights: unknown {unknown}, expected some of {[*specs]}")
+        self.weights = tuple(specs[name] for name in request.variable_weights)
         self._run_act = content.get("run", "")
         self._when = content.get("when", {})
         self._act(content.get("build", ""), BuildError)
@@ -138,7 +149,11 @@ class _FakeRun(Run):
         self, engine: FakeEngine, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]
     ) -> None:
         self._engine = engine
-        self._inputs = {item.name: _view(item) for item in inputs}
+        self._weights = {**engine.own_weights}
+        self._inputs: dict[str, NDArray[Any]] = {}
+        for item in inputs:
+            place = self._weights if item.name in engine.own_weights else self._inputs
+            place[item.name] = _view(item)
         self._outputs = {item.name: _view(item) for item in outputs}
 
     def execute(self) -> Sequence[Produced | Strings]:
@@ -150,7 +165,7 @@ class _FakeRun(Run):
             value = self._inputs[rule["from"]]
             if value.dtype != object:
                 scale, add = rule.get("scale", 1), rule.get("add", 0)
-                value = (value * scale + add).astype(spec.dtype)
+                value = (value * scale + self._weights.get(add, add)).astype(spec.dtype)
             values.append(value)
         return deliver("fake", specs, values, self._outputs)
 

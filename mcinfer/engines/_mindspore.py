@@ -44,6 +44,7 @@ from mcinfer.engines.base import (
     array_over,
     deliver,
     input_array,
+    refuse_variable_weights,
 )
 from mcinfer.errors import (
     BuildError,
@@ -228,6 +229,7 @@ def _check_request(request: EngineRequest) -> None:
     """Refuse what would do nothing."""
     if request.device.kind != "cpu" and not request.allow_fallback:
         raise BuildError(f"engine mindspore has no device {request.device}, expected cpu:0")
+    refuse_variable_weights("mindspore", request)
     for name in ("session_config", "provider_options"):
         for key in getattr(request, name):
             raise BuildError(f"engine mindspore has no {name}, got the key {key!r}")

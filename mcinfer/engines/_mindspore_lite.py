@@ -26,6 +26,7 @@ from mcinfer.engines.base import (
     array_over,
     deliver,
     input_array,
+    refuse_variable_weights,
 )
 from mcinfer.errors import (
     BuildError,
@@ -92,6 +93,7 @@ class MindSporeLiteEngine(Engine):
     """One model on one device."""
 
     def __init__(self, request: EngineRequest) -> None:
+        refuse_variable_weights("mindspore_lite", request)
         context = _context(request)
         self._model = mslite.Model()
         self._model.build_from_file(request.model, _model_type(request), context)

@@ -5,9 +5,12 @@ Tensors are bound by address and ONNX element type, which carries types that ``s
 """
 
 import ctypes
+import os
 import re
+import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -24,6 +27,7 @@ from mcinfer.engines.base import (
     Strings,
     produced_from,
 )
+from mcinfer.engines.preparation import MODEL_FILE, Preparation, Runtime, find_or_make
 from mcinfer.errors import (
     BuildError,
     EngineError,
@@ -32,6 +36,7 @@ from mcinfer.errors import (
     MissingDependencyError,
     PredictError,
 )
+from mcinfer.prepared.onnx_files import added_inputs, scan
 from mcinfer.specs import (
     ELEMENT_TYPES,
     STRING,
@@ -102,6 +107,24 @@ _FAILED = (
 _SHARED_ARENA = "session.use_env_allocators"
 """The runtime's option for sessions that share one arena, which has to be there first."""
 
+_FOLDER = "session.model_external_initializers_file_folder_path"
+"""The runtime's option for models that do not lie beside their weights."""
+
+RUNTIME = Runtime(
+    version=f"onnxruntime {ort.__version__}",
+    ignored=frozenset({_SHARED_ARENA, _FOLDER}),
+    folder_key=_FOLDER,
+)
+
+_SAVING = {
+    # The graph as it is optimised for this CPU, with constant weights as its kernels pack them, in
+    # one file that sessions map (onnxruntime_session_options_config_keys.h). What is smaller stays in the
+    # graph: shapes have to, since the runtime reads them before it maps anything.
+    "session.optimized_model_external_initializers_file_name": "weights.bin",
+    "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
+    "session.save_external_prepacked_constant_initializers": "1",
+}
+
 _REGISTERING = threading.Lock()
 """Held while that arena is made."""
 
@@ -131,39 +154,112 @@ def _register_arena_once() -> None:
 
 
 def load(request: EngineRequest) -> "OnnxRuntimeEngine":
-    """Load a model into a session.
+    """Load a model into a session: the prepared one, where it can be had.
 
     Raises:
         BuildError: The model or the device does not do; the runtime's own words.
     """
+    preparation = find_or_make("onnxruntime", request, RUNTIME)
     try:
-        return OnnxRuntimeEngine(request)
+        with _mapped_errors():
+            return OnnxRuntimeEngine(request, preparation)
+    except BaseException:
+        if preparation.held is not None:
+            preparation.held.close()
+        raise
+
+
+def prepare(request: EngineRequest, folder: str) -> None:
+    """Write the prepared model into a folder, and see that it loads.
+
+    Raises:
+        BuildError: It cannot be written, or not be loaded then; the runtime's own words.
+    """
+    path = os.path.join(folder, MODEL_FILE)
+    options = _session_options(request)
+    options.optimized_model_filepath = path
+    options.log_severity_level = _SILENT  # it warns that the result is for this CPU alone
+    for key, value in _SAVING.items():
+        options.add_session_config_entry(key, value)
+    with _mapped_errors():
+        with _source(request, options) as model:
+            ort.InferenceSession(model, options, providers=[_PROVIDERS["cpu"]])
+        options = _session_options(request, prepared=True)
+        ort.InferenceSession(path, options, providers=[_PROVIDERS["cpu"]])
+
+
+@contextmanager
+def _mapped_errors() -> Iterator[None]:
+    try:
+        yield
     except McinferError:
         raise
     except (*_INVALID, *_FAILED) as exc:
         raise _map_error(exc, BuildError) from exc
 
 
+def _session_options(request: EngineRequest, *, prepared: bool = False) -> Any:
+    options = ort.SessionOptions()
+    config = {}
+    options.intra_op_num_threads = request.threads
+    options.inter_op_num_threads = request.inter_op_threads or 1
+    if options.inter_op_num_threads > 1:
+        options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
+    # Idle threads spin by default and take cores from others; ours stop when a run ends,
+    # and do not spin at all where cores are shared.
+    config["session.force_spinning_stop"] = "1"
+    if request.shared_cores:
+        config["session.intra_op.allow_spinning"] = "0"
+    config.update(request.session_config)
+    if request.variable_weights:
+        options.log_severity_level = _SILENT  # it warns of each that it is not constant
+    if prepared:  # it was optimised before, and its weights lie beside it
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        config.pop(_FOLDER, None)
+    for key, value in config.items():  # each once: it warns of those that are set again
+        options.add_session_config_entry(key, value)
+    if request.session_config.get(_SHARED_ARENA) == "1":
+        _register_shared_arena()
+    return options
+
+
+@contextmanager
+def _source(request: EngineRequest, options: Any) -> Iterator[str]:
+    """The path of the model as it was given, with replaceable weights among its inputs.
+
+    Constant weights that are inputs as well are defaults (onnx.proto, GraphProto.initializer, from IR version
+    4 on). Protobuf joins a message's parts, so an input is added by writing it behind the model's own bytes.
+    """
+    if not request.variable_weights:
+        yield request.model
+        return
+    added = added_inputs(scan(request.model), request.variable_weights)
+    fd = os.memfd_create("mcinfer-model", os.MFD_CLOEXEC)
+    try:
+        with open(request.model, "rb") as model, os.fdopen(os.dup(fd), "wb") as target:
+            shutil.copyfileobj(model, target, 1 << 20)
+            target.write(added)
+        if _FOLDER not in request.session_config:
+            folder = os.path.dirname(os.path.abspath(request.model))
+            options.add_session_config_entry(_FOLDER, folder)
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
+
+
 class OnnxRuntimeEngine(Engine):
-    """One session on one device."""
+    """One session on one device.
+
+    Attributes:
+        held: The prepared model that it maps, which is this object's to hold; None where it has its own copy.
+    """
 
     concurrent = True
 
-    def __init__(self, request: EngineRequest) -> None:
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = request.threads
-        options.inter_op_num_threads = request.inter_op_threads or 1
-        if options.inter_op_num_threads > 1:
-            options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
-        # Idle threads spin by default and take cores from others; ours stop when a run ends,
-        # and do not spin at all where cores are shared.
-        options.add_session_config_entry("session.force_spinning_stop", "1")
-        if request.shared_cores:
-            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        for key, value in request.session_config.items():
-            options.add_session_config_entry(key, value)
-        if request.session_config.get(_SHARED_ARENA) == "1":
-            _register_shared_arena()
+    def __init__(self, request: EngineRequest, preparation: Preparation) -> None:
+        options = _session_options(request, prepared=preparation.held is not None)
+        self.held = preparation.held
+        self.notes = preparation.notes
         wanted = _PROVIDERS.get(request.device.kind)
         if wanted is None:
             raise BuildError(
@@ -188,7 +284,12 @@ class OnnxRuntimeEngine(Engine):
         if request.allow_fallback:
             available = ort.get_available_providers()
             providers = [p for p in providers if (p if isinstance(p, str) else p[0]) in available]
-        self._session = ort.InferenceSession(request.model, options, providers=providers)
+        if self.held is not None:
+            path = str(self.held.folder / MODEL_FILE)
+            self._session = ort.InferenceSession(path, options, providers=providers)
+        else:
+            with _source(request, options) as path:
+                self._session = ort.InferenceSession(path, options, providers=providers)
         self._session.disable_fallback()
         self.providers = tuple(self._session.get_providers())
         if self.providers[0] != wanted and not request.allow_fallback:
@@ -200,12 +301,26 @@ class OnnxRuntimeEngine(Engine):
             inputs=tuple(_spec(arg, "input") for arg in self._session.get_inputs()),
             outputs=tuple(_spec(arg, "output") for arg in self._session.get_outputs()),
         )
+        self.weights = self._replaceable(request)
         self._run_options = ort.RunOptions()
         self._run_options.log_severity_level = _SILENT
         # Its default. Where it is not set, each bound run looks it up, and throws and catches a C++
         # exception to find that out (seen in 1.31), which costs more than a small run.
         self._run_options.add_run_config_entry("gpu_graph_id", "0")
         self._cancelled = False
+
+    def _replaceable(self, request: EngineRequest) -> tuple[TensorSpec, ...]:
+        """The weights that were asked for, which a model that was prepared before may not have."""
+        found = {
+            arg.name: _spec(arg, "weight") for arg in self._session.get_overridable_initializers()
+        }
+        missing = [name for name in request.variable_weights if name not in found]
+        if missing:
+            raise BuildError(
+                f"variable_weights: got {missing}, expected some of {[*found]}, which {request.model} "
+                "was loaded with"
+            )
+        return tuple(found[name] for name in request.variable_weights)
 
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
         """See `Engine.bind`."""

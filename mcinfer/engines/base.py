@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.config import Device
-from mcinfer.errors import InvalidInputError, McinferError, PredictError
+from mcinfer.errors import BuildError, InvalidInputError, McinferError, PredictError
 from mcinfer.specs import STRING, ModelSpec, TensorSpec, numpy_dtype
 
 
@@ -33,6 +33,9 @@ class EngineRequest:
         device: Where it is to run.
         threads: Threads of one run, or of one operator of it.
         inter_op_threads: Threads that run operators side by side; None for one after another.
+        prepare: Whether it is prepared once for all processes: ``"auto"``, ``"always"``, ``"never"``; see
+            `mcinfer.config.EngineOptions`.
+        variable_weights: Names of weights that runs may replace.
         shared_cores: Whether others run on the same cores: then idle threads must not spin.
         allow_fallback: Whether another device's provider may serve.
         session_config: Configuration entries for the runtime, as they are.
@@ -43,6 +46,8 @@ class EngineRequest:
     device: Device
     threads: int
     inter_op_threads: int | None = None
+    prepare: str = "never"
+    variable_weights: tuple[str, ...] = ()
     shared_cores: bool = False
     allow_fallback: bool = False
     session_config: Mapping[str, str] = field(default_factory=dict)
@@ -172,6 +177,19 @@ def deliver(
     return produced
 
 
+def refuse_variable_weights(engine: str, request: EngineRequest) -> None:
+    """For engines whose weights are fixed once they are loaded.
+
+    Raises:
+        BuildError: The request asks for others.
+    """
+    if request.variable_weights:
+        raise BuildError(
+            f"variable_weights: got {[*request.variable_weights]}, but the engine {engine} cannot "
+            "replace weights; onnxruntime can"
+        )
+
+
 class Run(ABC):
     """One layout of inputs and outputs, bound once and executed many times."""
 
@@ -195,16 +213,22 @@ class Engine(ABC):
     Attributes:
         spec: What it takes and gives.
         providers: What really runs it, first choice first.
+        weights: Those that a run may be bound to others in the place of.
+        notes: What the user should know of how it was loaded.
         concurrent: Whether several threads may execute runs of their own at once.
     """
 
     spec: ModelSpec
     providers: tuple[str, ...]
+    weights: tuple[TensorSpec, ...] = ()
+    notes: tuple[str, ...] = ()
     concurrent: bool = False
 
     @abstractmethod
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
         """Bind a layout: all inputs in the model's order, and the outputs whose shape is known.
+
+        After the inputs, any of `weights` may come: the run is with them, in the place of the model's own.
 
         Raises:
             InvalidInputError: The runtime refuses such inputs.

@@ -9,6 +9,7 @@ from mcinfer.errors import (
     McinferError,
     MissingDependencyError,
     PredictTimeoutError,
+    WeightAccessError,
 )
 
 
@@ -24,6 +25,10 @@ class MissingRuntimeError(MissingDependencyError, RuntimeError):
     """The package of an engine is not installed."""
 
 
+class WeightRefusedError(WeightAccessError, RuntimeError):
+    """Shared weights cannot be had."""
+
+
 class UnclassifiedError(McinferError, RuntimeError):
     """What has no class of its own in mcinfer either."""
 
@@ -32,6 +37,7 @@ _BOTH: dict[type[McinferError], type[McinferError]] = {
     InvalidInputError: InvalidRunError,
     PredictTimeoutError: RunTimeoutError,
     MissingDependencyError: MissingRuntimeError,
+    WeightAccessError: WeightRefusedError,
 }
 
 

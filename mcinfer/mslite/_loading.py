@@ -5,22 +5,27 @@ last of its models lets go of is gone.
 """
 
 import hashlib
+import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
 from mcinfer.config import Device
-from mcinfer.engines import open_engine
+from mcinfer.engines import open_engine, prepared_facts
 from mcinfer.engines.base import EngineRequest
 from mcinfer.errors import BuildError
 from mcinfer.mslite._configuration import Sections
 from mcinfer.mslite._session import Session, pinned
 from mcinfer.mslite._sources import FOLDER_KEY, ModelBuffer, put_weights, with_dims
 from mcinfer.mslite._targets import Attempt, ModelType, attempts, open_first, pinned_cores
+from mcinfer.mslite._weights import Sharing, check_same
 from mcinfer.mslite.context import Context
+from mcinfer.shm.weights import open_weights
+
+_log = logging.getLogger("mcinfer.mslite")
 
 Dims = Mapping[str, Sequence[int]]
 """By input, its shape."""
@@ -38,6 +43,8 @@ class Source:
         sections: Its configuration.
         weights: The content of its file of weights, where it was given.
         folder: Where its weights lie, where that was named.
+        variable_weights: Names of weights that may be replaced.
+        sharing: With which processes weights are shared.
     """
 
     name: str
@@ -47,6 +54,8 @@ class Source:
     sections: Sections
     weights: bytes | None = None
     folder: str | None = None
+    variable_weights: tuple[str, ...] = ()
+    sharing: Sharing = field(default_factory=Sharing)
 
 
 class SharedModels:
@@ -128,15 +137,42 @@ def _load(source: Source, dims: Dims | None, attempt: Attempt, *, workspace: boo
             model = buffer.path
         request = EngineRequest(
             model=model,
+            prepare=attempt.options.prepare if source.sharing.pids is None else "always",
+            variable_weights=source.variable_weights,
             device=Device(attempt.kind, attempt.index),
             threads=attempt.options.threads or len(cores) or len(os.sched_getaffinity(0)),
             inter_op_threads=attempt.options.inter_op_threads,
             session_config=config,
             provider_options=attempt.options.provider_options,
         )
+        if source.sharing.handle is not None and dims is None:
+            request = _with_shared_weights(attempt.engine, request, source.sharing.handle, opened)
         with pinned(cores) if cores else nullcontext():
             engine = open_engine(attempt.engine, request)
+    for note in engine.notes:
+        _log.warning("%s: %s", source.name, note)
     return Session(engine, cores)
+
+
+def _with_shared_weights(
+    engine: str, request: EngineRequest, handle: int, opened: ExitStack
+) -> EngineRequest:
+    """The request for the model that another process has prepared and shares.
+
+    Args:
+        engine: The engine's name.
+        request: For the same model here.
+        handle: The other's.
+        opened: Is closed after the model was loaded, which holds it by itself then.
+
+    Raises:
+        BuildError: It is for another model, device or engine.
+        WeightAccessError: It cannot be had.
+    """
+    here = prepared_facts(engine, request)
+    shared = opened.enter_context(open_weights(handle))
+    check_same(shared.facts, here)
+    return replace(request, model=shared.model)
 
 
 def _identity(source: Source, dims: Dims | None, attempt: Attempt) -> object:
@@ -151,4 +187,5 @@ def _identity(source: Source, dims: Dims | None, attempt: Attempt) -> object:
     sizes = None if dims is None else tuple((name, *shape) for name, shape in dims.items())
     cpu = source.context.cpu
     binding = (cpu.thread_affinity_mode, *cpu.thread_affinity_core_list)
-    return (content, weights, source.folder, sizes, repr(attempt), binding)
+    names = source.variable_weights
+    return (content, weights, source.folder, sizes, repr(attempt), binding, names, source.sharing)

@@ -48,6 +48,12 @@ from mcinfer.mslite._targets import (
     open_first,
     used_entries,
 )
+from mcinfer.mslite._weights import (
+    VARIABLE_ENTRIES,
+    given_tensors,
+    named_weights,
+    variable_weights,
+)
 from mcinfer.mslite.context import Context
 from mcinfer.mslite.datatypes import known_data_type
 from mcinfer.mslite.tensor import Tensor
@@ -202,11 +208,14 @@ class ModelParallelRunner:
         else:
             path, name, model_type = model, model, model_type_of(model, ModelType.MINDIR)
         used = used_entries(config.context, model_type, from_buffer=isinstance(model, bytes))
+        used |= VARIABLE_ENTRIES
         # The caller is four calls up: _open, _build, build_from_file, the user.
         warn_of_unused(sections, used, stacklevel=4)
 
+        names = variable_weights(sections)
+
         def build(attempt: Attempt) -> None:
-            self._start(new_master(path, config, attempt, settings), name)
+            self._start(new_master(path, config, attempt, settings, names), name)
 
         groups = attempts(config.context, model_type, sections)
         open_first(groups, build, stacklevel=4)
@@ -271,6 +280,22 @@ class ModelParallelRunner:
             Tensor._of_model(spec.name, known_data_type(spec.dtype), known_dims(spec))
             for spec in self._ready("get_outputs").outputs
         ]
+
+    def update_weights(self, weights: list[list[Tensor]]) -> None:
+        """Replace weights on all workers at once, between two requests; see `mcinfer.Master.update_weights`.
+
+        Args:
+            weights: As for `Model.update_weights`.
+
+        Raises:
+            TypeError, RuntimeError: Likewise; nothing was changed.
+        """
+        given = given_tensors(weights)
+        master = self._ready("update weight")
+        try:
+            master.update_weights(named_weights(given, master.weights))
+        except McinferError as exc:
+            raise failure("update weight", exc) from exc
 
     def statistics(self) -> Statistics:
         """What was done so far, and how the workers are; see `mcinfer.Statistics`."""

@@ -1,6 +1,6 @@
 """`RunnerConfig`: how a runner is to be made; and the master that comes of it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mcinfer.config import Limits, Timeouts, check_count, check_seconds
@@ -81,7 +81,11 @@ class RunnerConfig(ParallelOptions):
 
 
 def new_master(
-    path: str, config: RunnerConfig, attempt: Attempt, settings: Mapping[str, str]
+    path: str,
+    config: RunnerConfig,
+    attempt: Attempt,
+    settings: Mapping[str, str],
+    variable_weights: Sequence[str],
 ) -> Master:
     """The master of one way to run a model, not started.
 
@@ -91,7 +95,9 @@ def new_master(
     context = config.context
     workers = count_workers(context, attempt.kind, config.workers_num, config.device_ids)
     session_config = {**attempt.options.session_config, **settings}
-    options = replace(attempt.options, session_config=session_config)
+    options = replace(
+        attempt.options, session_config=session_config, variable_weights=variable_weights
+    )
     if attempt.kind == "cpu":
         # Without the device that the context asks for, its ids mean nothing.
         ids = config.device_ids if context.device_infos[0] == "cpu" else []

@@ -8,7 +8,7 @@ import ctypes
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -21,6 +21,7 @@ from mcinfer.errors import BuildError
 from mcinfer.sharding import Shape
 from mcinfer.specs import ELEMENT_TYPES, STRING, ModelSpec, TensorSpec, numpy_dtype
 from mcinfer.tensors import as_input, string_rows
+from mcinfer.weights import check_weights
 
 _MOST_SHAPES = 256
 
@@ -53,8 +54,10 @@ class Session:
         self._cores = tuple(cores)
         self._turns = nullcontext() if engine.concurrent else threading.Lock()
         self._whole = {spec.name: None for spec in engine.spec.inputs}
+        self._weights: dict[str, NDArray[Any]] = {}
+        self._updating = threading.Lock()
         self._outputs: OrderedDict[tuple[Shape, ...], tuple[Shape | None, ...]] = OrderedDict()
-        for spec in (*engine.spec.inputs, *engine.spec.outputs):
+        for spec in (*engine.spec.inputs, *engine.spec.outputs, *engine.weights):
             if ELEMENT_TYPES[spec.element_type].bits % 8:
                 raise BuildError(
                     f"{spec}: elements of less than a byte cannot be bound to arrays; "
@@ -65,6 +68,34 @@ class Session:
     def spec(self) -> ModelSpec:
         """What the model takes and gives."""
         return self._engine.spec
+
+    @property
+    def engine(self) -> Engine:
+        """The loaded model; it stays this session's."""
+        return self._engine
+
+    @property
+    def weights(self) -> Mapping[str, NDArray[Any]]:
+        """The weights that were replaced, by name; they do not change any more."""
+        return self._weights
+
+    def update_weights(self, weights: Mapping[str, Any]) -> None:
+        """Replace weights: runs that have begun finish with those that they began with.
+
+        Args:
+            weights: By name, arrays of exactly their dtypes and shapes, which are copied.
+
+        Raises:
+            InvalidInputError: One does not fit; nothing was changed.
+        """
+        arrays = check_weights(weights, {spec.name: spec for spec in self._engine.weights})
+        copies = {
+            spec.name: np.array(arrays[spec.name], spec.dtype, order="C")
+            for spec in self._engine.weights
+            if spec.name in arrays
+        }
+        with self._updating:
+            self._weights = {**self._weights, **copies}
 
     def output_shapes(self, shapes: tuple[Shape, ...]) -> tuple[Shape | None, ...]:
         """The outputs' shapes for inputs of these shapes; None for one that only a run tells.
@@ -104,6 +135,9 @@ class Session:
         sources = [
             _source(spec, array) for spec, array in zip(self.spec.inputs, arrays, strict=True)
         ]
+        weights = self._weights  # one version throughout, and alive until the run is over
+        specs = {spec.name: spec for spec in self._engine.weights}
+        sources += [_buffer(specs[name], array) for name, array in weights.items()]
         places = [
             _buffer(spec, results[spec.name]) for spec in self.spec.outputs if spec.name in results
         ]

@@ -36,9 +36,20 @@ from mcinfer.mslite._runner import ModelParallelRunner
 from mcinfer.mslite._runner_config import RunnerConfig
 from mcinfer.mslite._session import Session
 from mcinfer.mslite._targets import ModelType, model_type_of, model_type_of_bytes, used_entries
+from mcinfer.mslite._weights import (
+    SHARING_ENTRIES,
+    VARIABLE_ENTRIES,
+    Sharing,
+    current_pid,
+    given_tensors,
+    named_weights,
+    variable_weights,
+    weight_sharing,
+)
 from mcinfer.mslite.context import Context
 from mcinfer.mslite.datatypes import known_data_type
 from mcinfer.mslite.tensor import Tensor, TensorMeta
+from mcinfer.shm.weights import WeightOwner
 
 __all__ = [
     "Model",
@@ -64,6 +75,7 @@ class _Built:
     session: Session
     inputs: list[Tensor]
     dims: list[list[int]]
+    owner: WeightOwner | None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -128,6 +140,7 @@ class Model:
             model_type=model_type_of(model_path, model_type),
             context=context,
             sections=sections,
+            **_weights(what, sections),
         )
         self._build(what, source)
 
@@ -179,6 +192,7 @@ class Model:
             sections=sections,
             weights=weight_bytes,
             folder=folder,
+            **_weights(what, sections),
         )
         self._build(what, source)
 
@@ -189,9 +203,11 @@ class Model:
             try:
                 from_buffer = isinstance(source.model, bytes)
                 used = used_entries(source.context, source.model_type, from_buffer=from_buffer)
+                used |= VARIABLE_ENTRIES | SHARING_ENTRIES
                 warn_of_unused(source.sections, used, stacklevel=3)
                 # The caller is that of `build_from_file`, which is this one's.
                 session = open_session(source, None, self._group, stacklevel=3)
+                owner = _owner(session, source.sharing)
             except (McinferError, OSError, ValueError) as exc:
                 raise failure(what, exc) from exc
             specs = session.spec.inputs
@@ -205,7 +221,9 @@ class Model:
                 Tensor._of_model(spec.name, known_data_type(spec.dtype), shape)
                 for spec, shape in zip(specs, dims, strict=True)
             ]
-            self._built = _Built(source=source, session=session, inputs=tensors, dims=dims)
+            self._built = _Built(
+                source=source, session=session, inputs=tensors, dims=dims, owner=owner
+            )
 
     def _ready(self, what: str) -> _Built:
         if self._built is None:
@@ -244,7 +262,9 @@ class Model:
 
         Args:
             key: ``input_shape`` (``name:1,224,224,3;…``, -1 for a size that is not known),
-                ``dynamic_dims`` (the same of the inputs that have such sizes), ``current_pid``.
+                ``dynamic_dims`` (the same of the inputs that have such sizes), ``current_pid`` (also before
+                it is built), ``shareable_weight_mem_handle`` (where the configuration has
+                ``shareable_weight_pid_list``).
 
         Returns:
             The text, ``""`` for what is unknown or unset.
@@ -254,7 +274,10 @@ class Model:
         """
         check_type("key", key, str)
         if key == "current_pid":
-            return str(os.getpid())
+            return str(current_pid())
+        if key == "shareable_weight_mem_handle":
+            owner = None if self._built is None else self._built.owner
+            return "" if owner is None else str(owner.handle)
         if self._built is None or key not in ("input_shape", "dynamic_dims"):
             return ""
         named = zip(self._built.session.spec.inputs, self._built.dims, strict=True)
@@ -353,6 +376,8 @@ class Model:
             dims_of = dict(zip(names, wanted, strict=True))
             # The caller is that of `resize`, which is this one's.
             session = open_session(built.source, dims_of, self._group, stacklevel=3)
+            if built.session.weights:
+                session.update_weights(built.session.weights)
         if all(size > 0 for shape in wanted for size in shape):
             session.output_shapes(tuple(map(tuple, wanted)))
         built.session, built.dims = session, wanted
@@ -361,28 +386,35 @@ class Model:
             built.inputs[names.index(tensor.name)].shape = shape
 
     def update_weights(self, weights: list[list[Tensor]]) -> None:
-        """Replace weights. A model has to be built for that, which this version cannot do yet.
+        """Replace weights; runs that are going on finish with those that they began with.
+
+        Args:
+            weights: A new tensor, which is copied, for each weight that the file named by
+                ``variable_weights_file`` in section ``[ascend_context]`` of the configuration has: by the
+                tensors' names, by position where they have none. How they are put in lists does not matter.
 
         Raises:
             TypeError: Not a list of lists of Tensor.
-            RuntimeError: No weight of this model can be replaced.
+            RuntimeError: A name, the count, a dtype or a shape does not fit, or no weight can be replaced;
+                nothing was changed.
         """
-        check_list("weights", weights, list)
-        for tensors in weights:
-            check_elements("weights element", tensors, Tensor)
-        self._ready("update weight")
-        raise failure(
-            "update weight",
-            InvalidInputError("no weight of this model was made replaceable when it was built"),
-        )
+        given = given_tensors(weights)
+        built = self._ready("update weight")
+        with built.lock:
+            try:
+                session = built.session
+                session.update_weights(named_weights(given, session.engine.weights))
+            except McinferError as exc:
+                raise failure("update weight", exc) from exc
 
 
 class ModelGroup:
     """Models of this process that share what they can.
 
     ``SHARE_WEIGHT``: models that are built from the same file with the same context have one loaded model,
-    weights and prepared weights, between them. ``SHARE_WORKSPACE``: ONNX Runtime's memory for what lies
-    between operators is one arena for the models of this process, in the place of one each.
+    weights and prepared weights, between them; what `Model.update_weights` replaces is replaced for all.
+    ``SHARE_WORKSPACE``: ONNX Runtime's memory for what lies between operators is one arena for the models of
+    this process, in the place of one each.
 
     Args:
         flags: What is shared.
@@ -462,6 +494,39 @@ def _sections(what: str, path: str, more: Sections | None) -> Sections:
         return sections
     check_sections("config_dict", more)
     return override(sections, more)
+
+
+def _weights(what: str, sections: Sections) -> dict[str, Any]:
+    """What the configuration says of weights, as fields of a `Source`."""
+    try:
+        return {
+            "variable_weights": variable_weights(sections),
+            "sharing": weight_sharing(sections),
+        }
+    except McinferError as exc:
+        raise failure(what, exc) from exc
+
+
+def _owner(session: Session, sharing: Sharing) -> WeightOwner | None:
+    """Who shares the session's weights, where that is wanted.
+
+    Raises:
+        BuildError: They cannot be shared.
+    """
+    if sharing.pids is None:
+        return None
+    held = getattr(session.engine, "held", None)
+    if held is None:
+        why = "; ".join(session.engine.notes) or "only ONNX models on the CPU can be prepared"
+        raise BuildError(f"shareable_weight_pid_list: the weights cannot be shared: {why}")
+    owner = WeightOwner(held)
+    for pid in sharing.pids:
+        try:
+            owner.allow(pid)
+        except InvalidInputError as exc:
+            # The caller is three calls up: _build, build_from_file, the user.
+            warnings.warn(f"shareable_weight_pid_list: {exc}", UserWarning, stacklevel=4)
+    return owner
 
 
 def _refuse_key(what: str, key: object, mode: object, parallel: object) -> None:

@@ -1,0 +1,313 @@
+"""Whether a model is prepared, where the prepared one is, and making it.
+
+::
+
+    facts (content of the model, runtime, CPU, options) ──► key ──► an entry of the cache, mapped by all
+                                                             └─ none yet ──► a child writes it, once
+
+What cannot be prepared is loaded as it is, and the engine's `notes` say why. That a runtime cannot save a
+model's optimised form is remembered as an entry without a model, so that it is tried once.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from mcinfer.config import Device
+from mcinfer.engines.base import EngineRequest
+from mcinfer.errors import BuildError, InvalidInputError
+from mcinfer.prepared.cache import Cache, CacheUnusableError, Held, entry_key
+from mcinfer.prepared.child import ChildFailedError, run_child
+from mcinfer.prepared.entries import MANIFEST
+from mcinfer.prepared.onnx_files import scan
+from mcinfer.prepared.sources import Source, read_source
+
+MODEL_FILE = "model.onnx"
+"""The prepared model's name in its folder."""
+
+_FAILURE_FILE = "failure.txt"
+_ABOUT_FILE = "about.json"
+_LEAST_BYTES = 16 << 20
+"""Of a model that is prepared by itself: below, all workers' copies together are small."""
+
+_OWN_PROC = "/proc/self/"
+_LOCK_SECONDS = 4 * 3600.0
+_LOG_SECONDS = 2.0
+
+Progress = Callable[[Mapping[str, Any]], None]
+"""Called twice a second with ``seconds`` so far, ``written`` bytes, and ``bytes`` of the model."""
+
+_log = logging.getLogger("mcinfer.prepared")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    """What of a runtime makes its prepared models differ.
+
+    Attributes:
+        version: Its name and version.
+        ignored: Keys of session configurations that change nothing in them.
+        folder_key: The key that says where a model's external data lies.
+    """
+
+    version: str
+    ignored: frozenset[str]
+    folder_key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """What came of it.
+
+    Attributes:
+        held: The prepared model; None where it is to be loaded as it is.
+        notes: What the user should know.
+    """
+
+    held: Held | None = None
+    notes: tuple[str, ...] = ()
+
+
+def find_or_make(
+    engine: str, request: EngineRequest, runtime: Runtime, progress: Progress | None = None
+) -> Preparation:
+    """The prepared form of the request's model, which is made if there is none yet.
+
+    Raises:
+        BuildError: The model is a prepared one already, for another runtime or CPU.
+    """
+    model = Path(request.model).absolute()
+    if request.device.kind != "cpu":
+        return Preparation()
+    if model.name == MODEL_FILE and _is_entry(model.parent):
+        return Preparation(held=_adopt(model.parent, runtime))
+    if request.prepare == "never":
+        return Preparation()
+    folder = request.session_config.get(runtime.folder_key)
+    try:
+        try:
+            if request.prepare == "auto" and _size(model, folder) < _LEAST_BYTES:
+                return Preparation()
+            store = Cache.default()
+            source = read_source(request.model, folder=folder, memory=store.sources)
+        except (BuildError, OSError):
+            return Preparation()  # the runtime has better words for what is wrong with it
+        facts = _facts(request, runtime, source)
+        held = _open_or_make(store, facts, engine, request, source, progress)
+    except (CacheUnusableError, ChildFailedError, OSError) as exc:
+        return Preparation(notes=(f"{_OWN_COPY}: {exc}",))
+    failure = held.folder / _FAILURE_FILE
+    if failure.exists():
+        text = failure.read_text(encoding="utf-8")
+        held.close()
+        return Preparation(notes=(f"{_OWN_COPY}: it cannot be prepared: {text}",))
+    return Preparation(held=held)
+
+
+_OWN_COPY = "each process has a copy of the weights of its own"
+
+
+def describe(request: EngineRequest, runtime: Runtime) -> dict[str, Any]:
+    """The facts that a prepared model's key is made of.
+
+    Raises:
+        BuildError: The model cannot be read.
+        OSError: Likewise.
+    """
+    folder = request.session_config.get(runtime.folder_key)
+    return _facts(request, runtime, read_source(request.model, folder=folder, memory=None))
+
+
+def fill(engine: str, request: Mapping[str, Any], folder: str) -> None:
+    """Write the prepared model into a folder; in a child.
+
+    Raises:
+        BuildError: The runtime cannot; its own words.
+    """
+    import_module(f"mcinfer.engines._{engine}").prepare(_request(request), folder)
+
+
+def ensure(engine: str, request: Mapping[str, Any], progress: Progress) -> str:
+    """See to it that the cache has the prepared model; in a child. Its key.
+
+    Raises:
+        BuildError: It cannot be prepared.
+    """
+    module = import_module(f"mcinfer.engines._{engine}")
+    wanted = replace(_request(request), prepare="always")
+    preparation = find_or_make(engine, wanted, module.RUNTIME, progress)
+    if preparation.held is None:
+        module.load(replace(wanted, prepare="never"))  # it may not be a model at all
+        raise BuildError(f"{wanted.model}: {'; '.join(preparation.notes)}")
+    preparation.held.close()
+    key: str = preparation.held.key
+    return key
+
+
+def _is_entry(folder: Path) -> bool:
+    return (folder / MANIFEST).exists() and (folder / _ABOUT_FILE).exists()
+
+
+def _size(model: Path, folder: str | None) -> int:
+    """Bytes of a model and its external data, which are not read: a small model never sees the cache."""
+    base = model.parent if folder is None else Path(folder)
+    files = [model, *(base / location for location in scan(model).external)]
+    return sum(file.stat().st_size for file in files)
+
+
+def _adopt(folder: Path, runtime: Runtime) -> Held:
+    """A prepared model that was named as the model."""
+    try:
+        held = Cache(folder.parent, 0).open(folder.name)
+    except (CacheUnusableError, InvalidInputError) as exc:  # the latter: its folder was renamed
+        raise BuildError(f"{folder}: {exc}") from exc
+    if held is None:
+        raise BuildError(f"{folder} is no sound prepared model")
+    for name, here in (("engine", runtime.version), ("cpu", cpu_features())):
+        there = held.facts.get(name)
+        if there != here:
+            held.close()
+            raise BuildError(f"{folder} was prepared for {name} {there}, here is {here}")
+    return held
+
+
+def _facts(request: EngineRequest, runtime: Runtime, source: Source) -> dict[str, Any]:
+    config = {k: v for k, v in request.session_config.items() if k not in runtime.ignored}
+    return {
+        "engine": runtime.version,
+        "device": request.device.kind,
+        "cpu": cpu_features(),
+        "model": source.digest,
+        "options": dict(sorted(config.items())),
+        "provider_options": dict(sorted(request.provider_options.items())),
+        "variable_weights": sorted(request.variable_weights),
+    }
+
+
+@cache
+def cpu_features() -> str:
+    """What this CPU can do, which packed weights are made for: a digest."""
+    text = platform.machine()
+    with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
+        for line in file:
+            name, _, value = line.partition(":")
+            if name.strip() in ("flags", "Features"):  # x86, ARM
+                text += " ".join(sorted(value.split()))
+                break
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _open_or_make(
+    store: Cache,
+    facts: Mapping[str, Any],
+    engine: str,
+    request: EngineRequest,
+    source: Source,
+    progress: Progress | None,
+) -> Held:
+    key = entry_key(facts)
+    held = store.open(key)
+    if held is not None:
+        return held
+
+    def write(folder: Path, lock: int) -> None:
+        _fill_in_child(engine, request, source, folder, lock, progress or _LogProgress(request))
+
+    return store.make(key, facts, write, wait=_LOCK_SECONDS)
+
+
+def _fill_in_child(
+    engine: str,
+    request: EngineRequest,
+    source: Source,
+    folder: Path,
+    lock: int,
+    progress: Progress,
+) -> None:
+    """Fill an entry's folder. The child holds the lock as well, should this process end."""
+    start = monotonic()
+
+    def tick(_: Mapping[str, Any]) -> None:
+        written = sum(entry.stat().st_size for entry in folder.iterdir())
+        progress({"seconds": monotonic() - start, "written": written, "bytes": source.size})
+
+    task = {
+        "task": "fill",
+        "engine": engine,
+        "request": _plain(request),
+        "folder": str(folder),
+    }
+    answer = run_child(task, tick, pass_fds=(lock,))
+    seconds = monotonic() - start
+    if not source.unchanged():
+        raise ChildFailedError(f"{request.model} was changed meanwhile")
+    error = answer.get("error")
+    if error is not None:
+        for entry in folder.iterdir():
+            entry.unlink()
+        _check_space(folder, 2 * source.size + _LEAST_BYTES)
+        (folder / _FAILURE_FILE).write_text(error, encoding="utf-8")
+    about = {"name": os.path.basename(request.model), "bytes": source.size, "seconds": seconds}
+    (folder / _ABOUT_FILE).write_text(json.dumps(about), encoding="utf-8")
+    tick({})
+    _log.info("prepared %s (%.0f MB) in %.1f s", request.model, source.size / 1e6, seconds)
+
+
+def _check_space(folder: Path, size: int) -> None:
+    """A runtime that has no space to write to says so in many ways: so much is more than it needs.
+
+    Taken, not asked for: the user's quota counts as well as the disk's free blocks.
+    """
+    with tempfile.TemporaryFile(dir=folder) as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as exc:
+            raise ChildFailedError(f"no space is left in {folder.parent}: {exc}") from exc
+
+
+class _LogProgress:
+    """Says once in a while how far it is."""
+
+    def __init__(self, request: EngineRequest) -> None:
+        self._model = request.model
+        self._due = _LOG_SECONDS
+
+    def __call__(self, tick: Mapping[str, Any]) -> None:
+        if tick["seconds"] < self._due:
+            return
+        self._due = tick["seconds"] + _LOG_SECONDS
+        _log.info(
+            "preparing %s (%.0f MB): %.0f s, %.0f MB written",
+            self._model,
+            tick["bytes"] / 1e6,
+            tick["seconds"],
+            tick["written"] / 1e6,
+        )
+
+
+def _plain(request: EngineRequest) -> dict[str, Any]:
+    """A request as JSON has it."""
+    plain = {name: getattr(request, name) for name in request.__dataclass_fields__}
+    plain["device"] = str(request.device)
+    for name in ("session_config", "provider_options"):
+        plain[name] = dict(plain[name])
+    if request.model.startswith(_OWN_PROC):  # a memfd, which the child would look for among its own
+        plain["model"] = f"/proc/{os.getpid()}/{request.model.removeprefix(_OWN_PROC)}"
+    return plain
+
+
+def _request(plain: Mapping[str, Any]) -> EngineRequest:
+    fields = dict(plain)
+    fields["device"] = Device.parse(fields["device"])
+    fields["variable_weights"] = tuple(fields["variable_weights"])
+    return EngineRequest(**fields)

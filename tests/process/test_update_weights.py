@@ -1,0 +1,517 @@
+"""Weights that are replaced while real workers serve: no answer is ever of two versions."""
+
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from mcinfer import (
+    BuildError,
+    ClosedError,
+    EngineOptions,
+    InvalidInputError,
+    Limits,
+    Master,
+    QueueFullError,
+    RestartPolicy,
+    Timeouts,
+)
+from tests.process.models import FakeModel, Inputs, act, assert_answers, rows
+from tests.process.waiting import busy_pid, pids, states, wait_for_states, wait_until
+
+Array = NDArray[Any]
+
+SLOW = -1.0
+"""The first number of a request that takes its time."""
+
+GENEROUS = RestartPolicy(budget=1000, backoff=0.0)
+
+TWO_WEIGHTS: dict[str, Any] = {
+    "outputs": (
+        ["y", "float32", ["batch", 4], {"from": "x", "scale": 0, "add": "w"}],
+        ["z", "float32", ["batch", 4], {"from": "x", "scale": 0, "add": "v"}],
+    ),
+    "weights": [["w", "float32", [4], 0.0], ["v", "float32", [], 0.0]],
+}
+"""Every row of an answer is the weights: of y the one, of z the other."""
+
+REPLACEABLE = EngineOptions(variable_weights=["w", "v"])
+
+
+def both(value: float) -> dict[str, Any]:
+    """New values for both weights."""
+    return {"w": np.full(4, value, np.float32), "v": np.float32(value)}
+
+
+def seen(outputs: Inputs) -> float:
+    """The value of both weights in an answer; fails unless all of its rows show the same."""
+    values = {*outputs["y"].ravel().tolist(), *outputs["z"].ravel().tolist()}
+    assert len(values) == 1, f"the answer mixes versions: {values}"
+    return float(values.pop())
+
+
+def ask(master: Master, count: int = 1) -> float:
+    return seen(master.predict(rows(count)))
+
+
+# Every worker, every request.
+
+
+def test_request_after_an_update_sees_it_on_every_worker(fake_model: FakeModel) -> None:
+    with Master(fake_model(**TWO_WEIGHTS), 3, engine="fake", options=REPLACEABLE) as master:
+        assert [str(spec) for spec in master.weights] == ["w: float32[4]", "v: float32[]"]
+        assert master.statistics().weights_version == 0
+        for version in range(1, 16):
+            assert ask(master, 6) == version - 1
+            assert master.update_weights(both(version)) == version
+            futures = [master.submit(rows(1)) for _ in range(9)]
+            assert ask(master, 6) == version  # split over all
+            assert {seen(future.result(timeout=10.0)) for future in futures} == {version}
+            assert master.statistics().weights_version == version
+        assert min(worker.completed for worker in master.statistics().workers) > 15
+
+
+def test_weights_that_are_not_named_stay_as_they_are(fake_model: FakeModel) -> None:
+    with Master(fake_model(**TWO_WEIGHTS), 2, engine="fake", options=REPLACEABLE) as master:
+        for given, y, z in (({"w": [1, 2, 3, 4]}, [1, 2, 3, 4], 0), ({"v": 9}, [1, 2, 3, 4], 9)):
+            master.update_weights(given)
+            outputs = master.predict(rows(4))
+            np.testing.assert_array_equal(outputs["y"], [y] * 4)
+            np.testing.assert_array_equal(outputs["z"], np.full((4, 4), z))
+
+
+def test_only_the_weights_that_were_named_can_be_replaced(fake_model: FakeModel) -> None:
+    options = EngineOptions(variable_weights=["v"])
+    with Master(fake_model(**TWO_WEIGHTS), 1, engine="fake", options=options) as master:
+        assert [spec.name for spec in master.weights] == ["v"]
+        with pytest.raises(InvalidInputError, match=r"unknown \['w'\], expected some of \['v'\]"):
+            master.update_weights(both(1))
+        assert ask(master) == 0
+
+
+def test_arrays_in_shared_memory_do_as_new_weights(fake_model: FakeModel) -> None:
+    with Master(fake_model(**TWO_WEIGHTS), 2, engine="fake", options=REPLACEABLE) as master:
+        allocated = master.allocate({"x": (1, 4)})["x"]
+        allocated[...] = 5
+        master.update_weights({"w": allocated[0], "v": allocated[0, 0]})
+        allocated[...] = -1  # it was copied
+        outputs = master.predict(rows(2))
+        assert seen(outputs) == 5
+        outputs["y"] += 1
+        master.update_weights({"w": outputs["y"][1], "v": outputs["y"][0, 3]})
+        assert ask(master, 4) == 6
+
+
+class _Answers:
+    """What clients saw: which value, and the latest version that had been returned before they asked."""
+
+    def __init__(self) -> None:
+        self.versions: dict[float, int] = {0.0: 0}
+        self.returned = 0
+        self.seen: list[list[tuple[int, float]]] = []
+        self._lock = threading.Lock()
+
+    def updated(self, value: float, version: int) -> None:
+        with self._lock:
+            self.versions[value] = version
+            self.returned = max(self.returned, version)
+
+    def check(self) -> None:
+        assert sorted(self.versions.values()) == [*range(len(self.versions))]
+        for answers in self.seen:
+            last = 0
+            for returned, value in answers:
+                assert self.versions[value] >= max(returned, last)
+                last = self.versions[value]
+
+
+def _until(stop: threading.Event, action: Callable[[], None]) -> None:
+    while not stop.is_set():
+        action()
+
+
+def _kill_now_and_then(master: Master, stop: threading.Event) -> int:
+    """Kill a worker whenever all are ready again; how many."""
+    chance = random.Random(0)  # noqa: S311 no secret
+    kills = 0
+    while not stop.wait(chance.uniform(0.05, 0.2)):
+        if all(state in ("ready", "busy") for state in states(master)):
+            os.kill(chance.choice(pids(master)), signal.SIGKILL)
+            kills += 1
+    return kills
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 8])
+def test_no_answer_mixes_versions_nor_is_any_older_than_one_before_it(
+    fake_model: FakeModel, max_batch_size: int
+) -> None:
+    answers, stop = _Answers(), threading.Event()
+    numbers = itertools.count(1)
+    with (
+        Master(
+            fake_model(**TWO_WEIGHTS),
+            2,
+            engine="fake",
+            options=REPLACEABLE,
+            restart=GENEROUS,
+            max_batch_size=max_batch_size,
+        ) as master,
+        ThreadPoolExecutor(8) as pool,
+    ):
+
+        def update() -> None:
+            value = float(next(numbers))
+            answers.updated(value, master.update_weights(both(value)))
+
+        def client(count: int, shards: int | None) -> Callable[[], None]:
+            mine: list[tuple[int, float]] = []
+            answers.seen.append(mine)
+
+            def ask_once() -> None:
+                returned = answers.returned
+                outputs = master.predict(rows(count), shards=shards, timeout=20.0)
+                mine.append((returned, seen(outputs)))
+
+            return ask_once
+
+        clients = [client(8, None), client(3, 2), client(1, 1), client(2, 1)]
+        running = [pool.submit(_until, stop, action) for action in (update, update, *clients)]
+        killing = pool.submit(_kill_now_and_then, master, stop)
+        stop.wait(1.5)
+        stop.set()
+        for future in running:
+            future.result(timeout=30.0)
+        assert killing.result(timeout=5.0) > 0
+        statistics = master.statistics()
+        assert statistics.failed == 0
+        assert statistics.weights_version == len(answers.versions) - 1 > 100
+        assert statistics.succeeded == sum(map(len, answers.seen))
+        assert min(map(len, answers.seen)) > 20
+        answers.check()
+
+
+# Requests that are on their way.
+
+
+def test_request_in_flight_finishes_with_the_version_that_it_began_with(
+    fake_model: FakeModel,
+) -> None:
+    # The engine looks at its weights after the sleep: by then their memory must not be another's.
+    model = fake_model(**TWO_WEIGHTS, when={"-1": "sleep:0.5"})
+    with Master(model, 2, engine="fake", options=REPLACEABLE) as master:
+        master.update_weights(both(1))
+        slow = [master.submit(act(SLOW, 2)) for _ in range(2)]
+        wait_for_states(master, "busy", "busy")
+        waiting = master.submit(rows(3))
+        for value in range(2, 12):
+            master.update_weights(both(value))
+        late = master.submit(rows(3))
+        assert not any(future.done() for future in slow)
+        assert [seen(future.result(timeout=10.0)) for future in slow] == [1, 1]
+        assert seen(waiting.result(timeout=10.0)) == 1
+        assert seen(late.result(timeout=10.0)) == 11
+
+
+def test_update_does_not_wait_for_workers_that_are_busy(fake_model: FakeModel) -> None:
+    model = fake_model(**TWO_WEIGHTS, when={"-1": "sleep:600"})
+    with Master(model, 2, engine="fake", options=REPLACEABLE) as master:
+        busy = [master.submit(act(SLOW)) for _ in range(2)]
+        wait_for_states(master, "busy", "busy")
+        before = time.monotonic()
+        assert master.update_weights(both(1), timeout=0.0) == 1
+        assert time.monotonic() - before < 5.0
+        assert states(master) == ["busy", "busy"]
+        assert all(future.cancel() for future in busy)
+        assert ask(master, 4) == 1
+
+
+def test_worker_that_is_started_again_serves_the_latest_version(fake_model: FakeModel) -> None:
+    with Master(
+        fake_model(**TWO_WEIGHTS), 1, engine="fake", options=REPLACEABLE, restart=GENEROUS
+    ) as master:
+        assert master.update_weights(both(1)) == 1
+        assert ask(master) == 1
+        assert master.update_weights({"v": 2}) == 2
+        assert master.update_weights({"w": [2] * 4}) == 3
+        for restarts in (1, 2):
+            os.kill(pids(master)[0], signal.SIGKILL)
+            wait_until(lambda n=restarts: master.statistics().workers[0].restarts == n)  # type: ignore[misc]
+            assert ask(master) == 2
+        assert master.statistics().weights_version == 3
+
+
+def test_request_whose_worker_died_runs_again_with_the_version_that_it_began_with(
+    fake_model: FakeModel, tmp_path: Path
+) -> None:
+    model = fake_model(**TWO_WEIGHTS, when={"-1": f"once:{tmp_path / 'began'}:hang:60"})
+    with Master(model, 1, engine="fake", options=REPLACEABLE, restart=GENEROUS) as master:
+        master.update_weights(both(1))
+        caught = master.submit(act(SLOW))
+        pid = busy_pid(master)
+        wait_until((tmp_path / "began").exists)
+        master.update_weights(both(2))
+        os.kill(pid, signal.SIGKILL)
+        assert seen(caught.result(timeout=10.0)) == 1
+        assert ask(master) == 2
+
+
+def test_requests_of_different_versions_are_not_joined(fake_model: FakeModel) -> None:
+    model = fake_model(**TWO_WEIGHTS, when={"-1": "sleep:600"})
+    with Master(model, 1, engine="fake", options=REPLACEABLE, max_batch_size=16) as master:
+        busy = master.submit(act(SLOW))
+        busy_pid(master)
+        futures = [master.submit(rows(1)) for _ in range(3)]
+        master.update_weights(both(1))
+        futures += [master.submit(rows(1)) for _ in range(4)]
+        assert busy.cancel()
+        answers = [seen(future.result(timeout=10.0)) for future in futures]
+        assert answers == [0] * 3 + [1] * 4
+        (worker,) = master.statistics().workers
+        assert (worker.runs, worker.completed) == (2, 7)
+
+
+def test_future_callback_may_update(fake_model: FakeModel) -> None:
+    with Master(fake_model(**TWO_WEIGHTS), 1, engine="fake", options=REPLACEABLE) as master:
+        updated: Future[int] = Future()
+
+        def update(_: object) -> None:
+            updated.set_result(master.update_weights(both(3)))
+
+        master.submit(rows(1)).add_done_callback(update)
+        assert updated.result(timeout=10.0) == 1
+        assert ask(master) == 3
+
+
+# What cannot be.
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"w": [7] * 4, "u": 7}, r"unknown \['u'\], expected some of \['w', 'v'\]"),
+        ({"w": [7] * 4, "v": [7]}, r"weight 'v' has shape \[1\], expected v: float32\[\]"),
+        ({"v": 7, "w": np.full(4, 7)}, r"weight 'w' has dtype int64, expected float32"),
+        ({}, "expected arrays by name"),
+        ([7], "expected arrays by name"),
+    ],
+)
+def test_update_that_fails_changes_nothing(fake_model: FakeModel, given: Any, text: str) -> None:
+    with Master(fake_model(**TWO_WEIGHTS), 1, engine="fake", options=REPLACEABLE) as master:
+        master.update_weights(both(1))
+        with pytest.raises(InvalidInputError, match=text):
+            master.update_weights(given)
+        assert master.statistics().weights_version == 1
+        assert ask(master) == 1
+        assert master.update_weights(both(2)) == 2
+
+
+@pytest.mark.parametrize("timeout", [-1, "1", float("nan")])
+def test_timeout_that_is_no_time_is_refused(fake_model: FakeModel, timeout: Any) -> None:
+    with Master(fake_model(**TWO_WEIGHTS), 1, engine="fake", options=REPLACEABLE) as master:
+        with pytest.raises(InvalidInputError, match="timeout"):
+            master.update_weights(both(1), timeout=timeout)
+        assert master.statistics().weights_version == 0
+
+
+def test_model_without_replaceable_weights_says_how_to_have_some(fake_model: FakeModel) -> None:
+    with Master(fake_model(), 1, engine="fake") as master:
+        assert master.weights == ()
+        with pytest.raises(InvalidInputError, match=r"EngineOptions\.variable_weights"):
+            master.update_weights({"w": 1})
+        assert_answers(master.predict(rows(2)), rows(2))
+
+
+def test_weight_that_the_model_lacks_is_a_build_error_that_names_it(fake_model: FakeModel) -> None:
+    options = EngineOptions(variable_weights=["w", "none"])
+    with pytest.raises(BuildError, match=r"unknown \['none'\], expected some of \['w', 'v'\]"):
+        Master(fake_model(**TWO_WEIGHTS), 2, engine="fake", options=options).start()
+
+
+def test_master_that_is_not_started_or_closed_takes_no_weights(fake_model: FakeModel) -> None:
+    master = Master(fake_model(**TWO_WEIGHTS), 1, engine="fake", options=REPLACEABLE)
+    for _ in range(2):
+        with pytest.raises(ClosedError):
+            master.update_weights(both(1))
+        with pytest.raises(ClosedError):
+            _ = master.weights
+        assert master.statistics().weights_version == 0
+        master.close()
+    with Master(fake_model(**TWO_WEIGHTS), 1, engine="fake", options=REPLACEABLE) as master:
+        master.update_weights(both(1))
+    with pytest.raises(ClosedError):
+        master.update_weights(both(2))
+    assert master.statistics().weights_version == 1
+
+
+# Memory.
+
+LARGE = 1 << 18
+"""Elements of a weight of 1 MiB."""
+
+ONE_LARGE: dict[str, Any] = {
+    "inputs": (["x", "float32", ["batch", 1]],),
+    "outputs": (["y", "float32", ["batch", LARGE], {"from": "x", "scale": 0, "add": "w"}],),
+    "weights": [["w", "float32", [LARGE], 0.0]],
+}
+ONE = EngineOptions(variable_weights=["w"])
+
+
+def large(value: float) -> dict[str, Array]:
+    return {"w": np.full(LARGE, value, np.float32)}
+
+
+def test_memory_does_not_grow_with_updates(fake_model: FakeModel) -> None:
+    model = fake_model(**ONE_LARGE)
+    # Room for two versions and an answer; where more were held, it would be refused.
+    limits = Limits(memory_bytes=3 * 4 * LARGE + 4096, when_full="raise")
+    with Master(model, 1, engine="fake", options=ONE, limits=limits) as master:
+        for value in range(1, 60):
+            master.update_weights(large(value))
+            y = master.predict({"x": np.zeros((1, 1), np.float32)})["y"]
+            assert (y == value).all()
+            del y
+        assert master.statistics().memory_used_bytes == 4 * LARGE
+
+
+def test_update_without_memory_waits_as_long_as_it_is_told_and_changes_nothing(
+    fake_model: FakeModel,
+) -> None:
+    model = fake_model(**ONE_LARGE)
+    limits = Limits(memory_bytes=2 * 4 * LARGE)
+    with (
+        Master(model, 1, engine="fake", options=ONE, limits=limits) as master,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        master.update_weights(large(1))
+        held = master.allocate({"x": (LARGE, 1)})
+        with pytest.raises(QueueFullError):
+            master.update_weights(large(2), timeout=0.05)
+        assert master.statistics().weights_version == 1
+        later = pool.submit(master.update_weights, large(3), timeout=20.0)
+        del held
+        assert later.result(timeout=10.0) == 2
+
+
+# ONNX Runtime.
+
+
+def _onnx_affine(path: Path, weights: dict[str, Array]) -> Path:
+    """Writes y = x·m, and z = x·gᵀ + b, in the type of the weights."""
+    kind = helper.np_dtype_to_tensor_dtype(weights["m"].dtype)
+    tensors = [
+        helper.make_tensor_value_info(name, kind, ["batch", width])
+        for name, width in (("x", 16), ("y", 32), ("z", 8))
+    ]
+    graph = helper.make_graph(
+        [
+            helper.make_node("MatMul", ["x", "m"], ["y"]),
+            helper.make_node("Gemm", ["x", "g", "b"], ["z"], transB=1),
+        ],
+        "affine",
+        tensors[:1],
+        tensors[1:],
+        [numpy_helper.from_array(array, name) for name, array in weights.items()],
+    )
+    opsets = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
+    return path
+
+
+def _random(seed: int, dtype: str) -> dict[str, Array]:
+    generator = np.random.default_rng(seed)
+    shapes: dict[str, Sequence[int]] = {"m": (16, 32), "g": (8, 16), "b": (8,)}
+    return {name: generator.normal(size=shape).astype(dtype) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float16", 2e-2)])
+def test_onnx_model_answers_as_one_that_was_built_with_the_new_weights(
+    tmp_path: Path, dtype: str, tolerance: float
+) -> None:
+    old, new = _random(0, dtype), _random(1, dtype)
+    inputs = {"x": np.random.default_rng(2).normal(size=(6, 16)).astype(dtype)}
+
+    def assert_same(outputs: Inputs, expected: Inputs) -> None:
+        for name, value in expected.items():
+            assert outputs[name].dtype == value.dtype
+            np.testing.assert_allclose(outputs[name], value, rtol=tolerance, atol=tolerance)
+
+    with Master(_onnx_affine(tmp_path / "new.onnx", new), 1) as fixed:
+        expected = fixed.predict(inputs)
+    options = EngineOptions(variable_weights=["m", "b", "g"], prepare="never")
+    with Master(_onnx_affine(tmp_path / "old.onnx", old), 2, options=options) as master:
+        assert [spec.name for spec in master.inputs] == ["x"]
+        assert [(spec.name, spec.shape) for spec in master.weights] == [
+            ("m", (16, 32)),
+            ("b", (8,)),
+            ("g", (8, 16)),
+        ]
+        before = master.predict(inputs)
+        assert not np.allclose(before["y"], expected["y"])
+        assert master.update_weights({"m": new["m"]}) == 1
+        assert_same(master.predict(inputs), {"y": expected["y"], "z": before["z"]})
+        assert master.update_weights({"g": new["g"], "b": new["b"]}) == 2
+        for future in [master.submit(inputs) for _ in range(6)]:
+            assert_same(future.result(timeout=20.0), expected)
+        assert master.update_weights(old) == 3
+        assert_same(master.predict(inputs), before)
+
+
+def test_onnx_model_that_takes_strings_takes_weights_too(tmp_path: Path) -> None:
+    text, kind = TensorProto.STRING, TensorProto.FLOAT
+    graph = helper.make_graph(
+        [helper.make_node("Identity", ["s"], ["t"]), helper.make_node("Add", ["x", "w"], ["y"])],
+        "mixed",
+        [
+            helper.make_tensor_value_info("s", text, ["batch"]),
+            helper.make_tensor_value_info("x", kind, ["batch", 4]),
+        ],
+        [
+            helper.make_tensor_value_info("t", text, ["batch"]),
+            helper.make_tensor_value_info("y", kind, ["batch", 4]),
+        ],
+        [helper.make_tensor("w", kind, [4], [1.0] * 4)],
+    )
+    opsets = [helper.make_opsetid("", 17)]
+    path = tmp_path / "strings.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
+    with Master(path, 2, options=EngineOptions(variable_weights=["w"])) as master:
+        for version in range(3):
+            outputs = master.predict({"s": ["a", "", "ü", "d"], **rows(4)})
+            assert outputs["t"].tolist() == ["a", "", "ü", "d"]
+            np.testing.assert_array_equal(outputs["y"], rows(4)["x"] + version + 1)
+            master.update_weights({"w": np.full(4, version + 2, np.float32)})
+
+
+@pytest.mark.parametrize("name", ["none", "x", "y"])
+def test_onnx_model_without_such_a_weight_is_a_build_error_that_names_it(
+    tmp_path: Path, name: str
+) -> None:
+    model = _onnx_affine(tmp_path / "model.onnx", _random(0, "float32"))
+    with pytest.raises(BuildError, match=rf"variable.weights.*'{name}'"):
+        Master(model, 1, options=EngineOptions(variable_weights=["m", name])).start()
+
+
+def test_onnx_workers_that_are_killed_answer_with_the_latest_weights(tmp_path: Path) -> None:
+    model = _onnx_affine(tmp_path / "model.onnx", _random(0, "float32"))
+    options = EngineOptions(variable_weights=["m"])
+    inputs = {"x": np.eye(16, dtype=np.float32)}
+    timeouts = Timeouts(predict=20.0)
+    with Master(model, 2, options=options, restart=GENEROUS, timeouts=timeouts) as master:
+        new = _random(3, "float32")["m"]
+        master.update_weights({"m": new})
+        np.testing.assert_allclose(master.predict(inputs)["y"], new, rtol=1e-6)
+        for pid in pids(master):
+            os.kill(pid, signal.SIGKILL)
+        np.testing.assert_allclose(master.predict(inputs)["y"], new, rtol=1e-6)
