@@ -190,7 +190,8 @@ def test_message_ids_are_those_of_the_sample_and_ours_follow() -> None:
         protocol.CANCEL,
         protocol.ATTACH,
         protocol.DETACH,
+        protocol.UPDATE_WEIGHTS,
         protocol.PREDICT_JOINED,
-    ) == (5, 6, 7, 8, 9, 12)
-    assert sorted(protocol.MESSAGES) == [*range(10), 12]
+    ) == (5, 6, 7, 8, 9, 10, 12)
+    assert sorted(protocol.MESSAGES) == [*range(11), 12]
     assert all(number == message.ID for number, message in protocol.MESSAGES.items())

@@ -8,41 +8,38 @@ joined answer is held against one session that runs the whole batch.
 
 import argparse
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from build_unet import CONTEXT_TOKENS, LATENT_CHANNELS, SIZES, build_unet
-from numpy.typing import NDArray
+from build_unet import SIZES
+from guided_unet import (
+    MOST_RELATIVE_ERROR,
+    TRAINING_STEPS,
+    Array,
+    WrongAnswerError,
+    finish,
+    first_noise,
+    guided_batch,
+    relative_difference,
+    temporary_unet,
+)
 
-from mcinfer import McinferError, ParallelPredictUtils, TensorSpec
+from mcinfer import ParallelPredictUtils, TensorSpec
 
-Array = NDArray[Any]
 UNet = Callable[[list[Array]], Array]
 
 GUIDANCE = 7.5
-TRAINING_STEPS = 1000
-MOST_RELATIVE_ERROR = 1e-4
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the example; its exit status."""
     options = _parse(arguments)
-    try:
-        with _model(options) as model:
-            return _run(model, options)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except (McinferError, OSError) as exc:
-        print(f"error: {exc}", file=sys.stderr)
-        return 1
+    return finish(lambda: _run(options))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -62,24 +59,25 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-@contextmanager
-def _model(options: argparse.Namespace) -> Iterator[Path]:
-    """The model's path; one that is built here lives in a temporary folder."""
-    if options.model is not None:
-        yield options.model
-        return
-    with tempfile.TemporaryDirectory(prefix="sd_dual_core-") as folder:
-        print(f"Building the {options.size} UNet: {SIZES[options.size].parameters:,} parameters")
-        yield build_unet(Path(folder) / "unet.onnx", options.size)
+def _run(options: argparse.Namespace) -> None:
+    own = options.model is not None
+    with nullcontext(options.model) if own else temporary_unet(options.size) as model:
+        worst = _serve(model, options)
+    if not worst <= MOST_RELATIVE_ERROR:
+        raise WrongAnswerError(
+            f"the joined result is {worst:.3g} from that of one session, expected at most "
+            f"{MOST_RELATIVE_ERROR:g}"
+        )
 
 
-def _run(model: Path, options: argparse.Namespace) -> int:
+def _serve(model: Path, options: argparse.Namespace) -> float:
+    """Run the loop on the workers and on one session; how far they ever were apart."""
     utils = ParallelPredictUtils(model, options.devices)
     utils.build_model()
     try:
         for worker in utils.statistics().workers:
             print(f"Success to build model {worker.index}")
-        latents, context = _first_noise(utils.inputs, options)
+        latents, context = first_noise(utils.inputs, options.size, options.seed)
         session = ort.InferenceSession(model)
         split, single = _Timer(_split(utils)), _Timer(_single(session))
         worst = _denoise(latents, context, utils.inputs, options.steps, split, single)
@@ -91,15 +89,7 @@ def _run(model: Path, options: argparse.Namespace) -> int:
     for worker in utils.statistics().workers:
         if worker.state == "gone":
             print("Receive exit message  and start to exit")
-    if not worst <= MOST_RELATIVE_ERROR:
-        print(
-            f"error: the joined result is {worst:.3g} from that of one session, expected at most "
-            f"{MOST_RELATIVE_ERROR:g}",
-            file=sys.stderr,
-        )
-        return 1
-    print("=========== success ===========")
-    return 0
+    return worst
 
 
 class _Timer:
@@ -142,23 +132,6 @@ def _single(session: ort.InferenceSession) -> UNet:
     return run
 
 
-def _first_noise(specs: Sequence[TensorSpec], options: argparse.Namespace) -> tuple[Array, Array]:
-    """Latents float32[1, 4, h, w] and text states float32[2, 77, d] (unconditional, conditional).
-
-    Sizes that the model leaves open are those of `--size`.
-    """
-    size = SIZES[options.size]
-    sample, _, states = (spec.shape for spec in specs)
-    side = size.latent_side
-    height, width = (n if isinstance(n, int) else side for n in sample[2:])
-    tokens = states[1] if isinstance(states[1], int) else CONTEXT_TOKENS
-    channels = states[2] if isinstance(states[2], int) else size.context_channels
-    rng = np.random.default_rng(options.seed)
-    latents = rng.standard_normal((1, LATENT_CHANNELS, height, width), dtype=np.float32)
-    context = rng.standard_normal((2, tokens, channels), dtype=np.float32)
-    return latents, context
-
-
 def _denoise(
     latents: Array,
     context: Array,
@@ -177,16 +150,10 @@ def _denoise(
     times = np.linspace(TRAINING_STEPS - 1, 0, steps + 1).round().astype(int)
     worst = 0.0
     for now, after in pairwise(times):
-        inputs = [
-            array.astype(spec.dtype)
-            for array, spec in zip(
-                [np.concatenate([latents, latents]), np.array([now]), context], specs, strict=True
-            )
-        ]
+        inputs = guided_batch(specs, latents, now, context)
         joined, expected = split(inputs), single(inputs)
-        scale = float(np.abs(expected).max()) or 1.0
         # Not Python's max, which would pass a NaN by.
-        worst = float(np.maximum(worst, np.abs(joined - expected).max() / scale))
+        worst = float(np.maximum(worst, relative_difference(joined, expected)))
         unconditional, conditional = joined[:1], joined[1:]
         v = unconditional + GUIDANCE * (conditional - unconditional)
         signal, noise = alphas[now] ** 0.5, (1 - alphas[now]) ** 0.5

@@ -118,12 +118,15 @@ RUNTIME = Runtime(
 
 _SAVING = {
     # The graph as it is optimised for this CPU, with constant weights as its kernels pack them, in
-    # one file that sessions map (onnxruntime_session_options_config_keys.h). What is smaller stays in the
-    # graph: shapes have to, since the runtime reads them before it maps anything.
+    # one file that sessions map (onnxruntime_session_options_config_keys.h).
     "session.optimized_model_external_initializers_file_name": "weights.bin",
-    "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
     "session.save_external_prepacked_constant_initializers": "1",
 }
+
+_LEAST_BYTES = "session.optimized_model_external_initializers_min_size_in_bytes"
+_MOST_BYTES_INSIDE = (1 << 10, 1 << 16)
+"""What is smaller stays in the graph. Shapes have to, since the runtime reads them before it maps anything:
+where one is larger than the first of these, the second is tried."""
 
 _REGISTERING = threading.Lock()
 """Held while that arena is made."""
@@ -175,17 +178,29 @@ def prepare(request: EngineRequest, folder: str) -> None:
     Raises:
         BuildError: It cannot be written, or not be loaded then; the runtime's own words.
     """
+    for least in _MOST_BYTES_INSIDE:
+        try:
+            with _mapped_errors():
+                _prepare(request, folder, least)
+            return
+        except BuildError:
+            if least == _MOST_BYTES_INSIDE[-1]:
+                raise
+            for name in os.listdir(folder):
+                os.unlink(os.path.join(folder, name))
+
+
+def _prepare(request: EngineRequest, folder: str, least: int) -> None:
     path = os.path.join(folder, MODEL_FILE)
     options = _session_options(request)
     options.optimized_model_filepath = path
     options.log_severity_level = _SILENT  # it warns that the result is for this CPU alone
-    for key, value in _SAVING.items():
+    for key, value in {**_SAVING, _LEAST_BYTES: str(least)}.items():
         options.add_session_config_entry(key, value)
-    with _mapped_errors():
-        with _source(request, options) as model:
-            ort.InferenceSession(model, options, providers=[_PROVIDERS["cpu"]])
-        options = _session_options(request, prepared=True)
-        ort.InferenceSession(path, options, providers=[_PROVIDERS["cpu"]])
+    with _source(request, options) as model:
+        ort.InferenceSession(model, options, providers=[_PROVIDERS["cpu"]])
+    options = _session_options(request, prepared=True)
+    ort.InferenceSession(path, options, providers=[_PROVIDERS["cpu"]])
 
 
 @contextmanager

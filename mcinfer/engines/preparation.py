@@ -14,8 +14,10 @@ import json
 import logging
 import os
 import platform
+import re
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -41,6 +43,9 @@ _LEAST_BYTES = 16 << 20
 """Of a model that is prepared by itself: below, all workers' copies together are small."""
 
 _OWN_PROC = "/proc/self/"
+_SHORT_OF_MEMORY = re.compile(r"bad_alloc|[Ff]ailed to allocate")
+"""What a runtime says that may have memory another time."""
+
 _LOCK_SECONDS = 4 * 3600.0
 _LOG_SECONDS = 2.0
 
@@ -95,16 +100,14 @@ def find_or_make(
         return Preparation()
     folder = request.session_config.get(runtime.folder_key)
     try:
-        try:
-            if request.prepare == "auto" and _size(model, folder) < _LEAST_BYTES:
-                return Preparation()
-            store = Cache.default()
-            source = read_source(request.model, folder=folder, memory=store.sources)
-        except (BuildError, OSError):
-            return Preparation()  # the runtime has better words for what is wrong with it
+        if request.prepare == "auto" and not _is_large(model, folder):
+            return Preparation()
+        store = Cache.default()
+        source = read_source(request.model, folder=folder, memory=store.sources)
         facts = _facts(request, runtime, source)
         held = _open_or_make(store, facts, engine, request, source, progress)
-    except (CacheUnusableError, ChildFailedError, OSError) as exc:
+    except (BuildError, CacheUnusableError, ChildFailedError, OSError) as exc:
+        # Where the model itself is at fault, the runtime has better words for it, and refuses it with them.
         return Preparation(notes=(f"{_OWN_COPY}: {exc}",))
     failure = held.folder / _FAILURE_FILE
     if failure.exists():
@@ -125,7 +128,10 @@ def describe(request: EngineRequest, runtime: Runtime) -> dict[str, Any]:
         OSError: Likewise.
     """
     folder = request.session_config.get(runtime.folder_key)
-    return _facts(request, runtime, read_source(request.model, folder=folder, memory=None))
+    memory = None
+    with suppress(CacheUnusableError):
+        memory = Cache.default().sources
+    return _facts(request, runtime, read_source(request.model, folder=folder, memory=memory))
 
 
 def fill(engine: str, request: Mapping[str, Any], folder: str) -> None:
@@ -158,11 +164,15 @@ def _is_entry(folder: Path) -> bool:
     return (folder / MANIFEST).exists() and (folder / _ABOUT_FILE).exists()
 
 
-def _size(model: Path, folder: str | None) -> int:
-    """Bytes of a model and its external data, which are not read: a small model never sees the cache."""
+def _is_large(model: Path, folder: str | None) -> bool:
+    """Whether a model and its external data are; they are not read, and a small one never sees the cache."""
+    size = model.stat().st_size
+    if size >= _LEAST_BYTES:
+        return True
     base = model.parent if folder is None else Path(folder)
-    files = [model, *(base / location for location in scan(model).external)]
-    return sum(file.stat().st_size for file in files)
+    with suppress(BuildError):  # in a format of the runtime's own
+        size += sum((base / location).stat().st_size for location in scan(model).external)
+    return size >= _LEAST_BYTES
 
 
 def _adopt(folder: Path, runtime: Runtime) -> Held:
@@ -255,6 +265,8 @@ def _fill_in_child(
     if error is not None:
         for entry in folder.iterdir():
             entry.unlink()
+        if _SHORT_OF_MEMORY.search(error):
+            raise ChildFailedError(error)
         _check_space(folder, 2 * source.size + _LEAST_BYTES)
         (folder / _FAILURE_FILE).write_text(error, encoding="utf-8")
     about = {"name": os.path.basename(request.model), "bytes": source.size, "seconds": seconds}

@@ -1,25 +1,33 @@
 """The examples run as a user runs them, and say what they promise to say."""
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import onnx
+import psutil
 import pytest
 from onnx import TensorProto, helper
 
+from tests.process.waiting import all_gone, wait_until
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "sd_dual_core"
+SHARING = ROOT / "examples" / "weight_sharing" / "main.py"
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str, script: Path = EXAMPLE / "main.py", cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(EXAMPLE / "main.py"), *arguments],
+        [sys.executable, str(script), *arguments],
         capture_output=True,
         text=True,
         timeout=50,
         check=False,
+        cwd=cwd,
     )
 
 
@@ -88,3 +96,48 @@ def test_example_fails_where_the_joined_result_is_not_that_of_one_session(tmp_pa
     assert done.returncode == 1
     assert "from that of one session" in done.stderr
     assert "success" not in done.stdout
+
+
+def test_replaced_weights_are_those_of_a_model_that_has_them() -> None:
+    done = run("--size", "tiny", script=EXAMPLE / "replace_weights.py")
+    assert done.returncode == 0, done.stderr
+    _, count, *timed, change, error, last = done.stdout.splitlines()
+    assert count == "48 weights of 0.1 MB can be replaced"
+    for line, what in zip(timed, ("Run 1", "Update", "Run 2", "Update", "Run 3"), strict=True):
+        assert re.fullmatch(rf"{what}.*: \d+\.\d+ s", line)
+    assert float(change.rpartition("=  ")[2]) > 0.01
+    assert float(error.rpartition("=  ")[2]) <= 1e-4
+    assert last == "=========== success ==========="
+
+
+def test_three_processes_share_one_copy_of_the_weights(tmp_path: Path) -> None:
+    done = run(script=SHARING, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    model, handle, *reports, last = done.stdout.splitlines()
+    assert model == "model: 100.7 MB"
+    assert re.fullmatch(r"handle: \d+, for the processes \d+, \d+", handle)
+    pattern = r"(\w+) (\d+): PSS (\d+\.\d) MB, USS (\d+\.\d) MB, result ([0-9a-f]{16})"
+    found = [match for line in reports if (match := re.fullmatch(pattern, line))]
+    assert [match[1] for match in found] == ["owner", "other", "other"]
+    assert handle.endswith(f"{found[1][2]}, {found[2][2]}")
+    assert len({match[5] for match in found}) == 1
+    assert all(float(match[4]) < 61 for match in found[1:])
+    assert last == "=========== success ==========="
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_process_that_dies_is_reported_and_not_waited_for() -> None:
+    command = [sys.executable, str(SHARING)]
+    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as owner:
+        try:
+            owned = psutil.Process(owner.pid)
+            wait_until(lambda: len(owned.children()) == 2)
+            victim, other = (child.pid for child in owned.children())
+            psutil.Process(victim).send_signal(signal.SIGKILL)
+            out, err = owner.communicate(timeout=20.0)
+        finally:
+            owner.kill()
+    assert owner.returncode == 1
+    assert err == f"error: process {victim} ended early with status -9\n"
+    assert "success" not in out
+    assert all_gone([victim, other])

@@ -1,9 +1,10 @@
-"""The command line: ``mcinfer run``, ``mcinfer inspect``, ``mcinfer devices``.
+"""The command line: ``mcinfer run``, ``mcinfer inspect``, ``mcinfer devices``, ``mcinfer cache``.
 
 Exit status 0 on success, 1 on a failure with one clear line on standard error, 2 on wrong usage.
 """
 
 import argparse
+import logging
 import os
 import secrets
 import signal
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer import __version__
+from mcinfer.cli import cache
 from mcinfer.config import automatic_workers, check_seconds, parse_devices, share_cores
 from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.master import Master
@@ -68,6 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     devices = commands.add_parser("devices", help="how the CPU is shared out over workers")
     _add_devices(devices)
     devices.set_defaults(command=_devices)
+
+    prepared = commands.add_parser("cache", help="models that were prepared for all workers to map")
+    cache.add_commands(prepared)
     return parser
 
 
@@ -103,6 +108,7 @@ def _run(options: argparse.Namespace) -> None:
     if not folder.is_dir():
         # Before the work, not after it.
         raise InvalidInputError(f"--output: there is no folder {folder}")
+    _let_workers_tell()
     with Master(options.model, options.devices) as master:
         outputs = master.predict(inputs, timeout=options.timeout)
     _write(Path(options.output), outputs)
@@ -147,7 +153,14 @@ def _storable(array: NDArray[Any]) -> NDArray[Any]:
     return array.astype(np.str_) if array.dtype == object else array
 
 
+def _let_workers_tell() -> None:
+    """Preparing a large model takes a while: have workers say so to whoever watches."""
+    if sys.stderr.isatty():
+        logging.getLogger("mcinfer.worker").setLevel(logging.INFO)
+
+
 def _inspect(options: argparse.Namespace) -> None:
+    _let_workers_tell()
     with Master(options.model, 1) as master:
         model = ModelSpec(inputs=master.inputs, outputs=master.outputs)
         providers = master.statistics().workers[0].providers

@@ -1,0 +1,90 @@
+"""``mcinfer cache``: what is in the cache of prepared models, emptying it, and filling it beforehand."""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import closing
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from mcinfer.cli.progress import megabytes, showing
+from mcinfer.prepared.cache import Cache, EntryInfo
+from mcinfer.prepared.ensuring import ensure_prepared
+from mcinfer.prepared.entries import disk_bytes
+
+_ABOUT = "about.json"
+_FAILURE = "failure.txt"
+_KEY_CHARACTERS = 12
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Add the commands that ``mcinfer cache`` takes."""
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    listing = commands.add_parser("list", help="what is in the cache, the latest used last")
+    listing.set_defaults(command=_list)
+    clear = commands.add_parser("clear", help="remove all that nobody uses")
+    clear.set_defaults(command=_clear)
+    prepare = commands.add_parser("prepare", help="prepare a model, so that workers start at once")
+    prepare.add_argument("model", help="path of an ONNX model")
+    prepare.set_defaults(command=_prepare)
+
+
+def _list(_options: argparse.Namespace) -> None:
+    cache = Cache.default()
+    entries = cache.entries()
+    for info in entries:
+        print(_line(cache.folder, info))
+    limit = f"of at most {megabytes(cache.limit_bytes)} in {cache.folder}"
+    if entries:
+        total_bytes = sum(info.bytes for info in entries)
+        print(f"{_count(len(entries))}, {megabytes(total_bytes)} {limit}")
+    else:
+        print(f"the cache is empty: nothing {limit}")
+
+
+def _line(folder: Path, info: EntryInfo) -> str:
+    entry = folder / info.key
+    used = datetime.fromtimestamp(info.used_at).isoformat(timespec="minutes")
+    use = "in use" if info.in_use else "not in use"
+    model = _printable(_about(entry).get("name", "?"))
+    failed = ", cannot be prepared" if (entry / _FAILURE).exists() else ""
+    engine = _printable(info.facts.get("engine", "?"))
+    size = megabytes(info.bytes)
+    return f"{info.key[:_KEY_CHARACTERS]}  {size:>11}  {used}  {use:10}  {model}  {engine}{failed}"
+
+
+def _clear(_options: argparse.Namespace) -> None:
+    freed_bytes, in_use = Cache.default().clear()
+    left = f"; left because they are in use: {_count(in_use)}" if in_use else ""
+    print(f"freed {megabytes(freed_bytes)}{left}")
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    with showing(sys.stderr, _printable(Path(options.model).name)) as display:
+        held = ensure_prepared(options.model, progress=display)
+    with closing(held):
+        seconds = _about(held.folder).get("seconds", 0.0)
+        how = f"prepared in {seconds:.1f} s"
+        if not display.called:  # whoever makes an entry tells of its progress at least once
+            how = f"was there already, {how}"
+        print(f"{held.folder}: {megabytes(disk_bytes(held.folder))}, {how}")
+
+
+def _about(entry: Path) -> Mapping[str, Any]:
+    """What an entry says of its model; nothing where it is damaged, or removed meanwhile."""
+    try:
+        about = json.loads((entry / _ABOUT).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return about if isinstance(about, dict) else {}
+
+
+def _count(entries: int) -> str:
+    return "1 entry" if entries == 1 else f"{entries} entries"
+
+
+def _printable(text: object) -> str:
+    """One line of it, whatever characters a file's name may have."""
+    return "".join(c if c.isprintable() else "?" for c in str(text))

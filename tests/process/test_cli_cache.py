@@ -1,0 +1,179 @@
+"""``mcinfer cache`` as a user runs it: on a terminal or not, until its end or until Ctrl-C."""
+
+import os
+import pty
+import re
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+import psutil
+import pytest
+from onnx import helper, numpy_helper
+
+from mcinfer.prepared.cache import Cache
+from tests.process.models import AFFINE, OnnxModel
+from tests.process.scripts import Ended, Program
+from tests.process.waiting import all_gone, wait_until
+
+COMMAND = "import sys; from mcinfer.cli import main; sys.exit(main(sys.argv[1:]))"
+ON_TERMINAL = """
+import os, sys
+os.dup2(os.open(sys.argv.pop(1), os.O_RDWR | os.O_NOCTTY), 2)
+"""
+WITHOUT_RICH = f"import sys; sys.modules['rich'] = None; {COMMAND}"
+WIDTH = 1024
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "cache"))
+    return Cache.default()
+
+
+def stack(path: Path, layers: int) -> Path:
+    """A model of so many matrices of 4 MB each."""
+    rng = np.random.default_rng(0)
+    names = ["x", *(f"y{i}" for i in range(layers))]
+    weights = [
+        numpy_helper.from_array(rng.random((WIDTH, WIDTH), np.float32), f"w{i}")
+        for i in range(layers)
+    ]
+    graph = helper.make_graph(
+        [
+            helper.make_node("MatMul", [names[i], f"w{i}"], [names[i + 1]], name=f"m{i}")
+            for i in range(layers)
+        ],
+        "stack",
+        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["batch", WIDTH])],
+        [helper.make_tensor_value_info(names[-1], onnx.TensorProto.FLOAT, ["batch", WIDTH])],
+        weights,
+    )
+    opsets = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
+    return path
+
+
+def run(*arguments: object) -> Ended:
+    with Program(COMMAND, *arguments) as program:
+        return program.wait()
+
+
+def on_terminal(
+    *arguments: object, text: str = COMMAND, env: Mapping[str, str] | None = None
+) -> tuple[Ended, str]:
+    """Run it with a terminal as its standard error; how it ended, and what the terminal got."""
+    ours, theirs = pty.openpty()
+    got = bytearray()
+
+    def read() -> None:
+        try:
+            while data := os.read(ours, 4096):
+                got.extend(data)
+        except OSError:  # EIO: nobody has the other end any more
+            pass
+
+    reader = threading.Thread(target=read)
+    try:
+        place = os.ttyname(theirs)
+        with Program(ON_TERMINAL + text, place, *arguments, env=env) as program:
+            reader.start()
+            ended = program.wait()
+    finally:
+        os.close(theirs)
+        reader.join(10.0)
+        os.close(ours)
+    assert not reader.is_alive()
+    return ended, got.decode()
+
+
+def test_prepared_model_is_what_workers_use_then(cache: Cache, tmp_path: Path) -> None:
+    model = stack(tmp_path / "model.onnx", 5)
+    done = run("cache", "prepare", model)
+    assert (done.status, done.err) == (0, "")
+    [info] = cache.entries()
+    entry = re.escape(f"{cache.folder / info.key}: {info.bytes / 1e6:.1f} MB")
+    assert re.fullmatch(rf"{entry}, prepared in \d+\.\d s\n", done.out)
+    done = run("cache", "prepare", model)
+    assert (done.status, done.err) == (0, "")
+    assert re.fullmatch(rf"{entry}, was there already, prepared in \d+\.\d s\n", done.out)
+    done = run("inspect", model)
+    assert (done.status, done.err) == (0, "")
+    assert [again.key for again in cache.entries()] == [info.key]
+
+
+def test_interrupted_preparation_leaves_no_child_and_no_entry(cache: Cache, tmp_path: Path) -> None:
+    model = stack(tmp_path / "model.onnx", 24)
+    with Program(COMMAND, "cache", "prepare", model) as program:
+        wait_until(lambda: [*cache.folder.glob("tmp-*")])
+        children = [child.pid for child in psutil.Process(program.pid).children(recursive=True)]
+        assert len(children) == 2
+        program.interrupt()
+        done = program.wait(5.0)
+        assert (done.status, done.out, done.err) == (130, "", "mcinfer: interrupted\n")
+    wait_until(lambda: all_gone(children))
+    assert cache.entries() == []
+    assert cache.clear() == (0, 0)
+    assert [*cache.folder.iterdir()] == [cache.sources]
+
+
+def test_file_that_is_no_model_is_told_in_one_line(cache: Cache, tmp_path: Path) -> None:
+    model = tmp_path / "model.onnx"
+    model.write_bytes(b"hello")
+    done = run("cache", "prepare", model)
+    assert (done.status, done.out) == (1, "")
+    assert done.err.startswith("mcinfer: onnxruntime: ")
+    assert str(model) in done.err
+    assert done.err.count("\n") == 1
+    assert cache.entries() == []
+
+
+@pytest.mark.parametrize("kind", ["a file", "writable by others", "in no folder"])
+def test_folder_that_cannot_be_used_is_told_in_one_line(
+    onnx_model: OnnxModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    folder = tmp_path / "place"
+    if kind == "a file":
+        folder.touch()
+    elif kind == "writable by others":
+        folder.mkdir()
+        folder.chmod(0o777)
+    else:
+        folder = Path("/proc/place")
+    monkeypatch.setenv("MCINFER_CACHE", str(folder))
+    done = run("cache", "prepare", onnx_model(AFFINE))
+    assert (done.status, done.out) == (1, "")
+    assert str(folder) in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_terminal_gets_a_bar_that_is_gone_at_the_end(cache: Cache, tmp_path: Path) -> None:
+    model = stack(tmp_path / "[red]model.onnx", 5)
+    done, terminal = on_terminal("cache", "prepare", model, env={"TERM": "xterm"})
+    assert done.status == 0
+    assert done.out.startswith(str(cache.folder))
+    assert "preparing [red]model.onnx" in terminal
+    assert re.search(r"\d+\.\d MB written", terminal)
+    assert "%" not in terminal
+    assert terminal.endswith("\x1b[2K")  # the line is wiped
+
+
+def test_terminal_without_rich_gets_no_bar(cache: Cache, onnx_model: OnnxModel) -> None:
+    done, terminal = on_terminal("cache", "prepare", onnx_model(AFFINE), text=WITHOUT_RICH)
+    assert (done.status, terminal) == (0, "")
+    assert done.out.startswith(str(cache.folder))
+
+
+def test_workers_tell_a_terminal_and_nobody_else_that_they_prepare_a_model(
+    cache: Cache, tmp_path: Path
+) -> None:
+    model = stack(tmp_path / "model.onnx", 5)
+    done, terminal = on_terminal("inspect", model)
+    assert done.status == 0
+    assert re.search(rf"INFO mcinfer.prepared: prepared {model} \(21 MB\)", terminal)
+    assert cache.clear()[1] == 0
+    done = run("inspect", model)
+    assert (done.status, done.err) == (0, "")
+    assert len(cache.entries()) == 1

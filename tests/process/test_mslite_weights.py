@@ -1,0 +1,459 @@
+"""Weights through mcinfer.mslite: replaced while models serve, and shared with other processes."""
+
+import itertools
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+
+from mcinfer.errors import BuildError, InvalidInputError, WeightAccessError
+from mcinfer.mslite import Context, Model, ModelParallelRunner, ModelType, RunnerConfig, Tensor
+from mcinfer.mslite._configuration import Sections
+from tests.process.models import OnnxModel
+from tests.process.scripts import Program
+
+HEAD = '<ir_version: 8, opset_import: ["": 17]>'
+
+PAIR = f"""{HEAD}
+pair (float[n, 2] x) => (float[n, 2] y, float[n, 2] z)
+<float[2] a = {{1, 2}}, float[2] b = {{10, 20}}> {{
+    y = Add(x, a)
+    z = Add(x, b)
+}}
+"""
+
+FIXED = PAIR.replace("[n, 2]", "[1, 2]")
+
+Serving = Model | ModelParallelRunner
+Make = Callable[[Path, Sections], Serving]
+
+
+def model(path: Path, sections: Sections) -> Model:
+    made = Model()
+    made.build_from_file(str(path), ModelType.ONNX, None, "", sections)
+    return made
+
+
+@contextmanager
+def serving(kind: str, path: Path, sections: Sections) -> Iterator[Serving]:
+    if kind == "model":
+        yield model(path, sections)
+        return
+    context = Context()
+    context.parallel.workers_num = 2
+    with ModelParallelRunner() as runner:
+        runner.init(str(path), RunnerConfig(context, config_info=sections))
+        yield runner
+
+
+both = pytest.mark.parametrize("kind", ["model", "runner"])
+
+
+def named(folder: Path, *names: str) -> Sections:
+    """A configuration whose file of replaceable weights holds these lines."""
+    path = folder / "names of weights.txt"
+    path.write_text("\n".join(names), encoding="utf-8")
+    return {"ascend_context": {"variable_weights_file": f' "{path}" '}}
+
+
+def tensor(values: Sequence[float], name: str = "", dtype: Any = np.float32) -> Tensor:
+    made = Tensor(np.array(values, dtype))
+    made.name = name
+    return made
+
+
+def answers(serves: Serving) -> list[list[float]]:
+    """Both outputs for zeros: the weights themselves."""
+    outputs = serves.predict([np.zeros((1, 2), np.float32)])
+    return [output.get_data_to_numpy()[0].tolist() for output in outputs]
+
+
+# Replacing.
+
+
+@both
+def test_weights_are_replaced_by_name_and_by_position(
+    onnx_model: OnnxModel, tmp_path: Path, kind: str
+) -> None:
+    sections = named(tmp_path, "", " b ", "a", "")
+    with serving(kind, onnx_model(PAIR), sections) as serves:
+        assert answers(serves) == [[1, 2], [10, 20]]
+        serves.update_weights([[tensor([3, 4], "a")], [tensor([5, 6], "b")]])
+        assert answers(serves) == [[3, 4], [5, 6]]
+        serves.update_weights([[tensor([7, 8]), tensor([9, 0])]])  # in the file's order
+        assert answers(serves) == [[9, 0], [7, 8]]
+        serves.update_weights([[tensor([1, 1]), tensor([2, 2], "a")], []])
+        assert answers(serves) == [[2, 2], [1, 1]]
+
+
+def test_weights_are_copied(onnx_model: OnnxModel, tmp_path: Path) -> None:
+    serves = model(onnx_model(PAIR), named(tmp_path, "a"))
+    values = np.array([3, 4], np.float32)
+    serves.update_weights([[Tensor(values)]])
+    values[:] = 0
+    assert answers(serves) == [[3, 4], [10, 20]]
+
+
+def test_configuration_files_quotes_and_spaces_are_taken(
+    onnx_model: OnnxModel, tmp_path: Path
+) -> None:
+    path = named(tmp_path, "a")["ascend_context"]["variable_weights_file"]
+    config = tmp_path / "config.ini"
+    config.write_text(f"[ascend_context]\nvariable_weights_file = {path}\n", encoding="utf-8")
+    serves = Model()
+    serves.build_from_file(str(onnx_model(PAIR)), ModelType.ONNX, None, str(config))
+    serves.update_weights([[tensor([3, 4])]])
+    assert answers(serves) == [[3, 4], [10, 20]]
+
+
+def test_model_from_memory_has_its_weights_replaced(onnx_model: OnnxModel, tmp_path: Path) -> None:
+    serves = Model()
+    content = onnx_model(PAIR).read_bytes()
+    serves.build_from_buffer(content, config_dict=named(tmp_path, "a", "b"))
+    serves.update_weights([[tensor([3, 4]), tensor([5, 6])]])
+    assert answers(serves) == [[3, 4], [5, 6]]
+
+
+@both
+def test_weights_that_do_not_fit_are_named_and_nothing_is_changed(
+    onnx_model: OnnxModel, tmp_path: Path, kind: str
+) -> None:
+    cases: list[tuple[list[list[Tensor]], list[str]]] = [
+        ([], ["got 0 tensors, expected 2", "'a', 'b'"]),
+        ([[tensor([1, 2])]], ["got 1 tensors, expected 2"]),
+        ([[tensor([1, 2])] * 3], ["got 3 tensors, expected 2"]),
+        ([[tensor([1, 2], "a"), tensor([1, 2], "c")]], ["['a', 'c']", "expected each of"]),
+        ([[tensor([1, 2], "a"), tensor([1, 2], "a")]], ["['a', 'a']", "expected each of"]),
+        ([[tensor([3, 4]), tensor([1, 2], "", np.float64)]], ["'b'", "float64", "float32"]),
+        ([[tensor([1, 2, 3]), tensor([3, 4])]], ["'a'", "[3]", "float32[2]"]),
+    ]
+    with serving(kind, onnx_model(PAIR), named(tmp_path, "a", "b")) as serves:
+        for weights, words in cases:
+            with pytest.raises(RuntimeError, match=r"^update weight failed! Error is ") as caught:
+                serves.update_weights(weights)
+            assert isinstance(caught.value, InvalidInputError)
+            for word in words:
+                assert word in str(caught.value)
+            assert answers(serves) == [[1, 2], [10, 20]]
+
+
+@both
+def test_weights_of_a_model_that_named_none_cannot_be_replaced(
+    onnx_model: OnnxModel, kind: str
+) -> None:
+    with serving(kind, onnx_model(PAIR), {}) as serves:
+        with pytest.raises(TypeError, match=r"^weights must be list, but got <class 'tuple'>"):
+            serves.update_weights(())  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match=r"^update weight failed! .*variable_weights_file"):
+            serves.update_weights([[tensor([1, 2])]])
+        assert answers(serves) == [[1, 2], [10, 20]]
+
+
+@both
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["c"], "'c'"),
+        (["a", "a"], "2 names, 1 different ones"),
+        (["", " "], "0 names"),
+    ],
+    ids=["unknown", "twice", "none"],
+)
+def test_file_of_names_that_does_not_fit_fails_the_build(
+    onnx_model: OnnxModel, tmp_path: Path, kind: str, names: list[str], words: str
+) -> None:
+    with (
+        pytest.raises(RuntimeError, match=f"failed! Error is .*{words}"),
+        serving(kind, onnx_model(PAIR), named(tmp_path, *names)),
+    ):
+        pytest.fail("it was built")
+
+
+@both
+def test_file_of_names_that_is_not_there_fails_the_build(
+    onnx_model: OnnxModel, tmp_path: Path, kind: str
+) -> None:
+    sections = {"ascend_context": {"variable_weights_file": str(tmp_path / "none.txt")}}
+    with (
+        pytest.raises(RuntimeError, match=r"failed! Error is variable_weights_file: .*none\.txt"),
+        serving(kind, onnx_model(PAIR), sections),
+    ):
+        pytest.fail("it was built")
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+def test_replaced_weights_stay_where_resize_builds_the_model_anew(
+    onnx_model: OnnxModel, tmp_path: Path, buffer: bool
+) -> None:
+    path, sections = onnx_model(FIXED), named(tmp_path, "a", "b")
+    serves = Model()
+    if buffer:
+        serves.build_from_buffer(path.read_bytes(), config_dict=sections)
+    else:
+        serves.build_from_file(str(path), ModelType.ONNX, config_dict=sections)
+    serves.update_weights([[tensor([3, 4]), tensor([5, 6])]])
+    serves.resize(serves.get_inputs(), [[3, 2]])
+    y, z = (item.get_data_to_numpy() for item in serves.predict([np.zeros((3, 2), np.float32)]))
+    assert (y.tolist(), z.tolist()) == ([[3, 4]] * 3, [[5, 6]] * 3)
+    serves.update_weights([[tensor([7, 8]), tensor([9, 0])]])
+    serves.resize(serves.get_inputs(), [[1, 2]])
+    assert answers(serves) == [[7, 8], [9, 0]]
+
+
+@both
+def test_runs_beside_updates_see_one_version(
+    onnx_model: OnnxModel, tmp_path: Path, kind: str
+) -> None:
+    over = threading.Event()
+    seen: set[float] = set()
+    with serving(kind, onnx_model(PAIR), named(tmp_path, "a", "b")) as serves:
+
+        def ask() -> None:
+            before = 0.0
+            while not over.is_set():
+                (a, same), (b, also) = answers(serves)
+                assert a == same == b == also
+                assert a >= before
+                before = a
+                seen.add(a)
+
+        def update(version: int) -> None:
+            serves.update_weights([[tensor([version] * 2), tensor([version] * 2)]])
+
+        update(0)
+        end = time.monotonic() + 20.0
+        with ThreadPoolExecutor(3) as pool:
+            asking = [pool.submit(ask) for _ in range(3)]
+            try:
+                for version in itertools.count(1):
+                    update(version)
+                    if len(seen) >= 30 or time.monotonic() > end:
+                        break
+            finally:
+                over.set()
+            for done in asking:
+                done.result(10.0)
+        assert len(seen) >= 30
+        assert answers(serves) == [[version] * 2] * 2
+
+
+# Sharing.
+
+WIDTH = 64
+SLAVE = """
+import sys
+from pathlib import Path
+import numpy as np
+from mcinfer.errors import WeightAccessError
+from mcinfer.mslite import Model, ModelType
+from tests.process.waiting import wait_until
+
+folder, path = Path(sys.argv[1]), sys.argv[2]
+model = Model()
+print(model.get_model_info("current_pid"), flush=True)
+told = folder / "handle"
+wait_until(told.exists, 20.0)
+sections = {"ascend_context": {"shareable_weight_mem_handle": told.read_text()}}
+try:
+    model.build_from_file(path, ModelType.ONNX, None, "", sections)
+except RuntimeError as exc:
+    print("refused", isinstance(exc, WeightAccessError), exc)
+else:
+    [y] = model.predict([np.ones((1, 64), np.float32)])
+    mapped = "/weights.bin" in Path("/proc/self/maps").read_text()
+    print("shared", mapped, y.get_data_to_numpy().tobytes().hex())
+"""
+
+
+def square(path: Path, seed: int = 0) -> Path:
+    """A model of one matrix, large enough to lie in the prepared model's file of weights."""
+    weight = np.random.default_rng(seed).random((WIDTH, WIDTH), np.float32)
+    shape: list[str | int] = ["batch", WIDTH]
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        "square",
+        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, shape)],
+        [numpy_helper.from_array(weight, "w")],
+    )
+    opsets = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
+    return path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return square(tmp_path / "square.onnx")
+
+
+def owner(path: Path, pids: str) -> Model:
+    return model(path, {"ascend_context": {"shareable_weight_pid_list": pids}})
+
+
+def handle_of(owns: Model) -> str:
+    return owns.get_model_info("shareable_weight_mem_handle")
+
+
+def slave(path: Path, handle: str, **more: str) -> Model:
+    return model(path, {"ascend_context": {"shareable_weight_mem_handle": handle, **more}})
+
+
+def result(serves: Model) -> NDArray[np.float32]:
+    [output] = serves.predict([np.ones((1, WIDTH), np.float32)])
+    return output.get_data_to_numpy()
+
+
+def test_listed_processes_share_the_owners_weights_and_others_are_refused(
+    path: Path, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        listed, also, unlisted = (
+            stack.enter_context(Program(SLAVE, tmp_path, path)) for _ in range(3)
+        )
+        pids = [program.line() for program in (listed, also, unlisted)]
+        assert pids == [str(program.pid) for program in (listed, also, unlisted)]
+        owns = owner(path, f"{pids[0]}, {pids[1]}, 0,")
+        expected = f"shared True {result(owns).tobytes().hex()}"
+        draft = tmp_path / "draft"
+        draft.write_text(handle_of(owns), encoding="ascii")
+        draft.rename(tmp_path / "handle")
+        assert [listed.line(), also.line()] == [expected, expected]
+        refusal = unlisted.line()
+    assert refusal.startswith("refused True build_from_file failed! Error is ")
+    assert f"refused process {pids[2]}" in refusal
+
+
+@pytest.mark.parametrize("text", ["{}", "{},", " {} , 0", "0,{}", "'{}'", "{0}, {0}", "0 {}"])
+def test_forms_of_the_list_of_pids(path: Path, text: str) -> None:
+    owns = owner(path, text.format(os.getpid()))
+    handle = handle_of(owns)
+    assert handle.isdecimal()
+    assert 0 < int(handle) < 2**63
+    np.testing.assert_array_equal(result(slave(path, f" {handle} ")), result(owns))
+
+
+@pytest.mark.parametrize("text", ["12a", "-1", "1;2", "1.0", "all"])
+def test_list_that_is_not_of_pids_fails_the_build(path: Path, text: str) -> None:
+    with pytest.raises(RuntimeError, match=f"shareable_weight_pid_list: got '{text}'"):
+        owner(path, text)
+
+
+@pytest.mark.parametrize("text", ["", "handle", "-5", "1" * 20, "1.5"])
+def test_handle_that_is_no_number_fails_the_build(path: Path, text: str) -> None:
+    with pytest.raises(RuntimeError, match=f"shareable_weight_mem_handle: got '{text}'"):
+        slave(path, text)
+
+
+@pytest.mark.parametrize("handle", ["0", str(2**63), str(10**19 - 1)])
+def test_number_that_can_be_no_handle_fails_the_build(path: Path, handle: str) -> None:
+    with pytest.raises(RuntimeError, match=r"^build_from_file failed! Error is handle: got"):
+        slave(path, handle)
+
+
+def test_process_that_is_not_there_is_warned_of_at_the_users_line(path: Path) -> None:
+    gone = 2**22 + 1  # above pid_max (proc_sys_kernel(5))
+    with pytest.warns(UserWarning, match=f"shareable_weight_pid_list: .*{gone}") as caught:
+        Model().build_from_file(
+            str(path),
+            ModelType.ONNX,
+            config_dict={"ascend_context": {"shareable_weight_pid_list": f"{gone}"}},
+        )
+    assert [item.filename for item in caught] == [__file__]
+
+
+def test_model_that_cannot_be_prepared_cannot_be_shared(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "file"))
+    with pytest.raises(BuildError, match=r"the weights cannot be shared: .*file.* cannot be used"):
+        owner(path, "0")
+
+
+def test_both_entries_at_once_fail_the_build(path: Path) -> None:
+    with pytest.raises(BuildError, match=r"got both, expected one of them$"):
+        slave(path, "1", shareable_weight_pid_list="1")
+
+
+def test_process_that_is_not_listed_is_refused_by_its_pid(path: Path) -> None:
+    owns = owner(path, "0")
+    with pytest.raises(RuntimeError, match=f"refused process {os.getpid()}") as caught:
+        slave(path, handle_of(owns))
+    assert isinstance(caught.value, WeightAccessError)
+    assert str(caught.value).startswith("build_from_file failed! Error is ")
+
+
+def test_weights_of_an_owner_that_is_gone_cannot_be_had(path: Path) -> None:
+    owns = owner(path, str(os.getpid()))
+    handle = handle_of(owns)
+    del owns
+    with pytest.raises(RuntimeError, match=f"weights {handle}") as caught:
+        slave(path, handle)
+    assert isinstance(caught.value, WeightAccessError)
+
+
+def test_weights_of_another_model_are_told_apart(path: Path, tmp_path: Path) -> None:
+    owns = owner(path, str(os.getpid()))
+    other = square(tmp_path / "other.onnx", seed=1)
+    with pytest.raises(BuildError, match="owner's weights are for another model"):
+        slave(other, handle_of(owns))
+    copied = tmp_path / "copied.onnx"
+    copied.write_bytes(path.read_bytes())
+    np.testing.assert_array_equal(result(slave(copied, handle_of(owns))), result(owns))
+
+
+def test_weights_of_a_model_with_other_options_are_told_apart(path: Path, tmp_path: Path) -> None:
+    owns = owner(path, str(os.getpid()))
+    more = named(tmp_path, "w")["ascend_context"]
+    with pytest.raises(BuildError, match="with other options"):
+        slave(path, handle_of(owns), **more)
+
+
+def test_shared_weights_can_be_replaced_in_each_process_by_itself(
+    path: Path, tmp_path: Path
+) -> None:
+    more = named(tmp_path, "w")["ascend_context"]
+    pids = {"shareable_weight_pid_list": str(os.getpid())}
+    owns = model(path, {"ascend_context": {**pids, **more}})
+    serves = slave(path, handle_of(owns), **more)
+    before = result(owns).copy()
+    serves.update_weights([[Tensor(np.zeros((WIDTH, WIDTH), np.float32))]])
+    assert not result(serves).any()
+    np.testing.assert_array_equal(result(owns), before)
+
+
+def test_model_from_memory_is_shared(path: Path) -> None:
+    content, pid = path.read_bytes(), str(os.getpid())
+    owns, serves = Model(), Model()
+    pids = {"ascend_context": {"shareable_weight_pid_list": pid}}
+    owns.build_from_buffer(content, config_dict=pids)
+    handle = {"ascend_context": {"shareable_weight_mem_handle": handle_of(owns)}}
+    serves.build_from_buffer(content, config_dict=handle)
+    np.testing.assert_array_equal(result(serves), result(owns))
+
+
+def test_model_that_does_not_share_has_no_handle(path: Path) -> None:
+    assert handle_of(Model()) == ""
+    assert handle_of(model(path, {})) == ""
+    owns = owner(path, str(os.getpid()))
+    assert handle_of(slave(path, handle_of(owns))) == ""
+
+
+def test_runner_says_that_it_does_not_share(path: Path) -> None:
+    pattern = re.escape("[ascend_context] shareable_weight_pid_list")
+    sections = {"ascend_context": {"shareable_weight_pid_list": "1"}}
+    context = Context()
+    context.parallel.workers_num = 1
+    with ModelParallelRunner() as runner, pytest.warns(UserWarning, match=pattern):
+        runner.init(str(path), RunnerConfig(context, config_info=sections))

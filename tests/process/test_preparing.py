@@ -1,0 +1,304 @@
+"""Pools of prepared models: one entry for all workers, made once, whatever happens to those who make it."""
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import onnx
+import psutil
+import pytest
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper, parser
+
+from mcinfer import EngineOptions, Master
+from mcinfer.prepared.cache import Cache
+from tests.process.scripts import PREAMBLE, Program
+from tests.process.waiting import all_gone, is_alive, pids, wait_for_states, wait_until
+
+ALWAYS = EngineOptions(prepare="always")
+NEVER = EngineOptions(prepare="never")
+
+Array = NDArray[np.float32]
+
+
+def write(path: Path, size: int = 64, seed: int = 1) -> Path:
+    """Save a model of y = x w, with as many rows and columns of weights."""
+    text = f"""<ir_version: 8, opset_import: ["": 17]>
+        dense (float[batch, {size}] x) => (float[batch, {size}] y) {{ y = MatMul(x, w) }}"""
+    made = parser.parse_model(text)
+    weights = np.random.default_rng(seed).random((size, size), np.float32)
+    made.graph.initializer.append(numpy_helper.from_array(weights, "w"))
+    onnx.save(made, path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that takes about a second to prepare, in which much can be done to those who do it: 100 MB."""
+    return write(tmp_path_factory.mktemp("large") / "large.onnx", size=5000)
+
+
+@pytest.fixture
+def small_model(tmp_path: Path) -> Path:
+    return write(tmp_path / "small.onnx")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    """The user's cache, for each test an empty one."""
+    monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "cache"))
+    return Cache.default()
+
+
+def answer(master: Master) -> Array:
+    """What the model makes of some rows."""
+    (spec,) = master.inputs
+    size = spec.shape[1]
+    assert isinstance(size, int)
+    rows = np.random.default_rng(2).random((6, size), np.float32)
+    outputs = master.predict({"x": rows})
+    return np.array(outputs["y"])
+
+
+def answer_of(model: Path, options: EngineOptions, workers: int = 1) -> Array:
+    with Master(model, workers, options=options) as master:
+        return answer(master)
+
+
+def entry(cache: Cache) -> Path:
+    """The folder of the one entry that there is."""
+    (info,) = cache.entries()
+    return cache.folder / info.key
+
+
+def maps(pid: int, path: Path) -> bool:
+    return str(path) in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the master warned of."""
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "mcinfer.master" and record.levelno >= logging.WARNING
+    ]
+
+
+def preparing(root: int) -> list[psutil.Process]:
+    """The processes that prepare a model below this one."""
+    found = []
+    with suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(root).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if "mcinfer.preparing" in process.cmdline():
+                    found.append(process)
+    return found
+
+
+@contextmanager
+def starting(master: Master) -> Iterator[psutil.Process]:
+    """A master that starts in a thread of its own; the process that prepares its model."""
+    thread = threading.Thread(target=master.start)
+    thread.start()
+    try:
+        wait_until(lambda: preparing(os.getpid()))
+        (child,) = preparing(os.getpid())
+        yield child
+    finally:
+        thread.join()
+
+
+# One for all.
+
+
+def test_all_workers_map_one_entry(small_model: Path, cache: Cache) -> None:
+    with Master(small_model, 3, options=ALWAYS) as master:
+        assert all(maps(pid, entry(cache) / "weights.bin") for pid in pids(master))
+        got = answer(master)
+        assert cache.clear()[1] == 1  # it is in use
+    assert np.array_equal(got, answer_of(small_model, NEVER, workers=3))
+    assert cache.clear()[1] == 0
+
+
+def test_worker_in_the_place_of_a_dead_one_maps_the_same_entry(
+    small_model: Path, cache: Cache
+) -> None:
+    with Master(small_model, 1, options=ALWAYS) as master:
+        made = entry(cache).stat()
+        (dead,) = pids(master)
+        os.kill(dead, signal.SIGKILL)
+        wait_until(lambda: pids(master) not in ([], [dead]))
+        wait_for_states(master, "ready")
+        (pid,) = pids(master)
+        assert maps(pid, entry(cache) / "weights.bin")
+        assert entry(cache).stat().st_ino == made.st_ino
+
+
+def test_small_model_is_left_alone(small_model: Path, cache: Cache) -> None:
+    answer_of(small_model, EngineOptions())
+    answer_of(small_model, NEVER)
+    assert not cache.folder.exists()
+
+
+START = """
+import logging
+logging.getLogger("mcinfer.worker").setLevel(logging.INFO)
+options = mcinfer.EngineOptions(prepare="always")
+try:
+    with mcinfer.Master(sys.argv[1], 2, options=options) as master:
+        say("started")
+except KeyboardInterrupt:
+    say("interrupted")
+"""
+
+
+def test_programs_that_start_together_prepare_once(large_model: Path, cache: Cache) -> None:
+    with (
+        Program(PREAMBLE + START, large_model) as first,
+        Program(PREAMBLE + START, large_model) as second,
+    ):
+        wait_until(lambda: preparing(first.pid) or preparing(second.pid))
+        ended = [program.wait() for program in (first, second)]
+    assert [end.out for end in ended] == ["started\n"] * 2
+    told = [
+        line for end in ended for line in end.err.splitlines() if "INFO mcinfer.prepared" in line
+    ]
+    assert len([line for line in told if f": prepared {large_model} (100 MB) in" in line]) == 1
+    assert len([line for line in told if "waiting for another process" in line]) >= 2
+    assert entry(cache)
+
+
+# What goes wrong.
+
+
+def test_child_that_is_killed_costs_the_shared_copy_of_this_start_alone(
+    large_model: Path, cache: Cache, caplog: pytest.LogCaptureFixture
+) -> None:
+    master = Master(large_model, 1, options=ALWAYS)
+    with starting(master) as child:
+        child.kill()
+    try:
+        plain = answer(master)
+    finally:
+        master.close()
+    (warning,) = warnings(caplog)
+    assert f"{large_model}: each process has a copy" in warning
+    assert "ended with status -9" in warning
+    assert cache.entries() == []
+    assert np.array_equal(answer_of(large_model, ALWAYS), plain)
+    assert entry(cache)
+    assert len(warnings(caplog)) == 1
+
+
+def test_worker_that_is_killed_while_it_prepares_takes_the_child_along(
+    large_model: Path, cache: Cache
+) -> None:
+    master = Master(large_model, 1, options=ALWAYS)
+    with starting(master) as child:
+        worker = child.ppid()
+        os.kill(worker, signal.SIGKILL)
+        wait_until(lambda: not is_alive(child.pid), timeout=5.0)
+    try:
+        (pid,) = pids(master)
+        assert pid != worker
+        assert maps(pid, entry(cache) / "weights.bin")
+    finally:
+        master.close()
+    assert [*cache.folder.glob("tmp-*")] == []
+
+
+ENSURE = """
+from mcinfer.prepared.ensuring import ensure_prepared
+try:
+    ensure_prepared(sys.argv[1])
+except KeyboardInterrupt:
+    say("interrupted")
+"""
+
+
+@pytest.mark.parametrize("text", [START, ENSURE], ids=["start", "ensure"])
+def test_ctrl_c_while_a_model_is_prepared_leaves_nothing(
+    large_model: Path, cache: Cache, text: str
+) -> None:
+    with Program(PREAMBLE + text, large_model) as program:
+        wait_until(lambda: [*cache.folder.glob("tmp-*")] and preparing(program.pid))
+        below = [process.pid for process in psutil.Process(program.pid).children(recursive=True)]
+        program.interrupt()
+        ended = program.wait(timeout=5.0)
+        assert (ended.status, ended.out) == (0, "interrupted\n")
+        assert "Traceback" not in ended.err
+        wait_until(lambda: all_gone(below), timeout=5.0)
+    assert cache.entries() == []
+    cache.evict()  # what is left of it goes with the next entry that is made
+    assert {*os.listdir(cache.folder)} == {"sources"}
+
+
+def test_cache_that_cannot_be_used_is_warned_of_once(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MCINFER_CACHE", str(small_model / "cache"))
+    got = answer_of(small_model, ALWAYS, workers=3)
+    (warning,) = warnings(caplog)
+    assert warning.startswith(f"{small_model}: each process has a copy of the weights of its own: ")
+    assert str(small_model / "cache") in warning
+    assert np.array_equal(got, answer_of(small_model, NEVER, workers=3))
+
+
+def test_model_that_cannot_be_prepared_is_warned_of_once_and_tried_once(
+    tmp_path: Path, cache: Cache, caplog: pytest.LogCaptureFixture
+) -> None:
+    # A sparse weight, which the runtime (1.31) does not know how to save.
+    text = """<ir_version: 8, opset_import: ["": 17]>
+        sparse (float[batch, 32] x) => (float[batch, 64] y) { y = MatMul(x, w) }"""
+    made = parser.parse_model(text)
+    values = numpy_helper.from_array(np.arange(600, dtype=np.float32), "w")
+    places = numpy_helper.from_array(np.arange(0, 1200, 2), "places")
+    made.graph.sparse_initializer.append(helper.make_sparse_tensor(values, places, [32, 64]))
+    onnx.save(made, tmp_path / "sparse.onnx")
+    expected = answer_of(tmp_path / "sparse.onnx", NEVER)
+    for count in (1, 2):
+        assert np.array_equal(answer_of(tmp_path / "sparse.onnx", ALWAYS, workers=3), expected)
+        assert len(warnings(caplog)) == count
+        assert "sparse.onnx" in caplog.text
+        assert "it cannot be prepared: onnxruntime: " in caplog.text
+    assert entry(cache)
+
+
+@pytest.mark.parametrize("name", ["weights.bin", "model.onnx"])
+def test_damaged_entry_is_made_anew(small_model: Path, cache: Cache, name: str) -> None:
+    expected = answer_of(small_model, ALWAYS)
+    damaged = entry(cache) / name
+    damaged.chmod(0o600)
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    damaged.chmod(0o400)
+    assert np.array_equal(answer_of(small_model, ALWAYS, workers=2), expected)
+    assert (entry(cache) / name).read_bytes() != content
+
+
+def test_model_that_was_changed_is_prepared_anew(small_model: Path, cache: Cache) -> None:
+    before = answer_of(small_model, ALWAYS)
+    write(small_model, seed=3)
+    after = answer_of(small_model, ALWAYS)
+    assert not np.array_equal(before, after)
+    assert np.array_equal(after, answer_of(small_model, NEVER))
+    assert len(cache.entries()) == 2
+
+
+def test_statistics_know_nothing_of_it(small_model: Path) -> None:
+    prepare: Literal["always", "never"]
+    kept = []
+    for prepare in ("always", "never"):
+        with Master(small_model, 2, options=EngineOptions(prepare=prepare)) as master:
+            specs = master.inputs, master.outputs
+            answer(master)
+            statistics = master.statistics()
+            kept.append((specs, statistics.accepted, statistics.succeeded, statistics.failed))
+    assert kept[0] == kept[1]

@@ -1,0 +1,789 @@
+"""Tests of mcinfer/engines/preparation.py with ONNX Runtime: prepared models compute what they did before."""
+
+import json
+import logging
+import mmap
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper, parser
+
+from mcinfer.config import EngineOptions
+from mcinfer.engines._onnxruntime import OnnxRuntimeEngine
+from mcinfer.engines.base import Engine
+from mcinfer.errors import BuildError
+from mcinfer.prepared.cache import Cache, Held, entry_key
+from mcinfer.prepared.child import ChildFailedError, run_child
+from mcinfer.prepared.ensuring import ensure_prepared
+from tests.test_engines import buffer, content, open_ort
+
+FOLDER_KEY = "session.model_external_initializers_file_folder_path"
+BATCHES = (1, 2, 5)
+
+Array = NDArray[Any]
+Weights = Mapping[str, Array]
+Model = tuple[str, Weights]
+"""A graph in ONNX's text format, and the weights that it names."""
+
+HEADER = '<ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]>\n'
+
+
+def numbers(*shape: int, seed: int = 1) -> Array:
+    """Weights that keep sums over all but the first axis near 1."""
+    random = np.random.default_rng([seed, *shape])
+    scale = np.sqrt(np.prod(shape[1:])) if len(shape) > 1 else 1
+    return (random.standard_normal(shape) / scale).astype(np.float32)
+
+
+def whole(low: int, high: int, *shape: int) -> Array:
+    return np.random.default_rng(1).integers(low, high, shape)
+
+
+def scalar(value: float, dtype: Any = np.float32) -> Array:
+    return np.array(value, dtype)
+
+
+MATMUL: Model = (
+    "g (float[batch, 64] x) => (float[batch, 96] y) { a = MatMul(x, w)  y = Add(a, b) }",
+    {"w": numbers(64, 96), "b": numbers(96)},
+)
+GEMM: Model = (
+    "g (float[batch, 64] x) => (float[batch, 96] y) { y = Gemm<transB = 1, alpha = 0.7>(x, w, b) }",
+    {"w": numbers(96, 64), "b": numbers(96)},
+)
+CONV: Model = (
+    """g (float[batch, 16, 12, 12] x) => (float[batch, 32, 12, 12] y) {
+        a = Conv<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>(x, w, b)
+        r = Relu(a)
+        y = Conv<kernel_shape = [1, 1]>(r, w2)
+    }""",
+    {"w": numbers(32, 16, 3, 3), "b": numbers(32), "w2": numbers(32, 32, 1, 1)},
+)
+LSTM: Model = (
+    """g (float[7, batch, 24] x) => (float[7, 1, batch, 32] y) {
+        y, h, c = LSTM<hidden_size = 32>(x, w, r, b)
+    }""",
+    {"w": numbers(1, 128, 24), "r": numbers(1, 128, 32), "b": numbers(1, 256)},
+)
+ATTENTION: Model = (
+    """g (float[batch, 9, 64] x) => (float[batch, 9, 64] y) {
+        mq = MatMul(x, wq)  aq = Add(mq, bq)  rq = Reshape(aq, heads)
+        mk = MatMul(x, wk)  ak = Add(mk, bk)  rk = Reshape(ak, heads)
+        mv = MatMul(x, wv)  av = Add(mv, bv)  rv = Reshape(av, heads)
+        q = Transpose<perm = [0, 2, 1, 3]>(rq)
+        k = Transpose<perm = [0, 2, 3, 1]>(rk)
+        v = Transpose<perm = [0, 2, 1, 3]>(rv)
+        s = MatMul(q, k)  d = Div(s, four)  p = Softmax<axis = -1>(d)
+        c = MatMul(p, v)  t = Transpose<perm = [0, 2, 1, 3]>(c)  j = Reshape(t, joined)
+        o = MatMul(j, wo)  y = Add(o, bo)
+    }""",
+    {
+        **{f"w{name}": numbers(64, 64, seed=ord(name)) for name in "qkvo"},
+        **{f"b{name}": numbers(64, seed=ord(name)) for name in "qkvo"},
+        "heads": np.array([0, 0, 4, 16]),
+        "joined": np.array([0, 0, 64]),
+        "four": scalar(4),
+    },
+)
+
+# The runtime (1.31) saves the sizes of the parts outside of the graph, where its shape inference cannot read
+# them when it loads the graph again, unless it is told to keep larger ones inside.
+SPLIT: Model = (
+    f"""g (float[batch, 200] x) => (float[batch, 200] y) {{
+        {", ".join(f"o{i}" for i in range(200))} = Split<axis = 1>(x, ones)
+        y = Concat<axis = 1>({", ".join(f"o{i}" for i in reversed(range(200)))})
+    }}""",
+    {"ones": np.ones(200, np.int64)},
+)
+
+MODELS: dict[str, Model] = {
+    "a large shape": SPLIT,
+    "matmul": MATMUL,
+    "gemm": GEMM,
+    "conv": CONV,
+    "lstm": LSTM,
+    "attention written out": ATTENTION,
+    "depthwise and grouped conv": (
+        """g (float[batch, 32, 12, 12] x) => (float[batch, 64, 10, 10] y) {
+            a = Conv<kernel_shape = [3, 3], pads = [1, 1, 1, 1], group = 32>(x, w)
+            r = Clip(a, zero, six)
+            y = Conv<kernel_shape = [3, 3], group = 4>(r, w2)
+        }""",
+        {
+            "w": numbers(32, 1, 3, 3),
+            "w2": numbers(64, 8, 3, 3),
+            "zero": scalar(0),
+            "six": scalar(6),
+        },
+    ),
+    "transposed conv": (
+        """g (float[batch, 16, 6, 6] x) => (float[batch, 8, 13, 13] y) {
+            y = ConvTranspose<strides = [2, 2]>(x, w)
+        }""",
+        {"w": numbers(16, 8, 3, 3)},
+    ),
+    "gru": (
+        """g (float[7, batch, 24] x) => (float[7, 1, batch, 32] y) {
+            y, h = GRU<hidden_size = 32, linear_before_reset = 1>(x, w, r, b)
+        }""",
+        {"w": numbers(1, 96, 24), "r": numbers(1, 96, 32), "b": numbers(1, 192)},
+    ),
+    "quantized as it runs": (
+        """g (float[batch, 64] x) => (float[batch, 96] y) {
+            xq, xs, xz = DynamicQuantizeLinear(x)
+            a = MatMulInteger(xq, w, xz, wz)
+            f = Cast<to = 1>(a)
+            s = Mul(xs, ws)
+            y = Mul(f, s)
+        }""",
+        {
+            "w": whole(-127, 127, 64, 96).astype(np.int8),
+            "wz": scalar(0, np.int8),
+            "ws": scalar(0.01),
+        },
+    ),
+    "quantized before": (
+        """g (float[batch, 64] x) => (float[batch, 96] y) {
+            xq = QuantizeLinear(x, xs, z)
+            xd = DequantizeLinear(xq, xs, z)
+            wd = DequantizeLinear(w, ws, wz)
+            a = MatMul(xd, wd)
+            aq = QuantizeLinear(a, as, z)
+            y = DequantizeLinear(aq, as, z)
+        }""",
+        {
+            "w": whole(-127, 127, 64, 96).astype(np.int8),
+            "wz": scalar(0, np.int8),
+            "ws": scalar(0.01),
+            "xs": scalar(0.02),
+            "as": scalar(0.05),
+            "z": scalar(128, np.uint8),
+        },
+    ),
+    "four bits": (
+        """g (float[batch, 64] x) => (float[batch, 96] y) {
+            y = com.microsoft.MatMulNBits<K = 64, N = 96, bits = 4, block_size = 32>(x, w, s)
+        }""",
+        {
+            "w": whole(0, 255, 96, 2, 16).astype(np.uint8),
+            "s": np.linspace(0.001, 0.02, 192, dtype=np.float32),
+        },
+    ),
+    "attention in one": (
+        """g (float[batch, 9, 64] x) => (float[batch, 9, 64] y) {
+            y = com.microsoft.Attention<num_heads = 4>(x, w, b)
+        }""",
+        {"w": numbers(64, 192), "b": numbers(192)},
+    ),
+    "float16": (
+        """g (float16[batch, 64] x) => (float16[batch, 96] y) {
+            a = MatMul(x, w)
+            s = Add(a, b)
+            y = Relu(s)
+        }""",
+        {"w": numbers(64, 96).astype(np.float16), "b": numbers(96).astype(np.float16)},
+    ),
+    "weights of a loop, and outside of it": (
+        """g (float[batch, 32] x) => (float[batch, 32] y) {
+            y = Loop<body = b (int64 i, bool go, float[batch, 32] v) => (bool go_on, float[batch, 32] n) {
+                go_on = Identity(go)
+                m = MatMul(v, inner)
+                n = MatMul(m, w)
+            }>(three, , x)
+        }""",
+        {"inner": numbers(32, 32), "w": numbers(32, 32, seed=2), "three": scalar(3, np.int64)},
+    ),
+    "large constant of which shapes are made": (
+        """g (float[batch, 20] x) => (float[rows, columns] y) {
+            rows = Shape<start = 0, end = 1>(x)
+            columns = Gather(sizes, rows)
+            shape = Concat<axis = 0>(rest, columns)
+            y = Reshape(x, shape)
+        }""",
+        {"sizes": np.resize([4, 5, 10, 20], 200), "rest": np.array([-1])},
+    ),
+    "large constant that is a shape": (
+        """g (float[batch, 4] x) => (float[batch, 4] y) {
+            zeros = ConstantOfShape(ones)
+            zero = ReduceSum<keepdims = 0>(zeros)
+            y = Add(x, zero)
+        }""",
+        {"ones": np.ones(200, np.int64)},
+    ),
+    "no weights": ("g (float[batch, 64] x) => (float[batch, 64] y) { y = Relu(x) }", {}),
+    "nothing to do": ("g (float[batch, 64] x) => (float[batch, 64] y) { y = Identity(x) }", {}),
+    "weight that is an output": (
+        """g (float[batch, 4] x) => (float[batch, 4] y, float[2, 300] w) {
+            s = Shape(x)
+            y = ConstantOfShape<value = float[1] {2.5}>(s)
+        }""",
+        {"w": numbers(2, 300)},
+    ),
+    "function of the model's own": (
+        """g (float[batch, 64] x) => (float[batch, 96] y) { y = own.dense(x, w) }
+        <opset_import: ["": 17], domain: "own"> dense (a, b) => (c) { m = MatMul(a, b)  c = Relu(m) }""",
+        {"w": numbers(64, 96)},
+    ),
+    "a sequence and an optional": (
+        """g (float[batch, 64] x) => (float[all, 64] y) {
+            s = SequenceConstruct(x, w)
+            o = Optional(s)
+            e = OptionalGetElement(o)
+            y = ConcatFromSequence<axis = 0>(e)
+        }""",
+        {"w": numbers(9, 64)},
+    ),
+}
+
+
+def write(path: Path, model: Model, **replaced: Array) -> str:
+    """Save a model, some of its weights replaced, and give its path."""
+    text, weights = model
+    header = HEADER.replace("]>", ', "own": 1]>') if "own." in text else HEADER
+    made = parser.parse_model(header + text)
+    inner = [a.g for node in made.graph.node for a in node.attribute if a.HasField("g")]
+    for name, array in {**weights, **replaced}.items():
+        graph = inner[0] if name == "inner" else made.graph
+        graph.initializer.append(numpy_helper.from_array(array, name))
+    onnx.save(made, path)
+    return str(path)
+
+
+def write_sparse(path: Path) -> str:
+    """A model with a sparse weight, which the runtime (1.31) does not know how to save."""
+    text = HEADER + "g (float[batch, 32] x) => (float[batch, 64] y) { y = MatMul(x, w) }"
+    made = parser.parse_model(text)
+    values = numpy_helper.from_array(numbers(600), "w")
+    places = numpy_helper.from_array(np.arange(0, 1200, 2), "places")
+    made.graph.sparse_initializer.append(helper.make_sparse_tensor(values, places, [32, 64]))
+    onnx.save(made, path)
+    return str(path)
+
+
+def outside(path: Path, location: str) -> str:
+    """Move the weights of a model out of it, to a place beside it."""
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location=location)
+    assert (path.parent / location).stat().st_size > 1024
+    return str(path)
+
+
+def results(engine: Engine, batch: int = 2, **weights: Array) -> list[Array]:
+    """What an engine makes of so many rows, with its own weights or some in their place."""
+    (spec,) = engine.spec.inputs
+    shape = [batch if isinstance(size, str) else size for size in spec.shape]
+    random = np.random.default_rng(batch)
+    x = random.standard_normal([size or 1 for size in shape]).astype(spec.dtype)
+    given = [buffer("x", x), *(buffer(name, array) for name, array in weights.items())]
+    return [content(item) for item in engine.bind(given, []).execute()]
+
+
+def assert_same(engine: Engine, other: Engine) -> None:
+    """Fail unless both make the same of the same, to the last bit."""
+    assert engine.spec == other.spec
+    for batch in BATCHES:
+        got, expected = results(engine, batch), results(other, batch)
+        assert [(a.shape, a.dtype) for a in got] == [(a.shape, a.dtype) for a in expected]
+        assert [a.tobytes() for a in got] == [a.tobytes() for a in expected]
+        assert any(a.any() for a in got)
+
+
+def held(engine: Engine) -> Held | None:
+    assert isinstance(engine, OnnxRuntimeEngine)
+    return engine.held
+
+
+def entry(engine: Engine) -> Path:
+    """The folder of the prepared model that an engine maps."""
+    prepared = held(engine)
+    assert prepared is not None, engine.notes
+    assert engine.notes == ()
+    return prepared.folder
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    """The user's cache, for each test an empty one."""
+    monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "cache"))
+    return Cache.default()
+
+
+@contextmanager
+def without_children() -> Iterator[None]:
+    """Nothing can be prepared in here: what is, was before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", "/nowhere/python")
+        yield
+
+
+# The same results.
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prepared_model_computes_the_same_bits(tmp_path: Path, cache: Cache, name: str) -> None:
+    model = write(tmp_path / "model.onnx", MODELS[name])
+    engine = open_ort(model, prepare="always")
+    assert [info.key for info in cache.entries()] == [entry(engine).name]
+    assert_same(engine, open_ort(model))
+
+
+def test_weights_of_a_prepared_model_are_mapped(tmp_path: Path) -> None:
+    engine = open_ort(write(tmp_path / "model.onnx", MATMUL), prepare="always")
+    assert str(entry(engine) / "weights.bin") in Path("/proc/self/maps").read_text()
+
+
+def test_prepared_model_with_external_data_computes_the_same_bits(tmp_path: Path) -> None:
+    write(tmp_path / "model.onnx", ATTENTION)
+    model = outside(tmp_path / "model.onnx", "weights.data")
+    engine = open_ort(model, prepare="always")
+    assert entry(engine)
+    assert_same(engine, open_ort(model))
+
+
+def test_changed_external_data_is_another_model(tmp_path: Path) -> None:
+    model = tmp_path / "model.onnx"
+    write(model, MATMUL)
+    outside(model, "weights.data")
+    before = open_ort(str(model), prepare="always")
+    write(model, MATMUL, w=numbers(64, 96, seed=2))
+    outside(model, "weights.data")
+    after = open_ort(str(model), prepare="always")
+    assert entry(before) != entry(after)
+    assert_same(after, open_ort(str(model)))
+
+
+def test_folder_of_external_data_may_be_another_one(tmp_path: Path) -> None:
+    write(tmp_path / "model.onnx", GEMM)
+    model = outside(tmp_path / "model.onnx", "weights.data")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "weights.data").rename(tmp_path / "elsewhere" / "weights.data")
+    config = {FOLDER_KEY: str(tmp_path / "elsewhere")}
+    engine = open_ort(model, prepare="always", session_config=config)
+    assert entry(engine)
+    assert_same(engine, open_ort(model, session_config=config))
+    with without_children():  # where they lay changes nothing in what was prepared
+        (tmp_path / "elsewhere" / "weights.data").rename(tmp_path / "weights.data")
+        assert entry(open_ort(model, prepare="always")) == entry(engine)
+
+
+@pytest.mark.parametrize("process", ["self", str(os.getpid())])
+def test_model_in_memory_is_prepared_too(tmp_path: Path, process: str) -> None:
+    path = Path(write(tmp_path / "model.onnx", MATMUL))
+    fd = os.memfd_create("model")
+    try:
+        os.write(fd, path.read_bytes())
+        engine = open_ort(f"/proc/{process}/fd/{fd}", prepare="always")
+        assert entry(engine)
+    finally:
+        os.close(fd)
+    assert_same(engine, open_ort(str(path)))
+
+
+def test_engines_of_one_model_map_one_entry_until_the_last_is_gone(
+    tmp_path: Path, cache: Cache
+) -> None:
+    model = write(tmp_path / "model.onnx", MATMUL)
+    first = open_ort(model, prepare="always")
+    with without_children():
+        second = open_ort(model, prepare="always", threads=2)
+    assert entry(first) == entry(second)
+    del first
+    assert cache.clear()[1] == 1
+    del second
+    assert cache.clear()[1] == 0
+    assert cache.entries() == []
+
+
+# When it is prepared.
+
+
+@pytest.mark.parametrize("prepare", ["auto", "never"])
+def test_small_model_is_prepared_on_demand_only(tmp_path: Path, cache: Cache, prepare: str) -> None:
+    engine = open_ort(write(tmp_path / "model.onnx", MATMUL), prepare=prepare)
+    assert (held(engine), engine.notes) == (None, ())
+    assert not cache.folder.exists()
+
+
+def test_large_model_is_prepared_by_itself_wherever_its_weights_lie(tmp_path: Path) -> None:
+    size = 2100
+    text = f"g (float[batch, {size}] x) => (float[batch, {size}] y) {{ y = MatMul(x, w) }}"
+    write(tmp_path / "model.onnx", (text, {"w": numbers(size, size)}))
+    model = outside(tmp_path / "model.onnx", "weights.data")
+    engine = open_ort(model, prepare="auto")
+    assert entry(engine)
+    assert_same(engine, open_ort(model))
+
+
+def test_model_that_cannot_be_prepared_is_loaded_as_it_is_and_not_tried_again(
+    tmp_path: Path, cache: Cache
+) -> None:
+    model = write_sparse(tmp_path / "model.onnx")
+    engine = open_ort(model, prepare="always")
+    assert held(engine) is None
+    (note,) = engine.notes
+    assert "it cannot be prepared: onnxruntime: " in note
+    assert_same(engine, open_ort(model))
+    with without_children():
+        assert open_ort(model, prepare="always").notes == engine.notes
+    assert len(cache.entries()) == 1
+
+
+def test_model_in_the_runtimes_own_format_is_loaded_as_it_is(tmp_path: Path) -> None:
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "model.ort")
+    options.add_session_config_entry("session.save_model_format", "ORT")
+    model = write(tmp_path / "model.onnx", GEMM)
+    ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    for prepare, notes in (("auto", 0), ("always", 1)):
+        engine = open_ort(str(tmp_path / "model.ort"), prepare=prepare)
+        assert held(engine) is None
+        assert len(engine.notes) == notes
+        assert all("expected an ONNX model" in note for note in engine.notes)
+        assert_same(engine, open_ort(model))
+    with pytest.raises(BuildError, match="expected an ONNX model"):
+        ensure_prepared(tmp_path / "model.ort")
+
+
+def test_failure_of_the_moment_is_told_and_not_remembered(tmp_path: Path, cache: Cache) -> None:
+    model = write(tmp_path / "model.onnx", MATMUL)
+    with without_children():
+        engine = open_ort(model, prepare="always")
+    assert held(engine) is None
+    assert "/nowhere/python" in engine.notes[0]
+    assert cache.entries() == []
+    assert entry(open_ort(model, prepare="always"))
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """This process, and those that it starts, can write so many bytes to a file, as with a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [16384, 64])
+def test_disk_that_is_full_is_told_and_not_remembered(
+    tmp_path: Path, cache: Cache, size: int
+) -> None:
+    model = write(tmp_path / "model.onnx", MATMUL)
+    with files_of_at_most(size):
+        engine = open_ort(model, prepare="always")
+    assert held(engine) is None
+    assert str(cache.folder) in engine.notes[0]
+    assert_same(engine, open_ort(model))
+    assert cache.entries() == []
+    assert entry(open_ort(model, prepare="always"))
+
+
+@pytest.mark.parametrize(("prepare", "notes"), [("auto", 0), ("always", 1)])
+def test_cache_that_cannot_be_used_is_told_where_it_was_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepare: str, notes: int
+) -> None:
+    model = write(tmp_path / "model.onnx", MATMUL)
+    monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "model.onnx" / "cache"))
+    engine = open_ort(model, prepare=prepare)
+    assert held(engine) is None
+    assert len(engine.notes) == notes
+    assert all("model.onnx/cache" in note for note in engine.notes)
+    assert_same(engine, open_ort(model))
+
+
+def test_user_without_a_home_gets_the_plain_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MCINFER_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # nobody in /etc/passwd either
+    engine = open_ort(write(tmp_path / "model.onnx", MATMUL), prepare="always")
+    assert held(engine) is None
+    assert "no place for the cache" in engine.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [(None, "doesn't exist"), (b"hello", "model.onnx")],
+    ids=["missing", "garbage"],
+)
+def test_what_is_no_model_is_refused_in_the_runtimes_words(
+    tmp_path: Path, cache: Cache, data: bytes | None, text: str
+) -> None:
+    path = tmp_path / "model.onnx"
+    if data is not None:
+        path.write_bytes(data)
+    with pytest.raises(BuildError, match=f"^onnxruntime: .*{text}"):
+        open_ort(str(path), prepare="always")
+    assert cache.entries() == []
+
+
+def test_one_line_tells_of_each_preparation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mcinfer.prepared")
+    model = write(tmp_path / "model.onnx", MATMUL)
+    for _ in range(2):
+        assert entry(open_ort(model, prepare="always"))
+    (line,) = caplog.messages
+    assert line.startswith(f"prepared {model} (0 MB) in ")
+
+
+def test_nothing_is_printed_by_the_runtime(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "model.onnx", MATMUL)
+    model = outside(tmp_path / "model.onnx", "weights.data")
+    config = {
+        FOLDER_KEY: str(tmp_path),
+        "session.force_spinning_stop": "0",
+        "session.intra_op.allow_spinning": "0",
+    }
+    for prepare in ("always", "never"):
+        engine = open_ort(
+            model,
+            prepare=prepare,
+            shared_cores=True,
+            session_config=config,
+            variable_weights=("w",),
+        )
+        assert results(engine)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_child_that_ends_before_it_was_told_what_to_do_is_a_failure_of_the_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    more_than_a_pipe_takes = "x" * (1 << 20)
+    with pytest.raises(ChildFailedError, match="ended with status"):
+        run_child({"task": more_than_a_pipe_takes}, lambda _: None)
+
+
+# Replaceable weights.
+
+REPLACED: dict[str, tuple[Model, tuple[str, ...]]] = {
+    "matmul": (MATMUL, ("w", "b")),
+    "gemm": (GEMM, ("b", "w")),
+    "conv": (CONV, ("w",)),
+    "lstm": (LSTM, ("r",)),
+    "attention": (ATTENTION, ("wq", "wo")),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_replaced_weights_give_what_a_model_with_them_gives(tmp_path: Path, name: str) -> None:
+    (text, constants), names = REPLACED[name]
+    model = write(tmp_path / "model.onnx", (text, constants))
+    engine = open_ort(model, prepare="always", variable_weights=names)
+    assert entry(engine)
+    assert [(w.name, w.shape) for w in engine.weights] == [(n, constants[n].shape) for n in names]
+    plain = open_ort(model, variable_weights=names)
+    assert_same(engine, plain)
+    weights = {name: 2 * constants[name] for name in names}
+    other = open_ort(write(tmp_path / "other.onnx", (text, {**constants, **weights})))
+    for batch in BATCHES:
+        (default,), (expected,) = results(engine, batch), results(open_ort(model), batch)
+        assert_near(default, expected)
+        (got,), (expected,) = results(engine, batch, **weights), results(other, batch)
+        assert_near(got, expected)
+        assert np.array_equal(got, results(plain, batch, **weights)[0])
+        assert not np.allclose(got, default, rtol=1e-2, atol=1e-4)
+
+
+def assert_near(got: Array, expected: Array) -> None:
+    """Constant weights are packed for vectors, replaceable ones are not: sums come in another order."""
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_replaceable_weights_may_lie_outside_of_the_model(tmp_path: Path) -> None:
+    write(tmp_path / "model.onnx", MATMUL)
+    model = outside(tmp_path / "model.onnx", "weights.data")
+    engine = open_ort(model, prepare="always", variable_weights=("w",))
+    assert entry(engine)
+    assert_near(results(engine)[0], results(open_ort(model))[0])
+    (got,) = results(engine, w=np.zeros((64, 96), np.float32))
+    assert np.array_equal(got, np.broadcast_to(MATMUL[1]["b"], (2, 96)))
+
+
+def test_models_with_other_replaceable_weights_are_prepared_apart(tmp_path: Path) -> None:
+    model = write(tmp_path / "model.onnx", MATMUL)
+    with_w, with_b, with_none = (
+        open_ort(model, prepare="always", variable_weights=names) for names in (("w",), ("b",), ())
+    )
+    assert len({entry(engine) for engine in (with_w, with_b, with_none)}) == 3
+
+
+def test_unknown_weight_is_a_build_error_that_names_it(tmp_path: Path) -> None:
+    model = write(tmp_path / "model.onnx", ATTENTION)
+    with pytest.raises(BuildError, match=r"got \['wqq'\], expected .* such as .*'wq'"):
+        open_ort(model, prepare="always", variable_weights=("wqq",))
+
+
+def write_with_inputs(path: Path, ir_version: int) -> str:
+    """Save a model whose weights are among its inputs, as they had to be up to IR version 3."""
+    made = onnx.load(write(path, MATMUL))
+    made.ir_version = ir_version
+    made.graph.input.extend(
+        helper.make_tensor_value_info(w.name, w.data_type, w.dims) for w in made.graph.initializer
+    )
+    onnx.save(made, path)
+    return str(path)
+
+
+@pytest.mark.parametrize("ir_version", [3, 4, 8])
+def test_weights_may_be_inputs_as_well(tmp_path: Path, ir_version: int) -> None:
+    model = write_with_inputs(tmp_path / "model.onnx", ir_version)
+    engine = open_ort(model, prepare="always")
+    assert entry(engine)
+    assert engine.weights == ()
+    assert_same(engine, open_ort(model))
+
+
+def test_weights_of_an_old_model_cannot_be_replaced(tmp_path: Path) -> None:
+    model = write_with_inputs(tmp_path / "model.onnx", ir_version=3)
+    with pytest.raises(BuildError, match="got IR version 3, expected 4 or more"):
+        open_ort(model, prepare="always", variable_weights=("w",))
+
+
+# Prepared models that are opened as such.
+
+
+def test_prepared_model_can_be_opened_by_its_path(
+    tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = write(tmp_path / "model.onnx", CONV)
+    folder = entry(open_ort(plain, prepare="always"))
+    with without_children():
+        for prepare in ("never", "auto", "always"):
+            engine = open_ort(str(folder / "model.onnx"), prepare=prepare)
+            assert entry(engine) == folder
+        monkeypatch.chdir(folder)
+        assert entry(open_ort("model.onnx")) == folder
+    assert_same(engine, open_ort(plain))
+    assert len(cache.entries()) == 1
+    assert cache.clear()[1] == 1
+
+
+def copied(store: Cache, folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """An entry with the files of another one, and other facts."""
+    facts = json.loads((folder / "manifest.json").read_bytes())["facts"]
+    change(facts)
+
+    def fill(draft: Path, _: int) -> None:
+        for path in folder.iterdir():
+            if path.name != "manifest.json":
+                shutil.copy(path, draft / path.name)
+
+    made = store.make(entry_key(facts), facts, fill, wait=0)
+    made.close()
+    return made.folder
+
+
+@pytest.mark.parametrize("fact", ["engine", "cpu"])
+def test_model_that_was_prepared_elsewhere_is_refused(
+    tmp_path: Path, cache: Cache, fact: str
+) -> None:
+    folder = entry(open_ort(write(tmp_path / "model.onnx", MATMUL), prepare="always"))
+    here = json.loads((folder / "manifest.json").read_bytes())["facts"][fact]
+    other = copied(cache, folder, lambda facts: facts.update({fact: "another one"}))
+    with pytest.raises(BuildError, match=f"for {fact} another one, here is {here}"):
+        open_ort(str(other / "model.onnx"))
+    assert cache.clear()[1] == 0
+
+
+def test_prepared_model_has_the_replaceable_weights_that_it_was_prepared_with(
+    tmp_path: Path,
+) -> None:
+    plain = write(tmp_path / "model.onnx", MATMUL)
+    for names in ((), ("b",)):
+        prepared = entry(open_ort(plain, prepare="always", variable_weights=names)) / "model.onnx"
+        with pytest.raises(BuildError, match=r"variable_weights: got \['w'\]") as caught:
+            open_ort(str(prepared), variable_weights=("w",))
+        assert f"expected some of {[*names]}" in str(caught.value)
+    engine = open_ort(str(prepared), variable_weights=("b",))
+    assert [spec.name for spec in engine.weights] == ["b"]
+
+
+def test_prepared_model_that_was_damaged_is_not_opened(tmp_path: Path) -> None:
+    folder = entry(open_ort(write(tmp_path / "model.onnx", MATMUL), prepare="always"))
+    weights = folder / "weights.bin"
+    weights.chmod(0o600)
+    with weights.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
+        data[0] ^= 1
+    weights.chmod(0o400)
+    with pytest.raises(BuildError, match=f"{folder.name} is no sound prepared model"):
+        open_ort(str(folder / "model.onnx"))
+
+
+def test_prepared_model_whose_folder_was_renamed_is_refused(tmp_path: Path) -> None:
+    folder = entry(open_ort(write(tmp_path / "model.onnx", MATMUL), prepare="always"))
+    moved = tmp_path / "moved" / "unet"
+    moved.parent.mkdir(mode=0o700)
+    shutil.copytree(folder, moved)
+    with pytest.raises(BuildError, match=r"moved/unet: key: got 'unet'"):
+        open_ort(str(moved / "model.onnx"))
+
+
+def test_file_of_the_users_that_is_named_alike_makes_no_prepared_model(tmp_path: Path) -> None:
+    model = write(tmp_path / "model.onnx", MATMUL)
+    (tmp_path / "about.json").write_text("{}")
+    for prepare in ("never", "always"):
+        assert results(open_ort(model, prepare=prepare))
+
+
+# For processes that import no engine.
+
+
+def test_ensured_model_is_in_the_cache_and_is_made_once(tmp_path: Path, cache: Cache) -> None:
+    model = write(tmp_path / "model.onnx", MATMUL)
+    told: list[Mapping[str, Any]] = []
+    first = ensure_prepared(model, EngineOptions(variable_weights=["w"]), told.append)
+    assert told
+    assert all({*tick} == {"seconds", "written", "bytes"} for tick in told)
+    assert told[-1]["bytes"] == os.path.getsize(model)
+    assert told[-1]["written"] > 0
+    told.clear()
+    second = ensure_prepared(model, EngineOptions(variable_weights=["w"]), told.append)
+    assert first.folder == second.folder
+    assert told == []
+    with without_children():
+        engine = open_ort(model, prepare="always", variable_weights=("w",))
+        assert entry(engine) == first.folder
+    for one in (first, second):
+        one.close()
+    del engine
+    assert cache.clear()[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [(None, "doesn't exist"), (b"hello", "onnxruntime: ")],
+    ids=["missing", "garbage"],
+)
+def test_what_is_no_model_cannot_be_ensured(tmp_path: Path, data: bytes | None, text: str) -> None:
+    path = tmp_path / "letter.onnx"
+    if data is not None:
+        path.write_bytes(data)
+    with pytest.raises(BuildError, match=text) as caught:
+        ensure_prepared(path)
+    assert "letter.onnx" in str(caught.value)
+
+
+def test_model_that_cannot_be_prepared_cannot_be_ensured(tmp_path: Path) -> None:
+    model = write_sparse(tmp_path / "model.onnx")
+    with pytest.raises(BuildError, match="it cannot be prepared: onnxruntime: ") as caught:
+        ensure_prepared(model)
+    assert model in str(caught.value)
