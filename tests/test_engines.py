@@ -22,7 +22,7 @@ from onnx import TensorProto, helper
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
 from mcinfer.config import Device
-from mcinfer.engines import _onnxruntime, open_engine
+from mcinfer.engines import _onnxruntime, _onnxruntime_sessions, open_engine
 from mcinfer.engines.base import (
     Buffer,
     Engine,
@@ -612,11 +612,13 @@ def test_every_exception_of_the_runtime_is_in_exactly_one_table() -> None:
         if isinstance(value, type) and issubclass(value, Exception)
     }
     assert len(theirs) >= 10
-    invalid, failed = set(_onnxruntime._INVALID), set(_onnxruntime._FAILED)
+    invalid, failed = set(_onnxruntime_sessions.INVALID), set(_onnxruntime_sessions.FAILED)
     assert not invalid & failed
     assert theirs <= invalid | failed
     assert invalid | failed <= theirs | {RuntimeError, ValueError}
-    assert len(_onnxruntime._INVALID) + len(_onnxruntime._FAILED) == len(invalid | failed)
+    assert len(_onnxruntime_sessions.INVALID) + len(_onnxruntime_sessions.FAILED) == len(
+        invalid | failed
+    )
 
 
 @pytest.fixture
@@ -886,13 +888,13 @@ def test_shared_arena_is_registered_once_by_threads_that_come_together(
         threading.Event().wait(0.05)  # so that the others come meanwhile
 
     monkeypatch.setattr(ort, "create_and_register_allocator", register)
-    once = cache(_onnxruntime._register_arena_once.__wrapped__)
-    monkeypatch.setattr(_onnxruntime, "_register_arena_once", once)
+    once = cache(_onnxruntime_sessions._register_arena_once.__wrapped__)
+    monkeypatch.setattr(_onnxruntime_sessions, "_register_arena_once", once)
     together = threading.Barrier(4)
 
     def come(_: int) -> None:
         together.wait()
-        _onnxruntime._register_shared_arena()
+        _onnxruntime_sessions._register_shared_arena()
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(come, range(4)))

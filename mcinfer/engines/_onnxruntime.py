@@ -5,18 +5,23 @@ Tensors are bound by address and ONNX element type, which carries types that ``s
 """
 
 import ctypes
-import os
-import re
-import shutil
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+# First of all: it says what to install where the package is missing.
+from mcinfer.engines._onnxruntime_sessions import (
+    FAILED,
+    INVALID,
+    RUNTIME,
+    SILENT,
+    map_error,
+    mapped_errors,
+    open_session,
+    prepare,
+)
 from mcinfer.engines.base import (
     Buffer,
     Engine,
@@ -27,16 +32,8 @@ from mcinfer.engines.base import (
     Strings,
     produced_from,
 )
-from mcinfer.engines.preparation import MODEL_FILE, Preparation, Runtime, find_or_make
-from mcinfer.errors import (
-    BuildError,
-    EngineError,
-    InvalidInputError,
-    McinferError,
-    MissingDependencyError,
-    PredictError,
-)
-from mcinfer.prepared.onnx_files import added_inputs, scan
+from mcinfer.engines.preparation import Preparation, find_or_make
+from mcinfer.errors import BuildError, InvalidInputError, McinferError, PredictError
 from mcinfer.specs import (
     ELEMENT_TYPES,
     STRING,
@@ -46,22 +43,9 @@ from mcinfer.specs import (
     tensor_bytes,
 )
 
-try:
-    import onnxruntime as ort
-    from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
-except ImportError as exc:
-    raise MissingDependencyError(
-        "engine onnxruntime needs the package onnxruntime (or onnxruntime-gpu): "
-        "pip install onnxruntime"
-    ) from exc
+import onnxruntime as ort  # isort: skip
 
-_PROVIDERS = {
-    "cpu": "CPUExecutionProvider",
-    "cuda": "CUDAExecutionProvider",
-    "tensorrt": "TensorrtExecutionProvider",
-    "ascend": "CANNExecutionProvider",
-}
-"""By kind of device. Only the first was ever run by the tests."""
+__all__ = ["RUNTIME", "OnnxRuntimeEngine", "load", "prepare"]
 
 _TYPES = {
     "float": "float32",
@@ -73,88 +57,6 @@ _TYPES = {
 }
 """ONNX Runtime's names of element types, where they are not our own."""
 
-_INVALID = (ort_state.InvalidArgument,)
-"""The runtime's exceptions that put the blame on the inputs of a run."""
-
-_BLAMES_INPUTS = re.compile(
-    r"(Invalid rank|[Ii]nvalid dimensions) for input|Unexpected input data type|"
-    r"Failed to find input name|Missing Input|missing from input feed"
-)
-"""Bound runs raise RuntimeError whatever is wrong (1.31): only its text tells whose fault it is."""
-
-_FAILED = (
-    ort_state.EPFail,
-    ort_state.EngineError,
-    ort_state.Fail,
-    ort_state.InvalidGraph,
-    ort_state.InvalidProtobuf,
-    ort_state.ModelLoaded,
-    ort_state.NoModel,
-    ort_state.NoSuchFile,
-    ort_state.NotImplemented,
-    ort_state.RuntimeException,
-    RuntimeError,
-    ValueError,
-    # Not in every version.
-    *(
-        getattr(ort_state, name)
-        for name in ("DeviceReset", "ModelLoadCanceled", "ModelRequiresCompilation", "NotFound")
-        if hasattr(ort_state, name)
-    ),
-)
-"""All others that it raises: its own, and the plain ones of its Python layer."""
-
-_SHARED_ARENA = "session.use_env_allocators"
-"""The runtime's option for sessions that share one arena, which has to be there first."""
-
-_FOLDER = "session.model_external_initializers_file_folder_path"
-"""The runtime's option for models that do not lie beside their weights."""
-
-RUNTIME = Runtime(
-    version=f"onnxruntime {ort.__version__}",
-    ignored=frozenset({_SHARED_ARENA, _FOLDER}),
-    folder_key=_FOLDER,
-)
-
-_SAVING = {
-    # The graph as it is optimised for this CPU, with constant weights as its kernels pack them, in
-    # one file that sessions map (onnxruntime_session_options_config_keys.h).
-    "session.optimized_model_external_initializers_file_name": "weights.bin",
-    "session.save_external_prepacked_constant_initializers": "1",
-}
-
-_LEAST_BYTES = "session.optimized_model_external_initializers_min_size_in_bytes"
-_MOST_BYTES_INSIDE = (1 << 10, 1 << 16)
-"""What is smaller stays in the graph. Shapes have to, since the runtime reads them before it maps anything:
-where one is larger than the first of these, the second is tried."""
-
-_REGISTERING = threading.Lock()
-"""Held while that arena is made."""
-
-_SILENT = 4
-"""Severity of what the runtime prints: only what is fatal. Its errors reach the caller as exceptions."""
-
-
-def _map_error(exc: Exception, base: type[EngineError]) -> McinferError:
-    """Ours for one of the runtime's."""
-    if base is PredictError and (isinstance(exc, _INVALID) or _BLAMES_INPUTS.search(str(exc))):
-        return InvalidInputError(f"onnxruntime: {exc}")
-    return base(f"onnxruntime: {exc}")
-
-
-def _register_shared_arena() -> None:
-    """Make the arena that all sessions of this process may share; one for each process."""
-    with _REGISTERING:  # `cache` lets first calls in side by side
-        _register_arena_once()
-
-
-@cache
-def _register_arena_once() -> None:
-    memory = ort.OrtMemoryInfo(
-        "Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT
-    )
-    ort.create_and_register_allocator(memory, None)
-
 
 def load(request: EngineRequest) -> "OnnxRuntimeEngine":
     """Load a model into a session: the prepared one, where it can be had.
@@ -164,102 +66,12 @@ def load(request: EngineRequest) -> "OnnxRuntimeEngine":
     """
     preparation = find_or_make("onnxruntime", request, RUNTIME)
     try:
-        with _mapped_errors():
+        with mapped_errors():
             return OnnxRuntimeEngine(request, preparation)
     except BaseException:
         if preparation.held is not None:
             preparation.held.close()
         raise
-
-
-def prepare(request: EngineRequest, folder: str) -> None:
-    """Write the prepared model into a folder, and see that it loads.
-
-    Raises:
-        BuildError: It cannot be written, or not be loaded then; the runtime's own words.
-    """
-    for least in _MOST_BYTES_INSIDE:
-        try:
-            with _mapped_errors():
-                _prepare(request, folder, least)
-            return
-        except BuildError:
-            if least == _MOST_BYTES_INSIDE[-1]:
-                raise
-            for name in os.listdir(folder):
-                os.unlink(os.path.join(folder, name))
-
-
-def _prepare(request: EngineRequest, folder: str, least: int) -> None:
-    path = os.path.join(folder, MODEL_FILE)
-    options = _session_options(request)
-    options.optimized_model_filepath = path
-    options.log_severity_level = _SILENT  # it warns that the result is for this CPU alone
-    for key, value in {**_SAVING, _LEAST_BYTES: str(least)}.items():
-        options.add_session_config_entry(key, value)
-    with _source(request, options) as model:
-        ort.InferenceSession(model, options, providers=[_PROVIDERS["cpu"]])
-    options = _session_options(request, prepared=True)
-    ort.InferenceSession(path, options, providers=[_PROVIDERS["cpu"]])
-
-
-@contextmanager
-def _mapped_errors() -> Iterator[None]:
-    try:
-        yield
-    except McinferError:
-        raise
-    except (*_INVALID, *_FAILED) as exc:
-        raise _map_error(exc, BuildError) from exc
-
-
-def _session_options(request: EngineRequest, *, prepared: bool = False) -> Any:
-    options = ort.SessionOptions()
-    config = {}
-    options.intra_op_num_threads = request.threads
-    options.inter_op_num_threads = request.inter_op_threads or 1
-    if options.inter_op_num_threads > 1:
-        options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
-    # Idle threads spin by default and take cores from others; ours stop when a run ends,
-    # and do not spin at all where cores are shared.
-    config["session.force_spinning_stop"] = "1"
-    if request.shared_cores:
-        config["session.intra_op.allow_spinning"] = "0"
-    config.update(request.session_config)
-    if request.variable_weights:
-        options.log_severity_level = _SILENT  # it warns of each that it is not constant
-    if prepared:  # it was optimised before, and its weights lie beside it
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        config.pop(_FOLDER, None)
-    for key, value in config.items():  # each once: it warns of those that are set again
-        options.add_session_config_entry(key, value)
-    if request.session_config.get(_SHARED_ARENA) == "1":
-        _register_shared_arena()
-    return options
-
-
-@contextmanager
-def _source(request: EngineRequest, options: Any) -> Iterator[str]:
-    """The path of the model as it was given, with replaceable weights among its inputs.
-
-    Constant weights that are inputs as well are defaults (onnx.proto, GraphProto.initializer, from IR version
-    4 on). Protobuf joins a message's parts, so an input is added by writing it behind the model's own bytes.
-    """
-    if not request.variable_weights:
-        yield request.model
-        return
-    added = added_inputs(scan(request.model), request.variable_weights)
-    fd = os.memfd_create("mcinfer-model", os.MFD_CLOEXEC)
-    try:
-        with open(request.model, "rb") as model, os.fdopen(os.dup(fd), "wb") as target:
-            shutil.copyfileobj(model, target, 1 << 20)
-            target.write(added)
-        if _FOLDER not in request.session_config:
-            folder = os.path.dirname(os.path.abspath(request.model))
-            options.add_session_config_entry(_FOLDER, folder)
-        yield f"/proc/self/fd/{fd}"
-    finally:
-        os.close(fd)
 
 
 class OnnxRuntimeEngine(Engine):
@@ -272,53 +84,17 @@ class OnnxRuntimeEngine(Engine):
     concurrent = True
 
     def __init__(self, request: EngineRequest, preparation: Preparation) -> None:
-        options = _session_options(request, prepared=preparation.held is not None)
         self.held = preparation.held
         self.notes = preparation.notes
-        wanted = _PROVIDERS.get(request.device.kind)
-        if wanted is None:
-            raise BuildError(
-                f"engine onnxruntime has no device {request.device}, expected one of "
-                f"{[f'{kind}:0' for kind in _PROVIDERS]}"
-            )
-        if wanted not in ort.get_available_providers() and not request.allow_fallback:
-            raise BuildError(
-                f"device {request.device} needs the {wanted}, which this onnxruntime "
-                f"{ort.__version__} does not have; it has {ort.get_available_providers()}"
-            )
-        settings = dict(request.provider_options)
-        if request.device.kind != "cpu":
-            settings["device_id"] = str(request.device.index)
-        providers: list[Any] = [(wanted, settings)]
-        if (
-            request.device.kind == "tensorrt"
-        ):  # what it cannot run the other one on the same GPU may
-            providers.append((_PROVIDERS["cuda"], {"device_id": str(request.device.index)}))
-        if wanted != _PROVIDERS["cpu"]:
-            providers.append(_PROVIDERS["cpu"])
-        if request.allow_fallback:
-            available = ort.get_available_providers()
-            providers = [p for p in providers if (p if isinstance(p, str) else p[0]) in available]
-        if self.held is not None:
-            path = str(self.held.folder / MODEL_FILE)
-            self._session = ort.InferenceSession(path, options, providers=providers)
-        else:
-            with _source(request, options) as path:
-                self._session = ort.InferenceSession(path, options, providers=providers)
-        self._session.disable_fallback()
+        self._session = open_session(request, preparation.held)
         self.providers = tuple(self._session.get_providers())
-        if self.providers[0] != wanted and not request.allow_fallback:
-            raise BuildError(
-                f"device {request.device} needs the {wanted}, but the runtime fell back to "
-                f"{self.providers[0]}; EngineOptions(allow_fallback=True) would accept that"
-            )
         self.spec = ModelSpec(
             inputs=tuple(_spec(arg, "input") for arg in self._session.get_inputs()),
             outputs=tuple(_spec(arg, "output") for arg in self._session.get_outputs()),
         )
         self.weights = self._replaceable(request)
         self._run_options = ort.RunOptions()
-        self._run_options.log_severity_level = _SILENT
+        self._run_options.log_severity_level = SILENT
         # Its default. Where it is not set, each bound run looks it up, and throws and catches a C++
         # exception to find that out (seen in 1.31), which costs more than a small run.
         self._run_options.add_run_config_entry("gpu_graph_id", "0")
@@ -344,8 +120,8 @@ class OnnxRuntimeEngine(Engine):
             return (_ValueRun if by_value else _BoundRun)(self, inputs, outputs)
         except McinferError:
             raise
-        except (*_INVALID, *_FAILED) as exc:
-            raise _map_error(exc, PredictError) from exc
+        except (*INVALID, *FAILED) as exc:
+            raise map_error(exc, PredictError) from exc
 
     def arm(self) -> None:
         """See `Engine.arm`."""
@@ -370,10 +146,10 @@ class OnnxRuntimeEngine(Engine):
     def _run(self, run: Callable[..., Any], *arguments: object) -> Any:
         try:
             return run(*arguments, self._run_options)
-        except (*_INVALID, *_FAILED) as exc:
+        except (*INVALID, *FAILED) as exc:
             if self._cancelled:
                 raise RunCancelledError("the run was cancelled") from exc
-            raise _map_error(exc, PredictError) from exc
+            raise map_error(exc, PredictError) from exc
 
     def new_binding(self) -> Any:
         """An empty binding of the session."""
