@@ -21,9 +21,11 @@ check: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: .venv/installed
+bench: .venv/installed-bench
 	$(BIN)/python benchmarks/dispatch.py
 	$(BIN)/python benchmarks/runner.py
+	mkdir -p build
+	$(BIN)/python benchmarks/weights.py --plot build/weights_memory.svg
 
 format: .venv/installed
 	$(BIN)/ruff format .
@@ -33,6 +35,11 @@ format: .venv/installed
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mcinfer needs Python 3.11 or newer; name one with make PYTHON=...")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,check,examples]'
+	touch $@
+
+# matplotlib and what it needs: 40 MB that nothing else uses.
+.venv/installed-bench: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
 	touch $@
 
 .venv-mindspore/installed: setup.cfg

@@ -19,7 +19,7 @@ from measuring import (
     Record,
     Series,
     ratio_line,
-    series_row,
+    report_times,
     table,
 )
 from numpy.typing import NDArray
@@ -116,19 +116,24 @@ class _BareProcess:
 # Throughput.
 
 
-def measure_unet(folder: Path, effort: Effort, say: Callable[[str], None]) -> Record:
-    """The small UNet: two workers on batch 2, and two independent processes on the same rows."""
+def unet_inputs(rows: int) -> dict[str, NDArray[Any]]:
+    """Inputs of the `small` UNet, of so many rows."""
     size = SIZES["small"]
-    model = build_unet(folder / "unet.onnx", "small")
     rng = np.random.default_rng(0)
     side = size.latent_side
-    inputs: dict[str, NDArray[Any]] = {
-        "sample": rng.standard_normal((WORKERS, LATENT_CHANNELS, side, side), np.float32),
+    return {
+        "sample": rng.standard_normal((rows, LATENT_CHANNELS, side, side), np.float32),
         "timestep": np.array([500], np.int64),
         "encoder_hidden_states": rng.standard_normal(
-            (WORKERS, CONTEXT_TOKENS, size.context_channels), np.float32
+            (rows, CONTEXT_TOKENS, size.context_channels), np.float32
         ),
     }
+
+
+def measure_unet(folder: Path, effort: Effort, say: Callable[[str], None]) -> Record:
+    """The small UNet: two workers on batch 2, and two independent processes on the same rows."""
+    model = build_unet(folder / "unet.onnx", "small")
+    inputs = unet_inputs(WORKERS)
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
         processes = []
@@ -248,15 +253,8 @@ def _measure_start_of(
         Ratio(text="start / one bare process", series=ours.over(one), bound=bound, at_least=False),
         Ratio(text=f"start / {WORKERS} bare processes", series=ours.over(several)),
     ]
-    say("")
-    say(f"Start: {name}, page cache warm, {effort.rounds} rounds in turns")
-    say(table(("from nothing to ready", "p50", "rounds"), [series_row(*i) for i in series.items()]))
-    for ratio in ratios:
-        say(ratio_line(ratio))
-    return {
-        "seconds": {key: value.record() for key, value in series.items()},
-        "ratios": [ratio.record() for ratio in ratios],
-    }
+    title = f"Start: {name}, page cache warm, {effort.rounds} rounds in turns"
+    return report_times(title, "from nothing to ready", series, ratios, say)
 
 
 def _start_bare(model: Path, count: int) -> float:

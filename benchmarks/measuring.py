@@ -217,3 +217,22 @@ def ratio_line(ratio: Ratio) -> str:
     spread = f"[{ratio.series.low:.3g} … {ratio.series.high:.3g}]"
     line = f"  {ratio.text:<58} {ratio.series.middle:6.3g} {spread:<17} {ratio.verdict}"
     return line.rstrip()
+
+
+def report_times(
+    title: str,
+    header: str,
+    series: Mapping[str, Series],
+    ratios: Sequence[Ratio],
+    say: Callable[[str], None],
+) -> Record:
+    """Print a table of seconds and the ratios below it; for JSON, both."""
+    say("")
+    say(title)
+    say(table((header, "p50", "rounds"), [series_row(*item) for item in series.items()]))
+    for ratio in ratios:
+        say(ratio_line(ratio))
+    return {
+        "seconds": {name: one.record() for name, one in series.items()},
+        "ratios": [ratio.record() for ratio in ratios],
+    }

@@ -78,7 +78,7 @@ def identity_model(path: Path) -> Path:
     return path
 
 
-class _EngineTime:
+class EngineTime:
     """The engine's own seconds per shard, by what the workers report."""
 
     def __init__(self, master: Master) -> None:
@@ -137,7 +137,7 @@ def _measure_size(
     for answer in (pipe.predict({"x": plain}), master.predict({"x": plain})):
         _check(answer["y"], plain)
     _check(master.predict(allocated)["y"], plain)
-    engine = _EngineTime(master)
+    engine = EngineTime(master)
 
     ways: dict[str, Way] = {
         PIPE: lambda: pipe.predict({"x": plain}),
