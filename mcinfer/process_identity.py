@@ -43,6 +43,22 @@ def has_ended(pid: int) -> bool:
     return state is None or state in _ENDED
 
 
+def is_own_user_known() -> bool:
+    """Whether this process's user has a number in its user namespace (user_namespaces(7)).
+
+    One that has none is seen as the overflow user, and so is everybody else who has none.
+
+    Raises:
+        OSError: It cannot be found out.
+    """
+    uid = os.geteuid()
+    for line in Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines():
+        first, _, count = map(int, line.split())
+        if first <= uid < first + count:
+            return True
+    return False
+
+
 def pid_namespace() -> int:
     """The number of the pid namespace that this process is in (pid_namespaces(7))."""
     return os.stat("/proc/self/ns/pid").st_ino

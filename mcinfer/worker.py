@@ -16,35 +16,11 @@ reads the lifeline: that would eat descriptors.
 import faulthandler
 import json
 import os
-import select
 import signal
 import sys
-import threading
 
+from mcinfer.parent_watch import ORPHANED, watch_parent
 from mcinfer.shm.lifeline import Lifeline
-
-_ORPHANED = 70
-"""Exit status of a worker whose master is gone: EX_SOFTWARE of sysexits.h; nobody is there to see it."""
-
-
-def watch_master(pid: int, lifeline: int) -> None:
-    """End this process as soon as the master is gone; the watching is done by a daemon thread."""
-    try:
-        master = os.pidfd_open(pid)
-    except ProcessLookupError:
-        os._exit(_ORPHANED)
-    # Without this a master that died, and whose number was given to another, would be watched.
-    if os.getppid() != pid:
-        os._exit(_ORPHANED)
-    poll = select.poll()
-    poll.register(master, select.POLLIN)
-    poll.register(lifeline, 0)  # POLLHUP and POLLERR come unasked
-
-    def watch() -> None:
-        poll.poll()
-        os._exit(_ORPHANED)
-
-    threading.Thread(target=watch, name="mcinfer-watch-master", daemon=True).start()
 
 
 def main() -> int:
@@ -54,9 +30,9 @@ def main() -> int:
     lifeline = Lifeline.inherited(int(sys.argv[1]))
     greeting = lifeline.greeting()
     if not greeting:
-        return _ORPHANED
+        return ORPHANED
     start = json.loads(greeting)
-    watch_master(start["master"], lifeline.fd)
+    watch_parent(start["master"], lifeline.fd)
     sys.path[:] = start["path"]
     if start["pythonpath"] is None:
         os.environ.pop("PYTHONPATH", None)

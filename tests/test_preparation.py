@@ -728,13 +728,62 @@ def test_prepared_model_that_was_damaged_is_not_opened(tmp_path: Path) -> None:
         open_ort(str(folder / "model.onnx"))
 
 
-def test_prepared_model_whose_folder_was_renamed_is_refused(tmp_path: Path) -> None:
-    folder = entry(open_ort(write(tmp_path / "model.onnx", MATMUL), prepare="always"))
+def test_prepared_model_whose_folder_was_renamed_is_a_model_like_any_other(tmp_path: Path) -> None:
+    engine = open_ort(write(tmp_path / "model.onnx", MATMUL), prepare="always")
     moved = tmp_path / "moved" / "unet"
     moved.parent.mkdir(mode=0o700)
-    shutil.copytree(folder, moved)
-    with pytest.raises(BuildError, match=r"moved/unet: key: got 'unet'"):
-        open_ort(str(moved / "model.onnx"))
+    shutil.copytree(entry(engine), moved)
+    assert_same(open_ort(str(moved / "model.onnx")), engine)
+
+
+def test_prepared_model_is_refused_for_another_device(tmp_path: Path) -> None:
+    folder = entry(open_ort(write(tmp_path / "model.onnx", MATMUL), prepare="always"))
+    with pytest.raises(BuildError, match="was prepared for device cpu, here is cuda"):
+        open_ort(str(folder / "model.onnx"), "cuda:0", allow_fallback=True)
+
+
+def test_model_of_links_into_another_folder_has_replaceable_weights(tmp_path: Path) -> None:
+    made = write(tmp_path / "model.onnx", MATMUL)
+    outside(Path(made), "model.onnx.data")
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for number, name in enumerate(("model.onnx", "model.onnx.data")):
+        (tmp_path / name).rename(blobs / str(number))
+        (snapshot / name).symlink_to(blobs / str(number))
+    model = str(snapshot / "model.onnx")
+    names = tuple(
+        item.name for item in onnx.load(model, load_external_data=False).graph.initializer
+    )
+    for prepare in ("never", "always"):
+        engine = open_ort(model, prepare=prepare, variable_weights=names[:1])
+        assert [spec.name for spec in engine.weights] == [*names[:1]]
+        assert results(engine)
+
+
+def test_weight_that_is_an_output_cannot_be_replaceable(tmp_path: Path) -> None:
+    text = HEADER + "g (float[batch, 2] x) => (float[batch, 2] z, float[2] w) { z = Mul(x, w) }"
+    made = parser.parse_model(text)
+    made.graph.initializer.append(numpy_helper.from_array(numbers(2), "w"))
+    onnx.save(made, tmp_path / "model.onnx")
+    with pytest.raises(BuildError, match=r"\['w'\], which are outputs of the model"):
+        open_ort(str(tmp_path / "model.onnx"), variable_weights=("w",))
+
+
+def test_weight_whose_input_has_symbols_has_the_shape_of_its_values(tmp_path: Path) -> None:
+    text = HEADER + "g (float[batch, 2] x, float[a] w) => (float[batch, 2] z) { z = Mul(x, w) }"
+    made = parser.parse_model(text)
+    made.graph.initializer.append(numpy_helper.from_array(numbers(2), "w"))
+    onnx.save(made, tmp_path / "model.onnx")
+    engine = open_ort(str(tmp_path / "model.onnx"), variable_weights=("w",))
+    assert [spec.shape for spec in engine.weights] == [(2,)]
+
+
+def test_options_that_change_nothing_in_it_share_a_prepared_model(tmp_path: Path) -> None:
+    model = write(tmp_path / "model.onnx", MATMUL)
+    spinning = {"session.intra_op.allow_spinning": "0"}
+    first = entry(open_ort(model, prepare="always"))
+    assert entry(open_ort(model, prepare="always", session_config=spinning)) == first
 
 
 def test_file_of_the_users_that_is_named_alike_makes_no_prepared_model(tmp_path: Path) -> None:

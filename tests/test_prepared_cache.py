@@ -9,6 +9,7 @@ import re
 import shutil
 import stat
 import string
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -624,13 +625,59 @@ def test_clear_removes_what_takes_nothing_of_the_disk(cache: Cache) -> None:
     assert names(cache.folder) == []
 
 
-def test_clear_leaves_the_digests_of_sources(cache: Cache) -> None:
+def test_clear_forgets_the_digests_of_sources_and_evict_does_not(cache: Cache) -> None:
     (cache.sources / "digest").touch()
     make_and_let_go(cache)
+    cache.evict()
+    assert names(cache.sources) == ["digest"]
     cache.clear()
     assert names(cache.folder) == ["sources"]
-    assert names(cache.sources) == ["digest"]
+    assert names(cache.sources) == []
     assert mode(cache.sources) == 0o700
+
+
+def test_cache_below_a_folder_that_others_can_change_is_not_used(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    cache = Cache(shared / "cache", 0)
+    for bits, usable in ((0o777, False), (0o1777, True), (0o775, True)):
+        shared.chmod(bits)
+        if usable:
+            assert cache.open(KEY) is None
+            assert cache.sources.is_dir()
+        else:
+            cache.folder.mkdir(0o700)
+            with pytest.raises(CacheUnusableError, match="shared, which others can change"):
+                cache.open(KEY)
+
+
+def test_folders_above_the_cache_are_made_for_this_user_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert Cache(tmp_path / "a" / "b", 0).sources.is_dir()
+    finally:
+        os.umask(before)
+    assert mode(tmp_path / "a") == mode(tmp_path / "a" / "b") == 0o700
+
+
+def test_open_finds_a_sound_entry_while_others_look_whether_it_is_in_use(cache: Cache) -> None:
+    make_and_let_go(cache)
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            cache.entries()
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        for _ in range(300):
+            held = cache.open(KEY)
+            assert held is not None
+            held.close()
+    finally:
+        done.set()
+        looking.join()
 
 
 @pytest.mark.parametrize("sweep", [Cache.evict, Cache.clear])
@@ -710,7 +757,14 @@ def test_relative_folder_stays_where_it_was(
 
 @pytest.mark.parametrize(
     ("text", "limit_bytes"),
-    [("", 50 * 2**30), ("0", 0), ("12345", 12345), ("500M", 500 * 2**20), ("20G", 20 * 2**30)],
+    [
+        ("", 50 * 2**30),
+        ("0", 0),
+        ("12345", 12345),
+        ("500M", 500 * 2**20),
+        ("20G", 20 * 2**30),
+        ("20 GB", 20 * 2**30),
+    ],
 )
 def test_limit_is_that_of_the_environment(
     monkeypatch: pytest.MonkeyPatch, text: str, limit_bytes: int
@@ -719,7 +773,7 @@ def test_limit_is_that_of_the_environment(
     assert Cache.default().limit_bytes == limit_bytes
 
 
-@pytest.mark.parametrize("text", ["-1", "20 G", "G", "1.5G", "20GB", "1e9", "٣", "9" * 5000])
+@pytest.mark.parametrize("text", ["-1", "20 X", "G", "1.5G", "20GX", "1e9", "٣", "9" * 5000])
 def test_limit_of_another_form_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("MCINFER_CACHE_LIMIT", text)
     with pytest.raises(InvalidInputError, match="MCINFER_CACHE_LIMIT: got"):

@@ -6,6 +6,7 @@ Tensors are bound by address and ONNX element type, which carries types that ``s
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from mcinfer.engines._onnxruntime_sessions import (
     INVALID,
     RUNTIME,
     SILENT,
+    check,
     map_error,
     mapped_errors,
     open_session,
@@ -34,6 +36,7 @@ from mcinfer.engines.base import (
 )
 from mcinfer.engines.preparation import Preparation, find_or_make
 from mcinfer.errors import BuildError, InvalidInputError, McinferError, PredictError
+from mcinfer.prepared.onnx_files import scan
 from mcinfer.specs import (
     ELEMENT_TYPES,
     STRING,
@@ -45,7 +48,7 @@ from mcinfer.specs import (
 
 import onnxruntime as ort  # isort: skip
 
-__all__ = ["RUNTIME", "OnnxRuntimeEngine", "load", "prepare"]
+__all__ = ["RUNTIME", "OnnxRuntimeEngine", "check", "load", "prepare"]
 
 _TYPES = {
     "float": "float32",
@@ -64,6 +67,7 @@ def load(request: EngineRequest) -> "OnnxRuntimeEngine":
     Raises:
         BuildError: The model or the device does not do; the runtime's own words.
     """
+    check(request)
     preparation = find_or_make("onnxruntime", request, RUNTIME)
     try:
         with mapped_errors():
@@ -105,6 +109,20 @@ class OnnxRuntimeEngine(Engine):
         found = {
             arg.name: _spec(arg, "weight") for arg in self._session.get_overridable_initializers()
         }
+        given = {spec.name for spec in self.spec.outputs} & {*request.variable_weights}
+        if given:  # the runtime would answer with the model's own
+            raise BuildError(
+                f"variable_weights: got {sorted(given)}, which are outputs of the model"
+            )
+        wanted = [found[name] for name in request.variable_weights if name in found]
+        if any(not isinstance(size, int) for spec in wanted for size in spec.shape):
+            # Where initialisers are inputs as well, exporters may have written symbols there.
+            known = scan(request.model).initializers
+            found = {
+                name: replace(spec, shape=known[name].shape)
+                for name, spec in found.items()
+                if name in known
+            }
         missing = [name for name in request.variable_weights if name not in found]
         if missing:
             raise BuildError(

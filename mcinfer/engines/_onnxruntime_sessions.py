@@ -4,9 +4,10 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mcinfer.engines.base import EngineRequest
@@ -78,7 +79,17 @@ _FOLDER = "session.model_external_initializers_file_folder_path"
 
 RUNTIME = Runtime(
     version=f"onnxruntime {ort.__version__}",
-    ignored=frozenset({_SHARED_ARENA, _FOLDER}),
+    build=ort.get_build_info(),
+    ignored=frozenset(
+        {
+            _SHARED_ARENA,
+            _FOLDER,
+            "session.force_spinning_stop",
+            "session.inter_op.allow_spinning",
+            "session.intra_op.allow_spinning",
+            "session.intra_op_thread_affinities",
+        }
+    ),
     folder_key=_FOLDER,
 )
 
@@ -90,9 +101,10 @@ _SAVING = {
 }
 
 _LEAST_BYTES = "session.optimized_model_external_initializers_min_size_in_bytes"
+_OUTSIDE = "external tensors"
 _MOST_BYTES_INSIDE = (1 << 10, 1 << 16)
 """What is smaller stays in the graph. Shapes have to, since the runtime reads them before it maps anything:
-where one is larger than the first of these, the second is tried."""
+where one is larger than the first of these, and the runtime says `_OUTSIDE`, the second is tried."""
 
 _REGISTERING = threading.Lock()
 """Held while that arena is made."""
@@ -158,10 +170,10 @@ def open_session(request: EngineRequest, held: Held | None) -> Any:
         providers = [p for p in providers if (p if isinstance(p, str) else p[0]) in available]
     if held is not None:
         path = str(held.folder / MODEL_FILE)
-        session = ort.InferenceSession(path, options, providers=providers)
+        session = _new_session(path, options, providers, fallback=request.allow_fallback)
     else:
         with _source(request, options) as path:
-            session = ort.InferenceSession(path, options, providers=providers)
+            session = _new_session(path, options, providers, fallback=request.allow_fallback)
     session.disable_fallback()
     got = session.get_providers()[0]
     if got != wanted and not request.allow_fallback:
@@ -170,6 +182,24 @@ def open_session(request: EngineRequest, held: Held | None) -> Any:
             f"{got}; EngineOptions(allow_fallback=True) would accept that"
         )
     return session
+
+
+def _new_session(path: str, options: Any, providers: list[Any], *, fallback: bool = False) -> Any:
+    """A session; without `fallback` the runtime does not try once more on another device by itself."""
+    return ort.InferenceSession(path, options, providers=providers, enable_fallback=int(fallback))
+
+
+def check(request: EngineRequest) -> None:
+    """Refuse what no session can be opened with, before a model is prepared for it.
+
+    Raises:
+        BuildError: A weight that is to be replaceable cannot be.
+    """
+    if request.variable_weights:
+        try:
+            added_inputs(scan(request.model), request.variable_weights)
+        except OSError as exc:
+            raise BuildError(f"{request.model}: {exc}") from exc
 
 
 def prepare(request: EngineRequest, folder: str) -> None:
@@ -183,8 +213,8 @@ def prepare(request: EngineRequest, folder: str) -> None:
             with mapped_errors():
                 _prepare(request, folder, least)
             return
-        except BuildError:
-            if least == _MOST_BYTES_INSIDE[-1]:
+        except BuildError as exc:
+            if least == _MOST_BYTES_INSIDE[-1] or _OUTSIDE not in str(exc):
                 raise
             for name in os.listdir(folder):
                 os.unlink(os.path.join(folder, name))
@@ -198,9 +228,9 @@ def _prepare(request: EngineRequest, folder: str, least: int) -> None:
     for key, value in {**_SAVING, _LEAST_BYTES: str(least)}.items():
         options.add_session_config_entry(key, value)
     with _source(request, options) as model:
-        ort.InferenceSession(model, options, providers=[_PROVIDERS["cpu"]])
+        _new_session(model, options, [_PROVIDERS["cpu"]])
     options = _session_options(request, prepared=True)
-    ort.InferenceSession(path, options, providers=[_PROVIDERS["cpu"]])
+    _new_session(path, options, [_PROVIDERS["cpu"]])
 
 
 @contextmanager
@@ -226,7 +256,7 @@ def _session_options(request: EngineRequest, *, prepared: bool = False) -> Any:
     if request.shared_cores:
         config["session.intra_op.allow_spinning"] = "0"
     config.update(request.session_config)
-    if request.variable_weights:
+    if request.variable_weights or prepared:
         options.log_severity_level = SILENT  # it warns of each that it is not constant
     if prepared:  # it was optimised before, and its weights lie beside it
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -248,15 +278,39 @@ def _source(request: EngineRequest, options: Any) -> Iterator[str]:
     if not request.variable_weights:
         yield request.model
         return
-    added = added_inputs(scan(request.model), request.variable_weights)
-    fd = os.memfd_create("mcinfer-model", os.MFD_CLOEXEC)
-    try:
+    found = scan(request.model)
+    added = added_inputs(found, request.variable_weights)
+    with ExitStack() as opened:
+        fd = os.memfd_create("mcinfer-model", os.MFD_CLOEXEC)
+        opened.callback(os.close, fd)
         with open(request.model, "rb") as model, os.fdopen(os.dup(fd), "wb") as target:
             shutil.copyfileobj(model, target, 1 << 20)
             target.write(added)
-        if _FOLDER not in request.session_config:
+        if not request.session_config.get(_FOLDER):
             folder = os.path.dirname(os.path.abspath(request.model))
+            folder = _folder_of_files(folder, found.external, opened)
             options.add_session_config_entry(_FOLDER, folder)
         yield f"/proc/self/fd/{fd}"
-    finally:
-        os.close(fd)
+
+
+def _folder_of_files(folder: str, locations: Sequence[str], opened: ExitStack) -> str:
+    """A folder that has the external data in it, as the runtime wants that of a model that is no file.
+
+    In the caches of model hubs a model's files are links that lead out of its folder: then it is a
+    temporary one with the same files, by hard links where the file system allows it, else by copies.
+    """
+    real = os.path.realpath(folder)
+    files = {name: os.path.realpath(os.path.join(folder, name)) for name in locations}
+    if all(os.path.commonpath([real, path]) == real for path in files.values()):
+        return folder
+    other = opened.enter_context(TemporaryDirectory(prefix="mcinfer-links-"))
+    for name, path in files.items():
+        place = os.path.normpath(os.path.join(other, name))
+        if os.path.commonpath([other, place]) != other:
+            raise BuildError(f"external data at {name!r} leads out of the model's folder")
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        try:
+            os.link(path, place)
+        except OSError:
+            shutil.copyfile(path, place)
+    return other

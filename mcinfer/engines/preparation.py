@@ -32,6 +32,7 @@ from mcinfer.prepared.cache import Cache, CacheUnusableError, Held, entry_key
 from mcinfer.prepared.child import ChildFailedError, run_child
 from mcinfer.prepared.entries import MANIFEST
 from mcinfer.prepared.onnx_files import scan
+from mcinfer.prepared.root import is_key
 from mcinfer.prepared.sources import Source, read_source
 
 MODEL_FILE = "model.onnx"
@@ -43,10 +44,17 @@ _LEAST_BYTES = 16 << 20
 """Of a model that is prepared by itself: below, all workers' copies together are small."""
 
 _OWN_PROC = "/proc/self/"
-_SHORT_OF_MEMORY = re.compile(r"bad_alloc|[Ff]ailed to allocate")
-"""What a runtime says that may have memory another time."""
+_DRAFT = re.compile(r"tmp-[0-9a-f]{32}-\w+(/\w+)?")
 
-_LOCK_SECONDS = 4 * 3600.0
+_SHORT_OF_SOMETHING = re.compile(
+    r"bad_alloc|[Ff]ailed to allocate|Cannot allocate|No space left|Input/output error|"
+    r"Too many open files|Resource temporarily unavailable|Permission denied|pthread"
+)
+"""What a runtime says that may have better luck another time."""
+
+_STUCK_SECONDS = 120.0
+"""Of another process's work on the same model, without any progress: less than a worker has to start."""
+
 _LOG_SECONDS = 2.0
 
 Progress = Callable[[Mapping[str, Any]], None]
@@ -61,11 +69,13 @@ class Runtime:
 
     Attributes:
         version: Its name and version.
+        build: What tells builds of one version from each other.
         ignored: Keys of session configurations that change nothing in them.
         folder_key: The key that says where a model's external data lies.
     """
 
     version: str
+    build: str
     ignored: frozenset[str]
     folder_key: str
 
@@ -91,12 +101,10 @@ def find_or_make(
     Raises:
         BuildError: The model is a prepared one already, for another runtime or CPU.
     """
-    model = Path(request.model).absolute()
-    if request.device.kind != "cpu":
-        return Preparation()
+    model = Path(os.path.realpath(request.model))
     if model.name == MODEL_FILE and _is_entry(model.parent):
-        return Preparation(held=_adopt(model.parent, runtime))
-    if request.prepare == "never":
+        return Preparation(held=_adopt(model.parent, request, runtime))
+    if request.device.kind != "cpu" or request.prepare == "never":
         return Preparation()
     folder = request.session_config.get(runtime.folder_key)
     try:
@@ -106,9 +114,12 @@ def find_or_make(
         source = read_source(request.model, folder=folder, memory=store.sources)
         facts = _facts(request, runtime, source)
         held = _open_or_make(store, facts, engine, request, source, progress)
-    except (BuildError, CacheUnusableError, ChildFailedError, OSError) as exc:
-        # Where the model itself is at fault, the runtime has better words for it, and refuses it with them.
-        return Preparation(notes=(f"{_OWN_COPY}: {exc}",))
+    except BuildError as exc:
+        # What is no model at all the runtime refuses, in better words; a format of its own it takes.
+        return Preparation(notes=(f"{_OWN_COPY}: {exc}",) if request.prepare == "always" else ())
+    except (CacheUnusableError, ChildFailedError, OSError) as exc:
+        # All workers that say the same are to say it in the same words, without names made at random.
+        return Preparation(notes=(f"{_OWN_COPY}: {_DRAFT.sub('…', str(exc))}",))
     failure = held.folder / _FAILURE_FILE
     if failure.exists():
         text = failure.read_text(encoding="utf-8")
@@ -151,6 +162,7 @@ def ensure(engine: str, request: Mapping[str, Any], progress: Progress) -> str:
     """
     module = import_module(f"mcinfer.engines._{engine}")
     wanted = replace(_request(request), prepare="always")
+    module.check(wanted)
     preparation = find_or_make(engine, wanted, module.RUNTIME, progress)
     if preparation.held is None:
         module.load(replace(wanted, prepare="never"))  # it may not be a model at all
@@ -161,7 +173,7 @@ def ensure(engine: str, request: Mapping[str, Any], progress: Progress) -> str:
 
 
 def _is_entry(folder: Path) -> bool:
-    return (folder / MANIFEST).exists() and (folder / _ABOUT_FILE).exists()
+    return is_key(folder.name) and (folder / MANIFEST).exists() and (folder / _ABOUT_FILE).exists()
 
 
 def _is_large(model: Path, folder: str | None) -> bool:
@@ -169,13 +181,13 @@ def _is_large(model: Path, folder: str | None) -> bool:
     size = model.stat().st_size
     if size >= _LEAST_BYTES:
         return True
-    base = model.parent if folder is None else Path(folder)
+    base = Path(folder) if folder else model.parent
     with suppress(BuildError):  # in a format of the runtime's own
         size += sum((base / location).stat().st_size for location in scan(model).external)
     return size >= _LEAST_BYTES
 
 
-def _adopt(folder: Path, runtime: Runtime) -> Held:
+def _adopt(folder: Path, request: EngineRequest, runtime: Runtime) -> Held:
     """A prepared model that was named as the model."""
     try:
         held = Cache(folder.parent, 0).open(folder.name)
@@ -183,7 +195,12 @@ def _adopt(folder: Path, runtime: Runtime) -> Held:
         raise BuildError(f"{folder}: {exc}") from exc
     if held is None:
         raise BuildError(f"{folder} is no sound prepared model")
-    for name, here in (("engine", runtime.version), ("cpu", cpu_features())):
+    for name, here in (
+        ("device", request.device.kind),
+        ("engine", runtime.version),
+        ("build", runtime.build),
+        ("cpu", cpu_features()),
+    ):
         there = held.facts.get(name)
         if there != here:
             held.close()
@@ -195,6 +212,7 @@ def _facts(request: EngineRequest, runtime: Runtime, source: Source) -> dict[str
     config = {k: v for k, v in request.session_config.items() if k not in runtime.ignored}
     return {
         "engine": runtime.version,
+        "build": runtime.build,
         "device": request.device.kind,
         "cpu": cpu_features(),
         "model": source.digest,
@@ -233,7 +251,7 @@ def _open_or_make(
     def write(folder: Path, lock: int) -> None:
         _fill_in_child(engine, request, source, folder, lock, progress or _LogProgress(request))
 
-    return store.make(key, facts, write, wait=_LOCK_SECONDS)
+    return store.make(key, facts, write, wait=_STUCK_SECONDS)
 
 
 def _fill_in_child(
@@ -246,6 +264,7 @@ def _fill_in_child(
 ) -> None:
     """Fill an entry's folder. The child holds the lock as well, should this process end."""
     start = monotonic()
+    _check_space(folder, 2 * source.size + _LEAST_BYTES)
 
     def tick(_: Mapping[str, Any]) -> None:
         written = sum(entry.stat().st_size for entry in folder.iterdir())
@@ -265,14 +284,17 @@ def _fill_in_child(
     if error is not None:
         for entry in folder.iterdir():
             entry.unlink()
-        if _SHORT_OF_MEMORY.search(error):
+        if _SHORT_OF_SOMETHING.search(error):
             raise ChildFailedError(error)
-        _check_space(folder, 2 * source.size + _LEAST_BYTES)
+        _check_space(folder, 2 * source.size + _LEAST_BYTES)  # others may have filled it meanwhile
         (folder / _FAILURE_FILE).write_text(error, encoding="utf-8")
-    about = {"name": os.path.basename(request.model), "bytes": source.size, "seconds": seconds}
+    in_memory = request.model.startswith("/proc/")
+    name = "(in memory)" if in_memory else os.path.basename(request.model)
+    about = {"name": name, "bytes": source.size, "seconds": seconds}
     (folder / _ABOUT_FILE).write_text(json.dumps(about), encoding="utf-8")
     tick({})
-    _log.info("prepared %s (%.0f MB) in %.1f s", request.model, source.size / 1e6, seconds)
+    if error is None:
+        _log.info("prepared %s (%.0f MB) in %.1f s", request.model, source.size / 1e6, seconds)
 
 
 def _check_space(folder: Path, size: int) -> None:

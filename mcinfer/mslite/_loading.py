@@ -137,7 +137,7 @@ def _load(source: Source, dims: Dims | None, attempt: Attempt, *, workspace: boo
             model = buffer.path
         request = EngineRequest(
             model=model,
-            prepare=attempt.options.prepare if source.sharing.pids is None else "always",
+            prepare=_preparing(source, dims, attempt),
             variable_weights=source.variable_weights,
             device=Device(attempt.kind, attempt.index),
             threads=attempt.options.threads or len(cores) or len(os.sched_getaffinity(0)),
@@ -152,6 +152,13 @@ def _load(source: Source, dims: Dims | None, attempt: Attempt, *, workspace: boo
     for note in engine.notes:
         _log.warning("%s: %s", source.name, note)
     return Session(engine, cores)
+
+
+def _preparing(source: Source, dims: Dims | None, attempt: Attempt) -> str:
+    """Whether to prepare the model: of other sizes it is another one, with the same weights once more."""
+    if dims is not None:
+        return "never"
+    return attempt.options.prepare if source.sharing.pids is None else "always"
 
 
 def _with_shared_weights(

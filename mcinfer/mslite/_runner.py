@@ -294,7 +294,7 @@ class ModelParallelRunner:
         master = self._ready("update weight")
         try:
             master.update_weights(named_weights(given, master.weights))
-        except McinferError as exc:
+        except (McinferError, OSError) as exc:
             raise failure("update weight", exc) from exc
 
     def statistics(self) -> Statistics:

@@ -5,6 +5,7 @@ The keys are those of MindSpore Lite, in section ``[ascend_context]`` there and 
 
 import os
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ _SECTION = "ascend_context"
 _VARIABLE = "variable_weights_file"
 _PIDS = "shareable_weight_pid_list"
 _HANDLE = "shareable_weight_mem_handle"
+
+_MOST_DIGITS = 10
 
 VARIABLE_ENTRIES: Entries = frozenset({(_SECTION, _VARIABLE)})
 SHARING_ENTRIES: Entries = frozenset({(_SECTION, _PIDS), (_SECTION, _HANDLE)})
@@ -74,14 +77,18 @@ def weight_sharing(sections: Sections) -> Sharing:
     pids, handle = entries.get(_PIDS), entries.get(_HANDLE)
     if pids is not None and handle is not None:
         raise BuildError(f"{_PIDS} and {_HANDLE}: got both, expected one of them")
-    if pids is not None and not re.fullmatch(r"[\d\s,]*", pids, re.ASCII):
-        raise InvalidInputError(f"{_PIDS}: got {pids!r}, expected process ids, '123, 456'")
+    listed = re.findall(r"\d+", pids or "", re.ASCII)
+    strange = pids is not None and not re.fullmatch(r"[\d\s,]*", pids, re.ASCII)
+    if strange or any(len(digits) > _MOST_DIGITS for digits in listed):
+        raise InvalidInputError(
+            f"{_PIDS}: got {reprlib.repr(pids)}, expected process ids, '123, 456'"
+        )
     if handle is not None and not re.fullmatch(r"\d{1,19}", handle.strip(), re.ASCII):
         raise InvalidInputError(
             f"{_HANDLE}: got {handle!r}, expected the number that get_model_info gave its owner"
         )
     return Sharing(
-        pids=None if pids is None else tuple(map(int, re.findall(r"\d+", pids))),
+        pids=None if pids is None else tuple(map(int, listed)),
         handle=None if handle is None else int(handle),
     )
 

@@ -376,8 +376,14 @@ class Model:
             dims_of = dict(zip(names, wanted, strict=True))
             # The caller is that of `resize`, which is this one's.
             session = open_session(built.source, dims_of, self._group, stacklevel=3)
-            if built.session.weights:
-                session.update_weights(built.session.weights)
+            # Not over those that another model of the group has replaced in a session that it shares.
+            replaced = {
+                name: array
+                for name, array in built.session.weights.items()
+                if name not in session.weights
+            }
+            if replaced:
+                session.update_weights(replaced)
         if all(size > 0 for shape in wanted for size in shape):
             session.output_shapes(tuple(map(tuple, wanted)))
         built.session, built.dims = session, wanted
@@ -404,7 +410,7 @@ class Model:
             try:
                 session = built.session
                 session.update_weights(named_weights(given, session.engine.weights))
-            except McinferError as exc:
+            except (McinferError, OSError) as exc:
                 raise failure("update weight", exc) from exc
 
 
@@ -412,7 +418,8 @@ class ModelGroup:
     """Models of this process that share what they can.
 
     ``SHARE_WEIGHT``: models that are built from the same file with the same context have one loaded model,
-    weights and prepared weights, between them; what `Model.update_weights` replaces is replaced for all.
+    weights and prepared weights, between them; what `Model.update_weights` replaces is
+    replaced for all that have the same sizes.
     ``SHARE_WORKSPACE``: ONNX Runtime's memory for what lies between operators is one arena for the models of
     this process, in the place of one each.
 

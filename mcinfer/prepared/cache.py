@@ -19,7 +19,6 @@ Rules of ownership:
 """
 
 import fcntl
-import itertools
 import logging
 import os
 import re
@@ -33,7 +32,7 @@ from typing import Any
 
 from mcinfer.config import check_count, check_seconds
 from mcinfer.errors import InvalidInputError
-from mcinfer.prepared.entries import UnsoundEntryError, entry_key, facts_of
+from mcinfer.prepared.entries import UnsoundEntryError, disk_bytes, entry_key, facts_of
 from mcinfer.prepared.held import CacheUnusableError, Held, check_root, take_lock, unusable
 from mcinfer.prepared.root import Identity, Root, is_key
 
@@ -41,12 +40,16 @@ __all__ = ["Cache", "CacheUnusableError", "EntryInfo", "Held", "entry_key"]
 
 _log = logging.getLogger("mcinfer.prepared")
 
-_LIMIT = re.compile(r"([0-9]{1,15})([KMGT]?)")
+_LIMIT = re.compile(r"([0-9]{1,15}) ?([KMGT]?)(?:i?B)?")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _DEFAULT_LIMIT_BYTES = 50 * 2**30
 
 _MOST_DAMAGED_SECONDS = 5.0
 """Of waiting for users of a damaged entry: they may have it for days, those who only look do not."""
+
+_MOST_BUSY_SECONDS = 1.0
+_HASHED_BYTES = 100 << 20
+"""In a second, on a slow disk."""
 
 _SHORTEST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.05
@@ -71,19 +74,11 @@ class EntryInfo:
     in_use: bool
 
 
-def _tries(seconds: float) -> Iterator[int]:
-    """Count tries: the first at once, more after growing pauses until the time is over.
-
-    Locks are polled since flock knows no deadline, and an alarm would be the user's.
-    """
-    deadline = time.monotonic() + seconds
+def _pauses() -> Iterator[float]:
+    """Seconds between two tries, growing: flock knows no deadline, and an alarm would be the user's."""
     pause = _SHORTEST_PAUSE
-    for count in itertools.count():
-        yield count
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return
-        time.sleep(min(pause, left))
+    while True:
+        yield pause
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
@@ -155,7 +150,7 @@ class Cache:
 
         Returns:
             ``None`` if there is none, if it is damaged (a warning says how), or if somebody makes or removes
-            it just now: `make` sorts that out.
+            it for longer than a second: `make` sorts that out.
 
         Raises:
             InvalidInputError: The key is not of the form of one.
@@ -164,7 +159,19 @@ class Cache:
         if not is_key(key):
             raise InvalidInputError(f"key: got {key!r}, expected 32 hexadecimal digits")
         with unusable(self.folder):
-            return self._take(key, None)[0] if self._root.is_there() else None
+            if not self._root.is_there():
+                return None
+            start = time.monotonic()
+            for pause in _pauses():
+                held, damaged = self._take(key, None)
+                settled = held is not None or damaged is not None
+                # Somebody may be looking whether it is in use, which takes the lock for a moment.
+                if settled or self._root.identity(key) is None:
+                    return held
+                if time.monotonic() - start > _MOST_BUSY_SECONDS:
+                    break
+                time.sleep(pause)
+        return None
 
     def make(
         self,
@@ -182,7 +189,8 @@ class Cache:
             fill: Called with a new folder, in which it leaves regular files and no ``manifest.json``, and
                 with the descriptor of the lock. A process that inherits it holds the lock on its own, so
                 that nobody else makes this entry while that process lives. What it raises passes through.
-            wait: Seconds to wait while others make the entry; for those who use a damaged one at most 5.
+            wait: Seconds to wait for others who make the entry and do not get on with it, or who use a
+                damaged one (then 5 and a second for each 100 MB at most).
 
         Raises:
             InvalidInputError: The key is not that of the facts.
@@ -195,8 +203,10 @@ class Cache:
         with unusable(self.folder):
             self._root.make()
         damaged: Identity | None = None
-        start = found = time.monotonic()
-        for count in _tries(wait):
+        patience = _MOST_DAMAGED_SECONDS + disk_bytes(self.folder / key) / _HASHED_BYTES
+        seen: object = None
+        since = time.monotonic()
+        for count, pause in enumerate(_pauses()):
             if count == 1:
                 _log.info("waiting for another process that prepares %s", self.folder / key)
             # First as a user: who waits for LOCK_EX alone waits for all users of a finished entry.
@@ -207,13 +217,19 @@ class Cache:
             if held is not None:
                 self._evict_after_making()
                 return held
-            if damaged is None or self._root.identity(key) != damaged:
-                found = time.monotonic()
-            elif time.monotonic() - found > _MOST_DAMAGED_SECONDS:
+            with unusable(self.folder):
+                there = self._root.identity(key)
+                state = (there, self._root.draft_bytes(key))
+            now = time.monotonic()
+            if state != seen:
+                seen, since = state, now
+            broken = damaged is not None and there == damaged
+            if now - since >= (min(wait, patience) if broken else wait):
                 break
+            time.sleep(pause)
         raise CacheUnusableError(
             f"{self.folder / key}: another process has been preparing it, or using a damaged one, "
-            f"for {time.monotonic() - start:.1f} s"
+            f"without any progress for {time.monotonic() - since:.1f} s"
         )
 
     def entries(self) -> list[EntryInfo]:
@@ -243,6 +259,8 @@ class Cache:
         Raises:
             CacheUnusableError: The cache cannot be read or written to, or others could change it.
         """
+        with unusable(self.folder):
+            self._root.forget_sources()
         return self._shrink(0)
 
     def evict(self) -> int:
@@ -302,6 +320,8 @@ class Cache:
                     self._root.publish(draft, key, facts)
             except BaseException:
                 shutil.rmtree(draft, ignore_errors=True)
+                # A child that the user has forked meanwhile has the descriptor as well.
+                fcntl.flock(lock, fcntl.LOCK_UN)
                 raise
             with unusable(self.folder), suppress(BlockingIOError):
                 # For whoever inherited it too. Not atomic: in between, somebody else may remove the entry.

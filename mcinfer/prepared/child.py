@@ -1,16 +1,16 @@
 """A process that prepares a model, so that nothing of that work stays in the process that serves.
 
-It is `python -m mcinfer.preparing`, one for each task. What it is told is one line of JSON on its standard
-input, what it answers are lines of JSON on its standard output: ``{"progress": …}`` any number of times, then
-its result. Its input stays open as long as its parent lives: at the end of it the child ends as well.
+It is `python -m mcinfer.preparing FD`, one for each task. What it is told is one line of JSON on the socket
+that it inherits, what it answers are lines of JSON: ``{"progress": …}`` any number of times, then its result.
+It ends with its parent (`mcinfer.parent_watch`).
 
 Ownership: the child belongs to the caller of `run_child`, which returns or raises after its end only.
 """
 
-import contextlib
 import json
 import os
 import select
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +37,9 @@ class ChildFailedError(McinferError):
     """The child ended without a result; another try may do better."""
 
 
-def run_child(task: Mapping[str, Any], tick: Tick, *, pass_fds: Sequence[int] = ()) -> Any:
+def run_child(
+    task: Mapping[str, Any], tick: Tick, *, pass_fds: Sequence[int] = ()
+) -> dict[str, Any]:
     """Have a task done; see `mcinfer.preparing` for what there is.
 
     Args:
@@ -51,52 +53,54 @@ def run_child(task: Mapping[str, Any], tick: Tick, *, pass_fds: Sequence[int] = 
     Raises:
         ChildFailedError: It crashed, was killed, or could not be started.
     """
-    start = {**task, "path": [os.path.abspath(entry) for entry in sys.path]}
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "mcinfer.preparing"],
-            env={**_QUIET, **os.environ, "PYTHONPATH": _PACKAGE_PARENT},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=pass_fds,
-            process_group=0,  # Ctrl-C is for the parent to hear
-        )
-    except OSError as exc:
-        raise ChildFailedError(f"a process for it could not be started: {exc}") from exc
-    with process:
+    start = {**task, "parent": os.getpid(), "path": [os.path.abspath(p) for p in sys.path]}
+    ours, theirs = socket.socketpair()
+    with ours:
         try:
-            result = _talk(process, json.dumps(start).encode() + b"\n", tick)
+            process = subprocess.Popen(  # noqa: S603 nothing in it comes from outside
+                [sys.executable, "-P", "-m", "mcinfer.preparing", str(theirs.fileno())],
+                env={**_QUIET, **os.environ, "PYTHONPATH": _PACKAGE_PARENT},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), *pass_fds),
+                process_group=0,  # Ctrl-C is for the parent to hear
+            )
+        except OSError as exc:
+            raise ChildFailedError(f"a process for it could not be started: {exc}") from exc
+        finally:
+            theirs.close()
+        try:
+            return _talk(ours, json.dumps(start).encode() + b"\n", tick)
+        except (OSError, ValueError, EOFError) as exc:
+            process.kill()
+            status = process.wait()
+            raise ChildFailedError(f"the process that did it ended with status {status}") from exc
         finally:
             process.kill()
-            if process.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):  # of what the child did not take
-                    process.stdin.close()
-    if result is None:
-        raise ChildFailedError(f"the process that did it ended with status {process.returncode}")
-    return result
+            process.wait()
 
 
-def _talk(process: "subprocess.Popen[bytes]", task: bytes, tick: Tick) -> Any:
-    """The child's answer; None if it ended without one."""
-    if process.stdin is None or process.stdout is None:
-        return None
-    with contextlib.suppress(BrokenPipeError):  # then there is no answer either
-        process.stdin.write(task)
-        process.stdin.flush()
+def _talk(channel: socket.socket, task: bytes, tick: Tick) -> dict[str, Any]:
+    """The child's answer.
+
+    Raises:
+        EOFError, OSError, ValueError: It ended without one.
+        ChildFailedError: It takes too long.
+    """
+    channel.sendall(task)
     poll = select.poll()
-    poll.register(process.stdout, select.POLLIN)
+    poll.register(channel, select.POLLIN)
     rest, end = b"", monotonic() + _MOST_SECONDS
     while monotonic() < end:
         if not poll.poll(_TICK * 1000):
             tick({})
             continue
-        data = os.read(process.stdout.fileno(), _READ_BYTES)
+        data = channel.recv(_READ_BYTES)
         if not data:
-            process.wait()
-            return None
+            raise EOFError
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
-            answer = json.loads(line)
+            answer: dict[str, Any] = json.loads(line)
             if "progress" not in answer:
                 return answer
             tick(answer["progress"])

@@ -7,6 +7,7 @@ and never unlocked.
 
 import fcntl
 import os
+import stat
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 
 from mcinfer.errors import McinferError
 from mcinfer.prepared.entries import UnsoundEntryError, access_fault, check
+from mcinfer.process_identity import is_own_user_known
 
 
 class CacheUnusableError(McinferError):
@@ -113,9 +115,36 @@ def lock_path(folder: Path) -> Path:
 
 
 def check_root(root: Path) -> None:
-    """Raise unless only this user can change what is in the cache's folder."""
+    """Raise unless only this user can change what is in the cache's folder, or put another in its place."""
+    if not is_own_user_known():
+        raise CacheUnusableError(
+            "this user has no number in its user namespace, as others have none"
+        )
     if fault := access_fault(root.stat()):
         raise CacheUnusableError(f"the cache {root} {fault}")
+    for folder in Path(os.path.realpath(root)).parents:
+        info = folder.stat()
+        shared = info.st_mode & stat.S_IWOTH and not info.st_mode & stat.S_ISVTX
+        if shared or info.st_uid not in (0, os.geteuid()):
+            raise CacheUnusableError(
+                f"the cache {root} lies in {folder}, which others can change (user {info.st_uid}, mode "
+                f"{stat.S_IMODE(info.st_mode):04o})"
+            )
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether somebody uses, makes or removes an entry; nothing is written to find out."""
+    try:
+        lock = os.open(lock_path(folder), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
 
 
 def take_lock(folder: Path, kind: int) -> int | None:

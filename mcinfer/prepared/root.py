@@ -24,7 +24,7 @@ from mcinfer.prepared.entries import (
     sync,
     write_manifest,
 )
-from mcinfer.prepared.held import Held, check_root, lock_path, take_lock
+from mcinfer.prepared.held import Held, check_root, is_locked, lock_path, take_lock
 
 _log = logging.getLogger("mcinfer.prepared")
 
@@ -62,7 +62,9 @@ class Root:
 
     def make(self) -> None:
         """Make the folder if it is missing, and check that only this user can change it."""
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in reversed((self.path, *self.path.parents)):
+            if not folder.exists():  # one by one: `parents` would make those of the umask's mode
+                folder.mkdir(mode=0o700, exist_ok=True)
         check_root(self.path)
 
     def is_there(self) -> bool:
@@ -94,10 +96,7 @@ class Root:
 
     def is_in_use(self, key: str) -> bool:
         """Whether somebody holds an entry, or makes it."""
-        lock = take_lock(self.path / key, fcntl.LOCK_EX)
-        if lock is not None:
-            os.close(lock)
-        return lock is None
+        return is_locked(self.path / key)
 
     def take(self, key: str) -> Held | None:
         """Hold an entry; ``None`` if it is gone, or its lock is not to be had just now.
@@ -139,6 +138,11 @@ class Root:
         """Make a tmp folder for an entry."""
         return Path(tempfile.mkdtemp(prefix=f"tmp-{key}-", dir=self.path))
 
+    def draft_bytes(self, key: str) -> int:
+        """What the tmp folders of a key take of the disk: it grows while an entry is made."""
+        drafts = [self.path / match[0] for match in self._names(_DRAFT) if match[1] == key]
+        return sum(map(disk_bytes, drafts))
+
     def publish(self, draft: Path, key: str, facts: Mapping[str, Any]) -> None:
         """Make a tmp folder the entry of a key that has none; under its LOCK_EX.
 
@@ -179,6 +183,12 @@ class Root:
         finally:
             os.close(lock)
         return True
+
+    def forget_sources(self) -> None:
+        """Remove what is remembered of the models that entries were made from."""
+        with suppress(FileNotFoundError):
+            for note in (self.path / "sources").iterdir():
+                note.unlink(missing_ok=True)
 
     def sweep(self) -> None:
         """Remove what crashes left: tmp folders that nobody works on, and locks of nothing."""

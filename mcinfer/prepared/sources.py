@@ -3,6 +3,10 @@
 Reading gigabytes to learn that nothing changed would cost more than the start that the cache saves. So
 a folder remembers what each model's files looked like when they were last read: while device, inode,
 size and both times are the same, so is the content. The kernel sets a file's ctime and nobody else can.
+
+Writing through a mapping sets the times at the first write to a page that is clean, so files are brought to
+the disk before they are looked at: then all their pages are. File systems in memory do not set them at all,
+and what lies there is not remembered.
 """
 
 import hashlib
@@ -30,6 +34,9 @@ _FRESH_NS = 2_000_000_000
 
 The coarsest are FAT's two seconds.
 """
+
+_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+"""Types of file systems on which writing through a mapping leaves a file's times as they are."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -112,7 +119,8 @@ def read_source(
     started_ns = time.time_ns()  # from here on a change of a file that is not fresh shows
     source = _read(model, place)
     last_ns = max(max(stamp.mtime_ns, stamp.ctime_ns) for stamp in source.stamps)
-    if notes is not None and last_ns < started_ns - _FRESH_NS:
+    fresh = last_ns >= started_ns - _FRESH_NS
+    if notes is not None and not fresh and not _lies_in_memory(source.stamps):
         _remember(notes, source)
     return source
 
@@ -125,8 +133,29 @@ def _stamp(path: str) -> Stamp:
     return Stamp(path, info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
 
+def _settled_stamp(path: str) -> Stamp:
+    """The stamp of a file that a later write changes in any case."""
+    with suppress(OSError), open(path, "rb", buffering=0) as file:
+        os.fsync(file.fileno())
+    return _stamp(path)
+
+
+def _lies_in_memory(stamps: Sequence[Stamp]) -> bool:
+    """Whether any of the files does, as far as the kernel tells (proc_pid_mountinfo(5))."""
+    devices = {f"{os.major(stamp.device)}:{os.minor(stamp.device)}" for stamp in stamps}
+    with (
+        suppress(OSError),
+        open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file,
+    ):
+        for line in file:
+            mount, _, rest = line.partition(" - ")
+            if mount.split()[2] in devices and rest.split()[0] in _IN_MEMORY:
+                return True
+    return False
+
+
 def _read(model: Path, folder: Path | None) -> Source:
-    before = _stamp(str(model))
+    before = _settled_stamp(str(model))
     locations = scan(model).external
     stamps = (before, *_stamps_of_external(model, folder, locations))
     total = hashlib.sha256(b"mcinfer model %d" % _VERSION)
@@ -173,7 +202,7 @@ def _stamps_of_external(model: Path, folder: Path | None, locations: Sequence[st
                 )
             if not stat.S_ISREG(os.stat(path).st_mode):
                 raise BuildError(f"{model}: external data {path}: expected a regular file")
-            stamps.append(_stamp(str(path)))
+            stamps.append(_settled_stamp(str(path)))
         except (OSError, ValueError) as exc:  # a zero in the path is a ValueError
             raise BuildError(f"{model}: external data {path} cannot be read: {exc}") from exc
     return stamps

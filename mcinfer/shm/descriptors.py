@@ -1,5 +1,6 @@
 """One packet with descriptors over a socket of `SOCK_SEQPACKET`, so that they stay together (unix(7))."""
 
+import errno
 import os
 import socket
 import struct
@@ -46,6 +47,9 @@ def receive(connection: socket.socket, most_bytes: int) -> tuple[bytes, list[int
     ]
     if flags & _CUT_OFF:
         close_all(descriptors)
+        if not flags & socket.MSG_TRUNC and len(descriptors) < _MOST_DESCRIPTORS:
+            # Those that came did not all fit into this process's table (unix(7)).
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         raise ProtocolError(
             f"got a packet of more than {most_bytes} bytes or {_MOST_DESCRIPTORS} descriptors"
         )

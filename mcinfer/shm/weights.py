@@ -13,6 +13,7 @@ same open file, so the entry stays until the last of them has let go, in whichev
 all have, nothing is left but the cache itself.
 """
 
+import errno
 import json
 import os
 import select
@@ -147,6 +148,19 @@ def _admit(allowed: Allowed, pid: int) -> None:
     check_count("pid", pid, 0)
     if pid == 0:
         return
+    if os.readlink("/proc/self") != str(os.getpid()):
+        raise InvalidInputError(
+            f"pid: got {pid}, but /proc here is that of another pid namespace, so that nothing can be "
+            "known of it"
+        )
+    try:
+        os.close(os.pidfd_open(pid))
+    except (ProcessLookupError, OverflowError):
+        pass  # `start_time` tells that there is none
+    except OSError as exc:
+        if exc.errno != errno.EINVAL:
+            raise
+        raise InvalidInputError(f"pid: got {pid}, which is a thread, expected a process") from exc
     start = start_time(pid)
     if start is None:
         raise InvalidInputError(f"pid: got {pid}, expected a process that is there: none has it")

@@ -107,9 +107,9 @@ def test_prepared_model_is_what_workers_use_then(cache: Cache, tmp_path: Path) -
 def test_interrupted_preparation_leaves_no_child_and_no_entry(cache: Cache, tmp_path: Path) -> None:
     model = stack(tmp_path / "model.onnx", 24)
     with Program(COMMAND, "cache", "prepare", model) as program:
-        wait_until(lambda: [*cache.folder.glob("tmp-*")])
-        children = [child.pid for child in psutil.Process(program.pid).children(recursive=True)]
-        assert len(children) == 2
+        process = psutil.Process(program.pid)
+        wait_until(lambda: len(process.children(recursive=True)) == 2)
+        children = [child.pid for child in process.children(recursive=True)]
         program.interrupt()
         done = program.wait(5.0)
         assert (done.status, done.out, done.err) == (130, "", "mcinfer: interrupted\n")
