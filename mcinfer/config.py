@@ -261,7 +261,8 @@ class Timeouts:
     """How long to wait, in seconds. `math.inf` waits for ever, and only where you say so.
 
     Attributes:
-        start: For a worker to start, import its runtime and load the model.
+        start: For a worker to start, import its runtime and load the model; where the model is prepared, from
+            the last progress of that on.
         predict: For the answer to a request, from the call on, where the call names no other.
         cancel_grace: For a worker whose request ran out of time to stop it by itself, or to skip one that
             was taken back from it; then the worker is killed and started again.

@@ -7,7 +7,12 @@ namespace.
 import os
 from pathlib import Path
 
-_STATE, _START_TIME = 3, 22  # fields as proc_pid_stat(5) counts them
+_STATE, _USER_TIME, _SYSTEM_TIME, _START_TIME = (
+    3,
+    14,
+    15,
+    22,
+)  # fields as proc_pid_stat(5) counts them
 _FIRST_AFTER_NAME = 3
 _ENDED = "ZXx"
 
@@ -31,6 +36,15 @@ def start_time(pid: int) -> int | None:
     """
     text = _field(pid, _START_TIME)
     return None if text is None else int(text)
+
+
+def cpu_time(pid: int) -> int:
+    """What a process has had of the processors, in clock ticks; 0 if there is no such process.
+
+    Raises:
+        OSError: As of `start_time`.
+    """
+    return sum(int(_field(pid, number) or 0) for number in (_USER_TIME, _SYSTEM_TIME))
 
 
 def has_ended(pid: int) -> bool:

@@ -52,6 +52,7 @@ CANCEL = 7
 ATTACH = 8
 DETACH = 9
 UPDATE_WEIGHTS = 10
+PREPARING = 11
 PREDICT_JOINED = 12
 
 
@@ -188,6 +189,7 @@ class BuildFinish(Message):
 
     Attributes:
         weights: Those that can be replaced.
+        model: What tells the model's content from another's, the same for all workers.
         providers: What really runs it, in the engine's words.
         notes: What the user should know of how it was loaded.
         seconds: Of loading.
@@ -198,6 +200,7 @@ class BuildFinish(Message):
         "inputs": is_specs,
         "outputs": is_specs,
         "weights": is_specs,
+        "model": is_text,
         "providers": is_texts,
         "notes": is_texts,
         "seconds": is_seconds,
@@ -205,6 +208,7 @@ class BuildFinish(Message):
     inputs: tuple[TensorFields, ...]
     outputs: tuple[TensorFields, ...]
     weights: tuple[TensorFields, ...] = ()
+    model: str = ""
     providers: tuple[str, ...]
     notes: tuple[str, ...] = ()
     seconds: float
@@ -298,6 +302,21 @@ class Detach(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Preparing(Message):
+    """Worker to master: the model is being prepared, here or in another process, and that gets on.
+
+    Attributes:
+        seconds: So far.
+        written: Bytes.
+    """
+
+    ID = PREPARING
+    CHECKS = {"seconds": is_seconds, "written": is_count}
+    seconds: float
+    written: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateWeights(Message):
     """Master to worker: where a version of the replaceable weights lies, before the first run with it.
 
@@ -328,6 +347,7 @@ MESSAGES: dict[int, type[Message]] = {
         Attach,
         Detach,
         UpdateWeights,
+        Preparing,
         PredictJoined,
     )
 }
@@ -455,7 +475,12 @@ _S = WorkerState
 TRANSITIONS: dict[WorkerState, dict[type[Message], WorkerState]] = {
     _S.SPAWNED: {Hello: _S.CONNECTED},
     _S.CONNECTED: {Build: _S.BUILDING, Exit: _S.EXITING},
-    _S.BUILDING: {BuildFinish: _S.READY, Error: _S.EXITING, Exit: _S.EXITING},
+    _S.BUILDING: {
+        Preparing: _S.BUILDING,
+        BuildFinish: _S.READY,
+        Error: _S.EXITING,
+        Exit: _S.EXITING,
+    },
     _S.READY: {
         Predict: _S.BUSY,
         PredictJoined: _S.BUSY,
@@ -477,6 +502,7 @@ TRANSITIONS: dict[WorkerState, dict[type[Message], WorkerState]] = {
         Exit: _S.EXITING,
     },
     _S.EXITING: {
+        Preparing: _S.EXITING,
         BuildFinish: _S.EXITING,
         Reply: _S.EXITING,
         Error: _S.EXITING,

@@ -57,6 +57,7 @@ from mcinfer.protocol import (
     Exit,
     Hello,
     Message,
+    Preparing,
     Reply,
     WorkerState,
 )
@@ -132,7 +133,7 @@ def describe_exit(code: int) -> str:
 
 def _face(built: BuildFinish) -> tuple[object, ...]:
     """What all workers' models have to have in common."""
-    return built.inputs, built.outputs, built.weights
+    return built.inputs, built.outputs, built.weights, built.model
 
 
 class Scheduler:
@@ -302,7 +303,7 @@ class Scheduler:
             ProtocolError: It may not come now. Nothing was changed; the shell is to kill the worker.
         """
         w = self._workers[worker]
-        if not isinstance(message, (Hello, BuildFinish, Reply, Error)):
+        if not isinstance(message, (Hello, Preparing, BuildFinish, Reply, Error)):
             raise ProtocolError(f"{type(message).__name__} is not for a worker to send")
         before = w.state
         if isinstance(message, Reply) and w.runs and not w.runs[0].members:
@@ -311,6 +312,9 @@ class Scheduler:
         match message:
             case Hello():
                 return [] if self._closing is not None else [self._send(w, w.build)]
+            case Preparing():
+                # A model that takes long is not a worker that hangs.
+                w.ready_by = None if w.ready_by is None else now + self._timeouts.start
             case BuildFinish():
                 return self._handle_build_finish(w, message, now)
             case Error(request=None):
@@ -640,7 +644,8 @@ class Scheduler:
             self._specs = message
         elif _face(message) != _face(self._specs):
             w.build_failure = (
-                f"{w.name}: its model's inputs, outputs or weights are not those of the others"
+                f"{w.name}: its model's content, inputs, outputs or weights are not those of the "
+                "others"
             )
             return [self._kill(w, w.build_failure), *self._finish_start()]
         w.started_before = True

@@ -18,11 +18,12 @@ import threading
 import time
 import traceback
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
+from typing import Any
 
 from mcinfer.config import Device
-from mcinfer.engines import open_engine
+from mcinfer.engines import model_identity, open_engine
 from mcinfer.engines.base import (
     Buffer,
     Engine,
@@ -56,6 +57,7 @@ from mcinfer.protocol import (
     Message,
     Predict,
     PredictJoined,
+    Preparing,
     Reply,
     UpdateWeights,
     decode,
@@ -148,6 +150,7 @@ class _Server:
             if message.cores:
                 os.sched_setaffinity(0, message.cores)
             threads = message.threads or len(message.cores) or len(os.sched_getaffinity(0))
+            identity = model_identity(message.model)
             self._engine = open_engine(
                 message.engine,
                 EngineRequest(
@@ -162,6 +165,7 @@ class _Server:
                     session_config=message.session_config,
                     provider_options=message.provider_options,
                 ),
+                self._tell_progress,
             )
             self._joined = JoinedRuns(self._engine)
         except Exception as exc:  # whatever the runtime raises, the master is to hear of it
@@ -172,9 +176,13 @@ class _Server:
             outputs=_fields(self._engine.spec.outputs),
             weights=_fields(self._engine.weights),
             notes=self._engine.notes,
+            model=identity,
             providers=self._engine.providers,
             seconds=time.perf_counter() - start,
         )
+
+    def _tell_progress(self, state: Mapping[str, Any]) -> None:
+        self.send(Preparing(seconds=float(state["seconds"]), written=state["written"]))
 
     # Running.
 

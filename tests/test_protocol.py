@@ -33,6 +33,7 @@ from mcinfer.protocol import (
     Message,
     Predict,
     PredictJoined,
+    Preparing,
     Reply,
     UpdateWeights,
     WorkerState,
@@ -99,6 +100,7 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         inputs=SPECS,
         outputs=SPECS,
         weights=SPECS,
+        model=st.text(),
         providers=TEXTS,
         notes=TEXTS,
         seconds=SECONDS,
@@ -123,6 +125,7 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
     Cancel: st.builds(Cancel, request=COUNTS),
     Attach: st.builds(Attach, block=COUNTS, size=COUNTS),
     Detach: st.builds(Detach, block=COUNTS),
+    Preparing: st.builds(Preparing, seconds=SECONDS, written=COUNTS),
     UpdateWeights: st.builds(UpdateWeights, version=COUNTS, oldest=COUNTS, tensors=REFERENCES),
     PredictJoined: st.builds(
         PredictJoined,
@@ -165,6 +168,7 @@ SAMPLES: dict[type[Message], Message] = {
     Cancel: Cancel(request=REQUEST),
     Attach: Attach(block=3, size=4096),
     Detach: Detach(block=3),
+    Preparing: Preparing(seconds=1.0, written=10),
     UpdateWeights: UpdateWeights(version=2, oldest=1, tensors=(("w", "float32", (4,), 0, 128),)),
     PredictJoined: PredictJoined(
         request=REQUEST,
@@ -191,8 +195,7 @@ def test_first_ids_are_those_of_the_sample() -> None:
 
 
 def test_every_message_has_an_id_of_its_own() -> None:
-    # 11 stays free: an update of weights is not acknowledged.
-    assert [*MESSAGES] == [kind.ID for kind in MESSAGES.values()] == [*range(11), 12]
+    assert [*MESSAGES] == [kind.ID for kind in MESSAGES.values()] == [*range(13)]
     assert len({*MESSAGES.values()}) == len(MESSAGES)
 
 
@@ -358,6 +361,7 @@ BAD_FIELDS: list[tuple[type[Message], str, Any]] = [
     (BuildFinish, "outputs", (("x", "float32", (1.5,)),)),
     (BuildFinish, "weights", None),
     (BuildFinish, "weights", (("w", "float31", (4,)),)),
+    (BuildFinish, "model", None),
     (BuildFinish, "providers", ("CPU", None)),
     (BuildFinish, "notes", "one"),
     (BuildFinish, "notes", (1,)),
@@ -383,6 +387,8 @@ BAD_FIELDS: list[tuple[type[Message], str, Any]] = [
     (Attach, "block", -1),
     (Attach, "size", None),
     (Detach, "block", -1),
+    (Preparing, "seconds", -1.0),
+    (Preparing, "written", 1.5),
     (UpdateWeights, "version", -1),
     (UpdateWeights, "version", None),
     (UpdateWeights, "oldest", 1.0),
@@ -435,7 +441,7 @@ def test_messages_are_frozen() -> None:
                 setattr(message, field.name, None)
 
 
-@pytest.mark.parametrize("number", [-1, 11, 13, 255, None, "0", 0.0, True, [0]])
+@pytest.mark.parametrize("number", [-1, 13, 14, 255, None, "0", 0.0, True, [0]])
 def test_unknown_id_is_refused(number: Any) -> None:
     with pytest.raises(ProtocolError, match="unknown message id"):
         decode(msgpack.packb({"id": number}))
@@ -552,7 +558,7 @@ def test_begun_run_is_the_same_as_a_predict(kind: type[Message]) -> None:
 # Two sides, joined by a link on which messages take their time.
 
 TO_WORKER = (Build, Predict, PredictJoined, Cancel, Attach, Detach, UpdateWeights, Exit)
-TO_MASTER = (Hello, BuildFinish, Reply, Error)
+TO_MASTER = (Hello, Preparing, BuildFinish, Reply, Error)
 
 
 class Link(RuleBasedStateMachine):

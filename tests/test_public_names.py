@@ -191,7 +191,8 @@ def test_message_ids_are_those_of_the_sample_and_ours_follow() -> None:
         protocol.ATTACH,
         protocol.DETACH,
         protocol.UPDATE_WEIGHTS,
+        protocol.PREPARING,
         protocol.PREDICT_JOINED,
-    ) == (5, 6, 7, 8, 9, 10, 12)
-    assert sorted(protocol.MESSAGES) == [*range(11), 12]
+    ) == (5, 6, 7, 8, 9, 10, 11, 12)
+    assert sorted(protocol.MESSAGES) == [*range(13)]
     assert all(number == message.ID for number, message in protocol.MESSAGES.items())

@@ -52,6 +52,7 @@ from mcinfer.protocol import (
     Hello,
     Message,
     Predict,
+    Preparing,
     Reply,
     WorkerState,
 )
@@ -696,6 +697,32 @@ def test_slow_start_is_killed_and_fails_the_start() -> None:
     assert text(actions) == ("worker 1 (cpu:1, pid 101): not ready within 30 s (it was building)")
 
 
+def test_worker_that_gets_on_with_preparing_has_more_time_to_start() -> None:
+    pool = new_pool(1)
+    pool.handle_message(1.0, 0, hello(0))
+    for now in (25.0, 50.0):
+        assert pool.handle_message(now, 0, Preparing(seconds=now, written=1)) == []
+    assert pool.handle_time(79.0) == []
+    assert pool.next_time() == 80.0
+    assert outline(pool.handle_time(80.0)) == [KillWorker(worker=0), Failed(None, BuildError)]
+    # What it sent before it was killed makes it no younger.
+    assert pool.handle_message(80.1, 0, Preparing(seconds=80.0, written=1)) == []
+    assert pool.handle_time(200.0) == []
+
+
+@pytest.mark.parametrize("field", ["inputs", "outputs", "weights", "model"])
+def test_worker_that_comes_back_with_another_model_serves_nobody(field: str) -> None:
+    pool = ready_pool(2)
+    pool.handle_died(1.0, 1, SIGKILL)
+    pool.handle_time(1.0)
+    pool.handle_started(1, 201)
+    pool.handle_message(1.0, 1, hello(1))
+    other: Any = "another" if field == "model" else (("other", "float32", (4,)),)
+    actions = pool.handle_message(1.0, 1, replace(built(), **{field: other}))
+    assert actions == [KillWorker(worker=1)]
+    assert "are not those of the others" in pool.statistics()[1].last_error
+
+
 def test_slow_restart_is_killed_and_tried_again() -> None:
     pool = ready_pool(1)
     pool.handle_died(1.0, 0, SIGSEGV)
@@ -725,7 +752,8 @@ def test_models_that_differ_fail_the_start() -> None:
     actions = pool.handle_message(1.0, 1, replace(built(), outputs=()))
     assert outline(actions) == [KillWorker(worker=1), Failed(None, BuildError)]
     assert text(actions) == (
-        "worker 1 (cpu:1, pid 101): its model's inputs, outputs or weights are not those of the others"
+        "worker 1 (cpu:1, pid 101): its model's content, inputs, outputs or weights are not those of "
+        "the others"
     )
 
 

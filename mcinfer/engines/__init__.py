@@ -1,12 +1,16 @@
 """Adapters to inference runtimes, one file each; a runtime is imported only when it is opened."""
 
 import ctypes
+import hashlib
+import os
 from importlib import import_module
 from typing import Any
 
 from mcinfer.engines.base import Engine, EngineRequest
-from mcinfer.engines.preparation import describe
+from mcinfer.engines.preparation import Progress, describe, find_or_make
 from mcinfer.errors import BuildError
+
+_MOST_HASHED_BYTES = 64 << 20
 
 _ENGINES = {
     "onnxruntime": "mcinfer.engines._onnxruntime",
@@ -16,8 +20,13 @@ _ENGINES = {
 }
 
 
-def open_engine(name: str, request: EngineRequest) -> Engine:
+def open_engine(name: str, request: EngineRequest, progress: Progress | None = None) -> Engine:
     """Load a model with the engine of that name.
+
+    Args:
+        name: The engine's.
+        request: What to load.
+        progress: Is told how far it is, where the model is prepared first.
 
     Raises:
         BuildError: There is no such engine, or it cannot load the model; the engine's own words.
@@ -25,7 +34,13 @@ def open_engine(name: str, request: EngineRequest) -> Engine:
     """
     if name not in _ENGINES:
         raise BuildError(f"engine: got {name!r}, expected one of {[*_ENGINES]}")
-    engine: Engine = import_module(_ENGINES[name]).load(request)
+    module = import_module(_ENGINES[name])
+    runtime = getattr(module, "RUNTIME", None)
+    if runtime is None:
+        engine: Engine = module.load(request)
+    else:
+        module.check(request)
+        engine = module.load(request, find_or_make(name, request, runtime, progress))
     give_back_memory()
     return engine
 
@@ -46,6 +61,21 @@ def prepared_facts(name: str, request: EngineRequest) -> dict[str, Any]:
         return describe(request, runtime)
     except OSError as exc:
         raise BuildError(f"{request.model}: {exc}") from exc
+
+
+def model_identity(path: str) -> str:
+    """What tells a model's file from another one at the same path: a digest, or its stamps if it is large.
+
+    External data is not looked at. Empty if the file cannot be read, which its engine will say.
+    """
+    try:
+        info = os.stat(path)
+        if info.st_size > _MOST_HASHED_BYTES:
+            return f"{info.st_dev} {info.st_ino} {info.st_size} {info.st_mtime_ns}"
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""
 
 
 def give_back_memory() -> None:

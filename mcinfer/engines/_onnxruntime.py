@@ -34,7 +34,7 @@ from mcinfer.engines.base import (
     Strings,
     produced_from,
 )
-from mcinfer.engines.preparation import Preparation, find_or_make
+from mcinfer.engines.preparation import Preparation
 from mcinfer.errors import BuildError, InvalidInputError, McinferError, PredictError
 from mcinfer.prepared.onnx_files import scan
 from mcinfer.specs import (
@@ -61,14 +61,18 @@ _TYPES = {
 """ONNX Runtime's names of element types, where they are not our own."""
 
 
-def load(request: EngineRequest) -> "OnnxRuntimeEngine":
-    """Load a model into a session: the prepared one, where it can be had.
+def load(request: EngineRequest, preparation: Preparation | None = None) -> "OnnxRuntimeEngine":
+    """Load a model into a session.
+
+    Args:
+        request: What to load.
+        preparation: Its prepared form, which is the engine's from now on; closed where it does not load. None
+            loads it as it is.
 
     Raises:
         BuildError: The model or the device does not do; the runtime's own words.
     """
-    check(request)
-    preparation = find_or_make("onnxruntime", request, RUNTIME)
+    preparation = preparation or Preparation()
     try:
         with mapped_errors():
             return OnnxRuntimeEngine(request, preparation)

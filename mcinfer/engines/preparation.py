@@ -58,7 +58,7 @@ _STUCK_SECONDS = 120.0
 _LOG_SECONDS = 2.0
 
 Progress = Callable[[Mapping[str, Any]], None]
-"""Called twice a second with ``seconds`` so far, ``written`` bytes, and ``bytes`` of the model."""
+"""Called as long as it gets on, with ``seconds`` so far, ``written`` bytes, and ``bytes`` of the model."""
 
 _log = logging.getLogger("mcinfer.prepared")
 
@@ -248,10 +248,18 @@ def _open_or_make(
     if held is not None:
         return held
 
-    def write(folder: Path, lock: int) -> None:
-        _fill_in_child(engine, request, source, folder, lock, progress or _LogProgress(request))
+    log, start = _LogProgress(request), monotonic()
 
-    return store.make(key, facts, write, wait=_STUCK_SECONDS)
+    def tell(written: int) -> None:
+        state = {"seconds": monotonic() - start, "written": written, "bytes": source.size}
+        log(state)
+        if progress is not None:
+            progress(state)
+
+    def write(folder: Path, lock: int) -> None:
+        _fill_in_child(engine, request, source, folder, lock, tell)
+
+    return store.make(key, facts, write, wait=_STUCK_SECONDS, progress=tell)
 
 
 def _fill_in_child(
@@ -260,15 +268,20 @@ def _fill_in_child(
     source: Source,
     folder: Path,
     lock: int,
-    progress: Progress,
+    tell: Callable[[int], None],
 ) -> None:
     """Fill an entry's folder. The child holds the lock as well, should this process end."""
     start = monotonic()
     _check_space(folder, 2 * source.size + _LEAST_BYTES)
 
-    def tick(_: Mapping[str, Any]) -> None:
+    before: object = None
+
+    def tick(state: Mapping[str, Any]) -> None:
+        nonlocal before
         written = sum(entry.stat().st_size for entry in folder.iterdir())
-        progress({"seconds": monotonic() - start, "written": written, "bytes": source.size})
+        if (written, state) != before:  # its processor time grows too
+            before = (written, state)
+            tell(written)
 
     task = {
         "task": "fill",

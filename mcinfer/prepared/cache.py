@@ -180,6 +180,7 @@ class Cache:
         fill: Callable[[Path, int], None],
         *,
         wait: float,
+        progress: Callable[[int], None] | None = None,
     ) -> Held:
         """Hold an entry; make it if it is missing or damaged. Of many processes, one makes it.
 
@@ -191,6 +192,7 @@ class Cache:
                 that nobody else makes this entry while that process lives. What it raises passes through.
             wait: Seconds to wait for others who make the entry and do not get on with it, or who use a
                 damaged one (then 5 and a second for each 100 MB at most).
+            progress: Called with the bytes that others have written, each time that these have grown.
 
         Raises:
             InvalidInputError: The key is not that of the facts.
@@ -223,6 +225,8 @@ class Cache:
             now = time.monotonic()
             if state != seen:
                 seen, since = state, now
+                if progress is not None:
+                    progress(state[1])
             broken = damaged is not None and there == damaged
             if now - since >= (min(wait, patience) if broken else wait):
                 break

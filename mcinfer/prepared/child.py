@@ -19,6 +19,7 @@ from time import monotonic
 from typing import Any
 
 from mcinfer.errors import McinferError
+from mcinfer.process_identity import cpu_time
 
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 _QUIET = {"ORT_DISABLE_TELEMETRY": "1"}
@@ -30,7 +31,8 @@ _MOST_SECONDS = 4 * 3600.0
 """Of one task: nothing that is worth preparing takes as long."""
 
 Tick = Callable[[Mapping[str, Any]], None]
-"""Called with each line of progress that the child sends, and with an empty one every half second."""
+"""Called with each line of progress that the child sends, and every half second with its processor time so
+far, ``{"cpu": clock ticks}``."""
 
 
 class ChildFailedError(McinferError):
@@ -70,7 +72,7 @@ def run_child(
         finally:
             theirs.close()
         try:
-            return _talk(ours, json.dumps(start).encode() + b"\n", tick)
+            return _talk(ours, process.pid, json.dumps(start).encode() + b"\n", tick)
         except (OSError, ValueError, EOFError) as exc:
             process.kill()
             status = process.wait()
@@ -80,7 +82,7 @@ def run_child(
             process.wait()
 
 
-def _talk(channel: socket.socket, task: bytes, tick: Tick) -> dict[str, Any]:
+def _talk(channel: socket.socket, pid: int, task: bytes, tick: Tick) -> dict[str, Any]:
     """The child's answer.
 
     Raises:
@@ -93,7 +95,7 @@ def _talk(channel: socket.socket, task: bytes, tick: Tick) -> dict[str, Any]:
     rest, end = b"", monotonic() + _MOST_SECONDS
     while monotonic() < end:
         if not poll.poll(_TICK * 1000):
-            tick({})
+            tick({"cpu": cpu_time(pid)})
             continue
         data = channel.recv(_READ_BYTES)
         if not data:

@@ -11,7 +11,7 @@ from mcinfer.prepared.cache import Cache, CacheUnusableError, Held
 from mcinfer.prepared.child import ChildFailedError, run_child
 
 Progress = Callable[[Mapping[str, Any]], None]
-"""Called twice a second with ``seconds`` so far, ``written`` bytes, and ``bytes`` of the model."""
+"""Called as long as it gets on, with ``seconds`` so far, ``written`` bytes, and ``bytes`` of the model."""
 
 
 def ensure_prepared(
@@ -44,7 +44,7 @@ def ensure_prepared(
     }
 
     def tick(state: Mapping[str, Any]) -> None:
-        if state and progress is not None:
+        if "seconds" in state and progress is not None:
             progress(state)
 
     try:

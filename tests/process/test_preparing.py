@@ -2,12 +2,13 @@
 
 import logging
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -17,6 +18,9 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper, parser
 
 from mcinfer import EngineOptions, Master
+from mcinfer.config import Device
+from mcinfer.engines import open_engine
+from mcinfer.engines.base import EngineRequest
 from mcinfer.prepared.cache import Cache
 from tests.process.scripts import PREAMBLE, Program
 from tests.process.waiting import all_gone, is_alive, pids, wait_for_states, wait_until
@@ -237,6 +241,45 @@ def test_ctrl_c_while_a_model_is_prepared_leaves_nothing(
     assert cache.entries() == []
     cache.evict()  # what is left of it goes with the next entry that is made
     assert {*os.listdir(cache.folder)} == {"sources"}
+
+
+def test_progress_is_told_by_who_prepares_and_by_who_waits(large_model: Path) -> None:
+    request = EngineRequest(
+        model=str(large_model), device=Device("cpu", 0), threads=1, prepare="always"
+    )
+    told: list[list[dict[str, Any]]] = [[], []]
+    threads = [
+        threading.Thread(target=open_engine, args=("onnxruntime", request, states.append))
+        for states in told
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for states in told:
+        assert states
+        assert [state["seconds"] for state in states] == sorted(s["seconds"] for s in states)
+        assert states[-1]["written"] > 0
+        assert all(state["bytes"] > large_model.stat().st_size // 2 for state in states)
+
+
+@pytest.mark.parametrize("options", [ALWAYS, NEVER], ids=["always", "never"])
+def test_worker_that_finds_another_model_at_the_path_serves_nobody(
+    small_model: Path, tmp_path: Path, options: EngineOptions
+) -> None:
+    path = tmp_path / "served.onnx"
+    shutil.copy(small_model, path)
+    other = onnx.load(path)
+    weights = other.graph.initializer[0]
+    values = numpy_helper.to_array(weights) + 1
+    weights.CopyFrom(numpy_helper.from_array(values, weights.name))
+    with Master(path, 2, options=options) as master:
+        expected = answer(master)
+        onnx.save(other, tmp_path / "other.onnx")
+        os.replace(tmp_path / "other.onnx", path)
+        os.kill(master.statistics().workers[1].pid or 0, signal.SIGKILL)
+        wait_until(lambda: "not those of the others" in master.statistics().workers[1].last_error)
+        assert np.array_equal(answer(master), expected)
 
 
 def test_cache_that_cannot_be_used_is_warned_of_once(
