@@ -6,8 +6,7 @@ import os
 from importlib import import_module
 from typing import Any
 
-from mcinfer.engines.base import Engine, EngineRequest
-from mcinfer.engines.preparation import Progress, describe, find_or_make
+from mcinfer.engines.base import Engine, EngineRequest, Progress
 from mcinfer.errors import BuildError
 
 _MOST_HASHED_BYTES = 64 << 20
@@ -35,12 +34,10 @@ def open_engine(name: str, request: EngineRequest, progress: Progress | None = N
     if name not in _ENGINES:
         raise BuildError(f"engine: got {name!r}, expected one of {[*_ENGINES]}")
     module = import_module(_ENGINES[name])
-    runtime = getattr(module, "RUNTIME", None)
-    if runtime is None:
-        engine: Engine = module.load(request)
+    if hasattr(module, "prepared"):
+        engine: Engine = module.load(request, module.prepared(request, progress))
     else:
-        module.check(request)
-        engine = module.load(request, find_or_make(name, request, runtime, progress))
+        engine = module.load(request)
     give_back_memory()
     return engine
 
@@ -51,14 +48,15 @@ def prepared_facts(name: str, request: EngineRequest) -> dict[str, Any]:
     Raises:
         BuildError: There is no such thing for this engine or device, or the model cannot be read.
     """
-    runtime = getattr(import_module(_ENGINES[name]), "RUNTIME", None)
-    if runtime is None or request.device.kind != "cpu":
+    module = import_module(_ENGINES[name])
+    if not hasattr(module, "prepared") or request.device.kind != "cpu":
         raise BuildError(
             f"{request.model}: weights are shared by engine onnxruntime on the CPU, got {name} on "
             f"{request.device}"
         )
     try:
-        return describe(request, runtime)
+        facts: dict[str, Any] = module.facts(request)
+        return facts
     except OSError as exc:
         raise BuildError(f"{request.model}: {exc}") from exc
 

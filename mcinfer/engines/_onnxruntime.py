@@ -29,12 +29,13 @@ from mcinfer.engines.base import (
     Engine,
     EngineRequest,
     Produced,
+    Progress,
     Run,
     RunCancelledError,
     Strings,
     produced_from,
 )
-from mcinfer.engines.preparation import Preparation
+from mcinfer.engines.preparation import Preparation, describe, find_or_make
 from mcinfer.errors import BuildError, InvalidInputError, McinferError, PredictError
 from mcinfer.prepared.onnx_files import scan
 from mcinfer.specs import (
@@ -48,7 +49,7 @@ from mcinfer.specs import (
 
 import onnxruntime as ort  # isort: skip
 
-__all__ = ["RUNTIME", "OnnxRuntimeEngine", "check", "load", "prepare"]
+__all__ = ["OnnxRuntimeEngine", "facts", "load", "prepare", "prepared"]
 
 _TYPES = {
     "float": "float32",
@@ -59,6 +60,21 @@ _TYPES = {
     "float8e5m2fnuz": "float8_e5m2fnuz",
 }
 """ONNX Runtime's names of element types, where they are not our own."""
+
+
+def prepared(request: EngineRequest, progress: Progress | None = None) -> Preparation:
+    """The prepared form of a model, which is made if there is none yet.
+
+    Raises:
+        BuildError: What is asked for cannot be, or the model is one that was prepared for something else.
+    """
+    check(request)
+    return find_or_make("onnxruntime", request, RUNTIME, progress)
+
+
+def facts(request: EngineRequest) -> dict[str, Any]:
+    """What the prepared form of a model is made from; see `mcinfer.engines.preparation.describe`."""
+    return describe(request, RUNTIME)
 
 
 def load(request: EngineRequest, preparation: Preparation | None = None) -> "OnnxRuntimeEngine":

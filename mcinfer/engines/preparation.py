@@ -26,7 +26,7 @@ from time import monotonic
 from typing import Any
 
 from mcinfer.config import Device
-from mcinfer.engines.base import EngineRequest
+from mcinfer.engines.base import EngineRequest, Progress
 from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.prepared.cache import Cache, CacheUnusableError, Held, entry_key
 from mcinfer.prepared.child import ChildFailedError, run_child
@@ -56,9 +56,6 @@ _STUCK_SECONDS = 120.0
 """Of another process's work on the same model, without any progress: less than a worker has to start."""
 
 _LOG_SECONDS = 2.0
-
-Progress = Callable[[Mapping[str, Any]], None]
-"""Called as long as it gets on, with ``seconds`` so far, ``written`` bytes, and ``bytes`` of the model."""
 
 _log = logging.getLogger("mcinfer.prepared")
 
@@ -162,8 +159,7 @@ def ensure(engine: str, request: Mapping[str, Any], progress: Progress) -> str:
     """
     module = import_module(f"mcinfer.engines._{engine}")
     wanted = replace(_request(request), prepare="always")
-    module.check(wanted)
-    preparation = find_or_make(engine, wanted, module.RUNTIME, progress)
+    preparation: Preparation = module.prepared(wanted, progress)
     if preparation.held is None:
         module.load(replace(wanted, prepare="never"))  # it may not be a model at all
         raise BuildError(f"{wanted.model}: {'; '.join(preparation.notes)}")
