@@ -30,7 +30,7 @@ from mcinfer.engines.base import EngineRequest, Progress
 from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.prepared.cache import Cache, CacheUnusableError, Held, entry_key
 from mcinfer.prepared.child import ChildFailedError, run_child
-from mcinfer.prepared.entries import MANIFEST
+from mcinfer.prepared.entries import MANIFEST, disk_bytes
 from mcinfer.prepared.onnx_files import scan
 from mcinfer.prepared.root import is_key
 from mcinfer.prepared.sources import Source, read_source
@@ -268,13 +268,15 @@ def _fill_in_child(
 ) -> None:
     """Fill an entry's folder. The child holds the lock as well, should this process end."""
     start = monotonic()
-    _check_space(folder, 2 * source.size + _LEAST_BYTES)
-
+    most = 2 * source.size + _LEAST_BYTES
+    usage = os.statvfs(folder)
+    if usage.f_bavail * usage.f_frsize < most:
+        raise ChildFailedError(f"up to {most / 1e6:.0f} MB are not free in {folder.parent}")
     before: object = None
 
     def tick(state: Mapping[str, Any]) -> None:
         nonlocal before
-        written = sum(entry.stat().st_size for entry in folder.iterdir())
+        written = disk_bytes(folder)
         if (written, state) != before:  # its processor time grows too
             before = (written, state)
             tell(written)
@@ -295,7 +297,7 @@ def _fill_in_child(
             entry.unlink()
         if _SHORT_OF_SOMETHING.search(error):
             raise ChildFailedError(error)
-        _check_space(folder, 2 * source.size + _LEAST_BYTES)  # others may have filled it meanwhile
+        _check_space(folder, most)
         (folder / _FAILURE_FILE).write_text(error, encoding="utf-8")
     in_memory = request.model.startswith("/proc/")
     name = "(in memory)" if in_memory else os.path.basename(request.model)
