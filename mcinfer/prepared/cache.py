@@ -207,6 +207,7 @@ class Cache:
         damaged: Identity | None = None
         patience = _MOST_DAMAGED_SECONDS + disk_bytes(self.folder / key) / _HASHED_BYTES
         seen: object = None
+        limit = wait
         since = time.monotonic()
         for count, pause in enumerate(_pauses()):
             if count == 1:
@@ -228,12 +229,13 @@ class Cache:
                 if progress is not None:
                     progress(state[1])
             broken = damaged is not None and there == damaged
-            if now - since >= (min(wait, patience) if broken else wait):
+            limit = min(wait, patience) if broken else wait
+            if now - since >= limit:
                 break
             time.sleep(pause)
         raise CacheUnusableError(
             f"{self.folder / key}: another process has been preparing it, or using a damaged one, "
-            f"without any progress for {time.monotonic() - since:.1f} s"
+            f"without any progress for {limit:.3g} s"  # the same text for all who wait
         )
 
     def entries(self) -> list[EntryInfo]:
