@@ -60,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _say("")
     record: Record = {"machine": described, "quick": quick}
     with tempfile.TemporaryDirectory(prefix="mcinfer-bench-") as name:
+        os.environ["MCINFER_CACHE"] = str(Path(name) / "cache")  # not the user's
         folder = Path(name)
         if options.only in (None, "dispatch"):
             effort = Effort(rounds=3, seconds=0.1) if quick else Effort(rounds=9, seconds=0.25)

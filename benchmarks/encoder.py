@@ -157,6 +157,7 @@ def main() -> int:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     effort = Effort(rounds=9, seconds=0.25)
     with tempfile.TemporaryDirectory(prefix="mcinfer-bench-") as name:
+        os.environ["MCINFER_CACHE"] = str(Path(name) / "cache")  # not the user's
         for build in (encoder_model, batching_model):
             path = build(Path(name) / "model.onnx")
             one, several = _runs(path)

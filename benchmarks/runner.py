@@ -353,6 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rounds, seconds = (3, 1.0) if options.quick else (9, 2.0)
     parts = dict(zip(PARTS, (measure_throughput, measure_batching, measure_latency), strict=True))
     with tempfile.TemporaryDirectory(prefix="mcinfer-bench-") as name:
+        os.environ["MCINFER_CACHE"] = str(Path(name) / "cache")  # not the user's
         for part, measure in parts.items():
             if options.only in (None, part):
                 record[part] = measure(Path(name), rounds, seconds)
