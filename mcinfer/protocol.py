@@ -189,7 +189,8 @@ class BuildFinish(Message):
 
     Attributes:
         weights: Those that can be replaced.
-        model: What tells the model's content from another's, the same for all workers.
+        model: What tells the model's file from another, the same for all workers.
+        prepared: The key of the prepared model, which also tells of external data; empty without one.
         providers: What really runs it, in the engine's words.
         notes: What the user should know of how it was loaded.
         seconds: Of loading.
@@ -201,6 +202,7 @@ class BuildFinish(Message):
         "outputs": is_specs,
         "weights": is_specs,
         "model": is_text,
+        "prepared": is_text,
         "providers": is_texts,
         "notes": is_texts,
         "seconds": is_seconds,
@@ -209,6 +211,7 @@ class BuildFinish(Message):
     outputs: tuple[TensorFields, ...]
     weights: tuple[TensorFields, ...] = ()
     model: str = ""
+    prepared: str = ""
     providers: tuple[str, ...]
     notes: tuple[str, ...] = ()
     seconds: float

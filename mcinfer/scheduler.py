@@ -131,9 +131,11 @@ def describe_exit(code: int) -> str:
         return f"killed by signal {-code}"
 
 
-def _face(built: BuildFinish) -> tuple[object, ...]:
-    """What all workers' models have to have in common."""
-    return built.inputs, built.outputs, built.weights, built.model
+def _agree(one: BuildFinish, other: BuildFinish) -> bool:
+    """Whether two workers have the same model; one of them may have it as it is, and the other prepared."""
+    names = ("inputs", "outputs", "weights", "model")
+    alike = all(getattr(one, name) == getattr(other, name) for name in names)
+    return alike and (one.prepared == other.prepared or "" in (one.prepared, other.prepared))
 
 
 class Scheduler:
@@ -642,12 +644,14 @@ class Scheduler:
         w.providers = message.providers
         if self._specs is None:
             self._specs = message
-        elif _face(message) != _face(self._specs):
+        elif not _agree(message, self._specs):
             w.build_failure = (
                 f"{w.name}: its model's content, inputs, outputs or weights are not those of the "
                 "others"
             )
             return [self._kill(w, w.build_failure), *self._finish_start()]
+        elif not self._specs.prepared:
+            self._specs = message
         w.started_before = True
         return [*self._finish_start(), *self._dispatch(now)]
 

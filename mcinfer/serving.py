@@ -177,6 +177,7 @@ class _Server:
             weights=_fields(self._engine.weights),
             notes=self._engine.notes,
             model=identity,
+            prepared=self._engine.prepared,
             providers=self._engine.providers,
             seconds=time.perf_counter() - start,
         )

@@ -711,6 +711,17 @@ def test_worker_that_gets_on_with_preparing_has_more_time_to_start() -> None:
     assert pool.handle_time(200.0) == []
 
 
+@pytest.mark.parametrize("keys", [("a", "", "b"), ("", "a", "b")])
+def test_model_that_is_prepared_agrees_with_one_that_is_not_and_with_itself(
+    keys: tuple[str, ...],
+) -> None:
+    pool = new_pool(3)
+    for worker, key in enumerate(keys):
+        pool.handle_message(0.0, worker, hello(worker))
+        actions = pool.handle_message(0.0, worker, replace(built(), prepared=key))
+    assert outline(actions) == [KillWorker(worker=2), Failed(None, BuildError)]
+
+
 @pytest.mark.parametrize("field", ["inputs", "outputs", "weights", "model"])
 def test_worker_that_comes_back_with_another_model_serves_nobody(field: str) -> None:
     pool = ready_pool(2)

@@ -110,6 +110,7 @@ class OnnxRuntimeEngine(Engine):
     def __init__(self, request: EngineRequest, preparation: Preparation) -> None:
         self.held = preparation.held
         self.notes = preparation.notes
+        self.prepared = "" if self.held is None else self.held.key
         self._session = open_session(request, preparation.held)
         self.providers = tuple(self._session.get_providers())
         self.spec = ModelSpec(

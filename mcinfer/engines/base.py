@@ -219,6 +219,7 @@ class Engine(ABC):
         providers: What really runs it, first choice first.
         weights: Those that a run may be bound to others in the place of.
         notes: What the user should know of how it was loaded.
+        prepared: The key of the prepared model that it maps; empty where it has its own copy of the weights.
         concurrent: Whether several threads may execute runs of their own at once.
     """
 
@@ -226,6 +227,7 @@ class Engine(ABC):
     providers: tuple[str, ...]
     weights: tuple[TensorSpec, ...] = ()
     notes: tuple[str, ...] = ()
+    prepared: str = ""
     concurrent: bool = False
 
     @abstractmethod

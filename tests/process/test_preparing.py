@@ -282,6 +282,21 @@ def test_worker_that_finds_another_model_at_the_path_serves_nobody(
         assert np.array_equal(answer(master), expected)
 
 
+def test_worker_that_finds_other_external_data_serves_nobody(
+    small_model: Path, tmp_path: Path
+) -> None:
+    made, path = onnx.load(small_model), tmp_path / "outside.onnx"
+    onnx.save(made, path, save_as_external_data=True, location="outside.data")
+    data = tmp_path / "outside.data"
+    with Master(path, 2, options=ALWAYS) as master:
+        expected = answer(master)
+        (tmp_path / "other.data").write_bytes(bytes(data.stat().st_size))
+        os.replace(tmp_path / "other.data", data)
+        os.kill(master.statistics().workers[1].pid or 0, signal.SIGKILL)
+        wait_until(lambda: "not those of the others" in master.statistics().workers[1].last_error)
+        assert np.array_equal(answer(master), expected)
+
+
 def test_cache_that_cannot_be_used_is_warned_of_once(
     small_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
