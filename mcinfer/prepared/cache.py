@@ -192,7 +192,7 @@ class Cache:
                 that nobody else makes this entry while that process lives. What it raises passes through.
             wait: Seconds to wait for others who make the entry and do not get on with it, or who use a
                 damaged one (then 5 and a second for each 100 MB at most).
-            progress: Called with the bytes that others have written, each time that these have grown.
+            progress: Called with the bytes that others have written, each time that they are seen to get on.
 
         Raises:
             InvalidInputError: The key is not that of the facts.

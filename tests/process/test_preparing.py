@@ -259,8 +259,9 @@ def test_progress_is_told_by_who_prepares_and_by_who_waits(large_model: Path) ->
     for states in told:
         assert states
         assert [state["seconds"] for state in states] == sorted(s["seconds"] for s in states)
-        assert states[-1]["written"] > 0
         assert all(state["bytes"] > large_model.stat().st_size // 2 for state in states)
+    # Who waits may look between two writes; who prepares tells of the end.
+    assert max(state["written"] for states in told for state in states) > 0
 
 
 @pytest.mark.parametrize("options", [ALWAYS, NEVER], ids=["always", "never"])
