@@ -107,6 +107,8 @@ SPLIT: Model = (
     {"ones": np.ones(200, np.int64)},
 )
 
+LOOP = "weights of a loop, and outside of it"
+
 MODELS: dict[str, Model] = {
     "a large shape": SPLIT,
     "matmul": MATMUL,
@@ -194,7 +196,7 @@ MODELS: dict[str, Model] = {
         }""",
         {"w": numbers(64, 96).astype(np.float16), "b": numbers(96).astype(np.float16)},
     ),
-    "weights of a loop, and outside of it": (
+    LOOP: (
         """g (float[batch, 32] x) => (float[batch, 32] y) {
             y = Loop<body = b (int64 i, bool go, float[batch, 32] v) => (bool go_on, float[batch, 32] n) {
                 go_on = Identity(go)
@@ -333,8 +335,10 @@ def without_children() -> Iterator[None]:
 def test_prepared_model_computes_the_same_bits(tmp_path: Path, cache: Cache, name: str) -> None:
     model = write(tmp_path / "model.onnx", MODELS[name])
     engine = open_ort(model, prepare="always")
-    assert [info.key for info in cache.entries()] == [entry(engine).name]
     assert_same(engine, open_ort(model))
+    if name == LOOP and tuple(map(int, ort.__version__.split(".")[:2])) < (1, 31):
+        pytest.skip("ONNX Runtime before 1.31 cannot save a loop with weights inside and outside")
+    assert [info.key for info in cache.entries()] == [entry(engine).name]
 
 
 def test_weights_of_a_prepared_model_are_mapped(tmp_path: Path) -> None:
