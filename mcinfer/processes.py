@@ -12,17 +12,13 @@ import select
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import TextIO
 
+from mcinfer.children import command, environment
 from mcinfer.permits import Permits
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.wakeup import WakeUp
 
-_PACKAGE_PARENT = str(Path(__file__).resolve().parent.parent)
-_QUIET = {"ORT_DISABLE_TELEMETRY": "1"}
-"""Unless the user says otherwise, no runtime sends anything anywhere: ONNX Runtime from 1.29 on does by
-default (its docs/Privacy.md), and starts threads for it in every worker."""
 _READ_BYTES = 1 << 16
 _MOST_LINE_BYTES = 1 << 20
 
@@ -74,16 +70,8 @@ class WorkerProcess:
             pipes += os.pipe()
             pipes += os.pipe()
             self._process = subprocess.Popen(  # noqa: S603 nothing in it comes from outside
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "mcinfer.worker",
-                    str(theirs.fileno()),
-                    str(index),
-                    device,
-                ],
-                env={**_QUIET, **os.environ, "PYTHONPATH": _PACKAGE_PARENT},
+                command("mcinfer.worker", str(theirs.fileno()), str(index), device),
+                env=environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=pipes[1],
                 stderr=pipes[3],

@@ -1,21 +1,17 @@
 """``mcinfer cache``: what is in the cache of prepared models, emptying it, and filling it beforehand."""
 
 import argparse
-import json
 import sys
-from collections.abc import Mapping
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from mcinfer.cli.progress import megabytes, showing
 from mcinfer.prepared.cache import Cache, EntryInfo
+from mcinfer.prepared.contents import FAILURE_FILE, about
 from mcinfer.prepared.ensuring import ensure_prepared
 from mcinfer.prepared.entries import disk_bytes
 
-_ABOUT = "about.json"
-_FAILURE = "failure.txt"
 _KEY_CHARACTERS = 12
 
 
@@ -48,8 +44,8 @@ def _line(folder: Path, info: EntryInfo) -> str:
     entry = folder / info.key
     used = datetime.fromtimestamp(info.used_at).isoformat(timespec="minutes")
     use = "in use" if info.in_use else "not in use"
-    model = _printable(_about(entry).get("name", "?"))
-    failed = ", cannot be prepared" if (entry / _FAILURE).exists() else ""
+    model = _printable(about(entry).get("name", "?"))
+    failed = ", cannot be prepared" if (entry / FAILURE_FILE).exists() else ""
     engine = _printable(info.facts.get("engine", "?"))
     size = megabytes(info.bytes)
     return f"{info.key[:_KEY_CHARACTERS]}  {size:>11}  {used}  {use:10}  {model}  {engine}{failed}"
@@ -65,20 +61,11 @@ def _prepare(options: argparse.Namespace) -> None:
     with showing(sys.stderr, _printable(Path(options.model).name)) as display:
         held = ensure_prepared(options.model, progress=display)
     with closing(held):
-        seconds = _about(held.folder).get("seconds", 0.0)
+        seconds = about(held.folder).get("seconds", 0.0)
         how = f"prepared in {seconds:.1f} s"
         if not display.called:  # whoever makes an entry tells of its progress at least once
             how = f"was there already, {how}"
         print(f"{held.folder}: {megabytes(disk_bytes(held.folder))}, {how}")
-
-
-def _about(entry: Path) -> Mapping[str, Any]:
-    """What an entry says of its model; nothing where it is damaged, or removed meanwhile."""
-    try:
-        about = json.loads((entry / _ABOUT).read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return about if isinstance(about, dict) else {}
 
 
 def _count(entries: int) -> str:

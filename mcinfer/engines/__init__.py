@@ -6,8 +6,9 @@ import os
 from importlib import import_module
 from typing import Any
 
-from mcinfer.engines.base import Engine, EngineRequest, Progress
+from mcinfer.engines.base import Engine, EngineRequest
 from mcinfer.errors import BuildError
+from mcinfer.prepared.contents import Progress
 
 _MOST_HASHED_BYTES = 64 << 20
 

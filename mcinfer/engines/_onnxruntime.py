@@ -29,7 +29,6 @@ from mcinfer.engines.base import (
     Engine,
     EngineRequest,
     Produced,
-    Progress,
     Run,
     RunCancelledError,
     Strings,
@@ -37,6 +36,7 @@ from mcinfer.engines.base import (
 )
 from mcinfer.engines.preparation import Preparation, describe, find_or_make
 from mcinfer.errors import BuildError, InvalidInputError, McinferError, PredictError
+from mcinfer.prepared.contents import Progress
 from mcinfer.prepared.onnx_files import scan
 from mcinfer.specs import (
     ELEMENT_TYPES,

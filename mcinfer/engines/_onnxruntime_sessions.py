@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mcinfer.engines.base import EngineRequest
-from mcinfer.engines.preparation import MODEL_FILE, Runtime
+from mcinfer.engines.preparation import Runtime
 from mcinfer.errors import (
     BuildError,
     EngineError,
@@ -21,7 +21,9 @@ from mcinfer.errors import (
     PredictError,
 )
 from mcinfer.prepared.cache import Held
+from mcinfer.prepared.contents import MODEL_FILE
 from mcinfer.prepared.onnx_files import added_inputs, scan
+from mcinfer.prepared.sources import FOLDER_KEY
 
 try:
     import onnxruntime as ort
@@ -74,23 +76,20 @@ FAILED = (
 _SHARED_ARENA = "session.use_env_allocators"
 """The runtime's option for sessions that share one arena, which has to be there first."""
 
-_FOLDER = "session.model_external_initializers_file_folder_path"
-"""The runtime's option for models that do not lie beside their weights."""
-
 RUNTIME = Runtime(
     version=f"onnxruntime {ort.__version__}",
     build=ort.get_build_info(),
     ignored=frozenset(
         {
             _SHARED_ARENA,
-            _FOLDER,
+            FOLDER_KEY,
             "session.force_spinning_stop",
             "session.inter_op.allow_spinning",
             "session.intra_op.allow_spinning",
             "session.intra_op_thread_affinities",
         }
     ),
-    folder_key=_FOLDER,
+    folder_key=FOLDER_KEY,
 )
 
 _SAVING = {
@@ -260,7 +259,7 @@ def _session_options(request: EngineRequest, *, prepared: bool = False) -> Any:
         options.log_severity_level = SILENT  # it warns of each that it is not constant
     if prepared:  # it was optimised before, and its weights lie beside it
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        config.pop(_FOLDER, None)
+        config.pop(FOLDER_KEY, None)
     for key, value in config.items():  # each once: it warns of those that are set again
         options.add_session_config_entry(key, value)
     if request.session_config.get(_SHARED_ARENA) == "1":
@@ -286,10 +285,10 @@ def _source(request: EngineRequest, options: Any) -> Iterator[str]:
         with open(request.model, "rb") as model, os.fdopen(os.dup(fd), "wb") as target:
             shutil.copyfileobj(model, target, 1 << 20)
             target.write(added)
-        if not request.session_config.get(_FOLDER):
+        if not request.session_config.get(FOLDER_KEY):
             folder = os.path.dirname(os.path.abspath(request.model))
             folder = _folder_of_files(folder, found.external, opened)
-            options.add_session_config_entry(_FOLDER, folder)
+            options.add_session_config_entry(FOLDER_KEY, folder)
         yield f"/proc/self/fd/{fd}"
 
 

@@ -7,7 +7,7 @@ next run of the same `Run`.
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -18,10 +18,6 @@ from numpy.typing import NDArray
 from mcinfer.config import Device
 from mcinfer.errors import BuildError, InvalidInputError, McinferError, PredictError
 from mcinfer.specs import STRING, ModelSpec, TensorSpec, numpy_dtype
-
-Progress = Callable[[Mapping[str, Any]], None]
-"""Called as long as preparing a model gets on, with ``seconds`` so far, ``written`` bytes, and ``bytes`` of
-the model."""
 
 
 class RunCancelledError(McinferError):

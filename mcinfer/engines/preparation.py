@@ -26,20 +26,16 @@ from time import monotonic
 from typing import Any
 
 from mcinfer.config import Device
-from mcinfer.engines.base import EngineRequest, Progress
+from mcinfer.engines.base import EngineRequest
 from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.prepared.cache import Cache, CacheUnusableError, Held, entry_key
 from mcinfer.prepared.child import ChildFailedError, run_child
+from mcinfer.prepared.contents import ABOUT_FILE, FAILURE_FILE, MODEL_FILE, Progress
 from mcinfer.prepared.entries import MANIFEST, disk_bytes
 from mcinfer.prepared.onnx_files import scan
 from mcinfer.prepared.root import is_key
 from mcinfer.prepared.sources import Source, read_source
 
-MODEL_FILE = "model.onnx"
-"""The prepared model's name in its folder."""
-
-_FAILURE_FILE = "failure.txt"
-_ABOUT_FILE = "about.json"
 _LEAST_BYTES = 16 << 20
 """Of a model that is prepared by itself: below, all workers' copies together are small."""
 
@@ -117,7 +113,7 @@ def find_or_make(
     except (CacheUnusableError, ChildFailedError, OSError) as exc:
         # All workers that say the same are to say it in the same words, without names made at random.
         return Preparation(notes=(f"{_OWN_COPY}: {_DRAFT.sub('…', str(exc))}",))
-    failure = held.folder / _FAILURE_FILE
+    failure = held.folder / FAILURE_FILE
     if failure.exists():
         text = failure.read_text(encoding="utf-8")
         held.close()
@@ -169,7 +165,7 @@ def ensure(engine: str, request: Mapping[str, Any], progress: Progress) -> str:
 
 
 def _is_entry(folder: Path) -> bool:
-    return is_key(folder.name) and (folder / MANIFEST).exists() and (folder / _ABOUT_FILE).exists()
+    return is_key(folder.name) and (folder / MANIFEST).exists() and (folder / ABOUT_FILE).exists()
 
 
 def _is_large(model: Path, folder: str | None) -> bool:
@@ -298,11 +294,11 @@ def _fill_in_child(
         if _SHORT_OF_SOMETHING.search(error):
             raise ChildFailedError(error)
         _check_space(folder, most)
-        (folder / _FAILURE_FILE).write_text(error, encoding="utf-8")
+        (folder / FAILURE_FILE).write_text(error, encoding="utf-8")
     in_memory = request.model.startswith("/proc/")
     name = "(in memory)" if in_memory else os.path.basename(request.model)
     about = {"name": name, "bytes": source.size, "seconds": seconds}
-    (folder / _ABOUT_FILE).write_text(json.dumps(about), encoding="utf-8")
+    (folder / ABOUT_FILE).write_text(json.dumps(about), encoding="utf-8")
     tick({})
     if error is None:
         _log.info("prepared %s (%.0f MB) in %.1f s", request.model, source.size / 1e6, seconds)

@@ -38,7 +38,7 @@ from mcinfer.mslite._configuration import (
 )
 from mcinfer.mslite._failures import failure
 from mcinfer.mslite._runner_config import RunnerConfig, new_master
-from mcinfer.mslite._sources import FOLDER_KEY, ModelBuffer
+from mcinfer.mslite._sources import ModelBuffer
 from mcinfer.mslite._targets import (
     Attempt,
     ModelType,
@@ -57,6 +57,7 @@ from mcinfer.mslite._weights import (
 from mcinfer.mslite.context import Context
 from mcinfer.mslite.datatypes import known_data_type
 from mcinfer.mslite.tensor import Tensor
+from mcinfer.prepared.sources import FOLDER_KEY
 from mcinfer.staging import Arrays
 from mcinfer.statistics import Statistics
 

@@ -11,9 +11,6 @@ from typing import Any
 
 from mcinfer.errors import BuildError, MissingDependencyError
 
-FOLDER_KEY = "session.model_external_initializers_file_folder_path"
-"""ONNX Runtime's option for models that do not lie beside their weights."""
-
 
 class ModelBuffer:
     """A model's content as a file without a name, for engines in this process and in its workers.

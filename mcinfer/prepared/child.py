@@ -14,16 +14,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from mcinfer.children import command, environment
 from mcinfer.errors import McinferError
 from mcinfer.process_identity import cpu_time
-
-_PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
-_QUIET = {"ORT_DISABLE_TELEMETRY": "1"}
-"""As for workers: unless the user says otherwise, no runtime sends anything anywhere."""
 
 _READ_BYTES = 1 << 16
 _TICK = 0.5
@@ -60,8 +56,8 @@ def run_child(
     with ours:
         try:
             process = subprocess.Popen(  # noqa: S603 nothing in it comes from outside
-                [sys.executable, "-P", "-m", "mcinfer.preparing", str(theirs.fileno())],
-                env={**_QUIET, **os.environ, "PYTHONPATH": _PACKAGE_PARENT},
+                command("mcinfer.preparing", str(theirs.fileno())),
+                env=environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), *pass_fds),

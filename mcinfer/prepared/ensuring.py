@@ -1,7 +1,7 @@
 """A prepared model for a process that imports no engine: a child finds or makes it."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,7 @@ from mcinfer.config import EngineOptions
 from mcinfer.errors import BuildError
 from mcinfer.prepared.cache import Cache, CacheUnusableError, Held
 from mcinfer.prepared.child import ChildFailedError, run_child
-
-Progress = Callable[[Mapping[str, Any]], None]
-"""Called as long as it gets on, with ``seconds`` so far, ``written`` bytes, and ``bytes`` of the model."""
+from mcinfer.prepared.contents import Progress
 
 
 def ensure_prepared(

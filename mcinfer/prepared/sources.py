@@ -24,6 +24,9 @@ from pathlib import Path
 from mcinfer.errors import BuildError
 from mcinfer.prepared.onnx_files import scan
 
+FOLDER_KEY = "session.model_external_initializers_file_folder_path"
+"""ONNX Runtime's option for models that do not lie beside their external data."""
+
 _VERSION = 1
 """Of the digest and of what is remembered: one more when either, or what `scan` finds, changes."""
 

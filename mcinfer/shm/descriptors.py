@@ -26,15 +26,15 @@ def send(connection: socket.socket, data: bytes, descriptors: Sequence[int] = ()
     connection.sendmsg([data], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
-def receive(connection: socket.socket, most_bytes: int) -> tuple[bytes, list[int]]:
-    """Receive one packet.
+def take_packet(connection: socket.socket, most_bytes: int) -> tuple[bytes, list[int], int]:
+    """Receive one packet, as much of it as there is room for.
 
     Returns:
-        Its bytes, none if the other side is gone, and descriptors, which are the caller's from now on.
+        Its bytes, none if the other side is gone; descriptors, which are the caller's from now on; and
+        ``MSG_TRUNC`` or ``MSG_CTRUNC``, or both, where bytes or descriptors were cut off.
 
     Raises:
-        ProtocolError: It has more bytes than that, or more than four descriptors; none is left open.
-        OSError: The connection was reset.
+        OSError: The connection was reset, or nothing is there and it does not block.
     """
     # Not socket.recv_fds: it drops its flags likewise, and processes that are started later would
     # inherit the descriptors.
@@ -45,9 +45,23 @@ def receive(connection: socket.socket, most_bytes: int) -> tuple[bytes, list[int
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
         for (fd,) in _DESCRIPTOR.iter_unpack(packed)
     ]
-    if flags & _CUT_OFF:
+    return data, descriptors, flags & _CUT_OFF
+
+
+def receive(connection: socket.socket, most_bytes: int) -> tuple[bytes, list[int]]:
+    """Receive one whole packet.
+
+    Returns:
+        Its bytes, none if the other side is gone, and descriptors, which are the caller's from now on.
+
+    Raises:
+        ProtocolError: It has more bytes than that, or more than four descriptors; none is left open.
+        OSError: The connection was reset, or no descriptor is left in this process.
+    """
+    data, descriptors, cut_off = take_packet(connection, most_bytes)
+    if cut_off:
         close_all(descriptors)
-        if not flags & socket.MSG_TRUNC and len(descriptors) < _MOST_DESCRIPTORS:
+        if not cut_off & socket.MSG_TRUNC and len(descriptors) < _MOST_DESCRIPTORS:
             # Those that came did not all fit into this process's table (unix(7)).
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         raise ProtocolError(

@@ -12,11 +12,9 @@ import socket
 import struct
 
 from mcinfer.errors import ProtocolError
+from mcinfer.shm.descriptors import close_all, send, take_packet
 
 _HEADER = struct.Struct("<qQ")  # block number, size in bytes
-_DESCRIPTOR = struct.Struct("=i")
-_RIGHTS_BYTES = socket.CMSG_SPACE(4 * _DESCRIPTOR.size)
-_CUT_OFF = socket.MSG_TRUNC | socket.MSG_CTRUNC
 _GREETING_BYTES = 1 << 20
 
 
@@ -64,9 +62,7 @@ class Lifeline:
         Raises:
             OSError: The other side is gone, or does not read (BlockingIOError).
         """
-        # Not socket.send_fds: in Python 3.11 it drops its flags, and would block.
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(fd))
-        self._socket.sendmsg([_HEADER.pack(number, size)], [rights], socket.MSG_DONTWAIT)
+        send(self._socket, _HEADER.pack(number, size), [fd])
 
     def receive_block(self, number: int, timeout: float = 0.0) -> tuple[int, int]:
         """The size and descriptor of a block that the other side has handed over.
@@ -87,15 +83,9 @@ class Lifeline:
             poll.register(self._socket, select.POLLIN)
             if not poll.poll(timeout * 1000):
                 raise ProtocolError(f"the descriptor of block {number} did not come")
-            # Not socket.recv_fds: it drops its flags likewise, and processes that are started later
-            # would inherit the descriptors.
-            data, rights, flags, _ = self._socket.recvmsg(
-                _HEADER.size, _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC
-            )
-            fds = [fd for _, _, packed in rights for (fd,) in _DESCRIPTOR.iter_unpack(packed)]
-            if len(data) != _HEADER.size or len(fds) != 1 or flags & _CUT_OFF:
-                for fd in fds:
-                    os.close(fd)
+            data, fds, cut_off = take_packet(self._socket, _HEADER.size)
+            if len(data) != _HEADER.size or len(fds) != 1 or cut_off:
+                close_all(fds)
                 raise ProtocolError(
                     f"lifeline: got {len(data)} bytes and {len(fds)} descriptors, expected "
                     f"{_HEADER.size} and 1"

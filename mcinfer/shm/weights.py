@@ -28,6 +28,7 @@ from mcinfer.config import EngineOptions, check_count, check_seconds
 from mcinfer.errors import ClosedError, InvalidInputError, ProtocolError, WeightAccessError
 from mcinfer.interrupts import HeldInterrupts
 from mcinfer.prepared.cache import CacheUnusableError, Held
+from mcinfer.prepared.contents import MODEL_FILE
 from mcinfer.prepared.ensuring import ensure_prepared
 from mcinfer.process_identity import has_ended, start_time
 from mcinfer.shm.descriptors import close_all, receive
@@ -43,7 +44,6 @@ from mcinfer.shm.weight_listener import (
     peer_credentials,
 )
 
-_MODEL = "model.onnx"
 _REFUSALS = {
     NOT_ALLOWED: "process {pid}: allow it there with WeightOwner.allow({pid})",
     OTHER_USER: "process {pid}: it belongs to another user",
@@ -197,7 +197,7 @@ class SharedWeights:
         """Take an entry, which is this object's from now on."""
         self.held = held
         self.folder = held.folder
-        self.model = str(held.folder / _MODEL)
+        self.model = str(held.folder / MODEL_FILE)
         self.facts = held.facts
 
     def close(self) -> None:
