@@ -377,6 +377,7 @@ class Master:
         Raises:
             InvalidInputError: A name, dtype or shape does not fit; names it, and nothing was changed.
             QueueFullError: No shared memory was free; likewise.
+            OSError: The system has no memory left; likewise.
             ClosedError: The master is not started, or closed.
         """
         store = self._ready().weights
