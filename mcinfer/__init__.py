@@ -20,13 +20,15 @@ if TYPE_CHECKING:
         PredictTimeoutError,
         ProtocolError,
         QueueFullError,
+        ReadyTimeoutError,
         WeightAccessError,
         WorkerDiedError,
     )
     from mcinfer.master import Master
     from mcinfer.parallel import ParallelPredictUtils
     from mcinfer.specs import ModelSpec, TensorSpec
-    from mcinfer.statistics import Statistics, WorkerStatistics
+    from mcinfer.statistics import Health, Histogram, Statistics, WorkerStatistics
+    from mcinfer.tracing import RequestTrace, ShardTrace
 
 __version__ = "0.1.0"
 
@@ -35,6 +37,8 @@ __all__ = [
     "ClosedError",
     "EngineError",
     "EngineOptions",
+    "Health",
+    "Histogram",
     "InvalidInputError",
     "Limits",
     "Master",
@@ -46,7 +50,10 @@ __all__ = [
     "PredictTimeoutError",
     "ProtocolError",
     "QueueFullError",
+    "ReadyTimeoutError",
+    "RequestTrace",
     "RestartPolicy",
+    "ShardTrace",
     "Statistics",
     "TensorSpec",
     "Timeouts",
@@ -62,6 +69,10 @@ _HOMES = {
     "TensorSpec": "specs",
     "Statistics": "statistics",
     "WorkerStatistics": "statistics",
+    "Health": "statistics",
+    "Histogram": "statistics",
+    "RequestTrace": "tracing",
+    "ShardTrace": "tracing",
     "EngineOptions": "config",
     "Limits": "config",
     "RestartPolicy": "config",

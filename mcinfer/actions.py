@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from mcinfer.errors import McinferError
 from mcinfer.protocol import Message
 from mcinfer.shard_queue import ShardId
+from mcinfer.statistics import Health
+from mcinfer.tracing import RequestTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +54,25 @@ class KillWorker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DumpStacks:
+    """The worker hangs and will be killed: have it write where it is, if it still can."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settle:
-    """Answer the request: with what its shards gave, or with an error."""
+    """Answer the request: with what its shards gave, or with an error.
+
+    Attributes:
+        request: Which.
+        error: Why not, if it failed.
+        trace: What became of it and when, where that is wanted; when it was joined is the shell's to say.
+    """
 
     request: int
     error: McinferError | None = None
+    trace: RequestTrace | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +85,20 @@ class Release:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStarted:
     """Every worker is ready (error None), or the start failed and the pool is closing."""
+
+    error: McinferError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthChanged:
+    """The pool is in another state than before, or another number of workers serves."""
+
+    health: Health
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkersRestarted:
+    """All workers that were to be replaced have been, or one could not be (error)."""
 
     error: McinferError | None = None
 
@@ -89,9 +119,12 @@ Action = (
     | SendPredict
     | TakeBack
     | Send
+    | DumpStacks
     | KillWorker
     | Settle
     | Release
     | PoolStarted
+    | HealthChanged
+    | WorkersRestarted
     | PoolClosed
 )

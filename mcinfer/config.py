@@ -290,18 +290,27 @@ class RestartPolicy:
         backoff: Seconds before the second restart within the window, doubled for each further
             one. The first is at once.
         backoff_limit: Seconds; the longest wait before a restart.
+        max_requests: After so many requests, or pieces of them, a worker is replaced by a fresh one as
+            `Master.restart_workers` does it, against leaks in a runtime; ``None`` is never.
+        max_memory_bytes: Likewise for a worker whose own memory (resident and not shared, as of proc(5)'s
+            statm) is found above so many bytes; it is looked at once a second.
     """
 
     budget: int = 5
     window: float = 60.0
     backoff: float = 0.1
     backoff_limit: float = 5.0
+    max_requests: int | None = None
+    max_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         """Check the values."""
         check_count("budget", self.budget, 0)
         for name in ("window", "backoff", "backoff_limit"):
             check_seconds(name, getattr(self, name))
+        for name in ("max_requests", "max_memory_bytes"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), 1)
 
     def delay(self, earlier: int) -> float:
         """Seconds to wait before a restart that `earlier` others within the window preceded."""
@@ -316,21 +325,35 @@ class Limits:
 
     Attributes:
         queue: Requests accepted and not yet answered, those in a run included.
-        memory_bytes: Bytes of shared memory for tensors; ``None`` is half of this machine's.
-        when_full: What a call does when the memory is all in use: ``"wait"`` until some is free or
-            the call's time-out passes, or ``"raise"`` `QueueFullError`. A full queue always raises.
+        queue_bytes: Bytes of their tensors, inputs and outputs of known shapes; ``None`` is no limit but
+            `memory_bytes`. A request that is larger alone is taken when there is no other.
+        when_queue_full: What a call does when one of these two is reached: ``"raise"`` `QueueFullError`, or
+            ``"wait"`` for its turn until the call's time-out passes.
+        memory_bytes: Bytes of shared memory for tensors; ``None`` is half of what this machine, or this
+            process's control group, has.
+        when_full: What a call does when that memory is all in use: ``"wait"`` until some is free or
+            the call's time-out passes, or ``"raise"`` `QueueFullError`.
+        worker_memory_bytes: Bytes of memory of its own that a worker may ask the system for
+            (``RLIMIT_DATA`` of getrlimit(2)); past it an allocation fails, and with it the build or the run,
+            in the place of the machine. ``None`` is all that the machine or the control group has for a
+            worker on the CPU, and no limit for one on another device, whose driver reserves more.
     """
 
     queue: int = 10_000
+    queue_bytes: int | None = None
+    when_queue_full: Literal["raise", "wait"] = "raise"
     memory_bytes: int | None = None
     when_full: Literal["wait", "raise"] = "wait"
+    worker_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         """Check the values."""
         check_count("queue", self.queue, 1)
-        if self.memory_bytes is not None:
-            check_count("memory_bytes", self.memory_bytes, 4096)
-        if self.when_full not in ("wait", "raise"):
-            raise InvalidInputError(
-                f"when_full: got {self.when_full!r}, expected 'wait' or 'raise'"
-            )
+        least = {"queue_bytes": 1, "memory_bytes": 4096, "worker_memory_bytes": 1 << 20}
+        for name, minimum in least.items():
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), minimum)
+        for name in ("when_queue_full", "when_full"):
+            value = getattr(self, name)
+            if value not in ("wait", "raise"):
+                raise InvalidInputError(f"{name}: got {value!r}, expected 'wait' or 'raise'")

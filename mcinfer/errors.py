@@ -9,6 +9,7 @@
     │   └── PredictError                      a run failed; the worker lives on
     ├── WorkerDiedError (RuntimeError)        a worker process ended by itself or was killed
     ├── PredictTimeoutError (TimeoutError)    a deadline passed
+    ├── ReadyTimeoutError (TimeoutError)      the workers were not all ready in time
     ├── QueueFullError (RuntimeError)         a limit on queued requests or memory was reached
     ├── ClosedError (RuntimeError)            you closed it, or never started it
     ├── ProtocolError (RuntimeError)          a message that should not be: a bug or an intruder
@@ -46,6 +47,10 @@ class WorkerDiedError(McinferError, RuntimeError):
 
 class PredictTimeoutError(McinferError, TimeoutError):
     """The request's deadline passed before its answer came."""
+
+
+class ReadyTimeoutError(McinferError, TimeoutError):
+    """Not every worker was ready in time; the text says what each of the others was doing."""
 
 
 class QueueFullError(McinferError, RuntimeError):

@@ -6,11 +6,13 @@ closed with its outcome, and stays in the book until no worker has a shard of it
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from mcinfer.shard_queue import Joinable, ShardId, ShardQueue
+from mcinfer.statistics import LATENCY_BOUNDS, Tally
+from mcinfer.tracing import ShardTrace
 
 Outcome = Literal["succeeded", "failed", "cancelled"]
 
@@ -21,27 +23,56 @@ class Entry:
 
     Attributes:
         number: The request's.
-        deadline: When it is to be answered at the latest.
-        timeout: Seconds that the caller gave it, for texts.
+        called: When the call came.
+        queued: When it was accepted.
+        timeout: Seconds that the caller gave it from the call on.
+        rows: Of each shard.
+        size: Bytes of its tensors.
         answered: By shard, whether its reply came.
-        deaths: By shard, the stories of the workers that died on it.
-        settled: Whether it was answered.
+        attempts: By shard, how often a worker was given it.
         unanswered: Shards without a reply.
+        deaths: By shard, the stories of the workers that died on it, where some did.
+        settled: Whether it was answered.
+        begun: Whether a worker was given any of it.
         outstanding: Shards that a worker has, which may be writing to the request's memory.
+        runs: Of the shards that were answered, where that is traced.
     """
 
     number: int
-    deadline: float
+    called: float
+    queued: float
     timeout: float
+    rows: tuple[int, ...]
+    size: int
     answered: list[bool]
-    deaths: list[list[str]]
+    attempts: list[int]
     unanswered: int
+    deaths: dict[int, list[str]]
     settled: bool = False
+    begun: bool = False
     outstanding: int = 0
+    runs: tuple[ShardTrace, ...] = ()
+
+    @property
+    def deadline(self) -> float:
+        """When it is to be answered at the latest."""
+        return self.called + self.timeout
 
 
 class Ledger:
-    """The book; `accepted` is always the sum of the four counts after it."""
+    """The book.
+
+    Attributes:
+        accepted: Requests so far: always the sum of the four counts after it.
+        succeeded: Of them, answered with a result.
+        failed: Of them, answered with an error.
+        cancelled: Of them, cancelled.
+        in_flight: Of them, open.
+        in_flight_bytes: Of their tensors.
+        not_begun: Of them, those of which no worker was given anything yet.
+        latency: Seconds from a call to its answer, where that was a result.
+        queue: The shards that wait for a worker.
+    """
 
     def __init__(self, max_rows: int) -> None:
         """An empty book; shards are joined to runs of up to so many rows."""
@@ -50,6 +81,9 @@ class Ledger:
         self.failed = 0
         self.cancelled = 0
         self.in_flight = 0
+        self.in_flight_bytes = 0
+        self.not_begun = 0
+        self.latency = Tally(LATENCY_BOUNDS)
         self.queue = ShardQueue(max_rows)
         self._entries: dict[int, Entry] = {}
         self._deadlines: list[tuple[float, int]] = []
@@ -71,30 +105,47 @@ class Ledger:
 
     # Accepting, and the queue.
 
-    def accept(self, number: int, shards: int, deadline: float, timeout: float) -> Entry:
-        """Enter a request; its shards are not queued yet."""
-        deaths: list[list[str]] = [[] for _ in range(shards)]
-        entry = Entry(number, deadline, timeout, [False] * shards, deaths, shards)
+    def accept(
+        self,
+        number: int,
+        rows: tuple[int, ...],
+        called: float,
+        now: float,
+        timeout: float,
+        size: int,
+    ) -> Entry:
+        """Enter a request of so many rows in each shard; its shards are not queued yet."""
+        shards = len(rows)
+        entry = Entry(
+            number, called, now, timeout, rows, size, [False] * shards, [0] * shards, shards, {}
+        )
         self._entries[number] = entry
         self.accepted += 1
         self.in_flight += 1
+        self.in_flight_bytes += size
+        self.not_begun += 1
         if len(self._deadlines) > 2 * self.in_flight + 64:
             # The answered ones must not outnumber the open ones: a long time-out keeps them for long.
             self._deadlines = [item for item in self._deadlines if self.find_open(item[1])]
             heapq.heapify(self._deadlines)
-        heapq.heappush(self._deadlines, (deadline, number))
+        heapq.heappush(self._deadlines, (entry.deadline, number))
         return entry
 
-    def enqueue(self, entry: Entry, priority: int, join: Joinable | None) -> None:
+    def enqueue(self, entry: Entry, priority: int, join: Joinable | None, client: Hashable) -> None:
         """Queue all its shards; `join` is for a request of one shard."""
         for shard in range(len(entry.answered)):
-            self.queue.add((entry.number, shard), priority, join)
+            self.queue.add((entry.number, shard), priority, join, client)
 
     def take_run(self, now: float, *, ahead: bool = False) -> tuple[ShardId, ...]:
         """Take the shards of the next run off the queue, for a worker; none while there is none to give."""
         members = self.queue.take(now, ahead=ahead)
-        for number, _ in members:
-            self._entries[number].outstanding += 1
+        for number, shard in members:
+            entry = self._entries[number]
+            entry.outstanding += 1
+            entry.attempts[shard] += 1
+            if not entry.begun:
+                entry.begun = True
+                self.not_begun -= 1
         return members
 
     # Deadlines.
@@ -114,15 +165,18 @@ class Ledger:
 
     # Endings.
 
-    def close(self, entry: Entry, outcome: Outcome) -> None:
+    def close(self, entry: Entry, outcome: Outcome, now: float) -> None:
         """The request is answered; what is queued of it is forgotten."""
         entry.settled = True
         self.in_flight -= 1
+        self.in_flight_bytes -= entry.size
+        self.not_begun -= not entry.begun
         for shard in range(len(entry.answered)):
             self.queue.discard((entry.number, shard))
         match outcome:
             case "succeeded":
                 self.succeeded += 1
+                self.latency.add(now - entry.called)
             case "failed":
                 self.failed += 1
             case "cancelled":

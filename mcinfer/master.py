@@ -2,16 +2,18 @@
 
 import asyncio
 import logging
+import math
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
 from typing import Self
 
-import psutil
 from numpy.typing import ArrayLike
 
 from mcinfer.config import (
@@ -33,12 +35,15 @@ from mcinfer.errors import (
     QueueFullError,
 )
 from mcinfer.fields import TensorFields
+from mcinfer.machine import usable_memory
 from mcinfer.protocol import Build
 from mcinfer.sharding import BatchAxes, batch_symbol
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
 from mcinfer.staging import Arrays, Inputs, Job, Stager
-from mcinfer.statistics import Statistics
+from mcinfer.statistics import Health, Statistics
 from mcinfer.supervisor import Supervisor
+from mcinfer.tracing import TraceHook
+from mcinfer.waiting_threads import WaitingThreads
 
 _log = logging.getLogger("mcinfer.master")
 
@@ -64,6 +69,8 @@ class Master:
             batching); 1 is off. Joined are requests that agree in all but the batch's size, where the
             model's batch is symbolic and every output has it; one that fails never spoils the others.
         max_delay: Seconds that a request may wait for others to join it while a worker is free.
+        trace: Called with a `RequestTrace` after each request that was queued, in whichever thread gave its
+            answer: it must be quick, and not wait.
 
     Raises:
         InvalidInputError: An argument does not fit.
@@ -81,6 +88,7 @@ class Master:
         limits: Limits = Limits(),
         max_batch_size: int = 1,
         max_delay: float = 0.0,
+        trace: TraceHook | None = None,
     ) -> None:
         self._timeouts = timeouts
         self._limits = limits
@@ -97,9 +105,12 @@ class Master:
                 raise InvalidInputError(
                     f"{name}: got {type(value).__name__}, expected {kind.__name__}"
                 )
+        if trace is not None and not callable(trace):
+            raise InvalidInputError(f"trace: got {type(trace).__name__}, expected a function")
         check_count("max_batch_size", max_batch_size, 1)
         check_seconds("max_delay", max_delay)
         self._max_batch_size = max_batch_size
+        self._traces = trace is not None
         cores = sorted(os.sched_getaffinity(0))
         chosen = parse_devices(devices, len(cores))
         shares = share_cores(chosen, cores, options.cores)
@@ -124,7 +135,7 @@ class Master:
                     provider_options=dict(options.provider_options),
                 )
             )
-        memory = self._limits.memory_bytes or psutil.virtual_memory().total // 2
+        memory = self._limits.memory_bytes or usable_memory() // 2
         self._supervisor = Supervisor(
             builds,
             timeouts=self._timeouts,
@@ -133,11 +144,14 @@ class Master:
             memory_bytes=memory,
             max_batch_size=max_batch_size,
             max_delay=max_delay,
+            trace=trace,
         )
+        self._workers = len(builds)
         self._model: ModelSpec | None = None
         self._stager: Stager | None = None
         # At interpreter exit the supervisor closes itself; this is for a master that becomes garbage.
-        self._finalizer = weakref.finalize(self, self._supervisor.abandon)
+        self._waiting = WaitingThreads()
+        self._finalizer = weakref.finalize(self, _abandon, self._supervisor, self._waiting)
         self._finalizer.atexit = False
 
     # Life.
@@ -153,9 +167,8 @@ class Master:
         """
         self._supervisor.claim_start()
         if self._absent:
-            raise BuildError(
-                "; ".join(f"worker {i}: {reason}" for i, reason in self._absent.items())
-            )
+            reasons = (f"worker {i}: {reason}" for i, reason in self._absent.items())
+            self._supervisor.refuse_start(BuildError("; ".join(reasons)))
         try:
             built = self._supervisor.start()
             model = ModelSpec(inputs=_specs(built.inputs), outputs=_specs(built.outputs))
@@ -175,22 +188,90 @@ class Master:
             )
         return self
 
-    def close(self, timeout: float | None = None) -> None:
+    def close(self, timeout: float | None = None, *, drain: bool = False) -> None:
         """End all workers. Requests in flight fail with `ClosedError`. May be called again.
 
         Arrays that were answered or allocated stay valid.
 
         Args:
             timeout: Seconds for the workers to end by themselves before they are killed; None is
-                `Timeouts.close`.
+                `Timeouts.close`. With `drain`, seconds for the requests to be answered; None is as long as
+                their own time-outs are.
+            drain: Whether what was accepted is answered first, meanwhile nothing more is taken
+                (`ClosedError`). What is not answered in time fails with `ClosedError`; after that the workers
+                have `Timeouts.close` to end. Ctrl-C, and another `close`, end the waiting.
         """
         if timeout is not None:
             check_seconds("timeout", timeout)
-        self._supervisor.close(timeout)
-        if self._stager is not None:
-            self._stager.close()
-        # It holds the supervisor, which holds the error of a failed start, whose traceback holds this.
-        self._finalizer.detach()
+        try:
+            self._supervisor.close(timeout, drain=drain)
+            self._waiting.close(wait=self._supervisor.may_wait())
+        finally:  # also when Ctrl-C ends the waiting: the rest then goes on by itself
+            self._waiting.close(wait=False)
+            if self._stager is not None:
+                self._stager.close()
+            # It holds the supervisor, which holds the error of a failed start, whose traceback holds this.
+            self._finalizer.detach()
+
+    # Health.
+
+    def health(self) -> Health:
+        """How the pool is at this moment, and why. It asks no worker, so it never waits.
+
+        A worker that is stopped by a signal, or has ended just now, is told from one that is idle by the
+        state of its process. A run that goes on for too long is one whose request's time is over, so give
+        requests a time-out.
+
+        Raises:
+            ClosedError: This process was forked from the master's.
+        """
+        return self._supervisor.health()
+
+    def wait_ready(self, timeout: float | None = None) -> Health:
+        """Wait until every worker serves.
+
+        Args:
+            timeout: Seconds; None is `Timeouts.start`.
+
+        Returns:
+            The health, which is ``"ready"``.
+
+        Raises:
+            ReadyTimeoutError: Not all did in time; says what the others were doing.
+            WorkerDiedError: One was given up, so they never will by themselves; see `restart_workers`.
+            ClosedError: The master is closed, or was not started.
+        """
+        return self._supervisor.wait_ready(self._patience("wait_ready", timeout, 1))
+
+    def restart_workers(self, timeout: float | None = None) -> None:
+        """Replace every worker's process by a fresh one, one after another; no request fails by it.
+
+        A worker is given nothing more, answers what it has, ends, and is started again; then the next.
+        Requests go on on the others; where there is only one worker they wait for it. Workers that were given
+        up are started too, with a new budget.
+
+        Args:
+            timeout: Seconds for all of it; None is `Timeouts.start` for each worker.
+
+        Raises:
+            ReadyTimeoutError: Not all were replaced in time; the one that is being replaced still is, the
+                rest stays as it is.
+            WorkerDiedError: A fresh one could not load the model, and was given up; likewise.
+            ClosedError: The master is closed, or was not started.
+        """
+        self._ready()
+        self._supervisor.restart_workers(self._patience("restart_workers", timeout, self._workers))
+
+    def _patience(self, call: str, timeout: float | None, workers: int) -> float:
+        """The seconds that a call for workers to be ready may take."""
+        if not self._supervisor.may_wait():
+            raise McinferError(
+                f"{call}() was called in a future's callback, which runs in the thread that it waits for"
+            )
+        if timeout is None:
+            return self._timeouts.start * workers
+        check_seconds("timeout", timeout)
+        return timeout
 
     def __enter__(self) -> Self:
         return self.start()
@@ -269,7 +350,7 @@ class Master:
         job, start, seconds = self._stage(inputs, shards, timeout, batch_axes)
         job.private = True
         try:
-            self._enter(job, start, seconds, priority)
+            self._enter(job, start, seconds, priority, wait=True)
             return self._supervisor.wait(job)
         except BaseException:
             # Ctrl-C while waiting: the workers are not to go on for nobody.
@@ -313,22 +394,33 @@ class Master:
 
         Inputs are checked and copied in the event loop's thread before the first wait.
         """
+        start = monotonic()
+        enqueue = partial(self._enqueue, inputs, shards, timeout, batch_axes, priority, start=start)
         try:
-            job = self._enqueue(inputs, shards, timeout, batch_axes, priority, wait=False)
+            job = enqueue(wait=False)
         except QueueFullError:
-            if self._limits.when_full == "raise":
+            if "wait" not in (self._limits.when_full, self._limits.when_queue_full):
                 raise
-            # Waiting for memory would stop the event loop. A thread cannot be cancelled: if this task
-            # is, what the thread still queues is to be cancelled then.
-            waiting = asyncio.ensure_future(
-                asyncio.to_thread(self._enqueue, inputs, shards, timeout, batch_axes, priority)
-            )
-            try:
-                job = await asyncio.shield(waiting)
-            except asyncio.CancelledError:
-                waiting.add_done_callback(_cancel_late)
-                raise
+            # Waiting for room would stop the event loop.
+            seconds = self._timeouts.predict if timeout is None else timeout
+            job = await self._wait_for_room(enqueue, start + seconds)
         return await asyncio.wrap_future(job.future)
+
+    async def _wait_for_room(self, enqueue: Callable[[], Job], deadline: float) -> Job:
+        """Have a thread wait until the call can be made; at the deadline it has failed, wherever it is."""
+        waiting = self._waiting.submit(partial(copy_context().run, enqueue))
+        left = deadline - monotonic()
+        try:
+            async with asyncio.timeout(None if left == math.inf else max(0.0, left)):
+                return await asyncio.wrap_future(waiting)
+        except BaseException as exc:
+            # A thread cannot be cancelled: what it still queues is to be cancelled then.
+            waiting.add_done_callback(_cancel_late)
+            if isinstance(exc, TimeoutError) and not isinstance(exc, McinferError):
+                raise QueueFullError(
+                    "the queue or the memory was full until the time was over"
+                ) from exc
+            raise
 
     def allocate(self, shapes: Mapping[str, Sequence[int]]) -> Arrays:
         """Writable arrays in shared memory, for inputs that are to be sent without a copy.
@@ -411,10 +503,13 @@ class Master:
         priority: int,
         *,
         wait: bool = True,
+        start: float | None = None,
     ) -> Job:
         _check_priority(priority)
-        job, start, seconds = self._stage(inputs, pieces, timeout, batch_axes, wait=wait)
-        self._enter(job, start, seconds, priority)
+        job, start, seconds = self._stage(
+            inputs, pieces, timeout, batch_axes, wait=wait, start=start
+        )
+        self._enter(job, start, seconds, priority, wait=wait)
         return job
 
     def _stage(
@@ -425,6 +520,7 @@ class Master:
         batch_axes: BatchAxes | None,
         *,
         wait: bool = True,
+        start: float | None = None,
     ) -> tuple[Job, float, float]:
         """The request as a job, when it began, and the seconds that it has from then on."""
         stager = self._ready()
@@ -432,20 +528,25 @@ class Master:
             timeout = self._timeouts.predict
         else:
             check_seconds("timeout", timeout)
-        start = monotonic()
+        start = monotonic() if start is None else start
         joinable = pieces == 1
         if pieces is None:
             pieces = max(1, self._supervisor.serving)
         else:
             check_count("shards", pieces, 1)
+        self._supervisor.check_room()
         waits = wait and self._limits.when_full == "wait" and self._supervisor.may_wait()
-        memory_wait = timeout if waits else 0.0
+        memory_wait = max(0.0, start + timeout - monotonic()) if waits else 0.0
         job = stager.stage(inputs, pieces, batch_axes, memory_wait, joinable=joinable)
+        if self._traces:
+            job.context = copy_context()
         return job, start, timeout
 
-    def _enter(self, job: Job, start: float, timeout: float, priority: int) -> None:
-        if job.shards:  # a batch of no rows is answered already
-            self._supervisor.submit(job, start, timeout, priority)
+    def _enter(self, job: Job, start: float, timeout: float, priority: int, *, wait: bool) -> None:
+        if not job.shards:  # a batch of no rows is answered already
+            return
+        waits = wait and self._limits.when_queue_full == "wait" and self._supervisor.may_wait()
+        self._supervisor.submit(job, start, timeout, priority, wait=waits)
 
 
 def _check_priority(priority: int) -> None:
@@ -453,7 +554,13 @@ def _check_priority(priority: int) -> None:
         raise InvalidInputError(f"priority: got {priority!r}, expected an int")
 
 
-def _cancel_late(waiting: "asyncio.Future[Job]") -> None:
+def _abandon(supervisor: Supervisor, waiting: WaitingThreads) -> None:
+    """For a master that is garbage: nothing waits here."""
+    supervisor.abandon()
+    waiting.close(wait=False)
+
+
+def _cancel_late(waiting: "Future[Job]") -> None:
     if not waiting.cancelled() and waiting.exception() is None:
         waiting.result().future.cancel()
 

@@ -17,6 +17,7 @@ from typing import TextIO
 from mcinfer.children import command, environment
 from mcinfer.permits import Permits
 from mcinfer.shm.lifeline import Lifeline
+from mcinfer.stack_report import REQUEST, StackReport
 from mcinfer.wakeup import WakeUp
 
 _READ_BYTES = 1 << 16
@@ -35,12 +36,29 @@ class WorkerProcess:
         peer: Its ZeroMQ identity, once it has.
         attached: Numbers of the blocks that it was given.
         weights: Versions of the weights that it was told of.
+        may_connect: Whether it was let connect.
+        outlawed: Whether it broke the protocol: nothing more of what it sends is read.
     """
 
     def __init__(
-        self, index: int, device: str, endpoint: str, token: str, output: "OutputForwarder"
+        self,
+        index: int,
+        device: str,
+        *,
+        endpoint: str,
+        token: str,
+        output: "OutputForwarder",
+        most_memory: int | None = None,
     ) -> None:
         """Start it.
+
+        Args:
+            index: Of the worker.
+            device: Likewise.
+            endpoint: Where it is to connect.
+            token: What it is to show there.
+            output: For what it prints.
+            most_memory: Bytes of its own that it may have; None is no limit.
 
         Raises:
             OSError: The system cannot start a process.
@@ -49,35 +67,39 @@ class WorkerProcess:
         self.peer: bytes | None = None
         self.attached: set[int] = set()
         self.weights: set[int] = set()
-        self.permits = Permits.create()
-        try:
+        self.may_connect = False
+        self.outlawed = False
+        with contextlib.ExitStack() as opened:
+            self.permits = Permits.create()
+            opened.callback(self.permits.close)
+            self._stacks = StackReport()
+            opened.callback(self._stacks.close)
             self.lifeline, theirs = Lifeline.pair()
-        except OSError:
-            self.permits.close()
-            raise
-        greeting = {
-            "master": os.getpid(),
-            "endpoint": endpoint,
-            "token": token,
-            "permits": self.permits.fd,
-            "path": [os.path.abspath(entry) for entry in sys.path],
-            "pythonpath": os.environ.get("PYTHONPATH"),
-            "log_level": logging.getLogger("mcinfer.worker").getEffectiveLevel(),
-        }
-        pipes: list[int] = []
-        try:
-            self.lifeline.greet(json.dumps(greeting).encode())
-            pipes += os.pipe()
-            pipes += os.pipe()
-            self._process = subprocess.Popen(  # noqa: S603 nothing in it comes from outside
-                command("mcinfer.worker", str(theirs.fileno()), str(index), device),
-                env=environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=pipes[1],
-                stderr=pipes[3],
-                pass_fds=[theirs.fileno(), self.permits.fd],
-                process_group=0,
-            )
+            opened.callback(self.lifeline.close)
+            given = [theirs.fileno(), self.permits.fd, self._stacks.fd]
+            greeting = {
+                "master": os.getpid(),
+                "endpoint": endpoint,
+                "token": token,
+                "permits": self.permits.fd,
+                "stacks": self._stacks.fd,
+                "most_memory": most_memory,
+                "path": [os.path.abspath(entry) for entry in sys.path],
+                "pythonpath": os.environ.get("PYTHONPATH"),
+                "log_level": logging.getLogger("mcinfer.worker").getEffectiveLevel(),
+            }
+            with theirs:
+                self.lifeline.greet(json.dumps(greeting).encode())
+                pipes = [*_pipe(opened), *_pipe(opened)]
+                self._process = subprocess.Popen(  # noqa: S603 nothing in it comes from outside
+                    command("mcinfer.worker", str(theirs.fileno()), str(index), device),
+                    env=environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=pipes[1],
+                    stderr=pipes[3],
+                    pass_fds=given,
+                    process_group=0,
+                )
             self.pid = self._process.pid
             try:
                 self.pidfd = os.pidfd_open(self.pid)
@@ -85,14 +107,7 @@ class WorkerProcess:
                 self._process.kill()
                 self._process.wait()
                 raise
-        except OSError:
-            self.lifeline.close()
-            self.permits.close()
-            for fd in pipes:
-                os.close(fd)
-            raise
-        finally:
-            theirs.close()
+            opened.pop_all()
         os.close(pipes[1])
         os.close(pipes[3])
         mark = f"[worker {index} {device}] "
@@ -102,6 +117,23 @@ class WorkerProcess:
     def kill(self) -> None:
         """End it at once (SIGKILL); also one that is stopped."""
         self._process.kill()
+
+    def ask_for_stacks(self) -> None:
+        """Have it write where it is, for `stacks`; it is to be killed afterwards."""
+        self._process.send_signal(REQUEST)
+
+    def stacks(self) -> str:
+        """Where it was when it crashed or was asked; empty if it did not, or could not, say."""
+        return self._stacks.read()
+
+    def standing(self) -> str:
+        """The state of its main thread, as proc(5) has it: T for stopped, Z for ended, and others."""
+        return _read_proc(self.pid, "stat").rpartition(")")[2].split()[0]
+
+    def own_bytes(self) -> int:
+        """Memory that is resident and its own: not the tensors and weights that it shares."""
+        resident, shared = _read_proc(self.pid, "statm").split()[1:3]
+        return (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE")
 
     def reap(self) -> int:
         """After its end: its exit status (negative: a signal); gives up what this object owns."""
@@ -114,6 +146,21 @@ class WorkerProcess:
         os.close(self.pidfd)
         self.lifeline.close()
         self.permits.close()
+        self._stacks.close()
+
+
+def _pipe(opened: contextlib.ExitStack) -> tuple[int, int]:
+    """A pipe that is closed with `opened`."""
+    ends = os.pipe()
+    for fd in ends:
+        opened.callback(os.close, fd)
+    return ends
+
+
+def _read_proc(pid: int, name: str) -> str:
+    """A file of a process that was not waited for yet."""
+    with open(f"/proc/{pid}/{name}", encoding="ascii", errors="replace") as file:
+        return file.read()
 
 
 class OutputForwarder:

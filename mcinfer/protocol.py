@@ -12,14 +12,14 @@ place holds the values.
 """
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, ClassVar
 
 import msgpack
 
-from mcinfer.errors import ProtocolError
+from mcinfer.errors import InvalidInputError, ProtocolError
 from mcinfer.fields import (
     Check,
     TensorFields,
@@ -37,9 +37,28 @@ from mcinfer.fields import (
     is_texts,
     or_none,
 )
+from mcinfer.specs import STRING
 
 VERSION = 3
 """Raised with each change that an older peer would misread; HELLO carries it."""
+
+MOST_MESSAGE_BYTES = 16 << 20
+"""Of one message. Tensors lie in shared memory, so only strings make a message large."""
+
+MOST_VALUES = 1 << 20
+"""In all arrays and maps of one message, since a byte of MessagePack can be 88 of Python's."""
+
+MOST_STRINGS = MOST_VALUES - (1 << 16)
+"""In the tensors of one message; the rest is for all that is beside them."""
+
+_MOST_KEYS = 1 << 12
+"""Of one map."""
+
+_PLAIN_BYTES = 16 << 10
+"""A message of no more than that cannot do harm, whatever is in it, and is read without counting."""
+
+_MOST_PREDICT_BYTES = 256
+"""Of a PREDICT without its tensors."""
 
 ERROR = 0
 PREDICT = 1
@@ -359,11 +378,25 @@ _FIELD_SETS = {message: frozenset(names) for message, names in _FIELDS.items()}
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of a message, for `decode`."""
+    """The bytes of a message, for `decode`.
+
+    Raises:
+        ProtocolError: They are more than a message may have.
+    """
     content: dict[str, Any] = {"id": message.ID}
     for name in _FIELDS[type(message)]:
         content[name] = getattr(message, name)
-    return _pack(content)
+    data = _pack(content)
+    if len(data) > MOST_MESSAGE_BYTES:
+        raise ProtocolError(
+            f"{type(message).__name__}: got {len(data)} bytes, expected at most {MOST_MESSAGE_BYTES}"
+        )
+    return data
+
+
+def count_strings(references: Iterable[TensorRef]) -> int:
+    """How many strings travel in these references."""
+    return sum(len(reference[4]) for reference in references if reference[1] == STRING)
 
 
 def _pack(value: object) -> bytes:
@@ -388,9 +421,18 @@ def encode_tensors(inputs: tuple[TensorRef, ...], outputs: tuple[TensorRef, ...]
 
     Raises:
         ProtocolError: A reference does not fit.
+        InvalidInputError: The inputs' strings are more than one message may carry.
     """
     Predict(request=0, shard=0, weights=0, inputs=inputs, outputs=outputs)
-    return b"".join(map(_pack, ("inputs", inputs, "outputs", outputs)))
+    tensors = b"".join(map(_pack, ("inputs", inputs, "outputs", outputs)))
+    if len(tensors) > _PLAIN_BYTES:
+        strings, most = count_strings(inputs), MOST_MESSAGE_BYTES - _MOST_PREDICT_BYTES
+        if len(tensors) > most or strings > MOST_STRINGS:
+            raise InvalidInputError(
+                f"inputs: got {strings} strings in a message of {len(tensors)} bytes for a worker, "
+                f"expected at most {MOST_STRINGS} and {most}; a batch of fewer rows has fewer"
+            )
+    return tensors
 
 
 def encode_predict(request: int, shard: int, weights: int, tensors: bytes) -> bytes:
@@ -435,16 +477,19 @@ def encode_predict_joined(
 def decode(data: bytes) -> Message:
     """Read a message.
 
-    Nothing in it is trusted: lengths are bounded by the data's own (msgpack's limits), and every
-    field is checked.
+    Nothing in it is trusted: what it says it holds is bounded by its own bytes and by `MOST_VALUES`,
+    nesting by msgpack, and every field is checked.
 
     Raises:
         ProtocolError: It is not a message of this protocol.
     """
     try:
-        content = msgpack.unpackb(
-            data, use_list=False, strict_map_key=True, unicode_errors="surrogatepass"
-        )
+        if len(data) <= _PLAIN_BYTES:
+            content = msgpack.unpackb(
+                data, use_list=False, strict_map_key=True, unicode_errors="surrogatepass"
+            )
+        else:
+            content = _unpack_large(data)
     except Exception as exc:  # msgpack raises ValueError, TypeError, its own, and more on bad data
         raise ProtocolError(f"not a MessagePack message: {type(exc).__name__}: {exc}") from exc
     if type(content) is not dict:
@@ -459,6 +504,41 @@ def decode(data: bytes) -> Message:
             f"expected {[*_FIELDS[message]]}"
         )
     return message(**content)
+
+
+def _unpack_large(data: bytes) -> Any:
+    """Unpack what is large enough to be made for taking memory.
+
+    Raises:
+        ValueError: It is too large, is cut off, or holds too much.
+    """
+    if len(data) > MOST_MESSAGE_BYTES:
+        raise ValueError(f"got {len(data)} bytes, expected at most {MOST_MESSAGE_BYTES}")
+    # An array's memory is taken when its length is read: first see, without making anything, that
+    # as many values follow as the lengths say, or arrays within arrays could promise them all anew.
+    walk = msgpack.Unpacker(max_buffer_size=len(data))
+    walk.feed(data)
+    walk.skip()
+    left = MOST_VALUES
+
+    def count(values: Any) -> Any:
+        nonlocal left
+        left -= len(values) + 1
+        if left < 0:
+            raise ValueError(f"got more than {MOST_VALUES} values")
+        return values
+
+    return msgpack.unpackb(
+        data,
+        use_list=False,
+        strict_map_key=True,
+        unicode_errors="surrogatepass",
+        object_hook=count,
+        list_hook=count,
+        max_array_len=MOST_VALUES,
+        max_map_len=_MOST_KEYS,
+        max_ext_len=0,
+    )
 
 
 class WorkerState(StrEnum):

@@ -9,6 +9,7 @@ import secrets
 import shutil
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from mcinfer.process_identity import pid_namespace, start_time
@@ -72,4 +73,9 @@ class RuntimeFolder:
 
     def remove(self) -> None:
         """Remove it with what is in it."""
-        shutil.rmtree(self._path, ignore_errors=True)
+        with suppress(OSError):
+            (self._path / _SOCKET).unlink(missing_ok=True)
+        try:
+            self._path.rmdir()  # which takes no descriptor
+        except OSError:
+            shutil.rmtree(self._path, ignore_errors=True)

@@ -10,36 +10,32 @@ passed) and carries out the actions it is given, in order. The rules:
 * Where runs are short, a busy worker is given one more ahead, so that it does not wait for the next;
   behind a run that then is long it is taken back.
 * A deadline that passes settles the request at once; then CANCEL, a grace period, and a kill.
-* A worker that dies is started again, with back-off and within a budget; the others serve meanwhile.
+* A worker that dies is started again, with back-off and within a budget; the others serve meanwhile
+  (`mcinfer.roster`).
+* A pool that drains takes no request any more, and ends when it has answered those that it has.
 * A request's memory is released when no worker can write to it any more: all that were given a
   shard of it have answered, or are known dead.
 """
 
 import math
-import signal
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 from mcinfer.actions import (
     Action,
-    KillWorker,
+    HealthChanged,
     PoolClosed,
-    PoolStarted,
     Release,
-    Send,
     SendPredict,
     Settle,
-    StartWorker,
     TakeBack,
 )
-from mcinfer.config import RestartPolicy, Timeouts
+from mcinfer.config import Limits, RestartPolicy, Timeouts
 from mcinfer.errors import (
-    BuildError,
     ClosedError,
     InvalidInputError,
     McinferError,
-    MissingDependencyError,
     PredictError,
     PredictTimeoutError,
     ProtocolError,
@@ -52,17 +48,17 @@ from mcinfer.protocol import (
     Build,
     BuildFinish,
     Cancel,
-    Conversation,
     Error,
-    Exit,
     Hello,
     Message,
     Preparing,
     Reply,
     WorkerState,
 )
+from mcinfer.roster import MOST_DEATHS, Roster, Run, Worker
 from mcinfer.shard_queue import Joinable, ShardId
-from mcinfer.statistics import WorkerStatistics
+from mcinfer.statistics import ROW_BOUNDS, Health, Tally, WorkerStatistics
+from mcinfer.tracing import RequestTrace, ShardTrace
 
 SHORT_RUN = 0.01
 """Seconds: where runs take no longer, the time between two of them counts."""
@@ -72,70 +68,6 @@ LONG_RUN = 5 * SHORT_RUN
 
 _FORGETTING = 0.9
 """What is left, after each run, of what a longer one before it says of the next."""
-
-MOST_DEATHS = 2
-"""A shard, or a first build, that has killed this many workers is given up."""
-
-
-@dataclass(slots=True, eq=False)
-class _Run:
-    members: tuple[ShardId, ...]  # none: it was taken back, and is to be skipped
-    asked_back: bool = False
-
-
-@dataclass(slots=True)
-class _Worker:
-    index: int
-    device: str
-    build: Build
-    conversation: Conversation = field(default_factory=lambda: Conversation(state=WorkerState.GONE))
-    runs: deque[_Run] = field(default_factory=deque)
-    began: float = 0.0
-    usual_seconds: float = math.inf
-    pid: int | None = None
-    ready_by: float | None = None
-    kill_at: float | None = None
-    killed: bool = False
-    restart_at: float | None = None
-    given_up: bool = False
-    starts: deque[float] = field(default_factory=deque)
-    started_before: bool = False
-    build_deaths: list[str] = field(default_factory=list)
-    build_failure: str | None = None
-    lacks_package: bool = False
-    restarts: int = 0
-    runs_done: int = 0
-    completed: int = 0
-    failed: int = 0
-    busy_seconds: float = 0.0
-    providers: tuple[str, ...] = ()
-    last_error: str = ""
-
-    @property
-    def state(self) -> WorkerState:
-        return self.conversation.state
-
-    @property
-    def name(self) -> str:
-        pid = "" if self.pid is None else f", pid {self.pid}"
-        return f"worker {self.index} ({self.device}{pid})"
-
-
-def describe_exit(code: int) -> str:
-    """A process's end in words; a negative code is the number of the signal that killed it."""
-    if code >= 0:
-        return f"exited with status {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"
-
-
-def _agree(one: BuildFinish, other: BuildFinish) -> bool:
-    """Whether two workers have the same model; one of them may have it as it is, and the other prepared."""
-    names = ("inputs", "outputs", "weights", "model")
-    alike = all(getattr(one, name) == getattr(other, name) for name in names)
-    return alike and (one.prepared == other.prepared or "" in (one.prepared, other.prepared))
 
 
 class Scheduler:
@@ -150,9 +82,10 @@ class Scheduler:
         *,
         timeouts: Timeouts,
         restart: RestartPolicy,
-        queue_limit: int,
+        limits: Limits,
         max_batch_size: int = 1,
         max_delay: float = 0.0,
+        tracing: bool = False,
     ) -> None:
         """Take what each worker is to load and where; nothing starts before `handle_start`.
 
@@ -160,33 +93,47 @@ class Scheduler:
             builds: One for each worker.
             timeouts: How long to wait for what.
             restart: When a worker that died is started again.
-            queue_limit: Requests accepted and not yet answered.
+            limits: How many requests are taken.
             max_batch_size: Rows of a run that requests may be joined to.
             max_delay: Seconds that a request may wait for others to join it.
+            tracing: Whether what is settled says when it was queued, sent and answered.
         """
-        self._workers = [_Worker(i, build.device, build) for i, build in enumerate(builds)]
+        self._roster = Roster(builds, timeouts=timeouts, restart=restart)
+        self._workers = self._roster.workers
         self._timeouts = timeouts
-        self._restart = restart
-        self._queue_limit = queue_limit
-        self._started = False
+        self._limits = limits
+        self._draining: float | None = None
         self._closing: float | None = None
         self._closed = False
-        self._specs: BuildFinish | None = None
         self._max_delay = max_delay
         self._joins = max_batch_size > 1
+        self._tracing = tracing
+        self._wears = restart.max_requests is not None
         self.ledger = Ledger(max_batch_size)
+        self.batch_sizes = Tally(ROW_BOUNDS)
 
     # What the shell and the statistics may ask.
 
     @property
     def specs(self) -> BuildFinish | None:
         """What the first worker said of the model; None before."""
-        return self._specs
+        return self._roster.specs
 
     @property
     def serving(self) -> int:
-        """How many workers are ready or busy."""
-        return sum(w.state in (WorkerState.READY, WorkerState.BUSY) for w in self._workers)
+        """How many workers take requests."""
+        return sum(w.serves for w in self._workers)
+
+    def health(self, now: float) -> Health:
+        """How the pool is."""
+        health = self._roster.health(now)
+        if self._closed:
+            return replace(health, state="closed", reasons=(), serving=0)
+        if self._closing is not None or self._draining is not None:
+            left = self.ledger.in_flight
+            reasons = (f"{left} requests are still to be answered",) if left else ()
+            return replace(health, state="closing", reasons=(*reasons, *health.reasons))
+        return health
 
     def running(self, worker: int) -> tuple[ShardId, ...]:
         """Request and shard of all that the worker's run is for; none while it is at none."""
@@ -198,39 +145,35 @@ class Scheduler:
         told = self._workers[worker].state is WorkerState.EXITING
         return told or self._closing is not None
 
+    def serves(self, worker: int) -> bool:
+        """Whether the worker takes requests."""
+        return self._workers[worker].serves
+
+    @property
+    def given_up(self) -> bool:
+        """Whether some worker will not be started again."""
+        return any(w.given_up for w in self._workers)
+
+    def last_error(self, worker: int) -> str:
+        """Why the worker last died or failed, or is going to."""
+        return self._workers[worker].last_error
+
     def name(self, worker: int) -> str:
         """How texts speak of a worker: its index, device and pid."""
         return self._workers[worker].name
 
     def statistics(self) -> tuple[WorkerStatistics, ...]:
         """A snapshot of every worker."""
-        return tuple(
-            WorkerStatistics(
-                index=w.index,
-                device=w.device,
-                pid=w.pid,
-                state=str(w.state),
-                restarts=w.restarts,
-                runs=w.runs_done,
-                completed=w.completed,
-                failed=w.failed,
-                busy_seconds=w.busy_seconds,
-                providers=w.providers,
-                last_error=w.last_error,
-            )
-            for w in self._workers
-        )
+        return self._roster.statistics()
 
     def next_time(self) -> float | None:
         """When `handle_time` is due next; None while nothing waits for a time."""
-        times = [self.ledger.next_deadline()]
-        for worker in self._workers:
-            due = (worker.ready_by, worker.kill_at, worker.restart_at)
-            times.extend(time for time in due if time is not None)
-            if self._may_ask_back(worker):
-                times.append(worker.began + LONG_RUN)
-        if any(w.state is WorkerState.READY and not w.killed for w in self._workers):
+        times = [self.ledger.next_deadline(), *self._roster.due_times()]
+        times += [w.began + LONG_RUN for w in self._workers if self._may_ask_back(w)]
+        if any(w.is_free for w in self._workers):
             times.append(self.ledger.queue.next_due())
+        if self._draining is not None:
+            times.append(self._draining)
         if self._closing is not None and not self._closed:
             times.append(self._closing)
         return min((time for time in times if time < math.inf), default=None)
@@ -239,7 +182,7 @@ class Scheduler:
 
     def handle_start(self, now: float) -> list[Action]:
         """The pool is to start: all workers at once."""
-        return [action for w in self._workers for action in self._start_worker(w, now)]
+        return [action for w in self._workers for action in self._roster.start(w, now)]
 
     def handle_started(self, worker: int, pid: int) -> None:
         """The worker's process exists."""
@@ -249,9 +192,12 @@ class Scheduler:
         self,
         now: float,
         request: int,
-        shards: int,
+        rows: tuple[int, ...],
         timeout: float,
         *,
+        called: float | None = None,
+        size: int = 0,
+        client: Hashable = None,
         priority: int = 0,
         join: tuple[Hashable, int] | None = None,
     ) -> list[Action]:
@@ -260,43 +206,79 @@ class Scheduler:
         Args:
             now: When.
             request: Its number.
-            shards: How many pieces it has.
+            rows: How many each of its pieces has.
             timeout: Seconds within which it is to be answered.
+            called: From when on; None is `now`.
+            size: Bytes of its tensors.
+            client: Whose it is: those of one priority take turns.
             priority: Those of a higher one go first.
             join: For one shard that may go with others in one run: a key that they have in common, and
                 its rows.
 
         Raises:
             ClosedError: The pool is closed.
-            QueueFullError: As many requests as allowed are in flight.
+            QueueFullError: As many requests as allowed, or bytes of them, are in flight.
         """
-        if self._closing is not None or self._closed or not self._started:
+        if self._closing is not None or self._closed or not self._roster.started:
             raise ClosedError("the master is closed")
-        if self.ledger.in_flight >= self._queue_limit:
-            raise QueueFullError(
-                f"{self.ledger.in_flight} requests are queued or running, the limit (Limits.queue) is "
-                f"{self._queue_limit}"
-            )
-        entry = self.ledger.accept(request, shards, now + timeout, timeout)
-        if all(worker.given_up for worker in self._workers):
-            return self._fail(entry, self._nobody_left())
+        if self._draining is not None:
+            raise ClosedError("the master is closing: it finishes what it has, and takes no more")
+        self.check_room(size)
+        called = now if called is None else called
+        entry = self.ledger.accept(request, rows, called, now, timeout, size)
+        if self._roster.is_lost:
+            return self._fail(entry, self._roster.nobody_left(), now)
         # Waiting for company takes no more than half of the time that there is.
-        due = now + min(self._max_delay, timeout / 2)
+        due = called + min(self._max_delay, timeout / 2)
         joinable = None if join is None else Joinable(key=join[0], rows=join[1], due=due)
-        self.ledger.enqueue(entry, priority, joinable)
+        self.ledger.enqueue(entry, priority, joinable, client)
         return self._dispatch(now)
 
-    def handle_cancel(self, request: int) -> list[Action]:
+    def check_room(self, size: int) -> None:
+        """Raise `QueueFullError` unless a request with so many bytes of tensors may be taken now."""
+        in_flight, most = self.ledger.in_flight, self._limits.queue
+        if in_flight >= most:
+            raise QueueFullError(
+                f"{in_flight} requests are queued or running, the limit (Limits.queue) is {most}"
+            )
+        taken, most_bytes = self.ledger.in_flight_bytes, self._limits.queue_bytes
+        if most_bytes is not None and taken and taken + size > most_bytes:
+            raise QueueFullError(
+                f"requests with {taken} bytes of tensors are queued or running, and this one has {size}: "
+                f"the limit (Limits.queue_bytes) is {most_bytes}"
+            )
+
+    def handle_cancel(self, now: float, request: int) -> list[Action]:
         """The caller does not want the answer any more."""
         entry = self.ledger.find_open(request)
         if entry is None:
             return []
-        return self._fail(entry, ClosedError("the request was cancelled"), "cancelled")
+        error = ClosedError("the request was cancelled")
+        return [*self._fail(entry, error, now, "cancelled"), *self._finish_draining(now)]
 
     def handle_killed(self, worker: int, reason: str) -> None:
         """The shell has killed the worker on its own account; its death will be reported."""
-        self._workers[worker].killed = True
-        self._workers[worker].last_error = reason
+        self._roster.kill(self._workers[worker], reason)
+
+    def handle_own_memory(self, now: float, worker: int, size: int) -> list[Action]:
+        """The worker's process has so many bytes of memory of its own."""
+        self._roster.retire_if_worn(self._workers[worker], size)
+        return self._roster.advance(now)
+
+    def handle_restart(self, now: float) -> list[Action]:
+        """All workers are to be replaced, one after another; `WorkersRestarted` says when they are.
+
+        Raises:
+            ClosedError: The pool is closed.
+        """
+        if self._closing is not None or self._draining is not None or not self._roster.started:
+            raise ClosedError("the master is closed")
+        self._roster.replace(self._workers, asked_for=True)
+        return [*self._roster.advance(now), *self._roster.announce(now)]
+
+    def handle_restart_abandoned(self) -> None:
+        """Nobody waits for `WorkersRestarted` any more: what was not begun is not done."""
+        self._roster.forget_replacing()
 
     def handle_message(self, now: float, worker: int, message: Message) -> list[Action]:
         """A worker sent a message.
@@ -311,20 +293,25 @@ class Scheduler:
         if isinstance(message, Reply) and w.runs and not w.runs[0].members:
             raise ProtocolError("Reply to a run that was taken back")
         w.conversation.advance(message)
+        actions: list[Action] = []
         match message:
             case Hello():
-                return [] if self._closing is not None else [self._send(w, w.build)]
+                return [] if self._closing is not None else [w.send(w.build)]
             case Preparing():
-                # A model that takes long is not a worker that hangs.
-                w.ready_by = None if w.ready_by is None else now + self._timeouts.start
+                self._roster.extend_start(w, now)
+                return []
             case BuildFinish():
-                return self._handle_build_finish(w, message, now)
+                actions += self._roster.finish_build(w, message)
             case Error(request=None):
-                return self._handle_build_error(w, message, now)
+                actions += self._roster.fail_build(w, message, now)
             case Reply() | Error():
-                w.kill_at = None if before is WorkerState.BUSY else w.kill_at
-                return [*self._handle_answer(w, message, now), *self._dispatch(now)]
-        return []
+                if before is WorkerState.BUSY and not w.doomed:
+                    w.kill_at = None
+                actions += self._handle_answer(w, message, now)
+                if self._roster.is_calm and self._draining is None:
+                    return [*actions, *self._dispatch(now)]
+        actions += [*self._roster.advance(now), *self._dispatch(now)]
+        return [*actions, *self._roster.announce(now), *self._finish_draining(now)]
 
     def handle_died(
         self, now: float, worker: int, how: str, *, ahead_begun: bool = False
@@ -339,26 +326,22 @@ class Scheduler:
                 the one before had ended, and only its answer was lost.
         """
         w = self._workers[worker]
-        story = f"{w.name} {how}"
-        state, runs = w.state, w.runs
-        w.conversation = Conversation(state=WorkerState.GONE)
-        w.runs, w.usual_seconds = deque(), math.inf
-        w.pid = w.ready_by = w.kill_at = None
-        reason = w.last_error if w.killed or state is WorkerState.EXITING else ""
+        runs, w.runs = w.runs, deque()
+        story = self._roster.bury(w, how, now)
         actions: list[Action] = []
         if runs:
             running = runs.pop() if ahead_begun else runs.popleft()
             for run in runs:  # it died on none of these
                 actions += self._run_again(run.members)
             w.failed += len(running.members)
-            actions += self._handle_lost_run(running.members, story)
-        if self._closing is None:
-            w.last_error = f"{story} after: {reason}" if reason else story
-            if not self._started and not w.started_before:
-                actions += self._handle_death_in_start(w, state, story, now)
-            else:
-                actions += self._plan_restart(w, now)
-        return [*actions, *self._dispatch(now), *self._finish_closing()]
+            actions += self._handle_lost_run(running.members, story, now)
+        actions += self._roster.after_death()
+        if self._closing is None and self._roster.is_lost:
+            for entry in self.ledger.open():
+                actions += self._fail(entry, self._roster.nobody_left(), now)
+        actions += self._roster.advance(now)
+        actions += [*self._dispatch(now), *self._roster.announce(now)]
+        return [*actions, *self._finish_draining(now), *self._finish_closing()]
 
     def handle_time(self, now: float) -> list[Action]:
         """Time passed: act on everything that was due by `now`."""
@@ -366,21 +349,15 @@ class Scheduler:
         for entry in self.ledger.overdue(now):
             actions += self._handle_deadline(entry, now)
         for w in self._workers:
-            if w.ready_by is not None and w.ready_by <= now:
-                w.ready_by = None
-                actions += self._handle_slow_start(w)
             if self._may_ask_back(w) and w.began + LONG_RUN <= now:
                 w.runs[-1].asked_back = True
                 w.usual_seconds = math.inf
                 actions.append(TakeBack(worker=w.index))
-            if w.kill_at is not None and w.kill_at <= now:
-                w.kill_at = None
-                actions.append(self._kill(w, f"{w.name}: did not stop in time"))
-            if w.restart_at is not None and w.restart_at <= now:
-                w.restart_at = None
-                w.restarts += 1
-                actions += self._start_worker(w, now)
-        actions += self._dispatch(now)
+            actions += self._roster.handle_time(w, now)
+        actions += [*self._dispatch(now), *self._roster.announce(now)]
+        if self._draining is not None and self._draining <= now:
+            actions += self.handle_close(now, self._timeouts.close)
+        actions += self._finish_draining(now)
         if self._closing is not None and self._closing <= now:
             actions += self._finish_closing(abandon=True)
         return actions
@@ -415,19 +392,25 @@ class Scheduler:
             return []
         # A killed process that has not ended this long after is stuck in the kernel.
         self._closing = now + timeout + self._timeouts.close + 1.0
+        self._draining = None
         actions: list[Action] = []
         for entry in self.ledger.open():
-            actions += self._fail(entry, ClosedError("the master was closed"))
-        for w in self._workers:
-            w.restart_at = w.ready_by = None
-            if w.state in (WorkerState.READY, WorkerState.BUSY):
-                actions.append(self._send(w, Exit()))
-                w.kill_at = now + timeout
-            elif w.state is WorkerState.EXITING:
-                w.kill_at = now + timeout
-            elif w.state is not WorkerState.GONE:
-                actions.append(KillWorker(worker=w.index))
+            actions += self._fail(entry, ClosedError("the master was closed"), now)
+        actions += [*self._roster.close(now, timeout), HealthChanged(health=self.health(now))]
         return [*actions, *self._finish_closing()]
+
+    def handle_drain(self, now: float, timeout: float) -> list[Action]:
+        """The pool is to end when all that was accepted is answered, or after so many seconds."""
+        if self._closing is not None or self._closed:
+            return []
+        self._draining = now + timeout
+        return [HealthChanged(health=self.health(now)), *self._finish_draining(now)]
+
+    def _finish_draining(self, now: float) -> list[Action]:
+        """When there is nothing left to answer, the pool ends."""
+        if self._draining is None or self.ledger.in_flight:
+            return []
+        return self.handle_close(now, self._timeouts.close)
 
     # Requests.
 
@@ -437,7 +420,7 @@ class Scheduler:
         if not self.ledger.queue:
             return actions
         for w in self._workers:
-            if w.state is WorkerState.READY and not w.killed:
+            if w.is_free:
                 members = self.ledger.take_run(now)
                 if not members:
                     return actions
@@ -446,10 +429,10 @@ class Scheduler:
             actions += self._give_ahead(now)
         return actions
 
-    def _give(self, w: _Worker, members: tuple[ShardId, ...], now: float) -> Action:
+    def _give(self, w: Worker, members: tuple[ShardId, ...], now: float) -> Action:
         if not w.runs:
             w.began = now
-        w.runs.append(_Run(members))
+        w.runs.append(Run(members, now))
         w.conversation.begin_run(*members[0])
         return SendPredict(worker=w.index, members=members)
 
@@ -465,49 +448,75 @@ class Scheduler:
             actions.append(self._give(w, members, now))
         return actions
 
-    def _takes_ahead(self, w: _Worker, now: float) -> bool:
+    def _takes_ahead(self, w: Worker, now: float) -> bool:
         """Whether it may be given one more: not where it may be killed, or die, for the one it is at."""
         if w.state is not WorkerState.BUSY or len(w.runs) >= MOST_RUNS or not w.runs[0].members:
             return False
         if w.usual_seconds > SHORT_RUN or now - w.began > SHORT_RUN:
             return False
-        suspect = any(self.ledger[request].deaths[shard] for request, shard in w.runs[0].members)
-        return not (w.killed or suspect) and w.kill_at is None
+        suspect = any(shard in self.ledger[request].deaths for request, shard in w.runs[0].members)
+        return w.serves and not suspect and w.kill_at is None
 
-    def _may_ask_back(self, w: _Worker) -> bool:
+    def _may_ask_back(self, w: Worker) -> bool:
         """Whether it was given one behind the run that it is at, which was not asked for yet."""
         return len(w.runs) > 1 and not w.runs[-1].asked_back and w.state is WorkerState.BUSY
 
-    def _handle_answer(self, w: _Worker, message: Reply | Error, now: float) -> list[Action]:
+    def _handle_answer(self, w: Worker, message: Reply | Error, now: float) -> list[Action]:
         run = w.runs.popleft()
         members, w.began = run.members, now
-        if w.runs and w.state is WorkerState.BUSY and self._is_over(w.runs[0]):
+        w.answers += len(members)
+        if self._wears:
+            self._roster.retire_if_worn(w)
+        if w.runs and not w.doomed and w.state is WorkerState.BUSY and self._is_over(w.runs[0]):
             # It is to skip what was taken back; what was cancelled has the time that it had.
             deadlines = [self.ledger[request].deadline for request, _ in w.runs[0].members]
             w.kill_at = max([now, *deadlines]) + self._timeouts.cancel_grace
         if isinstance(message, Error):
-            return self._handle_failed_run(w, members, message)
+            return self._handle_failed_run(w, members, message, now)
         usual = 0.0 if w.usual_seconds == math.inf else w.usual_seconds
         w.usual_seconds = max(message.seconds, _FORGETTING * usual)
         w.runs_done += 1
         w.completed += len(members)
         w.busy_seconds += message.seconds
         actions: list[Action] = []
+        rows = 0
         for request, shard in members:
             entry = self.ledger[request]
             entry.outstanding -= 1
+            rows += entry.rows[shard]
             if not entry.settled:
                 entry.answered[shard] = True
                 entry.unanswered -= 1
+                if self._tracing:
+                    entry.runs += (_trace_run(w, entry, shard, run.sent, now, message.seconds),)
                 if entry.unanswered:
                     continue
-                self.ledger.close(entry, "succeeded")
-                actions.append(Settle(request=request))
+                actions.append(self._settle(entry, None, now, "succeeded"))
             actions += self._release_if_done(entry)
+        self.batch_sizes.add(rows)
         return actions
 
+    def _settle(
+        self, entry: Entry, error: McinferError | None, now: float, outcome: Outcome
+    ) -> Settle:
+        self.ledger.close(entry, outcome, now)
+        if not self._tracing:
+            return Settle(request=entry.number, error=error)
+        trace = RequestTrace(
+            request=entry.number,
+            outcome=outcome,
+            error=error,
+            rows=sum(entry.rows),
+            called=entry.called,
+            queued=entry.queued,
+            settled=now,
+            joined=now,
+            shards=tuple(sorted(entry.runs, key=lambda run: run.shard)),
+        )
+        return Settle(request=entry.number, error=error, trace=trace)
+
     def _handle_failed_run(
-        self, w: _Worker, members: tuple[ShardId, ...], message: Error
+        self, w: Worker, members: tuple[ShardId, ...], message: Error, now: float
     ) -> list[Action]:
         """A run failed or was cancelled; what was joined runs again apart, so that the bad fail alone."""
         if message.kind != "cancelled":
@@ -523,7 +532,7 @@ class Scheduler:
                 actions += self._release_if_done(entry)
                 continue
             kind = InvalidInputError if message.kind == "invalid" else PredictError
-            actions += self._fail(entry, kind(f"{w.name}: {message.text}"))
+            actions += self._fail(entry, kind(f"{w.name}: {message.text}"), now)
         return actions
 
     def _run_again(self, members: tuple[ShardId, ...]) -> list[Action]:
@@ -538,10 +547,11 @@ class Scheduler:
                 self.ledger.queue.add_first((request, shard))
         return actions
 
-    def _fail(self, entry: Entry, error: McinferError, outcome: Outcome = "failed") -> list[Action]:
+    def _fail(
+        self, entry: Entry, error: McinferError, now: float, outcome: Outcome = "failed"
+    ) -> list[Action]:
         """Settle with an error; runs that are for nobody any more are asked to stop."""
-        self.ledger.close(entry, outcome)
-        actions: list[Action] = [Settle(request=entry.number, error=error)]
+        actions: list[Action] = [self._settle(entry, error, now, outcome)]
         for w, run in self._runs_for(entry):
             if self._is_over(run):
                 actions += self._cancel_run(w, run)
@@ -550,7 +560,7 @@ class Scheduler:
                     w.kill_at = entry.deadline + self._timeouts.cancel_grace
         return [*actions, *self._release_if_done(entry)]
 
-    def _runs_for(self, entry: Entry) -> list[tuple[_Worker, _Run]]:
+    def _runs_for(self, entry: Entry) -> list[tuple[Worker, Run]]:
         """The runs that are for this request, among others."""
         return [
             (w, run)
@@ -559,19 +569,21 @@ class Scheduler:
             if any(request == entry.number for request, _ in run.members)
         ]
 
-    def _is_over(self, run: _Run) -> bool:
+    def _is_over(self, run: Run) -> bool:
         """Whether nobody waits for this run any more."""
         return all(self.ledger[request].settled for request, _ in run.members)
 
-    def _cancel_run(self, w: _Worker, run: _Run) -> list[Action]:
+    def _cancel_run(self, w: Worker, run: Run) -> list[Action]:
         if w.state is not WorkerState.BUSY:
             return []
-        return [self._send(w, Cancel(request=run.members[0][0]))]
+        return [w.send(Cancel(request=run.members[0][0]))]
 
     def _release_if_done(self, entry: Entry) -> list[Action]:
         return [Release(request=entry.number)] if self.ledger.strike(entry) else []
 
-    def _handle_lost_run(self, members: tuple[ShardId, ...], story: str) -> list[Action]:
+    def _handle_lost_run(
+        self, members: tuple[ShardId, ...], story: str, now: float
+    ) -> list[Action]:
         """A worker died in a run: to another one, or give it up if it is a killer.
 
         Of several that were joined nobody knows which it was: they run apart, and none is blamed yet.
@@ -583,16 +595,17 @@ class Scheduler:
         entry.outstanding -= 1
         if entry.settled:
             return self._release_if_done(entry)
-        entry.deaths[shard].append(story)
-        if len(entry.deaths[shard]) < MOST_DEATHS:
+        stories = entry.deaths.setdefault(shard, [])
+        stories.append(story)
+        if len(stories) < MOST_DEATHS:
             self.ledger.queue.add_first((request, shard))
             return []
-        deaths = "; ".join(entry.deaths[shard])
+        deaths = "; ".join(stories)
         error = WorkerDiedError(
             f"shard {shard} of {len(entry.answered)} was given up after {MOST_DEATHS} workers died "
             f"on it: {deaths}"
         )
-        return self._fail(entry, error)
+        return self._fail(entry, error, now)
 
     def _handle_deadline(self, entry: Entry, now: float) -> list[Action]:
         """Its time is over. Those that were joined with it run again apart: it may be what hangs."""
@@ -610,114 +623,15 @@ class Scheduler:
         ]
         error = PredictTimeoutError(f"no answer within {entry.timeout:g} s: {', '.join(where)}")
         for w, run in runs:
-            if run is w.runs[0]:
+            if run is w.runs[0] and not w.doomed:
                 # From when it was noticed: a run that was not asked to stop yet has its grace.
                 grace = now + self._timeouts.cancel_grace
                 w.kill_at = grace if w.kill_at is None else min(w.kill_at, grace)
-        actions = self._fail(entry, error)
+        actions = self._fail(entry, error, now)
         for w, run in runs:
             if not self._is_over(run):
                 actions += self._cancel_run(w, run)
         return actions
-
-    # Workers.
-
-    def _send(self, w: _Worker, message: Message) -> Send:
-        w.conversation.advance(message)
-        return Send(worker=w.index, message=message)
-
-    def _kill(self, w: _Worker, reason: str) -> KillWorker:
-        """Kill a worker. Until its death is reported, messages may come that it sent before."""
-        w.killed = True
-        w.last_error = reason
-        return KillWorker(worker=w.index)
-
-    def _start_worker(self, w: _Worker, now: float) -> list[Action]:
-        w.conversation = Conversation(state=WorkerState.SPAWNED)
-        w.killed = False
-        w.ready_by = now + self._timeouts.start
-        w.starts.append(now)
-        return [StartWorker(worker=w.index)]
-
-    def _handle_build_finish(self, w: _Worker, message: BuildFinish, now: float) -> list[Action]:
-        w.ready_by = None
-        w.providers = message.providers
-        if self._specs is None:
-            self._specs = message
-        elif not _agree(message, self._specs):
-            w.build_failure = (
-                f"{w.name}: its model's content, inputs, outputs or weights are not those of the "
-                "others"
-            )
-            return [self._kill(w, w.build_failure), *self._finish_start()]
-        elif not self._specs.prepared:
-            self._specs = message
-        w.started_before = True
-        return [*self._finish_start(), *self._dispatch(now)]
-
-    def _handle_build_error(self, w: _Worker, message: Error, now: float) -> list[Action]:
-        """The model does not load: final in the first start, a death like others afterwards."""
-        w.ready_by = None
-        w.last_error = message.text
-        w.build_failure = f"{w.name}: {message.text}"
-        w.lacks_package = message.kind == "missing"
-        w.kill_at = now + self._timeouts.cancel_grace
-        return [self._send(w, Exit()), *self._finish_start()]
-
-    def _handle_slow_start(self, w: _Worker) -> list[Action]:
-        story = f"{w.name}: not ready within {self._timeouts.start:g} s (it was {w.state})"
-        w.build_failure = story
-        return [self._kill(w, story), *self._finish_start()]
-
-    def _handle_death_in_start(
-        self, w: _Worker, state: WorkerState, story: str, now: float
-    ) -> list[Action]:
-        """Before its first model was ready: once is bad luck, twice is the model's doing."""
-        if w.build_failure is not None:
-            return []  # it was told
-        w.build_deaths.append(f"{story} while {state}")
-        if len(w.build_deaths) < MOST_DEATHS:
-            w.restart_at = now
-            return []
-        w.build_failure = "; ".join(w.build_deaths)
-        return self._finish_start()
-
-    def _finish_start(self) -> list[Action]:
-        """When every worker has either its model or a failure, say which."""
-        if self._started or self._closing is not None:
-            return []
-        if not all(w.started_before or w.build_failure for w in self._workers):
-            return []
-        failed = [w for w in self._workers if w.build_failure is not None]
-        failures = [w.build_failure or "" for w in failed]
-        if failures:
-            lacking = all(w.lacks_package for w in failed)
-            kind = MissingDependencyError if lacking else BuildError
-            return [PoolStarted(error=kind("; ".join(failures)))]
-        self._started = True
-        return [PoolStarted()]
-
-    def _plan_restart(self, w: _Worker, now: float) -> list[Action]:
-        while w.starts and w.starts[0] <= now - self._restart.window:
-            w.starts.popleft()
-        earlier = len(w.starts)
-        # The first start of all is no restart.
-        earlier -= 1 if w.restarts < earlier else 0
-        if earlier < self._restart.budget:
-            w.restart_at = now + self._restart.delay(earlier)
-            return []
-        w.given_up = True
-        if not all(other.given_up for other in self._workers):
-            return []
-        return [
-            action
-            for entry in self.ledger.open()
-            for action in self._fail(entry, self._nobody_left())
-        ]
-
-    def _nobody_left(self) -> WorkerDiedError:
-        stories = "; ".join(w.last_error for w in self._workers)
-        return WorkerDiedError(f"no worker is left and the restart budget is spent: {stories}")
 
     def _finish_closing(self, *, abandon: bool = False) -> list[Action]:
         """When the last worker is gone, or those left cannot be killed, the pool is closed."""
@@ -727,4 +641,19 @@ class Scheduler:
         if left and not abandon:
             return []
         self._closed = True
-        return [PoolClosed(abandoned=left)]
+        return [HealthChanged(health=self.health(0.0)), PoolClosed(abandoned=left)]
+
+
+def _trace_run(
+    w: Worker, entry: Entry, shard: int, sent: float, answered: float, seconds: float
+) -> ShardTrace:
+    return ShardTrace(
+        shard=shard,
+        worker=w.index,
+        device=w.device,
+        pid=w.pid,
+        attempts=entry.attempts[shard],
+        sent=sent,
+        answered=answered,
+        run_seconds=seconds,
+    )

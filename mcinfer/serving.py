@@ -44,6 +44,7 @@ from mcinfer.fields import TensorFields, TensorRef
 from mcinfer.joined_runs import JoinedRuns
 from mcinfer.permits import Permits
 from mcinfer.protocol import (
+    MOST_STRINGS,
     VERSION,
     Attach,
     Build,
@@ -72,6 +73,11 @@ from mcinfer.transport import Dealer
 _MOST_LAYOUTS = 64
 """Bound layouts that are kept, the least recently used goes first."""
 
+_MOST_TEXT = 1 << 20
+"""Characters of an error, whose text may be a runtime's and of any length."""
+
+_BLOCK_TIMEOUT = 10.0
+
 _Layout = tuple[int, tuple[TensorRef, ...], tuple[TensorRef, ...]]
 """The version of the weights, inputs, outputs."""
 
@@ -81,7 +87,7 @@ _log = logging.getLogger("mcinfer.worker")
 def serve(endpoint: str, token: str, lifeline: Lifeline, permits: Permits, log_level: int) -> int:
     """Serve the master at that endpoint until it says EXIT; the exit status."""
     logging.basicConfig(level=log_level, format="%(levelname)s %(name)s: %(message)s")
-    server = _Server(Dealer(endpoint), lifeline, permits)
+    server = Server(Dealer(endpoint), lifeline, permits)
     try:
         server.send(Hello(version=VERSION, pid=os.getpid(), token=token))
         server.loop()
@@ -93,8 +99,11 @@ def serve(endpoint: str, token: str, lifeline: Lifeline, permits: Permits, log_l
     return 0
 
 
-class _Server:
+class Server:
+    """A worker's side of its conversation with the master."""
+
     def __init__(self, dealer: Dealer, lifeline: Lifeline, permits: Permits) -> None:
+        """Take what joins it to the master; the dealer is this object's from now on."""
         self._dealer = dealer
         self._permits = permits
         self._lifeline = lifeline
@@ -114,29 +123,61 @@ class _Server:
         canceller.start()
 
     def send(self, message: Message) -> None:
+        """Send a message.
+
+        Raises:
+            ProtocolError: It may not come now.
+        """
         self._conversation.advance(message)
         self._dealer.send(encode(message))
 
     def loop(self) -> None:
-        while True:
-            message = self._inbox.popleft() if self._inbox else decode(self._dealer.wait())
-            self._conversation.advance(message)
-            match message:
-                case Predict() | PredictJoined():
-                    self.send(self._predict(message))
-                case Attach():
-                    size, fd = self._lifeline.receive_block(message.block, timeout=10.0)
-                    self._blocks[message.block] = Block.attach(message.block, size, fd)
-                case Detach():
-                    self._detach(message.block)
-                case UpdateWeights():
-                    self._take_weights(message)
-                case Build():
-                    self.send(self._build(message))
-                case Exit():
-                    return
+        """Serve until EXIT.
+
+        Raises:
+            ProtocolError: A message does not fit.
+        """
+        while self.handle(self._inbox.popleft() if self._inbox else decode(self._dealer.wait())):
+            pass
+
+    def handle(self, message: Message) -> bool:
+        """Do what a message says, and answer it; whether more may come.
+
+        Raises:
+            ProtocolError: It does not fit what came before it, or cannot be followed.
+        """
+        self._conversation.advance(message)
+        match message:
+            case Predict() | PredictJoined():
+                self._answer(self._predict(message))
+            case Attach():
+                self._attach(message)
+            case Detach():
+                self._detach(message.block)
+            case UpdateWeights():
+                self._take_weights(message)
+            case Build():
+                self._answer(self._build(message))
+        return not isinstance(message, Exit)
+
+    def _answer(self, message: Message) -> None:
+        """Send what came of a build or a run; an error where that is more than a message may carry."""
+        try:
+            data = encode(message)
+        except ProtocolError as exc:
+            build = isinstance(message, BuildFinish)
+            message = Error(
+                request=getattr(message, "request", None),
+                shard=getattr(message, "shard", None),
+                kind="build" if build else "predict",
+                text=f"the answer does not fit a message to the master: {exc}",
+            )
+            data = encode(message)
+        self._conversation.advance(message)
+        self._dealer.send(data)
 
     def close(self) -> None:
+        """Let go of the model and the socket."""
         self._runs.clear()
         if self._joined is not None:
             self._joined.close()
@@ -170,7 +211,7 @@ class _Server:
             self._joined = JoinedRuns(self._engine)
         except Exception as exc:  # whatever the runtime raises, the master is to hear of it
             kind = "missing" if isinstance(exc, MissingDependencyError) else "build"
-            return Error(kind=kind, text=_describe(exc), traceback=traceback.format_exc())
+            return Error(kind=kind, text=_describe(exc), traceback=_story(exc))
         return BuildFinish(
             inputs=_fields(self._engine.spec.inputs),
             outputs=_fields(self._engine.spec.outputs),
@@ -212,7 +253,7 @@ class _Server:
             shard=message.shard,
             kind=kind,
             text=_describe(failure),
-            traceback="".join(traceback.format_exception(failure)),
+            traceback=_story(failure),
         )
 
     def _run_joined(self, message: PredictJoined) -> tuple[tuple[TensorRef, ...], float]:
@@ -330,6 +371,12 @@ class _Server:
         if not produced:
             return ()
         references = {reference[0]: reference for reference in bound}
+        strings = sum(len(item.values) for item in produced if isinstance(item, Strings))
+        if strings > MOST_STRINGS:
+            raise PredictError(
+                f"got {strings} strings in outputs, expected at most {MOST_STRINGS}; a batch of fewer "
+                "rows has fewer"
+            )
         tensors = [item for item in produced if isinstance(item, Produced)]
         size = sum(align(item.size) for item in tensors)
         block = self._new_block(size) if size else None
@@ -372,6 +419,16 @@ class _Server:
             raise ProtocolError(f"version {message.weights} of the weights is not known")
         return weights
 
+    def _attach(self, message: Attach) -> None:
+        """Map a block of the master's."""
+        if message.block in self._blocks:
+            raise ProtocolError(f"block {message.block} was attached before")
+        try:
+            size, fd = self._lifeline.receive_block(message.block, timeout=_BLOCK_TIMEOUT)
+            self._blocks[message.block] = Block.attach(message.block, size, fd)
+        except OSError as exc:
+            raise ProtocolError(f"block {message.block} cannot be attached: {exc}") from exc
+
     def _drop_runs(self, unwanted: Callable[[_Layout], bool]) -> None:
         for layout in filter(unwanted, [*self._runs]):
             del self._runs[layout]
@@ -390,5 +447,9 @@ def _fields(specs: Sequence[TensorSpec]) -> tuple[TensorFields, ...]:
 
 
 def _describe(exc: Exception) -> str:
-    text = str(exc)
+    text = str(exc)[:_MOST_TEXT]
     return text if isinstance(exc, McinferError) else f"{type(exc).__name__}: {text}"
+
+
+def _story(exc: Exception) -> str:
+    return "".join(traceback.format_exception(exc))[:_MOST_TEXT]

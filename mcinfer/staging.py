@@ -11,10 +11,13 @@ that `Job.result` gives hold the output slots from then on. An input that lies i
 borrowed: the user must not change it before the answer.
 """
 
+import errno
 import os
+import reprlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
+from contextvars import Context
 from dataclasses import dataclass
 from math import prod
 from operator import index
@@ -61,6 +64,7 @@ class _StagedPlan:
     plan: Plan
     inputs: tuple[Layout | None, ...]
     outputs: tuple[Layout | None, ...]
+    size: int
     placements: dict[object, "_Placement"]
 
 
@@ -89,6 +93,9 @@ class Job:
         private: Whether no user holds the future, so that it may be answered in any thread.
         join: What it has in common with those that may go in one run with it, and its rows; None for
             one that goes alone.
+        rows: Of each piece; 1 where nothing is cut.
+        size: Bytes of its inputs, and of its outputs of known shapes.
+        context: Of the call that made it, where that is traced.
         weights: The version of the weights that it runs with.
     """
 
@@ -100,11 +107,14 @@ class Job:
         "_placement",
         "_slots",
         "_staged",
+        "context",
         "future",
         "join",
         "number",
         "private",
+        "rows",
         "shards",
+        "size",
         "weights",
     )
 
@@ -124,6 +134,9 @@ class Job:
         self.private = False
         self.join: tuple[Hashable, int] | None = None
         self.shards = len(placement.messages)
+        self.rows = staged.plan.rows
+        self.size = staged.size
+        self.context: Context | None = None
         self._model = model
         self._staged = staged
         self._arena = arena
@@ -159,10 +172,12 @@ class Job:
         Args:
             shard: Which shard was answered.
             outputs: The reply's references; none, where all are where they were asked for.
-            fetch: Gets a block of the worker's by its number.
+            fetch: Gets a block of the worker's by its number; what it raises comes through.
 
         Raises:
             ProtocolError: They are not what was asked for.
+            OSError: They cannot be had, which the worker cannot help: more bytes than the shared memory
+                may have (EFBIG), or this process has no memory or descriptor left. The job is as before.
         """
         asked = self._placement.outputs[shard]
         if len(asked) == len(self._model.outputs) and (not outputs or outputs == asked):
@@ -170,23 +185,27 @@ class Job:
         expected = {reference[0]: reference for reference in asked}
         if [reference[0] for reference in outputs] != [spec.name for spec in self._model.outputs]:
             raise ProtocolError(
-                f"reply with outputs {[ref[0] for ref in outputs]}, expected "
+                f"reply with outputs {reprlib.repr([ref[0] for ref in outputs])}, expected "
                 f"{[spec.name for spec in self._model.outputs]}"
             )
         parts: dict[tuple[int, str], NDArray[Any]] = {}
         blocks: dict[int, Block] = {}
+        left = self._arena.limit
         try:
             for spec, reference in zip(self._model.outputs, outputs, strict=True):
                 name, element_type = reference[:2]
                 if expected.get(name, reference) != reference or element_type != spec.element_type:
                     raise ProtocolError(
-                        f"reply with {reference}, expected {expected.get(name, spec)}"
+                        f"reply with {reprlib.repr(reference)}, expected "
+                        f"{reprlib.repr(expected.get(name, str(spec)))}"
                     )
                 if name not in expected:
-                    parts[shard, name] = _read(spec, reference, blocks, fetch)
+                    size = _reply_bytes(spec, reference)
+                    parts[shard, name] = _read(spec, reference, size, left, blocks, fetch)
+                    left -= size
         finally:
-            for block in blocks.values():
-                block.close()
+            while blocks:  # an exception's traceback would hold the mappings of what is left here
+                blocks.popitem()[1].close()
         self._parts.update(parts)
 
     def result(self) -> Arrays:
@@ -221,31 +240,67 @@ class Job:
         return outputs
 
 
+def _reply_bytes(spec: TensorSpec, reference: TensorRef) -> int:
+    """What an output in a reply takes in shared memory; 0 for strings.
+
+    Raises:
+        ProtocolError: It is more than the model's output can have.
+    """
+    size = tensor_bytes(spec.element_type, prod(reference[2]))
+    fixed = [dimension for dimension in spec.shape if isinstance(dimension, int)]
+    whole = len(fixed) == len(spec.shape)
+    if whole and size > tensor_bytes(spec.element_type, prod(fixed)):
+        raise ProtocolError(f"reply with {reprlib.repr(reference)}, expected {spec}")
+    return size
+
+
 def _read(
     spec: TensorSpec,
     reference: TensorRef,
+    size: int,
+    most: int,
     blocks: dict[int, Block],
     fetch: Callable[[int], Block],
 ) -> NDArray[Any]:
     """A copy of what lies in a reply, or in a block of the worker's, which is fetched once."""
     _, _, shape, number, place = reference
-    size = tensor_bytes(spec.element_type, prod(shape))
     if size == 0:
         array = np.empty(len(place) if spec.element_type == STRING else 0, spec.dtype)
         array[:] = place if spec.element_type == STRING else ()
-        try:
-            return array.reshape(shape)
-        except ValueError as exc:  # beside a size of 0, others may be more than an array can have
-            raise ProtocolError(f"reply with {reference}: {exc}") from exc
+        return _shaped(array, reference)
     if number is None or number >= 0:
         raise ProtocolError(f"reply with {spec.name!r} in a block that is not the worker's own")
     if number not in blocks:
         blocks[number] = fetch(number)
     if place + size > blocks[number].size:
-        raise ProtocolError(f"reply with {reference} past its block's end")
-    memory = memoryview(blocks[number].memory(place, size))
-    # Copied: a mapping kept for each result would keep a descriptor for each.
-    return unpack(memory, spec, shape).copy()
+        raise ProtocolError(f"reply with {reprlib.repr(reference)} past its block's end")
+    if size > most:
+        # The copy is this process's own memory: a worker must not say how much of it.
+        raise OSError(
+            errno.EFBIG,
+            f"output {spec.name!r} has {size} bytes, expected at most {most} of outputs whose shapes "
+            "are not known before the run (Limits.memory_bytes)",
+        )
+    # A copy, which the worker can change no more; and a mapping kept for each result would keep a
+    # descriptor for each.
+    try:
+        copy = np.empty(size, np.uint8)
+    except MemoryError as exc:
+        raise OSError(errno.ENOMEM, f"no memory for {size} bytes of {spec.name!r}") from exc
+    blocks[number].read_into(copy.data, place)
+    return _shaped(unpack(copy.data, spec, (prod(shape),)), reference)
+
+
+def _shaped(array: NDArray[Any], reference: TensorRef) -> NDArray[Any]:
+    """The array in the shape that a reply says.
+
+    Raises:
+        ProtocolError: No array can have it: too many dimensions, or sizes too large beside one of 0.
+    """
+    try:
+        return array.reshape(reference[2])
+    except ValueError as exc:
+        raise ProtocolError(f"reply with {reprlib.repr(reference)}: {exc}") from exc
 
 
 class Stager:
@@ -412,18 +467,19 @@ class Stager:
         staged = self._plans.get(key)
         if staged is None:
             plan = sharding.plan(self._model, shapes, pieces, batch_axes)
+            inputs = tuple(
+                lay_input(spec, shape, cut)
+                for spec, shape, cut in zip(self._model.inputs, shapes, plan.inputs, strict=True)
+            )
+            outputs = tuple(
+                lay_output(spec, join)
+                for spec, join in zip(self._model.outputs, plan.outputs, strict=True)
+            )
             staged = _StagedPlan(
                 plan=plan,
-                inputs=tuple(
-                    lay_input(spec, shape, cut)
-                    for spec, shape, cut in zip(
-                        self._model.inputs, shapes, plan.inputs, strict=True
-                    )
-                ),
-                outputs=tuple(
-                    lay_output(spec, join)
-                    for spec, join in zip(self._model.outputs, plan.outputs, strict=True)
-                ),
+                inputs=inputs,
+                outputs=outputs,
+                size=sum(layout.size for layout in (*inputs, *outputs) if layout is not None),
                 placements={},
             )
             self._plans[key] = staged

@@ -1,6 +1,98 @@
-"""Snapshots of what a master and its workers have done."""
+"""Snapshots of what a master and its workers have done and how they are, and the counting behind them."""
 
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+LATENCY_BOUNDS = tuple(m * 10.0**e for e in range(-4, 3) for m in (1.0, 2.5, 5.0))
+"""Seconds: upper bounds of the classes that latencies are counted in, from 0.1 ms to 500 s."""
+
+ROW_BOUNDS = tuple(float(1 << n) for n in range(13))
+"""Rows: upper bounds of the classes that runs are counted in."""
+
+HealthState = Literal["starting", "ready", "degraded", "failed", "closing", "closed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """How a pool is, at the moment it was asked.
+
+    Attributes:
+        state: ``"ready"``: every worker serves. ``"degraded"``: some do not, or may not, `reasons` says why;
+            requests are answered by the others, or wait for one that is started again. ``"failed"``: no
+            worker is left and none will be started again, requests fail at once. ``"starting"``: before
+            `Master.start` has returned. ``"closing"``: no request is taken any more, those that were are
+            still being answered. ``"closed"``.
+        reasons: For each worker that does not serve, and whatever else is wrong, one sentence.
+        serving: Workers that take requests.
+        workers: Workers in all.
+    """
+
+    state: HealthState
+    reasons: tuple[str, ...]
+    serving: int
+    workers: int
+
+    def __str__(self) -> str:
+        """In one line."""
+        text = f"{self.state}: {self.serving} of {self.workers} workers serve"
+        return "; ".join([text, *self.reasons])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Histogram:
+    """How often values of which size came.
+
+    Attributes:
+        bounds: Upper bounds of the classes, ascending, each belonging to its class.
+        counts: Of each class, and last of all that is larger.
+        total: Of all values.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+    @property
+    def count(self) -> int:
+        """How many values there were."""
+        return sum(self.counts)
+
+    def quantile(self, fraction: float) -> float:
+        """The upper bound of the class that holds this quantile: 0.99 is the 99th percentile.
+
+        NaN where there is no value; infinite where it is in the last class, which has no bound.
+        """
+        rank = fraction * self.count
+        seen = 0
+        for bound, count in zip((*self.bounds, math.inf), self.counts, strict=True):
+            seen += count
+            if count and seen >= rank:
+                return bound
+        return math.nan
+
+
+class Tally:
+    """Counts values for a `Histogram`."""
+
+    __slots__ = ("_bounds", "_counts", "_total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """Of these upper bounds, ascending."""
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._total = 0.0
+
+    def add(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def snapshot(self) -> Histogram:
+        """What was counted so far."""
+        return Histogram(bounds=self._bounds, counts=tuple(self._counts), total=self._total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +136,15 @@ class Statistics:
         failed: Of them, answered with an error.
         cancelled: Of them, cancelled by the caller.
         in_flight: Of them, not answered yet.
+        in_flight_bytes: Of their tensors: inputs, and outputs of known shapes.
+        queued: Requests in flight of which no piece was given to a worker yet.
         queued_shards: Pieces that wait for a worker.
+        latency: Seconds from a call to its answer, of the requests that succeeded.
+        batch_sizes: Rows of each run of the engine that succeeded.
         memory_bytes: Shared memory reserved for tensors.
         memory_used_bytes: Of it, in use by requests, replaced weights, or arrays that you hold.
         weights_version: Of the replaceable weights: how often they were updated.
+        health: As `Master.health` says.
         workers: One entry per worker, by index.
     """
 
@@ -56,8 +153,13 @@ class Statistics:
     failed: int
     cancelled: int
     in_flight: int
+    in_flight_bytes: int
+    queued: int
     queued_shards: int
+    latency: Histogram
+    batch_sizes: Histogram
     memory_bytes: int
     memory_used_bytes: int
     weights_version: int
+    health: Health
     workers: tuple[WorkerStatistics, ...]

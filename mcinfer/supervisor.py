@@ -22,22 +22,23 @@ After a fork the child has no I/O thread and must not touch the sockets: every e
 """
 
 import atexit
-import hmac
 import logging
 import math
 import os
-import secrets
 import select
 import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 
 from mcinfer.actions import (
     Action,
+    DumpStacks,
+    HealthChanged,
     KillWorker,
     PoolClosed,
     PoolStarted,
@@ -47,35 +48,30 @@ from mcinfer.actions import (
     Settle,
     StartWorker,
     TakeBack,
+    WorkersRestarted,
 )
 from mcinfer.answers import Answers
 from mcinfer.config import Limits, RestartPolicy, Timeouts
-from mcinfer.errors import ClosedError, McinferError, ProtocolError
-from mcinfer.interrupts import HeldInterrupts
-from mcinfer.processes import OutputForwarder, WorkerProcess
-from mcinfer.protocol import (
-    VERSION,
-    Attach,
-    Build,
-    BuildFinish,
-    Detach,
-    Error,
-    Hello,
-    Message,
-    Reply,
-    UpdateWeights,
-    decode,
-    encode,
-    encode_predict_joined,
+from mcinfer.errors import (
+    ClosedError,
+    McinferError,
+    ProtocolError,
+    QueueFullError,
+    ReadyTimeoutError,
+    WorkerDiedError,
 )
-from mcinfer.runtime_folder import RuntimeFolder
-from mcinfer.scheduler import Scheduler, describe_exit
+from mcinfer.fleet import Fleet, UnreachableError, memory_limits
+from mcinfer.interrupts import HeldInterrupts
+from mcinfer.machine import usable_memory
+from mcinfer.protocol import Build, BuildFinish, Error, Message, Reply
+from mcinfer.roster import describe_exit
+from mcinfer.scheduler import Scheduler
 from mcinfer.shard_queue import ShardId
 from mcinfer.shm.arena import Arena
-from mcinfer.shm.block import Block
 from mcinfer.staging import Arrays, Job
-from mcinfer.statistics import Statistics
-from mcinfer.transport import Router, SendError
+from mcinfer.statistics import Health, Statistics
+from mcinfer.tracing import TraceHook
+from mcinfer.waiting_line import WaitingLine
 from mcinfer.wakeup import WakeUp
 
 _log = logging.getLogger("mcinfer.master")
@@ -85,6 +81,23 @@ _LONGEST_WAIT = 86400.0
 
 _LAST_OUTPUT = 1.0
 """Seconds that a closing master gives to what its workers printed last."""
+
+_MOST_MESSAGES = 256
+"""That are taken in one go: deaths and time must have their turn, however much a worker sends."""
+
+_MEMORY_LOOKS = 1.0
+"""Seconds between two looks at how much memory workers have, where the policy asks for it."""
+
+_INTERRUPT_LOOKS = 0.1
+"""Seconds that an interrupt may have to wait for a caller that waits for its turn."""
+
+_CONNECTING_LOOKS = 0.1
+"""Seconds between two looks for descriptors that a worker's connection needs."""
+
+_HEALTH_LOOKS = 0.2
+"""Seconds between two looks of `wait_ready` at what no event tells of: processes that are stopped."""
+
+_LEVELS = {"degraded": logging.WARNING, "failed": logging.ERROR}
 
 
 class Supervisor:
@@ -100,29 +113,37 @@ class Supervisor:
         memory_bytes: int,
         max_batch_size: int = 1,
         max_delay: float = 0.0,
+        trace: TraceHook | None = None,
     ) -> None:
         """Take what is to be run; nothing starts before `start`."""
         self._scheduler = Scheduler(
             builds,
             timeouts=timeouts,
             restart=restart,
-            queue_limit=limits.queue,
+            limits=limits,
             max_batch_size=max_batch_size,
             max_delay=max_delay,
+            tracing=trace is not None,
         )
         self._builds = builds
         self._timeouts = timeouts
+        self._limits = limits
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._jobs: dict[int, Job] = {}
         self._next_number = 0
-        self._processes: dict[int, WorkerProcess] = {}
-        self._peers: dict[bytes, int] = {}
+        self._line = WaitingLine(self._lock)
+        self._changed = threading.Condition(self._lock)
+        self._restarting = threading.Lock()
+        self._restarted: Future[None] = Future()
+        self._next_look = math.inf if restart.max_memory_bytes is None else 0.0
+        self._connecting: list[int] = []
         self._notes: set[str] = set()
         self._started: Future[BuildFinish] = Future()
         self._thread: threading.Thread | None = None
+        self._ended = WakeUp()
         self._wakes_at = math.inf
-        self._answers = Answers(wake=self._wake_io_thread, answered=self._wake_driver)
+        self._answers = Answers(wake=self._wake_io_thread, answered=self._wake_driver, trace=trace)
         self._start_called = False
         self._abandoned = False
         self._finished = False
@@ -132,7 +153,14 @@ class Supervisor:
         self._driving = threading.Lock()
         self._driver = 0
         self._driver_wakeup = WakeUp()
-        self.arena = Arena(memory_bytes, wake=self._wakeup.set, dropped=self._detach)
+        self.arena = Arena(
+            memory_bytes,
+            wake=self._wakeup.set,
+            transient=lambda: bool(self._jobs),
+            dropped=self._detach,
+        )
+        most_memory = memory_limits(builds, limits.worker_memory_bytes, usable_memory())
+        self._fleet = Fleet(builds, self.arena, most_memory)
 
     # Life.
 
@@ -143,6 +171,14 @@ class Supervisor:
                 raise ClosedError("a master can be started once; make a new one")
             self._start_called = True
 
+    def refuse_start(self, failure: McinferError) -> None:
+        """There is nothing to start: raise this, and say so from now on."""
+        with self._lock:
+            self._failure = failure
+            self._finished = True
+            self._changed.notify_all()
+        raise failure
+
     def start(self) -> BuildFinish:
         """Start all workers, wait until they have the model, and say what the model is like.
 
@@ -152,18 +188,15 @@ class Supervisor:
             OSError: The system has no descriptor, thread or folder left for it.
         """
         with ExitStack() as opened:
-            self._folder = RuntimeFolder()
-            opened.callback(self._folder.remove)
-            self._router = Router(self._folder.endpoint)
-            opened.callback(self._router.close)
+            self._fleet.open()
+            opened.callback(self._fleet.close, 0.0)
+            opened.callback(self._fleet.close_socket)
             self._poll = select.epoll()
             opened.callback(self._poll.close)
             self._poll.register(self._wakeup.fd, select.EPOLLIN)
-            self._poll.register(self._router.fd, select.EPOLLIN)
-            self._output = OutputForwarder()
-            opened.callback(self._output.close, 0.0)
+            self._poll.register(self._fleet.fd, select.EPOLLIN)
             self._driver_poll = select.poll()
-            self._driver_poll.register(self._router.fd, select.POLLIN)
+            self._driver_poll.register(self._fleet.fd, select.POLLIN)
             self._driver_poll.register(self._driver_wakeup.fd, select.POLLIN)
             atexit.register(self.close)
             opened.callback(atexit.unregister, self.close)
@@ -185,24 +218,48 @@ class Supervisor:
             self.close(0.0 if not self._started.done() else None)
             raise
 
-    def close(self, timeout: float | None = None) -> None:
+    def close(self, timeout: float | None = None, *, drain: bool = False) -> None:
         """End all workers; in-flight requests fail with `ClosedError`. May be called again.
 
         Args:
-            timeout: Seconds for workers to end by themselves; None is `Timeouts.close`.
+            timeout: Seconds for workers to end by themselves; None is `Timeouts.close`. With `drain`, seconds
+                for requests to be answered; None is as long as they have, each its own time-out.
+            drain: Whether what was accepted is answered first; nothing more is.
         """
         if os.getpid() != self._pid:
             return
-        with HeldInterrupts():
-            with self._lock:
-                if self._thread is None:
-                    self._finished = True
-                    return
-                self._close(self._timeouts.close if timeout is None else timeout)
-            self._answers.give()
-            self._wakeup.set()
-        if self.may_wait():
-            self._thread.join()
+        try:
+            with HeldInterrupts():
+                with self._lock:
+                    if self._thread is None:
+                        self._finished = True
+                        return
+                    if drain:
+                        seconds = math.inf if timeout is None else timeout
+                        self._carry_out(self._scheduler.handle_drain(monotonic(), seconds))
+                        self._line.call_next()
+                        self._changed.notify_all()
+                    else:
+                        self._close(self._timeouts.close if timeout is None else timeout)
+                self._answers.give()
+                self._wakeup.set()
+            if self.may_wait():
+                self._wait_for_end(self._thread)
+        except BaseException:
+            if drain:
+                self.close()  # Ctrl-C: who waits for requests to be answered does not any more
+            raise
+
+    def _wait_for_end(self, thread: threading.Thread) -> None:
+        """Wait until the I/O thread has given everything up.
+
+        Not by `Thread.join` alone: one that a signal's handler interrupts has Python 3.11 believe that the
+        thread has ended, so that the next one does not wait (`_wait_for_tstate_lock` in its threading.py).
+        """
+        ended = select.poll()
+        ended.register(self._ended.fd, select.POLLIN)
+        ended.poll()
+        thread.join()
 
     def _check_not_closed(self) -> None:
         """For the start, which another thread's `close` may overtake; the lock is held."""
@@ -244,34 +301,81 @@ class Supervisor:
         """How many workers are ready or busy."""
         return self._scheduler.serving
 
-    def submit(self, job: Job, start: float, timeout: float, priority: int = 0) -> None:
+    def check_room(self) -> None:
+        """Raise `QueueFullError` if no request would be taken now, and none may wait for its turn."""
+        if self._limits.when_queue_full == "raise":
+            self._scheduler.check_room(0)
+
+    def submit(
+        self, job: Job, start: float, timeout: float, priority: int = 0, *, wait: bool = False
+    ) -> None:
         """Queue a job, to be answered within `timeout` seconds of `start`; its future says how.
+
+        Args:
+            job: What to do.
+            start: When the call came.
+            timeout: Seconds from then on.
+            priority: Before those of a lower one.
+            wait: Whether to wait while the queue is full.
 
         Raises:
             ClosedError: The master is closed.
-            QueueFullError: Too many requests are in flight.
+            QueueFullError: Too many requests are in flight, and were until the time was over.
         """
+        entered = False
         with HeldInterrupts():
             with self._lock:
-                self._enter(job, start, timeout, priority)
-            job.future.add_done_callback(partial(self._on_done, job.number))
+                if not self._line:
+                    entered = self._try_to_enter(job, start, timeout, priority, wait=wait)
             self._answers.give()
+        if not entered:
+            if not wait:
+                raise QueueFullError("others wait already for room in the queue")
+            deadline = start + timeout
+            self._line.wait(
+                lambda late: self._try_to_enter(job, start, timeout, priority, wait=not late),
+                deadline,
+            )
+            with HeldInterrupts():
+                self._answers.give()
+
+    def _try_to_enter(
+        self, job: Job, start: float, timeout: float, priority: int, *, wait: bool
+    ) -> bool:
+        """Queue a job; whether there was room. Raises, unless it may wait; the lock is held."""
+        try:
+            self._enter(job, start, timeout, priority)
+        except QueueFullError:
+            if wait:
+                return False
+            raise
+        return True
 
     def _enter(self, job: Job, start: float, timeout: float, priority: int) -> None:
         if self._finished:
             raise ClosedError("the master is closed")
         job.number = self._next_number
         self._jobs[job.number] = job
+        now = monotonic()
         try:
             actions = self._scheduler.handle_request(
-                start, job.number, job.shards, timeout, priority=priority, join=job.join
+                now,
+                job.number,
+                job.rows,
+                timeout,
+                called=start,
+                size=job.size,
+                client=threading.get_ident(),
+                priority=priority,
+                join=job.join,
             )
         except McinferError:
             del self._jobs[job.number]
             raise
         self._next_number += 1
+        job.future.add_done_callback(partial(self._on_done, job.number))
         self._carry_out(actions)
-        self._receive(monotonic())
+        self._receive()
         # Its deadline and where it was put are all that it can bring forward.
         if min(start + timeout, self._scheduler.next_turn()) < self._wakes_at:
             self._hurry()
@@ -293,14 +397,14 @@ class Supervisor:
                 if driving:
                     self._driver = threading.get_ident()
                     with suppress(ValueError, OSError):  # the pool was closed meanwhile
-                        self._poll.modify(self._router.fd, 0)
+                        self._poll.modify(self._fleet.fd, 0)
             while driving and not future.done() and not self._torn_down:
                 self._drive()
         finally:
             if driving:
                 # In this order: Ctrl-C can be raised after each call, and the first is the one that counts.
                 try:
-                    self._poll.modify(self._router.fd, select.EPOLLIN)
+                    self._poll.modify(self._fleet.fd, select.EPOLLIN)
                 except (ValueError, OSError):
                     pass  # the pool was closed meanwhile, which answers the job as well
                 finally:
@@ -315,7 +419,7 @@ class Supervisor:
                 self._driver_wakeup.clear()
         with HeldInterrupts():
             with self._lock:
-                self._receive(monotonic())
+                self._receive()
             self._answers.give()
 
     def _on_done(self, number: int, future: "Future[Arrays]") -> None:
@@ -327,8 +431,8 @@ class Supervisor:
             return
         with HeldInterrupts():
             with self._lock:
-                self._carry_out(self._scheduler.handle_cancel(number))
-                self._receive(monotonic())
+                self._carry_out(self._scheduler.handle_cancel(monotonic(), number))
+                self._receive()
                 self._hurry()
             self._answers.give()
 
@@ -357,12 +461,113 @@ class Supervisor:
                 failed=ledger.failed,
                 cancelled=ledger.cancelled,
                 in_flight=ledger.in_flight,
+                in_flight_bytes=ledger.in_flight_bytes,
+                queued=ledger.not_begun,
                 queued_shards=len(ledger.queue),
+                latency=ledger.latency.snapshot(),
+                batch_sizes=self._scheduler.batch_sizes.snapshot(),
                 memory_bytes=size,
                 memory_used_bytes=used,
                 weights_version=weights_version,
+                health=self._health(),
                 workers=self._scheduler.statistics(),
             )
+
+    # Health.
+
+    def health(self) -> Health:
+        """How the pool is now.
+
+        Raises:
+            ClosedError: This process was forked from the master's.
+        """
+        self._check_process()
+        with self._lock:
+            return self._health()
+
+    def _health(self) -> Health:
+        """What the scheduler knows, and what only the system can tell; the lock is held."""
+        health = self._scheduler.health(monotonic())
+        if self._failure is not None:
+            return replace(health, state="failed", reasons=(str(self._failure),), serving=0)
+        if self._finished:
+            return replace(health, state="closed", reasons=(), serving=0)
+        wrong = {
+            index: text
+            for index, text in self._fleet.standings().items()
+            if self._scheduler.serves(index)
+        }
+        if not wrong:
+            return health
+        reasons = [f"{self._scheduler.name(index)} {text}" for index, text in wrong.items()]
+        return replace(
+            health,
+            state="degraded" if health.state == "ready" else health.state,
+            reasons=(*health.reasons, *reasons),
+            serving=health.serving - len(wrong),
+        )
+
+    def wait_ready(self, timeout: float) -> Health:
+        """Wait until every worker serves.
+
+        Raises:
+            ReadyTimeoutError: Not all did in time.
+            WorkerDiedError: One was given up, so that they never will.
+            ClosedError: The master is closed, or was not started.
+        """
+        deadline = monotonic() + timeout
+        while True:
+            with self._lock:
+                health = self._health()
+                lost = self._scheduler.given_up
+                left = deadline - monotonic()
+                if health.state == "ready":
+                    return health
+                if (
+                    self._finished
+                    or not self._start_called
+                    or health.state in ("closing", "closed")
+                ):
+                    raise ClosedError(f"the master does not become ready any more: {health}")
+                if lost:
+                    raise WorkerDiedError(f"the master does not become ready by itself: {health}")
+                if left <= 0:
+                    raise ReadyTimeoutError(f"not ready within {timeout:g} s: {health}")
+                self._changed.wait(min(left, _HEALTH_LOOKS))
+
+    def restart_workers(self, timeout: float) -> None:
+        """Replace every worker's process by a fresh one, one after another.
+
+        Raises:
+            ReadyTimeoutError: They were not all replaced in time; the rest stays as it is.
+            WorkerDiedError: A fresh one could not load the model, and was given up; likewise.
+            ClosedError: The master is closed, or was not started.
+        """
+        deadline = monotonic() + timeout
+        late = ReadyTimeoutError(f"not all workers were replaced within {timeout:g} s")
+        mine = False
+        try:
+            while not mine:
+                left = deadline - monotonic()
+                if left < 0:
+                    raise late
+                with HeldInterrupts():
+                    mine = self._restarting.acquire(timeout=min(left, _INTERRUPT_LOOKS))
+            with HeldInterrupts():
+                with self._lock:
+                    self._restarted = Future()
+                    self._carry_out(self._scheduler.handle_restart(monotonic()))
+                self._wakeup.set()
+            try:
+                self._restarted.result(min(deadline - monotonic(), threading.TIMEOUT_MAX))
+            except TimeoutError:
+                raise late from None
+        finally:
+            if mine:
+                with HeldInterrupts():
+                    with self._lock:
+                        self._scheduler.handle_restart_abandoned()
+                    self._restarting.release()
 
     # The I/O thread.
 
@@ -374,14 +579,20 @@ class Supervisor:
             _log.critical("the I/O thread failed", exc_info=True)
             self._collapse(exc)
         finally:
-            self._tear_down()
+            try:
+                self._tear_down()
+            finally:
+                self._ended.set()
+                atexit.unregister(self.close)
 
     def _turn(self) -> None:
         """One wait, and all that it brought."""
         with self._lock:
             due = self._scheduler.next_time()
             planned, now = self._wakes_at, monotonic()
-            self._wakes_at = math.inf if due is None else due
+            self._wakes_at = min(self._next_look, math.inf if due is None else due)
+            if self._connecting:
+                self._wakes_at = min(self._wakes_at, now + _CONNECTING_LOOKS)
             if now < planned < self._wakes_at:
                 # To wake for nothing once is cheaper than to be woken for each request's deadline.
                 self._wakes_at = planned
@@ -393,48 +604,60 @@ class Supervisor:
             self.arena.reclaim()
         with self._lock:
             now = monotonic()
-            self._receive(now)
-            for index, process in [*self._processes.items()]:
+            self._receive()
+            for index, process in [*self._fleet.processes.items()]:
                 if process.pidfd in woken:
-                    self._bury(index, process, now)
+                    self._bury(index, now)
+                elif process.lifeline.fd in woken:
+                    self._poll.unregister(process.lifeline.fd)
+                    if process.lifeline.was_asked():
+                        self._connecting.append(index)
+            self._let_connect()
+            self._look_at_memory(now)
             due = self._scheduler.next_time()
             if due is not None and due <= now:
                 self._carry_out(self._scheduler.handle_time(now))
             if self._abandoned:
                 self._close(self._timeouts.close)
-            self._receive(now)
+            self._receive()
         self._answers.give()
         self._answers.give_public()
 
-    def _receive(self, now: float) -> None:
-        """All messages that are there."""
+    def _receive(self) -> None:
+        """The messages that are there; where they do not end, the rest in the I/O thread's next turn."""
         if self._torn_down:
             return
-        while (received := self._router.receive()) is not None:
-            peer, data = received
-            index = self._peers.get(peer)
-            if index is None:
-                self._greet(peer, data, now)
-                continue
-            try:
-                message = decode(data)
-                if isinstance(message, Reply):
-                    self._take(index, message)
-                actions = self._scheduler.handle_message(now, index, message)
-            except ProtocolError as exc:
-                self._kill(index, f"breaks the protocol: {exc}")
-                continue
-            except Exception as exc:  # what one worker sends must not end the service of the others
-                _log.exception("a message could not be handled")
-                self._kill(index, f"sent what could not be handled: {exc!r}")
-                continue
-            if isinstance(message, BuildFinish):
-                self._tell(index, message.notes)
-            self._carry_out(actions)
-            if not isinstance(message, Reply) or self._scheduler.next_turn() < self._wakes_at:
-                self._hurry()
-            if isinstance(message, Error) and message.traceback:
-                _log.debug("%s: %s", self._scheduler.name(index), message.traceback)
+        for _ in range(_MOST_MESSAGES):
+            received = self._fleet.receive()
+            if received is None:
+                return
+            index, message = received
+            if index is not None:
+                self._handle_message(index, message, monotonic())
+        self._wakeup.set()
+
+    def _handle_message(self, index: int, message: Message | ProtocolError, now: float) -> None:
+        """What a worker sent."""
+        try:
+            if isinstance(message, ProtocolError):
+                raise message
+            if isinstance(message, Reply):
+                message = self._take(index, message)
+            actions = self._scheduler.handle_message(now, index, message)
+        except ProtocolError as exc:
+            self._outlaw(index, f"breaks the protocol: {exc}")
+            return
+        except Exception as exc:  # what one worker sends must not end the service of the others
+            _log.exception("a message could not be handled")
+            self._outlaw(index, f"sent what could not be handled: {exc!r}")
+            return
+        if isinstance(message, BuildFinish):
+            self._tell(index, message.notes)
+        self._carry_out(actions)
+        if not isinstance(message, Reply) or self._scheduler.next_turn() < self._wakes_at:
+            self._hurry()
+        if isinstance(message, Error) and message.traceback:
+            _log.debug("%s: %s", self._scheduler.name(index), message.traceback)
 
     def _tell(self, index: int, notes: Sequence[str]) -> None:
         """Log what there is to know of how a worker loaded the model, unless another one said so too."""
@@ -443,57 +666,65 @@ class Supervisor:
                 self._notes.add(note)
                 _log.warning("%s: %s", self._builds[index].model, note)
 
-    def _greet(self, peer: bytes, data: bytes, now: float) -> None:
-        """A message of an unknown peer: a worker of ours with its token, or it is ignored."""
-        try:
-            message = decode(data)
-        except ProtocolError as exc:
-            _log.debug("ignored a message of a stranger: %s", exc)
-            return
-        if isinstance(message, Hello) and message.version == VERSION:
-            for index, process in self._processes.items():
-                known = process.peer is None and message.pid == process.pid
-                if known and hmac.compare_digest(message.token, process.token):
-                    process.peer = peer
-                    self._peers[peer] = index
-                    self._carry_out(self._scheduler.handle_message(now, index, message))
-                    return
-        _log.debug("ignored a %s of a stranger", type(message).__name__)
+    def _take(self, index: int, reply: Reply) -> Message:
+        """Have the jobs check the reply, and get the blocks that the worker made for it.
 
-    def _take(self, index: int, reply: Reply) -> None:
-        """Have the jobs check the reply, and get the blocks that the worker made for it."""
+        Returns:
+            The reply, or, where this process cannot take what is in it, the run's failure.
+        """
         members = self._scheduler.running(index)
         if not members or members[0] != (reply.request, reply.shard):
-            return  # the scheduler will say what is wrong with it
+            return reply  # the scheduler will say what is wrong with it
         if len(members) > 1 and reply.outputs:
             raise ProtocolError(
                 "reply with outputs to a joined run, whose outputs all have a place"
             )
-        process = self._processes[index]
+        try:
+            for request, shard in members:
+                self._jobs[request].take(shard, reply.outputs, partial(self._fleet.fetch, index))
+        except (OSError, MemoryError) as exc:
+            text = f"the master cannot take the answer: {exc!r}"
+            return Error(request=reply.request, shard=reply.shard, kind="predict", text=text)
+        return reply
 
-        def fetch(number: int) -> Block:
-            try:
-                size, fd = process.lifeline.receive_block(number)
-                return Block.attach(number, size, fd)
-            except OSError as exc:
-                raise ProtocolError(f"block {number} of the worker's: {exc}") from exc
+    def _let_connect(self) -> None:
+        """Let workers connect as soon as there are descriptors for that."""
+        waiting, self._connecting = self._connecting, []
+        for index in waiting:
+            process = self._fleet.processes.get(index)
+            if (
+                process is not None
+                and not process.may_connect
+                and not self._fleet.let_connect(index)
+            ):
+                self._connecting.append(index)
 
-        for request, shard in members:
-            self._jobs[request].take(shard, reply.outputs, fetch)
+    def _look_at_memory(self, now: float) -> None:
+        """Where the policy asks for it, see which worker has grown too large."""
+        if now < self._next_look:
+            return
+        self._next_look = now + _MEMORY_LOOKS
+        for index, process in [*self._fleet.processes.items()]:
+            with suppress(OSError):
+                size = process.own_bytes()
+                self._carry_out(self._scheduler.handle_own_memory(now, index, size))
 
-    def _bury(self, index: int, process: WorkerProcess, now: float) -> None:
+    def _bury(self, index: int, now: float) -> None:
         """A worker's process has ended."""
+        process = self._fleet.remove(index)
         self._poll.unregister(process.pidfd)
-        del self._processes[index]
-        if process.peer is not None:
-            del self._peers[process.peer]
+        with suppress(OSError):  # it had asked to connect
+            self._poll.unregister(process.lifeline.fd)
         # What it had begun it had taken the permit for; the answer before that may have been lost with it.
         ahead_begun = self._scheduler.has_ahead(index) and not process.permits.take()
+        stacks = process.stacks()
         how = describe_exit(process.reap())
+        if process.peer is None and self._limits.worker_memory_bytes is not None:
+            how += f" (it may have {self._limits.worker_memory_bytes} bytes of memory of its own)"
         expected = self._scheduler.is_exiting(index)
-        _log.log(
-            logging.INFO if expected else logging.WARNING, "%s %s", self._scheduler.name(index), how
-        )
+        level = logging.INFO if expected and not stacks else logging.WARNING
+        where = f"; where it was:\n{stacks}" if stacks else ""
+        _log.log(level, "%s %s%s", self._scheduler.name(index), how, where)
         self._carry_out(self._scheduler.handle_died(now, index, how, ahead_begun=ahead_begun))
 
     # Actions.
@@ -504,28 +735,42 @@ class Supervisor:
         while pending:
             match pending.popleft():
                 case SendPredict(worker=worker, members=members):
-                    self._send_predict(worker, members)
+                    self._send_run(worker, members)
                 case TakeBack(worker=worker):
-                    process = self._processes.get(worker)
+                    process = self._fleet.processes.get(worker)
                     if process is not None and process.permits.take():
                         pending += self._scheduler.handle_taken_back(monotonic(), worker)
-                case Settle(request=request, error=error):
-                    self._answers.add(self._jobs[request], error)
+                case Settle(request=request, error=error, trace=trace):
+                    self._answers.add(self._jobs[request], error, trace)
+                    self._line.call_next()
                 case Release(request=request):
                     del self._jobs[request]  # and its memory, once nobody holds a view of it
                 case Send(worker=worker, message=message):
                     self._send(worker, message)
                 case StartWorker(worker=worker):
                     pending += self._start_worker(worker)
+                case DumpStacks(worker=worker):
+                    self._ask_for_stacks(worker)
                 case KillWorker(worker=worker):
-                    if worker in self._processes:
-                        self._processes[worker].kill()
-                case PoolStarted(error=error):
-                    pending += self._finish_start(error)
-                case PoolClosed(abandoned=abandoned):
-                    for worker in abandoned:
-                        _log.error("%s does not end, not even killed", self._scheduler.name(worker))
-                    self._finished = True
+                    self._fleet.kill(worker)
+                case action:
+                    pending += self._turn_over(action)
+
+    def _turn_over(self, action: Action) -> list[Action]:
+        """Carry out what concerns the whole pool; what is to be done next."""
+        match action:
+            case PoolStarted(error=error):
+                return self._finish_start(error)
+            case HealthChanged(health=health):
+                _log.log(_LEVELS.get(health.state, logging.INFO), "%s", health)
+            case WorkersRestarted(error=error):
+                _settle(self._restarted, error)
+            case PoolClosed(abandoned=abandoned):
+                for worker in abandoned:
+                    _log.error("%s does not end, not even killed", self._scheduler.name(worker))
+                self._finished = True
+        self._changed.notify_all()
+        return []
 
     def _wake_io_thread(self) -> None:
         """There are futures to answer that users hold; in its own turn the I/O thread looks by itself."""
@@ -538,96 +783,58 @@ class Supervisor:
             self._driver_wakeup.set()
 
     def _send(self, worker: int, message: Message) -> None:
-        self._send_data(worker, encode(message))
-
-    def _send_data(self, worker: int, data: bytes) -> None:
-        """Send without waiting; a worker that cannot be reached is killed, and its death reported."""
-        process = self._processes.get(worker)
-        if process is None or process.peer is None:
-            return
         try:
-            self._router.send(process.peer, data)
-        except SendError as exc:
-            self._kill(worker, f"cannot be reached: {exc}")
+            self._fleet.send(worker, message)
+        except UnreachableError as exc:
+            self._outlaw(worker, str(exc))
 
-    def _kill(self, worker: int, reason: str) -> None:
+    def _send_run(self, worker: int, members: Sequence[ShardId]) -> None:
+        try:
+            self._fleet.send_run(
+                worker, [(self._jobs[request], shard) for request, shard in members]
+            )
+        except UnreachableError as exc:
+            self._outlaw(worker, str(exc))
+
+    def _outlaw(self, worker: int, reason: str) -> None:
         """End a worker that cannot be worked with; its death is reported as any other."""
         _log.error("%s %s; it is killed", self._scheduler.name(worker), reason)
         self._scheduler.handle_killed(worker, reason)
-        self._processes[worker].kill()
+        self._fleet.processes[worker].outlawed = True
+        self._fleet.kill(worker)
 
-    def _send_predict(self, worker: int, members: tuple[ShardId, ...]) -> None:
-        jobs = [(self._jobs[request], shard) for request, shard in members]
-        for job, _ in jobs:
-            self._attach(worker, job.blocks)
-        first, shard = jobs[0]
-        self._give_weights(worker, first)
-        if len(jobs) == 1:
-            data = first.message(shard)
-        else:
-            tensors = [job.tensors(shard) for job, shard in jobs]
-            version = first.weights.number
-            data = encode_predict_joined(first.number, shard, version, tensors, first.axes)
-        process = self._processes.get(worker)
-        if process is not None:
-            process.permits.give()
-        self._send_data(worker, data)
-
-    def _attach(self, worker: int, blocks: frozenset[int]) -> None:
-        """Give the worker the blocks that it does not have yet."""
-        process = self._processes.get(worker)
-        if process is None or blocks <= process.attached:
+    def _ask_for_stacks(self, worker: int) -> None:
+        """A worker hangs: say so, and have it say where, as far as it can."""
+        process = self._fleet.processes.get(worker)
+        if process is None:
             return
-        for number in blocks - process.attached:
-            block = self.arena.block(number)
-            if block is None:
-                continue
-            try:
-                process.lifeline.send_block(number, block.size, block.fd)
-            except OSError as exc:
-                self._kill(worker, f"does not take a block: {exc}")
-                return
-            process.attached.add(number)
-            self._send(worker, Attach(block=number, size=block.size))
-
-    def _give_weights(self, worker: int, job: Job) -> None:
-        """Tell the worker where the job's weights lie, if it was not told yet."""
-        version, process = job.weights, self._processes.get(worker)
-        if process is None or not version.number or version.number in process.weights:
-            return
-        self._attach(worker, version.blocks)
-        process.weights = {n for n in process.weights if n >= version.oldest} | {version.number}
-        tensors = tuple(version.tensors.values())
-        self._send(
-            worker,
-            UpdateWeights(version=version.number, oldest=version.oldest, tensors=tensors),
-        )
+        standing = self._fleet.standings().get(worker, "")
+        also = f", and {standing}" if standing else ""
+        _log.error("%s%s; it is killed", self._scheduler.last_error(worker), also)
+        process.ask_for_stacks()
 
     def _detach(self, number: int) -> None:
         """The arena has dropped a block."""
         if self._thread is None or os.getpid() != self._pid:
             return
         with self._lock:
-            for worker, process in self._processes.items():
-                if number in process.attached:
-                    process.attached.discard(number)
-                    if not self._scheduler.is_exiting(worker):
-                        self._send(worker, Detach(block=number))
+            for worker in [*self._fleet.processes]:
+                if not self._scheduler.is_exiting(worker):
+                    try:
+                        self._fleet.detach(worker, number)
+                    except UnreachableError as exc:
+                        self._outlaw(worker, str(exc))
         self._wakeup.set()
 
     def _start_worker(self, worker: int) -> list[Action]:
         """Start a worker's process; what is to be done next."""
-        build = self._builds[worker]
-        token = secrets.token_hex(16)
         try:
-            process = WorkerProcess(
-                worker, build.device, self._folder.endpoint, token, self._output
-            )
+            process = self._fleet.start(worker)
         except OSError as exc:
             how = f"could not be started: {exc}"
             return self._scheduler.handle_died(monotonic(), worker, how)
-        self._processes[worker] = process
         self._poll.register(process.pidfd, select.EPOLLIN)
+        self._poll.register(process.lifeline.fd, select.EPOLLIN)
         self._scheduler.handle_started(worker, process.pid)
         _log.info("%s started", self._scheduler.name(worker))
         return []
@@ -637,6 +844,7 @@ class Supervisor:
         specs = self._scheduler.specs
         if error is None and specs is not None:
             self._started.set_result(specs)
+            self._changed.notify_all()
             return []
         self._failure = error
         return self._scheduler.handle_close(monotonic(), self._timeouts.close)
@@ -646,28 +854,36 @@ class Supervisor:
 
     def _collapse(self, exc: BaseException) -> None:
         """Last resort: end everything, answer everyone."""
+        failure = ClosedError(f"the master failed: {exc!r}")
         with self._lock:
             self._finished = True
-            for process in self._processes.values():
+            self._failure = self._failure or failure
+            for process in self._fleet.processes.values():
                 process.kill()
             jobs = [*self._jobs.values()]
             self._jobs.clear()
-        self._answers.fail_all(jobs, ClosedError(f"the master failed: {exc!r}"))
+        self._answers.fail_all(jobs, failure)
 
     def _tear_down(self) -> None:
         """After the last worker: give up sockets, descriptors and the folder."""
-        atexit.unregister(self.close)
         with self._lock:
-            for process in self._processes.values():
-                process.abandon()
-            self._processes.clear()
-            self._peers.clear()
             self._torn_down = True
-            self._router.close()
+            self._fleet.close_socket()
             self._poll.close()
-        self._folder.remove()
+            self._line.call_next()
+            self._changed.notify_all()
+            _settle(self._restarted, ClosedError("the master was closed"))
         self.arena.close()
-        self._output.close(_LAST_OUTPUT)
+        self._fleet.close(_LAST_OUTPUT)
         self._answers.end()
         if not self._started.done():
             self._started.set_exception(self._failure or ClosedError("the master was closed"))
+
+
+def _settle(future: "Future[None]", error: McinferError | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)

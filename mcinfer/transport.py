@@ -4,15 +4,18 @@ The master never blocks on sending and never lingers; a worker, which has one pe
 readable when something may have changed, and not again until `receive` has said that there is nothing
 more (ZMQ_FD is edge-triggered, see zmq_getsockopt(3)); so drain after every wake-up and every send.
 
+ZeroMQ cuts a peer off that sends a message of more than `MOST_MESSAGE_BYTES`.
+
 Ownership: one lock of the owner's guards a socket; ZeroMQ allows threads to share one that way.
 """
 
 import zmq
 
-_MOST_MESSAGE_BYTES = 1 << 30
-"""A peer that sends more is cut off by ZeroMQ. Only strings travel inline, so messages are small."""
+from mcinfer.protocol import MOST_MESSAGE_BYTES
 
 _MOST_QUEUED = 10_000
+_MOST_RECEIVED = 16
+"""Messages of one peer that wait to be read: it has no more than a few to say at a time."""
 
 # As plain numbers: operations on ZeroMQ's enumerations cost more than the calls they are for.
 _SEND_MORE = int(zmq.SNDMORE | zmq.DONTWAIT)
@@ -39,9 +42,9 @@ class Router:
             self._socket = self._context.socket(zmq.ROUTER)
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._socket.setsockopt(zmq.MAXMSGSIZE, _MOST_MESSAGE_BYTES)
+            self._socket.setsockopt(zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES)
             self._socket.setsockopt(zmq.SNDHWM, _MOST_QUEUED)
-            self._socket.setsockopt(zmq.RCVHWM, _MOST_QUEUED)
+            self._socket.setsockopt(zmq.RCVHWM, _MOST_RECEIVED)
             self._socket.bind(endpoint)
         except zmq.ZMQError as exc:
             self.close()
@@ -83,7 +86,7 @@ class Dealer:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MOST_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES)
         self._socket.connect(endpoint)
         self.fd = int(self._socket.getsockopt(zmq.FD))
 

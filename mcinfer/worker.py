@@ -13,14 +13,15 @@ Only then the import path is made the master's, and `mcinfer.serving` does the w
 reads the lifeline: that would eat descriptors.
 """
 
-import faulthandler
 import json
 import os
+import resource
 import signal
 import sys
 
 from mcinfer.parent_watch import ORPHANED, watch_parent
 from mcinfer.shm.lifeline import Lifeline
+from mcinfer.stack_report import write_stacks_to
 
 
 def main() -> int:
@@ -33,18 +34,30 @@ def main() -> int:
         return ORPHANED
     start = json.loads(greeting)
     watch_parent(start["master"], lifeline.fd)
+    handler = write_stacks_to(start["stacks"])
+    if start["most_memory"] is not None:
+        _limit_memory(start["most_memory"])
     sys.path[:] = start["path"]
     if start["pythonpath"] is None:
         os.environ.pop("PYTHONPATH", None)
     else:
         os.environ["PYTHONPATH"] = start["pythonpath"]
-    faulthandler.enable()
     from mcinfer.permits import Permits
     from mcinfer.serving import serve
 
-    os.set_inheritable(start["permits"], False)
-    permits = Permits(start["permits"])
-    return serve(start["endpoint"], start["token"], lifeline, permits, start["log_level"])
+    permits = Permits.inherited(start["permits"])
+    if not lifeline.ask_to_connect():
+        return ORPHANED
+    status = serve(start["endpoint"], start["token"], lifeline, permits, start["log_level"])
+    del handler  # not before: it is called from C
+    return status
+
+
+def _limit_memory(size: int) -> None:
+    """Let allocations fail that would take this process's own memory past so many bytes."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    most = size if hard == resource.RLIM_INFINITY else min(size, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 if __name__ == "__main__":

@@ -59,9 +59,20 @@ BAD_VALUES: list[tuple[Callable[..., Any], str, Any]] = [
         for value in NOT_SECONDS
     ),
     *((RestartPolicy, "budget", value) for value in (None, *NOT_COUNTS)),
+    *(
+        (RestartPolicy, name, value)
+        for name in ("max_requests", "max_memory_bytes")
+        for value in (0, *NOT_COUNTS)
+    ),
     *((Limits, "queue", value) for value in (0, None, *NOT_COUNTS)),
     *((Limits, "memory_bytes", value) for value in (0, 4095, *NOT_COUNTS)),
-    *((Limits, "when_full", value) for value in ("block", None, True, "")),
+    *((Limits, "queue_bytes", value) for value in (0, *NOT_COUNTS)),
+    *((Limits, "worker_memory_bytes", value) for value in (0, (1 << 20) - 1, *NOT_COUNTS)),
+    *(
+        (Limits, name, value)
+        for name in ("when_full", "when_queue_full")
+        for value in ("block", None, True, "", ["wait"])
+    ),
 ]
 
 
@@ -312,8 +323,17 @@ def test_least_and_endless_options_are_taken() -> None:
         provider_options={"device_id": "0"},
     )
     Timeouts(start=math.inf, predict=0, cancel_grace=0.0, close=math.inf)
-    RestartPolicy(budget=0, window=0, backoff=0, backoff_limit=0)
-    Limits(queue=1, memory_bytes=4096, when_full="raise")
+    RestartPolicy(
+        budget=0, window=0, backoff=0, backoff_limit=0, max_requests=1, max_memory_bytes=1
+    )
+    Limits(
+        queue=1,
+        queue_bytes=1,
+        when_queue_full="wait",
+        memory_bytes=4096,
+        when_full="raise",
+        worker_memory_bytes=1 << 20,
+    )
 
 
 def test_engine_options_keep_their_entries_when_the_given_mapping_changes() -> None:

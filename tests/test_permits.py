@@ -1,6 +1,7 @@
-"""Tests of mcinfer/permits.py: each permit is taken once, by one side."""
+"""Tests of mcinfer/permits.py: each permit is taken once, by one side, and nobody waits."""
 
 import os
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,7 +20,7 @@ def test_as_many_are_taken_as_were_given() -> None:
 
 def test_each_is_taken_once_however_many_want_it() -> None:
     ours = Permits.create()
-    theirs = Permits(os.dup(ours.fd))
+    theirs = Permits.inherited(os.dup(ours.fd))
     for _ in range(200):
         ours.give()
     with ThreadPoolExecutor(4) as pool:
@@ -32,6 +33,29 @@ def test_each_is_taken_once_however_many_want_it() -> None:
 def test_descriptor_is_not_handed_to_programs_unasked() -> None:
     permits = Permits.create()
     assert not os.get_inheritable(permits.fd)
+    theirs = Permits.inherited(os.dup(permits.fd))
+    assert not os.get_inheritable(theirs.fd)
+    theirs.close()
     permits.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         permits.give()
+
+
+def test_other_side_cannot_have_anybody_wait() -> None:
+    permits = Permits.create()
+    theirs = socket.socket(fileno=os.dup(permits.fd))
+    os.set_blocking(theirs.fileno(), True)
+    assert not permits.take()
+    for _ in range(1000):  # what it gives is nobody's
+        try:
+            theirs.send(b"1", socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            break
+    permits.give()
+    assert [permits.take(), permits.take()] == [True, False]
+    theirs.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(OSError, match="pipe"):
+        permits.give()
+    assert not permits.take()
+    theirs.close()
+    permits.close()

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import re
+import tracemalloc
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from mcinfer import protocol
-from mcinfer.errors import ProtocolError
+from mcinfer.errors import InvalidInputError, ProtocolError
 from mcinfer.fields import TensorRef
 from mcinfer.protocol import (
     MESSAGES,
+    MOST_MESSAGE_BYTES,
     MOST_RUNS,
+    MOST_STRINGS,
+    MOST_VALUES,
     TRANSITIONS,
     VERSION,
     Attach,
@@ -263,6 +267,57 @@ def test_bytes_from_anyone_are_refused_or_a_message(data: bytes) -> None:
 def test_value_nested_deep_is_refused(start: bytes, depth: int) -> None:
     with pytest.raises(ProtocolError):
         decode(start + b"\x91" * depth + b"\xc0")
+
+
+def array_header(length: int) -> bytes:
+    return b"\xdd" + length.to_bytes(4, "big")
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (bytes(MOST_MESSAGE_BYTES + 1), "bytes, expected at most"),
+        (array_header(MOST_VALUES) * 400 + b"\xc0" * 20_000, "No more data"),
+        (array_header(MOST_VALUES + 1) + b"\xc0" * (MOST_VALUES + 1), "max_array_len"),
+        (array_header(600_000) + b"\x80" * 600_000, "more than 1048576 values"),
+        (array_header(400_000) + b"\x91\xc0" * 400_000, "more than 1048576 values"),
+        (array_header(400_000) + b"\x81\xa0\xc0" * 400_000, "more than 1048576 values"),
+        (array_header(9000) + b"\xd4\x01a" * 9000, "max_ext_len"),
+    ],
+    ids=["too large", "promises", "long", "maps", "arrays", "maps of one", "extensions"],
+)
+def test_message_that_would_take_memory_is_refused_before_it_does(data: bytes, reason: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError, match=reason):
+            decode(data)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 150 << 20
+
+
+def strings(count: int, length: int) -> tuple[TensorRef, ...]:
+    return (("s", STRING, (count,), None, ("x" * length,) * count),)
+
+
+def test_strings_up_to_the_limits_come_through() -> None:
+    for inputs in (strings(MOST_STRINGS, 2), strings(1000, 16_000)):
+        data = encode_predict(1, 0, 0, encode_tensors(inputs, ()))
+        message = decode(data)
+        assert isinstance(message, Predict)
+        assert message.inputs == inputs
+
+
+@pytest.mark.parametrize("inputs", [strings(MOST_STRINGS + 1, 2), strings(1000, 17_000)])
+def test_strings_past_a_limit_are_the_callers_mistake(inputs: tuple[TensorRef, ...]) -> None:
+    with pytest.raises(InvalidInputError, match=r"inputs: got \d+ strings"):
+        encode_tensors(inputs, ())
+
+
+def test_message_past_the_limit_cannot_be_encoded() -> None:
+    with pytest.raises(ProtocolError, match=r"Reply: got \d+ bytes, expected at most"):
+        encode(Reply(request=0, shard=0, outputs=strings(1000, 17_000), seconds=0.0))
 
 
 ANYTHING = st.recursive(

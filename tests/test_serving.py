@@ -746,3 +746,21 @@ def test_onnx_run_is_with_the_version_that_it_names(peer: Peer, tmp_path: Path) 
     for version, expected in ((0, 1), (1, 10), (2, 20), (1, 10), (0, 1)):
         peer.ask([x_at(0)], [y_at(64)], version)
         assert peer.array(y_at(64)).tolist() == [expected] * 3
+
+
+def test_answer_that_no_message_can_carry_fails_its_run_and_the_next_is_served(
+    peer: Peer, tmp_path: Path
+) -> None:
+    outputs = [[name, STRING, ["batch"], {"from": "x"}] for name in ("y", "z")]
+    peer.build(fake(tmp_path, inputs=[["x", STRING, ["batch"]]], outputs=outputs))
+    error = peer.fail([("x", STRING, (9,), None, ("x" * (1 << 20),) * 9)])
+    assert error.kind == "predict"
+    assert "does not fit a message" in error.text
+    assert peer.ask([("x", STRING, (1,), None, ("a",))]).outputs[0][4] == ("a",)
+
+
+def test_block_that_is_attached_twice_ends_the_worker(peer: Peer) -> None:
+    peer.attach(0)
+    peer.lifeline.send_block(0, BLOCK_BYTES, peer.blocks[0].fd)
+    peer.send(Attach(block=0, size=BLOCK_BYTES))
+    assert peer.finish() == 1

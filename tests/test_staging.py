@@ -1,5 +1,6 @@
 """Tests of mcinfer/staging.py: from arrays to references in the arena, and from replies to arrays."""
 
+import errno
 import gc
 import os
 import re
@@ -816,6 +817,33 @@ def change(index: int, **fields: Any) -> Forge:
 
 def other_shard(job: Job, right: list[TensorRef]) -> list[TensorRef]:
     return [references(job, 1)[1][0], *right[1:]]
+
+
+def test_output_of_more_than_the_shared_memory_may_have_is_an_os_error_and_keeps_nothing() -> None:
+    arena = Arena(1 << 16)
+    stager = Stager(model({"x": ("float32", ["batch"])}, {"u": ("float32", ["found"])}), arena)
+    job = stager.stage({"x": np.ones(2, np.float32)}, 1, None, 0.0)
+    size = (1 << 16) + 4
+    block = Block.create(-1, size)
+
+    def fetch(number: int) -> Block:
+        return Block.attach(number, size, os.dup(block.fd))
+
+    with no_descriptor_left(), pytest.raises(OSError, match=rf"'u' has {size} bytes") as caught:
+        job.take(0, replied([("u", "float32", (size // 4,), -1, 0)]), fetch)
+    assert caught.value.errno == errno.EFBIG
+    job.take(0, replied([("u", "float32", (size // 4 - 1,), -1, 4)]), fetch)
+    assert job.result()["u"].shape == (size // 4 - 1,)
+    block.close()
+    stager.close()
+    arena.close()
+
+
+def test_strings_that_no_message_can_carry_are_the_callers_mistake(arena: Arena) -> None:
+    stager = Stager(model({"s": (STRING, ["batch"])}, {"y": ("float32", ["batch"])}), arena)
+    with pytest.raises(InvalidInputError, match="17 strings in a message of 17"):
+        stager.stage({"s": np.array(["x" * (1 << 20)] * 17, object)}, 1, None, 0.0)
+    stager.close()
 
 
 FORGED: dict[str, Forge] = {

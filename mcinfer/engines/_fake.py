@@ -64,6 +64,7 @@ class FakeEngine(Engine):
         if request.device.kind != "cpu" and not request.allow_fallback:
             raise BuildError(f"engine fake has no device {request.device}, expected cpu:0")
         self._stop = threading.Event()
+        self._device_index = request.device.index
         self.spec = ModelSpec(
             inputs=tuple(_spec(item) for item in content["inputs"]),
             outputs=tuple(_spec(item[:3]) for item in content["outputs"]),
@@ -108,7 +109,11 @@ class FakeEngine(Engine):
 
         ``fail``, ``invalid``: raise. ``exit``, ``abort``, ``segfault``, ``kill``, ``stop``: what the
         process does. ``sleep:SECONDS`` can be cancelled, ``hang:SECONDS`` cannot. ``print:TEXT`` writes
-        a line. ``once:PATH:ACT``: the act, if there is no such file yet; it is made.
+        a line. ``allocate:BYTES`` asks for so much memory, writes to all of it and lets it go.
+        ``once:PATH:ACT``: the act, if there is no such file yet; it is made. ``aside:ACT``: the act, in a
+        thread of its own, while all else goes on. ``told:PATH``: the acts that somebody writes to the named
+        pipe PATH with the index of the device behind it, one a line; until then it hangs. Nothing, if there
+        is no such pipe.
         """
         name, _, rest = act.partition(":")
         match name:
@@ -134,6 +139,13 @@ class FakeEngine(Engine):
                 time.sleep(min(float(rest), _MOST_SECONDS))
             case "print":
                 print(rest, flush=True)
+            case "allocate":
+                np.ones(int(rest), np.uint8)
+            case "aside":
+                threading.Thread(target=self._act, args=(rest, error), daemon=True).start()
+            case "told":
+                for line in _told(Path(f"{rest}{self._device_index}")):
+                    self._act(line, error)
             case "once":
                 path, _, inner = rest.partition(":")
                 # Workers come here at the same time: one of them makes the file.
@@ -142,6 +154,11 @@ class FakeEngine(Engine):
                 except FileExistsError:
                     return
                 self._act(inner, error)
+
+
+def _told(pipe: Path) -> list[str]:
+    # To look first takes no descriptor, which a worker that is tested may have none of.
+    return pipe.read_text(encoding="utf-8").splitlines() if pipe.exists() else []
 
 
 class _FakeRun(Run):

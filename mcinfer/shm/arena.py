@@ -9,6 +9,10 @@ A view may die in any thread, inside any allocation, even one of the arena's own
 only puts the slot in a queue that is safe for that (`queue.SimpleQueue`), and `allocate` takes it
 from there.
 
+Those who wait for memory are served first come first served, so that small requests do not starve a large
+one: nobody passes the first while there is something that will be let go by itself. Once there was not, or
+nothing was for long, it waits for what somebody keeps, and the others go on without it.
+
 Lowest address first: in steady traffic the same few slots, with warm pages in every process, are used
 again and again (the first touch of a page costs more than copying it).
 """
@@ -16,6 +20,7 @@ again and again (the first touch of a page costs more than copying it).
 import bisect
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from ctypes import Array, c_char
 from queue import Empty, SimpleQueue
@@ -30,6 +35,12 @@ ALIGNMENT = 64
 
 _BLOCK_BYTES = 64 << 20
 _BLOCK_ROUNDING = 2 << 20
+
+_PATIENCE = 10.0
+"""Seconds without any release, after which others may pass the first of those who wait."""
+
+_LOOKS = 0.5
+"""Seconds between two looks at whether that is so."""
 
 
 def align(size: int) -> int:
@@ -60,6 +71,16 @@ class Slot:
         self.generation = generation
         self.address = block.address + offset
         self.memory = memory
+
+
+class _Waiter:
+    """A call that waits for memory."""
+
+    __slots__ = ("may_be_passed", "since")
+
+    def __init__(self) -> None:
+        self.since = monotonic()
+        self.may_be_passed = False
 
 
 class _Ticket(weakref.ref["Array[c_char]"]):
@@ -124,6 +145,7 @@ class Arena:
         limit: Bytes of all blocks together.
         wake: Called (from anywhere, so it must be safe in a finalizer) when memory became free while
             somebody waits for it; `reclaim` is to be called then, from a plain thread.
+        transient: Whether some of what is in use will be let go by itself, so that waiting for it helps.
         dropped: Called with the number of a block that is no more, in the thread that calls `allocate`.
     """
 
@@ -132,11 +154,13 @@ class Arena:
         limit: int,
         *,
         wake: Callable[[], None] = lambda: None,
+        transient: Callable[[], bool] = lambda: True,
         dropped: Callable[[int], None] = lambda _: None,
     ) -> None:
         """An arena without blocks; it grows with the first slot."""
         self._limit = limit
         self._wake = wake
+        self._transient = transient
         self._dropped = dropped
         self._lock = threading.Lock()
         self._freed_memory = threading.Condition(self._lock)
@@ -146,8 +170,14 @@ class Arena:
         self._taken = 0
         self._next_block = 0
         self._generation = 0
-        self._waiting = 0
+        self._line: deque[_Waiter] = deque()
+        self._last_release = 0.0
         self._closed = False
+
+    @property
+    def limit(self) -> int:
+        """Bytes that all blocks together may have."""
+        return self._limit
 
     @property
     def size(self) -> int:
@@ -205,27 +235,42 @@ class Arena:
                 "(Limits.memory_bytes)"
             )
         deadline = monotonic() + timeout
+        waiter: _Waiter | None = None
         with self._lock:
-            while True:
-                if self._closed:
-                    raise ClosedError("the master is closed")
-                with HeldInterrupts():
-                    slots = self._take_slots(wanted, sizes)
-                if slots is not None:
-                    return slots
-                remaining = deadline - monotonic()
-                if remaining <= 0:
-                    raise QueueFullError(
-                        f"{sum(sizes)} bytes of shared memory wanted, all {self._limit} allowed "
-                        "(Limits.memory_bytes) are held by requests or arrays"
-                    )
-                self._waiting += 1
-                try:
-                    # A release between the check above and here has not seen the count: look again.
+            try:
+                while True:
+                    if self._closed:
+                        raise ClosedError("the master is closed")
+                    with HeldInterrupts():
+                        slots = self._take_slots(wanted, sizes, waiter)
+                    if slots is not None:
+                        return slots
+                    remaining = deadline - monotonic()
+                    if remaining <= 0:
+                        raise QueueFullError(
+                            f"{sum(sizes)} bytes of shared memory wanted, all {self._limit} allowed "
+                            "(Limits.memory_bytes) are held by requests or arrays, or waited for"
+                        )
+                    if waiter is None:
+                        waiter = _Waiter()
+                        self._line.append(waiter)
+                    # A release between the check above and here has not seen who waits: look again.
                     if self._released.empty():
-                        self._freed_memory.wait(min(remaining, threading.TIMEOUT_MAX))
-                finally:
-                    self._waiting -= 1
+                        self._freed_memory.wait(min(remaining, _LOOKS))
+            finally:
+                if waiter is not None:
+                    self._line.remove(waiter)
+                    self._freed_memory.notify_all()
+
+    def _is_its_turn(self, waiter: _Waiter | None) -> bool:
+        """Whether memory that is free may go to this call, or is kept for the first of those who wait."""
+        if not self._line or self._line[0] is waiter:
+            return True
+        first = self._line[0]
+        stuck = monotonic() - max(first.since, self._last_release) > _PATIENCE
+        if stuck or not self._transient():
+            first.may_be_passed = True
+        return first.may_be_passed
 
     def reclaim(self) -> None:
         """Put what was released back on the free lists, and tell those who wait."""
@@ -247,9 +292,13 @@ class Arena:
             self._taken = 0
             self._freed_memory.notify_all()
 
-    def _take_slots(self, wanted: Sequence[int], sizes: Sequence[int]) -> list[Slot] | None:
+    def _take_slots(
+        self, wanted: Sequence[int], sizes: Sequence[int], waiter: _Waiter | None
+    ) -> list[Slot] | None:
         if self._take_released():
             self._freed_memory.notify_all()  # `reclaim` has nothing left to tell them of
+        if not self._is_its_turn(waiter):
+            return None
         places = self._take_all(wanted)
         if places is None:
             return None
@@ -264,6 +313,8 @@ class Arena:
             try:
                 ticket = self._released.get_nowait()
             except Empty:
+                if some and self._line:
+                    self._last_release = monotonic()
                 return some
             if self._tickets.pop(ticket.generation, None) is not None:
                 self._taken -= ticket.space
@@ -307,7 +358,7 @@ class Arena:
         """A slot's memory has died, anywhere: takes no lock, see the module's text."""
         if isinstance(ticket, _Ticket):
             self._released.put(ticket)
-            if self._waiting:
+            if self._line:
                 self._wake()
 
     def _grow(self, wanted: int) -> _Extents | None:

@@ -9,6 +9,7 @@ anything made by `memory` lives: it goes by reference count, never by force.
 """
 
 import ctypes
+import errno
 import fcntl
 import functools
 import mmap
@@ -73,21 +74,19 @@ class Block:
         """Map a block that another process made; the descriptor is this object's from now on.
 
         Raises:
-            ProtocolError: It is not of that size, or could still be shrunk.
-            OSError: It cannot be mapped.
+            ProtocolError: It is not of that size, not of ordinary pages, cannot be written, or could
+                still be shrunk.
+            OSError: It cannot be mapped: this process has no memory or descriptor left.
         """
         try:
-            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-        except OSError:
-            seals = 0
-        actual = os.fstat(fd).st_size
-        if not seals & fcntl.F_SEAL_SHRINK or actual != size or size == 0:
+            _check(number, size, fd)
+        except BaseException:
             os.close(fd)
-            raise ProtocolError(
-                f"block {number}: got {actual} bytes with seals {seals:#x}, expected {size} bytes "
-                "sealed against shrinking"
-            )
-        return cls(number, size, fd)
+            raise
+        try:
+            return cls(number, size, fd)
+        except PermissionError as exc:
+            raise ProtocolError(f"block {number}: got one that cannot be written: {exc}") from exc
 
     def memory(self, offset: int, size: int) -> "ctypes.Array[ctypes.c_char]":
         """Bytes of the block as a ctypes array: the base for views, which keep the mapping alive.
@@ -97,8 +96,57 @@ class Block:
         """
         return _bytes_type(size).from_buffer(self._map, offset)
 
+    def read_into(self, memory: memoryview, offset: int) -> None:
+        """Copy bytes of a block that another process may do anything to.
+
+        Not by the mapping: the other process may have punched its pages out, and where the kernel then
+        finds no memory for new ones the reader of a mapping gets SIGBUS, but this an error.
+
+        Args:
+            memory: Where to; as many bytes are copied as it has.
+            offset: Of the first byte in the block.
+
+        Raises:
+            ValueError: They do not lie in the block.
+            OSError: They cannot be read.
+        """
+        if not 0 <= offset <= offset + memory.nbytes <= self.size:
+            raise ValueError(
+                f"got bytes {offset} to {offset + memory.nbytes} of a block of {self.size}"
+            )
+        while memory:
+            count = os.preadv(self.fd, [memory], offset)
+            if not count:
+                raise OSError(errno.EIO, f"block {self.number} ends at byte {offset}")
+            memory, offset = memory[count:], offset + count
+
     def close(self) -> None:
         """Give the descriptor up; the mapping goes with its last view."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _check(number: int, size: int, fd: int) -> None:
+    """Refuse what is no block of that size.
+
+    Raises:
+        ProtocolError: It is not.
+    """
+    # First, since asking for the size of what is no memfd may wait for its file system.
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as exc:
+        raise ProtocolError(
+            f"block {number}: got what is no memfd, expected {size} bytes sealed against shrinking"
+        ) from exc
+    actual = os.fstat(fd).st_size
+    if not seals & fcntl.F_SEAL_SHRINK or actual != size or size == 0:
+        raise ProtocolError(
+            f"block {number}: got {actual} bytes with seals {seals:#x}, expected {size} bytes "
+            "sealed against shrinking"
+        )
+    # Huge pages are few: those of a block could be gone when it is read.
+    page = os.fstatvfs(fd).f_bsize
+    if page != mmap.PAGESIZE:
+        raise ProtocolError(f"block {number}: got pages of {page} bytes, expected {mmap.PAGESIZE}")

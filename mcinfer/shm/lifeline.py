@@ -6,16 +6,20 @@ together. ZeroMQ carries everything else: it cannot pass descriptors.
 A worker's watcher only polls its end for hang-up and never reads it: reading would eat descriptors.
 """
 
+import contextlib
 import os
 import select
 import socket
 import struct
 
 from mcinfer.errors import ProtocolError
-from mcinfer.shm.descriptors import close_all, send, take_packet
+from mcinfer.shm.descriptors import close_all, receive, send
 
 _HEADER = struct.Struct("<qQ")  # block number, size in bytes
 _GREETING_BYTES = 1 << 20
+_MAY_CONNECT = b"connect"
+_MOST_EARLY = 4
+"""Blocks that are kept although nobody has asked for them yet: each holds a descriptor."""
 
 
 class Lifeline:
@@ -56,6 +60,26 @@ class Lifeline:
         """Receive the first message; empty if the master is gone."""
         return self._socket.recv(_GREETING_BYTES)
 
+    def ask_to_connect(self) -> bool:
+        """In the worker: wait until the master can take a connection; False if it is gone.
+
+        ZeroMQ (src/ipc_listener.cpp) aborts the process that finds no descriptor for one.
+        """
+        self._socket.send(_MAY_CONNECT)
+        return self._socket.recv(len(_MAY_CONNECT)) == _MAY_CONNECT
+
+    def was_asked(self) -> bool:
+        """In the master: whether the worker waits in `ask_to_connect`. Does not wait."""
+        try:
+            return self._socket.recv(len(_MAY_CONNECT), socket.MSG_DONTWAIT) == _MAY_CONNECT
+        except OSError:
+            return False
+
+    def let_connect(self) -> None:
+        """In the master: the worker may connect."""
+        with contextlib.suppress(OSError):  # it has died, which is told elsewhere
+            self._socket.send(_MAY_CONNECT, socket.MSG_DONTWAIT)
+
     def send_block(self, number: int, size: int, fd: int) -> None:
         """Hand over a block's descriptor; the sender keeps its own.
 
@@ -68,7 +92,7 @@ class Lifeline:
         """The size and descriptor of a block that the other side has handed over.
 
         Args:
-            number: Which block; others that come before it are kept for later.
+            number: Which block; up to four others that come before it are kept for later.
             timeout: Seconds to wait for it. 0 does not: a descriptor that was sent before a message is
                 here when that message is.
 
@@ -77,25 +101,40 @@ class Lifeline:
 
         Raises:
             ProtocolError: It did not come, or what came is not a block.
+            OSError: This process has no descriptor left, which the other side cannot help; the block
+                is lost.
         """
         while number not in self._received:
             poll = select.poll()
             poll.register(self._socket, select.POLLIN)
             if not poll.poll(timeout * 1000):
                 raise ProtocolError(f"the descriptor of block {number} did not come")
-            data, fds, cut_off = take_packet(self._socket, _HEADER.size)
-            if len(data) != _HEADER.size or len(fds) != 1 or cut_off:
-                close_all(fds)
-                raise ProtocolError(
-                    f"lifeline: got {len(data)} bytes and {len(fds)} descriptors, expected "
-                    f"{_HEADER.size} and 1"
-                )
-            other, size = _HEADER.unpack(data)
+            other, size, fd = self._receive_any()
             if other in self._received:
-                os.close(fds[0])
+                os.close(fd)
                 raise ProtocolError(f"lifeline: got block {other} twice")
-            self._received[other] = (size, fds[0])
+            if other != number and len(self._received) == _MOST_EARLY:
+                os.close(fd)
+                raise ProtocolError(
+                    f"lifeline: got block {other} after {[*self._received]}, expected {number}"
+                )
+            self._received[other] = (size, fd)
         return self._received.pop(number)
+
+    def _receive_any(self) -> tuple[int, int, int]:
+        """Number, size and descriptor of the next block."""
+        try:
+            data, fds = receive(self._socket, _HEADER.size)
+        except ConnectionError as exc:
+            raise ProtocolError(f"lifeline: {exc}") from exc
+        if len(data) != _HEADER.size or len(fds) != 1:
+            close_all(fds)
+            raise ProtocolError(
+                f"lifeline: got {len(data)} bytes and {len(fds)} descriptors, expected "
+                f"{_HEADER.size} and 1"
+            )
+        other, size = _HEADER.unpack(data)
+        return other, size, fds[0]
 
     def close(self) -> None:
         """Give the socket up, and descriptors that nobody asked for."""

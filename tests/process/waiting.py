@@ -1,7 +1,12 @@
 """Waiting for what other processes do: for a condition, with a deadline, never for luck."""
 
+import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 
 from mcinfer import Master
@@ -49,3 +54,29 @@ def busy_pid(master: Master) -> int:
     (pid,) = [w.pid for w in master.statistics().workers if w.state == "busy"]
     assert pid is not None
     return pid
+
+
+def stop(pid: int) -> None:
+    """Stop a process (SIGSTOP), and wait until it is."""
+    os.kill(pid, signal.SIGSTOP)
+    stat = Path(f"/proc/{pid}/stat")
+    wait_until(lambda: stat.read_text("ascii").rpartition(")")[2].split()[0] == "T")
+
+
+@contextmanager
+def running(function: Callable[[], object]) -> Iterator["Future[object]"]:
+    """Call it in a thread of its own, which has ended when this is left."""
+    outcome: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as exc:
+            outcome.set_exception(exc)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield outcome
+    finally:
+        thread.join()

@@ -1,0 +1,307 @@
+"""The processes of a pool, and all that goes to and from them: messages, blocks, versions of the weights.
+
+It decides nothing: who is started, sent to and killed is the supervisor's to say, and what comes is for it
+to judge.
+
+Ownership: a `Fleet` owns the runtime folder, the socket, the worker processes and what forwards their
+output, from `open` to `close`. The supervisor's lock guards every method.
+"""
+
+import hmac
+import logging
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+
+from mcinfer.errors import ProtocolError
+from mcinfer.processes import OutputForwarder, WorkerProcess
+from mcinfer.protocol import (
+    VERSION,
+    Attach,
+    Build,
+    Detach,
+    Hello,
+    Message,
+    UpdateWeights,
+    decode,
+    encode,
+    encode_predict_joined,
+)
+from mcinfer.runtime_folder import RuntimeFolder
+from mcinfer.shm.arena import Arena
+from mcinfer.shm.block import Block
+from mcinfer.staging import Job
+from mcinfer.transport import Router, SendError
+
+_log = logging.getLogger("mcinfer.master")
+
+_STANDINGS = {
+    "T": "is stopped by a signal",
+    "t": "is stopped by a debugger",
+    "Z": "has ended",
+    "X": "has ended",
+}
+
+
+_DESCRIPTORS_TO_OPEN = 24
+_DESCRIPTORS_OF_A_WORKER = 12
+_DESCRIPTORS_TO_CONNECT = 4
+"""More than libzmq takes: it ends the process where it finds none."""
+
+
+class UnreachableError(OSError):
+    """A worker does not take what it is sent: it is to be killed."""
+
+
+class Fleet:
+    """See the module's text.
+
+    Attributes:
+        processes: By index of the worker, those that run.
+        fd: Of the socket, to wait for messages.
+    """
+
+    def __init__(
+        self, builds: Sequence[Build], arena: Arena, most_memory: Sequence[int | None]
+    ) -> None:
+        """Take what there is to know of the workers; nothing is opened before `open`.
+
+        Args:
+            builds: For each worker.
+            arena: Where the blocks are that its jobs speak of.
+            most_memory: For each worker, bytes of its own that it may have.
+        """
+        self.processes: dict[int, WorkerProcess] = {}
+        self._builds = builds
+        self._arena = arena
+        self._most_memory = most_memory
+        self._peers: dict[bytes, int] = {}
+
+    def open(self) -> None:
+        """Make the folder, the socket, and the thread that forwards output.
+
+        Raises:
+            OSError: The system has no descriptor, thread or folder left for it; nothing is left open.
+        """
+        _check_descriptors(_DESCRIPTORS_TO_OPEN + _DESCRIPTORS_OF_A_WORKER * len(self._builds))
+        with ExitStack() as opened:
+            self._folder = RuntimeFolder()
+            opened.callback(self._folder.remove)
+            self._router = Router(self._folder.endpoint)
+            opened.callback(self._router.close)
+            self._output = OutputForwarder()
+            opened.pop_all()
+        self.fd = self._router.fd
+
+    def close_socket(self) -> None:
+        """Nothing is sent or received any more; processes that are left lose their lifelines."""
+        for process in self.processes.values():
+            process.abandon()
+        self.processes.clear()
+        self._peers.clear()
+        self._router.close()
+
+    def close(self, seconds: float) -> None:
+        """After `close_socket`: the folder, and, within so many seconds, what was printed last."""
+        self._folder.remove()
+        self._output.close(seconds)
+
+    # Processes.
+
+    def start(self, index: int) -> WorkerProcess:
+        """Start a worker's process.
+
+        Raises:
+            OSError: The system cannot.
+        """
+        _check_descriptors(_DESCRIPTORS_OF_A_WORKER)
+        process = WorkerProcess(
+            index,
+            self._builds[index].device,
+            endpoint=self._folder.endpoint,
+            token=secrets.token_hex(16),
+            output=self._output,
+            most_memory=self._most_memory[index],
+        )
+        self.processes[index] = process
+        return process
+
+    def let_connect(self, index: int) -> bool:
+        """Let a worker connect that has asked to; False if this process has no descriptors for that now."""
+        process = self.processes[index]
+        try:
+            _check_descriptors(_DESCRIPTORS_TO_CONNECT)
+        except OSError:
+            return False
+        process.may_connect = True
+        process.lifeline.let_connect()
+        return True
+
+    def remove(self, index: int) -> WorkerProcess:
+        """Forget a process that has ended; it is to be reaped."""
+        process = self.processes.pop(index)
+        if process.peer is not None:
+            del self._peers[process.peer]
+        return process
+
+    def kill(self, index: int) -> None:
+        """End a worker's process, if it has one."""
+        if index in self.processes:
+            self.processes[index].kill()
+
+    def standings(self) -> dict[int, str]:
+        """By worker, what is wrong with its process though its messages do not say so: stopped, or ended."""
+        found = {}
+        for index, process in self.processes.items():
+            with suppress(OSError):
+                found[index] = _STANDINGS.get(process.standing(), "")
+        return {index: text for index, text in found.items() if text}
+
+    # What comes.
+
+    def receive(self) -> tuple[int | None, Message | ProtocolError] | None:
+        """The next message and the worker that it is of; None when there is nothing more.
+
+        What a worker sent that is no message is given as the error. A stranger that shows a worker's token is
+        that worker from then on; what other strangers send, and outlaws, has no worker.
+        """
+        received = self._router.receive()
+        if received is None:
+            return None
+        peer, data = received
+        index = self._peers.get(peer)
+        if index is not None and self.processes[index].outlawed:
+            return None, ProtocolError("more of a worker that broke the protocol")
+        try:
+            message = decode(data)
+        except ProtocolError as exc:
+            return index, exc
+        return (self._greet(peer, message) if index is None else index), message
+
+    def _greet(self, peer: bytes, message: Message) -> int | None:
+        """Whose message this is, if it is the HELLO of a worker of ours with its token."""
+        if isinstance(message, Hello) and message.version == VERSION:
+            for index, process in self.processes.items():
+                known = process.peer is None and message.pid == process.pid
+                if known and hmac.compare_digest(message.token.encode(), process.token.encode()):
+                    process.peer = peer
+                    self._peers[peer] = index
+                    return index
+        _log.debug("ignored a %s of a stranger", type(message).__name__)
+        return None
+
+    def fetch(self, index: int, number: int) -> Block:
+        """A block that the worker has made and handed over.
+
+        Raises:
+            ProtocolError: It has not, or what it handed over is no such block.
+            OSError: This process has no descriptor or memory left for it.
+        """
+        size, fd = self.processes[index].lifeline.receive_block(number)
+        return Block.attach(number, size, fd)
+
+    # What goes.
+
+    def send(self, index: int, message: Message) -> None:
+        """Send a message without waiting; nothing, to a worker that is not there.
+
+        Raises:
+            UnreachableError: It cannot be reached.
+        """
+        self._send_data(index, encode(message))
+
+    def send_run(self, index: int, jobs: Sequence[tuple[Job, int]]) -> None:
+        """Send shards as one run, after all that it speaks of: blocks, and the version of the weights.
+
+        Raises:
+            UnreachableError: As `send`.
+        """
+        process = self.processes.get(index)
+        if process is None:
+            return
+        for job, _ in jobs:
+            self._attach(index, process, job.blocks)
+        first, shard = jobs[0]
+        self._give_weights(index, process, first)
+        if len(jobs) == 1:
+            data = first.message(shard)
+        else:
+            tensors = [job.tensors(shard) for job, shard in jobs]
+            version = first.weights.number
+            data = encode_predict_joined(first.number, shard, version, tensors, first.axes)
+        try:
+            process.permits.give()
+        except OSError as exc:
+            raise UnreachableError(f"takes no permit for a run: {exc}") from exc
+        self._send_data(index, data)
+
+    def detach(self, index: int, number: int) -> None:
+        """Tell a worker that a block is no more, if it was given it.
+
+        Raises:
+            UnreachableError: As `send`.
+        """
+        process = self.processes.get(index)
+        if process is not None and number in process.attached:
+            process.attached.discard(number)
+            self.send(index, Detach(block=number))
+
+    def _send_data(self, index: int, data: bytes) -> None:
+        process = self.processes.get(index)
+        if process is None or process.peer is None:
+            return
+        try:
+            self._router.send(process.peer, data)
+        except SendError as exc:
+            raise UnreachableError(f"cannot be reached: {exc}") from exc
+
+    def _attach(self, index: int, process: WorkerProcess, blocks: frozenset[int]) -> None:
+        """Give the worker the blocks that it does not have yet."""
+        if blocks <= process.attached:
+            return
+        for number in blocks - process.attached:
+            block = self._arena.block(number)
+            if block is None:
+                continue
+            try:
+                process.lifeline.send_block(number, block.size, block.fd)
+            except OSError as exc:
+                raise UnreachableError(f"does not take a block: {exc}") from exc
+            process.attached.add(number)
+            self.send(index, Attach(block=number, size=block.size))
+
+    def _give_weights(self, index: int, process: WorkerProcess, job: Job) -> None:
+        """Tell the worker where the job's weights lie, if it was not told yet."""
+        version = job.weights
+        if not version.number or version.number in process.weights:
+            return
+        self._attach(index, process, version.blocks)
+        process.weights = {n for n in process.weights if n >= version.oldest} | {version.number}
+        tensors = tuple(version.tensors.values())
+        self.send(
+            index, UpdateWeights(version=version.number, oldest=version.oldest, tensors=tensors)
+        )
+
+
+def memory_limits(builds: Sequence[Build], chosen: int | None, physical: int) -> list[int | None]:
+    """For each worker, how much memory of its own it may have: see `mcinfer.Limits`."""
+    if chosen is not None:
+        return [chosen] * len(builds)
+    return [physical if build.device.startswith("cpu:") else None for build in builds]
+
+
+def _check_descriptors(count: int) -> None:
+    """Raise `OSError` unless this process can open so many descriptors."""
+    opened: list[int] = []
+    try:
+        while len(opened) < count:
+            opened += [os.eventfd(0)]
+    except OSError as exc:
+        raise OSError(
+            exc.errno,
+            f"{count} descriptors are needed and {len(opened)} are left (ulimit -n): {exc.strerror}",
+        ) from exc
+    finally:
+        for fd in opened:
+            os.close(fd)

@@ -1,0 +1,626 @@
+"""How a pool is, and how its workers are replaced: health, drain, restarts, recycling, statistics, traces."""
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
+from contextlib import closing, contextmanager, suppress
+from contextvars import ContextVar
+from pathlib import Path
+
+import pytest
+
+from mcinfer import (
+    BuildError,
+    ClosedError,
+    Limits,
+    Master,
+    McinferError,
+    PredictError,
+    PredictTimeoutError,
+    RestartPolicy,
+    Timeouts,
+    WorkerDiedError,
+)
+from mcinfer.errors import ReadyTimeoutError
+from mcinfer.staging import Arrays
+from mcinfer.tracing import RequestTrace
+from tests.process.models import FakeModel, act, assert_answers, rows
+from tests.process.scripts import PREAMBLE, Program
+from tests.process.waiting import (
+    all_gone,
+    busy_pid,
+    pids,
+    running,
+    states,
+    stop,
+    wait_for_states,
+    wait_until,
+)
+
+SLOW = -1.0
+"""What the first number of a request is for the act that a test is about."""
+
+NO_BUDGET = RestartPolicy(budget=0)
+
+
+@pytest.fixture(autouse=True)
+def _all_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mcinfer.master")
+
+
+def healths(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The states that were logged, in turn."""
+    said = [record.getMessage().partition(":") for record in caplog.records]
+    return [state for state, _, rest in said if rest.endswith("serve") or "workers serve;" in rest]
+
+
+@contextmanager
+def traffic(master: Master, threads: int = 4) -> Iterator[None]:
+    """Requests without end from so many threads; none of them may fail."""
+    over = threading.Event()
+    failures: list[BaseException] = []
+    answered = [0] * threads
+
+    def ask(index: int) -> None:
+        inputs = rows(index + 1, first=100.0 * index)
+        try:
+            while not over.is_set():
+                assert_answers(master.predict(inputs, timeout=20.0), inputs)
+                assert_answers(master.submit(inputs, timeout=20.0).result(), inputs)
+                answered[index] += 1
+        except BaseException as exc:
+            failures.append(exc)
+
+    asking = [threading.Thread(target=ask, args=(index,)) for index in range(threads)]
+    for thread in asking:
+        thread.start()
+    try:
+        wait_until(lambda: failures or all(answered))
+        yield
+        before = [*answered]
+        wait_until(lambda: failures or all(n > b for n, b in zip(answered, before, strict=True)))
+    finally:
+        over.set()
+        for thread in asking:
+            thread.join()
+    assert not failures
+
+
+# Health.
+
+
+def test_health_is_told_from_the_start_to_the_end(
+    fake_model: FakeModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    master = Master(fake_model(build="sleep:0.2"), 2, engine="fake")
+    with pytest.raises(ClosedError):
+        master.wait_ready(0.1)
+    with running(master.start):
+        wait_until(lambda: "building" in states(master))
+        health = master.health()
+        assert (health.state, health.workers) == ("starting", 2)
+        assert "is starting (building)" in str(health)
+        assert master.wait_ready().state == "ready"
+    with closing(master):
+        health = master.health()
+        assert (health.state, health.reasons, health.serving) == ("ready", (), 2)
+        assert master.statistics().health == health
+        # Its restart takes as long as its start.
+        killed = pids(master)[0]
+        os.kill(killed, signal.SIGKILL)
+        wait_until(lambda: master.health().state == "degraded")
+        health = master.health()
+        assert health.serving == 1
+        [reason] = health.reasons
+        assert reason.startswith("worker 0 (cpu:0")
+        assert_answers(master.predict(rows(3)), rows(3))
+        assert master.wait_ready(10.0) == master.health()
+    health = master.health()
+    assert (health.state, health.reasons, health.serving) == ("closed", (), 0)
+    with pytest.raises(ClosedError):
+        master.wait_ready()
+    with pytest.raises(ClosedError):
+        master.restart_workers()
+    told = [state for state in healths(caplog) if state != "starting"]
+    assert told[:3] == ["ready", "degraded", "ready"]
+    assert f"worker 0 (cpu:0, pid {killed}) killed by SIGKILL" in caplog.text
+    [warning] = [r for r in caplog.records if r.getMessage().startswith("degraded")]
+    assert warning.levelno == logging.WARNING
+
+
+def test_health_after_a_failed_start_says_why(fake_model: FakeModel) -> None:
+    model = fake_model(build="fail")
+    master = Master(model, 1, engine="fake")
+    with pytest.raises(BuildError):
+        master.start()
+    health = master.health()
+    assert (health.state, health.serving) == ("failed", 0)
+    assert "fake: told to fail" in health.reasons[0]
+    with pytest.raises(ClosedError):
+        master.wait_ready()
+
+
+def test_worker_that_is_stopped_while_idle_is_told_from_one_that_waits(
+    fake_model: FakeModel,
+) -> None:
+    with Master(fake_model(), 2, engine="fake") as master:
+        stopped = pids(master)[1]
+        stop(stopped)
+        health = master.health()
+        assert (health.state, health.serving) == ("degraded", 1)
+        assert health.reasons == (f"worker 1 (cpu:1, pid {stopped}) is stopped by a signal",)
+        with pytest.raises(ReadyTimeoutError, match=rf"within 0\.2 s: .*pid {stopped}\) is stop"):
+            master.wait_ready(0.2)
+        os.kill(stopped, signal.SIGCONT)
+        assert master.wait_ready(5.0).serving == 2
+        assert_answers(master.predict(rows(4)), rows(4))
+
+
+def test_crash_loop_ends_in_a_clear_state_and_workers_can_be_asked_for_again(
+    fake_model: FakeModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = fake_model()
+    content = model.read_text("utf-8")
+    restart = RestartPolicy(budget=2, backoff=0.01)
+    with Master(model, 2, engine="fake", restart=restart) as master:
+        model.unlink()
+        for index, state in enumerate(("degraded", "failed")):
+            os.kill(pids(master)[0], signal.SIGKILL)
+            wait_until(lambda n=index: str(master.health()).count("given up after 2") > n)  # type: ignore[misc]
+            health = master.health()
+            assert (health.state, health.serving) == (state, 1 - index)
+            assert model.name in str(health)
+            with pytest.raises(WorkerDiedError, match=r"worker 0 .*was given up"):
+                master.wait_ready(5.0)
+        start = time.monotonic()
+        with pytest.raises(WorkerDiedError, match=model.name):
+            master.predict(rows(1))
+        assert time.monotonic() - start < 0.5
+        model.write_text(content, "utf-8")
+        master.restart_workers(20.0)
+        assert str(master.health()) == "ready: 2 of 2 workers serve"
+        assert_answers(master.predict(rows(4)), rows(4))
+        assert healths(caplog)[-1] == "ready"
+        assert "failed" in healths(caplog)
+        # A fresh one cannot load the model: the others stay.
+        model.unlink()
+        with pytest.raises(WorkerDiedError, match=model.name):
+            master.restart_workers(20.0)
+        assert master.health().state == "degraded"
+        assert_answers(master.predict(rows(4)), rows(4))
+
+
+def test_callback_may_not_wait_for_workers(fake_model: FakeModel) -> None:
+    with Master(fake_model(), 1, engine="fake") as master:
+        for call in (master.wait_ready, master.restart_workers):
+            outcome: Future[str] = Future()
+
+            def ask(_: object, call: Callable[[], object] = call) -> None:
+                try:
+                    call()
+                except McinferError as exc:
+                    outcome.set_result(str(exc))  # noqa: B023 done before the loop goes on
+
+            [worker] = pids(master)
+            stop(worker)  # so that the answer does not come before the callback
+            master.submit(rows(1)).add_done_callback(ask)
+            os.kill(worker, signal.SIGCONT)
+            assert "in a future's callback" in outcome.result(5.0)
+
+
+# What is said of workers that hang and crash.
+
+
+def test_hung_run_is_told_with_its_stacks(
+    fake_model: FakeModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = fake_model(when={"-1": "hang:60"})
+    timeouts = Timeouts(cancel_grace=0.1)
+    with Master(model, 1, engine="fake", timeouts=timeouts) as master:
+        [hung] = pids(master)
+        with pytest.raises(PredictTimeoutError):
+            master.predict(act(SLOW), timeout=0.2)
+        assert "has not stopped a run that nobody waits for" in str(master.health())
+        wait_until(lambda: all_gone([hung]))
+        master.wait_ready(5.0)
+    [error] = [r for r in caplog.records if r.levelno == logging.ERROR]
+    assert error.getMessage() == f"worker 0 (cpu:0, pid {hung}): did not stop in time; it is killed"
+    [death] = [r for r in caplog.records if f"pid {hung}) killed by SIGKILL" in r.getMessage()]
+    text = death.getMessage()
+    assert caplog.records.index(error) < caplog.records.index(death)
+    assert "where it was:" in text
+    assert "in _act" in text  # Python
+    assert "libc.so" in text.partition("Native stack")[2]
+
+
+def test_stopped_worker_is_told_as_stopped(
+    fake_model: FakeModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Master(fake_model(), 1, engine="fake", timeouts=Timeouts(cancel_grace=0.1)) as master:
+        [stopped] = pids(master)
+        stop(stopped)
+        with pytest.raises(PredictTimeoutError):
+            master.predict(rows(1), timeout=0.1)
+        wait_until(lambda: all_gone([stopped]))
+        master.wait_ready(5.0)
+    assert f"pid {stopped}): did not stop in time, and is stopped by a signal; it is" in caplog.text
+
+
+def test_crash_is_told_with_its_stack(
+    fake_model: FakeModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = fake_model(run=f"once:{tmp_path / 'crashed'}:segfault")
+    with Master(model, 1, engine="fake") as master:
+        [crashed] = pids(master)
+        assert_answers(master.predict(rows(2)), rows(2))
+    said = [record.getMessage() for record in caplog.records]
+    [death] = [text for text in said if text.startswith(f"worker 0 (cpu:0, pid {crashed}) killed")]
+    assert "killed by SIGSEGV; where it was:\nFatal Python error: Segmentation fault" in death
+    assert "in _act" in death
+
+
+# Draining.
+
+
+def test_draining_answers_all_that_was_accepted_and_takes_nothing_more(
+    fake_model: FakeModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Master(fake_model(run="sleep:0.02"), 2, engine="fake") as master:
+        workers = pids(master)
+        futures = [master.submit(rows(2, first=float(n))) for n in range(20)]
+        with running(lambda: master.close(drain=True)) as drained:
+            wait_until(lambda: master.health().state == "closing")
+            for call in (master.predict, master.submit):
+                with pytest.raises(ClosedError, match=r"closing|closed"):
+                    call(rows(1))
+            with pytest.raises(ClosedError):
+                master.restart_workers()
+            drained.result(10.0)
+        for number, future in enumerate(futures):
+            assert_answers(future.result(0.0), rows(2, first=float(number)))
+        assert master.health().state == "closed"
+    for pid in workers:
+        assert f"pid {pid}) exited with status 0" in caplog.text
+
+
+def test_what_is_not_drained_in_time_fails(fake_model: FakeModel) -> None:
+    with Master(fake_model(when={"-1": "sleep:60"}), 1, engine="fake") as master:
+        futures = [master.submit(act(SLOW)) for _ in range(3)]
+        answered = master.submit(rows(1), priority=1)
+        futures[0].cancel()
+        start = time.monotonic()
+        master.close(0.4, drain=True)
+        assert 0.4 <= time.monotonic() - start < 2.0
+        assert_answers(answered.result(0.0), rows(1))
+        for future in futures[1:]:
+            with pytest.raises(ClosedError):
+                future.result(0.0)
+
+
+def test_worker_that_is_killed_while_the_pool_drains_costs_nothing(fake_model: FakeModel) -> None:
+    with Master(fake_model(run="sleep:0.05"), 2, engine="fake") as master:
+        futures = [master.submit(rows(1, first=float(n))) for n in range(8)]
+        with running(lambda: master.close(drain=True)) as drained:
+            wait_until(lambda: master.health().state == "closing")
+            os.kill(pids(master)[0], signal.SIGKILL)
+            drained.result(10.0)
+        for number, future in enumerate(futures):
+            assert_answers(future.result(0.0), rows(1, first=float(number)))
+
+
+def test_pool_with_nothing_to_do_is_drained_at_once(
+    fake_model: FakeModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Master(fake_model(), 1, engine="fake") as master:
+        master.close(drain=True)
+        assert master.health().state == "closed"
+        master.close(drain=True)
+    assert "exited with status 0" in caplog.text
+    Master(fake_model(), 1, engine="fake").close(drain=True)
+
+
+def test_second_close_ends_the_draining(fake_model: FakeModel) -> None:
+    with Master(fake_model(run="sleep:60"), 1, engine="fake") as master:
+        future = master.submit(rows(1))
+        with running(lambda: master.close(drain=True)) as drained:
+            wait_until(lambda: master.health().state == "closing")
+            master.close()
+            drained.result(1.0)
+        with pytest.raises(ClosedError):
+            future.result(0.0)
+
+
+def test_callers_in_the_line_are_sent_away_by_draining(fake_model: FakeModel) -> None:
+    limits = Limits(queue=1, when_queue_full="wait")
+    with Master(fake_model(run="sleep:0.3"), 1, engine="fake", limits=limits) as master:
+        accepted = master.submit(rows(1))
+        with (
+            running(lambda: master.predict(rows(1))) as first,
+            running(lambda: master.predict(rows(1))) as second,
+        ):
+            wait_until(lambda: len(master._supervisor._line) == 2)
+            with running(lambda: master.close(drain=True)):
+                for waiting in (first, second):
+                    assert isinstance(waiting.exception(5.0), ClosedError)
+        assert_answers(accepted.result(0.0), rows(1))
+
+
+def test_ctrl_c_ends_the_draining(fake_model: FakeModel) -> None:
+    text = """
+master = mcinfer.Master(sys.argv[1], 2, engine="fake").start()
+say_pids(master)
+futures = [master.submit(X) for _ in range(5)]
+import threading
+def tell():
+    while master.health().state != "closing":
+        time.sleep(0.005)
+    say("draining")
+threading.Thread(target=tell).start()
+try:
+    master.close(drain=True)
+except KeyboardInterrupt:
+    say(*{type(future.exception(0)).__name__ for future in futures}, master.health().state)
+"""
+    with Program(PREAMBLE + text, fake_model(run="sleep:60")) as program:
+        workers = program.pids()
+        assert program.line() == "draining"
+        program.interrupt()
+        ended = program.wait(timeout=5.0)
+        assert (ended.status, ended.out, ended.err) == (0, "ClosedError closed\n", "")
+        assert all_gone(workers)
+
+
+# Replacing all workers.
+
+
+def test_workers_are_replaced_under_traffic_and_no_request_fails(fake_model: FakeModel) -> None:
+    with Master(fake_model(), 2, engine="fake", restart=NO_BUDGET) as master, traffic(master):
+        seen = {*pids(master)}
+        for times in (1, 2):
+            master.restart_workers(20.0)
+            assert not seen & {*pids(master)}
+            seen |= {*pids(master)}
+            assert [w.restarts for w in master.statistics().workers] == [times, times]
+        assert [w.last_error for w in master.statistics().workers] == ["", ""]
+        assert master.health().state == "ready"
+
+
+def test_requests_wait_while_the_only_worker_is_replaced(fake_model: FakeModel) -> None:
+    with Master(fake_model(run="sleep:0.01"), 1, engine="fake", restart=NO_BUDGET) as master:
+        before = pids(master)
+        with traffic(master, threads=2):
+            master.restart_workers(20.0)
+        assert pids(master) != before
+
+
+def test_worker_that_hangs_is_replaced_when_its_requests_time_is_over(
+    fake_model: FakeModel, tmp_path: Path
+) -> None:
+    hangs = tmp_path / "hangs"
+    model = fake_model(when={"-1": f"once:{hangs}:hang:60"})
+    timeouts = Timeouts(close=0.2, cancel_grace=0.2)
+    with Master(model, 2, engine="fake", timeouts=timeouts) as master:
+        before = {*pids(master)}
+        late = master.submit(act(SLOW), timeout=0.8)
+        wait_until(hangs.exists)
+        # One that is stopped while idle does not end by itself either.
+        stop(*({*before} - {busy_pid(master)}))
+        master.restart_workers(20.0)
+        assert isinstance(late.exception(0.0), PredictTimeoutError)
+        assert not before & {*pids(master)}
+        assert_answers(master.predict(rows(4)), rows(4))
+
+
+def test_two_callers_replace_the_workers_one_after_the_other(fake_model: FakeModel) -> None:
+    with Master(fake_model(), 2, engine="fake", restart=NO_BUDGET) as master:
+        with running(lambda: master.restart_workers(20.0)) as first:
+            master.restart_workers(20.0)
+            first.result(20.0)
+        assert [w.restarts for w in master.statistics().workers] == [2, 2]
+        assert master.health().state == "ready"
+
+
+def test_replacing_that_takes_too_long_goes_no_further(fake_model: FakeModel) -> None:
+    with Master(fake_model(), 2, engine="fake", timeouts=Timeouts(close=30.0)) as master:
+        first, second = pids(master)
+        stop(first)
+        with pytest.raises(ReadyTimeoutError, match=r"not all .* within 0\.2 s"):
+            master.restart_workers(0.2)
+        assert_answers(master.predict(rows(4), timeout=5.0), rows(4))
+        os.kill(first, signal.SIGCONT)
+        master.wait_ready(10.0)
+        # The one that was on its way is fresh, the other as it was.
+        assert [w.restarts for w in master.statistics().workers] == [1, 0]
+        assert pids(master)[1] == second
+
+
+def test_closing_ends_the_replacing(fake_model: FakeModel) -> None:
+    with Master(fake_model(), 2, engine="fake") as master:
+        stop(pids(master)[0])
+        with running(master.restart_workers) as replacing:
+            wait_until(lambda: "is being replaced" in str(master.health()))
+            master.close(0.0)
+            assert isinstance(replacing.exception(5.0), ClosedError)
+
+
+# Recycling.
+
+
+def test_workers_are_recycled_after_so_many_requests_and_never_together(
+    fake_model: FakeModel,
+) -> None:
+    restart = RestartPolicy(budget=0, max_requests=5)
+    with Master(fake_model(), 2, engine="fake", restart=restart) as master:
+        before = {*pids(master)}
+        fewest = 2
+        with traffic(master, threads=3):
+
+            def both_were_replaced() -> bool:
+                nonlocal fewest
+                statistics = master.statistics()
+                fewest = min(fewest, statistics.health.serving)
+                return all(worker.restarts >= 2 for worker in statistics.workers)
+
+            wait_until(both_were_replaced, timeout=20.0)
+        assert fewest == 1
+        assert not before & {*pids(master)}
+
+
+def test_workers_that_have_grown_are_recycled(fake_model: FakeModel) -> None:
+    # Every process has more than a byte of its own; one that has answered nothing yet as well.
+    restart = RestartPolicy(budget=0, max_memory_bytes=1)
+    with Master(fake_model(), 1, engine="fake", restart=restart) as master:
+        before = pids(master)
+        with traffic(master, threads=1):
+            wait_until(lambda: master.statistics().workers[0].restarts >= 1)
+        master.wait_ready(5.0)
+        assert pids(master) != before
+
+
+# Statistics.
+
+
+def test_statistics_tell_what_is_under_way_and_what_was_done(
+    fake_model: FakeModel, tmp_path: Path
+) -> None:
+    model = fake_model(when={"-1": f"once:{tmp_path / 'slow'}:sleep:60", "-2": "fail"})
+    with Master(model, 1, engine="fake") as master:
+        slow = master.submit(act(SLOW, 3))
+        wait_for_states(master, "busy")
+        queued = [master.submit(rows(2)) for _ in range(2)]
+        statistics = master.statistics()
+        assert (statistics.in_flight, statistics.queued, statistics.queued_shards) == (3, 2, 2)
+        row = 2 * 4 * 4  # bytes, those of its answer included
+        assert statistics.in_flight_bytes == (3 + 2 + 2) * row
+        assert statistics.latency.count == statistics.batch_sizes.count == 0
+        assert slow.cancel()
+        for future in queued:
+            future.result(5.0)
+        with pytest.raises(PredictError):
+            master.predict(act(-2.0))
+        master.predict(rows(6))
+        statistics = master.statistics()
+        assert (statistics.accepted, statistics.succeeded) == (5, 3)
+        assert (statistics.failed, statistics.cancelled) == (1, 1)
+        assert (statistics.in_flight, statistics.in_flight_bytes) == (0, 0)
+        assert (statistics.queued, statistics.queued_shards) == (0, 0)
+        assert statistics.latency.count == statistics.succeeded
+        assert 0.0 < statistics.latency.total < 20.0
+        assert (statistics.batch_sizes.count, statistics.batch_sizes.total) == (3, 10.0)
+        [worker] = statistics.workers
+        assert (worker.runs, worker.completed, worker.failed) == (3, 3, 1)
+
+
+def test_joined_requests_are_one_run_of_all_their_rows(
+    fake_model: FakeModel, tmp_path: Path
+) -> None:
+    model = fake_model(run=f"once:{tmp_path / 'slow'}:sleep:0.3")
+    with Master(model, 1, engine="fake", max_batch_size=8) as master:
+        for future in [master.submit(rows(2)) for _ in range(5)]:
+            future.result(10.0)
+        sizes = master.statistics().batch_sizes
+        assert (sizes.count, sizes.total) == (2, 10.0)
+        assert master.statistics().latency.count == 5
+
+
+# Traces.
+
+CALLER: ContextVar[str] = ContextVar("CALLER", default="nobody")
+
+
+class Traces:
+    """What a hook was told, and by whose call."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, RequestTrace]] = []
+
+    def __call__(self, trace: RequestTrace) -> None:
+        self.told.append((CALLER.get(), trace))
+
+    def only(self, caller: str) -> RequestTrace:
+        """The one trace of a caller's request, once it is told; its times are in order."""
+        wait_until(lambda: any(name == caller for name, _ in self.told))
+        [trace] = [trace for name, trace in self.told if name == caller]
+        assert trace.called <= trace.queued <= trace.settled <= trace.joined <= time.monotonic()
+        for run in trace.shards:
+            assert trace.queued <= run.sent <= run.answered <= trace.settled
+            assert 0.0 <= run.run_seconds <= run.answered - run.sent
+        return trace
+
+
+def called(name: str, function: Callable[[], object]) -> None:
+    """Call it as this caller, whatever comes of it."""
+    token = CALLER.set(name)
+    with suppress(McinferError, CancelledError):
+        outcome = function()
+        if isinstance(outcome, Future):
+            outcome.exception(10.0)
+    CALLER.reset(token)
+
+
+def test_every_request_is_traced_once_in_the_context_of_its_call(
+    fake_model: FakeModel, tmp_path: Path
+) -> None:
+    traces = Traces()
+    dies = tmp_path / "dies"
+    model = fake_model(when={"-1": "fail", "-2": "sleep:60", "-3": f"once:{dies}:kill"})
+    with Master(model, 2, engine="fake", trace=traces) as master:
+
+        def cancelled() -> "Future[Arrays]":
+            future = master.submit(act(-2.0))
+            wait_until(lambda: "busy" in states(master))
+            future.cancel()
+            return future
+
+        called("predict", lambda: master.predict(rows(5)))
+        called("submit", lambda: master.submit(rows(2)))
+        called("nothing", lambda: master.predict(rows(0)))
+        called("fails", lambda: master.predict(act(-1.0)))
+        called("cancelled", cancelled)
+        called("late", lambda: master.predict(act(-2.0), timeout=0.1))
+        called("dies", lambda: master.submit(act(-3.0)))
+        called("invalid", lambda: master.predict({"z": rows(1)["x"]}))
+        workers = {worker.pid for worker in master.statistics().workers}
+
+        whole = traces.only("predict")
+        assert (whole.outcome, whole.error, whole.rows) == ("succeeded", None, 5)
+        assert [(run.shard, run.attempts) for run in whole.shards] == [(0, 1), (1, 1)]
+        assert sorted(run.device for run in whole.shards) == ["cpu:0", "cpu:1"]
+        single = traces.only("submit")
+        assert (single.outcome, single.rows, len(single.shards)) == ("succeeded", 2, 1)
+        failed = traces.only("fails")
+        assert (failed.outcome, failed.shards) == ("failed", ())
+        assert isinstance(failed.error, PredictError)
+        assert traces.only("cancelled").outcome == "cancelled"
+        late = traces.only("late")
+        assert isinstance(late.error, PredictTimeoutError)
+        assert late.settled - late.called >= 0.1
+        again = traces.only("dies")
+        assert (again.outcome, again.shards[0].attempts) == ("succeeded", 2)
+        assert again.shards[0].pid in workers
+        assert len(traces.told) == 6
+        assert len({trace.request for _, trace in traces.told}) == 6
+
+
+def test_each_of_several_joined_requests_is_traced(fake_model: FakeModel, tmp_path: Path) -> None:
+    traces = Traces()
+    slow = tmp_path / "slow"
+    model = fake_model(run=f"once:{slow}:sleep:0.3")
+    with Master(model, 1, engine="fake", max_batch_size=8, trace=traces) as master:
+        first = master.submit(rows(1))
+        wait_until(slow.exists)
+        futures = []
+        for caller in ("one", "two"):
+            token = CALLER.set(caller)
+            futures.append(master.submit(rows(2)))
+            CALLER.reset(token)
+        for future in (first, *futures):
+            future.result(10.0)
+        one, two = traces.only("one"), traces.only("two")
+        assert one.shards[0].sent == two.shards[0].sent
+        assert one.shards[0].run_seconds == two.shards[0].run_seconds
+        assert (one.rows, two.rows) == (2, 2)

@@ -1,0 +1,323 @@
+"""Tests of mcinfer/roster.py: workers' lives alone, without requests. Time is a number.
+
+What they are to requests is in test_scheduler.py, and so is any order of events.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from mcinfer.actions import (
+    Action,
+    DumpStacks,
+    HealthChanged,
+    KillWorker,
+    PoolStarted,
+    Send,
+    StartWorker,
+    WorkersRestarted,
+)
+from mcinfer.config import RestartPolicy, Timeouts
+from mcinfer.errors import BuildError, ClosedError, MissingDependencyError
+from mcinfer.protocol import (
+    VERSION,
+    Build,
+    BuildFinish,
+    Error,
+    Exit,
+    Hello,
+    WorkerState,
+)
+from mcinfer.roster import STACKS_SECONDS, Roster, Worker, describe_exit
+
+TIMEOUTS = Timeouts(start=30.0, predict=10.0, cancel_grace=1.0, close=5.0)
+RESTART = RestartPolicy(budget=2, window=60.0, backoff=0.5, backoff_limit=1.0)
+SPECS = (("x", "float32", ("batch", 3)),)
+BUILT = BuildFinish(inputs=SPECS, outputs=SPECS, providers=("CPU",), seconds=0.1)
+
+
+def build(index: int) -> Build:
+    return Build(
+        model="/model.onnx",
+        engine="fake",
+        device=f"cpu:{index}",
+        cores=(index,),
+        shared=False,
+        threads=None,
+        inter_op_threads=None,
+        allow_fallback=False,
+        session_config={},
+        provider_options={},
+    )
+
+
+def new_roster(workers: int, *, restart: RestartPolicy = RESTART) -> Roster:
+    """Workers that have their process, and have connected."""
+    roster = Roster([build(i) for i in range(workers)], timeouts=TIMEOUTS, restart=restart)
+    for w in roster.workers:
+        assert roster.start(w, 0.0) == [StartWorker(worker=w.index)]
+        connect(w, 100 + w.index)
+    return roster
+
+
+def connect(w: Worker, pid: int) -> None:
+    w.pid = pid
+    w.conversation.advance(Hello(version=VERSION, pid=pid, token="secret"))  # noqa: S106
+    w.send(w.build)
+
+
+def finish(roster: Roster, w: Worker, message: BuildFinish = BUILT) -> list[Action]:
+    w.conversation.advance(message)
+    return roster.finish_build(w, message)
+
+
+def fail(roster: Roster, w: Worker, text: str, kind: str = "build") -> list[Action]:
+    message = Error(kind=kind, text=text)
+    w.conversation.advance(message)
+    return roster.fail_build(w, message, 1.0)
+
+
+def ready_roster(workers: int, *, restart: RestartPolicy = RESTART) -> Roster:
+    roster = new_roster(workers, restart=restart)
+    actions = [finish(roster, w) for w in roster.workers]
+    assert actions[-1] == [PoolStarted()]
+    assert roster.started
+    return roster
+
+
+def end(roster: Roster, w: Worker, now: float, how: str = describe_exit(0)) -> list[Action]:
+    """Its process ends, and that is acted on."""
+    roster.bury(w, how, now)
+    return [*roster.after_death(), *roster.advance(now)]
+
+
+def come_back(roster: Roster, w: Worker, now: float) -> list[Action]:
+    """It is due to be started again, and loads the model."""
+    assert roster.handle_time(w, now) == [StartWorker(worker=w.index)]
+    connect(w, 200 + w.index)
+    return [*finish(roster, w), *roster.advance(now)]
+
+
+# Starting.
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        (("missing", "missing"), MissingDependencyError),
+        (("missing", "build"), BuildError),
+        (("build", "build"), BuildError),
+    ],
+)
+def test_package_is_missing_when_all_that_failed_lack_it(
+    kinds: tuple[str, str], expected: type[Exception]
+) -> None:
+    roster = new_roster(3)
+    finish(roster, roster.workers[0])
+    assert fail(roster, roster.workers[1], "one", kinds[0]) == [Send(worker=1, message=Exit())]
+    _, told = fail(roster, roster.workers[2], "two", kinds[1])
+    assert isinstance(told, PoolStarted)
+    assert type(told.error) is expected
+    assert str(told.error) == "worker 1 (cpu:1, pid 101): one; worker 2 (cpu:2, pid 102): two"
+    assert end(roster, roster.workers[1], 2.0) == []
+
+
+def test_worker_that_gets_on_has_more_time() -> None:
+    roster = new_roster(1)
+    [w] = roster.workers
+    roster.extend_start(w, 20.0)
+    assert roster.due_times() == [50.0]
+    finish(roster, w)
+    roster.extend_start(w, 21.0)  # what it sent before
+    assert roster.due_times() == []
+
+
+# Ending.
+
+
+def test_worker_that_hangs_is_asked_where_it_is_and_killed_a_moment_later() -> None:
+    roster = ready_roster(1)
+    [w] = roster.workers
+    assert roster.end_when_idle(w, 1.0, 5.0) == [Send(worker=0, message=Exit())]
+    assert roster.handle_time(w, 5.9) == []
+    assert roster.handle_time(w, 6.0) == [DumpStacks(worker=0)]
+    assert not w.serves
+    assert not w.is_free
+    assert roster.due_times() == [6.0 + STACKS_SECONDS]
+    assert roster.handle_time(w, 6.0 + STACKS_SECONDS) == [KillWorker(worker=0)]
+    assert roster.due_times() == []
+
+
+def test_end_of_a_worker_that_hung_is_told_with_why_it_was_killed() -> None:
+    roster = ready_roster(1)
+    [w] = roster.workers
+    w.kill_at = 1.0
+    roster.handle_time(w, 1.0)
+    roster.handle_time(w, 1.2)
+    assert roster.bury(w, "killed by SIGKILL", 1.3) == (
+        "worker 0 (cpu:0, pid 100) killed by SIGKILL"
+    )
+    assert w.last_error == (
+        "worker 0 (cpu:0, pid 100) killed by SIGKILL after: "
+        "worker 0 (cpu:0, pid 100): did not stop in time"
+    )
+
+
+def test_worker_that_was_given_no_time_to_end_is_killed_without_a_question() -> None:
+    roster = ready_roster(1)
+    [w] = roster.workers
+    assert roster.close(1.0, 0.0) == [Send(worker=0, message=Exit())]
+    assert roster.handle_time(w, 1.0) == [KillWorker(worker=0)]
+
+
+def test_closing_does_not_put_off_the_end_of_a_worker_that_hangs() -> None:
+    roster = ready_roster(1)
+    [w] = roster.workers
+    w.kill_at = 1.0
+    assert roster.handle_time(w, 1.0) == [DumpStacks(worker=0)]
+    assert roster.close(1.1, 5.0) == [KillWorker(worker=0)]
+
+
+def test_nobody_is_started_again_in_a_pool_that_closes() -> None:
+    roster = ready_roster(2)
+    roster.bury(roster.workers[0], "killed by SIGKILL", 1.0)
+    roster.close(1.0, 5.0)
+    roster.bury(roster.workers[1], describe_exit(0), 2.0)
+    assert roster.due_times() == []
+
+
+# Restarts.
+
+
+def test_restarts_are_counted_within_the_window_alone() -> None:
+    roster = ready_roster(1)
+    [w] = roster.workers
+    delays = []
+    for now in (0.0, 1.0, 62.0, 63.0):
+        roster.bury(w, "killed by SIGKILL", now)
+        [due] = roster.due_times()
+        delays.append(due - now)
+        come_back(roster, w, due)
+    assert delays == [0.0, 0.5, 0.0, 0.5]
+    roster.bury(w, "killed by SIGKILL", 64.0)
+    assert roster.is_lost
+    assert "worker 0 (cpu:0, pid 200) killed by SIGKILL" in str(roster.nobody_left())
+
+
+def test_end_that_was_planned_takes_nothing_from_the_budget_and_is_no_error() -> None:
+    roster = ready_roster(1, restart=replace(RESTART, budget=0))
+    [w] = roster.workers
+    for _ in range(10):
+        roster.replace(roster.workers)
+        assert roster.advance(1.0) == [Send(worker=0, message=Exit())]
+        assert end(roster, w, 1.0) == []
+        assert come_back(roster, w, 1.0) == []
+    assert (w.restarts, w.last_error, len(w.starts)) == (10, "", 0)
+
+
+# Replacing.
+
+
+def test_worker_that_is_to_be_replaced_twice_is_replaced_once() -> None:
+    roster = ready_roster(2)
+    first, second = roster.workers
+    roster.replace([first])
+    roster.replace(roster.workers, asked_for=True)
+    assert roster.advance(1.0) == [Send(worker=0, message=Exit())]
+    roster.replace([first])
+    end(roster, first, 1.0)
+    assert come_back(roster, first, 1.0) == [Send(worker=1, message=Exit())]
+    end(roster, second, 1.0)
+    assert come_back(roster, second, 1.0) == [WorkersRestarted()]
+    assert roster.advance(2.0) == []
+
+
+def test_nobody_is_told_of_what_nobody_asked_for() -> None:
+    roster = ready_roster(1, restart=replace(RESTART, budget=0))
+    [w] = roster.workers
+    roster.replace([w])
+    roster.advance(1.0)
+    end(roster, w, 1.0)
+    roster.handle_time(w, 1.0)
+    connect(w, 200)
+    fail(roster, w, "no such file")
+    assert end(roster, w, 2.0) == []
+    assert w.given_up
+
+
+def test_worker_that_loads_is_replaced_when_it_has_the_model() -> None:
+    roster = ready_roster(2)
+    first, second = roster.workers
+    roster.bury(first, "killed by SIGKILL", 1.0)
+    roster.handle_time(first, 1.0)
+    connect(first, 300)
+    roster.replace([first, second], asked_for=True)
+    assert roster.advance(1.0) == []
+    finish(roster, first)
+    assert roster.advance(1.0) == [Send(worker=0, message=Exit())]
+
+
+def test_closing_tells_those_who_wait_for_fresh_workers() -> None:
+    roster = ready_roster(1)
+    roster.replace(roster.workers, asked_for=True)
+    roster.advance(1.0)
+    [told] = roster.close(2.0, 5.0)
+    assert isinstance(told, WorkersRestarted)
+    assert isinstance(told.error, ClosedError)
+    assert end(roster, roster.workers[0], 2.0) == []
+
+
+@pytest.mark.parametrize(("answers", "own_bytes"), [(3, 0), (0, 1001)])
+def test_worn_worker_is_replaced(answers: int, own_bytes: int) -> None:
+    restart = replace(RESTART, max_requests=3, max_memory_bytes=1000)
+    roster = ready_roster(1, restart=restart)
+    [w] = roster.workers
+    w.answers = 2
+    roster.retire_if_worn(w, 1000)
+    assert roster.advance(1.0) == []
+    w.answers = answers
+    roster.retire_if_worn(w, own_bytes)
+    assert roster.advance(1.0) == [Send(worker=0, message=Exit())]
+    end(roster, w, 1.0)
+    come_back(roster, w, 1.0)
+    assert w.answers == 0
+
+
+def test_worker_is_not_worn_where_the_policy_says_nothing() -> None:
+    roster = ready_roster(1)
+    roster.workers[0].answers = 1_000_000
+    roster.retire_if_worn(roster.workers[0], 1 << 50)
+    assert roster.advance(1.0) == []
+
+
+# Health.
+
+
+def test_health_is_told_once_for_each_change() -> None:
+    roster = ready_roster(2)
+    [told] = roster.announce(1.0)
+    assert isinstance(told, HealthChanged)
+    assert (told.health.state, told.health.serving) == ("ready", 2)
+    assert roster.announce(2.0) == []
+    roster.bury(roster.workers[0], "killed by SIGKILL", 3.0)
+    [told] = roster.announce(3.0)
+    assert isinstance(told, HealthChanged)
+    assert (told.health.state, told.health.serving) == ("degraded", 1)
+    # That it is about to be started is nothing new.
+    roster.handle_time(roster.workers[0], 3.0)
+    assert roster.announce(3.0) == []
+    roster.close(4.0, 5.0)
+    assert roster.announce(4.0) == []
+
+
+def test_pool_is_failed_when_everybody_was_given_up() -> None:
+    roster = ready_roster(2, restart=replace(RESTART, budget=0))
+    for w, state in zip(roster.workers, ("degraded", "failed"), strict=True):
+        roster.bury(w, "killed by SIGKILL", 1.0)
+        assert roster.health(1.0).state == state
+    assert roster.health(1.0).reasons == tuple(
+        f"worker {i} (cpu:{i}) was given up after 0 restarts within 60 s: "
+        f"worker {i} (cpu:{i}, pid {100 + i}) killed by SIGKILL"
+        for i in (0, 1)
+    )
+    assert all(w.state is WorkerState.GONE for w in roster.workers)
