@@ -1,0 +1,167 @@
+"""What a real pool tells Prometheus and OpenTelemetry, and the documentation's own programs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+from prometheus_client import CollectorRegistry
+
+from mcinfer import Master, PredictError
+from mcinfer.exporters.opentelemetry import request_spans
+from mcinfer.exporters.prometheus import MasterCollector
+from tests.process.models import AFFINE, FakeModel, OnnxModel, act, rows
+from tests.process.scripts import PREAMBLE, Program
+from tests.process.waiting import wait_until
+
+DOCS = Path(__file__).parents[2] / "docs" / "observability.md"
+PROGRAMS = re.findall(r"^```python\n(.*?)^```$", DOCS.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+
+FAILS = -1.0
+"""Rows that begin with this number fail."""
+
+
+def test_prometheus_is_told_what_a_pool_has_done(fake_model: FakeModel) -> None:
+    registry = CollectorRegistry(auto_describe=True)
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"mcinfer_{name}", {"model": "m", **labels})
+
+    model = fake_model(when={f"{FAILS:g}": "fail"}, run="sleep:0.01")
+    with Master(model, 2, engine="fake") as master:
+        registry.register(MasterCollector(master, {"model": "m"}))
+        assert value("health", state="ready") == 1
+        assert value("workers") == value("workers_serving") == 2
+        master.predict(rows(6))
+        master.submit(rows(1)).result(10)
+        with pytest.raises(PredictError):
+            master.submit(act(FAILS)).result(10)
+        assert value("requests_total", outcome="succeeded") == 2
+        assert value("requests_total", outcome="failed") == 1
+        assert value("requests_in_flight") == value("in_flight_bytes") == 0
+        assert value("request_latency_seconds_count") == 2
+        assert value("request_latency_seconds_bucket", le="0.01") == 0
+        assert value("run_batch_rows_bucket", le="1.0") == 1
+        assert value("run_batch_rows_bucket", le="4.0") == 3
+        assert value("run_batch_rows_sum") == 7
+        each = [{"worker": str(index), "device": f"cpu:{index}"} for index in range(2)]
+        assert [value("worker_up", **labels) for labels in each] == [1, 1]
+        shards = [value("worker_shards_total", **labels, outcome="succeeded") for labels in each]
+        assert sum(count or 0 for count in shards) == 3
+        busy = [value("worker_busy_seconds_total", **labels) for labels in each]
+        assert sum(seconds or 0 for seconds in busy) > 0.03
+        memory = value("memory_bytes")
+        assert memory is not None
+        assert memory > 0
+    assert value("health", state="closed") == 1
+    assert value("requests_total", outcome="succeeded") == 2
+    assert [value("worker_up", **labels) for labels in each] == [0, 0]
+
+
+def test_forked_child_tells_nothing(fake_model: FakeModel) -> None:
+    text = """
+from mcinfer.exporters.prometheus import MasterCollector
+
+with mcinfer.Master(sys.argv[1], 1, engine="fake") as master:
+    collector = MasterCollector(master)
+    say(len([*collector.collect()]) > 0)
+    child = os.fork()
+    if not child:
+        say([*collector.collect()])
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+    with Program(PREAMBLE + text, fake_model()) as program:
+        assert program.line() == "True"
+        assert program.line() == "[]"
+        ended = program.wait(timeout=5.0)
+        assert (ended.status, ended.out, ended.err) == (0, "", "")
+
+
+def test_spans_of_a_pool_are_below_their_callers(fake_model: FakeModel) -> None:
+    memory = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    tracer = provider.get_tracer("caller")
+    model = fake_model(when={f"{FAILS:g}": "fail"}, run="sleep:0.01")
+    with Master(model, 2, engine="fake", trace=request_spans(provider)) as master:
+        with tracer.start_as_current_span("predicts") as predicts:
+            master.predict(rows(6))
+        with tracer.start_as_current_span("submits") as submits:
+            future = master.submit(act(FAILS))
+        with pytest.raises(PredictError):
+            future.result(10)
+
+        def requests() -> int:
+            return sum(span.name == "mcinfer.request" for span in memory.get_finished_spans())
+
+        wait_until(lambda: requests() == 2)
+        pids = {worker.pid for worker in master.statistics().workers}
+    spans = memory.get_finished_spans()
+    whole, failed = (span for span in spans if span.name == "mcinfer.request")
+    assert whole.parent == predicts.get_span_context()
+    assert failed.parent == submits.get_span_context()
+    assert whole.status.status_code is StatusCode.UNSET
+    assert failed.status.status_code is StatusCode.ERROR
+    assert whole.attributes is not None
+    assert whole.attributes["mcinfer.request.rows"] == 6
+    stages = [span for span in spans if span.parent == whole.context]
+    assert sorted(span.name.removeprefix("mcinfer.") for span in stages) == [
+        "join",
+        "queue",
+        "run",
+        "run",
+        "stage",
+    ]
+    runs = [span.attributes for span in stages if span.name == "mcinfer.run"]
+    assert {run["process.pid"] for run in runs if run} == pids
+    for span in stages:
+        assert whole.start_time is not None
+        assert whole.end_time is not None
+        assert span.start_time is not None
+        assert span.end_time is not None
+        assert whole.start_time <= span.start_time <= span.end_time <= whole.end_time
+        if span.name == "mcinfer.run":
+            assert span.end_time - span.start_time >= 10_000_000
+
+
+SAID = [
+    r"100 requests, 99 % within \S+ ms\ncpu:0: ready, .* in 100 runs\ncpu:1: ready, .*",
+    r"request 0 succeeded: .*(\n  cpu:[01]: waited .*){2}",
+    r'(?s).*mcinfer_requests_total\{model="model",outcome="succeeded"\} 1\.0.*',
+    r'(?s)(?=.*"name": "example").*"name": "mcinfer\.run".*"name": "mcinfer\.request".*',
+]
+"""By the programs of the documentation."""
+
+
+def test_every_program_of_the_documentation_is_run() -> None:
+    assert len(PROGRAMS) == len(SAID)
+
+
+@pytest.mark.parametrize("number", range(len(SAID)))
+def test_program_of_the_documentation_runs(
+    onnx_model: OnnxModel, tmp_path: Path, number: int
+) -> None:
+    onnx_model(AFFINE).rename(tmp_path / "model.onnx")
+    scrape = (
+        "    import urllib.request\n"
+        "    url = f'http://127.0.0.1:{server.server_port}/metrics'\n"
+        "    print(urllib.request.urlopen(url).read().decode())\n"
+    )
+    text = PROGRAMS[number].replace("start_http_server(9400", "server, _ = start_http_server(0")
+    text = text.replace("    # http", f"{scrape}    # http")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", text],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(SAID[number], done.stdout.strip())

@@ -1,0 +1,197 @@
+"""Spans of a request are its stages: in order, below the caller's span, at the time of the wall's clock."""
+
+import contextvars
+import time
+from collections.abc import Mapping
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.trace import StatusCode
+
+from mcinfer import PredictTimeoutError, RequestTrace, ShardTrace, __version__
+from mcinfer.errors import McinferError
+from mcinfer.exporters.opentelemetry import request_spans
+
+TOLERANCE_NS = 50_000_000
+"""Between the clock's reading here and in the exporter."""
+
+
+def shard(index: int, called: float, pid: int | None = 77) -> ShardTrace:
+    return ShardTrace(
+        shard=index,
+        worker=index + 1,
+        device=f"cpu:{index + 1}",
+        pid=pid,
+        attempts=index + 1,
+        sent=called + 0.2 + index * 0.01,
+        answered=called + 0.6 + index * 0.01,
+        run_seconds=0.375,
+    )
+
+
+def request(called: float, **changes: object) -> RequestTrace:
+    """One of this time of `time.monotonic`, took 0.8 s and had two pieces, but for `changes`."""
+    values: dict[str, object] = {
+        "request": 5,
+        "outcome": "succeeded",
+        "error": None,
+        "rows": 8,
+        "called": called,
+        "queued": called + 0.1,
+        "settled": called + 0.7,
+        "joined": called + 0.8,
+        "shards": (shard(0, called), shard(1, called)),
+        **changes,
+    }
+    return RequestTrace(**values)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def memory() -> InMemorySpanExporter:
+    return InMemorySpanExporter()
+
+
+@pytest.fixture
+def provider(memory: InMemorySpanExporter) -> TracerProvider:
+    made = TracerProvider(shutdown_on_exit=False)
+    made.add_span_processor(SimpleSpanProcessor(memory))
+    return made
+
+
+def by_name(memory: InMemorySpanExporter) -> dict[str, list[ReadableSpan]]:
+    found: dict[str, list[ReadableSpan]] = {}
+    for span in memory.get_finished_spans():
+        found.setdefault(span.name, []).append(span)
+    return found
+
+
+def times(span: ReadableSpan, origin_ns: int) -> tuple[float, float]:
+    """Start and end of a span, in seconds from the origin, rounded to milliseconds."""
+    assert span.start_time is not None
+    assert span.end_time is not None
+    return (
+        round((span.start_time - origin_ns) / 1e9, 3),
+        round((span.end_time - origin_ns) / 1e9, 3),
+    )
+
+
+def attributes(span: ReadableSpan) -> Mapping[str, object]:
+    return dict(span.attributes or {})
+
+
+def test_stages_follow_each_other_within_the_request(
+    provider: TracerProvider, memory: InMemorySpanExporter
+) -> None:
+    request_spans(provider)(request(time.monotonic() - 1.0))
+    spans = by_name(memory)
+    (whole,) = spans["mcinfer.request"]
+    assert whole.start_time is not None
+    origin = whole.start_time
+    assert {name: [times(s, origin) for s in found] for name, found in spans.items()} == {
+        "mcinfer.request": [(0.0, 0.8)],
+        "mcinfer.stage": [(0.0, 0.1)],
+        "mcinfer.queue": [(0.1, 0.2)],
+        "mcinfer.run": [(0.2, 0.6), (0.21, 0.61)],
+        "mcinfer.join": [(0.7, 0.8)],
+    }
+    for span in memory.get_finished_spans():
+        if span is not whole:
+            assert span.parent == whole.context
+    assert whole.instrumentation_scope is not None
+    assert whole.instrumentation_scope.name == "mcinfer"
+    assert whole.instrumentation_scope.version == __version__
+
+
+def test_spans_are_dated_by_the_wall(
+    provider: TracerProvider, memory: InMemorySpanExporter
+) -> None:
+    ago = time.monotonic() - 3600.0
+    request_spans(provider)(request(ago))
+    (whole,) = by_name(memory)["mcinfer.request"]
+    assert whole.start_time is not None
+    assert abs(whole.start_time - (time.time_ns() - 3600 * 10**9)) < TOLERANCE_NS
+
+
+def test_spans_say_what_ran_where(provider: TracerProvider, memory: InMemorySpanExporter) -> None:
+    called = time.monotonic()
+    request_spans(provider)(request(called, shards=(shard(0, called), shard(1, called, None))))
+    spans = by_name(memory)
+    assert attributes(spans["mcinfer.request"][0]) == {
+        "mcinfer.request.number": 5,
+        "mcinfer.request.rows": 8,
+        "mcinfer.request.outcome": "succeeded",
+    }
+    first, second = (attributes(span) for span in spans["mcinfer.run"])
+    assert first == {
+        "mcinfer.shard.index": 0,
+        "mcinfer.shard.attempts": 1,
+        "mcinfer.worker.index": 1,
+        "mcinfer.worker.device": "cpu:1",
+        "mcinfer.run.seconds": 0.375,
+        "process.pid": 77,
+    }
+    assert second["mcinfer.shard.attempts"] == 2
+    assert "process.pid" not in second
+
+
+def test_failed_request_has_its_exception_and_what_was_answered(
+    provider: TracerProvider, memory: InMemorySpanExporter
+) -> None:
+    called = time.monotonic()
+    error = PredictTimeoutError("not within 0.7 s")
+    request_spans(provider)(
+        request(called, outcome="failed", error=error, shards=(shard(0, called),))
+    )
+    spans = by_name(memory)
+    assert {*spans} == {"mcinfer.request", "mcinfer.stage", "mcinfer.queue", "mcinfer.run"}
+    (whole,) = spans["mcinfer.request"]
+    assert whole.status.status_code is StatusCode.ERROR
+    assert whole.status.description == "not within 0.7 s"
+    assert attributes(whole)["error.type"] == "mcinfer.errors.PredictTimeoutError"
+    (event,) = whole.events
+    assert event.name == "exception"
+    assert whole.start_time is not None
+    assert event.timestamp - whole.start_time == pytest.approx(0.7e9, abs=1000)
+    assert event.attributes is not None
+    assert event.attributes["exception.message"] == "not within 0.7 s"
+
+
+def test_cancelled_request_is_no_error(
+    provider: TracerProvider, memory: InMemorySpanExporter
+) -> None:
+    error = McinferError("cancelled")
+    request_spans(provider)(request(time.monotonic(), outcome="cancelled", error=error, shards=()))
+    spans = by_name(memory)
+    assert {*spans} == {"mcinfer.request", "mcinfer.stage"}
+    (whole,) = spans["mcinfer.request"]
+    assert whole.status.status_code is StatusCode.UNSET
+    assert not whole.events
+    assert attributes(whole)["mcinfer.request.outcome"] == "cancelled"
+
+
+def test_caller_s_span_is_the_parent(
+    provider: TracerProvider, memory: InMemorySpanExporter
+) -> None:
+    with provider.get_tracer("caller").start_as_current_span("caller") as caller:
+        context = contextvars.copy_context()  # as the master does in the call
+    context.run(request_spans(provider), request(time.monotonic()))
+    (whole,) = by_name(memory)["mcinfer.request"]
+    assert whole.parent == caller.get_span_context()
+    assert trace.get_current_span() is trace.INVALID_SPAN
+
+
+def test_request_that_is_not_sampled_costs_one_span_and_gives_none(
+    memory: InMemorySpanExporter,
+) -> None:
+    provider = TracerProvider(sampler=ALWAYS_OFF, shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    request_spans(provider)(request(time.monotonic()))
+    assert not memory.get_finished_spans()
+
+
+def test_without_an_sdk_nothing_happens() -> None:
+    request_spans()(request(time.monotonic()))
