@@ -25,13 +25,14 @@ def main() -> int:
         sys.path[:] = task["path"]
         from mcinfer.engines.preparation import ensure, fill
         from mcinfer.errors import McinferError
+        from mcinfer.prepared.texts import shortened
 
         def answer(content: dict[str, Any]) -> None:
             print(json.dumps(content), file=lines, flush=True)
 
         try:
             if task["task"] == "fill":
-                fill(task["engine"], task["request"], task["folder"])
+                fill(task["engine"], task["request"], task["folder"], task["most_file_bytes"])
                 answer({"done": True})
             else:
                 key = ensure(
@@ -39,7 +40,7 @@ def main() -> int:
                 )
                 answer({"key": key})
         except McinferError as exc:
-            answer({"error": str(exc)})
+            answer({"error": shortened(str(exc))})
     return 0
 
 

@@ -26,6 +26,7 @@ from mcinfer.errors import BuildError
 from mcinfer.prepared.cache import Cache, Held, entry_key
 from mcinfer.prepared.child import ChildFailedError, run_child
 from mcinfer.prepared.ensuring import ensure_prepared
+from tests.hostile_models import OUTSIDE, SECRET, UNREADABLE, Hostile, growing
 from tests.test_engines import buffer, content, open_ort
 
 FOLDER_KEY = "session.model_external_initializers_file_folder_path"
@@ -840,3 +841,44 @@ def test_model_that_cannot_be_prepared_cannot_be_ensured(tmp_path: Path) -> None
     with pytest.raises(BuildError, match="it cannot be prepared: onnxruntime: ") as caught:
         ensure_prepared(model)
     assert model in str(caught.value)
+
+
+# Models made to do harm. Real pools are given them in tests/process/test_hostile_models.py.
+
+
+@pytest.mark.parametrize("hostile", [*OUTSIDE, *UNREADABLE], ids=lambda case: case.name)
+@pytest.mark.parametrize("prepare", ["never", "always"])
+@pytest.mark.parametrize("weights", [(), ("w",)], ids=["constant", "replaceable"])
+def test_external_data_that_must_not_be_read_is_refused_however_a_model_is_loaded(
+    tmp_path: Path, cache: Cache, hostile: Hostile, prepare: str, weights: tuple[str, ...]
+) -> None:
+    (tmp_path / "secret").write_bytes(np.full(4, SECRET, np.float32).tobytes())
+    (tmp_path / "model").mkdir()
+    model = hostile.write(tmp_path / "model")
+    with pytest.raises(BuildError, match=hostile.error):
+        open_ort(str(model), prepare=prepare, variable_weights=weights)
+    assert [*cache.folder.glob("tmp-*")] == []
+
+
+def ignore(state: Mapping[str, Any]) -> None:
+    """Progress that nobody asks for."""
+
+
+def test_model_that_would_fill_the_disk_is_not_prepared(tmp_path: Path) -> None:
+    model, folder = tmp_path / "model.onnx", tmp_path / "folder"
+    model.write_bytes(growing(megabytes=8))
+    folder.mkdir()
+    request = {"model": str(model), "device": "cpu:0", "threads": 1, "variable_weights": ()}
+    task = {"task": "fill", "engine": "onnxruntime", "request": request, "folder": str(folder)}
+    answer = run_child({**task, "most_file_bytes": 1 << 20}, ignore)
+    assert "error" in answer
+    assert max(file.stat().st_size for file in folder.iterdir()) <= 1 << 20
+    for file in folder.iterdir():
+        file.unlink()
+    assert run_child({**task, "most_file_bytes": 1 << 24}, ignore) == {"done": True}
+
+
+def test_child_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    task = {"task": "fill", "engine": "onnxruntime", "request": {}, "folder": str(tmp_path)}
+    with pytest.raises(ChildFailedError, match="not done within 0 s"):
+        run_child({**task, "most_file_bytes": 1}, ignore, most_seconds=0.0)

@@ -287,6 +287,8 @@ NOT_UTF8 = field(8, b"\xff")
         (field(7, field(11, field(1, b"\xff"))), "a name that is not UTF-8"),
         (field(7, field(5, b"\x08" + b"\xff" * 9 + b"\x01")), "a negative size"),
         (field(7, field(5, b"\x70\x01")), "external data without a location"),
+        (field(7, field(5, field(1, b"\x01" * 1001))), "more than 1000 dimensions"),
+        (field(7, field(5, b"\x08\x01" * 1001)), "more than 1000 dimensions"),
         (b"PK\x03\x04 a zip file, say", "byte"),
         (b"%PDF-1.7 some text", "byte"),
     ],
@@ -305,8 +307,8 @@ def test_what_is_no_model_is_refused_with_its_path_and_the_reason(
 def test_folders_and_pipes_are_refused_and_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    for path in (tmp_path, pipe):
-        with pytest.raises(BuildError, match="expected an ONNX model"):
+    for path, found in ((tmp_path, "a folder"), (pipe, "a pipe"), (Path("/dev/zero"), "a device")):
+        with pytest.raises(BuildError, match=f"{path}: got {found}, expected a regular file"):
             scan(path)
     with pytest.raises(FileNotFoundError):
         scan(tmp_path / "none")

@@ -2,15 +2,20 @@
 
 import ctypes
 import hashlib
-import os
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from mcinfer.engines.base import Engine, EngineRequest
-from mcinfer.errors import BuildError
+from mcinfer.engines.base import Engine, EngineRequest, memory_limit
+from mcinfer.errors import BuildError, EngineError
 from mcinfer.prepared.contents import Progress
+from mcinfer.prepared.files import check_regular, chunks, open_regular
+from mcinfer.prepared.texts import quotable, shortened
 
 _MOST_HASHED_BYTES = 64 << 20
+
+_MOST_NAME_CHARACTERS = 1 << 20
+"""In the names of a model's inputs, outputs and replaceable weights, which messages carry."""
 
 _ENGINES = {
     "onnxruntime": "mcinfer.engines._onnxruntime",
@@ -35,12 +40,34 @@ def open_engine(name: str, request: EngineRequest, progress: Progress | None = N
     if name not in _ENGINES:
         raise BuildError(f"engine: got {name!r}, expected one of {[*_ENGINES]}")
     module = import_module(_ENGINES[name])
-    if hasattr(module, "prepared"):
-        engine: Engine = module.load(request, module.prepared(request, progress))
-    else:
-        engine = module.load(request)
+    with suppress(OSError):  # a file that is not there or may not be read is for the engine to name
+        check_regular(request.model)
+    try:
+        if hasattr(module, "prepared"):
+            engine: Engine = module.load(request, module.prepared(request, progress))
+        else:
+            engine = module.load(request)
+    except EngineError as exc:
+        if quotable(exc):
+            raise
+        raise type(exc)(shortened(str(exc))) from None
+    except MemoryError as exc:
+        text = str(exc) or "out of memory"
+        raise BuildError(f"{request.model}: {text}{memory_limit()}") from exc
+    _check_names(engine)
     give_back_memory()
     return engine
+
+
+def _check_names(engine: Engine) -> None:
+    specs = (*engine.spec.inputs, *engine.spec.outputs, *engine.weights)
+    symbols = [size for spec in specs for size in spec.shape if isinstance(size, str)]
+    count = sum(map(len, [*(spec.name for spec in specs), *symbols]))
+    if count > _MOST_NAME_CHARACTERS:
+        raise BuildError(
+            f"got {count} characters in the names of {len(specs)} inputs and outputs, expected at most "
+            f"{_MOST_NAME_CHARACTERS}"
+        )
 
 
 def prepared_facts(name: str, request: EngineRequest) -> dict[str, Any]:
@@ -68,12 +95,14 @@ def model_identity(path: str) -> str:
     External data is not looked at. Empty if the file cannot be read, which its engine will say.
     """
     try:
-        info = os.stat(path)
-        if info.st_size > _MOST_HASHED_BYTES:
-            return f"{info.st_dev} {info.st_ino} {info.st_size} {info.st_mtime_ns}"
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError:
+        with open_regular(path) as (descriptor, info):
+            if info.st_size > _MOST_HASHED_BYTES:
+                return f"{info.st_dev} {info.st_ino} {info.st_size} {info.st_mtime_ns}"
+            digest = hashlib.sha256()
+            for part in chunks(descriptor, info.st_size):
+                digest.update(part)
+            return digest.hexdigest()
+    except (OSError, BuildError):
         return ""
 
 

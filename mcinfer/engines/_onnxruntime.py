@@ -38,6 +38,7 @@ from mcinfer.engines.preparation import Preparation, describe, find_or_make
 from mcinfer.errors import BuildError, InvalidInputError, McinferError, PredictError
 from mcinfer.prepared.contents import Progress
 from mcinfer.prepared.onnx_files import scan
+from mcinfer.prepared.texts import quotable
 from mcinfer.specs import (
     ELEMENT_TYPES,
     STRING,
@@ -160,7 +161,7 @@ class OnnxRuntimeEngine(Engine):
         except McinferError:
             raise
         except (*INVALID, *FAILED) as exc:
-            raise map_error(exc, PredictError) from exc
+            raise map_error(exc, PredictError) from quotable(exc)
 
     def arm(self) -> None:
         """See `Engine.arm`."""
@@ -187,8 +188,8 @@ class OnnxRuntimeEngine(Engine):
             return run(*arguments, self._run_options)
         except (*INVALID, *FAILED) as exc:
             if self._cancelled:
-                raise RunCancelledError("the run was cancelled") from exc
-            raise map_error(exc, PredictError) from exc
+                raise RunCancelledError("the run was cancelled") from quotable(exc)
+            raise map_error(exc, PredictError) from quotable(exc)
 
     def new_binding(self) -> Any:
         """An empty binding of the session."""

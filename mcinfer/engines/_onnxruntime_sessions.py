@@ -4,13 +4,14 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mcinfer.engines.base import EngineRequest
+from mcinfer.engines.base import EngineRequest, memory_limit
 from mcinfer.engines.preparation import Runtime
 from mcinfer.errors import (
     BuildError,
@@ -22,8 +23,10 @@ from mcinfer.errors import (
 )
 from mcinfer.prepared.cache import Held
 from mcinfer.prepared.contents import MODEL_FILE
+from mcinfer.prepared.files import chunks, external_files, open_regular
 from mcinfer.prepared.onnx_files import added_inputs, scan
 from mcinfer.prepared.sources import FOLDER_KEY
+from mcinfer.prepared.texts import quotable, shortened
 
 try:
     import onnxruntime as ort
@@ -62,6 +65,8 @@ FAILED = (
     ort_state.NoSuchFile,
     ort_state.NotImplemented,
     ort_state.RuntimeException,
+    MemoryError,
+    OverflowError,
     RuntimeError,
     ValueError,
     # Not in every version.
@@ -72,6 +77,8 @@ FAILED = (
     ),
 )
 """All others that it raises: its own, and the plain ones of its Python layer."""
+
+_SHORT_OF_MEMORY = re.compile(r"bad_alloc|Failed to allocate|Available memory of")
 
 _SHARED_ARENA = "session.use_env_allocators"
 """The runtime's option for sessions that share one arena, which has to be there first."""
@@ -114,9 +121,12 @@ SILENT = 4
 
 def map_error(exc: Exception, base: type[EngineError]) -> McinferError:
     """Ours for one of the runtime's."""
-    if base is PredictError and (isinstance(exc, INVALID) or _BLAMES_INPUTS.search(str(exc))):
-        return InvalidInputError(f"onnxruntime: {exc}")
-    return base(f"onnxruntime: {exc}")
+    text = shortened(f"onnxruntime: {exc}")
+    if base is PredictError and (isinstance(exc, INVALID) or _BLAMES_INPUTS.search(text)):
+        return InvalidInputError(text)
+    if isinstance(exc, MemoryError) or _SHORT_OF_MEMORY.search(text):
+        text += memory_limit()
+    return base(text)
 
 
 def _register_shared_arena() -> None:
@@ -239,7 +249,7 @@ def mapped_errors() -> Iterator[None]:
     except McinferError:
         raise
     except (*INVALID, *FAILED) as exc:
-        raise map_error(exc, BuildError) from exc
+        raise map_error(exc, BuildError) from quotable(exc)
 
 
 def _session_options(request: EngineRequest, *, prepared: bool = False) -> Any:
@@ -282,28 +292,32 @@ def _source(request: EngineRequest, options: Any) -> Iterator[str]:
     with ExitStack() as opened:
         fd = os.memfd_create("mcinfer-model", os.MFD_CLOEXEC)
         opened.callback(os.close, fd)
-        with open(request.model, "rb") as model, os.fdopen(os.dup(fd), "wb") as target:
-            shutil.copyfileobj(model, target, 1 << 20)
+        with open_regular(request.model) as (model, info), os.fdopen(os.dup(fd), "wb") as target:
+            for part in chunks(model, info.st_size):
+                target.write(part)
             target.write(added)
         if not request.session_config.get(FOLDER_KEY):
-            folder = os.path.dirname(os.path.abspath(request.model))
-            folder = _folder_of_files(folder, found.external, opened)
+            folder = _folder_of_files(Path(request.model).absolute(), found.external, opened)
             options.add_session_config_entry(FOLDER_KEY, folder)
         yield f"/proc/self/fd/{fd}"
 
 
-def _folder_of_files(folder: str, locations: Sequence[str], opened: ExitStack) -> str:
+def _folder_of_files(model: Path, locations: tuple[str, ...], opened: ExitStack) -> str:
     """A folder that has the external data in it, as the runtime wants that of a model that is no file.
 
-    In the caches of model hubs a model's files are links that lead out of its folder: then it is a
-    temporary one with the same files, by hard links where the file system allows it, else by copies.
+    In the caches of model hubs a model's files are links that lead out of its folder, to that of the model's
+    own target: then it is a temporary one with the same files, by hard links where the file system allows
+    it, else by copies.
+
+    Raises:
+        BuildError: The data lies elsewhere, or is no regular file.
     """
-    real = os.path.realpath(folder)
-    files = {name: os.path.realpath(os.path.join(folder, name)) for name in locations}
-    if all(os.path.commonpath([real, path]) == real for path in files.values()):
+    folder = os.path.realpath(model.parent)
+    real = [os.path.realpath(path) for path in external_files(model, None, locations)]
+    if all(os.path.commonpath([folder, path]) == folder for path in real):
         return folder
     other = opened.enter_context(TemporaryDirectory(prefix="mcinfer-links-"))
-    for name, path in files.items():
+    for name, path in zip(locations, real, strict=True):
         place = os.path.normpath(os.path.join(other, name))
         if os.path.commonpath([other, place]) != other:
             raise BuildError(f"external data at {name!r} leads out of the model's folder")

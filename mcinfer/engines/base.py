@@ -6,6 +6,7 @@ next run of the same `Run`.
 """
 
 import ctypes
+import resource
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,14 @@ from numpy.typing import NDArray
 from mcinfer.config import Device
 from mcinfer.errors import BuildError, InvalidInputError, McinferError, PredictError
 from mcinfer.specs import STRING, ModelSpec, TensorSpec, numpy_dtype
+
+
+def memory_limit() -> str:
+    """What to add to an error that says that memory was not to be had: how much this process may have."""
+    most, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    if most == resource.RLIM_INFINITY:
+        return ""
+    return f"; this process may have {most} bytes of memory of its own (Limits.worker_memory_bytes)"
 
 
 class RunCancelledError(McinferError):

@@ -15,6 +15,7 @@ import logging
 import os
 import platform
 import re
+import resource
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -32,12 +33,23 @@ from mcinfer.prepared.cache import Cache, CacheUnusableError, Held, entry_key
 from mcinfer.prepared.child import ChildFailedError, run_child
 from mcinfer.prepared.contents import ABOUT_FILE, FAILURE_FILE, MODEL_FILE, Progress
 from mcinfer.prepared.entries import MANIFEST, disk_bytes
+from mcinfer.prepared.files import check_regular, external_files
 from mcinfer.prepared.onnx_files import scan
 from mcinfer.prepared.root import is_key
 from mcinfer.prepared.sources import Source, read_source
+from mcinfer.prepared.texts import shortened
 
 _LEAST_BYTES = 16 << 20
 """Of a model that is prepared by itself: below, all workers' copies together are small."""
+
+_MOST_GROWTH = 4
+_MOST_ADDED_BYTES = 1 << 30
+"""To how much of the disk a model may grow when it is prepared: weights that are unpacked from one byte to
+four, masks that are computed once. More is no model's need, and one of a few bytes could fill the disk."""
+
+_LEAST_SECONDS = 600.0
+_LEAST_BYTES_PER_SECOND = 5e6
+"""Of preparing: a model whose constants take for ever to compute does not keep a worker from its start."""
 
 _OWN_PROC = "/proc/self/"
 _DRAFT = re.compile(r"tmp-[0-9a-f]{32}-\w+(/\w+)?")
@@ -101,7 +113,7 @@ def find_or_make(
         return Preparation()
     folder = request.session_config.get(runtime.folder_key)
     try:
-        if request.prepare == "auto" and not _is_large(model, folder):
+        if request.prepare == "auto" and not _is_large(Path(request.model).absolute(), folder):
             return Preparation()
         store = Cache.default()
         source = read_source(request.model, folder=folder, memory=store.sources)
@@ -109,10 +121,11 @@ def find_or_make(
         held = _open_or_make(store, facts, engine, request, source, progress)
     except BuildError as exc:
         # What is no model at all the runtime refuses, in better words; a format of its own it takes.
-        return Preparation(notes=(f"{_OWN_COPY}: {exc}",) if request.prepare == "always" else ())
+        notes = (shortened(f"{_OWN_COPY}: {exc}"),) if request.prepare == "always" else ()
+        return Preparation(notes=notes)
     except (CacheUnusableError, ChildFailedError, OSError) as exc:
         # All workers that say the same are to say it in the same words, without names made at random.
-        return Preparation(notes=(f"{_OWN_COPY}: {_DRAFT.sub('…', str(exc))}",))
+        return Preparation(notes=(f"{_OWN_COPY}: {_DRAFT.sub('…', shortened(str(exc)))}",))
     failure = held.folder / FAILURE_FILE
     if failure.exists():
         text = failure.read_text(encoding="utf-8")
@@ -138,12 +151,21 @@ def describe(request: EngineRequest, runtime: Runtime) -> dict[str, Any]:
     return _facts(request, runtime, read_source(request.model, folder=folder, memory=memory))
 
 
-def fill(engine: str, request: Mapping[str, Any], folder: str) -> None:
+def fill(engine: str, request: Mapping[str, Any], folder: str, most_file_bytes: int) -> None:
     """Write the prepared model into a folder; in a child.
+
+    Args:
+        engine: Whose `prepare` is to do it.
+        request: As `_plain` has it.
+        folder: Where to.
+        most_file_bytes: The size that no file may exceed.
 
     Raises:
         BuildError: The runtime cannot; its own words.
     """
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if soft == resource.RLIM_INFINITY or soft > most_file_bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_file_bytes, hard))
     import_module(f"mcinfer.engines._{engine}").prepare(_request(request), folder)
 
 
@@ -170,12 +192,15 @@ def _is_entry(folder: Path) -> bool:
 
 def _is_large(model: Path, folder: str | None) -> bool:
     """Whether a model and its external data are; they are not read, and a small one never sees the cache."""
-    size = model.stat().st_size
+    size = check_regular(model).st_size
     if size >= _LEAST_BYTES:
         return True
-    base = Path(folder) if folder else model.parent
-    with suppress(BuildError):  # in a format of the runtime's own
-        size += sum((base / location).stat().st_size for location in scan(model).external)
+    place = Path(folder).absolute() if folder else None
+    with suppress(
+        BuildError
+    ):  # in a format of the runtime's own, or with data that it refuses as well
+        files = external_files(model, place, scan(model).external)
+        size += sum(file.stat().st_size for file in files)
     return size >= _LEAST_BYTES
 
 
@@ -282,8 +307,10 @@ def _fill_in_child(
         "engine": engine,
         "request": _plain(request),
         "folder": str(folder),
+        "most_file_bytes": _MOST_GROWTH * source.size + _MOST_ADDED_BYTES,
     }
-    answer = run_child(task, tick, pass_fds=(lock,))
+    most_seconds = _LEAST_SECONDS + source.size / _LEAST_BYTES_PER_SECOND
+    answer = run_child(task, tick, pass_fds=(lock,), most_seconds=most_seconds)
     seconds = monotonic() - start
     if not source.unchanged():
         raise ChildFailedError(f"{request.model} was changed meanwhile")

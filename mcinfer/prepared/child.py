@@ -24,7 +24,9 @@ from mcinfer.process_identity import cpu_time
 _READ_BYTES = 1 << 16
 _TICK = 0.5
 _MOST_SECONDS = 4 * 3600.0
-"""Of one task: nothing that is worth preparing takes as long."""
+"""Of one task, unless told otherwise: nothing that is worth preparing takes as long."""
+
+_MOST_ANSWER_BYTES = 1 << 20
 
 Tick = Callable[[Mapping[str, Any]], None]
 """Called with each line of progress that the child sends, and every half second with its processor time so
@@ -36,7 +38,11 @@ class ChildFailedError(McinferError):
 
 
 def run_child(
-    task: Mapping[str, Any], tick: Tick, *, pass_fds: Sequence[int] = ()
+    task: Mapping[str, Any],
+    tick: Tick,
+    *,
+    pass_fds: Sequence[int] = (),
+    most_seconds: float = _MOST_SECONDS,
 ) -> dict[str, Any]:
     """Have a task done; see `mcinfer.preparing` for what there is.
 
@@ -44,12 +50,13 @@ def run_child(
         task: What to do, as JSON has it.
         tick: For progress.
         pass_fds: Descriptors that the child is to hold, by the same numbers.
+        most_seconds: That it may take.
 
     Returns:
         What the child answered.
 
     Raises:
-        ChildFailedError: It crashed, was killed, or could not be started.
+        ChildFailedError: It crashed, was killed, took too long, or could not be started.
     """
     start = {**task, "parent": os.getpid(), "path": [os.path.abspath(p) for p in sys.path]}
     ours, theirs = socket.socketpair()
@@ -68,7 +75,7 @@ def run_child(
         finally:
             theirs.close()
         try:
-            return _talk(ours, process.pid, json.dumps(start).encode() + b"\n", tick)
+            return _talk(ours, process.pid, json.dumps(start).encode() + b"\n", tick, most_seconds)
         except (OSError, ValueError, EOFError) as exc:
             process.kill()
             status = process.wait()
@@ -78,7 +85,9 @@ def run_child(
             process.wait()
 
 
-def _talk(channel: socket.socket, pid: int, task: bytes, tick: Tick) -> dict[str, Any]:
+def _talk(
+    channel: socket.socket, pid: int, task: bytes, tick: Tick, most_seconds: float
+) -> dict[str, Any]:
     """The child's answer.
 
     Raises:
@@ -88,7 +97,7 @@ def _talk(channel: socket.socket, pid: int, task: bytes, tick: Tick) -> dict[str
     channel.sendall(task)
     poll = select.poll()
     poll.register(channel, select.POLLIN)
-    rest, end = b"", monotonic() + _MOST_SECONDS
+    rest, end = b"", monotonic() + most_seconds
     while monotonic() < end:
         if not poll.poll(_TICK * 1000):
             tick({"cpu": cpu_time(pid)})
@@ -97,9 +106,11 @@ def _talk(channel: socket.socket, pid: int, task: bytes, tick: Tick) -> dict[str
         if not data:
             raise EOFError
         *lines, rest = (rest + data).split(b"\n")
+        if len(rest) > _MOST_ANSWER_BYTES:
+            raise EOFError
         for line in lines:
             answer: dict[str, Any] = json.loads(line)
             if "progress" not in answer:
                 return answer
             tick(answer["progress"])
-    raise ChildFailedError(f"it was not done within {_MOST_SECONDS:g} s")
+    raise ChildFailedError(f"it was not done within {most_seconds:g} s")

@@ -7,13 +7,13 @@ costs no more than its graph does. The package `onnx` is not needed, nor is any 
 
 import mmap
 import os
-import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 
 from mcinfer.errors import BuildError
+from mcinfer.prepared.files import open_regular
 from mcinfer.specs import ELEMENT_TYPES, STRING
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
@@ -24,6 +24,9 @@ _MOST_VARINT_BYTES = 10
 _MOST_SIZE = (1 << 63) - 1
 _MOST_DEPTH = 100
 """Messages within messages: what protobuf's own readers allow, so that no model has more."""
+
+_MOST_DIMENSIONS = 1000
+"""Dimensions of a tensor: NumPy has 64 at most, and a file of nothing but sizes is read for minutes."""
 
 _FIRST_OVERRIDABLE = 4
 """The first IR version in which initialisers need not be inputs (onnx.proto, `GraphProto.initializer`)."""
@@ -177,17 +180,10 @@ def _texts(data: mmap.mmap, bounds: tuple[int, int], *tags: int) -> tuple[str, .
 
 @contextmanager
 def _mapped(path: str | os.PathLike[str]) -> Iterator[mmap.mmap]:
-    # Not blocking: a pipe would wait for its writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        info = os.fstat(descriptor)
-        if not stat.S_ISREG(info.st_mode):
-            raise BuildError(f"{os.fspath(path)}: got no regular file, expected an ONNX model")
+    with open_regular(path) as (descriptor, info):
         if not info.st_size:
             raise BuildError(f"{os.fspath(path)}: got an empty file, expected an ONNX model")
         data = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-    finally:
-        os.close(descriptor)
     with data:
         yield data
 
@@ -237,13 +233,17 @@ def _initializer(data: mmap.mmap, first: int, last: int) -> Initializer:
             shape.append(value)
         elif tag == _DIMS_PACKED:
             at = value
-            while at < end:
+            while at < end and len(shape) <= _MOST_DIMENSIONS:
                 size, at = _varint(data, at, end)
                 shape.append(size)
         elif tag == _DATA_TYPE:
             onnx_type = value
         elif tag == _NAME:
             name = _text(data, value, end)
+        if len(shape) > _MOST_DIMENSIONS:
+            raise _MalformedError(
+                f"a tensor of more than {_MOST_DIMENSIONS} dimensions at byte {first}"
+            )
     if shape and max(shape) > _MOST_SIZE:
         raise _MalformedError(f"initialiser {name!r} with a negative size at byte {first}")
     return Initializer(name=name, onnx_type=onnx_type, shape=tuple(shape))
@@ -285,7 +285,7 @@ def scan(path: str | os.PathLike[str]) -> OnnxFile:
     reads a mapping past its file's end.
 
     Raises:
-        BuildError: It is not an ONNX model.
+        BuildError: It is not an ONNX model, or no regular file.
         OSError: It cannot be opened.
     """
     with _mapped(path) as data:

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import re
-import stat
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from mcinfer.errors import BuildError
+from mcinfer.prepared.files import chunks, external_files, open_regular
 from mcinfer.prepared.onnx_files import scan
 
 FOLDER_KEY = "session.model_external_initializers_file_folder_path"
@@ -29,8 +29,6 @@ FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 
 _VERSION = 1
 """Of the digest and of what is remembered: one more when either, or what `scan` finds, changes."""
-
-_CHUNK_BYTES = 1 << 20
 
 _FRESH_NS = 2_000_000_000
 """A file that changed less than this ago may change again within the same tick of its file system's clock.
@@ -138,8 +136,8 @@ def _stamp(path: str) -> Stamp:
 
 def _settled_stamp(path: str) -> Stamp:
     """The stamp of a file that a later write changes in any case."""
-    with suppress(OSError), open(path, "rb", buffering=0) as file:
-        os.fsync(file.fileno())
+    with suppress(OSError), open_regular(path) as (descriptor, _):
+        os.fsync(descriptor)
     return _stamp(path)
 
 
@@ -180,49 +178,22 @@ def _read(model: Path, folder: Path | None) -> Source:
 def _content(stamp: Stamp) -> bytes:
     """The digest of a file's content: of as many bytes as it had, should it grow without end."""
     digest = hashlib.sha256()
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
-    left = stamp.size
-    with open(stamp.path, "rb", buffering=0) as file:
-        while left and (count := file.readinto(buffer[:left])):
-            digest.update(buffer[:count])
-            left -= count
+    with open_regular(stamp.path) as (descriptor, _):
+        for part in chunks(descriptor, stamp.size):
+            digest.update(part)
     return digest.digest()
 
 
-def _stamps_of_external(model: Path, folder: Path | None, locations: Sequence[str]) -> list[Stamp]:
-    base = model.parent if folder is None else folder
-    allowed = _allowed(model, folder)
+def _stamps_of_external(
+    model: Path, folder: Path | None, locations: tuple[str, ...]
+) -> list[Stamp]:
     stamps = []
-    for location in locations:
-        path = base / location
+    for path in external_files(model, folder, locations):
         try:
-            real = Path(os.path.realpath(path))
-            inside = not os.path.isabs(location) and any(map(real.is_relative_to, allowed))
-            if not inside:
-                raise BuildError(
-                    f"{model}: got external data at {location!r}, expected a relative path that "
-                    f"stays within {base}"
-                )
-            if not stat.S_ISREG(os.stat(path).st_mode):
-                raise BuildError(f"{model}: external data {path}: expected a regular file")
             stamps.append(_settled_stamp(str(path)))
-        except (OSError, ValueError) as exc:  # a zero in the path is a ValueError
+        except OSError as exc:
             raise BuildError(f"{model}: external data {path} cannot be read: {exc}") from exc
     return stamps
-
-
-def _allowed(model: Path, folder: Path | None) -> list[str]:
-    """The folders in which external data may lie, as ONNX Runtime (1.31) has it.
-
-    Where the model is a link, as in the caches of model hubs, its target's folder is one.
-    """
-    if folder is not None:
-        return [os.path.realpath(folder)]
-    target = os.path.realpath(model)
-    folders = [os.path.realpath(model.parent)]
-    if os.path.exists(target):  # a memfd's is a name without a file, as if it lay in the root
-        folders.append(os.path.dirname(target))
-    return folders
 
 
 # Remembering.

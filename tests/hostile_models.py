@@ -1,0 +1,337 @@
+"""Models that somebody made to do harm, or that are no models at all: written to a folder, for tests."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+
+SECRET = 7.5
+"""What is in the file outside of the model's folder: an answer of it would show that it was read."""
+
+_FLOAT = TensorProto.FLOAT
+_DATA = "w.bin"
+
+
+@dataclass(frozen=True)
+class Hostile:
+    """One of them.
+
+    Attributes:
+        name: For the test's own name.
+        write: Called with an empty folder, beside which lies a file `secret`; returns the model's path.
+        error: What the error has to say, whoever finds it: a regular expression.
+    """
+
+    name: str
+    write: Callable[[Path], Path]
+    error: str
+
+
+def tensor(
+    *, dims: Sequence[int] = (4,), data: bytes = bytes(16), data_type: int = _FLOAT
+) -> TensorProto:
+    """The weight "w", with its data in the model, whether it fits or not."""
+    return TensorProto(name="w", data_type=data_type, dims=dims, raw_data=data)
+
+
+def outside(location: str, dims: Sequence[int] = (4,), **entries: object) -> TensorProto:
+    """The weight "w", with its data in another file."""
+    made = TensorProto(name="w", data_type=_FLOAT, dims=dims)
+    made.data_location = TensorProto.EXTERNAL
+    for key, value in {"location": location, **entries}.items():
+        made.external_data.add(key=key, value=str(value))
+    return made
+
+
+def proto(nodes: Sequence[NodeProto], *weights: TensorProto, output: str = "y") -> ModelProto:
+    """A model of float[batch, 4] x that gives float[batch, 4]."""
+    value = helper.make_tensor_value_info
+    shape: list[str | int | None] = ["batch", 4]
+    graph = helper.make_graph(
+        nodes, "g", [value("x", _FLOAT, shape)], [value(output, _FLOAT, shape)], [*weights]
+    )
+    made: ModelProto = helper.make_model(
+        graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)]
+    )
+    return made
+
+
+def adding(weight: TensorProto) -> bytes:
+    """y = x + w."""
+    content: bytes = proto([helper.make_node("Add", ["x", "w"], ["y"])], weight).SerializeToString()
+    return content
+
+
+def constant(name: str, *values: int) -> TensorProto:
+    return numpy_helper.from_array(np.array(values, np.int64), name)
+
+
+GOOD = adding(numpy_helper.from_array(np.ones(4, np.float32), "w"))
+"""y = x + 1."""
+
+
+def _file(content: bytes) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        path = folder / "model.onnx"
+        path.write_bytes(content)
+        return path
+
+    return write
+
+
+def _beside(
+    weight: TensorProto, data: bytes | Callable[[Path], object] = bytes(16)
+) -> Callable[[Path], Path]:
+    """A model with one file of weights, which is filled or made in another way."""
+
+    def write(folder: Path) -> Path:
+        if isinstance(data, bytes):
+            (folder / _DATA).write_bytes(data)
+        else:
+            data(folder / _DATA)
+        return _file(adding(weight))(folder)
+
+    return write
+
+
+def _made(make: Callable[[Path], object]) -> Callable[[Path], Path]:
+    """Something else in the place of the model."""
+
+    def write(folder: Path) -> Path:
+        make(folder / "model.onnx")
+        return folder / "model.onnx"
+
+    return write
+
+
+def _linked_folder(folder: Path) -> Path:
+    (folder / "sub").symlink_to(folder.parent)
+    return _file(adding(outside("sub/secret")))(folder)
+
+
+def _absolute(folder: Path) -> Path:
+    return _file(adding(outside(str(folder.parent / "secret"))))(folder)
+
+
+def _device_beside(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def _secret_beside(path: Path) -> None:
+    path.symlink_to(path.parent.parent / "secret")
+
+
+_ELSEWHERE = r"Absolute path|escapes model dir|stays within"
+_NO_FILE = r"got a (pipe|folder|device)|regular file|cannot get file size"
+_BOUNDS = r"out of bounds|size mismatch|Failed to parse|can ?not be read|does not match"
+
+OUTSIDE = [
+    Hostile("an absolute path", _absolute, _ELSEWHERE),
+    Hostile("an absolute path of a device", _file(adding(outside("/dev/zero"))), _ELSEWHERE),
+    Hostile("a path with dots", _file(adding(outside("../secret"))), _ELSEWHERE),
+    Hostile("dots behind a folder", _file(adding(outside("../outside/../secret"))), _ELSEWHERE),
+    Hostile("a link", _beside(outside(_DATA), _secret_beside), _ELSEWHERE),
+    Hostile("a link to a device", _beside(outside(_DATA), _device_beside), _ELSEWHERE),
+    Hostile("a folder that is a link", _linked_folder, _ELSEWHERE),
+]
+"""External data that leads out of the model's folder."""
+
+UNREADABLE = [
+    Hostile("a pipe", _beside(outside(_DATA), os.mkfifo), _NO_FILE),
+    Hostile("a folder", _beside(outside(_DATA), Path.mkdir), _NO_FILE),
+    Hostile("a zero in its path", _file(adding(outside("w\0.bin"))), "does not exist|null byte"),
+    Hostile("a long path", _file(adding(outside("w" * 5000))), "too long"),
+    Hostile("no path", _file(adding(outside(""))), "cannot be empty|without a location"),
+    Hostile("none", _file(adding(outside("none"))), "does not exist|No such file"),
+    Hostile(
+        "the runtime's mark of memory",
+        _file(adding(outside("*/_ORT_MEM_ADDR_/*"))),
+        "in-memory address marker|No such file",
+    ),
+    Hostile("too little", _beside(outside(_DATA), bytes(3)), _BOUNDS),
+    *(
+        Hostile(
+            f"offset {offset} and length {length}",
+            _beside(outside(_DATA, offset=offset, length=length)),
+            _BOUNDS,
+        )
+        for offset, length in [
+            (-1, 16),
+            (1 << 62, 16),
+            (1 << 64, 16),
+            (8, 16),
+            (0, -16),
+            (0, 1 << 62),
+            (0, 8),
+            ("?", 16),
+        ]
+    ),
+]
+"""External data that is not there, is none, or does not fit."""
+
+
+# Bytes on the wire, for what the package onnx would not write.
+
+
+def _varint(value: int) -> bytes:
+    parts = bytearray()
+    while value >= 0x80:
+        parts.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*parts, value])
+
+
+def _field(number: int, content: bytes) -> bytes:
+    return _varint(number << 3 | 2) + _varint(len(content)) + content
+
+
+def nested(depth: int) -> bytes:
+    """So many graphs within each other."""
+    graph = b""
+    for _ in range(depth):
+        graph = _field(1, _field(5, _field(1, b"then_branch") + _field(6, graph)))
+    return b"\x08\x08" + _field(7, graph)
+
+
+def _summing(weight: TensorProto) -> bytes:
+    """y = x + the sum of a weight of any shape, so that only its data can be wrong."""
+    nodes = [
+        helper.make_node("ReduceSum", ["w"], ["sum"], keepdims=0),
+        helper.make_node("Add", ["x", "sum"], ["y"]),
+    ]
+    content: bytes = proto(nodes, weight).SerializeToString()
+    return content
+
+
+def _cycle() -> bytes:
+    nodes = [helper.make_node("Add", ["x", "b"], ["a"]), helper.make_node("Add", ["a", "a"], ["b"])]
+    content: bytes = proto([*nodes, helper.make_node("Add", ["b", "b"], ["y"])]).SerializeToString()
+    return content
+
+
+def _named(operator: str, output: str = "y", **fields: Any) -> bytes:
+    nodes = [helper.make_node(operator, ["x"], [output], **fields)]
+    content: bytes = proto(nodes, output=output).SerializeToString()
+    return content
+
+
+def _foreign() -> bytes:
+    made = ModelProto.FromString(_named("Evil", domain="/tmp/evil.so"))  # noqa: S108 never made
+    made.opset_import.append(helper.make_opsetid("/tmp/evil.so", 1))  # noqa: S108 likewise
+    content: bytes = made.SerializeToString()
+    return content
+
+
+MALFORMED = [
+    Hostile(
+        "data too short",
+        _file(_summing(tensor(dims=[8]))),
+        "size mismatch|does not match expected size",
+    ),
+    Hostile(
+        "data too long",
+        _file(_summing(tensor(dims=[2]))),
+        "size mismatch|does not match expected size",
+    ),
+    Hostile("a size of 2**62", _file(_summing(tensor(dims=[1 << 62]))), "Invalid TensorProto"),
+    Hostile(
+        "a negative size",
+        _file(_summing(tensor(dims=[-4]))),
+        "Out of bounds dimensions|negative size",
+    ),
+    Hostile(
+        "sizes that overflow",
+        _file(_summing(tensor(dims=[1 << 32, 1 << 32, 4], data=b""))),
+        "[Oo]verflow",
+    ),
+    Hostile(
+        "many sizes",
+        _file(_summing(tensor(dims=[1] * 100_000))),
+        "more than 1000 dimensions|does not match expected size",
+    ),
+    Hostile("an unknown type", _file(adding(tensor(data_type=99))), "valid data type|data type 99"),
+    Hostile(
+        "a giant length",
+        _file(b"\x08\x08\x3a\xff\xff\xff\xff\x07abc"),
+        "Protobuf parsing|expected an ONNX model",
+    ),
+    Hostile(
+        "a length of 64 bits",
+        _file(b"\x08\x08\x3a" + b"\xff" * 9 + b"\x01"),
+        "Protobuf parsing|expected an ONNX model",
+    ),
+    Hostile("a cut file", _file(GOOD[:-20]), "Protobuf parsing|expected an ONNX model"),
+    Hostile("an empty file", _file(b""), "No graph|empty"),
+    Hostile(
+        "5000 graphs within each other",
+        _file(nested(5000)),
+        "Protobuf parsing|expected an ONNX model",
+    ),
+    Hostile("a cycle", _file(_cycle()), "acyclic"),
+    Hostile("an operator of a library", _file(_foreign()), "evil"),
+    Hostile("a giant operator", _file(_named("Frob" * (5 << 20))), "characters left out"),
+    Hostile("a giant name", _file(_named("Relu", "y" * (20 << 20))), "characters in the names"),
+    Hostile("a folder", _made(Path.mkdir), "got a folder, expected a regular file"),
+    Hostile("a pipe", _made(os.mkfifo), "got a pipe, expected a regular file"),
+    Hostile("a device", _made(_device_beside), "got a device, expected a regular file"),
+]
+"""Models whose own file is wrong."""
+
+
+def bomb() -> bytes:
+    """y = x + a sum of 2**32 ones, by doubling one of them 32 times; constants are computed on loading."""
+    nodes = [helper.make_node("Concat", [f"c{i}"] * 2, [f"c{i + 1}"], axis=0) for i in range(32)]
+    nodes += [
+        helper.make_node("ReduceSum", ["c32"], ["sum"]),
+        helper.make_node("Add", ["x", "sum"], ["y"]),
+    ]
+    content: bytes = proto(
+        nodes, numpy_helper.from_array(np.ones(1, np.float32), "c0")
+    ).SerializeToString()
+    return content
+
+
+def run_bomb() -> bytes:
+    """y = x + a sum of as many zeros as the largest x says."""
+    nodes = [
+        helper.make_node("ReduceMax", ["x"], ["most"], keepdims=0),
+        helper.make_node("Cast", ["most"], ["count"], to=TensorProto.INT64),
+        helper.make_node("Reshape", ["count", "one"], ["shape"]),
+        helper.make_node("ConstantOfShape", ["shape"], ["zeros"]),
+        helper.make_node("ReduceSum", ["zeros"], ["sum"], keepdims=0),
+        helper.make_node("Add", ["x", "sum"], ["y"]),
+    ]
+    content: bytes = proto(nodes, constant("one", 1)).SerializeToString()
+    return content
+
+
+def slow() -> bytes:
+    """Constants that take minutes to compute, and little memory."""
+    nodes = [helper.make_node("ConstantOfShape", ["shape"], ["zeros"])]
+    nodes += [helper.make_node("Add", ["zeros", "one"], ["m0"])]
+    nodes += [helper.make_node("MatMul", [f"m{i}", "m0"], [f"m{i + 1}"]) for i in range(500)]
+    nodes += [
+        helper.make_node("ReduceSum", ["m500"], ["sum"], keepdims=0),
+        helper.make_node("Add", ["x", "sum"], ["y"]),
+    ]
+    one = numpy_helper.from_array(np.array(1, np.float32), "one")
+    content: bytes = proto(nodes, constant("shape", 3000, 3000), one).SerializeToString()
+    return content
+
+
+def growing(megabytes: int) -> bytes:
+    """A model of a few bytes whose optimised form has so many megabytes."""
+    nodes = [
+        helper.make_node("ConstantOfShape", ["shape"], ["zeros"]),
+        helper.make_node("Add", ["zeros", "one"], ["ones"]),
+        helper.make_node("MatMul", ["x", "ones"], ["wide"]),
+        helper.make_node("ReduceMax", ["wide"], ["most"], axes=[1]),
+        helper.make_node("Add", ["x", "most"], ["y"]),
+    ]
+    one = numpy_helper.from_array(np.array(1, np.float32), "one")
+    content: bytes = proto(nodes, constant("shape", 4, megabytes << 16), one).SerializeToString()
+    return content
