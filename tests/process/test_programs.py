@@ -49,45 +49,6 @@ except KeyboardInterrupt:
         assert all_gone(workers)
 
 
-def test_ctrl_c_that_nobody_catches_ends_the_program_with_one_traceback(
-    fake_model: FakeModel, tmp_path: Path
-) -> None:
-    runs = tmp_path / "runs"
-    with Program(PREAMBLE + ASK, fake_model(run=f"once:{runs}:sleep:60")) as program:
-        workers = program.pids()
-        wait_until(runs.exists)
-        program.interrupt()
-        ended = program.wait(timeout=5.0)
-        assert (ended.status, ended.out) == (-signal.SIGINT, "")
-        assert ended.err.count("Traceback") == 1
-        assert ended.err.endswith("KeyboardInterrupt\n")
-        assert "[worker" not in ended.err
-        assert all_gone(workers)
-
-
-def test_ctrl_c_while_workers_build_leaves_none(fake_model: FakeModel) -> None:
-    text = """
-import threading
-master = mcinfer.Master(sys.argv[1], 2, engine="fake")
-def tell():
-    while [w.state for w in master.statistics().workers] != ["building"] * 2:
-        time.sleep(0.01)
-    say_pids(master)
-threading.Thread(target=tell).start()
-try:
-    master.start()
-except KeyboardInterrupt:
-    say("interrupted")
-"""
-    with Program(PREAMBLE + text, fake_model(build="hang:60")) as program:
-        workers = program.pids()
-        program.interrupt()
-        ended = program.wait(timeout=5.0)
-        assert (ended.status, ended.out) == (0, "interrupted\n")
-        assert "Traceback" not in ended.err
-        assert all_gone(workers)
-
-
 def test_master_serves_on_after_a_ctrl_c_that_the_user_survives(
     fake_model: FakeModel, tmp_path: Path
 ) -> None:
@@ -214,41 +175,6 @@ def assert_next_start_sweeps(model: Path, runtime_dir: Path, dead: int) -> None:
     with Master(model, 1, engine="fake") as master:
         assert [*runtime_dir.glob(f"mcinfer-*-{dead}-*")] == []
         assert_answers(master.predict(rows(1)), rows(1))
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("worker_is", ["idle", "in a long run", "building", "importing"])
-def test_workers_of_a_master_that_dies_are_gone_at_once(
-    fake_model: FakeModel, runtime_dir: Path, number: signal.Signals, worker_is: str
-) -> None:
-    text = """
-import threading
-master = mcinfer.Master(sys.argv[1], 2, engine="fake")
-starting = threading.Thread(target=master.start, daemon=True)
-starting.start()
-want = {"importing": "spawned", "building": "building", "idle": "ready", "in a long run": "busy"}
-if want[sys.argv[2]] in ("ready", "busy"):
-    starting.join()
-if want[sys.argv[2]] == "busy":
-    futures = [master.submit(X), master.submit(X)]
-while [w.state for w in master.statistics().workers if w.pid] != [want[sys.argv[2]]] * 2:
-    pass
-say_pids(master)
-time.sleep(60)
-"""
-    model = fake_model(
-        run="hang:60" if worker_is == "in a long run" else "",
-        build="hang:60" if worker_is == "building" else "",
-    )
-    in_shm = set(Path("/dev/shm").iterdir())  # noqa: S108 no file is made there
-    with Program(PREAMBLE + text, model, worker_is) as program:
-        workers = program.pids()
-        assert all(is_alive(worker) for worker in workers)
-        program.send_signal(number)
-        wait_until(lambda: all_gone(workers), timeout=2.0)
-        assert program.wait().status == -number
-    assert not [path for path in Path("/dev/shm").iterdir() if path not in in_shm]  # noqa: S108
-    assert_next_start_sweeps(fake_model(), runtime_dir, program.pid)
 
 
 def test_workers_of_a_dead_master_end_though_its_child_lives_on(

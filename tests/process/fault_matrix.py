@@ -1,0 +1,419 @@
+"""The fault matrix: what callers get when something goes wrong, by what it is and when it happens.
+
+`CELLS` says what is expected, a row for each fault and moment; `run_cell` puts the fault to a real pool, or
+to a real program with one, and measures.
+"""
+
+import re
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import monotonic
+
+import onnx
+from onnx.parser import parse_model
+
+from mcinfer import (
+    BuildError,
+    ClosedError,
+    PredictError,
+    PredictTimeoutError,
+    QueueFullError,
+)
+from tests.process.fault_kinds import FAULTS
+from tests.process.fault_pools import Pool, Setting
+from tests.process.fault_programs import (
+    Service,
+    start_with_full_disk,
+    start_without_descriptors,
+)
+from tests.process.models import AFFINE, FakeModel
+from tests.process.waiting import pids, states, wait_until
+
+MOMENTS = ("starting", "importing", "building", "idle", "busy", "exiting", "being restarted")
+
+# What callers get.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What somebody who waits gets.
+
+    Attributes:
+        error: The type of the error; None is no error.
+        words: What its text matches, or what a program's end is like.
+        status: For a program: its exit status, negative for a signal.
+    """
+
+    words: str
+    error: type[BaseException] | None = None
+    status: int | None = None
+
+    def check(self, came: BaseException | None) -> None:
+        """Fail unless this is what came."""
+        if self.error is None:
+            assert came is None, f"expected {self.words}, got {came!r}"
+            return
+        assert type(came) is self.error, f"expected {self.error.__name__}, got {came!r}"
+        assert re.search(self.words, str(came)), f"expected {self.words!r} in {str(came)!r}"
+
+    def __str__(self) -> str:
+        return self.words if self.error is None else f"`{self.error.__name__}`: {self.words}"
+
+
+RIGHT = Outcome(words="right answers")
+CLOSED = Outcome(error=ClosedError, words="closed")
+TIMED_OUT = Outcome(error=PredictTimeoutError, words="no answer within")
+NOT_READY = Outcome(error=BuildError, words="not ready within")
+TOLD_TO_FAIL = Outcome(error=BuildError, words="told to fail")
+RUN_FAILED = Outcome(error=PredictError, words="told to fail")
+NO_MEMORY = Outcome(error=BuildError, words="Unable to allocate")
+RUN_NO_MEMORY = Outcome(error=PredictError, words="Unable to allocate")
+MEMORY_FULL = Outcome(error=QueueFullError, words="memory_bytes")
+DESCRIPTORS_NEEDED = Outcome(error=OSError, words="descriptors are needed")
+NO_DESCRIPTOR = Outcome(error=OSError, words="Too many open files")
+KILLED = Outcome(words="the program is killed", status=-signal.SIGKILL)
+TERMINATED = Outcome(words="the program is terminated", status=-signal.SIGTERM)
+EXITED = Outcome(words="`SystemExit`; the program's own status", status=7)
+INTERRUPTED = Outcome(words="`KeyboardInterrupt`", status=-signal.SIGINT)
+
+REPLACED, KEPT, NONE_LEFT = "replaced", "kept", "none left"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One expectation.
+
+    Attributes:
+        fault: A name in `FAULTS`.
+        moment: One of `MOMENTS`.
+        hit: What the call gets that the fault hits: the start of the pool, or a request.
+        within: Seconds at most until every caller has its answer, those of the requests that were queued
+            included; for a program, until no process of it is left.
+        worker: What becomes of the worker: ``"replaced"``, ``"kept"``, or ``"none left"`` where the pool is
+            closed, or failed to start. Unless that, it then serves, and all other callers get right answers.
+    """
+
+    fault: str
+    moment: str
+    hit: Outcome
+    within: float
+    worker: str
+
+    def __str__(self) -> str:
+        return f"{self.fault}, {self.moment}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a cell took.
+
+    Attributes:
+        settled: Seconds from the fault until every caller had its answer.
+        whole: Seconds until all workers served again; None where none is left.
+    """
+
+    settled: float
+    whole: float | None = None
+
+
+# The expectations.
+
+_Row = tuple[Outcome, float, str]
+
+_DIES: _Row = (RIGHT, 3.0, REPLACED)
+_CLOSING: _Row = (CLOSED, 2.0, NONE_LEFT)
+
+_TABLE: dict[str, dict[str, _Row]] = {
+    "worker: SIGKILL": {
+        "starting": _DIES,
+        "importing": _DIES,
+        "building": _DIES,
+        "idle": _DIES,
+        "busy": _DIES,
+        "exiting": _CLOSING,
+        "being restarted": _DIES,
+    },
+    "worker: SIGSTOP": {
+        "starting": (NOT_READY, 3.0, NONE_LEFT),
+        "importing": (NOT_READY, 3.0, NONE_LEFT),
+        "building": (NOT_READY, 3.0, NONE_LEFT),
+        "idle": (TIMED_OUT, 2.0, REPLACED),
+        "busy": (TIMED_OUT, 2.0, REPLACED),
+        "exiting": _CLOSING,
+        "being restarted": _DIES,
+    },
+    "worker: SIGSTOP, late SIGCONT": {
+        "starting": (RIGHT, 3.0, KEPT),
+        "importing": (RIGHT, 3.0, KEPT),
+        "building": (RIGHT, 3.0, KEPT),
+        "idle": (TIMED_OUT, 2.0, KEPT),
+        "busy": (TIMED_OUT, 2.0, KEPT),
+        "exiting": _CLOSING,
+        "being restarted": (RIGHT, 2.0, KEPT),
+    },
+    "worker: segfault": {
+        "importing": _DIES,
+        "building": _DIES,
+        "idle": _DIES,
+        "busy": _DIES,
+        "exiting": _CLOSING,
+        "being restarted": _DIES,
+    },
+    "worker: abort": {"building": _DIES, "idle": _DIES, "busy": _DIES},
+    "worker: _exit": {"importing": _DIES, "building": _DIES, "idle": _DIES, "busy": _DIES},
+    "worker: out of memory": {
+        "starting": _DIES,
+        "importing": _DIES,
+        "building": (NO_MEMORY, 2.0, NONE_LEFT),
+        "busy": (RUN_NO_MEMORY, 2.0, KEPT),
+        "being restarted": _DIES,
+    },
+    "worker: past worker_memory_bytes": {
+        "building": (NO_MEMORY, 2.0, NONE_LEFT),
+        "busy": (RUN_NO_MEMORY, 2.0, KEPT),
+    },
+    "worker: never ends": {
+        "building": (NOT_READY, 3.0, NONE_LEFT),
+        "busy": (TIMED_OUT, 2.0, REPLACED),
+        "exiting": _CLOSING,
+        "being restarted": _DIES,
+    },
+    "worker: exception": {
+        "importing": _DIES,
+        "building": (TOLD_TO_FAIL, 2.0, NONE_LEFT),
+        "busy": (RUN_FAILED, 2.0, KEPT),
+        "being restarted": _DIES,
+    },
+    "worker: no descriptors": {
+        "starting": _DIES,
+        "building": _DIES,
+        "idle": _DIES,
+        "busy": (RIGHT, 2.0, KEPT),
+    },
+    "worker: answers twice": {"busy": _DIES},
+    "worker: answers late": {"busy": (TIMED_OUT, 2.0, REPLACED)},
+    "worker: wrong shape": {"busy": _DIES},
+    "worker: garbage": {"busy": _DIES, "exiting": _CLOSING},
+    "master: SIGKILL": dict.fromkeys(MOMENTS, (KILLED, 2.0, NONE_LEFT)),
+    "master: SIGTERM": {
+        "importing": (TERMINATED, 2.0, NONE_LEFT),
+        "building": (TERMINATED, 2.0, NONE_LEFT),
+        "idle": (TERMINATED, 2.0, NONE_LEFT),
+        "busy": (TERMINATED, 2.0, NONE_LEFT),
+    },
+    "master: SIGTERM, handled": {
+        "building": (EXITED, 2.0, NONE_LEFT),
+        "idle": (EXITED, 2.0, NONE_LEFT),
+        "busy": (EXITED, 2.0, NONE_LEFT),
+        "exiting": (EXITED, 2.0, NONE_LEFT),
+    },
+    "master: SIGINT": dict.fromkeys(MOMENTS, (INTERRUPTED, 2.0, NONE_LEFT)),
+    "master: SIGINT twice": {
+        "building": (INTERRUPTED, 2.0, NONE_LEFT),
+        "idle": (INTERRUPTED, 2.0, NONE_LEFT),
+        "busy": (INTERRUPTED, 2.0, NONE_LEFT),
+        "exiting": (INTERRUPTED, 2.0, NONE_LEFT),
+    },
+    "master: no descriptors": {
+        "starting": (DESCRIPTORS_NEEDED, 2.0, NONE_LEFT),
+        "idle": (NO_DESCRIPTOR, 2.0, KEPT),
+        "busy": (RIGHT, 2.0, KEPT),
+        "exiting": _CLOSING,
+        "being restarted": _DIES,
+    },
+    "shared memory full": {"idle": (MEMORY_FULL, 2.0, KEPT), "busy": (RIGHT, 2.0, KEPT)},
+    "disk full": {"building": (RIGHT, 8.0, KEPT)},
+    "clock set back": {
+        "building": (RIGHT, 3.0, KEPT),
+        "idle": (RIGHT, 2.0, KEPT),
+        "busy": (RIGHT, 2.0, KEPT),
+        "being restarted": (RIGHT, 2.0, KEPT),
+    },
+}
+
+CELLS = tuple(
+    Cell(fault, moment, *row[moment])
+    for fault, row in _TABLE.items()
+    for moment in MOMENTS
+    if moment in row
+)
+
+_NOTHING_OF_OURS = "the process exists, but runs nothing of ours yet, and nothing of the engine's"
+_IDLE_DOES_NOTHING = "a worker without a request asks for nothing, and neither runs nor answers"
+_AS_KILLED = "the process ends as by SIGKILL, and nobody sees another difference"
+_NO_CALL = "what a worker does then takes nothing of the kind, or is over"
+_ANSWERS_RUNS = "only a run has an answer"
+_ALIKE = "the master's main thread is in the same call as at another moment of this row"
+_NO_TENSORS = "no tensor is there before the first request, nor when all are answered"
+
+DASHES: dict[str, dict[str, str]] = {
+    "worker: segfault": {"starting": _NOTHING_OF_OURS},
+    "worker: abort": {
+        "starting": _NOTHING_OF_OURS,
+        **dict.fromkeys(("importing", "exiting", "being restarted"), _AS_KILLED),
+    },
+    "worker: _exit": {
+        "starting": _NOTHING_OF_OURS,
+        **dict.fromkeys(("exiting", "being restarted"), _AS_KILLED),
+    },
+    "worker: out of memory": {"idle": _IDLE_DOES_NOTHING, "exiting": _NO_CALL},
+    "worker: past worker_memory_bytes": {
+        **dict.fromkeys(("starting", "importing", "being restarted"), "as the row above"),
+        "idle": _IDLE_DOES_NOTHING,
+        "exiting": _NO_CALL,
+    },
+    "worker: never ends": {
+        "starting": _NOTHING_OF_OURS,
+        "importing": "as while it is building",
+        "idle": _IDLE_DOES_NOTHING,
+    },
+    "worker: exception": {
+        "starting": _NOTHING_OF_OURS,
+        "idle": _IDLE_DOES_NOTHING,
+        "exiting": _NO_CALL,
+    },
+    "worker: no descriptors": {
+        "importing": "as while it is starting",
+        "exiting": _NO_CALL,
+        "being restarted": "as while it is building",
+    },
+    **{
+        fault: dict.fromkeys([m for m in MOMENTS if m not in _TABLE[fault]], _ANSWERS_RUNS)
+        for fault in _TABLE
+        if fault
+        in (
+            "worker: answers twice",
+            "worker: answers late",
+            "worker: wrong shape",
+            "worker: garbage",
+        )
+    },
+    "master: SIGTERM": dict.fromkeys(("starting", "exiting", "being restarted"), _AS_KILLED),
+    "master: SIGTERM, handled": dict.fromkeys(("starting", "importing", "being restarted"), _ALIKE),
+    "master: SIGINT twice": dict.fromkeys(("starting", "importing", "being restarted"), _ALIKE),
+    "master: no descriptors": dict.fromkeys(
+        ("importing", "building"), "a start asks for all that it needs before anything else"
+    ),
+    "shared memory full": dict.fromkeys(
+        [m for m in MOMENTS if m not in ("idle", "busy")], _NO_TENSORS
+    ),
+    "disk full": dict.fromkeys(
+        [m for m in MOMENTS if m != "building"],
+        "the cache is written to while a model is built alone",
+    ),
+    "clock set back": dict.fromkeys(
+        ("starting", "importing", "exiting"), "the same loop keeps time as at the other moments"
+    ),
+}
+"""Why there is no cell."""
+
+# Running a cell.
+
+
+def run_cell(cell: Cell, folder: Path, fake_model: FakeModel) -> Measured:
+    """Put the fault to a pool or a program at that moment; fail unless all is as the cell says.
+
+    Args:
+        cell: One of `CELLS`.
+        folder: For this cell alone.
+        fake_model: The fixture.
+    """
+    if cell.fault == "disk full":
+        model = folder / "model.onnx"
+        onnx.save(parse_model(AFFINE), model)
+        return _checked(cell, start_with_full_disk(folder, model))
+    if cell.hit is DESCRIPTORS_NEEDED:
+        seconds, text = start_without_descriptors(fake_model)
+        assert text.startswith("OSError: ")
+        cell.hit.check(OSError(text))
+        return _checked(cell, seconds)
+    if FAULTS[cell.fault].signals:
+        return _run_in_program(cell, folder, fake_model)
+    return _run_in_pool(cell, folder, fake_model)
+
+
+def _checked(cell: Cell, seconds: float) -> Measured:
+    """Fail if it took longer than the cell allows."""
+    assert seconds <= cell.within, f"took {seconds:.2f} s, expected {cell.within:g} s at most"
+    return Measured(settled=seconds)
+
+
+_HEALTH = {
+    **dict.fromkeys(MOMENTS[:3], "starting"),
+    "being restarted": "degraded",
+    "exiting": "closing",
+}
+"""What `Master.health` says at that moment; else that the pool is ready."""
+
+
+_STAND_STILL = ("worker: SIGSTOP", "worker: never ends")
+
+
+def _setting(cell: Cell) -> Setting:
+    """With time-outs as short as the outcome that is expected needs them."""
+    setting = Setting(**FAULTS[cell.fault].setting)
+    if cell.hit is TIMED_OUT:
+        setting = replace(setting, hit_timeout=0.2)
+    if cell.hit is NOT_READY:
+        # It has to come as far as that moment in this time, also where others have the cores.
+        setting = replace(setting, start=1.5 if cell.moment == "building" else 0.8)
+    elif cell.moment == "being restarted" and cell.fault in _STAND_STILL:
+        setting = replace(setting, start=2.0)
+    if cell.hit is MEMORY_FULL:
+        setting = replace(setting, limits=replace(setting.limits, when_full="raise"))
+    return setting
+
+
+def _run_in_pool(cell: Cell, folder: Path, fake_model: FakeModel) -> Measured:
+    fault = FAULTS[cell.fault]
+    with Pool(folder, fake_model, _setting(cell)) as pool:
+        pool.reach(cell.moment, inside=fault.inside)
+        health = pool.master.health()
+        assert health.state == _HEALTH.get(cell.moment, "ready"), health
+        began = monotonic()
+        fault.inflict(pool)
+        pool.release_beside()
+        pool.ask()
+        fault.relent(pool)
+        for caller in pool.hit:
+            cell.hit.check(caller.outcome())
+        if cell.worker != NONE_LEFT:
+            pool.others += [pool.submit(), pool.submit(), pool.predict()]
+        for caller in pool.others:
+            (CLOSED if cell.moment == "exiting" else RIGHT).check(caller.outcome())
+        if pool.closing is not None:
+            pool.closing.result(timeout=20.0)
+        measured = _checked(cell, monotonic() - began)
+        if cell.worker == NONE_LEFT:
+            assert states(pool.master) == ["gone", "gone"]
+            CLOSED.check(pool.submit().outcome())
+            health = pool.master.health()
+            assert health.state == ("closed" if cell.moment == "exiting" else "failed"), health
+            assert health.serving == 0
+            return measured
+        if cell.worker == REPLACED:
+            wait_until(lambda: pool.pid not in pids(pool.master))
+        pool.is_whole()
+        whole = monotonic() - began
+        assert (pool.pid in pids(pool.master)) is (cell.worker == KEPT)
+        RIGHT.check(pool.predict().outcome())
+        health = pool.master.health()
+        assert (health.state, health.reasons, health.serving) == ("ready", (), 2), health
+        if cell.worker == REPLACED and cell.moment in ("idle", "busy"):
+            assert any(text.startswith("degraded: 1 of 2 workers serve") for text in pool.told)
+        return replace(measured, whole=whole)
+
+
+def _run_in_program(cell: Cell, folder: Path, fake_model: FakeModel) -> Measured:
+    fault = FAULTS[cell.fault]
+    with Service(folder, fake_model, cell.moment, fault.handles) as service:
+        end = service.end(*fault.signals)
+        assert end.status == cell.hit.status, end
+        assert "[worker" not in end.err
+        if len(fault.signals) == 1 and cell.hit is INTERRUPTED:
+            assert end.err.count("Traceback") == 1
+            assert end.err.endswith("KeyboardInterrupt\n")
+        # What a program that was killed cannot remove, the next start of a master does.
+        assert end.folders == (1 if cell.hit in (KILLED, TERMINATED) else 0)
+        return _checked(cell, end.seconds)

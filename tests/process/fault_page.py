@@ -1,0 +1,142 @@
+"""The page of the fault matrix: what is expected in every cell, and what it took.
+
+``python -m tests.process.fault_page --write docs/faults.md`` runs all cells and writes it.
+"""
+
+import argparse
+import os
+import platform
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.process.fault_kinds import FAULTS
+from tests.process.fault_matrix import CELLS, DASHES, MOMENTS, Cell, Measured
+from tests.process.fault_pools import CLOSE
+
+_SECONDS = re.compile(r"\d+\.\d\d s( / \d+\.\d\d s)?")
+
+_TOP = """# Faults
+
+What callers get when something goes wrong, by what it is and when it happens. Every cell is a test with real
+processes (`tests/process/test_fault_matrix.py`), and this page is written by running them:
+
+    make faults
+
+There are two workers of the engine "fake", requests in flight and queued at that moment, and more made
+directly after. A cell says what the call gets that the fault hits (a request; while the pool starts, the
+start; for a master, its program), what becomes of the worker, and the seconds from the fault until every
+caller had its answer and, after the stroke, until both workers served again; for a program, until no process
+of it was left. They are of one run on {machine}.
+
+Every other caller gets a right answer, but where the pool is closed or its start failed (*none left*). In
+every cell nothing is left afterwards: no process, thread, descriptor, memory file or runtime folder. The
+folder of a program that was killed goes with the next start of any master. `Master.health` is asked at each
+moment, and afterwards, and has to tell the truth.
+
+"""
+
+_EXPECTATIONS = f"""
+## What is expected
+
+- A worker that dies costs no request: what it was at is run by another, and it is started again. In the
+  first start a death is tried once more.
+- A worker that stands still, in a run or stopped, costs the request that it has, when that runs out of time.
+  It is killed after `Timeouts.cancel_grace`, unless it goes on before. In a start it fails the start after
+  `Timeouts.start`.
+- A run that raises, or finds no memory, fails its request alone, and the worker stays. In a build it is a
+  `BuildError`; when a worker is started again it is one more death.
+- A worker that sends what it may not is killed; what it was at is run by another.
+- `Master.close` answers what is in flight with `ClosedError`, waits for `Timeouts.close` ({CLOSE:g} s here),
+  and kills who is left.
+- The workers of a program that is gone end by themselves. `KeyboardInterrupt` and `SystemExit` pass through
+  a with statement, which closes the pool.
+- Where this process has no descriptors or no shared memory, the call says so; nothing that was accepted
+  before is lost.
+- Nothing asks for the time of day.
+
+## Time allowed
+
+Seconds until all is settled, at most; a cell that takes longer fails.
+
+"""
+
+
+def page(measured: Mapping[Cell, Measured], machine: str) -> str:
+    """The page, in Markdown.
+
+    Args:
+        measured: What every cell took.
+        machine: What it was measured on.
+    """
+    reasons = [*dict.fromkeys(why for row in DASHES.values() for why in row.values())]
+    cells = {(cell.fault, cell.moment): cell for cell in CELLS}
+
+    def entry(fault: str, moment: str) -> str:
+        cell = cells.get((fault, moment))
+        if cell is None:
+            return f"- ({reasons.index(DASHES[fault][moment]) + 1})"
+        return f"{cell.hit}; {cell.worker}; {_seconds(measured[cell])}"
+
+    rows = [["fault", *MOMENTS], ["---"] * (1 + len(MOMENTS))]
+    rows += [[fault, *(entry(fault, moment) for moment in MOMENTS)] for fault in FAULTS]
+    text = _TOP.format(machine=machine) + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    text += "\nNo cell, since:\n\n"
+    text += "".join(f"{number}. {why}\n" for number, why in enumerate(reasons, 1))
+    text += "\n## The faults\n\n"
+    text += "".join(f"- **{name}**: {fault.words}\n" for name, fault in FAULTS.items())
+    text += _EXPECTATIONS
+    for within in sorted({cell.within for cell in CELLS}):
+        of = [cell for cell in CELLS if cell.within == within]
+        faults = dict.fromkeys(cell.fault for cell in of)
+        each = (f"{name} ({', '.join(c.moment for c in of if c.fault == name)})" for name in faults)
+        text += f"- {within:g}: {'; '.join(each)}\n"
+    return text
+
+
+def without_seconds(text: str) -> str:
+    """A page without what was measured, and on what."""
+    return re.sub(r"one run on .*", "one run", _SECONDS.sub("", text))
+
+
+def _seconds(measured: Measured) -> str:
+    text = f"{measured.settled:.2f} s"
+    return text if measured.whole is None else f"{text} / {measured.whole:.2f} s"
+
+
+class _Collector:
+    """A plugin of pytest's that keeps what the cells measured."""
+
+    def __init__(self) -> None:
+        self.measured: dict[Cell, Measured] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take it from a test that is over."""
+        for _, value in report.user_properties:
+            if isinstance(value, tuple):
+                self.measured[value[0]] = value[1]
+
+
+def main() -> int:
+    """Run every cell and write the page; the exit status."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--write", type=Path, required=True, help="the page")
+    path = parser.parse_args().write
+    collector = _Collector()
+    tests = str(Path(__file__).with_name("test_fault_matrix.py"))
+    status = pytest.main(["-q", tests, "-k", "fault_ends"], plugins=[collector])
+    left_out = [str(cell) for cell in CELLS if cell not in collector.measured]
+    if status or left_out:
+        print(f"not written; nothing was measured of {left_out}", file=sys.stderr)
+        return int(status) or 1
+    cores, python = os.cpu_count(), platform.python_version()
+    machine = f"{cores} cores ({platform.machine()}), Linux {platform.release()}, Python {python}"
+    path.write_text(page(collector.measured, machine), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
