@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SIZE ?= small
 
-.PHONY: demo test test-mindspore check bench clean format
+.PHONY: demo test test-mindspore check bench faults clean format
 
 demo: .venv/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
@@ -26,6 +26,14 @@ bench: .venv/installed-bench
 	$(BIN)/python benchmarks/runner.py
 	mkdir -p build
 	$(BIN)/python benchmarks/weights.py --plot build/weights_memory.svg
+
+# What callers get when something goes wrong: runs the fault matrix and writes its page.
+faults: .venv/installed
+	$(BIN)/python -m tests.process.fault_page --write docs/faults.md
+
+# Ten minutes of mixed traffic; `make test` has half a minute of it.
+soak: .venv/installed
+	$(BIN)/python benchmarks/soak.py
 
 format: .venv/installed
 	$(BIN)/ruff format .

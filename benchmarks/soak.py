@@ -1,0 +1,383 @@
+"""Mixed traffic against a pool whose workers are killed all the time: nothing lost, wrong or left.
+
+    python benchmarks/soak.py [--seconds N] [--engine fake|onnxruntime] [--seed N] [--json FILE]
+
+Threads and asyncio tasks send requests of 0 rows to 64 MiB (traffic.py), others kill, stop and restart
+workers, replace weights and ask for the figures (disturbances.py), and all of it is written down and
+compared (books.py). What the pool has after a first warm-up, it may have at the end. The exit status is 1
+where anything was not as promised.
+"""
+
+import argparse
+import faulthandler
+import gc
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import monotonic, sleep
+
+import psutil
+from books import MOST_ROWS, ROW_BYTES, SLACK, Books, Harm, Request, Sample
+from disturbances import kill_at_random, restart_workers, update_weights, watch
+from holdings import Holdings, holdings, keep_no_freed_memory, tidy
+from measuring import Record, machine, table, time_text
+from traffic import PATIENCE, clients, daemons, new_scene, write_model
+
+from mcinfer import (
+    EngineOptions,
+    Limits,
+    Master,
+    McinferError,
+    RestartPolicy,
+    Statistics,
+    Timeouts,
+)
+from mcinfer.staging import Arrays
+from mcinfer.statistics import Histogram
+
+THREADS = 12
+TASKS = 8
+WORKERS = 3
+QUEUE = 48
+"""Requests in flight: fewer than the clients would have, so that some are refused."""
+
+MEMORY = 256 << 20
+"""Bytes of shared memory: not enough for two of the largest requests and anything else."""
+
+LIMIT = 100
+"""Seconds beside the traffic, after which something hangs."""
+
+_WARM_UP = 5.0
+_SETTLING = 30.0
+_LINE_PERIOD = 10.0
+_OWN_BAND = 16 << 20
+"""Bytes that the master's own memory may have grown by: what its allocator keeps of heaps that are in use."""
+
+_MIB = 1 << 20
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+class _LastRecords(logging.Handler):
+    """The pool's log: how much of which level, and the last of it, for where a check fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels: Counter[str] = Counter()
+        self.last: deque[str] = deque(maxlen=40)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.levels[record.levelname] += 1
+        first, *more = record.getMessage().splitlines() or [""]
+        self.last.append(f"{record.levelname} {first[:200]}{' …' if more else ''}")
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = monotonic() + seconds
+    while not condition():
+        if monotonic() > deadline:
+            return False
+        sleep(0.02)
+    return True
+
+
+# The run.
+
+
+def _traffic(
+    master: Master, books: Books, sample: Sample, seconds: float, *, acts: bool, seed: int
+) -> None:
+    """All clients and all that disturbs them, for so long; a line every ten seconds."""
+    scene = new_scene(master, books, sample, acts=acts, seed=seed)
+    disturbers = [
+        (work.__name__, lambda work=work: work(scene))
+        for work in (kill_at_random, update_weights, restart_workers, watch)
+    ]
+    threads = [*clients(scene, THREADS, TASKS), *daemons(books, disturbers)]
+    began = monotonic()
+    for thread in threads:
+        thread.start()
+    while (left := began + seconds - monotonic()) > 0:
+        sleep(min(_LINE_PERIOD, left))
+        _say(_line(monotonic() - began, books, master.statistics()))
+    scene.stop.set()
+    deadline = monotonic() + PATIENCE + SLACK + _SETTLING
+    for thread in threads:
+        thread.join(max(0.0, deadline - monotonic()))
+    stuck = [thread.name for thread in threads if thread.is_alive()]
+    if stuck:
+        books.find(f"did not end within {deadline - began - seconds:.0f} s of the traffic: {stuck}")
+        faulthandler.dump_traceback(all_threads=True)
+
+
+def _settle(master: Master, books: Books) -> Holdings:
+    """Wait until nothing is in flight and all workers serve; what the process has then."""
+
+    def quiet() -> bool:
+        now = master.statistics()
+        return not (now.in_flight or now.queued_shards or now.in_flight_bytes)
+
+    if not _wait_until(quiet, _SETTLING):
+        books.find(f"not quiet within {_SETTLING:g} s of the traffic: {master.statistics()}")
+    master.wait_ready(_SETTLING)
+    weights = ROW_BYTES * bool(books.updated)
+
+    def freed() -> bool:
+        gc.collect()
+        return master.statistics().memory_used_bytes == weights
+
+    if not _wait_until(freed, SLACK):
+        used = master.statistics().memory_used_bytes
+        books.find(f"{used} bytes of shared memory are in use, expected {weights}")
+    tidy()
+    return holdings(master.statistics())
+
+
+def _ask(master: Master, books: Books, sample: Sample, rows: int) -> tuple[Request, Arrays]:
+    """One request of so many rows, amid no others, and its answer."""
+    request = Request(client="the program", harm="none", rows=rows, first=0, timeout=PATIENCE)
+    books.begin(request)
+    outputs = master.predict([sample.rows(0, rows)], timeout=PATIENCE)
+    books.end(request, None)
+    books.judge(request, outputs)
+    return request, outputs
+
+
+def _check_growth(books: Books, start: Holdings, end: Holdings) -> None:
+    """What the process has after the traffic is what it had before."""
+    if end.own_bytes > start.own_bytes + _OWN_BAND:
+        books.find(f"own memory grew from {start.own_bytes} to {end.own_bytes} bytes")
+    if end.reserved_bytes > MEMORY:
+        books.find(f"{end.reserved_bytes} bytes are reserved for tensors, the limit is {MEMORY}")
+    for name in ("descriptors", "threads", "processes"):
+        if getattr(start, name) != getattr(end, name):
+            books.find(
+                f"{name}: {getattr(start, name)} before the traffic, {getattr(end, name)} after"
+            )
+
+
+def _check_counts(books: Books, statistics: Statistics) -> None:
+    """The pool's own count, what it told of each, and what the clients saw are one."""
+    books.balance()
+    for name in ("succeeded", "failed", "cancelled"):
+        if getattr(statistics, name) != books.told[name]:
+            books.find(
+                f"statistics: {getattr(statistics, name)} {name}, but {books.told[name]} were told of"
+            )
+    if statistics.accepted != books.told.total():
+        books.find(f"{statistics.accepted} accepted, {books.told.total()} told of")
+
+
+def _check_end(books: Books, before: Holdings, runtime: Path) -> None:
+    """Nothing is left of a pool that was closed."""
+
+    def left() -> list[str]:
+        gc.collect()
+        now = holdings(None)
+        names = ("descriptors", "threads", "processes")
+        pairs = [(name, getattr(before, name), getattr(now, name)) for name in names]
+        texts = [f"{name}: {old} before, {new} after" for name, old, new in pairs if old != new]
+        return [*texts, *(str(path) for path in runtime.glob("mcinfer-*"))]
+
+    if not _wait_until(lambda: not left(), SLACK):
+        books.find(f"left behind: {left()}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """What was seen of a pool, before and after its traffic; the warm-up is left out but for findings."""
+
+    outcomes: Counter[tuple[Harm, str]]
+    events: Counter[str]
+    start: Holdings
+    end: Holdings
+    first: Statistics
+    last: Statistics
+
+
+def _soak(options: argparse.Namespace, model: Path, books: Books, sample: Sample) -> _Seen:
+    """The whole life of a pool."""
+    acts = options.engine == "fake"
+    master = Master(
+        model,
+        [f"cpu:{i}" for i in range(WORKERS)],
+        engine=options.engine,
+        options=EngineOptions(threads=1, variable_weights=["w"]),
+        timeouts=Timeouts(start=60.0, predict=PATIENCE, cancel_grace=0.3),
+        restart=RestartPolicy(budget=1_000_000, backoff=0.01, backoff_limit=0.05),
+        limits=Limits(queue=QUEUE, memory_bytes=MEMORY),
+        max_batch_size=options.max_batch_size,
+        trace=books.hear,
+    )
+    with master:
+        _say(f"warming up for {_WARM_UP:g} s")
+        _ask(master, books, sample, MOST_ROWS)  # the threads and the memory for it are there then
+        _traffic(master, books, sample, _WARM_UP, acts=acts, seed=options.seed + 1)
+        start, first = _settle(master, books), master.statistics()
+        _say(f"{options.seconds:g} s of traffic, seed {options.seed}")
+        outcomes, events = books.outcomes.copy(), books.events.copy()
+        _traffic(master, books, sample, options.seconds, acts=acts, seed=options.seed)
+        end, last = _settle(master, books), master.statistics()
+        _check_growth(books, start, end)
+        kept, outputs = _ask(master, books, sample, 3)
+    books.judge(kept, outputs)  # answers outlive their pool
+    _check_counts(books, master.statistics())
+    return _Seen(
+        outcomes=books.outcomes - outcomes,
+        events=books.events - events,
+        start=start,
+        end=end,
+        first=first,
+        last=last,
+    )
+
+
+# What is printed.
+
+
+def _line(seconds: float, books: Books, now: Statistics) -> str:
+    memory = psutil.Process().memory_info()
+    outcomes = ", ".join(f"{name} {number}" for name, number in books.by_outcome.most_common())
+    restarts = sum(worker.restarts for worker in now.workers)
+    kills = sum(books.events[f"sent SIG{name}"] for name in ("KILL", "SEGV", "ABRT"))
+    return (
+        f"{seconds:5.0f} s: {outcomes}; {kills} kills, {restarts} restarts; "
+        f"own {(memory.rss - memory.shared) / _MIB:.0f} MiB, tensors {now.memory_used_bytes / _MIB:.0f} "
+        f"of {now.memory_bytes / _MIB:.0f} MiB, {len(os.listdir('/proc/self/fd'))} descriptors, "
+        f"{threading.active_count()} Python threads; {now.health.state}, {now.in_flight} in flight"
+    )
+
+
+def _report(books: Books, seen: _Seen, seconds: float) -> Record:
+    """Print the tables; for JSON, what is in them."""
+    outcomes, first, last = seen.outcomes, seen.first, seen.last
+    kinds = sorted({harm for harm, _ in outcomes})
+    columns = sorted({outcome for _, outcome in outcomes}, key=lambda name: (name != "ok", name))
+    rows = [[kind, *(str(outcomes[kind, column] or "") for column in columns)] for kind in kinds]
+    totals = [str(sum(outcomes[kind, column] for kind in kinds)) for column in columns]
+    _say("")
+    _say(table(("done to it", *columns), [*rows, ["all", *totals]]))
+    _say("")
+    _say(table(("beside them", ""), [[name, str(n)] for name, n in sorted(seen.events.items())]))
+    latency = _difference(first.latency, last.latency)
+    requests = outcomes.total()
+    restarts = sum(w.restarts for w in last.workers) - sum(w.restarts for w in first.workers)
+    figures: dict[str, float] = {
+        "requests": requests,
+        "requests a second": requests / seconds,
+        "restarts of workers": restarts,
+        "updates of weights": last.weights_version - first.weights_version,
+    }
+    times = {
+        "latency, p50 at most": latency.quantile(0.5),
+        "latency, p99 at most": latency.quantile(0.99),
+        "latency, longest at most": latency.quantile(1.0),
+        "longest from a kill to an end": books.after_kill,
+        "latest after its time-out": books.latest,
+    }
+    _say("")
+    texts = [[name, f"{value:.0f}"] for name, value in figures.items()]
+    texts += [[name, time_text(value)] for name, value in times.items()]
+    _say(table(("figures", ""), texts))
+    before, after = asdict(seen.start), asdict(seen.end)
+    _say("")
+    _say(
+        table(
+            ("the master's process", "start", "end"),
+            [
+                [_label(name), _amount(name, before[name]), _amount(name, after[name])]
+                for name in before
+            ],
+        )
+    )
+    return {
+        "requests": {f"{harm}: {outcome}": n for (harm, outcome), n in sorted(outcomes.items())},
+        "events": dict(seen.events),
+        "figures": figures,
+        "seconds": times,
+        "start": before,
+        "end": after,
+    }
+
+
+def _report_findings(findings: Sequence[str], log: _LastRecords) -> None:
+    _say("log: " + ", ".join(f"{number} {level}" for level, number in sorted(log.levels.items())))
+    if not findings:
+        _say("all as promised")
+        return
+    _say("the last of it:")
+    for text in log.last:
+        _say(f"  {text}")
+    _say(f"\nNOT AS PROMISED: {len(findings)}")
+    for text in findings:
+        _say(f"- {text}")
+
+
+def _label(name: str) -> str:
+    return name.removesuffix("_bytes").replace("_", " ")
+
+
+def _amount(name: str, value: int) -> str:
+    return f"{value / _MIB:.1f} MiB" if name.endswith("_bytes") else str(value)
+
+
+def _difference(first: Histogram, last: Histogram) -> Histogram:
+    counts = tuple(b - a for a, b in zip(first.counts, last.counts, strict=True))
+    return Histogram(bounds=last.bounds, counts=counts, total=last.total - first.total)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status."""
+    parser = argparse.ArgumentParser(description="Mixed traffic against a pool that is disturbed.")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of traffic (default: 600)")
+    parser.add_argument("--engine", choices=("fake", "onnxruntime"), default="fake")
+    parser.add_argument("--max-batch-size", type=int, default=1, help="rows of a joined run")
+    parser.add_argument("--seed", type=int, default=0, help="of what the clients choose")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there, too")
+    options = parser.parse_args(arguments)
+    # Whatever hangs: all threads' stacks are printed, and the process ends.
+    faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
+    signal.alarm(int(options.seconds) + LIMIT)
+    log = _LastRecords()
+    logging.getLogger("mcinfer").addHandler(log)
+    logging.getLogger("mcinfer").propagate = False
+    keep_no_freed_memory()
+    described = machine()
+    _say(", ".join(f"{name} {value}" for name, value in described.items()))
+    sample = Sample()
+    books = Books(sample)
+    record: Record = {}
+    folder = Path(tempfile.mkdtemp(prefix="mcs-", dir="/tmp"))  # a socket's path is short
+    try:
+        os.environ["XDG_RUNTIME_DIR"] = str(folder)
+        os.environ["MCINFER_CACHE"] = str(folder / "cache")  # not the user's
+        before = holdings(None)
+        seen = _soak(options, write_model(folder, options.engine), books, sample)
+        _check_end(books, before, folder)
+        record = _report(books, seen, options.seconds)
+    except McinferError as exc:
+        books.find(f"the soak ended early: {exc!r}")
+    finally:
+        shutil.rmtree(folder)
+    signal.alarm(0)
+    _say("")
+    _report_findings(books.findings, log)
+    if options.json is not None:
+        record = {"machine": described, "seed": options.seed, **record, "findings": books.findings}
+        options.json.write_text(json.dumps(record, indent=2, ensure_ascii=False), encoding="utf-8")
+    return 1 if books.findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""From messages that are right to such as an intruder would send: bytes and structure are changed."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+CORPUS = Path(__file__).parent / "corpus"
+
+_MOST_CHANGES = 4
+_KEYS = ("id", "request", "shard", "outputs", "inputs", "seconds", "kind", "text", "block", "size")
+_NESTED: Any = [[[[[[[[]]]]]]]]
+_HOSTILE: tuple[Any, ...] = (
+    *(0, 1, -1, 2, 3, 4, 5, 7, 12, 13, 64, 127, 128, 255, 2**31 - 1, 2**31, 2**32, 2**62),
+    *(2**63 - 1, 2**63, 2**64 - 1, -(2**31), -(2**63), -(2**63) + 1),
+    *(0.0, -0.0, -1.0, 1e308, float("nan"), float("inf"), float("-inf")),
+    *(
+        None,
+        True,
+        False,
+        "",
+        b"",
+        "\ud800",
+        "\0",
+        "x" * 300,
+        b"\xff" * 40,
+        "string",
+        "float32",
+        "int4",
+    ),
+    *([], {}, [None], [0] * 65, [2**63 - 1] * 64, [[]] * 20, _NESTED, {"": {}}, {"id": 2}),
+    *([0, 2**62], [2**32, 2**32], [2**62, 2**62, 2**62], [1] * 64),
+    *(msgpack.ExtType(0, b""), msgpack.ExtType(5, b"\0" * 16), msgpack.Timestamp(0, 0)),
+)
+
+
+def corpus() -> list[bytes]:
+    """All messages in the folder, by name."""
+    return [path.read_bytes() for path in sorted(CORPUS.glob("*.msgpack"))]
+
+
+def mutate(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
+    """A message like this one; now and then the same."""
+    for _ in range(rng.randrange(_MOST_CHANGES)):
+        data = rng.choice(_MUTATORS)(rng, data, others)
+    return data
+
+
+def _flip_bit(rng: random.Random, data: bytes, _: Sequence[bytes]) -> bytes:
+    return _with_byte(rng, data, lambda byte: byte ^ 1 << rng.randrange(8))
+
+
+def _set_byte(rng: random.Random, data: bytes, _: Sequence[bytes]) -> bytes:
+    return _with_byte(rng, data, lambda _: rng.randrange(256))
+
+
+def _with_byte(rng: random.Random, data: bytes, change: Any) -> bytes:
+    if not data:
+        return data
+    at = rng.randrange(len(data))
+    return data[:at] + bytes([change(data[at])]) + data[at + 1 :]
+
+
+def _cut(rng: random.Random, data: bytes, _: Sequence[bytes]) -> bytes:
+    start, end = sorted(rng.randrange(len(data) + 1) for _ in range(2))
+    return data[:start] + data[end:] if rng.random() < 0.5 else data[:end]
+
+
+def _insert(rng: random.Random, data: bytes, _: Sequence[bytes]) -> bytes:
+    at = rng.randrange(len(data) + 1)
+    piece = rng.choice((b"\xc0", b"\x91" * 600, b"\xdd\xff\xff\xff\xff", b"\xdf\0\0\1\0", b"\xc1"))
+    return (
+        data[:at] + (rng.randbytes(rng.randrange(9)) if rng.random() < 0.5 else piece) + data[at:]
+    )
+
+
+def _splice(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
+    other = rng.choice(others)
+    return data[: rng.randrange(len(data) + 1)] + other[rng.randrange(len(other) + 1) :]
+
+
+def _repeat(rng: random.Random, data: bytes, _: Sequence[bytes]) -> bytes:
+    at = rng.randrange(len(data) + 1)
+    end = min(len(data), at + rng.randrange(1, 20))
+    return data[:end] + data[at:end] * rng.randrange(1, 40) + data[end:]
+
+
+def _replace_value(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
+    """Another value in some place of the message's tree."""
+    content = _read(data)
+    if content is None:
+        return data
+    place = _any_place(rng, content)
+    if place is not None:
+        holder, key = place
+        old = holder[key]
+        if type(old) is int and rng.random() < 0.4:
+            holder[key] = old + rng.choice((-64, -8, -1, 1, 4, 8, 16, 64))
+        elif rng.random() < 0.2 and (other := _read(rng.choice(others))) is not None:
+            found = _any_place(rng, other)
+            holder[key] = found[0][found[1]] if found is not None else other
+        else:
+            holder[key] = rng.choice(_HOSTILE)
+    return _write(content, data)
+
+
+def _change_keys(rng: random.Random, data: bytes, _: Sequence[bytes]) -> bytes:
+    """A field that is missing, or unknown, or said twice."""
+    content = _read(data)
+    if type(content) is not dict or not content:
+        return data
+    match rng.randrange(3):
+        case 0:
+            del content[rng.choice([*content])]
+        case 1:
+            content[rng.choice((*_KEYS, 5, b"id"))] = rng.choice(_HOSTILE)
+        case _:
+            written = _write(content, data)
+            again = msgpack.packb(rng.choice(_KEYS)) + msgpack.packb(rng.randrange(-1, 14))
+            return bytes([written[0] + 1 & 0xFF]) + written[1:] + again
+    return _write(content, data)
+
+
+def _nest(rng: random.Random, data: bytes, _: Sequence[bytes]) -> bytes:
+    return rng.choice((b"\x91", b"\x81\xa2id", b"\xdc\0\1")) * rng.choice((1, 400, 2000)) + data
+
+
+_MUTATORS = (
+    _flip_bit,
+    _set_byte,
+    _cut,
+    _insert,
+    _splice,
+    _repeat,
+    _nest,
+    _change_keys,
+    *(_replace_value,) * 8,
+)
+
+
+def _read(data: bytes) -> Any:
+    try:
+        return msgpack.unpackb(data, strict_map_key=False, unicode_errors="surrogatepass")
+    except Exception:  # it was made unreadable before
+        return None
+
+
+def _write(content: Any, data: bytes) -> bytes:
+    try:
+        return bytes(msgpack.packb(content, unicode_errors="surrogatepass"))
+    except (OverflowError, ValueError):  # a sum past what MessagePack can say
+        return data
+
+
+def _any_place(rng: random.Random, content: Any) -> tuple[Any, Any] | None:
+    """Some place in a tree, deep ones as likely as others: what holds it, and its key there."""
+    places: list[tuple[Any, Any]] = []
+    todo = [content]
+    while todo:
+        holder = todo.pop()
+        if not isinstance(holder, (dict, list)):
+            return None
+        keys = holder if isinstance(holder, dict) else range(len(holder))
+        for key in keys:
+            places.append((holder, key))
+            if isinstance(holder[key], (dict, list)):
+                todo.append(holder[key])
+    return rng.choice(places) if places else None

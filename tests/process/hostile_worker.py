@@ -1,0 +1,432 @@
+"""A worker that was taken over: ours, but for what it sends.
+
+As a program it is `mcinfer.worker` whose socket to the master deviates in one way, which the environment
+variable MCINFER_HOSTILE names; `become` puts it in the place of the workers that a test's pool starts. All
+else (start, build, runs, lifeline) is the real one's, so the master has no way to tell them apart before.
+"""
+
+import contextlib
+import ctypes
+import os
+import shlex
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+import mcinfer.serving
+from mcinfer import protocol, worker
+from mcinfer.fields import TensorFields
+from mcinfer.protocol import BuildFinish, Hello, Message, Predict, Reply, encode
+from mcinfer.shm.block import Block
+from mcinfer.shm.descriptors import send as send_packet
+from mcinfer.shm.lifeline import _HEADER, Lifeline
+from mcinfer.transport import Dealer
+
+KIND = "MCINFER_HOSTILE"
+"""The variable that says what to do."""
+
+FLOOD_MESSAGES = 30_000
+GIANT_BYTES = 1 << 40
+OVERSIZE_BYTES = protocol.MOST_MESSAGE_BYTES + 4096
+OWN_BYTES = 4096
+ROWS = 4
+"""Of what is said of a block of this worker's own, in float32."""
+
+OWN = -5
+"""A block's number that the real worker does not come to."""
+
+_FOREIGN = -77
+_HUGE = 2**63 - 1
+
+
+def become(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, *, only_first: bool = True
+) -> None:
+    """Have the workers that are started from now on be hostile.
+
+    Args:
+        tmp_path: For the program that stands for the interpreter.
+        monkeypatch: The test's, which ends it.
+        kind: One of `KINDS`.
+        only_first: Whether only the first of them is, and later ones are honest.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind: got {kind!r}, expected one of {[*KINDS]}")
+    python, here = shlex.quote(sys.executable), shlex.quote(str(Path(__file__).resolve()))
+    once = f"(set -C; : > {shlex.quote(str(tmp_path / 'hostile'))}) 2>/dev/null"
+    program = tmp_path / "python"
+    # The arguments are those of mcinfer.children.command: -P -m MODULE, and the module's own.
+    program.write_text(
+        "#!/bin/sh\n"
+        f'if [ "$3" = mcinfer.worker ] && {once if only_first else "true"}; then\n'
+        f'    shift 3; {KIND}={shlex.quote(kind)} exec {python} -P {here} "$@"\n'
+        "fi\n"
+        f'exec {python} "$@"\n',
+        encoding="utf-8",
+    )
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+
+class HostileDealer(Dealer):
+    """The socket of such a worker.
+
+    Attributes:
+        lifeline: One more hold on this worker's end of it.
+        lifeline_socket: Its socket.
+        permits: The descriptor of the permits that the master shares.
+        outputs: Those of the model.
+        last: The run that was asked for last.
+        kept: What is to be sent later.
+    """
+
+    def __init__(self, endpoint: str, kind: str, lifeline: int, permits: int) -> None:
+        """Connect."""
+        super().__init__(endpoint)
+        self.lifeline_socket = socket.socket(fileno=os.dup(lifeline))
+        self.lifeline = Lifeline(self.lifeline_socket)
+        self.permits = permits
+        self.outputs: tuple[TensorFields, ...] = ()
+        self.last: Predict | None = None
+        self.kept: list[bytes] = []
+        self._moment, self._act = KINDS[kind]
+
+    def wait(self) -> bytes:
+        """See `Dealer.wait`."""
+        return self._heard(super().wait())
+
+    def receive(self) -> bytes | None:
+        """See `Dealer.receive`."""
+        data = super().receive()
+        return None if data is None else self._heard(data)
+
+    def _heard(self, data: bytes) -> bytes:
+        message = protocol.decode(data)
+        if isinstance(message, Predict):
+            self.last = message
+        return data
+
+    def send(self, data: bytes) -> None:
+        """Send what the real worker would, or something else."""
+        message = protocol.decode(data)
+        if isinstance(message, BuildFinish):
+            self.outputs = message.outputs
+        if isinstance(message, self._moment):
+            self._act(self, message, data)
+        else:
+            super().send(data)
+
+    def say(self, *messages: Message) -> None:
+        """Send these messages as they are."""
+        for message in messages:
+            super().send(encode(message))
+
+    def say_bytes(self, data: bytes) -> None:
+        """Send these bytes as they are."""
+        super().send(data)
+
+    def reply(self, message: Message, references: Sequence[Any]) -> None:
+        """Answer a run with these references, which no check of the protocol's has seen."""
+        assert isinstance(message, Reply)
+        content: dict[str, Any] = {"id": Reply.ID, "request": message.request}
+        content |= {"shard": message.shard, "outputs": [*references], "seconds": 0.25}
+        self.say_bytes(msgpack.packb(content, unicode_errors="surrogatepass"))
+
+    def own_block(self, number: int = OWN, size: int = OWN_BYTES) -> None:
+        """Hand a block of this worker's own over, as a real one does for a result."""
+        block = Block.create(number, size)
+        memoryview(block.memory(0, OWN_BYTES)).cast("B")[:] = b"\x11" * OWN_BYTES
+        self.lifeline.send_block(number, size, block.fd)
+        block.close()
+
+    def say_all_lie(
+        self, message: Message, block: Any, offset: Any, shape: Sequence[Any] = (ROWS, 4)
+    ) -> None:
+        """Answer that all outputs lie there."""
+        self.reply(
+            message, [(name, kind, [*shape], block, offset) for name, kind, _ in self.outputs]
+        )
+
+
+Act = Callable[[HostileDealer, Message, bytes], None]
+
+
+# Messages.
+
+
+def _twice(dealer: HostileDealer, _: Message, data: bytes) -> None:
+    dealer.say_bytes(data)
+    dealer.say_bytes(data)
+
+
+def _late(dealer: HostileDealer, _: Message, data: bytes) -> None:
+    """The first answer comes after the second."""
+    dealer.kept.append(data)
+    if len(dealer.kept) > 1:
+        for kept in reversed(dealer.kept):
+            dealer.say_bytes(kept)
+        dealer.kept.clear()
+
+
+def _wrong_shape(dealer: HostileDealer, message: Message, _: bytes) -> None:
+    dealer.own_block()
+    dealer.say_all_lie(message, OWN, 0, (ROWS - 1, 5))
+
+
+def _wrong_request(dealer: HostileDealer, message: Message, _: bytes) -> None:
+    assert isinstance(message, Reply)
+    dealer.say(replace(message, request=message.request + 1))
+
+
+def _garbage(dealer: HostileDealer, _: Message, __: bytes) -> None:
+    for _index in range(100):
+        dealer.say_bytes(os.urandom(300))
+
+
+def _silent(_: HostileDealer, __: Message, ___: bytes) -> None:
+    pass
+
+
+def _huge(dealer: HostileDealer, _: Message, __: bytes) -> None:
+    dealer.say_bytes(bytes(OVERSIZE_BYTES))
+
+
+def _deep(dealer: HostileDealer, _: Message, __: bytes) -> None:
+    dealer.say_bytes(b"\x91" * (8 << 20) + b"\xc0")
+
+
+def _wide(dealer: HostileDealer, _: Message, __: bytes) -> None:
+    """Eight million empty maps: a small message that is large once it is read."""
+    count = 8 << 20
+    dealer.say_bytes(b"\xdd" + count.to_bytes(4, "big") + b"\x80" * count)
+
+
+def _hello_again(dealer: HostileDealer, _: Message, data: bytes) -> None:
+    dealer.say(Hello(version=protocol.VERSION, pid=os.getpid(), token="0" * 32))
+    dealer.say_bytes(data)
+
+
+def _flood(dealer: HostileDealer, _: Message, data: bytes) -> None:
+    """Answers without end, of which the first alone was asked for."""
+    for _index in range(FLOOD_MESSAGES):
+        dealer.say_bytes(data)
+
+
+def _flood_preparing(dealer: HostileDealer, _: Message, data: bytes) -> None:
+    """What a worker may say while it builds, but without an end."""
+    progress = encode(protocol.Preparing(seconds=0.5, written=1))
+    for _index in range(FLOOD_MESSAGES):
+        dealer.say_bytes(progress)
+    dealer.say_bytes(data)
+
+
+# Blocks.
+
+
+def _lie(block: Any, offset: Any, shape: Sequence[Any] = (ROWS, 4)) -> Act:
+    """Answer that all outputs lie there; block `OWN` is one that was handed over."""
+
+    def act(dealer: HostileDealer, message: Message, _: bytes) -> None:
+        dealer.own_block()
+        dealer.say_all_lie(message, block, offset, shape)
+
+    return act
+
+
+def _masters(dealer: HostileDealer, message: Message, _: bytes) -> None:
+    """Answer that all outputs lie where the inputs do."""
+    assert dealer.last is not None
+    shape, block, offset = dealer.last.inputs[0][2:]
+    dealer.say_all_lie(message, block, offset, shape)
+
+
+def _overlap(dealer: HostileDealer, message: Message, _: bytes) -> None:
+    """Answer that the outputs lie one row further than where they were asked for."""
+    assert dealer.last is not None
+    moved = [
+        (name, kind, shape, block, offset + 16)
+        for name, kind, shape, block, offset in dealer.last.outputs
+    ]
+    dealer.reply(message, moved)
+
+
+def _changing(dealer: HostileDealer, message: Message, _: bytes) -> None:
+    """Write to the block, and punch its pages out, while the master reads it."""
+    size = 32 << 20
+    block = Block.create(OWN, size)
+    memory = memoryview(block.memory(0, size)).cast("B")
+    dealer.lifeline.send_block(OWN, size, block.fd)
+
+    def change() -> None:
+        piece = bytes(range(256)) * 4096
+        for _index in range(200):
+            for at in range(0, size, len(piece)):
+                memory[at : at + len(piece)] = piece
+            _punch_hole(block.fd, size)
+
+    thread = threading.Thread(target=change, daemon=True)
+    thread.start()
+    dealer.say_all_lie(message, OWN, 0, (size // 16, 4))
+
+
+def _punch_hole(fd: int, size: int) -> None:
+    """Take the pages of a memfd away; a later read gives zeros (fallocate(2))."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    keep_size_and_punch_hole = 0x01 | 0x02
+    libc.fallocate(fd, keep_size_and_punch_hole, ctypes.c_long(0), ctypes.c_long(size))
+
+
+def _giant(dealer: HostileDealer, message: Message, _: bytes) -> None:
+    """A block of 1 TB that takes no memory here, all of which is to be the result."""
+    dealer.own_block(size=GIANT_BYTES)
+    dealer.say_all_lie(message, OWN, 0, (GIANT_BYTES // 16, 4))
+
+
+def _hand_over(make: Callable[[], int]) -> Act:
+    """Hand a descriptor over that is no block, and answer that the outputs lie in it."""
+
+    def act(dealer: HostileDealer, message: Message, _: bytes) -> None:
+        fd = make()
+        dealer.lifeline.send_block(OWN, OWN_BYTES, fd)
+        os.close(fd)
+        dealer.say_all_lie(message, OWN, 0)
+
+    return act
+
+
+def _unsealed() -> int:
+    fd = os.memfd_create("hostile", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, OWN_BYTES)
+    return fd
+
+
+def _file() -> int:
+    with tempfile.TemporaryFile() as file:
+        file.truncate(OWN_BYTES)
+        return os.dup(file.fileno())
+
+
+def _smaller() -> int:
+    block = Block.create(OWN, OWN_BYTES // 2)
+    return block.fd
+
+
+def _pipe() -> int:
+    reading, writing = os.pipe()
+    os.close(writing)
+    return reading
+
+
+def _descriptors(dealer: HostileDealer, message: Message, _: bytes) -> None:
+    """Many blocks that nobody asks for, as many as the lifeline takes."""
+    block = Block.create(-1000, OWN_BYTES)
+    with contextlib.suppress(OSError):  # it is full
+        for number in range(2000):
+            dealer.lifeline.send_block(-1000 - number, block.size, block.fd)
+    block.close()
+    dealer.say_all_lie(message, OWN, 0)
+
+
+def _packed_descriptors(dealer: HostileDealer, message: Message, _: bytes) -> None:
+    """More than one descriptor for a block."""
+    block = Block.create(OWN, OWN_BYTES)
+    send_packet(dealer.lifeline_socket, _HEADER.pack(OWN, block.size), [block.fd] * 4)
+    block.close()
+    dealer.say_all_lie(message, OWN, 0)
+
+
+def _cut_lifeline(dealer: HostileDealer, message: Message, _: bytes) -> None:
+    """Bytes that are no header, and no block."""
+    send_packet(dealer.lifeline_socket, b"?" * 3)
+    dealer.say_all_lie(message, OWN, 0)
+
+
+# Permits.
+
+
+def _cut_permits(dealer: HostileDealer, _: Message, data: bytes) -> None:
+    """No permit can be given, nor taken, any more; this run's own was taken."""
+    with socket.socket(fileno=os.dup(dealer.permits)) as end:
+        end.shutdown(socket.SHUT_RDWR)
+    dealer.say_bytes(data)
+
+
+def _waiting_permits(dealer: HostileDealer, _: Message, data: bytes) -> None:
+    """Have whoever finds no permit wait for one: the flag is that of all who share the socket."""
+    os.set_blocking(dealer.permits, True)
+    dealer.say_bytes(data)
+
+
+KINDS: dict[str, tuple[type[Message], Act]] = {
+    "twice": (Reply, _twice),
+    "late": (Reply, _late),
+    "wrong_shape": (Reply, _wrong_shape),
+    "wrong_request": (Reply, _wrong_request),
+    "garbage": (Reply, _garbage),
+    "silent": (Reply, _silent),
+    "huge": (Reply, _huge),
+    "deep": (Reply, _deep),
+    "wide": (Reply, _wide),
+    "hello_again": (Reply, _hello_again),
+    "flood": (Reply, _flood),
+    "flood_preparing": (BuildFinish, _flood_preparing),
+    "forged_block:unknown": (Reply, _lie(_FOREIGN, 0)),
+    "forged_block:masters": (Reply, _masters),
+    "forged_block:first": (Reply, _lie(0, 0)),
+    "forged_block:none": (Reply, _lie(None, 0)),
+    "forged_block:negative_offset": (Reply, _lie(OWN, -64)),
+    "forged_block:huge_offset": (Reply, _lie(OWN, _HUGE)),
+    "forged_block:unsigned_offset": (Reply, _lie(OWN, 2**64 - 64)),
+    "forged_block:past_end": (Reply, _lie(OWN, OWN_BYTES - 8)),
+    "forged_block:flag": (Reply, _lie(OWN, True)),
+    "forged_block:fraction": (Reply, _lie(OWN, 0.0)),
+    "forged_block:overlap": (Reply, _overlap),
+    "forged_block:overflow": (Reply, _lie(OWN, 0, (2**62, 4))),
+    "forged_block:zero_size": (Reply, _lie(OWN, 0, (0, _HUGE))),
+    "forged_block:dimensions": (Reply, _lie(OWN, 0, (1,) * 60)),
+    "changing_block": (Reply, _changing),
+    "giant_block": (Reply, _giant),
+    "unsealed": (Reply, _hand_over(_unsealed)),
+    "file": (Reply, _hand_over(_file)),
+    "smaller": (Reply, _hand_over(_smaller)),
+    "pipe": (Reply, _hand_over(_pipe)),
+    "descriptors": (Reply, _descriptors),
+    "packed_descriptors": (Reply, _packed_descriptors),
+    "cut_lifeline": (Reply, _cut_lifeline),
+    "cut_permits": (Reply, _cut_permits),
+    "waiting_permits": (Reply, _waiting_permits),
+}
+"""What each kind of worker does, and in the place of which message."""
+
+
+def _target(fd: int) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:  # there is none
+        return ""
+
+
+def main() -> int:
+    """Be a worker; its exit status."""
+    # Before anything else is opened: the one that this process was started with.
+    sockets = [fd for fd in range(3, 1024) if "socket" in _target(fd)]
+    (permits,) = [fd for fd in sockets if fd != int(sys.argv[1])]
+    kind = os.environ[KIND]
+
+    def dealer(endpoint: str) -> HostileDealer:
+        return HostileDealer(endpoint, kind, int(sys.argv[1]), permits)
+
+    mcinfer.serving.Dealer = dealer  # type: ignore[assignment,attr-defined] # that is what this program is for
+    return worker.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

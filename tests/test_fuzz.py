@@ -1,0 +1,36 @@
+"""A short run of the fuzzer (tests/fuzz), and what it once found; the long form is a program."""
+
+import pytest
+
+from mcinfer.protocol import MESSAGES
+from tests.fuzz.fuzzing import TARGETS, fuzz, replay
+from tests.fuzz.mutating import CORPUS, corpus
+
+INPUTS = {"decode": 12_000, "master": 3_000, "worker": 5_000}
+MOST_GROWTH_BYTES = 64 << 20
+
+
+@pytest.mark.parametrize("target", [*TARGETS])
+def test_changed_messages_are_taken_or_refused(target: str) -> None:
+    result = fuzz(target, range(INPUTS[target]), seed=1)
+    assert sum(result.outcomes.values()) == INPUTS[target]
+    assert result.growth_bytes < MOST_GROWTH_BYTES
+    # Both ways must be gone, or the inputs are too wild or too tame to show anything.
+    assert INPUTS[target] / 20 < result.outcomes["refused"] < INPUTS[target] * 0.98
+
+
+@pytest.mark.parametrize("target", [*TARGETS])
+def test_messages_of_the_corpus_are_taken_or_refused(target: str) -> None:
+    outcomes = replay(target, corpus())
+    assert sum(outcomes.values()) == 8 * len(corpus())
+
+
+def test_input_is_decided_by_its_number_alone() -> None:
+    whole = fuzz("decode", range(200), seed=2).outcomes
+    halves = [fuzz("decode", numbers, seed=2).outcomes for numbers in (range(90), range(90, 200))]
+    assert whole == halves[0] + halves[1]
+
+
+def test_corpus_has_every_message() -> None:
+    names = {path.stem for path in CORPUS.glob("*.msgpack")}
+    assert {message.__name__.lower() for message in MESSAGES.values()} <= names
