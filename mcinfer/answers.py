@@ -5,6 +5,7 @@ one thread alone, one after another. The private ones, whose caller waits in the
 """
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,11 +38,16 @@ class Answers:
             trace: Called after each answer that has a trace.
         """
         self._trace = trace
+        self._telling: set[int] = set()
         self._wake = wake
         self._answered = answered
         self._settled: deque[_Settlement] = deque()
         self._public: deque[_Settlement] = deque()
         self._ended = False
+
+    def is_telling(self) -> bool:
+        """Whether the calling thread is in a trace hook: others may wait behind it."""
+        return threading.get_ident() in self._telling
 
     def add(
         self, job: Job, failure: McinferError | None, trace: RequestTrace | None = None
@@ -107,6 +113,7 @@ class Answers:
         except BaseException:
             # A future logs what a callback raises, but for SystemExit and its like; others wait behind it.
             _log.exception("a callback of %r wants to end this thread, which it cannot", job.future)
+        job.answered()
         self._answered()
         if trace is not None and self._trace is not None:
             self._tell(self._trace, job, failure, replace(trace, joined=joined))
@@ -119,8 +126,12 @@ class Answers:
             if not isinstance(failure, McinferError):
                 failure = PredictError(f"the answers could not be joined: {failure!r}")
             trace = replace(trace, outcome="failed", error=failure)
+        self._telling.add(threading.get_ident())
         try:
             if job.context is not None:
                 job.context.run(hook, trace)
-        except Exception:
+        except BaseException:
+            # Also SystemExit and its like: others wait behind it.
             _log.exception("the trace hook failed")
+        finally:
+            self._telling.discard(threading.get_ident())

@@ -203,6 +203,8 @@ class Master:
         """
         if timeout is not None:
             check_seconds("timeout", timeout)
+        if not isinstance(drain, bool):
+            raise InvalidInputError(f"drain: got {drain!r}, expected True or False")
         try:
             self._supervisor.close(timeout, drain=drain)
             self._waiting.close(wait=self._supervisor.may_wait())
@@ -356,6 +358,8 @@ class Master:
             # Ctrl-C while waiting: the workers are not to go on for nobody.
             job.future.cancel()
             raise
+        finally:
+            del job  # the error that this may raise must not hold what holds it
 
     def submit(
         self,
@@ -404,7 +408,12 @@ class Master:
             # Waiting for room would stop the event loop.
             seconds = self._timeouts.predict if timeout is None else timeout
             job = await self._wait_for_room(enqueue, start + seconds)
-        return await asyncio.wrap_future(job.future)
+        answer = asyncio.wrap_future(job.future)
+        del job
+        try:
+            return await answer
+        finally:
+            del answer  # as in `predict`
 
     async def _wait_for_room(self, enqueue: Callable[[], Job], deadline: float) -> Job:
         """Have a thread wait until the call can be made; at the deadline it has failed, wherever it is."""

@@ -28,12 +28,27 @@ from mcinfer.actions import (
 )
 from mcinfer.config import RestartPolicy, Timeouts
 from mcinfer.errors import BuildError, ClosedError, MissingDependencyError, WorkerDiedError
-from mcinfer.protocol import Build, BuildFinish, Conversation, Error, Exit, Message, WorkerState
+from mcinfer.protocol import (
+    Build,
+    BuildFinish,
+    Conversation,
+    Error,
+    Exit,
+    Message,
+    Preparing,
+    WorkerState,
+)
 from mcinfer.shard_queue import ShardId
 from mcinfer.statistics import Health, HealthState, WorkerStatistics
 
 MOST_DEATHS = 2
 """A shard, or a first build, that has killed this many workers is given up."""
+
+LONGEST_START = 4 * 3600.0
+"""Seconds that a start may take in all, however much progress a worker tells of."""
+
+MOST_TEXT = 4000
+"""Characters of what a worker says that are kept."""
 
 STACKS_SECONDS = 0.2
 """Between asking a worker that hangs for its stacks, and its end."""
@@ -65,6 +80,8 @@ class Worker:
         began: When that one began, as far as can be known.
         usual_seconds: How long its runs take.
         ready_by: When it must have its model.
+        latest: When it must have it, whatever progress it tells of.
+        progress: What it told of last: seconds and bytes.
         kill_at: When it is ended unless it has done what it was told.
         doomed: It will be killed, or was; messages that it sent before may still come.
         restart_at: When it is to be started again.
@@ -83,6 +100,8 @@ class Worker:
     usual_seconds: float = math.inf
     pid: int | None = None
     ready_by: float | None = None
+    latest: float = math.inf
+    progress: tuple[float, int] = (-1.0, -1)
     kill_at: float | None = None
     doomed: bool = False
     restart_at: float | None = None
@@ -241,7 +260,8 @@ class Roster:
             if w.restart_at is None:
                 return f"{w.name} is not started"
             return f"{w.name} starts again in {max(0.0, w.restart_at - now):.1f} s{after}"
-        if w.kill_at is not None:
+        # Most stop at once: nothing is wrong before half of the time for it is over.
+        if w.kill_at is not None and w.kill_at - now <= self._timeouts.cancel_grace / 2:
             return f"{w.name} has not stopped a run that nobody waits for any more"
         return ""
 
@@ -273,6 +293,8 @@ class Roster:
         w.answers = 0
         w.restart_at = None
         w.ready_by = now + self._timeouts.start
+        w.latest = w.ready_by + LONGEST_START
+        w.progress = (-1.0, -1)
         return [StartWorker(worker=w.index)]
 
     def finish_build(self, w: Worker, message: BuildFinish) -> list[Action]:
@@ -297,15 +319,18 @@ class Roster:
     def fail_build(self, w: Worker, message: Error, now: float) -> list[Action]:
         """The model does not load: final in the first start, a death like others afterwards."""
         w.ready_by = None
-        w.last_error = message.text
-        w.build_failure = f"{w.name}: {message.text}"
+        w.last_error = message.text[:MOST_TEXT]
+        w.build_failure = f"{w.name}: {w.last_error}"
         w.lacks_package = message.kind == "missing"
         w.kill_at = now + self._timeouts.cancel_grace
         return [w.send(Exit()), *self._finish_start()]
 
-    def extend_start(self, w: Worker, now: float) -> None:
-        """A model that takes long is not a worker that hangs: it has just told of progress."""
-        w.ready_by = None if w.ready_by is None else now + self._timeouts.start
+    def extend_start(self, w: Worker, message: Preparing, now: float) -> None:
+        """A model that takes long is not a worker that hangs, while it gets on."""
+        progress = (message.seconds, message.written)
+        if w.ready_by is not None and progress > w.progress:
+            w.progress = progress
+            w.ready_by = min(now + self._timeouts.start, w.latest)
 
     def _finish_start(self) -> list[Action]:
         """When every worker has either its model or a failure, say which."""
@@ -480,6 +505,13 @@ class Roster:
             self.forget_replacing()
             return [WorkersRestarted(error=WorkerDiedError(w.last_error))]
         return [] if self._asked_for else [WorkersRestarted()]
+
+    def hasten_close(self, now: float, seconds: float) -> None:
+        """Of what `close` gave workers, leave them no more than so many seconds."""
+        for w in self.workers:
+            if w.state is not WorkerState.GONE:
+                w.kill_at = min(now + seconds, math.inf if w.kill_at is None else w.kill_at)
+                w.doomed = w.doomed or seconds == 0
 
     def close(self, now: float, seconds: float) -> list[Action]:
         """Nobody is needed any more: workers get so many seconds to end by themselves."""

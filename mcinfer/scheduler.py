@@ -55,7 +55,7 @@ from mcinfer.protocol import (
     Reply,
     WorkerState,
 )
-from mcinfer.roster import MOST_DEATHS, Roster, Run, Worker
+from mcinfer.roster import MOST_DEATHS, MOST_TEXT, Roster, Run, Worker
 from mcinfer.shard_queue import Joinable, ShardId
 from mcinfer.statistics import ROW_BOUNDS, Health, Tally, WorkerStatistics
 from mcinfer.tracing import RequestTrace, ShardTrace
@@ -298,7 +298,7 @@ class Scheduler:
             case Hello():
                 return [] if self._closing is not None else [w.send(w.build)]
             case Preparing():
-                self._roster.extend_start(w, now)
+                self._roster.extend_start(w, message, now)
                 return []
             case BuildFinish():
                 actions += self._roster.finish_build(w, message)
@@ -388,10 +388,14 @@ class Scheduler:
 
     def handle_close(self, now: float, timeout: float) -> list[Action]:
         """The pool is to end: what is in flight fails, workers get `timeout` seconds to exit."""
+        end = now + timeout + self._timeouts.close + 1.0
         if self._closing is not None or self._closed:
+            if self._closing is not None and not self._closed and end < self._closing:
+                self._closing = end
+                self._roster.hasten_close(now, timeout)
             return []
         # A killed process that has not ended this long after is stuck in the kernel.
-        self._closing = now + timeout + self._timeouts.close + 1.0
+        self._closing = end
         self._draining = None
         actions: list[Action] = []
         for entry in self.ledger.open():
@@ -473,11 +477,13 @@ class Scheduler:
             w.kill_at = max([now, *deadlines]) + self._timeouts.cancel_grace
         if isinstance(message, Error):
             return self._handle_failed_run(w, members, message, now)
+        # The worker's word, as far as it can be.
+        seconds = max(0.0, min(message.seconds, now - run.sent))
         usual = 0.0 if w.usual_seconds == math.inf else w.usual_seconds
         w.usual_seconds = max(message.seconds, _FORGETTING * usual)
         w.runs_done += 1
         w.completed += len(members)
-        w.busy_seconds += message.seconds
+        w.busy_seconds += seconds
         actions: list[Action] = []
         rows = 0
         for request, shard in members:
@@ -488,7 +494,7 @@ class Scheduler:
                 entry.answered[shard] = True
                 entry.unanswered -= 1
                 if self._tracing:
-                    entry.runs += (_trace_run(w, entry, shard, run.sent, now, message.seconds),)
+                    entry.runs += (_trace_run(w, entry, shard, run.sent, now, seconds),)
                 if entry.unanswered:
                     continue
                 actions.append(self._settle(entry, None, now, "succeeded"))
@@ -521,7 +527,7 @@ class Scheduler:
         """A run failed or was cancelled; what was joined runs again apart, so that the bad fail alone."""
         if message.kind != "cancelled":
             w.failed += len(members)
-            w.last_error = message.text
+            w.last_error = message.text[:MOST_TEXT]
         if len(members) > 1:
             return self._run_again(members)
         actions: list[Action] = []

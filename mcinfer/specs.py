@@ -4,6 +4,7 @@ The element types are those of ONNX (``onnx.TensorProto.DataType``); the numbers
 which ONNX Runtime takes where NumPy has no such type.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -119,6 +120,13 @@ class TensorSpec:
     def element_type(self) -> str:
         """The element type's name, a key of `ELEMENT_TYPES`."""
         return element_type_name(self.dtype)
+
+    def admits(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of that shape fits: as many dimensions, and the sizes that are fixed."""
+        return len(shape) == len(self.shape) and all(
+            size == given or not isinstance(size, int)
+            for size, given in zip(self.shape, shape, strict=True)
+        )
 
     def __str__(self) -> str:
         dimensions = ", ".join("?" if size is None else str(size) for size in self.shape)

@@ -14,22 +14,23 @@ borrowed: the user must not change it before the answer.
 import errno
 import os
 import reprlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass
 from math import prod
 from operator import index
 from types import NoneType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer import sharding
 from mcinfer.copier import Copier
-from mcinfer.errors import InvalidInputError, ProtocolError
+from mcinfer.errors import InvalidInputError, PredictError, ProtocolError
 from mcinfer.fields import TensorRef
 from mcinfer.protocol import encode_predict, encode_tensors
 from mcinfer.sharding import BatchAxes, Plan
@@ -83,6 +84,10 @@ class _Placement:
     blocks: frozenset[int]
 
 
+_Part = tuple[NDArray[Any] | TensorRef, Block | None]
+"""A shard's part of an output: an array, or where it lies in a block of the worker's."""
+
+
 class Job:
     """One request on its way.
 
@@ -100,11 +105,14 @@ class Job:
     """
 
     __slots__ = (
+        "_answered",
         "_arena",
+        "_held",
         "_keep",
         "_model",
         "_parts",
         "_placement",
+        "_released",
         "_slots",
         "_staged",
         "context",
@@ -144,7 +152,10 @@ class Job:
         self._keep = keep
         self.weights = weights
         self._slots = slots
-        self._parts: dict[tuple[int, str], NDArray[Any]] = {}
+        self._parts: dict[tuple[int, str], _Part] = {}
+        self._held: deque[Block] = deque()  # of workers, until the answer
+        self._answered = False
+        self._released = False
 
     @property
     def blocks(self) -> frozenset[int]:
@@ -188,7 +199,7 @@ class Job:
                 f"reply with outputs {reprlib.repr([ref[0] for ref in outputs])}, expected "
                 f"{[spec.name for spec in self._model.outputs]}"
             )
-        parts: dict[tuple[int, str], NDArray[Any]] = {}
+        parts: dict[tuple[int, str], _Part] = {}
         blocks: dict[int, Block] = {}
         left = self._arena.limit
         try:
@@ -200,20 +211,49 @@ class Job:
                         f"{reprlib.repr(expected.get(name, str(spec)))}"
                     )
                 if name not in expected:
-                    size = _reply_bytes(spec, reference)
-                    parts[shard, name] = _read(spec, reference, size, left, blocks, fetch)
+                    if not spec.admits(reference[2]):
+                        raise ProtocolError(
+                            f"reply with {reprlib.repr(reference)}, expected {spec}"
+                        )
+                    size = tensor_bytes(spec.element_type, prod(reference[2]))
+                    parts[shard, name] = _find(spec, reference, size, left, blocks, fetch)
                     left -= size
-        finally:
-            while blocks:  # an exception's traceback would hold the mappings of what is left here
+        except BaseException:
+            while blocks:  # the exception's traceback would hold the mappings of what is left here
                 blocks.popitem()[1].close()
+            raise
         self._parts.update(parts)
+        self._held.extend(blocks.values())
+        if self._answered:
+            self._close_held()  # it was given up, and the worker has answered all the same
+
+    def answered(self) -> None:
+        """Nobody asks for `result` any more."""
+        self._answered = True
+        self._close_held()
+        self._forget()
+
+    def released(self) -> None:
+        """No worker can write to its memory any more."""
+        self._released = True
+        self._forget()
+
+    def _close_held(self) -> None:
+        while self._held:
+            with suppress(IndexError):  # another thread was faster
+                self._held.popleft().close()
+
+    def _forget(self) -> None:
+        """Let go of all memory: an error that the user keeps may hold this job by its traceback."""
+        if self._answered and self._released:
+            self._keep, self._slots, self._parts = [], {}, {}
 
     def result(self) -> Arrays:
         """The outputs by name, once every shard was taken.
 
         Raises:
-            PredictError: The shards' parts do not join, or an output without a batch dimension
-                differs between them.
+            PredictError: The shards' parts do not join, an output without a batch dimension
+                differs between them, or there is no memory for a copy of what a worker made.
         """
         outputs: Arrays = {}
         plan = self._staged.plan
@@ -223,7 +263,7 @@ class Job:
         ):
             slot = self._slots.get(spec.name)
             if slot is None or layout is None or join.shapes is None or join.shape is None:
-                parts = [self._parts[shard, spec.name] for shard in range(self.shards)]
+                parts = [_copy(spec, self._parts[shard, spec.name]) for shard in range(self.shards)]
                 outputs[spec.name] = join_parts(spec, join, plan.rows, parts)
                 continue
             memory = memoryview(slot.memory)
@@ -240,38 +280,25 @@ class Job:
         return outputs
 
 
-def _reply_bytes(spec: TensorSpec, reference: TensorRef) -> int:
-    """What an output in a reply takes in shared memory; 0 for strings.
-
-    Raises:
-        ProtocolError: It is more than the model's output can have.
-    """
-    size = tensor_bytes(spec.element_type, prod(reference[2]))
-    fixed = [dimension for dimension in spec.shape if isinstance(dimension, int)]
-    whole = len(fixed) == len(spec.shape)
-    if whole and size > tensor_bytes(spec.element_type, prod(fixed)):
-        raise ProtocolError(f"reply with {reprlib.repr(reference)}, expected {spec}")
-    return size
-
-
-def _read(
+def _find(
     spec: TensorSpec,
     reference: TensorRef,
     size: int,
     most: int,
     blocks: dict[int, Block],
     fetch: Callable[[int], Block],
-) -> NDArray[Any]:
-    """A copy of what lies in a reply, or in a block of the worker's, which is fetched once."""
-    _, _, shape, number, place = reference
+) -> _Part:
+    """What lies in a reply, or where it lies in a block of the worker's, which is fetched once."""
+    number, place = reference[3:]
     if size == 0:
         array = np.empty(len(place) if spec.element_type == STRING else 0, spec.dtype)
         array[:] = place if spec.element_type == STRING else ()
-        return _shaped(array, reference)
+        return _shaped(array, reference), None
     if number is None or number >= 0:
         raise ProtocolError(f"reply with {spec.name!r} in a block that is not the worker's own")
     if number not in blocks:
         blocks[number] = fetch(number)
+    # By its number, not a name of this frame, which an exception's traceback would hold.
     if place + size > blocks[number].size:
         raise ProtocolError(f"reply with {reprlib.repr(reference)} past its block's end")
     if size > most:
@@ -281,13 +308,29 @@ def _read(
             f"output {spec.name!r} has {size} bytes, expected at most {most} of outputs whose shapes "
             "are not known before the run (Limits.memory_bytes)",
         )
-    # A copy, which the worker can change no more; and a mapping kept for each result would keep a
-    # descriptor for each.
+    if place + size > (written := blocks[number].written):
+        # Nor may it say so where it has none itself, in the holes of a file.
+        raise ProtocolError(
+            f"reply with {reprlib.repr(reference)} in a block of which {written} bytes were written"
+        )
+    return reference, blocks[number]
+
+
+def _copy(spec: TensorSpec, part: _Part) -> NDArray[Any]:
+    """A part of an output, as an array that no worker can change.
+
+    A copy, since a mapping kept for each result would keep a descriptor for each.
+    """
+    what, block = part
+    if block is None:
+        return cast("NDArray[Any]", what)
+    reference = cast("TensorRef", what)
+    shape = reference[2]
     try:
-        copy = np.empty(size, np.uint8)
-    except MemoryError as exc:
-        raise OSError(errno.ENOMEM, f"no memory for {size} bytes of {spec.name!r}") from exc
-    blocks[number].read_into(copy.data, place)
+        copy = np.empty(tensor_bytes(spec.element_type, prod(shape)), np.uint8)
+        block.read_into(copy.data, reference[4])
+    except (OSError, MemoryError) as exc:
+        raise PredictError(f"output {spec.name!r} cannot be taken from its worker: {exc}") from exc
     return _shaped(unpack(copy.data, spec, (prod(shape),)), reference)
 
 
@@ -332,6 +375,7 @@ class Stager:
         self.weights = WeightStore(weights, arena, self._copier)
         self._specs = (*model.inputs, *model.outputs)
         self._names = tuple(spec.name for spec in model.inputs)
+        self._has_strings = any(spec.element_type == STRING for spec in model.inputs)
         self._types = tuple((spec, spec.element_type) for spec in model.inputs)
         self._plans: OrderedDict[object, _StagedPlan] = OrderedDict()
 
@@ -394,6 +438,8 @@ class Stager:
         outputs = dict(zip(laid_out, slots, strict=False))
         placement = self._place(arrays, staged, places, outputs)
         job = Job(self._model, staged, self._arena, placement, keep, outputs, weights)
+        if self._has_strings:
+            job.size += sum(map(len, placement.messages))  # they travel in these
         if joinable and self._max_rows > 1:
             job.join = self._join(arrays, staged, weights)
         return job

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from mcinfer.errors import InvalidInputError
+
 LATENCY_BOUNDS = tuple(m * 10.0**e for e in range(-4, 3) for m in (1.0, 2.5, 5.0))
 """Seconds: upper bounds of the classes that latencies are counted in, from 0.1 ms to 500 s."""
 
@@ -64,7 +66,12 @@ class Histogram:
         """The upper bound of the class that holds this quantile: 0.99 is the 99th percentile.
 
         NaN where there is no value; infinite where it is in the last class, which has no bound.
+
+        Raises:
+            InvalidInputError: It is no number from 0 to 1.
         """
+        if not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
+            raise InvalidInputError(f"fraction: got {fraction!r}, expected a number from 0 to 1")
         rank = fraction * self.count
         seen = 0
         for bound, count in zip((*self.bounds, math.inf), self.counts, strict=True):

@@ -88,6 +88,9 @@ _MOST_MESSAGES = 256
 _MEMORY_LOOKS = 1.0
 """Seconds between two looks at how much memory workers have, where the policy asks for it."""
 
+_MOST_NOTES = 100
+"""Different ones that are logged."""
+
 _INTERRUPT_LOOKS = 0.1
 """Seconds that an interrupt may have to wait for a caller that waits for its turn."""
 
@@ -133,11 +136,12 @@ class Supervisor:
         self._jobs: dict[int, Job] = {}
         self._next_number = 0
         self._line = WaitingLine(self._lock)
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Event()  # another one after each change
         self._restarting = threading.Lock()
         self._restarted: Future[None] = Future()
         self._next_look = math.inf if restart.max_memory_bytes is None else 0.0
         self._connecting: list[int] = []
+        self._records: deque[tuple[int, str, Sequence[object], BaseException | None]] = deque()
         self._notes: set[str] = set()
         self._started: Future[BuildFinish] = Future()
         self._thread: threading.Thread | None = None
@@ -166,17 +170,18 @@ class Supervisor:
 
     def claim_start(self) -> None:
         """Raise `ClosedError` unless this is the first start, and it was not closed before."""
-        with self._lock:
+        self._check_process()
+        with HeldInterrupts(), self._lock:
             if self._start_called or self._finished:
                 raise ClosedError("a master can be started once; make a new one")
             self._start_called = True
 
     def refuse_start(self, failure: McinferError) -> None:
         """There is nothing to start: raise this, and say so from now on."""
-        with self._lock:
+        with HeldInterrupts(), self._lock:
             self._failure = failure
             self._finished = True
-            self._changed.notify_all()
+            self._tell_change()
         raise failure
 
     def start(self) -> BuildFinish:
@@ -188,9 +193,10 @@ class Supervisor:
             OSError: The system has no descriptor, thread or folder left for it.
         """
         with ExitStack() as opened:
-            self._fleet.open()
-            opened.callback(self._fleet.close, 0.0)
-            opened.callback(self._fleet.close_socket)
+            with HeldInterrupts():
+                self._fleet.open()
+                opened.callback(self._fleet.close, 0.0)
+                opened.callback(self._fleet.close_socket)
             self._poll = select.epoll()
             opened.callback(self._poll.close)
             self._poll.register(self._wakeup.fd, select.EPOLLIN)
@@ -238,9 +244,12 @@ class Supervisor:
                         seconds = math.inf if timeout is None else timeout
                         self._carry_out(self._scheduler.handle_drain(monotonic(), seconds))
                         self._line.call_next()
-                        self._changed.notify_all()
+                        self._tell_change()
                     else:
                         self._close(self._timeouts.close if timeout is None else timeout)
+                    if self._driver == threading.get_ident():
+                        # A signal's handler, in a call that waits for its answer, which others must read.
+                        self._take_messages_back()
                 self._answers.give()
                 self._wakeup.set()
             if self.may_wait():
@@ -292,7 +301,8 @@ class Supervisor:
 
     def may_wait(self) -> bool:
         """Whether the calling thread may wait for answers: not in a callback, which others wait behind."""
-        return threading.current_thread() is not self._thread
+        here = threading.current_thread() is self._thread
+        return not here and not self._answers.is_telling()
 
     # Requests.
 
@@ -400,17 +410,23 @@ class Supervisor:
                         self._poll.modify(self._fleet.fd, 0)
             while driving and not future.done() and not self._torn_down:
                 self._drive()
+            return future.result()
         finally:
+            # The error that this may raise must not hold what holds it.
+            del future, job
             if driving:
                 # In this order: Ctrl-C can be raised after each call, and the first is the one that counts.
                 try:
-                    self._poll.modify(self._fleet.fd, select.EPOLLIN)
-                except (ValueError, OSError):
-                    pass  # the pool was closed meanwhile, which answers the job as well
+                    self._take_messages_back()
                 finally:
                     self._driver = 0
                     self._driving.release()
-        return future.result()
+
+    def _take_messages_back(self) -> None:
+        """Have the I/O thread wait for messages again, in the place of a caller."""
+        # The pool may have been closed meanwhile, which answers the job as well.
+        with suppress(ValueError, OSError):
+            self._poll.modify(self._fleet.fd, select.EPOLLIN)
 
     def _drive(self) -> None:
         """One wait for messages, in a caller's thread; the I/O thread keeps deaths and time."""
@@ -453,7 +469,7 @@ class Supervisor:
         """
         self._check_process()
         size, used = self.arena.size, self.arena.used
-        with self._lock:
+        with HeldInterrupts(), self._lock:
             ledger = self._scheduler.ledger
             return Statistics(
                 accepted=ledger.accepted,
@@ -482,7 +498,7 @@ class Supervisor:
             ClosedError: This process was forked from the master's.
         """
         self._check_process()
-        with self._lock:
+        with HeldInterrupts(), self._lock:
             return self._health()
 
     def _health(self) -> Health:
@@ -515,25 +531,27 @@ class Supervisor:
             WorkerDiedError: One was given up, so that they never will.
             ClosedError: The master is closed, or was not started.
         """
+        self._check_process()
         deadline = monotonic() + timeout
         while True:
-            with self._lock:
+            with HeldInterrupts(), self._lock:
                 health = self._health()
                 lost = self._scheduler.given_up
-                left = deadline - monotonic()
-                if health.state == "ready":
-                    return health
-                if (
-                    self._finished
-                    or not self._start_called
-                    or health.state in ("closing", "closed")
-                ):
-                    raise ClosedError(f"the master does not become ready any more: {health}")
-                if lost:
-                    raise WorkerDiedError(f"the master does not become ready by itself: {health}")
-                if left <= 0:
-                    raise ReadyTimeoutError(f"not ready within {timeout:g} s: {health}")
-                self._changed.wait(min(left, _HEALTH_LOOKS))
+                changed = self._changed
+            left = deadline - monotonic()
+            if health.state == "ready":
+                return health
+            if not self._start_called:
+                raise ClosedError(
+                    "the master is not started: call start(), or use it in a with statement"
+                )
+            if self._finished or health.state in ("closing", "closed"):
+                raise ClosedError(f"the master does not become ready any more: {health}")
+            if lost:
+                raise WorkerDiedError(f"the master does not become ready by itself: {health}")
+            if left <= 0:
+                raise ReadyTimeoutError(f"not ready within {timeout:g} s: {health}")
+            changed.wait(min(left, _HEALTH_LOOKS))
 
     def restart_workers(self, timeout: float) -> None:
         """Replace every worker's process by a fresh one, one after another.
@@ -569,6 +587,23 @@ class Supervisor:
                         self._scheduler.handle_restart_abandoned()
                     self._restarting.release()
 
+    # The log.
+
+    def _say(
+        self, level: int, text: str, *values: object, failure: BaseException | None = None
+    ) -> None:
+        """Have the I/O thread log something: handlers are user code, which may ask how the pool is."""
+        self._records.append((level, text, values, failure))
+        if threading.current_thread() is not self._thread:
+            self._wakeup.set()
+
+    def _log_records(self) -> None:
+        """Log what there is to say; no lock is held."""
+        while self._records:
+            level, text, values, failure = self._records.popleft()
+            with suppress(Exception):  # of a handler; logging itself raises nothing
+                _log.log(level, text, *values, exc_info=failure)
+
     # The I/O thread.
 
     def _run(self) -> None:
@@ -576,7 +611,7 @@ class Supervisor:
             while not self._finished:
                 self._turn()
         except BaseException as exc:  # a bug here must not leave callers waiting or workers running
-            _log.critical("the I/O thread failed", exc_info=True)
+            self._say(logging.CRITICAL, "the I/O thread failed", failure=exc)
             self._collapse(exc)
         finally:
             try:
@@ -622,6 +657,7 @@ class Supervisor:
             self._receive()
         self._answers.give()
         self._answers.give_public()
+        self._log_records()
 
     def _receive(self) -> None:
         """The messages that are there; where they do not end, the rest in the I/O thread's next turn."""
@@ -648,7 +684,7 @@ class Supervisor:
             self._outlaw(index, f"breaks the protocol: {exc}")
             return
         except Exception as exc:  # what one worker sends must not end the service of the others
-            _log.exception("a message could not be handled")
+            self._say(logging.ERROR, "a message could not be handled", failure=exc)
             self._outlaw(index, f"sent what could not be handled: {exc!r}")
             return
         if isinstance(message, BuildFinish):
@@ -657,14 +693,14 @@ class Supervisor:
         if not isinstance(message, Reply) or self._scheduler.next_turn() < self._wakes_at:
             self._hurry()
         if isinstance(message, Error) and message.traceback:
-            _log.debug("%s: %s", self._scheduler.name(index), message.traceback)
+            self._say(logging.DEBUG, "%s: %s", self._scheduler.name(index), message.traceback)
 
     def _tell(self, index: int, notes: Sequence[str]) -> None:
         """Log what there is to know of how a worker loaded the model, unless another one said so too."""
         for note in notes:
-            if note not in self._notes:
+            if note not in self._notes and len(self._notes) < _MOST_NOTES:
                 self._notes.add(note)
-                _log.warning("%s: %s", self._builds[index].model, note)
+                self._say(logging.WARNING, "%s: %s", self._builds[index].model, note)
 
     def _take(self, index: int, reply: Reply) -> Message:
         """Have the jobs check the reply, and get the blocks that the worker made for it.
@@ -724,7 +760,7 @@ class Supervisor:
         expected = self._scheduler.is_exiting(index)
         level = logging.INFO if expected and not stacks else logging.WARNING
         where = f"; where it was:\n{stacks}" if stacks else ""
-        _log.log(level, "%s %s%s", self._scheduler.name(index), how, where)
+        self._say(level, "%s %s%s", self._scheduler.name(index), how, where)
         self._carry_out(self._scheduler.handle_died(now, index, how, ahead_begun=ahead_begun))
 
     # Actions.
@@ -744,7 +780,8 @@ class Supervisor:
                     self._answers.add(self._jobs[request], error, trace)
                     self._line.call_next()
                 case Release(request=request):
-                    del self._jobs[request]  # and its memory, once nobody holds a view of it
+                    # And its memory, once it is answered and nobody holds a view of it.
+                    self._jobs.pop(request).released()
                 case Send(worker=worker, message=message):
                     self._send(worker, message)
                 case StartWorker(worker=worker):
@@ -756,20 +793,26 @@ class Supervisor:
                 case action:
                     pending += self._turn_over(action)
 
+    def _tell_change(self) -> None:
+        """Wake those who wait for the pool to be ready; the lock is held."""
+        self._changed.set()
+        self._changed = threading.Event()
+
     def _turn_over(self, action: Action) -> list[Action]:
         """Carry out what concerns the whole pool; what is to be done next."""
         match action:
             case PoolStarted(error=error):
                 return self._finish_start(error)
             case HealthChanged(health=health):
-                _log.log(_LEVELS.get(health.state, logging.INFO), "%s", health)
+                self._say(_LEVELS.get(health.state, logging.INFO), "%s", health)
             case WorkersRestarted(error=error):
                 _settle(self._restarted, error)
             case PoolClosed(abandoned=abandoned):
                 for worker in abandoned:
-                    _log.error("%s does not end, not even killed", self._scheduler.name(worker))
+                    name = self._scheduler.name(worker)
+                    self._say(logging.ERROR, "%s does not end, not even killed", name)
                 self._finished = True
-        self._changed.notify_all()
+        self._tell_change()
         return []
 
     def _wake_io_thread(self) -> None:
@@ -798,7 +841,7 @@ class Supervisor:
 
     def _outlaw(self, worker: int, reason: str) -> None:
         """End a worker that cannot be worked with; its death is reported as any other."""
-        _log.error("%s %s; it is killed", self._scheduler.name(worker), reason)
+        self._say(logging.ERROR, "%s %s; it is killed", self._scheduler.name(worker), reason)
         self._scheduler.handle_killed(worker, reason)
         self._fleet.processes[worker].outlawed = True
         self._fleet.kill(worker)
@@ -810,7 +853,7 @@ class Supervisor:
             return
         standing = self._fleet.standings().get(worker, "")
         also = f", and {standing}" if standing else ""
-        _log.error("%s%s; it is killed", self._scheduler.last_error(worker), also)
+        self._say(logging.ERROR, "%s%s; it is killed", self._scheduler.last_error(worker), also)
         process.ask_for_stacks()
 
     def _detach(self, number: int) -> None:
@@ -836,7 +879,7 @@ class Supervisor:
         self._poll.register(process.pidfd, select.EPOLLIN)
         self._poll.register(process.lifeline.fd, select.EPOLLIN)
         self._scheduler.handle_started(worker, process.pid)
-        _log.info("%s started", self._scheduler.name(worker))
+        self._say(logging.INFO, "%s started", self._scheduler.name(worker))
         return []
 
     def _finish_start(self, error: McinferError | None) -> list[Action]:
@@ -844,7 +887,7 @@ class Supervisor:
         specs = self._scheduler.specs
         if error is None and specs is not None:
             self._started.set_result(specs)
-            self._changed.notify_all()
+            self._tell_change()
             return []
         self._failure = error
         return self._scheduler.handle_close(monotonic(), self._timeouts.close)
@@ -871,11 +914,12 @@ class Supervisor:
             self._fleet.close_socket()
             self._poll.close()
             self._line.call_next()
-            self._changed.notify_all()
+            self._tell_change()
             _settle(self._restarted, ClosedError("the master was closed"))
         self.arena.close()
         self._fleet.close(_LAST_OUTPUT)
         self._answers.end()
+        self._log_records()
         if not self._started.done():
             self._started.set_exception(self._failure or ClosedError("the master was closed"))
 

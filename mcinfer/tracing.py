@@ -65,4 +65,5 @@ class RequestTrace:
 
 TraceHook = Callable[[RequestTrace], None]
 """Called once for each request, after its answer, in the context (contextvars) of the call that made it, in
-whichever thread gave the answer: it must be quick, and not wait. What it raises is logged."""
+whichever thread gave the answer: it must be quick, and not wait. It may submit; calls that wait raise there.
+What it raises is logged."""

@@ -26,7 +26,8 @@ class WaitingThreads:
     def __init__(self) -> None:
         """No thread yet."""
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        # Of one thread again: a signal's handler, or a finalizer, may come in the middle and close this.
+        self._lock = threading.RLock()
         self._threads: list[threading.Thread] = []
         self._idle = 0  # no more than this many have nothing to do
         self._closed = False

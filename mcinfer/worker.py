@@ -55,8 +55,8 @@ def main() -> int:
 
 def _limit_memory(size: int) -> None:
     """Let allocations fail that would take this process's own memory past so many bytes."""
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    most = size if hard == resource.RLIM_INFINITY else min(size, hard)
+    limits = [size, *resource.getrlimit(resource.RLIMIT_DATA)]
+    most = min(limit for limit in limits if limit != resource.RLIM_INFINITY)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 

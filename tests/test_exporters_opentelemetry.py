@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import StatusCode
 
 from mcinfer import PredictTimeoutError, RequestTrace, ShardTrace, __version__
-from mcinfer.errors import McinferError
+from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.exporters.opentelemetry import request_spans
 
 TOLERANCE_NS = 50_000_000
@@ -195,3 +195,8 @@ def test_request_that_is_not_sampled_costs_one_span_and_gives_none(
 
 def test_without_an_sdk_nothing_happens() -> None:
     request_spans()(request(time.monotonic()))
+
+
+def test_what_is_no_provider_is_refused_by_name() -> None:
+    with pytest.raises(InvalidInputError, match=r"^tracer_provider: got str"):
+        request_spans("x")  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -287,3 +287,15 @@ def test_missing_package_says_what_to_install(module: str, package: str) -> None
         check=True,
     )
     assert f"pip install 'mcinfer[{module}]'" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("master", "labels", "named"),
+    [("x", None, "master"), (None, "model", "labels"), (None, [("a", "1")], "labels")],
+)
+def test_what_is_no_master_or_no_labels_is_refused_by_name(
+    tmp_path: Path, master: Any, labels: Any, named: str
+) -> None:
+    made = Master(tmp_path / "m", 1) if master is None else master
+    with pytest.raises(InvalidInputError, match=f"^{named}: got"):
+        MasterCollector(made, labels)

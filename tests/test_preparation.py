@@ -381,7 +381,7 @@ def test_folder_of_external_data_may_be_another_one(tmp_path: Path) -> None:
         assert entry(open_ort(model, prepare="always")) == entry(engine)
 
 
-@pytest.mark.parametrize("process", ["self", str(os.getpid())])
+@pytest.mark.parametrize("process", ["self", str(os.getpid())], ids=["self", "pid"])
 def test_model_in_memory_is_prepared_too(tmp_path: Path, process: str) -> None:
     path = Path(write(tmp_path / "model.onnx", MATMUL))
     fd = os.memfd_create("model")

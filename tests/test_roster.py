@@ -26,9 +26,10 @@ from mcinfer.protocol import (
     Error,
     Exit,
     Hello,
+    Preparing,
     WorkerState,
 )
-from mcinfer.roster import STACKS_SECONDS, Roster, Worker, describe_exit
+from mcinfer.roster import LONGEST_START, STACKS_SECONDS, Roster, Worker, describe_exit
 
 TIMEOUTS = Timeouts(start=30.0, predict=10.0, cancel_grace=1.0, close=5.0)
 RESTART = RestartPolicy(budget=2, window=60.0, backoff=0.5, backoff_limit=1.0)
@@ -125,11 +126,30 @@ def test_package_is_missing_when_all_that_failed_lack_it(
 def test_worker_that_gets_on_has_more_time() -> None:
     roster = new_roster(1)
     [w] = roster.workers
-    roster.extend_start(w, 20.0)
+    roster.extend_start(w, Preparing(seconds=1.0, written=5), 20.0)
     assert roster.due_times() == [50.0]
     finish(roster, w)
-    roster.extend_start(w, 21.0)  # what it sent before
+    roster.extend_start(w, Preparing(seconds=2.0, written=6), 21.0)  # what it sent before
     assert roster.due_times() == []
+
+
+def test_worker_that_does_not_get_on_has_no_more_time() -> None:
+    roster = new_roster(1)
+    [w] = roster.workers
+    roster.extend_start(w, Preparing(seconds=1.0, written=5), 20.0)
+    roster.extend_start(w, Preparing(seconds=1.0, written=5), 30.0)
+    roster.extend_start(w, Preparing(seconds=0.5, written=9), 30.0)
+    assert roster.due_times() == [50.0]
+
+
+def test_no_progress_prolongs_a_start_without_end() -> None:
+    roster = new_roster(1)
+    [w] = roster.workers
+    [latest] = [due + LONGEST_START for due in roster.due_times()]
+    for hours in range(1, 9):
+        now = hours * 3600.0
+        roster.extend_start(w, Preparing(seconds=now, written=hours), now)
+    assert roster.due_times() == [latest]
 
 
 # Ending.

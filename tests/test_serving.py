@@ -406,8 +406,8 @@ def test_output_that_is_not_as_declared_is_an_error_that_names_it(
     error = peer.fail([("x", "float32", (3, 2), 0, 0)], [place])
     assert error.kind == "predict"
     assert "invalid dimensions for output: y" in error.text
-    reply = peer.ask([("x", "float32", (3, 2), 0, 0)])  # where nothing is bound it is served
-    assert reply.outputs[0][2] == (2, 3)
+    error = peer.fail([("x", "float32", (3, 2), 0, 0)], [])  # and where nothing is bound
+    assert error.text == "got [2, 3] for output y: float32[batch, 2]"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ Attributes are named as https://opentelemetry.io/docs/specs/semconv/general/nami
 import time
 
 from mcinfer import __version__
-from mcinfer.errors import MissingDependencyError
+from mcinfer.errors import InvalidInputError, MissingDependencyError
 from mcinfer.tracing import RequestTrace, ShardTrace, TraceHook
 
 try:
@@ -32,9 +32,17 @@ def request_spans(tracer_provider: trace.TracerProvider | None = None) -> TraceH
     Args:
         tracer_provider: Of OpenTelemetry's SDK; None is the program's own, also if that is set later.
 
+    Raises:
+        InvalidInputError: It is no such provider.
+
     Returns:
         The hook, for ``Master(..., trace=)``. One may serve several masters.
     """
+    if not isinstance(tracer_provider, trace.TracerProvider | None):
+        raise InvalidInputError(
+            f"tracer_provider: got {type(tracer_provider).__name__}, expected OpenTelemetry's "
+            "TracerProvider"
+        )
     tracer = trace.get_tracer("mcinfer", __version__, tracer_provider)
 
     def export(request: RequestTrace) -> None:

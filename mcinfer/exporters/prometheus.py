@@ -240,7 +240,7 @@ class MasterCollector(Collector):
 
     def __init__(self, master: Master, labels: Mapping[str, str] | None = None) -> None:
         self._lock = threading.Lock()
-        self._names = tuple(labels or ())
+        self._names = tuple(labels) if isinstance(labels, Mapping) else ()
         self._masters: dict[Values, weakref.ref[Master]] = {}
         self.add(master, labels)
 
@@ -255,6 +255,12 @@ class MasterCollector(Collector):
             InvalidInputError: A label cannot be one, or is one of the metrics' own; the names are not the
                 first master's; a master that is not closed has the same values.
         """
+        if not isinstance(master, Master):
+            raise InvalidInputError(f"master: got {type(master).__name__}, expected a Master")
+        if not isinstance(labels, Mapping | None):
+            raise InvalidInputError(
+                f"labels: got {type(labels).__name__}, expected a mapping, text to text"
+            )
         labels = labels or {}
         for name, value in labels.items():
             if not _LABEL.fullmatch(str(name)) or name in _OWN or not isinstance(value, str):

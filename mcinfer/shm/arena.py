@@ -10,8 +10,8 @@ only puts the slot in a queue that is safe for that (`queue.SimpleQueue`), and `
 from there.
 
 Those who wait for memory are served first come first served, so that small requests do not starve a large
-one: nobody passes the first while there is something that will be let go by itself. Once there was not, or
-nothing was for long, it waits for what somebody keeps, and the others go on without it.
+one: nobody passes the first while there is something that will be let go by itself. Where there is not, or
+nothing was let go for long, it waits for what somebody keeps, and the others go on without it.
 
 Lowest address first: in steady traffic the same few slots, with warm pages in every process, are used
 again and again (the first touch of a page costs more than copying it).
@@ -39,8 +39,8 @@ _BLOCK_ROUNDING = 2 << 20
 _PATIENCE = 10.0
 """Seconds without any release, after which others may pass the first of those who wait."""
 
-_LOOKS = 0.5
-"""Seconds between two looks at whether that is so."""
+_LOOKS = 0.05
+"""Seconds between two looks at whether others may pass."""
 
 
 def align(size: int) -> int:
@@ -74,13 +74,13 @@ class Slot:
 
 
 class _Waiter:
-    """A call that waits for memory."""
+    """A call that waits for memory; `called` is set when it is to look again."""
 
-    __slots__ = ("may_be_passed", "since")
+    __slots__ = ("called", "since")
 
     def __init__(self) -> None:
         self.since = monotonic()
-        self.may_be_passed = False
+        self.called = threading.Event()
 
 
 class _Ticket(weakref.ref["Array[c_char]"]):
@@ -163,7 +163,6 @@ class Arena:
         self._transient = transient
         self._dropped = dropped
         self._lock = threading.Lock()
-        self._freed_memory = threading.Condition(self._lock)
         self._blocks: dict[int, _Extents] = {}
         self._tickets: dict[int, _Ticket] = {}
         self._released: SimpleQueue[_Ticket] = SimpleQueue()
@@ -236,13 +235,13 @@ class Arena:
             )
         deadline = monotonic() + timeout
         waiter: _Waiter | None = None
-        with self._lock:
-            try:
-                while True:
+        try:
+            while True:
+                # Handlers of signals run while no lock is held: they may close what this belongs to.
+                with HeldInterrupts(), self._lock:
                     if self._closed:
                         raise ClosedError("the master is closed")
-                    with HeldInterrupts():
-                        slots = self._take_slots(wanted, sizes, waiter)
+                    slots = self._take_slots(wanted, sizes, waiter)
                     if slots is not None:
                         return slots
                     remaining = deadline - monotonic()
@@ -254,35 +253,41 @@ class Arena:
                     if waiter is None:
                         waiter = _Waiter()
                         self._line.append(waiter)
-                    # A release between the check above and here has not seen who waits: look again.
-                    if self._released.empty():
-                        self._freed_memory.wait(min(remaining, _LOOKS))
-            finally:
-                if waiter is not None:
+                        # What was released since it looked above has not seen that it waits.
+                        waiter.called.set()
+                waiter.called.wait(
+                    min(remaining, _LOOKS if self._line[0] is not waiter else remaining)
+                )
+                waiter.called.clear()
+        finally:
+            if waiter is not None:
+                with HeldInterrupts(), self._lock:
                     self._line.remove(waiter)
-                    self._freed_memory.notify_all()
+                    self._call_waiters()
+
+    def _call_waiters(self) -> None:
+        """Memory became free, or somebody left the line; the lock is held."""
+        for waiter in self._line:
+            waiter.called.set()
 
     def _is_its_turn(self, waiter: _Waiter | None) -> bool:
         """Whether memory that is free may go to this call, or is kept for the first of those who wait."""
         if not self._line or self._line[0] is waiter:
             return True
-        first = self._line[0]
-        stuck = monotonic() - max(first.since, self._last_release) > _PATIENCE
-        if stuck or not self._transient():
-            first.may_be_passed = True
-        return first.may_be_passed
+        quiet = monotonic() - max(self._line[0].since, self._last_release)
+        return quiet > _PATIENCE or not self._transient()
 
     def reclaim(self) -> None:
         """Put what was released back on the free lists, and tell those who wait."""
         if self._released.empty():
             return
-        with self._lock:
+        with HeldInterrupts(), self._lock:
             if self._take_released():
-                self._freed_memory.notify_all()
+                self._call_waiters()
 
     def close(self) -> None:
         """Give all blocks up; the memory under views that are still held goes with them."""
-        with self._lock:
+        with HeldInterrupts(), self._lock:
             self._closed = True
             for extents in self._blocks.values():
                 extents.block.close()
@@ -290,13 +295,13 @@ class Arena:
             # Their callbacks hold this arena: what dies from now on is nobody's concern.
             self._tickets.clear()
             self._taken = 0
-            self._freed_memory.notify_all()
+            self._call_waiters()
 
     def _take_slots(
         self, wanted: Sequence[int], sizes: Sequence[int], waiter: _Waiter | None
     ) -> list[Slot] | None:
         if self._take_released():
-            self._freed_memory.notify_all()  # `reclaim` has nothing left to tell them of
+            self._call_waiters()  # `reclaim` has nothing left to tell them of
         if not self._is_its_turn(waiter):
             return None
         places = self._take_all(wanted)

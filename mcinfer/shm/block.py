@@ -96,6 +96,11 @@ class Block:
         """
         return _bytes_type(size).from_buffer(self._map, offset)
 
+    @property
+    def written(self) -> int:
+        """Bytes that it takes at least: no more than were ever written to, in whole pages."""
+        return os.fstat(self.fd).st_blocks * 512
+
     def read_into(self, memory: memoryview, offset: int) -> None:
         """Copy bytes of a block that another process may do anything to.
 

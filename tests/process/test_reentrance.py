@@ -1,0 +1,200 @@
+"""Users' code in the middle of ours: handlers of signals and of the log, trace hooks, forks, kept errors."""
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from mcinfer import (
+    ClosedError,
+    Limits,
+    Master,
+    McinferError,
+    PredictError,
+    RequestTrace,
+    Timeouts,
+)
+from tests.process.models import FakeModel, act, assert_answers, rows
+from tests.process.waiting import pids, wait_for_states, wait_until
+
+BAD = -1.0
+"""What the first number of a request is for the act that a test is about."""
+
+PATIENCE = 20.0
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextmanager
+def handler_of_sigterm(handler: Callable[[], None]) -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, lambda *_: handler())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def sigterm_after(seconds: float) -> threading.Timer:
+    """A timer that sends it to this process; already started."""
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    return timer
+
+
+def test_failed_requests_free_their_memory_at_once(fake_model: FakeModel) -> None:
+    limits = Limits(memory_bytes=4 << 20)
+    model = fake_model(when={"-1": "fail"})
+
+    async def fail_async(master: Master) -> None:
+        with pytest.raises(PredictError):
+            await master.predict_async(act(BAD, 50_000))
+
+    with Master(model, 1, engine="fake", limits=limits) as master, no_garbage_collection():
+        kept = []
+        for _ in range(4):
+            with pytest.raises(PredictError) as caught:
+                master.predict(act(BAD, 100_000), timeout=PATIENCE)
+            kept.append(caught)  # nor does an error that the user keeps hold it
+            asyncio.run(fail_async(master))
+            wait_until(lambda: master.statistics().memory_used_bytes == 0)
+        assert len(kept) == 4
+
+
+@pytest.mark.parametrize("call", ["statistics", "health", "allocate", "predict"])
+def test_handler_of_a_signal_may_close_the_master_in_any_call(
+    fake_model: FakeModel, call: str
+) -> None:
+    master = Master(fake_model(), 1, engine="fake").start()
+    calls: dict[str, Callable[[], object]] = {
+        "statistics": master.statistics,
+        "health": master.health,
+        "allocate": lambda: master.allocate({"x": (1, 4)}),
+        "predict": lambda: master.predict(rows(2)),
+    }
+    with handler_of_sigterm(master.close):
+        timer = sigterm_after(0.05)
+        with suppress(ClosedError):
+            while master.health().state != "closed":
+                calls[call]()
+        timer.join()
+    assert master.health().state == "closed"
+
+
+def test_handler_of_a_signal_may_drain_while_its_thread_waits_for_an_answer(
+    fake_model: FakeModel,
+) -> None:
+    master = Master(fake_model(when={"-1": "sleep:0.4"}), 1, engine="fake").start()
+    with handler_of_sigterm(lambda: master.close(drain=True)):
+        timer = sigterm_after(0.1)
+        start = time.monotonic()
+        assert_answers(master.predict(act(BAD), timeout=PATIENCE), act(BAD))
+        assert time.monotonic() - start < PATIENCE / 2
+        timer.join()
+    assert master.health().state == "closed"
+
+
+def test_trace_hook_that_waits_is_told_that_it_may_not(fake_model: FakeModel) -> None:
+    outcomes: list[object] = []
+
+    def hook(_: RequestTrace) -> None:
+        if not outcomes:
+            try:
+                outcomes.append(master.predict(rows(1)))
+            except McinferError as exc:
+                outcomes.append(str(exc))
+
+    with Master(fake_model(), 1, engine="fake", trace=hook) as master:
+        assert_answers(master.predict(rows(2), timeout=PATIENCE), rows(2))
+        wait_until(lambda: outcomes)
+    assert "use submit() there" in str(outcomes[0])
+
+
+def test_trace_hook_that_wants_to_exit_ends_nothing(
+    fake_model: FakeModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    def hook(_: RequestTrace) -> None:
+        raise SystemExit("from the hook")
+
+    with Master(fake_model(), 1, engine="fake", trace=hook) as master:
+        for _ in range(3):
+            assert_answers(master.predict(rows(2)), rows(2))
+            assert_answers(master.submit(rows(2)).result(PATIENCE), rows(2))
+        wait_until(lambda: caplog.text.count("the trace hook failed") == 6)
+        assert master.health().state == "ready"
+    caplog.clear()  # the records' tracebacks hold the master
+
+
+def test_handler_of_the_log_may_ask_how_the_pool_is(fake_model: FakeModel) -> None:
+    class Asks(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            asked.append((record.getMessage(), master.health(), master.statistics()))
+
+    asked: list[object] = []
+    handler = Asks(logging.WARNING)
+    logging.getLogger("mcinfer.master").addHandler(handler)
+    try:
+        with Master(fake_model(), 2, engine="fake") as master:
+            os.kill(pids(master)[0], signal.SIGKILL)
+            wait_until(lambda: len(asked) >= 2)  # the death, and the change of health
+            wait_for_states(master, "ready", "ready")
+            assert_answers(master.predict(rows(4), timeout=PATIENCE), rows(4))
+    finally:
+        logging.getLogger("mcinfer.master").removeHandler(handler)
+
+
+def test_master_that_was_made_before_a_fork_is_not_started_after_it(
+    fake_model: FakeModel,
+) -> None:
+    master = Master(fake_model(), 1, engine="fake")
+    assert in_fork(master.start) == "ClosedError"
+    with master:
+        assert_answers(master.predict(rows(1)), rows(1))
+        assert in_fork(lambda: master.wait_ready(1.0)) == "ClosedError"
+
+
+def in_fork(call: Callable[[], object]) -> str:
+    """The name of what the call raises in a forked process; empty if it does not."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        name = b""
+        try:
+            call()
+        except BaseException as exc:
+            name = type(exc).__name__.encode()
+        os.write(writing, name)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as end:
+        name = end.read()
+    os.waitpid(pid, 0)
+    return name.decode()
+
+
+def test_second_close_may_be_less_patient_than_the_first(fake_model: FakeModel) -> None:
+    model = fake_model(when={"-1": "hang:60"})
+    master = Master(model, 1, engine="fake", timeouts=Timeouts(close=30.0)).start()
+    hung = master.submit(act(BAD))
+    wait_for_states(master, "busy")
+    closing = threading.Thread(target=master.close)
+    closing.start()
+    with pytest.raises(ClosedError):
+        hung.result(PATIENCE)
+    start = time.monotonic()
+    master.close(0.0)
+    assert time.monotonic() - start < PATIENCE / 2
+    closing.join()
