@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SIZE ?= small
 
-.PHONY: demo test test-mindspore check bench faults clean format
+.PHONY: demo test test-mindspore check bench faults soak fuzz clean format
 
 demo: .venv/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
@@ -34,6 +34,10 @@ faults: .venv/installed
 # Ten minutes of mixed traffic; `make test` has half a minute of it.
 soak: .venv/installed
 	$(BIN)/python benchmarks/soak.py
+
+# A million inputs for the codec and for what master and worker make of messages; `make test` has 20,000.
+fuzz: .venv/installed
+	$(BIN)/python -m tests.fuzz --target all --inputs 1000000
 
 format: .venv/installed
 	$(BIN)/ruff format .

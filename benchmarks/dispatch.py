@@ -1,9 +1,10 @@
 """Measure what mcinfer costs beside the model's own run, as ratios within one run.
 
-    python benchmarks/dispatch.py [--quick] [--only dispatch|unet|start] [--json FILE]
+    python benchmarks/dispatch.py [--quick] [--only dispatch|observing|unet|start] [--json FILE]
 
-Three questions: what dispatching a batch costs, against a plain pipe and against the raw messages; what
-part of the speed of independent processes is left; how long a start takes. Targets stand beside the
+Four questions: what dispatching a batch costs, against a plain pipe and against the raw messages; what
+looking on costs (traces, statistics); what part of the speed of independent processes is left; how long a
+start takes. Targets stand beside the
 ratios. A target that is missed is a finding, not a failure: the exit status is 0 all the same.
 """
 
@@ -22,9 +23,10 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "examples" / "sd_du
 
 from bare_processes import measure_start, measure_unet
 from measuring import Effort, Record, machine
+from observing import measure_observing
 from round_trips import measure_dispatch
 
-PARTS = ("dispatch", "unet", "start")
+PARTS = ("dispatch", "observing", "unet", "start")
 LIMIT = 600
 """Seconds after which something hangs."""
 
@@ -65,6 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.only in (None, "dispatch"):
             effort = Effort(rounds=3, seconds=0.1) if quick else Effort(rounds=9, seconds=0.25)
             record["dispatch"] = measure_dispatch(folder, effort, _say)
+        if options.only in (None, "observing"):
+            effort = Effort(rounds=3, seconds=0.1) if quick else Effort(rounds=15, seconds=0.25)
+            record["observing"] = measure_observing(folder, effort, _say)
         if options.only in (None, "unet"):
             effort = Effort(rounds=3, seconds=1.0) if quick else Effort(rounds=9, seconds=2.5)
             record["unet"] = measure_unet(folder, effort, _say)

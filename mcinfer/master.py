@@ -167,6 +167,7 @@ class Master:
         """
         self._supervisor.claim_start()
         if self._absent:
+            self._finalizer.detach()  # it would hold the error, whose traceback holds this
             reasons = (f"worker {i}: {reason}" for i, reason in self._absent.items())
             self._supervisor.refuse_start(BuildError("; ".join(reasons)))
         try:

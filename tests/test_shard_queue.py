@@ -484,7 +484,7 @@ def test_next_shard_of_a_client_waits_for_about_one_of_each_other(
             before = others if client not in came else 2 * others
             came.add(client)
             # Besides those whose turn it is, the oldest of all goes in each eighth run.
-            latest[client] = runs + before + before // PATIENCE + 2
+            latest[client] = runs + before + before // PATIENCE + 3
         for number in itertools.islice(numbers, count):
             waiting[client].append(number)
             queue.add(shard(number), 0, client=client)

@@ -364,7 +364,8 @@ def test_update_larger_than_all_memory_is_refused(arena: Arena) -> None:
 def test_update_waits_for_memory_and_does_not_keep_others_waiting() -> None:
     # Room for the small weight many times, and for the large one twice.
     waiting = threading.Event()
-    arena = Arena(2 * MIB + 4096, wake=waiting.set)
+    # What is held, a user holds: nothing is let go by itself that the large one had to wait for first.
+    arena = Arena(2 * MIB + 4096, wake=waiting.set, transient=lambda: False)
     store = new_store(arena, [spec("w", "uint8", (MIB,)), spec("n", "int64", ())])
     store.update(whole(1), 0.0)
     held = store.current
