@@ -16,6 +16,7 @@ TensorFields = tuple[str, str, tuple[Dimension, ...]]
 
 _MOST = 2**63
 _MOST_DIMENSIONS = 64
+_MOST_SPECS = 1 << 14
 
 Check = Callable[[Any], bool]
 
@@ -33,6 +34,17 @@ def is_seconds(value: Any) -> bool:
 def is_text(value: Any) -> bool:
     """Text."""
     return type(value) is str
+
+
+def is_text_to(most: int) -> Check:
+    """A check for text of no more than so many characters."""
+    return lambda value: type(value) is str and len(value) <= most
+
+
+def is_texts_to(most: int, characters: int) -> Check:
+    """A check for no more than so many texts, each of no more than so many characters."""
+    fits = is_text_to(characters)
+    return lambda value: type(value) is tuple and len(value) <= most and all(map(fits, value))
 
 
 def is_flag(value: Any) -> bool:
@@ -77,7 +89,7 @@ def is_reference(value: Any) -> bool:
 
 def is_references(value: Any) -> bool:
     """Tensor references."""
-    return type(value) is tuple and all(is_reference(item) for item in value)
+    return type(value) is tuple and all(map(is_reference, value))
 
 
 def is_members(value: Any) -> bool:
@@ -100,8 +112,13 @@ def is_axes(value: Any) -> bool:
 
 
 def is_specs(value: Any) -> bool:
-    """Tensor specifications."""
-    return type(value) is tuple and all(is_spec(item) for item in value)
+    """Tensor specifications, each of another name."""
+    return (
+        type(value) is tuple
+        and len(value) <= _MOST_SPECS
+        and all(map(is_spec, value))
+        and len({name for name, _, _ in value}) == len(value)
+    )
 
 
 def is_spec(value: Any) -> bool:
@@ -113,6 +130,7 @@ def is_spec(value: Any) -> bool:
         and type(value[1]) is str
         and value[1] in ELEMENT_TYPES
         and type(value[2]) is tuple
+        and len(value[2]) <= _MOST_DIMENSIONS
         and all(
             size is None or type(size) is str or (type(size) is int and 0 <= size < _MOST)
             for size in value[2]

@@ -17,6 +17,7 @@ from contextlib import ExitStack, suppress
 from mcinfer.errors import ProtocolError
 from mcinfer.processes import OutputForwarder, WorkerProcess
 from mcinfer.protocol import (
+    MOST_HELLO_BYTES,
     VERSION,
     Attach,
     Build,
@@ -45,8 +46,8 @@ _STANDINGS = {
 
 
 _DESCRIPTORS_TO_OPEN = 24
-_DESCRIPTORS_OF_A_WORKER = 12
-_DESCRIPTORS_TO_CONNECT = 4
+_DESCRIPTORS_OF_A_WORKER = 13
+_DESCRIPTORS_TO_CONNECT = 5
 """More than libzmq takes: it ends the process where it finds none."""
 
 
@@ -88,7 +89,7 @@ class Fleet:
         with ExitStack() as opened:
             self._folder = RuntimeFolder()
             opened.callback(self._folder.remove)
-            self._router = Router(self._folder.endpoint)
+            self._router = Router()
             opened.callback(self._router.close)
             self._output = OutputForwarder()
             opened.pop_all()
@@ -119,7 +120,7 @@ class Fleet:
         process = WorkerProcess(
             index,
             self._builds[index].device,
-            endpoint=self._folder.endpoint,
+            endpoint=self._folder.endpoint(index),
             token=secrets.token_hex(16),
             output=self._output,
             most_memory=self._most_memory[index],
@@ -132,6 +133,7 @@ class Fleet:
         process = self.processes[index]
         try:
             _check_descriptors(_DESCRIPTORS_TO_CONNECT)
+            self._router.open_door(self._folder.endpoint(index), process.pid)
         except OSError:
             return False
         process.may_connect = True
@@ -141,6 +143,7 @@ class Fleet:
     def remove(self, index: int) -> WorkerProcess:
         """Forget a process that has ended; it is to be reaped."""
         process = self.processes.pop(index)
+        self._router.remove_door(self._folder.endpoint(index))
         if process.peer is not None:
             del self._peers[process.peer]
         return process
@@ -164,7 +167,7 @@ class Fleet:
         """The next message and the worker that it is of; None when there is nothing more.
 
         What a worker sent that is no message is given as the error. A stranger that shows a worker's token is
-        that worker from then on; what other strangers send, and outlaws, has no worker.
+        that worker from then on, and its door is shut; what other strangers send, and outlaws, has no worker.
         """
         received = self._router.receive()
         if received is None:
@@ -173,6 +176,8 @@ class Fleet:
         index = self._peers.get(peer)
         if index is not None and self.processes[index].outlawed:
             return None, ProtocolError("more of a worker that broke the protocol")
+        if index is None and len(data) > MOST_HELLO_BYTES:
+            return None, ProtocolError(f"{len(data)} bytes of a stranger")
         try:
             message = decode(data)
         except ProtocolError as exc:
@@ -182,9 +187,11 @@ class Fleet:
     def _greet(self, peer: bytes, message: Message) -> int | None:
         """Whose message this is, if it is the HELLO of a worker of ours with its token."""
         if isinstance(message, Hello) and message.version == VERSION:
+            token = message.token.encode(errors="surrogatepass")  # whatever text it may be
             for index, process in self.processes.items():
                 known = process.peer is None and message.pid == process.pid
-                if known and hmac.compare_digest(message.token.encode(), process.token.encode()):
+                if known and hmac.compare_digest(token, process.token.encode()):
+                    self._router.shut_door(self._folder.endpoint(index))
                     process.peer = peer
                     self._peers[peer] = index
                     return index

@@ -34,7 +34,9 @@ from mcinfer.fields import (
     is_specs,
     is_text,
     is_text_map,
+    is_text_to,
     is_texts,
+    is_texts_to,
     or_none,
 )
 from mcinfer.specs import STRING
@@ -54,8 +56,22 @@ MOST_STRINGS = MOST_VALUES - (1 << 16)
 _MOST_KEYS = 1 << 12
 """Of one map."""
 
-_PLAIN_BYTES = 16 << 10
-"""A message of no more than that cannot do harm, whatever is in it, and is read without counting."""
+_MOST_ERROR = (1 << 20) + (1 << 10)
+"""Characters of what an engine said, which a worker cuts at 2²⁰, and of what is put before it."""
+
+_MOST_NAME = 200
+_MOST_PROVIDERS = 64
+_MOST_NOTE = 5000
+_MOST_NOTES = 16
+
+MOST_HELLO_BYTES = 512
+"""Of a HELLO: from a peer that has not said who it is, nothing larger is read."""
+
+_PLAIN_BYTES = 1 << 10
+"""A message of no more than that takes no more than 1.4 MB and half a millisecond, whatever is in it."""
+
+_UNCOUNTED_BYTES = 16 << 10
+"""A message of no more than that holds few values, if as many follow as its lengths say."""
 
 _MOST_PREDICT_BYTES = 256
 """Of a PREDICT without its tensors."""
@@ -113,8 +129,8 @@ class Error(Message):
         "request": or_none(is_count),
         "shard": or_none(is_count),
         "kind": lambda value: value in ("build", "missing", "invalid", "predict", "cancelled"),
-        "text": is_text,
-        "traceback": is_text,
+        "text": is_text_to(_MOST_ERROR),
+        "traceback": is_text_to(_MOST_ERROR),
     }
     request: int | None = None
     shard: int | None = None
@@ -220,10 +236,10 @@ class BuildFinish(Message):
         "inputs": is_specs,
         "outputs": is_specs,
         "weights": is_specs,
-        "model": is_text,
-        "prepared": is_text,
-        "providers": is_texts,
-        "notes": is_texts,
+        "model": is_text_to(_MOST_NAME),
+        "prepared": is_text_to(_MOST_NAME),
+        "providers": is_texts_to(_MOST_PROVIDERS, _MOST_NAME),
+        "notes": is_texts_to(_MOST_NOTES, _MOST_NOTE),
         "seconds": is_seconds,
     }
     inputs: tuple[TensorFields, ...]
@@ -425,7 +441,7 @@ def encode_tensors(inputs: tuple[TensorRef, ...], outputs: tuple[TensorRef, ...]
     """
     Predict(request=0, shard=0, weights=0, inputs=inputs, outputs=outputs)
     tensors = b"".join(map(_pack, ("inputs", inputs, "outputs", outputs)))
-    if len(tensors) > _PLAIN_BYTES:
+    if len(tensors) > _UNCOUNTED_BYTES:
         strings, most = count_strings(inputs), MOST_MESSAGE_BYTES - _MOST_PREDICT_BYTES
         if len(tensors) > most or strings > MOST_STRINGS:
             raise InvalidInputError(
@@ -489,7 +505,7 @@ def decode(data: bytes) -> Message:
                 data, use_list=False, strict_map_key=True, unicode_errors="surrogatepass"
             )
         else:
-            content = _unpack_large(data)
+            content = _unpack_large(data, counted=len(data) > _UNCOUNTED_BYTES)
     except Exception as exc:  # msgpack raises ValueError, TypeError, its own, and more on bad data
         raise ProtocolError(f"not a MessagePack message: {type(exc).__name__}: {exc}") from exc
     if type(content) is not dict:
@@ -506,7 +522,7 @@ def decode(data: bytes) -> Message:
     return message(**content)
 
 
-def _unpack_large(data: bytes) -> Any:
+def _unpack_large(data: bytes, *, counted: bool) -> Any:
     """Unpack what is large enough to be made for taking memory.
 
     Raises:
@@ -519,6 +535,10 @@ def _unpack_large(data: bytes) -> Any:
     walk = msgpack.Unpacker(max_buffer_size=len(data))
     walk.feed(data)
     walk.skip()
+    if not counted:
+        return msgpack.unpackb(
+            data, use_list=False, strict_map_key=True, unicode_errors="surrogatepass"
+        )
     left = MOST_VALUES
 
     def count(values: Any) -> Any:

@@ -9,14 +9,13 @@ import secrets
 import shutil
 import stat
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 from mcinfer.process_identity import pid_namespace, start_time
 
 _PREFIX = "mcinfer-"
 _MOST_PATH_BYTES = 107
-_SOCKET = "s"
+_LONGEST_SOCKET = "s99999"
 
 
 def _parents() -> list[Path]:
@@ -40,11 +39,7 @@ def _sweep(parent: Path) -> None:
 
 
 class RuntimeFolder:
-    """A master's folder.
-
-    Attributes:
-        endpoint: The ZeroMQ address in it.
-    """
+    """A master's folder."""
 
     def __init__(self) -> None:
         """Sweep what dead masters left, and make a new folder.
@@ -57,7 +52,7 @@ class RuntimeFolder:
         failure: OSError | None = None
         for parent in _parents():
             path = parent / name
-            if len(os.fsencode(path / _SOCKET)) > _MOST_PATH_BYTES:
+            if len(os.fsencode(path / _LONGEST_SOCKET)) > _MOST_PATH_BYTES:
                 failure = OSError(f"{path} is too long for a socket's path")
                 continue
             try:
@@ -67,14 +62,15 @@ class RuntimeFolder:
                 continue
             _sweep(parent)
             self._path = path
-            self.endpoint = f"ipc://{path / _SOCKET}"
             return
         raise failure or OSError("no place for a runtime folder")
 
+    def endpoint(self, worker: int) -> str:
+        """The ZeroMQ address in it where a worker is to connect."""
+        return f"ipc://{self._path}/s{worker}"
+
     def remove(self) -> None:
         """Remove it with what is in it."""
-        with suppress(OSError):
-            (self._path / _SOCKET).unlink(missing_ok=True)
         try:
             self._path.rmdir()  # which takes no descriptor
         except OSError:

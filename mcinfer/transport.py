@@ -4,10 +4,19 @@ The master never blocks on sending and never lingers; a worker, which has one pe
 readable when something may have changed, and not again until `receive` has said that there is nothing
 more (ZMQ_FD is edge-triggered, see zmq_getsockopt(3)); so drain after every wake-up and every send.
 
-ZeroMQ cuts a peer off that sends a message of more than `MOST_MESSAGE_BYTES`.
+Connections come in by *doors*, one for each worker that is awaited: a path that takes connections of that
+worker's process alone, and that is gone once it has said who it is. For libzmq ends the whole process when
+it finds no descriptor for a connection that it accepts (src/ipc_listener.cpp): while workers serve, there is
+nothing to connect to. A door cannot be given up altogether before its worker's end, since libzmq ends the
+connections of an address that is unbound.
+
+ZeroMQ cuts a peer off that sends a frame of more than `MOST_MESSAGE_BYTES`.
 
 Ownership: one lock of the owner's guards a socket; ZeroMQ allows threads to share one that way.
 """
+
+import os
+from contextlib import suppress
 
 import zmq
 
@@ -31,12 +40,13 @@ class SendError(OSError):
 class Router:
     """The master's socket: peers are known by the identity that ZeroMQ gave their connection."""
 
-    def __init__(self, endpoint: str) -> None:
-        """Bind to ``ipc://`` and a path of at most 107 bytes.
+    def __init__(self) -> None:
+        """Make the socket; nobody can connect before `open_door`.
 
         Raises:
-            OSError: The socket cannot be made or bound.
+            OSError: It cannot be made.
         """
+        self._doors: set[str] = set()
         self._context = zmq.Context()
         try:
             self._socket = self._context.socket(zmq.ROUTER)
@@ -45,11 +55,41 @@ class Router:
             self._socket.setsockopt(zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES)
             self._socket.setsockopt(zmq.SNDHWM, _MOST_QUEUED)
             self._socket.setsockopt(zmq.RCVHWM, _MOST_RECEIVED)
-            self._socket.bind(endpoint)
+            self.fd = int(self._socket.getsockopt(zmq.FD))
         except zmq.ZMQError as exc:
             self.close()
+            raise OSError(exc.errno, f"cannot make a ZeroMQ socket: {exc}") from exc
+
+    def open_door(self, endpoint: str, pid: int) -> None:
+        """Let a process connect.
+
+        Args:
+            endpoint: ``ipc://`` and a path of at most 107 bytes, which no other open door has.
+            pid: Whose connections are taken; those of processes that had an earlier door are as well, all
+                others end at once.
+
+        Raises:
+            OSError: The endpoint cannot be bound.
+        """
+        try:
+            self._socket.setsockopt(zmq.IPC_FILTER_PID, pid)
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as exc:
             raise OSError(exc.errno, f"cannot bind {endpoint}: {exc}") from exc
-        self.fd = int(self._socket.getsockopt(zmq.FD))
+        self._doors.add(endpoint)
+
+    def shut_door(self, endpoint: str) -> None:
+        """Nobody can connect there any more; connections that are there stay."""
+        with suppress(OSError):  # it is shut
+            os.unlink(endpoint.removeprefix("ipc://"))
+
+    def remove_door(self, endpoint: str) -> None:
+        """Give a door up, open or shut, with all connections that came by it."""
+        if endpoint in self._doors:
+            self._doors.remove(endpoint)
+            self.shut_door(endpoint)
+            with suppress(zmq.ZMQError):
+                self._socket.unbind(endpoint)
 
     def send(self, peer: bytes, data: bytes) -> None:
         """Send a message without waiting.
@@ -75,6 +115,8 @@ class Router:
 
     def close(self) -> None:
         """Close at once; nothing that was not sent is waited for."""
+        for endpoint in self._doors:
+            self.shut_door(endpoint)
         self._context.destroy(linger=0)
 
 

@@ -70,6 +70,7 @@ SPECS = st.lists(
         st.lists(COUNTS | st.text() | st.none(), max_size=4).map(tuple),
     ),
     max_size=3,
+    unique_by=lambda spec: spec[0],
 ).map(tuple)
 AXES = st.lists(st.none() | COUNTS, max_size=3).map(tuple)
 OUTPUT_AXES = st.lists(COUNTS, max_size=3).map(tuple)
@@ -104,9 +105,9 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         inputs=SPECS,
         outputs=SPECS,
         weights=SPECS,
-        model=st.text(),
-        prepared=st.text(),
-        providers=TEXTS,
+        model=st.text(max_size=200),
+        prepared=st.text(max_size=200),
+        providers=st.lists(st.text(max_size=200), max_size=3).map(tuple),
         notes=TEXTS,
         seconds=SECONDS,
     ),
@@ -295,6 +296,57 @@ def test_message_that_would_take_memory_is_refused_before_it_does(data: bytes, r
     finally:
         tracemalloc.stop()
     assert peak < 150 << 20
+
+
+@pytest.mark.parametrize("size", [512, 1024, 1025, 4000, 16_000, 17_000])
+def test_small_message_of_nested_promises_takes_little_memory(size: int) -> None:
+    header, depth = b"\xdc", min(1000, size // 4)
+    promises = b"".join(header + (size - 3 * i - 3).to_bytes(2, "big") for i in range(depth))
+    data = promises + b"\xc0" * (size - len(promises))
+    assert len(data) == size
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError):
+            decode(data)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 << 20
+
+
+SPEC = ("x", "float32", ("batch", 4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "most", "more"),
+    [
+        (Error, "text", "e" * ((1 << 20) + 1024), "e" * ((1 << 20) + 1025)),
+        (Error, "traceback", "e" * ((1 << 20) + 1024), "e" * ((1 << 20) + 1025)),
+        (BuildFinish, "notes", ("n" * 5000,) * 16, ("n",) * 17),
+        (BuildFinish, "notes", ("",), ("n" * 5001,)),
+        (BuildFinish, "providers", ("p" * 200,) * 64, ("p",) * 65),
+        (BuildFinish, "providers", ("",), ("p" * 201,)),
+        (BuildFinish, "model", "m" * 200, "m" * 201),
+        (BuildFinish, "prepared", "m" * 200, "m" * 201),
+        (BuildFinish, "inputs", (SPEC, ("y", *SPEC[1:])), (SPEC, SPEC)),
+        (BuildFinish, "outputs", (SPEC,), (SPEC, ("x", "int8", ()))),
+        (BuildFinish, "weights", (SPEC,), (SPEC, SPEC)),
+        (BuildFinish, "outputs", (("x", "int8", (1,) * 64),), (("x", "int8", (1,) * 65),)),
+        (
+            BuildFinish,
+            "weights",
+            tuple((str(i), "int8", ()) for i in range(1 << 14)),
+            tuple((str(i), "int8", ()) for i in range((1 << 14) + 1)),
+        ),
+    ],
+)
+def test_what_a_worker_says_of_itself_has_bounds(
+    kind: type[Message], field: str, most: object, more: object
+) -> None:
+    message = dataclasses.replace(SAMPLES[kind], **{field: most})
+    assert decode(encode(message)) == message
+    with pytest.raises(ProtocolError, match=rf"{kind.__name__}\.{field} does not fit"):
+        dataclasses.replace(SAMPLES[kind], **{field: more})
 
 
 def strings(count: int, length: int) -> tuple[TensorRef, ...]:

@@ -23,13 +23,13 @@ from pathlib import Path
 from mcinfer.runtime_folder import RuntimeFolder
 if len(sys.argv) > 1:
     Path("/proc/self/comm").write_text(sys.argv[1])  # the name in /proc/PID/stat
-print(RuntimeFolder().endpoint, flush=True)
+print(RuntimeFolder().endpoint(0), flush=True)
 sys.stdin.read()
 """
 
 
 def path_of(folder: RuntimeFolder) -> Path:
-    return Path(folder.endpoint.removeprefix("ipc://")).parent
+    return Path(folder.endpoint(0).removeprefix("ipc://")).parent
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def test_folder_is_for_its_owner_only_and_goes_with_what_is_in_it(parent: Path) 
 
 def test_folders_of_one_process_are_different_and_leave_each_other_alone(parent: Path) -> None:
     folders = [RuntimeFolder() for _ in range(3)]
-    assert len({folder.endpoint for folder in folders}) == 3
+    assert len({folder.endpoint(0) for folder in folders}) == 3
     assert len([*parent.iterdir()]) == 3
     for folder in folders:
         folder.remove()
@@ -79,9 +79,10 @@ def test_folders_of_one_process_are_different_and_leave_each_other_alone(parent:
 
 def test_socket_can_be_bound_and_reached_at_the_endpoint() -> None:
     folder = RuntimeFolder()
-    router = Router(folder.endpoint)
-    dealer = Dealer(folder.endpoint)
-    assert path_of(folder).joinpath("s").is_socket()
+    router = Router()
+    router.open_door(folder.endpoint(3), os.getpid())
+    dealer = Dealer(folder.endpoint(3))
+    assert path_of(folder).joinpath("s3").is_socket()
     dealer.close()
     router.close()
     folder.remove()
@@ -119,7 +120,7 @@ def test_place_whose_paths_are_too_long_for_a_socket_is_passed_over(
     monkeypatch: pytest.MonkeyPatch, parent: Path, more: int
 ) -> None:
     probe = RuntimeFolder()
-    room = MOST_PATH_BYTES - len(os.fsencode(probe.endpoint.removeprefix("ipc://")))
+    room = MOST_PATH_BYTES - len(os.fsencode(probe.endpoint(99_999).removeprefix("ipc://")))
     probe.remove()
     place = parent / ("d" * (room - 1 + more))
     place.mkdir()
@@ -127,7 +128,9 @@ def test_place_whose_paths_are_too_long_for_a_socket_is_passed_over(
     monkeypatch.setattr(tempfile, "tempdir", str(parent))
     folder = RuntimeFolder()
     assert path_of(folder).parent == (place if more == 0 else parent)
-    Router(folder.endpoint).close()  # ZeroMQ agrees that it is short enough
+    router = Router()
+    router.open_door(folder.endpoint(99_999), os.getpid())  # ZeroMQ agrees that it is short enough
+    router.close()
     folder.remove()
 
 

@@ -2,7 +2,11 @@
 
 import gc
 import os
+import resource
 import select
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +33,7 @@ def endpoint(tmp_path: Path) -> str:
 def router(endpoint: str) -> Iterator[Router]:
     gc.collect()  # what earlier tests left is not to go now
     before = len(os.listdir("/proc/self/fd"))
-    router = Router(endpoint)
+    router = opened(endpoint)
     yield router
     router.close()
     gc.collect()
@@ -41,6 +45,13 @@ def dealer(router: Router, endpoint: str) -> Iterator[Dealer]:  # noqa: ARG001 c
     dealer = Dealer(endpoint)
     yield dealer
     dealer.close()
+
+
+def opened(endpoint: str, pid: int | None = None) -> Router:
+    """A router with a door for a process; None is this one."""
+    router = Router()
+    router.open_door(endpoint, os.getpid() if pid is None else pid)
+    return router
 
 
 def received(end: Router | Dealer, take: Callable[[], T | None]) -> T:
@@ -104,7 +115,7 @@ def test_each_peer_is_answered_by_its_own_name(router: Router, endpoint: str) ->
 def test_dealer_may_connect_before_the_router_is_there(endpoint: str) -> None:
     dealer = Dealer(endpoint)
     dealer.send(b"early")
-    router = Router(endpoint)
+    router = opened(endpoint)
     assert received(router, router.receive)[1] == b"early"
     dealer.close()
     router.close()
@@ -190,15 +201,17 @@ def test_endpoint_that_cannot_be_bound_is_an_os_error_and_leaves_nothing(
 ) -> None:
     gc.collect()  # what earlier tests left is not to go now
     before = len(os.listdir("/proc/self/fd"))
+    router = Router()
     with pytest.raises(OSError, match="cannot bind ipc://") as caught:
-        Router(f"ipc://{tmp_path / name}")
+        router.open_door(f"ipc://{tmp_path / name}", os.getpid())
     assert caught.value.errno
+    router.close()
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_router_closes_at_once_though_nobody_read(endpoint: str) -> None:
-    router = Router(endpoint)
+    router = opened(endpoint)
     dealer = Dealer(endpoint)
     peer = greet(router, dealer)
     for _ in range(5):
@@ -222,3 +235,103 @@ def test_dealer_closes_within_its_second_though_the_master_is_gone(endpoint: str
     start = time.monotonic()
     dealer.close()
     assert time.monotonic() - start < 5.0
+
+
+# Doors.
+
+CROWDED = """
+import os, resource, sys
+from mcinfer.transport import Router
+resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
+router = Router()
+router.open_door(sys.argv[1], int(sys.argv[2]))
+print("open", flush=True)
+sys.stdin.readline()
+print(len(os.listdir("/proc/self/fd")) < 40, router.receive(), flush=True)
+"""
+
+
+def connect(endpoint: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(endpoint.removeprefix("ipc://"))
+    except OSError:
+        connection.close()
+        raise
+    connection.settimeout(PATIENCE)
+    return connection
+
+
+def test_door_is_for_its_process_alone(endpoint: str) -> None:
+    router = opened(endpoint, os.getppid())
+    with connect(endpoint) as stranger:
+        assert stranger.recv(100) == b""
+    router.close()
+
+
+def test_process_outlives_more_strangers_at_its_door_than_it_has_descriptors(endpoint: str) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    command = [sys.executable, "-c", CROWDED, endpoint, "1"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "open\n"
+        strangers = [connect(endpoint) for _ in range(min(300, most // 2))]
+        assert [stranger.recv(1) for stranger in strangers] == [b""] * len(strangers)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "True None\n"
+        for stranger in strangers:
+            stranger.close()
+    assert process.returncode == 0
+
+
+def test_shut_door_lets_nobody_in_and_keeps_who_is(
+    router: Router, dealer: Dealer, endpoint: str
+) -> None:
+    peer = greet(router, dealer)
+    router.shut_door(endpoint)
+    with pytest.raises(FileNotFoundError):
+        connect(endpoint)
+    router.send(peer, b"still there")
+    assert dealer.wait() == b"still there"
+    dealer.send(b"here too")
+    assert received(router, router.receive) == (peer, b"here too")
+    router.shut_door(endpoint)
+
+
+def test_door_can_be_opened_again_after_its_worker(router: Router, endpoint: str) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(20):
+        if number:
+            router.open_door(endpoint, os.getpid())
+        dealer = Dealer(endpoint)
+        greet(router, dealer)
+        router.shut_door(endpoint)
+        dealer.close()
+        router.remove_door(endpoint)
+        router.remove_door(endpoint)
+    until = time.monotonic() + PATIENCE
+    while len(os.listdir("/proc/self/fd")) > before:  # libzmq closes them in its own thread
+        assert time.monotonic() < until
+        router.receive()
+
+
+def test_removing_one_door_leaves_who_came_by_another(router: Router, endpoint: str) -> None:
+    router.open_door(f"{endpoint}2", os.getpid())
+    first, second = Dealer(endpoint), Dealer(f"{endpoint}2")
+    greet(router, first)
+    peer = greet(router, second)
+    router.remove_door(endpoint)
+    first.close()
+    second.send(b"x")
+    assert received(router, router.receive) == (peer, b"x")
+    second.close()
+
+
+def test_closed_router_leaves_no_door(endpoint: str) -> None:
+    opened(endpoint).close()
+    with pytest.raises(FileNotFoundError):
+        connect(endpoint)

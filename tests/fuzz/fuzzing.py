@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from tests.fuzz.master_target import MasterTarget
 from tests.fuzz.mutating import corpus, mutate
-from tests.fuzz.targets import DecodeTarget, MasterTarget, Target, Violation, WorkerTarget
+from tests.fuzz.target import Target, Violation
+from tests.fuzz.targets import DecodeTarget, WorkerTarget
 
 TARGETS: dict[str, Callable[[Path], Target]] = {
     "decode": lambda _: DecodeTarget(),
@@ -26,6 +28,9 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
 _WARM_UP = 2000
 _PROGRESS = 100_000
 _MOST_DESCRIPTORS_MORE = 4
+_MOST_BYTES = 32 << 20
+_MOST_TIMES = 100
+"""By which one input may raise the most memory that there was: so much, and so many times its own bytes."""
 
 
 class Finding(Exception):  # noqa: N818 what it is called
@@ -91,12 +96,19 @@ def fuzz(
             rng = _random(seed, number)
             live = taker.prepare(rng)
             pool = live if live and rng.random() < 0.8 else originals
-            data = mutate(rng, rng.choice(pool), originals)
+            data = rng.choice(pool)
+            if pool is originals or rng.random() < 0.5:
+                data = mutate(rng, data, originals)
+            before = _peak_bytes()
             try:
                 with _limited(time_limit):
                     outcomes[taker.take(data)] += 1
             except Exception as exc:
                 raise Finding(target, seed, number, data, exc) from exc
+            taken = _peak_bytes() - before
+            if taken > _MOST_BYTES + _MOST_TIMES * len(data):
+                much = Violation(f"{taken} bytes were taken for {len(data)}")
+                raise Finding(target, seed, number, data, much)
             if done == _WARM_UP:
                 gc.collect()
                 peak, descriptors = _peak_bytes(), len(os.listdir("/proc/self/fd"))

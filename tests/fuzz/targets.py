@@ -1,91 +1,38 @@
-"""What the fuzzer drives: each target takes one message, and says what came of it.
-
-A target raises `Violation`, or anything but what handling may raise, when a promise is broken.
-"""
+"""The codec, and the worker's side; `tests.fuzz.master_target` has the master's."""
 
 import json
 import os
 import random
 import socket
-from abc import ABC, abstractmethod
 from math import prod
 from pathlib import Path
 
-import numpy as np
-
-from mcinfer.actions import Settle
-from mcinfer.config import Limits, RestartPolicy, Timeouts
-from mcinfer.errors import McinferError, ProtocolError
+from mcinfer.errors import ProtocolError
 from mcinfer.fields import TensorRef
 from mcinfer.permits import Permits
 from mcinfer.protocol import (
     VERSION,
     Attach,
     Build,
-    BuildFinish,
     Cancel,
     Conversation,
     Detach,
-    Error,
     Exit,
     Hello,
-    Message,
     Predict,
     PredictJoined,
-    Preparing,
-    Reply,
     UpdateWeights,
     WorkerState,
     decode,
     encode,
 )
-from mcinfer.scheduler import Scheduler
 from mcinfer.serving import Server
-from mcinfer.shm.arena import Arena
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
-from mcinfer.specs import STRING, ModelSpec, TensorSpec, numpy_dtype, tensor_bytes
-from mcinfer.staging import Job, Stager
+from mcinfer.specs import tensor_bytes
 from mcinfer.transport import Dealer, Router
-
-ARENA_BYTES = 1 << 18
-BLOCK_BYTES = 1 << 14
-ROWS = 4
-OUTPUTS = (
-    ("y", "float32", ("batch", 4)),
-    ("u", "float32", ("found", 4)),
-    ("q", "int4", ("found",)),
-    ("s", STRING, ("found",)),
-)
-INPUTS = (("x", "float32", ("batch", 4)),)
-SPEC = ModelSpec(
-    inputs=tuple(TensorSpec(name=n, dtype=numpy_dtype(t), shape=s) for n, t, s in INPUTS),
-    outputs=tuple(TensorSpec(name=n, dtype=numpy_dtype(t), shape=s) for n, t, s in OUTPUTS),
-)
-
-
-class Violation(Exception):  # noqa: N818 what it is called
-    """A promise was broken."""
-
-
-class Target(ABC):
-    """Something that takes messages."""
-
-    @abstractmethod
-    def prepare(self, rng: random.Random) -> list[bytes]:
-        """Get ready for one message; such as are right for the state that this leads to."""
-
-    @abstractmethod
-    def take(self, data: bytes) -> str:
-        """Take a message; in a word, what came of it.
-
-        Raises:
-            Violation: A promise was broken.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give up what it holds."""
+from tests.fuzz.models import BLOCK_BYTES, INPUTS, ROWS
+from tests.fuzz.target import Target, Violation
 
 
 class DecodeTarget(Target):
@@ -110,131 +57,6 @@ class DecodeTarget(Target):
         """See `Target.close`."""
 
 
-class MasterTarget(Target):
-    """A master's handling of what one worker says and hands over, as the supervisor does it."""
-
-    def __init__(self) -> None:
-        """A real arena and stager; the workers are this object."""
-        self._arena = Arena(ARENA_BYTES)
-        self._stager = Stager(SPEC, self._arena)
-        self._own = Block.create(-1, BLOCK_BYTES)
-        slot = self._arena.allocate(ARENA_BYTES // 2)
-        np.frombuffer(memoryview(slot.memory), np.uint8)[:] = 0xA5
-        self._foreign = slot
-        self._scheduler = _new_scheduler()
-        self._jobs: dict[int, Job] = {}
-        self._ours, self._theirs = _lifelines()
-
-    def prepare(self, rng: random.Random) -> list[bytes]:
-        """A new pool whose first worker has come to some state, and has handed a block over."""
-        self._jobs.clear()
-        self._ours.close()
-        self._theirs.close()
-        self._ours, self._theirs = _lifelines()
-        for number in rng.choice(((-1,), (-1,), (-1, -2, -3), (-2, -1), (5,), (), (-9,) * 2)):
-            size = rng.choice((BLOCK_BYTES,) * 8 + (BLOCK_BYTES * 2, 0, 2**63, 2**64 - 1))
-            self._theirs.send_block(number, size, self._own.fd)
-        self._scheduler = scheduler = _new_scheduler()
-        depth = rng.randrange(6)
-        if depth > 0:
-            scheduler.handle_message(0.0, 0, _hello())
-        if depth > 1:
-            for worker in range(2):
-                if worker:
-                    scheduler.handle_message(0.0, worker, _hello(worker))
-                scheduler.handle_message(0.0, worker, _built())
-        for number in range((0, 0, 0, 1, 2, 4)[depth]):
-            job = self._stager.stage({"x": np.ones((ROWS, 4), np.float32)}, 1, None, 0.0)
-            job.number = number
-            self._jobs[number] = job
-            scheduler.handle_request(0.0, number, (ROWS,), 10.0, size=64)
-        if rng.random() < 0.1:
-            scheduler.handle_close(0.0, 5.0)
-        replies = [
-            Reply(request=number, shard=0, outputs=self._outputs(job), seconds=0.1)
-            for number, job in self._jobs.items()
-        ]
-        errors = [
-            Error(request=number, shard=0, kind=kind, text="bad news")
-            for number in self._jobs
-            for kind in ("predict", "invalid", "cancelled")
-        ]
-        progress = Preparing(seconds=0.5, written=1)
-        others = [_hello(), _built(), progress, Error(kind="build", text="bad")]
-        return [encode(message) for message in (*replies * 3, *errors, *others)]
-
-    def _outputs(self, job: Job) -> tuple[TensorRef, ...]:
-        message = decode(job.message(0))
-        if not isinstance(message, Predict):
-            raise Violation(f"{message} is no PREDICT")
-        return (
-            *message.outputs,
-            ("u", "float32", (3, 4), -1, 64),
-            ("q", "int4", (7,), -1, 128),
-            ("s", STRING, (2,), None, ("one", b"two")),
-        )
-
-    def take(self, data: bytes) -> str:
-        """As the supervisor takes a worker's message."""
-        try:
-            message = decode(data)
-            if isinstance(message, Reply):
-                message = self._take_reply(message)
-            actions = self._scheduler.handle_message(0.1, 0, message)
-        except ProtocolError as exc:
-            str(exc)
-            outcome = "refused"
-        else:
-            outcome = type(message).__name__
-            for action in actions:
-                if isinstance(action, Settle) and action.error is None:
-                    self._read(self._jobs[action.request])
-        self._check()
-        return outcome
-
-    def _take_reply(self, reply: Reply) -> Message:
-        members = self._scheduler.running(0)
-        if not members or members[0] != (reply.request, reply.shard):
-            return reply
-        try:
-            for request, shard in members:
-                self._jobs[request].take(shard, reply.outputs, self._fetch)
-        except OSError as exc:
-            return Error(request=reply.request, shard=reply.shard, kind="predict", text=repr(exc))
-        return reply
-
-    def _fetch(self, number: int) -> Block:
-        size, fd = self._ours.receive_block(number)
-        return Block.attach(number, size, fd)
-
-    def _read(self, job: Job) -> None:
-        """The caller looks at all that it got."""
-        try:
-            results = job.result()
-        except McinferError:
-            return
-        for array in results.values():
-            array.tobytes() if array.dtype != object else array.tolist()
-
-    def _check(self) -> None:
-        ledger = self._scheduler.ledger
-        counts = (ledger.succeeded, ledger.failed, ledger.cancelled, ledger.in_flight)
-        if ledger.accepted != sum(counts):
-            raise Violation(f"{ledger.accepted} requests were accepted, {counts} are known")
-        foreign = memoryview(self._foreign.memory).cast("B")
-        if foreign[::251].tobytes().strip(b"\xa5"):
-            raise Violation("memory that is not the request's was written")
-
-    def close(self) -> None:
-        """See `Target.close`."""
-        self._jobs.clear()
-        self._ours.close()
-        self._theirs.close()
-        self._own.close()
-        self._stager.close()
-        self._arena.close()
-
-
 class WorkerTarget(Target):
     """A worker's handling of what its master says, with real sockets and blocks, and the engine "fake"."""
 
@@ -253,12 +75,13 @@ class WorkerTarget(Target):
         self._model = str(path)
         endpoint = f"ipc://{folder / 's'}"
         self._cores = os.sched_getaffinity(0)
-        self._router = Router(endpoint)
+        self._router = Router()
+        self._router.open_door(endpoint, os.getpid())
         self._permits = Permits.create()
         self._connect()
         self._server = Server(Dealer(endpoint), self._worker_end, self._permits)
         self._blocks = [Block.create(number, BLOCK_BYTES) for number in range(2)]
-        self._server.send(_hello())
+        self._server.send(Hello(version=VERSION, pid=100, token="secret"))  # noqa: S106 no secret
         self._server.handle(self._build())
         self._restore()
 
@@ -357,43 +180,7 @@ class WorkerTarget(Target):
         self._permits.close()
 
 
-def _new_scheduler() -> Scheduler:
-    """A pool of two workers that both have their process."""
-    build = Build(
-        model="/model",
-        engine="fake",
-        device="cpu:0",
-        cores=(0,),
-        shared=False,
-        threads=None,
-        inter_op_threads=None,
-        allow_fallback=False,
-        session_config={},
-        provider_options={},
-    )
-    scheduler = Scheduler(
-        [build, build], timeouts=Timeouts(), restart=RestartPolicy(), limits=Limits()
-    )
-    scheduler.handle_start(0.0)
-    for worker in range(2):
-        scheduler.handle_started(worker, 100 + worker)
-    return scheduler
-
-
-def _hello(worker: int = 0) -> Hello:
-    return Hello(version=VERSION, pid=100 + worker, token="secret")  # noqa: S106 no secret
-
-
-def _built() -> BuildFinish:
-    return BuildFinish(inputs=INPUTS, outputs=OUTPUTS, providers=("fake",), seconds=0.1)
-
-
 def _tensor(name: str, shape: tuple[int, ...], block: int, offset: int) -> TensorRef:
     if offset + tensor_bytes("float32", prod(shape)) > BLOCK_BYTES:
         raise ValueError(f"{name} does not fit the block")
     return (name, "float32", shape, block, offset)
-
-
-def _lifelines() -> tuple[Lifeline, Lifeline]:
-    ours, theirs = Lifeline.pair()
-    return ours, Lifeline(theirs)

@@ -13,6 +13,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,7 @@ FLOOD_MESSAGES = 30_000
 GIANT_BYTES = 1 << 40
 OVERSIZE_BYTES = protocol.MOST_MESSAGE_BYTES + 4096
 OWN_BYTES = 4096
+SPARSE_BYTES = 3 << 30
 ROWS = 4
 """Of what is said of a block of this worker's own, in float32."""
 
@@ -48,26 +50,32 @@ _HUGE = 2**63 - 1
 
 
 def become(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, *, only_first: bool = True
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *kinds: str, only_first: bool = True
 ) -> None:
     """Have the workers that are started from now on be hostile.
 
     Args:
         tmp_path: For the program that stands for the interpreter.
         monkeypatch: The test's, which ends it.
-        kind: One of `KINDS`.
-        only_first: Whether only the first of them is, and later ones are honest.
+        kinds: For each process that is started, one of `KINDS`, or none if it is empty: that one is honest.
+        only_first: Whether all after these are honest; else all are of the first kind.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind: got {kind!r}, expected one of {[*KINDS]}")
+    for kind in kinds:
+        if kind and kind not in KINDS:
+            raise ValueError(f"kind: got {kind!r}, expected one of {[*KINDS]}")
     python, here = shlex.quote(sys.executable), shlex.quote(str(Path(__file__).resolve()))
-    once = f"(set -C; : > {shlex.quote(str(tmp_path / 'hostile'))}) 2>/dev/null"
+    taken, listed = shlex.quote(str(tmp_path / "taken")), shlex.quote(str(tmp_path / "kinds"))
+    (tmp_path / "kinds").write_text("".join(f"{kind}\n" for kind in kinds), encoding="utf-8")
     program = tmp_path / "python"
     # The arguments are those of mcinfer.children.command: -P -m MODULE, and the module's own.
     program.write_text(
         "#!/bin/sh\n"
-        f'if [ "$3" = mcinfer.worker ] && {once if only_first else "true"}; then\n'
-        f'    shift 3; {KIND}={shlex.quote(kind)} exec {python} -P {here} "$@"\n'
+        'if [ "$3" = mcinfer.worker ]; then\n'
+        f"    n=1; while ! mkdir {taken}$n 2>/dev/null; do n=$((n + 1)); done\n"
+        f"    kind=$(sed -n {'${n}p' if only_first else '1p'} {listed})\n"
+        '    if [ -n "$kind" ]; then\n'
+        f'        shift 3; {KIND}=$kind exec {python} -P {here} "$@"\n'
+        "    fi\n"
         "fi\n"
         f'exec {python} "$@"\n',
         encoding="utf-8",
@@ -80,23 +88,27 @@ class HostileDealer(Dealer):
     """The socket of such a worker.
 
     Attributes:
+        endpoint: Where it connects.
         lifeline: One more hold on this worker's end of it.
         lifeline_socket: Its socket.
         permits: The descriptor of the permits that the master shares.
         outputs: Those of the model.
         last: The run that was asked for last.
         kept: What is to be sent later.
+        connections: More of them, that it made.
     """
 
     def __init__(self, endpoint: str, kind: str, lifeline: int, permits: int) -> None:
         """Connect."""
         super().__init__(endpoint)
+        self.endpoint = endpoint
         self.lifeline_socket = socket.socket(fileno=os.dup(lifeline))
         self.lifeline = Lifeline(self.lifeline_socket)
         self.permits = permits
         self.outputs: tuple[TensorFields, ...] = ()
         self.last: Predict | None = None
         self.kept: list[bytes] = []
+        self.connections: list[socket.socket] = []
         self._moment, self._act = KINDS[kind]
 
     def wait(self) -> bytes:
@@ -228,6 +240,41 @@ def _flood_preparing(dealer: HostileDealer, _: Message, data: bytes) -> None:
     dealer.say_bytes(data)
 
 
+def _endless_preparing(dealer: HostileDealer, _: Message, __: bytes) -> None:
+    """It says that it prepares, and does not get on."""
+    while True:
+        dealer.say(protocol.Preparing(seconds=0.5, written=1))
+        time.sleep(0.05)
+
+
+def _many_notes(dealer: HostileDealer, message: Message, _: bytes) -> None:
+    """As many as a message carries, each of which would be logged."""
+    assert isinstance(message, BuildFinish)
+    content = {field: getattr(message, field) for field in message.CHECKS}
+    content |= {"id": BuildFinish.ID, "notes": [f"note {number}" for number in range(900_000)]}
+    dealer.say_bytes(msgpack.packb(content))
+
+
+def _big_error(dealer: HostileDealer, message: Message, _: bytes) -> None:
+    assert isinstance(message, Reply)
+    content: dict[str, Any] = {"id": protocol.Error.ID, "kind": "predict", "traceback": ""}
+    content |= {"request": message.request, "shard": message.shard, "text": "E" * (15 << 20)}
+    dealer.say_bytes(msgpack.packb(content))
+
+
+def _many_connections(dealer: HostileDealer, _: Message, data: bytes) -> None:
+    """As many as there are descriptors; the answer comes only if the master took none of them."""
+    taken: list[socket.socket] = []
+    with contextlib.suppress(OSError):
+        while len(taken) < 2000:
+            connection = socket.socket(socket.AF_UNIX)
+            connection.connect(dealer.endpoint.removeprefix("ipc://"))
+            taken.append(connection)
+    if not taken:
+        dealer.say_bytes(data)
+    dealer.connections = taken
+
+
 # Blocks.
 
 
@@ -265,12 +312,14 @@ def _changing(dealer: HostileDealer, message: Message, _: bytes) -> None:
     memory = memoryview(block.memory(0, size)).cast("B")
     dealer.lifeline.send_block(OWN, size, block.fd)
 
+    piece = bytes(range(256)) * 4096
+    for at in range(0, size, len(piece)):
+        memory[at : at + len(piece)] = piece
+
     def change() -> None:
-        piece = bytes(range(256)) * 4096
-        for _index in range(200):
-            for at in range(0, size, len(piece)):
-                memory[at : at + len(piece)] = piece
-            _punch_hole(block.fd, size)
+        for _index in range(400):
+            memory[: len(piece)] = piece
+            _punch_hole(block.fd, len(piece))
 
     thread = threading.Thread(target=change, daemon=True)
     thread.start()
@@ -288,6 +337,14 @@ def _giant(dealer: HostileDealer, message: Message, _: bytes) -> None:
     """A block of 1 TB that takes no memory here, all of which is to be the result."""
     dealer.own_block(size=GIANT_BYTES)
     dealer.say_all_lie(message, OWN, 0, (GIANT_BYTES // 16, 4))
+
+
+def _sparse_lie(dealer: HostileDealer, message: Message, _: bytes) -> None:
+    """A block that takes no memory here, and would take 3 GiB there."""
+    block = Block.create(OWN, SPARSE_BYTES)
+    dealer.lifeline.send_block(OWN, SPARSE_BYTES, block.fd)
+    block.close()
+    dealer.say_all_lie(message, OWN, 0, (SPARSE_BYTES // 16, 4))
 
 
 def _hand_over(make: Callable[[], int]) -> Act:
@@ -378,6 +435,10 @@ KINDS: dict[str, tuple[type[Message], Act]] = {
     "hello_again": (Reply, _hello_again),
     "flood": (Reply, _flood),
     "flood_preparing": (BuildFinish, _flood_preparing),
+    "endless_preparing": (BuildFinish, _endless_preparing),
+    "many_notes": (BuildFinish, _many_notes),
+    "big_error": (Reply, _big_error),
+    "many_connections": (Reply, _many_connections),
     "forged_block:unknown": (Reply, _lie(_FOREIGN, 0)),
     "forged_block:masters": (Reply, _masters),
     "forged_block:first": (Reply, _lie(0, 0)),
@@ -394,6 +455,8 @@ KINDS: dict[str, tuple[type[Message], Act]] = {
     "forged_block:dimensions": (Reply, _lie(OWN, 0, (1,) * 60)),
     "changing_block": (Reply, _changing),
     "giant_block": (Reply, _giant),
+    "sparse_lie": (Reply, _sparse_lie),
+    "open_rank": (Reply, _lie(OWN, 0, (4, 2, 2))),
     "unsealed": (Reply, _hand_over(_unsealed)),
     "file": (Reply, _hand_over(_file)),
     "smaller": (Reply, _hand_over(_smaller)),

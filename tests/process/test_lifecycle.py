@@ -267,6 +267,15 @@ GARBAGE = [
 ]
 
 
+def door_to(master: Master) -> str:
+    """An endpoint at which this process can connect, as if it was a worker that is awaited."""
+    fleet = master._supervisor._fleet
+    endpoint = fleet._folder.endpoint(9)
+    with master._supervisor._lock:
+        fleet._router.open_door(endpoint, os.getpid())
+    return endpoint
+
+
 def test_intruder_at_the_socket_changes_nothing(fake_model: FakeModel) -> None:
     def is_as_before() -> None:
         assert_answers(master.predict(rows(3)), rows(3))
@@ -279,7 +288,7 @@ def test_intruder_at_the_socket_changes_nothing(fake_model: FakeModel) -> None:
     ):
         workers = pids(master)
         socket.setsockopt(zmq.LINGER, 1000)
-        socket.connect(master._supervisor._fleet._folder.endpoint)
+        socket.connect(door_to(master))
         for data in GARBAGE:
             socket.send(data)
         socket.send_multipart([b"one", b"two", b"three"])
@@ -309,9 +318,9 @@ def test_intruder_that_is_there_before_the_workers_does_not_take_their_place(
     starting.start()
     wait_until(lambda: pids(master))
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.connect(master._supervisor._fleet._folder.endpoint)
-        for guess in range(20):
-            socket.send(encode(Hello(version=VERSION, pid=pids(master)[0], token=f"{guess:032}")))
+        socket.connect(door_to(master))
+        for guess in (*(f"{number:032}" for number in range(20)), "", "é", "\ud800"):
+            socket.send(encode(Hello(version=VERSION, pid=pids(master)[0], token=guess)))
         starting.join()
         assert_answers(master.predict(rows(3)), rows(3))
         assert socket.poll(0) == 0

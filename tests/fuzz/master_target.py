@@ -1,0 +1,502 @@
+"""The master's side: a real supervisor, and workers whose every byte the fuzzer says.
+
+Nothing of the supervisor, scheduler, fleet, staging or arena is replaced but its two ends: `FedRouter` gives
+it bytes without a socket, and `FedProcess` is a worker's process that never runs. It is judged by what the
+results must be: what the worker wrote where the reply says it lies, read here again and by other code.
+"""
+
+import logging
+import random
+from collections import deque
+from contextlib import suppress
+from math import prod
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+from mcinfer.config import Limits, RestartPolicy, Timeouts
+from mcinfer.errors import McinferError, ProtocolError
+from mcinfer.fields import TensorRef
+from mcinfer.permits import Permits
+from mcinfer.processes import WorkerProcess
+from mcinfer.protocol import (
+    VERSION,
+    Build,
+    BuildFinish,
+    Error,
+    Hello,
+    Message,
+    Predict,
+    Preparing,
+    Reply,
+    decode,
+    encode,
+)
+from mcinfer.scheduler import Scheduler
+from mcinfer.shm.block import Block
+from mcinfer.shm.lifeline import Lifeline
+from mcinfer.specs import STRING, tensor_bytes
+from mcinfer.staging import Job, Stager
+from mcinfer.supervisor import Supervisor
+from mcinfer.transport import Router
+from tests.fuzz.models import INPUTS, OUTPUTS, ROWS, SPEC, hello
+from tests.fuzz.target import Target, Violation
+
+ARENA_BYTES = 1 << 18
+OWN_BYTES = 16_000
+"""Of a worker's own block: no whole pages, so that more can be written than it has."""
+
+BIG_BYTES = 1 << 20
+"""Of a block that is larger than all of the shared memory may be."""
+
+_HANDED_OVER = (*((-1,),) * 4, *((-1, -2), (-2, -1), (5, -1)) * 2, (), (-9,) * 2)
+"""Numbers of blocks that lie on the lifeline."""
+
+_FOREIGN = 0xA5
+_WORKERS = 2
+_STRANGER = b"stranger"
+
+
+class FedRouter(Router):
+    """The end of the supervisor's messages: bytes come without a socket, and what is sent is kept."""
+
+    def __init__(self) -> None:
+        """Nothing is opened."""
+        self.inbox: deque[tuple[bytes, bytes]] = deque()
+        self.sent: list[tuple[bytes, bytes]] = []
+
+    def send(self, peer: bytes, data: bytes) -> None:
+        """See `Router.send`."""
+        self.sent.append((peer, data))
+
+    def receive(self) -> tuple[bytes, bytes] | None:
+        """See `Router.receive`."""
+        return self.inbox.popleft() if self.inbox else None
+
+    def shut_door(self, endpoint: str) -> None:
+        """There is none."""
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+class FedProcess(WorkerProcess):
+    """A worker's process that does not run.
+
+    Attributes:
+        theirs: The worker's end of the lifeline.
+        killed: Whether it was to end.
+    """
+
+    def __init__(self, pid: int) -> None:
+        """What there is to know of it."""
+        self.pid = pid
+        self.token = f"{pid:032}"
+        self.permits = Permits.create()
+        self.lifeline, theirs = Lifeline.pair()
+        self.theirs = Lifeline(theirs)
+        self.renew()
+
+    def renew(self) -> None:
+        """As if it was started just now."""
+        self.peer = None
+        self.attached = set()
+        self.weights = set()
+        self.may_connect = True
+        self.outlawed = False
+        self.killed = False
+
+    def new_lifeline(self) -> None:
+        """One on which nothing lies."""
+        self.lifeline.close()
+        self.theirs.close()
+        self.lifeline, theirs = Lifeline.pair()
+        self.theirs = Lifeline(theirs)
+
+    def kill(self) -> None:
+        """See `WorkerProcess.kill`."""
+        self.killed = True
+
+    def abandon(self) -> None:
+        """See `WorkerProcess.abandon`."""
+        self.permits.close()
+        self.lifeline.close()
+        self.theirs.close()
+
+
+class FedSupervisor(Supervisor):
+    """A supervisor that was never started, and that does not bear what it has no name for."""
+
+    def _outlaw(self, worker: int, reason: str) -> None:
+        if "could not be handled" in reason:
+            raise Violation(reason)
+        super()._outlaw(worker, reason)
+
+
+class MasterTarget(Target):
+    """A master's handling of what a worker, or a stranger, says and hands over."""
+
+    def __init__(self) -> None:
+        """Make the supervisor, and the memory that is not to be seen."""
+        self._log = logging.getLogger("mcinfer.master")
+        self._level = self._log.level
+        self._log.setLevel(logging.CRITICAL + 1)
+        self._timeouts, self._restart, self._limits = Timeouts(), RestartPolicy(), Limits()
+        self._builds = [_build()] * _WORKERS
+        self._supervisor = supervisor = FedSupervisor(
+            self._builds,
+            timeouts=self._timeouts,
+            restart=self._restart,
+            limits=self._limits,
+            memory_bytes=ARENA_BYTES,
+        )
+        self._fleet = supervisor._fleet
+        self._router = FedRouter()
+        self._fleet._router = self._router
+        self._fleet._folder = _Nowhere()  # type: ignore[assignment] # its paths are all that is asked for
+        self._processes = [FedProcess(100 + index) for index in range(_WORKERS)]
+        self._stager = Stager(SPEC, supervisor.arena)
+        self._own = _filled(-1, OWN_BYTES)
+        self._big = _filled(-2, BIG_BYTES)
+        self._foreign = supervisor.arena.allocate(ARENA_BYTES // 2)
+        np.frombuffer(memoryview(self._foreign.memory), np.uint8)[:] = _FOREIGN
+        self._jobs: list[Job] = []
+        self._blocks: dict[int, tuple[int, Block]] = {}
+        self._speaker = b""
+
+    # Getting ready.
+
+    def prepare(self, rng: random.Random) -> list[bytes]:
+        """A pool whose first worker has come to some state, and has handed blocks over."""
+        self._reset()
+        process = self._processes[0]
+        self._hand_over(rng, process)
+        depth = rng.choice((0, 1, 2, 3, 3, 3, 3, 4, 4, 5))
+        if depth > 0:
+            self._say(0, hello(process))
+        if depth > 1:
+            self._say(1, hello(self._processes[1]))
+            for worker in range(_WORKERS):
+                self._say(worker, _built())
+        for number in range((0, 0, 0, 1, 2, 4)[depth]):
+            inputs = {"x": np.full((ROWS, 4), number, np.float32)}
+            job = self._stager.stage(inputs, 1, None, 0.0)
+            self._supervisor.submit(job, monotonic(), 10.0)
+            self._jobs.append(job)
+        if rng.random() < 0.05:
+            with self._supervisor._lock:
+                self._supervisor._carry_out(self._scheduler.handle_close(monotonic(), 5.0))
+        self._speaker = b"worker 0" if rng.random() < 0.9 else _STRANGER
+        return [encode(message) for message in self._messages(rng)] + self._bent(rng)
+
+    def _reset(self) -> None:
+        """As before the start."""
+        supervisor = self._supervisor
+        supervisor._answers.give()
+        supervisor._answers.give_public()
+        supervisor._log_records()
+        supervisor._jobs.clear()
+        self._jobs.clear()
+        supervisor._scheduler = Scheduler(
+            self._builds, timeouts=self._timeouts, restart=self._restart, limits=self._limits
+        )
+        supervisor._next_number = 0
+        supervisor._finished = False
+        supervisor._started = type(supervisor._started)()
+        supervisor._notes.clear()
+        self._router.inbox.clear()
+        self._router.sent.clear()
+        self._fleet._peers.clear()
+        self._fleet.processes.clear()
+        self._scheduler.handle_start(monotonic())
+        for index, process in enumerate(self._processes):
+            while process.permits.take():
+                pass
+            process.new_lifeline()
+            process.renew()
+            self._fleet.processes[index] = process
+            self._scheduler.handle_started(index, process.pid)
+
+    @property
+    def _scheduler(self) -> Scheduler:
+        return self._supervisor._scheduler
+
+    def _say(self, worker: int, message: Message) -> None:
+        self._feed(b"worker %d" % worker, encode(message))
+        self._supervisor._answers.give()
+        self._supervisor._answers.give_public()
+
+    def _feed(self, peer: bytes, data: bytes) -> None:
+        self._router.inbox.append((peer, data))
+        with self._supervisor._lock:
+            self._supervisor._receive()
+
+    def _hand_over(self, rng: random.Random, process: FedProcess) -> None:
+        """Blocks as a worker sends them: right ones mostly."""
+        self._blocks.clear()
+        for number in rng.choice(_HANDED_OVER):
+            block = self._big if number == -2 else self._own
+            size = rng.choice((block.size,) * 40 + (block.size * 2, 0, 2**63, 2**64 - 1))
+            process.theirs.send_block(number, size, block.fd)
+            self._blocks[number] = (size, block)
+
+    def _messages(self, rng: random.Random) -> list[Message]:
+        """Such as are right now, or nearly."""
+        process = self._processes[0]
+        replies = [
+            Reply(request=number, shard=0, outputs=self._outputs(number), seconds=0.1)
+            for number in self._runs()
+        ]
+        errors = [
+            Error(request=number, shard=0, kind=kind, text="bad news")
+            for number in range(len(self._jobs))
+            for kind in ("predict", "invalid", "cancelled")
+        ]
+        wrong = Hello(version=VERSION, pid=process.pid, token=rng.choice(("", "0" * 32)))
+        other = Hello(version=VERSION, pid=process.pid + 1, token=process.token)
+        others = [hello(process), wrong, other, _built(), Preparing(seconds=0.5, written=1)]
+        return [*replies * 2, *errors, *others, Error(kind="build", text="bad")]
+
+    def _runs(self) -> tuple[int, ...]:
+        """Requests, that which the first worker has before it the most often."""
+        return (0, 0, 0, *range(1, len(self._jobs))) if self._jobs else ()
+
+    def _bent(self, rng: random.Random) -> list[bytes]:
+        """Replies of which one reference says something else, at the edges of what it may say."""
+        found = []
+        for number in rng.choices(self._runs(), k=6) if self._jobs else ():
+            outputs = [*self._outputs(number)]
+            index = rng.randrange(len(outputs))
+            outputs[index] = self._bend(rng, outputs[index])
+            # What could not even be said is left to the changes of bytes.
+            with suppress(ProtocolError):
+                reply = Reply(request=number, shard=0, outputs=tuple(outputs), seconds=0.1)
+                found.append(encode(reply))
+        return found
+
+    def _bend(self, rng: random.Random, reference: TensorRef) -> TensorRef:
+        name, kind, shape, block, place = reference
+        if kind == STRING:
+            values = tuple(
+                rng.choice(("", "é", b"\xff", "x" * 50)) for _ in range(rng.randrange(4))
+            )
+            return (name, kind, (len(values),), None, values)
+        match rng.randrange(6):
+            case 0:
+                block = rng.choice((-1, -2, -9, 0, 1, 5, None))
+                if block is None:
+                    return (name, STRING, (1,), None, ("x",))
+            case 1:
+                place = rng.choice((0, 64, 4, 1, OWN_BYTES - 4, OWN_BYTES - 1, 2**62))
+            case 2:
+                rows = rng.choice((0, 1, 2, 5, 9, OWN_BYTES // 16, OWN_BYTES // 16 + 1, 2**60))
+                shape = (rows, *shape[1:])
+            case 4:
+                kind = rng.choice(("float32", "int32", "uint32", "int4", "uint4", "int8"))
+            case 3:
+                # Larger than all the shared memory may be, and there.
+                block, place = -2, 0
+                shape = (
+                    rng.choice((ARENA_BYTES, ARENA_BYTES * 2, ARENA_BYTES // 16 + 1)),
+                    *shape[1:],
+                )
+            case _:
+                size = tensor_bytes(kind, prod(shape))
+                block, place = -1, OWN_BYTES - size + rng.choice((-1, 0, 0, 1, 64))
+        return (name, kind, shape, block, place)
+
+    def _outputs(self, number: int) -> tuple[TensorRef, ...]:
+        """What the worker would answer, which has written what was asked for."""
+        return (
+            *self._asked(number),
+            ("u", "float32", (3, 4), -1, 64),
+            ("q", "int4", (7,), -1, 128),
+            ("s", STRING, (2,), None, ("one", b"two")),
+        )
+
+    def _asked(self, number: int) -> tuple[TensorRef, ...]:
+        """Where the master asked for the outputs of a request, which now have been written there."""
+        message = decode(self._jobs[number].message(0))
+        if not isinstance(message, Predict):
+            raise Violation(f"{message} is no PREDICT")
+        for _, kind, shape, block, offset in message.outputs:
+            held = self._supervisor.arena.block(block or 0)
+            if held is None:
+                raise Violation(f"block {block} is not there")
+            memory = held.memory(offset, tensor_bytes(kind, prod(shape)))
+            memoryview(memory).cast("B")[:] = bytes([number + 1]) * len(memory)
+        return message.outputs
+
+    # One message.
+
+    def take(self, data: bytes) -> str:
+        """See `Target.take`."""
+        settled = {id(job) for job in self._jobs if job.future.done()}
+        before = [process.peer for process in self._processes]
+        outlawed = self._processes[0].outlawed
+        self._feed(self._speaker, data)
+        self._supervisor._answers.give()
+        self._supervisor._answers.give_public()
+        self._check_who_is_known(before, data)
+        self._check_sent()
+        outcome = "refused" if self._processes[0].outlawed and not outlawed else "taken"
+        for number, job in enumerate(self._jobs):
+            if job.future.done() and id(job) not in settled:
+                outcome = self._check_result(number, job, data)
+        if self._processes[0].outlawed:
+            self._check_outlaw()
+        self._check()
+        return "ignored" if self._speaker == _STRANGER else outcome
+
+    def _check_who_is_known(self, before: list[bytes | None], data: bytes) -> None:
+        """A peer is taken for a worker by its token alone, and one is outlawed for its own bytes."""
+        for process, peer in zip(self._processes, before, strict=True):
+            if process.peer != peer:
+                message, known = decode(data), (process.pid, process.token)
+                if not isinstance(message, Hello) or (message.pid, message.token) != known:
+                    raise Violation(f"{message} was taken for that of {process.pid}")
+            elif process.outlawed and (
+                self._speaker == _STRANGER or process is not self._processes[0]
+            ):
+                raise Violation(f"{process.pid} is killed for what another one said")
+            if process.outlawed and not process.killed:
+                raise Violation(f"{process.pid} broke the protocol, and lives")
+
+    def _check_outlaw(self) -> None:
+        """Nothing of it is read any more, right or not."""
+        waiting = [job for job in self._jobs if not job.future.done()]
+        if waiting:
+            outputs = self._outputs(0)
+            self._say(0, Reply(request=0, shard=0, outputs=outputs, seconds=0.1))
+        if any(job.future.done() for job in waiting):
+            raise Violation("a worker that broke the protocol was listened to")
+
+    def _check_sent(self) -> None:
+        """What is sent is a message, and goes to a worker."""
+        for peer, data in self._router.sent:
+            decode(data)
+            if peer not in {process.peer for process in self._processes}:
+                raise Violation("something was sent to a stranger")
+
+    def _check_result(self, number: int, job: Job, data: bytes) -> str:
+        """The answer is what lies where the reply says, if it may say so."""
+        if job.future.cancelled() or job.future.exception() is not None:
+            failure = None if job.future.cancelled() else job.future.exception()
+            if failure is not None and not isinstance(failure, (McinferError, OSError)):
+                raise Violation(f"failed with {failure!r}")
+            return "failed"
+        reply = decode(data)
+        if not isinstance(reply, Reply) or reply.request != number:
+            raise Violation(f"{reply} has answered request {number}")
+        asked = {reference[0]: reference for reference in self._asked(number)}
+        results = job.future.result()
+        if [*results] != [spec.name for spec in SPEC.outputs]:
+            raise Violation(f"got results {[*results]}")
+        total = 0
+        for spec, reference in zip(SPEC.outputs, reply.outputs, strict=True):
+            name, kind, shape, _, place = reference
+            if name != spec.name or kind != spec.element_type:
+                raise Violation(f"{reference} was taken for {spec}")
+            fits = len(shape) == len(spec.shape) and all(
+                not isinstance(wanted, int) or size == wanted
+                for size, wanted in zip(shape, spec.shape, strict=True)
+            )
+            if not fits or results[name].shape != shape:
+                raise Violation(f"{reference} for {spec} became {results[name].shape}")
+            if name in asked:
+                if reference != asked[name]:
+                    raise Violation(f"{reference} was taken for {asked[name]}")
+                expected = bytes([number + 1]) * tensor_bytes(kind, prod(shape))
+            elif kind == STRING:
+                if results[name].tolist() != [*place]:
+                    raise Violation(f"{results[name]} for {place}")
+                continue
+            else:
+                size = tensor_bytes(kind, prod(shape))
+                total += size
+                expected = self._own_bytes(reference, size)
+            self._compare(results[name], kind, expected, reference)
+        if total > ARENA_BYTES:
+            raise Violation(f"{total} bytes were taken, of {ARENA_BYTES} that may be")
+        return "answered"
+
+    def _own_bytes(self, reference: TensorRef, size: int) -> bytes:
+        """What the worker wrote in its own block."""
+        _, _, _, number, place = reference
+        if not size:
+            return b""
+        if number is None or number >= 0 or number not in self._blocks:
+            raise Violation(f"{reference} was taken, of blocks {[*self._blocks]}")
+        said, block = self._blocks[number]
+        if said != block.size or place + size > block.size:
+            raise Violation(f"{reference} was taken, of a block of {block.size}, said {said}")
+        return bytes(memoryview(block.memory(place, size)).cast("B"))
+
+    def _compare(self, result: Any, kind: str, expected: bytes, reference: TensorRef) -> None:
+        if kind == "int4":
+            halves = np.frombuffer(expected, np.uint8)
+            whole = np.stack([halves & 15, halves >> 4], axis=1).ravel()[: result.size]
+            same = bool(np.array_equal(result.astype(np.int8).ravel() & 15, whole))
+        else:
+            same = bool(result.tobytes() == expected)
+        if not same:
+            raise Violation(f"{reference}: the result is not what the worker wrote")
+        if bytes([_FOREIGN]) * 8 in result.tobytes():
+            raise Violation(f"{reference}: the result is of memory that is not the request's")
+
+    def _check(self) -> None:
+        ledger = self._scheduler.ledger
+        counts = (ledger.succeeded, ledger.failed, ledger.cancelled, ledger.in_flight)
+        if ledger.accepted != sum(counts):
+            raise Violation(f"{ledger.accepted} requests were accepted, {counts} are known")
+        foreign = memoryview(self._foreign.memory).cast("B")
+        if foreign[::251].tobytes().strip(bytes([_FOREIGN])):
+            raise Violation("memory that is not the request's was written")
+
+    def close(self) -> None:
+        """See `Target.close`."""
+        self._reset()
+        for process in self._processes:
+            process.abandon()
+        self._fleet.processes.clear()
+        self._own.close()
+        self._big.close()
+        self._stager.close()
+        self._supervisor.arena.close()
+        self._log.setLevel(self._level)
+
+
+class _Nowhere:
+    """Where a folder of sockets would be."""
+
+    def endpoint(self, worker: int) -> str:
+        """See `RuntimeFolder.endpoint`."""
+        return f"ipc:///nowhere/s{worker}"
+
+
+def _filled(number: int, size: int) -> Block:
+    """A block of bytes that each place has its own of, none of them that of foreign memory."""
+    block = Block.create(number, size)
+    pattern = np.random.default_rng(size).integers(0, _FOREIGN, size, np.uint8)
+    memoryview(block.memory(0, size)).cast("B")[:] = pattern.tobytes()
+    return block
+
+
+def _build() -> Build:
+    return Build(
+        model="/model",
+        engine="fake",
+        device="cpu:0",
+        cores=(0,),
+        shared=False,
+        threads=None,
+        inter_op_threads=None,
+        allow_fallback=False,
+        session_config={},
+        provider_options={},
+    )
+
+
+def _built() -> BuildFinish:
+    return BuildFinish(inputs=INPUTS, outputs=OUTPUTS, providers=("fake",), seconds=0.1)

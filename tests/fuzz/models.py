@@ -1,0 +1,24 @@
+"""The model that the targets serve, and what its worker says first."""
+
+from mcinfer.processes import WorkerProcess
+from mcinfer.protocol import VERSION, Hello
+from mcinfer.specs import STRING, ModelSpec, TensorSpec, numpy_dtype
+
+BLOCK_BYTES = 1 << 14
+ROWS = 4
+OUTPUTS = (
+    ("y", "float32", ("batch", 4)),
+    ("u", "float32", ("found", 4)),
+    ("q", "int4", ("found",)),
+    ("s", STRING, ("found",)),
+)
+INPUTS = (("x", "float32", ("batch", 4)),)
+SPEC = ModelSpec(
+    inputs=tuple(TensorSpec(name=n, dtype=numpy_dtype(t), shape=s) for n, t, s in INPUTS),
+    outputs=tuple(TensorSpec(name=n, dtype=numpy_dtype(t), shape=s) for n, t, s in OUTPUTS),
+)
+
+
+def hello(process: WorkerProcess) -> Hello:
+    """What this process is to say."""
+    return Hello(version=VERSION, pid=process.pid, token=process.token)
