@@ -431,6 +431,8 @@ class Master:
                     "the queue or the memory was full until the time was over"
                 ) from exc
             raise
+        finally:
+            del waiting  # an error that the user keeps must not hold what came of it
 
     def allocate(self, shapes: Mapping[str, Sequence[int]]) -> Arrays:
         """Writable arrays in shared memory, for inputs that are to be sent without a copy.

@@ -84,6 +84,8 @@ class _Placement:
     blocks: frozenset[int]
 
 
+_NO_WEIGHTS = WeightVersion(number=0)
+
 _Part = tuple[NDArray[Any] | TensorRef, Block | None]
 """A shard's part of an output: an array, or where it lies in a block of the worker's."""
 
@@ -247,6 +249,7 @@ class Job:
         """Let go of all memory: an error that the user keeps may hold this job by its traceback."""
         if self._answered and self._released:
             self._keep, self._slots, self._parts = [], {}, {}
+            self.weights = _NO_WEIGHTS
 
     def result(self) -> Arrays:
         """The outputs by name, once every shard was taken.

@@ -144,7 +144,7 @@ UNREADABLE = [
     Hostile("a pipe", _beside(outside(_DATA), os.mkfifo), _NO_FILE),
     Hostile("a folder", _beside(outside(_DATA), Path.mkdir), _NO_FILE),
     Hostile("a zero in its path", _file(adding(outside("w\0.bin"))), "does not exist|null byte"),
-    Hostile("a long path", _file(adding(outside("w" * 5000))), "too long"),
+    Hostile("a long path", _file(adding(outside("w" * 5000))), "too long|canonical path"),
     Hostile("no path", _file(adding(outside(""))), "cannot be empty|without a location"),
     Hostile("none", _file(adding(outside("none"))), "does not exist|No such file"),
     Hostile(

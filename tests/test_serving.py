@@ -56,7 +56,8 @@ class Peer:
     """The master's side: the test says what to send, and sees what comes."""
 
     def __init__(self, endpoint: str) -> None:
-        self.router = Router(endpoint)
+        self.router = Router()
+        self.router.open_door(endpoint, os.getpid())
         self.lifeline, theirs = Lifeline.pair()
         self.status: int | None = None
         worker = Lifeline.inherited(theirs.detach())

@@ -659,6 +659,6 @@ class Queues(RuleBasedStateMachine):
 
 
 Queues.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=30, deadline=None, report_multiple_bugs=False
+    max_examples=120, stateful_step_count=30, deadline=None, report_multiple_bugs=False
 )
 test_any_order_of_events_gives_every_shard_out_once = Queues.TestCase

@@ -239,7 +239,9 @@ def test_task_that_is_cancelled_while_it_waits_leaves_the_others_their_turn(
 
         asyncio.run(ask())
         statistics = master.statistics()
-        assert (statistics.succeeded, statistics.in_flight) == (2, 0)
+        # What its thread still queued was cancelled, unless a worker was faster.
+        assert statistics.succeeded - 2 in (0, 1)
+        assert (statistics.failed, statistics.in_flight) == (0, 0)
         assert statistics.accepted == 2 + statistics.cancelled
 
 

@@ -154,7 +154,7 @@ def test_program_of_the_documentation_runs(
         "    print(urllib.request.urlopen(url).read().decode())\n"
     )
     text = PROGRAMS[number].replace("start_http_server(9400", "server, _ = start_http_server(0")
-    text = text.replace("    # http", f"{scrape}    # http")
+    text = text.replace("    # While", f"{scrape}    # While")
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", text],
         cwd=tmp_path,

@@ -219,12 +219,13 @@ def test_hung_run_is_told_with_its_stacks(
     fake_model: FakeModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = fake_model(when={"-1": "hang:60"})
-    timeouts = Timeouts(cancel_grace=0.1)
+    timeouts = Timeouts(cancel_grace=0.5)
     with Master(model, 1, engine="fake", timeouts=timeouts) as master:
         [hung] = pids(master)
         with pytest.raises(PredictTimeoutError):
             master.predict(act(SLOW), timeout=0.2)
-        assert "has not stopped a run that nobody waits for" in str(master.health())
+        reason = "has not stopped a run that nobody waits for"
+        wait_until(lambda: reason in str(master.health()), timeout=5.0)
         wait_until(lambda: all_gone([hung]))
         master.wait_ready(5.0)
     [error] = [r for r in caplog.records if r.levelno == logging.ERROR]
