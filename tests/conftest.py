@@ -1,5 +1,6 @@
 """For all tests: nothing goes out (ONNX Runtime's telemetry), and nothing into the user's own cache."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,3 +18,10 @@ def prepared_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MCINFER_CACHE", str(path))
         yield path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _frozen_garbage() -> None:
+    """What was imported before the first test is no garbage: to look at it again and again takes time."""
+    gc.collect()
+    gc.freeze()

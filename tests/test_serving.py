@@ -408,7 +408,7 @@ def test_output_that_is_not_as_declared_is_an_error_that_names_it(
     assert error.kind == "predict"
     assert "invalid dimensions for output: y" in error.text
     error = peer.fail([("x", "float32", (3, 2), 0, 0)], [])  # and where nothing is bound
-    assert error.text == "got [2, 3] for output y: float32[batch, 2]"
+    assert error.text == "got [2, 3] for output y: float32[2, 2]"
 
 
 @pytest.mark.parametrize(

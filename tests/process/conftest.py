@@ -20,13 +20,6 @@ _FAILED = pytest.StashKey[bool]()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _frozen_garbage() -> None:
-    """What was imported before the first test is no garbage: to look at it after each one takes time."""
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.fixture(scope="session", autouse=True)
 def runtime_dir() -> Iterator[Path]:
     """A place for runtime folders that no other test run on this machine shares.
 

@@ -1113,7 +1113,7 @@ def test_only_worker_killed_is_waited_for(onnx_model: OnnxModel) -> None:
 
 
 THREADS = 200
-CALLS = 20
+CALLS = 50
 KILLS = 4
 """Of each worker: the facade's budget is five restarts in a minute."""
 
