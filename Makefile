@@ -8,9 +8,9 @@ SIZE ?= small
 demo: .venv/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
 
-# By two processes: most tests wait for others.
+# By three processes: most tests wait for others.
 test: .venv/installed
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 # MindSpore takes 2.5 GB, so it has an environment of its own; without it these tests are skipped.
 test-mindspore: .venv-mindspore/installed

@@ -480,8 +480,8 @@ def test_next_shard_of_a_client_waits_for_about_one_of_each_other(
         client, count = event
         if not waiting[client]:
             others = sum(bool(own) for own in waiting.values())
-            # One that has just had a turn may wait for another one of each.
-            before = others if client not in came else 2 * others
+            # One that has just had a turn may wait for another one of each, also of those that come later.
+            before = others if client not in came else others + len(CLIENTS) - 1
             came.add(client)
             # Besides those whose turn it is, the oldest of all goes in each eighth run.
             latest[client] = runs + before + before // PATIENCE + 3
