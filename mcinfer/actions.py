@@ -91,9 +91,15 @@ class PoolStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthChanged:
-    """The pool is in another state than before, or another number of workers serves."""
+    """The pool is in another state than before, or another number of workers serves.
+
+    Attributes:
+        health: Now.
+        planned: Whether nothing is wrong but that a worker is being replaced.
+    """
 
     health: Health
+    planned: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -273,7 +273,8 @@ class Roster:
         if (health.state, health.serving) == self._announced:
             return []
         self._announced = (health.state, health.serving)
-        return [HealthChanged(health=health)]
+        planned = all(w.serves or w is self._replacing for w in self.workers)
+        return [HealthChanged(health=health, planned=planned)]
 
     def due_times(self) -> list[float]:
         """When `handle_time` has something to do."""

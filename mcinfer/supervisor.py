@@ -803,8 +803,9 @@ class Supervisor:
         match action:
             case PoolStarted(error=error):
                 return self._finish_start(error)
-            case HealthChanged(health=health):
-                self._say(_LEVELS.get(health.state, logging.INFO), "%s", health)
+            case HealthChanged(health=health, planned=planned):
+                level = logging.INFO if planned else _LEVELS.get(health.state, logging.INFO)
+                self._say(level, "%s", health)
             case WorkersRestarted(error=error):
                 _settle(self._restarted, error)
             case PoolClosed(abandoned=abandoned):

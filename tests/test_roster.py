@@ -341,3 +341,19 @@ def test_pool_is_failed_when_everybody_was_given_up() -> None:
         for i in (0, 1)
     )
     assert all(w.state is WorkerState.GONE for w in roster.workers)
+
+
+def test_health_of_a_pool_that_replaces_a_worker_is_told_as_planned() -> None:
+    roster = new_roster(2)
+    for w in roster.workers:
+        finish(roster, w)
+    roster.announce(1.0)
+    roster.replace(roster.workers[:1])
+    roster.advance(1.0)
+    [told] = roster.announce(1.0)
+    assert isinstance(told, HealthChanged)
+    assert (told.health.state, told.planned) == ("degraded", True)
+    roster.kill(roster.workers[1], "breaks the protocol")
+    [told] = roster.announce(1.0)
+    assert isinstance(told, HealthChanged)
+    assert (told.health.serving, told.planned) == (0, False)
