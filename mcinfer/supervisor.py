@@ -593,6 +593,8 @@ class Supervisor:
         self, level: int, text: str, *values: object, failure: BaseException | None = None
     ) -> None:
         """Have the I/O thread log something: handlers are user code, which may ask how the pool is."""
+        if not _log.isEnabledFor(level):
+            return
         self._records.append((level, text, values, failure))
         if threading.current_thread() is not self._thread:
             self._wakeup.set()
