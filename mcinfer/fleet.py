@@ -78,6 +78,7 @@ class Fleet:
         self._arena = arena
         self._most_memory = most_memory
         self._peers: dict[bytes, int] = {}
+        self._starts = 0
 
     def open(self) -> None:
         """Make the folder, the socket, and the thread that forwards output.
@@ -117,10 +118,13 @@ class Fleet:
             OSError: The system cannot.
         """
         _check_descriptors(_DESCRIPTORS_OF_A_WORKER)
+        # Another one for each start: libzmq takes its time to give up that of the process before.
+        self._starts += 1
+        endpoint = self._folder.endpoint(self._starts)
         process = WorkerProcess(
             index,
             self._builds[index].device,
-            endpoint=self._folder.endpoint(index),
+            endpoint=endpoint,
             token=secrets.token_hex(16),
             output=self._output,
             most_memory=self._most_memory[index],
@@ -133,7 +137,7 @@ class Fleet:
         process = self.processes[index]
         try:
             _check_descriptors(_DESCRIPTORS_TO_CONNECT)
-            self._router.open_door(self._folder.endpoint(index), process.pid)
+            self._router.open_door(process.endpoint, process.pid)
         except OSError:
             return False
         process.may_connect = True
@@ -143,7 +147,7 @@ class Fleet:
     def remove(self, index: int) -> WorkerProcess:
         """Forget a process that has ended; it is to be reaped."""
         process = self.processes.pop(index)
-        self._router.remove_door(self._folder.endpoint(index))
+        self._router.remove_door(process.endpoint)
         if process.peer is not None:
             del self._peers[process.peer]
         return process
@@ -191,7 +195,7 @@ class Fleet:
             for index, process in self.processes.items():
                 known = process.peer is None and message.pid == process.pid
                 if known and hmac.compare_digest(token, process.token.encode()):
-                    self._router.shut_door(self._folder.endpoint(index))
+                    self._router.shut_door(process.endpoint)
                     process.peer = peer
                     self._peers[peer] = index
                     return index

@@ -32,6 +32,7 @@ class WorkerProcess:
         pidfd: Readable once it has ended.
         lifeline: The master's end.
         permits: For the runs that it is sent.
+        endpoint: Where it is to connect.
         token: What it must show in HELLO.
         peer: Its ZeroMQ identity, once it has.
         attached: Numbers of the blocks that it was given.
@@ -63,6 +64,7 @@ class WorkerProcess:
         Raises:
             OSError: The system cannot start a process.
         """
+        self.endpoint = endpoint
         self.token = token
         self.peer: bytes | None = None
         self.attached: set[int] = set()

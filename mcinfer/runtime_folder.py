@@ -15,7 +15,7 @@ from mcinfer.process_identity import pid_namespace, start_time
 
 _PREFIX = "mcinfer-"
 _MOST_PATH_BYTES = 107
-_LONGEST_SOCKET = "s99999"
+_LONGEST_SOCKET = "s99999999"
 
 
 def _parents() -> list[Path]:
@@ -65,9 +65,9 @@ class RuntimeFolder:
             return
         raise failure or OSError("no place for a runtime folder")
 
-    def endpoint(self, worker: int) -> str:
-        """The ZeroMQ address in it where a worker is to connect."""
-        return f"ipc://{self._path}/s{worker}"
+    def endpoint(self, start: int) -> str:
+        """The ZeroMQ address in it where the worker of that start, counted from 1, is to connect."""
+        return f"ipc://{self._path}/s{start}"
 
     def remove(self) -> None:
         """Remove it with what is in it."""

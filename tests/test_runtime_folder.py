@@ -120,7 +120,7 @@ def test_place_whose_paths_are_too_long_for_a_socket_is_passed_over(
     monkeypatch: pytest.MonkeyPatch, parent: Path, more: int
 ) -> None:
     probe = RuntimeFolder()
-    room = MOST_PATH_BYTES - len(os.fsencode(probe.endpoint(99_999).removeprefix("ipc://")))
+    room = MOST_PATH_BYTES - len(os.fsencode(probe.endpoint(99_999_999).removeprefix("ipc://")))
     probe.remove()
     place = parent / ("d" * (room - 1 + more))
     place.mkdir()
@@ -129,7 +129,9 @@ def test_place_whose_paths_are_too_long_for_a_socket_is_passed_over(
     folder = RuntimeFolder()
     assert path_of(folder).parent == (place if more == 0 else parent)
     router = Router()
-    router.open_door(folder.endpoint(99_999), os.getpid())  # ZeroMQ agrees that it is short enough
+    router.open_door(
+        folder.endpoint(99_999_999), os.getpid()
+    )  # ZeroMQ agrees that it is short enough
     router.close()
     folder.remove()
 

@@ -101,6 +101,7 @@ class FedProcess(WorkerProcess):
     def renew(self) -> None:
         """As if it was started just now."""
         self.peer = None
+        self.endpoint = ""
         self.attached = set()
         self.weights = set()
         self.may_connect = True
@@ -470,9 +471,9 @@ class MasterTarget(Target):
 class _Nowhere:
     """Where a folder of sockets would be."""
 
-    def endpoint(self, worker: int) -> str:
+    def endpoint(self, start: int) -> str:
         """See `RuntimeFolder.endpoint`."""
-        return f"ipc:///nowhere/s{worker}"
+        return f"ipc:///nowhere/s{start}"
 
 
 def _filled(number: int, size: int) -> Block:
