@@ -141,6 +141,12 @@ def _settle(master: Master, books: Books) -> Holdings:
         used = master.statistics().memory_used_bytes
         books.find(f"{used} bytes of shared memory are in use, expected {weights}")
     tidy()
+
+    def rested() -> bool:
+        return not any(thread.name.startswith("mcinfer-wait") for thread in threading.enumerate())
+
+    if not _wait_until(rested, SLACK):
+        books.find(f"threads wait for nobody {SLACK:g} s after the traffic")
     return holdings(master.statistics())
 
 
