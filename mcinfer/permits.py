@@ -14,6 +14,9 @@ Ownership: each side has descriptors of its own, and closes them.
 import socket
 
 _PERMIT = b"1"
+_DONT_WAIT = int(
+    socket.MSG_DONTWAIT
+)  # operations on enumerations cost more than the calls they are for
 
 
 class Permits:
@@ -52,12 +55,12 @@ class Permits:
             OSError: The worker has spoilt its end, or takes none.
         """
         if self._sending is not None:
-            self._sending.send(_PERMIT, socket.MSG_DONTWAIT)
+            self._sending.send(_PERMIT, _DONT_WAIT)
 
     def take(self) -> bool:
         """One less; False if there is none."""
         try:
-            return self._receiving.recv(len(_PERMIT), socket.MSG_DONTWAIT) == _PERMIT
+            return self._receiving.recv(1, _DONT_WAIT) == _PERMIT
         except OSError:
             return False
 
