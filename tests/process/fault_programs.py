@@ -122,6 +122,14 @@ class Service:
         self._pipes.append(closing)
         model = fake_model(build=f"told:{folder}/build", run=f"told:{folder}/run")
         self.program = Program(PREAMBLE + _SERVICE, model, moment, late, handles)
+        try:
+            self._reach(moment, pipe, closing, folder)
+        except BaseException:
+            self.__exit__()  # nobody else will: this object is not there yet
+            raise
+
+    def _reach(self, moment: str, pipe: HeldPipe | None, closing: HeldPipe, folder: Path) -> None:
+        """Wait until the program is at that moment."""
         self.workers = self.program.pids()
         if moment in ("idle", "busy", "exiting", "being restarted"):
             assert self.program.line() == "started"
