@@ -29,7 +29,7 @@ class WaitingThreads:
         # Of one thread again: a signal's handler, or a finalizer, may come in the middle and close this.
         self._lock = threading.RLock()
         self._threads: list[threading.Thread] = []
-        self._idle = 0  # no more than this many have nothing to do
+        self._unfinished = 0  # calls that wait for a thread, or have one
         self._closed = False
         self._pid = os.getpid()
 
@@ -49,16 +49,13 @@ class WaitingThreads:
 
         with self._lock:
             closed = self._closed
-            if closed:
-                pass
-            elif self._idle:
-                self._idle -= 1
-            elif len(self._threads) < _MOST_THREADS:
-                name = f"mcinfer-wait-{len(self._threads)}"
-                thread = threading.Thread(target=self._run, name=name, daemon=True)
-                thread.start()
-                self._threads.append(thread)
             if not closed:
+                self._unfinished += 1
+                if len(self._threads) < min(self._unfinished, _MOST_THREADS):
+                    name = f"mcinfer-wait-{len(self._threads)}"
+                    thread = threading.Thread(target=self._run, name=name, daemon=True)
+                    thread.start()
+                    self._threads.append(thread)
                 self._calls.put(run)
         if closed:
             run()
@@ -86,15 +83,13 @@ class WaitingThreads:
                 call = self._calls.get(timeout=_IDLE_SECONDS)
             except queue.Empty:
                 with self._lock:
-                    if not self._idle:
-                        continue  # a call is just coming
-                    self._idle -= 1
-                    if not self._closed:
-                        self._threads.remove(threading.current_thread())
+                    if self._closed or not self._calls.empty():
+                        continue  # one has just come
+                    self._threads.remove(threading.current_thread())
                 return
             if call is None:
                 return
             call()
             del call  # it holds what it was about, which is not this thread's
             with self._lock:
-                self._idle += 1
+                self._unfinished -= 1

@@ -66,6 +66,15 @@ def test_calls_beyond_the_threads_are_made_in_their_turn(threads: WaitingThreads
     assert sorted(order) == [*range(20)]
 
 
+def test_calls_are_made_after_more_than_there_were_threads_for(threads: WaitingThreads) -> None:
+    go = threading.Event()
+    calls = [threads.submit(lambda: go.wait(PATIENCE)) for _ in range(20)]
+    go.set()
+    assert all(call.result(PATIENCE) for call in calls)
+    wait_until(lambda: running() == 0)
+    assert threads.submit(lambda: 5).result(PATIENCE) == 5
+
+
 def test_call_after_the_end_is_made_by_the_caller() -> None:
     threads = WaitingThreads()
     threads.submit(lambda: None).result(PATIENCE)
