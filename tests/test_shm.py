@@ -6,6 +6,7 @@ import errno
 import fcntl
 import gc
 import itertools
+import math
 import os
 import random
 import resource
@@ -681,6 +682,18 @@ def test_waiter_is_woken_though_another_thread_takes_a_part_of_what_was_released
         waiter.slot = None
         del other
     arena.close()
+
+
+def test_waiting_without_an_end_ends_with_the_memory(arena: Arena) -> None:
+    held = arena.allocate(MIB)
+    waiter = Waiter(arena, 1, timeout=math.inf)
+    while not arena._line:
+        assert waiter.error is None
+    del held
+    arena.reclaim()
+    waiter.finish()
+    assert waiter.slot is not None
+    waiter.slot = None
 
 
 def test_large_request_that_waits_is_not_passed_by_small_ones(arena: Arena) -> None:

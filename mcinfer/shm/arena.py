@@ -255,9 +255,9 @@ class Arena:
                         self._line.append(waiter)
                         # What was released since it looked above has not seen that it waits.
                         waiter.called.set()
-                waiter.called.wait(
-                    min(remaining, _LOOKS if self._line[0] is not waiter else remaining)
-                )
+                # Only the first need not look whether it may pass.
+                longest = threading.TIMEOUT_MAX if self._line[0] is waiter else _LOOKS
+                waiter.called.wait(min(remaining, longest))
                 waiter.called.clear()
         finally:
             if waiter is not None:
