@@ -2568,6 +2568,6 @@ class Pools(RuleBasedStateMachine):
 
 
 Pools.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=30, deadline=None, report_multiple_bugs=False
+    max_examples=100, stateful_step_count=30, deadline=None, report_multiple_bugs=False
 )
 test_any_order_of_events_settles_and_releases_every_request_once = Pools.TestCase
