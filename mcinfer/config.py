@@ -57,7 +57,8 @@ def parse_devices(devices: int | Sequence[str] | None, cores: int) -> tuple[Devi
     Args:
         devices: A number of devices of the default kind, a sequence of device names, or
             ``None`` for all of the CPU in as many shares as `automatic_workers` says.
-        cores: How many cores this process may use.
+        cores: How many cores this process may use, or fewer under a CPU quota
+            (`mcinfer.machine.whole_cpus`).
 
     Raises:
         InvalidInputError: Not a positive number, an empty sequence, or a bad name.
@@ -84,16 +85,19 @@ class CoreShare:
     Attributes:
         cores: Operating-system core numbers; none for a worker that is not pinned.
         shared: Whether another worker of the pool is pinned to one of them as well.
+        threads: Of one run, where a CPU quota allows fewer than there are cores; None for as many as cores.
     """
 
     cores: tuple[int, ...]
     shared: bool
+    threads: int | None = None
 
 
 def share_cores(
     devices: Sequence[Device],
     cores: Sequence[int],
     chosen: Sequence[Sequence[int]] | None = None,
+    cpus: int | None = None,
 ) -> dict[int, CoreShare | InvalidInputError]:
     """Share the usable cores out over the CPU devices of a pool.
 
@@ -101,18 +105,27 @@ def share_cores(
     pool, or more where an index asks for more. An index that is neither below the number
     of CPU devices listed nor below the number of cores names a device that does not exist.
 
+    A CPU quota is dealt out as threads, as evenly as the cores are. The cores are all dealt out whatever the
+    quota is: it limits time and not place, and containers of one host that all kept to the first few cores
+    would be in each other's way while the others idle.
+
     Args:
         devices: The devices of the pool, one per worker.
         cores: The cores this process may use, in ascending order.
         chosen: By worker index, the cores that it is to have in the place of a share.
+        cpus: How many threads a CPU quota lets run all the time (`mcinfer.machine.whole_cpus`); None, or as
+            many as there are cores, is no limit.
 
     Returns:
         By worker index, for the workers on a CPU, or for all where cores were chosen: the share, or
         why there is none.
     """
+    quota = None if cpus is None or cpus >= len(cores) else cpus
     if chosen is not None:
         every = range(len(devices))
-        return _mark_shared({i: _chosen_cores(i, len(devices), cores, chosen) for i in every})
+        return _mark_shared(
+            {i: _chosen_share(i, len(devices), cores, chosen, quota) for i in every}
+        )
     indices = {i: device.index for i, device in enumerate(devices) if device.kind == "cpu"}
     if not indices:
         return {}
@@ -127,15 +140,32 @@ def share_cores(
                 f"so the last device is cpu:{limit - 1}"
             )
             continue
-        start = index * len(cores) // count
-        stop = (index + 1) * len(cores) // count
+        start, stop = _dealt(len(cores), index, index + 1, count)
         mine = tuple(cores[start:stop]) or (cores[start],)
-        shares[worker] = CoreShare(cores=mine, shared=False)
+        threads = _threads(len(mine), quota, (index, index + 1, count))
+        shares[worker] = CoreShare(cores=mine, shared=False, threads=threads)
     return _mark_shared(shares)
 
 
-def _chosen_cores(
-    worker: int, workers: int, cores: Sequence[int], chosen: Sequence[Sequence[int]]
+def _dealt(things: int, start: int, stop: int, parts: int) -> tuple[int, int]:
+    """Where those things begin and end that fall to the parts from `start` to `stop`, dealt out evenly."""
+    return start * things // parts, stop * things // parts
+
+
+def _threads(cores: int, quota: int | None, parts: tuple[int, int, int]) -> int | None:
+    """The threads of a worker with so many cores: what falls to its parts of the quota, at least 1."""
+    if quota is None:
+        return None
+    start, stop = _dealt(quota, *parts)
+    return min(cores, max(1, stop - start))
+
+
+def _chosen_share(
+    worker: int,
+    workers: int,
+    cores: Sequence[int],
+    chosen: Sequence[Sequence[int]],
+    quota: int | None,
 ) -> CoreShare | InvalidInputError:
     if len(chosen) != workers:
         return InvalidInputError(
@@ -144,7 +174,12 @@ def _chosen_cores(
     absent = [core for core in chosen[worker] if core not in cores]
     if absent:
         return InvalidInputError(f"cores: got {absent}, expected some of {[*cores]}")
-    return CoreShare(cores=tuple(chosen[worker]), shared=False)
+    # One core of those chosen is one part, whoever else has it as well.
+    mine, first = len(chosen[worker]), sum(map(len, chosen[:worker]))
+    parts = (first, first + mine, len({core for item in chosen for core in item}))
+    return CoreShare(
+        cores=tuple(chosen[worker]), shared=False, threads=_threads(mine, quota, parts)
+    )
 
 
 def _mark_shared(
@@ -199,7 +234,8 @@ class EngineOptions:
     """What the engine is asked for when it loads a model.
 
     Attributes:
-        threads: Threads of one run; ``None`` is as many as the worker has cores.
+        threads: Threads of one run; ``None`` is as many as the worker has cores, or as its part of a CPU
+            quota allows.
         inter_op_threads: Threads that run operators of one run side by side; ``None`` runs one operator
             after another.
         cores: By worker index, the operating-system cores that it is pinned to, in the place of its share.

@@ -1,46 +1,222 @@
-"""What of this machine this process may use: the limits of its control group count."""
+"""What of this machine this process may use: the limits of its control groups count; and what else is there.
 
+Functions that read files take the folder that these lie under, ``/``.
+"""
+
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-_CGROUPS = Path("/sys/fs/cgroup")
+_ROOT = Path("/")
+
+_GPU_QUERY = (
+    "nvidia-smi",
+    "--query-gpu=index,name,memory.total,memory.free",
+    "--format=csv,noheader,nounits",
+)
 
 
-def usable_memory() -> int:
-    """Bytes of memory: the machine's, or what the tightest of this process's control groups allows.
+# Memory and processors.
+
+
+def usable_memory(root: Path = _ROOT) -> int:
+    """Bytes of memory: the machine's, or what the tightest of this process's control groups allows."""
+    total = psutil.virtual_memory().total
+    limit = memory_limit(root)
+    return total if limit is None else min(total, limit)
+
+
+def memory_limit(root: Path = _ROOT) -> int | None:
+    """Bytes that the tightest of this process's control groups allows; None where none sets a limit.
 
     See the kernel's documentation of ``memory.max`` (admin-guide/cgroup-v2.rst) and, for version 1, of
     ``memory.limit_in_bytes`` (admin-guide/cgroup-v1/memory.rst).
     """
-    limits = [_read_limit(path) for path in _limit_files(_read("/proc/self/cgroup"))]
-    return min([psutil.virtual_memory().total, *(limit for limit in limits if limit)])
+    names = ("memory.max", "memory.limit_in_bytes")
+    found = [_read(folder / name) for folder in _groups("memory", root) for name in names]
+    limits = [int(text) for text in found if text.isdecimal()]
+    return min((limit for limit in limits if limit), default=None)
 
 
-def _limit_files(groups: str) -> list[Path]:
-    """The files that may hold a limit, of each group in ``/proc/self/cgroup`` and of its parents."""
-    files = []
-    for line in groups.splitlines():
+def cpu_quota(root: Path = _ROOT) -> float | None:
+    """CPUs' worth of time that the tightest of this process's control groups allows; None for no limit.
+
+    ``docker run --cpus 1.5`` and a pod's ``limits.cpu`` are such quotas: they leave all cores visible. See
+    the kernel's documentation of ``cpu.max`` (admin-guide/cgroup-v2.rst) and, for version 1, of
+    ``cpu.cfs_quota_us`` and ``cpu.cfs_period_us`` (scheduler/sched-bwc.rst).
+    """
+    given = []
+    for folder in _groups("cpu", root):
+        older = [_read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+        given += [_read(folder / "cpu.max").split(), older]
+    # No limit is "max 100000", or a quota of -1 in version 1.
+    limits = [pair for pair in given if len(pair) == 2 and all(map(str.isdecimal, pair))]
+    return min((int(quota) / int(period) for quota, period in limits if int(period)), default=None)
+
+
+def usable_cpus(root: Path = _ROOT) -> float:
+    """CPUs' worth of time that this process may have: its cores', or the quota if that is less."""
+    cores = float(len(os.sched_getaffinity(0)))
+    quota = cpu_quota(root)
+    return cores if quota is None else min(cores, quota)
+
+
+def whole_cpus(root: Path = _ROOT) -> int:
+    """`usable_cpus` in whole numbers, at least 1: how many threads can run all the time.
+
+    One more would use up the quota before the end of each period, and then all of them stand still.
+    """
+    return max(1, int(usable_cpus(root)))
+
+
+def task_limit(root: Path = _ROOT) -> tuple[int, int] | None:
+    """Of the control group with the least room for threads: the most it may have, and how many it has.
+
+    None where none sets a limit. See the kernel's documentation of ``pids.max`` (admin-guide/cgroup-v2.rst,
+    admin-guide/cgroup-v1/pids.rst).
+    """
+    limits = []
+    for folder in _groups("pids", root):
+        most, current = _read(folder / "pids.max"), _read(folder / "pids.current")
+        if most.isdecimal() and current.isdecimal():
+            limits.append((int(most), int(current)))
+    return min(limits, key=lambda limit: limit[0] - limit[1], default=None)
+
+
+def _groups(controller: str, root: Path) -> list[Path]:
+    """The folders of this process's control group and of its parents that may limit what it says.
+
+    Of both versions: which one it is shows in the names of the files.
+    """
+    top = root / "sys/fs/cgroup"
+    folders: list[Path] = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            top, name = _CGROUPS, "memory.max"
-        elif "memory" in controllers.split(","):
-            top, name = _CGROUPS / "memory", "memory.limit_in_bytes"
+            mount = top
+        elif controller in controllers.split(","):
+            mount = top / controller
         else:
             continue
-        group = top / path.lstrip("/")
-        files += [folder / name for folder in (group, *group.parents) if folder.is_relative_to(top)]
-        files.append(top / name)  # in a container the path may be one of the host's
-    return files
+        group = mount / path.lstrip("/")
+        folders += [folder for folder in (group, *group.parents) if folder.is_relative_to(mount)]
+        folders.append(mount)  # in a container the path may be one of the host's
+    return [*dict.fromkeys(folders)]
 
 
-def _read_limit(path: Path) -> int | None:
-    text = _read(path).strip()
-    return int(text) if text.isdecimal() else None
+# How the cores lie.
 
 
-def _read(path: Path | str) -> str:
+def numa_nodes(root: Path = _ROOT) -> dict[int, tuple[int, ...]]:
+    """By NUMA node, its cores that this process may use; empty where the kernel knows no nodes.
+
+    See the kernel's documentation of ``cpulist`` (ABI/stable/sysfs-devices-node).
+    """
+    usable = os.sched_getaffinity(0)
+    nodes = {}
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        cores = parse_core_list(_read(folder / "cpulist"))
+        nodes[int(folder.name.removeprefix("node"))] = tuple(c for c in cores if c in usable)
+    return dict(sorted(nodes.items()))
+
+
+def core_siblings(root: Path = _ROOT) -> tuple[int, int]:
+    """How many sockets and how many physical cores the cores that this process may use belong to.
+
+    (0, 0) where the kernel does not say. See its documentation of ``physical_package_id`` and
+    ``thread_siblings_list`` (admin-guide/cputopology.rst).
+    """
+    sockets, physical = set(), set()
+    for core in os.sched_getaffinity(0):
+        folder = root / f"sys/devices/system/cpu/cpu{core}/topology"
+        sockets.add(_read(folder / "physical_package_id"))
+        physical.add(_read(folder / "thread_siblings_list"))
+    return (0, 0) if "" in sockets | physical else (len(sockets), len(physical))
+
+
+def parse_core_list(text: str) -> tuple[int, ...]:
+    """Read the kernel's format of a list of cores, ``0-3,8`` (admin-guide/cputopology.rst)."""
+    cores: list[int] = []
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
+        cores += range(int(first), int(last or first) + 1)
+    return tuple(cores)
+
+
+def format_core_list(cores: Sequence[int]) -> str:
+    """The cores in the kernel's format, ascending: ``0-3,8``."""
+    runs: list[list[int]] = []
+    for core in sorted(cores):
+        if runs and core == runs[-1][-1] + 1:
+            runs[-1].append(core)
+        else:
+            runs.append([core])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+# GPUs.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU of NVIDIA's.
+
+    Attributes:
+        index: As in ``cuda:index``, where ``CUDA_VISIBLE_DEVICES`` does not change that.
+        name: The driver's.
+        memory_bytes: In all; None where the driver does not say.
+        free_bytes: Of it, in use by nobody; likewise.
+    """
+
+    index: int
+    name: str
+    memory_bytes: int | None
+    free_bytes: int | None
+
+
+def gpus(timeout: float = 10.0) -> tuple[Gpu, ...]:
+    """The GPUs that NVIDIA's driver tells of, through ``nvidia-smi``: no library of CUDA's is loaded.
+
+    Args:
+        timeout: Seconds; a driver that wakes all of its GPUs takes some.
+
+    Raises:
+        OSError: There is no ``nvidia-smi``, or it fails; its own words. A `TimeoutError` if it takes longer.
+    """
     try:
-        return Path(path).read_text(encoding="ascii")
+        done = subprocess.run(  # noqa: S603 a constant
+            _GPU_QUERY, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, check=False
+        )
+    except subprocess.TimeoutExpired as exc:
+        raise TimeoutError(f"nvidia-smi gave no answer in {timeout:g} s") from exc
+    if done.returncode:
+        words = (done.stderr or done.stdout).decode(errors="replace")
+        raise OSError(f"nvidia-smi: {' '.join(words.split()) or f'status {done.returncode}'}")
+    return parse_gpus(done.stdout.decode(errors="replace"))
+
+
+def parse_gpus(text: str) -> tuple[Gpu, ...]:
+    """Read what ``nvidia-smi`` says: a line for each GPU, memory in MiB. Other lines are left out."""
+    found = []
+    for line in text.splitlines():
+        # A name might have a comma in it.
+        match = re.fullmatch(r"\s*(\d+),\s*(.*?),\s*([^,]*?),\s*([^,]*?)\s*", line)
+        if match:
+            sizes = [int(size) << 20 if size.isdecimal() else None for size in match.groups()[2:]]
+            gpu = Gpu(
+                index=int(match[1]), name=match[2], memory_bytes=sizes[0], free_bytes=sizes[1]
+            )
+            found.append(gpu)
+    return tuple(found)
+
+
+def _read(path: Path) -> str:
+    """A file's text without the end of its line; empty if it cannot be read."""
+    try:
+        return path.read_text(encoding="ascii").strip()
     except (OSError, ValueError):
         return ""

@@ -35,7 +35,7 @@ from mcinfer.errors import (
     QueueFullError,
 )
 from mcinfer.fields import TensorFields
-from mcinfer.machine import usable_memory
+from mcinfer.machine import usable_memory, whole_cpus
 from mcinfer.protocol import Build
 from mcinfer.sharding import BatchAxes, batch_symbol
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
@@ -58,6 +58,7 @@ class Master:
         model: Path of the model.
         devices: How many, or which: ``2``, ``["cpu:0", "cpu:1"]``, ``["cuda:0"]``. ``"cpu:i"`` of n is
             the i-th equal share of the cores that this process may use; its worker is pinned to them.
+            Under a CPU quota, as containers have, it is given as many threads as its part of that allows.
             None: all of the CPU, in as many shares as `mcinfer.config.automatic_workers` says.
         engine: ``"onnxruntime"``; ``"mindspore"`` and ``"mindspore_lite"`` for MindIR models, where these
             packages are installed; ``"fake"`` is for tests.
@@ -112,13 +113,16 @@ class Master:
         self._max_batch_size = max_batch_size
         self._traces = trace is not None
         cores = sorted(os.sched_getaffinity(0))
-        chosen = parse_devices(devices, len(cores))
-        shares = share_cores(chosen, cores, options.cores)
+        cpus = whole_cpus()
+        chosen = parse_devices(devices, cpus)
+        shares = share_cores(chosen, cores, options.cores, cpus)
         self._absent = {i: why for i, why in shares.items() if not isinstance(why, CoreShare)}
+        # For a worker on another device, which is not pinned.
+        nowhere = CoreShare(cores=(), shared=False, threads=cpus if cpus < len(cores) else None)
         builds = []
         for index, device in enumerate(chosen):
             pinned = shares.get(index)
-            share = pinned if isinstance(pinned, CoreShare) else CoreShare(cores=(), shared=False)
+            share = pinned if isinstance(pinned, CoreShare) else nowhere
             builds.append(
                 Build(
                     model=str(Path(model).absolute()),
@@ -126,7 +130,7 @@ class Master:
                     device=str(device),
                     cores=share.cores,
                     shared=share.shared,
-                    threads=options.threads,
+                    threads=options.threads or share.threads,
                     inter_op_threads=options.inter_op_threads,
                     allow_fallback=options.allow_fallback,
                     prepare=options.prepare,

@@ -274,6 +274,86 @@ def test_chosen_core_that_cannot_be_used_is_refused_for_its_worker_alone() -> No
     assert shares[1] == CoreShare(cores=(6,), shared=False)
 
 
+# Under a CPU quota.
+
+
+@given(
+    cores=st.integers(2, 80),
+    data=st.data(),
+    workers=st.integers(1, 80),
+)
+def test_quota_is_dealt_out_as_threads_and_all_cores_are_kept(
+    cores: int, data: st.DataObject, workers: int
+) -> None:
+    cpus = data.draw(st.integers(1, cores - 1))
+    devices = parse_devices(workers, cpus)
+    free = share_cores(devices, range(cores))
+    under = share_cores(devices, range(cores), cpus=cpus)
+    threads = []
+    for worker, share in under.items():
+        before = free[worker]
+        assert isinstance(share, CoreShare)
+        assert isinstance(before, CoreShare)
+        assert (share.cores, share.shared) == (before.cores, before.shared)
+        assert share.threads is not None
+        assert 1 <= share.threads <= len(share.cores)
+        threads.append(share.threads)
+    assert sum(threads) <= max(cpus, workers)
+    assert max(threads) - min(threads) <= 1
+
+
+@pytest.mark.parametrize("cpus", [None, 4, 5, 100])
+def test_quota_that_is_no_less_than_the_cores_changes_nothing(cpus: int | None) -> None:
+    devices = parse_devices(2, 4)
+    assert share_cores(devices, range(4), cpus=cpus) == share_cores(devices, range(4))
+    chosen = [[0, 1], [2]]
+    assert share_cores(devices, range(4), chosen, cpus) == share_cores(devices, range(4), chosen)
+
+
+@pytest.mark.parametrize(
+    ("cores", "cpus", "workers", "threads"),
+    [
+        (2, 1, 1, [1]),
+        (64, 6, 2, [3, 3]),
+        (8, 7, 2, [3, 4]),
+        (5, 4, 2, [2, 2]),
+        (64, 2, 4, [1, 1, 1, 1]),
+        (64, 48, 4, [12, 12, 12, 12]),
+    ],
+)
+def test_quota_is_dealt_out_evenly(cores: int, cpus: int, workers: int, threads: list[int]) -> None:
+    shares = share_cores(parse_devices(workers, cpus), range(cores), cpus=cpus)
+    assert [share.threads for share in shares.values() if isinstance(share, CoreShare)] == threads
+
+
+@pytest.mark.parametrize("cpus", range(1, 24))
+def test_all_of_the_cpu_is_as_many_threads_as_the_quota_allows(cpus: int) -> None:
+    shares = share_cores(parse_devices(None, cpus), range(24), cpus=cpus)
+    assert len(shares) == automatic_workers(cpus)
+    assert sum(share.threads or 0 for share in shares.values() if isinstance(share, CoreShare)) == (
+        cpus
+    )
+
+
+@pytest.mark.parametrize(
+    ("chosen", "cpus", "threads"),
+    [
+        ([[0, 1], [2, 3]], 6, [2, 2]),  # they do not come to the quota
+        ([[0, 1], [2, 3]], 2, [1, 1]),
+        ([[0, 2, 4, 6], [1, 3, 5, 7]], 4, [2, 2]),
+        ([[0, 1, 2, 3, 4, 5], [6, 7]], 4, [3, 1]),
+        ([[0, 1, 2, 3], [0, 1, 2, 3]], 2, [2, 2]),  # as without a quota: each has all of it
+        ([[0], [1], [2], [3]], 1, [1, 1, 1, 1]),
+    ],
+)
+def test_quota_is_dealt_out_over_the_cores_that_were_chosen(
+    chosen: list[list[int]], cpus: int, threads: list[int]
+) -> None:
+    shares = share_cores(parse_devices(len(chosen), 8), range(8), chosen, cpus)
+    assert [s.threads for s in shares.values() if isinstance(s, CoreShare)] == threads
+    assert [[*s.cores] for s in shares.values() if isinstance(s, CoreShare)] == chosen
+
+
 # Options.
 
 

@@ -1,35 +1,250 @@
 """Tests of what this process may use of the machine."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mcinfer import machine
+from mcinfer.machine import Gpu
+
+CORES = os.sched_getaffinity(0)
+V1_GROUPS = "9:cpu,cpuacct:/x\n4:memory:/docker/a\n3:pids:/docker/a\n1:name=systemd:/\n"
+
+Machine = Callable[..., Path]
+
+
+@pytest.fixture
+def of(tmp_path: Path) -> Machine:
+    """Writes what the kernel would say of a machine: files by path, under a folder that stands for ``/``."""
+
+    def write(groups: str, **files: str) -> Path:
+        for name, text in {"proc/self/cgroup": groups, **files}.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="ascii")
+        return tmp_path
+
+    return write
+
+
+def cgroup(**files: str) -> dict[str, str]:
+    """Files below the folder of control groups."""
+    return {f"sys/fs/cgroup/{name}": f"{text}\n" for name, text in files.items()}
+
+
+# Control groups.
 
 
 def test_memory_is_at_most_that_of_the_machine() -> None:
     assert 0 < machine.usable_memory() <= psutil.virtual_memory().total
 
 
-def test_limits_of_all_groups_above_are_looked_at() -> None:
-    top = Path("/sys/fs/cgroup")
-    assert machine._limit_files("0::/user/app\n") == [
-        top / "user/app/memory.max",
-        top / "user/memory.max",
-        top / "memory.max",
-        top / "memory.max",
-    ]
-    assert machine._limit_files("9:cpu,cpuacct:/x\n4:memory:/docker/a\n") == [
-        top / "memory/docker/a/memory.limit_in_bytes",
-        top / "memory/docker/memory.limit_in_bytes",
-        top / "memory/memory.limit_in_bytes",
-        top / "memory/memory.limit_in_bytes",
-    ]
+def test_limit_of_memory_is_that_of_the_tightest_group_above(of: Machine) -> None:
+    root = of(
+        "0::/user/app\n",
+        **cgroup(
+            **{
+                "user/app/memory.max": "max",
+                "user/memory.max": "1073741824",
+                "memory.max": "2147483648",
+                "other/memory.max": "4096",
+            }
+        ),
+    )
+    assert machine.memory_limit(root) == 1 << 30
+    assert machine.usable_memory(root) == min(1 << 30, psutil.virtual_memory().total)
 
 
-def test_file_without_a_number_is_no_limit(tmp_path: Path) -> None:
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.limit_in_bytes").write_text("1073741824\n")
-    assert machine._read_limit(tmp_path / "memory.max") is None
-    assert machine._read_limit(tmp_path / "absent") is None
-    assert machine._read_limit(tmp_path / "memory.limit_in_bytes") == 1 << 30
+def test_limit_of_memory_of_version_1(of: Machine) -> None:
+    limits = {
+        "memory/docker/memory.limit_in_bytes": "4096",
+        "memory/memory.limit_in_bytes": "9223372036854771712",
+    }
+    assert machine.memory_limit(of(V1_GROUPS, **cgroup(**limits))) == 4096
+
+
+def test_group_of_the_host_is_looked_for_at_the_top_where_it_is_not_visible(of: Machine) -> None:
+    root = of("0::/kubepods/pod1\n", **cgroup(**{"memory.max": "8192", "cpu.max": "150000 100000"}))
+    assert machine.memory_limit(root) == 8192
+    assert machine.cpu_quota(root) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("groups", "files"),
+    [
+        ("", {}),
+        ("0::/\n", {}),
+        ("0::/\n", {"memory.max": "max", "cpu.max": "max 100000", "pids.max": "max"}),
+        ("0::/\n", {"memory.max": "", "cpu.max": "100000", "pids.max": "7"}),
+        ("0::/\n", {"memory.max": "0", "cpu.max": "100000 0"}),
+        (V1_GROUPS, {"cpu/x/cpu.cfs_quota_us": "-1", "cpu/x/cpu.cfs_period_us": "100000"}),
+        (V1_GROUPS, {"cpu/x/cpu.cfs_quota_us": "100000"}),
+        (V1_GROUPS, {"cpuset/cpu.cfs_quota_us": "1", "cpuset/cpu.cfs_period_us": "1"}),
+    ],
+)
+def test_file_that_says_nothing_is_no_limit(
+    groups: str, files: dict[str, str], of: Machine
+) -> None:
+    root = of(groups, **cgroup(**files))
+    assert machine.memory_limit(root) is None
+    assert machine.cpu_quota(root) is None
+    assert machine.task_limit(root) is None
+    assert machine.usable_cpus(root) == len(CORES)
+    assert machine.whole_cpus(root) == len(CORES)
+
+
+def test_quota_is_that_of_the_tightest_group_above(of: Machine) -> None:
+    quotas = {
+        "pod/app/cpu.max": "400000 100000",
+        "pod/cpu.max": "125000 50000",
+        "cpu.max": "max 100000",
+    }
+    assert machine.cpu_quota(of("0::/pod/app\n", **cgroup(**quotas))) == 2.5
+
+
+def test_quota_of_version_1(of: Machine) -> None:
+    quotas = {"cpu/x/cpu.cfs_quota_us": "25000", "cpu/x/cpu.cfs_period_us": "100000"}
+    assert machine.cpu_quota(of(V1_GROUPS, **cgroup(**quotas))) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("quota", "usable", "whole"),
+    [
+        ("50000 100000", 0.5, 1),
+        ("100000 100000", 1.0, 1),
+        ("99999900000 100000", len(CORES), len(CORES)),
+    ],
+)
+def test_cpus_are_those_of_the_quota_or_the_cores(
+    quota: str, usable: float, whole: int, of: Machine
+) -> None:
+    root = of("0::/\n", **cgroup(**{"cpu.max": quota}))
+    assert machine.usable_cpus(root) == usable
+    assert machine.whole_cpus(root) == whole
+
+
+def test_quota_is_rounded_down(of: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(8)})
+    root = of("0::/\n", **cgroup(**{"cpu.max": "390000 100000"}))
+    assert machine.usable_cpus(root) == 3.9
+    assert machine.whole_cpus(root) == 3
+
+
+def test_threads_are_limited_by_the_group_with_the_least_room(of: Machine) -> None:
+    files = {
+        "a/b/pids.max": "100",
+        "a/b/pids.current": "10",
+        "a/pids.max": "1000",
+        "a/pids.current": "950",
+    }
+    assert machine.task_limit(of("0::/a/b\n", **cgroup(**files))) == (1000, 950)
+
+
+# How the cores lie.
+
+
+def test_nodes_have_the_cores_that_may_be_used(
+    of: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 9, 10})
+    nodes = "sys/devices/system/node"
+    root = of(
+        "", **{f"{nodes}/node{i}/cpulist": t for i, t in enumerate(["0-3,8-9", "4-7,10", ""])}
+    )
+    of("", **{f"{nodes}/node10/cpulist": "11\n", f"{nodes}/online": "0-2,10"})
+    assert machine.numa_nodes(root) == {0: (0, 1, 9), 1: (10,), 2: (), 10: ()}
+    assert [*machine.numa_nodes(root)] == [0, 1, 2, 10]
+
+
+def test_sockets_and_physical_cores_are_counted(
+    of: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 4})
+    root = Path()
+    for core, (socket, siblings) in {0: (0, "0,2"), 1: (0, "1,3"), 2: (0, "0,2")}.items():
+        top = f"sys/devices/system/cpu/cpu{core}/topology"
+        root = of("", **{f"{top}/physical_package_id": f"{socket}\n"})
+        of("", **{f"{top}/thread_siblings_list": f"{siblings}\n"})
+    assert machine.core_siblings(root) == (0, 0)  # of core 4 nothing is known
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    assert machine.core_siblings(root) == (1, 2)
+
+
+def test_what_this_machine_says_of_its_cores_fits_together() -> None:
+    nodes = machine.numa_nodes()
+    if nodes:
+        assert sorted(core for cores in nodes.values() for core in cores) == sorted(CORES)
+    sockets, physical = machine.core_siblings()
+    assert sockets <= physical <= len(CORES)
+
+
+@pytest.mark.parametrize(
+    ("cores", "text"),
+    [((), ""), ((5,), "5"), ((0, 1), "0-1"), ((0, 1, 2, 3, 8, 10, 11), "0-3,8,10-11")],
+)
+def test_lists_of_cores_are_written_as_the_kernel_does(cores: tuple[int, ...], text: str) -> None:
+    assert machine.format_core_list(cores) == text
+    assert machine.parse_core_list(f"{text}\n") == cores
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_list_of_cores_can_be_read_again(cores: set[int]) -> None:
+    assert machine.parse_core_list(machine.format_core_list([*cores])) == tuple(sorted(cores))
+
+
+# GPUs.
+
+
+def test_gpus_are_read_with_their_memory() -> None:
+    text = (
+        "0, NVIDIA H200, 143771, 143000\n1, A, B, [N/A], [Not Supported]\nNo devices were found\n"
+    )
+    assert machine.parse_gpus(text) == (
+        Gpu(index=0, name="NVIDIA H200", memory_bytes=143771 << 20, free_bytes=143000 << 20),
+        Gpu(index=1, name="A, B", memory_bytes=None, free_bytes=None),
+    )
+    assert machine.parse_gpus("") == ()
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts a program of that name in the place of all others."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def write(script: str) -> None:
+        path = tmp_path / "nvidia-smi"
+        path.write_text(f"#!/bin/sh\n{script}\n", encoding="ascii")
+        path.chmod(0o755)
+
+    return write
+
+
+def test_gpus_are_those_that_the_driver_tells_of(nvidia_smi: Callable[[str], None]) -> None:
+    nvidia_smi('echo "0, $2, 2, 1"')
+    assert machine.gpus() == (
+        Gpu(
+            index=0, name="--format=csv,noheader,nounits", memory_bytes=2 << 20, free_bytes=1 << 20
+        ),
+    )
+
+
+def test_driver_that_fails_is_quoted(nvidia_smi: Callable[[str], None]) -> None:
+    with pytest.raises(FileNotFoundError, match="nvidia-smi"):
+        machine.gpus()
+    nvidia_smi("echo cannot talk to\necho the driver; exit 9")
+    with pytest.raises(OSError, match="nvidia-smi: cannot talk to the driver"):
+        machine.gpus()
+    nvidia_smi("exit 9")
+    with pytest.raises(OSError, match="nvidia-smi: status 9"):
+        machine.gpus()
+
+
+def test_driver_that_hangs_is_not_waited_for(nvidia_smi: Callable[[str], None]) -> None:
+    nvidia_smi("while true; do :; done")
+    with pytest.raises(TimeoutError, match=r"nvidia-smi gave no answer in 0\.05 s"):
+        machine.gpus(0.05)

@@ -17,6 +17,7 @@ from mcinfer.config import Device
 from mcinfer.engines import open_engine, prepared_facts
 from mcinfer.engines.base import EngineRequest
 from mcinfer.errors import BuildError
+from mcinfer.machine import whole_cpus
 from mcinfer.mslite._configuration import Sections
 from mcinfer.mslite._session import Session, pinned
 from mcinfer.mslite._sources import ModelBuffer, put_weights, with_dims
@@ -118,6 +119,7 @@ def _load(source: Source, dims: Dims | None, attempt: Attempt, *, workspace: boo
     cores: Sequence[int] = ()
     if attempt.kind == "cpu":
         [cores] = pinned_cores(source.context, 1) or [()]
+    cpus = whole_cpus()
     config = dict(attempt.options.session_config)
     model, folder = source.model, source.folder
     if dims is not None:
@@ -141,7 +143,7 @@ def _load(source: Source, dims: Dims | None, attempt: Attempt, *, workspace: boo
             prepare=_preparing(source, dims, attempt),
             variable_weights=source.variable_weights,
             device=Device(attempt.kind, attempt.index),
-            threads=attempt.options.threads or len(cores) or len(os.sched_getaffinity(0)),
+            threads=attempt.options.threads or min(len(cores) or cpus, cpus),
             inter_op_threads=attempt.options.inter_op_threads,
             session_config=config,
             provider_options=attempt.options.provider_options,

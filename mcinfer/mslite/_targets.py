@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from mcinfer.config import EngineOptions, automatic_workers
 from mcinfer.errors import BuildError, InvalidInputError, McinferError, MissingDependencyError
+from mcinfer.machine import whole_cpus
 from mcinfer.mslite._affinity import check_core_list, core_capacities, deal_cores, order_cores
 from mcinfer.mslite._configuration import Entries, Sections
 from mcinfer.mslite.context import Context
@@ -251,6 +252,8 @@ def used_entries(context: Context, model_type: ModelType, *, from_buffer: bool) 
 def count_workers(context: Context, kind: str, wanted: int, device_ids: Sequence[int]) -> int:
     """How many workers a runner has: as many as wanted, or by MindSpore Lite's rule if that is 0.
 
+    The rule goes by the cores that may be used, or by the CPU quota if that is less.
+
     Args:
         context: What the user says of the CPU.
         kind: Of the device that they run on, which need not be the one that the context names first.
@@ -271,7 +274,8 @@ def count_workers(context: Context, kind: str, wanted: int, device_ids: Sequence
     if kind != "cpu":
         return max(1, len(device_ids))
     threads = context.cpu.thread_num
-    return max(1, cores // threads) if threads else automatic_workers(cores)
+    cpus = whole_cpus()
+    return max(1, cpus // threads) if threads else automatic_workers(cpus)
 
 
 def pinned_cores(context: Context, workers: int) -> tuple[tuple[int, ...], ...] | None:

@@ -24,6 +24,7 @@ from onnx import numpy_helper, parser
 import mcinfer
 from mcinfer import Master
 from mcinfer.config import automatic_workers
+from mcinfer.machine import whole_cpus
 from mcinfer.mslite import Context, DataType, ModelParallelRunner, RunnerConfig, Tensor
 from mcinfer.mslite._targets import Attempt
 from tests.process.models import AFFINE, FakeModel, OnnxModel
@@ -464,7 +465,7 @@ def test_futures_and_tensors_that_are_kept_do_not_keep_the_workers(onnx_model: O
 def test_number_of_workers_is_upstreams_where_nobody_says_it(onnx_model: OnnxModel) -> None:
     with ModelParallelRunner() as runner:
         runner.build_from_file(str(onnx_model(AFFINE)))
-        assert len(devices(runner)) == automatic_workers(len(os.sched_getaffinity(0)))
+        assert len(devices(runner)) == automatic_workers(whole_cpus())
         assert_answer(runner.predict([floats(3, 4)]), floats(3, 4))
 
 
@@ -515,7 +516,7 @@ def test_cpu_in_the_place_of_a_device_has_as_many_workers_as_a_cpu(
     context.target = ["gpu"]
     context.parallel.device_ids = [0]
     with warned(onnx_model(AFFINE), context, "the model runs on the cpu") as runner:
-        assert len(devices(runner)) == automatic_workers(len(os.sched_getaffinity(0)))
+        assert len(devices(runner)) == automatic_workers(whole_cpus())
 
 
 def test_device_that_is_not_here_is_an_error_where_that_is_wanted(
