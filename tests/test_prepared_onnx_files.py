@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from mcinfer.errors import BuildError
-from mcinfer.prepared.onnx_files import Initializer, OnnxFile, added_inputs, scan
+from mcinfer.prepared.onnx_files import (
+    Initializer,
+    OnnxContents,
+    OnnxFile,
+    added_inputs,
+    contents,
+    scan,
+)
 
 IR_VERSION = 8
 
@@ -27,6 +34,13 @@ def scanned(content: bytes) -> OnnxFile:
         file.write(content)
         file.flush()
         return scan(file.name)
+
+
+def read(model: onnx.ModelProto) -> OnnxContents:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(model.SerializeToString())
+        file.flush()
+        return contents(file.name)
 
 
 def field(number: int, value: bytes) -> bytes:
@@ -350,6 +364,66 @@ def test_damaged_model_is_refused_or_read_as_protobuf_reads_it(
     assert {name: known.shape for name, known in found.initializers.items()} == {
         known.name: tuple(known.dims) for known in graph.initializer
     }
+
+
+# What a user wants to know.
+
+
+def test_operators_are_counted_wherever_a_node_may_be() -> None:
+    gelu = helper.make_node("Gelu", [], [], domain="com.microsoft")
+    inner = helper.make_graph([helper.make_node("Mul", [], []), gelu], "inner", [], [])
+    node = helper.make_node("If", [], [], domain="ai.onnx", then_branch=inner, bodies=[inner])
+    model = proto(helper.make_graph([node], "g", [], []))
+    model.functions.add(name="f", domain="d", node=[helper.make_node("Mul", [], [])])
+    model.graph.node.add(op_type="f", domain="d")
+    found = read(model)
+    assert [*found.operators.items()] == [
+        (("ai.onnx", "Mul"), 3),
+        (("com.microsoft", "Gelu"), 2),
+        (("ai.onnx", "If"), 1),
+        (("d", "f"), 1),
+    ]
+
+
+def test_contents_say_who_wrote_the_model_and_for_which_operators() -> None:
+    made = linear()
+    made.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    made.producer_name, made.producer_version = "writer", "1.2"
+    found = read(made)
+    assert found.ir_version == IR_VERSION
+    assert found.producer == "writer 1.2"
+    assert found.opsets == {"ai.onnx": 17, "com.microsoft": 1}
+    assert read(linear()).producer == ""
+
+
+def test_bytes_of_weights_are_what_their_shapes_say() -> None:
+    types = TensorProto
+    weights = [
+        external("w"),  # two floats
+        TensorProto(name="a", data_type=types.INT4, dims=[3]),
+        TensorProto(name="b", data_type=types.BFLOAT16, dims=[5, 2]),
+        TensorProto(name="s", data_type=types.STRING, dims=[9]),
+        TensorProto(name="unknown", data_type=99, dims=[9]),
+    ]
+    found = read(linear(*weights))
+    assert found.weights == 2 + len(weights)
+    assert found.weight_bytes == 12 + 4 + 8 + 2 + 20
+    assert found.external_bytes == 8
+    assert found.external == ("w",)
+    vast = [TensorProto(name=f"v{i}", data_type=types.FLOAT, dims=[1 << 62] * 900) for i in (1, 2)]
+    assert 1 << 60 < read(linear(*vast)).weight_bytes < 1 << 65
+
+
+def test_contents_of_what_is_no_model_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "some.onnx"
+    for content in (
+        field(7, field(1, b"\x22\x05")),
+        field(7, b"") + field(8, b"\x0a\x05"),
+        b"\x08\x08",
+    ):
+        path.write_bytes(content)
+        with pytest.raises(BuildError, match=f"{path}: got "):
+            contents(path)
 
 
 # Inputs that are added.

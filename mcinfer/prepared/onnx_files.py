@@ -1,26 +1,23 @@
-"""What can be known of an ONNX file without loading it: its initialisers, and where external data lies.
+"""What can be known of an ONNX file without loading it: its initialisers, operators, and external data.
 
-The file is mapped and its wire format walked (https://protobuf.dev/programming-guides/encoding/); field
-numbers are those of onnx.proto. Weights are stepped over by their length, so that a file of gigabytes
-costs no more than its graph does. The package `onnx` is not needed, nor is any of the file copied.
+The file is mapped and walked field by field (`mcinfer.prepared.wire`); field numbers are those of onnx.proto.
+Weights are stepped over by their length, so that a file of gigabytes costs no more than its graph does. The
+package `onnx` is not needed, nor is any of the file copied.
 """
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from math import prod
 
 from mcinfer.errors import BuildError
-from mcinfer.prepared.files import open_regular
+from mcinfer.prepared import wire
+from mcinfer.prepared.wire import MalformedError, bytes_tag, mapped_model, number_tag
 from mcinfer.specs import ELEMENT_TYPES, STRING
 
-_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
-_FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
-_MOST_TAG = (1 << 32) - 1
-_MOST_VARINT = (1 << 64) - 1
-_MOST_VARINT_BYTES = 10
 _MOST_SIZE = (1 << 63) - 1
 _MOST_DEPTH = 100
 """Messages within messages: what protobuf's own readers allow, so that no model has more."""
@@ -33,49 +30,50 @@ _FIRST_OVERRIDABLE = 4
 
 _MOST_MATCHES = 5
 
+_MAIN_DOMAIN = "ai.onnx"
+"""ONNX's own operators; a file may leave the name empty as well."""
 
-def _number(field: int) -> int:
-    """The tag of a field that holds a number."""
-    return field << 3 | _VARINT
+_BITS = {element.onnx: element.bits for element in ELEMENT_TYPES.values()}
 
-
-def _bytes(field: int) -> int:
-    """The tag of a field that holds text, bytes, a message or packed numbers."""
-    return field << 3 | _LENGTH
-
-
-_IR_VERSION, _GRAPH = _number(1), _bytes(7)  # ModelProto
-_INITIALIZER, _INPUT = _bytes(5), _bytes(11)  # GraphProto
-_DIMS, _DIMS_PACKED, _DATA_TYPE, _NAME = _number(1), _bytes(1), _number(2), _bytes(8)  # TensorProto
-_EXTERNAL_DATA, _DATA_LOCATION = _bytes(13), _number(14)  # TensorProto
+_IR_VERSION, _PRODUCER, _PRODUCER_VERSION = number_tag(1), bytes_tag(2), bytes_tag(3)  # ModelProto
+_GRAPH, _OPSET = bytes_tag(7), bytes_tag(8)  # ModelProto
+_DOMAIN, _VERSION = bytes_tag(1), number_tag(2)  # OperatorSetIdProto
+_OPERATOR, _OPERATOR_DOMAIN = bytes_tag(4), bytes_tag(7)  # NodeProto
+_INITIALIZER, _INPUT = bytes_tag(5), bytes_tag(11)  # GraphProto
+_DIMS, _DIMS_PACKED = number_tag(1), bytes_tag(1)  # TensorProto
+_DATA_TYPE, _NAME = number_tag(2), bytes_tag(8)  # TensorProto
+_EXTERNAL_DATA, _DATA_LOCATION = bytes_tag(13), number_tag(14)  # TensorProto
 _EXTERNAL = 1  # TensorProto.DataLocation
-_KEY, _VALUE = _bytes(1), _bytes(2)  # StringStringEntryProto
-_INPUT_NAME, _INPUT_TYPE = _bytes(1), _bytes(2)  # ValueInfoProto
-_TENSOR_TYPE = _bytes(1)  # TypeProto
-_ELEM_TYPE, _SHAPE = _number(1), _bytes(2)  # TypeProto.Tensor
-_DIM, _DIM_VALUE = _bytes(1), _number(1)  # TensorShapeProto
+_KEY, _VALUE = bytes_tag(1), bytes_tag(2)  # StringStringEntryProto
+_INPUT_NAME, _INPUT_TYPE = bytes_tag(1), bytes_tag(2)  # ValueInfoProto
+_TENSOR_TYPE = bytes_tag(1)  # TypeProto
+_ELEM_TYPE, _SHAPE = number_tag(1), bytes_tag(2)  # TypeProto.Tensor
+_DIM, _DIM_VALUE = bytes_tag(1), number_tag(1)  # TensorShapeProto
 
-_TENSOR = "TensorProto"
+_NODE, _TENSOR = "NodeProto", "TensorProto"
 _HOLDS = {
-    "ModelProto": {_GRAPH: "GraphProto", _bytes(25): "FunctionProto"},
-    "FunctionProto": {_bytes(7): "NodeProto", _bytes(11): "AttributeProto"},
-    "GraphProto": {_bytes(1): "NodeProto", _INITIALIZER: _TENSOR, _bytes(15): "SparseTensorProto"},
-    "NodeProto": {_bytes(5): "AttributeProto"},
-    "AttributeProto": {
-        _bytes(5): _TENSOR,
-        _bytes(6): "GraphProto",
-        _bytes(10): _TENSOR,
-        _bytes(11): "GraphProto",
-        _bytes(22): "SparseTensorProto",
-        _bytes(23): "SparseTensorProto",
+    "ModelProto": {_GRAPH: "GraphProto", bytes_tag(25): "FunctionProto"},
+    "FunctionProto": {bytes_tag(7): _NODE, bytes_tag(11): "AttributeProto"},
+    "GraphProto": {
+        bytes_tag(1): _NODE,
+        _INITIALIZER: _TENSOR,
+        bytes_tag(15): "SparseTensorProto",
     },
-    "SparseTensorProto": {_bytes(1): _TENSOR, _bytes(2): _TENSOR},
+    _NODE: {bytes_tag(5): "AttributeProto"},
+    "AttributeProto": {
+        bytes_tag(5): _TENSOR,
+        bytes_tag(6): "GraphProto",
+        bytes_tag(10): _TENSOR,
+        bytes_tag(11): "GraphProto",
+        bytes_tag(22): "SparseTensorProto",
+        bytes_tag(23): "SparseTensorProto",
+    },
+    "SparseTensorProto": {bytes_tag(1): _TENSOR, bytes_tag(2): _TENSOR},
 }
-"""The fields of each message through which tensors are reached, and what they hold."""
+"""The fields of each message through which nodes and tensors are reached, and what they hold."""
 
-
-class _MalformedError(Exception):
-    """The bytes are no ONNX model; says what was found, and at which byte."""
+_Visit = Callable[[int, int], None]
+"""Called with the bounds of a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +84,19 @@ class Initializer:
         name: As in the model.
         onnx_type: Its element type's number in ONNX (`TensorProto.DataType`).
         shape: Empty for a scalar.
+        external: Whether its elements lie in another file.
     """
 
     name: str
     onnx_type: int
     shape: tuple[int, ...]
+    external: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """That its elements take, as its shape says; 0 for strings, and types that are not known."""
+        bits = min(prod(self.shape), _MOST_SIZE) * _BITS.get(self.onnx_type, 0)
+        return min((bits + 7) // 8, _MOST_SIZE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,165 +117,101 @@ class OnnxFile:
     external: tuple[str, ...]
 
 
-# The wire format.
-
-
-def _varint(data: mmap.mmap, at: int, end: int) -> tuple[int, int]:
-    """The number at `at`, without a sign, and where it ends."""
-    value = shift = 0
-    for place in range(at, min(end, at + _MOST_VARINT_BYTES)):
-        byte = data[place]
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value & _MOST_VARINT, place + 1
-        shift += 7
-    raise _MalformedError(f"a number cut short or of more than 64 bits at byte {at}")
-
-
-def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """The fields of the message in bytes `at` to `end`, in the file's order.
-
-    Yields:
-        The field's tag, then its value and where it ends if it is a number, or else the bounds of
-        its bytes.
-    """
-    while at < end:
-        start = at
-        tag = data[at]
-        if tag < 0x80:  # nearly always, and a call takes longer than all the rest
-            at += 1
-        else:
-            tag, at = _varint(data, at, end)
-        if not 8 <= tag <= _MOST_TAG:
-            raise _MalformedError(f"field number {tag >> 3} at byte {start}")
-        kind = tag & 7
-        if kind in _FIXED_BYTES:
-            value = _FIXED_BYTES[kind]
-        elif kind not in (_VARINT, _LENGTH):
-            raise _MalformedError(f"wire type {kind} at byte {start}")
-        elif at < end and data[at] < 0x80:  # as above
-            value, at = data[at], at + 1
-        else:
-            value, at = _varint(data, at, end)
-        if kind == _VARINT:
-            yield tag, value, at
-            continue
-        first, at = at, at + value
-        if at > end:
-            raise _MalformedError(
-                f"a field of {value} bytes where {end - first} are left at byte {start}"
-            )
-        yield tag, first, at
-
-
-def _text(data: mmap.mmap, first: int, last: int) -> str:
-    try:
-        return data[first:last].decode()
-    except UnicodeDecodeError:
-        raise _MalformedError(f"a name that is not UTF-8 at byte {first}") from None
-
-
-def _texts(data: mmap.mmap, bounds: tuple[int, int], *tags: int) -> tuple[str, ...]:
-    """The text fields of these tags; empty where there is none, and the last where there are several."""
-    found = dict.fromkeys(tags, "")
-    for tag, first, last in _fields(data, *bounds):
-        if tag in found:
-            found[tag] = _text(data, first, last)
-    return tuple(found.values())
-
-
-@contextmanager
-def _mapped(path: str | os.PathLike[str]) -> Iterator[mmap.mmap]:
-    with open_regular(path) as (descriptor, info):
-        if not info.st_size:
-            raise BuildError(f"{os.fspath(path)}: got an empty file, expected an ONNX model")
-        data = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-    with data:
-        yield data
-
-
 # ONNX's messages.
 
 
 def _location(data: mmap.mmap, first: int, last: int) -> str | None:
     """Where a tensor's data lies, if not in the model itself."""
     location, external = "", False
-    for tag, value, end in _fields(data, first, last):
+    for tag, value, end in wire.fields(data, first, last):
         if tag == _DATA_LOCATION:
             external = value == _EXTERNAL
         elif tag == _EXTERNAL_DATA:
-            key, text = _texts(data, (value, end), _KEY, _VALUE)
+            key, text = wire.texts(data, (value, end), _KEY, _VALUE)
             if key == "location":
                 location = text
     if external and not location:
-        raise _MalformedError(f"external data without a location at byte {first}")
+        raise MalformedError(f"external data without a location at byte {first}")
     return location if external else None
 
 
-def _find_external(
-    data: mmap.mmap, message: str, bounds: tuple[int, int], found: set[str], depth: int = 1
+def _walk(
+    data: mmap.mmap,
+    message: str,
+    bounds: tuple[int, int],
+    visits: Mapping[str, _Visit],
+    depth: int = 1,
 ) -> None:
-    """Add to `found` the locations of all external tensors within a message."""
+    """Visit all messages of these kinds within a message, at any depth."""
     if depth > _MOST_DEPTH:
-        raise _MalformedError(
+        raise MalformedError(
             f"more than {_MOST_DEPTH} messages within each other at byte {bounds[0]}"
         )
     holds = _HOLDS[message]
-    for tag, first, last in _fields(data, *bounds):
+    for tag, first, last in wire.fields(data, *bounds):
         held = holds.get(tag)
         if held is None:
             continue
+        visit = visits.get(held)
+        if visit is not None:
+            visit(first, last)
         if held != _TENSOR:
-            _find_external(data, held, (first, last), found, depth + 1)
-        elif (location := _location(data, first, last)) is not None:
-            found.add(location)
+            _walk(data, held, (first, last), visits, depth + 1)
 
 
 def _initializer(data: mmap.mmap, first: int, last: int) -> Initializer:
-    name, onnx_type = "", 0
+    name, onnx_type, external = "", 0, False
     shape: list[int] = []
-    for tag, value, end in _fields(data, first, last):
+    for tag, value, end in wire.fields(data, first, last):
         if tag == _DIMS:
             shape.append(value)
         elif tag == _DIMS_PACKED:
             at = value
             while at < end and len(shape) <= _MOST_DIMENSIONS:
-                size, at = _varint(data, at, end)
+                size, at = wire.varint(data, at, end)
                 shape.append(size)
         elif tag == _DATA_TYPE:
             onnx_type = value
         elif tag == _NAME:
-            name = _text(data, value, end)
+            name = wire.text(data, value, end)
+        elif tag == _DATA_LOCATION:
+            external = value == _EXTERNAL
         if len(shape) > _MOST_DIMENSIONS:
-            raise _MalformedError(
+            raise MalformedError(
                 f"a tensor of more than {_MOST_DIMENSIONS} dimensions at byte {first}"
             )
     if shape and max(shape) > _MOST_SIZE:
-        raise _MalformedError(f"initialiser {name!r} with a negative size at byte {first}")
-    return Initializer(name=name, onnx_type=onnx_type, shape=tuple(shape))
+        raise MalformedError(f"initialiser {name!r} with a negative size at byte {first}")
+    return Initializer(name=name, onnx_type=onnx_type, shape=tuple(shape), external=external)
 
 
 def _model(data: mmap.mmap) -> OnnxFile:
     ir_version = 0
     graphs: list[tuple[int, int]] = []
-    for tag, value, end in _fields(data, 0, len(data)):
+    for tag, value, end in wire.fields(data, 0, len(data)):
         if tag == _IR_VERSION:
             ir_version = value
         elif tag == _GRAPH:
             graphs.append((value, end))
     if not graphs:
-        raise _MalformedError("no graph")
+        raise MalformedError("no graph")
     inputs: set[str] = set()
     initializers: dict[str, Initializer] = {}
     for bounds in graphs:  # all of them together are one graph
-        for tag, first, last in _fields(data, *bounds):
+        for tag, first, last in wire.fields(data, *bounds):
             if tag == _INPUT:
-                inputs.update(_texts(data, (first, last), _INPUT_NAME))
+                inputs.update(wire.texts(data, (first, last), _INPUT_NAME))
             elif tag == _INITIALIZER:
                 initializer = _initializer(data, first, last)
                 initializers[initializer.name] = initializer
     external: set[str] = set()
-    _find_external(data, "ModelProto", (0, len(data)), external)
+
+    def find_external(first: int, last: int) -> None:
+        location = _location(data, first, last)
+        if location is not None:
+            external.add(location)
+
+    _walk(data, "ModelProto", (0, len(data)), {_TENSOR: find_external})
     return OnnxFile(
         ir_version=ir_version,
         inputs=frozenset(inputs),
@@ -288,11 +230,86 @@ def scan(path: str | os.PathLike[str]) -> OnnxFile:
         BuildError: It is not an ONNX model, or no regular file.
         OSError: It cannot be opened.
     """
-    with _mapped(path) as data:
-        try:
-            return _model(data)
-        except _MalformedError as exc:
-            raise BuildError(f"{os.fspath(path)}: got {exc}, expected an ONNX model") from None
+    with mapped_model(path) as data:
+        return _model(data)
+
+
+# What is in it, for a user to read.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnnxContents:
+    """What `contents` found.
+
+    Attributes:
+        ir_version: 0 if the file does not say.
+        producer: What wrote the model, and its version; empty if the file does not say.
+        opsets: Versions of the operator sets, by domain.
+        operators: How many nodes there are by domain and type, those with the most first: subgraphs and
+            functions count once each, however often they run.
+        weights: Initialisers of the main graph, sparse ones not among them.
+        weight_bytes: Of their elements.
+        external_bytes: Of them, those that lie in other files.
+        external: Where, as in `OnnxFile`.
+    """
+
+    ir_version: int
+    producer: str
+    opsets: dict[str, int]
+    operators: dict[tuple[str, str], int]
+    weights: int
+    weight_bytes: int
+    external_bytes: int
+    external: tuple[str, ...]
+
+
+def _opsets(data: mmap.mmap) -> dict[str, int]:
+    found = {}
+    for tag, *bounds in wire.fields(data, 0, len(data)):
+        if tag == _OPSET:
+            domain, version = "", 0
+            for inner, value, end in wire.fields(data, *bounds):
+                if inner == _DOMAIN:
+                    domain = wire.text(data, value, end)
+                elif inner == _VERSION:
+                    version = value
+            found[domain or _MAIN_DOMAIN] = version
+    return found
+
+
+def _operators(data: mmap.mmap) -> dict[tuple[str, str], int]:
+    counts: Counter[tuple[str, str]] = Counter()
+
+    def count(first: int, last: int) -> None:
+        operator, domain = wire.texts(data, (first, last), _OPERATOR, _OPERATOR_DOMAIN)
+        counts[domain or _MAIN_DOMAIN, operator] += 1
+
+    _walk(data, "ModelProto", (0, len(data)), {_NODE: count})
+    return dict(counts.most_common())
+
+
+def contents(path: str | os.PathLike[str]) -> OnnxContents:
+    """Look through an ONNX file for what a user wants to know of it.
+
+    Raises:
+        BuildError: As `scan`.
+        OSError: Likewise.
+    """
+    with mapped_model(path) as data:
+        model = _model(data)
+        producer = wire.texts(data, (0, len(data)), _PRODUCER, _PRODUCER_VERSION)
+        opsets, operators = _opsets(data), _operators(data)
+    weights = model.initializers.values()
+    return OnnxContents(
+        ir_version=model.ir_version,
+        producer=" ".join(producer).strip(),
+        opsets=opsets,
+        operators=operators,
+        weights=len(weights),
+        weight_bytes=sum(weight.bytes for weight in weights),
+        external_bytes=sum(weight.bytes for weight in weights if weight.external),
+        external=model.external,
+    )
 
 
 # What is added to a file.
