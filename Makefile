@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SIZE ?= small
 
-.PHONY: demo test test-mindspore check bench faults soak fuzz clean format
+.PHONY: demo test test-mindspore check bench bench-peers bench-parts faults soak fuzz clean format
 
 demo: .venv/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
@@ -22,7 +22,16 @@ check: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: .venv/installed-bench
+# All of docs/benchmarks.md anew, with mcinfer's own runner.
+bench: .venv/installed
+	$(BIN)/python benchmarks/page.py --write docs/benchmarks.md
+
+# The same runner against Ray, loky and OpenVINO.
+bench-peers: .venv-peers/installed
+	.venv-peers/bin/python benchmarks/page.py --only peers --write docs/benchmarks.md
+
+# What single parts cost: docs/benchmark_parts.md.
+bench-parts: .venv/installed
 	$(BIN)/python benchmarks/dispatch.py
 	$(BIN)/python benchmarks/runner.py
 	mkdir -p build
@@ -47,12 +56,13 @@ format: .venv/installed
 .venv/installed: setup.cfg
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mcinfer needs Python 3.11 or newer; name one with make PYTHON=...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,check,examples]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cli,bench,test,check,examples]'
 	touch $@
 
-# matplotlib and what it needs: 40 MB that nothing else uses.
-.venv/installed-bench: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
+# Ray, loky and OpenVINO take 0.7 GB, so they have an environment of their own.
+.venv-peers/installed: setup.cfg
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[bench,examples]' ray loky openvino
 	touch $@
 
 .venv-mindspore/installed: setup.cfg
@@ -61,5 +71,5 @@ format: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-mindspore build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-mindspore .venv-peers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

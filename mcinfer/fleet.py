@@ -45,8 +45,12 @@ _STANDINGS = {
 }
 
 
-_DESCRIPTORS_TO_OPEN = 24
-_DESCRIPTORS_OF_A_WORKER = 13
+DESCRIPTORS_TO_OPEN = 24
+"""Of this process, that a pool must find free for itself."""
+
+DESCRIPTORS_OF_A_WORKER = 13
+"""Likewise, for each of its workers."""
+
 _DESCRIPTORS_TO_CONNECT = 5
 """More than libzmq takes: it ends the process where it finds none."""
 
@@ -86,7 +90,7 @@ class Fleet:
         Raises:
             OSError: The system has no descriptor, thread or folder left for it; nothing is left open.
         """
-        _check_descriptors(_DESCRIPTORS_TO_OPEN + _DESCRIPTORS_OF_A_WORKER * len(self._builds))
+        _check_descriptors(DESCRIPTORS_TO_OPEN + DESCRIPTORS_OF_A_WORKER * len(self._builds))
         with ExitStack() as opened:
             self._folder = RuntimeFolder()
             opened.callback(self._folder.remove)
@@ -117,7 +121,7 @@ class Fleet:
         Raises:
             OSError: The system cannot.
         """
-        _check_descriptors(_DESCRIPTORS_OF_A_WORKER)
+        _check_descriptors(DESCRIPTORS_OF_A_WORKER)
         # Another one for each start: libzmq takes its time to give up that of the process before.
         self._starts += 1
         endpoint = self._folder.endpoint(self._starts)

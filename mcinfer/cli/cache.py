@@ -1,33 +1,22 @@
 """``mcinfer cache``: what is in the cache of prepared models, emptying it, and filling it beforehand."""
 
-import argparse
 import sys
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 
-from mcinfer.cli.progress import megabytes, showing
+from mcinfer.cli.options import ModelArgument
 from mcinfer.prepared.cache import Cache, EntryInfo
 from mcinfer.prepared.contents import FAILURE_FILE, about
 from mcinfer.prepared.ensuring import ensure_prepared
 from mcinfer.prepared.entries import disk_bytes
+from mcinfer.progress import megabytes, showing
 
 _KEY_CHARACTERS = 12
 
 
-def add_commands(parser: argparse.ArgumentParser) -> None:
-    """Add the commands that ``mcinfer cache`` takes."""
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    listing = commands.add_parser("list", help="what is in the cache, the latest used last")
-    listing.set_defaults(command=_list)
-    clear = commands.add_parser("clear", help="remove all that nobody uses")
-    clear.set_defaults(command=_clear)
-    prepare = commands.add_parser("prepare", help="prepare a model, so that workers start at once")
-    prepare.add_argument("model", help="path of an ONNX model")
-    prepare.set_defaults(command=_prepare)
-
-
-def _list(_options: argparse.Namespace) -> None:
+def list_entries() -> None:
+    """What is in the cache, the latest used last."""
     cache = Cache.default()
     entries = cache.entries()
     for info in entries:
@@ -51,15 +40,17 @@ def _line(folder: Path, info: EntryInfo) -> str:
     return f"{info.key[:_KEY_CHARACTERS]}  {size:>11}  {used}  {use:10}  {model}  {engine}{failed}"
 
 
-def _clear(_options: argparse.Namespace) -> None:
+def clear() -> None:
+    """Remove all that nobody uses."""
     freed_bytes, in_use = Cache.default().clear()
     left = f"; left because they are in use: {_count(in_use)}" if in_use else ""
     print(f"freed {megabytes(freed_bytes)}{left}")
 
 
-def _prepare(options: argparse.Namespace) -> None:
-    with showing(sys.stderr, _printable(Path(options.model).name)) as display:
-        held = ensure_prepared(options.model, progress=display)
+def prepare(model: ModelArgument) -> None:
+    """Prepare a model, so that workers start at once."""
+    with showing(sys.stderr, _printable(model.name)) as display:
+        held = ensure_prepared(model, progress=display)
     with closing(held):
         seconds = about(held.folder).get("seconds", 0.0)
         how = f"prepared in {seconds:.1f} s"

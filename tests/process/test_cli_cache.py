@@ -119,6 +119,19 @@ def test_interrupted_preparation_leaves_no_child_and_no_entry(cache: Cache, tmp_
     assert [*cache.folder.iterdir()] == [cache.sources]
 
 
+@pytest.mark.usefixtures("cache")
+def test_interrupted_command_leaves_no_worker(tmp_path: Path) -> None:
+    model = stack(tmp_path / "model.onnx", 24)
+    with Program(COMMAND, "inspect", model) as program:
+        process = psutil.Process(program.pid)
+        wait_until(lambda: len(process.children(recursive=True)) >= 2)  # the second one prepares it
+        children = [child.pid for child in process.children(recursive=True)]
+        program.interrupt()
+        done = program.wait(5.0)
+        assert (done.status, done.out, done.err) == (130, "", "mcinfer: interrupted\n")
+    wait_until(lambda: all_gone(children))
+
+
 def test_file_that_is_no_model_is_told_in_one_line(cache: Cache, tmp_path: Path) -> None:
     model = tmp_path / "model.onnx"
     model.write_bytes(b"hello")
@@ -158,6 +171,36 @@ def test_terminal_gets_a_bar_that_is_gone_at_the_end(cache: Cache, tmp_path: Pat
     assert re.search(r"\d+\.\d MB written", terminal)
     assert "%" not in terminal
     assert terminal.endswith("\x1b[2K")  # the line is wiped
+
+
+WORK = """
+import sys
+from mcinfer.progress import showing_work
+
+with showing_work(sys.stderr, "working", 4, "turns") as work:
+    work.show(3, "on [this]")
+"""
+COLOUR = re.compile(r"\x1b\[[\d;]*[1-9]\d*m")
+
+
+def test_bar_of_work_says_how_far_it_is_and_is_gone_at_the_end() -> None:
+    done, terminal = on_terminal(text=WORK, env={"TERM": "xterm"})
+    assert (done.status, done.err) == (0, "")
+    assert "3 of 4 turns" in re.sub(r"\x1b\[[\d;]*m", "", terminal)
+    assert "on [this]" in terminal
+    assert COLOUR.search(terminal)
+    assert terminal.endswith("\x1b[2K")
+
+
+def test_bar_has_no_colours_where_none_are_wanted() -> None:
+    _, terminal = on_terminal(text=WORK, env={"TERM": "xterm", "NO_COLOR": "1"})
+    assert "3 of 4 turns" in terminal
+    assert not COLOUR.search(terminal)
+
+
+def test_terminal_that_cannot_be_drawn_on_gets_no_bar() -> None:
+    done, terminal = on_terminal(text=WORK, env={"TERM": "dumb"})
+    assert (done.status, terminal) == (0, "")
 
 
 def test_terminal_without_rich_gets_no_bar(cache: Cache, onnx_model: OnnxModel) -> None:

@@ -1,0 +1,1 @@
+"""The benchmark runner: ways of running one model, side by side under the same loads."""

@@ -1,0 +1,342 @@
+"""What a benchmark found, as it is kept in a JSON file: the schema ``mcinfer.bench``, version 1.
+
+All times are float seconds. Where something was measured several times there is one entry for each repeat,
+in the order of the repeats: the spread is for the reader to see, and a ratio is taken within each repeat,
+since what disturbs the machine disturbs all ways of one repeat.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from mcinfer.errors import InvalidInputError, MissingDependencyError
+
+SCHEMA = "mcinfer.bench"
+VERSION = 1
+
+QUANTILES = (0.0, *(n / 50 for n in range(1, 50)), 0.99, 0.995, 0.999, 1.0)
+"""Fractions at which latencies are kept: 0 is the least, 0.5 the median, 1 the greatest."""
+
+Role = Literal["baseline", "mcinfer", "scaling"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is asked of a way.
+
+    Attributes:
+        batch: Rows of each request.
+        clients: How many requests are under way at most, each made by a thread of its own.
+        rate: Requests a second, which arrive at random moments (a Poisson process) whether or not earlier
+            ones are answered: an open loop. None is a closed loop: each client makes its next request
+            when its last one is answered.
+    """
+
+    batch: int
+    clients: int
+    rate: float | None = None
+
+    def __str__(self) -> str:
+        """Such as ``batch 8, 4 clients`` or ``batch 1, 50/s``."""
+        clients = "1 client" if self.clients == 1 else f"{self.clients} clients"
+        how = clients if self.rate is None else f"{self.rate:g}/s"
+        return f"batch {self.batch}, {how}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One way under one load, once.
+
+    Attributes:
+        requests: Requests that were answered, warm-up apart.
+        failed: Those that raised.
+        unfinished: Of an open loop, requests that had arrived and were not answered by its end.
+        seconds: From the first request to the last answer.
+        latencies: Seconds at `QUANTILES`, each one that occurred (nearest rank); empty where nothing was
+            answered. Of an open loop they count from the arrival, so waiting for a client is in them.
+        mean_latency: Their mean.
+        run_seconds: The engine's own run, per piece of a request, mean; None where the way does not tell.
+        cpu_seconds: Of all processes of the way.
+    """
+
+    requests: int
+    failed: int
+    unfinished: int
+    seconds: float
+    latencies: tuple[float, ...]
+    mean_latency: float
+    run_seconds: float | None
+    cpu_seconds: float
+
+    @property
+    def throughput(self) -> float:
+        """Answered requests a second."""
+        return self.requests / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def cores(self) -> float:
+        """Cores that were busy, on average."""
+        return self.cpu_seconds / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def overhead(self) -> float | None:
+        """Latency less the engine's own run, of the means; None where it is not known."""
+        if self.run_seconds is None or not self.requests:
+            return None
+        return self.mean_latency - self.run_seconds
+
+    def latency(self, fraction: float) -> float:
+        """The latency at one of `QUANTILES`; NaN where nothing was answered."""
+        return self.latencies[QUANTILES.index(fraction)] if self.latencies else float("nan")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One way under one load, in all repeats."""
+
+    way: str
+    load: Load
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What all processes of a way take, in bytes, after it has run.
+
+    Attributes:
+        pss: Proportional set sizes, summed: what is really taken of the machine.
+        uss: Unique set sizes, summed: what nobody else has, and is free once they end.
+        processes: How many there are.
+    """
+
+    pss: int
+    uss: int
+    processes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A way of running the model.
+
+    Attributes:
+        name: Such as ``"session"``.
+        text: What it is, in a few words.
+        role: ``"baseline"``: what else one would do. ``"mcinfer"``: one of its modes. ``"scaling"``: a pool
+            of fewer or more workers, each with the share of the device that it has in the whole pool.
+        workers: Processes, or sessions, that run the model.
+        start_seconds: From nothing (no runtime imported, page cache warm) to ready.
+        memory: After each repeat.
+        error: Why it could not be measured; empty if it was.
+    """
+
+    name: str
+    text: str
+    role: Role
+    workers: int
+    start_seconds: tuple[float, ...]
+    memory: tuple[Memory, ...]
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """The model that was run.
+
+    Attributes:
+        name: Of its file.
+        bytes: Of the file, and of files that hold its weights where that is known.
+        inputs: As ``"x: float32[batch, 3]"``.
+        outputs: Likewise.
+    """
+
+    name: str
+    bytes: int
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How it was measured.
+
+    Attributes:
+        devices: Of the pools.
+        seconds: That each turn was to last; 0 where a number of requests was given.
+        count: Requests of each turn; 0 where seconds were given.
+        repeats: How often every way had its turn under every load.
+        warmup_seconds: Before each turn, not counted.
+        seed: Of inputs and arrivals.
+        dims: Sizes of the model's symbolic dimensions, without the batch.
+        max_batch_size: Of the way that joins requests.
+        max_delay: Likewise.
+    """
+
+    devices: tuple[str, ...]
+    seconds: float
+    count: int
+    repeats: int
+    warmup_seconds: float
+    seed: int
+    dims: dict[str, int]
+    max_batch_size: int
+    max_delay: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A whole benchmark.
+
+    Attributes:
+        made_at: When it began, ISO 8601, in UTC.
+        took_seconds: In all.
+        mcinfer: Its version.
+        machine: Processor, cores, memory, kernel, versions; no names, no paths.
+        measurements: In the order in which they are to be shown: load by load, way by way.
+        quantiles: `QUANTILES`, for those who read the file by themselves.
+        finished: Whether all turns were taken; False where it was interrupted.
+    """
+
+    made_at: str
+    took_seconds: float
+    mcinfer: str
+    machine: dict[str, str | int | float]
+    model: Model
+    settings: Settings
+    ways: tuple[Way, ...]
+    measurements: tuple[Measurement, ...]
+    finished: bool = True
+    quantiles: tuple[float, ...] = QUANTILES
+    schema: Literal["mcinfer.bench"] = "mcinfer.bench"
+    version: Literal[1] = field(default=1)
+
+    def way(self, name: str) -> Way:
+        """The way of that name.
+
+        Raises:
+            InvalidInputError: There is none.
+        """
+        for way in self.ways:
+            if way.name == name:
+                return way
+        raise InvalidInputError(f"way: got {name!r}, expected one of {[w.name for w in self.ways]}")
+
+    def find(self, way: str, load: Load) -> Measurement | None:
+        """The measurement of a way under a load, if there is one."""
+        for measurement in self.measurements:
+            if measurement.way == way and measurement.load == load:
+                return measurement
+        return None
+
+    def loads(self, *roles: Role) -> tuple[Load, ...]:
+        """All loads that ways of these roles were measured under, in their order."""
+        names = {way.name for way in self.ways if way.role in roles}
+        return tuple(dict.fromkeys(m.load for m in self.measurements if m.way in names))
+
+
+def _adapter() -> Any:
+    if find_spec("pydantic") is None:
+        raise MissingDependencyError(
+            "benchmark files need the package pydantic: pip install 'mcinfer[bench]'"
+        )
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Report)
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of a report.
+
+    Raises:
+        MissingDependencyError: pydantic is not installed.
+    """
+    schema: dict[str, Any] = _adapter().json_schema()
+    return schema
+
+
+def dump(report: Report) -> bytes:
+    """A report as JSON.
+
+    Raises:
+        MissingDependencyError: pydantic is not installed.
+    """
+    data: bytes = _adapter().dump_json(report, indent=1)
+    return data + b"\n"
+
+
+def load(path: str | os.PathLike[str]) -> Report:
+    """Read a report.
+
+    Raises:
+        InvalidInputError: The file is none, or of a version that is not known; says where it differs.
+        MissingDependencyError: pydantic is not installed.
+        OSError: It cannot be read.
+    """
+    adapter = _adapter()
+    from pydantic import ValidationError
+
+    data = Path(path).read_bytes()
+    _check_header(path, data)
+    try:
+        report: Report = adapter.validate_json(data)
+    except ValidationError as exc:
+        first = exc.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise _refused(path, f"{where}: {first['msg']}") from exc
+    _check_content(path, report)
+    return report
+
+
+def _refused(path: str | os.PathLike[str], why: str) -> InvalidInputError:
+    text = f"{os.fspath(path)} is no benchmark report of version {VERSION}: {why}"
+    return InvalidInputError(text)
+
+
+def _check_header(path: str | os.PathLike[str], data: bytes) -> None:
+    """Look at the schema and the version alone: in another version everything else may be another."""
+
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is no JSON")
+
+    try:
+        content = json.loads(data, parse_constant=refuse)
+    except (ValueError, RecursionError) as exc:
+        raise _refused(path, f"the file: {exc}") from exc
+    header = content if isinstance(content, dict) else {}
+    for name, expected in (("schema", SCHEMA), ("version", VERSION)):
+        if header.get(name) != expected:
+            raise _refused(path, f"{name}: got {header.get(name)!r}, expected {expected!r}")
+
+
+def _check_content(path: str | os.PathLike[str], report: Report) -> None:
+    """What types do not say: names that are referred to, and how many latencies there are."""
+    if report.quantiles != QUANTILES:
+        raise _refused(path, "quantiles: got others than those of this version")
+    names = [way.name for way in report.ways]
+    if len(set(names)) < len(names):
+        raise _refused(path, f"ways: got {names}, expected each once")
+    seen = set()
+    for index, measurement in enumerate(report.measurements):
+        where = f"measurements.{index}"
+        if measurement.way not in names:
+            raise _refused(path, f"{where}.way: got {measurement.way!r}, expected one of {names}")
+        if (measurement.way, measurement.load) in seen:
+            raise _refused(path, f"{where}: {measurement.way} under {measurement.load} came before")
+        seen.add((measurement.way, measurement.load))
+        for turn in measurement.turns:
+            expected = len(QUANTILES) if turn.requests else 0
+            if len(turn.latencies) != expected:
+                got = len(turn.latencies)
+                raise _refused(path, f"{where}.turns: got {got} latencies, expected {expected}")
+
+
+def middle(values: Sequence[float]) -> float:
+    """The median; NaN of nothing."""
+    ordered = sorted(values)
+    if not ordered:
+        return float("nan")
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2

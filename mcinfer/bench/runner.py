@@ -1,0 +1,384 @@
+"""Measuring ways of running a model side by side.
+
+```
+ Benchmark (this process)
+   │  looks at the model with one worker; makes a request's arrays for each batch
+   ├── Subject "session"  ── process: ONNX Runtime
+   ├── Subject "pipe"     ── process ── processes of the sample
+   ├── Subject "sharded"  ── process: Master ── workers
+   └── …                            for each repeat, for each load, each of them has its turn
+```
+
+All ways are loaded at the same time and take turns, so that whatever else the machine does hits all of them;
+only one has something to do at any moment. Each repeat begins with another way.
+
+Ownership: a `Benchmark` ends all processes that it has started before `run` returns or raises.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from time import monotonic
+
+from mcinfer import __version__
+from mcinfer.bench.inputs import InputOptions, make_inputs, split_inputs
+from mcinfer.bench.known_ways import MODES, is_known, way_class
+from mcinfer.bench.report import Load, Measurement, Memory, Report, Role, Settings, Turn, Way
+from mcinfer.bench.request_file import write_request
+from mcinfer.bench.subject import Subject, WayFailedError
+from mcinfer.bench.surroundings import describe_model, machine
+from mcinfer.bench.way import Setup
+from mcinfer.config import CoreShare, EngineOptions, parse_devices, share_cores
+from mcinfer.errors import InvalidInputError
+from mcinfer.machine import whole_cpus
+from mcinfer.master import Master
+from mcinfer.sharding import batch_symbol
+from mcinfer.specs import ModelSpec
+
+OPEN_LOOP_CLIENTS = 32
+"""Requests under way at most in an open loop; what arrives beyond them waits, and its latency counts."""
+
+_REQUEST_SECONDS = 600.0
+"""That one request may take: as `mcinfer.Timeouts` has it."""
+_COUNT_SECONDS = 4 * 3600.0
+"""That a turn of a number of requests may take."""
+_START_SECONDS = 900.0
+
+Progress = Callable[[float, str], None]
+"""Called with the number of turns that were taken, and what comes next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is to be measured.
+
+    Attributes:
+        model: Path of the model.
+        devices: As `mcinfer.Master` takes them.
+        threads: Of each worker; None is as many as it has cores.
+        batches: Rows of a request.
+        clients: Closed loops of so many clients, for each batch.
+        rates: Open loops of so many requests a second, for each batch.
+        seconds: Of a turn, if `count` is 0.
+        count: Requests of a turn.
+        repeats: How often each way has its turn under each load.
+        warmup: Seconds before each turn that are not counted.
+        ways: Names, baselines before modes.
+        max_batch_size: For the mode that joins requests.
+        max_delay: Likewise, seconds.
+        scaling: Whether pools of fewer workers are measured, too.
+        inputs: What the requests' arrays are made of.
+    """
+
+    model: Path
+    devices: int | Sequence[str] | None
+    threads: int | None = None
+    batches: tuple[int, ...] = (1,)
+    clients: tuple[int, ...] = (1,)
+    rates: tuple[float, ...] = ()
+    seconds: float = 2.0
+    count: int = 0
+    repeats: int = 3
+    warmup: float = 0.3
+    ways: tuple[str, ...]
+    max_batch_size: int = 8
+    max_delay: float = 0.001
+    scaling: bool = True
+    inputs: InputOptions
+
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        """Of every way."""
+        return tuple(
+            load
+            for batch in self.batches
+            for load in (
+                *(Load(batch=batch, clients=clients) for clients in self.clients),
+                *(Load(batch=batch, clients=OPEN_LOOP_CLIENTS, rate=rate) for rate in self.rates),
+            )
+        )
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A way, and what was found of it so far.
+
+    Attributes:
+        name: For the report.
+        source: What its process is asked for.
+        errors: What went wrong, and under which loads; none of them for what concerns all.
+    """
+
+    name: str
+    source: str
+    role: Role
+    setup: Setup
+    text: str
+    workers: int
+    errors: dict[str, list[str]] = field(default_factory=dict)
+    given_up: bool = False
+    starts: list[float] = field(default_factory=list)
+    memory: list[Memory] = field(default_factory=list)
+    turns: dict[Load, list[Turn]] = field(default_factory=dict)
+    refused: set[Load] = field(default_factory=set)
+    subject: Subject | None = None
+
+    def give_up(self, error: str) -> None:
+        """Nothing more is measured of it."""
+        self.errors[error] = []
+        self.given_up = True
+        if self.subject is not None:
+            self.subject.close()
+
+    def report(self) -> Way:
+        """For the report."""
+        return Way(
+            name=self.name,
+            text=self.text,
+            role=self.role,
+            workers=self.workers,
+            start_seconds=tuple(self.starts),
+            memory=tuple(self.memory),
+            error="; ".join(
+                f"{', '.join(loads)}: {error}" if loads else error
+                for error, loads in self.errors.items()
+            ),
+        )
+
+
+class Benchmark:
+    """One benchmark. `run` it once, then ask for its `report`; also after it was interrupted.
+
+    Args:
+        plan: What is to be measured.
+        progress: Told of how far it is.
+
+    Attributes:
+        turns: How many there are in all.
+        turns_taken: How many of them are over.
+
+    Raises:
+        InvalidInputError: There are no such devices.
+    """
+
+    def __init__(self, plan: Plan, progress: Progress) -> None:
+        self._plan = plan
+        self._progress = progress
+        self._began = datetime.now(UTC)
+        self._start = monotonic()
+        self._machine = machine()
+        self._cores = sorted(os.sched_getaffinity(0))
+        self._devices = tuple(map(str, parse_devices(plan.devices, len(self._cores))))
+        self._spec: ModelSpec | None = None
+        self._entries: list[_Entry] = []
+        self.turns_taken = 0
+        self._finished = False
+        pools = len(self._pool_sizes())
+        self.turns = plan.repeats * (len(plan.ways) * len(plan.loads) + pools)
+
+    def run(self) -> Report:
+        """Measure everything; what came of it.
+
+        Raises:
+            InvalidInputError: The plan does not fit the model.
+            BuildError: mcinfer cannot load the model.
+        """
+        with tempfile.TemporaryDirectory(prefix="mcinfer-bench-") as name:
+            self._tell("loading the model")
+            self._spec = self._look()
+            files = self._write_inputs(Path(name), self._spec)
+            main = [self._entry(way) for way in self._plan.ways]
+            pools = self._pools()
+            self._entries = [*main, *pools]
+            loads = self._plan.loads
+            scaling = self._scaling_load()
+            self._measure(main, loads, files)
+            self._measure(pools, (scaling,), files)
+        self._finished = True
+        return self.report()
+
+    def report(self) -> Report:
+        """What was found so far.
+
+        Raises:
+            InvalidInputError: Not even the model was looked at.
+        """
+        if self._spec is None:
+            raise InvalidInputError("nothing was measured")
+        plan = self._plan
+        loads = (*plan.loads, self._scaling_load())
+        return Report(
+            made_at=self._began.isoformat(timespec="seconds"),
+            took_seconds=round(monotonic() - self._start, 1),
+            mcinfer=__version__,
+            machine=self._machine,
+            model=describe_model(plan.model, self._spec),
+            settings=Settings(
+                devices=self._devices,
+                seconds=0.0 if plan.count else plan.seconds,
+                count=plan.count,
+                repeats=plan.repeats,
+                warmup_seconds=plan.warmup,
+                seed=plan.inputs.seed,
+                dims=dict(plan.inputs.dims),
+                max_batch_size=plan.max_batch_size,
+                max_delay=plan.max_delay,
+            ),
+            ways=tuple(entry.report() for entry in self._entries),
+            measurements=tuple(
+                Measurement(way=entry.name, load=load, turns=tuple(entry.turns[load]))
+                for load in dict.fromkeys(loads)
+                for entry in self._entries
+                if entry.turns.get(load)
+            ),
+            finished=self._finished,
+        )
+
+    # What there is to measure.
+
+    def _look(self) -> ModelSpec:
+        """What the model takes and gives. It is prepared by that, if it has not been."""
+        options = EngineOptions(threads=self._plan.threads)
+        with Master(self._plan.model, self._devices[:1], options=options) as master:
+            return ModelSpec(inputs=master.inputs, outputs=master.outputs)
+
+    def _write_inputs(self, folder: Path, spec: ModelSpec) -> dict[int, Path]:
+        files = {}
+        for batch in self._plan.batches:
+            files[batch] = folder / f"{batch}.request"
+            write_request(files[batch], make_inputs(spec, batch, self._plan.inputs))
+        return files
+
+    def _setup(self, workers: int, worker_cores: tuple[tuple[int, ...], ...] = ()) -> Setup:
+        if self._spec is None:
+            raise InvalidInputError("the model was not looked at")
+        return Setup(
+            model=str(self._plan.model.absolute()),
+            cores=whole_cpus(),
+            devices=self._devices[:workers],
+            threads=self._plan.threads,
+            outputs=tuple(spec.name for spec in self._spec.outputs),
+            split=split_inputs(self._spec, max(self._plan.batches)),
+            max_batch_size=self._plan.max_batch_size,
+            max_delay=self._plan.max_delay,
+            worker_cores=worker_cores,
+        )
+
+    def _entry(self, name: str) -> _Entry:
+        role: Role = "mcinfer" if name in MODES else "baseline"
+        text = way_class(name).text if is_known(name) else name
+        entry = _Entry(
+            name=name.rpartition(":")[2],
+            source=name,
+            role=role,
+            setup=self._setup(len(self._devices)),
+            text=text,
+            workers=len(self._devices),
+        )
+        if name == "batched" and self._spec is not None and batch_symbol(self._spec) is None:
+            entry.give_up("the model has no symbolic batch: its requests cannot be joined")
+        return entry
+
+    def _pools(self) -> list[_Entry]:
+        """Pools of fewer workers, each with the share of the device that it has in the whole pool."""
+        count = len(self._devices)
+        shares = share_cores(parse_devices(self._devices, len(self._cores)), self._cores)
+        cores = [share.cores for share in shares.values() if isinstance(share, CoreShare)]
+        return [
+            _Entry(
+                name=f"pool-{size}",
+                source="concurrent",
+                role="scaling",
+                setup=self._setup(size, tuple(cores[:size])),
+                text=f"mcinfer.submit over {size} of {count} workers",
+                workers=size,
+            )
+            for size in self._pool_sizes()
+        ]
+
+    def _pool_sizes(self) -> list[int]:
+        """1, 2, 4, … and the whole pool's; none where there is but one worker."""
+        count = len(self._devices)
+        if count == 1 or not self._plan.scaling:
+            return []
+        return [*(1 << n for n in range(count.bit_length()) if 1 << n < count), count]
+
+    def _scaling_load(self) -> Load:
+        """Enough for the whole pool to have something to do all the time."""
+        return Load(batch=max(self._plan.batches), clients=2 * len(self._devices))
+
+    # Measuring.
+
+    def _measure(
+        self, entries: Sequence[_Entry], loads: Sequence[Load], files: dict[int, Path]
+    ) -> None:
+        with ExitStack() as stack:
+            for repeat in range(self._plan.repeats):
+                for entry in _rotated(entries, repeat):
+                    self._start_way(entry, files, stack)
+            for repeat in range(self._plan.repeats):
+                for load in loads:
+                    for entry in _rotated(entries, repeat):
+                        self._take_turn(entry, load, repeat)
+                for entry in entries:
+                    self._weigh(entry)
+
+    def _start_way(self, entry: _Entry, files: dict[int, Path], stack: ExitStack) -> None:
+        """Start a way; where it runs already, start it anew, so that each repeat has a start."""
+        if entry.given_up:
+            return
+        self._tell(f"starting {entry.name}")
+        if entry.subject is not None:
+            entry.subject.close()
+        entry.subject = stack.enter_context(Subject(entry.source, entry.setup, files))
+        try:
+            entry.starts.append(entry.subject.start(_START_SECONDS))
+        except WayFailedError as exc:
+            entry.give_up(str(exc))
+        else:
+            entry.workers = entry.subject.workers
+
+    def _take_turn(self, entry: _Entry, load: Load, repeat: int) -> None:
+        self._tell(f"{entry.name}: {load}")
+        if entry.subject is not None and not entry.given_up and load not in entry.refused:
+            plan = self._plan
+            most = _COUNT_SECONDS if plan.count else 3 * (plan.warmup + plan.seconds)
+            try:
+                turn = entry.subject.turn(
+                    load,
+                    seconds=plan.seconds,
+                    count=plan.count,
+                    warmup=plan.warmup,
+                    seed=plan.inputs.seed + repeat,
+                    timeout=most + _REQUEST_SECONDS,
+                )
+            except WayFailedError as exc:
+                # Such as a batch that the model does not take: other loads may be all right.
+                entry.errors.setdefault(str(exc), []).append(str(load))
+                entry.refused.add(load)
+                entry.given_up = not entry.subject.alive
+            else:
+                entry.turns.setdefault(load, []).append(turn)
+        self.turns_taken += 1
+
+    def _weigh(self, entry: _Entry) -> None:
+        if entry.subject is not None and not entry.given_up:
+            try:
+                entry.memory.append(entry.subject.memory())
+            except WayFailedError as exc:
+                entry.give_up(str(exc))
+
+    def _tell(self, text: str) -> None:
+        self._progress(self.turns_taken, text)
+
+
+def _rotated(entries: Sequence[_Entry], repeat: int) -> list[_Entry]:
+    """Each repeat begins with another one, so that none always follows the same."""
+    if not entries:
+        return []
+    first = repeat % len(entries)
+    return [*entries[first:], *entries[:first]]

@@ -1,0 +1,1 @@
+"""Finding the pool that answers a load best."""

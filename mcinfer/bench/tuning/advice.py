@@ -1,0 +1,282 @@
+"""What a search for a pool comes to, for its reader: tables, a program to copy, and JSON."""
+
+import json
+import math
+from dataclasses import asdict
+from typing import Any
+
+from mcinfer import __version__
+from mcinfer.bench.tuning.candidates import Candidate
+from mcinfer.bench.tuning.halving import ranked
+from mcinfer.bench.tuning.heats import Trial
+from mcinfer.bench.tuning.search import Found
+from mcinfer.bench.views.figures import Spread, latency, spread_of
+from mcinfer.bench.views.tables import Cell, Grid
+from mcinfer.bench.views.texts import Unit, number, printable, seconds_text, spread_text, time_unit
+from mcinfer.specs import STRING, numpy_dtype
+
+SCHEMA = "mcinfer.tune"
+VERSION = 1
+
+_LINE_CHARACTERS = 88
+_TIMES = "\N{MULTIPLICATION SIGN}"
+
+
+def arguments(candidate: Candidate, default: Candidate) -> dict[str, Any]:
+    """A candidate as arguments of `mcinfer.Master`; those of its `options` as a mapping, by name."""
+    told = candidate != default
+    return {
+        "devices": candidate.workers if told else None,
+        "options": {"threads": candidate.threads} if told else {},
+        "max_batch_size": candidate.max_batch_size,
+        "max_delay": candidate.max_delay,
+    }
+
+
+# A program.
+
+
+def program(model: str, candidate: Candidate, found: Found) -> str:
+    """A whole program that starts the pool and calls it as it was called here.
+
+    Args:
+        model: Path of the model, as the program is to name it.
+        candidate: The pool.
+        found: Says what the inputs are like.
+    """
+    arrays = [f"{_quoted(name)}: {_zeros(*kind)}" for name, kind in found.arrays.items()]
+    types = {kind for kind, _ in found.arrays.values()}
+    imports = ["import ml_dtypes"] if any(map(_is_foreign, types)) else []
+    if candidate.call == "predict":
+        calls = ["answer = master.predict(inputs)"]
+    else:
+        calls = [
+            f"futures = [master.submit(inputs) for _ in range({found.aim.load.clients})]",
+            "answers = [future.result() for future in futures]",
+        ]
+    return "\n".join(
+        [
+            *imports,
+            "import numpy as np",
+            "",
+            "import mcinfer",
+            "",
+            f"inputs = {_joined('{', arrays, '}')}  # your own arrays here",
+            f"with {_joined('mcinfer.Master(', _written(model, candidate, found), ')')} as master:",
+            *(f"    {call}" for call in calls),
+        ]
+    )
+
+
+def _zeros(kind: str, shape: tuple[int, ...]) -> str:
+    if kind == STRING:
+        return f'np.full({shape}, "", object)'
+    return f"np.zeros({shape}, {f'ml_dtypes.{kind}' if _is_foreign(kind) else _quoted(kind)})"
+
+
+def _quoted(text: str) -> str:
+    """As a literal; in the quotes that programs are written with, where that is as simple."""
+    simple = text.isprintable() and not {'"', "\\"} & {*text}
+    return f'"{text}"' if simple else repr(text)
+
+
+def _is_foreign(kind: str) -> bool:
+    """Whether NumPy lacks the type."""
+    return kind != STRING and numpy_dtype(kind).isbuiltin != 1
+
+
+def _written(model: str, candidate: Candidate, found: Found) -> list[str]:
+    """The arguments as they are written in a program, but for those that need not be."""
+    given = arguments(candidate, found.default)
+    written = [_quoted(model)]
+    if given["devices"] is not None:
+        written.append(f"devices={given['devices']}")
+    if given["options"]:
+        options = ", ".join(f"{name}={value!r}" for name, value in given["options"].items())
+        written.append(f"options=mcinfer.EngineOptions({options})")
+    if candidate.max_batch_size > 1:
+        written.append(f"max_batch_size={candidate.max_batch_size}")
+    if candidate.max_delay:
+        written.append(f"max_delay={candidate.max_delay:g}")
+    return written
+
+
+def _joined(start: str, parts: list[str], end: str) -> str:
+    """In one line, or where that would be long in one for each part."""
+    line = start + ", ".join(parts) + end
+    if len(line) <= _LINE_CHARACTERS:
+        return line
+    return "\n".join([start, *(f"    {part}," for part in parts), end])
+
+
+# In words.
+
+
+def grids(found: Found) -> list[Grid]:
+    """What was tried: a table for each rung, the best first."""
+    return [_grid(found, rung) for rung in sorted({trial.rung for trial in found.trials})]
+
+
+def _grid(found: Found, rung: int) -> Grid:
+    trials = [t for t in found.trials if t.rung == rung and t.turns and not t.error]
+    results = {i: [*map(found.aim.result, t.turns)] for i, t in enumerate(trials)}
+    unit = time_unit(latency(turn, 0.5) for trial in trials for turn in trial.turns)
+    pools = "1 pool" if len(trials) == 1 else f"{len(trials)} pools"
+    header = (
+        "call",
+        "workers",
+        "threads",
+        "joined",
+        "delay ms",
+        "rows/s",
+        "p50",
+        "p99",
+        f"{_TIMES} default",
+    )
+    return Grid(
+        title=f"round {rung}: {pools} (p50 and p99 in {unit.sign})",
+        header=header,
+        rows=tuple(_row(found, trials[i], unit) for i in ranked(results)),
+    )
+
+
+def _row(found: Found, trial: Trial, unit: Unit) -> tuple[Cell, ...]:
+    candidate = trial.candidate
+    joins = candidate.max_batch_size > 1
+    return (
+        f"{candidate.call}, default" if candidate == found.default else candidate.call,
+        str(candidate.workers),
+        "auto" if candidate.threads is None else str(candidate.threads),
+        str(candidate.max_batch_size) if joins else "no",
+        f"{candidate.max_delay * 1e3:g}" if joins else "",
+        (spread_of(map(found.aim.rows, trial.turns)), Unit()),
+        *((_latency(trial, fraction), unit) for fraction in (0.5, 0.99)),
+        (found.over_default(trial), Unit()),
+    )
+
+
+def _latency(trial: Trial, fraction: float) -> Spread:
+    return spread_of(latency(turn, fraction) for turn in trial.turns)
+
+
+def remarks(found: Found) -> list[str]:
+    """What a reader has to know beside the tables."""
+    told = ["The search was interrupted: this is what is known so far."]
+    if found.ended:
+        told = [f"The search ended after {number(found.took_seconds)} s: {found.ended}."]
+    if found.left_out:
+        told.append(
+            f"{found.left_out} of {found.candidates} pools were left out: there was no time for them. "
+            f"--budget {math.ceil(found.needed_seconds)} is enough for all."
+        )
+    told += [
+        printable(f"{trial.candidate}: {trial.error}") for trial in found.trials if trial.error
+    ]
+    return told
+
+
+def verdict(found: Found) -> str:
+    """What is best, and by how much; or that nothing is good enough, and what came nearest."""
+    best = None if found.best is None else found.last(found.best)
+    if best is None:
+        return "no pool could be measured"
+    if not found.fits:
+        return _nearest(found, best)
+    better = found.over_default(best)
+    over = "not to be compared with the default, which failed"
+    if better.known:
+        low, high = number(better.low, better.middle), number(better.high, better.middle)
+        over = f"{number(better.middle)} {_TIMES} the default ({low} … {high})"
+    if found.default_is_as_good:
+        default = found.last(found.default) or best
+        said = f"The default is as good as any: {_figure(found, default)}."
+        return said if best is default else f"{said} The best other, {best.candidate}: {over}."
+    text = f"Best: {best.candidate}: {_figure(found, best)}, {over}."
+    if better.known and not found.keeps_bound(found.default):
+        text += (
+            f" The default does not keep the bound: {_figure(found, found.last(found.default))}."
+        )
+    return text
+
+
+def _figure(found: Found, trial: Trial | None) -> str:
+    """What the goal is about, and the bound."""
+    if trial is None:
+        return ""
+    rows = spread_of(map(found.aim.rows, trial.turns))
+    median, tail = _latency(trial, 0.5), _latency(trial, 0.99)
+    unit = time_unit([median.low])
+    first = f"{spread_text(rows)} rows/s"
+    if found.aim.goal == "latency":
+        first = f"p50 {spread_text(median, unit)} {unit.sign}"
+    return f"{first}, p99 {spread_text(tail, unit)} {unit.sign}"
+
+
+def _nearest(found: Found, best: Trial) -> str:
+    tail = _latency(best, 0.99).middle
+    if found.aim.max_latency is None:
+        return f"no pool keeps up with {found.aim.load}; {best.candidate} came nearest"
+    return (
+        f"no pool answers 99 % of the requests within {seconds_text(found.aim.max_latency)} under "
+        f"{found.aim.load}; {best.candidate} came nearest with {seconds_text(tail)}"
+    )
+
+
+# For machines.
+
+
+def as_json(model: str, found: Found, machine: dict[str, str | int | float]) -> bytes:
+    """All that was measured, and what it comes to.
+
+    Args:
+        model: Path of the model.
+        found: What the search found.
+        machine: Where it ran.
+    """
+    chosen = found.recommended
+    content = {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "mcinfer": __version__,
+        "machine": machine,
+        "cores": found.cores,
+        "model": model,
+        "aim": asdict(found.aim),
+        "recommended": None if chosen is None else _recommended(model, chosen, found),
+        "candidates": found.candidates,
+        "left_out": found.left_out,
+        "ended": found.ended,
+        "finished": bool(found.ended),
+        "took_seconds": found.took_seconds,
+        "trials": [_trial(found, trial) for trial in found.trials],
+    }
+    return json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"
+
+
+def _recommended(model: str, chosen: Candidate, found: Found) -> dict[str, Any]:
+    trial = found.last(chosen)
+    return {
+        "arguments": arguments(chosen, found.default),
+        "call": chosen.call,
+        "is_default": chosen == found.default,
+        "keeps_bound": found.keeps_bound(chosen),
+        "over_default": None if trial is None else _finite(found.over_default(trial)),
+        "program": program(model, chosen, found),
+    }
+
+
+def _trial(found: Found, trial: Trial) -> dict[str, Any]:
+    return {
+        "rung": trial.rung,
+        "candidate": asdict(trial.candidate),
+        "is_default": trial.candidate == found.default,
+        "over_default": _finite(found.over_default(trial)),
+        "error": trial.error,
+        "turns": [asdict(turn) for turn in trial.turns],
+    }
+
+
+def _finite(spread: Spread) -> dict[str, float] | None:
+    """JSON has neither NaN nor infinities."""
+    values = {"middle": spread.middle, "low": spread.low, "high": spread.high}
+    return values if all(map(math.isfinite, values.values())) else None

@@ -1,0 +1,297 @@
+"""Two reports side by side: what became faster or slower, as far as the spread of both lets one say."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from mcinfer.bench.report import Report
+from mcinfer.bench.views.figures import (
+    UNKNOWN,
+    LoadFigures,
+    Spread,
+    WayFigures,
+    load_figures,
+    way_figures,
+)
+from mcinfer.bench.views.terminal import folded, new_table, print_lines, print_whole
+from mcinfer.bench.views.texts import (
+    MEGABYTE,
+    Unit,
+    flaw_text,
+    machine_text,
+    middle_text,
+    printable,
+    spread_text,
+    time_unit,
+)
+from mcinfer.errors import MissingDependencyError
+
+try:
+    from rich.console import Console
+    from rich.text import Text
+except ImportError as exc:
+    raise MissingDependencyError(
+        "comparing reports needs the package rich: pip install 'mcinfer[bench]'"
+    ) from exc
+
+WITHIN = "within the spread"
+ONE_REPEAT = "spread not known"
+INCOMPLETE = "not all answered"
+ONE_SIDED = "not known in both"
+
+_STYLES = {"faster": "green", "less": "green", "slower": "red", "more": "red"}
+_RATES = ("slower", "faster")
+_TIMES = ("faster", "slower")
+_AMOUNTS = ("less", "more")
+_PASSING = "load_average"
+"""Begins what of a machine is of the moment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One figure in both reports.
+
+    Attributes:
+        figure: Its name, with its unit.
+        a: In the first report.
+        b: In the second, in the same unit.
+        ratio: The second over the first: of the middles, the least and the greatest that the repeats allow.
+            Unknown where there is none.
+        verdict: ``"faster"``, ``"slower"``, ``"more"`` or ``"less"``, of the second, only where all its
+            repeats are beyond all of the first's; else why nothing can be said.
+    """
+
+    figure: str
+    a: Spread
+    b: Spread
+    ratio: Spread
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Changes that are shown together: a load, or start and memory.
+
+    Attributes:
+        title: What they are of.
+        ways: By way, its changes.
+        remarks: What keeps figures from being believed.
+    """
+
+    title: str
+    ways: dict[str, tuple[Change, ...]]
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Two reports.
+
+    Attributes:
+        warnings: Why they may not be comparable: another machine, another model, an interrupted run.
+        differences: What else was not the same.
+        missing: What is in one of them alone.
+        groups: What is in both.
+    """
+
+    warnings: tuple[str, ...]
+    differences: tuple[str, ...]
+    missing: tuple[str, ...]
+    groups: tuple[Group, ...]
+
+
+def compare(a: Report, b: Report) -> Comparison:
+    """Compare two reports, the second with the first."""
+    return Comparison(
+        warnings=tuple(_warnings(a, b)),
+        differences=tuple(_differences(a, b)),
+        missing=(*_missing(a, b, "A"), *_missing(b, a, "B")),
+        groups=tuple(group for group in (*_loads(a, b), _ways(a, b)) if group.ways),
+    )
+
+
+def _warnings(a: Report, b: Report) -> Iterator[str]:
+    for name, report in (("A", a), ("B", b)):
+        if not report.finished:
+            yield f"{name} was interrupted: some turns are missing."
+    keys = [key for key in {**a.machine, **b.machine} if not key.startswith(_PASSING)]
+    for key in keys:
+        old, new = a.machine.get(key), b.machine.get(key)
+        if old != new:
+            texts = ("unknown" if v is None else machine_text(key, v) for v in (old, new))
+            yield f"The machines differ: {' against '.join(texts)}."
+    yield from (f"The models differ: {text}." for text in _differing(a.model, b.model))
+
+
+def _differences(a: Report, b: Report) -> Iterator[str]:
+    yield from (f"The settings differ: {text}." for text in _differing(a.settings, b.settings))
+    if a.mcinfer != b.mcinfer:
+        yield printable(f"The versions of mcinfer differ: {a.mcinfer} against {b.mcinfer}.")
+
+
+def _differing(a: object, b: object) -> Iterator[str]:
+    """The fields of two dataclasses of one type in which they differ."""
+    for field in fields(a):  # type: ignore[arg-type]  # both are dataclasses
+        old, new = (getattr(one, field.name) for one in (a, b))
+        if old != new:
+            yield printable(f"{field.name} {old!r} against {new!r}")
+
+
+def _missing(report: Report, other: Report, name: str) -> Iterator[str]:
+    """What of a report the other has not."""
+    there = _measured(other)
+    alone = [way for way in _measured(report) if way not in there]
+    for way in alone:
+        failed = [one for one in other.ways if one.name == way and one.error]
+        why = "".join(f"; in the other it could not be measured: {one.error}" for one in failed)
+        yield printable(f"Only in {name}: {way}{why}.")
+    for measurement in report.measurements:
+        match = other.find(measurement.way, measurement.load)
+        if measurement.way not in alone and measurement.turns and not (match and match.turns):
+            yield printable(f"Only in {name}: {measurement.way} under {measurement.load}.")
+
+
+def _measured(report: Report) -> list[str]:
+    """Ways of which there is anything."""
+    taken = {measurement.way for measurement in report.measurements if measurement.turns}
+    return [way.name for way in report.ways if way.start_seconds or way.name in taken]
+
+
+def _loads(a: Report, b: Report) -> Iterator[Group]:
+    for load in dict.fromkeys(measurement.load for measurement in a.measurements):
+        ways, remarks = {}, []
+        for measurement in (m for m in a.measurements if m.load == load and m.turns):
+            other = b.find(measurement.way, load)
+            if other is None or not other.turns:
+                continue
+            old, new = load_figures(a, measurement), load_figures(b, other)
+            ways[measurement.way] = tuple(_load_changes(old, new))
+            remarks += [
+                f"{printable(figures.way)} in {name}: {flaw_text(figures)}"
+                for name, figures in (("A", old), ("B", new))
+                if not figures.sound
+            ]
+        yield Group(title=str(load), ways=ways, remarks=tuple(remarks))
+
+
+def _load_changes(a: LoadFigures, b: LoadFigures) -> Iterator[Change]:
+    sound = (a.sound, b.sound)
+    plain = Unit()
+    yield from _change("rows/s", a.rows, b.rows, plain, _RATES, sound)
+    yield from _change("speed-up", a.speedup, b.speedup, plain, _RATES, sound)
+    yield from _timed("p50", a.p50, b.p50, sound)
+    yield from _timed("p90", a.p90, b.p90, sound)
+    yield from _timed("p99", a.p99, b.p99, sound)
+    yield from _timed("max", a.longest, b.longest, sound)
+    yield from _timed("overhead", a.overhead, b.overhead, sound)
+    yield from _change("cores", a.cores, b.cores, plain, _AMOUNTS, sound)
+
+
+def _ways(a: Report, b: Report) -> Group:
+    others = {way.name: way for way in b.ways}
+    pairs = [(way, others[way.name]) for way in a.ways if way.name in others]
+    changes = {w.name: tuple(_way_changes(way_figures(w), way_figures(o))) for w, o in pairs}
+    return Group(title="start and memory", ways={name: c for name, c in changes.items() if c})
+
+
+def _way_changes(a: WayFigures, b: WayFigures) -> Iterator[Change]:
+    if not (a.start.known and b.start.known):
+        return
+    yield from _timed("start", a.start, b.start)
+    yield from _change("PSS", a.pss, b.pss, Unit(MEGABYTE, "MB"), _AMOUNTS)
+    yield from _change("USS", a.uss, b.uss, Unit(MEGABYTE, "MB"), _AMOUNTS)
+
+
+def _timed(
+    name: str, a: Spread, b: Spread, sound: tuple[bool, bool] = (True, True)
+) -> Iterator[Change]:
+    yield from _change(name, a, b, time_unit((a.middle, b.middle)), _TIMES, sound)
+
+
+def _change(
+    name: str,
+    a: Spread,
+    b: Spread,
+    unit: Unit,
+    words: tuple[str, str],
+    sound: tuple[bool, bool] = (True, True),
+) -> Iterator[Change]:
+    """The change of one figure; none where neither report knows it."""
+    if not (a.known or b.known):
+        return
+    yield Change(
+        figure=f"{name} {unit.sign}".rstrip(),
+        a=_scaled(a, unit.scale),
+        b=_scaled(b, unit.scale),
+        ratio=ratio_of(a, b),
+        verdict=_verdict(a, b, words, sound),
+    )
+
+
+def _scaled(spread: Spread, scale: float) -> Spread:
+    return Spread(spread.middle / scale, spread.low / scale, spread.high / scale, spread.count)
+
+
+def ratio_of(a: Spread, b: Spread) -> Spread:
+    """The second over the first, with the least and the greatest that their repeats allow."""
+    known = a.known and b.known and a.low > 0 and b.low >= 0
+    if not known or math.isinf(a.high) or math.isinf(b.high):
+        return UNKNOWN
+    return Spread(b.middle / a.middle, b.low / a.high, b.high / a.low, min(a.count, b.count))
+
+
+def _verdict(a: Spread, b: Spread, words: tuple[str, str], sound: tuple[bool, bool]) -> str:
+    if not (a.known and b.known):
+        return ONE_SIDED
+    if min(a.count, b.count) < 2:
+        return ONE_REPEAT
+    down, up = words
+    word = up if b.low > a.high else down if b.high < a.low else WITHIN
+    # What leaves requests unanswered only looks better than it is. So against the first it may be called
+    # worse, but not better; and the second may be called better than it, but not worse.
+    believed = {"faster": sound[1], "less": sound[1], "slower": sound[0], "more": sound[0]}
+    return word if believed.get(word, all(sound)) else INCOMPLETE
+
+
+def show(comparison: Comparison, console: Console) -> None:
+    """Print a comparison: what is not comparable, then a table for each load."""
+    print_lines([f"! {warning}" for warning in comparison.warnings], console, "yellow")
+    print_lines(comparison.differences, console)
+    print_lines(comparison.missing, console)
+    for group in comparison.groups:
+        console.print()
+        _show_group(group, console)
+        print_lines([f"! {remark}" for remark in group.remarks], console, "yellow")
+    print_lines(("", _count(comparison)), console, "bold")
+
+
+def _show_group(group: Group, console: Console) -> None:
+    table = new_table(group.title)
+    for name in ("way", "figure", "A", "B", "B/A", "B is"):
+        left = name in ("way", "figure", "B is")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for way, changes in group.ways.items():
+        for index, change in enumerate(changes):
+            table.add_row(
+                folded(printable(way)) if index == 0 else Text(),
+                Text(change.figure),
+                Text(middle_text(change.a)),
+                Text(middle_text(change.b)),
+                Text(spread_text(change.ratio)),
+                Text(change.verdict, style=_STYLES.get(change.verdict, "")),
+                end_section=index == len(changes) - 1,
+            )
+    print_whole(table, console)
+
+
+def _count(comparison: Comparison) -> str:
+    verdicts = [
+        change.verdict
+        for group in comparison.groups
+        for changes in group.ways.values()
+        for change in changes
+    ]
+    if not verdicts:
+        return "The reports have nothing in common."
+    counts = (f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts))
+    return f"Of {len(verdicts)} figures of B: {', '.join(counts)}."

@@ -1,0 +1,104 @@
+"""The commands of the command line, put together."""
+
+from collections.abc import Callable, Sequence
+from inspect import cleandoc
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from mcinfer import __version__
+from mcinfer.cli import bench, cache, compare, devices, doctor, inspect, run, tune
+
+_COMPARE = (
+    "mcinfer bench compare A.json B.json: what differs between two of its results. A model that is "
+    "called compare is ./compare."
+)
+
+
+class _Commands(TyperGroup):
+    """Takes ``bench compare`` for one command: ``bench`` alone takes a model, so it cannot be a group."""
+
+    # Any: typer does not make public of what types contexts and commands are.
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        if args[:2] == ["bench", "compare"]:
+            args = [" ".join(args[:2]), *args[2:]]
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.Abort as exc:
+            raise KeyboardInterrupt from exc
+
+
+def call(arguments: Sequence[str] | None) -> int:
+    """Run the command that the arguments name.
+
+    Returns:
+        The exit status: 130 if it was interrupted, which nobody has been told of yet.
+
+    Raises:
+        McinferError, OSError: The command failed, and nobody has been told of it yet.
+    """
+    command = typer.main.get_command(make_app())
+    try:
+        command.main(arguments, prog_name="mcinfer")
+    except SystemExit as exc:
+        return exc.code if isinstance(exc.code, int) else 1
+    return 0
+
+
+def make_app() -> typer.Typer:
+    """All commands, in the order that help lists them in."""
+    app = typer.Typer(
+        cls=_Commands,
+        callback=_root,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+    )
+    _add(app, "run", run.run)
+    _add(app, "inspect", inspect.inspect)
+    _add(app, "devices", devices.devices)
+    _add(app, "doctor", doctor.doctor)
+    app.add_typer(_cache(), name="cache")
+    _add(app, "bench", bench.bench, epilog=_COMPARE)
+    _add(app, "bench compare", compare.compare)
+    _add(app, "tune", tune.tune)
+    return app
+
+
+def _cache() -> typer.Typer:
+    group = typer.Typer(
+        help="Models that were prepared for all workers to map.", rich_markup_mode=None
+    )
+    _add(group, "list", cache.list_entries)
+    _add(group, "clear", cache.clear)
+    _add(group, "prepare", cache.prepare)
+    return group
+
+
+def _add(
+    app: typer.Typer, name: str, command: Callable[..., None], epilog: str | None = None
+) -> None:
+    """Add a command, with the first paragraph of its docstring as its help."""
+    paragraph, *_ = cleandoc(command.__doc__ or "").split("\n\n")
+    sentence, *_ = " ".join(paragraph.split()).removesuffix(".").split(". ")
+    app.command(name, help=paragraph, short_help=f"{sentence}.", epilog=epilog)(command)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"mcinfer {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and end."
+        ),
+    ] = False,
+) -> None:
+    """One ONNX model on all the devices of this machine."""

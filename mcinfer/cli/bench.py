@@ -1,0 +1,248 @@
+"""``mcinfer bench``: how a model runs, in mcinfer's ways and in those that one would use otherwise."""
+
+import io
+import os
+import secrets
+import sys
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mcinfer.bench.known_ways import BASELINES, MODES, check_name
+from mcinfer.bench.report import Report
+from mcinfer.cli.input_options import (
+    DimOption,
+    InputOption,
+    IntegersOption,
+    SeedOption,
+    input_options,
+)
+from mcinfer.cli.options import (
+    DevicesOption,
+    ModelArgument,
+    parse_counts,
+    parse_rates,
+    parse_seconds,
+)
+from mcinfer.errors import InvalidInputError, MissingDependencyError
+from mcinfer.progress import let_workers_tell, showing_work
+
+_DEFAULT_BASELINES = "session,threads,pipe"
+_ALL_MODES = ",".join(MODES)
+_PACKAGES = {
+    "--json": ("pydantic",),
+    "--html": ("pydantic", "matplotlib", "jinja2"),
+    "--png": ("matplotlib",),
+}
+_DPI = 100
+
+
+def parse_baselines(text: str) -> tuple[str, ...]:
+    """``"session,pipe"``, ``"my_ways.py:Mine"``, or ``"none"``."""
+    if text == "none":
+        return ()
+    names = tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        try:
+            check_name(name)
+        except InvalidInputError as exc:
+            raise typer.BadParameter(str(exc).removeprefix("--against: ")) from exc
+    return names
+
+
+def parse_modes(text: str) -> tuple[str, ...]:
+    """``"sharded,concurrent"``, or ``"none"``."""
+    names = () if text == "none" else tuple(dict.fromkeys(text.split(",")))
+    unknown = [name for name in names if name not in MODES]
+    if unknown:
+        raise typer.BadParameter(f"got {unknown[0]!r}, expected some of {[*MODES]}, or none")
+    return names
+
+
+def bench(
+    model: ModelArgument,
+    devices: DevicesOption = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of each worker's run; as many as it has cores if not given."),
+    ] = None,
+    batch: Annotated[
+        Any, typer.Option(metavar="ROWS", parser=parse_counts, help="Rows of a request: 1,2,8.")
+    ] = "1",
+    concurrency: Annotated[
+        Any,
+        typer.Option(
+            metavar="CLIENTS",
+            parser=parse_counts,
+            help="Closed loops of so many clients: 1,4,16. 1,4 if neither this nor --rate is given.",
+            show_default=False,
+        ),
+    ] = None,
+    rate: Annotated[
+        Any,
+        typer.Option(
+            metavar="RATES",
+            parser=parse_rates,
+            help="Open loops (Poisson arrivals) of so many requests a second: 20,50.",
+            show_default=False,
+        ),
+    ] = None,
+    duration: Annotated[
+        Any, typer.Option(metavar="SECONDS", parser=parse_seconds, help="Of each turn.")
+    ] = "2",
+    count: Annotated[
+        int, typer.Option(min=0, help="Requests of each turn, in the place of --duration.")
+    ] = 0,
+    repeat: Annotated[int, typer.Option(min=1, help="Turns of each way under each load.")] = 3,
+    warmup: Annotated[
+        Any,
+        typer.Option(
+            metavar="SECONDS", parser=parse_seconds, help="Before each turn, not counted."
+        ),
+    ] = "0.3",
+    against: Annotated[
+        Any,
+        typer.Option(
+            metavar="WAYS",
+            parser=parse_baselines,
+            help=f"What to compare with: some of {', '.join(BASELINES)}, FILE.py:Class; or none.",
+        ),
+    ] = _DEFAULT_BASELINES,
+    modes: Annotated[
+        Any,
+        typer.Option(
+            metavar="MODES",
+            parser=parse_modes,
+            help=f"mcinfer's own ways: some of {', '.join(MODES)}; or none.",
+        ),
+    ] = _ALL_MODES,
+    max_batch_size: Annotated[
+        int, typer.Option(min=1, help="Rows that the mode batched joins to one run.")
+    ] = 8,
+    max_delay: Annotated[
+        Any,
+        typer.Option(
+            metavar="SECONDS", parser=parse_seconds, help="That a request there waits for others."
+        ),
+    ] = "0.001",
+    scaling: Annotated[
+        bool, typer.Option(help="Measure pools of fewer workers, too.", show_default=False)
+    ] = True,
+    input: InputOption = None,  # noqa: A002 the option's name
+    dim: DimOption = None,
+    integers: IntegersOption = "0:10",
+    seed: SeedOption = 0,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write all figures there.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page with plots there.")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plots there.")] = None,
+) -> None:
+    """Measure how a model runs: mcinfer's ways, and what one would use otherwise, in turns.
+
+    `mcinfer bench compare A.json B.json` compares two of its files.
+    """
+    from mcinfer.bench.runner import Benchmark, Plan
+
+    if concurrency is None:
+        concurrency = () if rate else (1, 4)
+    ways = (*against, *modes)
+    if not ways:
+        raise typer.BadParameter("--against none --modes none leaves nothing to measure")
+    plan = Plan(
+        model=model,
+        devices=devices,
+        threads=threads,
+        batches=batch,
+        clients=concurrency,
+        rates=rate or (),
+        seconds=duration,
+        count=count,
+        repeats=repeat,
+        warmup=warmup,
+        ways=ways,
+        max_batch_size=max_batch_size,
+        max_delay=max_delay,
+        scaling=scaling and "concurrent" in modes,
+        inputs=input_options(input, dim, integers, seed),
+    )
+    outputs = {"--json": json, "--html": html, "--png": png}
+    _check_outputs(outputs)
+    let_workers_tell()
+    benchmark = Benchmark(plan, lambda turns, note: work.show(turns, note))
+    try:
+        with showing_work(sys.stderr, "measuring", benchmark.turns, "turns") as work:
+            report = benchmark.run()
+    except KeyboardInterrupt:
+        if benchmark.turns_taken:
+            _show(benchmark.report(), outputs)
+        raise
+    _show(report, outputs)
+
+
+def _check_outputs(outputs: Mapping[str, Path | None]) -> None:
+    """What would keep a file from being written is told before the work, not after it.
+
+    Raises:
+        InvalidInputError: There is no such folder, or nobody may write there.
+        MissingDependencyError: A package is needed for it.
+    """
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            raise InvalidInputError(f"{option}: there is no folder {folder}")
+        if path.is_dir() or not os.access(folder, os.W_OK):
+            raise InvalidInputError(f"{option}: {path} cannot be written")
+        for package in _PACKAGES[option]:
+            if find_spec(package) is None:
+                raise MissingDependencyError(
+                    f"{option} needs the package {package}: pip install 'mcinfer[bench]'"
+                )
+
+
+def _show(report: Report, outputs: Mapping[str, Path | None]) -> None:
+    """Print it, and write the files that were asked for."""
+    from rich.console import Console
+
+    from mcinfer.bench.views.terminal import show
+
+    show(report, Console())
+    for option, path in outputs.items():
+        if path is not None:
+            # Beside it first: nobody finds half a file under that name.
+            beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+            try:
+                beside.write_bytes(_CONTENTS[option](report))
+                beside.replace(path)
+            finally:
+                beside.unlink(missing_ok=True)
+
+
+def _json(report: Report) -> bytes:
+    from mcinfer.bench.report import dump
+
+    return dump(report)
+
+
+def _html(report: Report) -> bytes:
+    from mcinfer.bench.views.page import render
+
+    return render(report).encode()
+
+
+def _png(report: Report) -> bytes:
+    from mcinfer.bench.views.plots import figure
+
+    content = io.BytesIO()
+    figure(report).savefig(content, format="png", dpi=_DPI)
+    return content.getvalue()
+
+
+_CONTENTS: dict[str, Callable[[Report], bytes]] = {"--json": _json, "--html": _html, "--png": _png}

@@ -1,0 +1,87 @@
+"""``mcinfer devices``: the cores and GPUs of this machine, and how the CPU is shared out over workers."""
+
+import os
+
+from mcinfer.cli.options import DevicesOption
+from mcinfer.config import CoreShare, Device, automatic_workers, parse_devices, share_cores
+from mcinfer.errors import InvalidInputError
+from mcinfer.machine import (
+    Gpu,
+    core_siblings,
+    cpu_quota,
+    format_core_list,
+    gpus,
+    numa_nodes,
+    whole_cpus,
+)
+
+
+def devices(devices: DevicesOption = None) -> None:
+    """The cores and GPUs of this machine, and how the CPU is shared out over workers."""
+    cores, cpus = sorted(os.sched_getaffinity(0)), whole_cpus()
+    parsed = parse_devices(devices, cpus)
+    shares = share_cores(parsed, cores, cpus=cpus)
+    for share in shares.values():
+        if isinstance(share, InvalidInputError):
+            raise share
+    default = _count(automatic_workers(cpus), "worker")
+    print(f"{_count(len(cores), 'usable core')}: {format_core_list(cores)}; by default {default}")
+    for line in (*_cpu_lines(cores), *_gpu_lines()):
+        print(line)
+    for index, device in enumerate(parsed):
+        print(f"worker {index}: {_share_text(device, shares.get(index))}")
+
+
+def _cpu_lines(cores: list[int]) -> list[str]:
+    lines = []
+    sockets, physical = core_siblings()
+    if physical:
+        belong = "belongs" if len(cores) == 1 else "belong"
+        place = f"{_count(physical, 'physical core')} of {_count(sockets, 'socket')}"
+        lines.append(f"  {belong} to {place}")
+    nodes = numa_nodes().items()
+    lines += [f"  NUMA node {node}: {format_core_list(mine)}" for node, mine in nodes if mine]
+    return [*lines, f"  CPU quota: {quota_text(cpu_quota(), len(cores))}"]
+
+
+def quota_text(quota: float | None, cores: int) -> str:
+    """A quota of CPUs' worth of time, and what is left by it of so many cores."""
+    if quota is None:
+        return "none"
+    threads = _count(max(1, int(quota)), "thread")
+    left = f"{threads} at a time" if quota < cores else "no fewer than there are cores"
+    return f"{quota:g} CPUs, {left}"
+
+
+def _gpu_lines() -> list[str]:
+    try:
+        found = gpus()
+    except FileNotFoundError:
+        return ["no GPU was found: there is no nvidia-smi"]
+    except OSError as exc:
+        return [f"no GPU was found: {exc}"]
+    return [gpu_text(gpu) for gpu in found] or ["no GPU was found: nvidia-smi names none"]
+
+
+def gpu_text(gpu: Gpu) -> str:
+    """A GPU by the name that devices have, with its memory where the driver tells of it."""
+    if gpu.memory_bytes is None:
+        return f"cuda:{gpu.index}: {gpu.name}"
+    free = "" if gpu.free_bytes is None else f", {_gibibytes(gpu.free_bytes)} free"
+    return f"cuda:{gpu.index}: {gpu.name}, {_gibibytes(gpu.memory_bytes)}{free}"
+
+
+def _share_text(device: Device, share: CoreShare | InvalidInputError | None) -> str:
+    if not isinstance(share, CoreShare):
+        return f"{device}, not a share of the CPU"
+    cores = f"core{'s' if len(share.cores) > 1 else ''} {format_core_list(share.cores)}"
+    threads = _count(share.threads or len(share.cores), "thread")
+    return f"{device}, {cores}{', shared' if share.shared else ''}, {threads}"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def _gibibytes(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

@@ -1,0 +1,107 @@
+"""Arguments and options that several commands take, and what reads them.
+
+What reads an option's text raises `typer.BadParameter`, so it is wrong usage, told with the option's
+name. Its values are of types that typer would read otherwise (a tuple: several words); so they are
+``Any`` in its annotations, and what they are stands in the parser's signature.
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import typer
+
+from mcinfer.config import check_seconds, parse_devices
+from mcinfer.errors import InvalidInputError
+
+_T = TypeVar("_T")
+
+
+class Dim(NamedTuple):
+    """The size that a symbolic dimension is to have."""
+
+    name: str
+    size: int
+
+
+def parse_devices_option(text: str) -> int | list[str]:
+    """``"2"``: so many devices; ``"cpu:0,cpu:1"``: these."""
+    chosen = int(text) if text.isdecimal() else text.split(",")
+    try:
+        parse_devices(chosen, 1)
+    except InvalidInputError as exc:
+        raise typer.BadParameter(str(exc)) from exc
+    return chosen
+
+
+def parse_seconds(text: str) -> float:
+    """``"2.5"``: seconds, 0 or more."""
+    try:
+        seconds = float(text)
+        check_seconds("seconds", seconds)
+    except ValueError as exc:
+        raise typer.BadParameter(f"got {text!r}, expected seconds, 0 or more") from exc
+    return seconds
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """``"1,2,8"``: different whole numbers of at least 1, in the order that was given."""
+    return _parse_list(text, _count, "whole numbers of at least 1, such as 1,2,8")
+
+
+def parse_rates(text: str) -> tuple[float, ...]:
+    """``"20,50"``: different numbers above 0, in the order that was given."""
+    return _parse_list(text, _rate, "numbers above 0, such as 20,50")
+
+
+def parse_dims(text: str) -> Dim:
+    """``"seq=128"``: the name of a dimension and its size, which is at least 1."""
+    name, _, size = text.rpartition("=")
+    try:
+        if name:
+            return Dim(name, _count(size))
+    except ValueError:
+        pass
+    raise typer.BadParameter(f"got {text!r}, expected a name and a size, such as seq=128")
+
+
+def _parse_list(text: str, parse: Callable[[str], _T], expected: str) -> tuple[_T, ...]:
+    try:
+        values = tuple(parse(word) for word in text.split(","))
+    except ValueError as exc:
+        raise typer.BadParameter(f"got {text!r}, expected {expected}") from exc
+    if len(set(values)) < len(values):
+        raise typer.BadParameter(f"got {text!r}, expected each number once")
+    return values
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise ValueError(text)
+    return count
+
+
+def _rate(text: str) -> float:
+    rate = float(text)
+    if not 0 < rate < math.inf:
+        raise ValueError(text)
+    return rate
+
+
+ModelArgument = Annotated[
+    Path, typer.Argument(metavar="MODEL", help="Path of an ONNX model.", show_default=False)
+]
+
+DevicesOption = Annotated[
+    Any,
+    typer.Option(
+        "--devices",
+        metavar="DEVICES",
+        parser=parse_devices_option,
+        help="How many (2), or which (cpu:0,cpu:1); all of the CPU if not given.",
+        show_default=False,
+    ),
+]
+"""What `parse_devices_option` gives, or None."""

@@ -1,0 +1,178 @@
+"""``mcinfer tune``: which pool answers a load best, as a program to copy."""
+
+import math
+import os
+import sys
+from json import dumps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mcinfer.cli.input_options import (
+    DimOption,
+    InputOption,
+    IntegersOption,
+    SeedOption,
+    input_options,
+)
+from mcinfer.cli.options import ModelArgument, parse_rates, parse_seconds
+from mcinfer.errors import InvalidInputError, McinferError
+from mcinfer.progress import let_workers_tell, showing_work
+
+_GOALS = ("throughput", "latency")
+
+
+def parse_goal(text: str) -> str:
+    """``"throughput"`` or ``"latency"``."""
+    if text not in _GOALS:
+        raise typer.BadParameter(f"got {text!r}, expected one of {[*_GOALS]}")
+    return text
+
+
+def parse_some_seconds(text: str) -> float:
+    """``"60"``: seconds, more than 0."""
+    seconds = parse_seconds(text)
+    if not 0 < seconds < math.inf:
+        raise typer.BadParameter(f"got {text!r}, expected seconds, more than 0")
+    return seconds
+
+
+def parse_rate(text: str) -> float:
+    """``"50"``: a number above 0."""
+    (rate, *more) = parse_rates(text)
+    if more:
+        raise typer.BadParameter(f"got {text!r}, expected one number")
+    return rate
+
+
+def tune(
+    model: ModelArgument,
+    goal: Annotated[
+        Any,
+        typer.Option(
+            metavar="GOAL",
+            parser=parse_goal,
+            help="throughput: most rows a second. latency: the least median latency.",
+        ),
+    ] = "throughput",
+    max_latency: Annotated[
+        Any,
+        typer.Option(
+            metavar="SECONDS",
+            parser=parse_some_seconds,
+            help="Bound that 99 % of the requests are to keep; none if not given.",
+            show_default=False,
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of a request.")] = 1,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Requests under way at once: twice the cores, or 1 with --goal latency, if not given.",
+            show_default=False,
+        ),
+    ] = None,
+    rate: Annotated[
+        Any,
+        typer.Option(
+            metavar="RATE",
+            parser=parse_rate,
+            help="An open loop (Poisson arrivals) of so many requests a second, with --goal latency.",
+            show_default=False,
+        ),
+    ] = None,
+    budget: Annotated[
+        Any,
+        typer.Option(
+            metavar="SECONDS", parser=parse_some_seconds, help="That the search may take."
+        ),
+    ] = "60",
+    input: InputOption = None,  # noqa: A002 the option's name
+    dim: DimOption = None,
+    integers: IntegersOption = "0:10",
+    seed: SeedOption = 0,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write all that was measured there.")
+    ] = None,
+) -> None:
+    """Find the pool that answers a load best, and print a program that uses it.
+
+    Workers, threads of each, and how requests are joined are searched by successive halving.
+    """
+    import mcinfer.bench.views.terminal  # noqa: F401 says before the work, not after it, what is not installed
+    from mcinfer.bench.surroundings import machine
+    from mcinfer.bench.tuning.advice import as_json, verdict
+    from mcinfer.bench.tuning.search import Search
+
+    aim = _aim(goal, batch, concurrency, rate, max_latency)
+    options = input_options(input, dim, integers, seed)
+    _check_writable(json)
+    before = machine()
+    let_workers_tell()
+    search = Search(
+        model, aim, options, budget=budget, progress=lambda done, note: work.show(done, note)
+    )
+    try:
+        with showing_work(sys.stderr, "tuning", budget) as work:
+            search.run()
+    finally:  # what is known so far, also where it was interrupted
+        found = search.found()
+        if found.best is not None:
+            _show(str(model), found)
+            if json is not None:
+                json.write_bytes(as_json(str(model), found, before))
+    if not found.fits:
+        raise McinferError(verdict(found))
+
+
+def _aim(
+    goal: Any, batch: int, concurrency: int | None, rate: float | None, max_latency: float | None
+) -> Any:
+    from mcinfer.bench.report import Load
+    from mcinfer.bench.runner import OPEN_LOOP_CLIENTS
+    from mcinfer.bench.tuning.candidates import Aim
+    from mcinfer.machine import whole_cpus
+
+    if concurrency is None and rate is not None:
+        concurrency = OPEN_LOOP_CLIENTS
+    elif concurrency is None:
+        concurrency = 1 if goal == "latency" else 2 * whole_cpus()
+    try:
+        load = Load(batch=batch, clients=concurrency, rate=rate)
+        return Aim(goal=goal, load=load, max_latency=max_latency)
+    except InvalidInputError as exc:
+        raise typer.BadParameter(str(exc)) from exc
+
+
+def _check_writable(path: Path | None) -> None:
+    """Before the work, not after it."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise InvalidInputError(f"--json: {path} cannot be written")
+
+
+def _show(model: str, found: Any) -> None:
+    """Print what was tried, what is best, and a program that uses it; no such program where nothing fits."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from mcinfer.bench.tuning.advice import arguments, grids, program, remarks, verdict
+    from mcinfer.bench.views.terminal import print_lines, show_grid
+
+    console = Console()
+    for grid in grids(found):
+        show_grid(grid, console)
+        console.print()
+    print_lines([*remarks(found), ""], console)
+    if not found.fits:
+        return
+    print_lines([verdict(found), ""], console, "bold")
+    # To be copied: not to be wrapped.
+    chosen = found.recommended
+    console.print(Text(program(model, chosen, found)), soft_wrap=True)
+    console.print()
+    console.print(Text(dumps(arguments(chosen, found.default))), soft_wrap=True)

@@ -1,0 +1,1 @@
+"""What mcinfer needs of this machine, whether it is there, and what to do where it is not."""

@@ -1,0 +1,148 @@
+"""How a large batch becomes requests: pure, shapes alone.
+
+It is counted in *units*: rows of a batch of any size, or pieces of a fixed batch. A request has so many
+units of each input that is cut, and the others whole. `mcinfer.sharding` says what is cut, here as in
+`Master.predict`, to which the axes are then given as they are for the whole batch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+
+from mcinfer import sharding
+from mcinfer.errors import InvalidInputError
+from mcinfer.sharding import OutputJoin, Shape
+from mcinfer.specs import ModelSpec
+from mcinfer.tensors import as_input
+
+_REQUEST_BYTES = 64 << 20
+"""Of inputs and outputs of one request, where nobody says how many rows it is to have."""
+
+
+class Described(Protocol):
+    """What is known of an array before it is read."""
+
+    @property
+    def dtype(self) -> "np.dtype[Any]":
+        """Of its elements."""
+
+    @property
+    def shape(self) -> Shape:
+        """Its sizes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requests:
+    """The requests of a batch.
+
+    Attributes:
+        axes: By input, the axis that it is cut along, or None: each request takes it whole.
+        sizes: By input that is cut, what one unit has along that axis.
+        units: All of them.
+        step: Units of one request; the last may have fewer.
+        unit_rows: Rows of one unit, to count rows by.
+        joins: By output, in the model's order, how the requests' answers come together.
+    """
+
+    axes: dict[str, int | None]
+    sizes: dict[str, int]
+    units: int
+    step: int
+    unit_rows: int
+    joins: dict[str, OutputJoin]
+
+    @property
+    def count(self) -> int:
+        """How many requests; one for a batch of no rows."""
+        return max(1, -(-self.units // self.step))
+
+    def span(self, request: int) -> tuple[int, int]:
+        """The first unit of a request, and the one after its last."""
+        return request * self.step, min((request + 1) * self.step, self.units)
+
+
+def plan_requests(
+    model: ModelSpec, arrays: Mapping[str, Described], workers: int, rows: int | None
+) -> Requests:
+    """Check what goes in, and cut it.
+
+    Args:
+        model: What the model takes and gives.
+        arrays: What is known of each input.
+        workers: Over how many a request is split: it has rows for each, where that is possible.
+        rows: Of one request; None is as many as have 64 MiB of inputs and outputs of known shapes.
+
+    Raises:
+        InvalidInputError: It does not fit the model, as `Master.predict` would say.
+    """
+    _check_names(model, arrays)
+    for spec in model.inputs:
+        as_input(np.empty(0, arrays[spec.name].dtype), spec, spec.element_type)
+    shapes = [arrays[spec.name].shape for spec in model.inputs]
+    plan = sharding.plan(model, shapes, 1)
+    axes = {spec.name: cut.axis for spec, cut in zip(model.inputs, plan.inputs, strict=True)}
+    cut = {name: arrays[name].shape[axis] for name, axis in axes.items() if axis is not None}
+    fixed = _fixed_sizes(model, axes)
+    units = len(plan.rows) if fixed else sum(plan.rows)
+    unit_rows = next(iter(fixed.values()), 1)
+    unit_bytes = _unit_bytes(model, arrays, axes, plan.outputs, max(1, units))
+    step = _step(unit_bytes, workers) if rows is None else max(1, rows // unit_rows)
+    if cut and not fixed and (units > step or workers > 1):
+        sharding.plan(model, shapes, 2)  # says what cannot be cut
+    return Requests(
+        axes=axes,
+        sizes={name: fixed.get(name, 1) for name in cut},
+        units=units,
+        step=max(1, min(step, units)),
+        unit_rows=unit_rows,
+        joins={spec.name: join for spec, join in zip(model.outputs, plan.outputs, strict=True)},
+    )
+
+
+def _check_names(model: ModelSpec, arrays: Mapping[str, Described]) -> None:
+    names = [spec.name for spec in model.inputs]
+    unknown = [name for name in arrays if name not in names]
+    missing = [name for name in names if name not in arrays]
+    if unknown or missing:
+        said = [f"unknown {unknown}"] * bool(unknown) + [f"missing {missing}"] * bool(missing)
+        raise InvalidInputError(f"inputs: {', '.join(said)}, expected {names}")
+
+
+def _fixed_sizes(model: ModelSpec, axes: Mapping[str, int | None]) -> dict[str, int]:
+    """By input that is cut into pieces of a fixed batch, the rows of a piece."""
+    sizes = {}
+    for spec in model.inputs:
+        axis = axes[spec.name]
+        size = None if axis is None else spec.shape[axis]
+        if isinstance(size, int):
+            sizes[spec.name] = size
+    return sizes
+
+
+def _unit_bytes(
+    model: ModelSpec,
+    arrays: Mapping[str, Described],
+    axes: Mapping[str, int | None],
+    joins: tuple[OutputJoin, ...],
+    units: int,
+) -> int:
+    """Bytes of one unit, inputs and outputs; those of outputs whose shape is not known do not count."""
+    inputs = [
+        prod(arrays[name].shape) * arrays[name].dtype.itemsize
+        for name, axis in axes.items()
+        if axis is not None
+    ]
+    outputs = [
+        prod(join.shape) * spec.dtype.itemsize
+        for spec, join in zip(model.outputs, joins, strict=True)
+        if join.axis is not None and join.shape is not None
+    ]
+    return max(1, sum(inputs + outputs) // units)
+
+
+def _step(unit_bytes: int, workers: int) -> int:
+    """Units of a request: as many for each worker, at least one."""
+    return max(1, _REQUEST_BYTES // unit_bytes // workers) * workers

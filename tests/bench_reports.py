@@ -1,0 +1,189 @@
+"""Reports as a benchmark would write them, for tests of what is made of them."""
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from mcinfer.bench.report import (
+    QUANTILES,
+    Load,
+    Measurement,
+    Memory,
+    Model,
+    Report,
+    Role,
+    Settings,
+    Turn,
+    Way,
+)
+
+SPEEDS = {
+    "session": 1.0,
+    "threads": 1.15,
+    "threads-1": 1.4,
+    "pipe": 0.7,
+    "pipe-each": 1.2,
+    "sharded": 1.05,
+    "concurrent": 1.5,
+    "batched": 1.9,
+}
+"""Ways, and how many times as fast as the first they are in example reports."""
+
+BASELINES = ("session", "threads", "threads-1", "pipe", "pipe-each")
+MACHINE: dict[str, str | int | float] = {
+    "cpu": "AMD EPYC 7B13",
+    "cores": 8,
+    "memory_gib": 31.3,
+    "load_average_before": 0.2,
+    "kernel": "6.1.0",
+    "python": "3.11.7",
+    "onnxruntime": "1.31.1",
+}
+
+
+def turn(
+    rate: float = 100.0,
+    *,
+    seconds: float = 2.0,
+    slowest: float = 0.05,
+    failed: int = 0,
+    unfinished: int = 0,
+    run_seconds: float | None = None,
+    cores: float = 2.0,
+) -> Turn:
+    """A turn of so many requests a second, whose latencies rise from a fifth of the slowest one's."""
+    requests = round(rate * seconds)
+    latencies = tuple(slowest * (0.2 + 0.8 * q**6) for q in QUANTILES) if requests else ()
+    return Turn(
+        requests=requests,
+        failed=failed,
+        unfinished=unfinished,
+        seconds=seconds,
+        latencies=latencies,
+        mean_latency=slowest * (0.2 + 0.8 / 7) if requests else 0.0,
+        run_seconds=run_seconds,
+        cpu_seconds=cores * seconds,
+    )
+
+
+def way(name: str, *, role: Role | None = None, workers: int = 1, repeats: int = 3) -> Way:
+    """A way that was measured."""
+    return Way(
+        name=name,
+        text=f"how {name} does it",
+        role=role or ("baseline" if name in BASELINES else "mcinfer"),
+        workers=workers,
+        start_seconds=tuple(0.5 + 0.1 * workers + 0.01 * n for n in range(repeats)),
+        memory=tuple(
+            Memory(
+                pss=(90 + 25 * workers + n) * 10**6,
+                uss=(60 + 22 * workers + n) * 10**6,
+                processes=workers,
+            )
+            for n in range(repeats)
+        ),
+    )
+
+
+def report(
+    ways: Sequence[Way],
+    turns: Mapping[tuple[str, Load], Sequence[Turn]],
+    *,
+    name: str = "unet.onnx",
+) -> Report:
+    """A report of these ways and turns."""
+    return Report(
+        made_at="2025-01-02T03:04:05+00:00",
+        took_seconds=321.5,
+        mcinfer="0.6.0",
+        machine=dict(MACHINE),
+        model=Model(
+            name=name,
+            bytes=52_428_800,
+            inputs=("latents: float32[batch, 4, 32, 32]", "step: int64[]"),
+            outputs=("noise: float32[batch, 4, 32, 32]",),
+        ),
+        settings=Settings(
+            devices=("cpu:0", "cpu:1", "cpu:2", "cpu:3"),
+            seconds=2.0,
+            count=0,
+            repeats=3,
+            warmup_seconds=0.5,
+            seed=0,
+            dims={"height": 32},
+            max_batch_size=16,
+            max_delay=0.002,
+        ),
+        ways=tuple(ways),
+        measurements=tuple(
+            Measurement(way=way, load=load, turns=tuple(taken))
+            for (way, load), taken in turns.items()
+        ),
+    )
+
+
+def small(**rates: Sequence[float]) -> Report:
+    """A report of a few ways under one load, ``batch 2, 4 clients``: requests a second in each repeat."""
+    load = Load(batch=2, clients=4)
+    names = [name.replace("_", "-") for name in rates]
+    taken = zip(names, rates.values(), strict=True)
+    return report(
+        [way(name) for name in names],
+        {
+            (name, load): [turn(rate, slowest=5 / (rate or 1)) for rate in each]
+            for name, each in taken
+        },
+    )
+
+
+def large(*, seed: int = 0, repeats: int = 3) -> Report:
+    """Eight ways under closed and open loops, one that failed, one that did not keep up, and scaling."""
+    draw = random.Random(seed)  # noqa: S311 no secret
+    ways = [way(name, workers=4 if name not in BASELINES else 1) for name in SPEEDS]
+    broken = replace(
+        way("ours.py:Broken", role="baseline"),
+        start_seconds=(),
+        memory=(),
+        error="ValueError: this way cannot run [batch] of <this> model",
+    )
+    loads = [Load(batch=b, clients=c) for b in (1, 2, 8) for c in (1, 4, 16)]
+    turns = {}
+    for load in loads:
+        for name, speed in SPEEDS.items():
+            turns[name, load] = [
+                _closed(load, speed * draw.uniform(0.93, 1.07), name) for _ in range(repeats)
+            ]
+    for rate in (20.0, 50.0):
+        load = Load(batch=8, clients=64, rate=rate)
+        for name, speed in SPEEDS.items():
+            most = 30 * speed
+            late = max(0, round(2 * (rate - most)))
+            turns[name, load] = [
+                turn(
+                    min(rate, most),
+                    slowest=(3.0 if late else 0.15 / speed) * draw.uniform(0.8, 1.3),
+                    unfinished=late,
+                )
+                for _ in range(repeats)
+            ]
+    scaling = Load(batch=8, clients=8)
+    pools = [way(f"pool-{n}", role="scaling", workers=n) for n in (1, 2, 3, 4)]
+    for pool in pools:
+        speed = 12 * pool.workers**0.9
+        turns[pool.name, scaling] = [
+            turn(speed * draw.uniform(0.95, 1.05), slowest=0.9) for _ in range(repeats)
+        ]
+    return report([*ways, broken, *pools], turns)
+
+
+def _closed(load: Load, speed: float, name: str) -> Turn:
+    rate = 60 * speed * load.clients**0.3 / load.batch**0.6
+    if name == "session":
+        rate /= load.clients**0.3  # one request at a time
+    return turn(
+        rate,
+        slowest=load.clients / rate * 2.2,
+        run_seconds=None if name == "pipe" else 0.6 / rate,
+        cores=min(8.0, 1 + math.log2(load.clients) * speed),
+    )

@@ -1,0 +1,242 @@
+"""Benchmarks of real ways in real processes."""
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mcinfer.bench.inputs import InputOptions
+from mcinfer.bench.known_ways import BASELINES, MODES
+from mcinfer.bench.report import Load, Report, dump, load
+from mcinfer.bench.request_file import write_request
+from mcinfer.bench.runner import Benchmark, Plan
+from mcinfer.bench.subject import Subject, WayFailedError
+from mcinfer.bench.way import Setup
+from mcinfer.runtime_folder import RuntimeFolder
+from tests.process.models import AFFINE, OnnxModel, rows
+from tests.process.scripts import Program
+from tests.process.waiting import is_alive, wait_until
+
+pytestmark = pytest.mark.timeout(60)
+
+ONE = Load(batch=2, clients=1)
+
+MY_WAYS = """
+import os, signal, time
+from mcinfer.bench.way import RunningWay
+
+class Mine(RunningWay):
+    text = "a way of one's own"
+    def __init__(self, setup):
+        self.setup = setup
+        self.runs = 0
+    def run(self, inputs):
+        time.sleep(0.001)
+        self.runs += 1
+        return inputs["x"] * 2 + 1
+    def run_seconds(self):
+        return self.runs, 0.0005 * self.runs
+    def close(self):
+        open("closed", "w").close()
+
+class DiesInItsTurn(Mine):
+    def run(self, inputs):
+        print("last words")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+class RefusesBatch(Mine):
+    def run(self, inputs):
+        if len(inputs["x"]) == 2:
+            raise ValueError("two rows are too many")
+        return super().run(inputs)
+
+class DoesNotStart(Mine):
+    def __init__(self, setup):
+        raise OSError("no such thing as " + setup.devices[0])
+
+class Hangs(Mine):
+    def run(self, inputs):
+        time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with ways of one's own; what they write lies beside it."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "my_ways.py"
+    path.write_text(MY_WAYS, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def setup(onnx_model: OnnxModel) -> Setup:
+    return Setup(
+        model=str(onnx_model(AFFINE)),
+        cores=2,
+        devices=("cpu:0", "cpu:1"),
+        threads=None,
+        outputs=("y",),
+        split=("x",),
+        max_batch_size=4,
+        max_delay=0.001,
+    )
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> dict[int, Path]:
+    path = tmp_path / "2.request"
+    write_request(path, rows(2))
+    return {2: path}
+
+
+def measure(model: Path, *ways: str, **more: object) -> Report:
+    options = InputOptions(files={}, archive=None, dims={})
+    settings = {"seconds": 0.05, "warmup": 0.0, "repeats": 2, "scaling": False, **more}
+    plan = Plan(model=model, devices=2, ways=ways, inputs=options, **settings)  # type: ignore[arg-type]
+    told: list[tuple[float, str]] = []
+    benchmark = Benchmark(plan, lambda turns, note: told.append((turns, note)))
+    report = benchmark.run()
+    turns = [taken for taken, _ in told]
+    assert turns == sorted(turns)
+    assert benchmark.turns_taken == benchmark.turns
+    return report
+
+
+def test_every_way_is_measured_under_every_load_and_pools_of_every_size(
+    onnx_model: OnnxModel, tmp_path: Path
+) -> None:
+    report = measure(
+        onnx_model(AFFINE),
+        *BASELINES,
+        *MODES,
+        batches=(1, 2),
+        clients=(1, 2),
+        rates=(200.0,),
+        scaling=True,
+        repeats=1,
+    )
+    assert [w.error for w in report.ways] == [""] * len(report.ways)
+    assert [w.name for w in report.ways] == [*BASELINES, *MODES, "pool-1", "pool-2"]
+    assert report.finished
+    loads = report.loads("baseline", "mcinfer")
+    assert [str(one) for one in loads] == [
+        f"batch {batch}, {how}" for batch in (1, 2) for how in ("1 client", "2 clients", "200/s")
+    ]
+    for way in report.ways:
+        assert len(way.start_seconds) == len(way.memory) == 1
+        assert min(way.start_seconds) > 0.01
+        assert all(memory.pss >= memory.uss > 10_000_000 for memory in way.memory)
+        mine = report.loads("scaling") if way.role == "scaling" else loads
+        for one in mine:
+            measured = report.find(way.name, one)
+            assert measured is not None
+            assert [turn.failed for turn in measured.turns] == [0]
+            assert all(turn.requests > 0 and turn.latencies for turn in measured.turns)
+    # The sample has a process for itself, one for each worker, and multiprocessing's own.
+    counts = {way.name: way.memory[-1].processes for way in report.ways}
+    assert (counts["session"], counts["sharded"], counts["pool-1"]) == (1, 3, 2)
+    assert counts["pipe"] >= 3
+    overheads = {m.way: m.turns[0].overhead for m in report.measurements if m.load == ONE}
+    assert overheads["session"] is None
+    assert all((overheads[way] or 0) > 0 for way in (*MODES, "pipe"))
+    (tmp_path / "report.json").write_bytes(dump(report))
+    assert load(tmp_path / "report.json") == report
+
+
+def test_way_of_ones_own_is_measured_beside_the_others(onnx_model: OnnxModel, ways: Path) -> None:
+    report = measure(onnx_model(AFFINE), f"{ways}:Mine", count=5)
+    (way,) = report.ways
+    assert (way.name, way.role, way.error) == ("Mine", "baseline", "")
+    (measured,) = report.measurements
+    for turn in measured.turns:
+        assert turn.requests == 5
+        assert turn.run_seconds == pytest.approx(0.0005)
+        assert turn.latency(0.0) >= 0.001
+    assert (ways.parent / "closed").exists()
+
+
+def test_way_that_fails_is_told_of_and_the_others_go_on(onnx_model: OnnxModel, ways: Path) -> None:
+    names = ("DoesNotStart", "DiesInItsTurn", "RefusesBatch", "Mine")
+    report = measure(
+        onnx_model(AFFINE), *(f"{ways}:{name}" for name in names), batches=(1, 2), count=2
+    )
+    errors = {way.name: way.error for way in report.ways}
+    assert errors["DoesNotStart"].endswith("OSError: no such thing as cpu:0")
+    assert "its process ended with status -9: last words" in errors["DiesInItsTurn"]
+    assert errors["RefusesBatch"].endswith("ValueError: two rows are too many")
+    assert errors["RefusesBatch"].startswith("batch 2, 1 client: ")
+    assert errors["Mine"] == ""
+    measured = {(m.way, m.load.batch): len(m.turns) for m in report.measurements}
+    assert measured == {("RefusesBatch", 1): 2, ("Mine", 1): 2, ("Mine", 2): 2}
+
+
+def test_way_that_hangs_is_ended_when_its_time_is_over(
+    setup: Setup, inputs: dict[int, Path], ways: Path
+) -> None:
+    with Subject(f"{ways}:Hangs", setup, inputs) as subject:
+        subject.start(30)
+        with pytest.raises(WayFailedError, match=r"turn was not done within 0\.3 s"):
+            subject.turn(ONE, count=1, timeout=0.3)
+        assert not subject.alive
+        with pytest.raises(WayFailedError, match="its process has ended"):
+            subject.memory()
+
+
+def test_model_that_cannot_be_loaded_is_the_ways_failure(
+    setup: Setup, inputs: dict[int, Path], tmp_path: Path
+) -> None:
+    bad = tmp_path / "bad.onnx"
+    bad.write_bytes(b"no model")
+    for way in ("session", "pipe", "concurrent"):
+        broken = replace(setup, model=str(bad))
+        with (
+            Subject(way, broken, inputs) as subject,
+            pytest.raises(WayFailedError, match=r"bad\.onnx"),
+        ):
+            subject.start(30)
+
+
+@pytest.fixture
+def program(onnx_model: OnnxModel) -> Iterator[Program]:
+    """A benchmark from the command line that would last for minutes."""
+    text = "import sys; from mcinfer.cli import main; sys.exit(main(sys.argv[1:]))"
+    options = ("--duration", "60", "--repeat", "1", "--concurrency", "1", "--no-scaling")
+    with Program(text, "bench", onnx_model(AFFINE), *options) as running:
+        yield running
+
+
+def drivers(program: Program) -> list[int]:
+    processes = psutil.Process(program.pid).children(recursive=True)
+    return [process.pid for process in processes]
+
+
+def test_interrupted_benchmark_shows_what_it_has_and_leaves_nothing(program: Program) -> None:
+    # Six ways, of which two have workers and one has processes.
+    wait_until(lambda: len(drivers(program)) >= 6 + 2 * 2, timeout=40)
+    started = drivers(program)
+    os.kill(program.pid, signal.SIGINT)
+    ended = program.wait(timeout=30)
+    assert ended.status == 130
+    assert ended.err.splitlines() == ["mcinfer: interrupted"]
+    wait_until(lambda: not any(map(is_alive, started)), timeout=10)
+
+
+def test_killed_benchmark_takes_all_its_processes_with_it(
+    program: Program, runtime_dir: Path
+) -> None:
+    wait_until(lambda: len(drivers(program)) >= 6 + 2 * 2, timeout=40)
+    started = drivers(program)
+    os.kill(program.pid, signal.SIGKILL)
+    wait_until(lambda: not any(map(is_alive, started)), timeout=20)
+
+    def swept() -> bool:
+        """The next master that starts removes the folders of those that were killed."""
+        RuntimeFolder().remove()
+        return not any(runtime_dir.glob("mcinfer-*"))
+
+    wait_until(swept, timeout=10)

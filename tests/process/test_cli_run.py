@@ -1,0 +1,233 @@
+"""``mcinfer run`` as a user runs it: interrupted, killed, twice at once, on a full disk."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import psutil
+import pytest
+from numpy.typing import NDArray
+from onnx import helper
+
+from tests.command_line import FLOAT, files, save, save_double
+from tests.process.scripts import Ended, Program
+from tests.process.test_cli_cache import on_terminal
+from tests.process.waiting import all_gone, stop, wait_until
+
+COMMAND = "import sys; from mcinfer.cli import main; sys.exit(main(sys.argv[1:]))"
+TELLS_MEMORY = """
+import re, sys
+from mcinfer.cli import main
+status = main(sys.argv[1:])
+print(re.search(r"VmHWM:\\s*(\\d+) kB", open("/proc/self/status").read())[1])
+sys.exit(status)
+"""
+WIDTH = 512
+STEP = 32
+COUNT = 80
+ROWS = COUNT * STEP
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Path:
+    """A model that has some milliseconds to do for a request."""
+    weights = np.random.default_rng(0).normal(0, WIDTH**-0.5, (WIDTH, WIDTH))
+    names = ["x", *(f"y{i}" for i in range(20)), "y"]
+    return save(
+        tmp_path / "slow.onnx",
+        [helper.make_node("MatMul", [before, "w"], [after]) for before, after in pairwise(names)],
+        [("x", FLOAT, ["batch", WIDTH])],
+        [("y", FLOAT, ["batch", WIDTH])],
+        {"w": weights.astype(np.float32)},
+    )
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "in.npz"
+    np.savez(path, x=np.random.default_rng(1).random((ROWS, WIDTH), np.float32))
+    return path
+
+
+def arguments(model: Path, source: Path, target: Path, batch: int = STEP) -> list[str]:
+    where = ["--input", str(source), "--output", str(target)]
+    return ["run", str(model), *where, "--devices", "2", "--batch", str(batch)]
+
+
+def run(*words: object) -> Ended:
+    with Program(COMMAND, *words) as program:
+        return program.wait(30.0)
+
+
+def partial(target: Path) -> Path:
+    return target.with_name(f".{target.name}.partial")
+
+
+def done(target: Path) -> int:
+    """How many requests the state of an unfinished run has."""
+    try:
+        state: dict[str, Any] = json.loads((partial(target) / "state.json").read_bytes())
+    except FileNotFoundError:
+        return 0
+    return int(state["state"]["done"])
+
+
+@contextmanager
+def in_the_middle(words: list[str], target: Path, least: int = 1) -> Iterator[Program]:
+    """A run that has saved at least so many requests, and is not at its end."""
+    with Program(COMMAND, *words) as program:
+        wait_until(lambda: done(target) >= least, 20.0)
+        yield program
+
+
+def test_work_that_was_killed_and_interrupted_goes_on_and_gives_the_same(
+    slow: Path, rows: Path, tmp_path: Path
+) -> None:
+    whole, target = tmp_path / "whole.npz", tmp_path / "out.npz"
+    assert run(*arguments(slow, rows, whole)).status == 0
+
+    words = arguments(slow, rows, target)
+    with in_the_middle(words, target) as program:
+        workers = [child.pid for child in psutil.Process(program.pid).children(recursive=True)]
+        program.send_signal(signal.SIGKILL)
+        assert program.wait().status == -signal.SIGKILL
+    wait_until(lambda: all_gone(workers))
+    assert not target.exists()
+    killed_at = done(target)
+    assert 1 <= killed_at < COUNT
+
+    with in_the_middle(words, target, killed_at + 1) as program:
+        program.interrupt()
+        ended = program.wait()
+    assert (ended.status, ended.out) == (130, "")
+    interrupted_at = done(target)
+    assert killed_at < interrupted_at < COUNT
+    assert ended.err.splitlines() == [
+        f"mcinfer: going on at row {killed_at * STEP} of {ROWS}",
+        f"mcinfer: {interrupted_at * STEP} of {ROWS} rows are done and kept: the same command goes on "
+        "there",
+        "mcinfer: interrupted",
+    ]
+    assert not target.exists()
+
+    ended = run(*words)
+    assert (ended.status, ended.out) == (0, f"y: float32[{ROWS}, {WIDTH}]\n")
+    assert ended.err == f"mcinfer: going on at row {interrupted_at * STEP} of {ROWS}\n"
+    assert target.read_bytes() == whole.read_bytes()
+    assert files(tmp_path) == ["in.npz", "out.npz", "slow.onnx", "whole.npz"]
+
+
+def test_interruption_before_anything_is_done_leaves_nothing(
+    slow: Path, rows: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "out.npz"
+    with Program(COMMAND, *arguments(slow, rows, target, ROWS)) as program:
+        wait_until((partial(target) / "lock").exists)
+        program.interrupt()
+        ended = program.wait()
+    assert (ended.status, ended.out, ended.err) == (130, "", "mcinfer: interrupted\n")
+    assert files(tmp_path) == ["in.npz", "slow.onnx"]
+
+
+def test_second_run_to_the_same_output_is_refused_and_does_no_harm(
+    slow: Path, rows: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "out.npz"
+    words = arguments(slow, rows, target)
+    with in_the_middle(words, target) as first:
+        stop(first.pid)
+        second = run(*words, "--restart")
+        first.send_signal(signal.SIGCONT)
+        assert (second.status, second.out) == (1, "")
+        assert second.err == f"mcinfer: --output: another run is writing to {partial(target)}\n"
+        ended = first.wait()
+    assert (ended.status, ended.err) == (0, "")
+    with np.load(target) as content:
+        assert content["y"].shape == (ROWS, WIDTH)
+    assert files(tmp_path) == ["in.npz", "out.npz", "slow.onnx"]
+
+
+def test_terminal_sees_rows_done_speed_and_time_left(
+    slow: Path, rows: Path, tmp_path: Path
+) -> None:
+    words = arguments(slow, rows, tmp_path / "out.npz")
+    ended, terminal = on_terminal(*words, env={"TERM": "xterm", "COLUMNS": "120"})
+    assert (ended.status, ended.out) == (0, f"y: float32[{ROWS}, {WIDTH}]\n")
+    plain = re.sub(r"\x1b\[[\d;]*m", "", terminal)
+    assert re.search(rf"\d+ of {ROWS} rows \d:\d\d:\d\d left \(\d+\.\d rows/s\)", plain), plain
+    assert terminal.endswith("\x1b[2K")  # the line is wiped
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a small file system")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if mounted.returncode != 0:
+        pytest.skip(f"this container may not mount: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_full_disk_is_told_in_one_line_and_work_goes_on_when_there_is_room(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    model = save_double(tmp_path)
+    source, target = tmp_path / "in.npy", small_disk / "out.npz"
+    x = np.random.default_rng(1).random((200_000, 3), np.float32)
+    np.save(source, x)
+    words = arguments(model, source, target, 10_000)
+    ended = run(*words)
+    assert (ended.status, ended.out) == (1, "")
+    kept = re.fullmatch(
+        rf"mcinfer: \[Errno 28\] No space left on device: '{partial(target)}'; "
+        r"(\d+) of 200000 rows are done and kept: the same command goes on there\n",
+        ended.err,
+    )
+    assert kept is not None, ended.err
+    assert files(small_disk) == [".out.npz.partial"]
+    subprocess.run(["mount", "-o", "remount,size=16m", str(small_disk)], check=True)
+    ended = run(*words)
+    assert (ended.status, ended.err) == (0, f"mcinfer: going on at row {kept[1]} of 200000\n")
+    with np.load(target) as content:
+        assert content["y"].tobytes() == (2 * x).tobytes()
+    assert files(small_disk) == ["out.npz"]
+
+
+def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
+    model = save_double(tmp_path)
+    source, target = tmp_path / "in", tmp_path / "out.npz"
+
+    def peak(save_array: Callable[[IO[bytes], NDArray[np.float32]], None], count: int) -> float:
+        """MB of memory at most, for that many rows of 12 bytes."""
+        x = np.zeros((count, 3), np.float32)
+        x[-1] = 1
+        with source.open("wb") as file:
+            save_array(file, x)
+        with Program(TELLS_MEMORY, *arguments(model, source, target, 80_000)) as program:
+            ended = program.wait(30.0)
+        assert (ended.status, ended.err) == (0, "")
+        with np.load(target) as content:
+            assert content["y"].shape == (count, 3)
+            assert content["y"][-1].tolist() == [2, 2, 2]
+        return int(ended.out.splitlines()[-1]) / 1e3
+
+    small = peak(np.save, 400_000)
+    for save_array in (
+        np.save,
+        lambda file, x: np.savez(file, x=x),
+        lambda file, x: np.savez_compressed(file, x=x),
+    ):
+        assert peak(save_array, 4_000_000) < small + 16  # of 48 MB, and as much to write

@@ -1,0 +1,152 @@
+"""``mcinfer tune`` as a user runs it, and the pools that it starts."""
+
+import json
+import os
+import pty
+import re
+import threading
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from mcinfer.bench.report import Load
+from mcinfer.bench.request_file import write_request
+from mcinfer.bench.subject import WayFailedError
+from mcinfer.bench.tuning.candidates import Candidate
+from mcinfer.bench.tuning.heats import Pools, Trial
+from mcinfer.bench.way import Setup
+from mcinfer.machine import whole_cpus
+from tests.process.models import AFFINE, OnnxModel, rows
+from tests.process.scripts import Ended, Program
+from tests.process.waiting import all_gone, wait_until
+
+COMMAND = "import sys; from mcinfer.cli import main; sys.exit(main(sys.argv[1:]))"
+ON_TERMINAL = f"""
+import os, sys
+os.dup2(os.open(sys.argv.pop(1), os.O_RDWR | os.O_NOCTTY), 2)
+{COMMAND}
+"""
+ON_ONE_CORE = f"import os; os.sched_setaffinity(0, {{min(os.sched_getaffinity(0))}}); {COMMAND}"
+NEEDED = re.compile(r"mcinfer: --budget: got 0.01 s, expected at least (\d+) to compare two pools")
+LONGEST = 55.0
+
+
+def tune(*arguments: object, text: str = COMMAND) -> Ended:
+    with Program(text, "tune", *arguments) as program:
+        return program.wait(LONGEST)
+
+
+@pytest.mark.timeout(150)
+def test_search_recommends_a_pool_and_its_program_runs(
+    onnx_model: OnnxModel, tmp_path: Path
+) -> None:
+    model, report = onnx_model(AFFINE), tmp_path / "found.json"
+    few = ("--concurrency", 1)
+    refused = tune(model, *few, "--budget", 0.01)
+    needed = NEEDED.match(refused.err)
+    assert needed, refused
+    assert (refused.status, refused.out) == (1, "")
+    # What it asks for is enough; more of it, where other tests may come in between.
+    done = tune(model, *few, "--budget", 1.5 * int(needed[1]) + 1, "--json", report)
+    assert (done.status, done.err) == (0, "")
+    content = json.loads(report.read_bytes())
+    assert content["finished"]
+    first = content["trials"][0]
+    assert first["is_default"]
+    assert all(turn["requests"] > 0 for turn in first["turns"])
+    recommended = content["recommended"]
+    assert recommended["program"] in done.out
+    assert done.out.splitlines()[-1] == json.dumps(recommended["arguments"])
+    check = "\nfor each in [answer] if 'answer' in vars() else answers: print(each['y'].tolist())"
+    with Program(recommended["program"] + check) as program:
+        ran = program.wait()
+    assert (ran.status, ran.err) == (0, "")
+    assert set(ran.out.splitlines()) == {str(np.ones((1, 4)).tolist())}
+
+
+def test_bound_that_no_pool_keeps_is_a_failure_that_names_the_nearest(
+    onnx_model: OnnxModel,
+) -> None:
+    bound = ("--goal", "latency", "--max-latency", 1e-9)
+    done = tune(onnx_model(AFFINE), *bound, text=ON_ONE_CORE)
+    assert done.status == 1
+    assert re.fullmatch(
+        r"mcinfer: no pool answers 99 % of the requests within .* under batch 1, 1 client; "
+        r"1 worker, predict came nearest with .*s\n",
+        done.err,
+    )
+    assert "round 1: 1 pool " in done.out
+    assert "import" not in done.out
+
+
+def test_interrupted_search_tells_what_is_known_and_leaves_nothing(onnx_model: OnnxModel) -> None:
+    ours, theirs = pty.openpty()
+    got = bytearray()
+
+    def read() -> None:
+        try:
+            while data := os.read(ours, 4096):
+                got.extend(data)
+        except OSError:  # EIO: nobody has the other end any more
+            pass
+
+    def measured() -> set[bytes]:
+        """The pools that had their turns, or have one."""
+        return {*re.findall(rb"round 1 of \d+: (\d+ workers?[^\x1b\r\n]*)", got)}
+
+    reader = threading.Thread(target=read)
+    terminal = {"TERM": "xterm", "COLUMNS": "200"}
+    clients = 2 if whole_cpus() == 1 else 1  # for there to be another pool than the default
+    arguments = ("tune", onnx_model(AFFINE), "--concurrency", clients)
+    try:
+        place = os.ttyname(theirs)
+        with Program(ON_TERMINAL, place, *arguments, env=terminal) as program:
+            reader.start()
+            wait_until(lambda: len(measured()) >= 2, LONGEST)
+            process = psutil.Process(program.pid)
+            children = [child.pid for child in process.children(recursive=True)]
+            program.interrupt()
+            done = program.wait()
+    finally:
+        os.close(theirs)
+        reader.join(10.0)
+        os.close(ours)
+    assert done.status == 130
+    assert re.search(r"round 1: \d pools? ", done.out)
+    assert "The search was interrupted: this is what is known so far." in done.out
+    assert got.endswith(b"mcinfer: interrupted\r\n")
+    assert children
+    wait_until(lambda: all_gone(children))
+
+
+def test_pool_that_fails_is_out_with_its_reason_and_the_others_go_on(
+    onnx_model: OnnxModel, tmp_path: Path
+) -> None:
+    request = tmp_path / "request"
+    write_request(request, rows(1))
+    setup = Setup(
+        model=str(onnx_model(AFFINE)),
+        cores=1,
+        devices=(),
+        threads=None,
+        outputs=("y",),
+        split=("x",),
+        max_batch_size=1,
+        max_delay=0.0,
+    )
+    pools = Pools(setup, Load(batch=1, clients=1), request)
+    sound = Trial(rung=1, candidate=Candidate(workers=1, threads=None, call="submit"))
+    broken = Trial(rung=1, candidate=Candidate(workers=1, threads=-1, call="submit"))
+    told: list[str] = []
+    pools.run_heat([broken, sound], 2, 0.05, hopeless=list, tell=told.append)
+    assert "threads" in broken.error
+    assert (broken.turns, sound.error, len(sound.turns)) == ([], "", 2)
+    assert told == [
+        f"starting {broken.candidate}",
+        f"starting {sound.candidate}",
+        *2 * [str(sound.candidate)],
+    ]
+    with pytest.raises(WayFailedError, match=r"the default pool: .*threads"):
+        pools.try_out(broken.candidate)

@@ -1,0 +1,197 @@
+"""Tests of mcinfer/bench/views/compare.py and mcinfer/cli/compare.py."""
+
+import math
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from mcinfer.bench.report import Report, dump
+from mcinfer.bench.views.compare import (
+    INCOMPLETE,
+    ONE_REPEAT,
+    ONE_SIDED,
+    WITHIN,
+    Change,
+    compare,
+    ratio_of,
+    show,
+)
+from mcinfer.bench.views.figures import Spread, compared_loads, spread_of
+from mcinfer.cli.compare import compare as command
+from mcinfer.errors import InvalidInputError
+from tests.bench_reports import large, small
+
+
+def change_of(a: Report, b: Report, figure: str, way: str = "session") -> Change:
+    groups = compare(a, b).groups
+    found = [c for group in groups for c in group.ways.get(way, ()) if c.figure == figure]
+    assert len(found) == 1
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"),
+    [
+        ([100.0, 110.0], [120.0, 130.0], "faster"),
+        ([100.0, 110.0], [80.0, 90.0], "slower"),
+        ([100.0, 110.0], [105.0, 130.0], WITHIN),
+        ([100.0, 110.0], [110.0, 130.0], WITHIN),
+        ([100.0], [200.0, 210.0], ONE_REPEAT),
+    ],
+)
+def test_verdict_needs_repeats_that_do_not_overlap(
+    before: list[float], after: list[float], verdict: str
+) -> None:
+    a, b = small(session=before), small(session=after)
+    assert change_of(a, b, "rows/s").verdict == verdict
+    assert change_of(a, b, "p99 ms").verdict == verdict
+
+
+def test_more_memory_and_a_later_start_are_no_gain() -> None:
+    a = small(session=[100.0, 101.0])
+    ways = tuple(
+        replace(
+            way,
+            start_seconds=tuple(2 * s for s in way.start_seconds),
+            memory=tuple(replace(m, pss=2 * m.pss) for m in way.memory),
+        )
+        for way in a.ways
+    )
+    b = replace(a, ways=ways)
+    assert change_of(a, b, "start s").verdict == "slower"
+    assert change_of(a, b, "PSS MB").verdict == "more"
+    assert change_of(b, a, "PSS MB").verdict == "less"
+    assert change_of(a, b, "USS MB").verdict == WITHIN
+
+
+@given(*[st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=4)] * 2)
+def test_ratio_of_any_two_repeats_is_within_the_interval(
+    old: list[float], new: list[float]
+) -> None:
+    ratio = ratio_of(spread_of(old), spread_of(new))
+    assert ratio.low <= ratio.middle * (1 + 1e-9)
+    for a in old:
+        for b in new:
+            assert ratio.low * (1 - 1e-9) <= b / a <= ratio.high * (1 + 1e-9)
+
+
+def test_ratio_with_what_is_no_positive_number_is_not_known() -> None:
+    one, never = Spread(1.0, 1.0, 1.0), Spread(math.inf, math.inf, math.inf)
+    for a, b in ((one, never), (never, one), (Spread(1.0, 0.0, 2.0), one)):
+        assert not ratio_of(a, b).known
+
+
+def lossy(report: Report) -> Report:
+    measurements = tuple(
+        replace(m, turns=tuple(replace(turn, failed=1) for turn in m.turns))
+        for m in report.measurements
+    )
+    return replace(report, measurements=measurements)
+
+
+def test_what_drops_requests_is_never_called_faster() -> None:
+    slow, quick = small(session=[50.0, 51.0]), small(session=[100.0, 101.0])
+    assert change_of(slow, lossy(quick), "rows/s").verdict == INCOMPLETE
+    assert change_of(quick, lossy(slow), "rows/s").verdict == "slower"
+    assert change_of(lossy(slow), quick, "rows/s").verdict == "faster"
+    assert change_of(lossy(quick), slow, "rows/s").verdict == INCOMPLETE
+    assert change_of(quick, lossy(quick), "max ms").verdict == "slower"
+    (group, _) = compare(quick, lossy(quick)).groups
+    assert group.remarks == ("session in B: 2 of 404 failed",)
+
+
+def test_figure_of_one_report_alone_has_no_verdict() -> None:
+    both = small(session=[100.0, 101.0], sharded=[100.0, 101.0])
+    alone = small(sharded=[100.0, 101.0])
+    assert change_of(both, alone, "speed-up", "sharded").verdict == ONE_SIDED
+
+
+def test_what_differs_is_said() -> None:
+    a = small(session=[100.0], threads=[100.0])
+    b = small(session=[100.0], sharded=[100.0])
+    b = replace(
+        b,
+        machine={**b.machine, "cores": 2, "load_average_before": 9.0},
+        model=replace(b.model, bytes=1),
+        settings=replace(b.settings, seconds=9.0),
+        mcinfer="0.7.0",
+        finished=False,
+    )
+    found = compare(a, b)
+    assert found.warnings == (
+        "B was interrupted: some turns are missing.",
+        "The machines differ: cores 8 against cores 2.",
+        "The models differ: bytes 52428800 against 1.",
+    )
+    assert found.differences == (
+        "The settings differ: seconds 2.0 against 9.0.",
+        "The versions of mcinfer differ: 0.6.0 against 0.7.0.",
+    )
+    assert found.missing == ("Only in A: threads.", "Only in B: sharded.")
+
+
+def test_loads_of_one_report_alone_are_named() -> None:
+    a = large()
+    b = replace(a, measurements=a.measurements[1:])
+    assert compare(a, b).missing == ("Only in A: session under batch 1, 1 client.",)
+    assert compare(b, a).missing == ("Only in B: session under batch 1, 1 client.",)
+
+
+def test_way_that_failed_in_one_report_is_named_with_its_error() -> None:
+    a = small(session=[100.0], threads=[100.0])
+    failed = replace(a.ways[1], start_seconds=(), memory=(), error="no luck")
+    b = replace(a, ways=(a.ways[0], failed), measurements=a.measurements[:1])
+    told = "Only in A: threads; in the other it could not be measured: no luck."
+    assert compare(a, b).missing == (told,)
+    assert compare(b, a).missing == (told.replace("A", "B"),)
+
+
+def test_way_that_failed_under_some_loads_is_compared_under_the_others() -> None:
+    a = large()
+    ways = (replace(a.ways[0], error="too large a batch"), *a.ways[1:])
+    b = replace(a, ways=ways, measurements=a.measurements[8:])
+    assert compare(a, b).missing[0] == "Only in A: session under batch 1, 1 client."
+    assert [group.title for group in compare(a, b).groups if "session" in group.ways] == [
+        *(str(load) for load in compared_loads(b)),
+        "start and memory",
+    ]
+
+
+def test_same_report_has_no_change() -> None:
+    report = large()
+    found = compare(report, report)
+    assert found.warnings == found.differences == found.missing == ()
+    changes = [c for group in found.groups for way in group.ways.values() for c in way]
+    assert {c.verdict for c in changes} == {WITHIN, INCOMPLETE}
+
+
+def test_tables_fit_eighty_columns() -> None:
+    console = Console(file=StringIO(), width=80)
+    show(compare(large(seed=1), large(seed=2)), console)
+    assert isinstance(console.file, StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert max(len(line) for line in lines if not line.startswith(("!", "Of"))) <= 80
+    assert "…" not in "".join(lines)
+    assert any(line.startswith("Of ") for line in lines)
+
+
+def test_command_prints_the_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = tmp_path / "a.json", tmp_path / "b.json"
+    old.write_bytes(dump(small(session=[100.0, 101.0])))
+    new.write_bytes(dump(small(session=[200.0, 202.0])))
+    command(old, new)
+    out = capsys.readouterr().out
+    assert "batch 2, 4 clients" in out
+    assert "2.00 (1.98\N{EN DASH}2.02)  faster" in out
+
+
+def test_command_refuses_what_is_no_report(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("{}")
+    with pytest.raises(InvalidInputError, match=r"a\.json is no benchmark report"):
+        command(path, path)

@@ -1,0 +1,410 @@
+"""Tests of mcinfer/bench/inputs.py."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from mcinfer.bench.inputs import (
+    InputOptions,
+    fixed_batch,
+    make_inputs,
+    parse_input_options,
+    split_inputs,
+)
+from mcinfer.errors import InvalidInputError
+from mcinfer.sharding import plan
+from mcinfer.specs import ELEMENT_TYPES, Dimension, ModelSpec, TensorSpec, numpy_dtype
+
+Inputs = Mapping[str, tuple[str, Sequence[Dimension]]]
+
+RANDOM = parse_input_options([], {})
+SQUARES: Inputs = {"x": ("float32", ("batch", 3))}
+TOKENS: Inputs = {
+    "ids": ("int64", ("batch", "seq")),
+    "mask": ("bool", ("batch", "seq")),
+    "table": ("float16", (None, 8)),
+    "scale": ("float32", ()),
+}
+UNET: Inputs = {
+    "sample": ("float32", (2, 4, 8, 8)),
+    "timestep": ("int64", (1,)),
+    "states": ("float32", (2, 7, 5)),
+}
+
+
+def model(inputs: Inputs, *outputs: Sequence[Dimension]) -> ModelSpec:
+    """A model with these inputs, and float32 outputs of these shapes: float32[batch, 3] if none."""
+    return ModelSpec(
+        inputs=tuple(
+            TensorSpec(name=name, dtype=numpy_dtype(kind), shape=tuple(shape))
+            for name, (kind, shape) in inputs.items()
+        ),
+        outputs=tuple(
+            TensorSpec(name=f"y{i}", dtype=np.dtype(np.float32), shape=tuple(shape))
+            for i, shape in enumerate(outputs or [("batch", 3)])
+        ),
+    )
+
+
+def with_dims(**dims: int) -> InputOptions:
+    return parse_input_options([], dims)
+
+
+def saved(path: Path, array: NDArray[Any]) -> Path:
+    np.save(path, array)
+    return path
+
+
+# Random inputs.
+
+
+@pytest.mark.parametrize("kind", ELEMENT_TYPES)
+@pytest.mark.parametrize("shape", [("batch", 3), (), ("batch",)], ids=str)
+def test_random_arrays_are_of_the_inputs_type_and_shape(
+    kind: str, shape: tuple[Dimension, ...]
+) -> None:
+    spec = model({"x": (kind, shape), "other": ("float32", ("batch",))})
+    inputs = make_inputs(spec, 5, RANDOM)
+    assert [*inputs] == ["x", "other"]
+    x = inputs["x"]
+    assert x.dtype == numpy_dtype(kind)
+    assert x.shape == tuple(5 if size == "batch" else size for size in shape)
+    assert x.flags.c_contiguous
+    if kind == "string":
+        assert all(type(value) is str for value in x.flat)
+    elif kind != "bool":
+        wide = x.astype(np.complex128)
+        assert np.isfinite(wide).all()
+        assert shape == () or len({*wide.flat}) > 1
+
+
+def test_floats_are_spread_as_the_standard_normal_distribution() -> None:
+    kinds = {"a": "float32", "b": "float64", "c": "float16", "d": "bfloat16"}
+    spec = model({name: (kind, ("batch", 100)) for name, kind in kinds.items()})
+    for array in make_inputs(spec, 100, RANDOM).values():
+        wide = array.astype(np.float64)
+        assert abs(wide.mean()) < 0.05
+        assert abs(wide.std() - 1) < 0.05
+
+
+@given(
+    kind=st.sampled_from([kind for kind in ELEMENT_TYPES if "int" in kind]),
+    low=st.integers(-(2**65), 2**65),
+    count=st.integers(1, 2**66),
+)
+def test_integers_are_within_the_bounds_as_far_as_the_type_goes(
+    kind: str, low: int, count: int
+) -> None:
+    options = InputOptions(files={}, archive=None, dims={}, integers=(low, low + count))
+    spec = model({"x": (kind, ("batch",))})
+    values = [int(value) for value in make_inputs(spec, 20, options)["x"]]
+    bits = ELEMENT_TYPES[kind].bits
+    least, end = (0, 1 << bits) if kind[0] == "u" else (-1 << bits - 1, 1 << bits - 1)
+    if low < end and low + count > least:
+        assert max(low, least) <= min(values)
+        assert max(values) < min(low + count, end)
+    else:  # the nearest that it has
+        assert {*values} == {least if low < least else end - 1}
+
+
+def test_integers_are_from_nought_to_nine_unless_said_otherwise() -> None:
+    spec = model({"x": ("uint8", ("batch",))})
+    assert {*make_inputs(spec, 500, RANDOM)["x"].tolist()} == {*range(10)}
+
+
+def test_same_seed_gives_the_same_whatever_other_inputs_there_are() -> None:
+    alone = make_inputs(model(SQUARES), 4, RANDOM)["x"]
+    other = {"a": ("float32", ("batch", 3)), **SQUARES}
+    beside = make_inputs(model(other), 4, RANDOM)
+    assert np.array_equal(beside["x"], alone)
+    assert not np.array_equal(beside["a"], alone)
+    seeded = parse_input_options([], {}, seed=1)
+    assert not np.array_equal(make_inputs(model(SQUARES), 4, seeded)["x"], alone)
+
+
+# Dimensions.
+
+
+def test_dimensions_other_than_the_batch_are_as_the_options_say() -> None:
+    inputs = make_inputs(model(TOKENS), 2, with_dims(**{"seq": 6, "table:0": 0}))
+    shapes = {name: array.shape for name, array in inputs.items()}
+    assert shapes == {"ids": (2, 6), "mask": (2, 6), "table": (0, 8), "scale": ()}
+
+
+def test_sizes_that_are_missing_are_all_asked_for_at_once() -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        make_inputs(model(TOKENS), 2, RANDOM)
+    assert str(caught.value) == (
+        "no size is known for dimension 1 of input 'ids' (ids: int64[batch, seq]), "
+        "dimension 0 of input 'table' (table: float16[?, 8]): "
+        "give it, as in --dim seq=128 --dim table:0=128"
+    )
+
+
+@pytest.mark.parametrize(
+    ("dims", "error"),
+    [
+        ({"sequence": 6}, r"--dim: got 'sequence', expected one of \['seq', 'table:0'\]"),
+        ({"batch": 6}, "--dim batch: it is the batch, which --batch gives"),
+        ({"table:1": 8}, "--dim: got 'table:1'"),
+        ({"ids:1": 8}, "--dim: got 'ids:1'"),
+        ({"seq": -1}, "--dim seq: got size -1, expected 0 or more"),
+        ({"seq": 1 << 60, "table:0": 1}, r"input ids: int64\[batch, seq\] of shape .* cannot be"),
+    ],
+)
+def test_sizes_that_no_input_has_are_refused(dims: Mapping[str, int], error: str) -> None:
+    with pytest.raises(InvalidInputError, match=error):
+        make_inputs(model(TOKENS), 2, with_dims(**dims))
+
+
+def test_bounds_and_seeds_that_cannot_be_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="--integers: got 3:3, expected"):
+        parse_input_options([], {}, integers=(3, 3))
+    with pytest.raises(InvalidInputError, match="--seed: got -1, expected 0 or more"):
+        parse_input_options([], {}, seed=-1)
+
+
+# The batch.
+
+
+def test_inputs_that_begin_with_the_batch_symbol_are_split() -> None:
+    assert split_inputs(model(TOKENS), 1) == ("ids", "mask")
+    assert fixed_batch(model(TOKENS)) is None
+
+
+def test_batch_symbol_may_stand_elsewhere_but_is_split_first_only() -> None:
+    spec = model({"x": ("float32", (3, "batch")), "z": ("float32", ("batch", 1))}, ("batch",))
+    assert make_inputs(spec, 4, RANDOM)["x"].shape == (3, 4)
+    assert split_inputs(spec, 4) == ("z",)
+
+
+@pytest.mark.parametrize("batch", [2, 4, 6])
+def test_fixed_batch_takes_its_multiples_and_what_is_not_in_it_stays_whole(batch: int) -> None:
+    spec = model(UNET, (2, 4, 8, 8))
+    assert fixed_batch(spec) == 2
+    inputs = make_inputs(spec, batch, RANDOM)
+    shapes = [array.shape for array in inputs.values()]
+    assert shapes == [(batch, 4, 8, 8), (1,), (batch, 7, 5)]
+    split = split_inputs(spec, batch)
+    assert split == (() if batch == 2 else ("sample", "states"))
+    cuts = plan(spec, shapes, 2).inputs
+    assert tuple(s.name for s, cut in zip(spec.inputs, cuts, strict=True) if cut.axis == 0) == split
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_other_than_multiples_of_a_fixed_batch_are_refused(batch: int) -> None:
+    expected = f"--batch: got {batch}, expected a multiple of the model's fixed batch of 2"
+    with pytest.raises(InvalidInputError, match=expected):
+        make_inputs(model(UNET, (2, 4, 8, 8)), batch, RANDOM)
+
+
+@pytest.mark.parametrize(
+    ("spec", "dims"),
+    [
+        (model({"x": ("float32", ("seq", 3))}, ("seq", 5)), {"seq": 4}),
+        (model({"x": ("float32", (None, 3))}, (None, 5)), {"x:0": 4}),
+        (model({"x": ("float32", (4, 3))}, (5,)), {}),
+    ],
+    ids=["sequence", "unnamed", "fixed"],
+)
+def test_model_without_a_batch_takes_one_request_as_it_is(
+    spec: ModelSpec, dims: Mapping[str, int]
+) -> None:
+    options = with_dims(**dims)
+    assert make_inputs(spec, 1, options)["x"].shape == (4, 3)
+    assert split_inputs(spec, 1) == ()
+    with pytest.raises(InvalidInputError, match=r"--batch: got 2, expected 1: .*x: float32"):
+        make_inputs(spec, 2, options)
+
+
+def test_batch_of_no_rows_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="--batch: got 0, expected 1 or more"):
+        make_inputs(model(SQUARES), 0, RANDOM)
+
+
+# Files.
+
+ROWS = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+def files(folder: Path) -> dict[str, str]:
+    """The same array in each kind of file: what ``--input`` takes, by kind."""
+    np.savez(folder / "x.npz", x=ROWS)
+    saved(folder / "x.npy", ROWS)
+    (folder / "x.bin").write_bytes(ROWS.tobytes())
+    saved(folder / "swapped.npy", ROWS.astype(">f4"))
+    saved(folder / "fortran.npy", np.asfortranarray(ROWS))
+    names = ("x.npy", "x.bin", "swapped.npy", "fortran.npy")
+    return {"x.npz": f"{folder}/x.npz", **{name: f"x={folder}/{name}" for name in names}}
+
+
+@pytest.mark.parametrize("kind", ["x.npz", "x.npy", "x.bin", "swapped.npy", "fortran.npy"])
+@pytest.mark.parametrize(("batch", "rows"), [(1, [0]), (2, [0, 1]), (5, [0, 1, 0, 1, 0])])
+def test_rows_of_files_are_cut_or_come_again(
+    tmp_path: Path, kind: str, batch: int, rows: list[int]
+) -> None:
+    options = parse_input_options([files(tmp_path)[kind]], {})
+    x = make_inputs(model(SQUARES), batch, options)["x"]
+    assert np.array_equal(x, ROWS[rows])
+    assert x.dtype == np.dtype("=f4")
+    assert x.flags.c_contiguous
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".raw"])
+def test_inputs_that_are_not_of_the_batch_come_as_they_are(tmp_path: Path, suffix: str) -> None:
+    steps = np.array([7], np.int64)
+    path = tmp_path / f"t{suffix}"
+    path.write_bytes(steps.tobytes()) if suffix == ".raw" else saved(path, steps)
+    options = parse_input_options([f"timestep={path}"], {})
+    inputs = make_inputs(model(UNET, (2, 4, 8, 8)), 6, options)
+    assert inputs["timestep"].tolist() == [7]
+    assert inputs["sample"].shape == (6, 4, 8, 8)
+
+
+def test_batch_is_repeated_along_its_own_axis(tmp_path: Path) -> None:
+    spec = model({"x": ("float32", (2, "batch"))}, ("batch",))
+    (tmp_path / "x.raw").write_bytes(ROWS.tobytes())
+    options = parse_input_options([f"x={tmp_path}/x.raw"], {})
+    assert make_inputs(spec, 4, options)["x"].tolist() == [[0, 1, 2, 0], [3, 4, 5, 3]]
+
+
+def test_what_files_say_of_a_symbol_holds_for_other_inputs(tmp_path: Path) -> None:
+    np.savez(tmp_path / "in.npz", ids=np.ones((3, 9), np.int64), table=np.ones((4, 8), np.float16))
+    path = str(tmp_path / "in.npz")
+    inputs = make_inputs(model(TOKENS), 2, parse_input_options([path], {}))
+    assert inputs["mask"].shape == (2, 9)
+    assert inputs["table"].shape == (4, 8)
+    with pytest.raises(
+        InvalidInputError, match=r"in\.npz: 'seq' is 9 .* expected 5 as --dim seq=5"
+    ):
+        make_inputs(model(TOKENS), 2, parse_input_options([path], {"seq": 5}))
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float8_e4m3fn", "int4"])
+def test_types_that_numpys_files_do_not_know_come_through(tmp_path: Path, kind: str) -> None:
+    array = np.arange(6).reshape(2, 3).astype(getattr(ml_dtypes, kind))
+    options = parse_input_options([f"x={saved(tmp_path / 'x.npy', array)}"], {})
+    x = make_inputs(model({"x": (kind, ("batch", 3))}), 2, options)["x"]
+    assert x.dtype == array.dtype
+    assert x.astype(int).tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_text_comes_as_strings(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.npy", np.array(["one", "zwölf"]))
+    options = parse_input_options([f"x={path}"], {})
+    x = make_inputs(model({"x": ("string", ("batch",))}), 3, options)["x"]
+    assert x.dtype == object
+    assert x.tolist() == ["one", "zwölf", "one"]
+
+
+def refused(folder: Path, content: NDArray[Any] | bytes, name: str = "x.npy") -> str:
+    """What is said of a file for float32[batch, 3] x, without the file's path."""
+    path = folder / name
+    path.write_bytes(content) if isinstance(content, bytes) else saved(path, content)
+    with pytest.raises(InvalidInputError) as caught:
+        make_inputs(model(SQUARES), 2, parse_input_options([f"x={path}"], {}))
+    start, _, rest = str(caught.value).partition(f" {path}: ")
+    assert start == "--input"
+    return rest
+
+
+def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    expected = "expected x: float32[batch, 3], with at least one row"
+    for shape in ((2, 4), (3,), (0, 3)):
+        said = refused(tmp_path, np.ones(shape, np.float32))
+        assert said == f"input 'x' has shape {[*shape]}, {expected}"
+    said = refused(tmp_path, np.ones((2, 3)))
+    assert said == "input 'x' has dtype float64, expected float32 (x: float32[batch, 3])"
+    assert "has dtype |V4" in refused(tmp_path, np.ones((2, 3), "V4"))
+    said = refused(tmp_path, bytes(30), "x.raw")
+    assert said == "got 30 bytes, expected 12, or a multiple of it, for x: float32[batch, 3]"
+    assert "got 0 bytes" in refused(tmp_path, b"", "x.raw")
+
+
+def test_files_that_are_none_of_numpys_are_refused_and_objects_are_not_unpickled(
+    tmp_path: Path,
+) -> None:
+    for content in (b"", b"PK\x03\x04", b"text", np.array([[{}]], object)):
+        assert refused(tmp_path, content).startswith("not an .npy or .npz file of numbers or text")
+    np.savez(tmp_path / "more.npz", x=ROWS)
+    assert "holds 1 arrays" in refused(tmp_path, (tmp_path / "more.npz").read_bytes())
+
+
+def test_raw_files_hold_no_strings_and_exactly_what_is_no_batch(tmp_path: Path) -> None:
+    (tmp_path / "t").write_bytes(bytes(16))
+    options = parse_input_options([f"timestep={tmp_path}/t"], {})
+    with pytest.raises(
+        InvalidInputError, match=r"got 16 bytes, expected 8 for timestep: int64\[1\]"
+    ):
+        make_inputs(model(UNET, (2,)), 2, options)
+    with pytest.raises(InvalidInputError, match=r"takes strings, expected an \.npy file"):
+        make_inputs(model({"timestep": ("string", ("batch",))}), 2, options)
+
+
+def test_names_that_the_model_does_not_have_are_refused_with_the_file(tmp_path: Path) -> None:
+    np.savez(tmp_path / "in.npz", x=ROWS, q=ROWS)
+    saved(tmp_path / "q.npy", ROWS)
+    for text in (f"{tmp_path}/in.npz", f"q={tmp_path}/q.npy", f"q={tmp_path}/q.raw"):
+        with pytest.raises(
+            InvalidInputError, match=r"(in\.npz|q\.npy|q\.raw): .* 'q', expected one of \['x'\]"
+        ):
+            make_inputs(model(SQUARES), 2, parse_input_options([text], {}))
+
+
+def test_archive_that_is_no_archive_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path / "x.npy", ROWS).rename(tmp_path / "x.npz")
+    options = parse_input_options([f"{tmp_path}/x.npz"], {})
+    with pytest.raises(InvalidInputError, match=r"it holds one array, expected an \.npz file"):
+        make_inputs(model(SQUARES), 2, options)
+
+
+def test_missing_file_is_an_os_error(tmp_path: Path) -> None:
+    for text in ("none.npz", f"x={tmp_path}/none.npy", f"x={tmp_path}/none.raw"):
+        with pytest.raises(FileNotFoundError, match="none"):
+            make_inputs(model(SQUARES), 2, parse_input_options([text], {}))
+
+
+# The command line's texts.
+
+
+def test_texts_name_archives_and_files_of_inputs() -> None:
+    options = parse_input_options(
+        ["a/x.npz", "x=a/x.npy", "y:0=b=c.raw"], {"seq": 3}, integers=(1, 4), seed=5
+    )
+    assert options == InputOptions(
+        files={"x": Path("a/x.npy"), "y:0": Path("b=c.raw")},
+        archive=Path("a/x.npz"),
+        dims={"seq": 3},
+        integers=(1, 4),
+        seed=5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("texts", "error"),
+    [
+        (["x.npy"], "got 'x.npy', expected an archive"),
+        (["=x.npy"], "got '=x.npy', expected"),
+        (["x="], "got 'x=', expected"),
+        (["x=x.npz"], "got 'x=x.npz', expected"),
+        ([""], "got '', expected"),
+        (["a.npz", "b.npz"], "got a.npz and b.npz, expected one archive"),
+        (["x=a.npy", "x=b.npy"], "got 'x' twice: a.npy and b.npy"),
+    ],
+)
+def test_texts_that_say_nothing_or_too_much_are_refused(texts: list[str], error: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"--input: {error}"):
+        parse_input_options(texts, {})
+
+
+def test_input_may_not_be_in_two_files(tmp_path: Path) -> None:
+    texts = [text for kind, text in files(tmp_path).items() if kind in ("x.npz", "x.npy")]
+    with pytest.raises(InvalidInputError, match=r"x\.npy: input 'x' is in .*x\.npz too"):
+        make_inputs(model(SQUARES), 2, parse_input_options(texts, {}))

@@ -1,0 +1,114 @@
+import threading
+from collections import Counter
+from itertools import pairwise
+from time import perf_counter, sleep
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcinfer.bench.load import arrivals, offer
+from mcinfer.bench.report import Load
+
+
+def test_closed_loop_of_a_count_makes_that_many_requests_from_that_many_threads() -> None:
+    seen: Counter[int] = Counter()
+    together = threading.Barrier(3)
+
+    def request() -> None:
+        seen[threading.get_ident()] += 1
+        together.wait(timeout=10)  # nobody comes past this alone
+
+    outcome = offer(request, Load(batch=1, clients=3), seconds=0.0, count=30, seed=0)
+    assert len(seen) == 3
+    assert seen.total() == len(outcome.latencies) == 30
+    assert (outcome.failed, outcome.unfinished) == (0, 0)
+
+
+def test_closed_loop_of_seconds_lasts_so_long_and_makes_one_request_at_least() -> None:
+    start = perf_counter()
+    outcome = offer(lambda: sleep(0.001), Load(batch=1, clients=2), seconds=0.1, count=0, seed=0)
+    assert perf_counter() - start >= outcome.seconds >= 0.1
+    assert min(outcome.latencies) >= 0.001
+    outcome = offer(lambda: None, Load(batch=1, clients=2), seconds=0.0, count=0, seed=0)
+    assert len(outcome.latencies) == 2
+
+
+def test_requests_that_raise_are_counted_and_the_others_go_on() -> None:
+    calls: list[int] = []
+
+    def request() -> None:
+        calls.append(1)
+        if len(calls) % 5 == 0:
+            raise ValueError(len(calls))
+
+    outcome = offer(request, Load(batch=1, clients=1), seconds=0.0, count=25, seed=0)
+    assert outcome.failed == 5
+    assert len(outcome.latencies) == 20
+    assert [exc.args for exc in outcome.errors] == [(5,), (10,), (15,)]
+
+
+def test_open_loop_counts_the_wait_for_a_client_as_latency() -> None:
+    """A client that is held up for 50 ms each time, and requests that come every 5 ms."""
+    load = Load(batch=1, clients=1, rate=200.0)
+    outcome = offer(lambda: sleep(0.05), load, seconds=0.0, count=8, seed=3)
+    assert len(outcome.latencies) == 8
+    last = arrivals(200.0, 0.0, 8, seed=3)[-1]
+    # The last one was answered after eight runs, whenever it came; a closed loop would have said 50 ms.
+    assert max(outcome.latencies) >= 8 * 0.05 - last
+    assert sorted(outcome.latencies) == outcome.latencies
+
+
+def test_open_loop_does_not_wait_for_answers_before_it_asks_again() -> None:
+    running, most = 0, 0
+    lock = threading.Lock()
+
+    def request() -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        sleep(0.05)
+        with lock:
+            running -= 1
+
+    offer(request, Load(batch=1, clients=8, rate=500.0), seconds=0.0, count=20, seed=0)
+    assert most == 8
+
+
+def test_open_loop_that_cannot_be_kept_up_with_ends_and_says_what_was_not_begun() -> None:
+    load = Load(batch=1, clients=1, rate=100.0)
+    start = perf_counter()
+    outcome = offer(lambda: sleep(0.5), load, seconds=0.5, count=0, seed=0)
+    assert perf_counter() - start < 5
+    made = len(arrivals(100.0, 0.5, 0, seed=0))
+    assert len(outcome.latencies) + outcome.unfinished == made
+    assert outcome.unfinished > made / 2
+
+
+@given(rate=st.floats(0.1, 1e5), count=st.integers(1, 300), seed=st.integers(0, 2**64))
+@settings(max_examples=50)
+def test_arrivals_ascend_are_so_many_and_the_same_for_a_seed(
+    rate: float, count: int, seed: int
+) -> None:
+    moments = arrivals(rate, 0.0, count, seed)
+    assert len(moments) == count
+    assert moments == sorted(moments)
+    assert moments == arrivals(rate, 0.0, count, seed)
+    assert moments[0] > 0
+
+
+def test_gaps_between_arrivals_are_those_of_a_poisson_process() -> None:
+    moments = arrivals(50.0, 200.0, 0, seed=1)
+    assert moments[-1] < 200
+    gaps = [b - a for a, b in pairwise(moments)]
+    mean = sum(gaps) / len(gaps)
+    assert mean == pytest.approx(1 / 50, rel=0.05)
+    # Of an exponential distribution the mean is exceeded by 1/e of all, and the spread is the mean.
+    assert sum(gap > mean for gap in gaps) / len(gaps) == pytest.approx(0.368, abs=0.03)
+    spread = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
+    assert spread == pytest.approx(mean, rel=0.1)
+
+
+def test_there_is_an_arrival_however_short_the_time_is() -> None:
+    assert len(arrivals(0.001, 0.1, 0, seed=0)) == 1

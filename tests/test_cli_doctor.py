@@ -1,0 +1,289 @@
+"""Tests of mcinfer/diagnosis/ and of mcinfer/cli/doctor.py: every verdict, and a real examination."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mcinfer import fleet
+from mcinfer.diagnosis.judging import (
+    CacheFacts,
+    Finding,
+    judge_cache,
+    judge_cache_settings,
+    judge_cpus,
+    judge_descriptors,
+    judge_feature,
+    judge_maps,
+    judge_memory,
+    judge_overcommit,
+    judge_platform,
+    judge_pool,
+    judge_runtime_folder,
+    judge_shared_memory,
+    judge_tasks,
+    judge_tracing,
+)
+from mcinfer.diagnosis.packages import (
+    Requirement,
+    judge_extras,
+    judge_packages,
+    parse_requirements,
+)
+
+GIB = 1 << 30
+FOUR_WORKERS = fleet.DESCRIPTORS_TO_OPEN + 4 * fleet.DESCRIPTORS_OF_A_WORKER
+THREADS = 8 + 4 * 8 + 16
+
+
+def check(finding: Finding, state: str, *words: str) -> None:
+    """Fail unless that is the verdict, these words are in it, and it has advice if it is no good."""
+    assert finding.state == state, finding
+    assert bool(finding.advice) is (state != "ok")
+    for word in words:
+        assert word in f"{finding.found} -> {finding.advice}"
+
+
+# Verdicts.
+
+
+def test_linux_alone_is_a_platform() -> None:
+    check(judge_platform("Linux", "Python 3.11"), "ok", "Python 3.11")
+    check(judge_platform("Darwin", "Python 3.11"), "problem", "runs on Linux alone")
+
+
+def test_feature_that_fails_is_told_in_the_kernels_words() -> None:
+    check(judge_feature("pidfd_open", "Linux 5.3", ""), "ok")
+    failure = "[Errno 38] Function not implemented"
+    check(judge_feature("pidfd_open", "Linux 5.3", failure), "problem", failure, "Linux 5.3")
+
+
+@pytest.mark.parametrize(
+    ("soft", "state"),
+    [
+        (None, "ok"),
+        (100 + 2 * FOUR_WORKERS, "ok"),
+        (100 + 2 * FOUR_WORKERS - 1, "warning"),
+        (100 + FOUR_WORKERS, "warning"),
+        (100 + FOUR_WORKERS - 1, "problem"),
+    ],
+)
+def test_descriptors_should_do_for_a_pool_and_as_many_again(soft: int | None, state: str) -> None:
+    finding = judge_descriptors(soft, 4096, 100, 4)
+    check(finding, state, "4 workers", f"takes {FOUR_WORKERS} more", "4096 at most")
+
+
+@pytest.mark.parametrize(
+    ("most", "state"),
+    [
+        (100 + 2 * THREADS, "ok"),
+        (100 + 2 * THREADS - 1, "warning"),
+        (100 + THREADS, "warning"),
+        (100 + THREADS - 1, "problem"),
+    ],
+)
+def test_threads_should_do_for_a_pool_and_as_many_again(most: int, state: str) -> None:
+    check(judge_tasks("threads", (most, 100), 4, 16, "a higher one"), state, f"about {THREADS}")
+
+
+def test_threads_without_a_limit_are_fine() -> None:
+    check(judge_tasks("threads", None, 4, 16, "a higher one"), "ok", "no limit")
+
+
+@pytest.mark.parametrize(
+    ("limit", "available", "state", "found"),
+    [
+        (None, 32 * GIB, "ok", "64.0 GiB, all of the machine's; 32.0 GiB free"),
+        (None, 31 * GIB, "warning", "Limits(memory_bytes=…)"),
+        (1 << 62, 40 * GIB, "ok", "64.0 GiB, all of the machine's; 40.0 GiB free"),
+        (8 * GIB, 16 * GIB, "ok", "8.0 GiB, a container's limit; 8.0 GiB free"),
+        (8 * GIB, 3 * GIB, "warning", "8.0 GiB, a container's limit; 3.0 GiB free"),
+    ],
+)
+def test_memory_should_be_half_free(
+    limit: int | None, available: int, state: str, found: str
+) -> None:
+    total = 64 * GIB
+    usable = min(total, limit or total)
+    check(judge_memory(total, limit, usable, available), state, found)
+
+
+def test_strict_overcommit_is_warned_of() -> None:
+    check(judge_overcommit(0), "ok", "mode 0")
+    check(judge_overcommit(1), "ok", "mode 1")
+    check(judge_overcommit(2), "warning", "sysctl vm.overcommit_memory=0")
+
+
+def test_shared_memory_may_be_small_or_missing() -> None:
+    check(judge_shared_memory(64 << 20), "ok", "64 MiB; mcinfer does not use it")
+    check(judge_shared_memory(None), "ok", "there is none; mcinfer does not use it")
+
+
+@pytest.mark.parametrize(
+    ("cores", "quota", "state", "found"),
+    [
+        (8, None, "ok", "none below the 8 usable cores"),
+        (8, 8.0, "ok", "none below the 8 usable cores"),
+        (1, 2.0, "ok", "none below the 1 usable core"),
+        (8, 1.5, "ok", "1.5 CPUs' worth of time on 8 usable cores"),
+        (8, 0.5, "warning", "limits.cpu"),
+    ],
+)
+def test_quota_of_less_than_one_thread_is_warned_of(
+    cores: int, quota: float | None, state: str, found: str
+) -> None:
+    check(judge_cpus(cores, quota), state, found)
+
+
+@pytest.mark.parametrize(
+    ("scope", "privileged", "state", "found"),
+    [
+        (None, False, "ok", "all processes of their user"),
+        (0, False, "ok", "all processes of their user"),
+        (1, False, "ok", "processes that they start"),
+        (1, True, "ok", "as root"),
+        (2, True, "ok", "as root"),
+        (2, False, "warning", "ptrace_scope=1"),
+        (3, False, "warning", "from the next boot on"),
+        (3, True, "warning", "no process"),
+    ],
+)
+def test_ptrace_scope_matters_where_debuggers_cannot_attach(
+    scope: int | None, privileged: bool, state: str, found: str
+) -> None:
+    check(judge_tracing(scope, privileged=privileged), state, found)
+
+
+def test_runtime_folder_should_be_where_the_session_wants_it() -> None:
+    path = "/run/user/1000/mcinfer-1/s1"
+    check(judge_runtime_folder(path, None, ""), "ok", "/run/user/1000;", "27 of at most 107")
+    check(judge_runtime_folder(path, "/run/user/1000", ""), "ok")
+    elsewhere = judge_runtime_folder("/other/mcinfer-1/s1", "/run/user/1000", "")
+    check(elsewhere, "warning", "/other;", "XDG_RUNTIME_DIR, /run/user/1000, cannot be used")
+    check(judge_runtime_folder(None, None, "too long"), "problem", "too long", "TMPDIR")
+
+
+def cache(mode: int | None = 0o700, free: int = 90 * GIB, *, writable: bool = True) -> CacheFacts:
+    return CacheFacts(
+        folder=Path("/cache"), mode=mode, limit=50 * GIB, used=GIB, free=free, writable=writable
+    )
+
+
+def test_cache_should_have_a_folder_and_room() -> None:
+    check(judge_cache(cache(), ""), "ok", "/cache, yours, mode 0700; 1.0 GiB of at most 50.0 GiB")
+    check(judge_cache(cache(None), ""), "ok", "not made yet")
+    check(judge_cache(cache(free=49 * GIB), ""), "ok")
+    check(judge_cache(cache(free=48 * GIB), ""), "warning", "MCINFER_CACHE_LIMIT")
+    check(
+        judge_cache(cache(writable=False), ""), "warning", "cannot be written to", "MCINFER_CACHE"
+    )
+    check(judge_cache(None, "is writable by others"), "warning", "is writable by others")
+
+
+def test_cache_limit_that_makes_no_sense_is_a_problem() -> None:
+    check(judge_cache_settings("got 'lots'", wrong=True), "problem", "got 'lots'")
+    check(judge_cache_settings("no home folder", wrong=False), "warning", "no home folder")
+
+
+def test_pool_and_its_maps_are_judged_by_their_failures() -> None:
+    check(judge_pool(0.25, 0.5, ""), "ok", "started (0.25 s)", "0.50 s in all")
+    check(judge_pool(0.0, 30.0, "worker 0 has died"), "problem", "worker 0 has died")
+    check(judge_maps(""), "ok")
+    check(judge_maps("access denied"), "warning", "access denied")
+
+
+# Packages.
+
+NEEDED = [
+    Requirement("numpy", "2.2", ""),
+    Requirement("psutil", "5.9.8", ""),
+    Requirement("rich", "13", "cli"),
+    Requirement("typer", "0.16", "cli"),
+    Requirement("onnx", "1.17", "onnx"),
+    Requirement("pytest", "8.2", "test"),
+]
+
+
+def test_requirements_are_read_from_metadata() -> None:
+    texts = ["numpy>=2.2", 'rich >= 13 ; extra == "cli"', "psutil", "a[b]>=1; sys_platform != 'x'"]
+    assert parse_requirements(texts) == [
+        Requirement("numpy", "2.2", ""),
+        Requirement("rich", "13", "cli"),
+        Requirement("psutil", "", ""),
+    ]
+
+
+def test_package_that_is_missing_or_old_is_a_problem() -> None:
+    versions = {"numpy": "2.10.1", "psutil": "5.9.8"}
+    finding = judge_packages("1.0", NEEDED, versions)
+    check(finding, "ok", "mcinfer 1.0, numpy 2.10.1, psutil 5.9.8")
+    missing = judge_packages("1.0", NEEDED, {"numpy": "2.10.1"})
+    check(missing, "problem", "psutil is missing", "pip install 'psutil>=5.9.8'")
+    old = judge_packages("1.0", NEEDED, {**versions, "numpy": "1.26.4"})
+    check(old, "problem", "numpy 1.26.4", "pip install 'numpy>=2.2'")
+
+
+@pytest.mark.parametrize("version", ["2.2", "2.2.0", "2.2rc1", "2.3 (numpy-other)", "3"])
+def test_version_is_compared_by_its_numbers(version: str) -> None:
+    check(judge_packages("1.0", NEEDED[:1], {"numpy": version}), "ok")
+
+
+def test_what_is_not_installed_cannot_be_checked() -> None:
+    check(judge_packages("", [], {}), "warning", "not installed")
+
+
+def test_extras_are_there_in_whole_or_not() -> None:
+    check(judge_extras(NEEDED, {"rich": "14"}), "ok", "installed: none; not installed: cli, onnx")
+    there = {"rich": "14", "typer": "0.16.0"}
+    check(judge_extras(NEEDED, there), "ok", "installed: cli; not installed: onnx")
+    old = judge_extras(NEEDED, {**there, "onnx": "1.9"})
+    check(old, "warning", "too old: onnx 1.9", "pip install 'onnx>=1.17'")
+
+
+# The real thing.
+
+
+def doctor(tmp_path: Path, prefix: str = "", **variables: str) -> tuple[int, list[str], str]:
+    """Run the command in a process of its own: its status, its lines, and what it says of failure."""
+    folders = dict.fromkeys(("XDG_RUNTIME_DIR", "TMPDIR"), str(tmp_path))
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"{prefix} exec {sys.executable} -m mcinfer doctor"],
+        env={**os.environ, **folders, **variables},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    return done.returncode, done.stdout.splitlines(), done.stderr
+
+
+def test_doctor_finds_no_problem_where_tests_run(tmp_path: Path) -> None:
+    status, lines, said = doctor(tmp_path)
+    assert (status, said) == (0, ""), lines
+    assert all(re.match(r"(ok     |warning)  \S.*: \S", line) for line in lines)
+    names = [line[9:].partition(":")[0] for line in lines]
+    assert names == [
+        *("platform", "memfd_create with seals", "pidfd_open", "descriptors over sockets"),
+        *("open files", "threads of the user", "threads of the container", "memory"),
+        *("overcommit", "/dev/shm", "CPU quota", "ptrace scope", "runtime folder", "cache"),  # noqa: S108 a name
+        *("packages", "extras", "memory maps", "pool"),
+    ]
+    assert re.fullmatch(
+        r"ok       pool: 1 worker started \(\d+\.\d\d s\), answered and ended, \d+\.\d\d s in all",
+        lines[-1],
+    )
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_doctor_says_what_to_do_where_no_pool_can_start(tmp_path: Path) -> None:
+    status, lines, said = doctor(tmp_path, "ulimit -n 30;", MCINFER_CACHE_LIMIT="lots")
+    assert status == 1
+    assert said == "mcinfer: 3 problems were found\n"
+    files, cache_limit, pool = (line for line in lines if line.startswith("problem"))
+    assert files.startswith("problem  open files: 30, 30 at most; ")
+    assert " -> ulimit -n 4096" in files
+    assert "MCINFER_CACHE_LIMIT: got 'lots', expected bytes" in cache_limit
+    assert "37 descriptors are needed" in pool

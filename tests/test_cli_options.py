@@ -1,0 +1,65 @@
+"""Tests of mcinfer/cli/options.py: what the texts of options are read as."""
+
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcinfer.cli.options import (
+    parse_counts,
+    parse_devices_option,
+    parse_dims,
+    parse_rates,
+    parse_seconds,
+)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "value"),
+    [
+        (parse_devices_option, "2", 2),
+        (parse_devices_option, "cpu:0,cuda:1", ["cpu:0", "cuda:1"]),
+        (parse_seconds, "2.5", 2.5),
+        (parse_seconds, "0", 0.0),
+        (parse_counts, "8,1,2", (8, 1, 2)),
+        (parse_rates, "20,0.5", (20.0, 0.5)),
+        (parse_dims, "seq=128", ("seq", 128)),
+        (parse_dims, "a=b:1=7", ("a=b:1", 7)),
+    ],
+)
+def test_text_is_read(parse: Callable[[str], object], text: str, value: object) -> None:
+    assert parse(text) == value
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        *((parse_devices_option, text) for text in ["", "0", "cpu", "1025", "cpu:0,,cpu:1"]),
+        *((parse_seconds, text) for text in ["", "-1", "nan", "soon"]),
+        *((parse_counts, text) for text in ["", "0", "-1", "1,,2", "1.5", "2,2", "a"]),
+        *((parse_rates, text) for text in ["", "0", "-1", "inf", "nan", "2,2.0", "a"]),
+        *((parse_dims, text) for text in ["", "seq", "seq=", "=1", "seq=0", "seq=-1", "seq=1.5"]),
+    ],
+)
+def test_text_of_another_form_is_wrong_usage_and_is_told(
+    parse: Callable[[str], object], text: str
+) -> None:
+    with pytest.raises(typer.BadParameter, match=r"got .*, expected "):
+        parse(text)
+
+
+@given(st.lists(st.integers(1), min_size=1, unique=True))
+def test_counts_are_read_as_they_are_written(counts: list[int]) -> None:
+    assert parse_counts(",".join(map(str, counts))) == tuple(counts)
+
+
+@pytest.mark.parametrize(
+    "parse", [parse_devices_option, parse_seconds, parse_counts, parse_rates, parse_dims]
+)
+@given(text=st.text("0123456789.,=-eE:cpuinfa ²٣"))
+def test_any_text_is_read_or_refused(parse: Callable[[str], object], text: str) -> None:
+    with suppress(typer.BadParameter):
+        parse(text)
