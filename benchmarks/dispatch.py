@@ -22,9 +22,11 @@ from time import perf_counter
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples" / "sd_dual_core"))
 
 from bare_processes import measure_start, measure_unet
-from measuring import Effort, Record, machine
+from measuring import Effort, Record
 from observing import measure_observing
 from round_trips import measure_dispatch
+
+from mcinfer.bench.surroundings import machine
 
 PARTS = ("dispatch", "observing", "unet", "start")
 LIMIT = 600

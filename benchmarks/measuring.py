@@ -5,18 +5,10 @@ them. A ratio is taken within each round, and the middle one of all rounds is re
 and the greatest beside it.
 """
 
-import os
-import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
 from time import perf_counter
-
-import psutil
-
-_PACKAGES = ("onnxruntime", "numpy", "pyzmq", "msgpack", "onnx")
 
 Way = Callable[[], object]
 Record = dict[str, object]
@@ -160,27 +152,6 @@ def _turn(way: Way, samples: int) -> float:
         times.append(perf_counter() - start)
     del result
     return statistics.median(times)
-
-
-def machine() -> Record:
-    """What was measured on: processor, cores, memory, load and versions; no names, no paths."""
-    return {
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "load_average_before": round(os.getloadavg()[0], 2),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in _PACKAGES},
-    }
-
-
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            return value.strip()
-    return platform.machine()
 
 
 def time_text(seconds: float) -> str:

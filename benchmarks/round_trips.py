@@ -22,10 +22,11 @@ from measuring import (
 )
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
-from pipe_baseline import PipePool
 from zeromq_baseline import EchoPool
 
 from mcinfer import Master
+from mcinfer.bench.pipe_sample import PipePool
+from mcinfer.bench.sessions import providers_of
 
 BATCH = 2
 WORKERS = 2
@@ -109,7 +110,8 @@ def measure_dispatch(folder: Path, effort: Effort, say: Callable[[str], None]) -
     )
     records: list[Record] = []
     with ExitStack() as stack:
-        pipe = stack.enter_context(PipePool(model, WORKERS))
+        pipe = PipePool(model, 1, [providers_of("cpu:0")] * WORKERS, ["x"])
+        stack.callback(pipe.close)
         echo = stack.enter_context(EchoPool(WORKERS))
         master = stack.enter_context(Master(model, WORKERS))
         for size in SIZES:

@@ -27,10 +27,11 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 from encoder import HIDDEN, TOKENS, batching_model, encoder_model
-from measuring import Ratio, Record, Series, machine, ratio_line, table, time_text
+from measuring import Ratio, Record, Series, ratio_line, table, time_text
 from numpy.typing import NDArray
 
 import mcinfer.mslite as mslite
+from mcinfer.bench.surroundings import machine
 
 WORKERS = 2
 CLIENTS = 8

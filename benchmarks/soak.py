@@ -29,7 +29,7 @@ import psutil
 from books import MOST_ROWS, ROW_BYTES, SLACK, Books, Harm, Request, Sample
 from disturbances import kill_at_random, restart_workers, update_weights, watch
 from holdings import Holdings, holdings, keep_no_freed_memory, tidy
-from measuring import Record, machine, table, time_text
+from measuring import Record, table, time_text
 from traffic import PATIENCE, clients, daemons, new_scene, write_model
 
 from mcinfer import (
@@ -41,6 +41,7 @@ from mcinfer import (
     Statistics,
     Timeouts,
 )
+from mcinfer.bench.surroundings import machine
 from mcinfer.staging import Arrays
 from mcinfer.statistics import Histogram
 

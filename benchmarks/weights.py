@@ -23,11 +23,13 @@ from time import perf_counter
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples" / "sd_dual_core"))
 
 import memory_plot
-from measuring import Effort, Record, machine
+from measuring import Effort, Record
 from prepared_speed import measure_speed, measure_start
 from weight_models import large_models
 from weight_updates import measure_cost, measure_updates
 from worker_memory import measure_memory
+
+from mcinfer.bench.surroundings import machine
 
 PARTS = ("memory", "speed", "start", "update")
 LIMIT = 1200

@@ -1,0 +1,304 @@
+"""Measure mcinfer with its own runner, and write what came of it into docs/benchmarks.md.
+
+    python benchmarks/page.py [--only NAME] [--folder FOLDER] [--write FILE]
+
+Each run is a command line of `mcinfer bench`, which the page shows; its report, its page and its plots go to
+the folder (build/bench). `--write` puts tables, plots and targets between the page's marks; with `--only
+none` nothing is measured anew, and the reports that are in the folder are used. A target that is missed is a
+finding: the exit status is 0 all the same.
+"""
+
+import argparse
+import io
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# The models of the examples are those to measure with.
+sys.path.append(str(Path(__file__).resolve().parent.parent / "examples" / "sd_dual_core"))
+
+from build_unet import build_unet
+from encoder import encoder_model
+from measuring import Ratio, Series
+from rich.console import Console
+from round_trips import identity_model
+
+from mcinfer.bench.report import Load, Report, Turn, load
+from mcinfer.bench.views.terminal import show
+
+ROOT = Path(__file__).resolve().parent.parent
+
+_WIDTH = 110
+"""Columns of the page's tables."""
+
+_FLOOR = "benchmarks/transport_floor.py:TransportFloor"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One command of the runner's.
+
+    Attributes:
+        name: Of its files.
+        model: The model's file.
+        options: Of the command, beside the model and the files to write.
+    """
+
+    name: str
+    model: str
+    options: str
+
+    def command(self, folder: Path) -> list[str]:
+        """What to run, from the repository's root."""
+        files = [f"--{kind}={folder / self.name}.{kind}" for kind in ("json", "html", "png")]
+        return ["mcinfer", "bench", str(folder / self.model), *shlex.split(self.options), *files]
+
+
+RUNS = (
+    Run(
+        name="unet",
+        model="unet.onnx",
+        options="--batch 2 --concurrency 1,4 --against session,threads,threads-1,pipe,pipe-each "
+        "--modes sharded,concurrent --duration 5 --repeat 5",
+    ),
+    Run(
+        name="mobilenet",
+        model="mobilenet.onnx",
+        options="--batch 1,8 --concurrency 1,4,16 --against session,threads,threads-1,pipe-each "
+        "--duration 2 --repeat 5",
+    ),
+    Run(
+        name="encoder",
+        model="encoder.onnx",
+        options="--concurrency 1,4,16 --rate 300 --against session,threads,threads-1,pipe,pipe-each "
+        "--duration 2 --repeat 5",
+    ),
+    Run(
+        name="megabyte",
+        model="identity.onnx",
+        options="--dim elements=262144 --concurrency 1,4 --rate 300 --against session,pipe,pipe-each "
+        "--modes sharded,concurrent --duration 2 --repeat 5 --no-scaling",
+    ),
+    *(
+        Run(
+            name=f"dispatch-{name}",
+            model="identity.onnx",
+            options=f"--dim elements={elements} --batch 2 --concurrency 1 "
+            f"--against pipe,{_FLOOR} --modes sharded --duration 1 --repeat 9 --no-scaling",
+        )
+        for name, elements in (("8k", 1024), ("1m", 131072), ("8m", 1048576))
+    ),
+)
+
+
+_PEERS = ",".join(
+    f"benchmarks/peers.py:{name}" for name in ("RayActors", "LokyPool", "OpenVinoAsync")
+)
+
+PEERS = Run(
+    name="peers",
+    model="encoder.onnx",
+    options=f"--concurrency 1,8 --against session,threads-1,{_PEERS} "
+    "--modes concurrent --duration 2 --repeat 5 --no-scaling",
+)
+"""Only where it is asked for: these packages are installed elsewhere."""
+
+
+def build_models(folder: Path) -> None:
+    """Write the models that the runs are of, unless they are there."""
+    classifier = runpy.run_path(str(ROOT / "examples" / "quick_start" / "build_mobilenet.py"))
+    makers: dict[str, Callable[[Path], object]] = {
+        "unet.onnx": lambda path: build_unet(path, "small"),
+        "mobilenet.onnx": lambda path: classifier["build_mobilenet"](path, batch=None),
+        "encoder.onnx": encoder_model,
+        "identity.onnx": identity_model,
+    }
+    for name, make in makers.items():
+        if not (folder / name).exists():
+            make(folder / name)
+
+
+# Targets.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What mcinfer is to reach: a ratio of two ways' figures, in each repeat.
+
+    Attributes:
+        run: Whose report.
+        text: What is divided by what.
+        above: The way above the line.
+        below: The way below it.
+        figure: Of a turn.
+        bound: What the middle ratio is to be.
+        at_least: Whether from there on upwards, or downwards.
+        load: Under which load.
+    """
+
+    run: str
+    text: str
+    above: str
+    below: str
+    figure: Callable[[Turn], float]
+    bound: float | None
+    at_least: bool
+    load: Load
+
+    def ratio(self, report: Report) -> Ratio | None:
+        """What was measured; None where it was not."""
+        above, below = report.find(self.above, self.load), report.find(self.below, self.load)
+        if above is None or below is None:
+            return None
+        pairs = zip(above.turns, below.turns, strict=False)
+        series = Series(tuple(self.figure(a) / self.figure(b) for a, b in pairs))
+        return Ratio(text=self.text, series=series, bound=self.bound, at_least=self.at_least)
+
+
+def _p50(turn: Turn) -> float:
+    return turn.latency(0.5)
+
+
+def _p99(turn: Turn) -> float:
+    return turn.latency(0.99)
+
+
+def _throughput(turn: Turn) -> float:
+    return turn.throughput
+
+
+def targets() -> Iterator[Target]:
+    """All of them, in the page's order."""
+    two = Load(batch=2, clients=1)
+    yield Target(
+        run="unet",
+        text="UNet, batch 2, p50: sharded / one session with all cores",
+        above="sharded",
+        below="session",
+        figure=_p50,
+        bound=1.0,
+        at_least=False,
+        load=two,
+    )
+    for baseline, what in (("threads", "all cores"), ("threads-1", "one thread a run")):
+        yield Target(
+            run="unet",
+            text=f"UNet, 4 clients, throughput: concurrent / threads on one session, {what}",
+            above="concurrent",
+            below=baseline,
+            figure=_throughput,
+            bound=1.0,
+            at_least=True,
+            load=Load(batch=2, clients=4),
+        )
+    for baseline in ("pipe", "pipe-each"):
+        yield Target(
+            run="megabyte",
+            text=f"1 MiB inputs, 300/s, p99: {baseline} / concurrent",
+            above=baseline,
+            below="concurrent",
+            figure=_p99,
+            bound=2.0,
+            at_least=True,
+            load=Load(batch=1, clients=32, rate=300.0),
+        )
+    for name, size in (("8k", "8 KiB"), ("1m", "1 MiB"), ("8m", "8 MiB")):
+        yield Target(
+            run=f"dispatch-{name}",
+            text=f"{size} over two workers, p50: predict / the transport's floor",
+            above="sharded",
+            below="TransportFloor",
+            figure=_p50,
+            bound=1.5,
+            at_least=False,
+            load=two,
+        )
+
+
+def target_table(reports: dict[str, Report]) -> str:
+    """The targets as a table in Markdown."""
+    lines = ["| | target | measured | |", "|---|---|---|---|"]
+    for target in targets():
+        ratio = target.ratio(reports[target.run]) if target.run in reports else None
+        if ratio is None:
+            continue
+        bound = f"{'≥' if target.at_least else '≤'} {target.bound:g}"
+        series = ratio.series
+        figures = f"{series.middle:.3g} [{series.low:.3g} … {series.high:.3g}]"
+        verdict = ratio.verdict.partition(": ")[2]
+        shown = verdict if ratio.met else f"**{verdict}**"
+        lines.append(f"| {target.text} | {bound} | {figures} | {shown} |")
+    return "\n".join(lines)
+
+
+# The page.
+
+
+def run_text(run: Run, report: Report, folder: Path) -> str:
+    """A run's command, and what it printed."""
+    page = io.StringIO()
+    show(report, Console(file=page, width=_WIDTH, color_system=None))
+    command = shlex.join(
+        ["mcinfer", "bench", f"{folder.name}/{run.model}", *shlex.split(run.options)]
+    )
+    table = "\n".join(line.rstrip() for line in page.getvalue().splitlines()).strip("\n")
+    return f"    {command}\n\n```\n{table}\n```"
+
+
+def write_page(path: Path, folder: Path) -> None:
+    """Put what is in the folder between the page's marks, and the plots beside the page."""
+    reports = {
+        run.name: load(folder / f"{run.name}.json")
+        for run in (*RUNS, PEERS)
+        if (folder / f"{run.name}.json").exists()
+    }
+    parts = {"targets": target_table(reports)}
+    for run in (*RUNS, PEERS):
+        if run.name in reports:
+            parts[run.name] = run_text(run, reports[run.name], folder)
+            pictures = path.parent / "benchmarks"
+            pictures.mkdir(exist_ok=True)
+            shutil.copyfile(folder / f"{run.name}.png", pictures / f"{run.name}.png")
+    text = path.read_text(encoding="utf-8")
+    for name, part in parts.items():
+        marked = re.compile(f"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        if not marked.search(text):
+            raise SystemExit(f"{path}: expected a line '<!-- {name} -->', and '<!-- end -->' below")
+        text = marked.sub(lambda match, part=part: f"{match[1]}{part}\n{match[2]}", text)  # type: ignore[misc]
+    path.write_text(text, encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status."""
+    parser = argparse.ArgumentParser(description="Measure mcinfer with its own runner.")
+    names = [run.name for run in (*RUNS, PEERS)]
+    parser.add_argument("--only", action="append", choices=[*names, "none"], metavar="NAME")
+    parser.add_argument("--folder", type=Path, default=Path("build/bench"))
+    parser.add_argument("--write", type=Path, metavar="FILE", help="the page to put it into")
+    options = parser.parse_args(arguments)
+    folder: Path = options.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    build_models(folder)
+    # Not the user's: and what a run does not find there it prepares first, before anything is measured.
+    environment = {**os.environ, "MCINFER_CACHE": str((folder / "cache").absolute())}
+    for run in RUNS if options.only is None else (*RUNS, PEERS):
+        if options.only is None or run.name in options.only:
+            command = run.command(folder)
+            print(f"$ {shlex.join(command)}", flush=True)
+            subprocess.run(  # what makes this environment's interpreter run mcinfer
+                [sys.executable, "-m", *command], cwd=ROOT, env=environment, check=True
+            )
+    if options.write is not None:
+        write_page(options.write, folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Other systems as ways of the benchmark: each answers as a plain session does, and leaves nothing."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.process.models import OnnxModel
+from tests.process.scripts import ROOT
+
+PROGRAM = """
+import json, sys, threading
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import psutil
+from mcinfer.bench.known_ways import way_class
+from mcinfer.bench.way import Setup
+
+kind, model, clients, columns = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+session = ort.InferenceSession(model, providers=["CPUExecutionProvider"])
+rng = np.random.default_rng(0)
+requests = [rng.standard_normal((1 + i % 5, columns), np.float32) for i in range(12)]
+expected = [session.run(["y"], {"x": x})[0] for x in requests]
+setup = Setup(
+    model=model, cores=2, devices=("cpu:0", "cpu:1"), threads=1, outputs=("y",), split=("x",),
+    max_batch_size=1, max_delay=0.0,
+)
+way = way_class(kind)(setup)
+mine = psutil.Process()
+errors = []
+
+def client(number):
+    try:
+        last = None
+        for x, y in list(zip(requests, expected))[number:] * 2:
+            answer = way.run({"x": x})
+            answer = answer["y"] if isinstance(answer, dict) else answer
+            assert answer.shape == y.shape and answer.dtype == y.dtype, (answer.shape, answer.dtype)
+            np.testing.assert_allclose(answer, y, rtol=1e-4, atol=1e-4)
+            if last is not None:  # it is kept until the next one is there
+                np.testing.assert_allclose(last[0], last[1], rtol=1e-4, atol=1e-4)
+            last = answer, y
+    except Exception as exc:
+        errors.append(f"{type(exc).__name__}: {exc}")
+
+threads = [threading.Thread(target=client, args=(n,)) for n in range(clients)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+runs, seconds = way.run_seconds()
+# What tidies up for all of multiprocessing ends with this process.
+children = [p for p in mine.children(recursive=True) if "resource_tracker" not in str(p.cmdline())]
+way.close()
+left = [" ".join(process.cmdline()) for process in psutil.wait_procs(children, timeout=5)[1]]
+print(json.dumps({
+    "workers": way.workers, "runs": runs, "seconds": seconds, "errors": errors, "left": left,
+    "processes": len(children),
+}))
+"""
+"""Drives a way as its own process would: the other systems keep threads until a process ends."""
+
+AFFINE = """
+<ir_version: 8, opset_import: ["": 17]>
+affine (float[batch, n] x) => (float[batch, n] y) <float two = {2.0}, float one = {1.0}> {
+    doubled = Mul(x, two)
+    y = Add(doubled, one)
+}
+"""
+IDENTITY = """
+<ir_version: 8, opset_import: ["": 17]>
+same (float[batch, n] x) => (float[batch, n] y) { y = Identity(x) }
+"""
+
+LARGE = 1 << 17
+"""Columns: rows of half a megabyte, which Ray puts into its object store."""
+
+
+def drive(kind: str, model: Path, clients: int, columns: int) -> Any:
+    """What the program found; fails the test if it did not get to its end."""
+    path = f"{ROOT / 'benchmarks'}/{kind}"
+    arguments = [path, str(model), str(clients), str(columns)]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_bare_messages_and_copies_answer_with_the_input(onnx_model: OnnxModel) -> None:
+    found = drive("transport_floor.py:TransportFloor", onnx_model(IDENTITY), 1, LARGE)
+    assert found["errors"] == found["left"] == []
+    assert found["workers"] == 2
+    # Requests of one row need one process, all others both.
+    assert found["runs"] == 2 * (3 * 1 + 9 * 2)
+    assert found["seconds"] > 0
+    assert found["processes"] == 2
+
+
+def test_floor_is_refused_for_a_model_that_does_more_than_copy(onnx_model: OnnxModel) -> None:
+    with pytest.raises(
+        AssertionError, match=r"InvalidInputError: model: got the operators \['Mul'"
+    ):
+        drive("transport_floor.py:TransportFloor", onnx_model(AFFINE), 1, 4)
+
+
+@pytest.mark.parametrize("columns", [4, LARGE])
+@pytest.mark.parametrize(
+    ("package", "kind"),
+    [("ray", "RayActors"), ("loky", "LokyPool"), ("openvino", "OpenVinoAsync")],
+)
+def test_other_system_answers_several_clients_and_leaves_nothing(
+    package: str, kind: str, columns: int, onnx_model: OnnxModel
+) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    found = drive(f"peers.py:{kind}", onnx_model(AFFINE), 3, columns)
+    assert found["errors"] == found["left"] == []
+    assert found["workers"] == 2
+    assert found["runs"] == 2 * (12 + 11 + 10)
+    assert found["seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("package", "kind"),
+    [("ray", "RayActors"), ("loky", "LokyPool"), ("openvino", "OpenVinoAsync")],
+)
+def test_missing_system_is_named_with_what_to_install(
+    package: str, kind: str, onnx_model: Callable[[str], Path]
+) -> None:
+    if importlib.util.find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    with pytest.raises(AssertionError, match=rf"MissingDependencyError: .*pip install {package}"):
+        drive(f"peers.py:{kind}", onnx_model(AFFINE), 1, 4)
