@@ -1,7 +1,7 @@
 """Settled jobs on their way to their futures.
 
-Futures that users hold have callbacks of theirs, which may wait for locks of theirs: those are answered in
-one thread alone, one after another. The private ones, whose caller waits in the library, in any thread.
+Callbacks of futures are users' code, which may wait for locks of theirs: futures that have some are answered
+in one thread alone, one after another. Those without in any thread, which saves a change of it.
 """
 
 import logging
@@ -62,9 +62,7 @@ class Answers:
                 job, failure, trace = self._settled.popleft()
             except IndexError:
                 return  # another thread was faster
-            if job.private:
-                self._answer(job, failure, trace)
-            else:
+            if not self._answer(job, failure, trace, here=False):
                 self._public.append((job, failure, trace))
                 if self._ended:
                     self.give_public()
@@ -78,7 +76,7 @@ class Answers:
                 job, failure, trace = self._public.popleft()
             except IndexError:
                 return
-            self._answer(job, failure, trace)
+            self._answer(job, failure, trace, here=True)
 
     def end(self) -> None:
         """There is no thread of its own for the users' futures any more: from now on any thread will do."""
@@ -93,9 +91,14 @@ class Answers:
             queue.clear()
         for job in waiting.values():
             if not job.future.done():
-                self._answer(job, failure, None)
+                self._answer(job, failure, None, here=True)
 
-    def _answer(self, job: Job, failure: Exception | None, trace: RequestTrace | None) -> None:
+    def _answer(
+        self, job: Job, failure: Exception | None, trace: RequestTrace | None, *, here: bool
+    ) -> bool:
+        """Answer a job; False if its future has callbacks and this thread is not `here` for them."""
+        if job.future.watched and not here:
+            return False
         result: Arrays = {}
         if failure is None:
             try:
@@ -104,12 +107,8 @@ class Answers:
                 failure = exc
         joined = monotonic() if trace is not None else 0.0
         try:
-            # False: the caller cancelled it, and is not waiting.
-            if job.future.set_running_or_notify_cancel():
-                if failure is None:
-                    job.future.set_result(result)
-                else:
-                    job.future.set_exception(failure)
+            if not job.future.answer(result, failure, here=here):
+                return False
         except BaseException:
             # A future logs what a callback raises, but for SystemExit and its like; others wait behind it.
             _log.exception("a callback of %r wants to end this thread, which it cannot", job.future)
@@ -117,6 +116,7 @@ class Answers:
         self._answered()
         if trace is not None and self._trace is not None:
             self._tell(self._trace, job, failure, replace(trace, joined=joined))
+        return True
 
     def _tell(
         self, hook: TraceHook, job: Job, failure: Exception | None, trace: RequestTrace

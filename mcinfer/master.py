@@ -355,10 +355,9 @@ class Master:
             )
         _check_priority(priority)
         job, start, seconds = self._stage(inputs, shards, timeout, batch_axes)
-        job.private = True
         try:
             self._enter(job, start, seconds, priority, wait=True)
-            return self._supervisor.wait(job)
+            return job.future.result()
         except BaseException:
             # Ctrl-C while waiting: the workers are not to go on for nobody.
             job.future.cancel()

@@ -16,7 +16,6 @@ import os
 import reprlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from mcinfer import sharding
 from mcinfer.copier import Copier
 from mcinfer.errors import InvalidInputError, PredictError, ProtocolError
 from mcinfer.fields import TensorRef
+from mcinfer.futures import HelpedFuture
 from mcinfer.protocol import encode_predict, encode_tensors
 from mcinfer.sharding import BatchAxes, Plan
 from mcinfer.shm.arena import Arena, Slot, align
@@ -97,7 +97,6 @@ class Job:
         future: What the caller waits on: outputs by name, in the model's order.
         number: The request's number, once it has one.
         shards: How many pieces it is cut in.
-        private: Whether no user holds the future, so that it may be answered in any thread.
         join: What it has in common with those that may go in one run with it, and its rows; None for
             one that goes alone.
         rows: Of each piece; 1 where nothing is cut.
@@ -121,7 +120,6 @@ class Job:
         "future",
         "join",
         "number",
-        "private",
         "rows",
         "shards",
         "size",
@@ -139,9 +137,8 @@ class Job:
         weights: WeightVersion,
     ) -> None:
         """Made by `Stager.stage` alone, with slots for the outputs whose shapes are known."""
-        self.future: Future[Arrays] = Future()
+        self.future: HelpedFuture[Arrays] = HelpedFuture()
         self.number = -1
-        self.private = False
         self.join: tuple[Hashable, int] | None = None
         self.shards = len(placement.messages)
         self.rows = staged.plan.rows

@@ -201,9 +201,7 @@ class Supervisor:
             opened.callback(self._poll.close)
             self._poll.register(self._wakeup.fd, select.EPOLLIN)
             self._poll.register(self._fleet.fd, select.EPOLLIN)
-            self._driver_poll = select.poll()
-            self._driver_poll.register(self._fleet.fd, select.POLLIN)
-            self._driver_poll.register(self._driver_wakeup.fd, select.POLLIN)
+            self._driver_poll = self._new_driver_poll()
             atexit.register(self.close)
             opened.callback(atexit.unregister, self.close)
             thread = threading.Thread(target=self._run, name="mcinfer-io", daemon=True)
@@ -383,37 +381,48 @@ class Supervisor:
             del self._jobs[job.number]
             raise
         self._next_number += 1
-        job.future.add_done_callback(partial(self._on_done, job.number))
+        job.future.help = self.help_answer
+        job.future.add_own_callback(partial(self._on_done, job.number))
         self._carry_out(actions)
         self._receive()
         # Its deadline and where it was put are all that it can bring forward.
         if min(start + timeout, self._scheduler.next_turn()) < self._wakes_at:
             self._hurry()
 
-    def wait(self, job: Job) -> Arrays:
-        """Wait for the answer to a job that was submitted.
+    def help_answer(self, future: "Future[Arrays]", deadline: float) -> None:
+        """While its answer is waited for, take the messages in the place of the I/O thread, if nobody does.
 
-        The first caller that waits takes the messages itself, in the place of the I/O thread: that saves two
-        changes of thread for each answer. When its own has come it gives them back.
+        That saves two changes of thread for each answer. When this one has come, or the time is over, it
+        gives them back.
 
-        Raises:
-            McinferError: What the job failed with.
+        Args:
+            future: Of a job that was submitted.
+            deadline: On the monotonic clock.
         """
-        future = job.future
         driving = False
+        if os.getpid() != self._pid or not self.may_wait():
+            return
+        # A signal's handler, in a call that takes the messages already.
+        within = self._driver == threading.get_ident()
         try:
             with HeldInterrupts():
-                driving = not future.done() and self._driving.acquire(blocking=False)
+                driving = not (within or future.done()) and self._driving.acquire(blocking=False)
                 if driving:
                     self._driver = threading.get_ident()
                     with suppress(ValueError, OSError):  # the pool was closed meanwhile
                         self._poll.modify(self._fleet.fd, 0)
-            while driving and not future.done() and not self._torn_down:
-                self._drive()
-            return future.result()
+            # One of its own: that of the call around this one is in use.
+            poll = self._new_driver_poll() if within else self._driver_poll
+            while (driving or within) and not future.done() and not self._torn_down:
+                left = deadline - monotonic()
+                if left <= 0:
+                    break
+                self._drive(poll, left)
         finally:
-            # The error that this may raise must not hold what holds it.
-            del future, job
+            # An error that the future holds must not hold it by its traceback.
+            del future
+            if within:
+                self._driver_wakeup.set()  # what the call around this one waits for may have come
             if driving:
                 # In this order: Ctrl-C can be raised after each call, and the first is the one that counts.
                 try:
@@ -428,9 +437,17 @@ class Supervisor:
         with suppress(ValueError, OSError):
             self._poll.modify(self._fleet.fd, select.EPOLLIN)
 
-    def _drive(self) -> None:
+    def _new_driver_poll(self) -> select.poll:
+        """What a caller that takes the messages waits for."""
+        poll = select.poll()
+        poll.register(self._fleet.fd, select.POLLIN)
+        poll.register(self._driver_wakeup.fd, select.POLLIN)
+        return poll
+
+    def _drive(self, poll: select.poll, seconds: float) -> None:
         """One wait for messages, in a caller's thread; the I/O thread keeps deaths and time."""
-        for fd, _ in self._driver_poll.poll():
+        most = None if seconds == math.inf else min(seconds, _LONGEST_WAIT) * 1000
+        for fd, _ in poll.poll(most):
             if fd == self._driver_wakeup.fd:
                 self._driver_wakeup.clear()
         with HeldInterrupts():

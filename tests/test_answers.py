@@ -30,10 +30,12 @@ def _stager() -> Any:
     arena.close()
 
 
-def staged(stager: Stager, number: int, *, private: bool = False) -> Job:
+def staged(stager: Stager, number: int, *, watched: bool = False) -> Job:
     """A job as `Master` makes it, whose shard was answered, and whose outputs are all 1."""
     job = stager.stage({"x": np.ones((1, 2), np.float32)}, 1, None, 0.0, joinable=False)
-    job.number, job.private = number, private
+    job.number = number
+    if watched:
+        job.future.add_done_callback(lambda _: None)
     job.context = copy_context()
     job.take(0, (), lambda _: pytest.fail("no block is the worker's"))
     return job
@@ -72,17 +74,19 @@ class Book:
         self.traces.append((trace, CALLER.get()))
 
 
-def test_private_futures_are_answered_at_once_and_users_in_their_turn(stager: Stager) -> None:
+def test_futures_with_callbacks_are_answered_in_their_turn_and_others_at_once(
+    stager: Stager,
+) -> None:
     book = Book()
-    private, public = staged(stager, 0, private=True), staged(stager, 1)
-    book.answers.add(public, None)
-    book.answers.add(private, None)
+    plain, watched = staged(stager, 0), staged(stager, 1, watched=True)
+    book.answers.add(watched, None)
+    book.answers.add(plain, None)
     book.answers.give()
-    assert private.future.done()
-    assert not public.future.done()
+    assert plain.future.done()
+    assert not watched.future.done()
     assert (book.woken, book.answered) == (1, 1)
     book.answers.give_public()
-    assert [*public.future.result()] == ["y"]
+    assert [*watched.future.result()] == ["y"]
     assert book.answered == 2
 
 
@@ -94,7 +98,7 @@ def test_hook_is_told_once_after_the_answer_in_the_context_of_the_call(stager: S
 
     answers = Answers(wake=lambda: None, answered=lambda: None, trace=hook)
     CALLER.set("me")
-    job = staged(stager, 5, private=True)
+    job = staged(stager, 5)
     CALLER.set("another")
     answers.add(job, None, traced(5))
     answers.give()
@@ -108,7 +112,7 @@ def test_hook_is_told_once_after_the_answer_in_the_context_of_the_call(stager: S
 def test_hook_is_told_of_failures(stager: Stager) -> None:
     book = Book()
     error = ClosedError("closed")
-    job = staged(stager, 0, private=True)
+    job = staged(stager, 0)
     book.answers.add(job, error, traced(0, error))
     book.answers.give()
     assert job.future.exception() is error
@@ -136,7 +140,7 @@ def test_answer_that_cannot_be_joined_is_a_failure_in_its_trace(
         raise raised
 
     book = Book()
-    job = staged(stager, 0, private=True)
+    job = staged(stager, 0)
     monkeypatch.setattr(Job, "result", result)
     book.answers.add(job, None, traced(0))
     book.answers.give()
@@ -154,7 +158,7 @@ def test_hook_that_raises_is_logged_and_others_are_answered(
         raise KeyError("of the user's")
 
     answers = Answers(wake=lambda: None, answered=lambda: None, trace=hook)
-    jobs = [staged(stager, number, private=True) for number in range(2)]
+    jobs = [staged(stager, number) for number in range(2)]
     for job in jobs:
         answers.add(job, None, traced(job.number))
     with caplog.at_level(logging.ERROR, "mcinfer.master"):
@@ -183,14 +187,14 @@ def test_callback_that_wants_to_end_the_thread_does_not(
 
 def test_nothing_is_told_of_what_is_not_traced(stager: Stager) -> None:
     book = Book()
-    book.answers.add(staged(stager, 0, private=True), None)
+    book.answers.add(staged(stager, 0), None)
     book.answers.give()
     assert (book.answered, book.traces) == (1, [])
 
 
 def test_after_the_end_any_thread_answers_users(stager: Stager) -> None:
     book = Book()
-    before, after = staged(stager, 0), staged(stager, 1)
+    before, after = (staged(stager, number, watched=True) for number in range(2))
     book.answers.add(before, None)
     book.answers.give()
     book.answers.end()
@@ -205,7 +209,7 @@ def test_after_the_end_any_thread_answers_users(stager: Stager) -> None:
 def test_last_resort_fails_all_that_is_not_answered(stager: Stager) -> None:
     book = Book()
     failure = ClosedError("the master failed")
-    jobs = [staged(stager, number) for number in range(4)]
+    jobs = [staged(stager, number, watched=True) for number in range(4)]
     for job in jobs[:3]:
         book.answers.add(job, None)
     book.answers.give()  # three wait for the users' thread

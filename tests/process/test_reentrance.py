@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import pytest
 
@@ -21,7 +22,7 @@ from mcinfer import (
     RequestTrace,
     Timeouts,
 )
-from tests.process.models import FakeModel, act, assert_answers, rows
+from tests.process.models import FakeModel, Inputs, act, assert_answers, rows
 from tests.process.waiting import pids, wait_for_states, wait_until
 
 BAD = -1.0
@@ -105,6 +106,28 @@ def test_handler_of_a_signal_may_drain_while_its_thread_waits_for_an_answer(
         assert time.monotonic() - start < PATIENCE / 2
         timer.join()
     assert master.health().state == "closed"
+
+
+@pytest.mark.parametrize("call", ["predict", "submit"])
+@pytest.mark.parametrize("inner", [1.0, 2.0], ids=["first", "last"])
+def test_handler_of_a_signal_may_wait_for_an_answer_while_its_thread_does(
+    fake_model: FakeModel, call: str, inner: float
+) -> None:
+    """The thread that it interrupts takes the messages of all; whichever answer comes first."""
+    model = fake_model(when={"-1": "sleep:0.3", "2": "sleep:0.6"})
+    with Master(model, 2, engine="fake") as master:
+        calls: dict[str, Callable[[Inputs], Inputs]] = {
+            "predict": partial(master.predict, timeout=PATIENCE, shards=1),
+            "submit": lambda inputs: master.submit(inputs).result(PATIENCE),
+        }
+        answers = []
+        with handler_of_sigterm(lambda: answers.append(calls[call](act(inner)))):
+            timer = sigterm_after(0.1)
+            start = time.monotonic()
+            assert_answers(calls[call](act(BAD)), act(BAD))
+            assert time.monotonic() - start < PATIENCE / 2
+            timer.join()
+        assert_answers(answers[0], act(inner))
 
 
 def test_trace_hook_that_waits_is_told_that_it_may_not(fake_model: FakeModel) -> None:
