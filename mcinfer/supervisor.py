@@ -9,8 +9,8 @@
 
 Rules of ownership: one lock guards the scheduler, the socket and the process table. Whoever takes
 it carries out the actions of its event before letting go, so actions never overtake each other. Futures
-are settled with the lock released; those that users hold in the I/O thread alone, one after another, since
-their callbacks are user code.
+are settled with the lock released; those that users have added callbacks to in the I/O thread alone, one after
+another, since callbacks are user code.
 
 Ctrl-C raises in the main thread, between any two instructions: whatever changes shared state there is
 inside `HeldInterrupts`.
