@@ -26,7 +26,7 @@ from zeromq_baseline import EchoPool
 
 from mcinfer import Master
 from mcinfer.bench.pipe_sample import PipePool
-from mcinfer.bench.sessions import providers_of
+from mcinfer.bench.way import Setup
 
 BATCH = 2
 WORKERS = 2
@@ -101,6 +101,20 @@ class EngineTime:
         self.rounds.append((self._last[0] - last[0]) / (self._last[1] - last[1]))
 
 
+def _setup(model: str) -> Setup:
+    """Of the pipe's processes."""
+    return Setup(
+        model=model,
+        cores=WORKERS,
+        devices=("cpu:0",) * WORKERS,
+        threads=1,
+        outputs=("y",),
+        split=("x",),
+        max_batch_size=1,
+        max_delay=0.0,
+    )
+
+
 def measure_dispatch(folder: Path, effort: Effort, say: Callable[[str], None]) -> Record:
     """Measure and print all sizes."""
     model = str(identity_model(folder / "identity.onnx"))
@@ -110,7 +124,7 @@ def measure_dispatch(folder: Path, effort: Effort, say: Callable[[str], None]) -
     )
     records: list[Record] = []
     with ExitStack() as stack:
-        pipe = PipePool(model, 1, [providers_of("cpu:0")] * WORKERS, ["x"])
+        pipe = PipePool(_setup(model))
         stack.callback(pipe.close)
         echo = stack.enter_context(EchoPool(WORKERS))
         master = stack.enter_context(Master(model, WORKERS))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcinfer.bench.load import arrivals, offer
+from mcinfer.bench.load import arrivals, kept_up, offer
 from mcinfer.bench.report import Load
 
 
@@ -45,7 +45,21 @@ def test_requests_that_raise_are_counted_and_the_others_go_on() -> None:
     outcome = offer(request, Load(batch=1, clients=1), seconds=0.0, count=25, seed=0)
     assert outcome.failed == 5
     assert len(outcome.latencies) == 20
-    assert [exc.args for exc in outcome.errors] == [(5,), (10,), (15,)]
+    assert outcome.error is not None
+    assert outcome.error.args == (5,)
+
+
+def test_request_that_wants_to_end_the_process_fails_alone() -> None:
+    calls: list[int] = []
+
+    def request() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise SystemExit(3)
+
+    outcome = offer(request, Load(batch=1, clients=1), seconds=0.0, count=4, seed=0)
+    assert len(outcome.latencies) == 3
+    assert isinstance(outcome.error, SystemExit)
 
 
 def test_open_loop_counts_the_wait_for_a_client_as_latency() -> None:
@@ -56,7 +70,8 @@ def test_open_loop_counts_the_wait_for_a_client_as_latency() -> None:
     last = arrivals(200.0, 0.0, 8, seed=3)[-1]
     # The last one was answered after eight runs, whenever it came; a closed loop would have said 50 ms.
     assert max(outcome.latencies) >= 8 * 0.05 - last
-    assert sorted(outcome.latencies) == outcome.latencies
+    in_order = [end - begin for begin, end in sorted(outcome.answers)]
+    assert in_order == outcome.latencies
 
 
 def test_open_loop_does_not_wait_for_answers_before_it_asks_again() -> None:
@@ -111,4 +126,38 @@ def test_gaps_between_arrivals_are_those_of_a_poisson_process() -> None:
 
 
 def test_there_is_an_arrival_however_short_the_time_is() -> None:
-    assert len(arrivals(0.001, 0.1, 0, seed=0)) == 1
+    (moment,) = arrivals(0.001, 0.1, 0, seed=0)
+    assert 0 <= moment < 0.1
+
+
+def queue(rate: float, service: float, count: int, servers: int = 1) -> list[tuple[float, float]]:
+    """Requests that come at a rate and take so long each, first come first served."""
+    free = [0.0] * servers
+    answers = []
+    for moment in arrivals(rate, 0.0, count, seed=5):
+        server = min(range(servers), key=free.__getitem__)
+        free[server] = max(free[server], moment) + service
+        answers.append((moment, free[server]))
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("rate", "service", "servers", "expected"),
+    [
+        (90.0, 0.02, 1, False),  # 1.8 times what can be done
+        (65.0, 0.02, 1, False),
+        (40.0, 0.02, 1, True),
+        (20.0, 0.02, 1, True),
+        (5.0, 1.0, 32, True),  # many are under way, as they should be
+        (50.0, 1.0, 32, False),
+    ],
+)
+def test_queue_that_grows_is_told_from_one_that_is_there(
+    rate: float, service: float, servers: int, expected: bool
+) -> None:
+    assert kept_up(queue(rate, service, 800, servers)) is expected
+
+
+def test_open_loop_of_one_request_was_kept_up_with() -> None:
+    assert kept_up([(0.0, 5.0)])
+    assert kept_up([])

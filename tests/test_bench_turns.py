@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mcinfer.bench.known_ways import BASELINES, MODES, check_name, way_class
+from mcinfer.bench.known_ways import BASELINES, MODES, check_names, way_class
+from mcinfer.bench.pieces import cut, join
 from mcinfer.bench.report import QUANTILES
 from mcinfer.bench.request_file import read_request, write_request
 from mcinfer.bench.turns import nearest_rank
+from mcinfer.bench.way import Setup
 from mcinfer.errors import InvalidInputError
 
 
@@ -57,16 +60,69 @@ def test_every_way_is_found_and_says_what_it_is(name: str) -> None:
 )
 def test_name_that_is_no_way_is_refused_with_those_that_there_are(name: str) -> None:
     with pytest.raises(InvalidInputError, match=r"expected one of \['session', .*FILE.py:Class"):
-        check_name(name)
+        check_names([name])
+
+
+def test_ways_that_a_report_could_not_tell_apart_are_refused(tmp_path: Path) -> None:
+    one, other = tmp_path / "one.py", tmp_path / "other.py"
+    for path in (one, other):
+        path.touch()
+    check_names(["session", f"{one}:Mine", f"{other}:Yours"])
+    with pytest.raises(InvalidInputError, match="expected ways of different names"):
+        check_names([f"{one}:Mine", f"{other}:Mine"])
+    with pytest.raises(InvalidInputError, match="'threads' is the name of one of mcinfer's own"):
+        check_names([f"{one}:threads"])
 
 
 def test_file_of_ones_own_is_named_when_it_does_not_have_the_way(tmp_path: Path) -> None:
     path = tmp_path / "ways_of_mine.py"
-    check_name(f"{path}:Mine")
-    with pytest.raises(InvalidInputError, match=f"there is no file {path}"):
-        way_class(f"{path}:Mine")
+    for look in (way_class, lambda name: check_names([name])):
+        with pytest.raises(InvalidInputError, match=f"there is no file {path}"):
+            look(f"{path}:Mine")
     path.write_text("Mine = int\n", encoding="utf-8")
     with pytest.raises(
         InvalidInputError, match=r"expected a subclass of .*RunningWay, got <class 'int'>"
     ):
         way_class(f"{path}:Mine")
+
+
+@pytest.mark.parametrize("name", ["json.py", "my.ways.py", "my-ways.py"])
+def test_file_that_cannot_be_imported_by_its_name_is_told_so(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("Mine = int\n", encoding="utf-8")
+    with pytest.raises(InvalidInputError, match="give the file another one"):
+        way_class(f"{tmp_path / name}:Mine")
+
+
+SETUP = Setup(
+    model="m.onnx",
+    cores=2,
+    devices=("cpu:0", "cpu:1"),
+    threads=None,
+    outputs=("y",),
+    split=("x",),
+    max_batch_size=1,
+    max_delay=0.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("rows", "fixed", "most", "sizes"),
+    [
+        (5, None, 2, [3, 2]),
+        (1, None, 4, [1]),
+        (5, None, 1, [5]),
+        (6, 2, 1, [2, 2, 2]),
+        (2, 2, 4, [2]),
+        (5, 2, 4, [5]),  # which the model refuses in its own words
+        (0, None, 2, [0]),
+    ],
+)
+def test_requests_are_cut_as_one_would_by_hand(
+    rows: int, fixed: int | None, most: int, sizes: list[int]
+) -> None:
+    x, t = np.arange(rows * 3, dtype=np.float32).reshape(rows, 3), np.array(7)
+    pieces = cut({"x": x, "t": t}, replace(SETUP, fixed_batch=fixed), most)
+    assert [len(piece["x"]) for piece in pieces] == sizes
+    assert all(piece["t"] is t for piece in pieces)
+    (joined,) = join([[piece["x"]] for piece in pieces])
+    np.testing.assert_array_equal(joined, x)

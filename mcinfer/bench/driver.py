@@ -17,6 +17,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from mcinfer.bench.failures import WayFailedError
 from mcinfer.bench.known_ways import way_class
 from mcinfer.parent_watch import ORPHANED, watch_parent
 
@@ -28,6 +29,7 @@ class _Driver:
     """What there is to do, by name."""
 
     def __init__(self) -> None:
+        self.ending = False
         self._way: Any = None
         self._files: dict[int, Path] = {}
         self._inputs: dict[int, Mapping[str, Any]] = {}
@@ -42,6 +44,8 @@ class _Driver:
         worker_cores = tuple(tuple(cores) for cores in setup["worker_cores"])
         self._way = kind(Setup(**{**setup, **lists, "worker_cores": worker_cores}))
         seconds = perf_counter() - begin
+        if not isinstance(self._way.workers, int):
+            raise TypeError(f"workers: got {self._way.workers!r}, expected an int")
         self._files = {int(batch): Path(path) for batch, path in inputs.items()}
         return {"seconds": seconds, "workers": self._way.workers}
 
@@ -75,6 +79,14 @@ class _Driver:
 
         return memory()
 
+    def interrupt(self) -> None:
+        """The parent was interrupted: end in the middle of whatever is being done, but end the way, too.
+
+        The parent asks again: an exception can be lost where it is raised, in a finalizer or in an import.
+        """
+        if not self.ending:
+            raise SystemExit
+
     def close(self) -> Any:
         """End the way."""
         way, self._way = self._way, None
@@ -82,18 +94,14 @@ class _Driver:
             way.close()
 
 
-def _end(_number: int, _frame: object) -> None:
-    """The parent was interrupted: end at once, but end the way, too."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise SystemExit
-
-
 def main() -> int:
     """Do what the parent says, until it hangs up; the exit status."""
+    driver = _Driver()
     # Ctrl-C is for the parent to hear.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, lambda *_: driver.interrupt())
     channel = socket.socket(fileno=int(sys.argv[1]))
+    channel.set_inheritable(False)  # whatever the way starts must not hold it
     lines = channel.makefile("r", encoding="utf-8")
     greeting = lines.readline()
     if not greeting:
@@ -101,19 +109,21 @@ def main() -> int:
     start = json.loads(greeting)
     watch_parent(start["parent"], channel.fileno())
     sys.path[:] = start["path"]
-    driver = _Driver()
     try:
         for line in lines:
             task = json.loads(line)
             do = task.pop("do")
             try:
                 answer = {"ok": getattr(driver, do)(**task)}
+            except WayFailedError as exc:
+                answer = {"error": str(exc)}
             except Exception as exc:  # of any way's own kinds: the parent is to say which
                 answer = {"error": f"{type(exc).__name__}: {exc}"}
             channel.sendall(json.dumps(answer).encode() + b"\n")
             if do == "close":
                 break
     finally:
+        driver.ending = True
         driver.close()
     return 0
 

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,6 @@ MODES = {
     "concurrent": "mcinfer.bench.pools:Concurrent",
     "batched": "mcinfer.bench.pools:Batched",
 }
-
-SESSION = "session"
-"""What speed-ups are over."""
 
 
 def way_class(name: str) -> Any:
@@ -48,19 +46,47 @@ def is_known(name: str) -> bool:
     return name in BASELINES or name in MODES
 
 
-def check_name(name: str) -> None:
-    """Raise `InvalidInputError` unless there is such a baseline; a file's class is not looked for."""
-    path, _, attribute = name.rpartition(":")
-    if name in BASELINES or (Path(path).suffix == ".py" and attribute.isidentifier()):
-        return
-    raise InvalidInputError(
-        f"--against: got {name!r}, expected one of {[*BASELINES]}, none, or FILE.py:Class"
-    )
+def shown_name(name: str) -> str:
+    """What reports call it: without the file."""
+    return name if is_known(name) else name.rpartition(":")[2]
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise `InvalidInputError` unless these are baselines that reports can tell apart.
+
+    Whether a file's class is a way is found out when it is loaded, in a process of its own.
+    """
+    for name in names:
+        path, _, attribute = name.rpartition(":")
+        if name in BASELINES:
+            continue
+        if Path(path).suffix != ".py" or not attribute.isidentifier():
+            raise InvalidInputError(
+                f"--against: got {name!r}, expected one of {[*BASELINES]}, none, or FILE.py:Class"
+            )
+        if not Path(path).is_file():
+            raise InvalidInputError(f"--against: {name!r}: there is no file {path}")
+        if is_known(attribute):
+            raise InvalidInputError(
+                f"--against: {name!r}: {attribute!r} is the name of one of mcinfer's own ways"
+            )
+    shown = [shown_name(name) for name in names]
+    twice = [name for name, other in zip(names, shown, strict=True) if shown.count(other) > 1]
+    if twice:
+        raise InvalidInputError(f"--against: got {twice}, expected ways of different names")
 
 
 def _load(name: str, path: str) -> Any:
-    if not Path(path).is_file():
+    file = Path(path).resolve()
+    if not file.is_file():
         raise InvalidInputError(f"--against: {name!r}: there is no file {path}")
     # As when the file is run: what lies beside it can be imported, and processes that it starts find it.
-    sys.path.insert(0, str(Path(path).resolve().parent))
-    return importlib.import_module(Path(path).stem)
+    sys.path.append(str(file.parent))
+    if file.stem.isidentifier():
+        module = importlib.import_module(file.stem)
+        if Path(module.__file__ or "").resolve() == file:
+            return module
+    raise InvalidInputError(
+        f"--against: {name!r}: {file.name} cannot be imported by its name, which is taken or none: "
+        "give the file another one"
+    )

@@ -7,8 +7,9 @@ the arrival, also where every client is busy by then.
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import sqrt
 from time import perf_counter, sleep
 
 from mcinfer.bench.report import Load
@@ -16,26 +17,32 @@ from mcinfer.bench.report import Load
 Request = Callable[[], object]
 
 
+MOST_ARRIVALS = 1_000_000
+"""Of one open loop: more than a Python program makes in an hour."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Outcome:
     """What became of the requests of one turn.
 
     Attributes:
-        latencies: Seconds, of those that were answered.
-        errors: What the others raised, the first few.
+        answers: Of those that were answered, when each began (or arrived) and when its answer came.
+        error: What one of the others raised; None if none did.
         failed: How many raised.
         unfinished: Arrivals that no client had begun with when the turn was over.
         seconds: From the first request to the last answer.
     """
 
-    latencies: list[float] = field(default_factory=list)
-    errors: list[Exception] = field(default_factory=list)
+    answers: list[tuple[float, float]] = field(default_factory=list)
+    error: BaseException | None = None
     failed: int = 0
     unfinished: int = 0
     seconds: float = 0.0
 
-
-_MOST_ERRORS = 3
+    @property
+    def latencies(self) -> list[float]:
+        """Seconds of each answered request, ascending."""
+        return sorted(end - begin for begin, end in self.answers)
 
 
 def offer(request: Request, load: Load, *, seconds: float, count: int, seed: int) -> Outcome:
@@ -53,21 +60,23 @@ def offer(request: Request, load: Load, *, seconds: float, count: int, seed: int
     lock = threading.Lock()
 
     def client() -> None:
-        mine: list[float] = []
-        errors: list[Exception] = []
+        answers: list[tuple[float, float]] = []
+        error: BaseException | None = None
+        failed = 0
         kept: object = None
         for begin in turn.begins():
             try:
                 kept = request()
-            except Exception as exc:  # whatever the way raises is for the report
-                errors.append(exc)
+            except BaseException as exc:  # whatever the way raises is for the report
+                error = error or exc
+                failed += 1
             else:
-                mine.append(perf_counter() - begin)
+                answers.append((begin, perf_counter()))
         del kept
         with lock:
-            outcome.latencies += mine
-            outcome.failed += len(errors)
-            outcome.errors += errors[: _MOST_ERRORS - len(outcome.errors)]
+            outcome.answers += answers
+            outcome.failed += failed
+            outcome.error = outcome.error or error
 
     threads = [threading.Thread(target=client, daemon=True) for _ in range(load.clients)]
     turn.start()
@@ -156,7 +165,29 @@ def arrivals(rate: float, seconds: float, count: int, seed: int) -> list[float]:
     draw = random.Random(seed)  # noqa: S311 no secret
     moments: list[float] = []
     at = draw.expovariate(rate)
-    while len(moments) < count if count else at < seconds or not moments:
+    while len(moments) < count if count else at < seconds:
         moments.append(at)
         at += draw.expovariate(rate)
-    return moments
+    return moments or [seconds * draw.random()]
+
+
+def kept_up(answers: Sequence[tuple[float, float]]) -> bool:
+    """Whether requests were answered as fast as they arrived.
+
+    By Little's law as many are under way as arrive while one is answered. Had the first quarter's latency
+    lasted, so many would be under way at the last arrival; where there are more, by more than chance brings
+    (three times the square root, and a twentieth of all), the queue has grown.
+
+    Args:
+        answers: When each arrived, and when it was answered.
+    """
+    if len(answers) < 2:
+        return True
+    ordered = sorted(answers)
+    first, last = ordered[0][0], ordered[-1][0]
+    rate = len(ordered) / max(last - first, 1e-9)
+    early = ordered[: max(1, len(ordered) // 4)]
+    usual = sum(end - begin for begin, end in early) / len(early)
+    waiting = sum(end > last for _, end in ordered)
+    expected = rate * usual
+    return waiting <= expected + 3 * sqrt(expected + 1) + len(ordered) / 20

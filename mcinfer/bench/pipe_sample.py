@@ -13,9 +13,9 @@ from multiprocessing.connection import Connection
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
+from mcinfer.bench.pieces import cut, join
 from mcinfer.bench.sessions import Providers, open_session, providers_of
 from mcinfer.bench.way import Arrays, RunningWay, Setup
 from mcinfer.errors import EngineError
@@ -51,32 +51,23 @@ def _work(connection: Connection, model: str, threads: int, providers: Providers
 
 
 class PipePool:
-    """So many processes with the model.
+    """A process with the model for each device."""
 
-    Args:
-        model: Path of the model.
-        threads: Of each process's runs.
-        providers: Of each process, as ONNX Runtime takes them.
-        split: Inputs that are cut by rows; others go to every process whole.
-    """
-
-    def __init__(
-        self, model: str, threads: int, providers: Sequence[Providers], split: Sequence[str]
-    ) -> None:
+    def __init__(self, setup: Setup) -> None:
+        """Start them; returns when all have loaded the model."""
         # Not fork: it is not safe in a parent with threads. Requests cost the same either way.
         context = multiprocessing.get_context("spawn")
-        self._split = frozenset(split)
+        self._setup = setup
         self._connections: list[Connection] = []
         self._processes = []
         self._free: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._runs = 0
         self._seconds = 0.0
-        for mine in providers:
+        for device in setup.devices:
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_work, args=(theirs, model, threads, mine), daemon=True
-            )
+            loads = (theirs, setup.model, setup.worker_threads, providers_of(device))
+            process = context.Process(target=_work, args=loads, daemon=True)
             process.start()
             theirs.close()
             self._connections.append(ours)
@@ -91,45 +82,41 @@ class PipePool:
 
     def predict(self, inputs: Arrays) -> Answer:
         """Split all inputs by rows, run the parts at the same time, join the answers."""
-        rows = max((len(inputs[name]) for name in self._split), default=1)
-        count = min(len(self._connections), rows)
-        parts = {
-            name: np.array_split(array, count) if name in self._split else [array] * count
-            for name, array in inputs.items()
-        }
+        pieces = cut(inputs, self._setup, len(self._connections))
+        replies = []
         with self._lock:  # the pipes hold one request at a time
-            used = self._connections[:count]
-            for i, connection in enumerate(used):
-                connection.send((PREDICT, {name: pieces[i] for name, pieces in parts.items()}))
-            # All answers are taken before the first error is raised: the next request has its own.
-            replies = [connection.recv() for connection in used]
-        answers = [self._outputs(*reply) for reply in replies]
-        if count == 1:
-            return answers[0]
-        return {name: np.concatenate([answer[name] for answer in answers]) for name in answers[0]}
+            for i in range(0, len(pieces), len(self._connections)):
+                wave = [*zip(self._connections, pieces[i:], strict=False)]
+                for connection, piece in wave:
+                    connection.send((PREDICT, piece))
+                # All answers are taken before the first error is raised: the next request has its own.
+                replies += [connection.recv() for connection, _ in wave]
+        return self._joined(replies)
 
     def predict_each(self, inputs: Arrays) -> Answer:
         """Run a request whole, on the next process that is free."""
+        replies = []
         connection = self._free.get()
         try:
-            connection.send((PREDICT, dict(inputs)))
-            reply = connection.recv()
+            for piece in cut(inputs, self._setup, 1):
+                connection.send((PREDICT, piece))
+                replies.append(connection.recv())
         finally:
             self._free.put(connection)
-        return self._outputs(*reply)
+        return self._joined(replies)
 
     def run_seconds(self) -> tuple[int, float]:
         """How many runs there were, and their seconds."""
         with self._lock:
             return self._runs, self._seconds
 
-    def _outputs(self, kind: int, content: Any) -> Answer:
-        outputs, seconds = _expected(kind, content, REPLY)
+    def _joined(self, replies: Sequence[tuple[int, Any]]) -> Answer:
+        answers = [_expected(kind, content, REPLY) for kind, content in replies]
         with self._lock:
-            self._runs += 1
-            self._seconds += seconds
-        answer: Answer = outputs
-        return answer
+            self._runs += len(answers)
+            self._seconds += sum(seconds for _, seconds in answers)
+        outputs = join([[*outputs.values()] for outputs, _ in answers])
+        return dict(zip(answers[0][0], outputs, strict=True))
 
     def close(self) -> None:
         """End the processes."""
@@ -165,8 +152,7 @@ class _PipeWay(RunningWay):
     def __init__(self, setup: Setup) -> None:
         """Start the processes."""
         self.workers = len(setup.devices)
-        providers = [providers_of(device) for device in setup.devices]
-        self._pool = PipePool(setup.model, setup.worker_threads, providers, setup.split)
+        self._pool = PipePool(setup)
 
     def run_seconds(self) -> tuple[int, float]:
         """As the processes tell."""

@@ -60,7 +60,12 @@ class Turn:
             answered. Of an open loop they count from the arrival, so waiting for a client is in them.
         mean_latency: Their mean.
         run_seconds: The engine's own run, per piece of a request, mean; None where the way does not tell.
-        cpu_seconds: Of all processes of the way.
+        cpu_seconds: Of all processes of the way, in ticks of the system's clock (10 ms).
+        kept_up: Of an open loop, whether requests were answered as fast as they arrived: not many more of
+            them were waiting at the last arrival than at the first ones (`mcinfer.bench.load.kept_up`). True
+            of a closed loop. Where it is False, latency is that of a queue that grows as the turn lasts.
+        error: What one of the requests that failed raised, as ``ValueError: text``; empty if none did, or
+            where it was not kept.
     """
 
     requests: int
@@ -71,6 +76,8 @@ class Turn:
     mean_latency: float
     run_seconds: float | None
     cpu_seconds: float
+    kept_up: bool = True
+    error: str = ""
 
     @property
     def throughput(self) -> float:
@@ -312,7 +319,7 @@ def _check_header(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def _check_content(path: str | os.PathLike[str], report: Report) -> None:
-    """What types do not say: names that are referred to, and how many latencies there are."""
+    """What types do not say: names referred to, how many latencies there are, what is of open loops."""
     if report.quantiles != QUANTILES:
         raise _refused(path, "quantiles: got others than those of this version")
     names = [way.name for way in report.ways]
@@ -327,6 +334,8 @@ def _check_content(path: str | os.PathLike[str], report: Report) -> None:
             raise _refused(path, f"{where}: {measurement.way} under {measurement.load} came before")
         seen.add((measurement.way, measurement.load))
         for turn in measurement.turns:
+            if not turn.kept_up and measurement.load.rate is None:
+                raise _refused(path, f"{where}.turns: kept_up is false, but of a closed loop")
             expected = len(QUANTILES) if turn.requests else 0
             if len(turn.latencies) != expected:
                 got = len(turn.latencies)

@@ -10,7 +10,7 @@
 ```
 
 All ways are loaded at the same time and take turns, so that whatever else the machine does hits all of them;
-only one has something to do at any moment. Each repeat begins with another way.
+only one has something to do at any moment. In each repeat they are started anew, and another one begins.
 
 Ownership: a `Benchmark` ends all processes that it has started before `run` returns or raises.
 """
@@ -25,11 +25,13 @@ from pathlib import Path
 from time import monotonic
 
 from mcinfer import __version__
-from mcinfer.bench.inputs import InputOptions, make_inputs, split_inputs
-from mcinfer.bench.known_ways import MODES, is_known, way_class
+from mcinfer.bench.failures import WayFailedError
+from mcinfer.bench.inputs import InputOptions, fixed_batch, make_inputs, split_inputs
+from mcinfer.bench.known_ways import MODES, check_names, is_known, shown_name, way_class
+from mcinfer.bench.load import MOST_ARRIVALS
 from mcinfer.bench.report import Load, Measurement, Memory, Report, Role, Settings, Turn, Way
 from mcinfer.bench.request_file import write_request
-from mcinfer.bench.subject import Subject, WayFailedError
+from mcinfer.bench.subject import Subject
 from mcinfer.bench.surroundings import describe_model, machine
 from mcinfer.bench.way import Setup
 from mcinfer.config import CoreShare, EngineOptions, parse_devices, share_cores
@@ -49,7 +51,7 @@ _COUNT_SECONDS = 4 * 3600.0
 _START_SECONDS = 900.0
 
 Progress = Callable[[float, str], None]
-"""Called with the number of turns that were taken, and what comes next."""
+"""Called with the number of steps that are done, and what comes next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,14 +160,17 @@ class Benchmark:
         progress: Told of how far it is.
 
     Attributes:
-        turns: How many there are in all.
-        turns_taken: How many of them are over.
+        steps: How many there are in all: starts and turns.
+        done: How many of them are over.
+        turns_taken: Turns in which something was answered.
 
     Raises:
         InvalidInputError: There are no such devices.
     """
 
     def __init__(self, plan: Plan, progress: Progress) -> None:
+        _check_rates(plan)
+        check_names([way for way in plan.ways if way not in MODES])
         self._plan = plan
         self._progress = progress
         self._began = datetime.now(UTC)
@@ -176,9 +181,10 @@ class Benchmark:
         self._spec: ModelSpec | None = None
         self._entries: list[_Entry] = []
         self.turns_taken = 0
+        self.done = 0
         self._finished = False
         pools = len(self._pool_sizes())
-        self.turns = plan.repeats * (len(plan.ways) * len(plan.loads) + pools)
+        self.steps = plan.repeats * (len(plan.ways) * (1 + len(plan.loads)) + 2 * pools)
 
     def run(self) -> Report:
         """Measure everything; what came of it.
@@ -256,13 +262,15 @@ class Benchmark:
     def _setup(self, workers: int, worker_cores: tuple[tuple[int, ...], ...] = ()) -> Setup:
         if self._spec is None:
             raise InvalidInputError("the model was not looked at")
+        fixed = fixed_batch(self._spec)
         return Setup(
             model=str(self._plan.model.absolute()),
             cores=whole_cpus(),
             devices=self._devices[:workers],
             threads=self._plan.threads,
             outputs=tuple(spec.name for spec in self._spec.outputs),
-            split=split_inputs(self._spec, max(self._plan.batches)),
+            split=split_inputs(self._spec, 2 * fixed if fixed else max(self._plan.batches)),
+            fixed_batch=fixed,
             max_batch_size=self._plan.max_batch_size,
             max_delay=self._plan.max_delay,
             worker_cores=worker_cores,
@@ -272,7 +280,7 @@ class Benchmark:
         role: Role = "mcinfer" if name in MODES else "baseline"
         text = way_class(name).text if is_known(name) else name
         entry = _Entry(
-            name=name.rpartition(":")[2],
+            name=shown_name(name),
             source=name,
             role=role,
             setup=self._setup(len(self._devices)),
@@ -317,21 +325,27 @@ class Benchmark:
         self, entries: Sequence[_Entry], loads: Sequence[Load], files: dict[int, Path]
     ) -> None:
         with ExitStack() as stack:
-            for repeat in range(self._plan.repeats):
-                for entry in _rotated(entries, repeat):
-                    self._start_way(entry, files, stack)
-            for repeat in range(self._plan.repeats):
-                for load in loads:
+            try:
+                for repeat in range(self._plan.repeats):
                     for entry in _rotated(entries, repeat):
-                        self._take_turn(entry, load, repeat)
-                for entry in entries:
-                    self._weigh(entry)
+                        self._start_way(entry, files, stack)
+                    for load in loads:
+                        for entry in _rotated(entries, repeat):
+                            self._take_turn(entry, load, repeat)
+                    for entry in entries:
+                        self._weigh(entry)
+            except KeyboardInterrupt:
+                for entry in entries:  # all at once, and then one after another is waited for
+                    if entry.subject is not None:
+                        entry.subject.interrupt()
+                raise
 
     def _start_way(self, entry: _Entry, files: dict[int, Path], stack: ExitStack) -> None:
-        """Start a way; where it runs already, start it anew, so that each repeat has a start."""
+        """Start a way, anew for each repeat, so that none rests on how one start happened to go."""
+        self._tell(f"starting {entry.name}")
+        self.done += 1
         if entry.given_up:
             return
-        self._tell(f"starting {entry.name}")
         if entry.subject is not None:
             entry.subject.close()
         entry.subject = stack.enter_context(Subject(entry.source, entry.setup, files))
@@ -354,7 +368,7 @@ class Benchmark:
                     count=plan.count,
                     warmup=plan.warmup,
                     seed=plan.inputs.seed + repeat,
-                    timeout=most + _REQUEST_SECONDS,
+                    timeout=most + 2 * load.clients * _REQUEST_SECONDS,
                 )
             except WayFailedError as exc:
                 # Such as a batch that the model does not take: other loads may be all right.
@@ -363,7 +377,8 @@ class Benchmark:
                 entry.given_up = not entry.subject.alive
             else:
                 entry.turns.setdefault(load, []).append(turn)
-        self.turns_taken += 1
+                self.turns_taken += 1
+        self.done += 1
 
     def _weigh(self, entry: _Entry) -> None:
         if entry.subject is not None and not entry.given_up:
@@ -373,7 +388,23 @@ class Benchmark:
                 entry.give_up(str(exc))
 
     def _tell(self, text: str) -> None:
-        self._progress(self.turns_taken, text)
+        self._progress(self.done, text)
+
+
+def _check_rates(plan: Plan) -> None:
+    """Raise `InvalidInputError` for an open loop in which nothing would arrive, or far too much."""
+    for rate in plan.rates:
+        made = plan.count or rate * plan.seconds
+        if made > MOST_ARRIVALS or made / rate > _COUNT_SECONDS:
+            raise InvalidInputError(
+                f"--rate: got {rate:g}, which is {made:g} requests in {made / rate:g} s; expected at most "
+                f"{MOST_ARRIVALS} in {_COUNT_SECONDS:g} s"
+            )
+        if made < 1:
+            raise InvalidInputError(
+                f"--rate: got {rate:g}, expected at least {1 / plan.seconds:g}: in {plan.seconds:g} s "
+                "(--duration) less than one request would arrive"
+            )
 
 
 def _rotated(entries: Sequence[_Entry], repeat: int) -> list[_Entry]:

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import onnxruntime as ort
 
+from mcinfer.bench.pieces import cut, join
 from mcinfer.bench.way import Arrays, RunningWay, Setup
 from mcinfer.config import Device
 from mcinfer.errors import InvalidInputError
@@ -49,11 +50,15 @@ class _SessionWay(RunningWay):
         threads = setup.cores if self.all_cores else 1
         self._session = open_session(setup.model, threads, providers_of(setup.devices[0]))
         self._outputs = list(setup.outputs)
+        self._setup = setup
 
     def run(self, inputs: Arrays) -> object:
-        """One run."""
-        outputs: list[Any] = self._session.run(self._outputs, inputs)
-        return outputs
+        """One run, or as many as a fixed batch takes."""
+        if self._setup.fixed_batch is None:
+            outputs: list[Any] = self._session.run(self._outputs, inputs)
+            return outputs
+        pieces = cut(inputs, self._setup, 1)
+        return join([self._session.run(self._outputs, piece) for piece in pieces])
 
     def close(self) -> None:
         """The session ends with its process."""

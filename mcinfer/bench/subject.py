@@ -7,32 +7,35 @@ Ownership: the process belongs to its `Subject`, which ends it, and with it all 
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
-import tempfile
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
+from mcinfer.bench.failures import WayFailedError
 from mcinfer.bench.report import Load, Memory, Turn
 from mcinfer.bench.way import Setup
 from mcinfer.children import command, environment
-from mcinfer.errors import McinferError
 
 _READ_BYTES = 1 << 16
 _CLOSE_SECONDS = 15.0
-_STOP_SECONDS = 5.0
+_STOP_SECONDS = 6.0
+"""For an interrupted process to end its way: a little more than a master gives its workers."""
+
+_ASK_AGAIN_SECONDS = 0.5
+_LAST_SECONDS = 1.0
+"""For what a process printed last, should another one hold its output open."""
+
 _LAST_WORDS = 500
 """Characters of what a process that died had printed last."""
-
-
-class WayFailedError(McinferError):
-    """A way of running the model could not be started, or failed in its turn; says why."""
 
 
 class Subject:
@@ -51,7 +54,10 @@ class Subject:
         self._inputs = {str(batch): str(path) for batch, path in inputs.items()}
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
-        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 closed in `close`
+        self._pidfd = -1
+        self._status: int | None = None
+        self._interrupted = False
+        self._printed = _LastWords()
         self._rest = b""
 
     @property
@@ -77,20 +83,23 @@ class Subject:
                 command("mcinfer.bench.driver", str(theirs.fileno())),
                 env=environment(),
                 stdin=subprocess.DEVNULL,
-                stdout=self._printed,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(),),
-                process_group=0,  # Ctrl-C is for this process to hear
+                process_group=0,  # Ctrl-C is for this process to hear; and all of it is ended at once
             )
+            self._pidfd = os.pidfd_open(self._process.pid)
         except OSError as exc:
+            self._kill()
             raise WayFailedError(f"{self.way}: its process could not be started: {exc}") from exc
         finally:
             theirs.close()
+        self._printed.listen(self._process)
         self._send({"parent": os.getpid(), "path": [os.path.abspath(p) for p in sys.path]})
         started = self._ask(
             timeout, do="start", way=self.way, setup=asdict(self._setup), inputs=self._inputs
         )
-        self.workers = int(started["workers"])
+        self.workers = started["workers"]
         return float(started["seconds"])
 
     def turn(
@@ -135,20 +144,26 @@ class Subject:
         """
         return Memory(**self._ask(_CLOSE_SECONDS, do="memory"))
 
+    def interrupt(self) -> None:
+        """Have the process end in the middle of whatever it is doing; `close` waits for that."""
+        if self._process is not None and self._pidfd >= 0:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
+            self._interrupted = True
+
     def close(self) -> None:
         """End the process and all that it has started. May be called again."""
         try:
-            if self.alive and self._process is not None:
-                self._ask(_CLOSE_SECONDS, do="close")
-                self._process.wait(_CLOSE_SECONDS)
-        except (WayFailedError, subprocess.TimeoutExpired):
-            pass  # it is killed below, and its children end with it
-        except BaseException:
-            self._stop()
-            raise
+            if self._interrupted:
+                give_up = monotonic() + _STOP_SECONDS
+                while not self._await_end(_ASK_AGAIN_SECONDS) and monotonic() < give_up:
+                    self.interrupt()
+            elif self.alive:
+                with suppress(WayFailedError):  # it is killed below
+                    self._ask(_CLOSE_SECONDS, do="close")
+                    self._await_end(_CLOSE_SECONDS)
         finally:
             self._kill()
-            self._printed.close()
 
     def __enter__(self) -> Self:
         return self
@@ -160,24 +175,29 @@ class Subject:
         traceback: TracebackType | None,
     ) -> None:
         if kind is not None and not issubclass(kind, Exception):
-            self._stop()  # Ctrl-C: whatever it is doing
+            self.interrupt()  # Ctrl-C
         self.close()
 
-    def _stop(self) -> None:
-        """Have the process end what it has started, and itself, in the middle of whatever it is doing."""
-        if self._process is not None:
-            self._process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_STOP_SECONDS)
-        self._kill()
+    def _await_end(self, seconds: float) -> bool:
+        """Whether the process has ended within so many seconds."""
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
 
     def _kill(self) -> None:
+        """End what is left of the process, and of those that it has started in its group."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the number is its own
+            self._status = process.wait()
+            self._printed.finish(process)
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
 
     def _ask(self, timeout: float, **task: Any) -> Any:
         """Have something done; what came of it."""
@@ -191,10 +211,16 @@ class Subject:
             ) from exc
         except OSError as exc:
             raise self._died() from exc
-        answer = json.loads(line)
-        if "error" in answer:
-            raise WayFailedError(f"{self.way}: {answer['error']}")
-        return answer["ok"]
+        try:
+            answer = json.loads(line)
+            if "error" in answer:
+                raise WayFailedError(f"{self.way}: {answer['error']}")
+            return answer["ok"]
+        except (ValueError, TypeError, KeyError) as exc:  # whatever the way has written there
+            self._kill()
+            raise WayFailedError(
+                f"{self.way}: its process said {line[:_LAST_WORDS]!r}, expected an answer"
+            ) from exc
 
     def _send(self, task: Mapping[str, Any]) -> None:
         if self._channel is None:
@@ -216,9 +242,14 @@ class Subject:
             raise ConnectionResetError
         poll = select.poll()
         poll.register(channel, select.POLLIN)
+        # Its death, too: another process may hold the other end of the channel.
+        poll.register(self._pidfd, select.POLLIN)
         while b"\n" not in self._rest:
-            if not poll.poll(max(0.0, deadline - monotonic()) * 1000):
+            ready = [fd for fd, _ in poll.poll(max(0.0, deadline - monotonic()) * 1000)]
+            if not ready:
                 raise TimeoutError
+            if channel.fileno() not in ready:
+                raise ConnectionResetError
             data = channel.recv(_READ_BYTES)
             if not data:
                 raise ConnectionResetError
@@ -228,10 +259,35 @@ class Subject:
 
     def _died(self) -> WayFailedError:
         self._kill()
-        status = None if self._process is None else self._process.returncode
-        self._printed.seek(0)
-        words = self._printed.read().decode("utf-8", "replace").split()
-        last = " ".join(words)[-_LAST_WORDS:]
+        last = " ".join(self._printed.text.split())[-_LAST_WORDS:]
         return WayFailedError(
-            f"{self.way}: its process ended with status {status}{': ' if last else ''}{last}"
+            f"{self.way}: its process ended with status {self._status}{': ' if last else ''}{last}"
         )
+
+
+class _LastWords:
+    """What a process printed last; all that came before is thrown away."""
+
+    def __init__(self) -> None:
+        self._bytes = b""
+        self._reader: threading.Thread | None = None
+
+    @property
+    def text(self) -> str:
+        return self._bytes.decode("utf-8", "replace")
+
+    def listen(self, process: "subprocess.Popen[bytes]") -> None:
+        """Read what it prints until nobody can print there any more."""
+        self._reader = threading.Thread(target=self._read, args=(process.stdout,), daemon=True)
+        self._reader.start()
+
+    def finish(self, process: "subprocess.Popen[bytes]") -> None:
+        """The process has ended: take what is left, for as long as that takes at most."""
+        if self._reader is not None:
+            self._reader.join(_LAST_SECONDS)
+        if process.stdout is not None and (self._reader is None or not self._reader.is_alive()):
+            process.stdout.close()
+
+    def _read(self, stream: IO[bytes]) -> None:
+        while data := os.read(stream.fileno(), _READ_BYTES):
+            self._bytes = (self._bytes + data)[-_READ_BYTES:]

@@ -8,9 +8,13 @@ from typing import Any
 
 import psutil
 
-from mcinfer.bench.load import Outcome, offer
+from mcinfer.bench.failures import WayFailedError
+from mcinfer.bench.load import Outcome, kept_up, offer
 from mcinfer.bench.report import QUANTILES, Load, Memory, Turn
 from mcinfer.bench.way import Arrays, RunningWay
+
+_MOST_TEXT = 2000
+"""Characters of what a request raised."""
 
 
 def take_turn(
@@ -26,39 +30,43 @@ def take_turn(
     """Warm up, make load, and count; a `Turn` as a mapping.
 
     Raises:
-        Exception: What the first request raised, where none was answered.
+        WayFailedError: No request was answered; says why.
     """
     wanted = Load(**load)
     request = partial(way.run, inputs)
-    # By the same number of clients, so that all that they need is there; at no rate, which is quicker.
-    closed = Load(batch=wanted.batch, clients=wanted.clients)
+    # Each client makes one request at least; as many as the workers can be busy with, at no rate.
+    closed = Load(batch=wanted.batch, clients=min(wanted.clients, max(1, 2 * way.workers)))
     offer(request, closed, seconds=warmup, count=0, seed=0)
     runs, run_seconds = way.run_seconds()
     cpu = _cpu_seconds()
     outcome = offer(request, wanted, seconds=seconds, count=count, seed=seed)
     cpu_seconds = max(0.0, _cpu_seconds() - cpu)
-    if outcome.errors and not outcome.latencies:
-        raise outcome.errors[0]
+    if not outcome.answers:
+        raise WayFailedError(_describe(outcome.error))
     runs_after, run_seconds_after = way.run_seconds()
     done = runs_after - runs
     mean_run = (run_seconds_after - run_seconds) / done if done else None
-    return asdict(_turn(outcome, mean_run, cpu_seconds))
+    return asdict(_turn(outcome, wanted, mean_run, cpu_seconds))
 
 
-def _turn(outcome: Outcome, run_seconds: float | None, cpu_seconds: float) -> Turn:
-    latencies = sorted(outcome.latencies)
+def _turn(outcome: Outcome, load: Load, run_seconds: float | None, cpu_seconds: float) -> Turn:
+    latencies = outcome.latencies
     return Turn(
         requests=len(latencies),
         failed=outcome.failed,
         unfinished=outcome.unfinished,
         seconds=outcome.seconds,
-        latencies=tuple(nearest_rank(latencies, fraction) for fraction in QUANTILES)
-        if latencies
-        else (),
-        mean_latency=sum(latencies) / len(latencies) if latencies else 0.0,
+        latencies=tuple(nearest_rank(latencies, fraction) for fraction in QUANTILES),
+        mean_latency=sum(latencies) / len(latencies),
         run_seconds=run_seconds,
         cpu_seconds=cpu_seconds,
+        kept_up=load.rate is None or (not outcome.unfinished and kept_up(outcome.answers)),
+        error=_describe(outcome.error) if outcome.failed else "",
     )
+
+
+def _describe(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {error}"[:_MOST_TEXT]
 
 
 def nearest_rank(ordered: list[float], fraction: float) -> float:

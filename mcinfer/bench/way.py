@@ -28,6 +28,7 @@ class Setup:
         worker_cores: By worker, the cores that it is pinned to; empty for equal shares of all.
         outputs: The outputs' names, in the model's order.
         split: Inputs that have the model's batch as their first dimension; others belong to every row.
+        fixed_batch: Rows that one run takes, no more and no less; None where it takes any number.
         max_batch_size: Rows that small requests may be joined to, for a way that joins them.
         max_delay: Seconds that a request may wait for others, likewise.
     """
@@ -41,6 +42,7 @@ class Setup:
     max_batch_size: int
     max_delay: float
     worker_cores: tuple[tuple[int, ...], ...] = ()
+    fixed_batch: int | None = None
 
     @property
     def worker_threads(self) -> int:

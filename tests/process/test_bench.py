@@ -3,19 +3,22 @@
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from mcinfer.bench.failures import WayFailedError
 from mcinfer.bench.inputs import InputOptions
 from mcinfer.bench.known_ways import BASELINES, MODES
 from mcinfer.bench.report import Load, Report, dump, load
 from mcinfer.bench.request_file import write_request
 from mcinfer.bench.runner import Benchmark, Plan
-from mcinfer.bench.subject import Subject, WayFailedError
+from mcinfer.bench.subject import Subject
 from mcinfer.bench.way import Setup
+from mcinfer.errors import InvalidInputError
 from mcinfer.runtime_folder import RuntimeFolder
 from tests.process.models import AFFINE, OnnxModel, rows
 from tests.process.scripts import Program
@@ -25,8 +28,10 @@ pytestmark = pytest.mark.timeout(60)
 
 ONE = Load(batch=2, clients=1)
 
+RUN = "import sys; from mcinfer.cli import main; sys.exit(main(sys.argv[1:]))"
+
 MY_WAYS = """
-import os, signal, time
+import os, signal, sys, time
 from mcinfer.bench.way import RunningWay
 
 class Mine(RunningWay):
@@ -61,6 +66,28 @@ class DoesNotStart(Mine):
 class Hangs(Mine):
     def run(self, inputs):
         time.sleep(1000)
+
+class LeavesChildren(Mine):
+    def __init__(self, setup):
+        super().__init__(setup)
+        self.pid = os.fork()  # which holds all that this process has
+        if not self.pid:
+            time.sleep(1000)
+        open("child", "w").write(str(self.pid))
+
+class LeavesChildrenAndDies(LeavesChildren):
+    def run(self, inputs):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+class Babbles(Mine):
+    def run(self, inputs):
+        print("x" * 100000)
+        return super().run(inputs)
+
+class SaysWhatIsNoAnswer(Mine):
+    def __init__(self, setup):
+        super().__init__(setup)
+        os.write(int(sys.argv[1]), b"hello" + bytes([10]))
 """
 
 
@@ -98,12 +125,11 @@ def measure(model: Path, *ways: str, **more: object) -> Report:
     options = InputOptions(files={}, archive=None, dims={})
     settings = {"seconds": 0.05, "warmup": 0.0, "repeats": 2, "scaling": False, **more}
     plan = Plan(model=model, devices=2, ways=ways, inputs=options, **settings)  # type: ignore[arg-type]
-    told: list[tuple[float, str]] = []
-    benchmark = Benchmark(plan, lambda turns, note: told.append((turns, note)))
+    told: list[float] = []
+    benchmark = Benchmark(plan, lambda done, _: told.append(done))
     report = benchmark.run()
-    turns = [taken for taken, _ in told]
-    assert turns == sorted(turns)
-    assert benchmark.turns_taken == benchmark.turns
+    assert told == sorted(told)
+    assert benchmark.done == benchmark.steps
     return report
 
 
@@ -187,6 +213,58 @@ def test_way_that_hangs_is_ended_when_its_time_is_over(
             subject.memory()
 
 
+@pytest.mark.parametrize("name", ["LeavesChildren", "LeavesChildrenAndDies"])
+def test_what_a_way_has_started_ends_with_it(
+    setup: Setup, inputs: dict[int, Path], ways: Path, name: str
+) -> None:
+    with Subject(f"{ways}:{name}", setup, inputs) as subject:
+        subject.start(30)
+        with suppress(WayFailedError):
+            subject.turn(ONE, count=1, timeout=30)
+    child = int((ways.parent / "child").read_text(encoding="utf-8"))
+    wait_until(lambda: not is_alive(child))
+
+
+def test_way_that_prints_a_lot_is_measured_all_the_same(
+    setup: Setup, inputs: dict[int, Path], ways: Path
+) -> None:
+    with Subject(f"{ways}:Babbles", setup, inputs) as subject:
+        subject.start(30)
+        assert subject.turn(ONE, count=100, timeout=30).requests == 100
+
+
+def test_way_that_writes_where_answers_come_is_a_way_that_fails(
+    setup: Setup, inputs: dict[int, Path], ways: Path
+) -> None:
+    with Subject(f"{ways}:SaysWhatIsNoAnswer", setup, inputs) as subject:
+        with pytest.raises(WayFailedError, match=r"its process said b'hello', expected an answer"):
+            subject.start(30)
+        assert not subject.alive
+
+
+def test_models_of_a_fixed_batch_are_measured_in_pieces(onnx_model: OnnxModel) -> None:
+    fixed = AFFINE.replace("[batch, 4]", "[2, 4]")
+    ways = ("session", "pipe", "pipe-each", "sharded")
+    report = measure(onnx_model(fixed), *ways, batches=(2, 6), count=2, repeats=1)
+    assert {way.name: way.error for way in report.ways} == dict.fromkeys(ways, "")
+    assert len(report.measurements) == 2 * len(ways)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"rates": (0.01,)}, "expected at least 20: in 0.05 s"),
+        ({"rates": (1e9,)}, "expected at most 1000000"),
+        ({"rates": (1e-6,), "count": 1}, "1 requests in 1e\\+06 s"),
+    ],
+)
+def test_rate_that_makes_no_load_is_refused_before_anything_is_loaded(
+    tmp_path: Path, settings: dict[str, object], text: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=f"--rate: .*{text}"):
+        measure(tmp_path / "none.onnx", "session", **settings)
+
+
 def test_model_that_cannot_be_loaded_is_the_ways_failure(
     setup: Setup, inputs: dict[int, Path], tmp_path: Path
 ) -> None:
@@ -204,9 +282,8 @@ def test_model_that_cannot_be_loaded_is_the_ways_failure(
 @pytest.fixture
 def program(onnx_model: OnnxModel) -> Iterator[Program]:
     """A benchmark from the command line that would last for minutes."""
-    text = "import sys; from mcinfer.cli import main; sys.exit(main(sys.argv[1:]))"
     options = ("--duration", "60", "--repeat", "1", "--concurrency", "1", "--no-scaling")
-    with Program(text, "bench", onnx_model(AFFINE), *options) as running:
+    with Program(RUN, "bench", onnx_model(AFFINE), *options) as running:
         yield running
 
 
@@ -215,15 +292,28 @@ def drivers(program: Program) -> list[int]:
     return [process.pid for process in processes]
 
 
-def test_interrupted_benchmark_shows_what_it_has_and_leaves_nothing(program: Program) -> None:
+def test_interrupted_benchmark_leaves_nothing(program: Program) -> None:
     # Six ways, of which two have workers and one has processes.
     wait_until(lambda: len(drivers(program)) >= 6 + 2 * 2, timeout=40)
     started = drivers(program)
     os.kill(program.pid, signal.SIGINT)
     ended = program.wait(timeout=30)
     assert ended.status == 130
-    assert ended.err.splitlines() == ["mcinfer: interrupted"]
+    assert ended.err.splitlines()[-1] == "mcinfer: interrupted"
     wait_until(lambda: not any(map(is_alive, started)), timeout=10)
+
+
+def test_interrupted_benchmark_shows_what_it_has(onnx_model: OnnxModel, ways: Path) -> None:
+    options = ("--against", f"{ways}:Mine", "--modes", "none", "--concurrency", "1")
+    endless = ("--count", "1", "--repeat", "100000")
+    with Program(RUN, "bench", onnx_model(AFFINE), *options, *endless, cwd=ways.parent) as program:
+        # It is closed to be started anew, so a repeat is over.
+        wait_until((ways.parent / "closed").exists, timeout=30)
+        os.kill(program.pid, signal.SIGINT)
+        ended = program.wait(timeout=30)
+    assert ended.status == 130
+    assert "batch 1, 1 client" in ended.out
+    assert "Mine" in ended.out
 
 
 def test_killed_benchmark_takes_all_its_processes_with_it(
