@@ -31,6 +31,7 @@ from rich.console import Console
 from round_trips import identity_model
 
 from mcinfer.bench.report import Load, Report, Turn, load
+from mcinfer.bench.views.figures import latency
 from mcinfer.bench.views.terminal import show
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -148,26 +149,28 @@ class Target:
     above: str
     below: str
     figure: Callable[[Turn], float]
-    bound: float | None
+    bound: float
     at_least: bool
     load: Load
 
-    def ratio(self, report: Report) -> Ratio | None:
-        """What was measured; None where it was not."""
-        above, below = report.find(self.above, self.load), report.find(self.below, self.load)
-        if above is None or below is None:
+    def ratio(self, report: Report | None) -> Ratio | None:
+        """What was measured; None where it was not, or not all repeats of it."""
+        if report is None:
             return None
-        pairs = zip(above.turns, below.turns, strict=False)
+        above, below = report.find(self.above, self.load), report.find(self.below, self.load)
+        if above is None or below is None or len(above.turns) != len(below.turns):
+            return None
+        pairs = zip(above.turns, below.turns, strict=True)
         series = Series(tuple(self.figure(a) / self.figure(b) for a, b in pairs))
         return Ratio(text=self.text, series=series, bound=self.bound, at_least=self.at_least)
 
 
 def _p50(turn: Turn) -> float:
-    return turn.latency(0.5)
+    return latency(turn, 0.5)
 
 
 def _p99(turn: Turn) -> float:
-    return turn.latency(0.99)
+    return latency(turn, 0.99)
 
 
 def _throughput(turn: Turn) -> float:
@@ -226,10 +229,11 @@ def target_table(reports: dict[str, Report]) -> str:
     """The targets as a table in Markdown."""
     lines = ["| | target | measured | |", "|---|---|---|---|"]
     for target in targets():
-        ratio = target.ratio(reports[target.run]) if target.run in reports else None
-        if ratio is None:
-            continue
+        ratio = target.ratio(reports.get(target.run))
         bound = f"{'≥' if target.at_least else '≤'} {target.bound:g}"
+        if ratio is None:
+            lines.append(f"| {target.text} | {bound} | **not measured** | |")
+            continue
         series = ratio.series
         figures = f"{series.middle:.3g} [{series.low:.3g} … {series.high:.3g}]"
         verdict = ratio.verdict.partition(": ")[2]

@@ -126,7 +126,9 @@ class Answers:
             if not isinstance(failure, McinferError):
                 failure = PredictError(f"the answers could not be joined: {failure!r}")
             trace = replace(trace, outcome="failed", error=failure)
-        self._telling.add(threading.get_ident())
+        here = threading.get_ident()
+        within = here in self._telling  # a hook that submits, which may answer another request
+        self._telling.add(here)
         try:
             if job.context is not None:
                 job.context.run(hook, trace)
@@ -134,4 +136,5 @@ class Answers:
             # Also SystemExit and its like: others wait behind it.
             _log.exception("the trace hook failed")
         finally:
-            self._telling.discard(threading.get_ident())
+            if not within:
+                self._telling.discard(here)

@@ -1,6 +1,6 @@
 """The processes of a pool, and all that goes to and from them: messages, blocks, versions of the weights.
 
-It decides nothing: who is started, sent to and killed is the supervisor's to say, and what comes is for it
+It decides nothing: who is started, sent to and killed is the pool's to say, and what comes is for it
 to judge.
 
 Ownership: a `Fleet` owns the runtime folder, the socket, the worker processes and what forwards their

@@ -6,7 +6,7 @@
     replies ──► Job.take (checked against what was asked for) ──► Job.result: views of the output slots
 
 Ownership: a `Job` holds the memory of its inputs and outputs (slots, or the user's own arrays in shared
-memory) until the supervisor lets it go, which is when no worker can write to it any more. The arrays
+memory) until the pool lets it go, which is when no worker can write to it any more. The arrays
 that `Job.result` gives hold the output slots from then on. An input that lies in shared memory already is
 borrowed: the user must not change it before the answer.
 """

@@ -6,7 +6,7 @@
     a request takes `current` when it is staged, and holds it ──► every shard of it runs with that version
 
 That one assignment is the whole commit. Nothing has to be agreed upon with the workers: a run's message names
-its version, and before the first such run a worker is told where it lies (see `mcinfer.supervisor`). A worker
+its version, and before the first such run a worker is told where it lies (see `mcinfer.fleet`). A worker
 that was started again is told likewise.
 
 Ownership: a version's tensors belong to the versions that contain them, and a version to whoever holds

@@ -1,8 +1,9 @@
 """The master's side: a real supervisor, and workers whose every byte the fuzzer says.
 
-Nothing of the supervisor, scheduler, fleet, staging or arena is replaced but its two ends: `FedRouter` gives
-it bytes without a socket, and `FedProcess` is a worker's process that never runs. It is judged by what the
-results must be: what the worker wrote where the reply says it lies, read here again and by other code.
+Nothing of the supervisor, pool, scheduler, fleet, staging or arena is replaced but its two ends:
+`FedRouter` gives it bytes without a socket, and `FedProcess` is a worker's process that never runs. It is
+judged by what the results must be: what the worker wrote where the reply says it lies, read here again and by
+other code.
 """
 
 import logging
@@ -19,6 +20,7 @@ from mcinfer.config import Limits, RestartPolicy, Timeouts
 from mcinfer.errors import McinferError, ProtocolError
 from mcinfer.fields import TensorRef
 from mcinfer.permits import Permits
+from mcinfer.pool import Pool
 from mcinfer.processes import WorkerProcess
 from mcinfer.protocol import (
     VERSION,
@@ -126,8 +128,8 @@ class FedProcess(WorkerProcess):
         self.theirs.close()
 
 
-class FedSupervisor(Supervisor):
-    """A supervisor that was never started, and that does not bear what it has no name for."""
+class FedPool(Pool):
+    """A pool that was never started, and that does not bear what it has no name for."""
 
     def _outlaw(self, worker: int, reason: str) -> None:
         if "could not be handled" in reason:
@@ -145,14 +147,16 @@ class MasterTarget(Target):
         self._log.setLevel(logging.CRITICAL + 1)
         self._timeouts, self._restart, self._limits = Timeouts(), RestartPolicy(), Limits()
         self._builds = [_build()] * _WORKERS
-        self._supervisor = supervisor = FedSupervisor(
+        self._supervisor = supervisor = Supervisor(
             self._builds,
             timeouts=self._timeouts,
             restart=self._restart,
             limits=self._limits,
             memory_bytes=ARENA_BYTES,
         )
-        self._fleet = supervisor._fleet
+        self._pool = supervisor._pool
+        self._pool.__class__ = FedPool
+        self._fleet = self._pool._fleet
         self._router = FedRouter()
         self._fleet._router = self._router
         self._fleet._folder = _Nowhere()  # type: ignore[assignment] # its paths are all that is asked for
@@ -187,7 +191,7 @@ class MasterTarget(Target):
             self._jobs.append(job)
         if rng.random() < 0.05:
             with self._supervisor._lock:
-                self._supervisor._carry_out(self._scheduler.handle_close(monotonic(), 5.0))
+                self._pool.end(5.0)
         self._speaker = b"worker 0" if rng.random() < 0.9 else _STRANGER
         return [encode(message) for message in self._messages(rng)] + self._bent(rng)
 
@@ -196,16 +200,17 @@ class MasterTarget(Target):
         supervisor = self._supervisor
         supervisor._answers.give()
         supervisor._answers.give_public()
-        supervisor._log_records()
-        supervisor._jobs.clear()
+        supervisor._records.log()
+        pool = self._pool
+        pool._jobs.clear()
         self._jobs.clear()
-        supervisor._scheduler = Scheduler(
+        pool._scheduler = Scheduler(
             self._builds, timeouts=self._timeouts, restart=self._restart, limits=self._limits
         )
-        supervisor._next_number = 0
-        supervisor._finished = False
-        supervisor._started = type(supervisor._started)()
-        supervisor._notes.clear()
+        pool._next_number = 0
+        pool.finished = False
+        pool.started = type(pool.started)()
+        pool._notes.clear()
         self._router.inbox.clear()
         self._router.sent.clear()
         self._fleet._peers.clear()
@@ -221,7 +226,7 @@ class MasterTarget(Target):
 
     @property
     def _scheduler(self) -> Scheduler:
-        return self._supervisor._scheduler
+        return self._pool._scheduler
 
     def _say(self, worker: int, message: Message) -> None:
         self._feed(b"worker %d" % worker, encode(message))
@@ -231,7 +236,7 @@ class MasterTarget(Target):
     def _feed(self, peer: bytes, data: bytes) -> None:
         self._router.inbox.append((peer, data))
         with self._supervisor._lock:
-            self._supervisor._receive()
+            self._pool.receive()
 
     def _hand_over(self, rng: random.Random, process: FedProcess) -> None:
         """Blocks as a worker sends them: right ones mostly."""
