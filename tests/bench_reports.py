@@ -51,6 +51,8 @@ def turn(
     unfinished: int = 0,
     run_seconds: float | None = None,
     cores: float = 2.0,
+    kept_up: bool = True,
+    error: str = "",
 ) -> Turn:
     """A turn of so many requests a second, whose latencies rise from a fifth of the slowest one's."""
     requests = round(rate * seconds)
@@ -64,6 +66,8 @@ def turn(
         mean_latency=slowest * (0.2 + 0.8 / 7) if requests else 0.0,
         run_seconds=run_seconds,
         cpu_seconds=cores * seconds,
+        kept_up=kept_up,
+        error=error,
     )
 
 
@@ -164,6 +168,7 @@ def large(*, seed: int = 0, repeats: int = 3) -> Report:
                     min(rate, most),
                     slowest=(3.0 if late else 0.15 / speed) * draw.uniform(0.8, 1.3),
                     unfinished=late,
+                    kept_up=not late,
                 )
                 for _ in range(repeats)
             ]

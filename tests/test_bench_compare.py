@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from mcinfer.bench.report import Report, dump
+from mcinfer.bench.report import Load, Report, dump
 from mcinfer.bench.views.compare import (
-    INCOMPLETE,
+    FELL_SHORT,
     ONE_REPEAT,
     ONE_SIDED,
     WITHIN,
@@ -24,7 +24,7 @@ from mcinfer.bench.views.compare import (
 from mcinfer.bench.views.figures import Spread, compared_loads, spread_of
 from mcinfer.cli.compare import compare as command
 from mcinfer.errors import InvalidInputError
-from tests.bench_reports import large, small
+from tests.bench_reports import large, report, small, turn, way
 
 
 def change_of(a: Report, b: Report, figure: str, way: str = "session") -> Change:
@@ -96,13 +96,41 @@ def lossy(report: Report) -> Report:
 
 def test_what_drops_requests_is_never_called_faster() -> None:
     slow, quick = small(session=[50.0, 51.0]), small(session=[100.0, 101.0])
-    assert change_of(slow, lossy(quick), "rows/s").verdict == INCOMPLETE
+    assert change_of(slow, lossy(quick), "rows/s").verdict == FELL_SHORT
     assert change_of(quick, lossy(slow), "rows/s").verdict == "slower"
     assert change_of(lossy(slow), quick, "rows/s").verdict == "faster"
-    assert change_of(lossy(quick), slow, "rows/s").verdict == INCOMPLETE
+    assert change_of(lossy(quick), slow, "rows/s").verdict == FELL_SHORT
     assert change_of(quick, lossy(quick), "max ms").verdict == "slower"
     (group, _) = compare(quick, lossy(quick)).groups
     assert group.remarks == ("session in B: 2 of 404 failed",)
+
+
+def test_what_falls_behind_is_never_called_faster() -> None:
+    load = Load(batch=1, clients=8, rate=50.0)
+    ways = [way("session")]
+    good, late = (
+        report(ways, {("session", load): [turn(50.0, slowest=s, kept_up=kept) for s in slowest]})
+        for slowest, kept in (((1.0, 1.1), True), ((0.1, 0.2), False))
+    )
+    assert change_of(good, late, "max s").verdict == FELL_SHORT
+    assert change_of(late, good, "max s").verdict == FELL_SHORT
+    (group, _) = compare(good, late).groups
+    told = "session in B: did not keep up: 50.0 of 50 requests/s answered"
+    assert group.remarks == (told,)
+
+
+def test_percentile_of_too_few_requests_is_not_compared() -> None:
+    load = Load(batch=1, clients=1)
+    few, many = (
+        report([way("session")], {("session", load): [turn(rate)] * 2}) for rate in (49.0, 50.0)
+    )
+    assert change_of(few, many, "p99 ms").verdict == ONE_SIDED
+    (group, _) = compare(few, few).groups
+    assert not [c for c in group.ways["session"] if c.figure.startswith("p99")]
+    console = Console(file=StringIO(), width=80)
+    show(compare(few, many), console)
+    assert isinstance(console.file, StringIO)
+    assert console.file.getvalue().count("at least 10 and 100 requests in each turn (n).") == 1
 
 
 def test_figure_of_one_report_alone_has_no_verdict() -> None:
@@ -167,7 +195,7 @@ def test_same_report_has_no_change() -> None:
     found = compare(report, report)
     assert found.warnings == found.differences == found.missing == ()
     changes = [c for group in found.groups for way in group.ways.values() for c in way]
-    assert {c.verdict for c in changes} == {WITHIN, INCOMPLETE}
+    assert {c.verdict for c in changes} == {WITHIN, FELL_SHORT}
 
 
 def test_tables_fit_eighty_columns() -> None:

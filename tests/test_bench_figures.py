@@ -8,11 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcinfer.bench.report import QUANTILES, Load, Report
+from mcinfer.bench.turns import nearest_rank
 from mcinfer.bench.views.figures import (
     LoadFigures,
     Spread,
     compared_loads,
     latency,
+    percentile,
     pools,
     spread_of,
     under,
@@ -106,6 +108,52 @@ def test_open_loop_that_was_not_kept_up_with_is_no_feat() -> None:
     assert not figures.speedup.known
     assert not figures.overhead.known
     assert figures_of(made, "session").sound
+
+
+def test_open_loop_whose_queue_grew_is_no_feat_although_all_was_answered() -> None:
+    late = turn(40.0, kept_up=False, run_seconds=0.01)
+    made = report(
+        [way("session"), way("sharded")],
+        {
+            ("session", OPEN): [turn(20.0)] * 2,
+            ("sharded", OPEN): [turn(50.0, run_seconds=0.01), late],
+        },
+    )
+    figures = figures_of(made, "sharded")
+    assert (figures.behind, figures.sound) == (1, False)
+    assert not figures.speedup.known
+    assert figures.overhead.count == 1
+
+
+@pytest.mark.parametrize(("fraction", "least"), [(0.5, 1), (0.9, 10), (0.99, 100), (0.999, 1000)])
+def test_percentile_is_of_so_many_requests_at_least(fraction: float, least: int) -> None:
+    enough = turn(float(least), seconds=1.0)
+    assert percentile([enough], fraction) == spread_of([enough.latency(fraction)])
+    few = turn(least - 1.0, seconds=1.0)
+    assert not percentile([few], fraction).known
+    assert percentile([enough, few], fraction).known == (few.requests == 0)
+
+
+@given(st.sampled_from([q for q in QUANTILES if 0.5 < q < 1]), st.integers(1, 3000))
+def test_percentile_is_known_where_it_is_not_the_slowest(fraction: float, made: int) -> None:
+    # Latencies that tell which request they are of.
+    ordered = [float(n) for n in range(1, made + 1)]
+    kept = tuple(nearest_rank(ordered, quantile) for quantile in QUANTILES)
+    spread = percentile([replace(turn(), requests=made, latencies=kept)], fraction)
+    assert spread.known == (nearest_rank(ordered, fraction) < made)
+
+
+def test_cores_of_a_short_turn_are_not_known() -> None:
+    made = report([way("session")], {("session", LOAD): [turn(seconds=0.5), turn(seconds=0.4)]})
+    assert not figures_of(made, "session").cores.known
+    made = report([way("session")], {("session", LOAD): [turn(seconds=0.5)]})
+    assert figures_of(made, "session").cores.middle == 2.0
+
+
+def test_errors_are_told_once() -> None:
+    turns = [turn(failed=1, error=text) for text in ("b", "a", "b", "")]
+    made = report([way("session")], {("session", LOAD): turns})
+    assert figures_of(made, "session").errors == ("b", "a")
 
 
 def test_being_quicker_than_what_fails_is_no_speedup() -> None:

@@ -2,11 +2,13 @@
 
 import base64
 import json
+import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from io import BytesIO
 
+import numpy as np
 import pytest
 
 from mcinfer.bench.report import Load, Report, dump
@@ -42,14 +44,14 @@ class Page(HTMLParser):
 
 
 def hostile() -> Report:
-    """Two ways, one by that name, that failed and did not keep up, and pools."""
+    """Two ways, one by that name, that failed and did not keep up, and pools; few requests in places."""
     pools = [way(f"pool-{n}", role="scaling", workers=n) for n in (1, 2)]
     ways = [way("session"), way(HOSTILE), replace(way("pipe"), error=HOSTILE), *pools]
     made = report(
         ways,
         {
             ("session", CLOSED): [turn(), turn(120.0)],
-            (HOSTILE, CLOSED): [turn(failed=3), turn()],
+            (HOSTILE, CLOSED): [turn(failed=3, error=HOSTILE), turn()],
             ("session", OPEN): [turn(50.0)],
             (HOSTILE, OPEN): [turn(0.0, unfinished=100)],
             ("pool-1", CLOSED): [turn()],
@@ -98,7 +100,8 @@ def test_ids_are_unique_and_what_refers_to_them_finds_them(page: Page) -> None:
 def test_page_tells_what_was_not_answered(page: Page) -> None:
     assert "session, batch" not in page.text
     assert "(3 of 403 failed)" in page.text
-    assert "(100 of 100 never begun)" in page.text
+    assert "did not keep up: 0 of 50 requests/s answered, 100 of 100 never begun" in page.text
+    assert f" failed: {HOSTILE}" in page.text
     assert "pipe could not be measured: " in page.text
     assert "∞" in page.text
 
@@ -147,6 +150,35 @@ def test_axis_that_does_not_begin_at_zero_says_that_it_is_logarithmic() -> None:
     one = next(a for a in figure(report(ways, turns)).get_axes() if "latency" in a.get_title())
     assert one.get_yscale() == "log"
     assert one.get_ylabel() == "latency (ms, logarithmic)"
+
+
+def test_line_ends_before_percentiles_of_too_few_requests_and_the_slowest_stands_alone() -> None:
+    turns = {("session", OPEN): [turn(25.0)], ("sharded", OPEN): [turn(25.0, kept_up=False)]}
+    drawn = figure(report([way("session"), way("sharded")], turns))
+    axes = next(a for a in drawn.get_axes() if "latency" in a.get_title())
+    line = axes.get_lines()[0]
+    there = [x for x, y in line.get_xydata().tolist() if not math.isnan(y)]  # type: ignore[union-attr]
+    # Of 50 requests, 98 in 100 are the last percentile; the greatest of all has the place at the right.
+    assert there[-2] == pytest.approx(-math.log10(0.02))
+    assert there[-1] == max(axes.get_xticks())
+    legends = [legend for place in drawn.subfigs for legend in place.legends]
+    labels = [[text.get_text() for text in legend.get_texts()] for legend in legends]
+    assert ["session", "sharded !"] in labels
+
+
+@pytest.mark.parametrize("quickest", [0.01, 1.0])
+def test_way_up_to_what_was_never_answered_is_to_be_seen(quickest: float) -> None:
+    ways = [way("session"), way("sharded")]
+    # Of the repeats one answers less, so there are percentiles known of the others alone.
+    lossy = [turn(slowest=2.0, unfinished=lost) for lost in (20, 20, 80)]
+    turns = {("session", OPEN): lossy, ("sharded", OPEN): [turn(slowest=quickest)]}
+    one = next(a for a in figure(report(ways, turns)).get_axes() if "latency" in a.get_title())
+    (up,) = (line for line in one.get_lines() if line.get_linestyle() == ":")
+    low, high = one.get_ylim()
+    place = one.transData.transform([(0, y) for y in np.asarray(up.get_ydata())])[:, 1]
+    bottom, top = one.transData.transform([(0, low), (0, high)])[:, 1]
+    assert place.max() <= top + 1
+    assert place.max() - place.min() > 0.03 * (top - bottom)
 
 
 def test_way_looks_the_same_in_every_panel() -> None:

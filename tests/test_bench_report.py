@@ -32,7 +32,7 @@ LATENCIES = st.tuples(*[SECONDS] * len(QUANTILES)) | st.just(())
 
 
 @st.composite
-def turns(draw: st.DrawFn) -> Turn:
+def turns(draw: st.DrawFn, load: Load) -> Turn:
     latencies = draw(LATENCIES)
     return Turn(
         requests=draw(st.integers(1, 2**53)) if latencies else 0,
@@ -43,6 +43,8 @@ def turns(draw: st.DrawFn) -> Turn:
         mean_latency=draw(SECONDS),
         run_seconds=draw(st.none() | SECONDS),
         cpu_seconds=draw(SECONDS),
+        kept_up=load.rate is None or draw(st.booleans()),
+        error=draw(TEXTS),
     )
 
 
@@ -60,8 +62,8 @@ def reports(draw: st.DrawFn) -> Report:
         )
         for name in names
     ]
-    keys = st.tuples(st.sampled_from(names), LOADS)
-    taken = draw(st.dictionaries(keys, st.lists(turns(), max_size=2), max_size=3))
+    keys = draw(st.lists(st.tuples(st.sampled_from(names), LOADS), max_size=3, unique=True))
+    taken = {key: draw(st.lists(turns(key[1]), max_size=2)) for key in keys}
     facts = draw(st.dictionaries(TEXTS, TEXTS | COUNTS | SECONDS, max_size=4))
     made = bench_reports.report(ways, taken, name=draw(TEXTS))
     return replace(made, machine=facts, finished=draw(st.booleans()))
@@ -87,6 +89,15 @@ def test_turn_without_answers_is_read_back(tmp_path: Path) -> None:
     report = bench_reports.small(session=[0.001])
     assert report.measurements[0].turns[0].requests == 0
     (tmp_path / "report.json").write_bytes(dump(report))
+    assert load(tmp_path / "report.json") == report
+
+
+def test_turn_of_an_earlier_mcinfer_kept_up_and_tells_no_error(tmp_path: Path) -> None:
+    report = bench_reports.small(session=[100.0])
+    content = json.loads(dump(report))
+    del content["measurements"][0]["turns"][0]["kept_up"]
+    del content["measurements"][0]["turns"][0]["error"]
+    (tmp_path / "report.json").write_text(json.dumps(content))
     assert load(tmp_path / "report.json") == report
 
 
@@ -123,6 +134,9 @@ def _repeat(content: dict[str, Any]) -> None:
         (_set("ways", 1, "name", value="session"), "ways: got .* expected each once"),
         (_set("measurements", 0, "turns", 0, "latencies", value=[1.0]), r"got 1 latencies"),
         (_set("measurements", 0, "turns", 0, "seconds", value="long"), r"turns\.0\.seconds: "),
+        (_set("measurements", 0, "turns", 0, "kept_up", value=False), "kept_up .* closed loop"),
+        (_set("measurements", 0, "turns", 0, "kept_up", value=[]), r"turns\.0\.kept_up: "),
+        (_set("measurements", 0, "turns", 0, "error", value=1), r"turns\.0\.error: "),
         (_set("quantiles", value=[0.5]), "quantiles: "),
         (_repeat, "session under batch 2, 4 clients came before"),
     ],

@@ -14,6 +14,7 @@ from mcinfer.bench.views.figures import UNKNOWN, Spread
 from mcinfer.bench.views.terminal import show
 from mcinfer.bench.views.texts import (
     Unit,
+    notes,
     number,
     plus_minus,
     remarks,
@@ -75,9 +76,9 @@ def test_eighty_columns_hold_every_table_whole() -> None:
     tables = [line for line in lines if "  " in line and ":" not in line]
     assert max(map(len, tables)) <= 80
     assert "…" not in "".join(lines)
-    header = ["way", "rows/s", "speed-up", "p50", "p90", "p99", "max", "overhead", "cores"]
+    header = ["way", "n", "rows/s", "speed-up", "p50", "p90", "p99", "max", "overhead", "cores"]
     assert [line.split() for line in lines].count(header) == 11
-    assert any(line.split()[:3] == ["session", "62.0", "1.00"] for line in lines)
+    assert any(line.split()[:4] == ["session", "124", "62.0", "1.00"] for line in lines)
 
 
 def test_narrow_terminal_still_gets_every_figure() -> None:
@@ -114,7 +115,7 @@ def test_way_that_failed_under_some_loads_keeps_what_it_has() -> None:
     made = replace(made, ways=(replace(made.ways[0], error="too large"), made.ways[1]))
     assert remarks(made) == ("session could not be measured under all loads: too large",)
     rows = [line.split() for line in shown(made).splitlines() if line.startswith("session ")]
-    assert [len(row) for row in rows if row[1] != "could"] == [9, 6]
+    assert [len(row) for row in rows if row[1] != "could"] == [10, 6]
 
 
 def test_way_that_did_not_answer_everything_is_marked_and_told() -> None:
@@ -122,9 +123,68 @@ def test_way_that_did_not_answer_everything_is_marked_and_told() -> None:
     made = report([way("sharded")], {("sharded", load): [turn(40.0, unfinished=20)]})
     lines = shown(made).splitlines()
     assert any(line.startswith("sharded !") and "∞" in line for line in lines)
-    told = "Not all requests were answered under batch 1, 50/s: sharded (20 of 100 never begun)."
-    assert f"! {told}" in lines
+    assert lines[-1] == (
+        "! Fell short under batch 1, 50/s: sharded (did not keep up: 40.0 of 50 requests/s answered,"
+        " 20 of 100 never begun)."
+    )
     assert summary(made) == ()
+
+
+def test_open_loop_that_fell_behind_tells_the_rate_asked_for_and_the_rate_answered() -> None:
+    load = Load(batch=4, clients=9, rate=50.0)
+    late = [turn(50.0), turn(30.0, kept_up=False), turn(25.0, kept_up=False)]
+    made = report(
+        [way("session"), way("sharded")],
+        {("session", load): [turn(50.0)] * 3, ("sharded", load): late},
+    )
+    text = shown(made)
+    assert "batch 4, 50/s (200 rows/s asked for; latency and overhead in ms)" in text
+    assert remarks(made) == (
+        "Fell short under batch 4, 50/s: sharded (did not keep up in 2 of 3 repeats:"
+        " 30.0 (25.0\N{EN DASH}50.0) of 50 requests/s answered).",
+    )
+    (row,) = (line.split() for line in text.splitlines() if line.startswith("sharded !"))
+    assert row[2:6] == ["60", "120", "(100\N{EN DASH}200)", "\N{EN DASH}"]
+    assert "Most rows a second: session" in text
+
+
+def test_reason_of_failed_requests_is_told_once() -> None:
+    one, other = Load(batch=1, clients=1), Load(batch=1, clients=2)
+    dead, slow = turn(failed=2, error="WorkerDiedError: \x1b[2J\nkilled"), turn(error="", failed=1)
+    made = report(
+        [way("session"), way("sharded")],
+        {
+            ("session", one): [dead, slow],
+            ("session", other): [dead],
+            ("sharded", other): [dead, turn(failed=1, error="ValueError: x")],
+        },
+    )
+    reasons = [text for text in remarks(made) if text.startswith("Requests of")]
+    assert reasons == [
+        "Requests of session, sharded failed: WorkerDiedError: ?[2J killed",
+        "Requests of sharded failed: ValueError: x",
+    ]
+
+
+def test_many_reasons_are_counted_and_not_all_told() -> None:
+    turns = [turn(failed=1, error=f"TimeoutError: request {n}") for n in range(8)]
+    told = remarks(report([way("session")], {("session", Load(batch=1, clients=1)): turns}))
+    assert sum("TimeoutError" in text for text in told) == 5
+    assert told[-1] == "Requests failed for 3 more reasons."
+
+
+def test_percentiles_of_too_few_requests_and_cores_of_short_turns_are_a_dash_with_a_note() -> None:
+    load = Load(batch=1, clients=1)
+    made = report([way("session")], {("session", load): [turn(99.0, seconds=0.4)]})
+    lines = shown(made).splitlines()
+    (row,) = (line.split() for line in lines if line.split()[:2] == ["session", "40"])
+    assert row[6] == row[-1] == "\N{EN DASH}" != row[5]
+    assert notes(made) == (
+        "\N{EN DASH}: p90 and p99 need at least 10 and 100 requests in each turn (n).",
+        "\N{EN DASH}: cores need turns of at least 0.5 s.",
+    )
+    assert [lines.count(note) for note in notes(made)] == [1, 1]
+    assert notes(small(session=[100.0])) == ()
 
 
 def test_hostile_names_print_as_one_line() -> None:

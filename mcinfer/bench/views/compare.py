@@ -15,11 +15,13 @@ from mcinfer.bench.views.figures import (
 )
 from mcinfer.bench.views.terminal import folded, new_table, print_lines, print_whole
 from mcinfer.bench.views.texts import (
+    FLAWED,
     MEGABYTE,
     Unit,
     flaw_text,
     machine_text,
     middle_text,
+    notes,
     printable,
     spread_text,
     time_unit,
@@ -36,7 +38,8 @@ except ImportError as exc:
 
 WITHIN = "within the spread"
 ONE_REPEAT = "spread not known"
-INCOMPLETE = "not all answered"
+FELL_SHORT = "one fell short"
+"""Of one of them not all requests were answered, or not as fast as they came."""
 ONE_SIDED = "not known in both"
 
 _STYLES = {"faster": "green", "less": "green", "slower": "red", "more": "red"}
@@ -92,12 +95,14 @@ class Comparison:
         differences: What else was not the same.
         missing: What is in one of them alone.
         groups: What is in both.
+        notes: Why some figures are not known.
     """
 
     warnings: tuple[str, ...]
     differences: tuple[str, ...]
     missing: tuple[str, ...]
     groups: tuple[Group, ...]
+    notes: tuple[str, ...]
 
 
 def compare(a: Report, b: Report) -> Comparison:
@@ -107,6 +112,7 @@ def compare(a: Report, b: Report) -> Comparison:
         differences=tuple(_differences(a, b)),
         missing=(*_missing(a, b, "A"), *_missing(b, a, "B")),
         groups=tuple(group for group in (*_loads(a, b), _ways(a, b)) if group.ways),
+        notes=tuple(dict.fromkeys((*notes(a), *notes(b)))),
     )
 
 
@@ -247,21 +253,23 @@ def _verdict(a: Spread, b: Spread, words: tuple[str, str], sound: tuple[bool, bo
         return ONE_REPEAT
     down, up = words
     word = up if b.low > a.high else down if b.high < a.low else WITHIN
-    # What leaves requests unanswered only looks better than it is. So against the first it may be called
-    # worse, but not better; and the second may be called better than it, but not worse.
+    # What leaves requests unanswered, or falls behind, only looks better than it is. So against the first it
+    # may be called worse, but not better; and the second may be called better than it, but not worse.
     believed = {"faster": sound[1], "less": sound[1], "slower": sound[0], "more": sound[0]}
-    return word if believed.get(word, all(sound)) else INCOMPLETE
+    return word if believed.get(word, all(sound)) else FELL_SHORT
 
 
 def show(comparison: Comparison, console: Console) -> None:
     """Print a comparison: what is not comparable, then a table for each load."""
-    print_lines([f"! {warning}" for warning in comparison.warnings], console, "yellow")
+    print_lines([f"{FLAWED} {warning}" for warning in comparison.warnings], console, "yellow")
     print_lines(comparison.differences, console)
     print_lines(comparison.missing, console)
     for group in comparison.groups:
         console.print()
         _show_group(group, console)
-        print_lines([f"! {remark}" for remark in group.remarks], console, "yellow")
+        print_lines([f"{FLAWED} {remark}" for remark in group.remarks], console, "yellow")
+    if comparison.notes:
+        print_lines(("", *comparison.notes), console)
     print_lines(("", _count(comparison)), console, "bold")
 
 

@@ -2,18 +2,25 @@
 
 A request that was not answered has no latency, and leaving it out would flatter whoever drops requests. So
 latencies are taken over all requests that were made: one that failed, or that an open loop never got to,
-counts as infinite. And a ratio is taken within each repeat, since what disturbs the machine disturbs all ways
-of one repeat.
+counts as infinite. A percentile of so few that it would be the slowest of them is not known. And a ratio is
+taken within each repeat, since what disturbs the machine disturbs all ways of one repeat.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mcinfer.bench.report import QUANTILES, Load, Measurement, Memory, Report, Turn, Way, middle
 
 REFERENCE = "session"
 """The way that speed-up is told against: one session with all cores."""
+
+SHORTEST_FOR_CORES = 0.5
+"""Seconds of a turn in which processor time, in ticks of 10 ms, can be told to some percent."""
+
+_MEDIAN = 0.5
+_ROUNDED = 9
+"""Decimals: 1 / (1 - 0.9) is 10.000000000000002, but 10 requests have a 90th percentile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +66,20 @@ class LoadFigures:
         requests: Answered requests a second.
         rows: Answered rows a second.
         speedup: Answered requests a second over those of the way `REFERENCE` under the same load. Unknown
-            where not all requests were answered, or requests of that way failed.
+            where it is not `sound`, or requests of that way failed.
         p50: Seconds within which half of all requests were answered.
-        p90: Likewise.
+        p90: Likewise; unknown where a turn had too few requests for it (`has_percentile`).
         p99: Likewise.
         longest: Seconds of the slowest.
         overhead: Mean latency less the engine's own run, in seconds; unknown where the way does not tell its
             run, and where an open loop did not keep up.
-        cores: Busy on average.
+        cores: Busy on average; unknown where a turn was shorter than `SHORTEST_FOR_CORES`.
+        per_turn: Requests that were made in a turn.
         answered: Requests, in all repeats.
         failed: That raised, in all repeats.
-        unfinished: That arrived and were never begun with, in all repeats: it did not keep up.
+        unfinished: That arrived and were never begun with, in all repeats.
+        behind: Repeats in which it did not keep up with an open loop.
+        errors: What failed requests raised: of each repeat the first, equal ones once.
     """
 
     way: str
@@ -83,9 +93,12 @@ class LoadFigures:
     longest: Spread
     overhead: Spread
     cores: Spread
+    per_turn: Spread
     answered: int
     failed: int
     unfinished: int
+    behind: int
+    errors: tuple[str, ...]
 
     @property
     def made(self) -> int:
@@ -94,8 +107,8 @@ class LoadFigures:
 
     @property
     def sound(self) -> bool:
-        """Whether all requests were answered. Only then may a figure count as good."""
-        return self.answered == self.made > 0
+        """Whether all were answered, and as fast as they came. Only then may a figure count as good."""
+        return self.answered == self.made > 0 and not self.behind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +157,7 @@ def latency(turn: Turn, fraction: float) -> float:
     Returns:
         Infinite where fewer than that were ever answered; NaN where none was made.
     """
-    made = turn.requests + turn.failed + turn.unfinished
+    made = _made(turn)
     if made == 0:
         return math.nan
     if made == turn.requests:
@@ -152,6 +165,41 @@ def latency(turn: Turn, fraction: float) -> float:
     wanted = fraction * made / turn.requests if turn.requests else math.inf
     covering = [quantile for quantile in QUANTILES if quantile >= wanted]
     return turn.latency(covering[0]) if covering else math.inf
+
+
+def has_percentile(turn: Turn, fraction: float) -> bool:
+    """Whether enough requests were made that not only the slowest one is slower: 10 for p90, 100 for p99.
+
+    The median and what is below it are those of any requests, and the slowest is the slowest of any.
+    """
+    made = _made(turn)
+    if fraction <= _MEDIAN or fraction == 1:
+        return made > 0
+    return round(made * (1 - fraction), _ROUNDED) >= 1
+
+
+def percentile(turns: Sequence[Turn], fraction: float) -> Spread:
+    """`latency` over the repeats; unknown unless all of them have such a percentile.
+
+    Those that have it alone would not do: they are the quick ones.
+    """
+    return _unless(
+        any(not has_percentile(turn, fraction) for turn in turns if _made(turn)),
+        (latency(turn, fraction) for turn in turns),
+    )
+
+
+def kept_up(turn: Turn) -> bool:
+    """Whether requests were answered as fast as they came, and all of them were begun with."""
+    return turn.kept_up and not turn.unfinished
+
+
+def _made(turn: Turn) -> int:
+    return turn.requests + turn.failed + turn.unfinished
+
+
+def _unless(flawed: bool, values: Iterable[float]) -> Spread:
+    return UNKNOWN if flawed else spread_of(values)
 
 
 def load_figures(report: Report, measurement: Measurement) -> LoadFigures:
@@ -165,15 +213,21 @@ def load_figures(report: Report, measurement: Measurement) -> LoadFigures:
         requests=spread_of(requests),
         rows=spread_of(load.batch * value for value in requests),
         speedup=_ratio(measurement, reference) if reference else UNKNOWN,
-        p50=spread_of(latency(turn, 0.5) for turn in turns),
-        p90=spread_of(latency(turn, 0.9) for turn in turns),
-        p99=spread_of(latency(turn, 0.99) for turn in turns),
-        longest=spread_of(latency(turn, 1.0) for turn in turns),
+        p50=percentile(turns, _MEDIAN),
+        p90=percentile(turns, 0.9),
+        p99=percentile(turns, 0.99),
+        longest=percentile(turns, 1.0),
         overhead=spread_of(_overhead(turn) for turn in turns),
-        cores=spread_of(turn.cores for turn in turns),
+        cores=_unless(
+            any(turn.seconds < SHORTEST_FOR_CORES for turn in turns),
+            (turn.cores for turn in turns),
+        ),
+        per_turn=spread_of(_made(turn) for turn in turns),
         answered=sum(turn.requests for turn in turns),
         failed=sum(turn.failed for turn in turns),
         unfinished=sum(turn.unfinished for turn in turns),
+        behind=sum(not kept_up(turn) for turn in turns),
+        errors=tuple(dict.fromkeys(turn.error for turn in turns if turn.error)),
     )
 
 
@@ -225,8 +279,8 @@ def pools(report: Report) -> tuple[PoolFigures, ...]:
 
 
 def _ratio(measurement: Measurement, base: Measurement, times: int = 1) -> Spread:
-    if any(turn.failed or turn.unfinished for turn in measurement.turns):
-        return UNKNOWN  # what answers only a part is not quick
+    if any(turn.failed or not kept_up(turn) for turn in measurement.turns):
+        return UNKNOWN  # what answers only a part, or late, is not quick
     if any(turn.failed for turn in base.turns):
         return UNKNOWN  # nor is it a feat to be quicker than what fails
     # An interrupted benchmark has more repeats of one than of the other.
@@ -239,4 +293,4 @@ def _ratio(measurement: Measurement, base: Measurement, times: int = 1) -> Sprea
 
 def _overhead(turn: Turn) -> float:
     overhead = turn.overhead
-    return math.nan if overhead is None or turn.unfinished else overhead
+    return math.nan if overhead is None or not kept_up(turn) else overhead

@@ -6,11 +6,13 @@ from importlib import resources
 
 from mcinfer.bench.report import Report, dump
 from mcinfer.bench.views import plots
-from mcinfer.bench.views.tables import FLAWED, Cell, grids
+from mcinfer.bench.views.tables import Cell, grids
 from mcinfer.bench.views.texts import (
+    FLAWED,
     machine_line,
     middle_text,
     model_line,
+    notes,
     printable,
     range_text,
     remarks,
@@ -59,7 +61,10 @@ _SECTIONS = (
         title="Latency",
         text="How long the quickest part of all requests took: at 99, one request in a hundred took "
         "longer. Each further nine has the same room, so the tail is seen as it is. Bands reach from the "
-        "least repeat to the greatest. A dotted line upwards: from there on, requests were never answered.",
+        "least repeat to the greatest. A dotted line upwards: from there on, requests were never answered. "
+        "A line ends where there were too few requests for a further percentile; the slowest one stands by "
+        f"itself then. A way marked {FLAWED} failed requests or did not keep up with an open loop, where "
+        "latency is that of a queue which grows as long as the turn lasts.",
     ),
     _Section(
         kind="scaling",
@@ -104,6 +109,7 @@ def render(report: Report) -> str:
         remarks=remarks(report),
         ways=[way for way in report.ways if way.role != "scaling"],
         grids=grids(report),
+        notes=notes(report),
         flawed=FLAWED,
         sections=[(section, svgs) for section, svgs in shown if svgs],
         data=base64.b64encode(dump(report)).decode("ascii"),

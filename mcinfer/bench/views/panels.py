@@ -5,7 +5,7 @@ logarithmic. A panel whose data is missing is left out.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,14 +17,13 @@ from mcinfer.bench.views.figures import (
     Spread,
     WayFigures,
     compared_loads,
-    latency,
+    percentile,
     pools,
-    spread_of,
     under,
     way_figures,
 )
 from mcinfer.bench.views.looks import POOL_LOOK, Look, Looks, drawable, key, legend, line, looks_of
-from mcinfer.bench.views.texts import MEGABYTE, middle_text, number, time_unit
+from mcinfer.bench.views.texts import MEGABYTE, marked, middle_text, number, time_unit
 from mcinfer.errors import MissingDependencyError
 
 try:
@@ -39,6 +38,9 @@ except ImportError as exc:
 
 _WIDEST_LINEAR = 40.0
 """Times that the slowest request may take the quickest median before the axis is logarithmic."""
+
+_ROOM_ABOVE, _ROOM_ABOVE_LOG = 1.06, 1.6
+"""Of an axis that is logarithmic the same room takes a greater factor."""
 
 _MAX_PLACE = 3.6
 _PERCENTILES = {0.0: "0", 0.5: "50", 0.9: "90", 0.99: "99", 0.999: "99.9", 1.0: "max"}
@@ -155,19 +157,24 @@ def _latency_panels(report: Report, looks: Looks) -> Iterator[Panel]:
         found = [m for m in report.measurements if m.load == load and m.way in names and m.turns]
         if any(turn.latencies for m in found for turn in m.turns):
             title = f"latency, {load}"
-            draw = partial(_draw_latency, title=title, found=found, looks=looks)
+            labels = {figures.way: marked(figures) for figures in under(report, load)}
+            draw = partial(_draw_latency, title=title, found=found, looks=looks, labels=labels)
             yield Panel(name=f"latency-{index}", title=title, draw=draw)
 
 
 def _draw_latency(
-    place: FigureBase, *, title: str, found: Sequence[Measurement], looks: Looks
+    place: FigureBase,
+    *,
+    title: str,
+    found: Sequence[Measurement],
+    looks: Looks,
+    labels: Mapping[str, str],
 ) -> None:
     axes = place.subplots()
-    curves = {
-        m.way: [spread_of(latency(turn, q) for turn in m.turns) for q in QUANTILES] for m in found
-    }
+    curves = {m.way: [percentile(m.turns, q) for q in QUANTILES] for m in found}
     medians = [curve[QUANTILES.index(0.5)].low for curve in curves.values()]
-    ends = [spread.high for curve in curves.values() for spread in curve]
+    # Where one repeat's are never answered, the middle one's may be the highest to be drawn.
+    ends = [end for curve in curves.values() for s in curve for end in (s.middle, s.high)]
     slowest = max(value for value in ends if math.isfinite(value))
     unit = time_unit(medians)
     wide = slowest > _WIDEST_LINEAR * min((m for m in medians if m > 0), default=slowest)
@@ -176,12 +183,12 @@ def _draw_latency(
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
-    top = 1.06 * slowest / unit.scale
+    top = (_ROOM_ABOVE_LOG if wide else _ROOM_ABOVE) * slowest / unit.scale
     keys = []
     lost = False
     for way, curve in curves.items():
         lost |= _draw_curve(axes, curve, looks[way], unit.scale, top)
-        keys.append(key(way, looks[way]))
+        keys.append(key(labels[way], looks[way]))
     if lost:
         keys.append(Line2D([], [], color="gray", linestyle=":", label="unanswered"))
     axes.set_xticks([_percentile_place(q) for q in _PERCENTILES], list(_PERCENTILES.values()))
@@ -199,11 +206,15 @@ def _percentile_place(fraction: float) -> float:
 
 
 def _draw_curve(axes: Axes, curve: Sequence[Spread], look: Look, scale: float, top: float) -> bool:
-    """Latency over percentile; whether a part was never answered, which is a line up and out."""
+    """Latency over percentile; whether a part was never answered, which is a line up and out.
+
+    What is not known is a gap: so the slowest stands alone where the percentiles before it are not known.
+    """
+    lost = [math.isinf(spread.middle) for spread in curve]
     points = [
         (_percentile_place(q), spread.middle / scale, spread.low / scale, spread.high / scale)
-        for q, spread in zip(QUANTILES, curve, strict=True)
-        if math.isfinite(spread.middle)
+        for q, spread, never in zip(QUANTILES, curve, lost, strict=True)
+        if not never
     ]
     places, middles, lows, highs = zip(*points, strict=True) if points else ((), (), (), ())
     marked = {_percentile_place(q) for q in (0.5, 0.9, 0.99, 0.999, 1.0)}
@@ -217,9 +228,10 @@ def _draw_curve(axes: Axes, curve: Sequence[Spread], look: Look, scale: float, t
     axes.fill_between(
         places, lows, [min(high, top) for high in highs], color=look.colour, alpha=0.15, linewidth=0
     )
-    if len(points) == len(curve) or not curve[0].known:
+    if not any(lost):
         return False
-    at, from_ = (places[-1], middles[-1]) if points else (0.0, 0.0)
+    known = [(at, middle) for at, middle, *_ in points if not math.isnan(middle)]
+    at, from_ = known[-1] if known else (0.0, 0.0)
     axes.plot([at, at], [from_, top], color=look.colour, linestyle=":", linewidth=1.4)
     return True
 
@@ -335,4 +347,4 @@ def _finish(axes: Axes, title: str, across: str, up: str, *, from_zero: bool = T
     axes.set_xlabel(across)
     axes.set_ylabel(up)
     if from_zero:
-        axes.set_ylim(0, 1.06 * axes.dataLim.y1 if axes.dataLim.y1 > 0 else 1.0)
+        axes.set_ylim(0, _ROOM_ABOVE * axes.dataLim.y1 if axes.dataLim.y1 > 0 else 1.0)

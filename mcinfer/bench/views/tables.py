@@ -15,17 +15,17 @@ from mcinfer.bench.views.figures import (
     way_figures,
 )
 from mcinfer.bench.views.texts import (
+    FLAWED,
     MEGABYTE,
     TO,
     UNKNOWN_TEXT,
     Unit,
     latency_unit,
+    marked,
+    number,
     printable,
     time_unit,
 )
-
-FLAWED = "!"
-"""Stands after a way's name where not all of its requests were answered."""
 
 _PLAIN = Unit()
 _PERCENT = Unit(0.01, "%")
@@ -68,10 +68,11 @@ def grids(report: Report) -> tuple[Grid, ...]:
 def load_grid(load: Load, all_figures: Sequence[LoadFigures]) -> Grid:
     """All ways under one load."""
     unit = latency_unit(all_figures)
-    header = ("way", "rows/s", "speed-up", "p50", "p90", "p99", "max", "overhead", "cores")
+    header = ("way", "n", "rows/s", "speed-up", "p50", "p90", "p99", "max", "overhead", "cores")
     rows: tuple[tuple[Cell, ...], ...] = tuple(
         (
-            _marked(figures),
+            marked(figures),
+            _count(figures.per_turn),
             (figures.rows, _PLAIN),
             (figures.speedup, _PLAIN),
             *((latency, unit) for latency in (figures.p50, figures.p90, figures.p99)),
@@ -82,7 +83,8 @@ def load_grid(load: Load, all_figures: Sequence[LoadFigures]) -> Grid:
         for figures in all_figures
     )
     flawed = frozenset(i for i, figures in enumerate(all_figures) if not figures.sound)
-    title = f"{load} (latency and overhead in {unit.sign})"
+    asked = "" if load.rate is None else f"{number(load.rate * load.batch)} rows/s asked for; "
+    title = f"{load} ({asked}latency and overhead in {unit.sign})"
     return Grid(title=title, header=header, rows=rows, flawed=flawed)
 
 
@@ -113,10 +115,11 @@ def pool_grid(scaling: Sequence[PoolFigures]) -> Grid:
     loads = ", ".join(dict.fromkeys(str(pool.figures.load) for pool in scaling))
     return Grid(
         title=f"scaling: {loads} (latency in {unit.sign})",
-        header=("workers", "rows/s", "efficiency %", "p50", "p99", "PSS MB", "USS MB"),
+        header=("workers", "n", "rows/s", "efficiency %", "p50", "p99", "PSS MB", "USS MB"),
         rows=tuple(
             (
                 f"{pool.workers}{'' if pool.figures.sound else ' ' + FLAWED}",
+                _count(pool.figures.per_turn),
                 (pool.figures.rows, _PLAIN),
                 (pool.efficiency, _PERCENT),
                 (pool.figures.p50, unit),
@@ -130,8 +133,8 @@ def pool_grid(scaling: Sequence[PoolFigures]) -> Grid:
     )
 
 
-def _marked(figures: LoadFigures) -> str:
-    return printable(figures.way) + ("" if figures.sound else f" {FLAWED}")
+def _count(spread: Spread) -> str:
+    return f"{spread.middle:.0f}" if spread.known else UNKNOWN_TEXT
 
 
 def _whole(spread: Spread) -> str:

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterable
 
 from mcinfer.bench.report import Report
-from mcinfer.bench.views.tables import FLAWED, Cell, Grid, grids
+from mcinfer.bench.views.tables import Cell, Grid, grids
 from mcinfer.bench.views.texts import (
+    FLAWED,
     machine_line,
     middle_text,
     model_line,
+    notes,
     plus_minus,
     remarks,
     settings_line,
@@ -38,7 +40,7 @@ def show(report: Report, console: Console) -> None:
         console.print()
         show_grid(grid, console)
     warnings = [f"{FLAWED} {remark}" for remark in remarks(report)]
-    for sentences, style in ((warnings, "yellow"), (summary(report), "bold")):
+    for sentences, style in ((notes(report), ""), (warnings, "yellow"), (summary(report), "bold")):
         if sentences:
             print_lines(("", *sentences), console, style)
 

@@ -4,15 +4,20 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mcinfer.bench.report import Report, Way
+from mcinfer.bench.report import Load, Report, Way
 from mcinfer.bench.views.figures import (
     REFERENCE,
+    SHORTEST_FOR_CORES,
     LoadFigures,
     Spread,
     compared_loads,
     pools,
     under,
 )
+from mcinfer.printable import printable as shown
+
+FLAWED = "!"
+"""Stands after a way's name where not all of its requests were answered, or not as fast as they came."""
 
 MEGABYTE = 1e6
 TO = "\N{EN DASH}"
@@ -21,6 +26,9 @@ UNKNOWN_TEXT = "\N{EN DASH}"
 """In the place of a figure that is not known."""
 
 _KEPT_DIGITS = 3
+_MOST_ERRORS = 5
+"""Different ones that are told; some count requests or name moments, so that no two are equal."""
+
 _MILLISECOND, _MICROSECOND = 1e-3, 1e-6
 _LEAST_OF_A_UNIT = 0.1
 
@@ -107,7 +115,7 @@ def seconds_text(seconds: float) -> str:
 
 def printable(text: object) -> str:
     """One line of it, whatever characters it may have."""
-    return "".join(c if c.isprintable() else "?" for c in " ".join(str(text).split()))
+    return shown(" ".join(str(text).split()))
 
 
 def model_line(report: Report) -> str:
@@ -151,6 +159,11 @@ def way_lines(report: Report) -> tuple[str, ...]:
     """What each way is; the pools of the scaling apart, which are all alike."""
     ways = [way for way in report.ways if way.role != "scaling"]
     return tuple(printable(f"{way.name}: {way.text}") for way in ways)
+
+
+def marked(figures: LoadFigures) -> str:
+    """The name of a way, and whether it is to be believed."""
+    return printable(figures.way) + ("" if figures.sound else f" {FLAWED}")
 
 
 def summary(report: Report) -> tuple[str, ...]:
@@ -210,17 +223,40 @@ def remarks(report: Report) -> tuple[str, ...]:
     if report.settings.repeats == 1:
         found.append("Everything was measured once: how far figures spread is not known.")
     found += [error_text(report, way) for way in report.ways if way.error]
-    groups = [(load, list(under(report, load))) for load in compared_loads(report)]
-    scaling = [pool.figures for pool in pools(report)]
-    groups += [
-        (load, [figures for figures in scaling if figures.load == load])
-        for load in dict.fromkeys(figures.load for figures in scaling)
+    flaws: dict[Load, list[str]] = {}
+    errors: dict[str, list[str]] = {}
+    for figures in _all_figures(report):
+        if not figures.sound:
+            text = f"{printable(figures.way)} ({flaw_text(figures)})"
+            flaws.setdefault(figures.load, []).append(text)
+        for error in figures.errors:
+            errors.setdefault(printable(error), []).append(printable(figures.way))
+    found += [f"Fell short under {load}: {', '.join(texts)}." for load, texts in flaws.items()]
+    found += [
+        f"Requests of {', '.join(dict.fromkeys(ways))} failed: {error}"
+        for error, ways in [*errors.items()][:_MOST_ERRORS]
     ]
-    for load, all_figures in groups:
-        flaws = [f"{printable(f.way)} ({flaw_text(f)})" for f in all_figures if not f.sound]
-        if flaws:
-            found.append(f"Not all requests were answered under {load}: {', '.join(flaws)}.")
+    if len(errors) > _MOST_ERRORS:
+        found.append(f"Requests failed for {len(errors) - _MOST_ERRORS} more reasons.")
     return tuple(found)
+
+
+def _all_figures(report: Report) -> list[LoadFigures]:
+    """Load by load, then those of the scaling."""
+    compared = [figures for load in compared_loads(report) for figures in under(report, load)]
+    return compared + [pool.figures for pool in pools(report)]
+
+
+def notes(report: Report) -> tuple[str, ...]:
+    """Why some figures are not there."""
+    all_figures = _all_figures(report)
+    few = any(f.made and not f.p99.known for f in all_figures)
+    short = any(f.made and not f.cores.known for f in all_figures)
+    told = (
+        (few, "p90 and p99 need at least 10 and 100 requests in each turn (n)."),
+        (short, f"cores need turns of at least {SHORTEST_FOR_CORES:g} s."),
+    )
+    return tuple(f"{UNKNOWN_TEXT}: {text}" for applies, text in told if applies)
 
 
 def error_text(report: Report, way: Way) -> str:
@@ -231,9 +267,19 @@ def error_text(report: Report, way: Way) -> str:
 
 
 def flaw_text(figures: LoadFigures) -> str:
-    """What became of the requests that were not answered; empty if all were."""
+    """What became of the requests that were not answered, or late; empty if there were none."""
     if not figures.made:
-        return "none was made"
+        return "no request was made"
     failed = f"{figures.failed} of {figures.made} failed" if figures.failed else ""
     late = f"{figures.unfinished} of {figures.made} never begun" if figures.unfinished else ""
-    return ", ".join(part for part in (failed, late) if part)
+    return ", ".join(part for part in (_behind_text(figures), failed, late) if part)
+
+
+def _behind_text(figures: LoadFigures) -> str:
+    """The rate that was asked for, and the one that was answered, where an open loop was not kept up with."""
+    if not figures.behind or figures.load.rate is None:
+        return ""
+    repeats = figures.requests.count
+    times = "" if figures.behind == repeats else f" in {figures.behind} of {repeats} repeats"
+    answered = spread_text(figures.requests)
+    return f"did not keep up{times}: {answered} of {figures.load.rate:g} requests/s answered"
