@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -16,7 +16,7 @@ _ROOT = Path("/")
 
 _GPU_QUERY = (
     "nvidia-smi",
-    "--query-gpu=index,name,memory.total,memory.free",
+    "--query-gpu=index,uuid,name,memory.total,memory.free",
     "--format=csv,noheader,nounits",
 )
 
@@ -95,17 +95,20 @@ def _groups(controller: str, root: Path) -> list[Path]:
     """
     top = root / "sys/fs/cgroup"
     folders: list[Path] = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            mount = top
-        elif controller in controllers.split(","):
-            mount = top / controller
+    for line in _read(root / "proc/self/cgroup").split("\n"):
+        match = re.fullmatch(r"\d+:([^:]*):(.*)", line)
+        if match is None:
+            continue
+        if match[1] == "":
+            mounts = [top]
+        elif controller in match[1].split(","):
+            mounts = [top / controller, top / match[1]]  # the former is a link, where there is one
         else:
             continue
-        group = mount / path.lstrip("/")
-        folders += [folder for folder in (group, *group.parents) if folder.is_relative_to(mount)]
-        folders.append(mount)  # in a container the path may be one of the host's
+        for mount in mounts:
+            group = mount / match[2].lstrip("/")
+            folders += [place for place in (group, *group.parents) if place.is_relative_to(mount)]
+            folders.append(mount)  # in a container the path may be one of the host's
     return [*dict.fromkeys(folders)]
 
 
@@ -166,37 +169,78 @@ class Gpu:
     """One GPU of NVIDIA's.
 
     Attributes:
-        index: As in ``cuda:index``, where ``CUDA_VISIBLE_DEVICES`` does not change that.
+        index: As in ``cuda:index``.
+        uuid: By which ``CUDA_VISIBLE_DEVICES`` may name it.
         name: The driver's.
         memory_bytes: In all; None where the driver does not say.
         free_bytes: Of it, in use by nobody; likewise.
     """
 
     index: int
+    uuid: str
     name: str
-    memory_bytes: int | None
-    free_bytes: int | None
+    memory_bytes: int | None = None
+    free_bytes: int | None = None
+
+    def __str__(self) -> str:
+        sizes = ((self.memory_bytes, ""), (self.free_bytes, " free"))
+        known = [f"{size / 2**30:.1f} GiB{what}" for size, what in sizes if size is not None]
+        return f"cuda:{self.index}: {', '.join([self.name, *known])}"
+
+    def is_called(self, word: str) -> bool:
+        """Whether a word of ``CUDA_VISIBLE_DEVICES`` names it: by its index, or by how its UUID begins."""
+        by_uuid = word.startswith("GPU-") and self.uuid.startswith(word)
+        return by_uuid or (word.isdecimal() and int(word) == self.index)
 
 
 def gpus(timeout: float = 10.0) -> tuple[Gpu, ...]:
-    """The GPUs that NVIDIA's driver tells of, through ``nvidia-smi``: no library of CUDA's is loaded.
+    """The GPUs that CUDA has for this process, as NVIDIA's driver tells of them through ``nvidia-smi``.
+
+    No library of CUDA's is loaded for that. At least one.
 
     Args:
         timeout: Seconds; a driver that wakes all of its GPUs takes some.
 
     Raises:
-        OSError: There is no ``nvidia-smi``, or it fails; its own words. A `TimeoutError` if it takes longer.
+        OSError: None was found; why. A `TimeoutError` if the driver takes longer.
     """
     try:
         done = subprocess.run(  # noqa: S603 a constant
             _GPU_QUERY, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, check=False
         )
+    except FileNotFoundError as exc:
+        raise FileNotFoundError("there is no nvidia-smi") from exc
     except subprocess.TimeoutExpired as exc:
         raise TimeoutError(f"nvidia-smi gave no answer in {timeout:g} s") from exc
     if done.returncode:
         words = (done.stderr or done.stdout).decode(errors="replace")
         raise OSError(f"nvidia-smi: {' '.join(words.split()) or f'status {done.returncode}'}")
-    return parse_gpus(done.stdout.decode(errors="replace"))
+    found = parse_gpus(done.stdout.decode(errors="replace"))
+    if not found:
+        raise OSError("nvidia-smi names none")
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = found if chosen is None else visible_gpus(found, chosen)
+    if not visible:
+        raise OSError(f"CUDA_VISIBLE_DEVICES={chosen!r} leaves none of {len(found)}")
+    return visible
+
+
+def visible_gpus(found: Sequence[Gpu], chosen: str) -> tuple[Gpu, ...]:
+    """Those that ``CUDA_VISIBLE_DEVICES`` leaves, in its order and numbered by it.
+
+    From the first word on that names none, the rest does not count (CUDA C++ Programming Guide, "CUDA
+    Environment Variables"). A part of a GPU (MIG) is not among those that are found, and is left as named.
+    """
+    visible: list[Gpu] = []
+    for word in map(str.strip, chosen.split(",")):
+        if word.startswith("MIG-"):
+            called = [Gpu(index=0, uuid=word, name=word)]
+        else:
+            called = [gpu for gpu in found if gpu.is_called(word)]
+        if len(called) != 1:
+            break
+        visible.append(replace(called[0], index=len(visible)))
+    return tuple(visible)
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
@@ -204,19 +248,35 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
     found = []
     for line in text.splitlines():
         # A name might have a comma in it.
-        match = re.fullmatch(r"\s*(\d+),\s*(.*?),\s*([^,]*?),\s*([^,]*?)\s*", line)
+        match = re.fullmatch(r"\s*(\d+),\s*([^,]*?),\s*(.*?),\s*([^,]*?),\s*([^,]*?)\s*", line)
         if match:
-            sizes = [int(size) << 20 if size.isdecimal() else None for size in match.groups()[2:]]
+            total, free = (
+                int(size) << 20 if size.isdecimal() else None for size in match.group(4, 5)
+            )
             gpu = Gpu(
-                index=int(match[1]), name=match[2], memory_bytes=sizes[0], free_bytes=sizes[1]
+                index=int(match[1]),
+                uuid=match[2],
+                name=match[3],
+                memory_bytes=total,
+                free_bytes=free,
             )
             found.append(gpu)
     return tuple(found)
 
 
+def gpu_order_doubt(count: int) -> str:
+    """What to say of the numbers of so many GPUs; empty where they are CUDA's own.
+
+    ``nvidia-smi`` counts by bus, and CUDA the fastest first unless it is told (the same Guide).
+    """
+    if count < 2 or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
+        return ""
+    return "numbered by bus; CUDA's order may be another one, unless CUDA_DEVICE_ORDER=PCI_BUS_ID"
+
+
 def _read(path: Path) -> str:
     """A file's text without the end of its line; empty if it cannot be read."""
     try:
-        return path.read_text(encoding="ascii").strip()
+        return os.fsdecode(path.read_bytes()).strip()  # paths in it may be of any bytes
     except (OSError, ValueError):
         return ""

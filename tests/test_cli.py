@@ -1,33 +1,38 @@
 """Tests of mcinfer/cli/: how commands are called, and how their failures are told."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import typer
+from onnx import helper
 
 import mcinfer
 from mcinfer.cli import main
 from mcinfer.cli.app import make_app
-from tests.command_line import Capture, only_line, save_double
+from tests.command_line import FLOAT, Capture, only_line, save, save_double
 
 ROOT = Path(__file__).parents[1]
 HEAVY = {"numpy", "zmq", "msgpack", "onnxruntime", "asyncio", "rich", "pydantic"}
 HEAVY |= {"matplotlib", "jinja2"}
 
 
-def python(*arguments: object, stdout: int = subprocess.PIPE, **env: str) -> Any:
+def python(
+    *arguments: object, stdout: int = subprocess.PIPE, stderr: int = subprocess.PIPE, **env: str
+) -> Any:
     """How Python ended that was called so, as `subprocess.run` tells it."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": str(ROOT), **env},
         stdout=stdout,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         check=False,
         timeout=50,
@@ -127,6 +132,10 @@ def test_command_that_runs_a_model_imports_no_engine(tmp_path: Path) -> None:
         ("mcinfer cache ", ["list", "clear", "prepare"]),
         ("mcinfer devices --d", ["--devices"]),
         ("mcinfer bench compare --h", ["--help"]),
+        ("mcinfer ben", ["bench"]),
+        ("mcinfer bench co", ["compare"]),
+        ("mcinfer bench ", []),  # files, which the shell knows
+        ("mcinfer inspect co", []),
     ],
 )
 def test_bash_completes_commands_and_options(
@@ -219,6 +228,122 @@ def test_interrupt_is_told_in_one_line(
     monkeypatch.setattr(os, "sched_getaffinity", interrupted)
     assert main(["devices"]) == 130
     assert capsys.readouterr() == ("", "mcinfer: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "text"),
+    [(signal.SIGTERM, 143, "terminated"), (signal.SIGHUP, 129, "hung up")],
+)
+def test_signal_that_ends_a_program_is_an_interrupt_by_its_own_name(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+    number: signal.Signals,
+    status: int,
+    text: str,
+) -> None:
+    saved = []
+
+    def work(_process: int) -> set[int]:
+        try:
+            signal.raise_signal(number)
+        finally:
+            signal.raise_signal(number)  # a second one does not keep work from being saved
+            saved.append(True)
+        return set()
+
+    monkeypatch.setattr(os, "sched_getaffinity", work)
+    assert main(["devices"]) == status
+    assert capsys.readouterr() == ("", f"mcinfer: {text}\n")
+    assert saved
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_signal_that_is_ignored_or_handled_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    came = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    original = os.sched_getaffinity
+
+    def work(process: int) -> set[int]:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGHUP)
+        return original(process)
+
+    monkeypatch.setattr(os, "sched_getaffinity", work)
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+        assert main(["devices"]) == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert {*came} == {signal.SIGTERM}
+
+
+def test_command_line_runs_outside_of_the_main_thread(capsys: Capture) -> None:
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(main, ["--version"]).result(timeout=10) == 0
+    assert capsys.readouterr().err == ""
+
+
+# What the standard streams may be like.
+
+
+def test_streams_that_are_closed_are_not_written_to(tmp_path: Path) -> None:
+    model = save_double(tmp_path)
+    shell = ["/bin/sh", "-c", f'exec "$0" -m mcinfer inspect {model} "$@" 2>&- <&-', sys.executable]
+    run = subprocess.run(shell, cwd=ROOT, stdout=subprocess.PIPE, check=False, timeout=50)
+    assert (run.returncode, run.stdout.splitlines()[:1]) == (0, [b"inputs:"])
+    failing = 'exec "$0" -m mcinfer devices --devices cpu:9999 2>&-'
+    run = subprocess.run(
+        ["/bin/sh", "-c", failing, sys.executable], cwd=ROOT, capture_output=True, check=False
+    )
+    assert (run.returncode, run.stdout) == (1, b"")
+
+
+def test_error_stream_that_nobody_reads_leaves_the_status_as_it_is() -> None:
+    code = """
+import os, sys
+from mcinfer.cli import main
+def interrupt(_process):
+    raise KeyboardInterrupt
+os.sched_getaffinity = interrupt
+sys.exit(main(["devices"]))
+"""
+    read, write = os.pipe()
+    os.close(read)
+    run = python("-c", code, stderr=write)
+    os.close(write)
+    assert (run.returncode, run.stdout) == (130, "")
+
+
+def test_name_that_the_output_has_no_letters_for_is_written_all_the_same(tmp_path: Path) -> None:
+    model = save(
+        tmp_path / "model.onnx",
+        [helper.make_node("Neg", ["x"], ["é"])],
+        [("x", FLOAT, ["batch"])],
+        [("é", FLOAT, ["batch"])],
+    )
+    run = python("-m", "mcinfer", "inspect", model, PYTHONIOENCODING="ascii")
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "  \\xe9: float32[batch]" in run.stdout.splitlines()
+
+
+def test_warning_that_is_logged_is_told_as_a_failure_is() -> None:
+    code = """
+import logging, os, sys
+from mcinfer.cli import main
+original = os.sched_getaffinity
+def warn(process):
+    logging.getLogger("mcinfer.master").warning("of %s", "something")
+    logging.getLogger("mcinfer.master").info("no more")
+    return original(process)
+os.sched_getaffinity = warn
+main(["devices"])
+logging.getLogger("other").warning("as before")
+"""
+    lines = python("-c", code).stderr.splitlines()
+    assert {*lines} == {"mcinfer: of something", "as before"}
 
 
 @pytest.mark.parametrize("arguments", [["devices"], ["--help"]], ids=" ".join)

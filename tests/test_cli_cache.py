@@ -110,7 +110,7 @@ def test_cache_that_others_may_write_to_is_refused(
     assert line == f"mcinfer: the cache {cache.folder} is writable by others (mode 0777)"
 
 
-@pytest.mark.parametrize("command", [["list"], ["clear"], ["prepare", "model.onnx"]])
+@pytest.mark.parametrize("command", [["list"], ["clear"], ["prepare", __file__]])
 def test_limit_of_another_form_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture, command: list[str]
 ) -> None:

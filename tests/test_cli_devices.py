@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from mcinfer.cli import main
-from mcinfer.cli.devices import gpu_text, quota_text
+from mcinfer.cli.devices import quota_text
+from mcinfer.diagnosis.runtime import installed_runtime
 from mcinfer.machine import Gpu, cpu_quota, format_core_list, numa_nodes
 from tests.command_line import Capture, only_line
 
@@ -24,6 +25,8 @@ needs_no_quota = pytest.mark.skipif(
 def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """No such program is found, but the one that this is told to write."""
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
 
     def write(script: str) -> None:
         path = tmp_path / "nvidia-smi"
@@ -31,6 +34,9 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
         path.chmod(0o755)
 
     return write
+
+
+TWO_GPUS = 'echo "0, GPU-a, A, 1024, 512"; echo "1, GPU-b, B, 1024, 512"'
 
 
 def workers(out: str) -> list[str]:
@@ -53,7 +59,10 @@ def test_devices_shows_how_the_cores_are_shared_out(capsys: Capture) -> None:
 
 
 @needs_no_quota
-def test_devices_says_what_is_shared_and_what_is_no_cpu(capsys: Capture) -> None:
+def test_devices_says_what_is_shared_and_what_is_no_cpu(
+    nvidia_smi: Callable[[str], None], capsys: Capture
+) -> None:
+    nvidia_smi(TWO_GPUS)
     assert main(["devices", "--devices", "cpu:0,cpu:0,cuda:1"]) == 0
     assert workers(capsys.readouterr().out) == [
         f"worker 0: cpu:0, {LISTED}, shared, {threads(len(CORES))}",
@@ -83,6 +92,28 @@ def test_device_that_there_is_not_is_a_failure(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize(
+    ("visible", "why"),
+    [
+        ("0,1", "the last device that was found is cuda:1"),
+        ("1", "the last device that was found is cuda:0"),
+        ("", "no GPU was found: CUDA_VISIBLE_DEVICES='' leaves none of 2"),
+    ],
+)
+def test_gpu_that_there_is_not_is_a_failure(
+    visible: str,
+    why: str,
+    nvidia_smi: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+) -> None:
+    nvidia_smi(TWO_GPUS)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert main(["devices", "--devices=cpu:0,cuda:2"]) == 1
+    out, err = capsys.readouterr()
+    assert (out, only_line(err)) == ("", f"mcinfer: device cuda:2 does not exist: {why}")
+
+
+@pytest.mark.parametrize(
     ("quota", "cores", "text"),
     [
         (None, 8, "none"),
@@ -108,8 +139,8 @@ def test_quota_is_told_with_the_threads_that_it_leaves(
 def test_gpu_is_told_with_the_memory_that_its_driver_names(
     size: int | None, free: int | None, text: str
 ) -> None:
-    gpu = Gpu(index=1, name="NVIDIA H200", memory_bytes=size, free_bytes=free)
-    assert gpu_text(gpu) == text
+    gpu = Gpu(index=1, uuid="GPU-1", name="NVIDIA H200", memory_bytes=size, free_bytes=free)
+    assert str(gpu) == text
 
 
 @pytest.mark.parametrize(
@@ -118,7 +149,7 @@ def test_gpu_is_told_with_the_memory_that_its_driver_names(
         (None, ["no GPU was found: there is no nvidia-smi"]),
         ("exit 0", ["no GPU was found: nvidia-smi names none"]),
         ("echo no driver >&2; exit 9", ["no GPU was found: nvidia-smi: no driver"]),
-        ('echo "0, A, 1024, 512"', ["cuda:0: A, 1.0 GiB, 0.5 GiB free"]),
+        (TWO_GPUS, ["cuda:0: A, 1.0 GiB, 0.5 GiB free", "cuda:1: B, 1.0 GiB, 0.5 GiB free"]),
     ],
 )
 def test_gpus_are_those_of_the_driver(
@@ -132,3 +163,7 @@ def test_gpus_are_those_of_the_driver(
     assert main(["devices", "--devices", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if "GPU" in line or line.startswith("cuda")] == told
+    several = len(told) > 1
+    assert any("unless CUDA_DEVICE_ORDER=PCI_BUS_ID" in line for line in lines) is several
+    unusable = several and not installed_runtime().has_cuda
+    assert any("has no CUDAExecutionProvider" in line for line in lines) is unusable

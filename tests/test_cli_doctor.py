@@ -14,25 +14,32 @@ from mcinfer.diagnosis.judging import (
     Finding,
     judge_cache,
     judge_cache_settings,
+    judge_container_threads,
     judge_cpus,
     judge_descriptors,
     judge_feature,
+    judge_gpus,
     judge_maps,
     judge_memory,
     judge_overcommit,
     judge_platform,
     judge_pool,
+    judge_runtime,
     judge_runtime_folder,
     judge_shared_memory,
-    judge_tasks,
+    judge_threads,
     judge_tracing,
 )
+from mcinfer.diagnosis.looking import examine
 from mcinfer.diagnosis.packages import (
     Requirement,
     judge_extras,
     judge_packages,
     parse_requirements,
 )
+from mcinfer.diagnosis.runtime import Runtime, installed_runtime
+from mcinfer.errors import EngineError
+from mcinfer.machine import Gpu
 
 GIB = 1 << 30
 FOUR_WORKERS = fleet.DESCRIPTORS_TO_OPEN + 4 * fleet.DESCRIPTORS_OF_A_WORKER
@@ -77,6 +84,24 @@ def test_descriptors_should_do_for_a_pool_and_as_many_again(soft: int | None, st
 
 
 @pytest.mark.parametrize(
+    ("hard", "advice"),
+    [
+        (None, "ulimit -n 4096 (Docker: --ulimit nofile=4096"),
+        (10_000, "ulimit -n 4096 ("),
+        (100 + 2 * FOUR_WORKERS, f"ulimit -n {100 + 2 * FOUR_WORKERS} ("),
+        (100 + 2 * FOUR_WORKERS - 1, "a higher hard limit, which takes root: 4096 in /etc"),
+    ],
+)
+def test_advice_on_a_limit_is_what_its_hard_limit_allows(hard: int | None, advice: str) -> None:
+    assert judge_descriptors(30, hard, 100, 4).advice.startswith(advice)
+    many = judge_descriptors(30, None, 100, 1000)
+    assert int(many.advice.split()[2]) >= 100 + 2 * fleet.DESCRIPTORS_OF_A_WORKER * 1000
+    user = judge_threads((30, 20), hard, 1, 1).advice
+    assert user.startswith("ulimit -u")
+    assert "Docker" not in user
+
+
+@pytest.mark.parametrize(
     ("most", "state"),
     [
         (100 + 2 * THREADS, "ok"),
@@ -86,11 +111,13 @@ def test_descriptors_should_do_for_a_pool_and_as_many_again(soft: int | None, st
     ],
 )
 def test_threads_should_do_for_a_pool_and_as_many_again(most: int, state: str) -> None:
-    check(judge_tasks("threads", (most, 100), 4, 16, "a higher one"), state, f"about {THREADS}")
+    check(judge_container_threads((most, 100), 4, 16), state, f"about {THREADS}", "4 workers")
+    check(judge_threads((most, 100), None, 4, 16), state, f"about {THREADS}")
 
 
 def test_threads_without_a_limit_are_fine() -> None:
-    check(judge_tasks("threads", None, 4, 16, "a higher one"), "ok", "no limit")
+    check(judge_threads(None, None, 4, 16), "ok", "no limit")
+    check(judge_container_threads(None, 4, 16), "ok", "no limit")
 
 
 @pytest.mark.parametrize(
@@ -166,20 +193,19 @@ def test_runtime_folder_should_be_where_the_session_wants_it() -> None:
     check(judge_runtime_folder(None, None, "too long"), "problem", "too long", "TMPDIR")
 
 
-def cache(mode: int | None = 0o700, free: int = 90 * GIB, *, writable: bool = True) -> CacheFacts:
-    return CacheFacts(
-        folder=Path("/cache"), mode=mode, limit=50 * GIB, used=GIB, free=free, writable=writable
-    )
+def cache(mode: int | None = 0o700, free: int = 90 * GIB) -> CacheFacts:
+    return CacheFacts(folder=Path("/cache"), mode=mode, limit=50 * GIB, used=GIB, free=free)
 
 
 def test_cache_should_have_a_folder_and_room() -> None:
     check(judge_cache(cache(), ""), "ok", "/cache, yours, mode 0700; 1.0 GiB of at most 50.0 GiB")
     check(judge_cache(cache(None), ""), "ok", "not made yet")
     check(judge_cache(cache(free=49 * GIB), ""), "ok")
-    check(judge_cache(cache(free=48 * GIB), ""), "warning", "MCINFER_CACHE_LIMIT")
-    check(
-        judge_cache(cache(writable=False), ""), "warning", "cannot be written to", "MCINFER_CACHE"
-    )
+    fills = "set MCINFER_CACHE_LIMIT to less than the 49.0 GiB"
+    check(judge_cache(cache(free=48 * GIB), ""), "warning", "may fill the disk", fills)
+    full = judge_cache(cache(free=0), "")
+    check(full, "warning", "0 MiB of the disk free", "make room")
+    assert "MCINFER_CACHE_LIMIT" not in full.advice
     check(judge_cache(None, "is writable by others"), "warning", "is writable by others")
 
 
@@ -243,6 +269,35 @@ def test_extras_are_there_in_whole_or_not() -> None:
     check(old, "warning", "too old: onnx 1.9", "pip install 'onnx>=1.17'")
 
 
+# The runtime, and GPUs.
+
+
+def test_runtime_that_cannot_be_imported_is_a_problem() -> None:
+    check(judge_runtime(Runtime(version="1.2", providers=("A", "B")), ""), "ok", "1.2 offers: A, B")
+    check(judge_runtime(None, "no libfoo"), "problem", "no libfoo", "pip install")
+
+
+def test_gpus_that_the_runtime_cannot_use_are_warned_of() -> None:
+    plain = Runtime(version="1.2", providers=("CPUExecutionProvider",))
+    cuda = Runtime(version="1.2", providers=("CUDAExecutionProvider",))
+    two = [Gpu(index=i, uuid=f"GPU-{i}", name="H200") for i in range(2)]
+    check(judge_gpus(two, "", "in odd order", cuda), "ok", "cuda:0: H200; cuda:1: H200; in odd")
+    check(judge_gpus(two, "", "", None), "ok")
+    check(judge_gpus(two, "", "", plain), "warning", "no CUDAExecutionProvider", "onnxruntime-gpu")
+    check(judge_gpus((), "there is no nvidia-smi", "", plain), "ok", "there is no nvidia-smi")
+
+
+def test_runtime_is_imported_and_its_failure_is_quoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = installed_runtime()
+    assert "CPUExecutionProvider" in found.providers
+    (tmp_path / "onnxruntime.py").write_text("raise OSError('no libfoo')\n", encoding="ascii")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(EngineError, match="cannot be imported: OSError: no libfoo"):
+        installed_runtime()
+
+
 # The real thing.
 
 
@@ -261,7 +316,7 @@ def doctor(tmp_path: Path, prefix: str = "", **variables: str) -> tuple[int, lis
 
 
 def test_doctor_finds_no_problem_where_tests_run(tmp_path: Path) -> None:
-    status, lines, said = doctor(tmp_path)
+    status, lines, said = doctor(tmp_path, MCINFER_CACHE=str(tmp_path / "a" / "cache"))
     assert (status, said) == (0, ""), lines
     assert all(re.match(r"(ok     |warning)  \S.*: \S", line) for line in lines)
     names = [line[9:].partition(":")[0] for line in lines]
@@ -269,13 +324,13 @@ def test_doctor_finds_no_problem_where_tests_run(tmp_path: Path) -> None:
         *("platform", "memfd_create with seals", "pidfd_open", "descriptors over sockets"),
         *("open files", "threads of the user", "threads of the container", "memory"),
         *("overcommit", "/dev/shm", "CPU quota", "ptrace scope", "runtime folder", "cache"),  # noqa: S108 a name
-        *("packages", "extras", "memory maps", "pool"),
+        *("packages", "extras", "onnxruntime", "GPUs", "memory maps", "pool"),
     ]
     assert re.fullmatch(
         r"ok       pool: 1 worker started \(\d+\.\d\d s\), answered and ended, \d+\.\d\d s in all",
         lines[-1],
     )
-    assert [*tmp_path.iterdir()] == []
+    assert [*tmp_path.iterdir()] == []  # nor of the cache, which could be made
 
 
 def test_doctor_says_what_to_do_where_no_pool_can_start(tmp_path: Path) -> None:
@@ -284,6 +339,12 @@ def test_doctor_says_what_to_do_where_no_pool_can_start(tmp_path: Path) -> None:
     assert said == "mcinfer: 3 problems were found\n"
     files, cache_limit, pool = (line for line in lines if line.startswith("problem"))
     assert files.startswith("problem  open files: 30, 30 at most; ")
-    assert " -> ulimit -n 4096" in files
+    assert " -> a higher hard limit" in files
     assert "MCINFER_CACHE_LIMIT: got 'lots', expected bytes" in cache_limit
     assert "37 descriptors are needed" in pool
+
+
+def test_cache_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MCINFER_CACHE", "/proc/place")
+    finding = next(finding for finding in examine() if finding.name == "cache")
+    check(finding, "warning", "/proc/place cannot be used: ", "a folder that can be made")

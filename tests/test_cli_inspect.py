@@ -1,6 +1,7 @@
 """Tests of mcinfer/cli/inspect.py: what ``mcinfer inspect`` says of a model."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,8 @@ def test_inspect_says_what_a_model_takes_gives_and_holds(
         "  x: float32[batch, 3]",
         "outputs:",
         "  y: float32[batch, 3]",
-        "batch: the symbol 'batch'; inputs that have it are split, others go whole",
+        "batch: the symbol 'batch'",
+        "  split along axis 0: x",
         "runs on: CPUExecutionProvider",
         OFFERED,
         "operators: 1 node of 1 type",
@@ -104,13 +106,85 @@ def test_inspect_says_what_is_split(
     assert any(line.startswith(text) for line in said(model, capsys))
 
 
-def test_model_that_is_not_there_is_named(tmp_path: Path, capsys: Capture) -> None:
-    assert main(["inspect", str(tmp_path / "none.onnx")]) == 1
+def test_inspect_names_inputs_that_are_split_and_those_that_go_whole(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    model = save(
+        tmp_path / "model.onnx",
+        [helper.make_node("Sum", ["a", "b", "c", "t"], ["y"])],
+        [
+            ("a", FLOAT, ["batch_a", 3]),
+            ("b", FLOAT, ["batch_b", 3]),
+            ("c", FLOAT, [1, "batch_a", 1]),
+            ("t", FLOAT, []),
+        ],
+        [("y", FLOAT, ["batch_a", "batch_a", 3])],
+    )
+    made = onnx.load(model)
+    made.graph.output[0].type.tensor_type.shape.dim[0].dim_param = "rows"
+    onnx.save(made, model)
+    lines = said(model, capsys)
+    place = lines.index("batch: the symbol 'batch_a'")
+    assert lines[place + 1 : place + 4] == [
+        "  split along axis 0: a",
+        "  whole: b, t",
+        "  split along axis 1: c",
+    ]
+
+
+def test_batch_that_is_not_known_is_said_once(
+    tmp_path: Path, capsys: Capture, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = save_double(tmp_path)
+    made = onnx.load(model)
+    for value in (*made.graph.input, *made.graph.output):
+        value.type.tensor_type.shape.dim[0].Clear()
+    onnx.save(made, model)
+    lines = said(model, capsys)
+    assert lines[1] == "  x: float32[?, 3]"
+    assert any(line.startswith("batch: none is known") for line in lines)
+    assert caplog.records == []
+
+
+def test_rank_that_is_not_known_is_no_scalar(tmp_path: Path, capsys: Capture) -> None:
+    model = save_double(tmp_path)
+    made = onnx.load(model)
+    for value in (*made.graph.input, *made.graph.output):
+        value.type.tensor_type.ClearField("shape")
+    onnx.save(made, model)
+    assert said(model, capsys)[:5] == [
+        "inputs:",
+        "  x: float32, rank not known",
+        "  of inputs whose rank is not known only scalars are taken",
+        "outputs:",
+        "  y: float32, rank not known",
+    ]
+    assert inspected(model, capsys)["inputs"] == [{"name": "x", "type": "float32", "shape": None}]
+
+
+@pytest.mark.parametrize(
+    "command", [["inspect"], ["inspect", "--json"], ["cache", "prepare"]], ids=" ".join
+)
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("none.onnx", "No such file or directory"),
+        ("", "a folder, expected a regular file"),
+        ("pipe", "a pipe, expected a regular file"),
+    ],
+)
+def test_model_that_is_not_there_is_named_at_once(
+    tmp_path: Path, capsys: Capture, command: list[str], name: str, why: str
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    model = tmp_path / name
+    assert main([*command, str(model)]) == 1
     out, err = capsys.readouterr()
     assert out == ""
     line = only_line(err)
-    assert "worker 0 (cpu:0" in line
-    assert f"{tmp_path}/none.onnx" in line
+    assert line.startswith("mcinfer: MODEL: ")
+    assert why in line
+    assert str(model) in line
 
 
 @pytest.mark.usefixtures("cache")
@@ -151,6 +225,7 @@ def test_json_says_the_same_and_leaves_nothing_out(tmp_path: Path, capsys: Captu
             ],
             "weights": {
                 "count": 1,
+                "constants": 0,
                 "bytes": 360_000,
                 "external_bytes": 360_000,
                 "external_files": ["model.data"],

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import typer
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcinfer.cli.options import (
+    engine_for,
     parse_counts,
     parse_devices_option,
     parse_dims,
@@ -63,3 +65,16 @@ def test_counts_are_read_as_they_are_written(counts: list[int]) -> None:
 def test_any_text_is_read_or_refused(parse: Callable[[str], object], text: str) -> None:
     with suppress(typer.BadParameter):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "engines"),
+    [
+        ("model.onnx", {"onnxruntime"}),
+        ("model", {"onnxruntime"}),
+        ("model.mindir", {"mindspore", "mindspore_lite"}),
+        ("model.ms", {"mindspore_lite"}),
+    ],
+)
+def test_engine_is_that_of_the_files_ending(name: str, engines: set[str]) -> None:
+    assert engine_for(Path(name)) in engines

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -26,7 +27,7 @@ def of(tmp_path: Path) -> Machine:
         for name, text in {"proc/self/cgroup": groups, **files}.items():
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="ascii")
+            path.write_text(text, encoding="utf-8", errors="surrogateescape")
         return tmp_path
 
     return write
@@ -110,6 +111,23 @@ def test_quota_is_that_of_the_tightest_group_above(of: Machine) -> None:
 def test_quota_of_version_1(of: Machine) -> None:
     quotas = {"cpu/x/cpu.cfs_quota_us": "25000", "cpu/x/cpu.cfs_period_us": "100000"}
     assert machine.cpu_quota(of(V1_GROUPS, **cgroup(**quotas))) == 0.25
+
+
+def test_quota_of_version_1_is_found_where_it_is_mounted_by_both_names(of: Machine) -> None:
+    folder = "cpu,cpuacct/x"
+    quotas = {f"{folder}/cpu.cfs_quota_us": "50000", f"{folder}/cpu.cfs_period_us": "100000"}
+    assert machine.cpu_quota(of(V1_GROUPS, **cgroup(**quotas))) == 0.5
+
+
+@pytest.mark.parametrize("name", ["ünits", "a\udcffb", "a\u2028b", "a:b"])
+def test_group_may_have_any_name(name: str, of: Machine) -> None:
+    root = of(f"0::/{name}\n", **cgroup(**{f"{name}/cpu.max": "50000 100000"}))
+    assert machine.cpu_quota(root) == 0.5
+
+
+def test_line_of_another_form_is_left_out(of: Machine) -> None:
+    root = of("what\n5:\n\n0::/a\n", **cgroup(**{"a/cpu.max": "50000 100000"}))
+    assert machine.cpu_quota(root) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -200,15 +218,61 @@ def test_list_of_cores_can_be_read_again(cores: set[int]) -> None:
 # GPUs.
 
 
+H200 = Gpu(
+    index=0,
+    uuid="GPU-c0ffee",
+    name="NVIDIA H200",
+    memory_bytes=143771 << 20,
+    free_bytes=143000 << 20,
+)
+OTHER = Gpu(index=1, uuid="GPU-c0de", name="A, B")
+
+
 def test_gpus_are_read_with_their_memory() -> None:
     text = (
-        "0, NVIDIA H200, 143771, 143000\n1, A, B, [N/A], [Not Supported]\nNo devices were found\n"
+        "0, GPU-c0ffee, NVIDIA H200, 143771, 143000\n"
+        "1, GPU-c0de, A, B, [N/A], [Not Supported]\nNo devices were found\n"
     )
-    assert machine.parse_gpus(text) == (
-        Gpu(index=0, name="NVIDIA H200", memory_bytes=143771 << 20, free_bytes=143000 << 20),
-        Gpu(index=1, name="A, B", memory_bytes=None, free_bytes=None),
-    )
+    assert machine.parse_gpus(text) == (H200, OTHER)
     assert machine.parse_gpus("") == ()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "left"),
+    [
+        ("0,1", [H200, OTHER]),
+        ("1, 0", [OTHER, H200]),
+        ("1", [OTHER]),
+        ("GPU-c0de,GPU-c0ffee", [OTHER, H200]),
+        ("GPU-c0f", [H200]),
+        ("GPU-c0", []),  # which of them
+        ("", []),
+        ("-1", []),
+        ("0,2,1", [H200]),
+        ("NoDevFiles", []),
+    ],
+)
+def test_gpus_are_those_that_cuda_leaves_in_its_order(chosen: str, left: list[Gpu]) -> None:
+    expected = [replace(gpu, index=index) for index, gpu in enumerate(left)]
+    assert [*machine.visible_gpus([H200, OTHER], chosen)] == expected
+
+
+def test_part_of_a_gpu_is_left_as_it_is_named() -> None:
+    [part] = machine.visible_gpus([H200], "MIG-1234")
+    assert str(part) == "cuda:0: MIG-1234"
+
+
+@pytest.mark.parametrize(
+    ("order", "count", "doubtful"),
+    [(None, 1, False), (None, 2, True), ("FASTEST_FIRST", 2, True), ("PCI_BUS_ID", 2, False)],
+)
+def test_numbers_of_several_gpus_may_not_be_those_of_cuda(
+    order: str | None, count: int, doubtful: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    if order is not None:
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
+    assert ("CUDA_DEVICE_ORDER=PCI_BUS_ID" in machine.gpu_order_doubt(count)) is doubtful
 
 
 @pytest.fixture
@@ -224,17 +288,26 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
     return write
 
 
-def test_gpus_are_those_that_the_driver_tells_of(nvidia_smi: Callable[[str], None]) -> None:
-    nvidia_smi('echo "0, $2, 2, 1"')
-    assert machine.gpus() == (
-        Gpu(
-            index=0, name="--format=csv,noheader,nounits", memory_bytes=2 << 20, free_bytes=1 << 20
-        ),
-    )
+def test_gpus_are_those_that_the_driver_tells_of_and_cuda_leaves(
+    nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    nvidia_smi('echo "0, GPU-a, $2, 2, 1"; echo "1, GPU-b, B, 2, 1"')
+    first, second = machine.gpus()
+    assert (first.index, first.name) == (0, "--format=csv,noheader,nounits")
+    assert (first.memory_bytes, first.free_bytes) == (2 << 20, 1 << 20)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b")
+    assert machine.gpus() == (replace(second, index=0),)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(OSError, match="CUDA_VISIBLE_DEVICES='' leaves none of 2"):
+        machine.gpus()
 
 
 def test_driver_that_fails_is_quoted(nvidia_smi: Callable[[str], None]) -> None:
-    with pytest.raises(FileNotFoundError, match="nvidia-smi"):
+    with pytest.raises(FileNotFoundError, match="there is no nvidia-smi"):
+        machine.gpus()
+    nvidia_smi("exit 0")
+    with pytest.raises(OSError, match="nvidia-smi names none"):
         machine.gpus()
     nvidia_smi("echo cannot talk to\necho the driver; exit 9")
     with pytest.raises(OSError, match="nvidia-smi: cannot talk to the driver"):

@@ -414,6 +414,35 @@ def test_bytes_of_weights_are_what_their_shapes_say() -> None:
     assert 1 << 60 < read(linear(*vast)).weight_bytes < 1 << 65
 
 
+def test_weights_are_counted_wherever_a_tensor_may_be() -> None:
+    tensors = [tensor("a", 10), external("b")]
+    inner = linear(tensor("c", 100)).graph
+    nodes = [
+        helper.make_node("Constant", [], ["a"], value=tensors[0]),
+        helper.make_node("Constant", [], ["b"], value=tensors[1]),
+        helper.make_node("If", ["x"], ["y"], then_branch=inner),
+    ]
+    graph = helper.make_graph(nodes, "g", [], [], [tensor("d", 1000)])
+    graph.sparse_initializer.append(sparse(tensor("v", 2), tensor("i", 2)))
+    made = onnx.FunctionProto(name="f", domain="d")
+    made.node.append(helper.make_node("Constant", [], ["y"], value=tensor("e", 10_000)))
+    found = read(proto(graph, functions=[made]))
+    assert (found.weights, found.constants) == (1, 8)
+    assert found.weight_bytes == 4 * (10 + 2 + 3 + 1 + 100 + 1000 + 2 + 2 + 10_000)
+    assert found.external_bytes == 8
+
+
+def test_tensors_without_a_known_rank_are_told_from_scalars() -> None:
+    value = helper.make_tensor_value_info
+    made = linear()
+    made.graph.input.append(value("any", TensorProto.FLOAT, None))
+    made.graph.output.append(value("all", TensorProto.FLOAT, None))
+    made.graph.input.append(onnx.ValueInfoProto(name="untyped"))
+    made.graph.value_info.append(value("inside", TensorProto.FLOAT, None))
+    assert read(made).unranked == {"any", "all"}
+    assert read(linear()).unranked == set()
+
+
 def test_contents_of_what_is_no_model_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "some.onnx"
     for content in (

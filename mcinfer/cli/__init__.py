@@ -1,18 +1,29 @@
 """The command line: ``mcinfer run``, ``inspect``, ``devices``, ``doctor``, ``cache``, ``bench``, ``tune``.
 
 Exit status 0 on success, 1 on a failure with one clear line on standard error, 2 on wrong usage with
-how to use it, 130 after Ctrl-C. Each command is a module of its own; `mcinfer.cli.app` puts them
-together. They import what is heavy when they run, so that help and completion come at once.
+how to use it, 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP: these two end a command as Ctrl-C does.
+Each command is a module of its own; `mcinfer.cli.app` puts them together. They import what is heavy when
+they run, so that help and completion come at once.
 """
 
+import io
+import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
 
 from mcinfer.errors import McinferError, MissingDependencyError
 
 _INTERRUPTED = 128 + signal.SIGINT
+_ENDS = {
+    _INTERRUPTED: "interrupted",
+    128 + signal.SIGTERM: "terminated",
+    128 + signal.SIGHUP: "hung up",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,24 +35,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
+    _open_streams()
+    came: list[int] = []
+    status = _status(arguments, came)
+    if came and status:
+        status = 128 + came[0]
+    if status in _ENDS:
+        _tell(_ENDS[status])
     try:
-        status = _run(arguments)
-        _flush()
-    except KeyboardInterrupt:
-        status = _INTERRUPTED
-    except BrokenPipeError:
-        status = 1  # whoever read our output has enough
-    except (McinferError, OSError) as exc:
-        _tell(str(exc))
-        status = 1
-    if status == _INTERRUPTED:
-        _tell("interrupted")
-    try:
-        _flush()
+        sys.stdout.flush()
     except OSError:
         # What is still buffered must not raise at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status
+
+
+def _status(arguments: Sequence[str] | None, came: list[int]) -> int:
+    try:
+        with _prefixed_log(), _signals_as_interrupts(came):
+            status = _run(arguments)
+            sys.stdout.flush()
+            return status
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        return 1  # whoever read our output has enough
+    except (McinferError, OSError) as exc:
+        _tell(str(exc))
+        return 1
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -56,9 +77,64 @@ def _run(arguments: Sequence[str] | None) -> int:
     return call(arguments)
 
 
-def _flush() -> None:
-    print(end="", flush=True)  # unlike sys.stdout.flush, does not mind that there is no output
+def _open_streams() -> None:
+    """Have all three standard streams: in the place of a closed one others' files would come to lie.
+
+    And let standard output write any name, whatever its encoding is.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # the lowest that is free is the next that is opened
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def _prefixed_log() -> Iterator[None]:
+    """Tell warnings that are logged as failures are told, where nobody has said what becomes of them."""
+    before = logging.lastResort
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(logging.Formatter("mcinfer: %(message)s"))
+    logging.lastResort = handler
+    try:
+        yield
+    finally:
+        logging.lastResort = before
+
+
+@contextmanager
+def _signals_as_interrupts(came: list[int]) -> Iterator[None]:
+    """Have SIGTERM and SIGHUP raise what Ctrl-C does, so that work is saved and nothing is left behind.
+
+    Each does so once: a terminal that goes may send the second before all is saved. One that is ignored
+    (nohup), or has a handler of the caller's, stays as it is; so do both outside of the main thread.
+
+    Args:
+        came: Is given the numbers of those that came.
+    """
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        if number not in came:
+            came.append(number)
+            raise KeyboardInterrupt
+
+    main_thread = threading.current_thread() is threading.main_thread()
+    ends = (signal.SIGTERM, signal.SIGHUP) if main_thread else ()
+    taken = [number for number in ends if signal.getsignal(number) is signal.SIG_DFL]
+    try:
+        for number in taken:
+            signal.signal(number, interrupt)
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _tell(text: str) -> None:
-    print(f"mcinfer: {' '.join(text.split())}", file=sys.stderr)
+    with suppress(OSError):  # the terminal may be gone
+        print(f"mcinfer: {' '.join(text.split())}", file=sys.stderr)

@@ -25,6 +25,11 @@ class _Commands(TyperGroup):
             args = [" ".join(args[:2]), *args[2:]]
         return super().resolve_command(ctx, args)
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        # A shell takes the words of ``bench compare`` for two; the second is offered after the first.
+        offered = super().shell_complete(ctx, incomplete)
+        return [item for item in offered if " " not in item.value]
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)

@@ -5,11 +5,12 @@ from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 
-from mcinfer.cli.options import ModelArgument
+from mcinfer.cli.options import ModelArgument, check_model
 from mcinfer.prepared.cache import Cache, EntryInfo
 from mcinfer.prepared.contents import FAILURE_FILE, about
 from mcinfer.prepared.ensuring import ensure_prepared
 from mcinfer.prepared.entries import disk_bytes
+from mcinfer.printable import printable
 from mcinfer.progress import megabytes, showing
 
 _KEY_CHARACTERS = 12
@@ -33,9 +34,9 @@ def _line(folder: Path, info: EntryInfo) -> str:
     entry = folder / info.key
     used = datetime.fromtimestamp(info.used_at).isoformat(timespec="minutes")
     use = "in use" if info.in_use else "not in use"
-    model = _printable(about(entry).get("name", "?"))
+    model = printable(about(entry).get("name", "?"))
     failed = ", cannot be prepared" if (entry / FAILURE_FILE).exists() else ""
-    engine = _printable(info.facts.get("engine", "?"))
+    engine = printable(info.facts.get("engine", "?"))
     size = megabytes(info.bytes)
     return f"{info.key[:_KEY_CHARACTERS]}  {size:>11}  {used}  {use:10}  {model}  {engine}{failed}"
 
@@ -49,7 +50,8 @@ def clear() -> None:
 
 def prepare(model: ModelArgument) -> None:
     """Prepare a model, so that workers start at once."""
-    with showing(sys.stderr, _printable(model.name)) as display:
+    check_model(model)
+    with showing(sys.stderr, printable(model.name)) as display:
         held = ensure_prepared(model, progress=display)
     with closing(held):
         seconds = about(held.folder).get("seconds", 0.0)
@@ -61,8 +63,3 @@ def prepare(model: ModelArgument) -> None:
 
 def _count(entries: int) -> str:
     return "1 entry" if entries == 1 else f"{entries} entries"
-
-
-def _printable(text: object) -> str:
-    """One line of it, whatever characters a file's name may have."""
-    return "".join(c if c.isprintable() else "?" for c in str(text))

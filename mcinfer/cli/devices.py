@@ -1,15 +1,19 @@
 """``mcinfer devices``: the cores and GPUs of this machine, and how the CPU is shared out over workers."""
 
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from mcinfer.cli.options import DevicesOption
 from mcinfer.config import CoreShare, Device, automatic_workers, parse_devices, share_cores
-from mcinfer.errors import InvalidInputError
+from mcinfer.diagnosis.runtime import installed_runtime
+from mcinfer.errors import EngineError, InvalidInputError
 from mcinfer.machine import (
     Gpu,
     core_siblings,
     cpu_quota,
     format_core_list,
+    gpu_order_doubt,
     gpus,
     numa_nodes,
     whole_cpus,
@@ -21,15 +25,26 @@ def devices(devices: DevicesOption = None) -> None:
     cores, cpus = sorted(os.sched_getaffinity(0)), whole_cpus()
     parsed = parse_devices(devices, cpus)
     shares = share_cores(parsed, cores, cpus=cpus)
-    for share in shares.values():
-        if isinstance(share, InvalidInputError):
-            raise share
+    try:
+        found, why = gpus(), ""
+    except OSError as exc:
+        found, why = (), f"no GPU was found: {exc}"
+    for absent in (*shares.values(), *_absent_gpus(parsed, len(found), why)):
+        if isinstance(absent, InvalidInputError):
+            raise absent
     default = _count(automatic_workers(cpus), "worker")
     print(f"{_count(len(cores), 'usable core')}: {format_core_list(cores)}; by default {default}")
-    for line in (*_cpu_lines(cores), *_gpu_lines()):
+    for line in (*_cpu_lines(cores), *_gpu_lines(found, why)):
         print(line)
     for index, device in enumerate(parsed):
         print(f"worker {index}: {_share_text(device, shares.get(index))}")
+
+
+def _absent_gpus(devices: Sequence[Device], count: int, why: str) -> Iterator[InvalidInputError]:
+    for device in devices:
+        if device.kind == "cuda" and device.index >= count:
+            last = f"the last device that was found is cuda:{count - 1}"
+            yield InvalidInputError(f"device {device} does not exist: {why or last}")
 
 
 def _cpu_lines(cores: list[int]) -> list[str]:
@@ -53,22 +68,16 @@ def quota_text(quota: float | None, cores: int) -> str:
     return f"{quota:g} CPUs, {left}"
 
 
-def _gpu_lines() -> list[str]:
-    try:
-        found = gpus()
-    except FileNotFoundError:
-        return ["no GPU was found: there is no nvidia-smi"]
-    except OSError as exc:
-        return [f"no GPU was found: {exc}"]
-    return [gpu_text(gpu) for gpu in found] or ["no GPU was found: nvidia-smi names none"]
-
-
-def gpu_text(gpu: Gpu) -> str:
-    """A GPU by the name that devices have, with its memory where the driver tells of it."""
-    if gpu.memory_bytes is None:
-        return f"cuda:{gpu.index}: {gpu.name}"
-    free = "" if gpu.free_bytes is None else f", {_gibibytes(gpu.free_bytes)} free"
-    return f"cuda:{gpu.index}: {gpu.name}, {_gibibytes(gpu.memory_bytes)}{free}"
+def _gpu_lines(found: Sequence[Gpu], why: str) -> Iterator[str]:
+    if not found:
+        yield why
+        return
+    yield from map(str, found)
+    if doubt := gpu_order_doubt(len(found)):
+        yield f"  {doubt}"
+    with suppress(EngineError):
+        if not (runtime := installed_runtime()).has_cuda:
+            yield f"  {runtime.without_cuda}"
 
 
 def _share_text(device: Device, share: CoreShare | InvalidInputError | None) -> str:
@@ -81,7 +90,3 @@ def _share_text(device: Device, share: CoreShare | InvalidInputError | None) -> 
 
 def _count(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
-
-
-def _gibibytes(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"

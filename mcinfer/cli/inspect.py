@@ -4,29 +4,32 @@
 
 - ``model``: the path; ``engine``: what loaded it; ``providers``: what runs it there, on the CPU;
   ``runtime``: null, or ``version`` of ONNX Runtime and the ``providers`` that it offers on this machine.
-- ``inputs`` and ``outputs``: ``name``, ``type``, and ``shape``: numbers, symbols, or null without a name.
+- ``inputs`` and ``outputs``: ``name``, ``type``, and ``shape``: numbers, symbols, or null without a name;
+  null itself where the model does not say how many dimensions there are (as inputs, only scalars are taken).
 - ``batch``: its ``symbol`` or null; whether it is ``fixed``; ``axes``: by input, where it is cut.
 - ``onnx``: null where the file is no ONNX file, or ``ir_version``, ``producer``, ``opsets`` (version by
   domain), ``operators`` (``domain``, ``type``, ``count``; the most frequent first, those of subgraphs and
-  functions too) and ``weights`` (``count``, ``bytes``, ``external_bytes``, ``external_files``).
+  functions too) and ``weights``: ``count`` of the main graph's initialisers, ``constants`` of all other
+  tensors (of nodes, subgraphs, functions); of both ``bytes``, ``external_bytes``, ``external_files``.
 - ``prepared``: null where the cache cannot be read, or its ``state``, and ``key`` and ``bytes`` of its entry
   in the cache. ``already``: it was there. ``now``: loading it made it. ``unused``: it is there, but a worker
   with default options does not take it from there. ``failed``: it cannot be made. ``no``: it is not there.
 """
 
 import json
+import logging
 import os
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mcinfer.cli.options import ModelArgument
-from mcinfer.errors import BuildError, McinferError
+from mcinfer.cli.options import ModelArgument, check_model, engine_for
+from mcinfer.errors import BuildError, EngineError, McinferError
+from mcinfer.printable import printable
 from mcinfer.progress import let_workers_tell, megabytes
 
 _Facts = dict[str, Any]
@@ -38,18 +41,6 @@ _MOST_CHARACTERS = 100
 """Of a name that the model gave."""
 
 _KEY_CHARACTERS = 12
-_ASK_SECONDS = 60.0
-_ASK = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-import onnxruntime
-found = {"version": onnxruntime.__version__, "providers": onnxruntime.get_available_providers()}
-print(json.dumps(found))
-"""
-"""The command line imports no runtime: it would stay for as long as the workers run."""
-
-_MINDIR = {".mindir": ("mindspore", "mindspore_lite"), ".ms": ("mindspore_lite",)}
-"""Engines for files of these endings: the first that is installed."""
 
 
 def inspect(
@@ -57,8 +48,9 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="All of it, as one JSON object.")] = False,
 ) -> None:
     """What a model takes and gives, what is split, and what it is made of."""
+    check_model(model)
     let_workers_tell()
-    contents = _onnx_contents(model)
+    contents, unranked = _onnx_contents(model)
     try:
         facts = _loaded(model)
     except McinferError:
@@ -66,20 +58,23 @@ def inspect(
             print(*_lines_of_contents(contents), sep="\n")
         raise
     facts["onnx"] = contents
+    for tensor in (*facts["inputs"], *facts["outputs"]):
+        if not tensor["shape"] and tensor["name"] in unranked:
+            tensor["shape"] = None  # a worker has no word for it but that of scalars
     print(json.dumps(facts, indent=1) if as_json else "\n".join(_lines(facts)))
 
 
 # What there is to say.
 
 
-def _onnx_contents(model: Path) -> _Facts | None:
-    """What stands in the file; None if it is no ONNX file that can be read."""
+def _onnx_contents(model: Path) -> tuple[_Facts | None, Collection[str]]:
+    """What stands in the file, and which tensors may have any shape; None if it is no ONNX file."""
     from mcinfer.prepared.onnx_files import contents
 
     try:
         found = contents(model)
     except (BuildError, OSError):  # if it matters, whoever loads the file says so in better words
-        return None
+        return None, ()
     return {
         "ir_version": found.ir_version,
         "producer": found.producer,
@@ -90,11 +85,12 @@ def _onnx_contents(model: Path) -> _Facts | None:
         ],
         "weights": {
             "count": found.weights,
+            "constants": found.constants,
             "bytes": found.weight_bytes,
             "external_bytes": found.external_bytes,
             "external_files": [*found.external],
         },
-    }
+    }, found.unranked
 
 
 def _loaded(model: Path) -> _Facts:
@@ -103,9 +99,9 @@ def _loaded(model: Path) -> _Facts:
     from mcinfer.sharding import batch_symbol
     from mcinfer.specs import ModelSpec
 
-    engine = _engine(model)
+    engine = engine_for(model)
     before = _entries(model) if engine == "onnxruntime" else None
-    with Master(model, 1, engine=engine) as master:
+    with _no_word_of_the_batch(), Master(model, 1, engine=engine) as master:
         spec = ModelSpec(inputs=master.inputs, outputs=master.outputs)
         providers = master.statistics().workers[0].providers
         prepared = None if before is None else _prepared(before, _entries(model))
@@ -129,9 +125,19 @@ def _loaded(model: Path) -> _Facts:
     }
 
 
-def _engine(model: Path) -> str:
-    engines = _MINDIR.get(model.suffix, ("onnxruntime",))
-    return next((name for name in engines if find_spec(name) is not None), engines[0])
+@contextmanager
+def _no_word_of_the_batch() -> Iterator[None]:
+    """That it is not known is logged for programs; here it is among what is said of the model."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "is known to be the batch" not in record.getMessage()
+
+    log = logging.getLogger("mcinfer.master")
+    log.addFilter(is_other)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_other)
 
 
 def _tensor(spec: Any) -> _Facts:
@@ -139,24 +145,12 @@ def _tensor(spec: Any) -> _Facts:
 
 
 def _runtime() -> _Facts | None:
-    """What ONNX Runtime is installed, asked in a process that ends with the answer."""
-    from mcinfer.children import environment
+    from mcinfer.diagnosis.runtime import installed_runtime
 
-    path = json.dumps([os.path.abspath(folder) for folder in sys.path])
     try:
-        ran = subprocess.run(  # noqa: S603 nothing in it comes from outside
-            [sys.executable, "-P", "-c", _ASK, path],
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=_ASK_SECONDS,
-            check=True,
-        )
-        found: _Facts = json.loads(ran.stdout)
-    except (OSError, ValueError, subprocess.SubprocessError):
+        return asdict(installed_runtime())
+    except EngineError:  # a worker has loaded the model all the same
         return None
-    return found
 
 
 def _entries(model: Path) -> dict[str, _Facts] | None:
@@ -213,13 +207,16 @@ def _size(entries: _Facts, key: str) -> _Facts:
 
 def _lines(facts: _Facts) -> Iterator[str]:
     yield from _lines_of_tensors("inputs", facts["inputs"])
+    if any(tensor["shape"] is None for tensor in facts["inputs"]):
+        yield "  of inputs whose rank is not known only scalars are taken"
     yield from _lines_of_tensors("outputs", facts["outputs"])
     batch = facts["batch"]
     if batch["symbol"] is not None:
-        symbol = _shown(repr(batch["symbol"]))
-        yield f"batch: the symbol {symbol}; inputs that have it are split, others go whole"
+        yield f"batch: the symbol {_shown(repr(batch['symbol']))}"
+        yield from _lines_of_cuts(facts["inputs"], batch["axes"])
     elif batch["fixed"]:
         yield "batch: fixed; inputs with a multiple of their rows are split in so many runs"
+        yield from _lines_of_cuts(facts["inputs"], batch["axes"])
     else:
         yield "batch: none is known; requests run whole unless batch_axes says what to split"
     runtime = facts["runtime"]
@@ -234,14 +231,32 @@ def _lines(facts: _Facts) -> Iterator[str]:
         yield f"prepared: {_words_of_prepared(facts['prepared'])}"
 
 
+def _lines_of_cuts(inputs: Sequence[_Facts], axes: Mapping[str, int]) -> Iterator[str]:
+    """Which inputs are cut, by axis, and which go whole."""
+    kinds: dict[str, list[str]] = {}
+    for tensor in inputs:
+        axis = axes.get(tensor["name"])
+        kind = "whole" if axis is None else f"split along axis {axis}"
+        kinds.setdefault(kind, []).append(tensor["name"])
+    for kind, names in kinds.items():
+        more = ", …" if len(names) > _MOST_LINES else ""
+        yield f"  {kind}: {', '.join(map(_shown, names[:_MOST_LINES]))}{more}"
+
+
 def _lines_of_tensors(title: str, tensors: Sequence[_Facts]) -> Iterator[str]:
     yield f"{title}:"
     names = [f"{_shown(tensor['name'])}:" for tensor in tensors[:_MOST_LINES]]
     width = max(map(len, names), default=0)
     for name, tensor in zip(names, tensors, strict=False):
-        shape = ", ".join("?" if size is None else str(size) for size in tensor["shape"])
-        yield f"  {name:<{width}} {tensor['type']}[{_shown(shape)}]"
+        yield f"  {name:<{width}} {tensor['type']}{_shape_text(tensor['shape'])}"
     yield from _others(tensors)
+
+
+def _shape_text(shape: Sequence[int | str | None] | None) -> str:
+    if shape is None:
+        return ", rank not known"
+    sizes = ", ".join("?" if size is None else str(size) for size in shape)
+    return f"[{_shown(sizes)}]"
 
 
 def _others(items: Sequence[Any], more: str = "") -> Iterator[str]:
@@ -265,8 +280,10 @@ def _lines_of_contents(contents: _Facts) -> Iterator[str]:
     if weights["external_files"]:
         files = _count(len(weights["external_files"]), "other file")
         outside = f", of which {megabytes(weights['external_bytes'])} in {files}"
-    size = megabytes(weights["bytes"])
-    yield f"weights: {_count(weights['count'], 'initialiser')}, {size}{outside}"
+    counts = _count(weights["count"], "initialiser")
+    if weights["constants"]:
+        counts = f"{counts} and {_count(weights['constants'], 'other constant')}"
+    yield f"weights: {counts}, {megabytes(weights['bytes'])}{outside}"
     opsets = ", ".join(f"{domain} {version}" for domain, version in contents["opsets"].items())
     by = contents["producer"] and f"; by {_shown(contents['producer'])}"
     yield f"written: IR version {contents['ir_version']}; opsets {_shown(opsets)}{by}"
@@ -290,5 +307,5 @@ def _count(number: int, what: str) -> str:
 
 def _shown(text: str) -> str:
     """What a model says, on a terminal: whatever characters it has, and however many."""
-    clean = "".join(c if c.isprintable() else "?" for c in text[: _MOST_CHARACTERS + 1])
+    clean = printable(text[: _MOST_CHARACTERS + 1])
     return clean if len(clean) <= _MOST_CHARACTERS else f"{clean[: _MOST_CHARACTERS - 1]}…"

@@ -7,15 +7,20 @@ name. Its values are of types that typer would read otherwise (a tuple: several 
 
 import math
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
 from mcinfer.config import check_seconds, parse_devices
-from mcinfer.errors import InvalidInputError
+from mcinfer.errors import BuildError, InvalidInputError
+from mcinfer.prepared.files import open_regular
 
 _T = TypeVar("_T")
+
+_MINDIR = {".mindir": ("mindspore", "mindspore_lite"), ".ms": ("mindspore_lite",)}
+"""Engines for files of these endings: the first that is installed."""
 
 
 class Dim(NamedTuple):
@@ -23,6 +28,25 @@ class Dim(NamedTuple):
 
     name: str
     size: int
+
+
+def engine_for(model: Path) -> str:
+    """The engine that loads a file of this name's ending."""
+    engines = _MINDIR.get(model.suffix, ("onnxruntime",))
+    return next((name for name in engines if find_spec(name) is not None), engines[0])
+
+
+def check_model(model: Path) -> None:
+    """Whether there is such a file and it can be read, before anything is started to load it.
+
+    Raises:
+        InvalidInputError: It cannot be.
+    """
+    try:
+        with open_regular(model):
+            pass
+    except (BuildError, OSError) as exc:
+        raise InvalidInputError(f"MODEL: {exc}") from exc
 
 
 def parse_devices_option(text: str) -> int | list[str]:
@@ -90,8 +114,20 @@ def _rate(text: str) -> float:
     return rate
 
 
+def _complete_model(context: typer.Context, incomplete: str) -> list[str]:
+    """Files are completed by the shell, where nothing is offered; ``bench compare`` is once it is begun."""
+    begun = context.info_name == "bench" and incomplete and "compare".startswith(incomplete)
+    return ["compare"] if begun else []
+
+
 ModelArgument = Annotated[
-    Path, typer.Argument(metavar="MODEL", help="Path of an ONNX model.", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="MODEL",
+        help="Path of an ONNX model.",
+        show_default=False,
+        autocompletion=_complete_model,
+    ),
 ]
 
 DevicesOption = Annotated[

@@ -1,17 +1,23 @@
 """The pure part of each check: from what there is to a verdict, and what to do."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from mcinfer.diagnosis.runtime import Runtime
 from mcinfer.fleet import DESCRIPTORS_OF_A_WORKER, DESCRIPTORS_TO_OPEN
+from mcinfer.machine import Gpu
 
 State = Literal["ok", "warning", "problem"]
 
 _TASKS_OF_A_MASTER = 8
 _TASKS_OF_A_WORKER = 8
 """Threads beside those of the runs, and some more: its main one, its watch over the master, ZeroMQ's two."""
+
+_LIMIT_TO_ASK_FOR = 4096
+"""Of descriptors or threads, where fewer would do for now."""
 
 _MOST_PATH_BYTES = 107
 """Of a socket's path (unix(7))."""
@@ -61,31 +67,66 @@ def judge_descriptors(soft: int | None, hard: int | None, used: int, workers: in
     needed = DESCRIPTORS_TO_OPEN + DESCRIPTORS_OF_A_WORKER * workers
     limits = f"{_limit_text(soft)}, {_limit_text(hard)} at most"
     found = f"{limits}; {used} open, starting {_workers(workers)} takes {needed} more"
-    advice = "ulimit -n 4096 (Docker: --ulimit nofile=4096, systemd: LimitNOFILE=4096)"
+    advice = _raised("ulimit -n", ("--ulimit nofile", "LimitNOFILE"), used + 2 * needed, hard)
     left = None if soft is None else soft - used - needed
     return _judge_room("open files", found, left, needed, advice)
 
 
-def judge_tasks(
-    name: str, limit: tuple[int, int] | None, workers: int, cpus: int, advice: str
+def judge_threads(
+    limit: tuple[int, int] | None, hard: int | None, workers: int, cpus: int
 ) -> Finding:
-    """A limit of threads against those that a pool with all of the CPU takes.
+    """A user's limit of threads against those that a pool with all of the CPU takes.
 
     Args:
-        name: Of the limit.
         limit: How many there may be, and how many there are; None if nothing limits them.
+        hard: What the user may raise it to; None is no limit.
         workers: Of the pool.
         cpus: Threads of all its runs.
-        advice: How to have a higher one.
     """
+    used = 0 if limit is None else limit[1]
+    least = used + 2 * _threads_of_a_pool(workers, cpus)
+    advice = _raised("ulimit -u", ("", "LimitNPROC"), least, hard)
+    return _judge_tasks("threads of the user", limit, workers, cpus, advice)
+
+
+def judge_container_threads(limit: tuple[int, int] | None, workers: int, cpus: int) -> Finding:
+    """The same of its container's, which is another's to raise."""
+    advice = "a higher pids.max (Docker: --pids-limit, systemd: TasksMax=)"
+    return _judge_tasks("threads of the container", limit, workers, cpus, advice)
+
+
+def _judge_tasks(
+    name: str, limit: tuple[int, int] | None, workers: int, cpus: int, advice: str
+) -> Finding:
     if limit is None:
         return Finding(name, "ok", "no limit")
     most, used = limit
-    needed = _TASKS_OF_A_MASTER + _TASKS_OF_A_WORKER * workers + cpus
+    needed = _threads_of_a_pool(workers, cpus)
     found = (
         f"{most} at most; there are {used}, a pool of {_workers(workers)} takes about {needed} more"
     )
     return _judge_room(name, found, most - used - needed, needed, advice)
+
+
+def _threads_of_a_pool(workers: int, cpus: int) -> int:
+    return _TASKS_OF_A_MASTER + _TASKS_OF_A_WORKER * workers + cpus
+
+
+def _raised(command: str, options: tuple[str, str], least: int, hard: int | None) -> str:
+    """How to have a higher limit.
+
+    Args:
+        command: That raises it, up to the hard limit.
+        options: Docker's and systemd's; empty where there is none.
+        least: That would do.
+        hard: None is no limit.
+    """
+    wanted = max(least, _LIMIT_TO_ASK_FOR)
+    names = zip(("Docker", "systemd"), options, strict=True)
+    elsewhere = ", ".join(f"{who}: {option}={wanted}" for who, option in names if option)
+    if hard is None or hard >= least:
+        return f"{command} {wanted if hard is None else min(wanted, hard)} ({elsewhere})"
+    return f"a higher hard limit, which takes root: {wanted} in /etc/security/limits.conf ({elsewhere})"
 
 
 def _judge_room(name: str, found: str, left: int | None, needed: int, advice: str) -> Finding:
@@ -172,6 +213,35 @@ def judge_tracing(scope: int | None, *, privileged: bool) -> Finding:
     return Finding("ptrace scope", "warning", f"{found}; mcinfer itself needs neither", advice)
 
 
+# The runtime, and GPUs.
+
+
+def judge_runtime(runtime: Runtime | None, failure: str) -> Finding:
+    """ONNX Runtime as a worker would import it, or why it cannot be imported."""
+    if runtime is None:
+        advice = "pip install --force-reinstall onnxruntime (or onnxruntime-gpu, not both)"
+        return Finding("onnxruntime", "problem", failure, advice)
+    return Finding("onnxruntime", "ok", str(runtime))
+
+
+def judge_gpus(gpus: Sequence[Gpu], failure: str, order: str, runtime: Runtime | None) -> Finding:
+    """The GPUs, or why there are none, against what the runtime can use.
+
+    Args:
+        gpus: That CUDA has for this process.
+        failure: Why there are none.
+        order: What is to be said of their numbers; empty if nothing is.
+        runtime: None if it cannot be imported.
+    """
+    if not gpus:
+        return Finding("GPUs", "ok", f"none was found: {failure}")
+    found = "; ".join([*map(str, gpus), *([order] if order else [])])
+    if runtime is None or runtime.has_cuda:
+        return Finding("GPUs", "ok", found)
+    advice = "to use them: pip uninstall onnxruntime, then pip install onnxruntime-gpu"
+    return Finding("GPUs", "warning", f"{found}; {runtime.without_cuda}", advice)
+
+
 # Folders.
 
 
@@ -205,7 +275,6 @@ class CacheFacts:
         limit: Bytes of the disk that it may take.
         used: Of them, taken.
         free: Bytes of the disk that nobody uses.
-        writable: Whether this user may write to it, or make it.
     """
 
     folder: Path
@@ -213,7 +282,6 @@ class CacheFacts:
     limit: int
     used: int
     free: int
-    writable: bool
 
 
 def judge_cache_settings(failure: str, *, wrong: bool) -> Finding:
@@ -231,8 +299,8 @@ def judge_cache_settings(failure: str, *, wrong: bool) -> Finding:
 def judge_cache(facts: CacheFacts | None, failure: str) -> Finding:
     """The folder of prepared models, or why it cannot be used: then models are loaded as they are."""
     advice = (
-        "let MCINFER_CACHE name a folder that you alone can change; without it each worker has the "
-        "weights of a large model for itself"
+        "let MCINFER_CACHE name a folder that can be made, has room, and that you alone can change; "
+        "without it each worker has the weights of a large model for itself"
     )
     if facts is None:
         return Finding("cache", "warning", failure, advice)
@@ -241,11 +309,13 @@ def judge_cache(facts: CacheFacts | None, failure: str) -> Finding:
         f"{facts.folder}, {state}; {_size(facts.used)} of at most {_size(facts.limit)}, "
         f"{_size(facts.free)} of the disk free"
     )
-    if not facts.writable:
-        return Finding("cache", "warning", f"{found}; it cannot be written to", advice)
-    if facts.used + facts.free < facts.limit:
-        advice = "set MCINFER_CACHE_LIMIT, such as 5G: prepared models may fill the disk"
+    if not facts.free:
+        advice = "make room there, or let MCINFER_CACHE name a folder on a disk with room"
         return Finding("cache", "warning", found, advice)
+    room = facts.used + facts.free
+    if room < facts.limit:
+        advice = f"set MCINFER_CACHE_LIMIT to less than the {_size(room)} that are left for it"
+        return Finding("cache", "warning", f"{found}: prepared models may fill the disk", advice)
     return Finding("cache", "ok", found)
 
 

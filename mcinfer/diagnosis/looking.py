@@ -11,9 +11,9 @@ import select
 import shutil
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from time import monotonic
 
 import numpy as np
@@ -25,24 +25,39 @@ from mcinfer.diagnosis.judging import (
     Finding,
     judge_cache,
     judge_cache_settings,
+    judge_container_threads,
     judge_cpus,
     judge_descriptors,
     judge_feature,
+    judge_gpus,
     judge_maps,
     judge_memory,
     judge_overcommit,
     judge_platform,
     judge_pool,
+    judge_runtime,
     judge_runtime_folder,
     judge_shared_memory,
-    judge_tasks,
+    judge_threads,
     judge_tracing,
 )
 from mcinfer.diagnosis.packages import look_at_packages
-from mcinfer.errors import InvalidInputError, McinferError
-from mcinfer.machine import cpu_quota, memory_limit, task_limit, usable_memory, whole_cpus
+from mcinfer.diagnosis.runtime import installed_runtime
+from mcinfer.errors import EngineError, InvalidInputError, McinferError
+from mcinfer.machine import (
+    Gpu,
+    cpu_quota,
+    gpu_order_doubt,
+    gpus,
+    memory_limit,
+    task_limit,
+    usable_memory,
+    whole_cpus,
+)
 from mcinfer.master import Master
 from mcinfer.prepared.cache import Cache, CacheUnusableError
+from mcinfer.prepared.held import unusable
+from mcinfer.prepared.root import Root
 from mcinfer.runtime_folder import RuntimeFolder
 from mcinfer.shm import descriptors
 from mcinfer.shm.block import Block
@@ -72,6 +87,7 @@ def examine() -> Iterator[Finding]:
         "runtime folder": _look_at_runtime_folder,
         "cache": _look_at_cache,
         "packages": look_at_packages,
+        "onnxruntime": _look_at_runtime,
         "pool": _look_at_pool,
     }
     for name, look in looks.items():
@@ -129,20 +145,12 @@ def _look_at_descriptors(workers: int) -> Iterator[Finding]:
 
 
 def _look_at_tasks(workers: int) -> Iterator[Finding]:
-    most = _limit(resource.getrlimit(resource.RLIMIT_NPROC)[0])
+    most, hard = map(_limit, resource.getrlimit(resource.RLIMIT_NPROC))
     # The limit of a user does not bind root (getrlimit(2)).
     user = None if most is None or os.geteuid() == 0 else (most, _threads_of_user())
     cpus = whole_cpus()
-    yield judge_tasks(
-        "threads of the user", user, workers, cpus, "ulimit -u 4096 (systemd: LimitNPROC=4096)"
-    )
-    yield judge_tasks(
-        "threads of the container",
-        task_limit(),
-        workers,
-        cpus,
-        "a higher pids.max (Docker: --pids-limit, systemd: TasksMax=)",
-    )
+    yield judge_threads(user, hard, workers, cpus)
+    yield judge_container_threads(task_limit(), workers, cpus)
 
 
 def _threads_of_user() -> int:
@@ -195,21 +203,50 @@ def _look_at_cache() -> Iterator[Finding]:
         yield judge_cache_settings(str(exc), wrong=isinstance(exc, InvalidInputError))
         return
     try:
-        used = sum(info.bytes for info in cache.entries())
-        existing = next(path for path in (cache.folder, *cache.folder.parents) if path.exists())
-        there = existing == cache.folder
-        facts = CacheFacts(
-            folder=cache.folder,
-            mode=existing.stat().st_mode & 0o7777 if there else None,
-            limit=cache.limit_bytes,
-            used=used,
-            free=shutil.disk_usage(existing).free,
-            writable=existing.is_dir() and os.access(existing, os.W_OK | os.X_OK),
-        )
+        there = cache.folder.exists()
+        with _made(cache):
+            facts = CacheFacts(
+                folder=cache.folder,
+                mode=cache.folder.stat().st_mode & 0o7777 if there else None,
+                limit=cache.limit_bytes,
+                used=sum(info.bytes for info in cache.entries()),
+                free=shutil.disk_usage(cache.folder).free,
+            )
     except (CacheUnusableError, OSError) as exc:
         yield judge_cache(None, str(exc))
     else:
         yield judge_cache(facts, "")
+
+
+@contextmanager
+def _made(cache: Cache) -> Iterator[None]:
+    """Have the cache's folder as if a model were prepared, and something written there; removed again."""
+    missing = [path for path in (cache.folder, *cache.folder.parents) if not path.exists()]
+    try:
+        with unusable(cache.folder):
+            Root(cache.folder).make()
+            with TemporaryFile(dir=cache.folder):
+                pass
+        yield
+    finally:
+        for path in missing:
+            with suppress(OSError):  # it was not made, or somebody has begun to use it
+                path.rmdir()
+
+
+def _look_at_runtime() -> Iterator[Finding]:
+    runtime, failure, why = None, "", ""
+    found: tuple[Gpu, ...] = ()
+    try:
+        runtime = installed_runtime()
+    except EngineError as exc:
+        failure = str(exc)
+    yield judge_runtime(runtime, failure)
+    try:
+        found = gpus()
+    except OSError as exc:
+        why = str(exc)
+    yield judge_gpus(found, why, gpu_order_doubt(len(found)), runtime)
 
 
 def _look_at_pool() -> Iterator[Finding]:

@@ -8,7 +8,7 @@ package `onnx` is not needed, nor is any of the file copied.
 import mmap
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import prod
@@ -39,7 +39,7 @@ _IR_VERSION, _PRODUCER, _PRODUCER_VERSION = number_tag(1), bytes_tag(2), bytes_t
 _GRAPH, _OPSET = bytes_tag(7), bytes_tag(8)  # ModelProto
 _DOMAIN, _VERSION = bytes_tag(1), number_tag(2)  # OperatorSetIdProto
 _OPERATOR, _OPERATOR_DOMAIN = bytes_tag(4), bytes_tag(7)  # NodeProto
-_INITIALIZER, _INPUT = bytes_tag(5), bytes_tag(11)  # GraphProto
+_INITIALIZER, _INPUT, _OUTPUT = bytes_tag(5), bytes_tag(11), bytes_tag(12)  # GraphProto
 _DIMS, _DIMS_PACKED = number_tag(1), bytes_tag(1)  # TensorProto
 _DATA_TYPE, _NAME = number_tag(2), bytes_tag(8)  # TensorProto
 _EXTERNAL_DATA, _DATA_LOCATION = bytes_tag(13), number_tag(14)  # TensorProto
@@ -185,25 +185,24 @@ def _initializer(data: mmap.mmap, first: int, last: int) -> Initializer:
     return Initializer(name=name, onnx_type=onnx_type, shape=tuple(shape), external=external)
 
 
+def _graph_fields(data: mmap.mmap) -> Iterator[tuple[int, int, int]]:
+    for tag, first, last in wire.fields(data, 0, len(data)):
+        if tag == _GRAPH:  # all of them together are one graph
+            yield from wire.fields(data, first, last)
+
+
 def _model(data: mmap.mmap) -> OnnxFile:
-    ir_version = 0
-    graphs: list[tuple[int, int]] = []
-    for tag, value, end in wire.fields(data, 0, len(data)):
-        if tag == _IR_VERSION:
-            ir_version = value
-        elif tag == _GRAPH:
-            graphs.append((value, end))
-    if not graphs:
+    versions = [value for tag, value, _ in wire.fields(data, 0, len(data)) if tag == _IR_VERSION]
+    if not wire.has(data, (0, len(data)), _GRAPH):
         raise MalformedError("no graph")
     inputs: set[str] = set()
     initializers: dict[str, Initializer] = {}
-    for bounds in graphs:  # all of them together are one graph
-        for tag, first, last in wire.fields(data, *bounds):
-            if tag == _INPUT:
-                inputs.update(wire.texts(data, (first, last), _INPUT_NAME))
-            elif tag == _INITIALIZER:
-                initializer = _initializer(data, first, last)
-                initializers[initializer.name] = initializer
+    for tag, first, last in _graph_fields(data):
+        if tag == _INPUT:
+            inputs.update(wire.texts(data, (first, last), _INPUT_NAME))
+        elif tag == _INITIALIZER:
+            initializer = _initializer(data, first, last)
+            initializers[initializer.name] = initializer
     external: set[str] = set()
 
     def find_external(first: int, last: int) -> None:
@@ -213,7 +212,7 @@ def _model(data: mmap.mmap) -> OnnxFile:
 
     _walk(data, "ModelProto", (0, len(data)), {_TENSOR: find_external})
     return OnnxFile(
-        ir_version=ir_version,
+        ir_version=versions[-1] if versions else 0,
         inputs=frozenset(inputs),
         initializers=initializers,
         external=tuple(sorted(external)),
@@ -248,9 +247,11 @@ class OnnxContents:
         operators: How many nodes there are by domain and type, those with the most first: subgraphs and
             functions count once each, however often they run.
         weights: Initialisers of the main graph, sparse ones not among them.
-        weight_bytes: Of their elements.
+        constants: All other tensors: of nodes (Constant), subgraphs, functions; of sparse ones both.
+        weight_bytes: Of the elements of all of them.
         external_bytes: Of them, those that lie in other files.
         external: Where, as in `OnnxFile`.
+        unranked: Inputs and outputs of the main graph that may have any number of dimensions.
     """
 
     ir_version: int
@@ -258,9 +259,11 @@ class OnnxContents:
     opsets: dict[str, int]
     operators: dict[tuple[str, str], int]
     weights: int
+    constants: int
     weight_bytes: int
     external_bytes: int
     external: tuple[str, ...]
+    unranked: frozenset[str]
 
 
 def _opsets(data: mmap.mmap) -> dict[str, int]:
@@ -277,15 +280,12 @@ def _opsets(data: mmap.mmap) -> dict[str, int]:
     return found
 
 
-def _operators(data: mmap.mmap) -> dict[tuple[str, str], int]:
-    counts: Counter[tuple[str, str]] = Counter()
-
-    def count(first: int, last: int) -> None:
-        operator, domain = wire.texts(data, (first, last), _OPERATOR, _OPERATOR_DOMAIN)
-        counts[domain or _MAIN_DOMAIN, operator] += 1
-
-    _walk(data, "ModelProto", (0, len(data)), {_NODE: count})
-    return dict(counts.most_common())
+def _unranked(data: mmap.mmap) -> Iterator[str]:
+    for tag, *value in _graph_fields(data):
+        bounds, kind = (value[0], value[1]), (_INPUT_TYPE, _TENSOR_TYPE)
+        is_tensor = tag in (_INPUT, _OUTPUT) and wire.has(data, bounds, *kind)
+        if is_tensor and not wire.has(data, bounds, *kind, _SHAPE):
+            yield from wire.texts(data, bounds, _INPUT_NAME)
 
 
 def contents(path: str | os.PathLike[str]) -> OnnxContents:
@@ -295,21 +295,32 @@ def contents(path: str | os.PathLike[str]) -> OnnxContents:
         BuildError: As `scan`.
         OSError: Likewise.
     """
+    operators: Counter[tuple[str, str]] = Counter()
+    tensors: list[Initializer] = []
+
+    def count(first: int, last: int) -> None:
+        operator, domain = wire.texts(data, (first, last), _OPERATOR, _OPERATOR_DOMAIN)
+        operators[domain or _MAIN_DOMAIN, operator] += 1
+
+    def keep(first: int, last: int) -> None:
+        tensors.append(_initializer(data, first, last))
+
     with mapped_model(path) as data:
         model = _model(data)
+        _walk(data, "ModelProto", (0, len(data)), {_NODE: count, _TENSOR: keep})
         producer = wire.texts(data, (0, len(data)), _PRODUCER, _PRODUCER_VERSION)
-        opsets, operators = _opsets(data), _operators(data)
-    weights = model.initializers.values()
-    return OnnxContents(
-        ir_version=model.ir_version,
-        producer=" ".join(producer).strip(),
-        opsets=opsets,
-        operators=operators,
-        weights=len(weights),
-        weight_bytes=sum(weight.bytes for weight in weights),
-        external_bytes=sum(weight.bytes for weight in weights if weight.external),
-        external=model.external,
-    )
+        return OnnxContents(
+            ir_version=model.ir_version,
+            producer=" ".join(producer).strip(),
+            opsets=_opsets(data),
+            operators=dict(operators.most_common()),
+            weights=len(model.initializers),
+            constants=len(tensors) - len(model.initializers),
+            weight_bytes=sum(tensor.bytes for tensor in tensors),
+            external_bytes=sum(tensor.bytes for tensor in tensors if tensor.external),
+            external=model.external,
+            unranked=frozenset(_unranked(data)),
+        )
 
 
 # What is added to a file.

@@ -105,6 +105,14 @@ def texts(data: mmap.mmap, bounds: tuple[int, int], *tags: int) -> tuple[str, ..
     return tuple(found.values())
 
 
+def has(data: mmap.mmap, bounds: tuple[int, int], *tags: int) -> bool:
+    """Whether a message has a field of the first tag that holds a message with one of the next, and so on."""
+    return not tags or any(
+        tag == tags[0] and has(data, (first, last), *tags[1:])
+        for tag, first, last in fields(data, *bounds)
+    )
+
+
 @contextmanager
 def mapped_model(path: str | os.PathLike[str]) -> Iterator[mmap.mmap]:
     """An ONNX file's bytes, as long as the context lasts.

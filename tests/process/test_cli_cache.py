@@ -3,6 +3,7 @@
 import os
 import pty
 import re
+import signal
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -120,16 +121,25 @@ def test_interrupted_preparation_leaves_no_child_and_no_entry(cache: Cache, tmp_
 
 
 @pytest.mark.usefixtures("cache")
-def test_interrupted_command_leaves_no_worker(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "status", "text"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+)
+def test_command_that_is_ended_leaves_nothing(
+    tmp_path: Path, runtime_dir: Path, number: signal.Signals, status: int, text: str
+) -> None:
     model = stack(tmp_path / "model.onnx", 24)
+    before = {*runtime_dir.rglob("*")}
     with Program(COMMAND, "inspect", model) as program:
         process = psutil.Process(program.pid)
         wait_until(lambda: len(process.children(recursive=True)) >= 2)  # the second one prepares it
         children = [child.pid for child in process.children(recursive=True)]
-        program.interrupt()
+        assert {*runtime_dir.rglob("*")} > before
+        program.send_signal(number)
         done = program.wait(5.0)
-        assert (done.status, done.out, done.err) == (130, "", "mcinfer: interrupted\n")
+        assert (done.status, done.out, done.err) == (status, "", f"mcinfer: {text}\n")
     wait_until(lambda: all_gone(children))
+    assert {*runtime_dir.rglob("*")} == before
 
 
 def test_file_that_is_no_model_is_told_in_one_line(cache: Cache, tmp_path: Path) -> None:

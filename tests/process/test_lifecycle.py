@@ -269,7 +269,7 @@ GARBAGE = [
 
 def door_to(master: Master) -> str:
     """An endpoint at which this process can connect, as if it was a worker that is awaited."""
-    fleet = master._supervisor._fleet
+    fleet = master._supervisor._pool._fleet
     endpoint = fleet._folder.endpoint(9)
     with master._supervisor._lock:
         fleet._router.open_door(endpoint, os.getpid())
