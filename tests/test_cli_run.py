@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from mcinfer.cli import main
-from mcinfer.large_batches import reading
 from tests.command_line import FLOAT, Capture, files, only_line, save, save_double
+from tests.test_large_batches_running import call
 
 
 @pytest.fixture
@@ -67,209 +67,64 @@ def test_outputs_of_any_name_and_strings_can_be_written(tmp_path: Path, capsys: 
         assert content["text"].tolist() == ["ü", "bc"]
 
 
-def test_output_is_a_file_like_any_other(double: Path, batch: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out.npz"
+def test_output_is_a_file_like_any_other_where_a_link_leads(
+    double: Path, batch: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "folder").mkdir()
+    link, output = tmp_path / "out.npz", tmp_path / "folder" / "out.npz"
+    link.symlink_to(output)
     mask = os.umask(0o027)
     try:
-        arguments = ["run", str(double), "--input", str(batch), "--output", str(output)]
+        arguments = ["run", str(double), "--input", str(batch), "--output", str(link)]
         assert main([*arguments, "--devices", "1"]) == 0
     finally:
         os.umask(mask)
+    assert link.is_symlink()
     assert stat.S_IMODE(output.stat().st_mode) == 0o640
+    assert files(tmp_path / "folder") == ["out.npz"]
 
 
-# Several requests.
-
-
-def call(model: Path, source: Path, output: Path, *options: str) -> int:
-    arguments = ["run", str(model), "--input", str(source), "--output", str(output)]
-    return main([*arguments, "--devices", "1", *options])
-
-
-def loaded(path: Path) -> dict[str, NDArray[Any]]:
-    with np.load(path, allow_pickle=False) as content:
-        return dict(content)
-
-
-@pytest.mark.parametrize("form", ["stored", "compressed", "fortran", "npy"])
-def test_batch_in_several_requests_gives_what_it_gives_in_one(
-    double: Path, tmp_path: Path, capsys: Capture, form: str
-) -> None:
-    x = np.random.default_rng(1).random((7, 3), np.float32)
-    source, output = tmp_path / f"in.{'npy' if form == 'npy' else 'npz'}", tmp_path / "out.npz"
-    if form == "npy":
-        np.save(source, x)
-    else:
-        store = np.savez_compressed if form == "compressed" else np.savez
-        store(source, x=np.asfortranarray(x) if form == "fortran" else x)
-    assert call(double, source, output, "--batch", "3") == 0
-    assert capsys.readouterr() == ("y: float32[7, 3]\n", "")
-    assert loaded(output)["y"].tobytes() == (2 * x).tobytes()
-    assert files(tmp_path) == ["double.onnx", source.name, "out.npz"]
-
-
-def test_strings_and_what_goes_whole_are_in_each_request(tmp_path: Path) -> None:
-    model = save(
-        tmp_path / "model.onnx",
-        [
-            helper.make_node("Mul", ["x", "scale"], ["scaled"]),
-            helper.make_node("Identity", ["s"], ["text"]),
-            helper.make_node("Identity", ["scale"], ["same"]),
-        ],
-        [
-            ("x", FLOAT, [2, "batch"]),
-            ("s", TensorProto.STRING, ["batch"]),
-            ("scale", FLOAT, []),
-        ],
-        [
-            ("scaled", FLOAT, [2, "batch"]),
-            ("text", TensorProto.STRING, ["batch"]),
-            ("same", FLOAT, []),
-        ],
-    )
-    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
-    x = np.arange(10, dtype=np.float32).reshape(2, 5)
-    words = np.array(["a", "", "c", "longer", "ü"])
-    np.savez(source, x=x, s=words, scale=np.float32(3))
-    assert call(model, source, output, "--batch", "2") == 0
-    got = loaded(output)
-    np.testing.assert_array_equal(got["scaled"], 3 * x)
-    assert (got["text"].tolist(), got["text"].dtype) == (words.tolist(), np.dtype("<U6"))
-    assert got["same"] == np.float32(3)
-
-
-@pytest.mark.parametrize("rows", ["1", "5", "100"])
-def test_fixed_batch_runs_in_multiples_of_it(tmp_path: Path, capsys: Capture, rows: str) -> None:
-    model = save(
-        tmp_path / "fixed.onnx",
-        [helper.make_node("CumSum", ["x", "axis"], ["y"])],
-        [("x", FLOAT, [2])],
-        [("y", FLOAT, [2])],
-        {"axis": np.array(0, np.int64)},
-    )
-    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
-    np.savez(source, x=np.ones(8, np.float32))
-    assert call(model, source, output, "--batch", rows) == 0
-    assert capsys.readouterr().out == "y: float32[8]\n"
-    assert loaded(output)["y"].tolist() == [1, 2] * 4
-
-
-def test_model_without_a_known_batch_runs_whole(tmp_path: Path) -> None:
-    model = save(
-        tmp_path / "cumsum.onnx",
-        [helper.make_node("CumSum", ["x", "axis"], ["y"])],
-        [("x", FLOAT, ["length"])],
-        [("y", FLOAT, ["length"])],
-        {"axis": np.array(0, np.int64)},
-    )
-    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
-    np.savez(source, x=np.ones(8, np.float32))
-    assert call(model, source, output, "--batch", "2") == 0
-    assert loaded(output)["y"].tolist() == [*range(1, 9)]
-
-
-def test_batch_of_no_rows_gives_none(double: Path, tmp_path: Path, capsys: Capture) -> None:
-    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
-    np.savez(source, x=np.ones((0, 3), np.float32))
-    assert call(double, source, output) == 0
-    assert capsys.readouterr().out == "y: float32[0, 3]\n"
-    assert loaded(output)["y"].shape == (0, 3)
-
-
-def test_output_over_all_rows_is_named_where_it_differs_between_requests(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    model = save(
-        tmp_path / "sum.onnx",
-        [helper.make_node("ReduceSum", ["x"], ["total"], keepdims=0)],
-        [("x", FLOAT, ["batch"])],
-        [("total", FLOAT, [])],
-    )
-    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
-    np.savez(source, x=np.arange(8, dtype=np.float32))
-    assert call(model, source, output, "--batch", "4") == 1
-    assert "output 'total' has no batch dimension and differs" in only_line(capsys.readouterr().err)
-    assert call(model, source, output, "--batch", "8", "--restart") == 0
-    assert loaded(output)["total"] == 28
-
-
-def test_requests_of_no_rows_are_wrong_usage(capsys: Capture) -> None:
-    arguments = ["run", "model.onnx", "--input", "x.npz", "--output", "y.npz", "--batch", "0"]
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--batch", "0"],
+        ["--timeout", "0"],
+        ["--batch-axis", "x"],
+        ["--batch-axis", "=0"],
+        ["--batch-axis", "x=-1"],
+        ["--batch-axis", "x=some"],
+        ["--batch-axis", "x=0", "--batch-axis", "x=1"],
+    ],
+    ids=" ".join,
+)
+def test_options_that_say_nothing_are_wrong_usage(capsys: Capture, words: list[str]) -> None:
+    arguments = ["run", "model.onnx", "--input", "x.npz", "--output", "y.npz", *words]
     assert main(arguments) == 2
-    assert "--batch" in capsys.readouterr().err
+    assert words[0] in capsys.readouterr().err
 
 
-# What is done stays.
-
-
-@pytest.fixture
-def gather(tmp_path: Path) -> Path:
-    """Fails for rows of 3 and more."""
-    return save(
-        tmp_path / "gather.onnx",
-        [helper.make_node("Gather", ["table", "i"], ["y"])],
-        [("i", TensorProto.INT64, ["batch"])],
-        [("y", FLOAT, ["batch"])],
-        {"table": np.array([5, 6, 7], np.float32)},
-    )
-
-
-def test_failure_in_the_middle_keeps_what_is_done_and_other_work_does_not_touch_it(
-    gather: Path, tmp_path: Path, capsys: Capture
+def test_model_of_another_kind_is_loaded_by_its_engine(
+    batch: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
-    np.savez(source, i=np.array([0, 1, 2, 0, 99, 1]))
-    partial = tmp_path / ".out.npz.partial"
-    assert call(gather, source, output, "--batch", "2") == 1
-    line = only_line(capsys.readouterr().err)
-    assert "Gather" in line
-    assert line.endswith("; 4 of 6 rows are done and kept: the same command goes on there")
-    assert (partial / "0.rows").read_bytes() == np.array([5, 6, 7, 5], np.float32).tobytes()
-
-    assert call(gather, source, output, "--batch", "2") == 1
-    told, line = capsys.readouterr().err.splitlines()
-    assert told == "mcinfer: going on at row 4 of 6"
-    assert "4 of 6 rows are done and kept" in line
-
-    assert call(gather, source, output, "--batch", "3") == 1
-    line = only_line(capsys.readouterr().err)
-    assert f"--output: {partial} holds what was done of other work, with another --batch;" in line
-
-    np.savez(source, i=np.array([0, 1, 2, 0, 2, 1]))
-    assert call(gather, source, output, "--batch", "2") == 1
-    assert "of other work, with another input; --restart" in only_line(capsys.readouterr().err)
-    gather.touch()
-    assert call(gather, source, output, "--batch", "2") == 1
-    assert "of other work, with another model, input;" in only_line(capsys.readouterr().err)
-    assert not output.exists()
-
-    assert call(gather, source, output, "--batch", "2", "--restart") == 0
-    assert loaded(output)["y"].tolist() == [5, 6, 7, 5, 7, 6]
-    assert files(tmp_path) == ["gather.onnx", "in.npz", "out.npz"]
-
-
-def test_what_came_of_a_damaged_file_is_not_kept(
-    double: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reading, "_CHECKED_BYTES", 0)
-    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
-    content = bytearray(npz(x=np.ones((100, 3), np.float32)))
-    content[300] ^= 0xFF
-    source.write_bytes(content)
-    assert call(double, source, output, "--batch", "20") == 1
-    assert f"--input: {source} is not an .npz file: " in only_line(capsys.readouterr().err)
-    assert files(tmp_path) == ["double.onnx", "in.npz"]
-
-
-def test_older_output_stays_until_the_new_one_is_whole(gather: Path, tmp_path: Path) -> None:
-    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
-    output.write_bytes(b"of an earlier run")
-    np.savez(source, i=np.array([0, 99]))
-    assert call(gather, source, output, "--batch", "1") == 1
-    assert output.read_bytes() == b"of an earlier run"
+    model = tmp_path / "model.ms"
+    model.write_bytes(b"of MindSpore Lite")
+    assert call(model, batch, tmp_path / "out.npz") == 1
+    line = only_line(capsys.readouterr().err).lower()
+    assert "mindspore" in line
+    assert "onnx" not in line
 
 
 # Failures: status 1, one line; and nothing is left.
+
+
+def test_input_is_not_written_over(
+    double: Path, batch: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    content = batch.read_bytes()
+    assert call(double, batch, batch) == 1
+    assert f"--output: {batch} is the file of --input " in only_line(capsys.readouterr().err)
+    assert batch.read_bytes() == content
+    assert files(tmp_path) == ["double.onnx", "in.npz"]
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder"])
@@ -362,8 +217,10 @@ def test_input_that_is_no_npz_is_named_and_nothing_is_written(
 
 def test_input_that_is_not_there_is_named(tmp_path: Path, capsys: Capture) -> None:
     source = str(tmp_path / "none.npz")
-    assert main(["run", "none.onnx", "--input", source, "--output", "out.npz"]) == 1
-    assert only_line(capsys.readouterr().err).endswith(f"No such file or directory: '{source}'")
+    output = str(tmp_path / "out.npz")
+    assert main(["run", "none.onnx", "--input", source, "--output", output]) == 1
+    line = only_line(capsys.readouterr().err)
+    assert line == f"mcinfer: --input: {source}: No such file or directory"
 
 
 @pytest.mark.parametrize(

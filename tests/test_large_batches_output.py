@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mcinfer.errors import McinferError, PredictError
+from mcinfer.errors import McinferError
 from mcinfer.large_batches import output as batch_output
+from mcinfer.large_batches.growing import JoinError
 from mcinfer.large_batches.output import BatchOutput
 from mcinfer.large_batches.partial_folder import PartialFolder
 from mcinfer.large_batches.requests import Requests
@@ -31,7 +33,16 @@ NO_BATCH = OutputJoin(axis=None, shapes=None, shape=None)
 
 
 def requests_of(units: int, step: int, **joins: OutputJoin) -> Requests:
-    return Requests(axes={}, sizes={}, units=units, step=step, unit_rows=1, joins=joins)
+    return Requests(
+        axes={},
+        sizes={},
+        units=units,
+        step=step,
+        unit_rows=1,
+        shards=1,
+        pieces=1,
+        joins=joins,
+    )
 
 
 @contextmanager
@@ -136,24 +147,78 @@ def test_parts_that_do_not_go_together_are_told_with_the_outputs_name(
             making.add({"y": np.array(parts[1])})
             assert making.finish(target) == ["y: int64[2]"]
             return
-        with pytest.raises(PredictError, match=text):
+        with pytest.raises(JoinError, match=text):
             making.add({"y": np.array(parts[1])})
         assert making.done == 1
         raise KeyboardInterrupt
     assert files(tmp_path) == [".out.npz.partial"]
 
 
-def test_types_that_numpy_lacks_keep_their_names(tmp_path: Path) -> None:
-    ml_dtypes = pytest.importorskip("ml_dtypes")
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e5m2"])
+def test_types_that_numpy_lacks_keep_their_names_and_can_be_loaded(
+    tmp_path: Path, name: str
+) -> None:
+    dtype = np.dtype(getattr(pytest.importorskip("ml_dtypes"), name))
     target = tmp_path / "out.npz"
-    part = np.array([1, 2], ml_dtypes.bfloat16)
+    part = np.array([1, 2], dtype)
     with output(target, requests_of(4, 2, y=BATCH)) as making:
         making.add({"y": part})
         raise KeyboardInterrupt
     with output(target, requests_of(4, 2, y=BATCH)) as making:
         making.add({"y": part})
-        assert making.finish(target) == ["y: bfloat16[4]"]
-    assert loaded(target)["y"].view(ml_dtypes.bfloat16).tolist() == [1, 2, 1, 2]
+        assert making.finish(target) == [f"y: {name}[4]"]
+    got = loaded(target)["y"]
+    assert got.dtype == np.dtype(f"V{dtype.itemsize}")
+    assert got.view(dtype).tolist() == [1, 2, 1, 2]
+
+
+def test_names_cannot_command_a_terminal(tmp_path: Path) -> None:
+    target = tmp_path / "out.npz"
+    with output(target, requests_of(1, 1, **{"y\x1b[2J\n": BATCH})) as making:
+        making.add({"y\x1b[2J\n": np.array([1])})
+        assert making.finish(target) == ["y?[2J?: int64[1]"]
+
+
+@pytest.mark.parametrize(
+    ("join", "parts", "remarks"),
+    [
+        (NO_BATCH, [[2], [2]], ["'y' has no batch dimension: it was the same in all 2 requests"]),
+        (
+            GUESSED,
+            [[1, 2], [3, 4]],
+            ["'y' is taken to have 2 rows for each row of the batch: those"],
+        ),
+        (GUESSED, [[1], [2]], []),
+        (BATCH, [[1, 2], [3, 4]], []),
+    ],
+)
+def test_what_rests_on_how_the_batch_was_cut_is_remarked(
+    tmp_path: Path, join: OutputJoin, parts: list[list[int]], remarks: list[str]
+) -> None:
+    with output(tmp_path / "out.npz", requests_of(len(parts), 1, y=join)) as making:
+        for part in parts:
+            making.add({"y": np.array(part)})
+        found = making.remarks()
+    assert len(found) == len(remarks)
+    assert all(text in remark for text, remark in zip(remarks, found, strict=True))
+
+
+@pytest.mark.parametrize(("pieces", "count"), [(1, 0), (3, 1)])
+def test_pieces_of_one_request_are_parts_as_well(tmp_path: Path, pieces: int, count: int) -> None:
+    requests = replace(requests_of(3, 3, y=NO_BATCH), pieces=pieces)
+    with output(tmp_path / "out.npz", requests) as making:
+        making.add({"y": np.array(7)})
+        assert [text for text in making.remarks() if "in all 3 parts" in text] == making.remarks()
+        assert len(making.remarks()) == count
+
+
+def test_room_that_is_missing_is_known_from_the_first_part_on(tmp_path: Path) -> None:
+    with output(tmp_path / "out.npz", requests_of(1 << 50, 2, y=BATCH)) as making:
+        assert making.missing_bytes() == 0
+        making.add({"y": np.array([1, 2], np.int8)})
+        disk = os.statvfs(tmp_path)
+        missing = 2 * (1 << 50) - 2 - disk.f_bavail * disk.f_frsize
+        assert making.missing_bytes() == pytest.approx(missing, rel=0.1)
 
 
 def begun(target: Path) -> Path:
@@ -243,6 +308,12 @@ def test_folder_is_for_one_at_a_time_and_for_the_next_when_it_is_left(tmp_path: 
     with PartialFolder(target, WORK):
         pass
     assert files(tmp_path) == []
+
+
+def test_folder_that_cannot_be_made_is_told_with_the_option(tmp_path: Path) -> None:
+    (tmp_path / ".out.npz.partial").touch()
+    with pytest.raises(McinferError, match=r"^--output: .*\.out\.npz\.partial: File exists$"):
+        PartialFolder(tmp_path / "out.npz", WORK)
 
 
 def test_what_is_not_ours_in_the_folder_stays(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
-"""Tests of mcinfer/cli/reading.py: arrays of files, by rows, whatever they are stored like."""
+"""Tests of reading.py, contents.py and positioned.py of mcinfer/large_batches: arrays of files, by rows."""
 
 import io
+import os
 import zipfile
 from collections.abc import Callable
 from itertools import pairwise
@@ -160,19 +161,58 @@ def test_file_that_becomes_shorter_is_told(tmp_path: Path) -> None:
             file.arrays(["x"])["x"].whole()
 
 
-@pytest.mark.parametrize("change", ["content", "time"])
-def test_file_that_changes_is_told(tmp_path: Path, change: str) -> None:
+@pytest.mark.parametrize("place", [0, 2**20, 2**27 - 1], ids=["start", "within", "end"])
+def test_file_that_changes_is_told_and_one_that_was_only_touched_is_not(
+    tmp_path: Path, place: int
+) -> None:
     path = tmp_path / "in.npy"
-    np.save(path, np.ones(3))
+    np.save(path, np.ones(200_000))
+    if place == 2**27 - 1:  # a large one, of which samples are read
+        os.truncate(path, 2**27)
     with InputFile(path) as file:
-        if change == "content":
-            with path.open("r+b") as other:
-                other.seek(-1, 2)
-                other.write(b"x")
-        else:
-            path.touch()
+        path.touch()
+        file.check_unchanged()
+        with path.open("r+b") as other:
+            other.seek(place)
+            other.write(b"x")
         with pytest.raises(InvalidInputError, match=r"in.npy changed while it was read"):
             file.check_unchanged()
+
+
+@pytest.mark.parametrize("compression", [STORED, DEFLATED])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_reading_tells_how_far_it_is_to_the_first_row(
+    tmp_path: Path, compression: int, axis: int
+) -> None:
+    path = tmp_path / "in.npz"
+    array = np.arange(400_000, dtype=np.int64).reshape(-1, 2)
+    write_npz(path, compression, x=array)
+    told: list[int] = []
+    with InputFile(path) as file:
+        stored = file.arrays(["x"])["x"]
+        stored.rows(axis, 150_000 if axis == 0 else 1, told.append)
+    before = stored.bytes_before(axis, 150_000 if axis == 0 else 1)
+    assert before == (150_000 * 16 if axis == 0 else array.nbytes)
+    if compression == DEFLATED and axis == 1:  # which is read whole, at once
+        assert told == []
+    else:
+        header_bytes = 128 if compression == DEFLATED else 0
+        assert (len(told) > 1, sum(told)) == (True, before + header_bytes)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e5m2", "int4"])
+def test_types_that_numpy_lacks_are_read_as_what_they_are(tmp_path: Path, name: str) -> None:
+    dtype = np.dtype(getattr(pytest.importorskip("ml_dtypes"), name))
+    array = np.arange(6).reshape(3, 2).astype(dtype)
+    path = tmp_path / "in.npy"
+    np.save(path, array.view(f"V{dtype.itemsize}"))
+    with InputFile(path) as file:
+        stored = file.arrays(["x"])["x"]
+        got = stored.read_as(dtype).whole()
+        assert (got.dtype, got.tolist()) == (dtype, array.tolist())
+        # Whatever is not lacking is to be stored as what it is.
+        for other in (np.dtype("f4"), np.dtype("f2"), np.dtype("u1"), None):
+            assert stored.read_as(other) is stored
 
 
 def header(shape: tuple[int, ...]) -> bytes:

@@ -45,17 +45,24 @@ def test_requests_have_every_row_once_and_in_order(units: int, rows: int, worker
     assert {stop - start for start, stop in spans(requests)[:-1]} <= {rows}
 
 
-def test_request_has_64_mib_of_inputs_and_outputs_and_the_same_for_each_worker() -> None:
-    requests = plan_requests(ROWS, {"x": Array((10_000_000, 4))}, 3, None)
-    assert requests.step % 3 == 0
-    assert 64 * 2**20 - 3 * 32 < requests.step * 32 <= 64 * 2**20
+def test_request_has_64_rows_for_each_worker_whole_pieces_of_a_fixed_batch() -> None:
+    assert plan_requests(ROWS, {"x": Array((10_000_000, 4))}, 3, None).step == 3 * 64
+    for batch, step in ((6, 10), (100, 1)):
+        fixed = model([spec("x", batch)], spec("y", batch))
+        assert plan_requests(fixed, {"x": Array((batch * 1000,))}, 3, None).step == 3 * step
 
 
-def test_large_outputs_make_small_requests() -> None:
+def test_large_rows_make_small_requests() -> None:
     wide = model([spec("x", "batch", 1)], spec("y", "batch", 1 << 20))
     assert plan_requests(wide, {"x": Array((1000, 1))}, 4, None).step == 12
     wider = model([spec("x", "batch", 1)], spec("y", "batch", 1 << 30))
     assert plan_requests(wider, {"x": Array((1000, 1))}, 4, None).step == 4
+
+
+@pytest.mark.parametrize("output", [spec("y", "batch", "other"), spec("y", None, None)])
+def test_output_of_unknown_shape_is_taken_to_be_as_the_inputs(output: TensorSpec) -> None:
+    large = model([spec("x", "batch", 1 << 20)], output)
+    assert plan_requests(large, {"x": Array((1000, 1 << 20))}, 2, None).step == 8
 
 
 def test_small_batch_is_one_request() -> None:
@@ -81,11 +88,17 @@ def test_fixed_batch_is_cut_at_multiples_of_it(rows: int | None, step: int) -> N
     assert requests.joins["y"].axis == 0
 
 
-@pytest.mark.parametrize("rows", [None, 2])
-def test_batch_that_is_not_known_runs_whole(rows: int | None) -> None:
-    whole = model([spec("x", "length", 4)], spec("y", "other"))
-    requests = plan_requests(whole, {"x": Array((1_000_000, 4))}, 2, rows)
+WHOLE = model([spec("x", "length", 4)], spec("y", "other"))
+
+
+def test_batch_that_is_not_known_runs_whole() -> None:
+    requests = plan_requests(WHOLE, {"x": Array((1_000_000, 4))}, 2, None)
     assert (requests.axes, requests.sizes, spans(requests)) == ({"x": None}, {}, [(0, 1)])
+
+
+def test_batch_that_is_not_known_is_cut_where_that_is_said() -> None:
+    requests = plan_requests(WHOLE, {"x": Array((5, 4))}, 1, 2, {"x": 0})
+    assert (requests.axes, spans(requests)) == ({"x": 0}, [(0, 2), (2, 4), (4, 5)])
 
 
 def test_batch_of_no_rows_is_one_request() -> None:
@@ -110,6 +123,7 @@ TABLE = model([spec("x", "batch", 4), spec("table", "size", 2)], spec("y", "batc
         (TABLE, {"x": Array((7, 4)), "table": Array((7, 2))}, "it is not clear whether"),
         (model([spec("x", 4)], spec("y", 4)), {"x": Array((7,))}, "a multiple of .* batch of 4"),
         (model([spec("x", "batch")], spec("y")), {"x": Array((0,))}, "a batch of 0 rows"),
+        (WHOLE, {"x": Array((7, 4))}, r"--batch: got 3, but no dimension of \['x'\] is known"),
     ],
     ids=[
         "missing",
@@ -122,6 +136,7 @@ TABLE = model([spec("x", "batch", 4), spec("table", "size", 2)], spec("y", "batc
         "doubt",
         "not a multiple",
         "no rows",
+        "nothing to cut",
     ],
 )
 def test_what_does_not_fit_is_told_as_predict_would(

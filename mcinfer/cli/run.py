@@ -1,12 +1,32 @@
 """``mcinfer run``: a batch from a file, split over the devices, into another file."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mcinfer.cli.options import DevicesOption, ModelArgument, parse_seconds
+from mcinfer.cli.options import DevicesOption, ModelArgument, engine_for, parse_seconds
 from mcinfer.progress import let_workers_tell
+
+
+def parse_batch_axis(text: str) -> tuple[str, int | None]:
+    """``"x=0"``: an input and the axis that it is cut along; ``"x=none"``: it goes whole."""
+    name, _, axis = text.rpartition("=")
+    if name and axis.isdecimal():
+        return name, int(axis)
+    if name and axis.lower() == "none":
+        return name, None
+    raise typer.BadParameter(f"got {text!r}, expected an input and an axis, such as x=0 or x=none")
+
+
+def parse_timeout(text: str) -> float:
+    """``"2.5"``: seconds, above 0."""
+    seconds = parse_seconds(text)
+    if seconds == 0:
+        raise typer.BadParameter(f"got {text!r}, expected seconds above 0")
+    return seconds
+
 
 _Input = Annotated[
     Path,
@@ -25,7 +45,19 @@ _Batch = Annotated[
         "--batch",
         metavar="ROWS",
         min=1,
-        help="Rows of one request; as many as have 64 MiB of inputs and outputs if not given.",
+        help="Rows of one request; if not given 64 for each device, fewer if they have over 64 MiB. "
+        "Memory is for some requests, with all that the model needs inside.",
+        show_default=False,
+    ),
+]
+_BatchAxis = Annotated[
+    list[Any] | None,
+    typer.Option(
+        "--batch-axis",
+        metavar="INPUT=AXIS",
+        parser=parse_batch_axis,
+        help="Where an input is cut (x=0), or that it goes whole (x=none), if its shape does not say so. "
+        "Any number.",
         show_default=False,
     ),
 ]
@@ -34,7 +66,7 @@ _Timeout = Annotated[
     typer.Option(
         "--timeout",
         metavar="SECONDS",
-        parser=parse_seconds,
+        parser=parse_timeout,
         help="Seconds for one request, of which two are under way; 600 if not given.",
         show_default=False,
     ),
@@ -51,6 +83,7 @@ def run(
     target: _Output,
     devices: DevicesOption = None,
     batch: _Batch = None,
+    batch_axis: _BatchAxis = None,
     timeout: _Timeout = None,
     restart: _Restart = False,
 ) -> None:
@@ -63,6 +96,22 @@ def run(
 
     let_workers_tell()
     lines = run_batch(
-        model, source, target, devices=devices, rows=batch, timeout=timeout, restart=restart
+        model,
+        source,
+        target,
+        engine=engine_for(model),
+        devices=devices,
+        rows=batch,
+        batch_axes=_axes(batch_axis or ()),
+        timeout=timeout,
+        restart=restart,
     )
     print(*lines, sep="\n")
+
+
+def _axes(given: Sequence[tuple[str, int | None]]) -> dict[str, int | None]:
+    axes = dict(given)
+    if len(axes) < len(given):
+        names = [name for name, _ in given]
+        raise typer.BadParameter(f"--batch-axis: got {names}, expected each input once")
+    return axes

@@ -24,6 +24,10 @@ _BLOCK_BYTES = 1 << 20
 _CHARACTER_BYTES = 4
 
 
+class JoinError(PredictError):
+    """The answers to requests do not go together: they will not the next time either."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grown:
     """What is in the file: all that is needed to go on with it.
@@ -68,6 +72,10 @@ class Grown:
             return self.shape
         return (*self.shape[: self.axis], self.ratio * units, *self.shape[self.axis + 1 :])
 
+    def whole_bytes(self, units: int) -> int:
+        """Likewise."""
+        return prod(self.whole_shape(units)) * self.dtype().itemsize
+
 
 class GrowingOutput:
     """One output. How far it is, its caller knows; its file stays the caller's.
@@ -94,7 +102,7 @@ class GrowingOutput:
             What is in the file then.
 
         Raises:
-            PredictError: It does not go together with those before it.
+            JoinError: It does not go together with those before it.
             OSError: It cannot be written.
         """
         element_type = element_type_name(array.dtype)
@@ -132,7 +140,7 @@ class GrowingOutput:
         if element_type != grown.element_type or not (fits or alike):
             got = f"{element_type}{[*array.shape]}"
             first = f"{grown.element_type}{[*grown.shape]}"
-            raise PredictError(self._difference(got, first))
+            raise JoinError(self._difference(got, first))
         return replace(grown, axis=grown.axis if fits else None, alike=alike)
 
     def _difference(self, got: str, first: str) -> str:
@@ -144,8 +152,27 @@ class GrowingOutput:
         values = f"other values of {got}" if got == first else got
         return (
             f"output {self.name!r} has no batch dimension and differs between requests: {values} "
-            f"after {first}; --batch can have all rows in one request"
+            f"after {first}; --devices 1 and a --batch of all rows have it run in one piece"
         )
+
+    def remark(self, grown: Grown, parts: str) -> str | None:
+        """What may be wrong with it for all that is known, where it is of several parts.
+
+        Args:
+            grown: All of it.
+            parts: How many parts, in words.
+        """
+        if grown.axis is None:
+            return (
+                f"output {self.name!r} has no batch dimension: it was the same in all {parts}, "
+                f"one is written"
+            )
+        if self._join.guessed and grown.ratio != 1:
+            return (
+                f"output {self.name!r} is taken to have {grown.ratio} rows for each row of the batch: "
+                f"those of each of the {parts} lie together"
+            )
+        return None
 
     def _equals_first(self, grown: Grown, array: NDArray[Any]) -> bool:
         """Whether a part is as the first; a NaN equals a NaN."""

@@ -1,8 +1,10 @@
 """The output of a large batch: never half-written under its name, not lost when the work is interrupted."""
 
+import errno
 import os
+import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic
@@ -10,9 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from mcinfer.errors import McinferError
 from mcinfer.large_batches.growing import GrowingOutput, Grown
 from mcinfer.large_batches.partial_folder import PartialFolder, sync_folder
+from mcinfer.large_batches.reading import lacks
 from mcinfer.large_batches.requests import Requests
+from mcinfer.printable import printable
+from mcinfer.progress import megabytes, showing_work
 from mcinfer.staging import Arrays
 
 _SAVE_SECONDS = 1.0
@@ -57,12 +63,12 @@ class BatchOutput:
         """Take the answer to the next request.
 
         Raises:
-            PredictError: An output does not go together with those before it.
-            OSError: It cannot be written.
+            JoinError: An output does not go together with those before it.
+            McinferError: It cannot be written.
         """
         done, before = self._progress
         start, stop = self._requests.span(done)
-        with _named(self._folder.path):
+        with self._told():
             grown = [
                 output.add(before[i] if before else None, outputs[output.name], stop - start)
                 for i, output in enumerate(self._outputs)
@@ -75,7 +81,8 @@ class BatchOutput:
     def finish(self, path: Path) -> list[str]:
         """Make the file of all that was taken.
 
-        As numpy.savez does, which takes no array by the name of one of its own arguments ("file").
+        As numpy.savez does, which takes no array by the name of one of its own arguments ("file"). For as
+        long as it is not whole, it and what was taken are both on the disk.
 
         Args:
             path: Where to.
@@ -84,13 +91,21 @@ class BatchOutput:
             For each output a line with its name, element type and shape.
 
         Raises:
-            OSError: It cannot be written.
+            McinferError: It cannot be written.
         """
-        with _named(self._folder.path):
+        total = max(1, self._whole_bytes())
+        with self._told(), showing_work(sys.stderr, "writing", total) as work:
+            written = 0
+
+            def tell(count: int) -> None:
+                nonlocal written
+                written += count
+                work.show(written)
+
             with open(self._folder.whole, "wb") as file:
                 with zipfile.ZipFile(file, "w") as archive:
                     lines = [
-                        self._write(archive, output, grown)
+                        self._write(archive, output, grown, tell)
                         for output, grown in zip(self._outputs, self._progress[1], strict=True)
                     ]
                 file.flush()
@@ -100,12 +115,20 @@ class BatchOutput:
         self._folder.forget()
         return lines
 
-    def _write(self, archive: zipfile.ZipFile, output: GrowingOutput, grown: Grown) -> str:
-        """Put an output into the file; what is said of it."""
+    def _write(
+        self,
+        archive: zipfile.ZipFile,
+        output: GrowingOutput,
+        grown: Grown,
+        tell: Callable[[int], None],
+    ) -> str:
+        """Put an output into the file, telling of each part's bytes; what is said of it."""
         units = [stop - start for start, stop in map(self._requests.span, range(self.done))]
         shape = grown.whole_shape(self._requests.units)
+        dtype = grown.dtype()
         header = {
-            "descr": np.lib.format.dtype_to_descr(grown.dtype()),
+            # Such as NumPy reads: of some types that it lacks it would write names that are none.
+            "descr": f"|V{dtype.itemsize}" if lacks(dtype) else np.lib.format.dtype_to_descr(dtype),
             "fortran_order": False,
             "shape": shape,
         }
@@ -113,7 +136,34 @@ class BatchOutput:
             np.lib.format.write_array_header_1_0(member, header)
             for block in output.blocks(grown, units):
                 member.write(block.view(np.uint8).data)
-        return f"{output.name}: {grown.element_type}{[*shape]}"
+                tell(block.nbytes)
+        return f"{printable(output.name)}: {grown.element_type}{[*shape]}"
+
+    def remarks(self) -> list[str]:
+        """What may be wrong with outputs for all that is known; see `GrowingOutput.remark`."""
+        requests = self._requests
+        if requests.count > 1:
+            parts = f"{requests.count} requests"
+        elif requests.pieces > 1:
+            parts = f"{requests.pieces} parts of the batch"
+        else:
+            return []
+        found = (
+            output.remark(grown, parts)
+            for output, grown in zip(self._outputs, self._progress[1], strict=True)
+        )
+        return [remark for remark in found if remark is not None]
+
+    def missing_bytes(self) -> int:
+        """How much room the disk lacks for all that is to be written; known from the first answer on."""
+        if not self.done:
+            return 0
+        disk = os.statvfs(self._folder.path)
+        written = sum(grown.bytes for grown in self._progress[1])
+        return max(0, 2 * self._whole_bytes() - written - disk.f_bavail * disk.f_frsize)
+
+    def _whole_bytes(self) -> int:
+        return sum(grown.whole_bytes(self._requests.units) for grown in self._progress[1])
 
     def keep(self) -> int:
         """Save how far it is, now that it goes no further.
@@ -135,9 +185,9 @@ class BatchOutput:
 
     def _recalled(self, state: dict[str, Any]) -> tuple[int, list[Grown]]:
         try:
-            requests = (state["step"], state["units"])
-            if requests != (self._requests.step, self._requests.units):
-                raise ValueError(f"requests of {requests[0]} of {requests[1]}")
+            expected = self._cut()
+            if {name: state[name] for name in expected} != expected:
+                raise ValueError(f"not of {expected}")
             grown = [Grown.of_json(state["outputs"][output.name]) for output in self._outputs]
             for output, file, last in zip(self._outputs, self._files, grown, strict=True):
                 if os.fstat(file).st_size < last.bytes:
@@ -151,9 +201,13 @@ class BatchOutput:
         outputs = {
             output.name: last.as_json() for output, last in zip(self._outputs, grown, strict=True)
         }
-        step, units = self._requests.step, self._requests.units
-        self._folder.save({"done": done, "step": step, "units": units, "outputs": outputs})
+        self._folder.save({"done": done, **self._cut(), "outputs": outputs})
         self._saved = done
+
+    def _cut(self) -> dict[str, int]:
+        """How the batch is cut, which is to stay as it is for as long as the work lasts."""
+        requests = self._requests
+        return {"step": requests.step, "units": requests.units, "shards": requests.shards}
 
     def _make_room(self) -> None:
         """Cut off what was written of a request that is not done: the disk may be full."""
@@ -161,13 +215,15 @@ class BatchOutput:
         for file, last in zip(self._files, self._progress[1], strict=True):
             os.ftruncate(file, last.bytes)
 
-
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Have the system's errors say where it was."""
-    try:
-        yield
-    except OSError as exc:
-        if exc.filename is not None or exc.errno is None:
-            raise
-        raise OSError(exc.errno, exc.strerror, str(path)) from exc
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Have the system's errors say where it was, and how much room is missing there."""
+        try:
+            yield
+        except OSError as exc:
+            text = f"--output: {exc.filename or self._folder.path}: {exc.strerror or exc}"
+            if exc.errno == errno.ENOSPC:
+                self._make_room()
+                if missing := self.missing_bytes():
+                    text += f", about {megabytes(missing)} more are needed"
+            raise McinferError(text) from exc

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from mcinfer.errors import McinferError
 
-_FORMAT = 1
+_FORMAT = 2
 """Of the folder; one more when it changes."""
 
 _LOCK = "lock"
@@ -53,13 +53,15 @@ class PartialFolder:
             restart: Whether to begin anew, whatever was done.
 
         Raises:
-            McinferError: Another run has it, or it holds other work, or is damaged.
-            OSError: It cannot be made or opened.
+            McinferError: It cannot be made, another run has it, or it holds other work, or is damaged.
         """
         self.path = output.with_name(f".{output.name}.partial")
         self.whole = self.path / _WHOLE
         self._work = {"format": _FORMAT, **work}
-        self._descriptors = [_take(self.path)]
+        try:
+            self._descriptors = [_take(self.path)]
+        except OSError as exc:
+            raise McinferError(f"--output: {exc.filename}: {exc.strerror}") from exc
         try:
             if restart:
                 self._clear()

@@ -3,11 +3,16 @@
 import hashlib
 import os
 import stat
+from collections.abc import Sequence
 from typing import Any
 
 from mcinfer.errors import InvalidInputError
 
-_END_BYTES = 1 << 16
+_WHOLE_BYTES = 64 << 20
+"""Of files up to this size the digest is of all that is in them."""
+
+_SAMPLE_BYTES = 1 << 16
+_SAMPLES = 64
 
 
 def read_at(descriptor: int, buffer: memoryview, offset: int) -> None:
@@ -36,15 +41,16 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
 def stamp(descriptor: int, what: str) -> dict[str, Any]:
     """What tells a file from others, and from what it is after a change, read in no time.
 
-    The digest is of both ends, so that a change shows where the time was set back. The end of an .npz file
-    holds the check sums of all its arrays.
+    Of a large file the digest is of samples, its ends among them; the end of an .npz file holds the check
+    sums of all its arrays. Times are left out: they change where the content does not, and the other way
+    round.
 
     Args:
         descriptor: Of the file.
         what: To call it by.
 
     Returns:
-        Size, time of the last change, and digest, as JSON can say them.
+        Size and digest, as JSON can say them.
 
     Raises:
         InvalidInputError: It is no regular file.
@@ -53,6 +59,14 @@ def stamp(descriptor: int, what: str) -> dict[str, Any]:
     if not stat.S_ISREG(info.st_mode):
         raise InvalidInputError(f"{what} is not a regular file")
     digest = hashlib.sha256()
-    for start in (0, max(0, info.st_size - _END_BYTES)):
-        digest.update(os.pread(descriptor, _END_BYTES, start))
-    return {"size": info.st_size, "mtime_ns": info.st_mtime_ns, "sha256": digest.hexdigest()}
+    for start in _sampled(info.st_size):
+        digest.update(os.pread(descriptor, _SAMPLE_BYTES, start))
+    return {"size": info.st_size, "sha256": digest.hexdigest()}
+
+
+def _sampled(size: int) -> Sequence[int]:
+    """Where the samples of a file begin: all one after another, or some at equal distances."""
+    if size <= _WHOLE_BYTES:
+        return range(0, size, _SAMPLE_BYTES)
+    last = size - _SAMPLE_BYTES
+    return [last * i // (_SAMPLES - 1) for i in range(_SAMPLES)]

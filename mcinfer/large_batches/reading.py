@@ -11,150 +11,43 @@ axis, and the sizes after it with the element's. In Fortran's order it is so wit
 """
 
 import os
-import struct
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Protocol, Self
+from typing import IO, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.errors import InvalidInputError, McinferError
-from mcinfer.large_batches.positioned import read_at, stamp
+from mcinfer.large_batches.contents import Content, Tell, member, nobody, placed
+from mcinfer.large_batches.positioned import stamp
 
 _CHECKED_BYTES = 64 << 20
 """Archives of so much content are read through before any work: damage is found then, not within it."""
 
-_BLOCK_BYTES = 1 << 20
+_OF_ANOTHER_PACKAGE = 2
+"""What `numpy.dtype.isbuiltin` is then."""
+
 _MAGIC_BYTES = 6
 _NPY_MAGIC = b"\x93NUMPY"
-
-_LOCAL_HEADER_BYTES = 30
-_LOCAL_LENGTHS = struct.Struct("<HH")
-_LOCAL_LENGTHS_AT = 26
-"""APPNOTE.TXT of PKWARE, 4.3.7: lengths of the name and of the extra field, which follow the header."""
-
 
 Rows = Callable[[int, int], NDArray[Any]]
 """Gives the rows from the first number to before the second."""
 
 
-class Content(Protocol):
-    """The bytes of an array.
-
-    Attributes:
-        in_order: Whether to read them in another order takes far longer.
-    """
-
-    in_order: bool
-
-    def fill(self, buffer: memoryview, offset: int) -> None:
-        """Read from that byte of the array on."""
-
-    def check(self) -> None:
-        """Compare the check sum, if there is one, of what is not going to be read in order."""
+class DamagedInputError(InvalidInputError):
+    """The content of the input file cannot be what was written there: what came of it is no better."""
 
 
-class _PlacedContent:
-    """Bytes that lie in the file as they are."""
-
-    in_order = False
-
-    def __init__(
-        self, descriptor: int, start: int, size: int, sums: tuple[int, int] | None
-    ) -> None:
-        """Take where they lie.
-
-        Args:
-            descriptor: Of the file.
-            start: Where they begin in it.
-            size: How many they are.
-            sums: CRC-32 of what comes before them, and of that and all of them; None if nobody knows.
-        """
-        self._descriptor = descriptor
-        self._start = start
-        self._size = size
-        self._sums = sums
-        self._summed = 0
-
-    def fill(self, buffer: memoryview, offset: int) -> None:
-        self._check(offset)
-        read_at(self._descriptor, buffer, self._start + offset)
-        if offset == self._summed:
-            self._sum(buffer)
-
-    def check(self) -> None:
-        self._check(self._size)
-
-    def _check(self, stop: int) -> None:
-        """Sum up to that byte: what work that was interrupted has read already may be damaged."""
-        if self._sums is None or stop <= self._summed:
-            return
-        block = memoryview(bytearray(_BLOCK_BYTES))
-        while self._summed < stop:
-            part = block[: stop - self._summed]
-            read_at(self._descriptor, part, self._start + self._summed)
-            self._sum(part)
-
-    def _sum(self, data: memoryview) -> None:
-        if self._sums is None or not len(data):
-            return
-        running, expected = zlib.crc32(data, self._sums[0]), self._sums[1]
-        self._sums = (running, expected)
-        self._summed += len(data)
-        if self._summed == self._size and running != expected:
-            raise zipfile.BadZipFile(f"Bad CRC-32 of the {self._size} bytes at {self._start}")
-
-
-class _PackedContent:
-    """Bytes that have to be decompressed in order."""
-
-    in_order = True
-
-    def __init__(self, archive: zipfile.ZipFile, info: zipfile.ZipInfo, header_bytes: int) -> None:
-        """Take which member of an archive holds them, after so many others."""
-        self._archive = archive
-        self._info = info
-        self._header_bytes = header_bytes
-        self._file: IO[bytes] | None = None
-        self._at = 0
-
-    def fill(self, buffer: memoryview, offset: int) -> None:
-        wanted = self._header_bytes + offset
-        if self._file is None or self._at > wanted:
-            self.close()
-            self._file, self._at = self._archive.open(self._info), 0
-        while self._at < wanted:
-            self._at += len(self._take(min(_BLOCK_BYTES, wanted - self._at)))
-        done = 0
-        while done < len(buffer):
-            part = self._take(min(_BLOCK_BYTES, len(buffer) - done))
-            buffer[done : done + len(part)] = part
-            done += len(part)
-        self._at += done
-        if self._at == self._info.file_size:
-            self._file.read(1)  # finds the end, and with it the check sum
-
-    def check(self) -> None:
-        """It is compared at the end, which is always read."""
-
-    def _take(self, most: int) -> bytes:
-        data = b"" if self._file is None else self._file.read(most)
-        if not data:
-            raise EOFError(f"{self._info.filename} ends too early")
-        return data
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+def lacks(dtype: "np.dtype[Any]") -> bool:
+    """Whether a type is one that NumPy itself lacks, and its files cannot name."""
+    return dtype.isbuiltin == _OF_ANOTHER_PACKAGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,15 +82,34 @@ class StoredArray:
         slowest = len(self.shape) - 1 if self.fortran else 0
         return self._read(slowest, 0, self.shape[slowest] if self.shape else 1)
 
-    def rows(self, axis: int) -> Rows:
-        """Reads its rows along an axis, which are to be asked for in order; raises as `whole`."""
+    def read_as(self, dtype: "np.dtype[Any] | None") -> Self:
+        """The same as of that type, where NumPy, which lacks it, has stored it as so many bytes each."""
+        raw = self.dtype.kind == "V" and self.dtype.names is None and self.dtype.subdtype is None
+        if dtype is None or not raw or not lacks(dtype) or dtype.itemsize != self.dtype.itemsize:
+            return self
+        return replace(self, dtype=dtype)
+
+    def bytes_before(self, axis: int, row: int) -> int:
+        """How many have to be read in order before that row: all, where rows do not lie in order."""
         sizes, turned = self._order(axis)
         if prod(sizes[:turned]) != 1:
-            if self.content.in_order:
-                array, before = self.whole(), (slice(None),) * axis
-                return lambda start, stop: array[(*before, slice(start, stop))]
-            with _told(self.path):
-                self.content.check()
+            return self.nbytes
+        return row * prod(sizes[turned + 1 :]) * self.dtype.itemsize
+
+    def rows(self, axis: int, first: int = 0, tell: Tell = nobody) -> Rows:
+        """Reads its rows along an axis, which are to be asked for in order; raises as `whole`.
+
+        Args:
+            axis: Of the array.
+            first: The row that is asked for first.
+            tell: Is told how far reading is of what comes before it.
+        """
+        sizes, turned = self._order(axis)
+        if self.content.in_order and prod(sizes[:turned]) != 1:
+            array, before = self.whole(), (slice(None),) * axis
+            return lambda start, stop: array[(*before, slice(start, stop))]
+        with _told(self.path):
+            self.content.skip(self.bytes_before(axis, first), tell)
         return partial(self._read, axis)
 
     def _order(self, axis: int) -> tuple[tuple[int, ...], int]:
@@ -231,14 +143,17 @@ class InputFile:
         """Open it, and read what its arrays are like.
 
         Raises:
-            InvalidInputError: It is neither, or it is damaged.
+            InvalidInputError: It is neither, or it is damaged or cannot be opened.
             OSError: It cannot be read.
         """
         self.path = path
         self._arrays: dict[str, StoredArray] = {}
         self._single: StoredArray | None = None
         with ExitStack() as stack:
-            self._file = stack.enter_context(open(path, "rb", opener=_open_at_once))
+            try:
+                self._file = stack.enter_context(open(path, "rb", opener=_open_at_once))
+            except OSError as exc:
+                raise InvalidInputError(f"--input: {path}: {exc.strerror}") from exc
             descriptor = self._file.fileno()
             self.stamp = stamp(descriptor, f"--input: {path}")
             with _told(path):
@@ -292,7 +207,7 @@ class InputFile:
         start, size = self._file.tell(), prod(shape) * dtype.itemsize
         if start + size > self.stamp["size"]:
             raise EOFError(f"the file has {self.stamp['size']} bytes, expected {start + size}")
-        content = _PlacedContent(descriptor, start, size, None)
+        content = placed(descriptor, start, size)
         return StoredArray(
             path=self.path, dtype=dtype, shape=shape, fortran=fortran, content=content
         )
@@ -304,9 +219,9 @@ class InputFile:
             if damaged is not None:
                 raise zipfile.BadZipFile(f"Bad CRC-32 for file {damaged!r}")
         for name, info in infos.items():
-            with archive.open(info) as member:
-                fortran, shape, dtype = _read_header(member)
-                header_bytes = member.tell()
+            with archive.open(info) as file:
+                fortran, shape, dtype = _read_header(file)
+                header_bytes = file.tell()
             expected = header_bytes + prod(shape) * dtype.itemsize
             if expected != info.file_size:
                 raise ValueError(f"{name} has {info.file_size} bytes, expected {expected}")
@@ -315,27 +230,13 @@ class InputFile:
                 dtype=dtype,
                 shape=shape,
                 fortran=fortran,
-                content=_content(archive, info, descriptor, header_bytes),
+                content=member(archive, info, descriptor, header_bytes),
             )
 
 
 def _open_at_once(path: str, flags: int) -> int:
     """Not blocking: it may be a pipe that nobody writes to."""
     return os.open(path, flags | os.O_NONBLOCK)
-
-
-def _content(
-    archive: zipfile.ZipFile, info: zipfile.ZipInfo, descriptor: int, header_bytes: int
-) -> Content:
-    if info.compress_type != zipfile.ZIP_STORED:
-        return _PackedContent(archive, info, header_bytes)
-    header = os.pread(descriptor, _LOCAL_HEADER_BYTES, info.header_offset)
-    start = info.header_offset + len(header)
-    start += sum(_LOCAL_LENGTHS.unpack_from(header, _LOCAL_LENGTHS_AT))
-    before = bytearray(header_bytes)
-    read_at(descriptor, memoryview(before), start)
-    sums = (zlib.crc32(before), info.CRC)
-    return _PlacedContent(descriptor, start + header_bytes, info.file_size - header_bytes, sums)
 
 
 def _read_header(file: IO[bytes]) -> tuple[bool, tuple[int, ...], "np.dtype[Any]"]:
@@ -363,7 +264,8 @@ def _told(path: Path) -> Iterator[None]:
     """Say which file it is that cannot be read.
 
     Raises:
-        InvalidInputError: In the place of whatever NumPy, zipfile, zlib and their like raise.
+        DamagedInputError: In the place of whatever NumPy, zipfile, zlib and their like raise.
+        InvalidInputError: The file has become shorter.
         McinferError: There is not enough memory.
         OSError: The system's own errors, as they are.
     """
@@ -377,4 +279,5 @@ def _told(path: Path) -> Iterator[None]:
         if isinstance(exc, OSError) and exc.errno is not None:
             raise
         kind = "an .npy file" if path.suffix == ".npy" else "an .npz file"
-        raise InvalidInputError(f"--input: {path} is not {kind}: {exc}") from exc
+        error = InvalidInputError if isinstance(exc, EOFError) else DamagedInputError
+        raise error(f"--input: {path} is not {kind}: {exc}") from exc

@@ -14,12 +14,15 @@ import numpy as np
 
 from mcinfer import sharding
 from mcinfer.errors import InvalidInputError
-from mcinfer.sharding import OutputJoin, Shape
+from mcinfer.sharding import BatchAxes, OutputJoin, Shape
 from mcinfer.specs import ModelSpec
 from mcinfer.tensors import as_input
 
 _REQUEST_BYTES = 64 << 20
 """Of inputs and outputs of one request, where nobody says how many rows it is to have."""
+
+_WORKER_ROWS = 64
+"""Of one request, likewise: nobody knows what a row takes between the layers."""
 
 
 class Described(Protocol):
@@ -44,6 +47,8 @@ class Requests:
         units: All of them.
         step: Units of one request; the last may have fewer.
         unit_rows: Rows of one unit, to count rows by.
+        shards: Over how many workers a request is split.
+        pieces: In how many a request of `step` units is run.
         joins: By output, in the model's order, how the requests' answers come together.
     """
 
@@ -52,6 +57,8 @@ class Requests:
     units: int
     step: int
     unit_rows: int
+    shards: int
+    pieces: int
     joins: dict[str, OutputJoin]
 
     @property
@@ -65,7 +72,11 @@ class Requests:
 
 
 def plan_requests(
-    model: ModelSpec, arrays: Mapping[str, Described], workers: int, rows: int | None
+    model: ModelSpec,
+    arrays: Mapping[str, Described],
+    workers: int,
+    rows: int | None,
+    batch_axes: BatchAxes | None = None,
 ) -> Requests:
     """Check what goes in, and cut it.
 
@@ -73,31 +84,41 @@ def plan_requests(
         model: What the model takes and gives.
         arrays: What is known of each input.
         workers: Over how many a request is split: it has rows for each, where that is possible.
-        rows: Of one request; None is as many as have 64 MiB of inputs and outputs of known shapes.
+        rows: Of one request; None is 64 for each worker, or as many as have 64 MiB of inputs and outputs.
+        batch_axes: See `mcinfer.sharding.plan`.
 
     Raises:
-        InvalidInputError: It does not fit the model, as `Master.predict` would say.
+        InvalidInputError: It does not fit the model, as `Master.predict` would say; or rows are given, and
+            no input is known to have any.
     """
     _check_names(model, arrays)
     for spec in model.inputs:
         as_input(np.empty(0, arrays[spec.name].dtype), spec, spec.element_type)
     shapes = [arrays[spec.name].shape for spec in model.inputs]
-    plan = sharding.plan(model, shapes, 1)
+    plan = sharding.plan(model, shapes, 1, batch_axes)
     axes = {spec.name: cut.axis for spec, cut in zip(model.inputs, plan.inputs, strict=True)}
     cut = {name: arrays[name].shape[axis] for name, axis in axes.items() if axis is not None}
+    if rows is not None and not cut and not _has_fixed_batch(model):
+        raise InvalidInputError(
+            f"--batch: got {rows}, but no dimension of {[*arrays]} is known to be the batch: "
+            f"--batch-axis says which"
+        )
     fixed = _fixed_sizes(model, axes)
     units = len(plan.rows) if fixed else sum(plan.rows)
     unit_rows = next(iter(fixed.values()), 1)
     unit_bytes = _unit_bytes(model, arrays, axes, plan.outputs, max(1, units))
-    step = _step(unit_bytes, workers) if rows is None else max(1, rows // unit_rows)
+    step = rows // unit_rows if rows else _step(unit_bytes, unit_rows, workers)
+    step = max(1, min(step, units))
     if cut and not fixed and (units > step or workers > 1):
-        sharding.plan(model, shapes, 2)  # says what cannot be cut
+        sharding.plan(model, shapes, 2, batch_axes)  # says what cannot be cut
     return Requests(
         axes=axes,
         sizes={name: fixed.get(name, 1) for name in cut},
         units=units,
-        step=max(1, min(step, units)),
+        step=step,
         unit_rows=unit_rows,
+        shards=workers,
+        pieces=step if fixed else min(workers, step),
         joins={spec.name: join for spec, join in zip(model.outputs, plan.outputs, strict=True)},
     )
 
@@ -109,6 +130,11 @@ def _check_names(model: ModelSpec, arrays: Mapping[str, Described]) -> None:
     if unknown or missing:
         said = [f"unknown {unknown}"] * bool(unknown) + [f"missing {missing}"] * bool(missing)
         raise InvalidInputError(f"inputs: {', '.join(said)}, expected {names}")
+
+
+def _has_fixed_batch(model: ModelSpec) -> bool:
+    """Whether what it was made for may be what it is given, so that there is nothing to cut."""
+    return all(isinstance(spec.shape[0], int) for spec in model.inputs if spec.shape)
 
 
 def _fixed_sizes(model: ModelSpec, axes: Mapping[str, int | None]) -> dict[str, int]:
@@ -129,20 +155,21 @@ def _unit_bytes(
     joins: tuple[OutputJoin, ...],
     units: int,
 ) -> int:
-    """Bytes of one unit, inputs and outputs; those of outputs whose shape is not known do not count."""
-    inputs = [
+    """Bytes of one unit, inputs and outputs; an output of unknown shape is taken to be as the inputs."""
+    inputs = sum(
         prod(arrays[name].shape) * arrays[name].dtype.itemsize
         for name, axis in axes.items()
         if axis is not None
-    ]
-    outputs = [
-        prod(join.shape) * spec.dtype.itemsize
+    )
+    outputs = sum(
+        inputs if join.shape is None else prod(join.shape) * spec.dtype.itemsize
         for spec, join in zip(model.outputs, joins, strict=True)
-        if join.axis is not None and join.shape is not None
-    ]
-    return max(1, sum(inputs + outputs) // units)
+        if join.axis is not None or join.guessed
+    )
+    return max(1, (inputs + outputs) // units)
 
 
-def _step(unit_bytes: int, workers: int) -> int:
+def _step(unit_bytes: int, unit_rows: int, workers: int) -> int:
     """Units of a request: as many for each worker, at least one."""
-    return max(1, _REQUEST_BYTES // unit_bytes // workers) * workers
+    most = min(_REQUEST_BYTES // unit_bytes // workers, _WORKER_ROWS // unit_rows)
+    return max(1, most) * workers

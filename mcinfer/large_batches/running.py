@@ -12,7 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,21 +20,24 @@ from time import monotonic
 from typing import Any
 
 from mcinfer import __version__
-from mcinfer.errors import BuildError, InvalidInputError, McinferError
+from mcinfer.errors import InvalidInputError, McinferError, PredictError
+from mcinfer.large_batches.growing import JoinError
 from mcinfer.large_batches.output import BatchOutput
 from mcinfer.large_batches.partial_folder import PartialFolder
-from mcinfer.large_batches.positioned import stamp
-from mcinfer.large_batches.reading import InputFile, StoredArray
+from mcinfer.large_batches.reading import DamagedInputError, InputFile, Rows, StoredArray
 from mcinfer.large_batches.requests import Requests, plan_requests
+from mcinfer.large_batches.sources import Sources, resolve_target
+from mcinfer.large_batches.wording import speaking_of_options
 from mcinfer.master import Master
-from mcinfer.prepared.files import external_files, open_regular
-from mcinfer.prepared.onnx_files import scan
-from mcinfer.progress import showing_work
+from mcinfer.progress import megabytes, showing_work
+from mcinfer.sharding import BatchAxes
 from mcinfer.specs import ModelSpec
 from mcinfer.staging import Arrays
 
 _UNDER_WAY = 2
-_RUNTIMES = ("onnxruntime", "onnxruntime-gpu")
+_RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "mindspore", "mindspore-lite")
+_CANNOT_JOIN = ("differs between the", "do not join along axis")
+"""What errors of `Master.predict` say where the shards of a request do not go together."""
 
 
 def run_batch(
@@ -42,19 +45,24 @@ def run_batch(
     source: Path,
     target: Path,
     *,
+    engine: str = "onnxruntime",
     devices: int | Sequence[str] | None = None,
     rows: int | None = None,
+    batch_axes: BatchAxes | None = None,
     timeout: float | None = None,
     restart: bool = False,
 ) -> list[str]:
     """Run what is in a file, and write another.
 
     Args:
-        model: Path of an ONNX model.
+        model: Path of the model.
         source: The .npz file with its inputs by name, or an .npy file with the only one.
-        target: The .npz file to write.
-        devices: As `Master` takes them.
+        target: The .npz file to write; where it is a link, the file that it leads to.
+        engine: As `Master` takes it.
+        devices: As `Master` takes them. With None, interrupted work goes on in as many shards as it was begun
+            with, on the devices that there are now.
         rows: Of one request; None is as `plan_requests` says.
+        batch_axes: As `Master.predict` takes them.
         timeout: Seconds for one request, None is `Timeouts.predict`.
         restart: Whether to discard what an interrupted run has done, in the place of going on with it.
 
@@ -64,49 +72,38 @@ def run_batch(
     Raises:
         McinferError, OSError: It failed; says what is kept of it.
     """
-    target = target.absolute()
-    if not target.parent.is_dir():
-        # Before the work, not after it.
-        raise InvalidInputError(f"--output: there is no folder {target.parent}")
-    if target.is_dir():
-        raise InvalidInputError(f"--output: {target} is a folder, expected a file to write")
-    with InputFile(source) as file, closing(Master(model, devices)) as master:
+    target = resolve_target(target)  # before the work, not after it
+    with (
+        speaking_of_options(warn=not batch_axes),
+        InputFile(source) as file,
+        closing(Master(model, devices, engine=engine)) as master,
+    ):
+        sources = Sources(model, file)
+        sources.refuse(target)
         chosen = [worker.device for worker in master.statistics().workers]
-        work = _describe(model, file, chosen, rows)
+        work = {
+            **sources.stamps,
+            "--devices": None if devices is None else chosen,
+            "--batch": rows,
+            "--batch-axis": dict(batch_axes or {}),
+            "version of mcinfer": __version__,
+            "version of the runtime": [_version(name) for name in _RUNTIMES],
+        }
         with PartialFolder(target, work, restart=restart) as folder:
             master.start()
             spec = ModelSpec(inputs=master.inputs, outputs=master.outputs)
-            arrays = file.arrays([tensor.name for tensor in spec.inputs])
-            requests = plan_requests(spec, arrays, len(chosen), rows)
+            arrays = _arrays(file, spec)
+            shards = _shards(folder.state, len(chosen))
+            requests = plan_requests(spec, arrays, shards, rows, batch_axes)
             output = BatchOutput(folder, requests)
-            with _keeping(output, requests):
+            with _keeping(output, requests, sources):
                 _answer(master, arrays, requests, output, timeout)
-                file.check_unchanged()
-            with _keeping(output, requests):
-                return output.finish(target)
-
-
-def _describe(
-    model: Path, file: InputFile, devices: Sequence[str], rows: int | None
-) -> dict[str, Any]:
-    """What the result depends on."""
-    path = model.absolute()
-    with open_regular(path) as (descriptor, _):
-        stamps = [stamp(descriptor, str(path))]
-    external: list[Path] = []
-    with suppress(BuildError):  # workers will tell what is wrong with it
-        external = external_files(path, None, scan(path).external)
-    for part in external:
-        with open_regular(part) as (descriptor, _):
-            stamps.append(stamp(descriptor, str(part)))
-    return {
-        "model": stamps,
-        "input": file.stamp,
-        "--devices": [*devices],
-        "--batch": rows,
-        "version of mcinfer": __version__,
-        "version of ONNX Runtime": [_version(name) for name in _RUNTIMES],
-    }
+                _check_unchanged(master, file, sources)
+                remarks = output.remarks()
+                lines = output.finish(target)
+    for remark in remarks:
+        _say(remark)
+    return lines
 
 
 def _version(package: str) -> str:
@@ -114,6 +111,25 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
+
+
+def _arrays(file: InputFile, spec: ModelSpec) -> dict[str, StoredArray]:
+    dtypes = {tensor.name: tensor.dtype for tensor in spec.inputs}
+    stored = file.arrays([*dtypes])
+    return {name: array.read_as(dtypes.get(name)) for name, array in stored.items()}
+
+
+def _shards(state: Mapping[str, Any] | None, workers: int) -> int:
+    """Over how many workers a request is split: the rest of what was interrupted as what is done of it."""
+    shards = (state or {}).get("shards")
+    return shards if type(shards) is int and shards > 0 else workers
+
+
+def _check_unchanged(master: Master, file: InputFile, sources: Sources) -> None:
+    file.check_unchanged()
+    restarted = any(worker.restarts for worker in master.statistics().workers)
+    if restarted and "model" in sources.changed():  # the others still have what it was
+        raise InvalidInputError("MODEL: it changed, and a worker was started again meanwhile")
 
 
 def _answer(
@@ -128,15 +144,16 @@ def _answer(
         master.predict,
         timeout=timeout,
         batch_axes=requests.axes,
-        shards=len(master.statistics().workers),  # also while one is started again
+        shards=requests.shards,  # also while one is started again
     )
     if output.done:
         done, total = _rows(requests, output.done), _rows(requests, requests.count)
-        print(f"mcinfer: going on at row {done} of {total}", file=sys.stderr, flush=True)
+        _say(f"going on at row {done} of {total}")
+    rows = _opened(arrays, requests, output.done)
     answers: deque[Future[Arrays]] = deque()
     with _showing(requests, output) as take, ThreadPoolExecutor(_UNDER_WAY) as threads:
         try:
-            for inputs in _inputs(arrays, requests, output.done):
+            for inputs in _inputs(arrays, rows, requests, output.done):
                 answers.append(threads.submit(predict, inputs))
                 del inputs
                 if len(answers) == _UNDER_WAY:
@@ -148,15 +165,30 @@ def _answer(
             raise
 
 
-def _inputs(arrays: Mapping[str, StoredArray], requests: Requests, first: int) -> Iterator[Arrays]:
+def _opened(arrays: Mapping[str, StoredArray], requests: Requests, first: int) -> dict[str, Rows]:
+    """What reads the rows of each input that is cut, from that request on."""
+    starts = {name: requests.span(first)[0] * size for name, size in requests.sizes.items()}
+    axes = {name: axis for name, axis in requests.axes.items() if axis is not None}
+    total = sum(arrays[name].bytes_before(axis, starts[name]) for name, axis in axes.items())
+    with showing_work(sys.stderr, "reading what comes before", max(1, total)) as work:
+        read = 0
+
+        def tell(count: int) -> None:
+            nonlocal read
+            read += count
+            work.show(read)
+
+        return {name: arrays[name].rows(axis, starts[name], tell) for name, axis in axes.items()}
+
+
+def _inputs(
+    arrays: Mapping[str, StoredArray], rows: Mapping[str, Rows], requests: Requests, first: int
+) -> Iterator[Arrays]:
     """The inputs of each request from that one on."""
     whole = {name: arrays[name].whole() for name, axis in requests.axes.items() if axis is None}
-    rows = {
-        name: arrays[name].rows(axis) for name, axis in requests.axes.items() if axis is not None
-    }
+    sizes = requests.sizes
     for request in range(first, requests.count):
         start, stop = requests.span(request)
-        sizes = requests.sizes
         cut = {name: read(start * sizes[name], stop * sizes[name]) for name, read in rows.items()}
         yield {**whole, **cut}
 
@@ -173,9 +205,15 @@ def _showing(requests: Requests, output: BatchOutput) -> Iterator[Callable[[Arra
     total = max(1, _rows(requests, requests.count))
     with showing_work(sys.stderr, "running", total, "rows") as work:
         work.show(before)
+        warned = False
 
         def take(answer: Arrays) -> None:
+            nonlocal warned
             output.add(answer)
+            if not warned:  # the sizes are known now
+                warned = True
+                if missing := output.missing_bytes():
+                    _say(f"--output: about {megabytes(missing)} more than are free will be needed")
             done = _rows(requests, output.done)
             speed = (done - before) / max(monotonic() - begun, 1e-9)
             work.show(done, f"({speed:.1f} rows/s)")
@@ -184,21 +222,34 @@ def _showing(requests: Requests, output: BatchOutput) -> Iterator[Callable[[Arra
 
 
 @contextmanager
-def _keeping(output: BatchOutput, requests: Requests) -> Iterator[None]:
-    """Save what is done when it goes no further, and say so."""
+def _keeping(output: BatchOutput, requests: Requests, sources: Sources) -> Iterator[None]:
+    """Save what is done when it goes no further, and say so; forget it where it is worth nothing."""
     try:
         yield
-    except InvalidInputError:  # the file is damaged, or changes: what came of it is no better
-        output.forget()
-        raise
     except BaseException as exc:
+        if isinstance(exc, DamagedInputError) or _cannot_join(exc):
+            output.forget()  # or it would stand in the way of the other --batch that is needed
+            raise
         kept = output.keep()
         if not kept:
             raise
         text = (
             f"{_rows(requests, kept)} of {_rows(requests, requests.count)} rows are done and kept"
         )
+        if changed := sources.changed():
+            text += f", but {' and '.join(changed)} changed: only --restart goes on, without them"
+        else:
+            text += ": the same command goes on there"
         if isinstance(exc, (McinferError, OSError)):
-            raise McinferError(f"{exc}; {text}: the same command goes on there") from exc
-        print(f"mcinfer: {text}: the same command goes on there", file=sys.stderr, flush=True)
+            raise McinferError(f"{exc}; {text}") from exc
+        _say(text)
         raise
+
+
+def _cannot_join(exc: BaseException) -> bool:
+    shards = isinstance(exc, PredictError) and any(text in str(exc) for text in _CANNOT_JOIN)
+    return shards or isinstance(exc, JoinError)
+
+
+def _say(text: str) -> None:
+    print(f"mcinfer: {text}", file=sys.stderr, flush=True)

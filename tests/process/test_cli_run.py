@@ -137,7 +137,7 @@ def test_interruption_before_anything_is_done_leaves_nothing(
     assert files(tmp_path) == ["in.npz", "slow.onnx"]
 
 
-def test_second_run_to_the_same_output_is_refused_and_does_no_harm(
+def test_neither_a_second_run_to_the_same_output_nor_a_touch_does_harm(
     slow: Path, rows: Path, tmp_path: Path
 ) -> None:
     target = tmp_path / "out.npz"
@@ -145,6 +145,8 @@ def test_second_run_to_the_same_output_is_refused_and_does_no_harm(
     with in_the_middle(words, target) as first:
         stop(first.pid)
         second = run(*words, "--restart")
+        rows.touch()
+        slow.touch()
         first.send_signal(signal.SIGCONT)
         assert (second.status, second.out) == (1, "")
         assert second.err == f"mcinfer: --output: another run is writing to {partial(target)}\n"
@@ -155,6 +157,28 @@ def test_second_run_to_the_same_output_is_refused_and_does_no_harm(
     assert files(tmp_path) == ["in.npz", "out.npz", "slow.onnx"]
 
 
+def test_input_that_changes_meanwhile_is_told_and_nothing_is_discarded(
+    slow: Path, rows: Path, tmp_path: Path
+) -> None:
+    target, source = tmp_path / "out.npz", tmp_path / "in.npy"
+    with np.load(rows) as content:
+        np.save(source, content["x"])
+    words = arguments(slow, source, target)
+    with in_the_middle(words, target) as program:
+        stop(program.pid)
+        with source.open("r+b") as file:
+            file.seek(1 << 20)
+            file.write(b"x")
+        program.send_signal(signal.SIGCONT)
+        ended = program.wait()
+    assert (ended.status, ended.out) == (1, "")
+    assert ended.err == (
+        f"mcinfer: --input: {source} changed while it was read; {ROWS} of {ROWS} rows are done and kept, "
+        "but input changed: only --restart goes on, without them\n"
+    )
+    assert done(target) == COUNT
+
+
 def test_terminal_sees_rows_done_speed_and_time_left(
     slow: Path, rows: Path, tmp_path: Path
 ) -> None:
@@ -163,17 +187,18 @@ def test_terminal_sees_rows_done_speed_and_time_left(
     assert (ended.status, ended.out) == (0, f"y: float32[{ROWS}, {WIDTH}]\n")
     plain = re.sub(r"\x1b\[[\d;]*m", "", terminal)
     assert re.search(rf"\d+ of {ROWS} rows \d:\d\d:\d\d left \(\d+\.\d rows/s\)", plain), plain
+    assert re.search(r"writing .* left", plain), plain
     assert terminal.endswith("\x1b[2K")  # the line is wiped
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MB."""
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of so many MB."""
     if os.geteuid() != 0:
         pytest.skip("only root may mount a small file system")
     folder = tmp_path / "disk"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={request.param}m", "tmpfs", str(folder)]
     mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
     if mounted.returncode != 0:
         pytest.skip(f"this container may not mount: {mounted.stderr.strip()}")
@@ -181,7 +206,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_full_disk_is_told_in_one_line_and_work_goes_on_when_there_is_room(
+@pytest.mark.parametrize("small_disk", [1, 3], indirect=True, ids=["within", "at the end"])
+def test_full_disk_is_told_beforehand_and_with_what_is_missing_and_work_goes_on_when_there_is_room(
     small_disk: Path, tmp_path: Path
 ) -> None:
     model = save_double(tmp_path)
@@ -192,7 +218,8 @@ def test_full_disk_is_told_in_one_line_and_work_goes_on_when_there_is_room(
     ended = run(*words)
     assert (ended.status, ended.out) == (1, "")
     kept = re.fullmatch(
-        rf"mcinfer: \[Errno 28\] No space left on device: '{partial(target)}'; "
+        r"mcinfer: --output: about (\d\.\d) MB more than are free will be needed\n"
+        rf"mcinfer: --output: {partial(target)}: No space left on device, about \1 MB more are needed; "
         r"(\d+) of 200000 rows are done and kept: the same command goes on there\n",
         ended.err,
     )
@@ -200,7 +227,7 @@ def test_full_disk_is_told_in_one_line_and_work_goes_on_when_there_is_room(
     assert files(small_disk) == [".out.npz.partial"]
     subprocess.run(["mount", "-o", "remount,size=16m", str(small_disk)], check=True)
     ended = run(*words)
-    assert (ended.status, ended.err) == (0, f"mcinfer: going on at row {kept[1]} of 200000\n")
+    assert (ended.status, ended.err) == (0, f"mcinfer: going on at row {kept[2]} of 200000\n")
     with np.load(target) as content:
         assert content["y"].tobytes() == (2 * x).tobytes()
     assert files(small_disk) == ["out.npz"]
