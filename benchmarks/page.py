@@ -67,24 +67,24 @@ RUNS = (
         name="unet",
         model="unet.onnx",
         options="--batch 2 --concurrency 1,4 --against session,threads,threads-1,pipe,pipe-each "
-        "--modes sharded,concurrent --duration 5 --repeat 5",
+        "--modes sharded,concurrent --duration 5 --repeat 4",
     ),
     Run(
         name="mobilenet",
         model="mobilenet.onnx",
-        options="--batch 1,8 --concurrency 1,4,16 --against session,threads,threads-1,pipe-each "
-        "--duration 2 --repeat 5",
+        options="--batch 1,8 --concurrency 1,8 --against session,threads,threads-1,pipe-each "
+        "--duration 1.5 --repeat 4",
     ),
     Run(
         name="encoder",
         model="encoder.onnx",
-        options="--concurrency 1,4,16 --rate 300 --against session,threads,threads-1,pipe,pipe-each "
-        "--duration 2 --repeat 5",
+        options="--concurrency 1,4,16 --rate 300 --against session,threads,threads-1,pipe-each "
+        "--duration 1.5 --repeat 4",
     ),
     Run(
         name="megabyte",
         model="identity.onnx",
-        options="--dim elements=262144 --concurrency 1,4 --rate 300 --against session,pipe,pipe-each "
+        options="--dim elements=262144 --concurrency 1 --rate 300 --against session,pipe,pipe-each "
         "--modes sharded,concurrent --duration 2 --repeat 5 --no-scaling",
     ),
     *(
@@ -92,7 +92,7 @@ RUNS = (
             name=f"dispatch-{name}",
             model="identity.onnx",
             options=f"--dim elements={elements} --batch 2 --concurrency 1 "
-            f"--against pipe,{_FLOOR} --modes sharded --duration 1 --repeat 9 --no-scaling",
+            f"--against pipe,{_FLOOR} --modes sharded --duration 1 --repeat 7 --no-scaling",
         )
         for name, elements in (("8k", 1024), ("1m", 131072), ("8m", 1048576))
     ),
@@ -107,7 +107,7 @@ PEERS = Run(
     name="peers",
     model="encoder.onnx",
     options=f"--concurrency 1,8 --against session,threads-1,{_PEERS} "
-    "--modes concurrent --duration 2 --repeat 5 --no-scaling",
+    "--modes concurrent --duration 1.5 --repeat 4 --no-scaling",
 )
 """Only where it is asked for: these packages are installed elsewhere."""
 

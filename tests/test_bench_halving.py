@@ -25,8 +25,12 @@ def repeats(*costs: float) -> list[Result]:
     return [Result(cost=cost) for cost in costs]
 
 
-def search(count: int, *, kept: int = 0) -> Halving:
-    return Halving(count, kept=kept, least=0.5)
+def search(count: int, *, kept: int = 0, heat: int = 100, enough: float = 0.0) -> Halving:
+    return Halving(count, kept=kept, heat=heat, least=0.5, enough=enough)
+
+
+def spent(rung: Rung, overhead: float = 1.0) -> float:
+    return sum(map(len, rung.heats)) * (overhead + rung.seconds)
 
 
 def next_rung(halving: Halving, left: float = PLENTY) -> Rung:
@@ -40,7 +44,7 @@ def run(halving: Halving, results: Sequence[Sequence[Result]], left: float = PLE
     rungs = []
     while rung := halving.plan(left, 1.0):
         rungs.append(rung)
-        left -= len(rung.candidates) * (1.0 + rung.seconds)
+        left -= spent(rung)
         halving.finish({c: results[c] for c in rung.candidates})
         assert len(rungs) < 100
     return rungs
@@ -66,6 +70,22 @@ def test_kept_one_is_measured_first_in_every_rung_and_does_not_prolong_the_searc
     assert [rung.candidates[0] for rung in rungs] == [0, 0, 0]
     assert [len(rung.candidates) for rung in rungs] == [8, 5, 3]
     assert halving.ranking == (7, 6, 0)
+
+
+@pytest.mark.parametrize(("kept", "sizes"), [(0, [4, 4, 2]), (6, [4, 4, 2])])
+def test_kept_one_is_in_every_heat_and_the_others_in_one(kept: int, sizes: list[int]) -> None:
+    rung = next_rung(search(8, kept=kept, heat=4), left=60.0)
+    assert [len(heat) for heat in rung.heats] == sizes
+    assert {heat[0] for heat in rung.heats} == {kept}
+    others = [c for heat in rung.heats for c in heat[1:]]
+    assert others == [c for c in range(8) if c != kept]
+    assert spent(rung) < 60.0
+
+
+def test_heats_are_of_others_alone_when_the_kept_one_has_failed() -> None:
+    halving = search(12, heat=4)
+    halving.finish({c: repeats(1 + c / 16, 3) for c in next_rung(halving).candidates[1:]})
+    assert next_rung(halving).heats == ((1, 2, 3, 4), (5, 6))
 
 
 def test_kept_one_may_win() -> None:
@@ -110,8 +130,37 @@ def test_search_ends_with_what_is_known_when_rungs_took_longer_than_planned() ->
 def test_fewer_go_on_when_there_is_less_time_than_planned() -> None:
     halving = search(16)
     halving.finish({c: repeats(1 + c / 16, 3) for c in next_rung(halving).candidates})
-    assert next_rung(halving, left=6.0).candidates == (0, 1)
+    assert next_rung(halving, left=6.0).candidates == (0, 1)  # the kept one is one of the two
     assert halving.left_out == 0
+
+
+# What can be trusted.
+
+
+def test_winner_and_the_kept_one_are_measured_for_long_enough_at_the_end() -> None:
+    results = [repeats(2 - i / 8, 3) for i in range(8)]
+    rungs = run(halving := search(8, enough=30.0), results, left=200.0)
+    assert rungs[-1].heats == ((0, 7),)
+    assert rungs[-1].seconds == 30.0
+    assert rungs[-1].number == len(rungs)
+    assert (halving.ranking, halving.ended) == ((7, 0), "one is left")
+    assert sum(map(spent, rungs)) <= 200.0
+
+
+def test_winner_is_measured_once_more_only_if_that_can_be_for_longer() -> None:
+    results = [same(3), same(1), same(2)]
+    (rung,) = run(search(3, enough=30.0), results, left=7.0)
+    assert rung.seconds < 30.0
+    (rung,) = run(search(3, enough=30.0), results, left=500.0)
+    assert rung.seconds > 30.0
+    (rung,) = run(search(1, enough=30.0), results, left=500.0)
+    assert rung.seconds == 30.0
+
+
+def test_time_to_trust_the_winner_displaces_no_second_pool() -> None:
+    assert next_rung(search(9, enough=30.0), left=3.5).candidates == (0, 1)
+    assert next_rung(search(9, enough=30.0), left=40.0).candidates == (0, 1, 2, 3)
+    assert next_rung(search(9), left=40.0).candidates == (*range(8),)
 
 
 # Who is dropped.
@@ -236,7 +285,7 @@ def test_best_is_never_lost_where_there_is_no_noise(
 ) -> None:
     breaks = strains.draw(st.lists(STRAINS, min_size=len(costs), max_size=len(costs)))
     results = [same(c, strain=s) for c, s in zip(costs, breaks, strict=True)]
-    halving = Halving(len(costs), kept=kept % len(costs), least=0.5)
+    halving = search(len(costs), kept=kept % len(costs), heat=4)
     rungs = run(halving, results, left)
     assert halving.ended
     if not rungs:
@@ -253,23 +302,32 @@ def test_best_is_never_lost_where_there_is_no_noise(
     left=st.floats(0, 1e4),
     overhead=st.floats(0, 20),
     least=st.floats(0.01, 20),
+    heat=st.integers(2, 5),
+    enough=st.floats(0, 40),
     data=st.data(),
 )
 def test_search_ends_and_keeps_within_its_time_whatever_is_measured(
-    count: int, left: float, overhead: float, least: float, data: st.DataObject
+    count: int,
+    left: float,
+    overhead: float,
+    least: float,
+    heat: int,
+    enough: float,
+    data: st.DataObject,
 ) -> None:
-    halving = Halving(count, kept=0, least=least)
-    spent, rungs = 0.0, 0
+    halving = Halving(count, kept=0, heat=heat, least=least, enough=enough)
+    took, rungs = 0.0, 0
     result = st.builds(Result, cost=st.floats(0.5, 2.0), strain=st.floats(0, 2.0))
-    while rung := halving.plan(left - spent, overhead):
+    while rung := halving.plan(left - took, overhead):
         rungs += 1
         assert rung.seconds >= least
         assert len(set(rung.candidates)) == len(rung.candidates)
-        spent += len(rung.candidates) * (overhead + rung.seconds)
+        assert max(map(len, rung.heats)) <= heat
+        took += spent(rung, overhead)
         before = len(halving.contenders)
         halving.finish({c: data.draw(st.lists(result, max_size=3)) for c in rung.candidates})
         assert len(halving.contenders) < before or halving.ended
     assert halving.ended
-    assert spent <= left * (1 + 1e-9)
-    assert rungs <= 1 + math.ceil(math.log2(count))
+    assert took <= left * (1 + 1e-9)
+    assert rungs <= 2 + math.ceil(math.log2(count))
     assert set(halving.contenders) <= set(range(count))

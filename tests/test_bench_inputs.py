@@ -1,5 +1,6 @@
 """Tests of mcinfer/bench/inputs.py."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,7 @@ def test_sizes_that_are_missing_are_all_asked_for_at_once() -> None:
     ("dims", "error"),
     [
         ({"sequence": 6}, r"--dim: got 'sequence', expected one of \['seq', 'table:0'\]"),
+        ({"q": 6}, r"--dim: got 'q', expected one of \['seq', 'table:0'\]"),
         ({"batch": 6}, "--dim batch: it is the batch, which --batch gives"),
         ({"table:1": 8}, "--dim: got 'table:1'"),
         ({"ids:1": 8}, "--dim: got 'ids:1'"),
@@ -162,6 +164,12 @@ def test_sizes_that_are_missing_are_all_asked_for_at_once() -> None:
 def test_sizes_that_no_input_has_are_refused(dims: Mapping[str, int], error: str) -> None:
     with pytest.raises(InvalidInputError, match=error):
         make_inputs(model(TOKENS), 2, with_dims(**dims))
+
+
+def test_sizes_for_a_model_without_dimensions_are_refused_as_such() -> None:
+    expected = "--dim: got 'q', but the model has no symbolic dimension other than the batch"
+    with pytest.raises(InvalidInputError, match=expected):
+        make_inputs(model(SQUARES), 2, with_dims(q=3))
 
 
 def test_bounds_and_seeds_that_cannot_be_are_refused() -> None:
@@ -351,9 +359,13 @@ def test_raw_files_hold_no_strings_and_exactly_what_is_no_batch(tmp_path: Path) 
 def test_names_that_the_model_does_not_have_are_refused_with_the_file(tmp_path: Path) -> None:
     np.savez(tmp_path / "in.npz", x=ROWS, q=ROWS)
     saved(tmp_path / "q.npy", ROWS)
-    for text in (f"{tmp_path}/in.npz", f"q={tmp_path}/q.npy", f"q={tmp_path}/q.raw"):
+    for text in (
+        f"{tmp_path}/in.npz",
+        *(f"q={tmp_path}/q.{kind}" for kind in ("npy", "raw", "no")),
+    ):
         with pytest.raises(
-            InvalidInputError, match=r"(in\.npz|q\.npy|q\.raw): .* 'q', expected one of \['x'\]"
+            InvalidInputError,
+            match=r"(in\.npz|q\.npy|q\.raw|q\.no): .* 'q', expected one of \['x'\]",
         ):
             make_inputs(model(SQUARES), 2, parse_input_options([text], {}))
 
@@ -365,9 +377,13 @@ def test_archive_that_is_no_archive_is_refused(tmp_path: Path) -> None:
         make_inputs(model(SQUARES), 2, options)
 
 
-def test_missing_file_is_an_os_error(tmp_path: Path) -> None:
-    for text in ("none.npz", f"x={tmp_path}/none.npy", f"x={tmp_path}/none.raw"):
-        with pytest.raises(FileNotFoundError, match="none"):
+def test_files_that_cannot_be_read_are_told_with_the_option(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    names = ("none.npy", "none.raw", "pipe", "")
+    for text in (f"{tmp_path}/none.npz", *(f"x={tmp_path}/{name}" for name in names)):
+        path = Path(text.rpartition("=")[2])
+        why = "it is no regular file" if path.exists() else "No such file or directory"
+        with pytest.raises(InvalidInputError, match=f"^--input {path}: {why}$"):
             make_inputs(model(SQUARES), 2, parse_input_options([text], {}))
 
 

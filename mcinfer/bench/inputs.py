@@ -6,6 +6,7 @@ is found as `mcinfer.sharding` finds it, so what is made here is what mcinfer wo
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -162,13 +163,14 @@ class _Sizes:
         self.axes = _batch_axes(model)
         self._known = {key: (size, f"--dim {key}={size}") for key, size in dims.items()}
         keys = [key for spec in model.inputs for key in self._of(spec).values()]
+        expected = f"expected one of {[*dict.fromkeys(keys)]}"
+        if not keys:
+            expected = "but the model has no symbolic dimension other than the batch"
         for key in dims:
             if key == batch_symbol(model):
                 raise InvalidInputError(f"--dim {key}: it is the batch, which --batch gives")
             if key not in keys:
-                raise InvalidInputError(
-                    f"--dim: got {key!r}, expected one of {[*dict.fromkeys(keys)]}"
-                )
+                raise InvalidInputError(f"--dim: got {key!r}, {expected}")
 
     def _of(self, spec: TensorSpec) -> dict[int, str]:
         return _keys(spec, self.axes.get(spec.name))
@@ -226,18 +228,21 @@ class _Sizes:
 # Files.
 
 
+def _read(path: Path) -> bytes:
+    if path.exists() and not path.is_file():
+        raise InvalidInputError(f"--input {path}: it is no regular file")
+    try:
+        return path.read_bytes()
+    except OSError as exc:
+        raise InvalidInputError(f"--input {path}: {exc.strerror}") from exc
+
+
 def _load(path: Path) -> Any:
     """What NumPy makes of a file: an array, or arrays by name."""
+    data = BytesIO(_read(path))
     try:
-        # Opened here: NumPy leaves a file open that turns out to be a broken archive.
-        with path.open("rb") as file:
-            content = np.load(file, allow_pickle=False)
-            if isinstance(content, np.lib.npyio.NpzFile):
-                with content:
-                    return dict(content)
-            return content
-    except OSError:
-        raise
+        content = np.load(data, allow_pickle=False)
+        return dict(content) if isinstance(content, np.lib.npyio.NpzFile) else content
     except Exception as exc:  # NumPy, zipfile and zlib raise many kinds on what is not theirs
         raise InvalidInputError(
             f"--input {path}: not an .npy or .npz file of numbers or text: {exc}"
@@ -247,6 +252,7 @@ def _load(path: Path) -> Any:
 def _saved(model: ModelSpec, options: InputOptions) -> dict[str, tuple[Path, NDArray[Any]]]:
     """What ``.npz`` and ``.npy`` files hold, by input name, each in its input's type."""
     specs = {spec.name: spec for spec in model.inputs}
+    _check_names(options.files, specs)
     found: dict[str, tuple[Path, Any]] = {}
     if options.archive is not None:
         arrays = _load(options.archive)
@@ -256,18 +262,21 @@ def _saved(model: ModelSpec, options: InputOptions) -> dict[str, tuple[Path, NDA
                 f"NAME={options.archive}"
             )
         found = {name: (options.archive, array) for name, array in arrays.items()}
+        _check_names(dict.fromkeys(found, options.archive), specs)
     for name, path in options.files.items():
         if name in found:
             raise InvalidInputError(f"--input {path}: input {name!r} is in {found[name][0]} too")
         if path.suffix == ".npy":
             found[name] = path, _load(path)
-    for name in (*found, *options.files):
+    return {name: (path, _typed(array, specs[name], path)) for name, (path, array) in found.items()}
+
+
+def _check_names(files: Mapping[str, Path], specs: Mapping[str, TensorSpec]) -> None:
+    for name, path in files.items():
         if name not in specs:
-            path = options.files.get(name, options.archive or Path())
             raise InvalidInputError(
                 f"--input {path}: got an array for {name!r}, expected one of {[*specs]}"
             )
-    return {name: (path, _typed(array, specs[name], path)) for name, (path, array) in found.items()}
 
 
 def _typed(array: Any, spec: TensorSpec, path: Path) -> NDArray[Any]:
@@ -285,7 +294,7 @@ def _raw(path: Path, spec: TensorSpec, shape: tuple[int, ...], axis: int | None)
         raise InvalidInputError(
             f"--input {path}: input {spec} takes strings, expected an .npy file"
         )
-    content = np.fromfile(path, np.uint8)
+    content = np.frombuffer(_read(path), np.uint8)
     rest = shape if axis is None else (*shape[:axis], *shape[axis + 1 :])
     row_bytes = prod(rest) * spec.dtype.itemsize
     rows = content.size // row_bytes if row_bytes else 1
@@ -353,9 +362,8 @@ def make_inputs(model: ModelSpec, batch: int, options: InputOptions) -> dict[str
         By input name, in the model's order: C-contiguous, of the input's own type; the same each time.
 
     Raises:
-        InvalidInputError: A file does not fit the model, a dimension's size is not known, or the model
-            takes no such batch.
-        OSError: A file cannot be read.
+        InvalidInputError: A file cannot be read, or does not fit the model; a dimension's size is not known;
+            the model takes no such batch.
     """
     _check_batch(model, batch)
     sizes = _Sizes(model, batch, options.dims)

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from mcinfer.errors import McinferError, MissingDependencyError
+from mcinfer.printable import printable
 
 _INTERRUPTED = 128 + signal.SIGINT
 _ENDS = {
@@ -137,4 +138,4 @@ def _signals_as_interrupts(came: list[int]) -> Iterator[None]:
 
 def _tell(text: str) -> None:
     with suppress(OSError):  # the terminal may be gone
-        print(f"mcinfer: {' '.join(text.split())}", file=sys.stderr)
+        print(f"mcinfer: {printable(' '.join(text.split()))}", file=sys.stderr)

@@ -1,8 +1,6 @@
 """``mcinfer bench``: how a model runs, in mcinfer's ways and in those that one would use otherwise."""
 
 import io
-import os
-import secrets
 import sys
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -11,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mcinfer.bench.known_ways import BASELINES, MODES, check_name
+from mcinfer.bench.known_ways import BASELINES, MODES, check_names
 from mcinfer.bench.report import Report
 from mcinfer.cli.input_options import (
     DimOption,
@@ -19,15 +17,13 @@ from mcinfer.cli.input_options import (
     IntegersOption,
     SeedOption,
     input_options,
+    parse_clients,
+    parse_duration,
+    parse_pause,
 )
-from mcinfer.cli.options import (
-    DevicesOption,
-    ModelArgument,
-    parse_counts,
-    parse_rates,
-    parse_seconds,
-)
-from mcinfer.errors import InvalidInputError, MissingDependencyError
+from mcinfer.cli.options import DevicesOption, ModelArgument, parse_counts, parse_rates
+from mcinfer.cli.output_files import check_outputs, parse_png, write_output
+from mcinfer.errors import InvalidInputError, McinferError, MissingDependencyError
 from mcinfer.progress import let_workers_tell, showing_work
 
 _DEFAULT_BASELINES = "session,threads,pipe"
@@ -45,11 +41,10 @@ def parse_baselines(text: str) -> tuple[str, ...]:
     if text == "none":
         return ()
     names = tuple(dict.fromkeys(text.split(",")))
-    for name in names:
-        try:
-            check_name(name)
-        except InvalidInputError as exc:
-            raise typer.BadParameter(str(exc).removeprefix("--against: ")) from exc
+    try:
+        check_names(names)
+    except InvalidInputError as exc:
+        raise typer.BadParameter(str(exc).removeprefix("--against: ")) from exc
     return names
 
 
@@ -76,7 +71,7 @@ def bench(
         Any,
         typer.Option(
             metavar="CLIENTS",
-            parser=parse_counts,
+            parser=parse_clients,
             help="Closed loops of so many clients: 1,4,16. 1,4 if neither this nor --rate is given.",
             show_default=False,
         ),
@@ -91,7 +86,7 @@ def bench(
         ),
     ] = None,
     duration: Annotated[
-        Any, typer.Option(metavar="SECONDS", parser=parse_seconds, help="Of each turn.")
+        Any, typer.Option(metavar="SECONDS", parser=parse_duration, help="Of each turn.")
     ] = "2",
     count: Annotated[
         int, typer.Option(min=0, help="Requests of each turn, in the place of --duration.")
@@ -99,9 +94,7 @@ def bench(
     repeat: Annotated[int, typer.Option(min=1, help="Turns of each way under each load.")] = 3,
     warmup: Annotated[
         Any,
-        typer.Option(
-            metavar="SECONDS", parser=parse_seconds, help="Before each turn, not counted."
-        ),
+        typer.Option(metavar="SECONDS", parser=parse_pause, help="Before each turn, not counted."),
     ] = "0.3",
     against: Annotated[
         Any,
@@ -125,7 +118,7 @@ def bench(
     max_delay: Annotated[
         Any,
         typer.Option(
-            metavar="SECONDS", parser=parse_seconds, help="That a request there waits for others."
+            metavar="SECONDS", parser=parse_pause, help="That a request there waits for others."
         ),
     ] = "0.001",
     scaling: Annotated[
@@ -141,7 +134,9 @@ def bench(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page with plots there.")
     ] = None,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plots there.")] = None,
+    png: Annotated[
+        Any, typer.Option(metavar="FILE", parser=parse_png, help="Write the plots there.")
+    ] = None,
 ) -> None:
     """Measure how a model runs: mcinfer's ways, and what one would use otherwise, in turns.
 
@@ -172,35 +167,28 @@ def bench(
         inputs=input_options(input, dim, integers, seed),
     )
     outputs = {"--json": json, "--html": html, "--png": png}
-    _check_outputs(outputs)
+    _check_packages(outputs)
+    check_outputs(outputs)
     let_workers_tell()
     benchmark = Benchmark(plan, lambda turns, note: work.show(turns, note))
     try:
-        with showing_work(sys.stderr, "measuring", benchmark.turns, "turns") as work:
+        with showing_work(sys.stderr, "measuring", benchmark.steps) as work:
             report = benchmark.run()
     except KeyboardInterrupt:
         if benchmark.turns_taken:
             _show(benchmark.report(), outputs)
         raise
-    _show(report, outputs)
+    if benchmark.turns_taken:
+        _show(report, outputs)
+        return
+    _show(report, {})
+    raise McinferError("nothing was measured: no way has answered a request")
 
 
-def _check_outputs(outputs: Mapping[str, Path | None]) -> None:
-    """What would keep a file from being written is told before the work, not after it.
-
-    Raises:
-        InvalidInputError: There is no such folder, or nobody may write there.
-        MissingDependencyError: A package is needed for it.
-    """
+def _check_packages(outputs: Mapping[str, Path | None]) -> None:
+    """Raise `MissingDependencyError` where a package is needed for a file."""
     for option, path in outputs.items():
-        if path is None:
-            continue
-        folder = path.absolute().parent
-        if not folder.is_dir():
-            raise InvalidInputError(f"{option}: there is no folder {folder}")
-        if path.is_dir() or not os.access(folder, os.W_OK):
-            raise InvalidInputError(f"{option}: {path} cannot be written")
-        for package in _PACKAGES[option]:
+        for package in _PACKAGES[option] if path is not None else ():
             if find_spec(package) is None:
                 raise MissingDependencyError(
                     f"{option} needs the package {package}: pip install 'mcinfer[bench]'"
@@ -216,13 +204,7 @@ def _show(report: Report, outputs: Mapping[str, Path | None]) -> None:
     show(report, Console())
     for option, path in outputs.items():
         if path is not None:
-            # Beside it first: nobody finds half a file under that name.
-            beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-            try:
-                beside.write_bytes(_CONTENTS[option](report))
-                beside.replace(path)
-            finally:
-                beside.unlink(missing_ok=True)
+            write_output(option, path, _CONTENTS[option](report), finished=report.finished)
 
 
 def _json(report: Report) -> bytes:

@@ -1,11 +1,40 @@
-"""What requests are made of: options of ``mcinfer bench`` and ``mcinfer tune``."""
+"""Options of ``mcinfer bench`` and ``mcinfer tune``: what requests are made of, and how long and how many."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
-from mcinfer.cli.options import Dim, parse_dims
+from mcinfer.cli.options import Dim, parse_counts, parse_dims, parse_seconds
+
+MOST_CLIENTS = 4096
+"""Requests under way at once, each made by a thread of its own."""
+
+_MOST_SECONDS = 86400.0
+
+
+def parse_pause(text: str) -> float:
+    """``"0.3"``: seconds, 0 or more, up to a day."""
+    seconds = parse_seconds(text)
+    if seconds > _MOST_SECONDS:
+        raise typer.BadParameter(f"got {text!r}, expected {_MOST_SECONDS:.0f} seconds at most")
+    return seconds
+
+
+def parse_duration(text: str) -> float:
+    """``"60"``: seconds, more than 0, up to a day."""
+    seconds = parse_pause(text)
+    if not seconds:
+        raise typer.BadParameter(f"got {text!r}, expected seconds, more than 0")
+    return seconds
+
+
+def parse_clients(text: str) -> tuple[int, ...]:
+    """``"1,4,16"``: different numbers of clients, in the order that was given."""
+    counts = parse_counts(text)
+    if max(counts) > MOST_CLIENTS:
+        raise typer.BadParameter(f"got {text!r}, expected {MOST_CLIENTS} clients at most")
+    return counts
 
 
 def parse_integers(text: str) -> tuple[int, int]:
@@ -59,7 +88,10 @@ def input_options(
     from mcinfer.bench.inputs import parse_input_options
     from mcinfer.errors import InvalidInputError
 
+    sizes = dict(dims or ())
+    if len(sizes) < len(dims or ()):
+        raise typer.BadParameter("--dim: got a dimension twice, expected each once")
     try:
-        return parse_input_options(files or (), dict(dims or ()), integers, seed)
+        return parse_input_options(files or (), sizes, integers, seed)
     except InvalidInputError as exc:
         raise typer.BadParameter(str(exc)) from exc

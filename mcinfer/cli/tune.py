@@ -1,7 +1,5 @@
 """``mcinfer tune``: which pool answers a load best, as a program to copy."""
 
-import math
-import os
 import sys
 from json import dumps
 from pathlib import Path
@@ -10,13 +8,16 @@ from typing import Annotated, Any
 import typer
 
 from mcinfer.cli.input_options import (
+    MOST_CLIENTS,
     DimOption,
     InputOption,
     IntegersOption,
     SeedOption,
     input_options,
+    parse_duration,
 )
-from mcinfer.cli.options import ModelArgument, parse_rates, parse_seconds
+from mcinfer.cli.options import ModelArgument, parse_rates
+from mcinfer.cli.output_files import check_outputs, write_output
 from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.progress import let_workers_tell, showing_work
 
@@ -28,14 +29,6 @@ def parse_goal(text: str) -> str:
     if text not in _GOALS:
         raise typer.BadParameter(f"got {text!r}, expected one of {[*_GOALS]}")
     return text
-
-
-def parse_some_seconds(text: str) -> float:
-    """``"60"``: seconds, more than 0."""
-    seconds = parse_seconds(text)
-    if not 0 < seconds < math.inf:
-        raise typer.BadParameter(f"got {text!r}, expected seconds, more than 0")
-    return seconds
 
 
 def parse_rate(text: str) -> float:
@@ -60,7 +53,7 @@ def tune(
         Any,
         typer.Option(
             metavar="SECONDS",
-            parser=parse_some_seconds,
+            parser=parse_duration,
             help="Bound that 99 % of the requests are to keep; none if not given.",
             show_default=False,
         ),
@@ -70,6 +63,7 @@ def tune(
         int | None,
         typer.Option(
             min=1,
+            max=MOST_CLIENTS,
             help="Requests under way at once: twice the cores, or 1 with --goal latency, if not given.",
             show_default=False,
         ),
@@ -85,9 +79,7 @@ def tune(
     ] = None,
     budget: Annotated[
         Any,
-        typer.Option(
-            metavar="SECONDS", parser=parse_some_seconds, help="That the search may take."
-        ),
+        typer.Option(metavar="SECONDS", parser=parse_duration, help="That the search may take."),
     ] = "60",
     input: InputOption = None,  # noqa: A002 the option's name
     dim: DimOption = None,
@@ -106,23 +98,30 @@ def tune(
     from mcinfer.bench.tuning.advice import as_json, verdict
     from mcinfer.bench.tuning.search import Search
 
-    aim = _aim(goal, batch, concurrency, rate, max_latency)
     options = input_options(input, dim, integers, seed)
-    _check_writable(json)
+    try:
+        search = Search(
+            model,
+            _aim(goal, batch, concurrency, rate, max_latency),
+            options,
+            budget=budget,
+            progress=lambda done, note: work.show(done, note),
+        )
+    except InvalidInputError as exc:
+        raise typer.BadParameter(str(exc)) from exc
+    check_outputs({"--json": json})
     before = machine()
     let_workers_tell()
-    search = Search(
-        model, aim, options, budget=budget, progress=lambda done, note: work.show(done, note)
-    )
     try:
         with showing_work(sys.stderr, "tuning", budget) as work:
             search.run()
     finally:  # what is known so far, also where it was interrupted
         found = search.found()
-        if found.best is not None:
+        if any(trial.turns or trial.error for trial in found.trials):
             _show(str(model), found)
             if json is not None:
-                json.write_bytes(as_json(str(model), found, before))
+                content = as_json(str(model), found, before)
+                write_output("--json", json, content, finished=bool(found.ended))
     if not found.fits:
         raise McinferError(verdict(found))
 
@@ -139,20 +138,8 @@ def _aim(
         concurrency = OPEN_LOOP_CLIENTS
     elif concurrency is None:
         concurrency = 1 if goal == "latency" else 2 * whole_cpus()
-    try:
-        load = Load(batch=batch, clients=concurrency, rate=rate)
-        return Aim(goal=goal, load=load, max_latency=max_latency)
-    except InvalidInputError as exc:
-        raise typer.BadParameter(str(exc)) from exc
-
-
-def _check_writable(path: Path | None) -> None:
-    """Before the work, not after it."""
-    if path is None:
-        return
-    folder = path.absolute().parent
-    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise InvalidInputError(f"--json: {path} cannot be written")
+    load = Load(batch=batch, clients=concurrency, rate=rate)
+    return Aim(goal=goal, load=load, max_latency=max_latency)
 
 
 def _show(model: str, found: Any) -> None:

@@ -5,18 +5,20 @@ import os
 import pty
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
+from mcinfer.bench.failures import WayFailedError
 from mcinfer.bench.report import Load
 from mcinfer.bench.request_file import write_request
-from mcinfer.bench.subject import WayFailedError
 from mcinfer.bench.tuning.candidates import Candidate
 from mcinfer.bench.tuning.heats import Pools, Trial
 from mcinfer.bench.way import Setup
+from mcinfer.cli import main
 from mcinfer.machine import whole_cpus
 from tests.process.models import AFFINE, OnnxModel, rows
 from tests.process.scripts import Ended, Program
@@ -29,7 +31,9 @@ os.dup2(os.open(sys.argv.pop(1), os.O_RDWR | os.O_NOCTTY), 2)
 {COMMAND}
 """
 ON_ONE_CORE = f"import os; os.sched_setaffinity(0, {{min(os.sched_getaffinity(0))}}); {COMMAND}"
-NEEDED = re.compile(r"mcinfer: --budget: got 0.01 s, expected at least (\d+) to compare two pools")
+NEEDED = re.compile(
+    r"mcinfer: --budget: got [\d.]+ s, expected at least (\d+) to compare two pools"
+)
 LONGEST = 55.0
 
 
@@ -40,17 +44,21 @@ def tune(*arguments: object, text: str = COMMAND) -> Ended:
 
 @pytest.mark.timeout(150)
 def test_search_recommends_a_pool_and_its_program_runs(
-    onnx_model: OnnxModel, tmp_path: Path
+    onnx_model: OnnxModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, report = onnx_model(AFFINE), tmp_path / "found.json"
-    few = ("--concurrency", 1)
-    refused = tune(model, *few, "--budget", 0.01)
-    needed = NEEDED.match(refused.err)
-    assert needed, refused
-    assert (refused.status, refused.out) == (1, "")
-    # What it asks for is enough; more of it, where other tests may come in between.
-    done = tune(model, *few, "--budget", 1.5 * int(needed[1]) + 1, "--json", report)
-    assert (done.status, done.err) == (0, "")
+    arguments = ["tune", str(model), "--concurrency", "1", "--json", str(report), "--budget"]
+    budgets = ["0.01"]
+    while main([*arguments, budgets[-1]]):
+        refused = capsys.readouterr()
+        needed = NEEDED.match(refused.err)
+        assert needed, refused
+        assert refused.out == ""
+        budgets.append(needed[1])
+        assert len(budgets) < 6  # more than one where other tests come in between
+    assert len(budgets) > 1
+    done = capsys.readouterr()
+    assert done.err == ""
     content = json.loads(report.read_bytes())
     assert content["finished"]
     first = content["trials"][0]
@@ -81,7 +89,11 @@ def test_bound_that_no_pool_keeps_is_a_failure_that_names_the_nearest(
     assert "import" not in done.out
 
 
-def test_interrupted_search_tells_what_is_known_and_leaves_nothing(onnx_model: OnnxModel) -> None:
+def test_interrupted_search_tells_what_is_known_and_leaves_nothing(
+    onnx_model: OnnxModel, tmp_path: Path
+) -> None:
+    report = tmp_path / "found.json"
+    report.write_text("of the last time")
     ours, theirs = pty.openpty()
     got = bytearray()
 
@@ -99,7 +111,7 @@ def test_interrupted_search_tells_what_is_known_and_leaves_nothing(onnx_model: O
     reader = threading.Thread(target=read)
     terminal = {"TERM": "xterm", "COLUMNS": "200"}
     clients = 2 if whole_cpus() == 1 else 1  # for there to be another pool than the default
-    arguments = ("tune", onnx_model(AFFINE), "--concurrency", clients)
+    arguments = ("tune", onnx_model(AFFINE), "--concurrency", clients, "--json", report)
     try:
         place = os.ttyname(theirs)
         with Program(ON_TERMINAL, place, *arguments, env=terminal) as program:
@@ -114,8 +126,16 @@ def test_interrupted_search_tells_what_is_known_and_leaves_nothing(onnx_model: O
         reader.join(10.0)
         os.close(ours)
     assert done.status == 130
-    assert re.search(r"round 1: \d pools? ", done.out)
+    assert re.search(r"round 1, interrupted: \d pools? ", done.out)
+    assert (
+        "import mcinfer" not in done.out
+    )  # nothing is recommended that had but a few of its turns
+    assert report.read_text() == "of the last time"
+    partial = json.loads((tmp_path / "found.partial.json").read_bytes())
+    assert (partial["finished"], partial["recommended"]) == (False, None)
+    assert partial["trials"][0]["turns"]
     assert "The search was interrupted: this is what is known so far." in done.out
+    assert b"--json: what is known so far is in " in got
     assert got.endswith(b"mcinfer: interrupted\r\n")
     assert children
     wait_until(lambda: all_gone(children))
@@ -137,10 +157,11 @@ def test_pool_that_fails_is_out_with_its_reason_and_the_others_go_on(
         max_delay=0.0,
     )
     pools = Pools(setup, Load(batch=1, clients=1), request)
-    sound = Trial(rung=1, candidate=Candidate(workers=1, threads=None, call="submit"))
-    broken = Trial(rung=1, candidate=Candidate(workers=1, threads=-1, call="submit"))
+    works = Candidate(workers=1, threads=None, call="submit")
+    sound = Trial(rung=1, candidate=works, repeats=2)
+    broken = Trial(rung=1, candidate=replace(works, threads=-1), repeats=2)
     told: list[str] = []
-    pools.run_heat([broken, sound], 2, 0.05, hopeless=list, tell=told.append)
+    pools.run_heat([broken, sound], 0.05, hopeless=list, tell=told.append)
     assert "threads" in broken.error
     assert (broken.turns, sound.error, len(sound.turns)) == ([], "", 2)
     assert told == [

@@ -7,9 +7,8 @@ from typing import Any
 
 from mcinfer import __version__
 from mcinfer.bench.tuning.candidates import Candidate
-from mcinfer.bench.tuning.halving import ranked
-from mcinfer.bench.tuning.heats import Trial
-from mcinfer.bench.tuning.search import Found
+from mcinfer.bench.tuning.found import Found, Standing, ranking, standing
+from mcinfer.bench.tuning.heats import ENOUGH_REQUESTS, Trial
 from mcinfer.bench.views.figures import Spread, latency, spread_of
 from mcinfer.bench.views.tables import Cell, Grid
 from mcinfer.bench.views.texts import Unit, number, printable, seconds_text, spread_text, time_unit
@@ -113,15 +112,18 @@ def _joined(start: str, parts: list[str], end: str) -> str:
 
 
 def grids(found: Found) -> list[Grid]:
-    """What was tried: a table for each rung, the best first."""
-    return [_grid(found, rung) for rung in sorted({trial.rung for trial in found.trials})]
+    """What was tried: a table for each rung in which anything was measured, the best first."""
+    numbers = sorted({trial.rung for trial in found.trials})
+    return [grid for rung in numbers if (grid := _grid(found, rung)).rows]
 
 
 def _grid(found: Found, rung: int) -> Grid:
-    trials = [t for t in found.trials if t.rung == rung and t.turns and not t.error]
-    results = {i: [*map(found.aim.result, t.turns)] for i, t in enumerate(trials)}
-    unit = time_unit(latency(turn, 0.5) for trial in trials for turn in trial.turns)
-    pools = "1 pool" if len(trials) == 1 else f"{len(trials)} pools"
+    trials = [trial for trial in found.trials if trial.rung == rung]
+    order = ranking(found.aim, trials, found.default)
+    standings = [s for each in order if (s := standing(trials, found.default, each))]
+    unit = time_unit(latency(turn, 0.5) for each in standings for turn in each.turns)
+    pools = "1 pool" if len(standings) == 1 else f"{len(standings)} pools"
+    interrupted = "" if rung <= found.finished_rungs else ", interrupted"
     header = (
         "call",
         "workers",
@@ -134,14 +136,14 @@ def _grid(found: Found, rung: int) -> Grid:
         f"{_TIMES} default",
     )
     return Grid(
-        title=f"round {rung}: {pools} (p50 and p99 in {unit.sign})",
+        title=f"round {rung}{interrupted}: {pools} (p50 and p99 in {unit.sign})",
         header=header,
-        rows=tuple(_row(found, trials[i], unit) for i in ranked(results)),
+        rows=tuple(_row(found, each, unit) for each in standings),
     )
 
 
-def _row(found: Found, trial: Trial, unit: Unit) -> tuple[Cell, ...]:
-    candidate = trial.candidate
+def _row(found: Found, measured: Standing, unit: Unit) -> tuple[Cell, ...]:
+    candidate = measured.candidate
     joins = candidate.max_batch_size > 1
     return (
         f"{candidate.call}, default" if candidate == found.default else candidate.call,
@@ -149,14 +151,14 @@ def _row(found: Found, trial: Trial, unit: Unit) -> tuple[Cell, ...]:
         "auto" if candidate.threads is None else str(candidate.threads),
         str(candidate.max_batch_size) if joins else "no",
         f"{candidate.max_delay * 1e3:g}" if joins else "",
-        (spread_of(map(found.aim.rows, trial.turns)), Unit()),
-        *((_latency(trial, fraction), unit) for fraction in (0.5, 0.99)),
-        (found.over_default(trial), Unit()),
+        (spread_of(map(found.aim.rows, measured.turns)), Unit()),
+        *((_latency(measured, fraction), unit) for fraction in (0.5, 0.99)),
+        (measured.over_default(found.aim), Unit()),
     )
 
 
-def _latency(trial: Trial, fraction: float) -> Spread:
-    return spread_of(latency(turn, fraction) for turn in trial.turns)
+def _latency(measured: Standing, fraction: float) -> Spread:
+    return spread_of(latency(turn, fraction) for turn in measured.turns)
 
 
 def remarks(found: Found) -> list[str]:
@@ -169,10 +171,23 @@ def remarks(found: Found) -> list[str]:
             f"{found.left_out} of {found.candidates} pools were left out: there was no time for them. "
             f"--budget {math.ceil(found.needed_seconds)} is enough for all."
         )
+    told += _few_requests(found)
     told += [
         printable(f"{trial.candidate}: {trial.error}") for trial in found.trials if trial.error
     ]
     return told
+
+
+def _few_requests(found: Found) -> list[str]:
+    last = None if found.best is None else found.last(found.best)
+    count = min((turn.requests for turn in last.turns), default=0) if last else 0
+    if not 0 < count < ENOUGH_REQUESTS:
+        return []
+    requests = "1 request" if count == 1 else f"{count} requests"
+    return [
+        f"p99 rests on {requests} in each turn: of fewer than {ENOUGH_REQUESTS} it is the slowest. "
+        f"More --budget gives longer turns."
+    ]
 
 
 def verdict(found: Found) -> str:
@@ -182,29 +197,30 @@ def verdict(found: Found) -> str:
         return "no pool could be measured"
     if not found.fits:
         return _nearest(found, best)
-    better = found.over_default(best)
-    over = "not to be compared with the default, which failed"
+    default = found.last(found.default)
+    better = best.over_default(found.aim)
+    over = "not to be compared with the default"
     if better.known:
         low, high = number(better.low, better.middle), number(better.high, better.middle)
         over = f"{number(better.middle)} {_TIMES} the default ({low} … {high})"
-    if found.default_is_as_good:
-        default = found.last(found.default) or best
+    elif default is None:
+        over += ", which failed"
+    if default is not None and found.default_is_as_good:
         said = f"The default is as good as any: {_figure(found, default)}."
-        return said if best is default else f"{said} The best other, {best.candidate}: {over}."
+        is_best = best.candidate == found.default
+        return said if is_best else f"{said} The best other, {best.candidate}: {over}."
     text = f"Best: {best.candidate}: {_figure(found, best)}, {over}."
-    if better.known and not found.keeps_bound(found.default):
-        text += (
-            f" The default does not keep the bound: {_figure(found, found.last(found.default))}."
-        )
+    if default is not None and not found.keeps_bound(found.default):
+        keeps_up = found.keeps_up(found.default)
+        what = "keep the bound" if keeps_up else f"keep up with {found.aim.load}"
+        text += f" The default does not {what}: {_figure(found, default)}."
     return text
 
 
-def _figure(found: Found, trial: Trial | None) -> str:
+def _figure(found: Found, measured: Standing) -> str:
     """What the goal is about, and the bound."""
-    if trial is None:
-        return ""
-    rows = spread_of(map(found.aim.rows, trial.turns))
-    median, tail = _latency(trial, 0.5), _latency(trial, 0.99)
+    rows = spread_of(map(found.aim.rows, measured.turns))
+    median, tail = _latency(measured, 0.5), _latency(measured, 0.99)
     unit = time_unit([median.low])
     first = f"{spread_text(rows)} rows/s"
     if found.aim.goal == "latency":
@@ -212,9 +228,9 @@ def _figure(found: Found, trial: Trial | None) -> str:
     return f"{first}, p99 {spread_text(tail, unit)} {unit.sign}"
 
 
-def _nearest(found: Found, best: Trial) -> str:
+def _nearest(found: Found, best: Standing) -> str:
     tail = _latency(best, 0.99).middle
-    if found.aim.max_latency is None:
+    if found.aim.max_latency is None or not found.keeps_up(best.candidate):
         return f"no pool keeps up with {found.aim.load}; {best.candidate} came nearest"
     return (
         f"no pool answers 99 % of the requests within {seconds_text(found.aim.max_latency)} under "
@@ -254,23 +270,26 @@ def as_json(model: str, found: Found, machine: dict[str, str | int | float]) -> 
 
 
 def _recommended(model: str, chosen: Candidate, found: Found) -> dict[str, Any]:
-    trial = found.last(chosen)
+    last = found.last(chosen)
     return {
         "arguments": arguments(chosen, found.default),
         "call": chosen.call,
         "is_default": chosen == found.default,
         "keeps_bound": found.keeps_bound(chosen),
-        "over_default": None if trial is None else _finite(found.over_default(trial)),
+        "over_default": None if last is None else _finite(last.over_default(found.aim)),
         "program": program(model, chosen, found),
     }
 
 
 def _trial(found: Found, trial: Trial) -> dict[str, Any]:
+    heat = [t for t in found.trials if (t.rung, t.heat) == (trial.rung, trial.heat)]
+    measured = standing(heat, found.default, trial.candidate)
     return {
         "rung": trial.rung,
+        "heat": trial.heat,
         "candidate": asdict(trial.candidate),
         "is_default": trial.candidate == found.default,
-        "over_default": _finite(found.over_default(trial)),
+        "over_default": None if measured is None else _finite(measured.over_default(found.aim)),
         "error": trial.error,
         "turns": [asdict(turn) for turn in trial.turns],
     }

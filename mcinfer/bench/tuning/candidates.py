@@ -49,13 +49,13 @@ class Aim:
         return self.load.batch * turn.throughput
 
     def result(self, turn: Turn) -> Result:
-        """What a turn is worth."""
+        """What a turn is worth. One that did not keep up with the rate breaks any bound."""
         if self.goal == "latency":
             cost = latency(turn, 0.5)
         else:
             cost = 1 / self.rows(turn) if turn.requests else math.inf
-        if cost == math.inf:  # it does not keep up with the rate
-            return Result(cost=cost, strain=math.inf)
+        if turn.unfinished or not turn.kept_up or cost == math.inf:
+            return Result(cost=cost, strain=math.inf)  # in the long run nothing is answered in time
         strain = latency(turn, 0.99) / self.max_latency if self.max_latency else 0.0
         return Result(cost=cost, strain=strain)
 

@@ -3,9 +3,10 @@
 All are measured for a little while, the worse half is dropped, the others are measured for twice as long, and
 so on, until one is left: K. Jamieson, A. Talwalkar, "Non-stochastic Best Arm Identification and
 Hyperparameter Optimization", 2016 (https://arxiv.org/abs/1502.07943), whose arms are the candidates here.
-Three things differ: a candidate that is far off, or behind by more than the repeats differ, is dropped even
-if it is of the better half; the search ends where those that lead are as good as each other; and one
-candidate may be *kept*, which is measured in every rung for the others to be compared with.
+Four things differ: a candidate that is far off, or behind by more than the repeats differ, is dropped even
+if it is of the better half; the search ends where those that lead are as good as each other; one candidate is
+*kept*, and measured in every heat for the others to be compared with; and where the last rung was too short
+to be trusted, the winner and the kept one are measured once more, for long enough.
 
 No clock and no I/O: how much time is left is an argument, what was measured is told.
 """
@@ -51,15 +52,21 @@ class Rung:
 
     Attributes:
         number: From 1.
-        of: How many rungs there are at most, as far as can be told.
-        candidates: Those to measure, the most promising first, but for the kept one, which is the very first.
-        seconds: For each, to measure; what a candidate costs beside that comes on top.
+        of: How many rungs there are, as far as can be told.
+        heats: Those to measure beside each other, the most promising first, but for the kept one, which is
+            the first of every heat.
+        seconds: For each, in each of its heats; what a candidate costs beside that comes on top.
     """
 
     number: int
     of: int
-    candidates: tuple[int, ...]
+    heats: tuple[tuple[int, ...], ...]
     seconds: float
+
+    @property
+    def candidates(self) -> tuple[int, ...]:
+        """All that are measured, each once."""
+        return tuple(dict.fromkeys(c for heat in self.heats for c in heat))
 
 
 class Halving:
@@ -68,7 +75,10 @@ class Halving:
     Args:
         candidates: How many; they are called 0, 1, …. Where there is no time for all, the last are left out.
         kept: The one to compare the others with.
+        heat: How many are measured beside each other, the kept one among them; 2 or more.
         least: Seconds that a candidate is measured at least.
+        enough: Seconds after which what was measured can be trusted. The last rung is so long where there is
+            time for it.
 
     Attributes:
         ranking: What was measured in the last rung, the best first.
@@ -77,26 +87,36 @@ class Halving:
         ended: Why the search is over; None while it is not.
     """
 
-    def __init__(self, candidates: int, *, kept: int, least: float) -> None:
+    def __init__(
+        self, candidates: int, *, kept: int, heat: int, least: float, enough: float = 0.0
+    ) -> None:
         self.ranking: tuple[int, ...] = ()
         self.contenders: tuple[int, ...] = tuple(range(candidates))
         self.left_out = 0
         self.ended: Ending | None = None if candidates else "none is left"
         self._kept: int | None = kept
+        self._heat = heat
         self._least = least
+        self._enough = enough
         self._number = 0
+        self._seconds = 0.0
+        self._reserved = 0.0
+        self._to_confirm: Ending | None = None
 
     def plan(self, left: float, overhead: float) -> Rung | None:
         """The next rung; None where the search is over.
 
         Args:
             left: Seconds that all further rungs may take: this one leaves enough for those after it.
-            overhead: Seconds that a candidate costs in each rung beside being measured.
+            overhead: Seconds that a candidate costs in each heat beside being measured.
         """
         if self.ended:
             return None
+        if self._to_confirm:
+            return self._plan_confirming(self._to_confirm, left, overhead)
+        spare = left - self._reserve(left, overhead)
         counts = range(len(self.contenders), 0, -1)
-        count = next((n for n in counts if self.needs(n, overhead) <= left), 0)
+        count = next((n for n in counts if self.needs(n, overhead) <= spare), 0)
         if count < min(2, len(self.contenders)):
             self.ended = "the time is over"
             return None
@@ -104,26 +124,62 @@ class Halving:
             self.left_out = len(self.contenders) - count
         measured, shares = self._sums(count)
         self.contenders = self.contenders[:count]
-        seconds = max(self._least, (left - overhead * measured) / shares)
-        kept = () if self._kept is None else (self._kept,)
-        return Rung(
-            number=self._number + 1,
-            of=self._number + len(_sizes(count)),
-            candidates=(*kept, *(c for c in self.contenders if c != self._kept)),
-            seconds=seconds if measured > 1 else self._least,  # alone: there is nothing to find out
-        )
+        seconds = max(self._least, (spare - overhead * measured) / shares)
+        if measured == 1:  # alone: there is nothing to find out but whether it keeps the bound
+            seconds = max(self._least, min(self._enough, left - overhead))
+        return self._rung(len(_sizes(count)), seconds)
 
     def needs(self, count: int, overhead: float) -> float:
         """Seconds that the search takes at least from here on, with so many contenders."""
         measured, shares = self._sums(count)
         return overhead * measured + self._least * shares
 
+    def needs_to_confirm(self, overhead: float) -> float:
+        """Seconds for the winner and the kept one to be measured for long enough at the end."""
+        return 2 * (overhead + self._enough) if self._enough > self._least else 0.0
+
+    def _reserve(self, left: float, overhead: float) -> float:
+        """Seconds to leave for that: at most half of all, and none that two contenders need."""
+        if not self._number:
+            self._reserved = min(self.needs_to_confirm(overhead), left / 2)
+        needed = self.needs(min(2, len(self.contenders)), overhead)
+        return max(0.0, min(self._reserved, left - needed))
+
+    def _plan_confirming(self, why: Ending, left: float, overhead: float) -> Rung | None:
+        """The winner and the kept one once more, if that can be for longer than before."""
+        self.contenders = self.contenders[:1]
+        measured, _ = self._sums(1)
+        seconds = min(self._enough, (left - overhead * measured) / measured)
+        if seconds <= self._seconds:
+            self.ended = why
+            return None
+        return self._rung(1, seconds)
+
+    def _rung(self, more: int, seconds: float) -> Rung:
+        """The next rung, of all contenders: it, and those after it, are so many."""
+        self._seconds = seconds
+        kept = () if self._kept is None else (self._kept,)
+        others = [c for c in self.contenders if c != self._kept]
+        beside = self._heat - len(kept)
+        starts = range(0, max(1, len(others)), beside)
+        return Rung(
+            number=self._number + 1,
+            of=self._number + more,
+            heats=tuple((*kept, *others[start : start + beside]) for start in starts),
+            seconds=seconds,
+        )
+
     def _sums(self, count: int) -> tuple[int, int]:
         """How often a candidate will be measured, and for how often the seconds of the next rung."""
-        extra = self._kept is not None and self._kept not in self.contenders[:count]
-        # Whether the kept one will be among the contenders is not known: it is reckoned with in any case.
-        measured = [n + (extra if i == 0 else 1) for i, n in enumerate(_sizes(count))]
+        # Whether the kept one will be among later contenders is not known: it is reckoned without.
+        among = self._kept in self.contenders[:count]
+        others = [n - (among and i == 0) for i, n in enumerate(_sizes(count))]
+        measured = [n + self._heats(n) for n in others]
         return sum(measured), sum(n << i for i, n in enumerate(measured))
+
+    def _heats(self, others: int) -> int:
+        """How often the kept one is measured beside so many others."""
+        return 0 if self._kept is None else max(1, ceil(others / (self._heat - 1)))
 
     def hopeless(self, results: Results) -> frozenset[int]:
         """Those that need no further repeat, by what the rung has given so far."""
@@ -156,12 +212,19 @@ class Halving:
         half = contenders[: ceil(len(contenders) / 2)]
         dropped = self.hopeless(results) | _behind(results, contenders)
         self.contenders = tuple(c for c in half if c not in dropped)
-        if not self.ranking:
-            self.ended = "none is left"
-        elif len(self.contenders) < 2:
-            self.ended = "one is left"
-        elif _alike([results[c] for c in self.contenders]):
-            self.ended = "the leaders are alike"
+        if self._to_confirm or not self.ranking:
+            self.ended = self._to_confirm if self.ranking else "none is left"
+            return
+        over = self._over(results)
+        if self._seconds < self._enough:
+            self._to_confirm = over
+        else:
+            self.ended = over
+
+    def _over(self, results: Results) -> Ending | None:
+        if len(self.contenders) < 2:
+            return "one is left"
+        return "the leaders are alike" if _alike([results[c] for c in self.contenders]) else None
 
 
 def _sizes(count: int) -> list[int]:

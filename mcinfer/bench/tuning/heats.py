@@ -10,12 +10,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 
+from mcinfer.bench.failures import WayFailedError
+from mcinfer.bench.load import MOST_ARRIVALS
 from mcinfer.bench.report import Load, Turn
-from mcinfer.bench.subject import Subject, WayFailedError
+from mcinfer.bench.subject import Subject
 from mcinfer.bench.tuning.candidates import Candidate
 from mcinfer.bench.way import Setup
 
 LEAST_REPEATS = 3
+ENOUGH_REQUESTS = 100
+"""That a turn is to have for its p99 to be more than the slowest of them."""
+
+_ENOUGH_MARGIN = 1.5
+"""For pools that are slower than the default, and arrivals that are fewer than on average."""
+_LEAST_ARRIVALS = 5
+"""In a turn, on average."""
 _MOST_REPEATS = 7
 _LEAST_TURN = 0.1
 _FIRST_TURN = 0.3
@@ -32,18 +41,27 @@ _PATIENCE = 10.0
 
 @dataclass(slots=True, kw_only=True)
 class Trial:
-    """One candidate in one rung.
+    """One candidate in one heat.
 
     Attributes:
         rung: From 1.
-        turns: One for each repeat; fewer where the candidate was dropped at once.
+        heat: Of the rung, from 1.
+        repeats: Turns that it is to have.
+        turns: One for each repeat; fewer where the candidate was dropped at once, or interrupted.
         error: Why it could not be measured; empty if it was.
     """
 
     rung: int
+    heat: int = 1
     candidate: Candidate
+    repeats: int = LEAST_REPEATS
     turns: list[Turn] = field(default_factory=list)
     error: str = ""
+
+
+def least_rate(budget: float) -> float:
+    """Requests a second of an open loop that two pools can be compared under in so many seconds."""
+    return 2 * LEAST_REPEATS * _LEAST_ARRIVALS / budget
 
 
 class Pools:
@@ -56,6 +74,7 @@ class Pools:
 
     Attributes:
         least_turn: Seconds.
+        enough_turn: Seconds of a turn with `ENOUGH_REQUESTS`.
     """
 
     def __init__(self, setup: Setup, load: Load, request: Path) -> None:
@@ -67,10 +86,11 @@ class Pools:
         self._starts: list[float] = []
         self._turn_extra = 0.0
         self.least_turn = _LEAST_TURN
+        self.enough_turn = 0.0
 
     @property
     def overhead(self) -> float:
-        """Seconds that a candidate costs in a rung beside being measured, as far as is known."""
+        """Seconds that a candidate costs in a heat beside being measured, as far as is known."""
         return sum(self._starts) / len(self._starts) + LEAST_REPEATS * self._turn_extra
 
     def try_out(self, candidate: Candidate) -> Turn:
@@ -79,8 +99,8 @@ class Pools:
         Raises:
             WayFailedError: It cannot be started, or answers no request.
         """
-        trial = Trial(rung=0, candidate=candidate)
-        self.run_heat([trial], 1, _FIRST_TURN, hopeless=list, tell=lambda _: None)
+        trial = Trial(rung=0, candidate=candidate, repeats=1)
+        self.run_heat([trial], _FIRST_TURN, hopeless=list, tell=lambda _: None)
         if trial.error:
             raise WayFailedError(f"the default pool: {trial.error}")
         turn, *_ = trial.turns
@@ -88,14 +108,20 @@ class Pools:
         # A turn goes on until the last answer, and begins with a request of each client that is not counted.
         self._turn_extra = _REST + 2 * turn.mean_latency
         self._turn_patience = _PATIENCE * (1 + self._turn_extra)
-        few = 5 / self._load.rate if self._load.rate else 0.0
+        few = _LEAST_ARRIVALS / self._load.rate if self._load.rate else 0.0
         self.least_turn = max(_LEAST_TURN, 2 * turn.mean_latency, few)
+        self.enough_turn = _ENOUGH_MARGIN * ENOUGH_REQUESTS / (self._load.rate or turn.throughput)
         return turn
 
     def share_out(self, seconds: float) -> tuple[int, float]:
-        """How many turns to take, and the seconds of each: where there is time for it, more of them."""
-        repeats = int(seconds / (4 * self.least_turn))
+        """How many turns to take, and the seconds of each: where there is time for it, more of them.
+
+        Longer ones come before more of them: each is to have enough requests.
+        """
+        repeats = int(seconds / max(4 * self.least_turn, self.enough_turn))
         repeats = min(max(repeats, LEAST_REPEATS), _MOST_REPEATS)
+        if self._load.rate:
+            seconds = min(seconds, repeats * MOST_ARRIVALS / self._load.rate)
         # The extra of so many is not in the overhead, so it is to come out of the turns.
         more = (repeats - LEAST_REPEATS) * self._turn_extra
         return repeats, (seconds - more) / repeats
@@ -103,7 +129,6 @@ class Pools:
     def run_heat(
         self,
         trials: Sequence[Trial],
-        repeats: int,
         seconds: float,
         *,
         hopeless: Callable[[], Collection[Candidate]],
@@ -113,7 +138,6 @@ class Pools:
 
         Args:
             trials: Their turns, or errors, are added.
-            repeats: Turns of each.
             seconds: Of each turn.
             hopeless: Says which candidates need no further turn.
             tell: Called before each start and turn, with a few words.
@@ -122,20 +146,25 @@ class Pools:
         with ExitStack() as stack:
             subjects = [stack.enter_context(self._subject(t.candidate)) for t in trials]
             pools = [*zip(trials, subjects, strict=True)]
-            for trial, subject in pools:
-                tell(f"starting {trial.candidate}")
-                with _noting(trial, subject):
-                    subject.start(self._start_timeout)
-            for repeat in range(repeats):
-                first = repeat % len(pools)
-                for trial, subject in (*pools[first:], *pools[:first]):
-                    if trial.error or trial.candidate in hopeless():
-                        continue
-                    tell(str(trial.candidate))
-                    start = monotonic()
+            try:
+                for trial, subject in pools:
+                    tell(f"starting {trial.candidate}")
                     with _noting(trial, subject):
-                        self._take_turn(trial, subject, seconds, repeat)
-                    in_turns += monotonic() - start
+                        subject.start(self._start_timeout)
+                for repeat in range(max(trial.repeats for trial in trials)):
+                    first = repeat % len(pools)
+                    for trial, subject in (*pools[first:], *pools[:first]):
+                        if trial.error or trial.candidate in hopeless():
+                            continue
+                        tell(str(trial.candidate))
+                        start = monotonic()
+                        with _noting(trial, subject):
+                            self._take_turn(trial, subject, seconds, repeat)
+                        in_turns += monotonic() - start
+            except KeyboardInterrupt:
+                for subject in subjects:  # all at once, and then one after another is waited for
+                    subject.interrupt()
+                raise
         self._starts.append((monotonic() - began - in_turns) / len(trials))
 
     def _subject(self, candidate: Candidate) -> Subject:
@@ -159,7 +188,7 @@ class Pools:
         )
         if turn.failed:
             made = turn.requests + turn.failed
-            raise WayFailedError(f"{turn.failed} of {made} requests failed")
+            raise WayFailedError(f"{turn.failed} of {made} requests failed: {turn.error}")
         trial.turns.append(turn)
 
 

@@ -5,8 +5,9 @@
    │  looks at the model with one worker; makes a request's arrays; tries the default pool for a moment
    ├── Halving        which candidates to measure next, and for how long
    └── for each rung, in heats of a few:
-         Subject ── process: Master ── workers      the heat's pools, all open: they take turns, so that
-         Subject ── …                               what else the machine does hits all alike
+         Subject ── process: Master ── workers      the default, in every heat, and a few others, all open:
+         Subject ── …                               they take turns, so that what else the machine does
+                                                    hits all alike
 ```
 
 Ownership: a `Search` starts the pools of one heat, only one of which has something to do at any moment, and
@@ -15,17 +16,17 @@ has ended them before the next heat, and before `run` returns or raises.
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from time import monotonic
 
-from mcinfer.bench.inputs import InputOptions, make_inputs, split_inputs
+from mcinfer.bench.inputs import InputOptions, fixed_batch, make_inputs, split_inputs
 from mcinfer.bench.request_file import write_request
 from mcinfer.bench.tuning.candidates import Aim, Candidate, Space, default_candidate, pieces_of
-from mcinfer.bench.tuning.halving import Halving, Results, Rung, ranked
-from mcinfer.bench.tuning.heats import LEAST_REPEATS, Pools, Trial
-from mcinfer.bench.views.figures import Spread, spread_of
+from mcinfer.bench.tuning.found import Found, results
+from mcinfer.bench.tuning.halving import Halving, Results, Rung
+from mcinfer.bench.tuning.heats import LEAST_REPEATS, Pools, Trial, least_rate
+from mcinfer.bench.views.texts import number
 from mcinfer.bench.way import Setup
 from mcinfer.errors import InvalidInputError
 from mcinfer.machine import whole_cpus
@@ -34,77 +35,10 @@ from mcinfer.sharding import plan
 from mcinfer.specs import ModelSpec
 
 _HEAT = 4
-"""Pools that are open at once."""
+"""Pools that are open at once: the default, and others that are compared with it."""
 
 Progress = Callable[[float, str], None]
 """Called with the seconds of the budget that are over, and what comes next."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What came of a search; in the middle of one, what is known so far.
-
-    Attributes:
-        aim: What was searched for.
-        cores: That could be used.
-        default: The pool that all others were compared with.
-        arrays: By input name, element type and shape of the arrays of the requests that were made.
-        trials: Rung by rung; within a rung in the order in which they were measured.
-        best: The best of the last whole rung; None where there was none.
-        candidates: How many there were.
-        left_out: How many of them there was no time for.
-        needed_seconds: For all of them.
-        ended: Why the search was over; empty where it was interrupted.
-        took_seconds: In all, but for looking at the model.
-    """
-
-    aim: Aim
-    cores: int
-    default: Candidate
-    arrays: dict[str, tuple[str, tuple[int, ...]]]
-    trials: tuple[Trial, ...]
-    best: Candidate | None
-    candidates: int
-    left_out: int
-    needed_seconds: float
-    ended: str
-    took_seconds: float
-
-    def last(self, candidate: Candidate) -> Trial | None:
-        """The last trial of a candidate: the longest."""
-        return next((t for t in reversed(self.trials) if t.candidate == candidate), None)
-
-    def over_default(self, trial: Trial) -> Spread:
-        """How many times better than the default, which was measured beside it, within each repeat."""
-        default = [t for t in self.trials if t.candidate == self.default and t.rung == trial.rung]
-        pairs = zip(trial.turns, default[0].turns if default else [], strict=False)
-        return spread_of(
-            self.aim.result(other).cost / self.aim.result(mine).cost for mine, other in pairs
-        )
-
-    def keeps_bound(self, candidate: Candidate) -> bool:
-        """Whether it kept the bound on latency, in its last rung."""
-        trial = self.last(candidate)
-        strains = [self.aim.result(turn).strain for turn in trial.turns] if trial else []
-        return spread_of(strains).middle <= 1.0
-
-    @property
-    def fits(self) -> bool:
-        """Whether there is a pool that keeps the bound, and keeps up with the load."""
-        return self.best is not None and self.keeps_bound(self.best)
-
-    @property
-    def default_is_as_good(self) -> bool:
-        """Whether nothing is better than the default by more than the repeats differ."""
-        trial = None if self.best is None else self.last(self.best)
-        if trial is None or not self.keeps_bound(self.default):
-            return False
-        return self.best == self.default or not self.over_default(trial).low > 1.0
-
-    @property
-    def recommended(self) -> Candidate | None:
-        """The default, if it is as good as the best."""
-        return self.default if self.default_is_as_good else self.best
 
 
 class Search:
@@ -117,11 +51,21 @@ class Search:
         budget: Seconds for the search, from when the model has been looked at (and prepared, if it had not
             been before).
         progress: Told how far it is.
+
+    Raises:
+        InvalidInputError: Requests come too seldom for the budget.
     """
 
     def __init__(
         self, model: Path, aim: Aim, inputs: InputOptions, *, budget: float, progress: Progress
     ) -> None:
+        rate, least = aim.load.rate, least_rate(budget)
+        if rate is not None and rate < least:
+            raise InvalidInputError(
+                f"--rate: got {rate:g} with --budget {budget:g}, expected at least {number(least * 1.005)}: "
+                f"two pools are compared by a few requests in each turn, which --budget "
+                f"{ceil(budget * least / rate)} has time for"
+            )
         self._model = model
         self._aim = aim
         self._inputs = inputs
@@ -133,6 +77,7 @@ class Search:
         self._halving: Halving | None = None
         self._needed = 0.0
         self._trials: list[Trial] = []
+        self._finished_rungs = 0
         self._began = monotonic()
 
     def run(self) -> Found:
@@ -156,19 +101,19 @@ class Search:
             self._halving = halving = self._begin(spec, pools)
             while rung := halving.plan(self._left(), pools.overhead):
                 halving.finish(self._measure(rung, halving, pools))
+                self._finished_rungs = rung.number
         return self.found()
 
     def found(self) -> Found:
         """What is known so far."""
         halving = self._halving
-        ranking = (halving.ranking if halving else ()) or ranked(self._results(1))
         return Found(
             aim=self._aim,
             cores=self._cores,
             default=default_candidate(self._aim, self._cores),
             arrays=self._arrays,
             trials=tuple(self._trials),
-            best=self._candidates[ranking[0]] if ranking else None,
+            finished_rungs=self._finished_rungs,
             candidates=len(self._candidates),
             left_out=halving.left_out if halving else 0,
             needed_seconds=self._needed,
@@ -183,13 +128,15 @@ class Search:
 
     def _setup(self, spec: ModelSpec) -> Setup:
         """What pools are made with, but for what candidates differ in."""
+        fixed = fixed_batch(spec)
         return Setup(
             model=str(self._model.absolute()),
             cores=self._cores,
             devices=(),
             threads=None,
             outputs=tuple(tensor.name for tensor in spec.outputs),
-            split=split_inputs(spec, self._aim.load.batch),
+            split=split_inputs(spec, 2 * fixed if fixed else self._aim.load.batch),
+            fixed_batch=fixed,
             max_batch_size=1,
             max_delay=0.0,
         )
@@ -208,9 +155,16 @@ class Search:
             run_seconds=turn.run_seconds or turn.mean_latency,
         )
         self._candidates = space.candidates()
-        halving = Halving(len(self._candidates), kept=0, least=LEAST_REPEATS * pools.least_turn)
+        halving = Halving(
+            len(self._candidates),
+            kept=0,
+            heat=_HEAT,
+            least=LEAST_REPEATS * pools.least_turn,
+            enough=LEAST_REPEATS * pools.enough_turn if self._aim.max_latency else 0.0,
+        )
         before = monotonic() - self._began
         self._needed = before + halving.needs(len(self._candidates), pools.overhead)
+        self._needed += halving.needs_to_confirm(pools.overhead)
         least = before + halving.needs(min(2, len(self._candidates)), pools.overhead)
         if least > self._budget:
             raise InvalidInputError(
@@ -224,11 +178,9 @@ class Search:
 
     def _results(self, rung: int) -> Results:
         """By candidate, what it gave so far."""
-        return {
-            self._candidates.index(trial.candidate): [*map(self._aim.result, trial.turns)]
-            for trial in self._trials
-            if trial.rung == rung and not trial.error
-        }
+        trials = [trial for trial in self._trials if trial.rung == rung]
+        found = results(self._aim, trials, self._candidates[0])
+        return {self._candidates.index(candidate): given for candidate, given in found.items()}
 
     def _measure(self, rung: Rung, halving: Halving, pools: Pools) -> Results:
         """A rung: heat after heat, as far as there is time."""
@@ -242,13 +194,13 @@ class Search:
             self._progress(self._budget - max(0.0, self._left()), note)
 
         repeats, seconds = pools.share_out(rung.seconds)
-        for first in range(0, len(rung.candidates), _HEAT):
-            if first and self._left() <= 0:
+        for place, heat in enumerate(rung.heats, 1):
+            if place > 1 and self._left() <= 0:
                 break
-            heat = [
-                Trial(rung=rung.number, candidate=self._candidates[c])
-                for c in rung.candidates[first : first + _HEAT]
+            trials = [
+                Trial(rung=rung.number, heat=place, candidate=self._candidates[c], repeats=repeats)
+                for c in heat
             ]
-            self._trials += heat
-            pools.run_heat(heat, repeats, seconds, hopeless=hopeless, tell=tell)
+            self._trials += trials
+            pools.run_heat(trials, seconds, hopeless=hopeless, tell=tell)
         return self._results(rung.number)

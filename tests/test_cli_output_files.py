@@ -1,0 +1,213 @@
+"""Tests of mcinfer/cli/output_files.py, and of what ``bench`` and ``tune`` refuse before any work."""
+
+import os
+from pathlib import Path
+
+import pytest
+import typer
+
+from mcinfer.bench.report import load
+from mcinfer.cli import main
+from mcinfer.cli.output_files import check_outputs, parse_png, write_output
+from mcinfer.errors import InvalidInputError
+from tests.command_line import Capture, files, only_line, save_double
+from tests.process.scripts import Program
+from tests.process.waiting import wait_until
+
+
+def refused(path: Path) -> str:
+    """Why a file is not written, neither found out before the work nor after it."""
+    with pytest.raises(InvalidInputError) as before:
+        check_outputs({"--json": path, "--html": None})
+    with pytest.raises(InvalidInputError) as after:
+        write_output("--json", path, b"new")
+    assert str(before.value) == str(after.value)
+    return str(before.value)
+
+
+# Where files go.
+
+
+def test_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    for content in (b"old", b"new"):
+        check_outputs({"--json": path})
+        write_output("--json", path, content)
+        assert path.read_bytes() == content
+    assert files(tmp_path) == ["x.json"]
+
+
+def test_link_stays_and_the_file_that_it_leads_to_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    (tmp_path / "link.json").symlink_to("far/real.json")
+    for content in (b"old", b"new"):
+        check_outputs({"--json": tmp_path / "link.json"})
+        write_output("--json", tmp_path / "link.json", content)
+        assert (tmp_path / "far" / "real.json").read_bytes() == content
+    assert (tmp_path / "link.json").is_symlink()
+    assert files(tmp_path / "far") == ["real.json"]
+
+
+def test_what_is_not_finished_takes_no_place_of_what_is(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(b"whole")
+    write_output("--json", path, b"part", finished=False)
+    partial = tmp_path / "x.partial.json"
+    assert (path.read_bytes(), partial.read_bytes()) == (b"whole", b"part")
+    assert only_line(capsys.readouterr().err) == (
+        f"mcinfer: --json: what is known so far is in {partial}"
+    )
+
+
+def test_nothing_but_files_is_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "null").symlink_to(os.devnull)
+    for name in ("pipe", "folder", "null"):
+        path = tmp_path / name
+        assert refused(path) == f"--json: {path} is there and is no regular file"
+    assert Path(os.devnull).is_char_device()
+
+
+def test_places_where_nothing_can_be_written_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    no_folder = f"--json: there is no folder {tmp_path}/none"
+    assert refused(tmp_path / "none" / "x.json") == no_folder
+    assert refused(tmp_path / "file" / "x.json").endswith("cannot be written: Not a directory")
+    assert "cannot be written: " in refused(tmp_path / "loop")
+    assert refused(tmp_path / ("x" * 300)).endswith("cannot be written: File name too long")
+    assert "cannot be written: " in refused(Path("/proc/x.json"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is write-protected for root")
+def test_file_that_is_write_protected_stays(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(b"old")
+    path.chmod(0o444)
+    assert refused(path) == f"--json: {path} cannot be written: it is write-protected"
+
+
+def test_two_options_may_not_mean_one_file(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("x.json")
+    for other in ("x.json", "./x.json", "link"):
+        with pytest.raises(typer.BadParameter, match=r"--png: got .*, which --json is to be"):
+            check_outputs({"--json": tmp_path / "x.json", "--png": tmp_path / other})
+
+
+@pytest.mark.parametrize("name", ["x.jpg", "x.SVG", "x.pdf"])
+def test_other_formats_of_images_are_refused(name: str) -> None:
+    with pytest.raises(typer.BadParameter, match=r"expected a name that ends in \.png"):
+        parse_png(name)
+    assert parse_png("x.v1.2") == Path("x.v1.2")
+
+
+# The commands.
+
+BENCH = ["bench", "m.onnx"]
+ONE_WAY = ["--modes", "none", "--devices", "1", "--count", "1", "--concurrency", "1"]
+MY_WAYS = """
+import os, time
+from mcinfer.bench.way import RunningWay
+
+class Hangs(RunningWay):
+    text = "hangs when it is started for the second time"
+
+    def __init__(self, setup):
+        self.again = os.path.exists("first")
+        open("first", "w").close()
+
+    def run(self, inputs):
+        if self.again:
+            open("second", "w").close()
+            time.sleep(1000)
+
+    def close(self):
+        pass
+
+class Breaks(Hangs):
+    def run(self, inputs):
+        raise OSError("no such thing")
+"""
+TUNE = ["tune", "m.onnx"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        *(
+            ([*BENCH, option, text], f"'{option}': got '{text}', expected")
+            for option in ("--duration", "--warmup", "--max-delay")
+            for text in ("inf", "-1", "nan", "1e9")
+        ),
+        ([*BENCH, "--duration", "0"], "'--duration': got '0', expected seconds, more than 0"),
+        ([*BENCH, "--concurrency", "40000"], "'--concurrency': got '40000', expected 4096 clients"),
+        ([*BENCH, "--dim", "a=1", "--dim", "a=2"], "--dim: got a dimension twice"),
+        ([*BENCH, "--json", "x", "--png", "x"], "--png: got x, which --json is to be written to"),
+        ([*BENCH, "--png", "x.jpg"], "'--png': got 'x.jpg', expected a name that ends in .png"),
+        ([*TUNE, "--concurrency", "40000"], "equal to 4096"),
+        ([*TUNE, "--budget", "inf"], "'--budget': got 'inf', expected"),
+        ([*TUNE, "--max-latency", "0"], "'--max-latency': got '0', expected seconds, more than 0"),
+        ([*TUNE, "--rate", "5"], "--rate: got 5 with --goal throughput, expected --goal latency"),
+        (
+            [*TUNE, "--goal", "latency", "--rate", "0.01", "--budget", "10"],
+            "--rate: got 0.01 with --budget 10, expected at least 3.0",
+        ),
+    ],
+)
+def test_what_an_option_itself_has_wrong_is_wrong_usage(
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert (out, files(tmp_path)) == ("", [])
+    assert said in " ".join(err.split())
+
+
+@pytest.mark.timeout(90)
+def test_interrupted_benchmark_leaves_the_whole_report_of_the_last_time(tmp_path: Path) -> None:
+    (tmp_path / "ways.py").write_text(MY_WAYS)
+    (tmp_path / "x.json").write_text("of the last time")
+    model = save_double(tmp_path)
+    code = "import sys; from mcinfer.cli import main; sys.exit(main(sys.argv[1:]))"
+    options = (*ONE_WAY, "--against", "ways.py:Hangs", "--json", "x.json")
+    with Program(code, "bench", model, *options, cwd=tmp_path) as program:
+        wait_until((tmp_path / "second").exists, 60.0)
+        program.interrupt()
+        done = program.wait()
+    assert done.status == 130
+    assert done.err == (
+        "mcinfer: --json: what is known so far is in x.partial.json\nmcinfer: interrupted\n"
+    )
+    assert (tmp_path / "x.json").read_text() == "of the last time"
+    report = load(tmp_path / "x.partial.json")
+    assert not report.finished
+    assert [len(m.turns) for m in report.measurements] == [1]
+
+
+def test_benchmark_that_measured_nothing_is_a_failure_that_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ways.py").write_text(MY_WAYS)
+    model = str(save_double(tmp_path))
+    options = [*ONE_WAY, "--against", "ways.py:Breaks", "--repeat", "1", "--json", "x.json"]
+    assert main(["bench", model, *options]) == 1
+    out, err = capsys.readouterr()
+    assert only_line(err) == "mcinfer: nothing was measured: no way has answered a request"
+    assert "OSError: no such thing" in out
+    assert not (tmp_path / "x.json").exists()
+
+
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_place_that_cannot_be_written_is_a_failure_before_the_work(
+    command: str, capsys: Capture
+) -> None:
+    assert main([command, "none.onnx", "--json", os.devnull]) == 1
+    line = only_line(capsys.readouterr().err)
+    assert line == f"mcinfer: --json: {os.devnull} is there and is no regular file"
