@@ -1,7 +1,8 @@
 """Settled jobs on their way to their futures.
 
-Callbacks of futures are users' code, which may wait for locks of theirs: futures that have some are answered
-in one thread alone, one after another. Those without in any thread, which saves a change of it.
+Callbacks of futures are users' code, which may wait for locks of theirs: they run in one thread alone, one
+after another, and there futures are answered. Those without, which somebody waits for, in any thread: that
+saves a change of it.
 """
 
 import logging
@@ -97,7 +98,7 @@ class Answers:
         self, job: Job, failure: Exception | None, trace: RequestTrace | None, *, here: bool
     ) -> bool:
         """Answer a job; False if its future has callbacks and this thread is not `here` for them."""
-        if job.future.watched and not here:
+        if job.future.bound and not here:
             return False
         result: Arrays = {}
         if failure is None:

@@ -17,10 +17,12 @@ _T = TypeVar("_T")
 class HelpedFuture(Future[_T]):
     """A future, with help for its answer from `result` and `exception`.
 
-    Its callbacks are user code, and are to run in one thread alone; without any it may be answered in every
-    thread.
+    Its callbacks are user code, and are to run in one thread alone. So it is answered there, unless somebody
+    waits for it, and it has none. (Were one that nobody waits for answered anywhere, a callback that submits
+    again and adds itself would often find that one done, and be called within itself.)
 
     Attributes:
+        awaited: Whether somebody waits for it, or is going to.
         help: Called with this future and a deadline (of `time.monotonic`) before waiting for it: returns when
             it is done, the time is over, or there is nothing to help with. None: nobody helps yet.
     """
@@ -29,13 +31,14 @@ class HelpedFuture(Future[_T]):
         """Not done."""
         super().__init__()
         self.help: Callable[[Future[_T], float], None] | None = None
+        self.awaited = False
         self._watched = False
         self._answering = threading.Lock()
 
     @property
-    def watched(self) -> bool:
-        """Whether users have added callbacks."""
-        return self._watched
+    def bound(self) -> bool:
+        """Whether it is to be answered in the thread for callbacks of users."""
+        return self._watched or not self.awaited
 
     def add_done_callback(self, fn: Callable[[Future[_T]], Any]) -> None:
         """As that of every future."""
@@ -56,13 +59,13 @@ class HelpedFuture(Future[_T]):
             here: Whether this is the thread for callbacks of users.
 
         Returns:
-            False if it has such callbacks, and this is not their thread: it is as before.
+            False if it is `bound` to that thread, and this is another one: it is as before.
         """
         if here:
             self._set(result, failure)
             return True
         with self._answering:
-            if self._watched:
+            if self.bound:
                 return False
             self._set(result, failure)  # which calls no code of users
         return True
@@ -89,6 +92,7 @@ class HelpedFuture(Future[_T]):
 
     def _helped(self, timeout: float | None) -> float | None:
         """Help, and say how much of the time is left."""
+        self.awaited = True
         help_answer = self.help
         if help_answer is None or self.done():
             return timeout

@@ -355,6 +355,7 @@ class Master:
             )
         _check_priority(priority)
         job, start, seconds = self._stage(inputs, shards, timeout, batch_axes)
+        job.future.awaited = True
         try:
             self._enter(job, start, seconds, priority, wait=True)
             return job.future.result()

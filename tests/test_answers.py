@@ -34,6 +34,7 @@ def staged(stager: Stager, number: int, *, watched: bool = False) -> Job:
     """A job as `Master` makes it, whose shard was answered, and whose outputs are all 1."""
     job = stager.stage({"x": np.ones((1, 2), np.float32)}, 1, None, 0.0, joinable=False)
     job.number = number
+    job.future.awaited = True
     if watched:
         job.future.add_done_callback(lambda _: None)
     job.context = copy_context()

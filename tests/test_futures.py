@@ -50,10 +50,11 @@ def test_what_help_takes_is_not_waited_for_once_more() -> None:
 def test_future_with_a_callback_of_users_is_answered_where_it_belongs_alone() -> None:
     called: list[int] = []
     future: HelpedFuture[int] = HelpedFuture()
+    future.awaited = True
     future.add_own_callback(lambda _: called.append(1))
-    assert not future.watched
+    assert not future.bound
     future.add_done_callback(lambda _: called.append(2))
-    assert future.watched
+    assert future.bound
     assert not future.answer(7, None, here=False)
     assert not future.done()
     assert called == []
@@ -65,6 +66,7 @@ def test_callback_that_comes_while_it_is_answered_runs_in_the_thread_that_adds_i
     """However the two meet: the callback runs once, and never in the thread that answers."""
     for _ in range(300):
         future: HelpedFuture[int] = HelpedFuture()
+        future.awaited = True
         begin = threading.Barrier(2)
         places: list[int] = []
         answered: list[bool] = []
@@ -84,8 +86,19 @@ def test_callback_that_comes_while_it_is_answered_runs_in_the_thread_that_adds_i
         assert places == [threading.get_ident()]
 
 
+def test_future_that_nobody_waits_for_is_answered_where_callbacks_belong() -> None:
+    future: HelpedFuture[int] = HelpedFuture()
+    assert not future.answer(7, None, here=False)
+    assert not future.done()
+    with pytest.raises(TimeoutError):
+        future.result(timeout=0)
+    assert future.answer(7, None, here=False)
+    assert future.result() == 7
+
+
 def test_cancelled_future_stays_cancelled() -> None:
     future: HelpedFuture[int] = HelpedFuture()
+    future.awaited = True
     assert future.cancel()
     assert future.answer(7, None, here=False)
     with pytest.raises(CancelledError):
@@ -94,7 +107,7 @@ def test_cancelled_future_stays_cancelled() -> None:
 
 def test_error_that_is_raised_does_not_keep_the_future() -> None:
     future: HelpedFuture[int] = HelpedFuture()
-    future.answer(None, ValueError("no"), here=False)
+    future.answer(None, ValueError("no"), here=True)
     gone = weakref.ref(future)
     gc.disable()
     try:
