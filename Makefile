@@ -41,7 +41,7 @@ bench-parts: .venv/installed
 faults: .venv/installed
 	$(BIN)/python -m tests.process.fault_page --write docs/faults.md
 
-# Ten minutes of mixed traffic; `make test` has half a minute of it.
+# Ten minutes of mixed traffic; `make test` has some seconds of it.
 soak: .venv/installed
 	$(BIN)/python benchmarks/soak.py
 

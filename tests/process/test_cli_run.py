@@ -243,7 +243,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
         x[-1] = 1
         with source.open("wb") as file:
             save_array(file, x)
-        with Program(TELLS_MEMORY, *arguments(model, source, target, 80_000)) as program:
+        with Program(TELLS_MEMORY, *arguments(model, source, target, 160_000)) as program:
             ended = program.wait(30.0)
         assert (ended.status, ended.err) == (0, "")
         with np.load(target) as content:
@@ -252,9 +252,6 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
         return int(ended.out.splitlines()[-1]) / 1e3
 
     small = peak(np.save, 400_000)
-    for save_array in (
-        np.save,
-        lambda file, x: np.savez(file, x=x),
-        lambda file, x: np.savez_compressed(file, x=x),
-    ):
+    # Stored arrays are read like the one of an .npy file, from another place.
+    for save_array in (np.save, lambda file, x: np.savez_compressed(file, x=x)):
         assert peak(save_array, 4_000_000) < small + 16  # of 48 MB, and as much to write
