@@ -47,7 +47,7 @@ class _Driver:
         if not isinstance(self._way.workers, int):
             raise TypeError(f"workers: got {self._way.workers!r}, expected an int")
         self._files = {int(batch): Path(path) for batch, path in inputs.items()}
-        return {"seconds": seconds, "workers": self._way.workers}
+        return {"seconds": seconds, "workers": self._way.workers, "text": str(kind.text)}
 
     def turn(
         self, load: Mapping[str, Any], seconds: float, count: int, warmup: float, seed: int

@@ -355,6 +355,8 @@ class Benchmark:
             entry.give_up(str(exc))
         else:
             entry.workers = entry.subject.workers
+            if not is_known(entry.source):
+                entry.text = entry.subject.text
 
     def _take_turn(self, entry: _Entry, load: Load, repeat: int) -> None:
         self._tell(f"{entry.name}: {load}")

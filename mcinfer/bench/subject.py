@@ -49,7 +49,7 @@ class Subject:
 
     def __init__(self, way: str, setup: Setup, inputs: Mapping[int, Path]) -> None:
         self.way = way
-        self.workers = 0
+        self.workers, self.text = 0, way
         self._setup = setup
         self._inputs = {str(batch): str(path) for batch, path in inputs.items()}
         self._process: subprocess.Popen[bytes] | None = None
@@ -99,7 +99,7 @@ class Subject:
         started = self._ask(
             timeout, do="start", way=self.way, setup=asdict(self._setup), inputs=self._inputs
         )
-        self.workers = started["workers"]
+        self.workers, self.text = started["workers"], started["text"]
         return float(started["seconds"])
 
     def turn(

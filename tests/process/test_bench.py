@@ -179,6 +179,7 @@ def test_way_of_ones_own_is_measured_beside_the_others(onnx_model: OnnxModel, wa
     report = measure(onnx_model(AFFINE), f"{ways}:Mine", count=5)
     (way,) = report.ways
     assert (way.name, way.role, way.error) == ("Mine", "baseline", "")
+    assert way.text == "a way of one's own"
     (measured,) = report.measurements
     for turn in measured.turns:
         assert turn.requests == 5
