@@ -249,9 +249,7 @@ def run_text(run: Run, report: Report, folder: Path) -> str:
     """A run's command, and what it printed."""
     page = io.StringIO()
     show(report, Console(file=page, width=_WIDTH, color_system=None))
-    command = shlex.join(
-        ["mcinfer", "bench", f"{folder.name}/{run.model}", *shlex.split(run.options)]
-    )
+    command = shlex.join(["mcinfer", "bench", str(folder / run.model), *shlex.split(run.options)])
     table = "\n".join(line.rstrip() for line in page.getvalue().splitlines()).strip("\n")
     return f"    {command}\n\n```\n{table}\n```"
 
@@ -267,15 +265,16 @@ def write_page(path: Path, folder: Path) -> None:
     for run in (*RUNS, PEERS):
         if run.name in reports:
             parts[run.name] = run_text(run, reports[run.name], folder)
-            pictures = path.parent / "benchmarks"
-            pictures.mkdir(exist_ok=True)
-            shutil.copyfile(folder / f"{run.name}.png", pictures / f"{run.name}.png")
     text = path.read_text(encoding="utf-8")
     for name, part in parts.items():
         marked = re.compile(f"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         if not marked.search(text):
             raise SystemExit(f"{path}: expected a line '<!-- {name} -->', and '<!-- end -->' below")
         text = marked.sub(lambda match, part=part: f"{match[1]}{part}\n{match[2]}", text)  # type: ignore[misc]
+        picture = path.parent / "benchmarks" / f"{name}.png"
+        if f"{picture.parent.name}/{picture.name}" in text:
+            picture.parent.mkdir(exist_ok=True)
+            shutil.copyfile(folder / f"{name}.png", picture)
     path.write_text(text, encoding="utf-8")
 
 
