@@ -133,7 +133,11 @@ def test_interruption_before_anything_is_done_leaves_nothing(
         wait_until((partial(target) / "lock").exists)
         program.interrupt()
         ended = program.wait()
-    assert (ended.status, ended.out, ended.err) == (130, "", "mcinfer: interrupted\n")
+    assert (ended.status, ended.out) == (130, "")
+    *before, last = ended.err.splitlines()
+    assert last == "mcinfer: interrupted"
+    # A worker that was just forked is in a process group of its own a moment later only.
+    assert all(line.endswith("killed by SIGINT") for line in before)
     assert files(tmp_path) == ["in.npz", "slow.onnx"]
 
 
