@@ -23,14 +23,15 @@ class HelpedFuture(Future[_T]):
 
     Attributes:
         awaited: Whether somebody waits for it, or is going to.
-        help: Called with this future and a deadline (of `time.monotonic`) before waiting for it: returns when
-            it is done, the time is over, or there is nothing to help with. None: nobody helps yet.
+        help: Called before waiting for it, with this future, a deadline (of `time.monotonic`), and whether
+            it was not awaited before: returns when it is done, the time is over, or there is nothing to help
+            with. None: nobody helps yet.
     """
 
     def __init__(self) -> None:
         """Not done."""
         super().__init__()
-        self.help: Callable[[Future[_T], float], None] | None = None
+        self.help: Callable[[Future[_T], float, bool], None] | None = None
         self.awaited = False
         self._watched = False
         self._answering = threading.Lock()
@@ -92,14 +93,14 @@ class HelpedFuture(Future[_T]):
 
     def _helped(self, timeout: float | None) -> float | None:
         """Help, and say how much of the time is left."""
-        self.awaited = True
+        late, self.awaited = not self.awaited, True
         help_answer = self.help
         if help_answer is None or self.done():
             return timeout
         if timeout is None:
-            help_answer(self, math.inf)
+            help_answer(self, math.inf, late)
             return None
         deadline = monotonic() + timeout
         if timeout > 0:
-            help_answer(self, deadline)
+            help_answer(self, deadline, late)
         return max(0.0, deadline - monotonic())

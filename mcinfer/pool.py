@@ -222,6 +222,11 @@ class Pool:
         """Raise `QueueFullError` if no request would be taken now; also without the lock."""
         self._scheduler.check_room(0)
 
+    @property
+    def in_flight(self) -> int:
+        """Requests that are not answered yet; also without the lock."""
+        return self._scheduler.ledger.in_flight
+
     def has_jobs(self) -> bool:
         """Whether there is memory that will be let go by itself; also without the lock."""
         return bool(self._jobs)

@@ -299,17 +299,21 @@ class Supervisor:
         job.future.help = self._help_answer
         return True
 
-    def _help_answer(self, future: "Future[Arrays]", deadline: float) -> None:
+    def _help_answer(self, future: "Future[Arrays]", deadline: float, late: bool) -> None:
         """While its answer is waited for, take the messages in the place of the I/O thread, if nobody does.
 
         That saves two changes of thread for each answer. When this one has come, or the time is over, it
-        gives them back.
+        gives them back. Of submitted requests, only for one that is alone: where many wait, the I/O thread
+        takes all their answers in one go.
 
         Args:
             future: Of a job that was submitted.
             deadline: On the monotonic clock.
+            late: Whether nobody was known to wait for it when it was submitted.
         """
         driving = False
+        if late and self._pool.in_flight > 1 and self._driver != threading.get_ident():
+            return
         if os.getpid() != self._pid or not self.may_wait():
             return
         # A signal's handler, in a call that takes the messages already.

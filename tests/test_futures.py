@@ -18,15 +18,21 @@ def helped_by(help_answer: object) -> HelpedFuture[int]:
 
 def test_waiting_for_the_result_helps_first_and_as_long_as_there_is_time() -> None:
     seen: list[float] = []
+    lates: list[bool] = []
 
-    def help_answer(future: Future[int], deadline: float) -> None:
+    def help_answer(future: Future[int], deadline: float, late: bool) -> None:
         seen.append(deadline)
+        lates.append(late)
         assert isinstance(future, HelpedFuture)
         assert future.answer(7, None, here=False)
 
     assert helped_by(help_answer).result() == 7
     assert helped_by(help_answer).result(timeout=50) == 7
     assert helped_by(help_answer).exception(timeout=50) is None
+    known = helped_by(help_answer)
+    known.awaited = True  # by who made it
+    assert known.result(timeout=50) == 7
+    assert lates == [True, True, True, False]
     assert seen[0] == math.inf
     assert all(45 < deadline - monotonic() <= 50 for deadline in seen[1:])
 
@@ -41,7 +47,7 @@ def test_result_that_is_there_or_is_not_waited_for_needs_no_help() -> None:
 
 def test_what_help_takes_is_not_waited_for_once_more() -> None:
     start = monotonic()
-    future = helped_by(lambda _, deadline: threading.Event().wait(deadline - monotonic()))
+    future = helped_by(lambda _, deadline, _late: threading.Event().wait(deadline - monotonic()))
     with pytest.raises(TimeoutError):
         future.result(timeout=0.2)
     assert 0.2 <= monotonic() - start < 0.35
