@@ -14,7 +14,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 from mcinfer.bench.failures import WayFailedError
@@ -53,8 +53,6 @@ class _Driver:
         self, load: Mapping[str, Any], seconds: float, count: int, warmup: float, seed: int
     ) -> Any:
         """Make load; what came of it."""
-        from time import sleep
-
         from mcinfer.bench.turns import take_turn
 
         batch = load["batch"]

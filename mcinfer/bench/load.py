@@ -55,7 +55,7 @@ def offer(request: Request, load: Load, *, seconds: float, count: int, seed: int
         count: How many requests in all.
         seed: Of the arrivals.
     """
-    turn = _OpenLoop(load, seconds, count, seed) if load.rate else _ClosedLoop(seconds, count)
+    turn = _OpenLoop(load.rate, seconds, count, seed) if load.rate else _ClosedLoop(seconds, count)
     outcome = Outcome()
     lock = threading.Lock()
 
@@ -125,10 +125,8 @@ class _ClosedLoop:
 class _OpenLoop:
     """Arrivals of a Poisson process, drawn beforehand: each is taken by the next client that is free."""
 
-    def __init__(self, load: Load, seconds: float, count: int, seed: int) -> None:
-        if load.rate is None:
-            raise TypeError("an open loop has a rate")
-        self._arrivals = arrivals(load.rate, seconds, count, seed)
+    def __init__(self, rate: float, seconds: float, count: int, seed: int) -> None:
+        self._arrivals = arrivals(rate, seconds, count, seed)
         last = self._arrivals[-1]
         self._give_up = last + max(seconds, last, 1.0)
         self._taken = 0

@@ -27,7 +27,7 @@ from time import monotonic
 from mcinfer import __version__
 from mcinfer.bench.failures import WayFailedError
 from mcinfer.bench.inputs import InputOptions, fixed_batch, make_inputs, split_inputs
-from mcinfer.bench.known_ways import MODES, check_names, is_known, shown_name, way_class
+from mcinfer.bench.known_ways import MODES, check_names, shown_name
 from mcinfer.bench.load import MOST_ARRIVALS
 from mcinfer.bench.report import Load, Measurement, Memory, Report, Role, Settings, Turn, Way
 from mcinfer.bench.request_file import write_request
@@ -177,7 +177,10 @@ class Benchmark:
         self._start = monotonic()
         self._machine = machine()
         self._cores = sorted(os.sched_getaffinity(0))
-        self._devices = tuple(map(str, parse_devices(plan.devices, len(self._cores))))
+        self._cpus = (
+            whole_cpus()
+        )  # as the master counts them: fewer than cores where there is a quota
+        self._devices = tuple(map(str, parse_devices(plan.devices, self._cpus)))
         self._spec: ModelSpec | None = None
         self._entries: list[_Entry] = []
         self.turns_taken = 0
@@ -259,32 +262,32 @@ class Benchmark:
             write_request(files[batch], make_inputs(spec, batch, self._plan.inputs))
         return files
 
-    def _setup(self, workers: int, worker_cores: tuple[tuple[int, ...], ...] = ()) -> Setup:
+    def _setup(self, workers: int, shares: Sequence[CoreShare] = ()) -> Setup:
+        """Of a way with so many workers, each with such a share; without any, with all cores."""
         if self._spec is None:
             raise InvalidInputError("the model was not looked at")
         fixed = fixed_batch(self._spec)
         return Setup(
             model=str(self._plan.model.absolute()),
-            cores=whole_cpus(),
+            cores=self._cpus,
             devices=self._devices[:workers],
-            threads=self._plan.threads,
+            threads=self._plan.threads or (shares[0].threads if shares else None),
             outputs=tuple(spec.name for spec in self._spec.outputs),
             split=split_inputs(self._spec, 2 * fixed if fixed else max(self._plan.batches)),
             fixed_batch=fixed,
             max_batch_size=self._plan.max_batch_size,
             max_delay=self._plan.max_delay,
-            worker_cores=worker_cores,
+            worker_cores=tuple(share.cores for share in shares),
         )
 
     def _entry(self, name: str) -> _Entry:
         role: Role = "mcinfer" if name in MODES else "baseline"
-        text = way_class(name).text if is_known(name) else name
         entry = _Entry(
             name=shown_name(name),
             source=name,
             role=role,
             setup=self._setup(len(self._devices)),
-            text=text,
+            text=name,  # until it has started: its class would bring its runtime into this process
             workers=len(self._devices),
         )
         if name == "batched" and self._spec is not None and batch_symbol(self._spec) is None:
@@ -294,14 +297,15 @@ class Benchmark:
     def _pools(self) -> list[_Entry]:
         """Pools of fewer workers, each with the share of the device that it has in the whole pool."""
         count = len(self._devices)
-        shares = share_cores(parse_devices(self._devices, len(self._cores)), self._cores)
-        cores = [share.cores for share in shares.values() if isinstance(share, CoreShare)]
+        parsed = parse_devices(self._devices, self._cpus)
+        shares = share_cores(parsed, self._cores, cpus=self._cpus)
+        mine = [share for share in shares.values() if isinstance(share, CoreShare)]
         return [
             _Entry(
                 name=f"pool-{size}",
                 source="concurrent",
                 role="scaling",
-                setup=self._setup(size, tuple(cores[:size])),
+                setup=self._setup(size, mine[:size]),
                 text=f"mcinfer.submit over {size} of {count} workers",
                 workers=size,
             )
@@ -355,7 +359,7 @@ class Benchmark:
             entry.give_up(str(exc))
         else:
             entry.workers = entry.subject.workers
-            if not is_known(entry.source):
+            if entry.role != "scaling":
                 entry.text = entry.subject.text
 
     def _take_turn(self, entry: _Entry, load: Load, repeat: int) -> None:

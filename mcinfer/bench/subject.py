@@ -44,7 +44,7 @@ class Subject:
     Args:
         way: Its name, or ``FILE.py:Class``.
         setup: What it is made with.
-        inputs: By batch, an .npz file with the arrays of one request.
+        inputs: By batch, a file with the arrays of one request (`mcinfer.bench.request_file`).
     """
 
     def __init__(self, way: str, setup: Setup, inputs: Mapping[int, Path]) -> None:
@@ -119,7 +119,8 @@ class Subject:
             timeout: Seconds for all of it; the process is killed then.
             seconds: How long the load lasts, if `count` is 0.
             count: Requests in all.
-            warmup: Seconds of the load that is not counted; each client makes one request at least.
+            warmup: Seconds of load before it, not counted: of as many clients as keep the workers busy, each
+                of which makes one request at least.
             seed: Of an open loop's arrivals.
 
         Raises:
@@ -154,7 +155,7 @@ class Subject:
     def close(self) -> None:
         """End the process and all that it has started. May be called again."""
         try:
-            if self._interrupted:
+            if self._interrupted and self._process is not None:
                 give_up = monotonic() + _STOP_SECONDS
                 while not self._await_end(_ASK_AGAIN_SECONDS) and monotonic() < give_up:
                     self.interrupt()

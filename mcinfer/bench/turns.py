@@ -34,7 +34,7 @@ def take_turn(
     """
     wanted = Load(**load)
     request = partial(way.run, inputs)
-    # Each client makes one request at least; as many as the workers can be busy with, at no rate.
+    # As many clients as keep the workers busy, each with one request at least; at no rate.
     closed = Load(batch=wanted.batch, clients=min(wanted.clients, max(1, 2 * way.workers)))
     offer(request, closed, seconds=warmup, count=0, seed=0)
     runs, run_seconds = way.run_seconds()

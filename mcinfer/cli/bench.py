@@ -170,7 +170,7 @@ def bench(
     _check_packages(outputs)
     check_outputs(outputs)
     let_workers_tell()
-    benchmark = Benchmark(plan, lambda turns, note: work.show(turns, note))
+    benchmark = Benchmark(plan, lambda done, note: work.show(done, note))
     try:
         with showing_work(sys.stderr, "measuring", benchmark.steps) as work:
             report = benchmark.run()
