@@ -56,7 +56,7 @@ format: .venv/installed
 .venv/installed: setup.cfg
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mcinfer needs Python 3.11 or newer; name one with make PYTHON=...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cli,bench,test,check,examples]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,check,examples]'
 	touch $@
 
 # Ray, loky and OpenVINO take 0.7 GB, so they have an environment of their own.

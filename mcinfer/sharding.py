@@ -27,6 +27,10 @@ _BATCH_NAMES = (re.compile(r"\w*batch\w*", re.IGNORECASE), re.compile(r"n|b|bs",
 _SEQUENCE_NAME = re.compile(r"seq|len|time|step|token|frame", re.IGNORECASE)
 
 
+class JoinError(PredictError):
+    """The answers to the pieces of a batch do not go together: they will not the next time either."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputCut:
     """How one input goes to the shards.
@@ -403,7 +407,7 @@ def join_axis(
         return None
     rest = {(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}
     if len(rest) > 1 or any(len(shape) <= axis for shape in shapes):
-        raise PredictError(
+        raise JoinError(
             f"output {name!r}: the shards' shapes {[list(shape) for shape in shapes]} do not join "
             f"along axis {axis}"
         )

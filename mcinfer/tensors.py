@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from mcinfer import sharding
 from mcinfer.copier import Copier
-from mcinfer.errors import InvalidInputError, PredictError
-from mcinfer.sharding import InputCut, OutputJoin, Shape
+from mcinfer.errors import InvalidInputError
+from mcinfer.sharding import InputCut, JoinError, OutputJoin, Shape
 from mcinfer.shm.arena import align
 from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, tensor_bytes
 
@@ -195,7 +195,7 @@ def join_parts(
     if axis is not None:
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=axis)
     if not _all_equal(parts):
-        raise PredictError(
+        raise JoinError(
             f"output {spec.name!r} ({spec}) has no batch dimension and differs between the "
             f"{len(parts)} shards; submit() runs the batch in one piece"
         )

@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 
 from mcinfer.errors import McinferError
 from mcinfer.large_batches import output as batch_output
-from mcinfer.large_batches.growing import JoinError
 from mcinfer.large_batches.output import BatchOutput
 from mcinfer.large_batches.partial_folder import PartialFolder
 from mcinfer.large_batches.requests import Requests
-from mcinfer.sharding import OutputJoin
+from mcinfer.sharding import JoinError, OutputJoin
 
 Array = NDArray[Any]
 

@@ -15,17 +15,12 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from mcinfer.errors import PredictError
 from mcinfer.large_batches.positioned import read_at, write_at
-from mcinfer.sharding import OutputJoin, Shape
+from mcinfer.sharding import JoinError, OutputJoin, Shape
 from mcinfer.specs import STRING, element_type_name, numpy_dtype
 
 _BLOCK_BYTES = 1 << 20
 _CHARACTER_BYTES = 4
-
-
-class JoinError(PredictError):
-    """The answers to requests do not go together: they will not the next time either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

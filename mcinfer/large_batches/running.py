@@ -20,8 +20,7 @@ from time import monotonic
 from typing import Any
 
 from mcinfer import __version__
-from mcinfer.errors import InvalidInputError, McinferError, PredictError
-from mcinfer.large_batches.growing import JoinError
+from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.large_batches.output import BatchOutput
 from mcinfer.large_batches.partial_folder import PartialFolder
 from mcinfer.large_batches.reading import DamagedInputError, InputFile, Rows, StoredArray
@@ -30,14 +29,12 @@ from mcinfer.large_batches.sources import Sources, resolve_target
 from mcinfer.large_batches.wording import speaking_of_options
 from mcinfer.master import Master
 from mcinfer.progress import megabytes, showing_work
-from mcinfer.sharding import BatchAxes
+from mcinfer.sharding import BatchAxes, JoinError
 from mcinfer.specs import ModelSpec
 from mcinfer.staging import Arrays
 
 _UNDER_WAY = 2
 _RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "mindspore", "mindspore-lite")
-_CANNOT_JOIN = ("differs between the", "do not join along axis")
-"""What errors of `Master.predict` say where the shards of a request do not go together."""
 
 
 def run_batch(
@@ -227,7 +224,7 @@ def _keeping(output: BatchOutput, requests: Requests, sources: Sources) -> Itera
     try:
         yield
     except BaseException as exc:
-        if isinstance(exc, DamagedInputError) or _cannot_join(exc):
+        if isinstance(exc, (DamagedInputError, JoinError)):
             output.forget()  # or it would stand in the way of the other --batch that is needed
             raise
         kept = output.keep()
@@ -244,11 +241,6 @@ def _keeping(output: BatchOutput, requests: Requests, sources: Sources) -> Itera
             raise McinferError(f"{exc}; {text}") from exc
         _say(text)
         raise
-
-
-def _cannot_join(exc: BaseException) -> bool:
-    shards = isinstance(exc, PredictError) and any(text in str(exc) for text in _CANNOT_JOIN)
-    return shards or isinstance(exc, JoinError)
 
 
 def _say(text: str) -> None:
