@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from mcinfer.master import Master
     from mcinfer.parallel import ParallelPredictUtils
+    from mcinfer.sharding import Split
     from mcinfer.specs import ModelSpec, TensorSpec
     from mcinfer.statistics import Health, Histogram, Statistics, WorkerStatistics
     from mcinfer.tracing import RequestTrace, ShardTrace
@@ -54,6 +55,7 @@ __all__ = [
     "RequestTrace",
     "RestartPolicy",
     "ShardTrace",
+    "Split",
     "Statistics",
     "TensorSpec",
     "Timeouts",
@@ -65,6 +67,7 @@ __all__ = [
 _HOMES = {
     "Master": "master",
     "ParallelPredictUtils": "parallel",
+    "Split": "sharding",
     "ModelSpec": "specs",
     "TensorSpec": "specs",
     "Statistics": "statistics",

@@ -1,20 +1,21 @@
 """The public face: one model on many devices, as an object in the user's process."""
 
 import asyncio
-import logging
 import math
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextvars import copy_context
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
-from typing import Self
+from types import NoneType, TracebackType
+from typing import Any, Self
 
-from numpy.typing import ArrayLike
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from mcinfer.config import (
     CoreShare,
@@ -36,16 +37,23 @@ from mcinfer.errors import (
 )
 from mcinfer.fields import TensorFields
 from mcinfer.machine import usable_memory, whole_cpus
+from mcinfer.prepared.split_records import SplitRecord
 from mcinfer.protocol import Build
-from mcinfer.sharding import BatchAxes, batch_symbol
+from mcinfer.sharding import Axes, SaidAxes, Split
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
+from mcinfer.splitting import Known, Splitter, Verify
 from mcinfer.staging import Arrays, Inputs, Job, Stager
 from mcinfer.statistics import Health, Statistics
 from mcinfer.supervisor import Supervisor
 from mcinfer.tracing import TraceHook
 from mcinfer.waiting_threads import WaitingThreads
 
-_log = logging.getLogger("mcinfer.master")
+_MAX_SPLITTERS = 64
+"""Sets of axes that calls say, of which it is remembered what was learned."""
+
+_CHECK_SECONDS = 10.0
+_CHECK_FACTOR = 10.0
+"""Each further run of a check has so many seconds, and so many times what the first took."""
 
 
 class Master:
@@ -72,6 +80,14 @@ class Master:
         max_delay: Seconds that a request may wait for others to join it while a worker is free.
         trace: Called with a `RequestTrace` after each request that was queued, in whichever thread gave its
             answer: it must be quick, and not wait.
+        batch_axes: By input name, the axis along which a batch is split, or None for an input that goes to
+            every worker whole. Inputs that are not named are left to the model's symbols and to `verify`.
+        output_axes: By output name, the axis along which its parts are joined, or None for one that is the
+            same from every worker.
+        verify: What is believed of the split. ``"first"``: the first request that can show it runs whole on
+            one worker, which is its answer, and in pieces beside; what that shows is recorded in the cache
+            (see `split`). ``"always"``: every request is compared, which takes twice the work.
+            ``"never"``: what the arguments and the model's symbols say is believed, and nothing is learned.
 
     Raises:
         InvalidInputError: An argument does not fit.
@@ -90,6 +106,9 @@ class Master:
         max_batch_size: int = 1,
         max_delay: float = 0.0,
         trace: TraceHook | None = None,
+        batch_axes: Axes | None = None,
+        output_axes: Axes | None = None,
+        verify: Verify = "first",
     ) -> None:
         self._timeouts = timeouts
         self._limits = limits
@@ -108,6 +127,12 @@ class Master:
                 )
         if trace is not None and not callable(trace):
             raise InvalidInputError(f"trace: got {type(trace).__name__}, expected a function")
+        if verify not in ("first", "always", "never"):
+            raise InvalidInputError(
+                f"verify: got {verify!r}, expected 'first', 'always' or 'never'"
+            )
+        self._verify: Verify = verify
+        self._said = _said(batch_axes, output_axes)
         check_count("max_batch_size", max_batch_size, 1)
         check_seconds("max_delay", max_delay)
         self._max_batch_size = max_batch_size
@@ -151,6 +176,10 @@ class Master:
             trace=trace,
         )
         self._workers = len(builds)
+        self._engine = engine
+        self._identity = ""
+        self._splitters: dict[str, Splitter] = {}
+        self._splitter: Splitter | None = None
         self._model: ModelSpec | None = None
         self._stager: Stager | None = None
         # At interpreter exit the supervisor closes itself; this is for a master that becomes garbage.
@@ -178,19 +207,13 @@ class Master:
             built = self._supervisor.start()
             model = ModelSpec(inputs=_specs(built.inputs), outputs=_specs(built.outputs))
             weights = _specs(built.weights)
+            self._identity = built.model
+            self._splitter = self._new_splitter(model, self._said)
         except BaseException:
             self.close()
             raise
         self._model = model
         self._stager = Stager(model, self._supervisor.arena, self._max_batch_size, weights)
-        if batch_symbol(model) is None and not all(
-            not spec.shape or isinstance(spec.shape[0], int) for spec in model.inputs
-        ):
-            _log.warning(
-                "no dimension of %s is known to be the batch: requests run whole, on one worker, "
-                "unless batch_axes says what to split",
-                [str(spec) for spec in model.inputs],
-            )
         return self
 
     def close(self, timeout: float | None = None, *, drain: bool = False) -> None:
@@ -319,18 +342,22 @@ class Master:
         inputs: Inputs,
         *,
         timeout: float | None = None,
-        batch_axes: BatchAxes | None = None,
+        batch_axes: Axes | None = None,
+        output_axes: Axes | None = None,
         shards: int | None = None,
         priority: int = 0,
     ) -> Arrays:
         """Run a whole batch, split over all workers, and wait for the joined answer.
 
+        The first request that can show how its batch splits runs whole, on one worker, and again in pieces;
+        both are compared (see `split`). Later requests are split.
+
         Args:
             inputs: Arrays by input name, or in the model's input order. Any layout and byte order;
                 arrays from `allocate` are not copied, and are borrowed until the call returns.
             timeout: Seconds until `PredictTimeoutError`; None is `Timeouts.predict`.
-            batch_axes: By input name, the axis to split along, or None for an input that goes to every
-                worker whole; in the place of what the model's symbols say.
+            batch_axes: As in `Master`, for this call; it goes before what was said there, name by name.
+            output_axes: Likewise.
             shards: Into how many pieces to cut it at most; None is one for each worker that serves, and 1
                 is as `submit`: whole, on one worker.
             priority: Of requests that wait for a worker, those of a higher one go first; one that waits
@@ -341,8 +368,9 @@ class Master:
 
         Raises:
             InvalidInputError: The inputs do not fit the model; names input, what came and what was
-                expected. Nothing was sent.
-            PredictError: A run raised, or the shards' answers do not join.
+                expected. Or inputs are said to be cut, and nothing says how an output joins. Nothing was
+                sent.
+            PredictError: A run raised, or the shards' answers are not what the split says.
             WorkerDiedError: Two workers died on one shard, or none is left.
             PredictTimeoutError: The time is over.
             QueueFullError: A limit was reached.
@@ -353,11 +381,13 @@ class Master:
                 "predict() was called in a future's callback, which runs in the thread that the "
                 "answer needs: use submit() there"
             )
-        _check_priority(priority)
-        job, start, seconds = self._stage(inputs, shards, timeout, batch_axes)
+        call = self._call(inputs, timeout, batch_axes, output_axes, shards, priority)
+        if call.splitter.may_learn(call.pieces) and self._learns_from(call):
+            return self._learn_from(call, _CheckRuns(self, call))
+        job = self._stage(call)
         job.future.awaited = True
         try:
-            self._enter(job, start, seconds, priority, wait=True)
+            self._enter(job, call)
             return job.future.result()
         except BaseException:
             # Ctrl-C while waiting: the workers are not to go on for nobody.
@@ -371,14 +401,16 @@ class Master:
         inputs: Inputs,
         *,
         timeout: float | None = None,
-        batch_axes: BatchAxes | None = None,
+        batch_axes: Axes | None = None,
+        output_axes: Axes | None = None,
         priority: int = 0,
     ) -> "Future[Arrays]":
         """Queue a request for one worker; returns at once unless memory has to be waited for.
 
         For many small requests: each runs whole on the next free worker. (A model with a fixed batch
         that is given a multiple of it runs as so many pieces.) With `max_batch_size`, several may go as
-        one run. The arguments are those of `predict`.
+        one run, once two of them have run apart and as one with the same result. The arguments are those of
+        `predict`.
 
         Returns:
             A future of what `predict` returns and raises. ``cancel()`` works until it is done and stops
@@ -388,14 +420,16 @@ class Master:
         Raises:
             InvalidInputError, QueueFullError, ClosedError: As `predict`, before anything is queued.
         """
-        return self._enqueue(inputs, 1, timeout, batch_axes, priority).future
+        call = self._call(inputs, timeout, batch_axes, output_axes, 1, priority)
+        return self._enqueue(call).future
 
     async def predict_async(
         self,
         inputs: Inputs,
         *,
         timeout: float | None = None,
-        batch_axes: BatchAxes | None = None,
+        batch_axes: Axes | None = None,
+        output_axes: Axes | None = None,
         shards: int | None = None,
         priority: int = 0,
     ) -> Arrays:
@@ -403,16 +437,28 @@ class Master:
 
         Inputs are checked and copied in the event loop's thread before the first wait.
         """
-        start = monotonic()
-        enqueue = partial(self._enqueue, inputs, shards, timeout, batch_axes, priority, start=start)
+        call = self._call(inputs, timeout, batch_axes, output_axes, shards, priority)
+        if call.splitter.may_learn(call.pieces) and self._learns_from(call):
+            call.inputs = [np.array(array) for array in self._ready().arrays(call.inputs)]
+            runs = _CheckRuns(self, call)
+            learned = self._waiting.submit(
+                partial(copy_context().run, self._learn_from, call, runs)
+            )
+            try:
+                return await asyncio.wrap_future(learned)
+            except BaseException:
+                runs.cancel()
+                raise
+            finally:
+                del learned
+        enqueue = partial(self._enqueue, call)
         try:
             job = enqueue(wait=False)
         except QueueFullError:
             if "wait" not in (self._limits.when_full, self._limits.when_queue_full):
                 raise
             # Waiting for room would stop the event loop.
-            seconds = self._timeouts.predict if timeout is None else timeout
-            job = await self._wait_for_room(enqueue, start + seconds)
+            job = await self._wait_for_room(enqueue, call.start + call.timeout)
         answer = asyncio.wrap_future(job.future)
         del job
         try:
@@ -437,6 +483,50 @@ class Master:
             raise
         finally:
             del waiting  # an error that the user keeps must not hold what came of it
+
+    # How a batch is split.
+
+    @property
+    def split(self) -> Split:
+        """How a batch is split and its outputs joined, as far as that is known now.
+
+        ``print(master.split)`` shows it as a table. What a call says for itself does not count here.
+
+        Raises:
+            ClosedError: The master was not started.
+        """
+        return self._splitter_for(None, None).known.split
+
+    def learn(
+        self,
+        example: Inputs,
+        *,
+        timeout: float | None = None,
+        batch_axes: Axes | None = None,
+        output_axes: Axes | None = None,
+    ) -> Split:
+        """Learn how a batch is split from this example, in the place of what was known; it is recorded.
+
+        The example runs whole on one worker, and in pieces. An example of equal rows shows nothing, nor does
+        one of a single row.
+
+        Args:
+            example: Inputs as `predict` takes them, of two different rows or more.
+            timeout: Seconds for the runs; None is `Timeouts.predict`.
+            batch_axes: As in `predict`.
+            output_axes: Likewise.
+
+        Returns:
+            What is known then: `Split.checked` says whether the example has shown it.
+
+        Raises:
+            McinferError: As `predict`, where the whole run fails.
+        """
+        if not self._supervisor.may_wait():
+            raise McinferError("learn() was called in a future's callback, where nothing may wait")
+        call = self._call(example, timeout, batch_axes, output_axes, None, 0)
+        runs, arrays = _CheckRuns(self, call), self._ready().arrays(example)
+        return call.splitter.relearn(arrays, self._least_pieces(call), runs, call.timeout)
 
     def allocate(self, shapes: Mapping[str, Sequence[int]]) -> Arrays:
         """Writable arrays in shared memory, for inputs that are to be sent without a copy.
@@ -510,64 +600,218 @@ class Master:
             raise ClosedError("the master is still starting")
         return self._stager
 
-    def _enqueue(
-        self,
-        inputs: Inputs,
-        pieces: int | None,
-        timeout: float | None,
-        batch_axes: BatchAxes | None,
-        priority: int,
-        *,
-        wait: bool = True,
-        start: float | None = None,
-    ) -> Job:
-        _check_priority(priority)
-        job, start, seconds = self._stage(
-            inputs, pieces, timeout, batch_axes, wait=wait, start=start
-        )
-        self._enter(job, start, seconds, priority, wait=wait)
-        return job
+    # A call on its way.
 
-    def _stage(
+    def _call(
         self,
         inputs: Inputs,
-        pieces: int | None,
         timeout: float | None,
-        batch_axes: BatchAxes | None,
-        *,
-        wait: bool = True,
-        start: float | None = None,
-    ) -> tuple[Job, float, float]:
-        """The request as a job, when it began, and the seconds that it has from then on."""
-        stager = self._ready()
+        batch_axes: Axes | None,
+        output_axes: Axes | None,
+        pieces: int | None,
+        priority: int,
+    ) -> "_Call":
+        """What was asked for, checked but for the inputs."""
+        if type(priority) is not int:
+            raise InvalidInputError(f"priority: got {priority!r}, expected an int")
+        self._ready()
         if timeout is None:
             timeout = self._timeouts.predict
         else:
             check_seconds("timeout", timeout)
-        start = monotonic() if start is None else start
-        joinable = pieces == 1
+        start = monotonic()
         if pieces is None:
             pieces = max(1, self._supervisor.serving)
         else:
             check_count("shards", pieces, 1)
+        splitter = self._splitter_for(batch_axes, output_axes)
+        return _Call(inputs, splitter, splitter.known, pieces, start, timeout, priority)
+
+    def _splitter_for(self, batch_axes: Axes | None, output_axes: Axes | None) -> Splitter:
+        """What is known of the split for these axes, before those that the master was given."""
+        model, splitter = self._spec(), self._splitter
+        if splitter is None:
+            raise ClosedError("the master is still starting")
+        if batch_axes is None and output_axes is None:
+            return splitter
+        call = _said(batch_axes, output_axes)
+        # Values as text: what is no axis may not be hashable either, and True is not 1.
+        key = repr((sorted(call.inputs.items()), sorted(call.outputs.items())))
+        splitter = self._splitters.get(key)
+        if splitter is None:
+            said = SaidAxes(
+                inputs={**self._said.inputs, **call.inputs},
+                outputs={**self._said.outputs, **call.outputs},
+            )
+            splitter = self._new_splitter(model, said)
+            if len(self._splitters) >= _MAX_SPLITTERS:
+                self._splitters.clear()
+            self._splitters[key] = splitter
+        return splitter
+
+    def _new_splitter(self, model: ModelSpec, said: SaidAxes) -> Splitter:
+        about = {"engine": self._engine, "inputs": dict(said.inputs), "outputs": dict(said.outputs)}
+        said.check(model)
+        record = SplitRecord(self._identity if self._verify != "never" else "", about)
+        return Splitter(
+            model, said, verify=self._verify, recorded=record.read(), record=record.write
+        )
+
+    def _learns_from(self, call: "_Call") -> bool:
+        """Whether a request is to show how its batch is split."""
+        arrays = self._ready().arrays(call.inputs)
+        call.inputs = arrays
+        shapes = tuple(array.shape for array in arrays)
+        return not call.splitter.busy and call.splitter.teaches(shapes)
+
+    def _learn_from(self, call: "_Call", runs: "_CheckRuns") -> Arrays:
+        """Answer a request by a whole run, and learn from it."""
+
+        def split_run(known: Known) -> Arrays:
+            return self._enqueue(replace(call, known=known, pieces=pieces)).future.result()
+
+        pieces = self._least_pieces(call)
+        arrays = self._ready().arrays(call.inputs)
+        return call.splitter.answer(arrays, pieces, runs, split_run)
+
+    def _least_pieces(self, call: "_Call") -> int:
+        """In how many pieces a request is compared: as many as later ones have, and two at least."""
+        return max(2, call.pieces)
+
+    def _enqueue(self, call: "_Call", *, wait: bool = True) -> Job:
+        job = self._stage(call, wait=wait)
+        self._enter(job, call, wait=wait)
+        if self._max_batch_size > 1 and call.pieces == 1 and not call.known.settled:
+            self._offer(call, job)
+        return job
+
+    def _offer(self, call: "_Call", job: Job) -> None:
+        """Have two requests that ran apart, and could be joined, show whether that is right."""
+        if job.rows and not call.apart and call.splitter.may_learn(2):
+            arrays = self._ready().arrays(call.inputs)
+            pair = call.splitter.offer(arrays, job.future)
+            if pair is not None:
+                other = replace(call, start=monotonic(), apart=True)
+                runs = _CheckRuns(self, other)
+                self._waiting.submit(
+                    partial(call.splitter.learn_from_pair, pair, 2 * call.timeout, runs)
+                )
+
+    def _stage(self, call: "_Call", *, wait: bool = True) -> Job:
+        """The request as a job."""
+        stager, known = self._ready(), call.known
         self._supervisor.check_room()
         waits = wait and self._limits.when_full == "wait" and self._supervisor.may_wait()
-        memory_wait = max(0.0, start + timeout - monotonic()) if waits else 0.0
-        job = stager.stage(inputs, pieces, batch_axes, memory_wait, joinable=joinable)
-        if self._traces:
+        memory_wait = max(0.0, call.start + call.timeout - monotonic()) if waits else 0.0
+        pieces = call.pieces if known.settled else 1
+        if pieces > 1 and not known.splits:
+            call.splitter.warn_if_whole()
+        joinable = pieces == 1 and known.splits and not call.apart and self._verify != "always"
+        job = stager.stage(
+            call.inputs, pieces, None if call.apart else known, memory_wait, joinable=joinable
+        )
+        job.contradicted = call.splitter.withdraw
+        if self._traces and not call.apart:
             job.context = copy_context()
-        return job, start, timeout
+        return job
 
-    def _enter(self, job: Job, start: float, timeout: float, priority: int, *, wait: bool) -> None:
+    def _enter(self, job: Job, call: "_Call", *, wait: bool = True) -> None:
         if not job.shards:  # a batch of no rows is answered already
             return
         waits = wait and self._limits.when_queue_full == "wait" and self._supervisor.may_wait()
-        self._supervisor.submit(job, start, timeout, priority, wait=waits)
+        self._supervisor.submit(job, call.start, call.timeout, call.priority, wait=waits)
 
 
-def _check_priority(priority: int) -> None:
-    if type(priority) is not int:
-        raise InvalidInputError(f"priority: got {priority!r}, expected an int")
+@dataclass(slots=True)
+class _Call:
+    """One request as it was asked for.
+
+    Attributes:
+        known: What is known of its split.
+        pieces: Into how many shards it is cut at most.
+        start: When the call came.
+        timeout: Seconds from then on.
+        apart: Whether it is a part of a check: it runs whole, is not joined with others and not traced.
+    """
+
+    inputs: Inputs
+    splitter: Splitter
+    known: Known
+    pieces: int
+    start: float
+    timeout: float
+    priority: int
+    apart: bool = False
+
+
+class _CheckRuns:
+    """Runs requests whole, for one check: the first has the caller's time, the others in proportion to it."""
+
+    def __init__(self, master: Master, call: _Call) -> None:
+        self._master = master
+        self._call = call
+        self._deadline = call.start + call.timeout
+        self._first_seconds: float | None = None
+        self._futures: list[Future[Arrays]] = []
+        self._cancelled = False
+
+    def __call__(self, requests: Sequence[Sequence[NDArray[Any]]]) -> list[Arrays | McinferError]:
+        """Run all at once, and wait; an error in the place of each answer that did not come."""
+        start = monotonic()
+        timeout = max(0.0, self._deadline - start)
+        if self._first_seconds is not None:
+            timeout = min(timeout, _CHECK_SECONDS + _CHECK_FACTOR * self._first_seconds)
+        outcomes: list[Arrays | McinferError] = []
+        try:
+            begun = [self._begin(arrays, start, timeout) for arrays in requests]
+            outcomes.extend(_outcome(future) for future in begun)
+        finally:
+            self.cancel(for_good=False)
+        if self._first_seconds is None:
+            self._first_seconds = monotonic() - start
+        return outcomes
+
+    def _begin(
+        self, arrays: Sequence[NDArray[Any]], start: float, timeout: float
+    ) -> "Future[Arrays] | McinferError":
+        call = replace(
+            self._call, inputs=arrays, pieces=1, start=start, timeout=timeout, apart=True
+        )
+        try:
+            if self._cancelled:
+                return ClosedError("the request was cancelled")
+            future = self._master._enqueue(call).future
+        except McinferError as exc:
+            return exc
+        self._futures.append(future)
+        if self._cancelled:
+            future.cancel()
+        return future
+
+    def cancel(self, *, for_good: bool = True) -> None:
+        """Stop what goes on, and what would come after it."""
+        self._cancelled = self._cancelled or for_good
+        while self._futures:
+            self._futures.pop().cancel()
+
+
+def _outcome(begun: "Future[Arrays] | McinferError") -> Arrays | McinferError:
+    if isinstance(begun, McinferError):
+        return begun
+    try:
+        return begun.result()
+    except McinferError as exc:
+        return exc
+    except CancelledError:
+        return ClosedError("the request was cancelled")
+
+
+def _said(batch_axes: Axes | None, output_axes: Axes | None) -> SaidAxes:
+    for name, axes in (("batch_axes", batch_axes), ("output_axes", output_axes)):
+        if not isinstance(axes, (Mapping, NoneType)):
+            kind = "inputs" if name == "batch_axes" else "outputs"
+            raise InvalidInputError(f"{name}: got {axes!r}, expected a mapping of {kind} to axes")
+    return SaidAxes(inputs=dict(batch_axes or {}), outputs=dict(output_axes or {}))
 
 
 def _abandon(supervisor: Supervisor, waiting: WaitingThreads) -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from mcinfer.config import Timeouts
 from mcinfer.errors import ClosedError, InvalidInputError
 from mcinfer.master import Master
+from mcinfer.sharding import Axes
 from mcinfer.specs import TensorSpec
 from mcinfer.staging import Arrays, Inputs
 from mcinfer.statistics import Statistics
@@ -104,15 +105,38 @@ class ParallelPredictUtils:
             raise
 
     @overload
-    def predict(self, inputs: Mapping[str, Any], *, timeout: float | None = None) -> Arrays: ...
+    def predict(
+        self,
+        inputs: Mapping[str, Any],
+        *,
+        timeout: float | None = None,
+        batch_axes: Axes | None = None,
+        output_axes: Axes | None = None,
+    ) -> Arrays: ...
     @overload
-    def predict(self, inputs: Sequence[Any], *, timeout: float | None = None) -> Tensors: ...
-    def predict(self, inputs: Inputs, *, timeout: float | None = None) -> Tensors | Arrays:
+    def predict(
+        self,
+        inputs: Sequence[Any],
+        *,
+        timeout: float | None = None,
+        batch_axes: Axes | None = None,
+        output_axes: Axes | None = None,
+    ) -> Tensors: ...
+    def predict(
+        self,
+        inputs: Inputs,
+        *,
+        timeout: float | None = None,
+        batch_axes: Axes | None = None,
+        output_axes: Axes | None = None,
+    ) -> Tensors | Arrays:
         """Run a whole batch: split over the devices, joined again.
 
         Args:
             inputs: Arrays in the model's input order, or by name.
             timeout: Seconds; None is `Timeouts.predict`.
+            batch_axes: By input name, the axis to split along, or None for whole; see `Master`.
+            output_axes: By output name, the axis to join along, or None for one that is the same everywhere.
 
         Returns:
             Arrays in the model's output order; by name, if the inputs came by name.
@@ -122,7 +146,9 @@ class ParallelPredictUtils:
             ClosedError: As `Master.predict`.
         """
         self._check_built()
-        outputs = self._master.predict(inputs, timeout=timeout)
+        outputs = self._master.predict(
+            inputs, timeout=timeout, batch_axes=batch_axes, output_axes=output_axes
+        )
         return outputs if isinstance(inputs, Mapping) else [*outputs.values()]
 
     def finalize(self) -> None:

@@ -471,7 +471,8 @@ class Pool:
             )
         try:
             for request, shard in members:
-                self._jobs[request].take(shard, reply.outputs, partial(self._fleet.fetch, index))
+                fetch = partial(self._fleet.fetch, index)
+                self._jobs[request].take(shard, reply.outputs, fetch, index)
         except (OSError, MemoryError) as exc:
             text = f"the master cannot take the answer: {exc!r}"
             return Error(request=reply.request, shard=reply.shard, kind="predict", text=text)

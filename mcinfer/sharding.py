@@ -1,34 +1,111 @@
 """How a batch is cut over workers, and how the answers become one again. Shapes only, no data.
 
-A model's *batch symbol* is the symbolic dimension along which rows are independent. It is chosen by
-name (``batch``, ``batch_size``, ``N``, …) or, where no symbol is so named, as the symbol that comes
-first in the shapes of both inputs and outputs, unless its name speaks of a sequence. Inputs that have
-it are cut along it; all others go to every worker whole. Where there is no batch symbol, an input with
-a fixed first dimension that is given k times its rows is cut in k pieces.
+A `Split` says for each input the axis that it is cut along, and for each output the axis along which the
+parts follow one another. It comes from the user (`batch_axes`, `output_axes`), from the model's own symbols,
+or from a request that has shown it (`mcinfer.splitting`). Nothing here looks at how many rows came back.
 
-That rows are independent is taken from the name: a model that mixes them must be run whole (`batch_axes`
-with None, or one piece). Where no name says so nothing is cut, and where cutting some inputs only
-could be wrong, the request is refused.
+- The model's *batch symbol* is the symbolic dimension along which rows are likely to be independent. It is
+  chosen by name (``batch``, ``batch_size``, ``N``, …) or, where no symbol is so named, as the symbol that
+  comes first in the shapes of both inputs and outputs, unless its name speaks of a sequence.
+- A model with a fixed first dimension of 1 in every input that has rows and in every output takes k rows as k
+  runs. Another fixed dimension is the batch only where the user says so.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
+from types import MappingProxyType
+from typing import Literal
 
 from mcinfer.errors import InvalidInputError, PredictError
 from mcinfer.specs import ModelSpec, TensorSpec
 
 Shape = tuple[int, ...]
-BatchAxes = Mapping[str, int | None]
-"""By input name: the axis to cut along, or None for whole."""
+Axes = Mapping[str, int | None]
+"""By name: the axis to cut or join along, or None for an input that goes whole, an output that is the same
+from every worker."""
+
+Known = Literal["said", "declared", "recorded", "learned", "unknown"]
 
 _BATCH_NAMES = (re.compile(r"\w*batch\w*", re.IGNORECASE), re.compile(r"n|b|bs", re.IGNORECASE))
 _SEQUENCE_NAME = re.compile(r"seq|len|time|step|token|frame", re.IGNORECASE)
 
+_MAX_HYPOTHESES = 3
+
 
 class JoinError(PredictError):
     """The answers to the pieces of a batch do not go together: they will not the next time either."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """How a model's batch is split over workers, and how its outputs are joined.
+
+    ``Master(path, batch_axes=split.inputs, output_axes=split.outputs)`` says the same of another master.
+
+    Attributes:
+        inputs: By input name, the axis that it is cut along; None: it goes to every worker whole.
+        outputs: By output name, the axis along which the parts are joined; None: it is the same from every
+            worker; a text: why it cannot be joined.
+        known: How that is known: ``"said"`` by the user, ``"declared"`` by the model's symbols, ``"learned"``
+            from a request, ``"recorded"`` in the cache when it was learned before, ``"unknown"``.
+        checked: Whether a request has run whole and in pieces, with the same result.
+        rows: Of that request; 0 where there was none.
+        difference: The largest there was between both, relative to the largest element of an output.
+        reason: Why requests run whole; empty where they are split.
+    """
+
+    inputs: Axes
+    outputs: Mapping[str, int | str | None]
+    known: Known
+    checked: bool = False
+    rows: int = 0
+    difference: float = 0.0
+    reason: str = ""
+
+    @property
+    def splits(self) -> bool:
+        """Whether requests may be split: some input is cut, and every output can be joined."""
+        cut = any(axis is not None for axis in self.inputs.values())
+        return cut and not self.reason and not self.unjoined
+
+    @property
+    def unjoined(self) -> tuple[str, ...]:
+        """The outputs that cannot be joined."""
+        return tuple(name for name, axis in self.outputs.items() if isinstance(axis, str))
+
+    def __str__(self) -> str:
+        lines = [
+            *(("input", name, _axis_text(a, "whole")) for name, a in self.inputs.items()),
+            *(("output", name, _axis_text(a, "the same")) for name, a in self.outputs.items()),
+        ]
+        width = max((len(name) for _, name, _ in lines), default=0)
+        table = [f"{side:<6}  {name:<{width}}  {text}" for side, name, text in lines]
+        return "\n".join([*table, self.summary()])
+
+    def summary(self) -> str:
+        """How it is known, and whether requests are split, in one sentence."""
+        how = {
+            "said": "as batch_axes and output_axes say",
+            "declared": "as the model's symbols say",
+            "learned": f"learned from a request of {self.rows} rows",
+            "recorded": f"learned from a request of {self.rows} rows, and recorded",
+            "unknown": "not known yet",
+        }[self.known]
+        if not self.splits:
+            return f"runs whole, on one worker: {self.reason or how}"
+        if not self.checked:
+            return f"split: {how}; not checked by a request"
+        if self.known in ("said", "declared"):
+            how = f"{how}, and a request of {self.rows} rows has shown"
+        return f"split: {how} (largest difference {self.difference:.2g})"
+
+
+def _axis_text(axis: int | str | None, none: str) -> str:
+    if isinstance(axis, str):
+        return f"cannot be joined: {axis}"
+    return none if axis is None else f"axis {axis}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +129,11 @@ class OutputJoin:
         axis: The axis along which the shards' parts follow one another; None: all must be equal.
         shapes: Its shape in each shard, or None where it is not known before the run.
         shape: The joined shape, or None likewise.
-        guessed: Whether the axis is to be judged by what comes (see `join_axis`).
     """
 
     axis: int | None
     shapes: tuple[Shape, ...] | None
     shape: Shape | None
-    guessed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +157,38 @@ class Plan:
     def input_axes(self) -> tuple[int | None, ...]:
         """By input, the axis that it is cut along."""
         return tuple(cut.axis for cut in self.inputs)
+
+
+# What is known before the first request.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaidAxes:
+    """What the user says: by name, an axis or None; names that are missing are left to mcinfer."""
+
+    inputs: Axes = field(default_factory=lambda: MappingProxyType({}))
+    outputs: Axes = field(default_factory=lambda: MappingProxyType({}))
+
+    def check(self, model: ModelSpec) -> None:
+        """Raise `InvalidInputError` unless the model has such inputs, outputs and axes."""
+        sides = (
+            ("batch_axes", "input", self.inputs, model.inputs),
+            ("output_axes", "output", self.outputs, model.outputs),
+        )
+        for argument, role, axes, tensors in sides:
+            specs = {spec.name: spec for spec in tensors}
+            for name, axis in axes.items():
+                if name not in specs:
+                    raise InvalidInputError(
+                        f"{argument}: got unknown {role} {name!r}, expected one of {[*specs]}"
+                    )
+                # Without a dimension it is a scalar, or of any rank.
+                rank = len(specs[name].shape) or 64
+                if axis is not None and not (type(axis) is int and 0 <= axis < rank):
+                    raise InvalidInputError(
+                        f"{argument}[{name!r}]: got {axis!r}, expected None or an axis from 0 to "
+                        f"{rank - 1}"
+                    )
 
 
 def batch_symbol(model: ModelSpec) -> str | None:
@@ -110,6 +217,141 @@ def _likely_symbol(model: ModelSpec) -> str | None:
     return max(candidates, key=candidates.count, default=None)
 
 
+def takes_one_row(model: ModelSpec) -> bool:
+    """Whether each run takes one row, so that k rows are k runs.
+
+    Then the first dimension is 1 in every input that has rows and in every output, a number in the others.
+    """
+    firsts = [spec.shape[0] for spec in model.inputs if spec.shape]
+    answers = [spec.shape[0] if spec.shape else None for spec in model.outputs]
+    numbers = all(isinstance(size, int) for size in firsts)
+    return numbers and 1 in firsts and bool(answers) and all(size == 1 for size in answers)
+
+
+def first_split(model: ModelSpec, said: SaidAxes) -> Split:
+    """What the user and the model's symbols say, before any request.
+
+    Raises:
+        InvalidInputError: The model has no such input, output or axis.
+    """
+    said.check(model)
+    symbol, one_row = batch_symbol(model), takes_one_row(model)
+    inputs: dict[str, int | None] = {}
+    for spec in model.inputs:
+        if spec.name in said.inputs:
+            inputs[spec.name] = said.inputs[spec.name]
+        elif symbol is not None and symbol in spec.shape:
+            inputs[spec.name] = spec.shape.index(symbol)
+        else:
+            inputs[spec.name] = 0 if one_row and spec.shape and spec.shape[0] == 1 else None
+    cut = {
+        (spec.shape[axis] if spec.shape else None, axis)
+        for spec in model.inputs
+        if (axis := inputs[spec.name]) is not None
+    }
+    symbols = {size for size, _ in cut if isinstance(size, str)}
+    ones = one_row and cut == {(1, 0)}
+    outputs: dict[str, int | str | None] = {}
+    for spec in model.outputs:
+        places = [i for i, size in enumerate(spec.shape) if size in symbols]
+        if spec.name in said.outputs:
+            outputs[spec.name] = said.outputs[spec.name]
+        elif len(places) == 1:
+            outputs[spec.name] = places[0]
+        else:
+            outputs[spec.name] = 0 if ones else "its axis is not known"
+    if cut:
+        known: Known = "said" if said.inputs or said.outputs else "declared"
+        return Split(inputs=inputs, outputs=outputs, known=known)
+    if said.inputs and all(spec.name in said.inputs for spec in model.inputs):
+        reason = "batch_axes says that every input goes whole"
+        return Split(inputs=inputs, outputs=outputs, known="said", reason=reason)
+    return Split(
+        inputs=inputs,
+        outputs=outputs,
+        known="unknown",
+        reason="no dimension of the inputs is known to be the batch",
+    )
+
+
+def is_fixed(model: ModelSpec, split: Split) -> bool:
+    """Whether the batch is cut into runs of a fixed number of rows."""
+    return any(
+        axis is not None and spec.shape and isinstance(spec.shape[axis], int)
+        for spec in model.inputs
+        if (axis := split.inputs[spec.name]) is not None
+    )
+
+
+# What a request may show.
+
+
+def rows_of(shapes: Mapping[str, Shape], axes: Axes) -> int | None:
+    """The rows that a request has along these axes; None where its inputs disagree, or none is cut."""
+    sizes = {
+        shapes[name][axis] if axis < len(shapes[name]) else -1
+        for name, axis in axes.items()
+        if axis is not None
+    }
+    return sizes.pop() if len(sizes) == 1 and -1 not in sizes else None
+
+
+def hypotheses(
+    model: ModelSpec, shapes: Mapping[str, Shape], first: Split, said: SaidAxes
+) -> tuple[Axes, ...]:
+    """What a request of these shapes may be cut along, the likeliest first, three at most.
+
+    First what is said or declared. Then axes that the model leaves free and that have the same size in the
+    inputs, leading axes first.
+    """
+    found: list[Axes] = []
+    if any(axis is not None for axis in first.inputs.values()):
+        found.append(first.inputs)
+    for axes in _by_size(model, shapes, said):
+        if axes not in found:
+            found.append(axes)
+    return tuple(found[:_MAX_HYPOTHESES])
+
+
+def _by_size(
+    model: ModelSpec, shapes: Mapping[str, Shape], said: SaidAxes
+) -> Iterator[dict[str, int | None]]:
+    free = {
+        spec.name: [axis for axis in range(len(shapes[spec.name])) if _is_free(spec, axis)]
+        for spec in model.inputs
+        if spec.name not in said.inputs
+    }
+    places = sorted((axis, i) for i, axes in enumerate(free.values()) for axis in axes)
+    names = [*free]
+    sizes = dict.fromkeys(shapes[names[i]][axis] for axis, i in places)
+    if (rows := rows_of(shapes, said.inputs)) is not None:
+        sizes = dict.fromkeys([rows])
+    for size in sizes:
+        axes = {
+            spec.name: said.inputs[spec.name]
+            if spec.name in said.inputs
+            else next((a for a in free[spec.name] if shapes[spec.name][a] == size), None)
+            for spec in model.inputs
+        }
+        if all(axis is None for axis in axes.values()):
+            continue
+        yield axes
+        # An input may be as long as the batch by chance: then only the one that leads is cut.
+        lead = next((names[i] for a, i in places if shapes[names[i]][a] == size), None)
+        if lead is not None:
+            yield {
+                name: axis if name == lead or name in said.inputs else None
+                for name, axis in axes.items()
+            }
+
+
+def _is_free(spec: TensorSpec, axis: int) -> bool:
+    return not spec.shape or not isinstance(spec.shape[axis], int)
+
+
+# Cutting a request.
+
+
 def split_evenly(count: int, pieces: int) -> tuple[int, ...]:
     """`count` rows in at most `pieces` parts, none empty, sizes at most one apart, larger first."""
     pieces = min(pieces, count)
@@ -120,10 +362,7 @@ def split_evenly(count: int, pieces: int) -> tuple[int, ...]:
 
 
 def plan(
-    model: ModelSpec,
-    shapes: Sequence[Shape],
-    pieces: int,
-    batch_axes: BatchAxes | None = None,
+    model: ModelSpec, shapes: Sequence[Shape], pieces: int, split: Split | None = None
 ) -> Plan:
     """Check the shapes of a request and cut it.
 
@@ -131,151 +370,119 @@ def plan(
         model: What the model takes and gives.
         shapes: The shape given for each input, in the model's order.
         pieces: Into how many shards to cut at most; a fixed batch makes as many as it needs.
-        batch_axes: Axes by input name, in the place of what the model's symbols say.
+        split: How; None is whole.
 
     Raises:
-        InvalidInputError: A shape does not fit the model, or it is not clear what the batch is.
+        InvalidInputError: A shape does not fit the model; or the inputs that the user says to cut have other
+            rows than each other, or need an output axis that nothing says.
     """
-    axes = _cut_axes(model, shapes, batch_axes)
-    sizes = {
-        spec.name: (shape[axis], spec.shape[axis])
+    axes, rows, fixed = _shards(model, shapes, pieces, split)
+    # For a batch of no rows, the shapes of one shard of the least size still are to be checked.
+    parts = rows or (0,)
+    cuts = [
+        _cut(spec, shape, axis, parts)
         for spec, shape, axis in zip(model.inputs, shapes, axes, strict=True)
-        if axis is not None
-    }
-    fixed_pieces = _fixed_pieces(sizes)
-    if fixed_pieces is not None:
-        rows = (1,) * fixed_pieces
-    else:
-        total = _common_rows(sizes)
-        rows = (1,) if total is None else split_evenly(total, pieces)
-    doubt = _doubt(model, shapes, axes, batch_axes or {})
-    if doubt is not None and len(rows) != 1:
-        raise InvalidInputError(doubt)
-    cuts = []
-    for spec, shape, axis in zip(model.inputs, shapes, axes, strict=True):
-        if axis is None:
-            cuts.append(InputCut(axis=None, shapes=(shape,) * max(1, len(rows))))
-            continue
-        size = spec.shape[axis]
-        # For a batch of no rows, the shapes of one shard of the least size still are to be checked.
-        parts = [size if isinstance(size, int) else count for count in rows or (0,)]
-        cuts.append(
-            InputCut(
-                axis=axis,
-                shapes=tuple((*shape[:axis], part, *shape[axis + 1 :]) for part in parts),
-            )
-        )
-    bindings = _bind(model.inputs, [*zip(*(cut.shapes for cut in cuts), strict=True)] or [()])
-    outputs = _joins(model, cuts, bindings)
+    ]
+    outputs = _joins(model, cuts, split)
     if not rows:
-        cuts = [InputCut(axis=cut.axis, shapes=()) for cut in cuts]
-        outputs = tuple(
-            _empty(spec, join) for spec, join in zip(model.outputs, outputs, strict=True)
-        )
-    free = bool(rows) and fixed_pieces is None and doubt is None
-    rowwise = free and _is_rowwise(model, cuts, outputs)
+        if all(join.axis is not None and join.shape is not None for join in outputs):
+            empty = tuple(InputCut(axis=cut.axis, shapes=()) for cut in cuts)
+            return Plan(rows=(), inputs=empty, outputs=tuple(map(_empty, outputs)))
+        if fixed:
+            raise InvalidInputError("inputs: got a batch of 0 rows, expected some")
+        return plan(model, shapes, 1)  # the runtime may know what comes of none
+    known = all(join.axis is not None and join.shapes is not None for join in outputs)
+    cut = any(axis is not None for axis in axes)
+    rowwise = cut and known and not fixed and bool(outputs)
     return Plan(rows=rows, inputs=tuple(cuts), outputs=outputs, rowwise=rowwise)
 
 
-def _is_rowwise(model: ModelSpec, cuts: Sequence[InputCut], outputs: Sequence[OutputJoin]) -> bool:
-    """Whether rows may go together with those of other requests; see `Plan.rowwise`."""
-    axes = [cut.axis for cut in cuts]
-    batch = {s.shape[a] for s, a in zip(model.inputs, axes, strict=True) if a is not None}
-    if not batch or any(join.axis is None or join.shapes is None for join in outputs):
-        return False
-    # Once in what is cut and nowhere else: rows that meet in one tensor are not independent.
-    expected = [int(axis is not None) for axis in axes] + [1] * len(outputs)
-    counts = [
-        sum(size is not None and size in batch for size in spec.shape)
-        for spec in (*model.inputs, *model.outputs)
-    ]
-    unnamed = None in batch  # an axis that only `batch_axes` speaks of
-    return all(
-        count == once or (unnamed and count < once)
-        for count, once in zip(counts, expected, strict=True)
+def _shards(
+    model: ModelSpec, shapes: Sequence[Shape], pieces: int, split: Split | None
+) -> tuple[list[int | None], tuple[int, ...], bool]:
+    """The axis that each input is cut along, the rows of each shard, and whether the batch is a fixed one."""
+    whole: list[int | None] = [None] * len(shapes)
+    axes = whole if split is None else [split.inputs[spec.name] for spec in model.inputs]
+    _check_sizes(model, shapes, axes)
+    given = {
+        spec.name: (shape[axis], spec.shape[axis] if spec.shape else None)
+        for spec, shape, axis in zip(model.inputs, shapes, axes, strict=True)
+        if axis is not None and axis < len(shape)
+    }
+    if split is None or not given:
+        return whole, (1,), False
+    fixed = _fixed_pieces(given)
+    if fixed is not None:
+        if fixed == 1:
+            return whole, (1,), True
+        if not split.splits:
+            raise InvalidInputError(_no_axis(split))
+        # One that is given as it is declared has no rows to cut: every piece takes it whole.
+        return (
+            [
+                None if axis is None or given[spec.name][0] == spec.shape[axis] else axis
+                for spec, axis in zip(model.inputs, axes, strict=True)
+            ],
+            (1,) * fixed,
+            True,
+        )
+    rows = _common_rows({name: size for name, (size, _) in given.items()}, split)
+    if rows is None:
+        return whole, (1,), False
+    if split.splits:
+        return axes, split_evenly(rows, pieces), False
+    if split.known == "said" and not split.reason and min(rows, pieces) > 1:
+        raise InvalidInputError(_no_axis(split))
+    return whole, (max(1, rows),), False
+
+
+def _no_axis(split: Split) -> str:
+    name = split.unjoined[0]
+    return (
+        f"output {name!r} has no axis that is known to join the parts of a batch along; say it with "
+        f"output_axes={{{name!r}: 0}}, or None where every part gives the same"
     )
 
 
-def _cut_axes(
-    model: ModelSpec, shapes: Sequence[Shape], batch_axes: BatchAxes | None
-) -> list[int | None]:
-    """The axis to cut each input along; None for whole."""
-    for spec, shape in zip(model.inputs, shapes, strict=True):
-        if len(shape) != len(spec.shape):
+def _check_sizes(model: ModelSpec, shapes: Sequence[Shape], axes: Sequence[int | None]) -> None:
+    """Refuse what no run takes; a shape of no dimensions is a scalar's, or one that the model leaves open."""
+    for spec, shape, cut in zip(model.inputs, shapes, axes, strict=True):
+        if spec.shape and len(shape) != len(spec.shape):
             raise InvalidInputError(
                 f"input {spec.name!r} has {len(shape)} dimensions {list(shape)}, expected "
                 f"{len(spec.shape)}: {spec}"
             )
-    given = {} if batch_axes is None else batch_axes
-    _check_given_axes(model, given)
-    symbol = batch_symbol(model)
-    if symbol is not None:
-        axes = [spec.shape.index(symbol) if symbol in spec.shape else None for spec in model.inputs]
-    else:
-        axes = [_fixed_axis(spec, shape) for spec, shape in zip(model.inputs, shapes, strict=True)]
-    return [given.get(spec.name, axis) for spec, axis in zip(model.inputs, axes, strict=True)]
+        for axis, (expected, given) in enumerate(zip(spec.shape, shape, strict=False)):
+            if isinstance(expected, int) and expected != given and axis != cut:
+                raise InvalidInputError(
+                    f"input {spec.name!r} has size {given} in dimension {axis}, expected "
+                    f"{expected}: {spec}"
+                )
 
 
-def _check_given_axes(model: ModelSpec, batch_axes: BatchAxes) -> None:
-    specs = {spec.name: spec for spec in model.inputs}
-    for name, axis in batch_axes.items():
-        if name not in specs:
-            raise InvalidInputError(
-                f"batch_axes: got unknown input {name!r}, expected one of {[*specs]}"
-            )
-        rank = len(specs[name].shape)
-        if axis is not None and not (type(axis) is int and 0 <= axis < rank):
-            raise InvalidInputError(
-                f"batch_axes[{name!r}]: got {axis!r}, expected None or an axis from 0 to {rank - 1}"
-            )
-
-
-def _fixed_axis(spec: TensorSpec, shape: Shape) -> int | None:
-    """Axis 0 of an input with a fixed first dimension that is given another number of rows."""
-    fixed = bool(spec.shape) and isinstance(spec.shape[0], int)
-    return 0 if fixed and shape[0] != spec.shape[0] else None
-
-
-def _doubt(
-    model: ModelSpec, shapes: Sequence[Shape], axes: Sequence[int | None], given: BatchAxes
-) -> str | None:
-    """What to say of an input that may or may not be part of the batch, and of which nothing was said.
-
-    It has a first dimension of its own, free and as long as the batch: cutting the others and
-    sending this one whole could give a wrong answer without an error. A symbol that speaks of a
-    sequence leaves no doubt, whatever its length happens to be.
-    """
-    rows = {shape[axis] for shape, axis in zip(shapes, axes, strict=True) if axis is not None}
-    for spec, shape, axis in zip(model.inputs, shapes, axes, strict=True):
-        unsaid = axis is None and spec.name not in given and bool(spec.shape)
-        first = spec.shape[0] if unsaid else 0
-        free = first is None or (isinstance(first, str) and not _SEQUENCE_NAME.search(first))
-        if free and shape[0] > 1 and shape[0] in rows:
-            return (
-                f"input {spec.name!r} ({spec}) is given {shape[0]} rows, as many as the batch: it is "
-                f"not clear whether they belong to it; say so with batch_axes, as in "
-                f"batch_axes={{{spec.name!r}: 0}} (cut) or {{{spec.name!r}: None}} (whole)"
-            )
-    return None
-
-
-def _common_rows(sizes: Mapping[str, tuple[int, int | str | None]]) -> int | None:
-    """The rows that all cut inputs have; None where none is cut."""
-    first = next(iter(sizes), None)
-    for name, (given, _) in sizes.items():
-        if first is not None and given != sizes[first][0]:
-            raise InvalidInputError(
-                f"inputs {first!r} and {name!r} are cut together, but {first!r} has "
-                f"{sizes[first][0]} rows and {name!r} has {given}"
-            )
-    return None if first is None else sizes[first][0]
+def _common_rows(sizes: Mapping[str, int], split: Split) -> int | None:
+    """The rows that all cut inputs have; None where they differ, and only the model says to cut them."""
+    first = next(iter(sizes))
+    for name, given in sizes.items():
+        if given == sizes[first]:
+            continue
+        if split.known != "said":
+            return None
+        raise InvalidInputError(
+            f"inputs {first!r} and {name!r} are cut together, but {first!r} has "
+            f"{sizes[first]} rows and {name!r} has {given}"
+        )
+    return sizes[first]
 
 
 def _fixed_pieces(sizes: Mapping[str, tuple[int, int | str | None]]) -> int | None:
-    """How many pieces of a fixed batch were given; None where the batch is symbolic."""
+    """How many pieces of a fixed batch were given; None where the batch is of any size."""
+    if not any(isinstance(fixed, int) for _, fixed in sizes.values()):
+        return None
     counts: dict[str, int] = {}
     for name, (given, fixed) in sizes.items():
         if not isinstance(fixed, int):
+            counts[name] = given
             continue
         if fixed == 0 or given % fixed:
             raise InvalidInputError(
@@ -283,77 +490,57 @@ def _fixed_pieces(sizes: Mapping[str, tuple[int, int | str | None]]) -> int | No
                 f"batch of {fixed}"
             )
         counts[name] = given // fixed
-    if not counts:
-        return None
-    first = next(iter(counts))
-    for name, (given, fixed) in sizes.items():
-        if counts.get(name, given) != counts[first]:
+    cut = {name: count for name, count in counts.items() if count != 1}
+    first = next(iter(cut), None)
+    for name, count in cut.items():
+        if first is not None and count != cut[first]:
             raise InvalidInputError(
                 f"inputs {first!r} and {name!r} are cut together, but {first!r} makes "
-                f"{counts[first]} pieces and {name!r} with {given} rows (fixed: {fixed}) does not"
+                f"{cut[first]} pieces and {name!r} with {sizes[name][0]} rows (fixed: {sizes[name][1]}) "
+                f"does not"
             )
-    return counts[first]
+    return 1 if first is None else cut[first]
 
 
-def _bind(specs: Sequence[TensorSpec], shards: Sequence[Sequence[Shape]]) -> list[dict[str, int]]:
-    """Check each shard's shapes against fixed sizes, and what size each symbol has there."""
-    bindings = []
-    for shapes in shards:
-        bound: dict[str, tuple[int, str]] = {}
-        for spec, shape in zip(specs, shapes, strict=True):
-            for axis, (expected, given) in enumerate(zip(spec.shape, shape, strict=True)):
-                if isinstance(expected, int) and expected != given:
-                    raise InvalidInputError(
-                        f"input {spec.name!r} has size {given} in dimension {axis}, expected "
-                        f"{expected}: {spec}"
-                    )
-                if not isinstance(expected, str):
-                    continue
-                size, first = bound.setdefault(expected, (given, spec.name))
-                if size != given:
-                    raise InvalidInputError(
-                        f"symbol {expected!r} is {size} in input {first!r} and {given} in input "
-                        f"{spec.name!r}, expected one size"
-                    )
-        bindings.append({symbol: size for symbol, (size, _) in bound.items()})
-    return bindings
+def _cut(spec: TensorSpec, shape: Shape, axis: int | None, rows: tuple[int, ...]) -> InputCut:
+    if axis is None:
+        return InputCut(axis=None, shapes=(shape,) * len(rows))
+    size = spec.shape[axis] if spec.shape else None
+    parts = [size if isinstance(size, int) else count for count in rows]
+    shapes = tuple((*shape[:axis], part, *shape[axis + 1 :]) for part in parts)
+    return InputCut(axis=axis, shapes=shapes)
 
 
 def _joins(
-    model: ModelSpec, cuts: Sequence[InputCut], bindings: Sequence[Mapping[str, int]]
+    model: ModelSpec, cuts: Sequence[InputCut], split: Split | None
 ) -> tuple[OutputJoin, ...]:
     """How each output joins, and its shapes where the symbols tell them."""
-    cut = [
-        spec.shape[cut.axis]
-        for spec, cut in zip(model.inputs, cuts, strict=True)
-        if cut.axis is not None
-    ]
-    cut_sizes = {size for size in cut if size is not None}
+    shards = [*zip(*(cut.shapes for cut in cuts), strict=True)] or [()]
+    bindings = [_bind(model.inputs, shapes) for shapes in shards]
+    joined = any(cut.axis is not None for cut in cuts)
     joins = []
     for spec in model.outputs:
-        # A symbol is the batch wherever it stands; a number only where a batch stands by habit.
-        axis = next((i for i, size in enumerate(spec.shape) if size in cut_sizes), None)
-        if axis is not None and axis > 0 and isinstance(spec.shape[axis], int):
-            axis = None
-        size = None if axis is None else spec.shape[axis]
-        if isinstance(size, str) and spec.shape.count(size) > 1 and len(bindings) > 1:
-            raise InvalidInputError(
-                f"output {spec} sets rows of the batch against each other, which cannot be cut; "
-                f"leave the inputs whole with batch_axes"
-            )
+        said = split.outputs[spec.name] if split is not None and joined else None
+        axis = said if isinstance(said, int) else None
         known = [_resolve(spec, bound) for bound in bindings]
         parts = tuple(shape for shape in known if shape is not None)
         shapes = parts if len(parts) == len(known) else None
-        open_ended = bool(spec.shape) and not isinstance(spec.shape[0], int)
-        joins.append(
-            OutputJoin(
-                axis=axis,
-                shapes=shapes,
-                shape=None if shapes is None else _joined(shapes, axis),
-                guessed=axis is None and bool(cut) and open_ended and shapes is None,
-            )
-        )
+        if axis is not None and shapes is not None and axis >= len(shapes[0]):
+            shapes = None  # it is not as it is declared
+        shape = None if shapes is None else _joined(shapes, axis)
+        joins.append(OutputJoin(axis=axis, shapes=shapes, shape=shape))
     return tuple(joins)
+
+
+def _bind(specs: Sequence[TensorSpec], shapes: Sequence[Shape]) -> dict[str, int]:
+    """The size of each symbol in a shard. The runtime lets one have several: then it is not known."""
+    bound: dict[str, int] = {}
+    unsure = set()
+    for spec, shape in zip(specs, shapes, strict=True):
+        for symbol, size in zip(spec.shape, shape, strict=False):
+            if isinstance(symbol, str) and bound.setdefault(symbol, size) != size:
+                unsure.add(symbol)
+    return {symbol: size for symbol, size in bound.items() if symbol not in unsure}
 
 
 def _joined(parts: Sequence[Shape], axis: int | None) -> Shape:
@@ -362,18 +549,10 @@ def _joined(parts: Sequence[Shape], axis: int | None) -> Shape:
     return (*parts[0][:axis], sum(part[axis] for part in parts), *parts[0][axis + 1 :])
 
 
-def _empty(spec: TensorSpec, join: OutputJoin) -> OutputJoin:
-    """An output for a batch of no rows, which no worker is asked for.
-
-    Raises:
-        InvalidInputError: Its value does not follow from the shapes alone.
-    """
-    if join.axis is None or join.shape is None:
-        raise InvalidInputError(
-            f"a batch of 0 rows has no answer here: output {spec} does not follow from the shapes"
-        )
-    shape = (*join.shape[: join.axis], 0, *join.shape[join.axis + 1 :])
-    return OutputJoin(axis=join.axis, shapes=(), shape=shape)
+def _empty(join: OutputJoin) -> OutputJoin:
+    """An output for a batch of no rows, which no worker is asked for."""
+    axis, shape = join.axis or 0, join.shape or ()
+    return OutputJoin(axis=axis, shapes=(), shape=(*shape[:axis], 0, *shape[axis + 1 :]))
 
 
 def _resolve(spec: TensorSpec, bound: Mapping[str, int]) -> Shape | None:
@@ -383,35 +562,44 @@ def _resolve(spec: TensorSpec, bound: Mapping[str, int]) -> Shape | None:
     return known if len(known) == len(sizes) else None
 
 
-def join_axis(
-    name: str, join: OutputJoin, rows: Sequence[int], shapes: Sequence[Shape]
-) -> int | None:
-    """The axis to join an output along, now that the shards' shapes are known.
+def check_join(
+    name: str, join: OutputJoin, shapes: Sequence[Shape], workers: Sequence[str]
+) -> None:
+    """Raise `JoinError` unless parts of these shapes are what the plan says.
 
-    An output whose first dimension has no known name, or whose shape is not what the model says,
-    joins along it when every shard gave the same multiple of its rows; otherwise it has no batch
-    dimension.
-
-    Raises:
-        PredictError: The shards' parts do not fit together.
+    Args:
+        name: The output's.
+        join: How it comes together.
+        shapes: Of the parts that came.
+        workers: Who sent each, in words.
     """
-    axis = join.axis
-    unforeseen = join.guessed or (join.shapes is not None and tuple(shapes) != join.shapes)
-    if axis is None and unforeseen and all(shapes):
-        ratios = {
-            shape[0] // count if count and shape[0] % count == 0 else -1
-            for shape, count in zip(shapes, rows, strict=True)
-        }
-        axis = 0 if len(ratios) == 1 and ratios != {-1} and ratios != {0} else None
-    if axis is None:
-        return None
-    rest = {(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}
-    if len(rest) > 1 or any(len(shape) <= axis for shape in shapes):
-        raise JoinError(
-            f"output {name!r}: the shards' shapes {[list(shape) for shape in shapes]} do not join "
-            f"along axis {axis}"
+    if len(shapes) == 1:
+        return
+    for i, (shape, worker) in enumerate(zip(shapes, workers, strict=True)):
+        expected = _expected(join, shapes, i)
+        fits = len(shape) == len(expected) and all(
+            want in (size, None) for size, want in zip(shape, expected, strict=True)
         )
-    return axis
+        if not fits:
+            text = ", ".join("?" if size is None else str(size) for size in expected)
+            how = "is to be the same from every worker"
+            if join.axis is not None:
+                how = f"is joined along axis {join.axis}"
+            raise JoinError(
+                f"output {name!r} {how}: expected [{text}] from {worker} (part {i}), got {list(shape)}"
+            )
+
+
+def _expected(join: OutputJoin, shapes: Sequence[Shape], part: int) -> tuple[int | None, ...]:
+    """The sizes that a part is to have; None for any."""
+    if join.shapes is not None:
+        return join.shapes[part]
+    first: tuple[int | None, ...] = shapes[0]
+    if join.axis is None:
+        return first
+    if join.axis >= len(first):
+        return (None,) * (join.axis + 1)
+    return (*first[: join.axis], None, *first[join.axis + 1 :])
 
 
 def offsets(shape: Shape, axis: int, parts: Sequence[int]) -> list[int] | None:

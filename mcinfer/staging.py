@@ -21,7 +21,6 @@ from contextvars import Context
 from dataclasses import dataclass
 from math import prod
 from operator import index
-from types import NoneType
 from typing import Any, cast
 
 import numpy as np
@@ -33,10 +32,11 @@ from mcinfer.errors import InvalidInputError, PredictError, ProtocolError
 from mcinfer.fields import TensorRef
 from mcinfer.futures import HelpedFuture
 from mcinfer.protocol import encode_predict, encode_tensors
-from mcinfer.sharding import BatchAxes, Plan
+from mcinfer.sharding import JoinError, OutputJoin, Plan
 from mcinfer.shm.arena import Arena, Slot, align
 from mcinfer.shm.block import Block
 from mcinfer.specs import ELEMENT_TYPES, STRING, ModelSpec, TensorSpec, tensor_bytes
+from mcinfer.splitting import Known
 from mcinfer.tensors import (
     Layout,
     as_input,
@@ -103,6 +103,7 @@ class Job:
         size: Bytes of its inputs, and of its outputs of known shapes.
         context: Of the call that made it, where that is traced.
         weights: The version of the weights that it runs with.
+        contradicted: Called with the reason where its parts do not join; None where nobody is to hear of it.
     """
 
     __slots__ = (
@@ -111,12 +112,15 @@ class Job:
         "_held",
         "_keep",
         "_model",
+        "_opened",
         "_parts",
         "_placement",
         "_released",
         "_slots",
         "_staged",
+        "_workers",
         "context",
+        "contradicted",
         "future",
         "join",
         "number",
@@ -135,6 +139,7 @@ class Job:
         keep: list[object],
         slots: Mapping[str, Slot],
         weights: WeightVersion,
+        opened: set[str],
     ) -> None:
         """Made by `Stager.stage` alone, with slots for the outputs whose shapes are known."""
         self.future: HelpedFuture[Arrays] = HelpedFuture()
@@ -151,6 +156,9 @@ class Job:
         self._keep = keep
         self.weights = weights
         self._slots = slots
+        self._opened = opened
+        self._workers: dict[int, int] = {}
+        self.contradicted: Callable[[str], None] | None = None
         self._parts: dict[tuple[int, str], _Part] = {}
         self._held: deque[Block] = deque()  # of workers, until the answer
         self._answered = False
@@ -176,19 +184,27 @@ class Job:
         """The shard's tensors, as messages carry them."""
         return self._placement.messages[shard]
 
-    def take(self, shard: int, outputs: Sequence[TensorRef], fetch: Callable[[int], Block]) -> None:
+    def take(
+        self,
+        shard: int,
+        outputs: Sequence[TensorRef],
+        fetch: Callable[[int], Block],
+        worker: int,
+    ) -> None:
         """Check a reply's references, and get what lies in the worker's own blocks.
 
         Args:
             shard: Which shard was answered.
             outputs: The reply's references; none, where all are where they were asked for.
             fetch: Gets a block of the worker's by its number; what it raises comes through.
+            worker: The index of the one that has sent it.
 
         Raises:
             ProtocolError: They are not what was asked for.
             OSError: They cannot be had, which the worker cannot help: more bytes than the shared memory
                 may have (EFBIG), or this process has no memory or descriptor left. The job is as before.
         """
+        self._workers[shard] = worker
         asked = self._placement.outputs[shard]
         if len(asked) == len(self._model.outputs) and (not outputs or outputs == asked):
             return
@@ -203,20 +219,21 @@ class Job:
         left = self._arena.limit
         try:
             for spec, reference in zip(self._model.outputs, outputs, strict=True):
-                name, element_type = reference[:2]
-                if expected.get(name, reference) != reference or element_type != spec.element_type:
-                    raise ProtocolError(
-                        f"reply with {reprlib.repr(reference)}, expected "
-                        f"{reprlib.repr(expected.get(name, str(spec)))}"
-                    )
-                if name not in expected:
-                    if not spec.admits(reference[2]):
+                name, element_type, shape = reference[:3]
+                if element_type != spec.element_type:
+                    raise ProtocolError(f"reply with {reprlib.repr(reference)}, expected {spec}")
+                place = expected.get(name)
+                if place == reference:
+                    continue
+                if place is not None:
+                    if place[2] == shape:
                         raise ProtocolError(
-                            f"reply with {reprlib.repr(reference)}, expected {spec}"
+                            f"reply with {reprlib.repr(reference)}, expected {reprlib.repr(place)}"
                         )
-                    size = tensor_bytes(spec.element_type, prod(reference[2]))
-                    parts[shard, name] = _find(spec, reference, size, left, blocks, fetch)
-                    left -= size
+                    self._opened.add(name)  # its shape is another one than the model declares
+                size = tensor_bytes(spec.element_type, prod(shape))
+                parts[shard, name] = _find(spec, reference, size, left, blocks, fetch)
+                left -= size
         except BaseException:
             while blocks:  # the exception's traceback would hold the mappings of what is left here
                 blocks.popitem()[1].close()
@@ -256,28 +273,40 @@ class Job:
                 differs between them, or there is no memory for a copy of what a worker made.
         """
         outputs: Arrays = {}
-        plan = self._staged.plan
         crowded = self._arena.crowded
-        for spec, join, layout in zip(
-            self._model.outputs, plan.outputs, self._staged.outputs, strict=True
-        ):
-            slot = self._slots.get(spec.name)
-            if slot is None or layout is None or join.shapes is None or join.shape is None:
-                parts = [_copy(spec, self._parts[shard, spec.name]) for shard in range(self.shards)]
-                outputs[spec.name] = join_parts(spec, join, plan.rows, parts)
-                continue
-            memory = memoryview(slot.memory)
-            if layout.contiguous:
-                array = unpack(memory, spec, join.shape)
-            else:
-                parts = [
-                    unpack(memory[start:], spec, shape)
-                    for start, shape in zip(layout.offsets, join.shapes, strict=True)
-                ]
-                array = join_parts(spec, join, plan.rows, parts)
-            # Results that a user collects must not take the memory that requests need.
-            outputs[spec.name] = array.copy() if crowded else array
+        try:
+            for spec, join, layout in zip(
+                self._model.outputs, self._staged.plan.outputs, self._staged.outputs, strict=True
+            ):
+                slot = self._slots.get(spec.name)
+                elsewhere = any((shard, spec.name) in self._parts for shard in range(self.shards))
+                if slot is None or layout is None or elsewhere or not layout.contiguous:
+                    parts = [self._part(shard, spec, join, layout) for shard in range(self.shards)]
+                    workers = [f"worker {self._workers[shard]}" for shard in range(self.shards)]
+                    array = join_parts(spec, join, parts, workers)
+                else:
+                    array = unpack(memoryview(slot.memory), spec, join.shape or ())
+                # Results that a user collects must not take the memory that requests need.
+                outputs[spec.name] = array.copy() if slot is not None and crowded else array
+        except JoinError as exc:
+            if self.contradicted is not None:
+                self.contradicted(str(exc))
+            raise
         return outputs
+
+    def _part(
+        self, shard: int, spec: TensorSpec, join: OutputJoin, layout: Layout | None
+    ) -> NDArray[Any]:
+        """What a shard gave of an output."""
+        part = self._parts.get((shard, spec.name))
+        if part is not None:
+            return _copy(spec, part)
+        if layout is None or join.shapes is None:
+            raise PredictError(
+                f"output {spec.name!r} did not come from worker {self._workers[shard]}"
+            )
+        memory = memoryview(self._slots[spec.name].memory)
+        return unpack(memory[layout.offsets[shard] :], spec, join.shapes[shard])
 
 
 def _find(
@@ -378,12 +407,14 @@ class Stager:
         self._has_strings = any(spec.element_type == STRING for spec in model.inputs)
         self._types = tuple((spec, spec.element_type) for spec in model.inputs)
         self._plans: OrderedDict[object, _StagedPlan] = OrderedDict()
+        self._opened: set[str] = set()
+        """Outputs that had another shape than the model declares: they are not laid out before the run."""
 
     def stage(
         self,
         inputs: Inputs,
         pieces: int,
-        batch_axes: BatchAxes | None,
+        known: Known | None,
         timeout: float,
         *,
         joinable: bool = False,
@@ -393,7 +424,7 @@ class Stager:
         Args:
             inputs: By name, or in the model's order.
             pieces: Into how many shards to cut it at most.
-            batch_axes: See `mcinfer.sharding.plan`.
+            known: How; None is whole.
             timeout: Seconds to wait for memory.
             joinable: Whether it may go in one run with others, if it is of one shard.
 
@@ -402,11 +433,11 @@ class Stager:
             QueueFullError: No shared memory was free in time.
         """
         weights = self.weights.current
-        arrays = self._arrays(inputs)
-        staged = self._plan(arrays, pieces, batch_axes)
+        arrays = self.arrays(inputs)
+        staged = self._plan(arrays, pieces, known)
         if not staged.plan.rows:
             nowhere = _Placement(outputs=(), messages=(), blocks=frozenset())
-            job = Job(self._model, staged, self._arena, nowhere, [], {}, weights)
+            job = Job(self._model, staged, self._arena, nowhere, [], {}, weights, self._opened)
             empty = zip(self._model.outputs, staged.plan.outputs, strict=True)
             job.future.set_result({s.name: np.empty(j.shape or (), s.dtype) for s, j in empty})
             return job
@@ -437,7 +468,7 @@ class Stager:
             self._copy(arrays, staged, slots[-1], places)
         outputs = dict(zip(laid_out, slots, strict=False))
         placement = self._place(arrays, staged, places, outputs)
-        job = Job(self._model, staged, self._arena, placement, keep, outputs, weights)
+        job = Job(self._model, staged, self._arena, placement, keep, outputs, weights, self._opened)
         if self._has_strings:
             job.size += sum(map(len, placement.messages))  # they travel in these
         if joinable and self._max_rows > 1:
@@ -470,13 +501,18 @@ class Stager:
                 raise InvalidInputError(
                     f"shapes: input {spec} cannot lie in shared memory as an array"
                 )
-            if len(shape) != len(spec.shape) or min(shape, default=0) < 0:
+            if (spec.shape and len(shape) != len(spec.shape)) or min(shape, default=0) < 0:
                 raise InvalidInputError(f"shapes: got {list(shape)} for {name!r}, expected {spec}")
             slot = self._arena.allocate(prod(shape) * spec.dtype.itemsize)
             arrays[name] = np.ndarray(shape, spec.dtype, memoryview(slot.memory))
         return arrays
 
-    def _arrays(self, inputs: Inputs) -> list[NDArray[Any]]:
+    def arrays(self, inputs: Inputs) -> list[NDArray[Any]]:
+        """The inputs of a request as arrays of the model's types, in its order; shapes are not looked at.
+
+        Raises:
+            InvalidInputError: One is missing, unknown or of another type; names it.
+        """
         if isinstance(inputs, Mapping):
             if inputs.keys() != set(self._names):
                 unknown = [name for name in inputs if name not in self._names]
@@ -500,25 +536,20 @@ class Stager:
         return [as_input(v, s, t) for v, (s, t) in zip(values, self._types, strict=True)]
 
     def _plan(
-        self, arrays: Sequence[NDArray[Any]], pieces: int, batch_axes: BatchAxes | None
+        self, arrays: Sequence[NDArray[Any]], pieces: int, known: Known | None
     ) -> _StagedPlan:
         shapes = tuple(array.shape for array in arrays)
-        if not isinstance(batch_axes, (Mapping, NoneType)):
-            raise InvalidInputError(
-                f"batch_axes: got {batch_axes!r}, expected a mapping of input names to axes"
-            )
-        # Values as text: what is no axis may not be hashable either, and True is not 1.
-        axes = tuple((name, repr(axis)) for name, axis in (batch_axes or {}).items())
-        key = (shapes, pieces, axes)
+        key = (shapes, pieces, 0 if known is None else known.number, len(self._opened))
         staged = self._plans.get(key)
         if staged is None:
-            plan = sharding.plan(self._model, shapes, pieces, batch_axes)
+            split = None if known is None else known.split
+            plan = sharding.plan(self._model, shapes, pieces, split)
             inputs = tuple(
                 lay_input(spec, shape, cut)
                 for spec, shape, cut in zip(self._model.inputs, shapes, plan.inputs, strict=True)
             )
             outputs = tuple(
-                lay_output(spec, join)
+                None if spec.name in self._opened else lay_output(spec, join)
                 for spec, join in zip(self._model.outputs, plan.outputs, strict=True)
             )
             staged = _StagedPlan(

@@ -18,7 +18,21 @@ from mcinfer.copier import Copier
 from mcinfer.errors import InvalidInputError
 from mcinfer.sharding import InputCut, JoinError, OutputJoin, Shape
 from mcinfer.shm.arena import align
-from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, tensor_bytes
+from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, element_type_name, tensor_bytes
+
+TOLERANCES = {
+    "float64": 1e-10,
+    "complex128": 1e-10,
+    "float32": 1e-4,
+    "complex64": 1e-4,
+    "float16": 1e-2,
+    "bfloat16": 5e-2,
+}
+"""By element type, how far a batch and its pieces may differ: relative to the element, and half as much
+relative to the largest element of the output. Runtimes choose kernels by the size of a batch, which makes
+some 1e-6 for float32. Integers, booleans and strings are to be equal, eight-bit floats within 0.25."""
+
+_EIGHT_BIT_FLOAT = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,30 +202,63 @@ def string_rows(array: NDArray[Any], cut: InputCut, shard: int) -> tuple[str | b
 
 
 def join_parts(
-    spec: TensorSpec, join: OutputJoin, rows: Sequence[int], parts: Sequence[NDArray[Any]]
+    spec: TensorSpec, join: OutputJoin, parts: Sequence[NDArray[Any]], workers: Sequence[str]
 ) -> NDArray[Any]:
-    """One array of the shards' parts."""
-    axis = sharding.join_axis(spec.name, join, rows, [part.shape for part in parts])
-    if axis is not None:
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=axis)
-    if not _all_equal(parts):
-        raise JoinError(
-            f"output {spec.name!r} ({spec}) has no batch dimension and differs between the "
-            f"{len(parts)} shards; submit() runs the batch in one piece"
-        )
+    """One array of the shards' parts.
+
+    Args:
+        spec: The output.
+        join: How it comes together.
+        parts: What the shards gave, in their order.
+        workers: Who gave each, in words.
+
+    Raises:
+        JoinError: A part has not the shape that it is to have, or other values than the first where all are
+            to be the same.
+    """
+    sharding.check_join(spec.name, join, [part.shape for part in parts], workers)
+    if len(parts) == 1:
+        return parts[0]
+    if join.axis is not None:
+        return np.concatenate(parts, axis=join.axis)
+    for part, worker in zip(parts[1:], workers[1:], strict=True):
+        fits, far = difference(part, parts[0])
+        if not fits:
+            raise JoinError(
+                f"output {spec.name!r} is to be the same from every worker: {worker} gave others than "
+                f"{workers[0]}, up to {far:.2g} of the largest element apart"
+            )
     return parts[0]
 
 
-def _all_equal(parts: Sequence[NDArray[Any]]) -> bool:
-    """Whether all parts hold the same values; a NaN equals a NaN."""
-    first = parts[0]
-    for part in parts[1:]:
-        if part.shape != first.shape:
-            return False
-        with np.errstate(invalid="ignore"):  # some CPUs say of a NaN that it was compared
-            same = part == first
-            if first.dtype.kind not in "OSUbiu":
-                same |= (part != part) & (first != first)
-        if not np.all(same):
-            return False
-    return True
+def difference(got: NDArray[Any], want: NDArray[Any]) -> tuple[bool, float]:
+    """Whether two arrays of one shape are equal within the tolerance of their type, and how far they differ.
+
+    Returns:
+        The largest difference is relative to the largest element of `want`; infinite where it has none.
+    """
+    if got.dtype.kind in "OSUT":
+        equal = bool(np.all(got == want))
+        return equal, 0.0 if equal else np.inf
+    name = element_type_name(want.dtype)
+    exact = want.dtype.kind in "biu" or name in ("int4", "uint4")
+    if exact:
+        equal = np.array_equal(got, want)
+        if equal:
+            return True, 0.0
+        got, want = got.astype(np.float64), want.astype(np.float64)
+    elif want.dtype.isbuiltin != 1:  # of ml_dtypes
+        got, want = got.astype(np.float32), want.astype(np.float32)
+    tolerance = 0.0 if exact else TOLERANCES.get(name, _EIGHT_BIT_FLOAT)
+    with np.errstate(all="ignore"):
+        alike = (got == want) | (np.isnan(got) & np.isnan(want))
+        if np.all(alike):
+            return True, 0.0
+        sizes = np.abs(want)
+        finite = np.isfinite(sizes)
+        scale = float(np.max(sizes, where=finite, initial=0.0))
+        apart = np.where(alike, 0.0, np.abs(got - want))
+        allowed = tolerance * (np.where(finite, sizes, 0.0) + scale / 2)
+        fits = bool(np.all(alike | (apart <= allowed)))
+        largest = float(np.max(np.where(np.isnan(apart), np.inf, apart)))
+        return fits, largest / scale if scale else (np.inf if largest else 0.0)

@@ -6,7 +6,7 @@ name. Its values are of types that typer would read otherwise (a tuple: several 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -141,3 +141,49 @@ DevicesOption = Annotated[
     ),
 ]
 """What `parse_devices_option` gives, or None."""
+
+
+def parse_axis(text: str) -> tuple[str, int | None]:
+    """``"x=0"``: a tensor and its axis; ``"x=none"``: it goes whole, or is the same from every worker."""
+    name, _, axis = text.rpartition("=")
+    if name and axis.isdecimal():
+        return name, int(axis)
+    if name and axis.lower() == "none":
+        return name, None
+    raise typer.BadParameter(f"got {text!r}, expected a name and an axis, such as x=0 or x=none")
+
+
+BatchAxisOption = Annotated[
+    list[Any] | None,
+    typer.Option(
+        "--batch-axis",
+        metavar="INPUT=AXIS",
+        parser=parse_axis,
+        help="Where an input is split (x=0), or that it goes whole (x=none). Any number.",
+        show_default=False,
+    ),
+]
+
+OutputAxisOption = Annotated[
+    list[Any] | None,
+    typer.Option(
+        "--output-axis",
+        metavar="OUTPUT=AXIS",
+        parser=parse_axis,
+        help="Where an output is joined (y=0), or that every worker gives the same (y=none). Any number.",
+        show_default=False,
+    ),
+]
+
+
+def axes_of(option: str, given: Sequence[tuple[str, int | None]] | None) -> dict[str, int | None]:
+    """What an option said, by name.
+
+    Raises:
+        BadParameter: A name comes twice.
+    """
+    axes = dict(given or ())
+    if len(axes) < len(given or ()):
+        names = [name for name, _ in given or ()]
+        raise typer.BadParameter(f"{option}: got {names}, expected each name once")
+    return axes

@@ -2,14 +2,17 @@
 
 import ctypes
 import hashlib
+import os
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from mcinfer.engines.base import Engine, EngineRequest, memory_limit
 from mcinfer.errors import BuildError, EngineError
 from mcinfer.prepared.contents import Progress
-from mcinfer.prepared.files import check_regular, chunks, open_regular
+from mcinfer.prepared.files import check_regular, chunks, external_files, open_regular
+from mcinfer.prepared.onnx_files import scan
 from mcinfer.prepared.texts import quotable, shortened
 
 _MOST_HASHED_BYTES = 64 << 20
@@ -90,20 +93,38 @@ def prepared_facts(name: str, request: EngineRequest) -> dict[str, Any]:
 
 
 def model_identity(path: str) -> str:
-    """What tells a model's file from another one at the same path: a digest, or its stamps if it is large.
+    """What tells a model from another one at the same path: a digest, or stamps of files that are large.
 
-    External data is not looked at. Empty if the file cannot be read, which its engine will say.
+    External data is told by its stamps. Empty if the file cannot be read, which its engine will say.
     """
     try:
         with open_regular(path) as (descriptor, info):
-            if info.st_size > _MOST_HASHED_BYTES:
-                return f"{info.st_dev} {info.st_ino} {info.st_size} {info.st_mtime_ns}"
             digest = hashlib.sha256()
-            for part in chunks(descriptor, info.st_size):
-                digest.update(part)
+            if info.st_size > _MOST_HASHED_BYTES:
+                digest.update(_stamps(info).encode())
+            else:
+                for part in chunks(descriptor, info.st_size):
+                    digest.update(part)
+            for stamps in _external_stamps(path):
+                digest.update(stamps.encode())
             return digest.hexdigest()
     except (OSError, BuildError):
         return ""
+
+
+def _stamps(info: os.stat_result) -> str:
+    # Not ctime: another worker may link to a file of external data meanwhile.
+    return f"{info.st_dev} {info.st_ino} {info.st_size} {info.st_mtime_ns};"
+
+
+def _external_stamps(path: str) -> list[str]:
+    """Of the files of a model's external data; none where it is no ONNX file, or they are not in place."""
+    try:
+        locations = scan(path).external
+        files = external_files(Path(path), None, locations)
+        return [_stamps(os.stat(file)) for file in files]
+    except (OSError, BuildError):
+        return []
 
 
 def give_back_memory() -> None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 # First of all: it says what to install where the package is missing.
 from mcinfer.engines._onnxruntime_sessions import (
+    BLAMES_BOUND_OUTPUT,
     FAILED,
     INVALID,
     RUNTIME,
@@ -61,6 +62,10 @@ _TYPES = {
     "float8e5m2fnuz": "float8_e5m2fnuz",
 }
 """ONNX Runtime's names of element types, where they are not our own."""
+
+
+_NAMELESS = (None, "", "?", -1)
+"""How the runtime (1.31), and exporters, write a dimension without a name."""
 
 
 def prepared(request: EngineRequest, progress: Progress | None = None) -> Preparation:
@@ -189,11 +194,17 @@ class OnnxRuntimeEngine(Engine):
         except (*INVALID, *FAILED) as exc:
             if self._cancelled:
                 raise RunCancelledError("the run was cancelled") from quotable(exc)
+            if BLAMES_BOUND_OUTPUT.search(str(exc)):
+                raise OutputShapeError(str(map_error(exc, PredictError))) from quotable(exc)
             raise map_error(exc, PredictError) from quotable(exc)
 
     def new_binding(self) -> Any:
         """An empty binding of the session."""
         return self._session.io_binding()
+
+
+class OutputShapeError(PredictError):
+    """An output has another shape than the memory that it was bound to."""
 
 
 class _BoundRun(Run):
@@ -224,7 +235,14 @@ class _BoundRun(Run):
         # A binding keeps what the last run made, and this one would have to fit in there.
         for name in self._free:
             self._binding.bind_output(name, "cpu")
-        self._engine.run_bound(self._binding)
+        try:
+            self._engine.run_bound(self._binding)
+        except OutputShapeError:
+            if len(self._free) == len(self._names):
+                raise
+            # An output is not as the model declares it, which the runtime only warns of where none is bound.
+            self._free = self._names
+            return self.execute()
         if not self._free:
             return ()
         values = dict(zip(self._names, self._binding.get_outputs(), strict=True))
@@ -256,12 +274,8 @@ class _ValueRun(Run):
         arrays = self._engine.run_values(self._feeds)
         for spec, array in zip(self._engine.spec.outputs, arrays, strict=True):
             place = self._bound.get(spec.name)
-            if place is None:
+            if place is None or place.shape != array.shape:
                 produced.append(produced_from(spec, array))
-            elif place.shape != array.shape:
-                raise PredictError(
-                    f"onnxruntime: got {[*array.shape]} for output {spec}, expected {[*place.shape]}"
-                )
             else:
                 ctypes.memmove(place.address, array.ctypes.data, place.size)
         return produced
@@ -317,8 +331,5 @@ def _spec(arg: Any, role: str) -> TensorSpec:
             f"{role} {arg.name!r} is of type {arg.type}, expected a tensor of one of "
             f"{[*ELEMENT_TYPES]}"
         )
-    # A dimension without a name comes as None, in some versions as an empty text.
-    shape = tuple(
-        size if isinstance(size, int) and size >= 0 else size or None for size in arg.shape
-    )
+    shape = tuple(None if size in _NAMELESS else size for size in arg.shape)
     return TensorSpec(name=arg.name, dtype=numpy_dtype(element_type), shape=shape)

@@ -54,6 +54,11 @@ _BLAMES_INPUTS = re.compile(
 )
 """Bound runs raise RuntimeError whatever is wrong (1.31): only its text tells whose fault it is."""
 
+BLAMES_BOUND_OUTPUT = re.compile(
+    r"output OrtValue provided for output|[Ii]nvalid (rank|dimensions) for output|shape verification failed"
+)
+"""What it says where an output comes out in another shape than it was bound with (1.31)."""
+
 FAILED = (
     ort_state.EPFail,
     ort_state.EngineError,

@@ -166,21 +166,21 @@ def deliver(
         places: Memory of the bound outputs, by name.
 
     Returns:
-        The outputs that have no place.
+        The outputs that have no place, or another shape than it.
 
     Raises:
-        PredictError: One is not as it was bound.
+        PredictError: One is of another type than it was bound as.
     """
     produced = []
     for spec, array in zip(specs, arrays, strict=True):
         place = places.get(spec.name)
-        if place is None:
-            produced.append(produced_from(spec, array))
-        elif place.shape != array.shape or place.dtype != array.dtype:
+        if place is not None and place.dtype != array.dtype:
             raise PredictError(
                 f"{engine}: output {spec.name!r} is {array.dtype}{[*array.shape]}, bound as "
                 f"{place.dtype}{[*place.shape]}"
             )
+        if place is None or place.shape != array.shape:
+            produced.append(produced_from(spec, array))
         else:
             place[...] = array
     return produced
@@ -207,7 +207,8 @@ class Run(ABC):
         """Run the model: read the bound inputs, write the bound outputs.
 
         Returns:
-            The outputs that were not bound, in the model's order.
+            The outputs that were not bound, and those that came out in another shape than was bound, in the
+            model's order.
 
         Raises:
             RunCancelledError: `Engine.cancel` was called.

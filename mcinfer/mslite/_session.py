@@ -53,7 +53,6 @@ class Session:
         self._engine = engine
         self._cores = tuple(cores)
         self._turns = nullcontext() if engine.concurrent else threading.Lock()
-        self._whole = {spec.name: None for spec in engine.spec.inputs}
         self._weights: dict[str, NDArray[Any]] = {}
         self._updating = threading.Lock()
         self._outputs: OrderedDict[tuple[Shape, ...], tuple[Shape | None, ...]] = OrderedDict()
@@ -105,7 +104,7 @@ class Session:
         """
         known = self._outputs.get(shapes)
         if known is None:
-            plan = sharding.plan(self.spec, shapes, 1, self._whole)
+            plan = sharding.plan(self.spec, shapes, 1)
             known = tuple(join.shape if join.shapes else None for join in plan.outputs)
             self._outputs[shapes] = known
             if len(self._outputs) > _MOST_SHAPES:

@@ -6,6 +6,7 @@
     ROOT/KEY.lock        empty; its flock says who uses or makes the entry, its mtime when it was last used
     ROOT/tmp-KEY-XXXX/   an entry that is being made or removed, or that a crash left behind
     ROOT/sources/        digests of files that models were prepared from, kept by those who compute them
+    ROOT/splits/         how models' batches are split, as requests have shown it (`split_records`)
 
 Rules of ownership:
 
@@ -138,7 +139,15 @@ class Cache:
         Raises:
             CacheUnusableError: It cannot be made, or others could change it.
         """
-        folder = self.folder / "sources"
+        return self._own_folder("sources")
+
+    @property
+    def splits(self) -> Path:
+        """The folder for what was learned of models' batches; likewise."""
+        return self._own_folder("splits")
+
+    def _own_folder(self, name: str) -> Path:
+        folder = self.folder / name
         with unusable(folder):
             self._root.make()
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -266,7 +275,7 @@ class Cache:
             CacheUnusableError: The cache cannot be read or written to, or others could change it.
         """
         with unusable(self.folder):
-            self._root.forget_sources()
+            self._root.forget_notes()
         return self._shrink(0)
 
     def evict(self) -> int:

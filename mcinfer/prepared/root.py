@@ -184,11 +184,12 @@ class Root:
             os.close(lock)
         return True
 
-    def forget_sources(self) -> None:
-        """Remove what is remembered of the models that entries were made from."""
-        with suppress(FileNotFoundError):
-            for note in (self.path / "sources").iterdir():
-                note.unlink(missing_ok=True)
+    def forget_notes(self) -> None:
+        """Remove what is remembered of models: what entries were made from, how batches are split."""
+        for folder in ("sources", "splits"):
+            with suppress(FileNotFoundError):
+                for note in (self.path / folder).iterdir():
+                    note.unlink(missing_ok=True)
 
     def sweep(self) -> None:
         """Remove what crashes left: tmp folders that nobody works on, and locks of nothing."""

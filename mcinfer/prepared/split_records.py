@@ -1,0 +1,73 @@
+"""How models' batches are split, kept in the cache so that it is learned once for each model and machine.
+
+A record is a JSON file of a few hundred bytes in ``ROOT/splits``, named by a digest of what it depends on. It
+appears by a rename. One that cannot be read is none; where the cache cannot be used, nothing is kept.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mcinfer.errors import McinferError
+from mcinfer.prepared.cache import Cache
+
+_VERSION = 1
+"""Of the record's form, and of how it is learned: one more when either changes."""
+
+_MAX_BYTES = 1 << 20
+
+_log = logging.getLogger("mcinfer.prepared")
+
+
+class SplitRecord:
+    """The record of one model, run by one engine, for one set of axes that the user says.
+
+    Args:
+        identity: The model's, as a worker says it; empty for one that cannot be told from others.
+        about: What else it depends on, as JSON can say it.
+    """
+
+    def __init__(self, identity: str, about: Mapping[str, Any]) -> None:
+        facts = {"version": _VERSION, "model": identity, **about}
+        text = json.dumps(facts, sort_keys=True)
+        self._name = f"{hashlib.sha256(text.encode()).hexdigest()}.json" if identity else ""
+
+    def read(self) -> Any:
+        """What was kept last; None if there is nothing."""
+        if not self._name:
+            return None
+        try:
+            with open(self._folder() / self._name, "rb") as file:
+                return json.loads(file.read(_MAX_BYTES))
+        except (McinferError, OSError, ValueError, RecursionError):
+            return None
+
+    def write(self, content: Mapping[str, Any] | None) -> None:
+        """Keep this in the place of what there was; None: keep nothing."""
+        if not self._name:
+            return
+        try:
+            folder = self._folder()
+            if content is None:
+                (folder / self._name).unlink(missing_ok=True)
+                return
+            descriptor, draft = tempfile.mkstemp(prefix="tmp-", dir=folder)
+            try:
+                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                    json.dump(content, file)
+                os.replace(draft, folder / self._name)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(draft)
+                raise
+        except (McinferError, OSError) as exc:
+            _log.debug("how the batch is split is not kept: %s", exc)
+
+    def _folder(self) -> Path:
+        return Cache.default().splits

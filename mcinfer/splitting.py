@@ -1,0 +1,756 @@
+"""What is known of how a model's batch is split, and how a request shows it.
+
+::
+
+    said by the user, declared by symbols, recorded in the cache ──► first hypothesis
+    a request of two rows or more ──► whole, on one worker ───────► the caller's answer
+                                 └──► the same rows in pieces ────► compared with it
+
+The comparison tells along which axis each output joins, that an output is the same from every worker, or that
+the rows depend on each other: then the model runs whole. Once that is settled a request costs nothing more.
+
+What a request cannot show: where all rows of an input are equal, cutting it wrongly changes nothing; an empty
+output joins along any axis. Then nothing is decided, and the next request is looked at. The comparison finds
+out, it does not prove: a model that mixes its rows only for some values passes until these come.
+
+Ownership: a `Splitter` has no thread. Any number of threads may use it; one of them learns at a time, the
+others run whole meanwhile. What is known is one object, replaced whole.
+"""
+
+import itertools
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcinfer.errors import (
+    InvalidInputError,
+    McinferError,
+    PredictError,
+    PredictTimeoutError,
+    WorkerDiedError,
+)
+from mcinfer.sharding import (
+    Axes,
+    SaidAxes,
+    Shape,
+    Split,
+    first_split,
+    hypotheses,
+    is_fixed,
+    rows_of,
+    split_evenly,
+)
+from mcinfer.specs import ModelSpec
+from mcinfer.tensors import difference
+
+_log = logging.getLogger("mcinfer.master")
+
+Verify = Literal["first", "always", "never"]
+
+_MAX_TRIALS = 8
+"""Of joining two requests, if none shows whether that is right."""
+
+_MAX_SHAPES = 256
+"""Shapes of which it is remembered whether they can show anything."""
+
+Arrays = dict[str, NDArray[Any]]
+"""By output name, in the model's order."""
+
+Inputs = Sequence[NDArray[Any]]
+"""In the model's order."""
+
+Runs = Callable[[Sequence[Inputs]], "Sequence[Arrays | McinferError]"]
+"""Runs each of these requests whole, on one worker; all at once."""
+
+Pair = tuple[tuple[Inputs, "Future[Arrays]"], tuple[Inputs, "Future[Arrays]"]]
+"""Two requests that run apart: their inputs, and what comes of them."""
+
+
+# Comparing.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joint:
+    """What a comparison tells of one output.
+
+    Attributes:
+        kind: ``"axis"``, ``"same"``, ``"unclear"`` (this request does not show it), or ``"mixed"``: it is put
+            together from the pieces in no way.
+        axis: Where it joins.
+        difference: The largest between whole and pieces, relative to the largest element of the whole.
+        text: Why it does not join.
+    """
+
+    kind: Literal["axis", "same", "unclear", "mixed"]
+    axis: int | None = None
+    difference: float = 0.0
+    text: str = ""
+
+
+def judge(whole: NDArray[Any], parts: Sequence[NDArray[Any]]) -> Joint:
+    """How an output of the whole batch comes together from its parts."""
+    joined = [axis for axis in range(whole.ndim) if _adds_up(whole.shape, parts, axis)]
+    same = all(part.shape == whole.shape for part in parts)
+    if not joined and not same:
+        shapes = [list(part.shape) for part in parts]
+        return Joint(
+            kind="mixed",
+            text=f"is {list(whole.shape)} for the whole batch and {shapes} in its pieces",
+        )
+    if whole.size == 0 or any(part.size == 0 for part in parts):
+        return Joint(kind="unclear", text="is empty")
+    found: list[Joint] = []
+    for axis in joined:
+        fits, far = difference(np.concatenate(parts, axis), whole)
+        found.append(Joint(kind="axis" if fits else "mixed", axis=axis, difference=far))
+    if same:
+        apart = [difference(part, whole) for part in parts]
+        fits = all(fits for fits, _ in apart)
+        far = max(far for _, far in apart)
+        found.append(Joint(kind="same" if fits else "mixed", difference=far))
+    fitting = [joint for joint in found if joint.kind != "mixed"]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        return Joint(kind="unclear", text="joins along several axes")
+    far = min(joint.difference for joint in found)
+    return Joint(
+        kind="mixed",
+        difference=far,
+        text=f"differs by {far:.2g} of its largest element between the whole batch and its pieces",
+    )
+
+
+def _adds_up(whole: Shape, parts: Sequence[NDArray[Any]], axis: int) -> bool:
+    rest = (*whole[:axis], *whole[axis + 1 :])
+    return (
+        all(
+            len(p.shape) == len(whole) and (*p.shape[:axis], *p.shape[axis + 1 :]) == rest
+            for p in parts
+        )
+        and sum(part.shape[axis] for part in parts) == whole[axis]
+    )
+
+
+def _in_words(refuted: Mapping[str, Joint]) -> str:
+    """What does not join, in one sentence: the output that is the furthest from it, and how many others."""
+    name, worst = max(refuted.items(), key=lambda item: item[1].difference)
+    others = len(refuted) - 1
+    more = f", and so do{'es' * (others == 1)} {others} other{'s' * (others > 1)}" if others else ""
+    return f"output {name!r} {worst.text}{more}"
+
+
+def cut_rows(
+    arrays: Inputs, axes: Sequence[int | None], rows: Sequence[int]
+) -> list[list[NDArray[Any]]]:
+    """The inputs of each piece: views, of so many rows each."""
+    pieces, start = [], 0
+    for count in rows:
+        pieces.append(
+            [
+                array
+                if axis is None
+                else array[(slice(None),) * axis + (slice(start, start + count),)]
+                for array, axis in zip(arrays, axes, strict=True)
+            ]
+        )
+        start += count
+    return pieces
+
+
+def _tells(parts: Sequence[NDArray[Any]], axis: int) -> bool:
+    """Whether an input's pieces differ, so that it matters which of them a run is given."""
+    first = parts[0]
+    row = first[(slice(None),) * axis + (slice(0, 1),)]
+    if all(np.array_equal(part, np.broadcast_to(row, part.shape)) for part in parts):
+        return False
+    return not all(np.array_equal(part, first) for part in parts[1:])
+
+
+# Learning.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What is known at a moment.
+
+    Attributes:
+        split: How requests are split.
+        settled: Whether it stays so: no request is looked at any more.
+        splits: Whether requests are split: it is settled, and `Split.splits`.
+        number: Another one for each, to keep plans apart.
+    """
+
+    split: Split
+    settled: bool
+    splits: bool
+    number: int
+
+
+_numbers = itertools.count(1)
+
+
+def _known(split: Split, *, settled: bool) -> Known:
+    return Known(
+        split=split, settled=settled, splits=settled and split.splits, number=next(_numbers)
+    )
+
+
+class _CannotTellError(Exception):
+    """This request does not show it; says why."""
+
+
+class Splitter:
+    """How a model's batch is split, for one set of axes that the user says.
+
+    Args:
+        model: What it takes and gives.
+        said: By the user.
+        verify: ``"first"``: the first request that can show it is compared; ``"always"``: every one;
+            ``"never"``: what is said or declared is believed, and nothing is learned.
+        recorded: What was learned of this model before, as `as_record` made it.
+        record: Called with what is learned, to be kept; None with what is not to be kept any more.
+
+    Raises:
+        InvalidInputError: The model has no such input, output or axis.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        said: SaidAxes,
+        *,
+        verify: Verify = "first",
+        recorded: object = None,
+        record: Callable[[dict[str, Any] | None], None] = lambda _: None,
+    ) -> None:
+        self._model = model
+        self._said = said
+        self._verify = verify
+        self._record = record
+        self._names = tuple(spec.name for spec in model.inputs)
+        self._first = first_split(model, said)
+        self._learning = threading.Lock()
+        self._teaching: dict[tuple[Shape, ...], bool] = {}
+        self._warned = False
+        self._offered: tuple[Inputs, Future[Arrays]] | None = None
+        self._trials = 0
+        split, settled = self._first, verify == "never" or self._has_nothing_to_learn
+        found = None if settled or recorded is None else of_record(recorded, model)
+        if found is not None:
+            split, settled = found, verify != "always" or not found.splits
+        self._known = _known(split, settled=settled)
+
+    @property
+    def known(self) -> Known:
+        """What is known now."""
+        return self._known
+
+    def may_learn(self, pieces: int) -> bool:
+        """Whether a request that is cut in so many pieces may show something."""
+        return pieces > 1 and not self._known.settled
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody is learning."""
+        return self._learning.locked()
+
+    def teaches(self, shapes: tuple[Shape, ...]) -> bool:
+        """Whether a request of these shapes is to be looked at."""
+        if self._known.settled:
+            return False
+        found = self._teaching.get(shapes)
+        if found is None:
+            if len(self._teaching) >= _MAX_SHAPES:
+                self._teaching.clear()
+            found = self._teaching[shapes] = next(iter(self._candidates(shapes)), None) is not None
+        return found
+
+    def answer(
+        self, arrays: Inputs, pieces: int, run: Runs, split_run: Callable[[Known], Arrays]
+    ) -> Arrays:
+        """Answer a request by a whole run, and learn from it.
+
+        Args:
+            arrays: Its inputs.
+            pieces: In how many it is cut; two at least.
+            run: Runs requests.
+            split_run: Runs this request split, as it is told.
+
+        Raises:
+            McinferError: The whole run failed, and nothing that is said or declared answers either.
+        """
+        mine = False
+        try:
+            mine = self._learning.acquire(blocking=False)
+            (whole,) = run([arrays])
+            if isinstance(whole, McinferError):
+                return self._without_whole(whole, split_run)
+            if mine and not self._known.settled:
+                self.learn(arrays, whole, pieces, run)
+            return whole
+        finally:
+            if mine:
+                self._learning.release()
+
+    def relearn(self, arrays: Inputs, pieces: int, run: Runs, timeout: float) -> Split:
+        """Forget what was learned, and learn from this request.
+
+        Where all is said, or the batch is fixed, there is nothing to learn.
+
+        Raises:
+            McinferError: The whole run failed.
+            PredictTimeoutError: Others learn from a request of theirs for longer than the time-out.
+        """
+        if self._has_nothing_to_learn:
+            return self._known.split
+        mine = False
+        try:
+            mine = self._learning.acquire(timeout=min(timeout, threading.TIMEOUT_MAX))
+            if not mine:
+                raise PredictTimeoutError(f"others were learning the split for {timeout:g} s")
+            (whole,) = run([arrays])
+            if isinstance(whole, McinferError):
+                raise whole
+            self._set(self._first, settled=self._verify == "never")
+            self._warned = False
+            self.learn(arrays, whole, pieces, run)
+            return self._known.split
+        finally:
+            if mine:
+                self._learning.release()
+
+    @property
+    def _has_nothing_to_learn(self) -> bool:
+        """Whether all inputs are said to go whole, or runs take one number of rows only."""
+        said_whole = self._first.known == "said" and bool(self._first.reason)
+        return said_whole or is_fixed(self._model, self._first)
+
+    def learn(self, arrays: Inputs, whole: Arrays, pieces: int, run: Runs) -> None:
+        """Compare pieces of a request with what it gave whole; settles what is known, or leaves it open."""
+        self._learn(_Pieces(self._names, arrays, whole, pieces, run))
+
+    def offer(self, arrays: Inputs, answer: "Future[Arrays]") -> "Pair | None":
+        """Take note of a request that runs apart, and may be joined with others if that is right.
+
+        Args:
+            arrays: Its inputs, which are copied.
+            answer: What it will give.
+
+        Returns:
+            This request and one before it, for `learn_from_pair`, if they may show it.
+        """
+        if self._known.settled or self._trials >= _MAX_TRIALS:
+            return None
+        mine = ([np.array(array) for array in arrays], answer)
+        other = self._offered
+        self._offered = mine
+        if other is None or any(map(_differ_in_rank, other[0], arrays)):
+            return None
+        if all(map(np.array_equal, other[0], arrays)):
+            return None
+        self._offered = None
+        return other, mine
+
+    def learn_from_pair(self, pair: "Pair", timeout: float, run: Runs) -> None:
+        """Compare two requests that ran apart with one run of both; settles what is known, or leaves it open.
+
+        Args:
+            pair: What `offer` gave.
+            timeout: Seconds to wait for their answers.
+            run: Runs requests.
+        """
+        if not self._learning.acquire(blocking=False):
+            return
+        try:
+            if not self._known.settled:
+                self._trials += 1
+                answers = [answer.result(timeout) for _, answer in pair]
+                self._learn(_Members(self._names, [arrays for arrays, _ in pair], answers, run))
+        except (McinferError, TimeoutError, CancelledError):
+            return  # they failed by themselves
+        finally:
+            self._learning.release()
+
+    def withdraw(self, reason: str) -> None:
+        """A split request has shown that what is known is wrong: from now on requests run whole."""
+        if self._known.split.splits:
+            self._set(replace(self._known.split, reason=reason, checked=False), settled=True)
+            self._record(None)
+            self._warn(reason)
+
+    def warn_if_whole(self) -> None:
+        """Say once why a request that may have rows is not split."""
+        split = self._known.split
+        if self._known.settled and not split.splits and not is_fixed(self._model, split):
+            self._warn(split.reason or f"output {split.unjoined[0]!r}: its axis is not known")
+
+    # How.
+
+    def _set(self, split: Split, *, settled: bool) -> None:
+        self._known = _known(split, settled=settled)
+
+    def _warn(self, reason: str) -> None:
+        if self._warned or (self._first.known == "said" and self._first.reason):
+            return
+        self._warned = True
+        _log.warning(
+            "requests run whole, on one worker: %s. batch_axes and output_axes say what to split and join",
+            reason,
+        )
+
+    def _leave_open(self, trial: "_Trial", reason: str) -> None:
+        if self._warned or (isinstance(trial, _Members) and self._trials < _MAX_TRIALS):
+            return
+        self._warned = True
+        if isinstance(trial, _Members):
+            _log.warning(
+                "requests are not joined to one run: none shows that it is right: %s", reason
+            )
+            return
+        _log.warning(
+            "this request does not show whether its rows can be split: %s; it ran whole, on one worker, "
+            "and the next ones are looked at",
+            reason,
+        )
+
+    def _without_whole(self, failure: McinferError, split_run: Callable[[Known], Arrays]) -> Arrays:
+        """The whole run failed, where pieces may not: one device may not have the memory for it."""
+        may = isinstance(failure, (PredictError, WorkerDiedError))
+        if not may or not self._first.splits or self._known.split.checked:
+            raise failure
+        believed = _known(self._first, settled=True)
+        try:
+            answer = split_run(believed)
+        except McinferError:
+            raise failure from None
+        self._believe(f"a run of the whole batch failed, its pieces did not ({failure})")
+        return answer
+
+    def _believe(self, reason: str) -> None:
+        """Nothing can be compared: take what is said or declared, or run whole."""
+        if self._first.splits:
+            self._set(self._first, settled=True)
+            _log.warning("requests are split without a check: %s", reason)
+            return
+        self._set(replace(self._first, reason=reason), settled=True)
+        self._warn(reason)
+
+    def _candidates(self, shapes: Sequence[Shape], least: int = 2) -> Iterator[Axes]:
+        """What a request of these shapes may be cut along, up to the first that has fewer rows."""
+        by_name = dict(zip(self._names, shapes, strict=True))
+        if self._known.split.checked:  # verify="always"
+            candidates: Sequence[Axes] = (self._known.split.inputs,)
+        else:
+            candidates = hypotheses(self._model, by_name, self._first, self._said)
+        for axes in candidates:
+            rows = rows_of(by_name, axes)
+            if rows is None or rows < least:
+                return
+            yield axes
+
+    def _learn(self, trial: "_Trial") -> None:
+        try:
+            split = self._decide(trial)
+            random = not split.splits and trial.is_random()
+        except _CannotTellError as exc:
+            self._leave_open(trial, str(exc))
+            return
+        except McinferError:  # the check is lost, not the request
+            return
+        if random:
+            self._believe("two runs of the same inputs differ, so there is nothing to compare with")
+            return
+        before = self._known.split
+        self._set(split, settled=self._verify != "always" or not split.splits)
+        if not before.checked or as_record(split) != as_record(before):
+            self._record(as_record(split))
+        if not split.splits:
+            self._warn(split.reason)
+
+    def _decide(self, trial: "_Trial") -> Split:
+        """What a request shows.
+
+        Raises:
+            _CannotTellError: It shows nothing.
+            McinferError: It could not be run.
+        """
+        refuted: dict[str, Joint] = {}
+        most = 0
+        for axes in self._candidates(trial.shapes, trial.least_rows):
+            most = max(most, trial.rows(axes))
+            joints = self._try(trial, axes)
+            mixed = {name: joint for name, joint in joints.items() if joint.kind == "mixed"}
+            if not mixed:
+                outputs = {name: joint.axis for name, joint in joints.items()}
+                said = axes == self._first.inputs and outputs == dict(self._first.outputs)
+                return Split(
+                    inputs=dict(axes),
+                    outputs={**outputs},
+                    known=self._first.known if said else "learned",
+                    checked=True,
+                    rows=trial.rows(axes),
+                    difference=max((joint.difference for joint in joints.values()), default=0.0),
+                )
+            refuted = refuted or mixed
+        if not refuted:
+            raise _CannotTellError("it has no two rows")
+        return Split(
+            inputs=dict.fromkeys(self._names),
+            outputs={
+                spec.name: refuted[spec.name].text
+                if spec.name in refuted
+                else "other outputs cannot"
+                for spec in self._model.outputs
+            },
+            known="learned",
+            checked=True,
+            rows=most,
+            difference=max(joint.difference for joint in refuted.values()),
+            reason=f"the rows of a batch depend on each other: {_in_words(refuted)}",
+        )
+
+    def _try(self, trial: "_Trial", axes: Axes) -> dict[str, Joint]:
+        """Compare the pieces of one hypothesis with the whole.
+
+        Raises:
+            _CannotTellError: This request does not show whether it is right.
+            McinferError: It could not be run.
+        """
+        parts = trial.parts(axes)
+        cut = [name for name, axis in axes.items() if axis is not None]
+        alike = [
+            name
+            for i, name in enumerate(self._names)
+            if name in cut and not _tells([part[i] for part in parts], axes[name] or 0)
+        ]
+        if len(alike) == len(cut):
+            raise _CannotTellError("its rows are equal")
+        joints = self._compare(trial, axes)
+        if any(joint.kind == "mixed" for joint in joints.values()):
+            return joints
+        for name in self._unsure(axes, alike):
+            # Its pieces are equal, so that it may be right to cut it, or to send it whole.
+            other = self._compare(trial, {**axes, name: None})
+            if all(joint.kind != "mixed" for joint in other.values()):
+                raise _CannotTellError(f"the rows of input {name!r} are equal")
+        unclear = [
+            f"{name!r} {joint.text}" for name, joint in joints.items() if joint.kind == "unclear"
+        ]
+        if unclear:
+            raise _CannotTellError(f"output {unclear[0]}")
+        if all(joint.kind == "same" for joint in joints.values()):
+            text = "is the same for the whole batch and for each piece"
+            return {name: Joint(kind="mixed", text=text) for name in joints}
+        return joints
+
+    def _unsure(self, axes: Axes, alike: Sequence[str]) -> list[str]:
+        """Of inputs whose pieces are equal, those that nothing else says to belong to the batch."""
+        symbols = {
+            spec.shape[axis]
+            for spec in self._model.inputs
+            if (axis := axes[spec.name]) is not None and spec.shape and spec.name not in alike
+        }
+        specs = {spec.name: spec for spec in self._model.inputs}
+        unsure = []
+        for name in alike:
+            axis, shape = axes[name], specs[name].shape
+            size = shape[axis] if shape and axis is not None else None
+            if name not in self._said.inputs and (size is None or size not in symbols):
+                unsure.append(name)
+        return unsure
+
+    def _compare(self, trial: "_Trial", axes: Axes) -> dict[str, Joint]:
+        try:
+            whole, answers = trial.run(axes)
+        except (PredictError, InvalidInputError) as exc:
+            text = f"cannot be had from pieces and from the whole batch alike ({exc})"
+            return {spec.name: Joint(kind="mixed", text=text) for spec in self._model.outputs}
+        joints = {
+            name: judge(output, [answer[name] for answer in answers])
+            for name, output in whole.items()
+        }
+        for name, said in self._said.outputs.items():
+            joint = joints[name]
+            if joint.kind in ("axis", "same") and joint.axis != said:
+                text = "is the same from every piece"
+                if joint.axis is not None:
+                    text = f"joins along axis {joint.axis}"
+                joints[name] = Joint(kind="mixed", text=f"{text}, output_axes says {said}")
+            elif joint.kind == "unclear":
+                joints[name] = Joint(kind="same" if said is None else "axis", axis=said)
+        return joints
+
+
+# What is compared.
+
+
+class _Trial(ABC):
+    """One batch, whole and in pieces: which of both there is, and how the other is to be had.
+
+    Attributes:
+        shapes: Of the inputs that hypotheses are made for.
+        least_rows: That these are to have.
+    """
+
+    shapes: tuple[Shape, ...]
+    least_rows: int
+
+    def __init__(self, names: Sequence[str], run: Runs) -> None:
+        self._names = names
+        self._run = run
+
+    @abstractmethod
+    def rows(self, axes: Axes) -> int:
+        """Of the whole."""
+
+    @abstractmethod
+    def parts(self, axes: Axes) -> "Sequence[Inputs]":
+        """The inputs of each piece."""
+
+    @abstractmethod
+    def run(self, axes: Axes) -> tuple[Arrays, Sequence[Arrays]]:
+        """The answers for the whole and for each piece.
+
+        Raises:
+            PredictError, InvalidInputError: One of the runs failed: it is no way to cut this batch.
+            McinferError: They could not be run.
+        """
+
+    @abstractmethod
+    def is_random(self) -> bool:
+        """Whether two runs of the same inputs differ."""
+
+    def _answers(self, requests: Sequence[Inputs]) -> list[Arrays]:
+        answers = []
+        for outcome in self._run(requests):
+            if isinstance(outcome, McinferError):
+                raise outcome
+            answers.append(outcome)
+        return answers
+
+
+class _Pieces(_Trial):
+    """A request that has run whole, and is to be run in pieces."""
+
+    least_rows = 2
+
+    def __init__(
+        self, names: Sequence[str], arrays: Inputs, whole: Arrays, pieces: int, run: Runs
+    ) -> None:
+        super().__init__(names, run)
+        self.shapes = tuple(array.shape for array in arrays)
+        self._arrays = arrays
+        self._whole = whole
+        self._pieces = pieces
+
+    def rows(self, axes: Axes) -> int:
+        return rows_of(dict(zip(self._names, self.shapes, strict=True)), axes) or 0
+
+    def parts(self, axes: Axes) -> Sequence[Inputs]:
+        along = [axes[name] for name in self._names]
+        return cut_rows(self._arrays, along, split_evenly(self.rows(axes), self._pieces))
+
+    def run(self, axes: Axes) -> tuple[Arrays, Sequence[Arrays]]:
+        return self._whole, self._answers(self.parts(axes))
+
+    def is_random(self) -> bool:
+        return _differ(self._whole, *self._answers([self._arrays]))
+
+
+class _Members(_Trial):
+    """Requests that have run apart, and are to be run as one."""
+
+    least_rows = 1
+
+    def __init__(
+        self, names: Sequence[str], members: Sequence[Inputs], answers: Sequence[Arrays], run: Runs
+    ) -> None:
+        super().__init__(names, run)
+        self.shapes = tuple(array.shape for array in members[0])
+        self._members = members
+        self._apart = answers
+
+    def rows(self, axes: Axes) -> int:
+        shapes = [[array.shape for array in member] for member in self._members]
+        return sum(rows_of(dict(zip(self._names, s, strict=True)), axes) or 0 for s in shapes)
+
+    def parts(self, axes: Axes) -> Sequence[Inputs]:  # noqa: ARG002 whatever is cut
+        return self._members
+
+    def run(self, axes: Axes) -> tuple[Arrays, Sequence[Arrays]]:
+        whole = []
+        for i, name in enumerate(self._names):
+            parts, axis = [member[i] for member in self._members], axes[name]
+            if axis is None:
+                if not all(np.array_equal(part, parts[0]) for part in parts[1:]):
+                    raise _CannotTellError(f"input {name!r} differs between two requests")
+                whole.append(parts[0])
+                continue
+            try:
+                whole.append(np.concatenate(parts, axis))
+            except ValueError:
+                raise _CannotTellError(f"input {name!r} has other sizes in two requests") from None
+        return self._answers([whole])[0], self._apart
+
+    def is_random(self) -> bool:
+        return _differ(self._apart[0], *self._answers([self._members[0]]))
+
+
+def _differ(one: Arrays, other: Arrays) -> bool:
+    return any(
+        other[name].shape != output.shape or not difference(other[name], output)[0]
+        for name, output in one.items()
+    )
+
+
+def _differ_in_rank(one: NDArray[Any], other: NDArray[Any]) -> bool:
+    return one.ndim != other.ndim
+
+
+# Records.
+
+
+def as_record(split: Split) -> dict[str, Any]:
+    """What is kept of a split, as JSON can say it."""
+    return {
+        "inputs": dict(split.inputs),
+        "outputs": dict(split.outputs),
+        "rows": split.rows,
+        "difference": split.difference,
+        "reason": split.reason,
+    }
+
+
+def of_record(content: object, model: ModelSpec) -> Split | None:
+    """What `as_record` made; None of what does not fit the model."""
+    try:
+        split = _read_record(cast("dict[str, Any]", content))
+        SaidAxes(inputs=split.inputs).check(model)
+    except (TypeError, ValueError, LookupError, AttributeError):
+        return None
+    sides = ((split.inputs, model.inputs), (split.outputs, model.outputs))
+    return split if all([*axes] == [spec.name for spec in specs] for axes, specs in sides) else None
+
+
+def _read_record(content: dict[str, Any]) -> Split:
+    outputs: dict[str, int | str | None] = dict(content["outputs"])
+    for axis in outputs.values():
+        if not (axis is None or isinstance(axis, str) or (type(axis) is int and axis >= 0)):
+            raise ValueError(f"got {axis!r}, expected an axis")
+    return Split(
+        inputs=dict(content["inputs"]),
+        outputs=outputs,
+        known="recorded",
+        checked=True,
+        rows=int(content["rows"]),
+        difference=float(content["difference"]),
+        reason=str(content["reason"]),
+    )
