@@ -620,12 +620,13 @@ class Master:
         else:
             check_seconds("timeout", timeout)
         start = monotonic()
+        joins = pieces == 1
         if pieces is None:
             pieces = max(1, self._supervisor.serving)
         else:
             check_count("shards", pieces, 1)
         splitter = self._splitter_for(batch_axes, output_axes)
-        return _Call(inputs, splitter, splitter.known, pieces, start, timeout, priority)
+        return _Call(inputs, splitter, splitter.known, pieces, joins, start, timeout, priority)
 
     def _splitter_for(self, batch_axes: Axes | None, output_axes: Axes | None) -> Splitter:
         """What is known of the split for these axes, before those that the master was given."""
@@ -681,13 +682,13 @@ class Master:
     def _enqueue(self, call: "_Call", *, wait: bool = True) -> Job:
         job = self._stage(call, wait=wait)
         self._enter(job, call, wait=wait)
-        if self._max_batch_size > 1 and call.pieces == 1 and not call.known.settled:
+        if self._max_batch_size > 1 and call.joins and not call.known.settled:
             self._offer(call, job)
         return job
 
     def _offer(self, call: "_Call", job: Job) -> None:
         """Have two requests that ran apart, and could be joined, show whether that is right."""
-        if job.rows and not call.apart and call.splitter.may_learn(2):
+        if job.rows and not call.apart and self._verify == "first":
             arrays = self._ready().arrays(call.inputs)
             pair = call.splitter.offer(arrays, job.future)
             if pair is not None:
@@ -706,7 +707,7 @@ class Master:
         pieces = call.pieces if known.settled else 1
         if pieces > 1 and not known.splits:
             call.splitter.warn_if_whole()
-        joinable = pieces == 1 and known.splits and not call.apart and self._verify != "always"
+        joinable = call.joins and known.splits and not call.apart
         job = stager.stage(
             call.inputs, pieces, None if call.apart else known, memory_wait, joinable=joinable
         )
@@ -729,6 +730,7 @@ class _Call:
     Attributes:
         known: What is known of its split.
         pieces: Into how many shards it is cut at most.
+        joins: Whether it may go in one run with others.
         start: When the call came.
         timeout: Seconds from then on.
         apart: Whether it is a part of a check: it runs whole, is not joined with others and not traced.
@@ -738,6 +740,7 @@ class _Call:
     splitter: Splitter
     known: Known
     pieces: int
+    joins: bool
     start: float
     timeout: float
     priority: int

@@ -12,11 +12,11 @@ or from a request that has shown it (`mcinfer.splitting`). Nothing here looks at
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, TypeVar
 
 from mcinfer.errors import InvalidInputError, PredictError
 from mcinfer.specs import ModelSpec, TensorSpec
@@ -32,6 +32,8 @@ _BATCH_NAMES = (re.compile(r"\w*batch\w*", re.IGNORECASE), re.compile(r"n|b|bs",
 _SEQUENCE_NAME = re.compile(r"seq|len|time|step|token|frame", re.IGNORECASE)
 
 _MAX_HYPOTHESES = 3
+
+_T = TypeVar("_T")
 
 
 class JoinError(PredictError):
@@ -54,6 +56,8 @@ class Split:
         rows: Of that request; 0 where there was none.
         difference: The largest there was between both, relative to the largest element of an output.
         reason: Why requests run whole; empty where they are split.
+        sizes: By output name, what it had along its axis for each row of that request, where all pieces had
+            the same. It says how much memory an output is likely to need, nothing else.
     """
 
     inputs: Axes
@@ -63,6 +67,7 @@ class Split:
     rows: int = 0
     difference: float = 0.0
     reason: str = ""
+    sizes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}), compare=False)
 
     @property
     def splits(self) -> bool:
@@ -129,11 +134,13 @@ class OutputJoin:
         axis: The axis along which the shards' parts follow one another; None: all must be equal.
         shapes: Its shape in each shard, or None where it is not known before the run.
         shape: The joined shape, or None likewise.
+        lengths: The size along the axis that each shard's part is to have; None where it may have any.
     """
 
     axis: int | None
     shapes: tuple[Shape, ...] | None
     shape: Shape | None
+    lengths: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,7 +390,7 @@ def plan(
         _cut(spec, shape, axis, parts)
         for spec, shape, axis in zip(model.inputs, shapes, axes, strict=True)
     ]
-    outputs = _joins(model, cuts, split)
+    outputs = _joins(model, cuts, parts, split)
     if not rows:
         if all(join.axis is not None and join.shape is not None for join in outputs):
             empty = tuple(InputCut(axis=cut.axis, shapes=()) for cut in cuts)
@@ -512,24 +519,52 @@ def _cut(spec: TensorSpec, shape: Shape, axis: int | None, rows: tuple[int, ...]
 
 
 def _joins(
-    model: ModelSpec, cuts: Sequence[InputCut], split: Split | None
+    model: ModelSpec, cuts: Sequence[InputCut], rows: Sequence[int], split: Split | None
 ) -> tuple[OutputJoin, ...]:
-    """How each output joins, and its shapes where the symbols tell them."""
+    """How each output joins, and its shapes where the symbols, or an earlier request, tell them."""
     shards = [*zip(*(cut.shapes for cut in cuts), strict=True)] or [()]
     bindings = [_bind(model.inputs, shapes) for shapes in shards]
-    joined = any(cut.axis is not None for cut in cuts)
-    joins = []
-    for spec in model.outputs:
-        said = split.outputs[spec.name] if split is not None and joined else None
-        axis = said if isinstance(said, int) else None
-        known = [_resolve(spec, bound) for bound in bindings]
-        parts = tuple(shape for shape in known if shape is not None)
-        shapes = parts if len(parts) == len(known) else None
-        if axis is not None and shapes is not None and axis >= len(shapes[0]):
-            shapes = None  # it is not as it is declared
-        shape = None if shapes is None else _joined(shapes, axis)
-        joins.append(OutputJoin(axis=axis, shapes=shapes, shape=shape))
-    return tuple(joins)
+    if split is None or all(cut.axis is None for cut in cuts):
+        return tuple(_join(spec, None, None, bindings, rows) for spec in model.outputs)
+    axes = {name: axis for name, axis in split.outputs.items() if isinstance(axis, int)}
+    return tuple(
+        _join(spec, axes.get(spec.name), split.sizes.get(spec.name), bindings, rows)
+        for spec in model.outputs
+    )
+
+
+def _join(
+    spec: TensorSpec,
+    axis: int | None,
+    size: int | None,
+    bindings: Sequence[Mapping[str, int]],
+    rows: Sequence[int],
+) -> OutputJoin:
+    """How one output joins that has so many elements along its axis for each row, where that is known."""
+    known = [_resolve(spec, bound) for bound in bindings]
+    lengths = None
+    if axis is not None and axis < len(spec.shape):
+        declared = [shape[axis] for shape in known]
+        if size is not None:
+            made = [size * count for count in rows]
+            known = [
+                (*shape[:axis], length, *shape[axis + 1 :])
+                for shape, length in zip(known, made, strict=True)
+            ]
+            declared = [None if length is None else made[i] for i, length in enumerate(declared)]
+        lengths = _all_known(declared)
+    shapes = _all_known([_all_known(shape) for shape in known])
+    if axis is not None and axis >= len(spec.shape):
+        shapes = None  # it is not as it is declared
+    shape = None if shapes is None else _joined(shapes, axis)
+    return OutputJoin(axis=axis, shapes=shapes, shape=shape, lengths=lengths)
+
+
+def _all_known(values: Iterable[_T | None]) -> tuple[_T, ...] | None:
+    """The values, or None where one of them is."""
+    found = [*values]
+    known = tuple(value for value in found if value is not None)
+    return known if len(known) == len(found) else None
 
 
 def _bind(specs: Sequence[TensorSpec], shapes: Sequence[Shape]) -> dict[str, int]:
@@ -555,17 +590,15 @@ def _empty(join: OutputJoin) -> OutputJoin:
     return OutputJoin(axis=axis, shapes=(), shape=(*shape[:axis], 0, *shape[axis + 1 :]))
 
 
-def _resolve(spec: TensorSpec, bound: Mapping[str, int]) -> Shape | None:
-    """The output's shape with its symbols bound; None where one is not, or has no name."""
-    sizes = [bound.get(size) if isinstance(size, str) else size for size in spec.shape]
-    known = tuple(size for size in sizes if size is not None)
-    return known if len(known) == len(sizes) else None
+def _resolve(spec: TensorSpec, bound: Mapping[str, int]) -> tuple[int | None, ...]:
+    """The output's shape with its symbols bound; None for a size that is not known."""
+    return tuple(bound.get(size) if isinstance(size, str) else size for size in spec.shape)
 
 
 def check_join(
     name: str, join: OutputJoin, shapes: Sequence[Shape], workers: Sequence[str]
 ) -> None:
-    """Raise `JoinError` unless parts of these shapes are what the plan says.
+    """Raise `JoinError` unless parts of these shapes go together as the split says.
 
     Args:
         name: The output's.
@@ -573,33 +606,24 @@ def check_join(
         shapes: Of the parts that came.
         workers: Who sent each, in words.
     """
+    axis, first = join.axis, shapes[0]
     if len(shapes) == 1:
         return
     for i, (shape, worker) in enumerate(zip(shapes, workers, strict=True)):
-        expected = _expected(join, shapes, i)
+        expected: list[int | None] = [*first]
+        if axis is not None:
+            expected += [None] * (axis + 1 - len(expected))
+            expected[axis] = None if join.lengths is None else join.lengths[i]
         fits = len(shape) == len(expected) and all(
             want in (size, None) for size, want in zip(shape, expected, strict=True)
         )
         if not fits:
             text = ", ".join("?" if size is None else str(size) for size in expected)
-            how = "is to be the same from every worker"
-            if join.axis is not None:
-                how = f"is joined along axis {join.axis}"
+            how = "is the same from every worker" if axis is None else f"joins along axis {axis}"
             raise JoinError(
-                f"output {name!r} {how}: expected [{text}] from {worker} (part {i}), got {list(shape)}"
+                f"output {name!r} {how}, as the split says: expected [{text}] from {worker} (part {i}), "
+                f"got {list(shape)}"
             )
-
-
-def _expected(join: OutputJoin, shapes: Sequence[Shape], part: int) -> tuple[int | None, ...]:
-    """The sizes that a part is to have; None for any."""
-    if join.shapes is not None:
-        return join.shapes[part]
-    first: tuple[int | None, ...] = shapes[0]
-    if join.axis is None:
-        return first
-    if join.axis >= len(first):
-        return (None,) * (join.axis + 1)
-    return (*first[: join.axis], None, *first[join.axis + 1 :])
 
 
 def offsets(shape: Shape, axis: int, parts: Sequence[int]) -> list[int] | None:

@@ -84,18 +84,20 @@ class Joint:
         kind: ``"axis"``, ``"same"``, ``"unclear"`` (this request does not show it), or ``"mixed"``: it is put
             together from the pieces in no way.
         axis: Where it joins.
+        size: What it has along that axis for each row, where all pieces have the same; 0 where they do not.
         difference: The largest between whole and pieces, relative to the largest element of the whole.
         text: Why it does not join.
     """
 
     kind: Literal["axis", "same", "unclear", "mixed"]
     axis: int | None = None
+    size: int = 0
     difference: float = 0.0
     text: str = ""
 
 
-def judge(whole: NDArray[Any], parts: Sequence[NDArray[Any]]) -> Joint:
-    """How an output of the whole batch comes together from its parts."""
+def judge(whole: NDArray[Any], parts: Sequence[NDArray[Any]], rows: Sequence[int]) -> Joint:
+    """How an output of the whole batch comes together from its parts, which are of so many rows each."""
     joined = [axis for axis in range(whole.ndim) if _adds_up(whole.shape, parts, axis)]
     same = all(part.shape == whole.shape for part in parts)
     if not joined and not same:
@@ -109,7 +111,16 @@ def judge(whole: NDArray[Any], parts: Sequence[NDArray[Any]]) -> Joint:
     found: list[Joint] = []
     for axis in joined:
         fits, far = difference(np.concatenate(parts, axis), whole)
-        found.append(Joint(kind="axis" if fits else "mixed", axis=axis, difference=far))
+        size, rest = divmod(parts[0].shape[axis], rows[0])
+        even = all(part.shape[axis] == size * n for part, n in zip(parts, rows, strict=True))
+        found.append(
+            Joint(
+                kind="axis" if fits else "mixed",
+                axis=axis,
+                size=size if even and not rest else 0,
+                difference=far,
+            )
+        )
     if same:
         apart = [difference(part, whole) for part in parts]
         fits = all(fits for fits, _ in apart)
@@ -485,7 +496,7 @@ class Splitter:
         refuted: dict[str, Joint] = {}
         most = 0
         for axes in self._candidates(trial.shapes, trial.least_rows):
-            most = max(most, trial.rows(axes))
+            most = max(most, sum(trial.rows(axes)))
             joints = self._try(trial, axes)
             mixed = {name: joint for name, joint in joints.items() if joint.kind == "mixed"}
             if not mixed:
@@ -496,8 +507,9 @@ class Splitter:
                     outputs={**outputs},
                     known=self._first.known if said else "learned",
                     checked=True,
-                    rows=trial.rows(axes),
+                    rows=sum(trial.rows(axes)),
                     difference=max((joint.difference for joint in joints.values()), default=0.0),
+                    sizes={name: joint.size for name, joint in joints.items() if joint.size},
                 )
             refuted = refuted or mixed
         if not refuted:
@@ -569,12 +581,13 @@ class Splitter:
 
     def _compare(self, trial: "_Trial", axes: Axes) -> dict[str, Joint]:
         try:
+            rows = trial.rows(axes)
             whole, answers = trial.run(axes)
         except (PredictError, InvalidInputError) as exc:
             text = f"cannot be had from pieces and from the whole batch alike ({exc})"
             return {spec.name: Joint(kind="mixed", text=text) for spec in self._model.outputs}
         joints = {
-            name: judge(output, [answer[name] for answer in answers])
+            name: judge(output, [answer[name] for answer in answers], rows)
             for name, output in whole.items()
         }
         for name, said in self._said.outputs.items():
@@ -608,8 +621,8 @@ class _Trial(ABC):
         self._run = run
 
     @abstractmethod
-    def rows(self, axes: Axes) -> int:
-        """Of the whole."""
+    def rows(self, axes: Axes) -> tuple[int, ...]:
+        """Of each piece."""
 
     @abstractmethod
     def parts(self, axes: Axes) -> "Sequence[Inputs]":
@@ -651,12 +664,13 @@ class _Pieces(_Trial):
         self._whole = whole
         self._pieces = pieces
 
-    def rows(self, axes: Axes) -> int:
-        return rows_of(dict(zip(self._names, self.shapes, strict=True)), axes) or 0
+    def rows(self, axes: Axes) -> tuple[int, ...]:
+        total = rows_of(dict(zip(self._names, self.shapes, strict=True)), axes) or 0
+        return split_evenly(total, self._pieces)
 
     def parts(self, axes: Axes) -> Sequence[Inputs]:
         along = [axes[name] for name in self._names]
-        return cut_rows(self._arrays, along, split_evenly(self.rows(axes), self._pieces))
+        return cut_rows(self._arrays, along, self.rows(axes))
 
     def run(self, axes: Axes) -> tuple[Arrays, Sequence[Arrays]]:
         return self._whole, self._answers(self.parts(axes))
@@ -678,9 +692,9 @@ class _Members(_Trial):
         self._members = members
         self._apart = answers
 
-    def rows(self, axes: Axes) -> int:
+    def rows(self, axes: Axes) -> tuple[int, ...]:
         shapes = [[array.shape for array in member] for member in self._members]
-        return sum(rows_of(dict(zip(self._names, s, strict=True)), axes) or 0 for s in shapes)
+        return tuple(rows_of(dict(zip(self._names, s, strict=True)), axes) or 1 for s in shapes)
 
     def parts(self, axes: Axes) -> Sequence[Inputs]:  # noqa: ARG002 whatever is cut
         return self._members
@@ -726,6 +740,7 @@ def as_record(split: Split) -> dict[str, Any]:
         "rows": split.rows,
         "difference": split.difference,
         "reason": split.reason,
+        "sizes": dict(split.sizes),
     }
 
 
@@ -753,4 +768,5 @@ def _read_record(content: dict[str, Any]) -> Split:
         rows=int(content["rows"]),
         difference=float(content["difference"]),
         reason=str(content["reason"]),
+        sizes={str(name): int(size) for name, size in content["sizes"].items()},
     )

@@ -167,6 +167,7 @@ class Pool:
             model,
             2,
             engine="fake",
+            verify="never",
             timeouts=timeouts,
             restart=RestartPolicy(budget=1000, backoff=0.02, backoff_limit=0.1),
             limits=setting.limits,

@@ -23,7 +23,9 @@ def test_requests_beside_a_run_that_hangs_are_answered_by_the_other_worker(
     fake_model: FakeModel,
 ) -> None:
     model = fake_model(when={"-1": "hang:60"})
-    with Master(model, 2, engine="fake", timeouts=Timeouts(cancel_grace=0.1, close=0.2)) as master:
+    with Master(
+        model, 2, engine="fake", verify="never", timeouts=Timeouts(cancel_grace=0.1, close=0.2)
+    ) as master:
         warm_up(master)
         # All at once: some are given ahead behind the one that hangs.
         hung = master.submit(act(-1.0), timeout=20.0)
@@ -36,7 +38,9 @@ def test_requests_beside_a_run_that_hangs_are_answered_by_the_other_worker(
 
 def test_requests_behind_a_worker_that_is_stopped_are_taken_back(fake_model: FakeModel) -> None:
     model = fake_model(when={"-1": "stop"})
-    with Master(model, 2, engine="fake", timeouts=Timeouts(cancel_grace=0.1, close=0.2)) as master:
+    with Master(
+        model, 2, engine="fake", verify="never", timeouts=Timeouts(cancel_grace=0.1, close=0.2)
+    ) as master:
         warm_up(master)
         stopped = master.submit(act(-1.0), timeout=3.0)
         beside = [master.submit(rows(1, first=float(i))) for i in range(20)]
@@ -49,7 +53,7 @@ def test_requests_behind_a_worker_that_is_stopped_are_taken_back(fake_model: Fak
 
 
 def test_worker_that_goes_on_late_skips_what_was_taken_back(fake_model: FakeModel) -> None:
-    with Master(fake_model(when={"-1": "sleep:0.3"}), 1, engine="fake") as master:
+    with Master(fake_model(when={"-1": "sleep:0.3"}), 1, engine="fake", verify="never") as master:
         warm_up(master)
         slow = master.submit(act(-1.0))
         behind = master.submit(rows(2))
@@ -61,7 +65,7 @@ def test_worker_that_goes_on_late_skips_what_was_taken_back(fake_model: FakeMode
 
 
 def test_cancelled_request_that_was_given_ahead_never_runs(fake_model: FakeModel) -> None:
-    with Master(fake_model(when={"-1": "sleep:0.03"}), 1, engine="fake") as master:
+    with Master(fake_model(when={"-1": "sleep:0.03"}), 1, engine="fake", verify="never") as master:
         warm_up(master)
         runs = master.statistics().workers[0].runs
         first = master.submit(act(-1.0))
@@ -73,7 +77,7 @@ def test_cancelled_request_that_was_given_ahead_never_runs(fake_model: FakeModel
 
 
 def test_worker_killed_with_one_given_ahead_costs_neither(fake_model: FakeModel) -> None:
-    with Master(fake_model(run="sleep:0.005"), 2, engine="fake") as master:
+    with Master(fake_model(run="sleep:0.005"), 2, engine="fake", verify="never") as master:
         warm_up(master)
         futures = [master.submit(rows(1, first=float(i))) for i in range(40)]
         os.kill(busy_pid_of_any(master), signal.SIGKILL)
@@ -89,7 +93,7 @@ def busy_pid_of_any(master: Master) -> int:
 
 
 def test_clients_of_a_short_model_get_each_its_own_answers(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 2, engine="fake") as master:
+    with Master(fake_model(), 2, engine="fake", verify="never") as master:
         together = threading.Barrier(8)
 
         def client(number: int) -> None:

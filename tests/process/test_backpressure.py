@@ -57,7 +57,7 @@ def waiting(
 
 
 def test_request_beyond_the_limit_is_refused_and_leaves_nothing(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 1, engine="fake", limits=Limits(queue=2)) as master:
+    with Master(fake_model(), 1, engine="fake", verify="never", limits=Limits(queue=2)) as master:
         with stopped(master):
             futures = [master.submit(rows(1)) for _ in range(2)]
             used = master.statistics().memory_used_bytes
@@ -77,7 +77,7 @@ def test_request_beyond_the_limit_in_bytes_is_refused_and_a_large_one_goes_alone
     fake_model: FakeModel,
 ) -> None:
     limits = Limits(queue_bytes=10 * ONE_ROW)
-    with Master(fake_model(), 1, engine="fake", limits=limits) as master:
+    with Master(fake_model(), 1, engine="fake", verify="never", limits=limits) as master:
         assert_answers(master.predict(rows(1000)), rows(1000))
         with stopped(master):
             first = master.submit(rows(7))
@@ -106,7 +106,7 @@ def test_callers_wait_for_room_and_are_admitted_first_come_first_served(
         outcome = function(rows(2))
         return outcome.result(10.0) if isinstance(outcome, Future) else outcome
 
-    with Master(fake_model(), 1, engine="fake", limits=ONE, trace=hook) as master:
+    with Master(fake_model(), 1, engine="fake", verify="never", limits=ONE, trace=hook) as master:
         with stopped(master):
             master.submit(rows(1))
             threads = []
@@ -131,7 +131,10 @@ def test_callers_wait_for_room_and_are_admitted_first_come_first_served(
 
 def test_callers_wait_for_room_in_bytes(fake_model: FakeModel) -> None:
     limits = Limits(queue_bytes=10 * ONE_ROW, when_queue_full="wait")
-    with Master(fake_model(), 1, engine="fake", limits=limits) as master, stopped(master):
+    with (
+        Master(fake_model(), 1, engine="fake", verify="never", limits=limits) as master,
+        stopped(master),
+    ):
         first = master.submit(rows(8))
         with (
             waiting(master, 1, lambda: master.predict(rows(50))) as large,
@@ -146,7 +149,7 @@ def test_callers_wait_for_room_in_bytes(fake_model: FakeModel) -> None:
 
 
 def test_caller_that_waits_in_vain_is_refused_at_its_own_time_out(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 1, engine="fake", limits=ONE) as master:
+    with Master(fake_model(), 1, engine="fake", verify="never", limits=ONE) as master:
         with stopped(master):
             first = master.submit(rows(1))
             with waiting(master, 1, lambda: master.predict(rows(1), timeout=30.0)) as patient:
@@ -167,7 +170,7 @@ def test_caller_that_waits_in_vain_is_refused_at_its_own_time_out(fake_model: Fa
 
 
 def test_callers_that_wait_are_freed_by_close(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 1, engine="fake", limits=ONE) as master:
+    with Master(fake_model(), 1, engine="fake", verify="never", limits=ONE) as master:
         stop(pids(master)[0])
         first = master.submit(rows(1))
         with (
@@ -183,7 +186,7 @@ def test_callers_that_wait_are_freed_by_close(fake_model: FakeModel) -> None:
 def test_callback_does_not_wait_for_room(fake_model: FakeModel) -> None:
     limits = Limits(queue=2, when_queue_full="wait")
     outcome: Future[float] = Future()
-    with Master(fake_model(), 1, engine="fake", limits=limits) as master:
+    with Master(fake_model(), 1, engine="fake", verify="never", limits=limits) as master:
 
         def fill(_: object) -> None:
             with stopped(master):
@@ -201,7 +204,7 @@ def test_callback_does_not_wait_for_room(fake_model: FakeModel) -> None:
 
 
 def test_event_loop_goes_on_while_its_tasks_wait_for_room(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 1, engine="fake", limits=ONE) as master:
+    with Master(fake_model(), 1, engine="fake", verify="never", limits=ONE) as master:
 
         async def ask() -> None:
             with stopped(master):
@@ -219,7 +222,7 @@ def test_event_loop_goes_on_while_its_tasks_wait_for_room(fake_model: FakeModel)
 def test_task_that_is_cancelled_while_it_waits_leaves_the_others_their_turn(
     fake_model: FakeModel,
 ) -> None:
-    with Master(fake_model(), 1, engine="fake", limits=ONE) as master:
+    with Master(fake_model(), 1, engine="fake", verify="never", limits=ONE) as master:
 
         async def ask() -> None:
             with stopped(master):
@@ -249,7 +252,7 @@ def test_ctrl_c_while_waiting_leaves_the_line_in_order(fake_model: FakeModel) ->
     text = """
 import threading
 limits = mcinfer.Limits(queue=1, when_queue_full="wait")
-with mcinfer.Master(sys.argv[1], 1, engine="fake", limits=limits) as master:
+with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never", limits=limits) as master:
     def standing(count):
         while len(master._supervisor._line) != count:
             time.sleep(0.002)
@@ -303,7 +306,7 @@ def test_flood_of_one_thread_does_not_starve_another(
         CALLER.set("other")
         return [master.predict(rows(2), shards=shards) for _ in range(5)]
 
-    with Master(fake_model(), 1, engine="fake", trace=hook) as master:
+    with Master(fake_model(), 1, engine="fake", verify="never", trace=hook) as master:
         master.predict(rows(1))
         traces.clear()
         with stopped(master):

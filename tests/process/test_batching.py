@@ -75,7 +75,9 @@ def the_worker(master: Master) -> WorkerStatistics:
 
 def test_requests_that_waited_for_the_worker_go_as_one_run(fake_model: FakeModel) -> None:
     requests = [rows(1, first=10.0 * i) for i in range(8)]
-    with Master(fake_model(when=acts()), 1, engine="fake", max_batch_size=8) as master:
+    with Master(
+        fake_model(when=acts()), 1, engine="fake", verify="never", max_batch_size=8
+    ) as master:
         assert_all_answered(submit_together(master, *requests), requests)
         assert (the_worker(master).runs, the_worker(master).completed) == (1, 8)
         statistics = master.statistics()
@@ -85,7 +87,9 @@ def test_requests_that_waited_for_the_worker_go_as_one_run(fake_model: FakeModel
 
 def test_requests_of_several_rows_go_as_few_runs_as_fit(fake_model: FakeModel) -> None:
     requests = [rows(count, first=100.0 * i) for i, count in enumerate([3, 4, 2, 8, 1, 5, 9])]
-    with Master(fake_model(when=acts()), 1, engine="fake", max_batch_size=8) as master:
+    with Master(
+        fake_model(when=acts()), 1, engine="fake", verify="never", max_batch_size=8
+    ) as master:
         assert_all_answered(submit_together(master, *requests), requests)
         # 3 + 4, then 2 + 1 + 5, and each alone: as many as a run has, and more.
         assert (the_worker(master).runs, the_worker(master).completed) == (4, 7)
@@ -93,7 +97,7 @@ def test_requests_of_several_rows_go_as_few_runs_as_fit(fake_model: FakeModel) -
 
 def test_requests_are_not_joined_unless_that_is_asked_for(fake_model: FakeModel) -> None:
     requests = [rows(1, first=10.0 * i) for i in range(4)]
-    with Master(fake_model(when=acts()), 1, engine="fake") as master:
+    with Master(fake_model(when=acts()), 1, engine="fake", verify="never") as master:
         assert_all_answered(submit_together(master, *requests), requests)
         assert (the_worker(master).runs, the_worker(master).completed) == (4, 4)
 
@@ -105,7 +109,7 @@ def test_requests_of_other_sizes_are_joined_with_their_like(fake_model: FakeMode
         when=acts(),
     )
     requests = [{"x": np.full((1 + i % 2, 4 + i % 3), float(i), np.float32)} for i in range(12)]
-    with Master(model, 1, engine="fake", max_batch_size=64) as master:
+    with Master(model, 1, engine="fake", verify="never", max_batch_size=64) as master:
         assert_all_answered(submit_together(master, *requests), requests)
         assert (the_worker(master).runs, the_worker(master).completed) == (3, 12)
 
@@ -117,7 +121,7 @@ def test_requests_with_another_value_in_common_are_not_mixed(fake_model: FakeMod
         when=acts(),
     )
     common = [np.array([0, i % 2], np.float32) for i in range(8)]
-    with Master(model, 1, engine="fake", max_batch_size=64) as master:
+    with Master(model, 1, engine="fake", verify="never", max_batch_size=64) as master:
         busy = master.submit({**act(BUSY), "t": common[0]})
         busy_pid(master)
         futures = [master.submit({**rows(1, first=i), "t": t}) for i, t in enumerate(common)]
@@ -135,7 +139,9 @@ def test_batch_that_is_not_the_first_axis_is_joined(fake_model: FakeModel) -> No
     requests = [
         {"x": np.arange(3.0 * n, dtype=np.float32).reshape(3, n) + 50 * n} for n in (1, 2, 1, 3)
     ]
-    with Master(model, 1, engine="fake", max_batch_size=64, max_delay=5.0) as master:
+    with Master(
+        model, 1, engine="fake", verify="never", max_batch_size=64, max_delay=5.0
+    ) as master:
         futures = [master.submit(inputs) for inputs in requests]
         futures.append(master.submit({"x": np.zeros((3, 60), np.float32)}))  # now there are enough
         assert_all_answered(futures[:4], requests)
@@ -145,7 +151,9 @@ def test_batch_that_is_not_the_first_axis_is_joined(fake_model: FakeModel) -> No
 def test_predict_as_one_piece_is_joined_as_well(fake_model: FakeModel) -> None:
     requests = [rows(1, first=10.0 * i) for i in range(4)]
     with (
-        Master(fake_model(when=acts()), 1, engine="fake", max_batch_size=8) as master,
+        Master(
+            fake_model(when=acts()), 1, engine="fake", verify="never", max_batch_size=8
+        ) as master,
         ThreadPoolExecutor(4) as pool,
     ):
         with kept_busy(master):
@@ -157,7 +165,9 @@ def test_predict_as_one_piece_is_joined_as_well(fake_model: FakeModel) -> None:
 
 def test_answers_of_a_joined_run_leave_no_memory_behind(fake_model: FakeModel) -> None:
     requests = [rows(2, first=10.0 * i) for i in range(4)]
-    with Master(fake_model(when=acts()), 1, engine="fake", max_batch_size=8) as master:
+    with Master(
+        fake_model(when=acts()), 1, engine="fake", verify="never", max_batch_size=8
+    ) as master:
         futures = submit_together(master, *requests)
         assert_all_answered(futures, requests)
         futures.clear()
@@ -168,7 +178,7 @@ def test_onnx_model_answers_mixed_rows_of_many_threads_right(onnx_model: OnnxMod
     threads, each = 8, 25
     together = threading.Barrier(threads)
 
-    with Master(onnx_model(AFFINE), 2, max_batch_size=16, max_delay=0.05) as master:
+    with Master(onnx_model(AFFINE), 2, max_batch_size=16, max_delay=0.05, verify="never") as master:
 
         def ask(thread: int) -> None:
             chance = random.Random(thread)  # noqa: S311 no secret
@@ -199,7 +209,9 @@ def test_bad_request_fails_alone_and_its_neighbours_are_answered(
     fake_model: FakeModel, fault: str, error: type[Exception]
 ) -> None:
     requests = [act(BAD) if i == 3 else rows(1, first=10.0 * i) for i in range(8)]
-    with Master(fake_model(when=acts(fault)), 1, engine="fake", max_batch_size=8) as master:
+    with Master(
+        fake_model(when=acts(fault)), 1, engine="fake", verify="never", max_batch_size=8
+    ) as master:
         before = pids(master)
         futures = submit_together(master, *requests)
         bad = futures.pop(3)
@@ -216,7 +228,9 @@ def test_bad_request_fails_alone_and_its_neighbours_are_answered(
 def test_request_that_kills_its_worker_takes_no_neighbour_with_it(fake_model: FakeModel) -> None:
     requests = [act(BAD) if i == 1 else rows(1, first=10.0 * i) for i in range(4)]
     model = fake_model(when=acts("kill"))
-    with Master(model, 1, engine="fake", max_batch_size=8, restart=GENEROUS) as master:
+    with Master(
+        model, 1, engine="fake", verify="never", max_batch_size=8, restart=GENEROUS
+    ) as master:
         futures = submit_together(master, *requests)
         bad = futures.pop(1)
         with pytest.raises(WorkerDiedError, match="2 workers died on it"):
@@ -229,7 +243,7 @@ def test_neighbours_of_a_killer_are_answered_where_workers_are_many(fake_model: 
     model = fake_model(when=acts("segfault"))
     requests = [act(BAD) if i % 10 == 5 else rows(1, first=10.0 * i) for i in range(30)]
     with Master(
-        model, 3, engine="fake", max_batch_size=8, max_delay=0.05, restart=GENEROUS
+        model, 3, engine="fake", verify="never", max_batch_size=8, max_delay=0.05, restart=GENEROUS
     ) as master:
         futures = [master.submit(inputs) for inputs in requests]
         for i, (future, inputs) in enumerate(zip(futures, requests, strict=True)):
@@ -246,7 +260,7 @@ def test_neighbours_of_a_request_cancelled_in_their_run_are_answered(
 ) -> None:
     requests = [act(BAD), rows(1), rows(2)]
     model = fake_model(when=acts("sleep:2"))
-    with Master(model, 1, engine="fake", max_batch_size=8) as master:
+    with Master(model, 1, engine="fake", verify="never", max_batch_size=8) as master:
         futures = submit_together(master, *requests)
         wait_until(lambda: master.statistics().queued_shards == 0)
         assert futures[1].cancel()
@@ -261,7 +275,7 @@ def test_run_that_nobody_wants_any_more_is_stopped_and_its_worker_lives_on(
     fake_model: FakeModel,
 ) -> None:
     model = fake_model(when=acts("sleep:600"))
-    with Master(model, 1, engine="fake", max_batch_size=8) as master:
+    with Master(model, 1, engine="fake", verify="never", max_batch_size=8) as master:
         before = pids(master)
         futures = submit_together(master, rows(1), act(BAD), rows(2))
         wait_until(lambda: master.statistics().queued_shards == 0)
@@ -278,7 +292,13 @@ def test_request_without_an_end_runs_out_of_time_alone(fake_model: FakeModel, fa
     timeouts = Timeouts(cancel_grace=0.2)
     model = fake_model(when=acts(fault))
     with Master(
-        model, 1, engine="fake", max_batch_size=8, timeouts=timeouts, restart=GENEROUS
+        model,
+        1,
+        engine="fake",
+        verify="never",
+        max_batch_size=8,
+        timeouts=timeouts,
+        restart=GENEROUS,
     ) as master:
         with kept_busy(master):
             before = master.submit(rows(1))
@@ -294,7 +314,7 @@ def test_request_without_an_end_runs_out_of_time_alone(fake_model: FakeModel, fa
 
 def test_pool_that_closes_in_a_joined_run_tells_all(fake_model: FakeModel) -> None:
     model = fake_model(when=acts("sleep:600"))
-    with Master(model, 1, engine="fake", max_batch_size=8) as master:
+    with Master(model, 1, engine="fake", verify="never", max_batch_size=8) as master:
         futures = submit_together(master, rows(1), act(BAD), rows(2))
         wait_until(lambda: master.statistics().queued_shards == 0)
     for future in futures:
@@ -306,7 +326,11 @@ def test_every_request_of_a_mixed_crowd_comes_to_its_own_end(fake_model: FakeMod
     threads, each = 6, 40
 
     with Master(
-        fake_model(when=acts(), run="sleep:0.001"), 2, engine="fake", max_batch_size=16
+        fake_model(when=acts(), run="sleep:0.001"),
+        2,
+        engine="fake",
+        verify="never",
+        max_batch_size=16,
     ) as master:
 
         def ask(thread: int) -> tuple[int, int]:
@@ -351,7 +375,9 @@ def test_every_request_of_a_mixed_crowd_comes_to_its_own_end(fake_model: FakeMod
 def test_lone_request_waits_for_others_as_long_as_was_said_and_no_longer(
     fake_model: FakeModel,
 ) -> None:
-    with Master(fake_model(), 1, engine="fake", max_batch_size=8, max_delay=0.3) as master:
+    with Master(
+        fake_model(), 1, engine="fake", verify="never", max_batch_size=8, max_delay=0.3
+    ) as master:
         start = time.monotonic()
         future = master.submit(rows(1))
         assert_answers(future.result(timeout=10.0), rows(1))
@@ -359,14 +385,18 @@ def test_lone_request_waits_for_others_as_long_as_was_said_and_no_longer(
 
 
 def test_requests_that_fill_a_run_wait_for_nobody(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 1, engine="fake", max_batch_size=4, max_delay=600.0) as master:
+    with Master(
+        fake_model(), 1, engine="fake", verify="never", max_batch_size=4, max_delay=600.0
+    ) as master:
         requests = [rows(1), rows(2), rows(1)]
         assert_all_answered([master.submit(inputs) for inputs in requests], requests)
         assert (the_worker(master).runs, the_worker(master).completed) == (1, 3)
 
 
 def test_request_in_haste_is_answered_before_its_deadline(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 1, engine="fake", max_batch_size=8, max_delay=600.0) as master:
+    with Master(
+        fake_model(), 1, engine="fake", verify="never", max_batch_size=8, max_delay=600.0
+    ) as master:
         assert_answers(master.submit(rows(1), timeout=2.0).result(timeout=20.0), rows(1))
         assert_answers(master.predict(rows(2), timeout=2.0, shards=1), rows(2))
 
@@ -374,7 +404,9 @@ def test_request_in_haste_is_answered_before_its_deadline(fake_model: FakeModel)
 def test_request_that_cannot_be_joined_does_not_wait_behind_those_that_do(
     fake_model: FakeModel,
 ) -> None:
-    with Master(fake_model(), 1, engine="fake", max_batch_size=4, max_delay=600.0) as master:
+    with Master(
+        fake_model(), 1, engine="fake", verify="never", max_batch_size=4, max_delay=600.0
+    ) as master:
         held = master.submit(rows(1))
         assert_answers(master.predict(rows(2), timeout=10.0), rows(2))
         assert_answers(master.submit(rows(4)).result(timeout=10.0), rows(4))
@@ -389,7 +421,7 @@ def test_request_is_sent_when_due_though_a_caller_read_what_made_the_worker_read
     """A caller that waits in `predict` takes the messages: the I/O thread has to hear of what is held."""
     model = fake_model(when={"-2": "sleep:0.3"})
     with (
-        Master(model, 1, engine="fake", max_batch_size=8, max_delay=1.0) as master,
+        Master(model, 1, engine="fake", verify="never", max_batch_size=8, max_delay=1.0) as master,
         ThreadPoolExecutor(1) as pool,
     ):
         driving = pool.submit(master.predict, act(BAD))
@@ -401,7 +433,7 @@ def test_request_is_sent_when_due_though_a_caller_read_what_made_the_worker_read
 
 def test_held_requests_cost_no_time_while_no_worker_is_ready(fake_model: FakeModel) -> None:
     with Master(
-        fake_model(when=acts()), 1, engine="fake", max_batch_size=8, max_delay=0.01
+        fake_model(when=acts()), 1, engine="fake", verify="never", max_batch_size=8, max_delay=0.01
     ) as master:
         with kept_busy(master):
             future = master.submit(rows(1))
@@ -429,7 +461,7 @@ def note_ends(order: list[Name], names: Sequence[Name], futures: Sequence[Future
 
 def test_request_of_a_higher_priority_overtakes_all_that_wait(fake_model: FakeModel) -> None:
     order: list[str] = []
-    with Master(fake_model(when=acts()), 1, engine="fake") as master:
+    with Master(fake_model(when=acts()), 1, engine="fake", verify="never") as master:
         with kept_busy(master):
             names = [*(f"low {i}" for i in range(20)), "high"]
             futures = [master.submit(rows(1), priority=int(name == "high")) for name in names]
@@ -440,7 +472,7 @@ def test_request_of_a_higher_priority_overtakes_all_that_wait(fake_model: FakeMo
 
 def test_request_of_a_low_priority_is_served_in_its_turn(fake_model: FakeModel) -> None:
     order: list[int] = []
-    with Master(fake_model(when=acts()), 1, engine="fake") as master:
+    with Master(fake_model(when=acts()), 1, engine="fake", verify="never") as master:
         with kept_busy(master):
             priorities = [-1, *[5] * 20]
             futures = [master.submit(rows(1), priority=priority) for priority in priorities]
@@ -461,7 +493,9 @@ def test_request_of_a_low_priority_is_served_under_an_endless_flood(
         else:
             master.submit(rows(1), priority=9).add_done_callback(again)
 
-    with Master(fake_model(when=acts()), 1, engine="fake", max_batch_size=most) as master:
+    with Master(
+        fake_model(when=acts()), 1, engine="fake", verify="never", max_batch_size=most
+    ) as master:
         try:
             for _ in range(20):
                 master.submit(rows(1), priority=9).add_done_callback(again)
@@ -481,7 +515,12 @@ def test_priority_is_for_predict_and_its_async_twin_too(fake_model: FakeModel) -
         order.append(name)
 
     with (
-        Master(fake_model(when={"-1": "sleep:600", "-2": "sleep:0.3"}), 1, engine="fake") as master,
+        Master(
+            fake_model(when={"-1": "sleep:600", "-2": "sleep:0.3"}),
+            1,
+            engine="fake",
+            verify="never",
+        ) as master,
         ThreadPoolExecutor(2) as pool,
     ):
         with kept_busy(master):
@@ -499,7 +538,7 @@ def test_priority_is_for_predict_and_its_async_twin_too(fake_model: FakeModel) -
 
 @pytest.mark.parametrize("priority", [1.0, "1", True, None])
 def test_priority_that_is_no_number_is_refused(fake_model: FakeModel, priority: Any) -> None:
-    with Master(fake_model(), 1, engine="fake") as master:
+    with Master(fake_model(), 1, engine="fake", verify="never") as master:
         for ask in (master.predict, master.submit):
             with pytest.raises(InvalidInputError, match=r"^priority: got"):
                 ask(rows(1), priority=priority)
@@ -511,7 +550,7 @@ def test_priority_that_is_no_number_is_refused(fake_model: FakeModel, priority: 
 
 
 def test_predict_is_cut_in_as_many_pieces_as_is_said(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 2, engine="fake") as master:
+    with Master(fake_model(), 2, engine="fake", verify="never") as master:
         for shards, pieces in ((1, 1), (2, 2), (5, 5), (100, 6), (None, 2)):
             before = sum(worker.completed for worker in master.statistics().workers)
             assert_answers(master.predict(rows(6), shards=shards), rows(6))
@@ -523,7 +562,7 @@ def test_predict_is_cut_in_as_many_pieces_as_is_said(fake_model: FakeModel) -> N
 def test_number_of_pieces_that_makes_no_sense_is_refused(
     fake_model: FakeModel, shards: Any
 ) -> None:
-    with Master(fake_model(), 1, engine="fake") as master:
+    with Master(fake_model(), 1, engine="fake", verify="never") as master:
         with pytest.raises(InvalidInputError, match=r"^shards: got"):
             master.predict(rows(1), shards=shards)
         assert master.statistics().accepted == 0
@@ -532,20 +571,20 @@ def test_number_of_pieces_that_makes_no_sense_is_refused(
 @pytest.mark.parametrize("value", [0, -1, 1.5, "2", True, None])
 def test_batch_size_that_makes_no_sense_is_refused(fake_model: FakeModel, value: Any) -> None:
     with pytest.raises(InvalidInputError, match=r"^max_batch_size: got"):
-        Master(fake_model(), 1, engine="fake", max_batch_size=value)
+        Master(fake_model(), 1, engine="fake", verify="never", max_batch_size=value)
 
 
 @pytest.mark.parametrize("value", [-0.1, float("nan"), "1", True, None])
 def test_delay_that_is_no_time_is_refused(fake_model: FakeModel, value: Any) -> None:
     with pytest.raises(InvalidInputError, match=r"^max_delay: got"):
-        Master(fake_model(), 1, engine="fake", max_delay=value)
+        Master(fake_model(), 1, engine="fake", verify="never", max_delay=value)
 
 
 def test_workers_are_pinned_to_the_cores_that_were_chosen(fake_model: FakeModel) -> None:
     cores = sorted(os.sched_getaffinity(0))
     chosen = [[cores[-1]], cores, [cores[0]]]
     options = EngineOptions(cores=chosen)
-    with Master(fake_model(), 3, engine="fake", options=options) as master:
+    with Master(fake_model(), 3, engine="fake", verify="never", options=options) as master:
         assert [os.sched_getaffinity(pid) for pid in pids(master)] == [{*item} for item in chosen]
         assert_answers(master.predict(rows(3)), rows(3))
 
@@ -553,7 +592,7 @@ def test_workers_are_pinned_to_the_cores_that_were_chosen(fake_model: FakeModel)
 def test_cores_that_cannot_be_had_fail_the_start_and_are_named(fake_model: FakeModel) -> None:
     options = EngineOptions(cores=[[100_000]])
     with pytest.raises(BuildError, match=r"worker 0: cores: got \[100000\], expected some of"):
-        Master(fake_model(), 1, engine="fake", options=options).start()
+        Master(fake_model(), 1, engine="fake", verify="never", options=options).start()
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -3,23 +3,32 @@
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
 from mcinfer.bench.failures import WayFailedError
-from mcinfer.bench.inputs import InputOptions
+from mcinfer.bench.inputs import InputOptions, fixed_batch
 from mcinfer.bench.known_ways import BASELINES, MODES
+from mcinfer.bench.looking import look_at
+from mcinfer.bench.pipe_sample import Pipe
+from mcinfer.bench.pools import Batched, Sharded
 from mcinfer.bench.report import Load, Report, dump, load
 from mcinfer.bench.request_file import write_request
 from mcinfer.bench.runner import Benchmark, Plan
 from mcinfer.bench.subject import Subject
+from mcinfer.bench.views.texts import way_lines
 from mcinfer.bench.way import Setup
+from mcinfer.cli import main
 from mcinfer.errors import InvalidInputError
+from mcinfer.master import Master
 from mcinfer.runtime_folder import RuntimeFolder
+from mcinfer.sharding import Split
 from tests.process.models import AFFINE, OnnxModel, rows
 from tests.process.scripts import Program
 from tests.process.waiting import is_alive, wait_until
@@ -27,9 +36,33 @@ from tests.process.waiting import is_alive, wait_until
 pytestmark = pytest.mark.timeout(60)
 
 ONE = Load(batch=2, clients=1)
+RANDOM = InputOptions(files={}, archive=None, dims={})
 
 EVERY_PROCESS = 3 + 2 + 2
 """Of the program below: its three ways', two workers, and two of the sample."""
+
+UNNAMED = """
+<ir_version: 8, opset_import: ["": 17]>
+unnamed (float[?, 4] x, int64[?] ids) => (float[?, 4] y) <int64[1] one = {1}> {
+    numbers = Cast <to: int = 1> (ids)
+    column = Unsqueeze(numbers, one)
+    y = Add(x, column)
+}
+"""
+MIXING = """
+<ir_version: 8, opset_import: ["": 17]>
+mixing (float[batch, 4] x) => (float[batch, 4] y) { y = Softmax <axis: int = 0> (x) }
+"""
+TURNED = """
+<ir_version: 8, opset_import: ["": 17]>
+turned (float[n, 4] x) => (float[4, m] y) { y = Transpose(x) }
+"""
+LOOKS_UP = """
+<ir_version: 8, opset_import: ["": 17]>
+looks_up (int64[batch] ids) => (float[batch] y) <float[2] table = {3.0, 5.0}> {
+    y = Gather(table, ids)
+}
+"""
 
 RUN = "import sys; from mcinfer.cli import main; sys.exit(main(sys.argv[1:]))"
 
@@ -110,8 +143,7 @@ def setup(onnx_model: OnnxModel) -> Setup:
         cores=2,
         devices=("cpu:0", "cpu:1"),
         threads=None,
-        outputs=("y",),
-        split=("x",),
+        split=Split(inputs={"x": 0}, outputs={"y": 0}, known="declared"),
         max_batch_size=4,
         max_delay=0.001,
     )
@@ -125,9 +157,8 @@ def inputs(tmp_path: Path) -> dict[int, Path]:
 
 
 def measure(model: Path, *ways: str, **more: object) -> Report:
-    options = InputOptions(files={}, archive=None, dims={})
     settings = {"seconds": 0.05, "warmup": 0.0, "repeats": 2, "scaling": False, **more}
-    plan = Plan(model=model, devices=2, ways=ways, inputs=options, **settings)  # type: ignore[arg-type]
+    plan = Plan(model=model, **{"devices": 2, "ways": ways, "inputs": RANDOM, **settings})  # type: ignore[arg-type]
     told: list[float] = []
     benchmark = Benchmark(plan, lambda done, _: told.append(done))
     report = benchmark.run()
@@ -244,12 +275,154 @@ def test_way_that_writes_where_answers_come_is_a_way_that_fails(
         assert not subject.alive
 
 
-def test_models_of_a_fixed_batch_are_measured_in_pieces(onnx_model: OnnxModel) -> None:
-    fixed = AFFINE.replace("[batch, 4]", "[2, 4]")
-    ways = ("session", "pipe", "pipe-each")
-    report = measure(onnx_model(fixed), *ways, batches=(2, 6), count=2, repeats=1)
+def test_models_of_a_fixed_batch_are_measured_in_pieces_where_it_is_said(
+    onnx_model: OnnxModel,
+) -> None:
+    fixed = onnx_model(AFFINE.replace("[batch, 4]", "[2, 4]"))
+    ways = ("session", "pipe", "pipe-each", "sharded", "batched")
+    axes = {"batch_axes": {"x": 0}, "output_axes": {"y": 0}}
+    report = measure(fixed, *ways, batches=(2, 6), count=2, repeats=1, **axes)
     assert {way.name: way.error for way in report.ways} == dict.fromkeys(ways, "")
     assert len(report.measurements) == 2 * len(ways)
+    assert report.way("sharded").text == Sharded.text
+    assert report.way("batched").text.endswith(
+        ", not joined: each run takes 2 of the rows, no more"
+    )
+    with pytest.raises(InvalidInputError, match=r"expected 1: .* is not known: .*--batch-axis"):
+        measure(fixed, *ways, batches=(2,))
+
+
+# What is split.
+
+
+def test_model_without_named_dimensions_is_measured_by_rows(onnx_model: OnnxModel) -> None:
+    ways = ("session", "pipe", "sharded", "batched")
+    report = measure(onnx_model(UNNAMED), *ways, batches=(1, 4), count=4, repeats=1)
+    assert {way.name: way.error for way in report.ways} == dict.fromkeys(ways, "")
+    assert [str(load) for load in report.loads("mcinfer")] == [
+        "batch 1, 1 client",
+        "batch 4, 1 client",
+    ]
+    texts = {way.name: way.text for way in report.ways}
+    assert (texts["sharded"], texts["pipe"]) == (Sharded.text, Pipe.text)
+    assert texts["batched"] == Batched.text
+
+
+def looked(model: Path, inputs: InputOptions = RANDOM, **axes: dict[str, int | None]) -> Setup:
+    """What the ways are made with that are measured."""
+    batch, output = axes.get("batch_axes", {}), axes.get("output_axes", {})
+    with Master(model, 1, batch_axes=batch, output_axes=output) as master:
+        spec, split = look_at(master, [4], inputs, batch, output)
+    return Setup(
+        model=str(model),
+        cores=2,
+        devices=("cpu:0", "cpu:1"),
+        threads=1,
+        split=split,
+        max_batch_size=8,
+        max_delay=2.0,
+        batches=(4,),
+        fixed_batch=fixed_batch(spec, split),
+        batch_axes=batch,
+        output_axes=output,
+    )
+
+
+def test_requests_of_equal_rows_are_split_and_joined(onnx_model: OnnxModel) -> None:
+    setup = looked(onnx_model(UNNAMED))
+    request = {"x": np.ones((4, 4), np.float32), "ids": np.ones(4, np.int64)}
+    with closing(Sharded(setup)) as way:
+        for _ in range(3):
+            way.run(request)
+        assert way.run_seconds()[0] == 3 * 2
+    with closing(Batched(setup)) as way, ThreadPoolExecutor(8) as pool:
+        answers = [*pool.map(way.run, [request] * 8)]
+        assert len(answers) == 8
+        assert way.run_seconds()[0] < 8
+
+
+def test_model_whose_rows_depend_on_each_other_is_said_not_to_be_split(
+    onnx_model: OnnxModel,
+) -> None:
+    ways = ("session", "pipe", "sharded", "concurrent", "batched")
+    report = measure(onnx_model(MIXING), *ways, batches=(4,), count=2, repeats=1)
+    assert {way.name: way.error for way in report.ways} == dict.fromkeys(ways, "")
+    why = "the rows of a batch depend on each other: output 'y' differs by"
+    texts = {way.name: way.text for way in report.ways}
+    assert f"mcinfer.predict: not split: {why}" in texts["sharded"]
+    assert f"with dynamic batching, not joined: {why}" in texts["batched"]
+    assert f"pickled arrays, not cut: {why}" in texts["pipe"]
+    assert all(f"{name}: {text}" in way_lines(report) for name, text in texts.items())
+    with pytest.raises(
+        InvalidInputError, match=r"is not known: the rows .*--batch-axis INPUT=AXIS"
+    ):
+        measure(onnx_model(MIXING.replace("batch", "?")), "session", batches=(2,))
+
+
+def test_requests_of_one_row_are_said_not_to_be_split(onnx_model: OnnxModel) -> None:
+    report = measure(onnx_model(AFFINE), "sharded", "batched", count=2, repeats=1, max_batch_size=1)
+    texts = [way.text for way in report.ways]
+    assert texts == [
+        "mcinfer.predict: not split: each request has one row",
+        "mcinfer.submit with dynamic batching, not joined: two requests have more than 1 rows",
+    ]
+
+
+def test_axes_that_the_command_line_says_are_those_of_every_way(
+    onnx_model: OnnxModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, written = onnx_model(TURNED), tmp_path / "x.json"
+    axes = ["--batch-axis", "x=0", "--output-axis"]
+    ways = ["--against", "pipe", "--modes", "sharded", "--batch", "4", "--json", str(written)]
+    short = ["--count", "2", "--repeat", "1", "--concurrency", "1", "--devices", "2"]
+    assert main(["bench", str(model), *axes, "y=1", *ways, *short]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert f"sharded: {Sharded.text}\n" in shown.out
+    assert f"pipe: {Pipe.text}\n" in shown.out
+    assert load(written).way("sharded").error == ""
+    assert main(["bench", str(model), *axes, "y=0", *ways, *short]) == 0
+    shown = capsys.readouterr()
+    why = "output 'y' joins along axis 1, output_axes says 0"
+    assert why in shown.err
+    assert why in load(written).way("sharded").text
+    assert main(["bench", str(model), *axes, "z=0", *ways, *short]) == 1
+    assert "output_axes: got unknown output 'z', expected one of ['y']" in capsys.readouterr().err
+    assert main(["bench", str(model), *axes, "y=0", "--output-axis", "y=1", *ways, *short]) == 2
+    assert "--output-axis: got ['y', 'y'], expected each name once" in capsys.readouterr().err
+
+
+def test_example_that_fails_is_the_reason_why_nothing_is_split(onnx_model: OnnxModel) -> None:
+    model = onnx_model(LOOKS_UP)
+    setup = looked(model)
+    assert not setup.split.splits
+    assert setup.split.inputs == {"ids": 0}
+    assert setup.split.reason.startswith("an example to learn it from failed: ")
+    with closing(Sharded(setup)) as way:
+        assert way.text.startswith(
+            "mcinfer.predict: not split: no request has shown yet that it may be ("
+        )
+        assert setup.split.reason in way.text
+    setup = looked(model, replace(RANDOM, integers=(0, 2)))
+    assert setup.split.splits
+    with closing(Sharded(setup)) as way:
+        assert way.text == Sharded.text
+
+
+def test_way_that_does_not_find_what_was_learned_says_so(onnx_model: OnnxModel) -> None:
+    setup = looked(onnx_model(AFFINE))
+    other = onnx_model(
+        AFFINE.replace("one = {1.0}", "one = {17.0}")
+    )  # of which nothing is recorded
+    with closing(Sharded(replace(setup, model=str(other)))) as way:
+        assert "(what was learned of the model is not in the cache)" in way.text
+
+
+def test_input_that_is_said_to_go_whole_leaves_nothing_to_split(onnx_model: OnnxModel) -> None:
+    setup = looked(onnx_model(AFFINE), batch_axes={"x": None})
+    assert setup.split.inputs == {"x": None}
+    with closing(Sharded(setup)) as way:
+        assert way.text.endswith("not split: batch_axes says that every input goes whole")
 
 
 @pytest.mark.parametrize(

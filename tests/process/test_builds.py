@@ -83,7 +83,7 @@ def test_graphics_device_that_is_not_there_is_named(onnx_model: OnnxModel) -> No
 
 
 def test_build_that_raises_everywhere_names_every_worker(fake_model: FakeModel) -> None:
-    text = failure_to_start(Master(fake_model(build="fail"), 3, engine="fake"))
+    text = failure_to_start(Master(fake_model(build="fail"), 3, engine="fake", verify="never"))
     for index in range(3):
         assert f"worker {index} (cpu:{index}" in text
     assert text.count("fake: told to fail") == 3
@@ -93,7 +93,7 @@ def test_build_that_raises_in_one_worker_ends_the_others_too(
     fake_model: FakeModel, tmp_path: Path
 ) -> None:
     model = fake_model(build=f"once:{tmp_path / 'done'}:fail")
-    text = failure_to_start(Master(model, 2, engine="fake"))
+    text = failure_to_start(Master(model, 2, engine="fake", verify="never"))
     assert text.count("told to fail") == 1
 
 
@@ -105,14 +105,16 @@ def test_unknown_engine_is_refused(fake_model: FakeModel) -> None:
 def test_build_that_kills_its_worker_twice_is_given_up_with_both_deaths(
     fake_model: FakeModel,
 ) -> None:
-    text = failure_to_start(Master(fake_model(build="kill"), 1, engine="fake"))
+    text = failure_to_start(Master(fake_model(build="kill"), 1, engine="fake", verify="never"))
     assert text.count("killed by SIGKILL") == 2
     assert text.count("worker 0 (cpu:0, pid ") == 2
 
 
 def test_build_that_takes_too_long_is_ended_and_named(fake_model: FakeModel) -> None:
     model = fake_model(build="sleep:60")
-    text = failure_to_start(Master(model, 1, engine="fake", timeouts=Timeouts(start=1.0)))
+    text = failure_to_start(
+        Master(model, 1, engine="fake", verify="never", timeouts=Timeouts(start=1.0))
+    )
     assert "not ready within 1 s" in text
     assert "worker 0 (cpu:0" in text
 
@@ -120,7 +122,7 @@ def test_build_that_takes_too_long_is_ended_and_named(fake_model: FakeModel) -> 
 def test_master_that_failed_to_start_refuses_requests_and_another_start(
     fake_model: FakeModel,
 ) -> None:
-    master = Master(fake_model(build="fail"), 1, engine="fake")
+    master = Master(fake_model(build="fail"), 1, engine="fake", verify="never")
     failure_to_start(master)
     with pytest.raises(ClosedError):
         master.predict({})
@@ -150,6 +152,6 @@ def test_missing_package_is_told_as_such(
     with pytest.raises(
         MissingDependencyError, match=r"pip install 'mcinfer\[ml-dtypes\]"
     ) as caught:
-        Master(model, 2, engine="fake").start()
+        Master(model, 2, engine="fake", verify="never").start()
     assert "worker 0" in str(caught.value)
     assert "worker 1" in str(caught.value)

@@ -244,7 +244,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     def peak(save_array: Callable[[IO[bytes], NDArray[np.float32]], None], count: int) -> float:
         """MB of memory at most, for that many rows of 12 bytes."""
         x = np.zeros((count, 3), np.float32)
-        x[-1] = 1
+        x[0] = x[-1] = 1
         with source.open("wb") as file:
             save_array(file, x)
         with Program(TELLS_MEMORY, *arguments(model, source, target, 160_000)) as program:

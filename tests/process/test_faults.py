@@ -33,7 +33,7 @@ GENEROUS = RestartPolicy(budget=1000, backoff=0.0)
 def test_worker_killed_twice_while_building_fails_the_start_with_both_deaths(
     fake_model: FakeModel,
 ) -> None:
-    master = Master(fake_model(build="sleep:60"), 1, engine="fake")
+    master = Master(fake_model(build="sleep:60"), 1, engine="fake", verify="never")
     outcome: Future[None] = Future()
 
     def start() -> None:
@@ -59,7 +59,7 @@ def test_worker_killed_in_its_part_of_a_batch_costs_no_row(
 ) -> None:
     model = fake_model(when={"-8": f"once:{tmp_path / 'long'}:hang:60"})
     inputs = rows(6, first=-8.0)
-    with Master(model, 3, engine="fake") as master:
+    with Master(model, 3, engine="fake", verify="never") as master:
         answer: Future[Arrays] = Future()
         asking = threading.Thread(target=lambda: answer.set_result(master.predict(inputs)))
         asking.start()
@@ -71,7 +71,7 @@ def test_worker_killed_in_its_part_of_a_batch_costs_no_row(
 
 
 def test_request_that_kills_two_workers_is_given_up_and_named(fake_model: FakeModel) -> None:
-    with Master(fake_model(when={"-1": "segfault"}), 2, engine="fake") as master:
+    with Master(fake_model(when={"-1": "segfault"}), 2, engine="fake", verify="never") as master:
         first, second = pids(master)
         with pytest.raises(WorkerDiedError) as caught:
             master.submit(act(SLOW)).result(timeout=10.0)
@@ -86,7 +86,7 @@ def test_request_that_kills_two_workers_is_given_up_and_named(fake_model: FakeMo
 
 def test_exit_status_of_a_worker_that_ends_itself_is_told(fake_model: FakeModel) -> None:
     with (
-        Master(fake_model(when={"-1": "exit"}), 2, engine="fake") as master,
+        Master(fake_model(when={"-1": "exit"}), 2, engine="fake", verify="never") as master,
         pytest.raises(WorkerDiedError, match=r"exited with status 3.*exited with status 3"),
     ):
         master.predict(act(SLOW))
@@ -96,7 +96,7 @@ def test_stopped_worker_is_timed_out_at_the_deadline_then_replaced(
     fake_model: FakeModel,
 ) -> None:
     timeouts = Timeouts(cancel_grace=0.7)
-    with Master(fake_model(), 1, engine="fake", timeouts=timeouts) as master:
+    with Master(fake_model(), 1, engine="fake", verify="never", timeouts=timeouts) as master:
         (stopped,) = pids(master)
         os.kill(stopped, signal.SIGSTOP)
         start = time.monotonic()
@@ -113,7 +113,7 @@ def test_stopped_worker_is_timed_out_at_the_deadline_then_replaced(
 
 
 def test_run_that_ends_when_cancelled_keeps_its_worker(fake_model: FakeModel) -> None:
-    with Master(fake_model(when={"-1": "sleep:60"}), 1, engine="fake") as master:
+    with Master(fake_model(when={"-1": "sleep:60"}), 1, engine="fake", verify="never") as master:
         before = pids(master)
         with pytest.raises(PredictTimeoutError, match=r"no answer within 0\.2 s"):
             master.predict(act(SLOW), timeout=0.2)
@@ -125,7 +125,7 @@ def test_run_that_ends_when_cancelled_keeps_its_worker(fake_model: FakeModel) ->
 def test_future_that_is_cancelled_stops_its_run_and_keeps_its_worker(
     fake_model: FakeModel,
 ) -> None:
-    with Master(fake_model(when={"-1": "sleep:60"}), 1, engine="fake") as master:
+    with Master(fake_model(when={"-1": "sleep:60"}), 1, engine="fake", verify="never") as master:
         before = pids(master)
         running, queued = master.submit(act(SLOW)), master.submit(act(SLOW))
         wait_for_states(master, "busy")
@@ -142,7 +142,9 @@ def test_run_that_is_cancelled_and_hangs_does_not_keep_its_worker_past_its_deadl
 ) -> None:
     hangs = tmp_path / "hangs"
     model = fake_model(when={"-1": f"once:{hangs}:hang:60"})
-    with Master(model, 1, engine="fake", timeouts=Timeouts(cancel_grace=0.2)) as master:
+    with Master(
+        model, 1, engine="fake", verify="never", timeouts=Timeouts(cancel_grace=0.2)
+    ) as master:
         future = master.submit(act(SLOW), timeout=1.0)
         wait_until(hangs.exists)
         hung = busy_pid(master)
@@ -157,7 +159,7 @@ def test_request_beside_one_that_goes_wrong_is_not_affected(
 ) -> None:
     model = fake_model(when={"-1": how, "1": "sleep:0.6"})
     timeouts = Timeouts(cancel_grace=0.1)
-    with Master(model, 3, engine="fake", timeouts=timeouts) as master:
+    with Master(model, 3, engine="fake", verify="never", timeouts=timeouts) as master:
         beside = master.submit(act(1.0, 2))
         wait_for_states(master, "busy", "ready", "ready")
         neighbour = busy_pid(master)
@@ -174,7 +176,9 @@ def test_killed_workers_cost_no_request_and_no_row(fake_model: FakeModel) -> Non
     # A request that two kills hit is given up by design, so a kill waits until the one
     # that the last kill hit, which goes first, must have been answered.
     between = 12
-    with Master(fake_model(run="sleep:0.01"), 3, engine="fake", restart=GENEROUS) as master:
+    with Master(
+        fake_model(run="sleep:0.01"), 3, engine="fake", verify="never", restart=GENEROUS
+    ) as master:
         chance = random.Random(7)  # noqa: S311 no secret
         over = threading.Event()
         kills = 0
@@ -211,7 +215,7 @@ def test_killed_workers_cost_no_request_and_no_row(fake_model: FakeModel) -> Non
 def test_requests_fail_at_once_when_nobody_is_left(fake_model: FakeModel) -> None:
     model = fake_model(when={"-1": "segfault"})
     restart = RestartPolicy(budget=0)
-    with Master(model, 2, engine="fake", restart=restart) as master:
+    with Master(model, 2, engine="fake", verify="never", restart=restart) as master:
         queued = [master.submit(act(SLOW)) for _ in range(4)]
         for future in queued:
             with pytest.raises(WorkerDiedError, match="SIGSEGV"):
@@ -227,7 +231,9 @@ def test_requests_fail_at_once_when_nobody_is_left(fake_model: FakeModel) -> Non
 
 
 def test_pool_serves_with_those_that_are_left(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 2, engine="fake", restart=RestartPolicy(budget=0)) as master:
+    with Master(
+        fake_model(), 2, engine="fake", verify="never", restart=RestartPolicy(budget=0)
+    ) as master:
         os.kill(pids(master)[0], signal.SIGKILL)
         wait_for_states(master, "gone", "ready")
         assert_answers(master.predict(rows(7)), rows(7))
@@ -239,7 +245,7 @@ def test_model_that_is_gone_when_a_worker_is_started_again_is_told(
 ) -> None:
     model = fake_model()
     restart = RestartPolicy(budget=2, backoff=0.01)
-    with Master(model, 1, engine="fake", restart=restart) as master:
+    with Master(model, 1, engine="fake", verify="never", restart=restart) as master:
         model.unlink()
         os.kill(pids(master)[0], signal.SIGKILL)
         wait_until(lambda: master.statistics().workers[0].restarts == 2)

@@ -16,7 +16,7 @@ def test_forked_child_is_refused_and_its_end_is_no_matter(
     fake_model: FakeModel, ending: str
 ) -> None:
     text = f"""
-master = mcinfer.Master(sys.argv[1], 2, engine="fake").start()
+master = mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never").start()
 held = master.allocate({{"x": (2, 4)}})
 answer = master.predict(X)
 say_pids(master)
@@ -53,7 +53,7 @@ def test_forked_child_that_leaves_the_with_statement_closes_nothing(
     fake_model: FakeModel,
 ) -> None:
     text = """
-with mcinfer.Master(sys.argv[1], 2, engine="fake") as master:
+with mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never") as master:
     child = os.fork()
     if not child:
         sys.exit(0)
@@ -66,10 +66,10 @@ with mcinfer.Master(sys.argv[1], 2, engine="fake") as master:
 
 def test_forked_child_may_have_a_master_of_its_own(fake_model: FakeModel) -> None:
     text = """
-with mcinfer.Master(sys.argv[1], 1, engine="fake") as master:
+with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
     child = os.fork()
     if not child:
-        with mcinfer.Master(sys.argv[1], 1, engine="fake") as own:
+        with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as own:
             say(own.predict(X)["y"].sum())
         sys.exit(0)
     assert os.waitpid(child, 0)[1] == 0

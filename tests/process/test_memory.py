@@ -30,7 +30,7 @@ def pages(count: int, value: float = 1.0) -> Arrays:
 
 
 def test_outputs_stay_as_they_are_after_later_calls_and_after_close(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 2, engine="fake") as master:
+    with Master(fake_model(), 2, engine="fake", verify="never") as master:
         kept = [(rows(5, 100.0 * i), master.predict(rows(5, 100.0 * i))) for i in range(20)]
         for inputs, outputs in kept:
             assert_answers(outputs, inputs)
@@ -41,7 +41,7 @@ def test_outputs_stay_as_they_are_after_later_calls_and_after_close(fake_model: 
 
 
 def test_allocated_inputs_are_sent_without_a_copy(fake_model: FakeModel) -> None:
-    with Master(fake_model(**WIDE), 2, engine="fake") as master:
+    with Master(fake_model(**WIDE), 2, engine="fake", verify="never") as master:
         buffers = master.allocate({"x": (100, 1024)})
         given = buffers["x"].nbytes
         assert master.statistics().memory_used_bytes == given
@@ -62,7 +62,7 @@ def test_allocated_inputs_are_sent_without_a_copy(fake_model: FakeModel) -> None
 
 
 def test_allocated_arrays_stay_valid_after_close(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 1, engine="fake") as master:
+    with Master(fake_model(), 1, engine="fake", verify="never") as master:
         x = master.allocate({"x": (3, 4)})["x"]
     x[...] = 7.0
     assert x.sum() == 84.0
@@ -71,7 +71,7 @@ def test_allocated_arrays_stay_valid_after_close(fake_model: FakeModel) -> None:
 
 
 def test_allocation_that_does_not_fit_the_model_is_refused(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 1, engine="fake") as master:
+    with Master(fake_model(), 1, engine="fake", verify="never") as master:
         for shapes, word in (
             ({"z": (1, 4)}, "unknown input 'z'"),
             ({"x": (4,)}, "expected x: float32"),
@@ -82,7 +82,7 @@ def test_allocation_that_does_not_fit_the_model_is_refused(fake_model: FakeModel
 
 
 def test_request_holds_its_allocated_input_while_it_runs(fake_model: FakeModel) -> None:
-    with Master(fake_model(run="sleep:0.2", **WIDE), 1, engine="fake") as master:
+    with Master(fake_model(run="sleep:0.2", **WIDE), 1, engine="fake", verify="never") as master:
         buffers = master.allocate({"x": (10, 1024)})
         buffers["x"][...] = 3.0
         future = master.submit(buffers)
@@ -95,7 +95,7 @@ def test_request_holds_its_allocated_input_while_it_runs(fake_model: FakeModel) 
 
 def test_request_above_the_limit_is_refused_at_once(fake_model: FakeModel) -> None:
     limits = Limits(memory_bytes=1 << 20)
-    with Master(fake_model(**WIDE), 1, engine="fake", limits=limits) as master:
+    with Master(fake_model(**WIDE), 1, engine="fake", verify="never", limits=limits) as master:
         # 0.8 MB in and as much out: neither alone is too much.
         for count in (200, 1000):
             with pytest.raises(InvalidInputError, match=r"1048576 bytes \(Limits.memory_bytes\)"):
@@ -107,7 +107,7 @@ def test_request_above_the_limit_is_refused_at_once(fake_model: FakeModel) -> No
 
 def test_full_memory_raises_where_that_is_wanted(fake_model: FakeModel) -> None:
     limits = Limits(memory_bytes=1 << 20, when_full="raise")
-    with Master(fake_model(**WIDE), 1, engine="fake", limits=limits) as master:
+    with Master(fake_model(**WIDE), 1, engine="fake", verify="never", limits=limits) as master:
         held = master.allocate({"x": (200, 1024)})
         with pytest.raises(QueueFullError, match="memory_bytes"):
             master.predict(pages(50))
@@ -120,7 +120,7 @@ def test_full_memory_raises_where_that_is_wanted(fake_model: FakeModel) -> None:
 
 def test_full_memory_is_waited_for_where_that_is_wanted(fake_model: FakeModel) -> None:
     limits = Limits(memory_bytes=1 << 20, when_full="wait")
-    with Master(fake_model(**WIDE), 1, engine="fake", limits=limits) as master:
+    with Master(fake_model(**WIDE), 1, engine="fake", verify="never", limits=limits) as master:
         held = master.allocate({"x": (200, 1024)})
         with pytest.raises(QueueFullError, match="memory_bytes"):
             master.predict(pages(50), timeout=0.2)
@@ -138,7 +138,7 @@ def test_full_memory_is_waited_for_where_that_is_wanted(fake_model: FakeModel) -
 
 def test_waiting_for_memory_ends_when_the_master_is_closed(fake_model: FakeModel) -> None:
     limits = Limits(memory_bytes=1 << 20)
-    with Master(fake_model(**WIDE), 1, engine="fake", limits=limits) as master:
+    with Master(fake_model(**WIDE), 1, engine="fake", verify="never", limits=limits) as master:
         held = master.allocate({"x": (200, 1024)})
         outcome: Future[BaseException] = Future()
 
@@ -164,7 +164,7 @@ def test_requests_that_fill_the_memory_wait_for_one_another_and_all_are_answered
     """None may hold its inputs while it waits for room for its outputs: all would."""
     limits = Limits(memory_bytes=1 << 20)
     with (
-        Master(fake_model(**WIDE), 2, engine="fake", limits=limits) as master,
+        Master(fake_model(**WIDE), 2, engine="fake", verify="never", limits=limits) as master,
         ThreadPoolExecutor(8) as threads,
     ):
         futures = [
@@ -178,7 +178,7 @@ def test_requests_that_fill_the_memory_wait_for_one_another_and_all_are_answered
 
 def test_full_queue_raises_and_serves_on(fake_model: FakeModel) -> None:
     model = fake_model(when={"-1": "sleep:60"})
-    with Master(model, 1, engine="fake", limits=Limits(queue=3)) as master:
+    with Master(model, 1, engine="fake", verify="never", limits=Limits(queue=3)) as master:
         futures = [master.submit(act(-1.0)) for _ in range(3)]
         for ask in (master.predict, master.submit):
             with pytest.raises(QueueFullError, match=r"3 requests.*Limits\.queue.* 3"):
@@ -191,7 +191,7 @@ def test_full_queue_raises_and_serves_on(fake_model: FakeModel) -> None:
 
 def test_user_who_keeps_every_result_does_not_stop_the_pool(fake_model: FakeModel) -> None:
     limits = Limits(memory_bytes=1 << 20, when_full="raise")
-    with Master(fake_model(**WIDE), 2, engine="fake", limits=limits) as master:
+    with Master(fake_model(**WIDE), 2, engine="fake", verify="never", limits=limits) as master:
         kept = [master.predict(pages(2, float(i))) for i in range(1000)]  # 8 MB
         assert master.statistics().memory_bytes <= 1 << 20
         for i, outputs in enumerate(kept):
@@ -211,7 +211,7 @@ def test_thousands_of_calls_grow_nothing(fake_model: FakeModel) -> None:
             statistics.memory_used_bytes,
         )
 
-    with Master(fake_model(), 2, engine="fake") as master:
+    with Master(fake_model(), 2, engine="fake", verify="never") as master:
         inputs = rows(4)
         assert_answers(master.predict(inputs), inputs)
         before = belongings()
@@ -229,7 +229,7 @@ def test_thousands_of_calls_grow_nothing(fake_model: FakeModel) -> None:
 
 def test_outputs_of_unknown_shape_grow_no_descriptors(fake_model: FakeModel) -> None:
     outputs = (["y", "float32", ["unheard", 4], {"from": "x", "scale": 2, "add": 1}],)
-    with Master(fake_model(outputs=outputs), 2, engine="fake") as master:
+    with Master(fake_model(outputs=outputs), 2, engine="fake", verify="never") as master:
         master.predict(rows(4))
         before = len(os.listdir("/proc/self/fd"))
         workers = [len(os.listdir(f"/proc/{w.pid}/fd")) for w in master.statistics().workers]
@@ -243,7 +243,7 @@ def test_outputs_of_unknown_shape_grow_no_descriptors(fake_model: FakeModel) -> 
 
 def test_memory_of_a_request_is_free_again_however_it_ends(fake_model: FakeModel) -> None:
     model = fake_model(when={"-1": "fail", "-2": "sleep:60", "-3": "kill"}, **WIDE)
-    with Master(model, 2, engine="fake") as master:
+    with Master(model, 2, engine="fake", verify="never") as master:
         for future in (
             master.submit(pages(1, -1.0)),
             master.submit(pages(1, -2.0), timeout=0.1),
@@ -263,7 +263,7 @@ def test_tensors_of_256_mib_need_no_dev_shm(fake_model: FakeModel) -> None:
         inputs=(["x", "uint8", ["batch", 1 << 20]],),
         outputs=(["y", "uint8", ["batch", 1 << 20], {"from": "x", "add": 1}],),
     )
-    with Master(model, 2, engine="fake") as master:
+    with Master(model, 2, engine="fake", verify="never") as master:
         buffers = master.allocate({"x": (256, 1 << 20)})
         buffers["x"][...] = np.arange(256, dtype=np.uint8)[:, None]
         y = master.predict(buffers, timeout=30.0)["y"]

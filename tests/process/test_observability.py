@@ -33,7 +33,7 @@ def test_prometheus_is_told_what_a_pool_has_done(fake_model: FakeModel) -> None:
         return registry.get_sample_value(f"mcinfer_{name}", {"model": "m", **labels})
 
     model = fake_model(when={f"{FAILS:g}": "fail"}, run="sleep:0.01")
-    with Master(model, 2, engine="fake") as master:
+    with Master(model, 2, engine="fake", verify="never") as master:
         registry.register(MasterCollector(master, {"model": "m"}))
         assert value("health", state="ready") == 1
         assert value("workers") == value("workers_serving") == 2
@@ -67,7 +67,7 @@ def test_forked_child_tells_nothing(fake_model: FakeModel) -> None:
     text = """
 from mcinfer.exporters.prometheus import MasterCollector
 
-with mcinfer.Master(sys.argv[1], 1, engine="fake") as master:
+with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
     collector = MasterCollector(master)
     say(len([*collector.collect()]) > 0)
     child = os.fork()
@@ -89,7 +89,7 @@ def test_spans_of_a_pool_are_below_their_callers(fake_model: FakeModel) -> None:
     provider.add_span_processor(SimpleSpanProcessor(memory))
     tracer = provider.get_tracer("caller")
     model = fake_model(when={f"{FAILS:g}": "fail"}, run="sleep:0.01")
-    with Master(model, 2, engine="fake", trace=request_spans(provider)) as master:
+    with Master(model, 2, engine="fake", verify="never", trace=request_spans(provider)) as master:
         with tracer.start_as_current_span("predicts") as predicts:
             master.predict(rows(6))
         with tracer.start_as_current_span("submits") as submits:

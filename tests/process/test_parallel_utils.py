@@ -92,14 +92,21 @@ def test_error_of_one_device_does_not_reach_the_next_call(
 
 def test_predict_splits_the_batch_and_answers_as_it_was_asked(fake_model: FakeModel) -> None:
     with ParallelPredictUtils(fake_model(**TWO_BY_TWO), 2, engine="fake") as utils:
-        listed = utils.predict([rows(5)["x"], 2.0])
+        first = utils.predict(
+            [rows(5)["x"], 2.0], output_axes={"u": None}
+        )  # whole, and in two pieces
+        assert_answers({"y": first[0]}, rows(5))
+        assert sum(worker.completed for worker in utils.statistics().workers) == 3
+        before = [worker.completed for worker in utils.statistics().workers]
+        listed = utils.predict([rows(5)["x"], 2.0], output_axes={"u": None})
         assert isinstance(listed, list)
         assert_answers({"y": listed[0]}, rows(5))
-        named = utils.predict({"t": 2.0, **rows(5)})
+        named = utils.predict({"t": 2.0, **rows(5)}, output_axes={"u": None})
         assert isinstance(named, dict)
         assert [*named] == ["y", "u"]
         np.testing.assert_array_equal(named["y"], listed[0])
-        assert [worker.completed for worker in utils.statistics().workers] == [2, 2]
+        after = [worker.completed for worker in utils.statistics().workers]
+        assert [b - a for a, b in zip(before, after, strict=True)] == [2, 2]
 
 
 def test_time_of_predict_is_that_of_the_call(fake_model: FakeModel) -> None:

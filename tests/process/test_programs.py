@@ -14,7 +14,7 @@ from tests.process.scripts import PREAMBLE, ROOT, Program, run
 from tests.process.waiting import all_gone, is_alive, wait_until
 
 ASK = """
-with mcinfer.Master(sys.argv[1], 2, engine="fake") as master:
+with mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never") as master:
     say_pids(master)
     say(master.predict(X)["y"].sum())
 """
@@ -30,7 +30,7 @@ def test_ctrl_c_in_predict_is_the_callers_alone(
     text = """
 timeouts = mcinfer.Timeouts(close=0.3)
 try:
-    with mcinfer.Master(sys.argv[1], 2, engine="fake", timeouts=timeouts) as master:
+    with mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never", timeouts=timeouts) as master:
         say_pids(master)
         master.predict(X)
 except KeyboardInterrupt:
@@ -54,7 +54,7 @@ def test_master_serves_on_after_a_ctrl_c_that_the_user_survives(
 ) -> None:
     runs = tmp_path / "runs"
     text = """
-with mcinfer.Master(sys.argv[1], 2, engine="fake") as master:
+with mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never") as master:
     say_pids(master)
     try:
         master.predict(X)
@@ -88,7 +88,7 @@ def interrupt():
         os.kill(os.getpid(), signal.SIGINT)
 
 threading.Thread(target=interrupt, daemon=True).start()
-with mcinfer.Master(sys.argv[1], 2, engine="fake") as master:
+with mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never") as master:
     say_pids(master)
     end = time.monotonic() + 2.0
     while time.monotonic() < end:
@@ -124,7 +124,7 @@ def test_program_that_ends_without_close_is_silent_and_leaves_nothing(
     fake_model: FakeModel, runtime_dir: Path, ending: str
 ) -> None:
     text = f"""
-master = mcinfer.Master(sys.argv[1], 2, engine="fake").start()
+master = mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never").start()
 assert master.predict(X)["y"].sum() == {ANSWER}
 say_pids(master)
 {ending}
@@ -159,7 +159,7 @@ def test_exit_and_error_in_the_with_statement_end_the_program_as_they_do(
 
 def test_workers_last_words_come_out_at_exit_without_close(fake_model: FakeModel) -> None:
     text = """
-master = mcinfer.Master(sys.argv[1], 1, engine="fake").start()
+master = mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never").start()
 master.predict(X)
 """
     ended = run(text, fake_model(run="print:hello"))
@@ -172,7 +172,7 @@ master.predict(X)
 def assert_next_start_sweeps(model: Path, runtime_dir: Path, dead: int) -> None:
     """Fail unless whoever starts next removes the folder that the dead master left."""
     assert len([*runtime_dir.glob(f"mcinfer-*-{dead}-*")]) == 1
-    with Master(model, 1, engine="fake") as master:
+    with Master(model, 1, engine="fake", verify="never") as master:
         assert [*runtime_dir.glob(f"mcinfer-*-{dead}-*")] == []
         assert_answers(master.predict(rows(1)), rows(1))
 
@@ -182,7 +182,7 @@ def test_workers_of_a_dead_master_end_though_its_child_lives_on(
 ) -> None:
     """A child that the user forked holds the master's end of every lifeline open."""
     text = """
-with mcinfer.Master(sys.argv[1], 2, engine="fake") as master:
+with mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never") as master:
     say_pids(master)
     child = os.fork()
     if not child:
@@ -239,7 +239,7 @@ def test_workers_import_what_is_only_on_the_users_path(
 import sys
 sys.path.insert(0, sys.argv[2])
 import mcinfer
-with mcinfer.Master(sys.argv[1], 1, engine="fake") as master:
+with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
     print(mcinfer.__file__)
     print(*master.statistics().workers[0].providers)
 """

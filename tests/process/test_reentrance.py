@@ -64,7 +64,10 @@ def test_failed_requests_free_their_memory_at_once(fake_model: FakeModel) -> Non
         with pytest.raises(PredictError):
             await master.predict_async(act(BAD, 50_000))
 
-    with Master(model, 1, engine="fake", limits=limits) as master, no_garbage_collection():
+    with (
+        Master(model, 1, engine="fake", verify="never", limits=limits) as master,
+        no_garbage_collection(),
+    ):
         kept = []
         for _ in range(4):
             with pytest.raises(PredictError) as caught:
@@ -79,7 +82,7 @@ def test_failed_requests_free_their_memory_at_once(fake_model: FakeModel) -> Non
 def test_handler_of_a_signal_may_close_the_master_in_any_call(
     fake_model: FakeModel, call: str
 ) -> None:
-    master = Master(fake_model(), 1, engine="fake").start()
+    master = Master(fake_model(), 1, engine="fake", verify="never").start()
     calls: dict[str, Callable[[], object]] = {
         "statistics": master.statistics,
         "health": master.health,
@@ -98,7 +101,7 @@ def test_handler_of_a_signal_may_close_the_master_in_any_call(
 def test_handler_of_a_signal_may_drain_while_its_thread_waits_for_an_answer(
     fake_model: FakeModel,
 ) -> None:
-    master = Master(fake_model(when={"-1": "sleep:0.4"}), 1, engine="fake").start()
+    master = Master(fake_model(when={"-1": "sleep:0.4"}), 1, engine="fake", verify="never").start()
     with handler_of_sigterm(lambda: master.close(drain=True)):
         timer = sigterm_after(0.1)
         start = time.monotonic()
@@ -115,7 +118,7 @@ def test_handler_of_a_signal_may_wait_for_an_answer_while_its_thread_does(
 ) -> None:
     """The thread that it interrupts takes the messages of all; whichever answer comes first."""
     model = fake_model(when={"-1": "sleep:0.3", "2": "sleep:0.6"})
-    with Master(model, 2, engine="fake") as master:
+    with Master(model, 2, engine="fake", verify="never") as master:
         calls: dict[str, Callable[[Inputs], Inputs]] = {
             "predict": partial(master.predict, timeout=PATIENCE, shards=1),
             "submit": lambda inputs: master.submit(inputs).result(PATIENCE),
@@ -140,7 +143,7 @@ def test_trace_hook_that_waits_is_told_that_it_may_not(fake_model: FakeModel) ->
             except McinferError as exc:
                 outcomes.append(str(exc))
 
-    with Master(fake_model(), 1, engine="fake", trace=hook) as master:
+    with Master(fake_model(), 1, engine="fake", verify="never", trace=hook) as master:
         assert_answers(master.predict(rows(2), timeout=PATIENCE), rows(2))
         wait_until(lambda: outcomes)
     assert "use submit() there" in str(outcomes[0])
@@ -167,7 +170,7 @@ def test_answer_that_comes_while_a_trace_hook_submits_is_given_at_once(
     hooked: list[bool] = []
     given = threading.Event()
     model = fake_model(when={"1": "sleep:0.5", "-1": "fail"})
-    with Master(model, 2, engine="fake", trace=hook) as master:
+    with Master(model, 2, engine="fake", verify="never", trace=hook) as master:
         slow = master.submit(act(1.0), timeout=PATIENCE)
         slow.add_done_callback(lambda _: given.set())
         while not hooked:  # the I/O thread may have been faster
@@ -182,7 +185,7 @@ def test_trace_hook_that_wants_to_exit_ends_nothing(
     def hook(_: RequestTrace) -> None:
         raise SystemExit("from the hook")
 
-    with Master(fake_model(), 1, engine="fake", trace=hook) as master:
+    with Master(fake_model(), 1, engine="fake", verify="never", trace=hook) as master:
         for _ in range(3):
             assert_answers(master.predict(rows(2)), rows(2))
             assert_answers(master.submit(rows(2)).result(PATIENCE), rows(2))
@@ -200,7 +203,7 @@ def test_handler_of_the_log_may_ask_how_the_pool_is(fake_model: FakeModel) -> No
     handler = Asks(logging.WARNING)
     logging.getLogger("mcinfer.master").addHandler(handler)
     try:
-        with Master(fake_model(), 2, engine="fake") as master:
+        with Master(fake_model(), 2, engine="fake", verify="never") as master:
             os.kill(pids(master)[0], signal.SIGKILL)
             wait_until(lambda: len(asked) >= 2)  # the death, and the change of health
             wait_for_states(master, "ready", "ready")
@@ -212,7 +215,7 @@ def test_handler_of_the_log_may_ask_how_the_pool_is(fake_model: FakeModel) -> No
 def test_master_that_was_made_before_a_fork_is_not_started_after_it(
     fake_model: FakeModel,
 ) -> None:
-    master = Master(fake_model(), 1, engine="fake")
+    master = Master(fake_model(), 1, engine="fake", verify="never")
     assert in_fork(master.start) == "ClosedError"
     with master:
         assert_answers(master.predict(rows(1)), rows(1))
@@ -240,7 +243,7 @@ def in_fork(call: Callable[[], object]) -> str:
 
 def test_second_close_may_be_less_patient_than_the_first(fake_model: FakeModel) -> None:
     model = fake_model(when={"-1": "hang:60"})
-    master = Master(model, 1, engine="fake", timeouts=Timeouts(close=30.0)).start()
+    master = Master(model, 1, engine="fake", verify="never", timeouts=Timeouts(close=30.0)).start()
     hung = master.submit(act(BAD))
     wait_for_states(master, "busy")
     closing = threading.Thread(target=master.close)

@@ -96,7 +96,7 @@ def traffic(master: Master, threads: int = 4) -> Iterator[None]:
 def test_health_is_told_from_the_start_to_the_end(
     fake_model: FakeModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    master = Master(fake_model(build="sleep:0.2"), 2, engine="fake")
+    master = Master(fake_model(build="sleep:0.2"), 2, engine="fake", verify="never")
     with pytest.raises(ClosedError):
         master.wait_ready(0.1)
     with running(master.start):
@@ -134,7 +134,7 @@ def test_health_is_told_from_the_start_to_the_end(
 
 def test_health_after_a_failed_start_says_why(fake_model: FakeModel) -> None:
     model = fake_model(build="fail")
-    master = Master(model, 1, engine="fake")
+    master = Master(model, 1, engine="fake", verify="never")
     with pytest.raises(BuildError):
         master.start()
     health = master.health()
@@ -147,7 +147,7 @@ def test_health_after_a_failed_start_says_why(fake_model: FakeModel) -> None:
 def test_worker_that_is_stopped_while_idle_is_told_from_one_that_waits(
     fake_model: FakeModel,
 ) -> None:
-    with Master(fake_model(), 2, engine="fake") as master:
+    with Master(fake_model(), 2, engine="fake", verify="never") as master:
         stopped = pids(master)[1]
         stop(stopped)
         health = master.health()
@@ -166,7 +166,7 @@ def test_crash_loop_ends_in_a_clear_state_and_workers_can_be_asked_for_again(
     model = fake_model()
     content = model.read_text("utf-8")
     restart = RestartPolicy(budget=2, backoff=0.01)
-    with Master(model, 2, engine="fake", restart=restart) as master:
+    with Master(model, 2, engine="fake", verify="never", restart=restart) as master:
         model.unlink()
         for index, state in enumerate(("degraded", "failed")):
             os.kill(pids(master)[0], signal.SIGKILL)
@@ -195,7 +195,7 @@ def test_crash_loop_ends_in_a_clear_state_and_workers_can_be_asked_for_again(
 
 
 def test_callback_may_not_wait_for_workers(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 1, engine="fake") as master:
+    with Master(fake_model(), 1, engine="fake", verify="never") as master:
         for call in (master.wait_ready, master.restart_workers):
             outcome: Future[str] = Future()
 
@@ -220,7 +220,7 @@ def test_hung_run_is_told_with_its_stacks(
 ) -> None:
     model = fake_model(when={"-1": "hang:60"})
     timeouts = Timeouts(cancel_grace=0.5)
-    with Master(model, 1, engine="fake", timeouts=timeouts) as master:
+    with Master(model, 1, engine="fake", verify="never", timeouts=timeouts) as master:
         [hung] = pids(master)
         with pytest.raises(PredictTimeoutError):
             master.predict(act(SLOW), timeout=0.2)
@@ -241,7 +241,9 @@ def test_hung_run_is_told_with_its_stacks(
 def test_stopped_worker_is_told_as_stopped(
     fake_model: FakeModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Master(fake_model(), 1, engine="fake", timeouts=Timeouts(cancel_grace=0.1)) as master:
+    with Master(
+        fake_model(), 1, engine="fake", verify="never", timeouts=Timeouts(cancel_grace=0.1)
+    ) as master:
         [stopped] = pids(master)
         stop(stopped)
         with pytest.raises(PredictTimeoutError):
@@ -255,7 +257,7 @@ def test_crash_is_told_with_its_stack(
     fake_model: FakeModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = fake_model(run=f"once:{tmp_path / 'crashed'}:segfault")
-    with Master(model, 1, engine="fake") as master:
+    with Master(model, 1, engine="fake", verify="never") as master:
         [crashed] = pids(master)
         assert_answers(master.predict(rows(2)), rows(2))
     said = [record.getMessage() for record in caplog.records]
@@ -270,7 +272,7 @@ def test_crash_is_told_with_its_stack(
 def test_draining_answers_all_that_was_accepted_and_takes_nothing_more(
     fake_model: FakeModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Master(fake_model(run="sleep:0.02"), 2, engine="fake") as master:
+    with Master(fake_model(run="sleep:0.02"), 2, engine="fake", verify="never") as master:
         workers = pids(master)
         futures = [master.submit(rows(2, first=float(n))) for n in range(20)]
         with running(lambda: master.close(drain=True)) as drained:
@@ -289,7 +291,7 @@ def test_draining_answers_all_that_was_accepted_and_takes_nothing_more(
 
 
 def test_what_is_not_drained_in_time_fails(fake_model: FakeModel) -> None:
-    with Master(fake_model(when={"-1": "sleep:60"}), 1, engine="fake") as master:
+    with Master(fake_model(when={"-1": "sleep:60"}), 1, engine="fake", verify="never") as master:
         futures = [master.submit(act(SLOW)) for _ in range(3)]
         answered = master.submit(rows(1), priority=1)
         futures[0].cancel()
@@ -303,7 +305,7 @@ def test_what_is_not_drained_in_time_fails(fake_model: FakeModel) -> None:
 
 
 def test_worker_that_is_killed_while_the_pool_drains_costs_nothing(fake_model: FakeModel) -> None:
-    with Master(fake_model(run="sleep:0.05"), 2, engine="fake") as master:
+    with Master(fake_model(run="sleep:0.05"), 2, engine="fake", verify="never") as master:
         futures = [master.submit(rows(1, first=float(n))) for n in range(8)]
         with running(lambda: master.close(drain=True)) as drained:
             wait_until(lambda: master.health().state == "closing")
@@ -316,16 +318,16 @@ def test_worker_that_is_killed_while_the_pool_drains_costs_nothing(fake_model: F
 def test_pool_with_nothing_to_do_is_drained_at_once(
     fake_model: FakeModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Master(fake_model(), 1, engine="fake") as master:
+    with Master(fake_model(), 1, engine="fake", verify="never") as master:
         master.close(drain=True)
         assert master.health().state == "closed"
         master.close(drain=True)
     assert "exited with status 0" in caplog.text
-    Master(fake_model(), 1, engine="fake").close(drain=True)
+    Master(fake_model(), 1, engine="fake", verify="never").close(drain=True)
 
 
 def test_second_close_ends_the_draining(fake_model: FakeModel) -> None:
-    with Master(fake_model(run="sleep:60"), 1, engine="fake") as master:
+    with Master(fake_model(run="sleep:60"), 1, engine="fake", verify="never") as master:
         future = master.submit(rows(1))
         with running(lambda: master.close(drain=True)) as drained:
             wait_until(lambda: master.health().state == "closing")
@@ -337,7 +339,9 @@ def test_second_close_ends_the_draining(fake_model: FakeModel) -> None:
 
 def test_callers_in_the_line_are_sent_away_by_draining(fake_model: FakeModel) -> None:
     limits = Limits(queue=1, when_queue_full="wait")
-    with Master(fake_model(run="sleep:0.3"), 1, engine="fake", limits=limits) as master:
+    with Master(
+        fake_model(run="sleep:0.3"), 1, engine="fake", verify="never", limits=limits
+    ) as master:
         accepted = master.submit(rows(1))
         with (
             running(lambda: master.predict(rows(1))) as first,
@@ -352,7 +356,7 @@ def test_callers_in_the_line_are_sent_away_by_draining(fake_model: FakeModel) ->
 
 def test_ctrl_c_ends_the_draining(fake_model: FakeModel) -> None:
     text = """
-master = mcinfer.Master(sys.argv[1], 2, engine="fake").start()
+master = mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never").start()
 say_pids(master)
 futures = [master.submit(X) for _ in range(5)]
 import threading
@@ -379,7 +383,10 @@ except KeyboardInterrupt:
 
 
 def test_workers_are_replaced_under_traffic_and_no_request_fails(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 2, engine="fake", restart=NO_BUDGET) as master, traffic(master):
+    with (
+        Master(fake_model(), 2, engine="fake", verify="never", restart=NO_BUDGET) as master,
+        traffic(master),
+    ):
         seen = {*pids(master)}
         for times in (1, 2):
             master.restart_workers(20.0)
@@ -391,7 +398,9 @@ def test_workers_are_replaced_under_traffic_and_no_request_fails(fake_model: Fak
 
 
 def test_requests_wait_while_the_only_worker_is_replaced(fake_model: FakeModel) -> None:
-    with Master(fake_model(run="sleep:0.01"), 1, engine="fake", restart=NO_BUDGET) as master:
+    with Master(
+        fake_model(run="sleep:0.01"), 1, engine="fake", verify="never", restart=NO_BUDGET
+    ) as master:
         before = pids(master)
         with traffic(master, threads=2):
             master.restart_workers(20.0)
@@ -404,7 +413,7 @@ def test_worker_that_hangs_is_replaced_when_its_requests_time_is_over(
     hangs = tmp_path / "hangs"
     model = fake_model(when={"-1": f"once:{hangs}:hang:60"})
     timeouts = Timeouts(close=0.2, cancel_grace=0.2)
-    with Master(model, 2, engine="fake", timeouts=timeouts) as master:
+    with Master(model, 2, engine="fake", verify="never", timeouts=timeouts) as master:
         before = {*pids(master)}
         late = master.submit(act(SLOW), timeout=0.8)
         wait_until(hangs.exists)
@@ -417,7 +426,7 @@ def test_worker_that_hangs_is_replaced_when_its_requests_time_is_over(
 
 
 def test_two_callers_replace_the_workers_one_after_the_other(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 2, engine="fake", restart=NO_BUDGET) as master:
+    with Master(fake_model(), 2, engine="fake", verify="never", restart=NO_BUDGET) as master:
         with running(lambda: master.restart_workers(20.0)) as first:
             master.restart_workers(20.0)
             first.result(20.0)
@@ -426,7 +435,9 @@ def test_two_callers_replace_the_workers_one_after_the_other(fake_model: FakeMod
 
 
 def test_replacing_that_takes_too_long_goes_no_further(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 2, engine="fake", timeouts=Timeouts(close=30.0)) as master:
+    with Master(
+        fake_model(), 2, engine="fake", verify="never", timeouts=Timeouts(close=30.0)
+    ) as master:
         first, second = pids(master)
         stop(first)
         with pytest.raises(ReadyTimeoutError, match=r"not all .* within 0\.2 s"):
@@ -440,7 +451,7 @@ def test_replacing_that_takes_too_long_goes_no_further(fake_model: FakeModel) ->
 
 
 def test_closing_ends_the_replacing(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 2, engine="fake") as master:
+    with Master(fake_model(), 2, engine="fake", verify="never") as master:
         stop(pids(master)[0])
         with running(master.restart_workers) as replacing:
             wait_until(lambda: "is being replaced" in str(master.health()))
@@ -455,7 +466,7 @@ def test_workers_are_recycled_after_so_many_requests_and_never_together(
     fake_model: FakeModel,
 ) -> None:
     restart = RestartPolicy(budget=0, max_requests=5)
-    with Master(fake_model(), 2, engine="fake", restart=restart) as master:
+    with Master(fake_model(), 2, engine="fake", verify="never", restart=restart) as master:
         before = {*pids(master)}
         fewest = 2
         with traffic(master, threads=3):
@@ -474,7 +485,7 @@ def test_workers_are_recycled_after_so_many_requests_and_never_together(
 def test_workers_that_have_grown_are_recycled(fake_model: FakeModel) -> None:
     # Every process has more than a byte of its own; one that has answered nothing yet as well.
     restart = RestartPolicy(budget=0, max_memory_bytes=1)
-    with Master(fake_model(), 1, engine="fake", restart=restart) as master:
+    with Master(fake_model(), 1, engine="fake", verify="never", restart=restart) as master:
         before = pids(master)
         with traffic(master, threads=1):
             wait_until(lambda: master.statistics().workers[0].restarts >= 1)
@@ -489,7 +500,7 @@ def test_statistics_tell_what_is_under_way_and_what_was_done(
     fake_model: FakeModel, tmp_path: Path
 ) -> None:
     model = fake_model(when={"-1": f"once:{tmp_path / 'slow'}:sleep:60", "-2": "fail"})
-    with Master(model, 1, engine="fake") as master:
+    with Master(model, 1, engine="fake", verify="never") as master:
         slow = master.submit(act(SLOW, 3))
         wait_for_states(master, "busy")
         queued = [master.submit(rows(2)) for _ in range(2)]
@@ -520,7 +531,7 @@ def test_joined_requests_are_one_run_of_all_their_rows(
     fake_model: FakeModel, tmp_path: Path
 ) -> None:
     model = fake_model(run=f"once:{tmp_path / 'slow'}:sleep:0.3")
-    with Master(model, 1, engine="fake", max_batch_size=8) as master:
+    with Master(model, 1, engine="fake", verify="never", max_batch_size=8) as master:
         for future in [master.submit(rows(2)) for _ in range(5)]:
             future.result(10.0)
         sizes = master.statistics().batch_sizes
@@ -569,7 +580,7 @@ def test_every_request_is_traced_once_in_the_context_of_its_call(
     traces = Traces()
     dies = tmp_path / "dies"
     model = fake_model(when={"-1": "fail", "-2": "sleep:60", "-3": f"once:{dies}:kill"})
-    with Master(model, 2, engine="fake", trace=traces) as master:
+    with Master(model, 2, engine="fake", verify="never", trace=traces) as master:
 
         def cancelled() -> "Future[Arrays]":
             future = master.submit(act(-2.0))
@@ -611,7 +622,7 @@ def test_each_of_several_joined_requests_is_traced(fake_model: FakeModel, tmp_pa
     traces = Traces()
     slow = tmp_path / "slow"
     model = fake_model(run=f"once:{slow}:sleep:0.3")
-    with Master(model, 1, engine="fake", max_batch_size=8, trace=traces) as master:
+    with Master(model, 1, engine="fake", verify="never", max_batch_size=8, trace=traces) as master:
         first = master.submit(rows(1))
         wait_until(slow.exists)
         futures = []

@@ -20,6 +20,7 @@ from mcinfer.bench.tuning.heats import Pools, Trial
 from mcinfer.bench.way import Setup
 from mcinfer.cli import main
 from mcinfer.machine import whole_cpus
+from mcinfer.sharding import Split
 from tests.process.models import AFFINE, OnnxModel, rows
 from tests.process.scripts import Ended, Program
 from tests.process.waiting import all_gone, wait_until
@@ -151,8 +152,7 @@ def test_pool_that_fails_is_out_with_its_reason_and_the_others_go_on(
         cores=1,
         devices=(),
         threads=None,
-        outputs=("y",),
-        split=("x",),
+        split=Split(inputs={"x": 0}, outputs={"y": 0}, known="declared"),
         max_batch_size=1,
         max_delay=0.0,
     )

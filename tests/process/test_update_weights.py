@@ -70,7 +70,9 @@ def ask(master: Master, count: int = 1) -> float:
 
 
 def test_request_after_an_update_sees_it_on_every_worker(fake_model: FakeModel) -> None:
-    with Master(fake_model(**TWO_WEIGHTS), 3, engine="fake", options=REPLACEABLE) as master:
+    with Master(
+        fake_model(**TWO_WEIGHTS), 3, engine="fake", verify="never", options=REPLACEABLE
+    ) as master:
         assert [str(spec) for spec in master.weights] == ["w: float32[4]", "v: float32[]"]
         assert master.statistics().weights_version == 0
         for version in range(1, 16):
@@ -84,7 +86,9 @@ def test_request_after_an_update_sees_it_on_every_worker(fake_model: FakeModel) 
 
 
 def test_weights_that_are_not_named_stay_as_they_are(fake_model: FakeModel) -> None:
-    with Master(fake_model(**TWO_WEIGHTS), 2, engine="fake", options=REPLACEABLE) as master:
+    with Master(
+        fake_model(**TWO_WEIGHTS), 2, engine="fake", verify="never", options=REPLACEABLE
+    ) as master:
         for given, y, z in (({"w": [1, 2, 3, 4]}, [1, 2, 3, 4], 0), ({"v": 9}, [1, 2, 3, 4], 9)):
             master.update_weights(given)
             outputs = master.predict(rows(4))
@@ -94,7 +98,9 @@ def test_weights_that_are_not_named_stay_as_they_are(fake_model: FakeModel) -> N
 
 def test_only_the_weights_that_were_named_can_be_replaced(fake_model: FakeModel) -> None:
     options = EngineOptions(variable_weights=["v"])
-    with Master(fake_model(**TWO_WEIGHTS), 1, engine="fake", options=options) as master:
+    with Master(
+        fake_model(**TWO_WEIGHTS), 1, engine="fake", verify="never", options=options
+    ) as master:
         assert [spec.name for spec in master.weights] == ["v"]
         with pytest.raises(InvalidInputError, match=r"unknown \['w'\], expected some of \['v'\]"):
             master.update_weights(both(1))
@@ -102,7 +108,9 @@ def test_only_the_weights_that_were_named_can_be_replaced(fake_model: FakeModel)
 
 
 def test_arrays_in_shared_memory_do_as_new_weights(fake_model: FakeModel) -> None:
-    with Master(fake_model(**TWO_WEIGHTS), 2, engine="fake", options=REPLACEABLE) as master:
+    with Master(
+        fake_model(**TWO_WEIGHTS), 2, engine="fake", verify="never", options=REPLACEABLE
+    ) as master:
         allocated = master.allocate({"x": (1, 4)})["x"]
         allocated[...] = 5
         master.update_weights({"w": allocated[0], "v": allocated[0, 0]})
@@ -164,6 +172,7 @@ def test_no_answer_mixes_versions_nor_is_any_older_than_one_before_it(
             fake_model(**TWO_WEIGHTS),
             2,
             engine="fake",
+            verify="never",
             options=REPLACEABLE,
             restart=GENEROUS,
             max_batch_size=max_batch_size,
@@ -210,7 +219,7 @@ def test_request_in_flight_finishes_with_the_version_that_it_began_with(
 ) -> None:
     # The engine looks at its weights after the sleep: by then their memory must not be another's.
     model = fake_model(**TWO_WEIGHTS, when={"-1": "sleep:0.5"})
-    with Master(model, 2, engine="fake", options=REPLACEABLE) as master:
+    with Master(model, 2, engine="fake", verify="never", options=REPLACEABLE) as master:
         master.update_weights(both(1))
         slow = [master.submit(act(SLOW, 2)) for _ in range(2)]
         wait_for_states(master, "busy", "busy")
@@ -226,7 +235,7 @@ def test_request_in_flight_finishes_with_the_version_that_it_began_with(
 
 def test_update_does_not_wait_for_workers_that_are_busy(fake_model: FakeModel) -> None:
     model = fake_model(**TWO_WEIGHTS, when={"-1": "sleep:600"})
-    with Master(model, 2, engine="fake", options=REPLACEABLE) as master:
+    with Master(model, 2, engine="fake", verify="never", options=REPLACEABLE) as master:
         busy = [master.submit(act(SLOW)) for _ in range(2)]
         wait_for_states(master, "busy", "busy")
         before = time.monotonic()
@@ -239,7 +248,12 @@ def test_update_does_not_wait_for_workers_that_are_busy(fake_model: FakeModel) -
 
 def test_worker_that_is_started_again_serves_the_latest_version(fake_model: FakeModel) -> None:
     with Master(
-        fake_model(**TWO_WEIGHTS), 1, engine="fake", options=REPLACEABLE, restart=GENEROUS
+        fake_model(**TWO_WEIGHTS),
+        1,
+        engine="fake",
+        verify="never",
+        options=REPLACEABLE,
+        restart=GENEROUS,
     ) as master:
         assert master.update_weights(both(1)) == 1
         assert ask(master) == 1
@@ -256,7 +270,9 @@ def test_request_whose_worker_died_runs_again_with_the_version_that_it_began_wit
     fake_model: FakeModel, tmp_path: Path
 ) -> None:
     model = fake_model(**TWO_WEIGHTS, when={"-1": f"once:{tmp_path / 'began'}:hang:60"})
-    with Master(model, 1, engine="fake", options=REPLACEABLE, restart=GENEROUS) as master:
+    with Master(
+        model, 1, engine="fake", verify="never", options=REPLACEABLE, restart=GENEROUS
+    ) as master:
         master.update_weights(both(1))
         caught = master.submit(act(SLOW))
         pid = busy_pid(master)
@@ -269,7 +285,9 @@ def test_request_whose_worker_died_runs_again_with_the_version_that_it_began_wit
 
 def test_requests_of_different_versions_are_not_joined(fake_model: FakeModel) -> None:
     model = fake_model(**TWO_WEIGHTS, when={"-1": "sleep:600"})
-    with Master(model, 1, engine="fake", options=REPLACEABLE, max_batch_size=16) as master:
+    with Master(
+        model, 1, engine="fake", verify="never", options=REPLACEABLE, max_batch_size=16
+    ) as master:
         busy = master.submit(act(SLOW))
         busy_pid(master)
         futures = [master.submit(rows(1)) for _ in range(3)]
@@ -283,7 +301,9 @@ def test_requests_of_different_versions_are_not_joined(fake_model: FakeModel) ->
 
 
 def test_future_callback_may_update(fake_model: FakeModel) -> None:
-    with Master(fake_model(**TWO_WEIGHTS), 1, engine="fake", options=REPLACEABLE) as master:
+    with Master(
+        fake_model(**TWO_WEIGHTS), 1, engine="fake", verify="never", options=REPLACEABLE
+    ) as master:
         updated: Future[int] = Future()
 
         def update(_: object) -> None:
@@ -308,7 +328,9 @@ def test_future_callback_may_update(fake_model: FakeModel) -> None:
     ],
 )
 def test_update_that_fails_changes_nothing(fake_model: FakeModel, given: Any, text: str) -> None:
-    with Master(fake_model(**TWO_WEIGHTS), 1, engine="fake", options=REPLACEABLE) as master:
+    with Master(
+        fake_model(**TWO_WEIGHTS), 1, engine="fake", verify="never", options=REPLACEABLE
+    ) as master:
         master.update_weights(both(1))
         with pytest.raises(InvalidInputError, match=text):
             master.update_weights(given)
@@ -319,14 +341,16 @@ def test_update_that_fails_changes_nothing(fake_model: FakeModel, given: Any, te
 
 @pytest.mark.parametrize("timeout", [-1, "1", float("nan")])
 def test_timeout_that_is_no_time_is_refused(fake_model: FakeModel, timeout: Any) -> None:
-    with Master(fake_model(**TWO_WEIGHTS), 1, engine="fake", options=REPLACEABLE) as master:
+    with Master(
+        fake_model(**TWO_WEIGHTS), 1, engine="fake", verify="never", options=REPLACEABLE
+    ) as master:
         with pytest.raises(InvalidInputError, match="timeout"):
             master.update_weights(both(1), timeout=timeout)
         assert master.statistics().weights_version == 0
 
 
 def test_model_without_replaceable_weights_says_how_to_have_some(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 1, engine="fake") as master:
+    with Master(fake_model(), 1, engine="fake", verify="never") as master:
         assert master.weights == ()
         with pytest.raises(InvalidInputError, match=r"EngineOptions\.variable_weights"):
             master.update_weights({"w": 1})
@@ -336,11 +360,13 @@ def test_model_without_replaceable_weights_says_how_to_have_some(fake_model: Fak
 def test_weight_that_the_model_lacks_is_a_build_error_that_names_it(fake_model: FakeModel) -> None:
     options = EngineOptions(variable_weights=["w", "none"])
     with pytest.raises(BuildError, match=r"unknown \['none'\], expected some of \['w', 'v'\]"):
-        Master(fake_model(**TWO_WEIGHTS), 2, engine="fake", options=options).start()
+        Master(fake_model(**TWO_WEIGHTS), 2, engine="fake", verify="never", options=options).start()
 
 
 def test_master_that_is_not_started_or_closed_takes_no_weights(fake_model: FakeModel) -> None:
-    master = Master(fake_model(**TWO_WEIGHTS), 1, engine="fake", options=REPLACEABLE)
+    master = Master(
+        fake_model(**TWO_WEIGHTS), 1, engine="fake", verify="never", options=REPLACEABLE
+    )
     for _ in range(2):
         with pytest.raises(ClosedError):
             master.update_weights(both(1))
@@ -348,7 +374,9 @@ def test_master_that_is_not_started_or_closed_takes_no_weights(fake_model: FakeM
             _ = master.weights
         assert master.statistics().weights_version == 0
         master.close()
-    with Master(fake_model(**TWO_WEIGHTS), 1, engine="fake", options=REPLACEABLE) as master:
+    with Master(
+        fake_model(**TWO_WEIGHTS), 1, engine="fake", verify="never", options=REPLACEABLE
+    ) as master:
         master.update_weights(both(1))
     with pytest.raises(ClosedError):
         master.update_weights(both(2))
@@ -376,7 +404,7 @@ def test_memory_does_not_grow_with_updates(fake_model: FakeModel) -> None:
     model = fake_model(**ONE_LARGE)
     # Room for two versions and an answer; where more were held, it would be refused.
     limits = Limits(memory_bytes=3 * 4 * LARGE + 4096, when_full="raise")
-    with Master(model, 1, engine="fake", options=ONE, limits=limits) as master:
+    with Master(model, 1, engine="fake", verify="never", options=ONE, limits=limits) as master:
         for value in range(1, 60):
             master.update_weights(large(value))
             y = master.predict({"x": np.zeros((1, 1), np.float32)})["y"]
@@ -391,7 +419,7 @@ def test_update_without_memory_waits_as_long_as_it_is_told_and_changes_nothing(
     model = fake_model(**ONE_LARGE)
     limits = Limits(memory_bytes=2 * 4 * LARGE)
     with (
-        Master(model, 1, engine="fake", options=ONE, limits=limits) as master,
+        Master(model, 1, engine="fake", verify="never", options=ONE, limits=limits) as master,
         ThreadPoolExecutor(1) as pool,
     ):
         master.update_weights(large(1))
