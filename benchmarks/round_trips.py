@@ -27,6 +27,7 @@ from zeromq_baseline import EchoPool
 from mcinfer import Master
 from mcinfer.bench.pipe_sample import PipePool
 from mcinfer.bench.way import Setup
+from mcinfer.sharding import Split
 
 BATCH = 2
 WORKERS = 2
@@ -108,8 +109,7 @@ def _setup(model: str) -> Setup:
         cores=WORKERS,
         devices=("cpu:0",) * WORKERS,
         threads=1,
-        outputs=("y",),
-        split=("x",),
+        split=Split(inputs={"x": 0}, outputs={"y": 0}, known="declared"),
         max_batch_size=1,
         max_delay=0.0,
     )

@@ -42,13 +42,14 @@ class TransportFloor(RunningWay):
         """
         graph = onnx.load(setup.model, load_external_data=False).graph
         operators = [node.op_type for node in graph.node]
-        if operators != ["Identity"] or len(setup.split) != 1:
+        names = [name for name, axis in setup.split.inputs.items() if axis == 0]
+        if operators != ["Identity"] or len(names) != 1:
             raise InvalidInputError(
-                f"model: got the operators {operators[:5]} with the inputs {list(setup.split)} cut by rows, "
+                f"model: got the operators {operators[:5]} with the inputs {names} cut by rows, "
                 "expected a single Identity with one such input"
             )
         self.workers = len(setup.devices)
-        self._name = setup.split[0]
+        (self._name,) = names
         self._turn = threading.Lock()
         self._runs = 0
         self._seconds = 0.0

@@ -637,7 +637,7 @@ class Master:
             return splitter
         call = _said(batch_axes, output_axes)
         # Values as text: what is no axis may not be hashable either, and True is not 1.
-        key = repr((sorted(call.inputs.items()), sorted(call.outputs.items())))
+        key = repr([sorted(axes.items(), key=repr) for axes in (call.inputs, call.outputs)])
         splitter = self._splitters.get(key)
         if splitter is None:
             said = SaidAxes(

@@ -58,6 +58,10 @@ class Split:
         reason: Why requests run whole; empty where they are split.
         sizes: By output name, what it had along its axis for each row of that request, where all pieces had
             the same. It says how much memory an output is likely to need, nothing else.
+        narrow: Input, axis and size where an axis that is not cut, and that the model leaves free, had size 0
+            or 1 in that request. It shows nothing of other sizes there: what has one size is shared by all
+            rows, or is spread over them.
+        settled: Whether it stays so; else a request may still show something.
     """
 
     inputs: Axes
@@ -68,6 +72,8 @@ class Split:
     difference: float = 0.0
     reason: str = ""
     sizes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}), compare=False)
+    narrow: tuple[tuple[str, int, int], ...] = field(default=(), compare=False)
+    settled: bool = field(default=False, compare=False)
 
     @property
     def splits(self) -> bool:
@@ -80,6 +86,10 @@ class Split:
         """The outputs that cannot be joined."""
         return tuple(name for name, axis in self.outputs.items() if isinstance(axis, str))
 
+    def covers(self, shapes: Mapping[str, Shape]) -> bool:
+        """Whether what is known counts for inputs of these shapes; see `narrow`."""
+        return all(shapes[name][axis : axis + 1] == (size,) for name, axis, size in self.narrow)
+
     def __str__(self) -> str:
         lines = [
             *(("input", name, _axis_text(a, "whole")) for name, a in self.inputs.items()),
@@ -91,6 +101,7 @@ class Split:
 
     def summary(self) -> str:
         """How it is known, and whether requests are split, in one sentence."""
+        shows = "a request of two different rows shows it"
         how = {
             "said": "as batch_axes and output_axes say",
             "declared": "as the model's symbols say",
@@ -98,13 +109,17 @@ class Split:
             "recorded": f"learned from a request of {self.rows} rows, and recorded",
             "unknown": "not known yet",
         }[self.known]
-        if not self.splits:
-            return f"runs whole, on one worker: {self.reason or how}"
+        if self.known == "unknown":
+            return f"{how}: {shows}"
+        if self.reason:
+            return f"runs whole, on one worker: {self.reason}"
+        if self.unjoined:
+            return f"{how}; how output {self.unjoined[0]!r} joins is not known: {shows}"
         if not self.checked:
-            return f"split: {how}; not checked by a request"
+            return f"{how}; not checked yet: {shows}"
         if self.known in ("said", "declared"):
-            how = f"{how}, and a request of {self.rows} rows has shown"
-        return f"split: {how} (largest difference {self.difference:.2g})"
+            how = f"{how}, checked with {self.rows} rows"
+        return f"{how} (largest difference {self.difference:.2g})"
 
 
 def _axis_text(axis: int | str | None, none: str) -> str:
@@ -242,7 +257,7 @@ def first_split(model: ModelSpec, said: SaidAxes) -> Split:
         InvalidInputError: The model has no such input, output or axis.
     """
     said.check(model)
-    symbol, one_row = batch_symbol(model), takes_one_row(model)
+    symbol = batch_symbol(model)
     inputs: dict[str, int | None] = {}
     for spec in model.inputs:
         if spec.name in said.inputs:
@@ -250,14 +265,17 @@ def first_split(model: ModelSpec, said: SaidAxes) -> Split:
         elif symbol is not None and symbol in spec.shape:
             inputs[spec.name] = spec.shape.index(symbol)
         else:
-            inputs[spec.name] = 0 if one_row and spec.shape and spec.shape[0] == 1 else None
-    cut = {
-        (spec.shape[axis] if spec.shape else None, axis)
-        for spec in model.inputs
-        if (axis := inputs[spec.name]) is not None
-    }
+            inputs[spec.name] = None
+    cut = _cut_dimensions(model, inputs)
+    # Where the rows lie along another axis, a first dimension of 1 is none of theirs.
+    ones = takes_one_row(model) and cut <= {(1, 0)}
+    if ones:
+        for spec in model.inputs:
+            if spec.name not in said.inputs and spec.shape and spec.shape[0] == 1:
+                inputs[spec.name] = 0
+        cut = _cut_dimensions(model, inputs)
+        ones = bool(cut)
     symbols = {size for size, _ in cut if isinstance(size, str)}
-    ones = one_row and cut == {(1, 0)}
     outputs: dict[str, int | str | None] = {}
     for spec in model.outputs:
         places = [i for i, size in enumerate(spec.shape) if size in symbols]
@@ -279,6 +297,15 @@ def first_split(model: ModelSpec, said: SaidAxes) -> Split:
         known="unknown",
         reason="no dimension of the inputs is known to be the batch",
     )
+
+
+def _cut_dimensions(model: ModelSpec, inputs: Axes) -> set[tuple[int | str | None, int]]:
+    """The dimensions that inputs are cut along, and which axis each is."""
+    return {
+        (spec.shape[axis] if spec.shape else None, axis)
+        for spec in model.inputs
+        if (axis := inputs[spec.name]) is not None
+    }
 
 
 def is_fixed(model: ModelSpec, split: Split) -> bool:
@@ -352,6 +379,18 @@ def _by_size(
             }
 
 
+def narrow_sizes(
+    model: ModelSpec, shapes: Mapping[str, Shape], axes: Axes
+) -> tuple[tuple[str, int, int], ...]:
+    """Where a request that is cut along these axes shows nothing of other sizes; see `Split.narrow`."""
+    return tuple(
+        (spec.name, axis, size)
+        for spec in model.inputs
+        for axis, size in enumerate(shapes[spec.name])
+        if size <= 1 and axis != axes[spec.name] and _is_free(spec, axis)
+    )
+
+
 def _is_free(spec: TensorSpec, axis: int) -> bool:
     return not spec.shape or not isinstance(spec.shape[axis], int)
 
@@ -411,13 +450,25 @@ def _shards(
     whole: list[int | None] = [None] * len(shapes)
     axes = whole if split is None else [split.inputs[spec.name] for spec in model.inputs]
     _check_sizes(model, shapes, axes)
+    cut = [
+        (spec, shape, axis)
+        for spec, shape, axis in zip(model.inputs, shapes, axes, strict=True)
+        if axis is not None
+    ]
+    if split is None or not cut:
+        return whole, (1,), False
+    for spec, shape, axis in cut:
+        if axis >= len(shape):
+            if split.known != "said":
+                return whole, (1,), False
+            raise InvalidInputError(
+                f"input {spec.name!r} has {len(shape)} dimensions {list(shape)}, expected an axis {axis} "
+                "to cut it along"
+            )
     given = {
         spec.name: (shape[axis], spec.shape[axis] if spec.shape else None)
-        for spec, shape, axis in zip(model.inputs, shapes, axes, strict=True)
-        if axis is not None and axis < len(shape)
+        for spec, shape, axis in cut
     }
-    if split is None or not given:
-        return whole, (1,), False
     fixed = _fixed_pieces(given)
     if fixed is not None:
         if fixed == 1:
@@ -437,6 +488,8 @@ def _shards(
     if rows is None:
         return whole, (1,), False
     if split.splits:
+        if not split.covers({s.name: shape for s, shape in zip(model.inputs, shapes, strict=True)}):
+            return whole, (max(1, rows),), False
         return axes, split_evenly(rows, pieces), False
     if split.known == "said" and not split.reason and min(rows, pieces) > 1:
         raise InvalidInputError(_no_axis(split))

@@ -44,6 +44,7 @@ from mcinfer.sharding import (
     first_split,
     hypotheses,
     is_fixed,
+    narrow_sizes,
     rows_of,
     split_evenly,
 )
@@ -86,6 +87,7 @@ class Joint:
         axis: Where it joins.
         size: What it has along that axis for each row, where all pieces have the same; 0 where they do not.
         difference: The largest between whole and pieces, relative to the largest element of the whole.
+        joins: Whether it would join, but in another way than the user says.
         text: Why it does not join.
     """
 
@@ -93,6 +95,7 @@ class Joint:
     axis: int | None = None
     size: int = 0
     difference: float = 0.0
+    joins: bool = False
     text: str = ""
 
 
@@ -140,22 +143,19 @@ def judge(whole: NDArray[Any], parts: Sequence[NDArray[Any]], rows: Sequence[int
 
 
 def _adds_up(whole: Shape, parts: Sequence[NDArray[Any]], axis: int) -> bool:
-    rest = (*whole[:axis], *whole[axis + 1 :])
-    return (
-        all(
-            len(p.shape) == len(whole) and (*p.shape[:axis], *p.shape[axis + 1 :]) == rest
-            for p in parts
-        )
-        and sum(part.shape[axis] for part in parts) == whole[axis]
-    )
+    rest = _other_sizes(whole, axis)
+    fits = all(part.ndim == len(whole) and _other_sizes(part.shape, axis) == rest for part in parts)
+    return fits and sum(part.shape[axis] for part in parts) == whole[axis]
 
 
 def _in_words(refuted: Mapping[str, Joint]) -> str:
-    """What does not join, in one sentence: the output that is the furthest from it, and how many others."""
+    """Why a batch is not split, in one sentence: the output that is the furthest from it, how many others."""
     name, worst = max(refuted.items(), key=lambda item: item[1].difference)
     others = len(refuted) - 1
+    if all(joint.joins for joint in refuted.values()):
+        return f"output {name!r} {worst.text}"
     more = f", and so do{'es' * (others == 1)} {others} other{'s' * (others > 1)}" if others else ""
-    return f"output {name!r} {worst.text}{more}"
+    return f"the rows of a batch depend on each other: output {name!r} {worst.text}{more}"
 
 
 def cut_rows(
@@ -180,9 +180,16 @@ def _tells(parts: Sequence[NDArray[Any]], axis: int) -> bool:
     """Whether an input's pieces differ, so that it matters which of them a run is given."""
     first = parts[0]
     row = first[(slice(None),) * axis + (slice(0, 1),)]
+    rest = _other_sizes(row.shape, axis)
+    if any(_other_sizes(part.shape, axis) != rest for part in parts):
+        return True
     if all(np.array_equal(part, np.broadcast_to(row, part.shape)) for part in parts):
         return False
     return not all(np.array_equal(part, first) for part in parts[1:])
+
+
+def _other_sizes(shape: Shape, axis: int) -> Shape:
+    return (*shape[:axis], *shape[axis + 1 :])
 
 
 # Learning.
@@ -209,9 +216,15 @@ _numbers = itertools.count(1)
 
 
 def _known(split: Split, *, settled: bool) -> Known:
+    split = replace(split, settled=settled)
     return Known(
         split=split, settled=settled, splits=settled and split.splits, number=next(_numbers)
     )
+
+
+def _may_learn(known: Known) -> bool:
+    """Whether some requests may show something: nothing is settled, or not for all sizes."""
+    return not known.settled or (known.splits and bool(known.split.narrow))
 
 
 class _CannotTellError(Exception):
@@ -249,8 +262,8 @@ class Splitter:
         self._names = tuple(spec.name for spec in model.inputs)
         self._first = first_split(model, said)
         self._learning = threading.Lock()
-        self._teaching: dict[tuple[Shape, ...], bool] = {}
-        self._warned = False
+        self._teaching: dict[tuple[int, tuple[Shape, ...]], bool] = {}
+        self._warned = self._warned_open = False
         self._offered: tuple[Inputs, Future[Arrays]] | None = None
         self._trials = 0
         split, settled = self._first, verify == "never" or self._has_nothing_to_learn
@@ -266,7 +279,7 @@ class Splitter:
 
     def may_learn(self, pieces: int) -> bool:
         """Whether a request that is cut in so many pieces may show something."""
-        return pieces > 1 and not self._known.settled
+        return pieces > 1 and _may_learn(self._known)
 
     @property
     def busy(self) -> bool:
@@ -275,13 +288,18 @@ class Splitter:
 
     def teaches(self, shapes: tuple[Shape, ...]) -> bool:
         """Whether a request of these shapes is to be looked at."""
-        if self._known.settled:
+        known = self._known
+        if not _may_learn(known):
             return False
-        found = self._teaching.get(shapes)
+        key = (known.number, shapes)
+        found = self._teaching.get(key)
         if found is None:
             if len(self._teaching) >= _MAX_SHAPES:
                 self._teaching.clear()
-            found = self._teaching[shapes] = next(iter(self._candidates(shapes)), None) is not None
+            by_name = dict(zip(self._names, shapes, strict=True))
+            found = not known.settled or not known.split.covers(by_name)
+            found = found and next(iter(self._candidates(shapes)), None) is not None
+            self._teaching[key] = found
         return found
 
     def answer(
@@ -304,7 +322,7 @@ class Splitter:
             (whole,) = run([arrays])
             if isinstance(whole, McinferError):
                 return self._without_whole(whole, split_run)
-            if mine and not self._known.settled:
+            if mine and self.teaches(tuple(array.shape for array in arrays)):
                 self.learn(arrays, whole, pieces, run)
             return whole
         finally:
@@ -331,7 +349,7 @@ class Splitter:
             if isinstance(whole, McinferError):
                 raise whole
             self._set(self._first, settled=self._verify == "never")
-            self._warned = False
+            self._warned = self._warned_open = False
             self.learn(arrays, whole, pieces, run)
             return self._known.split
         finally:
@@ -418,9 +436,9 @@ class Splitter:
         )
 
     def _leave_open(self, trial: "_Trial", reason: str) -> None:
-        if self._warned or (isinstance(trial, _Members) and self._trials < _MAX_TRIALS):
+        if self._warned_open or (isinstance(trial, _Members) and self._trials < _MAX_TRIALS):
             return
-        self._warned = True
+        self._warned_open = True
         if isinstance(trial, _Members):
             _log.warning(
                 "requests are not joined to one run: none shows that it is right: %s", reason
@@ -457,13 +475,16 @@ class Splitter:
     def _candidates(self, shapes: Sequence[Shape], least: int = 2) -> Iterator[Axes]:
         """What a request of these shapes may be cut along, up to the first that has fewer rows."""
         by_name = dict(zip(self._names, shapes, strict=True))
-        if self._known.split.checked:  # verify="always"
-            candidates: Sequence[Axes] = (self._known.split.inputs,)
+        split = self._known.split
+        if split.checked and split.covers(by_name):  # verify="always"
+            candidates: Sequence[Axes] = (split.inputs,)
         else:
             candidates = hypotheses(self._model, by_name, self._first, self._said)
         for axes in candidates:
             rows = rows_of(by_name, axes)
-            if rows is None or rows < least:
+            if rows is None:
+                continue
+            if rows < least:
                 return
             yield axes
 
@@ -497,7 +518,12 @@ class Splitter:
         most = 0
         for axes in self._candidates(trial.shapes, trial.least_rows):
             most = max(most, sum(trial.rows(axes)))
-            joints = self._try(trial, axes)
+            try:
+                joints = self._try(trial, axes)
+            except _CannotTellError:
+                if not refuted:
+                    raise
+                continue  # the likeliest is wrong, and this one may never show
             mixed = {name: joint for name, joint in joints.items() if joint.kind == "mixed"}
             if not mixed:
                 outputs = {name: joint.axis for name, joint in joints.items()}
@@ -510,6 +536,9 @@ class Splitter:
                     rows=sum(trial.rows(axes)),
                     difference=max((joint.difference for joint in joints.values()), default=0.0),
                     sizes={name: joint.size for name, joint in joints.items() if joint.size},
+                    narrow=narrow_sizes(
+                        self._model, dict(zip(self._names, trial.shapes, strict=True)), axes
+                    ),
                 )
             refuted = refuted or mixed
         if not refuted:
@@ -526,7 +555,7 @@ class Splitter:
             checked=True,
             rows=most,
             difference=max(joint.difference for joint in refuted.values()),
-            reason=f"the rows of a batch depend on each other: {_in_words(refuted)}",
+            reason=_in_words(refuted),
         )
 
     def _try(self, trial: "_Trial", axes: Axes) -> dict[str, Joint]:
@@ -596,7 +625,8 @@ class Splitter:
                 text = "is the same from every piece"
                 if joint.axis is not None:
                     text = f"joins along axis {joint.axis}"
-                joints[name] = Joint(kind="mixed", text=f"{text}, output_axes says {said}")
+                text = f"{text}, output_axes says {said}"
+                joints[name] = Joint(kind="mixed", joins=True, text=text)
             elif joint.kind == "unclear":
                 joints[name] = Joint(kind="same" if said is None else "axis", axis=said)
         return joints
@@ -741,6 +771,7 @@ def as_record(split: Split) -> dict[str, Any]:
         "difference": split.difference,
         "reason": split.reason,
         "sizes": dict(split.sizes),
+        "narrow": [[*place] for place in split.narrow],
     }
 
 
@@ -749,7 +780,9 @@ def of_record(content: object, model: ModelSpec) -> Split | None:
     try:
         split = _read_record(cast("dict[str, Any]", content))
         SaidAxes(inputs=split.inputs).check(model)
-    except (TypeError, ValueError, LookupError, AttributeError):
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError):
+        return None
+    if min(split.sizes.values(), default=1) < 1 or not (split.splits or split.reason):
         return None
     sides = ((split.inputs, model.inputs), (split.outputs, model.outputs))
     return split if all([*axes] == [spec.name for spec in specs] for axes, specs in sides) else None
@@ -769,4 +802,5 @@ def _read_record(content: dict[str, Any]) -> Split:
         difference=float(content["difference"]),
         reason=str(content["reason"]),
         sizes={str(name): int(size) for name, size in content["sizes"].items()},
+        narrow=tuple((str(name), int(axis), int(size)) for name, axis, size in content["narrow"]),
     )

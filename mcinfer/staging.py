@@ -216,6 +216,7 @@ class Job:
             )
         parts: dict[tuple[int, str], _Part] = {}
         blocks: dict[int, Block] = {}
+        opened: list[str] = []
         left = self._arena.limit
         try:
             for spec, reference in zip(self._model.outputs, outputs, strict=True):
@@ -230,7 +231,7 @@ class Job:
                         raise ProtocolError(
                             f"reply with {reprlib.repr(reference)}, expected {reprlib.repr(place)}"
                         )
-                    self._opened.add(name)  # its shape is another one than the model declares
+                    opened.append(name)  # its shape is another one than the model declares
                 size = tensor_bytes(spec.element_type, prod(shape))
                 parts[shard, name] = _find(spec, reference, size, left, blocks, fetch)
                 left -= size
@@ -238,6 +239,7 @@ class Job:
             while blocks:  # the exception's traceback would hold the mappings of what is left here
                 blocks.popitem()[1].close()
             raise
+        self._opened.update(opened)
         self._parts.update(parts)
         self._held.extend(blocks.values())
         if self._answered:

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from mcinfer.bench.inputs import (
     InputOptions,
+    examples,
     fixed_batch,
     make_inputs,
     parse_input_options,
-    split_inputs,
 )
 from mcinfer.errors import InvalidInputError
-from mcinfer.sharding import plan
+from mcinfer.sharding import Axes, SaidAxes, Split, first_split, plan
 from mcinfer.specs import ELEMENT_TYPES, Dimension, ModelSpec, TensorSpec, numpy_dtype
 
 Inputs = Mapping[str, tuple[str, Sequence[Dimension]]]
@@ -54,6 +54,16 @@ def model(inputs: Inputs, *outputs: Sequence[Dimension]) -> ModelSpec:
     )
 
 
+def said(spec: ModelSpec, inputs: Axes | None = None, outputs: Axes | None = None) -> Split:
+    """What is known before any request."""
+    return first_split(spec, SaidAxes(inputs=inputs or {}, outputs=outputs or {}))
+
+
+def made(spec: ModelSpec, batch: int, options: InputOptions) -> dict[str, NDArray[Any]]:
+    """The arrays of a request, where the model's symbols alone say what the batch is."""
+    return make_inputs(spec, said(spec), batch, options)
+
+
 def with_dims(**dims: int) -> InputOptions:
     return parse_input_options([], dims)
 
@@ -72,7 +82,7 @@ def test_random_arrays_are_of_the_inputs_type_and_shape(
     kind: str, shape: tuple[Dimension, ...]
 ) -> None:
     spec = model({"x": (kind, shape), "other": ("float32", ("batch",))})
-    inputs = make_inputs(spec, 5, RANDOM)
+    inputs = made(spec, 5, RANDOM)
     assert [*inputs] == ["x", "other"]
     x = inputs["x"]
     assert x.dtype == numpy_dtype(kind)
@@ -89,7 +99,7 @@ def test_random_arrays_are_of_the_inputs_type_and_shape(
 def test_floats_are_spread_as_the_standard_normal_distribution() -> None:
     kinds = {"a": "float32", "b": "float64", "c": "float16", "d": "bfloat16"}
     spec = model({name: (kind, ("batch", 100)) for name, kind in kinds.items()})
-    for array in make_inputs(spec, 100, RANDOM).values():
+    for array in made(spec, 100, RANDOM).values():
         wide = array.astype(np.float64)
         assert abs(wide.mean()) < 0.05
         assert abs(wide.std() - 1) < 0.05
@@ -105,7 +115,7 @@ def test_integers_are_within_the_bounds_as_far_as_the_type_goes(
 ) -> None:
     options = InputOptions(files={}, archive=None, dims={}, integers=(low, low + count))
     spec = model({"x": (kind, ("batch",))})
-    values = [int(value) for value in make_inputs(spec, 20, options)["x"]]
+    values = [int(value) for value in made(spec, 20, options)["x"]]
     bits = ELEMENT_TYPES[kind].bits
     least, end = (0, 1 << bits) if kind[0] == "u" else (-1 << bits - 1, 1 << bits - 1)
     if low < end and low + count > least:
@@ -117,31 +127,31 @@ def test_integers_are_within_the_bounds_as_far_as_the_type_goes(
 
 def test_integers_are_from_nought_to_nine_unless_said_otherwise() -> None:
     spec = model({"x": ("uint8", ("batch",))})
-    assert {*make_inputs(spec, 500, RANDOM)["x"].tolist()} == {*range(10)}
+    assert {*made(spec, 500, RANDOM)["x"].tolist()} == {*range(10)}
 
 
 def test_same_seed_gives_the_same_whatever_other_inputs_there_are() -> None:
-    alone = make_inputs(model(SQUARES), 4, RANDOM)["x"]
+    alone = made(model(SQUARES), 4, RANDOM)["x"]
     other = {"a": ("float32", ("batch", 3)), **SQUARES}
-    beside = make_inputs(model(other), 4, RANDOM)
+    beside = made(model(other), 4, RANDOM)
     assert np.array_equal(beside["x"], alone)
     assert not np.array_equal(beside["a"], alone)
     seeded = parse_input_options([], {}, seed=1)
-    assert not np.array_equal(make_inputs(model(SQUARES), 4, seeded)["x"], alone)
+    assert not np.array_equal(made(model(SQUARES), 4, seeded)["x"], alone)
 
 
 # Dimensions.
 
 
 def test_dimensions_other_than_the_batch_are_as_the_options_say() -> None:
-    inputs = make_inputs(model(TOKENS), 2, with_dims(**{"seq": 6, "table:0": 0}))
+    inputs = made(model(TOKENS), 2, with_dims(**{"seq": 6, "table:0": 0}))
     shapes = {name: array.shape for name, array in inputs.items()}
     assert shapes == {"ids": (2, 6), "mask": (2, 6), "table": (0, 8), "scale": ()}
 
 
 def test_sizes_that_are_missing_are_all_asked_for_at_once() -> None:
     with pytest.raises(InvalidInputError) as caught:
-        make_inputs(model(TOKENS), 2, RANDOM)
+        made(model(TOKENS), 2, RANDOM)
     assert str(caught.value) == (
         "no size is known for dimension 1 of input 'ids' (ids: int64[batch, seq]), "
         "dimension 0 of input 'table' (table: float16[?, 8]): "
@@ -163,13 +173,13 @@ def test_sizes_that_are_missing_are_all_asked_for_at_once() -> None:
 )
 def test_sizes_that_no_input_has_are_refused(dims: Mapping[str, int], error: str) -> None:
     with pytest.raises(InvalidInputError, match=error):
-        make_inputs(model(TOKENS), 2, with_dims(**dims))
+        made(model(TOKENS), 2, with_dims(**dims))
 
 
 def test_sizes_for_a_model_without_dimensions_are_refused_as_such() -> None:
     expected = "--dim: got 'q', but the model has no symbolic dimension other than the batch"
     with pytest.raises(InvalidInputError, match=expected):
-        make_inputs(model(SQUARES), 2, with_dims(q=3))
+        made(model(SQUARES), 2, with_dims(q=3))
 
 
 def test_bounds_and_seeds_that_cannot_be_are_refused() -> None:
@@ -182,35 +192,47 @@ def test_bounds_and_seeds_that_cannot_be_are_refused() -> None:
 # The batch.
 
 
-def test_inputs_that_begin_with_the_batch_symbol_are_split() -> None:
-    assert split_inputs(model(TOKENS), 1) == ("ids", "mask")
-    assert fixed_batch(model(TOKENS)) is None
-
-
-def test_batch_symbol_may_stand_elsewhere_but_is_split_first_only() -> None:
+def test_batch_symbol_may_stand_anywhere() -> None:
     spec = model({"x": ("float32", (3, "batch")), "z": ("float32", ("batch", 1))}, ("batch",))
-    assert make_inputs(spec, 4, RANDOM)["x"].shape == (3, 4)
-    assert split_inputs(spec, 4) == ("z",)
+    shapes = {name: array.shape for name, array in made(spec, 4, RANDOM).items()}
+    assert shapes == {"x": (3, 4), "z": (4, 1)}
+    assert fixed_batch(spec, said(spec)) is None
 
 
-@pytest.mark.parametrize("batch", [2, 4, 6])
-def test_fixed_batch_takes_its_multiples_and_what_is_not_in_it_stays_whole(batch: int) -> None:
+def test_rows_lie_where_the_split_says() -> None:
+    spec = model({"x": ("float32", (None, 3)), "state": ("float32", (2, None, 5))}, (None, 5))
+    split = said(spec, {"x": 0, "state": 1}, {"y0": 0})
+    shapes = {name: array.shape for name, array in make_inputs(spec, split, 4, RANDOM).items()}
+    assert shapes == {"x": (4, 3), "state": (2, 4, 5)}
+
+
+def test_fixed_batch_that_is_said_takes_its_multiples_and_what_is_not_in_it_stays_whole() -> None:
     spec = model(UNET, (2, 4, 8, 8))
-    assert fixed_batch(spec) == 2
-    inputs = make_inputs(spec, batch, RANDOM)
-    shapes = [array.shape for array in inputs.values()]
-    assert shapes == [(batch, 4, 8, 8), (1,), (batch, 7, 5)]
-    split = split_inputs(spec, batch)
-    assert split == (() if batch == 2 else ("sample", "states"))
-    cuts = plan(spec, shapes, 2).inputs
-    assert tuple(s.name for s, cut in zip(spec.inputs, cuts, strict=True) if cut.axis == 0) == split
+    split = said(spec, {"sample": 0, "states": 0}, {"y0": 0})
+    assert fixed_batch(spec, split) == 2
+    for batch in (2, 4, 6):
+        inputs = make_inputs(spec, split, batch, RANDOM)
+        shapes = [array.shape for array in inputs.values()]
+        assert shapes == [(batch, 4, 8, 8), (1,), (batch, 7, 5)]
+        assert plan(spec, shapes, 2, split).rows == (1,) * (batch // 2)
+    for batch in (1, 3):
+        expected = f"--batch: got {batch}, expected a multiple of the model's fixed batch of 2"
+        with pytest.raises(InvalidInputError, match=expected):
+            make_inputs(spec, split, batch, RANDOM)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_other_than_multiples_of_a_fixed_batch_are_refused(batch: int) -> None:
-    expected = f"--batch: got {batch}, expected a multiple of the model's fixed batch of 2"
-    with pytest.raises(InvalidInputError, match=expected):
-        make_inputs(model(UNET, (2, 4, 8, 8)), batch, RANDOM)
+def test_fixed_batches_of_other_sizes_have_as_many_pieces() -> None:
+    spec = model({"x": ("float32", (2, 3)), "pairs": ("float32", (4, 3))}, (2, 3))
+    split = said(spec, {"x": 0, "pairs": 0}, {"y0": 0})
+    shapes = [array.shape for array in make_inputs(spec, split, 6, RANDOM).values()]
+    assert shapes == [(6, 3), (12, 3)]
+    assert plan(spec, shapes, 2, split).rows == (1, 1, 1)
+
+
+def test_model_of_one_row_takes_any_number() -> None:
+    spec = model({"x": ("float32", (1, 3)), "scale": ("float32", (3,))}, (1, 3))
+    shapes = [array.shape for array in made(spec, 5, RANDOM).values()]
+    assert shapes == [(5, 3), (3,)]
 
 
 @pytest.mark.parametrize(
@@ -219,22 +241,39 @@ def test_other_than_multiples_of_a_fixed_batch_are_refused(batch: int) -> None:
         (model({"x": ("float32", ("seq", 3))}, ("seq", 5)), {"seq": 4}),
         (model({"x": ("float32", (None, 3))}, (None, 5)), {"x:0": 4}),
         (model({"x": ("float32", (4, 3))}, (5,)), {}),
+        (model({"x": ("float32", (4, 3))}, (4,)), {}),
     ],
-    ids=["sequence", "unnamed", "fixed"],
+    ids=["sequence", "unnamed", "fixed", "fixed in the output, too"],
 )
-def test_model_without_a_batch_takes_one_request_as_it_is(
+def test_model_whose_batch_is_not_known_takes_one_request_as_it_is(
     spec: ModelSpec, dims: Mapping[str, int]
 ) -> None:
     options = with_dims(**dims)
-    assert make_inputs(spec, 1, options)["x"].shape == (4, 3)
-    assert split_inputs(spec, 1) == ()
-    with pytest.raises(InvalidInputError, match=r"--batch: got 2, expected 1: .*x: float32"):
-        make_inputs(spec, 2, options)
+    assert made(spec, 1, options)["x"].shape == (4, 3)
+    with pytest.raises(
+        InvalidInputError,
+        match=r"--batch: got 2, expected 1: the model's batch is not known: .*x: float32.*--batch-axis",
+    ):
+        made(spec, 2, options)
+
+
+def test_size_of_the_batch_may_be_said_if_it_is_that_of_the_batch() -> None:
+    spec = model({"x": ("float32", (None, 3))}, (None, 5))
+    split = said(spec, {"x": 0}, {"y0": 0})
+    assert make_inputs(spec, split, 4, with_dims(**{"x:0": 4}))["x"].shape == (4, 3)
+    with pytest.raises(InvalidInputError, match="--dim x:0: it is the batch, which --batch gives"):
+        make_inputs(spec, split, 2, with_dims(**{"x:0": 4}))
+
+
+def test_batchs_symbol_in_an_input_that_goes_whole_is_of_the_same_size() -> None:
+    spec = model({"x": ("float32", ("n", 3)), "order": ("int64", ("n",))}, ("n", 3))
+    split = said(spec, {"order": None})
+    assert make_inputs(spec, split, 4, RANDOM)["order"].shape == (4,)
 
 
 def test_batch_of_no_rows_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="--batch: got 0, expected 1 or more"):
-        make_inputs(model(SQUARES), 0, RANDOM)
+        made(model(SQUARES), 0, RANDOM)
 
 
 # Files.
@@ -259,7 +298,7 @@ def test_rows_of_files_are_cut_or_come_again(
     tmp_path: Path, kind: str, batch: int, rows: list[int]
 ) -> None:
     options = parse_input_options([files(tmp_path)[kind]], {})
-    x = make_inputs(model(SQUARES), batch, options)["x"]
+    x = made(model(SQUARES), batch, options)["x"]
     assert np.array_equal(x, ROWS[rows])
     assert x.dtype == np.dtype("=f4")
     assert x.flags.c_contiguous
@@ -271,7 +310,8 @@ def test_inputs_that_are_not_of_the_batch_come_as_they_are(tmp_path: Path, suffi
     path = tmp_path / f"t{suffix}"
     path.write_bytes(steps.tobytes()) if suffix == ".raw" else saved(path, steps)
     options = parse_input_options([f"timestep={path}"], {})
-    inputs = make_inputs(model(UNET, (2, 4, 8, 8)), 6, options)
+    spec = model(UNET, (2, 4, 8, 8))
+    inputs = make_inputs(spec, said(spec, {"sample": 0, "states": 0}, {"y0": 0}), 6, options)
     assert inputs["timestep"].tolist() == [7]
     assert inputs["sample"].shape == (6, 4, 8, 8)
 
@@ -280,26 +320,26 @@ def test_batch_is_repeated_along_its_own_axis(tmp_path: Path) -> None:
     spec = model({"x": ("float32", (2, "batch"))}, ("batch",))
     (tmp_path / "x.raw").write_bytes(ROWS.tobytes())
     options = parse_input_options([f"x={tmp_path}/x.raw"], {})
-    assert make_inputs(spec, 4, options)["x"].tolist() == [[0, 1, 2, 0], [3, 4, 5, 3]]
+    assert made(spec, 4, options)["x"].tolist() == [[0, 1, 2, 0], [3, 4, 5, 3]]
 
 
 def test_what_files_say_of_a_symbol_holds_for_other_inputs(tmp_path: Path) -> None:
     np.savez(tmp_path / "in.npz", ids=np.ones((3, 9), np.int64), table=np.ones((4, 8), np.float16))
     path = str(tmp_path / "in.npz")
-    inputs = make_inputs(model(TOKENS), 2, parse_input_options([path], {}))
+    inputs = made(model(TOKENS), 2, parse_input_options([path], {}))
     assert inputs["mask"].shape == (2, 9)
     assert inputs["table"].shape == (4, 8)
     with pytest.raises(
         InvalidInputError, match=r"in\.npz: 'seq' is 9 .* expected 5 as --dim seq=5"
     ):
-        make_inputs(model(TOKENS), 2, parse_input_options([path], {"seq": 5}))
+        made(model(TOKENS), 2, parse_input_options([path], {"seq": 5}))
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float8_e4m3fn", "int4"])
 def test_types_that_numpys_files_do_not_know_come_through(tmp_path: Path, kind: str) -> None:
     array = np.arange(6).reshape(2, 3).astype(getattr(ml_dtypes, kind))
     options = parse_input_options([f"x={saved(tmp_path / 'x.npy', array)}"], {})
-    x = make_inputs(model({"x": (kind, ("batch", 3))}), 2, options)["x"]
+    x = made(model({"x": (kind, ("batch", 3))}), 2, options)["x"]
     assert x.dtype == array.dtype
     assert x.astype(int).tolist() == [[0, 1, 2], [3, 4, 5]]
 
@@ -307,7 +347,7 @@ def test_types_that_numpys_files_do_not_know_come_through(tmp_path: Path, kind: 
 def test_text_comes_as_strings(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.npy", np.array(["one", "zwölf"]))
     options = parse_input_options([f"x={path}"], {})
-    x = make_inputs(model({"x": ("string", ("batch",))}), 3, options)["x"]
+    x = made(model({"x": ("string", ("batch",))}), 3, options)["x"]
     assert x.dtype == object
     assert x.tolist() == ["one", "zwölf", "one"]
 
@@ -317,7 +357,7 @@ def refused(folder: Path, content: NDArray[Any] | bytes, name: str = "x.npy") ->
     path = folder / name
     path.write_bytes(content) if isinstance(content, bytes) else saved(path, content)
     with pytest.raises(InvalidInputError) as caught:
-        make_inputs(model(SQUARES), 2, parse_input_options([f"x={path}"], {}))
+        made(model(SQUARES), 2, parse_input_options([f"x={path}"], {}))
     start, _, rest = str(caught.value).partition(f" {path}: ")
     assert start == "--input"
     return rest
@@ -351,9 +391,9 @@ def test_raw_files_hold_no_strings_and_exactly_what_is_no_batch(tmp_path: Path) 
     with pytest.raises(
         InvalidInputError, match=r"got 16 bytes, expected 8 for timestep: int64\[1\]"
     ):
-        make_inputs(model(UNET, (2,)), 2, options)
+        made(model(UNET, (2,)), 1, options)
     with pytest.raises(InvalidInputError, match=r"takes strings, expected an \.npy file"):
-        make_inputs(model({"timestep": ("string", ("batch",))}), 2, options)
+        made(model({"timestep": ("string", ("batch",))}), 2, options)
 
 
 def test_names_that_the_model_does_not_have_are_refused_with_the_file(tmp_path: Path) -> None:
@@ -367,14 +407,14 @@ def test_names_that_the_model_does_not_have_are_refused_with_the_file(tmp_path: 
             InvalidInputError,
             match=r"(in\.npz|q\.npy|q\.raw|q\.no): .* 'q', expected one of \['x'\]",
         ):
-            make_inputs(model(SQUARES), 2, parse_input_options([text], {}))
+            made(model(SQUARES), 2, parse_input_options([text], {}))
 
 
 def test_archive_that_is_no_archive_is_refused(tmp_path: Path) -> None:
     saved(tmp_path / "x.npy", ROWS).rename(tmp_path / "x.npz")
     options = parse_input_options([f"{tmp_path}/x.npz"], {})
     with pytest.raises(InvalidInputError, match=r"it holds one array, expected an \.npz file"):
-        make_inputs(model(SQUARES), 2, options)
+        made(model(SQUARES), 2, options)
 
 
 def test_files_that_cannot_be_read_are_told_with_the_option(tmp_path: Path) -> None:
@@ -384,7 +424,95 @@ def test_files_that_cannot_be_read_are_told_with_the_option(tmp_path: Path) -> N
         path = Path(text.rpartition("=")[2])
         why = "it is no regular file" if path.exists() else "No such file or directory"
         with pytest.raises(InvalidInputError, match=f"^--input {path}: {why}$"):
-            make_inputs(model(SQUARES), 2, parse_input_options([text], {}))
+            made(model(SQUARES), 2, parse_input_options([text], {}))
+
+
+def test_input_of_any_rank_has_rows_in_a_file_alone(tmp_path: Path) -> None:
+    spec = model({"x": ("float32", ())}, (None,))
+    split = said(spec, {"x": 1}, {"y0": 0})
+    with pytest.raises(InvalidInputError, match=r"does not say its shape: .*--input x=FILE\.npy"):
+        make_inputs(spec, split, 2, RANDOM)
+    options = parse_input_options([f"x={saved(tmp_path / 'x.npy', ROWS)}"], {})
+    assert np.array_equal(make_inputs(spec, split, 2, options)["x"], ROWS[:, :2])
+    flat = parse_input_options([f"x={saved(tmp_path / 'flat.npy', ROWS[0])}"], {})
+    with pytest.raises(InvalidInputError, match="with at least one row"):
+        make_inputs(spec, split, 2, flat)
+    assert made(spec, 1, RANDOM)["x"].shape == ()
+
+
+# Examples.
+
+UNNAMED: Inputs = {"x": ("float32", (None, 3)), "ids": ("int64", (None,)), "t": ("int64", (1,))}
+
+
+def shown(
+    spec: ModelSpec, options: InputOptions = RANDOM, batches: Sequence[int] = (1,), **axes: int
+) -> list[dict[str, NDArray[Any]]]:
+    return [*examples(spec, said(spec, axes), batches, options)]
+
+
+@pytest.mark.parametrize("kind", ["float32", "bool", "int4", "string"])
+def test_examples_have_rows_that_differ_in_every_input_that_has_any(kind: str) -> None:
+    spec = model({"x": (kind, ("batch",)), "flag": (kind, ("batch", 1)), "s": (kind, ())})
+    for seed in range(8):
+        found = shown(spec, parse_input_options([], {}, seed=seed))
+        assert len(found) >= 2
+        for arrays in found[-2:]:
+            assert {arrays[name].shape[0] for name in ("x", "flag")} == {3}
+            assert all(len({*arrays[name].ravel().tolist()}) > 1 for name in ("x", "flag"))
+
+
+def test_examples_have_as_many_rows_as_requests_if_those_have_two() -> None:
+    spec = model(SQUARES)
+    rows = [[len(arrays["x"]) for arrays in shown(spec, batches=b)] for b in ((1, 8, 4), (1,))]
+    assert rows == [[4, 4, 3], [3, 3, 3]]
+
+
+def test_first_dimension_is_the_batch_of_an_example_where_nothing_says_which() -> None:
+    spec = model(UNNAMED, (None, 3))
+    shapes = [array.shape for array in shown(spec)[0].values()]
+    assert shapes == [(3, 3), (3,), (1,)]
+    shapes = [array.shape for array in shown(spec, with_dims(**{"ids:0": 7}))[0].values()]
+    assert shapes == [(3, 3), (7,), (1,)]
+    assert shown(model({"x": ("float32", (4, 3))}, (4, 3))) == []
+
+
+def test_example_is_what_files_hold(tmp_path: Path) -> None:
+    spec = model(UNNAMED, (None, 3))
+    saved(tmp_path / "ids.npy", np.arange(5))
+    texts = [f"x={saved(tmp_path / 'x.npy', ROWS)}", f"ids={tmp_path / 'ids.npy'}"]
+    options = parse_input_options(texts[:1], {})
+    first, *_ = shown(spec, options)
+    assert np.array_equal(first["x"], ROWS)
+    assert first["ids"].shape == (2,)
+    # Of files that disagree the longest has the rows.
+    first, *_ = shown(spec, parse_input_options(texts, {}))
+    assert (first["x"].tolist(), first["ids"].tolist()) == (ROWS.tolist(), [*range(5)])
+
+
+def test_rows_of_files_that_are_equal_give_way_to_random_ones(tmp_path: Path) -> None:
+    spec = model({"x": ("float32", ("batch", 3)), "t": ("float32", ("k",))})
+    np.savez(tmp_path / "in.npz", x=np.ones((4, 3), np.float32), t=np.ones(2, np.float32))
+    found = shown(spec, parse_input_options([f"{tmp_path}/in.npz"], {}))
+    assert [arrays["x"].shape for arrays in found] == [(4, 3), (3, 3)]
+    for arrays in found:
+        assert len(np.unique(arrays["x"])) > 3
+        assert arrays["t"].tolist() == [1, 1]
+
+
+def test_integers_of_one_value_stay_as_the_option_says() -> None:
+    spec = model({"x": ("float32", ("batch", 3)), "rate": ("int64", ("batch",))})
+    for arrays in shown(spec, parse_input_options([], {}, integers=(16000, 16001))):
+        assert {*arrays["rate"].tolist()} == {16000}
+
+
+def test_example_needs_the_sizes_of_other_dimensions() -> None:
+    with pytest.raises(InvalidInputError, match="no size is known for dimension 1 of input 'x'"):
+        shown(model({"x": ("float32", (None, None))}, (None,)))
+    (first, *_) = shown(
+        model({"x": ("float32", (None, None))}, (None,)), with_dims(**{"x:0": 3}), x=1
+    )
+    assert first["x"].shape == (3, 3)
 
 
 # The command line's texts.
@@ -423,4 +551,4 @@ def test_texts_that_say_nothing_or_too_much_are_refused(texts: list[str], error:
 def test_input_may_not_be_in_two_files(tmp_path: Path) -> None:
     texts = [text for kind, text in files(tmp_path).items() if kind in ("x.npz", "x.npy")]
     with pytest.raises(InvalidInputError, match=r"x\.npy: input 'x' is in .*x\.npz too"):
-        make_inputs(model(SQUARES), 2, parse_input_options(texts, {}))
+        made(model(SQUARES), 2, parse_input_options(texts, {}))

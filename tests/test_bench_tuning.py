@@ -29,7 +29,7 @@ from mcinfer.bench.tuning.search import Search
 from mcinfer.bench.way import Setup
 from mcinfer.config import EngineOptions
 from mcinfer.errors import InvalidInputError
-from mcinfer.sharding import Shape
+from mcinfer.sharding import SaidAxes, Shape, Split, first_split
 from mcinfer.specs import ModelSpec, TensorSpec
 
 DEFAULT = Candidate(workers=2, threads=None, call="submit")
@@ -95,6 +95,9 @@ def found(trials: Sequence[Trial], *, of: Aim | None = None, **changes: Any) -> 
         "cores": 4,
         "default": DEFAULT,
         "arrays": {"x": ("float32", (1, 3))},
+        "split": Split(inputs={"x": 0}, outputs={"y": 0}, known="declared", checked=True),
+        "batch_axes": {},
+        "output_axes": {},
         "trials": tuple(trials),
         "finished_rungs": max((trial.rung for trial in trials), default=0),
         "candidates": 9,
@@ -189,9 +192,10 @@ def test_delays_are_of_the_order_of_a_run_and_below_the_bound(
     ("shapes", "given", "pieces"),
     [
         ([("batch", 3)], [(6, 3)], 6),
-        ([(2, 3)], [(6, 3)], 3),
+        ([(1, 3)], [(6, 3)], 6),
         ([(2, 3)], [(2, 3)], 1),
-        ([("batch", 3), ("other", 1)], [(6, 3), (6, 1)], 1),  # other: rows of the batch or not?
+        ([("batch", 3), ("other", 1)], [(6, 3), (6, 1)], 6),
+        ([(None, 3)], [(6, 3)], 1),
         ([], [], 1),
     ],
     ids=str,
@@ -202,7 +206,9 @@ def test_request_is_cut_in_as_many_pieces_as_mcinfer_cuts_it(
     dtype = np.dtype(np.float32)
     specs = [TensorSpec(name=f"x{i}", dtype=dtype, shape=s) for i, s in enumerate(shapes)]
     output = TensorSpec(name="y", dtype=dtype, shape=shapes[0] if shapes else ())
-    assert pieces_of(ModelSpec(inputs=tuple(specs), outputs=(output,)), given) == pieces
+    model = ModelSpec(inputs=tuple(specs), outputs=(output,))
+    split = first_split(model, SaidAxes())
+    assert pieces_of(model, given, split) == pieces
 
 
 # What is aimed at.
@@ -402,8 +408,7 @@ def test_turns_are_long_enough_for_p99_before_there_are_more_of_them(
         cores=1,
         devices=(),
         threads=None,
-        outputs=(),
-        split=(),
+        split=Split(inputs={}, outputs={}, known="unknown"),
         max_batch_size=1,
         max_delay=0.0,
     )
@@ -517,13 +522,13 @@ def test_program_makes_inputs_of_any_type() -> None:
 
 
 def test_arguments_are_those_of_a_master() -> None:
-    assert advice.arguments(DEFAULT, DEFAULT) == {
+    assert advice.arguments(DEFAULT, found([])) == {
         "devices": None,
         "options": {},
         "max_batch_size": 1,
         "max_delay": 0.0,
     }
-    given = advice.arguments(JOINED, DEFAULT)
+    given = advice.arguments(JOINED, found([]))
     assert given == {
         "devices": 4,
         "options": {"threads": 1},
@@ -531,6 +536,29 @@ def test_arguments_are_those_of_a_master() -> None:
         "max_delay": 0.001,
     }
     EngineOptions(**given["options"])
+
+
+def test_program_says_the_axes_that_the_user_says() -> None:
+    result = found([], batch_axes={"x": 0, 'a "b"': None}, output_axes={"y": 1})
+    program = advice.program("m.onnx", DEFAULT, result)
+    start = program.index("mcinfer.Master(") + len("mcinfer.Master(")
+    arguments = eval(f"dict(model={program[start : program.index(') as')]})")  # noqa: S307 our own text
+    axes = {"batch_axes": {"x": 0, 'a "b"': None}, "output_axes": {"y": 1}}
+    assert arguments == {"model": "m.onnx", **axes}
+    given = advice.arguments(DEFAULT, result)
+    assert {name: given[name] for name in axes} == axes
+    lines(program)
+
+
+def test_remarks_say_why_requests_run_whole() -> None:
+    mixing = Split(
+        inputs={"x": 0}, outputs={"y": "mixed"}, known="learned", reason="rows are mixed"
+    )
+    assert "Requests are not split, nor joined: rows are mixed." in advice.remarks(
+        found([], split=mixing)
+    )
+    assert not any("split" in text for text in advice.remarks(found([])))
+    assert not any("split" in text for text in advice.remarks(found([], split=None)))
 
 
 # JSON.
@@ -543,7 +571,7 @@ def test_json_has_all_that_was_measured() -> None:
     content = json.loads(advice.as_json("m.onnx", result, {"cores": 2}))
     assert (content["schema"], content["version"]) == ("mcinfer.tune", 1)
     assert content["aim"]["load"] == {"batch": 1, "clients": 4, "rate": 100.0}
-    assert content["recommended"]["arguments"] == advice.arguments(DEFAULT, DEFAULT)
+    assert content["recommended"]["arguments"] == advice.arguments(DEFAULT, result)
     assert content["recommended"]["over_default"] == {"middle": 1.0, "low": 1.0, "high": 1.0}
     assert content["recommended"]["program"] == advice.program("m.onnx", DEFAULT, result)
     assert [t["is_default"] for t in content["trials"]] == [True, False]

@@ -1,3 +1,4 @@
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from mcinfer.bench.request_file import read_request, write_request
 from mcinfer.bench.turns import nearest_rank
 from mcinfer.bench.way import Setup
 from mcinfer.errors import InvalidInputError
+from mcinfer.sharding import Split
 
 
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=400))
@@ -98,8 +100,7 @@ SETUP = Setup(
     cores=2,
     devices=("cpu:0", "cpu:1"),
     threads=None,
-    outputs=("y",),
-    split=("x",),
+    split=Split(inputs={"x": 0, "t": None}, outputs={"y": 0}, known="declared", checked=True),
     max_batch_size=1,
     max_delay=0.0,
 )
@@ -124,5 +125,57 @@ def test_requests_are_cut_as_one_would_by_hand(
     pieces = cut({"x": x, "t": t}, replace(SETUP, fixed_batch=fixed), most)
     assert [len(piece["x"]) for piece in pieces] == sizes
     assert all(piece["t"] is t for piece in pieces)
-    (joined,) = join([[piece["x"]] for piece in pieces])
+    (joined,) = join([[piece["x"]] for piece in pieces], SETUP)
     np.testing.assert_array_equal(joined, x)
+
+
+def test_requests_are_cut_and_joined_along_the_axes_of_the_split() -> None:
+    x, state = np.arange(12).reshape(4, 3), np.arange(24).reshape(2, 4, 3)
+    axes = Split(inputs={"x": 0, "state": 1}, outputs={"y": 1, "same": None}, known="said")
+    setup = replace(SETUP, split=axes)
+    pieces = cut({"x": x, "state": state}, setup, 3)
+    assert [(p["x"].shape, p["state"].shape) for p in pieces] == [
+        ((2, 3), (2, 2, 3)),
+        ((1, 3), (2, 1, 3)),
+        ((1, 3), (2, 1, 3)),
+    ]
+    y, same = join([[piece["state"], np.ones(2)] for piece in pieces], setup)
+    np.testing.assert_array_equal(y, state)
+    assert same.shape == (2,)
+
+
+def test_fixed_batches_of_several_sizes_make_the_same_number_of_pieces_by_hand() -> None:
+    axes = Split(inputs={"x": 0, "pairs": 0}, outputs={"y": 0}, known="said")
+    inputs = {"x": np.arange(6), "pairs": np.arange(12)}
+    pieces = cut(inputs, replace(SETUP, split=axes, fixed_batch=2), 2)
+    assert [(len(piece["x"]), len(piece["pairs"])) for piece in pieces] == [(2, 4)] * 3
+
+
+MIXING = Split(
+    inputs={"x": 0},
+    outputs={"y": "mixed"},
+    known="learned",
+    checked=True,
+    reason="the rows of a batch depend on each other",
+)
+UNJOINED = Split(inputs={"x": 0}, outputs={"y": "its axis is not known"}, known="declared")
+
+
+@pytest.mark.parametrize(
+    ("split", "changes", "why"),
+    [
+        (SETUP.split, {}, ""),
+        (SETUP.split, {"batches": (1, 4)}, ""),
+        (MIXING, {"batches": (4,)}, "the rows of a batch depend on each other"),
+        (UNJOINED, {}, "output 'y': its axis is not known"),
+        (SETUP.split, {"devices": ("cpu:0",)}, "there is one worker"),
+        (SETUP.split, {"batches": (1,)}, "each request has one row"),
+        (SETUP.split, {"batches": (2,), "fixed_batch": 2}, "each request is one run of 2"),
+        (SETUP.split, {"batches": (2,), "fixed_batch": 1}, ""),
+    ],
+)
+def test_why_nothing_is_cut(split: Split, changes: Mapping[str, Any], why: str) -> None:
+    setup = replace(SETUP, **changes)
+    assert setup.why_uncut(split) == why
+    if split is not SETUP.split:
+        assert cut({"x": np.arange(4)}, replace(setup, split=split), 2)[0]["x"].shape == (4,)

@@ -29,9 +29,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     return Cache.default()
 
 
-def said(model: Path, capsys: Capture) -> list[str]:
+NOT_CHECKED = (
+    "as the model's symbols say; not checked yet: a request of two different rows shows it"
+)
+
+
+def said(model: Path, capsys: Capture, *options: str) -> list[str]:
     """The lines that are said of a model."""
-    assert main(["inspect", str(model)]) == 0
+    assert main(["inspect", str(model), *options]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     return out.splitlines()
@@ -78,8 +83,9 @@ def test_inspect_says_what_a_model_takes_gives_and_holds(
         "  x: float32[batch, 3]",
         "outputs:",
         "  y: float32[batch, 3]",
-        "batch: the symbol 'batch'",
+        f"batch: {NOT_CHECKED}",
         "  split along axis 0: x",
+        "  joined along axis 0: y",
         "runs on: CPUExecutionProvider",
         OFFERED,
         "operators: 1 node of 1 type",
@@ -92,10 +98,22 @@ def test_inspect_says_what_a_model_takes_gives_and_holds(
 
 
 @pytest.mark.parametrize(
-    ("first", "text"), [(2, "batch: fixed; "), ("whatever_length", "batch: none is known; ")]
+    ("first", "axes", "text"),
+    [
+        (1, [], "batch: fixed; "),
+        (2, [], "batch: not known yet"),
+        (2, ["--batch-axis", "x=0", "--output-axis", "y=0"], "batch: fixed; "),
+        ("whatever_length", [], "batch: not known yet"),
+        (
+            "whatever_length",
+            ["--batch-axis", "x=0"],
+            "batch: as batch_axes and output_axes say; not",
+        ),
+        ("batch", ["--batch-axis", "x=none"], "batch: runs whole, on one worker: batch_axes says"),
+    ],
 )
 def test_inspect_says_what_is_split(
-    tmp_path: Path, capsys: Capture, first: int | str, text: str
+    tmp_path: Path, capsys: Capture, first: int | str, axes: list[str], text: str
 ) -> None:
     model = save(
         tmp_path / "neg.onnx",
@@ -103,7 +121,74 @@ def test_inspect_says_what_is_split(
         [("x", FLOAT, [first])],
         [("y", FLOAT, [first])],
     )
-    assert any(line.startswith(text) for line in said(model, capsys))
+    lines = said(model, capsys, *axes)
+    assert any(line.startswith(text) for line in lines), lines
+
+
+def test_probe_learns_from_an_example_and_it_is_recorded(
+    cache: Cache, tmp_path: Path, capsys: Capture, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = save(
+        tmp_path / "nameless.onnx",
+        [helper.make_node("Neg", ["x"], ["y"]), helper.make_node("ReduceMax", ["x"], ["most"])],
+        [("x", FLOAT, [None, 3])],
+        [("y", FLOAT, [None, 3])],
+    )
+    example = tmp_path / "x.npy"
+    np.save(example, np.arange(12, dtype=np.float32).reshape(4, 3))
+    lines = said(model, capsys, "--input", str(example), "--probe")
+    place = lines.index("batch: learned from a request of 4 rows (largest difference 0)")
+    assert lines[place + 1 : place + 3] == ["  split along axis 0: x", "  joined along axis 0: y"]
+    again = said(model, capsys)
+    assert "batch: learned from a request of 4 rows, and recorded (largest difference 0)" in again
+    assert [*(cache.folder / "splits").iterdir()]
+    archive = tmp_path / "equal.npz"
+    np.savez(archive, x=np.ones((4, 3), np.float32))
+    lines = said(model, capsys, "--input", str(archive), "--probe")
+    assert any(line.startswith("batch: not known yet") for line in lines)
+    assert caplog.records == []
+
+
+@pytest.mark.usefixtures("cache")
+def test_probe_of_a_model_that_mixes_its_rows_says_so(tmp_path: Path, capsys: Capture) -> None:
+    model = save(
+        tmp_path / "mixing.onnx",
+        [helper.make_node("Softmax", ["x"], ["y"], axis=0)],
+        [("x", FLOAT, ["batch", 3])],
+        [("y", FLOAT, ["batch", 3])],
+    )
+    example = tmp_path / "x.npz"
+    np.savez(example, x=np.random.default_rng(0).standard_normal((4, 3), np.float32))
+    lines = said(model, capsys, "--input", str(example), "--probe")
+    assert any("rows of a batch depend on each other: output 'y' differs" in line for line in lines)
+    found = json.loads("\n".join(said(model, capsys, "--json")))["split"]
+    assert (found["splits"], found["known"], found["inputs"]) == (False, "recorded", {"x": None})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--probe"], "--probe and --input go together"),
+        (["--input", "x.npy"], "--probe and --input go together"),
+        (["--batch-axis", "x"], "expected a name and an axis"),
+        (["--output-axis", "y=0", "--output-axis", "y=1"], "expected each name once"),
+    ],
+)
+def test_options_that_make_no_sense_are_wrong_usage(
+    tmp_path: Path, capsys: Capture, given: list[str], words: str
+) -> None:
+    assert main(["inspect", str(save_double(tmp_path)), *given]) == 2
+    assert words in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04"])
+def test_example_that_is_no_file_of_arrays_is_named(
+    tmp_path: Path, capsys: Capture, content: bytes
+) -> None:
+    example = tmp_path / "x.npz"
+    example.write_bytes(content)
+    assert main(["inspect", str(save_double(tmp_path)), "--probe", "--input", str(example)]) == 1
+    assert f"--input {example}: " in capsys.readouterr().err
 
 
 def test_inspect_names_inputs_that_are_split_and_those_that_go_whole(
@@ -124,11 +209,12 @@ def test_inspect_names_inputs_that_are_split_and_those_that_go_whole(
     made.graph.output[0].type.tensor_type.shape.dim[0].dim_param = "rows"
     onnx.save(made, model)
     lines = said(model, capsys)
-    place = lines.index("batch: the symbol 'batch_a'")
-    assert lines[place + 1 : place + 4] == [
+    place = lines.index(f"batch: {NOT_CHECKED}")
+    assert lines[place + 1 : place + 5] == [
         "  split along axis 0: a",
         "  whole: b, t",
         "  split along axis 1: c",
+        "  joined along axis 1: y",
     ]
 
 
@@ -142,7 +228,7 @@ def test_batch_that_is_not_known_is_said_once(
     onnx.save(made, model)
     lines = said(model, capsys)
     assert lines[1] == "  x: float32[?, 3]"
-    assert any(line.startswith("batch: none is known") for line in lines)
+    assert any(line.startswith("batch: not known yet") for line in lines)
     assert caplog.records == []
 
 
@@ -152,10 +238,9 @@ def test_rank_that_is_not_known_is_no_scalar(tmp_path: Path, capsys: Capture) ->
     for value in (*made.graph.input, *made.graph.output):
         value.type.tensor_type.ClearField("shape")
     onnx.save(made, model)
-    assert said(model, capsys)[:5] == [
+    assert said(model, capsys)[:4] == [
         "inputs:",
         "  x: float32, rank not known",
-        "  of inputs whose rank is not known only scalars are taken",
         "outputs:",
         "  y: float32, rank not known",
     ]
@@ -212,7 +297,18 @@ def test_json_says_the_same_and_leaves_nothing_out(tmp_path: Path, capsys: Captu
             {"name": "b", "type": "float32", "shape": []},
         ],
         "outputs": [{"name": "d", "type": "float32", "shape": ["rows", 300]}],
-        "batch": {"symbol": "rows", "fixed": False, "axes": {"a": 0}},
+        "split": {
+            "inputs": {"a": 0, "b": None},
+            "outputs": {"d": 0},
+            "known": "declared",
+            "splits": True,
+            "checked": False,
+            "rows": 0,
+            "difference": 0.0,
+            "reason": "",
+            "fixed": False,
+            "summary": NOT_CHECKED,
+        },
         "prepared": {"state": "no", "key": None, "bytes": None},
         "onnx": {
             "ir_version": 10,

@@ -94,6 +94,8 @@ def test_output_is_a_file_like_any_other_where_a_link_leads(
         ["--batch-axis", "x=-1"],
         ["--batch-axis", "x=some"],
         ["--batch-axis", "x=0", "--batch-axis", "x=1"],
+        ["--output-axis", "y"],
+        ["--output-axis", "y=0", "--output-axis", "y=none"],
     ],
     ids=" ".join,
 )

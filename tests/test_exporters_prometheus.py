@@ -196,7 +196,7 @@ def told_by(collector: MasterCollector, name: str) -> list[Mapping[str, str]]:
 
 
 def test_what_is_scraped_is_what_the_strict_format_allows(model: Path) -> None:
-    first, second = (Master(model, 2, engine="fake") for _ in range(2))
+    first, second = (Master(model, 2, engine="fake", verify="never") for _ in range(2))
     registry = CollectorRegistry(auto_describe=True)
     collector = MasterCollector(first, {"model": "unet", "stage": 'a"b\\c\nd'})
     collector.add(second, {"stage": "b", "model": "unet"})
@@ -214,7 +214,7 @@ def test_what_is_scraped_is_what_the_strict_format_allows(model: Path) -> None:
 
 
 def test_second_collector_is_refused_by_the_registry(model: Path) -> None:
-    master = Master(model, 1, engine="fake")
+    master = Master(model, 1, engine="fake", verify="never")
     registry = CollectorRegistry(auto_describe=True)
     registry.register(MasterCollector(master))
     with pytest.raises(ValueError, match="Duplicated timeseries"):
@@ -222,7 +222,7 @@ def test_second_collector_is_refused_by_the_registry(model: Path) -> None:
 
 
 def test_master_that_is_garbage_is_told_no_more(model: Path) -> None:
-    masters = [Master(model, 1, engine="fake") for _ in range(2)]
+    masters = [Master(model, 1, engine="fake", verify="never") for _ in range(2)]
     collector = MasterCollector(masters[0], {"model": "a"})
     collector.add(masters[1], {"model": "b"})
     assert told_by(collector, "mcinfer_workers") == [{"model": "a"}, {"model": "b"}]
@@ -235,7 +235,7 @@ def test_master_that_is_garbage_is_told_no_more(model: Path) -> None:
 
 
 def test_closed_master_is_told_as_closed_until_another_takes_its_labels(model: Path) -> None:
-    first, second = (Master(model, count, engine="fake") for count in (1, 2))
+    first, second = (Master(model, count, engine="fake", verify="never") for count in (1, 2))
     collector = MasterCollector(first, {"model": "a"})
     with pytest.raises(InvalidInputError, match=r"\{'model': 'a'\} for two masters"):
         collector.add(second, {"model": "a"})
@@ -253,12 +253,12 @@ def test_closed_master_is_told_as_closed_until_another_takes_its_labels(model: P
 def test_label_that_cannot_be_is_refused(model: Path, labels: dict[str, str]) -> None:
     ((name, value),) = labels.items()
     with pytest.raises(InvalidInputError, match=re.escape(f"labels: got {name!r}: {value!r}")):
-        MasterCollector(Master(model, 1, engine="fake"), labels)
+        MasterCollector(Master(model, 1, engine="fake", verify="never"), labels)
 
 
 @pytest.mark.parametrize("labels", [None, {"b": "x"}, {"a": "x", "b": "y"}])
 def test_masters_have_labels_of_the_same_names(model: Path, labels: dict[str, str] | None) -> None:
-    masters = [Master(model, 1, engine="fake") for _ in range(2)]
+    masters = [Master(model, 1, engine="fake", verify="never") for _ in range(2)]
     collector = MasterCollector(masters[0], {"a": "x"})
     with pytest.raises(InvalidInputError, match=r"expected \['a'\] as the first master has"):
         collector.add(masters[1], labels)

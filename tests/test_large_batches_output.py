@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +19,16 @@ from mcinfer.large_batches import output as batch_output
 from mcinfer.large_batches.output import BatchOutput
 from mcinfer.large_batches.partial_folder import PartialFolder
 from mcinfer.large_batches.requests import Requests
-from mcinfer.sharding import JoinError, OutputJoin
+from mcinfer.sharding import JoinError
 
 Array = NDArray[Any]
 
 WORK = {"model": 1, "input": [2]}
 
-BATCH = OutputJoin(axis=0, shapes=None, shape=None)
-SECOND = OutputJoin(axis=1, shapes=None, shape=None)
-GUESSED = OutputJoin(axis=None, shapes=None, shape=None, guessed=True)
-NO_BATCH = OutputJoin(axis=None, shapes=None, shape=None)
 
-
-def requests_of(units: int, step: int, **joins: OutputJoin) -> Requests:
+def requests_of(units: int, step: int, **outputs: int | None) -> Requests:
     return Requests(
-        axes={},
-        sizes={},
-        units=units,
-        step=step,
-        unit_rows=1,
-        shards=1,
-        pieces=1,
-        joins=joins,
+        axes={}, sizes={}, units=units, step=step, unit_rows=1, shards=1, outputs=outputs
     )
 
 
@@ -55,11 +43,10 @@ def output(target: Path, requests: Requests, **options: bool) -> Iterator[BatchO
             making.keep()
 
 
-def parts_of(whole: Array, axis: int, requests: Requests) -> list[Array]:
-    ratio = whole.shape[axis] // requests.units
-    bounds = [requests.span(i) for i in range(requests.count)]
+def parts_of(whole: Array, axis: int, sizes: Sequence[int]) -> list[Array]:
     places = (slice(None),) * axis
-    return [whole[(*places, slice(a * ratio, b * ratio))] for a, b in bounds]
+    bounds = pairwise(accumulate(sizes, initial=0))
+    return [whole[(*places, slice(start, stop))] for start, stop in bounds]
 
 
 def loaded(target: Path) -> dict[str, Array]:
@@ -73,31 +60,26 @@ def files(folder: Path) -> list[str]:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    units=st.integers(1, 9),
-    step=st.integers(1, 9),
-    ratio=st.integers(0, 3),
-    join=st.sampled_from([BATCH, SECOND, GUESSED]),
+    sizes=st.lists(st.integers(0, 4), min_size=1, max_size=9),
+    axis=st.integers(0, 2),
     dtype=st.sampled_from(["f4", "i8", "?", "U"]),
     interrupted=st.integers(0, 9),
 )
-def test_parts_come_together_also_after_an_interruption(
+def test_parts_of_any_size_come_together_also_after_an_interruption(
     tmp_path_factory: pytest.TempPathFactory,
-    units: int,
-    step: int,
-    ratio: int,
-    join: OutputJoin,
+    sizes: list[int],
+    axis: int,
     dtype: str,
     interrupted: int,
 ) -> None:
-    axis = join.axis or 0
-    ratio = max(ratio, int(join.guessed))
-    shape = (ratio * units, 3, 2) if axis == 0 else (3, ratio * units, 2)
+    shape = [2, 3, 2]
+    shape[axis] = sum(sizes)
     numbers = np.arange(np.prod(shape)).reshape(shape) ** 3
     whole = numbers.astype(object if dtype == "U" else dtype)
     if dtype == "U":
-        whole[...] = np.vectorize(str, otypes=[object])(numbers)
-    requests = requests_of(units, min(step, units), y=join, n=NO_BATCH)
-    parts = parts_of(whole, axis, requests)
+        whole[...] = np.array([*map(str, numbers.flat)], object).reshape(shape)
+    requests = requests_of(len(sizes), 1, y=axis, n=None)
+    parts = parts_of(whole, axis, sizes)
     target = tmp_path_factory.getbasetemp() / f"{os.getpid()}.npz"
     target.unlink(missing_ok=True)
     same = np.array([np.nan, -1.0])
@@ -112,45 +94,66 @@ def test_parts_come_together_also_after_an_interruption(
             making.add({"y": part, "n": same})
         lines = making.finish(target)
     kind = "string" if dtype == "U" else whole.dtype.name
-    assert lines == [f"y: {kind}{[*shape]}", "n: float64[2]"]
+    assert lines == [f"y: {kind}{shape}", "n: float64[2]"]
     got = loaded(target)
     np.testing.assert_array_equal(got["y"], whole.astype(np.str_) if dtype == "U" else whole)
     np.testing.assert_array_equal(got["n"], same)
     assert not target.with_name(f".{target.name}.partial").exists()
 
 
+def test_state_does_not_grow_with_the_number_of_requests(tmp_path: Path) -> None:
+    target = tmp_path / "out.npz"
+    sizes: list[int] = []
+    for count in (2, 900):
+        with output(target, requests_of(1000, 1, y=1), restart=True) as making:
+            for _ in range(count):
+                making.add({"y": np.zeros((2, 3), np.int8)})
+            raise KeyboardInterrupt
+        sizes.append((tmp_path / ".out.npz.partial" / "state.json").stat().st_size)
+    assert sizes[1] < sizes[0] + 20
+
+
 @pytest.mark.parametrize(
-    ("join", "parts", "units", "text"),
+    ("axis", "parts", "text"),
     [
-        (
-            NO_BATCH,
-            [[1.0, 2.0], [1.0, 3.0]],
-            4,
-            r"'y' has no batch .* other values of float64\[2\]",
-        ),
-        (NO_BATCH, [[1.0, 2.0], [1.0]], 4, r"'y' has no batch .* float64\[1\] after float64\[2\]"),
-        (NO_BATCH, [[1.0, 2.0], [1, 2]], 4, r"'y' has no batch .* int64\[2\] after float64\[2\]"),
-        (BATCH, [[[1], [2]], [[1, 2], [3, 4]]], 4, r"'y' is int64\[2, 2\] .* int64\[2, 1\] in"),
-        (BATCH, [[1, 2], [1, 2, 3]], 4, r"'y' is int64\[3\] .* do not join along axis 0"),
-        (GUESSED, [[1, 2], [1, 2]], 3, r"'y' is|'y' has no batch"),
-        (GUESSED, [[1, 2, 3], [1, 2, 4]], 4, r"'y' has no batch dimension and differs"),
+        (None, [[1.0, 2.0], [1.0, 3.0]], "'y' is to be the same in all .* up to 0.5 of the larg"),
+        (None, [["a"], ["b"]], "'y' is to be the same in all .* one gave other values"),
+        (None, [[1.0, 2.0], [1.0]], r"got float64\[1\] from one request, float64\[2\] from the f"),
+        (None, [[1.0, 2.0], [1, 2]], r"got int64\[2\] from one request, float64\[2\] from"),
+        (0, [[[1], [2]], [[1, 2], [3, 4]]], r"'y' is joined along axis 0: got int64\[2, 2\] from"),
+        (0, [[1, 2], [[1], [2]]], r"'y' is joined along axis 0: got int64\[2, 1\] from one"),
+        (0, [[1, 2], [1.0, 2.0]], r"'y' is joined along axis 0: got float64\[2\] from one"),
     ],
 )
 def test_parts_that_do_not_go_together_are_told_with_the_outputs_name(
-    tmp_path: Path, join: OutputJoin, parts: Sequence[Any], units: int, text: str
+    tmp_path: Path, axis: int | None, parts: Sequence[Any], text: str
 ) -> None:
     target = tmp_path / "out.npz"
-    with output(target, requests_of(units, 2, y=join)) as making:
+    with output(target, requests_of(4, 2, y=axis)) as making:
         making.add({"y": np.array(parts[0])})
-        if units == 3:  # what was taken for the batch is found to be none, and equal
-            making.add({"y": np.array(parts[1])})
-            assert making.finish(target) == ["y: int64[2]"]
-            return
         with pytest.raises(JoinError, match=text):
             making.add({"y": np.array(parts[1])})
         assert making.done == 1
         raise KeyboardInterrupt
     assert files(tmp_path) == [".out.npz.partial"]
+
+
+def test_axis_that_an_output_lacks_is_told(tmp_path: Path) -> None:
+    with (
+        output(tmp_path / "out.npz", requests_of(4, 2, y=1)) as making,
+        pytest.raises(JoinError, match=r"'y' is joined along axis 1: got int64\[2\]"),
+    ):
+        making.add({"y": np.array([1, 2])})
+
+
+def test_outputs_that_are_the_same_but_for_rounding_are_the_same(tmp_path: Path) -> None:
+    target = tmp_path / "out.npz"
+    first = np.linspace(1, 2, 400_000, dtype=np.float32).reshape(2, -1)
+    with output(target, requests_of(2, 1, y=None)) as making:
+        making.add({"y": first})
+        making.add({"y": first * np.float32(1 + 1e-6)})
+        making.finish(target)
+    np.testing.assert_array_equal(loaded(target)["y"], first)
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e5m2"])
@@ -160,10 +163,10 @@ def test_types_that_numpy_lacks_keep_their_names_and_can_be_loaded(
     dtype = np.dtype(getattr(pytest.importorskip("ml_dtypes"), name))
     target = tmp_path / "out.npz"
     part = np.array([1, 2], dtype)
-    with output(target, requests_of(4, 2, y=BATCH)) as making:
+    with output(target, requests_of(4, 2, y=0)) as making:
         making.add({"y": part})
         raise KeyboardInterrupt
-    with output(target, requests_of(4, 2, y=BATCH)) as making:
+    with output(target, requests_of(4, 2, y=0)) as making:
         making.add({"y": part})
         assert making.finish(target) == [f"y: {name}[4]"]
     got = loaded(target)["y"]
@@ -173,46 +176,32 @@ def test_types_that_numpy_lacks_keep_their_names_and_can_be_loaded(
 
 def test_names_cannot_command_a_terminal(tmp_path: Path) -> None:
     target = tmp_path / "out.npz"
-    with output(target, requests_of(1, 1, **{"y\x1b[2J\n": BATCH})) as making:
+    with output(target, requests_of(1, 1, **{"y\x1b[2J\n": 0})) as making:
         making.add({"y\x1b[2J\n": np.array([1])})
         assert making.finish(target) == ["y?[2J?: int64[1]"]
 
 
-@pytest.mark.parametrize(
-    ("join", "parts", "remarks"),
-    [
-        (NO_BATCH, [[2], [2]], ["'y' has no batch dimension: it was the same in all 2 requests"]),
-        (
-            GUESSED,
-            [[1, 2], [3, 4]],
-            ["'y' is taken to have 2 rows for each row of the batch: those"],
-        ),
-        (GUESSED, [[1], [2]], []),
-        (BATCH, [[1, 2], [3, 4]], []),
-    ],
-)
-def test_what_rests_on_how_the_batch_was_cut_is_remarked(
-    tmp_path: Path, join: OutputJoin, parts: list[list[int]], remarks: list[str]
+@pytest.mark.parametrize(("axis", "count"), [(None, 1), (0, 0)])
+def test_output_that_is_the_same_in_all_requests_is_remarked(
+    tmp_path: Path, axis: int | None, count: int
 ) -> None:
-    with output(tmp_path / "out.npz", requests_of(len(parts), 1, y=join)) as making:
-        for part in parts:
-            making.add({"y": np.array(part)})
-        found = making.remarks()
-    assert len(found) == len(remarks)
-    assert all(text in remark for text, remark in zip(remarks, found, strict=True))
+    with output(tmp_path / "out.npz", requests_of(2, 1, y=axis)) as making:
+        for _ in range(2):
+            making.add({"y": np.array([2])})
+        remark = (
+            "output 'y' has no batch dimension: it was the same in all 2 requests, one is written"
+        )
+        assert making.remarks() == [remark] * count
 
 
-@pytest.mark.parametrize(("pieces", "count"), [(1, 0), (3, 1)])
-def test_pieces_of_one_request_are_parts_as_well(tmp_path: Path, pieces: int, count: int) -> None:
-    requests = replace(requests_of(3, 3, y=NO_BATCH), pieces=pieces)
-    with output(tmp_path / "out.npz", requests) as making:
+def test_output_of_one_request_is_not_remarked(tmp_path: Path) -> None:
+    with output(tmp_path / "out.npz", requests_of(3, 3, y=None)) as making:
         making.add({"y": np.array(7)})
-        assert [text for text in making.remarks() if "in all 3 parts" in text] == making.remarks()
-        assert len(making.remarks()) == count
+        assert making.remarks() == []
 
 
 def test_room_that_is_missing_is_known_from_the_first_part_on(tmp_path: Path) -> None:
-    with output(tmp_path / "out.npz", requests_of(1 << 50, 2, y=BATCH)) as making:
+    with output(tmp_path / "out.npz", requests_of(1 << 50, 2, y=0)) as making:
         assert making.missing_bytes() == 0
         making.add({"y": np.array([1, 2], np.int8)})
         disk = os.statvfs(tmp_path)
@@ -222,7 +211,7 @@ def test_room_that_is_missing_is_known_from_the_first_part_on(tmp_path: Path) ->
 
 def begun(target: Path) -> Path:
     """One request of three is done; its state."""
-    with output(target, requests_of(3, 1, y=BATCH)) as making:
+    with output(target, requests_of(3, 1, y=0)) as making:
         making.add({"y": np.array([1])})
         raise KeyboardInterrupt
     return target.with_name(f".{target.name}.partial") / "state.json"
@@ -236,7 +225,7 @@ def test_state_is_saved_with_the_first_request_and_then_each_second(
     target = tmp_path / "out.npz"
     state = tmp_path / ".out.npz.partial" / "state.json"
     saved = []
-    with output(target, requests_of(9, 1, y=BATCH)) as making:
+    with output(target, requests_of(9, 1, y=0)) as making:
         for _ in range(8):
             making.add({"y": np.array([1])})
             saved.append(json.loads(state.read_text("ascii"))["state"]["done"])
@@ -276,7 +265,7 @@ def test_rows_that_are_missing_are_told(tmp_path: Path) -> None:
         PartialFolder(target, WORK) as folder,
         pytest.raises(McinferError, match="less than 8 bytes of output 'y'"),
     ):
-        BatchOutput(folder, requests_of(3, 1, y=BATCH))
+        BatchOutput(folder, requests_of(3, 1, y=0))
 
 
 @pytest.mark.parametrize(("units", "step", "name"), [(4, 1, "y"), (3, 2, "y"), (3, 1, "z")])
@@ -284,14 +273,14 @@ def test_state_of_other_requests_is_told(tmp_path: Path, units: int, step: int, 
     target = tmp_path / "out.npz"
     begun(target)
     with PartialFolder(target, WORK) as folder, pytest.raises(McinferError, match="is damaged"):
-        BatchOutput(folder, requests_of(units, step, **{name: BATCH}))
+        BatchOutput(folder, requests_of(units, step, **{name: 0}))
 
 
 def test_rows_beyond_what_the_state_says_are_written_over(tmp_path: Path) -> None:
     target = tmp_path / "out.npz"
     with begun(target).with_name("0.rows").open("ab") as file:
         file.write(b"of a request that was not saved")
-    with output(target, requests_of(3, 1, y=BATCH)) as making:
+    with output(target, requests_of(3, 1, y=0)) as making:
         making.add({"y": np.array([2])})
         making.add({"y": np.array([3])})
         making.finish(target)
@@ -326,6 +315,6 @@ def test_what_is_not_ours_in_the_folder_stays(tmp_path: Path) -> None:
 def test_nothing_is_left_when_it_is_to_be_forgotten(tmp_path: Path) -> None:
     target = tmp_path / "out.npz"
     begun(target)
-    with output(target, requests_of(3, 1, y=BATCH)) as making:
+    with output(target, requests_of(3, 1, y=0)) as making:
         making.forget()
     assert files(tmp_path) == []

@@ -7,56 +7,74 @@ import pytest
 
 from mcinfer import sharding
 from mcinfer.errors import InvalidInputError, PredictError
-from mcinfer.large_batches.wording import speaking_of_options
-from mcinfer.sharding import BatchAxes, OutputJoin
+from mcinfer.large_batches.wording import in_options, silent_about_splits, speaking_of_options
+from mcinfer.sharding import Axes, SaidAxes, first_split
 from mcinfer.specs import ModelSpec, TensorSpec
-from mcinfer.tensors import join_parts
+from mcinfer.splitting import Splitter
 
 FLOAT = np.dtype(np.float32)
 X = TensorSpec(name="x", dtype=FLOAT, shape=("batch", 4))
 TABLE = TensorSpec(name="a table", dtype=FLOAT, shape=("size",))
-PAIRS = TensorSpec(name="y", dtype=FLOAT, shape=("rows", "rows"))
+MODEL = ModelSpec(inputs=(X, TABLE), outputs=(TensorSpec(name="y", dtype=FLOAT, shape=("rows",)),))
 
 
 @pytest.mark.parametrize(
-    ("output", "axes", "text"),
+    ("inputs", "outputs", "text"),
     [
         (
-            X,
+            {"a table": 0},
             {},
-            r"with --batch-axis, as in --batch-axis 'a table'=0 \(cut\) or 'a table'=none \(wh",
+            r"with --output-axis 'y'=0, or none where every part gives the same$",
         ),
-        (X, {"x": 7}, r"^--batch-axis 'x': got 7, expected none or an axis from 0 to 1$"),
-        (X, {"q": 0}, r"^--batch-axis: got unknown input 'q', expected one of \['x', 'a table'\]$"),
-        (PAIRS, {"x": 0, "a table": 0}, r"leave the inputs whole with --batch-axis$"),
+        ({"x": 7}, {}, r"^--batch-axis 'x': got 7, expected none or an axis from 0 to 1$"),
+        (
+            {"q": 0},
+            {},
+            r"^--batch-axis: got unknown input 'q', expected one of \['x', 'a table'\]$",
+        ),
+        ({}, {"y": 7}, r"^--output-axis 'y': got 7, expected none or an axis from 0 to 0$"),
+        ({}, {"q": 0}, r"^--output-axis: got unknown output 'q', expected one of \['y'\]$"),
     ],
 )
-def test_advice_for_what_cannot_be_cut_names_the_option(
-    output: TensorSpec, axes: BatchAxes, text: str
+def test_advice_for_what_cannot_be_split_names_the_option(
+    inputs: Axes, outputs: Axes, text: str
 ) -> None:
-    same = TensorSpec(name="x", dtype=FLOAT, shape=("rows", 4))
-    rows = TensorSpec(name="a table", dtype=FLOAT, shape=("rows",))
-    inputs = (same, rows) if output is PAIRS else (X, TABLE)
-    spec = ModelSpec(inputs=inputs, outputs=(output,))
-    with pytest.raises(InvalidInputError, match=text), speaking_of_options(warn=True):
-        sharding.plan(spec, [(7, 4), (7,)], 2, axes)
+    said = SaidAxes(inputs=inputs, outputs=outputs)
+    with pytest.raises(InvalidInputError, match=text), speaking_of_options():
+        sharding.plan(MODEL, [(7, 4), (7,)], 2, first_split(MODEL, said))
 
 
-def test_advice_for_shards_that_do_not_join_names_options() -> None:
-    join = OutputJoin(axis=None, shapes=((4,), (4,)), shape=(4,))
-    parts = [np.zeros(4, np.float32), np.ones(4, np.float32)]
-    text = r"2 shards; --devices 1 and a --batch of all rows have it run in one piece$"
-    with pytest.raises(PredictError, match=text), speaking_of_options(warn=True):
-        join_parts(X, join, (1, 1), parts)
+def test_reason_why_all_runs_whole_names_the_option() -> None:
+    split = first_split(MODEL, SaidAxes(inputs={"x": None, "a table": None}))
+    assert in_options(split.reason) == "--batch-axis says that every input goes whole"
 
 
-@pytest.mark.parametrize(("warn", "texts"), [(True, ["'x': see --batch-axis"]), (False, [])])
-def test_warnings_name_the_option_as_well_where_they_are_wanted(
-    caplog: pytest.LogCaptureFixture, warn: bool, texts: list[str]
+def test_errors_that_speak_of_no_argument_stay_as_they_are() -> None:
+    error = PredictError("no memory")
+    with pytest.raises(PredictError) as caught, speaking_of_options():
+        raise error
+    assert caught.value is error
+
+
+def whole_warning() -> None:
+    """What the master warns of when it finds that rows depend on each other."""
+    splitter = Splitter(MODEL, SaidAxes(inputs={"x": 0}, outputs={"y": 0}))
+    splitter.withdraw("output 'y' joins along axis 1, output_axes says None")
+
+
+def test_warnings_name_the_options_and_those_of_splits_can_be_silent(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    log = logging.getLogger("mcinfer.master")
-    with speaking_of_options(warn=warn):
-        log.warning("%r: see batch_axes", "x")
+    with speaking_of_options():
+        whole_warning()
+        with silent_about_splits():
+            whole_warning()
+            logging.getLogger("mcinfer.master").warning("%r: see batch_axes", "x")
+    texts = [
+        "requests run whole, on one worker: output 'y' joins along axis 1, --output-axis says none. "
+        "--batch-axis and --output-axis say what to split and join",
+        "'x': see --batch-axis",
+    ]
     assert caplog.messages == texts
-    log.warning("batch_axes")
+    logging.getLogger("mcinfer.master").warning("batch_axes")
     assert caplog.messages == [*texts, "batch_axes"]

@@ -392,23 +392,26 @@ def test_run_that_fails_is_an_error_of_its_kind_and_the_next_is_served(
     assert peer.array(y_at(64))[0] == 10
 
 
-def test_output_that_is_not_as_declared_is_an_error_that_names_it(
+def test_output_that_is_not_as_declared_comes_as_it_is_and_the_others_where_they_were_asked_for(
     peer: Peer, tmp_path: Path
 ) -> None:
+    tensor: tuple[int, Sequence[int | str]] = FLOAT, ["batch", 2]
     model = save(
         tmp_path / "lie.onnx",
-        [helper.make_node("Transpose", ["x"], ["y"])],
-        {"x": (FLOAT, ["batch", 2])},
-        {"y": (FLOAT, ["batch", 2])},
+        [helper.make_node("Transpose", ["x"], ["y"]), helper.make_node("Neg", ["x"], ["z"])],
+        {"x": tensor},
+        {"y": tensor, "z": tensor},
     )
     peer.build(model, "onnxruntime")
     peer.attach(0)
-    place: TensorRef = ("y", "float32", (3, 2), 0, 64)
-    error = peer.fail([("x", "float32", (3, 2), 0, 0)], [place])
-    assert error.kind == "predict"
-    assert "invalid dimensions for output: y" in error.text
-    error = peer.fail([("x", "float32", (3, 2), 0, 0)], [])  # and where nothing is bound
-    assert error.text == "got [2, 3] for output y: float32[2, 2]"
+    x, y, z = ((name, "float32", (3, 2), 0, at) for name, at in (("x", 0), ("y", 64), ("z", 128)))
+    peer.array(x)[...] = np.arange(6).reshape(3, 2)
+    for number in (1, 2):
+        reply = peer.ask([x], [y, z])
+        assert reply.outputs == (("y", "float32", (2, 3), -number, 0), z)
+        assert np.array_equal(peer.array(z), -peer.array(x))
+    reply = peer.ask([x], [z])  # and where nothing is foreseen
+    assert reply.outputs == (("y", "float32", (2, 3), -3, 0), z)
 
 
 @pytest.mark.parametrize(

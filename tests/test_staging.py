@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from mcinfer.errors import InvalidInputError, PredictError, ProtocolError, QueueFullError
 from mcinfer.fields import TensorRef
 from mcinfer.protocol import Predict, Reply, decode, encode, encode_tensors
+from mcinfer.sharding import Axes, JoinError, SaidAxes, Split
 from mcinfer.shm.arena import Arena, align
 from mcinfer.shm.block import Block
 from mcinfer.specs import (
@@ -31,6 +32,7 @@ from mcinfer.specs import (
     numpy_dtype,
     tensor_bytes,
 )
+from mcinfer.splitting import Known, Splitter
 from mcinfer.staging import Job, Stager
 
 MIB = 1 << 20
@@ -50,6 +52,12 @@ def specs(values: Mapping[str, Value]) -> tuple[TensorSpec, ...]:
 
 def model(inputs: Mapping[str, Value], outputs: Mapping[str, Value]) -> ModelSpec:
     return ModelSpec(inputs=specs(inputs), outputs=specs(outputs))
+
+
+def known(spec: ModelSpec, inputs: Axes | None = None, outputs: Axes | None = None) -> Known:
+    """What the user says of a model, and its symbols declare, believed without a check."""
+    said = SaidAxes(inputs=inputs or {}, outputs=outputs or {})
+    return Splitter(spec, said, verify="never").known
 
 
 def random_array(element_type: str, shape: Sequence[int], seed: int = 0) -> Array:
@@ -110,7 +118,7 @@ def run(job: Job, arena: Arena, compute: Callable[[dict[str, bytes]], dict[str, 
         results = compute({reference[0]: bytes(place(arena, reference)) for reference in inputs})
         for reference in outputs:
             place(arena, reference)[:] = results[reference[0]]
-        job.take(shard, replied(outputs), never)
+        job.take(shard, replied(outputs), never, shard)
 
 
 @pytest.fixture
@@ -215,7 +223,7 @@ def test_shards_read_their_part_of_each_input_and_their_outputs_join(case: Case)
         "x": in_order(case.x, "x", case.order, stager),
         "w": in_order(case.w, "w", case.order, stager),
     }
-    job = stager.stage(inputs, case.pieces, None, 0.0)
+    job = stager.stage(inputs, case.pieces, known(case.model, None, {"z": None}), 0.0)
     expected = [*zip(case.parts(case.x), case.parts(case.y), strict=True)]
     assert job.shards == len(expected)
     for shard, (x, y) in enumerate(expected):
@@ -229,7 +237,7 @@ def test_shards_read_their_part_of_each_input_and_their_outputs_join(case: Case)
         assert [reference[2] for reference in written] == [y.shape, case.z.shape]
         place(arena, written[0])[:] = raw_bytes(y)
         place(arena, written[1])[:] = raw_bytes(case.z)
-        job.take(shard, replied(written), never)
+        job.take(shard, replied(written), never, shard)
     # What one shard has written, no other has written over.
     for shard, (x, _) in enumerate(expected):
         assert bytes(place(arena, references(job, shard)[0][0])) == raw_bytes(x)
@@ -250,6 +258,7 @@ PLAIN = model(
     {"x": ("float32", ["batch", 3]), "w": ("float32", [2])},
     {"y": ("float32", ["batch", 3])},
 )
+DECLARED = known(PLAIN)
 
 
 def address(array: Array) -> int:
@@ -259,7 +268,7 @@ def address(array: Array) -> int:
 def test_allocated_input_is_sent_where_it_lies(arena: Arena) -> None:
     stager = Stager(PLAIN, arena)
     inputs = stager.allocate({"x": (5, 3), "w": (2,)})
-    job = stager.stage(inputs, 2, None, 0.0)
+    job = stager.stage(inputs, 2, DECLARED, 0.0)
     read = [references(job, shard)[0] for shard in range(2)]
     for name, index in (("x", 0), ("w", 1)):
         array = inputs[name]
@@ -341,7 +350,7 @@ def test_steady_traffic_of_the_same_places_is_told_the_same(arena: Arena) -> Non
     told = set()
     for number in range(5):
         inputs["x"][...] = number
-        job = stager.stage(inputs, 2, None, 0.0)
+        job = stager.stage(inputs, 2, DECLARED, 0.0)
         told.add((references(job, 0), references(job, 1)))
         run(job, arena, double)
         assert (job.result()["y"] == 2 * number).all()
@@ -349,7 +358,7 @@ def test_steady_traffic_of_the_same_places_is_told_the_same(arena: Arena) -> Non
     assert len(told) == 1
     # Other rows of the same array lie elsewhere, and are not mistaken for the first.
     for rows in (inputs["x"][:2], inputs["x"][2:]):
-        job = stager.stage([rows, inputs["w"]], 2, None, 0.0)
+        job = stager.stage([rows, inputs["w"]], 2, DECLARED, 0.0)
         assert references(job, 0)[0][0][3:] == arena.find(address(rows), rows.nbytes)
 
 
@@ -366,13 +375,13 @@ def test_more_places_than_are_remembered_are_all_right(arena: Arena) -> None:
 def test_result_lies_in_shared_memory_and_outlives_the_job(arena: Arena) -> None:
     stager = Stager(PLAIN, arena)
     x = np.arange(12, dtype=np.float32).reshape(4, 3)
-    job = stager.stage([x, [0, 0]], 2, None, 0.0)
+    job = stager.stage([x, [0, 0]], 2, DECLARED, 0.0)
     run(job, arena, double)
     y = job.result()["y"]
     assert arena.find(address(y), y.nbytes) is not None
     assert y.flags.writeable
     del job
-    more = stager.stage([x + 1, [0, 0]], 2, None, 0.0)
+    more = stager.stage([x + 1, [0, 0]], 2, DECLARED, 0.0)
     run(more, arena, double)
     assert np.array_equal(y, 2 * x)
     assert np.array_equal(more.result()["y"], 2 * x + 2)
@@ -388,7 +397,7 @@ def test_results_are_copies_where_memory_is_scarce() -> None:
     stager = Stager(PLAIN, arena)
     held = arena.allocate(600_000)
     x = np.ones((4, 3), np.float32)
-    job = stager.stage([x, [0, 0]], 2, None, 0.0)
+    job = stager.stage([x, [0, 0]], 2, DECLARED, 0.0)
     run(job, arena, double)
     y = job.result()["y"]
     assert arena.find(address(y), y.nbytes) is None
@@ -405,45 +414,53 @@ def test_request_that_finds_no_room_holds_none() -> None:
     x = np.ones((20_000, 3), np.float32)  # 240 kB in, 240 kB out
     used = arena.used
     with pytest.raises(QueueFullError):
-        stager.stage([x, [0, 0]], 2, None, 0.01)
+        stager.stage([x, [0, 0]], 2, DECLARED, 0.01)
     assert arena.used == used
     with pytest.raises(InvalidInputError, match=r"Limits\.memory_bytes"):
-        stager.stage([np.ones((80_000, 3), np.float32), [0, 0]], 2, None, 0.01)
+        stager.stage([np.ones((80_000, 3), np.float32), [0, 0]], 2, DECLARED, 0.01)
     del held
-    run(stager.stage([x, [0, 0]], 2, None, 0.0), arena, double)
+    run(stager.stage([x, [0, 0]], 2, DECLARED, 0.0), arena, double)
     arena.close()
 
 
 def test_batch_of_no_rows_is_answered_without_a_worker(arena: Arena) -> None:
-    job = Stager(PLAIN, arena).stage([np.empty((0, 3), np.float32), [0, 0]], 2, None, 0.0)
+    job = Stager(PLAIN, arena).stage([np.empty((0, 3), np.float32), [0, 0]], 2, DECLARED, 0.0)
     assert job.shards == 0
     assert job.future.result(0)["y"].shape == (0, 3)
     assert arena.used == 0
 
 
 def test_axes_that_the_caller_names_are_followed(arena: Arena) -> None:
-    stager = Stager(
-        model({"x": ("int32", ["a", "b"])}, {"y": ("int32", ["a", "b"])}),
-        arena,
-    )
+    spec = model({"x": ("int32", ["a", "b"])}, {"y": ("int32", ["a", "b"])})
+    stager = Stager(spec, arena)
     x = np.arange(12, dtype=np.int32).reshape(2, 6)
-    for axes, shapes in (
-        ({"x": 1}, [(2, 2)] * 3),
-        ({"x": 0}, [(1, 6)] * 2),
-        ({"x": None}, [(2, 6)]),
-        ({"x": 1}, [(2, 2)] * 3),
+    rows, columns, whole = (known(spec, {"x": axis}) for axis in (0, 1, None))
+    for how, shapes in (
+        (columns, [(2, 2)] * 3),
+        (rows, [(1, 6)] * 2),
+        (whole, [(2, 6)]),
+        (None, [(2, 6)]),
+        (columns, [(2, 2)] * 3),
     ):
-        job = stager.stage([x], 3, axes, 0.0)
+        job = stager.stage([x], 3, how, 0.0)
         assert [references(job, shard)[0][0][2] for shard in range(job.shards)] == shapes
         run(job, arena, lambda inputs: {"y": inputs["x"]})
         assert np.array_equal(job.result()["y"], x)
+
+
+def test_batch_of_no_rows_goes_to_a_worker_where_an_output_does_not_follow(arena: Arena) -> None:
+    spec = model({"x": ("float32", ["batch"])}, {"y": ("float32", ["found"])})
+    job = Stager(spec, arena).stage([np.empty(0, np.float32)], 2, known(spec, None, {"y": 0}), 0.0)
+    assert job.shards == 1
+    job.take(0, replied([("y", "float32", (0,), 0, 0)]), never, 0)
+    assert job.result()["y"].shape == (0,)
 
 
 def test_more_shapes_than_are_remembered_are_all_right(arena: Arena) -> None:
     stager = Stager(PLAIN, arena)
     for _ in range(2):
         for count in range(1, 300):
-            job = stager.stage([np.full((count, 3), count, np.float32), [0, 0]], 3, None, 0.0)
+            job = stager.stage([np.full((count, 3), count, np.float32), [0, 0]], 3, DECLARED, 0.0)
             assert sum(references(job, s)[0][0][2][0] for s in range(job.shards)) == count
 
 
@@ -479,7 +496,8 @@ TYPED = {
 def test_numbers_without_a_type_take_the_inputs(
     arena: Arena, element_type: str, value: Sequence[Any]
 ) -> None:
-    job = Stager(TYPED[element_type], arena).stage([value], 1, None, 0.0)
+    spec = TYPED[element_type]
+    job = Stager(spec, arena).stage([value], 1, known(spec), 0.0)
     expected = np.array([*value]).astype(numpy_dtype(element_type))
     if not job.shards:
         assert len(value) == 0
@@ -490,7 +508,7 @@ def test_numbers_without_a_type_take_the_inputs(
 @pytest.mark.parametrize("value", [3, 3.5, True, np.float32(3.5)])
 def test_number_is_a_tensor_without_dimensions(arena: Arena, value: float) -> None:
     scalar = model({"t": ("float32", [])}, {"y": ("float32", [])})
-    job = Stager(scalar, arena).stage([value], 4, None, 0.0)
+    job = Stager(scalar, arena).stage([value], 4, known(scalar), 0.0)
     (reference,), _ = references(job, 0)
     assert (job.shards, reference[2]) == (1, ())
     assert bytes(place(arena, reference)) == np.float32(value).tobytes()
@@ -554,7 +572,7 @@ def test_value_that_does_not_fit_is_refused_with_name_what_came_and_what_was_exp
     arena: Arena, element_type: str, value: Any, text: str
 ) -> None:
     with pytest.raises(InvalidInputError, match=text):
-        Stager(TYPED[element_type], arena).stage([value], 2, None, 0.0)
+        Stager(TYPED[element_type], arena).stage([value], 2, known(TYPED[element_type]), 0.0)
     assert arena.used == 0
 
 
@@ -584,34 +602,8 @@ def test_inputs_that_do_not_fit_are_refused_with_what_came_and_what_was_expected
     arena: Arena, inputs: Any, text: str
 ) -> None:
     with pytest.raises(InvalidInputError, match=text):
-        Stager(PLAIN, arena).stage(inputs, 2, None, 0.0)
+        Stager(PLAIN, arena).stage(inputs, 2, DECLARED, 0.0)
     assert arena.used == 0
-
-
-@pytest.mark.parametrize(
-    ("axes", "text"),
-    [
-        (["x"], r"batch_axes: got \['x'\], expected a mapping"),
-        ("x", "batch_axes: got 'x', expected a mapping"),
-        ({"q": 0}, r"batch_axes: got unknown input 'q', expected one of \['x', 'w'\]"),
-        ({"q": 0, 1: 0}, "batch_axes: got unknown input"),
-        ({"x": 2}, r"batch_axes\['x'\]: got 2, expected None or an axis from 0 to 1"),
-        ({"x": -1}, r"batch_axes\['x'\]: got -1"),
-        ({"x": True}, r"batch_axes\['x'\]: got True"),
-        ({"x": 0.0}, r"batch_axes\['x'\]: got 0\.0"),
-        ({"x": [0]}, r"batch_axes\['x'\]: got \[0\]"),
-    ],
-    ids=repr,
-)
-def test_axes_that_do_not_fit_are_refused_though_right_ones_came_before(
-    arena: Arena, axes: Any, text: str
-) -> None:
-    stager = Stager(PLAIN, arena)
-    for right in ({"x": 0}, {"x": 1, "w": None}, {}, None):
-        if right != {"x": 1, "w": None}:
-            assert stager.stage([X, W], 2, right, 0.0).shards == 2
-    with pytest.raises(InvalidInputError, match=text):
-        stager.stage([X, W], 2, axes, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -641,6 +633,19 @@ def test_allocation_that_does_not_fit_is_refused(arena: Arena, shapes: Any, text
     assert arena.used == 0
 
 
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3)], ids=str)
+def test_input_without_declared_dimensions_is_of_any_rank(
+    arena: Arena, shape: tuple[int, ...]
+) -> None:
+    spec = model({"x": ("float32", [])}, {"y": ("float32", [])})
+    stager = Stager(spec, arena)
+    x = stager.allocate({"x": shape})["x"]
+    assert x.shape == shape
+    x[...] = 3
+    job = stager.stage([x], 2, known(spec), 0.0)
+    assert references(job, 0)[0][0][2] == shape
+
+
 def test_allocated_arrays_have_the_inputs_types_and_are_writable(arena: Arena) -> None:
     inputs: dict[str, Value] = {
         name: (name, ["batch", 2]) for name in FIXED_SIZE if name not in FOUR_BITS
@@ -661,20 +666,21 @@ def test_strings_travel_inline_row_by_row(arena: Arena) -> None:
     texts = model({"s": (STRING, ["batch"])}, {"t": (STRING, ["batch"])})
     stager = Stager(texts, arena)
     values = ["a", b"b\x00", "ü\x00", "", np.str_("e")]
-    job = stager.stage([values], 2, None, 0.0)
+    job = stager.stage([values], 2, known(texts), 0.0)
     assert job.blocks == set()
     read = [references(job, shard)[0][0] for shard in range(2)]
     assert read[0] == ("s", STRING, (3,), None, ("a", b"b\x00", "ü\x00"))
     assert read[1] == ("s", STRING, (2,), None, ("", "e"))
     assert references(job, 0)[1] == ()
     for shard, reference in enumerate(read):
-        job.take(shard, replied([("t", *reference[1:])]), never)
+        job.take(shard, replied([("t", *reference[1:])]), never, shard)
     assert job.result()["t"].tolist() == ["a", b"b\x00", "ü\x00", "", "e"]
     assert arena.used == 0
 
 
 def test_arrays_of_text_are_taken_as_they_are(arena: Arena) -> None:
-    stager = Stager(model({"s": (STRING, ["batch", 2])}, {"t": (STRING, ["batch", 2])}), arena)
+    spec = model({"s": (STRING, ["batch", 2])}, {"t": (STRING, ["batch", 2])})
+    stager = Stager(spec, arena)
     text = np.array([["a", "bc"], ["d", ""]])
     for array in (
         text,
@@ -682,7 +688,7 @@ def test_arrays_of_text_are_taken_as_they_are(arena: Arena) -> None:
         text.astype(np.dtypes.StringDType()),
         text[::-1][::-1],
     ):
-        job = stager.stage([array], 2, None, 0.0)
+        job = stager.stage([array], 2, known(spec), 0.0)
         assert [references(job, shard)[0][0][4] for shard in range(2)] == [("a", "bc"), ("d", "")]
     (reference,), _ = references(stager.stage([text.astype("S")], 1, None, 0.0), 0)
     assert reference[4] == (b"a", b"bc", b"d", b"")
@@ -699,6 +705,7 @@ OPEN = model(
         "t": (STRING, ["found"]),
     },
 )
+FOUND: Axes = {"u": 0, "h": 0, "t": 0}
 
 
 class Worker:
@@ -754,8 +761,11 @@ def answer(job: Job, worker: Worker, shard: int, count: int) -> tuple[TensorRef,
     return replied([y, *own, ("t", STRING, (count,), None, t)])
 
 
-def stage_open(arena: Arena, rows: int = 4) -> Job:
-    return Stager(OPEN, arena).stage([np.ones((rows, 2), np.float32)], 2, None, 0.0)
+def stage_open(arena: Arena, outputs: Axes = FOUND) -> Job:
+    """A request of four rows in two shards."""
+    return Stager(OPEN, arena).stage(
+        [np.ones((4, 2), np.float32)], 2, known(OPEN, None, outputs), 0.0
+    )
 
 
 def test_outputs_of_unknown_shape_come_from_the_workers_blocks_and_join(
@@ -764,7 +774,7 @@ def test_outputs_of_unknown_shape_come_from_the_workers_blocks_and_join(
     job = stage_open(arena)
     assert [[reference[0] for reference in references(job, s)[1]] for s in (0, 1)] == [["y"]] * 2
     for shard in (1, 0):
-        job.take(shard, answer(job, worker, shard, 2), worker.fetch)
+        job.take(shard, answer(job, worker, shard, 2), worker.fetch, shard)
     assert worker.fetched == [-1, -2]  # once for both outputs of a shard
     result = job.result()
     for block in worker.blocks.values():  # what the worker does to them is nobody's concern then
@@ -776,14 +786,27 @@ def test_outputs_of_unknown_shape_come_from_the_workers_blocks_and_join(
     assert result["t"].tolist() == ["0-0", "0-1", "1-0", "1-1"]
 
 
-def test_outputs_whose_rows_do_not_follow_the_batch_must_be_equal(
-    arena: Arena, worker: Worker
-) -> None:
+def test_outputs_of_any_number_of_rows_join_along_their_axis(arena: Arena, worker: Worker) -> None:
     job = stage_open(arena)
     for shard, count in ((0, 3), (1, 5)):
-        job.take(shard, answer(job, worker, shard, count), worker.fetch)
-    with pytest.raises(PredictError, match=r"output 'u' \(u: int32\[found, 3\]\) .* differs"):
+        job.take(shard, answer(job, worker, shard, count), worker.fetch, shard)
+    result = job.result()
+    assert np.array_equal(result["u"], np.concatenate([found(3, 0)[0], found(5, 1)[0]]))
+    assert [len(result[name]) for name in ("y", "u", "h", "t")] == [4, 8, 8, 8]
+
+
+def test_parts_that_do_not_join_are_an_error_that_the_split_hears_of(
+    arena: Arena, worker: Worker
+) -> None:
+    job = stage_open(arena, {**FOUND, "u": None})
+    reasons: list[str] = []
+    job.contradicted = reasons.append
+    for shard, count in ((0, 3), (1, 5)):
+        job.take(shard, answer(job, worker, shard, count), worker.fetch, 7 + shard)
+    text = r"output 'u' is the same from every worker.*\[3, 3\] from worker 8.*got \[5, 3\]"
+    with pytest.raises(JoinError, match=text) as caught:
         job.result()
+    assert reasons == [str(caught.value)]
 
 
 def test_output_without_elements_needs_no_block(arena: Arena) -> None:
@@ -791,10 +814,88 @@ def test_output_without_elements_needs_no_block(arena: Arena) -> None:
     for shard in (0, 1):
         y = references(job, shard)[1][0]
         empty: list[TensorRef] = [("u", "int32", (0, 3), 0, 0), ("h", "uint4", (0,), 0, 0)]
-        job.take(shard, replied([y, *empty, ("t", STRING, (0,), None, ())]), never)
+        job.take(shard, replied([y, *empty, ("t", STRING, (0,), None, ())]), never, shard)
     result = job.result()
     assert (result["u"].shape, result["h"].shape, result["t"].shape) == ((0, 3), (0,), (0,))
     assert result["h"].dtype == ml_dtypes.uint4
+
+
+def test_open_output_may_be_of_another_rank_than_the_model_declares(
+    arena: Arena, worker: Worker
+) -> None:
+    job = stage_open(arena)
+    for shard in (0, 1):
+        y, _, *others = answer(job, worker, shard, 2)
+        own = worker.put(("u", random_array("int32", (5, 2, 1), shard)))
+        job.take(shard, replied([y, *own, *others]), worker.fetch, shard)
+    assert job.result()["u"].shape == (10, 2, 1)
+
+
+# Outputs that come out in another shape than the plan foresaw, which the runtime only warns of.
+
+
+def opened(job: Job, worker: Worker, shard: int, array: Array) -> None:
+    """Answer a shard of `PLAIN` with this, in the worker's own block."""
+    job.take(shard, replied(worker.put(("y", array))), worker.fetch, shard)
+
+
+def test_output_of_another_shape_is_taken_and_no_more_foreseen(
+    arena: Arena, worker: Worker
+) -> None:
+    stager = Stager(PLAIN, arena)
+    parts = [random_array("float32", (2, 7), seed) for seed in (0, 1)]
+    for laid_out in (1, 0, 0):
+        job = stager.stage([X, W], 2, DECLARED, 0.0)
+        assert [len(references(job, shard)[1]) for shard in (0, 1)] == [laid_out] * 2
+        for shard, part in enumerate(parts):
+            opened(job, worker, shard, part)
+        assert job.result()["y"].tobytes() == np.concatenate(parts).tobytes()
+
+
+def test_output_of_another_shape_may_come_from_one_worker_alone(
+    arena: Arena, worker: Worker
+) -> None:
+    """Where each row's place is foreseen, and one worker has its rows elsewhere."""
+    split = Split(inputs={"x": 0, "w": None}, outputs={"y": 0}, known="learned", sizes={"y": 2})
+    spec = model(
+        {"x": ("float32", [None, 3]), "w": ("float32", [2])}, {"y": ("float32", [None, 3])}
+    )
+    how = Known(split=split, settled=True, splits=True, number=-1)
+    job = Stager(spec, arena).stage([X, W], 2, how, 0.0)
+    (reference,) = references(job, 0)[1]
+    assert reference[2] == (4, 3)
+    rows = random_array("float32", (4, 3), 1)
+    place(arena, reference)[:] = rows.tobytes()
+    job.take(0, (), never, 0)
+    more = random_array("float32", (5, 3), 2)
+    opened(job, worker, 1, more)
+    assert job.result()["y"].tobytes() == np.concatenate([rows, more]).tobytes()
+
+
+def test_whole_output_of_another_shape_is_taken_as_it_is(arena: Arena, worker: Worker) -> None:
+    job = Stager(PLAIN, arena).stage([X, W], 2, None, 0.0)
+    opened(job, worker, 0, random_array("float32", (3, 1, 2)))
+    assert job.result()["y"].shape == (3, 1, 2)
+
+
+def test_outputs_of_other_shapes_that_do_not_join_are_an_error_that_names_the_worker(
+    arena: Arena, worker: Worker
+) -> None:
+    job = Stager(PLAIN, arena).stage([X, W], 2, DECLARED, 0.0)
+    opened(job, worker, 0, np.ones((2, 7), np.float32))
+    opened(job, worker, 1, np.ones((3, 7), np.float32))
+    text = r"output 'y' joins along axis 0.*\[2, 7\] from worker 1 \(part 1\), got \[3, 7\]"
+    with pytest.raises(JoinError, match=text):
+        job.result()
+
+
+def test_refused_reply_leaves_what_is_foreseen_as_it_is(arena: Arena) -> None:
+    stager = Stager(PLAIN, arena)
+    job = stager.stage([X, W], 2, DECLARED, 0.0)
+    with pytest.raises(ProtocolError):
+        job.take(0, replied([("y", "float32", (9, 9), 0, 0)]), never, 0)
+    job = stager.stage([X, W], 2, DECLARED, 0.0)
+    assert len(references(job, 0)[1]) == 1
 
 
 # Forged replies: none is taken, none changes anything, none leaves a descriptor.
@@ -830,9 +931,9 @@ def test_output_of_more_than_the_shared_memory_may_have_is_an_os_error_and_keeps
         return Block.attach(number, size, os.dup(block.fd))
 
     with no_descriptor_left(), pytest.raises(OSError, match=rf"'u' has {size} bytes") as caught:
-        job.take(0, replied([("u", "float32", (size // 4,), -1, 0)]), fetch)
+        job.take(0, replied([("u", "float32", (size // 4,), -1, 0)]), fetch, 0)
     assert caught.value.errno == errno.EFBIG
-    job.take(0, replied([("u", "float32", (size // 4 - 1,), -1, 4)]), fetch)
+    job.take(0, replied([("u", "float32", (size // 4 - 1,), -1, 4)]), fetch, 0)
     assert job.result()["u"].shape == (size // 4 - 1,)
     block.close()
     stager.close()
@@ -854,6 +955,13 @@ FORGED: dict[str, Forge] = {
     "known output of another type": change(0, element_type="int32"),
     "known output of another shape": change(0, shape=(4, 1)),
     "known output that is larger": change(0, shape=(1000, 2)),
+    "known output that is larger, past the block's end": change(0, shape=(1000, 2), block=-1),
+    "known output of another shape in a block that never came": change(
+        0, shape=(4, 1), block=-77, offset=0
+    ),
+    "known output of another shape and type": change(
+        0, shape=(4, 1), element_type="int32", block=-1, offset=0
+    ),
     "known output as strings": change(
         0, element_type=STRING, shape=(1,), block=None, offset=("a",)
     ),
@@ -896,11 +1004,11 @@ def test_forged_reply_is_a_protocol_error_and_changes_nothing(
     job = stage_open(arena)
     right = answer(job, worker, 0, 2)
     with no_descriptor_left(), pytest.raises(ProtocolError):
-        job.take(0, replied(forge(job, [*right])), worker.fetch)
-    job.take(1, answer(job, worker, 1, 2), worker.fetch)
-    with pytest.raises(KeyError):
+        job.take(0, replied(forge(job, [*right])), worker.fetch, 0)
+    job.take(1, answer(job, worker, 1, 2), worker.fetch, 1)
+    with pytest.raises((KeyError, PredictError)):
         job.result()  # nothing of the forged reply was kept
-    job.take(0, right, worker.fetch)
+    job.take(0, right, worker.fetch, 0)
     result = job.result()
     assert np.array_equal(result["u"][:2], found(2, 0)[0])
     assert result["t"].tolist() == ["0-0", "0-1", "1-0", "1-1"]
@@ -908,44 +1016,46 @@ def test_forged_reply_is_a_protocol_error_and_changes_nothing(
 
 @pytest.mark.parametrize("silent", [True, False])
 def test_reply_with_all_as_asked_fetches_nothing(arena: Arena, silent: bool) -> None:
-    job = Stager(PLAIN, arena).stage([X, W], 2, None, 0.0)
+    job = Stager(PLAIN, arena).stage([X, W], 2, DECLARED, 0.0)
     for shard in (0, 1):
         outputs = references(job, shard)[1]
         with pytest.raises(ProtocolError, match=re.escape("expected ['y']")):
-            job.take(shard, replied([*outputs, *outputs]), never)
-        job.take(shard, () if silent else replied(outputs), never)
+            job.take(shard, replied([*outputs, *outputs]), never, shard)
+        job.take(shard, () if silent else replied(outputs), never, shard)
     assert job.result()["y"].shape == (4, 3)
 
 
-# Outputs without a batch dimension.
+# Outputs that are the same from every worker.
 
 MEAN = model({"x": ("float32", ["batch"])}, {"y": ("float32", ["batch"]), "z": ("float32", [2])})
 
 
 def run_mean(arena: Arena, zs: Sequence[Sequence[float]]) -> Array:
-    job = Stager(MEAN, arena).stage([np.ones(6, np.float32)], len(zs), None, 0.0)
+    how = known(MEAN, None, {"z": None})
+    job = Stager(MEAN, arena).stage([np.ones(6, np.float32)], len(zs), how, 0.0)
     assert job.shards == len(zs)
     for shard, z in enumerate(zs):
         outputs = references(job, shard)[1]
         place(arena, outputs[1])[:] = np.array(z, np.float32).tobytes()
-        job.take(shard, replied(outputs), never)
+        job.take(shard, replied(outputs), never, shard)
     return job.result()["z"]
 
 
-def test_output_without_a_batch_that_all_shards_agree_on_is_taken(arena: Arena) -> None:
+def test_output_that_all_workers_agree_on_is_taken(arena: Arena) -> None:
     assert run_mean(arena, [[1, 2]] * 3).tolist() == [1, 2]
     assert run_mean(arena, [[1, 2]]).tolist() == [1, 2]
 
 
-def test_nan_of_one_shard_equals_the_nan_of_another(arena: Arena) -> None:
+def test_nan_of_one_worker_equals_the_nan_of_another(arena: Arena) -> None:
     assert np.array_equal(run_mean(arena, [[1, np.nan]] * 3), [1, np.nan], equal_nan=True)
 
 
 @pytest.mark.parametrize("last", [[1, 3], [1, np.nan], [-1, 2]])
-def test_output_without_a_batch_that_differs_is_an_error_that_names_it(
+def test_output_that_differs_is_an_error_that_names_it_and_the_worker(
     arena: Arena, last: list[float]
 ) -> None:
-    with pytest.raises(PredictError, match=r"output 'z' \(z: float32\[2\]\) has no batch .* 3 sh"):
+    text = "output 'z' is to be the same .* worker 2 gave others than worker 0"
+    with pytest.raises(JoinError, match=text):
         run_mean(arena, [[1, 2], [1, 2], last])
 
 
@@ -957,9 +1067,9 @@ ENCODER = model(
 )
 
 
-def join_of(arena: Arena, spec: ModelSpec, inputs: Any, axes: Any = None, most: int = 8) -> Any:
+def join_of(arena: Arena, spec: ModelSpec, inputs: Any, axes: Axes | None = None) -> Any:
     """What a request has in common with others, and its rows."""
-    job = Stager(spec, arena, most).stage(inputs, 1, axes, 0.0, joinable=True)
+    job = Stager(spec, arena, 8).stage(inputs, 1, known(spec, axes), 0.0, joinable=True)
     return job.join
 
 
@@ -1031,14 +1141,15 @@ def test_axes_of_a_job_are_those_of_its_inputs_and_outputs(arena: Arena) -> None
         {"y": ("float32", ["batch", 2]), "z": ("float32", [2, 2, "batch"])},
     )
     inputs = {name: np.zeros(shape, np.float32) for name, shape in (("x", (3, 4)), ("w", 2))}
-    job = Stager(spec, arena, 8).stage({**inputs, "v": [0.0] * 4}, 1, None, 0.0, joinable=True)
+    request = {**inputs, "v": [0.0] * 4}
+    job = Stager(spec, arena, 8).stage(request, 1, known(spec), 0.0, joinable=True)
     assert job.axes == ((1, None, 0), (0, 2))
     assert job.join is not None
     assert job.join[1] == 4
 
 
 def test_tensors_of_a_job_are_those_of_its_message(arena: Arena) -> None:
-    job = Stager(PLAIN, arena, 8).stage([[[1.0] * 3] * 4, [0, 0]], 1, None, 0.0, joinable=True)
+    job = Stager(PLAIN, arena, 8).stage([[[1.0] * 3] * 4, [0, 0]], 1, DECLARED, 0.0, joinable=True)
     inputs, outputs = references(job, 0)
     assert job.tensors(0) == encode_tensors(inputs, outputs)
 
@@ -1061,6 +1172,7 @@ def test_requests_that_leave_no_room_for_others_go_alone(
         ({"x": ("float32", ["batch"]), "w": ("int4", [1])}, {"y": ("float32", ["batch"])}),
         ({"x": ("float32", [1])}, {"y": ("float32", [1])}),
         ({"x": ("float32", ["batch"])}, {"y": ("float32", ["found"])}),
+        ({"x": ("float32", [None])}, {"y": ("float32", [None])}),
     ],
     ids=str,
 )
@@ -1094,12 +1206,17 @@ def test_every_type_of_whole_bytes_may_be_joined(arena: Arena, element_type: str
     assert join_of(arena, spec, {"x": x, "w": w})[1] == 2
 
 
-@pytest.mark.parametrize(("most", "pieces", "joinable"), [(1, 1, True), (8, 1, False)])
-def test_requests_go_alone_where_joining_is_off(
-    arena: Arena, most: int, pieces: int, joinable: bool
-) -> None:
-    stager = Stager(ENCODER, arena, most)
-    assert stager.stage(encoder_inputs(), pieces, None, 0.0, joinable=joinable).join is None
+@pytest.mark.parametrize(("most", "joinable"), [(1, True), (8, False)])
+def test_requests_go_alone_where_joining_is_off(arena: Arena, most: int, joinable: bool) -> None:
+    job = Stager(ENCODER, arena, most).stage(
+        encoder_inputs(), 1, known(ENCODER), 0.0, joinable=joinable
+    )
+    assert job.join is None
+
+
+def test_requests_that_nothing_is_known_of_go_alone(arena: Arena) -> None:
+    job = Stager(ENCODER, arena, 8).stage(encoder_inputs(), 1, None, 0.0, joinable=True)
+    assert job.join is None
 
 
 def test_batch_of_no_rows_has_nobody_to_go_with(arena: Arena) -> None:
@@ -1124,9 +1241,9 @@ def test_all_shards_run_with_the_version_of_the_moment_when_they_were_staged(are
     inputs = [np.zeros((4, 3), np.float32), [0, 0]]
     jobs = []
     for number in range(3):
-        jobs.append(stager.stage(inputs, 2, None, 0.0))
+        jobs.append(stager.stage(inputs, 2, DECLARED, 0.0))
         assert stager.weights.update({"m": [0, 0, 0]}, 0.0) == number + 1
-    jobs.append(stager.stage(inputs, 2, None, 0.0))
+    jobs.append(stager.stage(inputs, 2, DECLARED, 0.0))
     assert [[version_of(job, shard) for shard in range(2)] for job in jobs] == [
         [number] * 2 for number in range(4)
     ]
@@ -1151,10 +1268,10 @@ def test_memory_of_a_version_is_held_by_the_jobs_that_run_with_it(arena: Arena) 
 
 
 def test_requests_with_another_version_of_the_weights_have_another_key(arena: Arena) -> None:
-    stager = Stager(ENCODER, arena, 8, WEIGHTS)
+    stager, how = Stager(ENCODER, arena, 8, WEIGHTS), known(ENCODER)
 
     def key() -> Any:
-        job = stager.stage(encoder_inputs(), 1, None, 0.0, joinable=True)
+        job = stager.stage(encoder_inputs(), 1, how, 0.0, joinable=True)
         assert job.join is not None
         return job.join[0]
 
@@ -1170,5 +1287,5 @@ def test_requests_with_another_version_of_the_weights_have_another_key(arena: Ar
 def test_batch_of_no_rows_is_answered_without_weights(arena: Arena) -> None:
     stager = Stager(PLAIN, arena, weights=WEIGHTS)
     stager.weights.update({"m": [1, 2, 3]}, 0.0)
-    job = stager.stage([np.zeros((0, 3), np.float32), [0, 0]], 2, None, 0.0)
+    job = stager.stage([np.zeros((0, 3), np.float32), [0, 0]], 2, DECLARED, 0.0)
     assert job.future.result(0.0)["y"].shape == (0, 3)

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mcinfer.copier import Copier
-from mcinfer.errors import PredictError
-from mcinfer.sharding import InputCut, OutputJoin, Shape
+from mcinfer.sharding import InputCut, JoinError, OutputJoin, Shape
 from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, numpy_dtype, tensor_bytes
 from mcinfer.tensors import (
+    TOLERANCES,
     copy_in,
+    difference,
     join_parts,
     lay_input,
     lay_output,
@@ -157,7 +158,7 @@ def test_what_shards_write_in_their_places_joins_to_the_output(cutting: Cutting)
             unpack(memory[offset:], y, shape)
             for offset, shape in zip(layout.offsets, cutting.shapes, strict=True)
         ]
-        array = join_parts(y, join, cutting.sizes, parts)
+        array = join_parts(y, join, parts, [f"worker {i}" for i in range(len(parts))])
     assert array.shape == cutting.array.shape
     assert bits(array) == bits(cutting.array)
 
@@ -247,47 +248,172 @@ def test_strings_of_each_shard_in_order_and_of_pythons_own_types(dtype: Any) -> 
 WHOLE = OutputJoin(axis=None, shapes=None, shape=None)
 
 
-def joined(parts: Sequence[Array], element_type: str = "float32") -> Array:
-    return join_parts(spec(element_type, "z"), WHOLE, [1] * len(parts), parts)
+def joined(
+    parts: Sequence[Array], element_type: str = "float32", join: OutputJoin = WHOLE
+) -> Array:
+    """An output of these parts; the first comes from worker 1, and so on."""
+    workers = [f"worker {i + 1}" for i in range(len(parts))]
+    return join_parts(spec(element_type, "z"), join, parts, workers)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("element_type", [*FIXED_SIZE, STRING])
+def test_parts_follow_one_another_along_the_axis(element_type: str, axis: int) -> None:
+    if element_type == STRING:
+        array = np.array([str(i) for i in range(36)], object).reshape(4, 3, 3)
+    else:
+        array = random_array(element_type, (4, 3, 3), 1)
+    parts = np.array_split(array, 2, axis)
+    result = joined(parts, element_type, OutputJoin(axis=axis, shapes=None, shape=None))
+    assert result.shape == array.shape
+    assert result.dtype == array.dtype
+    if element_type == STRING:
+        assert result.tolist() == array.tolist()
+    else:
+        assert bits(result) == bits(array)
+
+
+def test_part_of_another_shape_than_the_plan_says_names_output_worker_and_both_shapes() -> None:
+    join = OutputJoin(axis=0, shapes=None, shape=None, lengths=(2, 2))
+    text = r"output 'z' joins along axis 0.*expected \[2, 3\] from worker 2 .*got \[3, 3\]"
+    with pytest.raises(JoinError, match=text):
+        joined([np.zeros((2, 3)), np.zeros((3, 3))], join=join)
+    with pytest.raises(JoinError, match=r"'z' is the same from every worker.*from worker 2"):
+        joined([np.zeros((2, 1)), np.zeros((2, 2))])
+
+
+def test_one_part_is_taken_as_it_is() -> None:
+    part = np.zeros((7, 3))
+    for join in (WHOLE, OutputJoin(axis=5, shapes=None, shape=None, lengths=(2,))):
+        assert joined([part], join=join) is part
 
 
 @pytest.mark.parametrize("element_type", FIXED_SIZE)
-def test_output_without_a_batch_is_taken_where_all_shards_agree(element_type: str) -> None:
+def test_output_that_all_workers_agree_on_is_taken(element_type: str) -> None:
     array = random_array(element_type, (100,), 1)
     assert bits(joined([array, array.copy(), array.copy()], element_type)) == bits(array)
 
 
 @pytest.mark.parametrize("element_type", FIXED_SIZE)
-def test_output_without_a_batch_that_differs_is_an_error_that_names_it(element_type: str) -> None:
+def test_output_that_differs_is_an_error_that_names_it_and_the_worker(element_type: str) -> None:
     zeros = np.zeros((2, 2)).astype(numpy_dtype(element_type))
     other = zeros.copy()
     other[1, 1] = 1
-    with pytest.raises(PredictError, match=r"output 'z' .* differs between the 3 shards; submit"):
+    text = "output 'z' is to be the same from every worker: worker 3 gave others than worker 1"
+    with pytest.raises(JoinError, match=text):
         joined([zeros, zeros, other], element_type)
-
-
-@pytest.mark.parametrize(
-    "element_type", [n for n in FIXED_SIZE if "float" in n or n.startswith("complex")]
-)
-def test_a_nan_equals_a_nan_and_nothing_else(element_type: str) -> None:
-    dtype = numpy_dtype(element_type)
-    nan, zero = np.array([1, np.nan]).astype(dtype), np.array([1, 0]).astype(dtype)
-    assert joined([nan, nan.copy()], element_type).tobytes() == nan.tobytes()
-    with pytest.raises(PredictError, match="'z'"):
-        joined([nan, zero], element_type)
 
 
 def test_scalars_and_strings_are_compared_as_well() -> None:
     assert joined([np.array(2.0), np.array(2.0)]) == 2.0
     assert np.isnan(joined([np.array(np.nan), np.array(np.nan)]))
-    with pytest.raises(PredictError):
+    with pytest.raises(JoinError):
         joined([np.array(2.0), np.array(3.0)])
     words = np.array(["a", b"b"], object)
     assert joined([words, words.copy()], STRING).tolist() == ["a", b"b"]
-    with pytest.raises(PredictError):
+    with pytest.raises(JoinError):
         joined([words, words[::-1]], STRING)
 
 
-def test_parts_of_different_shapes_are_not_equal() -> None:
-    with pytest.raises(PredictError, match="'z'"):
-        joined([np.zeros((2, 1)), np.zeros((2, 2))])
+def test_output_within_the_tolerance_is_the_first_workers() -> None:
+    first = np.ones((2, 2), np.float32)
+    assert joined([first, first + np.float32(1e-6)]) is first
+
+
+# Comparing.
+
+FLOATS = [n for n in FIXED_SIZE if "float" in n or n.startswith("complex")]
+EIGHT_BITS = [n for n in FLOATS if n.startswith("float8")]
+EXACT = [n for n in FIXED_SIZE if n not in FLOATS]
+
+
+def of(element_type: str, *values: float) -> Array:
+    return np.array(values).astype(numpy_dtype(element_type))
+
+
+@pytest.mark.parametrize("element_type", FIXED_SIZE)
+@pytest.mark.parametrize("shape", [(100,), (0, 3), ()], ids=str)
+def test_array_differs_from_itself_by_nothing(element_type: str, shape: Shape) -> None:
+    array = random_array(element_type, shape, 1)
+    assert difference(array, array.copy()) == (True, 0.0)
+
+
+@pytest.mark.parametrize("element_type", [n for n in FLOATS if n not in EIGHT_BITS])
+def test_tolerance_is_relative_to_the_element_and_half_as_much_to_the_largest(
+    element_type: str,
+) -> None:
+    """The largest is 2, and elements of 0 and 2 may differ by so much of it."""
+    tolerance = TOLERANCES[element_type]
+    for value, allowed in ((0.0, tolerance), (2.0, 3 * tolerance)):
+        want = of(element_type, 2.0, value)
+        for factor in (0.8, 1.3):
+            got = of(element_type, 2.0, value + factor * allowed)
+            fits, far = difference(got, want)
+            assert fits == (factor < 1)
+            assert far == pytest.approx(factor * allowed / 2, rel=0.2)
+
+
+@pytest.mark.parametrize("element_type", EIGHT_BITS)
+def test_eight_bit_floats_are_within_a_quarter(element_type: str) -> None:
+    assert difference(of(element_type, 4.0, 1.0), of(element_type, 4.0, 1.5)) == (True, 0.125)
+    assert difference(of(element_type, 4.0, 1.0), of(element_type, 4.0, 3.0)) == (False, 0.5)
+
+
+@pytest.mark.parametrize("element_type", EXACT)
+def test_integers_and_booleans_are_equal_or_differ(element_type: str) -> None:
+    assert difference(of(element_type, 1, 0), of(element_type, 1, 0)) == (True, 0.0)
+    assert difference(of(element_type, 1, 1), of(element_type, 1, 0)) == (False, 1.0)
+
+
+@pytest.mark.parametrize("element_type", ["int64", "uint64"])
+@pytest.mark.parametrize("value", [2**53, 2**62])
+def test_large_integers_are_equal_or_differ(element_type: str, value: int) -> None:
+    want = np.array([value, value - 1], element_type)
+    assert difference(want.copy(), want) == (True, 0.0)
+    fits, far = difference(want + np.array([1, 0], element_type), want)
+    assert not fits
+    assert far < 1e-15
+
+
+@pytest.mark.parametrize("element_type", FLOATS)
+def test_a_nan_equals_a_nan_and_nothing_else(element_type: str) -> None:
+    nan, zero = of(element_type, 1, np.nan), of(element_type, 1, 0)
+    assert difference(nan, nan.copy()) == (True, 0.0)
+    assert difference(nan, zero) == (False, np.inf)
+    assert difference(zero, nan) == (False, np.inf)
+
+
+@pytest.mark.parametrize("element_type", ["float16", "bfloat16", "float32", "float64"])
+def test_an_infinity_equals_itself_and_makes_no_scale(element_type: str) -> None:
+    want = of(element_type, np.inf, -np.inf, 1)
+    assert difference(want.copy(), want) == (True, 0.0)
+    for got in ((np.inf, np.inf, 1), (np.inf, 5, 1), (np.inf, -np.inf, np.inf)):
+        assert difference(of(element_type, *got), want) == (False, np.inf)
+    fits, far = difference(of(element_type, np.inf, -np.inf, 2), want)
+    assert (fits, far) == (False, 1.0)
+
+
+@pytest.mark.parametrize("element_type", ["float16", "float32", "float64"])
+def test_the_largest_numbers_of_a_type_do_not_allow_for_everything(element_type: str) -> None:
+    most = float(np.finfo(element_type).max)
+    want = of(element_type, most, most, -most)
+    assert difference(want.copy(), want) == (True, 0.0)
+    assert difference(of(element_type, most, 0, -most), want) == (False, 1.0)
+    assert difference(of(element_type, most, most, most), want) == (False, np.inf)
+
+
+def test_difference_from_zeros_is_infinite() -> None:
+    assert difference(np.full(3, 1e-30), np.zeros(3)) == (False, np.inf)
+
+
+def test_strings_are_equal_or_differ() -> None:
+    words = np.array([["a", b"b"], ["", "ü"]], object)
+    assert difference(words, words.copy()) == (True, 0.0)
+    assert difference(words, words[::-1]) == (False, np.inf)
+    assert difference(words, words.astype("U")) == (False, np.inf)  # b"b" is no text
+    assert difference(np.empty(0, object), np.empty(0, object)) == (True, 0.0)
+
+
+def test_byte_order_does_not_matter() -> None:
+    want = np.arange(5.0)
+    assert difference(want.astype(">f8"), want) == (True, 0.0)

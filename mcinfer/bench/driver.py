@@ -38,16 +38,12 @@ class _Driver:
         """Load the model; the seconds that it took."""
         begin = perf_counter()
         kind = way_class(way)
-        from mcinfer.bench.way import Setup
-
-        lists = {name: tuple(value) for name, value in setup.items() if isinstance(value, list)}
-        worker_cores = tuple(tuple(cores) for cores in setup["worker_cores"])
-        self._way = kind(Setup(**{**setup, **lists, "worker_cores": worker_cores}))
+        self._way = kind(_setup(setup))
         seconds = perf_counter() - begin
         if not isinstance(self._way.workers, int):
             raise TypeError(f"workers: got {self._way.workers!r}, expected an int")
         self._files = {int(batch): Path(path) for batch, path in inputs.items()}
-        return {"seconds": seconds, "workers": self._way.workers, "text": str(kind.text)}
+        return {"seconds": seconds, "workers": self._way.workers, "text": str(self._way.text)}
 
     def turn(
         self, load: Mapping[str, Any], seconds: float, count: int, warmup: float, seed: int
@@ -90,6 +86,17 @@ class _Driver:
         way, self._way = self._way, None
         if way is not None:
             way.close()
+
+
+def _setup(fields: Mapping[str, Any]) -> Any:
+    """The `Setup` that came as JSON."""
+    from mcinfer.bench.way import Setup
+    from mcinfer.sharding import Split
+
+    lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+    worker_cores = tuple(tuple(cores) for cores in fields["worker_cores"])
+    split = Split(**fields["split"])
+    return Setup(**{**fields, **lists, "worker_cores": worker_cores, "split": split})
 
 
 def main() -> int:

@@ -1,11 +1,11 @@
 """The arrays of one request: from files, or random ones that fit what a model takes.
 
-What a file says of a symbolic dimension holds for all inputs; ``--dim`` says the sizes of others. The batch
-is found as `mcinfer.sharding` finds it, so what is made here is what mcinfer would cut.
+What a file says of a symbolic dimension holds for all inputs; ``--dim`` says the sizes of others. Where a
+request's rows lie is what the model's `mcinfer.sharding.Split` says.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from io import BytesIO
 from math import prod
 from pathlib import Path
@@ -14,13 +14,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mcinfer.bench.way import why_whole
 from mcinfer.errors import InvalidInputError
-from mcinfer.sharding import batch_symbol, plan
+from mcinfer.sharding import Split, plan
 from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension, ModelSpec, TensorSpec
 from mcinfer.tensors import as_input
 
 _WORDS = ("red", "green", "blue", "one", "two", "three", "north", "south")
 _EXAMPLE_SIZE = 128
+_EXAMPLE_ROWS = 3
+"""An odd number: pieces of different sizes show more than pieces of the same."""
+
+_MOST_DRAWS = 32
+"""For random rows that differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,86 +100,97 @@ def parse_input_options(
     return InputOptions(files=files, archive=archive, dims=dims, integers=integers, seed=seed)
 
 
-# The batch.
+# Rows.
 
 
-def fixed_batch(model: ModelSpec) -> int | None:
-    """The rows that a run takes, no more and no less; None where the batch is a symbol, or not known.
+def fixed_batch(model: ModelSpec, split: Split) -> int | None:
+    """The rows that a run takes, no more and no less; None where it takes any number.
 
-    It is the first dimension of inputs that is the first of outputs too.
+    Where inputs have different ones, those of the first.
     """
-    if batch_symbol(model) is not None:
-        return None
-    answered = {spec.shape[0] for spec in model.outputs if spec.shape}
-    sizes = [spec.shape[0] for spec in model.inputs if spec.shape and spec.shape[0] in answered]
-    candidates = [size for size in sizes if isinstance(size, int) and size > 0]
-    return max(candidates, key=candidates.count, default=None)
+    sizes = (_cut_size(spec, split) for spec in model.inputs)
+    return next((size for size in sizes if isinstance(size, int) and size > 0), None)
 
 
-def _batch_axes(model: ModelSpec) -> dict[str, int]:
-    """By input name, the axis that is as long as the batch; other inputs belong to every row."""
-    symbol, fixed = batch_symbol(model), fixed_batch(model)
-    if symbol is not None:
-        return {s.name: s.shape.index(symbol) for s in model.inputs if symbol in s.shape}
-    return {s.name: 0 for s in model.inputs if fixed and s.shape and s.shape[0] == fixed}
+def _cut_size(spec: TensorSpec, split: Split) -> Dimension:
+    """What the model says of the dimension that an input is cut along; None where that is nothing."""
+    axis = split.inputs[spec.name]
+    return None if axis is None or not spec.shape else spec.shape[axis]
 
 
-def split_inputs(model: ModelSpec, batch: int) -> tuple[str, ...]:
-    """The inputs of a request that mcinfer would cut along their first dimension, in the model's order.
-
-    None, where the batch is all that a run of the model takes.
-    """
-    if batch == fixed_batch(model):
-        return ()
-    return tuple(name for name, axis in _batch_axes(model).items() if axis == 0)
-
-
-def _check_batch(model: ModelSpec, batch: int) -> None:
-    fixed = fixed_batch(model)
+def _check_batch(model: ModelSpec, split: Split, batch: int) -> None:
+    fixed = fixed_batch(model, split)
     if batch < 1:
         raise InvalidInputError(f"--batch: got {batch}, expected 1 or more")
     if fixed is not None and batch % fixed:
         raise InvalidInputError(
             f"--batch: got {batch}, expected a multiple of the model's fixed batch of {fixed}"
         )
-    if batch > 1 and not _batch_axes(model):
+    if batch > 1 and all(axis is None for axis in split.inputs.values()):
         raise InvalidInputError(
-            f"--batch: got {batch}, expected 1: the model has no batch that is known "
-            f"(inputs: {'; '.join(map(str, model.inputs))})"
+            f"--batch: got {batch}, expected 1: the model's batch is not known: {why_whole(split)} "
+            f"(inputs: {'; '.join(map(str, model.inputs))}); --batch-axis INPUT=AXIS says where it is"
         )
 
 
 # Sizes.
 
 
-def _keys(spec: TensorSpec, batch_axis: int | None) -> dict[int, str]:
-    """By axis, what ``--dim`` calls each dimension that is neither fixed nor the batch."""
+def _key(spec: TensorSpec, axis: int) -> str:
+    """What ``--dim`` calls a dimension that is not fixed."""
+    size = spec.shape[axis] if spec.shape else None
+    return size if isinstance(size, str) else f"{spec.name}:{axis}"
+
+
+def _batch_keys(model: ModelSpec, split: Split) -> set[str]:
+    """What ``--dim`` would call the dimensions that are the batch."""
     return {
-        axis: f"{spec.name}:{axis}" if size is None else size
-        for axis, size in enumerate(spec.shape)
-        if not isinstance(size, int) and axis != batch_axis
+        _key(spec, axis)
+        for spec in model.inputs
+        if (axis := split.inputs[spec.name]) is not None
+        and not isinstance(_cut_size(spec, split), int)
     }
 
 
 class _Sizes:
     """The sizes of a model's dimensions, as far as they are known."""
 
-    def __init__(self, model: ModelSpec, batch: int, dims: Mapping[str, int]) -> None:
+    def __init__(self, model: ModelSpec, split: Split, batch: int, dims: Mapping[str, int]) -> None:
         self._batch = batch
-        self.axes = _batch_axes(model)
-        self._known = {key: (size, f"--dim {key}={size}") for key, size in dims.items()}
+        self._split = split
+        self._fixed = fixed_batch(model, split)
+        batch_keys = _batch_keys(model, split)
+        self._known = dict.fromkeys(batch_keys, (batch, f"--batch {batch}"))
         keys = [key for spec in model.inputs for key in self._of(spec).values()]
         expected = f"expected one of {[*dict.fromkeys(keys)]}"
         if not keys:
             expected = "but the model has no symbolic dimension other than the batch"
-        for key in dims:
-            if key == batch_symbol(model):
+        for key, size in dims.items():
+            # Its size may be said: the same command has found out that it is the batch.
+            if key in batch_keys and size != batch:
                 raise InvalidInputError(f"--dim {key}: it is the batch, which --batch gives")
-            if key not in keys:
+            if key not in batch_keys and key not in keys:
                 raise InvalidInputError(f"--dim: got {key!r}, {expected}")
+            self._known[key] = size, f"--dim {key}={size}"
+
+    def axis(self, spec: TensorSpec) -> int | None:
+        """The axis of an input's rows; None for one that belongs to every row."""
+        return self._split.inputs[spec.name]
+
+    def rows(self, spec: TensorSpec) -> int:
+        """The size along that axis."""
+        if self._fixed is None:
+            return self._batch
+        size = _cut_size(spec, self._split)
+        return self._batch // self._fixed * (size if isinstance(size, int) else 1)
 
     def _of(self, spec: TensorSpec) -> dict[int, str]:
-        return _keys(spec, self.axes.get(spec.name))
+        """By axis, what ``--dim`` calls each dimension that is neither fixed nor its rows."""
+        return {
+            axis: _key(spec, axis)
+            for axis, size in enumerate(spec.shape)
+            if not isinstance(size, int) and axis != self.axis(spec)
+        }
 
     def bind(self, spec: TensorSpec, shape: Sequence[int], path: Path) -> None:
         """Take the shape of a file's array for what it says of other inputs.
@@ -181,12 +198,12 @@ class _Sizes:
         Raises:
             InvalidInputError: It does not fit the input, or what is known already.
         """
-        axis = self.axes.get(spec.name)
-        free: list[Dimension] = [*spec.shape]
-        if axis is not None:
+        axis = self.axis(spec)
+        free: list[Dimension] = [*(spec.shape or [None] * len(shape))]  # none: of any rank
+        if axis is not None and axis < len(free):
             free[axis] = None  # rows are repeated or cut
         fits = TensorSpec(name="", dtype=spec.dtype, shape=tuple(free)).admits(shape)
-        if not fits or (axis is not None and not shape[axis]):
+        if not fits or (axis is not None and not (axis < len(shape) and shape[axis])):
             rows = "" if axis is None else ", with at least one row"
             raise InvalidInputError(
                 f"--input {path}: input {spec.name!r} has shape {[*shape]}, expected {spec}{rows}"
@@ -207,6 +224,11 @@ class _Sizes:
         """
         missing: dict[str, str] = {}
         for spec in specs:
+            if not spec.shape and self.axis(spec) is not None:
+                raise InvalidInputError(
+                    f"input {spec.name!r} has rows along axis {self.axis(spec)}, but the model does not "
+                    f"say its shape: give it in a file (--input {spec.name}=FILE.npy)"
+                )
             for axis, key in self._of(spec).items():
                 if key not in self._known:
                     missing.setdefault(key, f"dimension {axis} of input {spec.name!r} ({spec})")
@@ -218,9 +240,13 @@ class _Sizes:
 
     def shape(self, spec: TensorSpec) -> tuple[int, ...]:
         """The shape of an input of which all is known."""
-        keys, axis = self._of(spec), self.axes.get(spec.name)
+        keys = self._of(spec)
         return tuple(
-            self._batch if i == axis else size if isinstance(size, int) else self._known[keys[i]][0]
+            self.rows(spec)
+            if i == self.axis(spec)
+            else size
+            if isinstance(size, int)
+            else self._known[keys[i]][0]
             for i, size in enumerate(spec.shape)
         )
 
@@ -350,11 +376,14 @@ def _held(kind: str, integers: tuple[int, int]) -> tuple[int, int]:
     return low, min(max(integers[1], low + 1), least + values)
 
 
-def make_inputs(model: ModelSpec, batch: int, options: InputOptions) -> dict[str, NDArray[Any]]:
+def make_inputs(
+    model: ModelSpec, split: Split, batch: int, options: InputOptions
+) -> dict[str, NDArray[Any]]:
     """The arrays of one request.
 
     Args:
         model: What they are for.
+        split: Says where rows lie in the inputs.
         batch: Rows of the request. Rows of files are cut to it, or come again from the first.
         options: Where they come from.
 
@@ -365,8 +394,8 @@ def make_inputs(model: ModelSpec, batch: int, options: InputOptions) -> dict[str
         InvalidInputError: A file cannot be read, or does not fit the model; a dimension's size is not known;
             the model takes no such batch.
     """
-    _check_batch(model, batch)
-    sizes = _Sizes(model, batch, options.dims)
+    _check_batch(model, split, batch)
+    sizes = _Sizes(model, split, batch, options.dims)
     found = _saved(model, options)
     for spec in model.inputs:
         if spec.name in found:
@@ -375,16 +404,96 @@ def make_inputs(model: ModelSpec, batch: int, options: InputOptions) -> dict[str
     sizes.check_known([spec for spec in model.inputs if spec.name not in found])
     inputs = {}
     for spec in model.inputs:
-        shape, axis = sizes.shape(spec), sizes.axes.get(spec.name)
+        shape, axis, rows = sizes.shape(spec), sizes.axis(spec), sizes.rows(spec)
         if spec.name in found:
-            array = _rows(found[spec.name][1], axis, batch)
+            array = _rows(found[spec.name][1], axis, rows)
         elif spec.name in options.files:
-            array = _rows(_raw(options.files[spec.name], spec, shape, axis), axis, batch)
+            array = _rows(_raw(options.files[spec.name], spec, shape, axis), axis, rows)
         else:
             array = _random_fitting(spec, shape, options)
         inputs[spec.name] = np.asarray(array, spec.dtype, order="C")
-    plan(model, [array.shape for array in inputs.values()], 1)
+    plan(model, [array.shape for array in inputs.values()], 1, split)
     return inputs
+
+
+# Examples to learn from.
+
+
+def examples(
+    model: ModelSpec, first: Split, batches: Sequence[int], options: InputOptions
+) -> Iterator[dict[str, NDArray[Any]]]:
+    """Inputs that may show how a batch is split, for `mcinfer.Master.learn`: two different rows or more.
+
+    First files as they are, where their rows differ; then random values in the place of rows that do not.
+    Where nothing says which inputs have rows, those are taken to have them whose first dimension is free.
+
+    Args:
+        model: What they are for.
+        first: What is said or declared.
+        batches: Rows of the requests that will come.
+        options: Where they come from.
+
+    Raises:
+        InvalidInputError: As `make_inputs`.
+    """
+    saved = {name: array.shape for name, (_, array) in _saved(model, options).items()}
+    axes = first.inputs
+    if all(axis is None for axis in axes.values()):
+        axes = _likely_axes(model, saved, options)
+    cut = {name: axis for name, axis in axes.items() if axis is not None}
+    if not cut:
+        return
+    split = replace(first, inputs=axes)
+    keys = _batch_keys(model, split)
+    options = replace(options, dims={k: n for k, n in options.dims.items() if k not in keys})
+    given = max(
+        (saved[n][axis] for n, axis in cut.items() if axis < len(saved.get(n, ()))), default=1
+    )
+    rows = given if given > 1 else min((b for b in batches if b > 1), default=_EXAMPLE_ROWS)
+    arrays = make_inputs(model, split, rows, options)
+    if any(_rows_differ(arrays[name], axis) for name, axis in cut.items()):
+        yield arrays
+    for count in (rows, _EXAMPLE_ROWS):
+        options = replace(options, seed=options.seed + 1)
+        arrays = make_inputs(model, split, count, options)
+        for spec in model.inputs:
+            if spec.name in cut and not _rows_differ(arrays[spec.name], cut[spec.name]):
+                shape = arrays[spec.name].shape
+                arrays[spec.name] = _of_different_rows(spec, shape, cut[spec.name], options)
+        yield arrays
+
+
+def _likely_axes(
+    model: ModelSpec, saved: Mapping[str, Sequence[int]], options: InputOptions
+) -> dict[str, int | None]:
+    """The first axis of each input where its size is free, said by no option, and that of other files."""
+    free = [
+        spec.name
+        for spec in model.inputs
+        if not (spec.shape and isinstance(spec.shape[0], int))
+        and (spec.shape or saved.get(spec.name))
+        and _key(spec, 0) not in options.dims
+    ]
+    rows = max((saved[name][0] for name in free if saved.get(name)), default=0)
+    return {
+        spec.name: 0 if spec.name in free and saved.get(spec.name, (rows,))[0] == rows else None
+        for spec in model.inputs
+    }
+
+
+def _rows_differ(array: NDArray[Any], axis: int) -> bool:
+    return not np.array_equal(array, np.broadcast_to(array.take([0], axis), array.shape))
+
+
+def _of_different_rows(
+    spec: TensorSpec, shape: tuple[int, ...], axis: int, options: InputOptions
+) -> NDArray[Any]:
+    """Random values; of all rows alike only where the type, or ``--integers``, has but one value."""
+    for seed in range(options.seed, options.seed + _MOST_DRAWS):
+        array = _random_fitting(spec, shape, replace(options, seed=seed))
+        if _rows_differ(array, axis):
+            break
+    return array
 
 
 def _random_fitting(

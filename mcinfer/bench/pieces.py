@@ -1,4 +1,4 @@
-"""Cutting a request by hand, as whoever runs a model without mcinfer has to."""
+"""Cutting a request by hand, as anyone who runs a model without mcinfer has to."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,23 +15,32 @@ def cut(inputs: Arrays, setup: Setup, most: int) -> list[dict[str, NDArray[Any]]
 
     Args:
         inputs: The request's.
-        setup: Says which of them are cut, and the fixed batch if there is one.
+        setup: Says along which axes they are cut, if they may be, and the fixed batch if there is one.
         most: How many pieces at most, where the batch is not fixed.
     """
-    rows = max((len(inputs[name]) for name in setup.split), default=0)
+    axes = {name: axis for name, axis in setup.split.inputs.items() if axis is not None}
+    if not setup.split.splits:
+        return [dict(inputs)]
+    rows = next(inputs[name].shape[axis] for name, axis in axes.items())
     fixed = setup.fixed_batch
-    sizes = [fixed] * (rows // fixed) if fixed else split_evenly(rows, min(most, rows))
+    sizes = [fixed] * (rows // fixed) if fixed else split_evenly(rows, most)
     if len(sizes) < 2 or sum(sizes) < rows:  # nothing to cut, or nothing that the model takes
         return [dict(inputs)]
-    ends = np.cumsum(sizes)
+    # Inputs of a fixed batch may have other numbers of rows than each other, but as many pieces.
+    places: Any = len(sizes) if fixed else np.cumsum(sizes)[:-1]
+    parts = {name: np.split(inputs[name], places, axis) for name, axis in axes.items()}
     return [
-        {n: a[end - size : end] if n in setup.split else a for n, a in inputs.items()}
-        for size, end in zip(sizes, ends, strict=True)
+        {name: parts[name][i] if name in parts else array for name, array in inputs.items()}
+        for i in range(len(sizes))
     ]
 
 
-def join(answers: Sequence[Sequence[NDArray[Any]]]) -> list[NDArray[Any]]:
-    """The pieces' outputs, one after another."""
+def join(answers: Sequence[Sequence[NDArray[Any]]], setup: Setup) -> list[NDArray[Any]]:
+    """The pieces' outputs, one after another along the axes that the setup says."""
     if len(answers) == 1:
         return [*answers[0]]
-    return [np.concatenate(parts) for parts in zip(*answers, strict=True)]
+    axes = setup.split.outputs.values()
+    return [
+        np.concatenate(parts, axis) if isinstance(axis, int) else parts[0]
+        for parts, axis in zip(zip(*answers, strict=True), axes, strict=True)
+    ]

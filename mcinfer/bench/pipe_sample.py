@@ -81,7 +81,7 @@ class PipePool:
             raise
 
     def predict(self, inputs: Arrays) -> Answer:
-        """Split all inputs by rows, run the parts at the same time, join the answers."""
+        """Cut the inputs that have rows, run the parts at the same time, join the answers."""
         pieces = cut(inputs, self._setup, len(self._connections))
         replies = []
         with self._lock:  # the pipes hold one request at a time
@@ -115,7 +115,7 @@ class PipePool:
         with self._lock:
             self._runs += len(answers)
             self._seconds += sum(seconds for _, seconds in answers)
-        outputs = join([[*outputs.values()] for outputs, _ in answers])
+        outputs = join([[*outputs.values()] for outputs, _ in answers], self._setup)
         return dict(zip(answers[0][0], outputs, strict=True))
 
     def close(self) -> None:
@@ -167,6 +167,12 @@ class Pipe(_PipeWay):
     """The sample as it is: each batch is cut and joined, one request at a time."""
 
     text = "the pipe sample: processes, pickled arrays, the batch cut and joined"
+
+    def __init__(self, setup: Setup) -> None:
+        """Start the processes."""
+        super().__init__(setup)
+        if why := setup.why_uncut(setup.split):
+            self.text = f"the pipe sample: processes, pickled arrays, not cut: {why}"
 
     def run(self, inputs: Arrays) -> object:
         """Over all processes."""

@@ -1,10 +1,13 @@
 """mcinfer's own ways."""
 
+from dataclasses import replace
 from typing import ClassVar
 
-from mcinfer.bench.way import Arrays, RunningWay, Setup
+from mcinfer.bench.way import Arrays, RunningWay, Setup, why_whole
 from mcinfer.config import EngineOptions
 from mcinfer.master import Master
+from mcinfer.sharding import Split, plan
+from mcinfer.specs import ELEMENT_TYPES, STRING, ModelSpec
 
 
 class _PoolWay(RunningWay):
@@ -22,10 +25,12 @@ class _PoolWay(RunningWay):
             options=EngineOptions(threads=setup.threads, cores=setup.worker_cores or None),
             max_batch_size=max_batch_size,
             max_delay=setup.max_delay if max_batch_size > 1 else 0.0,
+            batch_axes=setup.batch_axes,
+            output_axes=setup.output_axes,
         ).start()
 
     def run_seconds(self) -> tuple[int, float]:
-        """As the workers tell."""
+        """As the workers say."""
         workers = self._master.statistics().workers
         return sum(w.runs for w in workers), sum(w.busy_seconds for w in workers)
 
@@ -38,6 +43,20 @@ class Sharded(_PoolWay):
     """Each batch over all workers."""
 
     text = "mcinfer.predict: each batch split over all workers"
+
+    def __init__(self, setup: Setup) -> None:
+        """Start the workers."""
+        super().__init__(setup)
+        split = _settled(self._master.split, setup)
+        one = setup.fixed_batch or 1
+        pieces = [batch // one for batch in setup.batches]
+        if why := setup.why_uncut(split):
+            self.text = f"mcinfer.predict: not split: {why}"
+            return
+        if pieces and max(pieces) < self.workers:
+            self.text = f"mcinfer.predict: each batch split over {max(pieces)} workers at most"
+        if 1 in pieces:
+            self.text += f", those of {'one row' if one == 1 else f'{one} rows'} whole"
 
     def run(self, inputs: Arrays) -> object:
         """Over all workers."""
@@ -59,3 +78,41 @@ class Batched(Concurrent):
 
     text = "mcinfer.submit with dynamic batching"
     joins = True
+
+    def __init__(self, setup: Setup) -> None:
+        """Start the workers."""
+        super().__init__(setup)
+        model = ModelSpec(inputs=self._master.inputs, outputs=self._master.outputs)
+        if why := _why_apart(model, _settled(self._master.split, setup), setup):
+            self.text = f"mcinfer.submit with dynamic batching, not joined: {why}"
+
+
+def _settled(split: Split, setup: Setup) -> Split:
+    """The split by which requests run from the first one on."""
+    if not split.splits or split.checked or setup.fixed_batch:
+        return split
+    why = setup.split.reason or "what was learned of the model is not in the cache"
+    return replace(split, reason=f"no request has shown yet that it may be ({why})")
+
+
+def _why_apart(model: ModelSpec, split: Split, setup: Setup) -> str:
+    """Why requests are not joined to one run; empty where they are."""
+    if not split.splits:
+        return why_whole(split)
+    if setup.fixed_batch:
+        return f"each run takes {setup.fixed_batch} of the rows, no more"
+    shapes = [tuple(n if isinstance(n, int) else 1 for n in spec.shape) for spec in model.inputs]
+    joins = plan(model, shapes, 1, split).outputs
+    for spec, join in zip(model.outputs, joins, strict=True):
+        if join.axis is None:
+            return f"output {spec.name!r} is the same whatever rows there are"
+        if join.shapes is None:
+            return f"the shape of output {spec.name!r} is not known before the run"
+    if any(
+        ELEMENT_TYPES[spec.element_type].bits % 8 or spec.element_type == STRING
+        for spec in (*model.inputs, *model.outputs)
+    ):
+        return "strings, and elements of less than a byte, are not put together"
+    if setup.batches and 2 * min(setup.batches) > setup.max_batch_size:
+        return f"two requests have more than {setup.max_batch_size} rows"
+    return ""

@@ -29,7 +29,7 @@ class Load:
     """What is asked of a way.
 
     Attributes:
-        batch: Rows of each request.
+        batch: Rows of each request; 1 where it is not known which dimension is the batch.
         clients: How many requests are under way at most, each made by a thread of its own.
         rate: Requests a second, which arrive at random moments (a Poisson process) whether or not earlier
             ones are answered: an open loop. None is a closed loop: each client makes its next request
@@ -131,7 +131,7 @@ class Way:
 
     Attributes:
         name: Such as ``"session"``.
-        text: What it is, in a few words.
+        text: What it is, in a few words; of a way that splits or joins nothing, also why.
         role: ``"baseline"``: what else one would do. ``"mcinfer"``: one of its modes. ``"scaling"``: a pool
             of fewer or more workers, each with the share of the device that it has in the whole pool.
         workers: Processes, or sessions, that run the model.

@@ -26,9 +26,10 @@ from time import monotonic
 
 from mcinfer import __version__
 from mcinfer.bench.failures import WayFailedError
-from mcinfer.bench.inputs import InputOptions, fixed_batch, make_inputs, split_inputs
+from mcinfer.bench.inputs import InputOptions, fixed_batch, make_inputs
 from mcinfer.bench.known_ways import MODES, check_names, shown_name
 from mcinfer.bench.load import MOST_ARRIVALS
+from mcinfer.bench.looking import look_at
 from mcinfer.bench.report import Load, Measurement, Memory, Report, Role, Settings, Turn, Way
 from mcinfer.bench.request_file import write_request
 from mcinfer.bench.subject import Subject
@@ -38,7 +39,7 @@ from mcinfer.config import CoreShare, EngineOptions, parse_devices, share_cores
 from mcinfer.errors import InvalidInputError
 from mcinfer.machine import whole_cpus
 from mcinfer.master import Master
-from mcinfer.sharding import batch_symbol
+from mcinfer.sharding import Axes, Split
 from mcinfer.specs import ModelSpec
 
 OPEN_LOOP_CLIENTS = 32
@@ -74,6 +75,8 @@ class Plan:
         max_delay: Likewise, seconds.
         scaling: Whether pools of fewer workers are measured, too.
         inputs: What the requests' arrays are made of.
+        batch_axes: As `mcinfer.Master` takes them.
+        output_axes: Likewise.
     """
 
     model: Path
@@ -91,6 +94,8 @@ class Plan:
     max_delay: float = 0.001
     scaling: bool = True
     inputs: InputOptions
+    batch_axes: Axes = field(default_factory=dict)
+    output_axes: Axes = field(default_factory=dict)
 
     @property
     def loads(self) -> tuple[Load, ...]:
@@ -181,7 +186,7 @@ class Benchmark:
             whole_cpus()
         )  # as the master counts them: fewer than cores where there is a quota
         self._devices = tuple(map(str, parse_devices(plan.devices, self._cpus)))
-        self._spec: ModelSpec | None = None
+        self._known: tuple[ModelSpec, Split] | None = None
         self._entries: list[_Entry] = []
         self.turns_taken = 0
         self.done = 0
@@ -198,8 +203,8 @@ class Benchmark:
         """
         with tempfile.TemporaryDirectory(prefix="mcinfer-bench-") as name:
             self._tell("loading the model")
-            self._spec = self._look()
-            files = self._write_inputs(Path(name), self._spec)
+            self._known = self._look()
+            files = self._write_inputs(Path(name), *self._known)
             main = [self._entry(way) for way in self._plan.ways]
             pools = self._pools()
             self._entries = [*main, *pools]
@@ -216,8 +221,7 @@ class Benchmark:
         Raises:
             InvalidInputError: Not even the model was looked at.
         """
-        if self._spec is None:
-            raise InvalidInputError("nothing was measured")
+        model, _ = self._model
         plan = self._plan
         loads = (*plan.loads, self._scaling_load())
         return Report(
@@ -225,7 +229,7 @@ class Benchmark:
             took_seconds=round(monotonic() - self._start, 1),
             mcinfer=__version__,
             machine=self._machine,
-            model=describe_model(plan.model, self._spec),
+            model=describe_model(plan.model, model),
             settings=Settings(
                 devices=self._devices,
                 seconds=0.0 if plan.count else plan.seconds,
@@ -249,32 +253,47 @@ class Benchmark:
 
     # What there is to measure.
 
-    def _look(self) -> ModelSpec:
-        """What the model takes and gives. It is prepared by that, if it has not been."""
-        options = EngineOptions(threads=self._plan.threads)
-        with Master(self._plan.model, self._devices[:1], options=options) as master:
-            return ModelSpec(inputs=master.inputs, outputs=master.outputs)
+    @property
+    def _model(self) -> tuple[ModelSpec, Split]:
+        """What was found of it."""
+        if self._known is None:
+            raise InvalidInputError("nothing was measured")
+        return self._known
 
-    def _write_inputs(self, folder: Path, spec: ModelSpec) -> dict[int, Path]:
+    def _look(self) -> tuple[ModelSpec, Split]:
+        """What the model is like. It is prepared by that, if it has not been."""
+        plan = self._plan
+        axes = plan.batch_axes, plan.output_axes
+        with Master(
+            plan.model,
+            self._devices[:1],
+            options=EngineOptions(threads=plan.threads),
+            batch_axes=plan.batch_axes,
+            output_axes=plan.output_axes,
+        ) as master:
+            self._tell("learning how its batch is split")
+            return look_at(master, plan.batches, plan.inputs, *axes)
+
+    def _write_inputs(self, folder: Path, model: ModelSpec, split: Split) -> dict[int, Path]:
         files = {}
         for batch in self._plan.batches:
             files[batch] = folder / f"{batch}.request"
-            write_request(files[batch], make_inputs(spec, batch, self._plan.inputs))
+            write_request(files[batch], make_inputs(model, split, batch, self._plan.inputs))
         return files
 
     def _setup(self, workers: int, shares: Sequence[CoreShare] = ()) -> Setup:
         """Of a way with so many workers, each with such a share; without any, with all cores."""
-        if self._spec is None:
-            raise InvalidInputError("the model was not looked at")
-        fixed = fixed_batch(self._spec)
+        model, split = self._model
         return Setup(
             model=str(self._plan.model.absolute()),
             cores=self._cpus,
             devices=self._devices[:workers],
             threads=self._plan.threads or (shares[0].threads if shares else None),
-            outputs=tuple(spec.name for spec in self._spec.outputs),
-            split=split_inputs(self._spec, 2 * fixed if fixed else max(self._plan.batches)),
-            fixed_batch=fixed,
+            split=split,
+            fixed_batch=fixed_batch(model, split),
+            batches=self._plan.batches,
+            batch_axes=self._plan.batch_axes,
+            output_axes=self._plan.output_axes,
             max_batch_size=self._plan.max_batch_size,
             max_delay=self._plan.max_delay,
             worker_cores=tuple(share.cores for share in shares),
@@ -282,7 +301,7 @@ class Benchmark:
 
     def _entry(self, name: str) -> _Entry:
         role: Role = "mcinfer" if name in MODES else "baseline"
-        entry = _Entry(
+        return _Entry(
             name=shown_name(name),
             source=name,
             role=role,
@@ -290,9 +309,6 @@ class Benchmark:
             text=name,  # until it has started: its class would bring its runtime into this process
             workers=len(self._devices),
         )
-        if name == "batched" and self._spec is not None and batch_symbol(self._spec) is None:
-            entry.give_up("the model has no symbolic batch: its requests cannot be joined")
-        return entry
 
     def _pools(self) -> list[_Entry]:
         """Pools of fewer workers, each with the share of the device that it has in the whole pool."""

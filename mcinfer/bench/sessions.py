@@ -58,7 +58,7 @@ class _SessionWay(RunningWay):
             outputs: list[Any] = self._session.run(self._outputs, inputs)
             return outputs
         pieces = cut(inputs, self._setup, 1)
-        return join([self._session.run(self._outputs, piece) for piece in pieces])
+        return join([self._session.run(self._outputs, piece) for piece in pieces], self._setup)
 
     def close(self) -> None:
         """The session ends with its process."""

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
@@ -97,7 +97,7 @@ class Subject:
         self._printed.listen(self._process)
         self._send({"parent": os.getpid(), "path": [os.path.abspath(p) for p in sys.path]})
         started = self._ask(
-            timeout, do="start", way=self.way, setup=asdict(self._setup), inputs=self._inputs
+            timeout, do="start", way=self.way, setup=self._setup, inputs=self._inputs
         )
         self.workers, self.text = started["workers"], started["text"]
         return float(started["seconds"])
@@ -227,7 +227,7 @@ class Subject:
         if self._channel is None:
             raise WayFailedError(f"{self.way}: its process has ended")
         try:
-            self._channel.sendall(json.dumps(task).encode() + b"\n")
+            self._channel.sendall(json.dumps(task, default=_plain).encode() + b"\n")
         except OSError as exc:
             raise self._died() from exc
 
@@ -264,6 +264,13 @@ class Subject:
         return WayFailedError(
             f"{self.way}: its process ended with status {self._status}{': ' if last else ''}{last}"
         )
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    """What JSON does not know: our own types, and mappings that cannot be changed."""
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return dict(value)
 
 
 class _LastWords:

@@ -7,10 +7,12 @@ calls it from the threads of its clients.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any
 
 from numpy.typing import NDArray
+
+from mcinfer.sharding import Axes, Split
 
 Arrays = Mapping[str, NDArray[Any]]
 """Arrays by input name."""
@@ -26,9 +28,12 @@ class Setup:
         devices: One for each worker: ``("cpu:0", "cpu:1")``.
         threads: Of each worker, for one run; None is as many as the worker has cores.
         worker_cores: By worker, the cores that it is pinned to; empty for equal shares of all.
-        outputs: The outputs' names, in the model's order.
-        split: Inputs that have the model's batch as their first dimension; others belong to every row.
+        split: Where a request's rows lie in the inputs; and where it may be split (`Split.splits`), how its
+            outputs are joined.
         fixed_batch: Rows that one run takes, no more and no less; None where it takes any number.
+        batches: Rows of the requests that will come; empty where that is not known.
+        batch_axes: As `mcinfer.Master` takes them: what the user says.
+        output_axes: Likewise.
         max_batch_size: Rows that small requests may be joined to, for a way that joins them.
         max_delay: Seconds that a request may wait for others, likewise.
     """
@@ -37,28 +42,57 @@ class Setup:
     cores: int
     devices: tuple[str, ...]
     threads: int | None
-    outputs: tuple[str, ...]
-    split: tuple[str, ...]
+    split: Split
     max_batch_size: int
     max_delay: float
     worker_cores: tuple[tuple[int, ...], ...] = ()
     fixed_batch: int | None = None
+    batches: tuple[int, ...] = ()
+    batch_axes: Axes = field(default_factory=dict)
+    output_axes: Axes = field(default_factory=dict)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The outputs' names, in the model's order."""
+        return tuple(self.split.outputs)
 
     @property
     def worker_threads(self) -> int:
         """Threads of a worker's run, for ways that have to be told a number."""
         return self.threads or max(1, self.cores // len(self.devices))
 
+    def why_uncut(self, split: Split) -> str:
+        """Why no request is cut over the devices by this split; empty where some are."""
+        if not split.splits:
+            return why_whole(split)
+        if len(self.devices) == 1:
+            return "there is one worker"
+        one = self.fixed_batch or 1
+        if self.batches and max(self.batches) <= one:
+            return "each request has one row" if one == 1 else f"each request is one run of {one}"
+        return ""
+
+
+def why_whole(split: Split) -> str:
+    """Why requests run whole; empty where they may be split."""
+    if split.splits:
+        return ""
+    if split.reason or not split.unjoined:
+        return split.reason or split.summary()
+    name = split.unjoined[0]
+    return f"output {name!r}: {split.outputs[name]}"
+
 
 class RunningWay(ABC):
     """A model that is loaded and ready. Making it is the start that is measured.
 
     Attributes:
-        text: What it is, in a few words, for tables.
+        text: What it is, in a few words, for tables. It is read after the start, so that a way may say what
+            it does with this model.
         workers: Processes, or sessions, that run the model.
     """
 
-    text: ClassVar[str]
+    text: str
     workers: int = 1
 
     @abstractmethod

@@ -21,7 +21,15 @@ from mcinfer.cli.input_options import (
     parse_duration,
     parse_pause,
 )
-from mcinfer.cli.options import DevicesOption, ModelArgument, parse_counts, parse_rates
+from mcinfer.cli.options import (
+    BatchAxisOption,
+    DevicesOption,
+    ModelArgument,
+    OutputAxisOption,
+    axes_of,
+    parse_counts,
+    parse_rates,
+)
 from mcinfer.cli.output_files import check_outputs, parse_png, write_output
 from mcinfer.errors import InvalidInputError, McinferError, MissingDependencyError
 from mcinfer.progress import let_workers_tell, showing_work
@@ -128,6 +136,8 @@ def bench(
     dim: DimOption = None,
     integers: IntegersOption = "0:10",
     seed: SeedOption = 0,
+    batch_axis: BatchAxisOption = None,
+    output_axis: OutputAxisOption = None,
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write all figures there.")
     ] = None,
@@ -165,6 +175,8 @@ def bench(
         max_delay=max_delay,
         scaling=scaling and "concurrent" in modes,
         inputs=input_options(input, dim, integers, seed),
+        batch_axes=axes_of("--batch-axis", batch_axis),
+        output_axes=axes_of("--output-axis", output_axis),
     )
     outputs = {"--json": json, "--html": html, "--png": png}
     _check_packages(outputs)

@@ -5,8 +5,12 @@
 - ``model``: the path; ``engine``: what loaded it; ``providers``: what runs it there, on the CPU;
   ``runtime``: null, or ``version`` of ONNX Runtime and the ``providers`` that it offers on this machine.
 - ``inputs`` and ``outputs``: ``name``, ``type``, and ``shape``: numbers, symbols, or null without a name;
-  null itself where the model does not say how many dimensions there are (as inputs, only scalars are taken).
-- ``batch``: its ``symbol`` or null; whether it is ``fixed``; ``axes``: by input, where it is cut.
+  null itself where the model does not say how many dimensions there are.
+- ``split``: ``inputs`` and ``outputs``: by name, the axis; null for an input that goes whole, an output that
+  is the same from every worker; a text why an output cannot be joined. ``known``: ``"said"``, ``"declared"``,
+  ``"learned"``, ``"recorded"`` or ``"unknown"``; ``splits``; ``checked``; ``rows`` and ``difference`` of the
+  request that has shown it; ``reason`` why requests run whole, or empty; ``fixed``: whether the batch is cut
+  into runs of a fixed number of rows; ``summary``: all of this in one sentence.
 - ``onnx``: null where the file is no ONNX file, or ``ir_version``, ``producer``, ``opsets`` (version by
   domain), ``operators`` (``domain``, ``type``, ``count``; the most frequent first, those of subgraphs and
   functions too) and ``weights``: ``count`` of the main graph's initialisers, ``constants`` of all other
@@ -16,6 +20,7 @@
   with default options does not take it from there. ``failed``: it cannot be made. ``no``: it is not there.
 """
 
+import io
 import json
 import logging
 import os
@@ -27,8 +32,15 @@ from typing import Annotated, Any
 
 import typer
 
-from mcinfer.cli.options import ModelArgument, check_model, engine_for
-from mcinfer.errors import BuildError, EngineError, McinferError
+from mcinfer.cli.options import (
+    BatchAxisOption,
+    ModelArgument,
+    OutputAxisOption,
+    axes_of,
+    check_model,
+    engine_for,
+)
+from mcinfer.errors import BuildError, EngineError, InvalidInputError, McinferError
 from mcinfer.printable import printable
 from mcinfer.progress import let_workers_tell, megabytes
 
@@ -42,17 +54,43 @@ _MOST_CHARACTERS = 100
 
 _KEY_CHARACTERS = 12
 
+_OF_SPLIT = ("known", "splits", "checked", "rows", "difference", "reason")
+
 
 def inspect(
     model: ModelArgument,
+    example: Annotated[
+        Path | None,
+        typer.Option(
+            "--input",
+            metavar="FILE",
+            help="For --probe: an .npz file with the inputs by name, or an .npy file with the only one.",
+        ),
+    ] = None,
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe", help="Run --input whole and in pieces, to learn how its batch splits."
+        ),
+    ] = False,
+    batch_axis: BatchAxisOption = None,
+    output_axis: OutputAxisOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="All of it, as one JSON object.")] = False,
 ) -> None:
     """What a model takes and gives, what is split, and what it is made of."""
+    if probe != (example is not None):
+        raise typer.BadParameter(
+            "--probe and --input go together: the one runs what the other gives"
+        )
+    axes = {
+        "batch_axes": axes_of("--batch-axis", batch_axis),
+        "output_axes": axes_of("--output-axis", output_axis),
+    }
     check_model(model)
     let_workers_tell()
     contents, unranked = _onnx_contents(model)
     try:
-        facts = _loaded(model)
+        facts = _loaded(model, axes, example)
     except McinferError:
         if contents is not None and not as_json:
             print(*_lines_of_contents(contents), sep="\n")
@@ -93,26 +131,21 @@ def _onnx_contents(model: Path) -> tuple[_Facts | None, Collection[str]]:
     }, found.unranked
 
 
-def _loaded(model: Path) -> _Facts:
+def _loaded(model: Path, axes: Mapping[str, Any], example: Path | None) -> _Facts:
     """What a worker says that has loaded the model, and what that left in the cache."""
     from mcinfer.master import Master
-    from mcinfer.sharding import batch_symbol
+    from mcinfer.sharding import is_fixed
     from mcinfer.specs import ModelSpec
 
     engine = engine_for(model)
     before = _entries(model) if engine == "onnxruntime" else None
-    with _no_word_of_the_batch(), Master(model, 1, engine=engine) as master:
+    with _no_word_of_the_split(), Master(model, 1, engine=engine, **axes) as master:
         spec = ModelSpec(inputs=master.inputs, outputs=master.outputs)
         providers = master.statistics().workers[0].providers
         prepared = None if before is None else _prepared(before, _entries(model))
-    symbol = batch_symbol(spec)
-    firsts = {tensor.name: tensor.shape[0] for tensor in spec.inputs if tensor.shape}
-    fixed = symbol is None and bool(firsts)
-    fixed = fixed and all(isinstance(size, int) for size in firsts.values())
-    if symbol is None:
-        axes = dict.fromkeys(firsts, 0) if fixed else {}
-    else:
-        axes = {t.name: t.shape.index(symbol) for t in spec.inputs if symbol in t.shape}
+        if example is not None:
+            master.learn(_read_example(example, spec))
+        split = master.split
     return {
         "model": str(model),
         "engine": engine,
@@ -120,17 +153,23 @@ def _loaded(model: Path) -> _Facts:
         "runtime": _runtime() if engine == "onnxruntime" else None,
         "inputs": [_tensor(tensor) for tensor in spec.inputs],
         "outputs": [_tensor(tensor) for tensor in spec.outputs],
-        "batch": {"symbol": symbol, "fixed": fixed, "axes": axes},
+        "split": {
+            **{name: getattr(split, name) for name in _OF_SPLIT},
+            "inputs": dict(split.inputs),
+            "outputs": dict(split.outputs),
+            "fixed": is_fixed(spec, split),
+            "summary": split.summary(),
+        },
         "prepared": prepared,
     }
 
 
 @contextmanager
-def _no_word_of_the_batch() -> Iterator[None]:
-    """That it is not known is logged for programs; here it is among what is said of the model."""
+def _no_word_of_the_split() -> Iterator[None]:
+    """The log of it is for programs; here it is among what is said of the model."""
 
     def is_other(record: logging.LogRecord) -> bool:
-        return "is known to be the batch" not in record.getMessage()
+        return record.module != "splitting"
 
     log = logging.getLogger("mcinfer.master")
     log.addFilter(is_other)
@@ -138,6 +177,35 @@ def _no_word_of_the_batch() -> Iterator[None]:
         yield
     finally:
         log.removeFilter(is_other)
+
+
+def _read_example(path: Path, spec: Any) -> _Facts:
+    """The arrays of a request, by input name.
+
+    Raises:
+        InvalidInputError: The file holds none, or an array of another type.
+    """
+    import numpy as np
+
+    try:
+        content = np.load(io.BytesIO(path.read_bytes()), allow_pickle=False)
+        if isinstance(content, np.ndarray):
+            arrays = {spec.inputs[0].name: content}
+        else:
+            with content:
+                arrays = {name: content[name] for name in content.files}
+    except Exception as exc:  # NumPy, zipfile and zlib raise many kinds on what is not theirs
+        raise InvalidInputError(f"--input {path}: {exc}") from exc
+    for tensor in spec.inputs:
+        array = arrays.get(tensor.name)
+        # NumPy's files do not know the types of ml_dtypes, and say only how long an element is.
+        if (
+            array is not None
+            and array.dtype.kind == "V"
+            and array.itemsize == tensor.dtype.itemsize
+        ):
+            arrays[tensor.name] = array.view(tensor.dtype)
+    return arrays
 
 
 def _tensor(spec: Any) -> _Facts:
@@ -207,18 +275,15 @@ def _size(entries: _Facts, key: str) -> _Facts:
 
 def _lines(facts: _Facts) -> Iterator[str]:
     yield from _lines_of_tensors("inputs", facts["inputs"])
-    if any(tensor["shape"] is None for tensor in facts["inputs"]):
-        yield "  of inputs whose rank is not known only scalars are taken"
     yield from _lines_of_tensors("outputs", facts["outputs"])
-    batch = facts["batch"]
-    if batch["symbol"] is not None:
-        yield f"batch: the symbol {_shown(repr(batch['symbol']))}"
-        yield from _lines_of_cuts(facts["inputs"], batch["axes"])
-    elif batch["fixed"]:
+    split = facts["split"]
+    if split["fixed"] and split["splits"]:
         yield "batch: fixed; inputs with a multiple of their rows are split in so many runs"
-        yield from _lines_of_cuts(facts["inputs"], batch["axes"])
     else:
-        yield "batch: none is known; requests run whole unless batch_axes says what to split"
+        yield f"batch: {_shown(split['summary'])}"
+    if split["splits"]:
+        yield from _lines_of_axes(split["inputs"], "split", "whole")
+        yield from _lines_of_axes(split["outputs"], "joined", "the same from every worker")
     runtime = facts["runtime"]
     yield f"runs on: {', '.join(facts['providers'])}"
     if runtime is not None:
@@ -231,13 +296,12 @@ def _lines(facts: _Facts) -> Iterator[str]:
         yield f"prepared: {_words_of_prepared(facts['prepared'])}"
 
 
-def _lines_of_cuts(inputs: Sequence[_Facts], axes: Mapping[str, int]) -> Iterator[str]:
-    """Which inputs are cut, by axis, and which go whole."""
+def _lines_of_axes(axes: Mapping[str, int | None], verb: str, otherwise: str) -> Iterator[str]:
+    """Which tensors are split or joined, by axis, and which are not."""
     kinds: dict[str, list[str]] = {}
-    for tensor in inputs:
-        axis = axes.get(tensor["name"])
-        kind = "whole" if axis is None else f"split along axis {axis}"
-        kinds.setdefault(kind, []).append(tensor["name"])
+    for name, axis in axes.items():
+        kind = otherwise if axis is None else f"{verb} along axis {axis}"
+        kinds.setdefault(kind, []).append(name)
     for kind, names in kinds.items():
         more = ", …" if len(names) > _MOST_LINES else ""
         yield f"  {kind}: {', '.join(map(_shown, names[:_MOST_LINES]))}{more}"

@@ -1,23 +1,20 @@
 """``mcinfer run``: a batch from a file, split over the devices, into another file."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mcinfer.cli.options import DevicesOption, ModelArgument, engine_for, parse_seconds
+from mcinfer.cli.options import (
+    BatchAxisOption,
+    DevicesOption,
+    ModelArgument,
+    OutputAxisOption,
+    axes_of,
+    engine_for,
+    parse_seconds,
+)
 from mcinfer.progress import let_workers_tell
-
-
-def parse_batch_axis(text: str) -> tuple[str, int | None]:
-    """``"x=0"``: an input and the axis that it is cut along; ``"x=none"``: it goes whole."""
-    name, _, axis = text.rpartition("=")
-    if name and axis.isdecimal():
-        return name, int(axis)
-    if name and axis.lower() == "none":
-        return name, None
-    raise typer.BadParameter(f"got {text!r}, expected an input and an axis, such as x=0 or x=none")
 
 
 def parse_timeout(text: str) -> float:
@@ -50,17 +47,6 @@ _Batch = Annotated[
         show_default=False,
     ),
 ]
-_BatchAxis = Annotated[
-    list[Any] | None,
-    typer.Option(
-        "--batch-axis",
-        metavar="INPUT=AXIS",
-        parser=parse_batch_axis,
-        help="Where an input is cut (x=0), or that it goes whole (x=none), if its shape does not say so. "
-        "Any number.",
-        show_default=False,
-    ),
-]
 _Timeout = Annotated[
     Any,
     typer.Option(
@@ -83,7 +69,8 @@ def run(
     target: _Output,
     devices: DevicesOption = None,
     batch: _Batch = None,
-    batch_axis: _BatchAxis = None,
+    batch_axis: BatchAxisOption = None,
+    output_axis: OutputAxisOption = None,
     timeout: _Timeout = None,
     restart: _Restart = False,
 ) -> None:
@@ -102,16 +89,9 @@ def run(
         engine=engine_for(model),
         devices=devices,
         rows=batch,
-        batch_axes=_axes(batch_axis or ()),
+        batch_axes=axes_of("--batch-axis", batch_axis),
+        output_axes=axes_of("--output-axis", output_axis),
         timeout=timeout,
         restart=restart,
     )
     print(*lines, sep="\n")
-
-
-def _axes(given: Sequence[tuple[str, int | None]]) -> dict[str, int | None]:
-    axes = dict(given)
-    if len(axes) < len(given):
-        names = [name for name, _ in given]
-        raise typer.BadParameter(f"--batch-axis: got {names}, expected each input once")
-    return axes

@@ -16,7 +16,13 @@ from mcinfer.cli.input_options import (
     input_options,
     parse_duration,
 )
-from mcinfer.cli.options import ModelArgument, parse_rates
+from mcinfer.cli.options import (
+    BatchAxisOption,
+    ModelArgument,
+    OutputAxisOption,
+    axes_of,
+    parse_rates,
+)
 from mcinfer.cli.output_files import check_outputs, write_output
 from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.progress import let_workers_tell, showing_work
@@ -85,6 +91,8 @@ def tune(
     dim: DimOption = None,
     integers: IntegersOption = "0:10",
     seed: SeedOption = 0,
+    batch_axis: BatchAxisOption = None,
+    output_axis: OutputAxisOption = None,
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write all that was measured there.")
     ] = None,
@@ -106,6 +114,8 @@ def tune(
             options,
             budget=budget,
             progress=lambda done, note: work.show(done, note),
+            batch_axes=axes_of("--batch-axis", batch_axis),
+            output_axes=axes_of("--output-axis", output_axis),
         )
     except InvalidInputError as exc:
         raise typer.BadParameter(str(exc)) from exc
@@ -162,4 +172,4 @@ def _show(model: str, found: Any) -> None:
     chosen = found.recommended
     console.print(Text(program(model, chosen, found)), soft_wrap=True)
     console.print()
-    console.print(Text(dumps(arguments(chosen, found.default))), soft_wrap=True)
+    console.print(Text(dumps(arguments(chosen, found))), soft_wrap=True)

@@ -217,7 +217,7 @@ class _BoundRun(Run):
         outputs: Sequence[Buffer],
     ) -> None:
         self._engine = engine
-        bound = {buffer.name: buffer for buffer in outputs}
+        self._bound = bound = {buffer.name: buffer for buffer in outputs}
         self._names = [spec.name for spec in engine.spec.outputs]
         self._free = [name for name in self._names if name not in bound]
         self._binding = engine.new_binding()
@@ -246,7 +246,8 @@ class _BoundRun(Run):
         if not self._free:
             return ()
         values = dict(zip(self._names, self._binding.get_outputs(), strict=True))
-        return [_produced(name, values[name]) for name in self._free]
+        produced = [_produced(name, values[name]) for name in self._free]
+        return [item for item in produced if not _moved(item, self._bound.get(item.name))]
 
 
 class _ValueRun(Run):
@@ -316,6 +317,14 @@ def _produced(name: str, value: Any) -> Produced | Strings:
         size=tensor_bytes(element_type, elements),
         owner=value,
     )
+
+
+def _moved(item: Produced | Strings, place: Buffer | None) -> bool:
+    """Whether an output that was left to the runtime fits in the place that it has, and was copied there."""
+    if place is None or isinstance(item, Strings) or item.shape != place.shape:
+        return False
+    ctypes.memmove(place.address, item.address, place.size)
+    return True
 
 
 def _element_type(text: str) -> str:

@@ -1,13 +1,12 @@
 """One output of a large batch: its parts, as they come in, one after another in a file of raw elements.
 
-Whether they are to be joined is known before the first comes, or guessed as `mcinfer.sharding.join_axis` does
-for shards: an output joins along its first axis if every part has the same multiple of its rows there. All
-parts of one that does not join must be equal, and the first is kept.
+How they come together is known before the first: they follow one another along an axis, or all are the same
+and the first is kept. A part may have any size along that axis.
 
 Strings are as wide as the longest of their part, 4 bytes a character.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any, Self
@@ -16,11 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.large_batches.positioned import read_at, write_at
-from mcinfer.sharding import JoinError, OutputJoin, Shape
+from mcinfer.sharding import JoinError, Shape
 from mcinfer.specs import STRING, element_type_name, numpy_dtype
+from mcinfer.tensors import difference
 
 _BLOCK_BYTES = 1 << 20
 _CHARACTER_BYTES = 4
+
+Run = tuple[int, int, int]
+"""Parts that are alike: the size along the axis, the characters of the strings, how many parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,20 +33,16 @@ class Grown:
     Attributes:
         element_type: A key of `mcinfer.specs.ELEMENT_TYPES`.
         shape: Of the first part.
-        axis: Along which the parts join; None where they do not.
-        ratio: Sizes along that axis for one unit of the batch.
-        alike: Whether all parts were equal so far.
+        axis: Along which the parts follow one another; None: all are the same, and one is kept.
+        runs: What parts are kept.
         bytes: How much of the file counts.
-        widths: Characters of each part's strings; none for other types.
     """
 
     element_type: str
     shape: Shape
     axis: int | None
-    ratio: int
-    alike: bool = True
+    runs: tuple[Run, ...] = ()
     bytes: int = 0
-    widths: tuple[int, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """As JSON can say it."""
@@ -52,24 +51,38 @@ class Grown:
     @classmethod
     def of_json(cls, said: dict[str, Any]) -> Self:
         """What `as_json` made; TypeError, LookupError or ValueError of what it did not."""
-        shape, widths = tuple(map(int, said["shape"])), tuple(map(int, said["widths"]))
-        return cls(**{**said, "shape": shape, "widths": widths})
+        runs = tuple((int(size), int(width), int(count)) for size, width, count in said["runs"])
+        return cls(**{**said, "shape": tuple(map(int, said["shape"])), "runs": runs})
 
     def dtype(self, width: int | None = None) -> "np.dtype[Any]":
         """As stored: of strings that wide, or of the widest."""
         if self.element_type == STRING:
-            return np.dtype(f"<U{max(self.widths) if width is None else width}")
+            if width is None:
+                width = max(width for _, width, _ in self.runs)
+            return np.dtype(f"<U{width}")
         return numpy_dtype(self.element_type)
 
-    def whole_shape(self, units: int) -> Shape:
-        """Of the joined output, for a batch of so many units."""
+    @property
+    def whole_shape(self) -> Shape:
+        """Of all parts together."""
         if self.axis is None:
             return self.shape
-        return (*self.shape[: self.axis], self.ratio * units, *self.shape[self.axis + 1 :])
+        total = sum(size * count for size, _, count in self.runs)
+        return (*self.shape[: self.axis], total, *self.shape[self.axis + 1 :])
 
-    def whole_bytes(self, units: int) -> int:
+    @property
+    def whole_bytes(self) -> int:
         """Likewise."""
-        return prod(self.whole_shape(units)) * self.dtype().itemsize
+        return prod(self.whole_shape) * self.dtype().itemsize
+
+    def with_part(self, array: NDArray[Any]) -> Self:
+        """With one part more, which is written at the end."""
+        width = array.itemsize // _CHARACTER_BYTES if self.element_type == STRING else 0
+        run = (1 if self.axis is None else array.shape[self.axis], width, 1)
+        runs = self.runs
+        if runs and runs[-1][:2] == run[:2]:
+            run, runs = (*run[:2], runs[-1][2] + 1), runs[:-1]
+        return replace(self, bytes=self.bytes + array.nbytes, runs=(*runs, run))
 
 
 class GrowingOutput:
@@ -79,19 +92,24 @@ class GrowingOutput:
         name: As in the model.
     """
 
-    def __init__(self, name: str, join: OutputJoin, file: int) -> None:
-        """Take how its parts come together, and a descriptor of its file."""
+    def __init__(self, name: str, axis: int | None, file: int) -> None:
+        """Take along which axis its parts follow one another, and a descriptor of its file.
+
+        Args:
+            name: As in the model.
+            axis: None: all parts are the same.
+            file: Its file's descriptor.
+        """
         self.name = name
-        self._join = join
+        self._axis = axis
         self._file = file
 
-    def add(self, before: Grown | None, array: NDArray[Any], units: int) -> Grown:
+    def add(self, before: Grown | None, array: NDArray[Any]) -> Grown:
         """Write the next part.
 
         Args:
             before: What is in the file; None before the first part.
             array: What the model gave.
-            units: Of the batch, that it is for.
 
         Returns:
             What is in the file then.
@@ -103,111 +121,57 @@ class GrowingOutput:
         element_type = element_type_name(array.dtype)
         if element_type == STRING:  # in a type that can be stored without pickling
             array = array.astype(np.str_)
-        if before is None:
-            grown = self._begin(array, element_type, units)
-        else:
-            grown = self._follow(before, array, element_type, units)
-            if grown.axis is None:
-                return grown
+        grown = before or Grown(
+            element_type=element_type, shape=tuple(array.shape), axis=self._axis
+        )
+        self._check(grown, array, element_type)
+        if before is not None and self._axis is None:
+            return before
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         write_at(self._file, data.data, grown.bytes)
-        width = (array.itemsize // _CHARACTER_BYTES,) if element_type == STRING else ()
-        return replace(grown, bytes=grown.bytes + data.size, widths=(*grown.widths, *width))
+        return grown.with_part(array)
 
-    def _begin(self, array: NDArray[Any], element_type: str, units: int) -> Grown:
-        axis = 0 if self._join.guessed else self._join.axis
-        ratio = None if axis is None else _ratio(array.shape, axis, units)
-        if ratio is None or (ratio == 0 and self._join.guessed):
-            axis = None
-        return Grown(
-            element_type=element_type, shape=tuple(array.shape), axis=axis, ratio=ratio or 0
-        )
-
-    def _follow(self, grown: Grown, array: NDArray[Any], element_type: str, units: int) -> Grown:
-        """What is known with one part more, which is not written yet."""
-        fits = (
-            grown.axis is not None
-            and len(array.shape) == len(grown.shape)
-            and array.shape[grown.axis] == grown.ratio * units
-            and _without(array.shape, grown.axis) == _without(grown.shape, grown.axis)
-        )
-        alike = self._join.axis is None and grown.alike and self._equals_first(grown, array)
-        if element_type != grown.element_type or not (fits or alike):
-            got = f"{element_type}{[*array.shape]}"
-            first = f"{grown.element_type}{[*grown.shape]}"
-            raise JoinError(self._difference(got, first))
-        return replace(grown, axis=grown.axis if fits else None, alike=alike)
-
-    def _difference(self, got: str, first: str) -> str:
-        if self._join.axis is not None:
-            return (
-                f"output {self.name!r} is {got} in one request and {first} in the first, which do not "
-                f"join along axis {self._join.axis}"
+    def _check(self, grown: Grown, array: NDArray[Any], element_type: str) -> None:
+        """Raise `JoinError` unless a part goes together with the first."""
+        axis, shape, first = self._axis, array.shape, grown.shape
+        how, fits = "is to be the same in all requests", shape == first
+        if axis is not None:
+            how = f"is joined along axis {axis}"
+            fits = axis < len(first) == len(shape)
+            fits = fits and _without(shape, axis) == _without(first, axis)
+        if element_type != grown.element_type or not fits:
+            raise JoinError(
+                f"output {self.name!r} {how}: got {element_type}{[*shape]} from one request, "
+                f"{grown.element_type}{[*first]} from the first"
             )
-        values = f"other values of {got}" if got == first else got
+        if axis is None and grown.runs:
+            same, far = difference(array, self._first(grown))
+            if not same:
+                raise JoinError(
+                    f"output {self.name!r} {how}: one gave other values than the first, up to {far:.2g} "
+                    f"of the largest element apart"
+                )
+
+    def remark(self, grown: Grown, requests: int) -> str | None:
+        """What is to be known of it, where it is of several requests."""
+        if grown.axis is not None:
+            return None
         return (
-            f"output {self.name!r} has no batch dimension and differs between requests: {values} "
-            f"after {first}; --devices 1 and a --batch of all rows have it run in one piece"
+            f"output {self.name!r} has no batch dimension: it was the same in all {requests} requests, one "
+            f"is written"
         )
 
-    def remark(self, grown: Grown, parts: str) -> str | None:
-        """What may be wrong with it for all that is known, where it is of several parts.
+    def _first(self, grown: Grown) -> NDArray[Any]:
+        """All that is in the file, where it is one part."""
+        blocks = [np.empty(0, grown.dtype()), *self.blocks(grown)]
+        return np.concatenate(blocks).reshape(grown.shape)
 
-        Args:
-            grown: All of it.
-            parts: How many parts, in words.
-        """
-        if grown.axis is None:
-            return (
-                f"output {self.name!r} has no batch dimension: it was the same in all {parts}, "
-                f"one is written"
-            )
-        if self._join.guessed and grown.ratio != 1:
-            return (
-                f"output {self.name!r} is taken to have {grown.ratio} rows for each row of the batch: "
-                f"those of each of the {parts} lie together"
-            )
-        return None
-
-    def _equals_first(self, grown: Grown, array: NDArray[Any]) -> bool:
-        """Whether a part is as the first; a NaN equals a NaN."""
-        if array.shape != grown.shape:
-            return False
-        flat, at = array.reshape(-1), 0
-        for block in self._read(0, flat.size, grown.dtype(grown.widths[0] if grown.widths else 0)):
-            part = flat[at : at + block.size]
-            if not np.array_equal(part, block, equal_nan=part.dtype.kind not in "Ubiu"):
-                return False
-            at += block.size
-        return True
-
-    def blocks(self, grown: Grown, units: Sequence[int]) -> Iterator[NDArray[Any]]:
-        """The joined output in C order, for parts of so many units each, in blocks of about a MB."""
+    def blocks(self, grown: Grown) -> Iterator[NDArray[Any]]:
+        """The joined output in C order, in blocks of about a MB."""
         dtype = grown.dtype()
-        for offset, count, stored in self._segments(grown, units):
+        for offset, count, stored in _segments(grown):
             for block in self._read(offset, count, stored):
                 yield block if block.dtype == dtype else block.astype(dtype)
-
-    def _segments(
-        self, grown: Grown, units: Sequence[int]
-    ) -> Iterator[tuple[int, int, "np.dtype[Any]"]]:
-        """Where what follows one another lies in the file: byte, elements, dtype."""
-        if grown.axis is None:
-            first = grown.widths[0] if grown.widths else 0
-            yield 0, prod(grown.shape), grown.dtype(first)
-            return
-        outer = prod(grown.shape[: grown.axis])
-        inner = grown.ratio * prod(grown.shape[grown.axis + 1 :])
-        if outer == 1 and not grown.widths:  # they follow one another already
-            yield 0, inner * sum(units), grown.dtype()
-            return
-        dtypes = [grown.dtype(width) for width in grown.widths] or [grown.dtype()] * len(units)
-        for i in range(outer):
-            start = 0
-            for count, dtype in zip(units, dtypes, strict=True):
-                segment = count * inner
-                yield start + i * segment * dtype.itemsize, segment, dtype
-                start += outer * segment * dtype.itemsize
 
     def _read(self, offset: int, count: int, dtype: "np.dtype[Any]") -> Iterator[NDArray[Any]]:
         """So many elements from that byte of the file on, in blocks."""
@@ -218,11 +182,20 @@ class GrowingOutput:
             yield block
 
 
-def _ratio(shape: Shape, axis: int, units: int) -> int | None:
-    """Sizes along the axis for each unit, where it is the same for all."""
-    if axis >= len(shape) or units == 0 or shape[axis] % units:
-        return None
-    return shape[axis] // units
+def _segments(grown: Grown) -> Iterator[tuple[int, int, "np.dtype[Any]"]]:
+    """Where what follows one another lies in the file: byte, elements, dtype."""
+    axis = grown.axis or 0
+    outer, inner = prod(grown.shape[:axis]), prod(grown.shape[axis + 1 :])
+    if grown.axis is None or (outer == 1 and grown.element_type != STRING):
+        yield 0, prod(grown.whole_shape), grown.dtype()  # they follow one another already
+        return
+    for i in range(outer):
+        start = 0
+        for size, width, count in grown.runs:
+            dtype, segment = grown.dtype(width), size * inner
+            for _ in range(count):
+                yield start + i * segment * dtype.itemsize, segment, dtype
+                start += outer * segment * dtype.itemsize
 
 
 def _without(shape: Shape, axis: int) -> Shape:

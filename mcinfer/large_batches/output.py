@@ -41,10 +41,10 @@ class BatchOutput:
         """
         self._folder = folder
         self._requests = requests
-        self._files = [folder.open_rows(number) for number in range(len(requests.joins))]
+        self._files = [folder.open_rows(number) for number in range(len(requests.outputs))]
         self._outputs = [
-            GrowingOutput(name, join, file)
-            for (name, join), file in zip(requests.joins.items(), self._files, strict=True)
+            GrowingOutput(name, axis, file)
+            for (name, axis), file in zip(requests.outputs.items(), self._files, strict=True)
         ]
         # How many requests are done, and what each file holds then: one value, since Ctrl-C may come between
         # any two.
@@ -67,10 +67,9 @@ class BatchOutput:
             McinferError: It cannot be written.
         """
         done, before = self._progress
-        start, stop = self._requests.span(done)
         with self._told():
             grown = [
-                output.add(before[i] if before else None, outputs[output.name], stop - start)
+                output.add(before[i] if before else None, outputs[output.name])
                 for i, output in enumerate(self._outputs)
             ]
             self._progress = (done + 1, grown)
@@ -123,9 +122,7 @@ class BatchOutput:
         tell: Callable[[int], None],
     ) -> str:
         """Put an output into the file, telling of each part's bytes; what is said of it."""
-        units = [stop - start for start, stop in map(self._requests.span, range(self.done))]
-        shape = grown.whole_shape(self._requests.units)
-        dtype = grown.dtype()
+        shape, dtype = grown.whole_shape, grown.dtype()
         header = {
             # Such as NumPy reads: of some types that it lacks it would write names that are none.
             "descr": f"|V{dtype.itemsize}" if lacks(dtype) else np.lib.format.dtype_to_descr(dtype),
@@ -134,22 +131,18 @@ class BatchOutput:
         }
         with archive.open(f"{output.name}.npy", "w", force_zip64=True) as member:
             np.lib.format.write_array_header_1_0(member, header)
-            for block in output.blocks(grown, units):
+            for block in output.blocks(grown):
                 member.write(block.view(np.uint8).data)
                 tell(block.nbytes)
         return f"{printable(output.name)}: {grown.element_type}{[*shape]}"
 
     def remarks(self) -> list[str]:
-        """What may be wrong with outputs for all that is known; see `GrowingOutput.remark`."""
-        requests = self._requests
-        if requests.count > 1:
-            parts = f"{requests.count} requests"
-        elif requests.pieces > 1:
-            parts = f"{requests.pieces} parts of the batch"
-        else:
+        """What is to be known of outputs; see `GrowingOutput.remark`."""
+        count = self._requests.count
+        if count == 1:
             return []
         found = (
-            output.remark(grown, parts)
+            output.remark(grown, count)
             for output, grown in zip(self._outputs, self._progress[1], strict=True)
         )
         return [remark for remark in found if remark is not None]
@@ -163,7 +156,13 @@ class BatchOutput:
         return max(0, 2 * self._whole_bytes() - written - disk.f_bavail * disk.f_frsize)
 
     def _whole_bytes(self) -> int:
-        return sum(grown.whole_bytes(self._requests.units) for grown in self._progress[1])
+        """Of all outputs at the end, if the rest is as what is done."""
+        done, outputs = self._progress
+        stop = max(1, self._requests.span(done - 1)[1])
+        return sum(
+            grown.whole_bytes * (1 if grown.axis is None else max(1, self._requests.units)) // stop
+            for grown in outputs
+        )
 
     def keep(self) -> int:
         """Save how far it is, now that it goes no further.
@@ -204,10 +203,15 @@ class BatchOutput:
         self._folder.save({"done": done, **self._cut(), "outputs": outputs})
         self._saved = done
 
-    def _cut(self) -> dict[str, int]:
-        """How the batch is cut, which is to stay as it is for as long as the work lasts."""
+    def _cut(self) -> dict[str, Any]:
+        """How the batch is cut, which stays as it is for as long as the work lasts."""
         requests = self._requests
-        return {"step": requests.step, "units": requests.units, "shards": requests.shards}
+        return {
+            "step": requests.step,
+            "units": requests.units,
+            "shards": requests.shards,
+            "inputs": requests.axes,
+        }
 
     def _make_room(self) -> None:
         """Cut off what was written of a request that is not done: the disk may be full."""

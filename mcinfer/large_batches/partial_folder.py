@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from mcinfer.errors import McinferError
 
-_FORMAT = 2
+_FORMAT = 3
 """Of the folder; one more when it changes."""
 
 _LOCK = "lock"

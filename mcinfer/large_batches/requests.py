@@ -1,8 +1,8 @@
 """How a large batch becomes requests: pure, shapes alone.
 
 It is counted in *units*: rows of a batch of any size, or pieces of a fixed batch. A request has so many
-units of each input that is cut, and the others whole. `mcinfer.sharding` says what is cut, here as in
-`Master.predict`, to which the axes are then given as they are for the whole batch.
+units of each input that is cut, and the others whole. A `Split` says what is cut and joined, and
+`mcinfer.sharding` cuts, here as in `Master.predict`.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ import numpy as np
 
 from mcinfer import sharding
 from mcinfer.errors import InvalidInputError
-from mcinfer.sharding import BatchAxes, OutputJoin, Shape
+from mcinfer.sharding import OutputJoin, Shape, Split
 from mcinfer.specs import ModelSpec
 from mcinfer.tensors import as_input
 
@@ -48,8 +48,8 @@ class Requests:
         step: Units of one request; the last may have fewer.
         unit_rows: Rows of one unit, to count rows by.
         shards: Over how many workers a request is split.
-        pieces: In how many a request of `step` units is run.
-        joins: By output, in the model's order, how the requests' answers come together.
+        outputs: By output, in the model's order, the axis along which the requests' answers follow one
+            another; None: it is the same in all, as it is where there is one request.
     """
 
     axes: dict[str, int | None]
@@ -58,8 +58,7 @@ class Requests:
     step: int
     unit_rows: int
     shards: int
-    pieces: int
-    joins: dict[str, OutputJoin]
+    outputs: dict[str, int | None]
 
     @property
     def count(self) -> int:
@@ -71,46 +70,48 @@ class Requests:
         return request * self.step, min((request + 1) * self.step, self.units)
 
 
+def check_inputs(model: ModelSpec, arrays: Mapping[str, Described]) -> None:
+    """Raise `InvalidInputError` unless names and types are the model's, as `Master.predict` would."""
+    names = [spec.name for spec in model.inputs]
+    unknown = [name for name in arrays if name not in names]
+    missing = [name for name in names if name not in arrays]
+    if unknown or missing:
+        said = [f"unknown {unknown}"] * bool(unknown) + [f"missing {missing}"] * bool(missing)
+        raise InvalidInputError(f"inputs: {', '.join(said)}, expected {names}")
+    for spec in model.inputs:
+        as_input(np.empty(0, arrays[spec.name].dtype), spec, spec.element_type)
+
+
 def plan_requests(
     model: ModelSpec,
     arrays: Mapping[str, Described],
     workers: int,
     rows: int | None,
-    batch_axes: BatchAxes | None = None,
+    split: Split | None,
 ) -> Requests:
-    """Check what goes in, and cut it.
+    """Cut a batch.
 
     Args:
         model: What the model takes and gives.
         arrays: What is known of each input.
         workers: Over how many a request is split: it has rows for each, where that is possible.
         rows: Of one request; None is 64 for each worker, or as many as have 64 MiB of inputs and outputs.
-        batch_axes: See `mcinfer.sharding.plan`.
+        split: How; with None, and with one that does not split, the whole batch is one request.
 
     Raises:
-        InvalidInputError: It does not fit the model, as `Master.predict` would say; or rows are given, and
-            no input is known to have any.
+        InvalidInputError: The shapes do not fit the model, as `Master.predict` would say.
     """
-    _check_names(model, arrays)
-    for spec in model.inputs:
-        as_input(np.empty(0, arrays[spec.name].dtype), spec, spec.element_type)
     shapes = [arrays[spec.name].shape for spec in model.inputs]
-    plan = sharding.plan(model, shapes, 1, batch_axes)
+    plan = sharding.plan(model, shapes, 1, split)
     axes = {spec.name: cut.axis for spec, cut in zip(model.inputs, plan.inputs, strict=True)}
-    cut = {name: arrays[name].shape[axis] for name, axis in axes.items() if axis is not None}
-    if rows is not None and not cut and not _has_fixed_batch(model):
-        raise InvalidInputError(
-            f"--batch: got {rows}, but no dimension of {[*arrays]} is known to be the batch: "
-            f"--batch-axis says which"
-        )
+    cut = [name for name, axis in axes.items() if axis is not None]
     fixed = _fixed_sizes(model, axes)
-    units = len(plan.rows) if fixed else sum(plan.rows)
-    unit_rows = next(iter(fixed.values()), 1)
+    units = (len(plan.rows) if fixed else sum(plan.rows)) if cut else 1
+    unit_rows = next(iter(fixed.values()), 1) if cut else max(1, sum(plan.rows))
     unit_bytes = _unit_bytes(model, arrays, axes, plan.outputs, max(1, units))
     step = rows // unit_rows if rows else _step(unit_bytes, unit_rows, workers)
     step = max(1, min(step, units))
-    if cut and not fixed and (units > step or workers > 1):
-        sharding.plan(model, shapes, 2, batch_axes)  # says what cannot be cut
+    outputs = zip(model.outputs, plan.outputs, strict=True)
     return Requests(
         axes=axes,
         sizes={name: fixed.get(name, 1) for name in cut},
@@ -118,23 +119,8 @@ def plan_requests(
         step=step,
         unit_rows=unit_rows,
         shards=workers,
-        pieces=step if fixed else min(workers, step),
-        joins={spec.name: join for spec, join in zip(model.outputs, plan.outputs, strict=True)},
+        outputs={spec.name: join.axis if units > step else None for spec, join in outputs},
     )
-
-
-def _check_names(model: ModelSpec, arrays: Mapping[str, Described]) -> None:
-    names = [spec.name for spec in model.inputs]
-    unknown = [name for name in arrays if name not in names]
-    missing = [name for name in names if name not in arrays]
-    if unknown or missing:
-        said = [f"unknown {unknown}"] * bool(unknown) + [f"missing {missing}"] * bool(missing)
-        raise InvalidInputError(f"inputs: {', '.join(said)}, expected {names}")
-
-
-def _has_fixed_batch(model: ModelSpec) -> bool:
-    """Whether what it was made for may be what it is given, so that there is nothing to cut."""
-    return all(isinstance(spec.shape[0], int) for spec in model.inputs if spec.shape)
 
 
 def _fixed_sizes(model: ModelSpec, axes: Mapping[str, int | None]) -> dict[str, int]:
@@ -164,7 +150,7 @@ def _unit_bytes(
     outputs = sum(
         inputs if join.shape is None else prod(join.shape) * spec.dtype.itemsize
         for spec, join in zip(model.outputs, joins, strict=True)
-        if join.axis is not None or join.guessed
+        if join.axis is not None
     )
     return max(1, (inputs + outputs) // units)
 

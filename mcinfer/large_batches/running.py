@@ -5,31 +5,34 @@
     input file ── rows, in order ──► a request ──► Master.predict ──► rows ──► a folder beside the output,
                                      a request     (over all workers)          and its file at the end
 
-Two requests are under way, so that workers do not wait for what is read or written. This thread does both.
+How a batch is split is known before the first request (`mcinfer.large_batches.learning`); work that was
+interrupted goes on with the same split. Two requests are under way, so that workers do not wait for what is
+read or written. This thread does both.
 """
 
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 from mcinfer import __version__
 from mcinfer.errors import InvalidInputError, McinferError
+from mcinfer.large_batches.learning import Work, plan_work
 from mcinfer.large_batches.output import BatchOutput
 from mcinfer.large_batches.partial_folder import PartialFolder
 from mcinfer.large_batches.reading import DamagedInputError, InputFile, Rows, StoredArray
-from mcinfer.large_batches.requests import Requests, plan_requests
+from mcinfer.large_batches.requests import Requests
 from mcinfer.large_batches.sources import Sources, resolve_target
-from mcinfer.large_batches.wording import speaking_of_options
+from mcinfer.large_batches.wording import say, silent_about_splits, speaking_of_options
 from mcinfer.master import Master
 from mcinfer.progress import megabytes, showing_work
-from mcinfer.sharding import BatchAxes, JoinError
+from mcinfer.sharding import Axes, JoinError, SaidAxes, first_split
 from mcinfer.specs import ModelSpec
 from mcinfer.staging import Arrays
 
@@ -45,7 +48,8 @@ def run_batch(
     engine: str = "onnxruntime",
     devices: int | Sequence[str] | None = None,
     rows: int | None = None,
-    batch_axes: BatchAxes | None = None,
+    batch_axes: Axes | None = None,
+    output_axes: Axes | None = None,
     timeout: float | None = None,
     restart: bool = False,
 ) -> list[str]:
@@ -59,7 +63,8 @@ def run_batch(
         devices: As `Master` takes them. With None, interrupted work goes on in as many shards as it was begun
             with, on the devices that there are now.
         rows: Of one request; None is as `plan_requests` says.
-        batch_axes: As `Master.predict` takes them.
+        batch_axes: As `Master` takes them.
+        output_axes: Likewise.
         timeout: Seconds for one request, None is `Timeouts.predict`.
         restart: Whether to discard what an interrupted run has done, in the place of going on with it.
 
@@ -70,36 +75,48 @@ def run_batch(
         McinferError, OSError: It failed; says what is kept of it.
     """
     target = resolve_target(target)  # before the work, not after it
+    said = SaidAxes(inputs=dict(batch_axes or {}), outputs=dict(output_axes or {}))
     with (
-        speaking_of_options(warn=not batch_axes),
+        speaking_of_options(),
         InputFile(source) as file,
-        closing(Master(model, devices, engine=engine)) as master,
+        closing(
+            Master(model, devices, engine=engine, batch_axes=said.inputs, output_axes=said.outputs)
+        ) as master,
     ):
         sources = Sources(model, file)
         sources.refuse(target)
         chosen = [worker.device for worker in master.statistics().workers]
-        work = {
+        depends_on = {
             **sources.stamps,
             "--devices": None if devices is None else chosen,
             "--batch": rows,
-            "--batch-axis": dict(batch_axes or {}),
+            "--batch-axis": dict(said.inputs),
+            "--output-axis": dict(said.outputs),
             "version of mcinfer": __version__,
             "version of the runtime": [_version(name) for name in _RUNTIMES],
         }
-        with PartialFolder(target, work, restart=restart) as folder:
+        with PartialFolder(target, depends_on, restart=restart) as folder:
             master.start()
             spec = ModelSpec(inputs=master.inputs, outputs=master.outputs)
-            arrays = _arrays(file, spec)
-            shards = _shards(folder.state, len(chosen))
-            requests = plan_requests(spec, arrays, shards, rows, batch_axes)
+            work = Work(
+                master=master,
+                model=spec,
+                arrays=_arrays(file, spec),
+                rows=rows,
+                said=said,
+                timeout=timeout,
+            )
+            requests = _recalled(folder, work) or plan_work(work, len(chosen))
             output = BatchOutput(folder, requests)
             with _keeping(output, requests, sources):
-                _answer(master, arrays, requests, output, timeout)
+                # One request teaches the master; of several, what contradicts the split is an error.
+                with silent_about_splits() if requests.count > 1 else nullcontext():
+                    _answer(work, requests, output)
                 _check_unchanged(master, file, sources)
                 remarks = output.remarks()
                 lines = output.finish(target)
     for remark in remarks:
-        _say(remark)
+        say(remark)
     return lines
 
 
@@ -116,10 +133,42 @@ def _arrays(file: InputFile, spec: ModelSpec) -> dict[str, StoredArray]:
     return {name: array.read_as(dtypes.get(name)) for name, array in stored.items()}
 
 
-def _shards(state: Mapping[str, Any] | None, workers: int) -> int:
-    """Over how many workers a request is split: the rest of what was interrupted as what is done of it."""
-    shards = (state or {}).get("shards")
-    return shards if type(shards) is int and shards > 0 else workers
+def _recalled(folder: PartialFolder, work: Work) -> Requests | None:
+    """The requests of work that was interrupted: what is done of it says how it is split, and over how many.
+
+    Raises:
+        McinferError: The folder is damaged; or there are requests left, and the split is not known any more
+            to be the one that it was.
+    """
+    state = folder.state
+    if state is None:
+        return None
+    try:
+        shards = max(1, int(state["shards"]))
+        outputs = {name: grown["axis"] for name, grown in state["outputs"].items()}
+        split = first_split(work.model, SaidAxes(inputs=state["inputs"], outputs=outputs))
+        rows = int(state["step"]) * work.requests(shards, split).unit_rows
+        work = replace(work, rows=rows)
+        requests = work.requests(shards, split)
+        left = requests.count - int(state["done"])
+    except (ValueError, LookupError, TypeError, AttributeError) as exc:
+        raise folder.damage(str(exc)) from exc
+    if left > 0 and not _goes_on(work, requests):
+        raise McinferError(
+            f"--output: {folder.path} holds what was done with another split of the batch than the one that "
+            f"is known now; --restart discards it"
+        )
+    return requests
+
+
+def _goes_on(work: Work, requests: Requests) -> bool:
+    """Whether the file would be cut into these requests again."""
+    try:
+        return plan_work(work, requests.shards) == requests
+    except DamagedInputError:
+        raise
+    except InvalidInputError:  # it cannot be cut, as is known now
+        return False
 
 
 def _check_unchanged(master: Master, file: InputFile, sources: Sources) -> None:
@@ -129,23 +178,17 @@ def _check_unchanged(master: Master, file: InputFile, sources: Sources) -> None:
         raise InvalidInputError("MODEL: it changed, and a worker was started again meanwhile")
 
 
-def _answer(
-    master: Master,
-    arrays: Mapping[str, StoredArray],
-    requests: Requests,
-    output: BatchOutput,
-    timeout: float | None,
-) -> None:
+def _answer(work: Work, requests: Requests, output: BatchOutput) -> None:
     """Have all requests answered that are not yet."""
+    master, arrays = work.master, work.arrays
     predict = partial(
         master.predict,
-        timeout=timeout,
-        batch_axes=requests.axes,
+        timeout=work.timeout,
         shards=requests.shards,  # also while one is started again
     )
     if output.done:
         done, total = _rows(requests, output.done), _rows(requests, requests.count)
-        _say(f"going on at row {done} of {total}")
+        say(f"going on at row {done} of {total}")
     rows = _opened(arrays, requests, output.done)
     answers: deque[Future[Arrays]] = deque()
     with _showing(requests, output) as take, ThreadPoolExecutor(_UNDER_WAY) as threads:
@@ -210,7 +253,7 @@ def _showing(requests: Requests, output: BatchOutput) -> Iterator[Callable[[Arra
             if not warned:  # the sizes are known now
                 warned = True
                 if missing := output.missing_bytes():
-                    _say(f"--output: about {megabytes(missing)} more than are free will be needed")
+                    say(f"--output: about {megabytes(missing)} more than are free will be needed")
             done = _rows(requests, output.done)
             speed = (done - before) / max(monotonic() - begun, 1e-9)
             work.show(done, f"({speed:.1f} rows/s)")
@@ -225,7 +268,11 @@ def _keeping(output: BatchOutput, requests: Requests, sources: Sources) -> Itera
         yield
     except BaseException as exc:
         if isinstance(exc, (DamagedInputError, JoinError)):
-            output.forget()  # or it would stand in the way of the other --batch that is needed
+            output.forget()  # what comes next is other work
+            if isinstance(exc, JoinError):
+                raise type(exc)(
+                    f"{exc}; --batch-axis INPUT=none for each input has it run whole"
+                ) from exc
             raise
         kept = output.keep()
         if not kept:
@@ -239,9 +286,5 @@ def _keeping(output: BatchOutput, requests: Requests, sources: Sources) -> Itera
             text += ": the same command goes on there"
         if isinstance(exc, (McinferError, OSError)):
             raise McinferError(f"{exc}; {text}") from exc
-        _say(text)
+        say(text)
         raise
-
-
-def _say(text: str) -> None:
-    print(f"mcinfer: {text}", file=sys.stderr, flush=True)

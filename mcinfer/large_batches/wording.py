@@ -2,7 +2,8 @@
 
 import logging
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from mcinfer.errors import McinferError
@@ -11,46 +12,57 @@ _MASTER = "mcinfer.master"
 
 _WORDS = (
     # A name's repr is quoted as a shell wants it.
-    (
-        re.compile(r"batch_axes=\{(.+?): 0\} \(cut\) or \{\1: None\}"),
-        r"--batch-axis \1=0 (cut) or \1=none",
-    ),
+    (re.compile(r"output_axes=\{(.+?): 0\}, or None where"), r"--output-axis \1=0, or none where"),
     (re.compile(r"batch_axes\[(.+?)\]: (.*)expected None"), r"--batch-axis \1: \2expected none"),
+    (re.compile(r"output_axes\[(.+?)\]: (.*)expected None"), r"--output-axis \1: \2expected none"),
+    (re.compile(r"output_axes says None"), "--output-axis says none"),
     (re.compile(r"batch_axes"), "--batch-axis"),
-    (
-        re.compile(r"submit\(\) runs the batch in one piece"),
-        "--devices 1 and a --batch of all rows have it run in one piece",
-    ),
+    (re.compile(r"output_axes"), "--output-axis"),
 )
 
 
 def in_options(text: str) -> str:
-    """A message with options in the place of arguments and calls."""
+    """A message with options in the place of arguments."""
     for said, option in _WORDS:
         text = said.sub(option, text)
     return text
 
 
-@contextmanager
-def speaking_of_options(*, warn: bool) -> Iterator[None]:
-    """Have errors and the master's warnings speak of options.
+def say(text: str) -> None:
+    """Write a line to standard error, at once."""
+    print(f"mcinfer: {in_options(text)}", file=sys.stderr, flush=True)
 
-    Args:
-        warn: Whether there are to be any of the master's warnings.
-    """
+
+@contextmanager
+def speaking_of_options() -> Iterator[None]:
+    """Have errors and the master's warnings speak of options."""
 
     def reword(record: logging.LogRecord) -> bool:
         record.msg, record.args = in_options(record.getMessage()), ()
-        return warn
+        return True
 
+    with _filtered(reword):
+        try:
+            yield
+        except McinferError as exc:
+            text = in_options(str(exc))
+            if text == str(exc):
+                raise
+            raise type(exc)(text) from exc
+
+
+@contextmanager
+def silent_about_splits() -> Iterator[None]:
+    """Have the master warn of nothing that it finds out of how a batch is split."""
+    with _filtered(lambda record: record.module != "splitting"):
+        yield
+
+
+@contextmanager
+def _filtered(keep: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
     log = logging.getLogger(_MASTER)
-    log.addFilter(reword)
+    log.addFilter(keep)
     try:
         yield
-    except McinferError as exc:
-        text = in_options(str(exc))
-        if text == str(exc):
-            raise
-        raise type(exc)(text) from exc
     finally:
-        log.removeFilter(reword)
+        log.removeFilter(keep)

@@ -43,6 +43,8 @@ class SplitRecord:
         if not self._name:
             return None
         try:
+            if not (Cache.default().folder / "splits").exists():
+                return None  # a look makes no folder
             with open(self._folder() / self._name, "rb") as file:
                 return json.loads(file.read(_MAX_BYTES))
         except (McinferError, OSError, ValueError, RecursionError):

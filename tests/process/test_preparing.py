@@ -355,7 +355,8 @@ def test_statistics_know_nothing_of_it(small_model: Path) -> None:
     prepare: Literal["always", "never"]
     kept = []
     for prepare in ("always", "never"):
-        with Master(small_model, 2, options=EngineOptions(prepare=prepare)) as master:
+        options = EngineOptions(prepare=prepare)
+        with Master(small_model, 2, options=options, verify="never") as master:
             specs = master.inputs, master.outputs
             answer(master)
             statistics = master.statistics()

@@ -90,6 +90,47 @@ def test_bound_that_no_pool_keeps_is_a_failure_that_names_the_nearest(
     assert "import" not in done.out
 
 
+def test_program_has_the_axes_that_the_command_line_says(
+    onnx_model: OnnxModel, tmp_path: Path
+) -> None:
+    turned = onnx_model(
+        """
+        <ir_version: 8, opset_import: ["": 17]>
+        turned (float[n, 4] x) => (float[4, m] y) { y = Transpose(x) }
+        """
+    )
+    report = tmp_path / "found.json"
+    axes = ("--batch-axis", "x=0", "--output-axis", "y=1", "--batch", 2, "--json", report)
+    done = tune(turned, *axes, "--goal", "latency", "--budget", 20, text=ON_ONE_CORE)
+    assert (done.status, done.err) == (0, "")
+    assert "not split" not in done.out
+    recommended = json.loads(report.read_bytes())["recommended"]
+    assert recommended["arguments"]["batch_axes"] == {"x": 0}
+    assert recommended["arguments"]["output_axes"] == {"y": 1}
+    assert {'batch_axes={"x": 0}', 'output_axes={"y": 1}'} <= {
+        line.strip(" ,") for line in recommended["program"].splitlines()
+    }
+    assert '"x": np.zeros((2, 4), "float32")' in recommended["program"]
+    with Program(recommended["program"] + "\nprint(answer['y'].shape)") as program:
+        ran = program.wait()
+    assert (ran.status, ran.out) == (0, "(4, 2)\n")
+
+
+def test_requests_that_run_whole_are_said_to(onnx_model: OnnxModel) -> None:
+    mixing = onnx_model(
+        """
+        <ir_version: 8, opset_import: ["": 17]>
+        mixing (float[batch, 4] x) => (float[batch, 4] y) { y = Softmax <axis: int = 0> (x) }
+        """
+    )
+    options = ("--batch", 2, "--goal", "latency", "--budget", 20)
+    done = tune(mixing, *options, text=ON_ONE_CORE)
+    assert done.status == 0
+    assert (
+        "Requests are not split, nor joined: the rows of a batch depend on each other" in done.out
+    )
+
+
 def test_interrupted_search_tells_what_is_known_and_leaves_nothing(
     onnx_model: OnnxModel, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from mcinfer.bench.tuning.heats import ENOUGH_REQUESTS, Trial
 from mcinfer.bench.views.figures import Spread, latency, spread_of
 from mcinfer.bench.views.tables import Cell, Grid
 from mcinfer.bench.views.texts import Unit, number, printable, seconds_text, spread_text, time_unit
+from mcinfer.bench.way import why_whole
 from mcinfer.specs import STRING, numpy_dtype
 
 SCHEMA = "mcinfer.tune"
@@ -21,14 +22,16 @@ _LINE_CHARACTERS = 88
 _TIMES = "\N{MULTIPLICATION SIGN}"
 
 
-def arguments(candidate: Candidate, default: Candidate) -> dict[str, Any]:
+def arguments(candidate: Candidate, found: Found) -> dict[str, Any]:
     """A candidate as arguments of `mcinfer.Master`; those of its `options` as a mapping, by name."""
-    told = candidate != default
+    told = candidate != found.default
+    axes = {"batch_axes": found.batch_axes, "output_axes": found.output_axes}
     return {
         "devices": candidate.workers if told else None,
         "options": {"threads": candidate.threads} if told else {},
         "max_batch_size": candidate.max_batch_size,
         "max_delay": candidate.max_delay,
+        **{name: dict(said) for name, said in axes.items() if said},
     }
 
 
@@ -86,7 +89,7 @@ def _is_foreign(kind: str) -> bool:
 
 def _written(model: str, candidate: Candidate, found: Found) -> list[str]:
     """The arguments as they are written in a program, but for those that need not be."""
-    given = arguments(candidate, found.default)
+    given = arguments(candidate, found)
     written = [_quoted(model)]
     if given["devices"] is not None:
         written.append(f"devices={given['devices']}")
@@ -97,6 +100,10 @@ def _written(model: str, candidate: Candidate, found: Found) -> list[str]:
         written.append(f"max_batch_size={candidate.max_batch_size}")
     if candidate.max_delay:
         written.append(f"max_delay={candidate.max_delay:g}")
+    for name in ("batch_axes", "output_axes"):
+        if name in given:
+            axes = ", ".join(f"{_quoted(tensor)}: {axis}" for tensor, axis in given[name].items())
+            written.append(f"{name}={{{axes}}}")
     return written
 
 
@@ -171,6 +178,8 @@ def remarks(found: Found) -> list[str]:
             f"{found.left_out} of {found.candidates} pools were left out: there was no time for them. "
             f"--budget {math.ceil(found.needed_seconds)} is enough for all."
         )
+    if found.split is not None and not found.split.splits:
+        told.append(printable(f"Requests are not split, nor joined: {why_whole(found.split)}."))
     told += _few_requests(found)
     told += [
         printable(f"{trial.candidate}: {trial.error}") for trial in found.trials if trial.error
@@ -272,7 +281,7 @@ def as_json(model: str, found: Found, machine: dict[str, str | int | float]) -> 
 def _recommended(model: str, chosen: Candidate, found: Found) -> dict[str, Any]:
     last = found.last(chosen)
     return {
-        "arguments": arguments(chosen, found.default),
+        "arguments": arguments(chosen, found),
         "call": chosen.call,
         "is_default": chosen == found.default,
         "keeps_bound": found.keeps_bound(chosen),

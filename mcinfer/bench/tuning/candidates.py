@@ -10,7 +10,7 @@ from mcinfer.bench.tuning.halving import Result
 from mcinfer.bench.views.figures import latency
 from mcinfer.config import automatic_workers
 from mcinfer.errors import InvalidInputError
-from mcinfer.sharding import Shape, plan
+from mcinfer.sharding import Shape, Split, plan
 from mcinfer.specs import ModelSpec
 
 Goal = Literal["throughput", "latency"]
@@ -98,13 +98,10 @@ class Candidate:
 # What there is to choose from.
 
 
-def pieces_of(model: ModelSpec, shapes: Sequence[Shape]) -> int:
+def pieces_of(model: ModelSpec, shapes: Sequence[Shape], split: Split) -> int:
     """How many pieces mcinfer can cut a request of these shapes in, by model input."""
     most = max((size for shape in shapes for size in shape), default=1)
-    try:
-        return len(plan(model, shapes, most).rows)
-    except InvalidInputError:  # it is not clear what belongs to the batch: it only runs whole
-        return 1
+    return len(plan(model, shapes, most, split).rows)
 
 
 def default_candidate(aim: Aim, cores: int) -> Candidate:

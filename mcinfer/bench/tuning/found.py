@@ -10,6 +10,7 @@ from mcinfer.bench.tuning.candidates import Aim, Candidate
 from mcinfer.bench.tuning.halving import Result, ranked
 from mcinfer.bench.tuning.heats import Trial
 from mcinfer.bench.views.figures import Spread, spread_of
+from mcinfer.sharding import Axes, Split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +103,9 @@ class Found:
         cores: That could be used.
         default: The pool that all others were compared with.
         arrays: By input name, element type and shape of the arrays of the requests that were made.
+        split: How the model's batch is split; None where that is not known yet.
+        batch_axes: What the user says of it, as `mcinfer.Master` takes it.
+        output_axes: Likewise.
         trials: Rung by rung; within a rung in the order in which they were measured.
         finished_rungs: How many rungs were measured to their end.
         candidates: How many there were.
@@ -115,6 +119,9 @@ class Found:
     cores: int
     default: Candidate
     arrays: dict[str, tuple[str, tuple[int, ...]]]
+    split: Split | None
+    batch_axes: Axes
+    output_axes: Axes
     trials: tuple[Trial, ...]
     finished_rungs: int
     candidates: int

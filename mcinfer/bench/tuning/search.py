@@ -20,7 +20,8 @@ from math import ceil
 from pathlib import Path
 from time import monotonic
 
-from mcinfer.bench.inputs import InputOptions, fixed_batch, make_inputs, split_inputs
+from mcinfer.bench.inputs import InputOptions, fixed_batch, make_inputs
+from mcinfer.bench.looking import look_at
 from mcinfer.bench.request_file import write_request
 from mcinfer.bench.tuning.candidates import Aim, Candidate, Space, default_candidate, pieces_of
 from mcinfer.bench.tuning.found import Found, results
@@ -31,7 +32,7 @@ from mcinfer.bench.way import Setup
 from mcinfer.errors import InvalidInputError
 from mcinfer.machine import whole_cpus
 from mcinfer.master import Master
-from mcinfer.sharding import plan
+from mcinfer.sharding import Axes, Split, plan
 from mcinfer.specs import ModelSpec
 
 _HEAT = 4
@@ -50,14 +51,24 @@ class Search:
         inputs: What the requests' arrays are made of.
         budget: Seconds for the search, from when the model has been looked at (and prepared, if it had not
             been before).
-        progress: Told how far it is.
+        progress: Called as the search goes on.
+        batch_axes: As `mcinfer.Master` takes them.
+        output_axes: Likewise.
 
     Raises:
         InvalidInputError: Requests come too seldom for the budget.
     """
 
     def __init__(
-        self, model: Path, aim: Aim, inputs: InputOptions, *, budget: float, progress: Progress
+        self,
+        model: Path,
+        aim: Aim,
+        inputs: InputOptions,
+        *,
+        budget: float,
+        progress: Progress,
+        batch_axes: Axes | None = None,
+        output_axes: Axes | None = None,
     ) -> None:
         rate, least = aim.load.rate, least_rate(budget)
         if rate is not None and rate < least:
@@ -71,6 +82,9 @@ class Search:
         self._inputs = inputs
         self._budget = budget
         self._progress = progress
+        self._batch_axes = dict(batch_axes or {})
+        self._output_axes = dict(output_axes or {})
+        self._split: Split | None = None
         self._cores = whole_cpus()
         self._arrays: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._candidates: list[Candidate] = []
@@ -90,15 +104,16 @@ class Search:
         """
         with tempfile.TemporaryDirectory(prefix="mcinfer-tune-") as name:
             self._progress(0.0, "loading the model")
-            spec = self._look()
-            arrays = make_inputs(spec, self._aim.load.batch, self._inputs)
+            spec, split = self._look()
+            self._split = split
+            arrays = make_inputs(spec, split, self._aim.load.batch, self._inputs)
             request = Path(name) / "request"
             write_request(request, arrays)
             self._began = monotonic()
             types = {tensor.name: tensor.element_type for tensor in spec.inputs}
             self._arrays = {n: (types[n], tuple(a.shape)) for n, a in arrays.items()}
-            pools = Pools(self._setup(spec), self._aim.load, request)
-            self._halving = halving = self._begin(spec, pools)
+            pools = Pools(self._setup(spec, split), self._aim.load, request)
+            self._halving = halving = self._begin(spec, split, pools)
             while rung := halving.plan(self._left(), pools.overhead):
                 halving.finish(self._measure(rung, halving, pools))
                 self._finished_rungs = rung.number
@@ -112,6 +127,9 @@ class Search:
             cores=self._cores,
             default=default_candidate(self._aim, self._cores),
             arrays=self._arrays,
+            split=self._split,
+            batch_axes=self._batch_axes,
+            output_axes=self._output_axes,
             trials=tuple(self._trials),
             finished_rungs=self._finished_rungs,
             candidates=len(self._candidates),
@@ -121,27 +139,29 @@ class Search:
             took_seconds=monotonic() - self._began,
         )
 
-    def _look(self) -> ModelSpec:
-        """What the model takes and gives. It is prepared by that, if it has not been."""
-        with Master(self._model, 1) as master:
-            return ModelSpec(inputs=master.inputs, outputs=master.outputs)
+    def _look(self) -> tuple[ModelSpec, Split]:
+        """What the model is like. It is prepared by that, if it has not been."""
+        axes = self._batch_axes, self._output_axes
+        with Master(self._model, 1, batch_axes=axes[0], output_axes=axes[1]) as master:
+            self._progress(0.0, "learning how its batch is split")
+            return look_at(master, [self._aim.load.batch], self._inputs, *axes)
 
-    def _setup(self, spec: ModelSpec) -> Setup:
+    def _setup(self, spec: ModelSpec, split: Split) -> Setup:
         """What pools are made with, but for what candidates differ in."""
-        fixed = fixed_batch(spec)
         return Setup(
             model=str(self._model.absolute()),
             cores=self._cores,
             devices=(),
             threads=None,
-            outputs=tuple(tensor.name for tensor in spec.outputs),
-            split=split_inputs(spec, 2 * fixed if fixed else self._aim.load.batch),
-            fixed_batch=fixed,
+            split=split,
+            fixed_batch=fixed_batch(spec, split),
+            batch_axes=self._batch_axes,
+            output_axes=self._output_axes,
             max_batch_size=1,
             max_delay=0.0,
         )
 
-    def _begin(self, spec: ModelSpec, pools: Pools) -> Halving:
+    def _begin(self, spec: ModelSpec, split: Split, pools: Pools) -> Halving:
         """Try the default, and make the candidates."""
         default = default_candidate(self._aim, self._cores)
         self._progress(0.0, f"trying the default: {default}")
@@ -150,8 +170,8 @@ class Search:
         space = Space(
             aim=self._aim,
             cores=self._cores,
-            pieces=pieces_of(spec, shapes),
-            joins=plan(spec, shapes, 1).rowwise,
+            pieces=pieces_of(spec, shapes, split),
+            joins=plan(spec, shapes, 1, split).rowwise,
             run_seconds=turn.run_seconds or turn.mean_latency,
         )
         self._candidates = space.candidates()

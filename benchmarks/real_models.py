@@ -1,0 +1,461 @@
+"""Models as they are published, split with no option set, against ONNX Runtime on the whole batch.
+
+    python benchmarks/real_models.py [--write docs/splitting.md] [--repeats N]
+
+The models are the ONNX files of rapidocr-onnxruntime, silero-vad and magika, in the versions that the
+Makefile names: `make test-real-models` installs them into an environment of their own. The packages are not
+imported. Each model answers a request of 4 rows and one of 5 rows from a pool of two workers with an empty
+cache, then 4 rows again from a new pool with the same cache. ONNX Runtime's own session runs the same rows
+at once.
+
+Then the cost of a first request is measured, with an empty cache and with one that holds what was learned.
+
+The exit status is 1 where a model that ONNX Runtime runs is not run, differs from it by more than
+`mcinfer.tensors.TOLERANCES`, or is not split as expected. `--write` puts both tables between the marks of a
+page, if all is as expected.
+"""
+
+import argparse
+import os
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from platform import python_version
+from time import perf_counter
+from typing import Any, Literal
+
+import numpy as np
+import onnxruntime as ort
+from measuring import Series, time_text
+from numpy.typing import NDArray
+
+from mcinfer import Master, McinferError
+from mcinfer.sharding import Split
+from mcinfer.tensors import difference
+
+PACKAGES = {
+    "rapidocr_onnxruntime": "rapidocr-onnxruntime",
+    "silero_vad": "silero-vad",
+    "magika": "magika",
+}
+"""By the name of the package, that of its distribution."""
+
+WORKERS = 2
+REQUESTS = (4, 5)
+"""Rows of the first request and of the later one."""
+
+COST_ROWS = 8
+COST_MODELS = ("ch_PP-OCRv4_rec_infer.onnx", "silero_vad.onnx")
+LATER_REQUESTS = 30
+"""Of each repeat, behind its first request."""
+
+Arrays = dict[str, NDArray[Any]]
+Kind = Literal["split", "mixes", "one row"]
+
+
+# The models.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is known of a model before it runs.
+
+    Attributes:
+        inputs: Makes a request of so many rows.
+        expected: ``"split"``: its rows are independent; ``"mixes"``: they are not; ``"one row"``: it takes
+            no more than one.
+    """
+
+    inputs: Callable[[int, np.random.Generator], Arrays]
+    expected: Kind = "split"
+
+
+def _image(height: int, width: int) -> Callable[[int, np.random.Generator], Arrays]:
+    def inputs(rows: int, rng: np.random.Generator) -> Arrays:
+        return {"x": rng.random((rows, 3, height, width), np.float32)}
+
+    return inputs
+
+
+def _sound(samples: int, *, rate: bool = True) -> Callable[[int, np.random.Generator], Arrays]:
+    """The state has its rows along axis 1; all rows have one sample rate."""
+
+    def inputs(rows: int, rng: np.random.Generator) -> Arrays:
+        made: Arrays = {
+            "input": rng.standard_normal((rows, samples), np.float32),
+            "state": rng.standard_normal((2, rows, 128), np.float32),
+        }
+        return {**made, "sr": np.array(16000, np.int64)} if rate else made
+
+    return inputs
+
+
+def _sound_sequence(rows: int, rng: np.random.Generator) -> Arrays:
+    state = np.zeros((1, 1, 128), np.float32)
+    return {"input": rng.standard_normal((rows, 576), np.float32), "h": state, "c": state}
+
+
+def _file_bytes(rows: int, rng: np.random.Generator) -> Arrays:
+    return {"bytes": rng.integers(0, 256, (rows, 2048), np.int32)}
+
+
+CASES = {
+    "ch_PP-OCRv4_det_infer.onnx": Case(inputs=_image(64, 96)),
+    "ch_PP-OCRv4_rec_infer.onnx": Case(inputs=_image(48, 160)),
+    "ch_ppocr_mobile_v2.0_cls_infer.onnx": Case(inputs=_image(48, 192)),
+    "silero_vad.onnx": Case(inputs=_sound(512)),
+    "silero_vad_16k_op15.onnx": Case(inputs=_sound(576)),
+    "silero_vad_16k_sequence.onnx": Case(inputs=_sound_sequence, expected="mixes"),
+    "silero_vad_half.onnx": Case(inputs=_sound(576, rate=False)),
+    "silero_vad_op18_ifless.onnx": Case(inputs=_sound(512)),
+    "silero_vad_openvino_16k.onnx": Case(inputs=_sound(576, rate=False), expected="one row"),
+    "model.onnx": Case(inputs=_file_bytes),  # magika's
+}
+"""By the name of the file."""
+
+
+def find_models(package: str) -> list[Path]:
+    """The ONNX files in a package that is installed."""
+    spec = find_spec(package)
+    folders = spec.submodule_search_locations if spec is not None else None
+    if not folders:
+        raise SystemExit(f"{package} is not installed: make test-real-models installs it")
+    return sorted({path for folder in folders for path in Path(folder).rglob("*.onnx")})
+
+
+# Running them.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of a model.
+
+    Attributes:
+        package: Its distribution.
+        name: Of its file.
+        refusal: Why ONNX Runtime does not run several rows; empty where it does.
+        split: What is known after the first request; None where the model was not run.
+        recorded: Whether the new pool found it in the cache.
+        workers: How many workers the later request ran on.
+        differences: The largest from ONNX Runtime, of the first request and of the later one, relative to
+            the largest element.
+        problems: What is not as it is to be.
+    """
+
+    package: str
+    name: str
+    refusal: str
+    split: Split | None
+    recorded: bool
+    workers: int
+    differences: tuple[float, ...]
+    problems: tuple[str, ...]
+
+
+class _Check:
+    """One model, on both sides."""
+
+    def __init__(self, path: Path, case: Case) -> None:
+        self._path = path
+        self._case = case
+        self._rng = np.random.default_rng(0)
+        self._session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+        self.problems: list[str] = []
+        self.workers = 0
+
+    def refusal(self) -> str:
+        """Why ONNX Runtime does not run several rows."""
+        try:
+            self._run_whole(self._inputs(REQUESTS[0]))
+        except Exception as exc:  # the runtime raises classes of its own
+            return str(exc).strip().partition("\n")[0]
+        return ""
+
+    def compare(self, master: Master, rows: int) -> float:
+        """Have both answer a request of so many rows; the largest difference."""
+        inputs = self._inputs(rows)
+        want = self._run_whole(inputs)
+        before = _completed(master)
+        got = master.predict(inputs)
+        self.workers = sum(a > b for a, b in zip(_completed(master), before, strict=True))
+        largest = 0.0
+        for name, array in want.items():
+            if got[name].shape != array.shape or got[name].dtype != array.dtype:
+                shapes = f"{got[name].dtype}{[*got[name].shape]}, not {array.dtype}{[*array.shape]}"
+                self.problems.append(f"{rows} rows: {name!r} is {shapes}")
+                return np.inf
+            fits, far = difference(got[name], array)
+            largest = max(largest, far)
+            if not fits:
+                self.problems.append(f"{rows} rows: {name!r} differs by {far:.2g}")
+        return largest
+
+    def _inputs(self, rows: int) -> Arrays:
+        made = self._case.inputs(rows, self._rng)
+        return {one.name: made[one.name] for one in self._session.get_inputs()}
+
+    def _run_whole(self, inputs: Arrays) -> Arrays:
+        names = [one.name for one in self._session.get_outputs()]
+        return dict(zip(names, self._session.run(names, inputs), strict=True))
+
+
+def _completed(master: Master) -> list[int]:
+    return [worker.completed for worker in master.statistics().workers]
+
+
+@contextmanager
+def _empty_cache() -> Iterator[None]:
+    before = os.environ.get("MCINFER_CACHE")
+    with tempfile.TemporaryDirectory(prefix="mcinfer-models-") as folder:
+        os.environ["MCINFER_CACHE"] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop("MCINFER_CACHE")
+            if before is not None:
+                os.environ["MCINFER_CACHE"] = before
+
+
+def run_model(package: str, path: Path, case: Case) -> Outcome:
+    """Answer the requests, and say what is not as it is to be."""
+    check = _Check(path, case)
+    refusal = check.refusal()
+    requests = (1, 1) if refusal else REQUESTS
+    differences: list[float] = []
+    split, recorded = None, False
+    try:
+        with _empty_cache():
+            with Master(path, WORKERS) as master:
+                differences.extend(check.compare(master, rows) for rows in requests)
+                split, workers = master.split, check.workers
+            with Master(path, WORKERS) as master:
+                recorded = master.split.known == "recorded"
+                check.compare(master, requests[0])
+    except McinferError as exc:
+        workers = 0
+        check.problems.append(f"{type(exc).__name__}: {exc}")
+    if split is not None:
+        kind = _kind(split, refusal)
+        if kind != case.expected:
+            check.problems.append(f"expected {case.expected!r}, got {kind!r}: {split.summary()}")
+        if kind == "split" and min(workers, check.workers) < WORKERS:
+            check.problems.append("a later request did not run on all workers")
+        if kind != "one row" and not recorded:
+            check.problems.append("what was learned is not in the cache")
+    return Outcome(
+        package=package,
+        name=path.name,
+        refusal=refusal,
+        split=split,
+        recorded=recorded,
+        workers=workers,
+        differences=tuple(differences),
+        problems=tuple(check.problems),
+    )
+
+
+def _kind(split: Split, refusal: str) -> Kind | None:
+    if split.splits:
+        return "split"
+    if refusal:
+        return "one row"
+    return "mixes" if split.checked else None
+
+
+# The table.
+
+
+def outcome_table(outcomes: Sequence[Outcome]) -> str:
+    """All models, in Markdown."""
+    first, later = REQUESTS
+    lines = [
+        f"| package | model | ONNX Runtime, {first} rows | split | how that is known "
+        f"| a later request runs on | largest difference, {first} rows | {later} rows |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for one in outcomes:
+        far = [f"{value:.2g}" for value in one.differences] or ["", ""]
+        if one.refusal:
+            far = [f"{text} (1 row)" for text in far]
+        cells = [
+            one.package,
+            f"`{one.name}`",
+            "refuses" if one.refusal else "runs",
+            _axes_text(one),
+            _known_text(one),
+            "1 worker" if one.workers == 1 else f"{one.workers} workers",
+            *far,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _axes_text(outcome: Outcome) -> str:
+    split = outcome.split
+    if split is None:
+        return "**not run**"
+    if not split.splits:
+        return "whole"
+    cut = ", ".join(_axis_text(name, axis, "whole") for name, axis in split.inputs.items())
+    joined = ", ".join(_axis_text(name, axis, "the same") for name, axis in split.outputs.items())
+    return f"{cut} → {joined}"
+
+
+def _axis_text(name: str, axis: int | str | None, none: str) -> str:
+    return f"`{name}` {none if axis is None else f'axis {axis}'}"
+
+
+def _known_text(outcome: Outcome) -> str:
+    split = outcome.split
+    if split is None:
+        return ""
+    kind = _kind(split, outcome.refusal)
+    if kind == "one row":
+        return "fixed at one row"
+    if kind == "mixes":
+        return "learned: its rows depend on each other"
+    how = "declared and checked" if split.known == "declared" else split.known
+    return f"{how}{', recorded' if outcome.recorded else ''}"
+
+
+# What a first request costs.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Of one model, by repeat.
+
+    Attributes:
+        name: Of its file.
+        later: The median seconds of later requests.
+        cold: The seconds of the first request with an empty cache, over those of later ones in that pool.
+        warm: Likewise, with a cache that holds what was learned.
+    """
+
+    name: str
+    later: Series
+    cold: Series
+    warm: Series
+
+
+def measure_cost(path: Path, case: Case, repeats: int) -> Cost:
+    """Start two pools for each repeat, one with an empty cache and one with what the first has learned."""
+    rng = np.random.default_rng(1)
+    requests = [case.inputs(COST_ROWS, rng) for _ in range(4)]
+    later: list[float] = []
+    cold: list[float] = []
+    warm: list[float] = []
+    for _ in range(repeats):
+        with _empty_cache():
+            for ratios in (cold, warm):
+                with Master(path, WORKERS) as master:
+                    first, *others = _times(master, requests)
+                usual = statistics.median(others)
+                ratios.append(first / usual)
+        later.append(usual)
+    return Cost(
+        name=path.name,
+        later=Series(tuple(later)),
+        cold=Series(tuple(cold)),
+        warm=Series(tuple(warm)),
+    )
+
+
+def _times(master: Master, requests: Sequence[Mapping[str, NDArray[Any]]]) -> list[float]:
+    """Seconds of the first request and of later ones."""
+    times = []
+    for i in range(1 + LATER_REQUESTS):
+        start = perf_counter()
+        master.predict(requests[i % len(requests)])
+        times.append(perf_counter() - start)
+    return times
+
+
+def cost_table(costs: Sequence[Cost], repeats: int) -> str:
+    """The costs, in Markdown."""
+    versions = ", ".join(f"{name} {version(name)}" for name in ("onnxruntime", "numpy"))
+    lines = [
+        f"| model, {COST_ROWS} rows | later requests, p50 | first / later, empty cache | "
+        "first / later, recorded |",
+        "|---|---|---|---|",
+    ]
+    for cost in costs:
+        cells = [f"`{cost.name}`", _spread(cost.later, time_text)]
+        cells += [_spread(ratios, "{:.3g}".format) for ratios in (cost.cold, cost.warm)]
+        lines.append(f"| {' | '.join(cells)} |")
+    cores = len(os.sched_getaffinity(0))
+    lines += [
+        "",
+        f"{WORKERS} workers on {cores} cores, {repeats} repeats (in brackets the least and the greatest), "
+        f"{LATER_REQUESTS} later",
+        "requests each; the start of the pool does not count. "
+        f"Python {python_version()}, {versions}.",
+    ]
+    return "\n".join(lines)
+
+
+def _spread(series: Series, text: Callable[[float], str]) -> str:
+    return f"{text(series.middle)} [{text(series.low)} … {text(series.high)}]"
+
+
+# The page.
+
+
+def write_page(path: Path, parts: Mapping[str, str]) -> None:
+    """Put the parts between the page's marks."""
+    page = path.read_text(encoding="utf-8")
+    for name, part in parts.items():
+        marked = re.compile(f"(<!-- {name}: begin -->\n).*?(<!-- {name}: end -->)", re.DOTALL)
+        if not marked.search(page):
+            raise SystemExit(f"{path}: expected a line '<!-- {name}: begin -->', and its end below")
+        page = marked.sub(lambda match, part=part: f"{match[1]}\n{part}\n\n{match[2]}", page)  # type: ignore[misc]
+    path.write_text(page, encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status."""
+    parser = argparse.ArgumentParser(description="Split models as they are published.")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="the page to put the tables into"
+    )
+    parser.add_argument("--repeats", type=int, default=9, help="of the first requests' cost")
+    options = parser.parse_args(arguments)
+    if options.repeats < 1:
+        parser.error("--repeats: expected 1 or more")
+    ort.set_default_logger_severity(4)  # it warns of unused weights, and of what it refuses
+    # Two workers, two cores: on larger machines they would get more threads.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:WORKERS])
+    found = {
+        path.name: (distribution, path)
+        for package, distribution in PACKAGES.items()
+        for path in find_models(package)
+    }
+    if found.keys() != CASES.keys():
+        print(f"expected {[*CASES]}, found {[*found]}", file=sys.stderr)
+        return 1
+    outcomes = []
+    for name, case in CASES.items():
+        package, path = found[name]
+        outcomes.append(run_model(f"{package} {version(package)}", path, case))
+        print(f"{name}: {'; '.join(outcomes[-1].problems) or 'as expected'}", flush=True)
+    parts = {"real models": outcome_table(outcomes)}
+    print(f"\n{parts['real models']}\n", flush=True)
+    if any(one.problems for one in outcomes):
+        return 1
+    costs = [measure_cost(found[name][1], CASES[name], options.repeats) for name in COST_MODELS]
+    parts["first request"] = cost_table(costs, options.repeats)
+    print(parts["first request"], flush=True)
+    if options.write is not None:
+        write_page(options.write, parts)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
