@@ -784,6 +784,8 @@ def of_record(content: object, model: ModelSpec) -> Split | None:
         return None
     if min(split.sizes.values(), default=1) < 1 or not (split.splits or split.reason):
         return None
+    if any(name not in split.inputs or axis < 0 for name, axis, _ in split.narrow):
+        return None
     sides = ((split.inputs, model.inputs), (split.outputs, model.outputs))
     return split if all([*axes] == [spec.name for spec in specs] for axes, specs in sides) else None
 

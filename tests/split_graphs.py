@@ -7,8 +7,8 @@ other sizes. Each answer must be that of ONNX Runtime's session on the whole req
 come in its place. `InProcess` has the master's parts that decide (`Splitter`, `plan`, `join_parts`), and a
 session in this process in the place of the workers.
 
-Limits: a comparison finds out, it does not prove. A wrong answer is possible where the request that is learned
-from does not show what mixes its rows. So these graphs and requests have no
+Limits: a comparison finds out, it does not prove. A wrong answer is possible where the request that is
+learned from does not show what mixes its rows. So these graphs and requests have no
 
 - operators that mix rows for rare values alone: behind thresholds, rounding or saturation, or sorting rows
   that are in order by chance;

@@ -1,0 +1,88 @@
+"""Random graphs (tests/split_graphs.py), some hundred of them, and what thousands of them have found."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from onnx import parser
+
+from tests.split_graphs import Arrays, InProcess, check_graphs, compare, open_session
+
+GRAPHS = 200
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def test_split_gives_what_one_session_gives() -> None:
+    summary = check_graphs(range(GRAPHS), seed=7)
+    assert summary.findings == []
+    # It must be able to fail: graphs of each kind, and requests in pieces.
+    assert summary.graphs > GRAPHS * 0.9
+    assert summary.ends["split"] > GRAPHS / 4
+    assert summary.ends["whole"] > GRAPHS / 4
+    assert summary.split_runs > GRAPHS
+    assert summary.requests["answered"] > GRAPHS * 5
+
+
+def test_independent_rows_are_split() -> None:
+    summary = check_graphs(range(GRAPHS), seed=8)
+    assert summary.independent > GRAPHS / 20
+    assert summary.unsplit == []
+
+
+FOUND: dict[str, tuple[str, Sequence[Shapes], bool]] = {
+    "one row for all, then one for each": (
+        "(float[?,3] x, float[?,3] w) => (float[?,3] y) { y = Add(x, w) }",
+        [{"x": (4, 3), "w": (1, 3)}, {"x": (2, 3), "w": (2, 3)}, {"x": (4, 3), "w": (4, 3)}],
+        True,
+    ),
+    "one time for all, then one for each": (
+        "(float[batch,3] x, float[steps] t) => (float[batch,3] y) <int64[1] last = {1}>"
+        "{ u = Unsqueeze(t, last) y = Add(x, u) }",
+        [{"x": (4, 3), "t": (1,)}, {"x": (2, 3), "t": (2,)}, {"x": (5, 3), "t": (5,)}],
+        True,
+    ),
+    "one frame, then several, stacked in front of the rows": (
+        "(float[frames,batch,3] x) => (float[n,3] y) <int64[2] shape = {-1, 3}>"
+        "{ y = Reshape(x, shape) }",
+        [{"x": (1, 4, 3)}, {"x": (3, 4, 3)}, {"x": (2, 5, 3)}],
+        True,
+    ),
+    "a first dimension of 1 beside rows along another axis, which mix": (
+        "(float[1,N,3] x, float[1,3] w) => (float[1,N,3] y) <int64 axis = {1}>"
+        "{ c = CumSum(x, axis) y = Add(c, w) }",
+        [{"x": (1, 4, 3), "w": (1, 3)}, {"x": (1, 5, 3), "w": (1, 3)}],
+        False,
+    ),
+    "likewise, where an output has no rows": (
+        "(float[1,batch,3] x, float[1,3] w) => (float[1,batch,3] y, float[1,3] z)"
+        "{ y = Relu(x) z = Neg(w) }",
+        [{"x": (1, 4, 3), "w": (1, 3)}, {"x": (1, 5, 3), "w": (1, 3)}],
+        True,
+    ),
+    "a batch's name for sizes that differ": (
+        "(float[n,batch,3] x, float[batch,3] w) => (float[n,batch,3] y, float[batch,3] z)"
+        "{ y = Relu(x) z = Neg(w) }",
+        [{"x": (4, 7, 3), "w": (6, 3)}, {"x": (5, 8, 3), "w": (6, 3)}],
+        True,
+    ),
+}
+"""By what it shows: the graph, requests, and whether they are split in the end."""
+
+
+@pytest.mark.parametrize("name", [*FOUND])
+def test_graph_that_was_answered_wrongly_once_is_answered_rightly(name: str) -> None:
+    text, requests, splits = FOUND[name]
+    session = open_session(
+        parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> found {text}')
+    )
+    pool = InProcess(session)
+    rng = np.random.default_rng(0)
+
+    def made(shapes: Shapes) -> Arrays:
+        return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+    outcome = compare(session, pool.predict, map(made, requests))
+    assert outcome.wrong == outcome.raised == []
+    assert outcome.answered == len(requests)
+    assert pool.splitter.known.splits is splits
