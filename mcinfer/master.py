@@ -33,13 +33,14 @@ from mcinfer.errors import (
     ClosedError,
     InvalidInputError,
     McinferError,
+    PredictError,
     QueueFullError,
 )
 from mcinfer.fields import TensorFields
 from mcinfer.machine import usable_memory, whole_cpus
 from mcinfer.prepared.split_records import SplitRecord
 from mcinfer.protocol import Build
-from mcinfer.sharding import Axes, SaidAxes, Split
+from mcinfer.sharding import Axes, JoinError, SaidAxes, Split
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
 from mcinfer.splitting import Known, Splitter, Verify
 from mcinfer.staging import Arrays, Inputs, Job, Stager
@@ -389,6 +390,10 @@ class Master:
         try:
             self._enter(job, call)
             return job.future.result()
+        except PredictError as exc:
+            if not _may_run_whole(job, call, exc):
+                raise
+            return self._run_whole(call, exc)
         except BaseException:
             # Ctrl-C while waiting: the workers are not to go on for nobody.
             job.future.cancel()
@@ -460,11 +465,16 @@ class Master:
             # Waiting for room would stop the event loop.
             job = await self._wait_for_room(enqueue, call.start + call.timeout)
         answer = asyncio.wrap_future(job.future)
-        del job
         try:
             return await answer
+        except PredictError as exc:
+            if not _may_run_whole(job, call, exc):
+                raise
+            return await asyncio.wrap_future(
+                self._waiting.submit(partial(self._run_whole, call, exc))
+            )
         finally:
-            del answer  # as in `predict`
+            del answer, job  # as in `predict`
 
     async def _wait_for_room(self, enqueue: Callable[[], Job], deadline: float) -> Job:
         """Have a thread wait until the call can be made; at the deadline it has failed, wherever it is."""
@@ -675,6 +685,14 @@ class Master:
         arrays = self._ready().arrays(call.inputs)
         return call.splitter.answer(arrays, pieces, runs, split_run)
 
+    def _run_whole(self, call: "_Call", failure: PredictError) -> Arrays:
+        """Answer a request whose pieces failed by a run of the whole, or raise the failure again."""
+        (whole,) = _CheckRuns(self, call)([self._ready().arrays(call.inputs)])
+        if isinstance(whole, McinferError):
+            raise failure
+        call.splitter.withdraw(f"a piece of a batch fails where the whole runs ({failure})")
+        return whole
+
     def _least_pieces(self, call: "_Call") -> int:
         """In how many pieces a request is compared: as many as later ones have, and two at least."""
         return max(2, call.pieces)
@@ -807,6 +825,12 @@ def _outcome(begun: "Future[Arrays] | McinferError") -> Arrays | McinferError:
         return exc
     except CancelledError:
         return ClosedError("the request was cancelled")
+
+
+def _may_run_whole(job: Job, call: _Call, failure: PredictError) -> bool:
+    """Whether pieces that failed may fail because they are pieces, which a check has not shown."""
+    checked = call.known.split.checked
+    return checked and job.shards > 1 and not isinstance(failure, JoinError)
 
 
 def _said(batch_axes: Axes | None, output_axes: Axes | None) -> SaidAxes:

@@ -13,7 +13,7 @@ or from a request that has shown it (`mcinfer.splitting`). Nothing here looks at
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from types import MappingProxyType
 from typing import Literal, TypeVar
@@ -32,6 +32,8 @@ _BATCH_NAMES = (re.compile(r"\w*batch\w*", re.IGNORECASE), re.compile(r"n|b|bs",
 _SEQUENCE_NAME = re.compile(r"seq|len|time|step|token|frame", re.IGNORECASE)
 
 _MAX_HYPOTHESES = 3
+_TWO = 2
+"""Rows, at least, that show something."""
 
 _T = TypeVar("_T")
 
@@ -62,6 +64,7 @@ class Split:
             or 1 in that request. It shows nothing of other sizes there: what has one size is shared by all
             rows, or is spread over them.
         settled: Whether it stays so; else a request may still show something.
+        ranks: By output name, how many dimensions it had in that request.
     """
 
     inputs: Axes
@@ -74,6 +77,7 @@ class Split:
     sizes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}), compare=False)
     narrow: tuple[tuple[str, int, int], ...] = field(default=(), compare=False)
     settled: bool = field(default=False, compare=False)
+    ranks: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}), compare=False)
 
     @property
     def splits(self) -> bool:
@@ -150,12 +154,14 @@ class OutputJoin:
         shapes: Its shape in each shard, or None where it is not known before the run.
         shape: The joined shape, or None likewise.
         lengths: The size along the axis that each shard's part is to have; None where it may have any.
+        rank: How many dimensions the parts are to have; None where they may have any.
     """
 
     axis: int | None
     shapes: tuple[Shape, ...] | None
     shape: Shape | None
     lengths: tuple[int, ...] | None = None
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,7 +363,12 @@ def _by_size(
     }
     places = sorted((axis, i) for i, axes in enumerate(free.values()) for axis in axes)
     names = [*free]
-    sizes = dict.fromkeys(shapes[names[i]][axis] for axis, i in places)
+    found = [(axis, shapes[names[i]][axis]) for axis, i in places]
+    leading = {size: axis for axis, size in reversed(found)}
+    # On one axis, those that most inputs have; what has one row may be anything.
+    sizes = dict.fromkeys(
+        sorted(leading, key=lambda s: (leading[s], s < _TWO, -found.count((leading[s], s))))
+    )
     if (rows := rows_of(shapes, said.inputs)) is not None:
         sizes = dict.fromkeys([rows])
     for size in sizes:
@@ -389,6 +400,12 @@ def narrow_sizes(
         for axis, size in enumerate(shapes[spec.name])
         if size <= 1 and axis != axes[spec.name] and _is_free(spec, axis)
     )
+
+
+def has_single_rows(model: ModelSpec, shapes: Mapping[str, Shape]) -> bool:
+    """Whether an input has one element, or none, along a leading axis that the model leaves free."""
+    leads = [spec for spec in model.inputs if shapes[spec.name] and _is_free(spec, 0)]
+    return any(shapes[spec.name][0] < _TWO for spec in leads)
 
 
 def _is_free(spec: TensorSpec, axis: int) -> bool:
@@ -580,9 +597,13 @@ def _joins(
     if split is None or all(cut.axis is None for cut in cuts):
         return tuple(_join(spec, None, None, bindings, rows) for spec in model.outputs)
     axes = {name: axis for name, axis in split.outputs.items() if isinstance(axis, int)}
-    return tuple(
+    joins = (
         _join(spec, axes.get(spec.name), split.sizes.get(spec.name), bindings, rows)
         for spec in model.outputs
+    )
+    return tuple(
+        replace(join, rank=split.ranks.get(spec.name))
+        for spec, join in zip(model.outputs, joins, strict=True)
     )
 
 
@@ -664,6 +685,8 @@ def check_join(
         return
     for i, (shape, worker) in enumerate(zip(shapes, workers, strict=True)):
         expected: list[int | None] = [*first]
+        if join.rank is not None and join.rank != len(first):
+            expected = [None] * join.rank
         if axis is not None:
             expected += [None] * (axis + 1 - len(expected))
             expected[axis] = None if join.lengths is None else join.lengths[i]

@@ -42,6 +42,7 @@ from mcinfer.sharding import (
     Shape,
     Split,
     first_split,
+    has_single_rows,
     hypotheses,
     is_fixed,
     narrow_sizes,
@@ -60,6 +61,9 @@ _MAX_TRIALS = 8
 
 _MAX_SHAPES = 256
 """Shapes of which it is remembered whether they can show anything."""
+
+_MAX_RANK = 64
+"""Dimensions that an array may have (NumPy)."""
 
 Arrays = dict[str, NDArray[Any]]
 """By output name, in the model's order."""
@@ -85,6 +89,7 @@ class Joint:
         kind: ``"axis"``, ``"same"``, ``"unclear"`` (this request does not show it), or ``"mixed"``: it is put
             together from the pieces in no way.
         axis: Where it joins.
+        rank: How many dimensions the whole has.
         size: What it has along that axis for each row, where all pieces have the same; 0 where they do not.
         difference: The largest between whole and pieces, relative to the largest element of the whole.
         joins: Whether it would join, but in another way than the user says.
@@ -93,6 +98,7 @@ class Joint:
 
     kind: Literal["axis", "same", "unclear", "mixed"]
     axis: int | None = None
+    rank: int = 0
     size: int = 0
     difference: float = 0.0
     joins: bool = False
@@ -120,6 +126,7 @@ def judge(whole: NDArray[Any], parts: Sequence[NDArray[Any]], rows: Sequence[int
             Joint(
                 kind="axis" if fits else "mixed",
                 axis=axis,
+                rank=whole.ndim,
                 size=size if even and not rest else 0,
                 difference=far,
             )
@@ -128,7 +135,7 @@ def judge(whole: NDArray[Any], parts: Sequence[NDArray[Any]], rows: Sequence[int
         apart = [difference(part, whole) for part in parts]
         fits = all(fits for fits, _ in apart)
         far = max(far for _, far in apart)
-        found.append(Joint(kind="same" if fits else "mixed", difference=far))
+        found.append(Joint(kind="same" if fits else "mixed", rank=whole.ndim, difference=far))
     fitting = [joint for joint in found if joint.kind != "mixed"]
     if len(fitting) == 1:
         return fitting[0]
@@ -536,6 +543,7 @@ class Splitter:
                     rows=sum(trial.rows(axes)),
                     difference=max((joint.difference for joint in joints.values()), default=0.0),
                     sizes={name: joint.size for name, joint in joints.items() if joint.size},
+                    ranks=self._ranks(trial.shapes, joints),
                     narrow=narrow_sizes(
                         self._model, dict(zip(self._names, trial.shapes, strict=True)), axes
                     ),
@@ -543,6 +551,10 @@ class Splitter:
             refuted = refuted or mixed
         if not refuted:
             raise _CannotTellError("it has no two rows")
+        shapes = dict(zip(self._names, trial.shapes, strict=True))
+        if self._first.known == "unknown" and has_single_rows(self._model, shapes):
+            self._teaching[self._known.number, tuple(trial.shapes)] = False
+            raise _CannotTellError("an input of a single row may be the batch")
         return Split(
             inputs=dict.fromkeys(self._names),
             outputs={
@@ -557,6 +569,13 @@ class Splitter:
             difference=max(joint.difference for joint in refuted.values()),
             reason=_in_words(refuted),
         )
+
+    def _ranks(self, shapes: Sequence[Shape], joints: Mapping[str, Joint]) -> dict[str, int]:
+        """The dimensions that outputs are to have; none where inputs of any rank may change them."""
+        inputs = zip(self._model.inputs, shapes, strict=True)
+        if any(len(shape) != len(spec.shape) for spec, shape in inputs):
+            return {}
+        return {name: joint.rank for name, joint in joints.items()}
 
     def _try(self, trial: "_Trial", axes: Axes) -> dict[str, Joint]:
         """Compare the pieces of one hypothesis with the whole.
@@ -628,7 +647,8 @@ class Splitter:
                 text = f"{text}, output_axes says {said}"
                 joints[name] = Joint(kind="mixed", joins=True, text=text)
             elif joint.kind == "unclear":
-                joints[name] = Joint(kind="same" if said is None else "axis", axis=said)
+                kind: Literal["axis", "same"] = "same" if said is None else "axis"
+                joints[name] = Joint(kind=kind, axis=said, rank=whole[name].ndim)
         return joints
 
 
@@ -772,6 +792,7 @@ def as_record(split: Split) -> dict[str, Any]:
         "reason": split.reason,
         "sizes": dict(split.sizes),
         "narrow": [[*place] for place in split.narrow],
+        "ranks": dict(split.ranks),
     }
 
 
@@ -785,6 +806,8 @@ def of_record(content: object, model: ModelSpec) -> Split | None:
     if min(split.sizes.values(), default=1) < 1 or not (split.splits or split.reason):
         return None
     if any(name not in split.inputs or axis < 0 for name, axis, _ in split.narrow):
+        return None
+    if any(not 0 <= rank <= _MAX_RANK for rank in split.ranks.values()):
         return None
     sides = ((split.inputs, model.inputs), (split.outputs, model.outputs))
     return split if all([*axes] == [spec.name for spec in specs] for axes, specs in sides) else None
@@ -804,5 +827,6 @@ def _read_record(content: dict[str, Any]) -> Split:
         difference=float(content["difference"]),
         reason=str(content["reason"]),
         sizes={str(name): int(size) for name, size in content["sizes"].items()},
+        ranks={str(name): int(rank) for name, rank in content["ranks"].items()},
         narrow=tuple((str(name), int(axis), int(size)) for name, axis, size in content["narrow"]),
     )

@@ -7,6 +7,8 @@ import asyncio
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -662,6 +664,57 @@ def test_whole_run_that_fails_is_answered_by_pieces_that_were_declared(
         assert not master.split.splits
 
 
+@pytest.mark.parametrize("ask", ["predict", "predict_async"])
+def test_piece_that_fails_where_the_whole_runs_is_answered_by_the_whole(
+    onnx_model: OnnxModel, warnings: Callable[[], list[str]], ask: str
+) -> None:
+    """Of what the pieces of the first request have not shown: that one needs two rows."""
+    path = onnx_model(
+        onnx("""(float[batch, 4] x) => (float[batch, 4] y)
+        <int64[1] two = {2}, int64[1] zero = {0}, float none = {0.0}> {
+            most, at = TopK <axis = 0> (x, two)
+            some = ReduceSum <keepdims = 0> (most)
+            nothing = Mul(some, none)
+            y = Add(x, nothing)
+        }""")
+    )
+
+    def answer(x: Arrays) -> Arrays:
+        if ask == "predict":
+            return master.predict(x)
+        return asyncio.run(master.predict_async(x))
+
+    with Master(path, 2) as master:
+        for count in (4, 2, 4):
+            assert_answers_identity(answer(rows(count)), rows(count))
+        assert not master.split.splits
+    assert len(warnings()) == 1
+    assert "a piece of a batch fails where the whole runs" in warnings()[0]
+
+
+def assert_answers_identity(outputs: Arrays, inputs: Arrays) -> None:
+    np.testing.assert_array_equal(outputs["y"], inputs["x"])
+
+
+def test_output_that_loses_a_dimension_with_the_rows_is_not_joined(onnx_model: OnnxModel) -> None:
+    path = onnx_model(onnx("(float[?, 1, 3] x) => (float[?, 3] y) { y = Squeeze(x) }"))
+    with Master(path, 2) as master:
+        four, two = {"x": random((4, 1, 3))}, {"x": random((2, 1, 3))}
+        assert_equal(master.predict(four), alone(path, four))
+        with pytest.raises(PredictError, match=r"output 'y' joins along axis 0.*got \[3\]"):
+            master.predict(two)
+        assert_equal(master.predict(two), alone(path, two))
+
+
+def test_timestep_of_one_row_listed_first_does_not_hide_the_batch(onnx_model: OnnxModel) -> None:
+    path = onnx_model(onnx("(float[?] t, float[?, 4] x) => (float[?, 4] y) { y = Add(x, t) }"))
+    with Master(path, 2) as master:
+        inputs = {"t": random((1,)), "x": random((4, 4), 1)}
+        assert_equal(master.predict(inputs), alone(path, inputs))
+        assert master.split.inputs == {"t": None, "x": 0}
+        assert is_split(master, inputs)
+
+
 def test_worker_that_is_killed_in_the_check_costs_no_request(fake_model: FakeModel) -> None:
     model = fake_model(run="sleep:0.3")
     with Master(model, 2, engine="fake", restart=GENEROUS) as master:
@@ -769,6 +822,25 @@ def test_interrupted_check_leaves_the_master_as_it_was(fake_model: FakeModel) ->
         wait_until(lambda: not master.statistics().in_flight, timeout=10.0)
         assert_answers(master.predict(rows(4)), rows(4))
         assert master.learn(rows(4)).checked
+
+
+def test_program_of_the_documentation_prints_what_it_says(
+    onnx_model: OnnxModel, tmp_path: Path
+) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "splitting.md").read_text(encoding="utf-8")
+    program, rest = text.split("```python\n", 1)[1].split("```\n", 1)
+    said = [line.removeprefix("    ") for line in rest.strip("\n").split("\n\n")[0].splitlines()]
+    onnx_model(AFFINE).rename(tmp_path / "model.onnx")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == said
 
 
 # Requests that are joined.
