@@ -26,6 +26,7 @@ from mcinfer.sharding import (
     first_split,
     hypotheses,
     is_fixed,
+    narrow_sizes,
     offsets,
     plan,
     rows_of,
@@ -544,6 +545,13 @@ def test_sizes_of_an_earlier_request_tell_what_to_expect() -> None:
     assert z == OutputJoin(axis=0, shapes=None, shape=None)
 
 
+def test_dimensions_of_an_earlier_request_are_those_to_expect() -> None:
+    spec = model({"x": (None, 3)}, {"y": ()})
+    split = Split(inputs={"x": 0}, outputs={"y": 0}, known="learned", ranks={"y": 2})
+    (y,) = plan(spec, [(5, 3)], 2, split).outputs
+    assert y == OutputJoin(axis=0, shapes=None, shape=None, rank=2)
+
+
 def test_sizes_of_an_earlier_request_go_before_the_models_symbols() -> None:
     spec = model({"x": ("batch", 3)}, {"y": ("batch", 7)})
     split = Split(inputs={"x": 0}, outputs={"y": 0}, known="learned", sizes={"y": 2})
@@ -563,6 +571,7 @@ THREE = ["worker 4", "worker 0", "worker 2"]
         (OutputJoin(axis=0, shapes=None, shape=None, lengths=(3, 2)), [(3, 9), (2, 9)]),
         (OutputJoin(axis=0, shapes=None, shape=None), [(8, 9), (0, 9)]),
         (OutputJoin(axis=2, shapes=None, shape=None), [(8, 9, 1), (8, 9, 4)]),
+        (OutputJoin(axis=0, shapes=None, shape=None, rank=2), [(3, 9), (2, 9)]),
         (OutputJoin(axis=None, shapes=None, shape=None), [(8, 9), (8, 9)]),
         (OutputJoin(axis=None, shapes=None, shape=None), [(), ()]),
         (joined(None, (1, 7), (1, 7)), [(2, 7), (2, 7)]),
@@ -592,6 +601,11 @@ def test_parts_that_go_together_are_taken(join: OutputJoin, shapes: list[Shape])
             r"expected \[\?, 9\] from worker 0 .*, got \[2, 8\]",
         ),
         (OutputJoin(axis=1, shapes=None, shape=None), [(3,), (3,)], r"expected \[3, \?\]"),
+        (
+            OutputJoin(axis=0, shapes=None, shape=None, rank=2),
+            [(3, 9, 1), (2, 9, 1)],
+            r"expected \[\?, \?\] from worker 4 .*, got \[3, 9, 1\]",
+        ),
         (OutputJoin(axis=0, shapes=None, shape=None), [(), ()], r"expected \[\?\] .* got \[\]"),
         (
             OutputJoin(axis=None, shapes=None, shape=None),
@@ -997,6 +1011,17 @@ def test_hypotheses_are_few_differ_and_cut_inputs_of_one_size(data: st.DataObjec
                 assert axis is None or not isinstance(inputs[name][axis], int)
     if not found:
         assert all(isinstance(size, int) for shape in inputs.values() for size in shape)
+
+
+def test_request_shows_nothing_of_free_axes_of_one_size_that_are_not_cut() -> None:
+    spec = model({"x": (None, None, 1), "s": (), "v": ("batch", None)}, {"y": (None,)})
+    shapes = {"x": (1, 4, 1), "s": (1, 2), "v": (4, 0)}
+    narrow = narrow_sizes(spec, shapes, {"x": 1, "s": None, "v": 0})
+    assert narrow == (("x", 0, 1), ("s", 0, 1), ("v", 1, 0))
+    split = Split(inputs={"x": 1, "s": None, "v": 0}, outputs={}, known="learned", narrow=narrow)
+    assert split.covers({"x": (1, 9, 1), "s": (1, 7), "v": (9, 0)})
+    for other in ({"x": (2, 4, 1)}, {"s": (2, 2)}, {"s": ()}, {"v": (4, 1)}):
+        assert not split.covers({**shapes, **other})
 
 
 # What a person reads.

@@ -1,13 +1,25 @@
 """What is found out of a model before it is measured: what it takes, and how its batch is split."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from mcinfer.bench.inputs import InputOptions, examples
 from mcinfer.errors import McinferError
 from mcinfer.master import Master
+from mcinfer.prepared.split_records import records_in
 from mcinfer.sharding import Axes, SaidAxes, Split, first_split, is_fixed
 from mcinfer.specs import ModelSpec
+
+
+@contextmanager
+def own_records(folder: Path) -> Iterator[None]:
+    """Meanwhile, what is learned is kept below this folder: the inputs are made up, so it is for no one else."""
+    records = folder / "splits"
+    records.mkdir(mode=0o700)
+    with records_in(records):
+        yield
 
 
 def look_at(
@@ -20,7 +32,7 @@ def look_at(
     """What the model takes and gives, and how its batch is split: learned, if that is not known.
 
     A benchmark sends the same request again and again, and its rows may be equal, which shows nothing. What
-    is learned here is recorded in the cache, where the masters that are measured find it.
+    is learned here is recorded, within `own_records`, where the masters that are measured find it.
 
     Args:
         master: Started, for the model; one worker is enough.

@@ -91,7 +91,7 @@ def _settled(split: Split, setup: Setup) -> Split:
     """The split by which requests run from the first one on."""
     if not split.splits or split.checked or setup.fixed_batch:
         return split
-    why = setup.split.reason or "what was learned of the model is not in the cache"
+    why = setup.split.reason or "what was learned of the model is not recorded"
     return replace(split, reason=f"no request has shown yet that it may be ({why})")
 
 

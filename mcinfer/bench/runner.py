@@ -29,7 +29,7 @@ from mcinfer.bench.failures import WayFailedError
 from mcinfer.bench.inputs import InputOptions, fixed_batch, make_inputs
 from mcinfer.bench.known_ways import MODES, check_names, shown_name
 from mcinfer.bench.load import MOST_ARRIVALS
-from mcinfer.bench.looking import look_at
+from mcinfer.bench.looking import look_at, own_records
 from mcinfer.bench.report import Load, Measurement, Memory, Report, Role, Settings, Turn, Way
 from mcinfer.bench.request_file import write_request
 from mcinfer.bench.subject import Subject
@@ -201,7 +201,10 @@ class Benchmark:
             InvalidInputError: The plan does not fit the model.
             BuildError: mcinfer cannot load the model.
         """
-        with tempfile.TemporaryDirectory(prefix="mcinfer-bench-") as name:
+        with (
+            tempfile.TemporaryDirectory(prefix="mcinfer-bench-") as name,
+            own_records(Path(name)),
+        ):
             self._tell("loading the model")
             self._known = self._look()
             files = self._write_inputs(Path(name), *self._known)

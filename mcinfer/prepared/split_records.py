@@ -2,6 +2,8 @@
 
 A record is a JSON file of a few hundred bytes in ``ROOT/splits``, named by a digest of what it depends on. It
 appears by a rename. One that cannot be read is none; where the cache cannot be used, nothing is kept.
+
+What made-up inputs have shown is not for programs that run real ones: `records_in` keeps it in another folder.
 """
 
 import hashlib
@@ -9,18 +11,22 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from mcinfer.errors import McinferError
 from mcinfer.prepared.cache import Cache
+from mcinfer.prepared.held import check_root
 
 _VERSION = 1
 """Of the record's form, and of how it is learned: one more when either changes."""
 
 _MAX_BYTES = 1 << 20
+
+_FOLDER = "MCINFER_SPLITS"
+"""The environment's name for a folder in the place of ``ROOT/splits``; for this process and its children."""
 
 _log = logging.getLogger("mcinfer.prepared")
 
@@ -43,7 +49,8 @@ class SplitRecord:
         if not self._name:
             return None
         try:
-            if not (Cache.default().folder / "splits").exists():
+            own = Cache.default().folder / "splits"
+            if _FOLDER not in os.environ and not own.exists():
                 return None  # a look makes no folder
             with open(self._folder() / self._name, "rb") as file:
                 return json.loads(file.read(_MAX_BYTES))
@@ -72,4 +79,25 @@ class SplitRecord:
             _log.debug("how the batch is split is not kept: %s", exc)
 
     def _folder(self) -> Path:
+        if folder := os.environ.get(_FOLDER):
+            check_root(Path(folder))
+            return Path(folder)
         return Cache.default().splits
+
+
+@contextmanager
+def records_in(folder: Path) -> Iterator[None]:
+    """Meanwhile, records are read from and written to this folder, also by processes that are started.
+
+    Args:
+        folder: This user's, that others cannot write to.
+    """
+    before = os.environ.get(_FOLDER)
+    os.environ[_FOLDER] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_FOLDER]
+        else:
+            os.environ[_FOLDER] = before

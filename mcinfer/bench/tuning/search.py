@@ -21,7 +21,7 @@ from pathlib import Path
 from time import monotonic
 
 from mcinfer.bench.inputs import InputOptions, fixed_batch, make_inputs
-from mcinfer.bench.looking import look_at
+from mcinfer.bench.looking import look_at, own_records
 from mcinfer.bench.request_file import write_request
 from mcinfer.bench.tuning.candidates import Aim, Candidate, Space, default_candidate, pieces_of
 from mcinfer.bench.tuning.found import Found, results
@@ -102,7 +102,10 @@ class Search:
             BuildError: mcinfer cannot load the model.
             WayFailedError: The default pool cannot be started or used.
         """
-        with tempfile.TemporaryDirectory(prefix="mcinfer-tune-") as name:
+        with (
+            tempfile.TemporaryDirectory(prefix="mcinfer-tune-") as name,
+            own_records(Path(name)),
+        ):
             self._progress(0.0, "loading the model")
             spec, split = self._look()
             self._split = split
