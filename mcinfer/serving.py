@@ -273,7 +273,8 @@ class Server:
         joined.gather(members, message.input_axes)
         produced, seconds = self._execute(joined.run, message.request)
         if produced:
-            raise PredictError(f"outputs {[item.name for item in produced]} were not bound")
+            names = [item.name for item in produced]
+            raise PredictError(f"outputs {names} have other shapes than the model declares")
         joined.scatter(members, message.output_axes)
         return (), seconds
 

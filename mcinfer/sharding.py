@@ -597,8 +597,9 @@ def _joins(
     if split is None or all(cut.axis is None for cut in cuts):
         return tuple(_join(spec, None, None, bindings, rows) for spec in model.outputs)
     axes = {name: axis for name, axis in split.outputs.items() if isinstance(axis, int)}
+    fixed = is_fixed(model, split)
     joins = (
-        _join(spec, axes.get(spec.name), split.sizes.get(spec.name), bindings, rows)
+        _join(spec, axes.get(spec.name), split.sizes.get(spec.name), bindings, rows, fixed=fixed)
         for spec in model.outputs
     )
     return tuple(
@@ -613,20 +614,25 @@ def _join(
     size: int | None,
     bindings: Sequence[Mapping[str, int]],
     rows: Sequence[int],
+    *,
+    fixed: bool = False,
 ) -> OutputJoin:
     """How one output joins that has so many elements along its axis for each row, where that is known."""
     known = [_resolve(spec, bound) for bound in bindings]
     lengths = None
     if axis is not None and axis < len(spec.shape):
-        declared = [shape[axis] for shape in known]
+        along: list[int | None] = [shape[axis] for shape in known]
+        declared = all(length is not None for length in along)
+        if isinstance(spec.shape[axis], int) and not fixed:
+            declared = False  # the batch is of any size, so it is not
+            along = [None] * len(known)
         if size is not None:
-            made = [size * count for count in rows]
-            known = [
-                (*shape[:axis], length, *shape[axis + 1 :])
-                for shape, length in zip(known, made, strict=True)
-            ]
-            declared = [None if length is None else made[i] for i, length in enumerate(declared)]
-        lengths = _all_known(declared)
+            along = [size * count for count in rows]
+        lengths = _all_known(along) if declared else None
+        known = [
+            (*shape[:axis], length, *shape[axis + 1 :])
+            for shape, length in zip(known, along, strict=True)
+        ]
     shapes = _all_known([_all_known(shape) for shape in known])
     if axis is not None and axis >= len(spec.shape):
         shapes = None  # it is not as it is declared

@@ -57,7 +57,8 @@ _log = logging.getLogger("mcinfer.master")
 Verify = Literal["first", "always", "never"]
 
 _MAX_TRIALS = 8
-"""Of joining two requests, if none shows whether that is right."""
+_MAX_PAIRS = 64
+"""Runs of two requests as one, and pairs that are looked at, if none shows whether that is right."""
 
 _MAX_SHAPES = 256
 """Shapes of which it is remembered whether they can show anything."""
@@ -136,11 +137,10 @@ def judge(whole: NDArray[Any], parts: Sequence[NDArray[Any]], rows: Sequence[int
         fits = all(fits for fits, _ in apart)
         far = max(far for _, far in apart)
         found.append(Joint(kind="same" if fits else "mixed", rank=whole.ndim, difference=far))
-    fitting = [joint for joint in found if joint.kind != "mixed"]
-    if len(fitting) == 1:
-        return fitting[0]
-    if fitting:
-        return Joint(kind="unclear", text="joins along several axes")
+    # Of parts that have elements no two of these can hold: the sizes tell them apart.
+    for joint in found:
+        if joint.kind != "mixed":
+            return joint
     far = min(joint.difference for joint in found)
     return Joint(
         kind="mixed",
@@ -272,7 +272,7 @@ class Splitter:
         self._teaching: dict[tuple[int, tuple[Shape, ...]], bool] = {}
         self._warned = self._warned_open = False
         self._offered: tuple[Inputs, Future[Arrays]] | None = None
-        self._trials = 0
+        self._trials = self._pairs = 0
         split, settled = self._first, verify == "never" or self._has_nothing_to_learn
         found = None if settled or recorded is None else of_record(recorded, model)
         if found is not None:
@@ -357,11 +357,17 @@ class Splitter:
                 raise whole
             self._set(self._first, settled=self._verify == "never")
             self._warned = self._warned_open = False
+            self._trials = self._pairs = 0
             self.learn(arrays, whole, pieces, run)
             return self._known.split
         finally:
             if mine:
                 self._learning.release()
+
+    @property
+    def _gives_up(self) -> bool:
+        """Whether pairs of requests have shown nothing for too long."""
+        return self._trials >= _MAX_TRIALS or self._pairs >= _MAX_PAIRS
 
     @property
     def _has_nothing_to_learn(self) -> bool:
@@ -383,16 +389,17 @@ class Splitter:
         Returns:
             This request and one before it, for `learn_from_pair`, if they may show it.
         """
-        if self._known.settled or self._trials >= _MAX_TRIALS:
+        if self._known.settled or self._gives_up:
             return None
         mine = ([np.array(array) for array in arrays], answer)
         other = self._offered
         self._offered = mine
-        if other is None or any(map(_differ_in_rank, other[0], arrays)):
+        if other is None or any(a.ndim != b.ndim for a, b in zip(other[0], arrays, strict=True)):
             return None
         if all(map(np.array_equal, other[0], arrays)):
             return None
         self._offered = None
+        self._pairs += 1
         return other, mine
 
     def learn_from_pair(self, pair: "Pair", timeout: float, run: Runs) -> None:
@@ -407,9 +414,11 @@ class Splitter:
             return
         try:
             if not self._known.settled:
-                self._trials += 1
                 answers = [answer.result(timeout) for _, answer in pair]
-                self._learn(_Members(self._names, [arrays for arrays, _ in pair], answers, run))
+                trial = _Members(self._names, [arrays for arrays, _ in pair], answers, run)
+                self._trials += 1
+                self._learn(trial)
+                self._trials -= not trial.ran
         except (McinferError, TimeoutError, CancelledError):
             return  # they failed by themselves
         finally:
@@ -443,7 +452,7 @@ class Splitter:
         )
 
     def _leave_open(self, trial: "_Trial", reason: str) -> None:
-        if self._warned_open or (isinstance(trial, _Members) and self._trials < _MAX_TRIALS):
+        if self._warned_open or (isinstance(trial, _Members) and not self._gives_up):
             return
         self._warned_open = True
         if isinstance(trial, _Members):
@@ -523,14 +532,18 @@ class Splitter:
         """
         refuted: dict[str, Joint] = {}
         most = 0
+        unclear: tuple[Axes, _CannotTellError] | None = None
         for axes in self._candidates(trial.shapes, trial.least_rows):
+            # Where the likeliest shows nothing, one that cuts more may; any other is only less likely.
+            if unclear is not None and not _includes(axes, unclear[0]):
+                continue
             most = max(most, sum(trial.rows(axes)))
             try:
                 joints = self._try(trial, axes)
-            except _CannotTellError:
-                if not refuted:
-                    raise
-                continue  # the likeliest is wrong, and this one may never show
+            except _CannotTellError as exc:
+                if not refuted and unclear is None:
+                    unclear = axes, exc
+                continue  # where the likeliest is wrong, this one may never show
             mixed = {name: joint for name, joint in joints.items() if joint.kind == "mixed"}
             if not mixed:
                 outputs = {name: joint.axis for name, joint in joints.items()}
@@ -549,6 +562,8 @@ class Splitter:
                     ),
                 )
             refuted = refuted or mixed
+        if unclear is not None:
+            raise unclear[1]
         if not refuted:
             raise _CannotTellError("it has no two rows")
         shapes = dict(zip(self._names, trial.shapes, strict=True))
@@ -741,6 +756,7 @@ class _Members(_Trial):
         self.shapes = tuple(array.shape for array in members[0])
         self._members = members
         self._apart = answers
+        self.ran = False
 
     def rows(self, axes: Axes) -> tuple[int, ...]:
         shapes = [[array.shape for array in member] for member in self._members]
@@ -762,10 +778,16 @@ class _Members(_Trial):
                 whole.append(np.concatenate(parts, axis))
             except ValueError:
                 raise _CannotTellError(f"input {name!r} has other sizes in two requests") from None
+        self.ran = True
         return self._answers([whole])[0], self._apart
 
     def is_random(self) -> bool:
         return _differ(self._apart[0], *self._answers([self._members[0]]))
+
+
+def _includes(axes: Axes, others: Axes) -> bool:
+    """Whether all that the others cut is cut, along the same axes."""
+    return all(axes[name] == axis for name, axis in others.items() if axis is not None)
 
 
 def _differ(one: Arrays, other: Arrays) -> bool:
@@ -773,10 +795,6 @@ def _differ(one: Arrays, other: Arrays) -> bool:
         other[name].shape != output.shape or not difference(other[name], output)[0]
         for name, output in one.items()
     )
-
-
-def _differ_in_rank(one: NDArray[Any], other: NDArray[Any]) -> bool:
-    return one.ndim != other.ndim
 
 
 # Records.

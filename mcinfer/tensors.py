@@ -34,6 +34,9 @@ some 1e-6 for float32. Integers, booleans and strings are to be equal, eight-bit
 
 _EIGHT_BIT_FLOAT = 0.25
 
+_MARKS = 100.0
+"""An element that is the same and so many times larger than all that differ counts as no measure for them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
@@ -255,10 +258,12 @@ def difference(got: NDArray[Any], want: NDArray[Any]) -> tuple[bool, float]:
             return not exact, 0.0  # large integers may be alike as floats
         sizes = np.abs(want)
         finite = np.isfinite(sizes)
-        scale = float(np.max(sizes, where=finite, initial=0.0))
+        largest = float(np.max(sizes, where=finite, initial=0.0))
+        # One that marks what is masked out is the same everywhere, and must not hide what differs.
+        scale = min(largest, _MARKS * float(np.max(sizes, where=finite & ~alike, initial=0.0)))
         apart = np.where(alike, 0.0, np.abs(got - want))
         # Each by itself: the sum may be more than the type has.
         allowed = tolerance * np.where(finite, sizes, 0.0) + tolerance * scale / 2
         fits = bool(np.all(alike | (apart <= allowed)))
-        largest = float(np.max(np.where(np.isnan(apart), np.inf, apart)))
-        return fits, largest / scale if scale else (np.inf if largest else 0.0)
+        most = float(np.max(np.where(np.isnan(apart), np.inf, apart)))
+        return fits, most / largest if largest else (np.inf if most else 0.0)

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 FLOAT = TensorProto.FLOAT
 
 Capture = pytest.CaptureFixture[str]
-Value = tuple[str, int, Sequence[int | str]]
+Value = tuple[str, int, Sequence[int | str | None]]
 
 
 def save(

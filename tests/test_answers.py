@@ -38,7 +38,7 @@ def staged(stager: Stager, number: int, *, watched: bool = False) -> Job:
     if watched:
         job.future.add_done_callback(lambda _: None)
     job.context = copy_context()
-    job.take(0, (), lambda _: pytest.fail("no block is the worker's"))
+    job.take(0, (), lambda _: pytest.fail("no block is the worker's"), 0)
     return job
 
 

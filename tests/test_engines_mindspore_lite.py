@@ -265,13 +265,13 @@ def test_strings_are_refused(path: Path) -> None:
         open_lite(path).bind([Strings(name="x", shape=(1, 3), values=("", "", ""))], [])
 
 
-def test_output_of_another_shape_or_type_than_bound_is_a_predict_error(
+def test_output_of_another_shape_is_produced_and_of_another_type_a_predict_error(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, wrong = rows(2), np.full((3, 3), 7, np.float32)
     engine = open_lite(path)
-    with pytest.raises(PredictError, match=r"float32\[2, 3\], bound as float32\[3, 3\]"):
-        engine.bind([buffer("x", x)], [buffer("y", wrong)]).execute()
+    produced = engine.bind([buffer("x", x)], [buffer("y", wrong)]).execute()
+    assert np.array_equal(content(produced[0]), 2 * x + 1)
     assert (wrong == 7).all()
     monkeypatch.setattr(Model, "compute", staticmethod(lambda x: [x.astype(int), np.argwhere(x)]))
     with pytest.raises(PredictError, match="data type not equal"):

@@ -24,7 +24,7 @@ from mcinfer.errors import (
 from mcinfer.sharding import Axes, SaidAxes, Shape, Split, plan
 from mcinfer.specs import Dimension, ModelSpec, TensorSpec
 from mcinfer.splitting import (
-    _MAX_TRIALS,
+    _MAX_PAIRS,
     Inputs,
     Known,
     Splitter,
@@ -1141,9 +1141,9 @@ def test_joining_is_given_up_after_some_trials_and_says_why(
     spec = spec_of({"x": ("batch", 3), "scale": ()}, {"y": ("batch", 3)})
     model = Model(spec, lambda x, scale: {"y": x * scale})
     trials = 0
-    for number in range(4 * _MAX_TRIALS):
+    for number in range(4 * _MAX_PAIRS):
         trials += offer(model, random(1, 3, seed=number), scalar(number))
-    assert trials == _MAX_TRIALS
+    assert trials == _MAX_PAIRS
     assert len(warnings()) == 1
     assert "requests are not joined" in warnings()[0]
     assert "input 'scale' differs between two requests" in warnings()[0]

@@ -345,12 +345,18 @@ def test_tolerance_is_relative_to_the_element_and_half_as_much_to_the_largest(
     """The largest is 2, and elements of 0 and 2 may differ by so much of it."""
     tolerance = TOLERANCES[element_type]
     for value, allowed in ((0.0, tolerance), (2.0, 3 * tolerance)):
-        want = of(element_type, 2.0, value)
+        want = of(element_type, 2.0, 1.0, value)
         for factor in (0.8, 1.3):
-            got = of(element_type, 2.0, value + factor * allowed)
+            got = of(element_type, 2.0, 1.0 + tolerance / 2, value + factor * allowed)
             fits, far = difference(got, want)
             assert fits == (factor < 1)
             assert far == pytest.approx(factor * allowed / 2, rel=0.2)
+
+
+def test_element_that_marks_what_is_masked_out_hides_no_difference() -> None:
+    want = of("float32", -1e9, 1.0, 2.0)
+    assert difference(of("float32", -1e9, 1.1, 2.0), want)[0] is False
+    assert difference(of("float32", -1e9, 1.00001, 2.0), want)[0] is True
 
 
 @pytest.mark.parametrize("element_type", EIGHT_BITS)

@@ -15,7 +15,7 @@ from mcinfer.specs import ModelSpec
 
 @contextmanager
 def own_records(folder: Path) -> Iterator[None]:
-    """Meanwhile, what is learned is kept below this folder: the inputs are made up, so it is for no one else."""
+    """Meanwhile, what is learned is kept below this folder: it is learned from inputs that are made up."""
     records = folder / "splits"
     records.mkdir(mode=0o700)
     with records_in(records):

@@ -3,7 +3,7 @@
 A record is a JSON file of a few hundred bytes in ``ROOT/splits``, named by a digest of what it depends on. It
 appears by a rename. One that cannot be read is none; where the cache cannot be used, nothing is kept.
 
-What made-up inputs have shown is not for programs that run real ones: `records_in` keeps it in another folder.
+What made-up inputs have shown is not for programs that run real ones: `records_in` keeps it elsewhere.
 """
 
 import hashlib

@@ -413,7 +413,7 @@ def test_way_that_does_not_find_what_was_learned_says_so(onnx_model: OnnxModel) 
         AFFINE.replace("one = {1.0}", "one = {17.0}")
     )  # of which nothing is recorded
     with closing(Sharded(replace(setup, model=str(other)))) as way:
-        assert "(what was learned of the model is not in the cache)" in way.text
+        assert "(what was learned of the model is not recorded)" in way.text
 
 
 def test_input_that_is_said_to_go_whole_leaves_nothing_to_split(onnx_model: OnnxModel) -> None:

@@ -393,7 +393,7 @@ def test_other_shape_than_was_said_is_an_error_that_names_it(onnx_model: OnnxMod
     with Master(path, 2, **axes) as master:
         with pytest.raises(
             PredictError,
-            match=r"output 'selected' joins along axis 1.*expected \[0, 2\] from worker \d .*got \[8, 2\]",
+            match=r"output 'selected' joins along axis 1.*expected \[0, \?\] from worker \d .*got \[8, 2\]",
         ):
             master.predict(x)
         assert_equal(master.predict(x), alone(path, x))  # whole, from now on
@@ -549,7 +549,7 @@ def test_damaged_record_is_none(onnx_model: OnnxModel, tmp_path: Path, content: 
     (record,) = (tmp_path / "cache" / "splits").iterdir()
     record.write_bytes(content)
     with Master(path, 2) as master:
-        assert master.split.known == "unknown"
+        assert not master.split.checked
         assert_equal(master.predict(silero(4)), alone(path, silero(4)))
         assert master.split.known == "learned"
 
@@ -573,7 +573,7 @@ def test_cache_that_cannot_be_used_costs_nothing_but_learning_again(
     path = onnx_model(SILERO)
     for _ in range(2):
         with Master(path, 2) as master:
-            assert master.split.known == "unknown"
+            assert not master.split.checked
             assert_equal(master.predict(silero(4)), alone(path, silero(4)))
             assert master.split.known == "learned"
 
