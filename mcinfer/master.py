@@ -383,7 +383,7 @@ class Master:
                 "answer needs: use submit() there"
             )
         call = self._call(inputs, timeout, batch_axes, output_axes, shards, priority)
-        if call.splitter.may_learn(call.pieces) and self._learns_from(call):
+        if call.known.open and self._learns_from(call):
             return self._learn_from(call, _CheckRuns(self, call))
         job = self._stage(call)
         job.future.awaited = True
@@ -443,7 +443,7 @@ class Master:
         Inputs are checked and copied in the event loop's thread before the first wait.
         """
         call = self._call(inputs, timeout, batch_axes, output_axes, shards, priority)
-        if call.splitter.may_learn(call.pieces) and self._learns_from(call):
+        if call.known.open and self._learns_from(call):
             call.inputs = [np.array(array) for array in self._ready().arrays(call.inputs)]
             runs = _CheckRuns(self, call)
             learned = self._waiting.submit(
@@ -635,7 +635,9 @@ class Master:
             pieces = max(1, self._supervisor.serving)
         else:
             check_count("shards", pieces, 1)
-        splitter = self._splitter_for(batch_axes, output_axes)
+        splitter = self._splitter
+        if splitter is None or batch_axes is not None or output_axes is not None:
+            splitter = self._splitter_for(batch_axes, output_axes)
         return _Call(inputs, splitter, splitter.known, pieces, joins, start, timeout, priority)
 
     def _splitter_for(self, batch_axes: Axes | None, output_axes: Axes | None) -> Splitter:
@@ -670,6 +672,8 @@ class Master:
 
     def _learns_from(self, call: "_Call") -> bool:
         """Whether a request is to show how its batch is split."""
+        if call.pieces <= 1:
+            return False
         arrays = self._ready().arrays(call.inputs)
         call.inputs = arrays
         shapes = tuple(array.shape for array in arrays)

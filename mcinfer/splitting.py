@@ -210,12 +210,14 @@ class Known:
         split: How requests are split.
         settled: Whether it stays so: no request is looked at any more.
         splits: Whether requests are split: it is settled, and `Split.splits`.
+        open: Whether some requests may show something: nothing is settled, or not for all sizes.
         number: Another one for each, to keep plans apart.
     """
 
     split: Split
     settled: bool
     splits: bool
+    open: bool
     number: int
 
 
@@ -224,14 +226,15 @@ _numbers = itertools.count(1)
 
 def _known(split: Split, *, settled: bool) -> Known:
     split = replace(split, settled=settled)
+    splits = settled and split.splits
+    narrow = splits and bool(split.narrow)
     return Known(
-        split=split, settled=settled, splits=settled and split.splits, number=next(_numbers)
+        split=split,
+        settled=settled,
+        splits=splits,
+        open=not settled or narrow,
+        number=next(_numbers),
     )
-
-
-def _may_learn(known: Known) -> bool:
-    """Whether some requests may show something: nothing is settled, or not for all sizes."""
-    return not known.settled or (known.splits and bool(known.split.narrow))
 
 
 class _CannotTellError(Exception):
@@ -248,6 +251,9 @@ class Splitter:
             ``"never"``: what is said or declared is believed, and nothing is learned.
         recorded: What was learned of this model before, as `as_record` made it.
         record: Called with what is learned, to be kept; None with what is not to be kept any more.
+
+    Attributes:
+        known: What is known now.
 
     Raises:
         InvalidInputError: The model has no such input, output or axis.
@@ -277,16 +283,7 @@ class Splitter:
         found = None if settled or recorded is None else of_record(recorded, model)
         if found is not None:
             split, settled = found, verify != "always" or not found.splits
-        self._known = _known(split, settled=settled)
-
-    @property
-    def known(self) -> Known:
-        """What is known now."""
-        return self._known
-
-    def may_learn(self, pieces: int) -> bool:
-        """Whether a request that is cut in so many pieces may show something."""
-        return pieces > 1 and _may_learn(self._known)
+        self.known = _known(split, settled=settled)
 
     @property
     def busy(self) -> bool:
@@ -295,8 +292,8 @@ class Splitter:
 
     def teaches(self, shapes: tuple[Shape, ...]) -> bool:
         """Whether a request of these shapes is to be looked at."""
-        known = self._known
-        if not _may_learn(known):
+        known = self.known
+        if not known.open:
             return False
         key = (known.number, shapes)
         found = self._teaching.get(key)
@@ -346,7 +343,7 @@ class Splitter:
             PredictTimeoutError: Others learn from a request of theirs for longer than the time-out.
         """
         if self._has_nothing_to_learn:
-            return self._known.split
+            return self.known.split
         mine = False
         try:
             mine = self._learning.acquire(timeout=min(timeout, threading.TIMEOUT_MAX))
@@ -359,7 +356,7 @@ class Splitter:
             self._warned = self._warned_open = False
             self._trials = self._pairs = 0
             self.learn(arrays, whole, pieces, run)
-            return self._known.split
+            return self.known.split
         finally:
             if mine:
                 self._learning.release()
@@ -389,7 +386,7 @@ class Splitter:
         Returns:
             This request and one before it, for `learn_from_pair`, if they may show it.
         """
-        if self._known.settled or self._gives_up:
+        if self.known.settled or self._gives_up:
             return None
         mine = ([np.array(array) for array in arrays], answer)
         other = self._offered
@@ -413,7 +410,7 @@ class Splitter:
         if not self._learning.acquire(blocking=False):
             return
         try:
-            if not self._known.settled:
+            if not self.known.settled:
                 answers = [answer.result(timeout) for _, answer in pair]
                 trial = _Members(self._names, [arrays for arrays, _ in pair], answers, run)
                 self._trials += 1
@@ -426,21 +423,21 @@ class Splitter:
 
     def withdraw(self, reason: str) -> None:
         """A split request has shown that what is known is wrong: from now on requests run whole."""
-        if self._known.split.splits:
-            self._set(replace(self._known.split, reason=reason, checked=False), settled=True)
+        if self.known.split.splits:
+            self._set(replace(self.known.split, reason=reason, checked=False), settled=True)
             self._record(None)
             self._warn(reason)
 
     def warn_if_whole(self) -> None:
         """Say once why a request that may have rows is not split."""
-        split = self._known.split
-        if self._known.settled and not split.splits and not is_fixed(self._model, split):
+        split = self.known.split
+        if self.known.settled and not split.splits and not is_fixed(self._model, split):
             self._warn(split.reason or f"output {split.unjoined[0]!r}: its axis is not known")
 
     # How.
 
     def _set(self, split: Split, *, settled: bool) -> None:
-        self._known = _known(split, settled=settled)
+        self.known = _known(split, settled=settled)
 
     def _warn(self, reason: str) -> None:
         if self._warned or (self._first.known == "said" and self._first.reason):
@@ -469,7 +466,7 @@ class Splitter:
     def _without_whole(self, failure: McinferError, split_run: Callable[[Known], Arrays]) -> Arrays:
         """The whole run failed, where pieces may not: one device may not have the memory for it."""
         may = isinstance(failure, (PredictError, WorkerDiedError))
-        if not may or not self._first.splits or self._known.split.checked:
+        if not may or not self._first.splits or self.known.split.checked:
             raise failure
         believed = _known(self._first, settled=True)
         try:
@@ -491,7 +488,7 @@ class Splitter:
     def _candidates(self, shapes: Sequence[Shape], least: int = 2) -> Iterator[Axes]:
         """What a request of these shapes may be cut along, up to the first that has fewer rows."""
         by_name = dict(zip(self._names, shapes, strict=True))
-        split = self._known.split
+        split = self.known.split
         if split.checked and split.covers(by_name):  # verify="always"
             candidates: Sequence[Axes] = (split.inputs,)
         else:
@@ -516,7 +513,7 @@ class Splitter:
         if random:
             self._believe("two runs of the same inputs differ, so there is nothing to compare with")
             return
-        before = self._known.split
+        before = self.known.split
         self._set(split, settled=self._verify != "always" or not split.splits)
         if not before.checked or as_record(split) != as_record(before):
             self._record(as_record(split))
@@ -568,7 +565,7 @@ class Splitter:
             raise _CannotTellError("it has no two rows")
         shapes = dict(zip(self._names, trial.shapes, strict=True))
         if self._first.known == "unknown" and has_single_rows(self._model, shapes):
-            self._teaching[self._known.number, tuple(trial.shapes)] = False
+            self._teaching[self.known.number, tuple(trial.shapes)] = False
             raise _CannotTellError("an input of a single row may be the batch")
         return Split(
             inputs=dict.fromkeys(self._names),

@@ -281,7 +281,9 @@ class Job:
                 self._model.outputs, self._staged.plan.outputs, self._staged.outputs, strict=True
             ):
                 slot = self._slots.get(spec.name)
-                elsewhere = any((shard, spec.name) in self._parts for shard in range(self.shards))
+                elsewhere = self._parts and any(
+                    (shard, spec.name) in self._parts for shard in range(self.shards)
+                )
                 if slot is None or layout is None or elsewhere or not layout.contiguous:
                     parts = [self._part(shard, spec, join, layout) for shard in range(self.shards)]
                     workers = [f"worker {self._workers[shard]}" for shard in range(self.shards)]

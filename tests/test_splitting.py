@@ -86,7 +86,7 @@ class Model:
         """Answer a request that is cut in so many pieces at most."""
         known = self.splitter.known
         shapes = tuple(array.shape for array in arrays)
-        if self.splitter.may_learn(pieces) and self.splitter.teaches(shapes):
+        if pieces > 1 and self.splitter.known.open and self.splitter.teaches(shapes):
             return self.splitter.answer(
                 arrays, pieces, self.run_all, lambda known: self._run_split(arrays, known, pieces)
             )
@@ -467,8 +467,7 @@ def test_request_of_one_row_or_none_decides_nothing(shape: Shape) -> None:
 def test_master_with_one_worker_learns_nothing() -> None:
     model = Model(DECLARED, double)
     model.ask(random(4, 3), pieces=1)
-    assert not model.splitter.may_learn(1)
-    assert model.splitter.may_learn(2)
+    assert model.splitter.known.open
     assert model.runs == 1
 
 
@@ -1004,7 +1003,7 @@ def test_axis_of_one_size_is_looked_at_again_when_it_has_more() -> None:
         assert np.array_equal(model.ask(x, random(1))["y"], scaled(x, random(1))["y"])
         assert model.runs == runs
     assert model.split.inputs == {"x": 0, "scale": None}
-    assert model.splitter.may_learn(2)
+    assert model.splitter.known.open
     assert not model.splitter.teaches(((6, 3), (1,)))
     assert model.splitter.teaches(((6, 3), (6,)))
     assert np.array_equal(model.ask(x, random(4))["y"], scaled(x, random(4))["y"])

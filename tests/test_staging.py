@@ -860,7 +860,7 @@ def test_output_of_another_shape_may_come_from_one_worker_alone(
     spec = model(
         {"x": ("float32", [None, 3]), "w": ("float32", [2])}, {"y": ("float32", [None, 3])}
     )
-    how = Known(split=split, settled=True, splits=True, number=-1)
+    how = Known(split=split, settled=True, splits=True, open=False, number=-1)
     job = Stager(spec, arena).stage([X, W], 2, how, 0.0)
     (reference,) = references(job, 0)[1]
     assert reference[2] == (4, 3)
