@@ -176,8 +176,10 @@ FAULTS = {
         inflict=_tell(""),
         setting={"hostile": "late"},
     ),
-    "worker: wrong shape": Fault(
-        words="answers with another shape", inflict=_tell(""), setting={"hostile": "wrong_shape"}
+    "worker: wrong place": Fault(
+        words="answers with another place in memory",
+        inflict=_tell(""),
+        setting={"hostile": "forged_block:unknown"},
     ),
     "worker: garbage": Fault(
         words="random bytes in the place of an answer",

@@ -193,7 +193,7 @@ _TABLE: dict[str, dict[str, _Row]] = {
     },
     "worker: answers twice": {"busy": _DIES},
     "worker: answers late": {"busy": (TIMED_OUT, 2.0, REPLACED)},
-    "worker: wrong shape": {"busy": _DIES},
+    "worker: wrong place": {"busy": _DIES},
     "worker: garbage": {"busy": _DIES, "exiting": _CLOSING},
     "master: SIGKILL": dict.fromkeys(MOMENTS, (KILLED, 2.0, NONE_LEFT)),
     "master: SIGTERM": {
@@ -285,7 +285,7 @@ DASHES: dict[str, dict[str, str]] = {
         in (
             "worker: answers twice",
             "worker: answers late",
-            "worker: wrong shape",
+            "worker: wrong place",
             "worker: garbage",
         )
     },

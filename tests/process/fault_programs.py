@@ -75,7 +75,7 @@ with open(os.path.join(cache, "all"), "wb", buffering=0) as file:
         pass
 began = time.monotonic()
 options = mcinfer.EngineOptions(prepare="always")
-with mcinfer.Master(model, 2, options=options) as master:
+with mcinfer.Master(model, 2, options=options, verify="never") as master:
     say(time.monotonic() - began)
     say((master.predict(X)["y"] == 3).all())
 """

@@ -279,7 +279,7 @@ def test_models_of_a_fixed_batch_are_measured_in_pieces_where_it_is_said(
     onnx_model: OnnxModel,
 ) -> None:
     fixed = onnx_model(AFFINE.replace("[batch, 4]", "[2, 4]"))
-    ways = ("session", "pipe", "pipe-each", "sharded", "batched")
+    ways = ("pipe", "pipe-each", "sharded", "batched")
     axes = {"batch_axes": {"x": 0}, "output_axes": {"y": 0}}
     report = measure(fixed, *ways, batches=(2, 6), count=2, repeats=1, **axes)
     assert {way.name: way.error for way in report.ways} == dict.fromkeys(ways, "")
@@ -344,7 +344,7 @@ def test_requests_of_equal_rows_are_split_and_joined(onnx_model: OnnxModel) -> N
 def test_model_whose_rows_depend_on_each_other_is_said_not_to_be_split(
     onnx_model: OnnxModel,
 ) -> None:
-    ways = ("session", "pipe", "sharded", "concurrent", "batched")
+    ways = ("pipe", "sharded", "batched")
     report = measure(onnx_model(MIXING), *ways, batches=(4,), count=2, repeats=1)
     assert {way.name: way.error for way in report.ways} == dict.fromkeys(ways, "")
     why = "the rows of a batch depend on each other: output 'y' differs by"

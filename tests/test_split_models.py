@@ -1,0 +1,315 @@
+"""Models of ONNX Runtime, as they are exported: what of them is split, without processes.
+
+Each request is compared with one session that has the whole batch. `tests/process/test_splitting.py` has some
+of them with real workers.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx as package
+import onnxruntime
+import pytest
+from numpy.typing import NDArray
+from onnx import parser
+
+from mcinfer import Split
+from tests.process.models import OnnxModel
+from tests.split_graphs import InProcess, open_session
+
+Arrays = dict[str, NDArray[Any]]
+
+
+@pytest.fixture
+def onnx_model(tmp_path: Path) -> OnnxModel:
+    """Writes an ONNX model that is given in ONNX's text format."""
+
+    def write(text: str) -> Path:
+        path = tmp_path / "model.onnx"
+        package.save(parser.parse_model(text), path)
+        return path
+
+    return write
+
+
+class Pool(InProcess):
+    """What decides in a master with two workers."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(open_session(package.load(path)))
+
+    @property
+    def split(self) -> Split:
+        return self.splitter.known.split
+
+    def splits(self, inputs: Arrays) -> bool:
+        """Whether a request runs in pieces."""
+        before = self.split_runs
+        self.predict(inputs)
+        return self.split_runs > before
+
+
+def onnx(body: str, opset: int = 17) -> str:
+    """An ONNX model in text format."""
+    return f'<ir_version: 9, opset_import: ["": {opset}]>\nm {body}'
+
+
+def alone(path: Path, inputs: Arrays) -> dict[str, NDArray[Any]]:
+    """What one session answers."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(None, dict(inputs)), strict=True))
+
+
+def assert_equal(got: Arrays, want: Arrays) -> None:
+    assert [*got] == [*want]
+    for name, array in want.items():
+        assert got[name].shape == array.shape, name
+        np.testing.assert_allclose(got[name], array, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def random(shape: tuple[int, ...], seed: int = 0) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+NO_NAMES = "(float[{x}, 3, {w}] x) => (float[{y}, {v}] y) {{ y = ReduceMean <axes = [1], keepdims = 0> (x) }}"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count"),
+    [
+        pytest.param(("p2o.DynamicDimension.0", "p2o.DynamicDimension.1") * 2, 4, id="Paddle"),
+        pytest.param(("unk__214", "unk__215", "unk__216", "unk__217"), 5, id="tf2onnx"),
+        pytest.param(("?", "?", "?", "?"), 3, id="question marks"),
+        pytest.param(("-1", "-1", "-1", "-1"), 2, id="minus one"),
+    ],
+)
+def test_model_without_names_is_split_from_the_second_request_on(
+    onnx_model: OnnxModel, sizes: tuple[str, ...], count: int
+) -> None:
+    x, w, y, v = sizes
+    if x.startswith("p2o"):
+        y, v = "p2o.DynamicDimension.3", "p2o.DynamicDimension.4"
+    text = onnx(NO_NAMES.format(x="a", w="b", y="c", v="d"))
+    path = onnx_model(text)
+    rename(path, {"a": x, "b": w, "c": y, "d": v})
+    master = Pool(path)
+    first = {"x": random((count, 3, 7))}
+    assert_equal(master.predict(first), alone(path, first))
+    assert master.splits({"x": random((4, 3, 6))})
+    later = {"x": random((5, 3, 9), 2)}
+    assert_equal(master.predict(later), alone(path, later))
+
+
+def rename(path: Path, names: Mapping[str, str]) -> None:
+    """Give dimensions names that ONNX's text format cannot write."""
+    model = package.load(path)
+    for value in (*model.graph.input, *model.graph.output):
+        for dimension in value.type.tensor_type.shape.dim:
+            name = names.get(dimension.dim_param)
+            if name == "-1":
+                dimension.dim_value = -1
+            elif name is not None:
+                dimension.dim_param = name
+    package.save(model, path)
+
+
+def test_name_that_stands_for_two_sizes_is_no_error(onnx_model: OnnxModel) -> None:
+    """ONNX Runtime takes such a model; exporters of Paddle write "?" wherever they know nothing."""
+    path = onnx_model(onnx("(float[n, 3, n] x) => (float[n, 3, n] y) { y = Relu(x) }"))
+    master = Pool(path)
+    for count in (4, 5):
+        x = {"x": random((count, 3, 7))}
+        assert_equal(master.predict(x), alone(path, x))
+
+
+def test_model_of_any_rank_is_run_and_split(onnx_model: OnnxModel) -> None:
+    path = onnx_model(onnx("(float[n, 3] x) => (float[n, 3] y) { y = Relu(x) }"))
+    model = package.load(path)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.ClearField("shape")
+    package.save(model, path)
+    master = Pool(path)
+    for shape in ((4, 3), (5, 3), (6, 2, 2)):
+        x = {"x": random(shape)}
+        assert_equal(master.predict(x), alone(path, x))
+    assert master.splits({"x": random((4, 3))})
+
+
+ANCHORS = onnx("""(float[batch, 3, h] image) => (float[batch, h] y, int64[num_anchors] anchors)
+<int64 start = {0}, int64 step = {1}, int64 third = {2}> {
+    y = ReduceMean <axes = [1], keepdims = 0> (image)
+    shape = Shape(image)
+    height = Gather(shape, third)
+    anchors = Range(start, height, step)
+}""")
+SHARED = onnx("""(float[batch, 4] x, float[m, 2] table) => (float[batch, 4] y, float[k, 2] doubled)
+<float two = {2.0}> {
+    y = Mul(x, two)
+    doubled = Mul(table, two)
+}""")
+
+
+def test_output_of_the_images_size_is_the_same_from_all(onnx_model: OnnxModel) -> None:
+    path = onnx_model(ANCHORS)
+    master = Pool(path)
+    for count, height in ((2, 6), (4, 8), (2, 2)):
+        image = {"image": random((count, 3, height))}
+        assert_equal(master.predict(image), alone(path, image))
+    assert master.split.outputs == {"y": 0, "anchors": None}
+    assert master.splits({"image": random((2, 3, 4))})
+
+
+def test_output_of_an_input_that_all_rows_share_is_the_same_from_all(onnx_model: OnnxModel) -> None:
+    path = onnx_model(SHARED)
+    master = Pool(path)
+    for count, length in ((2, 6), (4, 8), (2, 2), (3, 3)):
+        inputs = {"x": random((count, 4)), "table": random((length, 2), 1)}
+        assert_equal(master.predict(inputs), alone(path, inputs))
+    assert master.split.inputs == {"x": 0, "table": None}
+    assert master.split.outputs == {"y": 0, "doubled": None}
+
+
+def test_input_as_long_as_the_batch_by_chance_is_told_apart(onnx_model: OnnxModel) -> None:
+    """The first request has a table of as many rows as the batch, which every row needs whole."""
+    path = onnx_model(
+        onnx("""(float[?, 4] x, float[?, 4] table) => (float[?, 4] y) {
+            mean = ReduceMean <axes = [0], keepdims = 1> (table)
+            y = Add(x, mean)
+        }""")
+    )
+    master = Pool(path)
+    for count, length in ((4, 4), (4, 4), (6, 4), (5, 5), (4, 4)):
+        inputs = {"x": random((count, 4), count), "table": random((length, 4), length)}
+        assert_equal(master.predict(inputs), alone(path, inputs))
+    assert master.split.inputs == {"x": 0, "table": None}
+
+
+def test_table_of_equal_rows_decides_nothing(onnx_model: OnnxModel) -> None:
+    path = onnx_model(
+        onnx("""(float[?, 4] x, float[?, 4] table) => (float[?, 4] y) {
+            mean = ReduceMean <axes = [0], keepdims = 1> (table)
+            y = Add(x, mean)
+        }""")
+    )
+    ones = np.ones((4, 4), np.float32)
+    master = Pool(path)
+    for table in (ones, ones * 2, random((4, 4), 1), random((4, 4), 2)):
+        inputs = {"x": random((4, 4)), "table": table}
+        assert_equal(master.predict(inputs), alone(path, inputs))
+    assert master.split.inputs == {"x": 0, "table": None}
+
+
+def test_mask_of_equal_rows_belongs_to_the_batch_where_pieces_need_it_cut(
+    onnx_model: OnnxModel,
+) -> None:
+    """The usual first request of an encoder: every row of the mask is the same."""
+    path = onnx_model(
+        onnx("(float[?, ?] x, float[?, ?] mask) => (float[?, ?] y) { y = Mul(x, mask) }")
+    )
+    master = Pool(path)
+    inputs = {"x": random((4, 6)), "mask": np.ones((4, 6), np.float32)}
+    assert_equal(master.predict(inputs), alone(path, inputs))
+    assert master.split.inputs == {"x": 0, "mask": 0}
+    inputs["mask"] = random((4, 6), 1)
+    assert_equal(master.predict(inputs), alone(path, inputs))
+
+
+# Rows that depend on each other.
+
+MIXING = {
+    "softmax": "y = Softmax <axis = 0> (x)",
+    "mean": "mean = ReduceMean <axes = [0], keepdims = 1> (x)\n y = Sub(x, mean)",
+    "cumsum": "y = CumSum(x, zero)",
+    "topk": "y, at = TopK <axis = 0> (x, two)",
+    "reversed": "y = Gather(x, back)",
+    "output of the mean": "z = ReduceMean <axes = [0], keepdims = 1> (x)\n y = Relu(x)",
+    "output of the maximum": "z = ReduceMax <axes = [0], keepdims = 0> (x)\n y = Relu(x)",
+    "output of the number": "s = Shape(x)\n z = Gather(s, zero)\n y = Relu(x)",
+}
+KINDS = {"output of the number": "int64"}
+
+
+def mixing(name: str, symbol: str) -> str:
+    outputs = f"float[{symbol}, 4] y"
+    if "z =" in MIXING[name]:
+        outputs += f", {KINDS.get(name, 'float')}[?, ?] z" if "mean" in name else ""
+        outputs += ", float[?] z" if "maximum" in name else ""
+        outputs += ", int64 z" if "number" in name else ""
+    if name == "topk":
+        outputs = "float[k, 4] y"
+    if name == "reversed":
+        outputs = "float[k, 4] y"
+    weights = "int64 zero = {0}, int64[1] two = {2}, int64[4] back = {3, 2, 1, 0}"
+    return onnx(f"(float[{symbol}, 4] x) => ({outputs}) <{weights}> {{ {MIXING[name]} }}")
+
+
+@pytest.mark.parametrize(
+    ("name", "symbol"),
+    [
+        *((name, "batch") for name in MIXING),
+        *(("mean", symbol) for symbol in ("N", "s0", "num_nodes", "height", "?")),
+        ("output of the maximum", "?"),
+    ],
+)
+def test_model_that_mixes_its_rows_runs_whole(
+    onnx_model: OnnxModel, name: str, symbol: str
+) -> None:
+    path = onnx_model(mixing(name, symbol))
+    master = Pool(path)
+    for seed in range(3):
+        x = {"x": random((4, 4), seed)}
+        assert_equal(master.predict(x), alone(path, x))
+    assert not master.split.splits
+    assert not master.splits({"x": random((4, 4))})
+
+
+def test_time_of_a_recurrent_model_is_no_batch(onnx_model: OnnxModel) -> None:
+    text = onnx("""(float[sequence_length, 2] x) => (float[sequence_length, 3] y, float[1, 3] last)
+    <float[1, 12, 2] w = {WEIGHTS24}, float[1, 12, 3] r = {WEIGHTS36},
+     int64[1] one = {1}, int64[1] zero = {0}> {
+        wide = Unsqueeze(x, one)
+        states, h, c = LSTM <hidden_size = 3> (wide, w, r)
+        flat = Squeeze(states, one)
+        y = Squeeze(flat, one)
+        last = Squeeze(h, zero)
+    }""")
+    for count in (24, 36):
+        values = np.random.default_rng(count).standard_normal(count).round(3)
+        text = text.replace(f"WEIGHTS{count}", ", ".join(map(str, values)))
+    path = onnx_model(text)
+    master = Pool(path)
+    for seed in range(2):
+        x = {"x": random((6, 2), seed)}
+        assert_equal(master.predict(x), alone(path, x))
+    assert not master.split.splits
+
+
+def test_batch_normalisation_in_training_mixes(onnx_model: OnnxModel) -> None:
+    path = onnx_model(
+        onnx("""(float[batch, 3, 4] x) => (float[batch, 3, 4] y)
+        <float[3] ones = {1, 1, 1}, float[3] zeros = {0, 0, 0}> {
+            some = ReduceMean <axes = [0, 2], keepdims = 0> (x)
+            before = Mul(some, zeros)  # not a constant, which the runtime (1.31) overwrites
+            after = Add(before, ones)
+            y, mean, var = BatchNormalization <training_mode = 1> (x, ones, zeros, before, after)
+        }""")
+    )
+    master = Pool(path)
+    for seed in range(2):
+        x = {"x": random((4, 3, 4), seed)}
+        assert_equal(master.predict(x), alone(path, x))
+    assert not master.split.splits
+
+
+def test_timestep_of_one_row_listed_first_does_not_hide_the_batch(onnx_model: OnnxModel) -> None:
+    path = onnx_model(onnx("(float[?] t, float[?, 4] x) => (float[?, 4] y) { y = Add(x, t) }"))
+    master = Pool(path)
+    inputs = {"t": random((1,)), "x": random((4, 4), 1)}
+    assert_equal(master.predict(inputs), alone(path, inputs))
+    assert master.split.inputs == {"t": None, "x": 0}
+    assert master.splits(inputs)
