@@ -1,6 +1,7 @@
 """The public face: one model on many devices, as an object in the user's process."""
 
 import asyncio
+import logging
 import math
 import os
 import weakref
@@ -48,6 +49,8 @@ from mcinfer.statistics import Health, Statistics
 from mcinfer.supervisor import Supervisor
 from mcinfer.tracing import TraceHook
 from mcinfer.waiting_threads import WaitingThreads
+
+_log = logging.getLogger("mcinfer.master")
 
 _MAX_SPLITTERS = 64
 """Sets of axes that calls say, of which it is remembered what was learned."""
@@ -181,6 +184,7 @@ class Master:
         self._identity = ""
         self._splitters: dict[str, Splitter] = {}
         self._splitter: Splitter | None = None
+        self._said_apart = False
         self._model: ModelSpec | None = None
         self._stager: Stager | None = None
         # At interpreter exit the supervisor closes itself; this is for a master that becomes garbage.
@@ -733,6 +737,12 @@ class Master:
         job = stager.stage(
             call.inputs, pieces, None if call.apart else known, memory_wait, joinable=joinable
         )
+        if self._max_batch_size > 1 and call.joins and known.settled and not call.apart:
+            if not known.splits:
+                call.splitter.warn_if_whole()
+            elif stager.apart and not self._said_apart:
+                self._said_apart = True
+                _log.warning("requests are not joined to one run: %s", stager.apart)
         job.contradicted = call.splitter.withdraw
         if self._traces and not call.apart:
             job.context = copy_context()

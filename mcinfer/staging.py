@@ -384,6 +384,7 @@ class Stager:
 
     Attributes:
         weights: Those of the model that can be replaced.
+        apart: Why requests could not go in one run with others; empty as long as none could not.
     """
 
     def __init__(
@@ -411,6 +412,7 @@ class Stager:
         self._has_strings = any(spec.element_type == STRING for spec in model.inputs)
         self._types = tuple((spec, spec.element_type) for spec in model.inputs)
         self._plans: OrderedDict[object, _StagedPlan] = OrderedDict()
+        self.apart = ""
         self._opened: set[str] = set()
         """Outputs that had another shape than the model declares: they are not laid out before the run."""
 
@@ -577,12 +579,11 @@ class Stager:
         version of the weights.
         """
         plan = staged.plan
-        if not plan.rowwise or plan.rows[0] >= self._max_rows:
+        if why := self._why_apart(staged):
+            self.apart = self.apart or why
             return None
-        if None in staged.inputs or None in staged.outputs:
-            return None  # strings do not lie in memory
-        if any(ELEMENT_TYPES[spec.element_type].bits % 8 for spec in self._specs):
-            return None  # rows may end within a byte
+        if plan.rows[0] >= self._max_rows:
+            return None
         common = [a for a, cut in zip(arrays, plan.inputs, strict=True) if cut.axis is None]
         if sum(array.nbytes for array in common) > _MOST_COMMON_BYTES:
             return None
@@ -592,6 +593,24 @@ class Stager:
         )
         values = tuple(array.astype(array.dtype.newbyteorder("=")).tobytes() for array in common)
         return (sizes, plan.input_axes, values, weights.number), plan.rows[0]
+
+    def _why_apart(self, staged: _StagedPlan) -> str:
+        """Why requests of these shapes cannot go in one run with others; empty where they can."""
+        for spec, join, layout in zip(
+            self._model.outputs, staged.plan.outputs, staged.outputs, strict=True
+        ):
+            if join.axis is None:
+                return f"output {spec.name!r} is the same whatever rows there are"
+            if layout is None and spec.element_type != STRING:
+                return f"the shape of output {spec.name!r} is not known before the run"
+        if not staged.plan.rowwise:
+            return "each run takes a fixed number of rows"
+        for spec in self._specs:
+            if spec.element_type == STRING:  # they do not lie in memory
+                return f"{spec.name!r} holds strings"
+            if ELEMENT_TYPES[spec.element_type].bits % 8:  # rows may end within a byte
+                return f"{spec.name!r} has elements of less than a byte"
+        return ""
 
     def _copy(
         self,

@@ -122,8 +122,9 @@ def stateful_rows(count: int) -> Arrays:
     return {"input": values.astype(np.float32), "state": states.astype(np.float32)}
 
 
-@pytest.mark.parametrize("devices", ["1", "2"])
-@pytest.mark.parametrize("batch", [["--batch", "4"], []], ids=["requests", "one"])
+@pytest.mark.parametrize(
+    ("devices", "batch"), [("1", ["--batch", "4"]), ("2", [])], ids=["requests", "one"]
+)
 @pytest.mark.parametrize(
     "axes",
     [

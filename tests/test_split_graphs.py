@@ -8,7 +8,7 @@ from onnx import parser
 
 from tests.split_graphs import Arrays, InProcess, check_graphs, compare, open_session
 
-GRAPHS = 200
+GRAPHS = 120
 
 Shapes = dict[str, tuple[int, ...]]
 

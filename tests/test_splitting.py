@@ -1442,7 +1442,7 @@ MIXES: dict[str, Callable[[Array], Array]] = {
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 def test_any_function_of_single_rows_is_split_along_the_right_axes(data: st.DataObject) -> None:
     case = Case(data)
     spec = case.spec(data.draw(st.sampled_from([None, "batch", "s0"])))
@@ -1458,7 +1458,7 @@ def test_any_function_of_single_rows_is_split_along_the_right_axes(data: st.Data
 
 
 @given(st.data(), st.sampled_from([*MIXES]))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 def test_any_function_that_mixes_its_rows_is_never_split(data: st.DataObject, mix: str) -> None:
     case = Case(data)
     case.mixed, case.mix = "out0", MIXES[mix]
@@ -1475,7 +1475,7 @@ def test_any_function_that_mixes_its_rows_is_never_split(data: st.DataObject, mi
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 def test_sizes_that_coincide_make_no_wrong_answer(data: st.DataObject) -> None:
     """Then an axis that is not the rows' may be tried first, and the model may run whole."""
     case = Case(data)

@@ -86,6 +86,12 @@ SILERO = onnx("""(float[?, ?] input, float[2, ?, 3] state) => (float[?, 1] outpu
     output = ReduceMean <axes = [1], keepdims = 1> (input)
     stateN = Mul(state, two)
 }""")
+AS_LONG_AS_A_SCALAR = onnx("""(float[batch, 4] x, float n) => (float[batch, found] y)
+<float zero = {0.0}, float one = {1.0}> {
+    mean = ReduceMean <axes = [1], keepdims = 1> (x)
+    steps = Range(zero, n, one)
+    y = Add(mean, steps)
+}""")
 NO_NAMES = "(float[{x}, 3, {w}] x) => (float[{y}, {v}] y) {{ y = ReduceMean <axes = [1], keepdims = 0> (x) }}"
 
 
@@ -757,6 +763,19 @@ def test_requests_of_a_model_that_mixes_are_never_joined(
             assert_equal(answer, alone(path, x))
         assert batches(master) == 0
     assert len(warnings()) == 1
+
+
+def test_model_that_cannot_be_joined_says_why_once(
+    onnx_model: OnnxModel, warnings: Callable[[], list[str]]
+) -> None:
+    path = onnx_model(AS_LONG_AS_A_SCALAR)
+    with Master(path, 1, max_batch_size=8, verify="never") as master:
+        for _ in range(2):
+            ask_all(master, [{**x, "n": np.array(3.0, np.float32)} for x in some(3)])
+        assert batches(master) == 0
+    assert warnings() == [
+        "requests are not joined to one run: the shape of output 'y' is not known before the run"
+    ]
 
 
 def test_what_predict_has_shown_is_enough_for_joining(onnx_model: OnnxModel) -> None:
