@@ -52,6 +52,9 @@ _MOST_LINES = 12
 _MOST_CHARACTERS = 100
 """Of a name that the model gave."""
 
+_MOST_SUMMARY = 500
+"""Characters of how the batch is split, with the names in it."""
+
 _KEY_CHARACTERS = 12
 
 _OF_SPLIT = ("known", "splits", "checked", "rows", "difference", "reason")
@@ -280,7 +283,7 @@ def _lines(facts: _Facts) -> Iterator[str]:
     if split["fixed"] and split["splits"]:
         yield "batch: fixed; inputs with a multiple of their rows are split in so many runs"
     else:
-        yield f"batch: {_shown(split['summary'])}"
+        yield f"batch: {printable(split['summary'][:_MOST_SUMMARY])}"
     if split["splits"]:
         yield from _lines_of_axes(split["inputs"], "split", "whole")
         yield from _lines_of_axes(split["outputs"], "joined", "the same from every worker")
