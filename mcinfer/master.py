@@ -718,8 +718,7 @@ class Master:
             arrays = self._ready().arrays(call.inputs)
             pair = call.splitter.offer(arrays, job.future)
             if pair is not None:
-                other = replace(call, start=monotonic(), apart=True)
-                runs = _CheckRuns(self, other)
+                runs = _CheckRuns(self, call, late=True)
                 self._waiting.submit(
                     partial(call.splitter.learn_from_pair, pair, 2 * call.timeout, runs)
                 )
@@ -744,7 +743,7 @@ class Master:
                 self._said_apart = True
                 _log.warning("requests are not joined to one run: %s", stager.apart)
         job.contradicted = call.splitter.withdraw
-        if self._traces and not call.apart:
+        if self._traces and call.traced:
             job.context = copy_context()
         return job
 
@@ -765,7 +764,8 @@ class _Call:
         joins: Whether it may go in one run with others.
         start: When the call came.
         timeout: Seconds from then on.
-        apart: Whether it is a part of a check: it runs whole, is not joined with others and not traced.
+        apart: Whether it is a run of a check: whole, and not joined with others.
+        traced: Whether a trace hook is to hear of it.
     """
 
     inputs: Inputs
@@ -777,41 +777,55 @@ class _Call:
     timeout: float
     priority: int
     apart: bool = False
+    traced: bool = True
 
 
 class _CheckRuns:
-    """Runs requests whole, for one check: the first has the caller's time, the others in proportion to it."""
+    """Runs requests whole, for one check: the first has the caller's time, the others in proportion to it.
 
-    def __init__(self, master: Master, call: _Call) -> None:
+    Args:
+        master: Which runs them.
+        call: What they are for. The first run is its answer, the others are not traced.
+        late: Whether there is an answer already: then the time counts from the first run on.
+    """
+
+    def __init__(self, master: Master, call: _Call, *, late: bool = False) -> None:
         self._master = master
         self._call = call
-        self._deadline = call.start + call.timeout
+        self._late = late
         self._first_seconds: float | None = None
         self._futures: list[Future[Arrays]] = []
         self._cancelled = False
 
     def __call__(self, requests: Sequence[Sequence[NDArray[Any]]]) -> list[Arrays | McinferError]:
         """Run all at once, and wait; an error in the place of each answer that did not come."""
-        start = monotonic()
-        timeout = max(0.0, self._deadline - start)
+        began = monotonic()
+        first = self._first_seconds is None
+        if first and self._late:
+            self._call = replace(self._call, start=began)
+        start, timeout = self._call.start, self._call.timeout
         if self._first_seconds is not None:
-            timeout = min(timeout, _CHECK_SECONDS + _CHECK_FACTOR * self._first_seconds)
+            most = _CHECK_SECONDS + _CHECK_FACTOR * self._first_seconds
+            start, timeout = began, min(max(0.0, start + timeout - began), most)
+        call = replace(
+            self._call,
+            pieces=1,
+            start=start,
+            timeout=timeout,
+            apart=True,
+            traced=first and not self._late,
+        )
         outcomes: list[Arrays | McinferError] = []
         try:
-            begun = [self._begin(arrays, start, timeout) for arrays in requests]
+            begun = [self._begin(replace(call, inputs=arrays)) for arrays in requests]
             outcomes.extend(_outcome(future) for future in begun)
         finally:
             self.cancel(for_good=False)
-        if self._first_seconds is None:
-            self._first_seconds = monotonic() - start
+        if first:
+            self._first_seconds = monotonic() - began
         return outcomes
 
-    def _begin(
-        self, arrays: Sequence[NDArray[Any]], start: float, timeout: float
-    ) -> "Future[Arrays] | McinferError":
-        call = replace(
-            self._call, inputs=arrays, pieces=1, start=start, timeout=timeout, apart=True
-        )
+    def _begin(self, call: _Call) -> "Future[Arrays] | McinferError":
         try:
             if self._cancelled:
                 return ClosedError("the request was cancelled")

@@ -19,7 +19,15 @@ import onnxruntime
 import pytest
 from numpy.typing import NDArray
 
-from mcinfer import InvalidInputError, Master, PredictError, RestartPolicy, Split
+from mcinfer import (
+    InvalidInputError,
+    Master,
+    PredictError,
+    PredictTimeoutError,
+    RequestTrace,
+    RestartPolicy,
+    Split,
+)
 from tests.process.models import AFFINE, FakeModel, OnnxModel, assert_answers, rows
 from tests.process.waiting import pids, wait_until
 
@@ -408,6 +416,22 @@ def test_requests_of_equal_rows_or_one_row_decide_nothing(
         assert is_split(master, {"x": np.ones((4, 4), np.float32)})
     assert len(warnings()) == 1
     assert "its rows are equal" in warnings()[0]
+
+
+def test_request_that_is_looked_at_is_traced_once(onnx_model: OnnxModel) -> None:
+    traces: list[RequestTrace] = []
+    with Master(onnx_model(AFFINE), 2, trace=traces.append) as master:
+        master.predict(rows(4))
+        master.predict(rows(4))
+    assert [len(trace.shards) for trace in traces] == [1, 2]
+
+
+def test_time_of_a_request_that_is_looked_at_is_that_of_the_call(fake_model: FakeModel) -> None:
+    with Master(fake_model(run="sleep:60"), 2, engine="fake") as master:
+        with pytest.raises(PredictTimeoutError, match=r"within 0\.3 s"):
+            master.predict(rows(4), timeout=0.3)
+        with pytest.raises(PredictTimeoutError, match=r"within 0\.3 s"):
+            asyncio.run(master.predict_async(rows(4), timeout=0.3))
 
 
 def test_what_was_learned_is_recorded_for_the_next_master(onnx_model: OnnxModel) -> None:
