@@ -60,6 +60,9 @@ _MAX_TRIALS = 8
 _MAX_PAIRS = 64
 """Runs of two requests as one, and pairs that are looked at, if none shows whether that is right."""
 
+_MAX_SHOWN = 4
+"""Pieces of which a message shows the shape."""
+
 _MAX_SHAPES = 256
 """Shapes of which it is remembered whether they can show anything."""
 
@@ -111,10 +114,11 @@ def judge(whole: NDArray[Any], parts: Sequence[NDArray[Any]], rows: Sequence[int
     joined = [axis for axis in range(whole.ndim) if _adds_up(whole.shape, parts, axis)]
     same = all(part.shape == whole.shape for part in parts)
     if not joined and not same:
-        shapes = [list(part.shape) for part in parts]
+        shapes = ", ".join(str(list(part.shape)) for part in parts[:_MAX_SHOWN])
+        more = ", …" if len(parts) > _MAX_SHOWN else ""
         return Joint(
             kind="mixed",
-            text=f"is {list(whole.shape)} for the whole batch and {shapes} in its pieces",
+            text=f"is {list(whole.shape)} for the whole batch and {shapes}{more} in its pieces",
         )
     if whole.size == 0 or any(part.size == 0 for part in parts):
         return Joint(kind="unclear", text="is empty")
@@ -287,7 +291,7 @@ class Splitter:
 
     @property
     def busy(self) -> bool:
-        """Whether somebody is learning."""
+        """Whether a caller is learning."""
         return self._learning.locked()
 
     def teaches(self, shapes: tuple[Shape, ...]) -> bool:
@@ -315,7 +319,7 @@ class Splitter:
             arrays: Its inputs.
             pieces: In how many it is cut; two at least.
             run: Runs requests.
-            split_run: Runs this request split, as it is told.
+            split_run: Runs this request split, by what it is given.
 
         Raises:
             McinferError: The whole run failed, and nothing that is said or declared answers either.

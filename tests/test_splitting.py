@@ -196,7 +196,7 @@ def test_output_that_every_piece_gives_as_a_whole_is_the_same(shape: Shape) -> N
 @pytest.mark.parametrize(
     ("whole", "parts", "text"),
     [
-        ((4, 3), [(2, 3), (3, 3)], r"is \[4, 3\] for the whole batch and \[\[2, 3\], \[3, 3\]\]"),
+        ((4, 3), [(2, 3), (3, 3)], r"is \[4, 3\] for the whole batch and \[2, 3\], \[3, 3\]"),
         ((4, 3), [(2, 3, 1), (2, 3, 1)], r"in its pieces"),
         ((4, 3), [(2, 2), (2, 1)], r"in its pieces"),
         ((), [(2,), (2,)], r"is \[\] for the whole"),
