@@ -19,21 +19,22 @@ from types import MappingProxyType
 from typing import Literal, TypeVar
 
 from mcinfer.errors import InvalidInputError, PredictError
-from mcinfer.specs import ModelSpec, TensorSpec
+from mcinfer.specs import ELEMENT_TYPES, STRING, ModelSpec, TensorSpec
 
 Shape = tuple[int, ...]
 Axes = Mapping[str, int | None]
 """By name: the axis to cut or join along, or None for an input that goes whole, an output that is the same
 from every worker."""
 
-Known = Literal["said", "declared", "recorded", "learned", "unknown"]
+Source = Literal["said", "declared", "recorded", "learned", "unknown"]
 
 _BATCH_NAMES = (re.compile(r"\w*batch\w*", re.IGNORECASE), re.compile(r"n|b|bs", re.IGNORECASE))
 _SEQUENCE_NAME = re.compile(r"seq|len|time|step|token|frame", re.IGNORECASE)
 
 _MAX_HYPOTHESES = 3
-_TWO = 2
-"""Rows, at least, that show something."""
+
+MAX_RANK = 64
+"""Dimensions that an array may have (NumPy)."""
 
 _T = TypeVar("_T")
 
@@ -69,7 +70,7 @@ class Split:
 
     inputs: Axes
     outputs: Mapping[str, int | str | None]
-    known: Known
+    known: Source
     checked: bool = False
     rows: int = 0
     difference: float = 0.0
@@ -211,7 +212,7 @@ class SaidAxes:
                         f"{argument}: got unknown {role} {name!r}, expected one of {[*specs]}"
                     )
                 # Without a dimension it is a scalar, or of any rank.
-                rank = len(specs[name].shape) or 64
+                rank = len(specs[name].shape) or MAX_RANK
                 if axis is not None and not (type(axis) is int and 0 <= axis < rank):
                     raise InvalidInputError(
                         f"{argument}[{name!r}]: got {axis!r}, expected None or an axis from 0 to "
@@ -292,7 +293,7 @@ def first_split(model: ModelSpec, said: SaidAxes) -> Split:
         else:
             outputs[spec.name] = 0 if ones else "its axis is not known"
     if cut:
-        known: Known = "said" if said.inputs or said.outputs else "declared"
+        known: Source = "said" if said.inputs or said.outputs else "declared"
         return Split(inputs=inputs, outputs=outputs, known=known)
     if said.inputs and all(spec.name in said.inputs for spec in model.inputs):
         reason = "batch_axes says that every input goes whole"
@@ -316,11 +317,7 @@ def _cut_dimensions(model: ModelSpec, inputs: Axes) -> set[tuple[int | str | Non
 
 def is_fixed(model: ModelSpec, split: Split) -> bool:
     """Whether the batch is cut into runs of a fixed number of rows."""
-    return any(
-        axis is not None and spec.shape and isinstance(spec.shape[axis], int)
-        for spec in model.inputs
-        if (axis := split.inputs[spec.name]) is not None
-    )
+    return any(isinstance(size, int) for size, _ in _cut_dimensions(model, split.inputs))
 
 
 # What a request may show.
@@ -367,7 +364,7 @@ def _by_size(
     leading = {size: axis for axis, size in reversed(found)}
     # On one axis, those that most inputs have; what has one row may be anything.
     sizes = dict.fromkeys(
-        sorted(leading, key=lambda s: (leading[s], s < _TWO, -found.count((leading[s], s))))
+        sorted(leading, key=lambda s: (leading[s], s < 2, -found.count((leading[s], s))))
     )
     if (rows := rows_of(shapes, said.inputs)) is not None:
         sizes = dict.fromkeys([rows])
@@ -390,6 +387,21 @@ def _by_size(
             }
 
 
+def candidates(
+    model: ModelSpec, shapes: Mapping[str, Shape], first: Split, said: SaidAxes, least_rows: int = 2
+) -> Iterator[Axes]:
+    """The hypotheses that a request of these shapes may show, up to the first that has too few rows.
+
+    One with inputs that disagree in their rows is left out.
+    """
+    for axes in hypotheses(model, shapes, first, said):
+        rows = rows_of(shapes, axes)
+        if rows is not None and rows < least_rows:
+            return
+        if rows is not None:
+            yield axes
+
+
 def narrow_sizes(
     model: ModelSpec, shapes: Mapping[str, Shape], axes: Axes
 ) -> tuple[tuple[str, int, int], ...]:
@@ -405,7 +417,7 @@ def narrow_sizes(
 def has_single_rows(model: ModelSpec, shapes: Mapping[str, Shape]) -> bool:
     """Whether an input has one element, or none, along a leading axis that the model leaves free."""
     leads = [spec for spec in model.inputs if shapes[spec.name] and _is_free(spec, 0)]
-    return any(shapes[spec.name][0] < _TWO for spec in leads)
+    return any(shapes[spec.name][0] <= 1 for spec in leads)
 
 
 def _is_free(spec: TensorSpec, axis: int) -> bool:
@@ -458,6 +470,21 @@ def plan(
     cut = any(axis is not None for axis in axes)
     rowwise = cut and known and not fixed and bool(outputs)
     return Plan(rows=rows, inputs=tuple(cuts), outputs=outputs, rowwise=rowwise)
+
+
+def why_apart(model: ModelSpec, plan: Plan) -> str:
+    """Why requests of such a plan cannot go in one run with others; empty where they can."""
+    for spec in (*model.inputs, *model.outputs):
+        if spec.element_type == STRING:  # they do not lie in memory
+            return f"{spec.name!r} holds strings"
+        if ELEMENT_TYPES[spec.element_type].bits % 8:  # rows may end within a byte
+            return f"{spec.name!r} has elements of less than a byte"
+    for spec, join in zip(model.outputs, plan.outputs, strict=True):
+        if join.axis is None:
+            return f"output {spec.name!r} is the same whatever rows there are"
+        if join.shapes is None:
+            return f"the shape of output {spec.name!r} is not known before the run"
+    return "" if plan.rowwise else "each run takes a fixed number of rows"
 
 
 def _shards(

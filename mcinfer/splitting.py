@@ -37,13 +37,14 @@ from mcinfer.errors import (
     WorkerDiedError,
 )
 from mcinfer.sharding import (
+    MAX_RANK,
     Axes,
     SaidAxes,
     Shape,
     Split,
+    candidates,
     first_split,
     has_single_rows,
-    hypotheses,
     is_fixed,
     narrow_sizes,
     rows_of,
@@ -65,9 +66,6 @@ _MAX_SHOWN = 4
 
 _MAX_SHAPES = 256
 """Shapes of which it is remembered whether they can show anything."""
-
-_MAX_RANK = 64
-"""Dimensions that an array may have (NumPy)."""
 
 Arrays = dict[str, NDArray[Any]]
 """By output name, in the model's order."""
@@ -304,8 +302,7 @@ class Splitter:
         if found is None:
             if len(self._teaching) >= _MAX_SHAPES:
                 self._teaching.clear()
-            by_name = dict(zip(self._names, shapes, strict=True))
-            found = not known.settled or not known.split.covers(by_name)
+            found = not known.settled or not known.split.covers(self._by_name(shapes))
             found = found and next(iter(self._candidates(shapes)), None) is not None
             self._teaching[key] = found
         return found
@@ -371,10 +368,14 @@ class Splitter:
         return self._trials >= _MAX_TRIALS or self._pairs >= _MAX_PAIRS
 
     @property
+    def _said_whole(self) -> bool:
+        """Whether the user says that all inputs go whole."""
+        return self._first.known == "said" and bool(self._first.reason)
+
+    @property
     def _has_nothing_to_learn(self) -> bool:
         """Whether all inputs are said to go whole, or runs take one number of rows only."""
-        said_whole = self._first.known == "said" and bool(self._first.reason)
-        return said_whole or is_fixed(self._model, self._first)
+        return self._said_whole or is_fixed(self._model, self._first)
 
     def learn(self, arrays: Inputs, whole: Arrays, pieces: int, run: Runs) -> None:
         """Compare pieces of a request with what it gave whole; settles what is known, or leaves it open."""
@@ -434,8 +435,10 @@ class Splitter:
 
     def warn_if_whole(self) -> None:
         """Say once why a request that may have rows is not split."""
-        split = self.known.split
-        if self.known.settled and not split.splits and not is_fixed(self._model, split):
+        known, split = self.known, self.known.split
+        if self._warned or not known.settled or known.splits:
+            return
+        if not is_fixed(self._model, split):
             self._warn(split.reason or f"output {split.unjoined[0]!r}: its axis is not known")
 
     # How.
@@ -444,9 +447,11 @@ class Splitter:
         self.known = _known(split, settled=settled)
 
     def _warn(self, reason: str) -> None:
-        if self._warned or (self._first.known == "said" and self._first.reason):
+        if self._warned:
             return
         self._warned = True
+        if self._said_whole:
+            return
         _log.warning(
             "requests run whole, on one worker: %s. batch_axes and output_axes say what to split and join",
             reason,
@@ -489,21 +494,17 @@ class Splitter:
         self._set(replace(self._first, reason=reason), settled=True)
         self._warn(reason)
 
-    def _candidates(self, shapes: Sequence[Shape], least: int = 2) -> Iterator[Axes]:
-        """What a request of these shapes may be cut along, up to the first that has fewer rows."""
-        by_name = dict(zip(self._names, shapes, strict=True))
-        split = self.known.split
+    def _by_name(self, shapes: Sequence[Shape]) -> dict[str, Shape]:
+        return dict(zip(self._names, shapes, strict=True))
+
+    def _candidates(self, shapes: Sequence[Shape], least_rows: int = 2) -> Iterator[Axes]:
+        """What a request of these shapes may be cut along."""
+        by_name, split = self._by_name(shapes), self.known.split
         if split.checked and split.covers(by_name):  # verify="always"
-            candidates: Sequence[Axes] = (split.inputs,)
-        else:
-            candidates = hypotheses(self._model, by_name, self._first, self._said)
-        for axes in candidates:
-            rows = rows_of(by_name, axes)
-            if rows is None:
-                continue
-            if rows < least:
-                return
-            yield axes
+            if (rows_of(by_name, split.inputs) or 0) >= least_rows:
+                yield split.inputs
+            return
+        yield from candidates(self._model, by_name, self._first, self._said, least_rows)
 
     def _learn(self, trial: "_Trial") -> None:
         try:
@@ -531,6 +532,7 @@ class Splitter:
             _CannotTellError: It shows nothing.
             McinferError: It could not be run.
         """
+        shapes = self._by_name(trial.shapes)
         refuted: dict[str, Joint] = {}
         most = 0
         unclear: tuple[Axes, _CannotTellError] | None = None
@@ -558,16 +560,13 @@ class Splitter:
                     difference=max((joint.difference for joint in joints.values()), default=0.0),
                     sizes={name: joint.size for name, joint in joints.items() if joint.size},
                     ranks=self._ranks(trial.shapes, joints),
-                    narrow=narrow_sizes(
-                        self._model, dict(zip(self._names, trial.shapes, strict=True)), axes
-                    ),
+                    narrow=narrow_sizes(self._model, shapes, axes),
                 )
             refuted = refuted or mixed
         if unclear is not None:
             raise unclear[1]
         if not refuted:
             raise _CannotTellError("it has no two rows")
-        shapes = dict(zip(self._names, trial.shapes, strict=True))
         if self._first.known == "unknown" and has_single_rows(self._model, shapes):
             self._teaching[self.known.number, tuple(trial.shapes)] = False
             raise _CannotTellError("an input of a single row may be the batch")
@@ -826,7 +825,7 @@ def of_record(content: object, model: ModelSpec) -> Split | None:
         return None
     if any(name not in split.inputs or axis < 0 for name, axis, _ in split.narrow):
         return None
-    if any(not 0 <= rank <= _MAX_RANK for rank in split.ranks.values()):
+    if any(not 0 <= rank <= MAX_RANK for rank in split.ranks.values()):
         return None
     sides = ((split.inputs, model.inputs), (split.outputs, model.outputs))
     return split if all([*axes] == [spec.name for spec in specs] for axes, specs in sides) else None

@@ -103,7 +103,7 @@ class Job:
         size: Bytes of its inputs, and of its outputs of known shapes.
         context: Of the call that made it, where that is traced.
         weights: The version of the weights that it runs with.
-        contradicted: Called with the reason where its parts do not join; None where nobody is to hear of it.
+        contradicted: Called with the reason where its parts do not join, if there is one to call.
     """
 
     __slots__ = (
@@ -579,7 +579,11 @@ class Stager:
         version of the weights.
         """
         plan = staged.plan
-        if why := self._why_apart(staged):
+        opened = [s.name for s in self._model.outputs if s.name in self._opened]
+        why = sharding.why_apart(self._model, plan)
+        if opened:
+            why = f"the shape of output {opened[0]!r} is not known before the run"
+        if why:
             self.apart = self.apart or why
             return None
         if plan.rows[0] >= self._max_rows:
@@ -593,24 +597,6 @@ class Stager:
         )
         values = tuple(array.astype(array.dtype.newbyteorder("=")).tobytes() for array in common)
         return (sizes, plan.input_axes, values, weights.number), plan.rows[0]
-
-    def _why_apart(self, staged: _StagedPlan) -> str:
-        """Why requests of these shapes cannot go in one run with others; empty where they can."""
-        for spec, join, layout in zip(
-            self._model.outputs, staged.plan.outputs, staged.outputs, strict=True
-        ):
-            if join.axis is None:
-                return f"output {spec.name!r} is the same whatever rows there are"
-            if layout is None and spec.element_type != STRING:
-                return f"the shape of output {spec.name!r} is not known before the run"
-        if not staged.plan.rowwise:
-            return "each run takes a fixed number of rows"
-        for spec in self._specs:
-            if spec.element_type == STRING:  # they do not lie in memory
-                return f"{spec.name!r} holds strings"
-            if ELEMENT_TYPES[spec.element_type].bits % 8:  # rows may end within a byte
-                return f"{spec.name!r} has elements of less than a byte"
-        return ""
 
     def _copy(
         self,

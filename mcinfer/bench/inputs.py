@@ -275,7 +275,7 @@ def _load(path: Path) -> Any:
         ) from exc
 
 
-def _saved(model: ModelSpec, options: InputOptions) -> dict[str, tuple[Path, NDArray[Any]]]:
+def saved_inputs(model: ModelSpec, options: InputOptions) -> dict[str, tuple[Path, NDArray[Any]]]:
     """What ``.npz`` and ``.npy`` files hold, by input name, each in its input's type."""
     specs = {spec.name: spec for spec in model.inputs}
     _check_names(options.files, specs)
@@ -396,7 +396,7 @@ def make_inputs(
     """
     _check_batch(model, split, batch)
     sizes = _Sizes(model, split, batch, options.dims)
-    found = _saved(model, options)
+    found = saved_inputs(model, options)
     for spec in model.inputs:
         if spec.name in found:
             path, array = found[spec.name]
@@ -436,7 +436,7 @@ def examples(
     Raises:
         InvalidInputError: As `make_inputs`.
     """
-    saved = {name: array.shape for name, (_, array) in _saved(model, options).items()}
+    saved = {name: array.shape for name, (_, array) in saved_inputs(model, options).items()}
     axes = first.inputs
     if all(axis is None for axis in axes.values()):
         axes = _likely_axes(model, saved, options)

@@ -6,8 +6,8 @@ from typing import ClassVar
 from mcinfer.bench.way import Arrays, RunningWay, Setup, why_whole
 from mcinfer.config import EngineOptions
 from mcinfer.master import Master
-from mcinfer.sharding import Split, plan
-from mcinfer.specs import ELEMENT_TYPES, STRING, ModelSpec
+from mcinfer.sharding import Split, plan, why_apart
+from mcinfer.specs import ModelSpec
 
 
 class _PoolWay(RunningWay):
@@ -102,17 +102,8 @@ def _why_apart(model: ModelSpec, split: Split, setup: Setup) -> str:
     if setup.fixed_batch:
         return f"each run takes {setup.fixed_batch} of the rows, no more"
     shapes = [tuple(n if isinstance(n, int) else 1 for n in spec.shape) for spec in model.inputs]
-    joins = plan(model, shapes, 1, split).outputs
-    for spec, join in zip(model.outputs, joins, strict=True):
-        if join.axis is None:
-            return f"output {spec.name!r} is the same whatever rows there are"
-        if join.shapes is None:
-            return f"the shape of output {spec.name!r} is not known before the run"
-    if any(
-        ELEMENT_TYPES[spec.element_type].bits % 8 or spec.element_type == STRING
-        for spec in (*model.inputs, *model.outputs)
-    ):
-        return "strings, and elements of less than a byte, are not put together"
+    if why := why_apart(model, plan(model, shapes, 1, split)):
+        return why
     if setup.batches and 2 * min(setup.batches) > setup.max_batch_size:
         return f"two requests have more than {setup.max_batch_size} rows"
     return ""

@@ -20,12 +20,9 @@
   with default options does not take it from there. ``failed``: it cannot be made. ``no``: it is not there.
 """
 
-import io
 import json
-import logging
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,7 +37,7 @@ from mcinfer.cli.options import (
     check_model,
     engine_for,
 )
-from mcinfer.errors import BuildError, EngineError, InvalidInputError, McinferError
+from mcinfer.errors import BuildError, EngineError, McinferError
 from mcinfer.printable import printable
 from mcinfer.progress import let_workers_tell, megabytes
 
@@ -136,13 +133,14 @@ def _onnx_contents(model: Path) -> tuple[_Facts | None, Collection[str]]:
 
 def _loaded(model: Path, axes: Mapping[str, Any], example: Path | None) -> _Facts:
     """What a worker says that has loaded the model, and what that left in the cache."""
+    from mcinfer.large_batches.wording import silent_about_splits
     from mcinfer.master import Master
     from mcinfer.sharding import is_fixed
     from mcinfer.specs import ModelSpec
 
     engine = engine_for(model)
     before = _entries(model) if engine == "onnxruntime" else None
-    with _no_word_of_the_split(), Master(model, 1, engine=engine, **axes) as master:
+    with silent_about_splits(), Master(model, 1, engine=engine, **axes) as master:
         spec = ModelSpec(inputs=master.inputs, outputs=master.outputs)
         providers = master.statistics().workers[0].providers
         prepared = None if before is None else _prepared(before, _entries(model))
@@ -167,48 +165,15 @@ def _loaded(model: Path, axes: Mapping[str, Any], example: Path | None) -> _Fact
     }
 
 
-@contextmanager
-def _no_word_of_the_split() -> Iterator[None]:
-    """The log of it is for programs; here it is among what is said of the model."""
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return record.module != "splitting"
-
-    log = logging.getLogger("mcinfer.master")
-    log.addFilter(is_other)
-    try:
-        yield
-    finally:
-        log.removeFilter(is_other)
-
-
 def _read_example(path: Path, spec: Any) -> _Facts:
-    """The arrays of a request, by input name.
+    """The arrays of a request, by input name."""
+    from mcinfer.bench.inputs import InputOptions, saved_inputs
 
-    Raises:
-        InvalidInputError: The file holds none, or an array of another type.
-    """
-    import numpy as np
-
-    try:
-        content = np.load(io.BytesIO(path.read_bytes()), allow_pickle=False)
-        if isinstance(content, np.ndarray):
-            arrays = {spec.inputs[0].name: content}
-        else:
-            with content:
-                arrays = {name: content[name] for name in content.files}
-    except Exception as exc:  # NumPy, zipfile and zlib raise many kinds on what is not theirs
-        raise InvalidInputError(f"--input {path}: {exc}") from exc
-    for tensor in spec.inputs:
-        array = arrays.get(tensor.name)
-        # NumPy's files do not know the types of ml_dtypes, and say only how long an element is.
-        if (
-            array is not None
-            and array.dtype.kind == "V"
-            and array.itemsize == tensor.dtype.itemsize
-        ):
-            arrays[tensor.name] = array.view(tensor.dtype)
-    return arrays
+    alone = path.suffix == ".npy"
+    options = InputOptions(
+        files={spec.inputs[0].name: path} if alone else {}, archive=None if alone else path, dims={}
+    )
+    return {name: array for name, (_, array) in saved_inputs(spec, options).items()}
 
 
 def _tensor(spec: Any) -> _Facts:

@@ -95,7 +95,7 @@ def prepared_facts(name: str, request: EngineRequest) -> dict[str, Any]:
 def model_identity(path: str) -> str:
     """What tells a model from another one at the same path: a digest, or stamps of files that are large.
 
-    External data is told by its stamps. Empty if the file cannot be read, which its engine will say.
+    External data counts by its stamps. Empty if the file cannot be read; its engine says why.
     """
     try:
         with open_regular(path) as (descriptor, info):

@@ -195,7 +195,7 @@ class OnnxRuntimeEngine(Engine):
             if self._cancelled:
                 raise RunCancelledError("the run was cancelled") from quotable(exc)
             if BLAMES_BOUND_OUTPUT.search(str(exc)):
-                raise OutputShapeError(str(map_error(exc, PredictError))) from quotable(exc)
+                raise _OutputShapeError(str(map_error(exc, PredictError))) from quotable(exc)
             raise map_error(exc, PredictError) from quotable(exc)
 
     def new_binding(self) -> Any:
@@ -203,7 +203,7 @@ class OnnxRuntimeEngine(Engine):
         return self._session.io_binding()
 
 
-class OutputShapeError(PredictError):
+class _OutputShapeError(PredictError):
     """An output has another shape than the memory that it was bound to."""
 
 
@@ -237,7 +237,7 @@ class _BoundRun(Run):
             self._binding.bind_output(name, "cpu")
         try:
             self._engine.run_bound(self._binding)
-        except OutputShapeError:
+        except _OutputShapeError:
             if len(self._free) == len(self._names):
                 raise
             # An output is not as the model declares it, which the runtime only warns of where none is bound.

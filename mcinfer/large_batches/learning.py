@@ -23,8 +23,8 @@ from mcinfer.sharding import (
     SaidAxes,
     Shape,
     Split,
+    candidates,
     first_split,
-    hypotheses,
     is_fixed,
     plan,
     rows_of,
@@ -88,7 +88,7 @@ def plan_work(work: Work, workers: int) -> Requests:
         return work.requests(workers, split)
     if work.rows is not None and split.known == "said" and split.reason:
         raise InvalidInputError(f"--batch: got {work.rows}, but {split.reason}")
-    likely = [*_likely(work)]
+    likely = [*candidates(model, shapes, first_split(model, work.said), work.said)]
     assumed = work.requests(workers, _along(model, likely[0]) if likely else None)
     if assumed.count == 1:  # the master learns from it
         return assumed
@@ -106,16 +106,6 @@ def plan_work(work: Work, workers: int) -> Requests:
 def _fits(split: Split, shapes: Mapping[str, Shape]) -> bool:
     """Whether what a request has shown counts for inputs of these shapes."""
     return rows_of(shapes, split.inputs) is not None and split.covers(shapes)
-
-
-def _likely(work: Work) -> Iterator[Axes]:
-    """What the file may be cut along, up to the first that has one row, as `Master.predict` looks at it."""
-    shapes = work.shapes
-    for axes in hypotheses(work.model, shapes, first_split(work.model, work.said), work.said):
-        rows = rows_of(shapes, axes)
-        if rows is None or rows < 2:
-            return
-        yield axes
 
 
 def _along(model: ModelSpec, axes: Axes) -> Split:

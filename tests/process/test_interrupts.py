@@ -1,87 +1,90 @@
 """Ctrl-C in a notebook: the call is interrupted, the master and other threads' calls are not."""
 
 import os
-import random
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-import numpy as np
 import pytest
 
-from mcinfer import Master, Timeouts
 from mcinfer.interrupts import HeldInterrupts
 from tests.process.models import FakeModel
+from tests.process.scripts import PREAMBLE, Program
 
 INTERRUPTS = 150
 
+# In a process of its own: an interrupt that comes late must not end the test run.
+INTERRUPTED = """
+import random, threading
 
-@contextmanager
-def interruptions(seed: int) -> Iterator[threading.Event]:
-    """Sends SIGINT to this process at odd moments, until it has sent enough or is left."""
-    left, enough = threading.Event(), threading.Event()
+interrupts, seed = int(sys.argv[2]), int(sys.argv[3])
+enough = threading.Event()
 
-    def interrupt() -> None:
-        chance = random.Random(seed)  # noqa: S311 nothing secret
-        for _ in range(INTERRUPTS):
-            if left.wait(chance.uniform(0.0005, 0.004)):
-                return
-            os.kill(os.getpid(), signal.SIGINT)
-        enough.set()
+def interrupt():
+    chance = random.Random(seed)
+    for _ in range(interrupts):
+        time.sleep(chance.uniform(0.0005, 0.004))
+        os.kill(os.getpid(), signal.SIGINT)
+    enough.set()
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    try:
-        yield enough
-    finally:
-        left.set()
-        thread.join()
+def insist(call):
+    # Signals are raised between any two instructions, so also in an except clause.
+    while True:
+        try:
+            return call()
+        except KeyboardInterrupt:
+            pass
+
+def predict(value, rows=2):
+    x = np.full((rows, 4), value, np.float32)
+    assert np.all(master.predict([x])["y"] == 2 * value + 1), "a wrong answer"
+
+def other():
+    while not stop.is_set():
+        try:
+            predict(7, 3)
+        except BaseException as exc:
+            failures.append(repr(exc))
+            return
+
+def interrupted_calls():
+    global answered, interrupted
+    while not enough.is_set():
+        try:
+            predict(answered)
+            answered += 1
+        except KeyboardInterrupt:
+            interrupted += 1
+
+# A shard that an interrupt had lost would show as a time-out, a lost free list as full memory.
+timeouts = mcinfer.Timeouts(predict=20.0)
+failures, stop, interrupted, answered = [], threading.Event(), 0, 0
+with mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never", timeouts=timeouts) as master:
+    before = [worker.pid for worker in master.statistics().workers]
+    others, interrupter = threading.Thread(target=other), threading.Thread(target=interrupt)
+    others.start()
+    interrupter.start()
+    insist(interrupted_calls)
+    insist(interrupter.join)
+    insist(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    stop.set()
+    others.join()
+    assert not failures, failures
+    assert interrupted > interrupts // 4, interrupted
+    for _ in range(20):
+        predict(1)
+    statistics = master.statistics()
+    assert [worker.pid for worker in statistics.workers] == before
+    assert (statistics.in_flight, statistics.queued_shards) == (0, 0), statistics
+    assert statistics.memory_used_bytes <= 4096, statistics
+say("whole")
+"""
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_interrupted_calls_leave_a_whole_pool(fake_model: FakeModel, seed: int) -> None:
-    # A shard that an interrupt had lost would show as a time-out, a lost free list as full memory.
-    timeouts = Timeouts(predict=20.0)
-    interrupted, answered, failures = 0, 0, []
-    with Master(fake_model(), 2, engine="fake", verify="never", timeouts=timeouts) as master:
-        before = [worker.pid for worker in master.statistics().workers]
-        stop = threading.Event()
-
-        def other() -> None:
-            rows = np.full((3, 4), 7, np.float32)
-            while not stop.is_set():
-                try:
-                    assert np.all(master.predict([rows])["y"] == 15)
-                except BaseException as exc:
-                    failures.append(exc)
-                    return
-
-        thread = threading.Thread(target=other)
-        thread.start()
-        try:
-            with interruptions(seed) as enough:
-                while not enough.is_set():
-                    try:
-                        rows = np.full((2, 4), answered, np.float32)
-                        assert np.all(master.predict([rows])["y"] == 2 * answered + 1)
-                        answered += 1
-                    except KeyboardInterrupt:
-                        interrupted += 1
-        except KeyboardInterrupt:
-            interrupted += 1  # the last one came late
-        finally:
-            stop.set()
-            thread.join()
-        assert not failures
-        assert interrupted > INTERRUPTS // 4
-        for _ in range(20):
-            assert np.all(master.predict([np.ones((2, 4), np.float32)])["y"] == 3)
-        statistics = master.statistics()
-        assert [worker.pid for worker in statistics.workers] == before
-        assert statistics.in_flight == 0
-        assert statistics.queued_shards == 0
-        assert statistics.memory_used_bytes <= 4096
+    with Program(PREAMBLE + INTERRUPTED, fake_model(), INTERRUPTS, seed) as program:
+        ended = program.wait(50.0)
+    assert (ended.status, ended.out, ended.err) == (0, "whole\n", "")
 
 
 def test_held_interrupt_comes_when_the_section_is_left() -> None:
