@@ -4,22 +4,28 @@ Each request is compared with one session that has the whole batch. `tests/proce
 of them with real workers.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx as package
-import onnxruntime
 import pytest
-from numpy.typing import NDArray
 from onnx import parser
 
 from mcinfer import Split
 from tests.process.models import OnnxModel
-from tests.split_graphs import InProcess, open_session
-
-Arrays = dict[str, NDArray[Any]]
+from tests.split_graphs import Arrays, InProcess, open_session
+from tests.split_models import (
+    ANCHORS,
+    MIXING,
+    NO_NAMES,
+    PADDLE,
+    alone,
+    assert_equal,
+    mixing,
+    onnx,
+    random,
+    rename,
+)
 
 
 @pytest.fixture
@@ -51,38 +57,10 @@ class Pool(InProcess):
         return self.split_runs > before
 
 
-def onnx(body: str, opset: int = 17) -> str:
-    """An ONNX model in text format."""
-    return f'<ir_version: 9, opset_import: ["": {opset}]>\nm {body}'
-
-
-def alone(path: Path, inputs: Arrays) -> dict[str, NDArray[Any]]:
-    """What one session answers."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    names = [output.name for output in session.get_outputs()]
-    return dict(zip(names, session.run(None, dict(inputs)), strict=True))
-
-
-def assert_equal(got: Arrays, want: Arrays) -> None:
-    assert [*got] == [*want]
-    for name, array in want.items():
-        assert got[name].shape == array.shape, name
-        np.testing.assert_allclose(got[name], array, rtol=1e-5, atol=1e-6, err_msg=name)
-
-
-def random(shape: tuple[int, ...], seed: int = 0) -> NDArray[np.float32]:
-    return np.random.default_rng(seed).standard_normal(shape, np.float32)
-
-
-NO_NAMES = "(float[{x}, 3, {w}] x) => (float[{y}, {v}] y) {{ y = ReduceMean <axes = [1], keepdims = 0> (x) }}"
-
-
 @pytest.mark.parametrize(
     ("sizes", "count"),
     [
-        pytest.param(("p2o.DynamicDimension.0", "p2o.DynamicDimension.1") * 2, 4, id="Paddle"),
+        pytest.param(PADDLE, 4, id="Paddle"),
         pytest.param(("unk__214", "unk__215", "unk__216", "unk__217"), 5, id="tf2onnx"),
         pytest.param(("?", "?", "?", "?"), 3, id="question marks"),
         pytest.param(("-1", "-1", "-1", "-1"), 2, id="minus one"),
@@ -91,31 +69,14 @@ NO_NAMES = "(float[{x}, 3, {w}] x) => (float[{y}, {v}] y) {{ y = ReduceMean <axe
 def test_model_without_names_is_split_from_the_second_request_on(
     onnx_model: OnnxModel, sizes: tuple[str, ...], count: int
 ) -> None:
-    x, w, y, v = sizes
-    if x.startswith("p2o"):
-        y, v = "p2o.DynamicDimension.3", "p2o.DynamicDimension.4"
-    text = onnx(NO_NAMES.format(x="a", w="b", y="c", v="d"))
-    path = onnx_model(text)
-    rename(path, {"a": x, "b": w, "c": y, "d": v})
+    path = onnx_model(NO_NAMES)
+    rename(path, dict(zip("abcd", sizes, strict=True)))
     master = Pool(path)
     first = {"x": random((count, 3, 7))}
     assert_equal(master.predict(first), alone(path, first))
     assert master.splits({"x": random((4, 3, 6))})
     later = {"x": random((5, 3, 9), 2)}
     assert_equal(master.predict(later), alone(path, later))
-
-
-def rename(path: Path, names: Mapping[str, str]) -> None:
-    """Give dimensions names that ONNX's text format cannot write."""
-    model = package.load(path)
-    for value in (*model.graph.input, *model.graph.output):
-        for dimension in value.type.tensor_type.shape.dim:
-            name = names.get(dimension.dim_param)
-            if name == "-1":
-                dimension.dim_value = -1
-            elif name is not None:
-                dimension.dim_param = name
-    package.save(model, path)
 
 
 def test_name_that_stands_for_two_sizes_is_no_error(onnx_model: OnnxModel) -> None:
@@ -140,20 +101,6 @@ def test_model_of_any_rank_is_run_and_split(onnx_model: OnnxModel) -> None:
     assert master.splits({"x": random((4, 3))})
 
 
-ANCHORS = onnx("""(float[batch, 3, h] image) => (float[batch, h] y, int64[num_anchors] anchors)
-<int64 start = {0}, int64 step = {1}, int64 third = {2}> {
-    y = ReduceMean <axes = [1], keepdims = 0> (image)
-    shape = Shape(image)
-    height = Gather(shape, third)
-    anchors = Range(start, height, step)
-}""")
-SHARED = onnx("""(float[batch, 4] x, float[m, 2] table) => (float[batch, 4] y, float[k, 2] doubled)
-<float two = {2.0}> {
-    y = Mul(x, two)
-    doubled = Mul(table, two)
-}""")
-
-
 def test_output_of_the_images_size_is_the_same_from_all(onnx_model: OnnxModel) -> None:
     path = onnx_model(ANCHORS)
     master = Pool(path)
@@ -162,6 +109,13 @@ def test_output_of_the_images_size_is_the_same_from_all(onnx_model: OnnxModel) -
         assert_equal(master.predict(image), alone(path, image))
     assert master.split.outputs == {"y": 0, "anchors": None}
     assert master.splits({"image": random((2, 3, 4))})
+
+
+SHARED = onnx("""(float[batch, 4] x, float[m, 2] table) => (float[batch, 4] y, float[k, 2] doubled)
+<float two = {2.0}> {
+    y = Mul(x, two)
+    doubled = Mul(table, two)
+}""")
 
 
 def test_output_of_an_input_that_all_rows_share_is_the_same_from_all(onnx_model: OnnxModel) -> None:
@@ -220,32 +174,6 @@ def test_mask_of_equal_rows_belongs_to_the_batch_where_pieces_need_it_cut(
 
 
 # Rows that depend on each other.
-
-MIXING = {
-    "softmax": "y = Softmax <axis = 0> (x)",
-    "mean": "mean = ReduceMean <axes = [0], keepdims = 1> (x)\n y = Sub(x, mean)",
-    "cumsum": "y = CumSum(x, zero)",
-    "topk": "y, at = TopK <axis = 0> (x, two)",
-    "reversed": "y = Gather(x, back)",
-    "output of the mean": "z = ReduceMean <axes = [0], keepdims = 1> (x)\n y = Relu(x)",
-    "output of the maximum": "z = ReduceMax <axes = [0], keepdims = 0> (x)\n y = Relu(x)",
-    "output of the number": "s = Shape(x)\n z = Gather(s, zero)\n y = Relu(x)",
-}
-KINDS = {"output of the number": "int64"}
-
-
-def mixing(name: str, symbol: str) -> str:
-    outputs = f"float[{symbol}, 4] y"
-    if "z =" in MIXING[name]:
-        outputs += f", {KINDS.get(name, 'float')}[?, ?] z" if "mean" in name else ""
-        outputs += ", float[?] z" if "maximum" in name else ""
-        outputs += ", int64 z" if "number" in name else ""
-    if name == "topk":
-        outputs = "float[k, 4] y"
-    if name == "reversed":
-        outputs = "float[k, 4] y"
-    weights = "int64 zero = {0}, int64[1] two = {2}, int64[4] back = {3, 2, 1, 0}"
-    return onnx(f"(float[{symbol}, 4] x) => ({outputs}) <{weights}> {{ {MIXING[name]} }}")
 
 
 @pytest.mark.parametrize(

@@ -114,3 +114,11 @@ def run(text: str, *arguments: object) -> Ended:
     """Run a program to its end."""
     with Program(PREAMBLE + text, *arguments) as program:
         return program.wait()
+
+
+def run_documented(text: str, folder: Path) -> str:
+    """Run a program of the documentation in a folder to its end, without a warning: what it prints."""
+    with Program(text, cwd=folder, command=(sys.executable, "-W", "error")) as program:
+        ended = program.wait(50.0)
+    assert (ended.status, ended.err) == (0, "")
+    return ended.out

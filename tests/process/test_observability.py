@@ -1,8 +1,6 @@
 """What a real pool tells Prometheus and OpenTelemetry, and the documentation's own programs."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,10 +14,10 @@ from mcinfer import Master, PredictError
 from mcinfer.exporters.opentelemetry import request_spans
 from mcinfer.exporters.prometheus import MasterCollector
 from tests.process.models import AFFINE, FakeModel, OnnxModel, act, rows
-from tests.process.scripts import PREAMBLE, Program
+from tests.process.scripts import PREAMBLE, ROOT, Program, run_documented
 from tests.process.waiting import wait_until
 
-DOCS = Path(__file__).parents[2] / "docs" / "observability.md"
+DOCS = ROOT / "docs" / "observability.md"
 PROGRAMS = re.findall(r"^```python\n(.*?)^```$", DOCS.read_text("utf-8"), re.MULTILINE | re.DOTALL)
 
 FAILS = -1.0
@@ -155,13 +153,4 @@ def test_program_of_the_documentation_runs(
     )
     text = PROGRAMS[number].replace("start_http_server(9400", "server, _ = start_http_server(0")
     text = text.replace("    # While", f"{scrape}    # While")
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", text],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert re.fullmatch(SAID[number], done.stdout.strip())
+    assert re.fullmatch(SAID[number], run_documented(text, tmp_path).strip())

@@ -7,15 +7,12 @@ import asyncio
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
 from numpy.typing import NDArray
 
@@ -29,9 +26,20 @@ from mcinfer import (
     Split,
 )
 from tests.process.models import AFFINE, FakeModel, OnnxModel, assert_answers, rows
+from tests.process.scripts import ROOT, run_documented
 from tests.process.waiting import pids, wait_until
-
-Arrays = Mapping[str, NDArray[Any]]
+from tests.split_models import (
+    ANCHORS,
+    NO_NAMES,
+    PADDLE,
+    Arrays,
+    alone,
+    assert_equal,
+    mixing,
+    onnx,
+    random,
+    rename,
+)
 
 GENEROUS = RestartPolicy(budget=1000, backoff=0.01, backoff_limit=0.05)
 
@@ -49,31 +57,6 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """What was logged as a warning about requests."""
     caplog.set_level(logging.WARNING, "mcinfer.master")
     return lambda: [r.getMessage() for r in caplog.records if "request" in r.getMessage()]
-
-
-def onnx(body: str, opset: int = 17) -> str:
-    """An ONNX model in text format."""
-    return f'<ir_version: 9, opset_import: ["": {opset}]>\nm {body}'
-
-
-def alone(path: Path, inputs: Arrays) -> dict[str, NDArray[Any]]:
-    """What one session answers."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    names = [output.name for output in session.get_outputs()]
-    return dict(zip(names, session.run(None, dict(inputs)), strict=True))
-
-
-def assert_equal(got: Arrays, want: Arrays) -> None:
-    assert [*got] == [*want]
-    for name, array in want.items():
-        assert got[name].shape == array.shape, name
-        np.testing.assert_allclose(got[name], array, rtol=1e-5, atol=1e-6, err_msg=name)
-
-
-def random(shape: tuple[int, ...], seed: int = 0) -> NDArray[np.float32]:
-    return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
 def runs(master: Master) -> list[int]:
@@ -100,7 +83,6 @@ AS_LONG_AS_A_SCALAR = onnx("""(float[batch, 4] x, float n) => (float[batch, foun
     steps = Range(zero, n, one)
     y = Add(mean, steps)
 }""")
-NO_NAMES = "(float[{x}, 3, {w}] x) => (float[{y}, {v}] y) {{ y = ReduceMean <axes = [1], keepdims = 0> (x) }}"
 
 
 def silero(count: int, seed: int = 0) -> dict[str, NDArray[np.float32]]:
@@ -152,40 +134,21 @@ def test_axes_of_outputs_may_be_said(onnx_model: OnnxModel) -> None:
 @pytest.mark.parametrize(
     ("sizes", "count"),
     [
-        pytest.param(("p2o.DynamicDimension.0", "p2o.DynamicDimension.1") * 2, 4, id="Paddle"),
+        pytest.param(PADDLE, 4, id="Paddle"),
         pytest.param(("-1", "-1", "-1", "-1"), 2, id="minus one"),
     ],
 )
 def test_model_without_names_is_split_from_the_second_request_on(
     onnx_model: OnnxModel, sizes: tuple[str, ...], count: int
 ) -> None:
-    x, w, y, v = sizes
-    if x.startswith("p2o"):
-        y, v = "p2o.DynamicDimension.3", "p2o.DynamicDimension.4"
-    text = onnx(NO_NAMES.format(x="a", w="b", y="c", v="d"))
-    path = onnx_model(text)
-    rename(path, {"a": x, "b": w, "c": y, "d": v})
+    path = onnx_model(NO_NAMES)
+    rename(path, dict(zip("abcd", sizes, strict=True)))
     with Master(path, 2) as master:
         first = {"x": random((count, 3, 7))}
         assert_equal(master.predict(first), alone(path, first))
         assert is_split(master, {"x": random((4, 3, 6))})
         later = {"x": random((5, 3, 9), 2)}
         assert_equal(master.predict(later), alone(path, later))
-
-
-def rename(path: Path, names: Mapping[str, str]) -> None:
-    """Give dimensions names that ONNX's text format cannot write."""
-    import onnx as package
-
-    model = package.load(path)
-    for value in (*model.graph.input, *model.graph.output):
-        for dimension in value.type.tensor_type.shape.dim:
-            name = names.get(dimension.dim_param)
-            if name == "-1":
-                dimension.dim_value = -1
-            elif name is not None:
-                dimension.dim_param = name
-    package.save(model, path)
 
 
 def test_name_that_stands_for_two_sizes_is_no_error(onnx_model: OnnxModel) -> None:
@@ -203,18 +166,6 @@ SELECTED = onnx("""(float[batch, 4] x) => (int64[num_selected, 2] selected) <flo
     positive = Greater(x, zero)
     where = NonZero(positive)
     selected = Transpose <perm = [1, 0]> (where)
-}""")
-ANCHORS = onnx("""(float[batch, 3, h] image) => (float[batch, h] y, int64[num_anchors] anchors)
-<int64 start = {0}, int64 step = {1}, int64 third = {2}> {
-    y = ReduceMean <axes = [1], keepdims = 0> (image)
-    shape = Shape(image)
-    height = Gather(shape, third)
-    anchors = Range(start, height, step)
-}""")
-SHARED = onnx("""(float[batch, 4] x, float[m, 2] table) => (float[batch, 4] y, float[k, 2] doubled)
-<float two = {2.0}> {
-    y = Mul(x, two)
-    doubled = Mul(table, two)
 }""")
 
 
@@ -332,32 +283,6 @@ def test_other_shape_than_was_said_is_an_error_that_names_it(onnx_model: OnnxMod
 
 
 # Rows that depend on each other.
-
-MIXING = {
-    "softmax": "y = Softmax <axis = 0> (x)",
-    "mean": "mean = ReduceMean <axes = [0], keepdims = 1> (x)\n y = Sub(x, mean)",
-    "cumsum": "y = CumSum(x, zero)",
-    "topk": "y, at = TopK <axis = 0> (x, two)",
-    "reversed": "y = Gather(x, back)",
-    "output of the mean": "z = ReduceMean <axes = [0], keepdims = 1> (x)\n y = Relu(x)",
-    "output of the maximum": "z = ReduceMax <axes = [0], keepdims = 0> (x)\n y = Relu(x)",
-    "output of the number": "s = Shape(x)\n z = Gather(s, zero)\n y = Relu(x)",
-}
-KINDS = {"output of the number": "int64"}
-
-
-def mixing(name: str, symbol: str) -> str:
-    outputs = f"float[{symbol}, 4] y"
-    if "z =" in MIXING[name]:
-        outputs += f", {KINDS.get(name, 'float')}[?, ?] z" if "mean" in name else ""
-        outputs += ", float[?] z" if "maximum" in name else ""
-        outputs += ", int64 z" if "number" in name else ""
-    if name == "topk":
-        outputs = "float[k, 4] y"
-    if name == "reversed":
-        outputs = "float[k, 4] y"
-    weights = "int64 zero = {0}, int64[1] two = {2}, int64[4] back = {3, 2, 1, 0}"
-    return onnx(f"(float[{symbol}, 4] x) => ({outputs}) <{weights}> {{ {MIXING[name]} }}")
 
 
 @pytest.mark.parametrize(
@@ -727,20 +652,11 @@ def test_interrupted_check_leaves_the_master_as_it_was(fake_model: FakeModel) ->
 def test_program_of_the_documentation_prints_what_it_says(
     onnx_model: OnnxModel, tmp_path: Path
 ) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "splitting.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "splitting.md").read_text(encoding="utf-8")
     program, rest = text.split("```python\n", 1)[1].split("```\n", 1)
     said = [line.removeprefix("    ") for line in rest.strip("\n").split("\n\n")[0].splitlines()]
     onnx_model(AFFINE).rename(tmp_path / "model.onnx")
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == said
+    assert run_documented(program, tmp_path).splitlines() == said
 
 
 # Requests that are joined.
