@@ -22,6 +22,8 @@ from onnx import numpy_helper, parser
 
 import mcinfer
 from mcinfer import mslite
+from mcinfer.engines import open_engine
+from mcinfer.engines.base import Engine, EngineRequest
 from mcinfer.mslite import (
     Context,
     DataType,
@@ -31,6 +33,7 @@ from mcinfer.mslite import (
     ModelType,
     Tensor,
     TensorMeta,
+    _loading,
 )
 from mcinfer.mslite._configuration import load_sections
 from mcinfer.mslite._session import Session
@@ -256,7 +259,7 @@ def test_file_that_is_no_model_is_refused_in_the_engines_words(tmp_path: Path) -
     model = Model()
     with pytest.raises(mcinfer.BuildError, match=r"^build_from_file failed! Error is onnxruntime"):
         model.build_from_file(str(path), ModelType.MINDIR)
-    with pytest.raises(RuntimeError, match="not built"):
+    with pytest.raises(RuntimeError, match="please build model first"):
         model.get_inputs()
 
 
@@ -305,13 +308,14 @@ def test_model_is_printed_with_its_path(onnx_model: OnnxModel) -> None:
         ("predict", lambda model: model.predict([])),
         ("resize", lambda model: model.resize([], [])),
         ("update weight", lambda model: model.update_weights([])),
+        ("update weight", lambda model: model.update_weights([[Tensor(floats(1, 1))]])),
     ],
 )
 def test_model_that_is_not_built_does_nothing(name: str, call: Callable[[Model], object]) -> None:
-    with pytest.raises(
-        RuntimeError, match=exactly(f"{name} failed! Error is the model is not built")
-    ):
+    text = f"{name} failed! Error is Session is null, please build model first!"
+    with pytest.raises(RuntimeError, match=exactly(text)) as caught:
         call(Model())
+    assert isinstance(caught.value, mcinfer.ClosedError)
 
 
 def test_relative_path_is_of_the_folder_at_the_time_of_the_build(
@@ -546,6 +550,11 @@ def test_pid_is_known_before_a_model_is_built() -> None:
     assert Model().get_model_info("input_shape") == ""
 
 
+def test_key_that_is_missing_is_told() -> None:
+    with pytest.raises(TypeError, match=r"^key must be str, but got <class 'NoneType'>\.$"):
+        Model().get_model_info()
+
+
 def test_key_that_is_no_text_is_told() -> None:
     with pytest.raises(TypeError, match=exactly("key must be str, but got <class 'int'>.")):
         Model().get_model_info(1)  # type: ignore[arg-type]
@@ -643,6 +652,20 @@ def test_tensor_of_unknown_size_that_nobody_filled_fails_the_run(onnx_model: Onn
     model = built(onnx_model(AFFINE))
     with pytest.raises(RuntimeError, match=r"^predict failed! Error is input 'x' has no data"):
         model.predict(model.get_inputs())
+
+
+def test_tensor_that_was_neither_set_nor_looked_at_fails_the_run(onnx_model: OnnxModel) -> None:
+    model = built(onnx_model(FIXED))
+    text = "predict failed! Error is input 'x' has no data, set it first"
+    with pytest.raises(RuntimeError, match=exactly(text)) as caught:
+        model.predict(model.get_inputs())
+    assert isinstance(caught.value, mcinfer.InvalidInputError)
+    [tensor] = model.get_inputs()
+    tensor.get_data_to_numpy()[...] = 3
+    assert arrays(model.predict([tensor])) == [[[-3] * 3] * 2]
+    tensor.shape = [3, 3]
+    with pytest.raises(RuntimeError, match=exactly(text)):
+        model.predict([tensor])
 
 
 def test_run_that_fails_is_told_in_the_engines_words(onnx_model: OnnxModel) -> None:
@@ -986,8 +1009,8 @@ def test_tensor_of_that_name_will_do_for_resize(onnx_model: OnnxModel) -> None:
         ([1], 1, "inputs element must be Tensor, but got <class 'int'> at index 0."),
         ([], (), "dims must be list, but got <class 'tuple'>."),
         ([], [1], "dims element must be list, but got <class 'int'> at index 0."),
-        ([], [[1, "4"]], "dims element element must be int, but got <class 'str'> at index 1."),
-        ([], [[1, True]], "dims element element must be int, but got <class 'bool'> at index 1."),
+        ([], [[1, "4"]], "dims element's element must be int, but got <class 'str'> at index 1."),
+        ([], [[1, True]], "dims element's element must be int, but got <class 'bool'> at index 1."),
     ],
 )
 def test_wrong_types_of_resize_are_told(
@@ -1380,7 +1403,7 @@ def test_type_that_the_name_does_not_say_reaches_the_package(own_package: Path) 
 
 def test_shared_workspace_is_no_matter_of_the_package(own_package: Path) -> None:
     model = Model()
-    ModelGroup().add_model([model])
+    ModelGroup(ModelGroupFlag.SHARE_WEIGHT_WORKSPACE).add_model([model])
     model.build_from_file(str(own_package), ModelType.MINDIR_LITE)
     assert arrays(model.predict([floats(1, 3)]))[0] == [[3, 5, 7]]
 
@@ -1456,7 +1479,11 @@ def grouped(flags: ModelGroupFlag, *paths: Path, context: Context | None = None)
 
 @pytest.mark.parametrize("flags", [0, 1, 4, None, "SHARE_WEIGHT", ModelGroupFlag(0)])
 def test_unknown_flag_is_refused(flags: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"^flags must be ModelGroupFlag"):
+    text = (
+        "Parameter flags should be ModelGroupFlag.SHARE_WORKSPACE or ModelGroupFlag.SHARE_WEIGHT or "
+        f"ModelGroupFlag.SHARE_WEIGHT_WORKSPACE, but got {flags!r}."
+    )
+    with pytest.raises(RuntimeError, match=exactly(text)):
         ModelGroup(flags)
 
 
@@ -1464,36 +1491,37 @@ def test_workspace_is_what_a_group_shares_by_default() -> None:
     assert ModelGroup().flags is ModelGroupFlag.SHARE_WORKSPACE
 
 
+MIXED_KINDS = "models element must be all str or Model, but got"
+WRONG_KIND = (
+    "ModelGroup's add model failed. Error is SHARE_WORKSPACE takes paths; SHARE_WEIGHT and "
+    "SHARE_WEIGHT_WORKSPACE take Model objects"
+)
+
+
 @pytest.mark.parametrize(
     ("flags", "models", "error", "text"),
     [
-        (1, None, TypeError, "models must be list or tuple, but got <class 'NoneType'>."),
-        (1, [], RuntimeError, "add_model failed! Error is models is empty"),
+        (1, None, TypeError, "models must be list/tuple, but got <class 'NoneType'>."),
+        (1, "a.onnx", TypeError, "models must be list/tuple, but got <class 'str'>."),
+        (1, [], RuntimeError, "models cannot be empty"),
         (
             2,
             ["a.onnx", Model()],
             TypeError,
-            "models element must be str, but got <class 'mcinfer.mslite.model.Model'> at index 1.",
-        ),
-        (
-            2,
-            [Model(), "a.onnx"],
-            TypeError,
-            "models element must be Model, but got <class 'str'> at index 1.",
+            f"{MIXED_KINDS} <class '{Model.__module__}.Model'> at index 1.",
         ),
         (
             1,
-            ["a.onnx"],
+            ["a.onnx", Model()],
             TypeError,
-            "models element must be Model, but got <class 'str'> at index 0.",
+            f"{MIXED_KINDS} <class '{Model.__module__}.Model'> at index 1.",
         ),
-        (
-            3,
-            ["a.onnx"],
-            TypeError,
-            "models element must be Model, but got <class 'str'> at index 0.",
-        ),
-        (2, [1], TypeError, "models element must be str, but got <class 'int'> at index 0."),
+        (1, [Model(), "a.onnx"], TypeError, f"{MIXED_KINDS} <class 'str'> at index 1."),
+        (2, (Model(), "a.onnx"), TypeError, f"{MIXED_KINDS} <class 'str'> at index 1."),
+        (2, [1], TypeError, f"{MIXED_KINDS} <class 'int'> at index 0."),
+        (1, ["a.onnx"], RuntimeError, WRONG_KIND),
+        (3, ["a.onnx", "b.onnx"], RuntimeError, WRONG_KIND),
+        (2, [Model(), Model()], RuntimeError, WRONG_KIND),
     ],
 )
 def test_models_that_cannot_be_grouped_are_told(
@@ -1507,11 +1535,21 @@ def test_model_that_is_built_cannot_join_a_group_and_none_beside_it_does(
     onnx_model: OnnxModel,
 ) -> None:
     fresh = Model()
-    with pytest.raises(RuntimeError, match=r"^add_model failed! Error is .*built already"):
-        ModelGroup().add_model([fresh, built(onnx_model(AFFINE))])
-    ModelGroup().add_model((fresh,))
-    with pytest.raises(RuntimeError, match=r"^add_model failed! Error is .*in another group"):
-        ModelGroup().add_model([fresh])
+    failed = r"^ModelGroup's add model failed\. Error is "
+    with pytest.raises(RuntimeError, match=failed + ".*built already"):
+        ModelGroup(ModelGroupFlag.SHARE_WEIGHT).add_model([fresh, built(onnx_model(AFFINE))])
+    ModelGroup(ModelGroupFlag.SHARE_WEIGHT).add_model((fresh,))
+    with pytest.raises(RuntimeError, match=failed + ".*in another group"):
+        ModelGroup(ModelGroupFlag.SHARE_WEIGHT).add_model([fresh])
+
+
+def test_model_that_a_group_refused_can_join_another(onnx_model: OnnxModel) -> None:
+    model = Model()
+    with pytest.raises(RuntimeError, match=exactly(WRONG_KIND)):
+        ModelGroup().add_model([model])
+    ModelGroup(ModelGroupFlag.SHARE_WEIGHT).add_model([model])
+    model.build_from_file(str(onnx_model(AFFINE)), ModelType.ONNX)
+    assert arrays(model.predict([floats(1, 4)])) == [[[3, 5, 7, 9]]]
 
 
 def sessions(models: list[Model]) -> set[int]:
@@ -1532,7 +1570,9 @@ def test_models_of_one_file_share_their_weights(onnx_model: OnnxModel) -> None:
 def test_models_without_a_group_share_nothing(onnx_model: OnnxModel) -> None:
     path = onnx_model(AFFINE)
     assert len(sessions([built(path), built(path)])) == 2
-    assert len(sessions(grouped(ModelGroupFlag.SHARE_WORKSPACE, path, path))) == 2
+    group = ModelGroup()
+    group.add_model([str(path)])
+    assert len(sessions([built(path), built(path)])) == 2
 
 
 def test_models_of_one_file_with_other_threads_share_nothing(onnx_model: OnnxModel) -> None:
@@ -1567,14 +1607,17 @@ def test_resize_of_one_leaves_the_other_of_a_group_alone(onnx_model: OnnxModel) 
     assert arrays(second.predict([floats(2, 3)])) == [[[-1, -2, -3], [-4, -5, -6]]]
 
 
-@pytest.mark.parametrize(
-    "flags", [ModelGroupFlag.SHARE_WORKSPACE, ModelGroupFlag.SHARE_WEIGHT_WORKSPACE]
-)
+@pytest.mark.parametrize("by_path", [True, False])
 def test_models_that_share_a_workspace_run_right_at_once(
-    onnx_model: OnnxModel, flags: ModelGroupFlag
+    onnx_model: OnnxModel, by_path: bool
 ) -> None:
-    path = onnx_model(AFFINE)
-    models = grouped(flags, path, path, onnx_model(AFFINE.replace("2.0", "3.0")))
+    path, other = onnx_model(AFFINE), onnx_model(AFFINE.replace("2.0", "3.0"))
+    if by_path:
+        group = ModelGroup(ModelGroupFlag.SHARE_WORKSPACE)
+        group.add_model([str(path), str(other)])
+        models = [built(path), built(path), built(other)]
+    else:
+        models = grouped(ModelGroupFlag.SHARE_WEIGHT_WORKSPACE, path, path, other)
 
     def ask(i: int) -> None:
         factor = 3 if i % 3 == 2 else 2
@@ -1587,12 +1630,29 @@ def test_models_that_share_a_workspace_run_right_at_once(
             done.result()
 
 
-def test_paths_in_a_group_are_told_to_share_nothing() -> None:
+def test_models_of_a_groups_paths_share_the_workspace_and_no_others_do(
+    onnx_model: OnnxModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared: list[bool] = []
+
+    def opened(name: str, request: EngineRequest) -> Engine:
+        shared.append("session.use_env_allocators" in request.session_config)
+        return open_engine(name, request)
+
+    monkeypatch.setattr(_loading, "open_engine", opened)
+    inside, outside, late = onnx_model(FIXED), onnx_model(FIXED), onnx_model(FIXED)
+    monkeypatch.chdir(inside.parent)
     group = ModelGroup()
-    with pytest.warns(UserWarning, match="paths share nothing here") as caught:
-        group.add_model(["a.onnx", "b.onnx"])
-    assert [warning.filename for warning in caught] == [__file__]
+    group.add_model((inside.name, str(late)))
     group.cal_max_size_of_workspace(ModelType.ONNX)
+    model = built(inside)
+    model.resize(model.get_inputs(), [[1, 3]])  # loads it again
+    built(outside)
+    assert shared == [True, True, False]
+    del group, model
+    gc.collect()
+    built(late)
+    assert shared[3:] == [False]
 
 
 def test_size_of_the_workspace_takes_models_that_share_one() -> None:

@@ -76,28 +76,15 @@ def check_inputs(inputs: object, count: int) -> list[TensorLike]:
 
 
 def input_arrays(inputs: Sequence[TensorLike]) -> list[NDArray[Any]]:
-    """The data of a run's inputs; for a tensor that was never filled, zeros.
+    """The data of a run's inputs.
 
     Raises:
-        InvalidInputError: A tensor has no data, and no size or type for zeros.
-        McinferError: There is no memory for them.
+        InvalidInputError: A tensor has no data: it was neither set nor looked at.
     """
-    arrays = []
     for value in inputs:
-        if isinstance(value, np.ndarray):
-            arrays.append(value)
-            continue
-        if any(size < 0 for size in value.shape):
-            raise InvalidInputError(
-                f"input {value.name!r} has no data, and no shape to be zeros of: {value.shape}"
-            )
-        try:
-            arrays.append(value.array)
-        except TypeError as exc:
-            raise InvalidInputError(
-                f"input {value.name!r} has no data, and no type to be zeros of: {value.dtype}"
-            ) from exc
-    return arrays
+        if isinstance(value, Tensor) and not value.has_data:
+            raise InvalidInputError(f"input {value.name!r} has no data, set it first")
+    return [value.array if isinstance(value, Tensor) else value for value in inputs]
 
 
 def check_outputs(outputs: object, count: int) -> None:

@@ -6,7 +6,8 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntFlag
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 from numpy.typing import NDArray
 
@@ -205,8 +206,9 @@ class Model:
                 used = used_entries(source.context, source.model_type, from_buffer=from_buffer)
                 used |= VARIABLE_ENTRIES | SHARING_ENTRIES
                 warn_of_unused(source.sections, used, stacklevel=3)
+                group = self._group or ModelGroup._of_path(source.model)
                 # The caller is that of `build_from_file`, which is this one's.
-                session = open_session(source, None, self._group, stacklevel=3)
+                session = open_session(source, None, group, stacklevel=3)
                 owner = _owner(session, source.sharing)
             except (McinferError, OSError, ValueError) as exc:
                 raise failure(what, exc) from exc
@@ -221,13 +223,14 @@ class Model:
                 Tensor._of_model(spec.name, known_data_type(spec.dtype), shape)
                 for spec, shape in zip(specs, dims, strict=True)
             ]
+            self._group = group
             self._built = _Built(
                 source=source, session=session, inputs=tensors, dims=dims, owner=owner
             )
 
     def _ready(self, what: str) -> _Built:
         if self._built is None:
-            raise failure(what, ClosedError("the model is not built"))
+            raise failure(what, ClosedError("Session is null, please build model first!"))
         return self._built
 
     # What it is like.
@@ -257,7 +260,7 @@ class Model:
             shapes = session.output_shapes(tuple(map(tuple, dims)))
         return tuple(describe(spec, shape) for spec, shape in zip(specs, shapes, strict=True))
 
-    def get_model_info(self, key: str) -> str:
+    def get_model_info(self, key: str | None = None) -> str:
         """What is known of the model, as text.
 
         Args:
@@ -270,7 +273,7 @@ class Model:
             The text, ``""`` for what is unknown or unset.
 
         Raises:
-            TypeError: The key is no text.
+            TypeError: The key is no text, or is missing.
         """
         check_type("key", key, str)
         if key == "current_pid":
@@ -298,7 +301,8 @@ class Model:
 
         Args:
             inputs: A list or tuple of tensors or arrays, in the model's order, of its dtypes and shapes.
-                They are read in place, so nobody is to change them meanwhile.
+                They are read in place, so nobody is to change them meanwhile. A tensor must have data: that
+                of `get_inputs` has none until it is set or looked at.
             outputs: Tensors to write to, of the outputs' dtypes and shapes (or of sizes not known yet), whose
                 memory may be that of inputs, but not of each other; or an empty list, which new tensors are
                 put into.
@@ -308,8 +312,8 @@ class Model:
 
         Raises:
             TypeError: An argument is of another type.
-            RuntimeError: Another number of inputs, or the run failed: nothing was written to `outputs`
-                then.
+            RuntimeError: Another number of inputs, a tensor without data, or the run failed: nothing was
+                written to `outputs` then.
         """
         built = self._ready("predict")
         session = built.session  # one of them throughout: `resize` may put another there
@@ -340,7 +344,7 @@ class Model:
         check_list("inputs", inputs, Tensor)
         check_list("dims", dims, list)
         for shape in dims:
-            check_elements("dims element", shape, int)
+            check_elements("dims element's", shape, int)
         if len(inputs) != len(dims):
             raise ValueError(
                 f"inputs' size does not match dims' size: got {len(inputs)} and {len(dims)}"
@@ -421,7 +425,8 @@ class ModelGroup:
     weights and prepared weights, between them; what `Model.update_weights` replaces is
     replaced for all that have the same sizes.
     ``SHARE_WORKSPACE``: ONNX Runtime's memory for what lies between operators is one arena for the models of
-    this process, in the place of one each.
+    this process, in the place of one each. As in MindSpore Lite, such a group names its models by path.
+    ``SHARE_WEIGHT_WORKSPACE``: both.
 
     Args:
         flags: What is shared.
@@ -430,11 +435,14 @@ class ModelGroup:
         RuntimeError: No such flag.
     """
 
+    # A model and the group that has its path have nothing else in common; a group that is gone is not found.
+    _by_path: ClassVar[WeakValueDictionary[str, SharedModels]] = WeakValueDictionary()
+
     def __init__(self, flags: ModelGroupFlag = ModelGroupFlag.SHARE_WORKSPACE) -> None:
         if not isinstance(flags, ModelGroupFlag) or not flags:
             raise RuntimeError(
-                f"flags must be ModelGroupFlag.SHARE_WEIGHT, SHARE_WORKSPACE or "
-                f"SHARE_WEIGHT_WORKSPACE, but got {flags!r}."
+                "Parameter flags should be ModelGroupFlag.SHARE_WORKSPACE or ModelGroupFlag.SHARE_WEIGHT "
+                f"or ModelGroupFlag.SHARE_WEIGHT_WORKSPACE, but got {flags!r}."
             )
         self.flags = flags
         self._shared = SharedModels(
@@ -443,35 +451,45 @@ class ModelGroup:
         )
         self._models: list[Model | str] = []
 
+    @classmethod
+    def _of_path(cls, model: str | bytes) -> SharedModels | None:
+        """What the models of a path share, where a group has it."""
+        return cls._by_path.get(os.path.realpath(model)) if isinstance(model, str) else None
+
     def add_model(self, models: "list[Model] | list[str] | tuple[Model | str, ...]") -> None:
         """Put models into the group, before they are built.
 
         Args:
-            models: `Model` objects, or (with SHARE_WORKSPACE alone) paths.
+            models: All `Model` objects (where weights are shared), or all paths (with SHARE_WORKSPACE alone)
+                of models that `Model.build_from_file` is to build while this group exists.
 
         Raises:
-            TypeError: Not a list or tuple, or of both kinds, or paths where weights are shared.
-            RuntimeError: Empty, or a model is built already, or is in another group.
+            TypeError: Not a list or tuple, or not all of one kind.
+            RuntimeError: Empty, the kind that the flags do not take, or a model is built already or is in
+                another group.
         """
         if not isinstance(models, (list, tuple)):
-            raise TypeError(f"models must be list or tuple, but got {type(models)}.")
+            raise TypeError(f"models must be list/tuple, but got {type(models)}.")
         if not models:
-            raise RuntimeError("add_model failed! Error is models is empty")
-        kind = Model if self._shared.weights or isinstance(models[0], Model) else str
-        check_elements("models", models, kind)
+            raise RuntimeError("models cannot be empty")
+        kind = str if isinstance(models[0], str) else Model
+        for i, model in enumerate(models):
+            if not isinstance(model, kind):
+                raise TypeError(
+                    f"models element must be all str or Model, but got {type(model)} at index {i}."
+                )
+        if (kind is Model) is not self._shared.weights:
+            raise _not_added(
+                "SHARE_WORKSPACE takes paths; SHARE_WEIGHT and SHARE_WEIGHT_WORKSPACE take Model objects"
+            )
         added = [model for model in models if isinstance(model, Model)]
         if any(m._built is not None or m._group not in (None, self._shared) for m in added):
-            raise RuntimeError(
-                "add_model failed! Error is the model was built already, or is in another group"
-            )
-        for model in added:
-            model._group = self._shared
-        if kind is str:
-            warnings.warn(
-                "models: paths share nothing here; add the Model objects before they are built",
-                UserWarning,
-                stacklevel=2,
-            )
+            raise _not_added("the model was built already, or is in another group")
+        for model in models:
+            if isinstance(model, Model):
+                model._group = self._shared
+            else:
+                self._by_path[os.path.realpath(model)] = self._shared
         self._models += models
 
     def cal_max_size_of_workspace(
@@ -489,6 +507,10 @@ class ModelGroup:
             raise RuntimeError(
                 "cal_max_size_of_workspace failed! Error is the group has no models that share a workspace"
             )
+
+
+def _not_added(why: str) -> RuntimeError:
+    return RuntimeError(f"ModelGroup's add model failed. Error is {why}")
 
 
 def _sections(what: str, path: str, more: Sections | None) -> Sections:

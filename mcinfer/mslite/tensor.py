@@ -87,7 +87,8 @@ class Tensor:
 
     An array that is C-contiguous, aligned and of native byte order is held as it is, any other as a
     copy. Of a tensor, the data is shared; name and format start as they are there and then go their
-    own way. Without a tensor: zeros of the shape and dtype if both are given, else one float32.
+    own way. Without a tensor: the shape and dtype if both are given, else one float32. It has no data
+    then; the first look at it makes zeros.
 
     One tensor must not be used by several threads at a time, unless they all only read.
 

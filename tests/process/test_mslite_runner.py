@@ -694,6 +694,8 @@ def test_inputs_that_do_not_fit_are_told_and_harm_nobody(onnx_model: OnnxModel) 
                 runner.submit([data])
         with pytest.raises(RuntimeError, match=r"^predict failed! Error is input 'x' has no data"):
             runner.predict(runner.get_inputs())
+        with pytest.raises(RuntimeError, match=r"^predict failed! Error is input '' has no data"):
+            runner.predict([Tensor(None, [1, 4], DataType.FLOAT32)])
         assert_answer(runner.predict([floats(1, 4)]), floats(1, 4))
         assert runner.statistics().accepted == 1
 

@@ -18,7 +18,15 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from mcinfer.errors import BuildError, InvalidInputError, WeightAccessError
-from mcinfer.mslite import Context, Model, ModelParallelRunner, ModelType, RunnerConfig, Tensor
+from mcinfer.mslite import (
+    Context,
+    DataType,
+    Model,
+    ModelParallelRunner,
+    ModelType,
+    RunnerConfig,
+    Tensor,
+)
 from mcinfer.mslite._configuration import Sections
 from tests.process.models import OnnxModel
 from tests.process.scripts import Program
@@ -137,6 +145,7 @@ def test_weights_that_do_not_fit_are_named_and_nothing_is_changed(
         ([[tensor([1, 2], "a"), tensor([1, 2], "a")]], ["['a', 'a']", "expected each of"]),
         ([[tensor([3, 4]), tensor([1, 2], "", np.float64)]], ["'b'", "float64", "float32"]),
         ([[tensor([1, 2, 3]), tensor([3, 4])]], ["'a'", "[3]", "float32[2]"]),
+        ([[tensor([3, 4]), Tensor(None, [2], DataType.FLOAT32)]], ["has no data"]),
     ]
     with serving(kind, onnx_model(PAIR), named(tmp_path, "a", "b")) as serves:
         for weights, words in cases:
