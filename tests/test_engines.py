@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
+from mcinfer import engines
 from mcinfer.config import Device
 from mcinfer.engines import _onnxruntime, _onnxruntime_sessions, model_identity, open_engine
 from mcinfer.engines.base import (
@@ -34,6 +35,7 @@ from mcinfer.engines.base import (
 )
 from mcinfer.errors import BuildError, InvalidInputError, MissingDependencyError, PredictError
 from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension, TensorSpec, numpy_dtype, tensor_bytes
+from tests.process.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 FLOAT = TensorProto.FLOAT
@@ -947,6 +949,49 @@ def test_identity_tells_external_data_by_its_stamps(tmp_path: Path) -> None:
     assert model_identity(str(path)) == first
     os.utime(data, ns=(0, data.stat().st_mtime_ns + 1))
     assert model_identity(str(path)) != first
+
+
+@pytest.mark.parametrize("external", [True, False])
+def test_identity_of_a_large_file_tells_a_change_whose_time_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, external: bool
+) -> None:
+    monkeypatch.setattr(engines, "_MOST_HASHED_BYTES", 1 << 20 if external else 16)
+    path = identity_model(tmp_path / "model.onnx", 1, external=external)
+    changed = tmp_path / "model.onnx.data" if external else path
+    first, before = model_identity(str(path)), changed.stat()
+
+    def clock_has_ticked() -> bool:
+        os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns))
+        return changed.stat().st_ctime_ns != before.st_ctime_ns
+
+    with changed.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"?")
+    wait_until(clock_has_ticked)  # the clock of ctime is a coarse one
+    assert (changed.stat().st_mtime_ns, changed.stat().st_ino) == (
+        before.st_mtime_ns,
+        before.st_ino,
+    )
+    assert model_identity(str(path)) not in ("", first)
+
+
+def test_identity_of_files_in_a_hubs_cache_stays_while_workers_make_links_to_them(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "snapshot").mkdir()
+    identity_model(tmp_path / "model.onnx", 1, external=True)
+    for name in ("model.onnx", "model.onnx.data"):
+        (tmp_path / "snapshot" / name).symlink_to(tmp_path / name)
+    model = str(tmp_path / "snapshot" / "model.onnx")
+    first, before = model_identity(model), (tmp_path / "model.onnx.data").stat().st_ctime_ns
+
+    def link_has_changed_the_time() -> bool:
+        os.link(tmp_path / "model.onnx.data", tmp_path / "link")
+        (tmp_path / "link").unlink()
+        return (tmp_path / "model.onnx.data").stat().st_ctime_ns != before
+
+    wait_until(link_has_changed_the_time)
+    assert model_identity(model) == first
 
 
 def test_identity_needs_no_external_data_in_place(tmp_path: Path) -> None:

@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper, parser
 
 from mcinfer.config import EngineOptions
+from mcinfer.engines import _onnxruntime, preparation
 from mcinfer.engines._onnxruntime import OnnxRuntimeEngine
-from mcinfer.engines.base import Engine
+from mcinfer.engines.base import Engine, EngineRequest
+from mcinfer.engines.preparation import Preparation
 from mcinfer.errors import BuildError
 from mcinfer.prepared.cache import Cache, Held, entry_key
 from mcinfer.prepared.child import ChildFailedError, run_child
@@ -858,6 +860,51 @@ def test_external_data_that_must_not_be_read_is_refused_however_a_model_is_loade
     with pytest.raises(BuildError, match=hostile.error):
         open_ort(str(model), prepare=prepare, variable_weights=weights)
     assert [*cache.folder.glob("tmp-*")] == []
+
+
+# Folders that are swapped after they were checked.
+
+
+def test_session_has_the_prepared_model_that_was_checked_and_maps_it(
+    tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write(tmp_path / "model.onnx", MATMUL)
+    plain = open_ort(model)
+    weights = entry(open_ort(model, prepare="always")) / "weights.bin"
+    load = _onnxruntime.load
+
+    def load_late(request: EngineRequest, found: Preparation) -> Engine:
+        shutil.copytree(cache.folder, tmp_path / "other")
+        cache.folder.rename(tmp_path / "aside")
+        (tmp_path / "other").rename(cache.folder)
+        weights.chmod(0o600)
+        weights.write_bytes(bytes(weights.stat().st_size))
+        return load(request, found)
+
+    monkeypatch.setattr(_onnxruntime, "load", load_late)
+    engine = open_ort(model, prepare="always")
+    assert_same(engine, plain)
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    assert str(tmp_path / "aside") in maps
+    assert f" {cache.folder}/" not in maps
+
+
+def test_child_writes_to_the_folder_that_was_checked(
+    tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write(tmp_path / "model.onnx", MATMUL)
+    cache.folder.mkdir(0o700)
+
+    def run_late(*arguments: Any, **options: Any) -> dict[str, Any]:
+        cache.folder.rename(tmp_path / "aside")
+        cache.folder.mkdir()
+        return run_child(*arguments, **options)
+
+    monkeypatch.setattr(preparation, "run_child", run_late)
+    engine = open_ort(model, prepare="always")
+    assert_same(engine, open_ort(model))
+    assert {path.name for path in (tmp_path / "aside").glob("*/*.onnx")} == {"model.onnx"}
+    assert [*cache.folder.iterdir()] == []
 
 
 def ignore(state: Mapping[str, Any]) -> None:

@@ -2,13 +2,16 @@
 
 import fcntl
 import gc
+import grp
 import json
 import logging
 import os
+import pwd
 import re
 import shutil
 import stat
 import string
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +25,7 @@ from hypothesis import strategies as st
 
 from mcinfer.errors import InvalidInputError
 from mcinfer.prepared.cache import Cache, CacheUnusableError, Held, entry_key
+from mcinfer.prepared.root import Root
 from tests.process.waiting import wait_until
 
 FACTS: dict[str, Any] = {"model": "abc", "options": {"threads": 2}}
@@ -63,6 +67,12 @@ def make(cache: Cache, facts: Mapping[str, Any] = FACTS) -> Held:
 def make_and_let_go(cache: Cache, facts: Mapping[str, Any] = FACTS) -> Path:
     with closing(make(cache, facts)) as held:
         return held.folder
+
+
+def notes(cache: Cache) -> Path:
+    """The folder of remembered digests, by its visible path."""
+    with cache.notes("sources"):
+        return cache.folder / "sources"
 
 
 def names(folder: Path) -> list[str]:
@@ -373,7 +383,7 @@ def folder_that_others_can_write_to(tmp_path: Path) -> Path:
 )
 @pytest.mark.parametrize(
     "use",
-    [make, Cache.entries, Cache.clear, Cache.evict, lambda c: c.open(KEY), lambda c: c.sources],
+    [make, Cache.entries, Cache.clear, Cache.evict, lambda c: c.open(KEY), notes],
 )
 def test_folder_that_cannot_be_used_says_why(
     tmp_path: Path, place: Callable[[Path], Path], text: str, use: Callable[[Cache], object]
@@ -494,7 +504,7 @@ def test_lock_is_let_go_by_close_and_by_the_end_of_its_object(cache: Cache) -> N
     assert held.lock == -1
     assert descriptors() == before
     held = make(cache)
-    assert descriptors() == before + 1
+    assert descriptors() == before + 2  # its lock and its folder
     del held
     gc.collect()
     assert descriptors() == before
@@ -626,35 +636,185 @@ def test_clear_removes_what_takes_nothing_of_the_disk(cache: Cache) -> None:
 
 
 def test_clear_forgets_the_digests_of_sources_and_evict_does_not(cache: Cache) -> None:
-    (cache.sources / "digest").touch()
+    (notes(cache) / "digest").touch()
     make_and_let_go(cache)
     cache.evict()
-    assert names(cache.sources) == ["digest"]
+    assert names(notes(cache)) == ["digest"]
     cache.clear()
     assert names(cache.folder) == ["sources"]
-    assert names(cache.sources) == []
-    assert mode(cache.sources) == 0o700
+    assert names(notes(cache)) == []
+    assert mode(notes(cache)) == 0o700
 
 
-def test_cache_below_a_folder_that_others_can_change_is_not_used(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("bits", "usable"),
+    [(0o777, False), (0o1777, True), (0o757, False), (0o1775, True), (0o755, True)],
+)
+def test_cache_below_a_folder_that_others_can_change_is_not_used(
+    tmp_path: Path, bits: int, usable: bool
+) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     cache = Cache(shared / "cache", 0)
-    for bits, usable in ((0o777, False), (0o1777, True), (0o775, True)):
-        shared.chmod(bits)
+    cache.folder.mkdir(0o700)
+    shared.chmod(bits)
+    if usable:
+        assert cache.open(KEY) is None
+        assert notes(cache).is_dir()
+    else:
+        text = f"shared, which others can change .*mode {bits:04o}.*chmod go-w.*MCINFER_CACHE"
+        for use in (lambda: cache.open(KEY), lambda: notes(cache), lambda: make(cache)):
+            with pytest.raises(CacheUnusableError, match=text):
+                use()
+
+
+MEMBERS: dict[str, tuple[str, list[str], int, bool]] = {
+    "nobody else": ("me", [], 1, True),
+    "this user by name": ("me", ["me"], 1, True),
+    "another member": ("me", ["me", "other"], 1, False),
+    "another user's first group": ("me", [], 0, False),
+    "a common group": ("staff", [], 1, False),
+}
+
+
+@contextmanager
+def group_is(folder: Path, name: str, members: list[str], others_gid: int) -> Iterator[None]:
+    """The group of a folder is this user's first one, and like this; another user has another one or not."""
+    gid = folder.stat().st_gid
+    me = pwd.struct_passwd(("me", "x", os.geteuid(), gid, "", "/", ""))
+    other = pwd.struct_passwd(("other", "x", os.geteuid() + 1, gid + others_gid, "", "/", ""))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pwd, "getpwuid", {os.geteuid(): me}.__getitem__)
+        patch.setattr(pwd, "getpwall", lambda: [me, other])
+        patch.setattr(
+            grp, "getgrgid", {gid: grp.struct_group((name, "x", gid, members))}.__getitem__
+        )
+        yield
+
+
+@pytest.mark.parametrize(
+    ("name", "members", "others_gid", "usable"), MEMBERS.values(), ids=MEMBERS.keys()
+)
+def test_cache_below_a_folder_that_a_group_can_change_is_used_where_the_group_is_private(
+    tmp_path: Path, name: str, members: list[str], others_gid: int, usable: bool
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o775)
+    cache = Cache(shared / "cache", 0)
+    with group_is(shared, name, members, others_gid):
         if usable:
-            assert cache.open(KEY) is None
-            assert cache.sources.is_dir()
+            assert notes(cache).is_dir()
         else:
-            cache.folder.mkdir(0o700)
             with pytest.raises(CacheUnusableError, match="shared, which others can change"):
-                cache.open(KEY)
+                notes(cache)
+
+
+def test_cache_below_a_folder_that_an_access_list_opens_is_not_used(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    # u::rwx, u:12345:rwx, g::---, m::rwx, o::--- (acl(5)): the mode says 0770
+    entries = [(1, 7, -1), (2, 7, 12345), (4, 0, -1), (16, 7, -1), (32, 0, -1)]
+    content = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+    try:
+        os.setxattr(shared, "system.posix_acl_access", content)
+    except OSError as exc:
+        pytest.skip(f"no access lists here: {exc}")
+    assert mode(shared) == 0o770
+    with (
+        group_is(shared, "me", [], 1),
+        pytest.raises(CacheUnusableError, match="shared, which others can change"),
+    ):
+        notes(Cache(shared / "cache", 0))
+
+
+@AS_ROOT
+def test_cache_below_a_folder_of_a_group_without_a_name_is_not_used(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    os.chown(shared, -1, 54321)
+    shared.chmod(0o775)
+    with pytest.raises(CacheUnusableError, match="group 54321, mode 0775"):
+        notes(Cache(shared / "cache", 0))
+
+
+# Folders that are swapped after they were checked
+
+
+@pytest.fixture
+def swap(cache: Cache, tmp_path: Path) -> Callable[[], None]:
+    """Puts another cache in the place of this one, with the same entry of other weights."""
+
+    def fill_otherwise(folder: Path, _: int) -> None:
+        (folder / "model.onnx").write_bytes(b"graph")
+        (folder / "weights.bin").write_bytes(b"of another")
+
+    other = Cache(tmp_path / "other", 2**40)
+    other.make(KEY, FACTS, fill_otherwise, wait=0).close()
+    notes(other)
+
+    def put() -> None:
+        cache.folder.rename(tmp_path / "aside")
+        other.folder.rename(cache.folder)
+
+    return put
+
+
+def test_entry_that_was_checked_is_the_one_that_is_used(
+    cache: Cache, swap: Callable[[], None]
+) -> None:
+    make_and_let_go(cache)
+    held = cache.open(KEY)
+    assert held is not None
+    with closing(held):
+        swap()
+        assert (held.folder / "weights.bin").read_bytes() == b"of another"
+        assert (held.opened / "weights.bin").read_bytes() == WEIGHTS
+
+
+def test_entry_is_looked_for_in_the_folder_that_was_checked(
+    cache: Cache, swap: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_and_let_go(cache)
+    take = Root.take
+
+    def take_late(root: Root, key: str) -> Held | None:
+        swap()
+        return take(root, key)
+
+    monkeypatch.setattr(Root, "take", take_late)
+    held = cache.open(KEY)
+    assert held is not None
+    with closing(held):
+        assert (held.opened / "weights.bin").read_bytes() == WEIGHTS
+
+
+def test_entry_is_made_in_the_folder_that_was_checked(
+    cache: Cache, swap: Callable[[], None], tmp_path: Path
+) -> None:
+    def fill_late(folder: Path, lock: int) -> None:
+        swap()
+        fill(folder, lock)
+
+    with closing(cache.make(KEY, FACTS, fill_late, wait=0)) as held:
+        assert (held.opened / "weights.bin").read_bytes() == WEIGHTS
+    assert (tmp_path / "aside" / KEY / "weights.bin").read_bytes() == WEIGHTS
+
+
+def test_what_is_remembered_goes_to_the_folder_that_was_checked(
+    cache: Cache, swap: Callable[[], None], tmp_path: Path
+) -> None:
+    with cache.notes("sources") as folder:
+        swap()
+        (folder / "digest").touch()
+    assert names(tmp_path / "aside" / "sources") == ["digest"]
+    assert names(cache.folder / "sources") == []
 
 
 def test_folders_above_the_cache_are_made_for_this_user_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        assert Cache(tmp_path / "a" / "b", 0).sources.is_dir()
+        assert notes(Cache(tmp_path / "a" / "b", 0)).is_dir()
     finally:
         os.umask(before)
     assert mode(tmp_path / "a") == mode(tmp_path / "a" / "b") == 0o700

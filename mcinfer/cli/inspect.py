@@ -198,7 +198,10 @@ def _entries(model: Path) -> dict[str, _Facts] | None:
     try:
         cache = Cache.default()
         entries = cache.entries()
-        digest = read_source(model, memory=cache.sources).digest if entries else ""
+        digest = ""
+        if entries:
+            with cache.notes("sources") as memory:
+                digest = read_source(model, memory=memory).digest
     except (
         McinferError,
         OSError,

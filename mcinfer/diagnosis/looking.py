@@ -56,8 +56,8 @@ from mcinfer.machine import (
 )
 from mcinfer.master import Master
 from mcinfer.prepared.cache import Cache, CacheUnusableError
-from mcinfer.prepared.held import unusable
-from mcinfer.prepared.root import Root
+from mcinfer.prepared.held import opened_root, unusable
+from mcinfer.prepared.root import make_folder
 from mcinfer.runtime_folder import RuntimeFolder
 from mcinfer.shm import descriptors
 from mcinfer.shm.block import Block
@@ -224,8 +224,8 @@ def _made(cache: Cache) -> Iterator[None]:
     missing = [path for path in (cache.folder, *cache.folder.parents) if not path.exists()]
     try:
         with unusable(cache.folder):
-            Root(cache.folder).make()
-            with TemporaryFile(dir=cache.folder):
+            make_folder(cache.folder)
+            with opened_root(cache.folder) as folder, TemporaryFile(dir=folder):
                 pass
         yield
     finally:

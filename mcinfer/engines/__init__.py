@@ -101,7 +101,7 @@ def model_identity(path: str) -> str:
         with open_regular(path) as (descriptor, info):
             digest = hashlib.sha256()
             if info.st_size > _MOST_HASHED_BYTES:
-                digest.update(_stamps(info).encode())
+                digest.update(_stamps(info, ctime=True).encode())
             else:
                 for part in chunks(descriptor, info.st_size):
                     digest.update(part)
@@ -112,9 +112,9 @@ def model_identity(path: str) -> str:
         return ""
 
 
-def _stamps(info: os.stat_result) -> str:
-    # Not ctime: another worker may link to a file of external data meanwhile.
-    return f"{info.st_dev} {info.st_ino} {info.st_size} {info.st_mtime_ns};"
+def _stamps(info: os.stat_result, *, ctime: bool) -> str:
+    changed_ns = info.st_ctime_ns if ctime else 0
+    return f"{info.st_dev} {info.st_ino} {info.st_size} {info.st_mtime_ns} {changed_ns};"
 
 
 def _external_stamps(path: str) -> list[str]:
@@ -122,7 +122,11 @@ def _external_stamps(path: str) -> list[str]:
     try:
         locations = scan(path).external
         files = external_files(Path(path), None, locations)
-        return [_stamps(os.stat(file)) for file in files]
+        # Not the ctime where files lie outside of the model's folder, as in the caches of model hubs: workers
+        # with replaceable weights make links to them meanwhile, which changes it.
+        folder = os.path.realpath(os.path.dirname(path))
+        inside = all(Path(os.path.realpath(file)).is_relative_to(folder) for file in files)
+        return [_stamps(os.stat(file), ctime=inside) for file in files]
     except (OSError, BuildError):
         return []
 

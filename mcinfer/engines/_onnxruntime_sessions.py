@@ -183,7 +183,7 @@ def open_session(request: EngineRequest, held: Held | None) -> Any:
         available = ort.get_available_providers()
         providers = [p for p in providers if (p if isinstance(p, str) else p[0]) in available]
     if held is not None:
-        path = str(held.folder / MODEL_FILE)
+        path = str(held.opened / MODEL_FILE)
         session = _new_session(path, options, providers, fallback=request.allow_fallback)
     else:
         with _source(request, options) as path:

@@ -18,7 +18,7 @@ import re
 import resource
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -52,7 +52,7 @@ _LEAST_BYTES_PER_SECOND = 5e6
 """Of preparing: a model whose constants take for ever to compute does not keep a worker from its start."""
 
 _OWN_PROC = "/proc/self/"
-_DRAFT = re.compile(r"tmp-[0-9a-f]{32}-\w+(/\w+)?")
+_DRAFT = re.compile(r"tmp-[0-9a-f]{32}-\w+(/\w+)?|/proc/self/fd/\d+")
 
 _SHORT_OF_SOMETHING = re.compile(
     r"bad_alloc|[Ff]ailed to allocate|Cannot allocate|No space left|Input/output error|"
@@ -116,7 +116,8 @@ def find_or_make(
         if request.prepare == "auto" and not _is_large(Path(request.model).absolute(), folder):
             return Preparation()
         store = Cache.default()
-        source = read_source(request.model, folder=folder, memory=store.sources)
+        with store.notes("sources") as memory:
+            source = read_source(request.model, folder=folder, memory=memory)
         facts = _facts(request, runtime, source)
         held = _open_or_make(store, facts, engine, request, source, progress)
     except BuildError as exc:
@@ -126,7 +127,7 @@ def find_or_make(
     except (CacheUnusableError, ChildFailedError, OSError) as exc:
         # All workers that say the same are to say it in the same words, without names made at random.
         return Preparation(notes=(f"{_OWN_COPY}: {_DRAFT.sub('…', shortened(str(exc)))}",))
-    failure = held.folder / FAILURE_FILE
+    failure = held.opened / FAILURE_FILE
     if failure.exists():
         text = failure.read_text(encoding="utf-8")
         held.close()
@@ -145,10 +146,11 @@ def describe(request: EngineRequest, runtime: Runtime) -> dict[str, Any]:
         OSError: Likewise.
     """
     folder = request.session_config.get(runtime.folder_key)
-    memory = None
-    with suppress(CacheUnusableError):
-        memory = Cache.default().sources
-    return _facts(request, runtime, read_source(request.model, folder=folder, memory=memory))
+    with ExitStack() as opened:
+        memory = None
+        with suppress(CacheUnusableError):
+            memory = opened.enter_context(Cache.default().notes("sources"))
+        return _facts(request, runtime, read_source(request.model, folder=folder, memory=memory))
 
 
 def fill(engine: str, request: Mapping[str, Any], folder: str, most_file_bytes: int) -> None:
@@ -292,7 +294,9 @@ def _fill_in_child(
     most = 2 * source.size + _LEAST_BYTES
     usage = os.statvfs(folder)
     if usage.f_bavail * usage.f_frsize < most:
-        raise ChildFailedError(f"up to {most / 1e6:.0f} MB are not free in {folder.parent}")
+        raise ChildFailedError(
+            f"up to {most / 1e6:.0f} MB are not free in {os.path.realpath(folder.parent)}"
+        )
     before: object = None
 
     def tick(state: Mapping[str, Any]) -> None:
@@ -302,15 +306,19 @@ def _fill_in_child(
             before = (written, state)
             tell(written)
 
+    opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     task = {
         "task": "fill",
         "engine": engine,
         "request": _plain(request),
-        "folder": str(folder),
+        "folder": f"/proc/self/fd/{opened}",  # the child's, who has it by the same number
         "most_file_bytes": _MOST_GROWTH * source.size + _MOST_ADDED_BYTES,
     }
     most_seconds = _LEAST_SECONDS + source.size / _LEAST_BYTES_PER_SECOND
-    answer = run_child(task, tick, pass_fds=(lock,), most_seconds=most_seconds)
+    try:
+        answer = run_child(task, tick, pass_fds=(lock, opened), most_seconds=most_seconds)
+    finally:
+        os.close(opened)
     seconds = monotonic() - start
     if not source.unchanged():
         raise ChildFailedError(f"{request.model} was changed meanwhile")
@@ -340,7 +348,9 @@ def _check_space(folder: Path, size: int) -> None:
         try:
             os.posix_fallocate(file.fileno(), 0, size)
         except OSError as exc:
-            raise ChildFailedError(f"no space is left in {folder.parent}: {exc}") from exc
+            raise ChildFailedError(
+                f"no space is left in {os.path.realpath(folder.parent)}: {exc}"
+            ) from exc
 
 
 class _LogProgress:

@@ -16,7 +16,8 @@ Rules of ownership:
   entry, and which is swept by whoever next has the lock of its key.
 - A lock file is removed only under its own LOCK_EX. Who gets a lock therefore checks that the path still
   leads to the file that was locked.
-- Only this user may write here: a ROOT that others could write to is not used at all.
+- Only this user may write here: a ROOT that others could write to is not used at all. Each method opens ROOT,
+  checks it and works below that descriptor, so that a folder put in its place meanwhile is not touched.
 """
 
 import fcntl
@@ -26,7 +27,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,8 @@ from typing import Any
 from mcinfer.config import check_count, check_seconds
 from mcinfer.errors import InvalidInputError
 from mcinfer.prepared.entries import UnsoundEntryError, disk_bytes, entry_key, facts_of
-from mcinfer.prepared.held import CacheUnusableError, Held, check_root, take_lock, unusable
-from mcinfer.prepared.root import Identity, Root, is_key
+from mcinfer.prepared.held import CacheUnusableError, Held, opened_root, take_lock, unusable
+from mcinfer.prepared.root import Identity, Root, is_key, make_folder
 
 __all__ = ["Cache", "CacheUnusableError", "EntryInfo", "Held", "entry_key"]
 
@@ -100,7 +101,6 @@ class Cache:
         check_count("limit_bytes", limit_bytes, 0)
         self.folder = folder.absolute()
         self.limit_bytes = limit_bytes
-        self._root = Root(self.folder)
 
     @classmethod
     def default(cls) -> "Cache":
@@ -132,27 +132,33 @@ class Cache:
                 raise CacheUnusableError(f"no place for the cache: {exc}") from exc
         return cls(home / "mcinfer", limit_bytes)
 
-    @property
-    def sources(self) -> Path:
-        """The folder for remembered digests, made if it is missing.
+    @contextmanager
+    def notes(self, name: str) -> Iterator[Path]:
+        """A folder of what is remembered of models, ``sources`` or ``splits``; made if it is missing.
+
+        Yields:
+            Its path by a descriptor, for this process and as long as the context lasts.
 
         Raises:
             CacheUnusableError: It cannot be made, or others could change it.
         """
-        return self._own_folder("sources")
-
-    @property
-    def splits(self) -> Path:
-        """The folder for what was learned of models' batches; likewise."""
-        return self._own_folder("splits")
-
-    def _own_folder(self, name: str) -> Path:
         folder = self.folder / name
-        with unusable(folder):
-            self._root.make()
-            folder.mkdir(mode=0o700, exist_ok=True)
-            check_root(folder)
-        return folder
+        with ExitStack() as opened:
+            with unusable(self.folder):
+                make_folder(self.folder)
+                root = opened.enter_context(opened_root(self.folder))
+                (root / name).mkdir(mode=0o700, exist_ok=True)
+                path = opened.enter_context(opened_root(folder))
+            yield path
+
+    @contextmanager
+    def _existing(self) -> Iterator[Root | None]:
+        """ROOT, if there is one; what the system refuses meanwhile is a `CacheUnusableError`."""
+        with unusable(self.folder), ExitStack() as opened:
+            root: Root | None = None
+            with suppress(FileNotFoundError):
+                root = opened.enter_context(Root.opened(self.folder))
+            yield root
 
     def open(self, key: str) -> Held | None:
         """Hold an entry that is there and sound.
@@ -167,15 +173,15 @@ class Cache:
         """
         if not is_key(key):
             raise InvalidInputError(f"key: got {key!r}, expected 32 hexadecimal digits")
-        with unusable(self.folder):
-            if not self._root.is_there():
+        with self._existing() as root:
+            if root is None:
                 return None
             start = time.monotonic()
             for pause in _pauses():
-                held, damaged = self._take(key, None)
+                held, damaged = self._take(root, key, None)
                 settled = held is not None or damaged is not None
                 # Somebody may be looking whether it is in use, which takes the lock for a moment.
-                if settled or self._root.identity(key) is None:
+                if settled or root.identity(key) is None:
                     return held
                 if time.monotonic() - start > _MOST_BUSY_SECONDS:
                     break
@@ -211,10 +217,25 @@ class Cache:
         check_seconds("wait", wait)
         if key != entry_key(facts):
             raise InvalidInputError(f"key: got {key!r}, expected {entry_key(facts)!r} of the facts")
-        with unusable(self.folder):
-            self._root.make()
+        with ExitStack() as opened:
+            with unusable(self.folder):
+                make_folder(self.folder)
+                root = opened.enter_context(Root.opened(self.folder))
+            held = self._make(root, key, facts, fill, wait, progress)
+        self._evict_after_making()
+        return held
+
+    def _make(
+        self,
+        root: Root,
+        key: str,
+        facts: Mapping[str, Any],
+        fill: Callable[[Path, int], None],
+        wait: float,
+        progress: Callable[[int], None] | None,
+    ) -> Held:
         damaged: Identity | None = None
-        patience = _MOST_DAMAGED_SECONDS + disk_bytes(self.folder / key) / _HASHED_BYTES
+        patience = _MOST_DAMAGED_SECONDS + disk_bytes(root.path / key) / _HASHED_BYTES
         seen: object = None
         limit = wait
         since = time.monotonic()
@@ -223,15 +244,14 @@ class Cache:
                 _log.info("waiting for another process that prepares %s", self.folder / key)
             # First as a user: who waits for LOCK_EX alone waits for all users of a finished entry.
             with unusable(self.folder):
-                held, damaged = self._take(key, damaged)
+                held, damaged = self._take(root, key, damaged)
             if held is None:
-                held = self._prepare(key, facts, fill, damaged)
+                held = self._prepare(root, key, facts, fill, damaged)
             if held is not None:
-                self._evict_after_making()
                 return held
             with unusable(self.folder):
-                there = self._root.identity(key)
-                state = (there, self._root.draft_bytes(key))
+                there = root.identity(key)
+                state = (there, root.draft_bytes(key))
             now = time.monotonic()
             if state != seen:
                 seen, since = state, now
@@ -253,16 +273,18 @@ class Cache:
         Raises:
             CacheUnusableError: The cache cannot be read, or others could change it.
         """
-        with unusable(self.folder):
+        with self._existing() as root:
+            if root is None:
+                return []
             return [
                 EntryInfo(
                     key=key,
-                    facts=facts_of(self.folder / key),
+                    facts=facts_of(root.path / key),
                     bytes=size_bytes,
                     used_at=used_at,
-                    in_use=self._root.is_in_use(key),
+                    in_use=root.is_in_use(key),
                 )
-                for used_at, key, size_bytes in self._root.stored()
+                for used_at, key, size_bytes in root.stored()
             ]
 
     def clear(self) -> tuple[int, int]:
@@ -274,8 +296,9 @@ class Cache:
         Raises:
             CacheUnusableError: The cache cannot be read or written to, or others could change it.
         """
-        with unusable(self.folder):
-            self._root.forget_notes()
+        with self._existing() as root:
+            if root is not None:
+                root.forget_notes()
         return self._shrink(0)
 
     def evict(self) -> int:
@@ -291,25 +314,29 @@ class Cache:
         """
         return self._shrink(self.limit_bytes)[0]
 
-    def _take(self, key: str, damaged: Identity | None) -> tuple[Held | None, Identity | None]:
+    def _take(
+        self, root: Root, key: str, damaged: Identity | None
+    ) -> tuple[Held | None, Identity | None]:
         """Hold an entry unless it is damaged, and say which one is known to be.
 
         Args:
+            root: Where it lies.
             key: Of the entry.
             damaged: The entry that is known to be damaged. It is not looked at again: that would read all of
                 its files, under a lock that keeps others from making it anew.
         """
-        there = self._root.identity(key)
+        there = root.identity(key)
         if there in (None, damaged):
             return None, damaged
         try:
-            return self._root.take(key), damaged
+            return root.take(key), damaged
         except UnsoundEntryError as exc:
             _log.warning("the prepared model %s is not used: %s", self.folder / key, exc)
             return None, there
 
     def _prepare(
         self,
+        root: Root,
         key: str,
         facts: Mapping[str, Any],
         fill: Callable[[Path, int], None],
@@ -317,22 +344,22 @@ class Cache:
     ) -> Held | None:
         """Make an entry and hold it; ``None`` if its lock is not to be had, or another one is there."""
         with unusable(self.folder):
-            lock = take_lock(self.folder / key, fcntl.LOCK_EX)
+            lock = take_lock(root.path / key, fcntl.LOCK_EX)
         if lock is None:
             return None
         try:
             with unusable(self.folder):
-                there = self._root.identity(key)
+                there = root.identity(key)
                 if there not in (None, damaged):
                     return None
-                self._root.drop_drafts(key)
+                root.drop_drafts(key)
                 if there:
-                    self._root.set_aside(key)
-                draft = self._root.new_draft(key)
+                    root.set_aside(key)
+                draft = root.new_draft(key)
             try:
                 fill(draft, lock)
                 with unusable(self.folder):
-                    self._root.publish(draft, key, facts)
+                    root.publish(draft, key, facts)
             except BaseException:
                 shutil.rmtree(draft, ignore_errors=True)
                 # A child that the user has forked meanwhile has the descriptor as well.
@@ -341,7 +368,7 @@ class Cache:
             with unusable(self.folder), suppress(BlockingIOError):
                 # For whoever inherited it too. Not atomic: in between, somebody else may remove the entry.
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return self._root.take(key)
+                return root.take(key)
         finally:
             os.close(lock)
         return None
@@ -356,15 +383,17 @@ class Cache:
     def _shrink(self, limit_bytes: int) -> tuple[int, int]:
         """Remove entries until so many bytes are left; bytes freed, and entries that are in use."""
         freed = in_use = 0
-        with unusable(self.folder):
-            self._root.sweep()
-            stored = self._root.stored()
+        with self._existing() as root:
+            if root is None:
+                return 0, 0
+            root.sweep()
+            stored = root.stored()
             excess = sum(size_bytes for _, _, size_bytes in stored) - limit_bytes
             for _, key, size_bytes in stored:
                 # At a limit of 0 an entry goes even where it takes nothing of the disk.
                 if limit_bytes and freed >= excess:
                     break
-                if self._root.empty(key, entry=True):
+                if root.empty(key, entry=True):
                     freed += size_bytes
                 else:
                     in_use += 1

@@ -3,10 +3,16 @@
 A lock is a flock on ``ROOT/KEY.lock``. It belongs to the open file, not to the process: it lasts until the
 last copy of the descriptor is closed, in whichever process that is (flock(2)). So descriptors are closed,
 and never unlocked.
+
+Folders are held as well: what was checked is reached by ``/proc/self/fd/N``, the path of its descriptor. So
+another folder that is put in its place after the check is never read or written.
 """
 
 import fcntl
+import grp
 import os
+import pwd
+import re
 import stat
 import weakref
 from collections.abc import Iterator, Mapping
@@ -17,6 +23,9 @@ from typing import Any
 from mcinfer.errors import McinferError
 from mcinfer.prepared.entries import UnsoundEntryError, access_fault, check
 from mcinfer.process_identity import is_own_user_known
+
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_BY_DESCRIPTOR = re.compile(r"/proc/self/fd/\d+")
 
 
 class CacheUnusableError(McinferError):
@@ -29,7 +38,8 @@ def unusable(place: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, UnsoundEntryError) as exc:
-        raise CacheUnusableError(f"the cache at {place} cannot be used: {exc}") from exc
+        reason = _BY_DESCRIPTOR.sub(lambda _: str(place), str(exc))
+        raise CacheUnusableError(f"the cache at {place} cannot be used: {reason}") from exc
 
 
 class Held:
@@ -37,18 +47,21 @@ class Held:
 
     Attributes:
         folder: Where its files are, read-only.
+        opened: The same folder by a descriptor, for this process while this object is open. What is loaded
+            from here is what was checked.
         key: The name of that folder.
         facts: What it was made from, as JSON gives it back.
         lock: A descriptor that holds LOCK_SH, closed by `execve`; -1 after `close`.
     """
 
-    def __init__(self, folder: Path, facts: Mapping[str, Any], lock: int) -> None:
-        """Take a locked descriptor, which is this object's from now on."""
+    def __init__(self, folder: Path, folder_fd: int, facts: Mapping[str, Any], lock: int) -> None:
+        """Take descriptors of the folder and of its lock, which are this object's from now on."""
         self.folder = folder
+        self.opened = _path_of(folder_fd)
         self.key = folder.name
         self.facts = facts
         self.lock = lock
-        self._let_go = weakref.finalize(self, os.close, lock)
+        self._let_go = weakref.finalize(self, _close, folder_fd, lock)
         # At the interpreter's end the kernel closes it, after whatever is still mapped by then.
         self._let_go.atexit = False
 
@@ -57,8 +70,8 @@ class Held:
         """Hold an entry through descriptors that another process has sent.
 
         Args:
-            folder_fd: Of the entry's folder. It is closed.
-            lock_fd: A copy of the sender's `lock`. It is this object's, and closed if there is none.
+            folder_fd: Of the entry's folder.
+            lock_fd: A copy of the sender's `lock`. Both are this object's, and closed if there is none.
 
         Raises:
             CacheUnusableError: The folder is not at the same path here (another mount namespace), the entry
@@ -67,22 +80,22 @@ class Held:
         adopted = False
         try:
             folder = _visible_path(folder_fd)
-            with unusable(folder):
-                check_root(folder.parent)
-                if not _leads_to(lock_path(folder), lock_fd):
+            with unusable(folder.parent), opened_root(folder.parent) as root:
+                place = root / folder.name
+                if not (_leads_to(place, folder_fd) and _leads_to(lock_path(place), lock_fd)):
                     raise CacheUnusableError(
                         f"the descriptor that was sent is not of {lock_path(folder)}"
                     )
                 # Changes nothing where the sender holds LOCK_SH, as it should.
                 fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                os.set_inheritable(folder_fd, False)
                 os.set_inheritable(lock_fd, False)
-                held = cls(folder, check(folder).facts, lock_fd)
+                held = cls(folder, folder_fd, check(place).facts, lock_fd)
             adopted = True
             return held
         finally:
-            os.close(folder_fd)
             if not adopted:
-                os.close(lock_fd)
+                _close(folder_fd, lock_fd)
 
     def close(self) -> None:
         """Let the entry go; what is still mapped must not be used any more."""
@@ -90,9 +103,18 @@ class Held:
         self.lock = -1
 
 
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _path_of(fd: int) -> Path:
+    return Path(f"/proc/self/fd/{fd}")
+
+
 def _visible_path(folder_fd: int) -> Path:
     """Where a folder is, if that path leads to it in this process too."""
-    link = Path(f"/proc/self/fd/{folder_fd}")
+    link = _path_of(folder_fd)
     with unusable(link):
         path = link.readlink()
     if not _leads_to(path, folder_fd):
@@ -114,22 +136,74 @@ def lock_path(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.lock")
 
 
-def check_root(root: Path) -> None:
-    """Raise unless only this user can change what is in the cache's folder, or put another in its place."""
+@contextmanager
+def opened_root(root: Path) -> Iterator[Path]:
+    """The path of a folder by its descriptor, for as long as the context lasts.
+
+    Only this user may change what is in the folder, or put another in its place. So neither a group nor
+    others may write to a folder above it, as with OpenSSH's StrictModes, unless that folder is sticky: there
+    only owners rename. A group that is the user's own counts as the user, as in Debian's OpenSSH: under a
+    umask of 002, which goes with such groups, ``~/.cache`` often has the mode 0775. Where it is not certain
+    that the group is the user's own, the cache is refused.
+
+    Raises:
+        CacheUnusableError: Others could change it.
+        OSError: There is none, or it cannot be reached.
+    """
     if not is_own_user_known():
         raise CacheUnusableError(
             "this user has no number in its user namespace, as others have none"
         )
-    if fault := access_fault(root.stat()):
-        raise CacheUnusableError(f"the cache {root} {fault}")
-    for folder in Path(os.path.realpath(root)).parents:
-        info = folder.stat()
-        shared = info.st_mode & stat.S_IWOTH and not info.st_mode & stat.S_ISVTX
-        if shared or info.st_uid not in (0, os.geteuid()):
-            raise CacheUnusableError(
-                f"the cache {root} lies in {folder}, which others can change (user {info.st_uid}, mode "
-                f"{stat.S_IMODE(info.st_mode):04o})"
-            )
+    real = Path(os.path.realpath(root))
+    fd = os.open("/", _FOLDER)
+    try:
+        # Downwards: each is opened in one that was checked, so nobody can have swapped it.
+        for folder, name in zip(reversed(real.parents), real.parts[1:], strict=True):
+            _check_above(fd, folder, root)
+            below = os.open(name, _FOLDER, dir_fd=fd)
+            os.close(fd)
+            fd = below
+        if fault := access_fault(os.fstat(fd)):
+            raise CacheUnusableError(f"the cache {root} {fault}")
+        yield _path_of(fd)
+    finally:
+        os.close(fd)
+
+
+def _check_above(fd: int, folder: Path, root: Path) -> None:
+    info = os.fstat(fd)
+    writable = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    shared = (
+        writable
+        and not info.st_mode & stat.S_ISVTX
+        and (writable & stat.S_IWOTH or not _is_private(fd, info.st_gid))
+    )
+    if shared or info.st_uid not in (0, os.geteuid()):
+        raise CacheUnusableError(
+            f"the cache {root} lies in {folder}, which others can change (user {info.st_uid}, group "
+            f"{info.st_gid}, mode {stat.S_IMODE(info.st_mode):04o}): run `chmod go-w` on that folder "
+            "if it is yours, or name another cache in MCINFER_CACHE"
+        )
+
+
+def _is_private(fd: int, gid: int) -> bool:
+    """Whether a folder's group has this user as its only member, and an access list admits no others.
+
+    The group has the user's name and is the user's first one, as distributions make it. The name is what
+    counts for users that are not listed (LDAP): their common group has another one.
+    """
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+        lists = [name for name in os.listxattr(_path_of(fd)) if "acl" in name]
+    except (KeyError, OSError):
+        return False
+    return (
+        not lists
+        and user.pw_gid == gid
+        and group.gr_name == user.pw_name
+        and {*group.gr_mem} <= {user.pw_name}
+        and all(one.pw_uid == user.pw_uid for one in pwd.getpwall() if one.pw_gid == gid)
+    )
 
 
 def is_locked(folder: Path) -> bool:

@@ -10,8 +10,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from mcinfer.prepared.entries import (
     sync,
     write_manifest,
 )
-from mcinfer.prepared.held import Held, check_root, is_locked, lock_path, take_lock
+from mcinfer.prepared.held import Held, is_locked, lock_path, opened_root, take_lock
 
 _log = logging.getLogger("mcinfer.prepared")
 
@@ -46,34 +46,35 @@ def remove(folder: Path) -> None:
     try:
         shutil.rmtree(folder)
     except OSError as exc:
-        _log.warning("%s cannot be removed: %s", folder, exc)
+        _log.warning("%s cannot be removed: %s", os.path.realpath(folder), exc)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder for this user alone, and those above it that are missing."""
+    for folder in reversed((path, *path.parents)):
+        if not folder.exists():  # one by one: `parents` would make those of the umask's mode
+            folder.mkdir(mode=0o700, exist_ok=True)
 
 
 class Root:
-    """The cache's folder.
+    """The cache's folder, while it is held open.
 
     Attributes:
-        path: Absolute; may be missing.
+        path: By its descriptor (`opened_root`).
+        visible: Where it is; for messages and for `Held.folder`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, visible: Path) -> None:
         """Name the folder; nothing is read or written."""
         self.path = path
+        self.visible = visible
 
-    def make(self) -> None:
-        """Make the folder if it is missing, and check that only this user can change it."""
-        for folder in reversed((self.path, *self.path.parents)):
-            if not folder.exists():  # one by one: `parents` would make those of the umask's mode
-                folder.mkdir(mode=0o700, exist_ok=True)
-        check_root(self.path)
-
-    def is_there(self) -> bool:
-        """Whether there is such a folder; raises `CacheUnusableError` if others could change it."""
-        try:
-            check_root(self.path)
-        except FileNotFoundError:
-            return False
-        return True
+    @classmethod
+    @contextmanager
+    def opened(cls, folder: Path) -> Iterator["Root"]:
+        """Check a folder and hold it open; raises as `opened_root`."""
+        with opened_root(folder) as path:
+            yield cls(path, folder)
 
     def identity(self, key: str) -> Identity | None:
         """Of the entry that is there; ``None`` if there is none."""
@@ -115,7 +116,8 @@ class Root:
                 if entry.moved:
                     self._record_anew(folder, entry)
                 os.utime(lock)
-                held = Held(folder, entry.facts, lock)
+                opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+                held = Held(self.visible / key, opened, entry.facts, lock)
         finally:
             if held is None:
                 os.close(lock)
@@ -199,5 +201,4 @@ class Root:
             self.empty(key, entry=False)
 
     def _names(self, pattern: re.Pattern[str]) -> list[re.Match[str]]:
-        names = os.listdir(self.path) if self.is_there() else []
-        return [match for name in names if (match := pattern.fullmatch(name))]
+        return [match for name in os.listdir(self.path) if (match := pattern.fullmatch(name))]

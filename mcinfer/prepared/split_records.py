@@ -12,13 +12,13 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from mcinfer.errors import McinferError
 from mcinfer.prepared.cache import Cache
-from mcinfer.prepared.held import check_root
+from mcinfer.prepared.held import opened_root
 
 _VERSION = 1
 """Of the record's form, and of how it is learned: one more when either changes."""
@@ -52,7 +52,7 @@ class SplitRecord:
             own = Cache.default().folder / "splits"
             if _FOLDER not in os.environ and not own.exists():
                 return None  # a look makes no folder
-            with open(self._folder() / self._name, "rb") as file:
+            with _folder() as folder, open(folder / self._name, "rb") as file:
                 return json.loads(file.read(_MAX_BYTES))
         except (McinferError, OSError, ValueError, RecursionError):
             return None
@@ -62,27 +62,26 @@ class SplitRecord:
         if not self._name:
             return
         try:
-            folder = self._folder()
-            if content is None:
-                (folder / self._name).unlink(missing_ok=True)
-                return
-            descriptor, draft = tempfile.mkstemp(prefix="tmp-", dir=folder)
-            try:
-                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                    json.dump(content, file)
-                os.replace(draft, folder / self._name)
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(draft)
-                raise
+            with _folder() as folder:
+                if content is None:
+                    (folder / self._name).unlink(missing_ok=True)
+                    return
+                descriptor, draft = tempfile.mkstemp(prefix="tmp-", dir=folder)
+                try:
+                    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                        json.dump(content, file)
+                    os.replace(draft, folder / self._name)
+                except BaseException:
+                    with suppress(OSError):
+                        os.unlink(draft)
+                    raise
         except (McinferError, OSError) as exc:
             _log.debug("how the batch is split is not kept: %s", exc)
 
-    def _folder(self) -> Path:
-        if folder := os.environ.get(_FOLDER):
-            check_root(Path(folder))
-            return Path(folder)
-        return Cache.default().splits
+
+def _folder() -> AbstractContextManager[Path]:
+    folder = os.environ.get(_FOLDER)
+    return opened_root(Path(folder)) if folder else Cache.default().notes("splits")
 
 
 @contextmanager

@@ -117,7 +117,7 @@ def test_interrupted_preparation_leaves_no_child_and_no_entry(cache: Cache, tmp_
     wait_until(lambda: all_gone(children))
     assert cache.entries() == []
     assert cache.clear() == (0, 0)
-    assert [*cache.folder.iterdir()] == [cache.sources]
+    assert [*cache.folder.iterdir()] == [cache.folder / "sources"]
 
 
 @pytest.mark.usefixtures("cache")
