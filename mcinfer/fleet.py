@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 
+from mcinfer.children import Inherited
 from mcinfer.errors import ProtocolError
 from mcinfer.processes import OutputForwarder, WorkerProcess
 from mcinfer.protocol import (
@@ -81,6 +82,7 @@ class Fleet:
         self._builds = builds
         self._arena = arena
         self._most_memory = most_memory
+        self._inherited = Inherited.now()
         self._peers: dict[bytes, int] = {}
         self._starts = 0
 
@@ -131,6 +133,7 @@ class Fleet:
             endpoint=endpoint,
             token=secrets.token_hex(16),
             output=self._output,
+            inherited=self._inherited,
             most_memory=self._most_memory[index],
         )
         self.processes[index] = process

@@ -118,6 +118,12 @@ class Master:
         self._limits = limits
         if not isinstance(model, (str, os.PathLike)):
             raise InvalidInputError(f"model: got {type(model).__name__}, expected a path")
+        try:
+            path = str(Path(model).absolute())
+        except OSError as exc:
+            raise InvalidInputError(
+                f"model: got {os.fspath(model)!r}, expected an absolute path: the working folder is gone"
+            ) from exc
         for name, value, kind in (
             ("engine", engine, str),
             ("options", options, EngineOptions),
@@ -154,7 +160,7 @@ class Master:
             share = pinned if isinstance(pinned, CoreShare) else nowhere
             builds.append(
                 Build(
-                    model=str(Path(model).absolute()),
+                    model=path,
                     engine=engine,
                     device=str(device),
                     cores=share.cores,

@@ -4,6 +4,7 @@ Ownership: a `WorkerProcess` owns its pidfd and the master's end of its lifeline
 pipes of its standard streams belong to the `OutputForwarder`, which reads them to their end.
 """
 
+import codecs
 import contextlib
 import json
 import logging
@@ -12,16 +13,24 @@ import select
 import subprocess
 import sys
 import threading
+from queue import SimpleQueue
+from time import monotonic
 from typing import TextIO
 
-from mcinfer.children import command, environment
+from mcinfer.children import Inherited, command, environment
 from mcinfer.permits import Permits
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.stack_report import REQUEST, StackReport
 from mcinfer.wakeup import WakeUp
 
+_log = logging.getLogger("mcinfer.master")
+
 _READ_BYTES = 1 << 16
 _MOST_LINE_BYTES = 1 << 20
+_MOST_WAITING_BYTES = 1 << 22
+"""Of workers' output that the user's streams do not take yet; what comes beyond that is dropped."""
+
+_TICK_MS = 100
 
 
 class WorkerProcess:
@@ -49,6 +58,7 @@ class WorkerProcess:
         endpoint: str,
         token: str,
         output: "OutputForwarder",
+        inherited: Inherited,
         most_memory: int | None = None,
     ) -> None:
         """Start it.
@@ -59,6 +69,7 @@ class WorkerProcess:
             endpoint: Where it is to connect.
             token: What it is to show there.
             output: For what it prints.
+            inherited: Where it imports from, and works.
             most_memory: Bytes of its own that it may have; None is no limit.
 
         Raises:
@@ -86,8 +97,8 @@ class WorkerProcess:
                 "permits": self.permits.fd,
                 "stacks": self._stacks.fd,
                 "most_memory": most_memory,
-                "path": [os.path.abspath(entry) for entry in sys.path],
-                "pythonpath": os.environ.get("PYTHONPATH"),
+                "path": inherited.path,
+                "pythonpath": inherited.pythonpath,
                 "log_level": logging.getLogger("mcinfer.worker").getEffectiveLevel(),
             }
             with theirs:
@@ -95,6 +106,7 @@ class WorkerProcess:
                 pipes = [*_pipe(opened), *_pipe(opened)]
                 self._process = subprocess.Popen(  # noqa: S603 nothing in it comes from outside
                     command("mcinfer.worker", str(theirs.fileno()), str(index), device),
+                    cwd=inherited.folder_now(),
                     env=environment(),
                     stdin=subprocess.DEVNULL,
                     stdout=pipes[1],
@@ -168,49 +180,61 @@ def _read_proc(pid: int, name: str) -> str:
 class OutputForwarder:
     """Writes what workers print to this process's streams, each line with the worker's mark.
 
-    It has a thread of its own, since the user's stream may block: requests must not wait for it.
+    One thread reads the workers' pipes and waits for nothing else, so that no worker stands still in a write.
+    Another one writes, as fast as the user's streams take it. What is too much to wait for that is dropped.
     """
 
     def __init__(self) -> None:
-        """Start the thread."""
+        """Start the threads."""
         self._poll = select.epoll()
         self._wakeup = WakeUp()
         self._poll.register(self._wakeup.fd, select.EPOLLIN)
-        self._sources: dict[int, tuple[str, str, bytearray]] = {}
+        self._sources: dict[int, tuple[bytes, str, bytearray]] = {}
+        self._waiting: SimpleQueue[tuple[str, bytes] | None] = SimpleQueue()
+        # Bytes, each counted by one thread alone.
+        self._queued = self._dropped = self._written = 0
+        self._said = 0
         self._closing = False
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="mcinfer-output", daemon=True)
-        self._thread.start()
+        self._writer = threading.Thread(target=self._write, name="mcinfer-print", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="mcinfer-output", daemon=True)
+        with contextlib.ExitStack() as started:
+            self._writer.start()
+            started.callback(self._waiting.put, None)
+            self._reader.start()
+            started.pop_all()
 
     def add(self, fd: int, mark: str, stream: str) -> None:
         """Read a pipe from now on; it is this object's."""
-        self._sources[fd] = (mark, stream, bytearray())
+        self._sources[fd] = (mark.encode(), stream, bytearray())
         self._poll.register(fd, select.EPOLLIN)
 
     def close(self, timeout: float) -> None:
-        """Pass on what is left, for at most so many seconds, and end the thread.
+        """Pass on what is left, for at most so many seconds, and end the threads.
 
         A process that a worker left behind may hold a pipe open: its output is not waited for.
         """
         self._closing = True
-        self._wakeup.set()
-        self._thread.join(timeout)
-        self._stopping = True
-        self._wakeup.set()
-        self._thread.join(timeout)
+        for stopping in (False, True):
+            self._stopping = stopping
+            self._wakeup.set()
+            end = monotonic() + timeout
+            for thread in (self._reader, self._writer):
+                thread.join(max(end - monotonic(), 0.0))
 
-    def _run(self) -> None:
+    def _read(self) -> None:
         while not self._stopping and (self._sources or not self._closing):
             for fd, _ in self._poll.poll():
                 if fd == self._wakeup.fd:
                     self._wakeup.clear()
                 else:
-                    self._forward(fd)
+                    self._queue(fd)
         for fd in self._sources:
             os.close(fd)
         self._poll.close()
+        self._waiting.put(None)
 
-    def _forward(self, fd: int) -> None:
+    def _queue(self, fd: int) -> None:
         mark, stream, rest = self._sources[fd]
         data = os.read(fd, _READ_BYTES)
         rest += data
@@ -218,19 +242,61 @@ class OutputForwarder:
         if not data or len(rest) > _MOST_LINE_BYTES:
             end = len(rest)
         lines, rest[:] = bytes(rest[:end]), rest[end:]
-        text = "".join(f"{mark}{line}\n" for line in lines.decode(errors="replace").splitlines())
-        if text:
-            _write(sys.stdout if stream == "stdout" else sys.stderr, text)
+        text = b"".join(b"%b%b\n" % (mark, line) for line in lines.splitlines())
+        if self._queued - self._written > _MOST_WAITING_BYTES:
+            self._dropped += len(text)
+        elif text:
+            self._queued += len(text)
+            self._waiting.put((stream, text))
         if not data:
             self._poll.unregister(fd)
             del self._sources[fd]
             os.close(fd)  # last: from here on the number may be that of another worker's pipe
 
+    def _write(self) -> None:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for name, text in iter(self._waiting.get, None):
+            begin = 0
+            while begin < len(text) and not self._stopping:
+                if self._dropped and not self._said:
+                    self._say("output of workers is dropped, since it is not read", self._dropped)
+                stream = getattr(sys, name)
+                if _takes(stream, _TICK_MS):
+                    # Whole lines where they fit; a pipe that can be written to takes so much at once.
+                    most = begin + select.PIPE_BUF
+                    end = text.rfind(b"\n", begin, most) + 1 or most
+                    _write(stream, decoder.decode(text[begin:end]))
+                    self._written += len(text[begin:end])
+                    begin = end
+        lost = self._queued + self._dropped - self._written
+        if lost:
+            self._say("output of workers was dropped, since it was not read: in all", lost)
+
+    def _say(self, text: str, size: int) -> None:
+        """Log it, unless that could wait for the same reader as the output does."""
+        if _takes(sys.stderr, 0):
+            self._said = size
+            with contextlib.suppress(Exception):  # of a handler
+                _log.warning("%s: %d bytes", text, size)
+
+
+def _takes(stream: TextIO | None, timeout_ms: int) -> bool:
+    """Whether a stream can be written to at once, now or soon; one without a descriptor is not asked.
+
+    The descriptor stays as it is: O_NONBLOCK would be set for all processes that share it.
+    """
+    poll = select.poll()
+    try:
+        poll.register(stream.fileno() if stream is not None else -1, select.POLLOUT)
+    except Exception:  # whatever a stream of the user's raises
+        return True
+    return bool(poll.poll(timeout_ms))
+
 
 def _write(stream: TextIO | None, text: str) -> None:
-    """Write to a stream of the user's, which may be closed, full, none at all, or anything with a `write`."""
+    """Write to a stream of the user's, which may be closed, none at all, or anything with a `write`."""
     if stream is not None:
-        # Whatever it raises: workers would stand still on their full pipes if this thread ended.
+        # Whatever it raises: nothing more would be written if this thread ended.
         with contextlib.suppress(Exception):
             stream.write(text)
             stream.flush()

@@ -10,7 +10,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,7 +22,7 @@ from typing import IO, Any, Self
 from mcinfer.bench.failures import WayFailedError
 from mcinfer.bench.report import Load, Memory, Turn
 from mcinfer.bench.way import Setup
-from mcinfer.children import command, environment
+from mcinfer.children import command, environment, import_path
 
 _READ_BYTES = 1 << 16
 _CLOSE_SECONDS = 15.0
@@ -95,7 +94,7 @@ class Subject:
         finally:
             theirs.close()
         self._printed.listen(self._process)
-        self._send({"parent": os.getpid(), "path": [os.path.abspath(p) for p in sys.path]})
+        self._send({"parent": os.getpid(), "path": import_path()})
         started = self._ask(
             timeout, do="start", way=self.way, setup=self._setup, inputs=self._inputs
         )

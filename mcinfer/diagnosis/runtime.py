@@ -4,12 +4,11 @@ Whoever imports a runtime keeps it, its threads and its memory, for as long as h
 """
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
 
-from mcinfer.children import environment
+from mcinfer.children import environment, import_path
 from mcinfer.errors import EngineError
 
 _SECONDS = 60.0
@@ -53,7 +52,7 @@ def installed_runtime() -> Runtime:
     Raises:
         EngineError: It cannot be imported: why, in its own last line.
     """
-    path = json.dumps([os.path.abspath(folder) for folder in sys.path])
+    path = json.dumps(import_path())
     try:
         ran = subprocess.run(  # noqa: S603 nothing in it comes from outside
             [sys.executable, "-P", "-c", _ASK, path],

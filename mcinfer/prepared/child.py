@@ -12,12 +12,11 @@ import os
 import select
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Any
 
-from mcinfer.children import command, environment
+from mcinfer.children import command, environment, import_path
 from mcinfer.errors import McinferError
 from mcinfer.process_identity import cpu_time
 
@@ -58,7 +57,7 @@ def run_child(
     Raises:
         ChildFailedError: It crashed, was killed, took too long, or could not be started.
     """
-    start = {**task, "parent": os.getpid(), "path": [os.path.abspath(p) for p in sys.path]}
+    start = {**task, "parent": os.getpid(), "path": import_path()}
     ours, theirs = socket.socketpair()
     with ours:
         try:

@@ -81,6 +81,11 @@ class Program:
         assert self._process.stdout is not None
         return self._process.stdout.readline().rstrip("\n")
 
+    def error_line(self) -> str:
+        """The next line that it prints to its standard error."""
+        assert self._process.stderr is not None
+        return self._process.stderr.readline().rstrip("\n")
+
     def pids(self) -> list[int]:
         """The next line, which is to be what `say_pids` prints."""
         words = self.line().split()

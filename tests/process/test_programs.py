@@ -1,6 +1,7 @@
 """Whole programs of a user's: how they start, are interrupted, end and die."""
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -166,6 +167,47 @@ master.predict(X)
     assert (ended.status, ended.out, ended.err) == (0, "[worker 0 cpu:0] hello\n", "")
 
 
+@pytest.mark.parametrize("both", [False, True], ids=["stdout", "stdout and stderr"])
+def test_output_that_is_not_read_is_dropped_and_holds_up_nothing(
+    fake_model: FakeModel, tmp_path: Path, both: bool
+) -> None:
+    text = f"""
+if {both}:
+    os.dup2(1, 2)
+with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
+    for _ in range(200):
+        master.predict(X, timeout=10.0)
+open(sys.argv[2], "w").close()
+"""
+    line, done = "x" * 50_000, tmp_path / "done"
+    with Program(PREAMBLE + text, fake_model(run=f"print:{line}"), done) as program:
+        wait_until(lambda: not is_alive(program.pid), timeout=30.0)
+        ended = program.wait()
+    assert (ended.status, done.exists()) == (0, True)
+    first, *_ = ended.out.splitlines()
+    assert first == f"[worker 0 cpu:0] {line}"
+    if not both:
+        # Once when it began, and the sum of it at the end.
+        said = [int(number) for number in re.findall(r"(\d+) bytes", ended.err)]
+        assert len(said) == len(ended.err.splitlines()) == 2
+        assert said[0] < said[1] == 200 * len(f"{first}\n") - len(ended.out)
+
+
+def test_last_output_comes_out_as_far_as_it_is_read_in_time(fake_model: FakeModel) -> None:
+    text = """
+master = mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never").start()
+for _ in range(5):
+    master.predict(X)
+print("the end", file=sys.stderr)
+"""
+    line = "x" * 50_000
+    with Program(PREAMBLE + text, fake_model(run=f"print:{line}")) as program:
+        assert program.error_line() == "the end"
+        ended = program.wait()
+    assert (ended.status, ended.err) == (0, "")
+    assert ended.out == f"[worker 0 cpu:0] {line}\n" * 5
+
+
 # What becomes of workers whose master dies.
 
 
@@ -259,6 +301,62 @@ with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
             (tmp_path / "elsewhere" / ended.out.splitlines()[0]).resolve().is_relative_to(tmp_path)
         )
         assert ended.out.splitlines()[1] == "the copy"
+
+
+@pytest.mark.parametrize(
+    "leave", ["os.chdir('/')", "os.rmdir(os.getcwd())"], ids=["changed", "gone"]
+)
+def test_worker_is_started_again_as_the_first_was_wherever_the_user_has_gone(
+    fake_model: FakeModel, tmp_path: Path, leave: str
+) -> None:
+    engines = tmp_path / "added" / "mcinfer" / "engines"
+    shutil.copytree(ROOT / "mcinfer", engines.parent)
+    fake = (engines / "_fake.py").read_text(encoding="utf-8")
+    fake = "import beside\n" + fake.replace('("fake",)', "beside.SEEN")
+    (engines / "_fake.py").write_text(fake, encoding="utf-8")
+    (tmp_path / "added" / "beside.py").write_text(
+        "import os\nSEEN = (os.getcwd(), os.environ['PYTHONPATH'])\n", encoding="utf-8"
+    )
+    (tmp_path / "here").mkdir()
+    text = f"""
+import os, signal, sys, time
+sys.path[:0] = ["", "../added"]
+import mcinfer
+master = mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never").start()
+print(*master.statistics().workers[0].providers)
+{leave}
+os.kill(master.statistics().workers[0].pid, signal.SIGKILL)
+while not master.statistics().workers[0].restarts:
+    time.sleep(0.001)
+master.wait_ready(20.0)
+print(*master.statistics().workers[0].providers)
+"""
+    env = {"PYTHONPATH": f"../added{os.pathsep}{ROOT}"}
+    with Program(text, fake_model(), cwd=tmp_path / "here", env=env) as program:
+        ended = program.wait()
+    assert ended.status == 0, ended.err
+    path = f"{tmp_path / 'added'}{os.pathsep}{ROOT}"
+    again = tmp_path / "here" if "chdir" in leave else "/"
+    assert ended.out.splitlines() == [f"{tmp_path / 'here'} {path}", f"{again} {path}"]
+
+
+def test_master_in_a_folder_that_is_gone_serves_a_model_of_absolute_path(
+    fake_model: FakeModel, tmp_path: Path
+) -> None:
+    text = """
+os.rmdir(os.getcwd())
+try:
+    mcinfer.Master("model.json", 1, engine="fake")
+except mcinfer.InvalidInputError as exc:
+    say(exc)
+"""
+    (tmp_path / "here").mkdir()
+    with Program(PREAMBLE + text + ASK, fake_model(), cwd=tmp_path / "here") as program:
+        assert "'model.json'" in (said := program.line())
+        assert "working folder is gone" in said
+        assert len(program.pids()) == 2
+        assert program.line() == ANSWER
+        assert program.wait().status == 0
 
 
 def test_module_that_shadows_the_standard_library_in_the_working_directory_is_not_run(
