@@ -322,14 +322,18 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """When a worker that died is started again.
+    """When a worker that died is started again. It always is; this says how soon.
 
     Attributes:
-        budget: How many restarts one worker gets within `window`; 0 never restarts.
+        budget: How many restarts one worker gets within `window`, the first at once, the others after
+            `backoff`. A worker that is past its budget is started `backoff_limit` seconds after each death.
+            Its budget is fresh once it is ready and stays so for `backoff_limit` seconds. While all workers
+            are past their budget, requests fail at once.
         window: Seconds.
         backoff: Seconds before the second restart within the window, doubled for each further
             one. The first is at once.
-        backoff_limit: Seconds; the longest wait before a restart.
+        backoff_limit: Seconds; the longest wait before a restart, and the wait past the budget (0.1 s at the
+            least).
         max_requests: After so many requests, or pieces of them, a worker is replaced by a fresh one as
             `Master.restart_workers` does it, against leaks in a runtime; ``None`` is never.
         max_memory_bytes: Likewise for a worker whose own memory (resident and not shared, as of proc(5)'s

@@ -39,7 +39,7 @@ class PredictError(EngineError):
 
 
 class WorkerDiedError(McinferError, RuntimeError):
-    """Workers died and the request could not be given to another one.
+    """Workers died and the request could not be given to another one, or no worker serves for now.
 
     Names the index, device, pid and exit code or signal of each worker that died.
     """

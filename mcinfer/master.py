@@ -269,7 +269,7 @@ class Master:
         return self._supervisor.health()
 
     def wait_ready(self, timeout: float | None = None) -> Health:
-        """Wait until every worker serves.
+        """Wait until every worker serves; those that died are started again without help.
 
         Args:
             timeout: Seconds; None is `Timeouts.start`.
@@ -278,8 +278,7 @@ class Master:
             The health, which is ``"ready"``.
 
         Raises:
-            ReadyTimeoutError: Not all did in time; says what the others were doing.
-            WorkerDiedError: One was given up, so they never will by themselves; see `restart_workers`.
+            ReadyTimeoutError: Not all did in time; says what the others were doing, and why.
             ClosedError: The master is closed, or was not started.
         """
         return self._supervisor.wait_ready(self._patience("wait_ready", timeout, 1))
@@ -288,8 +287,8 @@ class Master:
         """Replace every worker's process by a fresh one, one after another; no request fails by it.
 
         A worker is given nothing more, answers what it has, ends, and is started again; then the next.
-        Requests go on on the others; where there is only one worker they wait for it. Workers that were given
-        up are started too, with a new budget.
+        Requests go on on the others; where there is only one worker they wait for it. Workers that
+        are past their budget are started when it is their turn, without a wait, and with a new budget.
 
         Args:
             timeout: Seconds for all of it; None is `Timeouts.start` for each worker.
@@ -297,7 +296,8 @@ class Master:
         Raises:
             ReadyTimeoutError: Not all were replaced in time; the one that is being replaced still is, the
                 rest stays as it is.
-            WorkerDiedError: A fresh one could not load the model, and was given up; likewise.
+            WorkerDiedError: A fresh one could not load the model within its budget of starts; likewise. It
+                is started again at the longest back-off, as any other that is past its budget.
             ClosedError: The master is closed, or was not started.
         """
         self._ready()

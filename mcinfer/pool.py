@@ -286,11 +286,6 @@ class Pool:
 
     # How it is.
 
-    @property
-    def given_up(self) -> bool:
-        """Whether there are workers that are not started again by themselves."""
-        return self._scheduler.given_up
-
     def health(self) -> Health:
         """What the scheduler knows, and what only the system can tell."""
         health = self._scheduler.health(monotonic())

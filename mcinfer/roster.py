@@ -4,10 +4,13 @@ Rules:
 
 * In the first start a build error is final, a death is tried once more; all failures are told at once.
 * A worker that dies later is started again, the first time at once, then with back-off, within a budget per
-  window of time; past it the worker is given up until somebody asks for it (`Master.restart_workers`).
+  window of time. Past the budget starts go on, each a probe, at the longest back-off. A probe that is ready
+  serves, with a fresh budget; if it dies within the longest back-off from then on, the next is a probe again.
+* While every worker is past its budget, the pool's circuit is open: requests fail at once, with the cause.
+  The first worker that is ready again closes it.
 * A worker that hangs is asked for its stacks, and killed a moment later; meanwhile it is given nothing.
-* Replacing goes one worker at a time, while all others serve or are given up: the old process is given
-  nothing more, ends when it has answered what it has, and a new one takes its place.
+* Replacing goes one worker at a time, while all others serve or are past their budget: the old process is
+  given nothing more, ends when it has answered what it has, and a new one takes its place.
 """
 
 import math
@@ -53,6 +56,9 @@ MOST_TEXT = 4000
 STACKS_SECONDS = 0.2
 """Between asking a worker that hangs for its stacks, and its end."""
 
+SHORTEST_PROBE = 0.1
+"""Seconds between a death and a start past the budget, at the least: no policy makes that a busy loop."""
+
 _STARTING = (WorkerState.SPAWNED, WorkerState.CONNECTED, WorkerState.BUILDING)
 
 
@@ -85,7 +91,8 @@ class Worker:
         kill_at: When it is ended unless it has done what it was told.
         doomed: It will be killed, or was; messages that it sent before may still come.
         restart_at: When it is to be started again.
-        given_up: It will not be.
+        spent: Its budget of starts is spent, and no probe, a start past the budget, has had the model yet.
+        trial_end: Until when a death makes it spent at once: a probe of it has just had the model.
         retiring: It is to end when it has answered what it has, and to be started again.
         starts: When it was started again of need, within the policy's window.
         answers: What this process of it has answered.
@@ -105,7 +112,8 @@ class Worker:
     kill_at: float | None = None
     doomed: bool = False
     restart_at: float | None = None
-    given_up: bool = False
+    spent: bool = False
+    trial_end: float = -math.inf
     retiring: bool = False
     starts: deque[float] = field(default_factory=deque)
     started_before: bool = False
@@ -201,14 +209,21 @@ class Roster:
         return not replacing and self._announced[0] == "ready"
 
     @property
-    def is_lost(self) -> bool:
-        """Whether nobody is left and nobody will come."""
-        return all(w.given_up for w in self.workers)
+    def circuit_open(self) -> bool:
+        """Whether requests fail at once: no worker serves, and none has a start left within its budget."""
+        return all(w.spent for w in self.workers)
 
-    def nobody_left(self) -> WorkerDiedError:
-        """The error of a request that no worker will take."""
+    def outage(self, now: float) -> WorkerDiedError:
+        """The error of a request while the circuit is open."""
+        dues = [w.restart_at for w in self.workers if w.restart_at is not None]
+        if dues and len(dues) == len(self.workers):
+            probe = f"the next start is in {max(0.0, min(dues) - now):.1f} s"
+        else:
+            probe = "a start is under way"
         stories = "; ".join(w.last_error for w in self.workers)
-        return WorkerDiedError(f"no worker is left and the restart budget is spent: {stories}")
+        return WorkerDiedError(
+            f"no worker serves, the restart budget is spent, and {probe}: {stories}"
+        )
 
     def statistics(self) -> tuple[WorkerStatistics, ...]:
         """A snapshot of every worker."""
@@ -235,7 +250,7 @@ class Roster:
         state: HealthState = "degraded" if reasons else "ready"
         if not self.started:
             state = "starting"
-        elif self.is_lost:
+        elif self.circuit_open:
             state = "failed"
         serving = sum(w.serves for w in self.workers)
         return Health(state=state, reasons=reasons, serving=serving, workers=len(self.workers))
@@ -243,11 +258,6 @@ class Roster:
     def _why_not(self, w: Worker, now: float) -> str:
         """Why a worker does not serve, or may not; empty if it does."""
         after = f": {w.last_error}" if w.last_error and not self.closing else ""
-        if w.given_up:
-            return (
-                f"{w.name} was given up after {self._restart.budget} restarts within "
-                f"{self._restart.window:g} s{after}"
-            )
         if w.doomed and w.state is not WorkerState.GONE:
             return f"{w.name} is being killed{after}"
         if w.retiring:
@@ -259,7 +269,11 @@ class Roster:
         if w.state is WorkerState.GONE:
             if w.restart_at is None:
                 return f"{w.name} is not started"
-            return f"{w.name} starts again in {max(0.0, w.restart_at - now):.1f} s{after}"
+            wait = f"{max(0.0, w.restart_at - now):.1f} s"
+            if w.spent:
+                budget = f"{self._restart.budget} restarts within {self._restart.window:g} s"
+                return f"{w.name} is past its budget of {budget}, next start in {wait}{after}"
+            return f"{w.name} starts again in {wait}{after}"
         # Most stop at once: nothing is wrong before half of the time for it is over.
         if w.kill_at is not None and w.kill_at - now <= self._timeouts.cancel_grace / 2:
             return f"{w.name} has not stopped a run that nobody waits for any more"
@@ -298,7 +312,7 @@ class Roster:
         w.progress = (-1.0, -1)
         return [StartWorker(worker=w.index)]
 
-    def finish_build(self, w: Worker, message: BuildFinish) -> list[Action]:
+    def finish_build(self, w: Worker, message: BuildFinish, now: float) -> list[Action]:
         """A worker has its model."""
         w.ready_by = None
         if w.doomed:
@@ -314,6 +328,9 @@ class Roster:
             return [self.kill(w, w.build_failure), *self._finish_start()]
         elif not self.specs.prepared:
             self.specs = message
+        if w.spent:
+            self._renew_budget(w)
+            w.trial_end = now + self._probe_delay
         w.started_before = True
         return self._finish_start()
 
@@ -428,11 +445,24 @@ class Roster:
         while w.starts and w.starts[0] <= now - self._restart.window:
             w.starts.popleft()
         earlier = len(w.starts)
-        if earlier < self._restart.budget:
+        # Once spent, a worker stays so, however many starts have left the window: else the circuit would
+        # close, and requests wait, with no worker that serves.
+        w.spent = w.spent or earlier >= self._restart.budget or now < w.trial_end
+        if w.spent:
+            w.restart_at = now + self._probe_delay
+        else:
             w.restart_at = now + self._restart.delay(earlier)
             w.starts.append(w.restart_at)
-        else:
-            w.given_up = True
+
+    @property
+    def _probe_delay(self) -> float:
+        """Seconds between a death and a probe; and for how long one must have the model to be well."""
+        return max(self._restart.backoff_limit, SHORTEST_PROBE)
+
+    def _renew_budget(self, w: Worker) -> None:
+        w.spent = False
+        w.trial_end = -math.inf
+        w.starts.clear()
 
     # Replacing.
 
@@ -458,6 +488,8 @@ class Roster:
         """Plan to replace a worker that has answered, or grown, as much as the policy allows."""
         most_answers, most_bytes = self._restart.max_requests, self._restart.max_memory_bytes
         worn = most_answers is not None and w.answers >= most_answers
+        if w.spent:
+            return  # a probe under way; if it works, it is looked at again
         if worn or (most_bytes is not None and own_bytes > most_bytes):
             self.replace([w])
 
@@ -474,7 +506,7 @@ class Roster:
                 actions += self._begin_replacing(w, now)
             if w.retiring and w.state is WorkerState.READY:
                 actions += self.end_when_idle(w, now, self._timeouts.close)
-            if not (w.serves or w.given_up):
+            if not (w.serves or w.spent):
                 return actions
             self._replacing = None
             actions += self._finish_replacing(w)
@@ -485,16 +517,16 @@ class Roster:
         if not self._to_replace:
             return None
         first = self._to_replace[0]
-        if not all(w.serves or w.given_up for w in self.workers if w is not first):
+        if not all(w.serves or w.spent for w in self.workers if w is not first):
             return None
         return self._to_replace.popleft()
 
     def _begin_replacing(self, w: Worker, now: float) -> list[Action]:
+        if w.spent or w.state is WorkerState.GONE:
+            self._renew_budget(w)
         if w.state is not WorkerState.GONE:
             w.retiring = True
             return []
-        w.given_up = False
-        w.starts.clear()
         w.restarts += 1
         return self.start(w, now)
 
@@ -502,7 +534,7 @@ class Roster:
         if w.index not in self._asked_for:
             return []
         self._asked_for.discard(w.index)
-        if w.given_up:
+        if w.spent:
             self.forget_replacing()
             return [WorkersRestarted(error=WorkerDiedError(w.last_error))]
         return [] if self._asked_for else [WorkersRestarted()]

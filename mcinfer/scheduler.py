@@ -10,8 +10,8 @@ passed) and carries out the actions it is given, in order. The rules:
 * Where runs are short, a busy worker is given one more ahead, so that it does not wait for the next;
   behind a run that then is long it is taken back.
 * A deadline that passes settles the request at once; then CANCEL, a grace period, and a kill.
-* A worker that dies is started again, with back-off and within a budget; the others serve meanwhile
-  (`mcinfer.roster`).
+* A worker that dies is started again, with back-off; the others serve meanwhile. While no worker serves and
+  all are past their budget of starts, requests fail at once with the cause (`mcinfer.roster`).
 * A pool that drains takes no request any more, and ends when it has answered those that it has.
 * A request's memory is released when no worker can write to it any more: all that were given a
   shard of it have answered, or are known dead.
@@ -149,11 +149,6 @@ class Scheduler:
         """Whether the worker takes requests."""
         return self._workers[worker].serves
 
-    @property
-    def given_up(self) -> bool:
-        """Whether some worker will not be started again."""
-        return any(w.given_up for w in self._workers)
-
     def last_error(self, worker: int) -> str:
         """Why the worker last died or failed, or is going to."""
         return self._workers[worker].last_error
@@ -226,8 +221,8 @@ class Scheduler:
         self.check_room(size)
         called = now if called is None else called
         entry = self.ledger.accept(request, rows, called, now, timeout, size)
-        if self._roster.is_lost:
-            return self._fail(entry, self._roster.nobody_left(), now)
+        if self._roster.circuit_open:
+            return self._fail(entry, self._roster.outage(now), now)
         # Waiting for company takes no more than half of the time that there is.
         due = called + min(self._max_delay, timeout / 2)
         joinable = None if join is None else Joinable(key=join[0], rows=join[1], due=due)
@@ -301,7 +296,7 @@ class Scheduler:
                 self._roster.extend_start(w, message, now)
                 return []
             case BuildFinish():
-                actions += self._roster.finish_build(w, message)
+                actions += self._roster.finish_build(w, message, now)
             case Error(request=None):
                 actions += self._roster.fail_build(w, message, now)
             case Reply() | Error():
@@ -336,9 +331,9 @@ class Scheduler:
             w.failed += len(running.members)
             actions += self._handle_lost_run(running.members, story, now)
         actions += self._roster.after_death()
-        if self._closing is None and self._roster.is_lost:
+        if self._closing is None and self._roster.circuit_open:
             for entry in self.ledger.open():
-                actions += self._fail(entry, self._roster.nobody_left(), now)
+                actions += self._fail(entry, self._roster.outage(now), now)
         actions += self._roster.advance(now)
         actions += [*self._dispatch(now), *self._roster.announce(now)]
         return [*actions, *self._finish_draining(now), *self._finish_closing()]

@@ -24,7 +24,8 @@ class Health:
     Attributes:
         state: ``"ready"``: every worker serves. ``"degraded"``: some do not, or may not, `reasons` says why;
             requests are answered by the others, or wait for one that is started again. ``"failed"``: no
-            worker is left and none will be started again, requests fail at once. ``"starting"``: before
+            worker serves and all are past their budget of restarts, requests fail at once with the cause;
+            starts go on, and the first worker that is ready ends this. ``"starting"``: before
             `Master.start` has returned. ``"closing"``: no request is taken any more, those that were are
             still being answered. ``"closed"``.
         reasons: For each worker that does not serve, and whatever else is wrong, one sentence.

@@ -36,7 +36,6 @@ from mcinfer.errors import (
     McinferError,
     QueueFullError,
     ReadyTimeoutError,
-    WorkerDiedError,
 )
 from mcinfer.interrupts import HeldInterrupts
 from mcinfer.pool import Pool
@@ -407,7 +406,6 @@ class Supervisor:
 
         Raises:
             ReadyTimeoutError: Not all did in time.
-            WorkerDiedError: One was given up, so that they never will.
             ClosedError: The master is closed, or was not started.
         """
         self._check_process()
@@ -415,7 +413,6 @@ class Supervisor:
         while True:
             with HeldInterrupts(), self._lock:
                 health = self._pool.health()
-                lost = self._pool.given_up
                 changed = self._pool.changed
             left = deadline - monotonic()
             if health.state == "ready":
@@ -426,8 +423,6 @@ class Supervisor:
                 )
             if self._pool.finished or health.state in ("closing", "closed"):
                 raise ClosedError(f"the master does not become ready any more: {health}")
-            if lost:
-                raise WorkerDiedError(f"the master does not become ready by itself: {health}")
             if left <= 0:
                 raise ReadyTimeoutError(f"not ready within {timeout:g} s: {health}")
             changed.wait(min(left, _HEALTH_LOOKS))
@@ -437,7 +432,7 @@ class Supervisor:
 
         Raises:
             ReadyTimeoutError: They were not all replaced in time; the rest stays as it is.
-            WorkerDiedError: A fresh one could not load the model, and was given up; likewise.
+            WorkerDiedError: A fresh one could not load the model within its budget of starts; likewise.
             ClosedError: The master is closed, or was not started.
         """
         deadline = monotonic() + timeout

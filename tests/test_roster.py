@@ -29,7 +29,14 @@ from mcinfer.protocol import (
     Preparing,
     WorkerState,
 )
-from mcinfer.roster import LONGEST_START, STACKS_SECONDS, Roster, Worker, describe_exit
+from mcinfer.roster import (
+    LONGEST_START,
+    SHORTEST_PROBE,
+    STACKS_SECONDS,
+    Roster,
+    Worker,
+    describe_exit,
+)
 
 TIMEOUTS = Timeouts(start=30.0, predict=10.0, cancel_grace=1.0, close=5.0)
 RESTART = RestartPolicy(budget=2, window=60.0, backoff=0.5, backoff_limit=1.0)
@@ -67,9 +74,9 @@ def connect(w: Worker, pid: int) -> None:
     w.send(w.build)
 
 
-def finish(roster: Roster, w: Worker, message: BuildFinish = BUILT) -> list[Action]:
-    w.conversation.advance(message)
-    return roster.finish_build(w, message)
+def finish(roster: Roster, w: Worker, now: float = 0.0) -> list[Action]:
+    w.conversation.advance(BUILT)
+    return roster.finish_build(w, BUILT, now)
 
 
 def fail(roster: Roster, w: Worker, text: str, kind: str = "build") -> list[Action]:
@@ -96,7 +103,7 @@ def come_back(roster: Roster, w: Worker, now: float) -> list[Action]:
     """It is due to be started again, and loads the model."""
     assert roster.handle_time(w, now) == [StartWorker(worker=w.index)]
     connect(w, 200 + w.index)
-    return [*finish(roster, w), *roster.advance(now)]
+    return [*finish(roster, w, now), *roster.advance(now)]
 
 
 # Starting.
@@ -220,8 +227,128 @@ def test_restarts_are_counted_within_the_window_alone() -> None:
         come_back(roster, w, due)
     assert delays == [0.0, 0.5, 0.0, 0.5]
     roster.bury(w, "killed by SIGKILL", 64.0)
-    assert roster.is_lost
-    assert "worker 0 (cpu:0, pid 200) killed by SIGKILL" in str(roster.nobody_left())
+    assert roster.circuit_open
+    assert str(roster.outage(64.3)) == (
+        "no worker serves, the restart budget is spent, and the next start is in 0.7 s: "
+        "worker 0 (cpu:0, pid 200) killed by SIGKILL"
+    )
+
+
+def kill_all(roster: Roster, now: float) -> None:
+    for w in roster.workers:
+        roster.bury(w, "killed by SIGKILL", now)
+
+
+def test_starts_past_the_budget_go_on_at_the_longest_back_off_without_end() -> None:
+    roster = ready_roster(1)
+    [w] = roster.workers
+    now, delays = 0.0, []
+    for _ in range(100):
+        roster.bury(w, "killed by SIGKILL", now)
+        [due] = roster.due_times()
+        delays.append(due - now)
+        now = due
+        assert roster.handle_time(w, now) == [StartWorker(worker=0)]
+    # That the window of the starts within the budget is over changes nothing.
+    assert now > RESTART.window
+    assert delays == [0.0, 0.5, *[1.0] * 98]
+    assert roster.circuit_open
+
+
+def test_circuit_is_open_while_a_probe_starts_and_closed_by_the_first_that_is_ready() -> None:
+    roster = ready_roster(2, restart=replace(RESTART, budget=0))
+    first, second = roster.workers
+    kill_all(roster, 1.0)
+    assert roster.handle_time(first, 2.0) == [StartWorker(worker=0)]
+    connect(first, 200)
+    assert roster.circuit_open
+    assert roster.health(2.0).state == "failed"
+    assert str(roster.outage(2.0)) == (
+        "no worker serves, the restart budget is spent, and a start is under way: "
+        "worker 0 (cpu:0, pid 100) killed by SIGKILL; worker 1 (cpu:1, pid 101) killed by SIGKILL"
+    )
+    finish(roster, first, 2.5)
+    assert not roster.circuit_open
+    assert (roster.health(2.5).state, roster.health(2.5).serving) == ("degraded", 1)
+    come_back(roster, second, 2.5)
+    assert roster.health(2.5).state == "ready"
+
+
+def test_circuit_stays_closed_while_any_worker_has_a_start_left() -> None:
+    roster = ready_roster(2, restart=replace(RESTART, budget=1))
+    first, second = roster.workers
+    kill_all(roster, 1.0)
+    for w in roster.workers:
+        roster.handle_time(w, 1.0)
+    roster.bury(first, "killed by SIGKILL", 2.0)
+    assert (first.spent, second.spent) == (True, False)
+    assert not roster.circuit_open
+    assert roster.health(2.0).state == "degraded"
+    roster.bury(second, "killed by SIGKILL", 2.0)
+    assert roster.circuit_open
+
+
+def test_worker_that_is_well_again_has_a_fresh_budget() -> None:
+    roster = ready_roster(1)
+    [w] = roster.workers
+    now = 1.0
+    for _ in range(3):
+        roster.bury(w, "killed by SIGKILL", now)
+        [now] = roster.due_times()
+        roster.handle_time(w, now)
+    connect(w, 200)
+    assert w.spent
+    finish(roster, w, now)
+    assert not w.spent
+    now += RESTART.backoff_limit
+    for delay in (0.0, 0.5, 1.0):
+        roster.bury(w, "killed by SIGKILL", now)
+        assert roster.due_times() == [now + delay]
+        now += delay
+        roster.handle_time(w, now)
+
+
+def test_worker_that_is_ready_and_dies_at_once_has_no_fresh_budget() -> None:
+    roster = ready_roster(1, restart=replace(RESTART, budget=5))
+    [w] = roster.workers
+    for _ in range(6):
+        roster.bury(w, "killed by SIGKILL", 1.0)
+        roster.handle_time(w, roster.due_times()[0])
+    now = 100.0
+    for _ in range(10):
+        connect(w, 200)
+        finish(roster, w, now)
+        assert not roster.circuit_open
+        now += 0.9 * RESTART.backoff_limit
+        roster.bury(w, "killed by SIGKILL", now)
+        assert roster.circuit_open
+        assert roster.due_times() == [now + RESTART.backoff_limit]
+        now += RESTART.backoff_limit
+        roster.handle_time(w, now)
+
+
+def test_probes_are_no_busy_loop_whatever_the_policy_says() -> None:
+    roster = ready_roster(1, restart=replace(RESTART, budget=0, backoff=0.0, backoff_limit=0.0))
+    [w] = roster.workers
+    for now in (1.0, 2.0):
+        roster.bury(w, "killed by SIGKILL", now)
+        assert roster.due_times() == [now + SHORTEST_PROBE]
+        come_back(roster, w, now + SHORTEST_PROBE)
+
+
+def test_probe_that_grows_while_it_loads_is_not_replaced() -> None:
+    roster = ready_roster(1, restart=replace(RESTART, budget=0, max_memory_bytes=1000))
+    [w] = roster.workers
+    kill_all(roster, 1.0)
+    roster.handle_time(w, 2.0)
+    connect(w, 200)
+    roster.retire_if_worn(w, 1001)
+    assert roster.advance(2.0) == []
+    finish(roster, w, 3.0)
+    assert roster.advance(3.0) == []
+    assert w.serves
+    roster.retire_if_worn(w, 1001)
+    assert roster.advance(3.0) == [Send(worker=0, message=Exit())]
 
 
 def test_end_that_was_planned_takes_nothing_from_the_budget_and_is_no_error() -> None:
@@ -262,7 +389,7 @@ def test_nobody_is_told_of_what_nobody_asked_for() -> None:
     connect(w, 200)
     fail(roster, w, "no such file")
     assert end(roster, w, 2.0) == []
-    assert w.given_up
+    assert w.spent
 
 
 def test_worker_that_loads_is_replaced_when_it_has_the_model() -> None:
@@ -330,13 +457,30 @@ def test_health_is_told_once_for_each_change() -> None:
     assert roster.announce(4.0) == []
 
 
-def test_pool_is_failed_when_everybody_was_given_up() -> None:
+def test_probe_under_way_has_a_new_budget_when_its_worker_is_replaced() -> None:
+    roster = ready_roster(1, restart=replace(RESTART, budget=1))
+    [w] = roster.workers
+    roster.bury(w, "killed by SIGKILL", 1.0)
+    roster.handle_time(w, 1.0)
+    roster.bury(w, "killed by SIGKILL", 1.0)
+    assert w.spent
+    roster.handle_time(w, 2.0)
+    connect(w, 200)
+    roster.replace(roster.workers, asked_for=True)
+    assert roster.advance(2.0) == []
+    assert not roster.circuit_open
+    # What it loads may be what it could not load before: a start of the new budget, and no answer yet.
+    assert end(roster, w, 3.0, "killed by SIGKILL") == []
+    assert come_back(roster, w, 3.0) == [WorkersRestarted()]
+
+
+def test_pool_is_failed_while_all_workers_are_past_their_budget() -> None:
     roster = ready_roster(2, restart=replace(RESTART, budget=0))
     for w, state in zip(roster.workers, ("degraded", "failed"), strict=True):
         roster.bury(w, "killed by SIGKILL", 1.0)
         assert roster.health(1.0).state == state
-    assert roster.health(1.0).reasons == tuple(
-        f"worker {i} (cpu:{i}) was given up after 0 restarts within 60 s: "
+    assert roster.health(1.4).reasons == tuple(
+        f"worker {i} (cpu:{i}) is past its budget of 0 restarts within 60 s, next start in 0.6 s: "
         f"worker {i} (cpu:{i}, pid {100 + i}) killed by SIGKILL"
         for i in (0, 1)
     )

@@ -584,14 +584,16 @@ def test_dead_worker_is_started_again_at_once_then_with_growing_delays() -> None
     assert pool.statistics()[0].restarts == 5
 
 
-def test_worker_that_spent_its_budget_stays_away_and_the_others_serve() -> None:
+def test_worker_that_spent_its_budget_comes_back_later_and_the_others_serve() -> None:
     pool = ready_pool(2, restart=replace(RESTART, budget=1))
     pool.handle_died(1.0, 0, SIGSEGV)
     restarted(pool, 0, 1.0)
     assert pool.handle_died(2.0, 0, SIGSEGV) == []
-    assert pool.next_time() is None
+    assert pool.next_time() == 2.0 + RESTART.backoff_limit
     assert pool.serving == 1
-    assert pool.handle_request(3.0, 1, (1,), 10.0) == [predict(1, (1, 0))]
+    assert pool.handle_request(2.0, 1, (1,), 10.0) == [predict(1, (1, 0))]
+    assert restarted(pool, 0, 3.0) == []
+    assert pool.serving == 2
 
 
 def test_restarts_before_the_window_do_not_count() -> None:
@@ -602,7 +604,7 @@ def test_restarts_before_the_window_do_not_count() -> None:
     assert pool.next_time() == 61.0
     restarted(pool, 0, 61.0)
     pool.handle_died(120.0, 0, SIGSEGV)
-    assert pool.next_time() is None
+    assert pool.next_time() == 120.0 + RESTART.backoff_limit
 
 
 def test_first_start_is_no_restart() -> None:
@@ -611,17 +613,17 @@ def test_first_start_is_no_restart() -> None:
     assert pool.next_time() == 0.5
 
 
-def test_requests_fail_at_once_when_nobody_is_left() -> None:
+def test_requests_fail_at_once_while_all_workers_are_past_their_budget() -> None:
     pool = ready_pool(2, restart=replace(RESTART, budget=0))
     pool.handle_request(0.0, 1, (1, 1, 1), 10.0)
     assert pool.handle_died(1.0, 0, SIGSEGV) == []
     actions = pool.handle_died(2.0, 1, describe_exit(9))
     assert outline(actions) == [Failed(1, WorkerDiedError), Release(request=1)]
     assert text(actions) == (
-        "no worker is left and the restart budget is spent: "
+        "no worker serves, the restart budget is spent, and the next start is in 0.0 s: "
         "worker 0 (cpu:0, pid 100) killed by SIGSEGV; worker 1 (cpu:1, pid 101) exited with status 9"
     )
-    assert outline(pool.handle_request(3.0, 2, (1, 1, 1, 1), 10.0)) == [
+    assert outline(pool.handle_request(2.0, 2, (1, 1, 1, 1), 10.0)) == [
         Failed(2, WorkerDiedError),
         Release(request=2),
     ]
@@ -631,6 +633,34 @@ def test_requests_fail_at_once_when_nobody_is_left() -> None:
         pool.ledger.in_flight,
         len(pool.ledger.queue),
     ) == (2, 2, 0, 0)
+
+
+def test_requests_fail_at_once_while_a_probe_starts_and_are_taken_once_it_is_ready() -> None:
+    pool = ready_pool(1, restart=replace(RESTART, budget=0))
+    pool.handle_died(1.0, 0, SIGSEGV)
+    assert pool.handle_time(2.0) == [StartWorker(worker=0)]
+    pool.handle_started(0, 200)
+    actions = pool.handle_request(2.0, 1, (1,), 10.0)
+    assert outline(actions) == [Failed(1, WorkerDiedError), Release(request=1)]
+    assert "a start is under way: worker 0 (cpu:0, pid 100) killed by SIGSEGV" in text(actions)
+    assert finish_build(pool, 0, 2.5) == []
+    assert pool.handle_request(2.5, 2, (1,), 10.0) == [predict(0, (2, 0))]
+    assert [health.state for health in pool.told[-2:]] == ["failed", "ready"]
+
+
+def test_requests_that_kill_every_probe_open_the_circuit_again_and_no_others_wait() -> None:
+    pool = ready_pool(1, restart=replace(RESTART, budget=0))
+    pool.handle_died(0.0, 0, SIGSEGV)
+    for request in range(0, 10, 2):
+        now = float(1 + request)
+        assert restarted(pool, 0, now) == []
+        assert pool.handle_request(now, request, (1,), 10.0) == [predict(0, (request, 0))]
+        assert pool.handle_request(now, request + 1, (1,), 10.0) == []
+        assert outline(pool.handle_died(now + 1.0, 0, SIGSEGV)) == [
+            *(Failed(request, WorkerDiedError), Release(request=request)),
+            *(Failed(request + 1, WorkerDiedError), Release(request=request + 1)),
+        ]
+        assert pool.next_time() == now + 1.0 + RESTART.backoff_limit
 
 
 def test_requests_wait_for_a_worker_that_comes_back() -> None:
@@ -1694,32 +1724,32 @@ def test_worker_whose_run_hangs_is_replaced_when_the_time_of_its_request_is_over
     assert restarted(pool, 0, 12.0) == [WorkersRestarted()]
 
 
-def test_worker_that_was_given_up_is_started_with_a_new_budget() -> None:
+def test_worker_past_its_budget_is_started_at_once_and_with_a_new_one_when_asked_for() -> None:
     pool = ready_pool(2, restart=replace(RESTART, budget=1))
     pool.handle_died(1.0, 1, SIGSEGV)
     restarted(pool, 1, 1.0)
     pool.handle_died(2.0, 1, SIGSEGV)
-    assert pool.given_up
-    assert pool.handle_restart(3.0) == [Send(worker=0, message=Exit())]
-    assert replaced(pool, 0, 3.0) == [StartWorker(worker=1)]
+    assert pool.next_time() == 2.0 + RESTART.backoff_limit
+    assert pool.handle_restart(2.5) == [Send(worker=0, message=Exit())]
+    assert replaced(pool, 0, 2.5) == [StartWorker(worker=1)]
     pool.handle_started(1, 300)
-    assert finish_build(pool, 1, 4.0) == [WorkersRestarted()]
-    pool.handle_died(5.0, 1, SIGSEGV)
-    assert pool.next_time() == 5.0
+    assert finish_build(pool, 1, 2.6) == [WorkersRestarted()]
+    pool.handle_died(2.7, 1, SIGSEGV)
+    assert pool.next_time() == 2.7
 
 
-def test_pool_that_was_lost_serves_again_when_its_workers_are_replaced() -> None:
+def test_pool_whose_circuit_is_open_serves_again_when_its_workers_are_replaced() -> None:
     pool = ready_pool(1, restart=replace(RESTART, budget=0))
     pool.handle_died(1.0, 0, SIGSEGV)
     assert pool.health(1.0).state == "failed"
-    assert pool.handle_restart(2.0) == [StartWorker(worker=0)]
+    assert pool.handle_restart(1.5) == [StartWorker(worker=0)]
     pool.handle_started(0, 300)
-    assert pool.handle_request(2.0, 1, (1,), 10.0) == []
+    assert pool.handle_request(1.5, 1, (1,), 10.0) == []
     assert finish_build(pool, 0, 3.0) == [WorkersRestarted(), predict(0, (1, 0))]
     assert pool.health(3.0).state == "ready"
 
 
-def test_replacing_ends_with_an_error_when_a_fresh_worker_is_given_up_and_the_rest_stays() -> None:
+def test_replacing_ends_with_an_error_when_a_fresh_worker_fails_and_the_rest_stays() -> None:
     pool = ready_pool(2, restart=replace(RESTART, budget=0))
     pool.handle_restart(1.0)
     pool.handle_died(1.0, 0, describe_exit(0))
@@ -1731,8 +1761,8 @@ def test_replacing_ends_with_an_error_when_a_fresh_worker_is_given_up_and_the_re
     assert isinstance(told, WorkersRestarted)
     assert isinstance(told.error, WorkerDiedError)
     assert "no such file" in str(told.error)
-    assert pool.handle_time(100.0) == []
-    assert (pool.serving, pool.statistics()[1].restarts) == (1, 0)
+    assert restarted(pool, 0, 2.0 + RESTART.backoff_limit) == []
+    assert (pool.serving, pool.statistics()[1].restarts) == (2, 0)
 
 
 def test_replacing_that_nobody_waits_for_any_more_goes_no_further() -> None:
@@ -1814,8 +1844,7 @@ def test_worn_worker_that_crashes_has_no_new_budget() -> None:
     assert pool.handle_died(2.0, 1, SIGSEGV) == []
     pool.handle_died(2.0, 0, describe_exit(0))
     assert restarted(pool, 0, 2.0) == [predict(0, (2, 0))]
-    assert pool.given_up
-    assert pool.next_time() == 10.0
+    assert pool.next_time() == 2.0 + RESTART.backoff_limit
 
 
 # Health.
@@ -1841,11 +1870,14 @@ def test_health_is_told_when_it_changes() -> None:
         "worker 0 (cpu:0)",
         "worker 1 (cpu:1)",
     ]
-    assert "was given up after 1 restarts within 60 s" in pool.told[-1].reasons[0]
-    restarted(pool, 1, 3.0)
+    assert " is past its budget of 1 restarts within 60 s, next " in pool.told[-1].reasons[0]
+    assert pool.handle_time(3.0) == [StartWorker(worker=0), StartWorker(worker=1)]
+    pool.handle_started(1, 201)
+    finish_build(pool, 1, 3.0)
     pool.handle_died(4.0, 1, SIGKILL)
+    finish_build(pool, 0, 4.5)
     assert [health.state for health in pool.told[1:]] == [
-        *("ready", "degraded", "ready", "degraded", "degraded", "degraded", "failed"),
+        *("ready", "degraded", "ready", "degraded", "degraded", "degraded", "failed", "degraded"),
     ]
 
 
@@ -2058,6 +2090,7 @@ class Pools(RuleBasedStateMachine):
         self.is_closed = False
         self.deaf_next = False
         self.to_replace: dict[int, _Process] | None = None
+        self.died_at: dict[int, float] = {}
 
     @initialize(
         workers=st.integers(1, 3),
@@ -2103,6 +2136,9 @@ class Pools(RuleBasedStateMachine):
                 case StartWorker(worker=worker):
                     assert worker not in self.processes
                     assert not self.is_closing
+                    if self.scheduler._workers[worker].spent:
+                        probe = self.died_at[worker] + RESTART.backoff_limit
+                        assert self.now >= probe, "a start past the budget that is too early"
                     process = _Process(deaf=self.deaf_next)
                     self.deaf_next = False
                     self.processes[worker] = process
@@ -2220,6 +2256,10 @@ class Pools(RuleBasedStateMachine):
         """The requests that a worker has a shard of."""
         return {r for runs in self.running.values() for run in runs for r, _ in run}
 
+    @property
+    def circuit_open(self) -> bool:
+        return all(w.spent for w in self.scheduler._workers)
+
     def open(self) -> set[int]:
         return {number for number, asked in self.requests.items() if not asked.settled}
 
@@ -2243,14 +2283,14 @@ class Pools(RuleBasedStateMachine):
         """The end of the worker's process is noticed; what it sent before and was not read is lost."""
         process = self.processes.pop(worker)
         killed = process.killed
+        self.died_at[worker] = self.now
         begun = self.scheduler.has_ahead(worker) and not process.permits
         runs, before = self.running.pop(worker, deque()), self.open()
         members = runs[-1 if begun else 0] if runs else ()
         self.died_on.update(members if len(members) == 1 else ())
         how = SIGKILL if killed else SIGSEGV
         self.carry_out(self.scheduler.handle_died(self.now, worker, how, ahead_begun=begun))
-        nobody_left = not self.open() and self.scheduler.next_time() is None
-        assert len(members) < 2 or before == self.open() or nobody_left
+        assert len(members) < 2 or before == self.open() or self.circuit_open
 
     def work(self, worker: int, fail: str | None = None) -> None:
         """The worker's main loop goes one step on: end its run, or take its next message."""
@@ -2382,12 +2422,15 @@ class Pools(RuleBasedStateMachine):
             return
         assert not full
         assert not ends
+        refused = self.circuit_open
         self.carry_out(actions)
+        assert asked.settled or not refused
 
     @rule(
         trouble=st.sampled_from(
             [
-                *("dies", "dies", "dies", "hangs", "next hangs", "cancel", "cancel", "close"),
+                *("dies", "dies", "dies", "all die", "all die", "hangs", "next hangs"),
+                *("cancel", "cancel", "close"),
                 *("drain", "restart", "restart", "restart", "abandon", "grows"),
             ]
         ),
@@ -2398,6 +2441,10 @@ class Pools(RuleBasedStateMachine):
         alive = [process for process in self.processes.values() if process.alive]
         if trouble == "dies" and alive:
             alive[which % len(alive)].alive = False
+        elif trouble == "all die":
+            for worker in [*self.processes]:
+                self.processes[worker].alive = False
+                self.bury(worker)
         elif trouble == "hangs" and alive:
             alive[which % len(alive)].deaf = True
         elif trouble == "next hangs":
@@ -2518,14 +2565,27 @@ class Pools(RuleBasedStateMachine):
             assert len(health.reasons) == len(wrong)
             for w, reason in zip(wrong, health.reasons, strict=True):
                 assert reason.startswith(f"worker {w.index} ({w.device}")
-            lost = all(w.given_up for w in workers)
-            assert health.state == ("failed" if lost else "degraded" if wrong else "ready")
+            broken = "failed" if self.circuit_open else "degraded"
+            assert health.state == (broken if wrong else "ready")
+
+    @invariant()
+    def circuit_is_open_while_no_worker_serves_and_no_start_within_the_budget_is_left(self) -> None:
+        if self.circuit_open:
+            assert not self.open()
+            assert self.scheduler.serving == 0
+        for w in self.scheduler._workers:
+            assert not (w.spent and (w.serves or w.retiring))
+
+    @invariant()
+    def worker_that_died_is_always_started_again(self) -> None:
+        if self.started and not self.is_closing:
+            for w in self.scheduler._workers:
+                assert w.state is not WorkerState.GONE or w.restart_at is not None
 
     @invariant()
     def one_worker_at_a_time_is_replaced(self) -> None:
         retiring = [w for w in self.scheduler._workers if w.retiring]
         assert len(retiring) <= 1
-        assert not any(w.given_up and w.pid is not None for w in self.scheduler._workers)
 
     @invariant()
     def statistics_add_up(self) -> None:
@@ -2552,6 +2612,8 @@ class Pools(RuleBasedStateMachine):
         assert all(asked.settled for asked in finite)
         if self.to_replace is not None:
             assert not all(asked.settled for asked in self.requests.values())
+        if self.started and not self.is_closing and not self.open():
+            assert self.scheduler.health(self.now).state == "ready", "the pool did not heal"
         if not self.is_closing:
             self.close(1.0)
             self.play()

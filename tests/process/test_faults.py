@@ -28,6 +28,7 @@ SLOW = -1.0
 """What the first number of a request is for the act that a test is about."""
 
 GENEROUS = RestartPolicy(budget=1000, backoff=0.0)
+NO_BUDGET = RestartPolicy(budget=0, backoff_limit=3600.0)
 
 
 def test_worker_killed_twice_while_building_fails_the_start_with_both_deaths(
@@ -212,17 +213,19 @@ def test_killed_workers_cost_no_request_and_no_row(fake_model: FakeModel) -> Non
         assert (statistics.accepted, statistics.succeeded) == (200, 200)
 
 
-def test_requests_fail_at_once_when_nobody_is_left(fake_model: FakeModel) -> None:
+def test_requests_fail_at_once_while_no_worker_serves(fake_model: FakeModel) -> None:
     model = fake_model(when={"-1": "segfault"})
-    restart = RestartPolicy(budget=0)
-    with Master(model, 2, engine="fake", verify="never", restart=restart) as master:
+    with Master(model, 2, engine="fake", verify="never", restart=NO_BUDGET) as master:
         queued = [master.submit(act(SLOW)) for _ in range(4)]
         for future in queued:
             with pytest.raises(WorkerDiedError, match="SIGSEGV"):
                 future.result(timeout=5.0)
         wait_for_states(master, "gone", "gone")
         start = time.monotonic()
-        with pytest.raises(WorkerDiedError, match=r"no worker is left.*worker 0.*worker 1"):
+        with pytest.raises(
+            WorkerDiedError,
+            match=r"no worker serves.* next start is in 3\d{3}\.\d s: worker 0.*worker 1",
+        ):
             master.predict(rows(1), timeout=math.inf)
         assert time.monotonic() - start < 0.5
         statistics = master.statistics()
@@ -231,9 +234,7 @@ def test_requests_fail_at_once_when_nobody_is_left(fake_model: FakeModel) -> Non
 
 
 def test_pool_serves_with_those_that_are_left(fake_model: FakeModel) -> None:
-    with Master(
-        fake_model(), 2, engine="fake", verify="never", restart=RestartPolicy(budget=0)
-    ) as master:
+    with Master(fake_model(), 2, engine="fake", verify="never", restart=NO_BUDGET) as master:
         os.kill(pids(master)[0], signal.SIGKILL)
         wait_for_states(master, "gone", "ready")
         assert_answers(master.predict(rows(7)), rows(7))
@@ -244,7 +245,7 @@ def test_model_that_is_gone_when_a_worker_is_started_again_is_told(
     fake_model: FakeModel,
 ) -> None:
     model = fake_model()
-    restart = RestartPolicy(budget=2, backoff=0.01)
+    restart = RestartPolicy(budget=2, backoff=0.01, backoff_limit=3600.0)
     with Master(model, 1, engine="fake", verify="never", restart=restart) as master:
         model.unlink()
         os.kill(pids(master)[0], signal.SIGKILL)

@@ -1,6 +1,7 @@
 """How a pool is, and how its workers are replaced: health, drain, restarts, recycling, statistics, traces."""
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import closing, contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,7 +46,10 @@ from tests.process.waiting import (
 SLOW = -1.0
 """What the first number of a request is for the act that a test is about."""
 
-NO_BUDGET = RestartPolicy(budget=0)
+NO_BUDGET = RestartPolicy(budget=0, backoff_limit=3600.0)
+"""A worker that dies is not started again while a test lasts, unless it is asked for."""
+
+QUICK_PROBES = RestartPolicy(budget=2, backoff=0.01, backoff_limit=0.2)
 
 
 @pytest.fixture(autouse=True)
@@ -160,22 +165,73 @@ def test_worker_that_is_stopped_while_idle_is_told_from_one_that_waits(
         assert_answers(master.predict(rows(4)), rows(4))
 
 
+@pytest.mark.timeout(120)
+def test_pool_heals_by_itself_after_workers_were_killed_as_fast_as_they_came(
+    fake_model: FakeModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Master(fake_model(), 2, engine="fake", verify="never", restart=QUICK_PROBES) as master:
+        waiting = [master.submit(rows(1)) for _ in range(20)]
+        kills = 0
+        last = time.monotonic() + 3.0
+        while time.monotonic() < last or "failed" not in healths(caplog):
+            for pid in pids(master):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    kills += 1
+            waiting.append(master.submit(rows(1)))
+            assert kills < 2000
+            time.sleep(0.1)  # the pace of the kills, and no wait for anything
+        assert kills >= 6
+        assert master.wait_ready(60.0).serving == 2
+        assert_answers(master.predict(rows(4)), rows(4))
+        # Each is answered, or says what the pool suffers from.
+        for future in waiting:
+            exc = future.exception(20.0)
+            assert exc is None or (isinstance(exc, WorkerDiedError) and "SIGKILL" in str(exc))
+        wait_until(lambda: healths(caplog)[-1] == "ready")
+
+
+@pytest.mark.timeout(120)
+def test_requests_fail_at_once_until_a_worker_can_load_the_model_again(
+    fake_model: FakeModel,
+) -> None:
+    model = fake_model()
+    content = model.read_text("utf-8")
+    with Master(model, 2, engine="fake", verify="never", restart=QUICK_PROBES) as master:
+        model.unlink()
+        for pid in pids(master):
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: master.health().state == "failed", timeout=30.0)
+        tried = sum(worker.restarts for worker in master.statistics().workers)
+        with pytest.raises(WorkerDiedError, match=model.name):
+            master.predict(rows(1), timeout=math.inf)
+        with pytest.raises(ReadyTimeoutError, match=rf"failed: 0 of 2 .*{model.name}"):
+            master.wait_ready(0.1)
+        wait_until(
+            lambda: sum(w.restarts for w in master.statistics().workers) > tried + 2, timeout=60.0
+        )
+        assert master.health().state == "failed"
+        model.write_text(content, "utf-8")
+        assert master.wait_ready(60.0).serving == 2
+        assert_answers(master.predict(rows(4)), rows(4))
+
+
 def test_crash_loop_ends_in_a_clear_state_and_workers_can_be_asked_for_again(
     fake_model: FakeModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = fake_model()
     content = model.read_text("utf-8")
-    restart = RestartPolicy(budget=2, backoff=0.01)
+    restart = RestartPolicy(budget=2, backoff=0.01, backoff_limit=3600.0)
     with Master(model, 2, engine="fake", verify="never", restart=restart) as master:
         model.unlink()
         for index, state in enumerate(("degraded", "failed")):
             os.kill(pids(master)[0], signal.SIGKILL)
-            wait_until(lambda n=index: str(master.health()).count("given up after 2") > n)  # type: ignore[misc]
+            wait_until(lambda n=index: str(master.health()).count("past its budget of 2") > n)  # type: ignore[misc]
             health = master.health()
             assert (health.state, health.serving) == (state, 1 - index)
             assert model.name in str(health)
-            with pytest.raises(WorkerDiedError, match=r"worker 0 .*was given up"):
-                master.wait_ready(5.0)
+            with pytest.raises(ReadyTimeoutError, match=r"worker 0 .* is past its budget of 2"):
+                master.wait_ready(0.1)
         start = time.monotonic()
         with pytest.raises(WorkerDiedError, match=model.name):
             master.predict(rows(1))
@@ -465,7 +521,7 @@ def test_closing_ends_the_replacing(fake_model: FakeModel) -> None:
 def test_workers_are_recycled_after_so_many_requests_and_never_together(
     fake_model: FakeModel,
 ) -> None:
-    restart = RestartPolicy(budget=0, max_requests=5)
+    restart = replace(NO_BUDGET, max_requests=5)
     with Master(fake_model(), 2, engine="fake", verify="never", restart=restart) as master:
         before = {*pids(master)}
         fewest = 2
@@ -484,7 +540,7 @@ def test_workers_are_recycled_after_so_many_requests_and_never_together(
 
 def test_workers_that_have_grown_are_recycled(fake_model: FakeModel) -> None:
     # Every process has more than a byte of its own; one that has answered nothing yet as well.
-    restart = RestartPolicy(budget=0, max_memory_bytes=1)
+    restart = replace(NO_BUDGET, max_memory_bytes=1)
     with Master(fake_model(), 1, engine="fake", verify="never", restart=restart) as master:
         before = pids(master)
         with traffic(master, threads=1):
