@@ -3,16 +3,21 @@
 It decides nothing: who is started, sent to and killed is the pool's to say, and what comes is for it
 to judge.
 
-Ownership: a `Fleet` owns the runtime folder, the socket, the worker processes and what forwards their
-output, from `open` to `close`. The supervisor's lock guards every method.
+Each start has two random tokens, which the worker learns over its lifeline. It shows one in HELLO, and the
+master the other in BUILD: so neither serves a stranger, whoever it was that it was connected to.
+
+Ownership: a `Fleet` owns the transport, the worker processes and what forwards their output, from `open` to
+`close`. The supervisor's lock guards every method.
 """
 
 import hmac
 import logging
 import os
 import secrets
+import select
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 
 from mcinfer.children import Inherited
 from mcinfer.errors import ProtocolError
@@ -34,7 +39,13 @@ from mcinfer.runtime_folder import RuntimeFolder
 from mcinfer.shm.arena import Arena
 from mcinfer.shm.block import Block
 from mcinfer.staging import Job
-from mcinfer.transport import Router, SendError
+from mcinfer.transport import (
+    MasterTransport,
+    SendError,
+    SocketPairMaster,
+    TransportKind,
+    ZeroMQMaster,
+)
 
 _log = logging.getLogger("mcinfer.master")
 
@@ -49,11 +60,9 @@ _STANDINGS = {
 DESCRIPTORS_TO_OPEN = 24
 """Of this process, that a pool must find free for itself."""
 
-DESCRIPTORS_OF_A_WORKER = 13
-"""Likewise, for each of its workers."""
-
-_DESCRIPTORS_TO_CONNECT = 5
-"""More than libzmq takes: it ends the process where it finds none."""
+DESCRIPTORS_OF_A_WORKER = 14
+"""Likewise, for each of its workers: while it is started. What is free again after that is more than its
+connection takes, for which libzmq must find one, or it ends the process."""
 
 
 class UnreachableError(OSError):
@@ -65,11 +74,15 @@ class Fleet:
 
     Attributes:
         processes: By index of the worker, those that run.
-        fd: Of the socket, to wait for messages.
+        fd: To wait for messages.
     """
 
     def __init__(
-        self, builds: Sequence[Build], arena: Arena, most_memory: Sequence[int | None]
+        self,
+        builds: Sequence[Build],
+        arena: Arena,
+        most_memory: Sequence[int | None],
+        transport: TransportKind = "zeromq",
     ) -> None:
         """Take what there is to know of the workers; nothing is opened before `open`.
 
@@ -77,30 +90,39 @@ class Fleet:
             builds: For each worker.
             arena: Where the blocks are that its jobs speak of.
             most_memory: For each worker, bytes of its own that it may have.
+            transport: What messages go by.
         """
         self.processes: dict[int, WorkerProcess] = {}
         self._builds = builds
         self._arena = arena
         self._most_memory = most_memory
-        self._inherited = Inherited.now()
+        self._kind: TransportKind = transport
         self._peers: dict[bytes, int] = {}
-        self._starts = 0
 
     def open(self) -> None:
-        """Make the folder, the socket, and the thread that forwards output.
+        """Make the transport, and the thread that forwards output.
 
         Raises:
             OSError: The system has no descriptor, thread or folder left for it; nothing is left open.
         """
         _check_descriptors(DESCRIPTORS_TO_OPEN + DESCRIPTORS_OF_A_WORKER * len(self._builds))
         with ExitStack() as opened:
-            self._folder = RuntimeFolder()
-            opened.callback(self._folder.remove)
-            self._router = Router()
-            opened.callback(self._router.close)
+            self._transport = self._open_transport()
+            opened.callback(self._transport.close)
+            self._poll = select.epoll()
+            opened.callback(self._poll.close)
             self._output = OutputForwarder()
             opened.pop_all()
-        self.fd = self._router.fd
+        # A set of its own can be waited for in the place of what is in it; one descriptor needs none.
+        self.fd = self._poll.fileno()
+        if self._transport.fds:
+            (self.fd,) = self._transport.fds
+
+    def _open_transport(self) -> MasterTransport:
+        if self._kind == "socketpair":
+            return SocketPairMaster()
+        with RuntimeFolder() as folder:
+            return ZeroMQMaster(*folder.listen())
 
     def close_socket(self) -> None:
         """Nothing is sent or received any more; processes that are left lose their lifelines."""
@@ -108,11 +130,11 @@ class Fleet:
             process.abandon()
         self.processes.clear()
         self._peers.clear()
-        self._router.close()
+        self._poll.close()
+        self._transport.close()
 
     def close(self, seconds: float) -> None:
-        """After `close_socket`: the folder, and, within so many seconds, what was printed last."""
-        self._folder.remove()
+        """After `close_socket`: within so many seconds, what was printed last."""
         self._output.close(seconds)
 
     # Processes.
@@ -124,37 +146,35 @@ class Fleet:
             OSError: The system cannot.
         """
         _check_descriptors(DESCRIPTORS_OF_A_WORKER)
-        # Another one for each start: libzmq takes its time to give up that of the process before.
-        self._starts += 1
-        endpoint = self._folder.endpoint(self._starts)
-        process = WorkerProcess(
-            index,
-            self._builds[index].device,
-            endpoint=endpoint,
-            token=secrets.token_hex(16),
-            output=self._output,
-            inherited=self._inherited,
-            most_memory=self._most_memory[index],
-        )
+        with ExitStack() as opened:
+            connection = self._transport.add(index)
+            opened.callback(self._transport.remove, index)
+            process = WorkerProcess(
+                index,
+                self._builds[index].device,
+                transport=self._kind,
+                connection=connection,
+                hello_token=secrets.token_hex(16),
+                build_token=secrets.token_hex(16),
+                output=self._output,
+                most_memory=self._most_memory[index],
+            )
+            opened.pop_all()
+        self._transport.started(index)
+        fd = self._transport.worker_fd(index)
+        if fd is not None:
+            self._poll.register(fd, select.EPOLLIN)
         self.processes[index] = process
         return process
-
-    def let_connect(self, index: int) -> bool:
-        """Let a worker connect that has asked to; False if this process has no descriptors for that now."""
-        process = self.processes[index]
-        try:
-            _check_descriptors(_DESCRIPTORS_TO_CONNECT)
-            self._router.open_door(process.endpoint, process.pid)
-        except OSError:
-            return False
-        process.may_connect = True
-        process.lifeline.let_connect()
-        return True
 
     def remove(self, index: int) -> WorkerProcess:
         """Forget a process that has ended; it is to be reaped."""
         process = self.processes.pop(index)
-        self._router.remove_door(process.endpoint)
+        fd = self._transport.worker_fd(index)
+        if fd is not None:
+            with suppress(FileNotFoundError):  # it had ended, see `_receive`
+                self._poll.unregister(fd)
+        self._transport.remove(index)
         if process.peer is not None:
             del self._peers[process.peer]
         return process
@@ -178,9 +198,9 @@ class Fleet:
         """The next message and the worker that it is of; None when there is nothing more.
 
         What a worker sent that is no message is given as the error. A stranger that shows a worker's token is
-        that worker from then on, and its door is shut; what other strangers send, and outlaws, has no worker.
+        that worker from then on; what other strangers send, and outlaws, has no worker.
         """
-        received = self._router.receive()
+        received = self._receive()
         if received is None:
             return None
         peer, data = received
@@ -195,14 +215,23 @@ class Fleet:
             return index, exc
         return (self._greet(peer, message) if index is None else index), message
 
+    def _receive(self) -> tuple[bytes, bytes] | None:
+        """The next message and its peer."""
+        received = self._transport.receive()
+        if received is None and not self._transport.fds:
+            self._transport.note_ready([fd for fd, _ in self._poll.poll(0)])
+            received = self._transport.receive()
+            for fd in self._transport.take_ended():
+                self._poll.unregister(fd)
+        return received
+
     def _greet(self, peer: bytes, message: Message) -> int | None:
         """Whose message this is, if it is the HELLO of a worker of ours with its token."""
         if isinstance(message, Hello) and message.version == VERSION:
             token = message.token.encode(errors="surrogatepass")  # whatever text it may be
             for index, process in self.processes.items():
                 known = process.peer is None and message.pid == process.pid
-                if known and hmac.compare_digest(token, process.token.encode()):
-                    self._router.shut_door(process.endpoint)
+                if known and hmac.compare_digest(token, process.hello_token.encode()):
                     process.peer = peer
                     self._peers[peer] = index
                     return index
@@ -227,6 +256,9 @@ class Fleet:
         Raises:
             UnreachableError: It cannot be reached.
         """
+        process = self.processes.get(index)
+        if process is not None and isinstance(message, Build):
+            message = replace(message, token=process.build_token)
         self._send_data(index, encode(message))
 
     def send_run(self, index: int, jobs: Sequence[tuple[Job, int]]) -> None:
@@ -270,7 +302,7 @@ class Fleet:
         if process is None or process.peer is None:
             return
         try:
-            self._router.send(process.peer, data)
+            self._transport.send(process.peer, data)
         except SendError as exc:
             raise UnreachableError(f"cannot be reached: {exc}") from exc
 

@@ -48,6 +48,7 @@ from mcinfer.staging import Arrays, Inputs, Job, Stager
 from mcinfer.statistics import Health, Statistics
 from mcinfer.supervisor import Supervisor
 from mcinfer.tracing import TraceHook
+from mcinfer.transport import TRANSPORTS, TransportKind
 from mcinfer.waiting_threads import WaitingThreads
 
 _log = logging.getLogger("mcinfer.master")
@@ -92,6 +93,9 @@ class Master:
             one worker, which is its answer, and in pieces beside; what that shows is recorded in the cache
             (see `split`). ``"always"``: every request is compared, which takes twice the work.
             ``"never"``: what the arguments and the model's symbols say is believed, and nothing is learned.
+        transport: What messages to and from workers go by; tensors lie in shared memory with either.
+            ``"zeromq"``: one socket for all workers. ``"socketpair"``: a pair of Unix sockets for each, which
+            takes some microseconds less per request, and no thread.
 
     Raises:
         InvalidInputError: An argument does not fit.
@@ -113,6 +117,7 @@ class Master:
         batch_axes: Axes | None = None,
         output_axes: Axes | None = None,
         verify: Verify = "first",
+        transport: TransportKind = "zeromq",
     ) -> None:
         self._timeouts = timeouts
         self._limits = limits
@@ -141,6 +146,9 @@ class Master:
             raise InvalidInputError(
                 f"verify: got {verify!r}, expected 'first', 'always' or 'never'"
             )
+        if not isinstance(transport, str) or transport not in TRANSPORTS:
+            expected = " or ".join(map(repr, TRANSPORTS))
+            raise InvalidInputError(f"transport: got {transport!r}, expected {expected}")
         self._verify: Verify = verify
         self._said = _said(batch_axes, output_axes)
         check_count("max_batch_size", max_batch_size, 1)
@@ -184,6 +192,7 @@ class Master:
             max_batch_size=max_batch_size,
             max_delay=max_delay,
             trace=trace,
+            transport=transport,
         )
         self._workers = len(builds)
         self._engine = engine

@@ -56,6 +56,7 @@ from mcinfer.shard_queue import ShardId
 from mcinfer.shm.arena import Arena
 from mcinfer.staging import Arrays, Job
 from mcinfer.statistics import Health, Statistics
+from mcinfer.transport import TransportKind
 from mcinfer.watch import Watch
 
 _MOST_MESSAGES = 256
@@ -66,9 +67,6 @@ _MEMORY_LOOKS = 1.0
 
 _MOST_NOTES = 100
 """Different ones that are logged."""
-
-_CONNECTING_LOOKS = 0.1
-"""Seconds between two looks for descriptors that a worker's connection needs."""
 
 _LEVELS = {"degraded": logging.WARNING, "failed": logging.ERROR}
 
@@ -98,6 +96,7 @@ class Pool:
         max_batch_size: int,
         max_delay: float,
         tracing: bool,
+        transport: TransportKind,
         answers: Answers,
         records: Records,
         watch: Watch,
@@ -115,6 +114,7 @@ class Pool:
             max_batch_size: Rows of one run that requests may be joined to.
             max_delay: Seconds that a request may wait for others to join it.
             tracing: Whether a settled request is to have a trace.
+            transport: What messages to and from workers go by.
             answers: Takes what is settled.
             records: Takes what is to be logged.
             watch: The I/O thread's, for what it has to wait for.
@@ -132,7 +132,7 @@ class Pool:
             tracing=tracing,
         )
         most_memory = memory_limits(builds, limits.worker_memory_bytes, usable_memory())
-        self._fleet = Fleet(builds, arena, most_memory)
+        self._fleet = Fleet(builds, arena, most_memory, transport)
         self._builds = builds
         self._timeouts = timeouts
         self._limits = limits
@@ -144,7 +144,6 @@ class Pool:
         self._jobs: dict[int, Job] = {}
         self._next_number = 0
         self._memory_look = math.inf if restart.max_memory_bytes is None else 0.0
-        self._connecting: list[int] = []
         self._notes: set[str] = set()
         self.started: Future[BuildFinish] = Future()
         self.restarted: Future[None] = Future()
@@ -345,8 +344,7 @@ class Pool:
     def next_look(self) -> float:
         """When `look` is to be called, if nothing ends the wait before."""
         due = self._scheduler.next_time()
-        look = min(self._memory_look, math.inf if due is None else due)
-        return min(look, monotonic() + _CONNECTING_LOOKS) if self._connecting else look
+        return min(self._memory_look, math.inf if due is None else due)
 
     def look(self, ready: Sequence[int]) -> None:
         """After a wait, which gave these descriptors: take messages, deaths, and all that is due."""
@@ -355,27 +353,10 @@ class Pool:
         for index, process in [*self._fleet.processes.items()]:
             if process.pidfd in ready:
                 self._bury(index, now)
-            elif process.lifeline.fd in ready:
-                self._watch.remove(process.lifeline.fd)
-                if process.lifeline.was_asked():
-                    self._connecting.append(index)
-        self._let_connect()
         self._look_at_memory(now)
         due = self._scheduler.next_time()
         if due is not None and due <= now:
             self._carry_out(self._scheduler.handle_time(now))
-
-    def _let_connect(self) -> None:
-        """Let workers connect as soon as there are descriptors for that."""
-        waiting, self._connecting = self._connecting, []
-        for index in waiting:
-            process = self._fleet.processes.get(index)
-            if (
-                process is not None
-                and not process.may_connect
-                and not self._fleet.let_connect(index)
-            ):
-                self._connecting.append(index)
 
     def _look_at_memory(self, now: float) -> None:
         """Where the policy asks for it, see which worker has grown too large."""
@@ -391,8 +372,6 @@ class Pool:
         """A worker's process has ended."""
         process = self._fleet.remove(index)
         self._watch.remove(process.pidfd)
-        with suppress(OSError):  # it had asked to connect
-            self._watch.remove(process.lifeline.fd)
         # What it had begun it had taken the permit for; the answer before that may have been lost with it.
         ahead_begun = self._scheduler.has_ahead(index) and not process.permits.take()
         stacks = process.stacks()
@@ -577,7 +556,6 @@ class Pool:
             how = f"could not be started: {exc}"
             return self._scheduler.handle_died(monotonic(), worker, how)
         self._watch.add(process.pidfd)
-        self._watch.add(process.lifeline.fd)
         self._scheduler.handle_started(worker, process.pid)
         self._records.add(logging.INFO, "%s started", self._scheduler.name(worker))
         return []

@@ -21,6 +21,7 @@ from mcinfer.children import Inherited, command, environment
 from mcinfer.permits import Permits
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.stack_report import REQUEST, StackReport
+from mcinfer.transport import TransportKind
 from mcinfer.wakeup import WakeUp
 
 _log = logging.getLogger("mcinfer.master")
@@ -41,12 +42,11 @@ class WorkerProcess:
         pidfd: Readable once it has ended.
         lifeline: The master's end.
         permits: For the runs that it is sent.
-        endpoint: Where it is to connect.
-        token: What it must show in HELLO.
-        peer: Its ZeroMQ identity, once it has.
+        hello_token: What it must show in HELLO.
+        build_token: What the master must show it in BUILD.
+        peer: The transport's name for it, once it has said who it is.
         attached: Numbers of the blocks that it was given.
         weights: Versions of the weights that it was told of.
-        may_connect: Whether it was let connect.
         outlawed: Whether it broke the protocol: nothing more of what it sends is read.
     """
 
@@ -55,8 +55,10 @@ class WorkerProcess:
         index: int,
         device: str,
         *,
-        endpoint: str,
-        token: str,
+        transport: TransportKind,
+        connection: int,
+        hello_token: str,
+        build_token: str,
         output: "OutputForwarder",
         inherited: Inherited,
         most_memory: int | None = None,
@@ -66,8 +68,10 @@ class WorkerProcess:
         Args:
             index: Of the worker.
             device: Likewise.
-            endpoint: Where it is to connect.
-            token: What it is to show there.
+            transport: What messages go by.
+            connection: The descriptor that it is to inherit for that.
+            hello_token: What it is to show in HELLO.
+            build_token: What it is to be shown in BUILD.
             output: For what it prints.
             inherited: Where it imports from, and works.
             most_memory: Bytes of its own that it may have; None is no limit.
@@ -75,12 +79,11 @@ class WorkerProcess:
         Raises:
             OSError: The system cannot start a process.
         """
-        self.endpoint = endpoint
-        self.token = token
+        self.hello_token = hello_token
+        self.build_token = build_token
         self.peer: bytes | None = None
         self.attached: set[int] = set()
         self.weights: set[int] = set()
-        self.may_connect = False
         self.outlawed = False
         with contextlib.ExitStack() as opened:
             self.permits = Permits.create()
@@ -89,11 +92,13 @@ class WorkerProcess:
             opened.callback(self._stacks.close)
             self.lifeline, theirs = Lifeline.pair()
             opened.callback(self.lifeline.close)
-            given = [theirs.fileno(), self.permits.fd, self._stacks.fd]
+            given = [theirs.fileno(), connection, self.permits.fd, self._stacks.fd]
             greeting = {
                 "master": os.getpid(),
-                "endpoint": endpoint,
-                "token": token,
+                "transport": transport,
+                "connection": connection,
+                "hello_token": hello_token,
+                "build_token": build_token,
                 "permits": self.permits.fd,
                 "stacks": self._stacks.fd,
                 "most_memory": most_memory,

@@ -41,7 +41,7 @@ from mcinfer.fields import (
 )
 from mcinfer.specs import STRING
 
-VERSION = 3
+VERSION = 4
 """Raised with each change that an older peer would misread; HELLO carries it."""
 
 MOST_MESSAGE_BYTES = 16 << 20
@@ -261,7 +261,11 @@ class Exit(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello(Message):
-    """Worker to master, first of all: who it is. The token proves that the master started it."""
+    """Worker to master, first of all: who it is.
+
+    Attributes:
+        token: The first of the greeting's: it proves that the master started this worker.
+    """
 
     ID = HELLO
     CHECKS = {"version": is_count, "pid": is_count, "token": is_text}
@@ -280,6 +284,7 @@ class Build(Message):
         shared: Whether other workers run on the same cores, so that waiting threads must not spin.
         prepare: As in `mcinfer.config.EngineOptions`.
         variable_weights: Names of weights that are to be replaceable.
+        token: The second of the greeting's: it proves that this is the master that started the worker.
     """
 
     ID = BUILD
@@ -296,6 +301,7 @@ class Build(Message):
         "variable_weights": is_texts,
         "session_config": is_text_map,
         "provider_options": is_text_map,
+        "token": is_text,
     }
     model: str
     engine: str
@@ -309,6 +315,7 @@ class Build(Message):
     variable_weights: tuple[str, ...] = ()
     session_config: dict[str, str]
     provider_options: dict[str, str]
+    token: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ canceller may read it, under the lock, and keeps what is not for it in `_inbox`.
 """
 
 import ctypes
+import hmac
 import logging
 import os
 import select
@@ -19,6 +20,7 @@ import time
 import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -42,6 +44,7 @@ from mcinfer.errors import (
 )
 from mcinfer.fields import TensorFields, TensorRef
 from mcinfer.joined_runs import JoinedRuns
+from mcinfer.parent_watch import ORPHANED
 from mcinfer.permits import Permits
 from mcinfer.protocol import (
     MOST_STRINGS,
@@ -68,7 +71,10 @@ from mcinfer.shm.arena import align
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, TensorSpec, tensor_bytes
-from mcinfer.transport import Dealer
+from mcinfer.transport import WorkerTransport
+
+STRANGER = 77
+"""Exit status of a worker that was sent BUILD by who is not its master: EX_NOPERM of sysexits.h."""
 
 _MOST_LAYOUTS = 64
 """Bound layouts that are kept, the least recently used goes first."""
@@ -84,13 +90,41 @@ _Layout = tuple[int, tuple[TensorRef, ...], tuple[TensorRef, ...]]
 _log = logging.getLogger("mcinfer.worker")
 
 
-def serve(endpoint: str, token: str, lifeline: Lifeline, permits: Permits, log_level: int) -> int:
-    """Serve the master at that endpoint until it says EXIT; the exit status."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """What a worker and its master know each other by; both came over the lifeline.
+
+    Attributes:
+        hello: What the worker shows.
+        build: What the master has to show, before anything is done for it.
+    """
+
+    hello: str
+    build: str
+
+
+class _StrangerError(ProtocolError):
+    """Who sent BUILD is not the master that started this worker."""
+
+
+def serve(
+    connection: WorkerTransport,
+    tokens: Tokens,
+    lifeline: Lifeline,
+    permits: Permits,
+    log_level: int,
+) -> int:
+    """Serve the master until it says EXIT; the exit status."""
     logging.basicConfig(level=log_level, format="%(levelname)s %(name)s: %(message)s")
-    server = Server(Dealer(endpoint), lifeline, permits)
+    server = Server(connection, tokens, lifeline, permits)
     try:
-        server.send(Hello(version=VERSION, pid=os.getpid(), token=token))
+        server.send(Hello(version=VERSION, pid=os.getpid(), token=tokens.hello))
         server.loop()
+    except _StrangerError as exc:
+        _log.error("%s; this worker does nothing for it, and ends", exc)
+        return STRANGER
+    except ConnectionError:
+        return ORPHANED
     except ProtocolError:
         _log.exception("the master's message does not fit")
         return 1
@@ -102,9 +136,12 @@ def serve(endpoint: str, token: str, lifeline: Lifeline, permits: Permits, log_l
 class Server:
     """A worker's side of its conversation with the master."""
 
-    def __init__(self, dealer: Dealer, lifeline: Lifeline, permits: Permits) -> None:
+    def __init__(
+        self, dealer: WorkerTransport, tokens: Tokens, lifeline: Lifeline, permits: Permits
+    ) -> None:
         """Take what joins it to the master; the dealer is this object's from now on."""
         self._dealer = dealer
+        self._tokens = tokens
         self._permits = permits
         self._lifeline = lifeline
         self._conversation = Conversation()
@@ -157,6 +194,7 @@ class Server:
             case UpdateWeights():
                 self._take_weights(message)
             case Build():
+                self._check_master(message)
                 self._answer(self._build(message))
         return not isinstance(message, Exit)
 
@@ -184,6 +222,14 @@ class Server:
         self._dealer.close()
 
     # Building.
+
+    def _check_master(self, message: Build) -> None:
+        """Raise `_StrangerError` unless the master is this worker's. Before BUILD only EXIT may come."""
+        shown, expected = (
+            token.encode(errors="surrogatepass") for token in (message.token, self._tokens.build)
+        )
+        if not hmac.compare_digest(shown, expected):
+            raise _StrangerError("BUILD does not show the token of the master that started this")
 
     def _build(self, message: Build) -> Message:
         start = time.perf_counter()

@@ -45,6 +45,7 @@ from mcinfer.shm.arena import Arena
 from mcinfer.staging import Arrays, Job
 from mcinfer.statistics import Health, Statistics
 from mcinfer.tracing import TraceHook
+from mcinfer.transport import TransportKind
 from mcinfer.waiting_line import WaitingLine
 from mcinfer.wakeup import WakeUp
 from mcinfer.watch import LONGEST_WAIT, Watch
@@ -73,6 +74,7 @@ class Supervisor:
         max_batch_size: int = 1,
         max_delay: float = 0.0,
         trace: TraceHook | None = None,
+        transport: TransportKind = "zeromq",
     ) -> None:
         """Take what is to be run; nothing starts before `start`."""
         self._timeouts = timeouts
@@ -106,6 +108,7 @@ class Supervisor:
             max_batch_size=max_batch_size,
             max_delay=max_delay,
             tracing=trace is not None,
+            transport=transport,
             answers=self._answers,
             records=self._records,
             watch=self._watch,

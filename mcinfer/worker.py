@@ -43,12 +43,13 @@ def main() -> int:
     else:
         os.environ["PYTHONPATH"] = start["pythonpath"]
     from mcinfer.permits import Permits
-    from mcinfer.serving import serve
+    from mcinfer.serving import Tokens, serve
+    from mcinfer.transport import connect
 
     permits = Permits.inherited(start["permits"])
-    if not lifeline.ask_to_connect():
-        return ORPHANED
-    status = serve(start["endpoint"], start["token"], lifeline, permits, start["log_level"])
+    connection = connect(start["transport"], start["connection"])
+    tokens = Tokens(hello=start["hello_token"], build=start["build_token"])
+    status = serve(connection, tokens, lifeline, permits, start["log_level"])
     del handler  # not before: it is called from C
     return status
 

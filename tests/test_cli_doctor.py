@@ -185,12 +185,12 @@ def test_ptrace_scope_matters_where_debuggers_cannot_attach(
 
 
 def test_runtime_folder_should_be_where_the_session_wants_it() -> None:
-    path = "/run/user/1000/mcinfer-1/s1"
-    check(judge_runtime_folder(path, None, ""), "ok", "/run/user/1000;", "27 of at most 107")
-    check(judge_runtime_folder(path, "/run/user/1000", ""), "ok")
-    elsewhere = judge_runtime_folder("/other/mcinfer-1/s1", "/run/user/1000", "")
+    place = Path("/run/user/1000")
+    check(judge_runtime_folder(place, None, ""), "ok", "/run/user/1000")
+    check(judge_runtime_folder(place, "/run/user/1000", ""), "ok")
+    elsewhere = judge_runtime_folder(Path("/other"), "/run/user/1000", "")
     check(elsewhere, "warning", "/other;", "XDG_RUNTIME_DIR, /run/user/1000, cannot be used")
-    check(judge_runtime_folder(None, None, "too long"), "problem", "too long", "TMPDIR")
+    check(judge_runtime_folder(None, None, "no place"), "problem", "no place", "TMPDIR")
 
 
 def cache(mode: int | None = 0o700, free: int = 90 * GIB) -> CacheFacts:
@@ -341,7 +341,7 @@ def test_doctor_says_what_to_do_where_no_pool_can_start(tmp_path: Path) -> None:
     assert files.startswith("problem  open files: 30, 30 at most; ")
     assert " -> a higher hard limit" in files
     assert "MCINFER_CACHE_LIMIT: got 'lots', expected bytes" in cache_limit
-    assert "37 descriptors are needed" in pool
+    assert "38 descriptors are needed" in pool
 
 
 def test_cache_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

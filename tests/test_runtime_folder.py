@@ -1,231 +1,197 @@
-"""Tests of mcinfer/runtime_folder.py: where a master's socket lies, and what becomes of it."""
+"""Tests of mcinfer/runtime_folder.py: where a master's socket is made, and who may have a part in that."""
 
 import os
+import socket
 import stat
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from mcinfer.runtime_folder import RuntimeFolder
-from mcinfer.transport import Dealer, Router
 
-ROOT = Path(__file__).parents[1]
-MOST_PATH_BYTES = 107  # unix(7): sun_path, without the zero at its end
-
-MAKE_A_FOLDER = """
-import sys
-from pathlib import Path
-from mcinfer.runtime_folder import RuntimeFolder
-if len(sys.argv) > 1:
-    Path("/proc/self/comm").write_text(sys.argv[1])  # the name in /proc/PID/stat
-print(RuntimeFolder().endpoint(0), flush=True)
-sys.stdin.read()
-"""
-
-
-def path_of(folder: RuntimeFolder) -> Path:
-    return Path(folder.endpoint(0).removeprefix("ipc://")).parent
+OTHER_USER = 12345
 
 
 @pytest.fixture(autouse=True)
-def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty place of first choice, with a path as short as those on a real machine."""
-    with tempfile.TemporaryDirectory(prefix="rf") as place:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", place)
-        yield Path(place)
+def first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty place of first choice; the second one is `second`."""
+    place = tmp_path / "first"
+    place.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
+    return place
 
 
-@contextmanager
-def another_master(*arguments: str) -> Iterator[tuple["subprocess.Popen[str]", Path]]:
-    """A process with a folder of its own, alive until the end of the block."""
-    with subprocess.Popen(
-        [sys.executable, "-c", MAKE_A_FOLDER, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    ) as process:
-        assert process.stdout is not None
-        endpoint = process.stdout.readline().strip()
-        yield process, Path(endpoint.removeprefix("ipc://")).parent
-        process.kill()
+@pytest.fixture(autouse=True)
+def second(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "second"
+    place.mkdir(mode=0o700)
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    before = len(os.listdir("/proc/self/fd"))
+    yield place
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_folder_is_for_its_owner_only_and_goes_with_what_is_in_it(parent: Path) -> None:
-    folder = RuntimeFolder()
-    path = path_of(folder)
-    assert path.parent == parent
-    assert stat.S_IMODE(path.stat().st_mode) == 0o700
-    assert [*path.iterdir()] == []
-    (path / "s").touch()
-    (path / "more").mkdir()
-    folder.remove()
-    assert [*parent.iterdir()] == []
-    folder.remove()
+def chosen() -> Path:
+    with RuntimeFolder() as folder:
+        return folder.place
 
 
-def test_folders_of_one_process_are_different_and_leave_each_other_alone(parent: Path) -> None:
-    folders = [RuntimeFolder() for _ in range(3)]
-    assert len({folder.endpoint(0) for folder in folders}) == 3
-    assert len([*parent.iterdir()]) == 3
-    for folder in folders:
-        folder.remove()
+def test_folder_is_for_its_owner_only_and_goes_at_its_end(first: Path) -> None:
+    with RuntimeFolder() as folder:
+        (path,) = first.iterdir()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+        assert os.path.samestat(path.stat(), os.fstat(folder.fd))
+        assert not os.get_inheritable(folder.fd)
+        with RuntimeFolder():
+            assert len([*first.iterdir()]) == 2
+    assert [*first.iterdir()] == []
 
 
-def test_socket_can_be_bound_and_reached_at_the_endpoint() -> None:
-    folder = RuntimeFolder()
-    router = Router()
-    router.open_door(folder.endpoint(3), os.getpid())
-    dealer = Dealer(folder.endpoint(3))
-    assert path_of(folder).joinpath("s3").is_socket()
-    dealer.close()
-    router.close()
-    folder.remove()
+def test_socket_is_reached_by_the_handle_alone(first: Path) -> None:
+    with RuntimeFolder() as folder:
+        listener, handle = folder.listen()
+        (path,) = first.iterdir()
+        assert [*path.iterdir()] == []
+    assert [*first.iterdir()] == []
+    assert not os.get_inheritable(handle)
+    with listener, socket.socket(socket.AF_UNIX) as client:
+        client.connect(f"/proc/self/fd/{handle}")
+        connection, _ = listener.accept()
+        connection.close()
+    os.close(handle)
+
+
+def test_place_may_have_a_path_longer_than_that_of_a_socket(
+    monkeypatch: pytest.MonkeyPatch, first: Path
+) -> None:
+    place = first / ("d" * 200)
+    place.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
+    with RuntimeFolder() as folder:
+        listener, handle = folder.listen()
+        assert folder.place == place
+    listener.close()
+    os.close(handle)
 
 
 # Where it lies.
 
 
-def test_place_that_does_not_exist_is_passed_over(
-    monkeypatch: pytest.MonkeyPatch, parent: Path
+@pytest.mark.parametrize("mode", [0o2775, 0o775, 0o770, 0o777, 0o707, 0o702])
+def test_place_that_others_can_change_is_passed_over(first: Path, second: Path, mode: int) -> None:
+    first.chmod(mode)
+    assert chosen() == second
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o1777, 0o3775])
+def test_place_where_others_cannot_rename_what_is_mine_will_do(first: Path, mode: int) -> None:
+    first.chmod(mode)
+    assert chosen() == first
+
+
+def test_place_of_another_user_is_passed_over(first: Path, second: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can give a folder away")
+    os.chown(first, OTHER_USER, OTHER_USER)
+    assert chosen() == second
+
+
+def test_place_may_be_reached_through_a_link(
+    monkeypatch: pytest.MonkeyPatch, first: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(parent / "none"))
-    monkeypatch.setattr(tempfile, "tempdir", str(parent))
-    folder = RuntimeFolder()
-    assert path_of(folder).parent == parent
-    folder.remove()
+    link = tmp_path / "link"
+    link.symlink_to(first)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(link))
+    assert chosen() == link
+    first.chmod(0o777)
+    assert chosen() != link
+
+
+def test_place_that_does_not_exist_is_passed_over(first: Path, second: Path) -> None:
+    first.rmdir()
+    assert chosen() == second
+    first.touch()
+    assert chosen() == second
 
 
 @pytest.mark.parametrize("value", [None, ""])
 def test_without_a_runtime_directory_the_temporary_one_serves(
-    monkeypatch: pytest.MonkeyPatch, parent: Path, value: str | None
+    monkeypatch: pytest.MonkeyPatch, second: Path, value: str | None
 ) -> None:
     if value is None:
         monkeypatch.delenv("XDG_RUNTIME_DIR")
     else:
         monkeypatch.setenv("XDG_RUNTIME_DIR", value)
-    monkeypatch.setattr(tempfile, "tempdir", str(parent))
-    folder = RuntimeFolder()
-    assert path_of(folder).parent == parent
-    folder.remove()
+    assert chosen() == second
 
 
-@pytest.mark.parametrize("more", [0, 1])
-def test_place_whose_paths_are_too_long_for_a_socket_is_passed_over(
-    monkeypatch: pytest.MonkeyPatch, parent: Path, more: int
+def test_no_place_at_all_is_an_os_error_that_says_of_each_why(
+    monkeypatch: pytest.MonkeyPatch, first: Path, second: Path
 ) -> None:
-    probe = RuntimeFolder()
-    room = MOST_PATH_BYTES - len(os.fsencode(probe.endpoint(99_999_999).removeprefix("ipc://")))
-    probe.remove()
-    place = parent / ("d" * (room - 1 + more))
-    place.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
-    monkeypatch.setattr(tempfile, "tempdir", str(parent))
-    folder = RuntimeFolder()
-    assert path_of(folder).parent == (place if more == 0 else parent)
-    router = Router()
-    router.open_door(
-        folder.endpoint(99_999_999), os.getpid()
-    )  # ZeroMQ agrees that it is short enough
-    router.close()
-    folder.remove()
-
-
-def test_bytes_count_and_not_characters(monkeypatch: pytest.MonkeyPatch, parent: Path) -> None:
-    place = parent / ("ü" * 40)
-    place.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
-    monkeypatch.setattr(tempfile, "tempdir", str(parent))
-    folder = RuntimeFolder()
-    assert path_of(folder).parent == parent
-    folder.remove()
-
-
-def test_no_place_at_all_is_an_os_error(monkeypatch: pytest.MonkeyPatch, parent: Path) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(PermissionError, match="Permission denied"):
+    monkeypatch.setattr(os, "mkdir", refuse)
+    second.chmod(0o2775)
+    with pytest.raises(PermissionError) as caught:
         RuntimeFolder()
-    assert [*parent.iterdir()] == []
+    text = str(caught.value)
+    assert f"{first}: Permission denied; {second}: other users can change it (user" in text
+    assert "mode 2775" in text
+    assert [*first.iterdir()] == []
 
 
-# Sweeping.
+# What was made.
 
 
-def test_folder_of_a_master_that_was_killed_is_swept_by_the_next() -> None:
-    with another_master() as (process, path):
-        (path / "s").touch()
-        RuntimeFolder().remove()
-        assert path.is_dir()  # its master lives
-        process.kill()
-        process.wait()
-        RuntimeFolder().remove()
-        assert not path.exists()
+def test_folder_that_was_swapped_for_a_link_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, second: Path, tmp_path: Path
+) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    mkdir = os.mkdir
+
+    def swap(name: str, mode: int, *, dir_fd: int) -> None:
+        mkdir(name, mode, dir_fd=dir_fd)
+        if not [*second.iterdir()]:
+            os.rmdir(name, dir_fd=dir_fd)
+            os.symlink(theirs, name, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "mkdir", swap)
+    assert chosen() == second
 
 
-def test_masters_name_does_not_deceive_the_sweep() -> None:
-    with another_master(") S 1 (x y)") as (process, path):
-        assert ") S 1" in Path(f"/proc/{process.pid}/stat").read_text()
-        RuntimeFolder().remove()
-        assert path.is_dir()
-
-
-def test_folder_of_an_earlier_process_of_the_same_number_is_swept(parent: Path) -> None:
-    mine = RuntimeFolder()
-    prefix, namespace, pid, start, _ = path_of(mine).name.split("-")
-    old = parent / "-".join([prefix, namespace, pid, str(int(start) - 1), "aaaaaa"])
-    old.mkdir()
-    RuntimeFolder().remove()
-    assert not old.exists()
-    assert path_of(mine).is_dir()
-    mine.remove()
-
-
-def test_nothing_else_is_swept(parent: Path) -> None:
-    probe = RuntimeFolder()
-    prefix, namespace, pid, start, _ = path_of(probe).name.split("-")
-    probe.remove()
-    dead = str(int(start) - 1)
-    elsewhere = f"{int(namespace, 16) + 1:x}"
-    others = [
-        parent / name
-        for name in (
-            "mcinfer-",
-            "mcinfer-cache",
-            "mcinfer-1-2",
-            "mcinfer-x-y-z",
-            f"{prefix}-{elsewhere}-{pid}-{dead}-aaaaaa",  # in another container, on the same /tmp
-            f"x{prefix}-{namespace}-{pid}-{dead}-aaaaaa",
-        )
-    ]
-    for other in others:
-        other.mkdir()
-    file = parent / f"{prefix}-{namespace}-{pid}-{dead}-bbbbbb"
-    file.touch()
-    target = parent / "precious"
-    target.mkdir()
-    (target / "data").touch()
-    link = parent / f"{prefix}-{namespace}-{pid}-{dead}-cccccc"
-    link.symlink_to(target)
-    RuntimeFolder().remove()
-    assert all(path.exists() for path in (*others, file, link, target / "data"))
-
-
-def test_folder_of_another_user_is_not_swept(parent: Path) -> None:
-    if os.getuid() != 0:
+@pytest.mark.parametrize("fault", ["mode", "owner"])
+def test_folder_that_is_not_closed_to_others_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, first: Path, second: Path, fault: str
+) -> None:
+    if fault == "owner" and os.getuid() != 0:
         pytest.skip("only root can give a folder away")
-    probe = RuntimeFolder()
-    prefix, namespace, pid, start, _ = path_of(probe).name.split("-")
-    probe.remove()
-    other = parent / f"{prefix}-{namespace}-{pid}-{int(start) - 1}-aaaaaa"
-    other.mkdir()
-    os.chown(other, 12345, 12345)
-    RuntimeFolder().remove()
-    assert other.is_dir()
+    mkdir = os.mkdir
+
+    def spoil(name: str, mode: int, *, dir_fd: int) -> None:
+        mkdir(name, mode, dir_fd=dir_fd)
+        if [*first.iterdir()]:
+            if fault == "mode":
+                os.chmod(name, 0o710, dir_fd=dir_fd)  # noqa: S103 what must not be
+            else:
+                os.chown(name, OTHER_USER, OTHER_USER, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "mkdir", spoil)
+    assert chosen() == second
+    assert [*first.iterdir()] == []
+    assert [*second.iterdir()] == []
+
+
+def test_socket_is_made_in_the_folder_that_was_looked_at_though_it_was_swapped(first: Path) -> None:
+    with RuntimeFolder() as folder:
+        (path,) = first.iterdir()
+        path.rename(first / "moved")
+        path.mkdir()
+        listener, handle = folder.listen()
+        assert "moved" in os.readlink(f"/proc/self/fd/{handle}")
+        listener.close()
+        os.close(handle)
+    (first / "moved").rmdir()

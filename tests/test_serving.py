@@ -37,16 +37,16 @@ from mcinfer.protocol import (
     decode,
     encode,
 )
-from mcinfer.serving import serve
+from mcinfer.serving import STRANGER, Tokens, serve
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, numpy_dtype
-from mcinfer.transport import Router
+from mcinfer.transport import SocketPairMaster, SocketPairWorker
 from tests.process.waiting import wait_until
 
 PATIENCE = 20.0
 BLOCK_BYTES = 1 << 16
-TOKEN = "shown in HELLO"  # noqa: S105 no secret
+TOKENS = Tokens(hello="shown in HELLO", build="shown in BUILD")
 FLOAT = TensorProto.FLOAT
 
 Array = NDArray[Any]
@@ -55,16 +55,18 @@ Array = NDArray[Any]
 class Peer:
     """The master's side: the test says what to send, and sees what comes."""
 
-    def __init__(self, endpoint: str) -> None:
-        self.router = Router()
-        self.router.open_door(endpoint, os.getpid())
+    def __init__(self) -> None:
+        self.router = SocketPairMaster()
+        connection = SocketPairWorker(os.dup(self.router.add(0)))
+        self.router.started(0)
+        self.fd = self.router.worker_fd(0) or -1
         self.lifeline, theirs = Lifeline.pair()
         self.status: int | None = None
         worker = Lifeline.inherited(theirs.detach())
         self.permits = Permits.create()
 
         def work() -> None:
-            self.status = serve(endpoint, TOKEN, worker, self.permits, 0)
+            self.status = serve(connection, TOKENS, worker, self.permits, 0)
             worker.close()
 
         self.thread = threading.Thread(target=work)
@@ -76,9 +78,18 @@ class Peer:
 
     def _receive(self) -> tuple[bytes, bytes]:
         while (received := self.router.receive()) is None:
-            readable, _, _ = select.select([self.router.fd], [], [], PATIENCE)
+            readable, _, _ = select.select([self.fd], [], [], PATIENCE)
             assert readable
+            self.router.note_ready(readable)
         return received
+
+    def closes(self) -> bool:
+        """Whether the worker has closed without another word."""
+        for _ in range(2):  # the first may be that what was sent to it was not all read
+            self.router.note_ready(select.select([self.fd], [], [], PATIENCE)[0])
+            if self.router.receive() is not None:
+                return False
+        return self.router.take_ended() == [self.fd]
 
     def receive(self) -> Message:
         return decode(self._receive()[1])
@@ -90,8 +101,18 @@ class Peer:
             self.router.send(self.peer, encode(message))
 
     def build(
-        self, model: str, engine: str = "fake", variable_weights: tuple[str, ...] = ()
+        self,
+        model: str,
+        engine: str = "fake",
+        variable_weights: tuple[str, ...] = (),
+        token: str = TOKENS.build,
     ) -> Message:
+        self.ask_to_build(model, engine, variable_weights, token)
+        return self.receive()
+
+    def ask_to_build(
+        self, model: str, engine: str, variable_weights: tuple[str, ...], token: str
+    ) -> None:
         self.send(
             Build(
                 model=model,
@@ -105,9 +126,9 @@ class Peer:
                 variable_weights=variable_weights,
                 session_config={},
                 provider_options={},
+                token=token,
             )
         )
-        return self.receive()
 
     def attach(self, number: int) -> None:
         block = Block.create(number, BLOCK_BYTES)
@@ -196,8 +217,8 @@ class Peer:
 
 
 @pytest.fixture
-def peer(tmp_path: Path) -> Iterator[Peer]:
-    peer = Peer(f"ipc://{tmp_path / 's'}")
+def peer() -> Iterator[Peer]:
+    peer = Peer()
     yield peer
     peer.close()
 
@@ -245,7 +266,7 @@ def y_at(offset: int, rows: int = 3, block: int = 0) -> TensorRef:
 
 
 def test_worker_says_hello_builds_serves_and_ends(peer: Peer, tmp_path: Path) -> None:
-    assert peer.hello == Hello(version=VERSION, pid=os.getpid(), token=TOKEN)
+    assert peer.hello == Hello(version=VERSION, pid=os.getpid(), token=TOKENS.hello)
     built = peer.build(fake(tmp_path))
     assert isinstance(built, BuildFinish)
     assert built.inputs == (("x", "float32", ("batch",)),)
@@ -260,6 +281,36 @@ def test_worker_says_hello_builds_serves_and_ends(peer: Peer, tmp_path: Path) ->
     assert peer.fetch(reply.outputs[1]).tolist() == [3, 6, 9]
     peer.send(Exit())
     assert peer.finish() == 0
+
+
+@pytest.mark.parametrize("token", ["", "shown in BUILD ", TOKENS.hello, "\ud800"])
+def test_master_that_does_not_show_its_token_is_not_served(
+    peer: Peer, tmp_path: Path, caplog: pytest.LogCaptureFixture, token: str
+) -> None:
+    peer.ask_to_build(fake(tmp_path), "fake", (), token)
+    assert peer.finish() == STRANGER
+    (record,) = [record for record in caplog.records if record.name == "mcinfer.worker"]
+    assert "BUILD does not show the token of the master that started this" in record.getMessage()
+    assert peer.closes()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Attach(block=0, size=64),
+        Detach(block=0),
+        Cancel(request=0),
+        UpdateWeights(version=1, oldest=1, tensors=()),
+        Predict(request=0, shard=0, inputs=(), outputs=()),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_nothing_is_done_before_the_master_has_shown_its_token(
+    peer: Peer, message: Message
+) -> None:
+    peer.send(message)
+    assert peer.finish() == 1
+    assert peer.closes()
 
 
 @pytest.mark.parametrize(("model", "engine"), [("none.json", "fake"), ("none.onnx", "onnxruntime")])
@@ -763,7 +814,8 @@ def test_answer_that_no_message_can_carry_fails_its_run_and_the_next_is_served(
     assert peer.ask([("x", STRING, (1,), None, ("a",))]).outputs[0][4] == ("a",)
 
 
-def test_block_that_is_attached_twice_ends_the_worker(peer: Peer) -> None:
+def test_block_that_is_attached_twice_ends_the_worker(peer: Peer, tmp_path: Path) -> None:
+    peer.build(fake(tmp_path))
     peer.attach(0)
     peer.lifeline.send_block(0, BLOCK_BYTES, peer.blocks[0].fd)
     peer.send(Attach(block=0, size=BLOCK_BYTES))

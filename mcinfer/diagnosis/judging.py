@@ -1,6 +1,5 @@
 """The pure part of each check: from what there is to a verdict, and what to do."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,6 @@ _TASKS_OF_A_WORKER = 8
 
 _LIMIT_TO_ASK_FOR = 4096
 """Of descriptors or threads, where fewer would do for now."""
-
-_MOST_PATH_BYTES = 107
-"""Of a socket's path (unix(7))."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,20 +241,18 @@ def judge_gpus(gpus: Sequence[Gpu], failure: str, order: str, runtime: Runtime |
 # Folders.
 
 
-def judge_runtime_folder(path: str | None, wanted: str | None, failure: str) -> Finding:
-    """The folder of a pool's sockets.
+def judge_runtime_folder(place: Path | None, wanted: str | None, failure: str) -> Finding:
+    """Where a pool makes its socket.
 
     Args:
-        path: Of a socket, as it came out; None if there is no place for one.
+        place: The folder that will do; None if there is none.
         wanted: ``$XDG_RUNTIME_DIR``, the first choice.
         failure: Why there is no place.
     """
-    advice = "let XDG_RUNTIME_DIR or TMPDIR name a folder with a short path that you can write to"
-    if path is None:
+    advice = "let XDG_RUNTIME_DIR or TMPDIR name a folder that you can write to, and others cannot"
+    if place is None:
         return Finding("runtime folder", "problem", failure, advice)
-    length = len(os.fsencode(path))
-    place = Path(path).parent.parent
-    found = f"{place}; paths of sockets have {length} of at most {_MOST_PATH_BYTES} bytes"
+    found = str(place)
     if wanted and not place.is_relative_to(wanted):
         found = f"{found}; XDG_RUNTIME_DIR, {wanted}, cannot be used"
         return Finding("runtime folder", "warning", found, advice)

@@ -187,13 +187,12 @@ def _look_at_tracing() -> Iterator[Finding]:
 def _look_at_runtime_folder() -> Iterator[Finding]:
     wanted = os.environ.get("XDG_RUNTIME_DIR")
     try:
-        folder = RuntimeFolder()
+        with RuntimeFolder() as folder:
+            place = folder.place
     except OSError as exc:
         yield judge_runtime_folder(None, wanted, str(exc))
         return
-    path = folder.endpoint(1).removeprefix("ipc://")
-    folder.remove()
-    yield judge_runtime_folder(path, wanted, "")
+    yield judge_runtime_folder(place, wanted, "")
 
 
 def _look_at_cache() -> Iterator[Finding]:

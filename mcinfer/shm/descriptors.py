@@ -26,8 +26,15 @@ def send(connection: socket.socket, data: bytes, descriptors: Sequence[int] = ()
     connection.sendmsg([data], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
-def take_packet(connection: socket.socket, most_bytes: int) -> tuple[bytes, list[int], int]:
+def take_packet(
+    connection: socket.socket, most_bytes: int, flags: int = 0
+) -> tuple[bytes, list[int], int]:
     """Receive one packet, as much of it as there is room for.
+
+    Args:
+        connection: Where from.
+        most_bytes: Room for its bytes.
+        flags: As of recvmsg(2), beside those that this needs.
 
     Returns:
         Its bytes, none if the other side is gone; descriptors, which are the caller's from now on; and
@@ -38,14 +45,16 @@ def take_packet(connection: socket.socket, most_bytes: int) -> tuple[bytes, list
     """
     # Not socket.recv_fds: it drops its flags likewise, and processes that are started later would
     # inherit the descriptors.
-    data, rights, flags, _ = connection.recvmsg(most_bytes, _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
+    data, rights, said, _ = connection.recvmsg(
+        most_bytes, _RIGHTS_BYTES, flags | socket.MSG_CMSG_CLOEXEC
+    )
     descriptors = [
         fd
         for level, kind, packed in rights
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
         for (fd,) in _DESCRIPTOR.iter_unpack(packed)
     ]
-    return data, descriptors, flags & _CUT_OFF
+    return data, descriptors, said & _CUT_OFF
 
 
 def receive(connection: socket.socket, most_bytes: int) -> tuple[bytes, list[int]]:

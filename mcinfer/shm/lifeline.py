@@ -1,12 +1,11 @@
 """The socket pair between a master and one worker: descriptors pass over it, and its end is an end.
 
 Each side holds one end. Messages are `SOCK_SEQPACKET`, so a descriptor and the number of its block stay
-together. ZeroMQ carries everything else: it cannot pass descriptors.
+together. All else goes by the transport (`mcinfer.transport`).
 
 A worker's watcher only polls its end for hang-up and never reads it: reading would eat descriptors.
 """
 
-import contextlib
 import os
 import select
 import socket
@@ -17,7 +16,6 @@ from mcinfer.shm.descriptors import close_all, receive, send
 
 _HEADER = struct.Struct("<qQ")  # block number, size in bytes
 _GREETING_BYTES = 1 << 20
-_MAY_CONNECT = b"connect"
 _MOST_EARLY = 4
 """Blocks that are kept although nobody has asked for them yet: each holds a descriptor."""
 
@@ -59,26 +57,6 @@ class Lifeline:
     def greeting(self) -> bytes:
         """Receive the first message; empty if the master is gone."""
         return self._socket.recv(_GREETING_BYTES)
-
-    def ask_to_connect(self) -> bool:
-        """In the worker: wait until the master can take a connection; False if it is gone.
-
-        ZeroMQ (src/ipc_listener.cpp) aborts the process that finds no descriptor for one.
-        """
-        self._socket.send(_MAY_CONNECT)
-        return self._socket.recv(len(_MAY_CONNECT)) == _MAY_CONNECT
-
-    def was_asked(self) -> bool:
-        """In the master: whether the worker waits in `ask_to_connect`. Does not wait."""
-        try:
-            return self._socket.recv(len(_MAY_CONNECT), socket.MSG_DONTWAIT) == _MAY_CONNECT
-        except OSError:
-            return False
-
-    def let_connect(self) -> None:
-        """In the master: the worker may connect."""
-        with contextlib.suppress(OSError):  # it has died, which is told elsewhere
-            self._socket.send(_MAY_CONNECT, socket.MSG_DONTWAIT)
 
     def send_block(self, number: int, size: int, fd: int) -> None:
         """Hand over a block's descriptor; the sender keeps its own.

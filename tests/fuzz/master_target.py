@@ -1,7 +1,7 @@
 """The master's side: a real supervisor, and workers whose every byte the fuzzer says.
 
 Nothing of the supervisor, pool, scheduler, fleet, staging or arena is replaced but its two ends:
-`FedRouter` gives it bytes without a socket, and `FedProcess` is a worker's process that never runs. It is
+`FedTransport` gives it bytes without a socket, and `FedProcess` is a worker's process that never runs. It is
 judged by what the results must be: what the worker wrote where the reply says it lies, read here again and by
 other code.
 """
@@ -41,7 +41,7 @@ from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, tensor_bytes
 from mcinfer.staging import Job, Stager
 from mcinfer.supervisor import Supervisor
-from mcinfer.transport import Router
+from mcinfer.transport import MasterTransport
 from tests.fuzz.models import INPUTS, OUTPUTS, ROWS, SPEC, hello
 from tests.fuzz.target import Target, Violation
 
@@ -60,7 +60,7 @@ _WORKERS = 2
 _STRANGER = b"stranger"
 
 
-class FedRouter(Router):
+class FedTransport(MasterTransport):
     """The end of the supervisor's messages: bytes come without a socket, and what is sent is kept."""
 
     def __init__(self) -> None:
@@ -68,16 +68,22 @@ class FedRouter(Router):
         self.inbox: deque[tuple[bytes, bytes]] = deque()
         self.sent: list[tuple[bytes, bytes]] = []
 
+    fds = (-1,)
+
+    def add(self, index: int) -> int:
+        """No process is started."""
+        raise NotImplementedError
+
+    def remove(self, index: int) -> None:
+        """There is no connection."""
+
     def send(self, peer: bytes, data: bytes) -> None:
-        """See `Router.send`."""
+        """See `MasterTransport.send`."""
         self.sent.append((peer, data))
 
     def receive(self) -> tuple[bytes, bytes] | None:
-        """See `Router.receive`."""
+        """See `MasterTransport.receive`."""
         return self.inbox.popleft() if self.inbox else None
-
-    def shut_door(self, endpoint: str) -> None:
-        """There is none."""
 
     def close(self) -> None:
         """Nothing was opened."""
@@ -94,7 +100,8 @@ class FedProcess(WorkerProcess):
     def __init__(self, pid: int) -> None:
         """What there is to know of it."""
         self.pid = pid
-        self.token = f"{pid:032}"
+        self.hello_token = f"{pid:032}"
+        self.build_token = f"{-pid:032}"
         self.permits = Permits.create()
         self.lifeline, theirs = Lifeline.pair()
         self.theirs = Lifeline(theirs)
@@ -103,10 +110,8 @@ class FedProcess(WorkerProcess):
     def renew(self) -> None:
         """As if it was started just now."""
         self.peer = None
-        self.endpoint = ""
         self.attached = set()
         self.weights = set()
-        self.may_connect = True
         self.outlawed = False
         self.killed = False
 
@@ -157,9 +162,8 @@ class MasterTarget(Target):
         self._pool = supervisor._pool
         self._pool.__class__ = FedPool
         self._fleet = self._pool._fleet
-        self._router = FedRouter()
-        self._fleet._router = self._router
-        self._fleet._folder = _Nowhere()  # type: ignore[assignment] # its paths are all that is asked for
+        self._router = FedTransport()
+        self._fleet._transport = self._router
         self._processes = [FedProcess(100 + index) for index in range(_WORKERS)]
         self._stager = Stager(SPEC, supervisor.arena)
         self._own = _filled(-1, OWN_BYTES)
@@ -261,7 +265,7 @@ class MasterTarget(Target):
             for kind in ("predict", "invalid", "cancelled")
         ]
         wrong = Hello(version=VERSION, pid=process.pid, token=rng.choice(("", "0" * 32)))
-        other = Hello(version=VERSION, pid=process.pid + 1, token=process.token)
+        other = Hello(version=VERSION, pid=process.pid + 1, token=process.hello_token)
         others = [hello(process), wrong, other, _built(), Preparing(seconds=0.5, written=1)]
         return [*replies * 2, *errors, *others, Error(kind="build", text="bad")]
 
@@ -360,7 +364,7 @@ class MasterTarget(Target):
         """A peer is taken for a worker by its token alone, and one is outlawed for its own bytes."""
         for process, peer in zip(self._processes, before, strict=True):
             if process.peer != peer:
-                message, known = decode(data), (process.pid, process.token)
+                message, known = decode(data), (process.pid, process.hello_token)
                 if not isinstance(message, Hello) or (message.pid, message.token) != known:
                     raise Violation(f"{message} was taken for that of {process.pid}")
             elif process.outlawed and (
@@ -468,14 +472,6 @@ class MasterTarget(Target):
         self._stager.close()
         self._supervisor.arena.close()
         self._log.setLevel(self._level)
-
-
-class _Nowhere:
-    """Where a folder of sockets would be."""
-
-    def endpoint(self, start: int) -> str:
-        """See `RuntimeFolder.endpoint`."""
-        return f"ipc:///nowhere/s{start}"
 
 
 def _filled(number: int, size: int) -> Block:

@@ -21,4 +21,4 @@ SPEC = ModelSpec(
 
 def hello(process: WorkerProcess) -> Hello:
     """What this process is to say."""
-    return Hello(version=VERSION, pid=process.pid, token=process.token)
+    return Hello(version=VERSION, pid=process.pid, token=process.hello_token)

@@ -26,13 +26,15 @@ from mcinfer.protocol import (
     decode,
     encode,
 )
-from mcinfer.serving import Server
+from mcinfer.serving import Server, Tokens
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import tensor_bytes
-from mcinfer.transport import Dealer, Router
+from mcinfer.transport import SocketPairMaster, SocketPairWorker
 from tests.fuzz.models import BLOCK_BYTES, INPUTS, ROWS
 from tests.fuzz.target import Target, Violation
+
+_TOKENS = Tokens(hello="secret", build="")  # no secret
 
 
 class DecodeTarget(Target):
@@ -73,15 +75,15 @@ class WorkerTarget(Target):
         path = folder / "model.json"
         path.write_text(json.dumps(model), encoding="utf-8")
         self._model = str(path)
-        endpoint = f"ipc://{folder / 's'}"
         self._cores = os.sched_getaffinity(0)
-        self._router = Router()
-        self._router.open_door(endpoint, os.getpid())
+        self._transport = SocketPairMaster()
+        connection = SocketPairWorker(os.dup(self._transport.add(0)))
+        self._transport.started(0)
         self._permits = Permits.create()
         self._connect()
-        self._server = Server(Dealer(endpoint), self._worker_end, self._permits)
+        self._server = Server(connection, _TOKENS, self._worker_end, self._permits)
         self._blocks = [Block.create(number, BLOCK_BYTES) for number in range(2)]
-        self._server.send(Hello(version=VERSION, pid=100, token="secret"))  # noqa: S106 no secret
+        self._server.send(Hello(version=VERSION, pid=100, token=_TOKENS.hello))
         self._server.handle(self._build())
         self._restore()
 
@@ -160,7 +162,7 @@ class WorkerTarget(Target):
         except ProtocolError:
             outcome = "refused"
         answered = 0
-        while (received := self._router.receive()) is not None:
+        while (received := self._receive()) is not None:
             decode(received[1])  # whatever it answers is a message
             answered += 1
         if outcome == "Build":
@@ -169,6 +171,11 @@ class WorkerTarget(Target):
                 joined.close()  # a real worker builds once
         return outcome
 
+    def _receive(self) -> tuple[bytes, bytes] | None:
+        """What the worker has answered, one after the other."""
+        self._transport.note_ready([self._transport.worker_fd(0) or -1])
+        return self._transport.receive()
+
     def close(self) -> None:
         """See `Target.close`."""
         self._server.close()
@@ -176,7 +183,7 @@ class WorkerTarget(Target):
         self._worker_end.close()
         for block in (*self._blocks, *self._server._blocks.values()):
             block.close()
-        self._router.close()
+        self._transport.close()
         self._permits.close()
 
 

@@ -33,9 +33,8 @@ caller had its answer and, after the stroke, until both workers served again; fo
 of it was left. They are of one run on {machine}.
 
 Every other caller gets a right answer, but where the pool is closed or its start failed (*none left*). In
-every cell nothing is left afterwards: no process, thread, descriptor, memory file or runtime folder. The
-folder of a program that was killed goes with the next start of any master. `Master.health` is asked at each
-moment, and afterwards, and has to tell the truth.
+every cell nothing is left afterwards: no process, thread, descriptor, memory file or runtime folder.
+`Master.health` is asked at each moment, and afterwards, and has to tell the truth.
 
 """
 

@@ -11,7 +11,6 @@ from time import monotonic
 
 import pytest
 
-from mcinfer.runtime_folder import RuntimeFolder
 from tests.process.fault_pools import CLOSE, HeldPipe, hold_imports
 from tests.process.models import FakeModel
 from tests.process.scripts import PREAMBLE, Program
@@ -91,13 +90,11 @@ class End:
         status: As of `subprocess`: negative for a signal.
         err: What it wrote to its standard error.
         seconds: From the fault until no process of it was left.
-        folders: Runtime folders that it left, before the next start of any master removed them.
     """
 
     status: int
     err: str
     seconds: float
-    folders: int
 
 
 class Service:
@@ -171,9 +168,8 @@ class Service:
             if memory & {*_memfds(pid)}
         ]
         assert not left, f"{left} hold memory of {self.program.pid}"
-        return End(
-            status=ended.status, err=ended.err, seconds=seconds, folders=_swept(self.program.pid)
-        )
+        assert os.listdir(os.environ["XDG_RUNTIME_DIR"]) == []
+        return End(status=ended.status, err=ended.err, seconds=seconds)
 
     def __enter__(self) -> "Service":
         return self
@@ -182,16 +178,6 @@ class Service:
         for pipe in self._pipes:
             pipe.close()
         self.program.__exit__()
-
-
-def _swept(pid: int) -> int:
-    """How many runtime folders a dead program left; the next master's start removes them."""
-    place = Path(os.environ["XDG_RUNTIME_DIR"])
-    pattern = f"mcinfer-*-{pid}-*"
-    left = len([*place.glob(pattern)])
-    RuntimeFolder().remove()
-    assert [*place.glob(pattern)] == []
-    return left
 
 
 def _memfds(pid: int) -> Iterator[int]:

@@ -22,14 +22,14 @@ from typing import Any
 import msgpack
 import pytest
 
-import mcinfer.serving
-from mcinfer import protocol, worker
+from mcinfer import protocol, transport, worker
 from mcinfer.fields import TensorFields
+from mcinfer.permits import Permits
 from mcinfer.protocol import BuildFinish, Hello, Message, Predict, Reply, encode
 from mcinfer.shm.block import Block
 from mcinfer.shm.descriptors import send as send_packet
 from mcinfer.shm.lifeline import _HEADER, Lifeline
-from mcinfer.transport import Dealer
+from mcinfer.transport import WorkerTransport
 
 KIND = "MCINFER_HOSTILE"
 """The variable that says what to do."""
@@ -84,11 +84,11 @@ def become(
     monkeypatch.setattr(sys, "executable", str(program))
 
 
-class HostileDealer(Dealer):
-    """The socket of such a worker.
+class HostileDealer(WorkerTransport):
+    """The transport of such a worker, around that of a real one.
 
     Attributes:
-        endpoint: Where it connects.
+        handle: The descriptor that it inherited.
         lifeline: One more hold on this worker's end of it.
         lifeline_socket: Its socket.
         permits: The descriptor of the permits that the master shares.
@@ -98,10 +98,12 @@ class HostileDealer(Dealer):
         connections: More of them, that it made.
     """
 
-    def __init__(self, endpoint: str, kind: str, lifeline: int, permits: int) -> None:
-        """Connect."""
-        super().__init__(endpoint)
-        self.endpoint = endpoint
+    def __init__(self, real: WorkerTransport, handle: int, kind: str, permits: int) -> None:
+        """Take what a real worker has."""
+        self._real = real
+        self.fd = real.fd
+        self.handle = handle
+        lifeline = int(sys.argv[1])
         self.lifeline_socket = socket.socket(fileno=os.dup(lifeline))
         self.lifeline = Lifeline(self.lifeline_socket)
         self.permits = permits
@@ -112,13 +114,17 @@ class HostileDealer(Dealer):
         self._moment, self._act = KINDS[kind]
 
     def wait(self) -> bytes:
-        """See `Dealer.wait`."""
-        return self._heard(super().wait())
+        """See `WorkerTransport.wait`."""
+        return self._heard(self._real.wait())
 
     def receive(self) -> bytes | None:
-        """See `Dealer.receive`."""
-        data = super().receive()
+        """See `WorkerTransport.receive`."""
+        data = self._real.receive()
         return None if data is None else self._heard(data)
+
+    def close(self) -> None:
+        """See `WorkerTransport.close`."""
+        self._real.close()
 
     def _heard(self, data: bytes) -> bytes:
         message = protocol.decode(data)
@@ -134,16 +140,16 @@ class HostileDealer(Dealer):
         if isinstance(message, self._moment):
             self._act(self, message, data)
         else:
-            super().send(data)
+            self._real.send(data)
 
     def say(self, *messages: Message) -> None:
         """Send these messages as they are."""
         for message in messages:
-            super().send(encode(message))
+            self._real.send(encode(message))
 
     def say_bytes(self, data: bytes) -> None:
         """Send these bytes as they are."""
-        super().send(data)
+        self._real.send(data)
 
     def reply(self, message: Message, references: Sequence[Any]) -> None:
         """Answer a run with these references, which no check of the protocol's has seen."""
@@ -268,7 +274,7 @@ def _many_connections(dealer: HostileDealer, _: Message, data: bytes) -> None:
     with contextlib.suppress(OSError):
         while len(taken) < 2000:
             connection = socket.socket(socket.AF_UNIX)
-            connection.connect(dealer.endpoint.removeprefix("ipc://"))
+            connection.connect(f"/proc/self/fd/{dealer.handle}")
             taken.append(connection)
     if not taken:
         dealer.say_bytes(data)
@@ -470,24 +476,20 @@ KINDS: dict[str, tuple[type[Message], Act]] = {
 """What each kind of worker does, and in the place of which message."""
 
 
-def _target(fd: int) -> str:
-    try:
-        return os.readlink(f"/proc/self/fd/{fd}")
-    except OSError:  # there is none
-        return ""
-
-
 def main() -> int:
     """Be a worker; its exit status."""
-    # Before anything else is opened: the one that this process was started with.
-    sockets = [fd for fd in range(3, 1024) if "socket" in _target(fd)]
-    (permits,) = [fd for fd in sockets if fd != int(sys.argv[1])]
-    kind = os.environ[KIND]
+    inherited, connect = Permits.inherited, transport.connect
+    permits: list[int] = []
 
-    def dealer(endpoint: str) -> HostileDealer:
-        return HostileDealer(endpoint, kind, int(sys.argv[1]), permits)
+    def take_permits(fd: int) -> Permits:
+        permits.append(fd)
+        return inherited(fd)
 
-    mcinfer.serving.Dealer = dealer  # type: ignore[assignment,attr-defined] # that is what this program is for
+    def join(kind: str, fd: int) -> HostileDealer:
+        return HostileDealer(connect(kind, fd), fd, os.environ[KIND], permits[0])
+
+    Permits.inherited = take_permits  # type: ignore[method-assign] # that is what this program is for
+    transport.connect = join
     return worker.main()
 
 

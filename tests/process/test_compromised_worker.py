@@ -245,49 +245,59 @@ def test_pool_of_hostile_workers_alone_fails_requests_and_closes(
         assert time.monotonic() - start < PATIENCE
 
 
-def test_pool_that_serves_has_no_door_for_strangers(
+def test_pool_that_serves_has_no_address_for_strangers(
     fake_model: FakeModel, runtime_dir: Path
 ) -> None:
     with Master(fake_model(), 2, engine="fake", verify="never") as master:
         for _ in range(2):
             assert_answers(master.predict(rows(4), timeout=PATIENCE), rows(4))
             assert master.wait_ready(PATIENCE).state == "ready"
-            assert [path.is_dir() for path in runtime_dir.rglob("*")] == [True]
+            assert [*runtime_dir.iterdir()] == []
             pid = master.statistics().workers[0].pid
             assert pid is not None
+            assert not [path for path in open_files(pid) if str(runtime_dir) in path]
             os.kill(pid, signal.SIGKILL)
             wait_until(lambda: master.statistics().workers[0].pid != pid)  # noqa: B023 at once
 
 
+def open_files(pid: int) -> list[str]:
+    """Those that a process can use, such as the handle by which it connected."""
+    found = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(entry))
+    return found
+
+
 @pytest.mark.usefixtures("_memory_stays")
-def test_strangers_at_the_door_while_a_worker_starts_change_nothing(
-    fake_model: FakeModel, runtime_dir: Path, caplog: pytest.LogCaptureFixture
+def test_strangers_that_connect_all_the_same_change_nothing(
+    fake_model: FakeModel, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Such as another process of this user that may trace this one."""
     caplog.set_level(logging.WARNING)
     done = threading.Event()
     met = [0]
 
-    def knock() -> None:
+    def knock(path: str) -> None:
         while not done.is_set():
-            with contextlib.suppress(OSError):
-                for path in runtime_dir.glob("mcinfer-*/*"):
-                    with socket.socket(socket.AF_UNIX) as stranger:
-                        stranger.connect(str(path))
-                        met[0] += 1
-                        stranger.sendall(os.urandom(100))
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as stranger:
+                stranger.connect(path)
+                met[0] += 1
+                stranger.sendall(os.urandom(100))
 
-    strangers = [threading.Thread(target=knock) for _ in range(2)]
-    for thread in strangers:
-        thread.start()
-    try:
-        with Master(fake_model(), 2, engine="fake", verify="never") as master:
-            master.wait_ready(PATIENCE)
+    with Master(fake_model(), 2, engine="fake", verify="never") as master:
+        handle = master._supervisor._pool._fleet._transport.add(9)
+        path = f"/proc/self/fd/{handle}"
+        strangers = [threading.Thread(target=knock, args=(path,)) for _ in range(2)]
+        for thread in strangers:
+            thread.start()
+        try:
             for _ in range(3):
                 master.restart_workers(PATIENCE)
             assert_answers(master.predict(rows(4), timeout=PATIENCE), rows(4))
-    finally:
-        done.set()
-        for thread in strangers:
-            thread.join()
+        finally:
+            done.set()
+            for thread in strangers:
+                thread.join()
     assert met[0] > 0
     assert not [text for text in texts(caplog) if "protocol" in text or "killed" in text]

@@ -274,13 +274,9 @@ GARBAGE = [
 ]
 
 
-def door_to(master: Master) -> str:
-    """An endpoint at which this process can connect, as if it was a worker that is awaited."""
-    fleet = master._supervisor._pool._fleet
-    endpoint = fleet._folder.endpoint(9)
-    with master._supervisor._lock:
-        fleet._router.open_door(endpoint, os.getpid())
-    return endpoint
+def way_to(master: Master) -> str:
+    """An endpoint at which this process can connect, as a process of the same user that traces it could."""
+    return f"ipc:///proc/self/fd/{master._supervisor._pool._fleet._transport.add(9)}"
 
 
 def test_intruder_at_the_socket_changes_nothing(fake_model: FakeModel) -> None:
@@ -295,7 +291,7 @@ def test_intruder_at_the_socket_changes_nothing(fake_model: FakeModel) -> None:
     ):
         workers = pids(master)
         socket.setsockopt(zmq.LINGER, 1000)
-        socket.connect(door_to(master))
+        socket.connect(way_to(master))
         for data in GARBAGE:
             socket.send(data)
         socket.send_multipart([b"one", b"two", b"three"])
@@ -325,7 +321,7 @@ def test_intruder_that_is_there_before_the_workers_does_not_take_their_place(
     starting.start()
     wait_until(lambda: pids(master))
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.connect(door_to(master))
+        socket.connect(way_to(master))
         for guess in (*(f"{number:032}" for number in range(20)), "", "é", "\ud800"):
             socket.send(encode(Hello(version=VERSION, pid=pids(master)[0], token=guess)))
         starting.join()

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mcinfer import Master
-from tests.process.models import FakeModel, assert_answers, rows
+from tests.process.models import FakeModel
 from tests.process.scripts import PREAMBLE, ROOT, Program, run
 from tests.process.waiting import all_gone, is_alive, wait_until
 
@@ -211,14 +210,6 @@ print("the end", file=sys.stderr)
 # What becomes of workers whose master dies.
 
 
-def assert_next_start_sweeps(model: Path, runtime_dir: Path, dead: int) -> None:
-    """Fail unless whoever starts next removes the folder that the dead master left."""
-    assert len([*runtime_dir.glob(f"mcinfer-*-{dead}-*")]) == 1
-    with Master(model, 1, engine="fake", verify="never") as master:
-        assert [*runtime_dir.glob(f"mcinfer-*-{dead}-*")] == []
-        assert_answers(master.predict(rows(1)), rows(1))
-
-
 def test_workers_of_a_dead_master_end_though_its_child_lives_on(
     fake_model: FakeModel, runtime_dir: Path
 ) -> None:
@@ -242,7 +233,7 @@ with mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never") as master:
             assert is_alive(child)
         finally:
             os.kill(child, signal.SIGKILL)
-    assert_next_start_sweeps(fake_model(), runtime_dir, program.pid)
+    assert [*runtime_dir.iterdir()] == []
 
 
 # How a program may be written.
