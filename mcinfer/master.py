@@ -94,8 +94,8 @@ class Master:
             (see `split`). ``"always"``: every request is compared, which takes twice the work.
             ``"never"``: what the arguments and the model's symbols say is believed, and nothing is learned.
         transport: What messages to and from workers go by; tensors lie in shared memory with either.
-            ``"zeromq"``: one socket for all workers. ``"socketpair"``: a pair of Unix sockets for each, without
-            the threads of ZeroMQ between.
+            ``"zeromq"``: one socket for all workers. ``"socketpair"``: a pair of Unix sockets for each,
+            without the threads of ZeroMQ between.
 
     Raises:
         InvalidInputError: An argument does not fit.
