@@ -1,11 +1,13 @@
 """Measure what mcinfer costs beside the model's own run, as ratios within one run.
 
-    python benchmarks/dispatch.py [--quick] [--only dispatch|observing|unet|start] [--json FILE]
+    python benchmarks/dispatch.py [--quick] [--only PART] [--json FILE]
 
-Four questions: what dispatching a batch costs, against a plain pipe and against the raw messages; what
-looking on costs (traces, statistics); what part of the speed of independent processes is left; how long a
-start takes. Targets stand beside the
-ratios. A target that is missed is a finding, not a failure: the exit status is 0 all the same.
+What dispatching a batch costs, against a plain pipe and against the raw messages (`dispatch`); what looking
+on costs: traces, statistics (`observing`); what part of the speed of independent processes is left (`unet`);
+how long a start takes (`start`). The other parts set mcinfer against the same request path in its fewest
+steps (`fewest_steps.py`): one caller and each step of it (`steps`), many callers (`callers`, `futures`), runs
+of a millisecond (`whole`, `half-load`), and callbacks (`callbacks`). Targets stand beside the ratios. A
+target that is missed is a finding, not a failure: the exit status is 0 all the same.
 """
 
 import argparse
@@ -14,23 +16,63 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple
 
 # The model of the example is the one to measure with.
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples" / "sd_dual_core"))
 
 from bare_processes import measure_start, measure_unet
+from fewest_steps import (
+    measure_callbacks,
+    measure_callers,
+    measure_futures,
+    measure_half_load,
+    measure_steps,
+    measure_whole,
+)
 from measuring import Effort, Record
 from observing import measure_observing
 from round_trips import measure_dispatch
 
 from mcinfer.bench.surroundings import machine
 
-PARTS = ("dispatch", "observing", "unet", "start")
 LIMIT = 600
-"""Seconds after which something hangs."""
+"""Seconds after which a part hangs."""
+
+
+class Part(NamedTuple):
+    """One thing to measure, and how long, for a first look and in full."""
+
+    measure: Callable[[Path, Effort, Callable[[str], None]], Record]
+    quick: Effort
+    full: Effort
+
+
+PARTS = {
+    "dispatch": Part(
+        measure_dispatch, Effort(rounds=3, seconds=0.1), Effort(rounds=9, seconds=0.25)
+    ),
+    "observing": Part(
+        measure_observing, Effort(rounds=3, seconds=0.1), Effort(rounds=15, seconds=0.25)
+    ),
+    "unet": Part(measure_unet, Effort(rounds=3, seconds=1.0), Effort(rounds=9, seconds=2.5)),
+    "start": Part(measure_start, Effort(rounds=3, seconds=0.0), Effort(rounds=9, seconds=0.0)),
+    "steps": Part(measure_steps, Effort(rounds=3, seconds=0.1), Effort(rounds=9, seconds=0.25)),
+    "callers": Part(measure_callers, Effort(rounds=3, seconds=0.5), Effort(rounds=9, seconds=1.5)),
+    "futures": Part(measure_futures, Effort(rounds=3, seconds=0.5), Effort(rounds=9, seconds=1.5)),
+    "whole": Part(measure_whole, Effort(rounds=3, seconds=0.5), Effort(rounds=9, seconds=1.5)),
+    "half-load": Part(
+        measure_half_load, Effort(rounds=3, seconds=1.0), Effort(rounds=9, seconds=3.0)
+    ),
+    "callbacks": Part(
+        measure_callbacks,
+        Effort(rounds=3, seconds=3.0, most=1000),
+        Effort(rounds=5, seconds=20.0, most=10_000),
+    ),
+}
 
 
 def _say(text: str) -> None:
@@ -38,7 +80,7 @@ def _say(text: str) -> None:
 
 
 def _give_up(*_: object) -> None:
-    raise TimeoutError(f"the measurement did not end within {LIMIT} s")
+    raise TimeoutError(f"the part did not end within {LIMIT} s")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,31 +95,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.json.write_text("", encoding="utf-8")
         except OSError as exc:
             parser.error(f"--json: {exc}")
-    quick = options.quick
     # Two workers, two baselines, two cores: on larger machines mcinfer's workers would get more threads.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
     signal.signal(signal.SIGALRM, _give_up)
-    signal.alarm(LIMIT)
     begin = perf_counter()
     described = machine()
     _say(", ".join(f"{name} {value}" for name, value in described.items()))
     _say("")
-    record: Record = {"machine": described, "quick": quick}
+    record: Record = {"machine": described, "quick": options.quick}
     with tempfile.TemporaryDirectory(prefix="mcinfer-bench-") as name:
         os.environ["MCINFER_CACHE"] = str(Path(name) / "cache")  # not the user's
-        folder = Path(name)
-        if options.only in (None, "dispatch"):
-            effort = Effort(rounds=3, seconds=0.1) if quick else Effort(rounds=9, seconds=0.25)
-            record["dispatch"] = measure_dispatch(folder, effort, _say)
-        if options.only in (None, "observing"):
-            effort = Effort(rounds=3, seconds=0.1) if quick else Effort(rounds=15, seconds=0.25)
-            record["observing"] = measure_observing(folder, effort, _say)
-        if options.only in (None, "unet"):
-            effort = Effort(rounds=3, seconds=1.0) if quick else Effort(rounds=9, seconds=2.5)
-            record["unet"] = measure_unet(folder, effort, _say)
-        if options.only in (None, "start"):
-            effort = Effort(rounds=3 if quick else 9, seconds=0.0)
-            record["start"] = measure_start(folder, effort, _say)
+        for part, (measure, quick, full) in PARTS.items():
+            if options.only in (None, part):
+                signal.alarm(LIMIT)
+                record[part] = measure(Path(name), quick if options.quick else full, _say)
     signal.alarm(0)
     record["seconds"] = round(perf_counter() - begin, 1)
     _say(f"\nmeasured in {record['seconds']} s")

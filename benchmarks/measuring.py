@@ -130,6 +130,15 @@ def in_turns(
     return {name: Series(tuple(times)) for name, times in rounds.items()}
 
 
+def rates_in_turns(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, Series]:
+    """What each way gives, such as its requests per second, round by round."""
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            rates[name].append(way())
+    return {name: Series(tuple(values)) for name, values in rates.items()}
+
+
 def _estimate(way: Way) -> float:
     """Seconds of a call, from a few that also warm it up."""
     times: list[float] = []
@@ -205,5 +214,23 @@ def report_times(
         say(ratio_line(ratio))
     return {
         "seconds": {name: one.record() for name, one in series.items()},
+        "ratios": [ratio.record() for ratio in ratios],
+    }
+
+
+def report_rates(
+    title: str, rates: Mapping[str, Series], ratios: Sequence[Ratio], say: Callable[[str], None]
+) -> Record:
+    """Print a table of requests per second and the ratios below it; for JSON, both."""
+    rows = [
+        (name, f"{series.middle:.0f}/s", f"{series.low:.0f} … {series.high:.0f}")
+        for name, series in rates.items()
+    ]
+    say("")
+    say(table((title, "p50", "rounds"), rows))
+    for ratio in ratios:
+        say(ratio_line(ratio))
+    return {
+        "rates": {name: series.record() for name, series in rates.items()},
         "ratios": [ratio.record() for ratio in ratios],
     }

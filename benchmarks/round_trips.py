@@ -102,8 +102,8 @@ class EngineTime:
         self.rounds.append((self._last[0] - last[0]) / (self._last[1] - last[1]))
 
 
-def _setup(model: str) -> Setup:
-    """Of the pipe's processes."""
+def pipe_setup(model: str) -> Setup:
+    """Of the pipe's processes, one for each worker."""
     return Setup(
         model=model,
         cores=WORKERS,
@@ -124,7 +124,7 @@ def measure_dispatch(folder: Path, effort: Effort, say: Callable[[str], None]) -
     )
     records: list[Record] = []
     with ExitStack() as stack:
-        pipe = PipePool(_setup(model))
+        pipe = PipePool(pipe_setup(model))
         stack.callback(pipe.close)
         echo = stack.enter_context(EchoPool(WORKERS))
         master = stack.enter_context(Master(model, WORKERS))
@@ -151,8 +151,8 @@ def _measure_size(
     allocated["x"][...] = plain
     target = np.zeros_like(plain)
     for answer in (pipe.predict({"x": plain}), master.predict({"x": plain})):
-        _check(answer["y"], plain)
-    _check(master.predict(allocated)["y"], plain)
+        check_answer(answer["y"], plain)
+    check_answer(master.predict(allocated)["y"], plain)
     engine = EngineTime(master)
 
     ways: dict[str, Way] = {
@@ -168,7 +168,12 @@ def _measure_size(
     return series
 
 
-def _check(answer: NDArray[Any], expected: NDArray[Any]) -> None:
+def check_answer(answer: NDArray[Any], expected: NDArray[Any]) -> None:
+    """See that the Identity model gave back what it was given.
+
+    Raises:
+        RuntimeError: It did not.
+    """
     if not np.array_equal(answer, expected):
         raise RuntimeError("a way under measurement gave a wrong answer")
 

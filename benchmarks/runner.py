@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -27,7 +27,16 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 from encoder import HIDDEN, TOKENS, batching_model, encoder_model
-from measuring import Ratio, Record, Series, ratio_line, table, time_text
+from measuring import (
+    Ratio,
+    Record,
+    Series,
+    rates_in_turns,
+    ratio_line,
+    report_rates,
+    table,
+    time_text,
+)
 from numpy.typing import NDArray
 
 import mcinfer.mslite as mslite
@@ -155,30 +164,6 @@ def _submitted(
     return answered / (perf_counter() - start)
 
 
-def _rounds(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, Series]:
-    """Requests per second of each way, round by round."""
-    rates: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, way in ways.items():
-            rates[name].append(way())
-    return {name: Series(tuple(values)) for name, values in rates.items()}
-
-
-def _report(title: str, rates: Mapping[str, Series], ratios: Sequence[Ratio]) -> Record:
-    rows = [
-        (name, f"{series.middle:.0f}/s", f"{series.low:.0f} … {series.high:.0f}")
-        for name, series in rates.items()
-    ]
-    _say(table((title, "p50", "rounds"), rows))
-    for ratio in ratios:
-        _say(ratio_line(ratio))
-    _say("")
-    return {
-        "rates": {name: series.record() for name, series in rates.items()},
-        "ratios": [ratio.record() for ratio in ratios],
-    }
-
-
 def measure_throughput(folder: Path, rounds: int, seconds: float) -> Record:
     """Small requests of many clients."""
     path = encoder_model(folder / "encoder.onnx")
@@ -197,7 +182,7 @@ def measure_throughput(folder: Path, rounds: int, seconds: float) -> Record:
         }
         for request, _ in ways.values():
             request(data[0])
-        rates = _rounds(
+        rates = rates_in_turns(
             {
                 name: partial(_throughput, request, clients, data, seconds)
                 for name, (request, clients) in ways.items()
@@ -216,7 +201,7 @@ def measure_throughput(folder: Path, rounds: int, seconds: float) -> Record:
         ),
         Ratio(text="runner / pool of processes", series=runner_rate.over(pool), bound=3),
     ]
-    return _report("encoder, batch 1", rates, ratios)
+    return report_rates("encoder, batch 1", rates, ratios, _say)
 
 
 def measure_batching(folder: Path, rounds: int, seconds: float) -> Record:
@@ -239,7 +224,7 @@ def measure_batching(folder: Path, rounds: int, seconds: float) -> Record:
                 _submitted, batching, BATCHING_CLIENTS, data[0], seconds
             ),
         }
-        rates = _rounds(ways, rounds)
+        rates = rates_in_turns(ways, rounds)
         workers = batching.statistics().workers
     threads, joined_threads, futures, joined_futures = rates.values()
     size = sum(w.completed for w in workers) / sum(w.runs for w in workers)
@@ -252,7 +237,7 @@ def measure_batching(folder: Path, rounds: int, seconds: float) -> Record:
         ),
     ]
     title = f"max_batch_size={BATCH}, max_delay={MAX_DELAY:g}"
-    record = _report(title, rates, ratios)
+    record = report_rates(title, rates, ratios, _say)
     _say(f"  requests in a joined run: {size:.1f} on the average\n")
     return {**record, "joined": size}
 
