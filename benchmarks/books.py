@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer import PredictTimeoutError, RequestTrace, WorkerDiedError
-from mcinfer.staging import Arrays
+from mcinfer.requests.request import Arrays
 
 COLUMNS = 256
 """Of the model's input and output: a row is 1 KiB."""

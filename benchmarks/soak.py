@@ -42,7 +42,7 @@ from mcinfer import (
     Timeouts,
 )
 from mcinfer.bench.surroundings import machine
-from mcinfer.staging import Arrays
+from mcinfer.requests.request import Arrays
 from mcinfer.statistics import Histogram
 
 THREADS = 12

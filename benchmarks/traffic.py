@@ -23,7 +23,7 @@ from books import COLUMNS, MOST_ROWS, SLACK, Books, Harm, Request, Sample
 from onnx import TensorProto, helper, numpy_helper
 
 from mcinfer import Master, PredictTimeoutError, QueueFullError
-from mcinfer.staging import Arrays, Inputs
+from mcinfer.requests.request import Arrays, Inputs
 
 PATIENCE = 20.0
 """Seconds that a request has to which nothing is done."""

@@ -22,20 +22,13 @@ class SendPredict:
 
     Attributes:
         members: Request and shard of each; the first stands for the run in messages.
+        fresh: Whether the outputs are to go to memory of the worker's own, since another worker may still
+            write to the request's.
     """
 
     worker: int
     members: tuple[ShardId, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TakeBack:
-    """Take the permit back for the run that the worker was given ahead, unless it has begun.
-
-    If that works, answer with `Scheduler.handle_taken_back`.
-    """
-
-    worker: int
+    fresh: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +60,13 @@ class Settle:
     Attributes:
         request: Which.
         error: Why not, if it failed.
+        cancelled: Whether the caller cancelled it.
         trace: What became of it and when, where that is wanted; when it was joined is the shell's to say.
     """
 
     request: int
     error: McinferError | None = None
+    cancelled: bool = False
     trace: RequestTrace | None = None
 
 
@@ -123,7 +118,6 @@ class PoolClosed:
 Action = (
     StartWorker
     | SendPredict
-    | TakeBack
     | Send
     | DumpStacks
     | KillWorker

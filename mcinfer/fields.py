@@ -15,6 +15,7 @@ TensorFields = tuple[str, str, tuple[Dimension, ...]]
 """A tensor specification on the wire: name, element type, shape with symbols."""
 
 _MOST = 2**63
+_MOST_SHARDS = 2**32
 _MOST_DIMENSIONS = 64
 _MOST_SPECS = 1 << 14
 
@@ -24,6 +25,11 @@ Check = Callable[[Any], bool]
 def is_count(value: Any) -> bool:
     """A whole number from 0 on."""
     return type(value) is int and 0 <= value < _MOST
+
+
+def is_shard(value: Any) -> bool:
+    """A shard's number, for which heads have four bytes."""
+    return type(value) is int and 0 <= value < _MOST_SHARDS
 
 
 def is_seconds(value: Any) -> bool:

@@ -1,20 +1,19 @@
 """The processes of a pool, and all that goes to and from them: messages, blocks, versions of the weights.
 
-It decides nothing: who is started, sent to and killed is the pool's to say, and what comes is for it
+It decides nothing: who is started, sent to and killed is the loop's to say, and what comes is for it
 to judge.
 
 Each start has two random tokens, which the worker learns over its lifeline. It shows one in HELLO, and the
 master the other in BUILD: so neither serves a stranger, whoever it was that it was connected to.
 
 Ownership: a `Fleet` owns the transport, the worker processes and what forwards their output, from `open` to
-`close`. The supervisor's lock guards every method.
+`close`. One thread calls its methods.
 """
 
 import hmac
 import logging
 import os
 import secrets
-import select
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -24,9 +23,12 @@ from mcinfer.errors import ProtocolError
 from mcinfer.processes import OutputForwarder, WorkerProcess
 from mcinfer.protocol import (
     MOST_HELLO_BYTES,
+    REPLY,
+    REPLY_HEAD,
     VERSION,
     Attach,
     Build,
+    Cancel,
     Detach,
     Hello,
     Message,
@@ -35,10 +37,10 @@ from mcinfer.protocol import (
     encode,
     encode_predict_joined,
 )
+from mcinfer.requests.request import Request
 from mcinfer.runtime_folder import RuntimeFolder
 from mcinfer.shm.arena import Arena
 from mcinfer.shm.block import Block
-from mcinfer.staging import Job
 from mcinfer.transport import (
     MasterTransport,
     SendError,
@@ -46,6 +48,7 @@ from mcinfer.transport import (
     TransportKind,
     ZeroMQMaster,
 )
+from mcinfer.weights import WeightVersion
 
 _log = logging.getLogger("mcinfer.master")
 
@@ -65,6 +68,10 @@ DESCRIPTORS_OF_A_WORKER = 14
 connection takes, for which libzmq must find one, or it ends the process."""
 
 
+ReplyHead = tuple[int, int, float]
+"""Request, shard and seconds of a REPLY that has no more."""
+
+
 class UnreachableError(OSError):
     """A worker does not take what it is sent: it is to be killed."""
 
@@ -74,7 +81,7 @@ class Fleet:
 
     Attributes:
         processes: By index of the worker, those that run.
-        fd: To wait for messages.
+        fds: To wait for messages, besides each worker's (`worker_fd`).
     """
 
     def __init__(
@@ -88,7 +95,7 @@ class Fleet:
 
         Args:
             builds: For each worker.
-            arena: Where the blocks are that its jobs speak of.
+            arena: Where the blocks are that requests speak of.
             most_memory: For each worker, bytes of its own that it may have.
             transport: What messages go by.
         """
@@ -96,6 +103,7 @@ class Fleet:
         self._builds = builds
         self._arena = arena
         self._most_memory = most_memory
+        self._inherited = Inherited.now()
         self._kind: TransportKind = transport
         self._peers: dict[bytes, int] = {}
 
@@ -109,14 +117,9 @@ class Fleet:
         with ExitStack() as opened:
             self._transport = self._open_transport()
             opened.callback(self._transport.close)
-            self._poll = select.epoll()
-            opened.callback(self._poll.close)
             self._output = OutputForwarder()
             opened.pop_all()
-        # A set of its own can be waited for in the place of what is in it; one descriptor needs none.
-        self.fd = self._poll.fileno()
-        if self._transport.fds:
-            (self.fd,) = self._transport.fds
+        self.fds = self._transport.fds
 
     def _open_transport(self) -> MasterTransport:
         if self._kind == "socketpair":
@@ -130,7 +133,6 @@ class Fleet:
             process.abandon()
         self.processes.clear()
         self._peers.clear()
-        self._poll.close()
         self._transport.close()
 
     def close(self, seconds: float) -> None:
@@ -157,23 +159,17 @@ class Fleet:
                 hello_token=secrets.token_hex(16),
                 build_token=secrets.token_hex(16),
                 output=self._output,
+                inherited=self._inherited,
                 most_memory=self._most_memory[index],
             )
             opened.pop_all()
         self._transport.started(index)
-        fd = self._transport.worker_fd(index)
-        if fd is not None:
-            self._poll.register(fd, select.EPOLLIN)
         self.processes[index] = process
         return process
 
     def remove(self, index: int) -> WorkerProcess:
         """Forget a process that has ended; it is to be reaped."""
         process = self.processes.pop(index)
-        fd = self._transport.worker_fd(index)
-        if fd is not None:
-            with suppress(FileNotFoundError):  # it had ended, see `_receive`
-                self._poll.unregister(fd)
         self._transport.remove(index)
         if process.peer is not None:
             del self._peers[process.peer]
@@ -194,19 +190,36 @@ class Fleet:
 
     # What comes.
 
-    def receive(self) -> tuple[int | None, Message | ProtocolError] | None:
+    def worker_fd(self, index: int) -> int | None:
+        """The descriptor to wait for messages of this worker, where it has one."""
+        return self._transport.worker_fd(index)
+
+    def note_ready(self, fds: Sequence[int]) -> Sequence[int]:
+        """These are readable; those that have ended, and are to be waited for no more."""
+        self._transport.note_ready(fds)
+        return self._transport.take_ended()
+
+    def may_sleep(self) -> bool:
+        """Whether a descriptor says so when a message is there; after sending it may have done so before."""
+        return self._transport.may_sleep()
+
+    def receive(self) -> tuple[int | None, Message | ProtocolError | ReplyHead] | None:
         """The next message and the worker that it is of; None when there is nothing more.
+
+        A REPLY that is a head alone is given as its request, shard and seconds, which are not checked.
 
         What a worker sent that is no message is given as the error. A stranger that shows a worker's token is
         that worker from then on; what other strangers send, and outlaws, has no worker.
         """
-        received = self._receive()
+        received = self._transport.receive()
         if received is None:
             return None
         peer, data = received
         index = self._peers.get(peer)
         if index is not None and self.processes[index].outlawed:
             return None, ProtocolError("more of a worker that broke the protocol")
+        if len(data) == REPLY_HEAD.size and data[0] == REPLY and index is not None:
+            return index, REPLY_HEAD.unpack(data)[1:]
         if index is None and len(data) > MOST_HELLO_BYTES:
             return None, ProtocolError(f"{len(data)} bytes of a stranger")
         try:
@@ -214,16 +227,6 @@ class Fleet:
         except ProtocolError as exc:
             return index, exc
         return (self._greet(peer, message) if index is None else index), message
-
-    def _receive(self) -> tuple[bytes, bytes] | None:
-        """The next message and its peer."""
-        received = self._transport.receive()
-        if received is None and not self._transport.fds:
-            self._transport.note_ready([fd for fd, _ in self._poll.poll(0)])
-            received = self._transport.receive()
-            for fd in self._transport.take_ended():
-                self._poll.unregister(fd)
-        return received
 
     def _greet(self, peer: bytes, message: Message) -> int | None:
         """Whose message this is, if it is the HELLO of a worker of ours with its token."""
@@ -257,12 +260,26 @@ class Fleet:
             UnreachableError: It cannot be reached.
         """
         process = self.processes.get(index)
+        if isinstance(message, Cancel):
+            if process is None:
+                return
+            try:
+                process.cancels.send(message.request, message.shard)
+            except OSError as exc:
+                raise UnreachableError(f"takes no cancellation: {exc}") from exc
+            return
         if process is not None and isinstance(message, Build):
             message = replace(message, token=process.build_token)
         self._send_data(index, encode(message))
 
-    def send_run(self, index: int, jobs: Sequence[tuple[Job, int]]) -> None:
-        """Send shards as one run, after all that it speaks of: blocks, and the version of the weights.
+    def send_shard(self, index: int, request: Request, shard: int, *, fresh: bool = False) -> None:
+        """Send a shard as a run, after all that it speaks of: blocks, and the version of the weights.
+
+        Args:
+            index: Of the worker.
+            request: Whose shard it is.
+            shard: Which.
+            fresh: Whether its outputs are to go to memory of the worker's own.
 
         Raises:
             UnreachableError: As `send`.
@@ -270,21 +287,34 @@ class Fleet:
         process = self.processes.get(index)
         if process is None:
             return
-        for job, _ in jobs:
-            self._attach(index, process, job.blocks)
-        first, shard = jobs[0]
-        self._give_weights(index, process, first)
-        if len(jobs) == 1:
-            data = first.message(shard)
-        else:
-            tensors = [job.tensors(shard) for job, shard in jobs]
-            version = first.weights.number
-            data = encode_predict_joined(first.number, shard, version, tensors, first.axes)
+        if not request.blocks <= process.attached:
+            self._attach(index, process, request.blocks)
+        weights = request.weights
+        if weights.number and weights.number not in process.weights:
+            self._give_weights(index, process, weights)
+        if process.peer is None:
+            return
         try:
-            process.permits.give()
-        except OSError as exc:
-            raise UnreachableError(f"takes no permit for a run: {exc}") from exc
-        self._send_data(index, data)
+            self._transport.send(process.peer, request.message(shard, fresh=fresh))
+        except SendError as exc:
+            raise UnreachableError(f"cannot be reached: {exc}") from exc
+
+    def send_joined(self, index: int, members: Sequence[tuple[Request, int]]) -> None:
+        """Send shards of several requests as one run, likewise."""
+        process = self.processes.get(index)
+        if process is None:
+            return
+        for request, _ in members:
+            self._attach(index, process, request.blocks)
+        first, shard = members[0]
+        weights = first.weights
+        if weights.number and weights.number not in process.weights:
+            self._give_weights(index, process, weights)
+        tensors = [request.tensors(shard) for request, shard in members]
+        self._send_data(
+            index,
+            encode_predict_joined(first.number, shard, weights.number, tensors, first.axes),
+        )
 
     def detach(self, index: int, number: int) -> None:
         """Tell a worker that a block is no more, if it was given it.
@@ -321,11 +351,8 @@ class Fleet:
             process.attached.add(number)
             self.send(index, Attach(block=number, size=block.size))
 
-    def _give_weights(self, index: int, process: WorkerProcess, job: Job) -> None:
-        """Tell the worker where the job's weights lie, if it was not told yet."""
-        version = job.weights
-        if not version.number or version.number in process.weights:
-            return
+    def _give_weights(self, index: int, process: WorkerProcess, version: WeightVersion) -> None:
+        """Tell the worker where a version of the weights lies."""
         self._attach(index, process, version.blocks)
         process.weights = {n for n in process.weights if n >= version.oldest} | {version.number}
         tensors = tuple(version.tensors.values())

@@ -6,7 +6,7 @@ closed with its outcome, and stays in the book until no worker has a shard of it
 
 import heapq
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,7 +31,9 @@ class Entry:
         answered: By shard, whether its reply came.
         attempts: By shard, how often a worker was given it.
         unanswered: Shards without a reply.
-        deaths: By shard, the stories of the workers that died on it, where some did.
+        deaths: By shard, the stories of the workers that died on it, where some did, or may have.
+        late: By shard, how many workers still have it that it was taken from.
+        closed: When it was answered.
         settled: Whether it was answered.
         begun: Whether a worker was given any of it.
         outstanding: Shards that a worker has, which may be writing to the request's memory.
@@ -48,6 +50,8 @@ class Entry:
     attempts: list[int]
     unanswered: int
     deaths: dict[int, list[str]]
+    late: dict[int, int]
+    closed: float = 0.0
     settled: bool = False
     begun: bool = False
     outstanding: int = 0
@@ -72,6 +76,7 @@ class Ledger:
         not_begun: Of them, those of which no worker was given anything yet.
         latency: Seconds from a call to its answer, where that was a result.
         queue: The shards that wait for a worker.
+        entries: By number, the requests in the book.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -85,22 +90,22 @@ class Ledger:
         self.not_begun = 0
         self.latency = Tally(LATENCY_BOUNDS)
         self.queue = ShardQueue(max_rows)
-        self._entries: dict[int, Entry] = {}
+        self.entries: dict[int, Entry] = {}
         self._deadlines: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def __getitem__(self, number: int) -> Entry:
-        return self._entries[number]
+        return self.entries[number]
 
     def open(self) -> Iterator[Entry]:
         """The requests that were not answered yet."""
-        return iter([entry for entry in self._entries.values() if not entry.settled])
+        return iter([entry for entry in self.entries.values() if not entry.settled])
 
     def find_open(self, number: int) -> Entry | None:
         """The request of that number, if it was not answered yet."""
-        entry = self._entries.get(number)
+        entry = self.entries.get(number)
         return None if entry is None or entry.settled else entry
 
     # Accepting, and the queue.
@@ -117,9 +122,9 @@ class Ledger:
         """Enter a request of so many rows in each shard; its shards are not queued yet."""
         shards = len(rows)
         entry = Entry(
-            number, called, now, timeout, rows, size, [False] * shards, [0] * shards, shards, {}
+            number, called, now, timeout, rows, size, [False] * shards, [0] * shards, shards, {}, {}
         )
-        self._entries[number] = entry
+        self.entries[number] = entry
         self.accepted += 1
         self.in_flight += 1
         self.in_flight_bytes += size
@@ -131,16 +136,16 @@ class Ledger:
         heapq.heappush(self._deadlines, (entry.deadline, number))
         return entry
 
-    def enqueue(self, entry: Entry, priority: int, join: Joinable | None, client: Hashable) -> None:
+    def enqueue(self, entry: Entry, priority: int, join: Joinable | None) -> None:
         """Queue all its shards; `join` is for a request of one shard."""
         for shard in range(len(entry.answered)):
-            self.queue.add((entry.number, shard), priority, join, client)
+            self.queue.add((entry.number, shard), priority, join)
 
     def take_run(self, now: float, *, ahead: bool = False) -> tuple[ShardId, ...]:
         """Take the shards of the next run off the queue, for a worker; none while there is none to give."""
         members = self.queue.take(now, ahead=ahead)
         for number, shard in members:
-            entry = self._entries[number]
+            entry = self.entries[number]
             entry.outstanding += 1
             entry.attempts[shard] += 1
             if not entry.begun:
@@ -168,11 +173,13 @@ class Ledger:
     def close(self, entry: Entry, outcome: Outcome, now: float) -> None:
         """The request is answered; what is queued of it is forgotten."""
         entry.settled = True
+        entry.closed = now
         self.in_flight -= 1
         self.in_flight_bytes -= entry.size
         self.not_begun -= not entry.begun
-        for shard in range(len(entry.answered)):
-            self.queue.discard((entry.number, shard))
+        if self.queue.items:
+            for shard in range(len(entry.answered)):
+                self.queue.discard((entry.number, shard))
         match outcome:
             case "succeeded":
                 self.succeeded += 1
@@ -186,5 +193,5 @@ class Ledger:
         """Take it out of the book if it is answered and no worker has a shard of it; whether it was."""
         if not entry.settled or entry.outstanding:
             return False
-        del self._entries[entry.number]
+        del self.entries[entry.number]
         return True

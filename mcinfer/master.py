@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from time import monotonic
 from types import NoneType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -41,12 +41,14 @@ from mcinfer.fields import TensorFields
 from mcinfer.machine import usable_memory, whole_cpus
 from mcinfer.prepared.split_records import SplitRecord
 from mcinfer.protocol import Build
+from mcinfer.requests.future import OutcomeFuture
+from mcinfer.requests.planner import Planner
+from mcinfer.requests.request import Arrays, Inputs, Request
+from mcinfer.runtime.loop import Loop
 from mcinfer.sharding import Axes, JoinError, SaidAxes, Split
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
 from mcinfer.splitting import Known, Splitter, Verify
-from mcinfer.staging import Arrays, Inputs, Job, Stager
 from mcinfer.statistics import Health, Statistics
-from mcinfer.supervisor import Supervisor
 from mcinfer.tracing import TraceHook
 from mcinfer.transport import TRANSPORTS, TransportKind
 from mcinfer.waiting_threads import WaitingThreads
@@ -83,8 +85,8 @@ class Master:
             batching); 1 is off. Joined are requests that agree in all but the batch's size, where the
             model's batch is symbolic and every output has it; one that fails never spoils the others.
         max_delay: Seconds that a request may wait for others to join it while a worker is free.
-        trace: Called with a `RequestTrace` after each request that was queued, in whichever thread gave its
-            answer: it must be quick, and not wait.
+        trace: Called with a `RequestTrace` after each request that was queued, in a thread of mcinfer's
+            own, one after another: it should be quick.
         batch_axes: By input name, the axis along which a batch is split, or None for an input that goes to
             every worker whole. Inputs that are not named are left to the model's symbols and to `verify`.
         output_axes: By output name, the axis along which its parts are joined, or None for one that is the
@@ -183,7 +185,7 @@ class Master:
                 )
             )
         memory = self._limits.memory_bytes or usable_memory() // 2
-        self._supervisor = Supervisor(
+        self._loop = Loop(
             builds,
             timeouts=self._timeouts,
             restart=restart,
@@ -201,10 +203,10 @@ class Master:
         self._splitter: Splitter | None = None
         self._said_apart = False
         self._model: ModelSpec | None = None
-        self._stager: Stager | None = None
-        # At interpreter exit the supervisor closes itself; this is for a master that becomes garbage.
+        self._planner: Planner | None = None
+        # At interpreter exit the loop closes itself; this is for a master that becomes garbage.
         self._waiting = WaitingThreads()
-        self._finalizer = weakref.finalize(self, _abandon, self._supervisor, self._waiting)
+        self._finalizer = weakref.finalize(self, _abandon, self._loop, self._waiting)
         self._finalizer.atexit = False
 
     # Life.
@@ -218,13 +220,13 @@ class Master:
             MissingDependencyError: The model has an element type that NumPy lacks; says what to install.
             ClosedError: It was closed, or was started before.
         """
-        self._supervisor.claim_start()
+        self._loop.claim_start()
         if self._absent:
             self._finalizer.detach()  # it would hold the error, whose traceback holds this
             reasons = (f"worker {i}: {reason}" for i, reason in self._absent.items())
-            self._supervisor.refuse_start(BuildError("; ".join(reasons)))
+            self._loop.refuse_start(BuildError("; ".join(reasons)))
         try:
-            built = self._supervisor.start()
+            built = self._loop.start()
             model = ModelSpec(inputs=_specs(built.inputs), outputs=_specs(built.outputs))
             weights = _specs(built.weights)
             self._identity = built.model
@@ -233,7 +235,9 @@ class Master:
             self.close()
             raise
         self._model = model
-        self._stager = Stager(model, self._supervisor.arena, self._max_batch_size, weights)
+        loop = self._loop
+        self._planner = Planner(model, loop.arena, loop.allocate, self._max_batch_size, weights)
+        loop.frames = self._planner
         return self
 
     def close(self, timeout: float | None = None, *, drain: bool = False) -> None:
@@ -254,13 +258,13 @@ class Master:
         if not isinstance(drain, bool):
             raise InvalidInputError(f"drain: got {drain!r}, expected True or False")
         try:
-            self._supervisor.close(timeout, drain=drain)
-            self._waiting.close(wait=self._supervisor.may_wait())
+            self._loop.close(timeout, drain=drain)
+            self._waiting.close(wait=self._loop.may_wait())
         finally:  # also when Ctrl-C ends the waiting: the rest then goes on by itself
             self._waiting.close(wait=False)
-            if self._stager is not None:
-                self._stager.close()
-            # It holds the supervisor, which holds the error of a failed start, whose traceback holds this.
+            if self._planner is not None:
+                self._planner.close()
+            # It holds the loop, which holds the error of a failed start, whose traceback holds this.
             self._finalizer.detach()
 
     # Health.
@@ -275,7 +279,7 @@ class Master:
         Raises:
             ClosedError: This process was forked from the master's.
         """
-        return self._supervisor.health()
+        return self._loop.health()
 
     def wait_ready(self, timeout: float | None = None) -> Health:
         """Wait until every worker serves; those that died are started again without help.
@@ -290,7 +294,7 @@ class Master:
             ReadyTimeoutError: Not all did in time; says what the others were doing, and why.
             ClosedError: The master is closed, or was not started.
         """
-        return self._supervisor.wait_ready(self._patience("wait_ready", timeout, 1))
+        return self._loop.wait_ready(self._patience("wait_ready", timeout, 1))
 
     def restart_workers(self, timeout: float | None = None) -> None:
         """Replace every worker's process by a fresh one, one after another; no request fails by it.
@@ -310,11 +314,11 @@ class Master:
             ClosedError: The master is closed, or was not started.
         """
         self._ready()
-        self._supervisor.restart_workers(self._patience("restart_workers", timeout, self._workers))
+        self._loop.restart_workers(self._patience("restart_workers", timeout, self._workers))
 
     def _patience(self, call: str, timeout: float | None, workers: int) -> float:
         """The seconds that a call for workers to be ready may take."""
-        if not self._supervisor.may_wait():
+        if not self._loop.may_wait():
             raise McinferError(
                 f"{call}() was called in a future's callback, which runs in the thread that it waits for"
             )
@@ -396,7 +400,7 @@ class Master:
             QueueFullError: A limit was reached.
             ClosedError: The master is not started, or closed.
         """
-        if not self._supervisor.may_wait():
+        if not self._loop.may_wait():
             raise McinferError(
                 "predict() was called in a future's callback, which runs in the thread that the "
                 "answer needs: use submit() there"
@@ -404,21 +408,22 @@ class Master:
         call = self._call(inputs, timeout, batch_axes, output_axes, shards, priority)
         if call.known.open and self._learns_from(call):
             return self._learn_from(call, _CheckRuns(self, call))
-        job = self._stage(call)
-        job.future.awaited = True
+        request = self._request(call)
         try:
-            self._enter(job, call)
-            return job.future.result()
+            self._loop.enter(request, wait=False)
+            self._loop.await_answer(request)
+            return request.result()
         except PredictError as exc:
-            if not _may_run_whole(job, call, exc):
+            if not _may_run_whole(len(request.rows), call, exc):
                 raise
             return self._run_whole(call, exc)
         except BaseException:
             # Ctrl-C while waiting: the workers are not to go on for nobody.
-            job.future.cancel()
+            if not request.settled:
+                self._loop.forget(request)
             raise
         finally:
-            del job  # the error that this may raise must not hold what holds it
+            del request  # the error that this may raise must not hold what holds it
 
     def submit(
         self,
@@ -445,7 +450,7 @@ class Master:
             InvalidInputError, QueueFullError, ClosedError: As `predict`, before anything is queued.
         """
         call = self._call(inputs, timeout, batch_axes, output_axes, 1, priority)
-        return self._enqueue(call).future
+        return self._submit(call)
 
     async def predict_async(
         self,
@@ -475,29 +480,32 @@ class Master:
                 raise
             finally:
                 del learned
-        enqueue = partial(self._enqueue, call)
+        submit = partial(self._submit, call)
         try:
-            job = enqueue(wait=False)
+            future = submit(wait=False)
         except QueueFullError:
             if "wait" not in (self._limits.when_full, self._limits.when_queue_full):
                 raise
             # Waiting for room would stop the event loop.
-            job = await self._wait_for_room(enqueue, call.start + call.timeout)
-        answer = asyncio.wrap_future(job.future)
+            future = await self._wait_for_room(submit, call.start + call.timeout)
+        answer = asyncio.wrap_future(future)
         try:
             return await answer
         except PredictError as exc:
-            if not _may_run_whole(job, call, exc):
+            shards = len(cast("Request", future.outcome).rows)
+            if not _may_run_whole(shards, call, exc):
                 raise
             return await asyncio.wrap_future(
                 self._waiting.submit(partial(self._run_whole, call, exc))
             )
         finally:
-            del answer, job  # as in `predict`
+            del answer, future  # as in `predict`
 
-    async def _wait_for_room(self, enqueue: Callable[[], Job], deadline: float) -> Job:
+    async def _wait_for_room(
+        self, submit: "Callable[[], OutcomeFuture[Arrays]]", deadline: float
+    ) -> "OutcomeFuture[Arrays]":
         """Have a thread wait until the call can be made; at the deadline it has failed, wherever it is."""
-        waiting = self._waiting.submit(partial(copy_context().run, enqueue))
+        waiting = self._waiting.submit(partial(copy_context().run, submit))
         left = deadline - monotonic()
         try:
             async with asyncio.timeout(None if left == math.inf else max(0.0, left)):
@@ -551,7 +559,7 @@ class Master:
         Raises:
             McinferError: As `predict`, where the whole run fails.
         """
-        if not self._supervisor.may_wait():
+        if not self._loop.may_wait():
             raise McinferError("learn() was called in a future's callback, where nothing may wait")
         call = self._call(example, timeout, batch_axes, output_axes, None, 0)
         runs, arrays = _CheckRuns(self, call), self._ready().arrays(example)
@@ -571,7 +579,7 @@ class Master:
             InvalidInputError: An unknown name, another number of dimensions, or more than the limit.
             QueueFullError: The memory is in use.
         """
-        return self._ready().allocate(shapes)
+        return self._ready().allocate(shapes, 0.0)
 
     @property
     def weights(self) -> tuple[TensorSpec, ...]:
@@ -581,7 +589,7 @@ class Master:
             ClosedError: It was not started.
         """
         self._spec()
-        return () if self._stager is None else self._stager.weights.specs
+        return () if self._planner is None else self._planner.weights.specs
 
     def update_weights(
         self, weights: Mapping[str, ArrayLike], *, timeout: float | None = None
@@ -610,7 +618,7 @@ class Master:
         store = self._ready().weights
         if timeout is not None:
             check_seconds("timeout", timeout)
-        waits = self._limits.when_full == "wait" and self._supervisor.may_wait()
+        waits = self._limits.when_full == "wait" and self._loop.may_wait()
         seconds = self._timeouts.predict if timeout is None else timeout
         return store.update(weights, seconds if waits else 0.0)
 
@@ -620,14 +628,14 @@ class Master:
         Raises:
             ClosedError: This process was forked from the master's.
         """
-        version = 0 if self._stager is None else self._stager.weights.current.number
-        return self._supervisor.statistics(version)
+        version = 0 if self._planner is None else self._planner.weights.current.number
+        return self._loop.statistics(version)
 
-    def _ready(self) -> Stager:
-        self._supervisor.check_open()
-        if self._stager is None:
+    def _ready(self) -> Planner:
+        self._loop.check_open()
+        if self._planner is None:
             raise ClosedError("the master is still starting")
-        return self._stager
+        return self._planner
 
     # A call on its way.
 
@@ -643,7 +651,7 @@ class Master:
         """What was asked for, checked but for the inputs."""
         if type(priority) is not int:
             raise InvalidInputError(f"priority: got {priority!r}, expected an int")
-        self._ready()
+        planner = self._ready()
         if timeout is None:
             timeout = self._timeouts.predict
         else:
@@ -651,13 +659,15 @@ class Master:
         start = monotonic()
         joins = pieces == 1
         if pieces is None:
-            pieces = max(1, self._supervisor.serving)
+            pieces = max(1, self._loop.serving)
         else:
             check_count("shards", pieces, 1)
         splitter = self._splitter
         if splitter is None or batch_axes is not None or output_axes is not None:
             splitter = self._splitter_for(batch_axes, output_axes)
-        return _Call(inputs, splitter, splitter.known, pieces, joins, start, timeout, priority)
+        return _Call(
+            inputs, planner, splitter, splitter.known, pieces, joins, start, timeout, priority
+        )
 
     def _splitter_for(self, batch_axes: Axes | None, output_axes: Axes | None) -> Splitter:
         """What is known of the split for these axes, before those that the master was given."""
@@ -702,7 +712,7 @@ class Master:
         """Answer a request by a whole run, and learn from it."""
 
         def split_run(known: Known) -> Arrays:
-            return self._enqueue(replace(call, known=known, pieces=pieces)).future.result()
+            return self._submit(replace(call, known=known, pieces=pieces)).result()
 
         pieces = self._least_pieces(call)
         arrays = self._ready().arrays(call.inputs)
@@ -720,53 +730,54 @@ class Master:
         """In how many pieces a request is compared: as many as later ones have, and two at least."""
         return max(2, call.pieces)
 
-    def _enqueue(self, call: "_Call", *, wait: bool = True) -> Job:
-        job = self._stage(call, wait=wait)
-        self._enter(job, call, wait=wait)
+    def _submit(self, call: "_Call", *, wait: bool = True) -> "OutcomeFuture[Arrays]":
+        """Queue a request: its future."""
+        request = self._request(call, wait=wait)
+        future = OutcomeFuture(request, self._loop)
+        if not request.settled:  # a batch of no rows is answered already
+            self._loop.enter(request, wait=wait)
         if self._max_batch_size > 1 and call.joins and not call.known.settled:
-            self._offer(call, job)
-        return job
+            self._offer(call, request, future)
+        return future
 
-    def _offer(self, call: "_Call", job: Job) -> None:
+    def _offer(self, call: "_Call", request: Request, future: "OutcomeFuture[Arrays]") -> None:
         """Have two requests that ran apart, and could be joined, show whether that is right."""
-        if job.rows and not call.apart and self._verify == "first":
+        if request.rows and not call.apart and self._verify == "first":
             arrays = self._ready().arrays(call.inputs)
-            pair = call.splitter.offer(arrays, job.future)
+            pair = call.splitter.offer(arrays, future)
             if pair is not None:
                 runs = _CheckRuns(self, call, late=True)
                 self._waiting.submit(
                     partial(call.splitter.learn_from_pair, pair, 2 * call.timeout, runs)
                 )
 
-    def _stage(self, call: "_Call", *, wait: bool = True) -> Job:
-        """The request as a job."""
-        stager, known = self._ready(), call.known
-        self._supervisor.check_room()
-        waits = wait and self._limits.when_full == "wait" and self._supervisor.may_wait()
-        memory_wait = max(0.0, call.start + call.timeout - monotonic()) if waits else 0.0
+    def _request(self, call: "_Call", *, wait: bool = True) -> Request:
+        """What was asked for, with its inputs in shared memory."""
+        planner, known, limits = call.planner, call.known, self._limits
+        may_wait = self._loop.may_wait()
+        memory_wait = 0.0
+        if wait and may_wait and limits.when_full == "wait":
+            memory_wait = max(0.0, call.start + call.timeout - monotonic())
         pieces = call.pieces if known.settled else 1
         if pieces > 1 and not known.splits:
             call.splitter.warn_if_whole()
         joinable = call.joins and known.splits and not call.apart
-        job = stager.stage(
+        request = planner.request(
             call.inputs, pieces, None if call.apart else known, memory_wait, joinable=joinable
         )
         if self._max_batch_size > 1 and call.joins and known.settled and not call.apart:
             if not known.splits:
                 call.splitter.warn_if_whole()
-            elif stager.apart and not self._said_apart:
+            elif planner.apart and not self._said_apart:
                 self._said_apart = True
-                _log.warning("requests are not joined to one run: %s", stager.apart)
-        job.contradicted = call.splitter.withdraw
+                _log.warning("requests are not joined to one run: %s", planner.apart)
+        request.called, request.timeout = call.start, call.timeout
+        request.priority = call.priority
+        request.contradicted = call.splitter.withdraw
+        request.waits = may_wait and limits.when_queue_full == "wait"
         if self._traces and call.traced:
-            job.context = copy_context()
-        return job
-
-    def _enter(self, job: Job, call: "_Call", *, wait: bool = True) -> None:
-        if not job.shards:  # a batch of no rows is answered already
-            return
-        waits = wait and self._limits.when_queue_full == "wait" and self._supervisor.may_wait()
-        self._supervisor.submit(job, call.start, call.timeout, call.priority, wait=waits)
+            request.context = copy_context()
+        return request
 
 
 @dataclass(slots=True)
@@ -774,6 +785,7 @@ class _Call:
     """One request as it was asked for.
 
     Attributes:
+        planner: Lays it out.
         known: What is known of its split.
         pieces: Into how many shards it is cut at most.
         joins: Whether it may go in one run with others.
@@ -784,6 +796,7 @@ class _Call:
     """
 
     inputs: Inputs
+    planner: Planner
     splitter: Splitter
     known: Known
     pieces: int
@@ -844,7 +857,7 @@ class _CheckRuns:
         try:
             if self._cancelled:
                 return ClosedError("the request was cancelled")
-            future = self._master._enqueue(call).future
+            future: Future[Arrays] = self._master._submit(call)
         except McinferError as exc:
             return exc
         self._futures.append(future)
@@ -870,10 +883,10 @@ def _outcome(begun: "Future[Arrays] | McinferError") -> Arrays | McinferError:
         return ClosedError("the request was cancelled")
 
 
-def _may_run_whole(job: Job, call: _Call, failure: PredictError) -> bool:
+def _may_run_whole(shards: int, call: _Call, failure: PredictError) -> bool:
     """Whether pieces that failed may fail because they are pieces, which a check has not shown."""
     checked = call.known.split.checked
-    return checked and job.shards > 1 and not isinstance(failure, JoinError)
+    return checked and shards > 1 and not isinstance(failure, JoinError)
 
 
 def _said(batch_axes: Axes | None, output_axes: Axes | None) -> SaidAxes:
@@ -884,15 +897,15 @@ def _said(batch_axes: Axes | None, output_axes: Axes | None) -> SaidAxes:
     return SaidAxes(inputs=dict(batch_axes or {}), outputs=dict(output_axes or {}))
 
 
-def _abandon(supervisor: Supervisor, waiting: WaitingThreads) -> None:
+def _abandon(loop: Loop, waiting: WaitingThreads) -> None:
     """For a master that is garbage: nothing waits here."""
-    supervisor.abandon()
+    loop.abandon()
     waiting.close(wait=False)
 
 
-def _cancel_late(waiting: "Future[Job]") -> None:
+def _cancel_late(waiting: "Future[OutcomeFuture[Arrays]]") -> None:
     if not waiting.cancelled() and waiting.exception() is None:
-        waiting.result().future.cancel()
+        waiting.result().cancel()
 
 
 def _specs(fields: Sequence[TensorFields]) -> tuple[TensorSpec, ...]:

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from mcinfer.config import Timeouts
 from mcinfer.errors import ClosedError, InvalidInputError
 from mcinfer.master import Master
+from mcinfer.requests.request import Arrays, Inputs
 from mcinfer.sharding import Axes
 from mcinfer.specs import TensorSpec
-from mcinfer.staging import Arrays, Inputs
 from mcinfer.statistics import Statistics
 
 Tensors = list[NDArray[Any]]

@@ -17,8 +17,8 @@ from queue import SimpleQueue
 from time import monotonic
 from typing import TextIO
 
+from mcinfer.cancels import Cancels
 from mcinfer.children import Inherited, command, environment
-from mcinfer.permits import Permits
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.stack_report import REQUEST, StackReport
 from mcinfer.transport import TransportKind
@@ -41,7 +41,7 @@ class WorkerProcess:
         pid: Its process id.
         pidfd: Readable once it has ended.
         lifeline: The master's end.
-        permits: For the runs that it is sent.
+        cancels: For the runs that it is to stop.
         hello_token: What it must show in HELLO.
         build_token: What the master must show it in BUILD.
         peer: The transport's name for it, once it has said who it is.
@@ -86,20 +86,21 @@ class WorkerProcess:
         self.weights: set[int] = set()
         self.outlawed = False
         with contextlib.ExitStack() as opened:
-            self.permits = Permits.create()
-            opened.callback(self.permits.close)
+            self.cancels, listening = Cancels.pair()
+            opened.callback(self.cancels.close)
+            opened.callback(listening.close)
             self._stacks = StackReport()
             opened.callback(self._stacks.close)
             self.lifeline, theirs = Lifeline.pair()
             opened.callback(self.lifeline.close)
-            given = [theirs.fileno(), connection, self.permits.fd, self._stacks.fd]
+            given = [theirs.fileno(), connection, listening.fd, self._stacks.fd]
             greeting = {
                 "master": os.getpid(),
                 "transport": transport,
                 "connection": connection,
                 "hello_token": hello_token,
                 "build_token": build_token,
-                "permits": self.permits.fd,
+                "cancels": listening.fd,
                 "stacks": self._stacks.fd,
                 "most_memory": most_memory,
                 "path": inherited.path,
@@ -127,6 +128,7 @@ class WorkerProcess:
                 self._process.wait()
                 raise
             opened.pop_all()
+        listening.close()
         os.close(pipes[1])
         os.close(pipes[3])
         mark = f"[worker {index} {device}] "
@@ -164,7 +166,7 @@ class WorkerProcess:
         """Give up what this object owns; the process, if it still runs, loses its lifeline."""
         os.close(self.pidfd)
         self.lifeline.close()
-        self.permits.close()
+        self.cancels.close()
         self._stacks.close()
 
 

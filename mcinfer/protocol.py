@@ -5,6 +5,15 @@ pickle. This file does not know which side it runs on: `TRANSITIONS` is the whol
 both sides keep a `Conversation` that follows it. A message that is malformed, or that the table
 does not allow, raises `ProtocolError` and changes nothing.
 
+PREDICT and REPLY, one of each for every run, are no maps. Each has a head of fixed size, whose first byte is
+the message's id (no map of MessagePack begins with it), and a body in MessagePack:
+
+* PREDICT: `PREDICT_HEAD` with the request, the shard, the version of the weights and the bytes of the inputs'
+  references; then the inputs' and the outputs' references. The body is the same for all requests whose
+  tensors lie in the same places, so a worker decodes and checks it once.
+* REPLY: `REPLY_HEAD` with the request, the shard and the seconds of the run; then the outputs' references, or
+  nothing where all outputs are where PREDICT said.
+
 Ids 0 to 4 are those of the multi-card sample of MindSpore Lite, and stay. Tensors do not travel in
 messages: a tensor reference ``(name, element type, shape, block, offset)`` says where one lies in shared
 memory. Only strings, which have no fixed size, travel inline: then the block is None and the last
@@ -12,8 +21,10 @@ place holds the values.
 """
 
 import reprlib
+import struct
+from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -31,6 +42,7 @@ from mcinfer.fields import (
     is_members,
     is_references,
     is_seconds,
+    is_shard,
     is_specs,
     is_text,
     is_text_map,
@@ -73,8 +85,11 @@ _PLAIN_BYTES = 1 << 10
 _UNCOUNTED_BYTES = 16 << 10
 """A message of no more than that holds few values, if as many follow as its lengths say."""
 
-_MOST_PREDICT_BYTES = 256
-"""Of a PREDICT without its tensors."""
+PREDICT_HEAD = struct.Struct("<BQIQI")
+"""Id, request, shard, version of the weights, bytes of the inputs' references."""
+
+REPLY_HEAD = struct.Struct("<BQId")
+"""Id, request, shard, seconds."""
 
 ERROR = 0
 PREDICT = 1
@@ -127,7 +142,7 @@ class Error(Message):
     ID = ERROR
     CHECKS = {
         "request": or_none(is_count),
-        "shard": or_none(is_count),
+        "shard": or_none(is_shard),
         "kind": lambda value: value in ("build", "missing", "invalid", "predict", "cancelled"),
         "text": is_text_to(_MOST_ERROR),
         "traceback": is_text_to(_MOST_ERROR),
@@ -152,7 +167,7 @@ class Predict(Message):
     ID = PREDICT
     CHECKS = {
         "request": is_count,
-        "shard": is_count,
+        "shard": is_shard,
         "weights": is_count,
         "inputs": is_references,
         "outputs": is_references,
@@ -181,7 +196,7 @@ class PredictJoined(Message):
     ID = PREDICT_JOINED
     CHECKS = {
         "request": is_count,
-        "shard": is_count,
+        "shard": is_shard,
         "weights": is_count,
         "members": is_members,
         "input_axes": is_axes,
@@ -208,7 +223,7 @@ class Reply(Message):
     ID = REPLY
     CHECKS = {
         "request": is_count,
-        "shard": is_count,
+        "shard": is_shard,
         "outputs": is_references,
         "seconds": is_seconds,
     }
@@ -320,11 +335,15 @@ class Build(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel(Message):
-    """Master to worker: stop that request's run if it is still going; else nothing."""
+    """Master to worker: stop that run if it is still going, skip it if it has not begun; else nothing.
+
+    It comes over a socket of its own, so that a worker hears it during a run.
+    """
 
     ID = CANCEL
-    CHECKS = {"request": is_count}
+    CHECKS = {"request": is_count, "shard": is_shard}
     request: int
+    shard: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -396,7 +415,7 @@ MESSAGES: dict[int, type[Message]] = {
         PredictJoined,
     )
 }
-_FIELDS = {message: tuple(field.name for field in fields(message)) for message in MESSAGES.values()}
+_FIELDS = {message: tuple(item.name for item in fields(message)) for message in MESSAGES.values()}
 _FIELD_SETS = {message: frozenset(names) for message, names in _FIELDS.items()}
 
 
@@ -406,10 +425,19 @@ def encode(message: Message) -> bytes:
     Raises:
         ProtocolError: They are more than a message may have.
     """
-    content: dict[str, Any] = {"id": message.ID}
-    for name in _FIELDS[type(message)]:
-        content[name] = getattr(message, name)
-    data = _pack(content)
+    if isinstance(message, Predict):
+        inputs, outputs = _pack(message.inputs), _pack(message.outputs)
+        data = encode_predict(
+            message.request, message.shard, message.weights, len(inputs), inputs + outputs
+        )
+    elif isinstance(message, Reply):
+        data = REPLY_HEAD.pack(REPLY, message.request, message.shard, message.seconds)
+        data += _pack(message.outputs) if message.outputs else b""
+    else:
+        content: dict[str, Any] = {"id": message.ID}
+        for name in _FIELDS[type(message)]:
+            content[name] = getattr(message, name)
+        data = _pack(content)
     if len(data) > MOST_MESSAGE_BYTES:
         raise ProtocolError(
             f"{type(message).__name__}: got {len(data)} bytes, expected at most {MOST_MESSAGE_BYTES}"
@@ -432,42 +460,69 @@ def _packer() -> msgpack.Packer:
     return msgpack.Packer(unicode_errors="surrogatepass", buf_size=1024)  # type: ignore[call-arg] # stubs of 1.0
 
 
-# The beginning of a PREDICT as `encode` writes it: a map of six, as the specification of MessagePack
-# has it, and the first two of its fields up to the request's number.
-_PREDICT = b"\x86" + b"".join(map(_pack, ("id", PREDICT, "request")))
 _SHARD = _pack("shard")
 _WEIGHTS = _pack("weights")
 
 
-def encode_tensors(inputs: tuple[TensorRef, ...], outputs: tuple[TensorRef, ...]) -> bytes:
-    """The part of a PREDICT that is the same for all requests with these tensors.
+def encode_references(references: tuple[TensorRef, ...]) -> bytes:
+    """The inputs' or outputs' part of a PREDICT's body, the same for all requests with these tensors.
 
     Raises:
         ProtocolError: A reference does not fit.
         InvalidInputError: The inputs' strings are more than one message may carry.
     """
-    Predict(request=0, shard=0, weights=0, inputs=inputs, outputs=outputs)
-    tensors = b"".join(map(_pack, ("inputs", inputs, "outputs", outputs)))
-    if len(tensors) > _UNCOUNTED_BYTES:
-        strings, most = count_strings(inputs), MOST_MESSAGE_BYTES - _MOST_PREDICT_BYTES
-        if len(tensors) > most or strings > MOST_STRINGS:
+    if not is_references(references):
+        raise ProtocolError(f"references do not fit: got {reprlib.repr(references)}")
+    data = _pack(references)
+    if len(data) > _UNCOUNTED_BYTES:
+        strings, most = count_strings(references), MOST_MESSAGE_BYTES // 2
+        if len(data) > most or strings > MOST_STRINGS:
             raise InvalidInputError(
-                f"inputs: got {strings} strings in a message of {len(tensors)} bytes for a worker, "
+                f"inputs: got {strings} strings in a message of {len(data)} bytes for a worker, "
                 f"expected at most {MOST_STRINGS} and {most}; a batch of fewer rows has fewer"
             )
-    return tensors
+    return data
 
 
-def encode_predict(request: int, shard: int, weights: int, tensors: bytes) -> bytes:
-    """What `encode` gives for a PREDICT, from its tensors encoded before."""
-    return b"".join(
-        (_PREDICT, _pack(request), _SHARD, _pack(shard), _WEIGHTS, _pack(weights), tensors)
-    )
+def encode_predict(request: int, shard: int, weights: int, inputs: int, body: bytes) -> bytes:
+    """A PREDICT.
+
+    Args:
+        request: Its number.
+        shard: Likewise.
+        weights: The version of the weights.
+        inputs: Bytes of the body that are the inputs' references.
+        body: What `encode_references` gave for the inputs and for the outputs, one after the other.
+    """
+    return PREDICT_HEAD.pack(PREDICT, request, shard, weights, inputs) + body
+
+
+def decode_body(body: bytes, inputs: int) -> tuple[tuple[TensorRef, ...], tuple[TensorRef, ...]]:
+    """The inputs' and the outputs' references of a PREDICT's body.
+
+    Args:
+        body: Of the message.
+        inputs: Bytes of it that are the inputs'.
+
+    Raises:
+        ProtocolError: They are no references.
+    """
+    if inputs > len(body):
+        raise ProtocolError(
+            f"got {len(body)} bytes of references, of which {inputs} are the inputs'"
+        )
+    parts = _unpack(body[:inputs]), _unpack(body[inputs:])
+    for part in parts:
+        if not is_references(part):
+            raise ProtocolError(f"references do not fit: got {reprlib.repr(part)}")
+    return parts
 
 
 _JOINED = b"\x87" + b"".join(map(_pack, ("id", PREDICT_JOINED, "request")))
 _MEMBERS = _pack("members")
 _MEMBER = b"\x82"
+_INPUTS = _pack("inputs")
+_OUTPUTS = _pack("outputs")
 _INPUT_AXES = _pack("input_axes")
 _OUTPUT_AXES = _pack("output_axes")
 
@@ -476,7 +531,7 @@ def encode_predict_joined(
     request: int,
     shard: int,
     weights: int,
-    members: Sequence[bytes],
+    members: Sequence[tuple[bytes, bytes]],
     axes: tuple[tuple[int | None, ...], tuple[int, ...]],
 ) -> bytes:
     """What `encode` gives for a PREDICT_JOINED, from each member's tensors encoded before.
@@ -485,14 +540,14 @@ def encode_predict_joined(
         request: The first member's.
         shard: Likewise.
         weights: The version of the weights.
-        members: What `encode_tensors` gave for each.
+        members: What `encode_references` gave for the inputs, and for the outputs, of each.
         axes: Of the inputs, and of the outputs.
     """
     count = bytes(_packer().pack_array_header(len(members)))
     parts = [_JOINED, _pack(request), _SHARD, _pack(shard), _WEIGHTS, _pack(weights)]
     parts += (_MEMBERS, count)
-    for tensors in members:
-        parts += (_MEMBER, tensors)
+    for inputs, outputs in members:
+        parts += (_MEMBER, _INPUTS, inputs, _OUTPUTS, outputs)
     parts += (_INPUT_AXES, _pack(axes[0]), _OUTPUT_AXES, _pack(axes[1]))
     return b"".join(parts)
 
@@ -506,20 +561,16 @@ def decode(data: bytes) -> Message:
     Raises:
         ProtocolError: It is not a message of this protocol.
     """
-    try:
-        if len(data) <= _PLAIN_BYTES:
-            content = msgpack.unpackb(
-                data, use_list=False, strict_map_key=True, unicode_errors="surrogatepass"
-            )
-        else:
-            content = _unpack_large(data, counted=len(data) > _UNCOUNTED_BYTES)
-    except Exception as exc:  # msgpack raises ValueError, TypeError, its own, and more on bad data
-        raise ProtocolError(f"not a MessagePack message: {type(exc).__name__}: {exc}") from exc
+    if data[:1] == _PREDICT_ID:
+        return _decode_predict(data)
+    if data[:1] == _REPLY_ID:
+        return _decode_reply(data)
+    content = _unpack(data)
     if type(content) is not dict:
         raise ProtocolError(f"a message is a map, got {type(content).__name__}")
     kind = content.pop("id", None)
     message = MESSAGES.get(kind) if type(kind) is int else None
-    if message is None:
+    if message is None or message in (Predict, Reply):  # these are no maps
         raise ProtocolError(f"unknown message id {reprlib.repr(kind)}")
     if content.keys() != _FIELD_SETS[message]:
         raise ProtocolError(
@@ -527,6 +578,41 @@ def decode(data: bytes) -> Message:
             f"expected {[*_FIELDS[message]]}"
         )
     return message(**content)
+
+
+_PREDICT_ID, _REPLY_ID = bytes([PREDICT]), bytes([REPLY])
+
+
+def _decode_predict(data: bytes) -> Predict:
+    if len(data) < PREDICT_HEAD.size:
+        raise ProtocolError(f"Predict: got {len(data)} bytes, expected {PREDICT_HEAD.size} or more")
+    _, request, shard, weights, size = PREDICT_HEAD.unpack_from(data)
+    inputs, outputs = decode_body(data[PREDICT_HEAD.size :], size)
+    return Predict(request=request, shard=shard, weights=weights, inputs=inputs, outputs=outputs)
+
+
+def _decode_reply(data: bytes) -> Reply:
+    if len(data) < REPLY_HEAD.size:
+        raise ProtocolError(f"Reply: got {len(data)} bytes, expected {REPLY_HEAD.size} or more")
+    _, request, shard, seconds = REPLY_HEAD.unpack_from(data)
+    outputs = _unpack(data[REPLY_HEAD.size :]) if len(data) > REPLY_HEAD.size else ()
+    return Reply(request=request, shard=shard, outputs=outputs, seconds=seconds)
+
+
+def _unpack(data: bytes) -> Any:
+    """What a message, or a part of one, holds.
+
+    Raises:
+        ProtocolError: It is cut off, too large, or holds too much.
+    """
+    try:
+        if len(data) <= _PLAIN_BYTES:
+            return msgpack.unpackb(
+                data, use_list=False, strict_map_key=True, unicode_errors="surrogatepass"
+            )
+        return _unpack_large(data, counted=len(data) > _UNCOUNTED_BYTES)
+    except Exception as exc:  # msgpack raises ValueError, TypeError, its own, and more on bad data
+        raise ProtocolError(f"not a MessagePack message: {type(exc).__name__}: {exc}") from exc
 
 
 def _unpack_large(data: bytes, *, counted: bool) -> Any:
@@ -623,13 +709,14 @@ TRANSITIONS: dict[WorkerState, dict[type[Message], WorkerState]] = {
 }
 """What may come in which state, and the state after it. A process's end leads to GONE from any.
 
-A worker that is BUSY may be given one run more, which it begins when it has answered: it stays BUSY then.
+A worker that is BUSY may be given more runs, which it begins one after another: it stays BUSY until it has
+answered all of them.
 CANCEL is allowed in READY: it may cross the reply on its way. EXITING takes the answers of a
 build or of runs that were going on when EXIT was sent, and the other side's EXIT after a build error.
 """
 
-MOST_RUNS = 2
-"""What a worker has at most: a run that is going on and one that waits for its end."""
+MAX_RUNS = 16
+"""What a worker has at most: a run that is going on, and those that wait for its end."""
 
 
 @dataclass(slots=True)
@@ -642,7 +729,7 @@ class Conversation:
     """
 
     state: WorkerState = WorkerState.SPAWNED
-    runs: tuple[tuple[int, int], ...] = ()
+    runs: deque[tuple[int, int]] = field(default_factory=deque)
 
     def advance(self, message: Message) -> None:
         """Take a message that was sent or received.
@@ -663,10 +750,12 @@ class Conversation:
                     f"{type(message).__name__} for request and shard {answers}, "
                     f"expected {expected} in state {self.state}"
                 )
-            self.runs = self.runs[1:]
             if self.runs:
-                return
-        self.state = after
+                self.runs.popleft()
+            if not self.runs:
+                self.state = after
+        else:
+            self.state = after
 
     def begin_run(self, request: int, shard: int) -> None:
         """What a PREDICT does, for the side that decides on it before its tensors are known.
@@ -675,9 +764,15 @@ class Conversation:
             ProtocolError: No run may begin now.
         """
         after = TRANSITIONS[self.state].get(Predict)
-        if after is None or len(self.runs) >= MOST_RUNS:
+        if after is None or len(self.runs) >= MAX_RUNS:
             raise ProtocolError(
                 f"Predict may not come in state {self.state} with {len(self.runs)} runs"
             )
-        self.runs = (*self.runs, (request, shard))
+        self.runs.append((request, shard))
         self.state = after
+
+    def end_run(self) -> None:
+        """What a REPLY to the first run does, for the side that has checked that in state BUSY."""
+        self.runs.popleft()
+        if not self.runs:
+            self.state = WorkerState.READY

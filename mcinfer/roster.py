@@ -67,14 +67,14 @@ class Run:
     """What a worker was given at once.
 
     Attributes:
-        members: Request and shard of each; none if it was taken back, and is to be skipped.
+        members: Request and shard of each.
         sent: When it was given.
-        asked_back: Whether it was tried to take it back.
+        late: Whether its members were given to others as well, so that its answer is ignored.
     """
 
     members: tuple[ShardId, ...]
     sent: float
-    asked_back: bool = False
+    late: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +85,8 @@ class Worker:
         runs: What it has, the run going on first.
         began: When that one began, as far as can be known.
         usual_seconds: How long its runs take.
+        capacity: How many runs it may have at a time.
+        alone: Whether nothing is to be put behind what it has.
         ready_by: When it must have its model.
         latest: When it must have it, whatever progress it tells of.
         progress: What it told of last: seconds and bytes.
@@ -105,6 +107,8 @@ class Worker:
     runs: deque[Run] = field(default_factory=deque)
     began: float = 0.0
     usual_seconds: float = math.inf
+    capacity: int = 1
+    alone: bool = False
     pid: int | None = None
     ready_by: float | None = None
     latest: float = math.inf
@@ -416,7 +420,7 @@ class Roster:
         planned = w.retiring and w.state is WorkerState.EXITING
         before = w.state
         w.conversation = Conversation(state=WorkerState.GONE)
-        w.usual_seconds = math.inf
+        w.usual_seconds, w.capacity, w.alone = math.inf, 1, False
         w.pid = w.ready_by = w.kill_at = None
         w.retiring = False
         if self.closing:
@@ -562,7 +566,7 @@ class Roster:
             elif w.state is WorkerState.EXITING:
                 w.kill_at = now + seconds
             elif w.state is not WorkerState.GONE:
-                actions.append(KillWorker(worker=w.index))
+                actions.append(self.kill(w, w.last_error))
             # One that had no time to end does not hang.
             w.doomed = w.doomed or seconds == 0
         return actions

@@ -7,9 +7,12 @@ passed) and carries out the actions it is given, in order. The rules:
 * A shard whose worker died goes to another; one that has killed two workers is given up.
 * A bad request fails alone; its worker lives on. Requests that were joined to one run and failed, or
   lost their worker, run again apart.
-* Where runs are short, a busy worker is given one more ahead, so that it does not wait for the next;
-  behind a run that then is long it is taken back.
+* Where runs are short, a busy worker is given more ahead, so that it does not wait for the next: as many as
+  take some milliseconds. Those behind a run that then is long go to others as well, with other memory
+  for their outputs; what the first worker answers late is ignored.
 * A deadline that passes settles the request at once; then CANCEL, a grace period, and a kill.
+* Where nothing waits and workers have room, a request is an assignment (`assign`) and its answer a few
+  counts (`take_reply`): the same rules as `handle_request` and `handle_message`, which serve all else.
 * A worker that dies is started again, with back-off; the others serve meanwhile. While no worker serves and
   all are past their budget of starts, requests fail at once with the cause (`mcinfer.roster`).
 * A pool that drains takes no request any more, and ends when it has answered those that it has.
@@ -17,6 +20,7 @@ passed) and carries out the actions it is given, in order. The rules:
   shard of it have answered, or are known dead.
 """
 
+import heapq
 import math
 from collections import deque
 from collections.abc import Hashable, Sequence
@@ -29,7 +33,6 @@ from mcinfer.actions import (
     Release,
     SendPredict,
     Settle,
-    TakeBack,
 )
 from mcinfer.config import Limits, RestartPolicy, Timeouts
 from mcinfer.errors import (
@@ -44,7 +47,7 @@ from mcinfer.errors import (
 )
 from mcinfer.ledger import Entry, Ledger, Outcome
 from mcinfer.protocol import (
-    MOST_RUNS,
+    MAX_RUNS,
     Build,
     BuildFinish,
     Cancel,
@@ -63,8 +66,14 @@ from mcinfer.tracing import RequestTrace, ShardTrace
 SHORT_RUN = 0.01
 """Seconds: where runs take no longer, the time between two of them counts."""
 
+AHEAD_SECONDS = 0.003
+"""What a worker is given ahead takes no longer, as far as can be known; or it is one run."""
+
 LONG_RUN = 5 * SHORT_RUN
 """Seconds: a run that goes on for so long loses what was given behind it."""
+
+MOST_ATTEMPTS = 8
+"""A shard that workers were given more often is not run again for a CANCEL that was not for its run."""
 
 _FORGETTING = 0.9
 """What is left, after each run, of what a longer one before it says of the next."""
@@ -140,6 +149,16 @@ class Scheduler:
         runs = self._workers[worker].runs
         return runs[0].members if runs else ()
 
+    def is_late(self, worker: int) -> bool:
+        """Whether what the worker is at was given to others as well, so that its answer is ignored."""
+        runs = self._workers[worker].runs
+        return bool(runs) and runs[0].late
+
+    @property
+    def long_run(self) -> float:
+        """Seconds that a run may go on before what waits behind it goes elsewhere."""
+        return LONG_RUN
+
     def is_exiting(self, worker: int) -> bool:
         """Whether the worker was told to end, so that its end is no surprise."""
         told = self._workers[worker].state is WorkerState.EXITING
@@ -164,7 +183,7 @@ class Scheduler:
     def next_time(self) -> float | None:
         """When `handle_time` is due next; None while nothing waits for a time."""
         times = [self.ledger.next_deadline(), *self._roster.due_times()]
-        times += [w.began + LONG_RUN for w in self._workers if self._may_ask_back(w)]
+        times += [w.began + LONG_RUN for w in self._workers if self._holds_back(w)]
         if any(w.is_free for w in self._workers):
             times.append(self.ledger.queue.next_due())
         if self._draining is not None:
@@ -192,7 +211,6 @@ class Scheduler:
         *,
         called: float | None = None,
         size: int = 0,
-        client: Hashable = None,
         priority: int = 0,
         join: tuple[Hashable, int] | None = None,
     ) -> list[Action]:
@@ -205,7 +223,6 @@ class Scheduler:
             timeout: Seconds within which it is to be answered.
             called: From when on; None is `now`.
             size: Bytes of its tensors.
-            client: Whose it is: those of one priority take turns.
             priority: Those of a higher one go first.
             join: For one shard that may go with others in one run: a key that they have in common, and
                 its rows.
@@ -226,7 +243,7 @@ class Scheduler:
         # Waiting for company takes no more than half of the time that there is.
         due = called + min(self._max_delay, timeout / 2)
         joinable = None if join is None else Joinable(key=join[0], rows=join[1], due=due)
-        self.ledger.enqueue(entry, priority, joinable, client)
+        self.ledger.enqueue(entry, priority, joinable)
         return self._dispatch(now)
 
     def check_room(self, size: int) -> None:
@@ -285,8 +302,6 @@ class Scheduler:
         if not isinstance(message, (Hello, Preparing, BuildFinish, Reply, Error)):
             raise ProtocolError(f"{type(message).__name__} is not for a worker to send")
         before = w.state
-        if isinstance(message, Reply) and w.runs and not w.runs[0].members:
-            raise ProtocolError("Reply to a run that was taken back")
         w.conversation.advance(message)
         actions: list[Action] = []
         match message:
@@ -308,28 +323,29 @@ class Scheduler:
         actions += [*self._roster.advance(now), *self._dispatch(now)]
         return [*actions, *self._roster.announce(now), *self._finish_draining(now)]
 
-    def handle_died(
-        self, now: float, worker: int, how: str, *, ahead_begun: bool = False
-    ) -> list[Action]:
+    def handle_died(self, now: float, worker: int, how: str) -> list[Action]:
         """The worker's process ended, or could not be started.
 
         Args:
             now: When that was noticed.
             worker: Which.
             how: In words.
-            ahead_begun: Whether it had begun the run that it was given ahead (see `has_ahead`), so that
-                the one before had ended, and only its answer was lost.
         """
         w = self._workers[worker]
         runs, w.runs = w.runs, deque()
         story = self._roster.bury(w, how, now)
         actions: list[Action] = []
-        if runs:
-            running = runs.pop() if ahead_begun else runs.popleft()
-            for run in runs:  # it died on none of these
-                actions += self._run_again(run.members)
-            w.failed += len(running.members)
-            actions += self._handle_lost_run(running.members, story, now)
+        if runs and not runs[0].late and all(run.late for run in [*runs][1:]):
+            w.failed += len(runs[0].members)
+            for run in [*runs][1:]:
+                actions += self._forget_late(run)
+            actions += self._handle_lost_run(runs[0].members, story, now)
+        else:
+            # Nobody knows which it was at, since an answer may have been lost with it: none is blamed, and
+            # each runs apart from the others.
+            for run in reversed(runs):
+                w.failed += len(run.members)
+                actions += self._run_again(run, suspect=True)
         actions += self._roster.after_death()
         if self._closing is None and self._roster.circuit_open:
             for entry in self.ledger.open():
@@ -344,10 +360,8 @@ class Scheduler:
         for entry in self.ledger.overdue(now):
             actions += self._handle_deadline(entry, now)
         for w in self._workers:
-            if self._may_ask_back(w) and w.began + LONG_RUN <= now:
-                w.runs[-1].asked_back = True
-                w.usual_seconds = math.inf
-                actions.append(TakeBack(worker=w.index))
+            if self._holds_back(w) and w.began + LONG_RUN <= now:
+                actions += self._send_elsewhere(w)
             actions += self._roster.handle_time(w, now)
         actions += [*self._dispatch(now), *self._roster.announce(now)]
         if self._draining is not None and self._draining <= now:
@@ -357,17 +371,6 @@ class Scheduler:
             actions += self._finish_closing(abandon=True)
         return actions
 
-    def handle_taken_back(self, now: float, worker: int) -> list[Action]:
-        """`TakeBack` worked: the worker will not begin the run that it was given ahead."""
-        run = self._workers[worker].runs[-1]
-        members, run.members = run.members, ()
-        return [*self._run_again(members), *self._dispatch(now)]
-
-    def has_ahead(self, worker: int) -> bool:
-        """Whether the worker was given a run ahead that was not taken back."""
-        runs = self._workers[worker].runs
-        return len(runs) > 1 and bool(runs[-1].members)
-
     def next_turn(self) -> float:
         """When the first is due of what may follow an answer or a new request.
 
@@ -375,7 +378,7 @@ class Scheduler:
         """
         dues = [self.ledger.queue.next_due()]
         for w in self._workers:
-            if self._may_ask_back(w):
+            if self._holds_back(w):
                 dues.append(w.began + LONG_RUN)
             if w.kill_at is not None:
                 dues.append(w.kill_at)
@@ -419,7 +422,7 @@ class Scheduler:
         if not self.ledger.queue:
             return actions
         for w in self._workers:
-            if w.is_free:
+            if w.is_free and not w.runs:
                 members = self.ledger.take_run(now)
                 if not members:
                     return actions
@@ -431,51 +434,211 @@ class Scheduler:
     def _give(self, w: Worker, members: tuple[ShardId, ...], now: float) -> Action:
         if not w.runs:
             w.began = now
+        fresh = False
+        for request, shard in members:
+            entry = self.ledger[request]
+            fresh = fresh or entry.late.get(shard, 0) > 0
+            if shard in entry.deaths:
+                w.alone = True  # it may die of it: nothing is put behind
         w.runs.append(Run(members, now))
         w.conversation.begin_run(*members[0])
-        return SendPredict(worker=w.index, members=members)
+        return SendPredict(worker=w.index, members=members, fresh=fresh)
 
     def _give_ahead(self, now: float) -> list[Action]:
-        """Give queued shards to busy workers whose runs are short, those that will be done first."""
+        """Give queued shards to busy workers whose runs are short, those that have the fewest first."""
         actions: list[Action] = []
-        for w in sorted(self._workers, key=lambda w: w.began):
-            if not self._takes_ahead(w, now):
-                continue
-            members = self.ledger.take_run(now, ahead=True)
-            if not members:
+        while self.ledger.queue:
+            w = min(
+                (w for w in self._workers if self._takes(w, now)),
+                key=lambda w: len(w.runs),
+                default=None,
+            )
+            members = () if w is None else self.ledger.take_run(now, ahead=True)
+            if w is None or not members:
                 break
             actions.append(self._give(w, members, now))
         return actions
 
-    def _takes_ahead(self, w: Worker, now: float) -> bool:
-        """Whether it may be given one more: not where it may be killed, or die, for the one it is at."""
-        if w.state is not WorkerState.BUSY or len(w.runs) >= MOST_RUNS or not w.runs[0].members:
+    def _takes(self, w: Worker, now: float) -> bool:
+        """Whether it may be given one more: not behind a run that it may be killed, or die, for."""
+        runs = len(w.runs)
+        if runs >= w.capacity or w.doomed or w.retiring or w.alone or w.kill_at is not None:
             return False
-        if w.usual_seconds > SHORT_RUN or now - w.began > SHORT_RUN:
-            return False
-        suspect = any(shard in self.ledger[request].deaths for request, shard in w.runs[0].members)
-        return w.serves and not suspect and w.kill_at is None
+        state = w.conversation.state
+        if runs == 0:
+            return state is WorkerState.READY
+        return state is WorkerState.BUSY and now - w.began <= SHORT_RUN
 
-    def _may_ask_back(self, w: Worker) -> bool:
-        """Whether it was given one behind the run that it is at, which was not asked for yet."""
-        return len(w.runs) > 1 and not w.runs[-1].asked_back and w.state is WorkerState.BUSY
+    def _holds_back(self, w: Worker) -> bool:
+        """Whether shards wait behind the run that it is at, and were not given to others yet."""
+        return len(w.runs) > 1 and not w.runs[-1].late and w.state is WorkerState.BUSY
+
+    def _send_elsewhere(self, w: Worker) -> list[Action]:
+        """What waits behind a run that goes on for too long runs on another worker as well."""
+        w.usual_seconds, w.capacity = math.inf, 1
+        actions: list[Action] = []
+        for run in [*w.runs][:0:-1]:
+            if run.late:
+                continue
+            run.late = True
+            actions += self._cancel_run(w, run)
+            for request, shard in run.members:
+                entry = self.ledger[request]
+                if not entry.settled:
+                    entry.late[shard] = entry.late.get(shard, 0) + 1
+                    self.ledger.queue.add_first((request, shard))
+        return actions
+
+    # The request path where nothing waits.
+
+    def assign(
+        self,
+        now: float,
+        number: int,
+        rows: tuple[int, ...],
+        called: float,
+        timeout: float,
+        size: int,
+    ) -> list[Worker] | None:
+        """Give a request to workers at once, a shard to each, if that can be; else use `handle_request`.
+
+        Returns:
+            By shard, the worker that is to be sent it; None if nothing was done.
+        """
+        if self._joins or self.ledger.queue.items or not self._roster.is_calm:
+            return None
+        if self._closing is not None or self._draining is not None:
+            return None
+        count, limits = len(rows), self._limits
+        if self.ledger.in_flight >= limits.queue or limits.queue_bytes is not None:
+            return None
+        if count == 1:
+            best = None
+            least = MAX_RUNS
+            for w in self._workers:
+                if len(w.runs) < least and self._takes(w, now):
+                    best, least = w, len(w.runs)
+            if best is None:
+                return None
+            chosen = [best]
+        else:
+            chosen = self._choose(count, now)
+            if len(chosen) < count:
+                return None
+        entry = self.ledger.accept(number, rows, called, now, timeout, size)
+        entry.begun = True
+        entry.outstanding = count
+        self.ledger.not_begun -= 1
+        for shard, w in enumerate(chosen):
+            if not w.runs:
+                w.began = now
+            entry.attempts[shard] = 1
+            w.runs.append(Run(((number, shard),), now))
+            w.conversation.begin_run(number, shard)
+        return chosen
+
+    def _choose(self, count: int, now: float) -> list[Worker]:
+        """The workers that `_dispatch` would give so many shards to; fewer where they have no more room."""
+        loads = [(len(w.runs), w.index) for w in self._workers if self._takes(w, now)]
+        heapq.heapify(loads)
+        chosen: list[Worker] = []
+        while loads and len(chosen) < count:
+            load, index = loads[0]
+            w = self._workers[index]
+            chosen.append(w)
+            if load + 1 < w.capacity:
+                heapq.heapreplace(loads, (load + 1, index))
+            else:
+                heapq.heappop(loads)
+        return chosen
+
+    def take_reply(
+        self, worker: int, number: int, shard: int, seconds: float, now: float
+    ) -> Entry | None:
+        """A run has ended well, with all outputs where they were to be.
+
+        Returns:
+            The request's entry, settled if this was its last shard, and struck out of the ledger then; None
+            if nothing was done: use `handle_message`.
+        """
+        w = self._workers[worker]
+        runs = w.runs
+        if not runs or w.conversation.state is not WorkerState.BUSY or w.doomed:
+            return None
+        run = runs[0]
+        if run.late or run.members != ((number, shard),) or w.kill_at is not None or self._wears:
+            return None
+        entry = self.ledger.entries[number]
+        calm = self._roster.is_calm and self._draining is None
+        if entry.settled or not calm or not 0.0 <= seconds < math.inf:
+            return None
+        if entry.unanswered == 1 and entry.outstanding > 1:
+            # Another worker has a shard of it late: its memory is not to be released yet.
+            return None
+        if len(runs) > 1 and self._is_over(runs[1]):
+            return None
+        runs.popleft()
+        w.alone = False
+        w.conversation.end_run()
+        w.began = now
+        w.answers += 1
+        w.runs_done += 1
+        w.completed += 1
+        self._learn_seconds(w, seconds)
+        seconds = max(0.0, min(seconds, now - run.sent))  # the worker's word, as far as it can be
+        w.busy_seconds += seconds
+        self.batch_sizes.add(entry.rows[shard])
+        entry.outstanding -= 1
+        entry.answered[shard] = True
+        entry.unanswered -= 1
+        if self._tracing:
+            entry.runs += (_trace_run(w, entry, shard, run.sent, now, seconds),)
+        if not entry.unanswered:
+            self.ledger.close(entry, "succeeded", now)
+            self.ledger.strike(entry)
+        return entry
+
+    def dispatch(self, now: float) -> list[Action]:
+        """After `take_reply`: give what waits to who has room."""
+        return self._dispatch(now) if self.ledger.queue else []
+
+    def trace(self, entry: Entry) -> RequestTrace | None:
+        """Of a request that `take_reply` has settled; None where none is wanted."""
+        return self._trace(entry, None, "succeeded", entry.closed) if self._tracing else None
+
+    def _learn_seconds(self, w: Worker, seconds: float) -> None:
+        """How long the worker's runs take, and so how many it may hold."""
+        usual = 0.0 if w.usual_seconds == math.inf else w.usual_seconds
+        usual = max(seconds, _FORGETTING * usual)
+        w.usual_seconds = usual
+        if usual > SHORT_RUN:
+            w.capacity = 1
+        elif usual * (MAX_RUNS - 1) <= AHEAD_SECONDS:
+            w.capacity = MAX_RUNS
+        else:
+            w.capacity = max(2, 1 + int(AHEAD_SECONDS / usual))
+
+    # Answers.
 
     def _handle_answer(self, w: Worker, message: Reply | Error, now: float) -> list[Action]:
         run = w.runs.popleft()
         members, w.began = run.members, now
+        w.alone = False
         w.answers += len(members)
         if self._wears:
             self._roster.retire_if_worn(w)
         if w.runs and not w.doomed and w.state is WorkerState.BUSY and self._is_over(w.runs[0]):
-            # It is to skip what was taken back; what was cancelled has the time that it had.
+            # It is to skip what was cancelled, which has the time that it had.
             deadlines = [self.ledger[request].deadline for request, _ in w.runs[0].members]
-            w.kill_at = max([now, *deadlines]) + self._timeouts.cancel_grace
+            late = w.runs[0].late
+            w.kill_at = (now if late else max([now, *deadlines])) + self._timeouts.cancel_grace
+        if run.late:
+            return self._forget_late(run)
         if isinstance(message, Error):
-            return self._handle_failed_run(w, members, message, now)
+            return self._handle_failed_run(w, run, message, now)
         # The worker's word, as far as it can be.
         seconds = max(0.0, min(message.seconds, now - run.sent))
-        usual = 0.0 if w.usual_seconds == math.inf else w.usual_seconds
-        w.usual_seconds = max(message.seconds, _FORGETTING * usual)
+        self._learn_seconds(w, message.seconds)
         w.runs_done += 1
         w.completed += len(members)
         w.busy_seconds += seconds
@@ -497,13 +660,30 @@ class Scheduler:
         self.batch_sizes.add(rows)
         return actions
 
+    def _forget_late(self, run: Run) -> list[Action]:
+        """A run that others were given as well has ended, however it did."""
+        actions: list[Action] = []
+        for request, shard in run.members:
+            entry = self.ledger[request]
+            entry.outstanding -= 1
+            if not entry.settled:
+                entry.late[shard] -= 1
+            actions += self._release_if_done(entry)
+        return actions
+
     def _settle(
         self, entry: Entry, error: McinferError | None, now: float, outcome: Outcome
     ) -> Settle:
         self.ledger.close(entry, outcome, now)
-        if not self._tracing:
-            return Settle(request=entry.number, error=error)
-        trace = RequestTrace(
+        trace = self._trace(entry, error, outcome, now) if self._tracing else None
+        return Settle(
+            request=entry.number, error=error, cancelled=outcome == "cancelled", trace=trace
+        )
+
+    def _trace(
+        self, entry: Entry, error: McinferError | None, outcome: Outcome, now: float
+    ) -> RequestTrace:
+        return RequestTrace(
             request=entry.number,
             outcome=outcome,
             error=error,
@@ -514,38 +694,45 @@ class Scheduler:
             joined=now,
             shards=tuple(sorted(entry.runs, key=lambda run: run.shard)),
         )
-        return Settle(request=entry.number, error=error, trace=trace)
 
-    def _handle_failed_run(
-        self, w: Worker, members: tuple[ShardId, ...], message: Error, now: float
-    ) -> list[Action]:
+    def _handle_failed_run(self, w: Worker, run: Run, message: Error, now: float) -> list[Action]:
         """A run failed or was cancelled; what was joined runs again apart, so that the bad fail alone."""
+        members = run.members
         if message.kind != "cancelled":
             w.failed += len(members)
             w.last_error = message.text[:MOST_TEXT]
         if len(members) > 1:
-            return self._run_again(members)
+            return self._run_again(run)
+        [(request, shard)] = members
+        entry = self.ledger[request]
+        if message.kind == "cancelled" and 1 < entry.attempts[shard] <= MOST_ATTEMPTS:
+            # Of an earlier run that it was late or joined in: the CANCEL came after the answer.
+            return self._run_again(run)
+        entry.outstanding -= 1
+        if entry.settled:
+            return self._release_if_done(entry)
+        kind = InvalidInputError if message.kind == "invalid" else PredictError
+        return self._fail(entry, kind(f"{w.name}: {message.text}"), now)
+
+    def _run_again(self, run: Run, *, suspect: bool = False) -> list[Action]:
+        """Queue the members of a run again, each by itself and before others.
+
+        Args:
+            run: That ended without an answer.
+            suspect: Whether a worker may have died of it: then nothing is to wait behind it.
+        """
+        if run.late:
+            return self._forget_late(run)
         actions: list[Action] = []
-        for request, _ in members:
+        for request, shard in reversed(run.members):
             entry = self.ledger[request]
             entry.outstanding -= 1
             if entry.settled:
                 actions += self._release_if_done(entry)
                 continue
-            kind = InvalidInputError if message.kind == "invalid" else PredictError
-            actions += self._fail(entry, kind(f"{w.name}: {message.text}"), now)
-        return actions
-
-    def _run_again(self, members: tuple[ShardId, ...]) -> list[Action]:
-        """Queue the members of a run again, each by itself and before others."""
-        actions: list[Action] = []
-        for request, shard in reversed(members):
-            entry = self.ledger[request]
-            entry.outstanding -= 1
-            if entry.settled:
-                actions += self._release_if_done(entry)
-            else:
-                self.ledger.queue.add_first((request, shard))
+            if suspect:
+                entry.deaths.setdefault(shard, [])
+            self.ledger.queue.add_first((request, shard))
         return actions
 
     def _fail(
@@ -572,12 +759,13 @@ class Scheduler:
 
     def _is_over(self, run: Run) -> bool:
         """Whether nobody waits for this run any more."""
-        return all(self.ledger[request].settled for request, _ in run.members)
+        return run.late or all(self.ledger[request].settled for request, _ in run.members)
 
     def _cancel_run(self, w: Worker, run: Run) -> list[Action]:
         if w.state is not WorkerState.BUSY:
             return []
-        return [w.send(Cancel(request=run.members[0][0]))]
+        request, shard = run.members[0]
+        return [w.send(Cancel(request=request, shard=shard))]
 
     def _release_if_done(self, entry: Entry) -> list[Action]:
         return [Release(request=entry.number)] if self.ledger.strike(entry) else []
@@ -590,7 +778,7 @@ class Scheduler:
         Of several that were joined nobody knows which it was: they run apart, and none is blamed yet.
         """
         if len(members) != 1:
-            return self._run_again(members)
+            return self._run_again(Run(members, now))
         [(request, shard)] = members
         entry = self.ledger[request]
         entry.outstanding -= 1

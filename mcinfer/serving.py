@@ -2,28 +2,27 @@
 
 ::
 
-    main thread     wait ──► PREDICT ──► bind (cached by layout) ──► engine run ──► REPLY ──► wait
-    canceller thread        asleep, but for messages that come during a run: CANCEL ──► engine.cancel
+    main thread     wait ──► PREDICT ──► bind (cached by the body's bytes) ──► engine run ──► REPLY ──► wait
+    canceller thread         waits at a socket of its own: CANCEL ──► engine.cancel
 
 Ownership: the blocks belong to the master and are mapped until DETACH. Bound runs hold addresses
-in them, so they go first. The socket belongs to the main thread, but for the time of a run: then the
-canceller may read it, under the lock, and keeps what is not for it in `_inbox`.
+in them, so they go first. The main thread owns all but the cancellations, which a lock guards.
 """
 
 import ctypes
 import hmac
 import logging
 import os
-import select
 import threading
 import time
 import traceback
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from mcinfer.cancels import Cancels
 from mcinfer.config import Device
 from mcinfer.engines import model_identity, open_engine
 from mcinfer.engines.base import (
@@ -45,14 +44,16 @@ from mcinfer.errors import (
 from mcinfer.fields import TensorFields, TensorRef
 from mcinfer.joined_runs import JoinedRuns
 from mcinfer.parent_watch import ORPHANED
-from mcinfer.permits import Permits
 from mcinfer.protocol import (
     MOST_STRINGS,
+    PREDICT,
+    PREDICT_HEAD,
+    REPLY,
+    REPLY_HEAD,
     VERSION,
     Attach,
     Build,
     BuildFinish,
-    Cancel,
     Conversation,
     Detach,
     Error,
@@ -65,6 +66,7 @@ from mcinfer.protocol import (
     Reply,
     UpdateWeights,
     decode,
+    decode_body,
     encode,
 )
 from mcinfer.shm.arena import align
@@ -76,16 +78,20 @@ from mcinfer.transport import WorkerTransport
 STRANGER = 77
 """Exit status of a worker that was sent BUILD by who is not its master: EX_NOPERM of sysexits.h."""
 
-_MOST_LAYOUTS = 64
-"""Bound layouts that are kept, the least recently used goes first."""
+_MAX_LAYOUTS = 1024
+_MAX_LAYOUT_BYTES = 4 << 20
+"""Bound layouts that are kept, and bytes of what names them; the least recently used go first."""
+
+_MAX_CANCELLED = 4096
+"""Cancellations that are kept: one may come after the answer, and concern no run any more."""
 
 _MOST_TEXT = 1 << 20
 """Characters of an error, whose text may be a runtime's and of any length."""
 
 _BLOCK_TIMEOUT = 10.0
 
-_Layout = tuple[int, tuple[TensorRef, ...], tuple[TensorRef, ...]]
-"""The version of the weights, inputs, outputs."""
+_Layout = tuple[int, int, bytes]
+"""The version of the weights, bytes of the inputs' references, and the body of PREDICT."""
 
 _log = logging.getLogger("mcinfer.worker")
 
@@ -111,12 +117,12 @@ def serve(
     connection: WorkerTransport,
     tokens: Tokens,
     lifeline: Lifeline,
-    permits: Permits,
+    cancels: Cancels,
     log_level: int,
 ) -> int:
     """Serve the master until it says EXIT; the exit status."""
     logging.basicConfig(level=log_level, format="%(levelname)s %(name)s: %(message)s")
-    server = Server(connection, tokens, lifeline, permits)
+    server = Server(connection, tokens, lifeline, cancels)
     try:
         server.send(Hello(version=VERSION, pid=os.getpid(), token=tokens.hello))
         server.loop()
@@ -137,25 +143,25 @@ class Server:
     """A worker's side of its conversation with the master."""
 
     def __init__(
-        self, dealer: WorkerTransport, tokens: Tokens, lifeline: Lifeline, permits: Permits
+        self, dealer: WorkerTransport, tokens: Tokens, lifeline: Lifeline, cancels: Cancels
     ) -> None:
         """Take what joins it to the master; the dealer is this object's from now on."""
         self._dealer = dealer
         self._tokens = tokens
-        self._permits = permits
+        self._cancels = cancels
         self._lifeline = lifeline
         self._conversation = Conversation()
         self._engine: Engine | None = None
         self._blocks: dict[int, Block] = {}
         self._own_blocks = 0
-        self._runs: OrderedDict[_Layout, Run] = OrderedDict()
+        self._runs: OrderedDict[_Layout, tuple[Run, frozenset[int | None], tuple[TensorRef, ...]]]
+        self._runs = OrderedDict()
+        self._layout_bytes = 0
         self._joined: JoinedRuns | None = None
         self._weights: dict[int, tuple[Buffer, ...]] = {0: ()}
         self._lock = threading.Lock()
-        self._inbox: deque[Message] = deque()
-        self._running: int | None = None
-        self._alarm = select.epoll()
-        self._alarm.register(dealer.fd, 0)
+        self._running: tuple[int, int] | None = None
+        self._cancelled: OrderedDict[tuple[int, int], None] = OrderedDict()
         canceller = threading.Thread(target=self._cancel_runs, name="mcinfer-cancel", daemon=True)
         canceller.start()
 
@@ -174,8 +180,12 @@ class Server:
         Raises:
             ProtocolError: A message does not fit.
         """
-        while self.handle(self._inbox.popleft() if self._inbox else decode(self._dealer.wait())):
-            pass
+        while True:
+            data = self._dealer.wait()
+            if data[:1] == _PREDICT_ID:
+                self.predict(data)
+            elif not self.handle(decode(data)):
+                return
 
     def handle(self, message: Message) -> bool:
         """Do what a message says, and answer it; whether more may come.
@@ -185,8 +195,12 @@ class Server:
         """
         self._conversation.advance(message)
         match message:
-            case Predict() | PredictJoined():
-                self._answer(self._predict(message))
+            case Predict():
+                raise ProtocolError("a PREDICT is to be taken as bytes")
+            case PredictJoined():
+                answer = self._run_or_fail(message.request, message.shard, message, b"")
+                if isinstance(answer, Message):
+                    self._answer(answer)
             case Attach():
                 self._attach(message)
             case Detach():
@@ -274,20 +288,41 @@ class Server:
 
     # Running.
 
-    def _predict(self, message: Predict | PredictJoined) -> Message:
+    def predict(self, data: bytes) -> None:
+        """Do what a PREDICT says, and answer it.
+
+        Raises:
+            ProtocolError: It is none, does not fit what came before it, or cannot be followed.
+        """
+        if len(data) < PREDICT_HEAD.size:
+            raise ProtocolError(f"Predict: got {len(data)} bytes, expected a head")
+        _, request, shard, version, size = PREDICT_HEAD.unpack_from(data)
+        body = data[PREDICT_HEAD.size :]
+        self._conversation.begin_run(request, shard)
+        answer = self._run_or_fail(request, shard, (version, size), body)
+        if type(answer) is float:
+            # All outputs are where the master said.
+            self._conversation.end_run()
+            self._dealer.send(REPLY_HEAD.pack(REPLY, request, shard, answer))
+        elif isinstance(answer, Message):
+            self._answer(answer)
+
+    def _run_or_fail(
+        self, request: int, shard: int, what: PredictJoined | tuple[int, int], body: bytes
+    ) -> Message | float:
+        """Run: the answer, or only the seconds where that is all there is to say."""
         kind = "predict"
         failure: Exception
         try:
-            if not self._permits.take():
-                raise RunCancelledError("the run was taken back before it began")
-            if isinstance(message, PredictJoined):
-                outputs, seconds = self._run_joined(message)
+            if isinstance(what, PredictJoined):
+                outputs, seconds = self._run_joined(what)
             else:
-                produced, seconds = self._execute(self._bound(message), message.request)
-                outputs = self._place(produced, message.outputs)
-            return Reply(
-                request=message.request, shard=message.shard, outputs=outputs, seconds=seconds
-            )
+                run, references = self._bound(what[0], what[1], body)
+                produced, seconds = self._execute(run, request, shard)
+                if not produced and references:
+                    return seconds
+                outputs = self._place(produced, references)
+            return Reply(request=request, shard=shard, outputs=outputs, seconds=seconds)
         except RunCancelledError as exc:
             kind, failure = "cancelled", exc
         except InvalidInputError as exc:
@@ -295,8 +330,8 @@ class Server:
         except Exception as exc:  # a run that raises fails its request only, whatever it raises
             failure = exc
         return Error(
-            request=message.request,
-            shard=message.shard,
+            request=request,
+            shard=shard,
             kind=kind,
             text=_describe(failure),
             traceback=_story(failure),
@@ -313,35 +348,39 @@ class Server:
             )
             for member in message.members
         ]
-        weights = self._weights_of(message)
+        weights = self._weights_of(message.weights)
         axes = (message.input_axes, message.output_axes)
         joined = self._joined.bound(members, axes, weights, message.weights)
         joined.gather(members, message.input_axes)
-        produced, seconds = self._execute(joined.run, message.request)
+        produced, seconds = self._execute(joined.run, message.request, message.shard)
         if produced:
             names = [item.name for item in produced]
             raise PredictError(f"outputs {names} have other shapes than the model declares")
         joined.scatter(members, message.output_axes)
         return (), seconds
 
-    def _bound(self, message: Predict) -> Run:
-        """The run bound to this layout: from the cache where the same tensors came before."""
+    def _bound(self, version: int, size: int, body: bytes) -> tuple[Run, tuple[TensorRef, ...]]:
+        """The run bound to this layout, and where its outputs go: of the cache, where it came before."""
+        key = (version, size, body)
+        found = self._runs.get(key)
+        if found is not None:
+            self._runs.move_to_end(key)
+            return found[0], found[2]
         if self._engine is None:
             raise ProtocolError("PREDICT before a model was built")
-        weights = self._weights_of(message)
-        key = (message.weights, message.inputs, message.outputs)
-        run = self._runs.get(key)
-        if run is not None:
-            self._runs.move_to_end(key)
-            return run
-        inputs = [self._resolve(reference) for reference in message.inputs]
-        outputs = [self._buffer(reference) for reference in message.outputs]
-        run = self._engine.bind([*inputs, *weights], outputs)
-        if not any(isinstance(item, Strings) for item in inputs):
-            self._runs[key] = run
-            if len(self._runs) > _MOST_LAYOUTS:
-                self._runs.popitem(last=False)
-        return run
+        inputs, outputs = decode_body(body, size)
+        weights = self._weights_of(version)
+        resolved = [self._resolve(reference) for reference in inputs]
+        buffers = [self._buffer(reference) for reference in outputs]
+        run = self._engine.bind([*resolved, *weights], buffers)
+        if not any(isinstance(item, Strings) for item in resolved):
+            blocks = frozenset(reference[3] for part in (inputs, outputs) for reference in part)
+            self._runs[key] = (run, blocks, outputs)
+            self._layout_bytes += len(body)
+            while len(self._runs) > _MAX_LAYOUTS or self._layout_bytes > _MAX_LAYOUT_BYTES:
+                (_, _, oldest), _ = self._runs.popitem(last=False)
+                self._layout_bytes -= len(oldest)
+        return run, outputs
 
     def _resolve(self, reference: TensorRef) -> Buffer | Strings:
         name, element_type, shape, _, values = reference
@@ -363,17 +402,19 @@ class Server:
             size=size,
         )
 
-    def _execute(self, run: Run, request: int) -> tuple[Sequence[Produced | Strings], float]:
-        """Run, while the canceller listens for a CANCEL of this request."""
+    def _execute(
+        self, run: Run, request: int, shard: int
+    ) -> tuple[Sequence[Produced | Strings], float]:
+        """Run, unless that is cancelled before or meanwhile."""
         if self._engine is None:
             raise ProtocolError("PREDICT before a model was built")
+        key = (request, shard)
         self._engine.arm()
-        self._drain()  # ZeroMQ's descriptor speaks only of what comes after
-        if self._cancelled(request):
-            raise RunCancelledError("the run was cancelled before it began")
         with self._lock:
-            self._running = request
-            self._alarm.modify(self._dealer.fd, select.EPOLLIN)
+            if self._cancelled and key in self._cancelled:
+                del self._cancelled[key]
+                raise RunCancelledError("the run was cancelled before it began")
+            self._running = key
         start = time.perf_counter()
         try:
             produced = run.execute()
@@ -381,30 +422,25 @@ class Server:
         finally:
             with self._lock:
                 self._running = None
-                self._alarm.modify(self._dealer.fd, 0)
         return produced, seconds
 
-    def _cancelled(self, request: int) -> bool:
-        return any(isinstance(item, Cancel) and item.request == request for item in self._inbox)
-
-    def _drain(self) -> None:
-        while (data := self._dealer.receive()) is not None:
-            self._inbox.append(decode(data))
-
     def _cancel_runs(self) -> None:
-        """The canceller: wakes only when a message comes during a run."""
+        """The canceller."""
         while True:
-            self._alarm.poll()
+            try:
+                key = self._cancels.wait()
+            except ProtocolError:
+                _log.exception("the master's message does not fit")
+                os._exit(1)
+            if key is None:
+                return
             with self._lock:
-                if self._running is None:
-                    continue
-                try:
-                    self._drain()
-                except ProtocolError:
-                    _log.exception("the master's message does not fit")
-                    os._exit(1)
-                if self._cancelled(self._running) and self._engine is not None:
+                if key == self._running and self._engine is not None:
                     self._engine.cancel()
+                    continue
+                self._cancelled[key] = None
+                if len(self._cancelled) > _MAX_CANCELLED:
+                    self._cancelled.popitem(last=False)
 
     # Outputs.
 
@@ -457,14 +493,14 @@ class Server:
         for version in [*self._weights]:
             if 0 < version < message.oldest:
                 del self._weights[version]
-        self._drop_runs(lambda layout: 0 < layout[0] < message.oldest)
+        self._drop_runs(lambda layout, _: 0 < layout[0] < message.oldest)
         if self._joined is not None:
             self._joined.forget(message.oldest)
 
-    def _weights_of(self, message: Predict | PredictJoined) -> tuple[Buffer, ...]:
-        weights = self._weights.get(message.weights)
+    def _weights_of(self, version: int) -> tuple[Buffer, ...]:
+        weights = self._weights.get(version)
         if weights is None:
-            raise ProtocolError(f"version {message.weights} of the weights is not known")
+            raise ProtocolError(f"version {version} of the weights is not known")
         return weights
 
     def _attach(self, message: Attach) -> None:
@@ -477,17 +513,20 @@ class Server:
         except OSError as exc:
             raise ProtocolError(f"block {message.block} cannot be attached: {exc}") from exc
 
-    def _drop_runs(self, unwanted: Callable[[_Layout], bool]) -> None:
-        for layout in filter(unwanted, [*self._runs]):
-            del self._runs[layout]
+    def _drop_runs(self, unwanted: Callable[[_Layout, frozenset[int | None]], bool]) -> None:
+        for layout, (_, blocks, _) in [*self._runs.items()]:
+            if unwanted(layout, blocks):
+                del self._runs[layout]
+                self._layout_bytes -= len(layout[2])
 
     def _detach(self, number: int) -> None:
         block = self._blocks.pop(number, None)
-        self._drop_runs(
-            lambda layout: any(reference[3] == number for part in layout[1:] for reference in part)
-        )
+        self._drop_runs(lambda _, blocks: number in blocks)
         if block is not None:
             block.close()
+
+
+_PREDICT_ID = bytes([PREDICT])
 
 
 def _fields(specs: Sequence[TensorSpec]) -> tuple[TensorFields, ...]:

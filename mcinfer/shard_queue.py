@@ -1,10 +1,8 @@
 """The shards that wait for a worker: which goes next, and which go together. Pure bookkeeping.
 
-Order: those that had their turn before, then higher priority first. Within one, clients take turns: each is
-served first come first served, and one that comes with little goes before the rest of another one's flood
-(start-time fair queueing: Goyal, Vin and Cheng, 1996, with a cost of 1 for each shard). So that no priority
-starves, the oldest that is not held is served in its turn once `PATIENCE` runs in a row went before it,
-whatever they were.
+Order: those that had their turn before, then higher priority first, and within one first come first served.
+So that no priority starves, the oldest that is not held is served in its turn once `PATIENCE` runs in a row
+went before it, whatever they were.
 
 Joining: shards that are *joinable* carry a key; those of one key may go as one run, up to so many rows. A
 group of them is *ripe*, and goes when its turn comes, once it has all the rows that a run may have or one
@@ -43,18 +41,10 @@ class Joinable:
 class _Item:
     shard: ShardId
     priority: float
-    turn: float  # by which those of one priority are ordered
     place: int
-    owner: "_Client | None" = None
     join: Joinable | None = None
     waiting: bool = True
     overdue: bool = False
-
-
-@dataclass(slots=True)
-class _Client:
-    last_turn: float = 0.0
-    waiting: int = 0
 
 
 @dataclass(slots=True)
@@ -67,15 +57,17 @@ class _Group:
 
 
 class ShardQueue:
-    """The queue; `len` is the number of shards that wait."""
+    """The queue; `len` is the number of shards that wait.
+
+    Attributes:
+        items: By shard, all that wait; not to be changed by others.
+    """
 
     def __init__(self, max_rows: int) -> None:
         """Runs are joined up to so many rows."""
         self._max_rows = max_rows
-        self._items: dict[ShardId, _Item] = {}
-        self._heap: list[tuple[float, float, int, _Item]] = []
-        self._clients: dict[tuple[Hashable, float], _Client] = {}  # by client and priority
-        self._reached: dict[float, float] = {}  # by priority, the turn that was served last
+        self.items: dict[ShardId, _Item] = {}
+        self._heap: list[tuple[float, int, _Item]] = []
         self._line: list[tuple[int, _Item]] = []
         self._groups: dict[Hashable, _Group] = {}
         self._dues: list[tuple[float, int, _Item]] = []
@@ -84,31 +76,13 @@ class ShardQueue:
         self._passed_over = 0
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self.items)
 
-    def add(
-        self,
-        shard: ShardId,
-        priority: int,
-        join: Joinable | None = None,
-        client: Hashable = None,
-    ) -> None:
-        """Put a shard behind those of the same priority and client."""
+    def add(self, shard: ShardId, priority: int, join: Joinable | None = None) -> None:
+        """Put a shard behind those of the same priority."""
         self._next_place += 1
-        key = (client, priority)
-        reached = self._reached.get(priority, 0.0)
-        owner = self._clients.get(key)
-        if owner is None:
-            owner = self._clients[key] = _Client(reached)
-        elif not owner.waiting:
-            # Of what it was given before its turn nothing is held against it.
-            owner.last_turn = min(max(owner.last_turn, reached), reached + 1.0)
-        elif owner.last_turn < reached:
-            owner.last_turn = reached
-        owner.last_turn += 1.0
-        owner.waiting += 1
-        item = _Item(shard, priority, owner.last_turn, self._next_place, owner, join)
-        self._items[shard] = item
+        item = _Item(shard, priority, self._next_place, join)
+        self.items[shard] = item
         self._push(item)
         heapq.heappush(self._line, (item.place, item))
         if join is None:
@@ -122,17 +96,15 @@ class ShardQueue:
     def add_first(self, shard: ShardId) -> None:
         """Put a shard that had its turn before in front of all others; it goes alone."""
         self._first_place -= 1
-        item = _Item(shard, math.inf, self._first_place, self._first_place)
-        self._items[shard] = item
+        item = _Item(shard, math.inf, self._first_place)
+        self.items[shard] = item
         self._push(item)
 
     def discard(self, shard: ShardId) -> None:
         """Forget a shard, if it waits."""
-        item = self._items.get(shard)
+        item = self.items.get(shard)
         if item is not None:
             self._remove(item)
-            if item.owner is not None and not item.owner.waiting:
-                item.owner.last_turn = 0.0  # what was cancelled was no turn
 
     def take(self, now: float, *, ahead: bool = False) -> tuple[ShardId, ...]:
         """Take the shards of the next run off the queue; none while all that wait are held.
@@ -149,11 +121,6 @@ class ShardQueue:
         if first is None or item is None or (ahead and item.place < 0):
             return ()
         members = self._members(item)
-        # Those that come now begin no earlier than the one whose turn it was: nobody saves turns up by being
-        # away, and nobody waits for those that others had before their turn, being the oldest.
-        fair = first if first.priority == item.priority else item
-        if fair.turn - 1.0 > self._reached.get(fair.priority, 0.0):
-            self._reached[fair.priority] = fair.turn - 1.0
         for member in members:
             self._remove(member)
         passed_over = oldest is not None and oldest.waiting
@@ -167,17 +134,7 @@ class ShardQueue:
         return self._dues[0][0] if self._dues else math.inf
 
     def _push(self, item: _Item) -> None:
-        heapq.heappush(self._heap, (-item.priority, item.turn, item.place, item))
-
-    def _forget_clients(self) -> None:
-        """Drop those of whom nothing waits, where they outnumber what does."""
-        if not self._items:
-            self._clients.clear()
-            self._reached.clear()
-        elif len(self._clients) > 2 * len(self._items) + 64:
-            self._clients = {key: client for key, client in self._clients.items() if client.waiting}
-            priorities = {priority for _, priority in self._clients}
-            self._reached = {p: turn for p, turn in self._reached.items() if p in priorities}
+        heapq.heappush(self._heap, (-item.priority, item.place, item))
 
     def _look_at_the_clock(self, now: float) -> None:
         while self._dues and self._dues[0][0] <= now:
@@ -206,7 +163,7 @@ class ShardQueue:
     def _first(self) -> _Item | None:
         """By priority, of those that are not held."""
         while self._heap:
-            item = self._heap[0][3]
+            item = self._heap[0][2]
             if item.waiting and not self._is_held(item):
                 return item
             heapq.heappop(self._heap)
@@ -243,9 +200,9 @@ class ShardQueue:
     def _remove(self, item: _Item) -> None:
         """It is taken or forgotten; the heaps and the line skip it when they come to it."""
         item.waiting = False
-        del self._items[item.shard]
-        if item.owner is not None:
-            item.owner.waiting -= 1
+        del self.items[item.shard]
+        if not self.items:
+            self._passed_over = 0
         kept = max(len(self._heap), len(self._line), len(self._dues))
         if item.join is not None:
             group = self._groups[item.join.key]
@@ -255,13 +212,12 @@ class ShardQueue:
             if not group.items:
                 del self._groups[item.join.key]
             kept = max(kept, len(group.off_heap), len(group.off_line))
-        if kept > 2 * len(self._items) + 64:
+        if kept > 2 * len(self.items) + 64:
             self._compact()
-        self._forget_clients()
 
     def _compact(self) -> None:
         """Drop what is forgotten, so that it does not outnumber what waits."""
-        self._heap = [entry for entry in self._heap if entry[3].waiting]
+        self._heap = [entry for entry in self._heap if entry[2].waiting]
         heapq.heapify(self._heap)
         self._line = [entry for entry in self._line if entry[1].waiting]
         heapq.heapify(self._line)

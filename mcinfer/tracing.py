@@ -64,6 +64,6 @@ class RequestTrace:
 
 
 TraceHook = Callable[[RequestTrace], None]
-"""Called once for each request, after its answer, in the context (contextvars) of the call that made it, in
-whichever thread gave the answer: it must be quick, and not wait. It may submit; calls that wait raise there.
-What it raises is logged."""
+"""Called once for each request, after its answer, in the context (contextvars) of the call that made it, in a
+thread of mcinfer's own that also calls the callbacks of futures: others wait behind it. It may submit; calls
+that wait raise there. What it raises is logged."""

@@ -60,6 +60,9 @@ _SEND_MORE = int(zmq.SNDMORE | zmq.DONTWAIT)
 _DONT_WAIT = int(zmq.DONTWAIT)
 _EVENTS = int(zmq.EVENTS)
 _READABLE = int(zmq.POLLIN)
+
+# As it is in the C extension: what wraps it costs as much again.
+_send = zmq.backend.Socket.send
 _PACKET_DONT_WAIT = int(socket.MSG_DONTWAIT)
 _NO_SIGNAL = int(socket.MSG_NOSIGNAL)  # a program may have SIGPIPE end it
 
@@ -225,6 +228,8 @@ class ZeroMQMaster(MasterTransport):
             self._socket.bind("ipc://mcinfer")  # libzmq wants an address, and does not use it
             listener.detach()
             self.fds = (int(self._socket.getsockopt(zmq.FD)),)
+            self._poll = [(self._socket, _READABLE)]
+            self._drained = False
         except zmq.ZMQError as exc:
             listener.close()
             self.close()
@@ -239,22 +244,31 @@ class ZeroMQMaster(MasterTransport):
 
     def send(self, peer: bytes, data: bytes) -> None:
         """See `MasterTransport.send`."""
+        self._drained = False
         try:
-            self._socket.send(peer, _SEND_MORE)
-            self._socket.send(data, _DONT_WAIT)
+            _send(self._socket, peer, _SEND_MORE)
+            _send(self._socket, data, _DONT_WAIT)
         except zmq.ZMQError as exc:
             raise SendError(exc.errno, str(exc)) from exc
 
     def receive(self) -> tuple[bytes, bytes] | None:
         """See `MasterTransport.receive`."""
-        if not int(self._socket.getsockopt(_EVENTS)) & _READABLE:
+        if not zmq.zmq_poll(self._poll, 0):
+            self._drained = True
             return None
-        parts = self._socket.recv_multipart(_DONT_WAIT)
-        return (parts[0], parts[1]) if len(parts) == 2 else (parts[0], b"")
+        peer = self._socket.recv(_DONT_WAIT)
+        frame = self._socket.recv(_DONT_WAIT, copy=False)
+        if not frame.more:
+            return peer, frame.bytes
+        while frame.more:
+            frame = self._socket.recv(_DONT_WAIT, copy=False)
+        return peer, b""
 
     def may_sleep(self) -> bool:
         """See `MasterTransport.may_sleep`."""
-        return not int(self._socket.getsockopt(_EVENTS)) & _READABLE
+        if not self._drained and not zmq.zmq_poll(self._poll, 0):
+            self._drained = True
+        return self._drained
 
     def close(self) -> None:
         """See `MasterTransport.close`."""

@@ -1,18 +1,19 @@
 """A descriptor that any thread, and any finalizer, can make readable."""
 
 import os
-import weakref
 
 
 class WakeUp:
     """An eventfd (eventfd(2)) that lives as long as this object, whoever still holds it.
 
-    It is not closed before: a finalizer may call `set` at any moment, and must never write to a
-    descriptor whose number has passed to another file.
+    A finalizer may call `set` at any moment, also one that runs after this object's own, in a cycle that is
+    collected: then it does nothing, and never writes to a descriptor whose number has passed to another file.
 
     Attributes:
-        fd: To poll for reading.
+        fd: To poll for reading; -1 once it is closed.
     """
+
+    __slots__ = ("__weakref__", "fd")
 
     def __init__(self) -> None:
         """Make it.
@@ -20,12 +21,19 @@ class WakeUp:
         Raises:
             OSError: No descriptor is left.
         """
+        self.fd = -1
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        weakref.finalize(self, os.close, self.fd)
+
+    def __del__(self) -> None:
+        """Close it."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def set(self) -> None:
         """Make it readable. Takes no lock and never waits."""
-        os.eventfd_write(self.fd, 1)
+        if self.fd >= 0:
+            os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
         """Make it unreadable; called by who saw it readable."""

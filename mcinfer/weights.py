@@ -15,7 +15,7 @@ it: the store (the current one) and the requests that run with it. With the last
 
 import reprlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -26,7 +26,7 @@ from mcinfer.copier import Copier
 from mcinfer.errors import InvalidInputError
 from mcinfer.fields import TensorRef
 from mcinfer.sharding import InputCut
-from mcinfer.shm.arena import Arena, Slot
+from mcinfer.shm.arena import Slot
 from mcinfer.specs import TensorSpec
 from mcinfer.tensors import Layout, as_input, copy_in, lay_input
 
@@ -58,11 +58,22 @@ class WeightStore:
         current: The version that new requests run with.
     """
 
-    def __init__(self, specs: Sequence[TensorSpec], arena: Arena, copier: Copier) -> None:
-        """Begin with the model's own weights; arena and copier stay the caller's."""
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        allocate: Callable[[Sequence[int], float], list[Slot]],
+        copier: Copier,
+    ) -> None:
+        """Begin with the model's own weights; the copier stays the caller's.
+
+        Args:
+            specs: Name, dtype and shape of each weight that can be replaced.
+            allocate: Gets slots of so many bytes, within so many seconds.
+            copier: For copies into them.
+        """
         self.specs = tuple(specs)
         self._by_name = {spec.name: spec for spec in specs}
-        self._arena = arena
+        self._allocate = allocate
         self._copier = copier
         self._updating = threading.Lock()
         self.current = WeightVersion(number=0)
@@ -94,7 +105,7 @@ class WeightStore:
     ) -> tuple[dict[str, Slot], dict[str, TensorRef]]:
         layouts = {name: self._lay(name, array) for name, array in arrays.items()}
         sizes = [layout.size for layout in layouts.values()]
-        slots = dict(zip(arrays, self._arena.allocate_all(sizes, timeout), strict=True))
+        slots = dict(zip(arrays, self._allocate(sizes, timeout), strict=True))
         tensors: dict[str, TensorRef] = {}
         for name, array in arrays.items():
             spec, slot = self._by_name[name], slots[name]

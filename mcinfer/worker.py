@@ -42,14 +42,14 @@ def main() -> int:
         os.environ.pop("PYTHONPATH", None)
     else:
         os.environ["PYTHONPATH"] = start["pythonpath"]
-    from mcinfer.permits import Permits
+    from mcinfer.cancels import Cancels
     from mcinfer.serving import Tokens, serve
     from mcinfer.transport import connect
 
-    permits = Permits.inherited(start["permits"])
+    cancels = Cancels.inherited(start["cancels"])
     connection = connect(start["transport"], start["connection"])
     tokens = Tokens(hello=start["hello_token"], build=start["build_token"])
-    status = serve(connection, tokens, lifeline, permits, start["log_level"])
+    status = serve(connection, tokens, lifeline, cancels, start["log_level"])
     del handler  # not before: it is called from C
     return status
 

@@ -1,8 +1,10 @@
 """A short run of the fuzzer (tests/fuzz), and what it once found; the long form is a program."""
 
+from pathlib import Path
+
 import pytest
 
-from mcinfer.protocol import MESSAGES
+from mcinfer.protocol import MESSAGES, decode
 from tests.fuzz.fuzzing import TARGETS, fuzz, replay
 from tests.fuzz.mutating import CORPUS, corpus
 
@@ -31,6 +33,15 @@ def test_input_is_decided_by_its_number_alone() -> None:
     whole = fuzz("decode", range(200), seed=2).outcomes
     halves = [fuzz("decode", numbers, seed=2).outcomes for numbers in (range(90), range(90, 200))]
     assert whole == halves[0] + halves[1]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in CORPUS.glob("*.msgpack") if path.name[:2] != "x_"],
+    ids=lambda path: path.stem,
+)
+def test_message_of_the_corpus_is_one_of_the_protocol(path: Path) -> None:
+    assert type(decode(path.read_bytes())).__name__.lower() == path.stem.partition("_")[0]
 
 
 def test_corpus_has_every_message() -> None:

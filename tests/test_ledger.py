@@ -13,7 +13,7 @@ from mcinfer.ledger import Ledger, Outcome
 def test_request_that_was_answered_stays_until_no_worker_has_a_piece_of_it() -> None:
     ledger = Ledger(1)
     entry = ledger.accept(7, (1, 1), 0.0, 0.0, 10.0, 64)
-    ledger.enqueue(entry, 0, None, None)
+    ledger.enqueue(entry, 0, None)
     assert ledger.take_run(0.0) == ((7, 0),)
     assert not ledger.strike(entry)
     ledger.close(entry, "failed", 1.0)
@@ -69,7 +69,7 @@ class Books(RuleBasedStateMachine):
         self.open.add(number)
         rows = (1,) * pieces
         entry = self.ledger.accept(number, rows, self.now, self.now, timeout, size)
-        self.ledger.enqueue(entry, 0, None, number % 2)
+        self.ledger.enqueue(entry, 0, None)
 
     @rule()
     def is_given(self) -> None:

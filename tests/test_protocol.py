@@ -1,6 +1,5 @@
 """Tests of mcinfer/protocol.py, and that docs/protocol.md says the same."""
 
-import copy
 import dataclasses
 import re
 import tracemalloc
@@ -18,11 +17,15 @@ from mcinfer import protocol
 from mcinfer.errors import InvalidInputError, ProtocolError
 from mcinfer.fields import TensorRef
 from mcinfer.protocol import (
+    MAX_RUNS,
     MESSAGES,
     MOST_MESSAGE_BYTES,
-    MOST_RUNS,
     MOST_STRINGS,
     MOST_VALUES,
+    PREDICT,
+    PREDICT_HEAD,
+    REPLY,
+    REPLY_HEAD,
     TRANSITIONS,
     VERSION,
     Attach,
@@ -42,10 +45,11 @@ from mcinfer.protocol import (
     UpdateWeights,
     WorkerState,
     decode,
+    decode_body,
     encode,
     encode_predict,
     encode_predict_joined,
-    encode_tensors,
+    encode_references,
 )
 from mcinfer.specs import ELEMENT_TYPES, STRING
 
@@ -53,6 +57,7 @@ S = WorkerState
 DOCS = Path(__file__).parents[1] / "docs" / "protocol.md"
 
 COUNTS = st.integers(0, 2**63 - 1)
+SHARDS = st.integers(0, 2**32 - 1)
 SECONDS = st.floats(0, allow_nan=False, allow_infinity=False)
 SHAPES = st.lists(COUNTS, max_size=4).map(tuple)
 NUMERIC = st.sampled_from([name for name in ELEMENT_TYPES if name != STRING])
@@ -86,7 +91,7 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
     Error: st.builds(
         Error,
         request=st.none() | COUNTS,
-        shard=st.none() | COUNTS,
+        shard=st.none() | SHARDS,
         kind=st.sampled_from(["build", "missing", "invalid", "predict", "cancelled"]),
         text=st.text(),
         traceback=st.text(),
@@ -94,12 +99,12 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
     Predict: st.builds(
         Predict,
         request=COUNTS,
-        shard=COUNTS,
+        shard=SHARDS,
         weights=COUNTS,
         inputs=REFERENCES,
         outputs=REFERENCES,
     ),
-    Reply: st.builds(Reply, request=COUNTS, shard=COUNTS, outputs=REFERENCES, seconds=SECONDS),
+    Reply: st.builds(Reply, request=COUNTS, shard=SHARDS, outputs=REFERENCES, seconds=SECONDS),
     BuildFinish: st.builds(
         BuildFinish,
         inputs=SPECS,
@@ -129,7 +134,7 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         provider_options=TEXT_MAPS,
         token=st.text(),
     ),
-    Cancel: st.builds(Cancel, request=COUNTS),
+    Cancel: st.builds(Cancel, request=COUNTS, shard=SHARDS),
     Attach: st.builds(Attach, block=COUNTS, size=COUNTS),
     Detach: st.builds(Detach, block=COUNTS),
     Preparing: st.builds(Preparing, seconds=SECONDS, written=COUNTS),
@@ -137,7 +142,7 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
     PredictJoined: st.builds(
         PredictJoined,
         request=COUNTS,
-        shard=COUNTS,
+        shard=SHARDS,
         weights=COUNTS,
         members=MEMBERS.map(
             lambda members: tuple({"inputs": one, "outputs": other} for one, other in members)
@@ -172,7 +177,7 @@ SAMPLES: dict[type[Message], Message] = {
         session_config={},
         provider_options={},
     ),
-    Cancel: Cancel(request=REQUEST),
+    Cancel: Cancel(request=REQUEST, shard=SHARD),
     Attach: Attach(block=3, size=4096),
     Detach: Detach(block=3),
     Preparing: Preparing(seconds=1.0, written=10),
@@ -238,12 +243,18 @@ def _refused_or_sound(data: bytes) -> None:
 def test_message_cut_anywhere_is_refused(message: Message) -> None:
     data = encode(message)
     for end in range(len(data)):
+        if isinstance(message, Reply) and end == REPLY_HEAD.size:
+            assert decode(data[:end]) == dataclasses.replace(message, outputs=())
+            continue
         with pytest.raises(ProtocolError):
             decode(data[:end])
 
 
 @given(MESSAGE, st.binary(min_size=1))
 def test_message_with_more_behind_it_is_refused(message: Message, more: bytes) -> None:
+    if isinstance(message, Reply) and not message.outputs:
+        _refused_or_sound(encode(message) + more)  # these would be its outputs
+        return
     with pytest.raises(ProtocolError):
         decode(encode(message) + more)
 
@@ -263,7 +274,13 @@ def test_bytes_from_anyone_are_refused_or_a_message(data: bytes) -> None:
 
 # Not as examples above: Hypothesis raises the recursion limit, and it is the limit that matters here.
 @pytest.mark.parametrize(
-    "start", [b"\x81\xa2id", b"\x82\xa2id\x07\xa7request", b"\x82\xa2id\x04\xa1x"], ids=repr
+    "start",
+    [
+        *(b"\x81\xa2id", b"\x82\xa2id\x07\xa7request", b"\x82\xa2id\x04\xa1x"),
+        REPLY_HEAD.pack(REPLY, 1, 0, 0.5),
+        PREDICT_HEAD.pack(PREDICT, 1, 0, 0, 0),
+    ],
+    ids=repr,
 )
 @pytest.mark.parametrize("depth", [500, 900, 1000, 1020, 5000])
 def test_value_nested_deep_is_refused(start: bytes, depth: int) -> None:
@@ -288,11 +305,18 @@ def array_header(length: int) -> bytes:
     ],
     ids=["too large", "promises", "long", "maps", "arrays", "maps of one", "extensions"],
 )
-def test_message_that_would_take_memory_is_refused_before_it_does(data: bytes, reason: str) -> None:
+@pytest.mark.parametrize(
+    "head", [b"", REPLY_HEAD.pack(REPLY, 1, 0, 0.5), PREDICT_HEAD.pack(PREDICT, 1, 0, 0, 0)]
+)
+def test_message_that_would_take_memory_is_refused_before_it_does(
+    data: bytes, reason: str, head: bytes
+) -> None:
+    if head[:1] == bytes([PREDICT]):
+        head = PREDICT_HEAD.pack(PREDICT, 1, 0, 0, len(data))
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolError, match=reason):
-            decode(data)
+            decode(head + data)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -350,22 +374,34 @@ def test_what_a_worker_says_of_itself_has_bounds(
         dataclasses.replace(SAMPLES[kind], **{field: more})
 
 
+def predict_of(
+    request: int,
+    shard: int,
+    weights: int,
+    inputs: tuple[TensorRef, ...],
+    outputs: tuple[TensorRef, ...],
+) -> bytes:
+    """A PREDICT whose references were encoded before, the inputs' apart from the outputs'."""
+    first, second = encode_references(inputs), encode_references(outputs)
+    return encode_predict(request, shard, weights, len(first), first + second)
+
+
 def strings(count: int, length: int) -> tuple[TensorRef, ...]:
     return (("s", STRING, (count,), None, ("x" * length,) * count),)
 
 
 def test_strings_up_to_the_limits_come_through() -> None:
-    for inputs in (strings(MOST_STRINGS, 2), strings(1000, 16_000)):
-        data = encode_predict(1, 0, 0, encode_tensors(inputs, ()))
-        message = decode(data)
+    for inputs in (strings(MOST_STRINGS, 2), strings(1000, 8_000)):
+        body, nothing = encode_references(inputs), encode_references(())
+        message = decode(encode_predict(1, 0, 0, len(body), body + nothing))
         assert isinstance(message, Predict)
         assert message.inputs == inputs
 
 
-@pytest.mark.parametrize("inputs", [strings(MOST_STRINGS + 1, 2), strings(1000, 17_000)])
+@pytest.mark.parametrize("inputs", [strings(MOST_STRINGS + 1, 2), strings(1000, 8_400)])
 def test_strings_past_a_limit_are_the_callers_mistake(inputs: tuple[TensorRef, ...]) -> None:
     with pytest.raises(InvalidInputError, match=r"inputs: got \d+ strings"):
-        encode_tensors(inputs, ())
+        encode_references(inputs)
 
 
 def test_message_past_the_limit_cannot_be_encoded() -> None:
@@ -395,12 +431,12 @@ def test_any_other_object_is_refused_or_a_message(content: Any) -> None:
     _refused_or_sound(msgpack.packb(content))
 
 
-@given(st.data(), MESSAGE)
+@given(st.data(), MESSAGE.filter(lambda message: not isinstance(message, (Predict, Reply))))
 @settings(max_examples=300)
 def test_message_with_changed_fields_is_refused_or_a_message(
     data: st.DataObject, message: Message
 ) -> None:
-    content = msgpack.unpackb(encode(message))
+    content = _contents(message)
     for _ in range(data.draw(st.integers(1, 3))):
         place, key = content, data.draw(st.sampled_from([*content]))
         # Also deep within: the dimension of a shape, the values of a string tensor.
@@ -414,7 +450,32 @@ def test_message_with_changed_fields_is_refused_or_a_message(
             del place[key]
         if not content:
             break
-    _refused_or_sound(msgpack.packb(content))
+    _refused_or_sound(_with_contents(message, content))
+
+
+def _contents(message: Message) -> dict[str, Any]:
+    """What a message holds in MessagePack: of those with a head, the parts of the body."""
+    data = encode(message)
+    if isinstance(message, Predict):
+        *_, size = PREDICT_HEAD.unpack_from(data)
+        inputs, outputs = data[PREDICT_HEAD.size :][:size], data[PREDICT_HEAD.size + size :]
+        return {"inputs": msgpack.unpackb(inputs), "outputs": msgpack.unpackb(outputs)}
+    if isinstance(message, Reply):
+        return {"outputs": msgpack.unpackb(data[REPLY_HEAD.size :] or b"\x90")}
+    content: dict[str, Any] = msgpack.unpackb(data)
+    return content
+
+
+def _with_contents(message: Message, content: dict[str, Any]) -> bytes:
+    """A message like this one, but for what it holds."""
+    if not isinstance(message, (Predict, Reply)):
+        return bytes(msgpack.packb(content))
+    parts = [
+        msgpack.packb(content[name]) if name in content else b"" for name in ("inputs", "outputs")
+    ]
+    if isinstance(message, Reply):
+        return encode(dataclasses.replace(message, outputs=())) + parts[1]
+    return encode_predict(message.request, message.shard, 0, len(parts[0]), b"".join(parts))
 
 
 @given(st.data(), MESSAGE)
@@ -426,6 +487,107 @@ def test_message_with_changed_bytes_is_refused_or_a_message(
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     _refused_or_sound(bytes(content))
+
+
+# The heads.
+
+
+def test_no_map_begins_as_a_head_does() -> None:
+    for message in SAMPLES.values():
+        first = encode(message)[0]
+        assert (first in (PREDICT, REPLY)) is isinstance(message, (Predict, Reply))
+
+
+@pytest.mark.parametrize("kind", [Predict, Reply])
+def test_message_with_a_head_is_taken_as_no_map(kind: type[Message]) -> None:
+    content = {name: getattr(SAMPLES[kind], name) for name in kind.CHECKS}
+    with pytest.raises(ProtocolError, match=f"unknown message id {kind.ID}"):
+        decode(msgpack.packb({"id": kind.ID, **content}))
+
+
+@given(st.binary(max_size=60), st.sampled_from([PREDICT, REPLY]))
+@settings(max_examples=300)
+def test_any_head_is_refused_or_a_message(data: bytes, first: int) -> None:
+    _refused_or_sound(bytes([first]) + data)
+
+
+@given(
+    request=st.integers(0, 2**64 - 1),
+    shard=st.integers(0, 2**32 - 1),
+    seconds=st.floats(allow_nan=True, allow_infinity=True),
+    body=st.binary(max_size=4),
+)
+def test_head_of_a_reply_is_refused_or_a_message(
+    request: int, shard: int, seconds: float, body: bytes
+) -> None:
+    _refused_or_sound(REPLY_HEAD.pack(REPLY, request, shard, seconds) + body)
+
+
+@pytest.mark.parametrize("size", range(PREDICT_HEAD.size))
+def test_short_head_is_refused(size: int) -> None:
+    for head in (PREDICT_HEAD.pack(PREDICT, 1, 0, 0, 0), REPLY_HEAD.pack(REPLY, 1, 0, 0.5)):
+        if 0 < size < len(head):
+            with pytest.raises(
+                ProtocolError, match=rf"got {size} bytes, expected {len(head)} or more"
+            ):
+                decode(head[:size])
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("request", (2**63, 0, 0.5)),
+        ("request", (2**64 - 1, 0, 0.5)),
+        ("seconds", (1, 0, float("nan"))),
+        ("seconds", (1, 0, float("inf"))),
+        ("seconds", (1, 0, float("-inf"))),
+        ("seconds", (1, 0, -1e-9)),
+    ],
+)
+def test_head_of_a_reply_that_does_not_fit_is_refused_by_its_field(
+    field: str, values: tuple[int, int, float]
+) -> None:
+    with pytest.raises(ProtocolError, match=rf"^Reply\.{field} does not fit"):
+        decode(REPLY_HEAD.pack(REPLY, *values))
+
+
+@pytest.mark.parametrize(("place", "field"), [(1, "request"), (3, "weights")])
+def test_head_of_a_predict_that_does_not_fit_is_refused_by_its_field(
+    place: int, field: str
+) -> None:
+    values = [PREDICT, 1, 0, 0, 1]
+    values[place] = 2**63
+    with pytest.raises(ProtocolError, match=rf"^Predict\.{field} does not fit"):
+        decode(PREDICT_HEAD.pack(*values) + b"\x90\x90")
+
+
+@given(REFERENCES, REFERENCES, st.integers(0, 2**32 - 1))
+def test_body_is_cut_where_the_head_says_or_refused(
+    inputs: tuple[TensorRef, ...], outputs: tuple[TensorRef, ...], size: int
+) -> None:
+    first = encode_references(inputs)
+    body = first + encode_references(outputs)
+    assert decode_body(body, len(first)) == (inputs, outputs)
+    for other in {size, *range(len(body) + 2)} - {len(first)}:
+        with pytest.raises(ProtocolError):
+            decode_body(body, other)
+
+
+@pytest.mark.parametrize(
+    "references",
+    [
+        [],
+        None,
+        (("x", "float32", (1,), 0),),
+        (("x", "float31", (1,), 0, 0),),
+        (("x", "float32", (1,), None, 0),),
+        (("x", "float32", (-1,), 0, 0),),
+        (("x", STRING, (2,), None, ("a",)),),
+    ],
+)
+def test_references_that_do_not_fit_are_not_encoded(references: Any) -> None:
+    with pytest.raises(ProtocolError, match="references do not fit"):
+        encode_references(references)
 
 
 BAD_FIELDS: list[tuple[type[Message], str, Any]] = [
@@ -494,7 +656,13 @@ BAD_FIELDS: list[tuple[type[Message], str, Any]] = [
     (Build, "session_config", {"a": 1}),
     (Build, "provider_options", (("a", "b"),)),
     (Build, "token", None),
+    (Error, "shard", 2**32),
+    (Predict, "shard", 2**32),
+    (Reply, "shard", 2**32),
+    (PredictJoined, "shard", 2**32),
     (Cancel, "request", 2**63),
+    (Cancel, "shard", None),
+    (Cancel, "shard", 2**32),
     (Attach, "block", -1),
     (Attach, "size", None),
     (Detach, "block", -1),
@@ -552,14 +720,16 @@ def test_messages_are_frozen() -> None:
                 setattr(message, field.name, None)
 
 
-@pytest.mark.parametrize("number", [-1, 13, 14, 255, None, "0", 0.0, True, [0]])
+@pytest.mark.parametrize("number", [-1, 1, 2, 13, 14, 255, None, "0", 0.0, True, [0]])
 def test_unknown_id_is_refused(number: Any) -> None:
     with pytest.raises(ProtocolError, match="unknown message id"):
         decode(msgpack.packb({"id": number}))
 
 
 def test_missing_and_further_fields_are_refused() -> None:
-    with pytest.raises(ProtocolError, match=r"Cancel: got fields \[\], expected \['request'\]"):
+    with pytest.raises(
+        ProtocolError, match=r"Cancel: got fields \[\], expected \['request', 'shard'\]"
+    ):
         decode(msgpack.packb({"id": Cancel.ID}))
     with pytest.raises(ProtocolError, match="Exit: got fields"):
         decode(msgpack.packb({"id": Exit.ID, "status": 0}))
@@ -568,51 +738,67 @@ def test_missing_and_further_fields_are_refused() -> None:
 # The state table.
 
 
+def talk(state: WorkerState, *runs: tuple[int, int]) -> Conversation:
+    """A conversation in that state, with these runs to be answered."""
+    return Conversation(state=state, runs=deque(runs))
+
+
+RUN, NEXT = (REQUEST, SHARD), (REQUEST + 1, SHARD)
+
+
 @pytest.mark.parametrize("kind", SAMPLES)
 @pytest.mark.parametrize("state", WorkerState)
 def test_message_moves_as_the_table_says_or_changes_nothing(
     state: WorkerState, kind: type[Message]
 ) -> None:
-    runs = ((REQUEST, SHARD),) if state in (S.BUSY, S.EXITING) else ()
+    runs = (RUN,) if state in (S.BUSY, S.EXITING) else ()
     message = BUILD_ERROR if kind is Error and not runs else SAMPLES[kind]
-    conversation = Conversation(state=state, runs=runs)
-    before = copy.copy(conversation)
+    conversation = talk(state, *runs)
     after = TRANSITIONS[state].get(kind)
     if after is None:
         with pytest.raises(ProtocolError, match=f"{kind.__name__} may not come in state {state}"):
             conversation.advance(message)
-        assert conversation == before
+        assert conversation == talk(state, *runs)
         return
     conversation.advance(message)
-    assert conversation.state is after
-    begun = (*runs, (REQUEST, SHARD))
-    expected = {Predict: begun, PredictJoined: begun, Reply: (), Error: ()}.get(kind, runs)
-    assert conversation.runs == expected
+    begun = (*runs, RUN)
+    left = {Predict: begun, PredictJoined: begun, Reply: (), Error: ()}.get(kind, runs)
+    assert conversation == talk(after, *left)
 
 
 @pytest.mark.parametrize("answer", [SAMPLES[Reply], SAMPLES[Error]], ids=["reply", "error"])
-def test_worker_stays_busy_while_a_run_that_was_given_ahead_is_left(answer: Message) -> None:
-    conversation = Conversation(state=S.READY)
-    conversation.advance(SAMPLES[Predict])
-    conversation.begin_run(REQUEST + 1, SHARD)
+@pytest.mark.parametrize("state", [S.BUSY, S.EXITING])
+def test_runs_are_answered_in_their_order_and_the_last_one_ends_the_work(
+    state: WorkerState, answer: Message
+) -> None:
+    conversation = talk(state, RUN, NEXT)
+    with pytest.raises(ProtocolError, match=r"\(8, 2\), expected \(7, 2\)"):
+        conversation.advance(Reply(request=NEXT[0], shard=SHARD, outputs=(), seconds=0.0))
     conversation.advance(answer)
-    assert conversation == Conversation(state=S.BUSY, runs=((REQUEST + 1, SHARD),))
-    conversation.advance(Reply(request=REQUEST + 1, shard=SHARD, outputs=(), seconds=0.0))
-    assert conversation == Conversation(state=S.READY)
+    assert conversation == talk(state, NEXT)
+    conversation.advance(Reply(request=NEXT[0], shard=SHARD, outputs=(), seconds=0.0))
+    assert conversation == talk(S.READY if state is S.BUSY else state)
 
 
-def test_answer_to_the_run_that_was_given_ahead_is_refused_before_its_turn() -> None:
-    conversation = Conversation(state=S.BUSY, runs=((REQUEST, SHARD), (REQUEST + 1, SHARD)))
-    with pytest.raises(ProtocolError, match=r"expected \(7, 2\)"):
-        conversation.advance(Reply(request=REQUEST + 1, shard=SHARD, outputs=(), seconds=0.0))
+@pytest.mark.parametrize("kind", [Predict, PredictJoined])
+def test_worker_has_so_many_runs_and_one_more_is_refused_and_changes_nothing(
+    kind: type[Message],
+) -> None:
+    conversation = talk(S.READY)
+    runs = [(request, SHARD) for request in range(MAX_RUNS)]
+    for run in runs:
+        conversation.begin_run(*run)
+    with pytest.raises(ProtocolError, match=rf"in state busy with {MAX_RUNS} runs"):
+        conversation.advance(SAMPLES[kind])
+    assert conversation == talk(S.BUSY, *runs)
 
 
-def test_third_run_is_refused_and_changes_nothing() -> None:
-    runs = ((REQUEST, SHARD), (REQUEST + 1, SHARD))
-    conversation = Conversation(state=S.BUSY, runs=runs)
-    with pytest.raises(ProtocolError, match="Predict may not come in state busy with 2 runs"):
-        conversation.advance(SAMPLES[Predict])
-    assert conversation == Conversation(state=S.BUSY, runs=runs)
+@pytest.mark.parametrize("runs", [[RUN], [RUN, NEXT]], ids=["last", "not last"])
+def test_ended_run_is_the_same_as_a_reply(runs: list[tuple[int, int]]) -> None:
+    one, other = talk(S.BUSY, *runs), talk(S.BUSY, *runs)
+    one.end_run()
+    other.advance(SAMPLES[Reply])
+    assert one == other
 
 
 @pytest.mark.parametrize("state", [S.BUSY, S.EXITING])
@@ -630,10 +816,10 @@ def test_third_run_is_refused_and_changes_nothing() -> None:
 def test_answer_to_another_request_is_refused_and_changes_nothing(
     state: WorkerState, answer: Message
 ) -> None:
-    conversation = Conversation(state=state, runs=((REQUEST, SHARD),))
+    conversation = talk(state, RUN)
     with pytest.raises(ProtocolError, match=r"expected \(7, 2\)"):
         conversation.advance(answer)
-    assert conversation == Conversation(state=state, runs=((REQUEST, SHARD),))
+    assert conversation == talk(state, RUN)
 
 
 def test_answer_to_no_request_is_refused_after_exit() -> None:
@@ -663,7 +849,7 @@ def test_begun_run_is_the_same_as_a_predict(kind: type[Message]) -> None:
     one, other = Conversation(state=S.READY), Conversation(state=S.READY)
     one.begin_run(REQUEST, SHARD)
     other.advance(SAMPLES[kind])
-    assert one == other == Conversation(state=S.BUSY, runs=((REQUEST, SHARD),))
+    assert one == other == talk(S.BUSY, RUN)
 
 
 # Two sides, joined by a link on which messages take their time.
@@ -686,12 +872,12 @@ class Link(RuleBasedStateMachine):
     def master_sends(self, kind: type[Message]) -> None:
         message = SAMPLES[kind]
         if isinstance(message, (Predict, PredictJoined)):
-            if len(self.master.runs) == MOST_RUNS:
+            if len(self.master.runs) == MAX_RUNS:
                 return
             self.requests += 1
             message = dataclasses.replace(message, request=self.requests)
         elif isinstance(message, Cancel):
-            message = Cancel(request=self.requests)
+            message = Cancel(request=self.requests, shard=SHARD)
         if kind in TRANSITIONS[self.master.state]:
             self.master.advance(message)
             self.to_worker.append(message)
@@ -825,7 +1011,7 @@ def test_document_has_every_field_of_every_message() -> None:
     assert [row[:2] for row in _rows("Fields")] == fields
 
 
-@given(request=COUNTS, shard=COUNTS, weights=COUNTS, inputs=REFERENCES, outputs=REFERENCES)
+@given(request=COUNTS, shard=SHARDS, weights=COUNTS, inputs=REFERENCES, outputs=REFERENCES)
 def test_predict_from_tensors_encoded_before_is_the_same_message(
     request: int,
     shard: int,
@@ -834,13 +1020,14 @@ def test_predict_from_tensors_encoded_before_is_the_same_message(
     outputs: tuple[TensorRef, ...],
 ) -> None:
     message = Predict(request=request, shard=shard, weights=weights, inputs=inputs, outputs=outputs)
-    data = encode_predict(request, shard, weights, encode_tensors(inputs, outputs))
+    body = encode_references(inputs)
+    data = encode_predict(request, shard, weights, len(body), body + encode_references(outputs))
     assert data == encode(message)
 
 
 @given(
     request=COUNTS,
-    shard=COUNTS,
+    shard=SHARDS,
     weights=COUNTS,
     members=MEMBERS,
     axes=st.tuples(AXES, OUTPUT_AXES),
@@ -860,7 +1047,9 @@ def test_joined_predict_from_tensors_encoded_before_is_the_same_message(
         input_axes=axes[0],
         output_axes=axes[1],
     )
-    tensors = [encode_tensors(inputs, outputs) for inputs, outputs in members]
+    tensors = [
+        (encode_references(inputs), encode_references(outputs)) for inputs, outputs in members
+    ]
     data = encode_predict_joined(request, shard, weights, tensors, axes)
     assert data == encode(message)
     assert decode(data) == message

@@ -3,6 +3,7 @@
 What they are to requests is in test_scheduler.py, and so is any order of events.
 """
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -211,6 +212,53 @@ def test_nobody_is_started_again_in_a_pool_that_closes() -> None:
     roster.close(1.0, 5.0)
     roster.bury(roster.workers[1], describe_exit(0), 2.0)
     assert roster.due_times() == []
+
+
+def test_worker_that_is_killed_while_it_loads_serves_nobody_when_its_model_crosses_that() -> None:
+    roster = new_roster(2)
+    finish(roster, roster.workers[0])
+    loading = roster.workers[1]
+    assert KillWorker(worker=1) in roster.close(1.0, 5.0)
+    assert finish(roster, loading, 1.1) == []
+    assert loading.state is WorkerState.READY
+    assert not loading.serves
+    assert roster.health(1.1).serving == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(0, "exited with status 0"), (-11, "killed by SIGSEGV"), (-200, "killed by signal 200")],
+)
+def test_end_of_a_process_is_told_in_words(code: int, words: str) -> None:
+    assert describe_exit(code) == words
+
+
+def test_successor_of_a_worker_with_many_runs_begins_with_one() -> None:
+    roster = ready_roster(1)
+    [w] = roster.workers
+    w.usual_seconds, w.capacity, w.alone = 0.001, 4, True
+    end(roster, w, 1.0, "killed by SIGSEGV")
+    come_back(roster, w, 1.0)
+    assert (w.usual_seconds, w.capacity, w.alone) == (math.inf, 1, False)
+
+
+def test_roster_is_calm_while_all_are_well_and_none_is_replaced() -> None:
+    roster = new_roster(2)
+    assert not roster.is_calm
+    for w in roster.workers:
+        finish(roster, w)
+    roster.announce(0.0)
+    assert roster.is_calm
+    roster.replace(roster.workers[:1])
+    assert not roster.is_calm
+    roster.forget_replacing()
+    assert roster.is_calm
+    end(roster, roster.workers[1], 1.0, "killed by SIGSEGV")
+    roster.announce(1.0)
+    assert not roster.is_calm
+    come_back(roster, roster.workers[1], 1.0)
+    roster.announce(1.0)
+    assert roster.is_calm
 
 
 # Restarts.

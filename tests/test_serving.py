@@ -16,10 +16,16 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from mcinfer import serving
+from mcinfer.cancels import Cancels
 from mcinfer.engines._fake import _FakeRun
+from mcinfer.errors import ProtocolError
 from mcinfer.fields import TensorRef
-from mcinfer.permits import Permits
 from mcinfer.protocol import (
+    PREDICT,
+    PREDICT_HEAD,
+    REPLY,
+    REPLY_HEAD,
     VERSION,
     Attach,
     Build,
@@ -36,6 +42,7 @@ from mcinfer.protocol import (
     UpdateWeights,
     decode,
     encode,
+    encode_references,
 )
 from mcinfer.serving import STRANGER, Tokens, serve
 from mcinfer.shm.block import Block
@@ -63,11 +70,13 @@ class Peer:
         self.lifeline, theirs = Lifeline.pair()
         self.status: int | None = None
         worker = Lifeline.inherited(theirs.detach())
-        self.permits = Permits.create()
+        self.cancels, listening = Cancels.pair()
 
         def work() -> None:
-            self.status = serve(connection, TOKENS, worker, self.permits, 0)
+            self.status = serve(connection, TOKENS, worker, listening, 0)
             worker.close()
+
+        self.listening = listening
 
         self.thread = threading.Thread(target=work)
         self.thread.start()
@@ -96,8 +105,6 @@ class Peer:
 
     def send(self, *messages: Message) -> None:
         for message in messages:
-            if isinstance(message, (Predict, PredictJoined)):
-                self.permits.give()
             self.router.send(self.peer, encode(message))
 
     def build(
@@ -213,7 +220,11 @@ class Peer:
             block.close()
         self.router.close()
         self.lifeline.close()
-        self.permits.close()
+        self.cancels.close()
+        for thread in threading.enumerate():
+            if thread.name == "mcinfer-cancel":
+                thread.join(PATIENCE)
+        self.listening.close()
 
 
 @pytest.fixture
@@ -299,7 +310,7 @@ def test_master_that_does_not_show_its_token_is_not_served(
     [
         Attach(block=0, size=64),
         Detach(block=0),
-        Cancel(request=0),
+        Cancel(request=0, shard=0),
         UpdateWeights(version=1, oldest=1, tensors=()),
         Predict(request=0, shard=0, inputs=(), outputs=()),
     ],
@@ -517,8 +528,9 @@ def test_cancelled_run_ends_and_the_next_is_served(peer: Peer, tmp_path: Path) -
     peer.attach(0)
     peer.array(x_at(0))[:] = 1
     request = peer.predict([x_at(0)], [y_at(64)])
-    peer.send(Cancel(request=request + 1000))  # of another request: nothing
-    peer.send(Cancel(request=request))
+    peer.cancels.send(request + 1000, 0)  # of another request: nothing
+    peer.cancels.send(request, 1)  # of another shard: likewise
+    peer.cancels.send(request, 0)
     error = peer.receive()
     assert isinstance(error, Error)
     assert (error.kind, error.request) == ("cancelled", request)
@@ -532,7 +544,8 @@ def test_cancel_that_comes_late_means_nothing_to_the_next_run(peer: Peer, tmp_pa
     peer.attach(0)
     for _ in range(3):
         reply = peer.ask([x_at(0)], [y_at(64)])
-        peer.send(Cancel(request=reply.request))
+        peer.cancels.send(reply.request, 0)
+        wait_until(lambda: is_read(peer.listening))
 
 
 def test_messages_that_come_during_a_run_are_kept_for_after_it(peer: Peer, tmp_path: Path) -> None:
@@ -541,41 +554,135 @@ def test_messages_that_come_during_a_run_are_kept_for_after_it(peer: Peer, tmp_p
     peer.array(x_at(0))[:] = 1
     request = peer.predict([x_at(0)], [y_at(64)])
     peer.attach(1)
-    peer.send(Cancel(request=request + 1))
-    assert isinstance(peer.receive(), Reply)
+    peer.answer(request)
     peer.array(x_at(0, block=1))[:] = 2
-    peer.requests += 1  # that of the CANCEL, which it is too early for
     peer.ask([x_at(0, block=1)], [y_at(64, block=1)])
     assert peer.array(y_at(64, block=1)).tolist() == [4, 4, 4]
 
 
-def has_permit(peer: Peer) -> bool:
-    """Whether there is a permit that the worker has not taken yet."""
-    if not peer.permits.take():
-        return False
-    peer.permits.give()
-    return True
-
-
-def test_run_that_was_taken_back_is_skipped_and_the_next_is_served(
+def test_run_that_is_cancelled_before_it_begins_is_skipped_and_the_next_is_served(
     peer: Peer, tmp_path: Path
 ) -> None:
     peer.build(fake(tmp_path, when={"1": "sleep:0.2"}))
     peer.attach(0)
     peer.array(x_at(0))[:] = 1
     first = peer.predict([x_at(0)], [y_at(64)])
-    wait_until(lambda: not has_permit(peer))  # it has begun
+    peer.cancels.send(first + 1, 0)
     second = peer.predict([x_at(0)], [y_at(128)])
-    assert peer.permits.take()
-    reply = peer.receive()
-    assert isinstance(reply, Reply)
-    assert reply.request == first
-    error = peer.receive()
-    assert isinstance(error, Error)
-    assert (error.kind, error.request) == ("cancelled", second)
+    peer.answer(first)
+    assert peer.error(second).kind == "cancelled"
     assert peer.array(y_at(128)).tolist() == [0, 0, 0]
     peer.ask([x_at(0)], [y_at(128)])
     assert peer.array(y_at(128)).tolist() == [2, 2, 2]
+
+
+def test_cancellations_that_concern_no_run_are_forgotten(peer: Peer, tmp_path: Path) -> None:
+    peer.build(fake(tmp_path))
+    peer.attach(0)
+    for number in range(10_000, 10_000 + 2 * serving._MAX_CANCELLED):
+        while True:
+            try:
+                peer.cancels.send(number, 0)
+                break
+            except BlockingIOError:
+                wait_until(lambda: is_read(peer.listening))
+    wait_until(lambda: is_read(peer.listening))
+    peer.ask([x_at(0)], [y_at(64)])
+    peer.requests = 10_000 - 1
+    peer.ask([x_at(0)], [y_at(64)])  # the first of them is so long ago that it counts no more
+
+
+def test_joined_run_is_cancelled_by_its_first_member(peer: Peer, tmp_path: Path) -> None:
+    outputs = [["y", "float32", ["batch"], {"from": "x"}]]
+    peer.build(fake(tmp_path, outputs=outputs, run="sleep:60"))
+    peer.attach(0)
+    member: dict[str, tuple[TensorRef, ...]] = {"inputs": (x_at(0),), "outputs": (y_at(64),)}
+    peer.requests = 7
+    peer.send(
+        PredictJoined(
+            request=7, shard=0, members=(member, member), input_axes=(0,), output_axes=(0,)
+        )
+    )
+    peer.cancels.send(7, 0)
+    assert peer.error(7).kind == "cancelled"
+
+
+def is_read(end: Cancels) -> bool:
+    """Whether the canceller has taken all that was sent to it."""
+    return not select.select([end.fd], [], [], 0)[0]
+
+
+@pytest.mark.parametrize("data", [b"", b"?", bytes(11), bytes(13), bytes(100)])
+def test_cancellation_that_is_none_is_refused(data: bytes) -> None:
+    ours, theirs = Cancels.pair()
+    ours._end.send(data)
+    if data:
+        with pytest.raises(ProtocolError, match="expected 12"):
+            theirs.wait()
+    else:
+        assert theirs.wait() is None  # as the master's end that is closed
+    ours.close()
+    assert theirs.wait() is None
+    theirs.close()
+
+
+# Heads.
+
+
+def test_answer_with_nothing_to_say_of_outputs_is_a_head_alone(peer: Peer, tmp_path: Path) -> None:
+    outputs = [["y", "float32", ["batch"], {"from": "x"}]]
+    peer.build(fake(tmp_path, outputs=outputs))
+    peer.attach(0)
+    for _ in range(2):  # bound, then from the cache
+        request = peer.predict([x_at(0)], [y_at(64)])
+        data = peer._receive()[1]
+        assert len(data) == REPLY_HEAD.size
+        assert REPLY_HEAD.unpack(data)[:3] == (REPLY, request, 0)
+        assert REPLY_HEAD.unpack(data)[3] >= 0.0
+
+
+@pytest.mark.parametrize("size", range(1, PREDICT_HEAD.size))
+def test_head_that_is_too_short_ends_the_worker_with_status_1(
+    peer: Peer, tmp_path: Path, size: int
+) -> None:
+    peer.build(fake(tmp_path))
+    peer.router.send(peer.peer, PREDICT_HEAD.pack(PREDICT, 1, 0, 0, 0)[:size])
+    assert peer.finish() == 1
+
+
+def test_body_that_is_no_references_fails_its_run_and_the_next_is_served(
+    peer: Peer, tmp_path: Path
+) -> None:
+    peer.build(fake(tmp_path))
+    peer.attach(0)
+    inputs, outputs = encode_references((x_at(0),)), encode_references((y_at(64),))
+    good = inputs + outputs
+    peer.ask([x_at(0)], [y_at(64)])  # bound from here on
+    bad = [(0, good), (len(good), good), (len(inputs) - 1, good), (2**32 - 1, good), (0, b"")]
+    bad += [(len(inputs), good + b"\xc0"), (len(inputs), inputs), (1, b"\x90\x91\x90")]
+    for size, body in bad:
+        peer.requests += 1
+        head = PREDICT_HEAD.pack(PREDICT, peer.requests, 0, 0, size)
+        peer.router.send(peer.peer, head + body)
+        assert peer.error(peer.requests).kind == "predict"
+    peer.ask([x_at(0)], [y_at(64)])
+
+
+def test_bound_runs_are_no_more_than_allowed_by_number_and_bytes(
+    peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs = [["y", "float32", ["batch"], {"from": "x"}]]
+    peer.build(fake(tmp_path, outputs=outputs))
+    peer.attach(0)
+    monkeypatch.setattr(serving, "_MAX_LAYOUTS", 5)
+    for rows in (*range(1, 20), *range(1, 20)):
+        peer.ask([x_at(0, rows)], [y_at(4096, rows)])
+    assert bound_runs() <= 5
+    size = len(encode_references((x_at(0),)) + encode_references((y_at(64),)))
+    monkeypatch.setattr(serving, "_MAX_LAYOUT_BYTES", 3 * size + 2)
+    for rows in range(20, 40):
+        peer.ask([x_at(0, rows)], [y_at(4096, rows)])
+        assert bound_runs() <= 3
 
 
 def test_exit_during_a_run_lets_it_finish(peer: Peer, tmp_path: Path) -> None:
@@ -730,7 +837,6 @@ def test_update_that_comes_during_a_run_is_for_the_next(peer: Peer, tmp_path: Pa
     peer.array(new)[:] = 3
     tell(peer, 1, old)
     first = peer.predict([x_at(0)], [y_at(64)], 1)
-    wait_until(lambda: not has_permit(peer))  # it has begun
     tell(peer, 2, new, oldest=1)
     second = peer.predict([x_at(0)], [y_at(128)], 2)
     peer.answer(first)

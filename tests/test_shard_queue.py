@@ -1,13 +1,11 @@
 """Tests of mcinfer/shard_queue.py: which shard goes next, and which go together. Time is a number."""
 
-import itertools
 import math
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -143,6 +141,31 @@ def test_shard_that_had_its_turn_goes_alone() -> None:
     for member in reversed(run):
         queue.add_first(member)
     assert take_all(queue) == [(1,), (2,), (3,), (4, 5)]
+
+
+def test_shard_that_had_its_turn_is_not_given_behind_a_run_and_neither_are_those_behind_it() -> (
+    None
+):
+    queue = ShardQueue(1)
+    queue.add(shard(1), 0)
+    queue.add_first(shard(2))
+    assert queue.take(0.0, ahead=True) == ()
+    assert len(queue) == 2
+    assert queue.take(0.0) == (shard(2),)
+    assert queue.take(0.0, ahead=True) == (shard(1),)
+    assert queue.take(0.0, ahead=True) == ()
+
+
+def test_empty_queue_has_passed_nobody_over() -> None:
+    queue = ShardQueue(1)
+    queue.add(shard(0), 0)
+    for number in range(1, PATIENCE + 1):
+        queue.add(shard(number), 1)
+        queue.take(0.0)
+    queue.discard(shard(0))
+    queue.add(shard(10), 0)
+    queue.add(shard(11), 1)
+    assert take_all(queue) == alone([11, 10])
 
 
 # Joining.
@@ -287,9 +310,7 @@ def kept(queue: ShardQueue) -> int:
     """How much the queue remembers, over all that it has."""
     groups = queue._groups.values()
     return (
-        sum(map(len, (queue._items, queue._heap, queue._line, queue._dues, queue._groups)))
-        + len(queue._clients)
-        + len(queue._reached)
+        sum(map(len, (queue.items, queue._heap, queue._line, queue._dues, queue._groups)))
         + sum(len(group.items) for group in groups)
         + sum(len(group.off_heap) + len(group.off_line) for group in groups)
     )
@@ -338,160 +359,6 @@ def test_endless_traffic_leaves_nothing_behind() -> None:
     assert len(queue) == 0
     assert queue.next_due() == math.inf
     assert not queue._groups
-
-
-# Clients take turns.
-
-
-def add_of(queue: ShardQueue, client: str, *numbers: int, priority: int = 0) -> None:
-    for number in numbers:
-        queue.add(shard(number), priority, client=client)
-
-
-def test_clients_take_turns_and_each_is_served_in_the_order_in_which_it_came() -> None:
-    queue = ShardQueue(1)
-    add_of(queue, "a", 1, 2, 3, 4)
-    add_of(queue, "b", 11, 12)
-    add_of(queue, "c", 21, 22, 23)
-    assert take_all(queue) == alone([1, 11, 21, 2, 12, 22, 3, 23, 4])
-
-
-def test_one_that_comes_during_a_flood_goes_next() -> None:
-    queue = ShardQueue(1)
-    add_of(queue, "flood", *range(1000))
-    for number in range(100):
-        assert queue.take(0.0) == (shard(number),)
-    add_of(queue, "other", 5000, 5001)
-    assert take_all(queue)[:4] == alone([5000, 100, 5001, 101])
-
-
-def test_client_saves_no_turns_up_by_being_away() -> None:
-    queue = ShardQueue(1)
-    add_of(queue, "a", *range(100))
-    add_of(queue, "b", 1000)
-    for _ in range(51):
-        queue.take(0.0)
-    add_of(queue, "b", *range(1001, 1051))
-    taken = [queue.take(0.0)[0][0] for _ in range(20)]
-    assert sum(number >= 1000 for number in taken) == 10
-
-
-def test_priority_comes_before_the_turns_of_clients() -> None:
-    queue = ShardQueue(1)
-    add_of(queue, "a", 1, 2)
-    add_of(queue, "b", 11, 12, priority=1)
-    add_of(queue, "c", 21, priority=1)
-    assert take_all(queue) == alone([11, 21, 12, 1, 2])
-
-
-def test_what_was_cancelled_was_no_turn() -> None:
-    queue = ShardQueue(1)
-    add_of(queue, "a", *range(100))
-    add_of(queue, "b", *range(1000, 1050))
-    for number in range(1000, 1050):
-        queue.discard(shard(number))
-    add_of(queue, "b", 2000)
-    assert take_all(queue)[:2] == alone([0, 2000])
-
-
-def test_newcomer_waits_for_one_shard_of_each_however_long_the_oldest_was_served_before_its_turn() -> (
-    None
-):
-    queue = ShardQueue(1)
-    add_of(queue, "flood", *range(4000))
-    others = [f"other {n}" for n in range(20)]
-    for n, client in enumerate(others):
-        add_of(queue, client, *range(10_000 * (n + 1), 10_000 * (n + 1) + 400))
-    # Each eighth is the oldest, which is the flood's; that must not put off those who come later.
-    for _ in range(4000):
-        queue.take(0.0)
-    add_of(queue, "newcomer", 1_000_000)
-    runs = [queue.take(0.0) for _ in range(len(others) + len(others) // PATIENCE + 2)]
-    assert (shard(1_000_000),) in runs
-
-
-def test_client_that_was_served_before_its_turn_does_not_pay_for_it_later() -> None:
-    queue = ShardQueue(1)
-    add_of(queue, "flood", *range(500))
-    others = [f"other {n}" for n in range(20)]
-    for n, client in enumerate(others):
-        add_of(queue, client, *range(10_000 * (n + 1), 10_000 * (n + 1) + 1000))
-    while shard(499) not in queue.take(0.0):
-        pass
-    add_of(queue, "flood", 1_000_000)
-    runs = [queue.take(0.0) for _ in range(2 * len(others) + 2 * len(others) // PATIENCE + 2)]
-    assert (shard(1_000_000),) in runs
-
-
-@pytest.mark.parametrize("join", [None, joinable(due=0.0)], ids=["alone", "joined"])
-@pytest.mark.parametrize("priorities", [1, 1000])
-def test_clients_that_are_gone_are_forgotten(join: Joinable | None, priorities: int) -> None:
-    queue = ShardQueue(64)
-    queue.add(shard(-1), 0, joinable(key="held", due=LATER))
-    for client in range(5_000):
-        for number in range(3):
-            queue.add(shard(10 * client + number), client % priorities, join, client)
-        while queue.take(1.0):
-            pass
-        assert len(queue) == 1
-        assert kept(queue) < 600
-    assert queue.take(LATER) == (shard(-1),)
-    assert kept(queue) < 600
-    assert not queue._clients
-
-
-CLIENTS = "abcdefghijkl"
-
-
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(CLIENTS), st.integers(1, 30)) | st.integers(1, 40), max_size=60
-    )
-)
-@settings(max_examples=300)
-def test_next_shard_of_a_client_waits_for_about_one_of_each_other(
-    events: list[tuple[str, int] | int],
-) -> None:
-    queue = ShardQueue(1)
-    waiting: dict[str, deque[int]] = {client: deque() for client in CLIENTS}
-    came: set[str] = set()
-    latest: dict[str, int] = {}  # by client, the run that its next shard goes with at the latest
-    numbers, runs = itertools.count(), 0
-
-    def take() -> bool:
-        nonlocal runs
-        members = queue.take(0.0)
-        if not members:
-            assert not any(waiting.values())
-            return False
-        runs += 1
-        [(number, _)] = members
-        [client] = [name for name, own in waiting.items() if number in own]
-        assert waiting[client].popleft() == number, "not first come, first served"
-        if client in latest:
-            assert runs <= latest.pop(client)
-        return True
-
-    for event in events:
-        if isinstance(event, int):
-            for _ in range(event):
-                take()
-            continue
-        client, count = event
-        if not waiting[client]:
-            others = sum(bool(own) for own in waiting.values())
-            # One that has just had a turn may wait for another one of each, also of those that come later.
-            before = others if client not in came else others + len(CLIENTS) - 1
-            came.add(client)
-            # Besides those whose turn it is, the oldest of all goes in each eighth run.
-            latest[client] = runs + before + before // PATIENCE + 3
-        for number in itertools.islice(numbers, count):
-            waiting[client].append(number)
-            queue.add(shard(number), 0, client=client)
-        assert len(queue) == sum(map(len, waiting.values()))
-    while take():
-        pass
-    assert not latest
 
 
 # Anything, in any order.

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mcinfer.copier import Copier
 from mcinfer.errors import ClosedError, InvalidInputError, QueueFullError
-from mcinfer.shm.arena import Arena, align
+from mcinfer.shm.arena import Arena, Slot, align
 from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, numpy_dtype, tensor_bytes
 from mcinfer.tensors import unpack
 from mcinfer.weights import WeightStore, WeightVersion, check_weights
@@ -53,7 +53,13 @@ def store(arena: Arena) -> WeightStore:
 
 
 def new_store(arena: Arena, specs: Sequence[TensorSpec] = SPECS) -> WeightStore:
-    return WeightStore(specs, arena, Copier(2))
+    lock = threading.Lock()  # one thread owns the arena
+
+    def allocate(sizes: Sequence[int], _: float) -> list[Slot]:
+        with lock:
+            return arena.allocate_all(sizes)
+
+    return WeightStore(specs, allocate, Copier(2))
 
 
 def values(arena: Arena, version: WeightVersion, specs: Sequence[TensorSpec] = SPECS) -> Any:
@@ -343,9 +349,8 @@ def test_update_without_memory_is_refused_and_changes_nothing(
     store.update(whole(1), 0.0)
     held = store.current
     store.update(whole(2), 0.0)
-    for timeout in (0.0, 0.02):
-        with pytest.raises(QueueFullError, match=r"Limits\.memory_bytes"):
-            store.update(whole(3), timeout)
+    with pytest.raises(QueueFullError, match=r"Limits\.memory_bytes"):
+        store.update(whole(3), 0.0)
     assert store.current.number == 2
     assert values(arena, store.current, store.specs)["w"][0] == 2
     assert values(arena, held, store.specs)["w"][0] == 1
@@ -361,28 +366,23 @@ def test_update_larger_than_all_memory_is_refused(arena: Arena) -> None:
     assert store.current.number == 0
 
 
-def test_update_waits_for_memory_and_does_not_keep_others_waiting() -> None:
-    # Room for the small weight many times, and for the large one twice.
-    waiting = threading.Event()
-    # What is held, a user holds: nothing is let go by itself that the large one had to wait for first.
-    arena = Arena(2 * MIB + 4096, wake=waiting.set, transient=lambda: False)
-    store = new_store(arena, [spec("w", "uint8", (MIB,)), spec("n", "int64", ())])
-    store.update(whole(1), 0.0)
-    held = store.current
-    store.update(whole(2), 0.0)
+def test_update_that_waits_for_memory_does_not_keep_others_waiting(arena: Arena) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def allocate(sizes: Sequence[int], timeout: float) -> list[Slot]:
+        if timeout:
+            begun.set()
+            assert go.wait(timeout)
+        return arena.allocate_all(sizes)
+
+    store = WeightStore(SPECS, allocate, Copier(2))
     with ThreadPoolExecutor(1) as pool:
-        large = pool.submit(store.update, whole(3), 20.0)
-        # The arena calls `wake` when something is freed only while somebody waits.
-        while not waiting.wait(0.005):
-            arena.allocate(64)
-        assert store.update({"n": 5}, 0.0) == 3
-        assert not large.done()
-        del held
-        arena.reclaim()
-        assert large.result(20.0) == 4
-    assert values(arena, store.current, store.specs)["n"] == 5
-    assert values(arena, store.current, store.specs)["w"][0] == 3
-    arena.close()
+        waits = pool.submit(store.update, {"b": [1, 2, 3]}, 20.0)
+        assert begun.wait(20.0)
+        assert store.update({"n": 5}, 0.0) == 1
+        go.set()
+        assert waits.result(20.0) == 2
+    assert_values(arena, store.current, {"b": [1, 2, 3], "n": 5})
 
 
 def test_update_of_a_closed_arena_is_refused(arena: Arena, store: WeightStore) -> None:

@@ -18,6 +18,7 @@ from mcinfer.large_batches.reading import StoredArray
 from mcinfer.large_batches.requests import Requests, check_inputs, plan_requests
 from mcinfer.large_batches.wording import say, silent_about_splits
 from mcinfer.master import Master
+from mcinfer.requests.request import Arrays
 from mcinfer.sharding import (
     Axes,
     SaidAxes,
@@ -30,7 +31,6 @@ from mcinfer.sharding import (
     rows_of,
 )
 from mcinfer.specs import ModelSpec
-from mcinfer.staging import Arrays
 
 _ADVICE = "--batch-axis and --output-axis say what to split and join"
 _OTHER_ROWS = "mcinfer inspect --probe learns it from other rows"

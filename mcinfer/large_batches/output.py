@@ -19,7 +19,7 @@ from mcinfer.large_batches.reading import lacks
 from mcinfer.large_batches.requests import Requests
 from mcinfer.printable import printable
 from mcinfer.progress import megabytes, showing_work
-from mcinfer.staging import Arrays
+from mcinfer.requests.request import Arrays
 
 _SAVE_SECONDS = 1.0
 """How much work is lost when the process is killed: to save more often would be to wait for the disk."""

@@ -32,9 +32,9 @@ from mcinfer.large_batches.sources import Sources, resolve_target
 from mcinfer.large_batches.wording import say, silent_about_splits, speaking_of_options
 from mcinfer.master import Master
 from mcinfer.progress import megabytes, showing_work
+from mcinfer.requests.request import Arrays
 from mcinfer.sharding import Axes, JoinError, SaidAxes, first_split
 from mcinfer.specs import ModelSpec
-from mcinfer.staging import Arrays
 
 _UNDER_WAY = 2
 _RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "mindspore", "mindspore-lite")

@@ -58,7 +58,7 @@ from mcinfer.mslite.context import Context
 from mcinfer.mslite.datatypes import known_data_type
 from mcinfer.mslite.tensor import Tensor
 from mcinfer.prepared.sources import FOLDER_KEY
-from mcinfer.staging import Arrays
+from mcinfer.requests.request import Arrays
 from mcinfer.statistics import Statistics
 
 

@@ -5,29 +5,22 @@ view). When the last of these is gone the slot is free, not before and not later
 call. So an array in a user's hands, and a request that a worker may still write to, are the same case: each
 holds a reference.
 
-A view may die in any thread, inside any allocation, even one of the arena's own. So its finalizer
-only puts the slot in a queue that is safe for that (`queue.SimpleQueue`), and `allocate` takes it
-from there.
+A view may die in any thread, inside any allocation, even one of the arena's own. So its end only
+appends to a deque, which runs no Python code, and `allocate` and `reclaim` take it from there.
 
-Those who wait for memory are served first come first served, so that small requests do not starve a large
-one: nobody passes the first while there is something that will be let go by itself. Where there is not, or
-nothing was let go for long, it waits for what somebody keeps, and the others go on without it.
+One thread owns an arena, and calls all but `find` and what only reads a number.
 
 Lowest address first: in steady traffic the same few slots, with warm pages in every process, are used
 again and again (the first touch of a page costs more than copying it).
 """
 
 import bisect
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from ctypes import Array, c_char
-from queue import Empty, SimpleQueue
-from time import monotonic
 
 from mcinfer.errors import ClosedError, InvalidInputError, QueueFullError
-from mcinfer.interrupts import HeldInterrupts
 from mcinfer.shm.block import Block
 
 ALIGNMENT = 64
@@ -35,12 +28,6 @@ ALIGNMENT = 64
 
 _BLOCK_BYTES = 64 << 20
 _BLOCK_ROUNDING = 2 << 20
-
-_PATIENCE = 10.0
-"""Seconds without any release, after which others may pass the first of those who wait."""
-
-_LOOKS = 0.05
-"""Seconds between two looks at whether others may pass."""
 
 
 def align(size: int) -> int:
@@ -71,16 +58,6 @@ class Slot:
         self.generation = generation
         self.address = block.address + offset
         self.memory = memory
-
-
-class _Waiter:
-    """A call that waits for memory; `called` is set when it is to look again."""
-
-    __slots__ = ("called", "since")
-
-    def __init__(self) -> None:
-        self.since = monotonic()
-        self.called = threading.Event()
 
 
 class _Ticket(weakref.ref["Array[c_char]"]):
@@ -139,39 +116,30 @@ class _Extents:
 
 
 class Arena:
-    """Shared memory up to a limit, for one master. Any thread may call any method.
+    """Shared memory up to a limit, for one master.
 
     Args:
         limit: Bytes of all blocks together.
-        wake: Called (from anywhere, so it must be safe in a finalizer) when memory became free while
-            somebody waits for it; `reclaim` is to be called then, from a plain thread.
-        transient: Whether some of what is in use will be let go by itself, so that waiting for it helps.
-        dropped: Called with the number of a block that is no more, in the thread that calls `allocate`.
+        dropped: Called with the number of a block that is no more.
+
+    Attributes:
+        wanted: Whether somebody waits for memory; the owner's to set.
+        crowded: Whether more than half of the limit is in use: then results are better kept elsewhere.
     """
 
-    def __init__(
-        self,
-        limit: int,
-        *,
-        wake: Callable[[], None] = lambda: None,
-        transient: Callable[[], bool] = lambda: True,
-        dropped: Callable[[int], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, limit: int, *, dropped: Callable[[int], None] = lambda _: None) -> None:
         """An arena without blocks; it grows with the first slot."""
         self._limit = limit
-        self._wake = wake
-        self._transient = transient
         self._dropped = dropped
-        self._lock = threading.Lock()
         self._blocks: dict[int, _Extents] = {}
         self._tickets: dict[int, _Ticket] = {}
-        self._released: SimpleQueue[_Ticket] = SimpleQueue()
+        self._released: deque[weakref.ref[Array[c_char]]] = deque()
         self._taken = 0
         self._next_block = 0
         self._generation = 0
-        self._line: deque[_Waiter] = deque()
-        self._last_release = 0.0
         self._closed = False
+        self.crowded = False
+        self.wanted = False
 
     @property
     def limit(self) -> int:
@@ -189,41 +157,34 @@ class Arena:
         self.reclaim()
         return self._taken
 
-    @property
-    def crowded(self) -> bool:
-        """Whether more than half of the limit is in use: then results are better kept elsewhere."""
-        half = self._limit // 2
-        return self._taken > half and self.used > half  # what was released counts until reclaimed
-
     def block(self, number: int) -> Block | None:
         """The block of that number, while it exists."""
         extents = self._blocks.get(number)
         return None if extents is None else extents.block
 
     def find(self, address: int, size: int) -> tuple[int, int] | None:
-        """Block number and offset of memory that lies wholly in one block of this arena."""
+        """Block number and offset of memory that lies wholly in one block of this arena. For any thread."""
         for number, extents in list(self._blocks.items()):
             offset = address - extents.block.address
             if offset >= 0 and offset + size <= extents.block.size:
                 return number, offset
         return None
 
-    def allocate(self, size: int, timeout: float = 0.0) -> Slot:
+    def allocate(self, size: int) -> Slot:
         """One slot; see `allocate_all`."""
-        return self.allocate_all([size], timeout)[0]
+        return self.allocate_all([size])[0]
 
-    def allocate_all(self, sizes: Sequence[int], timeout: float = 0.0) -> list[Slot]:
+    def allocate_all(self, sizes: Sequence[int]) -> list[Slot]:
         """Slots of at least so many bytes; their content is whatever was there before.
 
         All or none: two requests that each held a part and waited for the rest would wait for ever.
 
         Args:
             sizes: Bytes of each; 0 is allowed and has an address all the same.
-            timeout: Seconds to wait for memory when all is in use; 0 does not wait.
 
         Raises:
             InvalidInputError: It is more than the limit allows at all.
-            QueueFullError: The memory is in use, and was not freed in time.
+            QueueFullError: The memory is in use.
             ClosedError: The arena is closed.
             OSError: The system has no memory or descriptor left.
         """
@@ -233,98 +194,49 @@ class Arena:
                 f"{sum(sizes)} bytes of tensors do not fit the shared memory of {self._limit} bytes "
                 "(Limits.memory_bytes)"
             )
-        deadline = monotonic() + timeout
-        waiter: _Waiter | None = None
-        try:
-            while True:
-                # Handlers of signals run while no lock is held: they may close what this belongs to.
-                with HeldInterrupts(), self._lock:
-                    if self._closed:
-                        raise ClosedError("the master is closed")
-                    slots = self._take_slots(wanted, sizes, waiter)
-                    if slots is not None:
-                        return slots
-                    remaining = deadline - monotonic()
-                    if remaining <= 0:
-                        raise QueueFullError(
-                            f"{sum(sizes)} bytes of shared memory wanted, all {self._limit} allowed "
-                            "(Limits.memory_bytes) are held by requests or arrays, or waited for"
-                        )
-                    if waiter is None:
-                        waiter = _Waiter()
-                        self._line.append(waiter)
-                        # What was released since it looked above has not seen that it waits.
-                        waiter.called.set()
-                # Only the first need not look whether it may pass.
-                longest = threading.TIMEOUT_MAX if self._line[0] is waiter else _LOOKS
-                waiter.called.wait(min(remaining, longest))
-                waiter.called.clear()
-        finally:
-            if waiter is not None:
-                with HeldInterrupts(), self._lock:
-                    self._line.remove(waiter)
-                    self._call_waiters()
-
-    def _call_waiters(self) -> None:
-        """Memory became free, or somebody left the line; the lock is held."""
-        for waiter in self._line:
-            waiter.called.set()
-
-    def _is_its_turn(self, waiter: _Waiter | None) -> bool:
-        """Whether memory that is free may go to this call, or is kept for the first of those who wait."""
-        if not self._line or self._line[0] is waiter:
-            return True
-        quiet = monotonic() - max(self._line[0].since, self._last_release)
-        return quiet > _PATIENCE or not self._transient()
-
-    def reclaim(self) -> None:
-        """Put what was released back on the free lists, and tell those who wait."""
-        if self._released.empty():
-            return
-        with HeldInterrupts(), self._lock:
-            if self._take_released():
-                self._call_waiters()
-
-    def close(self) -> None:
-        """Give all blocks up; the memory under views that are still held goes with them."""
-        with HeldInterrupts(), self._lock:
-            self._closed = True
-            for extents in self._blocks.values():
-                extents.block.close()
-            self._blocks.clear()
-            # Their callbacks hold this arena: what dies from now on is nobody's concern.
-            self._tickets.clear()
-            self._taken = 0
-            self._call_waiters()
-
-    def _take_slots(
-        self, wanted: Sequence[int], sizes: Sequence[int], waiter: _Waiter | None
-    ) -> list[Slot] | None:
-        if self._take_released():
-            self._call_waiters()  # `reclaim` has nothing left to tell them of
-        if not self._is_its_turn(waiter):
-            return None
+        if self._closed:
+            raise ClosedError("the master is closed")
+        self.reclaim()
         places = self._take_all(wanted)
         if places is None:
-            return None
-        return [
+            raise QueueFullError(
+                f"{sum(sizes)} bytes of shared memory wanted, all {self._limit} allowed "
+                "(Limits.memory_bytes) are held by requests or arrays, or waited for"
+            )
+        slots = [
             self._slot(block, offset, space, size)
             for (block, offset), space, size in zip(places, wanted, sizes, strict=True)
         ]
+        self.crowded = self._taken > self._limit // 2
+        return slots
 
-    def _take_released(self) -> bool:
+    def reclaim(self) -> bool:
+        """Put what was released back on the free lists; whether there was anything."""
         some = False
-        while True:
-            try:
-                ticket = self._released.get_nowait()
-            except Empty:
-                if some and self._line:
-                    self._last_release = monotonic()
-                return some
-            if self._tickets.pop(ticket.generation, None) is not None:
+        while self._released:
+            ticket = self._released.popleft()
+            if (
+                isinstance(ticket, _Ticket)
+                and self._tickets.pop(ticket.generation, None) is not None
+            ):
                 self._taken -= ticket.space
                 self._blocks[ticket.block].give(ticket.offset, ticket.space)
                 some = True
+        if some:
+            self.crowded = self._taken > self._limit // 2
+        return some
+
+    def close(self) -> None:
+        """Give all blocks up; the memory under views that are still held goes with them."""
+        self._closed = True
+        for extents in self._blocks.values():
+            extents.block.close()
+        self._blocks.clear()
+        # What dies from now on is nobody's concern.
+        self._tickets.clear()
+        self._released.clear()
+        self._taken = 0
+        self.crowded = False
 
     def _take_all(self, wanted: Sequence[int]) -> list[tuple[Block, int]] | None:
         """Room for all, in the blocks there are or in a new one that holds them all."""
@@ -352,19 +264,12 @@ class Arena:
     def _slot(self, block: Block, offset: int, space: int, size: int) -> Slot:
         memory = block.memory(offset, size)
         self._generation += 1
-        ticket = _Ticket(memory, self._on_release)
+        ticket = _Ticket(memory, self._released.append)
         ticket.block, ticket.generation = block.number, self._generation
         ticket.offset, ticket.space = offset, space
         self._tickets[self._generation] = ticket
         self._taken += space
         return Slot(block, offset, size, self._generation, memory)
-
-    def _on_release(self, ticket: "weakref.ref[Array[c_char]]") -> None:
-        """A slot's memory has died, anywhere: takes no lock, see the module's text."""
-        if isinstance(ticket, _Ticket):
-            self._released.put(ticket)
-            if self._line:
-                self._wake()
 
     def _grow(self, wanted: int) -> _Extents | None:
         """A new block; where the limit is in the way, blocks that are wholly free make room."""

@@ -125,11 +125,15 @@ class Block:
                 raise OSError(errno.EIO, f"block {self.number} ends at byte {offset}")
             memory, offset = memory[count:], offset + count
 
+    def __del__(self) -> None:
+        """Close it: a block of a worker's goes with the last reference to what it answered."""
+        self.close()
+
     def close(self) -> None:
         """Give the descriptor up; the mapping goes with its last view."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self.fd = getattr(self, "fd", -1), -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def _check(number: int, size: int, fd: int) -> None:

@@ -100,7 +100,7 @@ class Listener:
     handle: Handle
 
     def __init__(self, descriptors: tuple[int, ...], allowed: Allowed) -> None:
-        """Start listening.
+        """Listen; nobody is answered before `start`.
 
         Args:
             descriptors: To hand over. They are this object's from now on, whatever comes.
@@ -127,9 +127,17 @@ class Listener:
                 name="mcinfer-weights",
                 daemon=True,
             )
-            self._thread.start()
         except BaseException:
             self._end()
+            raise
+
+    def start(self) -> None:
+        """Start answering. Apart from the rest, so that who owns this can see to its end first."""
+        try:
+            self._thread.start()
+        except BaseException:
+            if self._thread.ident is None:
+                self._end()
             raise
 
     def stop(self) -> None:
@@ -141,7 +149,8 @@ class Listener:
     def close(self) -> None:
         """Tell it, and wait until all is gone; likewise."""
         self.stop()
-        if not self.is_parents and threading.current_thread() is not self._thread:
+        started = self._thread.ident is not None
+        if started and not self.is_parents and threading.current_thread() is not self._thread:
             self._thread.join(_LAST_ANSWER)
 
     def leave_to_parent(self) -> None:

@@ -26,7 +26,6 @@ from typing import Any
 
 from mcinfer.config import EngineOptions, check_count, check_seconds
 from mcinfer.errors import ClosedError, InvalidInputError, ProtocolError, WeightAccessError
-from mcinfer.interrupts import HeldInterrupts
 from mcinfer.prepared.cache import CacheUnusableError, Held
 from mcinfer.prepared.contents import MODEL_FILE
 from mcinfer.prepared.ensuring import ensure_prepared
@@ -99,9 +98,9 @@ class WeightOwner:
                 held.close()
         else:
             entry = _open_entry(model)
-        with HeldInterrupts():
-            self._listener = Listener(entry, self._allowed)
-            self._finalizer = weakref.finalize(self, self._listener.stop)
+        self._listener = Listener(entry, self._allowed)
+        self._finalizer = weakref.finalize(self, self._listener.stop)
+        self._listener.start()
         self.handle = self._listener.handle.number
 
     def allow(self, pid: int) -> None:

@@ -12,10 +12,16 @@ OUTPUTS = (
     ("q", "int4", ("found",)),
     ("s", STRING, ("found",)),
 )
+KNOWN_OUTPUTS = OUTPUTS[:1]
+"""Of another model: all of its outputs have a place before the run."""
+
 INPUTS = (("x", "float32", ("batch", 4)),)
-SPEC = ModelSpec(
-    inputs=tuple(TensorSpec(name=n, dtype=numpy_dtype(t), shape=s) for n, t, s in INPUTS),
-    outputs=tuple(TensorSpec(name=n, dtype=numpy_dtype(t), shape=s) for n, t, s in OUTPUTS),
+SPEC, KNOWN_SPEC = (
+    ModelSpec(
+        inputs=tuple(TensorSpec(name=n, dtype=numpy_dtype(t), shape=s) for n, t, s in INPUTS),
+        outputs=tuple(TensorSpec(name=n, dtype=numpy_dtype(t), shape=s) for n, t, s in outputs),
+    )
+    for outputs in (OUTPUTS, KNOWN_OUTPUTS)
 )
 
 

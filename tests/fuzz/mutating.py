@@ -1,11 +1,15 @@
 """From messages that are right to such as an intruder would send: bytes and structure are changed."""
 
 import random
+import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgpack
+
+from mcinfer.protocol import PREDICT, PREDICT_HEAD, REPLY, REPLY_HEAD
 
 CORPUS = Path(__file__).parent / "corpus"
 
@@ -141,17 +145,51 @@ _MUTATORS = (
 
 
 def _read(data: bytes) -> Any:
+    """What a message holds; of those with a head, as if they were maps."""
     try:
-        return msgpack.unpackb(data, strict_map_key=False, unicode_errors="surrogatepass")
+        if data[0] == PREDICT:
+            *head, size = PREDICT_HEAD.unpack_from(data)
+            body = data[PREDICT_HEAD.size :]
+            parts = map(_unpack, (body[:size], body[size:]))
+            names = ("id", "request", "shard", "weights", "inputs", "outputs")
+            return dict(zip(names, (*head, *parts), strict=True))
+        if data[0] == REPLY:
+            outputs = _unpack(data[REPLY_HEAD.size :] or b"\x90")
+            fields = ("id", "request", "shard", "seconds", "outputs")
+            return dict(zip(fields, (*REPLY_HEAD.unpack_from(data), outputs), strict=True))
+        return _unpack(data)
     except Exception:  # it was made unreadable before
         return None
 
 
+def _unpack(data: bytes) -> Any:
+    return msgpack.unpackb(data, strict_map_key=False, unicode_errors="surrogatepass")
+
+
 def _write(content: Any, data: bytes) -> bytes:
     try:
-        return bytes(msgpack.packb(content, unicode_errors="surrogatepass"))
+        with suppress(KeyError, TypeError, struct.error):  # then as a map after all
+            return _with_head(content)
+        return _pack(content)
     except (OverflowError, ValueError):  # a sum past what MessagePack can say
         return data
+
+
+def _with_head(content: Any) -> bytes:
+    """Raise KeyError for a message that has none."""
+    if content["id"] == PREDICT:
+        inputs = _pack(content["inputs"])
+        head = (PREDICT, content["request"], content["shard"], content["weights"], len(inputs))
+        return PREDICT_HEAD.pack(*head) + inputs + _pack(content["outputs"])
+    if content["id"] == REPLY:
+        said = (REPLY, content["request"], content["shard"], content["seconds"])
+        outputs = content["outputs"]
+        return REPLY_HEAD.pack(*said) + (b"" if outputs == [] else _pack(outputs))
+    raise KeyError(content["id"])
+
+
+def _pack(content: Any) -> bytes:
+    return bytes(msgpack.packb(content, unicode_errors="surrogatepass"))
 
 
 def _any_place(rng: random.Random, content: Any) -> tuple[Any, Any] | None:

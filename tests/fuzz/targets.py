@@ -4,19 +4,23 @@ import json
 import os
 import random
 import socket
+import threading
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 
+from mcinfer.cancels import Cancels
 from mcinfer.errors import ProtocolError
 from mcinfer.fields import TensorRef
-from mcinfer.permits import Permits
 from mcinfer.protocol import (
+    PREDICT,
     VERSION,
     Attach,
     Build,
     Cancel,
     Conversation,
     Detach,
+    Error,
     Exit,
     Hello,
     Predict,
@@ -35,6 +39,7 @@ from tests.fuzz.models import BLOCK_BYTES, INPUTS, ROWS
 from tests.fuzz.target import Target, Violation
 
 _TOKENS = Tokens(hello="secret", build="")  # no secret
+_PREDICT_ID = bytes([PREDICT])
 
 
 class DecodeTarget(Target):
@@ -79,9 +84,9 @@ class WorkerTarget(Target):
         self._transport = SocketPairMaster()
         connection = SocketPairWorker(os.dup(self._transport.add(0)))
         self._transport.started(0)
-        self._permits = Permits.create()
+        self._cancels, self._listening = Cancels.pair()
         self._connect()
-        self._server = Server(connection, _TOKENS, self._worker_end, self._permits)
+        self._server = Server(connection, _TOKENS, self._worker_end, self._listening)
         self._blocks = [Block.create(number, BLOCK_BYTES) for number in range(2)]
         self._server.send(Hello(version=VERSION, pid=100, token=_TOKENS.hello))
         self._server.handle(self._build())
@@ -110,7 +115,6 @@ class WorkerTarget(Target):
         """Bring the worker back to where it has a model and two blocks, and no more."""
         server = self._server
         server._conversation = Conversation(state=WorkerState.READY)
-        server._inbox.clear()
         for number in {*server._blocks} - {0, 1}:
             server.handle(Detach(block=number))
         for number, block in enumerate(self._blocks):
@@ -121,8 +125,6 @@ class WorkerTarget(Target):
         server._weights = {0: (), 1: server._weights[1]}
         if server._engine is None:
             raise Violation("the worker has lost its model")
-        while self._permits.take():
-            pass
 
     def prepare(self, rng: random.Random) -> list[bytes]:
         """A worker in some state, and a block on its way to it."""
@@ -134,7 +136,6 @@ class WorkerTarget(Target):
             self._restore()
         state = rng.choice((WorkerState.READY,) * 6 + (WorkerState.CONNECTED, WorkerState.EXITING))
         self._server._conversation = Conversation(state=state)
-        self._permits.give()
         number, block = rng.choice((5, 5, 5, 0, 6, 2**62)), self._blocks[0]
         self._ours.send_block(number, rng.choice((block.size,) * 4 + (1, 2**64 - 1)), block.fd)
         # It ends the waiting for a descriptor that does not come, as the end of the master would.
@@ -149,22 +150,30 @@ class WorkerTarget(Target):
         )
         weights = UpdateWeights(version=2, oldest=1, tensors=(_tensor("w", (4,), 1, 0),))
         messages = (run, run, run, joined, joined, joined, weights, Detach(block=1), Exit())
-        more = (Attach(block=5, size=BLOCK_BYTES), Attach(block=0, size=1), Cancel(request=1))
+        more = (
+            Attach(block=5, size=BLOCK_BYTES),
+            Attach(block=0, size=1),
+            Cancel(request=1, shard=0),
+        )
         return [encode(message) for message in (*messages, *more, self._build())]
 
     def take(self, data: bytes) -> str:
         """As the worker's loop takes a message."""
         joined = self._server._joined
-        try:
+        message = None
+        outcome = "refused"
+        with suppress(ProtocolError):
             message = decode(data)
-            self._server.handle(message)
-            outcome = type(message).__name__
-        except ProtocolError:
-            outcome = "refused"
-        answered = 0
+        with suppress(ProtocolError):
+            if data[:1] == _PREDICT_ID:
+                self._server.predict(data)
+            else:
+                self._server.handle(decode(data))
+            outcome = "refused" if message is None else type(message).__name__
         while (received := self._receive()) is not None:
-            decode(received[1])  # whatever it answers is a message
-            answered += 1
+            answer = decode(received[1])  # whatever it answers is a message
+            if message is None and not isinstance(answer, Error):
+                raise Violation(f"{answer} is the answer to what is no message")
         if outcome == "Build":
             os.sched_setaffinity(0, self._cores)
             if joined is not None and joined is not self._server._joined:
@@ -184,7 +193,11 @@ class WorkerTarget(Target):
         for block in (*self._blocks, *self._server._blocks.values()):
             block.close()
         self._transport.close()
-        self._permits.close()
+        self._cancels.close()
+        for thread in threading.enumerate():
+            if thread.name == "mcinfer-cancel":
+                thread.join()
+        self._listening.close()
 
 
 def _tensor(name: str, shape: tuple[int, ...], block: int, offset: int) -> TensorRef:

@@ -70,8 +70,8 @@ RUN_FAILED = Outcome(error=PredictError, words="told to fail")
 NO_MEMORY = Outcome(error=BuildError, words="Unable to allocate")
 RUN_NO_MEMORY = Outcome(error=PredictError, words="Unable to allocate")
 MEMORY_FULL = Outcome(error=QueueFullError, words="memory_bytes")
-DESCRIPTORS_NEEDED = Outcome(error=OSError, words="descriptors are needed")
-NO_DESCRIPTOR = Outcome(error=OSError, words="Too many open files")
+DESCRIPTORS_NEEDED = Outcome(error=BuildError, words="descriptors are needed")
+NO_DESCRIPTOR = Outcome(error=PredictError, words="Too many open files")
 KILLED = Outcome(words="the program is killed", status=-signal.SIGKILL)
 TERMINATED = Outcome(words="the program is terminated", status=-signal.SIGTERM)
 EXITED = Outcome(words="`SystemExit`; the program's own status", status=7)
@@ -325,8 +325,8 @@ def run_cell(cell: Cell, folder: Path, fake_model: FakeModel) -> Measured:
         return _checked(cell, start_with_full_disk(folder, model))
     if cell.hit is DESCRIPTORS_NEEDED:
         seconds, text = start_without_descriptors(fake_model)
-        assert text.startswith("OSError: ")
-        cell.hit.check(OSError(text))
+        assert text.startswith("BuildError: ")
+        cell.hit.check(BuildError(text))
         return _checked(cell, seconds)
     if FAULTS[cell.fault].signals:
         return _run_in_program(cell, folder, fake_model)
@@ -367,7 +367,7 @@ def _setting(cell: Cell) -> Setting:
 
 def _run_in_pool(cell: Cell, folder: Path, fake_model: FakeModel) -> Measured:
     fault = FAULTS[cell.fault]
-    with Pool(folder, fake_model, _setting(cell)) as pool:
+    with Pool(folder, fake_model, _setting(cell), importing=cell.moment == "importing") as pool:
         pool.reach(cell.moment, inside=fault.inside)
         health = pool.master.health()
         assert health.state == _HEALTH.get(cell.moment, "ready"), health

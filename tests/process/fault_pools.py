@@ -155,10 +155,19 @@ class Pool:
         pid: Of its process.
     """
 
-    def __init__(self, folder: Path, fake_model: FakeModel, setting: Setting) -> None:
-        """Make it; nothing starts."""
+    def __init__(
+        self, folder: Path, fake_model: FakeModel, setting: Setting, *, importing: bool = False
+    ) -> None:
+        """Make it; nothing starts. With `importing`, it is to be brought to that moment."""
         self.folder = folder
         self.setting = setting
+        self._stack = ExitStack()
+        self._held: HeldPipe | None = None
+        if importing:
+            late, self._held = hold_imports(folder)
+            patch = self._stack.enter_context(pytest.MonkeyPatch.context())
+            patch.syspath_prepend(late)  # the master looks at the path when it is made
+            self._stack.callback(self._held.close)
         model = fake_model(build=f"told:{folder}/build", run=f"told:{folder}/run")
         timeouts = Timeouts(
             start=setting.start, predict=20.0, cancel_grace=setting.grace, close=CLOSE
@@ -180,11 +189,9 @@ class Pool:
         self.moment = ""
         self.victim = 0
         self.pid = 0
-        self._held: HeldPipe | None = None
         self._beside: HeldPipe | None = None
         self._asked = 0
         self._imports = False
-        self._stack = ExitStack()
         self._threads = ThreadPoolExecutor(4)
 
     def __enter__(self) -> Self:
@@ -307,10 +314,6 @@ class Pool:
 
     def reach_importing(self) -> None:
         """It has not said HELLO: it imports."""
-        late, self._held = hold_imports(self.folder)
-        patch = self._stack.enter_context(pytest.MonkeyPatch.context())
-        patch.syspath_prepend(late)
-        self._stack.callback(self._held.close)
         self.begin()
         self.hold("import")
         assert states(self.master)[0] == "spawned"

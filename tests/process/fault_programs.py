@@ -56,7 +56,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 6
 began = time.monotonic()
 try:
     mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never").start()
-except OSError as exc:
+except mcinfer.McinferError as exc:
     say(time.monotonic() - began)
     say(f"{type(exc).__name__}: {exc}")
 resource.setrlimit(resource.RLIMIT_NOFILE, most)

@@ -7,6 +7,7 @@ else (start, build, runs, lifeline) is the real one's, so the master has no way 
 
 import contextlib
 import ctypes
+import math
 import os
 import shlex
 import socket
@@ -23,9 +24,18 @@ import msgpack
 import pytest
 
 from mcinfer import protocol, transport, worker
+from mcinfer.cancels import Cancels
 from mcinfer.fields import TensorFields
-from mcinfer.permits import Permits
-from mcinfer.protocol import BuildFinish, Hello, Message, Predict, Reply, encode
+from mcinfer.protocol import (
+    REPLY,
+    REPLY_HEAD,
+    BuildFinish,
+    Hello,
+    Message,
+    Predict,
+    Reply,
+    encode,
+)
 from mcinfer.shm.block import Block
 from mcinfer.shm.descriptors import send as send_packet
 from mcinfer.shm.lifeline import _HEADER, Lifeline
@@ -91,14 +101,14 @@ class HostileDealer(WorkerTransport):
         handle: The descriptor that it inherited.
         lifeline: One more hold on this worker's end of it.
         lifeline_socket: Its socket.
-        permits: The descriptor of the permits that the master shares.
+        cancels: That of this worker's end for cancellations.
         outputs: Those of the model.
         last: The run that was asked for last.
         kept: What is to be sent later.
         connections: More of them, that it made.
     """
 
-    def __init__(self, real: WorkerTransport, handle: int, kind: str, permits: int) -> None:
+    def __init__(self, real: WorkerTransport, handle: int, kind: str, cancels: int) -> None:
         """Take what a real worker has."""
         self._real = real
         self.fd = real.fd
@@ -106,7 +116,7 @@ class HostileDealer(WorkerTransport):
         lifeline = int(sys.argv[1])
         self.lifeline_socket = socket.socket(fileno=os.dup(lifeline))
         self.lifeline = Lifeline(self.lifeline_socket)
-        self.permits = permits
+        self.cancels = cancels
         self.outputs: tuple[TensorFields, ...] = ()
         self.last: Predict | None = None
         self.kept: list[bytes] = []
@@ -154,9 +164,8 @@ class HostileDealer(WorkerTransport):
     def reply(self, message: Message, references: Sequence[Any]) -> None:
         """Answer a run with these references, which no check of the protocol's has seen."""
         assert isinstance(message, Reply)
-        content: dict[str, Any] = {"id": Reply.ID, "request": message.request}
-        content |= {"shard": message.shard, "outputs": [*references], "seconds": 0.25}
-        self.say_bytes(msgpack.packb(content, unicode_errors="surrogatepass"))
+        head = REPLY_HEAD.pack(REPLY, message.request, message.shard, 0.25)
+        self.say_bytes(head + msgpack.packb([*references], unicode_errors="surrogatepass"))
 
     def own_block(self, number: int = OWN, size: int = OWN_BYTES) -> None:
         """Hand a block of this worker's own over, as a real one does for a result."""
@@ -202,6 +211,64 @@ def _wrong_shape(dealer: HostileDealer, message: Message, _: bytes) -> None:
 def _wrong_request(dealer: HostileDealer, message: Message, _: bytes) -> None:
     assert isinstance(message, Reply)
     dealer.say(replace(message, request=message.request + 1))
+
+
+def _head(**changed: Any) -> Act:
+    """Answer with another head; what it says of requests and shards is added to the right ones."""
+
+    def act(dealer: HostileDealer, message: Message, _: bytes) -> None:
+        assert isinstance(message, Reply)
+        dealer.say_bytes(
+            REPLY_HEAD.pack(
+                REPLY,
+                changed.get("request", message.request + changed.get("later", 0)) % 2**64,
+                changed.get("shard", message.shard + changed.get("further", 0)) % 2**32,
+                changed.get("seconds", 0.25),
+            )
+        )
+
+    return act
+
+
+def _short_head(dealer: HostileDealer, _: Message, data: bytes) -> None:
+    dealer.say_bytes(data[: REPLY_HEAD.size - 1])
+
+
+def _long_head(dealer: HostileDealer, _: Message, data: bytes) -> None:
+    dealer.say_bytes(data[: REPLY_HEAD.size] + b"?")
+
+
+def _bare_head(dealer: HostileDealer, _: Message, data: bytes) -> None:
+    """Nothing is said of outputs that have no place."""
+    dealer.say_bytes(data[: REPLY_HEAD.size])
+
+
+def _map(dealer: HostileDealer, message: Message, _: bytes) -> None:
+    """A REPLY as it was before it had a head."""
+    assert isinstance(message, Reply)
+    content = {name: getattr(message, name) for name in message.CHECKS}
+    dealer.say_bytes(msgpack.packb({"id": Reply.ID, **content}))
+
+
+def _predict(dealer: HostileDealer, _: Message, __: bytes) -> None:
+    """What the master alone may say."""
+    assert dealer.last is not None
+    dealer.say(dealer.last)
+
+
+def _heir(dealer: HostileDealer, _: Message, data: bytes) -> None:
+    """End, and leave processes behind that go on to answer as long as anybody listens."""
+    heirs = [os.fork() for _ in range(2)]
+    if all(heirs):
+        os._exit(0)
+    for stream in (0, 1, 2):
+        os.close(stream)
+    with contextlib.suppress(OSError):
+        while True:
+            os.write(
+                dealer.handle, data
+            )  # it has the socket itself, where there is one for each worker
+    os._exit(0)
 
 
 def _garbage(dealer: HostileDealer, _: Message, __: bytes) -> None:
@@ -379,7 +446,7 @@ def _file() -> int:
 
 def _smaller() -> int:
     block = Block.create(OWN, OWN_BYTES // 2)
-    return block.fd
+    return os.dup(block.fd)  # the block closes its own
 
 
 def _pipe() -> int:
@@ -412,19 +479,20 @@ def _cut_lifeline(dealer: HostileDealer, message: Message, _: bytes) -> None:
     dealer.say_all_lie(message, OWN, 0)
 
 
-# Permits.
+# Cancellations.
 
 
-def _cut_permits(dealer: HostileDealer, _: Message, data: bytes) -> None:
-    """No permit can be given, nor taken, any more; this run's own was taken."""
-    with socket.socket(fileno=os.dup(dealer.permits)) as end:
+def _deaf(dealer: HostileDealer, _: Message, __: bytes) -> None:
+    """Hear no cancellation, and answer nothing."""
+    with socket.socket(fileno=os.dup(dealer.cancels)) as end:
         end.shutdown(socket.SHUT_RDWR)
-    dealer.say_bytes(data)
 
 
-def _waiting_permits(dealer: HostileDealer, _: Message, data: bytes) -> None:
-    """Have whoever finds no permit wait for one: the flag is that of all who share the socket."""
-    os.set_blocking(dealer.permits, True)
+def _talking(dealer: HostileDealer, _: Message, data: bytes) -> None:
+    """Say as much as fits where the master only speaks."""
+    with socket.socket(fileno=os.dup(dealer.cancels)) as end, contextlib.suppress(OSError):
+        while True:
+            end.send(bytes(1000), socket.MSG_DONTWAIT)
     dealer.say_bytes(data)
 
 
@@ -470,25 +538,41 @@ KINDS: dict[str, tuple[type[Message], Act]] = {
     "descriptors": (Reply, _descriptors),
     "packed_descriptors": (Reply, _packed_descriptors),
     "cut_lifeline": (Reply, _cut_lifeline),
-    "cut_permits": (Reply, _cut_permits),
-    "waiting_permits": (Reply, _waiting_permits),
+    "deaf": (Reply, _deaf),
+    "talking": (Reply, _talking),
+    "head:short": (Reply, _short_head),
+    "head:long": (Reply, _long_head),
+    "head:bare": (Reply, _bare_head),
+    "head:later": (Reply, _head(later=1)),
+    "head:before": (Reply, _head(later=-1)),
+    "head:other": (Reply, _head(request=2**40)),
+    "head:huge": (Reply, _head(request=2**64 - 1)),
+    "head:further": (Reply, _head(further=1)),
+    "head:far": (Reply, _head(shard=2**32 - 1)),
+    "head:nan": (Reply, _head(seconds=math.nan)),
+    "head:infinite": (Reply, _head(seconds=math.inf)),
+    "head:negative": (Reply, _head(seconds=-1.0)),
+    "head:long_ago": (Reply, _head(seconds=1e308)),
+    "map": (Reply, _map),
+    "predict": (Reply, _predict),
+    "heir": (Reply, _heir),
 }
 """What each kind of worker does, and in the place of which message."""
 
 
 def main() -> int:
     """Be a worker; its exit status."""
-    inherited, connect = Permits.inherited, transport.connect
-    permits: list[int] = []
+    inherited, connect = Cancels.inherited, transport.connect
+    cancels: list[int] = []
 
-    def take_permits(fd: int) -> Permits:
-        permits.append(fd)
+    def take_cancels(fd: int) -> Cancels:
+        cancels.append(fd)
         return inherited(fd)
 
     def join(kind: str, fd: int) -> HostileDealer:
-        return HostileDealer(connect(kind, fd), fd, os.environ[KIND], permits[0])
+        return HostileDealer(connect(kind, fd), fd, os.environ[KIND], cancels[0])
 
-    Permits.inherited = take_permits  # type: ignore[method-assign] # that is what this program is for
+    Cancels.inherited = take_cancels  # type: ignore[method-assign] # that is what this program is for
     transport.connect = join
     return worker.main()
 

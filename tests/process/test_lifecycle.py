@@ -16,7 +16,7 @@ import zmq
 
 from mcinfer import ClosedError, Master
 from mcinfer.protocol import VERSION, BuildFinish, Error, Hello, Reply, encode
-from mcinfer.staging import Arrays
+from mcinfer.requests.request import Arrays
 from tests.process.models import FakeModel, act, assert_answers, rows
 from tests.process.waiting import all_gone, pids, wait_for_states, wait_until
 
@@ -276,7 +276,7 @@ GARBAGE = [
 
 def way_to(master: Master) -> str:
     """An endpoint at which this process can connect, as a process of the same user that traces it could."""
-    return f"ipc:///proc/self/fd/{master._supervisor._pool._fleet._transport.add(9)}"
+    return f"ipc:///proc/self/fd/{master._loop._fleet._transport.add(9)}"
 
 
 def test_intruder_at_the_socket_changes_nothing(fake_model: FakeModel) -> None:

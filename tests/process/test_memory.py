@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mcinfer import ClosedError, InvalidInputError, Limits, Master, QueueFullError
-from mcinfer.staging import Arrays
+from mcinfer.requests.request import Arrays
 from tests.process.models import FakeModel, act, assert_answers, rows
 from tests.process.scripts import ROOT
 from tests.process.waiting import pids, wait_for_states, wait_until

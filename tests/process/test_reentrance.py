@@ -149,36 +149,6 @@ def test_trace_hook_that_waits_is_told_that_it_may_not(fake_model: FakeModel) ->
     assert "use submit() there" in str(outcomes[0])
 
 
-def test_answer_that_comes_while_a_trace_hook_submits_is_given_at_once(
-    fake_model: FakeModel,
-) -> None:
-    """The hook runs in the thread that takes all messages, and its call takes the next ones."""
-
-    def has_come(before: int) -> bool:
-        master.submit(act(BAD))
-        return master.statistics().succeeded > before
-
-    def hook(_: RequestTrace) -> None:
-        if threading.current_thread() is threading.main_thread() and not hooked:
-            hooked.append(True)
-            wait_until(partial(has_come, master.statistics().succeeded))
-            hooked.append(given.wait(PATIENCE / 2))
-            with pytest.raises(McinferError, match=r"use submit\(\) there"):
-                master.predict(rows(1))
-            hooked.append(True)
-
-    hooked: list[bool] = []
-    given = threading.Event()
-    model = fake_model(when={"1": "sleep:0.5", "-1": "fail"})
-    with Master(model, 2, engine="fake", verify="never", trace=hook) as master:
-        slow = master.submit(act(1.0), timeout=PATIENCE)
-        slow.add_done_callback(lambda _: given.set())
-        while not hooked:  # the I/O thread may have been faster
-            master.predict(rows(1), timeout=PATIENCE)
-        assert_answers(slow.result(), act(1.0))
-    assert hooked == [True, True, True]
-
-
 def test_trace_hook_that_wants_to_exit_ends_nothing(
     fake_model: FakeModel, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -28,7 +28,7 @@ from mcinfer import (
     WorkerDiedError,
 )
 from mcinfer.errors import ReadyTimeoutError
-from mcinfer.staging import Arrays
+from mcinfer.requests.request import Arrays
 from mcinfer.tracing import RequestTrace
 from tests.process.models import FakeModel, act, assert_answers, rows
 from tests.process.scripts import PREAMBLE, Program
@@ -403,7 +403,7 @@ def test_callers_in_the_line_are_sent_away_by_draining(fake_model: FakeModel) ->
             running(lambda: master.predict(rows(1))) as first,
             running(lambda: master.predict(rows(1))) as second,
         ):
-            wait_until(lambda: len(master._supervisor._line) == 2)
+            wait_until(lambda: len(master._loop._line) == 2)
             with running(lambda: master.close(drain=True)):
                 for waiting in (first, second):
                     assert isinstance(waiting.exception(5.0), ClosedError)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from mcinfer import InvalidInputError, Master, PredictError, RestartPolicy
+from mcinfer.cancels import Cancels
 from mcinfer.children import command, environment
-from mcinfer.permits import Permits
 from mcinfer.protocol import VERSION, Build, Hello, decode, encode
 from mcinfer.runtime_folder import RuntimeFolder
 from mcinfer.serving import STRANGER
@@ -144,7 +144,7 @@ def test_worker_does_nothing_for_a_master_that_does_not_show_its_token(
     fake_model: FakeModel, transport: TransportKind, token: str
 ) -> None:
     lifeline, theirs = Lifeline.pair()
-    permits = Permits.create()
+    cancels, listening = Cancels.pair()
     master: MasterTransport = SocketPairMaster()
     if transport == "zeromq":
         with RuntimeFolder() as folder:
@@ -157,7 +157,7 @@ def test_worker_does_nothing_for_a_master_that_does_not_show_its_token(
             "connection": connection,
             "hello_token": FIRST,
             "build_token": "shown in BUILD",
-            "permits": permits.fd,
+            "cancels": listening.fd,
             "stacks": stacks.fileno(),
             "most_memory": None,
             "path": sys.path,
@@ -173,7 +173,7 @@ def test_worker_does_nothing_for_a_master_that_does_not_show_its_token(
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                pass_fds=[theirs.fileno(), connection, permits.fd, stacks.fileno()],
+                pass_fds=[theirs.fileno(), connection, listening.fd, stacks.fileno()],
             ) as process,
         ):
             master.started(0)
@@ -202,7 +202,8 @@ def test_worker_does_nothing_for_a_master_that_does_not_show_its_token(
     assert out == ""  # it has not loaded the model
     master.close()
     lifeline.close()
-    permits.close()
+    cancels.close()
+    listening.close()
 
 
 def next_message(master: MasterTransport) -> tuple[bytes, bytes]:

@@ -1,0 +1,1 @@
+"""Arrays and shared memory: plans, frames, requests and their futures."""

@@ -1,0 +1,528 @@
+"""From a user's arrays to a request: what is checked, laid out and encoded once for all of the same shapes.
+
+::
+
+    inputs ── their shapes ──► plan (one look-up) ──► two frames: memory for inputs, and for outputs
+           ── copied in (rows a to b of a shard are an offset) ──► Request
+
+Plans keep the frames that are not in use, so that steady traffic finds memory that is warm in every process,
+and references that are encoded, and that the workers have bound. Idle frames are bounded in number and bytes,
+and let go when memory is short (`Planner.release_idle`). Any thread may call a planner: what is shared
+is read, replaced, appended to or popped from in one step of the interpreter.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from math import prod
+from operator import index
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcinfer import sharding
+from mcinfer.copier import Copier
+from mcinfer.errors import InvalidInputError, QueueFullError
+from mcinfer.fields import TensorRef
+from mcinfer.protocol import encode_references
+from mcinfer.requests.request import (
+    Arrays,
+    Frame,
+    Inputs,
+    Lease,
+    Plan,
+    Request,
+    Ticket,
+    lease,
+)
+from mcinfer.shm.arena import Arena, Slot, align
+from mcinfer.specs import ELEMENT_TYPES, STRING, ModelSpec, TensorSpec
+from mcinfer.splitting import Known
+from mcinfer.tensors import Layout, as_input, copy_in, lay_input, lay_output, string_rows
+from mcinfer.weights import WeightStore, WeightVersion
+
+Allocate = Callable[[Sequence[int], float], list[Slot]]
+"""Gets slots of so many bytes, within so many seconds: from the loop, which owns the memory."""
+
+_MAX_PLANS = 256
+
+_MAX_PLAN_BYTES = 32 << 20
+"""Of this process's memory for all plans and their idle frames, by estimate; the oldest plans go first."""
+
+_REFERENCE_BYTES = 600
+"""Of this process's memory for one tensor of one shard, in a plan or in a frame."""
+
+_MAX_IDLE_FRAMES = 64
+_MAX_IDLE_BYTES = 64 << 20
+_MAX_IDLE_REFERENCES = 512
+"""Of one plan, for the inputs and for the outputs; one frame is kept, however large it is."""
+
+_MAX_COMMON_BYTES = 4096
+"""Of inputs that every row has in common: they are compared by value, so larger ones keep requests apart."""
+
+_LARGE_BYTES = 1 << 20
+"""Copies from here on are the copier's, which may use several threads."""
+
+
+class Planner:
+    """Checks and lays out requests for one model.
+
+    Attributes:
+        weights: Those of the model that can be replaced.
+        apart: Why requests could not go in one run with others; empty as long as none could not.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        arena: Arena,
+        allocate: Allocate,
+        max_rows: int = 1,
+        weights: Sequence[TensorSpec] = (),
+    ) -> None:
+        """Take what the model is like, and where tensors are to lie; the arena stays the caller's.
+
+        Args:
+            model: Its inputs and outputs.
+            arena: Where tensors lie; only asked.
+            allocate: Gets memory of it.
+            max_rows: Of a run that requests may be joined to.
+            weights: Those that can be replaced.
+        """
+        self._max_rows = max_rows
+        self._model = model
+        self._arena = arena
+        self._allocate = allocate
+        self._copier = Copier(len(os.sched_getaffinity(0)))
+        self.weights = WeightStore(weights, allocate, self._copier)
+        self._names = tuple(spec.name for spec in model.inputs)
+        self._has_strings = any(spec.element_type == STRING for spec in model.inputs)
+        self._types = tuple((spec, spec.element_type) for spec in model.inputs)
+        self._plain = tuple(
+            (spec.name, None if spec.element_type == STRING else spec.dtype)
+            for spec in model.inputs
+        )
+        self._plans: dict[Hashable, Plan] = {}
+        self.apart = ""
+        self._opened: set[str] = set()
+        """Outputs that had another shape than the model declares: they are not laid out before the run."""
+
+    def request(
+        self,
+        inputs: Inputs,
+        pieces: int,
+        known: Known | None,
+        timeout: float,
+        *,
+        joinable: bool = False,
+    ) -> Request:
+        """Check a request, cut it, and bring its inputs into shared memory.
+
+        Args:
+            inputs: By name, or in the model's order.
+            pieces: Into how many shards to cut it at most.
+            known: How; None is whole.
+            timeout: Seconds to wait for memory.
+            joinable: Whether it may go in one run with others, if it is of one shard.
+
+        Raises:
+            InvalidInputError: It does not fit the model; names the input.
+            QueueFullError: No shared memory was free in time.
+        """
+        weights = self.weights.current
+        arrays = self.arrays(inputs)
+        shapes = tuple([array.shape for array in arrays])
+        key = (shapes, pieces, 0 if known is None else known.number, len(self._opened))
+        plan = self._plans.get(key) or self._new_plan(key, shapes, pieces, known)
+        if not plan.cut.rows:
+            return self._empty(plan, weights)
+        borrowed = None
+        for array in arrays:
+            # A view of ordinary memory has a base as well, but not one of these.
+            if array.base is not None and _is_leased(array):
+                borrowed = self._borrowed(arrays, plan)
+                break
+        if borrowed is not None:
+            longer = (*key, *borrowed)
+            plan = self._plans.get(longer) or self._new_plan(
+                longer, shapes, pieces, known, borrowed
+            )
+        held, outputs = self._lease(plan, timeout)
+        if plan.simple_inputs and held is not None:
+            frame = held.ticket.frame
+            for view, array in zip(frame.views, arrays, strict=True):
+                if view.nbytes < _LARGE_BYTES:
+                    np.copyto(view, array, "equiv")
+                else:
+                    self._copier.copy(view, array)
+            keep: Sequence[object] = (held,)
+            bodies: Sequence[bytes] = frame.bodies
+            blocks = frame.blocks
+        else:
+            keep, bodies, blocks = self._place(arrays, plan, borrowed or {}, held)
+        if outputs is not None:
+            written = outputs.ticket.frame.blocks
+            blocks = blocks if written <= blocks else blocks | written
+        request = Request(self._model, plan, keep, bodies, outputs, blocks, weights, self._opened)
+        if self._has_strings:
+            request.size += sum(map(len, bodies))  # they travel in these
+        if joinable and self._max_rows > 1:
+            request.join = self._join(arrays, plan, weights)
+        return request
+
+    def close(self) -> None:
+        """End the threads that copy, and let go of replaced weights."""
+        self._copier.close()
+        self.weights.close()
+        self._plans.clear()
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of shared memory in frames that are not in use."""
+        return sum(plan.idle_bytes for plan in list(self._plans.values()))
+
+    def release_idle(self) -> None:
+        """Let go of the frames that are not in use: memory is short."""
+        for plan in list(self._plans.values()):
+            plan.idle_inputs.clear()
+            plan.idle_outputs.clear()
+
+    def allocate(self, shapes: Mapping[str, Sequence[int]], timeout: float) -> Arrays:
+        """Arrays in shared memory for inputs of these shapes; see `Master.allocate`."""
+        specs = {spec.name: spec for spec in self._model.inputs}
+        arrays: Arrays = {}
+        if not isinstance(shapes, Mapping):
+            raise InvalidInputError(
+                f"shapes: got {type(shapes).__name__}, expected a mapping of input names to shapes"
+            )
+        for name, given in shapes.items():
+            if name not in specs:
+                raise InvalidInputError(
+                    f"shapes: unknown input {name!r}, expected some of {[*specs]}"
+                )
+            spec = specs[name]
+            try:
+                shape = tuple(index(size) for size in given)
+            except TypeError as exc:
+                raise InvalidInputError(
+                    f"shapes: got {given!r} for {name!r}, expected {spec}"
+                ) from exc
+            bits = ELEMENT_TYPES[spec.element_type].bits
+            if bits % 8 or not bits:
+                raise InvalidInputError(
+                    f"shapes: input {spec} cannot lie in shared memory as an array"
+                )
+            if (spec.shape and len(shape) != len(spec.shape)) or min(shape, default=0) < 0:
+                raise InvalidInputError(f"shapes: got {list(shape)} for {name!r}, expected {spec}")
+            (slot,) = self._allocate([prod(shape) * spec.dtype.itemsize], timeout)
+            memory = np.asarray(cast("Any", lease(_frame(slot), deque(maxlen=0))))
+            arrays[name] = np.ndarray(shape, spec.dtype, memory)
+        return arrays
+
+    def arrays(self, inputs: Inputs) -> list[NDArray[Any]]:
+        """The inputs of a request as arrays of the model's types, in its order; shapes are not looked at.
+
+        Raises:
+            InvalidInputError: One is missing, unknown or of another type; names it.
+        """
+        if type(inputs) is dict and len(inputs) == len(self._plain):
+            arrays = []
+            for name, dtype in self._plain:
+                array = inputs.get(name)
+                if type(array) is not np.ndarray or array.dtype is not dtype:
+                    break
+                arrays.append(array)
+            else:
+                return arrays
+        return self._converted(inputs)
+
+    def _converted(self, inputs: Inputs) -> list[NDArray[Any]]:
+        if isinstance(inputs, Mapping):
+            if inputs.keys() != set(self._names):
+                unknown = [name for name in inputs if name not in self._names]
+                missing = [name for name in self._names if name not in inputs]
+                raise InvalidInputError(
+                    f"inputs: {f'unknown {unknown}, ' if unknown else ''}"
+                    f"{f'missing {missing}, ' if missing else ''}expected {[*self._names]}"
+                )
+            values = [inputs[name] for name in self._names]
+        elif isinstance(inputs, Sequence) and not isinstance(inputs, (str, bytes)):
+            if len(inputs) != len(self._names):
+                raise InvalidInputError(
+                    f"inputs: got {len(inputs)}, expected {len(self._names)}: {[*self._names]}"
+                )
+            values = [*inputs]
+        else:
+            raise InvalidInputError(
+                f"inputs: got {type(inputs).__name__}, expected a mapping by name or a sequence of "
+                f"{[*self._names]}"
+            )
+        return [as_input(v, s, t) for v, (s, t) in zip(values, self._types, strict=True)]
+
+    # Plans.
+
+    def _new_plan(
+        self,
+        key: Hashable,
+        shapes: tuple[tuple[int, ...], ...],
+        pieces: int,
+        known: Known | None,
+        borrowed: Collection[int] = (),
+    ) -> Plan:
+        """Lay out a request; inputs of these numbers lie elsewhere, and have no place in a frame."""
+        split = None if known is None else known.split
+        cut = sharding.plan(self._model, shapes, pieces, split)
+        inputs = tuple(
+            lay_input(spec, shape, part)
+            for spec, shape, part in zip(self._model.inputs, shapes, cut.inputs, strict=True)
+        )
+        outputs = tuple(
+            None if spec.name in self._opened else lay_output(spec, join)
+            for spec, join in zip(self._model.outputs, cut.outputs, strict=True)
+        )
+        laid = [None if i in borrowed else layout for i, layout in enumerate(inputs)]
+        input_starts, input_bytes = _starts(laid)
+        output_starts, output_bytes = _starts(outputs)
+        simple: list[tuple[str, tuple[int, ...], np.dtype[Any], int]] = []
+        rows = zip(self._model.outputs, outputs, cut.outputs, output_starts, strict=True)
+        for spec, layout, join, start in rows:
+            if layout is None or not layout.contiguous or join.shape is None:
+                break
+            simple.append((spec.name, join.shape, spec.dtype, start))
+        most_inputs = _most_idle(input_bytes, len(inputs) * len(cut.rows))
+        most_outputs = _most_idle(output_bytes, len(outputs) * len(cut.rows))
+        plan = Plan(
+            cut=cut,
+            shapes=shapes,
+            inputs=inputs,
+            outputs=outputs,
+            input_starts=input_starts,
+            output_starts=output_starts,
+            input_bytes=input_bytes,
+            output_bytes=output_bytes,
+            size=sum(layout.size for layout in (*laid, *outputs) if layout is not None),
+            laid_inputs=any(layout is not None for layout in laid),
+            laid_outputs=any(layout is not None for layout in outputs),
+            simple_inputs=all(layout is not None and layout.contiguous for layout in laid),
+            simple_outputs=tuple(simple) if len(simple) == len(outputs) else None,
+            cost=_REFERENCE_BYTES
+            * (1 + most_inputs + most_outputs)
+            * max(len(inputs), len(outputs))
+            * max(1, len(cut.rows)),
+            idle_inputs=deque(maxlen=most_inputs),
+            idle_outputs=deque(maxlen=most_outputs),
+        )
+        plans = self._plans
+        plans[key] = plan
+        while len(plans) > 1 and (
+            len(plans) > _MAX_PLANS or sum(p.cost for p in [*plans.values()]) > _MAX_PLAN_BYTES
+        ):
+            plans.pop(next(iter([*plans])), None)
+        return plan
+
+    def _empty(self, plan: Plan, weights: WeightVersion) -> Request:
+        """A batch of no rows is answered already."""
+        nowhere = frozenset[int]()
+        request = Request(self._model, plan, (), (), None, nowhere, weights, self._opened)
+        empty = zip(self._model.outputs, plan.cut.outputs, strict=True)
+        request.preset({s.name: np.empty(j.shape or (), s.dtype) for s, j in empty})
+        return request
+
+    # Frames.
+
+    def _lease(self, plan: Plan, timeout: float) -> tuple[Lease | None, Lease | None]:
+        """Frames for the inputs, where they need one, and for the outputs, where any has a known shape."""
+        inputs = plan.laid_inputs
+        # Not past those who wait for memory.
+        free = not self._arena.wanted
+        reads = _pop(plan.idle_inputs) if inputs and free else None
+        writes = _pop(plan.idle_outputs) if plan.laid_outputs and free else None
+        new_reads, new_writes = inputs and reads is None, plan.laid_outputs and writes is None
+        if new_reads or new_writes:
+            sizes = [plan.input_bytes] * new_reads + [plan.output_bytes] * new_writes
+            try:
+                both = new_reads is inputs and new_writes is plan.laid_outputs
+                slots = self._allocate(sizes, timeout if both else 0.0)
+            except QueueFullError:
+                if timeout <= 0 or both:
+                    raise
+                # Not with one in hand: two requests that each held one would wait for each other.
+                reads = writes = None
+                new_reads, new_writes = inputs, plan.laid_outputs
+                sizes = [plan.input_bytes] * new_reads + [plan.output_bytes] * new_writes
+                slots = self._allocate(sizes, timeout)
+            if new_reads:
+                reads = self._input_frame(plan, slots[0])
+            if new_writes:
+                writes = self._output_frame(plan, slots[-1])
+        return (
+            None if reads is None else lease(reads, plan.idle_inputs),
+            None if writes is None else lease(writes, plan.idle_outputs),
+        )
+
+    def _input_frame(self, plan: Plan, slot: Slot) -> Frame:
+        if not plan.simple_inputs:
+            return _frame(slot)
+        places = [(slot.block, slot.offset + start) for start in plan.input_starts]
+        references = self._input_references(plan, places)
+        memory = memoryview(slot.memory)
+        views = []
+        rows = zip(self._model.inputs, plan.shapes, plan.input_starts, strict=True)
+        for spec, shape, start in rows:
+            end = start + prod(shape) * spec.dtype.itemsize
+            views.append(np.ndarray(shape, spec.dtype, memory[start:end]))
+        return _frame(slot, references, tuple(views))
+
+    def _output_frame(self, plan: Plan, slot: Slot) -> Frame:
+        shards = range(len(plan.cut.rows))
+        return _frame(slot, tuple(self._output_references(plan, slot, shard) for shard in shards))
+
+    def _output_references(self, plan: Plan, slot: Slot, shard: int) -> tuple[TensorRef, ...]:
+        """Where a shard's outputs are to be written."""
+        references: list[TensorRef] = []
+        for i, spec in enumerate(self._model.outputs):
+            join, layout = plan.cut.outputs[i], plan.outputs[i]
+            if layout is not None and join.shapes is not None:
+                place = slot.offset + plan.output_starts[i] + layout.offsets[shard]
+                shape = join.shapes[shard]
+                references.append((spec.name, spec.element_type, shape, slot.block, place))
+        return tuple(references)
+
+    # Inputs that are strings, packed, cut along an inner axis, or in shared memory already.
+
+    def _borrowed(
+        self, arrays: Sequence[NDArray[Any]], plan: Plan
+    ) -> dict[int, tuple[int, int]] | None:
+        """By number of the input, where arrays lie in shared memory already, as workers need them."""
+        places: dict[int, tuple[int, int]] = {}
+        for i, (array, layout) in enumerate(zip(arrays, plan.inputs, strict=True)):
+            flags = array.flags
+            fits = flags.c_contiguous and flags.aligned and array.dtype.isnative
+            if layout is not None and layout.contiguous and fits and _is_leased(array):
+                place = self._arena.find(array.__array_interface__["data"][0], array.nbytes)
+                if place is not None:
+                    places[i] = place
+        return places or None
+
+    def _place(
+        self,
+        arrays: Sequence[NDArray[Any]],
+        plan: Plan,
+        borrowed: Mapping[int, tuple[int, int]],
+        held: Lease | None,
+    ) -> tuple[list[object], Sequence[bytes], frozenset[int]]:
+        """What holds the inputs' memory, their references by shard, and the blocks that these speak of."""
+        # What lies in shared memory already is the caller's, and is held until nobody reads it.
+        keep: list[object] = [arrays[i] for i in borrowed]
+        places = [borrowed.get(i) for i in range(len(arrays))]
+        copied = [
+            i for i, layout in enumerate(plan.inputs) if layout is not None and i not in borrowed
+        ]
+        if copied and held is not None:
+            keep.append(held)
+            slot = held.ticket.frame.slot
+            memory = memoryview(slot.memory)
+            for i in copied:
+                layout, start = plan.inputs[i], plan.input_starts[i]
+                if layout is not None:
+                    spec, cut = self._model.inputs[i], plan.cut.inputs[i]
+                    place = memory[start : start + layout.size]
+                    copy_in(arrays[i], spec, cut, layout, place, self._copier)
+                    places[i] = (slot.block, slot.offset + start)
+        references = self._input_references(plan, places, arrays)
+        blocks = frozenset(place[0] for place in places if place is not None)
+        return keep, tuple(map(encode_references, references)), blocks
+
+    def _input_references(
+        self,
+        plan: Plan,
+        places: Sequence[tuple[int, int] | None],
+        arrays: Sequence[NDArray[Any]] = (),
+    ) -> tuple[tuple[TensorRef, ...], ...]:
+        """By shard; strings, which have no place, are taken from the arrays, or left out without these."""
+        shards: list[list[TensorRef]] = [[] for _ in plan.cut.rows]
+        for i, (spec, element_type) in enumerate(self._types):
+            cut, layout, place = plan.cut.inputs[i], plan.inputs[i], places[i]
+            for shard, references in enumerate(shards):
+                shape = cut.shapes[shard]
+                if layout is not None and place is not None:
+                    block, start = place
+                    offset = start + layout.offsets[shard]
+                    references.append((spec.name, element_type, shape, block, offset))
+                elif arrays:
+                    values = string_rows(arrays[i], cut, shard)
+                    references.append((spec.name, STRING, shape, None, values))
+        return tuple(map(tuple, shards))
+
+    # Dynamic batching.
+
+    def _join(
+        self, arrays: Sequence[NDArray[Any]], plan: Plan, weights: WeightVersion
+    ) -> tuple[Hashable, int] | None:
+        """The key of requests that one run can answer together, and this one's rows.
+
+        They agree in all sizes but the batch's, in the values of what all rows have in common, and in the
+        version of the weights.
+        """
+        cut = plan.cut
+        opened = [s.name for s in self._model.outputs if s.name in self._opened]
+        why = sharding.why_apart(self._model, cut)
+        if opened:
+            why = f"the shape of output {opened[0]!r} is not known before the run"
+        if why:
+            self.apart = self.apart or why
+            return None
+        if cut.rows[0] >= self._max_rows:
+            return None
+        common = [a for a, part in zip(arrays, cut.inputs, strict=True) if part.axis is None]
+        if sum(array.nbytes for array in common) > _MAX_COMMON_BYTES:
+            return None
+        sizes = tuple(
+            shape if axis is None else (*shape[:axis], -1, *shape[axis + 1 :])
+            for shape, axis in zip((a.shape for a in arrays), cut.input_axes, strict=True)
+        )
+        values = tuple(array.astype(array.dtype.newbyteorder("=")).tobytes() for array in common)
+        return (sizes, cut.input_axes, values, weights.number), cut.rows[0]
+
+
+def _starts(layouts: Sequence[Layout | None]) -> tuple[tuple[int, ...], int]:
+    """Where each tensor begins in a frame that holds all of them, and the bytes of that."""
+    starts, at = [], 0
+    for layout in layouts:
+        starts.append(at)
+        at += 0 if layout is None else align(layout.size)
+    return tuple(starts), at
+
+
+def _most_idle(size: int, references: int) -> int:
+    """How many idle frames of so many bytes and references are kept."""
+    by_references = _MAX_IDLE_REFERENCES // max(references, 1)
+    return max(1, min(_MAX_IDLE_FRAMES, _MAX_IDLE_BYTES // max(size, 1), by_references))
+
+
+def _is_leased(array: NDArray[Any]) -> bool:
+    """Whether an array is a view of a frame: NumPy has all views of views be those of one array."""
+    return isinstance(array.base, np.ndarray) and isinstance(array.base.base, Lease)
+
+
+def _pop(idle: "deque[Ticket]") -> Frame | None:
+    try:
+        return idle.pop().frame
+    except IndexError:
+        return None
+
+
+def _frame(
+    slot: Slot,
+    references: tuple[tuple[TensorRef, ...], ...] = (),
+    views: tuple[NDArray[Any], ...] = (),
+) -> Frame:
+    interface = {
+        "version": 3,
+        "typestr": "|u1",
+        "shape": (slot.size,),
+        "data": (slot.address, False),
+    }
+    bodies = tuple(map(encode_references, references))
+    return Frame(slot, frozenset((slot.block,)), bodies, references, views, interface)

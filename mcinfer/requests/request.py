@@ -1,0 +1,527 @@
+"""One request: where its tensors lie, what its workers answered, and its outcome.
+
+::
+
+    Planner ──► Request(plan, inputs, outputs) ──► loop ──► workers write into the outputs' memory
+    replies ──► Request.take (checked against what was asked for) ──► Request.value: arrays over that memory
+
+Ownership: a request holds a `Lease` on the memory of its inputs and one on that of its outputs. The loop
+holds the request until no worker can read or write that memory; the arrays that `value` gives hold the
+outputs' lease from then on. When the last holder of a lease is gone, wherever that is, its memory goes back
+to the plan that it came from. An input that lies in shared memory already is borrowed: the user must not
+change it before the answer.
+"""
+
+import errno
+import reprlib
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextvars import Context
+from dataclasses import dataclass
+from math import prod
+from typing import Any, cast
+from weakref import ref
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcinfer import sharding
+from mcinfer.errors import PredictError, ProtocolError
+from mcinfer.fields import TensorRef
+from mcinfer.protocol import PREDICT, PREDICT_HEAD, encode_references
+from mcinfer.requests.future import Outcome
+from mcinfer.sharding import JoinError
+from mcinfer.shm.arena import Slot
+from mcinfer.shm.block import Block
+from mcinfer.specs import STRING, ModelSpec, TensorSpec, tensor_bytes
+from mcinfer.tensors import Layout, join_parts, unpack
+from mcinfer.weights import WeightVersion
+
+Arrays = dict[str, NDArray[Any]]
+Inputs = Mapping[str, Any] | Sequence[Any]
+
+NO_WEIGHTS = WeightVersion(number=0)
+
+_NO_REFERENCES = encode_references(())
+
+_Part = tuple[NDArray[Any] | TensorRef, Block | None]
+"""A shard's part of an output: an array, or where it lies in a block of the worker's."""
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """Memory for the inputs, or the outputs, of one request of a plan.
+
+    Attributes:
+        slot: The memory.
+        blocks: The number of its block.
+        bodies: By shard, the references to it as PREDICT carries them.
+        references: Likewise, not encoded.
+        views: Of inputs, arrays to copy them into, where each is one array.
+        interface: The memory as NumPy's array interface describes it.
+    """
+
+    slot: Slot
+    blocks: frozenset[int]
+    bodies: tuple[bytes, ...]
+    references: tuple[tuple[TensorRef, ...], ...]
+    views: tuple[NDArray[Any], ...]
+    interface: dict[str, Any]
+
+
+class Ticket(ref["Lease"]):
+    """Notices the end of a lease, and knows the frame."""
+
+    __slots__ = ("frame",)
+
+    frame: Frame
+
+
+class Lease:
+    """The right to a frame's memory: when the last reference is gone, the frame goes back.
+
+    NumPy arrays made of one (by its array interface) hold it, and so do all views of them. The end of a lease
+    runs no Python code, so that no signal's handler can come into the middle of it.
+    """
+
+    __slots__ = ("__array_interface__", "__weakref__", "ticket")
+
+    __array_interface__: dict[str, Any]
+    ticket: Ticket
+
+
+def lease(frame: Frame, idle: "deque[Ticket]") -> Lease:
+    """Lease a frame, which goes to `idle` afterwards."""
+    held = Lease()
+    held.__array_interface__ = frame.interface
+    held.ticket = ticket = Ticket(held, idle.append)
+    ticket.frame = frame
+    return held
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """What follows from the shapes of a request; the same for all requests that have them.
+
+    Attributes:
+        cut: Rows of each shard, and how inputs and outputs are cut and joined.
+        shapes: Of the inputs.
+        inputs: Where each input lies in its frame, and each shard in that; None for strings.
+        outputs: Likewise; None where the shape is not known before the run.
+        input_starts: Bytes from the start of the frame to each input that lies in one.
+        output_starts: Likewise for outputs.
+        input_bytes: Of the frame for inputs.
+        output_bytes: Likewise.
+        size: Bytes of all tensors.
+        cost: Bytes of this process's memory for it and its idle frames, at most, by estimate.
+        laid_inputs: Whether some input lies in a frame.
+        laid_outputs: Whether some output does.
+        simple_inputs: Whether each is one array in its frame.
+        simple_outputs: Whether each is: then its name, shape, type and start.
+        idle_inputs: Frames for the inputs that are not in use.
+        idle_outputs: Likewise.
+    """
+
+    cut: sharding.Plan
+    shapes: tuple[tuple[int, ...], ...]
+    inputs: tuple[Layout | None, ...]
+    outputs: tuple[Layout | None, ...]
+    input_starts: tuple[int, ...]
+    output_starts: tuple[int, ...]
+    input_bytes: int
+    output_bytes: int
+    size: int
+    cost: int
+    laid_inputs: bool
+    laid_outputs: bool
+    simple_inputs: bool
+    simple_outputs: tuple[tuple[str, tuple[int, ...], np.dtype[Any], int], ...] | None
+    idle_inputs: "deque[Ticket]"
+    idle_outputs: "deque[Ticket]"
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of frames that are not in use."""
+        inputs, outputs = len(self.idle_inputs), len(self.idle_outputs)
+        return inputs * self.input_bytes + outputs * self.output_bytes
+
+
+class Request(Outcome[Arrays]):
+    """One request on its way.
+
+    Attributes:
+        number: The loop's, once it has it.
+        rows: Of each shard; 1 where nothing is cut.
+        size: Bytes of its inputs, and of its outputs of known shapes.
+        called: When the call came, of `time.monotonic`.
+        timeout: Seconds from then on.
+        priority: Before those of a lower one.
+        waits: Whether it may wait for a place in the queue.
+        join: What it has in common with those that may go in one run with it, and its rows; None for
+            one that goes alone.
+        context: Of the call that made it, where that is traced.
+        weights: The version of the weights that it runs with.
+        blocks: Numbers of the blocks that its references speak of.
+        copies: Whether its value is better kept in ordinary memory, since shared memory is short.
+        contradicted: Called with the reason where its parts do not join, if there is one to call.
+    """
+
+    __slots__ = (
+        "_asked",
+        "_fresh",
+        "_input_bodies",
+        "_inputs",
+        "_model",
+        "_opened",
+        "_output_bodies",
+        "_outputs",
+        "_parts",
+        "_plan",
+        "_shared",
+        "_value",
+        "_workers",
+        "blocks",
+        "called",
+        "context",
+        "contradicted",
+        "copies",
+        "entered",
+        "join",
+        "number",
+        "priority",
+        "rows",
+        "size",
+        "timeout",
+        "waits",
+        "weights",
+    )
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        plan: Plan,
+        inputs: Sequence[object],
+        input_bodies: Sequence[bytes],
+        outputs: Lease | None,
+        blocks: frozenset[int],
+        weights: WeightVersion,
+        opened: set[str],
+    ) -> None:
+        """Made by `Planner` alone.
+
+        Args:
+            model: What it is for.
+            plan: How it is cut.
+            inputs: What holds their memory: a lease, and the arrays of the user that are borrowed.
+            input_bodies: By shard, their references.
+            outputs: Where those of known shapes go.
+            blocks: That the references speak of.
+            weights: That it runs with.
+            opened: Takes the names of outputs that have other shapes than the model declares.
+        """
+        self._locks = []
+        self.settled = self.was_cancelled = False
+        self.error = self.future = None
+        self.number = -1
+        self.rows = plan.cut.rows
+        self.size = plan.size
+        self.called = self.timeout = 0.0
+        self.priority = 0
+        self.waits = False
+        self.join: tuple[Hashable, int] | None = None
+        self.context: Context | None = None
+        self.weights = weights
+        self.blocks = blocks
+        self.contradicted: Callable[[str], None] | None = None
+        self.entered: Outcome[None] | None = None
+        self._model = model
+        self._plan = plan
+        self._inputs = inputs
+        self._input_bodies = input_bodies
+        self._outputs = outputs
+        if outputs is None:
+            self._asked: Sequence[tuple[TensorRef, ...]] = ((),) * len(self.rows)
+            self._output_bodies: Sequence[bytes] = (_NO_REFERENCES,) * len(self.rows)
+        else:
+            frame = outputs.ticket.frame
+            self._asked, self._output_bodies = frame.references, frame.bodies
+        self._opened = opened
+        self.copies = False
+        self._fresh: set[int] = set()
+        self._shared: Lease | None = None
+        """The outputs' memory, where a late run may write to it after the answer."""
+        self._parts: dict[tuple[int, str], _Part] | None = None
+        self._workers: dict[int, int] = {}
+        self._value: Arrays | None = None
+
+    def preset(self, value: Arrays) -> None:
+        """Its value is known without a run."""
+        self._value = value
+        self.settled = True
+
+    # For the loop.
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether its value is only a view: nothing came in memory of a worker's, nothing is to be joined."""
+        return self._parts is None and self._plan.simple_outputs is not None
+
+    @property
+    def axes(self) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
+        """Of a request that may be joined: the batch's axis in each input and output."""
+        cut = self._plan.cut
+        return cut.input_axes, tuple(join.axis or 0 for join in cut.outputs)
+
+    def message(self, shard: int, *, fresh: bool = False) -> bytes:
+        """The PREDICT of a shard.
+
+        Args:
+            shard: Which.
+            fresh: Whether its outputs are to go to memory of the worker's own, since another worker may
+                still write to the request's.
+        """
+        inputs = self._input_bodies[shard]
+        outputs = self._output_bodies[shard]
+        if fresh:
+            self._fresh.add(shard)
+            self._shared = self._outputs
+            outputs = _NO_REFERENCES
+        elif self._fresh:
+            self._fresh.discard(shard)
+        head = PREDICT_HEAD.pack(PREDICT, self.number, shard, self.weights.number, len(inputs))
+        return head + inputs + outputs
+
+    def tensors(self, shard: int) -> tuple[bytes, bytes]:
+        """The shard's tensors, as PREDICT_JOINED carries them."""
+        return self._input_bodies[shard], self._output_bodies[shard]
+
+    def is_laid_out(self, shard: int) -> bool:
+        """Whether its worker was told of every output where it is to go, so that a reply may have none."""
+        asked = () if shard in self._fresh else self._asked[shard]
+        return len(asked) == len(self._model.outputs)
+
+    def take_in_place(self, shard: int, worker: int) -> None:
+        """A worker has answered that all outputs are where they were to be, as they may be."""
+        self._workers[shard] = worker
+
+    def take(
+        self,
+        shard: int,
+        outputs: Sequence[TensorRef],
+        fetch: Callable[[int], Block],
+        worker: int,
+        limit: int,
+    ) -> None:
+        """Check a reply's references, and get what lies in the worker's own blocks.
+
+        Args:
+            shard: Which shard was answered.
+            outputs: The reply's references; none, where all are where they were asked for.
+            fetch: Gets a block of the worker's by its number; what it raises comes through.
+            worker: The index of the one that has sent it.
+            limit: Bytes that they may have.
+
+        Raises:
+            ProtocolError: They are not what was asked for.
+            OSError: They cannot be had, which the worker cannot help: more bytes than the shared memory
+                may have (EFBIG), or this process has no memory or descriptor left. The request is as before.
+        """
+        self._workers[shard] = worker
+        if not outputs and self.is_laid_out(shard):
+            return
+        asked = () if shard in self._fresh else self._asked[shard]
+        if len(asked) == len(self._model.outputs) and outputs == asked:
+            return
+        expected = {reference[0]: reference for reference in asked}
+        if [reference[0] for reference in outputs] != [spec.name for spec in self._model.outputs]:
+            raise ProtocolError(
+                f"reply with outputs {reprlib.repr([ref[0] for ref in outputs])}, expected "
+                f"{[spec.name for spec in self._model.outputs]}"
+            )
+        parts: dict[tuple[int, str], _Part] = {}
+        blocks: dict[int, Block] = {}
+        opened: list[str] = []
+        left = limit
+        try:
+            for spec, reference in zip(self._model.outputs, outputs, strict=True):
+                name, element_type, shape = reference[:3]
+                if element_type != spec.element_type:
+                    raise ProtocolError(f"reply with {reprlib.repr(reference)}, expected {spec}")
+                place = expected.get(name)
+                if place == reference:
+                    continue
+                if place is not None:
+                    if place[2] == shape:
+                        raise ProtocolError(
+                            f"reply with {reprlib.repr(reference)}, expected {reprlib.repr(place)}"
+                        )
+                    opened.append(name)  # its shape is another one than the model declares
+                size = tensor_bytes(spec.element_type, prod(shape))
+                parts[shard, name] = _find(spec, reference, size, left, blocks, fetch)
+                left -= size
+        except BaseException:
+            while blocks:  # the exception's traceback would hold the mappings of what is left here
+                blocks.popitem()[1].close()
+            raise
+        self._opened.update(opened)
+        if not self.settled:  # else it was given up, and the worker has answered all the same
+            self._parts = {**(self._parts or {}), **parts}
+
+    def release(self) -> None:
+        """No worker can read or write its memory any more."""
+        self._inputs = ()
+        self._shared = None
+        self.weights = NO_WEIGHTS
+        if self.error is not None or self.was_cancelled:
+            self._outputs = None
+            self._parts = {}
+
+    # For callers.
+
+    def value(self) -> Arrays:
+        """The outputs by name, in the model's order.
+
+        Two threads that come at once may both make it, of the same memory.
+
+        Raises:
+            PredictError: The shards' parts do not join, an output without a batch dimension
+                differs between them, or there is no memory for a copy of what a worker made.
+        """
+        # Before it is seen that nobody has made it: whoever does lets go of these afterwards.
+        outputs, parts = self._outputs, self._parts
+        value = self._value
+        if value is not None:
+            return value
+        simple = self._plan.simple_outputs
+        if simple is not None and parts is None and outputs is not None:
+            memory: Any = np.asarray(outputs)
+            value = {
+                name: np.ndarray(shape, dtype, memory, start)
+                for name, shape, dtype, start in simple
+            }
+            if self.copies:
+                # Results that a user collects must not take the memory that requests need.
+                value = {name: array.copy() for name, array in value.items()}
+        else:
+            try:
+                if self.error is not None:
+                    raise self.error
+                value = self._join(parts or {}, outputs)
+            except Exception as exc:
+                self.error = exc
+                self._outputs = None
+                self._parts = {}
+                # The frames of its traceback hold memory, and this, which holds the error.
+                exc.__traceback__ = self = outputs = parts = None  # type: ignore[assignment]
+                raise
+        self._value = value
+        self._outputs = None
+        if self._parts:
+            self._parts = {}
+        return value
+
+    def _join(self, parts: dict[tuple[int, str], _Part], outputs: Lease | None) -> Arrays:
+        value: Arrays = {}
+        memory = (
+            None if outputs is None else memoryview(cast("Any", np.asarray(cast("Any", outputs))))
+        )
+        shards = range(len(self.rows))
+        try:
+            for i, spec in enumerate(self._model.outputs):
+                join, layout = self._plan.cut.outputs[i], self._plan.outputs[i]
+                place = None
+                if layout is not None and memory is not None:
+                    start = self._plan.output_starts[i]
+                    place = memory[start : start + layout.size]
+                elsewhere = any((shard, spec.name) in parts for shard in shards)
+                if place is None or layout is None or elsewhere or not layout.contiguous:
+                    pieces = []
+                    for shard in shards:
+                        part = parts.get((shard, spec.name))
+                        if part is not None:
+                            pieces.append(_copy(spec, part))
+                        elif place is None or layout is None or join.shapes is None:
+                            worker = self._workers[shard]
+                            raise PredictError(
+                                f"output {spec.name!r} did not come from worker {worker}"
+                            )
+                        else:
+                            at = layout.offsets[shard]
+                            pieces.append(unpack(place[at:], spec, join.shapes[shard]))
+                    workers = [f"worker {self._workers[shard]}" for shard in shards]
+                    array = join_parts(spec, join, pieces, workers)
+                else:
+                    array = unpack(place, spec, join.shape or ())
+                value[spec.name] = array.copy() if place is not None and self.copies else array
+        except JoinError as exc:
+            if self.contradicted is not None:
+                self.contradicted(str(exc))
+            raise
+        return value
+
+
+def _find(
+    spec: TensorSpec,
+    reference: TensorRef,
+    size: int,
+    most: int,
+    blocks: dict[int, Block],
+    fetch: Callable[[int], Block],
+) -> _Part:
+    """What lies in a reply, or where it lies in a block of the worker's, which is fetched once."""
+    number, place = reference[3:]
+    if size == 0:
+        array = np.empty(len(place) if spec.element_type == STRING else 0, spec.dtype)
+        array[:] = place if spec.element_type == STRING else ()
+        return _shaped(array, reference), None
+    if number is None or number >= 0:
+        raise ProtocolError(f"reply with {spec.name!r} in a block that is not the worker's own")
+    if number not in blocks:
+        blocks[number] = fetch(number)
+    # By its number, not a name of this frame, which an exception's traceback would hold.
+    if place + size > blocks[number].size:
+        raise ProtocolError(f"reply with {reprlib.repr(reference)} past its block's end")
+    if size > most:
+        # The copy is this process's own memory: a worker must not say how much of it.
+        raise OSError(
+            errno.EFBIG,
+            f"output {spec.name!r} has {size} bytes, expected at most {most} of outputs whose shapes "
+            "are not known before the run (Limits.memory_bytes)",
+        )
+    if place + size > (written := blocks[number].written):
+        # Nor may it say so where it has none itself, in the holes of a file.
+        raise ProtocolError(
+            f"reply with {reprlib.repr(reference)} in a block of which {written} bytes were written"
+        )
+    return reference, blocks[number]
+
+
+def _copy(spec: TensorSpec, part: _Part) -> NDArray[Any]:
+    """A part of an output, as an array that no worker can change.
+
+    A copy, since a mapping kept for each result would keep a descriptor for each.
+    """
+    what, block = part
+    if block is None:
+        return cast("NDArray[Any]", what)
+    reference = cast("TensorRef", what)
+    shape = reference[2]
+    try:
+        copy = np.empty(tensor_bytes(spec.element_type, prod(shape)), np.uint8)
+        block.read_into(copy.data, reference[4])
+    except (OSError, MemoryError) as exc:
+        text = f"output {spec.name!r} cannot be taken from its worker: {exc}"
+        raise PredictError(text) from exc.with_traceback(None)
+    return _shaped(unpack(copy.data, spec, (prod(shape),)), reference)
+
+
+def _shaped(array: NDArray[Any], reference: TensorRef) -> NDArray[Any]:
+    """The array in the shape that a reply says.
+
+    Raises:
+        ProtocolError: No array can have it: too many dimensions, or sizes too large beside one of 0.
+    """
+    try:
+        return array.reshape(reference[2])
+    except ValueError as exc:
+        raise ProtocolError(f"reply with {reprlib.repr(reference)}: {exc}") from exc

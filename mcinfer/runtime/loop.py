@@ -1,0 +1,1282 @@
+"""The loop: one thread owns the workers of a master, and all that is shared.
+
+::
+
+    callers ── inbox (a deque) ──► loop ── Scheduler (pure): what to do next ──► Fleet: start, send, kill
+                                    │ one wait for: messages, pidfds of all workers, the bell, what is due
+    callers ◄── their own locks ────┤
+    callbacks, trace hooks, logs ◄──┴── Delivery (a thread)
+
+Rules of ownership: the loop's thread alone touches the scheduler, the processes, the sockets, the book of
+memory and the requests that were accepted; so there is no lock. A caller appends to the inbox, rings the
+bell if the loop sleeps, and waits on a lock of its own (`Outcome`). An exception anywhere in a caller leaves
+garbage, not damage: Python runs signal handlers in the main thread, and the loop never is that. The loop runs
+no code of users', and takes no lock that such code can hold.
+
+After a fork the child has no loop and must not touch the sockets: every entry compares the pid.
+"""
+
+import atexit
+import logging
+import math
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import partial
+from time import monotonic
+from typing import Any, Protocol, TypeVar
+
+from mcinfer.actions import (
+    Action,
+    DumpStacks,
+    HealthChanged,
+    KillWorker,
+    PoolClosed,
+    PoolStarted,
+    Release,
+    Send,
+    SendPredict,
+    Settle,
+    StartWorker,
+    WorkersRestarted,
+)
+from mcinfer.config import Limits, RestartPolicy, Timeouts
+from mcinfer.errors import (
+    BuildError,
+    ClosedError,
+    McinferError,
+    PredictError,
+    ProtocolError,
+    QueueFullError,
+    ReadyTimeoutError,
+)
+from mcinfer.fleet import Fleet, UnreachableError, memory_limits
+from mcinfer.ledger import Entry
+from mcinfer.machine import usable_memory
+from mcinfer.protocol import Build, BuildFinish, Error, Message, Reply
+from mcinfer.requests.future import Outcome
+from mcinfer.requests.request import Request
+from mcinfer.roster import describe_exit
+from mcinfer.runtime.delivery import Delivery
+from mcinfer.scheduler import Scheduler
+from mcinfer.shard_queue import ShardId
+from mcinfer.shm.arena import Arena, Slot
+from mcinfer.statistics import Health, Statistics
+from mcinfer.tracing import RequestTrace, TraceHook
+from mcinfer.transport import TransportKind
+from mcinfer.wakeup import WakeUp
+
+T = TypeVar("T")
+
+_log = logging.getLogger("mcinfer.master")
+
+_MAX_MESSAGES = 256
+"""That are taken in one go: deaths, time and callers must have their turn, however much a worker sends."""
+
+_LONGEST_WAIT = 86400.0
+"""Seconds of one wait: waking for nothing once a day costs nothing, and it takes no more than 24 days."""
+
+_MEMORY_INTERVAL = 1.0
+"""Seconds between two looks at how much memory workers have, where the policy asks for it."""
+
+_ROOM_INTERVAL = 0.001
+"""Seconds between two looks for memory that somebody waits for: the end of an array rings no bell."""
+
+_HEALTH_INTERVAL = 0.2
+"""Seconds between two looks of `wait_ready`."""
+
+_PATIENCE = 10.0
+"""Seconds without any memory given back, after which others may pass the first who waits for some."""
+
+_CALLER_PATIENCE = 5.0
+"""Seconds past its deadline that a caller waits for the loop to say so."""
+
+_LAST_OUTPUT = 1.0
+"""Seconds that a closing master gives to what its workers printed last, and to callbacks."""
+
+_MAX_NOTES = 100
+"""Different ones that are logged."""
+
+_LEVELS = {"degraded": logging.WARNING, "failed": logging.ERROR}
+
+
+class Frames(Protocol):
+    """Who keeps memory that is not in use."""
+
+    @property
+    def idle_bytes(self) -> int:
+        """How much."""
+
+    def release_idle(self) -> None:
+        """Let go of it."""
+
+
+class _Call(Outcome[T]):
+    """A question to the loop, or an order."""
+
+    __slots__ = ("_answer", "_function")
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        super().__init__()
+        self._function = function
+
+    def make(self) -> None:
+        """In the loop."""
+        try:
+            self._answer = self._function()
+        except Exception as exc:
+            self.settle(exc)
+        else:
+            self.settle()
+
+    def value(self) -> T:
+        """What the function returned."""
+        return self._answer
+
+
+class _Allocation(Outcome[list[Slot]]):
+    """A caller that wants memory."""
+
+    __slots__ = ("deadline", "since", "sizes", "slots")
+
+    def __init__(self, sizes: Sequence[int], timeout: float) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.since = monotonic()
+        self.deadline = self.since + timeout
+        self.slots: list[Slot] = []
+
+    def value(self) -> list[Slot]:
+        """The slots; they are the caller's alone."""
+        slots, self.slots = self.slots, []
+        return slots
+
+
+class Loop:
+    """The workers of one master, what they were given to do, and the thread that looks after it.
+
+    Attributes:
+        arena: Where tensors lie.
+        frames: Who keeps memory of it that is not in use; to be set once it is known.
+        finished: Whether no worker is left, and none will be started: nothing is taken any more.
+        serving: How many workers are ready or busy.
+    """
+
+    def __init__(
+        self,
+        builds: Sequence[Build],
+        *,
+        timeouts: Timeouts,
+        restart: RestartPolicy,
+        limits: Limits,
+        memory_bytes: int,
+        max_batch_size: int = 1,
+        max_delay: float = 0.0,
+        trace: TraceHook | None = None,
+        transport: TransportKind = "zeromq",
+    ) -> None:
+        """Take what is to be run; nothing starts before `start`."""
+        self._builds = builds
+        self._timeouts = timeouts
+        self._limits = limits
+        self._trace = trace
+        self._pid = os.getpid()
+        self._scheduler = Scheduler(
+            builds,
+            timeouts=timeouts,
+            restart=restart,
+            limits=limits,
+            max_batch_size=max_batch_size,
+            max_delay=max_delay,
+            tracing=trace is not None,
+        )
+        self._ledger = self._scheduler.ledger
+        self.arena = Arena(memory_bytes, dropped=self._detach)
+        most_memory = memory_limits(builds, limits.worker_memory_bytes, usable_memory())
+        self._fleet = Fleet(builds, self.arena, most_memory, transport)
+        self._delivery = Delivery()
+        self.frames: Frames | None = None
+        self._bell = WakeUp()
+        self._ended = WakeUp()
+        self._asleep = False
+        self._inbox: deque[Request | _Call[Any] | _Allocation] = deque()
+        self._requests: dict[int, Request] = {}
+        self._next_number = 0
+        self._line: deque[Request] = deque()  # for a place in the queue
+        self._admitting = False
+        self._memory_line: deque[_Allocation] = deque()
+        self._last_release = 0.0
+        self._due = 0.0
+        self._memory_look = math.inf if restart.max_memory_bytes is None else 0.0
+        self._pidfds: set[int] = set()
+        self._notes: set[str] = set()
+        self._start_claims = [True]
+        self._close_asked = False
+        self._abandoned = False
+        self._thread: threading.Thread | None = None
+        self._ident = 0
+        self._started = _Promise[BuildFinish]()
+        self._restarted: _Promise[None] | None = None
+        self._failure: McinferError | None = None
+        self.finished = False
+        self._gone = False
+        self._closing = False
+        self.serving = 0
+
+    # Life, for any thread.
+
+    def claim_start(self) -> None:
+        """Raise `ClosedError` unless this is the first start, and it was not closed before."""
+        self._check_process()
+        try:
+            self._start_claims.pop()
+        except IndexError:
+            raise ClosedError("a master can be started once; make a new one") from None
+        if self._close_asked:
+            raise ClosedError("a master can be started once; make a new one")
+
+    def refuse_start(self, failure: McinferError) -> None:
+        """There is nothing to start: raise this, and say so from now on."""
+        self._failure = failure
+        self.finished = self._gone = True
+        raise failure
+
+    def start(self) -> BuildFinish:
+        """Start all workers, wait until they have the model, and say what the model is like.
+
+        Raises:
+            BuildError: A worker could not load it; no process is left.
+            ClosedError: It was closed meanwhile; likewise.
+        """
+        with ExitStack() as opened:
+            try:
+                self._fleet.open()
+            except OSError as exc:
+                raise BuildError(f"no pool can be opened: {exc}") from exc
+            opened.callback(self._fleet.close, 0.0)
+            opened.callback(self._fleet.close_socket)
+            self._poll = select.epoll()
+            opened.callback(self._poll.close)
+            self._poll.register(self._bell.fd, select.EPOLLIN)
+            for fd in self._fleet.fds:
+                self._poll.register(fd, select.EPOLLIN)
+            self._plain_fds = frozenset((self._bell.fd, *self._fleet.fds))
+            atexit.register(self.close)
+            opened.callback(atexit.unregister, self.close)
+            self._delivery.start()
+            opened.callback(self._delivery.close)
+            thread = threading.Thread(target=self._run, name="mcinfer-loop", daemon=True)
+            thread.start()
+            self._thread = thread
+            opened.pop_all()
+        try:
+            if self._close_asked:
+                raise ClosedError("the master was closed while it was starting")
+            self._post(_Call(self._start_workers))
+            self._started.wait()
+            return self._started.result()
+        except BaseException:
+            self.close(None if self._started.settled else 0.0)
+            raise
+
+    def close(self, timeout: float | None = None, *, drain: bool = False) -> None:
+        """End all workers; in-flight requests fail with `ClosedError`. May be called again.
+
+        Args:
+            timeout: Seconds for workers to end by themselves; None is `Timeouts.close`. With `drain`, seconds
+                for requests to be answered; None is as long as they have, each its own time-out.
+            drain: Whether what was accepted is answered first; nothing more is.
+        """
+        if os.getpid() != self._pid:
+            return
+        self._close_asked = True
+        thread = self._thread
+        if thread is None:
+            self.finished = True
+            return
+        try:
+            if drain:
+                self._post(_Call(partial(self._drain, math.inf if timeout is None else timeout)))
+            else:
+                self._post(_Call(partial(self._end, timeout)))
+            if self.may_wait():
+                self._wait_for_end(thread)
+        except BaseException:
+            if drain:
+                self.close()  # Ctrl-C: who waits for requests to be answered does not any more
+            raise
+
+    def _wait_for_end(self, thread: threading.Thread) -> None:
+        """Wait until the loop has given everything up.
+
+        Not by `Thread.join` alone: one that a signal's handler interrupts has Python 3.11 believe that the
+        thread has ended, so that the next one does not wait (`_wait_for_tstate_lock` in its threading.py).
+        """
+        ended = select.poll()
+        ended.register(self._ended.fd, select.POLLIN)
+        ended.poll()
+        thread.join()
+        self._delivery.wait(_LAST_OUTPUT)
+
+    def abandon(self) -> None:
+        """Ask the loop to close everything: for finalizers, so it never waits."""
+        self._abandoned = True
+        if os.getpid() == self._pid:
+            self._bell.set()
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` unless requests are taken, `QueueFullError` if there is no place for one."""
+        if self._thread is None or self._close_asked or os.getpid() != self._pid:
+            self._check_process()
+            if self.finished:
+                raise ClosedError("the master is closed")
+            if self._close_asked:
+                raise ClosedError(
+                    "the master is closing: it finishes what it has, and takes no more"
+                )
+            raise ClosedError(
+                "the master is not started: call start(), or use it in a with statement"
+            )
+        limits = self._limits
+        if self._ledger.in_flight >= limits.queue and limits.when_queue_full == "raise":
+            self._scheduler.check_room(0)
+
+    def _check_process(self) -> None:
+        """Raise `ClosedError` in a fork, which has no loop."""
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"this master belongs to process {self._pid}; process {os.getpid()} was forked from it "
+                "and needs a master of its own"
+            )
+
+    def may_wait(self) -> bool:
+        """Whether the calling thread may wait for answers: not in a callback, which others wait behind."""
+        return threading.get_ident() not in (self._ident, self._delivery.ident)
+
+    # Requests, for any thread.
+
+    def enter(self, request: Request, *, wait: bool) -> None:
+        """Queue a request; its outcome says what becomes of it.
+
+        Args:
+            request: To be answered within its time-out.
+            wait: Whether to return only when it has a place in the queue, and raise if it gets none.
+
+        Raises:
+            ClosedError: The master is closed.
+            QueueFullError: Too many requests are in flight, and were until the time was over.
+        """
+        if wait:
+            limits = self._limits
+            near = self._ledger.in_flight + len(self._inbox) >= limits.queue
+            if near or self._line or limits.queue_bytes is not None:
+                request.entered = _Promise[None]()
+        self._inbox.append(request)
+        if self._asleep:
+            self._bell.set()
+        if self._gone:
+            self._refuse_inbox()
+        entered = request.entered
+        if entered is None:
+            return
+        try:
+            entered.wait(request.called + request.timeout - monotonic() + _CALLER_PATIENCE)
+            if not entered.settled:
+                raise QueueFullError("the loop did not answer in time")
+            entered.result()
+        except BaseException:
+            self.forget(request)
+            raise
+
+    def forget(self, request: Request) -> None:
+        """Nobody waits for a request any more."""
+        self._post(_Call(partial(self._cancel, request)))
+
+    def await_answer(self, request: Request) -> None:
+        """Wait until a request is settled; it is, unless the loop hangs."""
+        patience = request.called + request.timeout - monotonic() + _CALLER_PATIENCE
+        if not request.wait(patience):
+            self.forget(request)
+            request.wait(_CALLER_PATIENCE)
+
+    def cancel(self, outcome: Outcome[Any]) -> bool:
+        """Cancel a request; False if it was settled before."""
+        if os.getpid() != self._pid:
+            return False
+        call = _Call(partial(self._cancel, outcome))
+        self._post(call)
+        if threading.current_thread() is self._thread:
+            return True  # a finalizer that the collector runs in the loop
+        self._await(call)
+        return outcome.was_cancelled
+
+    def deliver(self, call: Callable[[], object]) -> None:
+        """Have the delivery thread make a call."""
+        self._delivery.put(call)
+
+    def allocate(self, sizes: Sequence[int], timeout: float) -> list[Slot]:
+        """Slots of shared memory of so many bytes, all or none.
+
+        Raises:
+            QueueFullError: The memory is in use, and was until the time was over.
+            InvalidInputError, ClosedError: As `Arena.allocate_all`.
+            PredictError: The system has no memory or descriptor left.
+        """
+        wanted = _Allocation(sizes, timeout)
+        self._post(wanted)
+        if not wanted.wait(timeout + _CALLER_PATIENCE) and self._gone:
+            self._refuse_inbox()
+        if not wanted.settled:
+            raise QueueFullError("the loop did not answer in time")
+        return wanted.result()
+
+    def _post(self, item: "_Call[Any] | _Allocation") -> None:
+        self._inbox.append(item)
+        if self._asleep:
+            self._bell.set()
+        if self._gone:
+            self._refuse_inbox()
+
+    def _ask(self, function: Callable[[], T]) -> T:
+        """Have the loop call a function, and wait for what it returns or raises."""
+        if self._thread is None or self._gone:
+            return function()
+        if threading.current_thread() is self._thread:
+            raise McinferError(
+                "called by a finalizer in mcinfer's own thread, where nothing may wait"
+            )
+        call = _Call(function)
+        self._post(call)
+        self._await(call)
+        return call.result()
+
+    def _await(self, call: Outcome[Any]) -> None:
+        while not call.wait(1.0):
+            if self._gone:
+                self._refuse_inbox()
+
+    # Health, for any thread.
+
+    def statistics(self, weights_version: int) -> Statistics:
+        """A snapshot.
+
+        Args:
+            weights_version: Of the weights, which are not this one's concern.
+
+        Raises:
+            ClosedError: This process was forked from the master's.
+        """
+        self._check_process()
+        return self._ask(partial(self._take_statistics, weights_version))
+
+    def health(self) -> Health:
+        """How the pool is now.
+
+        Raises:
+            ClosedError: This process was forked from the master's.
+        """
+        self._check_process()
+        return self._ask(self._take_health)
+
+    def wait_ready(self, timeout: float) -> Health:
+        """Wait until every worker serves.
+
+        Raises:
+            ReadyTimeoutError: Not all did in time.
+            ClosedError: The master is closed, or was not started.
+        """
+        self._check_process()
+        end = monotonic() + timeout
+        pause = _Promise[None]()
+        while True:
+            health = self._ask(self._take_health)
+            left = end - monotonic()
+            if health.state == "ready":
+                return health
+            if self._start_claims:
+                raise ClosedError(
+                    "the master is not started: call start(), or use it in a with statement"
+                )
+            if self.finished or health.state in ("closing", "closed"):
+                raise ClosedError(f"the master does not become ready any more: {health}")
+            if left <= 0:
+                raise ReadyTimeoutError(f"not ready within {timeout:g} s: {health}")
+            pause.wait(min(left, _HEALTH_INTERVAL))
+
+    def restart_workers(self, timeout: float) -> None:
+        """Replace every worker's process by a fresh one, one after another.
+
+        Raises:
+            ReadyTimeoutError: They were not all replaced in time; the rest stays as it is.
+            WorkerDiedError: A fresh one could not load the model within its budget of starts; likewise.
+            ClosedError: The master is closed, or was not started.
+        """
+        end = monotonic() + timeout
+        restarted: _Promise[None] | None = None
+        try:
+            while True:
+                before, restarted = self._ask(self._restart)
+                if restarted is not None or before is None:
+                    break
+                if not before.wait(end - monotonic()):  # another call's
+                    raise ReadyTimeoutError(f"not all workers were replaced within {timeout:g} s")
+            if restarted is None or not restarted.wait(end - monotonic()):
+                raise ReadyTimeoutError(f"not all workers were replaced within {timeout:g} s")
+            restarted.result()
+        finally:
+            if restarted is not None:
+                self._post(_Call(partial(self._forget_restart, restarted)))
+
+    # From here on: the loop's thread alone.
+
+    def _run(self) -> None:
+        self._ident = threading.get_ident()
+        try:
+            while not self.finished:
+                self._turn()
+        except BaseException as exc:  # a bug here must not leave callers waiting or workers running
+            self._delivery.log(logging.CRITICAL, "the loop failed", failure=exc)
+            self._collapse(exc)
+        finally:
+            try:
+                self._tear_down()
+            finally:
+                self._ended.set()
+                atexit.unregister(self.close)
+
+    def _turn(self) -> None:
+        """All that has come, then one wait if that was nothing."""
+        inbox = self._inbox
+        count = len(inbox)
+        while count:
+            # It counts as in the inbox until it counts as in flight.
+            item = inbox[0]
+            if isinstance(item, Request):
+                self._enter(item)
+            elif isinstance(item, _Call):
+                item.make()
+            else:
+                self._allocate(item)
+            del item
+            inbox.popleft()
+            count -= 1
+        received = self._receive()
+        now = monotonic()
+        if now >= self._due:
+            self._look(now)
+        if received or inbox or self.finished:
+            return
+        self._asleep = True
+        if inbox or not self._fleet.may_sleep():
+            self._asleep = False
+            return
+        wait = self._due - monotonic()
+        ready = self._poll.poll(min(wait, _LONGEST_WAIT) if wait > 0 else 0)
+        self._asleep = False
+        if len(ready) == 1 and ready[0][0] in self._plain_fds:
+            if ready[0][0] == self._bell.fd:
+                self._bell.clear()
+                if self._abandoned:
+                    self._end(None)
+        elif ready:
+            self._look_at_descriptors([fd for fd, _ in ready])
+
+    def _plan(self) -> None:
+        """Something may be due at another time than before."""
+        due = self._scheduler.next_time()
+        due = min(self._memory_look, math.inf if due is None else due)
+        now = monotonic()
+        if self._memory_line:
+            due = min(due, now + _ROOM_INTERVAL)
+        for request in self._line:
+            due = min(due, request.called + request.timeout)
+        self._due = due
+
+    def _look(self, now: float) -> None:
+        """Something is due."""
+        if self._memory_look <= now:
+            self._look_at_memory(now)
+        if self._memory_line:
+            self._serve_memory_line(now)
+        for request in [r for r in self._line if r.called + r.timeout <= now]:
+            self._line.remove(request)
+            try:
+                self._scheduler.check_room(request.size)
+                raise QueueFullError("the queue was full until the time was over")
+            except QueueFullError as exc:
+                self._refuse(request, exc)
+        due = self._scheduler.next_time()
+        if due is not None and due <= now:
+            self._carry_out(self._scheduler.handle_time(now))
+        self._plan()
+
+    # Callers.
+
+    def _enter(self, request: Request) -> None:
+        """A request came."""
+        if request.settled:
+            return
+        number = self._next_number
+        request.number = number
+        now = monotonic()
+        called, timeout = request.called, request.timeout
+        if self._line and request is not self._line[0]:
+            self._wait_for_place(request)
+            return
+        given = None
+        if request.join is None:
+            given = self._scheduler.assign(now, number, request.rows, called, timeout, request.size)
+        if given is not None:
+            self._requests[number] = request
+            self._next_number = number + 1
+            if request.entered is not None:
+                request.entered.settle()
+            due = called + timeout
+            for shard, worker in enumerate(given):
+                if len(worker.runs) > 1:
+                    due = min(due, worker.began + self._scheduler.long_run)
+                try:
+                    self._fleet.send_shard(worker.index, request, shard)
+                except UnreachableError as exc:
+                    self._outlaw(worker.index, str(exc))
+            if due < self._due:
+                self._due = due
+            return
+        if self.finished:
+            self._refuse(request, ClosedError("the master is closed"))
+            return
+        self._requests[number] = request
+        try:
+            actions = self._scheduler.handle_request(
+                now,
+                number,
+                request.rows,
+                timeout,
+                called=called,
+                size=request.size,
+                priority=request.priority,
+                join=request.join,
+            )
+        except QueueFullError as exc:
+            del self._requests[number]
+            if request.waits and called + timeout > now:
+                self._wait_for_place(request)
+            else:
+                self._refuse(request, exc)
+            return
+        except McinferError as exc:
+            del self._requests[number]
+            self._refuse(request, exc)
+            return
+        self._next_number = number + 1
+        if request.entered is not None:
+            request.entered.settle()
+        self._carry_out(actions)
+        due = min(called + timeout, self._scheduler.next_turn())
+        if due < self._due:
+            self._due = due
+
+    def _wait_for_place(self, request: Request) -> None:
+        if request not in self._line:
+            if not request.waits:
+                self._refuse(request, QueueFullError("others wait already for room in the queue"))
+                return
+            self._line.append(request)
+        self._due = min(self._due, request.called + request.timeout)
+
+    def _refuse(self, request: Request, error: McinferError) -> None:
+        """It is not accepted."""
+        request.settle(error)
+        request.release()
+        if request.entered is not None and not request.entered.settled:
+            request.entered.settle(error)
+
+    def _admit(self) -> None:
+        """There may be a place for who waits for one."""
+        if self._admitting:
+            return
+        self._admitting = True
+        try:
+            self._admit_all()
+        finally:
+            self._admitting = False
+
+    def _admit_all(self) -> None:
+        while self._line:
+            request = self._line[0]
+            if request.settled:
+                self._line.popleft()
+                continue
+            try:
+                if not self.finished:
+                    self._scheduler.check_room(request.size)
+            except QueueFullError:
+                return
+            self._enter(request)
+            self._line.popleft()
+
+    def _cancel(self, outcome: Outcome[Any]) -> None:
+        if outcome.settled or not isinstance(outcome, Request):
+            return
+        if outcome.number in self._requests:
+            self._carry_out(self._scheduler.handle_cancel(monotonic(), outcome.number))
+        else:  # it waits for a place, or never came
+            if outcome in self._line:
+                self._line.remove(outcome)
+            error = ClosedError("the request was cancelled")
+            outcome.settle(error, cancelled=True)
+            outcome.release()
+            if outcome.entered is not None and not outcome.entered.settled:
+                outcome.entered.settle(error)
+
+    def _allocate(self, wanted: _Allocation) -> None:
+        """Memory is wanted."""
+        if wanted.settled:
+            return
+        if self._memory_line and not self._may_pass():
+            error: Exception | None = None
+        else:
+            error = self._try_to_allocate(wanted)
+            if error is None:
+                return
+        if error is not None and not isinstance(error, QueueFullError):
+            wanted.settle(error)
+        elif wanted.deadline > monotonic():
+            self._memory_line.append(wanted)
+            self.arena.wanted = True
+            self._due = min(self._due, monotonic() + _ROOM_INTERVAL)
+        else:
+            wanted.settle(error or QueueFullError("others wait already for shared memory"))
+
+    def _try_to_allocate(self, wanted: _Allocation) -> Exception | None:
+        """Settle it if there is memory; else the reason."""
+        try:
+            try:
+                wanted.slots = self.arena.allocate_all(wanted.sizes)
+            except QueueFullError:
+                if self.frames is None or not self.frames.idle_bytes:
+                    raise
+                self.frames.release_idle()
+                wanted.slots = self.arena.allocate_all(wanted.sizes)
+        except OSError as exc:
+            return PredictError(f"no shared memory can be had: {exc}")
+        except McinferError as exc:
+            return exc
+        if self.arena.crowded and self.frames is not None:
+            self.frames.release_idle()
+            self.arena.reclaim()
+        wanted.settle()
+        return None
+
+    def _may_pass(self) -> bool:
+        """Whether others may go before the first who waits for memory: it waits for what somebody keeps."""
+        quiet = monotonic() - max(self._memory_line[0].since, self._last_release)
+        return quiet > _PATIENCE or not self._requests
+
+    def _serve_memory_line(self, now: float) -> None:
+        """Those who wait for memory, first come first served."""
+        if self.arena.reclaim():
+            self._last_release = now
+        passed: deque[_Allocation] = deque()
+        while self._memory_line:
+            wanted = self._memory_line[0]
+            error = self._try_to_allocate(wanted)
+            if error is not None and wanted.deadline <= now:
+                wanted.settle(error)
+            elif isinstance(error, QueueFullError):
+                may_pass = self._may_pass()
+                passed.append(self._memory_line.popleft())
+                if may_pass:
+                    continue
+                break
+            elif error is not None:
+                wanted.settle(error)
+            self._memory_line.popleft()
+        self._memory_line.extendleft(reversed(passed))
+        for wanted in [w for w in self._memory_line if w.deadline <= now]:
+            self._memory_line.remove(wanted)
+            wanted.settle(
+                QueueFullError(
+                    f"{sum(wanted.sizes)} bytes of shared memory wanted, all {self.arena.limit} allowed "
+                    "(Limits.memory_bytes) are held by requests or arrays, or waited for"
+                )
+            )
+        self.arena.wanted = bool(self._memory_line)
+
+    # Life.
+
+    def _start_workers(self) -> None:
+        if not self.finished:
+            self._carry_out(self._scheduler.handle_start(monotonic()))
+            self._plan()
+
+    def _drain(self, seconds: float) -> None:
+        """Take nothing more, answer what was accepted within so many seconds, then end all workers."""
+        self._carry_out(self._scheduler.handle_drain(monotonic(), seconds))
+        self._refuse_line("the master is closing: it finishes what it has, and takes no more")
+        self._plan()
+
+    def _end(self, seconds: float | None) -> None:
+        """End all workers, which have so many seconds for it; what is in flight fails with `ClosedError`."""
+        seconds = self._timeouts.close if seconds is None else seconds
+        self._carry_out(self._scheduler.handle_close(monotonic(), seconds))
+        self._refuse_line("the master is closed")
+        self._plan()
+
+    def _refuse_line(self, reason: str) -> None:
+        while self._line:
+            self._refuse(self._line.popleft(), ClosedError(reason))
+
+    def _refuse_inbox(self) -> None:
+        """The loop has ended: whoever comes late is told so. For any thread."""
+        failure = self._failure or ClosedError("the master is closed")
+        while self._inbox:
+            try:
+                item = self._inbox.popleft()
+            except IndexError:
+                return
+            if isinstance(item, Request):
+                self._refuse(item, ClosedError("the master is closed"))
+            elif isinstance(item, _Call):
+                item.make()
+            else:
+                item.settle(ClosedError("the master is closed"))
+        del failure
+
+    def _collapse(self, exc: BaseException) -> None:
+        """Last resort: end everything, answer everyone."""
+        self._failure = ClosedError(f"the master failed: {exc!r}")
+        self.finished = True
+        for process in self._fleet.processes.values():
+            process.kill()
+        requests = [*self._requests.values()]
+        self._requests.clear()
+        for request in requests:
+            if not request.settled:
+                self._refuse(request, self._failure)
+
+    def _tear_down(self) -> None:
+        """After the last worker: give up sockets, descriptors and the folder."""
+        self.finished = True
+        self.serving = 0
+        self._fleet.close_socket()
+        self._poll.close()
+        self.arena.close()
+        self._refuse_line("the master is closed")
+        for wanted in self._memory_line:
+            wanted.settle(ClosedError("the master is closed"))
+        self._memory_line.clear()
+        self._fleet.close(_LAST_OUTPUT)
+        closed = ClosedError("the master was closed")
+        if self._restarted is not None and not self._restarted.settled:
+            self._restarted.settle(closed)
+        if not self._started.settled:
+            self._started.settle(self._failure or closed)
+        self._gone = True
+        self._refuse_inbox()
+        self._delivery.close()
+
+    def _restart(self) -> "tuple[_Promise[None] | None, _Promise[None] | None]":
+        """Begin to replace all workers: the restart that goes on, or the one that was begun."""
+        before = self._restarted
+        if before is not None and not before.settled:
+            return before, None
+        restarted = _Promise[None]()
+        self._restarted = restarted
+        try:
+            self._carry_out(self._scheduler.handle_restart(monotonic()))
+        except McinferError:
+            restarted.settle()
+            raise
+        self._plan()
+        return None, restarted
+
+    def _forget_restart(self, restarted: "_Promise[None]") -> None:
+        """Whoever asked for the restart waits no more: what was not replaced yet stays as it is."""
+        if restarted is self._restarted and not restarted.settled:
+            self._scheduler.handle_restart_abandoned()
+            restarted.settle()
+
+    # How it is.
+
+    def _take_health(self) -> Health:
+        """What the scheduler knows, and what only the system can tell."""
+        health = self._scheduler.health(monotonic())
+        if self._failure is not None:
+            return replace(health, state="failed", reasons=(str(self._failure),), serving=0)
+        if self.finished:
+            return replace(health, state="closed", reasons=(), serving=0)
+        wrong = {
+            index: text
+            for index, text in self._fleet.standings().items()
+            if self._scheduler.serves(index)
+        }
+        if not wrong:
+            return health
+        reasons = [f"{self._scheduler.name(index)} {text}" for index, text in wrong.items()]
+        return replace(
+            health,
+            state="degraded" if health.state == "ready" else health.state,
+            reasons=(*health.reasons, *reasons),
+            serving=health.serving - len(wrong),
+        )
+
+    def _take_statistics(self, weights_version: int) -> Statistics:
+        ledger = self._ledger
+        idle = 0 if self.frames is None else self.frames.idle_bytes
+        return Statistics(
+            accepted=ledger.accepted,
+            succeeded=ledger.succeeded,
+            failed=ledger.failed,
+            cancelled=ledger.cancelled,
+            in_flight=ledger.in_flight,
+            in_flight_bytes=ledger.in_flight_bytes,
+            queued=ledger.not_begun,
+            queued_shards=len(ledger.queue),
+            latency=ledger.latency.snapshot(),
+            batch_sizes=self._scheduler.batch_sizes.snapshot(),
+            memory_bytes=self.arena.size,
+            memory_used_bytes=max(0, self.arena.used - idle),
+            weights_version=weights_version,
+            health=self._take_health(),
+            workers=self._scheduler.statistics(),
+        )
+
+    # Processes.
+
+    def _look_at_descriptors(self, ready: Sequence[int]) -> None:
+        """Of these, some are workers': of their sockets, or of processes that ended."""
+        if self._bell.fd in ready:
+            self._bell.clear()
+            if self._abandoned:
+                self._end(None)
+        for fd in self._fleet.note_ready(ready):
+            self._poll.unregister(fd)
+        if not self._pidfds.isdisjoint(ready):
+            now = monotonic()
+            for index, process in [*self._fleet.processes.items()]:
+                if process.pidfd in ready:
+                    self._bury(index, now)
+            self._plan()
+
+    def _look_at_memory(self, now: float) -> None:
+        """Where the policy asks for it, see which worker has grown too large."""
+        self._memory_look = now + _MEMORY_INTERVAL
+        for index, process in [*self._fleet.processes.items()]:
+            with suppress(OSError):
+                size = process.own_bytes()
+                self._carry_out(self._scheduler.handle_own_memory(now, index, size))
+
+    def _bury(self, index: int, now: float) -> None:
+        """A worker's process has ended."""
+        process = self._fleet.processes[index]
+        fd = self._fleet.worker_fd(index)
+        if fd is not None:
+            # What it said last.
+            for _ in range(_MAX_MESSAGES):  # a process that it left behind may go on without an end
+                if fd in self._fleet.note_ready([fd]) or not self._receive():
+                    break
+            with suppress(OSError):  # it had ended before
+                self._poll.unregister(fd)
+        else:
+            self._receive()
+        self._fleet.remove(index)
+        self._poll.unregister(process.pidfd)
+        self._pidfds.discard(process.pidfd)
+        stacks = process.stacks()
+        how = describe_exit(process.reap())
+        if process.peer is None and self._limits.worker_memory_bytes is not None:
+            how += f" (it may have {self._limits.worker_memory_bytes} bytes of memory of its own)"
+        expected = self._scheduler.is_exiting(index)
+        level = logging.INFO if expected and not stacks else logging.WARNING
+        where = f"; where it was:\n{stacks}" if stacks else ""
+        self._delivery.log(level, "%s %s%s", self._scheduler.name(index), how, where)
+        self._carry_out(self._scheduler.handle_died(now, index, how))
+
+    # What comes.
+
+    def _receive(self) -> bool:
+        """Take the messages that are there, or the first of very many; whether there were any."""
+        fleet = self._fleet
+        if self.finished:
+            return False
+        for taken in range(_MAX_MESSAGES):
+            received = fleet.receive()
+            if received is None:
+                return taken > 0
+            index, message = received
+            if index is None:
+                continue
+            if isinstance(message, tuple):
+                self._take_reply(index, *message)
+            else:
+                self._handle_message(index, message, monotonic())
+        return True
+
+    def _take_reply(self, index: int, number: int, shard: int, seconds: float) -> None:
+        """The head of a REPLY: all outputs are where they were to be."""
+        now = monotonic()
+        request = self._requests.get(number)
+        entry = None
+        if request is not None and shard < len(request.rows) and request.is_laid_out(shard):
+            entry = self._scheduler.take_reply(index, number, shard, seconds, now)
+        if entry is None or request is None:
+            try:
+                reply = Reply(request=number, shard=shard, outputs=(), seconds=seconds)
+            except ProtocolError as exc:
+                self._handle_message(index, exc, now)
+            else:
+                self._handle_message(index, reply, now)
+            return
+        request.take_in_place(shard, index)
+        if not entry.unanswered:
+            del self._requests[number]
+            self._settle(request, None, None, entry)
+            request.release()
+            if self._line:
+                self._admit()
+        if self._ledger.queue.items:
+            self._carry_out(self._scheduler.dispatch(now))
+            self._due = min(self._due, self._scheduler.next_turn())
+
+    def _handle_message(self, index: int, message: Message | ProtocolError, now: float) -> None:
+        """What a worker sent."""
+        try:
+            if isinstance(message, ProtocolError):
+                raise message
+            if isinstance(message, Reply):
+                message = self._take(index, message)
+            actions = self._scheduler.handle_message(now, index, message)
+        except ProtocolError as exc:
+            self._outlaw(index, f"breaks the protocol: {exc}")
+            return
+        except Exception as exc:  # what one worker sends must not end the service of the others
+            self._delivery.log(logging.ERROR, "a message could not be handled", failure=exc)
+            self._outlaw(index, f"sent what could not be handled: {exc!r}")
+            return
+        if isinstance(message, BuildFinish):
+            self._note(index, message.notes)
+        self._carry_out(actions)
+        self._plan()
+        if isinstance(message, Error) and message.traceback:
+            name = self._scheduler.name(index)
+            self._delivery.log(logging.DEBUG, "%s: %s", name, message.traceback)
+
+    def _note(self, index: int, notes: Sequence[str]) -> None:
+        """Log what there is to know of how a worker loaded the model, unless another one said so too."""
+        for note in notes:
+            if note not in self._notes and len(self._notes) < _MAX_NOTES:
+                self._notes.add(note)
+                self._delivery.log(logging.WARNING, "%s: %s", self._builds[index].model, note)
+
+    def _take(self, index: int, reply: Reply) -> Message:
+        """Have the requests check the reply, and get the blocks that the worker made for it.
+
+        Returns:
+            The reply, or, where this process cannot take what is in it, the run's failure.
+        """
+        members = self._scheduler.running(index)
+        if not members or members[0] != (reply.request, reply.shard):
+            return reply  # the scheduler will say what is wrong with it
+        if self._scheduler.is_late(index):
+            for number in {reference[3] for reference in reply.outputs}:
+                if number is not None and number < 0:
+                    with suppress(OSError):  # which the worker cannot help
+                        self._fleet.fetch(index, number).close()  # it is the next on the lifeline
+            return reply
+        if len(members) > 1 and reply.outputs:
+            raise ProtocolError(
+                "reply with outputs to a joined run, whose outputs all have a place"
+            )
+        try:
+            for number, shard in members:
+                fetch = partial(self._fleet.fetch, index)
+                self._requests[number].take(shard, reply.outputs, fetch, index, self.arena.limit)
+        except (OSError, MemoryError) as exc:
+            text = f"the master cannot take the answer: {exc!r}"
+            return Error(request=reply.request, shard=reply.shard, kind="predict", text=text)
+        return reply
+
+    # Actions.
+
+    def _carry_out(self, actions: Sequence[Action]) -> None:
+        """Do what the scheduler says, in order."""
+        pending = deque(actions)
+        while pending:
+            match pending.popleft():
+                case SendPredict(worker=worker, members=members, fresh=fresh):
+                    self._send_run(worker, members, fresh=fresh)
+                case Settle(request=number, error=error, cancelled=cancelled, trace=trace):
+                    self._settle(self._requests[number], error, trace, None, cancelled=cancelled)
+                case Release(request=number):
+                    # And its memory, once it is answered and nobody holds a view of it.
+                    self._requests.pop(number).release()
+                case Send(worker=worker, message=message):
+                    self._send(worker, message)
+                case StartWorker(worker=worker):
+                    pending += self._start_worker(worker)
+                case DumpStacks(worker=worker):
+                    self._ask_for_stacks(worker)
+                case KillWorker(worker=worker):
+                    self._fleet.kill(worker)
+                case action:
+                    pending += self._turn_over(action)
+        self.serving = self._scheduler.serving
+        if self._line:
+            self._admit()
+
+    def _settle(
+        self,
+        request: Request,
+        error: McinferError | None,
+        trace: RequestTrace | None,
+        entry: Entry | None,
+        *,
+        cancelled: bool = False,
+    ) -> None:
+        """A request is answered."""
+        future = request.future
+        request.copies = self.arena.crowded
+        request.settle(error, cancelled=cancelled)
+        if self._trace is not None:
+            if entry is not None:
+                trace = self._scheduler.trace(entry)
+            if trace is not None and request.context is not None:
+                as_future = future is not None
+                self._delivery.put(
+                    partial(_call_trace_hook, self._trace, request, trace, as_future)
+                )
+        elif future is not None and error is None and (self.arena.crowded or not request.is_simple):
+            # What it holds must not wait for somebody to ask for it.
+            self._delivery.put(future.prepare)
+
+    def _turn_over(self, action: Action) -> list[Action]:
+        """Carry out what concerns the whole pool; what is to be done next."""
+        match action:
+            case PoolStarted(error=error):
+                return self._finish_start(error)
+            case HealthChanged(health=health, planned=planned):
+                level = logging.INFO if planned else _LEVELS.get(health.state, logging.INFO)
+                self._delivery.log(level, "%s", health)
+            case WorkersRestarted(error=error):
+                if self._restarted is not None and not self._restarted.settled:
+                    self._restarted.settle(error)
+            case PoolClosed(abandoned=abandoned):
+                for worker in abandoned:
+                    name = self._scheduler.name(worker)
+                    self._delivery.log(logging.ERROR, "%s does not end, not even killed", name)
+                self.finished = True
+        return []
+
+    def _send(self, worker: int, message: Message) -> None:
+        try:
+            self._fleet.send(worker, message)
+        except UnreachableError as exc:
+            self._outlaw(worker, str(exc))
+
+    def _send_run(self, worker: int, members: Sequence[ShardId], *, fresh: bool) -> None:
+        try:
+            if len(members) == 1:
+                number, shard = members[0]
+                self._fleet.send_shard(worker, self._requests[number], shard, fresh=fresh)
+            else:
+                joined = [(self._requests[number], shard) for number, shard in members]
+                self._fleet.send_joined(worker, joined)
+        except UnreachableError as exc:
+            self._outlaw(worker, str(exc))
+
+    def _outlaw(self, worker: int, reason: str) -> None:
+        """End a worker that cannot be worked with; its death is reported as any other."""
+        name = self._scheduler.name(worker)
+        self._delivery.log(logging.ERROR, "%s %s; it is killed", name, reason)
+        self._scheduler.handle_killed(worker, reason)
+        self._fleet.processes[worker].outlawed = True
+        self._fleet.kill(worker)
+
+    def _ask_for_stacks(self, worker: int) -> None:
+        """A worker hangs: say so, and have it say where, as far as it can."""
+        process = self._fleet.processes.get(worker)
+        if process is None:
+            return
+        standing = self._fleet.standings().get(worker, "")
+        also = f", and {standing}" if standing else ""
+        what = self._scheduler.last_error(worker)
+        self._delivery.log(logging.ERROR, "%s%s; it is killed", what, also)
+        process.ask_for_stacks()
+
+    def _detach(self, number: int) -> None:
+        """The arena has dropped a block: workers that have it are to do so, too."""
+        for worker in [*self._fleet.processes]:
+            if not self._scheduler.is_exiting(worker):
+                try:
+                    self._fleet.detach(worker, number)
+                except UnreachableError as exc:
+                    self._outlaw(worker, str(exc))
+
+    def _start_worker(self, worker: int) -> list[Action]:
+        """Start a worker's process; what is to be done next."""
+        try:
+            process = self._fleet.start(worker)
+        except OSError as exc:
+            how = f"could not be started: {exc}"
+            return self._scheduler.handle_died(monotonic(), worker, how)
+        self._poll.register(process.pidfd, select.EPOLLIN)
+        self._pidfds.add(process.pidfd)
+        fd = self._fleet.worker_fd(worker)
+        if fd is not None:
+            self._poll.register(fd, select.EPOLLIN)
+        self._scheduler.handle_started(worker, process.pid)
+        self._delivery.log(logging.INFO, "%s started", self._scheduler.name(worker))
+        return []
+
+    def _finish_start(self, error: McinferError | None) -> list[Action]:
+        """The scheduler knows whether the pool is up; what is to be done next."""
+        specs = self._scheduler.specs
+        if error is None and specs is not None:
+            self._started.set(specs)
+            return []
+        self._failure = error
+        return self._scheduler.handle_close(monotonic(), self._timeouts.close)
+
+
+class _Promise(Outcome[T]):
+    """Something that will have happened."""
+
+    __slots__ = ("_what",)
+
+    def set(self, value: T) -> None:
+        """It has, with this."""
+        self._what = value
+        self.settle()
+
+    def value(self) -> T:
+        """What was set; nothing, where it was only settled."""
+        return getattr(self, "_what", None)  # type: ignore[return-value]
+
+
+def _call_trace_hook(
+    hook: TraceHook, request: Request, trace: RequestTrace, as_future: bool
+) -> None:
+    """Call the trace hook, in the delivery thread."""
+    failure: Exception | None = None
+    if trace.error is None:
+        try:
+            if as_future:
+                request.value()
+        except McinferError as exc:
+            failure = exc
+        except Exception as exc:
+            failure = PredictError(f"the answers could not be joined: {exc!r}")
+    trace = replace(trace, joined=monotonic())
+    if isinstance(failure, McinferError):
+        trace = replace(trace, outcome="failed", error=failure)
+    try:
+        if request.context is not None:
+            request.context.run(hook, trace)
+    except BaseException:
+        # Also SystemExit and its like: others wait behind it.
+        _log.exception("the trace hook failed")

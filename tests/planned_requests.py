@@ -1,0 +1,174 @@
+"""Requests as the planner makes them, and workers that answer them in this process."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcinfer.errors import ProtocolError
+from mcinfer.fields import TensorRef
+from mcinfer.protocol import Predict, Reply, decode, encode
+from mcinfer.requests.planner import Planner
+from mcinfer.requests.request import Request
+from mcinfer.sharding import Axes, SaidAxes
+from mcinfer.shm.arena import Arena
+from mcinfer.shm.block import Block
+from mcinfer.specs import (
+    ELEMENT_TYPES,
+    STRING,
+    Dimension,
+    ModelSpec,
+    TensorSpec,
+    numpy_dtype,
+    tensor_bytes,
+)
+from mcinfer.splitting import Known, Splitter
+
+MIB = 1 << 20
+LIMIT = 64 * MIB
+FOUR_BITS = ("int4", "uint4")
+FIXED_SIZE = [name for name in ELEMENT_TYPES if name != STRING]
+
+Array = NDArray[Any]
+Value = tuple[str, Sequence[Dimension]]
+
+
+def specs(values: Mapping[str, Value]) -> tuple[TensorSpec, ...]:
+    return tuple(
+        TensorSpec(name=name, dtype=numpy_dtype(element_type), shape=tuple(shape))
+        for name, (element_type, shape) in values.items()
+    )
+
+
+def model(inputs: Mapping[str, Value], outputs: Mapping[str, Value]) -> ModelSpec:
+    return ModelSpec(inputs=specs(inputs), outputs=specs(outputs))
+
+
+def known(spec: ModelSpec, inputs: Axes | None = None, outputs: Axes | None = None) -> Known:
+    """What the user says of a model, and its symbols declare, believed without a check."""
+    said = SaidAxes(inputs=inputs or {}, outputs=outputs or {})
+    return Splitter(spec, said, verify="never").known
+
+
+def planner_of(
+    spec: ModelSpec, arena: Arena, max_rows: int = 1, weights: Sequence[TensorSpec] = ()
+) -> Planner:
+    """A planner that gets memory at once or not at all."""
+    return Planner(spec, arena, lambda sizes, _: arena.allocate_all(sizes), max_rows, weights)
+
+
+def in_use(planner: Planner, arena: Arena) -> int:
+    """Bytes of memory that somebody holds: of frames, those that are not idle."""
+    planner.release_idle()
+    return arena.used
+
+
+PLAIN = model(
+    {"x": ("float32", ["batch", 3]), "w": ("float32", [2])},
+    {"y": ("float32", ["batch", 3])},
+)
+DECLARED = known(PLAIN)
+X = np.ones((4, 3), np.float32)
+W = np.ones(2, np.float32)
+
+
+def random_array(element_type: str, shape: Sequence[int], seed: int = 0) -> Array:
+    """Any bits; NaNs and infinities are among them."""
+    generator = np.random.default_rng(seed)
+    dtype = numpy_dtype(element_type)
+    if element_type in FOUR_BITS:
+        low = -8 if element_type == "int4" else 0
+        return generator.integers(low, low + 16, shape).astype(dtype)
+    raw = generator.integers(0, 2 if element_type == "bool" else 256, prod(shape) * dtype.itemsize)
+    return raw.astype(np.uint8).view(dtype).reshape(shape)
+
+
+def raw_bytes(array: Array) -> bytes:
+    """An array as it lies in a tensor: the machine's byte order, four-bit elements two to a byte."""
+    if array.dtype.name in FOUR_BITS:
+        halves = array.astype(np.int8).ravel() & 0x0F
+        halves = np.append(halves, [0] * (halves.size % 2)).astype(np.uint8)
+        return bytes(halves[::2] | halves[1::2] << 4)
+    return np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="))).tobytes()
+
+
+def place(arena: Arena, reference: TensorRef) -> memoryview:
+    """The memory that a worker finds at a reference."""
+    _, element_type, shape, number, offset = reference
+    assert number is not None
+    block = arena.block(number)
+    assert block is not None
+    size = tensor_bytes(element_type, prod(shape))
+    return memoryview(block.memory(offset, size)).cast("B")
+
+
+def references(request: Request, shard: int) -> tuple[tuple[TensorRef, ...], tuple[TensorRef, ...]]:
+    """Inputs and known outputs of a shard, as the worker reads them in its PREDICT."""
+    request.number = 7
+    message = decode(request.message(shard))
+    assert isinstance(message, Predict)
+    assert (message.request, message.shard) == (7, shard)
+    return message.inputs, message.outputs
+
+
+def replied(outputs: Sequence[TensorRef]) -> tuple[TensorRef, ...]:
+    """Outputs, as a reply brings them."""
+    reply = Reply(request=0, shard=0, outputs=tuple(outputs), seconds=0.0)
+    received = decode(encode(reply))
+    assert isinstance(received, Reply)
+    return received.outputs
+
+
+def never(number: int) -> Block:
+    raise AssertionError(f"block {number} was fetched")
+
+
+def run(
+    request: Request, arena: Arena, compute: Callable[[dict[str, bytes]], dict[str, bytes]]
+) -> None:
+    """Answer all shards of a request whose outputs all have a known place, last shard first."""
+    for shard in reversed(range(len(request.rows))):
+        inputs, outputs = references(request, shard)
+        results = compute({reference[0]: bytes(place(arena, reference)) for reference in inputs})
+        for reference in outputs:
+            place(arena, reference)[:] = results[reference[0]]
+        request.take(shard, replied(outputs), never, shard, LIMIT)
+
+
+def double(inputs: dict[str, bytes]) -> dict[str, bytes]:
+    return {"y": (2 * np.frombuffer(inputs["x"], np.float32)).tobytes()}
+
+
+class Worker:
+    """A worker's own blocks, and what of them was fetched."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, Block] = {}
+        self.fetched: list[int] = []
+
+    def put(self, *tensors: tuple[str, Array]) -> list[TensorRef]:
+        """Place tensors one after another in a new block, as `serving` does."""
+        contents = [raw_bytes(array) for _, array in tensors]
+        block = Block.create(-1 - len(self.blocks), max(1, sum(len(c) + 64 for c in contents)))
+        self.blocks[block.number] = block
+        references: list[TensorRef] = []
+        at = 0
+        for (name, array), data in zip(tensors, contents, strict=True):
+            memoryview(block.memory(at, len(data))).cast("B")[:] = data
+            references.append((name, array.dtype.name, array.shape, block.number, at))
+            at += -(-len(data) // 64) * 64
+        return references
+
+    def fetch(self, number: int) -> Block:
+        self.fetched.append(number)
+        block = self.blocks.get(number)
+        if block is None:
+            raise ProtocolError(f"the descriptor of block {number} did not come")
+        return Block.attach(number, block.size, os.dup(block.fd))
+
+    def close(self) -> None:
+        for block in self.blocks.values():
+            block.close()

@@ -1,0 +1,540 @@
+"""Outcomes and their futures, with those of the standard library for comparison."""
+
+import asyncio
+import gc
+import logging
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import (
+    ALL_COMPLETED,
+    FIRST_COMPLETED,
+    FIRST_EXCEPTION,
+    CancelledError,
+    Future,
+    ThreadPoolExecutor,
+    as_completed,
+    wait,
+)
+from contextlib import contextmanager
+from functools import partial
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from mcinfer.requests.future import Outcome, OutcomeFuture
+from mcinfer.runtime.delivery import Delivery
+
+PATIENCE = 20.0
+
+Settle = Callable[[Outcome[int]], None]
+
+
+class Number(Outcome[int]):
+    """An outcome of a number."""
+
+    __slots__ = ("__weakref__", "number")
+
+    def __init__(self, number: int = 7) -> None:
+        super().__init__()
+        self.number = number
+
+    def value(self) -> int:
+        number = self.number
+        self = None  # type: ignore[assignment] # an error would hold it
+        if number < 0:
+            raise ValueError("negative")
+        return number
+
+
+class Owner:
+    """A loop of nothing: it cancels what is not settled, in the thread that asks."""
+
+    def __init__(self) -> None:
+        self.delivery = Delivery()
+        self.delivery.start()
+
+    def cancel(self, outcome: Outcome[Any]) -> bool:
+        if outcome.settled:
+            return False
+        outcome.settle(cancelled=True)
+        return True
+
+    def deliver(self, call: Callable[[], object]) -> None:
+        self.delivery.put(call)
+
+    def finish(self) -> None:
+        """Return once all calls were made that came before."""
+        made = threading.Event()
+        self.deliver(made.set)
+        assert made.wait(PATIENCE)
+
+
+@pytest.fixture
+def owner() -> Iterator[Owner]:
+    owner = Owner()
+    yield owner
+    owner.delivery.close()
+    owner.delivery.wait(PATIENCE)
+
+
+def futures(owner: Owner, count: int) -> list[OutcomeFuture[int]]:
+    return [OutcomeFuture(Number(number), owner) for number in range(count)]
+
+
+def succeed(outcome: Outcome[int]) -> None:
+    outcome.settle()
+
+
+def fail(outcome: Outcome[int]) -> None:
+    outcome.settle(ValueError("no"))
+
+
+def cancel(outcome: Outcome[int]) -> None:
+    outcome.settle(cancelled=True)
+
+
+def blocked(count: int, outcome: Outcome[Any]) -> None:
+    """Return once so many threads wait for an outcome."""
+    deadline = monotonic() + PATIENCE
+    while len(outcome._locks) < count:
+        assert monotonic() < deadline
+
+
+def completed(given: Sequence[Future[int]], timeout: float) -> Iterator[Future[int]]:
+    return as_completed(given, timeout)
+
+
+# Waiting.
+
+
+def test_all_who_wait_have_the_result_and_who_comes_later(owner: Owner) -> None:
+    (future,) = futures(owner, 1)
+    with ThreadPoolExecutor(5) as pool:
+        results = [pool.submit(future.result, timeout) for timeout in (None, None, PATIENCE)]
+        failures = [pool.submit(future.exception, timeout) for timeout in (None, 1e300)]
+        blocked(5, future.outcome)
+        future.outcome.settle()
+        assert [result.result(PATIENCE) for result in results] == [0, 0, 0]
+        assert [failure.result(PATIENCE) for failure in failures] == [None, None]
+    assert future.result() == future.result(timeout=0) == future.result(timeout=-1) == 0
+    assert (future.done(), future.cancelled(), future.running()) == (True, False, False)
+    assert "state=finished" in repr(future)
+
+
+def test_failure_is_raised_and_returned_the_same_each_time(owner: Owner) -> None:
+    for outcome, text in ((Number(), "no"), (Number(-1), "negative")):
+        future = OutcomeFuture(outcome, owner)
+        outcome.settle(ValueError("no") if text == "no" else None)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=text):
+                future.result()
+            assert str(future.exception()) == text
+
+
+@pytest.mark.parametrize("timeout", [0, -1, 0.05])
+def test_time_that_is_over_leaves_nothing_behind(owner: Owner, timeout: float) -> None:
+    (future,) = futures(owner, 1)
+    for call in (future.result, future.exception):
+        start = monotonic()
+        with pytest.raises(TimeoutError):
+            call(timeout)
+        assert timeout <= monotonic() - start < PATIENCE
+    assert not future.outcome.wait(timeout)
+    assert future.outcome._locks == []
+    assert "state=pending" in repr(future)
+    future.outcome.settle()
+    assert future.result(timeout=0) == 0
+
+
+def test_outcome_that_is_settled_while_somebody_begins_to_wait_is_seen() -> None:
+    for _ in range(500):
+        outcome, begin = Number(), threading.Barrier(2)
+
+        def settle(outcome: Number = outcome, begin: threading.Barrier = begin) -> None:
+            begin.wait()
+            outcome.settle()
+
+        thread = threading.Thread(target=settle)
+        thread.start()
+        begin.wait()
+        assert outcome.wait(PATIENCE)
+        thread.join()
+
+
+class Interruption(BaseException):
+    """What a signal's handler raises."""
+
+
+@contextmanager
+def interrupted() -> Iterator[None]:
+    """The handler of an alarm raises."""
+
+    def raise_it(*_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        raise Interruption
+
+    before = signal.signal(signal.SIGALRM, raise_it)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_signal_at_any_moment_of_waiting_leaves_nothing_held(owner: Owner) -> None:
+    """Also between two instructions, where a Condition would stay locked."""
+    for attempt in range(300):
+        (future,) = futures(owner, 1)
+        with interrupted(), pytest.raises(Interruption):  # noqa: PT012 it comes in one of them
+            signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + attempt % 100))
+            while True:
+                assert not future.outcome.wait(0.0 if attempt % 2 else 0.01)
+        with ThreadPoolExecutor(1) as pool:
+            later = pool.submit(future.result, PATIENCE)
+            called = threading.Event()
+            future.add_done_callback(lambda _, called=called: called.set())  # type: ignore[misc]
+            future.outcome.settle()
+            assert later.result(PATIENCE) == 0
+            assert future.result(timeout=0) == 0
+            assert called.wait(PATIENCE)
+
+
+# Cancelling.
+
+
+def test_cancelled_future_is_cancelled_for_all(owner: Owner) -> None:
+    (future,) = futures(owner, 1)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(future.result)
+        blocked(1, future.outcome)
+        assert future.cancel()
+        with pytest.raises(CancelledError):
+            waiting.result(PATIENCE)
+    assert future.cancel()
+    assert (future.done(), future.cancelled(), future.running()) == (True, True, False)
+    assert "state=cancelled" in repr(future)
+    for call in (future.result, future.exception):
+        with pytest.raises(CancelledError):
+            call()
+
+
+@pytest.mark.parametrize("settle", [succeed, fail])
+def test_future_that_is_done_cannot_be_cancelled(owner: Owner, settle: Settle) -> None:
+    (future,) = futures(owner, 1)
+    settle(future.outcome)
+    assert not future.cancel()
+    assert not future.cancelled()
+
+
+# Callbacks.
+
+
+@pytest.mark.parametrize("settle", [succeed, fail, cancel])
+def test_callbacks_run_once_in_order_in_the_delivery_thread(owner: Owner, settle: Settle) -> None:
+    (future,) = futures(owner, 1)
+    seen: list[tuple[int, bool, Any]] = []
+
+    def callback(number: int, told: Future[int]) -> None:
+        seen.append((number, owner.delivery.is_current, told))
+
+    for number in range(3):
+        future.add_done_callback(partial(callback, number))
+    owner.finish()
+    assert seen == []
+    settle(future.outcome)
+    future.add_done_callback(partial(callback, 3))
+    owner.finish()
+    assert seen == [(number, True, future) for number in range(4)]
+
+
+@pytest.mark.parametrize(
+    "raised", [KeyError("theirs"), SystemExit(3), KeyboardInterrupt()], ids=repr
+)
+def test_callback_that_raises_or_exits_stops_neither_callbacks_nor_who_waits(
+    owner: Owner, caplog: pytest.LogCaptureFixture, raised: BaseException
+) -> None:
+    def leave(_: object) -> None:
+        raise raised
+
+    one, other = futures(owner, 2)
+    called: list[int] = []
+    for future in (one, other):
+        future.add_done_callback(lambda _: called.append(0))
+        future.add_done_callback(leave)
+        future.add_done_callback(lambda _: called.append(1))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait, [one, other], PATIENCE)
+        while not other._waiting:
+            pass
+        one.outcome.settle()
+        other.outcome.settle()
+        assert waiting.result(PATIENCE).not_done == set()
+    assert called == [0, 1, 0, 1]
+    assert [(r.name, r.levelno) for r in caplog.records] == [
+        ("concurrent.futures", logging.ERROR)
+    ] * 2
+
+
+def test_callback_that_comes_while_it_is_settled_runs_once(owner: Owner) -> None:
+    for _ in range(300):
+        (future,) = futures(owner, 1)
+        begin = threading.Barrier(2)
+        called: list[bool] = []
+
+        def settle(
+            outcome: Outcome[int] = future.outcome, begin: threading.Barrier = begin
+        ) -> None:
+            begin.wait()
+            outcome.settle()
+
+        thread = threading.Thread(target=settle)
+        thread.start()
+        begin.wait()
+        future.add_done_callback(lambda _, called=called: called.append(True))  # type: ignore[misc]
+        thread.join()
+        owner.finish()
+        assert called == [True]
+
+
+# concurrent.futures and asyncio.
+
+
+def install(
+    owner: Owner, kind: str, count: int
+) -> tuple[list[Future[int]], Callable[[int, Settle], None]]:
+    """Futures of ours, or of the standard library, and how one of them is settled."""
+    if kind == "ours":
+        ours = futures(owner, count)
+        return [*ours], lambda i, settle: settle(ours[i].outcome)
+    theirs: list[Future[int]] = [Future() for _ in range(count)]
+
+    def settle_theirs(i: int, settle: Settle) -> None:
+        if settle is cancel:
+            theirs[i].cancel()
+            theirs[i].set_running_or_notify_cancel()
+        elif settle is fail:
+            theirs[i].set_exception(ValueError("no"))
+        else:
+            theirs[i].set_result(i)
+
+    return theirs, settle_theirs
+
+
+@pytest.mark.parametrize("kind", ["theirs", "ours"])
+@pytest.mark.parametrize(
+    ("when", "before", "during", "done"),
+    [
+        (ALL_COMPLETED, [], [succeed, fail, cancel], 3),
+        (ALL_COMPLETED, [succeed], [fail, cancel], 3),
+        (ALL_COMPLETED, [fail, cancel], [succeed], 3),
+        (ALL_COMPLETED, [succeed, fail, cancel], [], 3),
+        (ALL_COMPLETED, [succeed], [succeed], 2),
+        (FIRST_COMPLETED, [], [cancel], 1),
+        (FIRST_COMPLETED, [], [fail], 1),
+        (FIRST_COMPLETED, [succeed], [], 1),
+        (FIRST_EXCEPTION, [], [succeed, fail], 2),
+        (FIRST_EXCEPTION, [fail], [], 1),
+        (FIRST_EXCEPTION, [succeed], [fail], 2),
+        (FIRST_EXCEPTION, [cancel], [succeed], 2),
+        (FIRST_EXCEPTION, [cancel], [succeed, succeed], 3),
+    ],
+)
+def test_wait_is_as_with_the_standard_librarys(
+    owner: Owner, kind: str, when: str, before: list[Settle], during: list[Settle], done: int
+) -> None:
+    given, settle = install(owner, kind, 3)
+    for i, how in enumerate(before):
+        settle(i, how)
+    # One that is to be over with its time leaves as many undone as there are.
+    ends = when == FIRST_COMPLETED or done == 3 or fail in (*before, *during)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait, given, PATIENCE if ends else 0.2, when)
+        if during:
+            while not all(future._waiters for future in given):
+                pass
+        owner.finish()
+        assert not during or not waiting.done()
+        for i, how in enumerate(during, len(before)):
+            settle(i, how)
+            owner.finish()
+        result = waiting.result(PATIENCE)
+    assert result.done == set(given[:done])
+    assert result.not_done == set(given[done:])
+
+
+def test_futures_that_are_settled_while_wait_looks_are_all_waited_for(owner: Owner) -> None:
+    for number in range(300):
+        given = futures(owner, 3)
+        begin = threading.Barrier(2)
+
+        def settle(given: Any = given, begin: threading.Barrier = begin) -> None:
+            begin.wait()
+            for future in given:
+                future.outcome.settle()
+
+        thread = threading.Thread(target=settle)
+        thread.start()
+        begin.wait()
+        if number % 2:
+            assert wait(given, PATIENCE).not_done == set()
+        else:
+            assert {future.result() for future in completed(given, PATIENCE)} == {0, 1, 2}
+        thread.join()
+
+
+def test_future_that_is_settled_between_two_looks_of_wait_stays_as_it_was_seen(
+    owner: Owner,
+) -> None:
+    """`wait` counts what is done, then adds its waiter: no lock keeps the loop from settling meanwhile."""
+    (future,) = futures(owner, 1)
+    heard: list[Any] = []
+
+    class Waiter:
+        add_result = heard.append
+
+    with future._condition:
+        assert future._state == "PENDING"
+        future.outcome.settle()
+        assert future._state == "PENDING"
+        future._waiters.append(Waiter)
+        assert future.done()
+    owner.finish()
+    assert heard == [future]
+    with future._condition:
+        assert future._state == "FINISHED"
+        future._waiters.append(Waiter)
+    owner.finish()
+    assert heard == [future]
+
+
+def test_completed_futures_come_as_they_are_done_each_once(owner: Owner) -> None:
+    given = futures(owner, 5)
+    given[3].outcome.settle()
+    given[1].outcome.settle(ValueError("no"))
+    coming = completed(given, PATIENCE)
+    first = {next(coming), next(coming)}
+    assert first == {given[3], given[1]}
+    owner.finish()
+    rest = []
+    for i in (4, 0, 2):
+        given[i].outcome.settle(cancelled=i == 0)
+        rest.append(next(coming))
+    assert rest == [given[4], given[0], given[2]]
+    with pytest.raises(StopIteration):
+        next(coming)
+    assert not any(future._waiting for future in given)
+
+
+def test_waiting_again_and_again_leaves_nothing_on_a_future(owner: Owner) -> None:
+    pending, done = futures(owner, 2)
+    done.outcome.settle()
+    for _ in range(10):
+        assert wait([pending, done], 0).done == {done}
+        with pytest.raises(TimeoutError):
+            [*completed([pending, done], 0)]
+    for future in (pending, done):
+        assert future._waiting is not None
+        assert future._waiting == future._waiting.to_call == []
+    assert not pending.is_awaited
+
+
+def test_join_that_fails_is_an_exception_for_who_waits(owner: Owner) -> None:
+    bad, pending = OutcomeFuture(Number(-1), owner), OutcomeFuture(Number(), owner)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait, [bad, pending], PATIENCE, FIRST_EXCEPTION)
+        while not (bad._waiting and pending._waiting):
+            pass
+        bad.outcome.settle()
+        assert waiting.result(PATIENCE).done == {bad}
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_event_loop_awaits_results_failures_and_cancellations(owner: Owner, early: bool) -> None:
+    async def gather() -> list[Any]:
+        good, bad, gone = futures(owner, 3)
+        settles: list[Callable[[], object]] = [
+            good.outcome.settle,
+            partial(fail, bad.outcome),
+            gone.cancel,
+        ]
+        if early:
+            for settle in settles:
+                settle()
+        wrapped = [asyncio.wrap_future(future) for future in (good, bad, gone)]
+        if not early:
+            for settle in settles:
+                await asyncio.sleep(0)
+                settle()
+        async with asyncio.timeout(PATIENCE):
+            return await asyncio.gather(*wrapped, return_exceptions=True)
+
+    good, bad, gone = asyncio.run(gather())
+    assert good == 0
+    assert isinstance(bad, ValueError)
+    assert isinstance(gone, asyncio.CancelledError)
+
+
+def test_task_that_is_cancelled_cancels_the_request(owner: Owner) -> None:
+    (future,) = futures(owner, 1)
+
+    async def give_up() -> None:
+        async with asyncio.timeout(0.01):
+            await asyncio.wrap_future(future)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(give_up())
+    owner.finish()
+    assert future.cancelled()
+
+
+# Memory.
+
+
+@pytest.fixture
+def _no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_collector")
+@pytest.mark.parametrize("settle", [succeed, fail, cancel])
+def test_settled_request_and_its_future_go_without_a_collector(
+    owner: Owner, settle: Settle
+) -> None:
+    future = OutcomeFuture(Number(), owner)
+    future.add_done_callback(lambda _: None)
+    gone: list[Callable[[], object]] = [weakref.ref(future), weakref.ref(future.outcome)]
+    settle(future.outcome)
+    wait([future], PATIENCE)
+    owner.finish()
+    owner.finish()  # the thread holds a call until it has the next
+    outcome = future.outcome
+    del future
+    assert gone[0]() is None
+    del outcome
+    assert gone[1]() is None
+
+
+@pytest.mark.usefixtures("_no_collector")
+@pytest.mark.parametrize("number", [7, -1])
+def test_error_that_is_kept_keeps_neither_future_nor_request(owner: Owner, number: int) -> None:
+    future = OutcomeFuture(Number(number), owner)
+    with pytest.raises(TimeoutError) as late:
+        future.result(timeout=0)
+    future.outcome.settle(ValueError("no") if number > 0 else None)
+    future.prepare()
+    errors = [late.value, future.exception()]
+    for _ in range(2):
+        try:
+            future.result()
+        except ValueError as exc:
+            errors.append(exc.with_traceback(exc.__traceback__ and exc.__traceback__.tb_next))
+    gone: list[Callable[[], object]] = [weakref.ref(future), weakref.ref(future.outcome)]
+    del future, late
+    assert [ref() for ref in gone] == [None, None]
+    assert len(errors) == 4

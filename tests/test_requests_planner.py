@@ -1,0 +1,903 @@
+"""From arrays to requests: what is checked, where tensors lie, and who may use their memory again."""
+
+import gc
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcinfer.errors import InvalidInputError, QueueFullError
+from mcinfer.protocol import Predict, decode, encode_references
+from mcinfer.requests import planner as planning
+from mcinfer.requests.planner import Planner
+from mcinfer.requests.request import Request
+from mcinfer.sharding import Axes
+from mcinfer.shm.arena import Arena, Slot, align
+from mcinfer.specs import STRING, Dimension, ModelSpec, numpy_dtype
+from tests.planned_requests import (
+    DECLARED,
+    FIXED_SIZE,
+    FOUR_BITS,
+    LIMIT,
+    MIB,
+    PLAIN,
+    Array,
+    Value,
+    W,
+    X,
+    double,
+    in_use,
+    known,
+    model,
+    never,
+    place,
+    planner_of,
+    random_array,
+    raw_bytes,
+    references,
+    replied,
+    run,
+    specs,
+)
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena(64 * MIB)
+    yield arena
+    arena.close()
+
+
+# Random models and batches.
+
+ORDERS = ["C", "F", "reversed", "strided", "other byte order", "in the arena"]
+
+
+@dataclass
+class Case:
+    """A model of x (cut) and w (whole) to y (joined) and z (the same from all), and a request."""
+
+    model: ModelSpec
+    axis: int
+    batch: int
+    pieces: int
+    order: str
+    x: Array
+    w: Array
+    y: Array
+    z: Array
+
+    def sizes(self) -> list[int]:
+        """Rows of each shard, as `numpy.array_split` cuts."""
+        count = min(self.pieces, self.batch)
+        return [part.size for part in np.array_split(np.arange(self.batch), count)]
+
+    def parts(self, array: Array) -> list[Array]:
+        return np.split(array, np.cumsum(self.sizes())[:-1], self.axis)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    axis = draw(st.integers(0, 2))
+    shape: list[int] = draw(
+        st.lists(st.sampled_from([1, 1, 2, 3, 5, 0]), min_size=axis, max_size=3)
+    )
+    batch = draw(st.integers(1, 7))
+    types = [draw(st.sampled_from(FIXED_SIZE)) for _ in range(4)]
+    full = (*shape[:axis], batch, *shape[axis:])
+    symbolic: tuple[Dimension, ...] = (*shape[:axis], "batch", *shape[axis:])
+    fixed = draw(st.sampled_from([(), (3,), (2, 0), (5, 1)]))
+    seed = draw(st.integers(0, 2**32))
+    return Case(
+        model=model(
+            {"x": (types[0], symbolic), "w": (types[1], fixed)},
+            {"y": (types[2], symbolic), "z": (types[3], fixed)},
+        ),
+        axis=axis,
+        batch=batch,
+        pieces=draw(st.integers(1, 4)),
+        order=draw(st.sampled_from(ORDERS)),
+        x=random_array(types[0], full, seed),
+        w=random_array(types[1], fixed, seed + 1),
+        y=random_array(types[2], full, seed + 2),
+        z=random_array(types[3], fixed, seed + 3),
+    )
+
+
+def in_order(array: Array, name: str, order: str, planner: Planner) -> Array:
+    """The same values, in another layout, byte order or memory."""
+    match order:
+        case "F":
+            return array.copy(order="F")
+        case "reversed":
+            return array[::-1].copy()[::-1] if array.ndim else array
+        case "strided":
+            wide = np.zeros((*array.shape, 2), array.dtype)
+            wide[..., 0] = array
+            return wide[..., 0]
+        case "other byte order":
+            return array.astype(array.dtype.newbyteorder())
+        case "in the arena" if array.dtype.name not in FOUR_BITS:
+            allocated = planner.allocate({name: array.shape}, 0.0)[name]
+            allocated[...] = array
+            return allocated
+        case _:
+            return array
+
+
+@given(case=cases())
+@settings(deadline=None, max_examples=300)
+def test_shards_read_their_part_of_each_input_and_their_outputs_join(case: Case) -> None:
+    arena = Arena(2 * MIB)
+    planner = planner_of(case.model, arena)
+    inputs = {
+        "x": in_order(case.x, "x", case.order, planner),
+        "w": in_order(case.w, "w", case.order, planner),
+    }
+    request = planner.request(inputs, case.pieces, known(case.model, None, {"z": None}), 0.0)
+    expected = [*zip(case.parts(case.x), case.parts(case.y), strict=True)]
+    assert len(request.rows) == len(expected)
+    for shard, (x, y) in enumerate(expected):
+        read, written = references(request, shard)
+        assert {reference[3] for reference in (*read, *written)} <= request.blocks
+        assert [reference[0] for reference in read] == ["x", "w"]
+        assert [reference[2] for reference in read] == [x.shape, case.w.shape]
+        assert bytes(place(arena, read[0])) == raw_bytes(x)
+        assert bytes(place(arena, read[1])) == raw_bytes(case.w)
+        assert [reference[0] for reference in written] == ["y", "z"]
+        assert [reference[2] for reference in written] == [y.shape, case.z.shape]
+        place(arena, written[0])[:] = raw_bytes(y)
+        place(arena, written[1])[:] = raw_bytes(case.z)
+        request.take(shard, replied(written), never, shard, LIMIT)
+    # What one shard has written, no other has written over.
+    for shard, (x, _) in enumerate(expected):
+        assert bytes(place(arena, references(request, shard)[0][0])) == raw_bytes(x)
+    result = request.value()
+    assert [*result] == ["y", "z"]
+    for array, wanted in zip(result.values(), (case.y, case.z), strict=True):
+        assert array.dtype == wanted.dtype
+        assert array.shape == wanted.shape
+        assert raw_bytes(array) == raw_bytes(wanted)
+    del request, inputs, result, array
+    assert in_use(planner, arena) == 0
+    arena.close()
+
+
+# Copying, or not.
+
+
+def address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+@pytest.mark.parametrize(
+    ("cut", "shared"),
+    [
+        (lambda x: x[2:6], True),
+        (lambda x: x[:1], True),
+        (lambda x: x[1:][1:3], True),
+        (lambda x: x.view(np.int32).view(np.float32), True),
+        (lambda x: x[::2], False),
+        (lambda x: x[::-1], False),
+        (lambda x: x.T.copy().T, False),
+        (lambda x: x.copy(), False),
+        (lambda x: x.byteswap().view(x.dtype.newbyteorder()), False),
+    ],
+    ids=["rows", "a row", "of a slice", "views", "strided", "reversed", "F", "copy", "big-endian"],
+)
+def test_slices_of_allocated_arrays_are_sent_where_they_lie(
+    arena: Arena, cut: Callable[[Array], Array], shared: bool
+) -> None:
+    planner = planner_of(PLAIN, arena)
+    whole = planner.allocate({"x": (8, 3)}, 0.0)["x"]
+    whole[...] = np.arange(24).reshape(8, 3)
+    x = cut(whole)
+    request = planner.request({"x": x, "w": [0, 0]}, 1, None, 0.0)
+    reference = references(request, 0)[0][0]
+    assert (arena.find(address(x), x.nbytes) == reference[3:]) == shared
+    assert bytes(place(arena, reference)) == raw_bytes(x)
+
+
+def test_input_in_shared_memory_is_held_as_long_as_the_request(arena: Arena) -> None:
+    planner = planner_of(PLAIN, arena)
+    inputs = planner.allocate({"x": (1000, 3), "w": (2,)}, 0.0)
+    inputs["x"][...] = 7
+    request = planner.request(inputs, 1, None, 0.0)
+    reference = references(request, 0)[0][0]
+    inputs.clear()
+    others = [arena.allocate(12_000) for _ in range(3)]
+    for slot in others:
+        memoryview(slot.memory).cast("B")[:] = b"\x01" * 12_000
+    assert np.frombuffer(place(arena, reference), np.float32).tolist() == [7.0] * 3000
+    del request, others, slot
+    assert in_use(planner, arena) == 0
+
+
+def test_copied_input_may_be_changed_at_once(arena: Arena) -> None:
+    planner = planner_of(PLAIN, arena)
+    x = np.ones((2, 3), np.float32)
+    request = planner.request([x, [0, 0]], 1, None, 0.0)
+    x[...] = 9
+    assert (
+        np.frombuffer(place(arena, references(request, 0)[0][0]), np.float32).tolist() == [1.0] * 6
+    )
+
+
+def test_results_are_copies_where_memory_is_scarce() -> None:
+    arena = Arena(MIB)
+    planner = planner_of(PLAIN, arena)
+    held = arena.allocate(600_000)
+    x = np.ones((4, 3), np.float32)
+    request = planner.request([x, [0, 0]], 2, DECLARED, 0.0)
+    run(request, arena, double)
+    request.copies = arena.crowded
+    y = request.value()["y"]
+    assert arena.find(address(y), y.nbytes) is None
+    assert np.array_equal(y, 2 * x)
+    del held, request
+    assert in_use(planner, arena) == 0
+    arena.close()
+
+
+def test_request_that_finds_no_room_holds_none() -> None:
+    arena = Arena(MIB)
+    planner = planner_of(PLAIN, arena)
+    held = arena.allocate(600_000)
+    x = np.ones((20_000, 3), np.float32)  # 240 kB in, 240 kB out
+    used = arena.used
+    with pytest.raises(QueueFullError):
+        planner.request([x, [0, 0]], 2, DECLARED, 0.0)
+    assert arena.used == used
+    with pytest.raises(InvalidInputError, match=r"Limits\.memory_bytes"):
+        planner.request([np.ones((80_000, 3), np.float32), [0, 0]], 2, DECLARED, 0.01)
+    del held
+    run(planner.request([x, [0, 0]], 2, DECLARED, 0.0), arena, double)
+    arena.close()
+
+
+# Plans.
+
+
+def test_batch_of_no_rows_is_answered_without_a_worker(arena: Arena) -> None:
+    planner = planner_of(PLAIN, arena, 8, WEIGHTS)
+    planner.weights.update({"m": [1, 2, 3]}, 0.0)
+    used = arena.used
+    x = np.empty((0, 3), np.float32)
+    request = planner.request([x, [0, 0]], 2, DECLARED, 0.0, joinable=True)
+    assert (len(request.rows), request.settled, request.join) == (0, True, None)
+    assert request.result()["y"].shape == (0, 3)
+    assert arena.used == used
+
+
+def test_axes_that_the_caller_names_are_followed(arena: Arena) -> None:
+    spec = model({"x": ("int32", ["a", "b"])}, {"y": ("int32", ["a", "b"])})
+    planner = planner_of(spec, arena)
+    x = np.arange(12, dtype=np.int32).reshape(2, 6)
+    rows, columns, whole = (known(spec, {"x": axis}) for axis in (0, 1, None))
+    for how, shapes in (
+        (columns, [(2, 2)] * 3),
+        (rows, [(1, 6)] * 2),
+        (whole, [(2, 6)]),
+        (None, [(2, 6)]),
+        (columns, [(2, 2)] * 3),
+    ):
+        request = planner.request([x], 3, how, 0.0)
+        assert [references(request, shard)[0][0][2] for shard in range(len(request.rows))] == shapes
+        run(request, arena, lambda inputs: {"y": inputs["x"]})
+        assert np.array_equal(request.value()["y"], x)
+
+
+def test_batch_of_no_rows_goes_to_a_worker_where_an_output_does_not_follow(arena: Arena) -> None:
+    spec = model({"x": ("float32", ["batch"])}, {"y": ("float32", ["found"])})
+    request = planner_of(spec, arena).request(
+        [np.empty(0, np.float32)], 2, known(spec, None, {"y": 0}), 0.0
+    )
+    assert len(request.rows) == 1
+    request.take(0, replied([("y", "float32", (0,), 0, 0)]), never, 0, LIMIT)
+    assert request.value()["y"].shape == (0,)
+
+
+# Frames.
+
+
+def answered(planner: Planner, arena: Arena, x: Array = X) -> Request:
+    """A request of two shards that are answered, and that no worker has any more."""
+    request = planner.request([x, W], 2, DECLARED, 0.0)
+    run(request, arena, double)
+    request.settle()
+    request.release()
+    return request
+
+
+def test_frame_is_used_again_once_the_last_view_of_a_view_is_gone(arena: Arena) -> None:
+    planner = planner_of(PLAIN, arena)
+    request = answered(planner, arena)
+    size = arena.used
+    y = request.result()["y"]
+    place_of_y = address(y)
+    corner = y[1:].T[:2].view(np.int32)
+    del request, y
+    both = answered(planner, arena)
+    assert address(both.result()["y"]) != place_of_y  # the first is held by `corner`
+    assert arena.used > size
+    corner[...] = 7
+    assert (both.result()["y"] == 2).all()
+    del corner
+    again = answered(planner, arena)
+    assert address(again.result()["y"]) == place_of_y
+    del both, again
+    assert arena.used == planner.idle_bytes
+
+
+def test_steady_traffic_takes_no_more_memory_and_sends_the_same_bytes(arena: Arena) -> None:
+    planner = planner_of(PLAIN, arena)
+    sent = set()
+    for number in range(5):
+        request = answered(planner, arena, X * number)
+        assert (request.result()["y"] == 2 * number).all()
+        sent.add((request.tensors(0), request.tensors(1)))
+        del request
+        assert arena.used == planner.idle_bytes
+    assert len(sent) == 1
+
+
+def test_frames_are_held_by_an_unsettled_request_and_its_inputs_by_nobody_after(
+    arena: Arena,
+) -> None:
+    planner = planner_of(PLAIN, arena)
+    request = planner.request([X, W], 2, DECLARED, 0.0)
+    assert planner.idle_bytes == 0
+    run(request, arena, double)
+    request.settle()
+    request.release()
+    assert planner.idle_bytes == 2 * 64  # the inputs'
+    value = request.result()
+    del request
+    assert planner.idle_bytes == 2 * 64
+    del value
+    assert planner.idle_bytes == arena.used == 3 * 64
+
+
+def test_idle_frames_are_bounded_in_number(arena: Arena) -> None:
+    planner = planner_of(PLAIN, arena)
+    requests = [answered(planner, arena) for _ in range(100)]
+    requests.clear()
+    assert (
+        planner.idle_bytes == arena.used == 64 * 64 + 128
+    )  # of outputs, and what all inputs were in
+    planner.release_idle()
+    assert planner.idle_bytes == arena.used == 0
+
+
+def test_idle_frames_are_bounded_in_bytes_but_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "_MAX_IDLE_BYTES", 3 * MIB)
+    arena = Arena(64 * MIB)
+    planner = planner_of(PLAIN, arena)
+    for rows, kept in ((MIB // 12, 3), (MIB // 2, 1)):
+        x = np.ones((rows, 3), np.float32)
+        requests = [planner.request([x, W], 1, None, 0.0) for _ in range(4)]
+        one = requests[0].size
+        requests.clear()
+        assert arena.used == planner.idle_bytes
+        # The inputs have the weights beside, and may be one fewer.
+        assert (kept - 1) * one < planner.idle_bytes <= kept * (one + 256)  # to whole cache lines
+        planner.release_idle()
+    arena.close()
+
+
+def test_frames_of_a_forgotten_plan_and_of_a_closed_planner_go_to_the_arena(arena: Arena) -> None:
+    planner = planner_of(PLAIN, arena)
+    first = answered(planner, arena)
+    for count in range(1, 300):
+        planner.request([np.ones((count, 3), np.float32), W], 1, DECLARED, 0.0)
+    before = arena.used - planner.idle_bytes
+    assert before > 0
+    del first
+    assert arena.used == planner.idle_bytes
+    last = answered(planner, arena)
+    planner.close()
+    del last
+    assert arena.used == 0
+
+
+def test_frame_held_in_a_cycle_is_free_once_that_is_collected(arena: Arena) -> None:
+    planner = planner_of(PLAIN, arena)
+    request = answered(planner, arena)
+    cycle: list[Any] = [request, request.result()]
+    cycle.append(cycle)
+    del request, cycle
+    gc.collect()
+    assert in_use(planner, arena) == 0
+
+
+def test_planner_that_is_short_of_one_frame_does_not_wait_with_the_other_in_hand() -> None:
+    """Two that each held one would wait for each other."""
+    arena = Arena(MIB)
+    asked: list[tuple[int, float, int]] = []
+
+    def allocate(sizes: Sequence[int], timeout: float) -> list[Slot]:
+        asked.append((len(sizes), timeout, arena.used))
+        return arena.allocate_all(sizes)
+
+    planner = Planner(PLAIN, arena, allocate)
+    x = np.ones((20_000, 3), np.float32)  # 240 kB in, 240 kB out
+    request = answered(planner, arena, x)
+    y = request.result()["y"]
+    del request  # the frame of its inputs is idle, that of its outputs is not
+    held = arena.allocate(450_000)
+    with pytest.raises(QueueFullError):
+        planner.request([x, W], 2, DECLARED, 5.0)
+    assert asked[0][:2] == (2, 0.0)
+    (one, at_once, _), (both, waited, used) = asked[1:]
+    assert (one, at_once, both, waited) == (1, 0.0, 2, 5.0)
+    assert used == align(y.nbytes) + align(held.size)
+    arena.close()
+
+
+def test_result_is_the_next_requests_input_where_it_lies(arena: Arena) -> None:
+    planner = planner_of(PLAIN, arena)
+    y = answered(planner, arena).result()["y"]
+    request = planner.request([y[1:3], W], 1, None, 0.0)
+    assert references(request, 0)[0][0][3:] == arena.find(address(y[1:3]), 24)
+    del y
+    assert bytes(place(arena, references(request, 0)[0][0])) == np.full((2, 3), 2, "<f4").tobytes()
+
+
+def test_threads_that_make_the_same_plan_at_once_all_get_their_own_memory(arena: Arena) -> None:
+    lock = threading.Lock()
+
+    def allocate(sizes: Sequence[int], _: float) -> list[Slot]:
+        with lock:
+            return arena.allocate_all(sizes)
+
+    planner = Planner(PLAIN, arena, allocate)
+
+    def work(seed: int) -> bool:
+        for number in range(50):
+            x = np.full((1 + number % 3, 3), seed * 100 + number, np.float32)
+            request = answered(planner, arena, x)
+            if not (request.result()["y"] == 2 * x).all():
+                return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
+
+
+# What is taken, and what is refused.
+
+TYPED = {
+    name: model({"x": (name, ["batch"])}, {"y": (name, ["batch"])})
+    for name in ("float32", "float64", "int64", "int8", "uint8", "bool", "bfloat16", "int4", STRING)
+}
+
+
+@pytest.mark.parametrize(
+    ("element_type", "value"),
+    [
+        ("float32", [1, 2]),
+        ("float32", [1.5, 2]),
+        ("float32", (True, False)),
+        ("float32", []),
+        ("float64", [10**10, -0.5]),
+        ("bfloat16", [1.5, -2]),
+        ("int64", [1, -(2**63), 2**63 - 1]),
+        ("int64", [True]),
+        ("int64", range(5)),
+        ("int64", []),
+        ("int8", [-128, 127]),
+        ("int4", [-8, 7]),
+        ("bool", [True, False]),
+        ("float32", [np.float32(1), np.float32(2)]),
+        ("float32", [np.ones(()), 2]),
+    ],
+    ids=str,
+)
+def test_numbers_without_a_type_take_the_inputs(
+    arena: Arena, element_type: str, value: Sequence[Any]
+) -> None:
+    spec = TYPED[element_type]
+    request = planner_of(spec, arena).request([value], 1, known(spec), 0.0)
+    expected = np.array([*value]).astype(numpy_dtype(element_type))
+    if not len(request.rows):
+        assert len(value) == 0
+        return
+    assert bytes(place(arena, references(request, 0)[0][0])) == raw_bytes(expected)
+
+
+@pytest.mark.parametrize("value", [3, 3.5, True, np.float32(3.5)])
+def test_number_is_a_tensor_without_dimensions(arena: Arena, value: float) -> None:
+    scalar = model({"t": ("float32", [])}, {"y": ("float32", [])})
+    request = planner_of(scalar, arena).request([value], 4, known(scalar), 0.0)
+    (reference,), _ = references(request, 0)
+    assert (len(request.rows), reference[2]) == (1, ())
+    assert bytes(place(arena, reference)) == np.float32(value).tobytes()
+
+
+class HasArray:
+    """What another library's tensor is like."""
+
+    dtype = "theirs"
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return self.array
+
+
+def test_tensor_of_another_library_is_taken_as_its_array(arena: Arena) -> None:
+    planner = planner_of(TYPED["float32"], arena)
+    request = planner.request([HasArray(np.ones(3, np.float32))], 1, None, 0.0)
+    assert bytes(place(arena, references(request, 0)[0][0])) == np.ones(3, np.float32).tobytes()
+    with pytest.raises(InvalidInputError, match="'x' has dtype float64, expected float32"):
+        planner.request([HasArray(np.ones(3))], 1, None, 0.0)
+
+
+X32 = r"input 'x' has dtype {}, expected {} \(x: {}\[batch\]\)"
+
+
+@pytest.mark.parametrize(
+    ("element_type", "value", "text"),
+    [
+        ("float32", np.ones(3), X32.format("float64", "float32", "float32")),
+        ("float32", np.ones(3, ">f8"), X32.format(">f8", "float32", "float32")),
+        ("float32", np.ones(3, int), X32.format("int64", "float32", "float32")),
+        ("float32", np.float64(1), X32.format("float64", "float32", "float32")),
+        ("float32", ["1"], X32.format("<U1", "float32", "float32")),
+        ("float32", [None], X32.format("object", "float32", "float32")),
+        ("float32", [1j], X32.format("complex128", "float32", "float32")),
+        ("float32", None, X32.format("object", "float32", "float32")),
+        ("float32", {"a": 1}, X32.format("object", "float32", "float32")),
+        ("float32", [np.datetime64(0, "s")], r"input 'x' has dtype datetime64\[s\], expected"),
+        ("float32", [[1], [2, 3]], r"input 'x' is not an array: .*inhomogeneous"),
+        ("int64", [1.0], X32.format("float64", "int64", "int64")),
+        ("int64", [2**70], X32.format("object", "int64", "int64")),
+        ("bool", [1], X32.format("int64", "bool", "bool")),
+        ("bfloat16", np.ones(3, np.float16), X32.format("float16", "bfloat16", "bfloat16")),
+        ("int8", [0, 128], r"'x' has values from 0 to 128, expected -128 to 127 \(x: int8"),
+        ("int8", [-129, 0], r"'x' has values from -129 to 0, expected -128 to 127"),
+        ("int4", [8], r"'x' has values from 8 to 8, expected -8 to 7"),
+        ("int64", [2**63], rf"'x' has values from {2**63} .* to {2**63 - 1} "),
+        ("int64", [[1, 2]], r"input 'x' has 2 dimensions \[1, 2\], expected 1: x: int64\[batch\]"),
+        ("int64", 1, r"input 'x' has 0 dimensions \[\], expected 1: x: int64\[batch\]"),
+        (STRING, [1, 2], X32.format("object", STRING, STRING)),
+        (STRING, np.ones(2), X32.format("float64", STRING, STRING)),
+        (STRING, ["a", None], X32.format("object", STRING, STRING)),
+        (STRING, np.array(["a", 1], object), X32.format("object", STRING, STRING)),
+    ],
+    ids=str,
+)
+def test_value_that_does_not_fit_is_refused_with_name_what_came_and_what_was_expected(
+    arena: Arena, element_type: str, value: Any, text: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=text):
+        planner_of(TYPED[element_type], arena).request([value], 2, known(TYPED[element_type]), 0.0)
+    assert arena.used == 0
+
+
+@pytest.mark.parametrize(
+    ("inputs", "text"),
+    [
+        ({"x": X}, r"inputs: missing \['w'\], expected \['x', 'w'\]"),
+        ({"x": X, "w": W, "q": 1}, r"inputs: unknown \['q'\], expected \['x', 'w'\]"),
+        ({"X": X, "w": W}, r"inputs: unknown \['X'\], missing \['x'\], expected \['x', 'w'\]"),
+        ({}, r"inputs: missing \['x', 'w'\]"),
+        ({0: X, "w": W}, r"inputs: unknown \[0\], missing \['x'\]"),
+        ([X], r"inputs: got 1, expected 2: \['x', 'w'\]"),
+        ([X, W, W], r"inputs: got 3, expected 2: \['x', 'w'\]"),
+        (X, r"inputs: got ndarray, expected a mapping by name or a sequence of \['x', 'w'\]"),
+        ("xw", r"inputs: got str, expected"),
+        (None, r"inputs: got NoneType, expected"),
+        (iter([X, W]), r"inputs: got \w*iterator, expected"),
+        ([X[:, :2], W], r"input 'x' has size 2 in dimension 1, expected 3: x: float32\[batch, 3\]"),
+        ([X, W[:1]], r"input 'w' .*\b1\b.*\b2\b"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused_with_what_came_and_what_was_expected(
+    arena: Arena, inputs: Any, text: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=text):
+        planner_of(PLAIN, arena).request(inputs, 2, DECLARED, 0.0)
+    assert arena.used == 0
+
+
+@pytest.mark.parametrize(
+    ("shapes", "text"),
+    [
+        ({"q": (1,)}, r"shapes: unknown input 'q', expected some of \['x', 's', 'h'\]"),
+        ({"x": (1, 2)}, r"shapes: got \[1, 2\] for 'x', expected x: float32\[batch\]"),
+        ({"x": ()}, r"shapes: got \[\] for 'x', expected x: float32\[batch\]"),
+        ({"x": (-1,)}, r"shapes: got \[-1\] for 'x'"),
+        ({"x": 3}, r"shapes: got 3 for 'x', expected x: float32\[batch\]"),
+        ({"x": (2.5,)}, r"shapes: got \(2\.5,\) for 'x'"),
+        ({"x": ("batch",)}, r"shapes: got \('batch',\) for 'x'"),
+        ({"s": (1,)}, r"shapes: input s: string\[batch\] cannot lie in shared memory"),
+        ({"h": (1,)}, r"shapes: input h: int4\[batch\] cannot lie in shared memory"),
+        ({"x": (2**40,)}, r"Limits.memory_bytes"),
+    ],
+    ids=repr,
+)
+def test_allocation_that_does_not_fit_is_refused(arena: Arena, shapes: Any, text: str) -> None:
+    inputs: dict[str, Value] = {
+        "x": ("float32", ["batch"]),
+        "s": (STRING, ["batch"]),
+        "h": ("int4", ["batch"]),
+    }
+    with pytest.raises(InvalidInputError, match=text):
+        planner_of(model(inputs, {"y": ("float32", ["batch"])}), arena).allocate(shapes, 0.0)
+    assert arena.used == 0
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3)], ids=str)
+def test_input_without_declared_dimensions_is_of_any_rank(
+    arena: Arena, shape: tuple[int, ...]
+) -> None:
+    spec = model({"x": ("float32", [])}, {"y": ("float32", [])})
+    planner = planner_of(spec, arena)
+    x = planner.allocate({"x": shape}, 0.0)["x"]
+    assert x.shape == shape
+    x[...] = 3
+    request = planner.request([x], 2, known(spec), 0.0)
+    assert references(request, 0)[0][0][2] == shape
+
+
+def test_allocated_arrays_have_the_inputs_types_and_are_writable(arena: Arena) -> None:
+    inputs: dict[str, Value] = {
+        name: (name, ["batch", 2]) for name in FIXED_SIZE if name not in FOUR_BITS
+    }
+    planner = planner_of(model(inputs, {"y": ("float32", ["batch"])}), arena)
+    rows: Any = np.int64(3)  # a size as NumPy gives it
+    arrays = planner.allocate(dict.fromkeys(inputs, (rows, 2)), 0.0)
+    for name, array in arrays.items():
+        assert (array.dtype, array.shape) == (numpy_dtype(name), (3, 2))
+        array[...] = 1
+    assert arena.used == sum(align(array.nbytes) for array in arrays.values())
+
+
+# Strings.
+
+
+def test_strings_travel_inline_row_by_row(arena: Arena) -> None:
+    texts = model({"s": (STRING, ["batch"])}, {"t": (STRING, ["batch"])})
+    planner = planner_of(texts, arena)
+    values = ["a", b"b\x00", "ü\x00", "", np.str_("e")]
+    request = planner.request([values], 2, known(texts), 0.0)
+    assert request.blocks == set()
+    read = [references(request, shard)[0][0] for shard in range(2)]
+    assert read[0] == ("s", STRING, (3,), None, ("a", b"b\x00", "ü\x00"))
+    assert read[1] == ("s", STRING, (2,), None, ("", "e"))
+    assert references(request, 0)[1] == ()
+    for shard, reference in enumerate(read):
+        request.take(shard, replied([("t", *reference[1:])]), never, shard, LIMIT)
+    assert request.value()["t"].tolist() == ["a", b"b\x00", "ü\x00", "", "e"]
+    assert arena.used == 0
+
+
+def test_arrays_of_text_are_taken_as_they_are(arena: Arena) -> None:
+    spec = model({"s": (STRING, ["batch", 2])}, {"t": (STRING, ["batch", 2])})
+    planner = planner_of(spec, arena)
+    text = np.array([["a", "bc"], ["d", ""]])
+    for array in (
+        text,
+        text.astype(object),
+        text.astype(np.dtypes.StringDType()),
+        text[::-1][::-1],
+    ):
+        request = planner.request([array], 2, known(spec), 0.0)
+        assert [references(request, shard)[0][0][4] for shard in range(2)] == [
+            ("a", "bc"),
+            ("d", ""),
+        ]
+    (reference,), _ = references(planner.request([text.astype("S")], 1, None, 0.0), 0)
+    assert reference[4] == (b"a", b"bc", b"d", b"")
+
+
+def test_strings_that_no_message_can_carry_are_the_callers_mistake(arena: Arena) -> None:
+    planner = planner_of(model({"s": (STRING, ["batch"])}, {"y": ("float32", ["batch"])}), arena)
+    with pytest.raises(InvalidInputError, match="17 strings in a message of 17"):
+        planner.request({"s": np.array(["x" * (1 << 20)] * 17, object)}, 1, None, 0.0)
+    planner.close()
+
+
+# Requests that may go in one run with others.
+
+ENCODER = model(
+    {"x": ("float32", ["batch", "seq"]), "w": ("int64", ["k"]), "t": ("float64", [])},
+    {"y": ("float16", ["batch", "seq"])},
+)
+
+
+def join_of(arena: Arena, spec: ModelSpec, inputs: Any, axes: Axes | None = None) -> Any:
+    """What a request has in common with others, and its rows."""
+    request = planner_of(spec, arena, 8).request(inputs, 1, known(spec, axes), 0.0, joinable=True)
+    return request.join
+
+
+def encoder_inputs(
+    rows: int = 1, width: int = 5, w: Sequence[int] = (1, 2), t: float = 0.5
+) -> dict[str, Any]:
+    return {"x": np.zeros((rows, width), np.float32), "w": np.array(w), "t": t}
+
+
+def test_requests_that_differ_in_the_batch_alone_have_the_same_key(arena: Arena) -> None:
+    one, three = (join_of(arena, ENCODER, encoder_inputs(rows)) for rows in (1, 3))
+    assert one[0] == three[0]
+    assert hash(one[0]) == hash(three[0])
+    assert (one[1], three[1]) == (1, 3)
+
+
+def test_values_of_the_batch_do_not_matter_nor_how_inputs_are_given(arena: Arena) -> None:
+    inputs = encoder_inputs()
+    planner = planner_of(ENCODER, arena, 8)
+    allocated = planner.allocate({"x": (1, 5)}, 0.0)["x"]
+    allocated[...] = 9
+    others = [
+        {**inputs, "x": np.full((1, 5), 7, ">f4")},
+        {**inputs, "x": allocated},
+        {**inputs, "w": np.array([1, 2], ">i8"), "t": np.array(0.5, ">f8")},
+        {**inputs, "w": [1, 2]},
+        [inputs["x"], inputs["w"], inputs["t"]],
+    ]
+    expected = join_of(arena, ENCODER, inputs)
+    assert all(join_of(arena, ENCODER, other) == expected for other in others)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"width": 6}, {"w": (1, 2, 3)}, {"w": (1, 3)}, {"w": (2, 1)}, {"t": 0.25}, {"t": np.nan}],
+    ids=str,
+)
+def test_requests_of_other_sizes_or_other_common_values_have_another_key(
+    arena: Arena, other: dict[str, Any]
+) -> None:
+    expected = join_of(arena, ENCODER, encoder_inputs())
+    assert join_of(arena, ENCODER, encoder_inputs(**other))[0] != expected[0]
+
+
+def test_key_knows_along_which_axes_the_batch_lies(arena: Arena) -> None:
+    spec = model({"x": ("float32", ["a", "b"])}, {"y": ("float32", ["a", "b"])})
+    x = {"x": np.zeros((2, 2), np.float32)}
+    rows, columns = (join_of(arena, spec, x, {"x": axis}) for axis in (0, 1))
+    assert rows[0] != columns[0]
+    assert join_of(arena, spec, x, {"x": None}) is None
+
+
+def test_axes_of_a_request_are_those_of_its_inputs_and_outputs(arena: Arena) -> None:
+    spec = model(
+        {"x": ("float32", [3, "batch"]), "w": ("float32", [2]), "v": ("float32", ["batch"])},
+        {"y": ("float32", ["batch", 2]), "z": ("float32", [2, 2, "batch"])},
+    )
+    inputs = {name: np.zeros(shape, np.float32) for name, shape in (("x", (3, 4)), ("w", 2))}
+    request = {**inputs, "v": [0.0] * 4}
+    made = planner_of(spec, arena, 8).request(request, 1, known(spec), 0.0, joinable=True)
+    assert made.axes == ((1, None, 0), (0, 2))
+    assert made.join is not None
+    assert made.join[1] == 4
+
+
+def test_tensors_of_a_request_are_those_of_its_message(arena: Arena) -> None:
+    request = planner_of(PLAIN, arena, 8).request(
+        [[[1.0] * 3] * 4, [0, 0]], 1, DECLARED, 0.0, joinable=True
+    )
+    inputs, outputs = references(request, 0)
+    assert request.tensors(0) == (encode_references(inputs), encode_references(outputs))
+
+
+@pytest.mark.parametrize(("rows", "joined"), [(1, True), (7, True), (8, False), (9, False)])
+def test_requests_that_leave_no_room_for_others_go_alone(
+    arena: Arena, rows: int, joined: bool
+) -> None:
+    assert (join_of(arena, ENCODER, encoder_inputs(rows)) is not None) == joined
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [
+        ({"x": ("float32", ["batch"]), "s": (STRING, [1])}, {"y": ("float32", ["batch"])}),
+        ({"x": (STRING, ["batch"])}, {"y": ("float32", ["batch"])}),
+        ({"x": ("float32", ["batch"])}, {"y": (STRING, ["batch"])}),
+        ({"x": ("int4", ["batch"])}, {"y": ("float32", ["batch"])}),
+        ({"x": ("float32", ["batch"])}, {"y": ("uint4", ["batch"])}),
+        ({"x": ("float32", ["batch"]), "w": ("int4", [1])}, {"y": ("float32", ["batch"])}),
+        ({"x": ("float32", [1])}, {"y": ("float32", [1])}),
+        ({"x": ("float32", ["batch"])}, {"y": ("float32", ["found"])}),
+        ({"x": ("float32", [None])}, {"y": ("float32", [None])}),
+    ],
+    ids=str,
+)
+def test_tensors_whose_rows_cannot_be_put_together_go_alone(
+    arena: Arena, inputs: Mapping[str, Value], outputs: Mapping[str, Value]
+) -> None:
+    spec = model(inputs, outputs)
+    arrays = {item.name: np.zeros(1, item.dtype) for item in spec.inputs}
+    strings = {n: np.array(["a"]) for n, (kind, _) in inputs.items() if kind == STRING}
+    assert join_of(arena, spec, {**arrays, **strings}) is None
+
+
+@pytest.mark.parametrize(("size", "joined"), [(512, True), (513, False)])
+def test_common_inputs_that_are_large_are_not_compared(
+    arena: Arena, size: int, joined: bool
+) -> None:
+    spec = model(
+        {"x": ("float32", ["batch"]), "w": ("int64", ["k"])}, {"y": ("float32", ["batch"])}
+    )
+    inputs = {"x": np.zeros(1, np.float32), "w": np.zeros(size, np.int64)}
+    assert (join_of(arena, spec, inputs) is not None) == joined
+
+
+@pytest.mark.parametrize(("most", "joinable"), [(1, True), (8, False)])
+def test_requests_go_alone_where_joining_is_off(arena: Arena, most: int, joinable: bool) -> None:
+    request = planner_of(ENCODER, arena, most).request(
+        encoder_inputs(), 1, known(ENCODER), 0.0, joinable=joinable
+    )
+    assert request.join is None
+
+
+# Weights.
+
+WEIGHTS = specs({"m": ("float32", [3])})
+
+
+def version_of(request: Request, shard: int) -> int:
+    """The version of the weights that the worker reads in a shard's PREDICT."""
+    request.number = 7
+    message = decode(request.message(shard))
+    assert isinstance(message, Predict)
+    return message.weights
+
+
+def test_all_shards_run_with_the_version_of_the_moment_when_they_were_staged(arena: Arena) -> None:
+    planner = planner_of(PLAIN, arena, weights=WEIGHTS)
+    inputs = [np.zeros((4, 3), np.float32), [0, 0]]
+    requests = []
+    for number in range(3):
+        requests.append(planner.request(inputs, 2, DECLARED, 0.0))
+        assert planner.weights.update({"m": [0, 0, 0]}, 0.0) == number + 1
+    requests.append(planner.request(inputs, 2, DECLARED, 0.0))
+    assert [[version_of(request, shard) for shard in range(2)] for request in requests] == [
+        [number] * 2 for number in range(4)
+    ]
+
+
+def test_memory_of_a_version_is_held_by_the_requests_that_run_with_it(arena: Arena) -> None:
+    planner = planner_of(PLAIN, arena, weights=WEIGHTS)
+    planner.weights.update({"m": [1, 2, 3]}, 0.0)
+    inputs = planner.allocate({"x": (4, 3), "w": (2,)}, 0.0)
+    before = arena.used
+    request = planner.request(inputs, 1, None, 0.0)
+    output = arena.used - before
+    planner.weights.update({"m": [4, 5, 6]}, 0.0)
+    assert arena.used == before + output + align(12)
+    assert (
+        bytes(place(arena, request.weights.tensors["m"]))
+        == np.array([1, 2, 3], np.float32).tobytes()
+    )
+    request.settle()
+    request.release()  # however long a user keeps what is left of it
+    assert arena.used == before + output
+    del request
+    assert in_use(planner, arena) == before
+
+
+def test_requests_with_another_version_of_the_weights_have_another_key(arena: Arena) -> None:
+    planner, how = planner_of(ENCODER, arena, 8, WEIGHTS), known(ENCODER)
+
+    def key() -> Any:
+        request = planner.request(encoder_inputs(), 1, how, 0.0, joinable=True)
+        assert request.join is not None
+        return request.join[0]
+
+    own = key()
+    assert key() == own
+    planner.weights.update({"m": [1, 2, 3]}, 0.0)
+    first = key()
+    assert key() == first
+    planner.weights.update({"m": [1, 2, 3]}, 0.0)
+    assert len({own, first, key()}) == 3

@@ -1,0 +1,505 @@
+"""Requests: what workers' replies are checked against, and what becomes of the outputs."""
+
+import errno
+import gc
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mcinfer.errors import PredictError, ProtocolError
+from mcinfer.fields import TensorRef
+from mcinfer.requests.request import Request
+from mcinfer.sharding import Axes, JoinError, Split
+from mcinfer.shm.arena import Arena
+from mcinfer.shm.block import Block
+from mcinfer.specs import STRING
+from mcinfer.splitting import Known
+from tests.planned_requests import (
+    DECLARED,
+    LIMIT,
+    MIB,
+    PLAIN,
+    Array,
+    W,
+    Worker,
+    X,
+    double,
+    in_use,
+    known,
+    model,
+    never,
+    place,
+    planner_of,
+    random_array,
+    references,
+    replied,
+    run,
+)
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena(64 * MIB)
+    yield arena
+    arena.close()
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    gc.collect()  # what earlier tests left is not to go now
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    worker = Worker()
+    yield worker
+    worker.close()
+
+
+# Outputs in the worker's own blocks.
+
+OPEN = model(
+    {"x": ("float32", ["batch", 2])},
+    {
+        "y": ("float32", ["batch", 2]),
+        "u": ("int32", ["found", 3]),
+        "h": ("uint4", ["found"]),
+        "t": (STRING, ["found"]),
+    },
+)
+FOUND: Axes = {"u": 0, "h": 0, "t": 0}
+
+
+def found(count: int, seed: int) -> tuple[Array, Array, tuple[str, ...]]:
+    """What a shard found: u, h and t of so many rows."""
+    texts = tuple(f"{seed}-{row}" for row in range(count))
+    return random_array("int32", (count, 3), seed), random_array("uint4", (count,), seed), texts
+
+
+def answer(request: Request, worker: Worker, shard: int, count: int) -> tuple[TensorRef, ...]:
+    """A right reply for a shard of `OPEN`."""
+    u, h, t = found(count, shard)
+    y = references(request, shard)[1][0]
+    own = worker.put(("u", u), ("h", h))
+    return replied([y, *own, ("t", STRING, (count,), None, t)])
+
+
+def stage_open(arena: Arena, outputs: Axes = FOUND) -> Request:
+    """A request of four rows in two shards."""
+    return planner_of(OPEN, arena).request(
+        [np.ones((4, 2), np.float32)], 2, known(OPEN, None, outputs), 0.0
+    )
+
+
+def test_outputs_of_unknown_shape_come_from_the_workers_blocks_and_join(
+    arena: Arena, worker: Worker
+) -> None:
+    request = stage_open(arena)
+    assert [[reference[0] for reference in references(request, s)[1]] for s in (0, 1)] == [
+        ["y"]
+    ] * 2
+    for shard in (1, 0):
+        request.take(shard, answer(request, worker, shard, 2), worker.fetch, shard, LIMIT)
+    assert worker.fetched == [-1, -2]  # once for both outputs of a shard
+    result = request.value()
+    for block in worker.blocks.values():  # what the worker does to them is nobody's concern then
+        memoryview(block.memory(0, block.size)).cast("B")[:] = b"\xff" * block.size
+    assert [*result] == ["y", "u", "h", "t"]
+    parts = [found(2, 0), found(2, 1)]
+    assert np.array_equal(result["u"], np.concatenate([u for u, _, _ in parts]))
+    assert np.array_equal(result["h"], np.concatenate([h for _, h, _ in parts]))
+    assert result["t"].tolist() == ["0-0", "0-1", "1-0", "1-1"]
+
+
+def test_parts_that_do_not_join_are_an_error_that_the_split_hears_of(
+    arena: Arena, worker: Worker
+) -> None:
+    request = stage_open(arena, {**FOUND, "u": None})
+    reasons: list[str] = []
+    request.contradicted = reasons.append
+    for shard, count in ((0, 3), (1, 5)):
+        request.take(shard, answer(request, worker, shard, count), worker.fetch, 7 + shard, LIMIT)
+    text = r"output 'u' is the same from every worker.*\[3, 3\] from worker 8.*got \[5, 3\]"
+    with pytest.raises(JoinError, match=text) as caught:
+        request.value()
+    assert reasons == [str(caught.value)]
+
+
+def test_output_without_elements_needs_no_block(arena: Arena) -> None:
+    request = stage_open(arena)
+    for shard in (0, 1):
+        y = references(request, shard)[1][0]
+        empty: list[TensorRef] = [("u", "int32", (0, 3), 0, 0), ("h", "uint4", (0,), 0, 0)]
+        request.take(
+            shard, replied([y, *empty, ("t", STRING, (0,), None, ())]), never, shard, LIMIT
+        )
+    result = request.value()
+    assert (result["u"].shape, result["h"].shape, result["t"].shape) == ((0, 3), (0,), (0,))
+    assert result["h"].dtype == ml_dtypes.uint4
+
+
+def test_open_output_may_be_of_another_rank_than_the_model_declares(
+    arena: Arena, worker: Worker
+) -> None:
+    request = stage_open(arena)
+    for shard in (0, 1):
+        y, _, *others = answer(request, worker, shard, 2)
+        own = worker.put(("u", random_array("int32", (5, 2, 1), shard)))
+        request.take(shard, replied([y, *own, *others]), worker.fetch, shard, LIMIT)
+    assert request.value()["u"].shape == (10, 2, 1)
+
+
+# Outputs that come out in another shape than the plan foresaw, which the runtime only warns of.
+
+
+def opened(request: Request, worker: Worker, shard: int, array: Array) -> None:
+    """Answer a shard of `PLAIN` with this, in the worker's own block."""
+    request.take(shard, replied(worker.put(("y", array))), worker.fetch, shard, LIMIT)
+
+
+def test_output_of_another_shape_is_taken_and_no_more_foreseen(
+    arena: Arena, worker: Worker
+) -> None:
+    planner = planner_of(PLAIN, arena)
+    parts = [random_array("float32", (2, 7), seed) for seed in (0, 1)]
+    for laid_out in (1, 0, 0):
+        request = planner.request([X, W], 2, DECLARED, 0.0)
+        assert [len(references(request, shard)[1]) for shard in (0, 1)] == [laid_out] * 2
+        for shard, part in enumerate(parts):
+            opened(request, worker, shard, part)
+        assert request.value()["y"].tobytes() == np.concatenate(parts).tobytes()
+
+
+def test_output_of_another_shape_may_come_from_one_worker_alone(
+    arena: Arena, worker: Worker
+) -> None:
+    """Where each row's place is foreseen, and one worker has its rows elsewhere."""
+    split = Split(inputs={"x": 0, "w": None}, outputs={"y": 0}, known="learned", sizes={"y": 2})
+    spec = model(
+        {"x": ("float32", [None, 3]), "w": ("float32", [2])}, {"y": ("float32", [None, 3])}
+    )
+    how = Known(split=split, settled=True, splits=True, open=False, number=-1)
+    request = planner_of(spec, arena).request([X, W], 2, how, 0.0)
+    (reference,) = references(request, 0)[1]
+    assert reference[2] == (4, 3)
+    rows = random_array("float32", (4, 3), 1)
+    place(arena, reference)[:] = rows.tobytes()
+    request.take(0, (), never, 0, LIMIT)
+    more = random_array("float32", (5, 3), 2)
+    opened(request, worker, 1, more)
+    assert request.value()["y"].tobytes() == np.concatenate([rows, more]).tobytes()
+
+
+def test_outputs_of_other_shapes_that_do_not_join_are_an_error_that_names_the_worker(
+    arena: Arena, worker: Worker
+) -> None:
+    request = planner_of(PLAIN, arena).request([X, W], 2, DECLARED, 0.0)
+    opened(request, worker, 0, np.ones((2, 7), np.float32))
+    opened(request, worker, 1, np.ones((3, 7), np.float32))
+    text = r"output 'y' joins along axis 0.*\[2, 7\] from worker 1 \(part 1\), got \[3, 7\]"
+    with pytest.raises(JoinError, match=text):
+        request.value()
+
+
+# Forged replies: none is taken, none changes anything, none leaves a descriptor.
+
+Forge = Callable[[Request, list[TensorRef]], Sequence[TensorRef]]
+
+
+def change(index: int, **fields: Any) -> Forge:
+    """A reply in which one reference is another."""
+    names = ("name", "element_type", "shape", "block", "offset")
+
+    def forge(_: Request, right: list[TensorRef]) -> list[TensorRef]:
+        reference = dict(zip(names, right[index], strict=True)) | fields
+        changed: Any = tuple(reference.values())
+        return [*right[:index], changed, *right[index + 1 :]]
+
+    return forge
+
+
+def other_shard(request: Request, right: list[TensorRef]) -> list[TensorRef]:
+    return [references(request, 1)[1][0], *right[1:]]
+
+
+FORGED: dict[str, Forge] = {
+    "known output in another block": change(0, block=5),
+    "known output in the worker's block": change(0, block=-1),
+    "known output further on": change(0, offset=128),
+    "known output far away": change(0, offset=2**62),
+    "known output of another type": change(0, element_type="int32"),
+    "known output of another shape": change(0, shape=(4, 1)),
+    "known output that is larger": change(0, shape=(1000, 2)),
+    "known output that is larger, past the block's end": change(0, shape=(1000, 2), block=-1),
+    "known output of another shape in a block that never came": change(
+        0, shape=(4, 1), block=-77, offset=0
+    ),
+    "known output of another shape and type": change(
+        0, shape=(4, 1), element_type="int32", block=-1, offset=0
+    ),
+    "known output as strings": change(
+        0, element_type=STRING, shape=(1,), block=None, offset=("a",)
+    ),
+    "known output of the other shard": other_shard,
+    "open output of another type": change(1, element_type="float32"),
+    "open output in the master's memory": change(1, block=0),
+    "open output in a block that never came": change(1, block=-77),
+    "second output in a block that never came": change(2, block=-77),
+    "open output past the block's end": change(1, offset=10**6),
+    "open output over the block's end": change(2, offset=190),
+    "open output far away": change(1, offset=2**63 - 1),
+    "open output of an impossible shape": change(1, shape=(2**62, 3)),
+    "empty output of an impossible shape": change(1, shape=(0, 2**62)),
+    "empty output of many impossible sizes": change(1, shape=(0, *[2**62] * 20)),
+    "empty strings of an impossible shape": change(3, shape=(0, 2**62), offset=()),
+    "open output as strings": change(1, element_type=STRING, shape=(1,), block=None, offset=("a",)),
+    "strings as numbers": change(3, element_type="int32", block=-1, offset=0),
+    "renamed": change(1, name="q"),
+    "two of one name": change(2, name="u"),
+    "in another order": lambda _, right: [*right[:1], *right[:0:-1]],
+    "one too few": lambda _, right: right[:-1],
+    "one too many": lambda _, right: [*right, right[-1]],
+    "none": lambda *_: [],
+    # These the protocol refuses already.
+    "negative offset": change(1, offset=-4),
+    "offset beyond all integers": change(1, offset=2**64),
+    "negative size": change(1, shape=(-2, 3)),
+    "no block": change(1, block=None),
+    "unknown type": change(1, element_type="float31"),
+    "offset that is no number": change(1, offset=True),
+    "too few strings": change(3, offset=("a",)),
+    "strings in a block": change(3, block=-1),
+}
+
+
+@pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
+def test_forged_reply_is_a_protocol_error_and_changes_nothing(
+    arena: Arena, worker: Worker, forge: Forge
+) -> None:
+    request = stage_open(arena)
+    right = answer(request, worker, 0, 2)
+    with no_descriptor_left(), pytest.raises(ProtocolError):
+        request.take(0, replied(forge(request, [*right])), worker.fetch, 0, LIMIT)
+    assert request._parts is None
+    request.take(1, answer(request, worker, 1, 2), worker.fetch, 1, LIMIT)
+    request.take(0, right, worker.fetch, 0, LIMIT)
+    result = request.value()
+    assert np.array_equal(result["u"][:2], found(2, 0)[0])
+    assert result["t"].tolist() == ["0-0", "0-1", "1-0", "1-1"]
+
+
+def test_refused_reply_leaves_what_is_foreseen_as_it_is(arena: Arena) -> None:
+    planner = planner_of(PLAIN, arena)
+    request = planner.request([X, W], 2, DECLARED, 0.0)
+    with pytest.raises(ProtocolError):
+        request.take(0, replied([("y", "float32", (9, 9), 0, 0)]), never, 0, LIMIT)
+    request = planner.request([X, W], 2, DECLARED, 0.0)
+    assert len(references(request, 0)[1]) == 1
+
+
+def test_output_of_more_than_the_shared_memory_may_have_is_an_os_error_and_keeps_nothing() -> None:
+    arena = Arena(1 << 16)
+    planner = planner_of(model({"x": ("float32", ["batch"])}, {"u": ("float32", ["found"])}), arena)
+    request = planner.request({"x": np.ones(2, np.float32)}, 1, None, 0.0)
+    size = (1 << 16) + 4
+    block = Block.create(-1, size)
+    memoryview(block.memory(0, size)).cast("B")[:] = bytes(size)
+
+    def fetch(number: int) -> Block:
+        return Block.attach(number, size, os.dup(block.fd))
+
+    with no_descriptor_left(), pytest.raises(OSError, match=rf"'u' has {size} bytes") as caught:
+        request.take(0, replied([("u", "float32", (size // 4,), -1, 0)]), fetch, 0, arena.limit)
+    assert caught.value.errno == errno.EFBIG
+    request.take(0, replied([("u", "float32", (size // 4 - 1,), -1, 4)]), fetch, 0, arena.limit)
+    assert request.value()["u"].shape == (size // 4 - 1,)
+    block.close()
+    arena.close()
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_reply_with_all_as_asked_fetches_nothing(arena: Arena, silent: bool) -> None:
+    request = planner_of(PLAIN, arena).request([X, W], 2, DECLARED, 0.0)
+    for shard in (0, 1):
+        outputs = references(request, shard)[1]
+        with pytest.raises(ProtocolError, match=re.escape("expected ['y']")):
+            request.take(shard, replied([*outputs, *outputs]), never, shard, LIMIT)
+        request.take(shard, () if silent else replied(outputs), never, shard, LIMIT)
+    assert request.value()["y"].shape == (4, 3)
+
+
+# Outputs that are the same from every worker.
+
+MEAN = model({"x": ("float32", ["batch"])}, {"y": ("float32", ["batch"]), "z": ("float32", [2])})
+
+
+def run_mean(arena: Arena, zs: Sequence[Sequence[float]]) -> Array:
+    how = known(MEAN, None, {"z": None})
+    request = planner_of(MEAN, arena).request([np.ones(6, np.float32)], len(zs), how, 0.0)
+    assert len(request.rows) == len(zs)
+    for shard, z in enumerate(zs):
+        outputs = references(request, shard)[1]
+        place(arena, outputs[1])[:] = np.array(z, np.float32).tobytes()
+        request.take(shard, replied(outputs), never, shard, LIMIT)
+    return request.value()["z"]
+
+
+def test_output_that_all_workers_agree_on_is_taken(arena: Arena) -> None:
+    assert run_mean(arena, [[1, 2]] * 3).tolist() == [1, 2]
+    assert run_mean(arena, [[1, 2]]).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("last", [[1, 3], [1, np.nan], [-1, 2]])
+def test_output_that_differs_is_an_error_that_names_it_and_the_worker(
+    arena: Arena, last: list[float]
+) -> None:
+    text = "output 'z' is to be the same .* worker 2 gave others than worker 0"
+    with pytest.raises(JoinError, match=text):
+        run_mean(arena, [[1, 2], [1, 2], last])
+
+
+# Results.
+
+
+def test_fresh_run_must_not_answer_with_the_memory_that_another_may_still_write_to(
+    arena: Arena, worker: Worker
+) -> None:
+    request = planner_of(PLAIN, arena).request([X, W], 1, None, 0.0)
+    asked = references(request, 0)[1]
+    request.message(0, fresh=True)
+    assert not request.is_laid_out(0)
+    for outputs in (asked, ()):
+        with pytest.raises(ProtocolError):
+            request.take(0, outputs, never, 0, LIMIT)
+    opened(request, worker, 0, 3 * X)
+    assert (request.value()["y"] == 3).all()
+
+
+def test_answer_after_the_request_was_given_up_is_checked_and_kept_by_nobody(
+    arena: Arena, worker: Worker
+) -> None:
+    request = stage_open(arena)
+    right = answer(request, worker, 0, 2)
+    request.settle(PredictError("late"))
+    with no_descriptor_left():
+        request.take(0, right, worker.fetch, 0, LIMIT)
+    with pytest.raises(PredictError, match="late"):
+        request.result()
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_failed_request_gives_its_memory_back_though_it_is_held(
+    arena: Arena, cancelled: bool
+) -> None:
+    planner = planner_of(PLAIN, arena)
+    request = planner.request([X, W], 2, DECLARED, 0.0)
+    request.settle(PredictError("no"), cancelled=cancelled)
+    assert in_use(planner, arena) > 0  # a worker may still write to it
+    request.release()
+    assert in_use(planner, arena) == 0
+    with pytest.raises(PredictError, match="no"):
+        request.result()
+
+
+def test_answered_request_holds_its_result_and_no_block(arena: Arena, worker: Worker) -> None:
+    request = stage_open(arena)
+    replies = [answer(request, worker, shard, 2) for shard in (0, 1)]
+    with no_descriptor_left():
+        for shard, outputs in enumerate(replies):
+            request.take(shard, outputs, worker.fetch, shard, LIMIT)
+        value = request.value()
+    assert request.value() is value
+
+
+def test_error_of_a_join_keeps_no_memory_and_comes_again(arena: Arena, worker: Worker) -> None:
+    planner = planner_of(OPEN, arena)
+    request = planner.request([np.ones((4, 2), np.float32)], 2, known(OPEN, None, FOUND), 0.0)
+    replies = []
+    for shard, width in ((0, 2), (1, 3)):
+        y, _, *others = answer(request, worker, shard, 2)
+        replies.append(replied([y, *worker.put(("u", np.ones((2, width), np.int32))), *others]))
+    with no_descriptor_left():
+        for shard, outputs in enumerate(replies):
+            request.take(shard, outputs, worker.fetch, shard, LIMIT)
+        request.settle()
+        request.release()
+        gc.disable()
+        try:
+            errors = []
+            for _ in range(2):
+                with pytest.raises(JoinError) as caught:
+                    request.result()
+                errors.append(caught.value)
+            assert errors[0] is errors[1]
+            assert in_use(planner, arena) == 0
+        finally:
+            gc.enable()
+
+
+def test_two_threads_that_ask_at_once_get_equal_arrays(arena: Arena, worker: Worker) -> None:
+    """However the two meet, and whether the result is a view, or joined of parts."""
+    for round_ in range(200):
+        if round_ % 2:
+            request = stage_open(arena)
+            for shard in (0, 1):
+                request.take(shard, answer(request, worker, shard, 2), worker.fetch, shard, LIMIT)
+        else:
+            request = planner_of(PLAIN, arena).request([X, W], 2, DECLARED, 0.0)
+            run(request, arena, double)
+        request.settle()
+        request.release()
+        begin = threading.Barrier(3)
+        values: list[Any] = []
+
+        def ask(request: Request = request, values: list[Any] = values) -> None:
+            begin.wait()  # noqa: B023 joined below
+            try:
+                values.append(request.result())
+            except Exception as exc:
+                values.append(exc)
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(isinstance(value, dict) for value in values), values
+        for name, array in values[0].items():
+            assert all(np.array_equal(array, value[name]) for value in values[1:])
+        worker.close()
+        worker.blocks.clear()
+
+
+class Interfering:
+    """A plan, at whose first look another thread makes the result."""
+
+    def __init__(self, request: Request) -> None:
+        self.plan, self.request = request._plan, request
+
+    def __getattr__(self, name: str) -> object:
+        self.request._plan = self.plan
+        self.request.value()
+        return getattr(self.plan, name)
+
+
+def test_result_that_another_thread_makes_in_the_middle_is_there_all_the_same(
+    arena: Arena, worker: Worker
+) -> None:
+    request = stage_open(arena)
+    for shard in (0, 1):
+        request.take(shard, answer(request, worker, shard, 2), worker.fetch, shard, LIMIT)
+    request.settle()
+    request._plan = Interfering(request)  # type: ignore[assignment]
+    assert request.result()["t"].tolist() == ["0-0", "0-1", "1-0", "1-1"]
+    assert request.error is None

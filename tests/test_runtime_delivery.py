@@ -1,0 +1,145 @@
+"""The thread that runs users' code: one call after another, whatever each of them does."""
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from time import monotonic
+
+import pytest
+
+from mcinfer.runtime.delivery import Delivery
+
+PATIENCE = 20.0
+
+
+@pytest.fixture
+def delivery() -> Iterator[Delivery]:
+    made = Delivery()
+    made.start()
+    yield made
+    made.close()
+    made.wait(PATIENCE)
+    assert not [t for t in threading.enumerate() if t.name == "mcinfer-delivery"]
+
+
+def finish(delivery: Delivery) -> None:
+    """Return once all calls were made that came before."""
+    made = threading.Event()
+    delivery.put(made.set)
+    assert made.wait(PATIENCE)
+
+
+def test_calls_are_made_one_after_another_in_its_thread_also_those_from_before() -> None:
+    seen: list[object] = []
+    delivery = Delivery()
+    delivery.put(lambda: seen.append(delivery.is_current))
+    assert seen == []
+    delivery.start()
+    for number in range(100):
+        delivery.put(lambda number=number: seen.append(number))  # type: ignore[misc]
+    delivery.close()
+    delivery.wait(PATIENCE)
+    assert seen == [True, *range(100)]
+    assert not delivery.is_current
+
+
+@pytest.mark.parametrize(
+    "raised", [KeyError("theirs"), SystemExit(3), KeyboardInterrupt(), GeneratorExit()], ids=repr
+)
+def test_call_that_raises_or_exits_is_logged_and_the_next_is_made(
+    delivery: Delivery, caplog: pytest.LogCaptureFixture, raised: BaseException
+) -> None:
+    def fail() -> None:
+        raise raised
+
+    delivery.put(fail)
+    finish(delivery)
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("mcinfer.master", "ERROR")
+    assert "fail" in record.getMessage()
+    assert record.exc_info is not None
+    assert record.exc_info[1] is raised
+
+
+class Refusing(logging.Handler):
+    """A handler of a user's that raises itself."""
+
+    def handle(self, _: logging.LogRecord) -> bool:
+        raise SystemExit
+
+
+def test_handler_that_raises_does_not_end_the_thread(delivery: Delivery) -> None:
+    log, handler = logging.getLogger("mcinfer.master"), Refusing()
+    log.addHandler(handler)
+    try:
+        delivery.log(logging.WARNING, "something")
+        delivery.put(lambda: 1 // 0)
+        finish(delivery)
+    finally:
+        log.removeHandler(handler)
+
+
+def test_records_are_logged_with_their_values_and_failures(
+    delivery: Delivery, caplog: pytest.LogCaptureFixture
+) -> None:
+    failure = ValueError("no")
+    with caplog.at_level(logging.INFO, "mcinfer.master"):
+        delivery.log(logging.INFO, "%s of %s", 1, 2)
+        delivery.log(logging.ERROR, "bad", failure=failure)
+        finish(delivery)
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("INFO", "1 of 2"),
+        ("ERROR", "bad"),
+    ]
+    assert caplog.records[1].exc_info is not None
+    assert caplog.records[1].exc_info[1] is failure
+
+
+def test_call_that_does_not_return_holds_up_nobody_who_waits_for_the_end() -> None:
+    delivery, go = Delivery(), threading.Event()
+    delivery.start()
+    delivery.put(go.wait)
+    delivery.close()
+    delivery.wait(0.01)
+    go.set()
+    delivery.wait(PATIENCE)
+
+
+def test_waiting_in_the_thread_itself_returns_at_once(delivery: Delivery) -> None:
+    start = monotonic()
+    delivery.put(lambda: delivery.wait(PATIENCE))
+    finish(delivery)
+    assert monotonic() - start < PATIENCE / 2
+
+
+def test_after_the_end_calls_are_made_by_the_caller_and_none_is_lost() -> None:
+    for _ in range(50):
+        delivery, seen = Delivery(), list[int]()
+        delivery.start()
+        begin = threading.Barrier(2)
+
+        def put(
+            delivery: Delivery = delivery, seen: list[int] = seen, begin: threading.Barrier = begin
+        ) -> None:
+            begin.wait()
+            for number in range(20):
+                delivery.put(lambda number=number: seen.append(number))  # type: ignore[misc]
+
+        thread = threading.Thread(target=put)
+        thread.start()
+        begin.wait()
+        delivery.close()
+        thread.join()
+        delivery.wait(PATIENCE)
+        assert sorted(seen) == [*range(20)]
+
+
+def test_fork_makes_its_calls_itself(delivery: Delivery) -> None:
+    finish(delivery)
+    child = os.fork()
+    if not child:
+        seen: list[int] = []
+        delivery.put(lambda: seen.append(1))
+        os._exit(0 if seen == [1] else 1)
+    assert os.waitpid(child, 0)[1] == 0
