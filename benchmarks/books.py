@@ -24,7 +24,7 @@ COLUMNS = 256
 """Of the model's input and output: a row is 1 KiB."""
 
 ROW_BYTES = COLUMNS * 4
-MOST_ROWS = 65_536
+MAX_ROWS = 65_536
 """A request's input of so many rows has 64 MiB, and so has its output."""
 
 SLACK = 3.0
@@ -32,7 +32,7 @@ SLACK = 3.0
 
 _SPARE_ROWS = 4096
 _CHECKED_ROWS = 4096
-_MOST_FINDINGS = 50
+_MAX_FINDINGS = 50
 
 Harm = Literal["none", "cancel", "time-out", "bad", "fail", "crash", "hang"]
 """What is done to a request: nothing; it is cancelled; it has next to no time; it does not fit the model;
@@ -102,7 +102,7 @@ class Sample:
 
     def __init__(self) -> None:
         """64 MiB of rows, and some more to begin at."""
-        rows = MOST_ROWS + _SPARE_ROWS
+        rows = MAX_ROWS + _SPARE_ROWS
         numbers = np.arange(rows * COLUMNS, dtype=np.int32) % 999_983
         self._data = numbers.astype(np.float32).reshape(rows, COLUMNS)
         self._data[:, 0] = np.arange(rows) % 97  # what a model's acts go by: none of them
@@ -113,7 +113,7 @@ class Sample:
 
         Args:
             first: 0 to 4096.
-            count: At most `MOST_ROWS`.
+            count: At most `MAX_ROWS`.
         """
         return self._data[first : first + count]
 
@@ -300,5 +300,5 @@ class Books:
             self._find(f"{request} ended with {request.outcome}, and the pool says: {request.told}")
 
     def _find(self, text: str) -> None:
-        if text in self._findings or len(self._findings) < _MOST_FINDINGS:
+        if text in self._findings or len(self._findings) < _MAX_FINDINGS:
             self._findings[text] += 1

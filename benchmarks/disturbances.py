@@ -25,7 +25,7 @@ _SIGNALS = {signal.SIGKILL: 60, signal.SIGSTOP: 20, signal.SIGSEGV: 10, signal.S
 _UPDATE_PERIOD = 0.4
 _RESTART_PERIOD = 6.0
 _RESTART_PATIENCE = 10.0
-_LOOKS = 0.02
+_INTERVAL = 0.02
 _ALIVE = ("ready", "degraded")
 
 
@@ -91,7 +91,7 @@ def restart_workers(scene: Scene) -> None:
 def watch(scene: Scene) -> None:
     """Ask for statistics and health all the time: they agree with themselves, and nothing goes back."""
     before = scene.master.statistics()
-    while not scene.stop.wait(_LOOKS):
+    while not scene.stop.wait(_INTERVAL):
         began = monotonic()
         now = scene.master.statistics()
         health = scene.master.health()

@@ -50,14 +50,14 @@ SUBMIT = "mcinfer.submit"
 PIPE = "pipe: pickled through multiprocessing.Pipe"
 THREADS = "threads on one session of one thread"
 
-_MOST_PREDICT = {"8 KB": 1.4, "0.8 MB": 1.3, "8 MB": 1.2}
+_MAX_PREDICT = {"8 KB": 1.4, "0.8 MB": 1.3, "8 MB": 1.2}
 """By size, how many times as long as the bare path a predict may take."""
 _LEAST_PIPE = {"8 KB": 0.6, "0.8 MB": 3.0, "8 MB": 10.0, "64 MB": 25.0}
 """By size, how many times as long as a predict the pipe is to take."""
 _LEAST_RATE = {1: None, 4: 0.5, 16: 0.5}
 """By callers, what part of the bare path's requests per second is wanted."""
 _LEAST_WHOLE = {BARE_NAME: 0.85, THREADS: 0.5}
-_MOST_TAIL = 2.5
+_MAX_TAIL = 2.5
 """p99 over p50 at half load."""
 
 _BESIDE = ", beside Python"
@@ -146,7 +146,7 @@ def _measure_size(
         name: pool
         for name, pool in pools.items()
         # At the largest size what is added to the messages cannot be seen, and the frames are large.
-        if name == BARE_NAME or size.name in _MOST_PREDICT
+        if name == BARE_NAME or size.name in _MAX_PREDICT
     }
     calls: dict[str, Callable[[Arrays], Arrays]] = {n: pool.predict for n, pool in compared.items()}
     calls |= {PREDICT: master.predict, PIPE: pipe.predict}
@@ -159,7 +159,7 @@ def _measure_size(
         Ratio(
             text="predict / owned, bare",
             series=predict.over(bare),
-            bound=_MOST_PREDICT.get(size.name),
+            bound=_MAX_PREDICT.get(size.name),
             at_least=False,
         ),
         Ratio(
@@ -352,7 +352,7 @@ def measure_half_load(folder: Path, effort: Effort, say: Say) -> Record:
         Ratio(
             text=f"p99 / p50, {name}",
             series=p99[name].over(p50[name]),
-            bound=_MOST_TAIL if name == SUBMIT else None,
+            bound=_MAX_TAIL if name == SUBMIT else None,
             at_least=False,
         )
         for name in calls

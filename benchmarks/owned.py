@@ -54,7 +54,6 @@ from numpy.typing import NDArray
 from onnx import helper
 from owned_worker import EXIT, HEAD, RUN, RUN_NEW
 
-from mcinfer.children import environment
 from mcinfer.errors import (
     BuildError,
     ClosedError,
@@ -64,13 +63,14 @@ from mcinfer.errors import (
     QueueFullError,
     WorkerDiedError,
 )
+from mcinfer.process import environment
 from mcinfer.statistics import LATENCY_BOUNDS, Histogram, Tally
 
 MEMORY_BYTES = 4 << 30
 """Of the file for tensors; only what is touched takes memory."""
 OUTSTANDING = 4
 """Pieces that one worker has at most, with `Extra.SEVERAL`."""
-MOST_REQUESTS = 10_000
+MAX_REQUESTS = 10_000
 """Accepted and not answered, with `Extra.QUEUE`."""
 
 _ALIGNMENT = 64
@@ -78,7 +78,7 @@ _PAIR_BYTES = 1 << 22
 """For messages on their way over a socket pair, as far as the system allows."""
 _START_SECONDS = 60.0
 _END_SECONDS = 10.0
-_MOST_ATTEMPTS = 2
+_MAX_ATTEMPTS = 2
 _LOOK_EVERY = 64
 """Messages after which a busy owner looks at deaths and deadlines as well; a power of two."""
 _DEAD = 1 << 40
@@ -95,7 +95,7 @@ class Extra(Flag):
         DEATHS: The workers' pidfds are polled with the messages.
         SEVERAL: A worker has at most `OUTSTANDING` pieces; the one with the fewest gets the next. While all
             have as many, requests stay in the inbox.
-        QUEUE: Requests that find all workers full wait in a queue, and past `MOST_REQUESTS` are refused.
+        QUEUE: Requests that find all workers full wait in a queue, and past `MAX_REQUESTS` are refused.
         PRIORITIES: That queue is a heap, by priority and age.
         BOOK: It is known which worker has which piece, and for which time, and pieces of a dead worker go to
             another.
@@ -235,7 +235,7 @@ class _Pairs:
         while self._readable:
             worker, _ = self._readable.popitem()
             try:
-                message = self._ours[worker].recv(owned_worker.MOST_BYTES)
+                message = self._ours[worker].recv(owned_worker.MAX_BYTES)
             except ConnectionResetError:
                 message = b""
             if message:
@@ -695,8 +695,8 @@ class Owned:
             self._settle(request, self._broken)
             return
         table = self._table
-        if self._queues and len(table) >= MOST_REQUESTS:
-            self._settle(request, QueueFullError(f"{MOST_REQUESTS} requests are not answered"))
+        if self._queues and len(table) >= MAX_REQUESTS:
+            self._settle(request, QueueFullError(f"{MAX_REQUESTS} requests are not answered"))
             return
         self._requests += 1
         request.number = number = self._requests
@@ -818,7 +818,7 @@ class Owned:
         self._held[worker].clear()
         for shard in reversed(shards):
             request, shard.worker = self._table[shard.number], -1
-            if shard.attempts < _MOST_ATTEMPTS and not request.settled:
+            if shard.attempts < _MAX_ATTEMPTS and not request.settled:
                 self._queue(request, shard.piece, first=True)
                 continue
             if not request.settled:

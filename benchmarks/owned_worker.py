@@ -23,7 +23,7 @@ import zmq
 HEAD = struct.Struct("<cQHQ")
 """Kind, request, piece, layout."""
 RUN, RUN_NEW, ANSWER, READY, EXIT = b"P", b"L", b"A", b"R", b"X"
-MOST_BYTES = 1 << 16
+MAX_BYTES = 1 << 16
 """Of one message over a socket pair."""
 _LOOKS_MS = 1000
 """How often a worker looks whether its parent is still there."""
@@ -60,7 +60,7 @@ class _Pair:
 
     def receive(self) -> bytes:
         """The next message; empty when the parent is gone."""
-        return self._socket.recv(MOST_BYTES)
+        return self._socket.recv(MAX_BYTES)
 
 
 def identity(index: int) -> bytes:

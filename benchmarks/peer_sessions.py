@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mcinfer.bench.sessions import open_session, providers_of
 from mcinfer.bench.way import Arrays
-from mcinfer.parent_watch import watch_parent
+from mcinfer.process import watch_parent
 
 Answer = dict[str, NDArray[Any]]
 

@@ -27,7 +27,7 @@ from mcinfer.errors import EngineError, InvalidInputError, MissingDependencyErro
 _START_SECONDS = 300.0
 _RUN_SECONDS = 600.0
 """After which something hangs."""
-_LOOKS = 0.05
+_INTERVAL = 0.05
 """Seconds between two looks at whether processes that start have failed."""
 
 
@@ -171,7 +171,7 @@ class LokyPool(_Timed):
         self._pool.submit(os.getpid)  # it starts them with the first task
         deadline = monotonic() + _START_SECONDS
         for _ in range(self.workers):
-            while not ready.acquire(timeout=_LOOKS):
+            while not ready.acquire(timeout=_INTERVAL):
                 self._pool.submit(os.getpid)  # raises if a process has failed
                 if monotonic() > deadline:
                     raise EngineError(f"loky's processes were not ready in {_START_SECONDS:g} s")

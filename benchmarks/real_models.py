@@ -11,8 +11,8 @@ at once.
 Then the cost of a first request is measured, with an empty cache and with one that holds what was learned.
 
 The exit status is 1 where a model that ONNX Runtime runs is not run, differs from it by more than
-`mcinfer.tensors.TOLERANCES`, or is not split as expected. `--write` puts both tables between the marks of a
-page, if all is as expected.
+`mcinfer.requests.tensors.TOLERANCES`, or is not split as expected. `--write` puts both tables between the
+marks of a page, if all is as expected.
 """
 
 import argparse
@@ -37,8 +37,8 @@ from measuring import Series, time_text
 from numpy.typing import NDArray
 
 from mcinfer import Master, McinferError
+from mcinfer.requests.tensors import difference
 from mcinfer.sharding import Split
-from mcinfer.tensors import difference
 
 PACKAGES = {
     "rapidocr_onnxruntime": "rapidocr-onnxruntime",

@@ -26,7 +26,7 @@ from pathlib import Path
 from time import monotonic, sleep
 
 import psutil
-from books import MOST_ROWS, ROW_BYTES, SLACK, Books, Harm, Request, Sample
+from books import MAX_ROWS, ROW_BYTES, SLACK, Books, Harm, Request, Sample
 from disturbances import kill_at_random, restart_workers, update_weights, watch
 from holdings import Holdings, holdings, keep_no_freed_memory, tidy
 from measuring import Record, table, time_text
@@ -230,7 +230,7 @@ def _soak(options: argparse.Namespace, model: Path, books: Books, sample: Sample
     )
     with master:
         _say(f"warming up for {_WARM_UP:g} s")
-        _ask(master, books, sample, MOST_ROWS)  # the threads and the memory for it are there then
+        _ask(master, books, sample, MAX_ROWS)  # the threads and the memory for it are there then
         _traffic(master, books, sample, _WARM_UP, acts=acts, seed=options.seed + 1)
         start, first = _settle(master, books), master.statistics()
         _say(f"{options.seconds:g} s of traffic, seed {options.seed}")

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from books import COLUMNS, MOST_ROWS, SLACK, Books, Harm, Request, Sample
+from books import COLUMNS, MAX_ROWS, SLACK, Books, Harm, Request, Sample
 from onnx import TensorProto, helper, numpy_helper
 
 from mcinfer import Master, PredictTimeoutError, QueueFullError
@@ -41,15 +41,15 @@ _CRASH_PERIOD = 3.0
 _HANG_PERIOD = 3.0
 """Seconds between two of a kind, all clients together: each costs the pool a worker or two."""
 
-_MOST_HARMED_ROWS = 64
-_MOST_TASK_ROWS = 4096
+_MAX_HARMED_ROWS = 64
+_MAX_TASK_ROWS = 4096
 """A task's inputs are copied in the event loop's thread, which others wait for."""
 
 _STEEPNESS = 6.0
 """Of the sizes: the median request has one row, one in thirteen a megabyte and more, the mean is 1 MB."""
 
-_MOST_BURST = 8
-_MOST_KEPT = 6
+_MAX_BURST = 8
+_MAX_KEPT = 6
 _MODEST_ROWS = 1024
 """Of answers that are kept, and of inputs that are given in another layout."""
 
@@ -163,7 +163,7 @@ class _Client:
         rows = 0 if self._chance.random() < 0.02 else self._choose_rows()
         timeout = PATIENCE
         if harm in _NUMBERS:
-            rows = 1 + rows % _MOST_HARMED_ROWS
+            rows = 1 + rows % _MAX_HARMED_ROWS
         if harm == "time-out":
             rows, timeout = max(1, rows), 10.0 ** self._chance.uniform(-4.0, -1.7)
         if harm == "hang":
@@ -184,7 +184,7 @@ class _Client:
 
     def _choose_rows(self) -> int:
         share: float = self._chance.random() ** _STEEPNESS
-        return min(self._most_rows, int((MOST_ROWS + 1) ** share))
+        return min(self._most_rows, int((MAX_ROWS + 1) ** share))
 
     def _inputs(self, request: Request) -> Inputs:
         """Its inputs, in one of the forms that there are."""
@@ -229,7 +229,7 @@ class _Client:
         self._books.judge(request, outputs)
         if self._chance.random() < 0.3 and request.rows <= _MODEST_ROWS:
             self._kept.append((request, outputs))
-        if len(self._kept) > _MOST_KEPT or (self._kept and self._chance.random() < 0.2):
+        if len(self._kept) > _MAX_KEPT or (self._kept and self._chance.random() < 0.2):
             self._books.judge(*self._kept.pop(self._chance.randrange(len(self._kept))))
 
     def _give_up_kept(self) -> None:
@@ -242,7 +242,7 @@ class ThreadClient(_Client):
 
     def __init__(self, scene: Scene, index: int) -> None:
         """Of that number among its like."""
-        super().__init__(scene, f"thread {index}", MOST_ROWS)
+        super().__init__(scene, f"thread {index}", MAX_ROWS)
 
     def run(self) -> None:
         """Ask until the scene ends."""
@@ -250,7 +250,7 @@ class ThreadClient(_Client):
             if self._chance.random() < 0.6:
                 room = self._predict()
             else:
-                room = self._submit(self._chance.randint(1, _MOST_BURST))
+                room = self._submit(self._chance.randint(1, _MAX_BURST))
             if not room:
                 self._scene.stop.wait(self._chance.uniform(0.005, 0.05))
         self._give_up_kept()
@@ -316,12 +316,12 @@ class TaskClient(_Client):
 
     def __init__(self, scene: Scene, index: int) -> None:
         """Of that number among its like."""
-        super().__init__(scene, f"task {index}", _MOST_TASK_ROWS)
+        super().__init__(scene, f"task {index}", _MAX_TASK_ROWS)
 
     async def run(self) -> None:
         """Ask until the scene ends."""
         while not self._scene.stop.is_set():
-            number = 1 if self._chance.random() < 0.7 else self._chance.randint(2, _MOST_BURST)
+            number = 1 if self._chance.random() < 0.7 else self._chance.randint(2, _MAX_BURST)
             async with asyncio.TaskGroup() as group:
                 for _ in range(number):
                     request = self._choose(cancellable=True)

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from zeromq_baseline import EchoPool
 
 from mcinfer.bench.way import Arrays, RunningWay, Setup
-from mcinfer.copier import Copier
 from mcinfer.errors import InvalidInputError
+from mcinfer.requests.copier import Copier
 
 
 class TransportFloor(RunningWay):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from mcinfer import EngineOptions, Master
-from mcinfer.prepared.cache import Cache
+from mcinfer.model_cache.cache import Cache
 
 SIDE = 2048
 LAYERS = 24

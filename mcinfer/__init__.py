@@ -28,8 +28,14 @@ if TYPE_CHECKING:
     from mcinfer.parallel import ParallelPredictUtils
     from mcinfer.sharding import Split
     from mcinfer.specs import ModelSpec, TensorSpec
-    from mcinfer.statistics import Health, Histogram, Statistics, WorkerStatistics
-    from mcinfer.tracing import RequestTrace, ShardTrace
+    from mcinfer.statistics import (
+        Health,
+        Histogram,
+        RequestTrace,
+        ShardTrace,
+        Statistics,
+        WorkerStatistics,
+    )
 
 __version__ = "0.1.0"
 

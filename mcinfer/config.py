@@ -195,20 +195,20 @@ def _mark_shared(
     }
 
 
-_MOST_COUNT = 2**63 - 1
+_MAX_COUNT = 2**63 - 1
 
 
 def check_seconds(name: str, value: float) -> None:
     """Raise `InvalidInputError` unless the value is a number of seconds, 0 or more."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    too_large = isinstance(value, int) and value > _MOST_COUNT  # to be a float
+    too_large = isinstance(value, int) and value > _MAX_COUNT  # to be a float
     if not number or too_large or math.isnan(value) or value < 0:
         raise InvalidInputError(f"{name}: got {value!r}, expected seconds, 0 or more")
 
 
 def check_count(name: str, value: int, least: int) -> None:
     """Raise `InvalidInputError` unless the value is an int of at least so many."""
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST_COUNT:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MAX_COUNT:
         raise InvalidInputError(f"{name}: got {value!r}, expected an int of at least {least}")
 
 

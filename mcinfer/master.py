@@ -37,21 +37,20 @@ from mcinfer.errors import (
     PredictError,
     QueueFullError,
 )
-from mcinfer.fields import TensorFields
 from mcinfer.machine import usable_memory, whole_cpus
-from mcinfer.prepared.split_records import SplitRecord
+from mcinfer.model_cache.split_records import SplitRecord
 from mcinfer.protocol import Build
 from mcinfer.requests.future import OutcomeFuture
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Arrays, Inputs, Request
+from mcinfer.requests.splitting import Known, Splitter, Verify
+from mcinfer.requests.waiting_threads import WaitingThreads
 from mcinfer.runtime.loop import Loop
+from mcinfer.runtime.transport import TRANSPORTS, TransportKind
 from mcinfer.sharding import Axes, JoinError, SaidAxes, Split
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
-from mcinfer.splitting import Known, Splitter, Verify
-from mcinfer.statistics import Health, Statistics
-from mcinfer.tracing import TraceHook
-from mcinfer.transport import TRANSPORTS, TransportKind
-from mcinfer.waiting_threads import WaitingThreads
+from mcinfer.statistics import Health, Statistics, TraceHook
+from mcinfer.validators import TensorFields
 
 _log = logging.getLogger("mcinfer.master")
 

@@ -1,4 +1,4 @@
-"""The child that prepares a model: `python -m mcinfer.preparing FD`; see `mcinfer.prepared.child`.
+"""The child that prepares a model: `python -m mcinfer.preparing FD`; see `mcinfer.model_cache.child`.
 
 Tasks: ``fill``, write a prepared model into a folder; ``ensure``, see to it that the cache has one, for
 parents that import no engine.
@@ -9,7 +9,7 @@ import socket
 import sys
 from typing import Any
 
-from mcinfer.parent_watch import ORPHANED, watch_parent
+from mcinfer.process import ORPHANED, watch_parent
 
 
 def main() -> int:
@@ -25,7 +25,7 @@ def main() -> int:
         sys.path[:] = task["path"]
         from mcinfer.engines.preparation import ensure, fill
         from mcinfer.errors import McinferError
-        from mcinfer.prepared.texts import shortened
+        from mcinfer.model_cache.texts import shortened
 
         def answer(content: dict[str, Any]) -> None:
             print(json.dumps(content), file=lines, flush=True)

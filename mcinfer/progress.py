@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Any, TextIO
 
 _LINE_SECONDS = 2.0
-_MOST_COPIES = 2
+_MAX_COPIES = 2
 _FULLEST = 0.99
 _NOT_DRAWN_ON = ("dumb", "unknown")
 """What TERM says of terminals that cannot go back in a line."""
@@ -34,7 +34,7 @@ def let_workers_tell() -> None:
 
 
 class Display:
-    """Shows what `mcinfer.prepared.ensuring.Progress` is told; this one as lines, few of them.
+    """Shows what `mcinfer.model_cache.ensuring.Progress` is told; this one as lines, few of them.
 
     Attributes:
         called: Whether it was told anything.
@@ -74,7 +74,7 @@ class _Bar(Display):
         self._task = task
 
     def _show(self, tick: Mapping[str, Any]) -> None:
-        written_bytes, most = tick["written"], _MOST_COPIES * tick["bytes"]
+        written_bytes, most = tick["written"], _MAX_COPIES * tick["bytes"]
         self._bar.update(
             self._task,
             total=most,

@@ -31,7 +31,8 @@ from typing import Any, ClassVar
 import msgpack
 
 from mcinfer.errors import InvalidInputError, ProtocolError
-from mcinfer.fields import (
+from mcinfer.specs import STRING
+from mcinfer.validators import (
     Check,
     TensorFields,
     TensorRef,
@@ -51,32 +52,31 @@ from mcinfer.fields import (
     is_texts_to,
     or_none,
 )
-from mcinfer.specs import STRING
 
 VERSION = 4
 """Raised with each change that an older peer would misread; HELLO carries it."""
 
-MOST_MESSAGE_BYTES = 16 << 20
+MAX_MESSAGE_BYTES = 16 << 20
 """Of one message. Tensors lie in shared memory, so only strings make a message large."""
 
-MOST_VALUES = 1 << 20
+MAX_VALUES = 1 << 20
 """In all arrays and maps of one message, since a byte of MessagePack can be 88 of Python's."""
 
-MOST_STRINGS = MOST_VALUES - (1 << 16)
+MAX_STRINGS = MAX_VALUES - (1 << 16)
 """In the tensors of one message; the rest is for all that is beside them."""
 
-_MOST_KEYS = 1 << 12
+_MAX_KEYS = 1 << 12
 """Of one map."""
 
-_MOST_ERROR = (1 << 20) + (1 << 10)
+_MAX_ERROR = (1 << 20) + (1 << 10)
 """Characters of what an engine said, which a worker cuts at 2²⁰, and of what is put before it."""
 
-_MOST_NAME = 200
-_MOST_PROVIDERS = 64
-_MOST_NOTE = 5000
-_MOST_NOTES = 16
+_MAX_NAME = 200
+_MAX_PROVIDERS = 64
+_MAX_NOTE = 5000
+_MAX_NOTES = 16
 
-MOST_HELLO_BYTES = 512
+MAX_HELLO_BYTES = 512
 """Of a HELLO: from a peer that has not said who it is, nothing larger is read."""
 
 _PLAIN_BYTES = 1 << 10
@@ -144,8 +144,8 @@ class Error(Message):
         "request": or_none(is_count),
         "shard": or_none(is_shard),
         "kind": lambda value: value in ("build", "missing", "invalid", "predict", "cancelled"),
-        "text": is_text_to(_MOST_ERROR),
-        "traceback": is_text_to(_MOST_ERROR),
+        "text": is_text_to(_MAX_ERROR),
+        "traceback": is_text_to(_MAX_ERROR),
     }
     request: int | None = None
     shard: int | None = None
@@ -251,10 +251,10 @@ class BuildFinish(Message):
         "inputs": is_specs,
         "outputs": is_specs,
         "weights": is_specs,
-        "model": is_text_to(_MOST_NAME),
-        "prepared": is_text_to(_MOST_NAME),
-        "providers": is_texts_to(_MOST_PROVIDERS, _MOST_NAME),
-        "notes": is_texts_to(_MOST_NOTES, _MOST_NOTE),
+        "model": is_text_to(_MAX_NAME),
+        "prepared": is_text_to(_MAX_NAME),
+        "providers": is_texts_to(_MAX_PROVIDERS, _MAX_NAME),
+        "notes": is_texts_to(_MAX_NOTES, _MAX_NOTE),
         "seconds": is_seconds,
     }
     inputs: tuple[TensorFields, ...]
@@ -438,9 +438,9 @@ def encode(message: Message) -> bytes:
         for name in _FIELDS[type(message)]:
             content[name] = getattr(message, name)
         data = _pack(content)
-    if len(data) > MOST_MESSAGE_BYTES:
+    if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError(
-            f"{type(message).__name__}: got {len(data)} bytes, expected at most {MOST_MESSAGE_BYTES}"
+            f"{type(message).__name__}: got {len(data)} bytes, expected at most {MAX_MESSAGE_BYTES}"
         )
     return data
 
@@ -475,11 +475,11 @@ def encode_references(references: tuple[TensorRef, ...]) -> bytes:
         raise ProtocolError(f"references do not fit: got {reprlib.repr(references)}")
     data = _pack(references)
     if len(data) > _UNCOUNTED_BYTES:
-        strings, most = count_strings(references), MOST_MESSAGE_BYTES // 2
-        if len(data) > most or strings > MOST_STRINGS:
+        strings, most = count_strings(references), MAX_MESSAGE_BYTES // 2
+        if len(data) > most or strings > MAX_STRINGS:
             raise InvalidInputError(
                 f"inputs: got {strings} strings in a message of {len(data)} bytes for a worker, "
-                f"expected at most {MOST_STRINGS} and {most}; a batch of fewer rows has fewer"
+                f"expected at most {MAX_STRINGS} and {most}; a batch of fewer rows has fewer"
             )
     return data
 
@@ -555,7 +555,7 @@ def encode_predict_joined(
 def decode(data: bytes) -> Message:
     """Read a message.
 
-    Nothing in it is trusted: what it says it holds is bounded by its own bytes and by `MOST_VALUES`,
+    Nothing in it is trusted: what it says it holds is bounded by its own bytes and by `MAX_VALUES`,
     nesting by msgpack, and every field is checked.
 
     Raises:
@@ -621,8 +621,8 @@ def _unpack_large(data: bytes, *, counted: bool) -> Any:
     Raises:
         ValueError: It is too large, is cut off, or holds too much.
     """
-    if len(data) > MOST_MESSAGE_BYTES:
-        raise ValueError(f"got {len(data)} bytes, expected at most {MOST_MESSAGE_BYTES}")
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"got {len(data)} bytes, expected at most {MAX_MESSAGE_BYTES}")
     # An array's memory is taken when its length is read: first see, without making anything, that
     # as many values follow as the lengths say, or arrays within arrays could promise them all anew.
     walk = msgpack.Unpacker(max_buffer_size=len(data))
@@ -632,13 +632,13 @@ def _unpack_large(data: bytes, *, counted: bool) -> Any:
         return msgpack.unpackb(
             data, use_list=False, strict_map_key=True, unicode_errors="surrogatepass"
         )
-    left = MOST_VALUES
+    left = MAX_VALUES
 
     def count(values: Any) -> Any:
         nonlocal left
         left -= len(values) + 1
         if left < 0:
-            raise ValueError(f"got more than {MOST_VALUES} values")
+            raise ValueError(f"got more than {MAX_VALUES} values")
         return values
 
     return msgpack.unpackb(
@@ -648,8 +648,8 @@ def _unpack_large(data: bytes, *, counted: bool) -> Any:
         unicode_errors="surrogatepass",
         object_hook=count,
         list_hook=count,
-        max_array_len=MOST_VALUES,
-        max_map_len=_MOST_KEYS,
+        max_array_len=MAX_VALUES,
+        max_map_len=_MAX_KEYS,
         max_ext_len=0,
     )
 

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from mcinfer.cancels import Cancels
 from mcinfer.config import Device
 from mcinfer.engines import model_identity, open_engine
 from mcinfer.engines.base import (
@@ -41,11 +40,9 @@ from mcinfer.errors import (
     PredictError,
     ProtocolError,
 )
-from mcinfer.fields import TensorFields, TensorRef
-from mcinfer.joined_runs import JoinedRuns
-from mcinfer.parent_watch import ORPHANED
+from mcinfer.process import ORPHANED
 from mcinfer.protocol import (
-    MOST_STRINGS,
+    MAX_STRINGS,
     PREDICT,
     PREDICT_HEAD,
     REPLY,
@@ -69,11 +66,14 @@ from mcinfer.protocol import (
     decode_body,
     encode,
 )
+from mcinfer.requests.joined_runs import JoinedRuns
+from mcinfer.runtime.cancels import Cancels
+from mcinfer.runtime.transport import WorkerTransport
 from mcinfer.shm.arena import align
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, TensorSpec, tensor_bytes
-from mcinfer.transport import WorkerTransport
+from mcinfer.validators import TensorFields, TensorRef
 
 STRANGER = 77
 """Exit status of a worker that was sent BUILD by who is not its master: EX_NOPERM of sysexits.h."""
@@ -85,7 +85,7 @@ _MAX_LAYOUT_BYTES = 4 << 20
 _MAX_CANCELLED = 4096
 """Cancellations that are kept: one may come after the answer, and concern no run any more."""
 
-_MOST_TEXT = 1 << 20
+_MAX_TEXT = 1 << 20
 """Characters of an error, whose text may be a runtime's and of any length."""
 
 _BLOCK_TIMEOUT = 10.0
@@ -456,9 +456,9 @@ class Server:
             return ()
         references = {reference[0]: reference for reference in bound}
         strings = sum(len(item.values) for item in produced if isinstance(item, Strings))
-        if strings > MOST_STRINGS:
+        if strings > MAX_STRINGS:
             raise PredictError(
-                f"got {strings} strings in outputs, expected at most {MOST_STRINGS}; a batch of fewer "
+                f"got {strings} strings in outputs, expected at most {MAX_STRINGS}; a batch of fewer "
                 "rows has fewer"
             )
         tensors = [item for item in produced if isinstance(item, Produced)]
@@ -534,9 +534,9 @@ def _fields(specs: Sequence[TensorSpec]) -> tuple[TensorFields, ...]:
 
 
 def _describe(exc: Exception) -> str:
-    text = str(exc)[:_MOST_TEXT]
+    text = str(exc)[:_MAX_TEXT]
     return text if isinstance(exc, McinferError) else f"{type(exc).__name__}: {text}"
 
 
 def _story(exc: Exception) -> str:
-    return "".join(traceback.format_exception(exc))[:_MOST_TEXT]
+    return "".join(traceback.format_exception(exc))[:_MAX_TEXT]

@@ -2,7 +2,7 @@
 
 A `Split` says for each input the axis that it is cut along, and for each output the axis along which the
 parts follow one another. It comes from the user (`batch_axes`, `output_axes`), from the model's own symbols,
-or from a request that has shown it (`mcinfer.splitting`). Nothing here looks at how many rows came back.
+or from a request that has shown it (`mcinfer.requests.splitting`). Nothing here counts rows that came back.
 
 - The model's *batch symbol* is the symbolic dimension along which rows are likely to be independent. It is
   chosen by name (``batch``, ``batch_size``, ``N``, …) or, where no symbol is so named, as the symbol that

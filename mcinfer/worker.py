@@ -19,9 +19,8 @@ import resource
 import signal
 import sys
 
-from mcinfer.parent_watch import ORPHANED, watch_parent
+from mcinfer.process import ORPHANED, watch_parent, write_stacks_to
 from mcinfer.shm.lifeline import Lifeline
-from mcinfer.stack_report import write_stacks_to
 
 
 def main() -> int:
@@ -34,7 +33,7 @@ def main() -> int:
         return ORPHANED
     start = json.loads(greeting)
     watch_parent(start["master"], lifeline.fd)
-    handler = write_stacks_to(start["stacks"])
+    write_stacks_to(start["stacks"])
     if start["most_memory"] is not None:
         _limit_memory(start["most_memory"])
     sys.path[:] = start["path"]
@@ -42,16 +41,14 @@ def main() -> int:
         os.environ.pop("PYTHONPATH", None)
     else:
         os.environ["PYTHONPATH"] = start["pythonpath"]
-    from mcinfer.cancels import Cancels
+    from mcinfer.runtime.cancels import Cancels
+    from mcinfer.runtime.transport import connect
     from mcinfer.serving import Tokens, serve
-    from mcinfer.transport import connect
 
     cancels = Cancels.inherited(start["cancels"])
     connection = connect(start["transport"], start["connection"])
     tokens = Tokens(hello=start["hello_token"], build=start["build_token"])
-    status = serve(connection, tokens, lifeline, cancels, start["log_level"])
-    del handler  # not before: it is called from C
-    return status
+    return serve(connection, tokens, lifeline, cancels, start["log_level"])
 
 
 def _limit_memory(size: int) -> None:

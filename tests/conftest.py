@@ -7,9 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
+
+# No bound on an example's time: the machine may be busy.
+settings.register_profile("mcinfer", deadline=None)
+settings.load_profile("mcinfer")
 
 _LARGE = (
     "jinja2",

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.errors import ProtocolError
-from mcinfer.fields import TensorRef
 from mcinfer.protocol import Predict, Reply, decode, encode
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Request
+from mcinfer.requests.splitting import Known, Splitter
 from mcinfer.sharding import Axes, SaidAxes
 from mcinfer.shm.arena import Arena
 from mcinfer.shm.block import Block
@@ -25,7 +25,7 @@ from mcinfer.specs import (
     numpy_dtype,
     tensor_bytes,
 )
-from mcinfer.splitting import Known, Splitter
+from mcinfer.validators import TensorRef
 
 MIB = 1 << 20
 LIMIT = 64 * MIB

@@ -32,10 +32,10 @@ from onnx import TensorProto, helper, numpy_helper, printer
 
 from mcinfer.engines._onnxruntime import _spec
 from mcinfer.errors import McinferError, PredictError
+from mcinfer.requests.splitting import Known, Splitter, cut_rows
+from mcinfer.requests.tensors import difference, join_parts
 from mcinfer.sharding import JoinError, SaidAxes, Split, plan
 from mcinfer.specs import ModelSpec
-from mcinfer.splitting import Known, Splitter, cut_rows
-from mcinfer.tensors import difference, join_parts
 
 Arrays = dict[str, NDArray[Any]]
 Inputs = Sequence[NDArray[Any]]

@@ -26,7 +26,9 @@ def test_quantiles_are_values_that_occurred_as_numpy_finds_them(values: list[flo
     for fraction in QUANTILES:
         found = nearest_rank(ordered, fraction)
         assert found in values
-        assert found == np.quantile(values, fraction, method="inverted_cdf")
+        # A fraction such as 0.56 is no binary number: 25 times it is a hair above 14 for NumPy.
+        near = [max(0.0, fraction - 1e-9), fraction]
+        assert found in np.quantile(values, near, method="inverted_cdf")
 
 
 ARRAYS: list[NDArray[Any]] = [

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mcinfer.cli import main
-from mcinfer.prepared.cache import Cache, Held, entry_key
+from mcinfer.model_cache.cache import Cache, Held, entry_key
 from mcinfer.progress import Display
 from tests.command_line import Capture, only_line
 

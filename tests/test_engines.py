@@ -955,7 +955,7 @@ def test_identity_tells_external_data_by_its_stamps(tmp_path: Path) -> None:
 def test_identity_of_a_large_file_tells_a_change_whose_time_was_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, external: bool
 ) -> None:
-    monkeypatch.setattr(engines, "_MOST_HASHED_BYTES", 1 << 20 if external else 16)
+    monkeypatch.setattr(engines, "_MAX_HASHED_BYTES", 1 << 20 if external else 16)
     path = identity_model(tmp_path / "model.onnx", 1, external=external)
     changed = tmp_path / "model.onnx.data" if external else path
     first, before = model_identity(str(path)), changed.stat()

@@ -9,14 +9,14 @@ from tests.fuzz.fuzzing import TARGETS, fuzz, replay
 from tests.fuzz.mutating import CORPUS, corpus
 
 INPUTS = {"decode": 12_000, "master": 3_000, "worker": 5_000}
-MOST_GROWTH_BYTES = 64 << 20
+MAX_GROWTH_BYTES = 64 << 20
 
 
 @pytest.mark.parametrize("target", [*TARGETS])
 def test_changed_messages_are_taken_or_refused(target: str) -> None:
     result = fuzz(target, range(INPUTS[target]), seed=1)
     assert sum(result.outcomes.values()) == INPUTS[target]
-    assert result.growth_bytes < MOST_GROWTH_BYTES
+    assert result.growth_bytes < MAX_GROWTH_BYTES
     # Both ways must be gone, or the inputs are too wild or too tame to show anything.
     assert INPUTS[target] / 20 < result.outcomes["refused"] < INPUTS[target] * 0.98
     if target == "master":

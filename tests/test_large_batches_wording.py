@@ -8,9 +8,9 @@ import pytest
 from mcinfer import sharding
 from mcinfer.errors import InvalidInputError, PredictError
 from mcinfer.large_batches.wording import in_options, silent_about_splits, speaking_of_options
+from mcinfer.requests.splitting import Splitter
 from mcinfer.sharding import Axes, SaidAxes, first_split
 from mcinfer.specs import ModelSpec, TensorSpec
-from mcinfer.splitting import Splitter
 
 FLOAT = np.dtype(np.float32)
 X = TensorSpec(name="x", dtype=FLOAT, shape=("batch", 4))

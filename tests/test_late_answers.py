@@ -7,13 +7,13 @@ from itertools import count
 import numpy as np
 import pytest
 
-from mcinfer.actions import Action, Release, SendPredict, Settle
-from mcinfer.cancels import Cancels
 from mcinfer.config import Limits, RestartPolicy, Timeouts
 from mcinfer.protocol import Build, BuildFinish, Error, Hello, Message, Predict, Reply, decode
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Request
-from mcinfer.scheduler import LONG_RUN, SHORT_RUN, Scheduler
+from mcinfer.runtime.cancels import Cancels
+from mcinfer.scheduler.actions import Action, Release, SendPredict, Settle
+from mcinfer.scheduler.scheduler import LONG_RUN, SHORT_RUN, Scheduler
 from mcinfer.shm.arena import Arena
 from mcinfer.shm.block import Block
 from mcinfer.specs import ModelSpec, TensorSpec
@@ -95,7 +95,7 @@ def test_request_is_held_for_a_late_run_when_its_other_shard_is_answered_last() 
     pool.say(0, Reply(request=0, shard=0, outputs=(), seconds=LONG_RUN))
     skipped = Error(request=3, shard=0, kind="cancelled", text="")
     assert pool.say(0, skipped) == [Release(request=3)]
-    assert len(pool.scheduler.ledger) == 0
+    assert len(pool.scheduler.table) == 0
 
 
 def test_seconds_that_a_worker_says_are_no_more_than_there_were() -> None:

@@ -25,9 +25,9 @@ from mcinfer.engines._onnxruntime import OnnxRuntimeEngine
 from mcinfer.engines.base import Engine, EngineRequest
 from mcinfer.engines.preparation import Preparation
 from mcinfer.errors import BuildError
-from mcinfer.prepared.cache import Cache, Held, entry_key
-from mcinfer.prepared.child import ChildFailedError, run_child
-from mcinfer.prepared.ensuring import ensure_prepared
+from mcinfer.model_cache.cache import Cache, Held, entry_key
+from mcinfer.model_cache.child import ChildFailedError, run_child
+from mcinfer.model_cache.ensuring import ensure_prepared
 from tests.hostile_models import OUTSIDE, SECRET, UNREADABLE, Hostile, growing
 from tests.test_engines import buffer, content, open_ort
 
@@ -540,7 +540,7 @@ def test_what_is_no_model_is_refused_in_the_runtimes_words(
 def test_one_line_tells_of_each_preparation(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "mcinfer.prepared")
+    caplog.set_level(logging.INFO, "mcinfer.model_cache")
     model = write(tmp_path / "model.onnx", MATMUL)
     for _ in range(2):
         assert entry(open_ort(model, prepare="always"))

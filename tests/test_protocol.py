@@ -15,13 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from mcinfer import protocol
 from mcinfer.errors import InvalidInputError, ProtocolError
-from mcinfer.fields import TensorRef
 from mcinfer.protocol import (
+    MAX_MESSAGE_BYTES,
     MAX_RUNS,
+    MAX_STRINGS,
+    MAX_VALUES,
     MESSAGES,
-    MOST_MESSAGE_BYTES,
-    MOST_STRINGS,
-    MOST_VALUES,
     PREDICT,
     PREDICT_HEAD,
     REPLY,
@@ -52,6 +51,7 @@ from mcinfer.protocol import (
     encode_references,
 )
 from mcinfer.specs import ELEMENT_TYPES, STRING
+from mcinfer.validators import TensorRef
 
 S = WorkerState
 DOCS = Path(__file__).parents[1] / "docs" / "protocol.md"
@@ -295,9 +295,9 @@ def array_header(length: int) -> bytes:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (bytes(MOST_MESSAGE_BYTES + 1), "bytes, expected at most"),
-        (array_header(MOST_VALUES) * 400 + b"\xc0" * 20_000, "No more data"),
-        (array_header(MOST_VALUES + 1) + b"\xc0" * (MOST_VALUES + 1), "max_array_len"),
+        (bytes(MAX_MESSAGE_BYTES + 1), "bytes, expected at most"),
+        (array_header(MAX_VALUES) * 400 + b"\xc0" * 20_000, "No more data"),
+        (array_header(MAX_VALUES + 1) + b"\xc0" * (MAX_VALUES + 1), "max_array_len"),
         (array_header(600_000) + b"\x80" * 600_000, "more than 1048576 values"),
         (array_header(400_000) + b"\x91\xc0" * 400_000, "more than 1048576 values"),
         (array_header(400_000) + b"\x81\xa0\xc0" * 400_000, "more than 1048576 values"),
@@ -391,14 +391,14 @@ def strings(count: int, length: int) -> tuple[TensorRef, ...]:
 
 
 def test_strings_up_to_the_limits_come_through() -> None:
-    for inputs in (strings(MOST_STRINGS, 2), strings(1000, 8_000)):
+    for inputs in (strings(MAX_STRINGS, 2), strings(1000, 8_000)):
         body, nothing = encode_references(inputs), encode_references(())
         message = decode(encode_predict(1, 0, 0, len(body), body + nothing))
         assert isinstance(message, Predict)
         assert message.inputs == inputs
 
 
-@pytest.mark.parametrize("inputs", [strings(MOST_STRINGS + 1, 2), strings(1000, 8_400)])
+@pytest.mark.parametrize("inputs", [strings(MAX_STRINGS + 1, 2), strings(1000, 8_400)])
 def test_strings_past_a_limit_are_the_callers_mistake(inputs: tuple[TensorRef, ...]) -> None:
     with pytest.raises(InvalidInputError, match=r"inputs: got \d+ strings"):
         encode_references(inputs)

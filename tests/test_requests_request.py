@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from mcinfer.errors import PredictError, ProtocolError
-from mcinfer.fields import TensorRef
 from mcinfer.requests.request import Request
+from mcinfer.requests.splitting import Known
 from mcinfer.sharding import Axes, JoinError, Split
 from mcinfer.shm.arena import Arena
 from mcinfer.shm.block import Block
 from mcinfer.specs import STRING
-from mcinfer.splitting import Known
+from mcinfer.validators import TensorRef
 from tests.planned_requests import (
     DECLARED,
     LIMIT,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mcinfer.runtime_folder import RuntimeFolder
+from mcinfer.runtime.folder import RuntimeFolder
 
 OTHER_USER = 12345
 

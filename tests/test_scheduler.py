@@ -20,20 +20,6 @@ from hypothesis.stateful import (
     rule,
 )
 
-from mcinfer.actions import (
-    Action,
-    DumpStacks,
-    HealthChanged,
-    KillWorker,
-    PoolClosed,
-    PoolStarted,
-    Release,
-    Send,
-    SendPredict,
-    Settle,
-    StartWorker,
-    WorkersRestarted,
-)
 from mcinfer.config import Limits, RestartPolicy, Timeouts
 from mcinfer.errors import (
     BuildError,
@@ -61,11 +47,24 @@ from mcinfer.protocol import (
     Reply,
     WorkerState,
 )
-from mcinfer.roster import MOST_DEATHS, STACKS_SECONDS, describe_exit
-from mcinfer.scheduler import LONG_RUN, MOST_ATTEMPTS, SHORT_RUN, Scheduler
-from mcinfer.shard_queue import ShardId
-from mcinfer.statistics import Health
-from mcinfer.tracing import RequestTrace, ShardTrace
+from mcinfer.scheduler.actions import (
+    Action,
+    DumpStacks,
+    HealthChanged,
+    KillWorker,
+    PoolClosed,
+    PoolStarted,
+    Release,
+    Send,
+    SendPredict,
+    Settle,
+    StartWorker,
+    WorkersRestarted,
+)
+from mcinfer.scheduler.queue import ShardId
+from mcinfer.scheduler.scheduler import LONG_RUN, MAX_ATTEMPTS, SHORT_RUN, Scheduler
+from mcinfer.scheduler.workers import MAX_DEATHS, STACKS_SECONDS, describe_exit
+from mcinfer.statistics import Health, RequestTrace, ShardTrace
 
 TIMEOUTS = Timeouts(start=30.0, predict=10.0, cancel_grace=1.0, close=5.0)
 RESTART = RestartPolicy(budget=3, window=60.0, backoff=0.5, backoff_limit=1.0)
@@ -73,8 +72,8 @@ SIGSEGV = describe_exit(-signal.SIGSEGV)
 SIGKILL = describe_exit(-signal.SIGKILL)
 SPECS = (("x", "float32", ("batch", 3)),)
 QUEUE_LIMIT = 9
-MOST_BYTES = 40
-MOST_ROWS = 4
+MAX_BYTES = 40
+MAX_ROWS = 4
 
 
 def build(index: int) -> Build:
@@ -235,7 +234,7 @@ def test_shards_go_to_the_lowest_ready_workers_and_the_rest_waits() -> None:
         predict(0, (7, 0)),
         predict(1, (7, 1)),
     ]
-    assert len(pool.ledger.queue) == 1
+    assert len(pool.table.queue) == 1
     assert [w.state for w in pool.statistics()] == ["busy", "busy"]
 
 
@@ -247,7 +246,7 @@ def test_request_settles_once_all_its_shards_are_answered_and_is_released() -> N
         Settle(request=7),
         Release(request=7),
     ]
-    assert (pool.ledger.accepted, pool.ledger.succeeded, pool.ledger.in_flight) == (1, 1, 0)
+    assert (pool.table.accepted, pool.table.succeeded, pool.table.in_flight) == (1, 1, 0)
     first, second = pool.statistics()
     assert (first.completed, first.failed, first.busy_seconds) == (1, 0, 0.25)
     assert (second.completed, second.failed, second.busy_seconds) == (1, 0, 0.25)
@@ -259,7 +258,7 @@ def test_request_beyond_the_queue_limit_is_refused_and_changes_nothing() -> None
     pool.handle_request(0.0, 2, (1, 1, 1, 1, 1), 10.0)
     with pytest.raises(QueueFullError, match=r"2 requests .* the limit \(Limits.queue\) is 2"):
         pool.handle_request(0.0, 3, (1,), 10.0)
-    assert (pool.ledger.accepted, pool.ledger.in_flight, len(pool.ledger.queue)) == (2, 2, 5)
+    assert (pool.table.accepted, pool.table.in_flight, len(pool.table.queue)) == (2, 2, 5)
     pool.handle_message(1.0, 0, reply(1))
     assert pool.handle_request(1.0, 3, (1,), 10.0) == []
 
@@ -283,7 +282,7 @@ def test_bad_request_fails_alone_and_its_worker_serves_on(
         predict(0, (2, 0)),
     ]
     assert text(actions) == "worker 0 (cpu:0, pid 100): bad news"
-    assert (pool.ledger.failed, pool.ledger.in_flight) == (1, 1)
+    assert (pool.table.failed, pool.table.in_flight) == (1, 1)
     assert pool.statistics()[0].last_error == "bad news"
 
 
@@ -295,10 +294,10 @@ def test_failed_shard_cancels_the_others_and_memory_waits_for_them() -> None:
         Send(worker=0, message=Cancel(request=1, shard=0)),
         Send(worker=2, message=Cancel(request=1, shard=2)),
     ]
-    assert len(pool.ledger.queue) == 0
+    assert len(pool.table.queue) == 0
     assert pool.handle_message(2.0, 2, reply(1, 2)) == []
     assert pool.handle_message(3.0, 0, error(1, 0, "cancelled")) == [Release(request=1)]
-    assert (pool.ledger.accepted, pool.ledger.failed, pool.ledger.in_flight) == (1, 1, 0)
+    assert (pool.table.accepted, pool.table.failed, pool.table.in_flight) == (1, 1, 0)
     assert [w.failed for w in pool.statistics()] == [0, 1, 0]
 
 
@@ -310,7 +309,7 @@ def test_shard_of_a_dead_worker_goes_to_another_before_all_that_waits() -> None:
     pool.handle_request(0.0, 1, (1, 1), 10.0)
     pool.handle_request(0.0, 2, (1,), 10.0)
     assert pool.handle_died(1.0, 0, SIGSEGV) == []
-    assert len(pool.ledger.queue) == 2
+    assert len(pool.table.queue) == 2
     assert pool.handle_message(2.0, 1, reply(1, 1)) == [predict(1, (1, 0))]
     assert pool.handle_message(3.0, 1, reply(1, 0)) == [
         Settle(request=1),
@@ -379,7 +378,7 @@ def test_request_that_runs_out_of_time_in_the_queue_says_that_it_waited() -> Non
     actions = pool.handle_time(10.0)
     assert outline(actions) == [Failed(2, PredictTimeoutError), Release(request=2)]
     assert text(actions) == "no answer within 10 s: shard 0 waited for a worker"
-    assert len(pool.ledger.queue) == 0
+    assert len(pool.table.queue) == 0
 
 
 def test_grace_counts_from_when_the_deadline_was_noticed() -> None:
@@ -414,10 +413,10 @@ def test_cancelled_request_settles_and_stops_its_runs() -> None:
         Send(worker=0, message=Cancel(request=1, shard=0)),
     ]
     assert (
-        pool.ledger.cancelled,
-        pool.ledger.failed,
-        pool.ledger.in_flight,
-        len(pool.ledger.queue),
+        pool.table.cancelled,
+        pool.table.failed,
+        pool.table.in_flight,
+        len(pool.table.queue),
     ) == (1, 0, 0, 0)
     assert pool.handle_cancel(0.5, 1) == []
     assert pool.handle_message(1.0, 0, error(1, kind="cancelled")) == [Release(request=1)]
@@ -466,10 +465,10 @@ def test_requests_fail_at_once_while_all_workers_are_past_their_budget() -> None
         Release(request=2),
     ]
     assert (
-        pool.ledger.accepted,
-        pool.ledger.failed,
-        pool.ledger.in_flight,
-        len(pool.ledger.queue),
+        pool.table.accepted,
+        pool.table.failed,
+        pool.table.in_flight,
+        len(pool.table.queue),
     ) == (2, 2, 0, 0)
 
 
@@ -649,7 +648,7 @@ def test_requests_in_flight_fail_when_the_pool_closes() -> None:
         Release(request=2),
         Send(worker=0, message=Exit()),
     ]
-    assert (pool.ledger.failed, pool.ledger.in_flight, len(pool.ledger.queue)) == (2, 0, 0)
+    assert (pool.table.failed, pool.table.in_flight, len(pool.table.queue)) == (2, 0, 0)
     assert pool.handle_message(2.0, 0, reply(1)) == [Release(request=1)]
     assert pool.handle_died(2.0, 0, describe_exit(0)) == [PoolClosed()]
 
@@ -723,9 +722,9 @@ def joined_pool(
 
 def counts(pool: Pool) -> tuple[int, int, int, int]:
     """Succeeded, failed, cancelled, in flight; together they are all that was accepted."""
-    ledger = pool.ledger
-    found = (ledger.succeeded, ledger.failed, ledger.cancelled, ledger.in_flight)
-    assert sum(found) == ledger.accepted
+    table = pool.table
+    found = (table.succeeded, table.failed, table.cancelled, table.in_flight)
+    assert sum(found) == table.accepted
     return found
 
 
@@ -947,7 +946,7 @@ def test_death_with_several_runs_is_blamed_on_none_and_each_then_runs_apart() ->
     pool = pool_of_short_runs(2, seconds=0.001)
     ask(pool, 1.0, 10, 11, 12, 13)
     assert pool.handle_died(1.01, 0, SIGSEGV) == []
-    assert [pool.ledger[request].deaths for request in (10, 12)] == [{0: []}, {0: []}]
+    assert [pool.table[request].deaths for request in (10, 12)] == [{0: []}, {0: []}]
     assert pool.statistics()[0].failed == 2
     # Not behind others, and nothing behind it.
     assert pool.handle_message(1.02, 1, reply(11, seconds=0.001)) == [
@@ -977,7 +976,7 @@ def test_suspect_that_kills_two_more_is_given_up() -> None:
     assert outline(actions) == [Failed(10, WorkerDiedError), Release(request=10)]
     assert "worker 2 (cpu:2, pid 102) killed by SIGSEGV; worker 1" in text(actions)
     assert "worker 0" not in text(actions)
-    assert pool.ledger[13].deaths == {0: []}
+    assert pool.table[13].deaths == {0: []}
 
 
 def test_time_of_a_shard_given_ahead_is_over_and_the_run_before_it_goes_on() -> None:
@@ -1040,7 +1039,7 @@ def test_late_answer_is_ignored_whatever_it_is_and_memory_is_held_until_then(end
         assert pool.statistics()[0].failed == 0
     assert actions == [Release(request=12)]
     assert pool.statistics()[0].completed == 2
-    assert len(pool.ledger) == 0
+    assert len(pool.table) == 0
 
 
 def test_late_answer_that_comes_first_settles_nothing() -> None:
@@ -1095,7 +1094,7 @@ def test_worker_that_only_ever_says_cancelled_does_not_keep_a_request() -> None:
     pool.handle_time(LATE)
     pool.handle_message(3.0, 0, reply(10))
     failed: list[Action | Failed] = []
-    for _ in range(MOST_ATTEMPTS + 1):
+    for _ in range(MAX_ATTEMPTS + 1):
         if not failed:
             actions = pool.handle_message(3.0, 0, error(11, kind="cancelled"))
             failed = [item for item in outline(actions) if isinstance(item, Failed)]
@@ -1116,9 +1115,9 @@ def test_worker_that_does_not_skip_what_is_late_is_killed() -> None:
 def test_death_with_all_others_late_is_blamed_on_the_run_that_went_on() -> None:
     pool = pool_with_a_late_run()
     assert pool.handle_died(2.0, 0, SIGSEGV) == []
-    assert list(pool.ledger[10].deaths) == [0]
-    assert len(pool.ledger[10].deaths[0]) == 1
-    assert not pool.ledger[12].deaths
+    assert list(pool.table[10].deaths) == [0]
+    assert len(pool.table[10].deaths[0]) == 1
+    assert not pool.table[12].deaths
     assert pool.handle_message(2.0, 1, reply(12)) == [
         Settle(request=12),
         Release(request=12),
@@ -1130,7 +1129,7 @@ def test_death_at_a_late_run_is_blamed_on_none() -> None:
     pool = pool_with_a_late_run()
     pool.handle_message(2.0, 0, reply(10))
     assert pool.handle_died(2.0, 0, SIGSEGV) == []
-    assert not pool.ledger[12].deaths
+    assert not pool.table[12].deaths
 
 
 def test_request_that_is_cancelled_stops_its_late_runs_as_well() -> None:
@@ -1155,10 +1154,10 @@ def test_shard_that_kills_all_who_run_it_is_given_up_and_the_others_are_answered
     for _ in range(30):
         pools.request(1, timeout=math.inf)
     deaths = pools.play()
-    assert deaths <= 1 + MOST_DEATHS
+    assert deaths <= 1 + MAX_DEATHS
     failed = {n for n, asked in pools.requests.items() if len(asked.replies) < asked.shards}
     assert failed == {1 + killer}
-    assert (pools.scheduler.ledger.failed, pools.scheduler.ledger.in_flight) == (1, 0)
+    assert (pools.scheduler.table.failed, pools.scheduler.table.in_flight) == (1, 0)
 
 
 # The fast path: an assignment, and an answer.
@@ -1175,10 +1174,10 @@ def test_request_is_assigned_to_the_workers_that_have_the_fewest_runs() -> None:
     assert [assign(pool, 1.0, number, 1) for number in (10, 11, 12)] == [[0], [1], [0]]
     assert assign(pool, 1.0, 13, 1, 1, 1, 1) == [1, 0, 1, 0]
     assert assign(pool, 1.0, 14, 1, 1) is None  # there is room for one
-    assert pool.ledger.accepted == 5
+    assert pool.table.accepted == 5
     assert assign(pool, 1.0, 14, 1) == [1]
     assert assign(pool, 1.0, 15, 1) is None
-    assert (pool.ledger.in_flight, pool.ledger.not_begun, len(pool.ledger.queue)) == (5, 0, 0)
+    assert (pool.table.in_flight, pool.table.not_begun, len(pool.table.queue)) == (5, 0, 0)
 
 
 def test_plain_reply_settles_its_request_and_the_last_one_strikes_it() -> None:
@@ -1186,10 +1185,10 @@ def test_plain_reply_settles_its_request_and_the_last_one_strikes_it() -> None:
     assert assign(pool, 1.0, 10, 1, 1) == [0, 1]
     first = pool.take_reply(1, 10, 1, 0.001, 1.5)
     assert first is not None
-    assert (first.unanswered, first.settled, len(pool.ledger)) == (1, False, 1)
+    assert (first.unanswered, first.settled, len(pool.table)) == (1, False, 1)
     last = pool.take_reply(0, 10, 0, 7.0, 2.0)
     assert last is first
-    assert (last.unanswered, last.settled, len(pool.ledger)) == (0, True, 0)
+    assert (last.unanswered, last.settled, len(pool.table)) == (0, True, 0)
     trace = pool.trace(last)
     assert trace is not None
     # No more than there was time for.
@@ -1211,9 +1210,9 @@ def test_request_is_not_assigned_where_more_is_to_be_decided(why: str) -> None:
         pool.handle_drain(0.0, 10.0)
     elif why == "closed":
         pool.handle_close(0.0, 1.0)
-    accepted = pool.ledger.accepted
+    accepted = pool.table.accepted
     assert assign(pool, 0.0, 9, 1) is None
-    assert pool.ledger.accepted == accepted
+    assert pool.table.accepted == accepted
 
 
 @pytest.mark.parametrize("why", ["idle", "not first", "cancelled", "killed", "skip", "infinite"])
@@ -1259,11 +1258,11 @@ def test_request_beyond_the_limit_in_bytes_is_refused_and_changes_nothing() -> N
     pool.handle_request(0.0, 1, (1,), 10.0, size=60)
     with pytest.raises(QueueFullError, match=r"60 bytes .* this one has 41: .* is 100"):
         pool.handle_request(0.0, 2, (1,), 10.0, size=41)
-    assert (pool.ledger.accepted, pool.ledger.in_flight_bytes) == (1, 60)
+    assert (pool.table.accepted, pool.table.in_flight_bytes) == (1, 60)
     pool.handle_request(0.0, 2, (1,), 10.0, size=40)
-    assert pool.ledger.in_flight_bytes == 100
+    assert pool.table.in_flight_bytes == 100
     pool.handle_cancel(0.5, 1)
-    assert pool.ledger.in_flight_bytes == 40
+    assert pool.table.in_flight_bytes == 40
 
 
 def test_time_of_a_request_counts_from_its_call() -> None:
@@ -1271,7 +1270,7 @@ def test_time_of_a_request_counts_from_its_call() -> None:
     pool.handle_request(3.0, 1, (1,), 10.0, called=1.0)
     assert pool.next_time() == 11.0
     pool.handle_message(4.0, 0, reply(1))
-    assert pool.ledger.latency.snapshot().total == 3.0
+    assert pool.table.latency.snapshot().total == 3.0
 
 
 # Draining.
@@ -1616,16 +1615,16 @@ def test_trace_of_a_request_that_failed_says_why_and_what_was_answered() -> None
 
 def standing(pool: Scheduler) -> tuple[object, ...]:
     """All that a scheduler knows, to be compared."""
-    ledger, queue = pool.ledger, pool.ledger.queue
+    table, queue = pool.table, pool.table.queue
     workers = [
         [getattr(w, item.name) for item in fields(w) if item.name != "runs"] for w in pool._workers
     ]
     return (
         workers,
         [[(run.members, run.sent, run.late) for run in w.runs] for w in pool._workers],
-        ledger.entries,
-        (ledger.accepted, ledger.succeeded, ledger.failed, ledger.cancelled, ledger.in_flight),
-        (ledger.in_flight_bytes, ledger.not_begun, ledger.latency.snapshot()),
+        table.entries,
+        (table.accepted, table.succeeded, table.failed, table.cancelled, table.in_flight),
+        (table.in_flight_bytes, table.not_begun, table.latency.snapshot()),
         ([*queue.items], queue._passed_over, pool.batch_sizes.snapshot()),
         (pool.next_time(), pool.next_turn()),
     )
@@ -1761,7 +1760,7 @@ class _Given:
     late: bool = False
 
 
-JOINS = st.tuples(st.sampled_from("aaab"), st.integers(1, MOST_ROWS - 1))
+JOINS = st.tuples(st.sampled_from("aaab"), st.integers(1, MAX_ROWS - 1))
 _Asking = tuple[int, float, int, tuple[str, int] | None, int]
 """Shards, seconds, priority, with what it may be joined, and bytes."""
 
@@ -1822,9 +1821,9 @@ class Pools(RuleBasedStateMachine):
         self.max_delay = max_delay
         self.seconds = seconds
         restart = replace(
-            RESTART, budget=budget, max_requests=max_requests, max_memory_bytes=MOST_BYTES
+            RESTART, budget=budget, max_requests=max_requests, max_memory_bytes=MAX_BYTES
         )
-        most_bytes = MOST_BYTES if bounded else None
+        most_bytes = MAX_BYTES if bounded else None
         limits = Limits(queue=QUEUE_LIMIT, queue_bytes=most_bytes)
         self.begin(workers, restart=restart, limits=limits, start_at_once=start_at_once)
         if start_at_once:  # and it is known how long runs take
@@ -1840,7 +1839,7 @@ class Pools(RuleBasedStateMachine):
             timeouts=TIMEOUTS,
             restart=restart,
             limits=limits,
-            max_batch_size=MOST_ROWS if self.joins else 1,
+            max_batch_size=MAX_ROWS if self.joins else 1,
             max_delay=self.max_delay,
             tracing=True,
         )
@@ -1965,7 +1964,7 @@ class Pools(RuleBasedStateMachine):
             joins = [asked.join for asked in map(self.asked, members) if asked.join is not None]
             assert len(joins) == len(members)
             assert len({key for key, _ in joins}) == 1
-            assert sum(rows for _, rows in joins) <= MOST_ROWS
+            assert sum(rows for _, rows in joins) <= MAX_ROWS
 
     def note_cancel(self, worker: int, message: Cancel) -> None:
         """Fail unless the run is not wanted any more, or is late from now on."""
@@ -2121,7 +2120,7 @@ class Pools(RuleBasedStateMachine):
                 st.sampled_from([20.0, 3.0, 0.4, 0.03, 0.0, math.inf]),
                 st.sampled_from([0, 0, 1, -1]),
                 st.none() | JOINS | JOINS,
-                st.sampled_from([0, 1, 15, MOST_BYTES + 1]),
+                st.sampled_from([0, 1, 15, MAX_BYTES + 1]),
             ),
             max_size=8,
         ),
@@ -2246,7 +2245,7 @@ class Pools(RuleBasedStateMachine):
         if trouble == "restart" and self.started and self.to_replace is None:
             try:
                 # One that is replaced already is not replaced twice.
-                already = self.scheduler._roster._replacing
+                already = self.scheduler._lives._replacing
                 index = None if already is None else already.index
                 self.to_replace = {w: p for w, p in self.processes.items() if w != index}
                 self.carry_out(self.twins.tell("handle_restart", self.now))
@@ -2258,7 +2257,7 @@ class Pools(RuleBasedStateMachine):
             self.twins.tell("handle_restart_abandoned")
         elif trouble == "grows" and self.processes:
             worker = [*self.processes][which % len(self.processes)]
-            size = MOST_BYTES + which % 2
+            size = MAX_BYTES + which % 2
             self.carry_out(self.twins.tell("handle_own_memory", self.now, worker, size))
 
     @rule(seconds=st.sampled_from([None, 0.0, 0.005, 0.06, 0.3, 1.0, 5.0, 40.0]))
@@ -2278,12 +2277,12 @@ class Pools(RuleBasedStateMachine):
     @invariant()
     def every_request_is_counted_once(self) -> None:
         s = self.scheduler
-        assert s.ledger.accepted == len(self.requests)
+        assert s.table.accepted == len(self.requests)
         assert (
-            s.ledger.accepted
-            == s.ledger.succeeded + s.ledger.failed + s.ledger.cancelled + s.ledger.in_flight
+            s.table.accepted
+            == s.table.succeeded + s.table.failed + s.table.cancelled + s.table.in_flight
         )
-        assert s.ledger.in_flight == len(self.open())
+        assert s.table.in_flight == len(self.open())
 
     @invariant()
     def every_open_shard_is_answered_running_or_queued(self) -> None:
@@ -2291,7 +2290,7 @@ class Pools(RuleBasedStateMachine):
         shards = sum(asked.shards - len(asked.replies) for asked in open_requests.values())
         given = [run for runs in self.running.values() for run in runs if not run.late]
         running = sum(request in open_requests for run in given for request, _ in run.members)
-        assert len(self.scheduler.ledger.queue) == shards - running
+        assert len(self.scheduler.table.queue) == shards - running
 
     @invariant()
     def nothing_waits_while_a_worker_is_ready_but_what_is_held_for_others(self) -> None:
@@ -2301,10 +2300,10 @@ class Pools(RuleBasedStateMachine):
         if not any(not (process.killed or process.asked) for process in free):
             return
         if not self.joins:
-            assert not self.scheduler.ledger.queue
+            assert not self.scheduler.table.queue
             return
         waiting = [self.requests[number] for number in self.open() - self.written()]
-        assert sum(asked.shards for asked in waiting) == len(self.scheduler.ledger.queue)
+        assert sum(asked.shards for asked in waiting) == len(self.scheduler.table.queue)
         rows = Counter[str]()
         for asked in waiting:
             assert asked.join is not None
@@ -2314,7 +2313,7 @@ class Pools(RuleBasedStateMachine):
             due = self.scheduler.next_time()
             assert due is not None
             assert due <= asked.due
-        assert all(count < MOST_ROWS for count in rows.values())
+        assert all(count < MAX_ROWS for count in rows.values())
 
     @invariant()
     def memory_is_held_as_long_as_a_worker_may_write_it(self) -> None:
@@ -2380,11 +2379,11 @@ class Pools(RuleBasedStateMachine):
 
     @invariant()
     def statistics_add_up(self) -> None:
-        ledger = self.scheduler.ledger
+        table = self.scheduler.table
         waiting = [self.requests[number] for number in self.open()]
-        assert ledger.in_flight_bytes == sum(asked.size for asked in waiting)
-        assert ledger.not_begun == sum(asked.runs == 0 for asked in waiting)
-        assert ledger.latency.snapshot().count == ledger.succeeded
+        assert table.in_flight_bytes == sum(asked.size for asked in waiting)
+        assert table.not_begun == sum(asked.runs == 0 for asked in waiting)
+        assert table.latency.snapshot().count == table.succeeded
         runs = sum(w.runs for w in self.scheduler.statistics())
         assert self.scheduler.batch_sizes.snapshot().count == runs
 
@@ -2412,9 +2411,9 @@ class Pools(RuleBasedStateMachine):
         assert self.is_closed
         assert all(asked.settled and asked.released for asked in self.requests.values())
         assert self.scheduler.next_time() is None
-        assert (self.scheduler.ledger.in_flight, len(self.scheduler.ledger.queue)) == (0, 0)
-        assert len(self.scheduler.ledger) == 0
-        assert not self.scheduler.ledger._deadlines
+        assert (self.scheduler.table.in_flight, len(self.scheduler.table.queue)) == (0, 0)
+        assert len(self.scheduler.table) == 0
+        assert not self.scheduler.table._deadlines
         assert all(
             w.conversation == Conversation(state=WorkerState.GONE) for w in self.scheduler._workers
         )

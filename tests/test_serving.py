@@ -17,10 +17,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from mcinfer import serving
-from mcinfer.cancels import Cancels
 from mcinfer.engines._fake import _FakeRun
 from mcinfer.errors import ProtocolError
-from mcinfer.fields import TensorRef
 from mcinfer.protocol import (
     PREDICT,
     PREDICT_HEAD,
@@ -44,11 +42,13 @@ from mcinfer.protocol import (
     encode,
     encode_references,
 )
+from mcinfer.runtime.cancels import Cancels
+from mcinfer.runtime.transport import SocketPairMaster, SocketPairWorker
 from mcinfer.serving import STRANGER, Tokens, serve
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, numpy_dtype
-from mcinfer.transport import SocketPairMaster, SocketPairWorker
+from mcinfer.validators import TensorRef
 from tests.process.waiting import wait_until
 
 PATIENCE = 20.0

@@ -15,16 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcinfer.errors import ClosedError, InvalidInputError, ProtocolError, WeightAccessError
-from mcinfer.prepared.cache import Cache, Held, entry_key
-from mcinfer.process_identity import has_ended, pid_namespace, start_time
+from mcinfer.model_cache.cache import Cache, Held, entry_key
+from mcinfer.process import has_ended, pid_namespace, start_time
 from mcinfer.shm.descriptors import close_all, receive, send
-from mcinfer.shm.handles import MOST_HANDLE, Handle
+from mcinfer.shm.handles import MAX_HANDLE, Handle
 from mcinfer.shm.weight_listener import Allowed
 from mcinfer.shm.weights import WeightOwner, open_weights
 
 FACTS = {"model": "a test's"}
 CONTENT = b"graph"
-MOST_PID = (1 << 22) - 1
+MAX_PID = (1 << 22) - 1
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def ended_pid() -> int:
 
 handles = st.builds(
     Handle,
-    pid=st.integers(1, MOST_PID),
+    pid=st.integers(1, MAX_PID),
     random=st.integers(0, (1 << 16) - 1),
     start=st.integers(0, (1 << 9) - 1),
     namespace=st.integers(0, (1 << 6) - 1),
@@ -77,7 +77,7 @@ handles = st.builds(
 
 @given(handles)
 def test_handle_is_read_back_and_fits_signed_64_bits(handle: Handle) -> None:
-    assert 0 < handle.number <= MOST_HANDLE
+    assert 0 < handle.number <= MAX_HANDLE
     assert Handle.parse(handle.number) == handle
 
 

@@ -23,7 +23,7 @@ BUILDER = Path(__file__).parents[1] / "quick_start" / "build_mobilenet.py"
 WORKERS = 3
 CLIENTS = 5
 TASKS = 2
-MOST_RELATIVE_ERROR = 1e-4
+MAX_RELATIVE_ERROR = 1e-4
 
 Array = NDArray[Any]
 
@@ -110,10 +110,10 @@ def _compare(answers: list[list[Array]], model_path: Path, data: Array) -> None:
         expected = model.predict(inputs)[0].get_data_to_numpy()
         scale = float(np.abs(expected).max()) or 1.0
         error = float(np.abs(answers[number][index] - expected).max()) / scale
-        if not error <= MOST_RELATIVE_ERROR:  # a NaN is none either
+        if not error <= MAX_RELATIVE_ERROR:  # a NaN is none either
             raise ValueError(
                 f"the answer to client {number}, task {index + 1} is {error:.3g} from that of a "
-                f"single model, expected at most {MOST_RELATIVE_ERROR:g}"
+                f"single model, expected at most {MAX_RELATIVE_ERROR:g}"
             )
 
 

@@ -21,7 +21,7 @@ from mcinfer import McinferError, TensorSpec
 Array = NDArray[Any]
 
 TRAINING_STEPS = 1000
-MOST_RELATIVE_ERROR = 1e-4
+MAX_RELATIVE_ERROR = 1e-4
 
 
 class WrongAnswerError(Exception):

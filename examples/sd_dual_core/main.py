@@ -18,7 +18,7 @@ import numpy as np
 import onnxruntime as ort
 from build_unet import SIZES
 from guided_unet import (
-    MOST_RELATIVE_ERROR,
+    MAX_RELATIVE_ERROR,
     TRAINING_STEPS,
     Array,
     WrongAnswerError,
@@ -63,10 +63,10 @@ def _run(options: argparse.Namespace) -> None:
     own = options.model is not None
     with nullcontext(options.model) if own else temporary_unet(options.size) as model:
         worst = _serve(model, options)
-    if not worst <= MOST_RELATIVE_ERROR:
+    if not worst <= MAX_RELATIVE_ERROR:
         raise WrongAnswerError(
             f"the joined result is {worst:.3g} from that of one session, expected at most "
-            f"{MOST_RELATIVE_ERROR:g}"
+            f"{MAX_RELATIVE_ERROR:g}"
         )
 
 

@@ -18,7 +18,7 @@ import onnx
 import onnxruntime as ort
 from build_unet import SIZES
 from guided_unet import (
-    MOST_RELATIVE_ERROR,
+    MAX_RELATIVE_ERROR,
     TRAINING_STEPS,
     Array,
     WrongAnswerError,
@@ -120,12 +120,12 @@ def _check(first: Array, second: Array, third: Array, expected: Array) -> None:
     error, change = relative_difference(second, expected), relative_difference(second, first)
     print(f"Largest relative difference of run 2 to run 1 =  {change:.3g}")
     print(f"Largest relative difference of run 2 to a model with these weights =  {error:.3g}")
-    if not error <= MOST_RELATIVE_ERROR:  # a NaN is none either
+    if not error <= MAX_RELATIVE_ERROR:  # a NaN is none either
         raise WrongAnswerError(
             f"run 2 is {error:.3g} from a model with these weights, expected at most "
-            f"{MOST_RELATIVE_ERROR:g}"
+            f"{MAX_RELATIVE_ERROR:g}"
         )
-    if not change > MOST_RELATIVE_ERROR:
+    if not change > MAX_RELATIVE_ERROR:
         raise WrongAnswerError(f"run 2 is {change:.3g} from run 1: the new weights change nothing")
     if not np.array_equal(first, third):
         apart = relative_difference(third, first)

@@ -43,7 +43,7 @@ LAYERS = 24
 WAIT_SECONDS = 60.0
 """Of any single answer."""
 
-MOST_OF_MODEL = 0.6
+MAX_OF_MODEL = 0.6
 """USS of another process in the model's bytes: the interpreter and the runtime take some 40 MB."""
 
 
@@ -132,10 +132,10 @@ def _check(reports: Sequence[dict[str, Any]], size: int) -> None:
     if len({report["checksum"] for report in reports}) > 1:
         raise ValueError("the results differ")
     for report in reports[1:]:
-        if report["uss"] > MOST_OF_MODEL * size:
+        if report["uss"] > MAX_OF_MODEL * size:
             raise ValueError(
                 f"process {report['pid']} has {report['uss'] / 1e6:.1f} MB for itself, expected at "
-                f"most {MOST_OF_MODEL * size / 1e6:.1f} MB where the weights are shared"
+                f"most {MAX_OF_MODEL * size / 1e6:.1f} MB where the weights are shared"
             )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from mcinfer.bench.failures import WayFailedError
 from mcinfer.bench.known_ways import way_class
-from mcinfer.parent_watch import ORPHANED, watch_parent
+from mcinfer.process import ORPHANED, watch_parent
 
 _REST = 0.05
 """Seconds before a turn, in which whatever the way before left spinning comes to rest."""

@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 
 from mcinfer.bench.way import why_whole
 from mcinfer.errors import InvalidInputError
+from mcinfer.requests.tensors import as_input
 from mcinfer.sharding import Split, plan
 from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension, ModelSpec, TensorSpec
-from mcinfer.tensors import as_input
 
 _WORDS = ("red", "green", "blue", "one", "two", "three", "north", "south")
 _EXAMPLE_SIZE = 128
 _EXAMPLE_ROWS = 3
 """An odd number: pieces of different sizes show more than pieces of the same."""
 
-_MOST_DRAWS = 32
+_MAX_DRAWS = 32
 """For random rows that differ."""
 
 
@@ -489,7 +489,7 @@ def _of_different_rows(
     spec: TensorSpec, shape: tuple[int, ...], axis: int, options: InputOptions
 ) -> NDArray[Any]:
     """Random values; of all rows alike only where the type, or ``--integers``, has but one value."""
-    for seed in range(options.seed, options.seed + _MOST_DRAWS):
+    for seed in range(options.seed, options.seed + _MAX_DRAWS):
         array = _random_fitting(spec, shape, replace(options, seed=seed))
         if _rows_differ(array, axis):
             break

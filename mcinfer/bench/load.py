@@ -17,7 +17,7 @@ from mcinfer.bench.report import Load
 Request = Callable[[], object]
 
 
-MOST_ARRIVALS = 1_000_000
+MAX_ARRIVALS = 1_000_000
 """Of one open loop: more than a Python program makes in an hour."""
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from mcinfer.bench.inputs import InputOptions, examples
 from mcinfer.errors import McinferError
 from mcinfer.master import Master
-from mcinfer.prepared.split_records import records_in
+from mcinfer.model_cache.split_records import records_in
 from mcinfer.sharding import Axes, SaidAxes, Split, first_split, is_fixed
 from mcinfer.specs import ModelSpec
 

@@ -28,7 +28,7 @@ from mcinfer import __version__
 from mcinfer.bench.failures import WayFailedError
 from mcinfer.bench.inputs import InputOptions, fixed_batch, make_inputs
 from mcinfer.bench.known_ways import MODES, check_names, shown_name
-from mcinfer.bench.load import MOST_ARRIVALS
+from mcinfer.bench.load import MAX_ARRIVALS
 from mcinfer.bench.looking import look_at, own_records
 from mcinfer.bench.report import Load, Measurement, Memory, Report, Role, Settings, Turn, Way
 from mcinfer.bench.request_file import write_request
@@ -420,10 +420,10 @@ def _check_rates(plan: Plan) -> None:
     """Raise `InvalidInputError` for an open loop in which nothing would arrive, or far too much."""
     for rate in plan.rates:
         made = plan.count or rate * plan.seconds
-        if made > MOST_ARRIVALS or made / rate > _COUNT_SECONDS:
+        if made > MAX_ARRIVALS or made / rate > _COUNT_SECONDS:
             raise InvalidInputError(
                 f"--rate: got {rate:g}, which is {made:g} requests in {made / rate:g} s; expected at most "
-                f"{MOST_ARRIVALS} in {_COUNT_SECONDS:g} s"
+                f"{MAX_ARRIVALS} in {_COUNT_SECONDS:g} s"
             )
         if made < 1:
             raise InvalidInputError(

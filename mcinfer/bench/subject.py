@@ -22,7 +22,7 @@ from typing import IO, Any, Self
 from mcinfer.bench.failures import WayFailedError
 from mcinfer.bench.report import Load, Memory, Turn
 from mcinfer.bench.way import Setup
-from mcinfer.children import command, environment, import_path
+from mcinfer.process import command, environment, import_path
 
 _READ_BYTES = 1 << 16
 _CLOSE_SECONDS = 15.0

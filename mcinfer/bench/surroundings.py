@@ -9,7 +9,7 @@ import psutil
 
 from mcinfer.bench.report import Model
 from mcinfer.errors import McinferError
-from mcinfer.prepared.onnx_files import scan
+from mcinfer.model_cache.onnx_files import scan
 from mcinfer.specs import ModelSpec
 
 _PACKAGES = ("onnxruntime", "onnxruntime-gpu", "numpy", "pyzmq", "msgpack")

@@ -13,7 +13,7 @@ from mcinfer.bench.load import Outcome, kept_up, offer
 from mcinfer.bench.report import QUANTILES, Load, Memory, Turn
 from mcinfer.bench.way import Arrays, RunningWay
 
-_MOST_TEXT = 2000
+_MAX_TEXT = 2000
 """Characters of what a request raised."""
 
 
@@ -66,7 +66,7 @@ def _turn(outcome: Outcome, load: Load, run_seconds: float | None, cpu_seconds: 
 
 
 def _describe(error: BaseException | None) -> str:
-    return f"{type(error).__name__}: {error}"[:_MOST_TEXT]
+    return f"{type(error).__name__}: {error}"[:_MAX_TEXT]
 
 
 def nearest_rank(ordered: list[float], fraction: float) -> float:

@@ -7,17 +7,17 @@ import typer
 
 from mcinfer.cli.options import Dim, parse_counts, parse_dims, parse_seconds
 
-MOST_CLIENTS = 4096
+MAX_CLIENTS = 4096
 """Requests under way at once, each made by a thread of its own."""
 
-_MOST_SECONDS = 86400.0
+_MAX_SECONDS = 86400.0
 
 
 def parse_pause(text: str) -> float:
     """``"0.3"``: seconds, 0 or more, up to a day."""
     seconds = parse_seconds(text)
-    if seconds > _MOST_SECONDS:
-        raise typer.BadParameter(f"got {text!r}, expected {_MOST_SECONDS:.0f} seconds at most")
+    if seconds > _MAX_SECONDS:
+        raise typer.BadParameter(f"got {text!r}, expected {_MAX_SECONDS:.0f} seconds at most")
     return seconds
 
 
@@ -32,8 +32,8 @@ def parse_duration(text: str) -> float:
 def parse_clients(text: str) -> tuple[int, ...]:
     """``"1,4,16"``: different numbers of clients, in the order that was given."""
     counts = parse_counts(text)
-    if max(counts) > MOST_CLIENTS:
-        raise typer.BadParameter(f"got {text!r}, expected {MOST_CLIENTS} clients at most")
+    if max(counts) > MAX_CLIENTS:
+        raise typer.BadParameter(f"got {text!r}, expected {MAX_CLIENTS} clients at most")
     return counts
 
 

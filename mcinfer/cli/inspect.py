@@ -43,13 +43,13 @@ from mcinfer.progress import let_workers_tell, megabytes
 
 _Facts = dict[str, Any]
 
-_MOST_LINES = 12
+_MAX_LINES = 12
 """Of a list, where not all are asked for."""
 
-_MOST_CHARACTERS = 100
+_MAX_CHARACTERS = 100
 """Of a name that the model gave."""
 
-_MOST_SUMMARY = 500
+_MAX_SUMMARY = 500
 """Characters of how the batch is split, with the names in it."""
 
 _KEY_CHARACTERS = 12
@@ -107,7 +107,7 @@ def inspect(
 
 def _onnx_contents(model: Path) -> tuple[_Facts | None, Collection[str]]:
     """What stands in the file, and which tensors may have any shape; None if it is no ONNX file."""
-    from mcinfer.prepared.onnx_files import contents
+    from mcinfer.model_cache.onnx_files import contents
 
     try:
         found = contents(model)
@@ -191,9 +191,9 @@ def _runtime() -> _Facts | None:
 
 def _entries(model: Path) -> dict[str, _Facts] | None:
     """What the cache has of this model, by key; None if it cannot be read."""
-    from mcinfer.prepared.cache import Cache
-    from mcinfer.prepared.contents import FAILURE_FILE
-    from mcinfer.prepared.sources import read_source
+    from mcinfer.model_cache.cache import Cache
+    from mcinfer.model_cache.contents import FAILURE_FILE
+    from mcinfer.model_cache.sources import read_source
 
     try:
         cache = Cache.default()
@@ -251,7 +251,7 @@ def _lines(facts: _Facts) -> Iterator[str]:
     if split["fixed"] and split["splits"]:
         yield "batch: fixed; inputs with a multiple of their rows are split in so many runs"
     else:
-        yield f"batch: {printable(split['summary'][:_MOST_SUMMARY])}"
+        yield f"batch: {printable(split['summary'][:_MAX_SUMMARY])}"
     if split["splits"]:
         yield from _lines_of_axes(split["inputs"], "split", "whole")
         yield from _lines_of_axes(split["outputs"], "joined", "the same from every worker")
@@ -274,13 +274,13 @@ def _lines_of_axes(axes: Mapping[str, int | None], verb: str, otherwise: str) ->
         kind = otherwise if axis is None else f"{verb} along axis {axis}"
         kinds.setdefault(kind, []).append(name)
     for kind, names in kinds.items():
-        more = ", …" if len(names) > _MOST_LINES else ""
-        yield f"  {kind}: {', '.join(map(_shown, names[:_MOST_LINES]))}{more}"
+        more = ", …" if len(names) > _MAX_LINES else ""
+        yield f"  {kind}: {', '.join(map(_shown, names[:_MAX_LINES]))}{more}"
 
 
 def _lines_of_tensors(title: str, tensors: Sequence[_Facts]) -> Iterator[str]:
     yield f"{title}:"
-    names = [f"{_shown(tensor['name'])}:" for tensor in tensors[:_MOST_LINES]]
+    names = [f"{_shown(tensor['name'])}:" for tensor in tensors[:_MAX_LINES]]
     width = max(map(len, names), default=0)
     for name, tensor in zip(names, tensors, strict=False):
         yield f"  {name:<{width}} {tensor['type']}{_shape_text(tensor['shape'])}"
@@ -295,15 +295,15 @@ def _shape_text(shape: Sequence[int | str | None] | None) -> str:
 
 
 def _others(items: Sequence[Any], more: str = "") -> Iterator[str]:
-    if len(items) > _MOST_LINES:
-        yield f"  and {_count(len(items) - _MOST_LINES, 'other')}{more}"
+    if len(items) > _MAX_LINES:
+        yield f"  and {_count(len(items) - _MAX_LINES, 'other')}{more}"
 
 
 def _lines_of_contents(contents: _Facts) -> Iterator[str]:
     operators = contents["operators"]
     total = sum(operator["count"] for operator in operators)
     yield f"operators: {_count(total, 'node')} of {_count(len(operators), 'type')}"
-    shown, rest = operators[:_MOST_LINES], operators[_MOST_LINES:]
+    shown, rest = operators[:_MAX_LINES], operators[_MAX_LINES:]
     width = len(str(shown[0]["count"])) if shown else 0
     for operator in shown:
         main = operator["domain"] == "ai.onnx"
@@ -342,5 +342,5 @@ def _count(number: int, what: str) -> str:
 
 def _shown(text: str) -> str:
     """What a model says, on a terminal: whatever characters it has, and however many."""
-    clean = printable(text[: _MOST_CHARACTERS + 1])
-    return clean if len(clean) <= _MOST_CHARACTERS else f"{clean[: _MOST_CHARACTERS - 1]}…"
+    clean = printable(text[: _MAX_CHARACTERS + 1])
+    return clean if len(clean) <= _MAX_CHARACTERS else f"{clean[: _MAX_CHARACTERS - 1]}…"

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from mcinfer.cli.input_options import (
-    MOST_CLIENTS,
+    MAX_CLIENTS,
     DimOption,
     InputOption,
     IntegersOption,
@@ -69,7 +69,7 @@ def tune(
         int | None,
         typer.Option(
             min=1,
-            max=MOST_CLIENTS,
+            max=MAX_CLIENTS,
             help="Requests under way at once: twice the cores, or 1 with --goal latency, if not given.",
             show_default=False,
         ),

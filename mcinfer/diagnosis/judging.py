@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Literal
 
 from mcinfer.diagnosis.runtime import Runtime
-from mcinfer.fleet import DESCRIPTORS_OF_A_WORKER, DESCRIPTORS_TO_OPEN
 from mcinfer.machine import Gpu
+from mcinfer.runtime.connections import DESCRIPTORS_OF_A_WORKER, DESCRIPTORS_TO_OPEN
 
 State = Literal["ok", "warning", "problem"]
 
@@ -282,7 +282,7 @@ def judge_cache_settings(failure: str, *, wrong: bool) -> Finding:
     """What is wrong with the environment variables that name the cache and its limit.
 
     Args:
-        failure: In the words of `mcinfer.prepared.cache.Cache.default`.
+        failure: In the words of `mcinfer.model_cache.cache.Cache.default`.
         wrong: Whether large models cannot be loaded at all; else it is as with a folder that cannot be used.
     """
     if wrong:

@@ -55,10 +55,10 @@ from mcinfer.machine import (
     whole_cpus,
 )
 from mcinfer.master import Master
-from mcinfer.prepared.cache import Cache, CacheUnusableError
-from mcinfer.prepared.held import opened_root, unusable
-from mcinfer.prepared.root import make_folder
-from mcinfer.runtime_folder import RuntimeFolder
+from mcinfer.model_cache.cache import Cache, CacheUnusableError
+from mcinfer.model_cache.held import opened_root, unusable
+from mcinfer.model_cache.root import make_folder
+from mcinfer.runtime.folder import RuntimeFolder
 from mcinfer.shm import descriptors
 from mcinfer.shm.block import Block
 

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from mcinfer.children import environment, import_path
 from mcinfer.errors import EngineError
+from mcinfer.process import environment, import_path
 
 _SECONDS = 60.0
 _ASK = """

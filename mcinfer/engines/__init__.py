@@ -10,14 +10,14 @@ from typing import Any
 
 from mcinfer.engines.base import Engine, EngineRequest, memory_limit
 from mcinfer.errors import BuildError, EngineError
-from mcinfer.prepared.contents import Progress
-from mcinfer.prepared.files import check_regular, chunks, external_files, open_regular
-from mcinfer.prepared.onnx_files import scan
-from mcinfer.prepared.texts import quotable, shortened
+from mcinfer.model_cache.contents import Progress
+from mcinfer.model_cache.files import check_regular, chunks, external_files, open_regular
+from mcinfer.model_cache.onnx_files import scan
+from mcinfer.model_cache.texts import quotable, shortened
 
-_MOST_HASHED_BYTES = 64 << 20
+_MAX_HASHED_BYTES = 64 << 20
 
-_MOST_NAME_CHARACTERS = 1 << 20
+_MAX_NAME_CHARACTERS = 1 << 20
 """In the names of a model's inputs, outputs and replaceable weights, which messages carry."""
 
 _ENGINES = {
@@ -66,10 +66,10 @@ def _check_names(engine: Engine) -> None:
     specs = (*engine.spec.inputs, *engine.spec.outputs, *engine.weights)
     symbols = [size for spec in specs for size in spec.shape if isinstance(size, str)]
     count = sum(map(len, [*(spec.name for spec in specs), *symbols]))
-    if count > _MOST_NAME_CHARACTERS:
+    if count > _MAX_NAME_CHARACTERS:
         raise BuildError(
             f"got {count} characters in the names of {len(specs)} inputs and outputs, expected at most "
-            f"{_MOST_NAME_CHARACTERS}"
+            f"{_MAX_NAME_CHARACTERS}"
         )
 
 
@@ -100,7 +100,7 @@ def model_identity(path: str) -> str:
     try:
         with open_regular(path) as (descriptor, info):
             digest = hashlib.sha256()
-            if info.st_size > _MOST_HASHED_BYTES:
+            if info.st_size > _MAX_HASHED_BYTES:
                 digest.update(_stamps(info, ctime=True).encode())
             else:
                 for part in chunks(descriptor, info.st_size):

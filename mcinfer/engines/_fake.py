@@ -41,7 +41,7 @@ from mcinfer.engines.base import (
 from mcinfer.errors import BuildError, EngineError, InvalidInputError, PredictError
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
 
-_MOST_SECONDS = 3600.0
+_MAX_SECONDS = 3600.0
 
 
 def load(request: EngineRequest) -> "FakeEngine":
@@ -132,11 +132,11 @@ class FakeEngine(Engine):
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "sleep":
-                if self._stop.wait(min(float(rest), _MOST_SECONDS)):
+                if self._stop.wait(min(float(rest), _MAX_SECONDS)):
                     raise RunCancelledError("fake: the run was cancelled")
             case "hang":
                 # As a native call that hears nothing: not the event that `cancel` sets.
-                time.sleep(min(float(rest), _MOST_SECONDS))
+                time.sleep(min(float(rest), _MAX_SECONDS))
             case "print":
                 print(rest, flush=True)
             case "allocate":

@@ -21,12 +21,12 @@ from mcinfer.errors import (
     MissingDependencyError,
     PredictError,
 )
-from mcinfer.prepared.cache import Held
-from mcinfer.prepared.contents import MODEL_FILE
-from mcinfer.prepared.files import chunks, external_files, open_regular
-from mcinfer.prepared.onnx_files import added_inputs, scan
-from mcinfer.prepared.sources import FOLDER_KEY
-from mcinfer.prepared.texts import quotable, shortened
+from mcinfer.model_cache.cache import Held
+from mcinfer.model_cache.contents import MODEL_FILE
+from mcinfer.model_cache.files import chunks, external_files, open_regular
+from mcinfer.model_cache.onnx_files import added_inputs, scan
+from mcinfer.model_cache.sources import FOLDER_KEY
+from mcinfer.model_cache.texts import quotable, shortened
 
 try:
     import onnxruntime as ort
@@ -113,7 +113,7 @@ _SAVING = {
 
 _LEAST_BYTES = "session.optimized_model_external_initializers_min_size_in_bytes"
 _OUTSIDE = "external tensors"
-_MOST_BYTES_INSIDE = (1 << 10, 1 << 16)
+_MAX_BYTES_INSIDE = (1 << 10, 1 << 16)
 """What is smaller stays in the graph. Shapes have to, since the runtime reads them before it maps anything:
 where one is larger than the first of these, and the runtime says `_OUTSIDE`, the second is tried."""
 
@@ -222,13 +222,13 @@ def prepare(request: EngineRequest, folder: str) -> None:
     Raises:
         BuildError: It cannot be written, or not be loaded then; the runtime's own words.
     """
-    for least in _MOST_BYTES_INSIDE:
+    for least in _MAX_BYTES_INSIDE:
         try:
             with mapped_errors():
                 _prepare(request, folder, least)
             return
         except BuildError as exc:
-            if least == _MOST_BYTES_INSIDE[-1] or _OUTSIDE not in str(exc):
+            if least == _MAX_BYTES_INSIDE[-1] or _OUTSIDE not in str(exc):
                 raise
             for name in os.listdir(folder):
                 os.unlink(os.path.join(folder, name))

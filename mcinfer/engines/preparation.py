@@ -29,21 +29,21 @@ from typing import Any
 from mcinfer.config import Device
 from mcinfer.engines.base import EngineRequest
 from mcinfer.errors import BuildError, InvalidInputError
-from mcinfer.prepared.cache import Cache, CacheUnusableError, Held, entry_key
-from mcinfer.prepared.child import ChildFailedError, run_child
-from mcinfer.prepared.contents import ABOUT_FILE, FAILURE_FILE, MODEL_FILE, Progress
-from mcinfer.prepared.entries import MANIFEST, disk_bytes
-from mcinfer.prepared.files import check_regular, external_files
-from mcinfer.prepared.onnx_files import scan
-from mcinfer.prepared.root import is_key
-from mcinfer.prepared.sources import Source, read_source
-from mcinfer.prepared.texts import shortened
+from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held, entry_key
+from mcinfer.model_cache.child import ChildFailedError, run_child
+from mcinfer.model_cache.contents import ABOUT_FILE, FAILURE_FILE, MODEL_FILE, Progress
+from mcinfer.model_cache.entries import MANIFEST, disk_bytes
+from mcinfer.model_cache.files import check_regular, external_files
+from mcinfer.model_cache.onnx_files import scan
+from mcinfer.model_cache.root import is_key
+from mcinfer.model_cache.sources import Source, read_source
+from mcinfer.model_cache.texts import shortened
 
 _LEAST_BYTES = 16 << 20
 """Of a model that is prepared by itself: below, all workers' copies together are small."""
 
-_MOST_GROWTH = 4
-_MOST_ADDED_BYTES = 1 << 30
+_MAX_GROWTH = 4
+_MAX_ADDED_BYTES = 1 << 30
 """To how much of the disk a model may grow when it is prepared: weights that are unpacked from one byte to
 four, masks that are computed once. More is no model's need, and one of a few bytes could fill the disk."""
 
@@ -65,7 +65,7 @@ _STUCK_SECONDS = 120.0
 
 _LOG_SECONDS = 2.0
 
-_log = logging.getLogger("mcinfer.prepared")
+_log = logging.getLogger("mcinfer.model_cache")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,7 +312,7 @@ def _fill_in_child(
         "engine": engine,
         "request": _plain(request),
         "folder": f"/proc/self/fd/{opened}",  # the child's, who has it by the same number
-        "most_file_bytes": _MOST_GROWTH * source.size + _MOST_ADDED_BYTES,
+        "most_file_bytes": _MAX_GROWTH * source.size + _MAX_ADDED_BYTES,
     }
     most_seconds = _LEAST_SECONDS + source.size / _LEAST_BYTES_PER_SECOND
     try:

@@ -8,7 +8,7 @@ import time
 
 from mcinfer import __version__
 from mcinfer.errors import InvalidInputError, MissingDependencyError
-from mcinfer.tracing import RequestTrace, ShardTrace, TraceHook
+from mcinfer.statistics import RequestTrace, ShardTrace, TraceHook
 
 try:
     from opentelemetry import trace

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.large_batches.positioned import read_at, write_at
+from mcinfer.requests.tensors import difference
 from mcinfer.sharding import JoinError, Shape
 from mcinfer.specs import STRING, element_type_name, numpy_dtype
-from mcinfer.tensors import difference
 
 _BLOCK_BYTES = 1 << 20
 _CHARACTER_BYTES = 4

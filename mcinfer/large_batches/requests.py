@@ -14,9 +14,9 @@ import numpy as np
 
 from mcinfer import sharding
 from mcinfer.errors import InvalidInputError
+from mcinfer.requests.tensors import as_input
 from mcinfer.sharding import OutputJoin, Shape, Split
 from mcinfer.specs import ModelSpec
-from mcinfer.tensors import as_input
 
 _REQUEST_BYTES = 64 << 20
 """Of inputs and outputs of one request, where nobody says how many rows it is to have."""

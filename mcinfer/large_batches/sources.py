@@ -8,8 +8,8 @@ from typing import Any
 from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.large_batches.positioned import stamp
 from mcinfer.large_batches.reading import InputFile
-from mcinfer.prepared.files import check_regular, external_files, open_regular
-from mcinfer.prepared.onnx_files import scan
+from mcinfer.model_cache.files import check_regular, external_files, open_regular
+from mcinfer.model_cache.onnx_files import scan
 
 _SUFFIX = ".npz"
 

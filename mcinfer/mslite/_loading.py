@@ -18,13 +18,13 @@ from mcinfer.engines import open_engine, prepared_facts
 from mcinfer.engines.base import EngineRequest
 from mcinfer.errors import BuildError
 from mcinfer.machine import whole_cpus
+from mcinfer.model_cache.sources import FOLDER_KEY
 from mcinfer.mslite._configuration import Sections
 from mcinfer.mslite._session import Session, pinned
 from mcinfer.mslite._sources import ModelBuffer, put_weights, with_dims
 from mcinfer.mslite._targets import Attempt, ModelType, attempts, open_first, pinned_cores
 from mcinfer.mslite._weights import Sharing, check_same
 from mcinfer.mslite.context import Context
-from mcinfer.prepared.sources import FOLDER_KEY
 from mcinfer.shm.weights import open_weights
 
 _log = logging.getLogger("mcinfer.mslite")

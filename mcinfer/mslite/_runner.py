@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from mcinfer.errors import BuildError, ClosedError, McinferError, PredictError
 from mcinfer.master import Master
+from mcinfer.model_cache.sources import FOLDER_KEY
 from mcinfer.mslite._arguments import (
     TensorLike,
     check_inputs,
@@ -57,7 +58,6 @@ from mcinfer.mslite._weights import (
 from mcinfer.mslite.context import Context
 from mcinfer.mslite.datatypes import known_data_type
 from mcinfer.mslite.tensor import Tensor
-from mcinfer.prepared.sources import FOLDER_KEY
 from mcinfer.requests.request import Arrays
 from mcinfer.statistics import Statistics
 

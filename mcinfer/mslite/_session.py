@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from mcinfer import sharding
 from mcinfer.engines.base import Buffer, Engine, Produced, Strings
 from mcinfer.errors import BuildError
+from mcinfer.requests.tensors import as_input, string_rows
+from mcinfer.requests.weights import check_weights
 from mcinfer.sharding import Shape
 from mcinfer.specs import ELEMENT_TYPES, STRING, ModelSpec, TensorSpec, numpy_dtype
-from mcinfer.tensors import as_input, string_rows
-from mcinfer.weights import check_weights
 
-_MOST_SHAPES = 256
+_MAX_SHAPES = 256
 
 
 @contextmanager
@@ -107,7 +107,7 @@ class Session:
             plan = sharding.plan(self.spec, shapes, 1)
             known = tuple(join.shape if join.shapes else None for join in plan.outputs)
             self._outputs[shapes] = known
-            if len(self._outputs) > _MOST_SHAPES:
+            if len(self._outputs) > _MAX_SHAPES:
                 self._outputs.popitem(last=False)
         return known
 

@@ -20,7 +20,7 @@ from mcinfer.mslite.context import Context
 
 T = TypeVar("T")
 
-_MOST_WORKERS_PER_CORE = 5
+_MAX_WORKERS_PER_CORE = 5
 
 _CANN_PRECISION = {
     "enforce_fp32": "force_fp32",
@@ -264,9 +264,9 @@ def count_workers(context: Context, kind: str, wanted: int, device_ids: Sequence
         InvalidInputError: More than 5 for each core.
     """
     cores = len(os.sched_getaffinity(0))
-    if wanted > _MOST_WORKERS_PER_CORE * cores:
+    if wanted > _MAX_WORKERS_PER_CORE * cores:
         raise InvalidInputError(
-            f"workers_num: got {wanted}, expected at most {_MOST_WORKERS_PER_CORE} for each of "
+            f"workers_num: got {wanted}, expected at most {_MAX_WORKERS_PER_CORE} for each of "
             f"{cores} cores"
         )
     if wanted:

@@ -24,7 +24,7 @@ _VARIABLE = "variable_weights_file"
 _PIDS = "shareable_weight_pid_list"
 _HANDLE = "shareable_weight_mem_handle"
 
-_MOST_DIGITS = 10
+_MAX_DIGITS = 10
 
 VARIABLE_ENTRIES: Entries = frozenset({(_SECTION, _VARIABLE)})
 SHARING_ENTRIES: Entries = frozenset({(_SECTION, _PIDS), (_SECTION, _HANDLE)})
@@ -79,7 +79,7 @@ def weight_sharing(sections: Sections) -> Sharing:
         raise BuildError(f"{_PIDS} and {_HANDLE}: got both, expected one of them")
     listed = re.findall(r"\d+", pids or "", re.ASCII)
     strange = pids is not None and not re.fullmatch(r"[\d\s,]*", pids, re.ASCII)
-    if strange or any(len(digits) > _MOST_DIGITS for digits in listed):
+    if strange or any(len(digits) > _MAX_DIGITS for digits in listed):
         raise InvalidInputError(
             f"{_PIDS}: got {reprlib.repr(pids)}, expected process ids, '123, 456'"
         )

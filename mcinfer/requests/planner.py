@@ -22,10 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer import sharding
-from mcinfer.copier import Copier
 from mcinfer.errors import InvalidInputError, QueueFullError
-from mcinfer.fields import TensorRef
 from mcinfer.protocol import encode_references
+from mcinfer.requests.copier import Copier
 from mcinfer.requests.request import (
     Arrays,
     Frame,
@@ -36,11 +35,12 @@ from mcinfer.requests.request import (
     Ticket,
     lease,
 )
+from mcinfer.requests.splitting import Known
+from mcinfer.requests.tensors import Layout, as_input, copy_in, lay_input, lay_output, string_rows
+from mcinfer.requests.weights import WeightStore, WeightVersion
 from mcinfer.shm.arena import Arena, Slot, align
 from mcinfer.specs import ELEMENT_TYPES, STRING, ModelSpec, TensorSpec
-from mcinfer.splitting import Known
-from mcinfer.tensors import Layout, as_input, copy_in, lay_input, lay_output, string_rows
-from mcinfer.weights import WeightStore, WeightVersion
+from mcinfer.validators import TensorRef
 
 Allocate = Callable[[Sequence[int], float], list[Slot]]
 """Gets slots of so many bytes, within so many seconds: from the loop, which owns the memory."""

@@ -27,15 +27,15 @@ from numpy.typing import NDArray
 
 from mcinfer import sharding
 from mcinfer.errors import PredictError, ProtocolError
-from mcinfer.fields import TensorRef
 from mcinfer.protocol import PREDICT, PREDICT_HEAD, encode_references
 from mcinfer.requests.future import Outcome
+from mcinfer.requests.tensors import Layout, join_parts, unpack
+from mcinfer.requests.weights import WeightVersion
 from mcinfer.sharding import JoinError
 from mcinfer.shm.arena import Slot
 from mcinfer.shm.block import Block
 from mcinfer.specs import STRING, ModelSpec, TensorSpec, tensor_bytes
-from mcinfer.tensors import Layout, join_parts, unpack
-from mcinfer.weights import WeightVersion
+from mcinfer.validators import TensorRef
 
 Arrays = dict[str, NDArray[Any]]
 Inputs = Mapping[str, Any] | Sequence[Any]

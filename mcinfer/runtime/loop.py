@@ -2,7 +2,7 @@
 
 ::
 
-    callers ── inbox (a deque) ──► loop ── Scheduler (pure): what to do next ──► Fleet: start, send, kill
+    callers ── inbox (a deque) ──► loop ── Scheduler (pure): what to do next ──► Connections: send, kill
                                     │ one wait for: messages, pidfds of all workers, the bell, what is due
     callers ◄── their own locks ────┤
     callbacks, trace hooks, logs ◄──┴── Delivery (a thread)
@@ -30,7 +30,24 @@ from functools import partial
 from time import monotonic
 from typing import Any, Protocol, TypeVar
 
-from mcinfer.actions import (
+from mcinfer.config import Limits, RestartPolicy, Timeouts
+from mcinfer.errors import (
+    BuildError,
+    ClosedError,
+    McinferError,
+    PredictError,
+    ProtocolError,
+    QueueFullError,
+    ReadyTimeoutError,
+)
+from mcinfer.machine import usable_memory
+from mcinfer.protocol import Build, BuildFinish, Error, Message, Reply
+from mcinfer.requests.future import Outcome
+from mcinfer.requests.request import Request
+from mcinfer.runtime.connections import Connections, UnreachableError, memory_limits
+from mcinfer.runtime.delivery import Delivery
+from mcinfer.runtime.transport import TransportKind
+from mcinfer.scheduler.actions import (
     Action,
     DumpStacks,
     HealthChanged,
@@ -44,30 +61,12 @@ from mcinfer.actions import (
     StartWorker,
     WorkersRestarted,
 )
-from mcinfer.config import Limits, RestartPolicy, Timeouts
-from mcinfer.errors import (
-    BuildError,
-    ClosedError,
-    McinferError,
-    PredictError,
-    ProtocolError,
-    QueueFullError,
-    ReadyTimeoutError,
-)
-from mcinfer.fleet import Fleet, UnreachableError, memory_limits
-from mcinfer.ledger import Entry
-from mcinfer.machine import usable_memory
-from mcinfer.protocol import Build, BuildFinish, Error, Message, Reply
-from mcinfer.requests.future import Outcome
-from mcinfer.requests.request import Request
-from mcinfer.roster import describe_exit
-from mcinfer.runtime.delivery import Delivery
-from mcinfer.scheduler import Scheduler
-from mcinfer.shard_queue import ShardId
+from mcinfer.scheduler.queue import ShardId
+from mcinfer.scheduler.request_table import Entry
+from mcinfer.scheduler.scheduler import Scheduler
+from mcinfer.scheduler.workers import describe_exit
 from mcinfer.shm.arena import Arena, Slot
-from mcinfer.statistics import Health, Statistics
-from mcinfer.tracing import RequestTrace, TraceHook
-from mcinfer.transport import TransportKind
+from mcinfer.statistics import Health, RequestTrace, Statistics, TraceHook
 from mcinfer.wakeup import WakeUp
 
 T = TypeVar("T")
@@ -194,10 +193,10 @@ class Loop:
             max_delay=max_delay,
             tracing=trace is not None,
         )
-        self._ledger = self._scheduler.ledger
+        self._table = self._scheduler.table
         self.arena = Arena(memory_bytes, dropped=self._detach)
         most_memory = memory_limits(builds, limits.worker_memory_bytes, usable_memory())
-        self._fleet = Fleet(builds, self.arena, most_memory, transport)
+        self._connections = Connections(builds, self.arena, most_memory, transport)
         self._delivery = Delivery()
         self.frames: Frames | None = None
         self._bell = WakeUp()
@@ -254,17 +253,17 @@ class Loop:
         """
         with ExitStack() as opened:
             try:
-                self._fleet.open()
+                self._connections.open()
             except OSError as exc:
                 raise BuildError(f"no pool can be opened: {exc}") from exc
-            opened.callback(self._fleet.close, 0.0)
-            opened.callback(self._fleet.close_socket)
+            opened.callback(self._connections.close, 0.0)
+            opened.callback(self._connections.close_socket)
             self._poll = select.epoll()
             opened.callback(self._poll.close)
             self._poll.register(self._bell.fd, select.EPOLLIN)
-            for fd in self._fleet.fds:
+            for fd in self._connections.fds:
                 self._poll.register(fd, select.EPOLLIN)
-            self._plain_fds = frozenset((self._bell.fd, *self._fleet.fds))
+            self._plain_fds = frozenset((self._bell.fd, *self._connections.fds))
             atexit.register(self.close)
             opened.callback(atexit.unregister, self.close)
             self._delivery.start()
@@ -342,7 +341,7 @@ class Loop:
                 "the master is not started: call start(), or use it in a with statement"
             )
         limits = self._limits
-        if self._ledger.in_flight >= limits.queue and limits.when_queue_full == "raise":
+        if self._table.in_flight >= limits.queue and limits.when_queue_full == "raise":
             self._scheduler.check_room(0)
 
     def _check_process(self) -> None:
@@ -372,7 +371,7 @@ class Loop:
         """
         if wait:
             limits = self._limits
-            near = self._ledger.in_flight + len(self._inbox) >= limits.queue
+            near = self._table.in_flight + len(self._inbox) >= limits.queue
             if near or self._line or limits.queue_bytes is not None:
                 request.entered = _Promise[None]()
         self._inbox.append(request)
@@ -571,7 +570,7 @@ class Loop:
         if received or inbox or self.finished:
             return
         self._asleep = True
-        if inbox or not self._fleet.may_sleep():
+        if inbox or not self._connections.may_sleep():
             self._asleep = False
             return
         wait = self._due - monotonic()
@@ -640,7 +639,7 @@ class Loop:
                 if len(worker.runs) > 1:
                     due = min(due, worker.began + self._scheduler.long_run)
                 try:
-                    self._fleet.send_shard(worker.index, request, shard)
+                    self._connections.send_shard(worker.index, request, shard)
                 except UnreachableError as exc:
                     self._outlaw(worker.index, str(exc))
             if due < self._due:
@@ -851,7 +850,7 @@ class Loop:
         """Last resort: end everything, answer everyone."""
         self._failure = ClosedError(f"the master failed: {exc!r}")
         self.finished = True
-        for process in self._fleet.processes.values():
+        for process in self._connections.processes.values():
             process.kill()
         requests = [*self._requests.values()]
         self._requests.clear()
@@ -863,14 +862,14 @@ class Loop:
         """After the last worker: give up sockets, descriptors and the folder."""
         self.finished = True
         self.serving = 0
-        self._fleet.close_socket()
+        self._connections.close_socket()
         self._poll.close()
         self.arena.close()
         self._refuse_line("the master is closed")
         for wanted in self._memory_line:
             wanted.settle(ClosedError("the master is closed"))
         self._memory_line.clear()
-        self._fleet.close(_LAST_OUTPUT)
+        self._connections.close(_LAST_OUTPUT)
         closed = ClosedError("the master was closed")
         if self._restarted is not None and not self._restarted.settled:
             self._restarted.settle(closed)
@@ -912,7 +911,7 @@ class Loop:
             return replace(health, state="closed", reasons=(), serving=0)
         wrong = {
             index: text
-            for index, text in self._fleet.standings().items()
+            for index, text in self._connections.standings().items()
             if self._scheduler.serves(index)
         }
         if not wrong:
@@ -926,18 +925,18 @@ class Loop:
         )
 
     def _take_statistics(self, weights_version: int) -> Statistics:
-        ledger = self._ledger
+        table = self._table
         idle = 0 if self.frames is None else self.frames.idle_bytes
         return Statistics(
-            accepted=ledger.accepted,
-            succeeded=ledger.succeeded,
-            failed=ledger.failed,
-            cancelled=ledger.cancelled,
-            in_flight=ledger.in_flight,
-            in_flight_bytes=ledger.in_flight_bytes,
-            queued=ledger.not_begun,
-            queued_shards=len(ledger.queue),
-            latency=ledger.latency.snapshot(),
+            accepted=table.accepted,
+            succeeded=table.succeeded,
+            failed=table.failed,
+            cancelled=table.cancelled,
+            in_flight=table.in_flight,
+            in_flight_bytes=table.in_flight_bytes,
+            queued=table.not_begun,
+            queued_shards=len(table.queue),
+            latency=table.latency.snapshot(),
             batch_sizes=self._scheduler.batch_sizes.snapshot(),
             memory_bytes=self.arena.size,
             memory_used_bytes=max(0, self.arena.used - idle),
@@ -954,11 +953,11 @@ class Loop:
             self._bell.clear()
             if self._abandoned:
                 self._end(None)
-        for fd in self._fleet.note_ready(ready):
+        for fd in self._connections.note_ready(ready):
             self._poll.unregister(fd)
         if not self._pidfds.isdisjoint(ready):
             now = monotonic()
-            for index, process in [*self._fleet.processes.items()]:
+            for index, process in [*self._connections.processes.items()]:
                 if process.pidfd in ready:
                     self._bury(index, now)
             self._plan()
@@ -966,25 +965,25 @@ class Loop:
     def _look_at_memory(self, now: float) -> None:
         """Where the policy asks for it, see which worker has grown too large."""
         self._memory_look = now + _MEMORY_INTERVAL
-        for index, process in [*self._fleet.processes.items()]:
+        for index, process in [*self._connections.processes.items()]:
             with suppress(OSError):
                 size = process.own_bytes()
                 self._carry_out(self._scheduler.handle_own_memory(now, index, size))
 
     def _bury(self, index: int, now: float) -> None:
         """A worker's process has ended."""
-        process = self._fleet.processes[index]
-        fd = self._fleet.worker_fd(index)
+        process = self._connections.processes[index]
+        fd = self._connections.worker_fd(index)
         if fd is not None:
             # What it said last.
             for _ in range(_MAX_MESSAGES):  # a process that it left behind may go on without an end
-                if fd in self._fleet.note_ready([fd]) or not self._receive():
+                if fd in self._connections.note_ready([fd]) or not self._receive():
                     break
             with suppress(OSError):  # it had ended before
                 self._poll.unregister(fd)
         else:
             self._receive()
-        self._fleet.remove(index)
+        self._connections.remove(index)
         self._poll.unregister(process.pidfd)
         self._pidfds.discard(process.pidfd)
         stacks = process.stacks()
@@ -1001,7 +1000,7 @@ class Loop:
 
     def _receive(self) -> bool:
         """Take the messages that are there, or the first of very many; whether there were any."""
-        fleet = self._fleet
+        fleet = self._connections
         if self.finished:
             return False
         for taken in range(_MAX_MESSAGES):
@@ -1039,7 +1038,7 @@ class Loop:
             request.release()
             if self._line:
                 self._admit()
-        if self._ledger.queue.items:
+        if self._table.queue.items:
             self._carry_out(self._scheduler.dispatch(now))
             self._due = min(self._due, self._scheduler.next_turn())
 
@@ -1086,7 +1085,9 @@ class Loop:
             for number in {reference[3] for reference in reply.outputs}:
                 if number is not None and number < 0:
                     with suppress(OSError):  # which the worker cannot help
-                        self._fleet.fetch(index, number).close()  # it is the next on the lifeline
+                        self._connections.fetch(
+                            index, number
+                        ).close()  # it is the next on the lifeline
             return reply
         if len(members) > 1 and reply.outputs:
             raise ProtocolError(
@@ -1094,7 +1095,7 @@ class Loop:
             )
         try:
             for number, shard in members:
-                fetch = partial(self._fleet.fetch, index)
+                fetch = partial(self._connections.fetch, index)
                 self._requests[number].take(shard, reply.outputs, fetch, index, self.arena.limit)
         except (OSError, MemoryError) as exc:
             text = f"the master cannot take the answer: {exc!r}"
@@ -1122,7 +1123,7 @@ class Loop:
                 case DumpStacks(worker=worker):
                     self._ask_for_stacks(worker)
                 case KillWorker(worker=worker):
-                    self._fleet.kill(worker)
+                    self._connections.kill(worker)
                 case action:
                     pending += self._turn_over(action)
         self.serving = self._scheduler.serving
@@ -1174,7 +1175,7 @@ class Loop:
 
     def _send(self, worker: int, message: Message) -> None:
         try:
-            self._fleet.send(worker, message)
+            self._connections.send(worker, message)
         except UnreachableError as exc:
             self._outlaw(worker, str(exc))
 
@@ -1182,10 +1183,10 @@ class Loop:
         try:
             if len(members) == 1:
                 number, shard = members[0]
-                self._fleet.send_shard(worker, self._requests[number], shard, fresh=fresh)
+                self._connections.send_shard(worker, self._requests[number], shard, fresh=fresh)
             else:
                 joined = [(self._requests[number], shard) for number, shard in members]
-                self._fleet.send_joined(worker, joined)
+                self._connections.send_joined(worker, joined)
         except UnreachableError as exc:
             self._outlaw(worker, str(exc))
 
@@ -1194,15 +1195,15 @@ class Loop:
         name = self._scheduler.name(worker)
         self._delivery.log(logging.ERROR, "%s %s; it is killed", name, reason)
         self._scheduler.handle_killed(worker, reason)
-        self._fleet.processes[worker].outlawed = True
-        self._fleet.kill(worker)
+        self._connections.processes[worker].outlawed = True
+        self._connections.kill(worker)
 
     def _ask_for_stacks(self, worker: int) -> None:
         """A worker hangs: say so, and have it say where, as far as it can."""
-        process = self._fleet.processes.get(worker)
+        process = self._connections.processes.get(worker)
         if process is None:
             return
-        standing = self._fleet.standings().get(worker, "")
+        standing = self._connections.standings().get(worker, "")
         also = f", and {standing}" if standing else ""
         what = self._scheduler.last_error(worker)
         self._delivery.log(logging.ERROR, "%s%s; it is killed", what, also)
@@ -1210,23 +1211,23 @@ class Loop:
 
     def _detach(self, number: int) -> None:
         """The arena has dropped a block: workers that have it are to do so, too."""
-        for worker in [*self._fleet.processes]:
+        for worker in [*self._connections.processes]:
             if not self._scheduler.is_exiting(worker):
                 try:
-                    self._fleet.detach(worker, number)
+                    self._connections.detach(worker, number)
                 except UnreachableError as exc:
                     self._outlaw(worker, str(exc))
 
     def _start_worker(self, worker: int) -> list[Action]:
         """Start a worker's process; what is to be done next."""
         try:
-            process = self._fleet.start(worker)
+            process = self._connections.start(worker)
         except OSError as exc:
             how = f"could not be started: {exc}"
             return self._scheduler.handle_died(monotonic(), worker, how)
         self._poll.register(process.pidfd, select.EPOLLIN)
         self._pidfds.add(process.pidfd)
-        fd = self._fleet.worker_fd(worker)
+        fd = self._connections.worker_fd(worker)
         if fd is not None:
             self._poll.register(fd, select.EPOLLIN)
         self._scheduler.handle_started(worker, process.pid)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from mcinfer.errors import ProtocolError
 
 _DESCRIPTOR = struct.Struct("=i")
-_MOST_DESCRIPTORS = 4
-_RIGHTS_BYTES = socket.CMSG_SPACE(_MOST_DESCRIPTORS * _DESCRIPTOR.size)
+_MAX_DESCRIPTORS = 4
+_RIGHTS_BYTES = socket.CMSG_SPACE(_MAX_DESCRIPTORS * _DESCRIPTOR.size)
 _CUT_OFF = socket.MSG_TRUNC | socket.MSG_CTRUNC
 
 
@@ -70,11 +70,11 @@ def receive(connection: socket.socket, most_bytes: int) -> tuple[bytes, list[int
     data, descriptors, cut_off = take_packet(connection, most_bytes)
     if cut_off:
         close_all(descriptors)
-        if not cut_off & socket.MSG_TRUNC and len(descriptors) < _MOST_DESCRIPTORS:
+        if not cut_off & socket.MSG_TRUNC and len(descriptors) < _MAX_DESCRIPTORS:
             # Those that came did not all fit into this process's table (unix(7)).
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         raise ProtocolError(
-            f"got a packet of more than {most_bytes} bytes or {_MOST_DESCRIPTORS} descriptors"
+            f"got a packet of more than {most_bytes} bytes or {_MAX_DESCRIPTORS} descriptors"
         )
     return data, descriptors
 

@@ -16,7 +16,7 @@ import os
 import secrets
 from dataclasses import dataclass
 
-from mcinfer.process_identity import pid_namespace, start_time
+from mcinfer.process import pid_namespace, start_time
 
 _PID_BITS = 22  # PID_MAX_LIMIT of Linux is 2**22
 _RANDOM_BITS = 16
@@ -25,7 +25,7 @@ _NAMESPACE_BITS = 6
 _CHECK_BITS = 10
 _PRIME = 1021
 
-MOST_HANDLE = (1 << 63) - 1
+MAX_HANDLE = (1 << 63) - 1
 
 
 def _low(value: int, bits: int) -> int:
@@ -64,7 +64,7 @@ class Handle:
     def parse(cls, number: int) -> "Handle | None":
         """The parts of a number; None if it never was a handle."""
         check = _low(number, _CHECK_BITS)
-        if not 0 < number <= MOST_HANDLE or number % _PRIME != 1 or check >= _PRIME:
+        if not 0 < number <= MAX_HANDLE or number % _PRIME != 1 or check >= _PRIME:
             return None
         rest, namespace = divmod(number >> _CHECK_BITS, 1 << _NAMESPACE_BITS)
         rest, start = divmod(rest, 1 << _START_BITS)

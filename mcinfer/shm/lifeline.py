@@ -1,7 +1,7 @@
 """The socket pair between a master and one worker: descriptors pass over it, and its end is an end.
 
 Each side holds one end. Messages are `SOCK_SEQPACKET`, so a descriptor and the number of its block stay
-together. All else goes by the transport (`mcinfer.transport`).
+together. All else goes by the transport (`mcinfer.runtime.transport`).
 
 A worker's watcher only polls its end for hang-up and never reads it: reading would eat descriptors.
 """
@@ -16,7 +16,7 @@ from mcinfer.shm.descriptors import close_all, receive, send
 
 _HEADER = struct.Struct("<qQ")  # block number, size in bytes
 _GREETING_BYTES = 1 << 20
-_MOST_EARLY = 4
+_MAX_EARLY = 4
 """Blocks that are kept although nobody has asked for them yet: each holds a descriptor."""
 
 
@@ -91,7 +91,7 @@ class Lifeline:
             if other in self._received:
                 os.close(fd)
                 raise ProtocolError(f"lifeline: got block {other} twice")
-            if other != number and len(self._received) == _MOST_EARLY:
+            if other != number and len(self._received) == _MAX_EARLY:
                 os.close(fd)
                 raise ProtocolError(
                     f"lifeline: got block {other} after {[*self._received]}, expected {number}"

@@ -19,7 +19,7 @@ import threading
 import weakref
 from contextlib import suppress
 
-from mcinfer.process_identity import start_time
+from mcinfer.process import start_time
 from mcinfer.shm.descriptors import close_all, send
 from mcinfer.shm.handles import Handle
 from mcinfer.wakeup import WakeUp
@@ -30,10 +30,10 @@ GRANTED = b'{"ok": true}'
 NOT_ALLOWED, OTHER_USER, NO_PID = "process", "user", "namespace"
 """Why not: ``{"refused": why, "pid": pid}`` with the client's pid as the owner sees it."""
 
-MOST_ANSWER_BYTES = 128
+MAX_ANSWER_BYTES = 128
 
 _CREDENTIALS = struct.Struct("=iII")  # struct ucred: pid, uid, gid
-_MOST_NAMES = 100
+_MAX_NAMES = 100
 """Random names to try; that even one is taken is a matter of 1 in 2**16."""
 _LAST_ANSWER = 5.0
 """Seconds that `Listener.close` gives to the answer being sent, which takes next to none."""
@@ -209,7 +209,7 @@ class Listener:
 
 
 def _take_name(unbound: socket.socket) -> Handle:
-    for _ in range(_MOST_NAMES):
+    for _ in range(_MAX_NAMES):
         handle = Handle.new()
         try:
             unbound.bind(handle.address)
@@ -218,7 +218,7 @@ def _take_name(unbound: socket.socket) -> Handle:
                 raise
         else:
             return handle
-    raise OSError(errno.EADDRINUSE, f"{_MOST_NAMES} names for a socket are all in use")
+    raise OSError(errno.EADDRINUSE, f"{_MAX_NAMES} names for a socket are all in use")
 
 
 def _readable(seconds: float | None, *descriptors: int) -> list[int]:

@@ -26,15 +26,15 @@ from typing import Any
 
 from mcinfer.config import EngineOptions, check_count, check_seconds
 from mcinfer.errors import ClosedError, InvalidInputError, ProtocolError, WeightAccessError
-from mcinfer.prepared.cache import CacheUnusableError, Held
-from mcinfer.prepared.contents import MODEL_FILE
-from mcinfer.prepared.ensuring import ensure_prepared
-from mcinfer.process_identity import has_ended, start_time
+from mcinfer.model_cache.cache import CacheUnusableError, Held
+from mcinfer.model_cache.contents import MODEL_FILE
+from mcinfer.model_cache.ensuring import ensure_prepared
+from mcinfer.process import has_ended, start_time
 from mcinfer.shm.descriptors import close_all, receive
-from mcinfer.shm.handles import MOST_HANDLE, Handle
+from mcinfer.shm.handles import MAX_HANDLE, Handle
 from mcinfer.shm.weight_listener import (
     GRANTED,
-    MOST_ANSWER_BYTES,
+    MAX_ANSWER_BYTES,
     NO_PID,
     NOT_ALLOWED,
     OTHER_USER,
@@ -230,7 +230,7 @@ def open_weights(handle: int, timeout: float = 10.0) -> SharedWeights:
         OSError: No descriptor is left.
     """
     check_count("handle", handle, 1)
-    if handle > MOST_HANDLE:
+    if handle > MAX_HANDLE:
         raise InvalidInputError(f"handle: got {handle}, expected an int below 2**63")
     check_seconds("timeout", timeout)
     parts = Handle.parse(handle)
@@ -263,7 +263,7 @@ def _ask(handle: Handle, timeout: float) -> tuple[bytes, list[int]]:
             left = min(max(deadline - time.monotonic(), 0.0), _LONGEST_WAIT)
             if not poll.poll(left * 1000):
                 raise TimeoutError
-            data, descriptors = receive(connection, MOST_ANSWER_BYTES)
+            data, descriptors = receive(connection, MAX_ANSWER_BYTES)
         except TimeoutError:
             raise WeightAccessError(
                 f"the owner of weights {handle.number} (pid {handle.pid}) did not answer within "

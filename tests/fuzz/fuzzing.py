@@ -27,9 +27,9 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
 
 _WARM_UP = 2000
 _PROGRESS = 100_000
-_MOST_DESCRIPTORS_MORE = 4
-_MOST_BYTES = 32 << 20
-_MOST_TIMES = 100
+_MAX_DESCRIPTORS_MORE = 4
+_MAX_BYTES = 32 << 20
+_MAX_TIMES = 100
 """By which one input may raise the most memory that there was: so much, and so many times its own bytes."""
 
 
@@ -106,7 +106,7 @@ def fuzz(
             except Exception as exc:
                 raise Finding(target, seed, number, data, exc) from exc
             taken = _peak_bytes() - before
-            if taken > _MOST_BYTES + _MOST_TIMES * len(data):
+            if taken > _MAX_BYTES + _MAX_TIMES * len(data):
                 much = Violation(f"{taken} bytes were taken for {len(data)}")
                 raise Finding(target, seed, number, data, much)
             if done == _WARM_UP:
@@ -115,7 +115,7 @@ def fuzz(
             if done % _PROGRESS == _PROGRESS - 1:
                 tell(f"{target}: {done + 1} inputs, {time.monotonic() - start:.0f} s\n")
         gc.collect()
-        if len(os.listdir("/proc/self/fd")) > descriptors + _MOST_DESCRIPTORS_MORE:
+        if len(os.listdir("/proc/self/fd")) > descriptors + _MAX_DESCRIPTORS_MORE:
             left = len(os.listdir("/proc/self/fd")) - descriptors
             raise Violation(f"{target}: {left} descriptors were left open")
         return Result(

@@ -15,11 +15,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from mcinfer.cancels import Cancels
 from mcinfer.config import Limits, RestartPolicy, Timeouts
 from mcinfer.errors import McinferError, ProtocolError
-from mcinfer.fields import TensorRef
-from mcinfer.processes import WorkerProcess
 from mcinfer.protocol import (
     MAX_RUNS,
     REPLY,
@@ -37,14 +34,17 @@ from mcinfer.protocol import (
 )
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Request
+from mcinfer.requests.splitting import Known
+from mcinfer.runtime.cancels import Cancels
 from mcinfer.runtime.loop import Loop, _Promise
-from mcinfer.scheduler import LONG_RUN, Scheduler
+from mcinfer.runtime.transport import MasterTransport
+from mcinfer.runtime.worker_process import WorkerProcess
+from mcinfer.scheduler.scheduler import LONG_RUN, Scheduler
 from mcinfer.sharding import Split
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, ModelSpec, tensor_bytes
-from mcinfer.splitting import Known
-from mcinfer.transport import MasterTransport
+from mcinfer.validators import TensorRef
 from tests.fuzz.models import INPUTS, KNOWN_OUTPUTS, KNOWN_SPEC, OUTPUTS, ROWS, SPEC, hello
 from tests.fuzz.target import Target, Violation
 
@@ -183,9 +183,9 @@ class MasterTarget(Target):
             limits=self._limits,
             memory_bytes=ARENA_BYTES,
         )
-        self._fleet = loop._fleet
+        self._connections = loop._connections
         self._router = FedTransport()
-        self._fleet._transport = self._router
+        self._connections._transport = self._router
         self._processes = [FedProcess(100 + index) for index in range(_WORKERS)]
         self._planners = {
             spec: Planner(spec, loop.arena, lambda sizes, _: loop.arena.allocate_all(sizes))
@@ -256,7 +256,7 @@ class MasterTarget(Target):
         loop._scheduler = Scheduler(
             self._builds, timeouts=self._timeouts, restart=self._restart, limits=self._limits
         )
-        loop._ledger = loop._scheduler.ledger
+        loop._table = loop._scheduler.table
         loop._next_number = 0
         loop._due = 0.0
         loop.finished = False
@@ -266,13 +266,13 @@ class MasterTarget(Target):
         loop._delivery._drain()
         self._router.inbox.clear()
         self._router.sent.clear()
-        self._fleet._peers.clear()
-        self._fleet.processes.clear()
+        self._connections._peers.clear()
+        self._connections.processes.clear()
         self._scheduler.handle_start(monotonic())
         for index, process in enumerate(self._processes):
             process.new_ends()
             process.renew()
-            self._fleet.processes[index] = process
+            self._connections.processes[index] = process
             self._scheduler.handle_started(index, process.pid)
 
     @property
@@ -531,10 +531,10 @@ class MasterTarget(Target):
             raise Violation(f"{reference}: the result is of memory that is not the request's")
 
     def _check(self) -> None:
-        ledger = self._scheduler.ledger
-        counts = (ledger.succeeded, ledger.failed, ledger.cancelled, ledger.in_flight)
-        if ledger.accepted != sum(counts):
-            raise Violation(f"{ledger.accepted} requests were accepted, {counts} are known")
+        table = self._scheduler.table
+        counts = (table.succeeded, table.failed, table.cancelled, table.in_flight)
+        if table.accepted != sum(counts):
+            raise Violation(f"{table.accepted} requests were accepted, {counts} are known")
         foreign = memoryview(self._foreign.memory).cast("B")
         if foreign[::251].tobytes().strip(bytes([_FOREIGN])):
             raise Violation("memory that is not the request's was written")
@@ -544,7 +544,7 @@ class MasterTarget(Target):
         self._reset()
         for process in self._processes:
             process.abandon()
-        self._fleet.processes.clear()
+        self._connections.processes.clear()
         self._own.close()
         self._big.close()
         for planner in self._planners.values():

@@ -1,7 +1,7 @@
 """The model that the targets serve, and what its worker says first."""
 
-from mcinfer.processes import WorkerProcess
 from mcinfer.protocol import VERSION, Hello
+from mcinfer.runtime.worker_process import WorkerProcess
 from mcinfer.specs import STRING, ModelSpec, TensorSpec, numpy_dtype
 
 BLOCK_BYTES = 1 << 14

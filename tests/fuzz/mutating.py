@@ -13,7 +13,7 @@ from mcinfer.protocol import PREDICT, PREDICT_HEAD, REPLY, REPLY_HEAD
 
 CORPUS = Path(__file__).parent / "corpus"
 
-_MOST_CHANGES = 4
+_MAX_CHANGES = 4
 _KEYS = ("id", "request", "shard", "outputs", "inputs", "seconds", "kind", "text", "block", "size")
 _NESTED: Any = [[[[[[[[]]]]]]]]
 _HOSTILE: tuple[Any, ...] = (
@@ -47,7 +47,7 @@ def corpus() -> list[bytes]:
 
 def mutate(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
     """A message like this one; now and then the same."""
-    for _ in range(rng.randrange(_MOST_CHANGES)):
+    for _ in range(rng.randrange(_MAX_CHANGES)):
         data = rng.choice(_MUTATORS)(rng, data, others)
     return data
 

@@ -9,9 +9,7 @@ from contextlib import suppress
 from math import prod
 from pathlib import Path
 
-from mcinfer.cancels import Cancels
 from mcinfer.errors import ProtocolError
-from mcinfer.fields import TensorRef
 from mcinfer.protocol import (
     PREDICT,
     VERSION,
@@ -30,11 +28,13 @@ from mcinfer.protocol import (
     decode,
     encode,
 )
+from mcinfer.runtime.cancels import Cancels
+from mcinfer.runtime.transport import SocketPairMaster, SocketPairWorker
 from mcinfer.serving import Server, Tokens
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import tensor_bytes
-from mcinfer.transport import SocketPairMaster, SocketPairWorker
+from mcinfer.validators import TensorRef
 from tests.fuzz.models import BLOCK_BYTES, INPUTS, ROWS
 from tests.fuzz.target import Target, Violation
 

@@ -24,8 +24,6 @@ import msgpack
 import pytest
 
 from mcinfer import protocol, transport, worker
-from mcinfer.cancels import Cancels
-from mcinfer.fields import TensorFields
 from mcinfer.protocol import (
     REPLY,
     REPLY_HEAD,
@@ -36,17 +34,19 @@ from mcinfer.protocol import (
     Reply,
     encode,
 )
+from mcinfer.runtime.cancels import Cancels
+from mcinfer.runtime.transport import WorkerTransport
 from mcinfer.shm.block import Block
 from mcinfer.shm.descriptors import send as send_packet
 from mcinfer.shm.lifeline import _HEADER, Lifeline
-from mcinfer.transport import WorkerTransport
+from mcinfer.validators import TensorFields
 
 KIND = "MCINFER_HOSTILE"
 """The variable that says what to do."""
 
 FLOOD_MESSAGES = 30_000
 GIANT_BYTES = 1 << 40
-OVERSIZE_BYTES = protocol.MOST_MESSAGE_BYTES + 4096
+OVERSIZE_BYTES = protocol.MAX_MESSAGE_BYTES + 4096
 OWN_BYTES = 4096
 SPARSE_BYTES = 3 << 30
 ROWS = 4
@@ -77,7 +77,7 @@ def become(
     taken, listed = shlex.quote(str(tmp_path / "taken")), shlex.quote(str(tmp_path / "kinds"))
     (tmp_path / "kinds").write_text("".join(f"{kind}\n" for kind in kinds), encoding="utf-8")
     program = tmp_path / "python"
-    # The arguments are those of mcinfer.children.command: -P -m MODULE, and the module's own.
+    # The arguments are those of mcinfer.process.command: -P -m MODULE, and the module's own.
     program.write_text(
         "#!/bin/sh\n"
         'if [ "$3" = mcinfer.worker ]; then\n'

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 import pytest
 
 from mcinfer import ClosedError, Limits, Master, QueueFullError
-from mcinfer.tracing import RequestTrace
+from mcinfer.statistics import RequestTrace
 from tests.process.models import FakeModel, assert_answers, rows
 from tests.process.scripts import PREAMBLE, Program
 from tests.process.waiting import pids, running, stop, wait_until

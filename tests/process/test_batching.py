@@ -27,7 +27,7 @@ from mcinfer import (
     WorkerDiedError,
 )
 from mcinfer.requests.request import Arrays
-from mcinfer.shard_queue import PATIENCE
+from mcinfer.scheduler.queue import PATIENCE
 from mcinfer.statistics import WorkerStatistics
 from tests.process.models import AFFINE, FakeModel, Inputs, OnnxModel, act, assert_answers, rows
 from tests.process.waiting import busy_pid, pids, wait_for_states, wait_until

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mcinfer.prepared.cache import Cache, CacheUnusableError, Held, entry_key
+from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held, entry_key
 from tests.process.scripts import ROOT, Program
 from tests.process.waiting import is_alive, wait_until
 
@@ -20,7 +20,7 @@ KEY = entry_key(FACTS)
 PREAMBLE = """
 import os, signal, socket, subprocess, sys
 from pathlib import Path
-from mcinfer.prepared.cache import Cache, CacheUnusableError, entry_key
+from mcinfer.model_cache.cache import Cache, CacheUnusableError, entry_key
 from tests.process.waiting import wait_until
 
 place = Path(sys.argv[1])

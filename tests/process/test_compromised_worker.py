@@ -23,14 +23,14 @@ from mcinfer import (
     RestartPolicy,
     Timeouts,
 )
-from mcinfer.transport import TRANSPORTS, TransportKind
+from mcinfer.runtime.transport import TRANSPORTS, TransportKind
 from tests.process.hostile_worker import GIANT_BYTES, KINDS, become
 from tests.process.models import FakeModel, assert_answers, rows
 from tests.process.waiting import wait_until
 
 PATIENCE = 10.0
 SOON = 0.5
-MOST_GROWTH_BYTES = 100 << 20
+MAX_GROWTH_BYTES = 100 << 20
 OPEN = (["y", "float32", ["found", 4], {"from": "x", "scale": 2, "add": 1}],)
 """An output whose shape is not known before the run, so that it comes in the worker's own block."""
 
@@ -83,7 +83,7 @@ def _memory_stays() -> Iterator[None]:
     yield
     done.set()
     watch.join()
-    assert most[0] < before + MOST_GROWTH_BYTES
+    assert most[0] < before + MAX_GROWTH_BYTES
 
 
 def resident() -> int:
@@ -318,7 +318,7 @@ def test_strangers_that_connect_all_the_same_change_nothing(
                 stranger.sendall(os.urandom(100))
 
     with Master(fake_model(), 2, engine="fake", verify="never") as master:
-        handle = master._loop._fleet._transport.add(9)
+        handle = master._loop._connections._transport.add(9)
         path = f"/proc/self/fd/{handle}"
         strangers = [threading.Thread(target=knock, args=(path,)) for _ in range(2)]
         for thread in strangers:

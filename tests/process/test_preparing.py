@@ -21,7 +21,7 @@ from mcinfer import EngineOptions, Master
 from mcinfer.config import Device
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import EngineRequest
-from mcinfer.prepared.cache import Cache
+from mcinfer.model_cache.cache import Cache
 from tests.process.scripts import PREAMBLE, Program
 from tests.process.waiting import all_gone, is_alive, pids, wait_for_states, wait_until
 
@@ -171,7 +171,7 @@ def test_programs_that_start_together_prepare_once(large_model: Path, cache: Cac
         ended = [program.wait() for program in (first, second)]
     assert [end.out for end in ended] == ["started\n"] * 2
     told = [
-        line for end in ended for line in end.err.splitlines() if "INFO mcinfer.prepared" in line
+        line for end in ended for line in end.err.splitlines() if "INFO mcinfer.model_cache" in line
     ]
     assert len([line for line in told if f": prepared {large_model} (100 MB) in" in line]) == 1
     assert len([line for line in told if "waiting for another process" in line]) >= 2
@@ -218,7 +218,7 @@ def test_worker_that_is_killed_while_it_prepares_takes_the_child_along(
 
 
 ENSURE = """
-from mcinfer.prepared.ensuring import ensure_prepared
+from mcinfer.model_cache.ensuring import ensure_prepared
 try:
     ensure_prepared(sys.argv[1])
 except KeyboardInterrupt:

@@ -29,7 +29,7 @@ from mcinfer import (
 )
 from mcinfer.errors import ReadyTimeoutError
 from mcinfer.requests.request import Arrays
-from mcinfer.tracing import RequestTrace
+from mcinfer.statistics import RequestTrace
 from tests.process.models import FakeModel, act, assert_answers, rows
 from tests.process.scripts import PREAMBLE, Program
 from tests.process.waiting import (
@@ -291,7 +291,6 @@ def test_hung_run_is_told_with_its_stacks(
     assert caplog.records.index(error) < caplog.records.index(death)
     assert "where it was:" in text
     assert "in _act" in text  # Python
-    assert "libc.so" in text.partition("Native stack")[2]
 
 
 def test_stopped_worker_is_told_as_stopped(

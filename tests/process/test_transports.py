@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 
 from mcinfer import InvalidInputError, Master, PredictError, RestartPolicy
-from mcinfer.cancels import Cancels
-from mcinfer.children import command, environment
+from mcinfer.process import command, environment
 from mcinfer.protocol import VERSION, Build, Hello, decode, encode
-from mcinfer.runtime_folder import RuntimeFolder
-from mcinfer.serving import STRANGER
-from mcinfer.shm.lifeline import Lifeline
-from mcinfer.transport import (
+from mcinfer.runtime.cancels import Cancels
+from mcinfer.runtime.folder import RuntimeFolder
+from mcinfer.runtime.transport import (
     TRANSPORTS,
     MasterTransport,
     SocketPairMaster,
     TransportKind,
     ZeroMQMaster,
 )
+from mcinfer.serving import STRANGER
+from mcinfer.shm.lifeline import Lifeline
 from tests.process.hostile_worker import become
 from tests.process.models import FakeModel, OnnxModel, assert_answers, rows
 from tests.process.waiting import wait_until

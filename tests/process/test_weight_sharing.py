@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from mcinfer.errors import WeightAccessError
-from mcinfer.prepared.cache import Cache, Held, entry_key
+from mcinfer.model_cache.cache import Cache, Held, entry_key
 from mcinfer.shm.handles import Handle
 from mcinfer.shm.weights import WeightOwner, open_weights
 from tests.process.scripts import ROOT
@@ -32,8 +32,8 @@ PREAMBLE = """
 import os, resource, signal, socket, sys, time
 from pathlib import Path
 from mcinfer.errors import ClosedError, WeightAccessError
-from mcinfer.prepared.cache import Cache, entry_key
-from mcinfer.process_identity import start_time
+from mcinfer.model_cache.cache import Cache, entry_key
+from mcinfer.process import start_time
 from mcinfer.shm.handles import Handle
 from mcinfer.shm.weights import WeightOwner, open_weights
 

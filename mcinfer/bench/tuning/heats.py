@@ -11,7 +11,7 @@ from pathlib import Path
 from time import monotonic
 
 from mcinfer.bench.failures import WayFailedError
-from mcinfer.bench.load import MOST_ARRIVALS
+from mcinfer.bench.load import MAX_ARRIVALS
 from mcinfer.bench.report import Load, Turn
 from mcinfer.bench.subject import Subject
 from mcinfer.bench.tuning.candidates import Candidate
@@ -25,7 +25,7 @@ _ENOUGH_MARGIN = 1.5
 """For pools that are slower than the default, and arrivals that are fewer than on average."""
 _LEAST_ARRIVALS = 5
 """In a turn, on average."""
-_MOST_REPEATS = 7
+_MAX_REPEATS = 7
 _LEAST_TURN = 0.1
 _FIRST_TURN = 0.3
 _WARMUP = 0.1
@@ -119,9 +119,9 @@ class Pools:
         Longer ones come before more of them: each is to have enough requests.
         """
         repeats = int(seconds / max(4 * self.least_turn, self.enough_turn))
-        repeats = min(max(repeats, LEAST_REPEATS), _MOST_REPEATS)
+        repeats = min(max(repeats, LEAST_REPEATS), _MAX_REPEATS)
         if self._load.rate:
-            seconds = min(seconds, repeats * MOST_ARRIVALS / self._load.rate)
+            seconds = min(seconds, repeats * MAX_ARRIVALS / self._load.rate)
         # The extra of so many is not in the overhead, so it is to come out of the turns.
         more = (repeats - LEAST_REPEATS) * self._turn_extra
         return repeats, (seconds - more) / repeats

@@ -35,7 +35,7 @@ class Look:
 
 # Each stands out on white and on near-black, and no two differ by hue alone (after Okabe and Ito,
 # https://jfly.uni-koeln.de/color/, the light ones darkened).
-_LOOKS = {
+_INTERVAL = {
     "session": Look("#777777", "o", dashed=True),
     "threads": Look("#3a9bdc", "s", dashed=True),
     "threads-1": Look("#0072b2", "D", dashed=True),
@@ -45,7 +45,7 @@ _LOOKS = {
     "concurrent": Look("#d55e00", "X"),
     "batched": Look("#aa4499", "*"),
 }
-_OTHER_LOOKS = (
+_OTHER_INTERVAL = (
     Look("#7a8b00", "<", dashed=True),
     Look("#8a63d2", ">", dashed=True),
     Look("#a0522d", "h", dashed=True),
@@ -59,9 +59,9 @@ Looks = dict[str, Look]
 
 def looks_of(report: Report) -> Looks:
     """How the ways of a report are drawn."""
-    others = [w.name for w in report.ways if w.role != "scaling" and w.name not in _LOOKS]
-    more = {name: _OTHER_LOOKS[i % len(_OTHER_LOOKS)] for i, name in enumerate(others)}
-    return {**_LOOKS, **more}
+    others = [w.name for w in report.ways if w.role != "scaling" and w.name not in _INTERVAL]
+    more = {name: _OTHER_INTERVAL[i % len(_OTHER_INTERVAL)] for i, name in enumerate(others)}
+    return {**_INTERVAL, **more}
 
 
 def line(look: Look) -> dict[str, Any]:

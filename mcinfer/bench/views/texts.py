@@ -26,7 +26,7 @@ UNKNOWN_TEXT = "\N{EN DASH}"
 """In the place of a figure that is not known."""
 
 _KEPT_DIGITS = 3
-_MOST_ERRORS = 5
+_MAX_ERRORS = 5
 """Different ones that are told; some count requests or name moments, so that no two are equal."""
 
 _MILLISECOND, _MICROSECOND = 1e-3, 1e-6
@@ -234,10 +234,10 @@ def remarks(report: Report) -> tuple[str, ...]:
     found += [f"Fell short under {load}: {', '.join(texts)}." for load, texts in flaws.items()]
     found += [
         f"Requests of {', '.join(dict.fromkeys(ways))} failed: {error}"
-        for error, ways in [*errors.items()][:_MOST_ERRORS]
+        for error, ways in [*errors.items()][:_MAX_ERRORS]
     ]
-    if len(errors) > _MOST_ERRORS:
-        found.append(f"Requests failed for {len(errors) - _MOST_ERRORS} more reasons.")
+    if len(errors) > _MAX_ERRORS:
+        found.append(f"Requests failed for {len(errors) - _MAX_ERRORS} more reasons.")
     return tuple(found)
 
 

@@ -1,0 +1,400 @@
+"""The cache of prepared models: folders that are made once, and that every process may map.
+
+::
+
+    ROOT/KEY/            an entry: a manifest and the prepared files, never changed again
+    ROOT/KEY.lock        empty; its flock says who uses or makes the entry, its mtime when it was last used
+    ROOT/tmp-KEY-XXXX/   an entry that is being made or removed, or that a crash left behind
+    ROOT/sources/        digests of files that models were prepared from, kept by those who compute them
+    ROOT/splits/         how models' batches are split, as requests have shown it (`split_records`)
+
+Rules of ownership:
+
+- Who has an entry's files mapped holds LOCK_SH. Who makes or removes an entry holds LOCK_EX. So nothing that
+  is mapped is ever removed. (Mappings of removed files would live on, but the disk would stay full.)
+- An entry appears and goes by a rename under LOCK_EX. A crash leaves a tmp folder, which nobody takes for an
+  entry, and which is swept by whoever next has the lock of its key.
+- A lock file is removed only under its own LOCK_EX. Who gets a lock therefore checks that the path still
+  leads to the file that was locked.
+- Only this user may write here: a ROOT that others could write to is not used at all. Each method opens ROOT,
+  checks it and works below that descriptor, so that a folder put in its place meanwhile is not touched.
+"""
+
+import fcntl
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcinfer.config import check_count, check_seconds
+from mcinfer.errors import InvalidInputError
+from mcinfer.model_cache.entries import UnsoundEntryError, disk_bytes, entry_key, facts_of
+from mcinfer.model_cache.held import CacheUnusableError, Held, opened_root, take_lock, unusable
+from mcinfer.model_cache.root import Identity, Root, is_key, make_folder
+
+__all__ = ["Cache", "CacheUnusableError", "EntryInfo", "Held", "entry_key"]
+
+_log = logging.getLogger("mcinfer.model_cache")
+
+_LIMIT = re.compile(r"([0-9]{1,15}) ?([KMGT]?)(?:i?B)?")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_DEFAULT_LIMIT_BYTES = 50 * 2**30
+
+_MAX_DAMAGED_SECONDS = 5.0
+"""Of waiting for users of a damaged entry: they may have it for days, those who only look do not."""
+
+_MAX_BUSY_SECONDS = 1.0
+_HASHED_BYTES = 100 << 20
+"""In a second, on a slow disk."""
+
+_SHORTEST_PAUSE = 0.001
+_LONGEST_PAUSE = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryInfo:
+    """One entry, as `Cache.entries` found it.
+
+    Attributes:
+        key: The name of its folder.
+        facts: What it was made from; empty if its manifest cannot be read.
+        bytes: What its files take of the disk.
+        used_at: When it was last made or opened, seconds as in `time.time`.
+        in_use: Whether somebody held it, or was making it.
+    """
+
+    key: str
+    facts: Mapping[str, Any]
+    bytes: int
+    used_at: float
+    in_use: bool
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds between two tries, growing: flock knows no deadline, and an alarm would be the user's."""
+    pause = _SHORTEST_PAUSE
+    while True:
+        yield pause
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+class Cache:
+    """A folder of entries, which any number of threads and processes may use at once.
+
+    Attributes:
+        folder: ROOT, absolute; may be missing until an entry is made.
+        limit_bytes: Of the disk, above which entries that nobody uses are removed.
+    """
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        """Name the folder; nothing is read or written yet.
+
+        Raises:
+            InvalidInputError: The limit is not a number of bytes.
+        """
+        check_count("limit_bytes", limit_bytes, 0)
+        self.folder = folder.absolute()
+        self.limit_bytes = limit_bytes
+
+    @classmethod
+    def default(cls) -> "Cache":
+        """The cache of this user.
+
+        In ``$MCINFER_CACHE``, else ``$XDG_CACHE_HOME/mcinfer``, else ``~/.cache/mcinfer``. Its limit is
+        ``$MCINFER_CACHE_LIMIT``, bytes or ``500M``, ``20G`` (K, M, G, T: powers of 1024), else 50 GiB.
+
+        Raises:
+            InvalidInputError: MCINFER_CACHE_LIMIT is of another form.
+            CacheUnusableError: The user has no home folder.
+        """
+        limit_bytes = _DEFAULT_LIMIT_BYTES
+        if text := os.environ.get("MCINFER_CACHE_LIMIT"):
+            match = _LIMIT.fullmatch(text)
+            if match is None:
+                raise InvalidInputError(
+                    f"MCINFER_CACHE_LIMIT: got {text!r}, expected bytes, such as '20G' or '500M'"
+                )
+            limit_bytes = int(match[1]) * _UNITS[match[2]]
+        if own := os.environ.get("MCINFER_CACHE"):
+            return cls(Path(own), limit_bytes)
+        # Relative paths there are to be ignored (XDG Base Directory Specification 0.8).
+        home = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        if not home.is_absolute():
+            try:
+                home = Path.home() / ".cache"
+            except RuntimeError as exc:
+                raise CacheUnusableError(f"no place for the cache: {exc}") from exc
+        return cls(home / "mcinfer", limit_bytes)
+
+    @contextmanager
+    def notes(self, name: str) -> Iterator[Path]:
+        """A folder of what is remembered of models, ``sources`` or ``splits``; made if it is missing.
+
+        Yields:
+            Its path by a descriptor, for this process and as long as the context lasts.
+
+        Raises:
+            CacheUnusableError: It cannot be made, or others could change it.
+        """
+        folder = self.folder / name
+        with ExitStack() as opened:
+            with unusable(self.folder):
+                make_folder(self.folder)
+                root = opened.enter_context(opened_root(self.folder))
+                (root / name).mkdir(mode=0o700, exist_ok=True)
+                path = opened.enter_context(opened_root(folder))
+            yield path
+
+    @contextmanager
+    def _existing(self) -> Iterator[Root | None]:
+        """ROOT, if there is one; what the system refuses meanwhile is a `CacheUnusableError`."""
+        with unusable(self.folder), ExitStack() as opened:
+            root: Root | None = None
+            with suppress(FileNotFoundError):
+                root = opened.enter_context(Root.opened(self.folder))
+            yield root
+
+    def open(self, key: str) -> Held | None:
+        """Hold an entry that is there and sound.
+
+        Returns:
+            ``None`` if there is none, if it is damaged (a warning says how), or if somebody makes or removes
+            it for longer than a second: `make` sorts that out.
+
+        Raises:
+            InvalidInputError: The key is not of the form of one.
+            CacheUnusableError: The cache cannot be read, or others could change it.
+        """
+        if not is_key(key):
+            raise InvalidInputError(f"key: got {key!r}, expected 32 hexadecimal digits")
+        with self._existing() as root:
+            if root is None:
+                return None
+            start = time.monotonic()
+            for pause in _pauses():
+                held, damaged = self._take(root, key, None)
+                settled = held is not None or damaged is not None
+                # Somebody may be looking whether it is in use, which takes the lock for a moment.
+                if settled or root.identity(key) is None:
+                    return held
+                if time.monotonic() - start > _MAX_BUSY_SECONDS:
+                    break
+                time.sleep(pause)
+        return None
+
+    def make(
+        self,
+        key: str,
+        facts: Mapping[str, Any],
+        fill: Callable[[Path, int], None],
+        *,
+        wait: float,
+        progress: Callable[[int], None] | None = None,
+    ) -> Held:
+        """Hold an entry; make it if it is missing or damaged. Of many processes, one makes it.
+
+        Args:
+            key: `entry_key` of the facts.
+            facts: What the entry is made from: what JSON can say.
+            fill: Called with a new folder, in which it leaves regular files and no ``manifest.json``, and
+                with the descriptor of the lock. A process that inherits it holds the lock on its own, so
+                that nobody else makes this entry while that process lives. What it raises passes through.
+            wait: Seconds to wait for others who make the entry and do not get on with it, or who use a
+                damaged one (then 5 and a second for each 100 MB at most).
+            progress: Called with the bytes that others have written, each time that they are seen to get on.
+
+        Raises:
+            InvalidInputError: The key is not that of the facts.
+            CacheUnusableError: The folder cannot be written to, the disk is full, others could change
+                the folder, or the time is over.
+        """
+        check_seconds("wait", wait)
+        if key != entry_key(facts):
+            raise InvalidInputError(f"key: got {key!r}, expected {entry_key(facts)!r} of the facts")
+        with ExitStack() as opened:
+            with unusable(self.folder):
+                make_folder(self.folder)
+                root = opened.enter_context(Root.opened(self.folder))
+            held = self._make(root, key, facts, fill, wait, progress)
+        self._evict_after_making()
+        return held
+
+    def _make(
+        self,
+        root: Root,
+        key: str,
+        facts: Mapping[str, Any],
+        fill: Callable[[Path, int], None],
+        wait: float,
+        progress: Callable[[int], None] | None,
+    ) -> Held:
+        damaged: Identity | None = None
+        patience = _MAX_DAMAGED_SECONDS + disk_bytes(root.path / key) / _HASHED_BYTES
+        seen: object = None
+        limit = wait
+        since = time.monotonic()
+        for count, pause in enumerate(_pauses()):
+            if count == 1:
+                _log.info("waiting for another process that prepares %s", self.folder / key)
+            # First as a user: who waits for LOCK_EX alone waits for all users of a finished entry.
+            with unusable(self.folder):
+                held, damaged = self._take(root, key, damaged)
+            if held is None:
+                held = self._prepare(root, key, facts, fill, damaged)
+            if held is not None:
+                return held
+            with unusable(self.folder):
+                there = root.identity(key)
+                state = (there, root.draft_bytes(key))
+            now = time.monotonic()
+            if state != seen:
+                seen, since = state, now
+                if progress is not None:
+                    progress(state[1])
+            broken = damaged is not None and there == damaged
+            limit = min(wait, patience) if broken else wait
+            if now - since >= limit:
+                break
+            time.sleep(pause)
+        raise CacheUnusableError(
+            f"{self.folder / key}: another process has been preparing it, or using a damaged one, "
+            f"without any progress for {limit:.3g} s"  # the same text for all who wait
+        )
+
+    def entries(self) -> list[EntryInfo]:
+        """All entries, damaged ones too, the most recently used last.
+
+        Raises:
+            CacheUnusableError: The cache cannot be read, or others could change it.
+        """
+        with self._existing() as root:
+            if root is None:
+                return []
+            return [
+                EntryInfo(
+                    key=key,
+                    facts=facts_of(root.path / key),
+                    bytes=size_bytes,
+                    used_at=used_at,
+                    in_use=root.is_in_use(key),
+                )
+                for used_at, key, size_bytes in root.stored()
+            ]
+
+    def clear(self) -> tuple[int, int]:
+        """Remove all entries that nobody uses, and what crashes left.
+
+        Returns:
+            Bytes freed, and how many entries were left because they are in use.
+
+        Raises:
+            CacheUnusableError: The cache cannot be read or written to, or others could change it.
+        """
+        with self._existing() as root:
+            if root is not None:
+                root.forget_notes()
+        return self._shrink(0)
+
+    def evict(self) -> int:
+        """Remove the least recently used entries beyond the limit, and what crashes left.
+
+        Entries in use stay, and count towards the limit.
+
+        Returns:
+            Bytes freed.
+
+        Raises:
+            CacheUnusableError: The cache cannot be read or written to, or others could change it.
+        """
+        return self._shrink(self.limit_bytes)[0]
+
+    def _take(
+        self, root: Root, key: str, damaged: Identity | None
+    ) -> tuple[Held | None, Identity | None]:
+        """Hold an entry unless it is damaged, and say which one is known to be.
+
+        Args:
+            root: Where it lies.
+            key: Of the entry.
+            damaged: The entry that is known to be damaged. It is not looked at again: that would read all of
+                its files, under a lock that keeps others from making it anew.
+        """
+        there = root.identity(key)
+        if there in (None, damaged):
+            return None, damaged
+        try:
+            return root.take(key), damaged
+        except UnsoundEntryError as exc:
+            _log.warning("the prepared model %s is not used: %s", self.folder / key, exc)
+            return None, there
+
+    def _prepare(
+        self,
+        root: Root,
+        key: str,
+        facts: Mapping[str, Any],
+        fill: Callable[[Path, int], None],
+        damaged: Identity | None,
+    ) -> Held | None:
+        """Make an entry and hold it; ``None`` if its lock is not to be had, or another one is there."""
+        with unusable(self.folder):
+            lock = take_lock(root.path / key, fcntl.LOCK_EX)
+        if lock is None:
+            return None
+        try:
+            with unusable(self.folder):
+                there = root.identity(key)
+                if there not in (None, damaged):
+                    return None
+                root.drop_drafts(key)
+                if there:
+                    root.set_aside(key)
+                draft = root.new_draft(key)
+            try:
+                fill(draft, lock)
+                with unusable(self.folder):
+                    root.publish(draft, key, facts)
+            except BaseException:
+                shutil.rmtree(draft, ignore_errors=True)
+                # A child that the user has forked meanwhile has the descriptor as well.
+                fcntl.flock(lock, fcntl.LOCK_UN)
+                raise
+            with unusable(self.folder), suppress(BlockingIOError):
+                # For whoever inherited it too. Not atomic: in between, somebody else may remove the entry.
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return root.take(key)
+        finally:
+            os.close(lock)
+        return None
+
+    def _evict_after_making(self) -> None:
+        """As `evict`; the entry is made all the same where that fails."""
+        try:
+            self.evict()
+        except CacheUnusableError as exc:
+            _log.warning("no entries were evicted: %s", exc)
+
+    def _shrink(self, limit_bytes: int) -> tuple[int, int]:
+        """Remove entries until so many bytes are left; bytes freed, and entries that are in use."""
+        freed = in_use = 0
+        with self._existing() as root:
+            if root is None:
+                return 0, 0
+            root.sweep()
+            stored = root.stored()
+            excess = sum(size_bytes for _, _, size_bytes in stored) - limit_bytes
+            for _, key, size_bytes in stored:
+                # At a limit of 0 an entry goes even where it takes nothing of the disk.
+                if limit_bytes and freed >= excess:
+                    break
+                if root.empty(key, entry=True):
+                    freed += size_bytes
+                else:
+                    in_use += 1
+        return freed, in_use

@@ -1,0 +1,102 @@
+"""How models' batches are split, kept in the cache so that it is learned once for each model and machine.
+
+A record is a JSON file of a few hundred bytes in ``ROOT/splits``, named by a digest of what it depends on. It
+appears by a rename. One that cannot be read is none; where the cache cannot be used, nothing is kept.
+
+What made-up inputs have shown is not for programs that run real ones: `records_in` keeps it elsewhere.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from mcinfer.errors import McinferError
+from mcinfer.model_cache.cache import Cache
+from mcinfer.model_cache.held import opened_root
+
+_VERSION = 1
+"""Of the record's form, and of how it is learned: one more when either changes."""
+
+_MAX_BYTES = 1 << 20
+
+_FOLDER = "MCINFER_SPLITS"
+"""The environment's name for a folder in the place of ``ROOT/splits``; for this process and its children."""
+
+_log = logging.getLogger("mcinfer.model_cache")
+
+
+class SplitRecord:
+    """The record of one model, run by one engine, for one set of axes that the user says.
+
+    Args:
+        identity: The model's, as a worker says it; empty for one that cannot be told from others.
+        about: What else it depends on, as JSON can say it.
+    """
+
+    def __init__(self, identity: str, about: Mapping[str, Any]) -> None:
+        facts = {"version": _VERSION, "model": identity, **about}
+        text = json.dumps(facts, sort_keys=True)
+        self._name = f"{hashlib.sha256(text.encode()).hexdigest()}.json" if identity else ""
+
+    def read(self) -> Any:
+        """What was kept last; None if there is nothing."""
+        if not self._name:
+            return None
+        try:
+            own = Cache.default().folder / "splits"
+            if _FOLDER not in os.environ and not own.exists():
+                return None  # a look makes no folder
+            with _folder() as folder, open(folder / self._name, "rb") as file:
+                return json.loads(file.read(_MAX_BYTES))
+        except (McinferError, OSError, ValueError, RecursionError):
+            return None
+
+    def write(self, content: Mapping[str, Any] | None) -> None:
+        """Keep this in the place of what there was; None: keep nothing."""
+        if not self._name:
+            return
+        try:
+            with _folder() as folder:
+                if content is None:
+                    (folder / self._name).unlink(missing_ok=True)
+                    return
+                descriptor, draft = tempfile.mkstemp(prefix="tmp-", dir=folder)
+                try:
+                    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                        json.dump(content, file)
+                    os.replace(draft, folder / self._name)
+                except BaseException:
+                    with suppress(OSError):
+                        os.unlink(draft)
+                    raise
+        except (McinferError, OSError) as exc:
+            _log.debug("how the batch is split is not kept: %s", exc)
+
+
+def _folder() -> AbstractContextManager[Path]:
+    folder = os.environ.get(_FOLDER)
+    return opened_root(Path(folder)) if folder else Cache.default().notes("splits")
+
+
+@contextmanager
+def records_in(folder: Path) -> Iterator[None]:
+    """Meanwhile, records are read from and written to this folder, also by processes that are started.
+
+    Args:
+        folder: This user's, that others cannot write to.
+    """
+    before = os.environ.get(_FOLDER)
+    os.environ[_FOLDER] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_FOLDER]
+        else:
+            os.environ[_FOLDER] = before

@@ -1,0 +1,199 @@
+"""Several requests as one run of the engine: gather their rows, run, scatter the answers.
+
+Ownership: the joined tensors lie in one scratch block of the worker's own, as large as the largest joined run
+needs, with runs bound onto it (cached by shapes). The members' tensors belong to the master and are only
+read and written during a call.
+"""
+
+import ctypes
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcinfer.engines.base import Buffer, Engine, Run
+from mcinfer.errors import ProtocolError
+from mcinfer.shm.arena import align
+from mcinfer.shm.block import Block
+from mcinfer.specs import ELEMENT_TYPES, tensor_bytes
+
+_MAX_RUNS = 64
+"""Bound runs that are kept, the least recently used goes first."""
+
+Member = tuple[Sequence[Buffer], Sequence[Buffer]]
+"""Inputs and outputs of one request."""
+
+
+_Tensor = tuple[str, str, tuple[int, ...]]
+"""Name, element type and shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedRun:
+    """A run bound onto scratch memory.
+
+    Attributes:
+        run: For the engine.
+        inputs: The joined inputs.
+        outputs: The joined outputs.
+    """
+
+    run: Run
+    inputs: tuple[Buffer, ...]
+    outputs: tuple[Buffer, ...]
+
+    def gather(self, members: Sequence[Member], axes: Sequence[int | None]) -> None:
+        """Bring the members' rows together."""
+        for i, (joined, axis) in enumerate(zip(self.inputs, axes, strict=True)):
+            if axis is None:
+                ctypes.memmove(joined.address, members[0][0][i].address, joined.size)
+            else:
+                _copy(joined, [inputs[i] for inputs, _ in members], axis, gather=True)
+
+    def scatter(self, members: Sequence[Member], axes: Sequence[int]) -> None:
+        """Give each member its own rows of the outputs."""
+        for i, (joined, axis) in enumerate(zip(self.outputs, axes, strict=True)):
+            _copy(joined, [outputs[i] for _, outputs in members], axis, gather=False)
+
+
+class JoinedRuns:
+    """The joined runs of one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Bind onto this engine."""
+        self._engine = engine
+        self._scratch: Block | None = None
+        self._runs: OrderedDict[tuple[int, tuple[_Tensor, ...]], JoinedRun] = OrderedDict()
+
+    def bound(
+        self,
+        members: Sequence[Member],
+        axes: tuple[Sequence[int | None], Sequence[int]],
+        weights: Sequence[Buffer] = (),
+        version: int = 0,
+    ) -> JoinedRun:
+        """The run for these members' rows together.
+
+        Args:
+            members: The requests' tensors.
+            axes: The batch's axis in each input and output.
+            weights: To run with in the place of the model's own.
+            version: What tells these weights from others.
+
+        Raises:
+            ProtocolError: Their tensors do not fit together.
+            InvalidInputError, PredictError: The engine does not take them.
+        """
+        tensors = [_joined(members, axes, side) for side in (0, 1)]
+        parts = tuple(tensor for side in tensors for tensor in side)
+        key = (version, parts)
+        found = self._runs.get(key)
+        if found is not None:
+            self._runs.move_to_end(key)
+            return found
+        sizes = [tensor_bytes(kind, prod(shape)) for _, kind, shape in parts]
+        scratch = self._room(sum(map(align, sizes)))
+        buffers, at = [], 0
+        for (name, kind, shape), size in zip(parts, sizes, strict=True):
+            buffers.append(
+                Buffer(
+                    name=name,
+                    element_type=kind,
+                    shape=shape,
+                    address=scratch.address + at,
+                    size=size,
+                )
+            )
+            at += align(size)
+        inputs, outputs = buffers[: len(tensors[0])], buffers[len(tensors[0]) :]
+        joined = JoinedRun(
+            run=self._engine.bind([*inputs, *weights], outputs),
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+        )
+        self._runs[key] = joined
+        if len(self._runs) > _MAX_RUNS:
+            self._runs.popitem(last=False)
+        return joined
+
+    def forget(self, oldest: int) -> None:
+        """Drop the runs with weights below that version, which no request will name any more."""
+        for version, parts in [*self._runs]:
+            if 0 < version < oldest:
+                del self._runs[version, parts]
+
+    def close(self) -> None:
+        """Drop the bound runs, then the memory that they are bound to."""
+        self._runs.clear()
+        if self._scratch is not None:
+            self._scratch.close()
+            self._scratch = None
+
+    def _room(self, size: int) -> Block:
+        if self._scratch is None or self._scratch.size < size:
+            self.close()
+            self._scratch = Block.create(0, max(size, 1))
+        return self._scratch
+
+
+def _joined(
+    members: Sequence[Member],
+    axes: tuple[Sequence[int | None], Sequence[int]],
+    side: int,
+) -> list[_Tensor]:
+    """Name, element type and shape of the joined inputs (side 0) or outputs (side 1)."""
+    lists = [member[side] for member in members]
+    if any(len(tensors) != len(axes[side]) for tensors in lists):
+        raise ProtocolError("the members of a joined run differ in their tensors")
+    joined = []
+    for axis, *tensors in zip(axes[side], *lists, strict=True):
+        first = tensors[0]
+        if axis is not None and axis >= len(first.shape):
+            raise ProtocolError(f"tensor {first.name!r} has no axis {axis} to be joined along")
+        alike = {
+            (t.name, t.element_type, t.shape if axis is None else _without(t.shape, axis))
+            for t in tensors
+        }
+        if len(alike) > 1:
+            raise ProtocolError(f"tensors {first.name!r} of a joined run do not fit together")
+        shape = first.shape
+        if axis is not None:
+            rows = sum(tensor.shape[axis] for tensor in tensors)
+            shape = (*shape[:axis], rows, *shape[axis + 1 :])
+        joined.append((first.name, first.element_type, shape))
+    return joined
+
+
+def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    return (*shape[:axis], *shape[axis + 1 :])
+
+
+def _copy(joined: Buffer, parts: Sequence[Buffer], axis: int, *, gather: bool) -> None:
+    """Copy all parts into the joined tensor, or it into them."""
+    if prod(joined.shape[:axis]) == 1:  # one after another in memory
+        place = joined.address
+        for part in parts:
+            into, out_of = (place, part.address) if gather else (part.address, place)
+            ctypes.memmove(into, out_of, part.size)
+            place += part.size
+        return
+    whole, start = _array(joined), 0
+    for part in parts:
+        stop = start + part.shape[axis]
+        rows = whole[(slice(None),) * axis + (slice(start, stop),)]
+        if gather:
+            rows[...] = _array(part)
+        else:
+            _array(part)[...] = rows
+        start = stop
+
+
+def _array(buffer: Buffer) -> NDArray[Any]:
+    """An array over the buffer. Only the width of an element matters for copies: NumPy lacks some types."""
+    width = ELEMENT_TYPES[buffer.element_type].bits // 8
+    memory = memoryview((ctypes.c_char * buffer.size).from_address(buffer.address)).cast("B")
+    return np.ndarray(buffer.shape, "c16" if width == 16 else f"u{width}", memory)

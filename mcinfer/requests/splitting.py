@@ -1,0 +1,850 @@
+"""What is known of how a model's batch is split, and how a request shows it.
+
+::
+
+    said by the user, declared by symbols, recorded in the cache ──► first hypothesis
+    a request of two rows or more ──► whole, on one worker ───────► the caller's answer
+                                 └──► the same rows in pieces ────► compared with it
+
+The comparison tells along which axis each output joins, that an output is the same from every worker, or that
+the rows depend on each other: then the model runs whole. Once that is settled a request costs nothing more.
+
+What a request cannot show: where all rows of an input are equal, cutting it wrongly changes nothing; an empty
+output joins along any axis. Then nothing is decided, and the next request is looked at. The comparison finds
+out, it does not prove: a model that mixes its rows only for some values passes until these come.
+
+Ownership: a `Splitter` has no thread. Any number of threads may use it; one of them learns at a time, the
+others run whole meanwhile. What is known is one object, replaced whole.
+"""
+
+import itertools
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcinfer.errors import (
+    InvalidInputError,
+    McinferError,
+    PredictError,
+    PredictTimeoutError,
+    WorkerDiedError,
+)
+from mcinfer.requests.tensors import difference
+from mcinfer.sharding import (
+    MAX_RANK,
+    Axes,
+    SaidAxes,
+    Shape,
+    Split,
+    candidates,
+    first_split,
+    has_single_rows,
+    is_fixed,
+    narrow_sizes,
+    rows_of,
+    split_evenly,
+)
+from mcinfer.specs import ModelSpec
+
+_log = logging.getLogger("mcinfer.master")
+
+Verify = Literal["first", "always", "never"]
+
+_MAX_TRIALS = 8
+_MAX_PAIRS = 64
+"""Runs of two requests as one, and pairs that are looked at, if none shows whether that is right."""
+
+_MAX_SHOWN = 4
+"""Pieces of which a message shows the shape."""
+
+_MAX_SHAPES = 256
+"""Shapes of which it is remembered whether they can show anything."""
+
+Arrays = dict[str, NDArray[Any]]
+"""By output name, in the model's order."""
+
+Inputs = Sequence[NDArray[Any]]
+"""In the model's order."""
+
+Runs = Callable[[Sequence[Inputs]], "Sequence[Arrays | McinferError]"]
+"""Runs each of these requests whole, on one worker; all at once."""
+
+Pair = tuple[tuple[Inputs, "Future[Arrays]"], tuple[Inputs, "Future[Arrays]"]]
+"""Two requests that run apart: their inputs, and what comes of them."""
+
+
+# Comparing.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joint:
+    """What a comparison tells of one output.
+
+    Attributes:
+        kind: ``"axis"``, ``"same"``, ``"unclear"`` (this request does not show it), or ``"mixed"``: it is put
+            together from the pieces in no way.
+        axis: Where it joins.
+        rank: How many dimensions the whole has.
+        size: What it has along that axis for each row, where all pieces have the same; 0 where they do not.
+        difference: The largest between whole and pieces, relative to the largest element of the whole.
+        joins: Whether it would join, but in another way than the user says.
+        text: Why it does not join.
+    """
+
+    kind: Literal["axis", "same", "unclear", "mixed"]
+    axis: int | None = None
+    rank: int = 0
+    size: int = 0
+    difference: float = 0.0
+    joins: bool = False
+    text: str = ""
+
+
+def judge(whole: NDArray[Any], parts: Sequence[NDArray[Any]], rows: Sequence[int]) -> Joint:
+    """How an output of the whole batch comes together from its parts, which are of so many rows each."""
+    joined = [axis for axis in range(whole.ndim) if _adds_up(whole.shape, parts, axis)]
+    same = all(part.shape == whole.shape for part in parts)
+    if not joined and not same:
+        shapes = ", ".join(str(list(part.shape)) for part in parts[:_MAX_SHOWN])
+        more = ", …" if len(parts) > _MAX_SHOWN else ""
+        return Joint(
+            kind="mixed",
+            text=f"is {list(whole.shape)} for the whole batch and {shapes}{more} in its pieces",
+        )
+    if whole.size == 0 or any(part.size == 0 for part in parts):
+        return Joint(kind="unclear", text="is empty")
+    found: list[Joint] = []
+    for axis in joined:
+        fits, far = difference(np.concatenate(parts, axis), whole)
+        size, rest = divmod(parts[0].shape[axis], rows[0])
+        even = all(part.shape[axis] == size * n for part, n in zip(parts, rows, strict=True))
+        found.append(
+            Joint(
+                kind="axis" if fits else "mixed",
+                axis=axis,
+                rank=whole.ndim,
+                size=size if even and not rest else 0,
+                difference=far,
+            )
+        )
+    if same:
+        apart = [difference(part, whole) for part in parts]
+        fits = all(fits for fits, _ in apart)
+        far = max(far for _, far in apart)
+        found.append(Joint(kind="same" if fits else "mixed", rank=whole.ndim, difference=far))
+    # Of parts that have elements no two of these can hold: the sizes tell them apart.
+    for joint in found:
+        if joint.kind != "mixed":
+            return joint
+    far = min(joint.difference for joint in found)
+    return Joint(
+        kind="mixed",
+        difference=far,
+        text=f"differs by {far:.2g} of its largest element between the whole batch and its pieces",
+    )
+
+
+def _adds_up(whole: Shape, parts: Sequence[NDArray[Any]], axis: int) -> bool:
+    rest = _other_sizes(whole, axis)
+    fits = all(part.ndim == len(whole) and _other_sizes(part.shape, axis) == rest for part in parts)
+    return fits and sum(part.shape[axis] for part in parts) == whole[axis]
+
+
+def _in_words(refuted: Mapping[str, Joint]) -> str:
+    """Why a batch is not split, in one sentence: the output that is the furthest from it, how many others."""
+    name, worst = max(refuted.items(), key=lambda item: item[1].difference)
+    others = len(refuted) - 1
+    if all(joint.joins for joint in refuted.values()):
+        return f"output {name!r} {worst.text}"
+    more = f", and so do{'es' * (others == 1)} {others} other{'s' * (others > 1)}" if others else ""
+    return f"the rows of a batch depend on each other: output {name!r} {worst.text}{more}"
+
+
+def cut_rows(
+    arrays: Inputs, axes: Sequence[int | None], rows: Sequence[int]
+) -> list[list[NDArray[Any]]]:
+    """The inputs of each piece: views, of so many rows each."""
+    pieces, start = [], 0
+    for count in rows:
+        pieces.append(
+            [
+                array
+                if axis is None
+                else array[(slice(None),) * axis + (slice(start, start + count),)]
+                for array, axis in zip(arrays, axes, strict=True)
+            ]
+        )
+        start += count
+    return pieces
+
+
+def _tells(parts: Sequence[NDArray[Any]], axis: int) -> bool:
+    """Whether an input's pieces differ, so that it matters which of them a run is given."""
+    first = parts[0]
+    row = first[(slice(None),) * axis + (slice(0, 1),)]
+    rest = _other_sizes(row.shape, axis)
+    if any(_other_sizes(part.shape, axis) != rest for part in parts):
+        return True
+    if all(np.array_equal(part, np.broadcast_to(row, part.shape)) for part in parts):
+        return False
+    return not all(np.array_equal(part, first) for part in parts[1:])
+
+
+def _other_sizes(shape: Shape, axis: int) -> Shape:
+    return (*shape[:axis], *shape[axis + 1 :])
+
+
+# Learning.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What is known at a moment.
+
+    Attributes:
+        split: How requests are split.
+        settled: Whether it stays so: no request is looked at any more.
+        splits: Whether requests are split: it is settled, and `Split.splits`.
+        open: Whether some requests may show something: nothing is settled, or not for all sizes.
+        number: Another one for each, to keep plans apart.
+    """
+
+    split: Split
+    settled: bool
+    splits: bool
+    open: bool
+    number: int
+
+
+_numbers = itertools.count(1)
+
+
+def _known(split: Split, *, settled: bool) -> Known:
+    split = replace(split, settled=settled)
+    splits = settled and split.splits
+    narrow = splits and bool(split.narrow)
+    return Known(
+        split=split,
+        settled=settled,
+        splits=splits,
+        open=not settled or narrow,
+        number=next(_numbers),
+    )
+
+
+class _CannotTellError(Exception):
+    """This request does not show it; says why."""
+
+
+class Splitter:
+    """How a model's batch is split, for one set of axes that the user says.
+
+    Args:
+        model: What it takes and gives.
+        said: By the user.
+        verify: ``"first"``: the first request that can show it is compared; ``"always"``: every one;
+            ``"never"``: what is said or declared is believed, and nothing is learned.
+        recorded: What was learned of this model before, as `as_record` made it.
+        record: Called with what is learned, to be kept; None with what is not to be kept any more.
+
+    Attributes:
+        known: What is known now.
+
+    Raises:
+        InvalidInputError: The model has no such input, output or axis.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        said: SaidAxes,
+        *,
+        verify: Verify = "first",
+        recorded: object = None,
+        record: Callable[[dict[str, Any] | None], None] = lambda _: None,
+    ) -> None:
+        self._model = model
+        self._said = said
+        self._verify = verify
+        self._record = record
+        self._names = tuple(spec.name for spec in model.inputs)
+        self._first = first_split(model, said)
+        self._learning = threading.Lock()
+        self._teaching: dict[tuple[int, tuple[Shape, ...]], bool] = {}
+        self._warned = self._warned_open = False
+        self._offered: tuple[Inputs, Future[Arrays]] | None = None
+        self._trials = self._pairs = 0
+        split, settled = self._first, verify == "never" or self._has_nothing_to_learn
+        found = None if settled or recorded is None else of_record(recorded, model)
+        if found is not None:
+            split, settled = found, verify != "always" or not found.splits
+        self.known = _known(split, settled=settled)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a caller is learning."""
+        return self._learning.locked()
+
+    def teaches(self, shapes: tuple[Shape, ...]) -> bool:
+        """Whether a request of these shapes is to be looked at."""
+        known = self.known
+        if not known.open:
+            return False
+        key = (known.number, shapes)
+        found = self._teaching.get(key)
+        if found is None:
+            if len(self._teaching) >= _MAX_SHAPES:
+                self._teaching.clear()
+            found = not known.settled or not known.split.covers(self._by_name(shapes))
+            found = found and next(iter(self._candidates(shapes)), None) is not None
+            self._teaching[key] = found
+        return found
+
+    def answer(
+        self, arrays: Inputs, pieces: int, run: Runs, split_run: Callable[[Known], Arrays]
+    ) -> Arrays:
+        """Answer a request by a whole run, and learn from it.
+
+        Args:
+            arrays: Its inputs.
+            pieces: In how many it is cut; two at least.
+            run: Runs requests.
+            split_run: Runs this request split, by what it is given.
+
+        Raises:
+            McinferError: The whole run failed, and nothing that is said or declared answers either.
+        """
+        mine = False
+        try:
+            mine = self._learning.acquire(blocking=False)
+            (whole,) = run([arrays])
+            if isinstance(whole, McinferError):
+                return self._without_whole(whole, split_run)
+            if mine and self.teaches(tuple(array.shape for array in arrays)):
+                self.learn(arrays, whole, pieces, run)
+            return whole
+        finally:
+            if mine:
+                self._learning.release()
+
+    def relearn(self, arrays: Inputs, pieces: int, run: Runs, timeout: float) -> Split:
+        """Forget what was learned, and learn from this request.
+
+        Where all is said, or the batch is fixed, there is nothing to learn.
+
+        Raises:
+            McinferError: The whole run failed.
+            PredictTimeoutError: Others learn from a request of theirs for longer than the time-out.
+        """
+        if self._has_nothing_to_learn:
+            return self.known.split
+        mine = False
+        try:
+            mine = self._learning.acquire(timeout=min(timeout, threading.TIMEOUT_MAX))
+            if not mine:
+                raise PredictTimeoutError(f"others were learning the split for {timeout:g} s")
+            (whole,) = run([arrays])
+            if isinstance(whole, McinferError):
+                raise whole
+            self._set(self._first, settled=self._verify == "never")
+            self._warned = self._warned_open = False
+            self._trials = self._pairs = 0
+            self.learn(arrays, whole, pieces, run)
+            return self.known.split
+        finally:
+            if mine:
+                self._learning.release()
+
+    @property
+    def _gives_up(self) -> bool:
+        """Whether pairs of requests have shown nothing for too long."""
+        return self._trials >= _MAX_TRIALS or self._pairs >= _MAX_PAIRS
+
+    @property
+    def _said_whole(self) -> bool:
+        """Whether the user says that all inputs go whole."""
+        return self._first.known == "said" and bool(self._first.reason)
+
+    @property
+    def _has_nothing_to_learn(self) -> bool:
+        """Whether all inputs are said to go whole, or runs take one number of rows only."""
+        return self._said_whole or is_fixed(self._model, self._first)
+
+    def learn(self, arrays: Inputs, whole: Arrays, pieces: int, run: Runs) -> None:
+        """Compare pieces of a request with what it gave whole; settles what is known, or leaves it open."""
+        self._learn(_Pieces(self._names, arrays, whole, pieces, run))
+
+    def offer(self, arrays: Inputs, answer: "Future[Arrays]") -> "Pair | None":
+        """Take note of a request that runs apart, and may be joined with others if that is right.
+
+        Args:
+            arrays: Its inputs, which are copied.
+            answer: What it will give.
+
+        Returns:
+            This request and one before it, for `learn_from_pair`, if they may show it.
+        """
+        if self.known.settled or self._gives_up:
+            return None
+        other = self._offered
+        if other is not None and all(map(np.array_equal, other[0], arrays)):
+            return None  # the one before serves as well, and is copied already
+        mine = ([np.array(array) for array in arrays], answer)
+        self._offered = mine
+        if other is None or any(a.ndim != b.ndim for a, b in zip(other[0], arrays, strict=True)):
+            return None
+        self._offered = None
+        self._pairs += 1
+        return other, mine
+
+    def learn_from_pair(self, pair: "Pair", timeout: float, run: Runs) -> None:
+        """Compare two requests that ran apart with one run of both; settles what is known, or leaves it open.
+
+        Args:
+            pair: What `offer` gave.
+            timeout: Seconds to wait for their answers.
+            run: Runs requests.
+        """
+        if not self._learning.acquire(blocking=False):
+            return
+        try:
+            if not self.known.settled:
+                answers = [answer.result(timeout) for _, answer in pair]
+                trial = _Members(self._names, [arrays for arrays, _ in pair], answers, run)
+                self._trials += 1
+                self._learn(trial)
+                self._trials -= not trial.ran
+        except (McinferError, TimeoutError, CancelledError):
+            return  # they failed by themselves
+        finally:
+            self._learning.release()
+
+    def withdraw(self, reason: str) -> None:
+        """A split request has shown that what is known is wrong: from now on requests run whole."""
+        if self.known.split.splits:
+            self._set(replace(self.known.split, reason=reason, checked=False), settled=True)
+            self._record(None)
+            self._warn(reason)
+
+    def warn_if_whole(self) -> None:
+        """Say once why a request that may have rows is not split."""
+        known, split = self.known, self.known.split
+        if self._warned or not known.settled or known.splits:
+            return
+        if not is_fixed(self._model, split):
+            self._warn(split.reason or f"output {split.unjoined[0]!r}: its axis is not known")
+
+    # How.
+
+    def _set(self, split: Split, *, settled: bool) -> None:
+        self.known = _known(split, settled=settled)
+
+    def _warn(self, reason: str) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        if self._said_whole:
+            return
+        _log.warning(
+            "requests run whole, on one worker: %s. batch_axes and output_axes say what to split and join",
+            reason,
+        )
+
+    def _leave_open(self, trial: "_Trial", reason: str) -> None:
+        if self._warned_open or (isinstance(trial, _Members) and not self._gives_up):
+            return
+        self._warned_open = True
+        if isinstance(trial, _Members):
+            _log.warning(
+                "requests are not joined to one run: none shows that it is right: %s", reason
+            )
+            return
+        _log.warning(
+            "this request does not show whether its rows can be split: %s; it ran whole, on one worker, "
+            "and the next ones are looked at",
+            reason,
+        )
+
+    def _without_whole(self, failure: McinferError, split_run: Callable[[Known], Arrays]) -> Arrays:
+        """The whole run failed, where pieces may not: one device may not have the memory for it."""
+        may = isinstance(failure, (PredictError, WorkerDiedError))
+        if not may or not self._first.splits or self.known.split.checked:
+            raise failure
+        believed = _known(self._first, settled=True)
+        try:
+            answer = split_run(believed)
+        except McinferError:
+            raise failure from None
+        self._believe(f"a run of the whole batch failed, its pieces did not ({failure})")
+        return answer
+
+    def _believe(self, reason: str) -> None:
+        """Nothing can be compared: take what is said or declared, or run whole."""
+        if self._first.splits:
+            self._set(self._first, settled=True)
+            _log.warning("requests are split without a check: %s", reason)
+            return
+        self._set(replace(self._first, reason=reason), settled=True)
+        self._warn(reason)
+
+    def _by_name(self, shapes: Sequence[Shape]) -> dict[str, Shape]:
+        return dict(zip(self._names, shapes, strict=True))
+
+    def _candidates(self, shapes: Sequence[Shape], least_rows: int = 2) -> Iterator[Axes]:
+        """What a request of these shapes may be cut along."""
+        by_name, split = self._by_name(shapes), self.known.split
+        if split.checked and split.covers(by_name):  # verify="always"
+            if (rows_of(by_name, split.inputs) or 0) >= least_rows:
+                yield split.inputs
+            return
+        yield from candidates(self._model, by_name, self._first, self._said, least_rows)
+
+    def _learn(self, trial: "_Trial") -> None:
+        try:
+            split = self._decide(trial)
+            random = not split.splits and trial.is_random()
+        except _CannotTellError as exc:
+            self._leave_open(trial, str(exc))
+            return
+        except McinferError:  # the check is lost, not the request
+            return
+        if random:
+            self._believe("two runs of the same inputs differ, so there is nothing to compare with")
+            return
+        before = self.known.split
+        self._set(split, settled=self._verify != "always" or not split.splits)
+        if not before.checked or as_record(split) != as_record(before):
+            self._record(as_record(split))
+        if not split.splits:
+            self._warn(split.reason)
+
+    def _decide(self, trial: "_Trial") -> Split:
+        """What a request shows.
+
+        Raises:
+            _CannotTellError: It shows nothing.
+            McinferError: It could not be run.
+        """
+        shapes = self._by_name(trial.shapes)
+        refuted: dict[str, Joint] = {}
+        most = 0
+        unclear: tuple[Axes, _CannotTellError] | None = None
+        for axes in self._candidates(trial.shapes, trial.least_rows):
+            # Where the likeliest shows nothing, one that cuts more may; any other is only less likely.
+            if unclear is not None and not _includes(axes, unclear[0]):
+                continue
+            most = max(most, sum(trial.rows(axes)))
+            try:
+                joints = self._try(trial, axes)
+            except _CannotTellError as exc:
+                if not refuted and unclear is None:
+                    unclear = axes, exc
+                continue  # where the likeliest is wrong, this one may never show
+            mixed = {name: joint for name, joint in joints.items() if joint.kind == "mixed"}
+            if not mixed:
+                outputs = {name: joint.axis for name, joint in joints.items()}
+                said = axes == self._first.inputs and outputs == dict(self._first.outputs)
+                return Split(
+                    inputs=dict(axes),
+                    outputs={**outputs},
+                    known=self._first.known if said else "learned",
+                    checked=True,
+                    rows=sum(trial.rows(axes)),
+                    difference=max((joint.difference for joint in joints.values()), default=0.0),
+                    sizes={name: joint.size for name, joint in joints.items() if joint.size},
+                    ranks=self._ranks(trial.shapes, joints),
+                    narrow=narrow_sizes(self._model, shapes, axes),
+                )
+            refuted = refuted or mixed
+        if unclear is not None:
+            raise unclear[1]
+        if not refuted:
+            raise _CannotTellError("it has no two rows")
+        if self._first.known == "unknown" and has_single_rows(self._model, shapes):
+            self._teaching[self.known.number, tuple(trial.shapes)] = False
+            raise _CannotTellError("an input of a single row may be the batch")
+        return Split(
+            inputs=dict.fromkeys(self._names),
+            outputs={
+                spec.name: refuted[spec.name].text
+                if spec.name in refuted
+                else "other outputs cannot"
+                for spec in self._model.outputs
+            },
+            known="learned",
+            checked=True,
+            rows=most,
+            difference=max(joint.difference for joint in refuted.values()),
+            reason=_in_words(refuted),
+        )
+
+    def _ranks(self, shapes: Sequence[Shape], joints: Mapping[str, Joint]) -> dict[str, int]:
+        """The dimensions that outputs are to have; none where inputs of any rank may change them."""
+        inputs = zip(self._model.inputs, shapes, strict=True)
+        if any(len(shape) != len(spec.shape) for spec, shape in inputs):
+            return {}
+        return {name: joint.rank for name, joint in joints.items()}
+
+    def _try(self, trial: "_Trial", axes: Axes) -> dict[str, Joint]:
+        """Compare the pieces of one hypothesis with the whole.
+
+        Raises:
+            _CannotTellError: This request does not show whether it is right.
+            McinferError: It could not be run.
+        """
+        parts = trial.parts(axes)
+        cut = [name for name, axis in axes.items() if axis is not None]
+        alike = [
+            name
+            for i, name in enumerate(self._names)
+            if name in cut and not _tells([part[i] for part in parts], axes[name] or 0)
+        ]
+        if len(alike) == len(cut):
+            raise _CannotTellError("its rows are equal")
+        joints = self._compare(trial, axes)
+        if any(joint.kind == "mixed" for joint in joints.values()):
+            return joints
+        for name in self._unsure(axes, alike):
+            # Its pieces are equal, so that it may be right to cut it, or to send it whole.
+            other = self._compare(trial, {**axes, name: None})
+            if all(joint.kind != "mixed" for joint in other.values()):
+                raise _CannotTellError(f"the rows of input {name!r} are equal")
+        unclear = [
+            f"{name!r} {joint.text}" for name, joint in joints.items() if joint.kind == "unclear"
+        ]
+        if unclear:
+            raise _CannotTellError(f"output {unclear[0]}")
+        if all(joint.kind == "same" for joint in joints.values()):
+            text = "is the same for the whole batch and for each piece"
+            return {name: Joint(kind="mixed", text=text) for name in joints}
+        return joints
+
+    def _unsure(self, axes: Axes, alike: Sequence[str]) -> list[str]:
+        """Of inputs whose pieces are equal, those that nothing else says to belong to the batch."""
+        symbols = {
+            spec.shape[axis]
+            for spec in self._model.inputs
+            if (axis := axes[spec.name]) is not None and spec.shape and spec.name not in alike
+        }
+        specs = {spec.name: spec for spec in self._model.inputs}
+        unsure = []
+        for name in alike:
+            axis, shape = axes[name], specs[name].shape
+            size = shape[axis] if shape and axis is not None else None
+            if name not in self._said.inputs and (size is None or size not in symbols):
+                unsure.append(name)
+        return unsure
+
+    def _compare(self, trial: "_Trial", axes: Axes) -> dict[str, Joint]:
+        try:
+            rows = trial.rows(axes)
+            whole, answers = trial.run(axes)
+        except (PredictError, InvalidInputError) as exc:
+            text = f"cannot be had from pieces and from the whole batch alike ({exc})"
+            return {spec.name: Joint(kind="mixed", text=text) for spec in self._model.outputs}
+        joints = {
+            name: judge(output, [answer[name] for answer in answers], rows)
+            for name, output in whole.items()
+        }
+        for name, said in self._said.outputs.items():
+            joint = joints[name]
+            if joint.kind in ("axis", "same") and joint.axis != said:
+                text = "is the same from every piece"
+                if joint.axis is not None:
+                    text = f"joins along axis {joint.axis}"
+                text = f"{text}, output_axes says {said}"
+                joints[name] = Joint(kind="mixed", joins=True, text=text)
+            elif joint.kind == "unclear":
+                kind: Literal["axis", "same"] = "same" if said is None else "axis"
+                joints[name] = Joint(kind=kind, axis=said, rank=whole[name].ndim)
+        return joints
+
+
+# What is compared.
+
+
+class _Trial(ABC):
+    """One batch, whole and in pieces: which of both there is, and how the other is to be had.
+
+    Attributes:
+        shapes: Of the inputs that hypotheses are made for.
+        least_rows: That these are to have.
+    """
+
+    shapes: tuple[Shape, ...]
+    least_rows: int
+
+    def __init__(self, names: Sequence[str], run: Runs) -> None:
+        self._names = names
+        self._run = run
+
+    @abstractmethod
+    def rows(self, axes: Axes) -> tuple[int, ...]:
+        """Of each piece."""
+
+    @abstractmethod
+    def parts(self, axes: Axes) -> "Sequence[Inputs]":
+        """The inputs of each piece."""
+
+    @abstractmethod
+    def run(self, axes: Axes) -> tuple[Arrays, Sequence[Arrays]]:
+        """The answers for the whole and for each piece.
+
+        Raises:
+            PredictError, InvalidInputError: One of the runs failed: it is no way to cut this batch.
+            McinferError: They could not be run.
+        """
+
+    @abstractmethod
+    def is_random(self) -> bool:
+        """Whether two runs of the same inputs differ."""
+
+    def _answers(self, requests: Sequence[Inputs]) -> list[Arrays]:
+        answers = []
+        for outcome in self._run(requests):
+            if isinstance(outcome, McinferError):
+                raise outcome
+            answers.append(outcome)
+        return answers
+
+
+class _Pieces(_Trial):
+    """A request that has run whole, and is to be run in pieces."""
+
+    least_rows = 2
+
+    def __init__(
+        self, names: Sequence[str], arrays: Inputs, whole: Arrays, pieces: int, run: Runs
+    ) -> None:
+        super().__init__(names, run)
+        self.shapes = tuple(array.shape for array in arrays)
+        self._arrays = arrays
+        self._whole = whole
+        self._pieces = pieces
+
+    def rows(self, axes: Axes) -> tuple[int, ...]:
+        total = rows_of(dict(zip(self._names, self.shapes, strict=True)), axes) or 0
+        return split_evenly(total, self._pieces)
+
+    def parts(self, axes: Axes) -> Sequence[Inputs]:
+        along = [axes[name] for name in self._names]
+        return cut_rows(self._arrays, along, self.rows(axes))
+
+    def run(self, axes: Axes) -> tuple[Arrays, Sequence[Arrays]]:
+        return self._whole, self._answers(self.parts(axes))
+
+    def is_random(self) -> bool:
+        return _differ(self._whole, *self._answers([self._arrays]))
+
+
+class _Members(_Trial):
+    """Requests that have run apart, and are to be run as one."""
+
+    least_rows = 1
+
+    def __init__(
+        self, names: Sequence[str], members: Sequence[Inputs], answers: Sequence[Arrays], run: Runs
+    ) -> None:
+        super().__init__(names, run)
+        self.shapes = tuple(array.shape for array in members[0])
+        self._members = members
+        self._apart = answers
+        self.ran = False
+
+    def rows(self, axes: Axes) -> tuple[int, ...]:
+        shapes = [[array.shape for array in member] for member in self._members]
+        return tuple(rows_of(dict(zip(self._names, s, strict=True)), axes) or 1 for s in shapes)
+
+    def parts(self, axes: Axes) -> Sequence[Inputs]:  # noqa: ARG002 whatever is cut
+        return self._members
+
+    def run(self, axes: Axes) -> tuple[Arrays, Sequence[Arrays]]:
+        whole = []
+        for i, name in enumerate(self._names):
+            parts, axis = [member[i] for member in self._members], axes[name]
+            if axis is None:
+                if not all(np.array_equal(part, parts[0]) for part in parts[1:]):
+                    raise _CannotTellError(f"input {name!r} differs between two requests")
+                whole.append(parts[0])
+                continue
+            try:
+                whole.append(np.concatenate(parts, axis))
+            except ValueError:
+                raise _CannotTellError(f"input {name!r} has other sizes in two requests") from None
+        self.ran = True
+        return self._answers([whole])[0], self._apart
+
+    def is_random(self) -> bool:
+        return _differ(self._apart[0], *self._answers([self._members[0]]))
+
+
+def _includes(axes: Axes, others: Axes) -> bool:
+    """Whether all that the others cut is cut, along the same axes."""
+    return all(axes[name] == axis for name, axis in others.items() if axis is not None)
+
+
+def _differ(one: Arrays, other: Arrays) -> bool:
+    return any(
+        other[name].shape != output.shape or not difference(other[name], output)[0]
+        for name, output in one.items()
+    )
+
+
+# Records.
+
+
+def as_record(split: Split) -> dict[str, Any]:
+    """What is kept of a split, as JSON can say it."""
+    return {
+        "inputs": dict(split.inputs),
+        "outputs": dict(split.outputs),
+        "rows": split.rows,
+        "difference": split.difference,
+        "reason": split.reason,
+        "sizes": dict(split.sizes),
+        "narrow": [[*place] for place in split.narrow],
+        "ranks": dict(split.ranks),
+    }
+
+
+def of_record(content: object, model: ModelSpec) -> Split | None:
+    """What `as_record` made; None of what does not fit the model."""
+    try:
+        split = _read_record(cast("dict[str, Any]", content))
+        SaidAxes(inputs=split.inputs).check(model)
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError):
+        return None
+    if min(split.sizes.values(), default=1) < 1 or not (split.splits or split.reason):
+        return None
+    if any(name not in split.inputs or axis < 0 for name, axis, _ in split.narrow):
+        return None
+    if any(not 0 <= rank <= MAX_RANK for rank in split.ranks.values()):
+        return None
+    sides = ((split.inputs, model.inputs), (split.outputs, model.outputs))
+    return split if all([*axes] == [spec.name for spec in specs] for axes, specs in sides) else None
+
+
+def _read_record(content: dict[str, Any]) -> Split:
+    outputs: dict[str, int | str | None] = dict(content["outputs"])
+    for axis in outputs.values():
+        if not (axis is None or isinstance(axis, str) or (type(axis) is int and axis >= 0)):
+            raise ValueError(f"got {axis!r}, expected an axis")
+    return Split(
+        inputs=dict(content["inputs"]),
+        outputs=outputs,
+        known="recorded",
+        checked=True,
+        rows=int(content["rows"]),
+        difference=float(content["difference"]),
+        reason=str(content["reason"]),
+        sizes={str(name): int(size) for name, size in content["sizes"].items()},
+        ranks={str(name): int(rank) for name, rank in content["ranks"].items()},
+        narrow=tuple((str(name), int(axis), int(size)) for name, axis, size in content["narrow"]),
+    )

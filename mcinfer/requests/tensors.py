@@ -1,0 +1,269 @@
+"""Where the parts of a tensor lie in memory, and how data gets in and out of there.
+
+A part along the first axis (or one that only axes of size one precede) is an offset into the whole
+tensor: nothing is copied to cut or to join. Parts along another axis, and those of four-bit elements,
+whose rows may end within a byte, lie one after another instead, and are copied.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcinfer import sharding
+from mcinfer.errors import InvalidInputError
+from mcinfer.requests.copier import Copier
+from mcinfer.sharding import InputCut, JoinError, OutputJoin, Shape
+from mcinfer.shm.arena import align
+from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, element_type_name, tensor_bytes
+
+TOLERANCES = {
+    "float64": 1e-10,
+    "complex128": 1e-10,
+    "float32": 1e-4,
+    "complex64": 1e-4,
+    "float16": 1e-2,
+    "bfloat16": 5e-2,
+}
+"""By element type, how far a batch and its pieces may differ: relative to the element, and half as much
+relative to the largest element of the output. Runtimes choose kernels by the size of a batch, which makes
+some 1e-6 for float32. Integers, booleans and strings are to be equal, eight-bit floats within 0.25."""
+
+_EIGHT_BIT_FLOAT = 0.25
+
+_MARKS = 100.0
+"""An element that is the same and so many times larger than all that differ counts as no measure for them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where a tensor's parts lie in its memory.
+
+    Attributes:
+        size: Bytes of all of it.
+        offsets: Bytes from its start to each shard's part.
+        contiguous: Whether the memory is that of the whole C-contiguous array, so that a part is only
+            an offset. Otherwise the parts lie one after another, and data is copied part by part.
+    """
+
+    size: int
+    offsets: tuple[int, ...]
+    contiguous: bool
+
+
+def as_input(value: Any, spec: TensorSpec, element_type: str, role: str = "input") -> NDArray[Any]:
+    """What a user gave for an input (or what `role` says), as an array of the input's type.
+
+    An array must have that type already (in any byte order and layout); what has no type of its own
+    (numbers, lists) takes it where nothing is lost in kind.
+
+    Raises:
+        InvalidInputError: It is no such array; names the input.
+    """
+    if type(value) is np.ndarray and value.dtype is spec.dtype and element_type != STRING:
+        return value
+    typed = hasattr(value, "dtype")
+    try:
+        # NumPy's own types of text take zeros off the end.
+        array = np.asarray(value, object if element_type == STRING and not typed else None)
+    except (
+        Exception
+    ) as exc:  # an object's own conversion raises what it likes, as PyTorch's tensors do
+        raise InvalidInputError(f"{role} {spec.name!r} is not an array: {exc}") from exc
+    if element_type == STRING:
+        if array.dtype.kind in "US" or all(isinstance(v, (str, bytes)) for v in array.flat):
+            return array
+    elif array.dtype == spec.dtype or array.dtype.newbyteorder("=") == spec.dtype:
+        return array
+    elif (
+        not typed
+        and array.dtype.kind in "biuf"
+        and (array.size == 0 or np.can_cast(array.dtype, spec.dtype, "same_kind"))
+    ):
+        _check_range(array, spec, element_type, role)
+        return array.astype(spec.dtype)
+    raise InvalidInputError(
+        f"{role} {spec.name!r} has dtype {array.dtype}, expected {element_type} ({spec})"
+    )
+
+
+def _check_range(array: NDArray[Any], spec: TensorSpec, element_type: str, role: str) -> None:
+    """Refuse integers that would come out as others in the input's type."""
+    if array.size == 0 or array.dtype.kind not in "iu" or "int" not in element_type:
+        return
+    values = 1 << ELEMENT_TYPES[element_type].bits
+    least = 0 if element_type.startswith("u") else -values // 2
+    low, high = int(array.min()), int(array.max())
+    if low < least or high >= least + values:
+        raise InvalidInputError(
+            f"{role} {spec.name!r} has values from {low} to {high}, expected {least} to "
+            f"{least + values - 1} ({spec})"
+        )
+
+
+def lay_input(spec: TensorSpec, shape: Shape, cut: InputCut) -> Layout | None:
+    """The layout of an input; None for strings, which travel inline."""
+    if spec.element_type == STRING:
+        return None
+    if cut.axis is None:
+        size = tensor_bytes(spec.element_type, prod(shape))
+        whole = ELEMENT_TYPES[spec.element_type].bits % 8 == 0
+        return Layout(size=size, offsets=(0,) * len(cut.shapes), contiguous=whole)
+    return _lay_parts(spec, shape, cut.axis, cut.shapes)
+
+
+def lay_output(spec: TensorSpec, join: OutputJoin) -> Layout | None:
+    """The layout of an output; None for strings, and where its shape is not known before the run."""
+    if spec.element_type == STRING or not join.shapes or join.shape is None:
+        return None
+    if join.axis is None:
+        # Each shard has a place of its own, so that the answers can be compared.
+        size = tensor_bytes(spec.element_type, prod(join.shape))
+        offsets = tuple(i * align(size) for i in range(len(join.shapes)))
+        total = align(size) * len(join.shapes)
+        return Layout(
+            size=total, offsets=offsets, contiguous=len(offsets) == 1 and not _packed(spec)
+        )
+    return _lay_parts(spec, join.shape, join.axis, join.shapes)
+
+
+def _packed(spec: TensorSpec) -> bool:
+    return ELEMENT_TYPES[spec.element_type].bits % 8 != 0
+
+
+def _lay_parts(spec: TensorSpec, shape: Shape, axis: int, parts: Sequence[Shape]) -> Layout:
+    starts = sharding.offsets(shape, axis, [part[axis] for part in parts])
+    if starts is not None and not _packed(spec):
+        itemsize = ELEMENT_TYPES[spec.element_type].bits // 8
+        offsets = tuple(start * itemsize for start in starts)
+        return Layout(size=prod(shape) * itemsize, offsets=offsets, contiguous=True)
+    places, at = [], 0
+    for part in parts:
+        places.append(at)
+        at += align(tensor_bytes(spec.element_type, prod(part)))
+    return Layout(size=at, offsets=tuple(places), contiguous=False)
+
+
+def copy_in(
+    array: NDArray[Any],
+    spec: TensorSpec,
+    cut: InputCut,
+    layout: Layout,
+    memory: memoryview,
+    copier: Copier,
+) -> None:
+    """Copy an input to its place; turns byte order and layout to what workers read."""
+    if layout.contiguous:
+        copier.copy(np.ndarray(array.shape, spec.dtype, memory), array)
+        return
+    start = 0
+    for offset, shape in zip(layout.offsets, cut.shapes, strict=True):
+        part = array
+        if cut.axis is not None:
+            rows = slice(start, start + shape[cut.axis])
+            part = array[(slice(None),) * cut.axis + (rows,)]
+            start += shape[cut.axis]
+        size = tensor_bytes(spec.element_type, prod(shape))
+        place = memory[offset : offset + size]
+        if _packed(spec):
+            np.ndarray((size,), np.uint8, place)[...] = _pack(part)
+        else:
+            np.copyto(np.ndarray(shape, spec.dtype, place), part, casting="equiv")
+
+
+def _pack(array: NDArray[Any]) -> NDArray[np.uint8]:
+    """Four-bit elements two to a byte, low half first (onnx.proto, TensorProto.raw_data)."""
+    halves = np.zeros(array.size + array.size % 2, np.uint8)
+    halves[: array.size] = array.astype(np.int8).view(np.uint8).ravel() & 0x0F
+    halves[0::2] |= halves[1::2] << 4
+    return halves[0::2]
+
+
+def unpack(memory: memoryview, spec: TensorSpec, shape: Shape) -> NDArray[Any]:
+    """An array over memory; four-bit types take a copy, a byte for each element."""
+    if not _packed(spec):
+        return np.ndarray(shape, spec.dtype, memory)
+    packed = np.ndarray(tensor_bytes(spec.element_type, prod(shape)), np.uint8, memory)
+    low_first = np.stack([packed & 0x0F, packed >> 4], axis=1).ravel()[: prod(shape)]
+    halves: NDArray[Any] = low_first.astype(np.int8)
+    if spec.element_type == "int4":
+        halves[halves > 7] -= 16
+    return halves.astype(spec.dtype).reshape(shape)
+
+
+def string_rows(array: NDArray[Any], cut: InputCut, shard: int) -> tuple[str | bytes, ...]:
+    """The strings of one shard, in C order."""
+    if cut.axis is not None:
+        start = sum(shape[cut.axis] for shape in cut.shapes[:shard])
+        rows = slice(start, start + cut.shapes[shard][cut.axis])
+        array = array[(slice(None),) * cut.axis + (rows,)]
+    # Of exactly these types, as the protocol wants them: NumPy's scalars of text are subclasses.
+    return tuple(str(v) if isinstance(v, str) else bytes(v) for v in array.ravel().tolist())
+
+
+def join_parts(
+    spec: TensorSpec, join: OutputJoin, parts: Sequence[NDArray[Any]], workers: Sequence[str]
+) -> NDArray[Any]:
+    """One array of the shards' parts.
+
+    Args:
+        spec: The output.
+        join: How it comes together.
+        parts: What the shards gave, in their order.
+        workers: Who gave each, in words.
+
+    Raises:
+        JoinError: A part has not the shape that it is to have, or other values than the first where all are
+            to be the same.
+    """
+    sharding.check_join(spec.name, join, [part.shape for part in parts], workers)
+    if len(parts) == 1:
+        return parts[0]
+    if join.axis is not None:
+        return np.concatenate(parts, axis=join.axis)
+    for part, worker in zip(parts[1:], workers[1:], strict=True):
+        fits, far = difference(part, parts[0])
+        if not fits:
+            raise JoinError(
+                f"output {spec.name!r} is to be the same from every worker: {worker} gave others than "
+                f"{workers[0]}, up to {far:.2g} of the largest element apart"
+            )
+    return parts[0]
+
+
+def difference(got: NDArray[Any], want: NDArray[Any]) -> tuple[bool, float]:
+    """Whether two arrays of one shape are equal within the tolerance of their type, and how far they differ.
+
+    Returns:
+        The largest difference is relative to the largest element of `want`; infinite where it has none.
+    """
+    if got.dtype.kind in "OSUT":
+        equal = bool(np.all(got == want))
+        return equal, 0.0 if equal else np.inf
+    name = element_type_name(want.dtype)
+    exact = want.dtype.kind in "biu" or name in ("int4", "uint4")
+    if exact:
+        if np.array_equal(got, want):
+            return True, 0.0
+        got, want = got.astype(np.float64), want.astype(np.float64)
+    elif want.dtype.isbuiltin != 1:  # of ml_dtypes
+        got, want = got.astype(np.float32), want.astype(np.float32)
+    tolerance = 0.0 if exact else TOLERANCES.get(name, _EIGHT_BIT_FLOAT)
+    with np.errstate(all="ignore"):
+        alike = (got == want) | (np.isnan(got) & np.isnan(want))
+        if np.all(alike):
+            return not exact, 0.0  # large integers may be alike as floats
+        sizes = np.abs(want)
+        finite = np.isfinite(sizes)
+        largest = float(np.max(sizes, where=finite, initial=0.0))
+        # One that marks what is masked out is the same everywhere, and must not hide what differs.
+        scale = min(largest, _MARKS * float(np.max(sizes, where=finite & ~alike, initial=0.0)))
+        apart = np.where(alike, 0.0, np.abs(got - want))
+        # Each by itself: the sum may be more than the type has.
+        allowed = tolerance * np.where(finite, sizes, 0.0) + tolerance * scale / 2
+        fits = bool(np.all(alike | (apart <= allowed)))
+        most = float(np.max(np.where(np.isnan(apart), np.inf, apart)))
+        return fits, most / largest if largest else (np.inf if most else 0.0)

@@ -1,0 +1,175 @@
+"""Weights that can be replaced while a pool serves: versions, each complete, none ever changed.
+
+::
+
+    update ── check all ──► copy once into shared memory ──► one assignment: `current` is the new version
+    a request takes `current` when it is staged, and holds it ──► every shard of it runs with that version
+
+That one assignment is the whole commit. Nothing has to be agreed upon with the workers: a run's message names
+its version, and before the first such run a worker is told where it lies (`mcinfer.runtime.connections`). A
+worker that was started again is told likewise.
+
+Ownership: a version's tensors belong to the versions that contain them, and a version to whoever holds
+it: the store (the current one) and the requests that run with it. With the last of these its memory is free.
+"""
+
+import reprlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
+
+from numpy.typing import NDArray
+
+from mcinfer.errors import InvalidInputError
+from mcinfer.requests.copier import Copier
+from mcinfer.requests.tensors import Layout, as_input, copy_in, lay_input
+from mcinfer.sharding import InputCut
+from mcinfer.shm.arena import Slot
+from mcinfer.specs import TensorSpec
+from mcinfer.validators import TensorRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class WeightVersion:
+    """All replaced weights at one moment.
+
+    Attributes:
+        number: 0 is the model's own weights, none replaced.
+        oldest: Of the versions that requests could still run with when this one came up, the lowest.
+        tensors: Where each lies, by name.
+        slots: The memory of each, by name.
+        blocks: Numbers of the blocks that they lie in.
+    """
+
+    number: int
+    oldest: int = 0
+    tensors: Mapping[str, TensorRef] = field(default_factory=dict)
+    slots: Mapping[str, Slot] = field(default_factory=dict)
+    blocks: frozenset[int] = frozenset()
+
+
+class WeightStore:
+    """The versions of one model's replaceable weights. Any thread may call it.
+
+    Attributes:
+        specs: Name, dtype and shape of each weight that can be replaced.
+        current: The version that new requests run with.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        allocate: Callable[[Sequence[int], float], list[Slot]],
+        copier: Copier,
+    ) -> None:
+        """Begin with the model's own weights; the copier stays the caller's.
+
+        Args:
+            specs: Name, dtype and shape of each weight that can be replaced.
+            allocate: Gets slots of so many bytes, within so many seconds.
+            copier: For copies into them.
+        """
+        self.specs = tuple(specs)
+        self._by_name = {spec.name: spec for spec in specs}
+        self._allocate = allocate
+        self._copier = copier
+        self._updating = threading.Lock()
+        self.current = WeightVersion(number=0)
+        self._alive = WeakValueDictionary({0: self.current})
+
+    def update(self, weights: Mapping[str, Any], timeout: float) -> int:
+        """Replace weights; those that are not named stay as they are.
+
+        Args:
+            weights: Arrays by name, each of exactly its weight's dtype and shape. They are copied.
+            timeout: Seconds to wait for shared memory, if that is all in use.
+
+        Returns:
+            The number of the new version.
+
+        Raises:
+            InvalidInputError: One does not fit; nothing was changed.
+            QueueFullError: No shared memory was free in time; likewise.
+        """
+        arrays = check_weights(weights, self._by_name)
+        # Not under the lock: whoever waits for memory must not hold up an update in a callback, which may run
+        # in the thread that takes freed memory back.
+        slots, tensors = self._copy_in(arrays, timeout)
+        with self._updating:
+            return self._commit(slots, tensors)
+
+    def _copy_in(
+        self, arrays: Mapping[str, NDArray[Any]], timeout: float
+    ) -> tuple[dict[str, Slot], dict[str, TensorRef]]:
+        layouts = {name: self._lay(name, array) for name, array in arrays.items()}
+        sizes = [layout.size for layout in layouts.values()]
+        slots = dict(zip(arrays, self._allocate(sizes, timeout), strict=True))
+        tensors: dict[str, TensorRef] = {}
+        for name, array in arrays.items():
+            spec, slot = self._by_name[name], slots[name]
+            whole = InputCut(axis=None, shapes=(array.shape,))
+            memory = memoryview(slot.memory)
+            copy_in(array, spec, whole, layouts[name], memory, self._copier)
+            tensors[name] = (name, spec.element_type, array.shape, slot.block, slot.offset)
+        return slots, tensors
+
+    def _commit(self, slots: Mapping[str, Slot], tensors: Mapping[str, TensorRef]) -> int:
+        """Make the next version of the current one and these; the lock is held."""
+        before = self.current
+        slots = {**before.slots, **slots}
+        version = WeightVersion(
+            number=before.number + 1,
+            oldest=min([*self._alive.keys()]),
+            tensors={**before.tensors, **tensors},
+            slots=slots,
+            blocks=frozenset(slot.block for slot in slots.values()),
+        )
+        self._alive[version.number] = version
+        self.current = version
+        return version.number
+
+    def close(self) -> None:
+        """Let go of the memory of replaced weights; no request will come any more."""
+        with self._updating:
+            self.current = WeightVersion(number=self.current.number)
+
+    def _lay(self, name: str, array: NDArray[Any]) -> Layout:
+        whole = InputCut(axis=None, shapes=(array.shape,))
+        layout = lay_input(self._by_name[name], array.shape, whole)
+        if layout is None:
+            raise InvalidInputError(f"weights: {name!r} holds strings, which cannot be replaced")
+        return layout
+
+
+def check_weights(
+    weights: Mapping[str, Any], specs: Mapping[str, TensorSpec]
+) -> dict[str, NDArray[Any]]:
+    """The new weights as arrays, once every one fits.
+
+    Args:
+        weights: By name.
+        specs: The weights that can be replaced, by name.
+
+    Raises:
+        InvalidInputError: One does not fit: names it, what came and what was expected.
+    """
+    if not isinstance(weights, Mapping) or not weights:
+        raise InvalidInputError(f"weights: got {reprlib.repr(weights)}, expected arrays by name")
+    if not specs:
+        raise InvalidInputError(
+            "weights: none of this model's can be replaced, they have to be named when it is built "
+            "(EngineOptions.variable_weights)"
+        )
+    unknown = [name for name in weights if name not in specs]
+    if unknown:
+        raise InvalidInputError(f"weights: unknown {unknown}, expected some of {[*specs]}")
+    arrays = {}
+    for name, value in weights.items():
+        spec = specs[name]
+        array = as_input(value, spec, spec.element_type, "weight")
+        if array.shape != spec.shape:
+            raise InvalidInputError(f"weight {name!r} has shape {[*array.shape]}, expected {spec}")
+        arrays[name] = array
+    return arrays

@@ -1,0 +1,384 @@
+"""The processes of a pool, and all that goes to and from them: messages, blocks, versions of the weights.
+
+It decides nothing: who is started, sent to and killed is the loop's to say, and what comes is for it
+to judge.
+
+Each start has two random tokens, which the worker learns over its lifeline. It shows one in HELLO, and the
+master the other in BUILD: so neither serves a stranger, whoever it was that it was connected to.
+
+Ownership: `Connections` own the transport, the worker processes and what forwards their output, from `open`
+to `close`. One thread calls its methods.
+"""
+
+import hmac
+import logging
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+
+from mcinfer.errors import ProtocolError
+from mcinfer.process import Inherited
+from mcinfer.protocol import (
+    MAX_HELLO_BYTES,
+    REPLY,
+    REPLY_HEAD,
+    VERSION,
+    Attach,
+    Build,
+    Cancel,
+    Detach,
+    Hello,
+    Message,
+    UpdateWeights,
+    decode,
+    encode,
+    encode_predict_joined,
+)
+from mcinfer.requests.request import Request
+from mcinfer.requests.weights import WeightVersion
+from mcinfer.runtime.folder import RuntimeFolder
+from mcinfer.runtime.transport import (
+    MasterTransport,
+    SendError,
+    SocketPairMaster,
+    TransportKind,
+    ZeroMQMaster,
+)
+from mcinfer.runtime.worker_process import OutputForwarder, WorkerProcess
+from mcinfer.shm.arena import Arena
+from mcinfer.shm.block import Block
+
+_log = logging.getLogger("mcinfer.master")
+
+_STANDINGS = {
+    "T": "is stopped by a signal",
+    "t": "is stopped by a debugger",
+    "Z": "has ended",
+    "X": "has ended",
+}
+
+
+DESCRIPTORS_TO_OPEN = 24
+"""Of this process, that a pool must find free for itself."""
+
+DESCRIPTORS_OF_A_WORKER = 14
+"""Likewise, for each of its workers: while it is started. What is free again after that is more than its
+connection takes, for which libzmq must find one, or it ends the process."""
+
+
+ReplyHead = tuple[int, int, float]
+"""Request, shard and seconds of a REPLY that has no more."""
+
+
+class UnreachableError(OSError):
+    """A worker does not take what it is sent: it is to be killed."""
+
+
+class Connections:
+    """See the module's text.
+
+    Attributes:
+        processes: By index of the worker, those that run.
+        fds: To wait for messages, besides each worker's (`worker_fd`).
+    """
+
+    def __init__(
+        self,
+        builds: Sequence[Build],
+        arena: Arena,
+        most_memory: Sequence[int | None],
+        transport: TransportKind = "zeromq",
+    ) -> None:
+        """Take what there is to know of the workers; nothing is opened before `open`.
+
+        Args:
+            builds: For each worker.
+            arena: Where the blocks are that requests speak of.
+            most_memory: For each worker, bytes of its own that it may have.
+            transport: What messages go by.
+        """
+        self.processes: dict[int, WorkerProcess] = {}
+        self._builds = builds
+        self._arena = arena
+        self._most_memory = most_memory
+        self._inherited = Inherited.now()
+        self._kind: TransportKind = transport
+        self._peers: dict[bytes, int] = {}
+
+    def open(self) -> None:
+        """Make the transport, and the thread that forwards output.
+
+        Raises:
+            OSError: The system has no descriptor, thread or folder left for it; nothing is left open.
+        """
+        _check_descriptors(DESCRIPTORS_TO_OPEN + DESCRIPTORS_OF_A_WORKER * len(self._builds))
+        with ExitStack() as opened:
+            self._transport = self._open_transport()
+            opened.callback(self._transport.close)
+            self._output = OutputForwarder()
+            opened.pop_all()
+        self.fds = self._transport.fds
+
+    def _open_transport(self) -> MasterTransport:
+        if self._kind == "socketpair":
+            return SocketPairMaster()
+        with RuntimeFolder() as folder:
+            return ZeroMQMaster(*folder.listen())
+
+    def close_socket(self) -> None:
+        """Nothing is sent or received any more; processes that are left lose their lifelines."""
+        for process in self.processes.values():
+            process.abandon()
+        self.processes.clear()
+        self._peers.clear()
+        self._transport.close()
+
+    def close(self, seconds: float) -> None:
+        """After `close_socket`: within so many seconds, what was printed last."""
+        self._output.close(seconds)
+
+    # Processes.
+
+    def start(self, index: int) -> WorkerProcess:
+        """Start a worker's process.
+
+        Raises:
+            OSError: The system cannot.
+        """
+        _check_descriptors(DESCRIPTORS_OF_A_WORKER)
+        with ExitStack() as opened:
+            connection = self._transport.add(index)
+            opened.callback(self._transport.remove, index)
+            process = WorkerProcess(
+                index,
+                self._builds[index].device,
+                transport=self._kind,
+                connection=connection,
+                hello_token=secrets.token_hex(16),
+                build_token=secrets.token_hex(16),
+                output=self._output,
+                inherited=self._inherited,
+                most_memory=self._most_memory[index],
+            )
+            opened.pop_all()
+        self._transport.started(index)
+        self.processes[index] = process
+        return process
+
+    def remove(self, index: int) -> WorkerProcess:
+        """Forget a process that has ended; it is to be reaped."""
+        process = self.processes.pop(index)
+        self._transport.remove(index)
+        if process.peer is not None:
+            del self._peers[process.peer]
+        return process
+
+    def kill(self, index: int) -> None:
+        """End a worker's process, if it has one."""
+        if index in self.processes:
+            self.processes[index].kill()
+
+    def standings(self) -> dict[int, str]:
+        """By worker, what is wrong with its process though its messages do not say so: stopped, or ended."""
+        found = {}
+        for index, process in self.processes.items():
+            with suppress(OSError):
+                found[index] = _STANDINGS.get(process.standing(), "")
+        return {index: text for index, text in found.items() if text}
+
+    # What comes.
+
+    def worker_fd(self, index: int) -> int | None:
+        """The descriptor to wait for messages of this worker, where it has one."""
+        return self._transport.worker_fd(index)
+
+    def note_ready(self, fds: Sequence[int]) -> Sequence[int]:
+        """These are readable; those that have ended, and are to be waited for no more."""
+        self._transport.note_ready(fds)
+        return self._transport.take_ended()
+
+    def may_sleep(self) -> bool:
+        """Whether a descriptor says so when a message is there; after sending it may have done so before."""
+        return self._transport.may_sleep()
+
+    def receive(self) -> tuple[int | None, Message | ProtocolError | ReplyHead] | None:
+        """The next message and the worker that it is of; None when there is nothing more.
+
+        A REPLY that is a head alone is given as its request, shard and seconds, which are not checked.
+
+        What a worker sent that is no message is given as the error. A stranger that shows a worker's token is
+        that worker from then on; what other strangers send, and outlaws, has no worker.
+        """
+        received = self._transport.receive()
+        if received is None:
+            return None
+        peer, data = received
+        index = self._peers.get(peer)
+        if index is not None and self.processes[index].outlawed:
+            return None, ProtocolError("more of a worker that broke the protocol")
+        if len(data) == REPLY_HEAD.size and data[0] == REPLY and index is not None:
+            return index, REPLY_HEAD.unpack(data)[1:]
+        if index is None and len(data) > MAX_HELLO_BYTES:
+            return None, ProtocolError(f"{len(data)} bytes of a stranger")
+        try:
+            message = decode(data)
+        except ProtocolError as exc:
+            return index, exc
+        return (self._greet(peer, message) if index is None else index), message
+
+    def _greet(self, peer: bytes, message: Message) -> int | None:
+        """Whose message this is, if it is the HELLO of a worker of ours with its token."""
+        if isinstance(message, Hello) and message.version == VERSION:
+            token = message.token.encode(errors="surrogatepass")  # whatever text it may be
+            for index, process in self.processes.items():
+                known = process.peer is None and message.pid == process.pid
+                if known and hmac.compare_digest(token, process.hello_token.encode()):
+                    process.peer = peer
+                    self._peers[peer] = index
+                    return index
+        _log.debug("ignored a %s of a stranger", type(message).__name__)
+        return None
+
+    def fetch(self, index: int, number: int) -> Block:
+        """A block that the worker has made and handed over.
+
+        Raises:
+            ProtocolError: It has not, or what it handed over is no such block.
+            OSError: This process has no descriptor or memory left for it.
+        """
+        size, fd = self.processes[index].lifeline.receive_block(number)
+        return Block.attach(number, size, fd)
+
+    # What goes.
+
+    def send(self, index: int, message: Message) -> None:
+        """Send a message without waiting; nothing, to a worker that is not there.
+
+        Raises:
+            UnreachableError: It cannot be reached.
+        """
+        process = self.processes.get(index)
+        if isinstance(message, Cancel):
+            if process is None:
+                return
+            try:
+                process.cancels.send(message.request, message.shard)
+            except OSError as exc:
+                raise UnreachableError(f"takes no cancellation: {exc}") from exc
+            return
+        if process is not None and isinstance(message, Build):
+            message = replace(message, token=process.build_token)
+        self._send_data(index, encode(message))
+
+    def send_shard(self, index: int, request: Request, shard: int, *, fresh: bool = False) -> None:
+        """Send a shard as a run, after all that it speaks of: blocks, and the version of the weights.
+
+        Args:
+            index: Of the worker.
+            request: Whose shard it is.
+            shard: Which.
+            fresh: Whether its outputs are to go to memory of the worker's own.
+
+        Raises:
+            UnreachableError: As `send`.
+        """
+        process = self.processes.get(index)
+        if process is None:
+            return
+        if not request.blocks <= process.attached:
+            self._attach(index, process, request.blocks)
+        weights = request.weights
+        if weights.number and weights.number not in process.weights:
+            self._give_weights(index, process, weights)
+        if process.peer is None:
+            return
+        try:
+            self._transport.send(process.peer, request.message(shard, fresh=fresh))
+        except SendError as exc:
+            raise UnreachableError(f"cannot be reached: {exc}") from exc
+
+    def send_joined(self, index: int, members: Sequence[tuple[Request, int]]) -> None:
+        """Send shards of several requests as one run, likewise."""
+        process = self.processes.get(index)
+        if process is None:
+            return
+        for request, _ in members:
+            self._attach(index, process, request.blocks)
+        first, shard = members[0]
+        weights = first.weights
+        if weights.number and weights.number not in process.weights:
+            self._give_weights(index, process, weights)
+        tensors = [request.tensors(shard) for request, shard in members]
+        self._send_data(
+            index,
+            encode_predict_joined(first.number, shard, weights.number, tensors, first.axes),
+        )
+
+    def detach(self, index: int, number: int) -> None:
+        """Tell a worker that a block is no more, if it was given it.
+
+        Raises:
+            UnreachableError: As `send`.
+        """
+        process = self.processes.get(index)
+        if process is not None and number in process.attached:
+            process.attached.discard(number)
+            self.send(index, Detach(block=number))
+
+    def _send_data(self, index: int, data: bytes) -> None:
+        process = self.processes.get(index)
+        if process is None or process.peer is None:
+            return
+        try:
+            self._transport.send(process.peer, data)
+        except SendError as exc:
+            raise UnreachableError(f"cannot be reached: {exc}") from exc
+
+    def _attach(self, index: int, process: WorkerProcess, blocks: frozenset[int]) -> None:
+        """Give the worker the blocks that it does not have yet."""
+        if blocks <= process.attached:
+            return
+        for number in blocks - process.attached:
+            block = self._arena.block(number)
+            if block is None:
+                continue
+            try:
+                process.lifeline.send_block(number, block.size, block.fd)
+            except OSError as exc:
+                raise UnreachableError(f"does not take a block: {exc}") from exc
+            process.attached.add(number)
+            self.send(index, Attach(block=number, size=block.size))
+
+    def _give_weights(self, index: int, process: WorkerProcess, version: WeightVersion) -> None:
+        """Tell the worker where a version of the weights lies."""
+        self._attach(index, process, version.blocks)
+        process.weights = {n for n in process.weights if n >= version.oldest} | {version.number}
+        tensors = tuple(version.tensors.values())
+        self.send(
+            index, UpdateWeights(version=version.number, oldest=version.oldest, tensors=tensors)
+        )
+
+
+def memory_limits(builds: Sequence[Build], chosen: int | None, physical: int) -> list[int | None]:
+    """For each worker, how much memory of its own it may have: see `mcinfer.Limits`."""
+    if chosen is not None:
+        return [chosen] * len(builds)
+    return [physical if build.device.startswith("cpu:") else None for build in builds]
+
+
+def _check_descriptors(count: int) -> None:
+    """Raise `OSError` unless this process can open so many descriptors."""
+    opened: list[int] = []
+    try:
+        while len(opened) < count:
+            opened += [os.eventfd(0)]
+    except OSError as exc:
+        raise OSError(
+            exc.errno,
+            f"{count} descriptors are needed and {len(opened)} are left (ulimit -n): {exc.strerror}",
+        ) from exc
+    finally:
+        for fd in opened:
+            os.close(fd)

@@ -1,0 +1,522 @@
+"""How messages pass between a master and its workers: one contract, two transports.
+
+::
+
+    "zeromq"      a ROUTER in the master, a DEALER in each worker. They meet at one listening socket
+                  that has no name: each worker inherits a handle to it, and connects by that.
+    "socketpair"  one SOCK_SEQPACKET pair (unix(7)) for each worker, which inherits its end.
+
+The messages are the same, so is their order, and so is what is refused. Only this file imports zmq.
+
+The master never blocks on sending and never lingers; a worker, which has one peer, may. One thread, or one
+lock of the owner's, guards a `MasterTransport`, and another one a `WorkerTransport`.
+
+How an owner waits for messages::
+
+    register every fd of transport.fds, and transport.worker_fd(index) after each add, for EPOLLIN
+    loop:  wait at most 0 seconds unless transport.may_sleep()
+           transport.note_ready(the descriptors that are ready)
+           while (received := transport.receive()) is not None: ...
+           unregister every fd of transport.take_ended()
+    a worker's process has ended:
+           note and receive what it said last, until there is nothing more
+           unregister transport.worker_fd(index), unless take_ended gave it
+           transport.remove(index)
+
+ZeroMQ cuts a peer off that sends a frame of more than `MAX_MESSAGE_BYTES`. libzmq ends the whole process
+when it finds no descriptor for a connection that it accepts (src/ipc_listener.cpp): so only a process that
+holds the handle can connect, and before a worker is started a descriptor must be free for it.
+
+Messages that one packet of a socket pair does not hold are passed as a sealed memfd: a mark, then a packet
+with the descriptor. The kernel bounds what waits in a pair (SO_SNDBUF): a worker that floods waits for its
+master.
+"""
+
+import errno
+import fcntl
+import os
+import socket
+import struct
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Literal, get_args
+
+import zmq
+
+from mcinfer.protocol import MAX_MESSAGE_BYTES
+from mcinfer.shm.descriptors import close_all, take_packet
+
+TransportKind = Literal["zeromq", "socketpair"]
+TRANSPORTS: tuple[str, ...] = get_args(TransportKind)
+
+_MAX_QUEUED = 10_000
+_MAX_RECEIVED = 16
+"""Messages of one peer that wait in ZeroMQ to be read: it has no more than a few to say at a time."""
+
+# As plain numbers: operations on enumerations cost more than the calls they are for.
+_SEND_MORE = int(zmq.SNDMORE | zmq.DONTWAIT)
+_DONT_WAIT = int(zmq.DONTWAIT)
+_EVENTS = int(zmq.EVENTS)
+_READABLE = int(zmq.POLLIN)
+
+# As it is in the C extension: what wraps it costs as much again.
+_send = zmq.backend.Socket.send
+_PACKET_DONT_WAIT = int(socket.MSG_DONTWAIT)
+_NO_SIGNAL = int(socket.MSG_NOSIGNAL)  # a program may have SIGPIPE end it
+
+_PACKET_BYTES = 1 << 16
+"""Of a message that one packet holds: well below what any system's SO_SNDBUF allows."""
+
+_BUFFER_BYTES = 1 << 20
+"""Asked for as SO_SNDBUF; the system may give less (net.core.wmem_max, by default 208 KiB)."""
+
+_MARK = b"\xc1"
+"""A packet that says that a descriptor follows; messages of one byte go that way themselves."""
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+
+class SendError(OSError):
+    """The peer is gone, or does not take what it is sent."""
+
+
+class MasterTransport(ABC):
+    """The master's side. A peer is known by bytes that this object chose.
+
+    Attributes:
+        fds: To be polled for reading as long as this object lives.
+    """
+
+    fds: Sequence[int] = ()
+
+    @abstractmethod
+    def add(self, index: int) -> int:
+        """A worker is about to be started: the descriptor that its process has to inherit, for `connect`.
+
+        The descriptor stays this object's. Call `started` when the process has it, `remove` if there is none.
+
+        Raises:
+            OSError: No descriptor is left.
+        """
+
+    def started(self, index: int) -> None:  # noqa: B027 nothing, where nothing is to be done
+        """The worker's process has what it inherits."""
+
+    @abstractmethod
+    def remove(self, index: int) -> None:
+        """The worker's process has ended, or could not be started; nothing more of it is received.
+
+        Its `worker_fd` is closed by this: do not poll it any more.
+        """
+
+    def worker_fd(self, index: int) -> int | None:  # noqa: ARG002 for those that have one
+        """The descriptor to poll for reading while this worker is there (level-triggered).
+
+        None where there is none: all that is to be polled is in `fds`.
+        """
+        return None
+
+    def note_ready(self, fds: Iterable[int]) -> None:  # noqa: B027 likewise
+        """These are readable, as polling has said; those that are not this object's are ignored.
+
+        Each gives one message at most to `receive`, and is to be noted again for the next. That costs no
+        system call for a worker that has said nothing, and no worker can keep the others from being heard.
+        """
+
+    def take_ended(self) -> list[int]:
+        """Descriptors of `worker_fd` that have nothing more to say: polling them would not wait any more.
+
+        The worker has closed its end, mostly because its process ends. Each is given once.
+        """
+        return []
+
+    @abstractmethod
+    def send(self, peer: bytes, data: bytes) -> None:
+        """Send a message without waiting.
+
+        Raises:
+            SendError: The peer is gone, or does not read; or, for a large message, no descriptor is left.
+        """
+
+    @abstractmethod
+    def receive(self) -> tuple[bytes, bytes] | None:
+        """The next message and its peer; None when there is nothing more.
+
+        What came whole but is no message of one piece is returned as an empty one.
+        """
+
+    def may_sleep(self) -> bool:
+        """Whether the descriptors say so if a message is there; else one may be, to be received first."""
+        return True
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close at once; nothing that was not sent is waited for."""
+
+
+class WorkerTransport(ABC):
+    """A worker's side.
+
+    Attributes:
+        fd: Becomes readable when a message may have come; `receive` until there is none before polling it.
+    """
+
+    fd: int
+
+    @abstractmethod
+    def send(self, data: bytes) -> None:
+        """Send a message to the master, however long it takes.
+
+        Raises:
+            OSError: The master is gone.
+        """
+
+    @abstractmethod
+    def wait(self) -> bytes:
+        """The next message, however long it takes: the watcher ends the process with the master.
+
+        Raises:
+            OSError: The master is gone.
+        """
+
+    @abstractmethod
+    def receive(self) -> bytes | None:
+        """The next message, or None when there is nothing more."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close; what was sent gets a second to leave."""
+
+
+def connect(kind: str, fd: int) -> WorkerTransport:
+    """In a worker: its side, by the descriptor that it inherited and that is the transport's from now on."""
+    return ZeroMQWorker(fd) if kind == "zeromq" else SocketPairWorker(fd)
+
+
+# ZeroMQ.
+
+
+class ZeroMQMaster(MasterTransport):
+    """A ROUTER: peers are known by the identity that ZeroMQ gave their connection.
+
+    Its descriptor becomes readable when something may have changed, and not again until `receive` has said
+    that there is nothing more (ZMQ_FD is edge-triggered, see zmq_getsockopt(3)); a `send` may use that up.
+    """
+
+    def __init__(self, listener: socket.socket, handle: int) -> None:
+        """Make the socket.
+
+        Args:
+            listener: Where workers connect: a listening stream socket; this object's from now on.
+            handle: What they connect by: a descriptor of its file (O_PATH); likewise.
+
+        Raises:
+            OSError: It cannot be made.
+        """
+        self._handle = handle
+        self._context = zmq.Context()
+        try:
+            self._socket = self._context.socket(zmq.ROUTER)
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            self._socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
+            self._socket.setsockopt(zmq.RCVHWM, _MAX_RECEIVED)
+            self._socket.setsockopt(zmq.USE_FD, listener.fileno())
+            self._socket.bind("ipc://mcinfer")  # libzmq wants an address, and does not use it
+            listener.detach()
+            self.fds = (int(self._socket.getsockopt(zmq.FD)),)
+            self._poll = [(self._socket, _READABLE)]
+            self._drained = False
+        except zmq.ZMQError as exc:
+            listener.close()
+            self.close()
+            raise OSError(exc.errno, f"cannot make a ZeroMQ socket: {exc}") from exc
+
+    def add(self, index: int) -> int:  # noqa: ARG002 of the contract
+        """See `MasterTransport.add`; all workers have the same."""
+        return self._handle
+
+    def remove(self, index: int) -> None:
+        """See `MasterTransport.remove`; ZeroMQ itself sees that the connection ends."""
+
+    def send(self, peer: bytes, data: bytes) -> None:
+        """See `MasterTransport.send`."""
+        self._drained = False
+        try:
+            _send(self._socket, peer, _SEND_MORE)
+            _send(self._socket, data, _DONT_WAIT)
+        except zmq.ZMQError as exc:
+            raise SendError(exc.errno, str(exc)) from exc
+
+    def receive(self) -> tuple[bytes, bytes] | None:
+        """See `MasterTransport.receive`."""
+        if not zmq.zmq_poll(self._poll, 0):
+            self._drained = True
+            return None
+        peer = self._socket.recv(_DONT_WAIT)
+        frame = self._socket.recv(_DONT_WAIT, copy=False)
+        if not frame.more:
+            return peer, frame.bytes
+        while frame.more:
+            frame = self._socket.recv(_DONT_WAIT, copy=False)
+        return peer, b""
+
+    def may_sleep(self) -> bool:
+        """See `MasterTransport.may_sleep`."""
+        if not self._drained and not zmq.zmq_poll(self._poll, 0):
+            self._drained = True
+        return self._drained
+
+    def close(self) -> None:
+        """See `MasterTransport.close`."""
+        self._context.destroy(linger=0)
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+
+class ZeroMQWorker(WorkerTransport):
+    """A DEALER."""
+
+    def __init__(self, handle: int) -> None:
+        """Connect; ZeroMQ does so in the background."""
+        os.set_inheritable(handle, False)
+        self._handle = handle
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.connect(f"ipc:///proc/self/fd/{handle}")
+        self.fd = int(self._socket.getsockopt(zmq.FD))
+
+    def send(self, data: bytes) -> None:
+        """See `WorkerTransport.send`."""
+        self._socket.send(data)
+
+    def wait(self) -> bytes:
+        """See `WorkerTransport.wait`."""
+        data = self._socket.recv()
+        if self._handle >= 0:
+            self._give_up_handle()
+        return data
+
+    def receive(self) -> bytes | None:
+        """See `WorkerTransport.receive`."""
+        if not int(self._socket.getsockopt(_EVENTS)) & _READABLE:
+            return None
+        return self._socket.recv(_DONT_WAIT)
+
+    def close(self) -> None:
+        """See `WorkerTransport.close`."""
+        self._socket.close()
+        self._context.term()
+        self._give_up_handle()
+
+    def _give_up_handle(self) -> None:
+        """It is connected: whatever runs in this process from now on cannot connect once more."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+
+# Socket pairs.
+
+
+class _Packets:
+    """Messages of any size over one end of a pair; the end is this object's."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end = end
+        self._marked = False
+
+    def send(self, data: bytes) -> None:
+        """Send a message.
+
+        Raises:
+            OSError: The other side is gone, or (an end that does not block) does not read.
+        """
+        if 1 < len(data) <= _PACKET_BYTES:
+            self.end.send(data, _NO_SIGNAL)
+            return
+        fd = os.memfd_create("mcinfer-message", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            self.end.send(_MARK, _NO_SIGNAL)
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("=i", fd))]
+            self.end.sendmsg([_MARK], rights, _NO_SIGNAL)
+        finally:
+            os.close(fd)
+
+    def receive(self, flags: int = 0) -> bytes | None:
+        """The next message; None if it, or the rest of it, is not there and nothing here may block.
+
+        Raises:
+            OSError: The other side is gone.
+        """
+        try:
+            if not self._marked:
+                data = self.end.recv(_PACKET_BYTES + 1, flags)
+                if 1 < len(data) <= _PACKET_BYTES:
+                    return data
+                if not data:
+                    raise ConnectionResetError(errno.ECONNRESET, "the other side has closed")
+                if data != _MARK:
+                    return b""
+                self._marked = True
+            data, descriptors, cut_off = take_packet(self.end, 1, flags)
+        except BlockingIOError:
+            return None
+        self._marked = False
+        try:
+            return _contents(descriptors[0]) if len(descriptors) == 1 and not cut_off else b""
+        finally:
+            close_all(descriptors)
+
+
+def _contents(fd: int) -> bytes:
+    """What a memfd holds that nobody can change any more; nothing if it is none, or too large.
+
+    A pipe, or a file of a slow file system, would hold up who reads it.
+    """
+    with suppress(OSError):
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS:
+            size = os.fstat(fd).st_size
+            if size <= MAX_MESSAGE_BYTES:
+                return os.pread(fd, size, 0)
+    return b""
+
+
+class _Pair(_Packets):
+    """The master's end of one, and the worker's until its process has it."""
+
+    def __init__(self, peer: bytes) -> None:
+        ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        super().__init__(ours)
+        self.peer = peer
+        self.fd = ours.fileno()
+        self.reset = False
+        self.ended = False
+        ours.setblocking(False)
+        for end in (ours, self.theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+
+
+class SocketPairMaster(MasterTransport):
+    """A pair for each worker."""
+
+    def __init__(self) -> None:
+        """Nothing is opened before `add`."""
+        self._pairs: dict[int, _Pair] = {}
+        self._by_fd: dict[int, _Pair] = {}
+        self._by_peer: dict[bytes, _Pair] = {}
+        self._ready: deque[_Pair] = deque()
+        self._ended: list[int] = []
+        self._added = 0
+
+    def add(self, index: int) -> int:
+        """See `MasterTransport.add`."""
+        self._added += 1
+        pair = _Pair(b"%d" % self._added)
+        self._pairs[index] = self._by_fd[pair.fd] = self._by_peer[pair.peer] = pair
+        return pair.theirs.fileno()
+
+    def started(self, index: int) -> None:
+        """See `MasterTransport.started`."""
+        self._pairs[index].theirs.close()
+
+    def remove(self, index: int) -> None:
+        """See `MasterTransport.remove`."""
+        pair = self._pairs.pop(index)
+        del self._by_fd[pair.fd], self._by_peer[pair.peer]
+        with suppress(ValueError):
+            self._ended.remove(pair.fd)
+        pair.ended = True
+        pair.end.close()
+        pair.theirs.close()
+
+    def worker_fd(self, index: int) -> int | None:
+        """See `MasterTransport.worker_fd`."""
+        pair = self._pairs.get(index)
+        return None if pair is None else pair.fd
+
+    def note_ready(self, fds: Iterable[int]) -> None:
+        """See `MasterTransport.note_ready`."""
+        for fd in fds:
+            pair = self._by_fd.get(fd)
+            if pair is not None:
+                self._ready.append(pair)
+
+    def take_ended(self) -> list[int]:
+        """See `MasterTransport.take_ended`."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def send(self, peer: bytes, data: bytes) -> None:
+        """See `MasterTransport.send`."""
+        pair = self._by_peer.get(peer)
+        if pair is None:
+            raise SendError(errno.EHOSTUNREACH, "Host unreachable")
+        try:
+            pair.send(data)
+        except OSError as exc:
+            raise SendError(exc.errno, exc.strerror) from exc
+
+    def receive(self) -> tuple[bytes, bytes] | None:
+        """See `MasterTransport.receive`."""
+        while self._ready:
+            pair = self._ready.popleft()
+            if pair.ended:
+                continue
+            try:
+                data = pair.receive()
+            except OSError:
+                # One that has closed without reading all is told of first, and then what it said last comes.
+                pair.ended, pair.reset = pair.reset, True
+                if pair.ended:
+                    self._ended.append(pair.fd)
+                else:
+                    self._ready.append(pair)
+                continue
+            if data is not None:
+                return pair.peer, data
+        return None
+
+    def close(self) -> None:
+        """See `MasterTransport.close`."""
+        for index in [*self._pairs]:
+            self.remove(index)
+
+
+class SocketPairWorker(WorkerTransport):
+    """The worker's end of its pair."""
+
+    def __init__(self, fd: int) -> None:
+        """Take the inherited end."""
+        end = socket.socket(fileno=fd)
+        end.set_inheritable(False)
+        self._packets = _Packets(end)
+        self.fd = fd
+
+    def send(self, data: bytes) -> None:
+        """See `WorkerTransport.send`."""
+        self._packets.send(data)
+
+    def wait(self) -> bytes:
+        """See `WorkerTransport.wait`."""
+        return self._packets.receive() or b""
+
+    def receive(self) -> bytes | None:
+        """See `WorkerTransport.receive`."""
+        with suppress(ConnectionError):  # that the master is gone, the watcher sees
+            return self._packets.receive(_PACKET_DONT_WAIT)
+        return None
+
+    def close(self) -> None:
+        """See `WorkerTransport.close`; what was sent lies at the master's end already."""
+        self._packets.end.close()

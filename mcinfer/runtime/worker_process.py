@@ -1,0 +1,308 @@
+"""Worker processes: starting them, and passing on what they print.
+
+Ownership: a `WorkerProcess` owns its pidfd and the master's end of its lifeline until `reap`. The
+pipes of its standard streams belong to the `OutputForwarder`, which reads them to their end.
+"""
+
+import codecs
+import contextlib
+import json
+import logging
+import os
+import select
+import subprocess
+import sys
+import threading
+from queue import SimpleQueue
+from time import monotonic
+from typing import TextIO
+
+from mcinfer.process import REQUEST, Inherited, StackReport, command, environment
+from mcinfer.runtime.cancels import Cancels
+from mcinfer.runtime.transport import TransportKind
+from mcinfer.shm.lifeline import Lifeline
+from mcinfer.wakeup import WakeUp
+
+_log = logging.getLogger("mcinfer.master")
+
+_READ_BYTES = 1 << 16
+_MAX_LINE_BYTES = 1 << 20
+_MAX_WAITING_BYTES = 1 << 22
+"""Of workers' output that the user's streams do not take yet; what comes beyond that is dropped."""
+
+_TICK_MS = 100
+
+
+class WorkerProcess:
+    """One running worker process.
+
+    Attributes:
+        pid: Its process id.
+        pidfd: Readable once it has ended.
+        lifeline: The master's end.
+        cancels: For the runs that it is to stop.
+        hello_token: What it must show in HELLO.
+        build_token: What the master must show it in BUILD.
+        peer: The transport's name for it, once it has said who it is.
+        attached: Numbers of the blocks that it was given.
+        weights: Versions of the weights that it was told of.
+        outlawed: Whether it broke the protocol: nothing more of what it sends is read.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        device: str,
+        *,
+        transport: TransportKind,
+        connection: int,
+        hello_token: str,
+        build_token: str,
+        output: "OutputForwarder",
+        inherited: Inherited,
+        most_memory: int | None = None,
+    ) -> None:
+        """Start it.
+
+        Args:
+            index: Of the worker.
+            device: Likewise.
+            transport: What messages go by.
+            connection: The descriptor that it is to inherit for that.
+            hello_token: What it is to show in HELLO.
+            build_token: What it is to be shown in BUILD.
+            output: For what it prints.
+            inherited: Where it imports from, and works.
+            most_memory: Bytes of its own that it may have; None is no limit.
+
+        Raises:
+            OSError: The system cannot start a process.
+        """
+        self.hello_token = hello_token
+        self.build_token = build_token
+        self.peer: bytes | None = None
+        self.attached: set[int] = set()
+        self.weights: set[int] = set()
+        self.outlawed = False
+        with contextlib.ExitStack() as opened:
+            self.cancels, listening = Cancels.pair()
+            opened.callback(self.cancels.close)
+            opened.callback(listening.close)
+            self._stacks = StackReport()
+            opened.callback(self._stacks.close)
+            self.lifeline, theirs = Lifeline.pair()
+            opened.callback(self.lifeline.close)
+            given = [theirs.fileno(), connection, listening.fd, self._stacks.fd]
+            greeting = {
+                "master": os.getpid(),
+                "transport": transport,
+                "connection": connection,
+                "hello_token": hello_token,
+                "build_token": build_token,
+                "cancels": listening.fd,
+                "stacks": self._stacks.fd,
+                "most_memory": most_memory,
+                "path": inherited.path,
+                "pythonpath": inherited.pythonpath,
+                "log_level": logging.getLogger("mcinfer.worker").getEffectiveLevel(),
+            }
+            with theirs:
+                self.lifeline.greet(json.dumps(greeting).encode())
+                pipes = [*_pipe(opened), *_pipe(opened)]
+                self._process = subprocess.Popen(  # noqa: S603 nothing in it comes from outside
+                    command("mcinfer.worker", str(theirs.fileno()), str(index), device),
+                    cwd=inherited.folder_now(),
+                    env=environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=pipes[1],
+                    stderr=pipes[3],
+                    pass_fds=given,
+                    process_group=0,
+                )
+            self.pid = self._process.pid
+            try:
+                self.pidfd = os.pidfd_open(self.pid)
+            except OSError:
+                self._process.kill()
+                self._process.wait()
+                raise
+            opened.pop_all()
+        listening.close()
+        os.close(pipes[1])
+        os.close(pipes[3])
+        mark = f"[worker {index} {device}] "
+        output.add(pipes[0], mark, "stdout")
+        output.add(pipes[2], mark, "stderr")
+
+    def kill(self) -> None:
+        """End it at once (SIGKILL); also one that is stopped."""
+        self._process.kill()
+
+    def ask_for_stacks(self) -> None:
+        """Have it write where it is, for `stacks`; it is to be killed afterwards."""
+        self._process.send_signal(REQUEST)
+
+    def stacks(self) -> str:
+        """Where it was when it crashed or was asked; empty if it did not, or could not, say."""
+        return self._stacks.read()
+
+    def standing(self) -> str:
+        """The state of its main thread, as proc(5) has it: T for stopped, Z for ended, and others."""
+        return _read_proc(self.pid, "stat").rpartition(")")[2].split()[0]
+
+    def own_bytes(self) -> int:
+        """Memory that is resident and its own: not the tensors and weights that it shares."""
+        resident, shared = _read_proc(self.pid, "statm").split()[1:3]
+        return (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE")
+
+    def reap(self) -> int:
+        """After its end: its exit status (negative: a signal); gives up what this object owns."""
+        code = self._process.wait()
+        self.abandon()
+        return code
+
+    def abandon(self) -> None:
+        """Give up what this object owns; the process, if it still runs, loses its lifeline."""
+        os.close(self.pidfd)
+        self.lifeline.close()
+        self.cancels.close()
+        self._stacks.close()
+
+
+def _pipe(opened: contextlib.ExitStack) -> tuple[int, int]:
+    """A pipe that is closed with `opened`."""
+    ends = os.pipe()
+    for fd in ends:
+        opened.callback(os.close, fd)
+    return ends
+
+
+def _read_proc(pid: int, name: str) -> str:
+    """A file of a process that was not waited for yet."""
+    with open(f"/proc/{pid}/{name}", encoding="ascii", errors="replace") as file:
+        return file.read()
+
+
+class OutputForwarder:
+    """Writes what workers print to this process's streams, each line with the worker's mark.
+
+    One thread reads the workers' pipes and waits for nothing else, so that no worker stands still in a write.
+    Another one writes, as fast as the user's streams take it. What is too much to wait for that is dropped.
+    """
+
+    def __init__(self) -> None:
+        """Start the threads."""
+        self._poll = select.epoll()
+        self._wakeup = WakeUp()
+        self._poll.register(self._wakeup.fd, select.EPOLLIN)
+        self._sources: dict[int, tuple[bytes, str, bytearray]] = {}
+        self._waiting: SimpleQueue[tuple[str, bytes] | None] = SimpleQueue()
+        # Bytes, each counted by one thread alone.
+        self._queued = self._dropped = self._written = 0
+        self._said = 0
+        self._closing = False
+        self._stopping = False
+        self._writer = threading.Thread(target=self._write, name="mcinfer-print", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="mcinfer-output", daemon=True)
+        with contextlib.ExitStack() as started:
+            self._writer.start()
+            started.callback(self._waiting.put, None)
+            self._reader.start()
+            started.pop_all()
+
+    def add(self, fd: int, mark: str, stream: str) -> None:
+        """Read a pipe from now on; it is this object's."""
+        self._sources[fd] = (mark.encode(), stream, bytearray())
+        self._poll.register(fd, select.EPOLLIN)
+
+    def close(self, timeout: float) -> None:
+        """Pass on what is left, for at most so many seconds, and end the threads.
+
+        A process that a worker left behind may hold a pipe open: its output is not waited for.
+        """
+        self._closing = True
+        for stopping in (False, True):
+            self._stopping = stopping
+            self._wakeup.set()
+            end = monotonic() + timeout
+            for thread in (self._reader, self._writer):
+                thread.join(max(end - monotonic(), 0.0))
+
+    def _read(self) -> None:
+        while not self._stopping and (self._sources or not self._closing):
+            for fd, _ in self._poll.poll():
+                if fd == self._wakeup.fd:
+                    self._wakeup.clear()
+                else:
+                    self._queue(fd)
+        for fd in self._sources:
+            os.close(fd)
+        self._poll.close()
+        self._waiting.put(None)
+
+    def _queue(self, fd: int) -> None:
+        mark, stream, rest = self._sources[fd]
+        data = os.read(fd, _READ_BYTES)
+        rest += data
+        end = rest.rfind(b"\n") + 1
+        if not data or len(rest) > _MAX_LINE_BYTES:
+            end = len(rest)
+        lines, rest[:] = bytes(rest[:end]), rest[end:]
+        text = b"".join(b"%b%b\n" % (mark, line) for line in lines.splitlines())
+        if self._queued - self._written > _MAX_WAITING_BYTES:
+            self._dropped += len(text)
+        elif text:
+            self._queued += len(text)
+            self._waiting.put((stream, text))
+        if not data:
+            self._poll.unregister(fd)
+            del self._sources[fd]
+            os.close(fd)  # last: from here on the number may be that of another worker's pipe
+
+    def _write(self) -> None:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for name, text in iter(self._waiting.get, None):
+            begin = 0
+            while begin < len(text) and not self._stopping:
+                if self._dropped and not self._said:
+                    self._say("output of workers is dropped, since it is not read", self._dropped)
+                stream = getattr(sys, name)
+                if _takes(stream, _TICK_MS):
+                    # Whole lines where they fit; a pipe that can be written to takes so much at once.
+                    most = begin + select.PIPE_BUF
+                    end = text.rfind(b"\n", begin, most) + 1 or most
+                    _write(stream, decoder.decode(text[begin:end]))
+                    self._written += len(text[begin:end])
+                    begin = end
+        lost = self._queued + self._dropped - self._written
+        if lost:
+            self._say("output of workers was dropped, since it was not read: in all", lost)
+
+    def _say(self, text: str, size: int) -> None:
+        """Log it, unless that could wait for the same reader as the output does."""
+        if _takes(sys.stderr, 0):
+            self._said = size
+            with contextlib.suppress(Exception):  # of a handler
+                _log.warning("%s: %d bytes", text, size)
+
+
+def _takes(stream: TextIO | None, timeout_ms: int) -> bool:
+    """Whether a stream can be written to at once, now or soon; one without a descriptor is not asked.
+
+    The descriptor stays as it is: O_NONBLOCK would be set for all processes that share it.
+    """
+    poll = select.poll()
+    try:
+        poll.register(stream.fileno() if stream is not None else -1, select.POLLOUT)
+    except Exception:  # whatever a stream of the user's raises
+        return True
+    return bool(poll.poll(timeout_ms))
+
+
+def _write(stream: TextIO | None, text: str) -> None:
+    """Write to a stream of the user's, which may be closed, none at all, or anything with a `write`."""
+    if stream is not None:
+        # Whatever it raises: nothing more would be written if this thread ended.
+        with contextlib.suppress(Exception):
+            stream.write(text)
+            stream.flush()

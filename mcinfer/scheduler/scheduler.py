@@ -1,0 +1,847 @@
+"""What to do next: events in, actions out. No sockets, threads, clocks or processes here.
+
+The master's shell reports what happened (a request came, a message came, a worker died, time
+passed) and carries out the actions it is given, in order. The rules:
+
+* Every request settles exactly once.
+* A shard whose worker died goes to another; one that has killed two workers is given up.
+* A bad request fails alone; its worker lives on. Requests that were joined to one run and failed, or
+  lost their worker, run again apart.
+* Where runs are short, a busy worker is given more ahead, so that it does not wait for the next: as many as
+  take some milliseconds. Those behind a run that then is long go to others as well, with other memory
+  for their outputs; what the first worker answers late is ignored.
+* A deadline that passes settles the request at once; then CANCEL, a grace period, and a kill.
+* Where nothing waits and workers have room, a request is an assignment (`assign`) and its answer a few
+  counts (`take_reply`): the same rules as `handle_request` and `handle_message`, which serve all else.
+* A worker that dies is started again, with back-off; the others serve meanwhile. While no worker serves and
+  all are past their budget of starts, requests fail at once with the cause (`mcinfer.scheduler.workers`).
+* A pool that drains takes no request any more, and ends when it has answered those that it has.
+* A request's memory is released when no worker can write to it any more: all that were given a
+  shard of it have answered, or are known dead.
+"""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+from mcinfer.config import Limits, RestartPolicy, Timeouts
+from mcinfer.errors import (
+    ClosedError,
+    InvalidInputError,
+    McinferError,
+    PredictError,
+    PredictTimeoutError,
+    ProtocolError,
+    QueueFullError,
+    WorkerDiedError,
+)
+from mcinfer.protocol import (
+    MAX_RUNS,
+    Build,
+    BuildFinish,
+    Cancel,
+    Error,
+    Hello,
+    Message,
+    Preparing,
+    Reply,
+    WorkerState,
+)
+from mcinfer.scheduler.actions import (
+    Action,
+    HealthChanged,
+    PoolClosed,
+    Release,
+    SendPredict,
+    Settle,
+)
+from mcinfer.scheduler.queue import Joinable, ShardId
+from mcinfer.scheduler.request_table import Entry, Outcome, RequestTable
+from mcinfer.scheduler.workers import MAX_DEATHS, MAX_TEXT, Run, Worker, WorkerLives
+from mcinfer.statistics import ROW_BOUNDS, Health, RequestTrace, ShardTrace, Tally, WorkerStatistics
+
+SHORT_RUN = 0.01
+"""Seconds: where runs take no longer, the time between two of them counts."""
+
+AHEAD_SECONDS = 0.003
+"""What a worker is given ahead takes no longer, as far as can be known; or it is one run."""
+
+LONG_RUN = 5 * SHORT_RUN
+"""Seconds: a run that goes on for so long loses what was given behind it."""
+
+MAX_ATTEMPTS = 8
+"""A shard that workers were given more often is not run again for a CANCEL that was not for its run."""
+
+_FORGETTING = 0.9
+"""What is left, after each run, of what a longer one before it says of the next."""
+
+
+class Scheduler:
+    """The state of a pool and its requests. Every method returns what is to be done, in order.
+
+    `now` is float seconds on any monotonic clock, the same for all calls.
+    """
+
+    def __init__(
+        self,
+        builds: Sequence[Build],
+        *,
+        timeouts: Timeouts,
+        restart: RestartPolicy,
+        limits: Limits,
+        max_batch_size: int = 1,
+        max_delay: float = 0.0,
+        tracing: bool = False,
+    ) -> None:
+        """Take what each worker is to load and where; nothing starts before `handle_start`.
+
+        Args:
+            builds: One for each worker.
+            timeouts: How long to wait for what.
+            restart: When a worker that died is started again.
+            limits: How many requests are taken.
+            max_batch_size: Rows of a run that requests may be joined to.
+            max_delay: Seconds that a request may wait for others to join it.
+            tracing: Whether what is settled says when it was queued, sent and answered.
+        """
+        self._lives = WorkerLives(builds, timeouts=timeouts, restart=restart)
+        self._workers = self._lives.workers
+        self._timeouts = timeouts
+        self._limits = limits
+        self._draining: float | None = None
+        self._closing: float | None = None
+        self._closed = False
+        self._max_delay = max_delay
+        self._joins = max_batch_size > 1
+        self._tracing = tracing
+        self._wears = restart.max_requests is not None
+        self.table = RequestTable(max_batch_size)
+        self.batch_sizes = Tally(ROW_BOUNDS)
+
+    # What the shell and the statistics may ask.
+
+    @property
+    def specs(self) -> BuildFinish | None:
+        """What the first worker said of the model; None before."""
+        return self._lives.specs
+
+    @property
+    def serving(self) -> int:
+        """How many workers take requests."""
+        return sum(w.serves for w in self._workers)
+
+    def health(self, now: float) -> Health:
+        """How the pool is."""
+        health = self._lives.health(now)
+        if self._closed:
+            return replace(health, state="closed", reasons=(), serving=0)
+        if self._closing is not None or self._draining is not None:
+            left = self.table.in_flight
+            reasons = (f"{left} requests are still to be answered",) if left else ()
+            return replace(health, state="closing", reasons=(*reasons, *health.reasons))
+        return health
+
+    def running(self, worker: int) -> tuple[ShardId, ...]:
+        """Request and shard of all that the worker's run is for; none while it is at none."""
+        runs = self._workers[worker].runs
+        return runs[0].members if runs else ()
+
+    def is_late(self, worker: int) -> bool:
+        """Whether what the worker is at was given to others as well, so that its answer is ignored."""
+        runs = self._workers[worker].runs
+        return bool(runs) and runs[0].late
+
+    @property
+    def long_run(self) -> float:
+        """Seconds that a run may go on before what waits behind it goes elsewhere."""
+        return LONG_RUN
+
+    def is_exiting(self, worker: int) -> bool:
+        """Whether the worker was told to end, so that its end is no surprise."""
+        told = self._workers[worker].state is WorkerState.EXITING
+        return told or self._closing is not None
+
+    def serves(self, worker: int) -> bool:
+        """Whether the worker takes requests."""
+        return self._workers[worker].serves
+
+    def last_error(self, worker: int) -> str:
+        """Why the worker last died or failed, or is going to."""
+        return self._workers[worker].last_error
+
+    def name(self, worker: int) -> str:
+        """How texts speak of a worker: its index, device and pid."""
+        return self._workers[worker].name
+
+    def statistics(self) -> tuple[WorkerStatistics, ...]:
+        """A snapshot of every worker."""
+        return self._lives.statistics()
+
+    def next_time(self) -> float | None:
+        """When `handle_time` is due next; None while nothing waits for a time."""
+        times = [self.table.next_deadline(), *self._lives.due_times()]
+        times += [w.began + LONG_RUN for w in self._workers if self._holds_back(w)]
+        if any(w.is_free for w in self._workers):
+            times.append(self.table.queue.next_due())
+        if self._draining is not None:
+            times.append(self._draining)
+        if self._closing is not None and not self._closed:
+            times.append(self._closing)
+        return min((time for time in times if time < math.inf), default=None)
+
+    # Events.
+
+    def handle_start(self, now: float) -> list[Action]:
+        """The pool is to start: all workers at once."""
+        return [action for w in self._workers for action in self._lives.start(w, now)]
+
+    def handle_started(self, worker: int, pid: int) -> None:
+        """The worker's process exists."""
+        self._workers[worker].pid = pid
+
+    def handle_request(
+        self,
+        now: float,
+        request: int,
+        rows: tuple[int, ...],
+        timeout: float,
+        *,
+        called: float | None = None,
+        size: int = 0,
+        priority: int = 0,
+        join: tuple[Hashable, int] | None = None,
+    ) -> list[Action]:
+        """A request came.
+
+        Args:
+            now: When.
+            request: Its number.
+            rows: How many each of its pieces has.
+            timeout: Seconds within which it is to be answered.
+            called: From when on; None is `now`.
+            size: Bytes of its tensors.
+            priority: Those of a higher one go first.
+            join: For one shard that may go with others in one run: a key that they have in common, and
+                its rows.
+
+        Raises:
+            ClosedError: The pool is closed.
+            QueueFullError: As many requests as allowed, or bytes of them, are in flight.
+        """
+        if self._closing is not None or self._closed or not self._lives.started:
+            raise ClosedError("the master is closed")
+        if self._draining is not None:
+            raise ClosedError("the master is closing: it finishes what it has, and takes no more")
+        self.check_room(size)
+        called = now if called is None else called
+        entry = self.table.accept(request, rows, called, now, timeout, size)
+        if self._lives.circuit_open:
+            return self._fail(entry, self._lives.outage(now), now)
+        # Waiting for company takes no more than half of the time that there is.
+        due = called + min(self._max_delay, timeout / 2)
+        joinable = None if join is None else Joinable(key=join[0], rows=join[1], due=due)
+        self.table.enqueue(entry, priority, joinable)
+        return self._dispatch(now)
+
+    def check_room(self, size: int) -> None:
+        """Raise `QueueFullError` unless a request with so many bytes of tensors may be taken now."""
+        in_flight, most = self.table.in_flight, self._limits.queue
+        if in_flight >= most:
+            raise QueueFullError(
+                f"{in_flight} requests are queued or running, the limit (Limits.queue) is {most}"
+            )
+        taken, most_bytes = self.table.in_flight_bytes, self._limits.queue_bytes
+        if most_bytes is not None and taken and taken + size > most_bytes:
+            raise QueueFullError(
+                f"requests with {taken} bytes of tensors are queued or running, and this one has {size}: "
+                f"the limit (Limits.queue_bytes) is {most_bytes}"
+            )
+
+    def handle_cancel(self, now: float, request: int) -> list[Action]:
+        """The caller does not want the answer any more."""
+        entry = self.table.find_open(request)
+        if entry is None:
+            return []
+        error = ClosedError("the request was cancelled")
+        return [*self._fail(entry, error, now, "cancelled"), *self._finish_draining(now)]
+
+    def handle_killed(self, worker: int, reason: str) -> None:
+        """The shell has killed the worker on its own account; its death will be reported."""
+        self._lives.kill(self._workers[worker], reason)
+
+    def handle_own_memory(self, now: float, worker: int, size: int) -> list[Action]:
+        """The worker's process has so many bytes of memory of its own."""
+        self._lives.retire_if_worn(self._workers[worker], size)
+        return self._lives.advance(now)
+
+    def handle_restart(self, now: float) -> list[Action]:
+        """All workers are to be replaced, one after another; `WorkersRestarted` says when they are.
+
+        Raises:
+            ClosedError: The pool is closed.
+        """
+        if self._closing is not None or self._draining is not None or not self._lives.started:
+            raise ClosedError("the master is closed")
+        self._lives.replace(self._workers, asked_for=True)
+        return [*self._lives.advance(now), *self._lives.announce(now)]
+
+    def handle_restart_abandoned(self) -> None:
+        """Nobody waits for `WorkersRestarted` any more: what was not begun is not done."""
+        self._lives.forget_replacing()
+
+    def handle_message(self, now: float, worker: int, message: Message) -> list[Action]:
+        """A worker sent a message.
+
+        Raises:
+            ProtocolError: It may not come now. Nothing was changed; the shell is to kill the worker.
+        """
+        w = self._workers[worker]
+        if not isinstance(message, (Hello, Preparing, BuildFinish, Reply, Error)):
+            raise ProtocolError(f"{type(message).__name__} is not for a worker to send")
+        before = w.state
+        w.conversation.advance(message)
+        actions: list[Action] = []
+        match message:
+            case Hello():
+                return [] if self._closing is not None else [w.send(w.build)]
+            case Preparing():
+                self._lives.extend_start(w, message, now)
+                return []
+            case BuildFinish():
+                actions += self._lives.finish_build(w, message, now)
+            case Error(request=None):
+                actions += self._lives.fail_build(w, message, now)
+            case Reply() | Error():
+                if before is WorkerState.BUSY and not w.doomed:
+                    w.kill_at = None
+                actions += self._handle_answer(w, message, now)
+                if self._lives.is_calm and self._draining is None:
+                    return [*actions, *self._dispatch(now)]
+        actions += [*self._lives.advance(now), *self._dispatch(now)]
+        return [*actions, *self._lives.announce(now), *self._finish_draining(now)]
+
+    def handle_died(self, now: float, worker: int, how: str) -> list[Action]:
+        """The worker's process ended, or could not be started.
+
+        Args:
+            now: When that was noticed.
+            worker: Which.
+            how: In words.
+        """
+        w = self._workers[worker]
+        runs, w.runs = w.runs, deque()
+        story = self._lives.bury(w, how, now)
+        actions: list[Action] = []
+        if runs and not runs[0].late and all(run.late for run in [*runs][1:]):
+            w.failed += len(runs[0].members)
+            for run in [*runs][1:]:
+                actions += self._forget_late(run)
+            actions += self._handle_lost_run(runs[0].members, story, now)
+        else:
+            # Nobody knows which it was at, since an answer may have been lost with it: none is blamed, and
+            # each runs apart from the others.
+            for run in reversed(runs):
+                w.failed += len(run.members)
+                actions += self._run_again(run, suspect=True)
+        actions += self._lives.after_death()
+        if self._closing is None and self._lives.circuit_open:
+            for entry in self.table.open():
+                actions += self._fail(entry, self._lives.outage(now), now)
+        actions += self._lives.advance(now)
+        actions += [*self._dispatch(now), *self._lives.announce(now)]
+        return [*actions, *self._finish_draining(now), *self._finish_closing()]
+
+    def handle_time(self, now: float) -> list[Action]:
+        """Time passed: act on everything that was due by `now`."""
+        actions: list[Action] = []
+        for entry in self.table.overdue(now):
+            actions += self._handle_deadline(entry, now)
+        for w in self._workers:
+            if self._holds_back(w) and w.began + LONG_RUN <= now:
+                actions += self._send_elsewhere(w)
+            actions += self._lives.handle_time(w, now)
+        actions += [*self._dispatch(now), *self._lives.announce(now)]
+        if self._draining is not None and self._draining <= now:
+            actions += self.handle_close(now, self._timeouts.close)
+        actions += self._finish_draining(now)
+        if self._closing is not None and self._closing <= now:
+            actions += self._finish_closing(abandon=True)
+        return actions
+
+    def next_turn(self) -> float:
+        """When the first is due of what may follow an answer or a new request.
+
+        That is: what is held for others to join, what was given ahead, and what is to be skipped.
+        """
+        dues = [self.table.queue.next_due()]
+        for w in self._workers:
+            if self._holds_back(w):
+                dues.append(w.began + LONG_RUN)
+            if w.kill_at is not None:
+                dues.append(w.kill_at)
+        return min(dues)
+
+    def handle_close(self, now: float, timeout: float) -> list[Action]:
+        """The pool is to end: what is in flight fails, workers get `timeout` seconds to exit."""
+        end = now + timeout + self._timeouts.close + 1.0
+        if self._closing is not None or self._closed:
+            if self._closing is not None and not self._closed and end < self._closing:
+                self._closing = end
+                self._lives.hasten_close(now, timeout)
+            return []
+        # A killed process that has not ended this long after is stuck in the kernel.
+        self._closing = end
+        self._draining = None
+        actions: list[Action] = []
+        for entry in self.table.open():
+            actions += self._fail(entry, ClosedError("the master was closed"), now)
+        actions += [*self._lives.close(now, timeout), HealthChanged(health=self.health(now))]
+        return [*actions, *self._finish_closing()]
+
+    def handle_drain(self, now: float, timeout: float) -> list[Action]:
+        """The pool is to end when all that was accepted is answered, or after so many seconds."""
+        if self._closing is not None or self._closed:
+            return []
+        self._draining = now + timeout
+        return [HealthChanged(health=self.health(now)), *self._finish_draining(now)]
+
+    def _finish_draining(self, now: float) -> list[Action]:
+        """When there is nothing left to answer, the pool ends."""
+        if self._draining is None or self.table.in_flight:
+            return []
+        return self.handle_close(now, self._timeouts.close)
+
+    # Requests.
+
+    def _dispatch(self, now: float) -> list[Action]:
+        """Give queued shards to ready workers, the lowest index first so that pages stay warm."""
+        actions: list[Action] = []
+        if not self.table.queue:
+            return actions
+        for w in self._workers:
+            if w.is_free and not w.runs:
+                members = self.table.take_run(now)
+                if not members:
+                    return actions
+                actions.append(self._give(w, members, now))
+        if self.table.queue and not self._joins:
+            actions += self._give_ahead(now)
+        return actions
+
+    def _give(self, w: Worker, members: tuple[ShardId, ...], now: float) -> Action:
+        if not w.runs:
+            w.began = now
+        fresh = False
+        for request, shard in members:
+            entry = self.table[request]
+            fresh = fresh or entry.late.get(shard, 0) > 0
+            if shard in entry.deaths:
+                w.alone = True  # it may die of it: nothing is put behind
+        w.runs.append(Run(members, now))
+        w.conversation.begin_run(*members[0])
+        return SendPredict(worker=w.index, members=members, fresh=fresh)
+
+    def _give_ahead(self, now: float) -> list[Action]:
+        """Give queued shards to busy workers whose runs are short, those that have the fewest first."""
+        actions: list[Action] = []
+        while self.table.queue:
+            w = min(
+                (w for w in self._workers if self._takes(w, now)),
+                key=lambda w: len(w.runs),
+                default=None,
+            )
+            members = () if w is None else self.table.take_run(now, ahead=True)
+            if w is None or not members:
+                break
+            actions.append(self._give(w, members, now))
+        return actions
+
+    def _takes(self, w: Worker, now: float) -> bool:
+        """Whether it may be given one more: not behind a run that it may be killed, or die, for."""
+        runs = len(w.runs)
+        if runs >= w.capacity or w.doomed or w.retiring or w.alone or w.kill_at is not None:
+            return False
+        state = w.conversation.state
+        if runs == 0:
+            return state is WorkerState.READY
+        return state is WorkerState.BUSY and now - w.began <= SHORT_RUN
+
+    def _holds_back(self, w: Worker) -> bool:
+        """Whether shards wait behind the run that it is at, and were not given to others yet."""
+        return len(w.runs) > 1 and not w.runs[-1].late and w.state is WorkerState.BUSY
+
+    def _send_elsewhere(self, w: Worker) -> list[Action]:
+        """What waits behind a run that goes on for too long runs on another worker as well."""
+        w.usual_seconds, w.capacity = math.inf, 1
+        actions: list[Action] = []
+        for run in [*w.runs][:0:-1]:
+            if run.late:
+                continue
+            run.late = True
+            actions += self._cancel_run(w, run)
+            for request, shard in run.members:
+                entry = self.table[request]
+                if not entry.settled:
+                    entry.late[shard] = entry.late.get(shard, 0) + 1
+                    self.table.queue.add_first((request, shard))
+        return actions
+
+    # The request path where nothing waits.
+
+    def assign(
+        self,
+        now: float,
+        number: int,
+        rows: tuple[int, ...],
+        called: float,
+        timeout: float,
+        size: int,
+    ) -> list[Worker] | None:
+        """Give a request to workers at once, a shard to each, if that can be; else use `handle_request`.
+
+        Returns:
+            By shard, the worker that is to be sent it; None if nothing was done.
+        """
+        if self._joins or self.table.queue.items or not self._lives.is_calm:
+            return None
+        if self._closing is not None or self._draining is not None:
+            return None
+        count, limits = len(rows), self._limits
+        if self.table.in_flight >= limits.queue or limits.queue_bytes is not None:
+            return None
+        if count == 1:
+            best = None
+            least = MAX_RUNS
+            for w in self._workers:
+                if len(w.runs) < least and self._takes(w, now):
+                    best, least = w, len(w.runs)
+            if best is None:
+                return None
+            chosen = [best]
+        else:
+            chosen = self._choose(count, now)
+            if len(chosen) < count:
+                return None
+        entry = self.table.accept(number, rows, called, now, timeout, size)
+        entry.begun = True
+        entry.outstanding = count
+        self.table.not_begun -= 1
+        for shard, w in enumerate(chosen):
+            if not w.runs:
+                w.began = now
+            entry.attempts[shard] = 1
+            w.runs.append(Run(((number, shard),), now))
+            w.conversation.begin_run(number, shard)
+        return chosen
+
+    def _choose(self, count: int, now: float) -> list[Worker]:
+        """The workers that `_dispatch` would give so many shards to; fewer where they have no more room."""
+        loads = [(len(w.runs), w.index) for w in self._workers if self._takes(w, now)]
+        heapq.heapify(loads)
+        chosen: list[Worker] = []
+        while loads and len(chosen) < count:
+            load, index = loads[0]
+            w = self._workers[index]
+            chosen.append(w)
+            if load + 1 < w.capacity:
+                heapq.heapreplace(loads, (load + 1, index))
+            else:
+                heapq.heappop(loads)
+        return chosen
+
+    def take_reply(
+        self, worker: int, number: int, shard: int, seconds: float, now: float
+    ) -> Entry | None:
+        """A run has ended well, with all outputs where they were to be.
+
+        Returns:
+            The request's entry, settled if this was its last shard, and struck out of the table then; None
+            if nothing was done: use `handle_message`.
+        """
+        w = self._workers[worker]
+        runs = w.runs
+        if not runs or w.conversation.state is not WorkerState.BUSY or w.doomed:
+            return None
+        run = runs[0]
+        if run.late or run.members != ((number, shard),) or w.kill_at is not None or self._wears:
+            return None
+        entry = self.table.entries[number]
+        calm = self._lives.is_calm and self._draining is None
+        if entry.settled or not calm or not 0.0 <= seconds < math.inf:
+            return None
+        if entry.unanswered == 1 and entry.outstanding > 1:
+            # Another worker has a shard of it late: its memory is not to be released yet.
+            return None
+        if len(runs) > 1 and self._is_over(runs[1]):
+            return None
+        runs.popleft()
+        w.alone = False
+        w.conversation.end_run()
+        w.began = now
+        w.answers += 1
+        w.runs_done += 1
+        w.completed += 1
+        self._learn_seconds(w, seconds)
+        seconds = max(0.0, min(seconds, now - run.sent))  # the worker's word, as far as it can be
+        w.busy_seconds += seconds
+        self.batch_sizes.add(entry.rows[shard])
+        entry.outstanding -= 1
+        entry.answered[shard] = True
+        entry.unanswered -= 1
+        if self._tracing:
+            entry.runs += (_trace_run(w, entry, shard, run.sent, now, seconds),)
+        if not entry.unanswered:
+            self.table.close(entry, "succeeded", now)
+            self.table.strike(entry)
+        return entry
+
+    def dispatch(self, now: float) -> list[Action]:
+        """After `take_reply`: give what waits to who has room."""
+        return self._dispatch(now) if self.table.queue else []
+
+    def trace(self, entry: Entry) -> RequestTrace | None:
+        """Of a request that `take_reply` has settled; None where none is wanted."""
+        return self._trace(entry, None, "succeeded", entry.closed) if self._tracing else None
+
+    def _learn_seconds(self, w: Worker, seconds: float) -> None:
+        """How long the worker's runs take, and so how many it may hold."""
+        usual = 0.0 if w.usual_seconds == math.inf else w.usual_seconds
+        usual = max(seconds, _FORGETTING * usual)
+        w.usual_seconds = usual
+        if usual > SHORT_RUN:
+            w.capacity = 1
+        elif usual * (MAX_RUNS - 1) <= AHEAD_SECONDS:
+            w.capacity = MAX_RUNS
+        else:
+            w.capacity = max(2, 1 + int(AHEAD_SECONDS / usual))
+
+    # Answers.
+
+    def _handle_answer(self, w: Worker, message: Reply | Error, now: float) -> list[Action]:
+        run = w.runs.popleft()
+        members, w.began = run.members, now
+        w.alone = False
+        w.answers += len(members)
+        if self._wears:
+            self._lives.retire_if_worn(w)
+        if w.runs and not w.doomed and w.state is WorkerState.BUSY and self._is_over(w.runs[0]):
+            # It is to skip what was cancelled, which has the time that it had.
+            deadlines = [self.table[request].deadline for request, _ in w.runs[0].members]
+            late = w.runs[0].late
+            w.kill_at = (now if late else max([now, *deadlines])) + self._timeouts.cancel_grace
+        if run.late:
+            return self._forget_late(run)
+        if isinstance(message, Error):
+            return self._handle_failed_run(w, run, message, now)
+        # The worker's word, as far as it can be.
+        seconds = max(0.0, min(message.seconds, now - run.sent))
+        self._learn_seconds(w, message.seconds)
+        w.runs_done += 1
+        w.completed += len(members)
+        w.busy_seconds += seconds
+        actions: list[Action] = []
+        rows = 0
+        for request, shard in members:
+            entry = self.table[request]
+            entry.outstanding -= 1
+            rows += entry.rows[shard]
+            if not entry.settled:
+                entry.answered[shard] = True
+                entry.unanswered -= 1
+                if self._tracing:
+                    entry.runs += (_trace_run(w, entry, shard, run.sent, now, seconds),)
+                if entry.unanswered:
+                    continue
+                actions.append(self._settle(entry, None, now, "succeeded"))
+            actions += self._release_if_done(entry)
+        self.batch_sizes.add(rows)
+        return actions
+
+    def _forget_late(self, run: Run) -> list[Action]:
+        """A run that others were given as well has ended, however it did."""
+        actions: list[Action] = []
+        for request, shard in run.members:
+            entry = self.table[request]
+            entry.outstanding -= 1
+            if not entry.settled:
+                entry.late[shard] -= 1
+            actions += self._release_if_done(entry)
+        return actions
+
+    def _settle(
+        self, entry: Entry, error: McinferError | None, now: float, outcome: Outcome
+    ) -> Settle:
+        self.table.close(entry, outcome, now)
+        trace = self._trace(entry, error, outcome, now) if self._tracing else None
+        return Settle(
+            request=entry.number, error=error, cancelled=outcome == "cancelled", trace=trace
+        )
+
+    def _trace(
+        self, entry: Entry, error: McinferError | None, outcome: Outcome, now: float
+    ) -> RequestTrace:
+        return RequestTrace(
+            request=entry.number,
+            outcome=outcome,
+            error=error,
+            rows=sum(entry.rows),
+            called=entry.called,
+            queued=entry.queued,
+            settled=now,
+            joined=now,
+            shards=tuple(sorted(entry.runs, key=lambda run: run.shard)),
+        )
+
+    def _handle_failed_run(self, w: Worker, run: Run, message: Error, now: float) -> list[Action]:
+        """A run failed or was cancelled; what was joined runs again apart, so that the bad fail alone."""
+        members = run.members
+        if message.kind != "cancelled":
+            w.failed += len(members)
+            w.last_error = message.text[:MAX_TEXT]
+        if len(members) > 1:
+            return self._run_again(run)
+        [(request, shard)] = members
+        entry = self.table[request]
+        if message.kind == "cancelled" and 1 < entry.attempts[shard] <= MAX_ATTEMPTS:
+            # Of an earlier run that it was late or joined in: the CANCEL came after the answer.
+            return self._run_again(run)
+        entry.outstanding -= 1
+        if entry.settled:
+            return self._release_if_done(entry)
+        kind = InvalidInputError if message.kind == "invalid" else PredictError
+        return self._fail(entry, kind(f"{w.name}: {message.text}"), now)
+
+    def _run_again(self, run: Run, *, suspect: bool = False) -> list[Action]:
+        """Queue the members of a run again, each by itself and before others.
+
+        Args:
+            run: That ended without an answer.
+            suspect: Whether a worker may have died of it: then nothing is to wait behind it.
+        """
+        if run.late:
+            return self._forget_late(run)
+        actions: list[Action] = []
+        for request, shard in reversed(run.members):
+            entry = self.table[request]
+            entry.outstanding -= 1
+            if entry.settled:
+                actions += self._release_if_done(entry)
+                continue
+            if suspect:
+                entry.deaths.setdefault(shard, [])
+            self.table.queue.add_first((request, shard))
+        return actions
+
+    def _fail(
+        self, entry: Entry, error: McinferError, now: float, outcome: Outcome = "failed"
+    ) -> list[Action]:
+        """Settle with an error; runs that are for nobody any more are asked to stop."""
+        actions: list[Action] = [self._settle(entry, error, now, outcome)]
+        for w, run in self._runs_for(entry):
+            if self._is_over(run):
+                actions += self._cancel_run(w, run)
+                # A run that does not stop may not keep its worker past the request's deadline.
+                if run is w.runs[0] and w.kill_at is None:
+                    w.kill_at = entry.deadline + self._timeouts.cancel_grace
+        return [*actions, *self._release_if_done(entry)]
+
+    def _runs_for(self, entry: Entry) -> list[tuple[Worker, Run]]:
+        """The runs that are for this request, among others."""
+        return [
+            (w, run)
+            for w in self._workers
+            for run in w.runs
+            if any(request == entry.number for request, _ in run.members)
+        ]
+
+    def _is_over(self, run: Run) -> bool:
+        """Whether nobody waits for this run any more."""
+        return run.late or all(self.table[request].settled for request, _ in run.members)
+
+    def _cancel_run(self, w: Worker, run: Run) -> list[Action]:
+        if w.state is not WorkerState.BUSY:
+            return []
+        request, shard = run.members[0]
+        return [w.send(Cancel(request=request, shard=shard))]
+
+    def _release_if_done(self, entry: Entry) -> list[Action]:
+        return [Release(request=entry.number)] if self.table.strike(entry) else []
+
+    def _handle_lost_run(
+        self, members: tuple[ShardId, ...], story: str, now: float
+    ) -> list[Action]:
+        """A worker died in a run: to another one, or give it up if it is a killer.
+
+        Of several that were joined nobody knows which it was: they run apart, and none is blamed yet.
+        """
+        if len(members) != 1:
+            return self._run_again(Run(members, now))
+        [(request, shard)] = members
+        entry = self.table[request]
+        entry.outstanding -= 1
+        if entry.settled:
+            return self._release_if_done(entry)
+        stories = entry.deaths.setdefault(shard, [])
+        stories.append(story)
+        if len(stories) < MAX_DEATHS:
+            self.table.queue.add_first((request, shard))
+            return []
+        deaths = "; ".join(stories)
+        error = WorkerDiedError(
+            f"shard {shard} of {len(entry.answered)} was given up after {MAX_DEATHS} workers died "
+            f"on it: {deaths}"
+        )
+        return self._fail(entry, error, now)
+
+    def _handle_deadline(self, entry: Entry, now: float) -> list[Action]:
+        """Its time is over. Those that were joined with it run again apart: it may be what hangs."""
+        runs = self._runs_for(entry)
+        places = {
+            shard: f"{'ran on' if run is w.runs[0] else 'waited at'} {w.name}"
+            for w, run in runs
+            for request, shard in run.members
+            if request == entry.number
+        }
+        where = [
+            f"shard {i} {places.get(i, 'waited for a worker')}"
+            for i, answered in enumerate(entry.answered)
+            if not answered
+        ]
+        error = PredictTimeoutError(f"no answer within {entry.timeout:g} s: {', '.join(where)}")
+        for w, run in runs:
+            if run is w.runs[0] and not w.doomed:
+                # From when it was noticed: a run that was not asked to stop yet has its grace.
+                grace = now + self._timeouts.cancel_grace
+                w.kill_at = grace if w.kill_at is None else min(w.kill_at, grace)
+        actions = self._fail(entry, error, now)
+        for w, run in runs:
+            if not self._is_over(run):
+                actions += self._cancel_run(w, run)
+        return actions
+
+    def _finish_closing(self, *, abandon: bool = False) -> list[Action]:
+        """When the last worker is gone, or those left cannot be killed, the pool is closed."""
+        if self._closing is None or self._closed:
+            return []
+        left = tuple(w.index for w in self._workers if w.state is not WorkerState.GONE)
+        if left and not abandon:
+            return []
+        self._closed = True
+        return [HealthChanged(health=self.health(0.0)), PoolClosed(abandoned=left)]
+
+
+def _trace_run(
+    w: Worker, entry: Entry, shard: int, sent: float, answered: float, seconds: float
+) -> ShardTrace:
+    return ShardTrace(
+        shard=shard,
+        worker=w.index,
+        device=w.device,
+        pid=w.pid,
+        attempts=entry.attempts[shard],
+        sent=sent,
+        answered=answered,
+        run_seconds=seconds,
+    )

@@ -1,0 +1,572 @@
+"""The workers of a pool: how they start, end, hang, and are replaced. Pure, for the scheduler.
+
+Rules:
+
+* In the first start a build error is final, a death is tried once more; all failures are told at once.
+* A worker that dies later is started again, the first time at once, then with back-off, within a budget per
+  window of time. Past the budget starts go on, each a probe, at the longest back-off. A probe that is ready
+  serves, with a fresh budget; if it dies within the longest back-off from then on, the next is a probe again.
+* While every worker is past its budget, the pool's circuit is open: requests fail at once, with the cause.
+  The first worker that is ready again closes it.
+* A worker that hangs is asked for its stacks, and killed a moment later; meanwhile it is given nothing.
+* Replacing goes one worker at a time, while all others serve or are past their budget: the old process is
+  given nothing more, ends when it has answered what it has, and a new one takes its place.
+"""
+
+import math
+import signal
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mcinfer.config import RestartPolicy, Timeouts
+from mcinfer.errors import BuildError, ClosedError, MissingDependencyError, WorkerDiedError
+from mcinfer.protocol import (
+    Build,
+    BuildFinish,
+    Conversation,
+    Error,
+    Exit,
+    Message,
+    Preparing,
+    WorkerState,
+)
+from mcinfer.scheduler.actions import (
+    Action,
+    DumpStacks,
+    HealthChanged,
+    KillWorker,
+    PoolStarted,
+    Send,
+    StartWorker,
+    WorkersRestarted,
+)
+from mcinfer.scheduler.queue import ShardId
+from mcinfer.statistics import Health, HealthState, WorkerStatistics
+
+MAX_DEATHS = 2
+"""A shard, or a first build, that has killed this many workers is given up."""
+
+LONGEST_START = 4 * 3600.0
+"""Seconds that a start may take in all, however much progress a worker tells of."""
+
+MAX_TEXT = 4000
+"""Characters of what a worker says that are kept."""
+
+STACKS_SECONDS = 0.2
+"""Between asking a worker that hangs for its stacks, and its end."""
+
+SHORTEST_PROBE = 0.1
+"""Seconds between a death and a start past the budget, at the least: no policy makes that a busy loop."""
+
+_STARTING = (WorkerState.SPAWNED, WorkerState.CONNECTED, WorkerState.BUILDING)
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """What a worker was given at once.
+
+    Attributes:
+        members: Request and shard of each.
+        sent: When it was given.
+        late: Whether its members were given to others as well, so that its answer is ignored.
+    """
+
+    members: tuple[ShardId, ...]
+    sent: float
+    late: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One worker's place in the pool; it stays through restarts of the process.
+
+    Attributes:
+        runs: What it has, the run going on first.
+        began: When that one began, as far as can be known.
+        usual_seconds: How long its runs take.
+        capacity: How many runs it may have at a time.
+        alone: Whether nothing is to be put behind what it has.
+        ready_by: When it must have its model.
+        latest: When it must have it, whatever progress it tells of.
+        progress: What it told of last: seconds and bytes.
+        kill_at: When it is ended unless it has done what it was told.
+        doomed: It will be killed, or was; messages that it sent before may still come.
+        restart_at: When it is to be started again.
+        spent: Its budget of starts is spent, and no probe, a start past the budget, has had the model yet.
+        trial_end: Until when a death makes it spent at once: a probe of it has just had the model.
+        retiring: It is to end when it has answered what it has, and to be started again.
+        starts: When it was started again of need, within the policy's window.
+        answers: What this process of it has answered.
+    """
+
+    index: int
+    device: str
+    build: Build
+    conversation: Conversation = field(default_factory=lambda: Conversation(state=WorkerState.GONE))
+    runs: deque[Run] = field(default_factory=deque)
+    began: float = 0.0
+    usual_seconds: float = math.inf
+    capacity: int = 1
+    alone: bool = False
+    pid: int | None = None
+    ready_by: float | None = None
+    latest: float = math.inf
+    progress: tuple[float, int] = (-1.0, -1)
+    kill_at: float | None = None
+    doomed: bool = False
+    restart_at: float | None = None
+    spent: bool = False
+    trial_end: float = -math.inf
+    retiring: bool = False
+    starts: deque[float] = field(default_factory=deque)
+    started_before: bool = False
+    build_deaths: list[str] = field(default_factory=list)
+    build_failure: str | None = None
+    lacks_package: bool = False
+    answers: int = 0
+    restarts: int = 0
+    runs_done: int = 0
+    completed: int = 0
+    failed: int = 0
+    busy_seconds: float = 0.0
+    providers: tuple[str, ...] = ()
+    last_error: str = ""
+
+    @property
+    def state(self) -> WorkerState:
+        """Of its conversation."""
+        return self.conversation.state
+
+    @property
+    def serves(self) -> bool:
+        """Whether it takes requests, now or after the run that it is at."""
+        ready = self.conversation.state in (WorkerState.READY, WorkerState.BUSY)
+        return ready and not (self.doomed or self.retiring)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it takes a request now."""
+        free = self.conversation.state is WorkerState.READY
+        return free and not (self.doomed or self.retiring)
+
+    @property
+    def name(self) -> str:
+        """How texts speak of it."""
+        pid = "" if self.pid is None else f", pid {self.pid}"
+        return f"worker {self.index} ({self.device}{pid})"
+
+    def send(self, message: Message) -> Send:
+        """Send it a message, and note that."""
+        self.conversation.advance(message)
+        return Send(worker=self.index, message=message)
+
+
+def describe_exit(code: int) -> str:
+    """A process's end in words; a negative code is the number of the signal that killed it."""
+    if code >= 0:
+        return f"exited with status {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def _agree(one: BuildFinish, other: BuildFinish) -> bool:
+    """Whether two workers have the same model; one of them may have it as it is, and the other prepared."""
+    names = ("inputs", "outputs", "weights", "model")
+    alike = all(getattr(one, name) == getattr(other, name) for name in names)
+    return alike and (one.prepared == other.prepared or "" in (one.prepared, other.prepared))
+
+
+class WorkerLives:
+    """All workers of a pool. Methods that return actions return what is to be done, in order.
+
+    Attributes:
+        workers: By index.
+        specs: What the first worker said of the model; None before.
+        started: Whether all had the model once.
+        closing: Whether the pool is ending: nobody is started or replaced any more. The scheduler's to set.
+    """
+
+    def __init__(
+        self, builds: Sequence[Build], *, timeouts: Timeouts, restart: RestartPolicy
+    ) -> None:
+        """Take what each worker is to load and where."""
+        self.workers = [Worker(i, build.device, build) for i, build in enumerate(builds)]
+        self.specs: BuildFinish | None = None
+        self.started = False
+        self.closing = False
+        self._timeouts = timeouts
+        self._restart = restart
+        self._to_replace: deque[Worker] = deque()
+        self._replacing: Worker | None = None
+        self._asked_for: set[int] = set()
+        self._announced: tuple[HealthState, int] = ("starting", 0)
+
+    # Questions.
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether an answer changes nothing here: all were well when told last, and nobody is replaced."""
+        replacing = self._replacing is not None or self._to_replace
+        return not replacing and self._announced[0] == "ready"
+
+    @property
+    def circuit_open(self) -> bool:
+        """Whether requests fail at once: no worker serves, and none has a start left within its budget."""
+        return all(w.spent for w in self.workers)
+
+    def outage(self, now: float) -> WorkerDiedError:
+        """The error of a request while the circuit is open."""
+        dues = [w.restart_at for w in self.workers if w.restart_at is not None]
+        if dues and len(dues) == len(self.workers):
+            probe = f"the next start is in {max(0.0, min(dues) - now):.1f} s"
+        else:
+            probe = "a start is under way"
+        stories = "; ".join(w.last_error for w in self.workers)
+        return WorkerDiedError(
+            f"no worker serves, the restart budget is spent, and {probe}: {stories}"
+        )
+
+    def statistics(self) -> tuple[WorkerStatistics, ...]:
+        """A snapshot of every worker."""
+        return tuple(
+            WorkerStatistics(
+                index=w.index,
+                device=w.device,
+                pid=w.pid,
+                state=str(w.state),
+                restarts=w.restarts,
+                runs=w.runs_done,
+                completed=w.completed,
+                failed=w.failed,
+                busy_seconds=w.busy_seconds,
+                providers=w.providers,
+                last_error=w.last_error,
+            )
+            for w in self.workers
+        )
+
+    def health(self, now: float) -> Health:
+        """How the workers are; the scheduler knows of closing."""
+        reasons = tuple(filter(None, (self._why_not(w, now) for w in self.workers)))
+        state: HealthState = "degraded" if reasons else "ready"
+        if not self.started:
+            state = "starting"
+        elif self.circuit_open:
+            state = "failed"
+        serving = sum(w.serves for w in self.workers)
+        return Health(state=state, reasons=reasons, serving=serving, workers=len(self.workers))
+
+    def _why_not(self, w: Worker, now: float) -> str:
+        """Why a worker does not serve, or may not; empty if it does."""
+        after = f": {w.last_error}" if w.last_error and not self.closing else ""
+        if w.doomed and w.state is not WorkerState.GONE:
+            return f"{w.name} is being killed{after}"
+        if w.retiring:
+            return f"{w.name} is being replaced"
+        if w.state in _STARTING:
+            return f"{w.name} is starting ({w.state}){after}"
+        if w.state is WorkerState.EXITING:
+            return f"{w.name} is ending{after}"
+        if w.state is WorkerState.GONE:
+            if w.restart_at is None:
+                return f"{w.name} is not started"
+            wait = f"{max(0.0, w.restart_at - now):.1f} s"
+            if w.spent:
+                budget = f"{self._restart.budget} restarts within {self._restart.window:g} s"
+                return f"{w.name} is past its budget of {budget}, next start in {wait}{after}"
+            return f"{w.name} starts again in {wait}{after}"
+        # Most stop at once: nothing is wrong before half of the time for it is over.
+        if w.kill_at is not None and w.kill_at - now <= self._timeouts.cancel_grace / 2:
+            return f"{w.name} has not stopped a run that nobody waits for any more"
+        return ""
+
+    def announce(self, now: float) -> list[Action]:
+        """Tell of the pool's health, if it is another than was told last."""
+        if self.closing:
+            return []
+        health = self.health(now)
+        if (health.state, health.serving) == self._announced:
+            return []
+        self._announced = (health.state, health.serving)
+        planned = all(w.serves or w is self._replacing for w in self.workers)
+        return [HealthChanged(health=health, planned=planned)]
+
+    def due_times(self) -> list[float]:
+        """When `handle_time` has something to do."""
+        return [
+            time
+            for w in self.workers
+            for time in (w.ready_by, w.kill_at, w.restart_at)
+            if time is not None
+        ]
+
+    # Starting.
+
+    def start(self, w: Worker, now: float) -> list[Action]:
+        """Start a worker's process."""
+        w.conversation = Conversation(state=WorkerState.SPAWNED)
+        w.doomed = w.retiring = False
+        w.answers = 0
+        w.restart_at = None
+        w.ready_by = now + self._timeouts.start
+        w.latest = w.ready_by + LONGEST_START
+        w.progress = (-1.0, -1)
+        return [StartWorker(worker=w.index)]
+
+    def finish_build(self, w: Worker, message: BuildFinish, now: float) -> list[Action]:
+        """A worker has its model."""
+        w.ready_by = None
+        if w.doomed:
+            return []
+        w.providers = message.providers
+        if self.specs is None:
+            self.specs = message
+        elif not _agree(message, self.specs):
+            w.build_failure = (
+                f"{w.name}: its model's content, inputs, outputs or weights are not those of the "
+                "others"
+            )
+            return [self.kill(w, w.build_failure), *self._finish_start()]
+        elif not self.specs.prepared:
+            self.specs = message
+        if w.spent:
+            self._renew_budget(w)
+            w.trial_end = now + self._probe_delay
+        w.started_before = True
+        return self._finish_start()
+
+    def fail_build(self, w: Worker, message: Error, now: float) -> list[Action]:
+        """The model does not load: final in the first start, a death like others afterwards."""
+        w.ready_by = None
+        w.last_error = message.text[:MAX_TEXT]
+        w.build_failure = f"{w.name}: {w.last_error}"
+        w.lacks_package = message.kind == "missing"
+        w.kill_at = now + self._timeouts.cancel_grace
+        return [w.send(Exit()), *self._finish_start()]
+
+    def extend_start(self, w: Worker, message: Preparing, now: float) -> None:
+        """A model that takes long is not a worker that hangs, while it gets on."""
+        progress = (message.seconds, message.written)
+        if w.ready_by is not None and progress > w.progress:
+            w.progress = progress
+            w.ready_by = min(now + self._timeouts.start, w.latest)
+
+    def _finish_start(self) -> list[Action]:
+        """When every worker has either its model or a failure, say which."""
+        if self.started or self.closing:
+            return []
+        if not all(w.started_before or w.build_failure for w in self.workers):
+            return []
+        failed = [w for w in self.workers if w.build_failure is not None]
+        failures = [w.build_failure or "" for w in failed]
+        if failures:
+            lacking = all(w.lacks_package for w in failed)
+            kind = MissingDependencyError if lacking else BuildError
+            self.closing = True
+            return [PoolStarted(error=kind("; ".join(failures)))]
+        self.started = True
+        return [PoolStarted()]
+
+    # Ending.
+
+    def kill(self, w: Worker, reason: str) -> KillWorker:
+        """End a worker. Until its death is reported, messages may come that it sent before."""
+        w.doomed = True
+        w.last_error = reason
+        return KillWorker(worker=w.index)
+
+    def end_when_idle(self, w: Worker, now: float, seconds: float) -> list[Action]:
+        """Tell a worker to end when it has answered what it has, within so many seconds."""
+        w.kill_at = now + seconds
+        return [w.send(Exit())]
+
+    def handle_time(self, w: Worker, now: float) -> list[Action]:
+        """Time passed: act on what was due for this worker."""
+        if w.restart_at is not None and w.restart_at <= now:
+            w.restarts += 1
+            return self.start(w, now)
+        if w.ready_by is not None and w.ready_by <= now:
+            w.ready_by = None
+            waited = f"not ready within {self._timeouts.start:g} s (it was {w.state})"
+            return self._give_up_waiting(w, f"{w.name}: {waited}", now)
+        if w.kill_at is not None and w.kill_at <= now:
+            w.kill_at = None
+            if not w.doomed:
+                return self._give_up_waiting(w, f"{w.name}: did not stop in time", now)
+            killing = [self.kill(w, w.last_error)]
+            if self.started or w.started_before:
+                return [*killing]
+            w.build_failure = w.last_error
+            return [*killing, *self._finish_start()]
+        return []
+
+    def _give_up_waiting(self, w: Worker, reason: str, now: float) -> list[Action]:
+        """It hangs: first its stacks, then its end, whatever it says in between."""
+        w.doomed = True
+        w.last_error = reason
+        w.kill_at = now + STACKS_SECONDS
+        return [DumpStacks(worker=w.index)]
+
+    def bury(self, w: Worker, how: str, now: float) -> str:
+        """A worker's process is gone; its end in words, for those whom it concerns.
+
+        Its runs are the scheduler's to take before; `revive` is to follow.
+        """
+        story = f"{w.name} {how}"
+        told = w.last_error if w.doomed or w.state is WorkerState.EXITING else ""
+        planned = w.retiring and w.state is WorkerState.EXITING
+        before = w.state
+        w.conversation = Conversation(state=WorkerState.GONE)
+        w.usual_seconds, w.capacity, w.alone = math.inf, 1, False
+        w.pid = w.ready_by = w.kill_at = None
+        w.retiring = False
+        if self.closing:
+            return story
+        if planned:
+            w.restart_at = now
+            return story
+        w.last_error = f"{story} after: {told}" if told else story
+        if w in self._to_replace and w.index not in self._asked_for:
+            self._to_replace.remove(w)  # what was worn is gone; its budget stays as it is
+        if self.started or w.started_before:
+            self._plan_restart(w, now)
+        elif w.build_failure is None:  # else it was told
+            w.build_deaths.append(f"{story} while {before}")
+            if len(w.build_deaths) < MAX_DEATHS:
+                w.restart_at = now
+            else:
+                w.build_failure = "; ".join(w.build_deaths)
+        return story
+
+    def after_death(self) -> list[Action]:
+        """What else a death may have decided: a first start that failed."""
+        return self._finish_start()
+
+    def _plan_restart(self, w: Worker, now: float) -> None:
+        while w.starts and w.starts[0] <= now - self._restart.window:
+            w.starts.popleft()
+        earlier = len(w.starts)
+        # Once spent, a worker stays so, however many starts have left the window: else the circuit would
+        # close, and requests wait, with no worker that serves.
+        w.spent = w.spent or earlier >= self._restart.budget or now < w.trial_end
+        if w.spent:
+            w.restart_at = now + self._probe_delay
+        else:
+            w.restart_at = now + self._restart.delay(earlier)
+            w.starts.append(w.restart_at)
+
+    @property
+    def _probe_delay(self) -> float:
+        """Seconds between a death and a probe; and for how long one must have the model to be well."""
+        return max(self._restart.backoff_limit, SHORTEST_PROBE)
+
+    def _renew_budget(self, w: Worker) -> None:
+        w.spent = False
+        w.trial_end = -math.inf
+        w.starts.clear()
+
+    # Replacing.
+
+    def replace(self, workers: Sequence[Worker], *, asked_for: bool = False) -> None:
+        """Plan to replace these processes by fresh ones, one after another; see `advance`.
+
+        Args:
+            workers: Whose.
+            asked_for: Whether somebody waits for `WorkersRestarted`.
+        """
+        for w in workers:
+            if asked_for:
+                self._asked_for.add(w.index)
+            if w not in self._to_replace and w is not self._replacing:
+                self._to_replace.append(w)
+
+    def forget_replacing(self) -> None:
+        """Nobody waits for it any more: those whose turn has not come stay as they are."""
+        self._asked_for.clear()
+        self._to_replace.clear()
+
+    def retire_if_worn(self, w: Worker, own_bytes: int = 0) -> None:
+        """Plan to replace a worker that has answered, or grown, as much as the policy allows."""
+        most_answers, most_bytes = self._restart.max_requests, self._restart.max_memory_bytes
+        worn = most_answers is not None and w.answers >= most_answers
+        if w.spent:
+            return  # a probe under way; if it works, it is looked at again
+        if worn or (most_bytes is not None and own_bytes > most_bytes):
+            self.replace([w])
+
+    def advance(self, now: float) -> list[Action]:
+        """Go on with replacing as far as it goes now."""
+        actions: list[Action] = []
+        while not self.closing:
+            w = self._replacing
+            if w is None:
+                w = self._next_to_replace()
+                if w is None:
+                    return actions
+                self._replacing = w
+                actions += self._begin_replacing(w, now)
+            if w.retiring and w.state is WorkerState.READY:
+                actions += self.end_when_idle(w, now, self._timeouts.close)
+            if not (w.serves or w.spent):
+                return actions
+            self._replacing = None
+            actions += self._finish_replacing(w)
+        return actions
+
+    def _next_to_replace(self) -> Worker | None:
+        """Who is next, if all others are as well as they will be."""
+        if not self._to_replace:
+            return None
+        first = self._to_replace[0]
+        if not all(w.serves or w.spent for w in self.workers if w is not first):
+            return None
+        return self._to_replace.popleft()
+
+    def _begin_replacing(self, w: Worker, now: float) -> list[Action]:
+        if w.spent or w.state is WorkerState.GONE:
+            self._renew_budget(w)
+        if w.state is not WorkerState.GONE:
+            w.retiring = True
+            return []
+        w.restarts += 1
+        return self.start(w, now)
+
+    def _finish_replacing(self, w: Worker) -> list[Action]:
+        if w.index not in self._asked_for:
+            return []
+        self._asked_for.discard(w.index)
+        if w.spent:
+            self.forget_replacing()
+            return [WorkersRestarted(error=WorkerDiedError(w.last_error))]
+        return [] if self._asked_for else [WorkersRestarted()]
+
+    def hasten_close(self, now: float, seconds: float) -> None:
+        """Of what `close` gave workers, leave them no more than so many seconds."""
+        for w in self.workers:
+            if w.state is not WorkerState.GONE:
+                w.kill_at = min(now + seconds, math.inf if w.kill_at is None else w.kill_at)
+                w.doomed = w.doomed or seconds == 0
+
+    def close(self, now: float, seconds: float) -> list[Action]:
+        """Nobody is needed any more: workers get so many seconds to end by themselves."""
+        self.closing = True
+        actions: list[Action] = []
+        if self._asked_for:
+            actions.append(WorkersRestarted(error=ClosedError("the master was closed")))
+        self.forget_replacing()
+        for w in self.workers:
+            w.restart_at = w.ready_by = None
+            if w.doomed and w.state is not WorkerState.GONE:
+                actions.append(KillWorker(worker=w.index))
+            elif w.state in (WorkerState.READY, WorkerState.BUSY):
+                actions += self.end_when_idle(w, now, seconds)
+            elif w.state is WorkerState.EXITING:
+                w.kill_at = now + seconds
+            elif w.state is not WorkerState.GONE:
+                actions.append(self.kill(w, w.last_error))
+            # One that had no time to end does not hang.
+            w.doomed = w.doomed or seconds == 0
+        return actions

@@ -1,0 +1,1007 @@
+"""Tests of mcinfer/prepared/cache.py and what it is made of: entries, locks, eviction."""
+
+import fcntl
+import gc
+import grp
+import json
+import logging
+import os
+import pwd
+import re
+import shutil
+import stat
+import string
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcinfer.errors import InvalidInputError
+from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held, entry_key
+from mcinfer.model_cache.root import Root
+from tests.process.waiting import wait_until
+
+FACTS: dict[str, Any] = {"model": "abc", "options": {"threads": 2}}
+KEY = entry_key(FACTS)
+WEIGHTS = bytes(range(256)) * 40
+
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path / "cache", 2**40)
+
+
+def fill(folder: Path, lock: int) -> None:
+    assert lock >= 0
+    (folder / "model.onnx").write_bytes(b"graph")
+    (folder / "weights.bin").write_bytes(WEIGHTS)
+
+
+def fill_not(folder: Path, lock: int) -> None:
+    raise AssertionError(f"made again in {folder} under {lock}")
+
+
+def make(cache: Cache, facts: Mapping[str, Any] = FACTS) -> Held:
+    return cache.make(entry_key(facts), facts, fill, wait=0)
+
+
+def make_and_let_go(cache: Cache, facts: Mapping[str, Any] = FACTS) -> Path:
+    with closing(make(cache, facts)) as held:
+        return held.folder
+
+
+def notes(cache: Cache) -> Path:
+    """The folder of remembered digests, by its visible path."""
+    with cache.notes("sources"):
+        return cache.folder / "sources"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@contextmanager
+def locked(cache: Cache, key: str, kind: int) -> Iterator[None]:
+    """What another process does: a lock through a descriptor of its own."""
+    fd = os.open(cache.folder / f"{key}.lock", os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(fd, kind)
+        yield
+    finally:
+        os.close(fd)
+
+
+def set_used_at(cache: Cache, key: str, seconds: float) -> None:
+    os.utime(cache.folder / f"{key}.lock", (seconds, seconds))
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+# Keys
+
+
+@given(st.dictionaries(st.text(), json_values))
+def test_key_is_the_same_whatever_the_order_and_after_json(facts: dict[str, Any]) -> None:
+    key = entry_key(facts)
+    assert len(key) == 32
+    assert {*key} <= {*string.hexdigits.lower()}
+    assert entry_key(dict(reversed(facts.items()))) == key
+    assert entry_key(json.loads(json.dumps(facts))) == key
+    assert entry_key({**facts, "and": "more"}) != key or facts.get("and") == "more"
+
+
+def test_key_of_keys_that_are_numbers_is_the_same_after_json() -> None:
+    facts: dict[str, Any] = {"by core": {2: "a", 10: "b"}}
+    assert entry_key(facts) == entry_key(json.loads(json.dumps(facts)))
+
+
+@pytest.mark.parametrize("value", [float("nan"), b"bytes", {1, 2}, {1: 2, "a": 3}])
+def test_facts_that_are_not_json_are_refused(value: object) -> None:
+    with pytest.raises(InvalidInputError, match="facts"):
+        entry_key({"value": value})
+
+
+def test_make_refuses_a_key_that_is_not_of_its_facts(cache: Cache) -> None:
+    with pytest.raises(InvalidInputError, match="key: got"):
+        cache.make("0" * 32, FACTS, fill, wait=0)
+    assert not cache.folder.exists()
+
+
+@pytest.mark.parametrize("key", ["", "../etc", KEY.upper(), KEY + "\n", KEY[:-1]])
+def test_open_refuses_what_is_no_key(cache: Cache, key: str) -> None:
+    with pytest.raises(InvalidInputError, match="key: got"):
+        cache.open(key)
+
+
+# Making and opening
+
+
+def test_entry_is_made_once_and_opened_as_it_was_made(cache: Cache) -> None:
+    with closing(make(cache)) as made:
+        assert made.folder == cache.folder / KEY
+        assert made.key == KEY
+        assert made.facts == FACTS
+        with closing(cache.make(KEY, FACTS, fill_not, wait=0)) as again:
+            assert again.folder == made.folder
+    opened = cache.open(KEY)
+    assert opened is not None
+    with closing(opened):
+        assert opened.facts == FACTS
+        assert names(opened.folder) == ["manifest.json", "model.onnx", "weights.bin"]
+        assert (opened.folder / "weights.bin").read_bytes() == WEIGHTS
+    assert names(cache.folder) == [KEY, f"{KEY}.lock"]
+
+
+def test_folders_and_files_are_for_their_owner_only(cache: Cache) -> None:
+    folder = make_and_let_go(cache)
+    assert mode(cache.folder) == mode(folder) == 0o700
+    assert {mode(path) for path in folder.iterdir()} == {0o400}
+
+
+def test_opening_what_is_not_there_leaves_nothing(cache: Cache) -> None:
+    assert cache.open(KEY) is None
+    assert not cache.folder.exists()
+    make_and_let_go(cache)
+    before = names(cache.folder)
+    assert cache.open(entry_key({})) is None
+    assert names(cache.folder) == before
+
+
+def test_entry_is_not_there_for_others_while_it_is_made(cache: Cache) -> None:
+    def fill_and_look(folder: Path, lock: int) -> None:
+        fill(folder, lock)
+        other = Cache(cache.folder, 0)
+        assert cache.open(KEY) is None
+        assert other.entries() == []
+        assert other.clear() == (0, 0)
+        assert names(folder) == ["model.onnx", "weights.bin"]
+
+    cache.make(KEY, FACTS, fill_and_look, wait=0).close()
+    assert names(cache.folder) == [KEY, f"{KEY}.lock"]
+
+
+def test_what_fill_raises_passes_and_leaves_no_entry(cache: Cache) -> None:
+    def fail(folder: Path, lock: int) -> None:
+        fill(folder, lock)
+        raise KeyboardInterrupt
+
+    before = descriptors()
+    with pytest.raises(KeyboardInterrupt):
+        cache.make(KEY, FACTS, fail, wait=0)
+    assert descriptors() == before
+    assert names(cache.folder) == [f"{KEY}.lock"]
+    assert cache.open(KEY) is None
+    make_and_let_go(cache)
+
+
+@pytest.mark.parametrize(
+    ("leave", "text"),
+    [
+        (lambda folder: (folder / "more").mkdir(), "more is not a regular file"),
+        (lambda folder: (folder / "more").symlink_to("/etc/passwd"), "more is not a regular file"),
+        (lambda folder: os.mkfifo(folder / "more"), "more is not a regular file"),
+        (lambda folder: (folder / "manifest.json").touch(), "File exists"),
+    ],
+)
+def test_fill_that_leaves_more_than_files_is_refused(
+    cache: Cache, leave: Callable[[Path], None], text: str
+) -> None:
+    with pytest.raises(CacheUnusableError, match=text):
+        cache.make(KEY, FACTS, lambda folder, _: leave(folder), wait=0)
+    assert names(cache.folder) == [f"{KEY}.lock"]
+
+
+def test_facts_are_as_json_gives_them_back(cache: Cache) -> None:
+    with closing(make(cache, {"shape": (2, 3)})) as held:
+        assert held.facts == {"shape": [2, 3]}
+
+
+# Damage
+
+
+def rewrite(path: Path, content: bytes) -> None:
+    path.chmod(0o600)
+    path.write_bytes(content)
+    path.chmod(0o400)
+
+
+def damage_a_byte(folder: Path) -> None:
+    path = folder / "weights.bin"
+    before = path.stat()
+    rewrite(path, WEIGHTS[:5000] + b"?" + WEIGHTS[5001:])
+
+    def clock_has_ticked() -> bool:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        return path.stat().st_ctime_ns != before.st_ctime_ns
+
+    wait_until(clock_has_ticked)  # the clock of ctime is a coarse one
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
+    assert path.stat().st_ino == before.st_ino
+
+
+def change_manifest(folder: Path, **changes: object) -> None:
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    rewrite(folder / "manifest.json", json.dumps({**manifest, **changes}).encode())
+
+
+def replace_by_link(folder: Path) -> None:
+    target = folder.parent / "elsewhere"
+    (folder / "weights.bin").rename(target)
+    (folder / "weights.bin").symlink_to(target)
+
+
+def replace_folder_by_link(folder: Path) -> None:
+    target = folder.parent / "elsewhere"
+    folder.rename(target)
+    folder.symlink_to(target)
+
+
+def replace_folder_by_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.touch()
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a byte": (damage_a_byte, "weights.bin has the SHA-256"),
+    "truncated": (lambda f: os.truncate(f / "weights.bin", 100), "has 100 bytes, expected 10240"),
+    "missing": (lambda f: (f / "weights.bin").unlink(), r"missing files: \['weights.bin'\]"),
+    "unknown": (lambda f: (f / "more").touch(), r"unknown files: \['more'\]"),
+    "link": (replace_by_link, "weights.bin is not a regular file"),
+    "writable": (lambda f: (f / "weights.bin").chmod(0o620), r"by others \(mode 0620\)"),
+    "folder writable": (lambda f: f.chmod(0o702), r"the folder is writable by others"),
+    "no folder": (replace_folder_by_file, "it is not a folder"),
+    "link to a folder": (replace_folder_by_link, "it is not a folder"),
+    "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
+    "format": (lambda f: change_manifest(f, format=2), "its format is 2, expected 1"),
+    "facts": (lambda f: change_manifest(f, facts={"model": "b"}), f"expected {KEY}"),
+    "facts are no map": (lambda f: change_manifest(f, facts=[1]), "lacks facts or files"),
+    "facts are no JSON": (lambda f: change_manifest(f, facts={"a": float("nan")}), "JSON can say"),
+    "files": (lambda f: change_manifest(f, files=[{"name": "model.onnx"}]), "the record of a file"),
+    "garbage": (lambda f: rewrite(f / "manifest.json", b"\xff{"), "is not JSON"),
+    "deep": (lambda f: rewrite(f / "manifest.json", b"[" * 200_000), "is not JSON"),
+    "list": (lambda f: rewrite(f / "manifest.json", b"[]"), "holds a list"),
+}
+
+
+@pytest.mark.parametrize(("damage", "text"), DAMAGES.values(), ids=DAMAGES.keys())
+def test_damaged_entry_is_not_opened_and_made_anew(
+    cache: Cache, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object], text: str
+) -> None:
+    folder = make_and_let_go(cache)
+    damage(folder)
+    before = descriptors()
+    assert cache.open(KEY) is None
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("mcinfer.model_cache", "WARNING")
+    assert re.search(text, record.getMessage())
+    assert [info.key for info in cache.entries()] == [KEY]
+    with closing(make(cache)) as held:
+        assert (held.folder / "weights.bin").read_bytes() == WEIGHTS
+        cache.make(KEY, FACTS, fill_not, wait=0).close()
+    assert descriptors() == before
+    assert {*names(cache.folder)} - {"elsewhere"} == {KEY, f"{KEY}.lock"}
+
+
+@AS_ROOT
+def test_entry_of_another_user_is_not_opened(
+    cache: Cache, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.chown(make_and_let_go(cache) / "weights.bin", 12345, -1)
+    assert cache.open(KEY) is None
+    assert "weights.bin belongs to user 12345, expected 0" in caplog.text
+
+
+def test_copied_entry_is_sound_and_its_new_stamps_are_recorded(cache: Cache) -> None:
+    folder = make_and_let_go(cache)
+    shutil.copytree(folder, folder.with_name("copy"))
+    shutil.rmtree(folder)
+    folder.with_name("copy").rename(folder)
+    held = cache.open(KEY)
+    assert held is not None
+    held.close()
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    assert {file["name"]: file["inode"] for file in manifest["files"]} == {
+        name: (folder / name).stat().st_ino for name in ("model.onnx", "weights.bin")
+    }
+    assert manifest["facts"] == FACTS
+    assert mode(folder / "manifest.json") == 0o400
+    assert names(cache.folder) == [KEY, f"{KEY}.lock"]
+    cache.make(KEY, FACTS, fill_not, wait=0).close()
+
+
+def test_files_are_read_again_only_where_their_stamps_changed(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_and_let_go(cache)
+    read: list[str] = []
+    whole = Path.open
+
+    def watch(path: Path, *arguments: Any, **options: Any) -> Any:
+        read.append(path.name)
+        return whole(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", watch)
+    cache.make(KEY, FACTS, fill_not, wait=0).close()
+    assert "weights.bin" not in read
+    os.utime(folder / "weights.bin", (0, 0))
+    cache.make(KEY, FACTS, fill_not, wait=0).close()
+    assert "weights.bin" in read
+    assert "model.onnx" not in read
+
+
+# Folders that cannot be used
+
+
+def folder_below_a_file(tmp_path: Path) -> Path:
+    (tmp_path / "file").touch()
+    return tmp_path / "file" / "cache"
+
+
+def folder_that_is_a_file(tmp_path: Path) -> Path:
+    (tmp_path / "file").touch(0o600)
+    return tmp_path / "file"
+
+
+def folder_that_others_can_write_to(tmp_path: Path) -> Path:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o770)
+    return tmp_path / "open"
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        (folder_below_a_file, "Not a directory"),
+        (folder_that_is_a_file, "Not a directory|File exists"),
+        (folder_that_others_can_write_to, r"is writable by others \(mode 0770\)"),
+    ],
+)
+@pytest.mark.parametrize(
+    "use",
+    [make, Cache.entries, Cache.clear, Cache.evict, lambda c: c.open(KEY), notes],
+)
+def test_folder_that_cannot_be_used_says_why(
+    tmp_path: Path, place: Callable[[Path], Path], text: str, use: Callable[[Cache], object]
+) -> None:
+    folder = place(tmp_path)
+    with pytest.raises(CacheUnusableError, match=text) as failure:
+        use(Cache(folder, 100))
+    assert str(folder) in str(failure.value)
+
+
+def test_folder_that_cannot_be_made_says_why() -> None:
+    with pytest.raises(CacheUnusableError, match="/proc/mcinfer"):
+        make(Cache(Path("/proc/mcinfer"), 100))
+    assert Cache(Path("/proc/mcinfer"), 100).open(KEY) is None
+
+
+@AS_ROOT
+def test_folder_of_another_user_is_not_used(cache: Cache) -> None:
+    cache.folder.mkdir(0o700)
+    os.chown(cache.folder, 12345, -1)
+    with pytest.raises(CacheUnusableError, match="belongs to user 12345, expected 0"):
+        make(cache)
+
+
+def test_folder_may_be_reached_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir(0o700)
+    (tmp_path / "link").symlink_to("real")
+    make_and_let_go(Cache(tmp_path / "link", 2**30))
+    assert (tmp_path / "real" / KEY).is_dir()
+
+
+def test_lock_that_is_a_link_is_not_followed(cache: Cache, tmp_path: Path) -> None:
+    cache.folder.mkdir(0o700)
+    (cache.folder / f"{KEY}.lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CacheUnusableError, match="symbolic links"):
+        make(cache)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+# Locks
+
+
+@pytest.mark.parametrize("wait", [0, 0.05])
+def test_wait_for_another_maker_ends(
+    cache: Cache, caplog: pytest.LogCaptureFixture, wait: float
+) -> None:
+    cache.folder.mkdir(0o700)
+    caplog.set_level(logging.INFO, "mcinfer.model_cache")
+    before = descriptors()
+    start = time.monotonic()
+    with (
+        locked(cache, KEY, fcntl.LOCK_EX),
+        pytest.raises(CacheUnusableError, match=f"another process .* for {wait:g} s"),
+    ):
+        cache.make(KEY, FACTS, fill_not, wait=wait)
+    assert wait <= time.monotonic() - start < wait + 5
+    assert descriptors() == before
+    waits = [record for record in caplog.records if "waiting" in record.getMessage()]
+    assert len(waits) == (1 if wait else 0)
+
+
+@pytest.mark.parametrize("wait", [-1, float("nan"), "1"])
+def test_bad_wait_is_refused(cache: Cache, wait: Any) -> None:
+    with pytest.raises(InvalidInputError, match="wait: got"):
+        cache.make(KEY, FACTS, fill_not, wait=wait)
+
+
+def test_finished_entry_is_used_beside_its_other_users_without_waiting(cache: Cache) -> None:
+    make_and_let_go(cache)
+    with locked(cache, KEY, fcntl.LOCK_SH):
+        cache.make(KEY, FACTS, fill_not, wait=0).close()
+
+
+def test_entry_that_is_removed_just_now_is_not_opened(cache: Cache) -> None:
+    make_and_let_go(cache)
+    with locked(cache, KEY, fcntl.LOCK_EX):
+        assert cache.open(KEY) is None
+
+
+def test_damaged_entry_that_is_in_use_stays(cache: Cache) -> None:
+    with closing(make(cache)) as held:
+        damage_a_byte(held.folder)
+        with pytest.raises(CacheUnusableError, match="using a damaged one"):
+            cache.make(KEY, FACTS, fill_not, wait=0.02)
+        assert "weights.bin" in names(held.folder)
+    make_and_let_go(cache)
+
+
+def test_lock_that_was_removed_before_it_was_gotten_is_taken_anew(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.folder.mkdir(0o700)
+    path = cache.folder / f"{KEY}.lock"
+    lock = fcntl.flock
+    removed: list[int] = []
+
+    def lock_late(fd: int, kind: int) -> None:
+        if not removed:
+            removed.append(os.fstat(fd).st_ino)
+            path.unlink()
+        lock(fd, kind)
+
+    def fill_and_look(folder: Path, lock: int) -> None:
+        fill(folder, lock)
+        assert removed
+        assert os.path.samestat(os.fstat(lock), path.stat())
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    with closing(cache.make(KEY, FACTS, fill_and_look, wait=5)) as held:
+        assert os.path.samestat(os.fstat(held.lock), path.stat())
+
+
+def test_lock_is_let_go_by_close_and_by_the_end_of_its_object(cache: Cache) -> None:
+    before = descriptors()
+    held = make(cache)
+    held.close()
+    held.close()
+    assert held.lock == -1
+    assert descriptors() == before
+    held = make(cache)
+    assert descriptors() == before + 2  # its lock and its folder
+    del held
+    gc.collect()
+    assert descriptors() == before
+
+
+def test_entry_that_another_made_before_the_lock_was_gotten_is_used(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = fcntl.flock
+
+    def lock_late(fd: int, kind: int) -> None:
+        if kind & fcntl.LOCK_EX:
+            monkeypatch.undo()
+            make_and_let_go(cache)
+        lock(fd, kind)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    cache.make(KEY, FACTS, fill_not, wait=5).close()
+
+
+def test_damaged_entry_is_not_read_again_by_those_who_wait_for_it(
+    cache: Cache, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_and_let_go(cache)
+    damage_a_byte(folder)
+    with (
+        locked(cache, KEY, fcntl.LOCK_SH),
+        pytest.raises(CacheUnusableError, match="using a damaged one"),
+    ):
+        cache.make(KEY, FACTS, fill_not, wait=0.05)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_locks_are_not_inherited(cache: Cache) -> None:
+    def fill_and_look(folder: Path, lock: int) -> None:
+        fill(folder, lock)
+        assert not os.get_inheritable(lock)
+
+    with closing(cache.make(KEY, FACTS, fill_and_look, wait=0)) as held:
+        assert not os.get_inheritable(held.lock)
+
+
+# Eviction
+
+
+def three_entries(cache: Cache) -> list[str]:
+    """Keys of entries of one size, the least recently used first."""
+    keys = []
+    for i in (2, 0, 1):
+        make_and_let_go(cache, {"number": i})
+        keys.append(entry_key({"number": i}))
+        set_used_at(cache, keys[-1], 1000.0 + len(keys))
+    return keys
+
+
+def test_entries_are_listed_with_what_they_are(cache: Cache) -> None:
+    assert cache.entries() == []
+    keys = three_entries(cache)
+    (cache.folder / keys[1] / "manifest.json").unlink()
+    with locked(cache, keys[2], fcntl.LOCK_SH):
+        found = cache.entries()
+    assert [info.key for info in found] == keys
+    assert [info.used_at for info in found] == [1001.0, 1002.0, 1003.0]
+    assert [info.facts for info in found] == [{"number": 2}, {}, {"number": 1}]
+    assert [info.in_use for info in found] == [False, False, True]
+    files = (cache.folder / keys[0]).iterdir()
+    assert found[0].bytes == sum(path.stat().st_blocks * 512 for path in files) > len(WEIGHTS)
+
+
+@pytest.mark.parametrize("use", [lambda c: c.open(KEY), make])
+def test_use_of_an_entry_makes_it_the_most_recently_used(
+    cache: Cache, use: Callable[[Cache], Held]
+) -> None:
+    make_and_let_go(cache)
+    set_used_at(cache, KEY, 1000.0)
+    start = time.time()
+    use(cache).close()
+    (info,) = cache.entries()
+    assert start - 1 <= info.used_at <= time.time() + 1
+
+
+def test_least_recently_used_entries_are_evicted_first(cache: Cache) -> None:
+    keys = three_entries(cache)
+    size = cache.entries()[0].bytes
+    assert Cache(cache.folder, 3 * size).evict() == 0
+    assert Cache(cache.folder, 3 * size - 1).evict() == size
+    assert [info.key for info in cache.entries()] == keys[1:]
+    opened = cache.open(keys[1])
+    assert opened is not None
+    opened.close()
+    assert Cache(cache.folder, size).evict() == size
+    assert [info.key for info in cache.entries()] == [keys[1]]
+    assert names(cache.folder) == [keys[1], f"{keys[1]}.lock"]
+
+
+def test_entries_in_use_are_not_evicted_and_count(cache: Cache) -> None:
+    keys = three_entries(cache)
+    size = cache.entries()[0].bytes
+    with locked(cache, keys[0], fcntl.LOCK_SH):
+        assert Cache(cache.folder, size).evict() == 2 * size
+        assert Cache(cache.folder, 0).evict() == 0
+    assert [info.key for info in cache.entries()] == keys[:1]
+    assert Cache(cache.folder, 0).evict() == size
+
+
+def test_making_evicts_others_and_never_what_was_made(cache: Cache) -> None:
+    three_entries(cache)
+    with closing(make(Cache(cache.folder, 1))) as held:
+        assert [info.key for info in cache.entries()] == [KEY]
+        assert (held.folder / "weights.bin").exists()
+
+
+def test_clear_removes_what_nobody_uses(cache: Cache) -> None:
+    assert cache.clear() == (0, 0)
+    keys = three_entries(cache)
+    size = cache.entries()[0].bytes
+    with locked(cache, keys[1], fcntl.LOCK_SH):
+        assert cache.clear() == (2 * size, 1)
+    assert names(cache.folder) == [keys[1], f"{keys[1]}.lock"]
+    assert cache.clear() == (size, 0)
+    assert names(cache.folder) == []
+
+
+def test_clear_removes_what_takes_nothing_of_the_disk(cache: Cache) -> None:
+    (cache.folder / KEY).mkdir(0o700, parents=True)
+    cache.folder.chmod(0o700)
+    cache.clear()
+    assert names(cache.folder) == []
+
+
+def test_clear_forgets_the_digests_of_sources_and_evict_does_not(cache: Cache) -> None:
+    (notes(cache) / "digest").touch()
+    make_and_let_go(cache)
+    cache.evict()
+    assert names(notes(cache)) == ["digest"]
+    cache.clear()
+    assert names(cache.folder) == ["sources"]
+    assert names(notes(cache)) == []
+    assert mode(notes(cache)) == 0o700
+
+
+@pytest.mark.parametrize(
+    ("bits", "usable"),
+    [(0o777, False), (0o1777, True), (0o757, False), (0o1775, True), (0o755, True)],
+)
+def test_cache_below_a_folder_that_others_can_change_is_not_used(
+    tmp_path: Path, bits: int, usable: bool
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    cache = Cache(shared / "cache", 0)
+    cache.folder.mkdir(0o700)
+    shared.chmod(bits)
+    if usable:
+        assert cache.open(KEY) is None
+        assert notes(cache).is_dir()
+    else:
+        text = f"shared, which others can change .*mode {bits:04o}.*chmod go-w.*MCINFER_CACHE"
+        for use in (lambda: cache.open(KEY), lambda: notes(cache), lambda: make(cache)):
+            with pytest.raises(CacheUnusableError, match=text):
+                use()
+
+
+MEMBERS: dict[str, tuple[str, list[str], int, bool]] = {
+    "nobody else": ("me", [], 1, True),
+    "this user by name": ("me", ["me"], 1, True),
+    "another member": ("me", ["me", "other"], 1, False),
+    "another user's first group": ("me", [], 0, False),
+    "a common group": ("staff", [], 1, False),
+}
+
+
+@contextmanager
+def group_is(folder: Path, name: str, members: list[str], others_gid: int) -> Iterator[None]:
+    """The group of a folder is this user's first one, and like this; another user has another one or not."""
+    gid = folder.stat().st_gid
+    me = pwd.struct_passwd(("me", "x", os.geteuid(), gid, "", "/", ""))
+    other = pwd.struct_passwd(("other", "x", os.geteuid() + 1, gid + others_gid, "", "/", ""))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pwd, "getpwuid", {os.geteuid(): me}.__getitem__)
+        patch.setattr(pwd, "getpwall", lambda: [me, other])
+        patch.setattr(
+            grp, "getgrgid", {gid: grp.struct_group((name, "x", gid, members))}.__getitem__
+        )
+        yield
+
+
+@pytest.mark.parametrize(
+    ("name", "members", "others_gid", "usable"), MEMBERS.values(), ids=MEMBERS.keys()
+)
+def test_cache_below_a_folder_that_a_group_can_change_is_used_where_the_group_is_private(
+    tmp_path: Path, name: str, members: list[str], others_gid: int, usable: bool
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o775)
+    cache = Cache(shared / "cache", 0)
+    with group_is(shared, name, members, others_gid):
+        if usable:
+            assert notes(cache).is_dir()
+        else:
+            with pytest.raises(CacheUnusableError, match="shared, which others can change"):
+                notes(cache)
+
+
+def test_cache_below_a_folder_that_an_access_list_opens_is_not_used(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    # u::rwx, u:12345:rwx, g::---, m::rwx, o::--- (acl(5)): the mode says 0770
+    entries = [(1, 7, -1), (2, 7, 12345), (4, 0, -1), (16, 7, -1), (32, 0, -1)]
+    content = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+    try:
+        os.setxattr(shared, "system.posix_acl_access", content)
+    except OSError as exc:
+        pytest.skip(f"no access lists here: {exc}")
+    assert mode(shared) == 0o770
+    with (
+        group_is(shared, "me", [], 1),
+        pytest.raises(CacheUnusableError, match="shared, which others can change"),
+    ):
+        notes(Cache(shared / "cache", 0))
+
+
+@AS_ROOT
+def test_cache_below_a_folder_of_a_group_without_a_name_is_not_used(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    os.chown(shared, -1, 54321)
+    shared.chmod(0o775)
+    with pytest.raises(CacheUnusableError, match="group 54321, mode 0775"):
+        notes(Cache(shared / "cache", 0))
+
+
+# Folders that are swapped after they were checked
+
+
+@pytest.fixture
+def swap(cache: Cache, tmp_path: Path) -> Callable[[], None]:
+    """Puts another cache in the place of this one, with the same entry of other weights."""
+
+    def fill_otherwise(folder: Path, _: int) -> None:
+        (folder / "model.onnx").write_bytes(b"graph")
+        (folder / "weights.bin").write_bytes(b"of another")
+
+    other = Cache(tmp_path / "other", 2**40)
+    other.make(KEY, FACTS, fill_otherwise, wait=0).close()
+    notes(other)
+
+    def put() -> None:
+        cache.folder.rename(tmp_path / "aside")
+        other.folder.rename(cache.folder)
+
+    return put
+
+
+def test_entry_that_was_checked_is_the_one_that_is_used(
+    cache: Cache, swap: Callable[[], None]
+) -> None:
+    make_and_let_go(cache)
+    held = cache.open(KEY)
+    assert held is not None
+    with closing(held):
+        swap()
+        assert (held.folder / "weights.bin").read_bytes() == b"of another"
+        assert (held.opened / "weights.bin").read_bytes() == WEIGHTS
+
+
+def test_entry_is_looked_for_in_the_folder_that_was_checked(
+    cache: Cache, swap: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_and_let_go(cache)
+    take = Root.take
+
+    def take_late(root: Root, key: str) -> Held | None:
+        swap()
+        return take(root, key)
+
+    monkeypatch.setattr(Root, "take", take_late)
+    held = cache.open(KEY)
+    assert held is not None
+    with closing(held):
+        assert (held.opened / "weights.bin").read_bytes() == WEIGHTS
+
+
+def test_entry_is_made_in_the_folder_that_was_checked(
+    cache: Cache, swap: Callable[[], None], tmp_path: Path
+) -> None:
+    def fill_late(folder: Path, lock: int) -> None:
+        swap()
+        fill(folder, lock)
+
+    with closing(cache.make(KEY, FACTS, fill_late, wait=0)) as held:
+        assert (held.opened / "weights.bin").read_bytes() == WEIGHTS
+    assert (tmp_path / "aside" / KEY / "weights.bin").read_bytes() == WEIGHTS
+
+
+def test_what_is_remembered_goes_to_the_folder_that_was_checked(
+    cache: Cache, swap: Callable[[], None], tmp_path: Path
+) -> None:
+    with cache.notes("sources") as folder:
+        swap()
+        (folder / "digest").touch()
+    assert names(tmp_path / "aside" / "sources") == ["digest"]
+    assert names(cache.folder / "sources") == []
+
+
+def test_folders_above_the_cache_are_made_for_this_user_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert notes(Cache(tmp_path / "a" / "b", 0)).is_dir()
+    finally:
+        os.umask(before)
+    assert mode(tmp_path / "a") == mode(tmp_path / "a" / "b") == 0o700
+
+
+def test_open_finds_a_sound_entry_while_others_look_whether_it_is_in_use(cache: Cache) -> None:
+    make_and_let_go(cache)
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            cache.entries()
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        for _ in range(300):
+            held = cache.open(KEY)
+            assert held is not None
+            held.close()
+    finally:
+        done.set()
+        looking.join()
+
+
+@pytest.mark.parametrize("sweep", [Cache.evict, Cache.clear])
+def test_what_crashes_left_is_swept_where_nobody_works_on_it(
+    cache: Cache, sweep: Callable[[Cache], object]
+) -> None:
+    cache.folder.mkdir(0o700)
+    others = [entry_key({"number": i}) for i in range(3)]
+    for key in others[:2]:
+        (cache.folder / f"tmp-{key}-abcd").mkdir()
+        (cache.folder / f"tmp-{key}-abcd" / "weights.bin").write_bytes(WEIGHTS)
+    (cache.folder / f"{others[2]}.lock").touch()
+    (cache.folder / "tmp-mine").mkdir()
+    with locked(cache, others[0], fcntl.LOCK_EX):
+        sweep(cache)
+        left = {f"tmp-{others[0]}-abcd", f"{others[0]}.lock", "tmp-mine"}
+        assert {*names(cache.folder)} == left
+        assert names(cache.folder / f"tmp-{others[0]}-abcd") == ["weights.bin"]
+    sweep(cache)
+    assert names(cache.folder) == ["tmp-mine"]
+
+
+def test_entry_keeps_its_lock_where_what_a_crash_left_under_its_key_is_swept(cache: Cache) -> None:
+    make_and_let_go(cache)
+    (cache.folder / f"tmp-{KEY}-abcd").mkdir()
+    cache.evict()
+    assert names(cache.folder) == [KEY, f"{KEY}.lock"]
+
+
+def test_making_removes_what_a_crash_left_under_its_key_alone(cache: Cache) -> None:
+    cache.folder.mkdir(0o700)
+    (cache.folder / f"tmp-{KEY}-abcd").mkdir()
+    other = f"tmp-{entry_key({})}-abcd"
+    (cache.folder / other).mkdir()
+
+    def fill_and_look(folder: Path, lock: int) -> None:
+        fill(folder, lock)
+        assert {*names(cache.folder)} == {f"{KEY}.lock", folder.name, other}
+
+    cache.make(KEY, FACTS, fill_and_look, wait=0).close()
+
+
+# Where the cache is
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({"MCINFER_CACHE": "/a/b", "XDG_CACHE_HOME": "/c"}, "/a/b"),
+        ({"MCINFER_CACHE": "", "XDG_CACHE_HOME": "/c"}, "/c/mcinfer"),
+        ({"XDG_CACHE_HOME": "relative"}, "/home/somebody/.cache/mcinfer"),
+        ({}, "/home/somebody/.cache/mcinfer"),
+    ],
+)
+def test_folder_is_that_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], folder: str
+) -> None:
+    for name in ("MCINFER_CACHE", "XDG_CACHE_HOME", "MCINFER_CACHE_LIMIT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    cache = Cache.default()
+    assert cache.folder == Path(folder)
+    assert cache.limit_bytes == 50 * 2**30
+
+
+def test_relative_folder_stays_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MCINFER_CACHE", "mine")
+    cache = Cache.default()
+    monkeypatch.chdir("/")
+    assert cache.folder == tmp_path / "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "limit_bytes"),
+    [
+        ("", 50 * 2**30),
+        ("0", 0),
+        ("12345", 12345),
+        ("500M", 500 * 2**20),
+        ("20G", 20 * 2**30),
+        ("20 GB", 20 * 2**30),
+    ],
+)
+def test_limit_is_that_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, text: str, limit_bytes: int
+) -> None:
+    monkeypatch.setenv("MCINFER_CACHE_LIMIT", text)
+    assert Cache.default().limit_bytes == limit_bytes
+
+
+@pytest.mark.parametrize("text", ["-1", "20 X", "G", "1.5G", "20GX", "1e9", "٣", "9" * 5000])
+def test_limit_of_another_form_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("MCINFER_CACHE_LIMIT", text)
+    with pytest.raises(InvalidInputError, match="MCINFER_CACHE_LIMIT: got"):
+        Cache.default()
+
+
+@pytest.mark.parametrize("limit", [-1, 1.5, True])
+def test_limit_that_is_no_number_of_bytes_is_refused(tmp_path: Path, limit: Any) -> None:
+    with pytest.raises(InvalidInputError, match="limit_bytes: got"):
+        Cache(tmp_path, limit)
+
+
+# Adoption, where the sender is this process
+
+
+def copies(held: Held) -> tuple[int, int]:
+    """Descriptors such as another process would have received."""
+    folder = os.open(held.folder, os.O_RDONLY | os.O_DIRECTORY)
+    lock = os.dup(held.lock)
+    os.set_inheritable(lock, True)
+    return folder, lock
+
+
+def test_adopted_entry_is_held_on_its_own(cache: Cache) -> None:
+    before = descriptors()
+    held = make(cache)
+    adopted = Held.adopt(*copies(held))
+    held.close()
+    assert (adopted.folder, adopted.key, adopted.facts) == (cache.folder / KEY, KEY, FACTS)
+    assert not os.get_inheritable(adopted.lock)
+    assert cache.clear() == (0, 1)
+    adopted.close()
+    assert descriptors() == before
+    assert cache.clear()[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (lambda held: shutil.rmtree(held.folder), "not visible here: mount it at the same path"),
+        (lambda held: damage_a_byte(held.folder), "weights.bin has the SHA-256"),
+        (lambda held: held.folder.parent.chmod(0o777), "is writable by others"),
+        (lambda held: (held.folder.parent / f"{KEY}.lock").unlink(), "that was sent is not of"),
+    ],
+)
+def test_entry_that_cannot_be_adopted_says_why_and_leaves_no_descriptor(
+    cache: Cache, spoil: Callable[[Held], object], text: str
+) -> None:
+    with closing(make(cache)) as held:
+        before = descriptors()
+        sent = copies(held)
+        spoil(held)
+        with pytest.raises(CacheUnusableError, match=text):
+            Held.adopt(*sent)
+        assert descriptors() == before
+
+
+def test_folder_that_is_another_one_at_the_same_path_is_not_adopted(
+    cache: Cache, tmp_path: Path
+) -> None:
+    """What a mount namespace does, where the path that the kernel names leads elsewhere."""
+    with closing(make(cache)) as held:
+        folder, lock = copies(held)
+        aside = tmp_path / "aside"
+        held.folder.rename(aside)
+        os.close(folder)
+        folder = os.open(aside, os.O_RDONLY | os.O_DIRECTORY)
+        shutil.rmtree(aside)
+        aside.mkdir()
+        with pytest.raises(CacheUnusableError, match=r"aside \(deleted\) of the shared model"):
+            Held.adopt(folder, lock)

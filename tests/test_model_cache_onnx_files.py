@@ -1,0 +1,534 @@
+"""Tests of mcinfer/prepared/onnx_files.py, with the package onnx as the other opinion."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped] # comes with onnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper
+
+from mcinfer.errors import BuildError
+from mcinfer.model_cache.onnx_files import (
+    Initializer,
+    OnnxContents,
+    OnnxFile,
+    added_inputs,
+    contents,
+    scan,
+)
+
+IR_VERSION = 8
+
+
+def scanned(content: bytes) -> OnnxFile:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        return scan(file.name)
+
+
+def read(model: onnx.ModelProto) -> OnnxContents:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(model.SerializeToString())
+        file.flush()
+        return contents(file.name)
+
+
+def field(number: int, value: bytes) -> bytes:
+    """A field of bytes on the wire, for numbers below 16 and fewer than 2**21 bytes."""
+    size = len(value)
+    length = bytes([size & 0x7F | 0x80, size >> 7 & 0x7F | 0x80, size >> 14])
+    return bytes([number << 3 | 2]) + length + value
+
+
+def tensor(name: str, *shape: int) -> TensorProto:
+    return helper.make_tensor(
+        name, TensorProto.FLOAT, shape, np.ones(shape, np.float32).tobytes(), raw=True
+    )
+
+
+def external(location: str) -> TensorProto:
+    outside = TensorProto(name=location, data_type=TensorProto.FLOAT, dims=[2])
+    outside.data_location = TensorProto.EXTERNAL
+    outside.external_data.add(key="offset", value="0")
+    outside.external_data.add(key="location", value=location)
+    return outside
+
+
+def proto(graph: onnx.GraphProto, **fields: Any) -> onnx.ModelProto:
+    model: onnx.ModelProto = helper.make_model(
+        graph, ir_version=IR_VERSION, opset_imports=[helper.make_opsetid("", 17)], **fields
+    )
+    return model
+
+
+def linear(*more: TensorProto, ir_version: int = IR_VERSION) -> onnx.ModelProto:
+    """y = x * scale + bias, both initialisers; bias is an input too."""
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [
+            helper.make_node("Mul", ["x", "scale"], ["scaled"]),
+            helper.make_node("Add", ["scaled", "bias"], ["y"]),
+        ],
+        "linear",
+        [value("x", TensorProto.FLOAT, ["n", 3]), value("bias", TensorProto.FLOAT, [])],
+        [value("y", TensorProto.FLOAT, ["n", 3])],
+        [tensor("scale", 1, 3), tensor("bias"), *more],
+    )
+    model = proto(graph)
+    model.ir_version = ir_version
+    return model
+
+
+LINEAR = linear()
+CONTENT: bytes = LINEAR.SerializeToString()
+
+
+# What is found.
+
+
+def test_inputs_and_initializers_of_the_main_graph_are_found() -> None:
+    model = scanned(CONTENT)
+    assert model == OnnxFile(
+        ir_version=IR_VERSION,
+        inputs=frozenset({"x", "bias"}),
+        initializers={
+            "scale": Initializer(name="scale", onnx_type=TensorProto.FLOAT, shape=(1, 3)),
+            "bias": Initializer(name="bias", onnx_type=TensorProto.FLOAT, shape=()),
+        },
+        external=(),
+    )
+
+
+def test_initializers_of_a_subgraph_are_not_the_main_graphs() -> None:
+    inner = helper.make_graph([], "inner", [], [], [tensor("hidden", 1)])
+    node = helper.make_node("If", ["c"], ["y"], then_branch=inner)
+    model = scanned(proto(helper.make_graph([node], "g", [], [])).SerializeToString())
+    assert model.initializers == {}
+
+
+def test_sizes_are_read_packed_and_one_by_one() -> None:
+    packed = field(1, bytes([3, 0x80, 0x01]))
+    one_by_one = bytes([1 << 3, 3, 1 << 3, 0x80, 0x01])
+    for dims in (packed, one_by_one):
+        model = scanned(field(7, field(5, dims + field(8, b"w"))))
+        assert model.initializers["w"].shape == (3, 128)
+
+
+def test_fields_that_are_not_known_are_stepped_over() -> None:
+    unknown = bytes([9 << 3 | 1, *range(8), 9 << 3 | 5, *range(4), 9 << 3, 0xFF, 1]) + field(
+        9, b"?"
+    )
+    message = unknown + CONTENT + unknown + field(7, unknown)
+    assert scanned(message) == scanned(CONTENT)
+
+
+def test_graphs_are_merged_and_the_last_version_counts() -> None:
+    other = helper.make_graph([], "other", [], [], [tensor("more", 2), external("w.bin")])
+    later = onnx.ModelProto(ir_version=9, graph=other)
+    model = scanned(CONTENT + later.SerializeToString())
+    assert model.ir_version == 9
+    assert [*model.initializers] == ["scale", "bias", "more", "w.bin"]
+    assert model.inputs == {"x", "bias"}
+    assert model.external == ("w.bin",)
+
+
+def test_weights_of_gigabytes_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "large.onnx"
+    size = 1 << 33  # a hole in the file; protobuf itself allows 2 GB
+    sizes = [bytes([size + more >> 7 * i & 0x7F | 0x80 for i in range(5)]) for more in (0, 7, 14)]
+    raw, initializer, graph = (
+        bytes([number << 3 | 2]) + length + b"\0"
+        for number, length in zip((9, 5, 7), sizes, strict=True)
+    )
+    path.write_bytes(graph + initializer + raw)
+    os.truncate(path, path.stat().st_size + size)
+    with path.open("ab") as file:
+        file.write(CONTENT)
+    assert [*scan(path).initializers] == ["", "scale", "bias"]
+
+
+# External data.
+
+
+def in_attribute(**attributes: Any) -> onnx.ModelProto:
+    node = helper.make_node("Some", ["x"], ["y"], **attributes)
+    return proto(helper.make_graph([node], "g", [], []))
+
+
+def sparse(values: TensorProto, indices: TensorProto) -> onnx.SparseTensorProto:
+    return onnx.SparseTensorProto(values=values, indices=indices, dims=[9])
+
+
+def as_initializer() -> onnx.ModelProto:
+    return linear(external("w"))
+
+
+def as_sparse_values() -> onnx.ModelProto:
+    graph = helper.make_graph([], "g", [], [])
+    graph.sparse_initializer.append(sparse(external("w"), tensor("i", 2)))
+    return proto(graph)
+
+
+def as_sparse_indices() -> onnx.ModelProto:
+    graph = helper.make_graph([], "g", [], [])
+    graph.sparse_initializer.append(sparse(tensor("v", 2), external("w")))
+    return proto(graph)
+
+
+def as_constant() -> onnx.ModelProto:
+    return in_attribute(value=external("w"))
+
+
+def as_constants() -> onnx.ModelProto:
+    return in_attribute(values=[tensor("v", 2), external("w")])
+
+
+def as_sparse_constant() -> onnx.ModelProto:
+    return in_attribute(value=sparse(external("w"), tensor("i", 2)))
+
+
+def as_sparse_constants() -> onnx.ModelProto:
+    return in_attribute(values=[sparse(external("w"), tensor("i", 2))])
+
+
+def in_subgraph() -> onnx.ModelProto:
+    return in_attribute(body=linear(external("w")).graph)
+
+
+def in_subgraphs_of_subgraphs() -> onnx.ModelProto:
+    return in_attribute(bodies=[in_subgraph().graph, LINEAR.graph])
+
+
+def function(**fields: Any) -> onnx.ModelProto:
+    made = onnx.FunctionProto(name="f", domain="d", **fields)
+    return proto(LINEAR.graph, functions=[made])
+
+
+def in_function() -> onnx.ModelProto:
+    return function(node=[helper.make_node("Constant", [], ["y"], value=external("w"))])
+
+
+def in_functions_default() -> onnx.ModelProto:
+    return function(attribute_proto=[helper.make_attribute("value", external("w"))])
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        as_initializer,
+        as_sparse_values,
+        as_sparse_indices,
+        as_constant,
+        as_constants,
+        as_sparse_constant,
+        as_sparse_constants,
+        in_subgraph,
+        in_subgraphs_of_subgraphs,
+        in_function,
+        in_functions_default,
+    ],
+)
+def test_external_data_is_found_wherever_a_tensor_may_be(
+    place: Callable[[], onnx.ModelProto],
+) -> None:
+    assert scanned(place().SerializeToString()).external == ("w",)
+
+
+def test_external_places_are_sorted_and_named_once() -> None:
+    content = linear(*map(external, ["ü/b", "a", "ü/b", "a.bin"])).SerializeToString()
+    assert scanned(content).external == ("a", "a.bin", "ü/b")
+
+
+def test_place_left_over_in_a_tensor_that_holds_its_data_is_none() -> None:
+    inside = external("w")
+    inside.data_location = TensorProto.DEFAULT
+    assert scanned(linear(inside).SerializeToString()).external == ()
+
+
+# What is no model.
+
+
+def nested(graphs: int) -> bytes:
+    """So many graphs within each other, the innermost with external data."""
+    content = field(5, external("w").SerializeToString())
+    for _ in range(graphs - 1):
+        content = field(1, field(5, field(6, content)))
+    return field(7, content)
+
+
+def test_graphs_may_lie_within_each_other_as_deep_as_protobuf_allows() -> None:
+    assert scanned(nested(33)).external == ("w",)
+    onnx.load_model_from_string(nested(33))
+    with pytest.raises(BuildError, match="more than 100 messages within each other"):
+        scanned(nested(35))
+    with pytest.raises(DecodeError):
+        onnx.load_model_from_string(nested(35))
+    with pytest.raises(BuildError, match="more than 100 messages within each other"):
+        scanned(nested(5000))
+
+
+NOT_UTF8 = field(8, b"\xff")
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"", "an empty file"),
+        (b"\x08\x08", "no graph"),
+        (b"\x38\x00", "no graph"),  # field 7, but a number
+        (b"\x3a", "a number cut short"),
+        (b"\x3a\x80", "a number cut short"),
+        (b"\x3a\x05\x00", "a field of 5 bytes where 1 are left"),
+        (b"\x3a" + b"\xff" * 9 + b"\x01", "a field of 18446744073709551615 bytes where 0"),
+        (b"\x08" + b"\xff" * 10 + b"\x01", "more than 64 bits"),
+        (b"\x09\x00", "a field of 8 bytes where 1"),
+        (b"\x00\x00", "field number 0"),
+        (b"\xf8\xff\xff\xff\xff\x01\x00", "field number"),
+        (b"\x0b", "wire type 3"),
+        (b"\x0f", "wire type 7"),
+        (field(7, field(5, b"\x3a\x05")), "a field of 5 bytes where 0"),
+        (field(7, field(5, NOT_UTF8)), "a name that is not UTF-8"),
+        (field(7, field(11, field(1, b"\xff"))), "a name that is not UTF-8"),
+        (field(7, field(5, b"\x08" + b"\xff" * 9 + b"\x01")), "a negative size"),
+        (field(7, field(5, b"\x70\x01")), "external data without a location"),
+        (field(7, field(5, field(1, b"\x01" * 1001))), "more than 1000 dimensions"),
+        (field(7, field(5, b"\x08\x01" * 1001)), "more than 1000 dimensions"),
+        (b"PK\x03\x04 a zip file, say", "byte"),
+        (b"%PDF-1.7 some text", "byte"),
+    ],
+)
+def test_what_is_no_model_is_refused_with_its_path_and_the_reason(
+    tmp_path: Path, content: bytes, found: str
+) -> None:
+    path = tmp_path / "some.onnx"
+    path.write_bytes(content)
+    with pytest.raises(BuildError) as caught:
+        scan(path)
+    assert str(caught.value).startswith(f"{path}: got ")
+    assert found in str(caught.value)
+
+
+def test_folders_and_pipes_are_refused_and_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path, found in ((tmp_path, "a folder"), (pipe, "a pipe"), (Path("/dev/zero"), "a device")):
+        with pytest.raises(BuildError, match=f"{path}: got {found}, expected a regular file"):
+            scan(path)
+    with pytest.raises(FileNotFoundError):
+        scan(tmp_path / "none")
+
+
+RICH: bytes = in_subgraphs_of_subgraphs().SerializeToString() + CONTENT
+
+
+@given(content=st.binary(max_size=200))
+def test_any_bytes_are_a_model_or_refused(content: bytes) -> None:
+    for bytes_ in (content, field(7, content), field(7, field(1, field(5, content)))):
+        with suppress(BuildError):
+            scanned(bytes_)
+
+
+@pytest.mark.parametrize("size", range(0, len(CONTENT), 3))
+def test_cut_model_is_a_shorter_one_or_refused(size: int) -> None:
+    try:
+        model = scanned(CONTENT[:size])
+    except BuildError:
+        return
+    assert set(model.initializers) <= {"scale", "bias"}
+
+
+@settings(max_examples=300)
+@given(flips=st.lists(st.tuples(st.integers(0, len(RICH) - 1), st.integers(1, 255)), max_size=4))
+def test_damaged_model_is_refused_or_read_as_protobuf_reads_it(
+    flips: list[tuple[int, int]],
+) -> None:
+    content = bytearray(RICH)
+    for place, bits in flips:
+        content[place] ^= bits
+    try:
+        found = scanned(bytes(content))
+        graph = onnx.load_model_from_string(bytes(content)).graph
+    except (BuildError, DecodeError):
+        return
+    assert found.inputs == {value.name for value in graph.input}
+    assert {name: known.shape for name, known in found.initializers.items()} == {
+        known.name: tuple(known.dims) for known in graph.initializer
+    }
+
+
+# What a user wants to know.
+
+
+def test_operators_are_counted_wherever_a_node_may_be() -> None:
+    gelu = helper.make_node("Gelu", [], [], domain="com.microsoft")
+    inner = helper.make_graph([helper.make_node("Mul", [], []), gelu], "inner", [], [])
+    node = helper.make_node("If", [], [], domain="ai.onnx", then_branch=inner, bodies=[inner])
+    model = proto(helper.make_graph([node], "g", [], []))
+    model.functions.add(name="f", domain="d", node=[helper.make_node("Mul", [], [])])
+    model.graph.node.add(op_type="f", domain="d")
+    found = read(model)
+    assert [*found.operators.items()] == [
+        (("ai.onnx", "Mul"), 3),
+        (("com.microsoft", "Gelu"), 2),
+        (("ai.onnx", "If"), 1),
+        (("d", "f"), 1),
+    ]
+
+
+def test_contents_say_who_wrote_the_model_and_for_which_operators() -> None:
+    made = linear()
+    made.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    made.producer_name, made.producer_version = "writer", "1.2"
+    found = read(made)
+    assert found.ir_version == IR_VERSION
+    assert found.producer == "writer 1.2"
+    assert found.opsets == {"ai.onnx": 17, "com.microsoft": 1}
+    assert read(linear()).producer == ""
+
+
+def test_bytes_of_weights_are_what_their_shapes_say() -> None:
+    types = TensorProto
+    weights = [
+        external("w"),  # two floats
+        TensorProto(name="a", data_type=types.INT4, dims=[3]),
+        TensorProto(name="b", data_type=types.BFLOAT16, dims=[5, 2]),
+        TensorProto(name="s", data_type=types.STRING, dims=[9]),
+        TensorProto(name="unknown", data_type=99, dims=[9]),
+    ]
+    found = read(linear(*weights))
+    assert found.weights == 2 + len(weights)
+    assert found.weight_bytes == 12 + 4 + 8 + 2 + 20
+    assert found.external_bytes == 8
+    assert found.external == ("w",)
+    vast = [TensorProto(name=f"v{i}", data_type=types.FLOAT, dims=[1 << 62] * 900) for i in (1, 2)]
+    assert 1 << 60 < read(linear(*vast)).weight_bytes < 1 << 65
+
+
+def test_weights_are_counted_wherever_a_tensor_may_be() -> None:
+    tensors = [tensor("a", 10), external("b")]
+    inner = linear(tensor("c", 100)).graph
+    nodes = [
+        helper.make_node("Constant", [], ["a"], value=tensors[0]),
+        helper.make_node("Constant", [], ["b"], value=tensors[1]),
+        helper.make_node("If", ["x"], ["y"], then_branch=inner),
+    ]
+    graph = helper.make_graph(nodes, "g", [], [], [tensor("d", 1000)])
+    graph.sparse_initializer.append(sparse(tensor("v", 2), tensor("i", 2)))
+    made = onnx.FunctionProto(name="f", domain="d")
+    made.node.append(helper.make_node("Constant", [], ["y"], value=tensor("e", 10_000)))
+    found = read(proto(graph, functions=[made]))
+    assert (found.weights, found.constants) == (1, 8)
+    assert found.weight_bytes == 4 * (10 + 2 + 3 + 1 + 100 + 1000 + 2 + 2 + 10_000)
+    assert found.external_bytes == 8
+
+
+def test_tensors_without_a_known_rank_are_told_from_scalars() -> None:
+    value = helper.make_tensor_value_info
+    made = linear()
+    made.graph.input.append(value("any", TensorProto.FLOAT, None))
+    made.graph.output.append(value("all", TensorProto.FLOAT, None))
+    made.graph.input.append(onnx.ValueInfoProto(name="untyped"))
+    made.graph.value_info.append(value("inside", TensorProto.FLOAT, None))
+    assert read(made).unranked == {"any", "all"}
+    assert read(linear()).unranked == set()
+
+
+def test_contents_of_what_is_no_model_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "some.onnx"
+    for content in (
+        field(7, field(1, b"\x22\x05")),
+        field(7, b"") + field(8, b"\x0a\x05"),
+        b"\x08\x08",
+    ):
+        path.write_bytes(content)
+        with pytest.raises(BuildError, match=f"{path}: got "):
+            contents(path)
+
+
+# Inputs that are added.
+
+
+def test_suffix_makes_initializers_overridable_and_leaves_the_rest_as_it_is() -> None:
+    content = CONTENT + added_inputs(scanned(CONTENT), ["scale", "bias"])
+    model = onnx.load_model_from_string(content)
+    onnx.checker.check_model(model, full_check=True)
+    assert [value.name for value in model.graph.input] == ["x", "bias", "scale"]
+    added = model.graph.input.pop()
+    assert added == helper.make_tensor_value_info("scale", TensorProto.FLOAT, [1, 3])
+    assert model == LINEAR
+
+    session = ort.InferenceSession(content, providers=["CPUExecutionProvider"])
+    overridable = session.get_overridable_initializers()
+    assert {(value.name, *value.shape) for value in overridable} == {("scale", 1, 3), ("bias",)}
+    x = np.array([[1, 2, 3]], np.float32)
+    [plain] = session.run(None, {"x": x})
+    [overridden] = session.run(None, {"x": x, "scale": np.full((1, 3), 10, np.float32)})
+    assert plain.tolist() == [[2, 3, 4]]
+    assert overridden.tolist() == [[11, 21, 31]]
+
+
+def test_scalars_large_sizes_and_any_name_come_through() -> None:
+    weights = [
+        TensorProto(name="", data_type=TensorProto.INT64),
+        TensorProto(name="ü" * 200, data_type=TensorProto.BFLOAT16, dims=[0, 127, 128, 2**40]),
+    ]
+    content = linear(*weights).SerializeToString()
+    content += added_inputs(scanned(content), [weight.name for weight in weights])
+    added = onnx.load_model_from_string(content).graph.input[2:]
+    assert [*added] == [
+        helper.make_tensor_value_info(weight.name, weight.data_type, weight.dims)
+        for weight in weights
+    ]
+    assert added[0].type.tensor_type.HasField("shape")
+    assert scanned(content).inputs == {"x", "bias", *(weight.name for weight in weights)}
+
+
+def test_nothing_is_added_for_inputs_nor_for_no_names() -> None:
+    assert added_inputs(scanned(CONTENT), ["bias"]) == b""
+    old = scanned(linear(ir_version=3).SerializeToString())
+    assert added_inputs(old, []) == b""
+
+
+def test_names_that_are_no_initializers_are_refused_with_those_that_are_close() -> None:
+    model = scanned(CONTENT)
+    with pytest.raises(BuildError, match=r"got \['scael', 'q'\], expected .* such as \['scale'\]"):
+        added_inputs(model, ["scael", "bias", "q"])
+    with pytest.raises(BuildError, match=r"got \['x'\], expected .* of which there are 2"):
+        added_inputs(model, ["x"])
+
+
+def test_no_more_than_five_close_names_are_listed() -> None:
+    model = scanned(linear(*(tensor(f"weight{i}") for i in range(9))).SerializeToString())
+    with pytest.raises(BuildError) as caught:
+        added_inputs(model, ["weighta", "weightb", "weightc"])
+    assert 0 < str(caught.value).count("'weight") - 3 <= 5
+
+
+def test_names_that_come_twice_are_refused() -> None:
+    with pytest.raises(BuildError, match=r"got \['bias'\] more than once"):
+        added_inputs(scanned(CONTENT), ["bias", "scale", "bias"])
+
+
+def test_old_models_are_refused_with_advice() -> None:
+    model = scanned(linear(ir_version=3).SerializeToString())
+    with pytest.raises(
+        BuildError, match="IR version 3, expected 4 or more: convert the model with a newer"
+    ):
+        added_inputs(model, ["scale"])
+
+
+def test_strings_are_refused() -> None:
+    words = TensorProto(name="words", data_type=TensorProto.STRING, dims=[1], string_data=[b"a"])
+    model = scanned(linear(words).SerializeToString())
+    with pytest.raises(BuildError, match=r"\['words'\] of strings, expected tensors of numbers"):
+        added_inputs(model, ["words", "scale"])

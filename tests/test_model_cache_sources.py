@@ -1,0 +1,523 @@
+"""Tests of mcinfer/prepared/sources.py: what a model's digest depends on, and when it is only recalled."""
+
+import itertools
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper
+
+from mcinfer.errors import BuildError
+from mcinfer.model_cache.sources import Source, read_source
+
+FOLDER_KEY = "session.model_external_initializers_file_folder_path"
+FRESH_NS = 2_000_000_000
+FALSE = "f" * 64
+"""A digest that no model has: where it comes back, it was recalled and nothing was read."""
+
+
+def weight(location: str) -> TensorProto:
+    tensor = TensorProto(name=location, data_type=TensorProto.FLOAT, dims=[2])
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value=location)
+    return tensor
+
+
+def model(*locations: str) -> bytes:
+    """y = x, with a weight at each location."""
+    names = ["x", *locations]
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [helper.make_node("Sum", names, ["y"])],
+        "g",
+        [value("x", TensorProto.FLOAT, [2])],
+        [value("y", TensorProto.FLOAT, [2])],
+        [*map(weight, locations)],
+    )
+    made = helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)])
+    content: bytes = made.SerializeToString()
+    return content
+
+
+def make(folder: Path) -> Path:
+    """A model with two files of weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "a.bin").write_bytes(b"\0" * 8)
+    (folder / "b.bin").write_bytes(b"\1" * 8)
+    path = folder / "model.onnx"
+    path.write_bytes(model("a.bin", "b.bin"))
+    return path
+
+
+def runs(path: Path, folder: Path | None = None) -> bool:
+    """Whether ONNX Runtime takes a model."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    if folder is not None:
+        options.add_session_config_entry(FOLDER_KEY, str(folder))
+    try:
+        ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    except Exception:  # its own kinds
+        return False
+    return True
+
+
+# The digest.
+
+
+def test_digest_is_of_contents_and_not_of_places_and_times(tmp_path: Path) -> None:
+    one, two = make(tmp_path / "one"), make(tmp_path / "two" / "deeper")
+    os.utime(two, (1, 1))
+    two = two.rename(two.with_name("other.onnx"))
+    sources = [read_source(one), read_source(two)]
+    assert sources[0].digest == sources[1].digest
+    assert sources[0].size == one.stat().st_size + 16
+    assert [Path(stamp.path).name for stamp in sources[1].stamps] == [
+        "other.onnx",
+        "a.bin",
+        "b.bin",
+    ]
+
+
+@pytest.mark.parametrize("name", ["a.bin", "b.bin"])
+@pytest.mark.parametrize("content", [b"", b"\0" * 7, b"\0" * 9, b"\2" * 8])
+def test_digest_depends_on_all_weights(tmp_path: Path, name: str, content: bytes) -> None:
+    path = make(tmp_path)
+    before = read_source(path).digest
+    (tmp_path / name).write_bytes(content)
+    assert read_source(path).digest != before
+
+
+def test_digest_depends_on_the_models_own_bytes_whatever_they_mean(tmp_path: Path) -> None:
+    path = make(tmp_path)
+    before = read_source(path).digest
+    path.write_bytes(path.read_bytes() + b"\x12\x01?")  # the producer's name
+    assert read_source(path).digest != before
+
+
+def test_weights_that_change_places_change_the_digest(tmp_path: Path) -> None:
+    path = make(tmp_path)
+    before = read_source(path).digest
+    (tmp_path / "a.bin").rename(tmp_path / "c.bin")
+    (tmp_path / "b.bin").rename(tmp_path / "a.bin")
+    (tmp_path / "c.bin").rename(tmp_path / "b.bin")
+    assert read_source(path).digest != before
+
+
+def test_bytes_that_move_from_one_file_to_the_next_change_the_digest(tmp_path: Path) -> None:
+    path = make(tmp_path)
+    before = read_source(path).digest
+    (tmp_path / "a.bin").write_bytes(b"\0" * 8 + b"\1")
+    (tmp_path / "b.bin").write_bytes(b"\1" * 7)
+    assert read_source(path).digest != before
+
+
+def test_large_files_are_read_to_their_ends(tmp_path: Path) -> None:
+    path = make(tmp_path)
+    digests = set()
+    for last in (b"\0", b"\1"):
+        with (tmp_path / "a.bin").open("wb") as file:
+            file.seek(5 << 20)
+            file.write(last)
+        digests.add(read_source(path).digest)
+    assert len(digests) == 2
+
+
+def test_relative_paths_are_of_the_current_folder_and_links_are_followed_as_the_kernel_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make(tmp_path / "there" / "sub").rename(tmp_path / "there" / "model.onnx")
+    for name in ("a.bin", "b.bin"):
+        (tmp_path / "there" / "sub" / name).rename(tmp_path / "there" / name)
+    monkeypatch.chdir(tmp_path)
+    Path("link").symlink_to("there/sub")
+    source = read_source("link/../model.onnx")
+    assert source.digest == read_source(path).digest
+    monkeypatch.chdir("/")
+    assert source.unchanged()
+
+
+def test_weights_may_lie_in_a_folder_of_their_own(tmp_path: Path) -> None:
+    path = make(tmp_path / "a")
+    before = read_source(path).digest
+    (tmp_path / "w").mkdir()
+    for name in ("a.bin", "b.bin"):
+        (path.parent / name).rename(tmp_path / "w" / name)
+    assert read_source(path, folder=tmp_path / "w").digest == before
+    assert runs(path, tmp_path / "w")
+    with pytest.raises(BuildError):
+        read_source(path)
+
+
+def test_empty_folder_is_that_of_the_model_as_onnx_runtime_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make(tmp_path / "a")
+    monkeypatch.chdir("/")
+    options = ort.SessionOptions()
+    options.add_session_config_entry(FOLDER_KEY, "")
+    ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    assert read_source(path, folder="") == read_source(path)
+
+
+# Changes.
+
+
+def overwritten(path: Path) -> None:
+    path.write_bytes(bytes(reversed(path.read_bytes())) + b"\2")
+
+
+def touched(path: Path) -> None:
+    os.utime(path, ns=(1, 1))
+
+
+def replaced_by_its_copy(path: Path) -> None:
+    shutil.copy2(path, path.with_name("copy"))
+    os.replace(path.with_name("copy"), path)
+
+
+@pytest.mark.parametrize("change", [overwritten, touched, replaced_by_its_copy, os.unlink])
+@pytest.mark.parametrize("name", ["model.onnx", "b.bin"])
+def test_change_of_any_file_is_noticed(
+    tmp_path: Path, name: str, change: Callable[[Path], None]
+) -> None:
+    source = read_source(make(tmp_path))
+    assert source.unchanged()
+    change(tmp_path / name)
+    assert not source.unchanged()
+
+
+def test_change_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    path = make(tmp_path)
+    os.truncate(tmp_path / "a.bin", 64 << 20)  # long enough for many changes
+    done = threading.Event()
+
+    def keep_changing() -> None:
+        for moment in itertools.count():
+            os.utime(tmp_path / "b.bin", ns=(0, moment))
+            if done.is_set():
+                return
+
+    writer = threading.Thread(target=keep_changing)
+    writer.start()
+    try:
+        with pytest.raises(BuildError, match=r"model\.onnx changed while it was read"):
+            read_source(path)
+    finally:
+        done.set()
+        writer.join()
+
+
+# What cannot be read.
+
+
+def test_missing_weights_are_named_with_the_model(tmp_path: Path) -> None:
+    path = make(tmp_path)
+    (tmp_path / "b.bin").unlink()
+    with pytest.raises(BuildError) as caught:
+        read_source(path)
+    assert str(path) in str(caught.value)
+    assert str(tmp_path / "b.bin") in str(caught.value)
+    with pytest.raises(FileNotFoundError):
+        read_source(tmp_path / "none.onnx")
+
+
+@pytest.mark.parametrize("location", ["sub", "pipe", "model.onnx/x", "a\0b", "n" * 300, "loop"])
+def test_weights_that_are_no_file_are_refused(tmp_path: Path, location: str) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "pipe")
+    path = tmp_path / "model.onnx"
+    path.write_bytes(model(location))
+    with pytest.raises(BuildError, match=r"model\.onnx"):
+        read_source(path)
+
+
+def around(folder: Path) -> Path:
+    """A model's folder among others; weights lie in it, in one within it, and beside it."""
+    inner = folder / "in"
+    (inner / "sub").mkdir(parents=True)
+    for place in (folder / "w", inner / "w", inner / "sub" / "w"):
+        place.write_bytes(b"\0" * 8)
+    (inner / "out").symlink_to(folder / "w")
+    (inner / "outer").symlink_to(folder)
+    (inner / "link").symlink_to("w")
+    (inner / "round").symlink_to(inner / "sub" / ".." / "w")
+    return inner
+
+
+@pytest.mark.parametrize("own_folder", [False, True])
+@pytest.mark.parametrize(
+    ("location", "inside"),
+    [
+        ("w", True),
+        ("sub/w", True),
+        ("sub/../w", True),
+        ("../in/w", True),
+        ("link", True),
+        ("round", True),
+        ("../w", False),
+        ("sub/../../w", False),
+        ("out", False),
+        ("outer/w", False),
+        ("/", False),
+    ],
+)
+def test_weights_outside_of_the_folder_are_refused_as_onnx_runtime_does(
+    tmp_path: Path, location: str, inside: bool, own_folder: bool
+) -> None:
+    weights = around(tmp_path)
+    location = str(weights / "w") if location == "/" else location
+    path = (tmp_path if own_folder else weights) / "model.onnx"
+    path.write_bytes(model(location))
+    folder = weights if own_folder else None
+    assert runs(path, folder) == inside
+    if inside:
+        read_source(path, folder=folder)
+        return
+    with pytest.raises(BuildError) as caught:
+        read_source(path, folder=folder)
+    assert f"{location!r}, expected a relative path that stays within" in str(caught.value)
+
+
+def test_links_into_the_store_of_a_model_hub_are_followed_as_onnx_runtime_does(
+    tmp_path: Path,
+) -> None:
+    stored = make(tmp_path / "blobs")
+    snapshot = tmp_path / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    for name in ("model.onnx", "a.bin", "b.bin"):
+        (snapshot / name).symlink_to(f"../../blobs/{name}")
+    linked = snapshot / "model.onnx"
+    assert runs(linked)
+    assert read_source(linked).digest == read_source(stored).digest
+    assert not runs(stored, snapshot)
+    with pytest.raises(BuildError, match="stays within"):
+        read_source(linked, folder=snapshot)
+
+
+# What is remembered.
+
+
+class Aged:
+    """Models whose files have not changed for so long that they are remembered."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folders = iter([folder / str(i) for i in range(30)])
+        paths = [make(folder / str(i)) for i in range(30)]
+        (folder / "other.bin").write_bytes(b"\7" * 8)
+        last = (folder / "other.bin").stat().st_ctime_ns
+        assert last >= paths[-1].stat().st_ctime_ns
+        deadline = time.monotonic() + 20
+        while time.time_ns() <= last + FRESH_NS:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def take(self) -> Path:
+        return next(self._folders) / "model.onnx"
+
+
+@pytest.fixture(scope="module")
+def aged(tmp_path_factory: pytest.TempPathFactory) -> Aged:
+    return Aged(tmp_path_factory.mktemp("aged"))
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "memory"
+    folder.mkdir(mode=0o700)
+    yield folder
+    for file in folder.iterdir():  # nothing is left aside
+        assert file.suffix == ".json"
+
+
+def falsify(memory: Path, **fields: object) -> None:
+    """Change what is remembered of the one model."""
+    [notes] = memory.iterdir()
+    notes.write_text(json.dumps(json.loads(notes.read_text()) | fields))
+
+
+def remembered(path: Path, memory: Path, folder: Path | None = None) -> Source:
+    """Read a model, and have a false digest of it remembered."""
+    source = read_source(path, memory=memory, folder=folder)
+    falsify(memory, digest=FALSE)
+    return source
+
+
+def test_unchanged_model_is_recalled_and_not_read(aged: Aged, memory: Path) -> None:
+    path = aged.take()
+    source = remembered(path, memory)
+    recalled = read_source(path, memory=memory)
+    assert recalled.digest == FALSE
+    assert recalled.stamps == source.stamps
+    assert read_source(path).digest == source.digest
+
+
+@pytest.mark.parametrize("change", [overwritten, touched, replaced_by_its_copy])
+@pytest.mark.parametrize("name", ["a.bin", "b.bin"])
+def test_changed_file_makes_the_model_be_read_anew_and_is_too_fresh_to_be_remembered(
+    aged: Aged, memory: Path, name: str, change: Callable[[Path], None]
+) -> None:
+    path = aged.take()
+    old = remembered(path, memory)
+    change(path.parent / name)
+    source = read_source(path, memory=memory)
+    assert source.digest == read_source(path).digest
+    assert (source.digest == old.digest) == (change is not overwritten)
+    [notes] = memory.iterdir()
+    assert json.loads(notes.read_text())["digest"] == FALSE
+
+
+@pytest.mark.parametrize("file", [0, 2])
+@pytest.mark.parametrize("item", range(6))
+def test_every_item_of_a_stamp_counts(aged: Aged, memory: Path, file: int, item: int) -> None:
+    path = aged.take()
+    source = remembered(path, memory)
+    [notes] = memory.iterdir()
+    stamps = json.loads(notes.read_text())["stamps"]
+    stamps[file][item] = "/none" if item == 0 else stamps[file][item] + 1
+    falsify(memory, stamps=stamps)
+    assert read_source(path, memory=memory) == source
+    assert json.loads(notes.read_text())["digest"] == source.digest  # put right
+
+
+def test_removed_file_is_missed(aged: Aged, memory: Path) -> None:
+    path = aged.take()
+    remembered(path, memory)
+    (path.parent / "b.bin").unlink()
+    with pytest.raises(BuildError, match=r"b\.bin"):
+        read_source(path, memory=memory)
+
+
+def test_other_file_in_the_place_of_the_old_is_read_and_remembered(
+    aged: Aged, memory: Path
+) -> None:
+    path, other = aged.take(), aged.take()
+    for name in ("a.bin", "b.bin"):
+        (memory.parent / name).symlink_to(path.parent / name)
+    link = memory.parent / "model.onnx"
+    link.symlink_to(path)
+    remembered(link, memory)
+    link.unlink()
+    link.symlink_to(other)
+    with pytest.raises(BuildError, match="stays within"):  # the weights still lie by the first
+        read_source(link, memory=memory)
+    for name in ("a.bin", "b.bin"):
+        (memory.parent / name).unlink()
+        (memory.parent / name).symlink_to(other.parent / name)
+    assert read_source(link, memory=memory).digest == read_source(path).digest
+    falsify(memory, digest=FALSE)
+    assert read_source(link, memory=memory).digest == FALSE
+
+
+def test_fresh_file_is_not_remembered(memory: Path) -> None:
+    path = make(memory.parent)
+    for _ in range(2):
+        read_source(path, memory=memory)
+    assert [*memory.iterdir()] == []
+
+
+def test_fresh_weights_are_not_remembered_however_old_the_model_is(
+    aged: Aged, memory: Path
+) -> None:
+    path = aged.take()
+    (path.parent / "b.bin").touch()
+    os.utime(path.parent / "b.bin", (1, 1))  # ctime alone tells
+    read_source(path, memory=memory)
+    assert [*memory.iterdir()] == []
+
+
+def test_each_path_and_folder_is_remembered_for_itself(aged: Aged, memory: Path) -> None:
+    path, other = aged.take(), aged.take()
+    remembered(path, memory)
+    truth = read_source(path)
+    assert read_source(path, memory=memory, folder=other.parent).digest == truth.digest
+    assert read_source(other, memory=memory).digest == truth.digest
+    assert len([*memory.iterdir()]) == 3
+    assert read_source(path, memory=memory).digest == FALSE
+
+
+BEGINNING = f'{{"version": 1, "digest": "{FALSE}", "stamps": '
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "[" * 100_000,
+        '{"version": 1}',
+        '{"version": 1, "digest": 7, "stamps": []}',
+        BEGINNING + "[]}",
+        BEGINNING + "[[1, 2]]}",
+        BEGINNING + '[["\\u0000", 1, 1, 1, 1, 1]]}',
+        BEGINNING + "[[null, 1, 1, 1, 1, 1]]}",
+    ],
+)
+def test_damaged_memory_is_ignored_and_overwritten(
+    aged_path: Path, memory: Path, damaged: str
+) -> None:
+    truth = read_source(aged_path, memory=memory)
+    [notes] = memory.iterdir()
+    good = notes.read_text()
+    notes.write_text(damaged)
+    assert read_source(aged_path, memory=memory) == truth
+    assert notes.read_text() == good
+
+
+@pytest.fixture(scope="module")
+def aged_path(aged: Aged) -> Path:
+    """One that tests share and leave as it is."""
+    return aged.take()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"version": 0}, {"digest": "F" * 64}, {"digest": FALSE + "f"}, {"stamps": []}]
+)
+def test_memory_of_another_kind_is_ignored(
+    aged_path: Path, memory: Path, fields: dict[str, object]
+) -> None:
+    remembered(aged_path, memory)
+    falsify(memory, **fields)
+    assert read_source(aged_path, memory=memory) == read_source(aged_path)
+
+
+def test_memory_that_cannot_be_written_is_done_without(aged_path: Path, memory: Path) -> None:
+    truth = read_source(aged_path)
+    assert read_source(aged_path, memory=memory / "none") == truth
+    read_source(aged_path, memory=memory)
+    [notes] = memory.iterdir()
+    notes.unlink()
+    notes.mkdir()  # nothing can be put in its place
+    assert read_source(aged_path, memory=memory) == truth
+    assert [*memory.iterdir()] == [notes]
+
+
+def test_files_of_descriptors_are_not_remembered(aged_path: Path, memory: Path) -> None:
+    descriptor = os.open(aged_path, os.O_RDONLY)
+    try:
+        path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        source = read_source(path, folder=aged_path.parent, memory=memory)
+    finally:
+        os.close(descriptor)
+    assert source.digest == read_source(aged_path).digest
+    assert [*memory.iterdir()] == []
+    assert not source.unchanged()
+
+
+def test_model_in_memory_has_no_weights_beside_it() -> None:
+    descriptor = os.memfd_create("model", os.MFD_CLOEXEC)
+    try:
+        os.write(descriptor, model("../../../etc/hostname"))
+        with pytest.raises(BuildError, match="stays within"):
+            read_source(f"/proc/{os.getpid()}/fd/{descriptor}")
+    finally:
+        os.close(descriptor)

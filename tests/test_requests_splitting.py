@@ -1,0 +1,1487 @@
+"""Tests of mcinfer/splitting.py: what a request shows of how its batch splits. A run is a Python function."""
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from mcinfer.errors import (
+    InvalidInputError,
+    McinferError,
+    PredictError,
+    PredictTimeoutError,
+    WorkerDiedError,
+)
+from mcinfer.requests.splitting import (
+    _MAX_PAIRS,
+    Inputs,
+    Known,
+    Splitter,
+    as_record,
+    cut_rows,
+    judge,
+    of_record,
+)
+from mcinfer.requests.tensors import join_parts
+from mcinfer.sharding import Axes, SaidAxes, Shape, Split, plan
+from mcinfer.specs import Dimension, ModelSpec, TensorSpec
+
+Array = NDArray[Any]
+Arrays = dict[str, Array]
+Dimensions = tuple[Dimension, ...]
+Function = Callable[..., Mapping[str, Array]]
+
+FLOAT32 = np.dtype(np.float32)
+
+
+def spec_of(inputs: Mapping[str, Dimensions], outputs: Mapping[str, Dimensions]) -> ModelSpec:
+    """A model of float32 tensors with these shapes."""
+    return ModelSpec(
+        inputs=tuple(TensorSpec(name=n, dtype=FLOAT32, shape=s) for n, s in inputs.items()),
+        outputs=tuple(TensorSpec(name=n, dtype=FLOAT32, shape=s) for n, s in outputs.items()),
+    )
+
+
+class Model:
+    """A function in the place of workers, which is asked as a master asks.
+
+    Attributes:
+        splitter: What is known of it.
+        runs: How many runs there were.
+        records: What was to be recorded, in order.
+        before: Called before each run with its number and inputs; it may raise.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        function: Function,
+        inputs: Axes | None = None,
+        outputs: Axes | None = None,
+        **options: Any,
+    ) -> None:
+        said = SaidAxes(inputs=inputs or {}, outputs=outputs or {})
+        self.records: list[dict[str, Any] | None] = []
+        self.splitter = Splitter(spec, said, record=self.records.append, **options)
+        self.runs = 0
+        self.before: Callable[[int, Inputs], None] = lambda *_: None
+        self._spec = spec
+        self._function = function
+
+    @property
+    def split(self) -> Split:
+        """What is known now."""
+        return self.splitter.known.split
+
+    def ask(self, *arrays: Array, pieces: int = 2) -> Arrays:
+        """Answer a request that is cut in so many pieces at most."""
+        known = self.splitter.known
+        shapes = tuple(array.shape for array in arrays)
+        if pieces > 1 and self.splitter.known.open and self.splitter.teaches(shapes):
+            return self.splitter.answer(
+                arrays, pieces, self.run_all, lambda known: self._run_split(arrays, known, pieces)
+            )
+        if not known.settled:
+            return self.run(arrays)
+        return self._run_split(arrays, known, pieces)
+
+    def run(self, arrays: Inputs) -> Arrays:
+        """One run, of the whole request."""
+        self.runs += 1
+        self.before(self.runs, arrays)
+        try:
+            answer = self._function(*arrays)
+        except ValueError as exc:  # shapes that do not go together
+            raise PredictError(str(exc)) from exc
+        return {name: np.asarray(array) for name, array in answer.items()}
+
+    def run_all(self, requests: Sequence[Inputs]) -> list[Arrays | McinferError]:
+        """What a splitter has run."""
+        outcomes: list[Arrays | McinferError] = []
+        for arrays in requests:
+            try:
+                outcomes.append(self.run(arrays))
+            except McinferError as exc:
+                outcomes.append(exc)
+        return outcomes
+
+    def _run_split(self, arrays: Inputs, known: Known, pieces: int) -> Arrays:
+        cut = plan(self._spec, [array.shape for array in arrays], pieces, known.split)
+        parts = []
+        for array, one in zip(arrays, cut.inputs, strict=True):
+            if one.axis is None:
+                parts.append([array] * len(cut.rows))
+            else:
+                ends = np.cumsum([shape[one.axis] for shape in one.shapes])
+                parts.append(np.split(array, ends[:-1], one.axis))
+        answers = [self.run(part) for part in zip(*parts, strict=True)]
+        workers = [f"worker {i}" for i in range(len(answers))]
+        return {
+            spec.name: join_parts(spec, join, [answer[spec.name] for answer in answers], workers)
+            for spec, join in zip(self._spec.outputs, cut.outputs, strict=True)
+        }
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What was logged so far."""
+    caplog.set_level(logging.WARNING, "mcinfer.master")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def random(*shape: int, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def scalar(value: float) -> Array:
+    return np.array(value, np.float32)
+
+
+DECLARED = spec_of({"x": ("batch", 3)}, {"y": ("batch", 3)})
+FREE = spec_of({"x": (None, 3)}, {"y": (None, None)})
+
+
+def double(x: Array) -> Arrays:
+    return {"y": 2 * x}
+
+
+def center(x: Array) -> Arrays:
+    return {"y": x - x.mean(0)}
+
+
+# Comparing an output of the whole batch with those of its pieces.
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_output_whose_parts_follow_one_another_joins_along_that_axis(axis: int) -> None:
+    whole = random(5, 5, 5)
+    joint = judge(whole, np.array_split(whole, 2, axis), (3, 2))
+    assert (joint.kind, joint.axis, joint.size, joint.difference) == ("axis", axis, 1, 0.0)
+
+
+def test_parts_that_differ_within_the_tolerance_join_and_the_difference_is_known() -> None:
+    whole = np.array([[4.0], [1.0]], np.float32)
+    joint = judge(whole, [whole[:1], whole[1:] + np.float32(1e-5)], (1, 1))
+    assert joint.kind == "axis"
+    assert joint.difference == pytest.approx(1e-5 / 4, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "size"),
+    [((6, 4), (3, 2), 2), ((3, 2), (3, 2), 1), ((5, 5), (3, 2), 0), ((4, 4), (3, 3), 0)],
+)
+def test_size_for_each_row_is_known_where_all_pieces_have_the_same(
+    sizes: tuple[int, int], rows: tuple[int, int], size: int
+) -> None:
+    whole = random(sum(sizes), 3)
+    joint = judge(whole, [whole[: sizes[0]], whole[sizes[0] :]], rows)
+    assert (joint.kind, joint.axis, joint.size) == ("axis", 0, size)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (4, 4)], ids=str)
+def test_output_that_every_piece_gives_as_a_whole_is_the_same(shape: Shape) -> None:
+    whole = random(*shape)
+    assert judge(whole, [whole.copy(), whole.copy()], (2, 2)).kind == "same"
+
+
+@pytest.mark.parametrize(
+    ("whole", "parts", "text"),
+    [
+        ((4, 3), [(2, 3), (3, 3)], r"is \[4, 3\] for the whole batch and \[2, 3\], \[3, 3\]"),
+        ((4, 3), [(2, 3, 1), (2, 3, 1)], r"in its pieces"),
+        ((4, 3), [(2, 2), (2, 1)], r"in its pieces"),
+        ((), [(2,), (2,)], r"is \[\] for the whole"),
+    ],
+)
+def test_parts_of_sizes_that_do_not_add_up_are_mixed(
+    whole: Shape, parts: list[Shape], text: str
+) -> None:
+    joint = judge(np.zeros(whole), [np.zeros(part) for part in parts], (2, 2))
+    assert joint.kind == "mixed"
+    assert text.replace("\\", "") in joint.text
+
+
+def test_parts_of_other_values_are_mixed_by_so_much() -> None:
+    whole = np.array([[4.0], [1.0]])
+    joint = judge(whole, [whole[:1], whole[1:] + 1], (1, 1))
+    assert (joint.kind, joint.difference) == ("mixed", 0.25)
+    assert "differs by 0.25 of its largest element" in joint.text
+    joint = judge(whole, [whole, whole + 1], (1, 1))
+    assert (joint.kind, joint.difference) == ("mixed", 0.25)
+
+
+@pytest.mark.parametrize(
+    ("whole", "parts"),
+    [((0, 3), [(0, 3), (0, 3)]), ((2, 3), [(2, 3), (0, 3)]), ((4, 0), [(2, 0), (2, 0)])],
+)
+def test_output_without_elements_shows_nothing(whole: Shape, parts: list[Shape]) -> None:
+    joint = judge(np.zeros(whole), [np.zeros(part) for part in parts], (2, 2))
+    assert (joint.kind, joint.text) == ("unclear", "is empty")
+
+
+@given(
+    st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    st.lists(st.integers(1, 3), min_size=2, max_size=4),
+    st.data(),
+)
+def test_any_array_is_put_together_from_its_parts_in_one_way(
+    sizes: list[int], lengths: list[int], data: st.DataObject
+) -> None:
+    axis = data.draw(st.integers(0, len(sizes) - 1))
+    sizes[axis] = sum(lengths)
+    whole = random(*sizes)
+    parts = np.split(whole, np.cumsum(lengths)[:-1], axis)
+    joint = judge(whole, parts, lengths)
+    assert (joint.kind, joint.axis, joint.size) == ("axis", axis, 1)
+    assert judge(whole, [whole] * len(lengths), lengths).kind == "same"
+    other = data.draw(st.integers(0, len(parts) - 1))
+    parts[other] = parts[other] + 1
+    assert judge(whole, parts, lengths).kind == "mixed"
+
+
+def test_pieces_are_views_of_so_many_rows() -> None:
+    x, w = random(5, 3), random(2, 5)
+    pieces = cut_rows([x, w, x], [0, 1, None], (3, 2))
+    assert [[array.shape for array in piece] for piece in pieces] == [
+        [(3, 3), (2, 3), (5, 3)],
+        [(2, 3), (2, 2), (5, 3)],
+    ]
+    assert np.array_equal(np.concatenate([piece[0] for piece in pieces]), x)
+    assert np.array_equal(np.concatenate([piece[1] for piece in pieces], 1), w)
+    assert all(array.base is not None for piece in pieces for array in (piece[0], piece[1]))
+
+
+# What the first request shows.
+
+
+def test_declared_split_is_checked_by_the_first_request_and_costs_nothing_more() -> None:
+    model = Model(DECLARED, double)
+    assert (model.split.known, model.split.checked) == ("declared", False)
+    assert not model.splitter.known.splits
+    for rows, runs in ((5, 3), (4, 2), (1, 1), (8, 2)):
+        model.runs = 0
+        assert np.array_equal(model.ask(random(rows, 3))["y"], 2 * random(rows, 3))
+        assert model.runs == runs
+    split = model.split
+    assert (split.known, split.checked, split.rows, split.difference) == ("declared", True, 5, 0.0)
+    assert model.splitter.known.splits
+    assert model.records == [as_record(split)]
+
+
+def test_whole_run_is_the_answer() -> None:
+    """Though a split of the same rows would differ by a little."""
+
+    def rounded(x: Array) -> Arrays:
+        return {"y": x + np.float32(1e-6) * len(x)}
+
+    model = Model(FREE, rounded)
+    assert np.array_equal(model.ask(random(4, 3))["y"], rounded(random(4, 3))["y"])
+    assert 0 < model.split.difference < 1e-4
+
+
+def test_as_many_pieces_are_compared_as_later_requests_have() -> None:
+    shapes: list[Shape] = []
+    model = Model(FREE, double)
+    model.before = lambda _, arrays: shapes.append(arrays[0].shape)
+    model.ask(random(5, 3), pieces=3)
+    assert shapes == [(5, 3), (2, 3), (2, 3), (1, 3)]
+
+
+def test_axes_that_nothing_declares_are_learned() -> None:
+    spec = spec_of(
+        {"x": (None, None), "state": (2, None, 8), "rate": ()},
+        {"y": (None, None), "stateN": (None, None, None)},
+    )
+
+    def step(x: Array, state: Array, rate: Array) -> Arrays:
+        return {"y": x.sum(1, keepdims=True) + rate, "stateN": state * x.sum(1)[None, :, None]}
+
+    model = Model(spec, step)
+    request = random(6, 9), random(2, 6, 8), scalar(16)
+    assert model.ask(*request)["stateN"].shape == (2, 6, 8)
+    assert model.split.known == "learned"
+    assert model.split.inputs == {"x": 0, "state": 1, "rate": None}
+    assert model.split.outputs == {"y": 0, "stateN": 1}
+    assert dict(model.split.sizes) == {"y": 1, "stateN": 1}
+    assert dict(model.split.ranks) == {"y": 2, "stateN": 3}
+    for name, array in model.ask(*request).items():
+        assert np.array_equal(array, step(*request)[name])
+
+
+def test_output_that_depends_on_no_row_is_the_same_from_every_worker() -> None:
+    spec = spec_of({"x": (None, 3)}, {"y": (None, 3), "table": (None,)})
+    model = Model(spec, lambda x: {"y": 2 * x, "table": np.arange(4.0)})
+    model.ask(random(4, 3))  # as many elements as rows
+    assert model.split.outputs == {"y": 0, "table": None}
+    assert np.array_equal(model.ask(random(6, 3))["table"], np.arange(4.0))
+
+
+def test_output_of_several_elements_for_each_row_is_foreseen() -> None:
+    model = Model(FREE, lambda x: {"y": np.repeat(x, 3, 0)})
+    for rows in (4, 7):
+        x = random(rows, 3)
+        assert np.array_equal(model.ask(x)["y"], np.repeat(x, 3, 0))
+    assert dict(model.split.sizes) == {"y": 3}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(center, id="mean"),
+        pytest.param(lambda x: {"y": np.cumsum(x, 0)}, id="cumsum"),
+        pytest.param(lambda x: {"y": x[::-1]}, id="reversed"),
+        pytest.param(lambda x: {"y": np.sort(x, 0)}, id="sorted"),
+        pytest.param(lambda x: {"y": x @ x.T}, id="paired"),
+        pytest.param(lambda x: {"y": x.max(0)}, id="maximum"),
+        pytest.param(lambda x: {"y": np.array(len(x))}, id="number of rows"),
+        pytest.param(lambda x: {"y": 2 * x, "n": np.arange(len(x))}, id="places of rows"),
+        pytest.param(lambda x: {"y": x[:1]}, id="first row"),
+        pytest.param(lambda x: {"y": x[-1:]}, id="last row"),
+    ],
+)
+@pytest.mark.parametrize("symbol", ["batch", None], ids=["declared", "free"])
+def test_rows_that_depend_on_each_other_run_whole(
+    warnings: Callable[[], list[str]], function: Function, symbol: Dimension
+) -> None:
+    names = [*function(random(2, 3))]
+    model = Model(spec_of({"x": (symbol, 3)}, dict.fromkeys(names, (symbol,))), function)
+    for seed in range(3):
+        x = random(4, 3, seed=seed)
+        answer = model.ask(x)
+        assert all(np.array_equal(answer[name], function(x)[name]) for name in names)
+    assert model.runs == 4 + 2  # whole, two pieces, whole again to see that it is not random
+    assert not model.split.splits
+    assert model.splitter.known.settled
+    assert model.split.checked
+    assert model.split.inputs == {"x": None}
+    assert len(warnings()) == 1
+    assert "requests run whole, on one worker" in warnings()[0]
+    assert f"output {names[-1]!r}" in warnings()[0]
+    assert model.records == [as_record(model.split)]
+
+
+def test_warning_names_the_output_that_is_the_furthest_off_and_counts_the_others(
+    warnings: Callable[[], list[str]],
+) -> None:
+    def mixing(x: Array) -> Arrays:
+        y = x + x.mean(0) / 100
+        return {"y": y, "z": 2 * x, "far": x * len(x), "u": y + 1}
+
+    spec = spec_of({"x": (None, 3)}, dict.fromkeys(("y", "z", "far", "u"), (None, 3)))
+    model = Model(spec, mixing)
+    model.ask(np.arange(12, dtype=np.float32).reshape(4, 3))
+    assert "output 'far' differs by 0.5 of its largest element" in warnings()[0]
+    assert "2 others" in warnings()[0]
+    assert isinstance(model.split.outputs["y"], str)
+    assert model.split.outputs["z"] == "other outputs cannot"
+    assert model.split.difference == pytest.approx(0.5)
+
+
+def test_model_whose_outputs_depend_on_no_row_is_not_split() -> None:
+    model = Model(FREE, lambda _: {"y": np.arange(6.0).reshape(2, 3)})
+    model.ask(random(4, 3))
+    assert not model.split.splits
+    assert "'y' is the same for the whole batch and for each piece" in model.split.reason
+
+
+def test_hypothesis_that_is_refuted_is_followed_by_the_next() -> None:
+    """Here the leading axis is time, and the second one has the rows."""
+    spec = spec_of({"x": (None, None)}, {"y": (None, None)})
+    model = Model(spec, lambda x: {"y": np.cumsum(x, 0)})
+    for seed in range(2):
+        x = random(5, 4, seed=seed)
+        assert np.array_equal(model.ask(x)["y"], np.cumsum(x, 0))
+    assert model.split.inputs == {"x": 1}
+    assert model.split.outputs == {"y": 1}
+
+
+def test_pieces_that_cannot_be_run_refute_a_hypothesis() -> None:
+    """A table is as long as the batch by chance."""
+    spec = spec_of({"x": (None, 4), "table": (None, 4)}, {"y": (None, None)})
+
+    def look_up(x: Array, table: Array) -> Arrays:
+        if table.shape != (4, 4):
+            raise PredictError("the table has four rows")
+        return {"y": x @ table}
+
+    model = Model(spec, look_up)
+    model.ask(random(4, 4), random(4, 4, seed=1))
+    assert model.split.inputs == {"x": 0, "table": None}
+
+
+def test_three_hypotheses_are_tried_at_most() -> None:
+    spec = spec_of({"x": (None,) * 5}, {"y": (None,) * 5})
+    model = Model(spec, lambda x: {"y": np.cumsum(np.cumsum(np.cumsum(x, 0), 1), 2)})
+    model.ask(random(2, 3, 4, 5, 6))
+    assert not model.split.splits
+    assert model.runs == 1 + 3 * 2 + 1
+
+
+def test_hypothesis_beside_a_leading_axis_of_one_row_is_not_looked_at() -> None:
+    spec = spec_of({"x": (None, None)}, {"y": (None, None)})
+    model = Model(spec, double)
+    model.ask(random(1, 4))
+    assert model.runs == 1
+    assert not model.splitter.known.settled
+
+
+# Requests that show nothing.
+
+
+@pytest.mark.parametrize("function", [double, center], ids=["independent", "mixing"])
+def test_equal_rows_decide_nothing(warnings: Callable[[], list[str]], function: Function) -> None:
+    model = Model(DECLARED, function)
+    for _ in range(2):
+        model.ask(np.ones((4, 3), np.float32))
+    model.ask(np.tile(random(2, 3), (2, 1)))  # both pieces are equal
+    assert model.runs == 3
+    assert not model.splitter.known.settled
+    assert not model.records
+    assert len(warnings()) == 1
+    assert "its rows are equal" in warnings()[0]
+    model.ask(random(4, 3))
+    assert model.split.splits == (function is double)
+    # What is decided is said all the same.
+    assert len(warnings()) == 1 + (function is center)
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (0, 3)], ids=str)
+def test_request_of_one_row_or_none_decides_nothing(shape: Shape) -> None:
+    model = Model(DECLARED, double)
+    for _ in range(2):
+        assert not model.splitter.teaches((shape,))
+        assert model.ask(np.zeros(shape, np.float32))["y"].shape == shape
+    assert model.runs == 2
+    assert not model.splitter.known.settled
+
+
+def test_master_with_one_worker_learns_nothing() -> None:
+    model = Model(DECLARED, double)
+    model.ask(random(4, 3), pieces=1)
+    assert model.splitter.known.open
+    assert model.runs == 1
+
+
+def test_input_of_one_row_may_be_the_batch_where_another_cannot_be_cut() -> None:
+    spec = spec_of({"x": (None, 3), "table": (None, 3)}, {"y": (None, 3)})
+    model = Model(spec, lambda x, table: {"y": x - table.mean(0)})
+    model.ask(random(1, 3), random(5, 3))
+    assert model.runs == 3
+    assert not model.splitter.known.settled
+    assert not model.splitter.teaches(((1, 3), (5, 3)))
+    model.ask(random(4, 3), random(5, 3))
+    assert model.split.inputs == {"x": 0, "table": None}
+
+
+def masked(x: Array, mask: Array) -> Arrays:
+    """It takes a mask for all rows as well as one for each."""
+    return {"y": x * mask[: len(x)]}
+
+
+MASKED = spec_of({"x": (None, 3), "mask": (None, 3)}, {"y": (None, 3)})
+
+
+def test_input_of_equal_rows_that_may_be_cut_or_not_decides_nothing(
+    warnings: Callable[[], list[str]],
+) -> None:
+    model = Model(MASKED, masked)
+    x, mask = random(4, 3), np.ones((4, 3), np.float32)
+    model.ask(x, mask)
+    assert not model.splitter.known.settled
+    assert "the rows of input 'mask' are equal" in warnings()[0]
+    model.ask(x, random(4, 3, seed=1))
+    assert model.split.inputs == {"x": 0, "mask": 0}
+
+
+def test_input_of_equal_rows_is_cut_where_its_symbol_or_the_user_says_so() -> None:
+    x, mask = random(4, 3), np.ones((4, 3), np.float32)
+    same = spec_of({"x": ("rows", 3), "mask": ("rows", 3)}, {"y": (None, 3)})
+    for model, axis in (
+        (Model(same, masked), 0),
+        (Model(MASKED, masked, {"x": 0, "mask": 0}), 0),
+        (Model(MASKED, masked, {"mask": None}), None),
+    ):
+        model.ask(x, mask)
+        assert model.split.checked
+        assert model.split.inputs == {"x": 0, "mask": axis}
+
+
+def test_input_of_equal_rows_that_a_run_needs_cut_is_cut() -> None:
+    model = Model(MASKED, lambda x, mask: {"y": x * mask})
+    model.ask(random(4, 3), np.ones((4, 3), np.float32))
+    assert model.split.inputs == {"x": 0, "mask": 0}
+
+
+def test_table_of_equal_rows_goes_whole() -> None:
+    spec = spec_of({"x": (None, 3), "table": (None, 3)}, {"y": (None, None)})
+    model = Model(spec, lambda x, table: {"y": x @ table.T})
+    model.ask(random(4, 3), np.ones((4, 3), np.float32))
+    assert model.split.inputs == {"x": 0, "table": None}
+
+
+def test_output_without_elements_decides_nothing_until_one_has_some(
+    warnings: Callable[[], list[str]],
+) -> None:
+    model = Model(FREE, lambda x: {"y": x[x[:, 0] > 0]})
+    model.ask(-np.abs(random(4, 3)))
+    assert not model.splitter.known.settled
+    assert "output 'y' is empty" in warnings()[0]
+    model.ask(np.abs(random(4, 3)))
+    assert model.split.outputs == {"y": 0}
+    x = random(5, 3, seed=3)
+    assert np.array_equal(model.ask(x)["y"], x[x[:, 0] > 0])
+
+
+# What the user says.
+
+
+def test_what_the_user_says_is_checked_as_well() -> None:
+    model = Model(FREE, double, {"x": 0}, {"y": 0})
+    model.ask(random(4, 3))
+    assert (model.split.known, model.split.checked) == ("said", True)
+    assert model.splitter.known.splits
+
+
+def test_outputs_that_the_user_leaves_out_are_learned() -> None:
+    model = Model(FREE, double, {"x": 0})
+    assert model.split.unjoined == ("y",)
+    model.ask(random(4, 3))
+    assert model.split.outputs == {"y": 0}
+    assert model.split.known == "learned"
+
+
+def test_inputs_that_the_user_leaves_out_are_learned() -> None:
+    spec = spec_of({"x": (None, None), "w": (None,)}, {"y": (None, None)})
+    model = Model(spec, lambda x, w: {"y": x * w}, {"x": 1})
+    model.ask(random(3, 5), random(5))
+    assert model.split.inputs == {"x": 1, "w": 0}
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [(1, "joins along axis 0, output_axes says 1"), (None, "along axis 0, output_axes says None")],
+)
+def test_output_axis_that_is_said_wrong_is_found_out(
+    warnings: Callable[[], list[str]], said: int | None, text: str
+) -> None:
+    model = Model(DECLARED, double, None, {"y": said})
+    for _ in range(2):
+        assert np.array_equal(model.ask(random(4, 3))["y"], 2 * random(4, 3))
+    assert not model.split.splits
+    assert len(warnings()) == 1
+    assert text in warnings()[0]
+
+
+def test_output_that_is_the_same_is_found_out_where_an_axis_is_said() -> None:
+    spec = spec_of({"x": (None, 3)}, {"y": (None, 3), "table": (4,)})
+    model = Model(
+        spec, lambda x: {"y": 2 * x, "table": np.arange(4)}, {"x": 0}, {"y": 0, "table": 0}
+    )
+    model.ask(random(4, 3))
+    assert "'table' is the same from every piece, output_axes says 0" in model.split.reason
+
+
+def test_said_axis_counts_for_an_output_without_elements() -> None:
+    for said in (0, None):
+        spec = spec_of({"x": (None, 3)}, {"y": (None, 3), "found": (None,)})
+        model = Model(
+            spec, lambda x: {"y": 2 * x, "found": np.zeros(0)}, {"x": 0}, {"y": 0, "found": said}
+        )
+        model.ask(random(4, 3))
+        assert model.split.outputs == {"y": 0, "found": said}
+        assert model.split.known == "said"
+
+
+def test_input_axis_that_is_said_wrong_is_found_out() -> None:
+    model = Model(
+        spec_of({"x": (None, None)}, {"y": (None, None)}),
+        lambda x: {"y": np.cumsum(x, 0)},
+        {"x": 0},
+        {"y": 0},
+    )
+    model.ask(random(4, 4))
+    assert not model.split.splits
+    assert model.runs == 4  # nothing else is tried
+
+
+def test_everything_said_to_go_whole_needs_no_request_and_no_warning(
+    warnings: Callable[[], list[str]],
+) -> None:
+    model = Model(DECLARED, double, {"x": None})
+    assert model.splitter.known.settled
+    model.splitter.warn_if_whole()
+    model.ask(random(4, 3))
+    assert model.runs == 1
+    assert model.splitter.relearn([random(4, 3)], 2, model.run_all, 0.0) == model.split
+    assert model.runs == 1
+    assert not warnings()
+
+
+@pytest.mark.parametrize("axes", [{"q": 0}, {"x": 2}, {"x": True}, {"x": [0]}])
+def test_axes_that_do_not_exist_are_refused(axes: Any) -> None:
+    with pytest.raises(InvalidInputError, match="batch_axes"):
+        Model(DECLARED, double, axes)
+
+
+def test_fixed_batch_has_nothing_to_learn(warnings: Callable[[], list[str]]) -> None:
+    single = Model(spec_of({"x": (1, 3)}, {"y": (1, 3)}), double)
+    pairs = Model(spec_of({"x": (2, 3)}, {"y": (2, 3)}), double, {"x": 0}, {"y": 0})
+    for model, runs in ((single, 4), (pairs, 2)):
+        assert model.splitter.known.settled
+        assert np.array_equal(model.ask(random(4, 3))["y"], 2 * random(4, 3))
+        assert model.runs == runs
+        model.splitter.warn_if_whole()
+    assert not warnings()
+
+
+# What is believed.
+
+
+def test_never_believes_what_is_declared_and_learns_nothing() -> None:
+    model = Model(DECLARED, center, verify="never")
+    assert (model.splitter.known.settled, model.splitter.known.splits) == (True, True)
+    model.ask(random(4, 3))
+    assert model.runs == 2
+    assert not model.split.checked
+    assert not model.records
+
+
+def test_never_runs_whole_what_nothing_is_known_of_and_says_why_once(
+    warnings: Callable[[], list[str]],
+) -> None:
+    model = Model(FREE, double, verify="never")
+    for _ in range(3):
+        model.splitter.warn_if_whole()
+        model.ask(random(4, 3))
+    assert model.runs == 3
+    assert len(warnings()) == 1
+    assert "no dimension of the inputs is known to be the batch" in warnings()[0]
+
+
+def test_never_names_the_output_that_is_in_the_way(warnings: Callable[[], list[str]]) -> None:
+    model = Model(spec_of({"x": ("batch", 3)}, {"y": (7,)}), double, verify="never")
+    model.splitter.warn_if_whole()
+    assert "output 'y'" in warnings()[0]
+
+
+def test_always_compares_every_request() -> None:
+    model = Model(DECLARED, double, verify="always")
+    for number in range(1, 4):
+        model.ask(random(4, 3, seed=number))
+        assert model.runs == 3 * number
+        assert model.split.checked
+        assert not model.splitter.known.splits
+    assert len(model.records) == 1  # it is the same each time
+
+
+def test_always_finds_out_what_comes_later(warnings: Callable[[], list[str]]) -> None:
+    def saturating(x: Array) -> Arrays:
+        return {"y": x - x.mean(0) if x.max() > 100 else x}
+
+    model = Model(DECLARED, saturating, verify="always")
+    model.ask(random(4, 3))
+    assert model.split.splits
+    model.ask(1000 * random(4, 3))
+    assert not model.split.splits
+    assert model.splitter.known.settled
+    assert len(warnings()) == 1
+    assert [record is not None and not record["reason"] for record in model.records] == [
+        True,
+        False,
+    ]
+
+
+def test_always_keeps_to_the_axes_that_were_learned() -> None:
+    spec = spec_of({"x": (None, None)}, {"y": (None, None)})
+    model = Model(spec, lambda x: {"y": np.cumsum(x, 0)}, verify="always")
+    for rows in (3, 5, 5):
+        model.ask(random(4, rows))
+    assert model.split.inputs == {"x": 1}
+    assert model.runs == (1 + 2 + 2) + 3 + 3
+
+
+def test_each_that_is_known_has_a_number_of_its_own() -> None:
+    model = Model(DECLARED, double, verify="always")
+    numbers = {model.splitter.known.number}
+    for seed in range(3):
+        model.ask(random(4, 3, seed=seed))
+        numbers.add(model.splitter.known.number)
+    assert len(numbers) == 4
+    assert Model(DECLARED, double).splitter.known.number not in numbers
+
+
+# Random models.
+
+
+def noisy(rng: np.random.Generator) -> Function:
+    return lambda x: {"y": x + rng.standard_normal(x.shape)}
+
+
+def test_random_model_is_split_without_a_check_where_its_symbols_say_so(
+    warnings: Callable[[], list[str]],
+) -> None:
+    model = Model(DECLARED, noisy(np.random.default_rng(0)))
+    for _ in range(3):
+        model.ask(random(4, 3))
+    assert model.splitter.known.splits
+    assert not model.split.checked
+    assert model.runs == (1 + 2 + 1) + 2 + 2
+    assert not model.records
+    assert len(warnings()) == 1
+    assert "without a check" in warnings()[0]
+
+
+def test_random_model_runs_whole_where_nothing_says_how_to_split_it(
+    warnings: Callable[[], list[str]],
+) -> None:
+    model = Model(FREE, noisy(np.random.default_rng(0)))
+    for _ in range(3):
+        model.ask(random(4, 3))
+    assert not model.split.splits
+    assert model.splitter.known.settled
+    assert not model.records
+    assert len(warnings()) == 1
+    assert "two runs of the same inputs differ" in warnings()[0]
+
+
+# Runs that fail.
+
+
+def at_most(rows: int) -> Callable[[int, Inputs], None]:
+    """As where one device has not the memory for more."""
+
+    def check(_: int, arrays: Inputs) -> None:
+        if len(arrays[0]) > rows:
+            raise PredictError("no memory for so many rows")
+
+    return check
+
+
+def test_declared_split_answers_where_the_whole_run_fails(
+    warnings: Callable[[], list[str]],
+) -> None:
+    model = Model(DECLARED, double)
+    model.before = at_most(2)
+    for _ in range(2):
+        assert np.array_equal(model.ask(random(4, 3))["y"], 2 * random(4, 3))
+    assert model.runs == (1 + 2) + 2
+    assert model.splitter.known.splits
+    assert not model.split.checked
+    assert not model.records
+    assert len(warnings()) == 1
+    assert "without a check" in warnings()[0]
+    assert "no memory for so many rows" in warnings()[0]
+
+
+def test_whole_run_that_fails_is_the_callers_error_where_nothing_says_how_to_split() -> None:
+    model = Model(FREE, double)
+    model.before = at_most(2)
+    with pytest.raises(PredictError, match="no memory"):
+        model.ask(random(4, 3))
+    assert model.runs == 1
+    assert not model.splitter.known.settled
+    assert not model.splitter.busy
+
+
+def test_whole_run_and_pieces_that_fail_are_the_whole_runs_error() -> None:
+    model = Model(DECLARED, double)
+
+    def fail(number: int, _: Inputs) -> None:
+        raise PredictError(f"run {number} failed")
+
+    model.before = fail
+    with pytest.raises(PredictError, match="run 1 failed"):
+        model.ask(random(4, 3))
+    assert not model.splitter.known.settled
+
+
+def test_inputs_that_are_refused_are_the_callers_mistake() -> None:
+    model = Model(DECLARED, double)
+
+    def refuse(*_: object) -> None:
+        raise InvalidInputError("not these")
+
+    model.before = refuse
+    with pytest.raises(InvalidInputError, match="not these"):
+        model.ask(random(4, 3))
+    assert model.runs == 1
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_worker_that_dies_in_the_check_costs_the_check_and_not_the_request(
+    warnings: Callable[[], list[str]], number: int
+) -> None:
+    model = Model(DECLARED, double)
+
+    def die(run: int, _: Inputs) -> None:
+        if run == number:
+            raise WorkerDiedError("worker 1 was killed")
+
+    model.before = die
+    assert np.array_equal(model.ask(random(4, 3))["y"], 2 * random(4, 3))
+    assert not model.splitter.known.settled
+    assert not warnings()
+    model.ask(random(4, 3))
+    assert model.splitter.known.splits
+
+
+def test_worker_that_dies_in_the_second_whole_run_costs_the_check_as_well() -> None:
+    model = Model(DECLARED, center)
+
+    def die(run: int, _: Inputs) -> None:
+        if run == 4:
+            raise WorkerDiedError("worker 1 was killed")
+
+    model.before = die
+    model.ask(random(4, 3))
+    assert not model.splitter.known.settled
+    model.ask(random(4, 3))
+    assert not model.split.splits
+
+
+def test_worker_that_dies_in_the_whole_run_leaves_a_declared_split() -> None:
+    model = Model(DECLARED, double)
+
+    def die(run: int, _: Inputs) -> None:
+        if run == 1:
+            raise WorkerDiedError("two workers were killed")
+
+    model.before = die
+    assert np.array_equal(model.ask(random(4, 3))["y"], 2 * random(4, 3))
+    assert model.splitter.known.splits
+
+
+# One learns at a time.
+
+
+def test_others_run_whole_while_one_learns() -> None:
+    model = Model(DECLARED, double)
+    other = random(6, 3, seed=1)
+
+    def meanwhile(run: int, _: Inputs) -> None:
+        if run == 2:
+            assert model.splitter.busy
+            assert np.array_equal(model.ask(other)["y"], 2 * other)
+            assert model.runs == 3
+            with pytest.raises(PredictTimeoutError, match="others were learning"):
+                model.splitter.relearn([other], 2, model.run_all, 0.0)
+            assert model.runs == 3
+
+    model.before = meanwhile
+    model.ask(random(4, 3))
+    assert not model.splitter.busy
+    assert model.split.rows == 4
+
+
+def test_request_that_waited_for_its_whole_run_does_not_learn_what_is_settled() -> None:
+    model = Model(DECLARED, double)
+    splitter = model.splitter
+    x = random(4, 3)
+
+    def settle(run: int, _: Inputs) -> None:
+        if run == 1:  # as another thread may have done before this one had the turn
+            splitter.learn([x], double(x), 2, model.run_all)
+
+    model.before = settle
+    splitter.answer([x], 2, model.run_all, lambda _: {})
+    assert model.runs == 3
+
+
+def test_threads_that_ask_at_once_learn_once() -> None:
+    model = Model(DECLARED, double)
+    together = threading.Barrier(4)
+    answers: list[Array] = []
+
+    def ask(seed: int) -> None:
+        together.wait()
+        x = random(4, 3, seed=seed)
+        answers.append(model.ask(x)["y"] - 2 * x)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(answers) == 4
+    assert not any(answer.any() for answer in answers)
+    assert len(model.records) == 1
+    assert model.splitter.known.splits
+
+
+# What is forgotten.
+
+
+def test_split_that_a_request_contradicts_is_withdrawn(warnings: Callable[[], list[str]]) -> None:
+    model = Model(DECLARED, double)
+    model.ask(random(4, 3))
+    for _ in range(2):
+        model.splitter.withdraw("output 'y' joins along axis 0, and did not")
+    assert not model.splitter.known.splits
+    assert model.splitter.known.settled
+    assert not model.split.checked
+    assert model.split.reason == "output 'y' joins along axis 0, and did not"
+    assert model.records[1:] == [None]
+    assert len(warnings()) == 1
+    assert "and did not" in warnings()[0]
+    model.runs = 0
+    model.ask(random(4, 3))
+    assert model.runs == 1
+
+
+def test_example_teaches_anew_what_was_withdrawn() -> None:
+    model = Model(DECLARED, double)
+    model.ask(random(4, 3))
+    model.splitter.withdraw("no")
+    split = model.splitter.relearn([random(6, 3)], 2, model.run_all, 1.0)
+    assert split is model.split
+    assert (split.splits, split.checked, split.rows) == (True, True, 6)
+    assert len(model.records) == 3
+
+
+def test_example_teaches_what_is_another_model_now(warnings: Callable[[], list[str]]) -> None:
+    functions = [double]
+    model = Model(DECLARED, lambda x: functions[-1](x))
+    for function, splits in ((center, False), (double, True), (center, False)):
+        functions.append(function)
+        model.splitter.relearn([random(4, 3)], 2, model.run_all, 1.0)
+        assert model.splitter.known.splits == splits
+    assert len(warnings()) == 2  # each time that it runs whole
+
+
+def test_example_teaches_where_nothing_is_learned_by_itself() -> None:
+    model = Model(FREE, double, verify="never")
+    split = model.splitter.relearn([random(4, 3)], 2, model.run_all, 1.0)
+    assert split.splits
+    assert model.splitter.known.splits
+    assert len(model.records) == 1
+
+
+def test_example_that_shows_nothing_leaves_it_open() -> None:
+    model = Model(DECLARED, double)
+    model.ask(random(4, 3))
+    split = model.splitter.relearn([np.ones((4, 3), np.float32)], 2, model.run_all, 1.0)
+    assert not split.checked
+    assert not model.splitter.known.settled
+
+
+def test_example_that_fails_changes_nothing() -> None:
+    model = Model(DECLARED, double)
+    model.ask(random(4, 3))
+    before = model.splitter.known
+    model.before = at_most(0)
+    with pytest.raises(PredictError):
+        model.splitter.relearn([random(4, 3)], 2, model.run_all, 1.0)
+    assert model.splitter.known is before
+    assert not model.splitter.busy
+
+
+# Axes of one size, which may be shared by all rows or be spread over them.
+
+
+def scaled(x: Array, scale: Array) -> Arrays:
+    """With one scale for all, or one for each row."""
+    return {"y": x * scale[:, None]}
+
+
+SCALED = spec_of({"x": ("batch", 3), "scale": ("scales",)}, {"y": ("batch", 3)})
+
+
+def test_axis_of_one_size_is_looked_at_again_when_it_has_more() -> None:
+    model = Model(SCALED, scaled)
+    x = random(4, 3)
+    for runs in (3, 2):
+        model.runs = 0
+        assert np.array_equal(model.ask(x, random(1))["y"], scaled(x, random(1))["y"])
+        assert model.runs == runs
+    assert model.split.inputs == {"x": 0, "scale": None}
+    assert model.splitter.known.open
+    assert not model.splitter.teaches(((6, 3), (1,)))
+    assert model.splitter.teaches(((6, 3), (6,)))
+    assert np.array_equal(model.ask(x, random(4))["y"], scaled(x, random(4))["y"])
+    assert model.split.inputs == {"x": 0, "scale": 0}
+
+
+# Requests that may be joined to one run.
+
+
+def done(answer: Arrays | Exception) -> "Future[Arrays]":
+    future: Future[Arrays] = Future()
+    if isinstance(answer, Exception):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)
+    return future
+
+
+def offer(model: Model, *arrays: Array) -> bool:
+    """A request that runs apart; whether two of them were compared with a run of both."""
+    pair = model.splitter.offer(arrays, done(model.run(arrays)))
+    if pair is None:
+        return False
+    model.splitter.learn_from_pair(pair, 0.0, model.run_all)
+    return True
+
+
+@pytest.mark.parametrize(("spec", "known"), [(DECLARED, "declared"), (FREE, "learned")])
+def test_two_requests_of_one_row_show_that_they_may_be_joined(spec: ModelSpec, known: str) -> None:
+    model = Model(spec, double)
+    assert not offer(model, random(1, 3))
+    assert offer(model, random(1, 3, seed=1))
+    assert model.runs == 3
+    assert model.splitter.known.splits
+    assert (model.split.known, model.split.rows) == (known, 2)
+    assert not offer(model, random(1, 3, seed=2))
+    assert len(model.records) == 1
+
+
+def test_requests_of_other_numbers_of_rows_show_it_too() -> None:
+    model = Model(FREE, lambda x: {"y": np.repeat(x, 2, 0)})
+    offer(model, random(1, 3))
+    offer(model, random(3, 3, seed=1))
+    assert model.split.outputs == {"y": 0}
+    assert model.split.rows == 4
+    assert dict(model.split.sizes) == {"y": 2}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [center, lambda x: {"y": np.cumsum(x, 0)}, lambda x: {"y": x + len(x)}],
+    ids=["mean", "cumsum", "number of rows"],
+)
+def test_requests_whose_rows_meet_are_not_joined(
+    warnings: Callable[[], list[str]], function: Function
+) -> None:
+    model = Model(DECLARED, function)
+    offer(model, random(1, 3))
+    offer(model, random(1, 3, seed=1))
+    assert not model.split.splits
+    assert model.splitter.known.settled
+    assert len(warnings()) == 1
+
+
+def test_offered_inputs_are_copied() -> None:
+    model = Model(DECLARED, double)
+    x = random(1, 3)
+    model.splitter.offer([x], done(double(x)))
+    x[...] = 9
+    assert offer(model, random(1, 3, seed=1))
+    assert model.splitter.known.splits
+
+
+def test_requests_that_are_equal_or_of_another_rank_show_nothing() -> None:
+    model = Model(spec_of({"x": ()}, {"y": ()}), double)
+    assert not offer(model, random(2, 3))
+    assert not offer(model, random(2, 3))
+    assert not offer(model, random(2, 3, 1))
+    assert not model.splitter.known.settled
+
+
+def test_inputs_that_differ_between_requests_and_have_no_rows_show_nothing() -> None:
+    spec = spec_of({"x": ("batch", 3), "scale": ()}, {"y": ("batch", 3)})
+    model = Model(spec, lambda x, scale: {"y": x * scale})
+    offer(model, random(1, 3), scalar(2))
+    assert offer(model, random(1, 3, seed=1), scalar(3))
+    assert not model.splitter.known.settled
+    offer(model, random(1, 3), scalar(2))
+    assert offer(model, random(1, 3, seed=1), scalar(2))
+    assert model.splitter.known.splits
+
+
+def test_requests_of_other_lengths_show_nothing() -> None:
+    """As two sentences, of one row each."""
+    spec = spec_of({"x": ("batch", "seq")}, {"y": ("batch",)})
+    model = Model(spec, lambda x: {"y": x.sum(1)})
+    offer(model, random(1, 5))
+    assert offer(model, random(1, 7))
+    assert not model.splitter.known.settled
+    offer(model, random(1, 5))
+    assert offer(model, random(1, 5, seed=1))
+    assert model.splitter.known.splits
+
+
+@pytest.mark.parametrize(
+    "failure", [PredictError("it failed"), TimeoutError("late")], ids=["failed", "late"]
+)
+def test_requests_that_fail_by_themselves_show_nothing(failure: Exception) -> None:
+    model = Model(DECLARED, double)
+    for first in (done(failure), cancelled()):
+        model.splitter.offer([random(1, 3)], first)
+        assert offer(model, random(1, 3, seed=1))
+        assert not model.splitter.known.settled
+        assert not model.splitter.busy
+    assert model.runs == 2
+
+
+def cancelled() -> "Future[Arrays]":
+    future: Future[Arrays] = Future()
+    future.cancel()
+    return future
+
+
+def test_request_that_is_not_answered_in_time_shows_nothing() -> None:
+    model = Model(DECLARED, double)
+    model.splitter.offer([random(1, 3)], Future())
+    assert offer(model, random(1, 3, seed=1))
+    assert not model.splitter.known.settled
+
+
+def test_joining_is_given_up_after_some_trials_and_says_why(
+    warnings: Callable[[], list[str]],
+) -> None:
+    spec = spec_of({"x": ("batch", 3), "scale": ()}, {"y": ("batch", 3)})
+    model = Model(spec, lambda x, scale: {"y": x * scale})
+    trials = 0
+    for number in range(4 * _MAX_PAIRS):
+        trials += offer(model, random(1, 3, seed=number), scalar(number))
+    assert trials == _MAX_PAIRS
+    assert len(warnings()) == 1
+    assert "requests are not joined" in warnings()[0]
+    assert "input 'scale' differs between two requests" in warnings()[0]
+    # A request that is split may still show it.
+    model.ask(random(4, 3), scalar(2))
+    assert model.splitter.known.splits
+
+
+def test_pair_waits_for_no_one_that_learns() -> None:
+    model = Model(DECLARED, double)
+    x, y = random(1, 3), random(1, 3, seed=1)
+    model.splitter.offer([x], done(double(x)))
+    pair = model.splitter.offer([y], done(double(y)))
+    assert pair is not None
+
+    def meanwhile(run: int, _: Inputs) -> None:
+        if run == 1:
+            model.splitter.learn_from_pair(pair, 0.0, model.run_all)
+            assert model.runs == 1
+
+    model.before = meanwhile
+    model.ask(random(4, 3))
+    assert model.split.rows == 4
+
+
+def test_random_model_is_joined_only_where_its_symbols_say_so() -> None:
+    for spec, splits in ((DECLARED, True), (FREE, False)):
+        model = Model(spec, noisy(np.random.default_rng(0)))
+        offer(model, random(2, 3))
+        offer(model, random(2, 3, seed=1))
+        assert model.splitter.known.splits == splits
+        assert model.splitter.known.settled
+
+
+# Records.
+
+
+def test_what_was_learned_is_found_again() -> None:
+    first = Model(FREE, double)
+    first.ask(random(4, 3))
+    (record,) = first.records
+    second = Model(FREE, double, recorded=json.loads(json.dumps(record)))
+    assert second.splitter.known.splits
+    assert second.split == replace(first.split, known="recorded")
+    assert second.split.sizes == first.split.sizes
+    second.ask(random(4, 3))
+    assert second.runs == 2
+
+
+def test_model_that_mixes_is_recorded_too_and_says_so_again(
+    warnings: Callable[[], list[str]],
+) -> None:
+    first = Model(FREE, center)
+    first.ask(random(4, 3))
+    second = Model(FREE, center, recorded=first.records[0])
+    second.splitter.warn_if_whole()
+    second.ask(random(4, 3))
+    assert second.runs == 1
+    assert second.split.reason == first.split.reason
+    assert len(warnings()) == 2
+
+
+def test_record_is_compared_again_where_every_request_is() -> None:
+    first = Model(FREE, double)
+    first.ask(random(4, 3))
+    second = Model(FREE, double, recorded=first.records[0], verify="always")
+    assert not second.splitter.known.settled
+    second.ask(random(4, 3))
+    assert second.runs == 3
+
+
+def test_record_does_not_count_where_there_is_nothing_to_learn() -> None:
+    first = Model(DECLARED, center)
+    first.ask(random(4, 3))
+    (record,) = first.records
+    assert Model(DECLARED, center, verify="never", recorded=record).splitter.known.splits
+    assert Model(DECLARED, center, {"x": None}, recorded=record).split.known == "said"
+
+
+RECORD: dict[str, Any] = {
+    "inputs": {"x": 0},
+    "outputs": {"y": 0},
+    "rows": 4,
+    "difference": 0.0,
+    "reason": "",
+    "sizes": {"y": 1},
+    "narrow": [],
+    "ranks": {"y": 2},
+}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"inputs": {}},
+        {"inputs": {"x": 0, "z": 0}},
+        {"inputs": {"z": 0}},
+        {"inputs": {"x": -1}},
+        {"inputs": {"x": 2}},
+        {"inputs": {"x": True}},
+        {"inputs": {"x": "0"}},
+        {"inputs": {"x": None}},
+        {"inputs": [0]},
+        {"inputs": None},
+        {"outputs": {}},
+        {"outputs": {"z": 0}},
+        {"outputs": {"y": -1}},
+        {"outputs": {"y": 0.5}},
+        {"outputs": {"y": [0]}},
+        {"outputs": {"y": "no axis"}},
+        {"rows": "many"},
+        {"rows": None},
+        {"rows": float("inf")},
+        {"rows": float("nan")},
+        {"difference": "small"},
+        {"difference": 10**400},
+        {"sizes": {"y": 0}},
+        {"sizes": {"y": -3}},
+        {"sizes": {"y": []}},
+        {"sizes": 5},
+        {"narrow": 5},
+        {"narrow": [["x", 1]]},
+        {"narrow": [["z", 1, 1]]},
+        {"narrow": [["x", -1, 1]]},
+        {"ranks": {"y": -1}},
+        {"ranks": {"y": 10**12}},
+        {"ranks": ["y"]},
+    ],
+    ids=str,
+)
+def test_record_that_is_damaged_is_none(damage: dict[str, Any]) -> None:
+    assert of_record(RECORD, DECLARED) is not None
+    assert of_record({**RECORD, **damage}, DECLARED) is None
+    model = Model(DECLARED, double, recorded={**RECORD, **damage})
+    assert model.split.known == "declared"
+
+
+@pytest.mark.parametrize("content", [None, 1, "x", [], {}, [RECORD]], ids=str)
+def test_what_is_no_record_is_none(content: object) -> None:
+    assert of_record(content, DECLARED) is None
+
+
+@pytest.mark.parametrize("key", RECORD)
+def test_record_that_lacks_something_is_none(key: str) -> None:
+    assert of_record({k: v for k, v in RECORD.items() if k != key}, DECLARED) is None
+
+
+texts = st.text(max_size=5)
+axes = st.none() | st.integers(0, 2)
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> tuple[ModelSpec, Split]:
+    """A model of tensors of three dimensions, and what may be learned of it."""
+    inputs = draw(st.dictionaries(texts, axes, min_size=1, max_size=3))
+    outputs = draw(st.dictionaries(texts, axes | texts, min_size=1, max_size=3))
+    whole = all(axis is None for axis in inputs.values())
+    whole = whole or any(isinstance(axis, str) for axis in outputs.values())
+    split = Split(
+        inputs=inputs,
+        outputs=outputs,
+        known="recorded",
+        checked=True,
+        rows=draw(st.integers(0, 10**9)),
+        difference=draw(st.floats(0, allow_infinity=True)),
+        reason=draw(texts.filter(bool)) if whole else "",
+        sizes=draw(st.dictionaries(st.sampled_from([*outputs]), st.integers(1, 100))),
+        ranks=draw(st.dictionaries(st.sampled_from([*outputs]), st.integers(0, 64))),
+        narrow=draw(
+            st.lists(
+                st.tuples(st.sampled_from([*inputs]), st.integers(0, 2), st.integers(0, 1)),
+                max_size=3,
+            ).map(tuple)
+        ),
+    )
+    free: Dimensions = (None, None, None)
+    return spec_of(dict.fromkeys(inputs, free), dict.fromkeys(outputs, free)), split
+
+
+@given(splits())
+def test_record_keeps_all_that_was_learned(case: tuple[ModelSpec, Split]) -> None:
+    spec, split = case
+    again = of_record(json.loads(json.dumps(as_record(split))), spec)
+    assert again == split
+    assert again is not None
+    assert (again.sizes, again.narrow, again.ranks) == (split.sizes, split.narrow, split.ranks)
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*RECORD]), anything))
+def test_any_content_is_a_record_that_can_be_used_or_none(damage: dict[str, Any]) -> None:
+    model = Model(DECLARED, double, recorded={**RECORD, **damage})
+    model.splitter.warn_if_whole()
+    assert str(model.split)
+    for rows in (1, 4):
+        x = random(rows, 3)
+        try:
+            assert np.array_equal(model.ask(x)["y"], double(x)["y"])
+        except PredictError:  # it says that y joins in another way
+            assert model.split.outputs != {"y": 0}
+
+
+# Any function.
+
+ROWS = (2, 4, 7)
+"""Of requests; no other axis has such a size."""
+
+LENGTH = 3
+"""Of all other axes that a model leaves free."""
+
+
+class Case:
+    """A random function over arrays of random axes.
+
+    Each row of an output is made of all elements of that row of all inputs: no other axis can be cut.
+    """
+
+    def __init__(self, data: st.DataObject) -> None:
+        axis = st.integers(0, 2)
+        self.inputs: dict[str, tuple[int | None, Dimensions]] = {}
+        self.outputs: dict[str, tuple[int | None, int]] = {}
+        for i in range(data.draw(st.integers(1, 3), label="inputs")):
+            others: list[Dimension] = data.draw(
+                st.lists(st.sampled_from([None, 5, 1]), max_size=2), label="other axes"
+            )
+            place = data.draw(axis if i == 0 else axis | st.none(), label="axis of the rows")
+            if place is not None:
+                place = min(place, len(others))
+                others.insert(place, "rows")
+            self.inputs[f"in{i}"] = (place, tuple(others))
+        for i in range(data.draw(st.integers(1, 3), label="outputs")):
+            place = data.draw(axis if i == 0 else axis | st.none(), label="axis of the output")
+            self.outputs[f"out{i}"] = (place, data.draw(st.integers(1, 2), label="for each row"))
+        self.mixed = ""
+        self.mix: Callable[[Array], Array] = lambda rows: rows
+
+    def spec(self, symbol: Dimension) -> ModelSpec:
+        """With this in the place of the rows."""
+        return spec_of(
+            {
+                name: tuple(symbol if size == "rows" else size for size in shape)
+                for name, (_, shape) in self.inputs.items()
+            },
+            dict.fromkeys(self.outputs, (None, None, None)),
+        )
+
+    def request(self, rows: int, seed: int) -> list[Array]:
+        sizes: dict[Dimension, int] = {"rows": rows, None: LENGTH}
+        return [
+            random(*(sizes.get(size, size) for size in shape), seed=seed + i)  # type: ignore[arg-type]
+            for i, (_, shape) in enumerate(self.inputs.values())
+        ]
+
+    def __call__(self, *arrays: Array) -> Arrays:
+        """Row by row, but for what mixes them."""
+        rows, shared = None, np.float64(0)
+        for array, (axis, _) in zip(arrays, self.inputs.values(), strict=True):
+            if axis is None:
+                shared = shared + np.sin(array.astype(np.float64)).sum()
+            else:
+                flat = np.moveaxis(array, axis, 0).reshape(array.shape[axis], -1)
+                weights = np.arange(1, flat.shape[1] + 1)
+                each = np.sin(flat.astype(np.float64) * weights).sum(1) ** 3
+                rows = each if rows is None else rows + each  # of one number, or an error
+        assert rows is not None
+        answer = {}
+        for name, (axis, count) in self.outputs.items():
+            if axis is None:
+                answer[name] = np.arange(3) + shared
+                continue
+            table = np.repeat(rows + shared, count)[:, None, None] * np.arange(1.0, 3)[:, None]
+            answer[name] = np.moveaxis(table, 0, axis)
+        if self.mixed:
+            answer[self.mixed] = self.mix(rows)
+        return answer
+
+
+MIXES: dict[str, Callable[[Array], Array]] = {
+    "mean": lambda rows: rows - rows.mean(),
+    "maximum": lambda rows: rows.max(),
+    "sum": lambda rows: rows.sum(keepdims=True),
+    "cumsum": lambda rows: np.cumsum(rows)[None],
+    "softmax": lambda rows: np.exp(rows - rows.max()) / np.exp(rows - rows.max()).sum(),
+    "reversed": lambda rows: rows[::-1],
+    "place": lambda rows: rows + np.arange(len(rows)),
+    "count": lambda rows: np.array([len(rows)]),
+    "pairs": lambda rows: np.outer(rows, rows),
+    "neighbour": lambda rows: rows + np.roll(rows, 1),
+    "first": lambda rows: rows[:1],
+}
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=80)
+def test_any_function_of_single_rows_is_split_along_the_right_axes(data: st.DataObject) -> None:
+    case = Case(data)
+    spec = case.spec(data.draw(st.sampled_from([None, "batch", "s0"])))
+    model = Model(spec, case)
+    pieces = data.draw(st.integers(2, 3))
+    for number, rows in enumerate((*data.draw(st.permutations(ROWS)), 1)):
+        request = case.request(rows, 10 * number)
+        answer, want = model.ask(*request, pieces=pieces), case(*request)
+        assert all(np.allclose(answer[name], array) for name, array in want.items())
+    assert model.splitter.known.splits
+    assert model.split.inputs == {name: axis for name, (axis, _) in case.inputs.items()}
+    assert model.split.outputs == {name: axis for name, (axis, _) in case.outputs.items()}
+
+
+@given(st.data(), st.sampled_from([*MIXES]))
+@settings(deadline=None, max_examples=80)
+def test_any_function_that_mixes_its_rows_is_never_split(data: st.DataObject, mix: str) -> None:
+    case = Case(data)
+    case.mixed, case.mix = "out0", MIXES[mix]
+    spec = case.spec(data.draw(st.sampled_from([None, "batch", "s0"])))
+    model = Model(spec, case)
+    for number, rows in enumerate(data.draw(st.permutations(ROWS))):
+        request = case.request(rows, 10 * number)
+        answer, want = model.ask(*request), case(*request)
+        assert not model.split.checked or not model.split.splits
+        assert not model.splitter.known.splits
+        assert all(np.array_equal(answer[name], array) for name, array in want.items())
+    assert model.splitter.known.settled
+    assert model.split.reason
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=80)
+def test_sizes_that_coincide_make_no_wrong_answer(data: st.DataObject) -> None:
+    """Then an axis that is not the rows' may be tried first, and the model may run whole."""
+    case = Case(data)
+    model = Model(case.spec(data.draw(st.sampled_from([None, "batch", "s0"]))), case)
+    rows = data.draw(st.lists(st.sampled_from([1, 2, LENGTH, 4, 5]), min_size=1, max_size=4))
+    for number, count in enumerate(rows):
+        request = case.request(count, 10 * number)
+        answer, want = model.ask(*request), case(*request)
+        assert all(np.allclose(answer[name], array) for name, array in want.items())

@@ -1,0 +1,425 @@
+"""Tests of mcinfer/tensors.py: where parts of tensors lie, and how data gets in and out of there."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from mcinfer.requests.copier import Copier
+from mcinfer.requests.tensors import (
+    TOLERANCES,
+    copy_in,
+    difference,
+    join_parts,
+    lay_input,
+    lay_output,
+    string_rows,
+    unpack,
+)
+from mcinfer.sharding import InputCut, JoinError, OutputJoin, Shape
+from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, numpy_dtype, tensor_bytes
+
+FOUR_BITS = ("int4", "uint4")
+FIXED_SIZE = [name for name in ELEMENT_TYPES if name != STRING]
+
+Array = NDArray[Any]
+
+COPIER = Copier(1)
+
+
+def spec(element_type: str, name: str = "x") -> TensorSpec:
+    return TensorSpec(name=name, dtype=numpy_dtype(element_type), shape=(None,))
+
+
+def random_array(element_type: str, shape: Shape, seed: int) -> Array:
+    """Any bits; NaNs and infinities are among them."""
+    generator = np.random.default_rng(seed)
+    if element_type in FOUR_BITS:
+        low = -8 if element_type == "int4" else 0
+        return generator.integers(low, low + 16, shape).astype(numpy_dtype(element_type))
+    dtype = numpy_dtype(element_type)
+    raw = generator.integers(0, 2 if element_type == "bool" else 256, prod(shape) * dtype.itemsize)
+    return raw.astype(np.uint8).view(dtype).reshape(shape)
+
+
+def in_order(array: Array, order: str) -> Array:
+    """The same values, in another layout or byte order."""
+    match order:
+        case "F":
+            return array.copy(order="F")
+        case "reversed":
+            return array[::-1].copy()[::-1] if array.ndim else array
+        case "strided":
+            wide = np.zeros((*array.shape, 2), array.dtype)
+            wide[..., 0] = array
+            return wide[..., 0]
+        case "other byte order":
+            return array.astype(array.dtype.newbyteorder())
+        case "read-only":
+            array = array.copy()
+            array.flags.writeable = False
+            return array
+        case _:
+            return array
+
+
+def bits(array: Array) -> bytes:
+    """What an array holds, NaNs included, as the machine writes it."""
+    native = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("="))
+    return (
+        native.astype(np.int8).tobytes()
+        if array.dtype.itemsize == 1 and (array.dtype.name in FOUR_BITS)
+        else native.tobytes()
+    )
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """An array, and how it is cut along an axis."""
+
+    array: Array
+    element_type: str
+    axis: int
+    sizes: tuple[int, ...]
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        shape = self.array.shape
+        return tuple((*shape[: self.axis], n, *shape[self.axis + 1 :]) for n in self.sizes)
+
+    @property
+    def parts(self) -> list[Array]:
+        ends = np.cumsum(self.sizes)[:-1]
+        return np.split(self.array, ends, self.axis)
+
+
+ORDERS = ["C", "F", "reversed", "strided", "other byte order", "read-only"]
+
+
+@st.composite
+def cuttings(draw: st.DrawFn) -> Cutting:
+    rank = draw(st.integers(1, 4))
+    axis = draw(st.integers(0, rank - 1))
+    sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
+    shape = [draw(st.sampled_from([1, 1, 2, 3, 0])) for _ in range(rank)]
+    shape[axis] = sum(sizes)
+    element_type = draw(st.sampled_from(FIXED_SIZE))
+    array = random_array(element_type, tuple(shape), draw(st.integers(0, 2**32)))
+    return Cutting(in_order(array, draw(st.sampled_from(ORDERS))), element_type, axis, sizes)
+
+
+@given(cutting=cuttings())
+@settings(deadline=None, max_examples=300)
+def test_each_shard_finds_its_part_of_the_input(cutting: Cutting) -> None:
+    x = spec(cutting.element_type)
+    cut = InputCut(axis=cutting.axis, shapes=cutting.shapes)
+    layout = lay_input(x, cutting.array.shape, cut)
+    assert layout is not None
+    memory = bytearray(b"\xaa" * (layout.size + 64))
+    copy_in(cutting.array, x, cut, layout, memoryview(memory)[: layout.size], COPIER)
+    assert memory[layout.size :] == b"\xaa" * 64
+    places = []
+    for part, shape, offset in zip(cutting.parts, cutting.shapes, layout.offsets, strict=True):
+        size = tensor_bytes(x.element_type, prod(shape))
+        seen = unpack(memoryview(memory)[offset : offset + size], x, shape)
+        assert bits(seen) == bits(part)
+        places.append((offset, offset + size))
+    assert all(end <= start for (_, end), (start, _) in pairwise(places))
+    assert places[-1][1] <= layout.size
+    if layout.contiguous:
+        assert bytes(memory[: layout.size]) == bits(cutting.array)
+
+
+@given(cutting=cuttings())
+@settings(deadline=None, max_examples=300)
+def test_what_shards_write_in_their_places_joins_to_the_output(cutting: Cutting) -> None:
+    y = spec(cutting.element_type, "y")
+    join = OutputJoin(axis=cutting.axis, shapes=cutting.shapes, shape=cutting.array.shape)
+    layout = lay_output(y, join)
+    assert layout is not None
+    memory = memoryview(bytearray(layout.size))
+    # An input that is whole in each shard is written as an engine writes: each part by itself.
+    for part, shape, offset in zip(cutting.parts, cutting.shapes, layout.offsets, strict=True):
+        alone = InputCut(axis=None, shapes=(shape,))
+        place = lay_input(y, shape, alone)
+        assert place is not None
+        copy_in(part, y, alone, place, memory[offset : offset + place.size], COPIER)
+    if layout.contiguous:
+        array = unpack(memory, y, cutting.array.shape)
+    else:
+        parts = [
+            unpack(memory[offset:], y, shape)
+            for offset, shape in zip(layout.offsets, cutting.shapes, strict=True)
+        ]
+        array = join_parts(y, join, parts, [f"worker {i}" for i in range(len(parts))])
+    assert array.shape == cutting.array.shape
+    assert bits(array) == bits(cutting.array)
+
+
+@given(cutting=cuttings())
+@settings(deadline=None)
+def test_parts_along_the_first_axis_are_only_offsets(cutting: Cutting) -> None:
+    x = spec(cutting.element_type)
+    layout = lay_input(x, cutting.array.shape, InputCut(axis=0, shapes=((1,),)))
+    assert layout is not None
+    assert layout.contiguous == (cutting.element_type not in FOUR_BITS)
+
+
+@given(cutting=cuttings(), shards=st.integers(1, 4))
+@settings(deadline=None)
+def test_input_that_is_not_cut_lies_once_for_all_shards(cutting: Cutting, shards: int) -> None:
+    array, x = cutting.array, spec(cutting.element_type)
+    cut = InputCut(axis=None, shapes=(array.shape,) * shards)
+    layout = lay_input(x, array.shape, cut)
+    assert layout is not None
+    assert layout.offsets == (0,) * shards
+    assert layout.size == tensor_bytes(x.element_type, array.size)
+    memory = memoryview(bytearray(layout.size))
+    copy_in(array, x, cut, layout, memory, COPIER)
+    assert bits(unpack(memory, x, array.shape)) == bits(array)
+
+
+@pytest.mark.parametrize("element_type", FIXED_SIZE)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_output_that_is_not_cut_has_a_place_for_each_shard(element_type: str, shards: int) -> None:
+    shape = (3, 5)
+    join = OutputJoin(axis=None, shapes=(shape,) * shards, shape=shape)
+    layout = lay_output(spec(element_type), join)
+    assert layout is not None
+    assert len(set(layout.offsets)) == shards
+    assert layout.size - max(layout.offsets) >= tensor_bytes(element_type, 15)
+    assert layout.contiguous == (shards == 1 and element_type not in FOUR_BITS)
+
+
+@pytest.mark.parametrize("element_type", FOUR_BITS)
+def test_four_bit_elements_lie_low_half_first(element_type: str) -> None:
+    # onnx.proto, TensorProto.int32_data and raw_data: "the first element is in the 4 LSB".
+    x = spec(element_type)
+    array = np.array([1, 2, 7]).astype(x.dtype)
+    cut = InputCut(axis=None, shapes=((3,),))
+    layout = lay_input(x, (3,), cut)
+    assert layout is not None
+    memory = bytearray(2)
+    copy_in(array, x, cut, layout, memoryview(memory), COPIER)
+    assert bytes(memory) == b"\x21\x07"
+    expected = [-1, -8, 1] if element_type == "int4" else [15, 8, 1]
+    seen = unpack(memoryview(b"\x8f\xf1"), x, (3,))
+    assert seen.dtype == x.dtype
+    assert seen.astype(int).tolist() == expected
+
+
+def test_strings_have_no_place_in_memory() -> None:
+    x = spec(STRING)
+    assert lay_input(x, (3,), InputCut(axis=0, shapes=((1,), (2,)))) is None
+    assert lay_output(x, OutputJoin(axis=0, shapes=((3,),), shape=(3,))) is None
+
+
+def test_output_of_unknown_shape_has_no_place_before_the_run() -> None:
+    assert lay_output(spec("float32"), OutputJoin(axis=0, shapes=None, shape=None)) is None
+    assert lay_output(spec("float32"), OutputJoin(axis=0, shapes=(), shape=(0,))) is None
+
+
+@pytest.mark.parametrize("dtype", [object, "U3", "S3"])
+def test_strings_of_each_shard_in_order_and_of_pythons_own_types(dtype: Any) -> None:
+    array = np.array([["a", "b", "c"], ["d", "e", "f"]]).astype(dtype)
+    if dtype is object:
+        array[0, 0] = np.str_("a")
+    cut = InputCut(axis=1, shapes=((2, 1), (2, 2)))
+    shards = [string_rows(array, cut, shard) for shard in range(2)]
+    expected: list[tuple[str | bytes, ...]] = [("a", "d"), ("b", "c", "e", "f")]
+    if dtype == "S3":
+        expected = [(b"a", b"d"), (b"b", b"c", b"e", b"f")]
+    assert shards == expected
+    assert {type(item) for shard in shards for item in shard} == {bytes if dtype == "S3" else str}
+    whole = InputCut(axis=None, shapes=((2, 3),) * 2)
+    assert string_rows(array, whole, 0) == string_rows(array, whole, 1)
+    assert len(string_rows(array, whole, 0)) == 6
+
+
+# Joining.
+
+WHOLE = OutputJoin(axis=None, shapes=None, shape=None)
+
+
+def joined(
+    parts: Sequence[Array], element_type: str = "float32", join: OutputJoin = WHOLE
+) -> Array:
+    """An output of these parts; the first comes from worker 1, and so on."""
+    workers = [f"worker {i + 1}" for i in range(len(parts))]
+    return join_parts(spec(element_type, "z"), join, parts, workers)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("element_type", [*FIXED_SIZE, STRING])
+def test_parts_follow_one_another_along_the_axis(element_type: str, axis: int) -> None:
+    if element_type == STRING:
+        array = np.array([str(i) for i in range(36)], object).reshape(4, 3, 3)
+    else:
+        array = random_array(element_type, (4, 3, 3), 1)
+    parts = np.array_split(array, 2, axis)
+    result = joined(parts, element_type, OutputJoin(axis=axis, shapes=None, shape=None))
+    assert result.shape == array.shape
+    assert result.dtype == array.dtype
+    if element_type == STRING:
+        assert result.tolist() == array.tolist()
+    else:
+        assert bits(result) == bits(array)
+
+
+def test_part_of_another_shape_than_the_plan_says_names_output_worker_and_both_shapes() -> None:
+    join = OutputJoin(axis=0, shapes=None, shape=None, lengths=(2, 2))
+    text = r"output 'z' joins along axis 0.*expected \[2, 3\] from worker 2 .*got \[3, 3\]"
+    with pytest.raises(JoinError, match=text):
+        joined([np.zeros((2, 3)), np.zeros((3, 3))], join=join)
+    with pytest.raises(JoinError, match=r"'z' is the same from every worker.*from worker 2"):
+        joined([np.zeros((2, 1)), np.zeros((2, 2))])
+
+
+def test_one_part_is_taken_as_it_is() -> None:
+    part = np.zeros((7, 3))
+    for join in (WHOLE, OutputJoin(axis=5, shapes=None, shape=None, lengths=(2,))):
+        assert joined([part], join=join) is part
+
+
+@pytest.mark.parametrize("element_type", FIXED_SIZE)
+def test_output_that_all_workers_agree_on_is_taken(element_type: str) -> None:
+    array = random_array(element_type, (100,), 1)
+    assert bits(joined([array, array.copy(), array.copy()], element_type)) == bits(array)
+
+
+@pytest.mark.parametrize("element_type", FIXED_SIZE)
+def test_output_that_differs_is_an_error_that_names_it_and_the_worker(element_type: str) -> None:
+    zeros = np.zeros((2, 2)).astype(numpy_dtype(element_type))
+    other = zeros.copy()
+    other[1, 1] = 1
+    text = "output 'z' is to be the same from every worker: worker 3 gave others than worker 1"
+    with pytest.raises(JoinError, match=text):
+        joined([zeros, zeros, other], element_type)
+
+
+def test_scalars_and_strings_are_compared_as_well() -> None:
+    assert joined([np.array(2.0), np.array(2.0)]) == 2.0
+    assert np.isnan(joined([np.array(np.nan), np.array(np.nan)]))
+    with pytest.raises(JoinError):
+        joined([np.array(2.0), np.array(3.0)])
+    words = np.array(["a", b"b"], object)
+    assert joined([words, words.copy()], STRING).tolist() == ["a", b"b"]
+    with pytest.raises(JoinError):
+        joined([words, words[::-1]], STRING)
+
+
+def test_output_within_the_tolerance_is_the_first_workers() -> None:
+    first = np.ones((2, 2), np.float32)
+    assert joined([first, first + np.float32(1e-6)]) is first
+
+
+# Comparing.
+
+FLOATS = [n for n in FIXED_SIZE if "float" in n or n.startswith("complex")]
+EIGHT_BITS = [n for n in FLOATS if n.startswith("float8")]
+EXACT = [n for n in FIXED_SIZE if n not in FLOATS]
+
+
+def of(element_type: str, *values: float) -> Array:
+    return np.array(values).astype(numpy_dtype(element_type))
+
+
+@pytest.mark.parametrize("element_type", FIXED_SIZE)
+@pytest.mark.parametrize("shape", [(100,), (0, 3), ()], ids=str)
+def test_array_differs_from_itself_by_nothing(element_type: str, shape: Shape) -> None:
+    array = random_array(element_type, shape, 1)
+    assert difference(array, array.copy()) == (True, 0.0)
+
+
+@pytest.mark.parametrize("element_type", [n for n in FLOATS if n not in EIGHT_BITS])
+def test_tolerance_is_relative_to_the_element_and_half_as_much_to_the_largest(
+    element_type: str,
+) -> None:
+    """The largest is 2, and elements of 0 and 2 may differ by so much of it."""
+    tolerance = TOLERANCES[element_type]
+    for value, allowed in ((0.0, tolerance), (2.0, 3 * tolerance)):
+        want = of(element_type, 2.0, 1.0, value)
+        for factor in (0.8, 1.3):
+            got = of(element_type, 2.0, 1.0 + tolerance / 2, value + factor * allowed)
+            fits, far = difference(got, want)
+            assert fits == (factor < 1)
+            assert far == pytest.approx(factor * allowed / 2, rel=0.2)
+
+
+def test_element_that_marks_what_is_masked_out_hides_no_difference() -> None:
+    want = of("float32", -1e9, 1.0, 2.0)
+    assert difference(of("float32", -1e9, 1.1, 2.0), want)[0] is False
+    assert difference(of("float32", -1e9, 1.00001, 2.0), want)[0] is True
+
+
+@pytest.mark.parametrize("element_type", EIGHT_BITS)
+def test_eight_bit_floats_are_within_a_quarter(element_type: str) -> None:
+    assert difference(of(element_type, 4.0, 1.0), of(element_type, 4.0, 1.5)) == (True, 0.125)
+    assert difference(of(element_type, 4.0, 1.0), of(element_type, 4.0, 3.0)) == (False, 0.5)
+
+
+@pytest.mark.parametrize("element_type", EXACT)
+def test_integers_and_booleans_are_equal_or_differ(element_type: str) -> None:
+    assert difference(of(element_type, 1, 0), of(element_type, 1, 0)) == (True, 0.0)
+    assert difference(of(element_type, 1, 1), of(element_type, 1, 0)) == (False, 1.0)
+
+
+@pytest.mark.parametrize("element_type", ["int64", "uint64"])
+@pytest.mark.parametrize("value", [2**53, 2**62])
+def test_large_integers_are_equal_or_differ(element_type: str, value: int) -> None:
+    want = np.array([value, value - 1], element_type)
+    assert difference(want.copy(), want) == (True, 0.0)
+    fits, far = difference(want + np.array([1, 0], element_type), want)
+    assert not fits
+    assert far < 1e-15
+
+
+@pytest.mark.parametrize("element_type", FLOATS)
+def test_a_nan_equals_a_nan_and_nothing_else(element_type: str) -> None:
+    nan, zero = of(element_type, 1, np.nan), of(element_type, 1, 0)
+    assert difference(nan, nan.copy()) == (True, 0.0)
+    assert difference(nan, zero) == (False, np.inf)
+    assert difference(zero, nan) == (False, np.inf)
+
+
+@pytest.mark.parametrize("element_type", ["float16", "bfloat16", "float32", "float64"])
+def test_an_infinity_equals_itself_and_makes_no_scale(element_type: str) -> None:
+    want = of(element_type, np.inf, -np.inf, 1)
+    assert difference(want.copy(), want) == (True, 0.0)
+    for got in ((np.inf, np.inf, 1), (np.inf, 5, 1), (np.inf, -np.inf, np.inf)):
+        assert difference(of(element_type, *got), want) == (False, np.inf)
+    fits, far = difference(of(element_type, np.inf, -np.inf, 2), want)
+    assert (fits, far) == (False, 1.0)
+
+
+@pytest.mark.parametrize("element_type", ["float16", "float32", "float64"])
+def test_the_largest_numbers_of_a_type_do_not_allow_for_everything(element_type: str) -> None:
+    most = float(np.finfo(element_type).max)
+    want = of(element_type, most, most, -most)
+    assert difference(want.copy(), want) == (True, 0.0)
+    assert difference(of(element_type, most, 0, -most), want) == (False, 1.0)
+    assert difference(of(element_type, most, most, most), want) == (False, np.inf)
+
+
+def test_difference_from_zeros_is_infinite() -> None:
+    assert difference(np.full(3, 1e-30), np.zeros(3)) == (False, np.inf)
+
+
+def test_strings_are_equal_or_differ() -> None:
+    words = np.array([["a", b"b"], ["", "ü"]], object)
+    assert difference(words, words.copy()) == (True, 0.0)
+    assert difference(words, words[::-1]) == (False, np.inf)
+    assert difference(words, words.astype("U")) == (False, np.inf)  # b"b" is no text
+    assert difference(np.empty(0, object), np.empty(0, object)) == (True, 0.0)
+
+
+def test_byte_order_does_not_matter() -> None:
+    want = np.arange(5.0)
+    assert difference(want.astype(">f8"), want) == (True, 0.0)

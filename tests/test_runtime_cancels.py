@@ -1,0 +1,59 @@
+"""CANCEL over a socket of its own: the worker waits for it, the master never waits."""
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from mcinfer.errors import ProtocolError
+from mcinfer.runtime.cancels import Cancels
+
+Ends = tuple[Cancels, Cancels]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    ours, theirs = Cancels.pair()
+    worker = Cancels.inherited(os.dup(theirs.fd))
+    theirs.close()
+    yield ours, worker
+    ours.close()
+    worker.close()
+
+
+def test_runs_are_cancelled_one_after_another_until_the_master_is_gone(ends: Ends) -> None:
+    master, worker = ends
+    runs = [(0, 0), (2**64 - 1, 2**32 - 1), (7, 3)]
+    for request, shard in runs:
+        master.send(request, shard)
+    assert [worker.wait() for _ in runs] == runs
+    master.close()
+    assert worker.wait() is None
+
+
+def test_descriptors_are_not_handed_to_programs_unasked(ends: Ends) -> None:
+    assert not any(os.get_inheritable(end.fd) for end in ends)
+
+
+def test_worker_that_does_not_read_or_is_gone_does_not_hold_up_the_master(ends: Ends) -> None:
+    master, worker = ends
+    os.set_blocking(worker.fd, True)  # which one side cannot set for the other
+    with pytest.raises(BlockingIOError):  # noqa: PT012 as soon as the worker's end is full
+        while True:
+            master.send(1, 2)
+    assert worker.wait() == (1, 2)
+    worker.close()
+    with pytest.raises(ConnectionError):
+        master.send(1, 2)
+
+
+@pytest.mark.parametrize("data", [b"x", bytes(11), bytes(13), bytes(1000)], ids=len)
+def test_message_of_another_size_is_a_protocol_error(data: bytes) -> None:
+    raw, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    worker = Cancels(end)
+    with raw:
+        raw.send(data)
+        with pytest.raises(ProtocolError, match="expected 12"):
+            worker.wait()
+    worker.close()

@@ -1,0 +1,531 @@
+"""Tests of mcinfer/shard_queue.py: which shard goes next, and which go together. Time is a number."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from mcinfer.scheduler.queue import PATIENCE, Joinable, ShardId, ShardQueue
+
+LATER = 100.0
+
+
+def shard(number: int) -> ShardId:
+    return (number, 0)
+
+
+def joinable(rows: int = 1, key: str = "k", due: float = 0.0) -> Joinable:
+    return Joinable(key=key, rows=rows, due=due)
+
+
+def take_all(queue: ShardQueue, now: float = 0.0) -> list[tuple[int, ...]]:
+    """The runs, by their members' requests, until there is none to give."""
+    runs = []
+    while members := queue.take(now):
+        runs.append(tuple(request for request, _ in members))
+    return runs
+
+
+def alone(requests: Iterable[int]) -> list[tuple[int, ...]]:
+    return [(request,) for request in requests]
+
+
+# Order.
+
+
+def test_shards_of_one_priority_go_in_the_order_in_which_they_came() -> None:
+    queue = ShardQueue(1)
+    for number in range(20):
+        queue.add(shard(number), 0)
+    assert len(queue) == 20
+    assert take_all(queue) == alone(range(20))
+    assert len(queue) == 0
+    assert queue.take(0.0) == ()
+
+
+def test_higher_priority_goes_first_and_within_it_who_came_first() -> None:
+    queue = ShardQueue(1)
+    for number, priority in enumerate([0, -1, 5, 0, 5, -1]):
+        queue.add(shard(number), priority)
+    assert take_all(queue) == alone([2, 4, 0, 3, 1, 5])
+
+
+def test_priorities_may_be_of_any_size() -> None:
+    queue = ShardQueue(1)
+    queue.add(shard(1), -(10**400))
+    queue.add(shard(2), 10**400)
+    queue.add_first(shard(3))
+    assert take_all(queue) == alone([3, 2, 1])
+
+
+def test_oldest_is_passed_over_by_so_many_in_a_row_and_no_more() -> None:
+    queue = ShardQueue(1)
+    queue.add(shard(0), 0)
+    for number in range(1, 2 * PATIENCE):
+        queue.add(shard(number), 1)
+    taken = take_all(queue)
+    assert taken.index((0,)) == PATIENCE
+    assert sorted(taken) == alone(range(2 * PATIENCE))
+
+
+@pytest.mark.parametrize("rows", [None, 1, 3], ids=["alone", "one row", "three rows"])
+def test_every_one_of_a_low_priority_is_served_under_an_endless_flood(rows: int | None) -> None:
+    queue = ShardQueue(4)
+    for number in range(10):
+        queue.add(shard(number), -5, None if rows is None else joinable(rows, "low"))
+    served: list[int] = []
+    for flood in range(100, 100 + 11 * (PATIENCE + 1)):
+        queue.add(shard(flood), flood)
+        served += [number for number, _ in queue.take(0.0) if number < 10]
+    assert served == [*range(10)]
+
+
+def test_shards_that_are_retried_without_end_starve_nobody() -> None:
+    queue = ShardQueue(2)
+    queue.add(shard(0), 0)
+    for flood in range(1, 2 * PATIENCE, 2):
+        queue.add(shard(flood), 9, joinable())
+        queue.add(shard(flood + 1), 9, joinable())
+        for run in (queue.take(0.0), queue.take(0.0), queue.take(0.0)):
+            if shard(0) in run:
+                return
+            for member in reversed(run if len(run) > 1 else ()):
+                queue.add_first(member)
+    pytest.fail("the oldest was never served")
+
+
+def test_oldest_that_is_held_lets_no_other_starve() -> None:
+    queue = ShardQueue(4)
+    queue.add(shard(0), 0, joinable(due=LATER))
+    queue.add(shard(1), 0)
+    for flood in range(10, 10 + PATIENCE):
+        queue.add(shard(flood), 9)
+        assert queue.take(0.0) == (shard(flood),)
+    queue.add(shard(99), 9)
+    assert queue.take(0.0) == (shard(1),)
+
+
+def test_one_that_was_held_has_its_age_when_it_is_not_held_any_more() -> None:
+    queue = ShardQueue(4)
+    queue.add(shard(0), 0, joinable(due=1.0))
+    queue.add(shard(1), 0)
+    assert queue.take(0.0) == (shard(1),)
+    queue.add(shard(2), 0)
+    assert take_all(queue, now=1.0) == alone([0, 2])
+
+
+# Retried shards.
+
+
+def test_shards_that_had_their_turn_go_before_all_others_the_last_one_first() -> None:
+    queue = ShardQueue(1)
+    queue.add(shard(1), 10**9)
+    queue.add_first(shard(3))
+    queue.add_first(shard(2))
+    assert len(queue) == 3
+    assert take_all(queue) == alone([2, 3, 1])
+
+
+def test_shard_that_had_its_turn_goes_alone() -> None:
+    queue = ShardQueue(8)
+    for number in (1, 2, 3):
+        queue.add(shard(number), 0, joinable())
+    run = queue.take(0.0)
+    assert run == (shard(1), shard(2), shard(3))
+    queue.add(shard(4), 0, joinable())
+    queue.add(shard(5), 0, joinable())
+    for member in reversed(run):
+        queue.add_first(member)
+    assert take_all(queue) == [(1,), (2,), (3,), (4, 5)]
+
+
+def test_shard_that_had_its_turn_is_not_given_behind_a_run_and_neither_are_those_behind_it() -> (
+    None
+):
+    queue = ShardQueue(1)
+    queue.add(shard(1), 0)
+    queue.add_first(shard(2))
+    assert queue.take(0.0, ahead=True) == ()
+    assert len(queue) == 2
+    assert queue.take(0.0) == (shard(2),)
+    assert queue.take(0.0, ahead=True) == (shard(1),)
+    assert queue.take(0.0, ahead=True) == ()
+
+
+def test_empty_queue_has_passed_nobody_over() -> None:
+    queue = ShardQueue(1)
+    queue.add(shard(0), 0)
+    for number in range(1, PATIENCE + 1):
+        queue.add(shard(number), 1)
+        queue.take(0.0)
+    queue.discard(shard(0))
+    queue.add(shard(10), 0)
+    queue.add(shard(11), 1)
+    assert take_all(queue) == alone([11, 10])
+
+
+# Joining.
+
+
+def test_those_of_one_key_go_together_up_to_the_most_rows() -> None:
+    queue = ShardQueue(4)
+    for number in range(10):
+        queue.add(shard(number), 0, joinable())
+    assert take_all(queue) == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9)]
+
+
+def test_different_keys_never_go_together() -> None:
+    queue = ShardQueue(8)
+    for number in range(6):
+        queue.add(shard(number), 0, joinable(key="ab"[number % 2]))
+    assert take_all(queue) == [(0, 2, 4), (1, 3, 5)]
+
+
+def test_one_that_cannot_be_joined_goes_alone_in_its_place() -> None:
+    queue = ShardQueue(8)
+    queue.add(shard(1), 0, joinable())
+    queue.add(shard(2), 0)
+    queue.add(shard(3), 0, joinable())
+    assert take_all(queue) == [(1, 3), (2,)]
+
+
+def test_one_with_more_rows_than_are_left_waits_for_the_next_run_and_so_do_those_behind_it() -> (
+    None
+):
+    queue = ShardQueue(8)
+    for number, rows in enumerate([3, 4, 2, 1, 5, 1]):
+        queue.add(shard(number), 0, joinable(rows))
+    assert take_all(queue) == [(0, 1), (2, 3, 4), (5,)]
+
+
+def test_one_as_large_as_a_run_goes_alone() -> None:
+    queue = ShardQueue(4)
+    for number, rows in enumerate([4, 1, 9]):
+        queue.add(shard(number), 0, joinable(rows))
+    assert take_all(queue) == [(0,), (1,), (2,)]
+
+
+def test_one_of_a_high_priority_takes_the_oldest_of_its_key_along() -> None:
+    queue = ShardQueue(3)
+    for number in range(4):
+        queue.add(shard(number), 0, joinable())
+    queue.add(shard(9), 1, joinable())
+    assert queue.take(0.0) == (shard(9), shard(0), shard(1))
+    assert take_all(queue) == [(2, 3)]
+
+
+# Holding.
+
+
+def test_group_is_held_until_a_member_is_due() -> None:
+    queue = ShardQueue(8)
+    queue.add(shard(1), 0, joinable(due=5.0))
+    queue.add(shard(2), 0, joinable(due=3.0))
+    assert queue.take(2.9) == ()
+    assert (len(queue), queue.next_due()) == (2, 3.0)
+    assert queue.take(3.0) == (shard(1), shard(2))
+    assert (len(queue), queue.next_due()) == (0, math.inf)
+
+
+def test_group_goes_as_soon_as_it_is_full() -> None:
+    queue = ShardQueue(4)
+    queue.add(shard(1), 0, joinable(2, due=LATER))
+    queue.add(shard(2), 0, joinable(1, due=LATER))
+    assert queue.take(0.0) == ()
+    queue.add(shard(3), 0, joinable(1, due=LATER))
+    assert queue.take(0.0) == (shard(1), shard(2), shard(3))
+
+
+def test_what_is_left_of_a_full_group_is_held_again() -> None:
+    queue = ShardQueue(4)
+    for number in (1, 2):
+        queue.add(shard(number), 0, joinable(3, due=LATER))
+    assert take_all(queue) == [(1,)]
+    assert (len(queue), queue.next_due()) == (1, LATER)
+    queue.add(shard(3), 0, joinable(1, due=LATER))
+    assert take_all(queue) == [(2, 3)]
+
+
+def test_group_whose_full_run_was_discarded_is_held_again() -> None:
+    queue = ShardQueue(2)
+    for number in (1, 2):
+        queue.add(shard(number), 0, joinable(due=LATER))
+    queue.discard(shard(1))
+    assert queue.take(0.0) == ()
+    assert queue.take(LATER) == (shard(2),)
+
+
+def test_group_is_held_again_when_the_member_that_was_due_is_gone() -> None:
+    queue = ShardQueue(8)
+    queue.add(shard(1), 0, joinable(due=1.0))
+    queue.add(shard(2), 0, joinable(due=LATER))
+    queue.add(shard(9), 9)
+    assert queue.take(1.0) == (shard(9),)
+    queue.discard(shard(1))
+    assert queue.take(1.0) == ()
+    assert queue.take(LATER) == (shard(2),)
+
+
+def test_held_ones_stand_in_nobodys_way() -> None:
+    queue = ShardQueue(8)
+    for number in range(5):
+        queue.add(shard(number), 9, joinable(due=LATER))
+    queue.add(shard(7), 0)
+    queue.add(shard(8), 0, joinable(8, "other", due=LATER))
+    queue.add_first(shard(9))
+    assert take_all(queue) == alone([9, 7, 8])
+    assert len(queue) == 5
+    assert take_all(queue, LATER) == [(0, 1, 2, 3, 4)]
+
+
+def test_due_that_was_acted_on_is_no_due_any_more() -> None:
+    queue = ShardQueue(8)
+    queue.add(shard(1), 0, joinable(key="a", due=1.0))
+    queue.add(shard(2), 0, joinable(key="b", due=2.0))
+    assert queue.next_due() == 1.0
+    assert queue.take(1.5) == (shard(1),)
+    assert queue.next_due() == 2.0
+    assert queue.take(1.5) == ()
+
+
+# Forgetting.
+
+
+def test_discarded_shards_are_not_given_out() -> None:
+    queue = ShardQueue(3)
+    for number in range(6):
+        queue.add(shard(number), number % 2, joinable(due=float(number)))
+    queue.add_first(shard(9))
+    for number in (9, 0, 4, 4, 77):
+        queue.discard(shard(number))
+    assert (len(queue), queue.next_due()) == (4, 1.0)
+    assert take_all(queue, LATER) == [(1, 2, 3), (5,)]
+
+
+def kept(queue: ShardQueue) -> int:
+    """How much the queue remembers, over all that it has."""
+    groups = queue._groups.values()
+    return (
+        sum(map(len, (queue.items, queue._heap, queue._line, queue._dues, queue._groups)))
+        + sum(len(group.items) for group in groups)
+        + sum(len(group.off_heap) + len(group.off_line) for group in groups)
+    )
+
+
+@pytest.mark.parametrize("join", [None, joinable(due=LATER), joinable(due=0.0)], ids=str)
+@pytest.mark.parametrize("taking", [False, True])
+@pytest.mark.parametrize("waiting", [0, 1, 10])
+def test_shards_that_come_and_are_forgotten_leave_nothing_behind(
+    join: Joinable | None, taking: bool, waiting: int
+) -> None:
+    queue = ShardQueue(64)
+    most = 0
+    for number in range(5_000):
+        queue.add(shard(number), number % 3, join)
+        if taking:
+            queue.take(0.0)
+        queue.discard(shard(number - waiting))
+        most = max(most, kept(queue)) if number % 10 == 0 else most
+    assert len(queue) <= waiting
+    assert most < 600
+
+
+def test_one_that_is_held_for_long_does_not_keep_what_is_forgotten() -> None:
+    queue = ShardQueue(64)
+    queue.add(shard(-1), -1, joinable(due=LATER))
+    most = 0
+    for number in range(100_000):
+        queue.add(shard(number), number % 3, joinable(due=LATER))
+        assert queue.take(0.0) == ()
+        queue.discard(shard(number))
+        most = max(most, kept(queue)) if number % 10 == 0 else most
+    assert most < 600
+    assert take_all(queue, LATER) == [(-1,)]
+
+
+def test_endless_traffic_leaves_nothing_behind() -> None:
+    queue = ShardQueue(8)
+    for number in range(100_000):
+        due = number + number % 50 if number % 3 else number
+        queue.add(shard(number), number % 5, joinable(1, "abc"[number % 3], due))
+        queue.take(float(number))
+        if number % 1000 == 0:
+            assert kept(queue) < 600
+    take_all(queue, math.inf)
+    assert len(queue) == 0
+    assert queue.next_due() == math.inf
+    assert not queue._groups
+
+
+# Anything, in any order.
+
+MAX_ROWS = 5
+
+
+@dataclass
+class _Waiting:
+    """What is known of a shard from outside."""
+
+    place: int
+    priority: float
+    join: Joinable | None = None
+    seen_due: bool = False
+
+
+class Queues(RuleBasedStateMachine):
+    """A queue beside a list that is searched for the right answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.queue = ShardQueue(MAX_ROWS)
+        self.waiting: dict[ShardId, _Waiting] = {}
+        self.taken: list[ShardId] = []
+        self.numbers = 0
+        self.passed_over: tuple[ShardId | None, int] = (None, 0)
+
+    # The right answer.
+
+    def held(self, item: _Waiting) -> bool:
+        if item.join is None:
+            return False
+        joins = [other.join for other in self.waiting.values() if other.join is not None]
+        group = [join for join in joins if join.key == item.join.key]
+        due = any(join.due <= self.now for join in group)
+        return not due and sum(join.rows for join in group) < MAX_ROWS
+
+    def oldest(self) -> ShardId | None:
+        """Of those that were never taken and are not held."""
+        free = {s: item for s, item in self.waiting.items() if item.place > 0}
+        free = {s: item for s, item in free.items() if not self.held(item)}
+        return min(free, key=lambda s: free[s].place, default=None)
+
+    def check(self, run: tuple[ShardId, ...]) -> None:
+        """Fail unless this is a run that may go now."""
+        free = {s: item for s, item in self.waiting.items() if not self.held(item)}
+        if not run:
+            assert not free, "a shard waits that is not held"
+            return
+        head = self.waiting[run[0]]
+        assert run[0] in free, "a held shard was taken"
+        first = min(free, key=lambda s: (-free[s].priority, free[s].place))
+        if run[0] != first:
+            assert run[0] == self.oldest(), "neither the first nor the oldest"
+        if head.join is None:
+            assert len(run) == 1
+            return
+        # Those of its key, the oldest first, as long as there is room.
+        expected, rows = [run[0]], head.join.rows
+        for other, item in sorted(self.waiting.items(), key=lambda pair: pair[1].place):
+            if other == run[0] or item.join is None or item.join.key != head.join.key:
+                continue
+            rows += item.join.rows
+            if rows > MAX_ROWS:
+                break
+            expected.append(other)
+        assert [*run] == expected
+
+    # What may happen.
+
+    @rule(
+        items=st.lists(
+            st.tuples(
+                st.sampled_from([0, 0, 1, -3, 9]),
+                st.none()
+                | st.tuples(
+                    st.sampled_from("ab"),
+                    st.integers(1, MAX_ROWS + 1),
+                    st.sampled_from([0.0, 1.0, 5.0]),
+                ),
+            ),
+            min_size=1,
+            max_size=6,
+        )
+    )
+    def come(self, items: list[tuple[int, tuple[str, int, float] | None]]) -> None:
+        for priority, join in items:
+            self.numbers += 1
+            new = shard(self.numbers)
+            fits = None
+            if join is not None:
+                fits = Joinable(key=join[0], rows=join[1], due=self.now + join[2])
+            self.waiting[new] = _Waiting(self.numbers, priority, fits)
+            self.queue.add(new, priority, fits)
+
+    @rule(count=st.integers(1, 12))
+    def take(self, count: int) -> None:
+        for _ in range(count):
+            oldest = self.oldest()
+            run = self.queue.take(self.now)
+            for item in self.waiting.values():
+                item.seen_due |= item.join is not None and item.join.due <= self.now
+            assert all(member in self.waiting for member in run), "lost before, or taken twice"
+            self.check(run)
+            for member in run:
+                del self.waiting[member]
+            self.taken += run
+            # In a row, and by others than older ones that were held.
+            if oldest != self.passed_over[0]:
+                self.passed_over = (oldest, 0)
+            if oldest in self.waiting:
+                self.passed_over = (oldest, self.passed_over[1] + 1)
+                assert self.passed_over[1] <= PATIENCE
+
+    @rule(which=st.lists(st.integers(0, 99), min_size=1, max_size=4))
+    def come_again(self, which: list[int]) -> None:
+        """A run was lost, or failed: its shards go first."""
+        for i in which:
+            if self.taken:
+                again = self.taken.pop(i % len(self.taken))
+                least = min((item.place for item in self.waiting.values()), default=0)
+                self.waiting[again] = _Waiting(min(least, 0) - 1, math.inf)
+                self.queue.add_first(again)
+
+    @rule(which=st.lists(st.integers(0, 99), min_size=1, max_size=4))
+    def are_forgotten(self, which: list[int]) -> None:
+        for i in which:
+            if self.waiting:
+                gone = [*self.waiting][i % len(self.waiting)]
+                del self.waiting[gone]
+                self.queue.discard(gone)
+        if self.taken:
+            self.queue.discard(self.taken[0])  # it does not wait
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 4.0, 10.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    # What always holds.
+
+    @invariant()
+    def all_are_counted(self) -> None:
+        assert len(self.queue) == len(self.waiting)
+
+    @invariant()
+    def next_due_is_the_first_to_come(self) -> None:
+        coming = (item for item in self.waiting.values() if not item.seen_due)
+        dues = [item.join.due for item in coming if item.join is not None]
+        assert self.queue.next_due() == min(dues, default=math.inf)
+
+    @invariant()
+    def little_is_remembered(self) -> None:
+        assert kept(self.queue) <= 8 * (2 * len(self.waiting) + 64)
+
+    def teardown(self) -> None:
+        self.now = math.inf
+        while self.waiting:
+            before = len(self.waiting)
+            self.take(1)
+            assert len(self.waiting) < before
+        assert self.queue.take(self.now) == ()
+        assert not self.queue._groups
+
+
+Queues.TestCase.settings = settings(
+    max_examples=120, stateful_step_count=30, deadline=None, report_multiple_bugs=False
+)
+test_any_order_of_events_gives_every_shard_out_once = Queues.TestCase

@@ -1,0 +1,551 @@
+"""Tests of mcinfer/roster.py: workers' lives alone, without requests. Time is a number.
+
+What they are to requests is in test_scheduler.py, and so is any order of events.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from mcinfer.config import RestartPolicy, Timeouts
+from mcinfer.errors import BuildError, ClosedError, MissingDependencyError
+from mcinfer.protocol import (
+    VERSION,
+    Build,
+    BuildFinish,
+    Error,
+    Exit,
+    Hello,
+    Preparing,
+    WorkerState,
+)
+from mcinfer.scheduler.actions import (
+    Action,
+    DumpStacks,
+    HealthChanged,
+    KillWorker,
+    PoolStarted,
+    Send,
+    StartWorker,
+    WorkersRestarted,
+)
+from mcinfer.scheduler.workers import (
+    LONGEST_START,
+    SHORTEST_PROBE,
+    STACKS_SECONDS,
+    Worker,
+    WorkerLives,
+    describe_exit,
+)
+
+TIMEOUTS = Timeouts(start=30.0, predict=10.0, cancel_grace=1.0, close=5.0)
+RESTART = RestartPolicy(budget=2, window=60.0, backoff=0.5, backoff_limit=1.0)
+SPECS = (("x", "float32", ("batch", 3)),)
+BUILT = BuildFinish(inputs=SPECS, outputs=SPECS, providers=("CPU",), seconds=0.1)
+
+
+def build(index: int) -> Build:
+    return Build(
+        model="/model.onnx",
+        engine="fake",
+        device=f"cpu:{index}",
+        cores=(index,),
+        shared=False,
+        threads=None,
+        inter_op_threads=None,
+        allow_fallback=False,
+        session_config={},
+        provider_options={},
+    )
+
+
+def new_roster(workers: int, *, restart: RestartPolicy = RESTART) -> WorkerLives:
+    """Workers that have their process, and have connected."""
+    roster = WorkerLives([build(i) for i in range(workers)], timeouts=TIMEOUTS, restart=restart)
+    for w in roster.workers:
+        assert roster.start(w, 0.0) == [StartWorker(worker=w.index)]
+        connect(w, 100 + w.index)
+    return roster
+
+
+def connect(w: Worker, pid: int) -> None:
+    w.pid = pid
+    w.conversation.advance(Hello(version=VERSION, pid=pid, token="secret"))  # noqa: S106
+    w.send(w.build)
+
+
+def finish(roster: WorkerLives, w: Worker, now: float = 0.0) -> list[Action]:
+    w.conversation.advance(BUILT)
+    return roster.finish_build(w, BUILT, now)
+
+
+def fail(roster: WorkerLives, w: Worker, text: str, kind: str = "build") -> list[Action]:
+    message = Error(kind=kind, text=text)
+    w.conversation.advance(message)
+    return roster.fail_build(w, message, 1.0)
+
+
+def ready_roster(workers: int, *, restart: RestartPolicy = RESTART) -> WorkerLives:
+    roster = new_roster(workers, restart=restart)
+    actions = [finish(roster, w) for w in roster.workers]
+    assert actions[-1] == [PoolStarted()]
+    assert roster.started
+    return roster
+
+
+def end(roster: WorkerLives, w: Worker, now: float, how: str = describe_exit(0)) -> list[Action]:
+    """Its process ends, and that is acted on."""
+    roster.bury(w, how, now)
+    return [*roster.after_death(), *roster.advance(now)]
+
+
+def come_back(roster: WorkerLives, w: Worker, now: float) -> list[Action]:
+    """It is due to be started again, and loads the model."""
+    assert roster.handle_time(w, now) == [StartWorker(worker=w.index)]
+    connect(w, 200 + w.index)
+    return [*finish(roster, w, now), *roster.advance(now)]
+
+
+# Starting.
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        (("missing", "missing"), MissingDependencyError),
+        (("missing", "build"), BuildError),
+        (("build", "build"), BuildError),
+    ],
+)
+def test_package_is_missing_when_all_that_failed_lack_it(
+    kinds: tuple[str, str], expected: type[Exception]
+) -> None:
+    roster = new_roster(3)
+    finish(roster, roster.workers[0])
+    assert fail(roster, roster.workers[1], "one", kinds[0]) == [Send(worker=1, message=Exit())]
+    _, told = fail(roster, roster.workers[2], "two", kinds[1])
+    assert isinstance(told, PoolStarted)
+    assert type(told.error) is expected
+    assert str(told.error) == "worker 1 (cpu:1, pid 101): one; worker 2 (cpu:2, pid 102): two"
+    assert end(roster, roster.workers[1], 2.0) == []
+
+
+def test_worker_that_gets_on_has_more_time() -> None:
+    roster = new_roster(1)
+    [w] = roster.workers
+    roster.extend_start(w, Preparing(seconds=1.0, written=5), 20.0)
+    assert roster.due_times() == [50.0]
+    finish(roster, w)
+    roster.extend_start(w, Preparing(seconds=2.0, written=6), 21.0)  # what it sent before
+    assert roster.due_times() == []
+
+
+def test_worker_that_does_not_get_on_has_no_more_time() -> None:
+    roster = new_roster(1)
+    [w] = roster.workers
+    roster.extend_start(w, Preparing(seconds=1.0, written=5), 20.0)
+    roster.extend_start(w, Preparing(seconds=1.0, written=5), 30.0)
+    roster.extend_start(w, Preparing(seconds=0.5, written=9), 30.0)
+    assert roster.due_times() == [50.0]
+
+
+def test_no_progress_prolongs_a_start_without_end() -> None:
+    roster = new_roster(1)
+    [w] = roster.workers
+    [latest] = [due + LONGEST_START for due in roster.due_times()]
+    for hours in range(1, 9):
+        now = hours * 3600.0
+        roster.extend_start(w, Preparing(seconds=now, written=hours), now)
+    assert roster.due_times() == [latest]
+
+
+# Ending.
+
+
+def test_worker_that_hangs_is_asked_where_it_is_and_killed_a_moment_later() -> None:
+    roster = ready_roster(1)
+    [w] = roster.workers
+    assert roster.end_when_idle(w, 1.0, 5.0) == [Send(worker=0, message=Exit())]
+    assert roster.handle_time(w, 5.9) == []
+    assert roster.handle_time(w, 6.0) == [DumpStacks(worker=0)]
+    assert not w.serves
+    assert not w.is_free
+    assert roster.due_times() == [6.0 + STACKS_SECONDS]
+    assert roster.handle_time(w, 6.0 + STACKS_SECONDS) == [KillWorker(worker=0)]
+    assert roster.due_times() == []
+
+
+def test_end_of_a_worker_that_hung_is_told_with_why_it_was_killed() -> None:
+    roster = ready_roster(1)
+    [w] = roster.workers
+    w.kill_at = 1.0
+    roster.handle_time(w, 1.0)
+    roster.handle_time(w, 1.2)
+    assert roster.bury(w, "killed by SIGKILL", 1.3) == (
+        "worker 0 (cpu:0, pid 100) killed by SIGKILL"
+    )
+    assert w.last_error == (
+        "worker 0 (cpu:0, pid 100) killed by SIGKILL after: "
+        "worker 0 (cpu:0, pid 100): did not stop in time"
+    )
+
+
+def test_worker_that_was_given_no_time_to_end_is_killed_without_a_question() -> None:
+    roster = ready_roster(1)
+    [w] = roster.workers
+    assert roster.close(1.0, 0.0) == [Send(worker=0, message=Exit())]
+    assert roster.handle_time(w, 1.0) == [KillWorker(worker=0)]
+
+
+def test_closing_does_not_put_off_the_end_of_a_worker_that_hangs() -> None:
+    roster = ready_roster(1)
+    [w] = roster.workers
+    w.kill_at = 1.0
+    assert roster.handle_time(w, 1.0) == [DumpStacks(worker=0)]
+    assert roster.close(1.1, 5.0) == [KillWorker(worker=0)]
+
+
+def test_nobody_is_started_again_in_a_pool_that_closes() -> None:
+    roster = ready_roster(2)
+    roster.bury(roster.workers[0], "killed by SIGKILL", 1.0)
+    roster.close(1.0, 5.0)
+    roster.bury(roster.workers[1], describe_exit(0), 2.0)
+    assert roster.due_times() == []
+
+
+def test_worker_that_is_killed_while_it_loads_serves_nobody_when_its_model_crosses_that() -> None:
+    roster = new_roster(2)
+    finish(roster, roster.workers[0])
+    loading = roster.workers[1]
+    assert KillWorker(worker=1) in roster.close(1.0, 5.0)
+    assert finish(roster, loading, 1.1) == []
+    assert loading.state is WorkerState.READY
+    assert not loading.serves
+    assert roster.health(1.1).serving == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(0, "exited with status 0"), (-11, "killed by SIGSEGV"), (-200, "killed by signal 200")],
+)
+def test_end_of_a_process_is_told_in_words(code: int, words: str) -> None:
+    assert describe_exit(code) == words
+
+
+def test_successor_of_a_worker_with_many_runs_begins_with_one() -> None:
+    roster = ready_roster(1)
+    [w] = roster.workers
+    w.usual_seconds, w.capacity, w.alone = 0.001, 4, True
+    end(roster, w, 1.0, "killed by SIGSEGV")
+    come_back(roster, w, 1.0)
+    assert (w.usual_seconds, w.capacity, w.alone) == (math.inf, 1, False)
+
+
+def test_roster_is_calm_while_all_are_well_and_none_is_replaced() -> None:
+    roster = new_roster(2)
+    assert not roster.is_calm
+    for w in roster.workers:
+        finish(roster, w)
+    roster.announce(0.0)
+    assert roster.is_calm
+    roster.replace(roster.workers[:1])
+    assert not roster.is_calm
+    roster.forget_replacing()
+    assert roster.is_calm
+    end(roster, roster.workers[1], 1.0, "killed by SIGSEGV")
+    roster.announce(1.0)
+    assert not roster.is_calm
+    come_back(roster, roster.workers[1], 1.0)
+    roster.announce(1.0)
+    assert roster.is_calm
+
+
+# Restarts.
+
+
+def test_restarts_are_counted_within_the_window_alone() -> None:
+    roster = ready_roster(1)
+    [w] = roster.workers
+    delays = []
+    for now in (0.0, 1.0, 62.0, 63.0):
+        roster.bury(w, "killed by SIGKILL", now)
+        [due] = roster.due_times()
+        delays.append(due - now)
+        come_back(roster, w, due)
+    assert delays == [0.0, 0.5, 0.0, 0.5]
+    roster.bury(w, "killed by SIGKILL", 64.0)
+    assert roster.circuit_open
+    assert str(roster.outage(64.3)) == (
+        "no worker serves, the restart budget is spent, and the next start is in 0.7 s: "
+        "worker 0 (cpu:0, pid 200) killed by SIGKILL"
+    )
+
+
+def kill_all(roster: WorkerLives, now: float) -> None:
+    for w in roster.workers:
+        roster.bury(w, "killed by SIGKILL", now)
+
+
+def test_starts_past_the_budget_go_on_at_the_longest_back_off_without_end() -> None:
+    roster = ready_roster(1)
+    [w] = roster.workers
+    now, delays = 0.0, []
+    for _ in range(100):
+        roster.bury(w, "killed by SIGKILL", now)
+        [due] = roster.due_times()
+        delays.append(due - now)
+        now = due
+        assert roster.handle_time(w, now) == [StartWorker(worker=0)]
+    # That the window of the starts within the budget is over changes nothing.
+    assert now > RESTART.window
+    assert delays == [0.0, 0.5, *[1.0] * 98]
+    assert roster.circuit_open
+
+
+def test_circuit_is_open_while_a_probe_starts_and_closed_by_the_first_that_is_ready() -> None:
+    roster = ready_roster(2, restart=replace(RESTART, budget=0))
+    first, second = roster.workers
+    kill_all(roster, 1.0)
+    assert roster.handle_time(first, 2.0) == [StartWorker(worker=0)]
+    connect(first, 200)
+    assert roster.circuit_open
+    assert roster.health(2.0).state == "failed"
+    assert str(roster.outage(2.0)) == (
+        "no worker serves, the restart budget is spent, and a start is under way: "
+        "worker 0 (cpu:0, pid 100) killed by SIGKILL; worker 1 (cpu:1, pid 101) killed by SIGKILL"
+    )
+    finish(roster, first, 2.5)
+    assert not roster.circuit_open
+    assert (roster.health(2.5).state, roster.health(2.5).serving) == ("degraded", 1)
+    come_back(roster, second, 2.5)
+    assert roster.health(2.5).state == "ready"
+
+
+def test_circuit_stays_closed_while_any_worker_has_a_start_left() -> None:
+    roster = ready_roster(2, restart=replace(RESTART, budget=1))
+    first, second = roster.workers
+    kill_all(roster, 1.0)
+    for w in roster.workers:
+        roster.handle_time(w, 1.0)
+    roster.bury(first, "killed by SIGKILL", 2.0)
+    assert (first.spent, second.spent) == (True, False)
+    assert not roster.circuit_open
+    assert roster.health(2.0).state == "degraded"
+    roster.bury(second, "killed by SIGKILL", 2.0)
+    assert roster.circuit_open
+
+
+def test_worker_that_is_well_again_has_a_fresh_budget() -> None:
+    roster = ready_roster(1)
+    [w] = roster.workers
+    now = 1.0
+    for _ in range(3):
+        roster.bury(w, "killed by SIGKILL", now)
+        [now] = roster.due_times()
+        roster.handle_time(w, now)
+    connect(w, 200)
+    assert w.spent
+    finish(roster, w, now)
+    assert not w.spent
+    now += RESTART.backoff_limit
+    for delay in (0.0, 0.5, 1.0):
+        roster.bury(w, "killed by SIGKILL", now)
+        assert roster.due_times() == [now + delay]
+        now += delay
+        roster.handle_time(w, now)
+
+
+def test_worker_that_is_ready_and_dies_at_once_has_no_fresh_budget() -> None:
+    roster = ready_roster(1, restart=replace(RESTART, budget=5))
+    [w] = roster.workers
+    for _ in range(6):
+        roster.bury(w, "killed by SIGKILL", 1.0)
+        roster.handle_time(w, roster.due_times()[0])
+    now = 100.0
+    for _ in range(10):
+        connect(w, 200)
+        finish(roster, w, now)
+        assert not roster.circuit_open
+        now += 0.9 * RESTART.backoff_limit
+        roster.bury(w, "killed by SIGKILL", now)
+        assert roster.circuit_open
+        assert roster.due_times() == [now + RESTART.backoff_limit]
+        now += RESTART.backoff_limit
+        roster.handle_time(w, now)
+
+
+def test_probes_are_no_busy_loop_whatever_the_policy_says() -> None:
+    roster = ready_roster(1, restart=replace(RESTART, budget=0, backoff=0.0, backoff_limit=0.0))
+    [w] = roster.workers
+    for now in (1.0, 2.0):
+        roster.bury(w, "killed by SIGKILL", now)
+        assert roster.due_times() == [now + SHORTEST_PROBE]
+        come_back(roster, w, now + SHORTEST_PROBE)
+
+
+def test_probe_that_grows_while_it_loads_is_not_replaced() -> None:
+    roster = ready_roster(1, restart=replace(RESTART, budget=0, max_memory_bytes=1000))
+    [w] = roster.workers
+    kill_all(roster, 1.0)
+    roster.handle_time(w, 2.0)
+    connect(w, 200)
+    roster.retire_if_worn(w, 1001)
+    assert roster.advance(2.0) == []
+    finish(roster, w, 3.0)
+    assert roster.advance(3.0) == []
+    assert w.serves
+    roster.retire_if_worn(w, 1001)
+    assert roster.advance(3.0) == [Send(worker=0, message=Exit())]
+
+
+def test_end_that_was_planned_takes_nothing_from_the_budget_and_is_no_error() -> None:
+    roster = ready_roster(1, restart=replace(RESTART, budget=0))
+    [w] = roster.workers
+    for _ in range(10):
+        roster.replace(roster.workers)
+        assert roster.advance(1.0) == [Send(worker=0, message=Exit())]
+        assert end(roster, w, 1.0) == []
+        assert come_back(roster, w, 1.0) == []
+    assert (w.restarts, w.last_error, len(w.starts)) == (10, "", 0)
+
+
+# Replacing.
+
+
+def test_worker_that_is_to_be_replaced_twice_is_replaced_once() -> None:
+    roster = ready_roster(2)
+    first, second = roster.workers
+    roster.replace([first])
+    roster.replace(roster.workers, asked_for=True)
+    assert roster.advance(1.0) == [Send(worker=0, message=Exit())]
+    roster.replace([first])
+    end(roster, first, 1.0)
+    assert come_back(roster, first, 1.0) == [Send(worker=1, message=Exit())]
+    end(roster, second, 1.0)
+    assert come_back(roster, second, 1.0) == [WorkersRestarted()]
+    assert roster.advance(2.0) == []
+
+
+def test_nobody_is_told_of_what_nobody_asked_for() -> None:
+    roster = ready_roster(1, restart=replace(RESTART, budget=0))
+    [w] = roster.workers
+    roster.replace([w])
+    roster.advance(1.0)
+    end(roster, w, 1.0)
+    roster.handle_time(w, 1.0)
+    connect(w, 200)
+    fail(roster, w, "no such file")
+    assert end(roster, w, 2.0) == []
+    assert w.spent
+
+
+def test_worker_that_loads_is_replaced_when_it_has_the_model() -> None:
+    roster = ready_roster(2)
+    first, second = roster.workers
+    roster.bury(first, "killed by SIGKILL", 1.0)
+    roster.handle_time(first, 1.0)
+    connect(first, 300)
+    roster.replace([first, second], asked_for=True)
+    assert roster.advance(1.0) == []
+    finish(roster, first)
+    assert roster.advance(1.0) == [Send(worker=0, message=Exit())]
+
+
+def test_closing_tells_those_who_wait_for_fresh_workers() -> None:
+    roster = ready_roster(1)
+    roster.replace(roster.workers, asked_for=True)
+    roster.advance(1.0)
+    [told] = roster.close(2.0, 5.0)
+    assert isinstance(told, WorkersRestarted)
+    assert isinstance(told.error, ClosedError)
+    assert end(roster, roster.workers[0], 2.0) == []
+
+
+@pytest.mark.parametrize(("answers", "own_bytes"), [(3, 0), (0, 1001)])
+def test_worn_worker_is_replaced(answers: int, own_bytes: int) -> None:
+    restart = replace(RESTART, max_requests=3, max_memory_bytes=1000)
+    roster = ready_roster(1, restart=restart)
+    [w] = roster.workers
+    w.answers = 2
+    roster.retire_if_worn(w, 1000)
+    assert roster.advance(1.0) == []
+    w.answers = answers
+    roster.retire_if_worn(w, own_bytes)
+    assert roster.advance(1.0) == [Send(worker=0, message=Exit())]
+    end(roster, w, 1.0)
+    come_back(roster, w, 1.0)
+    assert w.answers == 0
+
+
+def test_worker_is_not_worn_where_the_policy_says_nothing() -> None:
+    roster = ready_roster(1)
+    roster.workers[0].answers = 1_000_000
+    roster.retire_if_worn(roster.workers[0], 1 << 50)
+    assert roster.advance(1.0) == []
+
+
+# Health.
+
+
+def test_health_is_told_once_for_each_change() -> None:
+    roster = ready_roster(2)
+    [told] = roster.announce(1.0)
+    assert isinstance(told, HealthChanged)
+    assert (told.health.state, told.health.serving) == ("ready", 2)
+    assert roster.announce(2.0) == []
+    roster.bury(roster.workers[0], "killed by SIGKILL", 3.0)
+    [told] = roster.announce(3.0)
+    assert isinstance(told, HealthChanged)
+    assert (told.health.state, told.health.serving) == ("degraded", 1)
+    # That it is about to be started is nothing new.
+    roster.handle_time(roster.workers[0], 3.0)
+    assert roster.announce(3.0) == []
+    roster.close(4.0, 5.0)
+    assert roster.announce(4.0) == []
+
+
+def test_probe_under_way_has_a_new_budget_when_its_worker_is_replaced() -> None:
+    roster = ready_roster(1, restart=replace(RESTART, budget=1))
+    [w] = roster.workers
+    roster.bury(w, "killed by SIGKILL", 1.0)
+    roster.handle_time(w, 1.0)
+    roster.bury(w, "killed by SIGKILL", 1.0)
+    assert w.spent
+    roster.handle_time(w, 2.0)
+    connect(w, 200)
+    roster.replace(roster.workers, asked_for=True)
+    assert roster.advance(2.0) == []
+    assert not roster.circuit_open
+    # What it loads may be what it could not load before: a start of the new budget, and no answer yet.
+    assert end(roster, w, 3.0, "killed by SIGKILL") == []
+    assert come_back(roster, w, 3.0) == [WorkersRestarted()]
+
+
+def test_pool_is_failed_while_all_workers_are_past_their_budget() -> None:
+    roster = ready_roster(2, restart=replace(RESTART, budget=0))
+    for w, state in zip(roster.workers, ("degraded", "failed"), strict=True):
+        roster.bury(w, "killed by SIGKILL", 1.0)
+        assert roster.health(1.0).state == state
+    assert roster.health(1.4).reasons == tuple(
+        f"worker {i} (cpu:{i}) is past its budget of 0 restarts within 60 s, next start in 0.6 s: "
+        f"worker {i} (cpu:{i}, pid {100 + i}) killed by SIGKILL"
+        for i in (0, 1)
+    )
+    assert all(w.state is WorkerState.GONE for w in roster.workers)
+
+
+def test_health_of_a_pool_that_replaces_a_worker_is_told_as_planned() -> None:
+    roster = new_roster(2)
+    for w in roster.workers:
+        finish(roster, w)
+    roster.announce(1.0)
+    roster.replace(roster.workers[:1])
+    roster.advance(1.0)
+    [told] = roster.announce(1.0)
+    assert isinstance(told, HealthChanged)
+    assert (told.health.state, told.planned) == ("degraded", True)
+    roster.kill(roster.workers[1], "breaks the protocol")
+    [told] = roster.announce(1.0)
+    assert isinstance(told, HealthChanged)
+    assert (told.health.serving, told.planned) == (0, False)
