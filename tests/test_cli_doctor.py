@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from mcinfer import fleet
 from mcinfer.diagnosis.judging import (
     CacheFacts,
     Finding,
@@ -40,9 +39,10 @@ from mcinfer.diagnosis.packages import (
 from mcinfer.diagnosis.runtime import Runtime, installed_runtime
 from mcinfer.errors import EngineError
 from mcinfer.machine import Gpu
+from mcinfer.runtime import connections
 
 GIB = 1 << 30
-FOUR_WORKERS = fleet.DESCRIPTORS_TO_OPEN + 4 * fleet.DESCRIPTORS_OF_A_WORKER
+FOUR_WORKERS = connections.DESCRIPTORS_TO_OPEN + 4 * connections.DESCRIPTORS_OF_A_WORKER
 THREADS = 8 + 4 * 8 + 16
 
 
@@ -95,7 +95,7 @@ def test_descriptors_should_do_for_a_pool_and_as_many_again(soft: int | None, st
 def test_advice_on_a_limit_is_what_its_hard_limit_allows(hard: int | None, advice: str) -> None:
     assert judge_descriptors(30, hard, 100, 4).advice.startswith(advice)
     many = judge_descriptors(30, None, 100, 1000)
-    assert int(many.advice.split()[2]) >= 100 + 2 * fleet.DESCRIPTORS_OF_A_WORKER * 1000
+    assert int(many.advice.split()[2]) >= 100 + 2 * connections.DESCRIPTORS_OF_A_WORKER * 1000
     user = judge_threads((30, 20), hard, 1, 1).advice
     assert user.startswith("ulimit -u")
     assert "Docker" not in user

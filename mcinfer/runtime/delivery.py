@@ -10,11 +10,16 @@ import os
 import queue
 import select
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from time import monotonic
 
 from mcinfer.wakeup import WakeUp
+
+_GATHER_SECONDS = 0.02
+"""Seconds that calls of `trace` wait for others."""
 
 _log = logging.getLogger("mcinfer.master")
 
@@ -33,6 +38,8 @@ class Delivery:
             OSError: No descriptor is left.
         """
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._traces: deque[Callable[[], object]] = deque()
+        self._gathers = False
         self._thread: threading.Thread | None = None
         self._ended = WakeUp()
         self._done = False
@@ -55,6 +62,13 @@ class Delivery:
         if self._done or os.getpid() != self._pid:
             self._drain()
 
+    def trace(self, call: Callable[[], object]) -> None:
+        """Have a call made soon, with others: to wake a thread for each would cost more than the call."""
+        self._traces.append(call)
+        if not self._gathers:
+            self._gathers = True
+            self.put(_nothing)
+
     def log(
         self, level: int, text: str, *values: object, failure: BaseException | None = None
     ) -> None:
@@ -76,21 +90,48 @@ class Delivery:
 
     def _run(self) -> None:
         self.ident = threading.get_ident()
-        while (call := self._calls.get()) is not None:
+        call: Callable[[], object] | None = _nothing
+        while call is not None:
             _make(call)
-            del call  # it holds what it was about
+            call = None  # it holds what it was about
+            call = self._gather() if self._gathers else self._calls.get()
         self._done = True
         self._drain()
         self._ended.set()
+
+    def _gather(self) -> Callable[[], object] | None:
+        """Make the calls of `trace`, after a while in which more may come; None if the end came meanwhile."""
+        end = monotonic() + _GATHER_SECONDS
+        while (left := end - monotonic()) > 0:
+            try:
+                call = self._calls.get(timeout=left)
+            except queue.Empty:
+                break
+            if call is None:
+                return None
+            _make(call)
+            del call
+        self._gathers = False  # before they are made: who comes now gathers anew
+        self._make_traces()
+        return _nothing
+
+    def _make_traces(self) -> None:
+        while self._traces:
+            _make(self._traces.popleft())
 
     def _drain(self) -> None:
         while True:
             try:
                 call = self._calls.get_nowait()
             except queue.Empty:
+                self._make_traces()
                 return
             if call is not None:
                 _make(call)
+
+
+def _nothing() -> None:
+    """Only wakes the thread."""
 
 
 def _make(call: Callable[[], object]) -> None:

@@ -1147,10 +1147,9 @@ class Loop:
             if entry is not None:
                 trace = self._scheduler.trace(entry)
             if trace is not None and request.context is not None:
-                as_future = future is not None
-                self._delivery.put(
-                    partial(_call_trace_hook, self._trace, request, trace, as_future)
-                )
+                joins = future is not None and error is None and not request.is_simple
+                arguments = (self._trace, request, trace, monotonic(), joins)
+                self._delivery.trace(partial(_call_trace_hook, *arguments))
         elif future is not None and error is None and (self.arena.crowded or not request.is_simple):
             # What it holds must not wait for somebody to ask for it.
             self._delivery.put(future.prepare)
@@ -1260,21 +1259,27 @@ class _Promise(Outcome[T]):
 
 
 def _call_trace_hook(
-    hook: TraceHook, request: Request, trace: RequestTrace, as_future: bool
+    hook: TraceHook, request: Request, trace: RequestTrace, joined: float, joins: bool
 ) -> None:
-    """Call the trace hook, in the delivery thread."""
-    failure: Exception | None = None
-    if trace.error is None:
-        try:
-            if as_future:
-                request.value()
-        except McinferError as exc:
-            failure = exc
-        except Exception as exc:
-            failure = PredictError(f"the answers could not be joined: {exc!r}")
-    trace = replace(trace, joined=monotonic())
-    if isinstance(failure, McinferError):
-        trace = replace(trace, outcome="failed", error=failure)
+    """Call the trace hook, in the delivery thread.
+
+    Args:
+        hook: The user's.
+        request: Whose trace it is.
+        trace: As the scheduler knows it.
+        joined: When the request was settled.
+        joins: Whether its parts are to be joined here, before anybody asks for them.
+    """
+    if joins:
+        with suppress(Exception):  # it is the request's error then
+            request.value()
+        joined = monotonic()
+    error = request.error
+    if trace.error is None and error is not None:
+        if not isinstance(error, McinferError):
+            error = PredictError(f"the answers could not be joined: {error!r}")
+        trace = replace(trace, outcome="failed", error=error)
+    trace = replace(trace, joined=joined)
     try:
         if request.context is not None:
             request.context.run(hook, trace)

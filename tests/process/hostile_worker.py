@@ -23,7 +23,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from mcinfer import protocol, transport, worker
+from mcinfer import protocol, worker
 from mcinfer.protocol import (
     REPLY,
     REPLY_HEAD,
@@ -34,6 +34,7 @@ from mcinfer.protocol import (
     Reply,
     encode,
 )
+from mcinfer.runtime import transport
 from mcinfer.runtime.cancels import Cancels
 from mcinfer.runtime.transport import WorkerTransport
 from mcinfer.shm.block import Block
