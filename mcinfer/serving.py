@@ -180,9 +180,10 @@ class Server:
         Raises:
             ProtocolError: A message does not fit.
         """
+        wait = self._dealer.wait
         while True:
-            data = self._dealer.wait()
-            if data[:1] == _PREDICT_ID:
+            data = wait()
+            if data and data[0] == PREDICT:
                 self.predict(data)
             elif not self.handle(decode(data)):
                 return
@@ -300,12 +301,12 @@ class Server:
         body = data[PREDICT_HEAD.size :]
         self._conversation.begin_run(request, shard)
         answer = self._run_or_fail(request, shard, (version, size), body)
-        if type(answer) is float:
-            # All outputs are where the master said.
-            self._conversation.end_run()
-            self._dealer.send(REPLY_HEAD.pack(REPLY, request, shard, answer))
-        elif isinstance(answer, Message):
+        if isinstance(answer, Message):
             self._answer(answer)
+            return
+        # All outputs are where the master said.
+        self._conversation.end_run()
+        self._dealer.send(REPLY_HEAD.pack(REPLY, request, shard, answer))
 
     def _run_or_fail(
         self, request: int, shard: int, what: PredictJoined | tuple[int, int], body: bytes
@@ -524,9 +525,6 @@ class Server:
         self._drop_runs(lambda _, blocks: number in blocks)
         if block is not None:
             block.close()
-
-
-_PREDICT_ID = bytes([PREDICT])
 
 
 def _fields(specs: Sequence[TensorSpec]) -> tuple[TensorFields, ...]:

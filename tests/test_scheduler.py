@@ -62,7 +62,7 @@ from mcinfer.scheduler.actions import (
     WorkersRestarted,
 )
 from mcinfer.scheduler.queue import ShardId
-from mcinfer.scheduler.scheduler import LONG_RUN, MAX_ATTEMPTS, SHORT_RUN, Scheduler
+from mcinfer.scheduler.scheduler import LONG_RUN, MAX_ATTEMPTS, SHORT_RUN, Scheduler, trace_of
 from mcinfer.scheduler.workers import MAX_DEATHS, STACKS_SECONDS, describe_exit
 from mcinfer.statistics import Health, RequestTrace, ShardTrace
 
@@ -1189,8 +1189,7 @@ def test_plain_reply_settles_its_request_and_the_last_one_strikes_it() -> None:
     last = pool.take_reply(0, 10, 0, 7.0, 2.0)
     assert last is first
     assert (last.unanswered, last.settled, len(pool.table)) == (0, True, 0)
-    trace = pool.trace(last)
-    assert trace is not None
+    trace = trace_of(last)
     # No more than there was time for.
     assert [(run.shard, run.run_seconds) for run in trace.shards] == [(0, 1.0), (1, 0.001)]
     assert pool.dispatch(2.0) == []
@@ -1565,13 +1564,13 @@ def test_trace_of_a_request_says_when_what_happened() -> None:
         settled=4.0,
         joined=4.0,
         shards=(
-            trace_of(0, worker=0, sent=2.0, answered=4.0, seconds=1.5),
-            trace_of(1, worker=1, sent=2.0, answered=3.0, seconds=0.5),
+            shard_trace(0, worker=0, sent=2.0, answered=4.0, seconds=1.5),
+            shard_trace(1, worker=1, sent=2.0, answered=3.0, seconds=0.5),
         ),
     )
 
 
-def trace_of(
+def shard_trace(
     shard: int, *, worker: int, sent: float, answered: float, seconds: float, attempts: int = 1
 ) -> ShardTrace:
     return ShardTrace(
@@ -1594,7 +1593,7 @@ def test_trace_of_a_shard_whose_worker_died_is_of_the_run_that_answered_it() -> 
     assert isinstance(settle, Settle)
     assert settle.trace is not None
     assert settle.trace.shards == (
-        trace_of(0, worker=1, sent=1.0, answered=4.0, seconds=0.25, attempts=2),
+        shard_trace(0, worker=1, sent=1.0, answered=4.0, seconds=0.25, attempts=2),
     )
 
 
@@ -1673,7 +1672,7 @@ class Twins:
             self.taken += 1
             actions: list[Action] = []
             if not entry.unanswered:
-                trace = self.fast.trace(entry)
+                trace = trace_of(entry) if self.fast._tracing else None
                 actions += [Settle(request=number, trace=trace), Release(request=number)]
             return [*actions, *self.fast.dispatch(now)]
 

@@ -304,6 +304,7 @@ class Planner:
             size=sum(layout.size for layout in (*laid, *outputs) if layout is not None),
             laid_inputs=any(layout is not None for layout in laid),
             laid_outputs=any(layout is not None for layout in outputs),
+            lays_all=all(layout is not None for layout in outputs),
             simple_inputs=all(layout is not None and layout.contiguous for layout in laid),
             simple_outputs=tuple(simple) if len(simple) == len(outputs) else None,
             cost=_REFERENCE_BYTES

@@ -116,6 +116,7 @@ class Plan:
         cost: Bytes of this process's memory for it and its idle frames, at most, by estimate.
         laid_inputs: Whether some input lies in a frame.
         laid_outputs: Whether some output does.
+        lays_all: Whether all outputs do.
         simple_inputs: Whether each is one array in its frame.
         simple_outputs: Whether each is: then its name, shape, type and start.
         idle_inputs: Frames for the inputs that are not in use.
@@ -134,6 +135,7 @@ class Plan:
     cost: int
     laid_inputs: bool
     laid_outputs: bool
+    lays_all: bool
     simple_inputs: bool
     simple_outputs: tuple[tuple[str, tuple[int, ...], np.dtype[Any], int], ...] | None
     idle_inputs: "deque[Ticket]"
@@ -168,6 +170,7 @@ class Request(Outcome[Arrays]):
 
     __slots__ = (
         "_asked",
+        "_complete",
         "_fresh",
         "_input_bodies",
         "_inputs",
@@ -239,6 +242,7 @@ class Request(Outcome[Arrays]):
         self._inputs = inputs
         self._input_bodies = input_bodies
         self._outputs = outputs
+        self._complete = plan.lays_all and outputs is not None
         if outputs is None:
             self._asked: Sequence[tuple[TensorRef, ...]] = ((),) * len(self.rows)
             self._output_bodies: Sequence[bytes] = (_NO_REFERENCES,) * len(self.rows)
@@ -297,8 +301,7 @@ class Request(Outcome[Arrays]):
 
     def is_laid_out(self, shard: int) -> bool:
         """Whether its worker was told of every output where it is to go, so that a reply may have none."""
-        asked = () if shard in self._fresh else self._asked[shard]
-        return len(asked) == len(self._model.outputs)
+        return self._complete and shard not in self._fresh
 
     def take_in_place(self, shard: int, worker: int) -> None:
         """A worker has answered that all outputs are where they were to be, as they may be."""

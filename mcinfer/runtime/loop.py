@@ -63,7 +63,7 @@ from mcinfer.scheduler.actions import (
 )
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.request_table import Entry
-from mcinfer.scheduler.scheduler import Scheduler
+from mcinfer.scheduler.scheduler import Scheduler, trace_of
 from mcinfer.scheduler.workers import describe_exit
 from mcinfer.shm.arena import Arena, Slot
 from mcinfer.statistics import Health, RequestTrace, Statistics, TraceHook
@@ -1034,7 +1034,7 @@ class Loop:
         request.take_in_place(shard, index)
         if not entry.unanswered:
             del self._requests[number]
-            self._settle(request, None, None, entry)
+            self._settle(request, None, entry)
             request.release()
             if self._line:
                 self._admit()
@@ -1112,7 +1112,7 @@ class Loop:
                 case SendPredict(worker=worker, members=members, fresh=fresh):
                     self._send_run(worker, members, fresh=fresh)
                 case Settle(request=number, error=error, cancelled=cancelled, trace=trace):
-                    self._settle(self._requests[number], error, trace, None, cancelled=cancelled)
+                    self._settle(self._requests[number], error, trace, cancelled=cancelled)
                 case Release(request=number):
                     # And its memory, once it is answered and nobody holds a view of it.
                     self._requests.pop(number).release()
@@ -1134,8 +1134,7 @@ class Loop:
         self,
         request: Request,
         error: McinferError | None,
-        trace: RequestTrace | None,
-        entry: Entry | None,
+        trace: RequestTrace | Entry | None,
         *,
         cancelled: bool = False,
     ) -> None:
@@ -1144,8 +1143,6 @@ class Loop:
         request.copies = self.arena.crowded
         request.settle(error, cancelled=cancelled)
         if self._trace is not None:
-            if entry is not None:
-                trace = self._scheduler.trace(entry)
             if trace is not None and request.context is not None:
                 joins = future is not None and error is None and not request.is_simple
                 arguments = (self._trace, request, trace, monotonic(), joins)
@@ -1259,14 +1256,14 @@ class _Promise(Outcome[T]):
 
 
 def _call_trace_hook(
-    hook: TraceHook, request: Request, trace: RequestTrace, joined: float, joins: bool
+    hook: TraceHook, request: Request, trace: RequestTrace | Entry, joined: float, joins: bool
 ) -> None:
     """Call the trace hook, in the delivery thread.
 
     Args:
         hook: The user's.
         request: Whose trace it is.
-        trace: As the scheduler knows it.
+        trace: As the scheduler knows it, or what it knows, of which it is made here.
         joined: When the request was settled.
         joins: Whether its parts are to be joined here, before anybody asks for them.
     """
@@ -1274,6 +1271,8 @@ def _call_trace_hook(
         with suppress(Exception):  # it is the request's error then
             request.value()
         joined = monotonic()
+    if isinstance(trace, Entry):
+        trace = trace_of(trace)
     error = request.error
     if trace.error is None and error is not None:
         if not isinstance(error, McinferError):

@@ -294,11 +294,11 @@ class ZeroMQWorker(WorkerTransport):
 
     def send(self, data: bytes) -> None:
         """See `WorkerTransport.send`."""
-        self._socket.send(data)
+        _send(self._socket, data)
 
     def wait(self) -> bytes:
         """See `WorkerTransport.wait`."""
-        data = self._socket.recv()
+        data: bytes = self._socket.recv()
         if self._handle >= 0:
             self._give_up_handle()
         return data

@@ -7,13 +7,16 @@ closed with its outcome, and stays in the book until no worker has a shard of it
 import heapq
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from mcinfer.scheduler.queue import Joinable, ShardId, ShardQueue
-from mcinfer.statistics import LATENCY_BOUNDS, ShardTrace, Tally
+from mcinfer.statistics import LATENCY_BOUNDS, Tally
 
 Outcome = Literal["succeeded", "failed", "cancelled"]
+
+TracedRun = tuple[int, int, str, int | None, int, float, float, float]
+"""Shard, worker, device, pid, attempts, when sent and answered, seconds of the run: see `ShardTrace`."""
 
 
 @dataclass(slots=True)
@@ -54,7 +57,7 @@ class Entry:
     settled: bool = False
     begun: bool = False
     outstanding: int = 0
-    runs: tuple[ShardTrace, ...] = ()
+    runs: list[TracedRun] = field(default_factory=list)
 
     @property
     def deadline(self) -> float:

@@ -591,7 +591,8 @@ class Scheduler:
         entry.answered[shard] = True
         entry.unanswered -= 1
         if self._tracing:
-            entry.runs += (_trace_run(w, entry, shard, run.sent, now, seconds),)
+            attempts = entry.attempts[shard]
+            entry.runs.append((shard, w.index, w.device, w.pid, attempts, run.sent, now, seconds))
         if not entry.unanswered:
             self.table.close(entry, "succeeded", now)
             self.table.strike(entry)
@@ -600,10 +601,6 @@ class Scheduler:
     def dispatch(self, now: float) -> list[Action]:
         """After `take_reply`: give what waits to who has room."""
         return self._dispatch(now) if self.table.queue else []
-
-    def trace(self, entry: Entry) -> RequestTrace | None:
-        """Of a request that `take_reply` has settled; None where none is wanted."""
-        return self._trace(entry, None, "succeeded", entry.closed) if self._tracing else None
 
     def _learn_seconds(self, w: Worker, seconds: float) -> None:
         """How long the worker's runs take, and so how many it may hold."""
@@ -651,7 +648,10 @@ class Scheduler:
                 entry.answered[shard] = True
                 entry.unanswered -= 1
                 if self._tracing:
-                    entry.runs += (_trace_run(w, entry, shard, run.sent, now, seconds),)
+                    attempts = entry.attempts[shard]
+                    entry.runs.append(
+                        (shard, w.index, w.device, w.pid, attempts, run.sent, now, seconds)
+                    )
                 if entry.unanswered:
                     continue
                 actions.append(self._settle(entry, None, now, "succeeded"))
@@ -674,24 +674,9 @@ class Scheduler:
         self, entry: Entry, error: McinferError | None, now: float, outcome: Outcome
     ) -> Settle:
         self.table.close(entry, outcome, now)
-        trace = self._trace(entry, error, outcome, now) if self._tracing else None
+        trace = trace_of(entry, error, outcome) if self._tracing else None
         return Settle(
             request=entry.number, error=error, cancelled=outcome == "cancelled", trace=trace
-        )
-
-    def _trace(
-        self, entry: Entry, error: McinferError | None, outcome: Outcome, now: float
-    ) -> RequestTrace:
-        return RequestTrace(
-            request=entry.number,
-            outcome=outcome,
-            error=error,
-            rows=sum(entry.rows),
-            called=entry.called,
-            queued=entry.queued,
-            settled=now,
-            joined=now,
-            shards=tuple(sorted(entry.runs, key=lambda run: run.shard)),
         )
 
     def _handle_failed_run(self, w: Worker, run: Run, message: Error, now: float) -> list[Action]:
@@ -832,16 +817,30 @@ class Scheduler:
         return [HealthChanged(health=self.health(0.0)), PoolClosed(abandoned=left)]
 
 
-def _trace_run(
-    w: Worker, entry: Entry, shard: int, sent: float, answered: float, seconds: float
-) -> ShardTrace:
-    return ShardTrace(
-        shard=shard,
-        worker=w.index,
-        device=w.device,
-        pid=w.pid,
-        attempts=entry.attempts[shard],
-        sent=sent,
-        answered=answered,
-        run_seconds=seconds,
+def trace_of(
+    entry: Entry, error: McinferError | None = None, outcome: Outcome = "succeeded"
+) -> RequestTrace:
+    """What became of a request that is settled; when its outputs were joined is for others to say."""
+    return RequestTrace(
+        request=entry.number,
+        outcome=outcome,
+        error=error,
+        rows=sum(entry.rows),
+        called=entry.called,
+        queued=entry.queued,
+        settled=entry.closed,
+        joined=entry.closed,
+        shards=tuple(
+            ShardTrace(
+                shard=shard,
+                worker=worker,
+                device=device,
+                pid=pid,
+                attempts=attempts,
+                sent=sent,
+                answered=answered,
+                run_seconds=seconds,
+            )
+            for shard, worker, device, pid, attempts, sent, answered, seconds in sorted(entry.runs)
+        ),
     )
