@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -362,6 +363,27 @@ def test_frames_are_held_by_an_unsettled_request_and_its_inputs_by_nobody_after(
     assert planner.idle_bytes == 2 * 64
     del value
     assert planner.idle_bytes == arena.used == 3 * 64
+
+
+def test_plans_and_frames_take_bounded_memory_of_this_process() -> None:
+    """A model of 40 outputs, fed with any number of rows: without a bound it was hundreds of MiB."""
+    shape: list[Dimension] = ["batch", 4]
+    outputs = {f"y{i}": ("float32", shape) for i in range(40)}
+    spec = model({"x": ("float32", ["batch", 4])}, outputs)
+    arena = Arena(1 << 30)
+    planner, split = planner_of(spec, arena), known(spec)
+    tracemalloc.start()
+    try:
+        for rows in range(1, 101):
+            x = np.ones((rows, 4), np.float32)
+            requests = [planner.request([x], 2, split, 0.0) for _ in range(20)]
+            requests.clear()
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken < 48 << 20
+    planner.close()
+    arena.close()
 
 
 def test_idle_frames_are_bounded_in_number(arena: Arena) -> None:
