@@ -26,6 +26,9 @@ class Owner(Protocol):
     def cancel(self, outcome: "Outcome[Any]") -> bool:
         """Cancel a request; False if it was settled before."""
 
+    def check_wait(self) -> None:
+        """Raise an error where the calling thread would wait in vain."""
+
     def deliver(self, call: Callable[[], object]) -> None:
         """Have the delivery thread make a call."""
 
@@ -69,9 +72,11 @@ class Outcome(Generic[T]):
         lock.acquire()
         self._locks.append(lock)
         # The loop may have settled it before it could see the lock.
-        if not self.settled:
-            longest = threading.TIMEOUT_MAX
-            lock.acquire(timeout=longest if timeout is None else min(max(timeout, 0.0), longest))
+        try:
+            if not self.settled:
+                most = threading.TIMEOUT_MAX
+                lock.acquire(timeout=most if timeout is None else min(max(timeout, 0.0), most))
+        finally:
             if not self.settled:
                 self._locks.remove(lock)
         return self.settled
@@ -245,6 +250,7 @@ class OutcomeFuture(Future[T]):
         outcome = self.outcome
         try:
             if not outcome.settled:
+                self.owner.check_wait()
                 end = None if timeout is None else monotonic() + timeout
                 while not outcome.wait(None if end is None else end - monotonic()):
                     if end is not None and monotonic() >= end:

@@ -11,7 +11,6 @@ to `close`. One thread calls its methods.
 """
 
 import hmac
-import logging
 import os
 import secrets
 from collections.abc import Sequence
@@ -49,8 +48,6 @@ from mcinfer.runtime.transport import (
 from mcinfer.runtime.worker_process import OutputForwarder, WorkerProcess
 from mcinfer.shm.arena import Arena
 from mcinfer.shm.block import Block
-
-_log = logging.getLogger("mcinfer.master")
 
 _STANDINGS = {
     "T": "is stopped by a signal",
@@ -167,13 +164,12 @@ class Connections:
         self.processes[index] = process
         return process
 
-    def remove(self, index: int) -> WorkerProcess:
+    def remove(self, index: int) -> None:
         """Forget a process that has ended; it is to be reaped."""
         process = self.processes.pop(index)
         self._transport.remove(index)
         if process.peer is not None:
             del self._peers[process.peer]
-        return process
 
     def kill(self, index: int) -> None:
         """End a worker's process, if it has one."""
@@ -238,7 +234,6 @@ class Connections:
                     process.peer = peer
                     self._peers[peer] = index
                     return index
-        _log.debug("ignored a %s of a stranger", type(message).__name__)
         return None
 
     def fetch(self, index: int, number: int) -> Block:
