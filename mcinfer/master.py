@@ -230,13 +230,13 @@ class Master:
             weights = _specs(built.weights)
             self._identity = built.model
             self._splitter = self._new_splitter(model, self._said)
+            self._model = model
+            loop = self._loop
+            self._planner = Planner(model, loop.arena, loop.allocate, self._max_batch_size, weights)
+            loop.frames = self._planner
         except BaseException:
             self.close()
             raise
-        self._model = model
-        loop = self._loop
-        self._planner = Planner(model, loop.arena, loop.allocate, self._max_batch_size, weights)
-        loop.frames = self._planner
         return self
 
     def close(self, timeout: float | None = None, *, drain: bool = False) -> None:
@@ -256,6 +256,8 @@ class Master:
             check_seconds("timeout", timeout)
         if not isinstance(drain, bool):
             raise InvalidInputError(f"drain: got {drain!r}, expected True or False")
+        if self._loop.is_forked:
+            return  # what there is to close is another process's, and so are the threads that hold locks
         try:
             self._loop.close(timeout, drain=drain)
             self._waiting.close(wait=self._loop.may_wait())

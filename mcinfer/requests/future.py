@@ -178,7 +178,8 @@ class OutcomeFuture(Future[T]):
         self.owner = owner
         self._callbacks: list[Callable[[Future[T]], object]] = []
         self._waiting: _Waiters | None = None
-        outcome.future = self
+        if not outcome.settled:
+            outcome.future = self
 
     @property
     def is_awaited(self) -> bool:

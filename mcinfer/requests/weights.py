@@ -121,7 +121,7 @@ class WeightStore:
         slots = {**before.slots, **slots}
         version = WeightVersion(
             number=before.number + 1,
-            oldest=min([*self._alive.keys()]),
+            oldest=min([*self._alive.keys()], default=before.number),  # none is, after `close`
             tensors={**before.tensors, **tensors},
             slots=slots,
             blocks=frozenset(slot.block for slot in slots.values()),
@@ -132,8 +132,8 @@ class WeightStore:
 
     def close(self) -> None:
         """Let go of the memory of replaced weights; no request will come any more."""
-        with self._updating:
-            self.current = WeightVersion(number=self.current.number)
+        # Not under the lock: a signal's handler, or a finalizer, may come while its own thread holds it.
+        self.current = WeightVersion(number=self.current.number)
 
     def _lay(self, name: str, array: NDArray[Any]) -> Layout:
         whole = InputCut(axis=None, shapes=(array.shape,))

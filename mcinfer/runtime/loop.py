@@ -64,7 +64,7 @@ from mcinfer.scheduler.actions import (
 )
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.request_table import Entry
-from mcinfer.scheduler.scheduler import Scheduler
+from mcinfer.scheduler.scheduler import LONG_RUN, Scheduler
 from mcinfer.scheduler.workers import describe_exit
 from mcinfer.shm.arena import Arena, Slot
 from mcinfer.statistics import Health, RequestTrace, Statistics, TraceHook
@@ -297,7 +297,7 @@ class Loop:
                 for requests to be answered; None is as long as they have, each its own time-out.
             drain: Whether what was accepted is answered first; nothing more is.
         """
-        if os.getpid() != self._pid:
+        if self.is_forked:
             return
         self._close_asked = True
         thread = self._thread
@@ -331,12 +331,12 @@ class Loop:
     def abandon(self) -> None:
         """Ask the loop to close everything: for finalizers, so it never waits."""
         self._abandoned = True
-        if os.getpid() == self._pid:
+        if not self.is_forked:
             self._bell.set()
 
     def check_open(self) -> None:
         """Raise `ClosedError` unless requests are taken, `QueueFullError` if there is no place for one."""
-        if self._thread is None or self._close_asked or os.getpid() != self._pid:
+        if self._thread is None or self._close_asked or self.is_forked:
             self._check_process()
             if self.finished:
                 raise ClosedError("the master is closed")
@@ -351,9 +351,14 @@ class Loop:
         if self._table.in_flight >= limits.queue and limits.when_queue_full == "raise":
             self._scheduler.check_room(0)
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the master's: then it has no loop."""
+        return os.getpid() != self._pid
+
     def _check_process(self) -> None:
-        """Raise `ClosedError` in a fork, which has no loop."""
-        if os.getpid() != self._pid:
+        """Raise `ClosedError` in a fork."""
+        if self.is_forked:
             raise ClosedError(
                 f"this master belongs to process {self._pid}; process {os.getpid()} was forked from it "
                 "and needs a master of its own"
@@ -432,7 +437,7 @@ class Loop:
 
     def cancel(self, outcome: Outcome[Any]) -> bool:
         """Cancel a request; False if it was settled before."""
-        if os.getpid() != self._pid:
+        if self.is_forked:
             return False
         call = _Call(partial(self._cancel, outcome))
         self._post(call)
@@ -672,7 +677,7 @@ class Loop:
             due = called + timeout
             for shard, worker in enumerate(given):
                 if len(worker.runs) > 1:
-                    due = min(due, worker.began + self._scheduler.long_run)
+                    due = min(due, worker.began + LONG_RUN)
                 try:
                     self._connections.send_shard(worker.index, request, shard)
                 except UnreachableError as exc:
@@ -1033,11 +1038,10 @@ class Loop:
 
     def _receive(self) -> bool:
         """Take the messages that are there, or the first of very many; whether there were any."""
-        fleet = self._connections
         if self.finished:
             return False
         for taken in range(_MAX_MESSAGES):
-            received = fleet.receive()
+            received = self._connections.receive()
             if received is None:
                 return taken > 0
             index, message = received

@@ -153,11 +153,6 @@ class Scheduler:
         runs = self._workers[worker].runs
         return bool(runs) and runs[0].late
 
-    @property
-    def long_run(self) -> float:
-        """Seconds that a run may go on before what waits behind it goes elsewhere."""
-        return LONG_RUN
-
     def is_exiting(self, worker: int) -> bool:
         """Whether the worker was told to end, so that its end is no surprise."""
         told = self._workers[worker].state is WorkerState.EXITING

@@ -51,7 +51,7 @@ class Slot:
     def __init__(
         self, block: Block, offset: int, size: int, generation: int, memory: "Array[c_char]"
     ) -> None:
-        """Made by `Arena.allocate` alone."""
+        """Made by `Arena.allocate_all` alone."""
         self.block = block.number
         self.offset = offset
         self.size = size

@@ -122,3 +122,19 @@ with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
     ended = run(text, fake_model())
     assert (ended.status, ended.err) == (0, "")
     assert ended.out.splitlines() == ["child's True", "parent's True"]
+
+
+def test_forked_child_closes_while_its_parent_copies(fake_model: FakeModel) -> None:
+    text = """
+with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
+    with master._planner._copier._pool._shutdown_lock:  # as a thread that begins a copy
+        child = os.fork()
+        if not child:
+            signal.alarm(5)
+            master.close()
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    say(master.predict(X)["y"].sum())
+"""
+    ended = run(text, fake_model())
+    assert (ended.status, ended.out, ended.err) == (0, ANSWER + "\n", "")
