@@ -273,7 +273,7 @@ class Master:
     def health(self) -> Health:
         """How the pool is at this moment, and why. It asks no worker, so it never waits.
 
-        A worker that is stopped by a signal, or has ended just now, is told from one that is idle by the
+        A worker that is stopped by a signal, or has ended just now, is known from one that is idle by the
         state of its process. A run that goes on for too long is one whose request's time is over, so give
         requests a time-out.
 
@@ -419,7 +419,7 @@ class Master:
                 raise
             return self._run_whole(call, exc)
         except BaseException:
-            # Ctrl-C while waiting: the workers are not to go on for nobody.
+            # Ctrl-C while waiting: the workers need not go on.
             if not request.settled:
                 self._loop.forget(request)
             raise

@@ -183,7 +183,7 @@ class OutcomeFuture(Future[T]):
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody is to be called."""
+        """Whether there is a callback or a waiter to call."""
         return bool(self._callbacks or (self._waiting is not None and self._waiting.to_call))
 
     @property
@@ -271,11 +271,11 @@ class OutcomeFuture(Future[T]):
         return outcome.error
 
     def prepare(self) -> None:
-        """Make the result before somebody asks for it: in the delivery thread."""
+        """Make the result before its user asks for it: in the delivery thread."""
         self._failure()
 
     def notify(self) -> None:
-        """Call whoever is to be called: in the delivery thread."""
+        """Call the callbacks and the waiters: in the delivery thread."""
         while (callback := _next(self._callbacks)) is not None:
             try:
                 callback(self)

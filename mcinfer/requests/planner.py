@@ -438,7 +438,7 @@ class Planner:
         held: Lease | None,
     ) -> tuple[list[object], Sequence[bytes], frozenset[int]]:
         """What holds the inputs' memory, their references by shard, and the blocks that these speak of."""
-        # What lies in shared memory already is the caller's, and is held until nobody reads it.
+        # What lies in shared memory already is the caller's, and is held until no worker reads it.
         keep: list[object] = [arrays[i] for i in borrowed]
         places = [borrowed.get(i) for i in range(len(arrays))]
         copied = [

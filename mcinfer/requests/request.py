@@ -296,7 +296,7 @@ class Request(Outcome[Arrays]):
         return self._input_bodies[shard], self._output_bodies[shard]
 
     def is_laid_out(self, shard: int) -> bool:
-        """Whether its worker was told of every output where it is to go, so that a reply may have none."""
+        """Whether the PREDICT says of every output where it is to go, so that a reply may have none."""
         asked = () if shard in self._fresh else self._asked[shard]
         return len(asked) == len(self._model.outputs)
 
@@ -387,7 +387,7 @@ class Request(Outcome[Arrays]):
             PredictError: The shards' parts do not join, an output without a batch dimension
                 differs between them, or there is no memory for a copy of what a worker made.
         """
-        # Before it is seen that nobody has made it: whoever does lets go of these afterwards.
+        # Before the look at the value: another thread may make it, and let go of these then.
         outputs, parts = self._outputs, self._parts
         value = self._value
         if value is not None:

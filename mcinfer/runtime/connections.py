@@ -4,7 +4,7 @@ It decides nothing: who is started, sent to and killed is the loop's to say, and
 to judge.
 
 Each start has two random tokens, which the worker learns over its lifeline. It shows one in HELLO, and the
-master the other in BUILD: so neither serves a stranger, whoever it was that it was connected to.
+master the other in BUILD: so neither serves a stranger that it may be connected to.
 
 Ownership: `Connections` own the transport, the worker processes and what forwards their output, from `open`
 to `close`. One thread calls its methods.
@@ -312,7 +312,7 @@ class Connections:
         )
 
     def detach(self, index: int, number: int) -> None:
-        """Tell a worker that a block is no more, if it was given it.
+        """Have a worker give up a block that is no more, if it was given it.
 
         Raises:
             UnreachableError: As `send`.
@@ -347,7 +347,7 @@ class Connections:
             self.send(index, Attach(block=number, size=block.size))
 
     def _give_weights(self, index: int, process: WorkerProcess, version: WeightVersion) -> None:
-        """Tell the worker where a version of the weights lies."""
+        """Say to the worker where a version of the weights lies."""
         self._attach(index, process, version.blocks)
         process.weights = {n for n in process.weights if n >= version.oldest} | {version.number}
         tensors = tuple(version.tensors.values())

@@ -84,7 +84,7 @@ _MEMORY_INTERVAL = 1.0
 """Seconds between two looks at how much memory workers have, where the policy asks for it."""
 
 _ROOM_INTERVAL = 0.001
-"""Seconds between two looks for memory that somebody waits for: the end of an array rings no bell."""
+"""Seconds between two looks for memory that a caller waits for: the end of an array rings no bell."""
 
 _HEALTH_INTERVAL = 0.2
 """Seconds between two looks of `wait_ready`."""
@@ -418,7 +418,7 @@ class Loop:
             raise
 
     def forget(self, request: Request) -> None:
-        """Nobody waits for a request any more."""
+        """Cancel a request, without waiting for that: its caller does not want it any more."""
         self._post(_Call(partial(self._cancel, request)))
 
     def await_answer(self, request: Request) -> None:
@@ -812,7 +812,7 @@ class Loop:
         return None
 
     def _may_pass(self) -> bool:
-        """Whether others may go before the first who waits for memory: it waits for what somebody keeps."""
+        """Whether others may go before the first who waits for memory: it waits for what a user keeps."""
         quiet = monotonic() - max(self._memory_line[0].since, self._last_release)
         return quiet > _PATIENCE or not self._requests
 
@@ -933,7 +933,7 @@ class Loop:
         return None, restarted
 
     def _forget_restart(self, restarted: "_Promise[None]") -> None:
-        """Whoever asked for the restart waits no more: what was not replaced yet stays as it is."""
+        """The caller of the restart waits no more: what was not replaced yet stays as it is."""
         if restarted is self._restarted and not restarted.settled:
             self._scheduler.handle_restart_abandoned()
             restarted.settle()
@@ -1151,7 +1151,7 @@ class Loop:
                 case Settle(request=number, error=error, cancelled=cancelled, trace=trace):
                     self._settle(self._requests[number], error, trace, None, cancelled=cancelled)
                 case Release(request=number):
-                    # And its memory, once it is answered and nobody holds a view of it.
+                    # And its memory, once it is answered and no view of it is left.
                     self._requests.pop(number).release()
                 case Send(worker=worker, message=message):
                     self._send(worker, message)
@@ -1188,7 +1188,7 @@ class Loop:
                 arguments = (self._trace, request, trace, monotonic(), joins)
                 self._delivery.trace(partial(_call_trace_hook, *arguments))
         elif future is not None and error is None and (self.arena.crowded or not request.is_simple):
-            # What it holds must not wait for somebody to ask for it.
+            # What it holds must not wait until its user asks for it.
             self._delivery.put(future.prepare)
 
     def _turn_over(self, action: Action) -> list[Action]:

@@ -47,7 +47,7 @@ class WorkerProcess:
         build_token: What the master must show it in BUILD.
         peer: The transport's name for it, once it has said who it is.
         attached: Numbers of the blocks that it was given.
-        weights: Versions of the weights that it was told of.
+        weights: Versions of the weights that it knows.
         outlawed: Whether it broke the protocol: nothing more of what it sends is read.
     """
 
