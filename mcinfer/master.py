@@ -230,13 +230,13 @@ class Master:
             weights = _specs(built.weights)
             self._identity = built.model
             self._splitter = self._new_splitter(model, self._said)
+            self._model = model
+            loop = self._loop
+            self._planner = Planner(model, loop.arena, loop.allocate, self._max_batch_size, weights)
+            loop.frames = self._planner
         except BaseException:
             self.close()
             raise
-        self._model = model
-        loop = self._loop
-        self._planner = Planner(model, loop.arena, loop.allocate, self._max_batch_size, weights)
-        loop.frames = self._planner
         return self
 
     def close(self, timeout: float | None = None, *, drain: bool = False) -> None:
@@ -256,6 +256,8 @@ class Master:
             check_seconds("timeout", timeout)
         if not isinstance(drain, bool):
             raise InvalidInputError(f"drain: got {drain!r}, expected True or False")
+        if self._loop.is_forked:
+            return  # what there is to close is another process's, and so are the threads that hold locks
         try:
             self._loop.close(timeout, drain=drain)
             self._waiting.close(wait=self._loop.may_wait())
@@ -271,7 +273,7 @@ class Master:
     def health(self) -> Health:
         """How the pool is at this moment, and why. It asks no worker, so it never waits.
 
-        A worker that is stopped by a signal, or has ended just now, is told from one that is idle by the
+        A worker that is stopped by a signal, or has ended just now, is known from one that is idle by the
         state of its process. A run that goes on for too long is one whose request's time is over, so give
         requests a time-out.
 
@@ -417,7 +419,7 @@ class Master:
                 raise
             return self._run_whole(call, exc)
         except BaseException:
-            # Ctrl-C while waiting: the workers are not to go on for nobody.
+            # Ctrl-C while waiting: the workers need not go on.
             if not request.settled:
                 self._loop.forget(request)
             raise
@@ -630,8 +632,8 @@ class Master:
         version = 0 if self._planner is None else self._planner.weights.current.number
         return self._loop.statistics(version)
 
-    def _ready(self) -> Planner:
-        self._loop.check_open()
+    def _ready(self, *, for_request: bool = False) -> Planner:
+        self._loop.check_open(for_request=for_request)
         if self._planner is None:
             raise ClosedError("the master is still starting")
         return self._planner
@@ -650,7 +652,7 @@ class Master:
         """What was asked for, checked but for the inputs."""
         if type(priority) is not int:
             raise InvalidInputError(f"priority: got {priority!r}, expected an int")
-        planner = self._ready()
+        planner = self._ready(for_request=True)
         if timeout is None:
             timeout = self._timeouts.predict
         else:

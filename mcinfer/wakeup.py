@@ -4,7 +4,7 @@ import os
 
 
 class WakeUp:
-    """An eventfd (eventfd(2)) that lives as long as this object, whoever still holds it.
+    """An eventfd (eventfd(2)) that lives as long as this object.
 
     A finalizer may call `set` at any moment, also one that runs after this object's own, in a cycle that is
     collected: then it does nothing, and never writes to a descriptor whose number has passed to another file.

@@ -62,6 +62,9 @@ class Owner:
         outcome.settle(cancelled=True)
         return True
 
+    def check_wait(self) -> None:
+        pass
+
     def deliver(self, call: Callable[[], object]) -> None:
         self.delivery.put(call)
 

@@ -1,6 +1,8 @@
 """From arrays to requests: what is checked, where tensors lie, and who may use their memory again."""
 
 import gc
+import os
+import signal
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from mcinfer.errors import InvalidInputError, QueueFullError
 from mcinfer.protocol import Predict, decode, encode_references
 from mcinfer.requests import planner as planning
+from mcinfer.requests.copier import Copier
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Request
 from mcinfer.sharding import Axes
@@ -426,6 +429,50 @@ def test_frames_of_a_forgotten_plan_and_of_a_closed_planner_go_to_the_arena(aren
     planner.close()
     del last
     assert arena.used == 0
+
+
+def test_frames_that_come_back_to_a_forgotten_plan_are_no_loss_of_memory(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "_MAX_PLANS", 1)
+    planner = planner_of(PLAIN, arena)
+    requests = [answered(planner, arena) for _ in range(8)]
+    kept = requests[0].result()["y"]
+    answered(planner, arena, np.ones((9, 3), np.float32))
+    requests.clear()
+    planner.release_idle()
+    assert arena.used == 64  # what is kept
+    assert (kept == 2).all()
+
+
+def test_copy_that_was_interrupted_writes_to_no_later_request() -> None:
+    spec = model({"x": ("uint8", ["batch", 1 << 10])}, {"y": ("uint8", ["batch"])})
+    arena = Arena(256 * MIB)
+    planner = planner_of(spec, arena)
+    planner._copier = Copier(2)
+    old, new = (np.full((18 << 10, 1 << 10), value, np.uint8) for value in (1, 2))
+    goes_on = threading.Event()
+    planner._copier._pool.submit(goes_on.wait, 20.0)  # the copier's thread is busy
+
+    def handler(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        planner.request([old], 1, None, 0.0)
+    timer.join()
+    signal.signal(signal.SIGUSR1, before)
+    # Of another layout, so that one thread copies it.
+    request = planner.request([np.asfortranarray(new)], 1, None, 0.0)
+    goes_on.set()
+    planner._copier.close()
+    [(inputs, _)] = [references(request, 0)]
+    assert set(bytes(place(arena, inputs[0]))) == {2}
+    del request
+    planner.close()
+    arena.close()
 
 
 def test_frame_held_in_a_cycle_is_free_once_that_is_collected(arena: Arena) -> None:

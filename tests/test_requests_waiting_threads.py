@@ -84,3 +84,9 @@ def test_call_after_the_end_is_made_by_the_caller() -> None:
     here = threading.get_ident()
     assert threads.submit(threading.get_ident).result(0) == here
     assert running() == 0
+
+
+def test_call_may_close_what_it_runs_in() -> None:
+    threads = WaitingThreads()
+    assert threads.submit(lambda: threads.close(wait=True)).result(PATIENCE) is None
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("mcinfer-wait")])

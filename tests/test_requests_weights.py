@@ -1,10 +1,12 @@
 """Tests of mcinfer/weights.py: versions of weights in a real arena."""
 
 import gc
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -383,6 +385,26 @@ def test_update_that_waits_for_memory_does_not_keep_others_waiting(arena: Arena)
         go.set()
         assert waits.result(20.0) == 2
     assert_values(arena, store.current, {"b": [1, 2, 3], "n": 5})
+
+
+def test_close_in_the_middle_of_an_update_of_its_own_thread_does_not_wait(
+    store: WeightStore,
+) -> None:
+    """As by a signal's handler, or a finalizer."""
+
+    def close_once(frame: FrameType, *_: object) -> None:
+        if frame.f_code.co_name == "_commit":
+            sys.setprofile(None)
+            store.close()
+
+    def update() -> None:
+        sys.setprofile(close_once)
+        store.update({"n": 4}, 0.0)
+
+    thread = threading.Thread(target=update, daemon=True)
+    thread.start()
+    thread.join(5.0)
+    assert not thread.is_alive()
 
 
 def test_update_of_a_closed_arena_is_refused(arena: Arena, store: WeightStore) -> None:

@@ -26,6 +26,9 @@ class Owner(Protocol):
     def cancel(self, outcome: "Outcome[Any]") -> bool:
         """Cancel a request; False if it was settled before."""
 
+    def check_wait(self) -> None:
+        """Raise an error where the calling thread would wait in vain."""
+
     def deliver(self, call: Callable[[], object]) -> None:
         """Have the delivery thread make a call."""
 
@@ -69,9 +72,11 @@ class Outcome(Generic[T]):
         lock.acquire()
         self._locks.append(lock)
         # The loop may have settled it before it could see the lock.
-        if not self.settled:
-            longest = threading.TIMEOUT_MAX
-            lock.acquire(timeout=longest if timeout is None else min(max(timeout, 0.0), longest))
+        try:
+            if not self.settled:
+                most = threading.TIMEOUT_MAX
+                lock.acquire(timeout=most if timeout is None else min(max(timeout, 0.0), most))
+        finally:
             if not self.settled:
                 self._locks.remove(lock)
         return self.settled
@@ -173,11 +178,12 @@ class OutcomeFuture(Future[T]):
         self.owner = owner
         self._callbacks: list[Callable[[Future[T]], object]] = []
         self._waiting: _Waiters | None = None
-        outcome.future = self
+        if not outcome.settled:
+            outcome.future = self
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody is to be called."""
+        """Whether there is a callback or a waiter to call."""
         return bool(self._callbacks or (self._waiting is not None and self._waiting.to_call))
 
     @property
@@ -245,6 +251,7 @@ class OutcomeFuture(Future[T]):
         outcome = self.outcome
         try:
             if not outcome.settled:
+                self.owner.check_wait()
                 end = None if timeout is None else monotonic() + timeout
                 while not outcome.wait(None if end is None else end - monotonic()):
                     if end is not None and monotonic() >= end:
@@ -264,11 +271,11 @@ class OutcomeFuture(Future[T]):
         return outcome.error
 
     def prepare(self) -> None:
-        """Make the result before somebody asks for it: in the delivery thread."""
+        """Make the result before its user asks for it: in the delivery thread."""
         self._failure()
 
     def notify(self) -> None:
-        """Call whoever is to be called: in the delivery thread."""
+        """Call the callbacks and the waiters: in the delivery thread."""
         while (callback := _next(self._callbacks)) is not None:
             try:
                 callback(self)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from math import prod
 from operator import index
 from typing import Any, cast
+from weakref import ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,6 +105,8 @@ class Planner:
             for spec in model.inputs
         )
         self._plans: dict[Hashable, Plan] = {}
+        self._forgotten: list[ref[deque[Ticket]]] = []
+        """Where frames of forgotten plans go that are still in use."""
         self.apart = ""
         self._opened: set[str] = set()
         """Outputs that had another shape than the model declares: they are not laid out before the run."""
@@ -149,18 +152,24 @@ class Planner:
                 longer, shapes, pieces, known, borrowed
             )
         held, outputs = self._lease(plan, timeout)
-        if plan.simple_inputs and held is not None:
-            frame = held.ticket.frame
-            for view, array in zip(frame.views, arrays, strict=True):
-                if view.nbytes < _LARGE_BYTES:
-                    np.copyto(view, array, "equiv")
-                else:
-                    self._copier.copy(view, array)
-            keep: Sequence[object] = (held,)
-            bodies: Sequence[bytes] = frame.bodies
-            blocks = frame.blocks
-        else:
-            keep, bodies, blocks = self._place(arrays, plan, borrowed or {}, held)
+        try:
+            if plan.simple_inputs and held is not None:
+                frame = held.ticket.frame
+                for view, array in zip(frame.views, arrays, strict=True):
+                    if view.nbytes < _LARGE_BYTES:
+                        np.copyto(view, array, "equiv")
+                    else:
+                        self._copier.copy(view, array)
+                keep: Sequence[object] = (held,)
+                bodies: Sequence[bytes] = frame.bodies
+                blocks = frame.blocks
+            else:
+                keep, bodies, blocks = self._place(arrays, plan, borrowed or {}, held)
+        except BaseException:
+            if held is not None:
+                # The copier's threads may still write to this frame: it goes with their views.
+                del held.ticket
+            raise
         if outputs is not None:
             written = outputs.ticket.frame.blocks
             blocks = blocks if written <= blocks else blocks | written
@@ -180,13 +189,19 @@ class Planner:
     @property
     def idle_bytes(self) -> int:
         """Bytes of shared memory in frames that are not in use."""
-        return sum(plan.idle_bytes for plan in list(self._plans.values()))
+        forgotten = sum(t.frame.slot.size for idle in self._of_forgotten() for t in idle.copy())
+        return forgotten + sum(plan.idle_bytes for plan in list(self._plans.values()))
 
     def release_idle(self) -> None:
         """Let go of the frames that are not in use: memory is short."""
         for plan in list(self._plans.values()):
             plan.idle_inputs.clear()
             plan.idle_outputs.clear()
+        for idle in self._of_forgotten():
+            idle.clear()
+
+    def _of_forgotten(self) -> "list[deque[Ticket]]":
+        return [idle for found in [*self._forgotten] if (idle := found()) is not None]
 
     def allocate(self, shapes: Mapping[str, Sequence[int]], timeout: float) -> Arrays:
         """Arrays in shared memory for inputs of these shapes; see `Master.allocate`."""
@@ -319,8 +334,18 @@ class Planner:
         while len(plans) > 1 and (
             len(plans) > _MAX_PLANS or sum(p.cost for p in [*plans.values()]) > _MAX_PLAN_BYTES
         ):
-            plans.pop(next(iter([*plans])), None)
+            self._forget(plans.pop(next(iter([*plans]), None), None))
         return plan
+
+    def _forget(self, plan: Plan | None) -> None:
+        """Let go of a plan's idle frames; those in use come back to where only `release_idle` finds them."""
+        if plan is None:
+            return
+        forgotten = self._forgotten
+        for idle in (plan.idle_inputs, plan.idle_outputs):
+            idle.clear()
+            # The deque lives as long as a frame that is to come back to it.
+            forgotten.append(ref(idle, forgotten.remove))
 
     def _empty(self, plan: Plan, weights: WeightVersion) -> Request:
         """A batch of no rows is answered already."""
@@ -414,7 +439,7 @@ class Planner:
         held: Lease | None,
     ) -> tuple[list[object], Sequence[bytes], frozenset[int]]:
         """What holds the inputs' memory, their references by shard, and the blocks that these speak of."""
-        # What lies in shared memory already is the caller's, and is held until nobody reads it.
+        # What lies in shared memory already is the caller's, and is held until no worker reads it.
         keep: list[object] = [arrays[i] for i in borrowed]
         places = [borrowed.get(i) for i in range(len(arrays))]
         copied = [

@@ -390,7 +390,7 @@ class Request(Outcome[Arrays]):
             PredictError: The shards' parts do not join, an output without a batch dimension
                 differs between them, or there is no memory for a copy of what a worker made.
         """
-        # Before it is seen that nobody has made it: whoever does lets go of these afterwards.
+        # Before the look at the value: another thread may make it, and let go of these then.
         outputs, parts = self._outputs, self._parts
         value = self._value
         if value is not None:

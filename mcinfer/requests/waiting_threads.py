@@ -75,7 +75,8 @@ class WaitingThreads:
             for _ in threads:
                 self._calls.put(None)
         for thread in threads if wait else ():
-            thread.join()
+            if thread is not threading.current_thread():  # a finalizer may close, in any
+                thread.join()
 
     def _run(self) -> None:
         while True:

@@ -6,10 +6,10 @@
     a request takes `current` when it is staged, and holds it ──► every shard of it runs with that version
 
 That one assignment is the whole commit. Nothing has to be agreed upon with the workers: a run's message names
-its version, and before the first such run a worker is told where it lies (`mcinfer.runtime.connections`). A
-worker that was started again is told likewise.
+its version, and before the first such run a worker gets the place of it (`mcinfer.runtime.connections`). A
+worker that was started again gets it likewise.
 
-Ownership: a version's tensors belong to the versions that contain them, and a version to whoever holds
+Ownership: a version's tensors belong to the versions that contain them, and a version to those that hold
 it: the store (the current one) and the requests that run with it. With the last of these its memory is free.
 """
 
@@ -94,8 +94,7 @@ class WeightStore:
             QueueFullError: No shared memory was free in time; likewise.
         """
         arrays = check_weights(weights, self._by_name)
-        # Not under the lock: whoever waits for memory must not hold up an update in a callback, which may run
-        # in the thread that takes freed memory back.
+        # Not under the lock: an update that waits for memory must not hold up another one.
         slots, tensors = self._copy_in(arrays, timeout)
         with self._updating:
             return self._commit(slots, tensors)
@@ -121,7 +120,7 @@ class WeightStore:
         slots = {**before.slots, **slots}
         version = WeightVersion(
             number=before.number + 1,
-            oldest=min([*self._alive.keys()]),
+            oldest=min([*self._alive.keys()], default=before.number),  # none is, after `close`
             tensors={**before.tensors, **tensors},
             slots=slots,
             blocks=frozenset(slot.block for slot in slots.values()),
@@ -132,8 +131,8 @@ class WeightStore:
 
     def close(self) -> None:
         """Let go of the memory of replaced weights; no request will come any more."""
-        with self._updating:
-            self.current = WeightVersion(number=self.current.number)
+        # Not under the lock: a signal's handler, or a finalizer, may come while its own thread holds it.
+        self.current = WeightVersion(number=self.current.number)
 
     def _lay(self, name: str, array: NDArray[Any]) -> Layout:
         whole = InputCut(axis=None, shapes=(array.shape,))

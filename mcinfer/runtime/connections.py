@@ -4,14 +4,13 @@ It decides nothing: who is started, sent to and killed is the loop's to say, and
 to judge.
 
 Each start has two random tokens, which the worker learns over its lifeline. It shows one in HELLO, and the
-master the other in BUILD: so neither serves a stranger, whoever it was that it was connected to.
+master the other in BUILD: so neither serves a stranger that it may be connected to.
 
 Ownership: `Connections` own the transport, the worker processes and what forwards their output, from `open`
 to `close`. One thread calls its methods.
 """
 
 import hmac
-import logging
 import os
 import secrets
 from collections.abc import Sequence
@@ -49,8 +48,6 @@ from mcinfer.runtime.transport import (
 from mcinfer.runtime.worker_process import OutputForwarder, WorkerProcess
 from mcinfer.shm.arena import Arena
 from mcinfer.shm.block import Block
-
-_log = logging.getLogger("mcinfer.master")
 
 _STANDINGS = {
     "T": "is stopped by a signal",
@@ -167,13 +164,12 @@ class Connections:
         self.processes[index] = process
         return process
 
-    def remove(self, index: int) -> WorkerProcess:
+    def remove(self, index: int) -> None:
         """Forget a process that has ended; it is to be reaped."""
         process = self.processes.pop(index)
         self._transport.remove(index)
         if process.peer is not None:
             del self._peers[process.peer]
-        return process
 
     def kill(self, index: int) -> None:
         """End a worker's process, if it has one."""
@@ -238,7 +234,6 @@ class Connections:
                     process.peer = peer
                     self._peers[peer] = index
                     return index
-        _log.debug("ignored a %s of a stranger", type(message).__name__)
         return None
 
     def fetch(self, index: int, number: int) -> Block:
@@ -317,7 +312,7 @@ class Connections:
         )
 
     def detach(self, index: int, number: int) -> None:
-        """Tell a worker that a block is no more, if it was given it.
+        """Have a worker give up a block that is no more, if it was given it.
 
         Raises:
             UnreachableError: As `send`.
@@ -352,7 +347,7 @@ class Connections:
             self.send(index, Attach(block=number, size=block.size))
 
     def _give_weights(self, index: int, process: WorkerProcess, version: WeightVersion) -> None:
-        """Tell the worker where a version of the weights lies."""
+        """Say to the worker where a version of the weights lies."""
         self._attach(index, process, version.blocks)
         process.weights = {n for n in process.weights if n >= version.oldest} | {version.number}
         tensors = tuple(version.tensors.values())

@@ -58,8 +58,11 @@ class Delivery:
 
     def put(self, call: Callable[[], object]) -> None:
         """Have a call made, after those before it. Where there is no thread any more, it is made here."""
+        if os.getpid() != self._pid:
+            _make(call)  # what else waits is to be called in the process that this was forked from
+            return
         self._calls.put(call)
-        if self._done or os.getpid() != self._pid:
+        if self._done:
             self._drain()
 
     def trace(self, call: Callable[[], object]) -> None:
@@ -97,6 +100,7 @@ class Delivery:
             call = self._gather() if self._gathers else self._calls.get()
         self._done = True
         self._drain()
+        self.ident = 0  # another thread may have it from now on
         self._ended.set()
 
     def _gather(self) -> Callable[[], object] | None:

@@ -36,6 +36,7 @@ from mcinfer.errors import (
     ClosedError,
     McinferError,
     PredictError,
+    PredictTimeoutError,
     ProtocolError,
     QueueFullError,
     ReadyTimeoutError,
@@ -63,7 +64,7 @@ from mcinfer.scheduler.actions import (
 )
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.request_table import Entry
-from mcinfer.scheduler.scheduler import Scheduler, trace_of
+from mcinfer.scheduler.scheduler import LONG_RUN, Scheduler, trace_of
 from mcinfer.scheduler.workers import describe_exit
 from mcinfer.shm.arena import Arena, Slot
 from mcinfer.statistics import Health, RequestTrace, Statistics, TraceHook
@@ -83,7 +84,7 @@ _MEMORY_INTERVAL = 1.0
 """Seconds between two looks at how much memory workers have, where the policy asks for it."""
 
 _ROOM_INTERVAL = 0.001
-"""Seconds between two looks for memory that somebody waits for: the end of an array rings no bell."""
+"""Seconds between two looks for memory that a caller waits for: the end of an array rings no bell."""
 
 _HEALTH_INTERVAL = 0.2
 """Seconds between two looks of `wait_ready`."""
@@ -214,6 +215,7 @@ class Loop:
         self._pidfds: set[int] = set()
         self._notes: set[str] = set()
         self._start_claims = [True]
+        self._run_claims = [True]
         self._close_asked = False
         self._abandoned = False
         self._thread: threading.Thread | None = None
@@ -223,7 +225,6 @@ class Loop:
         self._failure: McinferError | None = None
         self.finished = False
         self._gone = False
-        self._closing = False
         self.serving = 0
 
     # Life, for any thread.
@@ -231,11 +232,7 @@ class Loop:
     def claim_start(self) -> None:
         """Raise `ClosedError` unless this is the first start, and it was not closed before."""
         self._check_process()
-        try:
-            self._start_claims.pop()
-        except IndexError:
-            raise ClosedError("a master can be started once; make a new one") from None
-        if self._close_asked:
+        if not _take(self._start_claims) or self._close_asked:
             raise ClosedError("a master can be started once; make a new one")
 
     def refuse_start(self, failure: McinferError) -> None:
@@ -266,16 +263,26 @@ class Loop:
             self._plain_fds = frozenset((self._bell.fd, *self._connections.fds))
             atexit.register(self.close)
             opened.callback(atexit.unregister, self.close)
-            self._delivery.start()
             opened.callback(self._delivery.close)
+            self._delivery.start()
             thread = threading.Thread(target=self._run, name="mcinfer-loop", daemon=True)
-            thread.start()
-            self._thread = thread
-            opened.pop_all()
+            try:
+                thread.start()
+                self._thread = thread
+                opened.pop_all()
+            except BaseException:
+                if not _take(
+                    self._run_claims
+                ):  # Ctrl-C, and the thread runs: it closes all of this
+                    self._thread = thread
+                    self.finished = True
+                    self._bell.set()
+                    opened.pop_all()
+                raise
         try:
             if self._close_asked:
                 raise ClosedError("the master was closed while it was starting")
-            self._post(_Call(self._start_workers))
+            self._ask(self._start_workers)
             self._started.wait()
             return self._started.result()
         except BaseException:
@@ -290,7 +297,7 @@ class Loop:
                 for requests to be answered; None is as long as they have, each its own time-out.
             drain: Whether what was accepted is answered first; nothing more is.
         """
-        if os.getpid() != self._pid:
+        if self.is_forked:
             return
         self._close_asked = True
         thread = self._thread
@@ -324,12 +331,12 @@ class Loop:
     def abandon(self) -> None:
         """Ask the loop to close everything: for finalizers, so it never waits."""
         self._abandoned = True
-        if os.getpid() == self._pid:
+        if not self.is_forked:
             self._bell.set()
 
-    def check_open(self) -> None:
-        """Raise `ClosedError` unless requests are taken, `QueueFullError` if there is no place for one."""
-        if self._thread is None or self._close_asked or os.getpid() != self._pid:
+    def check_open(self, *, for_request: bool = False) -> None:
+        """Raise `ClosedError` unless calls are taken; `for_request`, `QueueFullError` if none has a place."""
+        if self._thread is None or self._close_asked or self.is_forked:
             self._check_process()
             if self.finished:
                 raise ClosedError("the master is closed")
@@ -341,15 +348,34 @@ class Loop:
                 "the master is not started: call start(), or use it in a with statement"
             )
         limits = self._limits
-        if self._table.in_flight >= limits.queue and limits.when_queue_full == "raise":
+        full = for_request and self._table.in_flight >= limits.queue
+        if full and limits.when_queue_full == "raise":
             self._scheduler.check_room(0)
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the master's: then it has no loop."""
+        return os.getpid() != self._pid
+
     def _check_process(self) -> None:
-        """Raise `ClosedError` in a fork, which has no loop."""
-        if os.getpid() != self._pid:
+        """Raise `ClosedError` in a fork."""
+        if self.is_forked:
             raise ClosedError(
                 f"this master belongs to process {self._pid}; process {os.getpid()} was forked from it "
                 "and needs a master of its own"
+            )
+
+    def check_wait(self) -> None:
+        """Raise an error where the calling thread would wait in vain.
+
+        Raises:
+            McinferError: It is the loop's: a finalizer, which the collector runs there.
+            ClosedError: This process was forked from the master's.
+        """
+        self._check_process()
+        if threading.get_ident() == self._ident:
+            raise McinferError(
+                "called by a finalizer in mcinfer's own thread, where nothing may wait"
             )
 
     def may_wait(self) -> bool:
@@ -373,6 +399,7 @@ class Loop:
             limits = self._limits
             near = self._table.in_flight + len(self._inbox) >= limits.queue
             if near or self._line or limits.queue_bytes is not None:
+                self.check_wait()
                 request.entered = _Promise[None]()
         self._inbox.append(request)
         if self._asleep:
@@ -392,23 +419,30 @@ class Loop:
             raise
 
     def forget(self, request: Request) -> None:
-        """Nobody waits for a request any more."""
+        """Cancel a request, without waiting for that: its caller does not want it any more."""
         self._post(_Call(partial(self._cancel, request)))
 
     def await_answer(self, request: Request) -> None:
-        """Wait until a request is settled; it is, unless the loop hangs."""
+        """Wait until a request is settled.
+
+        Raises:
+            PredictTimeoutError: The loop hangs.
+        """
         patience = request.called + request.timeout - monotonic() + _CALLER_PATIENCE
         if not request.wait(patience):
             self.forget(request)
-            request.wait(_CALLER_PATIENCE)
+            if not request.wait(_CALLER_PATIENCE):
+                raise PredictTimeoutError(
+                    f"no answer within {request.timeout:g} s: the loop does not answer"
+                )
 
     def cancel(self, outcome: Outcome[Any]) -> bool:
         """Cancel a request; False if it was settled before."""
-        if os.getpid() != self._pid:
+        if self.is_forked:
             return False
         call = _Call(partial(self._cancel, outcome))
         self._post(call)
-        if threading.current_thread() is self._thread:
+        if threading.get_ident() == self._ident:
             return True  # a finalizer that the collector runs in the loop
         self._await(call)
         return outcome.was_cancelled
@@ -424,11 +458,17 @@ class Loop:
             QueueFullError: The memory is in use, and was until the time was over.
             InvalidInputError, ClosedError: As `Arena.allocate_all`.
             PredictError: The system has no memory or descriptor left.
+            McinferError: As `check_wait`.
         """
+        self.check_wait()
         wanted = _Allocation(sizes, timeout)
-        self._post(wanted)
-        if not wanted.wait(timeout + _CALLER_PATIENCE) and self._gone:
-            self._refuse_inbox()
+        try:
+            self._post(wanted)
+            if not wanted.wait(timeout + _CALLER_PATIENCE) and self._gone:
+                self._refuse_inbox()
+        except BaseException:
+            wanted.deadline = -math.inf  # nothing is to wait behind it
+            raise
         if not wanted.settled:
             raise QueueFullError("the loop did not answer in time")
         return wanted.result()
@@ -444,10 +484,7 @@ class Loop:
         """Have the loop call a function, and wait for what it returns or raises."""
         if self._thread is None or self._gone:
             return function()
-        if threading.current_thread() is self._thread:
-            raise McinferError(
-                "called by a finalizer in mcinfer's own thread, where nothing may wait"
-            )
+        self.check_wait()
         call = _Call(function)
         self._post(call)
         self._await(call)
@@ -533,6 +570,8 @@ class Loop:
     # From here on: the loop's thread alone.
 
     def _run(self) -> None:
+        if not _take(self._run_claims):
+            return
         self._ident = threading.get_ident()
         try:
             while not self.finished:
@@ -544,6 +583,7 @@ class Loop:
             try:
                 self._tear_down()
             finally:
+                self._ident = 0  # another thread may have it from now on
                 self._ended.set()
                 atexit.unregister(self.close)
 
@@ -608,6 +648,7 @@ class Loop:
                 raise QueueFullError("the queue was full until the time was over")
             except QueueFullError as exc:
                 self._refuse(request, exc)
+        self._admit()
         due = self._scheduler.next_time()
         if due is not None and due <= now:
             self._carry_out(self._scheduler.handle_time(now))
@@ -637,7 +678,7 @@ class Loop:
             due = called + timeout
             for shard, worker in enumerate(given):
                 if len(worker.runs) > 1:
-                    due = min(due, worker.began + self._scheduler.long_run)
+                    due = min(due, worker.began + LONG_RUN)
                 try:
                     self._connections.send_shard(worker.index, request, shard)
                 except UnreachableError as exc:
@@ -687,9 +728,10 @@ class Loop:
             self._line.append(request)
         self._due = min(self._due, request.called + request.timeout)
 
-    def _refuse(self, request: Request, error: McinferError) -> None:
+    def _refuse(self, request: Request, error: McinferError, *, cancelled: bool = False) -> None:
         """It is not accepted."""
-        request.settle(error)
+        if not request.settled:
+            request.settle(error, cancelled=cancelled)
         request.release()
         if request.entered is not None and not request.entered.settled:
             request.entered.settle(error)
@@ -721,16 +763,15 @@ class Loop:
     def _cancel(self, outcome: Outcome[Any]) -> None:
         if outcome.settled or not isinstance(outcome, Request):
             return
-        if outcome.number in self._requests:
+        # By identity: the number of one that waits for a place is that of the next that gets one.
+        if self._requests.get(outcome.number) is outcome:
             self._carry_out(self._scheduler.handle_cancel(monotonic(), outcome.number))
-        else:  # it waits for a place, or never came
-            if outcome in self._line:
-                self._line.remove(outcome)
-            error = ClosedError("the request was cancelled")
-            outcome.settle(error, cancelled=True)
-            outcome.release()
-            if outcome.entered is not None and not outcome.entered.settled:
-                outcome.entered.settle(error)
+            self._plan()  # it may have been the last that a draining pool waits for
+            return
+        if outcome in self._line:
+            self._line.remove(outcome)
+        self._refuse(outcome, ClosedError("the request was cancelled"), cancelled=True)
+        self._admit()
 
     def _allocate(self, wanted: _Allocation) -> None:
         """Memory is wanted."""
@@ -772,7 +813,7 @@ class Loop:
         return None
 
     def _may_pass(self) -> bool:
-        """Whether others may go before the first who waits for memory: it waits for what somebody keeps."""
+        """Whether others may go before the first who waits for memory: it waits for what a user keeps."""
         quiet = monotonic() - max(self._memory_line[0].since, self._last_release)
         return quiet > _PATIENCE or not self._requests
 
@@ -831,8 +872,7 @@ class Loop:
             self._refuse(self._line.popleft(), ClosedError(reason))
 
     def _refuse_inbox(self) -> None:
-        """The loop has ended: whoever comes late is told so. For any thread."""
-        failure = self._failure or ClosedError("the master is closed")
+        """The loop has ended: refuse what came too late. For any thread."""
         while self._inbox:
             try:
                 item = self._inbox.popleft()
@@ -844,7 +884,6 @@ class Loop:
                 item.make()
             else:
                 item.settle(ClosedError("the master is closed"))
-        del failure
 
     def _collapse(self, exc: BaseException) -> None:
         """Last resort: end everything, answer everyone."""
@@ -895,7 +934,7 @@ class Loop:
         return None, restarted
 
     def _forget_restart(self, restarted: "_Promise[None]") -> None:
-        """Whoever asked for the restart waits no more: what was not replaced yet stays as it is."""
+        """The caller of the restart waits no more: what was not replaced yet stays as it is."""
         if restarted is self._restarted and not restarted.settled:
             self._scheduler.handle_restart_abandoned()
             restarted.settle()
@@ -1000,11 +1039,10 @@ class Loop:
 
     def _receive(self) -> bool:
         """Take the messages that are there, or the first of very many; whether there were any."""
-        fleet = self._connections
         if self.finished:
             return False
         for taken in range(_MAX_MESSAGES):
-            received = fleet.receive()
+            received = self._connections.receive()
             if received is None:
                 return taken > 0
             index, message = received
@@ -1114,7 +1152,7 @@ class Loop:
                 case Settle(request=number, error=error, cancelled=cancelled, trace=trace):
                     self._settle(self._requests[number], error, trace, cancelled=cancelled)
                 case Release(request=number):
-                    # And its memory, once it is answered and nobody holds a view of it.
+                    # And its memory, once it is answered and no view of it is left.
                     self._requests.pop(number).release()
                 case Send(worker=worker, message=message):
                     self._send(worker, message)
@@ -1148,7 +1186,7 @@ class Loop:
                 arguments = (self._trace, request, trace, monotonic(), joins)
                 self._delivery.trace(partial(_call_trace_hook, *arguments))
         elif future is not None and error is None and (self.arena.crowded or not request.is_simple):
-            # What it holds must not wait for somebody to ask for it.
+            # What it holds must not wait until its user asks for it.
             self._delivery.put(future.prepare)
 
     def _turn_over(self, action: Action) -> list[Action]:
@@ -1188,6 +1226,8 @@ class Loop:
 
     def _outlaw(self, worker: int, reason: str) -> None:
         """End a worker that cannot be worked with; its death is reported as any other."""
+        if self._connections.processes[worker].outlawed:
+            return
         name = self._scheduler.name(worker)
         self._delivery.log(logging.ERROR, "%s %s; it is killed", name, reason)
         self._scheduler.handle_killed(worker, reason)
@@ -1218,7 +1258,7 @@ class Loop:
         """Start a worker's process; what is to be done next."""
         try:
             process = self._connections.start(worker)
-        except OSError as exc:
+        except Exception as exc:  # also of what is no OSError: `sys.executable` may be None
             how = f"could not be started: {exc}"
             return self._scheduler.handle_died(monotonic(), worker, how)
         self._poll.register(process.pidfd, select.EPOLLIN)
@@ -1238,6 +1278,14 @@ class Loop:
             return []
         self._failure = error
         return self._scheduler.handle_close(monotonic(), self._timeouts.close)
+
+
+def _take(claims: list[bool]) -> bool:
+    """Whether the calling thread is the first to take this."""
+    try:
+        return claims.pop()
+    except IndexError:
+        return False
 
 
 class _Promise(Outcome[T]):

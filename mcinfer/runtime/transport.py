@@ -380,7 +380,7 @@ class _Packets:
 
 
 def _contents(fd: int) -> bytes:
-    """What a memfd holds that nobody can change any more; nothing if it is none, or too large.
+    """What a memfd holds that no process can change any more; nothing if it is none, or too large.
 
     A pipe, or a file of a slow file system, would hold up who reads it.
     """
@@ -476,7 +476,7 @@ class SocketPairMaster(MasterTransport):
             try:
                 data = pair.receive()
             except OSError:
-                # One that has closed without reading all is told of first, and then what it said last comes.
+                # A peer that closed without reading all gives an error first, and then what it said last.
                 pair.ended, pair.reset = pair.reset, True
                 if pair.ended:
                     self._ended.append(pair.fd)

@@ -24,6 +24,8 @@ from mcinfer.shm.lifeline import Lifeline
 from mcinfer.wakeup import WakeUp
 
 _log = logging.getLogger("mcinfer.master")
+_worker_log = logging.getLogger("mcinfer.worker")
+"""Here, since getting one takes a lock that users' code may hold, and the loop starts workers."""
 
 _READ_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 20
@@ -45,7 +47,7 @@ class WorkerProcess:
         build_token: What the master must show it in BUILD.
         peer: The transport's name for it, once it has said who it is.
         attached: Numbers of the blocks that it was given.
-        weights: Versions of the weights that it was told of.
+        weights: Versions of the weights that it knows.
         outlawed: Whether it broke the protocol: nothing more of what it sends is read.
     """
 
@@ -104,7 +106,7 @@ class WorkerProcess:
                 "most_memory": most_memory,
                 "path": inherited.path,
                 "pythonpath": inherited.pythonpath,
-                "log_level": logging.getLogger("mcinfer.worker").getEffectiveLevel(),
+                "log_level": _worker_log.getEffectiveLevel(),
             }
             with theirs:
                 self.lifeline.greet(json.dumps(greeting).encode())
@@ -205,8 +207,10 @@ class OutputForwarder:
         self._writer = threading.Thread(target=self._write, name="mcinfer-print", daemon=True)
         self._reader = threading.Thread(target=self._read, name="mcinfer-output", daemon=True)
         with contextlib.ExitStack() as started:
-            self._writer.start()
+            # Before the thread is started: Ctrl-C may come when it runs, and before `start` returns.
             started.callback(self._waiting.put, None)
+            self._writer.start()
+            started.callback(self._end_reading)
             self._reader.start()
             started.pop_all()
 
@@ -227,6 +231,10 @@ class OutputForwarder:
             end = monotonic() + timeout
             for thread in (self._reader, self._writer):
                 thread.join(max(end - monotonic(), 0.0))
+
+    def _end_reading(self) -> None:
+        self._closing = True
+        self._wakeup.set()
 
     def _read(self) -> None:
         while not self._stopping and (self._sources or not self._closing):

@@ -153,15 +153,9 @@ class Scheduler:
         runs = self._workers[worker].runs
         return bool(runs) and runs[0].late
 
-    @property
-    def long_run(self) -> float:
-        """Seconds that a run may go on before what waits behind it goes elsewhere."""
-        return LONG_RUN
-
     def is_exiting(self, worker: int) -> bool:
-        """Whether the worker was told to end, so that its end is no surprise."""
-        told = self._workers[worker].state is WorkerState.EXITING
-        return told or self._closing is not None
+        """Whether the worker was asked to end, so that its end is no surprise."""
+        return self._closing is not None or self._workers[worker].state is WorkerState.EXITING
 
     def serves(self, worker: int) -> bool:
         """Whether the worker takes requests."""
@@ -243,7 +237,7 @@ class Scheduler:
         due = called + min(self._max_delay, timeout / 2)
         joinable = None if join is None else Joinable(key=join[0], rows=join[1], due=due)
         self.table.enqueue(entry, priority, joinable)
-        return self._dispatch(now)
+        return self.dispatch(now)
 
     def check_room(self, size: int) -> None:
         """Raise `QueueFullError` unless a request with so many bytes of tensors may be taken now."""
@@ -288,7 +282,7 @@ class Scheduler:
         return [*self._lives.advance(now), *self._lives.announce(now)]
 
     def handle_restart_abandoned(self) -> None:
-        """Nobody waits for `WorkersRestarted` any more: what was not begun is not done."""
+        """The caller of `handle_restart` waits no more: what was not begun is not done."""
         self._lives.forget_replacing()
 
     def handle_message(self, now: float, worker: int, message: Message) -> list[Action]:
@@ -318,8 +312,8 @@ class Scheduler:
                     w.kill_at = None
                 actions += self._handle_answer(w, message, now)
                 if self._lives.is_calm and self._draining is None:
-                    return [*actions, *self._dispatch(now)]
-        actions += [*self._lives.advance(now), *self._dispatch(now)]
+                    return [*actions, *self.dispatch(now)]
+        actions += [*self._lives.advance(now), *self.dispatch(now)]
         return [*actions, *self._lives.announce(now), *self._finish_draining(now)]
 
     def handle_died(self, now: float, worker: int, how: str) -> list[Action]:
@@ -340,7 +334,7 @@ class Scheduler:
                 actions += self._forget_late(run)
             actions += self._handle_lost_run(runs[0].members, story, now)
         else:
-            # Nobody knows which it was at, since an answer may have been lost with it: none is blamed, and
+            # It is not known which it was at, since an answer may have been lost with it: none is blamed, and
             # each runs apart from the others.
             for run in reversed(runs):
                 w.failed += len(run.members)
@@ -350,7 +344,7 @@ class Scheduler:
             for entry in self.table.open():
                 actions += self._fail(entry, self._lives.outage(now), now)
         actions += self._lives.advance(now)
-        actions += [*self._dispatch(now), *self._lives.announce(now)]
+        actions += [*self.dispatch(now), *self._lives.announce(now)]
         return [*actions, *self._finish_draining(now), *self._finish_closing()]
 
     def handle_time(self, now: float) -> list[Action]:
@@ -362,7 +356,7 @@ class Scheduler:
             if self._holds_back(w) and w.began + LONG_RUN <= now:
                 actions += self._send_elsewhere(w)
             actions += self._lives.handle_time(w, now)
-        actions += [*self._dispatch(now), *self._lives.announce(now)]
+        actions += [*self.dispatch(now), *self._lives.announce(now)]
         if self._draining is not None and self._draining <= now:
             actions += self.handle_close(now, self._timeouts.close)
         actions += self._finish_draining(now)
@@ -415,7 +409,7 @@ class Scheduler:
 
     # Requests.
 
-    def _dispatch(self, now: float) -> list[Action]:
+    def dispatch(self, now: float) -> list[Action]:
         """Give queued shards to ready workers, the lowest index first so that pages stay warm."""
         actions: list[Action] = []
         if not self.table.queue:
@@ -537,7 +531,7 @@ class Scheduler:
         return chosen
 
     def _choose(self, count: int, now: float) -> list[Worker]:
-        """The workers that `_dispatch` would give so many shards to; fewer where they have no more room."""
+        """The workers that `dispatch` would give so many shards to; fewer where they have no more room."""
         loads = [(len(w.runs), w.index) for w in self._workers if self._takes(w, now)]
         heapq.heapify(loads)
         chosen: list[Worker] = []
@@ -597,10 +591,6 @@ class Scheduler:
             self.table.close(entry, "succeeded", now)
             self.table.strike(entry)
         return entry
-
-    def dispatch(self, now: float) -> list[Action]:
-        """After `take_reply`: give what waits to who has room."""
-        return self._dispatch(now) if self.table.queue else []
 
     def _learn_seconds(self, w: Worker, seconds: float) -> None:
         """How long the worker's runs take, and so how many it may hold."""
@@ -722,7 +712,7 @@ class Scheduler:
     def _fail(
         self, entry: Entry, error: McinferError, now: float, outcome: Outcome = "failed"
     ) -> list[Action]:
-        """Settle with an error; runs that are for nobody any more are asked to stop."""
+        """Settle with an error; runs that no request waits for any more are asked to stop."""
         actions: list[Action] = [self._settle(entry, error, now, outcome)]
         for w, run in self._runs_for(entry):
             if self._is_over(run):
@@ -742,7 +732,7 @@ class Scheduler:
         ]
 
     def _is_over(self, run: Run) -> bool:
-        """Whether nobody waits for this run any more."""
+        """Whether no request waits for this run any more."""
         return run.late or all(self.table[request].settled for request, _ in run.members)
 
     def _cancel_run(self, w: Worker, run: Run) -> list[Action]:
@@ -759,7 +749,7 @@ class Scheduler:
     ) -> list[Action]:
         """A worker died in a run: to another one, or give it up if it is a killer.
 
-        Of several that were joined nobody knows which it was: they run apart, and none is blamed yet.
+        Where several were joined it is not known which it was: they run apart, and none is blamed yet.
         """
         if len(members) != 1:
             return self._run_again(Run(members, now))

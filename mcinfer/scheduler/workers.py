@@ -2,7 +2,7 @@
 
 Rules:
 
-* In the first start a build error is final, a death is tried once more; all failures are told at once.
+* In the first start a build error is final, a death is tried once more; all failures are reported at once.
 * A worker that dies later is started again, the first time at once, then with back-off, within a budget per
   window of time. Past the budget starts go on, each a probe, at the longest back-off. A probe that is ready
   serves, with a fresh budget; if it dies within the longest back-off from then on, the next is a probe again.
@@ -48,7 +48,7 @@ MAX_DEATHS = 2
 """A shard, or a first build, that has killed this many workers is given up."""
 
 LONGEST_START = 4 * 3600.0
-"""Seconds that a start may take in all, however much progress a worker tells of."""
+"""Seconds that a start may take in all, however much progress a worker reports."""
 
 MAX_TEXT = 4000
 """Characters of what a worker says that are kept."""
@@ -88,9 +88,9 @@ class Worker:
         capacity: How many runs it may have at a time.
         alone: Whether nothing is to be put behind what it has.
         ready_by: When it must have its model.
-        latest: When it must have it, whatever progress it tells of.
-        progress: What it told of last: seconds and bytes.
-        kill_at: When it is ended unless it has done what it was told.
+        latest: When it must have it, whatever progress it reports.
+        progress: What it reported last: seconds and bytes.
+        kill_at: When it is ended unless it has done what it was asked for.
         doomed: It will be killed, or was; messages that it sent before may still come.
         restart_at: When it is to be started again.
         spent: Its budget of starts is spent, and no probe, a start past the budget, has had the model yet.
@@ -186,7 +186,7 @@ class WorkerLives:
         workers: By index.
         specs: What the first worker said of the model; None before.
         started: Whether all had the model once.
-        closing: Whether the pool is ending: nobody is started or replaced any more. The scheduler's to set.
+        closing: Whether the pool is ending: none is started or replaced any more. The scheduler's to set.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class WorkerLives:
 
     @property
     def is_calm(self) -> bool:
-        """Whether an answer changes nothing here: all were well when told last, and nobody is replaced."""
+        """Whether an answer changes nothing here: all were well in the last report, and none is replaced."""
         replacing = self._replacing is not None or self._to_replace
         return not replacing and self._announced[0] == "ready"
 
@@ -284,7 +284,7 @@ class WorkerLives:
         return ""
 
     def announce(self, now: float) -> list[Action]:
-        """Tell of the pool's health, if it is another than was told last."""
+        """Report the pool's health, if it is another than in the last report."""
         if self.closing:
             return []
         health = self.health(now)
@@ -416,7 +416,7 @@ class WorkerLives:
         Its runs are the scheduler's to take before; `revive` is to follow.
         """
         story = f"{w.name} {how}"
-        told = w.last_error if w.doomed or w.state is WorkerState.EXITING else ""
+        cause = w.last_error if w.doomed or w.state is WorkerState.EXITING else ""
         planned = w.retiring and w.state is WorkerState.EXITING
         before = w.state
         w.conversation = Conversation(state=WorkerState.GONE)
@@ -428,12 +428,12 @@ class WorkerLives:
         if planned:
             w.restart_at = now
             return story
-        w.last_error = f"{story} after: {told}" if told else story
+        w.last_error = f"{story} after: {cause}" if cause else story
         if w in self._to_replace and w.index not in self._asked_for:
             self._to_replace.remove(w)  # what was worn is gone; its budget stays as it is
         if self.started or w.started_before:
             self._plan_restart(w, now)
-        elif w.build_failure is None:  # else it was told
+        elif w.build_failure is None:  # else it was reported
             w.build_deaths.append(f"{story} while {before}")
             if len(w.build_deaths) < MAX_DEATHS:
                 w.restart_at = now
@@ -475,7 +475,7 @@ class WorkerLives:
 
         Args:
             workers: Whose.
-            asked_for: Whether somebody waits for `WorkersRestarted`.
+            asked_for: Whether a caller waits for `WorkersRestarted`.
         """
         for w in workers:
             if asked_for:
@@ -484,7 +484,7 @@ class WorkerLives:
                 self._to_replace.append(w)
 
     def forget_replacing(self) -> None:
-        """Nobody waits for it any more: those whose turn has not come stay as they are."""
+        """Those whose turn has not come stay as they are."""
         self._asked_for.clear()
         self._to_replace.clear()
 
@@ -551,7 +551,7 @@ class WorkerLives:
                 w.doomed = w.doomed or seconds == 0
 
     def close(self, now: float, seconds: float) -> list[Action]:
-        """Nobody is needed any more: workers get so many seconds to end by themselves."""
+        """The pool ends: workers get so many seconds to end by themselves."""
         self.closing = True
         actions: list[Action] = []
         if self._asked_for:

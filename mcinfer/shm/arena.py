@@ -1,6 +1,6 @@
 """Slots of shared memory, handed out of blocks.
 
-Ownership: a slot belongs to whoever holds its `Slot.memory`, or any view of it (a NumPy array, a view of a
+Ownership: a slot belongs to what holds its `Slot.memory`, or any view of it (a NumPy array, a view of a
 view). When the last of these is gone the slot is free, not before and not later; there is nothing to
 call. So an array in a user's hands, and a request that a worker may still write to, are the same case: each
 holds a reference.
@@ -51,7 +51,7 @@ class Slot:
     def __init__(
         self, block: Block, offset: int, size: int, generation: int, memory: "Array[c_char]"
     ) -> None:
-        """Made by `Arena.allocate` alone."""
+        """Made by `Arena.allocate_all` alone."""
         self.block = block.number
         self.offset = offset
         self.size = size
@@ -123,7 +123,7 @@ class Arena:
         dropped: Called with the number of a block that is no more.
 
     Attributes:
-        wanted: Whether somebody waits for memory; the owner's to set.
+        wanted: Whether a caller waits for memory; the owner's to set.
         crowded: Whether more than half of the limit is in use: then results are better kept elsewhere.
     """
 
@@ -153,7 +153,7 @@ class Arena:
 
     @property
     def used(self) -> int:
-        """Bytes in slots that somebody owns."""
+        """Bytes in slots that are in use."""
         self.reclaim()
         return self._taken
 
@@ -232,7 +232,7 @@ class Arena:
         for extents in self._blocks.values():
             extents.block.close()
         self._blocks.clear()
-        # What dies from now on is nobody's concern.
+        # What dies from now on needs no book.
         self._tickets.clear()
         self._released.clear()
         self._taken = 0

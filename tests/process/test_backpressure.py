@@ -13,7 +13,7 @@ from contextvars import ContextVar
 
 import pytest
 
-from mcinfer import ClosedError, Limits, Master, QueueFullError
+from mcinfer import ClosedError, Limits, Master, QueueFullError, ReadyTimeoutError
 from mcinfer.statistics import RequestTrace
 from tests.process.models import FakeModel, assert_answers, rows
 from tests.process.scripts import PREAMBLE, Program
@@ -289,3 +289,19 @@ with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never", limits=limits
         assert program.line() == "3 3 0"
         ended = program.wait(timeout=5.0)
         assert (ended.status, ended.err) == (0, "")
+
+
+def test_workers_are_restarted_and_memory_is_given_while_the_queue_is_full(
+    fake_model: FakeModel,
+) -> None:
+    limits = Limits(queue=2)
+    with Master(fake_model(), 1, engine="fake", verify="never", limits=limits) as master:
+        with stopped(master):
+            waiting = [master.submit(rows(1)) for _ in range(2)]
+            with pytest.raises(QueueFullError):
+                master.submit(rows(1))
+            with pytest.raises(ReadyTimeoutError):
+                master.restart_workers(timeout=0.05)
+            assert master.allocate({"x": (1, 4)})["x"].shape == (1, 4)
+        for future in waiting:
+            assert_answers(future.result(10.0), rows(1))

@@ -77,3 +77,64 @@ with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
 """
     ended = run(text, fake_model())
     assert (ended.status, ended.out, ended.err) == (0, f"{ANSWER}\n{ANSWER}\n", "")
+
+
+def test_forked_child_does_not_wait_for_an_answer_that_cannot_come(fake_model: FakeModel) -> None:
+    text = """
+with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
+    future = master.submit({"x": np.full((1, 4), -1, np.float32)})
+    child = os.fork()
+    if not child:
+        signal.alarm(5)
+        try:
+            future.result()
+        except mcinfer.ClosedError as exc:
+            say("forked" in str(exc))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    say(future.result()["y"].sum())
+"""
+    ended = run(text, fake_model(when={"-1": "sleep:0.3"}))
+    assert (ended.status, ended.out, ended.err) == (0, "True\n-4.0\n", "")
+
+
+def test_forked_child_makes_none_of_the_calls_that_its_parent_has_to_make(
+    fake_model: FakeModel,
+) -> None:
+    text = """
+import threading
+with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
+    enough = threading.Event()
+    master.submit(X).add_done_callback(lambda _: enough.wait())
+    future = master.submit(X)
+    future.add_done_callback(lambda _: say("parent's", os.getpid() == parent))
+    parent = os.getpid()
+    future.result()
+    other = master.submit(X)
+    other.result()
+    child = os.fork()
+    if not child:
+        other.add_done_callback(lambda _: say("child's", os.getpid() != parent))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    enough.set()
+"""
+    ended = run(text, fake_model())
+    assert (ended.status, ended.err) == (0, "")
+    assert ended.out.splitlines() == ["child's True", "parent's True"]
+
+
+def test_forked_child_closes_while_its_parent_copies(fake_model: FakeModel) -> None:
+    text = """
+with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
+    with master._planner._copier._pool._shutdown_lock:  # as a thread that begins a copy
+        child = os.fork()
+        if not child:
+            signal.alarm(5)
+            master.close()
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    say(master.predict(X)["y"].sum())
+"""
+    ended = run(text, fake_model())
+    assert (ended.status, ended.out, ended.err) == (0, ANSWER + "\n", "")

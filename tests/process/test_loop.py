@@ -1,0 +1,269 @@
+"""The loop: what callers do to one another through it, what would end it, and waits that must have an end."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+
+import pytest
+
+from mcinfer import (
+    BuildError,
+    ClosedError,
+    Limits,
+    Master,
+    McinferError,
+    PredictTimeoutError,
+    QueueFullError,
+    Timeouts,
+)
+from mcinfer.runtime import loop as loop_module
+from tests.process.models import FakeModel, act, assert_answers, rows
+from tests.process.waiting import pids, running, stop, wait_until
+
+PATIENCE = 20.0
+ONE_ROW = 2 * 4 * 4
+"""Bytes of a request for one row of the usual model, and of its answer."""
+
+
+def in_line(master: Master) -> int:
+    return len(master._loop._line)
+
+
+# Callers beside one another.
+
+
+def test_task_that_is_cancelled_in_the_line_does_not_cancel_the_one_before_it(
+    fake_model: FakeModel,
+) -> None:
+    limits = Limits(queue=1, when_queue_full="wait")
+    model = fake_model(when={"-1": "sleep:0.3", "-2": "sleep:1"})
+    with Master(model, 1, engine="fake", verify="never", limits=limits) as master:
+
+        async def ask() -> None:
+            tasks = []
+            for place, number in enumerate((-1.0, -2.0, 3.0)):
+                tasks.append(asyncio.create_task(master.predict_async(act(number))))
+                while in_line(master) < place:
+                    await asyncio.sleep(0.002)
+                await asyncio.sleep(0.02)
+            assert_answers(await tasks[0], act(-1.0))
+            while in_line(master) != 1:
+                await asyncio.sleep(0.002)
+            tasks[2].cancel()  # it has no place yet; the one before it runs
+            with pytest.raises(asyncio.CancelledError):
+                await tasks[2]
+            assert_answers(await tasks[1], act(-2.0))
+
+        asyncio.run(ask())
+        assert in_line(master) == 0
+
+
+def test_caller_whose_time_is_over_in_the_line_makes_way_at_once(fake_model: FakeModel) -> None:
+    limits = Limits(queue_bytes=4 * ONE_ROW, when_queue_full="wait")
+    with Master(fake_model(), 2, engine="fake", verify="never", limits=limits) as master:
+        [first, _] = pids(master)
+        stop(first)
+        stuck = master.submit(rows(1))
+        with (
+            running(lambda: master.predict(rows(4), shards=1, timeout=0.5)) as large,
+            suppress(QueueFullError),
+        ):
+            wait_until(lambda: in_line(master) == 1)
+            with running(lambda: master.predict(rows(1), shards=1, timeout=PATIENCE)) as small:
+                wait_until(lambda: in_line(master) == 2)
+                with pytest.raises(QueueFullError):
+                    large.result(PATIENCE)
+                assert_answers(small.result(PATIENCE / 4), rows(1))  # type: ignore[arg-type]
+        assert not stuck.done()
+        os.kill(first, signal.SIGCONT)
+        assert_answers(stuck.result(PATIENCE), rows(1))
+
+
+# Waits.
+
+
+def test_answer_of_a_loop_that_stands_still_is_an_error_and_never_an_array(
+    fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_module, "_CALLER_PATIENCE", 0.1)
+    with Master(fake_model(), 1, engine="fake", verify="never") as master:
+        master.predict(rows(1))
+        goes_on = threading.Event()
+        master._loop._post(loop_module._Call(lambda: goes_on.wait(PATIENCE)))
+        try:
+            with pytest.raises(PredictTimeoutError, match="loop"):
+                master.predict(rows(1), timeout=0.1)
+        finally:
+            goes_on.set()
+        assert_answers(master.predict(rows(1)), rows(1))
+
+
+def test_draining_pool_ends_when_the_last_request_is_cancelled_and_its_worker_hangs(
+    fake_model: FakeModel,
+) -> None:
+    timeouts = Timeouts(predict=float("inf"), close=0.2)
+    with Master(fake_model(), 1, engine="fake", verify="never", timeouts=timeouts) as master:
+        stop(pids(master)[0])
+        future = master.submit(rows(1))
+        with running(lambda: master.close(drain=True)) as closed:
+            wait_until(lambda: master.health().state == "closing")
+            future.cancel()
+            try:
+                closed.result(5.0)
+            finally:
+                master.close(0.0)
+
+
+def test_start_that_the_system_refuses_in_another_way_than_an_os_error_fails(
+    fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", None)  # as where Python is embedded in a program
+    master = Master(fake_model(), 1, engine="fake", verify="never")
+    with running(master.start) as started:
+        try:
+            with pytest.raises(BuildError, match="could not be started"):
+                started.result(5.0)
+        finally:
+            master.close(0.0)
+
+
+@pytest.mark.parametrize("name", ["loop", "delivery", "output", "print"])
+@pytest.mark.parametrize("runs", [True, False], ids=["runs", "not"])
+def test_ctrl_c_while_a_thread_is_started_leaves_none(
+    fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch, name: str, runs: bool
+) -> None:
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread.name == f"mcinfer-{name}":
+            if runs:
+                start(thread)
+            raise KeyboardInterrupt
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    master = Master(fake_model(), 1, engine="fake", verify="never")
+    with pytest.raises(KeyboardInterrupt):
+        master.start()
+    with pytest.raises(ClosedError):
+        master.predict(rows(1))
+
+
+def test_caller_that_is_interrupted_while_it_waits_for_memory_holds_nobody_up(
+    fake_model: FakeModel,
+) -> None:
+    limits = Limits(memory_bytes=1 << 20, when_full="wait")
+    with Master(fake_model(), 2, engine="fake", verify="never", limits=limits) as master:
+        [first, _] = pids(master)
+        stop(first)
+        stuck = master.submit(rows(1))
+        held = master.allocate({"x": (40_000, 4)})
+
+        def handler(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGUSR1, handler)
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            master.predict(rows(15_000), shards=1)
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+        began = time.monotonic()
+        assert_answers(master.predict(rows(100), shards=1), rows(100))
+        assert time.monotonic() - began < 5.0
+        del held
+        os.kill(first, signal.SIGCONT)
+        assert_answers(stuck.result(PATIENCE), rows(1))
+
+
+# Locks that others hold.
+
+
+def test_lock_of_the_logging_module_holds_up_no_restart(fake_model: FakeModel) -> None:
+    with Master(fake_model(), 1, engine="fake", verify="never") as master:
+        [pid] = pids(master)
+        held, enough = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            lock = logging._lock  # type: ignore[attr-defined]
+            with lock:  # as dictConfig does while it makes a user's handlers
+                held.set()
+                enough.wait(PATIENCE)
+
+        with running(hold):
+            assert held.wait(PATIENCE)
+            try:
+                began = time.monotonic()
+                os.kill(pid, signal.SIGKILL)
+                wait_until(lambda: pids(master) not in ([], [pid]))
+                assert time.monotonic() - began < PATIENCE / 2
+            finally:
+                enough.set()
+        master.wait_ready(PATIENCE)
+
+
+def test_thread_with_the_number_of_one_that_has_ended_is_another(fake_model: FakeModel) -> None:
+    master = Master(fake_model(), 1, engine="fake", verify="never").start()
+    ends: Future[int] = Future()
+    master.submit(rows(1)).add_done_callback(lambda _: ends.set_result(threading.get_ident()))
+    ended = {ends.result(PATIENCE), master._loop._ident}
+    master.close()
+    seen = []
+
+    def ask() -> None:
+        try:
+            master.predict(rows(1))
+        except McinferError as exc:
+            seen.append((threading.get_ident(), type(exc)))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if not ended & {ident for ident, _ in seen}:
+        pytest.skip("the system has not used a number again")
+    assert {kind for _, kind in seen} == {ClosedError}
+
+
+# Finalizers that the collector runs in the loop.
+
+
+@pytest.mark.parametrize("call", ["submit", "allocate", "result"])
+def test_finalizer_in_the_loop_that_would_wait_is_refused_at_once(
+    fake_model: FakeModel, call: str
+) -> None:
+    limits = Limits(queue=1, when_queue_full="wait", when_full="wait")
+    with Master(
+        fake_model(when={"-1": "sleep:1"}), 1, engine="fake", verify="never", limits=limits
+    ) as master:
+        assert_answers(master.predict(rows(1)), rows(1))  # so that memory for one more is at hand
+        future = master.submit(act(-1.0))
+        calls: dict[str, Callable[[], object]] = {
+            "submit": lambda: master.submit(rows(1)),
+            "allocate": lambda: master.allocate({"x": (3, 4)}),
+            "result": lambda: future.result(PATIENCE),
+        }
+        took: Future[tuple[float, BaseException | None]] = Future()
+
+        def finalize() -> None:
+            began, failure = time.monotonic(), None
+            try:
+                calls[call]()
+            except BaseException as exc:
+                failure = exc
+            took.set_result((time.monotonic() - began, failure))
+
+        master._loop._post(loop_module._Call(finalize))
+        seconds, failure = took.result(PATIENCE)
+        assert seconds < 0.5
+        assert isinstance(failure, McinferError), failure
+        assert_answers(future.result(PATIENCE), act(-1.0))
