@@ -387,7 +387,8 @@ class Master:
                 is passed over by seven runs in a row at most.
 
         Returns:
-            Arrays by output name, in the model's order. They are the caller's, for as long as wanted.
+            Arrays by output name, in the model's order. They are the caller's, for as long as wanted. A
+            process that is forked meanwhile has a copy, made at the fork, which takes time and memory.
 
         Raises:
             InvalidInputError: The inputs do not fit the model; names input, what came and what was
@@ -572,7 +573,8 @@ class Master:
 
         Returns:
             Arrays of the inputs' dtypes. Their content is undefined, as with `numpy.empty`. They are the
-            caller's; their memory is free again when the last view of them is gone.
+            caller's; their memory is free again when the last view of them is gone. A forked child
+            has a copy, as of answers.
 
         Raises:
             InvalidInputError: An unknown name, another number of dimensions, or more than the limit.
