@@ -19,11 +19,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mcinfer.config import (
+    TRANSPORTS,
     CoreShare,
     EngineOptions,
     Limits,
     RestartPolicy,
     Timeouts,
+    TransportKind,
     check_count,
     check_seconds,
     parse_devices,
@@ -46,7 +48,6 @@ from mcinfer.requests.request import Arrays, Inputs, Request
 from mcinfer.requests.splitting import Known, Splitter, Verify
 from mcinfer.requests.waiting_threads import WaitingThreads
 from mcinfer.runtime.loop import Loop
-from mcinfer.runtime.transport import TRANSPORTS, TransportKind
 from mcinfer.sharding import Axes, JoinError, SaidAxes, Split
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
 from mcinfer.statistics import Health, Statistics, TraceHook
@@ -389,7 +390,8 @@ class Master:
                 is passed over by seven runs in a row at most.
 
         Returns:
-            Arrays by output name, in the model's order. They are the caller's, for as long as wanted.
+            Arrays by output name, in the model's order. They are the caller's, for as long as wanted. A
+            process that is forked meanwhile has a copy, made at the fork, which takes time and memory.
 
         Raises:
             InvalidInputError: The inputs do not fit the model; names input, what came and what was
@@ -574,7 +576,8 @@ class Master:
 
         Returns:
             Arrays of the inputs' dtypes. Their content is undefined, as with `numpy.empty`. They are the
-            caller's; their memory is free again when the last view of them is gone.
+            caller's; their memory is free again when the last view of them is gone. A forked child
+            has a copy, as of answers.
 
         Raises:
             InvalidInputError: An unknown name, another number of dimensions, or more than the limit.

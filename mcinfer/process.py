@@ -79,14 +79,8 @@ def environment() -> dict[str, str]:
 
 # Identity: pids are used again, so a process is one pid and one start time.
 
-_STATE, _USER_TIME, _SYSTEM_TIME, _START_TIME = (
-    3,
-    14,
-    15,
-    22,
-)  # fields as proc_pid_stat(5) counts them
+_USER_TIME, _SYSTEM_TIME, _START_TIME = 14, 15, 22  # fields as proc_pid_stat(5) counts them
 _FIRST_AFTER_NAME = 3
-_ENDED = "ZXx"
 
 
 def _field(pid: int, number: int) -> str | None:
@@ -119,16 +113,6 @@ def cpu_time(pid: int) -> int:
     return sum(int(_field(pid, number) or 0) for number in (_USER_TIME, _SYSTEM_TIME))
 
 
-def has_ended(pid: int) -> bool:
-    """Whether there is no such process, or nothing of it but what its parent has to wait for.
-
-    Raises:
-        OSError: As of `start_time`.
-    """
-    state = _field(pid, _STATE)
-    return state is None or state in _ENDED
-
-
 def is_own_user_known() -> bool:
     """Whether this process's user has a number in its user namespace (user_namespaces(7)).
 
@@ -143,11 +127,6 @@ def is_own_user_known() -> bool:
         if first <= uid < first + count:
             return True
     return False
-
-
-def pid_namespace() -> int:
-    """The number of the pid namespace that this process is in (pid_namespaces(7))."""
-    return os.stat("/proc/self/ns/pid").st_ino
 
 
 # Ending with the parent.

@@ -26,6 +26,7 @@ from mcinfer import sharding
 from mcinfer.errors import InvalidInputError, QueueFullError
 from mcinfer.protocol import encode_references
 from mcinfer.requests.copier import Copier
+from mcinfer.requests.forks import forks
 from mcinfer.requests.request import (
     Arrays,
     Frame,
@@ -95,6 +96,7 @@ class Planner:
         self._model = model
         self._arena = arena
         self._allocate = allocate
+        self._forks = forks()
         self._copier = Copier(len(os.sched_getaffinity(0)))
         self.weights = WeightStore(weights, allocate, self._copier)
         self._names = tuple(spec.name for spec in model.inputs)
@@ -231,7 +233,9 @@ class Planner:
             if (spec.shape and len(shape) != len(spec.shape)) or min(shape, default=0) < 0:
                 raise InvalidInputError(f"shapes: got {list(shape)} for {name!r}, expected {spec}")
             (slot,) = self._allocate([prod(shape) * spec.dtype.itemsize], timeout)
-            memory = np.asarray(cast("Any", lease(_frame(slot), deque(maxlen=0))))
+            frame, idle = _frame(slot), deque[Ticket](maxlen=0)
+            self._forks.add(frame, idle)
+            memory = np.asarray(cast("Any", lease(frame, idle)))
             arrays[name] = np.ndarray(shape, spec.dtype, memory)
         return arrays
 
@@ -364,6 +368,8 @@ class Planner:
         free = not self._arena.wanted
         reads = _pop(plan.idle_inputs) if inputs and free else None
         writes = _pop(plan.idle_outputs) if plan.laid_outputs and free else None
+        if writes is not None and self._forks.held:  # after it was taken: so it was before the fork
+            writes = None
         new_reads, new_writes = inputs and reads is None, plan.laid_outputs and writes is None
         if new_reads or new_writes:
             sizes = [plan.input_bytes] * new_reads + [plan.output_bytes] * new_writes
@@ -402,7 +408,9 @@ class Planner:
 
     def _output_frame(self, plan: Plan, slot: Slot) -> Frame:
         shards = range(len(plan.cut.rows))
-        return _frame(slot, tuple(self._output_references(plan, slot, shard) for shard in shards))
+        frame = _frame(slot, tuple(self._output_references(plan, slot, shard) for shard in shards))
+        self._forks.add(frame, plan.idle_outputs)
+        return frame
 
     def _output_references(self, plan: Plan, slot: Slot, shard: int) -> tuple[TensorRef, ...]:
         """Where a shard's outputs are to be written."""

@@ -48,7 +48,7 @@ _Part = tuple[NDArray[Any] | TensorRef, Block | None]
 """A shard's part of an output: an array, or where it lies in a block of the worker's."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Frame:
     """Memory for the inputs, or the outputs, of one request of a plan.
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
+from mcinfer.config import TransportKind
 from mcinfer.errors import ProtocolError
 from mcinfer.process import Inherited
 from mcinfer.protocol import (
@@ -42,7 +43,6 @@ from mcinfer.runtime.transport import (
     MasterTransport,
     SendError,
     SocketPairMaster,
-    TransportKind,
     ZeroMQMaster,
 )
 from mcinfer.runtime.worker_process import OutputForwarder, WorkerProcess

@@ -8,10 +8,10 @@ it is told to end. In a child that the process forks they are closed at once, or
 live on with nobody behind it.
 """
 
-import errno
 import functools
 import json
 import os
+import secrets
 import select
 import socket
 import struct
@@ -21,7 +21,6 @@ from contextlib import suppress
 
 from mcinfer.process import start_time
 from mcinfer.shm.descriptors import close_all, send
-from mcinfer.shm.handles import Handle
 from mcinfer.wakeup import WakeUp
 
 GRANTED = b'{"ok": true}'
@@ -32,13 +31,22 @@ NOT_ALLOWED, OTHER_USER, NO_PID = "process", "user", "namespace"
 
 MAX_ANSWER_BYTES = 128
 
+MAX_HANDLE = (1 << 63) - 1
+"""MindSpore Lite's handles travel through signed 64-bit integers."""
+
 _CREDENTIALS = struct.Struct("=iII")  # struct ucred: pid, uid, gid
-_MAX_NAMES = 100
-"""Random names to try; that even one is taken is a matter of 1 in 2**16."""
 _LAST_ANSWER = 5.0
 """Seconds that `Listener.close` gives to the answer being sent, which takes next to none."""
 _BACK_OFF = 0.1
 """Seconds until an owner that had no descriptor left tries to accept again."""
+
+
+def address(handle: int) -> str:
+    """The abstract address (unix(7)) that the owner of a handle listens on.
+
+    A handle is a random number, and nothing else is in it. It is no secret: the kernel says who asks.
+    """
+    return f"\0mcinfer-weights-{handle:016x}"
 
 
 def peer_credentials(connection: socket.socket) -> tuple[int, int]:
@@ -97,8 +105,6 @@ class Listener:
         is_parents: Whether this process was forked from the one that it belongs to.
     """
 
-    handle: Handle
-
     def __init__(self, descriptors: tuple[int, ...], allowed: Allowed) -> None:
         """Listen; nobody is answered before `start`.
 
@@ -114,11 +120,12 @@ class Listener:
         self._descriptors = descriptors
         self._wakeup: WakeUp | None = None
         self._socket: socket.socket | None = None
+        self.handle = 1 + secrets.randbelow(MAX_HANDLE)
         try:
             self._wakeup = WakeUp()
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             _listeners().add(self)  # before it has a name, which forked children would keep
-            self.handle = _take_name(self._socket)
+            self._socket.bind(address(self.handle))
             self._socket.setblocking(False)
             self._socket.listen(socket.SOMAXCONN)
             self._thread = threading.Thread(
@@ -206,19 +213,6 @@ class Listener:
         self._wakeup = None
         descriptors, self._descriptors = self._descriptors, ()
         close_all(descriptors)
-
-
-def _take_name(unbound: socket.socket) -> Handle:
-    for _ in range(_MAX_NAMES):
-        handle = Handle.new()
-        try:
-            unbound.bind(handle.address)
-        except OSError as exc:
-            if exc.errno != errno.EADDRINUSE:
-                raise
-        else:
-            return handle
-    raise OSError(errno.EADDRINUSE, f"{_MAX_NAMES} names for a socket are all in use")
 
 
 def _readable(seconds: float | None, *descriptors: int) -> list[int]:

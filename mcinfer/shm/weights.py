@@ -29,17 +29,18 @@ from mcinfer.errors import ClosedError, InvalidInputError, ProtocolError, Weight
 from mcinfer.model_cache.cache import CacheUnusableError, Held
 from mcinfer.model_cache.contents import MODEL_FILE
 from mcinfer.model_cache.ensuring import ensure_prepared
-from mcinfer.process import has_ended, start_time
+from mcinfer.process import start_time
 from mcinfer.shm.descriptors import close_all, receive
-from mcinfer.shm.handles import MAX_HANDLE, Handle
 from mcinfer.shm.weight_listener import (
     GRANTED,
     MAX_ANSWER_BYTES,
+    MAX_HANDLE,
     NO_PID,
     NOT_ALLOWED,
     OTHER_USER,
     Allowed,
     Listener,
+    address,
     peer_credentials,
 )
 
@@ -101,7 +102,7 @@ class WeightOwner:
         self._listener = Listener(entry, self._allowed)
         self._finalizer = weakref.finalize(self, self._listener.stop)
         self._listener.start()
-        self.handle = self._listener.handle.number
+        self.handle = self._listener.handle
 
     def allow(self, pid: int) -> None:
         """Let a process map the weights from now on.
@@ -233,29 +234,28 @@ def open_weights(handle: int, timeout: float = 10.0) -> SharedWeights:
     if handle > MAX_HANDLE:
         raise InvalidInputError(f"handle: got {handle}, expected an int below 2**63")
     check_seconds("timeout", timeout)
-    parts = Handle.parse(handle)
-    if parts is None:
-        raise WeightAccessError(f"weights {handle}: this number never was a handle; was it cut?")
-    data, descriptors = _ask(parts, timeout)
-    _check_answer(parts, data, descriptors)
+    data, descriptors = _ask(handle, timeout)
+    _check_answer(handle, data, descriptors)
     try:
         return SharedWeights(Held.adopt(*descriptors))
     except CacheUnusableError as exc:
         raise WeightAccessError(f"weights {handle}: {exc}") from exc
 
 
-def _ask(handle: Handle, timeout: float) -> tuple[bytes, list[int]]:
+def _ask(handle: int, timeout: float) -> tuple[bytes, list[int]]:
     """What the owner answers."""
     deadline = time.monotonic() + timeout
+    owner = f"the owner of weights {handle}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.setblocking(False)
         try:
             _connect(connection, handle, deadline)
             # Abstract names belong to nobody: that of a dead owner can be taken by any user.
-            _, uid = peer_credentials(connection)
+            pid, uid = peer_credentials(connection)
+            owner += f" (pid {pid})" if pid else ""
             if uid != os.geteuid():
                 raise WeightAccessError(
-                    f"weights {handle.number} are shared by a process of user {uid}, and this one "
+                    f"weights {handle} are shared by a process of user {uid}, and this one "
                     f"is of user {os.geteuid()}"
                 )
             poll = select.poll()
@@ -265,27 +265,25 @@ def _ask(handle: Handle, timeout: float) -> tuple[bytes, list[int]]:
                 raise TimeoutError
             data, descriptors = receive(connection, MAX_ANSWER_BYTES)
         except TimeoutError:
-            raise WeightAccessError(
-                f"the owner of weights {handle.number} (pid {handle.pid}) did not answer within "
-                f"{timeout:g} s"
-            ) from None
+            raise WeightAccessError(f"{owner} did not answer within {timeout:g} s") from None
         except ConnectionRefusedError:
             raise WeightAccessError(
-                _why_nobody(handle, "has closed them, or lives in another network namespace")
+                f"weights {handle}: no process shares any by this number: it is wrong, or its owner has "
+                "ended or closed them, or lives in another network namespace"
             ) from None
         except ConnectionResetError:
             data, descriptors = b"", []
     if not data and not descriptors:
         raise WeightAccessError(
-            _why_nobody(handle, "hung up: it has just closed them, or has no descriptor left")
+            f"{owner} hung up: it has just ended or closed them, or has no descriptor left"
         )
     return data, descriptors
 
 
-def _connect(connection: socket.socket, handle: Handle, deadline: float) -> None:
+def _connect(connection: socket.socket, handle: int, deadline: float) -> None:
     while True:
         try:
-            connection.connect(handle.address)
+            connection.connect(address(handle))
             return
         except BlockingIOError:
             # Too many wait to be accepted: the one thing of a socket that cannot be polled for.
@@ -295,20 +293,7 @@ def _connect(connection: socket.socket, handle: Handle, deadline: float) -> None
             time.sleep(min(_CONNECT_PAUSE, left))
 
 
-def _why_nobody(handle: Handle, if_alive: str) -> str:
-    """What the handle still tells of an owner that does not answer to it."""
-    weights, owner = f"weights {handle.number}", f"their owner, process {handle.pid},"
-    if not handle.is_of_this_namespace():
-        return (
-            f"{weights}: no owner can be reached: it has ended or closed them, or lives in another "
-            "network namespace"
-        )
-    if not handle.is_started(start_time(handle.pid)) or has_ended(handle.pid):
-        return f"{weights}: {owner} has ended"
-    return f"{weights}: {owner} {if_alive}"
-
-
-def _check_answer(handle: Handle, data: bytes, descriptors: list[int]) -> None:
+def _check_answer(handle: int, data: bytes, descriptors: list[int]) -> None:
     """Return if the owner granted them; else close what came, and say why not."""
     if data == GRANTED and len(descriptors) == 2:
         return
@@ -321,10 +306,9 @@ def _check_answer(handle: Handle, data: bytes, descriptors: list[int]) -> None:
     refused, pid = fields.get("refused"), fields.get("pid")
     if {*fields} != {"refused", "pid"} or refused not in [*_REFUSALS] or type(pid) is not int:
         raise ProtocolError(
-            f"weights {handle.number}: got {data!r} and {len(descriptors)} descriptors, expected "
+            f"weights {handle}: got {data!r} and {len(descriptors)} descriptors, expected "
             "the answer of a WeightOwner"
         )
     raise WeightAccessError(
-        f"the owner of weights {handle.number} (pid {handle.pid}) refused "
-        f"{_REFUSALS[refused].format(pid=pid)}"
+        f"the owner of weights {handle} refused {_REFUSALS[refused].format(pid=pid)}"
     )

@@ -1,5 +1,7 @@
 """Programs that fork: the child has no part in its parent's master, and does it no harm."""
 
+import signal
+
 import pytest
 
 from tests.process.models import FakeModel
@@ -138,3 +140,142 @@ with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
 """
     ended = run(text, fake_model())
     assert (ended.status, ended.out, ended.err) == (0, ANSWER + "\n", "")
+
+
+# Results, and arrays of `allocate`, that are held at a fork.
+
+
+@pytest.mark.parametrize("count", [1, 4, 40_000])
+def test_what_a_forked_child_holds_is_its_own(fake_model: FakeModel, count: int) -> None:
+    """Neither what the parent does with the memory shows in the child, nor the other way round."""
+    text = f"""
+def answer(number):
+    return master.predict({{"x": np.full(({count}, 4), number, np.float32)}})["y"]
+
+def children_word(child, reading):
+    with os.fdopen(reading) as words:
+        say(words.read())
+    assert os.waitpid(child, 0)[1] == 0
+
+with mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never") as master:
+    for _ in range(2):
+        mine, dropped = answer(1), answer(2)
+        array = master.allocate({{"x": ({count}, 4)}})["x"]
+        array[:] = 3
+        (reading, writing), (waiting, going) = os.pipe(), os.pipe()
+        child = os.fork()
+        if not child:
+            mine[:] = -1
+            os.write(writing, b"written ")
+            os.read(waiting, 1)
+            right = [np.all(a == n) for a, n in ((mine, -1), (dropped, 5), (array, 3))]
+            os.write(writing, str([*map(bool, right)]).encode())
+            os._exit(0)
+        os.close(writing)
+        os.read(reading, 8)
+        say(bool(np.all(mine == 3)), bool(np.all(array == 3)))
+        mine[:], array[:] = 7, 8
+        del dropped
+        kept = [answer(10 + number) for number in range(4)]
+        assert master.predict({{"x": array}})["y"][0, 0] == 17
+        os.write(going, b".")
+        children_word(child, reading)
+        os.close(waiting), os.close(going)
+"""
+    ended = run(text, fake_model())
+    expected = "True True\n[True, True, True]\n" * 2
+    assert (ended.status, ended.out, ended.err) == (0, expected, "")
+
+
+def test_result_of_a_closed_master_is_the_childs_own(fake_model: FakeModel) -> None:
+    text = """
+with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
+    answer = master.predict(X)["y"]
+del master
+child = os.fork()
+if not child:
+    grandchild = os.fork()
+    if not grandchild:
+        answer[:] = -2
+        os._exit(0)
+    os.waitpid(grandchild, 0)
+    say(answer.sum())
+    answer[:] = -1
+    os._exit(0)
+os.waitpid(child, 0)
+say(answer.sum())
+"""
+    ended = run(text, fake_model())
+    assert (ended.status, ended.out, ended.err) == (0, f"{ANSWER}\n{ANSWER}\n", "")
+
+
+def test_children_forked_while_threads_make_requests_have_their_results(
+    fake_model: FakeModel,
+) -> None:
+    text = """
+import threading
+
+results, over = {}, threading.Event()
+
+def ask(first):
+    number = first
+    while not over.is_set():
+        number = (number + 7) % 1000
+        results[first] = number, master.predict({"x": np.full((500, 4), number, np.float32)})["y"]
+
+with mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never") as master:
+    threads = [threading.Thread(target=ask, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    while len(results) < 4:
+        time.sleep(0.001)
+    wrong = 0
+    for _ in range(15):
+        child = os.fork()
+        if not child:
+            time.sleep(0.02)
+            os._exit(any(np.any(y != 2 * number + 1) for number, y in results.values()))
+        wrong += os.waitpid(child, 0)[1] != 0
+    over.set()
+    for thread in threads:
+        thread.join()
+    say(wrong)
+"""
+    ended = run(text, fake_model())
+    assert (ended.status, ended.out, ended.err) == (0, "0\n", "")
+
+
+def test_child_without_memory_for_its_results_says_so(fake_model: FakeModel) -> None:
+    text = """
+import resource
+
+os.register_at_fork(after_in_child=lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 20,) * 2))
+with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
+    answer = master.predict({"x": np.ones((40_000, 4), np.float32)})["y"]
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    say(master.predict(X)["y"].sum())
+"""
+    ended = run(text, fake_model())
+    assert (ended.status, ended.out) == (0, ANSWER + "\n")
+    assert "OSError" in ended.err
+    assert "stay those of the process that it was forked from" in ended.err
+
+
+def test_parent_does_not_wait_for_a_child_that_is_killed_at_its_start(
+    fake_model: FakeModel,
+) -> None:
+    text = """
+os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGKILL))
+with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
+    answer = master.predict(X)["y"]
+    began = time.monotonic()
+    child = os.fork()
+    say(time.monotonic() - began < 2.0, os.waitpid(child, 0)[1])
+    say(master.predict(X)["y"].sum(), answer.sum())
+"""
+    ended = run(text, fake_model())
+    expected = f"True {signal.SIGKILL:d}\n{ANSWER} {ANSWER}\n"
+    assert (ended.status, ended.out, ended.err) == (0, expected, "")
