@@ -29,6 +29,7 @@ from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Any, Protocol, TypeVar
+from weakref import ref
 
 from mcinfer.config import Limits, RestartPolicy, Timeouts, TransportKind
 from mcinfer.errors import (
@@ -43,7 +44,7 @@ from mcinfer.errors import (
 )
 from mcinfer.machine import usable_memory
 from mcinfer.protocol import Build, BuildFinish, Error, Message, Reply
-from mcinfer.requests.future import Outcome
+from mcinfer.requests.future import Outcome, OutcomeFuture
 from mcinfer.requests.request import Request
 from mcinfer.runtime.connections import Connections, UnreachableError, memory_limits
 from mcinfer.runtime.delivery import Delivery
@@ -244,14 +245,28 @@ class Loop:
         """Start all workers, wait until they have the model, and say what the model is like.
 
         Raises:
-            BuildError: A worker could not load it; no process is left.
+            BuildError: A worker could not load it, or the system has no descriptor or thread left; no
+                process is left.
             ClosedError: It was closed meanwhile; likewise.
         """
+        try:
+            self._open()
+        except (OSError, RuntimeError) as exc:  # no descriptor, or no thread
+            raise BuildError(f"no pool can be opened: {exc}") from exc
+        try:
+            if self._close_asked:
+                raise ClosedError("the master was closed while it was starting")
+            self._ask(self._start_workers)
+            self._started.wait()
+            return self._started.result()
+        except BaseException:
+            self.close(None if self._started.settled else 0.0)
+            raise
+
+    def _open(self) -> None:
+        """Open what the loop works with, and start it; all of that or nothing."""
         with ExitStack() as opened:
-            try:
-                self._connections.open()
-            except OSError as exc:
-                raise BuildError(f"no pool can be opened: {exc}") from exc
+            self._connections.open()
             opened.callback(self._connections.close, 0.0)
             opened.callback(self._connections.close_socket)
             self._poll = select.epoll()
@@ -270,23 +285,13 @@ class Loop:
                 self._thread = thread
                 opened.pop_all()
             except BaseException:
-                if not _take(
-                    self._run_claims
-                ):  # Ctrl-C, and the thread runs: it closes all of this
+                if not _take(self._run_claims):
+                    # Ctrl-C, and the thread runs: it closes all of this.
                     self._thread = thread
                     self.finished = True
                     self._bell.set()
                     opened.pop_all()
                 raise
-        try:
-            if self._close_asked:
-                raise ClosedError("the master was closed while it was starting")
-            self._ask(self._start_workers)
-            self._started.wait()
-            return self._started.result()
-        except BaseException:
-            self.close(None if self._started.settled else 0.0)
-            raise
 
     def close(self, timeout: float | None = None, *, drain: bool = False) -> None:
         """End all workers; in-flight requests fail with `ClosedError`. May be called again.
@@ -1186,7 +1191,7 @@ class Loop:
                 self._delivery.trace(partial(_call_trace_hook, *arguments))
         elif future is not None and error is None and (self.arena.crowded or not request.is_simple):
             # What it holds must not wait until its user asks for it.
-            self._delivery.put(future.prepare)
+            self._delivery.put(partial(_prepare, ref(future)))
 
     def _turn_over(self, action: Action) -> list[Action]:
         """Carry out what concerns the whole pool; what is to be done next."""
@@ -1285,6 +1290,13 @@ def _take(claims: list[bool]) -> bool:
         return claims.pop()
     except IndexError:
         return False
+
+
+def _prepare(future: "ref[OutcomeFuture[Any]]") -> None:
+    """Make the result of a future that its user still has: a call in the queue must not hold its memory."""
+    found = future()
+    if found is not None:
+        found.prepare()
 
 
 class _Promise(Outcome[T]):

@@ -156,6 +156,39 @@ def test_ctrl_c_while_a_thread_is_started_leaves_none(
         master.predict(rows(1))
 
 
+@pytest.mark.parametrize("name", ["loop", "delivery", "output", "print"])
+def test_start_that_gets_no_thread_fails_and_leaves_nothing(
+    fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == f"mcinfer-{name}":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    master = Master(fake_model(), 1, engine="fake", verify="never")
+    with pytest.raises(BuildError, match="new thread"):
+        master.start()
+
+
+def test_futures_that_were_dropped_hold_no_memory_while_a_callback_does_not_return(
+    fake_model: FakeModel,
+) -> None:
+    enough = threading.Event()
+    limits = Limits(memory_bytes=1 << 20, when_full="wait")
+    with Master(fake_model(), 1, engine="fake", verify="never", limits=limits) as master:
+        master.submit(rows(1)).add_done_callback(lambda _: enough.wait(PATIENCE))
+        try:
+            for _ in range(6):  # of 320 KB each, and as much for the answer
+                future = master.submit(rows(20_000), timeout=PATIENCE / 4)
+                wait_until(future.done)
+                del future
+        finally:
+            enough.set()
+
+
 def test_caller_that_is_interrupted_while_it_waits_for_memory_holds_nobody_up(
     fake_model: FakeModel,
 ) -> None:
