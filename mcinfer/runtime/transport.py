@@ -49,7 +49,7 @@ from mcinfer.protocol import MAX_MESSAGE_BYTES
 from mcinfer.shm.descriptors import close_all, take_packet
 
 TransportKind = Literal["zeromq", "socketpair"]
-TRANSPORTS: tuple[str, ...] = get_args(TransportKind)
+TRANSPORTS: tuple[TransportKind, ...] = get_args(TransportKind)
 
 _MAX_QUEUED = 10_000
 _MAX_RECEIVED = 16

@@ -6,6 +6,7 @@ to a real program with one, and measures.
 
 import re
 import signal
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -20,6 +21,7 @@ from mcinfer import (
     PredictTimeoutError,
     QueueFullError,
 )
+from mcinfer.runtime.transport import TRANSPORTS, TransportKind
 from tests.process.fault_kinds import FAULTS
 from tests.process.fault_pools import Pool, Setting
 from tests.process.fault_programs import (
@@ -92,6 +94,7 @@ class Cell:
             included; for a program, until no process of it is left.
         worker: What becomes of the worker: ``"replaced"``, ``"kept"``, or ``"none left"`` where the pool is
             closed, or failed to start. Unless that, it then serves, and all other callers get right answers.
+        transport: Of the pool.
     """
 
     fault: str
@@ -99,9 +102,11 @@ class Cell:
     hit: Outcome
     within: float
     worker: str
+    transport: TransportKind = "zeromq"
 
     def __str__(self) -> str:
-        return f"{self.fault}, {self.moment}"
+        over = "" if self.transport == "zeromq" else f", {self.transport}"
+        return f"{self.fault}, {self.moment}{over}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,10 +237,28 @@ _TABLE: dict[str, dict[str, _Row]] = {
     },
 }
 
+_OVER_SOCKET_PAIRS: dict[str, Collection[str]] = {
+    "worker: SIGKILL": [moment for moment in MOMENTS if moment != "starting"],
+    "worker: SIGSTOP": ("idle", "busy", "exiting"),
+    "worker: SIGSTOP, late SIGCONT": ("importing", "busy"),
+    "worker: never ends": ("busy", "exiting"),
+    "worker: exception": ("busy",),
+    "worker: no descriptors": ("building", "idle", "busy"),
+    "worker: answers twice": ("busy",),
+    "worker: answers late": ("busy",),
+    "worker: wrong place": ("busy",),
+    "worker: garbage": ("busy", "exiting"),
+    "master: SIGKILL": ("importing", "busy", "exiting"),
+    "master: SIGINT": ("busy",),
+    "master: no descriptors": ("starting", "idle", "busy", "exiting", "being restarted"),
+}
+"""What a transport has a part in: messages, their order, ends of processes, descriptors."""
+
 CELLS = tuple(
-    Cell(fault, moment, *row[moment])
+    Cell(fault, moment, *row[moment], transport)
+    for transport in TRANSPORTS
     for fault, row in _TABLE.items()
-    for moment in MOMENTS
+    for moment in (MOMENTS if transport == "zeromq" else _OVER_SOCKET_PAIRS.get(fault, ()))
     if moment in row
 )
 
@@ -324,7 +347,7 @@ def run_cell(cell: Cell, folder: Path, fake_model: FakeModel) -> Measured:
         onnx.save(parse_model(AFFINE), model)
         return _checked(cell, start_with_full_disk(folder, model))
     if cell.hit is DESCRIPTORS_NEEDED:
-        seconds, text = start_without_descriptors(fake_model)
+        seconds, text = start_without_descriptors(fake_model, cell.transport)
         assert text.startswith("BuildError: ")
         cell.hit.check(BuildError(text))
         return _checked(cell, seconds)
@@ -352,7 +375,7 @@ _STAND_STILL = ("worker: SIGSTOP", "worker: never ends")
 
 def _setting(cell: Cell) -> Setting:
     """With time-outs as short as the outcome that is expected needs them."""
-    setting = Setting(**FAULTS[cell.fault].setting)
+    setting = Setting(**FAULTS[cell.fault].setting, transport=cell.transport)
     if cell.hit is TIMED_OUT:
         setting = replace(setting, hit_timeout=0.2)
     if cell.hit is NOT_READY:
@@ -407,7 +430,7 @@ def _run_in_pool(cell: Cell, folder: Path, fake_model: FakeModel) -> Measured:
 
 def _run_in_program(cell: Cell, folder: Path, fake_model: FakeModel) -> Measured:
     fault = FAULTS[cell.fault]
-    with Service(folder, fake_model, cell.moment, fault.handles) as service:
+    with Service(folder, fake_model, cell.moment, fault.handles, cell.transport) as service:
         end = service.end(*fault.signals)
         assert end.status == cell.hit.status, end
         assert "[worker" not in end.err

@@ -19,6 +19,7 @@ from typing import Any, Self
 import pytest
 
 from mcinfer import Limits, Master, McinferError, RestartPolicy, Timeouts
+from mcinfer.runtime.transport import TransportKind
 from tests.process.hostile_worker import become
 from tests.process.models import FakeModel, Inputs, assert_answers, rows
 from tests.process.waiting import pids, states, wait_for_states, wait_until
@@ -111,6 +112,7 @@ class Setting:
         hit_timeout: Seconds for the request that the fault hits.
         limits: Of the pool.
         hostile: What one of the workers sends, of `hostile_worker.KINDS`.
+        transport: Of the pool.
     """
 
     start: float = 30.0
@@ -118,6 +120,7 @@ class Setting:
     hit_timeout: float = 20.0
     limits: Limits = field(default_factory=Limits)
     hostile: str = ""
+    transport: TransportKind = "zeromq"
 
 
 @dataclass(slots=True)
@@ -180,6 +183,7 @@ class Pool:
             timeouts=timeouts,
             restart=RestartPolicy(budget=1000, backoff=0.02, backoff_limit=0.1),
             limits=setting.limits,
+            transport=setting.transport,
         )
         self.hit: list[Caller] = []
         self.others: list[Caller] = []

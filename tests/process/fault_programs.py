@@ -11,6 +11,7 @@ from time import monotonic
 
 import pytest
 
+from mcinfer.runtime.transport import TransportKind
 from tests.process.fault_pools import CLOSE, HeldPipe, hold_imports
 from tests.process.models import FakeModel
 from tests.process.scripts import PREAMBLE, Program
@@ -19,14 +20,14 @@ from tests.process.waiting import all_gone, is_alive, wait_until
 _SERVICE = """
 import threading
 import msgpack
-model, moment, late, handles = sys.argv[1:5]
+model, moment, late, handles, transport = sys.argv[1:6]
 if handles:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 if late:
     sys.path.insert(0, late)
 master = mcinfer.Master(
     model, 2, engine="fake", verify="never", timeouts=mcinfer.Timeouts(close=CLOSE),
-    restart=mcinfer.RestartPolicy(budget=1000, backoff=0.0),
+    restart=mcinfer.RestartPolicy(budget=1000, backoff=0.0), transport=transport,
 )
 
 def tell():
@@ -55,12 +56,12 @@ most = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 6, most[1]))
 began = time.monotonic()
 try:
-    mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never").start()
+    mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never", transport=sys.argv[2]).start()
 except mcinfer.McinferError as exc:
     say(time.monotonic() - began)
     say(f"{type(exc).__name__}: {exc}")
 resource.setrlimit(resource.RLIMIT_NOFILE, most)
-with mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never") as master:
+with mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never", transport=sys.argv[2]) as master:
     say((master.predict(X)["y"] == 3).all())
 """
 
@@ -100,7 +101,14 @@ class End:
 class Service:
     """A program at a moment; a context manager that leaves no process behind."""
 
-    def __init__(self, folder: Path, fake_model: FakeModel, moment: str, handles: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        fake_model: FakeModel,
+        moment: str,
+        handles: str,
+        transport: TransportKind,
+    ) -> None:
         """Start it and wait for that moment.
 
         Args:
@@ -108,6 +116,7 @@ class Service:
             fake_model: The fixture.
             moment: One of the matrix's.
             handles: Not empty if it has a handler of SIGTERM that calls `sys.exit`.
+            transport: Of its pool.
         """
         name = {"building": "build0", "busy": "run0", "exiting": "run0"}.get(moment)
         pipe = HeldPipe(folder / name) if name else None
@@ -118,7 +127,7 @@ class Service:
         closing = HeldPipe(folder / "close")
         self._pipes.append(closing)
         model = fake_model(build=f"told:{folder}/build", run=f"told:{folder}/run")
-        self.program = Program(PREAMBLE + _SERVICE, model, moment, late, handles)
+        self.program = Program(PREAMBLE + _SERVICE, model, moment, late, handles, transport)
         try:
             self._reach(moment, pipe, closing, folder)
         except BaseException:
@@ -195,13 +204,13 @@ def _children(pid: int) -> list[int]:
     return [int(word) for word in text.split()]
 
 
-def start_without_descriptors(fake_model: FakeModel) -> tuple[float, str]:
+def start_without_descriptors(fake_model: FakeModel, transport: TransportKind) -> tuple[float, str]:
     """A start with hardly any descriptor left, and then one with all of them, which must serve.
 
     Returns:
         The seconds of the first, and the type and the text of its error.
     """
-    with Program(PREAMBLE + _WITHOUT_DESCRIPTORS, fake_model()) as program:
+    with Program(PREAMBLE + _WITHOUT_DESCRIPTORS, fake_model(), transport) as program:
         seconds, text, right = program.line(), program.line(), program.line()
         ended = program.wait()
         assert (ended.status, right) == (0, "True"), ended

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mcinfer.runtime.transport import TRANSPORTS
 from tests.process.fault_kinds import FAULTS
 from tests.process.fault_matrix import (
     CELLS,
@@ -29,7 +30,7 @@ def test_fault_ends_as_the_matrix_says(
 ) -> None:
     measured = run_cell(cell, tmp_path, fake_model)
     # As what tests may be run by several processes can tell: for the page.
-    record_property("measured", [cell.fault, cell.moment, asdict(measured)])
+    record_property("measured", [str(cell), asdict(measured)])
 
 
 def test_every_fault_has_at_every_moment_an_expectation_or_a_reason_why_not() -> None:
@@ -37,7 +38,13 @@ def test_every_fault_has_at_every_moment_an_expectation_or_a_reason_why_not() ->
     dashes = {(fault, moment) for fault, row in DASHES.items() for moment in row}
     assert expected | dashes == {(fault, moment) for fault in FAULTS for moment in MOMENTS}
     assert not expected & dashes
-    assert len(expected) == len(CELLS)
+    assert len({*map(str, CELLS)}) == len(CELLS)
+
+
+def test_what_a_transport_has_a_part_in_is_expected_of_each() -> None:
+    over = {kind: {c.fault for c in CELLS if c.transport == kind} for kind in TRANSPORTS}
+    assert over["zeromq"] == {*FAULTS}
+    assert {"worker: SIGKILL", "worker: garbage", "master: SIGKILL"} < over["socketpair"]
 
 
 def test_page_shows_what_the_matrix_expects() -> None:
