@@ -6,13 +6,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard, get_args
 
 from mcinfer.errors import InvalidInputError
 
 _DEVICE = re.compile(r"([a-z][a-z0-9_]*):(\d{1,4})")
 
 DEFAULT_DEVICE_KIND = "cpu"
+
+TransportKind = Literal["zeromq", "socketpair"]
+TRANSPORTS: tuple[TransportKind, ...] = get_args(TransportKind)
 """The kind of device that a plain number of devices means."""
 
 

@@ -19,11 +19,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mcinfer.config import (
+    TRANSPORTS,
     CoreShare,
     EngineOptions,
     Limits,
     RestartPolicy,
     Timeouts,
+    TransportKind,
     check_count,
     check_seconds,
     parse_devices,
@@ -46,7 +48,6 @@ from mcinfer.requests.request import Arrays, Inputs, Request
 from mcinfer.requests.splitting import Known, Splitter, Verify
 from mcinfer.requests.waiting_threads import WaitingThreads
 from mcinfer.runtime.loop import Loop
-from mcinfer.runtime.transport import TRANSPORTS, TransportKind
 from mcinfer.sharding import Axes, JoinError, SaidAxes, Split
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
 from mcinfer.statistics import Health, Statistics, TraceHook

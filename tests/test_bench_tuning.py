@@ -188,6 +188,18 @@ def test_delays_are_of_the_order_of_a_run_and_below_the_bound(
     assert {c.max_delay for c in candidates if c.max_batch_size > 1} == delays
 
 
+def test_second_transport_is_tried_where_runs_are_short_and_all_cores_are_used() -> None:
+    candidates = space(aim(clients=32), cores=8, run_seconds=0.0005).candidates()
+    others = {c for c in candidates if c.transport == "socketpair"}
+    default = Candidate(workers=2, threads=4, call="submit", transport="socketpair")
+    assert default in others
+    assert {replace(c, transport="zeromq") for c in others} == {
+        c for c in candidates if c.workers * (c.threads or 0) == 8 and c not in others
+    } | {replace(default, transport="zeromq")}
+    long = space(aim(clients=32), cores=8, run_seconds=0.002).candidates()
+    assert {c.transport for c in long} == {"zeromq"}
+
+
 @pytest.mark.parametrize(
     ("shapes", "given", "pieces"),
     [
@@ -495,6 +507,20 @@ def test_program_names_what_differs_from_the_default() -> None:
     pool = "devices=1, options=mcinfer.EngineOptions(threads=3)"
     assert f'with mcinfer.Master("m.onnx", {pool}) as master:' in program
     assert program[-1] == "    answer = master.predict(inputs)"
+
+
+def test_second_transport_is_an_argument_of_the_program_and_a_word_of_the_tables() -> None:
+    other = Candidate(workers=2, threads=2, call="submit", transport="socketpair")
+    result = found([trial(DEFAULT, 100, 100), trial(other, 120, 130)])
+    assert str(other) == "2 workers, 2 threads, submit, socketpair"
+    assert '    transport="socketpair",' in lines(advice.program("m.onnx", other, result))
+    assert advice.arguments(other, result)["transport"] == "socketpair"
+    assert "transport" not in advice.arguments(JOINED, result)
+    (grid,) = advice.grids(result)
+    assert [row[0] for row in grid.rows] == ["submit, pairs", "submit, default"]
+    assert grid.title.endswith("; pairs: over socketpair)")
+    (grid,) = advice.grids(found([trial(DEFAULT, 100)]))
+    assert "pairs" not in grid.title
 
 
 @pytest.mark.parametrize("name", ['a "b".onnx', "a\\b.onnx", "a\nb.onnx", "\udc80.onnx"], ids=ascii)

@@ -16,6 +16,7 @@ from mcinfer.cli.options import (
     parse_dims,
     parse_rates,
     parse_seconds,
+    parse_transport,
 )
 
 
@@ -28,6 +29,7 @@ from mcinfer.cli.options import (
         (parse_seconds, "0", 0.0),
         (parse_counts, "8,1,2", (8, 1, 2)),
         (parse_rates, "20,0.5", (20.0, 0.5)),
+        (parse_transport, "socketpair", "socketpair"),
         (parse_dims, "seq=128", ("seq", 128)),
         (parse_dims, "a=b:1=7", ("a=b:1", 7)),
     ],
@@ -44,6 +46,7 @@ def test_text_is_read(parse: Callable[[str], object], text: str, value: object) 
         *((parse_counts, text) for text in ["", "0", "-1", "1,,2", "1.5", "2,2", "a"]),
         *((parse_rates, text) for text in ["", "0", "-1", "inf", "nan", "2,2.0", "a"]),
         *((parse_dims, text) for text in ["", "seq", "seq=", "=1", "seq=0", "seq=-1", "seq=1.5"]),
+        *((parse_transport, text) for text in ["", "tcp", "ZeroMQ"]),
     ],
 )
 def test_text_of_another_form_is_wrong_usage_and_is_told(

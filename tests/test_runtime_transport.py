@@ -21,10 +21,10 @@ from typing import TypeVar
 import pytest
 import zmq
 
+from mcinfer.config import TRANSPORTS
 from mcinfer.protocol import MAX_MESSAGE_BYTES
 from mcinfer.runtime.folder import RuntimeFolder
 from mcinfer.runtime.transport import (
-    TRANSPORTS,
     MasterTransport,
     SendError,
     SocketPairMaster,

@@ -27,6 +27,7 @@ class _PoolWay(RunningWay):
             max_delay=setup.max_delay if max_batch_size > 1 else 0.0,
             batch_axes=setup.batch_axes,
             output_axes=setup.output_axes,
+            transport=setup.transport,
         ).start()
 
     def run_seconds(self) -> tuple[int, float]:

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from mcinfer.config import TransportKind
 from mcinfer.errors import InvalidInputError, MissingDependencyError
 
 SCHEMA = "mcinfer.bench"
@@ -180,6 +181,7 @@ class Settings:
         dims: Sizes of the model's symbolic dimensions, without the batch.
         max_batch_size: Of the way that joins requests.
         max_delay: Likewise.
+        transport: Of mcinfer's own ways.
     """
 
     devices: tuple[str, ...]
@@ -191,6 +193,7 @@ class Settings:
     dims: dict[str, int]
     max_batch_size: int
     max_delay: float
+    transport: TransportKind = "zeromq"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

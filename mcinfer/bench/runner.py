@@ -35,7 +35,7 @@ from mcinfer.bench.request_file import write_request
 from mcinfer.bench.subject import Subject
 from mcinfer.bench.surroundings import describe_model, machine
 from mcinfer.bench.way import Setup
-from mcinfer.config import CoreShare, EngineOptions, parse_devices, share_cores
+from mcinfer.config import CoreShare, EngineOptions, TransportKind, parse_devices, share_cores
 from mcinfer.errors import InvalidInputError
 from mcinfer.machine import whole_cpus
 from mcinfer.master import Master
@@ -77,6 +77,7 @@ class Plan:
         inputs: What the requests' arrays are made of.
         batch_axes: As `mcinfer.Master` takes them.
         output_axes: Likewise.
+        transport: Likewise, of mcinfer's own ways.
     """
 
     model: Path
@@ -96,6 +97,7 @@ class Plan:
     inputs: InputOptions
     batch_axes: Axes = field(default_factory=dict)
     output_axes: Axes = field(default_factory=dict)
+    transport: TransportKind = "zeromq"
 
     @property
     def loads(self) -> tuple[Load, ...]:
@@ -243,6 +245,7 @@ class Benchmark:
                 dims=dict(plan.inputs.dims),
                 max_batch_size=plan.max_batch_size,
                 max_delay=plan.max_delay,
+                transport=plan.transport,
             ),
             ways=tuple(entry.report() for entry in self._entries),
             measurements=tuple(
@@ -299,6 +302,7 @@ class Benchmark:
             output_axes=self._plan.output_axes,
             max_batch_size=self._plan.max_batch_size,
             max_delay=self._plan.max_delay,
+            transport=self._plan.transport,
             worker_cores=tuple(share.cores for share in shares),
         )
 

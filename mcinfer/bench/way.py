@@ -12,6 +12,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from mcinfer.config import TransportKind
 from mcinfer.sharding import Axes, Split
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -36,6 +37,7 @@ class Setup:
         output_axes: Likewise.
         max_batch_size: Rows that small requests may be joined to, for a way that joins them.
         max_delay: Seconds that a request may wait for others, likewise.
+        transport: Of the messages, as `mcinfer.Master` takes it.
     """
 
     model: str
@@ -50,6 +52,7 @@ class Setup:
     batches: tuple[int, ...] = ()
     batch_axes: Axes = field(default_factory=dict)
     output_axes: Axes = field(default_factory=dict)
+    transport: TransportKind = "zeromq"
 
     @property
     def outputs(self) -> tuple[str, ...]:

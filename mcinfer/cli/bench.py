@@ -29,6 +29,7 @@ from mcinfer.cli.options import (
     axes_of,
     parse_counts,
     parse_rates,
+    parse_transport,
 )
 from mcinfer.cli.output_files import check_outputs, parse_png, write_output
 from mcinfer.errors import InvalidInputError, McinferError, MissingDependencyError
@@ -129,6 +130,14 @@ def bench(
             metavar="SECONDS", parser=parse_pause, help="That a request there waits for others."
         ),
     ] = "0.001",
+    transport: Annotated[
+        Any,
+        typer.Option(
+            metavar="TRANSPORT",
+            parser=parse_transport,
+            help="Of mcinfer's own ways' messages: zeromq or socketpair.",
+        ),
+    ] = "zeromq",
     scaling: Annotated[
         bool, typer.Option(help="Measure pools of fewer workers, too.", show_default=False)
     ] = True,
@@ -173,6 +182,7 @@ def bench(
         ways=ways,
         max_batch_size=max_batch_size,
         max_delay=max_delay,
+        transport=transport,
         scaling=scaling and "concurrent" in modes,
         inputs=input_options(input, dim, integers, seed),
         batch_axes=axes_of("--batch-axis", batch_axis),

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
-from mcinfer.config import check_seconds, parse_devices
+from mcinfer.config import TRANSPORTS, check_seconds, parse_devices
 from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.model_cache.files import open_regular
 
@@ -141,6 +141,13 @@ DevicesOption = Annotated[
     ),
 ]
 """What `parse_devices_option` gives, or None."""
+
+
+def parse_transport(text: str) -> str:
+    """``"zeromq"`` or ``"socketpair"``."""
+    if text not in TRANSPORTS:
+        raise typer.BadParameter(f"got {text!r}, expected one of {[*TRANSPORTS]}")
+    return text
 
 
 def parse_axis(text: str) -> tuple[str, int | None]:

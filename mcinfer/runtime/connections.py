@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
+from mcinfer.config import TransportKind
 from mcinfer.errors import ProtocolError
 from mcinfer.process import Inherited
 from mcinfer.protocol import (
@@ -43,7 +44,6 @@ from mcinfer.runtime.transport import (
     MasterTransport,
     SendError,
     SocketPairMaster,
-    TransportKind,
     ZeroMQMaster,
 )
 from mcinfer.runtime.worker_process import OutputForwarder, WorkerProcess

@@ -30,7 +30,7 @@ from functools import partial
 from time import monotonic
 from typing import Any, Protocol, TypeVar
 
-from mcinfer.config import Limits, RestartPolicy, Timeouts
+from mcinfer.config import Limits, RestartPolicy, Timeouts, TransportKind
 from mcinfer.errors import (
     BuildError,
     ClosedError,
@@ -46,7 +46,6 @@ from mcinfer.requests.future import Outcome
 from mcinfer.requests.request import Request
 from mcinfer.runtime.connections import Connections, UnreachableError, memory_limits
 from mcinfer.runtime.delivery import Delivery
-from mcinfer.runtime.transport import TransportKind
 from mcinfer.scheduler.actions import (
     Action,
     DumpStacks,

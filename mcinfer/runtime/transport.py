@@ -41,15 +41,11 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Literal, get_args
 
 import zmq
 
 from mcinfer.protocol import MAX_MESSAGE_BYTES
 from mcinfer.shm.descriptors import close_all, take_packet
-
-TransportKind = Literal["zeromq", "socketpair"]
-TRANSPORTS: tuple[TransportKind, ...] = get_args(TransportKind)
 
 _MAX_QUEUED = 10_000
 _MAX_RECEIVED = 16

@@ -17,9 +17,9 @@ from queue import SimpleQueue
 from time import monotonic
 from typing import TextIO
 
+from mcinfer.config import TransportKind
 from mcinfer.process import REQUEST, Inherited, StackReport, command, environment
 from mcinfer.runtime.cancels import Cancels
-from mcinfer.runtime.transport import TransportKind
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.wakeup import WakeUp
 

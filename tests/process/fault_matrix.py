@@ -21,7 +21,7 @@ from mcinfer import (
     PredictTimeoutError,
     QueueFullError,
 )
-from mcinfer.runtime.transport import TRANSPORTS, TransportKind
+from mcinfer.config import TRANSPORTS, TransportKind
 from tests.process.fault_kinds import FAULTS
 from tests.process.fault_pools import Pool, Setting
 from tests.process.fault_programs import (

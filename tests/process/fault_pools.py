@@ -19,7 +19,7 @@ from typing import Any, Self
 import pytest
 
 from mcinfer import Limits, Master, McinferError, RestartPolicy, Timeouts
-from mcinfer.runtime.transport import TransportKind
+from mcinfer.config import TransportKind
 from tests.process.hostile_worker import become
 from tests.process.models import FakeModel, Inputs, assert_answers, rows
 from tests.process.waiting import pids, states, wait_for_states, wait_until

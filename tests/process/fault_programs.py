@@ -11,7 +11,7 @@ from time import monotonic
 
 import pytest
 
-from mcinfer.runtime.transport import TransportKind
+from mcinfer.config import TransportKind
 from tests.process.fault_pools import CLOSE, HeldPipe, hold_imports
 from tests.process.models import FakeModel
 from tests.process.scripts import PREAMBLE, Program

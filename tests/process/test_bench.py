@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -17,12 +18,12 @@ from mcinfer.bench.inputs import InputOptions, fixed_batch
 from mcinfer.bench.known_ways import BASELINES, MODES
 from mcinfer.bench.looking import look_at
 from mcinfer.bench.pipe_sample import Pipe
-from mcinfer.bench.pools import Batched, Sharded
+from mcinfer.bench.pools import Batched, Concurrent, Sharded
 from mcinfer.bench.report import Load, Report, dump, load
 from mcinfer.bench.request_file import write_request
 from mcinfer.bench.runner import Benchmark, Plan
 from mcinfer.bench.subject import Subject
-from mcinfer.bench.views.texts import way_lines
+from mcinfer.bench.views.texts import settings_line, way_lines
 from mcinfer.bench.way import Setup
 from mcinfer.cli import main
 from mcinfer.errors import InvalidInputError
@@ -164,6 +165,27 @@ def measure(model: Path, *ways: str, **more: object) -> Report:
     assert told == sorted(told)
     assert benchmark.done == benchmark.steps
     return report
+
+
+def test_mcinfers_ways_use_the_transport_that_is_asked_for(
+    onnx_model: OnnxModel, monkeypatch: pytest.MonkeyPatch, setup: Setup
+) -> None:
+    made: list[object] = []
+
+    class Noting(Master):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            made.append(more["transport"])
+            super().__init__(*args, **more)
+
+    monkeypatch.setattr("mcinfer.bench.pools.Master", Noting)
+    Concurrent(replace(setup, transport="socketpair")).close()
+    assert made == ["socketpair"]
+    report = measure(
+        onnx_model(AFFINE), "concurrent", batches=(2,), repeats=1, transport="socketpair"
+    )
+    assert report.settings.transport == "socketpair"
+    assert [way.error for way in report.ways] == [""]
+    assert "transport socketpair" in settings_line(report)
 
 
 def test_every_way_is_measured_under_every_load_and_pools_of_every_size(

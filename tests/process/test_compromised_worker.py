@@ -23,7 +23,7 @@ from mcinfer import (
     RestartPolicy,
     Timeouts,
 )
-from mcinfer.runtime.transport import TRANSPORTS, TransportKind
+from mcinfer.config import TRANSPORTS, TransportKind
 from tests.process.hostile_worker import GIANT_BYTES, KINDS, become
 from tests.process.models import FakeModel, assert_answers, rows
 from tests.process.waiting import wait_until

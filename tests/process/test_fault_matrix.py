@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mcinfer.runtime.transport import TRANSPORTS
+from mcinfer.config import TRANSPORTS
 from tests.process.fault_kinds import FAULTS
 from tests.process.fault_matrix import (
     CELLS,

@@ -13,17 +13,12 @@ import numpy as np
 import pytest
 
 from mcinfer import InvalidInputError, Master, PredictError, RestartPolicy
+from mcinfer.config import TRANSPORTS, TransportKind
 from mcinfer.process import command, environment
 from mcinfer.protocol import VERSION, Build, Hello, decode, encode
 from mcinfer.runtime.cancels import Cancels
 from mcinfer.runtime.folder import RuntimeFolder
-from mcinfer.runtime.transport import (
-    TRANSPORTS,
-    MasterTransport,
-    SocketPairMaster,
-    TransportKind,
-    ZeroMQMaster,
-)
+from mcinfer.runtime.transport import MasterTransport, SocketPairMaster, ZeroMQMaster
 from mcinfer.serving import STRANGER
 from mcinfer.shm.lifeline import Lifeline
 from tests.process.hostile_worker import become

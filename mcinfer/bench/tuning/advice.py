@@ -31,6 +31,7 @@ def arguments(candidate: Candidate, found: Found) -> dict[str, Any]:
         "options": {"threads": candidate.threads} if told else {},
         "max_batch_size": candidate.max_batch_size,
         "max_delay": candidate.max_delay,
+        **({"transport": candidate.transport} if candidate.transport != "zeromq" else {}),
         **{name: dict(said) for name, said in axes.items() if said},
     }
 
@@ -100,6 +101,8 @@ def _written(model: str, candidate: Candidate, found: Found) -> list[str]:
         written.append(f"max_batch_size={candidate.max_batch_size}")
     if candidate.max_delay:
         written.append(f"max_delay={candidate.max_delay:g}")
+    if "transport" in given:
+        written.append(f"transport={_quoted(given['transport'])}")
     for name in ("batch_axes", "output_axes"):
         if name in given:
             axes = ", ".join(f"{_quoted(tensor)}: {axis}" for tensor, axis in given[name].items())
@@ -131,6 +134,8 @@ def _grid(found: Found, rung: int) -> Grid:
     unit = time_unit(latency(turn, 0.5) for each in standings for turn in each.turns)
     pools = "1 pool" if len(standings) == 1 else f"{len(standings)} pools"
     interrupted = "" if rung <= found.finished_rungs else ", interrupted"
+    has_pairs = any(each.candidate.transport == "socketpair" for each in standings)
+    pairs = "; pairs: over socketpair" if has_pairs else ""
     header = (
         "call",
         "workers",
@@ -143,7 +148,7 @@ def _grid(found: Found, rung: int) -> Grid:
         f"{_TIMES} default",
     )
     return Grid(
-        title=f"round {rung}{interrupted}: {pools} (p50 and p99 in {unit.sign})",
+        title=f"round {rung}{interrupted}: {pools} (p50 and p99 in {unit.sign}{pairs})",
         header=header,
         rows=tuple(_row(found, each, unit) for each in standings),
     )
@@ -152,8 +157,10 @@ def _grid(found: Found, rung: int) -> Grid:
 def _row(found: Found, measured: Standing, unit: Unit) -> tuple[Cell, ...]:
     candidate = measured.candidate
     joins = candidate.max_batch_size > 1
+    call = [candidate.call, *(["default"] if candidate == found.default else [])]
+    call += ["pairs"] if candidate.transport == "socketpair" else []
     return (
-        f"{candidate.call}, default" if candidate == found.default else candidate.call,
+        ", ".join(call),
         str(candidate.workers),
         "auto" if candidate.threads is None else str(candidate.threads),
         str(candidate.max_batch_size) if joins else "no",

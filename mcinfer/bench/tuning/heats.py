@@ -174,6 +174,7 @@ class Pools:
             threads=candidate.threads,
             max_batch_size=candidate.max_batch_size,
             max_delay=candidate.max_delay,
+            transport=candidate.transport,
         )
         return Subject(candidate.way, setup, self._files)
 

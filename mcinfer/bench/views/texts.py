@@ -149,6 +149,7 @@ def settings_line(report: Report) -> str:
         f"{settings.repeats} repeats of {length} after {settings.warmup_seconds:g} s of warm-up",
         f"requests joined up to {settings.max_batch_size} rows"
         f" within {seconds_text(settings.max_delay)}",
+        *([f"transport {settings.transport}"] if settings.transport != "zeromq" else []),
         *(f"{name} = {size}" for name, size in settings.dims.items()),
         f"seed {settings.seed}",
     ]
