@@ -203,6 +203,7 @@ class Loop:
         self._bell = WakeUp()
         self._ended = WakeUp()
         self._asleep = False
+        self._readable = True  # whether there may be messages
         self._inbox: deque[Request | _Call[Any] | _Allocation] = deque()
         self._requests: dict[int, Request] = {}
         self._next_number = 0
@@ -607,15 +608,17 @@ class Loop:
             del item
             inbox.popleft()
             count -= 1
-        received = self._receive()
+        if self._readable:
+            self._receive()
         now = monotonic()
         if now >= self._due:
             self._look(now)
-        if received or inbox or self.finished:
+        if self._readable or inbox or self.finished:
             return
         self._asleep = True
         if inbox or not self._connections.may_sleep():
             self._asleep = False
+            self._readable = True
             return
         wait = self._due - monotonic()
         ready = self._poll.poll(min(wait, _LONGEST_WAIT) if wait > 0 else 0)
@@ -627,6 +630,7 @@ class Loop:
                     self._end(None)
         elif ready:
             self._look_at_descriptors([fd for fd, _ in ready])
+        self._readable = len(ready) > 1 or (bool(ready) and ready[0][0] != self._bell.fd)
 
     def _plan(self) -> None:
         """Something may be due at another time than before."""
@@ -1048,6 +1052,7 @@ class Loop:
         for taken in range(_MAX_MESSAGES):
             received = self._connections.receive()
             if received is None:
+                self._readable = False
                 return taken > 0
             index, message = received
             if index is None:
