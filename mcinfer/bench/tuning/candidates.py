@@ -182,7 +182,8 @@ class Space:
         """It, and for runs that are short enough for messages to count, with the other transport as well."""
         yield candidate
         all_cores = candidate.threads == self.cores // candidate.workers
-        if self.run_seconds <= _SHORT_RUN and all_cores:
+        # One core leaves the master and its worker to wait for each other, whatever messages go by.
+        if self.run_seconds <= _SHORT_RUN and all_cores and self.cores > 1:
             yield replace(candidate, transport="socketpair")
 
     @property
