@@ -46,6 +46,7 @@ BARE_NAME = "owned, bare"
 ALL_NAME = "owned, with all"
 PAIR_NAME = "owned, bare, socket pairs"
 PREDICT = "mcinfer.predict"
+PREDICT_BY_PAIRS = "mcinfer.predict, socket pairs"
 SUBMIT = "mcinfer.submit"
 PIPE = "pipe: pickled through multiprocessing.Pipe"
 THREADS = "threads on one session of one thread"
@@ -121,10 +122,12 @@ def measure_steps(folder: Path, effort: Effort, say: Say) -> Record:
         }
         pools[PAIR_NAME] = stack.enter_context(Owned(model, WORKERS, transport="socketpair"))
         master = stack.enter_context(Master(model, WORKERS))
+        paired = stack.enter_context(Master(model, WORKERS, transport="socketpair"))
+        masters = {PREDICT: master, PREDICT_BY_PAIRS: paired}
         pipe = PipePool(pipe_setup(model))
         stack.callback(pipe.close)
         for size in SIZES:
-            record[size.name] = _measure_size(size, pools, master, pipe, effort, say)
+            record[size.name] = _measure_size(size, pools, masters, pipe, effort, say)
         inputs = {"x": _rows(SIZES[0])}
         calls = {name: partial(pool.predict, inputs) for name, pool in pools.items()}
         calls[PREDICT] = partial(master.predict, inputs)
@@ -135,7 +138,7 @@ def measure_steps(folder: Path, effort: Effort, say: Say) -> Record:
 def _measure_size(
     size: Size,
     pools: Mapping[str, Owned],
-    master: Master,
+    masters: Mapping[str, Master],
     pipe: PipePool,
     effort: Effort,
     say: Say,
@@ -149,7 +152,8 @@ def _measure_size(
         if name == BARE_NAME or size.name in _MAX_PREDICT
     }
     calls: dict[str, Callable[[Arrays], Arrays]] = {n: pool.predict for n, pool in compared.items()}
-    calls |= {PREDICT: master.predict, PIPE: pipe.predict}
+    calls |= {name: master.predict for name, master in masters.items()}
+    calls[PIPE] = pipe.predict
     for call in calls.values():
         check_answer(call(inputs)["y"], rows)
     ways: dict[str, Way] = {name: partial(call, inputs) for name, call in calls.items()}
@@ -165,6 +169,15 @@ def _measure_size(
         Ratio(
             text="pipe / predict", series=series[PIPE].over(predict), bound=_LEAST_PIPE[size.name]
         ),
+    ]
+    smallest = size is SIZES[0]
+    paired = series[PREDICT_BY_PAIRS]
+    ratios += [
+        Ratio(text=f"{name} / {PREDICT_BY_PAIRS}", series=way.over(paired), bound=bound)
+        for name, way, bound in (
+            (PREDICT, predict, 1.2 if smallest else None),
+            ("pipe", series[PIPE], 1.0 if smallest else None),
+        )
     ]
     if _LAST in series:
         ratios.insert(1, Ratio(text=f"predict / {ALL_NAME}", series=predict.over(series[_LAST])))
