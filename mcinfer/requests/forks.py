@@ -92,7 +92,8 @@ class Forks:
         """Know a new frame, which is in `idle` when it is not in use."""
         # The end of an array runs no Python code, so those that are gone are looked for now and then.
         if len(self._frames) > self._most:
-            for number, (known, _) in [*self._frames.items()]:
+            # A copy is one step; to list the items makes objects, which may let other threads in between.
+            for number, (known, _) in self._frames.copy().items():
                 if known() is None:
                     self._frames.pop(number, None)
             self._most = 2 * len(self._frames) + _FEW

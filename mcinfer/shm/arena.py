@@ -164,7 +164,10 @@ class Arena:
 
     def find(self, address: int, size: int) -> tuple[int, int] | None:
         """Block number and offset of memory that lies wholly in one block of this arena. For any thread."""
-        for number, extents in list(self._blocks.items()):
+        for (
+            number,
+            extents,
+        ) in self._blocks.copy().items():  # one step, while the owner may change it
             offset = address - extents.block.address
             if offset >= 0 and offset + size <= extents.block.size:
                 return number, offset

@@ -1,0 +1,65 @@
+"""Tests of mcinfer/requests/forks.py: threads at once; forks are in tests/process/test_forks.py."""
+
+import gc
+import sys
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from mcinfer.shm.arena import Arena
+from tests.planned_requests import DECLARED, PLAIN, W, planner_of
+
+THREADS = 4
+
+
+@pytest.fixture(name="busy")
+def _busy() -> Iterator[None]:
+    """Threads change places, and garbage is collected, as often as can be."""
+    interval, threshold = sys.getswitchinterval(), gc.get_threshold()
+    sys.setswitchinterval(1e-6)
+    gc.set_threshold(3, 1, 1)
+    yield
+    sys.setswitchinterval(interval)
+    gc.set_threshold(*threshold)
+
+
+class Garbage:
+    """Whose end runs Python code, in which threads may change places."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+    def __del__(self) -> None:
+        for _ in range(100):
+            pass
+
+
+@pytest.mark.usefixtures("busy")
+def test_threads_that_make_frames_at_once_do_not_disturb_each_other() -> None:
+    arenas = [Arena(1 << 28) for _ in range(THREADS)]
+    planners = [planner_of(PLAIN, arena) for arena in arenas]
+    forks = planners[0]._forks
+    for planner in planners:
+        planner._forks = forks
+    failures: list[BaseException] = []
+
+    def make(number: int) -> None:
+        try:
+            for rows in range(1, 150):
+                forks._most = 0  # look for those that are gone each time
+                Garbage()
+                x = np.ones((rows, 3), np.float32)
+                planners[number].request([x, W], 2, DECLARED, 0.0)
+        except BaseException as exc:
+            failures.append(exc)
+
+    threads = [threading.Thread(target=make, args=(number,)) for number in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    for arena in arenas:
+        arena.close()
