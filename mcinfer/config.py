@@ -308,7 +308,7 @@ class Timeouts:
             the last progress of that on.
         predict: For the answer to a request, from the call on, where the call names no other.
         cancel_grace: For a worker whose request ran out of time to stop it by itself, or to skip one that
-            was taken back from it; then the worker is killed and started again.
+            went to another worker; then the worker is killed and started again.
         close: For workers to end by themselves in `Master.close`; then they are killed.
     """
 

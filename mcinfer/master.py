@@ -272,7 +272,7 @@ class Master:
     # Health.
 
     def health(self) -> Health:
-        """How the pool is at this moment, and why. It asks no worker, so it never waits.
+        """How the pool is at this moment, and why. It asks no worker: the loop answers, at once.
 
         A worker that is stopped by a signal, or has ended just now, is known from one that is idle by the
         state of its process. A run that goes on for too long is one whose request's time is over, so give

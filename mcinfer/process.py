@@ -22,7 +22,7 @@ _PACKAGE_PARENT = str(Path(__file__).resolve().parent.parent)
 _QUIET = {"ORT_DISABLE_TELEMETRY": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Unless the user says otherwise, no runtime sends anything anywhere: ONNX Runtime from 1.29 on does by
 default (its docs/Privacy.md), and starts threads for it in every process. And NumPy's linear algebra, which
-nobody uses here, starts no threads: they were a third of the CPU time of a start."""
+no part of mcinfer uses, starts no threads: they were a third of the CPU time of a start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ def is_own_user_known() -> bool:
 # Ending with the parent.
 
 ORPHANED = 70
-"""Exit status of a process whose parent is gone: EX_SOFTWARE of sysexits.h; nobody is there to see it."""
+"""Exit status of a process whose parent is gone: EX_SOFTWARE of sysexits.h."""
 
 
 def watch_parent(pid: int, channel: int) -> None:
@@ -140,7 +140,7 @@ def watch_parent(pid: int, channel: int) -> None:
 
     Args:
         pid: The parent's. Its pidfd becomes readable when it ends, also by SIGKILL.
-        channel: A descriptor whose other end the parent holds: it hangs up when nobody does any more. (A
+        channel: A descriptor whose other end the parent holds: it hangs up when no process does any more. (A
             child that the parent forked may, so this alone is not enough.) It is never read.
     """
     try:
@@ -165,7 +165,7 @@ def watch_parent(pid: int, channel: int) -> None:
 # own handler (faulthandler) writes them, and needs neither the interpreter's lock nor any memory for it.
 
 REQUEST = signal.SIGURG
-"""Asks for the stacks: whoever has no handler yet ignores it, and next to nobody uses it."""
+"""Asks for the stacks: a process without a handler ignores it, and few programs use it."""
 
 _BYTES = 256 << 10
 

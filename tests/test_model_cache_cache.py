@@ -1,4 +1,4 @@
-"""Tests of mcinfer/prepared/cache.py and what it is made of: entries, locks, eviction."""
+"""Tests of mcinfer/model_cache/cache.py and what it is made of: entries, locks, eviction."""
 
 import fcntl
 import gc

@@ -1,4 +1,4 @@
-"""Tests of mcinfer/prepared/files.py and texts.py: what is opened, how much is read, what is quoted."""
+"""Tests of mcinfer/model_cache/files.py and texts.py: what is opened, how much is read, what is quoted."""
 
 import os
 import socket

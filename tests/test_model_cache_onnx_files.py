@@ -1,4 +1,4 @@
-"""Tests of mcinfer/prepared/onnx_files.py, with the package onnx as the other opinion."""
+"""Tests of mcinfer/model_cache/onnx_files.py, with the package onnx as the other opinion."""
 
 import os
 import tempfile

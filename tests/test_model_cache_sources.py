@@ -1,4 +1,4 @@
-"""Tests of mcinfer/prepared/sources.py: what a model's digest depends on, and when it is only recalled."""
+"""Tests of mcinfer/model_cache/sources.py: what a model's digest depends on, and when it is only recalled."""
 
 import itertools
 import json

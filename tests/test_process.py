@@ -1,4 +1,4 @@
-"""Tests of mcinfer/stack_report.py, with real processes that hang and crash."""
+"""Tests of mcinfer/process.py, with real processes that hang and crash."""
 
 import fcntl
 import os

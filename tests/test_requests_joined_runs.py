@@ -1,4 +1,4 @@
-"""Tests of mcinfer/joined_runs.py: with the fake engine, members' tensors in ordinary memory."""
+"""Tests of mcinfer/requests/joined_runs.py: with the fake engine, members' tensors in ordinary memory."""
 
 import ctypes
 import json

@@ -1,4 +1,4 @@
-"""Tests of mcinfer/splitting.py: what a request shows of how its batch splits. A run is a Python function."""
+"""Tests of mcinfer/requests/splitting.py: what a request shows of its split. A run is a function."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Tests of mcinfer/tensors.py: where parts of tensors lie, and how data gets in and out of there."""
+"""Tests of mcinfer/requests/tensors.py: where parts of tensors lie, and how data gets in and out of there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

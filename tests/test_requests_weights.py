@@ -1,4 +1,4 @@
-"""Tests of mcinfer/weights.py: versions of weights in a real arena."""
+"""Tests of mcinfer/requests/weights.py: versions of weights in a real arena."""
 
 import gc
 import sys

@@ -1,4 +1,4 @@
-"""Tests of mcinfer/runtime_folder.py: where a master's socket is made, and who may have a part in that."""
+"""Tests of mcinfer/runtime/folder.py: where a master's socket is made, and who may have a part in that."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Tests of mcinfer/transport.py: one contract for both transports, their ends joined in one process."""
+"""Tests of mcinfer/runtime/transport.py: one contract for both transports, in one process."""
 
 import contextlib
 import errno

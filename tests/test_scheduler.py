@@ -1,4 +1,4 @@
-"""Tests of mcinfer/scheduler.py: events in, actions out. Time is a number."""
+"""Tests of mcinfer/scheduler/scheduler.py: events in, actions out. Time is a number."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Tests of mcinfer/shard_queue.py: which shard goes next, and which go together. Time is a number."""
+"""Tests of mcinfer/scheduler/queue.py: which shard goes next, and which go together. Time is a number."""
 
 import math
 from collections.abc import Iterable

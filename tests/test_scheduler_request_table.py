@@ -1,4 +1,4 @@
-"""Tests of mcinfer/table.py: the book of requests. Time is a number."""
+"""Tests of mcinfer/scheduler/request_table.py: the book of requests. Time is a number."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Tests of mcinfer/roster.py: workers' lives alone, without requests. Time is a number.
+"""Tests of mcinfer/scheduler/workers.py: workers' lives alone, without requests. Time is a number.
 
 What they are to requests is in test_scheduler.py, and so is any order of events.
 """
@@ -60,13 +60,13 @@ def build(index: int) -> Build:
     )
 
 
-def new_roster(workers: int, *, restart: RestartPolicy = RESTART) -> WorkerLives:
+def new_lives(workers: int, *, restart: RestartPolicy = RESTART) -> WorkerLives:
     """Workers that have their process, and have connected."""
-    roster = WorkerLives([build(i) for i in range(workers)], timeouts=TIMEOUTS, restart=restart)
-    for w in roster.workers:
-        assert roster.start(w, 0.0) == [StartWorker(worker=w.index)]
+    lives = WorkerLives([build(i) for i in range(workers)], timeouts=TIMEOUTS, restart=restart)
+    for w in lives.workers:
+        assert lives.start(w, 0.0) == [StartWorker(worker=w.index)]
         connect(w, 100 + w.index)
-    return roster
+    return lives
 
 
 def connect(w: Worker, pid: int) -> None:
@@ -75,36 +75,36 @@ def connect(w: Worker, pid: int) -> None:
     w.send(w.build)
 
 
-def finish(roster: WorkerLives, w: Worker, now: float = 0.0) -> list[Action]:
+def finish(lives: WorkerLives, w: Worker, now: float = 0.0) -> list[Action]:
     w.conversation.advance(BUILT)
-    return roster.finish_build(w, BUILT, now)
+    return lives.finish_build(w, BUILT, now)
 
 
-def fail(roster: WorkerLives, w: Worker, text: str, kind: str = "build") -> list[Action]:
+def fail(lives: WorkerLives, w: Worker, text: str, kind: str = "build") -> list[Action]:
     message = Error(kind=kind, text=text)
     w.conversation.advance(message)
-    return roster.fail_build(w, message, 1.0)
+    return lives.fail_build(w, message, 1.0)
 
 
-def ready_roster(workers: int, *, restart: RestartPolicy = RESTART) -> WorkerLives:
-    roster = new_roster(workers, restart=restart)
-    actions = [finish(roster, w) for w in roster.workers]
+def ready_lives(workers: int, *, restart: RestartPolicy = RESTART) -> WorkerLives:
+    lives = new_lives(workers, restart=restart)
+    actions = [finish(lives, w) for w in lives.workers]
     assert actions[-1] == [PoolStarted()]
-    assert roster.started
-    return roster
+    assert lives.started
+    return lives
 
 
-def end(roster: WorkerLives, w: Worker, now: float, how: str = describe_exit(0)) -> list[Action]:
+def end(lives: WorkerLives, w: Worker, now: float, how: str = describe_exit(0)) -> list[Action]:
     """Its process ends, and that is acted on."""
-    roster.bury(w, how, now)
-    return [*roster.after_death(), *roster.advance(now)]
+    lives.bury(w, how, now)
+    return [*lives.after_death(), *lives.advance(now)]
 
 
-def come_back(roster: WorkerLives, w: Worker, now: float) -> list[Action]:
+def come_back(lives: WorkerLives, w: Worker, now: float) -> list[Action]:
     """It is due to be started again, and loads the model."""
-    assert roster.handle_time(w, now) == [StartWorker(worker=w.index)]
+    assert lives.handle_time(w, now) == [StartWorker(worker=w.index)]
     connect(w, 200 + w.index)
-    return [*finish(roster, w, now), *roster.advance(now)]
+    return [*finish(lives, w, now), *lives.advance(now)]
 
 
 # Starting.
@@ -121,68 +121,68 @@ def come_back(roster: WorkerLives, w: Worker, now: float) -> list[Action]:
 def test_package_is_missing_when_all_that_failed_lack_it(
     kinds: tuple[str, str], expected: type[Exception]
 ) -> None:
-    roster = new_roster(3)
-    finish(roster, roster.workers[0])
-    assert fail(roster, roster.workers[1], "one", kinds[0]) == [Send(worker=1, message=Exit())]
-    _, told = fail(roster, roster.workers[2], "two", kinds[1])
+    lives = new_lives(3)
+    finish(lives, lives.workers[0])
+    assert fail(lives, lives.workers[1], "one", kinds[0]) == [Send(worker=1, message=Exit())]
+    _, told = fail(lives, lives.workers[2], "two", kinds[1])
     assert isinstance(told, PoolStarted)
     assert type(told.error) is expected
     assert str(told.error) == "worker 1 (cpu:1, pid 101): one; worker 2 (cpu:2, pid 102): two"
-    assert end(roster, roster.workers[1], 2.0) == []
+    assert end(lives, lives.workers[1], 2.0) == []
 
 
 def test_worker_that_gets_on_has_more_time() -> None:
-    roster = new_roster(1)
-    [w] = roster.workers
-    roster.extend_start(w, Preparing(seconds=1.0, written=5), 20.0)
-    assert roster.due_times() == [50.0]
-    finish(roster, w)
-    roster.extend_start(w, Preparing(seconds=2.0, written=6), 21.0)  # what it sent before
-    assert roster.due_times() == []
+    lives = new_lives(1)
+    [w] = lives.workers
+    lives.extend_start(w, Preparing(seconds=1.0, written=5), 20.0)
+    assert lives.due_times() == [50.0]
+    finish(lives, w)
+    lives.extend_start(w, Preparing(seconds=2.0, written=6), 21.0)  # what it sent before
+    assert lives.due_times() == []
 
 
 def test_worker_that_does_not_get_on_has_no_more_time() -> None:
-    roster = new_roster(1)
-    [w] = roster.workers
-    roster.extend_start(w, Preparing(seconds=1.0, written=5), 20.0)
-    roster.extend_start(w, Preparing(seconds=1.0, written=5), 30.0)
-    roster.extend_start(w, Preparing(seconds=0.5, written=9), 30.0)
-    assert roster.due_times() == [50.0]
+    lives = new_lives(1)
+    [w] = lives.workers
+    lives.extend_start(w, Preparing(seconds=1.0, written=5), 20.0)
+    lives.extend_start(w, Preparing(seconds=1.0, written=5), 30.0)
+    lives.extend_start(w, Preparing(seconds=0.5, written=9), 30.0)
+    assert lives.due_times() == [50.0]
 
 
 def test_no_progress_prolongs_a_start_without_end() -> None:
-    roster = new_roster(1)
-    [w] = roster.workers
-    [latest] = [due + LONGEST_START for due in roster.due_times()]
+    lives = new_lives(1)
+    [w] = lives.workers
+    [latest] = [due + LONGEST_START for due in lives.due_times()]
     for hours in range(1, 9):
         now = hours * 3600.0
-        roster.extend_start(w, Preparing(seconds=now, written=hours), now)
-    assert roster.due_times() == [latest]
+        lives.extend_start(w, Preparing(seconds=now, written=hours), now)
+    assert lives.due_times() == [latest]
 
 
 # Ending.
 
 
 def test_worker_that_hangs_is_asked_where_it_is_and_killed_a_moment_later() -> None:
-    roster = ready_roster(1)
-    [w] = roster.workers
-    assert roster.end_when_idle(w, 1.0, 5.0) == [Send(worker=0, message=Exit())]
-    assert roster.handle_time(w, 5.9) == []
-    assert roster.handle_time(w, 6.0) == [DumpStacks(worker=0)]
+    lives = ready_lives(1)
+    [w] = lives.workers
+    assert lives.end_when_idle(w, 1.0, 5.0) == [Send(worker=0, message=Exit())]
+    assert lives.handle_time(w, 5.9) == []
+    assert lives.handle_time(w, 6.0) == [DumpStacks(worker=0)]
     assert not w.serves
     assert not w.is_free
-    assert roster.due_times() == [6.0 + STACKS_SECONDS]
-    assert roster.handle_time(w, 6.0 + STACKS_SECONDS) == [KillWorker(worker=0)]
-    assert roster.due_times() == []
+    assert lives.due_times() == [6.0 + STACKS_SECONDS]
+    assert lives.handle_time(w, 6.0 + STACKS_SECONDS) == [KillWorker(worker=0)]
+    assert lives.due_times() == []
 
 
 def test_end_of_a_worker_that_hung_is_told_with_why_it_was_killed() -> None:
-    roster = ready_roster(1)
-    [w] = roster.workers
+    lives = ready_lives(1)
+    [w] = lives.workers
     w.kill_at = 1.0
-    roster.handle_time(w, 1.0)
-    roster.handle_time(w, 1.2)
-    assert roster.bury(w, "killed by SIGKILL", 1.3) == (
+    lives.handle_time(w, 1.0)
+    lives.handle_time(w, 1.2)
+    assert lives.bury(w, "killed by SIGKILL", 1.3) == (
         "worker 0 (cpu:0, pid 100) killed by SIGKILL"
     )
     assert w.last_error == (
@@ -192,37 +192,37 @@ def test_end_of_a_worker_that_hung_is_told_with_why_it_was_killed() -> None:
 
 
 def test_worker_that_was_given_no_time_to_end_is_killed_without_a_question() -> None:
-    roster = ready_roster(1)
-    [w] = roster.workers
-    assert roster.close(1.0, 0.0) == [Send(worker=0, message=Exit())]
-    assert roster.handle_time(w, 1.0) == [KillWorker(worker=0)]
+    lives = ready_lives(1)
+    [w] = lives.workers
+    assert lives.close(1.0, 0.0) == [Send(worker=0, message=Exit())]
+    assert lives.handle_time(w, 1.0) == [KillWorker(worker=0)]
 
 
 def test_closing_does_not_put_off_the_end_of_a_worker_that_hangs() -> None:
-    roster = ready_roster(1)
-    [w] = roster.workers
+    lives = ready_lives(1)
+    [w] = lives.workers
     w.kill_at = 1.0
-    assert roster.handle_time(w, 1.0) == [DumpStacks(worker=0)]
-    assert roster.close(1.1, 5.0) == [KillWorker(worker=0)]
+    assert lives.handle_time(w, 1.0) == [DumpStacks(worker=0)]
+    assert lives.close(1.1, 5.0) == [KillWorker(worker=0)]
 
 
 def test_nobody_is_started_again_in_a_pool_that_closes() -> None:
-    roster = ready_roster(2)
-    roster.bury(roster.workers[0], "killed by SIGKILL", 1.0)
-    roster.close(1.0, 5.0)
-    roster.bury(roster.workers[1], describe_exit(0), 2.0)
-    assert roster.due_times() == []
+    lives = ready_lives(2)
+    lives.bury(lives.workers[0], "killed by SIGKILL", 1.0)
+    lives.close(1.0, 5.0)
+    lives.bury(lives.workers[1], describe_exit(0), 2.0)
+    assert lives.due_times() == []
 
 
 def test_worker_that_is_killed_while_it_loads_serves_nobody_when_its_model_crosses_that() -> None:
-    roster = new_roster(2)
-    finish(roster, roster.workers[0])
-    loading = roster.workers[1]
-    assert KillWorker(worker=1) in roster.close(1.0, 5.0)
-    assert finish(roster, loading, 1.1) == []
+    lives = new_lives(2)
+    finish(lives, lives.workers[0])
+    loading = lives.workers[1]
+    assert KillWorker(worker=1) in lives.close(1.0, 5.0)
+    assert finish(lives, loading, 1.1) == []
     assert loading.state is WorkerState.READY
     assert not loading.serves
-    assert roster.health(1.1).serving == 0
+    assert lives.health(1.1).serving == 0
 
 
 @pytest.mark.parametrize(
@@ -234,179 +234,179 @@ def test_end_of_a_process_is_told_in_words(code: int, words: str) -> None:
 
 
 def test_successor_of_a_worker_with_many_runs_begins_with_one() -> None:
-    roster = ready_roster(1)
-    [w] = roster.workers
+    lives = ready_lives(1)
+    [w] = lives.workers
     w.usual_seconds, w.capacity, w.alone = 0.001, 4, True
-    end(roster, w, 1.0, "killed by SIGSEGV")
-    come_back(roster, w, 1.0)
+    end(lives, w, 1.0, "killed by SIGSEGV")
+    come_back(lives, w, 1.0)
     assert (w.usual_seconds, w.capacity, w.alone) == (math.inf, 1, False)
 
 
-def test_roster_is_calm_while_all_are_well_and_none_is_replaced() -> None:
-    roster = new_roster(2)
-    assert not roster.is_calm
-    for w in roster.workers:
-        finish(roster, w)
-    roster.announce(0.0)
-    assert roster.is_calm
-    roster.replace(roster.workers[:1])
-    assert not roster.is_calm
-    roster.forget_replacing()
-    assert roster.is_calm
-    end(roster, roster.workers[1], 1.0, "killed by SIGSEGV")
-    roster.announce(1.0)
-    assert not roster.is_calm
-    come_back(roster, roster.workers[1], 1.0)
-    roster.announce(1.0)
-    assert roster.is_calm
+def test_pool_is_calm_while_all_are_well_and_none_is_replaced() -> None:
+    lives = new_lives(2)
+    assert not lives.is_calm
+    for w in lives.workers:
+        finish(lives, w)
+    lives.announce(0.0)
+    assert lives.is_calm
+    lives.replace(lives.workers[:1])
+    assert not lives.is_calm
+    lives.forget_replacing()
+    assert lives.is_calm
+    end(lives, lives.workers[1], 1.0, "killed by SIGSEGV")
+    lives.announce(1.0)
+    assert not lives.is_calm
+    come_back(lives, lives.workers[1], 1.0)
+    lives.announce(1.0)
+    assert lives.is_calm
 
 
 # Restarts.
 
 
 def test_restarts_are_counted_within_the_window_alone() -> None:
-    roster = ready_roster(1)
-    [w] = roster.workers
+    lives = ready_lives(1)
+    [w] = lives.workers
     delays = []
     for now in (0.0, 1.0, 62.0, 63.0):
-        roster.bury(w, "killed by SIGKILL", now)
-        [due] = roster.due_times()
+        lives.bury(w, "killed by SIGKILL", now)
+        [due] = lives.due_times()
         delays.append(due - now)
-        come_back(roster, w, due)
+        come_back(lives, w, due)
     assert delays == [0.0, 0.5, 0.0, 0.5]
-    roster.bury(w, "killed by SIGKILL", 64.0)
-    assert roster.circuit_open
-    assert str(roster.outage(64.3)) == (
+    lives.bury(w, "killed by SIGKILL", 64.0)
+    assert lives.circuit_open
+    assert str(lives.outage(64.3)) == (
         "no worker serves, the restart budget is spent, and the next start is in 0.7 s: "
         "worker 0 (cpu:0, pid 200) killed by SIGKILL"
     )
 
 
-def kill_all(roster: WorkerLives, now: float) -> None:
-    for w in roster.workers:
-        roster.bury(w, "killed by SIGKILL", now)
+def kill_all(lives: WorkerLives, now: float) -> None:
+    for w in lives.workers:
+        lives.bury(w, "killed by SIGKILL", now)
 
 
 def test_starts_past_the_budget_go_on_at_the_longest_back_off_without_end() -> None:
-    roster = ready_roster(1)
-    [w] = roster.workers
+    lives = ready_lives(1)
+    [w] = lives.workers
     now, delays = 0.0, []
     for _ in range(100):
-        roster.bury(w, "killed by SIGKILL", now)
-        [due] = roster.due_times()
+        lives.bury(w, "killed by SIGKILL", now)
+        [due] = lives.due_times()
         delays.append(due - now)
         now = due
-        assert roster.handle_time(w, now) == [StartWorker(worker=0)]
+        assert lives.handle_time(w, now) == [StartWorker(worker=0)]
     # That the window of the starts within the budget is over changes nothing.
     assert now > RESTART.window
     assert delays == [0.0, 0.5, *[1.0] * 98]
-    assert roster.circuit_open
+    assert lives.circuit_open
 
 
 def test_circuit_is_open_while_a_probe_starts_and_closed_by_the_first_that_is_ready() -> None:
-    roster = ready_roster(2, restart=replace(RESTART, budget=0))
-    first, second = roster.workers
-    kill_all(roster, 1.0)
-    assert roster.handle_time(first, 2.0) == [StartWorker(worker=0)]
+    lives = ready_lives(2, restart=replace(RESTART, budget=0))
+    first, second = lives.workers
+    kill_all(lives, 1.0)
+    assert lives.handle_time(first, 2.0) == [StartWorker(worker=0)]
     connect(first, 200)
-    assert roster.circuit_open
-    assert roster.health(2.0).state == "failed"
-    assert str(roster.outage(2.0)) == (
+    assert lives.circuit_open
+    assert lives.health(2.0).state == "failed"
+    assert str(lives.outage(2.0)) == (
         "no worker serves, the restart budget is spent, and a start is under way: "
         "worker 0 (cpu:0, pid 100) killed by SIGKILL; worker 1 (cpu:1, pid 101) killed by SIGKILL"
     )
-    finish(roster, first, 2.5)
-    assert not roster.circuit_open
-    assert (roster.health(2.5).state, roster.health(2.5).serving) == ("degraded", 1)
-    come_back(roster, second, 2.5)
-    assert roster.health(2.5).state == "ready"
+    finish(lives, first, 2.5)
+    assert not lives.circuit_open
+    assert (lives.health(2.5).state, lives.health(2.5).serving) == ("degraded", 1)
+    come_back(lives, second, 2.5)
+    assert lives.health(2.5).state == "ready"
 
 
 def test_circuit_stays_closed_while_any_worker_has_a_start_left() -> None:
-    roster = ready_roster(2, restart=replace(RESTART, budget=1))
-    first, second = roster.workers
-    kill_all(roster, 1.0)
-    for w in roster.workers:
-        roster.handle_time(w, 1.0)
-    roster.bury(first, "killed by SIGKILL", 2.0)
+    lives = ready_lives(2, restart=replace(RESTART, budget=1))
+    first, second = lives.workers
+    kill_all(lives, 1.0)
+    for w in lives.workers:
+        lives.handle_time(w, 1.0)
+    lives.bury(first, "killed by SIGKILL", 2.0)
     assert (first.spent, second.spent) == (True, False)
-    assert not roster.circuit_open
-    assert roster.health(2.0).state == "degraded"
-    roster.bury(second, "killed by SIGKILL", 2.0)
-    assert roster.circuit_open
+    assert not lives.circuit_open
+    assert lives.health(2.0).state == "degraded"
+    lives.bury(second, "killed by SIGKILL", 2.0)
+    assert lives.circuit_open
 
 
 def test_worker_that_is_well_again_has_a_fresh_budget() -> None:
-    roster = ready_roster(1)
-    [w] = roster.workers
+    lives = ready_lives(1)
+    [w] = lives.workers
     now = 1.0
     for _ in range(3):
-        roster.bury(w, "killed by SIGKILL", now)
-        [now] = roster.due_times()
-        roster.handle_time(w, now)
+        lives.bury(w, "killed by SIGKILL", now)
+        [now] = lives.due_times()
+        lives.handle_time(w, now)
     connect(w, 200)
     assert w.spent
-    finish(roster, w, now)
+    finish(lives, w, now)
     assert not w.spent
     now += RESTART.backoff_limit
     for delay in (0.0, 0.5, 1.0):
-        roster.bury(w, "killed by SIGKILL", now)
-        assert roster.due_times() == [now + delay]
+        lives.bury(w, "killed by SIGKILL", now)
+        assert lives.due_times() == [now + delay]
         now += delay
-        roster.handle_time(w, now)
+        lives.handle_time(w, now)
 
 
 def test_worker_that_is_ready_and_dies_at_once_has_no_fresh_budget() -> None:
-    roster = ready_roster(1, restart=replace(RESTART, budget=5))
-    [w] = roster.workers
+    lives = ready_lives(1, restart=replace(RESTART, budget=5))
+    [w] = lives.workers
     for _ in range(6):
-        roster.bury(w, "killed by SIGKILL", 1.0)
-        roster.handle_time(w, roster.due_times()[0])
+        lives.bury(w, "killed by SIGKILL", 1.0)
+        lives.handle_time(w, lives.due_times()[0])
     now = 100.0
     for _ in range(10):
         connect(w, 200)
-        finish(roster, w, now)
-        assert not roster.circuit_open
+        finish(lives, w, now)
+        assert not lives.circuit_open
         now += 0.9 * RESTART.backoff_limit
-        roster.bury(w, "killed by SIGKILL", now)
-        assert roster.circuit_open
-        assert roster.due_times() == [now + RESTART.backoff_limit]
+        lives.bury(w, "killed by SIGKILL", now)
+        assert lives.circuit_open
+        assert lives.due_times() == [now + RESTART.backoff_limit]
         now += RESTART.backoff_limit
-        roster.handle_time(w, now)
+        lives.handle_time(w, now)
 
 
 def test_probes_are_no_busy_loop_whatever_the_policy_says() -> None:
-    roster = ready_roster(1, restart=replace(RESTART, budget=0, backoff=0.0, backoff_limit=0.0))
-    [w] = roster.workers
+    lives = ready_lives(1, restart=replace(RESTART, budget=0, backoff=0.0, backoff_limit=0.0))
+    [w] = lives.workers
     for now in (1.0, 2.0):
-        roster.bury(w, "killed by SIGKILL", now)
-        assert roster.due_times() == [now + SHORTEST_PROBE]
-        come_back(roster, w, now + SHORTEST_PROBE)
+        lives.bury(w, "killed by SIGKILL", now)
+        assert lives.due_times() == [now + SHORTEST_PROBE]
+        come_back(lives, w, now + SHORTEST_PROBE)
 
 
 def test_probe_that_grows_while_it_loads_is_not_replaced() -> None:
-    roster = ready_roster(1, restart=replace(RESTART, budget=0, max_memory_bytes=1000))
-    [w] = roster.workers
-    kill_all(roster, 1.0)
-    roster.handle_time(w, 2.0)
+    lives = ready_lives(1, restart=replace(RESTART, budget=0, max_memory_bytes=1000))
+    [w] = lives.workers
+    kill_all(lives, 1.0)
+    lives.handle_time(w, 2.0)
     connect(w, 200)
-    roster.retire_if_worn(w, 1001)
-    assert roster.advance(2.0) == []
-    finish(roster, w, 3.0)
-    assert roster.advance(3.0) == []
+    lives.retire_if_worn(w, 1001)
+    assert lives.advance(2.0) == []
+    finish(lives, w, 3.0)
+    assert lives.advance(3.0) == []
     assert w.serves
-    roster.retire_if_worn(w, 1001)
-    assert roster.advance(3.0) == [Send(worker=0, message=Exit())]
+    lives.retire_if_worn(w, 1001)
+    assert lives.advance(3.0) == [Send(worker=0, message=Exit())]
 
 
 def test_end_that_was_planned_takes_nothing_from_the_budget_and_is_no_error() -> None:
-    roster = ready_roster(1, restart=replace(RESTART, budget=0))
-    [w] = roster.workers
+    lives = ready_lives(1, restart=replace(RESTART, budget=0))
+    [w] = lives.workers
     for _ in range(10):
-        roster.replace(roster.workers)
-        assert roster.advance(1.0) == [Send(worker=0, message=Exit())]
-        assert end(roster, w, 1.0) == []
-        assert come_back(roster, w, 1.0) == []
+        lives.replace(lives.workers)
+        assert lives.advance(1.0) == [Send(worker=0, message=Exit())]
+        assert end(lives, w, 1.0) == []
+        assert come_back(lives, w, 1.0) == []
     assert (w.restarts, w.last_error, len(w.starts)) == (10, "", 0)
 
 
@@ -414,138 +414,138 @@ def test_end_that_was_planned_takes_nothing_from_the_budget_and_is_no_error() ->
 
 
 def test_worker_that_is_to_be_replaced_twice_is_replaced_once() -> None:
-    roster = ready_roster(2)
-    first, second = roster.workers
-    roster.replace([first])
-    roster.replace(roster.workers, asked_for=True)
-    assert roster.advance(1.0) == [Send(worker=0, message=Exit())]
-    roster.replace([first])
-    end(roster, first, 1.0)
-    assert come_back(roster, first, 1.0) == [Send(worker=1, message=Exit())]
-    end(roster, second, 1.0)
-    assert come_back(roster, second, 1.0) == [WorkersRestarted()]
-    assert roster.advance(2.0) == []
+    lives = ready_lives(2)
+    first, second = lives.workers
+    lives.replace([first])
+    lives.replace(lives.workers, asked_for=True)
+    assert lives.advance(1.0) == [Send(worker=0, message=Exit())]
+    lives.replace([first])
+    end(lives, first, 1.0)
+    assert come_back(lives, first, 1.0) == [Send(worker=1, message=Exit())]
+    end(lives, second, 1.0)
+    assert come_back(lives, second, 1.0) == [WorkersRestarted()]
+    assert lives.advance(2.0) == []
 
 
 def test_nobody_is_told_of_what_nobody_asked_for() -> None:
-    roster = ready_roster(1, restart=replace(RESTART, budget=0))
-    [w] = roster.workers
-    roster.replace([w])
-    roster.advance(1.0)
-    end(roster, w, 1.0)
-    roster.handle_time(w, 1.0)
+    lives = ready_lives(1, restart=replace(RESTART, budget=0))
+    [w] = lives.workers
+    lives.replace([w])
+    lives.advance(1.0)
+    end(lives, w, 1.0)
+    lives.handle_time(w, 1.0)
     connect(w, 200)
-    fail(roster, w, "no such file")
-    assert end(roster, w, 2.0) == []
+    fail(lives, w, "no such file")
+    assert end(lives, w, 2.0) == []
     assert w.spent
 
 
 def test_worker_that_loads_is_replaced_when_it_has_the_model() -> None:
-    roster = ready_roster(2)
-    first, second = roster.workers
-    roster.bury(first, "killed by SIGKILL", 1.0)
-    roster.handle_time(first, 1.0)
+    lives = ready_lives(2)
+    first, second = lives.workers
+    lives.bury(first, "killed by SIGKILL", 1.0)
+    lives.handle_time(first, 1.0)
     connect(first, 300)
-    roster.replace([first, second], asked_for=True)
-    assert roster.advance(1.0) == []
-    finish(roster, first)
-    assert roster.advance(1.0) == [Send(worker=0, message=Exit())]
+    lives.replace([first, second], asked_for=True)
+    assert lives.advance(1.0) == []
+    finish(lives, first)
+    assert lives.advance(1.0) == [Send(worker=0, message=Exit())]
 
 
 def test_closing_tells_those_who_wait_for_fresh_workers() -> None:
-    roster = ready_roster(1)
-    roster.replace(roster.workers, asked_for=True)
-    roster.advance(1.0)
-    [told] = roster.close(2.0, 5.0)
+    lives = ready_lives(1)
+    lives.replace(lives.workers, asked_for=True)
+    lives.advance(1.0)
+    [told] = lives.close(2.0, 5.0)
     assert isinstance(told, WorkersRestarted)
     assert isinstance(told.error, ClosedError)
-    assert end(roster, roster.workers[0], 2.0) == []
+    assert end(lives, lives.workers[0], 2.0) == []
 
 
 @pytest.mark.parametrize(("answers", "own_bytes"), [(3, 0), (0, 1001)])
 def test_worn_worker_is_replaced(answers: int, own_bytes: int) -> None:
     restart = replace(RESTART, max_requests=3, max_memory_bytes=1000)
-    roster = ready_roster(1, restart=restart)
-    [w] = roster.workers
+    lives = ready_lives(1, restart=restart)
+    [w] = lives.workers
     w.answers = 2
-    roster.retire_if_worn(w, 1000)
-    assert roster.advance(1.0) == []
+    lives.retire_if_worn(w, 1000)
+    assert lives.advance(1.0) == []
     w.answers = answers
-    roster.retire_if_worn(w, own_bytes)
-    assert roster.advance(1.0) == [Send(worker=0, message=Exit())]
-    end(roster, w, 1.0)
-    come_back(roster, w, 1.0)
+    lives.retire_if_worn(w, own_bytes)
+    assert lives.advance(1.0) == [Send(worker=0, message=Exit())]
+    end(lives, w, 1.0)
+    come_back(lives, w, 1.0)
     assert w.answers == 0
 
 
 def test_worker_is_not_worn_where_the_policy_says_nothing() -> None:
-    roster = ready_roster(1)
-    roster.workers[0].answers = 1_000_000
-    roster.retire_if_worn(roster.workers[0], 1 << 50)
-    assert roster.advance(1.0) == []
+    lives = ready_lives(1)
+    lives.workers[0].answers = 1_000_000
+    lives.retire_if_worn(lives.workers[0], 1 << 50)
+    assert lives.advance(1.0) == []
 
 
 # Health.
 
 
 def test_health_is_told_once_for_each_change() -> None:
-    roster = ready_roster(2)
-    [told] = roster.announce(1.0)
+    lives = ready_lives(2)
+    [told] = lives.announce(1.0)
     assert isinstance(told, HealthChanged)
     assert (told.health.state, told.health.serving) == ("ready", 2)
-    assert roster.announce(2.0) == []
-    roster.bury(roster.workers[0], "killed by SIGKILL", 3.0)
-    [told] = roster.announce(3.0)
+    assert lives.announce(2.0) == []
+    lives.bury(lives.workers[0], "killed by SIGKILL", 3.0)
+    [told] = lives.announce(3.0)
     assert isinstance(told, HealthChanged)
     assert (told.health.state, told.health.serving) == ("degraded", 1)
     # That it is about to be started is nothing new.
-    roster.handle_time(roster.workers[0], 3.0)
-    assert roster.announce(3.0) == []
-    roster.close(4.0, 5.0)
-    assert roster.announce(4.0) == []
+    lives.handle_time(lives.workers[0], 3.0)
+    assert lives.announce(3.0) == []
+    lives.close(4.0, 5.0)
+    assert lives.announce(4.0) == []
 
 
 def test_probe_under_way_has_a_new_budget_when_its_worker_is_replaced() -> None:
-    roster = ready_roster(1, restart=replace(RESTART, budget=1))
-    [w] = roster.workers
-    roster.bury(w, "killed by SIGKILL", 1.0)
-    roster.handle_time(w, 1.0)
-    roster.bury(w, "killed by SIGKILL", 1.0)
+    lives = ready_lives(1, restart=replace(RESTART, budget=1))
+    [w] = lives.workers
+    lives.bury(w, "killed by SIGKILL", 1.0)
+    lives.handle_time(w, 1.0)
+    lives.bury(w, "killed by SIGKILL", 1.0)
     assert w.spent
-    roster.handle_time(w, 2.0)
+    lives.handle_time(w, 2.0)
     connect(w, 200)
-    roster.replace(roster.workers, asked_for=True)
-    assert roster.advance(2.0) == []
-    assert not roster.circuit_open
+    lives.replace(lives.workers, asked_for=True)
+    assert lives.advance(2.0) == []
+    assert not lives.circuit_open
     # What it loads may be what it could not load before: a start of the new budget, and no answer yet.
-    assert end(roster, w, 3.0, "killed by SIGKILL") == []
-    assert come_back(roster, w, 3.0) == [WorkersRestarted()]
+    assert end(lives, w, 3.0, "killed by SIGKILL") == []
+    assert come_back(lives, w, 3.0) == [WorkersRestarted()]
 
 
 def test_pool_is_failed_while_all_workers_are_past_their_budget() -> None:
-    roster = ready_roster(2, restart=replace(RESTART, budget=0))
-    for w, state in zip(roster.workers, ("degraded", "failed"), strict=True):
-        roster.bury(w, "killed by SIGKILL", 1.0)
-        assert roster.health(1.0).state == state
-    assert roster.health(1.4).reasons == tuple(
+    lives = ready_lives(2, restart=replace(RESTART, budget=0))
+    for w, state in zip(lives.workers, ("degraded", "failed"), strict=True):
+        lives.bury(w, "killed by SIGKILL", 1.0)
+        assert lives.health(1.0).state == state
+    assert lives.health(1.4).reasons == tuple(
         f"worker {i} (cpu:{i}) is past its budget of 0 restarts within 60 s, next start in 0.6 s: "
         f"worker {i} (cpu:{i}, pid {100 + i}) killed by SIGKILL"
         for i in (0, 1)
     )
-    assert all(w.state is WorkerState.GONE for w in roster.workers)
+    assert all(w.state is WorkerState.GONE for w in lives.workers)
 
 
 def test_health_of_a_pool_that_replaces_a_worker_is_told_as_planned() -> None:
-    roster = new_roster(2)
-    for w in roster.workers:
-        finish(roster, w)
-    roster.announce(1.0)
-    roster.replace(roster.workers[:1])
-    roster.advance(1.0)
-    [told] = roster.announce(1.0)
+    lives = new_lives(2)
+    for w in lives.workers:
+        finish(lives, w)
+    lives.announce(1.0)
+    lives.replace(lives.workers[:1])
+    lives.advance(1.0)
+    [told] = lives.announce(1.0)
     assert isinstance(told, HealthChanged)
     assert (told.health.state, told.planned) == ("degraded", True)
-    roster.kill(roster.workers[1], "breaks the protocol")
-    [told] = roster.announce(1.0)
+    lives.kill(lives.workers[1], "breaks the protocol")
+    [told] = lives.announce(1.0)
     assert isinstance(told, HealthChanged)
     assert (told.health.serving, told.planned) == (0, False)

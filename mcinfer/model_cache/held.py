@@ -157,7 +157,7 @@ def opened_root(root: Path) -> Iterator[Path]:
     real = Path(os.path.realpath(root))
     fd = os.open("/", _FOLDER)
     try:
-        # Downwards: each is opened in one that was checked, so nobody can have swapped it.
+        # Downwards: each is opened in one that was checked, so it cannot have been swapped.
         for folder, name in zip(reversed(real.parents), real.parts[1:], strict=True):
             _check_above(fd, folder, root)
             below = os.open(name, _FOLDER, dir_fd=fd)

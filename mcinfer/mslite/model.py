@@ -301,7 +301,7 @@ class Model:
 
         Args:
             inputs: A list or tuple of tensors or arrays, in the model's order, of its dtypes and shapes.
-                They are read in place, so nobody is to change them meanwhile. A tensor must have data: that
+                They are read in place, so they must not change meanwhile. A tensor must have data: that
                 of `get_inputs` has none until it is set or looked at.
             outputs: Tensors to write to, of the outputs' dtypes and shapes (or of sizes not known yet), whose
                 memory may be that of inputs, but not of each other; or an empty list, which new tensors are

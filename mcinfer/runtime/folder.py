@@ -1,4 +1,4 @@
-"""Where a master's listening socket is made: in a folder that nobody else can look into, for a moment.
+"""Where a master's listening socket is made: in a folder that no other user can look into, for a moment.
 
 A Unix socket gets an address by a path. This one's is removed as soon as the socket is bound, and so is
 the folder: what is left is the socket, and a *handle* to its file (O_PATH of open(2)). A process that

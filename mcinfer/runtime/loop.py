@@ -729,7 +729,7 @@ class Loop:
             self._due = due
 
     def _wait_for_place(self, request: Request) -> None:
-        if request not in self._line:
+        if not self._line or request is not self._line[0]:  # the first one is looked at again
             if not request.waits:
                 self._refuse(request, QueueFullError("others wait already for room in the queue"))
                 return
@@ -1132,9 +1132,8 @@ class Loop:
             for number in {reference[3] for reference in reply.outputs}:
                 if number is not None and number < 0:
                     with suppress(OSError):  # which the worker cannot help
-                        self._connections.fetch(
-                            index, number
-                        ).close()  # it is the next on the lifeline
+                        # It is the next on the lifeline, and in the way of others.
+                        self._connections.fetch(index, number).close()
             return reply
         if len(members) > 1 and reply.outputs:
             raise ProtocolError(

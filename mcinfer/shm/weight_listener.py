@@ -106,7 +106,7 @@ class Listener:
     """
 
     def __init__(self, descriptors: tuple[int, ...], allowed: Allowed) -> None:
-        """Listen; nobody is answered before `start`.
+        """Listen; no process is answered before `start`.
 
         Args:
             descriptors: To hand over. They are this object's from now on, whatever comes.

@@ -415,10 +415,10 @@ def test_request_that_cannot_be_joined_does_not_wait_behind_those_that_do(
         assert_answers(held.result(timeout=10.0), rows(1))
 
 
-def test_request_is_sent_when_due_though_a_caller_read_what_made_the_worker_ready(
+def test_request_is_sent_when_due_though_an_answer_came_meanwhile(
     fake_model: FakeModel,
 ) -> None:
-    """A caller that waits in `predict` takes the messages: the I/O thread has to hear of what is held."""
+    """What is held is due at a time that the answer, which makes its worker ready, does not bring forward."""
     model = fake_model(when={"-2": "sleep:0.3"})
     with (
         Master(model, 1, engine="fake", verify="never", max_batch_size=8, max_delay=1.0) as master,

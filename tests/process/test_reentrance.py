@@ -116,7 +116,7 @@ def test_handler_of_a_signal_may_drain_while_its_thread_waits_for_an_answer(
 def test_handler_of_a_signal_may_wait_for_an_answer_while_its_thread_does(
     fake_model: FakeModel, call: str, inner: float
 ) -> None:
-    """The thread that it interrupts takes the messages of all; whichever answer comes first."""
+    """Whichever answer comes first: the one that was interrupted, or that of the handler."""
     model = fake_model(when={"-1": "sleep:0.3", "2": "sleep:0.6"})
     with Master(model, 2, engine="fake", verify="never") as master:
         calls: dict[str, Callable[[Inputs], Inputs]] = {
