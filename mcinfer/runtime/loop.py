@@ -208,6 +208,7 @@ class Loop:
         self._requests: dict[int, Request] = {}
         self._next_number = 0
         self._line: deque[Request] = deque()  # for a place in the queue
+        self._line_due = math.inf  # when the time of one of them is over, or earlier
         self._admitting = False
         self._memory_line: deque[_Allocation] = deque()
         self._last_release = 0.0
@@ -639,8 +640,8 @@ class Loop:
         now = monotonic()
         if self._memory_line:
             due = min(due, now + _ROOM_INTERVAL)
-        for request in self._line:
-            due = min(due, request.called + request.timeout)
+        if self._line:
+            due = min(due, self._line_due)
         self._due = due
 
     def _look(self, now: float) -> None:
@@ -649,6 +650,16 @@ class Loop:
             self._look_at_memory(now)
         if self._memory_line:
             self._serve_memory_line(now)
+        if self._line_due <= now:
+            self._refuse_late(now)
+        self._admit()
+        due = self._scheduler.next_time()
+        if due is not None and due <= now:
+            self._carry_out(self._scheduler.handle_time(now))
+        self._plan()
+
+    def _refuse_late(self, now: float) -> None:
+        """The time of some that wait for a place is over."""
         for request in [r for r in self._line if r.called + r.timeout <= now]:
             self._line.remove(request)
             try:
@@ -656,11 +667,7 @@ class Loop:
                 raise QueueFullError("the queue was full until the time was over")
             except QueueFullError as exc:
                 self._refuse(request, exc)
-        self._admit()
-        due = self._scheduler.next_time()
-        if due is not None and due <= now:
-            self._carry_out(self._scheduler.handle_time(now))
-        self._plan()
+        self._line_due = min((r.called + r.timeout for r in self._line), default=math.inf)
 
     # Callers.
 
@@ -734,7 +741,8 @@ class Loop:
                 self._refuse(request, QueueFullError("others wait already for room in the queue"))
                 return
             self._line.append(request)
-        self._due = min(self._due, request.called + request.timeout)
+        self._line_due = min(self._line_due, request.called + request.timeout)
+        self._due = min(self._due, self._line_due)
 
     def _refuse(self, request: Request, error: McinferError, *, cancelled: bool = False) -> None:
         """It is not accepted."""

@@ -1,8 +1,8 @@
 """The master's side: a real loop, driven without its thread, and workers whose every byte the fuzzer says.
 
 Nothing of the loop, scheduler, connections, requests or arena is replaced but its two ends: `FedTransport`
-gives it bytes without a socket, and `FedProcess` is a worker's process that never runs. It is judged by what the
-results must be: what the worker wrote where the reply says it lies, read here again and by other code.
+gives it bytes without a socket, and `FedProcess` is a worker's process that never runs. It is judged by what
+the results must be: what the worker wrote where the reply says it lies, read here again and by other code.
 """
 
 import logging
