@@ -411,6 +411,8 @@ class Master:
         call = self._call(inputs, timeout, batch_axes, output_axes, shards, priority)
         if call.known.open and self._learns_from(call):
             return self._learn_from(call, _CheckRuns(self, call))
+        if self._max_batch_size > 1 and call.joins and not call.known.settled:
+            return self._predict_offered(call)
         request = self._request(call)
         try:
             self._loop.enter(request, wait=False)
@@ -721,6 +723,17 @@ class Master:
         pieces = self._least_pieces(call)
         arrays = self._ready().arrays(call.inputs)
         return call.splitter.answer(arrays, pieces, runs, split_run)
+
+    def _predict_offered(self, call: "_Call") -> Arrays:
+        """Answer a request that may show, with another, whether such are joined to one run."""
+        future = self._submit(call)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+        finally:
+            del future  # as in `predict`
 
     def _run_whole(self, call: "_Call", failure: PredictError) -> Arrays:
         """Answer a request whose pieces failed by a run of the whole, or raise the failure again."""

@@ -391,7 +391,7 @@ class Splitter:
         Returns:
             This request and one before it, for `learn_from_pair`, if they may show it.
         """
-        if self.known.settled or self._gives_up:
+        if self.known.settled or self._gives_up or self.busy:
             return None
         other = self._offered
         if other is not None and all(map(np.array_equal, other[0], arrays)):
@@ -401,7 +401,6 @@ class Splitter:
         if other is None or any(a.ndim != b.ndim for a, b in zip(other[0], arrays, strict=True)):
             return None
         self._offered = None
-        self._pairs += 1
         return other, mine
 
     def learn_from_pair(self, pair: "Pair", timeout: float, run: Runs) -> None:
@@ -415,6 +414,7 @@ class Splitter:
         if not self._learning.acquire(blocking=False):
             return
         try:
+            self._pairs += 1
             if not self.known.settled:
                 answers = [answer.result(timeout) for _, answer in pair]
                 trial = _Members(self._names, [arrays for arrays, _ in pair], answers, run)

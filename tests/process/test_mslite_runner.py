@@ -1198,7 +1198,9 @@ def test_ten_thousand_requests_of_all_shapes_survive_workers_killed_at_random(
         wait_until(lambda: [w.restarts for w in runner.statistics().workers] == kills, 20.0)
         wait_for_states(master_of(runner), "ready", "ready", timeout=20.0)
         statistics = runner.statistics()
-        assert statistics.accepted == statistics.succeeded == THREADS * CALLS
+        # Two that ran apart ran once more as one, to show that joining them is right.
+        assert THREADS * CALLS < statistics.accepted <= THREADS * CALLS + 8
+        assert statistics.accepted == statistics.succeeded
         assert (statistics.failed, statistics.cancelled, statistics.in_flight) == (0, 0, 0)
         assert sum(worker.runs for worker in statistics.workers) < THREADS * CALLS
         assert_answer(runner.predict([floats(2, 2)]), floats(2, 2))
