@@ -1,4 +1,7 @@
-"""What models and files say, fit for a terminal: their names may have any characters."""
+"""What models and files say, fit for a terminal or an error: names may have any characters, of any number."""
+
+_MAX_CHARACTERS = 4000
+_END_CHARACTERS = 1000
 
 
 def printable(text: object) -> str:
@@ -7,3 +10,17 @@ def printable(text: object) -> str:
     Escape codes among them, which would have a terminal do things.
     """
     return "".join(character if character.isprintable() else "?" for character in str(text))
+
+
+def shortened(text: str) -> str:
+    """A text whose middle is left out where it is too long to be read."""
+    if len(text) <= _MAX_CHARACTERS:
+        return text
+    first = _MAX_CHARACTERS - _END_CHARACTERS
+    left_out = len(text) - _MAX_CHARACTERS
+    return f"{text[:first]} [{left_out} characters left out] {text[-_END_CHARACTERS:]}"
+
+
+def quotable(exc: Exception) -> Exception | None:
+    """An exception, to be the cause of another one; None where its text is too long for a traceback."""
+    return exc if len(str(exc)) <= _MAX_CHARACTERS else None

@@ -34,7 +34,7 @@ def let_workers_tell() -> None:
 
 
 class Display:
-    """Shows what `mcinfer.model_cache.ensuring.Progress` is told; this one as lines, few of them.
+    """Shows what `mcinfer.model_cache.building.Progress` is told; this one as lines, few of them.
 
     Attributes:
         called: Whether it was told anything.

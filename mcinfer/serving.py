@@ -23,7 +23,7 @@ from math import prod
 from typing import Any
 
 from mcinfer.config import Device
-from mcinfer.engines import model_identity, open_engine
+from mcinfer.engines import open_engine
 from mcinfer.engines.base import (
     Buffer,
     Engine,
@@ -40,6 +40,7 @@ from mcinfer.errors import (
     PredictError,
     ProtocolError,
 )
+from mcinfer.model_cache.keys import model_identity
 from mcinfer.process import ORPHANED
 from mcinfer.protocol import (
     MAX_STRINGS,

@@ -13,10 +13,9 @@ import pytest
 from onnx import helper
 
 from mcinfer.cli import main
+from mcinfer.model_cache.building import FAILURE_FILE, ensure_prepared
 from mcinfer.model_cache.cache import Cache, entry_key
-from mcinfer.model_cache.contents import FAILURE_FILE
-from mcinfer.model_cache.ensuring import ensure_prepared
-from mcinfer.model_cache.sources import read_source
+from mcinfer.model_cache.keys import read_source
 from tests.command_line import FLOAT, Capture, Value, only_line, save, save_double
 
 OFFERED = f"onnxruntime {ort.__version__} offers: {', '.join(ort.get_available_providers())}"

@@ -2,7 +2,6 @@
 
 import ctypes
 import json
-import os
 import re
 import subprocess
 import sys
@@ -22,9 +21,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
-from mcinfer import engines
 from mcinfer.config import Device
-from mcinfer.engines import _onnxruntime, _onnxruntime_sessions, model_identity, open_engine
+from mcinfer.engines import _onnxruntime, _onnxruntime_sessions, open_engine
 from mcinfer.engines.base import (
     Buffer,
     Engine,
@@ -35,7 +33,6 @@ from mcinfer.engines.base import (
 )
 from mcinfer.errors import BuildError, InvalidInputError, MissingDependencyError, PredictError
 from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension, TensorSpec, numpy_dtype, tensor_bytes
-from tests.process.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 FLOAT = TensorProto.FLOAT
@@ -910,106 +907,6 @@ def test_tensor_of_any_rank_has_no_dimensions(tmp_path: Path) -> None:
         x = np.ones(shape, np.float32)
         (y,) = engine.bind([buffer("x", x)], [buffer("y", scalar)]).execute()
         assert y.shape == shape
-
-
-# What tells a model from another one.
-
-
-def identity_model(path: Path, value: float, *, external: bool = False) -> Path:
-    """A model that adds a table, in a file of its own where it is external."""
-    table = onnx.numpy_helper.from_array(np.full(1000, value, np.float32), "table")
-    graph = helper.make_graph(
-        [helper.make_node("Add", ["x", "table"], ["y"])],
-        "graph",
-        [helper.make_tensor_value_info("x", FLOAT, ["n", 1000])],
-        [helper.make_tensor_value_info("y", FLOAT, ["n", 1000])],
-        [table],
-    )
-    onnx.save(
-        helper.make_model(graph),
-        path,
-        save_as_external_data=external,
-        location=f"{path.name}.data",
-        size_threshold=0,
-    )
-    return path
-
-
-def test_identity_is_that_of_the_content(tmp_path: Path) -> None:
-    one = model_identity(str(identity_model(tmp_path / "one.onnx", 1)))
-    assert one
-    assert model_identity(str(identity_model(tmp_path / "same.onnx", 1))) == one
-    assert model_identity(str(identity_model(tmp_path / "other.onnx", 2))) != one
-
-
-def test_identity_tells_external_data_by_its_stamps(tmp_path: Path) -> None:
-    path = identity_model(tmp_path / "model.onnx", 1, external=True)
-    data = tmp_path / "model.onnx.data"
-    first = model_identity(str(path))
-    assert model_identity(str(path)) == first
-    os.utime(data, ns=(0, data.stat().st_mtime_ns + 1))
-    assert model_identity(str(path)) != first
-
-
-@pytest.mark.parametrize("external", [True, False])
-def test_identity_of_a_large_file_tells_a_change_whose_time_was_set_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, external: bool
-) -> None:
-    monkeypatch.setattr(engines, "_MAX_HASHED_BYTES", 1 << 20 if external else 16)
-    path = identity_model(tmp_path / "model.onnx", 1, external=external)
-    changed = tmp_path / "model.onnx.data" if external else path
-    first, before = model_identity(str(path)), changed.stat()
-
-    def clock_has_ticked() -> bool:
-        os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns))
-        return changed.stat().st_ctime_ns != before.st_ctime_ns
-
-    with changed.open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(b"?")
-    wait_until(clock_has_ticked)  # the clock of ctime is a coarse one
-    assert (changed.stat().st_mtime_ns, changed.stat().st_ino) == (
-        before.st_mtime_ns,
-        before.st_ino,
-    )
-    assert model_identity(str(path)) not in ("", first)
-
-
-def test_identity_of_files_in_a_hubs_cache_stays_while_workers_make_links_to_them(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "snapshot").mkdir()
-    identity_model(tmp_path / "model.onnx", 1, external=True)
-    for name in ("model.onnx", "model.onnx.data"):
-        (tmp_path / "snapshot" / name).symlink_to(tmp_path / name)
-    model = str(tmp_path / "snapshot" / "model.onnx")
-    first, before = model_identity(model), (tmp_path / "model.onnx.data").stat().st_ctime_ns
-
-    def link_has_changed_the_time() -> bool:
-        os.link(tmp_path / "model.onnx.data", tmp_path / "link")
-        (tmp_path / "link").unlink()
-        return (tmp_path / "model.onnx.data").stat().st_ctime_ns != before
-
-    wait_until(link_has_changed_the_time)
-    assert model_identity(model) == first
-
-
-def test_identity_needs_no_external_data_in_place(tmp_path: Path) -> None:
-    path = identity_model(tmp_path / "model.onnx", 1, external=True)
-    first = model_identity(str(path))
-    (tmp_path / "model.onnx.data").unlink()
-    assert model_identity(str(path)) not in ("", first)
-
-
-def test_identity_of_what_is_no_model_is_that_of_its_bytes(tmp_path: Path) -> None:
-    path = tmp_path / "model.json"
-    path.write_text("{}")
-    first = model_identity(str(path))
-    assert first
-    path.write_text("[]")
-    assert model_identity(str(path)) not in ("", first)
-    assert model_identity(str(tmp_path)) == ""
-    assert model_identity(str(tmp_path / "none")) == ""
 
 
 # Without the runtime.

@@ -24,8 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcinfer.errors import InvalidInputError
-from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held, entry_key
-from mcinfer.model_cache.root import Root
+from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held, Root, entry_key
 from tests.process.waiting import wait_until
 
 FACTS: dict[str, Any] = {"model": "abc", "options": {"threads": 2}}

@@ -107,10 +107,10 @@ def inspect(
 
 def _onnx_contents(model: Path) -> tuple[_Facts | None, Collection[str]]:
     """What stands in the file, and which tensors may have any shape; None if it is no ONNX file."""
-    from mcinfer.model_cache.onnx_files import contents
+    from mcinfer.model_cache.onnx_files import scan
 
     try:
-        found = contents(model)
+        found = scan(model)
     except (BuildError, OSError):  # if it matters, whoever loads the file says so in better words
         return None, ()
     return {
@@ -119,10 +119,10 @@ def _onnx_contents(model: Path) -> tuple[_Facts | None, Collection[str]]:
         "opsets": found.opsets,
         "operators": [
             {"domain": domain, "type": operator, "count": count}
-            for (domain, operator), count in found.operators.items()
+            for (domain, operator), count in found.operators.most_common()
         ],
         "weights": {
-            "count": found.weights,
+            "count": len(found.initializers),
             "constants": found.constants,
             "bytes": found.weight_bytes,
             "external_bytes": found.external_bytes,
@@ -191,9 +191,9 @@ def _runtime() -> _Facts | None:
 
 def _entries(model: Path) -> dict[str, _Facts] | None:
     """What the cache has of this model, by key; None if it cannot be read."""
+    from mcinfer.model_cache.building import FAILURE_FILE
     from mcinfer.model_cache.cache import Cache
-    from mcinfer.model_cache.contents import FAILURE_FILE
-    from mcinfer.model_cache.sources import read_source
+    from mcinfer.model_cache.keys import read_source
 
     try:
         cache = Cache.default()

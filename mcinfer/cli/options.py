@@ -15,7 +15,7 @@ import typer
 
 from mcinfer.config import TRANSPORTS, check_seconds, parse_devices
 from mcinfer.errors import BuildError, InvalidInputError
-from mcinfer.model_cache.files import open_regular
+from mcinfer.model_cache.onnx_files import open_regular
 
 _T = TypeVar("_T")
 

@@ -55,9 +55,8 @@ from mcinfer.machine import (
     whole_cpus,
 )
 from mcinfer.master import Master
-from mcinfer.model_cache.cache import Cache, CacheUnusableError
-from mcinfer.model_cache.held import opened_root, unusable
-from mcinfer.model_cache.root import make_folder
+from mcinfer.model_cache.cache import Cache, CacheUnusableError, make_folder
+from mcinfer.model_cache.entries import opened_root, unusable
 from mcinfer.runtime.folder import RuntimeFolder
 from mcinfer.shm import descriptors
 from mcinfer.shm.block import Block

@@ -1,21 +1,15 @@
 """Adapters to inference runtimes, one file each; a runtime is imported only when it is opened."""
 
 import ctypes
-import hashlib
-import os
 from contextlib import suppress
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from mcinfer.engines.base import Engine, EngineRequest, memory_limit
 from mcinfer.errors import BuildError, EngineError
-from mcinfer.model_cache.contents import Progress
-from mcinfer.model_cache.files import check_regular, chunks, external_files, open_regular
-from mcinfer.model_cache.onnx_files import scan
-from mcinfer.model_cache.texts import quotable, shortened
-
-_MAX_HASHED_BYTES = 64 << 20
+from mcinfer.model_cache.building import Progress
+from mcinfer.model_cache.onnx_files import check_regular
+from mcinfer.printable import quotable, shortened
 
 _MAX_NAME_CHARACTERS = 1 << 20
 """In the names of a model's inputs, outputs and replaceable weights, which messages carry."""
@@ -90,45 +84,6 @@ def prepared_facts(name: str, request: EngineRequest) -> dict[str, Any]:
         return facts
     except OSError as exc:
         raise BuildError(f"{request.model}: {exc}") from exc
-
-
-def model_identity(path: str) -> str:
-    """What tells a model from another one at the same path: a digest, or stamps of files that are large.
-
-    External data counts by its stamps. Empty if the file cannot be read; its engine says why.
-    """
-    try:
-        with open_regular(path) as (descriptor, info):
-            digest = hashlib.sha256()
-            if info.st_size > _MAX_HASHED_BYTES:
-                digest.update(_stamps(info, ctime=True).encode())
-            else:
-                for part in chunks(descriptor, info.st_size):
-                    digest.update(part)
-            for stamps in _external_stamps(path):
-                digest.update(stamps.encode())
-            return digest.hexdigest()
-    except (OSError, BuildError):
-        return ""
-
-
-def _stamps(info: os.stat_result, *, ctime: bool) -> str:
-    changed_ns = info.st_ctime_ns if ctime else 0
-    return f"{info.st_dev} {info.st_ino} {info.st_size} {info.st_mtime_ns} {changed_ns};"
-
-
-def _external_stamps(path: str) -> list[str]:
-    """Of the files of a model's external data; none where it is no ONNX file, or they are not in place."""
-    try:
-        locations = scan(path).external
-        files = external_files(Path(path), None, locations)
-        # Not the ctime where files lie outside of the model's folder, as in the caches of model hubs: workers
-        # with replaceable weights make links to them meanwhile, which changes it.
-        folder = os.path.realpath(os.path.dirname(path))
-        inside = all(Path(os.path.realpath(file)).is_relative_to(folder) for file in files)
-        return [_stamps(os.stat(file), ctime=inside) for file in files]
-    except (OSError, BuildError):
-        return []
 
 
 def give_back_memory() -> None:

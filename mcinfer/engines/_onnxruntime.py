@@ -37,9 +37,9 @@ from mcinfer.engines.base import (
 )
 from mcinfer.engines.preparation import Preparation, describe, find_or_make
 from mcinfer.errors import BuildError, InvalidInputError, McinferError, PredictError
-from mcinfer.model_cache.contents import Progress
+from mcinfer.model_cache.building import Progress
 from mcinfer.model_cache.onnx_files import scan
-from mcinfer.model_cache.texts import quotable
+from mcinfer.printable import quotable
 from mcinfer.specs import (
     ELEMENT_TYPES,
     STRING,

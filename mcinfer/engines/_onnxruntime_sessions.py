@@ -1,14 +1,13 @@
 """Sessions of ONNX Runtime: how they are opened, and how a model is prepared for them."""
 
+import mmap
 import os
 import re
-import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from mcinfer.engines.base import EngineRequest, memory_limit
@@ -21,12 +20,11 @@ from mcinfer.errors import (
     MissingDependencyError,
     PredictError,
 )
+from mcinfer.model_cache.building import MODEL_FILE
 from mcinfer.model_cache.cache import Held
-from mcinfer.model_cache.contents import MODEL_FILE
-from mcinfer.model_cache.files import chunks, external_files, open_regular
-from mcinfer.model_cache.onnx_files import added_inputs, scan
-from mcinfer.model_cache.sources import FOLDER_KEY
-from mcinfer.model_cache.texts import quotable, shortened
+from mcinfer.model_cache.keys import FOLDER_KEY
+from mcinfer.model_cache.onnx_files import added_inputs, chunks, external_files, open_regular, scan
+from mcinfer.printable import quotable, shortened
 
 try:
     import onnxruntime as ort
@@ -302,33 +300,36 @@ def _source(request: EngineRequest, options: Any) -> Iterator[str]:
                 target.write(part)
             target.write(added)
         if not request.session_config.get(FOLDER_KEY):
-            folder = _folder_of_files(Path(request.model).absolute(), found.external, opened)
-            options.add_session_config_entry(FOLDER_KEY, folder)
+            _add_external_data(request, options, found.external, opened)
         yield f"/proc/self/fd/{fd}"
 
 
-def _folder_of_files(model: Path, locations: tuple[str, ...], opened: ExitStack) -> str:
-    """A folder that has the external data in it, as the runtime wants that of a model that is no file.
+def _add_external_data(
+    request: EngineRequest, options: Any, locations: tuple[str, ...], opened: ExitStack
+) -> None:
+    """Name the external data of a model that the runtime gets as a file without a folder.
 
     In the caches of model hubs a model's files are links that lead out of its folder, to that of the model's
-    own target: then it is a temporary one with the same files, by hard links where the file system allows
-    it, else by copies.
+    own target, which the runtime allows for none but models at their own paths: then the files' content is
+    handed over, which the runtime (1.31) copies, and takes for all tensors but those of subgraphs.
 
     Raises:
         BuildError: The data lies elsewhere, or is no regular file.
     """
+    model = Path(request.model).absolute()
     folder = os.path.realpath(model.parent)
-    real = [os.path.realpath(path) for path in external_files(model, None, locations)]
-    if all(os.path.commonpath([folder, path]) == folder for path in real):
-        return folder
-    other = opened.enter_context(TemporaryDirectory(prefix="mcinfer-links-"))
-    for name, path in zip(locations, real, strict=True):
-        place = os.path.normpath(os.path.join(other, name))
-        if os.path.commonpath([other, place]) != other:
-            raise BuildError(f"external data at {name!r} leads out of the model's folder")
-        os.makedirs(os.path.dirname(place), exist_ok=True)
-        try:
-            os.link(path, place)
-        except OSError:
-            shutil.copyfile(path, place)
-    return other
+    files = external_files(model, None, locations)
+    if all(Path(os.path.realpath(path)).is_relative_to(folder) for path in files):
+        options.add_session_config_entry(FOLDER_KEY, folder)
+        return
+    contents: list[Any] = []
+    for path in files:
+        descriptor, info = opened.enter_context(open_regular(path))
+        if info.st_size:  # mapped as long as the session is made
+            mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+            contents.append(opened.enter_context(mapped))
+        else:
+            contents.append(b"")
+    options.add_external_initializers_from_files_in_memory(
+        [*locations], contents, [*map(len, contents)]
+    )

@@ -29,15 +29,19 @@ from typing import Any
 from mcinfer.config import Device
 from mcinfer.engines.base import EngineRequest
 from mcinfer.errors import BuildError, InvalidInputError
-from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held, entry_key
-from mcinfer.model_cache.child import ChildFailedError, run_child
-from mcinfer.model_cache.contents import ABOUT_FILE, FAILURE_FILE, MODEL_FILE, Progress
+from mcinfer.model_cache.building import (
+    ABOUT_FILE,
+    FAILURE_FILE,
+    MODEL_FILE,
+    ChildFailedError,
+    Progress,
+    run_child,
+)
+from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held, entry_key, is_key
 from mcinfer.model_cache.entries import MANIFEST, disk_bytes
-from mcinfer.model_cache.files import check_regular, external_files
-from mcinfer.model_cache.onnx_files import scan
-from mcinfer.model_cache.root import is_key
-from mcinfer.model_cache.sources import Source, read_source
-from mcinfer.model_cache.texts import shortened
+from mcinfer.model_cache.keys import Source, read_source
+from mcinfer.model_cache.onnx_files import check_regular, model_files
+from mcinfer.printable import shortened
 
 _LEAST_BYTES = 16 << 20
 """Of a model that is prepared by itself: below, all workers' copies together are small."""
@@ -153,10 +157,13 @@ def describe(request: EngineRequest, runtime: Runtime) -> dict[str, Any]:
         return _facts(request, runtime, read_source(request.model, folder=folder, memory=memory))
 
 
-def fill(engine: str, request: Mapping[str, Any], folder: str, most_file_bytes: int) -> None:
+def fill(
+    _: Progress, engine: str, request: Mapping[str, Any], folder: str, most_file_bytes: int
+) -> None:
     """Write the prepared model into a folder; in a child.
 
     Args:
+        _: Not called: the folder's growth shows the progress.
         engine: Whose `prepare` is to do it.
         request: As `_plain` has it.
         folder: Where to.
@@ -171,14 +178,22 @@ def fill(engine: str, request: Mapping[str, Any], folder: str, most_file_bytes: 
     import_module(f"mcinfer.engines._{engine}").prepare(_request(request), folder)
 
 
-def ensure(engine: str, request: Mapping[str, Any], progress: Progress) -> str:
+def ensure(progress: Progress, engine: str, request: Mapping[str, Any], shown: bool) -> str:
     """See to it that the cache has the prepared model; in a child. Its key.
+
+    Args:
+        progress: Called while it is made.
+        engine: Whose model it is.
+        request: As `_plain` has it.
+        shown: Whether the caller shows the progress; otherwise a line on standard error says what is done.
 
     Raises:
         BuildError: It cannot be prepared.
     """
     module = import_module(f"mcinfer.engines._{engine}")
     wanted = replace(_request(request), prepare="always")
+    if shown:
+        _log.setLevel(logging.ERROR)
     preparation: Preparation = module.prepared(wanted, progress)
     if preparation.held is None:
         module.load(replace(wanted, prepare="never"))  # it may not be a model at all
@@ -198,11 +213,8 @@ def _is_large(model: Path, folder: str | None) -> bool:
     if size >= _LEAST_BYTES:
         return True
     place = Path(folder).absolute() if folder else None
-    with suppress(
-        BuildError
-    ):  # in a format of the runtime's own, or with data that it refuses as well
-        files = external_files(model, place, scan(model).external)
-        size += sum(file.stat().st_size for file in files)
+    with suppress(BuildError):  # a format of the runtime's own, or data that it refuses as well
+        size = sum(file.stat().st_size for file in model_files(model, place))
     return size >= _LEAST_BYTES
 
 
@@ -267,13 +279,11 @@ def _open_or_make(
     if held is not None:
         return held
 
-    log, start = _LogProgress(request), monotonic()
+    start = monotonic()
 
     def tell(written: int) -> None:
-        state = {"seconds": monotonic() - start, "written": written, "bytes": source.size}
-        log(state)
         if progress is not None:
-            progress(state)
+            progress({"seconds": monotonic() - start, "written": written, "bytes": source.size})
 
     def write(folder: Path, lock: int) -> None:
         _fill_in_child(engine, request, source, folder, lock, tell)
@@ -290,7 +300,8 @@ def _fill_in_child(
     tell: Callable[[int], None],
 ) -> None:
     """Fill an entry's folder. The child holds the lock as well, should this process end."""
-    start = monotonic()
+    start, due = monotonic(), _LOG_SECONDS
+    size = f"{request.model} ({source.size / 1e6:.0f} MB)"
     most = 2 * source.size + _LEAST_BYTES
     usage = os.statvfs(folder)
     if usage.f_bavail * usage.f_frsize < most:
@@ -300,30 +311,37 @@ def _fill_in_child(
     before: object = None
 
     def tick(state: Mapping[str, Any]) -> None:
-        nonlocal before
-        written = disk_bytes(folder)
+        nonlocal before, due
+        written, seconds = disk_bytes(folder), monotonic() - start
         if (written, state) != before:  # its processor time grows too
             before = (written, state)
             tell(written)
+        if state and seconds >= due:
+            if due == _LOG_SECONDS:  # the first start is slow: seen at the default level
+                _log.warning("preparing %s once for this machine; later starts are quick", size)
+            _log.info("preparing %s: %.0f s, %.0f MB written", size, seconds, written / 1e6)
+            due = seconds + _LOG_SECONDS
 
     opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    task = {
-        "task": "fill",
-        "engine": engine,
-        "request": _plain(request),
-        "folder": f"/proc/self/fd/{opened}",  # the child's, who has it by the same number
-        "most_file_bytes": _MAX_GROWTH * source.size + _MAX_ADDED_BYTES,
-    }
-    most_seconds = _LEAST_SECONDS + source.size / _LEAST_BYTES_PER_SECOND
+    most_file_bytes = _MAX_GROWTH * source.size + _MAX_ADDED_BYTES
+    error = ""
     try:
-        answer = run_child(task, tick, pass_fds=(lock, opened), most_seconds=most_seconds)
+        run_child(
+            "mcinfer.engines.preparation:fill",
+            # The child has the folder by the same number.
+            [engine, _plain(request), f"/proc/self/fd/{opened}", most_file_bytes],
+            tick,
+            pass_fds=(lock, opened),
+            most_seconds=_LEAST_SECONDS + source.size / _LEAST_BYTES_PER_SECOND,
+        )
+    except BuildError as exc:
+        error = str(exc)
     finally:
         os.close(opened)
     seconds = monotonic() - start
     if not source.unchanged():
         raise ChildFailedError(f"{request.model} was changed meanwhile")
-    error = answer.get("error")
-    if error is not None:
+    if error:
         for entry in folder.iterdir():
             entry.unlink()
         if _SHORT_OF_SOMETHING.search(error):
@@ -335,8 +353,8 @@ def _fill_in_child(
     about = {"name": name, "bytes": source.size, "seconds": seconds}
     (folder / ABOUT_FILE).write_text(json.dumps(about), encoding="utf-8")
     tick({})
-    if error is None:
-        _log.info("prepared %s (%.0f MB) in %.1f s", request.model, source.size / 1e6, seconds)
+    if not error:
+        _log.info("prepared %s in %.1f s", size, seconds)
 
 
 def _check_space(folder: Path, size: int) -> None:
@@ -351,26 +369,6 @@ def _check_space(folder: Path, size: int) -> None:
             raise ChildFailedError(
                 f"no space is left in {os.path.realpath(folder.parent)}: {exc}"
             ) from exc
-
-
-class _LogProgress:
-    """Says once in a while how far it is."""
-
-    def __init__(self, request: EngineRequest) -> None:
-        self._model = request.model
-        self._due = _LOG_SECONDS
-
-    def __call__(self, tick: Mapping[str, Any]) -> None:
-        if tick["seconds"] < self._due:
-            return
-        self._due = tick["seconds"] + _LOG_SECONDS
-        _log.info(
-            "preparing %s (%.0f MB): %.0f s, %.0f MB written",
-            self._model,
-            tick["bytes"] / 1e6,
-            tick["seconds"],
-            tick["written"] / 1e6,
-        )
 
 
 def _plain(request: EngineRequest) -> dict[str, Any]:

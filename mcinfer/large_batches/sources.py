@@ -8,8 +8,7 @@ from typing import Any
 from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.large_batches.positioned import stamp
 from mcinfer.large_batches.reading import InputFile
-from mcinfer.model_cache.files import check_regular, external_files, open_regular
-from mcinfer.model_cache.onnx_files import scan
+from mcinfer.model_cache.onnx_files import check_regular, external_files, open_regular, scan
 
 _SUFFIX = ".npz"
 

@@ -10,14 +10,14 @@
 
 Rules of ownership:
 
-- Who has an entry's files mapped holds LOCK_SH. Who makes or removes an entry holds LOCK_EX. So nothing that
-  is mapped is ever removed. (Mappings of removed files would live on, but the disk would stay full.)
-- An entry appears and goes by a rename under LOCK_EX. A crash leaves a tmp folder, which nobody takes for an
-  entry, and which is swept by whoever next has the lock of its key.
-- A lock file is removed only under its own LOCK_EX. Who gets a lock therefore checks that the path still
-  leads to the file that was locked.
-- Only this user may write here: a ROOT that others could write to is not used at all. Each method opens ROOT,
-  checks it and works below that descriptor, so that a folder put in its place meanwhile is not touched.
+- A process that has an entry's files mapped holds LOCK_SH. One that makes or removes an entry holds LOCK_EX.
+  So nothing that is mapped is ever removed. (Mappings of removed files would live on, the disk stay full.)
+- An entry appears and goes by a rename under LOCK_EX. A crash leaves a tmp folder, which is never taken for
+  an entry, and which the next holder of its key's LOCK_EX sweeps.
+- A lock file is removed only under its own LOCK_EX. So after a lock is taken, its path has to lead to the
+  file that was locked.
+- Only this user may write here: a ROOT that others could write to is not used at all. Each method opens
+  ROOT, checks it and works below that descriptor: a folder put in its place meanwhile is not touched.
 """
 
 import fcntl
@@ -25,6 +25,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -34,13 +35,33 @@ from typing import Any
 
 from mcinfer.config import check_count, check_seconds
 from mcinfer.errors import InvalidInputError
-from mcinfer.model_cache.entries import UnsoundEntryError, disk_bytes, entry_key, facts_of
-from mcinfer.model_cache.held import CacheUnusableError, Held, opened_root, take_lock, unusable
-from mcinfer.model_cache.root import Identity, Root, is_key, make_folder
+from mcinfer.model_cache.entries import (
+    MANIFEST,
+    CacheUnusableError,
+    FileRecord,
+    Held,
+    UnsoundEntryError,
+    check,
+    disk_bytes,
+    entry_key,
+    facts_of,
+    is_locked,
+    lock_path,
+    opened_root,
+    seal,
+    sync,
+    take_lock,
+    unusable,
+    write_manifest,
+)
 
-__all__ = ["Cache", "CacheUnusableError", "EntryInfo", "Held", "entry_key"]
+__all__ = ["Cache", "CacheUnusableError", "EntryInfo", "Held", "entry_key", "is_key", "make_folder"]
 
 _log = logging.getLogger("mcinfer.model_cache")
+
+_KEY = re.compile(r"[0-9a-f]{32}")
+_LOCK = re.compile(r"([0-9a-f]{32})\.lock")
+_DRAFT = re.compile(r"tmp-([0-9a-f]{32})-.*")
 
 _LIMIT = re.compile(r"([0-9]{1,15}) ?([KMGT]?)(?:i?B)?")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -56,24 +77,28 @@ _HASHED_BYTES = 100 << 20
 _SHORTEST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.05
 
+_Identity = tuple[int, int]
+"""What tells an entry from one made later under the same key: inode and ctime of its folder."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EntryInfo:
-    """One entry, as `Cache.entries` found it.
 
-    Attributes:
-        key: The name of its folder.
-        facts: What it was made from; empty if its manifest cannot be read.
-        bytes: What its files take of the disk.
-        used_at: When it was last made or opened, seconds as in `time.time`.
-        in_use: Whether somebody held it, or was making it.
-    """
+def is_key(text: str) -> bool:
+    """Whether a text can be the key of an entry."""
+    return _KEY.fullmatch(text) is not None
 
-    key: str
-    facts: Mapping[str, Any]
-    bytes: int
-    used_at: float
-    in_use: bool
+
+def make_folder(path: Path) -> None:
+    """Make a folder for this user alone, and those above it that are missing."""
+    for folder in reversed((path, *path.parents)):
+        if not folder.exists():  # one by one: `parents` would make those of the umask's mode
+            folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a tmp folder; one that cannot be removed stays, and is tried again at the next sweep."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as exc:
+        _log.warning("%s cannot be removed: %s", os.path.realpath(folder), exc)
 
 
 def _pauses() -> Iterator[float]:
@@ -84,12 +109,171 @@ def _pauses() -> Iterator[float]:
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryInfo:
+    """One entry, as `Cache.entries` found it.
+
+    Attributes:
+        key: The name of its folder.
+        facts: What it was made from; empty if its manifest cannot be read.
+        bytes: What its files take of the disk.
+        used_at: When it was last made or opened, seconds as in `time.time`.
+        in_use: Whether a process held it, or was making it.
+    """
+
+    key: str
+    facts: Mapping[str, Any]
+    bytes: int
+    used_at: float
+    in_use: bool
+
+
+class Root:
+    """The cache's folder, while it is held open. What lies there is read and changed by these methods alone.
+
+    They raise OSError as it comes.
+
+    Attributes:
+        path: By its descriptor (`opened_root`).
+        visible: Where it is; for messages and for `Held.folder`.
+    """
+
+    def __init__(self, path: Path, visible: Path) -> None:
+        self.path = path
+        self.visible = visible
+
+    @classmethod
+    @contextmanager
+    def opened(cls, folder: Path) -> Iterator["Root"]:
+        """Check a folder and hold it open; raises as `opened_root`."""
+        with opened_root(folder) as path:
+            yield cls(path, folder)
+
+    def identity(self, key: str) -> _Identity | None:
+        """Of the entry that is there; ``None`` if there is none."""
+        try:
+            info = (self.path / key).lstat()
+        except FileNotFoundError:
+            return None
+        return info.st_ino, info.st_ctime_ns
+
+    def stored(self) -> list[tuple[float, str, int]]:
+        """Of each entry: when it was last used, key and bytes; the most recently used last."""
+        stored = []
+        for match in self._names(_KEY):
+            folder = self.path / match[0]
+            with suppress(FileNotFoundError):  # removed meanwhile
+                lock = lock_path(folder)
+                used_at = (lock if lock.exists() else folder).lstat().st_mtime
+                stored.append((used_at, folder.name, disk_bytes(folder)))
+        return sorted(stored)
+
+    def take(self, key: str) -> Held | None:
+        """Hold an entry; ``None`` if it is gone, or its lock is not to be had just now.
+
+        Raises:
+            UnsoundEntryError: It is damaged.
+        """
+        folder = self.path / key
+        lock = take_lock(folder, fcntl.LOCK_SH)
+        if lock is None:
+            return None
+        held = None
+        try:
+            if self.identity(key) is not None:
+                facts, moved = check(folder)
+                if moved is not None:
+                    self._record_anew(folder, facts, moved)
+                os.utime(lock)
+                opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+                held = Held(self.visible / key, opened, facts, lock)
+        finally:
+            if held is None:
+                os.close(lock)
+        return held
+
+    def _record_anew(
+        self, folder: Path, facts: Mapping[str, Any], records: tuple[FileRecord, ...]
+    ) -> None:
+        """Record new stamps, so that the files are not read each time; under LOCK_SH.
+
+        Others may do the same at once: each one's manifest is right, and takes its place by a rename.
+        """
+        with suppress(OSError):  # it is sound all the same
+            draft = self.new_draft(folder.name)
+            try:
+                write_manifest(draft, facts, records)
+                (draft / MANIFEST).replace(folder / MANIFEST)
+            finally:
+                _remove(draft)
+
+    def new_draft(self, key: str) -> Path:
+        """Make a tmp folder for an entry."""
+        return Path(tempfile.mkdtemp(prefix=f"tmp-{key}-", dir=self.path))
+
+    def drafts(self, key: str) -> list[Path]:
+        """The tmp folders of a key. Under its LOCK_EX they are what a crash left."""
+        return [self.path / match[0] for match in self._names(_DRAFT) if match[1] == key]
+
+    def publish(self, draft: Path, key: str, facts: Mapping[str, Any]) -> None:
+        """Make a tmp folder the entry of a key that has none; under its LOCK_EX.
+
+        Raises:
+            UnsoundEntryError: Something in it is not a regular file.
+        """
+        seal(draft, facts)
+        draft.rename(self.path / key)
+        sync(self.path)
+
+    def clean(self, key: str, *, entry: bool) -> None:
+        """Remove all tmp folders of a key, and its entry or whatever is in its place; under its LOCK_EX."""
+        for left in self.drafts(key):
+            _remove(left)
+        if entry and self.identity(key):
+            draft = self.new_draft(key)
+            (self.path / key).rename(draft / "removed")
+            _remove(draft)
+
+    def empty(self, key: str, *, entry: bool) -> bool:
+        """`clean`, and remove the lock of nothing; whether that was done: not if another has the lock."""
+        lock = take_lock(self.path / key, fcntl.LOCK_EX)
+        if lock is None:
+            return False
+        try:
+            self.clean(key, entry=entry)
+            if self.identity(key) is None:
+                lock_path(self.path / key).unlink()
+        finally:
+            os.close(lock)
+        return True
+
+    def forget_notes(self) -> None:
+        """Remove what is remembered of models: what entries were made from, how batches are split."""
+        for folder in ("sources", "splits"):
+            with suppress(FileNotFoundError):
+                for note in (self.path / folder).iterdir():
+                    note.unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """Remove what crashes left: tmp folders of keys that are not locked, and locks of nothing."""
+        left = {match[1] for match in self._names(_DRAFT)}
+        left |= {match[1] for match in self._names(_LOCK)} - {m[0] for m in self._names(_KEY)}
+        for key in sorted(left):
+            self.empty(key, entry=False)
+
+    def _names(self, pattern: re.Pattern[str]) -> list[re.Match[str]]:
+        return [match for name in os.listdir(self.path) if (match := pattern.fullmatch(name))]
+
+
 class Cache:
     """A folder of entries, which any number of threads and processes may use at once.
 
+    Methods raise `CacheUnusableError` where the cache cannot be read or written to, or others could change
+    it.
+
     Attributes:
         folder: ROOT, absolute; may be missing until an entry is made.
-        limit_bytes: Of the disk, above which entries that nobody uses are removed.
+        limit_bytes: Of the disk, above which unused entries are removed.
     """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
@@ -138,17 +322,13 @@ class Cache:
 
         Yields:
             Its path by a descriptor, for this process and as long as the context lasts.
-
-        Raises:
-            CacheUnusableError: It cannot be made, or others could change it.
         """
-        folder = self.folder / name
         with ExitStack() as opened:
             with unusable(self.folder):
                 make_folder(self.folder)
                 root = opened.enter_context(opened_root(self.folder))
                 (root / name).mkdir(mode=0o700, exist_ok=True)
-                path = opened.enter_context(opened_root(folder))
+                path = opened.enter_context(opened_root(self.folder / name))
             yield path
 
     @contextmanager
@@ -164,12 +344,11 @@ class Cache:
         """Hold an entry that is there and sound.
 
         Returns:
-            ``None`` if there is none, if it is damaged (a warning says how), or if somebody makes or removes
-            it for longer than a second: `make` sorts that out.
+            ``None`` if there is none, if it is damaged (a warning says how), or if another process makes or
+            removes it for longer than a second: `make` sorts that out.
 
         Raises:
             InvalidInputError: The key is not of the form of one.
-            CacheUnusableError: The cache cannot be read, or others could change it.
         """
         if not is_key(key):
             raise InvalidInputError(f"key: got {key!r}, expected 32 hexadecimal digits")
@@ -180,7 +359,7 @@ class Cache:
             for pause in _pauses():
                 held, damaged = self._take(root, key, None)
                 settled = held is not None or damaged is not None
-                # Somebody may be looking whether it is in use, which takes the lock for a moment.
+                # Another process may be looking whether it is in use, which takes the lock for a moment.
                 if settled or root.identity(key) is None:
                     return held
                 if time.monotonic() - start > _MAX_BUSY_SECONDS:
@@ -204,7 +383,7 @@ class Cache:
             facts: What the entry is made from: what JSON can say.
             fill: Called with a new folder, in which it leaves regular files and no ``manifest.json``, and
                 with the descriptor of the lock. A process that inherits it holds the lock on its own, so
-                that nobody else makes this entry while that process lives. What it raises passes through.
+                that no other makes this entry while that process lives. What it raises passes through.
             wait: Seconds to wait for others who make the entry and do not get on with it, or who use a
                 damaged one (then 5 and a second for each 100 MB at most).
             progress: Called with the bytes that others have written, each time that they are seen to get on.
@@ -221,58 +400,48 @@ class Cache:
             with unusable(self.folder):
                 make_folder(self.folder)
                 root = opened.enter_context(Root.opened(self.folder))
-            held = self._make(root, key, facts, fill, wait, progress)
-        self._evict_after_making()
-        return held
+            damaged: _Identity | None = None
+            patience = _MAX_DAMAGED_SECONDS + disk_bytes(root.path / key) / _HASHED_BYTES
+            seen: object = None
+            waited = False
+            since = time.monotonic()
+            pauses = _pauses()
+            while True:
+                # First as a user: who waits for LOCK_EX alone waits for all users of a finished entry.
+                with unusable(self.folder):
+                    held, damaged = self._take(root, key, damaged)
+                held = held or self._prepare(root, key, facts, fill, damaged)
+                if held is not None:
+                    self._evict_after_making()
+                    return held
+                with unusable(self.folder):
+                    there = root.identity(key)
+                    written = sum(map(disk_bytes, root.drafts(key)))
+                now = time.monotonic()
+                if (there, written) != seen:
+                    seen, since = (there, written), now
+                    if progress is not None:
+                        progress(written)
+                limit = min(wait, patience) if damaged and there == damaged else wait
+                if now - since >= limit:
+                    raise CacheUnusableError(
+                        f"{self.folder / key}: another process has been preparing it, or using a damaged "
+                        f"one, without any progress for {limit:.3g} s"  # the same text for all who wait
+                    )
+                if not waited:
+                    waited = True
+                    _log.info("waiting for another process that prepares %s", self.folder / key)
+                time.sleep(next(pauses))
 
-    def _make(
-        self,
-        root: Root,
-        key: str,
-        facts: Mapping[str, Any],
-        fill: Callable[[Path, int], None],
-        wait: float,
-        progress: Callable[[int], None] | None,
-    ) -> Held:
-        damaged: Identity | None = None
-        patience = _MAX_DAMAGED_SECONDS + disk_bytes(root.path / key) / _HASHED_BYTES
-        seen: object = None
-        limit = wait
-        since = time.monotonic()
-        for count, pause in enumerate(_pauses()):
-            if count == 1:
-                _log.info("waiting for another process that prepares %s", self.folder / key)
-            # First as a user: who waits for LOCK_EX alone waits for all users of a finished entry.
-            with unusable(self.folder):
-                held, damaged = self._take(root, key, damaged)
-            if held is None:
-                held = self._prepare(root, key, facts, fill, damaged)
-            if held is not None:
-                return held
-            with unusable(self.folder):
-                there = root.identity(key)
-                state = (there, root.draft_bytes(key))
-            now = time.monotonic()
-            if state != seen:
-                seen, since = state, now
-                if progress is not None:
-                    progress(state[1])
-            broken = damaged is not None and there == damaged
-            limit = min(wait, patience) if broken else wait
-            if now - since >= limit:
-                break
-            time.sleep(pause)
-        raise CacheUnusableError(
-            f"{self.folder / key}: another process has been preparing it, or using a damaged one, "
-            f"without any progress for {limit:.3g} s"  # the same text for all who wait
-        )
+    def _evict_after_making(self) -> None:
+        """As `evict`; the entry is made all the same where that fails."""
+        try:
+            self.evict()
+        except CacheUnusableError as exc:
+            _log.warning("no entries were evicted: %s", exc)
 
     def entries(self) -> list[EntryInfo]:
-        """All entries, damaged ones too, the most recently used last.
-
-        Raises:
-            CacheUnusableError: The cache cannot be read, or others could change it.
-        """
+        """All entries, damaged ones too, the most recently used last."""
         with self._existing() as root:
             if root is None:
                 return []
@@ -282,19 +451,16 @@ class Cache:
                     facts=facts_of(root.path / key),
                     bytes=size_bytes,
                     used_at=used_at,
-                    in_use=root.is_in_use(key),
+                    in_use=is_locked(root.path / key),
                 )
                 for used_at, key, size_bytes in root.stored()
             ]
 
     def clear(self) -> tuple[int, int]:
-        """Remove all entries that nobody uses, and what crashes left.
+        """Remove all unused entries, and what crashes left.
 
         Returns:
             Bytes freed, and how many entries were left because they are in use.
-
-        Raises:
-            CacheUnusableError: The cache cannot be read or written to, or others could change it.
         """
         with self._existing() as root:
             if root is not None:
@@ -308,15 +474,12 @@ class Cache:
 
         Returns:
             Bytes freed.
-
-        Raises:
-            CacheUnusableError: The cache cannot be read or written to, or others could change it.
         """
         return self._shrink(self.limit_bytes)[0]
 
     def _take(
-        self, root: Root, key: str, damaged: Identity | None
-    ) -> tuple[Held | None, Identity | None]:
+        self, root: Root, key: str, damaged: _Identity | None
+    ) -> tuple[Held | None, _Identity | None]:
         """Hold an entry unless it is damaged, and say which one is known to be.
 
         Args:
@@ -340,7 +503,7 @@ class Cache:
         key: str,
         facts: Mapping[str, Any],
         fill: Callable[[Path, int], None],
-        damaged: Identity | None,
+        damaged: _Identity | None,
     ) -> Held | None:
         """Make an entry and hold it; ``None`` if its lock is not to be had, or another one is there."""
         with unusable(self.folder):
@@ -349,12 +512,9 @@ class Cache:
             return None
         try:
             with unusable(self.folder):
-                there = root.identity(key)
-                if there not in (None, damaged):
+                if root.identity(key) not in (None, damaged):
                     return None
-                root.drop_drafts(key)
-                if there:
-                    root.set_aside(key)
+                root.clean(key, entry=True)
                 draft = root.new_draft(key)
             try:
                 fill(draft, lock)
@@ -366,19 +526,12 @@ class Cache:
                 fcntl.flock(lock, fcntl.LOCK_UN)
                 raise
             with unusable(self.folder), suppress(BlockingIOError):
-                # For whoever inherited it too. Not atomic: in between, somebody else may remove the entry.
+                # For those who inherited it too. Not atomic: in between, another may remove the entry.
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return root.take(key)
         finally:
             os.close(lock)
         return None
-
-    def _evict_after_making(self) -> None:
-        """As `evict`; the entry is made all the same where that fails."""
-        try:
-            self.evict()
-        except CacheUnusableError as exc:
-            _log.warning("no entries were evicted: %s", exc)
 
     def _shrink(self, limit_bytes: int) -> tuple[int, int]:
         """Remove entries until so many bytes are left; bytes freed, and entries that are in use."""

@@ -1,22 +1,228 @@
-"""What can be known of an ONNX file without loading it: its initialisers, operators, and external data.
+"""The files of an ONNX model, and what can be known of a model without loading it.
 
-The file is mapped and walked field by field (`mcinfer.model_cache.wire`), by the field numbers of onnx.proto.
-Weights are stepped over by their length, so that a file of gigabytes costs no more than its graph does. The
-package `onnx` is not needed, nor is any of the file copied.
+Only regular files are opened: a pipe waits for its writer, a device has no end, and to open one may have
+effects. A file that grows while it is read is read as far as it went at first.
+
+The model's file is mapped and walked field by field, in protobuf's wire format
+(https://protobuf.dev/programming-guides/encoding/) and by the field numbers of onnx.proto. Weights are
+stepped over by their length, so a file of gigabytes costs no more than its graph. The package `onnx` is no
+substitute: every worker looks at its model, and for one of 1.07 GB `onnx.load` takes 2.4 s and 1,050 MB of
+each process's own memory, beside 0.5 s for its import, where this takes 0.05 s and no memory. Files may be
+made to do harm, so each length is checked against the end of its message.
 """
 
 import mmap
 import os
+import stat
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from math import prod
+from pathlib import Path
 
 from mcinfer.errors import BuildError
-from mcinfer.model_cache import wire
-from mcinfer.model_cache.wire import MalformedError, bytes_tag, mapped_model, number_tag
 from mcinfer.specs import ELEMENT_TYPES, STRING
+
+# Any file.
+
+_CHUNK_BYTES = 1 << 20
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
+    """The status of a file, which is not opened for that.
+
+    Raises:
+        BuildError: It is no regular file, or its name is none that a file can have.
+        OSError: There is none, or it cannot be reached.
+    """
+    try:
+        info = os.stat(path)
+    except ValueError as exc:  # a zero in the path
+        raise BuildError(f"{os.fspath(path)!r}: {exc}, expected the path of a file") from exc
+    _check_kind(os.fspath(path), info)
+    return info
+
+
+def _check_kind(name: str, info: os.stat_result) -> None:
+    if not stat.S_ISREG(info.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(info.st_mode), "something else")
+        raise BuildError(f"{name}: got {kind}, expected a regular file")
+
+
+@contextmanager
+def open_regular(path: str | os.PathLike[str]) -> Iterator[tuple[int, os.stat_result]]:
+    """A descriptor of a file, closed at the end, and the file's status.
+
+    Raises:
+        BuildError: It is no regular file.
+        OSError: It cannot be opened.
+    """
+    check_regular(path)
+    # Not blocking: by now a pipe may be in its place.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        info = os.fstat(descriptor)
+        _check_kind(os.fspath(path), info)
+        yield descriptor, info
+    finally:
+        os.close(descriptor)
+
+
+def chunks(descriptor: int, size: int) -> Iterator[memoryview]:
+    """The first `size` bytes of a file, or all if it has fewer, in parts that share one buffer."""
+    buffer = memoryview(bytearray(min(_CHUNK_BYTES, max(size, 1))))
+    at = 0
+    while at < size and (count := os.preadv(descriptor, [buffer[: size - at]], at)):
+        yield buffer[:count]
+        at += count
+
+
+def external_files(model: Path, folder: Path | None, locations: Sequence[str]) -> list[Path]:
+    """The files of a model's external data, by the rules of ONNX Runtime (1.29 to 1.31).
+
+    Args:
+        model: Absolute path of the model.
+        folder: Absolute path of the folder of the data, if it is not the model's.
+        locations: As written in the model.
+
+    Returns:
+        Their paths, in the same order; links are not resolved.
+
+    Raises:
+        BuildError: One is missing, is no regular file, or lies outside of the folder: by an absolute path, by
+            ``..`` or through a link. Where the model itself is a link, as in the caches of model hubs, its
+            target's folder is allowed as well.
+    """
+    base = model.parent if folder is None else folder
+    allowed = [os.path.realpath(base)]
+    target = os.path.realpath(model)
+    if folder is None and os.path.exists(target):  # that of a memfd does not exist
+        allowed.append(os.path.dirname(target))
+    paths = []
+    for location in locations:
+        path = base / location
+        try:
+            real = Path(os.path.realpath(path))
+            if os.path.isabs(location) or not any(map(real.is_relative_to, allowed)):
+                raise BuildError(
+                    f"{model}: got external data at {location!r}, expected a relative path that "
+                    f"stays within {base}"
+                )
+            _check_kind(f"{model}: external data {path}", os.stat(path))
+        except (OSError, ValueError) as exc:  # a zero in the path is a ValueError
+            reason = exc.strerror if isinstance(exc, OSError) else exc  # not the path once more
+            raise BuildError(f"{model}: external data {path} cannot be read: {reason}") from exc
+        paths.append(path)
+    return paths
+
+
+def model_files(model: Path, folder: Path | None = None) -> list[Path]:
+    """An ONNX model's file and those of its external data.
+
+    Raises:
+        BuildError: As `scan` and `external_files`.
+        OSError: The model cannot be opened.
+    """
+    return [model, *external_files(model, folder, scan(model).external)]
+
+
+# Protobuf's wire format.
+
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+_FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
+_MAX_TAG = (1 << 32) - 1
+_MAX_VARINT = (1 << 64) - 1
+_MAX_VARINT_BYTES = 10
+
+
+class _MalformedError(Exception):
+    """The bytes are no ONNX model; says what was found, and at which byte."""
+
+
+def _number(number: int) -> int:
+    """The tag of a field that holds a number."""
+    return number << 3 | _VARINT
+
+
+def _bytes(number: int) -> int:
+    """The tag of a field that holds text, bytes, a message or packed numbers."""
+    return number << 3 | _LENGTH
+
+
+def _varint(data: mmap.mmap, at: int, end: int) -> tuple[int, int]:
+    """The unsigned number at `at`, and where it ends."""
+    value = shift = 0
+    for place in range(at, min(end, at + _MAX_VARINT_BYTES)):
+        byte = data[place]
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value & _MAX_VARINT, place + 1
+        shift += 7
+    raise _MalformedError(f"a number cut short or of more than 64 bits at byte {at}")
+
+
+def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """The fields of the message in bytes `at` to `end`, in the file's order.
+
+    Yields:
+        The field's tag, then its value and where it ends if it is a number, or else the bounds of
+        its bytes.
+    """
+    while at < end:
+        start = at
+        tag = data[at]
+        if tag < 0x80:  # nearly always, and a call takes longer than all the rest
+            at += 1
+        else:
+            tag, at = _varint(data, at, end)
+        if not 8 <= tag <= _MAX_TAG:
+            raise _MalformedError(f"field number {tag >> 3} at byte {start}")
+        kind = tag & 7
+        if kind in _FIXED_BYTES:
+            value = _FIXED_BYTES[kind]
+        elif kind not in (_VARINT, _LENGTH):
+            raise _MalformedError(f"wire type {kind} at byte {start}")
+        elif at < end and data[at] < 0x80:  # as above
+            value, at = data[at], at + 1
+        else:
+            value, at = _varint(data, at, end)
+        if kind == _VARINT:
+            yield tag, value, at
+            continue
+        first, at = at, at + value
+        if at > end:
+            raise _MalformedError(
+                f"a field of {value} bytes where {end - first} are left at byte {start}"
+            )
+        yield tag, first, at
+
+
+def _text(data: mmap.mmap, first: int, last: int) -> str:
+    try:
+        return data[first:last].decode()
+    except UnicodeDecodeError:
+        raise _MalformedError(f"a name that is not UTF-8 at byte {first}") from None
+
+
+def _has(data: mmap.mmap, bounds: tuple[int, int], *tags: int) -> bool:
+    """Whether a message has a field of the first tag that holds a message with one of the next, and so on."""
+    return not tags or any(
+        tag == tags[0] and _has(data, (first, last), *tags[1:])
+        for tag, first, last in _fields(data, *bounds)
+    )
+
+
+# ONNX's messages.
 
 _MAX_SIZE = (1 << 63) - 1
 _MAX_DEPTH = 100
@@ -25,198 +231,105 @@ _MAX_DEPTH = 100
 _MAX_DIMENSIONS = 1000
 """Dimensions of a tensor: NumPy has 64 at most, and a file of nothing but sizes is read for minutes."""
 
-_FIRST_OVERRIDABLE = 4
-"""The first IR version in which initialisers need not be inputs (onnx.proto, `GraphProto.initializer`)."""
-
-_MAX_MATCHES = 5
-
 _MAIN_DOMAIN = "ai.onnx"
 """ONNX's own operators; a file may leave the name empty as well."""
 
 _BITS = {element.onnx: element.bits for element in ELEMENT_TYPES.values()}
 
-_IR_VERSION, _PRODUCER, _PRODUCER_VERSION = number_tag(1), bytes_tag(2), bytes_tag(3)  # ModelProto
-_GRAPH, _OPSET = bytes_tag(7), bytes_tag(8)  # ModelProto
-_DOMAIN, _VERSION = bytes_tag(1), number_tag(2)  # OperatorSetIdProto
-_OPERATOR, _OPERATOR_DOMAIN = bytes_tag(4), bytes_tag(7)  # NodeProto
-_INITIALIZER, _INPUT, _OUTPUT = bytes_tag(5), bytes_tag(11), bytes_tag(12)  # GraphProto
-_DIMS, _DIMS_PACKED = number_tag(1), bytes_tag(1)  # TensorProto
-_DATA_TYPE, _NAME = number_tag(2), bytes_tag(8)  # TensorProto
-_EXTERNAL_DATA, _DATA_LOCATION = bytes_tag(13), number_tag(14)  # TensorProto
+_IR_VERSION, _PRODUCER, _PRODUCER_VERSION = _number(1), _bytes(2), _bytes(3)  # ModelProto
+_GRAPH, _OPSET = _bytes(7), _bytes(8)  # ModelProto
+_DOMAIN, _VERSION = _bytes(1), _number(2)  # OperatorSetIdProto
+_OPERATOR, _OPERATOR_DOMAIN = _bytes(4), _bytes(7)  # NodeProto
+_INITIALIZER, _INPUT, _OUTPUT = _bytes(5), _bytes(11), _bytes(12)  # GraphProto
+_DIMS, _DIMS_PACKED = _number(1), _bytes(1)  # TensorProto
+_DATA_TYPE, _NAME = _number(2), _bytes(8)  # TensorProto
+_EXTERNAL_DATA, _DATA_LOCATION = _bytes(13), _number(14)  # TensorProto
 _EXTERNAL = 1  # TensorProto.DataLocation
-_KEY, _VALUE = bytes_tag(1), bytes_tag(2)  # StringStringEntryProto
-_INPUT_NAME, _INPUT_TYPE = bytes_tag(1), bytes_tag(2)  # ValueInfoProto
-_TENSOR_TYPE = bytes_tag(1)  # TypeProto
-_ELEM_TYPE, _SHAPE = number_tag(1), bytes_tag(2)  # TypeProto.Tensor
-_DIM, _DIM_VALUE = bytes_tag(1), number_tag(1)  # TensorShapeProto
+_KEY, _VALUE = _bytes(1), _bytes(2)  # StringStringEntryProto
+_INPUT_NAME, _INPUT_TYPE = _bytes(1), _bytes(2)  # ValueInfoProto
+_TENSOR_TYPE = _bytes(1)  # TypeProto
+_ELEM_TYPE, _SHAPE = _number(1), _bytes(2)  # TypeProto.Tensor
+_DIM, _DIM_VALUE = _bytes(1), _number(1)  # TensorShapeProto
 
-_NODE, _TENSOR = "NodeProto", "TensorProto"
+_MODEL, _NODE, _TENSOR = "ModelProto", "NodeProto", "TensorProto"
 _HOLDS = {
-    "ModelProto": {_GRAPH: "GraphProto", bytes_tag(25): "FunctionProto"},
-    "FunctionProto": {bytes_tag(7): _NODE, bytes_tag(11): "AttributeProto"},
-    "GraphProto": {
-        bytes_tag(1): _NODE,
-        _INITIALIZER: _TENSOR,
-        bytes_tag(15): "SparseTensorProto",
-    },
-    _NODE: {bytes_tag(5): "AttributeProto"},
+    _MODEL: {_GRAPH: "GraphProto", _bytes(25): "FunctionProto"},
+    "FunctionProto": {_bytes(7): _NODE, _bytes(11): "AttributeProto"},
+    "GraphProto": {_bytes(1): _NODE, _INITIALIZER: _TENSOR, _bytes(15): "SparseTensorProto"},
+    _NODE: {_bytes(5): "AttributeProto"},
     "AttributeProto": {
-        bytes_tag(5): _TENSOR,
-        bytes_tag(6): "GraphProto",
-        bytes_tag(10): _TENSOR,
-        bytes_tag(11): "GraphProto",
-        bytes_tag(22): "SparseTensorProto",
-        bytes_tag(23): "SparseTensorProto",
+        _bytes(5): _TENSOR,
+        _bytes(6): "GraphProto",
+        _bytes(10): _TENSOR,
+        _bytes(11): "GraphProto",
+        _bytes(22): "SparseTensorProto",
+        _bytes(23): "SparseTensorProto",
     },
-    "SparseTensorProto": {bytes_tag(1): _TENSOR, bytes_tag(2): _TENSOR},
+    "SparseTensorProto": {_bytes(1): _TENSOR, _bytes(2): _TENSOR},
 }
 """The fields of each message through which nodes and tensors are reached, and what they hold."""
-
-_Visit = Callable[[int, int], None]
-"""Called with the bounds of a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Initializer:
-    """A constant of the model's main graph.
+    """A constant of the model.
 
     Attributes:
         name: As in the model.
         onnx_type: Its element type's number in ONNX (`TensorProto.DataType`).
         shape: Empty for a scalar.
-        external: Whether its elements lie in another file.
+        location: Of its elements if they lie in another file.
     """
 
     name: str
     onnx_type: int
     shape: tuple[int, ...]
-    external: bool = False
+    location: str = ""
 
     @property
     def bytes(self) -> int:
-        """That its elements take, as its shape says; 0 for strings, and types that are not known."""
+        """Size of its elements by its shape; 0 for strings, and types that are not known."""
         bits = min(prod(self.shape), _MAX_SIZE) * _BITS.get(self.onnx_type, 0)
         return min((bits + 7) // 8, _MAX_SIZE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class OnnxFile:
     """What `scan` found.
 
     Attributes:
         ir_version: 0 if the file does not say.
+        producer: What wrote the model, and its version; empty if the file does not say.
+        opsets: Versions of the operator sets, by domain.
         inputs: The names of the main graph's inputs.
+        unranked: Inputs and outputs of the main graph that may have any number of dimensions.
         initializers: Those of the main graph, by name; sparse ones are not among them.
-        external: Where external data lies, as written in the file: sorted, each place once. Of
-            tensors anywhere in the model: in subgraphs, attributes and functions too.
+        constants: How many other tensors there are: of nodes (Constant), subgraphs, functions; of sparse
+            ones both.
+        weight_bytes: Of the elements of all tensors.
+        external_bytes: Of them, those that lie in other files.
+        places: Where those lie, as written in the file. Tensors anywhere in the model count: in subgraphs,
+            attributes and functions too.
+        operators: How many nodes there are by domain and type: subgraphs and functions count once each,
+            however often they run.
     """
 
-    ir_version: int
-    inputs: frozenset[str]
-    initializers: dict[str, Initializer]
-    external: tuple[str, ...]
+    ir_version: int = 0
+    producer: str = ""
+    opsets: dict[str, int] = field(default_factory=dict)
+    inputs: set[str] = field(default_factory=set)
+    unranked: set[str] = field(default_factory=set)
+    initializers: dict[str, Initializer] = field(default_factory=dict)
+    constants: int = 0
+    weight_bytes: int = 0
+    external_bytes: int = 0
+    places: set[str] = field(default_factory=set)
+    operators: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-
-# ONNX's messages.
-
-
-def _location(data: mmap.mmap, first: int, last: int) -> str | None:
-    """Where a tensor's data lies, if not in the model itself."""
-    location, external = "", False
-    for tag, value, end in wire.fields(data, first, last):
-        if tag == _DATA_LOCATION:
-            external = value == _EXTERNAL
-        elif tag == _EXTERNAL_DATA:
-            key, text = wire.texts(data, (value, end), _KEY, _VALUE)
-            if key == "location":
-                location = text
-    if external and not location:
-        raise MalformedError(f"external data without a location at byte {first}")
-    return location if external else None
-
-
-def _walk(
-    data: mmap.mmap,
-    message: str,
-    bounds: tuple[int, int],
-    visits: Mapping[str, _Visit],
-    depth: int = 1,
-) -> None:
-    """Visit all messages of these kinds within a message, at any depth."""
-    if depth > _MAX_DEPTH:
-        raise MalformedError(
-            f"more than {_MAX_DEPTH} messages within each other at byte {bounds[0]}"
-        )
-    holds = _HOLDS[message]
-    for tag, first, last in wire.fields(data, *bounds):
-        held = holds.get(tag)
-        if held is None:
-            continue
-        visit = visits.get(held)
-        if visit is not None:
-            visit(first, last)
-        if held != _TENSOR:
-            _walk(data, held, (first, last), visits, depth + 1)
-
-
-def _initializer(data: mmap.mmap, first: int, last: int) -> Initializer:
-    name, onnx_type, external = "", 0, False
-    shape: list[int] = []
-    for tag, value, end in wire.fields(data, first, last):
-        if tag == _DIMS:
-            shape.append(value)
-        elif tag == _DIMS_PACKED:
-            at = value
-            while at < end and len(shape) <= _MAX_DIMENSIONS:
-                size, at = wire.varint(data, at, end)
-                shape.append(size)
-        elif tag == _DATA_TYPE:
-            onnx_type = value
-        elif tag == _NAME:
-            name = wire.text(data, value, end)
-        elif tag == _DATA_LOCATION:
-            external = value == _EXTERNAL
-        if len(shape) > _MAX_DIMENSIONS:
-            raise MalformedError(
-                f"a tensor of more than {_MAX_DIMENSIONS} dimensions at byte {first}"
-            )
-    if shape and max(shape) > _MAX_SIZE:
-        raise MalformedError(f"initialiser {name!r} with a negative size at byte {first}")
-    return Initializer(name=name, onnx_type=onnx_type, shape=tuple(shape), external=external)
-
-
-def _graph_fields(data: mmap.mmap) -> Iterator[tuple[int, int, int]]:
-    for tag, first, last in wire.fields(data, 0, len(data)):
-        if tag == _GRAPH:  # all of them together are one graph
-            yield from wire.fields(data, first, last)
-
-
-def _model(data: mmap.mmap) -> OnnxFile:
-    versions = [value for tag, value, _ in wire.fields(data, 0, len(data)) if tag == _IR_VERSION]
-    if not wire.has(data, (0, len(data)), _GRAPH):
-        raise MalformedError("no graph")
-    inputs: set[str] = set()
-    initializers: dict[str, Initializer] = {}
-    for tag, first, last in _graph_fields(data):
-        if tag == _INPUT:
-            inputs.update(wire.texts(data, (first, last), _INPUT_NAME))
-        elif tag == _INITIALIZER:
-            initializer = _initializer(data, first, last)
-            initializers[initializer.name] = initializer
-    external: set[str] = set()
-
-    def find_external(first: int, last: int) -> None:
-        location = _location(data, first, last)
-        if location is not None:
-            external.add(location)
-
-    _walk(data, "ModelProto", (0, len(data)), {_TENSOR: find_external})
-    return OnnxFile(
-        ir_version=versions[-1] if versions else 0,
-        inputs=frozenset(inputs),
-        initializers=initializers,
-        external=tuple(sorted(external)),
-    )
+    @property
+    def external(self) -> tuple[str, ...]:
+        """`places`, sorted."""
+        return tuple(sorted(self.places))
 
 
 def scan(path: str | os.PathLike[str]) -> OnnxFile:
@@ -229,126 +342,161 @@ def scan(path: str | os.PathLike[str]) -> OnnxFile:
         BuildError: It is not an ONNX model, or no regular file.
         OSError: It cannot be opened.
     """
-    with mapped_model(path) as data:
-        return _model(data)
-
-
-# What is in it, for a user to read.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OnnxContents:
-    """What `contents` found.
-
-    Attributes:
-        ir_version: 0 if the file does not say.
-        producer: What wrote the model, and its version; empty if the file does not say.
-        opsets: Versions of the operator sets, by domain.
-        operators: How many nodes there are by domain and type, those with the most first: subgraphs and
-            functions count once each, however often they run.
-        weights: Initialisers of the main graph, sparse ones not among them.
-        constants: All other tensors: of nodes (Constant), subgraphs, functions; of sparse ones both.
-        weight_bytes: Of the elements of all of them.
-        external_bytes: Of them, those that lie in other files.
-        external: Where, as in `OnnxFile`.
-        unranked: Inputs and outputs of the main graph that may have any number of dimensions.
-    """
-
-    ir_version: int
-    producer: str
-    opsets: dict[str, int]
-    operators: dict[tuple[str, str], int]
-    weights: int
-    constants: int
-    weight_bytes: int
-    external_bytes: int
-    external: tuple[str, ...]
-    unranked: frozenset[str]
-
-
-def _opsets(data: mmap.mmap) -> dict[str, int]:
-    found = {}
-    for tag, *bounds in wire.fields(data, 0, len(data)):
-        if tag == _OPSET:
-            domain, version = "", 0
-            for inner, value, end in wire.fields(data, *bounds):
-                if inner == _DOMAIN:
-                    domain = wire.text(data, value, end)
-                elif inner == _VERSION:
-                    version = value
-            found[domain or _MAIN_DOMAIN] = version
+    with open_regular(path) as (descriptor, info):
+        if not info.st_size:
+            raise BuildError(f"{os.fspath(path)}: got an empty file, expected an ONNX model")
+        data = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+    found = OnnxFile()
+    with data:
+        try:
+            if not _has(data, (0, len(data)), _GRAPH):
+                raise _MalformedError("no graph")
+            _walk(data, _MODEL, (0, len(data)), found)
+        except _MalformedError as exc:
+            raise BuildError(f"{os.fspath(path)}: got {exc}, expected an ONNX model") from None
+    found.producer = found.producer.strip()
+    found.constants -= len(found.initializers)
     return found
 
 
-def _unranked(data: mmap.mmap) -> Iterator[str]:
-    for tag, *value in _graph_fields(data):
-        bounds, kind = (value[0], value[1]), (_INPUT_TYPE, _TENSOR_TYPE)
-        is_tensor = tag in (_INPUT, _OUTPUT) and wire.has(data, bounds, *kind)
-        if is_tensor and not wire.has(data, bounds, *kind, _SHAPE):
-            yield from wire.texts(data, bounds, _INPUT_NAME)
-
-
-def contents(path: str | os.PathLike[str]) -> OnnxContents:
-    """Look through an ONNX file for what a user wants to know of it.
-
-    Raises:
-        BuildError: As `scan`.
-        OSError: Likewise.
-    """
-    operators: Counter[tuple[str, str]] = Counter()
-    tensors: list[Initializer] = []
-
-    def count(first: int, last: int) -> None:
-        operator, domain = wire.texts(data, (first, last), _OPERATOR, _OPERATOR_DOMAIN)
-        operators[domain or _MAIN_DOMAIN, operator] += 1
-
-    def keep(first: int, last: int) -> None:
-        tensors.append(_initializer(data, first, last))
-
-    with mapped_model(path) as data:
-        model = _model(data)
-        _walk(data, "ModelProto", (0, len(data)), {_NODE: count, _TENSOR: keep})
-        producer = wire.texts(data, (0, len(data)), _PRODUCER, _PRODUCER_VERSION)
-        return OnnxContents(
-            ir_version=model.ir_version,
-            producer=" ".join(producer).strip(),
-            opsets=_opsets(data),
-            operators=dict(operators.most_common()),
-            weights=len(model.initializers),
-            constants=len(tensors) - len(model.initializers),
-            weight_bytes=sum(tensor.bytes for tensor in tensors),
-            external_bytes=sum(tensor.bytes for tensor in tensors if tensor.external),
-            external=model.external,
-            unranked=frozenset(_unranked(data)),
+def _walk(
+    data: mmap.mmap, message: str, bounds: tuple[int, int], found: OnnxFile, depth: int = 1
+) -> None:
+    """Note what a message has in it, at any depth. Several graphs of one model are one graph in parts."""
+    if depth > _MAX_DEPTH:
+        raise _MalformedError(
+            f"more than {_MAX_DEPTH} messages within each other at byte {bounds[0]}"
         )
+    holds = _HOLDS[message]
+    operator = domain = ""
+    for tag, first, last in _fields(data, *bounds):
+        held = holds.get(tag)
+        if held == _TENSOR:
+            tensor = _tensor(data, first, last)
+            _note_tensor(found, tensor)
+            if depth == 2 and tag == _INITIALIZER and message == "GraphProto":
+                found.initializers[tensor.name] = tensor
+        elif held is not None:
+            _walk(data, held, (first, last), found, depth + 1)
+        elif message == _NODE:
+            if tag == _OPERATOR:
+                operator = _text(data, first, last)
+            elif tag == _OPERATOR_DOMAIN:
+                domain = _text(data, first, last)
+        elif depth == 1:
+            _note_of_model(data, tag, first, last, found)
+        elif depth == 2 and tag in (_INPUT, _OUTPUT) and message == "GraphProto":
+            _note_value(data, tag, (first, last), found)
+    if message == _NODE:
+        found.operators[domain or _MAIN_DOMAIN, operator] += 1
+
+
+def _note_tensor(found: OnnxFile, tensor: Initializer) -> None:
+    found.constants += 1  # less the initialisers, which are counted by their names
+    found.weight_bytes += tensor.bytes
+    if tensor.location:
+        found.places.add(tensor.location)
+        found.external_bytes += tensor.bytes
+
+
+def _note_of_model(data: mmap.mmap, tag: int, value: int, end: int, found: OnnxFile) -> None:
+    if tag == _IR_VERSION:
+        found.ir_version = value
+    elif tag in (_PRODUCER, _PRODUCER_VERSION):
+        found.producer += f" {_text(data, value, end)}"
+    elif tag == _OPSET:
+        domain, version = "", 0
+        for inner, first, last in _fields(data, value, end):
+            if inner == _DOMAIN:
+                domain = _text(data, first, last)
+            elif inner == _VERSION:
+                version = first
+        found.opsets[domain or _MAIN_DOMAIN] = version
+
+
+def _note_value(data: mmap.mmap, tag: int, bounds: tuple[int, int], found: OnnxFile) -> None:
+    """An input or output of the main graph."""
+    name = ""
+    for inner, first, last in _fields(data, *bounds):
+        if inner == _INPUT_NAME:
+            name = _text(data, first, last)
+    if tag == _INPUT:
+        found.inputs.add(name)
+    kind = (_INPUT_TYPE, _TENSOR_TYPE)
+    if _has(data, bounds, *kind) and not _has(data, bounds, *kind, _SHAPE):
+        found.unranked.add(name)
+
+
+def _tensor(data: mmap.mmap, first: int, last: int) -> Initializer:
+    name, location, onnx_type, external = "", "", 0, False
+    shape: list[int] = []
+    for tag, value, end in _fields(data, first, last):
+        if tag == _DIMS:
+            shape.append(value)
+        elif tag == _DIMS_PACKED:
+            at = value
+            while at < end and len(shape) <= _MAX_DIMENSIONS:
+                size, at = _varint(data, at, end)
+                shape.append(size)
+        elif tag == _DATA_TYPE:
+            onnx_type = value
+        elif tag == _NAME:
+            name = _text(data, value, end)
+        elif tag == _DATA_LOCATION:
+            external = value == _EXTERNAL
+        elif tag == _EXTERNAL_DATA:
+            key = text = ""
+            for inner, *inside in _fields(data, value, end):
+                if inner == _KEY:
+                    key = _text(data, *inside)
+                elif inner == _VALUE:
+                    text = _text(data, *inside)
+            if key == "location":
+                location = text
+        if len(shape) > _MAX_DIMENSIONS:
+            raise _MalformedError(
+                f"a tensor of more than {_MAX_DIMENSIONS} dimensions at byte {first}"
+            )
+    if shape and max(shape) > _MAX_SIZE:
+        raise _MalformedError(f"initialiser {name!r} with a negative size at byte {first}")
+    if external and not location:
+        raise _MalformedError(f"external data without a location at byte {first}")
+    return Initializer(
+        name=name,
+        onnx_type=onnx_type,
+        shape=tuple(shape),
+        location=location if external else "",
+    )
 
 
 # What is added to a file.
 
+_FIRST_OVERRIDABLE = 4
+"""The first IR version in which initialisers need not be inputs (onnx.proto, `GraphProto.initializer`)."""
 
-def _encoded(value: int) -> bytes:
-    """A number without a sign."""
-    parts = bytearray()
-    while value >= 0x80:
-        parts.append(value & 0x7F | 0x80)
-        value >>= 7
-    parts.append(value)
-    return bytes(parts)
+_MAX_MATCHES = 5
 
 
-def _field(tag: int, value: int | bytes) -> bytes:
-    if isinstance(value, int):
-        return _encoded(tag) + _encoded(value)
-    return _encoded(tag) + _encoded(len(value)) + value
+def added_inputs(model: OnnxFile, names: Sequence[str]) -> bytes:
+    """What to append to a model's file to make initialisers inputs, which a run may then override.
 
+    Protobuf's readers merge a second `graph` into the first, so the model's own bytes stay as they are.
 
-def _value_info(initializer: Initializer) -> bytes:
-    """The `ValueInfoProto` of an input that an initialiser is the default of."""
-    shape = b"".join(_field(_DIM, _field(_DIM_VALUE, size)) for size in initializer.shape)
-    tensor = _field(_ELEM_TYPE, initializer.onnx_type) + _field(_SHAPE, shape)
-    return _field(_INPUT_NAME, initializer.name.encode()) + _field(
-        _INPUT_TYPE, _field(_TENSOR_TYPE, tensor)
-    )
+    Args:
+        model: What `scan` found in the file.
+        names: Of initialisers of the main graph, each once.
+
+    Returns:
+        A `ModelProto` with a graph of these inputs only; nothing if they are inputs already.
+
+    Raises:
+        BuildError: A name is unknown, comes twice or is of strings, or the model's IR version is too old.
+    """
+    if names:
+        _check_overridable(model, names)
+    missing = [model.initializers[name] for name in names if name not in model.inputs]
+    graph = b"".join(_field(_INPUT, _value_info(initializer)) for initializer in missing)
+    return _field(_GRAPH, graph) if graph else b""
 
 
 def _check_overridable(model: OnnxFile, names: Sequence[str]) -> None:
@@ -377,23 +525,26 @@ def _check_overridable(model: OnnxFile, names: Sequence[str]) -> None:
         raise BuildError(f"variable_weights: got {strings} of strings, expected tensors of numbers")
 
 
-def added_inputs(model: OnnxFile, names: Sequence[str]) -> bytes:
-    """What to append to a model's file to make initialisers inputs, which a run may then override.
+def _value_info(initializer: Initializer) -> bytes:
+    """The `ValueInfoProto` of an input that an initialiser is the default of."""
+    shape = b"".join(_field(_DIM, _field(_DIM_VALUE, size)) for size in initializer.shape)
+    tensor = _field(_ELEM_TYPE, initializer.onnx_type) + _field(_SHAPE, shape)
+    return _field(_INPUT_NAME, initializer.name.encode()) + _field(
+        _INPUT_TYPE, _field(_TENSOR_TYPE, tensor)
+    )
 
-    Protobuf's readers merge a second `graph` into the first, so the model's own bytes stay as they are.
 
-    Args:
-        model: What `scan` found in the file.
-        names: Of initialisers of the main graph, each once.
+def _field(tag: int, value: int | bytes) -> bytes:
+    if isinstance(value, int):
+        return _encoded(tag) + _encoded(value)
+    return _encoded(tag) + _encoded(len(value)) + value
 
-    Returns:
-        A `ModelProto` with a graph of these inputs only; nothing if they are inputs already.
 
-    Raises:
-        BuildError: A name is unknown, comes twice or is of strings, or the model's IR version is too old.
-    """
-    if names:
-        _check_overridable(model, names)
-    missing = [model.initializers[name] for name in names if name not in model.inputs]
-    graph = b"".join(_field(_INPUT, _value_info(initializer)) for initializer in missing)
-    return _field(_GRAPH, graph) if graph else b""
+def _encoded(value: int) -> bytes:
+    """A number without a sign."""
+    parts = bytearray()
+    while value >= 0x80:
+        parts.append(value & 0x7F | 0x80)
+        value >>= 7
+    parts.append(value)
+    return bytes(parts)

@@ -10,15 +10,15 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from mcinfer.errors import McinferError
 from mcinfer.model_cache.cache import Cache
-from mcinfer.model_cache.held import opened_root
+from mcinfer.model_cache.entries import opened_root
+from mcinfer.model_cache.keys import write_atomically
 
 _VERSION = 1
 """Of the record's form, and of how it is learned: one more when either changes."""
@@ -66,15 +66,7 @@ class SplitRecord:
                 if content is None:
                     (folder / self._name).unlink(missing_ok=True)
                     return
-                descriptor, draft = tempfile.mkstemp(prefix="tmp-", dir=folder)
-                try:
-                    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                        json.dump(content, file)
-                    os.replace(draft, folder / self._name)
-                except BaseException:
-                    with suppress(OSError):
-                        os.unlink(draft)
-                    raise
+                write_atomically(folder / self._name, json.dumps(content))
         except (McinferError, OSError) as exc:
             _log.debug("how the batch is split is not kept: %s", exc)
 
@@ -96,7 +88,6 @@ def records_in(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_FOLDER]
-        else:
+        del os.environ[_FOLDER]
+        if before is not None:
             os.environ[_FOLDER] = before

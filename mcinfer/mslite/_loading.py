@@ -18,7 +18,7 @@ from mcinfer.engines import open_engine, prepared_facts
 from mcinfer.engines.base import EngineRequest
 from mcinfer.errors import BuildError
 from mcinfer.machine import whole_cpus
-from mcinfer.model_cache.sources import FOLDER_KEY
+from mcinfer.model_cache.keys import FOLDER_KEY
 from mcinfer.mslite._configuration import Sections
 from mcinfer.mslite._session import Session, pinned
 from mcinfer.mslite._sources import ModelBuffer, put_weights, with_dims

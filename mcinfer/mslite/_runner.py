@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mcinfer.errors import BuildError, ClosedError, McinferError, PredictError
 from mcinfer.master import Master
-from mcinfer.model_cache.sources import FOLDER_KEY
+from mcinfer.model_cache.keys import FOLDER_KEY
 from mcinfer.mslite._arguments import (
     TensorLike,
     check_inputs,

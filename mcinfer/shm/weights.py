@@ -26,9 +26,8 @@ from typing import Any
 
 from mcinfer.config import EngineOptions, check_count, check_seconds
 from mcinfer.errors import ClosedError, InvalidInputError, ProtocolError, WeightAccessError
+from mcinfer.model_cache.building import MODEL_FILE, ensure_prepared
 from mcinfer.model_cache.cache import CacheUnusableError, Held
-from mcinfer.model_cache.contents import MODEL_FILE
-from mcinfer.model_cache.ensuring import ensure_prepared
 from mcinfer.process import start_time
 from mcinfer.shm.descriptors import close_all, receive
 from mcinfer.shm.weight_listener import (

@@ -100,7 +100,7 @@ def preparing(root: int) -> list[psutil.Process]:
     with suppress(psutil.NoSuchProcess):
         for process in psutil.Process(root).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                if "mcinfer.preparing" in process.cmdline():
+                if "mcinfer.model_cache.building" in process.cmdline():
                     found.append(process)
     return found
 
@@ -218,7 +218,7 @@ def test_worker_that_is_killed_while_it_prepares_takes_the_child_along(
 
 
 ENSURE = """
-from mcinfer.model_cache.ensuring import ensure_prepared
+from mcinfer.model_cache.building import ensure_prepared
 try:
     ensure_prepared(sys.argv[1])
 except KeyboardInterrupt:

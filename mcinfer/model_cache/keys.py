@@ -1,8 +1,8 @@
-"""Which files a model is made of, and what is in them, as one digest that the cache is keyed by.
+"""The content of a model: what the cache is keyed by, and what tells one model from another.
 
 Reading gigabytes to learn that nothing changed would cost more than the start that the cache saves. So
-a folder remembers what each model's files looked like when they were last read: while device, inode,
-size and both times are the same, so is the content. The kernel sets a file's ctime and nobody else can.
+a folder remembers the stamps of each model's files at their last reading: while device, inode, size and both
+times are the same, so is the content. The kernel alone sets a file's ctime.
 
 Writing through a mapping sets the times at the first write to a page that is clean, so files are brought to
 the disk before they are looked at: then all their pages are. File systems in memory do not set them at all,
@@ -17,12 +17,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from mcinfer.errors import BuildError
-from mcinfer.model_cache.files import chunks, external_files, open_regular
-from mcinfer.model_cache.onnx_files import scan
+from mcinfer.model_cache.onnx_files import chunks, external_files, model_files, open_regular, scan
 
 FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 """ONNX Runtime's option for models that do not lie beside their external data."""
@@ -41,17 +41,19 @@ _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
+_MAX_HASHED_BYTES = 64 << 20
+"""Of a model whose identity is a digest of its content."""
 
-@dataclass(frozen=True, slots=True)
-class Stamp:
-    """What a file looked like: while all of it is the same, the content is.
+
+class Stamp(NamedTuple):
+    """The state of a file: while all of it is the same, the content is.
 
     Attributes:
         path: Absolute; links are not resolved.
         device: As in stat(2), like those that follow.
         inode: Another file put in the place of the old one has another.
         size: In bytes.
-        mtime_ns: When the content changed, unless somebody set it.
+        mtime_ns: When the content changed, unless a program set it.
         ctime_ns: When the content or anything else of the file changed.
     """
 
@@ -95,7 +97,7 @@ def read_source(
     folder: str | os.PathLike[str] | None = None,
     memory: Path | None = None,
 ) -> Source:
-    """Read a model's files, or recall what they held if they have not changed.
+    """Read a model's files, or recall their digest if they have not changed.
 
     Args:
         path: An ONNX model.
@@ -110,12 +112,11 @@ def read_source(
     """
     model = Path(path).absolute()  # not os.path.abspath: it takes "link/.." for nothing
     place = Path(folder).absolute() if folder else None
-    notes = (
-        None if memory is None or model.is_relative_to("/proc") else _notes(memory, model, place)
-    )
-    if notes is not None:
-        remembered = _recall(notes, model)
-        if remembered is not None:
+    notes: Path | None = None
+    if memory is not None and not model.is_relative_to("/proc"):
+        places = os.fsencode(model) + b"\0" + (b"" if place is None else os.fsencode(place))
+        notes = memory / f"{hashlib.sha256(places).hexdigest()}.json"
+        if remembered := _recall(notes, model):
             return remembered
     started_ns = time.time_ns()  # from here on a change of a file that is not fresh shows
     source = _read(model, place)
@@ -126,12 +127,37 @@ def read_source(
     return source
 
 
-# Reading.
+def model_identity(path: str) -> str:
+    """What tells a model from another one at the same path: a digest, or stamps of files that are large.
+
+    External data counts by its stamps. Empty if the file cannot be read; its engine says why.
+    """
+    try:
+        with open_regular(path) as (descriptor, info):
+            digest = hashlib.sha256()
+            if info.st_size > _MAX_HASHED_BYTES:
+                digest.update(_text(_stamp(path)))
+            else:
+                for part in chunks(descriptor, info.st_size):
+                    digest.update(part)
+    except (OSError, BuildError):
+        return ""
+    with suppress(OSError, BuildError):  # it is no ONNX file, or they are not in place
+        for stamp in [_stamp(str(file)) for file in model_files(Path(path))[1:]]:
+            digest.update(_text(stamp))
+    return digest.hexdigest()
+
+
+def _text(stamp: Stamp) -> bytes:
+    return " ".join(map(str, stamp[1:])).encode() + b";"
 
 
 def _stamp(path: str) -> Stamp:
     info = os.stat(path)
     return Stamp(path, info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
+
+
+# Reading.
 
 
 def _settled_stamp(path: str) -> Stamp:
@@ -156,54 +182,30 @@ def _lies_in_memory(stamps: Sequence[Stamp]) -> bool:
 
 
 def _read(model: Path, folder: Path | None) -> Source:
-    before = _settled_stamp(str(model))
+    stamps = [_settled_stamp(str(model))]
     locations = scan(model).external
-    stamps = (before, *_stamps_of_external(model, folder, locations))
     total = hashlib.sha256(b"mcinfer model %d" % _VERSION)
-    for name, stamp in zip(("", *locations), stamps, strict=True):
-        try:
-            content = _content(stamp)
-        except OSError as exc:
-            raise BuildError(f"{model}: {stamp.path} cannot be read: {exc}") from exc
-        for part in (name.encode(), content):
-            total.update(len(part).to_bytes(8, "little"))
-            total.update(part)
-    source = Source(digest=total.hexdigest(), stamps=stamps)
+    try:
+        stamps += [_settled_stamp(str(p)) for p in external_files(model, folder, locations)]
+        for name, stamp in zip(("", *locations), stamps, strict=True):
+            content = hashlib.sha256()
+            with open_regular(stamp.path) as (descriptor, _):
+                # As many bytes as it had, should it grow without end.
+                for part in chunks(descriptor, stamp.size):
+                    content.update(part)
+            for fact in (name.encode(), content.digest()):
+                total.update(len(fact).to_bytes(8, "little"))
+                total.update(fact)
+    except OSError as exc:
+        raise BuildError(f"{model}: {exc.filename} cannot be read: {exc}") from exc
+    source = Source(digest=total.hexdigest(), stamps=tuple(stamps))
     if not source.unchanged():
         paths = [stamp.path for stamp in stamps]
         raise BuildError(f"{model} changed while it was read: expected its files to stay: {paths}")
     return source
 
 
-def _content(stamp: Stamp) -> bytes:
-    """The digest of a file's content: of as many bytes as it had, should it grow without end."""
-    digest = hashlib.sha256()
-    with open_regular(stamp.path) as (descriptor, _):
-        for part in chunks(descriptor, stamp.size):
-            digest.update(part)
-    return digest.digest()
-
-
-def _stamps_of_external(
-    model: Path, folder: Path | None, locations: tuple[str, ...]
-) -> list[Stamp]:
-    stamps = []
-    for path in external_files(model, folder, locations):
-        try:
-            stamps.append(_settled_stamp(str(path)))
-        except OSError as exc:
-            raise BuildError(f"{model}: external data {path} cannot be read: {exc}") from exc
-    return stamps
-
-
 # Remembering.
-
-
-def _notes(memory: Path, model: Path, folder: Path | None) -> Path:
-    """The file that remembers a model."""
-    parts = [os.fsencode(model), b"" if folder is None else os.fsencode(folder)]
-    name = hashlib.sha256(b"\0".join(parts)).hexdigest()
-    return memory / f"{name}.json"
 
 
 def _recall(notes: Path, model: Path) -> Source | None:
@@ -224,19 +226,23 @@ def _recall(notes: Path, model: Path) -> Source | None:
 
 
 def _remember(notes: Path, source: Source) -> None:
-    text = json.dumps(
-        {
-            "version": _VERSION,
-            "digest": source.digest,
-            "stamps": [astuple(stamp) for stamp in source.stamps],
-        }
-    )
+    content = {"version": _VERSION, "digest": source.digest, "stamps": source.stamps}
     with suppress(OSError):
-        descriptor, aside = tempfile.mkstemp(dir=notes.parent, prefix=f"{notes.stem}-")
-        try:
-            with os.fdopen(descriptor, "w", encoding="ascii") as file:
-                file.write(text)
-            os.replace(aside, notes)
-        except OSError:
-            os.unlink(aside)
-            raise
+        write_atomically(notes, json.dumps(content))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Put a file in its place by a rename.
+
+    Raises:
+        OSError: It cannot be written; nothing is left of it.
+    """
+    descriptor, draft = tempfile.mkstemp(prefix="tmp-", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(draft, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(draft)
+        raise

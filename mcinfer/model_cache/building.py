@@ -1,0 +1,226 @@
+"""Preparing a model in a process of its own, so that nothing of that work stays in the process that serves.
+
+::
+
+    caller   run_child(function, arguments) ──► python -m mcinfer.model_cache.building FD, one for each task
+    child    one line of JSON in; lines of JSON out: {"progress": …}, then {"result": …} or {"error": text}
+
+The child ends with its parent (`mcinfer.process`). It belongs to the caller of `run_child`, which returns or
+raises only after the child's end.
+"""
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from mcinfer.config import EngineOptions
+from mcinfer.errors import BuildError, McinferError
+from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held
+from mcinfer.printable import shortened
+from mcinfer.process import ORPHANED, command, cpu_time, environment, import_path, watch_parent
+
+MODEL_FILE = "model.onnx"
+"""Of an entry: the optimised graph; its packed weights lie beside it."""
+
+ABOUT_FILE = "about.json"
+"""Likewise: ``name`` of the model, ``bytes`` of its files, ``seconds`` that preparing took."""
+
+FAILURE_FILE = "failure.txt"
+"""In the place of a model: the runtime's words why it cannot be prepared."""
+
+Progress = Callable[[Mapping[str, Any]], None]
+"""Called while preparing a model gets on, with ``seconds`` so far, ``written`` bytes, and ``bytes`` of
+the model."""
+
+_READ_BYTES = 1 << 16
+_TICK = 0.5
+_MAX_SECONDS = 4 * 3600.0
+"""Of one task by default: nothing that is worth preparing takes as long."""
+
+_MAX_ANSWER_BYTES = 1 << 20
+
+
+class ChildFailedError(McinferError):
+    """The child ended without a result; another try may do better."""
+
+
+def about(entry: Path) -> Mapping[str, Any]:
+    """An entry's `ABOUT_FILE`; nothing where it is damaged, or removed meanwhile."""
+    try:
+        content = json.loads((entry / ABOUT_FILE).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def ensure_prepared(
+    model: str | os.PathLike[str],
+    options: EngineOptions = EngineOptions(),
+    progress: Progress | None = None,
+) -> Held:
+    """The prepared form of a model, for the CPU and ONNX Runtime; it is made if there is none yet.
+
+    For processes that import no engine: a child finds or makes it.
+
+    Args:
+        model: Path of an ONNX model.
+        options: Of the engine that will load it.
+        progress: Called while it is made.
+
+    Returns:
+        The entry of the cache, which is the caller's to close.
+
+    Raises:
+        BuildError: It cannot be prepared, in the engine's own words, or the cache cannot be used.
+    """
+    path = Path(model).absolute()
+    request = {
+        "model": str(path),
+        "device": "cpu:0",
+        "threads": 1,
+        "prepare": "always",
+        "variable_weights": [*options.variable_weights],
+        "session_config": dict(options.session_config),
+        "provider_options": dict(options.provider_options),
+    }
+
+    def tick(state: Mapping[str, Any]) -> None:
+        if "seconds" in state and progress is not None:
+            progress(state)
+
+    try:
+        arguments = ["onnxruntime", request, progress is not None]
+        key = run_child("mcinfer.engines.preparation:ensure", arguments, tick)
+        held = Cache.default().open(key)
+    except ChildFailedError as exc:
+        raise BuildError(f"{path}: it could not be prepared: {exc}") from exc
+    except CacheUnusableError as exc:
+        raise BuildError(f"{path}: {exc}") from exc
+    if held is None:  # its limit is too small, or it has just been cleared
+        raise BuildError(f"{path}: it was prepared, and is not in the cache any more")
+    return held
+
+
+def run_child(
+    function: str,
+    arguments: Sequence[Any],
+    tick: Progress,
+    *,
+    pass_fds: Sequence[int] = (),
+    most_seconds: float = _MAX_SECONDS,
+) -> Any:
+    """Have a function of this package called in a process of its own.
+
+    Args:
+        function: As ``module:name``.
+        arguments: What JSON can say. Before them the function gets one to call with its progress.
+        tick: Called with that, and every half second with the child's processor time so far,
+            ``{"cpu": clock ticks}``.
+        pass_fds: Descriptors that the child is to hold, by the same numbers.
+        most_seconds: Time limit.
+
+    Returns:
+        What the function returned, as JSON gives it back.
+
+    Raises:
+        BuildError: The function raised a `McinferError`; its text.
+        ChildFailedError: The child crashed, was killed, took too long, or could not be started.
+    """
+    task = {"function": function, "arguments": arguments}
+    start = {**task, "parent": os.getpid(), "path": import_path()}
+    ours, theirs = socket.socketpair()
+    with ours:
+        try:
+            process = subprocess.Popen(  # noqa: S603 nothing in it comes from outside
+                command("mcinfer.model_cache.building", str(theirs.fileno())),
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), *pass_fds),
+                process_group=0,  # Ctrl-C is for the parent to hear
+            )
+        except OSError as exc:
+            raise ChildFailedError(f"a process for it could not be started: {exc}") from exc
+        finally:
+            theirs.close()
+        try:
+            answer = _talk(
+                ours, process.pid, json.dumps(start).encode() + b"\n", tick, most_seconds
+            )
+        except (OSError, ValueError, EOFError) as exc:
+            process.kill()
+            status = process.wait()
+            raise ChildFailedError(f"the process that did it ended with status {status}") from exc
+        finally:
+            process.kill()
+            process.wait()
+    if "error" in answer:
+        raise BuildError(answer["error"])
+    return answer["result"]
+
+
+def _talk(
+    channel: socket.socket, pid: int, task: bytes, tick: Progress, most_seconds: float
+) -> dict[str, Any]:
+    """The child's answer.
+
+    Raises:
+        EOFError, OSError, ValueError: It ended without one.
+        ChildFailedError: It takes too long.
+    """
+    channel.sendall(task)
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    rest, end = b"", monotonic() + most_seconds
+    while monotonic() < end:
+        if not poll.poll(_TICK * 1000):
+            tick({"cpu": cpu_time(pid)})
+            continue
+        data = channel.recv(_READ_BYTES)
+        if not data:
+            raise EOFError
+        *lines, rest = (rest + data).split(b"\n")
+        if len(rest) > _MAX_ANSWER_BYTES:
+            raise EOFError
+        for line in lines:
+            answer: dict[str, Any] = json.loads(line)
+            if "progress" not in answer:
+                return answer
+            tick(answer["progress"])
+    raise ChildFailedError(f"it was not done within {most_seconds:g} s")
+
+
+def main() -> int:
+    """The child: do one task; the exit status."""
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    channel.set_inheritable(False)
+    with channel, channel.makefile("rw", encoding="utf-8") as lines:
+        line = lines.readline()
+        if not line:
+            return ORPHANED
+        task = json.loads(line)
+        watch_parent(task["parent"], channel.fileno())
+        sys.path[:] = task["path"]
+
+        def answer(kind: str, content: object) -> None:
+            print(json.dumps({kind: content}), file=lines, flush=True)
+
+        module, _, name = task["function"].partition(":")
+        try:
+            function = getattr(import_module(module), name)
+            answer("result", function(lambda state: answer("progress", state), *task["arguments"]))
+        except McinferError as exc:
+            answer("error", shortened(str(exc)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
