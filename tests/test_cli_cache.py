@@ -110,15 +110,6 @@ def test_cache_that_others_may_write_to_is_refused(
     assert line == f"mcinfer: the cache {cache.folder} is writable by others (mode 0777)"
 
 
-@pytest.mark.parametrize("command", [["list"], ["clear"], ["prepare", __file__]])
-def test_limit_of_another_form_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, command: list[str]
-) -> None:
-    monkeypatch.setenv("MCINFER_CACHE_LIMIT", "much")
-    assert main(["cache", *command]) == 1
-    assert "MCINFER_CACHE_LIMIT: got 'much'" in only_line(capsys.readouterr().err)
-
-
 def test_progress_is_a_line_each_two_seconds_at_most() -> None:
     log = io.StringIO()
     display = Display(log, "model.onnx")

@@ -215,11 +215,6 @@ def test_fill_that_leaves_more_than_files_is_refused(
     assert names(cache.folder) == [f"{KEY}.lock"]
 
 
-def test_facts_are_as_json_gives_them_back(cache: Cache) -> None:
-    with closing(make(cache, {"shape": (2, 3)})) as held:
-        assert held.facts == {"shape": [2, 3]}
-
-
 # Damage
 
 
@@ -393,12 +388,6 @@ def test_folder_that_cannot_be_used_says_why(
     assert str(folder) in str(failure.value)
 
 
-def test_folder_that_cannot_be_made_says_why() -> None:
-    with pytest.raises(CacheUnusableError, match="/proc/mcinfer"):
-        make(Cache(Path("/proc/mcinfer"), 100))
-    assert Cache(Path("/proc/mcinfer"), 100).open(KEY) is None
-
-
 @AS_ROOT
 def test_folder_of_another_user_is_not_used(cache: Cache) -> None:
     cache.folder.mkdir(0o700)
@@ -448,12 +437,6 @@ def test_wait_for_another_maker_ends(
 def test_bad_wait_is_refused(cache: Cache, wait: Any) -> None:
     with pytest.raises(InvalidInputError, match="wait: got"):
         cache.make(KEY, FACTS, fill_not, wait=wait)
-
-
-def test_finished_entry_is_used_beside_its_other_users_without_waiting(cache: Cache) -> None:
-    make_and_let_go(cache)
-    with locked(cache, KEY, fcntl.LOCK_SH):
-        cache.make(KEY, FACTS, fill_not, wait=0).close()
 
 
 def test_entry_that_is_removed_just_now_is_not_opened(cache: Cache) -> None:
@@ -535,15 +518,6 @@ def test_damaged_entry_is_not_read_again_by_those_who_wait_for_it(
     ):
         cache.make(KEY, FACTS, fill_not, wait=0.05)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-
-
-def test_locks_are_not_inherited(cache: Cache) -> None:
-    def fill_and_look(folder: Path, lock: int) -> None:
-        fill(folder, lock)
-        assert not os.get_inheritable(lock)
-
-    with closing(cache.make(KEY, FACTS, fill_and_look, wait=0)) as held:
-        assert not os.get_inheritable(held.lock)
 
 
 # Eviction

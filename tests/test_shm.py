@@ -15,11 +15,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -94,19 +93,13 @@ def test_new_block_is_zeros_and_can_be_written() -> None:
         del array, block
 
 
-@pytest.mark.parametrize("size", [0, 10, 4096, 8192])
-def test_block_cannot_be_shrunk_or_grown_by_anyone(size: int) -> None:
+def test_block_cannot_be_shrunk_or_grown_by_anyone() -> None:
     block = Block.create(0, 4095)
-    with pytest.raises(PermissionError):
-        os.ftruncate(block.fd, size)
+    for size in (0, 4096, 8192):
+        with pytest.raises(PermissionError):
+            os.ftruncate(block.fd, size)
     with pytest.raises(PermissionError):
         fcntl.fcntl(block.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
-    block.close()
-
-
-def test_block_has_no_name_in_any_file_system() -> None:
-    block = Block.create(0, 4096)
-    assert f"{block.fd} /memfd:mcinfer (deleted)" in descriptors()
     block.close()
 
 
@@ -148,33 +141,18 @@ def pipe_end() -> int:
     return read
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: unsealed(4096),
-        lambda: sealed(4096, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL),
-        lambda: sealed(4095),
-        lambda: sealed(4097),
-        lambda: sealed(0),
-        lambda: os.memfd_create("test"),
-        pipe_end,
-        lambda: os.open(__file__, os.O_RDONLY),
-        lambda: os.open("/dev/null", os.O_RDWR),
-        lambda: socket.socket(socket.AF_UNIX).detach(),
-    ],
-    ids=[
-        "unsealed",
-        "not sealed against shrinking",
-        "too small",
-        "too big",
-        "empty",
-        "cannot be sealed",
-        "pipe",
-        "file",
-        "device",
-        "socket",
-    ],
-)
+NO_BLOCKS: dict[str, Callable[[], int]] = {
+    "not sealed against shrinking": lambda: sealed(4096, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL),
+    "too small": lambda: sealed(4095),
+    "too big": lambda: sealed(4097),
+    "cannot be sealed": lambda: os.memfd_create("test"),
+    "pipe": pipe_end,
+    "file": lambda: os.open(__file__, os.O_RDONLY),
+    "socket": lambda: socket.socket(socket.AF_UNIX).detach(),
+}
+
+
+@pytest.mark.parametrize("make", NO_BLOCKS.values(), ids=NO_BLOCKS.keys())
 def test_descriptor_that_is_no_sealed_block_is_refused_and_closed(make: Callable[[], int]) -> None:
     with no_descriptor_left():
         fd = make()
@@ -183,7 +161,7 @@ def test_descriptor_that_is_no_sealed_block_is_refused_and_closed(make: Callable
         assert not is_open(fd)
 
 
-@pytest.mark.parametrize("size", [0, -1, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("size", [0, -1, 2**64 - 1])
 def test_block_of_an_impossible_size_is_refused_and_closed(size: int) -> None:
     fd = sealed(0)
     with pytest.raises(ProtocolError, match="block 5"):
@@ -226,19 +204,13 @@ def test_block_is_read_as_it_is_though_its_pages_were_taken_away() -> None:
         block.close()
 
 
-@pytest.mark.parametrize(("offset", "size"), [(0, 101), (101, 0), (100, 1), (-1, 1), (2**63, 1)])
-def test_reading_outside_of_a_block_is_refused(offset: int, size: int) -> None:
+def test_places_outside_of_a_block_are_refused() -> None:
     block = Block.create(0, 100)
-    with pytest.raises(ValueError, match="of a block of 100"):
-        block.read_into(memoryview(bytearray(size)), offset)
-    block.close()
-
-
-@pytest.mark.parametrize(("offset", "size"), [(0, 101), (101, 0), (100, 1), (-1, 1), (1, 100)])
-def test_memory_outside_of_a_block_is_refused(offset: int, size: int) -> None:
-    block = Block.create(0, 100)
-    with pytest.raises(ValueError, match=r"[Bb]uffer|offset"):
-        block.memory(offset, size)
+    for offset, size in [(0, 101), (101, 0), (100, 1), (-1, 1), (2**60, 1)]:
+        with pytest.raises(ValueError, match="of a block of 100"):
+            block.read_into(memoryview(bytearray(size)), offset)
+        with pytest.raises(ValueError, match=r"[Bb]uffer|offset"):
+            block.memory(offset, size)
     block.close()
 
 
@@ -439,20 +411,6 @@ def test_arena_keeps_its_promises_whatever_is_held_and_dropped() -> None:
         )
 
 
-@given(limit=st.integers(4096, 3 * MIB), data=st.data())
-@settings(max_examples=50, deadline=None)
-def test_a_limit_of_any_size_can_be_used_in_full(limit: int, data: st.DataObject) -> None:
-    arena = Arena(limit)
-    size = data.draw(st.integers(0, limit // ALIGNMENT * ALIGNMENT))
-    slot = arena.allocate(size)
-    assert arena.used == max(align(size), ALIGNMENT)
-    assert arena.size <= limit
-    del slot
-    whole = arena.allocate(limit // ALIGNMENT * ALIGNMENT)
-    assert view(whole).size == whole.size
-    arena.close()
-
-
 # The arena: single promises.
 
 
@@ -472,26 +430,6 @@ def test_same_slot_with_its_warm_pages_is_used_again(arena: Arena) -> None:
         del slot
     assert len(places) == 1
     assert kept.offset == 0
-
-
-def test_neighbours_join_again_in_whatever_order_they_are_dropped(arena: Arena) -> None:
-    for order in itertools.permutations(range(5)):
-        held: list[Slot | None] = [
-            *arena.allocate_all([MIB // 8] * 5),
-            arena.allocate(3 * MIB // 8),
-        ]
-        for index in order:
-            held[index] = None
-            assert arena.used > 0
-        del held
-        assert arena.allocate(MIB).offset == 0
-
-
-def test_slot_of_no_bytes_has_a_place_of_its_own(arena: Arena) -> None:
-    empty, other = arena.allocate(0), arena.allocate(0)
-    assert empty.address != other.address
-    assert arena.used == 2 * ALIGNMENT
-    assert view(empty).size == 0
 
 
 def test_all_slots_together_or_none(arena: Arena) -> None:
@@ -790,8 +728,10 @@ def test_block_that_finds_no_free_descriptor_is_an_os_error_and_the_next_one_com
 HEADER = (1).to_bytes(8, "little") + (64).to_bytes(8, "little")
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 4, 5, 100])
-@pytest.mark.parametrize("data", [b"x", HEADER[:-1], HEADER, HEADER + b"x", bytes(1000)])
+@pytest.mark.parametrize(
+    ("data", "count"),
+    [(HEADER[:-1], 1), (HEADER + b"x", 1), (HEADER, 0), (HEADER, 2), (HEADER, 5), (b"x", 100)],
+)
 def test_what_is_no_block_is_a_protocol_error_and_no_descriptor_stays(
     raw: RawEnds, data: bytes, count: int
 ) -> None:
@@ -800,12 +740,8 @@ def test_what_is_no_block_is_a_protocol_error_and_no_descriptor_stays(
     socket.send_fds(theirs, [data], fds)
     for fd in fds:
         os.close(fd)
-    if data == HEADER and count == 1:
-        _, fd = lifeline.receive_block(1)
-        os.close(fd)
-    else:
-        with pytest.raises(ProtocolError, match=r"got (\d+ bytes and \d descr|a packet of more)"):
-            lifeline.receive_block(1)
+    with pytest.raises(ProtocolError, match=r"got (\d+ bytes and \d descr|a packet of more)"):
+        lifeline.receive_block(1)
 
 
 def test_block_sent_twice_is_a_protocol_error_and_no_descriptor_stays(raw: RawEnds) -> None:
@@ -834,16 +770,6 @@ def test_end_of_the_other_side_ends_the_waiting_for_a_block(lifelines: Ends) -> 
         worker.receive_block(1, timeout=PATIENCE)
 
 
-def test_what_was_sent_before_the_end_still_comes(lifelines: Ends) -> None:
-    master, worker = lifelines
-    block = Block.create(1, 64)
-    master.send_block(1, 64, block.fd)
-    block.close()
-    master.close()
-    _, fd = worker.receive_block(1)
-    os.close(fd)
-
-
 def test_full_lifeline_refuses_at_once(lifelines: Ends) -> None:
     master, _ = lifelines
     block = Block.create(1, 64)
@@ -866,12 +792,6 @@ def test_greeting_comes_whole_and_before_any_block(lifelines: Ends) -> None:
     os.close(fd)
 
 
-def test_greeting_of_a_master_that_is_gone_is_empty(lifelines: Ends) -> None:
-    master, worker = lifelines
-    master.close()
-    assert worker.greeting() == b""
-
-
 def test_inherited_end_is_not_passed_on_to_further_processes() -> None:
     lifeline, theirs = Lifeline.pair()
     theirs.set_inheritable(True)
@@ -880,14 +800,3 @@ def test_inherited_end_is_not_passed_on_to_further_processes() -> None:
     assert not os.get_inheritable(lifeline.fd)
     worker.close()
     lifeline.close()
-
-
-def test_memory_of_a_slot_is_what_workers_see_at_its_offset(arena: Arena) -> None:
-    slot = arena.allocate(1000)
-    view(slot)[:] = np.arange(1000) % 251
-    block = arena.block(slot.block)
-    assert block is not None
-    attached = Block.attach(slot.block, block.size, os.dup(block.fd))
-    seen: Any = ctypes.string_at(attached.address + slot.offset, 1000)
-    assert seen == bytes(view(slot))
-    attached.close()

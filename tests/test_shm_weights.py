@@ -73,47 +73,25 @@ def test_handles_are_random_and_fit_signed_64_bits(held: Held) -> None:
     assert len({*handles}) == len({handle >> 32 for handle in handles}) == 20
 
 
-def test_handle_says_nothing_of_its_owner(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("secrets.randbelow", lambda _: 41)
-    with WeightOwner(held, [os.getpid()]) as owner:
-        assert owner.handle == 42
-        open_weights(42).close()
-
-
 # Who is allowed.
-
-
-def test_process_is_allowed_by_pid_and_start_time() -> None:
-    allowed = Allowed()
-    assert not allowed.is_allowed(7, 100)
-    allowed.add(7, 100)
-    assert allowed.is_allowed(7, 100)
-    assert not allowed.is_allowed(8, 100)
 
 
 def test_later_process_of_the_same_pid_is_not_allowed() -> None:
     allowed = Allowed()
     allowed.add(7, 100)
     assert not allowed.is_allowed(7, 101)
-    assert not allowed.is_allowed(7, None)
+    assert not allowed.is_allowed(8, 100)
+    assert not allowed.is_allowed(7, None)  # it is gone
+    assert not allowed.is_allowed(8, None)
     allowed.add(7, 101)
     assert allowed.is_allowed(7, 101)
     assert not allowed.is_allowed(7, 100)
-
-
-def test_process_that_is_gone_is_not_allowed_even_where_none_was_added() -> None:
-    assert not Allowed().is_allowed(7, None)
-
-
-def test_removed_process_is_not_allowed_and_removing_it_again_is_no_matter() -> None:
-    allowed = Allowed()
-    allowed.add(7, 100)
     allowed.remove(7)
     allowed.remove(7)
-    assert not allowed.is_allowed(7, 100)
+    assert not allowed.is_allowed(7, 101)
 
 
-@pytest.mark.parametrize("pid", [True, False, -1, 1.0, "1", None])
+@pytest.mark.parametrize("pid", [True, -1, 1.0])
 def test_what_is_no_pid_is_refused_by_name(held: Held, pid: int) -> None:
     with pytest.raises(InvalidInputError, match=f"pid: got {pid!r}"):
         WeightOwner(held, [pid])
@@ -131,7 +109,7 @@ def test_pid_that_nobody_has_is_refused(held: Held, ended_pid: int) -> None:
                     owner.allow(pid)
 
 
-@pytest.mark.parametrize("pids", ["123", b"123", 123, None])
+@pytest.mark.parametrize("pids", ["123", 123])
 def test_what_is_no_list_of_pids_is_refused(held: Held, pids: list[int]) -> None:
     with pytest.raises(InvalidInputError, match="allow_pids: got"):
         WeightOwner(held, pids)
@@ -155,11 +133,6 @@ def test_allowed_process_gets_the_entry(held: Held) -> None:
         assert shared.held.key == held.key
 
 
-def test_pid_list_may_be_an_iterator(held: Held) -> None:
-    with WeightOwner(held, iter([os.getpid()])) as owner:
-        open_weights(owner.handle).close()
-
-
 def test_entry_stays_until_the_last_of_those_who_hold_it_has_let_go(
     held: Held, tmp_path: Path
 ) -> None:
@@ -171,12 +144,6 @@ def test_entry_stays_until_the_last_of_those_who_hold_it_has_let_go(
         holder.close()
     assert cache.clear()[1] == 0
     assert not held.folder.exists()
-
-
-def test_owner_serves_after_its_model_was_closed(held: Held) -> None:
-    with WeightOwner(held, [os.getpid()]) as owner:
-        held.close()
-        open_weights(owner.handle).close()
 
 
 def test_closed_model_cannot_be_shared(held: Held) -> None:
@@ -215,13 +182,6 @@ def test_closed_owner_allows_nobody(held: Held) -> None:
     owner.revoke(os.getpid())
 
 
-def test_owners_have_handles_of_their_own(held: Held) -> None:
-    owners = [WeightOwner(held) for _ in range(5)]
-    assert len({owner.handle for owner in owners}) == 5
-    for owner in owners:
-        owner.close()
-
-
 def test_descriptors_are_not_handed_to_programs(held: Held) -> None:
     before = descriptors()
     with WeightOwner(held, [os.getpid()]) as owner, open_weights(owner.handle):
@@ -233,19 +193,19 @@ def test_descriptors_are_not_handed_to_programs(held: Held) -> None:
 # What a client makes of wrong handles and answers.
 
 
-@pytest.mark.parametrize("handle", [0, -1, True, 1.5, "5", None, 1 << 63])
+@pytest.mark.parametrize("handle", [0, True, 1.5, 1 << 63])
 def test_what_cannot_be_a_handle_is_refused(handle: int) -> None:
     with pytest.raises(InvalidInputError, match=f"handle: got {handle!r}"):
         open_weights(handle)
 
 
-@pytest.mark.parametrize("timeout", [-1, float("nan"), "1", True])
+@pytest.mark.parametrize("timeout", [-1, float("nan")])
 def test_what_is_no_timeout_is_refused(timeout: float) -> None:
     with pytest.raises(InvalidInputError, match="timeout: got"):
         open_weights(NOBODYS, timeout)
 
 
-@pytest.mark.parametrize("handle", [1, 12345, MAX_HANDLE])
+@pytest.mark.parametrize("handle", [1, MAX_HANDLE])
 def test_number_that_nobody_answers_to_says_what_that_may_be(handle: int) -> None:
     text = rf"weights {handle}: no process shares any .* wrong, .* ended or closed .* namespace"
     with no_descriptor_left(), pytest.raises(WeightAccessError, match=text):

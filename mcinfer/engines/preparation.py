@@ -68,6 +68,8 @@ _STUCK_SECONDS = 120.0
 """Of another process's work on the same model, without any progress: less than a worker has to start."""
 
 _LOG_SECONDS = 2.0
+_WARN_SECONDS = 4.0
+"""After these a start is slow enough to say why, once and at the default log level."""
 
 _log = logging.getLogger("mcinfer.model_cache")
 
@@ -300,7 +302,7 @@ def _fill_in_child(
     tell: Callable[[int], None],
 ) -> None:
     """Fill an entry's folder. The child holds the lock as well, should this process end."""
-    start, due = monotonic(), _LOG_SECONDS
+    start, due, warned = monotonic(), _LOG_SECONDS, False
     size = f"{request.model} ({source.size / 1e6:.0f} MB)"
     most = 2 * source.size + _LEAST_BYTES
     usage = os.statvfs(folder)
@@ -311,16 +313,17 @@ def _fill_in_child(
     before: object = None
 
     def tick(state: Mapping[str, Any]) -> None:
-        nonlocal before, due
+        nonlocal before, due, warned
         written, seconds = disk_bytes(folder), monotonic() - start
         if (written, state) != before:  # its processor time grows too
             before = (written, state)
             tell(written)
         if state and seconds >= due:
-            if due == _LOG_SECONDS:  # the first start is slow: seen at the default level
-                _log.warning("preparing %s once for this machine; later starts are quick", size)
             _log.info("preparing %s: %.0f s, %.0f MB written", size, seconds, written / 1e6)
             due = seconds + _LOG_SECONDS
+        if not warned and state and seconds >= _WARN_SECONDS:
+            warned = True
+            _log.warning("preparing %s once for this machine; later starts are quick", size)
 
     opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     most_file_bytes = _MAX_GROWTH * source.size + _MAX_ADDED_BYTES

@@ -1,6 +1,5 @@
 """Models that cannot be made ready: an error that says where and why, and no process left."""
 
-import time
 from pathlib import Path
 
 import pytest
@@ -15,34 +14,16 @@ from mcinfer import (
 )
 from tests.process.models import AFFINE, FakeModel, OnnxModel
 
-UNKNOWN_OPERATOR = """
-<ir_version: 8, opset_import: ["": 17, "com.nowhere": 1]>
-unknown (float[batch, 4] x) => (float[batch, 4] y) { y = com.nowhere.Frobnicate(x) }
-"""
-SEQUENCE = """
-<ir_version: 8, opset_import: ["": 17]>
-sequence (float[batch, 4] x) => (seq(float[batch, 4]) y) { y = SequenceConstruct(x) }
-"""
-
 
 def failure_to_start(master: Master) -> str:
-    """The text of the error that `start` raises, which is to come at once."""
-    start = time.monotonic()
+    """The text of the error that `start` raises."""
     with pytest.raises(BuildError) as caught:
         master.start()
-    assert time.monotonic() - start < 10.0
     master.close()
     assert [worker.pid for worker in master.statistics().workers] == [None] * len(
         master.statistics().workers
     )
     return str(caught.value)
-
-
-def test_missing_file_fails_in_every_worker_by_name(tmp_path: Path) -> None:
-    text = failure_to_start(Master(tmp_path / "nowhere.onnx", 2))
-    assert "worker 0 (cpu:0" in text
-    assert "worker 1 (cpu:1" in text
-    assert "nowhere.onnx" in text
 
 
 def test_file_that_is_no_model_is_refused_in_the_runtimes_words(tmp_path: Path) -> None:
@@ -52,17 +33,6 @@ def test_file_that_is_no_model_is_refused_in_the_runtimes_words(tmp_path: Path) 
     assert "worker 0 (cpu:0" in text
     assert "onnxruntime" in text
     assert "letter.onnx" in text
-
-
-def test_unknown_operator_is_named(onnx_model: OnnxModel) -> None:
-    text = failure_to_start(Master(onnx_model(UNKNOWN_OPERATOR), 1))
-    assert "Frobnicate" in text
-
-
-def test_output_that_is_a_sequence_is_refused_by_name(onnx_model: OnnxModel) -> None:
-    text = failure_to_start(Master(onnx_model(SEQUENCE), 1))
-    assert "output 'y'" in text
-    assert "seq(tensor(float))" in text
 
 
 def test_device_that_does_not_exist_is_named_and_the_others_are_not_blamed(
@@ -95,11 +65,6 @@ def test_build_that_raises_in_one_worker_ends_the_others_too(
     model = fake_model(build=f"once:{tmp_path / 'done'}:fail")
     text = failure_to_start(Master(model, 2, engine="fake", verify="never"))
     assert text.count("told to fail") == 1
-
-
-def test_unknown_engine_is_refused(fake_model: FakeModel) -> None:
-    text = failure_to_start(Master(fake_model(), 1, engine="abacus"))
-    assert "abacus" in text
 
 
 def test_build_that_kills_its_worker_twice_is_given_up_with_both_deaths(

@@ -187,17 +187,6 @@ child.wait()
         assert program.wait().status == 0
 
 
-def test_entries_that_another_process_holds_are_not_evicted(cache: Cache, tmp_path: Path) -> None:
-    with Program(PREAMBLE + HOLD, tmp_path) as program:
-        assert program.line() == "weights"
-        assert [info.in_use for info in cache.entries()] == [True]
-        assert Cache(cache.folder, 0).evict() == 0
-        kill(program)
-    assert [info.in_use for info in cache.entries()] == [False]
-    assert Cache(cache.folder, 0).evict() > 0
-    assert cache.entries() == []
-
-
 def test_disk_that_is_too_small_leaves_nothing(cache: Cache, tmp_path: Path) -> None:
     """Where a write past a limit fails as one to a full disk does: with an OSError."""
     text = """
@@ -215,14 +204,6 @@ except CacheUnusableError as exc:
     assert (tmp_path / "fills").read_text() == "filled\n"
     assert os.listdir(cache.folder) == [f"{KEY}.lock"]
     make(cache).close()
-
-
-def test_program_that_is_started_does_not_inherit_a_lock(cache: Cache) -> None:
-    with closing(make(cache)):
-        listing = subprocess.run(
-            ["ls", "-l", "/proc/self/fd"], close_fds=False, capture_output=True, check=True
-        )
-    assert b".lock" not in listing.stdout
 
 
 SEND = """

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import onnx
@@ -142,12 +142,6 @@ def test_worker_in_the_place_of_a_dead_one_maps_the_same_entry(
         (pid,) = pids(master)
         assert maps(pid, entry(cache) / "weights.bin")
         assert entry(cache).stat().st_ino == made.st_ino
-
-
-def test_small_model_is_left_alone(small_model: Path, cache: Cache) -> None:
-    answer_of(small_model, EngineOptions())
-    answer_of(small_model, NEVER)
-    assert not cache.folder.exists()
 
 
 START = """
@@ -327,38 +321,3 @@ def test_model_that_cannot_be_prepared_is_warned_of_once_and_tried_once(
         assert "sparse.onnx" in caplog.text
         assert "it cannot be prepared: onnxruntime: " in caplog.text
     assert entry(cache)
-
-
-@pytest.mark.parametrize("name", ["weights.bin", "model.onnx"])
-def test_damaged_entry_is_made_anew(small_model: Path, cache: Cache, name: str) -> None:
-    expected = answer_of(small_model, ALWAYS)
-    damaged = entry(cache) / name
-    damaged.chmod(0o600)
-    content = bytearray(damaged.read_bytes())
-    content[len(content) // 2] ^= 1
-    damaged.write_bytes(content)
-    damaged.chmod(0o400)
-    assert np.array_equal(answer_of(small_model, ALWAYS, workers=2), expected)
-    assert (entry(cache) / name).read_bytes() != content
-
-
-def test_model_that_was_changed_is_prepared_anew(small_model: Path, cache: Cache) -> None:
-    before = answer_of(small_model, ALWAYS)
-    write(small_model, seed=3)
-    after = answer_of(small_model, ALWAYS)
-    assert not np.array_equal(before, after)
-    assert np.array_equal(after, answer_of(small_model, NEVER))
-    assert len(cache.entries()) == 2
-
-
-def test_statistics_know_nothing_of_it(small_model: Path) -> None:
-    prepare: Literal["always", "never"]
-    kept = []
-    for prepare in ("always", "never"):
-        options = EngineOptions(prepare=prepare)
-        with Master(small_model, 2, options=options, verify="never") as master:
-            specs = master.inputs, master.outputs
-            answer(master)
-            statistics = master.statistics()
-            kept.append((specs, statistics.accepted, statistics.succeeded, statistics.failed))
-    assert kept[0] == kept[1]

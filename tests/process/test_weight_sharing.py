@@ -187,12 +187,6 @@ def test_process_is_allowed_and_revoked_while_the_owner_serves(held: Held, clien
         assert client.ask(owner.handle) == unlisted == refusal(owner, client.pid)
 
 
-def test_owner_tells_its_weights_apart_from_another_owners(held: Held, client: Script) -> None:
-    with WeightOwner(held, [client.pid]) as mine, WeightOwner(held) as other:
-        assert client.ask(mine.handle) == OPENED
-        assert client.ask(other.handle) == refusal(other, client.pid)
-
-
 def test_revoked_process_keeps_what_it_was_granted(held: Held) -> None:
     text = """
     shared = open_weights(int(sys.stdin.readline()))
