@@ -118,17 +118,6 @@ def test_digest_depends_on_all_bytes_of_all_files(
     assert read_source(path).digest != before
 
 
-def test_large_files_are_read_to_their_ends(tmp_path: Path) -> None:
-    path = make(tmp_path)
-    digests = set()
-    for last in (b"\0", b"\1"):
-        with (tmp_path / "a.bin").open("wb") as file:
-            file.seek(5 << 20)
-            file.write(last)
-        digests.add(read_source(path).digest)
-    assert len(digests) == 2
-
-
 def test_relative_paths_are_of_the_current_folder_and_links_are_followed_as_the_kernel_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,15 +205,15 @@ def test_missing_weights_are_named_with_the_model(tmp_path: Path) -> None:
         read_source(tmp_path / "none.onnx")
 
 
-@pytest.mark.parametrize("location", ["sub", "pipe", "model.onnx/x", "a\0b", "n" * 300, "loop"])
-def test_weights_that_are_no_file_are_refused(tmp_path: Path, location: str) -> None:
+def test_weights_that_are_no_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "loop").symlink_to("loop")
     os.mkfifo(tmp_path / "pipe")
     path = tmp_path / "model.onnx"
-    path.write_bytes(model(location))
-    with pytest.raises(BuildError, match=r"model\.onnx"):
-        read_source(path)
+    for location in ("sub", "pipe", "model.onnx/x", "a\0b", "n" * 300, "loop"):
+        path.write_bytes(model(location))
+        with pytest.raises(BuildError, match=r"model\.onnx"):
+            read_source(path)
 
 
 def around(folder: Path) -> Path:
@@ -241,37 +230,22 @@ def around(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("own_folder", [False, True])
-@pytest.mark.parametrize(
-    ("location", "inside"),
-    [
-        ("w", True),
-        ("sub/w", True),
-        ("sub/../w", True),
-        ("../in/w", True),
-        ("link", True),
-        ("round", True),
-        ("../w", False),
-        ("sub/../../w", False),
-        ("out", False),
-        ("outer/w", False),
-        ("/", False),
-    ],
-)
 def test_weights_outside_of_the_folder_are_refused_as_onnx_runtime_does(
-    tmp_path: Path, location: str, inside: bool, own_folder: bool
+    tmp_path: Path, own_folder: bool
 ) -> None:
     weights = around(tmp_path)
-    location = str(weights / "w") if location == "/" else location
     path = (tmp_path if own_folder else weights) / "model.onnx"
-    path.write_bytes(model(location))
     folder = weights if own_folder else None
-    assert runs(path, folder) == inside
-    if inside:
+    for location in ("w", "sub/w", "sub/../w", "../in/w", "link", "round"):
+        path.write_bytes(model(location))
+        assert runs(path, folder)
         read_source(path, folder=folder)
-        return
-    with pytest.raises(BuildError) as caught:
-        read_source(path, folder=folder)
-    assert f"{location!r}, expected a relative path that stays within" in str(caught.value)
+    for location in ("../w", "sub/../../w", "out", "outer/w", str(weights / "w")):
+        path.write_bytes(model(location))
+        assert not runs(path, folder)
+        with pytest.raises(BuildError) as caught:
+            read_source(path, folder=folder)
+        assert f"{location!r}, expected a relative path that stays within" in str(caught.value)
 
 
 def test_links_into_the_store_of_a_model_hub_are_followed_as_onnx_runtime_does(
@@ -379,14 +353,6 @@ def test_every_item_of_a_stamp_counts(aged_path: Path, memory: Path, file: int) 
         assert json.loads(notes.read_text())["digest"] != FALSE  # put right
 
 
-def test_removed_file_is_missed(aged: Aged, memory: Path) -> None:
-    path = aged.take()
-    remembered(path, memory)
-    (path.parent / "b.bin").unlink()
-    with pytest.raises(BuildError, match=r"b\.bin"):
-        read_source(path, memory=memory)
-
-
 def test_other_file_in_the_place_of_the_old_is_read_and_remembered(
     aged: Aged, memory: Path
 ) -> None:
@@ -406,13 +372,6 @@ def test_other_file_in_the_place_of_the_old_is_read_and_remembered(
     assert read_source(link, memory=memory).digest == read_source(path).digest
     falsify(memory, digest=FALSE)
     assert read_source(link, memory=memory).digest == FALSE
-
-
-def test_fresh_file_is_not_remembered(memory: Path) -> None:
-    path = make(memory.parent)
-    for _ in range(2):
-        read_source(path, memory=memory)
-    assert [*memory.iterdir()] == []
 
 
 def test_fresh_weights_are_not_remembered_however_old_the_model_is(
