@@ -1,7 +1,7 @@
-"""How far long work is, for whoever watches a terminal or reads a log.
+"""Progress of long work, on a terminal or in a log.
 
 Work of known size has a bar with the time left where the stream is a terminal that can draw it and the
-package rich is installed; elsewhere it says nothing. Preparing a model says a line now and then
+package rich is installed; elsewhere nothing is shown. Preparing a model says a line now and then
 elsewhere. How many bytes that comes to is known at its end alone: each weight is written as it is, or
 packed for the CPU, or both ways. So twice the model's bytes are what its bar is measured by, and it is
 never full.
@@ -19,7 +19,7 @@ _LINE_SECONDS = 2.0
 _MAX_COPIES = 2
 _FULLEST = 0.99
 _NOT_DRAWN_ON = ("dumb", "unknown")
-"""What TERM says of terminals that cannot go back in a line."""
+"""Values of TERM for terminals that cannot go back in a line."""
 
 
 def megabytes(count: int) -> str:
@@ -28,82 +28,54 @@ def megabytes(count: int) -> str:
 
 
 def let_workers_tell() -> None:
-    """Preparing a large model takes a while: have workers say so to whoever watches."""
+    """Preparing a large model takes a while: have workers say so on a terminal."""
     if sys.stderr.isatty():
         logging.getLogger("mcinfer.worker").setLevel(logging.INFO)
 
 
 class Display:
-    """Shows what `mcinfer.model_cache.building.Progress` is told; this one as lines, few of them.
+    """Shows the preparation of a model, on a bar or as lines, few of them.
 
     Attributes:
-        called: Whether it was told anything.
+        called: Whether there was any progress to show.
     """
 
-    def __init__(self, stream: TextIO, model: str) -> None:
-        """Take where to write, and what the model is called."""
+    def __init__(self, stream: TextIO, model: str, bar: Any = None) -> None:
+        """Take where to write, the model's name, and a bar of rich's if there is one."""
         self.called = False
         self._stream = stream
         self._model = model
+        self._bar = bar
         self._due = _LINE_SECONDS
+        if bar is not None:
+            self._task = bar.add_task(model, total=None, written="starting")
 
     def __call__(self, tick: Mapping[str, Any]) -> None:
-        """Show how far it is."""
+        """Show what `mcinfer.model_cache.building.Progress` is called with."""
         self.called = True
-        self._show(tick)
-
-    def _show(self, tick: Mapping[str, Any]) -> None:
-        seconds = tick["seconds"]
-        if seconds < self._due:
-            return
-        self._due = seconds + _LINE_SECONDS
-        print(
-            f"preparing {self._model} ({megabytes(tick['bytes'])}): {seconds:.0f} s, "
-            f"{megabytes(tick['written'])} written",
-            file=self._stream,
-            flush=True,
-        )
-
-
-class _Bar(Display):
-    """A bar on a terminal."""
-
-    def __init__(self, stream: TextIO, model: str, bar: Any, task: Any) -> None:
-        super().__init__(stream, model)
-        self._bar = bar
-        self._task = task
-
-    def _show(self, tick: Mapping[str, Any]) -> None:
-        written_bytes, most = tick["written"], _MAX_COPIES * tick["bytes"]
-        self._bar.update(
-            self._task,
-            total=most,
-            completed=min(written_bytes, _FULLEST * most),
-            written=f"{megabytes(written_bytes)} written",
-        )
+        seconds, written = tick["seconds"], megabytes(tick["written"])
+        if self._bar is not None:
+            most = _MAX_COPIES * tick["bytes"]
+            done = min(tick["written"], _FULLEST * most)
+            self._bar.update(self._task, total=most, completed=done, written=f"{written} written")
+        elif seconds >= self._due:
+            self._due = seconds + _LINE_SECONDS
+            size = megabytes(tick["bytes"])
+            text = f"preparing {self._model} ({size}): {seconds:.0f} s, {written} written"
+            print(text, file=self._stream, flush=True)
 
 
 class Work:
-    """Is told how far work of known size is; this one tells nobody."""
+    """Shows work of known size on a bar of rich's, if there is one."""
 
-    def show(self, done: float, note: str = "") -> None:
-        """Show it.
-
-        Args:
-            done: Of the whole, in its unit.
-            note: What is being done now, in few words.
-        """
-
-
-class _WorkBar(Work):
-    """A bar on a terminal."""
-
-    def __init__(self, bar: Any, task: Any) -> None:
+    def __init__(self, bar: Any = None, task: Any = None) -> None:
         self._bar = bar
         self._task = task
 
     def show(self, done: float, note: str = "") -> None:
-        self._bar.update(self._task, completed=done, note=note)
+        """Show how much is done, in the unit of the whole, and in few words what is being done now."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, note=note)
 
 
 @contextmanager
@@ -131,7 +103,7 @@ def showing_work(stream: TextIO, what: str, total: float, unit: str = "") -> Ite
         TextColumn("{task.fields[note]}", markup=False),
     )
     with _bars(stream, *columns) as bar:
-        yield _WorkBar(bar, bar.add_task(what, total=total, note=""))
+        yield Work(bar, bar.add_task(what, total=total, note=""))
 
 
 @contextmanager
@@ -149,7 +121,7 @@ def showing(stream: TextIO, model: str) -> Iterator[Display]:
         TimeElapsedColumn(),
     )
     with _bars(stream, *columns) as bar:
-        yield _Bar(stream, model, bar, bar.add_task(model, total=None, written="starting"))
+        yield Display(stream, model, bar)
 
 
 def _has_bars(stream: TextIO) -> bool:

@@ -272,12 +272,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
     "format": (lambda f: change_manifest(f, format=2), "its format is 2, expected 1"),
     "facts": (lambda f: change_manifest(f, facts={"model": "b"}), f"expected {KEY}"),
-    "facts are no map": (lambda f: change_manifest(f, facts=[1]), "lacks facts or files"),
+    "facts are no map": (lambda f: change_manifest(f, facts=[1]), "JSON can say"),
     "facts are no JSON": (lambda f: change_manifest(f, facts={"a": float("nan")}), "JSON can say"),
-    "files": (lambda f: change_manifest(f, files=[{"name": "model.onnx"}]), "the record of a file"),
-    "garbage": (lambda f: rewrite(f / "manifest.json", b"\xff{"), "is not JSON"),
-    "deep": (lambda f: rewrite(f / "manifest.json", b"[" * 200_000), "is not JSON"),
-    "list": (lambda f: rewrite(f / "manifest.json", b"[]"), "holds a list"),
+    "files": (
+        lambda f: change_manifest(f, files=[{"name": "model.onnx"}]),
+        "expected records of files",
+    ),
+    "garbage": (lambda f: rewrite(f / "manifest.json", b"\xff{"), "manifest.json is none"),
+    "deep": (lambda f: rewrite(f / "manifest.json", b"[" * 200_000), "manifest.json is none"),
+    "list": (lambda f: rewrite(f / "manifest.json", b"[]"), "manifest.json is none"),
 }
 
 

@@ -38,7 +38,6 @@ from mcinfer.errors import InvalidInputError
 from mcinfer.model_cache.entries import (
     MANIFEST,
     CacheUnusableError,
-    FileRecord,
     Held,
     UnsoundEntryError,
     check,
@@ -193,7 +192,7 @@ class Root:
         return held
 
     def _record_anew(
-        self, folder: Path, facts: Mapping[str, Any], records: tuple[FileRecord, ...]
+        self, folder: Path, facts: Mapping[str, Any], records: list[dict[str, Any]]
     ) -> None:
         """Record new stamps, so that the files are not read each time; under LOCK_SH.
 

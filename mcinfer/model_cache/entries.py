@@ -29,7 +29,6 @@ import stat
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -51,40 +50,23 @@ class CacheUnusableError(McinferError):
     """The cache cannot be used, so the model is to be loaded the plain way; says why."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileRecord:
-    """The manifest's record of one file.
-
-    Attributes:
-        name: Within the folder.
-        size_bytes: Its length.
-        sha256: Of its content, hexadecimal.
-        inode: With the times below, its stamps.
-        mtime_ns: Nanoseconds since 1970.
-        ctime_ns: Nanoseconds since 1970.
-    """
-
-    name: str
-    size_bytes: int
-    sha256: str
-    inode: int
-    mtime_ns: int
-    ctime_ns: int
-
-    @classmethod
-    def of(cls, name: str, info: os.stat_result, sha256: str) -> "FileRecord":
-        """The record of a file of this status and content."""
-        return cls(
-            name=name,
-            size_bytes=info.st_size,
-            sha256=sha256,
-            inode=info.st_ino,
-            mtime_ns=info.st_mtime_ns,
-            ctime_ns=info.st_ctime_ns,
-        )
+_Record = dict[str, Any]
+"""Of one file: ``name``, ``size_bytes``, ``sha256`` and its stamps: ``inode``, ``mtime_ns``, ``ctime_ns``."""
 
 
-_RECORD_TYPES = {field.name: field.type for field in fields(FileRecord)}
+def _record(name: str, info: os.stat_result, sha256: str) -> _Record:
+    return {
+        "name": name,
+        "size_bytes": info.st_size,
+        "sha256": sha256,
+        "inode": info.st_ino,
+        "mtime_ns": info.st_mtime_ns,
+        "ctime_ns": info.st_ctime_ns,
+    }
+
+
+_NUMBERS = ("size_bytes", "inode", "mtime_ns", "ctime_ns")
+_RECORD_TYPES = {"name": str, "sha256": str, **dict.fromkeys(_NUMBERS, int)}
 
 
 def entry_key(facts: Mapping[str, Any]) -> str:
@@ -127,7 +109,7 @@ def seal(folder: Path, facts: Mapping[str, Any]) -> None:
     sync(folder)
 
 
-def _seal_file(path: Path) -> FileRecord:
+def _seal_file(path: Path) -> _Record:
     if not stat.S_ISREG(path.lstat().st_mode):
         raise UnsoundEntryError(f"{path.name} is not a regular file")
     path.chmod(0o400)
@@ -135,16 +117,16 @@ def _seal_file(path: Path) -> FileRecord:
         os.fsync(file.fileno())
         # The stamps before the digest: what is written meanwhile then shows in them.
         info = os.fstat(file.fileno())
-        return FileRecord.of(path.name, info, hashlib.file_digest(file, "sha256").hexdigest())
+        return _record(path.name, info, hashlib.file_digest(file, "sha256").hexdigest())
 
 
-def write_manifest(folder: Path, facts: Mapping[str, Any], records: Sequence[FileRecord]) -> None:
+def write_manifest(folder: Path, facts: Mapping[str, Any], records: Sequence[_Record]) -> None:
     """Write the manifest, which must not be there yet, to the disk.
 
     Raises:
         OSError: It cannot be written.
     """
-    manifest = {"format": _FORMAT, "facts": dict(facts), "files": [asdict(r) for r in records]}
+    manifest = {"format": _FORMAT, "facts": dict(facts), "files": [*records]}
     with (folder / MANIFEST).open("xb") as file:
         file.write(json.dumps(manifest, indent=1, allow_nan=False).encode())
         file.flush()
@@ -161,7 +143,7 @@ def sync(folder: Path) -> None:
         os.close(fd)
 
 
-def check(folder: Path) -> tuple[dict[str, Any], tuple[FileRecord, ...] | None]:
+def check(folder: Path) -> tuple[dict[str, Any], list[_Record] | None]:
     """Check an entry against its manifest; reads the files only where their stamps have changed.
 
     Args:
@@ -185,12 +167,12 @@ def check(folder: Path) -> tuple[dict[str, Any], tuple[FileRecord, ...] | None]:
         raise UnsoundEntryError(f"{MANIFEST} is missing")
     _check_regular(folder / MANIFEST)
     facts, records = _read_manifest(folder)
-    expected = {MANIFEST, *(record.name for record in records)}
+    expected = {MANIFEST, *(record["name"] for record in records)}
     if names != expected:
         raise UnsoundEntryError(
             f"missing files: {sorted(expected - names)}, unknown files: {sorted(names - expected)}"
         )
-    current = tuple(_check_file(folder, record) for record in records)
+    current = [_check_file(folder, record) for record in records]
     return facts, current if current != records else None
 
 
@@ -203,50 +185,39 @@ def _check_regular(path: Path) -> os.stat_result:
     return info
 
 
-def _read_manifest(folder: Path) -> tuple[dict[str, Any], tuple[FileRecord, ...]]:
+def _read_manifest(folder: Path) -> tuple[dict[str, Any], list[_Record]]:
     """The facts and the records, all of the right types, with facts that fit the folder's name."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
-    except (ValueError, RecursionError) as exc:
-        raise UnsoundEntryError(f"{MANIFEST} is not JSON: {exc}") from exc
-    if not isinstance(manifest, dict):
-        raise UnsoundEntryError(f"{MANIFEST} holds a {type(manifest).__name__}, expected a map")
-    if manifest.get("format") != _FORMAT:
-        raise UnsoundEntryError(f"its format is {manifest.get('format')!r}, expected {_FORMAT}")
-    facts, files = manifest.get("facts"), manifest.get("files")
-    if not isinstance(facts, dict) or not isinstance(files, list):
-        raise UnsoundEntryError(f"{MANIFEST} lacks facts or files")
-    try:
+        version, facts, files = manifest["format"], manifest["facts"], manifest["files"]
         key = entry_key(facts)
-    except InvalidInputError as exc:
-        raise UnsoundEntryError(str(exc)) from exc
+        types = [{name: type(value) for name, value in item.items()} for item in files]
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as exc:
+        raise UnsoundEntryError(f"{MANIFEST} is none: {exc}") from exc
+    if version != _FORMAT:
+        raise UnsoundEntryError(f"its format is {version!r}, expected {_FORMAT}")
     if key != folder.name:
         raise UnsoundEntryError(f"its facts have the key {key}, expected {folder.name}")
-    return facts, tuple(_read_record(item) for item in files)
+    if any(found != _RECORD_TYPES for found in types):
+        raise UnsoundEntryError(f"{MANIFEST}: got {files!r}, expected records of files")
+    return facts, files
 
 
-def _read_record(item: Any) -> FileRecord:
-    types = {name: type(value) for name, value in item.items()} if isinstance(item, dict) else {}
-    if types != _RECORD_TYPES:
-        raise UnsoundEntryError(f"{MANIFEST}: got {item!r}, expected the record of a file")
-    return FileRecord(**item)
-
-
-def _check_file(folder: Path, record: FileRecord) -> FileRecord:
+def _check_file(folder: Path, record: _Record) -> _Record:
     """The record of a file as it is now."""
-    path = folder / record.name
+    path = folder / record["name"]
     info = _check_regular(path)
-    if info.st_size != record.size_bytes:
+    if info.st_size != record["size_bytes"]:
         raise UnsoundEntryError(
-            f"{record.name} has {info.st_size} bytes, expected {record.size_bytes}"
+            f"{record['name']} has {info.st_size} bytes, expected {record['size_bytes']}"
         )
-    current = FileRecord.of(record.name, info, record.sha256)
+    current = _record(record["name"], info, record["sha256"])
     if current != record:
         with path.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        if sha256 != record.sha256:
+        if sha256 != record["sha256"]:
             raise UnsoundEntryError(
-                f"{record.name} has the SHA-256 {sha256}, expected {record.sha256}"
+                f"{record['name']} has the SHA-256 {sha256}, expected {record['sha256']}"
             )
     return current
 
