@@ -15,7 +15,7 @@ from mcinfer.errors import ClosedError, InvalidInputError, ProtocolError, Weight
 from mcinfer.model_cache.cache import Cache, Held, entry_key
 from mcinfer.process import start_time
 from mcinfer.shm.descriptors import close_all, receive, send
-from mcinfer.shm.weight_listener import MAX_HANDLE, Allowed, address
+from mcinfer.shm.weight_listener import MAX_HANDLE, address
 from mcinfer.shm.weights import WeightOwner, open_weights
 
 FACTS = {"model": "a test's"}
@@ -74,21 +74,6 @@ def test_handles_are_random_and_fit_signed_64_bits(held: Held) -> None:
 
 
 # Who is allowed.
-
-
-def test_later_process_of_the_same_pid_is_not_allowed() -> None:
-    allowed = Allowed()
-    allowed.add(7, 100)
-    assert not allowed.is_allowed(7, 101)
-    assert not allowed.is_allowed(8, 100)
-    assert not allowed.is_allowed(7, None)  # it is gone
-    assert not allowed.is_allowed(8, None)
-    allowed.add(7, 101)
-    assert allowed.is_allowed(7, 101)
-    assert not allowed.is_allowed(7, 100)
-    allowed.remove(7)
-    allowed.remove(7)
-    assert not allowed.is_allowed(7, 101)
 
 
 @pytest.mark.parametrize("pid", [True, -1, 1.0])

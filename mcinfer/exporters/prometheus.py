@@ -131,15 +131,9 @@ _NUMBERS = (
         lambda s: _states(get_args(HealthState), s.health.state),
         ("state",),
     ),
+    _Numbers("mcinfer_workers", "Workers in all.", _one(lambda s: s.health.workers)),
     _Numbers(
-        "mcinfer_workers",
-        "Workers in all.",
-        _one(lambda s: s.health.workers),
-    ),
-    _Numbers(
-        "mcinfer_workers_serving",
-        "Workers that take requests.",
-        _one(lambda s: s.health.serving),
+        "mcinfer_workers_serving", "Workers that take requests.", _one(lambda s: s.health.serving)
     ),
     _Numbers(
         "mcinfer_worker_up",

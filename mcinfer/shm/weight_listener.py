@@ -1,7 +1,7 @@
 """The owner's side of shared weights: a socket, a thread, and one packet for each that connects.
 
-The kernel says which process and user has connected (`SO_PEERCRED`), so nobody can pass for another, and
-nothing that a client sends is ever read. Nothing waits for a client either.
+The kernel says which process and user has connected (`SO_PEERCRED`), so no process can pass for another.
+What a client sends is never read, and nothing waits for a client.
 
 Ownership: a `Listener` owns its socket and the descriptors that it hands over; its thread closes them when
 it is told to end. In a child that the process forks they are closed at once, or the socket's name would
@@ -17,6 +17,7 @@ import socket
 import struct
 import threading
 import weakref
+from collections.abc import Mapping
 from contextlib import suppress
 
 from mcinfer.process import start_time
@@ -56,29 +57,6 @@ def peer_credentials(connection: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-class Allowed:
-    """The processes that may map: each is a pid and a start time, since pids are used again.
-
-    Any thread may ask while another one changes it.
-    """
-
-    def __init__(self) -> None:
-        """Allow none."""
-        self._started: dict[int, int] = {}
-
-    def add(self, pid: int, start: int) -> None:
-        """Allow the process of that pid that started then, and no other of that pid."""
-        self._started[pid] = start
-
-    def remove(self, pid: int) -> None:
-        """Allow it no more, if it was."""
-        self._started.pop(pid, None)
-
-    def is_allowed(self, pid: int, start: int | None) -> bool:
-        """Whether this very process is; None is the start of one that is gone."""
-        return start is not None and self._started.get(pid) == start
-
-
 @functools.cache
 def _listeners() -> "weakref.WeakSet[Listener]":
     """All of this process, for the children that it forks.
@@ -105,12 +83,13 @@ class Listener:
         is_parents: Whether this process was forked from the one that it belongs to.
     """
 
-    def __init__(self, descriptors: tuple[int, ...], allowed: Allowed) -> None:
+    def __init__(self, descriptors: tuple[int, ...], allowed: Mapping[int, int]) -> None:
         """Listen; no process is answered before `start`.
 
         Args:
             descriptors: To hand over. They are this object's from now on, whatever comes.
-            allowed: Borrowed; it may change.
+            allowed: Start times of the processes that may map, by pid, since pids are used again. Borrowed;
+                another thread may change it.
 
         Raises:
             OSError: No descriptor is left.
@@ -193,7 +172,7 @@ class Listener:
             refused = OTHER_USER
         elif pid == 0:
             refused = NO_PID
-        elif not self._allowed.is_allowed(pid, start_time(pid)):
+        elif (start := self._allowed.get(pid)) is None or start != start_time(pid):
             refused = NOT_ALLOWED
         else:
             send(connection, GRANTED, self._descriptors)

@@ -21,7 +21,6 @@ import socket
 import time
 import weakref
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any
 
 from mcinfer.config import EngineOptions, check_count, check_seconds
@@ -37,7 +36,6 @@ from mcinfer.shm.weight_listener import (
     NO_PID,
     NOT_ALLOWED,
     OTHER_USER,
-    Allowed,
     Listener,
     address,
     peer_credentials,
@@ -76,7 +74,7 @@ class WeightOwner:
 
         Args:
             model: Path of an ONNX model; or a prepared one, which is borrowed for this call only.
-            allow_pids: As if `allow` was called with each, before anybody can ask.
+            allow_pids: As if `allow` was called with each, before any process can ask.
             options: What the engines that will load a model named by its path are asked for.
 
         Raises:
@@ -87,7 +85,7 @@ class WeightOwner:
         """
         if isinstance(allow_pids, (str, bytes)) or not isinstance(allow_pids, Iterable):
             raise InvalidInputError(f"allow_pids: got {allow_pids!r}, expected a list of pids")
-        self._allowed = Allowed()
+        self._allowed: dict[int, int] = {}
         for pid in allow_pids:
             _admit(self._allowed, pid)
         if isinstance(model, (str, os.PathLike)):
@@ -124,26 +122,22 @@ class WeightOwner:
 
     def revoke(self, pid: int) -> None:
         """Refuse a process from now on; what it was granted stays usable. Not allowed before: no matter."""
-        self._allowed.remove(pid)
+        self._allowed.pop(pid, None)
 
     def close(self) -> None:
-        """Answer nobody any more and let the entry go; what was granted stays usable."""
+        """Stop answering and let the entry go; what was granted stays usable."""
         self._finalizer.detach()
         self._listener.close()
 
     def __enter__(self) -> "WeightOwner":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _admit(allowed: Allowed, pid: int) -> None:
+def _admit(allowed: dict[int, int], pid: int) -> None:
+    """Allow the process that has this pid now, and no later one."""
     check_count("pid", pid, 0)
     if pid == 0:
         return
@@ -163,7 +157,7 @@ def _admit(allowed: Allowed, pid: int) -> None:
     start = start_time(pid)
     if start is None:
         raise InvalidInputError(f"pid: got {pid}, expected a process that is there: none has it")
-    allowed.add(pid, start)
+    allowed[pid] = start
 
 
 def _open_entry(model: Held) -> tuple[int, int]:
@@ -206,12 +200,7 @@ class SharedWeights:
     def __enter__(self) -> "SharedWeights":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
