@@ -15,8 +15,7 @@ from mcinfer.errors import ClosedError, InvalidInputError, ProtocolError, Weight
 from mcinfer.model_cache.cache import Cache, Held, entry_key
 from mcinfer.process import start_time
 from mcinfer.shm.descriptors import close_all, receive, send
-from mcinfer.shm.weight_listener import MAX_HANDLE, address
-from mcinfer.shm.weights import WeightOwner, open_weights
+from mcinfer.shm.weights import MAX_HANDLE, WeightOwner, address, open_weights
 
 FACTS = {"model": "a test's"}
 CONTENT = b"graph"

@@ -7,20 +7,29 @@
                                                                  is this process allowed? (kernel's word)
             SharedWeights ◄── one packet: the entry's folder and its lock (SCM_RIGHTS), or a refusal
 
+The kernel says which process and user has connected (`SO_PEERCRED`), so no process can pass for another.
+What a client sends is never read, and nothing waits for a client.
+
 Ownership: an owner has descriptors of its own for the folder and the lock, so the `Held` that it was made
-from may be closed before it. Whoever was granted them holds the entry just as the owner does: the lock is the
-same open file, so the entry stays until the last of them has let go, in whichever way each of them ends. When
-all have, nothing is left but the cache itself.
+from may be closed before it. A process that was granted them holds the entry just as the owner does: the lock
+is the same open file, so the entry stays until the last of them has let go, in any way. Then nothing is left
+but the cache itself. The owner's thread closes its descriptors when it ends. In a child that the process
+forks they are closed at once, or the socket's name would live on without an owner.
 """
 
 import errno
+import functools
 import json
 import os
+import secrets
 import select
 import socket
+import struct
+import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from mcinfer.config import EngineOptions, check_count, check_seconds
@@ -28,27 +37,194 @@ from mcinfer.errors import ClosedError, InvalidInputError, ProtocolError, Weight
 from mcinfer.model_cache.building import MODEL_FILE, ensure_prepared
 from mcinfer.model_cache.cache import CacheUnusableError, Held
 from mcinfer.process import start_time
-from mcinfer.shm.descriptors import close_all, receive
-from mcinfer.shm.weight_listener import (
-    GRANTED,
-    MAX_ANSWER_BYTES,
-    MAX_HANDLE,
-    NO_PID,
-    NOT_ALLOWED,
-    OTHER_USER,
-    Listener,
-    address,
-    peer_credentials,
-)
+from mcinfer.shm.descriptors import close_all, receive, send
+from mcinfer.wakeup import WakeUp
+
+_GRANTED = b'{"ok": true}'
+"""The answer that comes with the descriptors of the folder and of its lock, in this order."""
+
+_NOT_ALLOWED, _OTHER_USER, _NO_PID = "process", "user", "namespace"
+"""Why not: ``{"refused": why, "pid": pid}`` with the client's pid as the owner sees it."""
+
+_MAX_ANSWER_BYTES = 128
+
+MAX_HANDLE = (1 << 63) - 1
+"""MindSpore Lite's handles travel through signed 64-bit integers."""
 
 _REFUSALS = {
-    NOT_ALLOWED: "process {pid}: allow it there with WeightOwner.allow({pid})",
-    OTHER_USER: "process {pid}: it belongs to another user",
-    NO_PID: "this process: it has no pid in the owner's pid namespace, so nothing there can name it",
+    _NOT_ALLOWED: "process {pid}: allow it there with WeightOwner.allow({pid})",
+    _OTHER_USER: "process {pid}: it belongs to another user",
+    _NO_PID: "this process: it has no pid in the owner's pid namespace, so nothing there can name it",
 }
 _CONNECT_PAUSE = 0.01
 _LONGEST_WAIT = 86400.0
 """Seconds of one wait: poll(2) takes no more than 24 days."""
+
+_CREDENTIALS = struct.Struct("=iII")  # struct ucred: pid, uid, gid
+_LAST_ANSWER = 5.0
+"""Seconds that `_Listener.close` gives to the answer being sent, which takes next to none."""
+_BACK_OFF = 0.1
+"""Seconds until an owner that had no descriptor left tries to accept again."""
+
+
+def address(handle: int) -> str:
+    """The abstract address (unix(7)) that the owner of a handle listens on.
+
+    A handle is a random number, and nothing else is in it. It is no secret: the kernel says who asks.
+    """
+    return f"\0mcinfer-weights-{handle:016x}"
+
+
+def _peer_credentials(connection: socket.socket) -> tuple[int, int]:
+    """The pid and the user id of the other side, as of its connect or listen; pid 0 if it has none here."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(packed)
+    return pid, uid
+
+
+@functools.cache
+def _listeners() -> "weakref.WeakSet[_Listener]":
+    """All of this process, for the children that it forks.
+
+    Made with the first of them, and once: what is registered for forks stays registered.
+    """
+    listeners: weakref.WeakSet[_Listener] = weakref.WeakSet()
+
+    def leave() -> None:
+        for listener in [*listeners]:
+            listener.leave_to_parent()
+
+    os.register_at_fork(after_in_child=leave)
+    return listeners
+
+
+class _Listener:
+    """Answers each process that connects, until `stop`.
+
+    It does not know its `WeightOwner`, so that one that is garbage is collected though the thread runs.
+
+    Attributes:
+        handle: Its socket's name is made from this.
+        is_parents: Whether this process was forked from the one that it belongs to.
+    """
+
+    def __init__(self, descriptors: tuple[int, ...], allowed: Mapping[int, int]) -> None:
+        """Listen; no process is answered before `start`.
+
+        Args:
+            descriptors: To hand over. They are this object's from now on, whatever comes.
+            allowed: Start times of the processes that may map, by pid, since pids are used again. Borrowed;
+                another thread may change it.
+
+        Raises:
+            OSError: No descriptor is left.
+        """
+        self.is_parents = False
+        self._allowed = allowed
+        self._descriptors = descriptors
+        self._wakeup: WakeUp | None = None
+        self._socket: socket.socket | None = None
+        self.handle = 1 + secrets.randbelow(MAX_HANDLE)
+        try:
+            self._wakeup = WakeUp()
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            _listeners().add(self)  # before it has a name, which forked children would keep
+            self._socket.bind(address(self.handle))
+            self._socket.setblocking(False)
+            self._socket.listen(socket.SOMAXCONN)
+            self._thread = threading.Thread(
+                target=self._serve,
+                args=(self._socket, self._wakeup.fd),
+                name="mcinfer-weights",
+                daemon=True,
+            )
+        except BaseException:
+            self._end()
+            raise
+
+    def start(self) -> None:
+        """Start answering. Apart from the rest, so that who owns this can see to its end first."""
+        try:
+            self._thread.start()
+        except BaseException:
+            if self._thread.ident is None:
+                self._end()
+            raise
+
+    def stop(self) -> None:
+        """Tell the thread to end. Takes no lock and never waits; nothing happens in a forked child."""
+        wakeup = self._wakeup
+        if wakeup is not None:
+            wakeup.set()
+
+    def close(self) -> None:
+        """Tell it, and wait until all is gone; likewise."""
+        self.stop()
+        started = self._thread.ident is not None
+        if started and not self.is_parents and threading.current_thread() is not self._thread:
+            self._thread.join(_LAST_ANSWER)
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: give up what was inherited. The parent's stays as it is."""
+        self.is_parents = True
+        self._give_up()
+
+    def _serve(self, listening: socket.socket, woken: int) -> None:
+        try:
+            while True:
+                ready = _readable(None, woken, listening.fileno())
+                if woken in ready:
+                    break
+                try:
+                    connection, _ = listening.accept()
+                except OSError:
+                    # No descriptor is left. The client still waits: accepting again at once would
+                    # take a whole core.
+                    if _readable(_BACK_OFF, woken):
+                        break
+                    continue
+                with (
+                    connection,
+                    suppress(OSError),
+                ):  # the client is gone, or sees that nothing comes
+                    self._answer(connection)
+        finally:
+            self._end()
+
+    def _answer(self, connection: socket.socket) -> None:
+        pid, uid = _peer_credentials(connection)
+        if uid != os.geteuid():
+            refused = _OTHER_USER
+        elif pid == 0:
+            refused = _NO_PID
+        elif (start := self._allowed.get(pid)) is None or start != start_time(pid):
+            refused = _NOT_ALLOWED
+        else:
+            send(connection, _GRANTED, self._descriptors)
+            return
+        send(connection, json.dumps({"refused": refused, "pid": pid}).encode())
+
+    def _end(self) -> None:
+        if self._socket is not None:
+            with suppress(OSError):  # it does not listen yet
+                # A child forked behind Python's back holds the socket too: this ends it there as well.
+                self._socket.shutdown(socket.SHUT_RDWR)
+        self._give_up()
+
+    def _give_up(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._wakeup = None
+        descriptors, self._descriptors = self._descriptors, ()
+        close_all(descriptors)
+
+
+def _readable(seconds: float | None, *descriptors: int) -> list[int]:
+    """Which of these are, once one is or the time is over."""
+    poll = select.poll()
+    for fd in descriptors:
+        poll.register(fd, select.POLLIN)
+    return [fd for fd, _ in poll.poll(None if seconds is None else seconds * 1000)]
 
 
 class WeightOwner:
@@ -96,7 +272,7 @@ class WeightOwner:
                 held.close()
         else:
             entry = _open_entry(model)
-        self._listener = Listener(entry, self._allowed)
+        self._listener = _Listener(entry, self._allowed)
         self._finalizer = weakref.finalize(self, self._listener.stop)
         self._listener.start()
         self.handle = self._listener.handle
@@ -239,7 +415,7 @@ def _ask(handle: int, timeout: float) -> tuple[bytes, list[int]]:
         try:
             _connect(connection, handle, deadline)
             # Abstract names belong to nobody: that of a dead owner can be taken by any user.
-            pid, uid = peer_credentials(connection)
+            pid, uid = _peer_credentials(connection)
             owner += f" (pid {pid})" if pid else ""
             if uid != os.geteuid():
                 raise WeightAccessError(
@@ -251,7 +427,7 @@ def _ask(handle: int, timeout: float) -> tuple[bytes, list[int]]:
             left = min(max(deadline - time.monotonic(), 0.0), _LONGEST_WAIT)
             if not poll.poll(left * 1000):
                 raise TimeoutError
-            data, descriptors = receive(connection, MAX_ANSWER_BYTES)
+            data, descriptors = receive(connection, _MAX_ANSWER_BYTES)
         except TimeoutError:
             raise WeightAccessError(f"{owner} did not answer within {timeout:g} s") from None
         except ConnectionRefusedError:
@@ -283,7 +459,7 @@ def _connect(connection: socket.socket, handle: int, deadline: float) -> None:
 
 def _check_answer(handle: int, data: bytes, descriptors: list[int]) -> None:
     """Return if the owner granted them; else close what came, and say why not."""
-    if data == GRANTED and len(descriptors) == 2:
+    if data == _GRANTED and len(descriptors) == 2:
         return
     close_all(descriptors)
     try:

@@ -17,8 +17,7 @@ import pytest
 
 from mcinfer.errors import WeightAccessError
 from mcinfer.model_cache.cache import Cache, Held, entry_key
-from mcinfer.shm.weight_listener import address
-from mcinfer.shm.weights import WeightOwner, open_weights
+from mcinfer.shm.weights import WeightOwner, address, open_weights
 from tests.process.scripts import ROOT
 from tests.process.waiting import is_alive
 
@@ -34,7 +33,7 @@ from pathlib import Path
 from mcinfer.errors import ClosedError, WeightAccessError
 from mcinfer.model_cache.cache import Cache, entry_key
 from mcinfer.process import start_time
-from mcinfer.shm.weight_listener import address
+from mcinfer.shm.weights import address
 from mcinfer.shm.weights import WeightOwner, open_weights
 
 FACTS = {"model": "a test's"}
