@@ -223,22 +223,15 @@ def _prepared(before: _Facts, after: _Facts | None) -> _Facts | None:
     """What the cache had of a model, and has now that a worker has loaded it, in one."""
     if after is None:
         return None
-    used = {key: entry for key, entry in after.items() if entry["used"]}
-    if used:
-        key = next(iter(used))
-        return {"state": "already" if key in before else "now", "key": key, **_size(after, key)}
-    if not after:
+    used = [key for key, entry in after.items() if entry["used"]]
+    key = next(iter(used or after), None)
+    if key is None:
         return {"state": "no", "key": None, "bytes": None}
-    key = next(iter(after))
-    return {
-        "state": "failed" if after[key]["failed"] else "unused",
-        "key": key,
-        **_size(after, key),
-    }
-
-
-def _size(entries: _Facts, key: str) -> _Facts:
-    return {"bytes": entries[key]["bytes"]}
+    if used:
+        state = "already" if key in before else "now"
+    else:
+        state = "failed" if after[key]["failed"] else "unused"
+    return {"state": state, "key": key, "bytes": after[key]["bytes"]}
 
 
 # How it is said.

@@ -99,7 +99,6 @@ RUNTIME = Runtime(
             "session.intra_op_thread_affinities",
         }
     ),
-    folder_key=FOLDER_KEY,
 )
 
 _SAVING = {

@@ -39,7 +39,7 @@ from mcinfer.model_cache.building import (
 )
 from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held, entry_key, is_key
 from mcinfer.model_cache.entries import MANIFEST, disk_bytes
-from mcinfer.model_cache.keys import Source, read_source
+from mcinfer.model_cache.keys import FOLDER_KEY, Source, read_source
 from mcinfer.model_cache.onnx_files import check_regular, model_files
 from mcinfer.printable import shortened
 
@@ -82,13 +82,11 @@ class Runtime:
         version: Its name and version.
         build: What tells builds of one version from each other.
         ignored: Keys of session configurations that change nothing in them.
-        folder_key: The key that says where a model's external data lies.
     """
 
     version: str
     build: str
     ignored: frozenset[str]
-    folder_key: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +115,7 @@ def find_or_make(
         return Preparation(held=_adopt(model.parent, request, runtime))
     if request.device.kind != "cpu" or request.prepare == "never":
         return Preparation()
-    folder = request.session_config.get(runtime.folder_key)
+    folder = request.session_config.get(FOLDER_KEY)
     try:
         if request.prepare == "auto" and not _is_large(Path(request.model).absolute(), folder):
             return Preparation()
@@ -151,7 +149,7 @@ def describe(request: EngineRequest, runtime: Runtime) -> dict[str, Any]:
         BuildError: The model cannot be read.
         OSError: Likewise.
     """
-    folder = request.session_config.get(runtime.folder_key)
+    folder = request.session_config.get(FOLDER_KEY)
     with ExitStack() as opened:
         memory = None
         with suppress(CacheUnusableError):
