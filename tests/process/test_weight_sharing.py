@@ -167,16 +167,6 @@ def unanswered(handle: int) -> str:
 # Who gets them.
 
 
-def test_listed_process_maps_the_weights(held: Held, client: Script) -> None:
-    with WeightOwner(held, [client.pid]) as owner:
-        assert client.ask(owner.handle) == OPENED
-
-
-def test_process_that_is_not_listed_is_refused_by_its_pid(held: Held, client: Script) -> None:
-    with WeightOwner(held, [os.getpid()]) as owner:
-        assert client.ask(owner.handle) == refusal(owner, client.pid)
-
-
 def test_process_is_allowed_and_revoked_while_the_owner_serves(held: Held, client: Script) -> None:
     with WeightOwner(held) as owner:
         unlisted = client.ask(owner.handle)
@@ -295,12 +285,6 @@ def test_weights_of_an_owner_that_was_killed_are_not_to_be_had(
         owner.process.kill()
         os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)
         assert client.ask(handle) == unanswered(handle)  # though its parent has not waited for it
-
-
-def test_weights_of_an_owner_that_closed_them_are_not_to_be_had(held: Held, client: Script) -> None:
-    with WeightOwner(held, [client.pid]) as owner:
-        assert client.ask(owner.handle) == OPENED
-    assert client.ask(owner.handle) == unanswered(owner.handle)
 
 
 def test_owner_that_is_garbage_is_closed(held: Held, client: Script) -> None:
