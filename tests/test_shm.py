@@ -505,19 +505,6 @@ def test_slot_held_in_a_cycle_is_free_once_the_cycle_is_collected(arena: Arena) 
         gc.enable()
 
 
-def test_exception_with_a_traceback_holds_the_slots_of_its_frames(arena: Arena) -> None:
-    def fail() -> None:
-        array = view(arena.allocate(1000))
-        raise ValueError(array.size)
-
-    with pytest.raises(ValueError, match="1000") as caught:
-        fail()
-    assert arena.used > 0
-    del caught
-    gc.collect()
-    assert arena.used == 0
-
-
 def test_views_dropped_by_many_threads_all_come_back() -> None:
     """One thread allocates, as the loop does; others drop what it gave, whenever they like."""
     arena = Arena(64 * MIB)
