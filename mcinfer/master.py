@@ -413,7 +413,7 @@ class Master:
             return self._learn_from(call, _CheckRuns(self, call))
         if self._max_batch_size > 1 and call.joins and not call.known.settled:
             return self._predict_offered(call)
-        request = self._request(call)
+        request = self._request(call, may_wait=True)
         try:
             self._loop.enter(request, wait=False)
             self._loop.await_answer(request)
@@ -749,7 +749,7 @@ class Master:
 
     def _submit(self, call: "_Call", *, wait: bool = True) -> "OutcomeFuture[Arrays]":
         """Queue a request: its future."""
-        request = self._request(call, wait=wait)
+        request = self._request(call, wait=wait, may_wait=self._loop.may_wait())
         future = OutcomeFuture(request, self._loop)
         if not request.settled:  # a batch of no rows is answered already
             self._loop.enter(request, wait=wait)
@@ -768,10 +768,9 @@ class Master:
                     partial(call.splitter.learn_from_pair, pair, 2 * call.timeout, runs)
                 )
 
-    def _request(self, call: "_Call", *, wait: bool = True) -> Request:
+    def _request(self, call: "_Call", *, wait: bool = True, may_wait: bool) -> Request:
         """What was asked for, with its inputs in shared memory."""
         planner, known, limits = call.planner, call.known, self._limits
-        may_wait = self._loop.may_wait()
         memory_wait = 0.0
         if wait and may_wait and limits.when_full == "wait":
             memory_wait = max(0.0, call.start + call.timeout - monotonic())

@@ -43,9 +43,8 @@ from mcinfer.errors import (
     ReadyTimeoutError,
 )
 from mcinfer.machine import usable_memory
-from mcinfer.protocol import Build, BuildFinish, Error, Message, Reply
-from mcinfer.requests.future import Outcome, OutcomeFuture
-from mcinfer.requests.request import Request
+from mcinfer.protocol import REPLY, REPLY_HEAD, Build, BuildFinish, Error, Message, Reply
+from mcinfer.requests.request import Follower, Outcome, Request
 from mcinfer.runtime.connections import Connections, UnreachableError, memory_limits
 from mcinfer.runtime.delivery import Delivery
 from mcinfer.scheduler.actions import (
@@ -67,8 +66,8 @@ from mcinfer.scheduler.request_table import Entry
 from mcinfer.scheduler.scheduler import LONG_RUN, Scheduler, trace_of
 from mcinfer.scheduler.workers import describe_exit
 from mcinfer.shm.arena import Arena, Slot
+from mcinfer.shm.descriptors import WakeUp
 from mcinfer.statistics import Health, RequestTrace, Statistics, TraceHook
-from mcinfer.wakeup import WakeUp
 
 T = TypeVar("T")
 
@@ -269,6 +268,7 @@ class Loop:
         """Open what the loop works with, and start it; all of that or nothing."""
         with ExitStack() as opened:
             self._connections.open()
+            self._transport = self._connections.transport
             opened.callback(self._connections.close, 0.0)
             opened.callback(self._connections.close_socket)
             self._poll = select.epoll()
@@ -342,7 +342,7 @@ class Loop:
 
     def check_open(self, *, for_request: bool = False) -> None:
         """Raise `ClosedError` unless calls are taken; `for_request`, `QueueFullError` if none has a place."""
-        if self._thread is None or self._close_asked or self.is_forked:
+        if self._thread is None or self._close_asked or os.getpid() != self._pid:
             self._check_process()
             if self.finished:
                 raise ClosedError("the master is closed")
@@ -617,7 +617,7 @@ class Loop:
         if self._readable or inbox or self.finished:
             return
         self._asleep = True
-        if inbox or not self._connections.may_sleep():
+        if inbox or not self._transport.may_sleep():
             self._asleep = False
             self._readable = True
             return
@@ -1057,22 +1057,25 @@ class Loop:
         """Take the messages that are there, or the first of very many; whether there were any."""
         if self.finished:
             return False
+        receive, peers = self._transport.receive, self._connections.peers
         for taken in range(_MAX_MESSAGES):
-            received = self._connections.receive()
+            received = receive()
             if received is None:
                 self._readable = False
                 return taken > 0
-            index, message = received
-            if index is None:
+            peer, data = received
+            process = peers.get(peer)
+            whole = process is None or process.outlawed or len(data) != REPLY_HEAD.size
+            if process is not None and not whole and data[0] == REPLY:
+                self._take_reply(process.index, *REPLY_HEAD.unpack(data)[1:])
                 continue
-            if isinstance(message, tuple):
-                self._take_reply(index, *message)
-            else:
+            index, message = self._connections.read(peer, data)
+            if index is not None:
                 self._handle_message(index, message, monotonic())
         return True
 
     def _take_reply(self, index: int, number: int, shard: int, seconds: float) -> None:
-        """The head of a REPLY: all outputs are where they were to be."""
+        """The head of a REPLY, not checked yet: all outputs are where they were to be."""
         now = monotonic()
         request = self._requests.get(number)
         entry = None
@@ -1086,7 +1089,7 @@ class Loop:
             else:
                 self._handle_message(index, reply, now)
             return
-        request.take_in_place(shard, index)
+        request.workers[shard] = index
         if not entry.unanswered:
             del self._requests[number]
             self._settle(request, None, entry)
@@ -1304,7 +1307,7 @@ def _take(claims: list[bool]) -> bool:
         return False
 
 
-def _prepare(future: "ref[OutcomeFuture[Any]]") -> None:
+def _prepare(future: "ref[Follower]") -> None:
     """Make the result of a future that its user still has: a call in the queue must not hold its memory."""
     found = future()
     if found is not None:
