@@ -417,7 +417,9 @@ class Master:
         try:
             self._loop.enter(request, wait=False)
             self._loop.await_answer(request)
-            return request.result()
+            outputs = request.result()
+            request.let_go()  # a trace hook may still have to hear of it
+            return outputs
         except PredictError as exc:
             if not _may_run_whole(len(request.rows), call, exc):
                 raise

@@ -457,6 +457,10 @@ class Request(Outcome[Arrays]):
 
     # For callers.
 
+    def let_go(self) -> None:
+        """The caller has the result, and is the only one who asks for it."""
+        self._value = None
+
     def value(self) -> Arrays:
         """The outputs by name, in the model's order.
 

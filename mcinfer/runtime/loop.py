@@ -25,6 +25,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from contextvars import Context
 from dataclasses import replace
 from functools import partial
 from time import monotonic
@@ -1200,13 +1201,26 @@ class Loop:
         request.copies = self.arena.crowded
         request.settle(error, cancelled=cancelled)
         if self._trace is not None:
-            if trace is not None and request.context is not None:
-                joins = future is not None and error is None and not request.is_simple
-                arguments = (self._trace, request, trace, monotonic(), joins)
-                self._delivery.trace(partial(_call_trace_hook, *arguments))
+            if trace is not None and (context := request.context) is not None:
+                self._trace_request((self._trace, context, trace, monotonic()), request, future)
         elif future is not None and error is None and (self.arena.crowded or not request.is_simple):
             # What it holds must not wait until its user asks for it.
             self._delivery.put(partial(_prepare, ref(future)))
+
+    def _trace_request(
+        self,
+        arguments: tuple[TraceHook, Context, RequestTrace | Entry, float],
+        request: Request,
+        future: Follower | None,
+    ) -> None:
+        """Have the trace hook called. A call in the queue must not hold the memory of a result."""
+        if request.error is not None or request.is_simple:
+            self._delivery.trace(partial(_call_trace_hook, *arguments, request.error))
+        elif future is None:
+            # Its caller joins the parts, and collects the result.
+            self._delivery.trace(partial(_trace_joined, request, False, *arguments))
+        else:
+            self._delivery.put(partial(_trace_joined, request, True, *arguments))
 
     def _turn_over(self, action: Action) -> list[Action]:
         """Carry out what concerns the whole pool; what is to be done next."""
@@ -1329,33 +1343,48 @@ class _Promise(Outcome[T]):
         return getattr(self, "_what", None)  # type: ignore[return-value]
 
 
+def _trace_joined(
+    request: Request,
+    joins: bool,
+    hook: TraceHook,
+    context: Context,
+    trace: RequestTrace | Entry,
+    joined: float,
+) -> None:
+    """Call the trace hook for a request whose parts are joined: here, or by its caller."""
+    if joins:
+        with suppress(Exception):  # it is the request's error then
+            request.value()
+        joined = monotonic()
+    _call_trace_hook(hook, context, trace, joined, request.error)
+
+
 def _call_trace_hook(
-    hook: TraceHook, request: Request, trace: RequestTrace | Entry, joined: float, joins: bool
+    hook: TraceHook,
+    context: Context,
+    trace: RequestTrace | Entry,
+    joined: float,
+    error: BaseException | None,
 ) -> None:
     """Call the trace hook, in the delivery thread.
 
     Args:
         hook: The user's.
-        request: Whose trace it is.
+        context: Of the call that made the request.
         trace: As the scheduler knows it, or what it knows, of which it is made here.
-        joined: When the request was settled.
-        joins: Whether its parts are to be joined here, before anybody asks for them.
+        joined: When the result was complete.
+        error: Why the request failed.
     """
-    if joins:
-        with suppress(Exception):  # it is the request's error then
-            request.value()
-        joined = monotonic()
+    if error is not None and not isinstance(error, McinferError):
+        error = PredictError(f"the answers could not be joined: {error!r}")
     if isinstance(trace, Entry):
-        trace = trace_of(trace)
-    error = request.error
-    if trace.error is None and error is not None:
-        if not isinstance(error, McinferError):
-            error = PredictError(f"the answers could not be joined: {error!r}")
-        trace = replace(trace, outcome="failed", error=error)
-    trace = replace(trace, joined=joined)
+        trace = trace_of(trace, error, "failed" if error else "succeeded", joined)
+    elif trace.error is None and error is not None:
+        trace = replace(trace, outcome="failed", error=error, joined=joined)
+    else:
+        trace = replace(trace, joined=joined)
     try:
-        if request.context is not None:
-            request.context.run(hook, trace)
+        context.run(hook, trace)
     except BaseException:
         # Also SystemExit and its like: others wait behind it.
         _log.exception("the trace hook failed")
