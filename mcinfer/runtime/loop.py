@@ -95,6 +95,9 @@ _PATIENCE = 10.0
 _CALLER_PATIENCE = 5.0
 """Seconds past its deadline that a caller waits for the loop to say so."""
 
+_LOOP_PATIENCE = 60.0
+"""Seconds that a question to the loop waits for its answer, which takes as long as one turn of the loop."""
+
 _LAST_OUTPUT = 1.0
 """Seconds that a closing master gives to what its workers printed last, and to callbacks."""
 
@@ -498,9 +501,12 @@ class Loop:
         return call.result()
 
     def _await(self, call: Outcome[Any]) -> None:
+        end = monotonic() + _LOOP_PATIENCE
         while not call.wait(1.0):
             if self._gone:
                 self._refuse_inbox()
+            elif monotonic() >= end:
+                raise McinferError(f"the loop did not answer within {_LOOP_PATIENCE:g} s")
 
     # Health, for any thread.
 
@@ -903,37 +909,51 @@ class Loop:
                 item.settle(ClosedError("the master is closed"))
 
     def _collapse(self, exc: BaseException) -> None:
-        """Last resort: end everything, answer everyone."""
+        """A fault of mcinfer: end all workers, fail all requests."""
         self._failure = ClosedError(f"the master failed: {exc!r}")
         self.finished = True
-        for process in self._connections.processes.values():
-            process.kill()
         requests = [*self._requests.values()]
         self._requests.clear()
         for request in requests:
             if not request.settled:
                 self._refuse(request, self._failure)
+        self._table.give_up()
+        processes = [*self._connections.processes.items()]
+        for _, process in processes:
+            process.kill()
+        end = monotonic() + _LAST_OUTPUT
+        for index, process in processes:
+            ended = select.poll()
+            ended.register(process.pidfd, select.POLLIN)
+            if ended.poll(max(0.0, end - monotonic()) * 1000):
+                self._connections.remove(index)
+                process.reap()
 
     def _tear_down(self) -> None:
-        """After the last worker: give up sockets, descriptors and the folder."""
+        """After the last worker: give up sockets, descriptors and the folder; whatever fails, all of that."""
         self.finished = True
         self.serving = 0
-        self._connections.close_socket()
-        self._poll.close()
-        self.arena.close()
+        with ExitStack() as last:  # what was entered last comes first
+            last.callback(self._delivery.close)
+            last.callback(self._refuse_all)
+            last.callback(self._connections.close, _LAST_OUTPUT)
+            last.callback(self.arena.close)
+            last.callback(self._poll.close)
+            last.callback(self._connections.close_socket)
+
+    def _refuse_all(self) -> None:
+        """Answer all callers that still wait."""
+        closed = ClosedError("the master was closed")
         self._refuse_line("the master is closed")
         for wanted in self._memory_line:
             wanted.settle(ClosedError("the master is closed"))
         self._memory_line.clear()
-        self._connections.close(_LAST_OUTPUT)
-        closed = ClosedError("the master was closed")
         if self._restarted is not None and not self._restarted.settled:
             self._restarted.settle(closed)
         if not self._started.settled:
             self._started.settle(self._failure or closed)
         self._gone = True
         self._refuse_inbox()
-        self._delivery.close()
 
     def _restart(self) -> "tuple[_Promise[None] | None, _Promise[None] | None]":
         """Begin to replace all workers: the restart that goes on, or the one that was begun."""
@@ -1294,11 +1314,18 @@ class Loop:
         except Exception as exc:  # also of what is no OSError: `sys.executable` may be None
             how = f"could not be started: {exc}"
             return self._scheduler.handle_died(monotonic(), worker, how)
-        self._poll.register(process.pidfd, select.EPOLLIN)
-        self._pidfds.add(process.pidfd)
         fd = self._connections.worker_fd(worker)
-        if fd is not None:
-            self._poll.register(fd, select.EPOLLIN)
+        try:
+            self._poll.register(process.pidfd, select.EPOLLIN)
+            if fd is not None:
+                self._poll.register(fd, select.EPOLLIN)
+        except OSError as exc:  # /proc/sys/fs/epoll/max_user_watches, or no memory
+            process.kill()
+            self._connections.remove(worker)  # closes its end, which the poll forgets with that
+            process.reap()
+            how = f"could not be watched: {exc}"
+            return self._scheduler.handle_died(monotonic(), worker, how)
+        self._pidfds.add(process.pidfd)
         self._scheduler.handle_started(worker, process.pid)
         self._delivery.log(logging.INFO, "%s started", self._scheduler.name(worker))
         return []

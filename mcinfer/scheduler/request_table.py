@@ -190,6 +190,11 @@ class RequestTable:
             case "cancelled":
                 self.cancelled += 1
 
+    def give_up(self) -> None:
+        """All that is open has failed, and the book is closed."""
+        self.failed += self.in_flight
+        self.in_flight = self.in_flight_bytes = self.not_begun = 0
+
     def strike(self, entry: Entry) -> bool:
         """Take it out of the book if it is answered and no worker has a shard of it; whether it was."""
         if not entry.settled or entry.outstanding:
