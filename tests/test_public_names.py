@@ -63,7 +63,7 @@ def test_star_brings_all_public_names_and_no_other() -> None:
 
 def test_name_that_there_is_not_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match=r"module 'mcinfer' has no attribute 'Slave'"):
-        _ = mcinfer.Slave
+        _ = mcinfer.Slave  # type: ignore[attr-defined]
     with pytest.raises(ImportError, match="Slave"):
         exec("from mcinfer import Slave")  # noqa: S102 as a user writes it
 

@@ -246,6 +246,7 @@ class Request(Outcome[Arrays]):
         copies: Whether its value is better kept in ordinary memory, since shared memory is short.
         contradicted: Called with the reason where its parts do not join, if there is one to call.
         workers: By shard, the index of the worker that answered it.
+        wanted: Names of the outputs that its value has; None is all.
     """
 
     __slots__ = (
@@ -275,6 +276,7 @@ class Request(Outcome[Arrays]):
         "size",
         "timeout",
         "waits",
+        "wanted",
         "weights",
         "workers",
     )
@@ -337,11 +339,18 @@ class Request(Outcome[Arrays]):
         self._parts: dict[tuple[int, str], _Part] | None = None
         self.workers: dict[int, int] = {}
         self._value: Arrays | None = None
+        self.wanted: Sequence[str] | None = None
 
     def preset(self, value: Arrays) -> None:
         """Its value is known without a run."""
         self._value = value
         self.settled = True
+
+    def want(self, names: Sequence[str]) -> None:
+        """Its value has only these outputs."""
+        self.wanted = names
+        if self._value is not None:
+            self._value = pick(self._value, names)
 
     # For the loop.
 
@@ -497,6 +506,8 @@ class Request(Outcome[Arrays]):
                 # The frames of its traceback hold memory, and this, which holds the error.
                 exc.__traceback__ = self = outputs = parts = None  # type: ignore[assignment]
                 raise
+        if self.wanted is not None:
+            value = pick(value, self.wanted)
         self._value = value
         self._outputs = None
         if self._parts:
@@ -541,6 +552,11 @@ class Request(Outcome[Arrays]):
                 self.contradicted(str(exc))
             raise
         return value
+
+
+def pick(outputs: Arrays, names: Sequence[str] | None) -> Arrays:
+    """Some of the outputs, in the order of the names; all, for None."""
+    return outputs if names is None else {name: outputs[name] for name in names}
 
 
 def _find(

@@ -363,6 +363,20 @@ class Loop:
             self._scheduler.check_room(0)
 
     @property
+    def state(self) -> str:
+        """The state in words, without asking the loop."""
+        if self.is_forked:
+            return f"of process {self._pid}"
+        if self.finished:
+            return "closed" if self._failure is None else "failed"
+        if self._start_claims:
+            return "not started"
+        if self._close_asked or not self._started.settled:
+            return "closing" if self._close_asked else "starting"
+        workers = len(self._builds)
+        return "ready" if self.serving == workers else f"{self.serving} of {workers} workers serve"
+
+    @property
     def is_forked(self) -> bool:
         """Whether this process was forked from the master's: then it has no loop."""
         return os.getpid() != self._pid
