@@ -37,8 +37,7 @@ from mcinfer.errors import ClosedError, InvalidInputError, ProtocolError, Weight
 from mcinfer.model_cache.building import MODEL_FILE, ensure_prepared
 from mcinfer.model_cache.cache import CacheUnusableError, Held
 from mcinfer.process import start_time
-from mcinfer.shm.descriptors import close_all, receive, send
-from mcinfer.wakeup import WakeUp
+from mcinfer.shm.descriptors import WakeUp, close_all, receive, send
 
 _GRANTED = b'{"ok": true}'
 """The answer that comes with the descriptors of the folder and of its lock, in this order."""
