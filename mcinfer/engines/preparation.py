@@ -71,6 +71,8 @@ _LOG_SECONDS = 2.0
 _WARN_SECONDS = 4.0
 """After these a start is slow enough to say why, once and at the default log level."""
 
+_SLOW = "preparing %s once for this machine; later starts are quick"
+
 _log = logging.getLogger("mcinfer.model_cache")
 
 
@@ -193,7 +195,7 @@ def ensure(progress: Progress, engine: str, request: Mapping[str, Any], shown: b
     module = import_module(f"mcinfer.engines._{engine}")
     wanted = replace(_request(request), prepare="always")
     if shown:
-        _log.setLevel(logging.ERROR)
+        _log.addFilter(lambda record: record.msg != _SLOW)
     preparation: Preparation = module.prepared(wanted, progress)
     if preparation.held is None:
         module.load(replace(wanted, prepare="never"))  # it may not be a model at all
@@ -321,7 +323,7 @@ def _fill_in_child(
             due = seconds + _LOG_SECONDS
         if not warned and state and seconds >= _WARN_SECONDS:
             warned = True
-            _log.warning("preparing %s once for this machine; later starts are quick", size)
+            _log.warning(_SLOW, size)
 
     opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     most_file_bytes = _MAX_GROWTH * source.size + _MAX_ADDED_BYTES

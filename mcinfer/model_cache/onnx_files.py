@@ -347,48 +347,60 @@ def scan(path: str | os.PathLike[str]) -> OnnxFile:
             raise BuildError(f"{os.fspath(path)}: got an empty file, expected an ONNX model")
         data = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
     found = OnnxFile()
+    nodes: Counter[tuple[bytes, bytes]] = Counter()
     with data:
         try:
             if not _has(data, (0, len(data)), _GRAPH):
                 raise _MalformedError("no graph")
-            _walk(data, _MODEL, (0, len(data)), found)
+            _walk(data, _MODEL, (0, len(data)), found, nodes)
         except _MalformedError as exc:
             raise BuildError(f"{os.fspath(path)}: got {exc}, expected an ONNX model") from None
+    for (domain, operator), count in nodes.items():
+        kind = domain.decode(errors="replace") or _MAIN_DOMAIN, operator.decode(errors="replace")
+        found.operators[kind] += count
     found.producer = found.producer.strip()
     found.constants -= len(found.initializers)
     return found
 
 
 def _walk(
-    data: mmap.mmap, message: str, bounds: tuple[int, int], found: OnnxFile, depth: int = 1
+    data: mmap.mmap,
+    message: str,
+    bounds: tuple[int, int],
+    found: OnnxFile,
+    nodes: Counter[tuple[bytes, bytes]],
+    depth: int = 1,
 ) -> None:
-    """Note what a message has in it, at any depth. Several graphs of one model are one graph in parts."""
+    """Note what a message has in it, at any depth, and its nodes by domain and type.
+
+    Several graphs of one model are one graph in parts.
+    """
     if depth > _MAX_DEPTH:
         raise _MalformedError(
             f"more than {_MAX_DEPTH} messages within each other at byte {bounds[0]}"
         )
     holds = _HOLDS[message]
-    operator = domain = ""
+    is_node, operator, domain = message == _NODE, b"", b""
     for tag, first, last in _fields(data, *bounds):
         held = holds.get(tag)
-        if held == _TENSOR:
+        if held is None and is_node:
+            if tag == _OPERATOR:
+                operator = data[first:last]
+            elif tag == _OPERATOR_DOMAIN:
+                domain = data[first:last]
+        elif held == _TENSOR:
             tensor = _tensor(data, first, last)
             _note_tensor(found, tensor)
             if depth == 2 and tag == _INITIALIZER and message == "GraphProto":
                 found.initializers[tensor.name] = tensor
         elif held is not None:
-            _walk(data, held, (first, last), found, depth + 1)
-        elif message == _NODE:
-            if tag == _OPERATOR:
-                operator = _text(data, first, last)
-            elif tag == _OPERATOR_DOMAIN:
-                domain = _text(data, first, last)
+            _walk(data, held, (first, last), found, nodes, depth + 1)
         elif depth == 1:
             _note_of_model(data, tag, first, last, found)
         elif depth == 2 and tag in (_INPUT, _OUTPUT) and message == "GraphProto":
             _note_value(data, tag, (first, last), found)
-    if message == _NODE:
-        found.operators[domain or _MAIN_DOMAIN, operator] += 1
+    if is_node:
+        nodes[domain, operator] += 1
 
 
 def _note_tensor(found: OnnxFile, tensor: Initializer) -> None:
