@@ -281,7 +281,7 @@ class PartialResults:
                 stack.callback(os.close, self._parent)
                 self._folder = self._take(stack)
                 if restart:
-                    self._clear()
+                    _clear(self._folder)
                 self._recall()
             except OSError as exc:
                 raise McinferError(f"--output: {self.path}: {exc.strerror}") from exc
@@ -311,6 +311,7 @@ class PartialResults:
                     text = f"--output: another run is writing to {self.path}"
                     raise McinferError(text) from None
                 if os.path.samestat(os.fstat(lock), os.stat(_LOCK, dir_fd=folder)):
+                    tried.callback(self._tidy, folder)
                     stack.push(tried.pop_all())
                     return folder
 
@@ -400,7 +401,7 @@ class PartialResults:
             How many answers are kept: fewer than there are, if the disk takes no more.
         """
         with suppress(OSError):
-            self._remove(_WHOLE)  # and what is not whole: the disk may be full
+            _remove(self._folder, _WHOLE)  # and what is not whole: the disk may be full
             for file, size in zip(self._files, self._sizes, strict=True):
                 os.ftruncate(file, size)
             if self.done > self._saved:
@@ -447,27 +448,33 @@ class PartialResults:
 
     def forget(self) -> None:
         """Leave nothing to resume."""
-        self._remove(_PROGRESS)
+        _remove(self._folder, _PROGRESS)
         self._saved = 0
 
     def close(self) -> None:
         """Let go of the folder, which is removed unless there is something in it to resume."""
-        with self._stack:
-            if not self._saved:
-                self._clear()
-                self._remove(_LOCK)
-                with suppress(OSError):  # something in it is not mcinfer's
-                    os.rmdir(self.path.name, dir_fd=self._parent)
+        self._stack.close()
 
-    def _clear(self) -> None:
-        """Remove what runs leave in the folder, the progress first: without it nothing else counts."""
-        parts = [name for name in os.listdir(self._folder) if name.endswith(".parts")]
-        self._remove(_PROGRESS, _PROGRESS_ASIDE, _WHOLE, *parts)
+    def _tidy(self, folder: int) -> None:
+        with suppress(FileNotFoundError):
+            os.stat(_PROGRESS, dir_fd=folder, follow_symlinks=False)
+            return
+        _clear(folder)
+        _remove(folder, _LOCK)
+        with suppress(OSError):  # something in it is not mcinfer's
+            os.rmdir(self.path.name, dir_fd=self._parent)
 
-    def _remove(self, *names: str) -> None:
-        for name in names:
-            with suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=self._folder)
+
+def _clear(folder: int) -> None:
+    """Remove what runs leave in a folder, the progress first: without it nothing else counts."""
+    parts = [name for name in os.listdir(folder) if name.endswith(".parts")]
+    _remove(folder, _PROGRESS, _PROGRESS_ASIDE, _WHOLE, *parts)
+
+
+def _remove(folder: int, *names: str) -> None:
+    for name in names:
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)
 
 
 def _open(folder: int, name: str, flags: int, mode: int = 0o600) -> int:

@@ -181,7 +181,7 @@ def _tensor(spec: Any) -> _Facts:
 
 
 def _runtime() -> _Facts | None:
-    from mcinfer.diagnosis.runtime import installed_runtime
+    from mcinfer.cli.doctor import installed_runtime
 
     try:
         return asdict(installed_runtime())

@@ -130,10 +130,11 @@ def test_interruption_before_anything_is_done_leaves_nothing(
 ) -> None:
     target = tmp_path / "out.npz"
     with Program(COMMAND, *arguments(slow, rows, target, ROWS)) as program:
-        wait_until((partial(target) / "lock").exists)
+        wait_until(lambda: psutil.Process(program.pid).children(), 60.0)
+        assert (partial(target) / "lock").exists()
         program.interrupt()
         ended = program.wait()
-    assert (ended.status, ended.out) == (130, "")
+    assert (ended.status, ended.out) == (130, ""), ended.err
     *before, last = ended.err.splitlines()
     assert last == "mcinfer: interrupted"
     # A worker that was just forked is in a process group of its own a moment later only.
