@@ -28,6 +28,7 @@ class Entry:
         called: When the call came.
         queued: When it was accepted.
         timeout: Seconds that the caller gave it from the call on.
+        deadline: When these are over.
         rows: Of each shard.
         size: Bytes of its tensors.
         answered: By shard, whether its reply came.
@@ -46,6 +47,7 @@ class Entry:
     called: float
     queued: float
     timeout: float
+    deadline: float
     rows: tuple[int, ...]
     size: int
     answered: list[bool]
@@ -58,11 +60,6 @@ class Entry:
     begun: bool = False
     outstanding: int = 0
     runs: list[TracedRun] = field(default_factory=list)
-
-    @property
-    def deadline(self) -> float:
-        """When it is to be answered at the latest."""
-        return self.called + self.timeout
 
 
 class RequestTable:
@@ -123,8 +120,10 @@ class RequestTable:
     ) -> Entry:
         """Enter a request of so many rows in each shard; its shards are not queued yet."""
         shards = len(rows)
+        deadline = called + timeout
+        answered, attempts = [False] * shards, [0] * shards
         entry = Entry(
-            number, called, now, timeout, rows, size, [False] * shards, [0] * shards, shards, {}, {}
+            number, called, now, timeout, deadline, rows, size, answered, attempts, shards, {}, {}
         )
         self.entries[number] = entry
         self.accepted += 1
@@ -135,7 +134,7 @@ class RequestTable:
             # The answered ones must not outnumber the open ones: a long time-out keeps them for long.
             self._deadlines = [item for item in self._deadlines if self.find_open(item[1])]
             heapq.heapify(self._deadlines)
-        heapq.heappush(self._deadlines, (entry.deadline, number))
+        heapq.heappush(self._deadlines, (deadline, number))
         return entry
 
     def enqueue(self, entry: Entry, priority: int, join: Joinable | None) -> None:
@@ -190,6 +189,11 @@ class RequestTable:
                 self.failed += 1
             case "cancelled":
                 self.cancelled += 1
+
+    def give_up(self) -> None:
+        """All that is open has failed, and the book is closed."""
+        self.failed += self.in_flight
+        self.in_flight = self.in_flight_bytes = self.not_begun = 0
 
     def strike(self, entry: Entry) -> bool:
         """Take it out of the book if it is answered and no worker has a shard of it; whether it was."""

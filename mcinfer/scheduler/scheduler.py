@@ -808,9 +808,12 @@ class Scheduler:
 
 
 def trace_of(
-    entry: Entry, error: McinferError | None = None, outcome: Outcome = "succeeded"
+    entry: Entry,
+    error: McinferError | None = None,
+    outcome: Outcome = "succeeded",
+    joined: float | None = None,
 ) -> RequestTrace:
-    """What became of a request that is settled; when its outputs were joined is for others to say."""
+    """What became of a request that is settled, and when its outputs were joined, where that is known."""
     return RequestTrace(
         request=entry.number,
         outcome=outcome,
@@ -819,7 +822,7 @@ def trace_of(
         called=entry.called,
         queued=entry.queued,
         settled=entry.closed,
-        joined=entry.closed,
+        joined=entry.closed if joined is None else joined,
         shards=tuple(
             ShardTrace(
                 shard=shard,
