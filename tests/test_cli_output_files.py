@@ -134,11 +134,9 @@ TUNE = ["tune", "m.onnx"]
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        *(
-            ([*BENCH, option, text], f"'{option}': got '{text}', expected")
-            for option in ("--duration", "--warmup", "--max-delay")
-            for text in ("inf", "-1", "nan", "1e9")
-        ),
+        ([*BENCH, "--duration", "nan"], "'--duration': got 'nan', expected"),
+        ([*BENCH, "--warmup", "-1"], "'--warmup': got '-1', expected"),
+        ([*BENCH, "--max-delay", "1e9"], "'--max-delay': got '1e9', expected"),
         ([*BENCH, "--duration", "0"], "'--duration': got '0', expected seconds, more than 0"),
         ([*BENCH, "--concurrency", "40000"], "'--concurrency': got '40000', expected 4096 clients"),
         ([*BENCH, "--dim", "a=1", "--dim", "a=2"], "--dim: got a dimension twice"),

