@@ -383,8 +383,8 @@ def test_run_is_resumed_in_as_many_shards_with_fewer_cores(
         assert main(words) == 1
     finally:
         os.sched_setaffinity(0, cores)
-    told, _ = capsys.readouterr().err.splitlines()
-    assert told == "mcinfer: resuming at row 4 of 6"
+    resumed, _ = capsys.readouterr().err.splitlines()
+    assert resumed == "mcinfer: resuming at row 4 of 6"
     assert json.loads(progress(output).read_bytes()) == before
 
 

@@ -343,8 +343,8 @@ def test_failure_in_the_middle_keeps_what_is_done_and_other_work_does_not_touch_
     gather.touch()
     source.touch()
     assert call(gather, source, output, "--batch", "2") == 1
-    told, line = capsys.readouterr().err.splitlines()
-    assert told == "mcinfer: resuming at row 4 of 6"
+    resumed, line = capsys.readouterr().err.splitlines()
+    assert resumed == "mcinfer: resuming at row 4 of 6"
     assert "4 of 6 rows are kept" in line
 
     assert call(gather, source, output, "--batch", "3") == 1

@@ -45,7 +45,7 @@ _REQUEST_BYTES = 64 << 20
 """Of inputs and outputs of one request, where the user does not say how many rows it has."""
 
 _WORKER_ROWS = 64
-"""Of one request, likewise: what a row takes between the layers is not known."""
+"""Of one request as well: what a row takes between the layers is not known."""
 
 _UNDER_WAY = 2
 _SAVE_SECONDS = 1.0
@@ -148,14 +148,13 @@ def plan_requests(
     plan = sharding.plan(model, [arrays[spec.name].shape for spec in model.inputs], 1, split)
     axes = {spec.name: cut.axis for spec, cut in zip(model.inputs, plan.inputs, strict=True)}
     cut = {
-        spec.name: spec.shape[axis]
+        spec.name: spec.shape[axis] if spec.shape else None
         for spec in model.inputs
         if (axis := axes[spec.name]) is not None
     }
-    sizes = {name: size if isinstance(size, int) else 1 for name, size in cut.items()}
-    fixed = any(isinstance(size, int) for size in cut.values())
+    fixed = {name: size for name, size in cut.items() if isinstance(size, int)}
     units = (len(plan.rows) if fixed else sum(plan.rows)) if cut else 1
-    unit_rows = next(iter(sizes.values())) if cut else max(1, sum(plan.rows))
+    unit_rows = next(iter(fixed.values()), 1) if cut else max(1, sum(plan.rows))
     input_bytes = sum(arrays[name].nbytes for name in cut)
     outputs = [*zip(model.outputs, plan.outputs, strict=True)]
     unit_bytes = (
@@ -171,7 +170,7 @@ def plan_requests(
     step = max(1, min(rows // unit_rows if rows else for_each * workers, units))
     return Requests(
         axes=axes,
-        sizes=sizes,
+        sizes={name: fixed.get(name, 1) for name in cut},
         units=units,
         step=step,
         unit_rows=unit_rows,
@@ -485,10 +484,10 @@ def _keeping(
                 error += f", about {megabytes(results.missing_bytes(share))} more are needed"
         text = ""
         if kept:
-            how = "run the same command again to resume"
+            how = "; run the same command again to resume"
             if names := changed():
-                how = f"but the {' and the '.join(names)} changed: only --restart goes on, without them"
-            text = f"{requests.rows(kept)} of {requests.rows(requests.count)} rows are kept; {how}"
+                how = f", but the {' and the '.join(names)} changed: only --restart goes on, without them"
+            text = f"{requests.rows(kept)} of {requests.rows(requests.count)} rows are kept{how}"
         if isinstance(exc, (McinferError, OSError)):
             raise McinferError("; ".join(filter(None, (error, text)))) from exc
         if text:

@@ -187,47 +187,41 @@ def opened_input(path: Path, scratch: Path) -> Iterator[InputFile]:
                 maps.append(_map(descriptor))
                 content[""] = _read_array(file, maps[0])
             else:
-                archive = stack.enter_context(zipfile.ZipFile(file))
-                infos = archive.infolist()
-                total = max(1, sum(info.file_size for info in infos))
-                with showing_work(sys.stderr, "checking the input", total) as work:
-                    for i, info in enumerate(infos):
-                        array = _read_member(archive, info, file, scratch, maps)
-                        content[info.filename.removesuffix(".npy")] = array
-                        work.show(sum(info.file_size for info in infos[: i + 1]))
+                for name, array, mapped in _read_archive(file, scratch):
+                    content[name] = array
+                    maps.append(mapped)
         yield InputFile(
             path=path, descriptor=descriptor, stamp=stamp(descriptor), content=content, maps=maps
         )
 
 
-def _read_member(
-    archive: zipfile.ZipFile,
-    info: zipfile.ZipInfo,
-    file: IO[bytes],
-    scratch: Path,
-    maps: list[mmap.mmap],
-) -> _Array:
-    """An array of an archive, whose check sum is right: mapped in its place, or unpacked."""
-    packed = info.compress_type != zipfile.ZIP_STORED
-    with archive.open(info) as member, TemporaryFile(dir=scratch) as unpacked:
-        for block in iter(partial(member.read, _BLOCK_BYTES), b""):
-            if packed:
-                unpacked.write(block)
-        unpacked.flush()
-        place: IO[bytes] = unpacked
-        start = 0
-        if not packed:
-            place, start = file, info.header_offset + _LOCAL_HEADER.size
-            lengths = os.pread(file.fileno(), _LOCAL_HEADER.size, info.header_offset)
-            start += sum(_LOCAL_HEADER.unpack(lengths))
-        maps.append(_map(place.fileno()))
-        place.seek(start)
-        array = _read_array(place, maps[-1])
-        if place.tell() - start != info.file_size:
-            raise ValueError(
-                f"{info.filename} has {info.file_size} bytes, expected {place.tell() - start}"
-            )
-    return array
+def _read_archive(file: IO[bytes], scratch: Path) -> Iterator[tuple[str, _Array, mmap.mmap]]:
+    """The arrays of an archive, whose check sums are right: mapped in their place, or unpacked."""
+    with zipfile.ZipFile(file) as archive:
+        infos = archive.infolist()
+        done, total = 0, max(1, sum(info.file_size for info in infos))
+        with showing_work(sys.stderr, "checking the input", total) as work:
+            for info in infos:
+                packed = info.compress_type != zipfile.ZIP_STORED
+                with archive.open(info) as member, TemporaryFile(dir=scratch) as unpacked:
+                    for block in iter(partial(member.read, _BLOCK_BYTES), b""):
+                        if packed:
+                            unpacked.write(block)
+                        work.show(done := done + len(block))
+                    unpacked.flush()
+                    place: IO[bytes] = unpacked
+                    start = 0
+                    if not packed:
+                        place, start = file, info.header_offset + _LOCAL_HEADER.size
+                        header = os.pread(file.fileno(), _LOCAL_HEADER.size, info.header_offset)
+                        start += sum(_LOCAL_HEADER.unpack(header))
+                    mapped = _map(place.fileno())
+                    place.seek(start)
+                    array = _read_array(place, mapped)
+                    if (size := place.tell() - start) != info.file_size:
+                        text = f"{info.filename} has {info.file_size} bytes, expected {size}"
+                        raise ValueError(text)
+                yield info.filename.removesuffix(".npy"), array, mapped
 
 
 @contextmanager

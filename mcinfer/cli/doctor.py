@@ -117,6 +117,8 @@ def examine() -> Iterator[Finding]:
     for name, look in looks.items():
         try:
             yield from look()
+        except ImportError as exc:
+            yield Finding(name, "problem", str(exc), "pip install 'mcinfer[cli]'")
         except OSError as exc:  # such as no descriptor to look with
             yield Finding(name, "problem", f"cannot be looked at: {exc}", "see the checks before")
 

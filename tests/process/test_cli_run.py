@@ -178,7 +178,7 @@ def test_input_that_changes_meanwhile_is_an_error_and_nothing_is_discarded(
         ended = program.wait()
     assert (ended.status, ended.out) == (1, "")
     assert ended.err == (
-        f"mcinfer: the input changed while it was used; {ROWS} of {ROWS} rows are kept; but the input "
+        f"mcinfer: the input changed while it was used; {ROWS} of {ROWS} rows are kept, but the input "
         "changed: only --restart goes on, without them\n"
     )
     assert done(target) == COUNT
