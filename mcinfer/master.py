@@ -243,8 +243,11 @@ class Master:
             raise InvalidInputError(
                 f"model: got {type(model).__name__}, expected a path, bytes or an onnx.ModelProto"
             )
-        name = f"mcinfer-model-{secrets.token_hex(8)}"
-        return os.path.join(tempfile.gettempdir(), name, "model.onnx")
+        try:
+            place = tempfile.gettempdir()
+        except FileNotFoundError as exc:
+            raise BuildError(f"no folder for a model that was given as bytes: {exc}") from exc
+        return os.path.join(place, f"mcinfer-model-{secrets.token_hex(8)}", "model.onnx")
 
     def __repr__(self) -> str:
         """Such as ``<Master unet.onnx on cpu:0, cpu:1: ready>``."""
@@ -293,7 +296,7 @@ class Master:
         folder = os.path.dirname(self._path)
         try:
             os.mkdir(folder, 0o700)
-            self._remove_given = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            self._remove_given = weakref.finalize(self, _remove, folder, os.getpid())
             with open(self._path, "xb") as file:
                 file.write(model)
         except OSError as exc:
@@ -1113,6 +1116,12 @@ def _abandon(loop: Loop, waiting: WaitingThreads) -> None:
 def _cancel_late(waiting: "Future[OutcomeFuture[Arrays]]") -> None:
     if not waiting.cancelled() and waiting.exception() is None:
         waiting.result().cancel()
+
+
+def _remove(folder: str, pid: int) -> None:
+    """Remove a folder, unless this process was forked from the one that made it."""
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _specs(fields: Sequence[TensorFields]) -> tuple[TensorSpec, ...]:

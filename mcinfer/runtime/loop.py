@@ -63,8 +63,7 @@ from mcinfer.scheduler.actions import (
     WorkersRestarted,
 )
 from mcinfer.scheduler.queue import ShardId
-from mcinfer.scheduler.request_table import Entry
-from mcinfer.scheduler.scheduler import LONG_RUN, Scheduler, trace_of
+from mcinfer.scheduler.scheduler import LONG_RUN, Entry, Scheduler, trace_of
 from mcinfer.scheduler.workers import describe_exit
 from mcinfer.shm.arena import Arena, Slot
 from mcinfer.shm.descriptors import WakeUp
@@ -427,7 +426,7 @@ class Loop:
                 request.entered = _Promise[None]()
         self._inbox.append(request)
         if self._asleep:
-            self._bell.set()
+            self._ring()
         if self._gone:
             self._refuse_inbox()
         entered = request.entered
@@ -497,10 +496,14 @@ class Loop:
             raise QueueFullError("the loop did not answer in time")
         return wanted.result()
 
+    def _ring(self) -> None:
+        """Wake the loop."""
+        os.eventfd_write(self._bell.fd, 1)  # which lives as long as the loop's object
+
     def _post(self, item: "_Call[Any] | _Allocation") -> None:
         self._inbox.append(item)
         if self._asleep:
-            self._bell.set()
+            self._ring()
         if self._gone:
             self._refuse_inbox()
 
@@ -647,7 +650,7 @@ class Loop:
         self._asleep = False
         if len(ready) == 1 and ready[0][0] in self._plain_fds:
             if ready[0][0] == self._bell.fd:
-                self._bell.clear()
+                os.eventfd_read(self._bell.fd)
                 if self._abandoned:
                     self._end(None)
         elif ready:
