@@ -8,7 +8,7 @@ import pytest
 
 from mcinfer.cli import main
 from mcinfer.cli.devices import quota_text
-from mcinfer.diagnosis.runtime import installed_runtime
+from mcinfer.cli.doctor import installed_runtime
 from mcinfer.machine import Gpu, cpu_quota, format_core_list, numa_nodes
 from tests.command_line import Capture, only_line
 

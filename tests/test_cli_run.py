@@ -1,21 +1,18 @@
-"""Tests of mcinfer/cli/run.py: what ``mcinfer run`` reads, writes and refuses."""
+"""Tests of mcinfer/cli/run.py: what ``mcinfer run`` reads, writes, refuses and keeps."""
 
-import io
 import os
 import stat
-import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from mcinfer.cli import main
 from tests.command_line import FLOAT, Capture, files, only_line, save, save_double
-from tests.test_large_batches_running import call
 
 
 @pytest.fixture
@@ -30,10 +27,21 @@ def batch(tmp_path: Path) -> Path:
     return path
 
 
+def call(model: Path, source: Path, output: Path, *options: str) -> int:
+    """Run on one device unless the options say others; a file that exists is replaced."""
+    arguments = ["run", str(model), "--input", str(source), "--output", str(output)]
+    return main([*arguments, "--devices", "1", "--force", *options])
+
+
+def loaded(path: Path) -> dict[str, NDArray[Any]]:
+    with np.load(path, allow_pickle=False) as content:
+        return dict(content)
+
+
 # What works.
 
 
-@pytest.mark.parametrize("devices", [[], ["--devices", "2"], ["--devices", "cpu:0"]], ids=str)
+@pytest.mark.parametrize("devices", [[], ["--devices", "cpu:0"]], ids=str)
 def test_run_writes_what_the_model_gives(
     double: Path, batch: Path, tmp_path: Path, capsys: Capture, devices: list[str]
 ) -> None:
@@ -45,6 +53,36 @@ def test_run_writes_what_the_model_gives(
         assert [*content] == ["y"]
         assert np.array_equal(content["y"], 2 * np.arange(15, dtype=np.float32).reshape(5, 3))
     assert files(tmp_path) == ["double.onnx", "in.npz", "out.npz"]
+
+
+def test_strings_and_what_goes_whole_are_in_each_request(tmp_path: Path) -> None:
+    model = save(
+        tmp_path / "model.onnx",
+        [
+            helper.make_node("Mul", ["x", "scale"], ["scaled"]),
+            helper.make_node("Identity", ["s"], ["text"]),
+            helper.make_node("Identity", ["scale"], ["same"]),
+        ],
+        [
+            ("x", FLOAT, [2, "batch"]),
+            ("s", TensorProto.STRING, ["batch"]),
+            ("scale", FLOAT, []),
+        ],
+        [
+            ("scaled", FLOAT, [2, "batch"]),
+            ("text", TensorProto.STRING, ["batch"]),
+            ("same", FLOAT, []),
+        ],
+    )
+    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
+    x = np.arange(10, dtype=np.float32).reshape(2, 5)
+    words = np.array(["a", "", "c", "longer", "ü"])
+    np.savez(source, x=x, s=words, scale=np.float32(3))
+    assert call(model, source, output, "--batch", "2") == 0
+    got = loaded(output)
+    np.testing.assert_array_equal(got["scaled"], 3 * x)
+    assert (got["text"].tolist(), got["text"].dtype) == (words.tolist(), np.dtype("<U6"))
+    assert got["same"] == np.float32(3)
 
 
 def test_outputs_of_any_name_and_strings_can_be_written(tmp_path: Path, capsys: Capture) -> None:
@@ -84,17 +122,73 @@ def test_output_is_a_file_like_any_other_where_a_link_leads(
     assert files(tmp_path / "folder") == ["out.npz"]
 
 
+def test_fixed_batch_runs_in_multiples_of_it(tmp_path: Path, capsys: Capture) -> None:
+    model = save(
+        tmp_path / "fixed.onnx",
+        [helper.make_node("CumSum", ["x", "axis"], ["y"])],
+        [("x", FLOAT, [2])],
+        [("y", FLOAT, [2])],
+        {"axis": np.array(0, np.int64)},
+    )
+    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
+    np.savez(source, x=np.ones(8, np.float32))
+    axes = ["--batch-axis", "x=0", "--output-axis", "y=0"]
+    assert call(model, source, output, "--batch", "5", *axes) == 0
+    assert capsys.readouterr().out == "y: float32[8]\n"
+    assert loaded(output)["y"].tolist() == [1, 2] * 4
+
+
+def test_rows_of_a_model_that_takes_one_are_runs(tmp_path: Path, capsys: Capture) -> None:
+    model = save(
+        tmp_path / "one.onnx",
+        [helper.make_node("CumSum", ["x", "axis"], ["y"])],
+        [("x", FLOAT, [1, 2])],
+        [("y", FLOAT, [1, 2])],
+        {"axis": np.array(0, np.int64)},
+    )
+    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
+    x = np.arange(10, dtype=np.float32).reshape(5, 2)
+    np.savez(source, x=x)
+    assert call(model, source, output, "--batch", "2") == 0
+    assert capsys.readouterr() == ("y: float32[5, 2]\n", "")
+    np.testing.assert_array_equal(loaded(output)["y"], x)
+
+
+def test_batch_of_no_rows_gives_none(double: Path, tmp_path: Path, capsys: Capture) -> None:
+    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
+    np.savez(source, x=np.ones((0, 3), np.float32))
+    assert call(double, source, output) == 0
+    assert capsys.readouterr().out == "y: float32[0, 3]\n"
+    assert loaded(output)["y"].shape == (0, 3)
+
+
+def test_output_that_is_the_same_in_all_requests_is_told(tmp_path: Path, capsys: Capture) -> None:
+    model = save(
+        tmp_path / "model.onnx",
+        [
+            helper.make_node("Mul", ["scale", "scale"], ["square"]),
+            helper.make_node("Mul", ["x", "scale"], ["y"]),
+        ],
+        [("x", FLOAT, ["batch"]), ("scale", FLOAT, [1])],
+        [("square", FLOAT, [1]), ("y", FLOAT, ["batch"])],
+    )
+    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
+    np.savez(source, x=np.array([1, 2, 3, 4], np.float32), scale=np.array([3], np.float32))
+    assert call(model, source, output, "--batch", "2") == 0
+    line = only_line(capsys.readouterr().err)
+    assert line == (
+        "mcinfer: output 'square' has no batch dimension: it was the same in all 2 requests, one is written"
+    )
+    assert loaded(output)["square"].tolist() == [9]
+    assert loaded(output)["y"].tolist() == [3, 6, 9, 12]
+
+
 @pytest.mark.parametrize(
     "words",
     [
         ["--batch", "0"],
         ["--timeout", "0"],
-        ["--batch-axis", "x"],
-        ["--batch-axis", "=0"],
-        ["--batch-axis", "x=-1"],
         ["--batch-axis", "x=some"],
-        ["--batch-axis", "x=0", "--batch-axis", "x=1"],
-        ["--output-axis", "y"],
         ["--output-axis", "y=0", "--output-axis", "y=none"],
     ],
     ids=" ".join,
@@ -103,6 +197,9 @@ def test_options_that_say_nothing_are_wrong_usage(capsys: Capture, words: list[s
     arguments = ["run", "model.onnx", "--input", "x.npz", "--output", "y.npz", *words]
     assert main(arguments) == 2
     assert words[0] in capsys.readouterr().err
+
+
+# Failures: status 1, one line; and nothing is left.
 
 
 def test_model_of_another_kind_is_loaded_by_its_engine(
@@ -116,17 +213,35 @@ def test_model_of_another_kind_is_loaded_by_its_engine(
     assert "onnx" not in line
 
 
-# Failures: status 1, one line; and nothing is left.
-
-
-def test_input_is_not_written_over(
+def test_output_that_exists_is_replaced_with_force_alone(
     double: Path, batch: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    content = batch.read_bytes()
-    assert call(double, batch, batch) == 1
-    assert f"--output: {batch} is the file of --input " in only_line(capsys.readouterr().err)
-    assert batch.read_bytes() == content
-    assert files(tmp_path) == ["double.onnx", "in.npz"]
+    output = tmp_path / "out.npz"
+    output.write_bytes(b"of an earlier run")
+    words = ["run", str(double), "--input", str(batch), "--output", str(output), "--devices", "1"]
+    assert main(words) == 1
+    line = only_line(capsys.readouterr().err)
+    assert line == f"mcinfer: --output: {output} exists; --force replaces it"
+    assert output.read_bytes() == b"of an earlier run"
+    assert main([*words, "--force"]) == 0
+    assert loaded(output)["y"].shape == (5, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("double.onnx", "MODEL"), ("weights.bin", "MODEL"), ("in.npz", "--input")]
+)
+def test_model_and_input_are_never_written_over(
+    double: Path, batch: Path, tmp_path: Path, capsys: Capture, name: str, what: str
+) -> None:
+    content = onnx.load(double)
+    array = np.ones(3000, np.float32)
+    content.graph.initializer.append(onnx.numpy_helper.from_array(array, "w"))
+    onnx.save(content, double, save_as_external_data=True, location="weights.bin")
+    before = (tmp_path / name).read_bytes()
+    (tmp_path / "same.npz").hardlink_to(tmp_path / name)
+    assert call(double, batch, tmp_path / "same.npz") == 1
+    assert f"is the file of {what} " in only_line(capsys.readouterr().err)
+    assert (tmp_path / name).read_bytes() == before
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder"])
@@ -157,78 +272,30 @@ def test_single_array_for_several_inputs_is_told(tmp_path: Path, capsys: Capture
     assert files(tmp_path) == ["add.onnx", "in.npy"]
 
 
-def test_missing_output_folder_is_told_before_the_work(tmp_path: Path, capsys: Capture) -> None:
-    np.savez(tmp_path / "x.npz", x=np.zeros(3, np.float32))
-    output = tmp_path / "none" / "y.npz"
-    arguments = ["--input", str(tmp_path / "x.npz"), "--output", str(output)]
-    assert main(["run", str(tmp_path / "no-model-either.onnx"), *arguments]) == 1
-    assert f"no folder {tmp_path / 'none'}" in only_line(capsys.readouterr().err)
-
-
-def npz(**arrays: NDArray[Any]) -> bytes:
-    file = io.BytesIO()
-    np.savez(file, allow_pickle=True, **arrays)
-    return file.getvalue()
-
-
-def broken_inside() -> bytes:
-    """A compressed archive with bits of its data turned over."""
-    file = io.BytesIO()
-    np.savez_compressed(file, x=np.random.default_rng(1).random(1000))
-    data = bytearray(file.getvalue())
-    data[100:200] = bytes(100)
-    return bytes(data)
-
-
-def enormous() -> bytes:
-    """An array that says it is of petabytes."""
-    header = io.BytesIO()
-    shape = {"descr": "<f4", "fortran_order": False, "shape": (1 << 50,)}
-    np.lib.format.write_array_header_1_0(header, shape)
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("x.npy", header.getvalue())
-    return file.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: b"", "is not an .npz file"),
-        (lambda: b"hello", "is not an .npz file"),
-        (lambda: b"PK\x03\x04 cut off", "is not an .npz file"),
-        (lambda: npz(x=np.ones(1000))[:-100], "is not an .npz file"),
-        (lambda: npz(x=np.array([None])), "is not an .npz file: Object arrays"),
-        (broken_inside, "is not an .npz file"),
-        (enormous, "is not an .npz file"),
-    ],
-    ids=["empty", "text", "zip?", "cut off", "pickle", "broken inside", "enormous"],
-)
-def test_input_that_is_no_npz_is_named_and_nothing_is_written(
-    tmp_path: Path, capsys: Capture, make: Callable[[], bytes], text: str
+@pytest.mark.parametrize("name", ["none/y.npz", "folder.npz", "y.npy"])
+def test_output_that_cannot_be_written_is_named_before_the_work(
+    tmp_path: Path, capsys: Capture, name: str
 ) -> None:
-    source = tmp_path / "in.npz"
-    source.write_bytes(make())
-    output = tmp_path / "out.npz"
-    # There is no such model, and it does not come to that.
-    assert main(["run", "none.onnx", "--input", str(source), "--output", str(output)]) == 1
-    line = only_line(capsys.readouterr().err)
-    assert line.startswith(f"mcinfer: --input: {source} {text}")
-    assert files(tmp_path) == ["in.npz"]
+    (tmp_path / "folder.npz").mkdir()
+    assert call(tmp_path / "none.onnx", tmp_path / "none.npz", tmp_path / name) == 1
+    assert only_line(capsys.readouterr().err).startswith("mcinfer: --output: ")
+    assert files(tmp_path) == ["folder.npz"]
 
 
-def test_input_that_is_not_there_is_named(tmp_path: Path, capsys: Capture) -> None:
-    source = str(tmp_path / "none.npz")
-    output = str(tmp_path / "out.npz")
-    assert main(["run", "none.onnx", "--input", source, "--output", output]) == 1
-    line = only_line(capsys.readouterr().err)
-    assert line == f"mcinfer: --input: {source}: No such file or directory"
+@pytest.mark.parametrize("missing", ["in.npz", "double.onnx"])
+def test_file_that_is_not_there_is_named(
+    double: Path, batch: Path, tmp_path: Path, capsys: Capture, missing: str
+) -> None:
+    (tmp_path / missing).unlink()
+    assert call(double, batch, tmp_path / "out.npz") == 1
+    assert str(tmp_path / missing) in only_line(capsys.readouterr().err)
+    assert files(tmp_path) == sorted({"in.npz", "double.onnx"} - {missing})
 
 
 @pytest.mark.parametrize(
     ("arrays", "text"),
     [
-        ({"q": np.ones((2, 3), np.float32)}, "inputs: unknown ['q'], missing ['x']"),
+        ({"q": np.ones((2, 3), np.float32)}, "got arrays ['q'], expected ['x']"),
         ({"x": np.ones((2, 3))}, "input 'x' has dtype float64, expected float32"),
         ({"x": np.ones((2, 4), np.float32)}, "input 'x' has size 4 in dimension 1, expected 3"),
     ],
@@ -238,41 +305,61 @@ def test_input_that_does_not_fit_the_model_leaves_the_old_output(
     double: Path, tmp_path: Path, capsys: Capture, arrays: dict[str, NDArray[Any]], text: str
 ) -> None:
     source, output = tmp_path / "in.npz", tmp_path / "out.npz"
-    source.write_bytes(npz(**arrays))
+    np.savez(source, allow_pickle=False, **arrays)
     output.write_bytes(b"of an earlier run")
-    arguments = ["run", str(double), "--input", str(source), "--output", str(output)]
-    assert main([*arguments, "--devices", "1"]) == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert text in only_line(err)
+    assert call(double, source, output) == 1
+    assert text in only_line(capsys.readouterr().err)
     assert output.read_bytes() == b"of an earlier run"
     assert files(tmp_path) == ["double.onnx", "in.npz", "out.npz"]
 
 
-def test_run_that_fails_says_so_and_writes_nothing(tmp_path: Path, capsys: Capture) -> None:
-    model = save(
+# What is done stays.
+
+
+@pytest.fixture
+def gather(tmp_path: Path) -> Path:
+    """Fails for rows of 3 and more."""
+    return save(
         tmp_path / "gather.onnx",
         [helper.make_node("Gather", ["table", "i"], ["y"])],
         [("i", TensorProto.INT64, ["batch"])],
         [("y", FLOAT, ["batch"])],
-        {"table": np.ones(3, np.float32)},
+        {"table": np.array([5, 6, 7], np.float32)},
     )
-    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
-    np.savez(source, i=np.array([0, 99]))
-    arguments = ["run", str(model), "--input", str(source), "--output", str(output)]
-    assert main([*arguments, "--devices", "1"]) == 1
-    assert "Gather" in only_line(capsys.readouterr().err)
-    assert files(tmp_path) == ["gather.onnx", "in.npz"]
 
 
-@pytest.mark.parametrize("where", ["none/out.npz", "folder"])
-def test_output_that_cannot_be_written_is_named_and_nothing_is_left(
-    double: Path, batch: Path, tmp_path: Path, capsys: Capture, where: str
+def test_failure_in_the_middle_keeps_what_is_done_and_other_work_does_not_touch_it(
+    gather: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    (tmp_path / "folder" / "full").mkdir(parents=True)
-    output = tmp_path / where
-    arguments = ["run", str(double), "--input", str(batch), "--output", str(output)]
-    assert main([*arguments, "--devices", "1"]) == 1
-    assert where.partition("/")[0] in only_line(capsys.readouterr().err)
-    assert files(tmp_path) == ["double.onnx", "folder", "in.npz"]
-    assert files(tmp_path / "folder") == ["full"]
+    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
+    np.savez(source, i=np.array([0, 1, 2, 0, 99, 1]))
+    partial = tmp_path / ".out.npz.partial"
+    assert call(gather, source, output, "--batch", "2") == 1
+    line = only_line(capsys.readouterr().err)
+    assert "Gather" in line
+    assert line.endswith("; 4 of 6 rows are kept; run the same command again to resume")
+    assert partial.stat().st_mode & 0o777 == 0o700
+
+    gather.touch()
+    source.touch()
+    assert call(gather, source, output, "--batch", "2") == 1
+    resumed, line = capsys.readouterr().err.splitlines()
+    assert resumed == "mcinfer: resuming at row 4 of 6"
+    assert "4 of 6 rows are kept" in line
+
+    assert call(gather, source, output, "--batch", "3") == 1
+    line = only_line(capsys.readouterr().err)
+    assert f"--output: {partial} holds the results of other work, with another --batch;" in line
+
+    np.savez(source, i=np.array([0, 1, 2, 0, 2, 1]))
+    assert call(gather, source, output, "--batch", "2") == 1
+    assert "of other work, with another input; --restart" in only_line(capsys.readouterr().err)
+    with gather.open("ab") as file:
+        file.write(b"\x12\x00")  # an empty name of the producer
+    assert call(gather, source, output, "--batch", "2") == 1
+    assert "of other work, with another model, input;" in only_line(capsys.readouterr().err)
+    assert not output.exists()
+
+    assert call(gather, source, output, "--batch", "2", "--restart") == 0
+    assert loaded(output)["y"].tolist() == [5, 6, 7, 5, 7, 6]
+    assert files(tmp_path) == ["gather.onnx", "in.npz", "out.npz"]

@@ -4,9 +4,9 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
+from mcinfer.cli.doctor import installed_runtime
 from mcinfer.cli.options import DevicesOption
 from mcinfer.config import CoreShare, Device, automatic_workers, parse_devices, share_cores
-from mcinfer.diagnosis.runtime import installed_runtime
 from mcinfer.errors import EngineError, InvalidInputError
 from mcinfer.machine import (
     Gpu,

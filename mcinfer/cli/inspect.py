@@ -133,7 +133,7 @@ def _onnx_contents(model: Path) -> tuple[_Facts | None, Collection[str]]:
 
 def _loaded(model: Path, axes: Mapping[str, Any], example: Path | None) -> _Facts:
     """What a worker says that has loaded the model, and what that left in the cache."""
-    from mcinfer.large_batches.wording import silent_about_splits
+    from mcinfer.cli.batch import silent_about_splits
     from mcinfer.master import Master
     from mcinfer.sharding import is_fixed
     from mcinfer.specs import ModelSpec
@@ -181,7 +181,7 @@ def _tensor(spec: Any) -> _Facts:
 
 
 def _runtime() -> _Facts | None:
-    from mcinfer.diagnosis.runtime import installed_runtime
+    from mcinfer.cli.doctor import installed_runtime
 
     try:
         return asdict(installed_runtime())

@@ -1,8 +1,9 @@
 """Files that a command writes when its work is done.
 
-What would keep one from being written is told before the work, which may take long. A file is whole or not
+What would keep one from being written is found before the work, which may take long. A file is whole or not
 there: it is written under another name beside its place, and then moved there. Results of work that was not
-finished never take the place of finished ones.
+finished never take the place of finished ones. Links are followed, except those of other users, who could
+choose the file that is replaced (``/tmp`` is open to all).
 """
 
 import os
@@ -11,6 +12,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import typer
@@ -36,16 +38,15 @@ def check_outputs(outputs: Mapping[str, Path | None]) -> None:
 
     Raises:
         BadParameter: Two are the same file.
-        InvalidInputError: One cannot be written, or there is something else than a file in its place.
+        InvalidInputError: One cannot be written; see `output_place`.
     """
     seen: dict[Path, str] = {}
     for option, path in outputs.items():
         if path is None:
             continue
-        other = seen.setdefault(_place(path), option)
+        other = seen.setdefault(output_place(option, path), option)
         if other != option:
             raise typer.BadParameter(f"{option}: got {path}, which {other} is to be written to")
-        _check(option, path)
 
 
 def write_output(option: str, path: Path, content: bytes, *, finished: bool = True) -> None:
@@ -56,15 +57,14 @@ def write_output(option: str, path: Path, content: bytes, *, finished: bool = Tr
         path: Where to. A link stays, and the file that it leads to is replaced.
         content: All of it.
         finished: Whether it is what was asked for. If not, it is written beside that, to ``x.partial.json``
-            in the place of ``x.json``, and standard error is told.
+            in the place of ``x.json``, and standard error says so.
 
     Raises:
         InvalidInputError: There is something else than a file in its place by now.
         OSError: It cannot be written.
     """
     target = path if finished else path.with_name(f"{path.stem}.partial{path.suffix}")
-    _check(option, target)
-    place = _place(target)
+    place = output_place(option, target)
     beside = place.with_name(f".mcinfer-{secrets.token_hex(8)}")
     try:
         beside.write_bytes(content)
@@ -75,32 +75,31 @@ def write_output(option: str, path: Path, content: bytes, *, finished: bool = Tr
         print(f"mcinfer: {option}: what is known so far is in {target}", file=sys.stderr)
 
 
-def _place(path: Path) -> Path:
-    """The file that a path leads to; it need not be there."""
-    return Path(os.path.realpath(path))
+def output_place(option: str, path: Path) -> Path:
+    """The absolute path of the file to write, where links lead; it need not be there.
 
-
-def _check(option: str, path: Path) -> None:
-    place = _place(path)
+    Raises:
+        InvalidInputError: It cannot be written, there is something else than a file in its place, or another
+            user's link leads there.
+    """
     try:
-        mode = place.stat().st_mode
-    except FileNotFoundError:
         mode = stat.S_IFREG
+        with suppress(FileNotFoundError):
+            mode = path.stat().st_mode
+        place = path.absolute()
+        while place.is_symlink():  # no loop, or stat would have failed
+            if place.lstat().st_uid not in (0, os.geteuid()):
+                raise InvalidInputError(f"{option}: {place} is a link of another user")
+            place = place.parent / place.readlink()
+        if not stat.S_ISREG(mode):
+            raise InvalidInputError(f"{option}: {path} is there and is no regular file")
+        place = place.parent.resolve() / place.name
         if not place.parent.is_dir():
-            raise InvalidInputError(f"{option}: there is no folder {place.parent}") from None
-    except OSError as exc:
-        raise _refused(option, path, exc) from exc
-    else:
-        if not os.access(place, os.W_OK):
+            raise InvalidInputError(f"{option}: there is no folder {place.parent}")
+        if place.exists() and not os.access(place, os.W_OK):
             raise InvalidInputError(f"{option}: {path} cannot be written: it is write-protected")
-    if not stat.S_ISREG(mode):
-        raise InvalidInputError(f"{option}: {path} is there and is no regular file")
-    try:
         with tempfile.TemporaryFile(dir=place.parent):
             pass
     except OSError as exc:
-        raise _refused(option, path, exc) from exc
-
-
-def _refused(option: str, path: Path, exc: OSError) -> InvalidInputError:
-    return InvalidInputError(f"{option}: {path} cannot be written: {exc.strerror}")
+        raise InvalidInputError(f"{option}: {path} cannot be written: {exc.strerror}") from exc
+    return place

@@ -43,7 +43,7 @@ _Batch = Annotated[
         metavar="ROWS",
         min=1,
         help="Rows of one request; if not given 64 for each device, fewer if they have over 64 MiB. "
-        "Memory is for some requests, with all that the model needs inside.",
+        "Peak memory: a few requests plus activations.",
         show_default=False,
     ),
 ]
@@ -53,7 +53,7 @@ _Timeout = Annotated[
         "--timeout",
         metavar="SECONDS",
         parser=parse_timeout,
-        help="Seconds for one request, of which two are under way; 600 if not given.",
+        help="Time limit of a request; two run at once. 600 if not given.",
         show_default=False,
     ),
 ]
@@ -61,6 +61,7 @@ _Restart = Annotated[
     bool,
     typer.Option("--restart", help="Discard what an interrupted run of this output has done."),
 ]
+_Force = Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")]
 
 
 def run(
@@ -73,25 +74,31 @@ def run(
     output_axis: OutputAxisOption = None,
     timeout: _Timeout = None,
     restart: _Restart = False,
+    force: _Force = False,
 ) -> None:
-    """Run a batch of any size from a file, split over the devices; given again, it goes on where it was.
+    """Run a batch of any size from a file, split over the devices; rerun to resume.
 
-    It takes the memory of a few requests. What is done is in a folder beside the output, ``.NAME.partial``,
-    until all is, or until ``--restart``.
+    Until all is done, the results lie in a folder beside the output, ``.NAME.partial``.
     """
-    from mcinfer.large_batches.running import run_batch
+    # Imported here: it takes most of mcinfer.
+    from mcinfer.cli.batch import Job, run_batch
+    from mcinfer.sharding import SaidAxes
 
+    said = SaidAxes(
+        inputs=axes_of("--batch-axis", batch_axis), outputs=axes_of("--output-axis", output_axis)
+    )
     let_workers_tell()
     lines = run_batch(
-        model,
-        source,
-        target,
-        engine=engine_for(model),
-        devices=devices,
-        rows=batch,
-        batch_axes=axes_of("--batch-axis", batch_axis),
-        output_axes=axes_of("--output-axis", output_axis),
-        timeout=timeout,
-        restart=restart,
+        Job(
+            model=model,
+            source=source,
+            target=target,
+            master={"engine": engine_for(model), "devices": devices},
+            rows=batch,
+            said=said,
+            timeout=timeout,
+            restart=restart,
+            force=force,
+        )
     )
     print(*lines, sep="\n")

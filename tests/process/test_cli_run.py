@@ -58,13 +58,13 @@ def rows(tmp_path: Path) -> Path:
 
 
 def arguments(model: Path, source: Path, target: Path, batch: int = STEP) -> list[str]:
-    where = ["--input", str(source), "--output", str(target)]
+    where = ["--input", str(source), "--output", str(target), "--force"]
     return ["run", str(model), *where, "--devices", "2", "--batch", str(batch)]
 
 
 def run(*words: object) -> Ended:
     with Program(COMMAND, *words) as program:
-        return program.wait(30.0)
+        return program.wait(50.0)
 
 
 def partial(target: Path) -> Path:
@@ -72,19 +72,19 @@ def partial(target: Path) -> Path:
 
 
 def done(target: Path) -> int:
-    """How many requests the state of an unfinished run has."""
+    """How many requests an unfinished run has saved."""
     try:
-        state: dict[str, Any] = json.loads((partial(target) / "state.json").read_bytes())
+        progress: dict[str, Any] = json.loads((partial(target) / "progress.json").read_bytes())
     except FileNotFoundError:
         return 0
-    return int(state["state"]["done"])
+    return int(progress["done"])
 
 
 @contextmanager
 def in_the_middle(words: list[str], target: Path, least: int = 1) -> Iterator[Program]:
     """A run that has saved at least so many requests, and is not at its end."""
     with Program(COMMAND, *words) as program:
-        wait_until(lambda: done(target) >= least, 20.0)
+        wait_until(lambda: done(target) >= least, 60.0)
         yield program
 
 
@@ -111,16 +111,16 @@ def test_work_that_was_killed_and_interrupted_goes_on_and_gives_the_same(
     interrupted_at = done(target)
     assert killed_at < interrupted_at < COUNT
     assert ended.err.splitlines() == [
-        f"mcinfer: going on at row {killed_at * STEP} of {ROWS}",
-        f"mcinfer: {interrupted_at * STEP} of {ROWS} rows are done and kept: the same command goes on "
-        "there",
+        f"mcinfer: resuming at row {killed_at * STEP} of {ROWS}",
+        f"mcinfer: {interrupted_at * STEP} of {ROWS} rows are kept; run the same command again to "
+        "resume",
         "mcinfer: interrupted",
     ]
     assert not target.exists()
 
     ended = run(*words)
     assert (ended.status, ended.out) == (0, f"y: float32[{ROWS}, {WIDTH}]\n")
-    assert ended.err == f"mcinfer: going on at row {interrupted_at * STEP} of {ROWS}\n"
+    assert ended.err == f"mcinfer: resuming at row {interrupted_at * STEP} of {ROWS}\n"
     assert target.read_bytes() == whole.read_bytes()
     assert files(tmp_path) == ["in.npz", "out.npz", "slow.onnx", "whole.npz"]
 
@@ -130,10 +130,11 @@ def test_interruption_before_anything_is_done_leaves_nothing(
 ) -> None:
     target = tmp_path / "out.npz"
     with Program(COMMAND, *arguments(slow, rows, target, ROWS)) as program:
-        wait_until((partial(target) / "lock").exists)
+        wait_until(lambda: psutil.Process(program.pid).children(), 60.0)
+        assert (partial(target) / "lock").exists()
         program.interrupt()
         ended = program.wait()
-    assert (ended.status, ended.out) == (130, "")
+    assert (ended.status, ended.out) == (130, ""), ended.err
     *before, last = ended.err.splitlines()
     assert last == "mcinfer: interrupted"
     # A worker that was just forked is in a process group of its own a moment later only.
@@ -161,7 +162,7 @@ def test_neither_a_second_run_to_the_same_output_nor_a_touch_does_harm(
     assert files(tmp_path) == ["in.npz", "out.npz", "slow.onnx"]
 
 
-def test_input_that_changes_meanwhile_is_told_and_nothing_is_discarded(
+def test_input_that_changes_meanwhile_is_an_error_and_nothing_is_discarded(
     slow: Path, rows: Path, tmp_path: Path
 ) -> None:
     target, source = tmp_path / "out.npz", tmp_path / "in.npy"
@@ -177,10 +178,26 @@ def test_input_that_changes_meanwhile_is_told_and_nothing_is_discarded(
         ended = program.wait()
     assert (ended.status, ended.out) == (1, "")
     assert ended.err == (
-        f"mcinfer: --input: {source} changed while it was read; {ROWS} of {ROWS} rows are done and kept, "
-        "but input changed: only --restart goes on, without them\n"
+        f"mcinfer: the input changed while it was used; {ROWS} of {ROWS} rows are kept, but the input "
+        "changed: only --restart goes on, without them\n"
     )
     assert done(target) == COUNT
+
+
+def test_links_in_a_folder_that_another_user_has_prepared_are_not_followed(tmp_path: Path) -> None:
+    # In /tmp, .NAME.partial with links in it had the caller's files overwritten, with status 0.
+    mine, target = tmp_path / "mine", tmp_path / "out.npz"
+    mine.write_bytes(b"precious")
+    folder, source = partial(target), tmp_path / "in.npy"
+    folder.mkdir()
+    folder.chmod(0o777)
+    for name in ("0.rows", "0.parts", "state.json.new", "progress.json.new", "whole.npz"):
+        (folder / name).symlink_to(mine)
+    np.save(source, np.arange(18, dtype=np.float32).reshape(6, 3))
+    ended = run(*arguments(save_double(tmp_path), source, target, 2))
+    assert mine.read_bytes() == b"precious"
+    assert (ended.status, target.exists()) == (1, False)
+    assert ended.err.startswith(f"mcinfer: --output: {folder} is of user ")
 
 
 def test_terminal_sees_rows_done_speed_and_time_left(
@@ -211,7 +228,7 @@ def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
 
 
 @pytest.mark.parametrize("small_disk", [1, 3], indirect=True, ids=["within", "at the end"])
-def test_full_disk_is_told_beforehand_and_with_what_is_missing_and_work_goes_on_when_there_is_room(
+def test_full_disk_is_foretold_and_the_run_is_resumed_when_there_is_room(
     small_disk: Path, tmp_path: Path
 ) -> None:
     model = save_double(tmp_path)
@@ -224,14 +241,14 @@ def test_full_disk_is_told_beforehand_and_with_what_is_missing_and_work_goes_on_
     kept = re.fullmatch(
         r"mcinfer: --output: about (\d\.\d) MB more than are free will be needed\n"
         rf"mcinfer: --output: {partial(target)}: No space left on device, about \1 MB more are needed; "
-        r"(\d+) of 200000 rows are done and kept: the same command goes on there\n",
+        r"(\d+) of 200000 rows are kept; run the same command again to resume\n",
         ended.err,
     )
     assert kept is not None, ended.err
     assert files(small_disk) == [".out.npz.partial"]
     subprocess.run(["mount", "-o", "remount,size=16m", str(small_disk)], check=True)
     ended = run(*words)
-    assert (ended.status, ended.err) == (0, f"mcinfer: going on at row {kept[2]} of 200000\n")
+    assert (ended.status, ended.err) == (0, f"mcinfer: resuming at row {kept[2]} of 200000\n")
     with np.load(target) as content:
         assert content["y"].tobytes() == (2 * x).tobytes()
     assert files(small_disk) == ["out.npz"]
@@ -248,7 +265,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
         with source.open("wb") as file:
             save_array(file, x)
         with Program(TELLS_MEMORY, *arguments(model, source, target, 160_000)) as program:
-            ended = program.wait(30.0)
+            ended = program.wait(50.0)
         assert (ended.status, ended.err) == (0, "")
         with np.load(target) as content:
             assert content["y"].shape == (count, 3)

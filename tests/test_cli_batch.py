@@ -1,9 +1,9 @@
-"""Tests of mcinfer/large_batches/learning.py: a file is cut only as its first rows have shown."""
+"""Tests of mcinfer/cli/batch.py: how a file is cut into requests, and a run that is resumed."""
 
-import errno
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,18 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, parser
 
-from mcinfer.large_batches import requests
+from mcinfer.cli import batch, main
+from mcinfer.cli.batch import Requests, plan_requests
+from mcinfer.errors import InvalidInputError
+from mcinfer.sharding import Axes, SaidAxes, first_split
+from mcinfer.specs import Dimension, ModelSpec, TensorSpec
 from tests.command_line import FLOAT, Capture, files, only_line, save
-from tests.test_large_batches_running import call, loaded
+from tests.test_cli_run import call, loaded
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -51,14 +57,6 @@ compressing (float[batch, 4] x) => (float[selected] values) <float zero = {0.0},
     flat = Reshape(x, all)
     chosen = Reshape(positive, all)
     values = Compress(flat, chosen)
-}
-"""
-
-CENTRED = """
-<ir_version: 8, opset_import: ["": 17]>
-centred (float[batch, 4] x) => (float[batch, 4] y) {
-    mean = ReduceMean <axes = [0], keepdims = 1> (x)
-    y = Sub(x, mean)
 }
 """
 
@@ -123,37 +121,22 @@ def stateful_rows(count: int) -> Arrays:
 
 
 @pytest.mark.parametrize(
-    ("devices", "batch"), [("1", ["--batch", "4"]), ("2", [])], ids=["requests", "one"]
-)
-@pytest.mark.parametrize(
-    "axes",
+    "words",
     [
-        ["--batch-axis", "input=0", "--batch-axis", "state=1"],
-        ["--batch-axis", "input=0", "--batch-axis", "state=1", "--output-axis", "stateN=1"],
-        [],
+        ["--batch", "4", "--batch-axis", "input=0", "--batch-axis", "state=1"],
+        ["--batch", "4", "--output-axis", "stateN=1"],
+        ["--devices", "2"],
     ],
-    ids=["inputs", "outputs", "nothing"],
+    ids=["inputs", "outputs", "one request"],
 )
 def test_axes_that_no_shape_says_are_learned(
-    tmp_path: Path, capsys: Capture, axes: list[str], batch: list[str], devices: str
+    tmp_path: Path, capsys: Capture, words: list[str]
 ) -> None:
     model, source, output = written(tmp_path, STATEFUL), tmp_path / "in.npz", tmp_path / "out.npz"
     inputs = stateful_rows(14)
     store(source, **inputs)
-    assert call(model, source, output, *axes, *batch, "--devices", devices) == 0
+    assert call(model, source, output, *words) == 0
     assert capsys.readouterr().err == ""
-    assert_equal(loaded(output), whole_run(model, inputs))
-
-
-def test_equal_rows_of_one_request_are_not_joined_by_what_happens_to_agree(
-    tmp_path: Path,
-) -> None:
-    model, source, output = written(tmp_path, STATEFUL), tmp_path / "in.npz", tmp_path / "out.npz"
-    inputs = {"input": np.ones((6, 8), np.float32), "state": np.ones((2, 6, 3), np.float32)}
-    store(source, **inputs)
-    axes = ["--batch-axis", "input=0", "--batch-axis", "state=1"]
-    assert call(model, source, output, *axes, "--devices", "2") == 0
-    assert loaded(output)["stateN"].shape == (2, 6, 3)
     assert_equal(loaded(output), whole_run(model, inputs))
 
 
@@ -165,7 +148,7 @@ def test_output_axis_that_is_wrong_is_not_followed(tmp_path: Path, capsys: Captu
     assert call(model, source, output, *axes) == 0
     line = only_line(capsys.readouterr().err)
     assert line.startswith("mcinfer: the whole file runs as one request, on one worker: ")
-    assert "'stateN' joins along axis 1, --output-axis says 0" in line
+    assert "'stateN' joins along axis 1, output_axes says 0" in line
     assert_equal(loaded(output), whole_run(model, inputs))
 
 
@@ -173,29 +156,19 @@ def random_rows(count: int) -> Arrays:
     return {"x": np.random.default_rng(2).normal(0, 1, (count, 4)).astype(np.float32)}
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [(SELECTING, "output 'where' differs"), (CENTRED, "output 'y' differs")],
-    ids=["index of the row", "mean of the rows"],
-)
-def test_file_whose_rows_depend_on_each_other_runs_whole(
-    tmp_path: Path, capsys: Capture, text: str, reason: str
-) -> None:
-    model, source, output = written(tmp_path, text), tmp_path / "in.npz", tmp_path / "out.npz"
+def test_file_whose_rows_depend_on_each_other_runs_whole(tmp_path: Path, capsys: Capture) -> None:
+    model, source, output = written(tmp_path, SELECTING), tmp_path / "in.npz", tmp_path / "out.npz"
     store(source, **random_rows(300))
     for devices in ("1", "2"):  # the second time it is known
         assert call(model, source, output, "--devices", devices) == 0
         line = only_line(capsys.readouterr().err)
         assert "as one request, on one worker: the rows of a batch depend on each other" in line
-        assert reason in line
-        assert line.endswith("; --batch-axis and --output-axis say what to split and join")
+        assert "output 'where' differs" in line
         assert_equal(loaded(output), whole_run(model, random_rows(300)))
     assert call(model, source, output, "--batch", "10") == 1
     line = only_line(capsys.readouterr().err)
     assert line.startswith("mcinfer: --batch: got 10, but the file cannot be cut: the rows of")
     assert line.endswith("; --batch-axis and --output-axis say what to split and join")
-    assert call(model, source, output, "--batch", "300") == 0
-    assert_equal(loaded(output), whole_run(model, random_rows(300)))
 
 
 def test_requests_may_give_any_number_of_rows_where_that_was_shown(
@@ -212,15 +185,12 @@ def test_requests_may_give_any_number_of_rows_where_that_was_shown(
     assert_equal(loaded(output), whole_run(model, random_rows(50)))
 
 
-@pytest.mark.parametrize("batch", ["1", "20"])
-def test_first_rows_that_are_equal_are_followed_by_more(
-    tmp_path: Path, capsys: Capture, batch: str
-) -> None:
+def test_first_rows_that_are_equal_are_followed_by_more(tmp_path: Path, capsys: Capture) -> None:
     model, source, output = written(tmp_path, DOUBLE), tmp_path / "in.npz", tmp_path / "out.npz"
     x = np.ones((40, 4), np.float32)
     x[3:] = 2
     np.savez(source, x=x)
-    assert call(model, source, output, "--batch", batch) == 0
+    assert call(model, source, output, "--batch", "20") == 0
     assert capsys.readouterr().err == ""
     np.testing.assert_array_equal(loaded(output)["y"], 2 * x)
 
@@ -237,8 +207,6 @@ def test_split_that_no_row_shows_is_not_used(tmp_path: Path, capsys: Capture) ->
     assert call(model, source, output, *axes, "--batch", "8") == 1
     line = only_line(capsys.readouterr().err)
     assert "--batch: got 8, but the file cannot be cut: its first 8 rows are equal" in line
-    assert call(model, source, output, *axes, "--batch", "100") == 0
-    assert capsys.readouterr().err == ""
 
 
 def test_rows_for_requests_of_what_is_said_to_go_whole_are_refused(
@@ -248,7 +216,7 @@ def test_rows_for_requests_of_what_is_said_to_go_whole_are_refused(
     store(source, **random_rows(100))
     assert call(model, source, output, "--batch-axis", "x=none", "--batch", "8") == 1
     line = only_line(capsys.readouterr().err)
-    assert line == "mcinfer: --batch: got 8, but --batch-axis says that every input goes whole"
+    assert line == "mcinfer: --batch: got 8, but batch_axes says that every input goes whole"
     assert call(model, source, output, "--batch-axis", "x=none") == 0
     assert capsys.readouterr().err == ""
     assert_equal(loaded(output), whole_run(model, random_rows(100)))
@@ -302,11 +270,8 @@ def test_bad_first_rows_are_told_with_the_runtimes_words(tmp_path: Path, capsys:
     assert files(tmp_path) == ["in.npz", "model.onnx"]
 
 
-@pytest.mark.parametrize(
-    ("devices", "where"), [("1", "in all requests"), ("2", "from every worker")]
-)
 def test_requests_that_contradict_the_first_rows_are_an_error_that_says_what_to_do(
-    tmp_path: Path, capsys: Capture, devices: str, where: str
+    tmp_path: Path, capsys: Capture
 ) -> None:
     # An output that is the same for all rows but the last ones.
     model = save(
@@ -323,16 +288,20 @@ def test_requests_that_contradict_the_first_rows_are_an_error_that_says_what_to_
     source, output = tmp_path / "in.npz", tmp_path / "out.npz"
     inputs = {"x": np.arange(20, dtype=np.float32)}
     store(source, **inputs)
-    assert call(model, source, output, "--batch", "12", "--devices", devices) == 1
+    assert call(model, source, output, "--batch", "12") == 1
     line = only_line(capsys.readouterr().err)
-    assert f"output 'bound' is to be the same {where}: " in line
-    assert line.endswith("; --batch-axis INPUT=none for each input has it run whole")
+    assert "output 'bound' is to be the same in all requests: " in line
+    assert line.endswith("; --batch-axis INPUT=none for each input runs it whole")
     assert files(tmp_path) == ["in.npz", "model.onnx"]
     assert call(model, source, output, "--batch-axis", "x=none") == 0
     assert_equal(loaded(output), whole_run(model, inputs))
 
 
 # Interrupted work.
+
+
+def progress(output: Path) -> Path:
+    return output.with_name(f".{output.name}.partial") / "progress.json"
 
 
 @pytest.fixture
@@ -355,34 +324,27 @@ def test_interrupted_work_goes_on_with_its_split_also_where_nothing_is_recorded(
     half_done: tuple[Path, Path, Path], cache: Path, capsys: Capture
 ) -> None:
     model, source, output = half_done
-    state = output.with_name(".out.npz.partial") / "state.json"
-    saved = json.loads(state.read_bytes())["state"]
-    assert (saved["inputs"], saved["outputs"]["y"]["axis"]) == ({"i": 0}, 1)
+    plan = json.loads(progress(output).read_bytes())["plan"]
+    assert (plan["axes"], plan["outputs"]) == ({"i": 0}, {"y": 1})
     shutil.rmtree(cache / "splits")
     capsys.readouterr()
     assert call(model, source, output, "--batch", "2") == 1
     going, failed = capsys.readouterr().err.splitlines()
-    assert going == "mcinfer: going on at row 4 of 6"
-    assert "4 of 6 rows are done and kept" in failed
+    assert going == "mcinfer: resuming at row 4 of 6"
+    assert failed.endswith("; 4 of 6 rows are kept; run the same command again to resume")
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"outputs": {"y": 0}}, {"inputs": {"i": None}, "reason": "rows depend on each other"}],
-    ids=["axis", "whole"],
-)
 def test_interrupted_work_does_not_go_on_with_another_split(
-    half_done: tuple[Path, Path, Path], cache: Path, capsys: Capture, changes: dict[str, Any]
+    half_done: tuple[Path, Path, Path], cache: Path, capsys: Capture
 ) -> None:
     model, source, output = half_done
     (record,) = (cache / "splits").iterdir()
     content = json.loads(record.read_bytes())
-    record.write_text(json.dumps({**content, **changes}))
+    record.write_text(json.dumps({**content, "outputs": {"y": 0}}))
     capsys.readouterr()
     assert call(model, source, output, "--batch", "2") == 1
     line = only_line(capsys.readouterr().err)
-    assert "holds what was done with another split of the batch" in line
-    assert line.endswith("; --restart discards it")
+    assert "holds results of another split of the batch; --restart discards them" in line
 
 
 def test_interrupted_work_goes_on_in_requests_of_the_same_size(
@@ -393,34 +355,37 @@ def test_interrupted_work_goes_on_in_requests_of_the_same_size(
 ) -> None:
     model, source, _ = half_done
     output = tmp_path / "other.npz"
-    monkeypatch.setattr(requests, "_REQUEST_BYTES", 32)
+    monkeypatch.setattr(batch, "_REQUEST_BYTES", 32)
     assert call(model, source, output) == 1
-    state = output.with_name(".other.npz.partial") / "state.json"
-    step = json.loads(state.read_bytes())["state"]["step"]
-    monkeypatch.setattr(requests, "_REQUEST_BYTES", 1 << 20)
+    before = json.loads(progress(output).read_bytes())
+    monkeypatch.setattr(batch, "_REQUEST_BYTES", 1 << 20)
     capsys.readouterr()
     assert call(model, source, output) == 1
-    assert "mcinfer: going on at row 4 of 6" in capsys.readouterr().err.splitlines()
-    assert json.loads(state.read_bytes())["state"]["step"] == step
+    assert "mcinfer: resuming at row 4 of 6" in capsys.readouterr().err.splitlines()
+    assert json.loads(progress(output).read_bytes()) == before
 
 
-def test_checked_split_counts_for_the_sizes_that_it_was_checked_with(
-    tmp_path: Path, capsys: Capture
+def test_run_is_resumed_in_as_many_shards_with_fewer_cores(
+    half_done: tuple[Path, Path, Path], tmp_path: Path, capsys: Capture
 ) -> None:
-    # What is added to a row's numbers are the numbers of as many other rows.
-    model = save(
-        tmp_path / "model.onnx",
-        [helper.make_node("Add", ["x", "bias"], ["y"])],
-        [("x", FLOAT, ["batch", 2]), ("bias", FLOAT, ["rows", 2])],
-        [("y", FLOAT, ["out", 2])],
-    )
-    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
-    x = np.arange(12, dtype=np.float32).reshape(6, 2)
-    for bias in (x[:1], x):
-        store(source, x=x, bias=bias)
-        assert call(model, source, output, "--batch", "2") == 0
-        assert capsys.readouterr().err == ""
-        assert_equal(loaded(output), whole_run(model, {"x": x, "bias": bias}))
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        pytest.skip("one core has one worker")
+    model, source, _ = half_done
+    output = tmp_path / "other.npz"
+    words = ["run", str(model), "--input", str(source), "--output", str(output), "--batch", "2"]
+    assert main(words) == 1
+    before = json.loads(progress(output).read_bytes())
+    assert before["plan"]["shards"] > 1
+    capsys.readouterr()
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        assert main(words) == 1
+    finally:
+        os.sched_setaffinity(0, cores)
+    resumed, _ = capsys.readouterr().err.splitlines()
+    assert resumed == "mcinfer: resuming at row 4 of 6"
+    assert json.loads(progress(output).read_bytes()) == before
 
 
 def test_whole_file_that_is_done_is_only_written_the_next_time(
@@ -429,17 +394,95 @@ def test_whole_file_that_is_done_is_only_written_the_next_time(
     model, source, output = written(tmp_path, DOUBLE), tmp_path / "in.npz", tmp_path / "out.npz"
     store(source, **random_rows(5))
 
-    def full(*names: Any) -> None:
-        if Path(names[1]) == output:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        replace(*names)
-
-    replace = os.replace
+    output.mkdir()  # what comes in its place before the end
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", full)
+        patch.setattr(batch, "_output_place", lambda _: output)
         assert call(model, source, output, "--devices", "2") == 1
-    assert "5 of 5 rows are done and kept" in only_line(capsys.readouterr().err)
+    output.rmdir()
+    line = only_line(capsys.readouterr().err)
+    assert line.endswith("; 5 of 5 rows are kept; run the same command again to resume")
     # Now the split is recorded, and would be another one.
     assert call(model, source, output, "--devices", "2") == 0
-    assert only_line(capsys.readouterr().err) == "mcinfer: going on at row 5 of 5"
+    assert only_line(capsys.readouterr().err) == "mcinfer: resuming at row 5 of 5"
     assert_equal(loaded(output), whole_run(model, random_rows(5)))
+
+
+# Requests, by shapes alone.
+
+FLOAT32 = np.dtype(np.float32)
+
+
+def spec(name: str, *shape: Dimension) -> TensorSpec:
+    return TensorSpec(name=name, dtype=FLOAT32, shape=shape)
+
+
+def described(inputs: Sequence[TensorSpec], *outputs: TensorSpec) -> ModelSpec:
+    return ModelSpec(inputs=tuple(inputs), outputs=outputs)
+
+
+ROWS = described([spec("x", "batch", 4)], spec("y", "batch", 4))
+
+
+def requests_of(
+    model: ModelSpec,
+    shapes: dict[str, tuple[int, ...]],
+    workers: int,
+    rows: int | None,
+    inputs: Axes | None = None,
+    outputs: Axes | None = None,
+) -> Requests:
+    """Cut as the model's symbols and the user say."""
+    arrays = {name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes.items()}
+    said = SaidAxes(inputs=inputs or {}, outputs=outputs or {})
+    return plan_requests(model, arrays, workers, rows, first_split(model, said))
+
+
+@given(st.integers(1, 1000), st.integers(1, 1000), st.integers(1, 9))
+def test_requests_have_every_row_once_and_in_order(units: int, rows: int, workers: int) -> None:
+    requests = requests_of(ROWS, {"x": (units, 4)}, workers, rows)
+    arrays = {"x": np.arange(units)}
+    parts = [requests.inputs(arrays, i)["x"] for i in range(requests.count)]
+    assert np.concatenate(parts).tolist() == [*range(units)]
+    assert {len(part) for part in parts[:-1]} <= {rows}
+    assert requests.rows(requests.count) == units
+
+
+def test_request_has_64_rows_for_each_worker_and_64_mib() -> None:
+    assert requests_of(ROWS, {"x": (10_000_000, 4)}, 3, None).step == 3 * 64
+    for size, step in ((6, 10), (100, 1)):  # whole pieces of a fixed batch
+        fixed = described([spec("x", size)], spec("y", size))
+        assert requests_of(fixed, {"x": (size * 99,)}, 3, None, {"x": 0}, {"y": 0}).step == 3 * step
+    for width, step in ((1 << 20, 12), (1 << 30, 4)):
+        wide = described([spec("x", "batch", 1)], spec("y", "batch", width))
+        assert requests_of(wide, {"x": (1000, 1)}, 4, None).step == step
+    unknown = described([spec("x", "batch", 1 << 20)], spec("y", None, None))
+    assert requests_of(unknown, {"x": (1000, 1 << 20)}, 2, None, outputs={"y": 0}).step == 8
+
+
+def test_inputs_without_the_batch_go_whole() -> None:
+    two = described([spec("x", "seq", "batch"), spec("scale", 3)], spec("y", "seq", "batch"))
+    requests = requests_of(two, {"x": (5, 8), "scale": (3,)}, 2, 4)
+    assert (requests.axes, requests.sizes) == ({"x": 1, "scale": None}, {"x": 1})
+    assert (requests.count, requests.outputs) == (2, {"y": 1})
+
+
+@pytest.mark.parametrize(("rows", "step"), [(1, 1), (9, 2), (100, 3), (None, 3)])
+def test_fixed_batch_is_cut_at_multiples_of_it(rows: int | None, step: int) -> None:
+    fixed = described([spec("x", 4, 2), spec("z", 8)], spec("y", 4, 2))
+    shapes: dict[str, tuple[int, ...]] = {"x": (12, 2), "z": (24,)}
+    requests = requests_of(fixed, shapes, 2, rows, {"x": 0, "z": 0}, {"y": 0})
+    assert (requests.units, requests.unit_rows, requests.step) == (3, 4, step)
+    assert requests.sizes == {"x": 4, "z": 8}
+    assert requests.outputs == {"y": 0 if step < 3 else None}
+
+
+def test_batch_that_is_not_known_runs_whole() -> None:
+    whole = described([spec("x", "length", 4)], spec("y", "other"))
+    requests = requests_of(whole, {"x": (1_000_000, 4)}, 2, None)
+    assert (requests.axes, requests.count, requests.outputs) == ({"x": None}, 1, {"y": None})
+
+
+def test_shapes_that_do_not_fit_are_an_error() -> None:
+    fixed = described([spec("x", 4)], spec("y", 4))
+    with pytest.raises(InvalidInputError, match=r"a multiple of .* batch of 4"):
+        requests_of(fixed, {"x": (7,)}, 2, 3, {"x": 0})

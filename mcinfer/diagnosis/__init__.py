@@ -1,1 +1,0 @@
-"""What mcinfer needs of this machine, whether it is there, and what to do where it is not."""

@@ -1,0 +1,405 @@
+"""Tests of mcinfer/cli/batch_files.py: mapped inputs, and answers that are kept and joined."""
+
+import io
+import json
+import os
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+
+from mcinfer.cli.batch_files import PartialResults, opened_input
+from mcinfer.errors import InvalidInputError, McinferError
+from mcinfer.sharding import JoinError
+from mcinfer.specs import ModelSpec, TensorSpec
+from tests.command_line import files
+
+Array = NDArray[Any]
+
+STORED, DEFLATED = zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED
+WORK = {"model": 1, "input": [2]}
+
+
+def model(*outputs: str, dtype: Any = np.float64) -> ModelSpec:
+    """A model with an input ``x`` and these outputs."""
+    specs = [TensorSpec(name=name, dtype=np.dtype(dtype), shape=()) for name in ("x", *outputs)]
+    return ModelSpec(inputs=tuple(specs[:1]), outputs=tuple(specs[1:]))
+
+
+# The input.
+
+
+def write_npz(path: Path, compression: int, **arrays: Array) -> None:
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, array)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    array=hnp.arrays(
+        st.sampled_from(["<f4", ">i8", "?", "<c16", "<U3", "|S2", "<f2"]),
+        hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5),
+    ),
+    fortran=st.booleans(),
+    kind=st.sampled_from(["npy", "stored", "deflated", "bzip2"]),
+)
+def test_array_is_the_same_however_it_is_stored(
+    tmp_path_factory: pytest.TempPathFactory, array: Array, fortran: bool, kind: str
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "stored"
+    ordered = array.copy("F" if fortran else "C")
+    if kind == "npy":
+        with path.open("wb") as file:
+            np.save(file, ordered)
+    else:
+        kinds = {"stored": STORED, "deflated": DEFLATED, "bzip2": zipfile.ZIP_BZIP2}
+        write_npz(path, kinds[kind], other=np.ones(3), x=ordered)
+    dtype = object if array.dtype.kind in "US" else array.dtype.newbyteorder("=")
+    with opened_input(path, path.parent) as opened:
+        opened.content.pop("other", None)
+        got = opened.arrays(model(dtype=dtype))["x"]
+        opened.let_go()
+        assert (got.dtype, got.shape) == (array.dtype, array.shape)
+        assert got.tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("compression", [STORED, DEFLATED])
+def test_damaged_archive_is_refused_before_any_work(tmp_path: Path, compression: int) -> None:
+    path = tmp_path / "in.npz"
+    write_npz(path, compression, x=np.random.default_rng(1).integers(0, 9, (2000, 2)))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 0xFF
+    path.write_bytes(data)
+    with (
+        pytest.raises(InvalidInputError, match=r"in\.npz is not an \.npz file"),
+        opened_input(path, tmp_path),
+    ):
+        pass
+
+
+def header(shape: tuple[int, ...]) -> bytes:
+    file = io.BytesIO()
+    said = {"descr": "<f4", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, said)
+    return file.getvalue()
+
+
+def archive(content: bytes, name: str = "x.npy") -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as opened:
+        opened.writestr(name, content)
+    return file.getvalue()
+
+
+def pickled() -> bytes:
+    file = io.BytesIO()
+    np.savez(file, allow_pickle=True, x=np.array([None]))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: b"", "empty"),
+        (lambda: b"hello", "magic string"),
+        (lambda: archive(b"read me", "README"), "magic string"),
+        (pickled, "Object arrays"),
+        (lambda: archive(header((-2, -2)) + bytes(16)), "negative dimensions"),
+        (lambda: archive(header((3,)) + bytes(16)), "has 144 bytes, expected 140"),
+        (lambda: archive(header((1 << 50,))), "too small"),
+        (lambda: header((3,))[:40], "EOF"),
+        (lambda: archive(b"\x93NUMPY\x03\x00" + header(())[8:] + bytes(4)), "version"),
+        (lambda: archive(header((3,)) + bytes(12))[:-30], "magic string"),
+    ],
+    ids=[
+        *("empty", "text", "text inside", "pickle", "negative", "longer", "enormous"),
+        *("header cut off", "version 3", "zip cut off"),
+    ],
+)
+def test_what_cannot_be_an_array_is_refused(
+    tmp_path: Path, make: Callable[[], bytes], text: str
+) -> None:
+    path = tmp_path / "in.npz"
+    path.write_bytes(make())
+    with (
+        pytest.raises(InvalidInputError, match=rf"--input: .*in\.npz is not an .*{text}"),
+        opened_input(path, tmp_path),
+    ):
+        pass
+    assert files(tmp_path) == ["in.npz"]
+
+
+def test_file_that_becomes_shorter_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "in.npy"
+    np.save(path, np.ones(1000))
+    with opened_input(path, tmp_path) as file:
+        os.truncate(path, 500)
+        with pytest.raises(InvalidInputError, match=r"in\.npy became shorter"):
+            file.let_go()
+
+
+@pytest.mark.parametrize("place", [0, 2**20, 2**27 - 1], ids=["start", "within", "end"])
+def test_stamp_differs_after_a_change_and_not_after_a_touch(tmp_path: Path, place: int) -> None:
+    path = tmp_path / "in.npy"
+    np.save(path, np.ones(200_000))
+    if place == 2**27 - 1:  # a large one, of which samples are read
+        os.truncate(path, 2**27)
+
+    def stamp() -> dict[str, Any]:
+        with opened_input(path, tmp_path) as file:
+            return file.stamp
+
+    before = stamp()
+    path.touch()
+    assert stamp() == before
+    with path.open("r+b") as other:
+        other.seek(place)
+        other.write(b"\x93")  # as at the start
+        other.flush()
+        os.utime(path)
+    assert (stamp() == before) == (place == 0)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "int4"])
+def test_types_that_numpy_lacks_are_read_and_kept(tmp_path: Path, name: str) -> None:
+    dtype = np.dtype(getattr(pytest.importorskip("ml_dtypes"), name))
+    array = np.arange(6).reshape(3, 2).astype(dtype)
+    path, target = tmp_path / "in.npy", tmp_path / "out.npz"
+    np.save(path, array.view(f"V{dtype.itemsize}"))
+    with opened_input(path, tmp_path) as file:
+        got = file.arrays(model(dtype=dtype))["x"]
+        assert (got.dtype, got.tolist()) == (dtype, array.tolist())
+    for done in (1, 2):
+        with results(target, y=0, n=None) as making:
+            making.add({"y": array, "n": array[0]})
+            if done == 2:
+                assert making.finish(model("y", "n", dtype=dtype))[0] == f"y: {name}[6, 2]"
+    content = loaded(target)
+    assert content["y"].view(dtype).tolist() == [*array.tolist(), *array.tolist()]
+    assert content["n"].view(dtype).tolist() == array[0].tolist()
+
+
+# The answers.
+
+
+@contextmanager
+def results(
+    target: Path, work: dict[str, Any] = WORK, restart: bool = False, **outputs: int | None
+) -> Iterator[PartialResults]:
+    """One run, which keeps what it has at its end."""
+    with closing(PartialResults(target, work, restart=restart)) as making:
+        making.begin({}, outputs)
+        yield making
+        if not target.exists() and making.done:
+            making.save()
+
+
+def loaded(target: Path) -> dict[str, Array]:
+    with np.load(target, allow_pickle=False) as content:
+        return dict(content)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 4), min_size=1, max_size=9),
+    axis=st.integers(0, 2),
+    dtype=st.sampled_from(["f4", "i8", "?", "U"]),
+    interrupted=st.integers(0, 9),
+)
+def test_parts_of_any_size_come_together_also_after_an_interruption(
+    tmp_path_factory: pytest.TempPathFactory,
+    sizes: list[int],
+    axis: int,
+    dtype: str,
+    interrupted: int,
+) -> None:
+    shape = [2, 3, 2]
+    shape[axis] = sum(sizes)
+    numbers = np.arange(np.prod(shape)).reshape(shape) ** 3
+    whole = numbers.astype(object if dtype == "U" else dtype)
+    if dtype == "U":
+        whole[...] = np.array([*map(str, numbers.flat)], object).reshape(shape)
+    places = (slice(None),) * axis
+    parts = [whole[(*places, slice(*at))] for at in pairwise(accumulate(sizes, initial=0))]
+    target = tmp_path_factory.getbasetemp() / f"{os.getpid()}.npz"
+    target.unlink(missing_ok=True)
+    same = np.array([np.nan, -1.0])
+    stop = min(interrupted, len(parts))
+    with results(target, y=axis, n=None) as making:
+        for part in parts[:stop]:
+            making.add({"y": part, "n": same})
+    with results(target, y=axis, n=None) as making:
+        assert making.done == stop
+        for part in parts[stop:]:
+            making.add({"y": part, "n": same})
+        lines = making.finish(model("y", "n", dtype=whole.dtype))
+    kind = "string" if dtype == "U" else whole.dtype.name
+    assert lines[0] == f"y: {kind}{shape}"
+    got = loaded(target)
+    np.testing.assert_array_equal(got["y"], whole.astype(np.str_) if dtype == "U" else whole)
+    np.testing.assert_array_equal(got["n"], same)
+    assert not target.with_name(f".{target.name}.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("axis", "parts", "text"),
+    [
+        (None, [[1.0, 2.0], [1.0, 3.0]], "'y' is to be the same in all .* up to 0.5 of the larg"),
+        (None, [["a"], ["b"]], "'y' is to be the same in all"),
+        (None, [[1.0, 2.0], [1]], r"got int64\[1\] from one request, float64\[2\] from the first"),
+        (0, [[[1], [2]], [[1, 2], [3, 4]]], r"'y' is joined along axis 0: got int64\[2, 2\] from"),
+        (0, [[1, 2], [[1], [2]]], r"'y' is joined along axis 0: got int64\[2, 1\] from one"),
+        (0, [[1, 2], [1.0, 2.0]], r"'y' is joined along axis 0: got float64\[2\] from one"),
+        (1, [[1, 2]], r"'y' is joined along axis 1: got int64\[2\]"),
+    ],
+)
+def test_parts_that_do_not_go_together_are_an_error_that_names_the_output(
+    tmp_path: Path, axis: int | None, parts: Sequence[Any], text: str
+) -> None:
+    with results(tmp_path / "out.npz", y=axis) as making:
+        for part in parts[:-1]:
+            making.add({"y": np.array(part)})
+        with pytest.raises(JoinError, match=text):
+            making.add({"y": np.array(parts[-1])})
+        assert making.done == len(parts) - 1
+
+
+def test_names_cannot_command_a_terminal(tmp_path: Path) -> None:
+    name = "y\x1b[2J\n"
+    with closing(PartialResults(tmp_path / "out.npz", WORK)) as making:
+        making.begin({}, {name: 0})
+        making.add({name: np.array([1])})
+        assert making.finish(model(name, dtype=int)) == ["y?[2J?: int64[1]"]
+
+
+def test_room_that_is_missing_is_known_from_the_first_part_on(tmp_path: Path) -> None:
+    with results(tmp_path / "out.npz", y=0) as making:
+        making.add({"y": np.zeros(1024, np.int8)})
+        disk = os.statvfs(tmp_path)
+        missing = 2 * (1 << 50) - disk.f_bavail * disk.f_frsize
+        assert making.missing_bytes(2**-40) == pytest.approx(missing, rel=0.2)
+
+
+# The folder.
+
+
+def begun(target: Path) -> Path:
+    """A run of which one request is done; its progress."""
+    with results(target, y=0) as making:
+        making.add({"y": np.array([1])})
+    return target.with_name(f".{target.name}.partial") / "progress.json"
+
+
+def test_results_of_other_work_stay_until_they_are_discarded(tmp_path: Path) -> None:
+    target = tmp_path / "out.npz"
+    progress = begun(target)
+    content = progress.read_bytes()
+    other = {**WORK, "input": [3]}
+    with pytest.raises(McinferError, match=r"\.out\.npz\.partial holds .*another input; --restart"):
+        PartialResults(target, other)
+    assert progress.read_bytes() == content
+    with results(target, other, restart=True, y=0) as making:
+        assert making.done == 0
+        assert files(making.path) == ["0.parts", "lock"]
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["", "[]", '{"work": {}}', '{"work": 1}', "[" * 100_000],
+    ids=["empty", "list", "no plan", "no work", "deep"],
+)
+def test_progress_that_says_nothing_is_an_error(tmp_path: Path, damage: str) -> None:
+    target = tmp_path / "out.npz"
+    progress = begun(target)
+    if damage == '{"work": {}}':
+        damage = json.dumps({"work": json.loads(progress.read_text())["work"]})
+    progress.write_text(damage)
+    with pytest.raises(McinferError, match=r"(is damaged|other work).*--restart discards"):
+        PartialResults(target, WORK)
+
+
+def test_parts_that_are_missing_are_an_error_and_more_are_written_over(tmp_path: Path) -> None:
+    target = tmp_path / "out.npz"
+    parts = begun(target).with_name("0.parts")
+    with parts.open("ab") as file:
+        file.write(b"of a request that was not saved")
+    with results(target, y=0) as making:
+        making.add({"y": np.array([2])})
+        making.finish(model("y", dtype=int))
+    assert loaded(target)["y"].tolist() == [1, 2]
+    target.unlink()
+    begun(target)
+    os.truncate(parts, 7)
+    with pytest.raises(McinferError, match="damaged"), results(target, y=0):
+        pass
+
+
+def test_folder_is_for_one_run_at_a_time(tmp_path: Path) -> None:
+    target = tmp_path / "out.npz"
+    with closing(PartialResults(target, WORK)):
+        for restart in (False, True):
+            with pytest.raises(McinferError, match=r"another run is writing to .*\.out\.npz\."):
+                PartialResults(target, WORK, restart=restart)
+    with closing(PartialResults(target, WORK)):
+        pass
+    assert files(tmp_path) == []
+
+
+def test_what_is_not_mcinfers_in_the_folder_stays(tmp_path: Path) -> None:
+    target = tmp_path / "out.npz"
+    begun(target).with_name("notes.txt").write_text("mine")
+    with closing(PartialResults(target, WORK, restart=True)):
+        pass
+    assert files(tmp_path / ".out.npz.partial") == ["notes.txt"]
+
+
+@pytest.mark.parametrize("kind", ["open to all", "link", "of another user", "file"])
+def test_folder_that_others_may_have_made_is_refused_and_no_link_in_it_is_followed(
+    tmp_path: Path, kind: str
+) -> None:
+    # Another user's folder in /tmp, with links to the caller's files, had them overwritten.
+    mine = tmp_path / "mine"
+    mine.write_bytes(b"precious")
+    folder = theirs = tmp_path / ".out.npz.partial"
+    if kind == "file":
+        folder.touch()
+    else:
+        theirs = tmp_path / "theirs" if kind == "link" else folder
+        theirs.mkdir(mode=0o700)
+        for name in ("lock", "0.parts", "progress.json.new", "whole.npz"):
+            (theirs / name).symlink_to(mine)
+    if kind == "link":
+        folder.symlink_to(theirs)
+    elif kind == "open to all":
+        folder.chmod(0o777)
+    elif kind == "of another user":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a folder away")
+        os.chown(folder, 12345, -1)
+    with pytest.raises(McinferError, match=r"--output: .*\.out\.npz\.partial"):
+        begun(tmp_path / "out.npz")
+    assert mine.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("name", ["lock", "0.parts", "progress.json.new"])
+def test_no_link_in_the_folder_is_followed(tmp_path: Path, name: str) -> None:
+    mine = tmp_path / "mine"
+    mine.write_bytes(b"precious")
+    folder = tmp_path / ".out.npz.partial"
+    folder.mkdir(mode=0o700)
+    (folder / name).symlink_to(mine)
+    with pytest.raises((McinferError, OSError), match="symbolic links"):
+        begun(tmp_path / "out.npz")
+    assert mine.read_bytes() == b"precious"
