@@ -1,10 +1,11 @@
-"""The arrays of one request: from files, or random ones that fit what a model takes.
+"""The arrays of one request: from files, or random ones that fit the model; and the model's split.
 
-What a file says of a symbolic dimension holds for all inputs; ``--dim`` says the sizes of others. Where a
-request's rows lie is what the model's `mcinfer.sharding.Split` says.
+The size of a symbolic dimension in a file holds for all inputs; ``--dim`` gives the sizes of others. The
+model's `mcinfer.sharding.Split` says where a request's rows lie.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import BytesIO
 from math import prod
@@ -15,10 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.bench.way import why_whole
-from mcinfer.errors import InvalidInputError
+from mcinfer.errors import InvalidInputError, McinferError
+from mcinfer.model_cache.split_records import records_in
 from mcinfer.requests.tensors import as_input
-from mcinfer.sharding import Split, plan
-from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension, ModelSpec, TensorSpec
+from mcinfer.sharding import Axes, SaidAxes, Split, first_split, is_fixed, plan
+from mcinfer.specs import (
+    ELEMENT_TYPES,
+    STRING,
+    Dimension,
+    ModelSpec,
+    TensorSpec,
+)
 
 _WORDS = ("red", "green", "blue", "one", "two", "three", "north", "south")
 _EXAMPLE_SIZE = 128
@@ -153,7 +161,7 @@ def _batch_keys(model: ModelSpec, split: Split) -> set[str]:
 
 
 class _Sizes:
-    """The sizes of a model's dimensions, as far as they are known."""
+    """The known sizes of a model's dimensions."""
 
     def __init__(self, model: ModelSpec, split: Split, batch: int, dims: Mapping[str, int]) -> None:
         self._batch = batch
@@ -503,3 +511,58 @@ def _random_fitting(
         return _random(spec, shape, options.integers, options.seed)
     except (MemoryError, ValueError) as exc:  # NumPy's own word for sizes beyond all memory
         raise InvalidInputError(f"input {spec} of shape {[*shape]} cannot be had: {exc}") from exc
+
+
+# A model's split.
+
+
+@contextmanager
+def own_records(folder: Path) -> Iterator[None]:
+    """Meanwhile, keep what is learned below this folder: it is learned from random inputs."""
+    records = folder / "splits"
+    records.mkdir(mode=0o700)
+    with records_in(records):
+        yield
+
+
+def look_at(
+    master: Any, batches: Sequence[int], inputs: InputOptions, batch_axes: Axes, output_axes: Axes
+) -> tuple[ModelSpec, Split]:
+    """The model's inputs and outputs, and how its batch is split: learned, if that is not known.
+
+    A benchmark sends the same request again and again, and its rows may be equal, which shows nothing. What
+    is learned here is recorded, within `own_records`, where the masters that are measured find it.
+
+    Args:
+        master: A started `mcinfer.Master` of the model; one worker is enough.
+        batches: Rows of the requests that will come.
+        inputs: Where their arrays come from.
+        batch_axes: The user's, as the master has them.
+        output_axes: Likewise.
+
+    Returns:
+        The model; and the split of the first request and all later ones. Where they run whole, it says why,
+        and its `inputs` still say where their rows lie, as far as that is given or declared.
+
+    Raises:
+        InvalidInputError: The options do not fit the model.
+    """
+    model = ModelSpec(inputs=master.inputs, outputs=master.outputs)
+    first = first_split(model, SaidAxes(inputs=batch_axes, outputs=output_axes))
+    split, why = master.split, ""
+    said_whole = first.known == "said" and bool(first.reason)
+    if not (split.checked or said_whole or is_fixed(model, first)):
+        for example in examples(model, first, batches, inputs):
+            try:
+                split = master.learn(example)
+            except McinferError as exc:
+                why = why or f"an example to learn it from failed: {exc}"
+            else:
+                why = why or "no example has shown whether the rows of a batch are independent"
+            if split.checked:
+                break
+    if why and not split.checked:
+        split = replace(split, reason=why)
+    if all(axis is None for axis in split.inputs.values()):
+        split = replace(split, inputs=first.inputs)
+    return model, split

@@ -7,13 +7,13 @@ import typer
 
 
 def compare(
-    a: Annotated[Path, typer.Argument(metavar="A.json", help="a report that bench wrote")],
-    b: Annotated[Path, typer.Argument(metavar="B.json", help="another, to compare with it")],
+    a: Annotated[Path, typer.Argument(metavar="A.json", help="JSON file of bench")],
+    b: Annotated[Path, typer.Argument(metavar="B.json", help="JSON file to compare with it")],
 ) -> None:
-    """Show what became faster or slower from one report to another, with their spread."""
+    """Show what became faster or slower from report A to report B, with the spread."""
     from rich.console import Console
 
+    from mcinfer.bench import compare as comparing
     from mcinfer.bench.report import load
-    from mcinfer.bench.views import compare as comparing
 
     comparing.show(comparing.compare(load(a), load(b)), Console(highlight=False))

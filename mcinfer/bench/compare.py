@@ -1,23 +1,17 @@
-"""Two reports side by side: what became faster or slower, as far as the spread of both lets one say."""
+"""Two reports side by side: what became faster or slower, as far as the spread of both shows it."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
-from mcinfer.bench.report import Report
-from mcinfer.bench.views.figures import (
-    UNKNOWN,
-    LoadFigures,
-    Spread,
-    WayFigures,
-    load_figures,
-    way_figures,
-)
-from mcinfer.bench.views.terminal import folded, new_table, print_lines, print_whole
-from mcinfer.bench.views.texts import (
+from mcinfer.bench.figures import UNKNOWN, LoadFigures, Spread, WayFigures, load_figures
+from mcinfer.bench.report import OTHERS, Report
+from mcinfer.bench.table import folded, new_table, print_lines, print_whole
+from mcinfer.bench.texts import (
     FLAWED,
     MEGABYTE,
     Unit,
+    busy_text,
     flaw_text,
     machine_text,
     middle_text,
@@ -39,15 +33,13 @@ except ImportError as exc:
 WITHIN = "within the spread"
 ONE_REPEAT = "spread not known"
 FELL_SHORT = "one fell short"
-"""Of one of them not all requests were answered, or not as fast as they came."""
+"""In one of the reports not all requests were answered, or not as fast as they came."""
 ONE_SIDED = "not known in both"
 
 _STYLES = {"faster": "green", "less": "green", "slower": "red", "more": "red"}
-_RATES = ("slower", "faster")
-_TIMES = ("faster", "slower")
-_AMOUNTS = ("less", "more")
-_PASSING = "load_average"
-"""Begins what of a machine is of the moment."""
+_RATES, _TIMES, _AMOUNTS = ("slower", "faster"), ("faster", "slower"), ("less", "more")
+_PASSING = ("load_average_before", OTHERS)
+"""Facts about a machine at one moment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +48,11 @@ class Change:
 
     Attributes:
         figure: Its name, with its unit.
-        a: In the first report.
-        b: In the second, in the same unit.
-        ratio: The second over the first: of the middles, the least and the greatest that the repeats allow.
-            Unknown where there is none.
-        verdict: ``"faster"``, ``"slower"``, ``"more"`` or ``"less"``, of the second, only where all its
-            repeats are beyond all of the first's; else why nothing can be said.
+        a: In the first report; `b` in the second, in the same unit.
+        ratio: The second over the first: of the medians, with the least and the greatest that the repeats
+            allow.
+        verdict: ``"faster"``, ``"slower"``, ``"more"`` or ``"less"``, of the second, where all its repeats
+            are beyond all of the first's; else why nothing is clear.
     """
 
     figure: str
@@ -73,13 +64,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Changes that are shown together: a load, or start and memory.
-
-    Attributes:
-        title: What they are of.
-        ways: By way, its changes.
-        remarks: What keeps figures from being believed.
-    """
+    """Changes that are shown together, by way: those of a load, or start and memory."""
 
     title: str
     ways: dict[str, tuple[Change, ...]]
@@ -107,9 +92,13 @@ class Comparison:
 
 def compare(a: Report, b: Report) -> Comparison:
     """Compare two reports, the second with the first."""
+    differences = [f"The settings differ: {text}." for text in _differing(a.settings, b.settings)]
+    if a.mcinfer != b.mcinfer:
+        text = f"The versions of mcinfer differ: {a.mcinfer} and {b.mcinfer}."
+        differences.append(printable(text))
     return Comparison(
         warnings=tuple(_warnings(a, b)),
-        differences=tuple(_differences(a, b)),
+        differences=tuple(differences),
         missing=(*_missing(a, b, "A"), *_missing(b, a, "B")),
         groups=tuple(group for group in (*_loads(a, b), _ways(a, b)) if group.ways),
         notes=tuple(dict.fromkeys((*notes(a), *notes(b)))),
@@ -120,19 +109,14 @@ def _warnings(a: Report, b: Report) -> Iterator[str]:
     for name, report in (("A", a), ("B", b)):
         if not report.finished:
             yield f"{name} was interrupted: some turns are missing."
-    keys = [key for key in {**a.machine, **b.machine} if not key.startswith(_PASSING)]
-    for key in keys:
+        if busy := busy_text(report):
+            yield f"{name}: {busy}"
+    for key in {**a.machine, **b.machine}:
         old, new = a.machine.get(key), b.machine.get(key)
-        if old != new:
+        if old != new and key not in _PASSING:
             texts = ("unknown" if v is None else machine_text(key, v) for v in (old, new))
-            yield f"The machines differ: {' against '.join(texts)}."
+            yield f"The machines differ: {' and '.join(texts)}."
     yield from (f"The models differ: {text}." for text in _differing(a.model, b.model))
-
-
-def _differences(a: Report, b: Report) -> Iterator[str]:
-    yield from (f"The settings differ: {text}." for text in _differing(a.settings, b.settings))
-    if a.mcinfer != b.mcinfer:
-        yield printable(f"The versions of mcinfer differ: {a.mcinfer} against {b.mcinfer}.")
 
 
 def _differing(a: object, b: object) -> Iterator[str]:
@@ -140,11 +124,11 @@ def _differing(a: object, b: object) -> Iterator[str]:
     for field in fields(a):  # type: ignore[arg-type]  # both are dataclasses
         old, new = (getattr(one, field.name) for one in (a, b))
         if old != new:
-            yield printable(f"{field.name} {old!r} against {new!r}")
+            yield printable(f"{field.name} {old!r} and {new!r}")
 
 
 def _missing(report: Report, other: Report, name: str) -> Iterator[str]:
-    """What of a report the other has not."""
+    """The ways and loads that the other report lacks."""
     there = _measured(other)
     alone = [way for way in _measured(report) if way not in there]
     for way in alone:
@@ -158,7 +142,6 @@ def _missing(report: Report, other: Report, name: str) -> Iterator[str]:
 
 
 def _measured(report: Report) -> list[str]:
-    """Ways of which there is anything."""
     taken = {measurement.way for measurement in report.measurements if measurement.turns}
     return [way.name for way in report.ways if way.start_seconds or way.name in taken]
 
@@ -182,60 +165,47 @@ def _loads(a: Report, b: Report) -> Iterator[Group]:
 
 def _load_changes(a: LoadFigures, b: LoadFigures) -> Iterator[Change]:
     sound = (a.sound, b.sound)
-    plain = Unit()
-    yield from _change("rows/s", a.rows, b.rows, plain, _RATES, sound)
-    yield from _change("speed-up", a.speedup, b.speedup, plain, _RATES, sound)
-    yield from _timed("p50", a.p50, b.p50, sound)
-    yield from _timed("p90", a.p90, b.p90, sound)
-    yield from _timed("p99", a.p99, b.p99, sound)
-    yield from _timed("max", a.longest, b.longest, sound)
-    yield from _timed("overhead", a.overhead, b.overhead, sound)
-    yield from _change("cores", a.cores, b.cores, plain, _AMOUNTS, sound)
+    yield from _change("rows/s", a.rows, b.rows, _RATES, Unit(), sound)
+    yield from _change("speed-up", a.speedup, b.speedup, _RATES, Unit(), sound)
+    for name, fraction in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0)):
+        times = a.latency(fraction), b.latency(fraction)
+        yield from _change(name, *times, _TIMES, None, sound)
+    yield from _change("overhead", a.overhead, b.overhead, _TIMES, None, sound)
+    yield from _change("cores", a.cores, b.cores, _AMOUNTS, Unit(), sound)
 
 
 def _ways(a: Report, b: Report) -> Group:
     others = {way.name: way for way in b.ways}
     pairs = [(way, others[way.name]) for way in a.ways if way.name in others]
-    changes = {w.name: tuple(_way_changes(way_figures(w), way_figures(o))) for w, o in pairs}
+    changes = {w.name: tuple(_way_changes(WayFigures(w), WayFigures(o))) for w, o in pairs}
     return Group(title="start and memory", ways={name: c for name, c in changes.items() if c})
 
 
 def _way_changes(a: WayFigures, b: WayFigures) -> Iterator[Change]:
-    if not (a.start.known and b.start.known):
-        return
-    yield from _timed("start", a.start, b.start)
-    yield from _change("PSS", a.pss, b.pss, Unit(MEGABYTE, "MB"), _AMOUNTS)
-    yield from _change("USS", a.uss, b.uss, Unit(MEGABYTE, "MB"), _AMOUNTS)
-
-
-def _timed(
-    name: str, a: Spread, b: Spread, sound: tuple[bool, bool] = (True, True)
-) -> Iterator[Change]:
-    yield from _change(name, a, b, time_unit((a.middle, b.middle)), _TIMES, sound)
+    if a.start.known and b.start.known:
+        yield from _change("start", a.start, b.start, _TIMES)
+        yield from _change("PSS", a.pss, b.pss, _AMOUNTS, Unit(MEGABYTE, "MB"))
+        yield from _change("USS", a.uss, b.uss, _AMOUNTS, Unit(MEGABYTE, "MB"))
 
 
 def _change(
     name: str,
     a: Spread,
     b: Spread,
-    unit: Unit,
     words: tuple[str, str],
+    unit: Unit | None = None,
     sound: tuple[bool, bool] = (True, True),
 ) -> Iterator[Change]:
-    """The change of one figure; none where neither report knows it."""
-    if not (a.known or b.known):
-        return
-    yield Change(
-        figure=f"{name} {unit.sign}".rstrip(),
-        a=_scaled(a, unit.scale),
-        b=_scaled(b, unit.scale),
-        ratio=ratio_of(a, b),
-        verdict=_verdict(a, b, words, sound),
-    )
-
-
-def _scaled(spread: Spread, scale: float) -> Spread:
-    return Spread(spread.middle / scale, spread.low / scale, spread.high / scale, spread.count)
+    """The change of one figure, of a time in a unit that suits it; none where neither report knows it."""
+    if a.known or b.known:
+        unit = unit or time_unit((a.middle, b.middle))
+        yield Change(
+            figure=f"{name} {unit.sign}".rstrip(),
+            a=Spread(tuple(value / unit.scale for value in a.values)),
+            b=Spread(tuple(value / unit.scale for value in b.values)),
+            ratio=ratio_of(a, b),
+            verdict=_verdict(a, b, words, sound),
+        )
 
 
 def ratio_of(a: Spread, b: Spread) -> Spread:
@@ -243,18 +213,18 @@ def ratio_of(a: Spread, b: Spread) -> Spread:
     known = a.known and b.known and a.low > 0 and b.low >= 0
     if not known or math.isinf(a.high) or math.isinf(b.high):
         return UNKNOWN
-    return Spread(b.middle / a.middle, b.low / a.high, b.high / a.low, min(a.count, b.count))
+    return Spread((b.low / a.high, b.middle / a.middle, b.high / a.low))
 
 
-def _verdict(a: Spread, b: Spread, words: tuple[str, str], sound: tuple[bool, bool]) -> str:
+def _verdict(a: Spread, b: Spread, words: Sequence[str], sound: tuple[bool, bool]) -> str:
     if not (a.known and b.known):
         return ONE_SIDED
     if min(a.count, b.count) < 2:
         return ONE_REPEAT
     down, up = words
     word = up if b.low > a.high else down if b.high < a.low else WITHIN
-    # What leaves requests unanswered, or falls behind, only looks better than it is. So against the first it
-    # may be called worse, but not better; and the second may be called better than it, but not worse.
+    # A way that leaves requests unanswered, or falls behind, looks better than it is. So it may be called
+    # worse than the other report's, and the other's better than it; but not the reverse.
     believed = {"faster": sound[1], "less": sound[1], "slower": sound[0], "more": sound[0]}
     return word if believed.get(word, all(sound)) else FELL_SHORT
 
@@ -262,15 +232,18 @@ def _verdict(a: Spread, b: Spread, words: tuple[str, str], sound: tuple[bool, bo
 def show(comparison: Comparison, console: Console) -> None:
     """Print a comparison: what is not comparable, then a table for each load."""
     print_lines([f"{FLAWED} {warning}" for warning in comparison.warnings], console, "yellow")
-    print_lines(comparison.differences, console)
-    print_lines(comparison.missing, console)
+    print_lines((*comparison.differences, *comparison.missing), console)
+    verdicts = []
     for group in comparison.groups:
         console.print()
         _show_group(group, console)
         print_lines([f"{FLAWED} {remark}" for remark in group.remarks], console, "yellow")
+        verdicts += [change.verdict for changes in group.ways.values() for change in changes]
     if comparison.notes:
         print_lines(("", *comparison.notes), console)
-    print_lines(("", _count(comparison)), console, "bold")
+    counts = ", ".join(f"{verdicts.count(word)} {word}" for word in dict.fromkeys(verdicts))
+    text = f"B has {len(verdicts)} figures: {counts}." if verdicts else "Nothing is in both."
+    print_lines(("", text), console, "bold")
 
 
 def _show_group(group: Group, console: Console) -> None:
@@ -290,16 +263,3 @@ def _show_group(group: Group, console: Console) -> None:
                 end_section=index == len(changes) - 1,
             )
     print_whole(table, console)
-
-
-def _count(comparison: Comparison) -> str:
-    verdicts = [
-        change.verdict
-        for group in comparison.groups
-        for changes in group.ways.values()
-        for change in changes
-    ]
-    if not verdicts:
-        return "The reports have nothing in common."
-    counts = (f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts))
-    return f"Of {len(verdicts)} figures of B: {', '.join(counts)}."
