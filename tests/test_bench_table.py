@@ -183,7 +183,7 @@ def test_interrupted_and_single_measurements_say_so() -> None:
     [
         ([150.0, 152.0], r"Use mcinfer: 1.51 × the throughput of session, .*\."),  # noqa: RUF001
         ([99.0, 103.0], r"No clear gain in speed; .*; a crash costs no request\."),
-        ([50.0, 52.0], r"mcinfer is slower here: 0.510 × the throughput of session; .*"),  # noqa: RUF001
+        ([50.0, 52.0], r"Keep session: mcinfer has 0.510 × the throughput; .*"),  # noqa: RUF001
     ],
 )
 def test_verdict_is_one_sentence_the_same_in_the_table(sharded: list[float], text: str) -> None:

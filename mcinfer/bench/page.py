@@ -58,7 +58,8 @@ try:
     from matplotlib.figure import Figure, FigureBase
     from matplotlib.font_manager import findfont
     from matplotlib.ft2font import FT2Font
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 except ImportError as exc:
     raise MissingDependencyError(
         f"pages and plots need the package {exc.name}: pip install 'mcinfer[bench]'"
@@ -108,6 +109,7 @@ _LOOKS = {
     "batched": ("#aa4499", "*"),
 }
 _OTHER_LOOKS = (("#7a8b00", "<"), ("#8a63d2", ">"), ("#a0522d", "h"), ("#3b8686", "p"))
+_MARK = {"markersize": 7, "markeredgewidth": 2}
 _RING: dict[str, Any] = {
     "marker": "o",
     "markersize": 12,
@@ -271,15 +273,18 @@ def _draw_latency(axes: Axes, *, found: Sequence[LoadFigures], looks: dict[str, 
             at = never if lost else spread.middle / unit.scale
             places.append(at)
             shape = ">" if lost else marker
-            style = {"color": colour, "linestyle": "", "markersize": 7, "markeredgewidth": 2}
-            label = "never answered" if lost else name
-            seen[label] = axes.plot(at, row, marker=shape, **style)[0]
+            style: dict[str, Any] = {"marker": shape, "linestyle": "", **_MARK}
+            axes.plot(at, row, color=colour, **style)
+            seen["never answered" if lost else name] = Line2D([], [], color="gray", **style)
         axes.plot([places[0], places[-1]], [row, row], color=colour, linewidth=1.5)
     _rows(axes, [drawable(marked(figures)) for figures in found])
     least = min((v for v in known if v > 0), default=unit.scale) / unit.scale
     wide = most > _WIDEST_LINEAR * least
     if wide:
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0), numticks=6))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlim(least / 2 if wide else 0, (2 if wide else 1.25) * most)
     axes.set_xlabel(f"latency ({unit.sign}{', logarithmic' if wide else ''})")
     order = [label for label in (*(name for name, *_ in marks), "never answered") if label in seen]
@@ -376,7 +381,7 @@ def figure(report: Report) -> Figure:
         size = (columns * _WIDTH, rows * _HEIGHT + 0.9)
         whole = Figure(figsize=size, layout="constrained")
         title = (verdict(report), report.model.name, machine_line(report))
-        whole.suptitle("\n".join(drawable(text, columns * 56) for text in title))
+        whole.suptitle("\n".join(drawable(text, columns * 46) for text in title))
         places = whole.subfigures(rows, columns, squeeze=False).flat
         for panel, place in zip(drawn, places, strict=False):
             _draw(panel, place)

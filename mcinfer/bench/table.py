@@ -184,6 +184,7 @@ def show(report: Report, console: Console) -> None:
         if sentences:
             print_lines(("", *sentences), console, style)
     if program := report_program(report):
+        print_lines(("", "mcinfer's best mode here, as a program:"), console)
         print_program(program, console)
 
 

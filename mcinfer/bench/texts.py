@@ -188,8 +188,8 @@ def verdict(report: Report) -> str:
         return f"Use mcinfer: {most}{f', {memory}' if memory else ''}."
     crash = "a crash costs no request"
     if all(gain.clear < 0 for gain in all_gains):
-        slow = f"{number(best.ratio.middle)} {TIMES} {what} of {others}"
-        return f"mcinfer is slower here: {slow}; {'; '.join(filter(None, (memory, crash)))}."
+        slow = f"mcinfer has {number(best.ratio.middle)} {TIMES} {what}"
+        return f"Keep {others}: {'; '.join(filter(None, (slow, memory, crash)))}."
     return f"No clear gain in speed; {'; '.join(filter(None, (memory, crash)))}."
 
 
