@@ -16,9 +16,11 @@ from mcinfer.bench.compare import (
     ONE_SIDED,
     WITHIN,
     Change,
-    compare,
+    differences,
+    groups,
     ratio_of,
     show,
+    warnings,
 )
 from mcinfer.bench.figures import Spread, compared_loads, spread_of
 from mcinfer.bench.report import Load, Report, dump
@@ -28,8 +30,7 @@ from tests.bench_reports import large, report, small, turn, way
 
 
 def change_of(a: Report, b: Report, figure: str, way: str = "session") -> Change:
-    groups = compare(a, b).groups
-    found = [c for group in groups for c in group.ways.get(way, ()) if c.figure == figure]
+    found = [c for group in groups(a, b) for c in group.ways.get(way, ()) if c.figure == figure]
     assert len(found) == 1
     return found[0]
 
@@ -101,7 +102,7 @@ def test_what_drops_requests_is_never_called_faster() -> None:
     assert change_of(lossy(slow), quick, "rows/s").verdict == "faster"
     assert change_of(lossy(quick), slow, "rows/s").verdict == FELL_SHORT
     assert change_of(quick, lossy(quick), "max ms").verdict == "slower"
-    (group, _) = compare(quick, lossy(quick)).groups
+    (group, _) = groups(quick, lossy(quick))
     assert group.remarks == ("session in B: 2 of 404 failed",)
 
 
@@ -114,7 +115,7 @@ def test_what_falls_behind_is_never_called_faster() -> None:
     )
     assert change_of(good, late, "max s").verdict == FELL_SHORT
     assert change_of(late, good, "max s").verdict == FELL_SHORT
-    (group, _) = compare(good, late).groups
+    (group, _) = groups(good, late)
     told = "session in B: did not keep up: 50.0 of 50 requests/s answered"
     assert group.remarks == (told,)
 
@@ -125,10 +126,10 @@ def test_percentile_of_too_few_requests_is_not_compared() -> None:
         report([way("session")], {("session", load): [turn(rate)] * 2}) for rate in (49.0, 50.0)
     )
     assert change_of(few, many, "p99 ms").verdict == ONE_SIDED
-    (group, _) = compare(few, few).groups
+    (group, _) = groups(few, few)
     assert not [c for c in group.ways["session"] if c.figure.startswith("p99")]
     console = Console(file=StringIO(), width=80)
-    show(compare(few, many), console)
+    show(few, many, console)
     assert isinstance(console.file, StringIO)
     assert console.file.getvalue().count("at least 10 and 100 requests in each turn (n).") == 1
 
@@ -144,17 +145,17 @@ def test_what_differs_is_said() -> None:
         mcinfer="0.7.0",
         finished=False,
     )
-    found = compare(a, b)
-    assert found.warnings == (
+    assert tuple(warnings(a, b)) == (
         "B was interrupted: some turns are missing.",
         "The machines differ: cores 8 and cores 2.",
         "The models differ: bytes 52428800 and 1.",
     )
-    assert found.differences == (
+    assert differences(a, b) == (
         "The settings differ: seconds 2.0 and 9.0.",
         "The versions of mcinfer differ: 0.6.0 and 0.7.0.",
+        "Only in A: threads.",
+        "Only in B: sharded.",
     )
-    assert found.missing == ("Only in A: threads.", "Only in B: sharded.")
 
 
 def test_way_that_failed_in_one_report_is_named_with_its_error() -> None:
@@ -162,16 +163,16 @@ def test_way_that_failed_in_one_report_is_named_with_its_error() -> None:
     failed = replace(a.ways[1], start_seconds=(), memory=(), error="no luck")
     b = replace(a, ways=(a.ways[0], failed), measurements=a.measurements[:1])
     told = "Only in A: threads; in the other it could not be measured: no luck."
-    assert compare(a, b).missing == (told,)
-    assert compare(b, a).missing == (told.replace("A", "B"),)
+    assert differences(a, b) == (told,)
+    assert differences(b, a) == (told.replace("A", "B"),)
 
 
 def test_way_that_failed_under_some_loads_is_compared_under_the_others() -> None:
     a = large()
     ways = (replace(a.ways[0], error="too large a batch"), *a.ways[1:])
     b = replace(a, ways=ways, measurements=a.measurements[8:])
-    assert compare(a, b).missing[0] == "Only in A: session under batch 1, 1 client."
-    assert [group.title for group in compare(a, b).groups if "session" in group.ways] == [
+    assert differences(a, b)[0] == "Only in A: session under batch 1, 1 client."
+    assert [group.title for group in groups(a, b) if "session" in group.ways] == [
         *(str(load) for load in compared_loads(b)),
         "start and memory",
     ]
@@ -179,7 +180,7 @@ def test_way_that_failed_under_some_loads_is_compared_under_the_others() -> None
 
 def test_tables_fit_eighty_columns() -> None:
     console = Console(file=StringIO(), width=80)
-    show(compare(large(seed=1), large(seed=2)), console)
+    show(large(seed=1), large(seed=2), console)
     assert isinstance(console.file, StringIO)
     lines = console.file.getvalue().splitlines()
     assert max(len(line) for line in lines if not line.startswith(("!", "B has"))) <= 80

@@ -96,7 +96,7 @@ def found(trials: Sequence[Trial], *, of: Aim | None = None, **changes: Any) -> 
         "split": Split(inputs={"x": 0}, outputs={"y": 0}, known="declared", checked=True),
         "batch_axes": {},
         "output_axes": {},
-        "trials": tuple(trials),
+        "trials": [*trials],
         "finished_rungs": max((trial.rung for trial in trials), default=0),
         "candidates": 9,
         "left_out": 0,

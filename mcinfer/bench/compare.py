@@ -71,41 +71,21 @@ class Group:
     remarks: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Two reports.
-
-    Attributes:
-        warnings: Why they may not be comparable: another machine, another model, an interrupted run.
-        differences: What else was not the same.
-        missing: What is in one of them alone.
-        groups: What is in both.
-        notes: Why some figures are not known.
-    """
-
-    warnings: tuple[str, ...]
-    differences: tuple[str, ...]
-    missing: tuple[str, ...]
-    groups: tuple[Group, ...]
-    notes: tuple[str, ...]
+def groups(a: Report, b: Report) -> tuple[Group, ...]:
+    """All that is in both reports: load by load, then start and memory."""
+    return tuple(group for group in (*_loads(a, b), _ways(a, b)) if group.ways)
 
 
-def compare(a: Report, b: Report) -> Comparison:
-    """Compare two reports, the second with the first."""
-    differences = [f"The settings differ: {text}." for text in _differing(a.settings, b.settings)]
+def differences(a: Report, b: Report) -> tuple[str, ...]:
+    """What was not the same in the settings and the versions; then what is in one report alone."""
+    lines = [f"The settings differ: {text}." for text in _differing(a.settings, b.settings)]
     if a.mcinfer != b.mcinfer:
-        text = f"The versions of mcinfer differ: {a.mcinfer} and {b.mcinfer}."
-        differences.append(printable(text))
-    return Comparison(
-        warnings=tuple(_warnings(a, b)),
-        differences=tuple(differences),
-        missing=(*_missing(a, b, "A"), *_missing(b, a, "B")),
-        groups=tuple(group for group in (*_loads(a, b), _ways(a, b)) if group.ways),
-        notes=tuple(dict.fromkeys((*notes(a), *notes(b)))),
-    )
+        lines.append(printable(f"The versions of mcinfer differ: {a.mcinfer} and {b.mcinfer}."))
+    return (*lines, *_missing(a, b, "A"), *_missing(b, a, "B"))
 
 
-def _warnings(a: Report, b: Report) -> Iterator[str]:
+def warnings(a: Report, b: Report) -> Iterator[str]:
+    """Why the reports may not be comparable: another machine or model, an interruption, a busy machine."""
     for name, report in (("A", a), ("B", b)):
         if not report.finished:
             yield f"{name} was interrupted: some turns are missing."
@@ -229,18 +209,18 @@ def _verdict(a: Spread, b: Spread, words: Sequence[str], sound: tuple[bool, bool
     return word if believed.get(word, all(sound)) else FELL_SHORT
 
 
-def show(comparison: Comparison, console: Console) -> None:
-    """Print a comparison: what is not comparable, then a table for each load."""
-    print_lines([f"{FLAWED} {warning}" for warning in comparison.warnings], console, "yellow")
-    print_lines((*comparison.differences, *comparison.missing), console)
+def show(a: Report, b: Report, console: Console) -> None:
+    """Compare two reports, the second with the first: what is not comparable, then a table for each load."""
+    print_lines([f"{FLAWED} {warning}" for warning in warnings(a, b)], console, "yellow")
+    print_lines(differences(a, b), console)
     verdicts = []
-    for group in comparison.groups:
+    for group in groups(a, b):
         console.print()
         _show_group(group, console)
         print_lines([f"{FLAWED} {remark}" for remark in group.remarks], console, "yellow")
         verdicts += [change.verdict for changes in group.ways.values() for change in changes]
-    if comparison.notes:
-        print_lines(("", *comparison.notes), console)
+    if why := dict.fromkeys((*notes(a), *notes(b))):
+        print_lines(("", *why), console)
     counts = ", ".join(f"{verdicts.count(word)} {word}" for word in dict.fromkeys(verdicts))
     text = f"B has {len(verdicts)} figures: {counts}." if verdicts else "Nothing is in both."
     print_lines(("", text), console, "bold")

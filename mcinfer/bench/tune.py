@@ -293,9 +293,9 @@ def contenders_after(
     return [c for c in half if min(found[c]) <= limit]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Found:
-    """The results of a search, also of one that was interrupted.
+    """The results of a search so far.
 
     Attributes:
         arrays: By input name, element type and shape of the requests' arrays.
@@ -304,23 +304,23 @@ class Found:
         finished_rungs: Rounds that were measured to their end.
         candidates: All pools of the grid; `left_out` of them there was no time for.
         needed_seconds: A budget for all of them.
-        ended: Why the search was over; empty where it was interrupted.
+        ended: Why the search was over; empty while it is not, and where it was interrupted.
     """
 
     aim: Aim
     cores: int
     default: Candidate
-    arrays: dict[str, tuple[str, tuple[int, ...]]]
-    split: Split | None
     batch_axes: Axes
     output_axes: Axes
-    trials: tuple[Trial, ...]
-    finished_rungs: int
-    candidates: int
-    left_out: int
-    needed_seconds: float
-    ended: str
-    took_seconds: float
+    arrays: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    split: Split | None = None
+    trials: list[Trial] = field(default_factory=list)
+    finished_rungs: int = 0
+    candidates: int = 0
+    left_out: int = 0
+    needed_seconds: float = 0.0
+    ended: str = ""
+    took_seconds: float = 0.0
 
     @property
     def decisive(self) -> list[Trial]:
@@ -380,7 +380,7 @@ def needs(others: int, overhead: float, turn: float) -> float:
 
 
 class Search:
-    """One search. `run` it once, then ask for the results by `found`; also after it was interrupted.
+    """One search. `run` it once; the results are in `found`, also after it was interrupted.
 
     Args:
         model: Path of the model.
@@ -412,21 +412,20 @@ class Search:
                 f"--rate: got {rate:g} with --budget {budget:g}, expected at least {number(least * 1.005)}, "
                 f"or --budget {ceil(budget * least / rate)}: two pools are compared by a few requests each"
             )
+        cores = whole_cpus()
+        self.found = Found(
+            aim=aim,
+            cores=cores,
+            default=default_candidate(aim, cores),
+            batch_axes=dict(batch_axes or {}),
+            output_axes=dict(output_axes or {}),
+        )
         self._model = model
         self._aim = aim
         self._inputs = inputs
         self._budget = budget
         self._progress = progress
-        self._axes: tuple[Axes, Axes] = dict(batch_axes or {}), dict(output_axes or {})
-        self._cores = whole_cpus()
-        self._default = default_candidate(aim, self._cores)
-        self._split: Split | None = None
-        self._arrays: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self._candidates: list[Candidate] = []
-        self._trials: list[Trial] = []
-        self._finished_rungs = self._left_out = 0
-        self._needed = 0.0
-        self._ended = ""
+        self._default = self.found.default
         self._began = monotonic()
         self._setup: Setup | None = None
         self._files: dict[int, Path] = {}
@@ -442,68 +441,49 @@ class Search:
             BuildError: mcinfer cannot load the model.
             WayFailedError: The default pool cannot be started or used.
         """
+        found, batch = self.found, self._aim.load.batch
+        axes = found.batch_axes, found.output_axes
         with (
             tempfile.TemporaryDirectory(prefix="mcinfer-tune-") as name,
             own_records(Path(name)),
         ):
             self._progress(0.0, "loading the model")
-            with Master(
-                self._model, 1, batch_axes=self._axes[0], output_axes=self._axes[1]
-            ) as master:
+            with Master(self._model, 1, batch_axes=axes[0], output_axes=axes[1]) as master:
                 self._progress(0.0, "learning how its batch is split")
-                batches = [self._aim.load.batch]
-                spec, self._split = look_at(master, batches, self._inputs, *self._axes)
-            self._prepare(spec, self._split, Path(name) / "request")
-            self._began = monotonic()
-            turn = self._try_default()
-            shapes = [shape for _, shape in self._arrays.values()]
-            self._candidates = grid(
-                self._aim,
-                cores=self._cores,
-                pieces=pieces_of(spec, shapes, self._split),
-                joins=plan(spec, shapes, 1, self._split).rowwise,
-                run_seconds=turn.run_seconds or turn.mean_latency,
+                spec, found.split = look_at(master, [batch], self._inputs, *axes)
+            arrays = make_inputs(spec, found.split, batch, self._inputs)
+            self._files = {batch: Path(name) / "request"}
+            write_request(self._files[batch], arrays)
+            types = {tensor.name: tensor.element_type for tensor in spec.inputs}
+            found.arrays = {name: (types[name], tuple(a.shape)) for name, a in arrays.items()}
+            self._setup = Setup(
+                model=str(self._model.absolute()),
+                cores=found.cores,
+                devices=(),
+                threads=None,
+                split=found.split,
+                fixed_batch=fixed_batch(spec, found.split),
+                batch_axes=axes[0],
+                output_axes=axes[1],
+                max_batch_size=1,
+                max_delay=0.0,
             )
-            self._ended = self._halve()
-        return self.found()
-
-    def found(self) -> Found:
-        """The results so far."""
-        return Found(
-            aim=self._aim,
-            cores=self._cores,
-            default=self._default,
-            arrays=self._arrays,
-            split=self._split,
-            batch_axes=self._axes[0],
-            output_axes=self._axes[1],
-            trials=tuple(self._trials),
-            finished_rungs=self._finished_rungs,
-            candidates=len(self._candidates),
-            left_out=self._left_out,
-            needed_seconds=self._needed,
-            ended=self._ended,
-            took_seconds=monotonic() - self._began,
-        )
-
-    def _prepare(self, spec: ModelSpec, split: Split, request: Path) -> None:
-        arrays = make_inputs(spec, split, self._aim.load.batch, self._inputs)
-        write_request(request, arrays)
-        types = {tensor.name: tensor.element_type for tensor in spec.inputs}
-        self._arrays = {name: (types[name], tuple(a.shape)) for name, a in arrays.items()}
-        self._files = {self._aim.load.batch: request}
-        self._setup = Setup(
-            model=str(self._model.absolute()),
-            cores=self._cores,
-            devices=(),
-            threads=None,
-            split=split,
-            fixed_batch=fixed_batch(spec, split),
-            batch_axes=self._axes[0],
-            output_axes=self._axes[1],
-            max_batch_size=1,
-            max_delay=0.0,
-        )
+            self._began = monotonic()
+            try:
+                turn = self._try_default()
+                shapes = [shape for _, shape in found.arrays.values()]
+                candidates = grid(
+                    self._aim,
+                    cores=found.cores,
+                    pieces=pieces_of(spec, shapes, found.split),
+                    joins=plan(spec, shapes, 1, found.split).rowwise,
+                    run_seconds=turn.run_seconds or turn.mean_latency,
+                )
+                found.candidates = len(candidates)
+                found.ended = self._halve(candidates[1:])
+            finally:
+                found.took_seconds = monotonic() - self._began
+        return found
 
     def _try_default(self) -> Turn:
         """One short turn of the default, to know how long such things take."""
@@ -530,19 +510,19 @@ class Search:
         """Seconds that a pool costs in a heat beside its turns."""
         return sum(self._starts) / len(self._starts) + _REPEATS * self._turn_extra
 
-    def _halve(self) -> str:
+    def _halve(self, contenders: list[Candidate]) -> str:
         """Round after round; why it ended."""
-        contenders = self._candidates[1:]
-        overhead, least = self._overhead(), self._least_turn
-        self._needed = self._budget - self._left() + needs(len(contenders), overhead, least)
+        found, least = self.found, self._least_turn
+        found.needed_seconds = self._budget - self._left()
+        found.needed_seconds += needs(len(contenders), self._overhead(), least)
         while True:
             left, overhead = self._left(), self._overhead()
             counts = range(len(contenders), -1, -1)
             count = next((n for n in counts if needs(n, overhead, least) <= left), 0)
-            if self._finished_rungs and not count:
+            if found.finished_rungs and not count:
                 return "the time is over"
-            if not self._finished_rungs:
-                self._left_out = len(contenders) - count
+            if not found.finished_rungs:
+                found.left_out = len(contenders) - count
             contenders = contenders[:count]
             fixed, unit = needs(count, overhead, 0.0), needs(count, 0.0, 1.0)
             # The default alone is only to be checked.
@@ -551,14 +531,14 @@ class Search:
             if self._aim.load.rate:
                 seconds = min(seconds, MAX_ARRIVALS / self._aim.load.rate)
             trials = self._run_round(contenders, seconds, len(rounds(count)))
-            self._finished_rungs += 1
+            found.finished_rungs += 1
             contenders = contenders_after(self._aim, trials, self._default, contenders)
             if len(contenders) < 2:
                 return "one is left" if contenders else "no other is as good as the default"
 
     def _run_round(self, others: Sequence[Candidate], seconds: float, more: int) -> list[Trial]:
         """Heat after heat, as far as there is time."""
-        number = self._finished_rungs + 1
+        number = self.found.finished_rungs + 1
         made: list[Trial] = []
         beside = _HEAT - 1
         for heat, start in enumerate(range(0, max(1, len(others)), beside), 1):
@@ -568,7 +548,7 @@ class Search:
                 Trial(rung=number, heat=heat, candidate=candidate)
                 for candidate in (self._default, *others[start : start + beside])
             ]
-            self._trials += trials
+            self.found.trials += trials
             made += trials
             self._run_heat(trials, seconds, f"round {number} of {number + more - 1}")
         return made

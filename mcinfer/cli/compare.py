@@ -13,7 +13,7 @@ def compare(
     """Show what became faster or slower from report A to report B, with the spread."""
     from rich.console import Console
 
-    from mcinfer.bench import compare as comparing
+    from mcinfer.bench.compare import show
     from mcinfer.bench.report import load
 
-    comparing.show(comparing.compare(load(a), load(b)), Console(highlight=False))
+    show(load(a), load(b), Console(highlight=False))

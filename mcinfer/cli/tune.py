@@ -126,7 +126,7 @@ def tune(
         with showing_work(sys.stderr, "tuning", budget) as work:
             search.run()
     finally:  # the results so far, also where it was interrupted
-        found = search.found()
+        found = search.found
         if any(trial.turns or trial.error for trial in found.trials):
             _show(str(model), found)
             if json is not None:

@@ -371,30 +371,6 @@ def test_example_that_fails_is_the_reason_why_nothing_is_split(onnx_model: OnnxM
         assert way.text == Sharded.text
 
 
-def test_way_that_does_not_find_what_was_learned_says_so(onnx_model: OnnxModel) -> None:
-    setup = looked(onnx_model(AFFINE))
-    other = onnx_model(
-        AFFINE.replace("one = {1.0}", "one = {17.0}")
-    )  # of which nothing is recorded
-    with closing(Sharded(replace(setup, model=str(other)))) as way:
-        assert "(what was learned of the model is not recorded)" in way.text
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"rates": (0.01,)}, "expected at least 20: in 0.05 s"),
-        ({"rates": (1e9,)}, "expected at most 1000000"),
-        ({"rates": (1e-6,), "count": 1}, "1 requests in 1e\\+06 s"),
-    ],
-)
-def test_rate_that_makes_no_load_is_refused_before_anything_is_loaded(
-    tmp_path: Path, settings: dict[str, object], text: str
-) -> None:
-    with pytest.raises(InvalidInputError, match=f"--rate: .*{text}"):
-        measure(tmp_path / "none.onnx", "session", **settings)
-
-
 def test_model_that_cannot_be_loaded_is_the_ways_failure(
     setup: Setup, inputs: dict[int, Path], tmp_path: Path
 ) -> None:
