@@ -1,6 +1,5 @@
 """Tests of mcinfer/bench/compare.py and mcinfer/cli/compare.py."""
 
-import math
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -13,7 +12,6 @@ from rich.console import Console
 from mcinfer.bench.compare import (
     FELL_SHORT,
     ONE_REPEAT,
-    ONE_SIDED,
     WITHIN,
     Change,
     differences,
@@ -22,11 +20,11 @@ from mcinfer.bench.compare import (
     show,
     warnings,
 )
-from mcinfer.bench.figures import Spread, compared_loads, spread_of
-from mcinfer.bench.report import Load, Report, dump
+from mcinfer.bench.figures import compared_loads, spread_of
+from mcinfer.bench.report import Report, dump
 from mcinfer.cli.compare import compare as command
 from mcinfer.errors import InvalidInputError
-from tests.bench_reports import large, report, small, turn, way
+from tests.bench_reports import large, small
 
 
 def change_of(a: Report, b: Report, figure: str, way: str = "session") -> Change:
@@ -81,12 +79,6 @@ def test_ratio_of_any_two_repeats_is_within_the_interval(
             assert ratio.low * (1 - 1e-9) <= b / a <= ratio.high * (1 + 1e-9)
 
 
-def test_ratio_with_what_is_no_positive_number_is_not_known() -> None:
-    one, never = Spread((1.0,)), Spread((math.inf,))
-    for a, b in ((one, never), (never, one), (Spread((0.0, 1.0, 2.0)), one)):
-        assert not ratio_of(a, b).known
-
-
 def lossy(report: Report) -> Report:
     measurements = tuple(
         replace(m, turns=tuple(replace(turn, failed=1) for turn in m.turns))
@@ -104,34 +96,6 @@ def test_what_drops_requests_is_never_called_faster() -> None:
     assert change_of(quick, lossy(quick), "max ms").verdict == "slower"
     (group, _) = groups(quick, lossy(quick))
     assert group.remarks == ("session in B: 2 of 404 failed",)
-
-
-def test_what_falls_behind_is_never_called_faster() -> None:
-    load = Load(batch=1, clients=8, rate=50.0)
-    ways = [way("session")]
-    good, late = (
-        report(ways, {("session", load): [turn(50.0, slowest=s, kept_up=kept) for s in slowest]})
-        for slowest, kept in (((1.0, 1.1), True), ((0.1, 0.2), False))
-    )
-    assert change_of(good, late, "max s").verdict == FELL_SHORT
-    assert change_of(late, good, "max s").verdict == FELL_SHORT
-    (group, _) = groups(good, late)
-    told = "session in B: did not keep up: 50.0 of 50 requests/s answered"
-    assert group.remarks == (told,)
-
-
-def test_percentile_of_too_few_requests_is_not_compared() -> None:
-    load = Load(batch=1, clients=1)
-    few, many = (
-        report([way("session")], {("session", load): [turn(rate)] * 2}) for rate in (49.0, 50.0)
-    )
-    assert change_of(few, many, "p99 ms").verdict == ONE_SIDED
-    (group, _) = groups(few, few)
-    assert not [c for c in group.ways["session"] if c.figure.startswith("p99")]
-    console = Console(file=StringIO(), width=80)
-    show(few, many, console)
-    assert isinstance(console.file, StringIO)
-    assert console.file.getvalue().count("at least 10 and 100 requests in each turn (n).") == 1
 
 
 def test_what_differs_is_said() -> None:
@@ -156,15 +120,6 @@ def test_what_differs_is_said() -> None:
         "Only in A: threads.",
         "Only in B: sharded.",
     )
-
-
-def test_way_that_failed_in_one_report_is_named_with_its_error() -> None:
-    a = small(session=[100.0], threads=[100.0])
-    failed = replace(a.ways[1], start_seconds=(), memory=(), error="no luck")
-    b = replace(a, ways=(a.ways[0], failed), measurements=a.measurements[:1])
-    told = "Only in A: threads; in the other it could not be measured: no luck."
-    assert differences(a, b) == (told,)
-    assert differences(b, a) == (told.replace("A", "B"),)
 
 
 def test_way_that_failed_under_some_loads_is_compared_under_the_others() -> None:

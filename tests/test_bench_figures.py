@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from mcinfer.bench.figures import (
     LoadFigures,
     Spread,
-    WayFigures,
     best_gain,
     busy,
     compared_loads,
@@ -24,7 +23,7 @@ from mcinfer.bench.figures import (
 )
 from mcinfer.bench.load import nearest_rank
 from mcinfer.bench.report import OTHERS, QUANTILES, Load, Report
-from tests.bench_reports import large, report, small, turn, way
+from tests.bench_reports import report, small, turn, way
 
 LOAD = Load(batch=2, clients=4)
 OPEN = Load(batch=1, clients=64, rate=50.0)
@@ -108,29 +107,10 @@ def test_percentile_is_known_where_it_is_not_the_slowest(fraction: float, made: 
     assert spread.known == (nearest_rank(ordered, fraction) < made)
 
 
-def test_cores_of_a_short_turn_are_not_known() -> None:
-    made = report([way("session")], {("session", LOAD): [turn(seconds=0.5), turn(seconds=0.4)]})
-    assert not figures_of(made, "session").cores.known
-
-
 def test_being_quicker_than_what_fails_is_no_speedup() -> None:
     turns = {("session", LOAD): [turn(10.0, failed=1)], ("sharded", LOAD): [turn(100.0)]}
     made = report([way("session"), way("sharded")], turns)
     assert not figures_of(made, "sharded").speedup.known
-
-
-def test_way_that_answered_nothing_has_no_figures_but_zero_throughput() -> None:
-    figures = figures_of(small(session=[0.0, 0.0]), "session")
-    assert figures.rows == Spread((0.0, 0.0))
-    assert not figures.latency(0.5).known
-    assert not figures.sound
-
-
-def test_start_and_memory_are_spread_over_the_repeats() -> None:
-    figures = WayFigures(way("sharded", workers=4))
-    assert (figures.pss.low, figures.pss.middle, figures.pss.high) == (190e6, 191e6, 192e6)
-    assert figures.start.count == 3
-    assert not WayFigures(way("sharded", repeats=0)).start.known
 
 
 def test_efficiency_is_over_so_many_times_the_pool_of_one() -> None:
@@ -144,12 +124,6 @@ def test_efficiency_is_over_so_many_times_the_pool_of_one() -> None:
     assert found[1].efficiency == Spread((0.75, 0.8))
     alone = report(ways[:1], {("pool-4", LOAD): [turn()]})
     assert not pools(alone)[0].efficiency.known
-
-
-def test_pools_are_not_among_the_ways_that_are_compared() -> None:
-    made = large()
-    assert len(compared_loads(made)) == 11
-    assert not {f.way for load in compared_loads(made) for f in under(made, load)} & {"pool-1"}
 
 
 # The verdict.

@@ -215,12 +215,6 @@ def test_size_of_the_batch_may_be_said_if_it_is_that_of_the_batch() -> None:
         make_inputs(spec, split, 2, with_dims(**{"x:0": 4}))
 
 
-def test_batchs_symbol_in_an_input_that_goes_whole_is_of_the_same_size() -> None:
-    spec = model({"x": ("float32", ("n", 3)), "order": ("int64", ("n",))}, ("n", 3))
-    split = said(spec, {"order": None})
-    assert make_inputs(spec, split, 4, RANDOM)["order"].shape == (4,)
-
-
 # Files.
 
 ROWS = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -303,17 +297,6 @@ def test_files_that_are_none_of_numpys_are_refused_and_objects_are_not_unpickled
     assert "holds 1 arrays" in refused(tmp_path, (tmp_path / "more.npz").read_bytes())
 
 
-def test_raw_files_hold_no_strings_and_exactly_what_is_no_batch(tmp_path: Path) -> None:
-    (tmp_path / "t").write_bytes(bytes(16))
-    options = parse_input_options([f"timestep={tmp_path}/t"], {})
-    with pytest.raises(
-        InvalidInputError, match=r"got 16 bytes, expected 8 for timestep: int64\[1\]"
-    ):
-        made(model(UNET, (2,)), 1, options)
-    with pytest.raises(InvalidInputError, match=r"takes strings, expected an \.npy file"):
-        made(model({"timestep": ("string", ("batch",))}), 2, options)
-
-
 def test_names_that_the_model_does_not_have_are_refused_with_the_file(tmp_path: Path) -> None:
     np.savez(tmp_path / "in.npz", x=ROWS, q=ROWS)
     saved(tmp_path / "q.npy", ROWS)
@@ -393,16 +376,6 @@ def test_example_is_what_files_hold(tmp_path: Path) -> None:
     # Of files that disagree the longest has the rows.
     first, *_ = shown(spec, parse_input_options(texts, {}))
     assert (first["x"].tolist(), first["ids"].tolist()) == (ROWS.tolist(), [*range(5)])
-
-
-def test_rows_of_files_that_are_equal_give_way_to_random_ones(tmp_path: Path) -> None:
-    spec = model({"x": ("float32", ("batch", 3)), "t": ("float32", ("k",))})
-    np.savez(tmp_path / "in.npz", x=np.ones((4, 3), np.float32), t=np.ones(2, np.float32))
-    found = shown(spec, parse_input_options([f"{tmp_path}/in.npz"], {}))
-    assert [arrays["x"].shape for arrays in found] == [(4, 3), (3, 3)]
-    for arrays in found:
-        assert len(np.unique(arrays["x"])) > 3
-        assert arrays["t"].tolist() == [1, 1]
 
 
 def test_example_needs_the_sizes_of_other_dimensions() -> None:

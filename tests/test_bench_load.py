@@ -88,23 +88,6 @@ def test_open_loop_counts_the_wait_for_a_client_as_latency() -> None:
     assert in_order == outcome.latencies
 
 
-def test_open_loop_does_not_wait_for_answers_before_it_asks_again() -> None:
-    running, most = 0, 0
-    lock = threading.Lock()
-
-    def request() -> None:
-        nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
-        sleep(0.05)
-        with lock:
-            running -= 1
-
-    offer(request, Load(batch=1, clients=8, rate=500.0), seconds=0.0, count=20, seed=0)
-    assert most == 8
-
-
 def test_open_loop_that_cannot_be_kept_up_with_ends_and_says_what_was_not_begun() -> None:
     load = Load(batch=1, clients=1, rate=100.0)
     outcome = offer(lambda: sleep(0.5), load, seconds=0.5, count=0, seed=0)
@@ -137,11 +120,6 @@ def test_gaps_between_arrivals_are_those_of_a_poisson_process() -> None:
     assert spread == pytest.approx(mean, rel=0.1)
 
 
-def test_there_is_an_arrival_however_short_the_time_is() -> None:
-    (moment,) = arrivals(0.001, 0.1, 0, seed=0)
-    assert 0 <= moment < 0.1
-
-
 def queue(rate: float, service: float, count: int, servers: int = 1) -> list[tuple[float, float]]:
     """Requests that come at a rate and take so long each, first come first served."""
     free = [0.0] * servers
@@ -166,11 +144,6 @@ def test_queue_that_grows_is_told_from_one_that_is_there(
     rate: float, service: float, servers: int, expected: bool
 ) -> None:
     assert kept_up(queue(rate, service, 800, servers)) is expected
-
-
-def test_open_loop_of_one_request_was_kept_up_with() -> None:
-    assert kept_up([(0.0, 5.0)])
-    assert kept_up([])
 
 
 def test_each_repeat_begins_with_another_entry() -> None:

@@ -6,8 +6,6 @@ from dataclasses import replace
 from io import StringIO
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from mcinfer.bench.figures import UNKNOWN, Spread
@@ -51,11 +49,6 @@ def shown(made: Report, width: int = 80, *, terminal: bool = False) -> str:
 )
 def test_numbers_have_three_digits(value: float, text: str) -> None:
     assert number(value) == text
-
-
-@given(st.floats(1e-2, 1e9))
-def test_number_is_written_to_half_a_percent(value: float) -> None:
-    assert float(number(value)) == pytest.approx(value, rel=0.006, abs=0.0005)
 
 
 def test_spread_is_written_with_the_digits_of_its_median() -> None:
@@ -139,10 +132,6 @@ def test_hostile_names_print_as_one_line() -> None:
     assert "a?[31m[bold] bxx" in text
 
 
-def test_report_of_nothing_is_shown() -> None:
-    assert "unet.onnx" in shown(report([], {}))
-
-
 # Warnings.
 
 
@@ -181,7 +170,7 @@ def test_interrupted_and_single_measurements_say_so() -> None:
 @pytest.mark.parametrize(
     ("sharded", "text"),
     [
-        ([150.0, 152.0], r"Use mcinfer: 1.51 × the throughput of session, .*\."),  # noqa: RUF001
+        ([150.0, 152.0], r"Use mcinfer: 1.51 × the throughput of session and about .*\."),  # noqa: RUF001
         ([99.0, 103.0], r"No clear gain in speed; .*; a crash costs no request\."),
         ([50.0, 52.0], r"Keep session: mcinfer has 0.510 × the throughput; .*"),  # noqa: RUF001
     ],
@@ -211,8 +200,8 @@ def test_memory_and_the_loads_of_the_gain_are_in_the_verdict() -> None:
     }
     made = report([ways[0], replace(ways[1], memory=third)], turns)
     assert verdict(made) == (
-        "Use mcinfer: 1.19 × the throughput of pipe with batch 1, 4 clients, "  # noqa: RUF001
-        "65 % less memory than pipe."
+        "Use mcinfer: 1.19 × the throughput of pipe with batch 1, 4 clients "  # noqa: RUF001
+        "and 65 % less memory than pipe."
     )
     assert "(no clear difference)" in gain_lines(made)[0]
 

@@ -39,16 +39,14 @@ _MAX_DRAWS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputOptions:
-    """Where inputs come from.
+    """Where inputs come from; those that are in no file are random.
 
     Attributes:
-        files: By input name: an ``.npy`` file, or else one of nothing but the elements, in C order and in
-            the machine's byte order, as NumPy (or ml_dtypes) holds them.
-        archive: An ``.npz`` file with arrays by input name. Inputs that are in no file are random.
-        dims: Sizes of dimensions other than the batch: by symbol, or as ``"input:axis"`` where a
-            dimension has no name.
-        integers: Least random integer, and the first that is too large; where an input's type cannot
-            hold so much, the part that it can.
+        files: By input name: an ``.npy`` file, or one of elements alone, in C order and in the machine's
+            byte order, as NumPy (or ml_dtypes) holds them.
+        archive: An ``.npz`` file with arrays by input name.
+        dims: Sizes of dimensions other than the batch: by symbol, or as ``"input:axis"`` without one.
+        integers: Least random integer, and the first that is too large, as far as a type holds them.
         seed: Of the random values: each input's are its own, whatever other inputs there are.
     """
 
@@ -77,16 +75,10 @@ def parse_input_options(
     integers: tuple[int, int] = (0, 10),
     seed: int = 0,
 ) -> InputOptions:
-    """Options of the command line.
-
-    Args:
-        texts: Each is ``x.npz``, ``x=x.npy`` or ``x=x.raw``, where ``x=`` is an input's name.
-        dims: See `InputOptions`.
-        integers: Likewise.
-        seed: Likewise.
+    """Options of the command line; texts are ``x.npz``, ``x=x.npy`` or ``x=x.raw``, by an input's name.
 
     Raises:
-        InvalidInputError: A text is none of these, or two speak of the same.
+        InvalidInputError: A text is none of these, or two are for the same.
     """
     files: dict[str, Path] = {}
     archive: Path | None = None
@@ -112,16 +104,13 @@ def parse_input_options(
 
 
 def fixed_batch(model: ModelSpec, split: Split) -> int | None:
-    """The rows that a run takes, no more and no less; None where it takes any number.
-
-    Where inputs have different ones, those of the first.
-    """
+    """The only number of rows that a run takes (of the first input with one); None where it takes any."""
     sizes = (_cut_size(spec, split) for spec in model.inputs)
     return next((size for size in sizes if isinstance(size, int) and size > 0), None)
 
 
 def _cut_size(spec: TensorSpec, split: Split) -> Dimension:
-    """What the model says of the dimension that an input is cut along; None where that is nothing."""
+    """The model's size of the dimension that an input is cut along; None where it has none."""
     axis = split.inputs[spec.name]
     return None if axis is None or not spec.shape else spec.shape[axis]
 
@@ -387,16 +376,9 @@ def _held(kind: str, integers: tuple[int, int]) -> tuple[int, int]:
 def make_inputs(
     model: ModelSpec, split: Split, batch: int, options: InputOptions
 ) -> dict[str, NDArray[Any]]:
-    """The arrays of one request.
+    """The arrays of one request, by input name: C-contiguous, of the input's type; the same each time.
 
-    Args:
-        model: What they are for.
-        split: Says where rows lie in the inputs.
-        batch: Rows of the request. Rows of files are cut to it, or come again from the first.
-        options: Where they come from.
-
-    Returns:
-        By input name, in the model's order: C-contiguous, of the input's own type; the same each time.
+    Rows of files are cut to the batch, or repeated from the first.
 
     Raises:
         InvalidInputError: A file cannot be read, or does not fit the model; a dimension's size is not known;
@@ -434,12 +416,6 @@ def examples(
 
     First files as they are, where their rows differ; then random values in the place of rows that do not.
     Where nothing says which inputs have rows, those are taken to have them whose first dimension is free.
-
-    Args:
-        model: What they are for.
-        first: What is said or declared.
-        batches: Rows of the requests that will come.
-        options: Where they come from.
 
     Raises:
         InvalidInputError: As `make_inputs`.
@@ -534,10 +510,10 @@ def look_at(
     is learned here is recorded, within `own_records`, where the masters that are measured find it.
 
     Args:
-        master: A started `mcinfer.Master` of the model; one worker is enough.
+        master: A started `mcinfer.Master` of the model, with these axes; one worker is enough.
         batches: Rows of the requests that will come.
         inputs: Where their arrays come from.
-        batch_axes: The user's, as the master has them.
+        batch_axes: The user's.
         output_axes: Likewise.
 
     Returns:

@@ -185,7 +185,8 @@ def verdict(report: Report) -> str:
             most += f" with {_of_loads([gain.load for gain in clear])}"
         elif len(clear) > 1:
             most = f"up to {most}"
-        return f"Use mcinfer: {most}{f', {memory}' if memory else ''}."
+        link = ", but " if " more " in memory or TIMES in memory else " and "
+        return f"Use mcinfer: {most}{f'{link}{memory}' if memory else ''}."
     crash = "a crash costs no request"
     if all(gain.clear < 0 for gain in all_gains):
         slow = f"mcinfer has {number(best.ratio.middle)} {TIMES} {what}"
