@@ -32,7 +32,7 @@ def test_closed_loop_of_a_count_makes_that_many_requests_from_that_many_threads(
 
     def request() -> None:
         seen[threading.get_ident()] += 1
-        together.wait(timeout=10)  # nobody comes past this alone
+        together.wait(timeout=10)  # no thread passes this alone
 
     outcome = offer(request, Load(batch=1, clients=3), seconds=0.0, count=30, seed=0)
     assert len(seen) == 3

@@ -173,7 +173,7 @@ def latency(turn: Turn, fraction: float) -> float:
 def percentile(turns: Sequence[Turn], fraction: float) -> Spread:
     """`latency` over the repeats; unknown unless each has enough requests: 10 for p90, 100 for p99.
 
-    Of fewer it would be the slowest. The repeats that have enough would not do: they are the quick ones.
+    It would be the slowest of fewer. Repeats that have enough are the quick ones: they alone would not do.
     """
     inner = 0.5 < fraction < 1
     if inner and any(0 < round(t.made * (1 - fraction), _ROUNDED) < 1 for t in turns):

@@ -26,7 +26,7 @@ from mcinfer.bench.way import Arrays, RunningWay
 from mcinfer.specs import STRING, element_type_name, numpy_dtype
 
 MAX_ARRIVALS = 1_000_000
-"""Of one open loop: more than a Python program makes in an hour."""
+"""Most arrivals of an open loop: more than a Python program makes in an hour."""
 
 _MAX_TEXT = 2000
 """Characters of a failed request's error."""

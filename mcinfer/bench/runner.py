@@ -279,7 +279,7 @@ class Benchmark:
         return self._known
 
     def _setup(self, workers: int, shares: Sequence[CoreShare] = ()) -> Setup:
-        """Of a way with so many workers, each with such a share; without any, with all cores."""
+        """The arguments of a way with these workers: each with its share of the cores, or with all cores."""
         model, split = self._model
         plan = self._plan
         return Setup(
@@ -455,7 +455,7 @@ def _cpu_model() -> str:
 
 
 def _model_bytes(path: Path) -> int:
-    """Of the file, and of the files beside it that hold its weights."""
+    """The bytes of the file, and of the files beside it that hold its weights."""
     files = [path]
     try:
         files += [path.parent / name for name in scan(path).external]

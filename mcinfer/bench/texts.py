@@ -219,11 +219,11 @@ def gain_lines(report: Report) -> tuple[str, ...]:
         if gain.ratio.count < 2:
             words[0] = "measured once"
         range_ = range_text(gain.ratio).replace(TO, " to ") or middle_text(gain.ratio)
-        lines.append(
-            f"{gain.load}: {printable(gain.own)} has {range_} {TIMES} the "
-            f"{'throughput' if gain.load.rate is None else 'speed'} of {printable(gain.other)} "
-            f"({words[gain.clear]})."
-        )
+        own, other = printable(gain.own), printable(gain.other)
+        text = f"{own} has {range_} {TIMES} the throughput of {other}"
+        if gain.load.rate is not None:
+            text = f"{own} answers {range_} {TIMES} as fast as {other}"
+        lines.append(f"{gain.load}: {text} ({words[gain.clear]}).")
     largest = next(reversed(pools(report)), None)
     if largest is not None and largest.workers > 1 and largest.efficiency.known:
         percent = spread_text(largest.efficiency, Unit(0.01, "%"))

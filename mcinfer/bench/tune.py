@@ -533,6 +533,9 @@ class Search:
             trials = self._run_round(contenders, seconds, len(rounds(count)))
             found.finished_rungs += 1
             contenders = contenders_after(self._aim, trials, self._default, contenders)
+            if not count:
+                left_out = "there was time for the default alone"
+                return left_out if found.left_out else "there is no other pool to try"
             if len(contenders) < 2:
                 return "one is left" if contenders else "no other is as good as the default"
 

@@ -143,10 +143,10 @@ def inputs(tmp_path: Path) -> dict[int, Path]:
 def measure(model: Path, *ways: str, **more: object) -> Report:
     settings = {"seconds": 0.05, "warmup": 0.0, "repeats": 2, "scaling": False, **more}
     plan = Plan(model=model, **{"devices": 2, "ways": ways, "inputs": RANDOM, **settings})  # type: ignore[arg-type]
-    told: list[float] = []
-    benchmark = Benchmark(plan, lambda done, _: told.append(done))
+    steps: list[float] = []
+    benchmark = Benchmark(plan, lambda done, _: steps.append(done))
     report = benchmark.run()
-    assert told == sorted(told)
+    assert steps == sorted(steps)
     assert benchmark.done == benchmark.steps
     return report
 

@@ -113,7 +113,7 @@ def test_interrupted_search_tells_what_is_known_and_leaves_nothing(
         try:
             while data := os.read(ours, 4096):
                 got.extend(data)
-        except OSError:  # EIO: nobody has the other end any more
+        except OSError:  # EIO: the other end is closed
             pass
 
     def measured() -> set[bytes]:
