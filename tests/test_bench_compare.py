@@ -1,4 +1,4 @@
-"""Tests of mcinfer/bench/compare.py and mcinfer/cli/compare.py."""
+"""Tests of mcinfer/bench/compare.py and the command."""
 
 from dataclasses import replace
 from io import StringIO
@@ -22,7 +22,7 @@ from mcinfer.bench.compare import (
 )
 from mcinfer.bench.figures import compared_loads, spread_of
 from mcinfer.bench.report import Report, dump
-from mcinfer.cli.compare import compare as command
+from mcinfer.cli.bench import compare as command
 from mcinfer.errors import InvalidInputError
 from tests.bench_reports import large, small
 

@@ -209,6 +209,19 @@ def bench(
     raise McinferError("nothing was measured: no way has answered a request")
 
 
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A.json", help="JSON file of bench")],
+    b: Annotated[Path, typer.Argument(metavar="B.json", help="JSON file to compare with it")],
+) -> None:
+    """Show what became faster or slower from report A to report B, with the spread."""
+    from rich.console import Console
+
+    from mcinfer.bench.compare import show
+    from mcinfer.bench.report import load
+
+    show(load(a), load(b), Console(highlight=False))
+
+
 def _check_packages(outputs: Mapping[str, Path | None]) -> None:
     """Raise `MissingDependencyError` where a package is needed for a file."""
     for option, path in outputs.items():
