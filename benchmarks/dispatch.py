@@ -37,7 +37,7 @@ from measuring import Effort, Record
 from observing import measure_observing
 from round_trips import measure_dispatch
 
-from mcinfer.bench.surroundings import machine
+from mcinfer.bench.runner import machine
 
 LIMIT = 600
 """Seconds after which a part hangs."""

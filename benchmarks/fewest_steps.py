@@ -30,17 +30,16 @@ from measuring import (
     report_rates,
     report_times,
     table,
-    time_text,
 )
 from numpy.typing import NDArray
 from owned import ALL, BARE, Arrays, Extra, Owned
 from round_trips import BATCH, SIZES, WORKERS, Size, check_answer, identity_model, pipe_setup
 
 from mcinfer import Master
-from mcinfer.bench.load import offer
-from mcinfer.bench.pipe_sample import PipePool
+from mcinfer.bench.baselines import PipePool
+from mcinfer.bench.load import nearest_rank, offer
 from mcinfer.bench.report import Load
-from mcinfer.bench.turns import nearest_rank
+from mcinfer.bench.texts import seconds_text
 
 BARE_NAME = "owned, bare"
 ALL_NAME = "owned, with all"
@@ -342,7 +341,7 @@ def measure_whole(folder: Path, effort: Effort, say: Say) -> Record:
             for name, call in calls.items()
         }
         rates = rates_in_turns(_warm(ways), effort.rounds)
-    title = f"encoder, a run {time_text(run)}, {WHOLE_CALLERS} threads"
+    title = f"encoder, a run {seconds_text(run)}, {WHOLE_CALLERS} threads"
     return {"run": run, **_report_rates(title, rates, SUBMIT, _LEAST_WHOLE, say)}
 
 
@@ -370,7 +369,9 @@ def measure_half_load(folder: Path, effort: Effort, say: Say) -> Record:
         )
         for name in calls
     ]
-    rows = [(name, time_text(p50[name].middle), time_text(p99[name].middle)) for name in calls]
+    rows = [
+        (name, seconds_text(p50[name].middle), seconds_text(p99[name].middle)) for name in calls
+    ]
     say("")
     say(table((f"encoder, {rate:.0f} requests a second at random", "p50", "p99"), rows))
     for ratio in ratios:

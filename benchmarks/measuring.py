@@ -1,14 +1,18 @@
 """Timing that a busy machine cannot fool much: several ways in turn, and ratios within one round.
 
-Each round runs every way for a moment, A B C A B C …, so that what disturbs the machine disturbs all of
-them. A ratio is taken within each round, and the middle one of all rounds is reported, with the least
-and the greatest beside it.
+Each round runs every way for a moment, A B C, B C A, …, so that other work on the machine disturbs all of
+them. A ratio is taken within each round; its median over all rounds is reported, with the least and the
+greatest. Turns and spreads are those of `mcinfer bench`.
 """
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+
+from mcinfer.bench.figures import Spread
+from mcinfer.bench.load import rotated
+from mcinfer.bench.texts import seconds_text
 
 Way = Callable[[], object]
 Record = dict[str, object]
@@ -34,34 +38,14 @@ class Effort:
         return max(self.least, min(self.most, int(self.seconds / max(estimate, 1e-9))))
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
+class Series(Spread):
     """One number per round, such as the median seconds of a call."""
 
-    rounds: tuple[float, ...]
-
-    @property
-    def middle(self) -> float:
-        """The median of the rounds."""
-        return statistics.median(self.rounds)
-
-    @property
-    def low(self) -> float:
-        """The least."""
-        return min(self.rounds)
-
-    @property
-    def high(self) -> float:
-        """The greatest."""
-        return max(self.rounds)
-
-    def over(self, other: "Series") -> "Series":
-        """Ratios, round by round."""
-        return Series(tuple(a / b for a, b in zip(self.rounds, other.rounds, strict=True)))
+    __slots__ = ()
 
     def record(self) -> Record:
         """For JSON."""
-        return {"p50": self.middle, "low": self.low, "high": self.high, "rounds": [*self.rounds]}
+        return {"p50": self.middle, "low": self.low, "high": self.high, "rounds": [*self.values]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +107,8 @@ def in_turns(
     samples = {name: effort.samples(_estimate(way)) for name, way in ways.items()}
     rounds: dict[str, list[float]] = {name: [] for name in ways}
     before()
-    for _ in range(effort.rounds):
-        for name, way in ways.items():
+    for number in range(effort.rounds):
+        for name, way in rotated([*ways.items()], number):
             rounds[name].append(_turn(way, samples[name]))
         after_round()
     return {name: Series(tuple(times)) for name, times in rounds.items()}
@@ -133,8 +117,8 @@ def in_turns(
 def rates_in_turns(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, Series]:
     """What each way gives, such as its requests per second, round by round."""
     rates: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, way in ways.items():
+    for number in range(rounds):
+        for name, way in rotated([*ways.items()], number):
             rates[name].append(way())
     return {name: Series(tuple(values)) for name, values in rates.items()}
 
@@ -163,14 +147,6 @@ def _turn(way: Way, samples: int) -> float:
     return statistics.median(times)
 
 
-def time_text(seconds: float) -> str:
-    """Seconds in a unit that suits them."""
-    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
-
-
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns of text, the first one to the left and all others to the right."""
     lines = [header, *rows]
@@ -188,8 +164,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def series_row(name: str, series: Series) -> tuple[str, str, str]:
     """A row for `table`: name, p50, spread of the rounds."""
-    spread = f"{time_text(series.low)} … {time_text(series.high)}"
-    return name, time_text(series.middle), spread
+    spread = f"{seconds_text(series.low)} … {seconds_text(series.high)}"
+    return name, seconds_text(series.middle), spread
 
 
 def ratio_line(ratio: Ratio) -> str:

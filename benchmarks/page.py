@@ -30,9 +30,9 @@ from measuring import Ratio, Series
 from rich.console import Console
 from round_trips import identity_model
 
+from mcinfer.bench.figures import latency
 from mcinfer.bench.report import Load, Report, Turn, load
-from mcinfer.bench.views.figures import latency
-from mcinfer.bench.views.terminal import show
+from mcinfer.bench.table import show
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from mcinfer.bench.sessions import open_session, providers_of
+from mcinfer.bench.baselines import open_session, providers_of
 from mcinfer.bench.way import Arrays
 from mcinfer.process import watch_parent
 

@@ -33,10 +33,11 @@ from typing import Any, Literal
 
 import numpy as np
 import onnxruntime as ort
-from measuring import Series, time_text
+from measuring import Series
 from numpy.typing import NDArray
 
 from mcinfer import Master, McinferError
+from mcinfer.bench.texts import seconds_text
 from mcinfer.requests.tensors import difference
 from mcinfer.sharding import Split
 
@@ -388,7 +389,7 @@ def cost_table(costs: Sequence[Cost], repeats: int) -> str:
         "|---|---|---|---|",
     ]
     for cost in costs:
-        cells = [f"`{cost.name}`", _spread(cost.later, time_text)]
+        cells = [f"`{cost.name}`", _spread(cost.later, seconds_text)]
         cells += [_spread(ratios, "{:.3g}".format) for ratios in (cost.cold, cost.warm)]
         lines.append(f"| {' | '.join(cells)} |")
     cores = len(os.sched_getaffinity(0))

@@ -18,14 +18,14 @@ from measuring import (
     ratio_line,
     series_row,
     table,
-    time_text,
 )
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from zeromq_baseline import EchoPool
 
 from mcinfer import Master
-from mcinfer.bench.pipe_sample import PipePool
+from mcinfer.bench.baselines import PipePool
+from mcinfer.bench.texts import seconds_text
 from mcinfer.bench.way import Setup
 from mcinfer.sharding import Split
 
@@ -220,6 +220,6 @@ def _print_size(
     say(table((f"{size.name} ({size.input_bytes:,} bytes)", "p50", "rounds"), rows))
     for name in (PREDICT, ALLOCATED):
         rest = series[name].middle - series[ENGINE].middle
-        say(f"  {name}: {time_text(max(rest, 0.0))} beside the engine's run")
+        say(f"  {name}: {seconds_text(max(rest, 0.0))} beside the engine's run")
     for ratio in ratios:
         say(ratio_line(ratio))

@@ -35,12 +35,12 @@ from measuring import (
     ratio_line,
     report_rates,
     table,
-    time_text,
 )
 from numpy.typing import NDArray
 
 import mcinfer.mslite as mslite
-from mcinfer.bench.surroundings import machine
+from mcinfer.bench.runner import machine
+from mcinfer.bench.texts import seconds_text
 
 WORKERS = 2
 CLIENTS = 8
@@ -305,7 +305,7 @@ def measure_latency(folder: Path, rounds: int, seconds: float) -> Record:
     rows, ratios = [], []
     for name, pairs in figures.items():
         middle, high = Series(tuple(p[0] for p in pairs)), Series(tuple(p[1] for p in pairs))
-        rows.append((name, time_text(middle.middle), time_text(high.middle)))
+        rows.append((name, seconds_text(middle.middle), seconds_text(high.middle)))
         bound = None if "ideal" in name else 2
         ratios.append(
             Ratio(text=f"p99 / p50, {name}", series=high.over(middle), bound=bound, at_least=False)

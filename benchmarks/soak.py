@@ -29,7 +29,7 @@ import psutil
 from books import MAX_ROWS, ROW_BYTES, SLACK, Books, Harm, Request, Sample
 from disturbances import kill_at_random, restart_workers, update_weights, watch
 from holdings import Holdings, holdings, keep_no_freed_memory, tidy
-from measuring import Record, table, time_text
+from measuring import Record, table
 from traffic import PATIENCE, clients, daemons, new_scene, write_model
 
 from mcinfer import (
@@ -41,7 +41,8 @@ from mcinfer import (
     Statistics,
     Timeouts,
 )
-from mcinfer.bench.surroundings import machine
+from mcinfer.bench.runner import machine
+from mcinfer.bench.texts import seconds_text
 from mcinfer.requests.request import Arrays
 from mcinfer.statistics import Histogram
 
@@ -296,7 +297,7 @@ def _report(books: Books, seen: _Seen, seconds: float) -> Record:
     }
     _say("")
     texts = [[name, f"{value:.0f}"] for name, value in figures.items()]
-    texts += [[name, time_text(value)] for name, value in times.items()]
+    texts += [[name, seconds_text(value)] for name, value in times.items()]
     _say(table(("figures", ""), texts))
     before, after = asdict(seen.start), asdict(seen.end)
     _say("")

@@ -29,7 +29,7 @@ from weight_models import large_models
 from weight_updates import measure_cost, measure_updates
 from worker_memory import measure_memory
 
-from mcinfer.bench.surroundings import machine
+from mcinfer.bench.runner import machine
 
 PARTS = ("memory", "speed", "start", "update")
 LIMIT = 1200

@@ -1,14 +1,29 @@
+"""Tests of mcinfer/bench/load.py."""
+
 import threading
 from collections import Counter
 from itertools import pairwise
-from time import perf_counter, sleep
+from pathlib import Path
+from time import sleep
+from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from mcinfer.bench.load import arrivals, kept_up, offer
-from mcinfer.bench.report import Load
+from mcinfer.bench.load import (
+    arrivals,
+    kept_up,
+    nearest_rank,
+    offer,
+    read_request,
+    rotated,
+    write_request,
+)
+from mcinfer.bench.report import QUANTILES, Load
 
 
 def test_closed_loop_of_a_count_makes_that_many_requests_from_that_many_threads() -> None:
@@ -17,7 +32,7 @@ def test_closed_loop_of_a_count_makes_that_many_requests_from_that_many_threads(
 
     def request() -> None:
         seen[threading.get_ident()] += 1
-        together.wait(timeout=10)  # nobody comes past this alone
+        together.wait(timeout=10)  # no thread passes this alone
 
     outcome = offer(request, Load(batch=1, clients=3), seconds=0.0, count=30, seed=0)
     assert len(seen) == 3
@@ -26,9 +41,8 @@ def test_closed_loop_of_a_count_makes_that_many_requests_from_that_many_threads(
 
 
 def test_closed_loop_of_seconds_lasts_so_long_and_makes_one_request_at_least() -> None:
-    start = perf_counter()
     outcome = offer(lambda: sleep(0.001), Load(batch=1, clients=2), seconds=0.1, count=0, seed=0)
-    assert perf_counter() - start >= outcome.seconds >= 0.1
+    assert outcome.seconds >= 0.1
     assert min(outcome.latencies) >= 0.001
     outcome = offer(lambda: None, Load(batch=1, clients=2), seconds=0.0, count=0, seed=0)
     assert len(outcome.latencies) == 2
@@ -74,28 +88,9 @@ def test_open_loop_counts_the_wait_for_a_client_as_latency() -> None:
     assert in_order == outcome.latencies
 
 
-def test_open_loop_does_not_wait_for_answers_before_it_asks_again() -> None:
-    running, most = 0, 0
-    lock = threading.Lock()
-
-    def request() -> None:
-        nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
-        sleep(0.05)
-        with lock:
-            running -= 1
-
-    offer(request, Load(batch=1, clients=8, rate=500.0), seconds=0.0, count=20, seed=0)
-    assert most == 8
-
-
 def test_open_loop_that_cannot_be_kept_up_with_ends_and_says_what_was_not_begun() -> None:
     load = Load(batch=1, clients=1, rate=100.0)
-    start = perf_counter()
     outcome = offer(lambda: sleep(0.5), load, seconds=0.5, count=0, seed=0)
-    assert perf_counter() - start < 5
     made = len(arrivals(100.0, 0.5, 0, seed=0))
     assert len(outcome.latencies) + outcome.unfinished == made
     assert outcome.unfinished > made / 2
@@ -125,11 +120,6 @@ def test_gaps_between_arrivals_are_those_of_a_poisson_process() -> None:
     assert spread == pytest.approx(mean, rel=0.1)
 
 
-def test_there_is_an_arrival_however_short_the_time_is() -> None:
-    (moment,) = arrivals(0.001, 0.1, 0, seed=0)
-    assert 0 <= moment < 0.1
-
-
 def queue(rate: float, service: float, count: int, servers: int = 1) -> list[tuple[float, float]]:
     """Requests that come at a rate and take so long each, first come first served."""
     free = [0.0] * servers
@@ -145,9 +135,7 @@ def queue(rate: float, service: float, count: int, servers: int = 1) -> list[tup
     ("rate", "service", "servers", "expected"),
     [
         (90.0, 0.02, 1, False),  # 1.8 times what can be done
-        (65.0, 0.02, 1, False),
         (40.0, 0.02, 1, True),
-        (20.0, 0.02, 1, True),
         (5.0, 1.0, 32, True),  # many are under way, as they should be
         (50.0, 1.0, 32, False),
     ],
@@ -158,6 +146,34 @@ def test_queue_that_grows_is_told_from_one_that_is_there(
     assert kept_up(queue(rate, service, 800, servers)) is expected
 
 
-def test_open_loop_of_one_request_was_kept_up_with() -> None:
-    assert kept_up([(0.0, 5.0)])
-    assert kept_up([])
+def test_each_repeat_begins_with_another_entry() -> None:
+    assert [rotated("abc", repeat) for repeat in (0, 1, 5)] == [[*"abc"], [*"bca"], [*"cab"]]
+    assert rotated([], 3) == []
+
+
+@given(st.lists(st.floats(0, 1e3), min_size=1, max_size=400))
+def test_quantiles_are_values_that_occurred_as_numpy_finds_them(values: list[float]) -> None:
+    ordered = sorted(values)
+    for fraction in QUANTILES:
+        found = nearest_rank(ordered, fraction)
+        assert found in values
+        # A fraction such as 0.56 is no binary number: 25 times it is a hair above 14 for NumPy.
+        near = [max(0.0, fraction - 1e-9), fraction]
+        assert found in np.quantile(values, near, method="inverted_cdf")
+
+
+def test_requests_come_out_of_their_file_as_they_went_in(tmp_path: Path) -> None:
+    arrays: dict[str, NDArray[Any]] = {
+        "x": np.arange(12, dtype=np.float32).reshape(3, 4),
+        "scalar": np.array(7, np.int64),
+        "none": np.zeros((0, 3), np.float16),
+        "foreign": np.arange(4).astype(ml_dtypes.bfloat16),
+        "text": np.array(["ü", "", "long" * 50], object),
+    }
+    write_request(tmp_path / "x", arrays)
+    found = read_request(tmp_path / "x")
+    assert [*found] == [*arrays]
+    for name, array in arrays.items():
+        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
+        assert found[name].tolist() == array.tolist()
+        assert found[name].flags.writeable

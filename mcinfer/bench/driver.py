@@ -1,37 +1,37 @@
 """The process that one way of running the model lives in: `python -m mcinfer.bench.driver FD`.
 
-It is told what to do by lines of JSON on the socket that it inherits, and answers each with a line: ``{"ok":
-…}`` or ``{"error": text}``. `mcinfer.bench.subject` is the other end. It ends with its parent, and so do the
-processes that the way has started: mcinfer's own workers end with their master, the children of
-`multiprocessing` when their pipe hangs up.
-
-Nothing heavy is imported before the start that is measured.
+It reads tasks in JSON from the connection that it inherits, and answers each with ``{"ok": …}`` or
+``{"error": text}``; `mcinfer.bench.subject` is the other end. It ends with its parent, and so do the
+processes that the way has started: mcinfer's workers end with their master, children of `multiprocessing`
+when their pipe hangs up. Nothing heavy is imported before the start that is measured, so it is no part of
+`subject`.
 """
 
 import json
+import os
 import signal
-import socket
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
-from mcinfer.bench.failures import WayFailedError
-from mcinfer.bench.known_ways import way_class
+from mcinfer.bench.known_ways import WayFailedError, way_class
 from mcinfer.process import ORPHANED, watch_parent
 
 _REST = 0.05
-"""Seconds before a turn, in which whatever the way before left spinning comes to rest."""
+"""Seconds before a turn, in which threads of the way before come to rest."""
 
 
 class _Driver:
-    """What there is to do, by name."""
+    """The tasks, by name."""
 
     def __init__(self) -> None:
         self.ending = False
         self._way: Any = None
-        self._files: dict[int, Path] = {}
+        self._files: Mapping[str, str] = {}
         self._inputs: dict[int, Mapping[str, Any]] = {}
 
     def start(self, way: str, setup: Mapping[str, Any], inputs: Mapping[str, str]) -> Any:
@@ -42,39 +42,28 @@ class _Driver:
         seconds = perf_counter() - begin
         if not isinstance(self._way.workers, int):
             raise TypeError(f"workers: got {self._way.workers!r}, expected an int")
-        self._files = {int(batch): Path(path) for batch, path in inputs.items()}
+        self._files = inputs
         return {"seconds": seconds, "workers": self._way.workers, "text": str(self._way.text)}
 
-    def turn(
-        self, load: Mapping[str, Any], seconds: float, count: int, warmup: float, seed: int
-    ) -> Any:
-        """Make load; what came of it."""
-        from mcinfer.bench.turns import take_turn
+    def turn(self, load: Mapping[str, Any], **more: Any) -> Any:
+        """Make load; the turn."""
+        from mcinfer.bench.load import read_request, take_turn
+        from mcinfer.bench.report import Load
 
         batch = load["batch"]
         if batch not in self._inputs:
-            from mcinfer.bench.request_file import read_request
-
-            self._inputs[batch] = read_request(self._files[batch])
+            self._inputs[batch] = read_request(Path(self._files[str(batch)]))
         sleep(_REST)
-        return take_turn(
-            self._way,
-            self._inputs[batch],
-            load,
-            seconds=seconds,
-            count=count,
-            warmup=warmup,
-            seed=seed,
-        )
+        return asdict(take_turn(self._way, self._inputs[batch], Load(**load), **more))
 
     def memory(self) -> Any:
-        """What all processes of the way take."""
-        from mcinfer.bench.turns import memory
+        """The memory of all processes of the way."""
+        from mcinfer.bench.load import memory
 
-        return memory()
+        return asdict(memory())
 
     def interrupt(self) -> None:
-        """The parent was interrupted: end in the middle of whatever is being done, but end the way, too.
+        """The parent was interrupted: stop the task, and end the way in order.
 
         The parent asks again: an exception can be lost where it is raised, in a finalizer or in an import.
         """
@@ -100,33 +89,34 @@ def _setup(fields: Mapping[str, Any]) -> Any:
 
 
 def main() -> int:
-    """Do what the parent says, until it hangs up; the exit status."""
+    """Do the parent's tasks until it hangs up; the exit status."""
     driver = _Driver()
-    # Ctrl-C is for the parent to hear.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, lambda *_: driver.interrupt())
-    channel = socket.socket(fileno=int(sys.argv[1]))
-    channel.set_inheritable(False)  # whatever the way starts must not hold it
-    lines = channel.makefile("r", encoding="utf-8")
-    greeting = lines.readline()
-    if not greeting:
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)  # processes that the way starts must not hold it
+    connection = Connection(descriptor)
+    try:
+        start = json.loads(connection.recv_bytes())
+    except (EOFError, OSError):
         return ORPHANED
-    start = json.loads(greeting)
-    watch_parent(start["parent"], channel.fileno())
+    watch_parent(start["parent"], descriptor)
     sys.path[:] = start["path"]
     try:
-        for line in lines:
-            task = json.loads(line)
+        while True:
+            task = json.loads(connection.recv_bytes())
             do = task.pop("do")
             try:
                 answer = {"ok": getattr(driver, do)(**task)}
             except WayFailedError as exc:
                 answer = {"error": str(exc)}
-            except Exception as exc:  # of any way's own kinds: the parent is to say which
+            except Exception as exc:  # of any way's own kinds: the parent reports it
                 answer = {"error": f"{type(exc).__name__}: {exc}"}
-            channel.sendall(json.dumps(answer).encode() + b"\n")
+            connection.send_bytes(json.dumps(answer).encode())
             if do == "close":
                 break
+    except EOFError:
+        pass
     finally:
         driver.ending = True
         driver.close()

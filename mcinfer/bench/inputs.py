@@ -1,10 +1,11 @@
-"""The arrays of one request: from files, or random ones that fit what a model takes.
+"""The arrays of one request: from files, or random ones that fit the model; and the model's split.
 
-What a file says of a symbolic dimension holds for all inputs; ``--dim`` says the sizes of others. Where a
-request's rows lie is what the model's `mcinfer.sharding.Split` says.
+The size of a symbolic dimension in a file holds for all inputs; ``--dim`` gives the sizes of others. The
+model's `mcinfer.sharding.Split` says where a request's rows lie.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import BytesIO
 from math import prod
@@ -15,10 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.bench.way import why_whole
-from mcinfer.errors import InvalidInputError
+from mcinfer.errors import InvalidInputError, McinferError
+from mcinfer.model_cache.split_records import records_in
 from mcinfer.requests.tensors import as_input
-from mcinfer.sharding import Split, plan
-from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension, ModelSpec, TensorSpec
+from mcinfer.sharding import Axes, SaidAxes, Split, first_split, is_fixed, plan
+from mcinfer.specs import (
+    ELEMENT_TYPES,
+    STRING,
+    Dimension,
+    ModelSpec,
+    TensorSpec,
+)
 
 _WORDS = ("red", "green", "blue", "one", "two", "three", "north", "south")
 _EXAMPLE_SIZE = 128
@@ -31,16 +39,14 @@ _MAX_DRAWS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputOptions:
-    """Where inputs come from.
+    """Where inputs come from; those that are in no file are random.
 
     Attributes:
-        files: By input name: an ``.npy`` file, or else one of nothing but the elements, in C order and in
-            the machine's byte order, as NumPy (or ml_dtypes) holds them.
-        archive: An ``.npz`` file with arrays by input name. Inputs that are in no file are random.
-        dims: Sizes of dimensions other than the batch: by symbol, or as ``"input:axis"`` where a
-            dimension has no name.
-        integers: Least random integer, and the first that is too large; where an input's type cannot
-            hold so much, the part that it can.
+        files: By input name: an ``.npy`` file, or one of elements alone, in C order and in the machine's
+            byte order, as NumPy (or ml_dtypes) holds them.
+        archive: An ``.npz`` file with arrays by input name.
+        dims: Sizes of dimensions other than the batch: by symbol, or as ``"input:axis"`` without one.
+        integers: Least random integer, and the first that is too large, as far as a type holds them.
         seed: Of the random values: each input's are its own, whatever other inputs there are.
     """
 
@@ -69,16 +75,10 @@ def parse_input_options(
     integers: tuple[int, int] = (0, 10),
     seed: int = 0,
 ) -> InputOptions:
-    """Options of the command line.
-
-    Args:
-        texts: Each is ``x.npz``, ``x=x.npy`` or ``x=x.raw``, where ``x=`` is an input's name.
-        dims: See `InputOptions`.
-        integers: Likewise.
-        seed: Likewise.
+    """Options of the command line; texts are ``x.npz``, ``x=x.npy`` or ``x=x.raw``, by an input's name.
 
     Raises:
-        InvalidInputError: A text is none of these, or two speak of the same.
+        InvalidInputError: A text is none of these, or two are for the same.
     """
     files: dict[str, Path] = {}
     archive: Path | None = None
@@ -104,16 +104,13 @@ def parse_input_options(
 
 
 def fixed_batch(model: ModelSpec, split: Split) -> int | None:
-    """The rows that a run takes, no more and no less; None where it takes any number.
-
-    Where inputs have different ones, those of the first.
-    """
+    """The only number of rows that a run takes (of the first input with one); None where it takes any."""
     sizes = (_cut_size(spec, split) for spec in model.inputs)
     return next((size for size in sizes if isinstance(size, int) and size > 0), None)
 
 
 def _cut_size(spec: TensorSpec, split: Split) -> Dimension:
-    """What the model says of the dimension that an input is cut along; None where that is nothing."""
+    """The model's size of the dimension that an input is cut along; None where it has none."""
     axis = split.inputs[spec.name]
     return None if axis is None or not spec.shape else spec.shape[axis]
 
@@ -153,7 +150,7 @@ def _batch_keys(model: ModelSpec, split: Split) -> set[str]:
 
 
 class _Sizes:
-    """The sizes of a model's dimensions, as far as they are known."""
+    """The known sizes of a model's dimensions."""
 
     def __init__(self, model: ModelSpec, split: Split, batch: int, dims: Mapping[str, int]) -> None:
         self._batch = batch
@@ -379,16 +376,9 @@ def _held(kind: str, integers: tuple[int, int]) -> tuple[int, int]:
 def make_inputs(
     model: ModelSpec, split: Split, batch: int, options: InputOptions
 ) -> dict[str, NDArray[Any]]:
-    """The arrays of one request.
+    """The arrays of one request, by input name: C-contiguous, of the input's type; the same each time.
 
-    Args:
-        model: What they are for.
-        split: Says where rows lie in the inputs.
-        batch: Rows of the request. Rows of files are cut to it, or come again from the first.
-        options: Where they come from.
-
-    Returns:
-        By input name, in the model's order: C-contiguous, of the input's own type; the same each time.
+    Rows of files are cut to the batch, or repeated from the first.
 
     Raises:
         InvalidInputError: A file cannot be read, or does not fit the model; a dimension's size is not known;
@@ -426,12 +416,6 @@ def examples(
 
     First files as they are, where their rows differ; then random values in the place of rows that do not.
     Where nothing says which inputs have rows, those are taken to have them whose first dimension is free.
-
-    Args:
-        model: What they are for.
-        first: What is said or declared.
-        batches: Rows of the requests that will come.
-        options: Where they come from.
 
     Raises:
         InvalidInputError: As `make_inputs`.
@@ -503,3 +487,58 @@ def _random_fitting(
         return _random(spec, shape, options.integers, options.seed)
     except (MemoryError, ValueError) as exc:  # NumPy's own word for sizes beyond all memory
         raise InvalidInputError(f"input {spec} of shape {[*shape]} cannot be had: {exc}") from exc
+
+
+# A model's split.
+
+
+@contextmanager
+def own_records(folder: Path) -> Iterator[None]:
+    """Meanwhile, keep what is learned below this folder: it is learned from random inputs."""
+    records = folder / "splits"
+    records.mkdir(mode=0o700)
+    with records_in(records):
+        yield
+
+
+def look_at(
+    master: Any, batches: Sequence[int], inputs: InputOptions, batch_axes: Axes, output_axes: Axes
+) -> tuple[ModelSpec, Split]:
+    """The model's inputs and outputs, and how its batch is split: learned, if that is not known.
+
+    A benchmark sends the same request again and again, and its rows may be equal, which shows nothing. What
+    is learned here is recorded, within `own_records`, where the masters that are measured find it.
+
+    Args:
+        master: A started `mcinfer.Master` of the model, with these axes; one worker is enough.
+        batches: Rows of the requests that will come.
+        inputs: Where their arrays come from.
+        batch_axes: The user's.
+        output_axes: Likewise.
+
+    Returns:
+        The model; and the split of the first request and all later ones. Where they run whole, it says why,
+        and its `inputs` still say where their rows lie, as far as that is given or declared.
+
+    Raises:
+        InvalidInputError: The options do not fit the model.
+    """
+    model = ModelSpec(inputs=master.inputs, outputs=master.outputs)
+    first = first_split(model, SaidAxes(inputs=batch_axes, outputs=output_axes))
+    split, why = master.split, ""
+    said_whole = first.known == "said" and bool(first.reason)
+    if not (split.checked or said_whole or is_fixed(model, first)):
+        for example in examples(model, first, batches, inputs):
+            try:
+                split = master.learn(example)
+            except McinferError as exc:
+                why = why or f"an example to learn it from failed: {exc}"
+            else:
+                why = why or "no example has shown whether the rows of a batch are independent"
+            if split.checked:
+                break
+    if why and not split.checked:
+        split = replace(split, reason=why)
+    if all(axis is None for axis in split.inputs.values()):
+        split = replace(split, inputs=first.inputs)
+    return model, split

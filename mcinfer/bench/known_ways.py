@@ -1,4 +1,4 @@
-"""The names of the ways, and where each is found. Nothing is imported before a way is wanted."""
+"""The names of the ways, and where each is found. A way is imported when it is wanted, not before."""
 
 import importlib
 import sys
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mcinfer.errors import InvalidInputError
+from mcinfer.errors import InvalidInputError, McinferError
 
 BASELINES = {
-    "session": "mcinfer.bench.sessions:Session",
-    "threads": "mcinfer.bench.sessions:Threads",
-    "threads-1": "mcinfer.bench.sessions:SingleThreads",
-    "pipe": "mcinfer.bench.pipe_sample:Pipe",
-    "pipe-each": "mcinfer.bench.pipe_sample:PipeEach",
+    "session": "mcinfer.bench.baselines:Session",
+    "threads": "mcinfer.bench.baselines:Threads",
+    "threads-1": "mcinfer.bench.baselines:SingleThreads",
+    "pipe": "mcinfer.bench.baselines:Pipe",
+    "pipe-each": "mcinfer.bench.baselines:PipeEach",
 }
 MODES = {
     "sharded": "mcinfer.bench.pools:Sharded",
@@ -22,12 +22,16 @@ MODES = {
 }
 
 
+class WayFailedError(McinferError):
+    """A way of running the model could not be started, or failed in its turn; says why."""
+
+
 def way_class(name: str) -> Any:
-    """The `mcinfer.bench.way.RunningWay` of that name; of one's own, ``path/to/file.py:Class``.
+    """The `mcinfer.bench.way.RunningWay` of that name, or of a user's file: ``path/to/file.py:Class``.
 
     Raises:
         InvalidInputError: There is none, or the class is no such way.
-        Exception: A file of one's own cannot be loaded.
+        Exception: A user's file cannot be loaded.
     """
     place, _, attribute = {**BASELINES, **MODES}.get(name, name).rpartition(":")
     module = importlib.import_module(place) if is_known(name) else _load(name, place)
@@ -47,14 +51,14 @@ def is_known(name: str) -> bool:
 
 
 def shown_name(name: str) -> str:
-    """What reports call it: without the file."""
+    """The name in reports: without the file."""
     return name if is_known(name) else name.rpartition(":")[2]
 
 
 def check_names(names: Sequence[str]) -> None:
     """Raise `InvalidInputError` unless these are baselines that reports can tell apart.
 
-    Whether a file's class is a way is found out when it is loaded, in a process of its own.
+    A user's class is checked when its file is loaded, in a process of its own.
     """
     for name in names:
         path, _, attribute = name.rpartition(":")
@@ -66,27 +70,22 @@ def check_names(names: Sequence[str]) -> None:
             )
         if not Path(path).is_file():
             raise InvalidInputError(f"--against: {name!r}: there is no file {path}")
-        if is_known(attribute):
-            raise InvalidInputError(
-                f"--against: {name!r}: {attribute!r} is the name of one of mcinfer's own ways"
-            )
-    shown = [shown_name(name) for name in names]
-    twice = [name for name, other in zip(names, shown, strict=True) if shown.count(other) > 1]
-    if twice:
-        raise InvalidInputError(f"--against: got {twice}, expected ways of different names")
+    shown = [*BASELINES, *MODES, *(shown_name(name) for name in names if not is_known(name))]
+    twice = [name for name in names if not is_known(name) and shown.count(shown_name(name)) > 1]
+    if twice or len(set(names)) < len(names):
+        raise InvalidInputError(f"--against: got {twice or names}, expected different class names")
 
 
 def _load(name: str, path: str) -> Any:
     file = Path(path).resolve()
     if not file.is_file():
         raise InvalidInputError(f"--against: {name!r}: there is no file {path}")
-    # As when the file is run: what lies beside it can be imported, and processes that it starts find it.
+    # As when the file is run: its neighbours can be imported, and processes that it starts find it.
     sys.path.append(str(file.parent))
     if file.stem.isidentifier():
         module = importlib.import_module(file.stem)
         if Path(module.__file__ or "").resolve() == file:
             return module
     raise InvalidInputError(
-        f"--against: {name!r}: {file.name} cannot be imported by its name, which is taken or none: "
-        "give the file another one"
+        f"--against: {name!r}: {file.name} cannot be imported under its name: rename the file"
     )

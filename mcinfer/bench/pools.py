@@ -1,7 +1,6 @@
-"""mcinfer's own ways."""
+"""mcinfer's own ways. Apart from the baselines, whose runtime must not be in the master's process."""
 
 from dataclasses import replace
-from typing import ClassVar
 
 from mcinfer.bench.way import Arrays, RunningWay, Setup, why_whole
 from mcinfer.config import EngineOptions
@@ -10,10 +9,11 @@ from mcinfer.sharding import Split, plan, why_apart
 from mcinfer.specs import ModelSpec
 
 
-class _PoolWay(RunningWay):
-    """A started master."""
+class Concurrent(RunningWay):
+    """A started master; each request runs whole on a free worker."""
 
-    joins: ClassVar[bool] = False
+    text = "mcinfer.submit: each request whole on a free worker"
+    joins = False
 
     def __init__(self, setup: Setup) -> None:
         """Start the workers."""
@@ -30,8 +30,12 @@ class _PoolWay(RunningWay):
             transport=setup.transport,
         ).start()
 
+    def run(self, inputs: Arrays) -> object:
+        """On one worker."""
+        return self._master.submit(inputs).result()
+
     def run_seconds(self) -> tuple[int, float]:
-        """As the workers say."""
+        """As the workers measure them."""
         workers = self._master.statistics().workers
         return sum(w.runs for w in workers), sum(w.busy_seconds for w in workers)
 
@@ -40,7 +44,7 @@ class _PoolWay(RunningWay):
         self._master.close()
 
 
-class Sharded(_PoolWay):
+class Sharded(Concurrent):
     """Each batch over all workers."""
 
     text = "mcinfer.predict: each batch split over all workers"
@@ -48,10 +52,9 @@ class Sharded(_PoolWay):
     def __init__(self, setup: Setup) -> None:
         """Start the workers."""
         super().__init__(setup)
-        split = _settled(self._master.split, setup)
         one = setup.fixed_batch or 1
         pieces = [batch // one for batch in setup.batches]
-        if why := setup.why_uncut(split):
+        if why := setup.why_uncut(_settled(self._master.split, setup)):
             self.text = f"mcinfer.predict: not split: {why}"
             return
         if pieces and max(pieces) < self.workers:
@@ -62,16 +65,6 @@ class Sharded(_PoolWay):
     def run(self, inputs: Arrays) -> object:
         """Over all workers."""
         return self._master.predict(inputs)
-
-
-class Concurrent(_PoolWay):
-    """Each request whole on a free worker."""
-
-    text = "mcinfer.submit: each request whole on a free worker"
-
-    def run(self, inputs: Arrays) -> object:
-        """On one worker."""
-        return self._master.submit(inputs).result()
 
 
 class Batched(Concurrent):
@@ -89,7 +82,7 @@ class Batched(Concurrent):
 
 
 def _settled(split: Split, setup: Setup) -> Split:
-    """The split by which requests run from the first one on."""
+    """The split of the first request and all later ones."""
     if not split.splits or split.checked or setup.fixed_batch:
         return split
     why = setup.split.reason or "what was learned of the model is not recorded"

@@ -1,13 +1,11 @@
-"""What a benchmark found, as it is kept in a JSON file: the schema ``mcinfer.bench``, version 1.
+"""The report of a benchmark, and its JSON file: the schema ``mcinfer.bench``, version 1.
 
-All times are float seconds. Where something was measured several times there is one entry for each repeat,
-in the order of the repeats: the spread is for the reader to see, and a ratio is taken within each repeat,
-since what disturbs the machine disturbs all ways of one repeat.
+docs/bench_report.md describes every field. All times are float seconds, all sizes bytes. Where something was
+measured several times there is one entry for each repeat, in the order of the repeats.
 """
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,19 +20,18 @@ VERSION = 1
 QUANTILES = (0.0, *(n / 50 for n in range(1, 50)), 0.99, 0.995, 0.999, 1.0)
 """Fractions at which latencies are kept: 0 is the least, 0.5 the median, 1 the greatest."""
 
+OTHERS = "others_cores"
+"""The fact about the machine that says how many cores other programs kept busy during the run."""
+
 Role = Literal["baseline", "mcinfer", "scaling"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is asked of a way.
+    """The load on a way: rows of each request, requests under way at most, and the rate of an open loop.
 
-    Attributes:
-        batch: Rows of each request; 1 where it is not known which dimension is the batch.
-        clients: How many requests are under way at most, each made by a thread of its own.
-        rate: Requests a second, which arrive at random moments (a Poisson process) whether or not earlier
-            ones are answered: an open loop. None is a closed loop: each client makes its next request
-            when its last one is answered.
+    In an open loop requests arrive at random moments (a Poisson process), answered or not. Without a rate it
+    is a closed loop: each client makes its next request when its last one is answered.
     """
 
     batch: int
@@ -44,30 +41,12 @@ class Load:
     def __str__(self) -> str:
         """Such as ``batch 8, 4 clients`` or ``batch 1, 50/s``."""
         clients = "1 client" if self.clients == 1 else f"{self.clients} clients"
-        how = clients if self.rate is None else f"{self.rate:g}/s"
-        return f"batch {self.batch}, {how}"
+        return f"batch {self.batch}, {clients if self.rate is None else f'{self.rate:g}/s'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One way under one load, once.
-
-    Attributes:
-        requests: Requests that were answered, warm-up apart.
-        failed: Those that raised.
-        unfinished: Of an open loop, requests that had arrived and were not answered by its end.
-        seconds: From the first request to the last answer.
-        latencies: Seconds at `QUANTILES`, each one that occurred (nearest rank); empty where nothing was
-            answered. Of an open loop they count from the arrival, so waiting for a client is in them.
-        mean_latency: Their mean.
-        run_seconds: The engine's own run, per piece of a request, mean; None where the way does not tell.
-        cpu_seconds: Of all processes of the way, in ticks of the system's clock (10 ms).
-        kept_up: Of an open loop, whether requests were answered as fast as they arrived: not many more of
-            them were waiting at the last arrival than at the first ones (`mcinfer.bench.load.kept_up`). True
-            of a closed loop. Where it is False, latency is that of a queue that grows as the turn lasts.
-        error: What one of the requests that failed raised, as ``ValueError: text``; empty if none did, or
-            where it was not kept.
-    """
+    """One way under one load, once. `latencies` are those at `QUANTILES`, empty without an answer."""
 
     requests: int
     failed: int
@@ -79,6 +58,11 @@ class Turn:
     cpu_seconds: float
     kept_up: bool = True
     error: str = ""
+
+    @property
+    def made(self) -> int:
+        """Requests that were made or arrived."""
+        return self.requests + self.failed + self.unfinished
 
     @property
     def throughput(self) -> float:
@@ -113,13 +97,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What all processes of a way take, in bytes, after it has run.
-
-    Attributes:
-        pss: Proportional set sizes, summed: what is really taken of the machine.
-        uss: Unique set sizes, summed: what nobody else has, and is free once they end.
-        processes: How many there are.
-    """
+    """The memory of all processes of a way after it has run: proportional and unique set sizes."""
 
     pss: int
     uss: int
@@ -128,18 +106,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A way of running the model.
-
-    Attributes:
-        name: Such as ``"session"``.
-        text: What it is, in a few words; of a way that splits or joins nothing, also why.
-        role: ``"baseline"``: what else one would do. ``"mcinfer"``: one of its modes. ``"scaling"``: a pool
-            of fewer or more workers, each with the share of the device that it has in the whole pool.
-        workers: Processes, or sessions, that run the model.
-        start_seconds: From nothing (no runtime imported, page cache warm) to ready.
-        memory: After each repeat.
-        error: Why it could not be measured; empty if it was.
-    """
+    """A way of running the model, its starts and its memory; and why it could not be measured, if so."""
 
     name: str
     text: str
@@ -152,14 +119,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """The model that was run.
-
-    Attributes:
-        name: Of its file.
-        bytes: Of the file, and of files that hold its weights where that is known.
-        inputs: As ``"x: float32[batch, 3]"``.
-        outputs: Likewise.
-    """
+    """The model that was run."""
 
     name: str
     bytes: int
@@ -169,20 +129,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How it was measured.
-
-    Attributes:
-        devices: Of the pools.
-        seconds: That each turn was to last; 0 where a number of requests was given.
-        count: Requests of each turn; 0 where seconds were given.
-        repeats: How often every way had its turn under every load.
-        warmup_seconds: Before each turn, not counted.
-        seed: Of inputs and arrivals.
-        dims: Sizes of the model's symbolic dimensions, without the batch.
-        max_batch_size: Of the way that joins requests.
-        max_delay: Likewise.
-        transport: Of mcinfer's own ways.
-    """
+    """The benchmark's settings."""
 
     devices: tuple[str, ...]
     seconds: float
@@ -198,17 +145,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A whole benchmark.
-
-    Attributes:
-        made_at: When it began, ISO 8601, in UTC.
-        took_seconds: In all.
-        mcinfer: Its version.
-        machine: Processor, cores, memory, kernel, versions; no names, no paths.
-        measurements: In the order in which they are to be shown: load by load, way by way.
-        quantiles: `QUANTILES`, for those who read the file by themselves.
-        finished: Whether all turns were taken; False where it was interrupted.
-    """
+    """A whole benchmark. `measurements` go load by load, way by way, in the order of the tables."""
 
     made_at: str
     took_seconds: float
@@ -306,7 +243,7 @@ def _refused(path: str | os.PathLike[str], why: str) -> InvalidInputError:
 
 
 def _check_header(path: str | os.PathLike[str], data: bytes) -> None:
-    """Look at the schema and the version alone: in another version everything else may be another."""
+    """Look at the schema and the version alone: in another version everything else may differ."""
 
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"{constant} is no JSON")
@@ -322,7 +259,7 @@ def _check_header(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def _check_content(path: str | os.PathLike[str], report: Report) -> None:
-    """What types do not say: names referred to, how many latencies there are, what is of open loops."""
+    """What types do not say: the names, the number of latencies, and fields of open loops."""
     if report.quantiles != QUANTILES:
         raise _refused(path, "quantiles: got others than those of this version")
     names = [way.name for way in report.ways]
@@ -343,12 +280,3 @@ def _check_content(path: str | os.PathLike[str], report: Report) -> None:
             if len(turn.latencies) != expected:
                 got = len(turn.latencies)
                 raise _refused(path, f"{where}.turns: got {got} latencies, expected {expected}")
-
-
-def middle(values: Sequence[float]) -> float:
-    """The median; NaN of nothing."""
-    ordered = sorted(values)
-    if not ordered:
-        return float("nan")
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2

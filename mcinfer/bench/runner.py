@@ -9,79 +9,81 @@
    └── …                            for each repeat, for each load, each of them has its turn
 ```
 
-All ways are loaded at the same time and take turns, so that whatever else the machine does hits all of them;
-only one has something to do at any moment. In each repeat they are started anew, and another one begins.
+All ways are loaded at the same time and take turns, so that other work on the machine disturbs all of them
+alike; one way runs at any moment. Each repeat starts them anew, and begins with another one.
 
 Ownership: a `Benchmark` ends all processes that it has started before `run` returns or raises.
 """
 
 import os
+import platform
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import monotonic
 
+import psutil
+
 from mcinfer import __version__
-from mcinfer.bench.failures import WayFailedError
-from mcinfer.bench.inputs import InputOptions, fixed_batch, make_inputs
-from mcinfer.bench.known_ways import MODES, check_names, shown_name
-from mcinfer.bench.load import MAX_ARRIVALS
-from mcinfer.bench.looking import look_at, own_records
-from mcinfer.bench.report import Load, Measurement, Memory, Report, Role, Settings, Turn, Way
-from mcinfer.bench.request_file import write_request
+from mcinfer.bench.inputs import InputOptions, fixed_batch, look_at, make_inputs, own_records
+from mcinfer.bench.known_ways import MODES, WayFailedError, check_names, shown_name
+from mcinfer.bench.load import MAX_ARRIVALS, rotated, write_request
+from mcinfer.bench.report import (
+    OTHERS,
+    Load,
+    Measurement,
+    Memory,
+    Model,
+    Report,
+    Role,
+    Settings,
+    Turn,
+    Way,
+)
 from mcinfer.bench.subject import Subject
-from mcinfer.bench.surroundings import describe_model, machine
 from mcinfer.bench.way import Setup
 from mcinfer.config import CoreShare, EngineOptions, TransportKind, parse_devices, share_cores
-from mcinfer.errors import InvalidInputError
+from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.machine import whole_cpus
 from mcinfer.master import Master
+from mcinfer.model_cache.onnx_files import scan
 from mcinfer.sharding import Axes, Split
 from mcinfer.specs import ModelSpec
 
 OPEN_LOOP_CLIENTS = 32
-"""Requests under way at most in an open loop; what arrives beyond them waits, and its latency counts."""
+"""Requests under way at most in an open loop; the others wait, and their latency counts."""
+REQUEST_SECONDS = 600.0
+"""Time limit of one request: that of `mcinfer.Timeouts`."""
+START_SECONDS = 900.0
 
-_REQUEST_SECONDS = 600.0
-"""That one request may take: as `mcinfer.Timeouts` has it."""
 _COUNT_SECONDS = 4 * 3600.0
-"""That a turn of a number of requests may take."""
-_START_SECONDS = 900.0
+"""Time limit of a turn of a number of requests."""
+_PACKAGES = ("onnxruntime", "onnxruntime-gpu", "numpy", "pyzmq", "msgpack")
 
 Progress = Callable[[float, str], None]
-"""Called with the number of steps that are done, and what comes next."""
+"""Called with the number of steps that are done, and a note on the next one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is to be measured.
+    """The benchmark's settings: the options of ``mcinfer bench``.
 
     Attributes:
-        model: Path of the model.
-        devices: As `mcinfer.Master` takes them.
-        threads: Of each worker; None is as many as it has cores.
-        batches: Rows of a request.
+        ways: Names, baselines before modes.
         clients: Closed loops of so many clients, for each batch.
         rates: Open loops of so many requests a second, for each batch.
         seconds: Of a turn, if `count` is 0.
-        count: Requests of a turn.
-        repeats: How often each way has its turn under each load.
-        warmup: Seconds before each turn that are not counted.
-        ways: Names, baselines before modes.
-        max_batch_size: For the mode that joins requests.
-        max_delay: Likewise, seconds.
         scaling: Whether pools of fewer workers are measured, too.
-        inputs: What the requests' arrays are made of.
-        batch_axes: As `mcinfer.Master` takes them.
-        output_axes: Likewise.
-        transport: Likewise, of mcinfer's own ways.
     """
 
     model: Path
     devices: int | Sequence[str] | None
+    ways: tuple[str, ...]
+    inputs: InputOptions
     threads: int | None = None
     batches: tuple[int, ...] = (1,)
     clients: tuple[int, ...] = (1,)
@@ -90,18 +92,16 @@ class Plan:
     count: int = 0
     repeats: int = 3
     warmup: float = 0.3
-    ways: tuple[str, ...]
     max_batch_size: int = 8
     max_delay: float = 0.001
     scaling: bool = True
-    inputs: InputOptions
     batch_axes: Axes = field(default_factory=dict)
     output_axes: Axes = field(default_factory=dict)
     transport: TransportKind = "zeromq"
 
     @property
     def loads(self) -> tuple[Load, ...]:
-        """Of every way."""
+        """The loads of every way."""
         return tuple(
             load
             for batch in self.batches
@@ -114,12 +114,12 @@ class Plan:
 
 @dataclass(slots=True)
 class _Entry:
-    """A way, and what was found of it so far.
+    """A way, and the results so far.
 
     Attributes:
-        name: For the report.
-        source: What its process is asked for.
-        errors: What went wrong, and under which loads; none of them for what concerns all.
+        source: Its name for `Subject`.
+        errors: By error, the loads under which it came; no loads for one that ended the way.
+        refused: Loads that it cannot do.
     """
 
     name: str
@@ -137,14 +137,13 @@ class _Entry:
     subject: Subject | None = None
 
     def give_up(self, error: str) -> None:
-        """Nothing more is measured of it."""
+        """Measure it no more."""
         self.errors[error] = []
         self.given_up = True
         if self.subject is not None:
             self.subject.close()
 
     def report(self) -> Way:
-        """For the report."""
         return Way(
             name=self.name,
             text=self.text,
@@ -163,16 +162,16 @@ class Benchmark:
     """One benchmark. `run` it once, then ask for its `report`; also after it was interrupted.
 
     Args:
-        plan: What is to be measured.
-        progress: Told of how far it is.
+        plan: The settings.
+        progress: Called before each step.
 
     Attributes:
-        steps: How many there are in all: starts and turns.
-        done: How many of them are over.
+        steps: Starts and turns in all.
+        done: Those that are over.
         turns_taken: Turns in which something was answered.
 
     Raises:
-        InvalidInputError: There are no such devices.
+        InvalidInputError: There are no such devices or ways, or a rate makes no load.
     """
 
     def __init__(self, plan: Plan, progress: Progress) -> None:
@@ -183,10 +182,9 @@ class Benchmark:
         self._began = datetime.now(UTC)
         self._start = monotonic()
         self._machine = machine()
-        self._cores = sorted(os.sched_getaffinity(0))
-        self._cpus = (
-            whole_cpus()
-        )  # as the master counts them: fewer than cores where there is a quota
+        self._others = _OthersLoad()
+        # As the master counts them: fewer than cores where there is a quota.
+        self._cpus = whole_cpus()
         self._devices = tuple(map(str, parse_devices(plan.devices, self._cpus)))
         self._known: tuple[ModelSpec, Split] | None = None
         self._entries: list[_Entry] = []
@@ -197,34 +195,44 @@ class Benchmark:
         self.steps = plan.repeats * (len(plan.ways) * (1 + len(plan.loads)) + 2 * pools)
 
     def run(self) -> Report:
-        """Measure everything; what came of it.
+        """Measure everything.
 
         Raises:
             InvalidInputError: The plan does not fit the model.
             BuildError: mcinfer cannot load the model.
         """
+        plan = self._plan
         with (
             tempfile.TemporaryDirectory(prefix="mcinfer-bench-") as name,
             own_records(Path(name)),
         ):
-            self._tell("loading the model")
-            self._known = self._look()
-            files = self._write_inputs(Path(name), *self._known)
-            main = [self._entry(way) for way in self._plan.ways]
-            pools = self._pools()
+            self._progress(self.done, "loading the model")
+            # The model is prepared by this, if it has not been.
+            axes = plan.batch_axes, plan.output_axes
+            with Master(
+                plan.model,
+                self._devices[:1],
+                options=EngineOptions(threads=plan.threads),
+                batch_axes=plan.batch_axes,
+                output_axes=plan.output_axes,
+            ) as master:
+                self._progress(self.done, "learning how its batch is split")
+                model, split = self._known = look_at(master, plan.batches, plan.inputs, *axes)
+            files = {batch: Path(name) / f"{batch}.request" for batch in plan.batches}
+            for batch, path in files.items():
+                write_request(path, make_inputs(model, split, batch, plan.inputs))
+            main, pools = [self._entry(way) for way in plan.ways], self._pools()
             self._entries = [*main, *pools]
-            loads = self._plan.loads
-            scaling = self._scaling_load()
-            self._measure(main, loads, files)
-            self._measure(pools, (scaling,), files)
+            self._measure(main, plan.loads, files)
+            self._measure(pools, (self._scaling_load(),), files)
         self._finished = True
         return self.report()
 
     def report(self) -> Report:
-        """What was found so far.
+        """The results so far.
 
         Raises:
-            InvalidInputError: Not even the model was looked at.
+            InvalidInputError: The model was not loaded.
         """
         model, _ = self._model
         plan = self._plan
@@ -233,8 +241,13 @@ class Benchmark:
             made_at=self._began.isoformat(timespec="seconds"),
             took_seconds=round(monotonic() - self._start, 1),
             mcinfer=__version__,
-            machine=self._machine,
-            model=describe_model(plan.model, model),
+            machine={**self._machine, OTHERS: self._others.cores()},
+            model=Model(
+                name=plan.model.name,
+                bytes=_model_bytes(plan.model),
+                inputs=tuple(map(str, model.inputs)),
+                outputs=tuple(map(str, model.outputs)),
+            ),
             settings=Settings(
                 devices=self._devices,
                 seconds=0.0 if plan.count else plan.seconds,
@@ -257,71 +270,45 @@ class Benchmark:
             finished=self._finished,
         )
 
-    # What there is to measure.
+    # The ways.
 
     @property
     def _model(self) -> tuple[ModelSpec, Split]:
-        """What was found of it."""
         if self._known is None:
             raise InvalidInputError("nothing was measured")
         return self._known
 
-    def _look(self) -> tuple[ModelSpec, Split]:
-        """What the model is like. It is prepared by that, if it has not been."""
-        plan = self._plan
-        axes = plan.batch_axes, plan.output_axes
-        with Master(
-            plan.model,
-            self._devices[:1],
-            options=EngineOptions(threads=plan.threads),
-            batch_axes=plan.batch_axes,
-            output_axes=plan.output_axes,
-        ) as master:
-            self._tell("learning how its batch is split")
-            return look_at(master, plan.batches, plan.inputs, *axes)
-
-    def _write_inputs(self, folder: Path, model: ModelSpec, split: Split) -> dict[int, Path]:
-        files = {}
-        for batch in self._plan.batches:
-            files[batch] = folder / f"{batch}.request"
-            write_request(files[batch], make_inputs(model, split, batch, self._plan.inputs))
-        return files
-
     def _setup(self, workers: int, shares: Sequence[CoreShare] = ()) -> Setup:
-        """Of a way with so many workers, each with such a share; without any, with all cores."""
+        """The arguments of a way with these workers: each with its share of the cores, or with all cores."""
         model, split = self._model
+        plan = self._plan
         return Setup(
-            model=str(self._plan.model.absolute()),
+            model=str(plan.model.absolute()),
             cores=self._cpus,
             devices=self._devices[:workers],
-            threads=self._plan.threads or (shares[0].threads if shares else None),
+            threads=plan.threads or (shares[0].threads if shares else None),
             split=split,
             fixed_batch=fixed_batch(model, split),
-            batches=self._plan.batches,
-            batch_axes=self._plan.batch_axes,
-            output_axes=self._plan.output_axes,
-            max_batch_size=self._plan.max_batch_size,
-            max_delay=self._plan.max_delay,
-            transport=self._plan.transport,
+            batches=plan.batches,
+            batch_axes=plan.batch_axes,
+            output_axes=plan.output_axes,
+            max_batch_size=plan.max_batch_size,
+            max_delay=plan.max_delay,
+            transport=plan.transport,
             worker_cores=tuple(share.cores for share in shares),
         )
 
     def _entry(self, name: str) -> _Entry:
+        count = len(self._devices)
         role: Role = "mcinfer" if name in MODES else "baseline"
-        return _Entry(
-            name=shown_name(name),
-            source=name,
-            role=role,
-            setup=self._setup(len(self._devices)),
-            text=name,  # until it has started: its class would bring its runtime into this process
-            workers=len(self._devices),
-        )
+        # The text is the name until the way has started: its class would bring its runtime into this process.
+        return _Entry(shown_name(name), name, role, self._setup(count), name, count)
 
     def _pools(self) -> list[_Entry]:
         """Pools of fewer workers, each with the share of the device that it has in the whole pool."""
         count = len(self._devices)
-        parsed = parse_devices(self._devices, self._cpus)
-        shares = share_cores(parsed, self._cores, cpus=self._cpus)
+        cores = sorted(os.sched_getaffinity(0))
+        shares = share_cores(parse_devices(self._devices, self._cpus), cores, cpus=self._cpus)
         mine = [share for share in shares.values() if isinstance(share, CoreShare)]
         return [
             _Entry(
@@ -338,9 +325,7 @@ class Benchmark:
     def _pool_sizes(self) -> list[int]:
         """1, 2, 4, … and the whole pool's; none where there is but one worker."""
         count = len(self._devices)
-        if count == 1 or not self._plan.scaling:
-            return []
-        return [*(1 << n for n in range(count.bit_length()) if 1 << n < count), count]
+        return powers(count) if count > 1 and self._plan.scaling else []
 
     def _scaling_load(self) -> Load:
         """Enough for the whole pool to have something to do all the time."""
@@ -354,10 +339,10 @@ class Benchmark:
         with ExitStack() as stack:
             try:
                 for repeat in range(self._plan.repeats):
-                    for entry in _rotated(entries, repeat):
+                    for entry in rotated(entries, repeat):
                         self._start_way(entry, files, stack)
                     for load in loads:
-                        for entry in _rotated(entries, repeat):
+                        for entry in rotated(entries, repeat):
                             self._take_turn(entry, load, repeat)
                     for entry in entries:
                         self._weigh(entry)
@@ -368,8 +353,8 @@ class Benchmark:
                 raise
 
     def _start_way(self, entry: _Entry, files: dict[int, Path], stack: ExitStack) -> None:
-        """Start a way, anew for each repeat, so that none rests on how one start happened to go."""
-        self._tell(f"starting {entry.name}")
+        """Start a way, anew for each repeat, so that no single start decides its figures."""
+        self._progress(self.done, f"starting {entry.name}")
         self.done += 1
         if entry.given_up:
             return
@@ -377,7 +362,7 @@ class Benchmark:
             entry.subject.close()
         entry.subject = stack.enter_context(Subject(entry.source, entry.setup, files))
         try:
-            entry.starts.append(entry.subject.start(_START_SECONDS))
+            entry.starts.append(entry.subject.start(START_SECONDS))
         except WayFailedError as exc:
             entry.give_up(str(exc))
         else:
@@ -386,7 +371,7 @@ class Benchmark:
                 entry.text = entry.subject.text
 
     def _take_turn(self, entry: _Entry, load: Load, repeat: int) -> None:
-        self._tell(f"{entry.name}: {load}")
+        self._progress(self.done, f"{entry.name}: {load}")
         if entry.subject is not None and not entry.given_up and load not in entry.refused:
             plan = self._plan
             most = _COUNT_SECONDS if plan.count else 3 * (plan.warmup + plan.seconds)
@@ -397,7 +382,7 @@ class Benchmark:
                     count=plan.count,
                     warmup=plan.warmup,
                     seed=plan.inputs.seed + repeat,
-                    timeout=most + 2 * load.clients * _REQUEST_SECONDS,
+                    timeout=most + 2 * load.clients * REQUEST_SECONDS,
                 )
             except WayFailedError as exc:
                 # Such as a batch that the model does not take: other loads may be all right.
@@ -416,12 +401,9 @@ class Benchmark:
             except WayFailedError as exc:
                 entry.give_up(str(exc))
 
-    def _tell(self, text: str) -> None:
-        self._progress(self.done, text)
-
 
 def _check_rates(plan: Plan) -> None:
-    """Raise `InvalidInputError` for an open loop in which nothing would arrive, or far too much."""
+    """Raise `InvalidInputError` for an open loop in which no request would arrive, or far too many."""
     for rate in plan.rates:
         made = plan.count or rate * plan.seconds
         if made > MAX_ARRIVALS or made / rate > _COUNT_SECONDS:
@@ -436,9 +418,72 @@ def _check_rates(plan: Plan) -> None:
             )
 
 
-def _rotated(entries: Sequence[_Entry], repeat: int) -> list[_Entry]:
-    """Each repeat begins with another one, so that none always follows the same."""
-    if not entries:
-        return []
-    first = repeat % len(entries)
-    return [*entries[first:], *entries[:first]]
+def powers(most: int) -> list[int]:
+    """1, 2, 4, … up to a number, and that number."""
+    return [*(1 << n for n in range(most.bit_length()) if 1 << n < most), most]
+
+
+# The machine.
+
+
+def machine() -> dict[str, str | int | float]:
+    """Processor, cores, memory, load and versions; no names, no paths."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "load_average_before": round(os.getloadavg()[0], 2),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        **{name: number for name in _PACKAGES if (number := _version(name))},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.machine()
+
+
+def _model_bytes(path: Path) -> int:
+    """The bytes of the file, and of the files beside it that hold its weights."""
+    files = [path]
+    try:
+        files += [path.parent / name for name in scan(path).external]
+        return sum(file.stat().st_size for file in files)
+    except (McinferError, OSError):  # no ONNX file, or it is a folder
+        return path.stat().st_size
+
+
+class _OthersLoad:
+    """The processor time of other programs on this process's cores, from now on."""
+
+    def __init__(self) -> None:
+        self._began = monotonic()
+        self._busy, self._own = self._seconds()
+
+    def cores(self) -> float:
+        """Cores that other programs kept busy, on average, as far as their time is known."""
+        busy, own = self._seconds()
+        elapsed = max(monotonic() - self._began, 1e-9)
+        return round(max(0.0, busy - self._busy - (own - self._own)) / elapsed, 2)
+
+    @staticmethod
+    def _seconds() -> tuple[float, float]:
+        """Busy time of the cores, steal time included; time of this process and of its children so far."""
+        cores = os.sched_getaffinity(0)
+        times = [t for i, t in enumerate(psutil.cpu_times(percpu=True)) if i in cores]
+        own = os.times()
+        return (
+            sum(t.user + t.nice + t.system + t.irq + t.softirq + t.steal for t in times),
+            own.user + own.system + own.children_user + own.children_system,
+        )

@@ -1,8 +1,7 @@
-"""What a way of running a model has to do to be measured. Ways of one's own are classes of this kind.
+"""The interface of a way of running a model. Implement it to measure a way of your own.
 
-``mcinfer bench MODEL --against my_ways.py:MyWay`` measures a class `MyWay` of the file ``my_ways.py`` beside
-the ways that mcinfer brings. Each way lives in a process of its own, which makes one object of the class and
-calls it from the threads of its clients.
+``mcinfer bench MODEL --against my_ways.py:MyWay`` measures the class `MyWay` of the file ``my_ways.py``. Each
+way lives in a process of its own, which makes one object of the class and calls it from its clients' threads.
 """
 
 from abc import ABC, abstractmethod
@@ -21,23 +20,20 @@ Arrays = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a way is made with.
+    """The arguments that a way is made with.
 
     Attributes:
         model: Path of the model.
-        cores: Cores that it may use in all.
+        cores: Cores that the way may use.
         devices: One for each worker: ``("cpu:0", "cpu:1")``.
-        threads: Of each worker, for one run; None is as many as the worker has cores.
+        threads: Threads of a worker's run; None: as many as the worker has cores.
         worker_cores: By worker, the cores that it is pinned to; empty for equal shares of all.
-        split: Where a request's rows lie in the inputs; and where it may be split (`Split.splits`), how its
-            outputs are joined.
-        fixed_batch: Rows that one run takes, no more and no less; None where it takes any number.
+        split: Where a request's rows lie, and how its outputs are joined.
+        fixed_batch: The only number of rows that a run takes; None where it takes any.
         batches: Rows of the requests that will come; empty where that is not known.
-        batch_axes: As `mcinfer.Master` takes them: what the user says.
-        output_axes: Likewise.
+        batch_axes: The user's, as `mcinfer.Master` takes them; so are `output_axes` and `transport`.
         max_batch_size: Rows that small requests may be joined to, for a way that joins them.
         max_delay: Seconds that a request may wait for others, likewise.
-        transport: Of the messages, as `mcinfer.Master` takes it.
     """
 
     model: str
@@ -61,11 +57,11 @@ class Setup:
 
     @property
     def worker_threads(self) -> int:
-        """Threads of a worker's run, for ways that have to be told a number."""
+        """Threads of a worker's run, for ways that need a number."""
         return self.threads or max(1, self.cores // len(self.devices))
 
     def why_uncut(self, split: Split) -> str:
-        """Why no request is cut over the devices by this split; empty where some are."""
+        """Why this split cuts no request over the devices; empty where it cuts some."""
         if not split.splits:
             return why_whole(split)
         if len(self.devices) == 1:
@@ -90,8 +86,7 @@ class RunningWay(ABC):
     """A model that is loaded and ready. Making it is the start that is measured.
 
     Attributes:
-        text: What it is, in a few words, for tables. It is read after the start, so that a way may say what
-            it does with this model.
+        text: A short description for tables; read after the start, so it may depend on the model.
         workers: Processes, or sessions, that run the model.
     """
 
@@ -110,14 +105,13 @@ class RunningWay(ABC):
             inputs: One request's arrays, C-contiguous, borrowed until the call returns.
 
         Returns:
-            What holds the answer; it is kept until the same client's next answer is there, as a program
-            that uses it would.
+            The answer's owner. The client keeps it until its next answer is there, as a program would.
         """
 
     def run_seconds(self) -> tuple[int, float]:
-        """How many runs of the engine there were so far, and their seconds; (0, 0.0) if it cannot tell."""
+        """The engine's runs so far, and their seconds; (0, 0.0) where they are not known."""
         return 0, 0.0
 
     @abstractmethod
     def close(self) -> None:
-        """End all that it has started."""
+        """End everything that the way has started."""

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from mcinfer import __version__
-from mcinfer.cli import bench, cache, compare, devices, doctor, inspect, run, tune
+from mcinfer.cli import bench, cache, devices, doctor, inspect, run, tune
 
 _COMPARE = (
     "mcinfer bench compare A.json B.json: what differs between two of its results. A model that is "
@@ -68,7 +68,7 @@ def make_app() -> typer.Typer:
     _add(app, "doctor", doctor.doctor)
     app.add_typer(_cache(), name="cache")
     _add(app, "bench", bench.bench, epilog=_COMPARE)
-    _add(app, "bench compare", compare.compare)
+    _add(app, "bench compare", bench.compare)
     _add(app, "tune", tune.tune)
     return app
 

@@ -1,4 +1,4 @@
-"""``mcinfer bench``: how a model runs, in mcinfer's ways and in those that one would use otherwise."""
+"""``mcinfer bench``: the speed and memory of a model in mcinfer and in the usual alternatives."""
 
 import io
 import sys
@@ -40,7 +40,7 @@ _ALL_MODES = ",".join(MODES)
 _PACKAGES = {
     "--json": ("pydantic",),
     "--html": ("pydantic", "matplotlib", "jinja2"),
-    "--png": ("matplotlib",),
+    "--png": ("pydantic", "matplotlib", "jinja2"),
 }
 _DPI = 100
 
@@ -71,17 +71,17 @@ def bench(
     devices: DevicesOption = None,
     threads: Annotated[
         int | None,
-        typer.Option(min=1, help="Of each worker's run; as many as it has cores if not given."),
+        typer.Option(min=1, help="Threads of each worker; default: as many as it has cores."),
     ] = None,
     batch: Annotated[
-        Any, typer.Option(metavar="ROWS", parser=parse_counts, help="Rows of a request: 1,2,8.")
+        Any, typer.Option(metavar="ROWS", parser=parse_counts, help="Rows of each request: 1,2,8.")
     ] = "1",
     concurrency: Annotated[
         Any,
         typer.Option(
             metavar="CLIENTS",
             parser=parse_clients,
-            help="Closed loops of so many clients: 1,4,16. 1,4 if neither this nor --rate is given.",
+            help="Requests under way at once: 1,4,16. Default: 1,4, or none with --rate.",
             show_default=False,
         ),
     ] = None,
@@ -90,27 +90,27 @@ def bench(
         typer.Option(
             metavar="RATES",
             parser=parse_rates,
-            help="Open loops (Poisson arrivals) of so many requests a second: 20,50.",
+            help="Requests a second that arrive at random (open loop): 20,50.",
             show_default=False,
         ),
     ] = None,
     duration: Annotated[
-        Any, typer.Option(metavar="SECONDS", parser=parse_duration, help="Of each turn.")
+        Any, typer.Option(metavar="SECONDS", parser=parse_duration, help="Length of each turn.")
     ] = "2",
     count: Annotated[
-        int, typer.Option(min=0, help="Requests of each turn, in the place of --duration.")
+        int, typer.Option(min=0, help="Requests in each turn, instead of --duration.")
     ] = 0,
-    repeat: Annotated[int, typer.Option(min=1, help="Turns of each way under each load.")] = 3,
+    repeat: Annotated[int, typer.Option(min=1, help="Repeats of the whole measurement.")] = 3,
     warmup: Annotated[
         Any,
-        typer.Option(metavar="SECONDS", parser=parse_pause, help="Before each turn, not counted."),
+        typer.Option(metavar="SECONDS", parser=parse_pause, help="Warm-up before each turn."),
     ] = "0.3",
     against: Annotated[
         Any,
         typer.Option(
             metavar="WAYS",
             parser=parse_baselines,
-            help=f"What to compare with: some of {', '.join(BASELINES)}, FILE.py:Class; or none.",
+            help=f"Baselines: some of {', '.join(BASELINES)}, FILE.py:Class; or none.",
         ),
     ] = _DEFAULT_BASELINES,
     modes: Annotated[
@@ -118,16 +118,18 @@ def bench(
         typer.Option(
             metavar="MODES",
             parser=parse_modes,
-            help=f"mcinfer's own ways: some of {', '.join(MODES)}; or none.",
+            help=f"Modes of mcinfer: some of {', '.join(MODES)}; or none.",
         ),
     ] = _ALL_MODES,
     max_batch_size: Annotated[
-        int, typer.Option(min=1, help="Rows that the mode batched joins to one run.")
+        int, typer.Option(min=1, help="Mode batched: most rows in one run.")
     ] = 8,
     max_delay: Annotated[
         Any,
         typer.Option(
-            metavar="SECONDS", parser=parse_pause, help="That a request there waits for others."
+            metavar="SECONDS",
+            parser=parse_pause,
+            help="Mode batched: longest wait of a request for others.",
         ),
     ] = "0.001",
     transport: Annotated[
@@ -135,11 +137,11 @@ def bench(
         typer.Option(
             metavar="TRANSPORT",
             parser=parse_transport,
-            help="Of mcinfer's own ways' messages: zeromq or socketpair.",
+            help="Transport of mcinfer: zeromq or socketpair.",
         ),
     ] = "zeromq",
     scaling: Annotated[
-        bool, typer.Option(help="Measure pools of fewer workers, too.", show_default=False)
+        bool, typer.Option(help="Also measure pools of fewer workers.", show_default=False)
     ] = True,
     input: InputOption = None,  # noqa: A002 the option's name
     dim: DimOption = None,
@@ -148,16 +150,16 @@ def bench(
     batch_axis: BatchAxisOption = None,
     output_axis: OutputAxisOption = None,
     json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write all figures there.")
+        Path | None, typer.Option(metavar="FILE", help="Write all figures to this file.")
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page with plots there.")
+        Path | None, typer.Option(metavar="FILE", help="Write a page with plots to this file.")
     ] = None,
     png: Annotated[
-        Any, typer.Option(metavar="FILE", parser=parse_png, help="Write the plots there.")
+        Any, typer.Option(metavar="FILE", parser=parse_png, help="Write the plots to this file.")
     ] = None,
 ) -> None:
-    """Measure how a model runs: mcinfer's ways, and what one would use otherwise, in turns.
+    """Measure your speed-up: mcinfer and the usual alternatives, on your model.
 
     `mcinfer bench compare A.json B.json` compares two of its files.
     """
@@ -167,7 +169,7 @@ def bench(
         concurrency = () if rate else (1, 4)
     ways = (*against, *modes)
     if not ways:
-        raise typer.BadParameter("--against none --modes none leaves nothing to measure")
+        raise typer.BadParameter("--against none with --modes none: nothing to measure")
     plan = Plan(
         model=model,
         devices=devices,
@@ -207,6 +209,19 @@ def bench(
     raise McinferError("nothing was measured: no way has answered a request")
 
 
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A.json", help="JSON file of bench")],
+    b: Annotated[Path, typer.Argument(metavar="B.json", help="JSON file to compare with it")],
+) -> None:
+    """Show what became faster or slower from report A to report B, with the spread."""
+    from rich.console import Console
+
+    from mcinfer.bench.compare import show
+    from mcinfer.bench.report import load
+
+    show(load(a), load(b), Console(highlight=False))
+
+
 def _check_packages(outputs: Mapping[str, Path | None]) -> None:
     """Raise `MissingDependencyError` where a package is needed for a file."""
     for option, path in outputs.items():
@@ -221,7 +236,7 @@ def _show(report: Report, outputs: Mapping[str, Path | None]) -> None:
     """Print it, and write the files that were asked for."""
     from rich.console import Console
 
-    from mcinfer.bench.views.terminal import show
+    from mcinfer.bench.table import show
 
     show(report, Console())
     for option, path in outputs.items():
@@ -236,13 +251,13 @@ def _json(report: Report) -> bytes:
 
 
 def _html(report: Report) -> bytes:
-    from mcinfer.bench.views.page import render
+    from mcinfer.bench.page import render
 
     return render(report).encode()
 
 
 def _png(report: Report) -> bytes:
-    from mcinfer.bench.views.plots import figure
+    from mcinfer.bench.page import figure
 
     content = io.BytesIO()
     figure(report).savefig(content, format="png", dpi=_DPI)

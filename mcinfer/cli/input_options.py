@@ -1,4 +1,4 @@
-"""Options of ``mcinfer bench`` and ``mcinfer tune``: what requests are made of, and how long and how many."""
+"""Options of ``mcinfer bench`` and ``mcinfer tune``: the inputs of requests, times and numbers."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -53,7 +53,7 @@ InputOption = Annotated[
     typer.Option(
         "--input",
         metavar="FILE",
-        help="Arrays by name (x.npz), or one input's (x=x.npy, x=x.raw); random if not given. Any number.",
+        help="Arrays by name (x.npz), or one input's (x=x.npy, x=x.raw); default: random. May be repeated.",
         show_default=False,
     ),
 ]
@@ -64,17 +64,19 @@ DimOption = Annotated[
         "--dim",
         metavar="NAME=SIZE",
         parser=parse_dims,
-        help="Size of a symbolic dimension: seq=128. Any number.",
+        help="Size of a symbolic dimension: seq=128. May be repeated.",
         show_default=False,
     ),
 ]
 
 IntegersOption = Annotated[
     Any,
-    typer.Option(metavar="LOW:HIGH", parser=parse_integers, help="Random integers, HIGH excluded."),
+    typer.Option(
+        metavar="LOW:HIGH", parser=parse_integers, help="Range of random integers, without HIGH."
+    ),
 ]
 
-SeedOption = Annotated[int, typer.Option(min=0, help="Of random inputs and arrivals.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Seed of random inputs and arrivals.")]
 
 
 def input_options(

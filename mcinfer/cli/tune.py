@@ -1,4 +1,4 @@
-"""``mcinfer tune``: which pool answers a load best, as a program to copy."""
+"""``mcinfer tune``: the best pool for a model and a load, as a program to copy."""
 
 import sys
 from json import dumps
@@ -52,7 +52,7 @@ def tune(
         typer.Option(
             metavar="GOAL",
             parser=parse_goal,
-            help="throughput: most rows a second. latency: the least median latency.",
+            help="throughput: most rows a second. latency: lowest median latency.",
         ),
     ] = "throughput",
     max_latency: Annotated[
@@ -60,17 +60,17 @@ def tune(
         typer.Option(
             metavar="SECONDS",
             parser=parse_duration,
-            help="Bound that 99 % of the requests are to keep; none if not given.",
+            help="Bound for the latency of 99 % of the requests; default: none.",
             show_default=False,
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Rows of a request.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of each request.")] = 1,
     concurrency: Annotated[
         int | None,
         typer.Option(
             min=1,
             max=MAX_CLIENTS,
-            help="Requests under way at once: twice the cores, or 1 with --goal latency, if not given.",
+            help="Requests under way at once. Default: twice the cores, or 1 with --goal latency.",
             show_default=False,
         ),
     ] = None,
@@ -79,13 +79,13 @@ def tune(
         typer.Option(
             metavar="RATE",
             parser=parse_rate,
-            help="An open loop (Poisson arrivals) of so many requests a second, with --goal latency.",
+            help="Requests a second that arrive at random (open loop), with --goal latency.",
             show_default=False,
         ),
     ] = None,
     budget: Annotated[
         Any,
-        typer.Option(metavar="SECONDS", parser=parse_duration, help="That the search may take."),
+        typer.Option(metavar="SECONDS", parser=parse_duration, help="Time limit of the search."),
     ] = "60",
     input: InputOption = None,  # noqa: A002 the option's name
     dim: DimOption = None,
@@ -94,17 +94,17 @@ def tune(
     batch_axis: BatchAxisOption = None,
     output_axis: OutputAxisOption = None,
     json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write all that was measured there.")
+        Path | None, typer.Option(metavar="FILE", help="Write all figures to this file.")
     ] = None,
 ) -> None:
-    """Find the pool that answers a load best, and print a program that uses it.
+    """Find the best pool for your model and load, and print a program that uses it.
 
-    Workers, threads of each, and how requests are joined are searched by successive halving.
+    It tries numbers of workers and threads, and how requests are joined.
     """
-    import mcinfer.bench.views.terminal  # noqa: F401 says before the work, not after it, what is not installed
-    from mcinfer.bench.surroundings import machine
-    from mcinfer.bench.tuning.advice import as_json, verdict
-    from mcinfer.bench.tuning.search import Search
+    # Both need packages: a missing one is an error before the work, not after it.
+    from mcinfer.bench.advice import as_json, verdict
+    from mcinfer.bench.runner import machine
+    from mcinfer.bench.tune import Search
 
     options = input_options(input, dim, integers, seed)
     try:
@@ -125,8 +125,8 @@ def tune(
     try:
         with showing_work(sys.stderr, "tuning", budget) as work:
             search.run()
-    finally:  # what is known so far, also where it was interrupted
-        found = search.found()
+    finally:  # the results so far, also where it was interrupted
+        found = search.found
         if any(trial.turns or trial.error for trial in found.trials):
             _show(str(model), found)
             if json is not None:
@@ -141,7 +141,7 @@ def _aim(
 ) -> Any:
     from mcinfer.bench.report import Load
     from mcinfer.bench.runner import OPEN_LOOP_CLIENTS
-    from mcinfer.bench.tuning.candidates import Aim
+    from mcinfer.bench.tune import Aim
     from mcinfer.machine import whole_cpus
 
     if concurrency is None and rate is not None:
@@ -153,12 +153,11 @@ def _aim(
 
 
 def _show(model: str, found: Any) -> None:
-    """Print what was tried, what is best, and a program that uses it; no such program where nothing fits."""
+    """Print the pools that were tried, the best, and a program that uses it; none where nothing fits."""
     from rich.console import Console
-    from rich.text import Text
 
-    from mcinfer.bench.tuning.advice import arguments, grids, program, remarks, verdict
-    from mcinfer.bench.views.terminal import print_lines, show_grid
+    from mcinfer.bench.advice import arguments, grids, program, remarks, verdict
+    from mcinfer.bench.table import print_lines, print_program, show_grid
 
     console = Console()
     for grid in grids(found):
@@ -167,9 +166,7 @@ def _show(model: str, found: Any) -> None:
     print_lines([*remarks(found), ""], console)
     if not found.fits:
         return
-    print_lines([verdict(found), ""], console, "bold")
-    # To be copied: not to be wrapped.
+    print_lines([verdict(found)], console, "bold")
     chosen = found.recommended
-    console.print(Text(program(model, chosen, found)), soft_wrap=True)
-    console.print()
-    console.print(Text(dumps(arguments(chosen, found))), soft_wrap=True)
+    print_program(program(model, chosen, found), console)
+    print_program(dumps(arguments(chosen, found)), console)

@@ -1,0 +1,212 @@
+"""The result of a search for a pool, for its reader: tables, a verdict, a program to copy, and JSON."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from mcinfer import __version__
+from mcinfer.bench import texts
+from mcinfer.bench.figures import Spread, percentile, spread_of
+from mcinfer.bench.report import Turn
+from mcinfer.bench.table import Cell, Grid
+from mcinfer.bench.texts import TIMES, Unit, number, printable, seconds_text, spread_text, time_unit
+from mcinfer.bench.tune import ENOUGH_REQUESTS, Candidate, Found, Trial, pairs_of, ranked
+from mcinfer.bench.way import why_whole
+
+SCHEMA = "mcinfer.tune"
+VERSION = 1
+
+
+def arguments(candidate: Candidate, found: Found) -> dict[str, Any]:
+    """A candidate as arguments of `mcinfer.Master`; those of its `options` as a mapping, by name."""
+    chosen = candidate != found.default
+    axes = {"batch_axes": found.batch_axes, "output_axes": found.output_axes}
+    return {
+        "devices": candidate.workers if chosen else None,
+        "options": {"threads": candidate.threads} if chosen else {},
+        "max_batch_size": candidate.max_batch_size,
+        "max_delay": candidate.max_delay,
+        **({"transport": candidate.transport} if candidate.transport != "zeromq" else {}),
+        **{name: dict(said) for name, said in axes.items() if said},
+    }
+
+
+def program(model: str, candidate: Candidate, found: Found) -> str:
+    """A whole program that starts the pool and calls it as it was called here."""
+    given = arguments(candidate, found)
+    given["max_batch_size"] = given["max_batch_size"] if candidate.max_batch_size > 1 else None
+    return texts.program(model, given, found.arrays, candidate.call, found.aim.load.clients)
+
+
+def grids(found: Found) -> list[Grid]:
+    """The pools that were tried: a table for each round in which anything was measured, the best first."""
+    numbers = sorted({trial.rung for trial in found.trials})
+    return [grid for rung in numbers if (grid := _grid(found, rung)).rows]
+
+
+def _grid(found: Found, rung: int) -> Grid:
+    trials = [trial for trial in found.trials if trial.rung == rung]
+    turns = {
+        candidate: [turn for turn, _ in pairs_of(trials, found.default, candidate)]
+        for candidate in ranked(found.aim, trials, found.default)
+    }
+    unit = time_unit(percentile(each, 0.5).low for each in turns.values())
+    pools = "1 pool" if len(turns) == 1 else f"{len(turns)} pools"
+    interrupted = "" if rung <= found.finished_rungs else ", interrupted"
+    with_pairs = any(candidate.transport == "socketpair" for candidate in turns)
+    header = ("call", "workers", "threads", "joined", "delay ms", "rows/s", "p50", "p99")
+    return Grid(
+        title=f"round {rung}{interrupted}: {pools} (p50 and p99 in {unit.sign}"
+        f"{'; pairs: over socketpair' if with_pairs else ''})",
+        header=(*header, f"{TIMES} default"),
+        rows=tuple(
+            _row(found, candidate, each, found.over_default(candidate, trials), unit)
+            for candidate, each in turns.items()
+        ),
+    )
+
+
+def _row(
+    found: Found, candidate: Candidate, turns: Sequence[Turn], over: Spread, unit: Unit
+) -> tuple[Cell, ...]:
+    joins = candidate.max_batch_size > 1
+    call = [candidate.call, *(["default"] if candidate == found.default else [])]
+    call += ["pairs"] if candidate.transport == "socketpair" else []
+    return (
+        ", ".join(call),
+        str(candidate.workers),
+        "auto" if candidate.threads is None else str(candidate.threads),
+        str(candidate.max_batch_size) if joins else "no",
+        f"{candidate.max_delay * 1e3:g}" if joins else "",
+        (spread_of(map(found.aim.rows, turns)), Unit()),
+        (percentile(turns, 0.5), unit),
+        (percentile(turns, 0.99), unit),
+        (over, Unit()),
+    )
+
+
+def remarks(found: Found) -> list[str]:
+    """What a reader has to know beside the tables."""
+    lines = ["The search was interrupted: these are the results so far."]
+    if found.ended:
+        lines = [f"The search ended after {number(found.took_seconds)} s: {found.ended}."]
+    if found.left_out:
+        lines.append(
+            f"{found.left_out} of {found.candidates} pools were left out for lack of time: "
+            f"--budget {math.ceil(found.needed_seconds)} is enough for all."
+        )
+    if found.split is not None and not found.split.splits:
+        lines.append(printable(f"Requests are not split, nor joined: {why_whole(found.split)}."))
+    turns = [] if found.best is None else found.turns(found.best)
+    count = min((turn.requests for turn in turns), default=0)
+    if found.aim.max_latency and 0 < count < ENOUGH_REQUESTS:
+        lines.append(
+            f"The bound was checked with {count} requests in each turn: below {ENOUGH_REQUESTS} p99 is the "
+            f"slowest of them. A longer --budget gives longer turns."
+        )
+    lines += [
+        printable(f"{trial.candidate}: {trial.error}") for trial in found.trials if trial.error
+    ]
+    return lines
+
+
+def verdict(found: Found) -> str:
+    """The best pool, and how much better it is; or that none is good enough, and the nearest one."""
+    best, chosen = found.best, found.recommended
+    if best is None or chosen is None:
+        return "no pool could be measured"
+    if not found.fits:
+        return _nearest(found, best)
+    better = found.over_default(best)
+    over = f"{spread_text(better)} {TIMES} the default" if better.known else "the default failed"
+    if chosen == found.default:
+        text = f"Use the default: no other pool is clearly better. {_figure(found, chosen)}."
+        return text if best == chosen else f"{text} The best other, {best}: {over}."
+    text = f"Use {best}: {_figure(found, best)}, {over}."
+    if found.turns(found.default) and found.strain(found.default) > 1.0:
+        keeps_up = not math.isinf(found.strain(found.default))
+        what = "keep the bound" if keeps_up else f"keep up with {found.aim.load}"
+        text += f" The default does not {what}: {_figure(found, found.default)}."
+    return text
+
+
+def _figure(found: Found, candidate: Candidate) -> str:
+    """The figure of the goal, and the p99 that has a bound."""
+    turns = found.turns(candidate)
+    rows, median = spread_of(map(found.aim.rows, turns)), percentile(turns, 0.5)
+    unit = time_unit([median.low])
+    first = f"{spread_text(rows)} rows/s"
+    if found.aim.goal == "latency":
+        first = f"p50 {spread_text(median, unit)} {unit.sign}"
+    tail = percentile(turns, 0.99)
+    return f"{first}, p99 {spread_text(tail, unit)} {unit.sign}" if tail.known else first
+
+
+def _nearest(found: Found, best: Candidate) -> str:
+    bound, strain = found.aim.max_latency, found.strain(best)
+    if bound is None or math.isinf(strain):
+        return f"no pool keeps up with {found.aim.load}; {best} came nearest"
+    return (
+        f"no pool answers 99 % of the requests within {seconds_text(bound)} under "
+        f"{found.aim.load}; {best} came nearest with {seconds_text(strain * bound)}"
+    )
+
+
+def as_json(model: str, found: Found, machine: dict[str, str | int | float]) -> bytes:
+    """All figures, and the recommendation (docs/tuning.md).
+
+    Args:
+        model: Path of the model.
+        found: The results of the search.
+        machine: Facts about the machine before it.
+    """
+    chosen = found.recommended
+    content = {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "mcinfer": __version__,
+        "machine": machine,
+        "cores": found.cores,
+        "model": model,
+        "aim": asdict(found.aim),
+        "recommended": None if chosen is None else _recommended(model, chosen, found),
+        "candidates": found.candidates,
+        "left_out": found.left_out,
+        "ended": found.ended,
+        "finished": bool(found.ended),
+        "took_seconds": found.took_seconds,
+        "trials": [_trial(found, trial) for trial in found.trials],
+    }
+    return json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"
+
+
+def _recommended(model: str, chosen: Candidate, found: Found) -> dict[str, Any]:
+    return {
+        "arguments": arguments(chosen, found),
+        "call": chosen.call,
+        "is_default": chosen == found.default,
+        "keeps_bound": found.strain(chosen) <= 1.0,
+        "over_default": _finite(found.over_default(chosen)),
+        "program": program(model, chosen, found),
+    }
+
+
+def _trial(found: Found, trial: Trial) -> dict[str, Any]:
+    heat = [t for t in found.trials if (t.rung, t.heat) == (trial.rung, trial.heat)]
+    return {
+        "rung": trial.rung,
+        "heat": trial.heat,
+        "candidate": asdict(trial.candidate),
+        "is_default": trial.candidate == found.default,
+        "over_default": _finite(found.over_default(trial.candidate, heat)),
+        "error": trial.error,
+        "turns": [asdict(turn) for turn in trial.turns],
+    }
+
+
+def _finite(spread: Spread) -> dict[str, float] | None:
+    """JSON has neither NaN nor infinities."""
+    values = {"middle": spread.middle, "low": spread.low, "high": spread.high}
+    return values if all(map(math.isfinite, values.values())) else None

@@ -1,0 +1,407 @@
+"""The sentences and numbers of a report, the same in the terminal, on the page and in the plots."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mcinfer.bench.figures import (
+    SHORTEST_FOR_CORES,
+    LoadFigures,
+    Spread,
+    best_gain,
+    busy,
+    compared_loads,
+    gains,
+    memory_beside,
+    pools,
+    under,
+)
+from mcinfer.bench.report import OTHERS, Load, Report, Way
+from mcinfer.printable import printable as shown
+from mcinfer.specs import STRING, numpy_dtype
+
+FLAWED = "!"
+"""After the name of a way that did not answer all requests, or not as fast as they came."""
+MEGABYTE = 1e6
+TO = "\N{EN DASH}"
+"""Between the least and the greatest."""
+UNKNOWN_TEXT = "\N{EN DASH}"
+TIMES = "\N{MULTIPLICATION SIGN}"
+
+_KEPT_DIGITS = 3
+_LINE_CHARACTERS = 88
+_MAX_ERRORS = 5
+"""Different ones that are shown; some count requests or name moments, so that no two are equal."""
+_LEAST_OF_A_UNIT = 0.1
+_LIKE = 0.05
+"""Memory within this part is about the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The divisor of a column's figures, and its sign."""
+
+    scale: float = 1.0
+    sign: str = ""
+
+
+def time_unit(seconds: Iterable[float]) -> Unit:
+    """The largest unit in which the least of these times is not below a tenth."""
+    least = min((s for s in seconds if math.isfinite(s) and s > 0), default=1e-3)
+    for unit in (Unit(1.0, "s"), Unit(1e-3, "ms")):
+        if least >= _LEAST_OF_A_UNIT * unit.scale:
+            return unit
+    return Unit(1e-6, "µs")
+
+
+def latency_unit(all_figures: Iterable[LoadFigures]) -> Unit:
+    """The unit for all latencies of one table."""
+    return time_unit(figures.latency(0.5).low for figures in all_figures)
+
+
+def number(value: float, like: float | None = None) -> str:
+    """Three digits of a number, or more before the point; with as many after it as `like` would have."""
+    if math.isnan(value):
+        return UNKNOWN_TEXT
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    if value == 0:
+        return "0"
+    size = value if like is None or not math.isfinite(like) else like
+    # 9.996 is written 10.0, so its digits are counted after rounding.
+    rounded = float(f"{abs(size):.{_KEPT_DIGITS - 1}e}")
+    whole = 0 if rounded < 1 else 1 + math.floor(math.log10(rounded))
+    return f"{value:.{max(0, _KEPT_DIGITS - whole)}f}"
+
+
+def middle_text(spread: Spread, unit: Unit = Unit()) -> str:
+    """The median alone."""
+    return number(spread.middle / unit.scale)
+
+
+def range_text(spread: Spread, unit: Unit = Unit()) -> str:
+    """The least and the greatest, with the digits of the median; empty where they do not differ."""
+    middle = spread.middle / unit.scale
+    low, high = (number(value / unit.scale, like=middle) for value in (spread.low, spread.high))
+    return "" if low == high else f"{low}{TO}{high}"
+
+
+def spread_text(spread: Spread, unit: Unit = Unit()) -> str:
+    """The median, with the range in brackets."""
+    range_ = range_text(spread, unit)
+    return f"{middle_text(spread, unit)} ({range_})" if range_ else middle_text(spread, unit)
+
+
+def plus_minus(spread: Spread, unit: Unit = Unit()) -> str:
+    """Such as ``±5``: the farthest repeat from the median; empty where none differs."""
+    if not range_text(spread, unit):
+        return ""
+    if math.isinf(spread.high):
+        return "±∞"
+    farthest = max(spread.middle - spread.low, spread.high - spread.middle)
+    return f"±{number(farthest / unit.scale, like=spread.middle / unit.scale)}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds in a unit that suits them."""
+    unit = time_unit([seconds])
+    return f"{number(seconds / unit.scale)} {unit.sign}"
+
+
+def printable(text: object) -> str:
+    """One line of it, whatever characters it may have."""
+    return shown(" ".join(str(text).split()))
+
+
+# Facts.
+
+
+def model_line(report: Report) -> str:
+    """The model: its name, size, inputs and outputs."""
+    model = report.model
+    inputs, outputs = ", ".join(model.inputs), ", ".join(model.outputs)
+    return printable(f"{model.name}, {number(model.bytes / MEGABYTE)} MB: {inputs} → {outputs}")
+
+
+def machine_line(report: Report) -> str:
+    """The machine, and the versions of the packages."""
+    return ", ".join(machine_text(key, value) for key, value in report.machine.items())
+
+
+def machine_text(key: str, value: str | float) -> str:
+    """One fact about the machine, its unit taken from the end of its name."""
+    if key == "cpu":
+        return printable(value)
+    if key == OTHERS:
+        return f"other programs used {value} cores"
+    name, _, unit = key.rpartition("_")
+    return f"{name} {value} GiB" if unit == "gib" else printable(f"{key.replace('_', ' ')} {value}")
+
+
+def settings_line(report: Report) -> str:
+    """The settings of the benchmark."""
+    settings = report.settings
+    length = f"{settings.count} requests" if settings.count else f"{settings.seconds:g} s"
+    parts = [
+        f"devices {', '.join(settings.devices)}",
+        f"{settings.repeats} repeats of {length} after {settings.warmup_seconds:g} s of warm-up",
+        f"requests joined up to {settings.max_batch_size} rows"
+        f" within {seconds_text(settings.max_delay)}",
+        *([f"transport {settings.transport}"] if settings.transport != "zeromq" else []),
+        *(f"{name} = {size}" for name, size in settings.dims.items()),
+        f"seed {settings.seed}",
+    ]
+    return printable("; ".join(parts))
+
+
+def way_lines(report: Report) -> tuple[str, ...]:
+    """Each way's description; the pools of the scaling apart, which are all alike."""
+    ways = [way for way in report.ways if way.role != "scaling"]
+    return tuple(printable(f"{way.name}: {way.text}") for way in ways)
+
+
+def marked(figures: LoadFigures) -> str:
+    """The name of a way, with a mark where its figures are not sound."""
+    return printable(figures.way) + ("" if figures.sound else f" {FLAWED}")
+
+
+# The verdict.
+
+
+def verdict(report: Report) -> str:
+    """One sentence: whether to use mcinfer for this model, and why."""
+    best = best_gain(report)
+    if best is None:
+        return "No verdict: no way of mcinfer's and no baseline answered all requests of one load."
+    all_gains = gains(report)
+    clear = [gain for gain in all_gains if gain.clear > 0]
+    what = "the throughput" if best.load.rate is None else "the speed of answers"
+    others = ", ".join(dict.fromkeys(printable(gain.other) for gain in (clear or [best])))
+    memory = _memory_text(report, best.own)
+    if clear:
+        most = f"{number(best.ratio.middle)} {TIMES} {what} of {others}"
+        if len(clear) < len(all_gains):
+            most += f" with {_of_loads([gain.load for gain in clear])}"
+        elif len(clear) > 1:
+            most = f"up to {most}"
+        link = ", but " if " more " in memory or TIMES in memory else " and "
+        return f"Use mcinfer: {most}{f'{link}{memory}' if memory else ''}."
+    crash = "a crash costs no request"
+    if all(gain.clear < 0 for gain in all_gains):
+        slow = f"mcinfer has {number(best.ratio.middle)} {TIMES} {what}"
+        return f"Keep {others}: {'; '.join(filter(None, (slow, memory, crash)))}."
+    return f"No clear gain in speed; {'; '.join(filter(None, (memory, crash)))}."
+
+
+def _of_loads(loads: Sequence[Load]) -> str:
+    return " and ".join(map(str, loads)) if len(loads) < 3 else f"{len(loads)} of the loads"
+
+
+def _memory_text(report: Report, own: str) -> str:
+    beside = memory_beside(report, own)
+    if beside is None:
+        return ""
+    name, part = beside
+    if abs(part - 1) < _LIKE:
+        return f"about the memory of {printable(name)}"
+    if part > 2:
+        return f"{number(part)} {TIMES} the memory of {printable(name)}"
+    amount = f"{abs(part - 1):.0%}".replace("%", " %")
+    return f"{amount} {'less' if part < 1 else 'more'} memory than {printable(name)}"
+
+
+def gain_lines(report: Report) -> tuple[str, ...]:
+    """For each load: mcinfer's gain over the best baseline, and whether it is clear; then the scaling."""
+    lines = []
+    for gain in gains(report):
+        words = {1: "faster", -1: "slower", 0: "no clear difference"}
+        if gain.ratio.count < 2:
+            words[0] = "measured once"
+        range_ = range_text(gain.ratio).replace(TO, " to ") or middle_text(gain.ratio)
+        own, other = printable(gain.own), printable(gain.other)
+        text = f"{own} has {range_} {TIMES} the throughput of {other}"
+        if gain.load.rate is not None:
+            text = f"{own} answers {range_} {TIMES} as fast as {other}"
+        lines.append(f"{gain.load}: {text} ({words[gain.clear]}).")
+    largest = next(reversed(pools(report)), None)
+    if largest is not None and largest.workers > 1 and largest.efficiency.known:
+        percent = spread_text(largest.efficiency, Unit(0.01, "%"))
+        lines.append(f"Scaling efficiency, {largest.workers} workers: {percent} %.")
+    return tuple(lines)
+
+
+def report_program(report: Report) -> str:
+    """A program that runs the model in the way that the verdict is about; empty where there is none."""
+    best = best_gain(report)
+    if best is None:
+        return ""
+    settings = report.settings
+    many = len(settings.devices)
+    simple = settings.devices == tuple(f"cpu:{n}" for n in range(many))
+    arguments: dict[str, Any] = {"devices": many if simple else [*settings.devices]}
+    if best.own == "batched":
+        arguments |= {"max_batch_size": settings.max_batch_size, "max_delay": settings.max_delay}
+    if settings.transport != "zeromq":
+        arguments["transport"] = settings.transport
+    arrays = {}
+    for text in report.model.inputs:
+        name, _, rest = text.rpartition(": ")
+        kind, _, dims = rest.rstrip("]").partition("[")
+        shape = []
+        for axis, size in enumerate(filter(None, dims.split(", "))):
+            key = f"{name}:{axis}" if size == "?" else size
+            known = int(size) if size.isdecimal() else settings.dims.get(key, best.load.batch)
+            shape.append(known)
+        arrays[name] = kind, tuple(shape)
+    call = "predict" if best.own == "sharded" else "submit"
+    return program(report.model.name, arguments, arrays, call, best.load.clients)
+
+
+def program(
+    model: str,
+    arguments: Mapping[str, Any],
+    arrays: Mapping[str, tuple[str, tuple[int, ...]]],
+    call: str,
+    clients: int,
+) -> str:
+    """A whole program that starts a pool and calls it.
+
+    Args:
+        model: Path of the model, as the program is to name it.
+        arguments: Of `mcinfer.Master`; its `options` as a mapping. None and empty ones are left out.
+        arrays: By input name, element type and shape.
+        call: The method: ``"predict"`` or ``"submit"``.
+        clients: Requests under way at once.
+    """
+    made = [f"{_quoted(name)}: {_zeros(*kind)}" for name, kind in arrays.items()]
+    written = [_quoted(model)]
+    for name, value in arguments.items():
+        if name == "options" and value:
+            options = ", ".join(f"{key}={option!r}" for key, option in value.items())
+            written.append(f"options=mcinfer.EngineOptions({options})")
+        elif isinstance(value, dict) and value:
+            pairs = ", ".join(f"{_quoted(key)}: {one}" for key, one in value.items())
+            written.append(f"{name}={{{pairs}}}")
+        elif value:
+            text = _quoted(value) if isinstance(value, str) else repr(value)
+            written.append(f"{name}={text}")
+    if call == "predict":
+        calls = ["answer = master.predict(inputs)"]
+    else:
+        calls = [
+            f"futures = [master.submit(inputs) for _ in range({clients})]",
+            "answers = [future.result() for future in futures]",
+        ]
+    foreign = any(
+        kind != STRING and numpy_dtype(kind).isbuiltin != 1 for kind, _ in arrays.values()
+    )
+    return "\n".join(
+        [
+            *(["import ml_dtypes"] if foreign else []),
+            "import numpy as np",
+            "",
+            "import mcinfer",
+            "",
+            f"inputs = {_joined('{', made, '}')}  # your own arrays here",
+            f"with {_joined('mcinfer.Master(', written, ')')} as master:",
+            *(f"    {line}" for line in calls),
+        ]
+    )
+
+
+def _zeros(kind: str, shape: tuple[int, ...]) -> str:
+    if kind == STRING:
+        return f'np.full({shape}, "", object)'
+    native = numpy_dtype(kind).isbuiltin == 1
+    return f"np.zeros({shape}, {_quoted(kind) if native else f'ml_dtypes.{kind}'})"
+
+
+def _quoted(text: str) -> str:
+    """As a literal in double quotes, where that needs no escapes."""
+    simple = text.isprintable() and not {'"', "\\"} & {*text}
+    return f'"{text}"' if simple else repr(text)
+
+
+def _joined(start: str, parts: list[str], end: str) -> str:
+    """In one line, or where that would be long in one for each part."""
+    line = start + ", ".join(parts) + end
+    if len(line) <= _LINE_CHARACTERS:
+        return line
+    return "\n".join([start, *(f"    {part}," for part in parts), end])
+
+
+# What a reader has to know.
+
+
+def busy_text(report: Report) -> str:
+    """A warning where other work disturbed the benchmark; empty otherwise."""
+    others, spread = busy(report)
+    why = [f"other programs used {number(others)} cores"] if others else []
+    why += [f"repeats differ by {spread:.0%}".replace("%", " %")] if spread else []
+    return f"The machine was busy: do not trust these figures ({', '.join(why)})." if why else ""
+
+
+def remarks(report: Report) -> tuple[str, ...]:
+    """Warnings: without them the figures would be misread."""
+    found = [] if report.finished else ["The benchmark was interrupted: some turns are missing."]
+    if report.settings.repeats == 1:
+        found.append("Everything was measured once: the spread is not known.")
+    found += [error_text(report, way) for way in report.ways if way.error]
+    flaws: dict[Load, list[str]] = {}
+    errors: dict[str, list[str]] = {}
+    for figures in _all_figures(report):
+        if not figures.sound:
+            text = f"{printable(figures.way)} ({flaw_text(figures)})"
+            flaws.setdefault(figures.load, []).append(text)
+        for error in figures.errors:
+            errors.setdefault(printable(error), []).append(printable(figures.way))
+    found += [f"Fell short under {load}: {', '.join(texts)}." for load, texts in flaws.items()]
+    found += [
+        f"Requests of {', '.join(dict.fromkeys(ways))} failed: {error}"
+        for error, ways in [*errors.items()][:_MAX_ERRORS]
+    ]
+    if len(errors) > _MAX_ERRORS:
+        found.append(f"Requests failed for {len(errors) - _MAX_ERRORS} more reasons.")
+    return tuple(found)
+
+
+def _all_figures(report: Report) -> list[LoadFigures]:
+    """Load by load, then those of the scaling."""
+    compared = [figures for load in compared_loads(report) for figures in under(report, load)]
+    return compared + [pool.figures for pool in pools(report)]
+
+
+def notes(report: Report) -> tuple[str, ...]:
+    """Why some figures are missing."""
+    all_figures = [figures for figures in _all_figures(report) if figures.made]
+    found = []
+    if any(not figures.latency(0.99).known for figures in all_figures):
+        found.append("p90 and p99 need at least 10 and 100 requests in each turn (n).")
+    if any(not figures.cores.known for figures in all_figures):
+        found.append(f"cores need turns of at least {SHORTEST_FOR_CORES:g} s.")
+    return tuple(f"{UNKNOWN_TEXT}: {text}" for text in found)
+
+
+def error_text(report: Report, way: Way) -> str:
+    """Why a way could not be measured, or not under all loads."""
+    partly = any(m.way == way.name and m.turns for m in report.measurements)
+    where = " under all loads" if partly else ""
+    return printable(f"{way.name} could not be measured{where}: {way.error}")
+
+
+def flaw_text(figures: LoadFigures) -> str:
+    """The requests that were not answered, or late; empty if there were none."""
+    if not figures.made:
+        return "no request was made"
+    parts = []
+    if figures.behind and figures.load.rate is not None:
+        count = len(figures.turns)
+        times = "" if figures.behind == count else f" in {figures.behind} of {count} repeats"
+        answered = f"{spread_text(figures.requests)} of {figures.load.rate:g} requests/s answered"
+        parts.append(f"did not keep up{times}: {answered}")
+    if figures.failed:
+        parts.append(f"{figures.failed} of {figures.made} failed")
+    if figures.unfinished:
+        parts.append(f"{figures.unfinished} of {figures.made} never begun")
+    return ", ".join(parts)

@@ -1,0 +1,624 @@
+"""Searching for the pool that answers a load best: a coarse grid of pools, and successive halving.
+
+```
+ Search (this process)
+   │  looks at the model with one worker; makes a request's arrays; tries the default pool for a moment
+   └── for each round, in heats of a few pools:
+         Subject ── process: Master ── workers      the default, in every heat, and up to three others: they
+         Subject ── …                               take turns, so that other work disturbs all alike
+```
+
+Each round drops the worse half and the pools that are clearly behind, and gives the others turns of twice the
+length, until one is left or the time is over (K. Jamieson, A. Talwalkar, "Non-stochastic Best Arm
+Identification and Hyperparameter Optimization", 2016, https://arxiv.org/abs/1502.07943). Pools of different
+heats are compared by their ratio to the default in the same repeat of the same heat.
+
+Ownership: a `Search` ends the pools of one heat before the next heat, and before `run` returns or raises.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from math import ceil, inf, isinf
+from pathlib import Path
+from statistics import median
+from time import monotonic
+from typing import Literal
+
+from mcinfer.bench.figures import Spread, latency, spread_of
+from mcinfer.bench.inputs import InputOptions, fixed_batch, look_at, make_inputs, own_records
+from mcinfer.bench.known_ways import WayFailedError
+from mcinfer.bench.load import MAX_ARRIVALS, rotated, write_request
+from mcinfer.bench.report import Load, Turn
+from mcinfer.bench.runner import REQUEST_SECONDS, START_SECONDS, powers
+from mcinfer.bench.subject import Subject
+from mcinfer.bench.texts import number
+from mcinfer.bench.way import Setup
+from mcinfer.config import TransportKind, automatic_workers
+from mcinfer.errors import InvalidInputError
+from mcinfer.machine import whole_cpus
+from mcinfer.master import Master
+from mcinfer.sharding import Axes, Shape, Split, plan
+from mcinfer.specs import ModelSpec
+
+Goal = Literal["throughput", "latency"]
+Call = Literal["submit", "predict"]
+Progress = Callable[[float, str], None]
+"""Called with the seconds of the budget that are over, and a note on the next step."""
+
+ENOUGH_REQUESTS = 100
+"""Requests of a turn whose p99 is more than the slowest of them."""
+
+_HEAT = 4
+"""Pools that are open at once: the default, and those that are compared with it."""
+_REPEATS = 3
+_ALIKE = 1.05
+"""Within this factor a pool is not behind the best."""
+_SHORT_RUN = 1e-3
+"""Seconds: the transports differ by some 10 microseconds for each request."""
+_GOLDEN = (5**0.5 - 1) / 2
+_LEAST_ARRIVALS = 5
+"""In a turn of an open loop, on average."""
+_LEAST_TURN, _FIRST_TURN, _MOST_TURN, _WARMUP, _REST = 0.1, 0.3, 5.0, 0.1, 0.05
+_PATIENCE = 10.0
+"""Seconds on top of the usual time of a step, and times that, until it is given up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aim:
+    """The goal of the search: most rows a second, or the least median latency, under a load.
+
+    Attributes:
+        max_latency: Seconds within which 99 % of the requests are to be answered; None is no bound.
+    """
+
+    goal: Goal
+    load: Load
+    max_latency: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.goal == "throughput" and self.load.rate is not None:
+            raise InvalidInputError(
+                f"--rate: got {self.load.rate:g} with --goal throughput, expected --goal latency: "
+                f"at a given rate every pool that keeps up has the same throughput"
+            )
+
+    def rows(self, turn: Turn) -> float:
+        """Answered rows a second."""
+        return self.load.batch * turn.throughput
+
+    def cost(self, turn: Turn) -> float:
+        """What is to be small: median latency, or seconds for a row."""
+        if self.goal == "latency":
+            return latency(turn, 0.5)
+        return 1 / self.rows(turn) if turn.requests else inf
+
+    def strain(self, turn: Turn) -> float:
+        """The 99th percentile over its bound: up to 1 is good. Infinite where the turn did not keep up."""
+        if turn.unfinished or not turn.kept_up or isinf(self.cost(turn)):
+            return inf  # in the long run nothing is answered in time
+        return latency(turn, 0.99) / self.max_latency if self.max_latency else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A pool, and the method of `mcinfer.Master` that uses it; `threads` None is the pool's own choice."""
+
+    workers: int
+    threads: int | None
+    call: Call
+    max_batch_size: int = 1
+    max_delay: float = 0.0
+    transport: TransportKind = "zeromq"
+
+    @property
+    def way(self) -> str:
+        """The way that measures it."""
+        if self.call == "predict":
+            return "sharded"
+        return "batched" if self.max_batch_size > 1 else "concurrent"
+
+    def __str__(self) -> str:
+        """Such as ``2 workers, 1 thread, submit, 8 rows within 1 ms``."""
+        parts = ["1 worker" if self.workers == 1 else f"{self.workers} workers"]
+        if self.threads:
+            parts.append("1 thread" if self.threads == 1 else f"{self.threads} threads")
+        parts.append(self.call)
+        if self.max_batch_size > 1:
+            parts.append(f"{self.max_batch_size} rows within {self.max_delay * 1e3:g} ms")
+        if self.transport != "zeromq":
+            parts.append(self.transport)
+        return ", ".join(parts)
+
+
+# The grid.
+
+
+def pieces_of(model: ModelSpec, shapes: Sequence[Shape], split: Split) -> int:
+    """The most pieces that mcinfer can cut a request of these shapes in."""
+    most = max((size for shape in shapes for size in shape), default=1)
+    return len(plan(model, shapes, most, split).rows)
+
+
+def default_candidate(aim: Aim, cores: int) -> Candidate:
+    """The pool of ``mcinfer.Master(MODEL)``."""
+    call: Call = "predict" if aim.goal == "latency" else "submit"
+    return Candidate(workers=automatic_workers(cores), threads=None, call=call)
+
+
+def grid(aim: Aim, *, cores: int, pieces: int, joins: bool, run_seconds: float) -> list[Candidate]:
+    """The pools to try, the default first, then those that use all cores, then the others.
+
+    Each group is in the order of the multiples of the golden ratio, less their whole parts: the first of it
+    are of all kinds, however many there is time for.
+
+    Args:
+        aim: The goal.
+        cores: That may be used.
+        pieces: That one request can be cut in.
+        joins: Whether requests can be joined to one run.
+        run_seconds: Of one run of the model.
+    """
+    default = default_candidate(aim, cores)
+    share, uneven = divmod(cores, default.workers)
+    same = Candidate(workers=default.workers, threads=share, call=default.call)
+    made = [
+        candidate
+        for workers in powers(cores)
+        for threads in dict.fromkeys((cores // workers, 1))
+        for use in _uses(
+            aim, workers, threads, pieces, _joinings(aim, run_seconds) if joins else []
+        )
+        for candidate in _transports(use, cores, run_seconds)
+        if candidate != same or uneven
+    ]
+    full = [c for c in made if c.threads == cores // c.workers]
+    rest = [c for c in made if c not in full]
+    return [default, *_spread_out(full), *_spread_out(rest)]
+
+
+def _uses(
+    aim: Aim, workers: int, threads: int, pieces: int, joinings: Sequence[tuple[int, float]]
+) -> Iterator[Candidate]:
+    """Ways to use such a pool that leave none of its workers idle all the time."""
+    load = aim.load
+    if (aim.goal == "latency" or pieces > 1) and workers <= load.clients * pieces:
+        yield Candidate(workers=workers, threads=threads, call="predict")
+    if (aim.goal == "throughput" or load.clients > 1) and workers <= load.clients:
+        alone = Candidate(workers=workers, threads=threads, call="submit")
+        yield alone
+        for size, delay in joinings:
+            yield replace(alone, max_batch_size=size, max_delay=delay)
+
+
+def _joinings(aim: Aim, run_seconds: float) -> list[tuple[int, float]]:
+    """Rows to join: those of four requests and of all clients. Delays: none, and about a quarter of a run."""
+    batch, most = aim.load.batch, aim.load.batch * aim.load.clients
+    unit = float(f"{min(max(1e-3, run_seconds / 4), 20e-3):.0e}")
+    delays = [delay for delay in (0.0, unit) if delay < (aim.max_latency or inf)]
+    sizes = sorted({min(4 * batch, most), most} - {batch})
+    return [(size, delay) for size in sizes for delay in delays]
+
+
+def _transports(candidate: Candidate, cores: int, run_seconds: float) -> Iterator[Candidate]:
+    """It, and where runs are so short that messages count, with the other transport as well."""
+    yield candidate
+    # One core leaves the master and its worker to wait for each other, whatever messages go by.
+    if run_seconds <= _SHORT_RUN and candidate.threads == cores // candidate.workers and cores > 1:
+        yield replace(candidate, transport="socketpair")
+
+
+def _spread_out(candidates: Sequence[Candidate]) -> list[Candidate]:
+    order = sorted(range(len(candidates)), key=lambda i: i * _GOLDEN % 1)
+    return [candidates[i] for i in order]
+
+
+# The results.
+
+
+@dataclass(slots=True, kw_only=True)
+class Trial:
+    """One candidate in one heat of one round (`rung`), both from 1; its turns, one for each repeat."""
+
+    rung: int
+    candidate: Candidate
+    heat: int = 1
+    repeats: int = _REPEATS
+    turns: list[Turn] = field(default_factory=list)
+    error: str = ""
+
+
+Pairs = list[tuple[Turn, Turn | None]]
+"""Turns of a candidate, each with the default's in the same repeat of the same heat, if it had one."""
+
+
+def pairs_of(trials: Sequence[Trial], default: Candidate, candidate: Candidate) -> Pairs:
+    """A candidate's turns in the trials of one round; none where it failed."""
+    mine = [trial for trial in trials if trial.candidate == candidate]
+    beside = {trial.heat: trial.turns for trial in trials if trial.candidate == default}
+    if any(trial.error for trial in mine):
+        return []
+    return [
+        pair
+        for trial in mine
+        for pair in zip_longest(trial.turns, beside.get(trial.heat, ())[: len(trial.turns)])
+    ]
+
+
+def costs(aim: Aim, trials: Sequence[Trial], default: Candidate) -> dict[Candidate, list[float]]:
+    """The cost of each candidate in each of its turns; those that failed are left out.
+
+    As a multiple of the default's in the same repeat; but where the default failed or did not keep up, so
+    that there is no such measure, as it is.
+    """
+    every = {c: pairs_of(trials, default, c) for c in dict.fromkeys(t.candidate for t in trials)}
+    base = every.get(default, [])
+    measured = base and not any(isinf(aim.strain(turn)) for turn, _ in base)
+    found = {
+        candidate: [
+            aim.cost(turn) / (aim.cost(other) if measured and other else 1.0)
+            for turn, other in pairs
+            if other or not measured
+        ]
+        for candidate, pairs in every.items()
+    }
+    return {candidate: each for candidate, each in found.items() if each}
+
+
+def ranked(aim: Aim, trials: Sequence[Trial], default: Candidate) -> list[Candidate]:
+    """The candidates of one round that did not fail, the best first.
+
+    Those that keep the bound go by their cost; behind them are the others, by how far they are from it.
+    """
+    found = costs(aim, trials, default)
+
+    def key(candidate: Candidate) -> tuple[bool, float, float]:
+        pairs = pairs_of(trials, default, candidate)
+        strain = median(aim.strain(turn) for turn, _ in pairs)
+        return strain > 1, strain if strain > 1 else 0.0, median(found[candidate])
+
+    return sorted(found, key=key)
+
+
+def contenders_after(
+    aim: Aim, trials: Sequence[Trial], default: Candidate, contenders: Sequence[Candidate]
+) -> list[Candidate]:
+    """The better half of a round, without those that are behind the best by 5 % in every repeat."""
+    order = ranked(aim, trials, default)
+    found = costs(aim, trials, default)
+    half = [c for c in order if c in contenders][: ceil(len(contenders) / 2)]
+    limit = _ALIKE * max(found[order[0]]) if order else inf
+    return [c for c in half if min(found[c]) <= limit]
+
+
+@dataclass(slots=True, kw_only=True)
+class Found:
+    """The results of a search so far.
+
+    Attributes:
+        arrays: By input name, element type and shape of the requests' arrays.
+        split: How the model's batch is split; None where that is not known yet.
+        trials: Round by round.
+        finished_rungs: Rounds that were measured to their end.
+        candidates: All pools of the grid; `left_out` of them there was no time for.
+        needed_seconds: A budget for all of them.
+        ended: Why the search was over; empty while it is not, and where it was interrupted.
+    """
+
+    aim: Aim
+    cores: int
+    default: Candidate
+    batch_axes: Axes
+    output_axes: Axes
+    arrays: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    split: Split | None = None
+    trials: list[Trial] = field(default_factory=list)
+    finished_rungs: int = 0
+    candidates: int = 0
+    left_out: int = 0
+    needed_seconds: float = 0.0
+    ended: str = ""
+    took_seconds: float = 0.0
+
+    @property
+    def decisive(self) -> list[Trial]:
+        """The trials of the last finished round; before there is one, those that had all their turns."""
+        if self.finished_rungs:
+            return [trial for trial in self.trials if trial.rung == self.finished_rungs]
+        return [t for t in self.trials if t.rung == 1 and (t.error or len(t.turns) == t.repeats)]
+
+    @property
+    def best(self) -> Candidate | None:
+        """The best pool; None where none was measured."""
+        first, *_ = (*ranked(self.aim, self.decisive, self.default), None)
+        return first
+
+    def turns(self, candidate: Candidate) -> list[Turn]:
+        """Its turns that the verdict rests on."""
+        return [turn for turn, _ in pairs_of(self.decisive, self.default, candidate)]
+
+    def over_default(self, candidate: Candidate, trials: Sequence[Trial] | None = None) -> Spread:
+        """How many times better than the default, within each repeat; unknown where that failed."""
+        pairs = pairs_of(self.decisive if trials is None else trials, self.default, candidate)
+        both = [(self.aim.cost(turn), self.aim.cost(other)) for turn, other in pairs if other]
+        return spread_of(other / mine for mine, other in both if not isinf(other))
+
+    def strain(self, candidate: Candidate) -> float:
+        """The median of its strain (`Aim.strain`); infinite where it has no turns."""
+        return median([self.aim.strain(turn) for turn in self.turns(candidate)] or [inf])
+
+    @property
+    def fits(self) -> bool:
+        """Whether a pool keeps the bound, and keeps up with the load."""
+        return self.best is not None and self.strain(self.best) <= 1.0
+
+    @property
+    def recommended(self) -> Candidate | None:
+        """The best; the default, unless the best is better in every repeat."""
+        if self.best is None:
+            return None
+        better = self.strain(self.default) > 1.0 or self.over_default(self.best).low > 1.0
+        return self.best if better else self.default
+
+
+# The search.
+
+
+def rounds(others: int) -> list[tuple[int, int]]:
+    """The pools that are measured in each round, in heats with the default, and the factor of their turns."""
+    counts = [others]
+    while counts[-1] > 2:
+        counts.append(ceil(counts[-1] / 2))
+    return [(n + max(1, ceil(n / (_HEAT - 1))), 1 << i) for i, n in enumerate(counts)]
+
+
+def needs(others: int, overhead: float, turn: float) -> float:
+    """Seconds for so many pools beside the default, whose first turns are that long."""
+    return sum(n * (overhead + _REPEATS * turn * times) for n, times in rounds(others))
+
+
+class Search:
+    """One search. `run` it once; the results are in `found`, also after it was interrupted.
+
+    Args:
+        model: Path of the model.
+        aim: The goal.
+        inputs: Where the requests' arrays come from.
+        budget: Seconds for the search, from when the model has been looked at.
+        progress: Called before each step.
+        batch_axes: As `mcinfer.Master` takes them.
+        output_axes: Likewise.
+
+    Raises:
+        InvalidInputError: Requests come too seldom for the budget.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        aim: Aim,
+        inputs: InputOptions,
+        *,
+        budget: float,
+        progress: Progress,
+        batch_axes: Axes | None = None,
+        output_axes: Axes | None = None,
+    ) -> None:
+        rate, least = aim.load.rate, 2 * _REPEATS * _LEAST_ARRIVALS / budget
+        if rate is not None and rate < least:
+            raise InvalidInputError(
+                f"--rate: got {rate:g} with --budget {budget:g}, expected at least {number(least * 1.005)}, "
+                f"or --budget {ceil(budget * least / rate)}: two pools are compared by a few requests each"
+            )
+        cores = whole_cpus()
+        self.found = Found(
+            aim=aim,
+            cores=cores,
+            default=default_candidate(aim, cores),
+            batch_axes=dict(batch_axes or {}),
+            output_axes=dict(output_axes or {}),
+        )
+        self._model = model
+        self._aim = aim
+        self._inputs = inputs
+        self._budget = budget
+        self._progress = progress
+        self._default = self.found.default
+        self._began = monotonic()
+        self._setup: Setup | None = None
+        self._files: dict[int, Path] = {}
+        self._start_timeout, self._turn_patience = START_SECONDS, REQUEST_SECONDS
+        self._starts: list[float] = []
+        self._turn_extra, self._least_turn, self._enough_turn = 0.0, _LEAST_TURN, 0.0
+
+    def run(self) -> Found:
+        """Search.
+
+        Raises:
+            InvalidInputError: The options do not fit the model.
+            BuildError: mcinfer cannot load the model.
+            WayFailedError: The default pool cannot be started or used.
+        """
+        found, batch = self.found, self._aim.load.batch
+        axes = found.batch_axes, found.output_axes
+        with (
+            tempfile.TemporaryDirectory(prefix="mcinfer-tune-") as name,
+            own_records(Path(name)),
+        ):
+            self._progress(0.0, "loading the model")
+            with Master(self._model, 1, batch_axes=axes[0], output_axes=axes[1]) as master:
+                self._progress(0.0, "learning how its batch is split")
+                spec, found.split = look_at(master, [batch], self._inputs, *axes)
+            arrays = make_inputs(spec, found.split, batch, self._inputs)
+            self._files = {batch: Path(name) / "request"}
+            write_request(self._files[batch], arrays)
+            types = {tensor.name: tensor.element_type for tensor in spec.inputs}
+            found.arrays = {name: (types[name], tuple(a.shape)) for name, a in arrays.items()}
+            self._setup = Setup(
+                model=str(self._model.absolute()),
+                cores=found.cores,
+                devices=(),
+                threads=None,
+                split=found.split,
+                fixed_batch=fixed_batch(spec, found.split),
+                batch_axes=axes[0],
+                output_axes=axes[1],
+                max_batch_size=1,
+                max_delay=0.0,
+            )
+            self._began = monotonic()
+            try:
+                turn = self._try_default()
+                shapes = [shape for _, shape in found.arrays.values()]
+                candidates = grid(
+                    self._aim,
+                    cores=found.cores,
+                    pieces=pieces_of(spec, shapes, found.split),
+                    joins=plan(spec, shapes, 1, found.split).rowwise,
+                    run_seconds=turn.run_seconds or turn.mean_latency,
+                )
+                found.candidates = len(candidates)
+                found.ended = self._halve(candidates[1:])
+            finally:
+                found.took_seconds = monotonic() - self._began
+        return found
+
+    def _try_default(self) -> Turn:
+        """One short turn of the default, to know how long such things take."""
+        trial = Trial(rung=0, candidate=self._default, repeats=1)
+        self._progress(0.0, f"trying the default: {self._default}")
+        self._run_heat([trial], _FIRST_TURN, "trying")
+        if trial.error:
+            raise WayFailedError(f"the default pool: {trial.error}")
+        (turn,) = trial.turns
+        self._start_timeout = _PATIENCE * (1 + self._starts[0])
+        # A turn goes on until the last answer, and begins with a request of each client that is not counted.
+        self._turn_extra = _REST + 2 * turn.mean_latency
+        self._turn_patience = _PATIENCE * (1 + self._turn_extra)
+        few = _LEAST_ARRIVALS / self._aim.load.rate if self._aim.load.rate else 0.0
+        self._least_turn = max(_LEAST_TURN, 2 * turn.mean_latency, few)
+        if self._aim.max_latency:
+            self._enough_turn = 1.5 * ENOUGH_REQUESTS / (self._aim.load.rate or turn.throughput)
+        return turn
+
+    def _left(self) -> float:
+        return self._budget - (monotonic() - self._began)
+
+    def _overhead(self) -> float:
+        """Seconds that a pool costs in a heat beside its turns."""
+        return sum(self._starts) / len(self._starts) + _REPEATS * self._turn_extra
+
+    def _halve(self, contenders: list[Candidate]) -> str:
+        """Round after round; why it ended."""
+        found, least = self.found, self._least_turn
+        found.needed_seconds = self._budget - self._left()
+        found.needed_seconds += needs(len(contenders), self._overhead(), least)
+        while True:
+            left, overhead = self._left(), self._overhead()
+            counts = range(len(contenders), -1, -1)
+            count = next((n for n in counts if needs(n, overhead, least) <= left), 0)
+            if found.finished_rungs and not count:
+                return "the time is over"
+            if not found.finished_rungs:
+                found.left_out = len(contenders) - count
+            contenders = contenders[:count]
+            fixed, unit = needs(count, overhead, 0.0), needs(count, 0.0, 1.0)
+            # The default alone is only to be checked.
+            most = max(_MOST_TURN if count else _FIRST_TURN, self._enough_turn)
+            seconds = max(least, min(most, (left - fixed) / unit))
+            if self._aim.load.rate:
+                seconds = min(seconds, MAX_ARRIVALS / self._aim.load.rate)
+            trials = self._run_round(contenders, seconds, len(rounds(count)))
+            found.finished_rungs += 1
+            contenders = contenders_after(self._aim, trials, self._default, contenders)
+            if not count:
+                left_out = "there was time for the default alone"
+                return left_out if found.left_out else "there is no other pool to try"
+            if len(contenders) < 2:
+                return "one is left" if contenders else "no other is as good as the default"
+
+    def _run_round(self, others: Sequence[Candidate], seconds: float, more: int) -> list[Trial]:
+        """Heat after heat, as far as there is time."""
+        number = self.found.finished_rungs + 1
+        made: list[Trial] = []
+        beside = _HEAT - 1
+        for heat, start in enumerate(range(0, max(1, len(others)), beside), 1):
+            if heat > 1 and self._left() <= 0:
+                break
+            trials = [
+                Trial(rung=number, heat=heat, candidate=candidate)
+                for candidate in (self._default, *others[start : start + beside])
+            ]
+            self.found.trials += trials
+            made += trials
+            self._run_heat(trials, seconds, f"round {number} of {number + more - 1}")
+        return made
+
+    def _run_heat(self, trials: Sequence[Trial], seconds: float, what: str) -> None:
+        """Start the pools of a few candidates, have them take turns, and end them."""
+        began, in_turns = monotonic(), 0.0
+
+        def tell(words: str) -> None:
+            self._progress(self._budget - max(0.0, self._left()), f"{what}: {words}")
+
+        with ExitStack() as stack:
+            subjects = [stack.enter_context(self._subject(t.candidate)) for t in trials]
+            pools = [*zip(trials, subjects, strict=True)]
+            try:
+                for trial, subject in pools:
+                    tell(f"starting {trial.candidate}")
+                    with _noting(trial, subject):
+                        subject.start(self._start_timeout)
+                for repeat in range(trials[0].repeats):
+                    for trial, subject in rotated(pools, repeat):
+                        if trial.error:
+                            continue
+                        tell(str(trial.candidate))
+                        start = monotonic()
+                        with _noting(trial, subject):
+                            self._take_turn(trial, subject, seconds, repeat)
+                        in_turns += monotonic() - start
+            except KeyboardInterrupt:
+                for subject in subjects:  # all at once, and then one after another is waited for
+                    subject.interrupt()
+                raise
+        self._starts.append((monotonic() - began - in_turns) / len(trials))
+
+    def _subject(self, candidate: Candidate) -> Subject:
+        if self._setup is None:
+            raise InvalidInputError("the model has not been looked at")
+        setup = replace(
+            self._setup,
+            devices=tuple(f"cpu:{i}" for i in range(candidate.workers)),
+            threads=candidate.threads,
+            max_batch_size=candidate.max_batch_size,
+            max_delay=candidate.max_delay,
+            transport=candidate.transport,
+        )
+        return Subject(candidate.way, setup, self._files)
+
+    def _take_turn(self, trial: Trial, subject: Subject, seconds: float, repeat: int) -> None:
+        warmup = 0.0 if trial.turns else _WARMUP
+        turn = subject.turn(
+            self._aim.load,
+            seconds=seconds,
+            warmup=warmup,
+            seed=repeat,
+            timeout=self._turn_patience + 3 * (warmup + seconds),
+        )
+        if turn.failed:
+            made = turn.requests + turn.failed
+            raise WayFailedError(f"{turn.failed} of {made} requests failed: {turn.error}")
+        trial.turns.append(turn)
+
+
+@contextmanager
+def _noting(trial: Trial, subject: Subject) -> Iterator[None]:
+    """A candidate that fails is out, with its reason; the others go on."""
+    try:
+        yield
+    except WayFailedError as exc:
+        trial.error = str(exc)
+        subject.close()

@@ -1,1 +1,0 @@
-"""Finding the pool that answers a load best."""

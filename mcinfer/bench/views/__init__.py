@@ -1,1 +1,0 @@
-"""What a report looks like: figures, tables, plots, pages, and two reports beside each other."""

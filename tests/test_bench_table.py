@@ -1,0 +1,240 @@
+"""Tests of mcinfer/bench/table.py and texts.py."""
+
+import math
+import re
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from mcinfer.bench.figures import UNKNOWN, Spread
+from mcinfer.bench.report import OTHERS, Load, Report
+from mcinfer.bench.table import show
+from mcinfer.bench.texts import (
+    Unit,
+    busy_text,
+    gain_lines,
+    notes,
+    number,
+    plus_minus,
+    program,
+    remarks,
+    report_program,
+    seconds_text,
+    spread_text,
+    verdict,
+)
+from tests.bench_reports import large, report, small, turn, way
+
+
+def shown(made: Report, width: int = 80, *, terminal: bool = False) -> str:
+    console = Console(file=StringIO(), width=width, force_terminal=terminal)
+    show(made, console)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (0.0614, "0.061"),
+        (9.996, "10.0"),
+        (99.96, "100"),
+        (1234.5, "1234"),
+        (math.inf, "∞"),
+        (math.nan, "\N{EN DASH}"),
+    ],
+)
+def test_numbers_have_three_digits(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def test_spread_is_written_with_the_digits_of_its_median() -> None:
+    spread = Spread((0.09, 0.0984, 0.1234))
+    assert spread_text(spread, Unit(1e-3, "ms")) == "98.4 (90.0\N{EN DASH}123.4)"
+    assert plus_minus(spread, Unit(1e-3, "ms")) == "±25.0"
+    assert plus_minus(Spread((1.0, 1.0, math.inf))) == "±∞"
+    assert spread_text(Spread((2.0, 2.0))) == "2.00"
+    assert plus_minus(UNKNOWN) == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(2.5, "2.50 s"), (0.05, "50.0 ms"), (2e-5, "20.0 µs"), (0.0, "0 ms")]
+)
+def test_seconds_have_the_unit_that_suits_them(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
+
+
+# Tables.
+
+
+def test_eighty_columns_hold_every_table_whole() -> None:
+    lines = shown(large()).splitlines()
+    tables = [line for line in lines if "  " in line and ":" not in line and "=" not in line]
+    assert max(map(len, tables)) <= 80
+    assert "…" not in "".join(lines)
+    header = ["way", "n", "rows/s", "speed-up", "p50", "p90", "p99", "max", "overhead", "cores"]
+    assert [line.split() for line in lines].count(header) == 11
+
+
+def test_narrow_terminal_still_gets_every_figure() -> None:
+    def figures(width: int) -> list[str]:
+        return [w for line in shown(large(), width).splitlines() for w in line.split()]
+
+    assert figures(30) == figures(80)
+
+
+def test_wide_terminal_has_the_spread_beside_the_figure() -> None:
+    text = shown(small(session=[100.0, 110.0, 95.0]), 200)
+    assert "200 (190\N{EN DASH}220)" in text
+    assert "±" not in text
+
+
+def test_there_are_no_escape_codes_without_a_terminal_or_with_no_color(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert "\x1b" not in shown(large())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[31m" not in shown(large(), terminal=True)
+
+
+def test_way_that_did_not_answer_everything_is_marked() -> None:
+    load = Load(batch=4, clients=9, rate=50.0)
+    late = [turn(50.0), turn(30.0, kept_up=False), turn(25.0, kept_up=False, unfinished=50)]
+    turns = {("session", load): [turn(50.0)] * 3, ("sharded", load): late}
+    made = report([way("session"), way("sharded")], turns)
+    text = shown(made)
+    assert "batch 4, 50/s (200 rows/s asked for; latency and overhead in ms)" in text
+    (remark,) = remarks(made)
+    assert "did not keep up in 2 of 3 repeats: 30.0 (25.0" in remark
+    assert "50 of 260 never begun" in remark
+    (row,) = (line.split() for line in text.splitlines() if line.startswith("sharded !"))
+    assert "\N{EN DASH}" in row  # no speed-up
+
+
+def test_percentiles_of_too_few_requests_and_cores_of_short_turns_are_a_dash_with_a_note() -> None:
+    load = Load(batch=1, clients=1)
+    made = report([way("session")], {("session", load): [turn(99.0, seconds=0.4)]})
+    lines = shown(made).splitlines()
+    (row,) = (line.split() for line in lines if line.split()[:2] == ["session", "40"])
+    assert row[6] == row[-1] == "\N{EN DASH}" != row[5]
+    assert [lines.count(note) for note in notes(made)] == [1, 1]
+    assert notes(small(session=[100.0])) == ()
+
+
+def test_hostile_names_print_as_one_line() -> None:
+    hostile = "a\x1b[31m[bold]\nb" + "x" * 60
+    made = report([way(hostile)], {(hostile, Load(batch=1, clients=1)): [turn()]}, name=hostile)
+    text = shown(made)
+    assert "\x1b" not in text
+    assert "a?[31m[bold] bxx" in text
+
+
+# Warnings.
+
+
+def test_way_that_failed_is_shown_with_its_error() -> None:
+    text = shown(large())
+    assert "! ours.py:Broken could not be measured: ValueError: this way cannot run [batch]" in text
+    made = small(session=[100.0], sharded=[100.0])
+    made = replace(made, ways=(replace(made.ways[0], error="too large"), made.ways[1]))
+    assert remarks(made) == ("session could not be measured under all loads: too large",)
+
+
+def test_each_reason_of_failed_requests_is_shown_once_and_five_at_most() -> None:
+    one, other = Load(batch=1, clients=1), Load(batch=1, clients=2)
+    dead = turn(failed=2, error="WorkerDiedError: \x1b[2J\nkilled")
+    turns = {("session", one): [dead, dead], ("sharded", other): [dead]}
+    found = remarks(report([way("session"), way("sharded")], turns))
+    assert found[-1] == "Requests of session, sharded failed: WorkerDiedError: ?[2J killed"
+    many = [turn(failed=1, error=f"TimeoutError: request {n}") for n in range(8)]
+    found = remarks(report([way("session")], {("session", one): many}))
+    assert sum("TimeoutError" in text for text in found) == 5
+    assert found[-1] == "Requests failed for 3 more reasons."
+
+
+def test_interrupted_and_single_measurements_say_so() -> None:
+    made = small(session=[100.0])
+    made = replace(made, finished=False, settings=replace(made.settings, repeats=1))
+    assert [text.split(":")[0] for text in remarks(made)] == [
+        "The benchmark was interrupted",
+        "Everything was measured once",
+    ]
+
+
+# The verdict.
+
+
+@pytest.mark.parametrize(
+    ("sharded", "text"),
+    [
+        ([150.0, 152.0], r"Use mcinfer: 1.51 × the throughput of session and about .*\."),  # noqa: RUF001
+        ([99.0, 103.0], r"No clear gain in speed; .*; a crash costs no request\."),
+        ([50.0, 52.0], r"Keep session: mcinfer has 0.510 × the throughput; .*"),  # noqa: RUF001
+    ],
+)
+def test_verdict_is_one_sentence_the_same_in_the_table(sharded: list[float], text: str) -> None:
+    made = small(session=[100.0, 100.0], sharded=sharded)
+    assert re.fullmatch(text, verdict(made))
+    assert verdict(made) in shown(made, 200).splitlines()
+
+
+def test_verdict_of_no_baseline_says_why_there_is_none() -> None:
+    assert verdict(small(sharded=[100.0])).startswith("No verdict: ")
+
+
+def test_memory_and_the_loads_of_the_gain_are_in_the_verdict() -> None:
+    assert "less memory" not in verdict(small(session=[100.0] * 2, sharded=[150.0] * 2))
+    ways = [way("pipe", workers=4), way("batched", workers=4)]
+    third = tuple(replace(memory, pss=memory.pss * 35 // 100) for memory in ways[1].memory)
+    one, four = Load(batch=1, clients=1), Load(batch=1, clients=4)
+    turns = {
+        (name, load): [turn(rate), turn(rate)]
+        for name, load, rate in (
+            *(("pipe", load, 100.0) for load in (one, four)),
+            ("batched", one, 100.0),
+            ("batched", four, 119.0),
+        )
+    }
+    made = report([ways[0], replace(ways[1], memory=third)], turns)
+    assert verdict(made) == (
+        "Use mcinfer: 1.19 × the throughput of pipe with batch 1, 4 clients "  # noqa: RUF001
+        "and 65 % less memory than pipe."
+    )
+    assert "(no clear difference)" in gain_lines(made)[0]
+
+
+def test_busy_machine_is_a_warning() -> None:
+    made = small(session=[100.0, 101.0])
+    assert busy_text(made) == ""
+    made = replace(made, machine={**made.machine, OTHERS: 3.0})
+    assert busy_text(made).startswith("The machine was busy: do not trust these figures")
+    assert busy_text(made) in shown(made, 200)
+
+
+# Programs.
+
+
+def test_program_of_the_verdict_makes_the_models_inputs() -> None:
+    text = report_program(small(session=[100.0], batched=[150.0]))
+    compile(text, "program", "exec")
+    assert '{"latents": np.zeros((2, 4, 32, 32), "float32"), "step": np.zeros((), "int64")}' in text
+    assert "max_batch_size=16" in text
+    assert report_program(small(session=[100.0])) == ""
+
+
+@pytest.mark.parametrize("name", ['a "b".onnx', "a\\b.onnx", "a\nb.onnx", "\udc80.onnx"], ids=ascii)
+def test_program_can_name_any_file(name: str) -> None:
+    text = program(name, {}, {}, "predict", 1)
+    start = text.index("Master(") + len("Master(")
+    assert eval(text[start : text.index(") as")]) == name  # noqa: S307 our own text
+
+
+def test_program_makes_inputs_of_any_type() -> None:
+    arrays = {"s": ("string", (2,)), "b": ("bfloat16", (1, 2)), "n": ("int64", ())}
+    made: dict[str, dict[str, object]] = {}
+    exec(program("m.onnx", {}, arrays, "submit", 2).partition("with ")[0], made)  # noqa: S102 our own text
+    names = [str(array.dtype) for array in made["inputs"].values()]  # type: ignore[attr-defined]
+    assert names == ["object", "bfloat16", "int64"]
