@@ -11,45 +11,45 @@ from weakref import WeakValueDictionary
 
 from numpy.typing import NDArray
 
-from mcinfer.errors import BuildError, ClosedError, InvalidInputError, McinferError
-from mcinfer.mslite._arguments import (
-    check_context,
-    check_inputs,
-    check_outputs,
-    check_path,
-    describe,
-    fill,
-    input_arrays,
-    known_dims,
-    result_tensors,
-)
-from mcinfer.mslite._checks import check_elements, check_list, check_sections, check_type
-from mcinfer.mslite._configuration import (
+from mcinfer.errors import BuildError, ClosedError, InvalidInputError
+from mcinfer.mslite._checks import (
     Sections,
-    load_sections,
-    override,
-    warn_of_unused,
-    weights_folder,
+    check_elements,
+    check_list,
+    check_path,
+    check_type,
+    failure,
+    failures,
 )
-from mcinfer.mslite._failures import failure
-from mcinfer.mslite._loading import SharedModels, Source, open_session
-from mcinfer.mslite._runner import ModelParallelRunner
-from mcinfer.mslite._runner_config import RunnerConfig
-from mcinfer.mslite._session import Session
-from mcinfer.mslite._targets import ModelType, model_type_of, model_type_of_bytes, used_entries
-from mcinfer.mslite._weights import (
+from mcinfer.mslite._configuration import (
     SHARING_ENTRIES,
     VARIABLE_ENTRIES,
-    Sharing,
-    current_pid,
+    read_configuration,
+    variable_weights,
+    warn_of_unused,
+    weight_sharing,
+    weights_folder,
+)
+from mcinfer.mslite._runner import (
+    ModelParallelRunner,
+    RunnerConfig,
     given_tensors,
     named_weights,
-    variable_weights,
-    weight_sharing,
 )
-from mcinfer.mslite.context import Context
-from mcinfer.mslite.datatypes import known_data_type
-from mcinfer.mslite.tensor import Tensor, TensorMeta
+from mcinfer.mslite._session import Session, SharedModels, Source, open_session
+from mcinfer.mslite._targets import ModelType, model_type_of, model_type_of_bytes, used_entries
+from mcinfer.mslite.context import Context, check_context
+from mcinfer.mslite.tensor import (
+    Format,
+    Tensor,
+    TensorMeta,
+    answered,
+    check_inputs,
+    check_outputs,
+    input_arrays,
+    known_data_type,
+    known_dims,
+)
 from mcinfer.shm.weights import WeightOwner
 
 __all__ = [
@@ -94,8 +94,6 @@ class Model:
     def __str__(self) -> str:
         return f"model_path: {'' if self._built is None else self._built.source.name}."
 
-    # Building.
-
     def build_from_file(
         self,
         model_path: str,
@@ -116,7 +114,7 @@ class Model:
                 CPU, with a warning; with ``MCINFER_STRICT_DEVICE=1`` it is an error.
             config_path: A configuration file; ``""`` for none.
             config_dict: Sections of entries that override the file's.
-            dec_key: Must be None: encrypted models were dropped by MindSpore Lite, and never were here.
+            dec_key: Must be None: MindSpore Lite dropped encrypted models.
             dec_mode: Only with `dec_key`.
             dec_num_parallel: Only with `dec_key`.
 
@@ -131,17 +129,19 @@ class Model:
         context = check_context(context)
         check_type("config_path", config_path, str)
         check_path(what, "model_path", model_path)
-        if config_path:
-            check_path(what, "config_path", config_path)
-        sections = _sections(what, config_path, config_dict)
-        _refuse_key(what, dec_key, dec_mode, dec_num_parallel)
+        sections = read_configuration(what, config_path, config_dict)
+        check_type("dec_mode", dec_mode, str)
+        check_type("dec_num_parallel", dec_num_parallel, int)
+        if dec_key is not None:
+            check_type("dec_key", dec_key, bytes)
+            unsupported = "dec_key: encrypted models are not supported, decrypt it first"
+            raise failure(what, BuildError(unsupported))
         source = Source(
             name=model_path,
             model=os.path.abspath(model_path),
             model_type=model_type_of(model_path, model_type),
             context=context,
             sections=sections,
-            **_weights(what, sections),
         )
         self._build(what, source)
 
@@ -178,62 +178,53 @@ class Model:
             check_type("model_type", model_type, ModelType)
         context = check_context(context)
         check_type("config_path", config_path, str)
-        if config_path:
-            check_path(what, "config_path", config_path)
-        sections = _sections(what, config_path, config_dict)
-        try:
-            folder = weights_folder(sections)
-        except McinferError as exc:
-            raise failure(what, exc) from exc
         source = Source(
             name="buffer",
             model=model_bytes,
             model_type=model_type_of_bytes(model_bytes) if model_type is None else model_type,
             context=context,
-            sections=sections,
+            sections=read_configuration(what, config_path, config_dict),
             weights=weight_bytes,
-            folder=folder,
-            **_weights(what, sections),
         )
         self._build(what, source)
 
     def _build(self, what: str, source: Source) -> None:
-        with self._building:
+        # Warnings are for the caller of `build_from_…`, which is this one's.
+        with self._building, failures(what):
             if self._built is not None:
-                raise failure(what, BuildError("the model was built already; make a new Model"))
-            try:
-                from_buffer = isinstance(source.model, bytes)
-                used = used_entries(source.context, source.model_type, from_buffer=from_buffer)
-                used |= VARIABLE_ENTRIES | SHARING_ENTRIES
-                warn_of_unused(source.sections, used, stacklevel=3)
-                group = self._group or ModelGroup._of_path(source.model)
-                # The caller is that of `build_from_file`, which is this one's.
-                session = open_session(source, None, group, stacklevel=3)
-                owner = _owner(session, source.sharing)
-            except (McinferError, OSError, ValueError) as exc:
-                raise failure(what, exc) from exc
+                raise BuildError("the model was built already; make a new Model")
+            sections, from_buffer = source.sections, isinstance(source.model, bytes)
+            pids, handle = weight_sharing(sections)
+            source = replace(
+                source,
+                folder=weights_folder(sections) if from_buffer else None,
+                variable_weights=variable_weights(sections),
+                pids=pids,
+                handle=handle,
+            )
+            used = used_entries(source.context, source.model_type, from_buffer=from_buffer)
+            used |= VARIABLE_ENTRIES | SHARING_ENTRIES
+            warn_of_unused(sections, used, stacklevel=3)
+            group = self._group or ModelGroup._of_path(source.model)
+            session = open_session(source, None, group, stacklevel=3)
+            owner = None if pids is None else _owner(session, pids, stacklevel=3)
             specs = session.spec.inputs
-            if isinstance(source.model, bytes) and not (
-                source.model_type is ModelType.ONNX
-                and any(isinstance(size, int) for spec in specs for size in spec.shape)
-            ):
+            fixed = any(isinstance(size, int) for spec in specs for size in spec.shape)
+            if from_buffer and not (fixed and source.model_type is ModelType.ONNX):
                 source = replace(source, model=b"", weights=None)  # nothing reads it again
-            dims = [known_dims(spec) for spec in specs]
-            tensors = [
-                Tensor._of_model(spec.name, known_data_type(spec.dtype), shape)
-                for spec, shape in zip(specs, dims, strict=True)
-            ]
             self._group = group
             self._built = _Built(
-                source=source, session=session, inputs=tensors, dims=dims, owner=owner
+                source=source,
+                session=session,
+                inputs=[Tensor._of_model(spec) for spec in specs],
+                dims=[known_dims(spec) for spec in specs],
+                owner=owner,
             )
 
     def _ready(self, what: str) -> _Built:
         if self._built is None:
             raise failure(what, ClosedError("Session is null, please build model first!"))
         return self._built
-
-    # What it is like.
 
     def get_inputs(self) -> list[Tensor]:
         """The model's input tensors, the same at every call: fill them, and pass them to `predict`.
@@ -258,7 +249,15 @@ class Model:
         shapes: Sequence[tuple[int, ...] | None] = [None] * len(specs)
         if all(size > 0 for shape in dims for size in shape):
             shapes = session.output_shapes(tuple(map(tuple, dims)))
-        return tuple(describe(spec, shape) for spec, shape in zip(specs, shapes, strict=True))
+        return tuple(
+            TensorMeta(
+                name=spec.name,
+                dtype=known_data_type(spec.dtype),
+                shape=known_dims(spec) if shape is None else [*shape],
+                format=Format.NCHW,
+            )
+            for spec, shape in zip(specs, shapes, strict=True)
+        )
 
     def get_model_info(self, key: str | None = None) -> str:
         """What is known of the model, as text.
@@ -277,11 +276,12 @@ class Model:
         """
         check_type("key", key, str)
         if key == "current_pid":
-            return str(current_pid())
-        if key == "shareable_weight_mem_handle":
-            owner = None if self._built is None else self._built.owner
-            return "" if owner is None else str(owner.handle)
-        if self._built is None or key not in ("input_shape", "dynamic_dims"):
+            return str(_current_pid())
+        if self._built is None:
+            return ""
+        if key == "shareable_weight_mem_handle" and self._built.owner is not None:
+            return str(self._built.owner.handle)
+        if key not in ("input_shape", "dynamic_dims"):
             return ""
         named = zip(self._built.session.spec.inputs, self._built.dims, strict=True)
         return ";".join(
@@ -289,8 +289,6 @@ class Model:
             for spec, dims in named
             if key == "input_shape" or any(size < 0 for size in dims)
         )
-
-    # Running.
 
     def predict(
         self,
@@ -318,13 +316,9 @@ class Model:
         built = self._ready("predict")
         session = built.session  # one of them throughout: `resize` may put another there
         given = check_inputs(inputs, len(built.inputs))
-        try:
+        with failures("predict"):
             check_outputs(outputs, len(session.spec.outputs))
-            names = [spec.name for spec in session.spec.outputs]
-            results = dict(zip(names, session.run(input_arrays(given)), strict=True))
-            return result_tensors(results) if outputs is None else fill(outputs, results)
-        except McinferError as exc:
-            raise failure("predict", exc) from exc
+            return answered(outputs, session.run(input_arrays(given)))
 
     def resize(self, inputs: list[Tensor], dims: list[list[int]]) -> None:
         """Set the shapes of inputs.
@@ -350,11 +344,8 @@ class Model:
                 f"inputs' size does not match dims' size: got {len(inputs)} and {len(dims)}"
             )
         built = self._ready("resize")
-        with built.lock:
-            try:
-                self._resize(built, inputs, dims)
-            except (McinferError, OSError, ValueError) as exc:
-                raise failure("resize", exc) from exc
+        with built.lock, failures("resize"):
+            self._resize(built, inputs, dims)
 
     def _resize(self, built: _Built, inputs: list[Tensor], dims: list[list[int]]) -> None:
         names = [spec.name for spec in built.session.spec.inputs]
@@ -410,12 +401,40 @@ class Model:
         """
         given = given_tensors(weights)
         built = self._ready("update weight")
-        with built.lock:
-            try:
-                session = built.session
-                session.update_weights(named_weights(given, session.engine.weights))
-            except (McinferError, OSError) as exc:
-                raise failure("update weight", exc) from exc
+        with built.lock, failures("update weight"):
+            built.session.update_weights(named_weights(given, built.session.engine.weights))
+
+
+def _owner(session: Session, pids: Sequence[int], *, stacklevel: int) -> WeightOwner:
+    """The object that gives the session's weights to these processes.
+
+    Raises:
+        BuildError: They cannot be shared.
+    """
+    held = getattr(session.engine, "held", None)
+    if held is None:
+        why = "; ".join(session.engine.notes) or "only ONNX models on the CPU can be prepared"
+        raise BuildError(f"shareable_weight_pid_list: the weights cannot be shared: {why}")
+    owner = WeightOwner(held)
+    for pid in pids:
+        try:
+            owner.allow(pid)
+        except InvalidInputError as exc:
+            text = f"shareable_weight_pid_list: {exc}"
+            warnings.warn(text, UserWarning, stacklevel=stacklevel + 1)
+    return owner
+
+
+def _current_pid() -> int:
+    """This process's id as the outermost namespace that ``/proc`` shows has it (proc_pid_status(5)).
+
+    In a container whose ``/proc`` is its own that is the id in there: the owner's may be another.
+    """
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        for line in file:
+            if line.startswith("NSpid:"):
+                return int(line.split()[1])
+    return os.getpid()
 
 
 class ModelGroup:
@@ -478,13 +497,15 @@ class ModelGroup:
                 raise TypeError(
                     f"models element must be all str or Model, but got {type(model)} at index {i}."
                 )
+        failed = "ModelGroup's add model failed. Error is"
         if (kind is Model) is not self._shared.weights:
-            raise _not_added(
-                "SHARE_WORKSPACE takes paths; SHARE_WEIGHT and SHARE_WEIGHT_WORKSPACE take Model objects"
+            raise RuntimeError(
+                f"{failed} SHARE_WORKSPACE takes paths; SHARE_WEIGHT and SHARE_WEIGHT_WORKSPACE take "
+                "Model objects"
             )
         added = [model for model in models if isinstance(model, Model)]
         if any(m._built is not None or m._group not in (None, self._shared) for m in added):
-            raise _not_added("the model was built already, or is in another group")
+            raise RuntimeError(f"{failed} the model was built already, or is in another group")
         for model in models:
             if isinstance(model, Model):
                 model._group = self._shared
@@ -507,61 +528,3 @@ class ModelGroup:
             raise RuntimeError(
                 "cal_max_size_of_workspace failed! Error is the group has no models that share a workspace"
             )
-
-
-def _not_added(why: str) -> RuntimeError:
-    return RuntimeError(f"ModelGroup's add model failed. Error is {why}")
-
-
-def _sections(what: str, path: str, more: Sections | None) -> Sections:
-    """The configuration, its file first and then the dictionary, each with its own checks."""
-    try:
-        sections = load_sections(path, None)
-    except InvalidInputError as exc:
-        raise failure(what, exc) from exc
-    if more is None:
-        return sections
-    check_sections("config_dict", more)
-    return override(sections, more)
-
-
-def _weights(what: str, sections: Sections) -> dict[str, Any]:
-    """What the configuration says of weights, as fields of a `Source`."""
-    try:
-        return {
-            "variable_weights": variable_weights(sections),
-            "sharing": weight_sharing(sections),
-        }
-    except McinferError as exc:
-        raise failure(what, exc) from exc
-
-
-def _owner(session: Session, sharing: Sharing) -> WeightOwner | None:
-    """Who shares the session's weights, where that is wanted.
-
-    Raises:
-        BuildError: They cannot be shared.
-    """
-    if sharing.pids is None:
-        return None
-    held = getattr(session.engine, "held", None)
-    if held is None:
-        why = "; ".join(session.engine.notes) or "only ONNX models on the CPU can be prepared"
-        raise BuildError(f"shareable_weight_pid_list: the weights cannot be shared: {why}")
-    owner = WeightOwner(held)
-    for pid in sharing.pids:
-        try:
-            owner.allow(pid)
-        except InvalidInputError as exc:
-            # The caller is three calls up: _build, build_from_file, the user.
-            warnings.warn(f"shareable_weight_pid_list: {exc}", UserWarning, stacklevel=4)
-    return owner
-
-
-def _refuse_key(what: str, key: object, mode: object, parallel: object) -> None:
-    check_type("dec_mode", mode, str)
-    check_type("dec_num_parallel", parallel, int)
-    if key is None:
-        return
-    check_type("dec_key", key, bytes)
-    raise failure(what, BuildError("dec_key: encrypted models are not supported, decrypt it first"))
