@@ -25,22 +25,14 @@ Sections = dict[str, dict[str, str]]
 
 
 def check_type(name: str, value: object, cls: type[T]) -> T:
-    """The value, if it is of the class. A bool is refused where an int is wanted; upstream takes it.
-
-    Raises:
-        TypeError: ``{name} must be {cls}, but got {type}.``
-    """
+    """The value, if it is of the class, else a TypeError. A bool is no int here; upstream takes it."""
     if not isinstance(value, cls) or (cls is int and isinstance(value, bool)):
         raise TypeError(f"{name} must be {cls.__name__}, but got {type(value)}.")
     return value
 
 
 def check_elements(name: str, values: Iterable[object], cls: type) -> None:
-    """Check each element of a sequence.
-
-    Raises:
-        TypeError: ``{name} element must be {cls}, but got {type} at index {i}.``
-    """
+    """Raise a TypeError, with its index, for an element that is not of the class."""
     for i, element in enumerate(values):
         if not isinstance(element, cls) or (cls is int and isinstance(element, bool)):
             raise TypeError(
@@ -49,18 +41,14 @@ def check_elements(name: str, values: Iterable[object], cls: type) -> None:
 
 
 def check_list(name: str, value: object, cls: type[T]) -> list[T]:
-    """The value, if it is a list of such elements; else a TypeError as of the two above."""
+    """The value, if it is a list of such elements, else a TypeError."""
     values = check_type(name, value, list)
     check_elements(name, values, cls)
     return values
 
 
 def check_shape(name: str, value: object) -> tuple[int, ...]:
-    """A shape: a list or tuple of int, of any sign.
-
-    Raises:
-        TypeError: ``{name} must be list or tuple, but got {type}.``, or an element is no int.
-    """
+    """The value as a shape, if it is a list or tuple of int, of any sign; else a TypeError."""
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{name} must be list or tuple, but got {type(value)}.")
     check_elements(name, value, int)
@@ -68,12 +56,7 @@ def check_shape(name: str, value: object) -> tuple[int, ...]:
 
 
 def check_sections(name: str, value: object) -> Sections:
-    """A copy of a configuration, ``dict[str, dict[str, str]]``.
-
-    Raises:
-        TypeError: It names the argument as ``{name}``, ``{name}_key``, ``{name}_value``,
-            ``{name}_value_key`` or ``{name}_value_value``, by the level at fault.
-    """
+    """A copy of a configuration; a TypeError names the level of what is no dict or str."""
     sections: Sections = {}
     for section, entries in check_type(name, value, dict).items():
         check_type(f"{name}_key", section, str)
@@ -85,12 +68,7 @@ def check_sections(name: str, value: object) -> Sections:
 
 
 def check_not_negative(name: str, value: object, *, failed: str = "") -> int:
-    """A number of 0 or more; `failed` begins the text of the ValueError.
-
-    Raises:
-        TypeError: Not an int.
-        InvalidInputError: ``{name} must be a non-negative int.``
-    """
+    """The value, if it is an int (else a TypeError) of 0 or more (else an InvalidInputError)."""
     number = check_type(name, value, int)
     if number < 0:
         raise InvalidInputError(f"{failed}{name} must be a non-negative int.")

@@ -28,12 +28,7 @@ SHARING_ENTRIES: Entries = frozenset({(_SECTION, _PIDS), (_SECTION, _HANDLE)})
 
 
 def read_configuration(what: str, path: str, entries: object) -> Sections:
-    """A build's configuration: its file (``""`` for none), and further entries (or None) over the file's.
-
-    Raises:
-        TypeError: The entries are no ``dict[str, dict[str, str]]``.
-        RuntimeError: The file does not exist, or does not load.
-    """
+    """A build's configuration: the entries of a file (``""`` for none), and others (or None) over them."""
     if path:
         check_path(what, "config_path", path)
     with failures(what):
@@ -44,11 +39,7 @@ def read_configuration(what: str, path: str, entries: object) -> Sections:
 
 
 def load_sections(path: str) -> Sections:
-    """Read a file; ``""`` is an empty one.
-
-    Raises:
-        InvalidInputError: It is no such file.
-    """
+    """The entries of a file, none for ``""``; InvalidInputError if it is no such file."""
     parser = configparser.ConfigParser(
         interpolation=None, strict=False, inline_comment_prefixes=("#",)
     )
@@ -93,11 +84,7 @@ def warn_of_unused(sections: Sections, used: Entries, *, stacklevel: int) -> Non
 
 
 def weights_folder(sections: Sections) -> str | None:
-    """Where the weights of a model from a buffer lie: the folder of ``[model_file] mindir_path``.
-
-    Raises:
-        InvalidInputError: There is no such folder.
-    """
+    """The folder of ``[model_file] mindir_path``, where the weights of a model from a buffer lie."""
     path = sections.get("model_file", {}).get("mindir_path")
     if path is None:
         return None
@@ -108,11 +95,7 @@ def weights_folder(sections: Sections) -> str | None:
 
 
 def variable_weights(sections: Sections) -> tuple[str, ...]:
-    """Names of the weights that may be replaced: the lines of the file that the configuration names.
-
-    Raises:
-        InvalidInputError: It cannot be read, or names none, or one twice.
-    """
+    """Names of the weights that may be replaced: the lines of the file that the configuration names."""
     path = sections.get(_SECTION, {}).get(_VARIABLE)
     if path is None:
         return ()
@@ -133,10 +116,6 @@ def weight_sharing(sections: Sections) -> tuple[tuple[int, ...] | None, int | No
     """The processes that may have the model's weights, or the handle of the owner that they come from.
 
     Each is None where the configuration does not have it.
-
-    Raises:
-        InvalidInputError: An entry does not fit.
-        BuildError: It has both.
     """
     entries = sections.get(_SECTION, {})
     pids, handle = entries.get(_PIDS), entries.get(_HANDLE)

@@ -66,7 +66,8 @@ from mcinfer.statistics import Statistics
 class RunnerConfig(ParallelOptions):
     """How a runner is to be made: the parallel part of a context, and what MindSpore Lite has not.
 
-    What is not given here is taken from ``context.parallel``.
+    What is not given here is taken from ``context.parallel``; another type or value is a TypeError or
+    ValueError.
 
     Args:
         context: Where the workers run; None is the CPU.
@@ -79,9 +80,6 @@ class RunnerConfig(ParallelOptions):
         max_delay: Seconds that a request may wait for others to join it while a worker is free.
         queue_size: Requests that may wait for a worker; one more is refused with `QueueFullError`.
         timeout: Seconds for one request, where `predict` says nothing else.
-
-    Raises:
-        TypeError, ValueError: An argument does not fit.
     """
 
     context = Option("context", Context(), lambda name, value: check_type(name, value, Context))
@@ -151,11 +149,10 @@ def _new_master(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallBackParam:
-    """What a callback is called for.
+    """The run that a callback is called for; operators, which run in other processes, have no callbacks.
 
     Attributes:
-        node_name: The model's path, or ``buffer``: callbacks are for the run as a whole, not for each
-            operator, which run in other processes.
+        node_name: The model's path, or ``buffer``.
         node_type: ``"Model"``.
     """
 
@@ -187,11 +184,9 @@ class ModelParallelRunner:
         return f"model_path: {self._name}."
 
     def build_from_file(self, model_path: str, context: Context | None = None) -> None:
-        """Start the workers and load a model in each.
+        """Start the workers and load a model in each: an ONNX file (ending in ``.onnx``) or a MindIR file.
 
-        Args:
-            model_path: Of an ONNX file (ending in ``.onnx``) or a MindIR file.
-            context: Where, and with ``context.parallel`` how many workers; None is the CPU.
+        ``context.parallel`` says how many workers; without a context they run on the CPU.
 
         Raises:
             TypeError: An argument is of another type.
@@ -204,16 +199,11 @@ class ModelParallelRunner:
         self._build(what, model_path, config)
 
     def init(self, model_path: str | bytes, runner_config: RunnerConfig | None = None) -> None:
-        """Start the workers and load a model in each.
+        """Start the workers and load a model in each, from a path or from its content.
 
-        Args:
-            model_path: Path, or content of a model; weights that lie outside of an ONNX model in a buffer are
-                found through ``{"model_file": {"mindir_path": …}}`` in the configuration, the path of a file
-                beside them.
-            runner_config: How; None is all defaults.
-
-        Raises:
-            TypeError, RuntimeError: As `build_from_file`.
+        Weights that lie outside of an ONNX model in a buffer are found through ``{"model_file":
+        {"mindir_path": …}}`` in the configuration, the path of a file beside them. Raises the same errors as
+        `build_from_file`.
         """
         what = "ModelParallelRunner's init"
         if not isinstance(model_path, (str, bytes)):
@@ -228,9 +218,7 @@ class ModelParallelRunner:
         """End the workers; requests in flight fail. Tensors stay valid. May be called again.
 
         Any thread may call it, also in a future's callback. A build that is going on in another one fails.
-
-        Args:
-            timeout: Seconds for the workers to end by themselves before they are killed.
+        Workers that have not ended by themselves within `timeout` seconds are killed.
         """
         with self._lock:
             self._closed = True
@@ -293,7 +281,6 @@ class ModelParallelRunner:
         open_first(attempts(config.context, model_type, sections), build, stacklevel=4)
 
     def _start(self, master: Master, name: str) -> None:
-        """Start it, and serve with it; whatever is raised, it has ended then."""
         try:
             with self._lock:
                 self._check_open()
@@ -322,9 +309,6 @@ class ModelParallelRunner:
 
         A size that is not known is -1; set the shape, or data of the right rank. Memory is gotten as long as
         the runner is open and not garbage; what was gotten stays valid.
-
-        Raises:
-            RuntimeError: The model is not built.
         """
         master = self._ready("get_inputs")
         owner = weakref.ref(master)
@@ -337,21 +321,11 @@ class ModelParallelRunner:
 
         A size that is not known is -1, and becomes the result's. A tensor whose dtype is UNKNOWN cannot be
         given: leave `outputs` out there.
-
-        Raises:
-            RuntimeError: The model is not built.
         """
         return [Tensor._of_model(spec) for spec in self._ready("get_outputs").outputs]
 
     def update_weights(self, weights: list[list[Tensor]]) -> None:
-        """Replace weights on all workers at once, between two requests; see `mcinfer.Master.update_weights`.
-
-        Args:
-            weights: As for `Model.update_weights`.
-
-        Raises:
-            TypeError, RuntimeError: Likewise; nothing was changed.
-        """
+        """Replace weights on all workers at once, between two requests; see `Model.update_weights`."""
         given = given_tensors(weights)
         master = self._ready("update weight")
         with failures("update weight"):
@@ -409,19 +383,12 @@ class ModelParallelRunner:
     def submit(
         self, inputs: Sequence[TensorLike], *, timeout: float | None = None, priority: int = 0
     ) -> "Future[list[Tensor]]":
-        """Queue a request, and return at once.
-
-        Args:
-            inputs: As for `predict`; not to be changed until the future is done.
-            timeout: Likewise.
-            priority: Likewise.
+        """Queue a request, and return at once; the arguments are those of `predict`.
 
         Returns:
-            A future of the outputs, or of what `predict` raises. Its ``cancel()`` works until it is done:
-            a request that waits is forgotten, a run that is for this request alone is stopped.
-
-        Raises:
-            TypeError, RuntimeError: As `predict`, for what is wrong before it is queued.
+            A future of the outputs, or of what `predict` raises; what is wrong before the request is queued
+            is raised at once. Its ``cancel()`` works until it is done: a request that waits is forgotten, a
+            run that is for this request alone is stopped. The inputs must not change until it is done.
         """
         master = self._ready("predict")
         with failures("predict"):
@@ -499,22 +466,14 @@ def _call(
 
 
 def given_tensors(weights: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """What a user gave for new weights, in one list.
-
-    Raises:
-        TypeError: Not a list of lists of Tensor.
-    """
+    """The tensors that a user gave for new weights, in one list."""
     for tensors in check_list("weights", weights, list):
         check_elements("weights element", tensors, Tensor)
     return [tensor for tensors in weights for tensor in tensors]
 
 
 def named_weights(given: Sequence[Tensor], specs: Sequence[TensorSpec]) -> dict[str, NDArray[Any]]:
-    """New weights by name: by the tensors' own names, by position where they have none.
-
-    Raises:
-        InvalidInputError: Not as many as can be replaced, an unknown name, one twice, or no data.
-    """
+    """New weights by name: by the tensors' own names, by position where they have none."""
     names = [spec.name for spec in specs]
     if not names:
         raise InvalidInputError(

@@ -64,21 +64,12 @@ def _pinned(cores: Sequence[int]) -> Iterator[None]:
 
 
 class Session:
-    """One loaded model. Any thread may call `run`.
-
-    Args:
-        engine: A loaded model, which is the session's from here on.
-        cores: The threads of its runs are bound to them; none for all.
+    """One loaded model, the engine's owner. Any thread may call `run`.
 
     Attributes:
-        engine: The loaded model.
-        spec: What it takes and gives.
         weights: The weights that were replaced, by name; they do not change any more.
         output_shapes: From the inputs' shapes to the outputs', None for one that only a run tells;
             InvalidInputError where the inputs' do not fit the model.
-
-    Raises:
-        BuildError: The model has tensors that no array can hold.
     """
 
     def __init__(self, engine: Engine, cores: Sequence[int]) -> None:
@@ -99,14 +90,7 @@ class Session:
                 )
 
     def update_weights(self, weights: Mapping[str, Any]) -> None:
-        """Replace weights: runs that have begun finish with those that they began with.
-
-        Args:
-            weights: By name, arrays of exactly their dtypes and shapes, which are copied.
-
-        Raises:
-            InvalidInputError: One does not fit; nothing was changed.
-        """
+        """Replace weights by copies: runs that have begun finish with those that they began with."""
         specs = {spec.name: spec for spec in self.engine.weights}
         copies = {
             name: np.array(array, specs[name].dtype, order="C")
@@ -116,12 +100,7 @@ class Session:
             self.weights = {**self.weights, **copies}
 
     def run(self, inputs: Sequence[Any]) -> dict[str, NDArray[Any]]:
-        """Run the model: one array for each input, of its dtype and shape; the outputs by name.
-
-        Raises:
-            InvalidInputError: An input does not fit the model.
-            PredictError: The run failed, in the engine's words.
-        """
+        """Run the model on one array for each input, of its dtype and shape; the outputs by name."""
         arrays = [
             np.asarray(as_input(value, spec, spec.element_type), spec.dtype, order="C")
             for value, spec in zip(inputs, self.spec.inputs, strict=True)
@@ -180,14 +159,9 @@ class Source:
     """What a model was built from, so that it can be built again with other sizes.
 
     Attributes:
-        name: What the model is called.
         model: Absolute path, or content.
-        model_type: What kind of model that is.
-        context: Where it runs.
-        sections: Its configuration.
         weights: The content of its file of weights, where it was given.
         folder: Where its weights lie, where that was named.
-        variable_weights: Names of weights that may be replaced.
         pids: Processes that may have the weights; None where they are not given away.
         handle: The owner's that the weights come from; None where they are the model's own.
     """
@@ -205,12 +179,7 @@ class Source:
 
 
 class SharedModels:
-    """What the models of a group share.
-
-    Args:
-        weights: Whether models of one source have one session.
-        workspace: Whether their memory between operators is one arena.
-    """
+    """What the models of a group share: sessions (weights), the arena for what lies between operators."""
 
     def __init__(self, *, weights: bool, workspace: bool) -> None:
         self.weights = weights
@@ -219,7 +188,6 @@ class SharedModels:
         self._sessions: weakref.WeakValueDictionary[object, Session] = weakref.WeakValueDictionary()
 
     def load(self, source: Source, dims: Dims | None, attempt: Attempt) -> Session:
-        """A session that is there already, or a new one; one thread at a time."""
         with self._lock:
             key = _identity(source, dims, attempt) if self.weights else None
             session = self._sessions.get(key)
@@ -233,18 +201,7 @@ class SharedModels:
 def open_session(
     source: Source, dims: Dims | None, group: SharedModels | None, *, stacklevel: int
 ) -> Session:
-    """Load a model.
-
-    Args:
-        source: Where it comes from.
-        dims: Other sizes of its inputs; None for its own.
-        group: With which others it shares.
-        stacklevel: As of `warnings.warn`, seen from the caller, for a target that is not here.
-
-    Raises:
-        McinferError: What the last target's engine said.
-        OSError: The system has no memory or descriptor left for a buffer, or the file is gone.
-    """
+    """Load a model, with other sizes of its inputs if `dims` says so; see `open_first`."""
     if dims is not None and source.model_type is not ModelType.ONNX:
         raise BuildError("its sizes are fixed, and can be changed in ONNX models alone")
 
@@ -308,11 +265,7 @@ def _load(source: Source, dims: Dims | None, attempt: Attempt, *, workspace: boo
 
 
 def _check_same(facts: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Check that weights which another process shares are those of the model that is built here.
-
-    Raises:
-        BuildError: What they were prepared from, and with, differs: says in what.
-    """
+    """Raise a BuildError if weights that another process shares are not those of the model built here."""
     refused = "shareable_weight_mem_handle: the owner"
     for name, what in (
         ("model", "another model: its content is not that of this model's files"),
@@ -371,17 +324,7 @@ class ModelBuffer:
 
 
 def _put_weights(content: bytes, weights: bytes, opened: ExitStack) -> str:
-    """Put the weights of an ONNX model where the engine finds them; the folder, removed by `opened`.
-
-    Args:
-        content: The model, whose external data is one file.
-        weights: That file's content.
-        opened: Is closed after the model was loaded.
-
-    Raises:
-        BuildError: It is no model, or does not have exactly one file of weights.
-        MissingDependencyError: The package onnx is not installed.
-    """
+    """Put an ONNX model's one file of weights where the engine finds it: a folder that `opened` removes."""
     onnx = _onnx()
     try:
         graph = onnx.load_model_from_string(content).graph
@@ -410,7 +353,6 @@ def _put_weights(content: bytes, weights: bytes, opened: ExitStack) -> str:
 
 
 def _initializers(graph: Any) -> list[Any]:
-    """The `onnx.TensorProto` of a graph and those within it."""
     tensors = [*graph.initializer]
     for node in graph.node:
         for attribute in node.attribute:
@@ -425,10 +367,6 @@ def _with_dims(source: str | bytes, dims: Dims) -> bytes:
 
     Sizes that are open stay open, and sizes that the graph itself fixes stay as they are: where they do not
     go with the new ones the engine refuses the model, but for a Reshape to a constant, refused here.
-
-    Raises:
-        MissingDependencyError: The package onnx is not installed.
-        BuildError: It cannot be read, is too large to be written, or does not take the sizes.
     """
     onnx = _onnx()
     try:

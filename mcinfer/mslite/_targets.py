@@ -61,10 +61,7 @@ class Attempt:
     """One way to run a model: an engine on a kind of device.
 
     Attributes:
-        target: The context's name of the device.
-        engine: The engine's name.
-        kind: The core's name of the device.
-        index: Of the device, where the context says it.
+        target: The context's name of the device; `kind` is the core's.
         options: For the engine, but for what depends on the number of workers.
         remarks: What of the context has no effect on this device, and why; equal for all of its engines.
     """
@@ -78,11 +75,7 @@ class Attempt:
 
 
 def attempts(context: Context, model_type: ModelType, sections: Sections) -> list[list[Attempt]]:
-    """What to try, in order: for each target the engines that may serve there.
-
-    Raises:
-        InvalidInputError: The context names more than two devices.
-    """
+    """What to try, in order: for each target of the context the engines that may serve there."""
     targets = context.device_infos
     if os.environ.get("MCINFER_STRICT_DEVICE") == "1":
         targets = targets[:1]
@@ -99,15 +92,8 @@ def open_first(
 ) -> T:
     """Build on the first target that can be had, and warn of what is not as the context says.
 
-    The warning for a target comes before it is tried: where warnings are errors, nothing was built yet.
-
-    Args:
-        groups: What `attempts` gave.
-        build: Builds the model in one of these ways.
-        stacklevel: As of `warnings.warn`, seen from the caller.
-
-    Raises:
-        McinferError: What the last target's engine said.
+    The warning for a target comes before it is tried: where warnings are errors, nothing was built yet. The
+    `stacklevel` is as of `warnings.warn`, seen from the caller. Raises what the last target's engine said.
     """
     refusals: list[str] = []
     failure: McinferError = BuildError("no target to build for")
@@ -159,7 +145,6 @@ def _cpu(context: Context, model_type: ModelType) -> list[Attempt]:
 
 
 def _lite_config(model_type: ModelType) -> dict[str, str]:
-    """For the engine mindspore_lite, where the name of the model's file does not say its type."""
     return {"model_type": "MINDIR_LITE"} if model_type is ModelType.MINDIR_LITE else {}
 
 
@@ -241,16 +226,9 @@ def used_entries(context: Context, model_type: ModelType, *, from_buffer: bool) 
 def count_workers(context: Context, kind: str, wanted: int, device_ids: Sequence[int]) -> int:
     """How many workers a runner has: as many as wanted, or by MindSpore Lite's rule if that is 0.
 
-    The rule goes by the cores that may be used, or by the CPU quota if that is less.
-
-    Args:
-        context: Its settings for the CPU count.
-        kind: Of the device that they run on, which need not be the one that the context names first.
-        wanted: 0 leaves it to the rule.
-        device_ids: One worker for each, on other kinds.
-
-    Raises:
-        InvalidInputError: More than 5 for each core.
+    The rule goes by the cores that may be used, or by the CPU quota if that is less; on another kind of
+    device than the CPU, which need not be the one that the context names first, it is one for each of
+    `device_ids`.
     """
     cores = len(os.sched_getaffinity(0))
     if wanted > _MAX_WORKERS_PER_CORE * cores:
@@ -268,12 +246,7 @@ def count_workers(context: Context, kind: str, wanted: int, device_ids: Sequence
 
 
 def pinned_cores(context: Context, workers: int) -> tuple[tuple[int, ...], ...] | None:
-    """Each worker's cores, from the context's list or by its mode; None where it has neither.
-
-    Raises:
-        InvalidInputError: The list is of another length than threads x workers, or has a core that cannot
-            be used here.
-    """
+    """Each worker's cores, from the context's list or by its mode; None where it has neither."""
     listed = context.cpu.thread_affinity_core_list
     ordered = listed or order_cores(core_capacities(), context.cpu.thread_affinity_mode)
     if not ordered:

@@ -138,8 +138,7 @@ class CpuDeviceInfo(_Part):
     Attributes:
         precision_mode: ``"enforce_fp32"`` (the default) or ``"preferred_fp16"``.
         thread_num: Threads of one run; 0 (the default) leaves it to the library.
-        inter_op_parallel_num: Operators that run at the same time; 0 (the default) leaves it to the
-            library.
+        inter_op_parallel_num: Operators that run at the same time; 0 likewise.
         thread_affinity_mode: 0: threads are not bound (the default), 1: big cores first, 2: middle cores
             first. Another number is taken as 0, with a UserWarning.
         thread_affinity_core_list: Cores to bind the threads to, none by default; a copy.
@@ -236,11 +235,8 @@ class ParallelOptions(_Part):
     def config_info(self) -> str:
         """The sections as text: ``section: key value``, a line for each further entry.
 
-        It is set to ``dict[str, dict[str, str]]``, read back as text, and `sections` has the data.
-        Setting replaces the sections that are named and keeps the others, as upstream does.
-
-        Raises:
-            TypeError: Set to something other than a dict of str to dict of str to str.
+        It is set to ``dict[str, dict[str, str]]`` (else a TypeError), and `sections` has that data. Setting
+        replaces the sections that are named and keeps the others, as upstream does.
         """
         lines = (
             f"{section}: " + "".join(f"{key} {text}\n" for key, text in sorted(entries.items()))
@@ -259,12 +255,7 @@ class ParallelOptions(_Part):
 
     @property
     def config_path(self) -> str:
-        """The configuration file, ``""`` by default. Setting ``""`` changes nothing.
-
-        Raises:
-            TypeError: Set to something other than a str.
-            InvalidInputError: Set to a path where there is nothing.
-        """
+        """The configuration file, ``""`` by default. Setting ``""`` changes nothing."""
         return self._config_path
 
     @config_path.setter
@@ -328,10 +319,7 @@ class Context(_Part):
     def device_infos(self) -> list[str]:
         """The different targets in lower case, the accelerator first and the CPU last, as backup.
 
-        The target's own order does not matter to it: ``["cpu", "gpu"]`` is ``["gpu", "cpu"]``.
-
-        Raises:
-            InvalidInputError: There are more than two: both accelerators and the CPU behind them.
+        An InvalidInputError if there are more than two: both accelerators and the CPU behind them.
         """
         names = dict.fromkeys(name.lower() for name in self.target)
         infos = [name for name in names if name != "cpu"] + ["cpu"]

@@ -105,18 +105,11 @@ class Model:
         dec_mode: str = "AES-GCM",
         dec_num_parallel: int = 0,
     ) -> None:
-        """Load a model.
+        """Load a model: an ONNX file, by its ending ``.onnx`` or by `model_type`, or a MindIR file.
 
-        Args:
-            model_path: Of an ONNX file, by its ending ``.onnx`` or by `model_type`, or of a MindIR file.
-            model_type: What kind of file it is.
-            context: Where it is to run; None is the CPU. A target that this host lacks is replaced by the
-                CPU, with a warning; with ``MCINFER_STRICT_DEVICE=1`` it is an error.
-            config_path: A configuration file; ``""`` for none.
-            config_dict: Sections of entries that override the file's.
-            dec_key: Must be None: MindSpore Lite dropped encrypted models.
-            dec_mode: Only with `dec_key`.
-            dec_num_parallel: Only with `dec_key`.
+        It runs on the CPU without a context. A target that this host lacks is replaced by the CPU, with a
+        warning; with ``MCINFER_STRICT_DEVICE=1`` that is an error. The entries in `config_dict` override
+        those of the file `config_path`. Encrypted models are refused: MindSpore Lite dropped them.
 
         Raises:
             TypeError: An argument is of another type.
@@ -154,11 +147,13 @@ class Model:
         config_path: str = "",
         config_dict: Sections | None = None,
     ) -> None:
-        """Load a model from memory.
+        """Load a model from memory; the other arguments and errors are those of `build_from_file`.
+
+        The bytes are kept only where `resize` may have to build the model anew: it is ONNX, and has an input
+        of which a size is fixed.
 
         Args:
-            model_bytes: What a file would hold. It is kept, with `weight_bytes`, only where `resize` may have
-                to build the model anew: it is ONNX, and has an input of which a size is fixed.
+            model_bytes: What a file would hold.
             weight_bytes: The content of the one file that an ONNX model's external data lies in; takes the
                 extra ``mcinfer[onnx]``. For weights on disk name a file of their folder in the
                 configuration instead, as ``mindir_path`` of section ``model_file``.
@@ -166,9 +161,6 @@ class Model:
             context: As in `build_from_file`.
             config_path: Likewise.
             config_dict: Likewise.
-
-        Raises:
-            TypeError, RuntimeError: As `build_from_file`.
         """
         what = "build_from_buffer"
         check_type("model_bytes", model_bytes, bytes)
@@ -230,18 +222,11 @@ class Model:
         """The model's input tensors, the same at every call: fill them, and pass them to `predict`.
 
         A size that is not known before `resize` is -1, and is taken from the data that is set.
-
-        Raises:
-            RuntimeError: The model is not built.
         """
         return [*self._ready("get_inputs").inputs]
 
     def get_outputs(self) -> tuple[TensorMeta, ...]:
-        """The outputs' names, dtypes and shapes, for the inputs' sizes as they are now.
-
-        Raises:
-            RuntimeError: The model is not built.
-        """
+        """The outputs' names, dtypes and shapes, for the inputs' sizes as they are now."""
         built = self._ready("get_outputs")
         with built.lock:
             session, dims = built.session, built.dims
@@ -260,19 +245,13 @@ class Model:
         )
 
     def get_model_info(self, key: str | None = None) -> str:
-        """What is known of the model, as text.
+        """What is known of the model, as text, ``""`` for what is unknown or unset.
 
         Args:
             key: ``input_shape`` (``name:1,224,224,3;…``, -1 for a size that is not known),
                 ``dynamic_dims`` (the same of the inputs that have such sizes), ``current_pid`` (also before
                 it is built), ``shareable_weight_mem_handle`` (where the configuration has
-                ``shareable_weight_pid_list``).
-
-        Returns:
-            The text, ``""`` for what is unknown or unset.
-
-        Raises:
-            TypeError: The key is no text, or is missing.
+                ``shareable_weight_pid_list``). Something other than a str is a TypeError.
         """
         check_type("key", key, str)
         if key == "current_pid":
@@ -321,14 +300,10 @@ class Model:
             return answered(outputs, session.run(input_arrays(given)))
 
     def resize(self, inputs: list[Tensor], dims: list[list[int]]) -> None:
-        """Set the shapes of inputs.
+        """Set the shapes of inputs: `inputs` are some of `get_inputs`, or tensors of those names.
 
         Sizes that the model leaves open are only noted: `predict` takes any. A model whose sizes are fixed is
         built anew with the new ones, where its graph allows that; it takes the extra ``mcinfer[onnx]``.
-
-        Args:
-            inputs: Some of `get_inputs`, or tensors of those names.
-            dims: A new shape for each.
 
         Raises:
             TypeError: An argument is of another type.
@@ -406,11 +381,6 @@ class Model:
 
 
 def _owner(session: Session, pids: Sequence[int], *, stacklevel: int) -> WeightOwner:
-    """The object that gives the session's weights to these processes.
-
-    Raises:
-        BuildError: They cannot be shared.
-    """
     held = getattr(session.engine, "held", None)
     if held is None:
         why = "; ".join(session.engine.notes) or "only ONNX models on the CPU can be prepared"
@@ -445,13 +415,7 @@ class ModelGroup:
     replaced for all that have the same sizes.
     ``SHARE_WORKSPACE``: ONNX Runtime's memory for what lies between operators is one arena for the models of
     this process, in the place of one each. As in MindSpore Lite, such a group names its models by path.
-    ``SHARE_WEIGHT_WORKSPACE``: both.
-
-    Args:
-        flags: What is shared.
-
-    Raises:
-        RuntimeError: No such flag.
+    ``SHARE_WEIGHT_WORKSPACE``: both. Something other than these flags is a RuntimeError.
     """
 
     # A model and the group that has its path have nothing else in common; a group that is gone is not found.
@@ -472,7 +436,6 @@ class ModelGroup:
 
     @classmethod
     def _of_path(cls, model: str | bytes) -> SharedModels | None:
-        """What the models of a path share, where a group has it."""
         return cls._by_path.get(os.path.realpath(model)) if isinstance(model, str) else None
 
     def add_model(self, models: "list[Model] | list[str] | tuple[Model | str, ...]") -> None:
@@ -516,7 +479,7 @@ class ModelGroup:
     def cal_max_size_of_workspace(
         self, model_type: ModelType, context: Context | None = None
     ) -> None:
-        """Nothing to do here, but for the checks: the shared arena grows to what the largest model needs.
+        """Check the arguments alone: the shared arena grows to what the largest model needs.
 
         Raises:
             TypeError: An argument is of another type.

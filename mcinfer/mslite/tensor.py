@@ -99,11 +99,7 @@ def known_data_type(dtype: "np.dtype[Any]") -> DataType:
 
 
 def data_type_of(dtype: "np.dtype[Any]") -> DataType:
-    """The number of a NumPy dtype, of any byte order.
-
-    Raises:
-        TypeError: It has none, such as strings, bfloat16 and types of less than a byte.
-    """
+    """The number of a NumPy dtype, of any byte order; a TypeError if it has none (strings, bfloat16, …)."""
     known = known_data_type(dtype)
     if known is DataType.UNKNOWN:
         raise TypeError(f"Unsupported numpy dtype value {dtype}")
@@ -111,11 +107,7 @@ def data_type_of(dtype: "np.dtype[Any]") -> DataType:
 
 
 def numpy_dtype_of(dtype: DataType) -> "np.dtype[Any]":
-    """The NumPy dtype of a number, of native byte order.
-
-    Raises:
-        TypeError: UNKNOWN or INVALID.
-    """
+    """The NumPy dtype of a number, of native byte order; a TypeError for UNKNOWN and INVALID."""
     if dtype not in _DTYPES:
         raise TypeError(f"Unsupported dtype value {dtype}")
     return _DTYPES[dtype]
@@ -143,14 +135,7 @@ def _printed(tensor: "Tensor | TensorMeta") -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class TensorMeta:
-    """What a model says about one of its tensors, without data.
-
-    Attributes:
-        name: As in the model.
-        dtype: Element type.
-        shape: Sizes of the dimensions, -1 for one that is not known.
-        format: What the dimensions stand for.
-    """
+    """What a model says about one of its tensors, without data: -1 is a size that is not known."""
 
     name: str = ""
     dtype: DataType = DataType.UNKNOWN
@@ -203,7 +188,8 @@ class Tensor:
     own way. Without a tensor: the shape and dtype if both are given, else one float32. It has no data
     then; the first look at it makes zeros.
 
-    One tensor must not be used by several threads at a time, unless they all only read.
+    One tensor must not be used by several threads at a time, unless they all only read. What does not fit,
+    here and when an attribute is set, is a TypeError.
 
     Args:
         tensor: ndarray or Tensor.
@@ -212,10 +198,6 @@ class Tensor:
         dtype: DataType; with a tensor it must be the tensor's own.
         device: One of `DEVICE_KINDS`, alone or with ``:index``. The data stays in host memory all
             the same, and other than for ``"cpu"`` a UserWarning says so.
-
-    Raises:
-        TypeError: An argument is of another type, does not fit the tensor, or its dtype has no
-            number in `DataType`.
     """
 
     __slots__ = (
@@ -310,20 +292,15 @@ class Tensor:
 
     @classmethod
     def _of_result(cls, name: str, array: NDArray[Any]) -> "Tensor":
-        """A tensor that holds an array as it is; unlike the constructor it checks nothing.
+        """A tensor that holds an array as it is, which it borrows; unlike the constructor it checks nothing.
 
-        The array is C-contiguous, of native byte order and of any dtype; the tensor's is UNKNOWN if it has
-        no number. It is borrowed, and its shape must not be set in place from here on.
+        The array is C-contiguous and of native byte order; the dtype is UNKNOWN if it has no number.
         """
         return cls.__new__(cls)._set(name, known_data_type(array.dtype), array.shape, array)
 
     @property
     def name(self) -> str:
-        """The name, ``""`` by default.
-
-        Raises:
-            TypeError: Set to something other than a str.
-        """
+        """The name, ``""`` by default."""
         return self._name
 
     @name.setter
@@ -335,9 +312,6 @@ class Tensor:
         """The element type. Data is never reinterpreted or converted: a new type drops it.
 
         The next look at the data, or the next `set_data_from_numpy`, gets memory of the new type.
-
-        Raises:
-            TypeError: Set to something other than a DataType.
         """
         return self._dtype
 
@@ -354,9 +328,6 @@ class Tensor:
 
         Setting a shape of as many elements keeps the data and looks at it in that shape. Another
         number of elements drops the data; the next use gets memory of the new size.
-
-        Raises:
-            TypeError: Set to something other than a list (or tuple) of int.
         """
         return list(self._shape)
 
@@ -372,11 +343,7 @@ class Tensor:
 
     @property
     def format(self) -> Format:
-        """What the dimensions stand for; setting it moves no data.
-
-        Raises:
-            TypeError: Set to something other than a Format.
-        """
+        """What the dimensions stand for; setting it moves no data."""
         return self._format
 
     @format.setter  # noqa: A003 the attribute's name
@@ -408,11 +375,8 @@ class Tensor:
     def array(self) -> NDArray[Any]:
         """The tensor's data itself, in its shape: what an engine reads. Not to be kept or reshaped.
 
-        If there is none yet: zeroed memory, which becomes the data; or, if a dimension is 0 or less,
-        an empty array with 0 in its place, which does not.
-
-        Raises:
-            TypeError: There is no data, and the dtype is UNKNOWN or INVALID.
+        If there is none yet: zeroed memory, which becomes the data (a TypeError for UNKNOWN and INVALID);
+        or, if a dimension is 0 or less, an empty array with 0 in its place, which does not.
         """
         if self._array is not None:
             return self._array
@@ -429,16 +393,10 @@ class Tensor:
         return np.empty(shape, numpy_dtype_of(self._dtype))
 
     def get_data_to_numpy(self) -> NDArray[Any]:
-        """A view of the data in the tensor's shape; writing to it writes to the tensor.
+        """A view of the data (see `array`) in the tensor's shape; writing to it writes to the tensor.
 
         It is read-only if the array that the tensor was made of is. Later calls of
         `set_data_from_numpy` show in it, unless they or a setter made the tensor get new memory.
-
-        Returns:
-            The data; if there is none yet, as `array` says.
-
-        Raises:
-            TypeError: There is no data, and the dtype is UNKNOWN or INVALID.
         """
         return self.array.view()
 
@@ -507,12 +465,7 @@ def known_dims(spec: TensorSpec) -> list[int]:
 
 
 def check_inputs(inputs: object, count: int) -> list[TensorLike]:
-    """A run's inputs, checked but for their data.
-
-    Raises:
-        TypeError: Not a list or tuple of Tensor or ndarray.
-        InvalidRunError: Another number than the model's.
-    """
+    """A run's inputs, checked but for their data: a list or tuple of as many tensors or arrays."""
     if not isinstance(inputs, (list, tuple)):
         raise TypeError(f"inputs must be list, but got {type(inputs)}.")
     for i, value in enumerate(inputs):
@@ -526,11 +479,7 @@ def check_inputs(inputs: object, count: int) -> list[TensorLike]:
 
 
 def input_arrays(inputs: Sequence[TensorLike]) -> list[NDArray[Any]]:
-    """The data of a run's inputs.
-
-    Raises:
-        InvalidInputError: A tensor has no data: it was neither set nor looked at.
-    """
+    """The data of a run's inputs; InvalidInputError for a tensor that was neither set nor looked at."""
     for value in inputs:
         if isinstance(value, Tensor) and not value.has_data:
             raise InvalidInputError(f"input {value.name!r} has no data, set it first")
@@ -538,15 +487,9 @@ def input_arrays(inputs: Sequence[TensorLike]) -> list[NDArray[Any]]:
 
 
 def check_outputs(outputs: object, count: int) -> None:
-    """Check what a caller gives a run to write to, as far as that can be known before the run.
+    """Check, as far as that can be known before a run, what a caller gives it to write to.
 
-    Args:
-        outputs: A tensor for each output; or an empty list, which new ones are put into; or None.
-        count: How many outputs the model has.
-
-    Raises:
-        TypeError: Not a list of Tensor.
-        InvalidInputError: Another number than the model's, or a tensor of a type that has no memory.
+    That is a tensor for each output, or an empty list, which new ones are put into, or None.
     """
     if outputs is None:
         return
@@ -565,12 +508,8 @@ def check_outputs(outputs: object, count: int) -> None:
 def answered(outputs: list[Tensor] | None, results: Mapping[str, NDArray[Any]]) -> list[Tensor]:
     """A run's results as tensors: new ones, or the caller's, all of which are written to, or none.
 
-    Args:
-        outputs: As `check_outputs` takes it. A tensor of a size that is not known takes the result's.
-        results: By the output's name; their memory is not that of the tensors.
-
-    Raises:
-        InvalidInputError: A tensor does not fit its result, or two have the same memory.
+    The caller's are as `check_outputs` takes them; one of a size that is not known takes the result's. The
+    results' memory is not that of the tensors.
     """
     if not outputs:
         outputs = [] if outputs is None else outputs
