@@ -59,7 +59,7 @@ matmul (float[2, 3] x) => (float[2, 1] y) <float[3, 1] w = {{1, 2, 3}}> {{ y = M
 """
 
 CHOSEN = f"{HEAD} chosen (float[n] x) => (int64[1, k] y) {{ y = NonZero(x) }}"
-"""Only a run tells the size of the output."""
+"""Only a run shows the size of the output."""
 
 TO_ORDER = f"{HEAD} to_order (float[n] x, int64[r] to) => (float[a, b] y) {{ y = Reshape(x, to) }}"
 """Likewise: the data of an input says it."""
@@ -98,7 +98,7 @@ def onnx_model(tmp_path: Path) -> OnnxModel:
 
 @pytest.fixture
 def no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this machine has, ONNX Runtime knows the CPU alone."""
+    """ONNX Runtime knows the CPU alone, also on a machine with other devices."""
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["CPUExecutionProvider"])
 
 

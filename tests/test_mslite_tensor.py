@@ -40,7 +40,7 @@ def numbers(*shape: int, dtype: str = "float32") -> NDArray[Any]:
 
 
 class Pool:
-    """An allocator that keeps what it gave, full of a value that nobody set."""
+    """An allocator that keeps what it gave, full of a value that no test set."""
 
     def __init__(self, dtype: str = "float32") -> None:
         self.dtype = dtype

@@ -454,14 +454,14 @@ def _call(
     outputs: list[Tensor],
     what: CallBackParam,
 ) -> None:
-    """Call what the user gave; whatever it raises fails this call alone."""
+    """Call what the user gave; an error in it fails this call alone."""
     if callback is None:
         return
     try:
-        wants = callback(inputs, outputs, what)
+        answer = callback(inputs, outputs, what)
     except Exception as exc:
         raise PredictError(f"the callback {name!r} raised {type(exc).__name__}: {exc}") from exc
-    if wants is False:
+    if answer is False:
         raise PredictError(f"the callback {name!r} returned False")
 
 

@@ -68,7 +68,7 @@ class Session:
 
     Attributes:
         weights: The weights that were replaced, by name; they do not change any more.
-        output_shapes: From the inputs' shapes to the outputs', None for one that only a run tells;
+        output_shapes: From the inputs' shapes to the outputs', None where only a run shows it;
             InvalidInputError where the inputs' do not fit the model.
     """
 

@@ -205,11 +205,23 @@ class Tensor:
         *("_model_dtype", "_name", "_own", "_shape"),
     )
 
-    _name: str
-    _format: Format
-    _array: NDArray[Any] | None  # None until memory is gotten
-    _own: bool  # whether the array is memory that set_data_from_numpy may write to
-    _model_dtype: DataType  # what the allocator gives
+    def _set(
+        self,
+        name: str,
+        dtype: DataType,
+        shape: tuple[int, ...],
+        array: NDArray[Any] | None = None,
+        allocate: Allocate | None = None,
+    ) -> "Tensor":
+        self._name = name
+        self._dtype = dtype
+        self._shape = shape
+        self._format = Format.NCHW
+        self._array = array  # None until memory is gotten
+        self._own = False  # whether set_data_from_numpy may write to the array
+        self._allocate = allocate
+        self._model_dtype = dtype  # what the allocator gives
+        return self
 
     def __init__(
         self,
@@ -264,24 +276,6 @@ class Tensor:
         else:
             self._array = np.array(tensor, dtype=numpy_dtype_of(self._dtype), order="C")
             self._own = True
-
-    def _set(
-        self,
-        name: str,
-        dtype: DataType,
-        shape: tuple[int, ...],
-        array: NDArray[Any] | None = None,
-        allocate: Allocate | None = None,
-    ) -> "Tensor":
-        self._name = name
-        self._dtype = dtype
-        self._shape = shape
-        self._format = Format.NCHW
-        self._array = array
-        self._own = False
-        self._allocate = allocate
-        self._model_dtype = dtype
-        return self
 
     @classmethod
     def _of_model(cls, spec: TensorSpec, allocate: Allocate | None = None) -> "Tensor":

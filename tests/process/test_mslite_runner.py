@@ -54,7 +54,7 @@ loop (int64 n, float[batch, 4] x) => (float[batch, 4] y) <bool go = {{1}}> {{
 """Changes the sign n times: as long a run as is wanted."""
 
 TO_ORDER = f"{HEAD} to_order (float[n] x, int64[r] to) => (float[a, b] y) {{ y = Reshape(x, to) }}"
-"""Only a run tells the size of the output; it fails where the sizes do not go together."""
+"""Only a run shows the size of the output; it fails where the sizes do not go together."""
 
 WEIGHED = f"""{HEAD}
 weighed (float[batch, 2] x) => (float[batch, 2] y) <float[2] w = {{10, 20}}> {{ y = Add(x, w) }}
