@@ -15,8 +15,9 @@ from mcinfer.config import Device
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import Buffer, Engine, EngineRequest, Produced, RunCancelledError, Strings
 from mcinfer.errors import BuildError, InvalidInputError, PredictError
+from mcinfer.mslite import DataType, ModelType
 from mcinfer.specs import TensorSpec, numpy_dtype
-from tests.mindspore_lite_stand_in import DataType, Model, ModelType, installed
+from tests.mindspore_lite_stand_in import Model, given, installed
 
 ROOT = Path(__file__).parents[1]
 
@@ -37,9 +38,9 @@ def path(tmp_path: Path) -> Path:
 
 
 def open_lite(path: Path, device: str = "cpu:0", **options: Any) -> Engine:
-    given = {"threads": 3, **options}
+    options = {"threads": 3, **options}
     return open_engine(
-        "mindspore_lite", EngineRequest(model=str(path), device=Device.parse(device), **given)
+        "mindspore_lite", EngineRequest(model=str(path), device=Device.parse(device), **options)
     )
 
 
@@ -97,12 +98,11 @@ def test_context_is_that_of_the_device(
 ) -> None:
     engine = open_lite(path, device, allow_fallback=fallback, inter_op_threads=2)
     (model,) = Model.built
-    assert model.context is not None
     assert model.context.target == target
     assert engine.providers == tuple(target)
-    assert model.context.cpu.given == {"thread_num": 3, "inter_op_parallel_num": 2}
-    assert model.context.gpu.given == gpu
-    assert model.context.ascend.given == ascend
+    assert given(model.context.cpu) == {"thread_num": 3, "inter_op_parallel_num": 2}
+    assert given(model.context.gpu) == gpu
+    assert given(model.context.ascend) == ascend
 
 
 def test_device_that_it_does_not_have_is_a_build_error_that_names_it(path: Path) -> None:
@@ -139,10 +139,9 @@ def test_provider_options_are_set_on_the_devices_part_of_the_context(
 ) -> None:
     open_lite(path, device, provider_options=options)
     context = Model.built[0].context
-    assert context is not None
     part = context.gpu if device.startswith("cuda") else context.ascend
     rank = {"rank_id": 3} if "rank_id" in options else {}
-    assert part.given == {"device_id": 1, **options, **rank}
+    assert given(part) == {"device_id": 1, **options, **rank}
 
 
 @pytest.mark.parametrize(
@@ -209,6 +208,12 @@ def test_what_was_produced_outlives_runs_of_other_layouts(path: Path) -> None:
     produced = [run.execute()[0] for run in runs]
     for x, item in zip(arrays, produced, strict=True):
         assert np.array_equal(content(item), 2 * x + 1)
+
+
+def test_output_without_elements_keeps_its_shape(path: Path) -> None:
+    x = np.zeros((2, 3), np.float32)
+    where = open_lite(path).bind([buffer("x", x)], []).execute()[1]
+    assert where.shape == (0, 2)
 
 
 def test_scalars_are_tensors(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
