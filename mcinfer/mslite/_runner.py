@@ -348,18 +348,13 @@ class ModelParallelRunner:
         """Run the model on whichever worker is free, and wait for the answer.
 
         Args:
-            inputs: A list or tuple of tensors or arrays, in the model's order; any shapes that the model
-                takes. Those of `get_inputs` are not copied, and are not to be changed until the call returns.
-            outputs: Tensors to write to, of the outputs' dtypes and shapes (or of sizes not known yet), whose
-                memory may be that of inputs, but not of each other; or an empty list, which new tensors are
-                put into.
+            inputs: As for `Model.predict`, of any shapes that the model takes; those of `get_inputs` are not
+                copied.
+            outputs: As for `Model.predict`.
             before: Called in this thread before the request is queued: it may still set the inputs' data.
             after: Called in this thread with the answer.
             timeout: Seconds until `PredictTimeoutError`; None is the configuration's.
             priority: Requests of a higher one go first, but none waits for ever.
-
-        Returns:
-            The outputs: `outputs`, or new ones.
 
         Raises:
             TypeError: An argument is of another type.

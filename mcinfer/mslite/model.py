@@ -274,7 +274,7 @@ class Model:
         inputs: Sequence[Tensor | NDArray[Any]],
         outputs: list[Tensor] | None = None,
     ) -> list[Tensor]:
-        """Run the model.
+        """Run the model, and return the outputs: `outputs`, or new tensors.
 
         Args:
             inputs: A list or tuple of tensors or arrays, in the model's order, of its dtypes and shapes.
@@ -283,9 +283,6 @@ class Model:
             outputs: Tensors to write to, of the outputs' dtypes and shapes (or of sizes not known yet), whose
                 memory may be that of inputs, but not of each other; or an empty list, which new tensors are
                 put into.
-
-        Returns:
-            The outputs: `outputs`, or new ones.
 
         Raises:
             TypeError: An argument is of another type.
