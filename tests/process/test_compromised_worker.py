@@ -320,7 +320,7 @@ def test_strangers_that_connect_all_the_same_change_nothing(
                 met[0] += 1
 
     with Master(fake_model(), 2, engine="fake", verify="never") as master:
-        handle = master._loop._connections._transport.add(9)
+        handle = master._loop._connections.transport.add(9)
         path = f"/proc/self/fd/{handle}"
         strangers = [threading.Thread(target=knock, args=(path,)) for _ in range(2)]
         for thread in strangers:

@@ -19,8 +19,8 @@ from mcinfer.protocol import VERSION, Build, Hello, decode, encode
 from mcinfer.runtime.cancels import Cancels
 from mcinfer.runtime.folder import RuntimeFolder
 from mcinfer.runtime.transport import MasterTransport, SocketPairMaster, ZeroMQMaster
-from mcinfer.serving import STRANGER
 from mcinfer.shm.lifeline import Lifeline
+from mcinfer.worker.server import STRANGER
 from tests.process.hostile_worker import become
 from tests.process.models import FakeModel, OnnxModel, assert_answers, rows
 from tests.process.waiting import wait_until
