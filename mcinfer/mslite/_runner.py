@@ -37,7 +37,6 @@ from mcinfer.mslite._configuration import (
     warn_of_unused,
     weights_folder,
 )
-from mcinfer.mslite._session import ModelBuffer
 from mcinfer.mslite._targets import (
     Attempt,
     ModelType,
@@ -117,7 +116,7 @@ class RunnerConfig(ParallelOptions):
 
 
 def _new_master(
-    path: str,
+    model: str | bytes,
     config: RunnerConfig,
     attempt: Attempt,
     settings: Mapping[str, str],
@@ -136,7 +135,7 @@ def _new_master(
     else:
         ids = config.device_ids or [attempt.index]
     return Master(
-        path,
+        model,
         [f"{attempt.kind}:{ids[i % len(ids)]}" for i in range(workers)],
         engine=attempt.engine,
         options=options,
@@ -174,7 +173,6 @@ class ModelParallelRunner:
     def __init__(self) -> None:
         self._master: Master | None = None
         self._name = ""
-        self._buffer: ModelBuffer | None = None
         self._starting: Master | None = None
         self._claimed = False  # it is built, or is being built
         self._closed = False
@@ -222,13 +220,11 @@ class ModelParallelRunner:
         """
         with self._lock:
             self._closed = True
-            starting, master, buffer = self._starting, self._master, self._buffer
+            starting, master = self._starting, self._master
         if starting is not None:
             starting.close(0.0)  # one that loads a model does not hear that it is to end
         if master is not None:  # else the build that fails clears up behind itself
             master.close(timeout)
-            if buffer is not None:
-                buffer.close()
 
     def __enter__(self) -> Self:
         return self
@@ -249,11 +245,7 @@ class ModelParallelRunner:
             try:
                 self._open(model, config)
             except BaseException as exc:
-                with self._lock:
-                    buffer, self._buffer = self._buffer, None
-                    self._claimed = False
-                if buffer is not None:
-                    buffer.close()
+                self._claimed = False
                 if self._closed and isinstance(exc, Exception):
                     raise ClosedError("the runner was closed meanwhile") from exc
                 raise
@@ -262,21 +254,19 @@ class ModelParallelRunner:
         sections = override(load_sections(config.config_path), config.sections)
         settings: dict[str, str] = {}
         if isinstance(model, bytes):
-            model_type = model_type_of_bytes(model)
+            name, model_type = "buffer", model_type_of_bytes(model)
             folder = weights_folder(sections)
             if folder is not None and model_type is ModelType.ONNX:
                 settings[FOLDER_KEY] = folder
-            self._buffer = ModelBuffer(model)
-            path, name = self._buffer.path, "buffer"
         else:
-            path, name, model_type = model, model, model_type_of(model, ModelType.MINDIR)
+            name, model_type = model, model_type_of(model, ModelType.MINDIR)
         used = used_entries(config.context, model_type, from_buffer=isinstance(model, bytes))
         # The caller is four calls up: _open, _build, build_from_file, the user.
         warn_of_unused(sections, used | VARIABLE_ENTRIES, stacklevel=4)
         names = variable_weights(sections)
 
         def build(attempt: Attempt) -> None:
-            self._start(_new_master(path, config, attempt, settings, names), name)
+            self._start(_new_master(model, config, attempt, settings, names), name)
 
         open_first(attempts(config.context, model_type, sections), build, stacklevel=4)
 

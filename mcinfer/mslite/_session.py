@@ -239,9 +239,7 @@ def _load(source: Source, dims: Dims | None, attempt: Attempt, *, workspace: boo
         if folder is not None and onnx_runtime:
             config[FOLDER_KEY] = folder
         if isinstance(model, bytes):
-            buffer = ModelBuffer(model)
-            opened.callback(buffer.close)
-            model = buffer.path
+            model = opened.enter_context(_in_memory(model))
         request = EngineRequest(
             model=model,
             prepare=prepare,
@@ -301,26 +299,16 @@ def _identity(source: Source, dims: Dims | None, attempt: Attempt) -> object:
 # Models in memory, and of other sizes.
 
 
-class ModelBuffer:
-    """A model's content as a file without a name, for engines in this process and in its workers.
-
-    It lies in memory (a memfd), so nothing is left of it however this process ends. Its maker closes it after
-    the last engine has loaded it; one that is garbage closes itself.
-
-    Attributes:
-        path: What engines open, as long as it is not closed and this process lives.
-    """
-
-    def __init__(self, content: bytes) -> None:
-        fd = os.memfd_create("mcinfer-model", os.MFD_CLOEXEC)
-        self.close = weakref.finalize(self, os.close, fd)
-        self.path = f"/proc/{os.getpid()}/fd/{fd}"
-        try:
-            with os.fdopen(os.dup(fd), "wb") as file:
-                file.write(content)
-        except OSError:
-            self.close()
-            raise
+@contextmanager
+def _in_memory(content: bytes) -> Iterator[str]:
+    """A path of the content: a memfd, of which nothing is left however this process ends."""
+    fd = os.memfd_create("mcinfer-model", os.MFD_CLOEXEC)
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(content)
+        yield f"/proc/{os.getpid()}/fd/{fd}"
+    finally:
+        os.close(fd)
 
 
 def _put_weights(content: bytes, weights: bytes, opened: ExitStack) -> str:
