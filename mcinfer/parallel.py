@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from os import PathLike
-from types import TracebackType
 from typing import Any, Self, overload
 
 from numpy.typing import NDArray
 
-from mcinfer.config import Timeouts
+from mcinfer.config import Timeouts, check_count
 from mcinfer.errors import ClosedError, InvalidInputError
 from mcinfer.master import Master
 from mcinfer.requests.request import Arrays, Inputs
@@ -51,10 +50,7 @@ class ParallelPredictUtils:
         engine: str = "onnxruntime",
         timeouts: Timeouts = Timeouts(),
     ) -> None:
-        if not isinstance(device_num, int) or isinstance(device_num, bool) or device_num < 1:
-            raise InvalidInputError(
-                f"device_num: got {device_num!r}, expected an int of at least 1"
-            )
+        check_count("device_num", device_num, 1)
         ids = [*range(device_num)] if device_ids is None else [*device_ids]
         if len(ids) != device_num:
             raise InvalidInputError(
@@ -66,12 +62,7 @@ class ParallelPredictUtils:
         self._built = False
 
     def build_model(self) -> None:
-        """Start the workers and load the model in all of them at once.
-
-        Raises:
-            BuildError: One or more could not; no process is left behind.
-            ClosedError: It was built before.
-        """
+        """Start the workers and load the model in all of them at once; see `Master.start`."""
         self._master.start()
         self._built = True
 
@@ -130,20 +121,9 @@ class ParallelPredictUtils:
         batch_axes: Axes | None = None,
         output_axes: Axes | None = None,
     ) -> Tensors | Arrays:
-        """Run a whole batch: split over the devices, joined again.
+        """Run a whole batch: split over the devices, joined again; see `Master.predict`.
 
-        Args:
-            inputs: Arrays in the model's input order, or by name.
-            timeout: Seconds; None is `Timeouts.predict`.
-            batch_axes: By input name, the axis to split along, or None for whole; see `Master`.
-            output_axes: By output name, the axis to join along, or None for one that is the same everywhere.
-
-        Returns:
-            Arrays in the model's output order; by name, if the inputs came by name.
-
-        Raises:
-            InvalidInputError, PredictError, WorkerDiedError, PredictTimeoutError, QueueFullError,
-            ClosedError: As `Master.predict`.
+        The inputs come in the model's order or by name, and so do the outputs.
         """
         self._check_built()
         outputs = self._master.predict(
@@ -173,12 +153,7 @@ class ParallelPredictUtils:
         self.build_model()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.finalize()
 
     def _check_built(self) -> None:

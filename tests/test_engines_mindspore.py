@@ -33,8 +33,7 @@ with_mindspore = pytest.mark.skipif(
     importlib.util.find_spec("mindspore") is None, reason="MindSpore is not installed"
 )
 
-NUMBERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-TYPES = ("bool", *NUMBERS, "float16", "float32", "float64", "complex64", "complex128")
+TYPES = ("bool", "int8", "int64", "uint16", "float16", "float32", "complex64")
 
 EXPORT = """
 import sys
@@ -251,15 +250,6 @@ def test_bound_output_is_written_in_place_and_the_other_is_produced(affine: Engi
 
 
 @with_mindspore
-def test_outputs_that_are_not_bound_come_in_the_models_order(affine: Engine) -> None:
-    x = rows(2)
-    produced = affine.bind([buffer("x", x)], []).execute()
-    assert [item.name for item in produced] == ["output_0", "output_1"]
-    for item in produced:
-        assert np.array_equal(content(item), 2 * x + 1)
-
-
-@with_mindspore
 @pytest.mark.parametrize("name", ["affine", "static"])
 def test_run_reads_its_inputs_anew_each_time(models: Path, name: str) -> None:
     x, y = rows(2), np.empty((2, 3), np.float32)
@@ -268,15 +258,6 @@ def test_run_reads_its_inputs_anew_each_time(models: Path, name: str) -> None:
         x[:] = rows(2, start)
         run.execute()
         assert np.array_equal(y, 2 * x + 1)
-
-
-@with_mindspore
-def test_runs_of_several_layouts_live_side_by_side(affine: Engine) -> None:
-    arrays = [rows(count) for count in (1, 5, 2, 0)]
-    runs = [affine.bind([buffer("x", x)], []) for x in arrays]
-    for _ in range(2):
-        for x, run in zip(arrays, runs, strict=True):
-            assert np.array_equal(content(run.execute()[0]), 2 * x + 1)
 
 
 @with_mindspore
@@ -299,22 +280,6 @@ def test_output_bound_with_another_shape_than_it_has_is_a_predict_error(affine: 
     ):
         run.execute()
     assert (wrong == 7).all()
-
-
-@with_mindspore
-def test_engines_of_several_models_live_side_by_side(models: Path) -> None:
-    x, k = rows(2), np.array(3, np.float32)
-    affine = open_model(models / "affine.mindir").bind([buffer("x", x)], [])
-    scaled = open_model(models / "scaled.mindir").bind([buffer("x", x), buffer("scale", k)], [])
-    for _ in range(2):
-        assert np.array_equal(content(affine.execute()[0]), 2 * x + 1)
-        first, second, third = scaled.execute()
-        sums = x.sum(axis=1, keepdims=True).repeat(2, axis=1)
-        assert np.array_equal(content(first), sums * k)
-        assert np.array_equal(content(second), x.astype(np.int32))
-        assert np.array_equal(content(third), sums.sum())
-        x += 1
-        k += 1
 
 
 # Memory.
@@ -375,16 +340,6 @@ def test_state_of_a_model_stays_from_run_to_run(models: Path) -> None:
 
 
 @with_mindspore
-@pytest.mark.parametrize("offset", [0, 1, 4, 8])
-def test_memory_need_not_be_aligned(affine: Engine, offset: int) -> None:
-    raw = np.zeros(100, np.uint8)
-    x = np.ndarray((2, 3), np.float32, raw.data, offset)
-    x[:] = rows(2)
-    (first, _) = affine.bind([buffer("x", x)], []).execute()
-    assert np.array_equal(content(first), 2 * rows(2) + 1)
-
-
-@with_mindspore
 def test_scalars_are_tensors(models: Path) -> None:
     engine = open_model(models / "scalar.mindir")
     x, y = np.array(3, np.float32), np.array(0, np.float32)
@@ -404,15 +359,6 @@ def test_output_of_a_shape_known_only_after_the_run_is_produced(models: Path) ->
     for _ in range(2):
         assert np.array_equal(content(run.execute()[0]), np.argwhere(x))
         x[:, 1] = 0
-
-
-@with_mindspore
-def test_loop_runs_as_often_as_its_input_says(models: Path) -> None:
-    x, times = rows(2), np.array(0, np.int32)
-    run = open_model(models / "looping.mindir").bind([buffer("x", x), buffer("times", times)], [])
-    for count in (3, 0, 5):
-        times[...] = count
-        assert np.array_equal(content(run.execute()[0]), x + count)
 
 
 # What is refused.
@@ -469,31 +415,16 @@ def test_model_that_cannot_be_served_is_a_build_error_that_says_why(
 
 
 @with_mindspore
-@pytest.mark.parametrize("content", ["", "Dear Sir or Madam"], ids=["empty", "letter"])
-def test_file_that_is_no_model_is_a_build_error(tmp_path: Path, content: str) -> None:
+def test_file_that_is_no_model_is_a_build_error(tmp_path: Path) -> None:
     path = tmp_path / "letter.mindir"
-    path.write_text(content)
+    path.write_text("Dear Sir or Madam")
     with pytest.raises(BuildError, match=r"^mindspore: .*letter\.mindir: Load MindIR failed"):
         open_model(path)
 
 
-@with_mindspore
-@pytest.mark.parametrize("name", ["nowhere.mindir", "nowhere"])
-def test_missing_file_is_a_build_error_that_names_it(tmp_path: Path, name: str) -> None:
-    with pytest.raises(BuildError, match=f"^mindspore: .*{name}: "):
-        open_model(tmp_path / name)
-
-
-@pytest.mark.parametrize("device", ["cuda:0", "ascend:1"])
-def test_other_device_than_the_cpu_is_a_build_error_that_names_it(device: str) -> None:
-    with pytest.raises(BuildError, match=f"^engine mindspore has no device {device}, expected cpu"):
-        open_model("model.mindir", device)
-
-
-@with_mindspore
-def test_cpu_serves_for_another_device_where_that_is_allowed(models: Path) -> None:
-    engine = open_model(models / "static.mindir", "ascend:1", allow_fallback=True)
-    assert engine.providers == ("CPU",)
+def test_other_device_than_the_cpu_is_a_build_error_that_names_it() -> None:
+    with pytest.raises(BuildError, match=r"^engine mindspore has no device ascend:1, expected cpu"):
+        open_model("model.mindir", "ascend:1")
 
 
 @pytest.mark.parametrize("name", ["session_config", "provider_options"])
@@ -544,7 +475,7 @@ def test_cancelled_engine_runs_again_once_it_is_armed(affine: Engine) -> None:
 
 
 def test_runs_of_several_models_take_turns() -> None:
-    """The runtime is one for the process. A stand-in for what is compiled tells who is in there."""
+    """The runtime is one for the process. A stand-in for what is compiled sees two that meet."""
     inside = threading.Lock()
     met = []
 
@@ -656,7 +587,7 @@ def threads_of(models: Path, threads: int, inter_op: int, cores: int) -> list[st
 @pytest.mark.skipif(not Path("/usr/bin/gcc").exists(), reason="there is no compiler here")
 @pytest.mark.parametrize(
     ("threads", "inter_op", "actors", "kernels"),
-    [(1, 0, 1, 1), (2, 0, 1, 1), (3, 0, 1, 2), (6, 0, 1, 5), (6, 1, 1, 6), (6, 3, 2, 6)],
+    [(1, 0, 1, 1), (3, 0, 1, 2), (6, 3, 2, 6)],
 )
 def test_threads_are_as_asked_for_and_fixed_for_the_process(
     models: Path, threads: int, inter_op: int, actors: int, kernels: int

@@ -1,14 +1,14 @@
 """Tests of mcinfer/mslite/_configuration.py: sections of entries, from files and dictionaries."""
 
-import warnings
 from pathlib import Path
 
 import pytest
 
 from mcinfer.errors import InvalidInputError
+from mcinfer.mslite._checks import Sections
 from mcinfer.mslite._configuration import (
-    Sections,
     load_sections,
+    override,
     warn_of_unused,
     weights_folder,
 )
@@ -23,62 +23,48 @@ def written(tmp_path: Path, text: str) -> str:
 @pytest.mark.parametrize(
     ("text", "sections"),
     [
-        ("", {}),
         ("[empty]\n", {"empty": {}}),
-        ("[a]\nkey=value\n[b]\nkey=other\n", {"a": {"key": "value"}, "b": {"key": "other"}}),
-        ("[a]\n key  =  some value \n", {"a": {"key": "some value"}}),
-        ("[a]\nkey: value\n", {"a": {"key": "value"}}),
+        (
+            "[a]\n key  =  some value \n[b]\nkey=1\n",
+            {"a": {"key": "some value"}, "b": {"key": "1"}},
+        ),
         ("[a]\nkey=\"some value\"\nother=' x '\n", {"a": {"key": "some value", "other": " x "}}),
-        ("[a]\nkey='it\"\nquote='\n", {"a": {"key": "'it\"", "quote": "'"}}),
         ("# of it all\n[a]\n# of one\nkey=value # of a line\n", {"a": {"key": "value"}}),
         ("[a]\nKey=Value\nkey=value\n", {"a": {"Key": "Value", "key": "value"}}),
         ("[a]\nkey=1\n[a]\nkey=2\nmore=3\n", {"a": {"key": "2", "more": "3"}}),
-        ("[a]\nkey=1\nkey=2\n", {"a": {"key": "2"}}),
         ("[a]\nkey=50%(x)s\n", {"a": {"key": "50%(x)s"}}),
-        ("[a]\nkey=\n", {"a": {"key": ""}}),
         ("[a]\npath=/ä/b=c\n", {"a": {"path": "/ä/b=c"}}),
     ],
 )
 def test_file_is_read_as_sections(tmp_path: Path, text: str, sections: Sections) -> None:
-    assert load_sections(written(tmp_path, text), None) == sections
+    assert load_sections(written(tmp_path, text)) == sections
 
 
-@pytest.mark.parametrize("text", ["key=value\n", "[a]\nno value\n", "[a\nkey=1\n"])
-def test_file_that_is_no_such_file_is_refused(tmp_path: Path, text: str) -> None:
-    path = written(tmp_path, text)
-    with pytest.raises(InvalidInputError, match=f"^config_path: {path} does not load: "):
-        load_sections(path, None)
-
-
-def test_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"key=value\n", b"[a]\nno value\n", b"[a]\nkey=\xff\n"])
+def test_file_that_is_no_such_file_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "config.ini"
-    path.write_bytes(b"[a]\nkey=\xff\n")
-    for bad in (path, tmp_path):
-        with pytest.raises(InvalidInputError, match="does not load"):
-            load_sections(str(bad), None)
+    path.write_bytes(content)
+    with pytest.raises(InvalidInputError, match=f"^config_path: {path} does not load: "):
+        load_sections(str(path))
 
 
 def test_dictionary_overrides_the_file_entry_by_entry(tmp_path: Path) -> None:
     path = written(tmp_path, "[a]\nkey=file\nkept=file\n")
     more = {"a": {"key": " 'given' "}, "b": {"key": "x"}}
-    assert load_sections(path, more) == {
+    assert override(load_sections(path), more) == {
         "a": {"key": "given", "kept": "file"},
         "b": {"key": "x"},
     }
     assert more == {"a": {"key": " 'given' "}, "b": {"key": "x"}}
 
 
-def test_no_file_and_no_dictionary_are_nothing() -> None:
-    assert load_sections("", None) == {}
-
-
-def test_entries_without_an_effect_are_told_in_one_warning() -> None:
+def test_entries_without_an_effect_are_in_one_warning() -> None:
     sections = {
         "model_file": {"mindir_path": "/", "other": "1"},
         "ascend_context": {"provider": "ge", "precision_mode": "enforce_fp16", "device": "0"},
         "strange": {"entry": "1"},
     }
-    used = frozenset({("model_file", "mindir_path"), ("ascend_context", "precision_mode")})
+    used = {("model_file", "mindir_path"), ("ascend_context", "precision_mode")}
     with pytest.warns(UserWarning, match="without an effect in mcinfer") as caught:
         warn_of_unused(sections, used, stacklevel=1)
     [warning] = caught
@@ -86,13 +72,8 @@ def test_entries_without_an_effect_are_told_in_one_warning() -> None:
         ": [model_file] other, [ascend_context] provider, [ascend_context] device, [strange] entry"
     )
     assert warning.filename == __file__
-
-
-def test_entries_with_an_effect_give_no_warning() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        used = frozenset({("model_file", "mindir_path")})
-        warn_of_unused({"model_file": {"mindir_path": "/"}, "empty": {}}, used, stacklevel=1)
+    del sections["strange"], sections["ascend_context"], sections["model_file"]["other"]
+    warn_of_unused(sections, used, stacklevel=1)  # a warning is an error here
 
 
 def test_weights_lie_beside_the_path_or_in_the_folder(
@@ -104,7 +85,7 @@ def test_weights_lie_beside_the_path_or_in_the_folder(
     assert weights_folder({"model_file": {"mindir_path": "model.onnx"}}) == str(tmp_path)
 
 
-def test_weights_lie_nowhere_where_nobody_says_it() -> None:
+def test_weights_lie_in_no_folder_without_the_entry() -> None:
     assert weights_folder({}) is None
     assert weights_folder({"model_file": {}}) is None
 

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from mcinfer.mslite._checks import check_list, check_sections, check_type
+from mcinfer.mslite._checks import check_sections
 from mcinfer.mslite.context import Context
 
 Number = pytest.mark.parametrize(
@@ -24,42 +22,11 @@ Number = pytest.mark.parametrize(
     ],
 )
 
-NOT_INTS: list[Any] = ["1", 1.0, None, [1], True]
+NOT_INTS: list[Any] = ["1", 1.0, None, True]
 
 
 def exactly(text: str) -> str:
     return f"^{re.escape(text)}$"
-
-
-# The checks.
-
-
-@pytest.mark.parametrize(
-    ("value", "cls", "text"),
-    [
-        (1, str, "it must be str, but got <class 'int'>."),
-        ("1", int, "it must be int, but got <class 'str'>."),
-        (True, int, "it must be int, but got <class 'bool'>."),
-        (None, list, "it must be list, but got <class 'NoneType'>."),
-        (1, Context, "it must be Context, but got <class 'int'>."),
-    ],
-)
-def test_wrong_type_is_told_with_both_types(value: object, cls: type, text: str) -> None:
-    with pytest.raises(TypeError, match=exactly(text)):
-        check_type("it", value, cls)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        ((1,), "it must be list, but got <class 'tuple'>."),
-        ([0, "1"], "it element must be int, but got <class 'str'> at index 1."),
-        ([0, 1, True], "it element must be int, but got <class 'bool'> at index 2."),
-    ],
-)
-def test_wrong_element_is_told_with_its_index(value: object, text: str) -> None:
-    with pytest.raises(TypeError, match=exactly(text)):
-        check_list("it", value, int)
 
 
 @pytest.mark.parametrize(
@@ -72,39 +39,44 @@ def test_wrong_element_is_told_with_its_index(value: object, text: str) -> None:
         ({"a": {"b": 1}}, "it_value_value must be str, but got <class 'int'>."),
     ],
 )
-def test_wrong_section_is_told_with_its_level(value: object, text: str) -> None:
+def test_wrong_section_is_named_by_its_level(value: object, text: str) -> None:
     with pytest.raises(TypeError, match=exactly(text)):
         check_sections("it", value)
 
 
-# Target.
+# Lists.
 
 
 def test_new_context_runs_on_the_cpu() -> None:
     context = Context()
-    assert context.target == ["cpu"]
+    assert context.target == context.device_infos == ["cpu"]
     assert str(context) == repr(context) == "target: ['cpu']."
-    assert context.device_infos == ["cpu"]
+    context.target = ["CPU", "gpu"]
+    assert str(context) == "target: ['CPU', 'gpu']."
 
 
-@pytest.mark.parametrize("value", [["cpu"], ["gpu"], ["Ascend"], ["CPU", "gpu"], ["cpu", "cpu"]])
-def test_target_is_given_back_as_it_was_set(value: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("part", "attribute", "value"),
+    [
+        ("", "target", ["Ascend", "cpu"]),
+        ("cpu", "thread_affinity_core_list", [1, 0]),
+        ("parallel", "device_ids", [1, 0]),
+    ],
+)
+def test_list_is_kept_as_it_was_when_it_was_set(
+    part: str, attribute: str, value: list[Any]
+) -> None:
     context = Context()
-    context.target = value
-    assert context.target == value
-    assert str(context) == f"target: {value}."
+    holder = getattr(context, part) if part else context
+    given = [*value]
+    setattr(holder, attribute, given)
+    given.append(9)
+    getattr(holder, attribute).append(9)
+    assert getattr(holder, attribute) == value
+    assert getattr(Context() if not part else getattr(Context(), part), attribute) != value
 
 
-def test_target_does_not_follow_the_lists_that_were_given_in_and_out() -> None:
-    context = Context()
-    names = ["gpu"]
-    context.target = names
-    names.append("nonsense")
-    context.target.append("nonsense")
-    assert context.target == ["gpu"]
-
-
-@pytest.mark.parametrize("value", [[], None, "", 0, ()])
+@pytest.mark.parametrize("value", [[], None, "", 0])
 def test_target_set_to_nothing_is_the_cpu_again(value: Any) -> None:
     context = Context()
     context.target = ["gpu"]
@@ -113,38 +85,55 @@ def test_target_set_to_nothing_is_the_cpu_again(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "error", "text"),
+    ("part", "attribute", "value", "error", "text"),
     [
-        (1, TypeError, "target must be list, but got <class 'int'>."),
-        ("cpu", TypeError, "target must be list, but got <class 'str'>."),
-        (("cpu",), TypeError, "target must be list, but got <class 'tuple'>."),
-        ([1], TypeError, "target element must be str, but got <class 'int'> at index 0."),
-        (["cpu", 1], TypeError, "target element must be str, but got <class 'int'> at index 1."),
+        ("", "target", "cpu", TypeError, "target must be list, but got <class 'str'>."),
         (
-            ["cpu", "NPU"],
-            ValueError,
+            *("", "target", ["cpu", 1], TypeError),
+            "target element must be str, but got <class 'int'> at index 1.",
+        ),
+        (
+            *("", "target", ["cpu", "NPU"], ValueError),
             "target elements must be in ['cpu', 'gpu', 'ascend'], but got npu.",
+        ),
+        (
+            *("cpu", "thread_affinity_core_list", None, TypeError),
+            "cpu_thread_affinity_core_list must be list, but got <class 'NoneType'>.",
+        ),
+        (
+            *("cpu", "thread_affinity_core_list", [0, "1"], TypeError),
+            "cpu_thread_affinity_core_list element must be int, but got <class 'str'> at index 1.",
+        ),
+        (
+            *("parallel", "device_ids", 1, TypeError),
+            "device_ids must be list, but got <class 'int'>.",
+        ),
+        (
+            *("parallel", "device_ids", [0, True], TypeError),
+            "device_ids element must be int, but got <class 'bool'> at index 1.",
+        ),
+        (
+            *("parallel", "device_ids", [0, -1], ValueError),
+            "Set parallel failed, device_ids contain a negative number. Got [0, -1]",
         ),
     ],
 )
-def test_bad_target_is_refused_and_changes_nothing(
-    value: Any, error: type[Exception], text: str
+def test_bad_list_is_refused_and_changes_nothing(
+    part: str, attribute: str, value: Any, error: type[Exception], text: str
 ) -> None:
     context = Context()
-    context.target = ["gpu"]
+    holder = getattr(context, part) if part else context
+    before = getattr(holder, attribute)
     with pytest.raises(error, match=exactly(text)):
-        context.target = value
-    assert context.target == ["gpu"]
+        setattr(holder, attribute, value)
+    assert getattr(holder, attribute) == before
 
 
 @pytest.mark.parametrize(
     ("target", "infos"),
     [
-        (["cpu"], ["cpu"]),
         (["cpu", "CPU"], ["cpu"]),
-        (["gpu"], ["gpu", "cpu"]),
         (["ASCEND"], ["ascend", "cpu"]),
-        (["gpu", "cpu"], ["gpu", "cpu"]),
         (["cpu", "Gpu", "gpu"], ["gpu", "cpu"]),
     ],
 )
@@ -154,10 +143,9 @@ def test_accelerator_comes_before_the_cpu_behind_it(target: list[str], infos: li
     assert context.device_infos == infos
 
 
-@pytest.mark.parametrize("target", [["gpu", "ascend"], ["cpu", "ascend", "gpu"]])
-def test_more_than_two_device_infos_are_refused_when_asked_for(target: list[str]) -> None:
+def test_more_than_two_device_infos_are_refused_when_the_model_is_built() -> None:
     context = Context()
-    context.target = target
+    context.target = ["gpu", "ascend"]
     with pytest.raises(ValueError, match="at most two"):
         _ = context.device_infos
 
@@ -177,17 +165,11 @@ def test_number_is_zero_until_set(part: str, attribute: str, name: str) -> None:
 
 
 @Number
-@pytest.mark.parametrize("value", NOT_INTS)
-def test_not_an_int_is_refused(part: str, attribute: str, name: str, value: Any) -> None:
+def test_number_that_is_no_int_or_negative_is_refused(part: str, attribute: str, name: str) -> None:
     holder = getattr(Context(), part)
-    with pytest.raises(TypeError, match=exactly(f"{name} must be int, but got {type(value)}.")):
-        setattr(holder, attribute, value)
-    assert getattr(holder, attribute) == 0
-
-
-@Number
-def test_negative_number_is_refused(part: str, attribute: str, name: str) -> None:
-    holder = getattr(Context(), part)
+    for value in NOT_INTS:
+        with pytest.raises(TypeError, match=exactly(f"{name} must be int, but got {type(value)}.")):
+            setattr(holder, attribute, value)
     with pytest.raises(ValueError, match=rf"{name} must be a non-negative int\.$"):
         setattr(holder, attribute, -1)
     assert getattr(holder, attribute) == 0
@@ -244,54 +226,17 @@ def test_text_is_empty_until_set(part: str | None, attribute: str, name: str) ->
 # CPU.
 
 
-@pytest.mark.parametrize("mode", [0, 1, 2])
-def test_affinity_mode_is_kept(mode: int) -> None:
+def test_unknown_affinity_mode_is_none_with_a_warning_at_the_callers_line() -> None:
     cpu = Context().cpu
-    cpu.thread_affinity_mode = mode
-    assert cpu.thread_affinity_mode == mode
-
-
-@pytest.mark.parametrize("mode", [-1, 3])
-def test_unknown_affinity_mode_is_none_with_a_warning_at_the_callers_line(mode: int) -> None:
-    cpu = Context().cpu
-    cpu.thread_affinity_mode = 2
-    with pytest.warns(UserWarning, match=f"but got {mode}: 0 is used") as caught:
+    for mode in (1, 2):
         cpu.thread_affinity_mode = mode
+        assert cpu.thread_affinity_mode == mode
+    with pytest.warns(UserWarning, match="but got 3: 0 is used") as caught:
+        cpu.thread_affinity_mode = 3
     assert cpu.thread_affinity_mode == 0
     assert caught[0].filename == __file__
-
-
-@pytest.mark.parametrize("value", NOT_INTS)
-def test_affinity_mode_that_is_no_int_is_refused(value: Any) -> None:
-    text = f"cpu_thread_affinity_mode must be int, but got {type(value)}."
-    with pytest.raises(TypeError, match=exactly(text)):
-        Context().cpu.thread_affinity_mode = value
-
-
-def test_affinity_list_does_not_follow_the_lists_that_were_given_in_and_out() -> None:
-    cpu = Context().cpu
-    assert cpu.thread_affinity_core_list == []
-    cores = [1, 0]
-    cpu.thread_affinity_core_list = cores
-    cores.append(2)
-    cpu.thread_affinity_core_list.append(3)
-    assert cpu.thread_affinity_core_list == [1, 0]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (2, "cpu_thread_affinity_core_list must be list, but got <class 'int'>."),
-        (None, "cpu_thread_affinity_core_list must be list, but got <class 'NoneType'>."),
-        (
-            [0, "1"],
-            "cpu_thread_affinity_core_list element must be int, but got <class 'str'> at index 1.",
-        ),
-    ],
-)
-def test_bad_affinity_list_is_refused(value: Any, text: str) -> None:
-    with pytest.raises(TypeError, match=exactly(text)):
-        Context().cpu.thread_affinity_core_list = value
+    with pytest.raises(TypeError, match=r"^cpu_thread_affinity_mode must be int"):
+        cpu.thread_affinity_mode = "1"  # type: ignore[assignment]
 
 
 # GPU.
@@ -304,7 +249,7 @@ def test_ranks_come_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (gpu.rank_id, gpu.group_size) == (3, 4)
 
 
-@pytest.mark.parametrize("value", [None, "", "first", "-1"])
+@pytest.mark.parametrize("value", [None, "first"])
 def test_there_is_one_rank_without_a_launcher(
     monkeypatch: pytest.MonkeyPatch, value: str | None
 ) -> None:
@@ -314,12 +259,6 @@ def test_there_is_one_rank_without_a_launcher(
             monkeypatch.setenv(variable, value)
     gpu = Context().gpu
     assert (gpu.rank_id, gpu.group_size) == (0, 1)
-
-
-@pytest.mark.parametrize("attribute", ["rank_id", "group_size"])
-def test_ranks_of_the_gpu_cannot_be_set(attribute: str) -> None:
-    with pytest.raises(AttributeError):
-        setattr(Context().gpu, attribute, 1)
 
 
 # Parallel.
@@ -351,16 +290,6 @@ def test_sections_do_not_follow_the_dicts_that_were_given_in_and_out() -> None:
     assert parallel.sections == {"a": {"b": "c"}}
 
 
-@given(
-    st.dictionaries(st.text(), st.dictionaries(st.text(), st.text(), max_size=3), max_size=3),
-)
-def test_any_sections_come_back_as_they_were(sections: dict[str, dict[str, str]]) -> None:
-    parallel = Context().parallel
-    parallel.config_info = sections
-    assert parallel.sections == sections
-    assert isinstance(parallel.config_info, str)
-
-
 def test_bad_config_info_is_refused_whole() -> None:
     parallel = Context().parallel
     bad: Any = {"a": {"b": "c"}, "d": {"e": 1}}
@@ -380,41 +309,8 @@ def test_config_path_must_be_there(tmp_path: Path) -> None:
     text = "config_path must be str, but got <class 'pathlib"
     with pytest.raises(TypeError, match=re.escape(text)):
         parallel.config_path = file  # type: ignore[assignment]
+    parallel.config_path = ""  # changes nothing
     assert parallel.config_path == str(file)
-
-
-def test_empty_config_path_changes_nothing(tmp_path: Path) -> None:
-    parallel = Context().parallel
-    parallel.config_path = ""
-    assert parallel.config_path == ""
-    parallel.config_path = str(tmp_path)
-    parallel.config_path = ""
-    assert parallel.config_path == str(tmp_path)
-
-
-def test_device_ids_do_not_follow_the_lists_that_were_given_in_and_out() -> None:
-    parallel = Context().parallel
-    assert parallel.device_ids == []
-    ids = [1, 0]
-    parallel.device_ids = ids
-    ids.append(2)
-    parallel.device_ids.append(3)
-    assert parallel.device_ids == [1, 0]
-
-
-@pytest.mark.parametrize(
-    ("value", "error", "text"),
-    [
-        (1, TypeError, r"device_ids must be list, but got <class 'int'>\."),
-        ([0, "1"], TypeError, r"device_ids element must be int, but .* 'str'> at index 1\."),
-        ([0, -1], ValueError, "device_ids contain a negative number"),
-    ],
-)
-def test_bad_device_ids_are_refused(value: Any, error: type[Exception], text: str) -> None:
-    parallel = Context().parallel
-    with pytest.raises(error, match=text):
-        parallel.device_ids = value
-    assert parallel.device_ids == []
 
 
 # Texts of the parts.
@@ -460,18 +356,10 @@ def test_parts_print_as_upstream_prints_them(monkeypatch: pytest.MonkeyPatch) ->
         assert repr(part) == str(part)
 
 
-def test_contexts_share_nothing() -> None:
-    one, other = Context(), Context()
-    one.cpu.thread_num = 4
-    one.parallel.config_info = {"a": {"b": "c"}}
-    assert other.cpu.thread_num == 0
-    assert other.parallel.sections == {}
-
-
 # Unknown attributes.
 
 
-@pytest.mark.parametrize("part", [None, "cpu", "gpu", "ascend", "parallel"])
+@pytest.mark.parametrize("part", [None, "cpu", "parallel"])
 def test_unknown_attribute_is_kept_with_a_warning_that_names_it(part: str | None) -> None:
     context = Context()
     holder: Any = context if part is None else getattr(context, part)
@@ -490,7 +378,11 @@ def test_attributes_that_upstreams_examples_set_give_no_warning() -> None:
         context.ascend.rank_id = 1
 
 
-@pytest.mark.parametrize("part", ["cpu", "gpu", "ascend", "parallel", "device_infos"])
-def test_parts_cannot_be_replaced(part: str) -> None:
-    with pytest.raises(AttributeError):
-        setattr(Context(), part, None)
+def test_parts_and_ranks_cannot_be_set() -> None:
+    context = Context()
+    for part in ("cpu", "gpu", "ascend", "parallel", "device_infos"):
+        with pytest.raises(AttributeError):
+            setattr(context, part, None)
+    for attribute in ("rank_id", "group_size"):
+        with pytest.raises(AttributeError):
+            setattr(context.gpu, attribute, 1)

@@ -33,9 +33,8 @@ from mcinfer.mslite import (
     ModelType,
     Tensor,
     TensorMeta,
-    _loading,
+    _session,
 )
-from mcinfer.mslite._configuration import load_sections
 from mcinfer.mslite._session import Session
 from tests import mindspore_lite_stand_in as stand_in
 from tests.process.models import AFFINE, OnnxModel
@@ -60,7 +59,7 @@ matmul (float[2, 3] x) => (float[2, 1] y) <float[3, 1] w = {{1, 2, 3}}> {{ y = M
 """
 
 CHOSEN = f"{HEAD} chosen (float[n] x) => (int64[1, k] y) {{ y = NonZero(x) }}"
-"""Only a run tells the size of the output."""
+"""Only a run shows the size of the output."""
 
 TO_ORDER = f"{HEAD} to_order (float[n] x, int64[r] to) => (float[a, b] y) {{ y = Reshape(x, to) }}"
 """Likewise: the data of an input says it."""
@@ -99,7 +98,7 @@ def onnx_model(tmp_path: Path) -> OnnxModel:
 
 @pytest.fixture
 def no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this machine has, ONNX Runtime knows the CPU alone."""
+    """ONNX Runtime knows the CPU alone, also on a machine with other devices."""
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["CPUExecutionProvider"])
 
 
@@ -153,145 +152,129 @@ def test_parameters_come_in_upstreams_order() -> None:
     ]
 
 
-# Building from a file, and what is wrong with it, in the order in which it is told.
+# What is wrong with arguments: upstream's texts, and the order of its checks.
 
 ABSENT = "/nowhere/model.onnx"
+ONNX = ModelType.ONNX
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        ((1, 0, 1), "model_path must be str, but got <class 'int'>."),
+        ((ABSENT, 0, 1, 1), "model_type must be ModelType, but got <class 'int'>."),
+        ((ABSENT, ONNX, "cpu", 1), "context must be Context, but got <class 'str'>."),
+        ((ABSENT, ONNX, None, None), "config_path must be str, but got <class 'NoneType'>."),
+        ((ABSENT, ONNX, None, ABSENT, 1), "build_from_file failed, model_path does not exist!"),
+        (("here", ONNX, None, ABSENT, 1), "build_from_file failed, config_path does not exist!"),
+        (("here", ONNX, None, "broken", {1: 1}), "build_from_file failed! Error is config_path: "),
+        (("here", ONNX, None, "", [], 1), "config_dict must be dict, but got <class 'list'>."),
         (
-            {"model_path": 1, "model_type": 0, "context": 1},
-            "model_path must be str, but got <class 'int'>.",
+            ("here", ONNX, None, "", {"a": {"x": 1}}),
+            "config_dict_value_value must be str, but got <class 'int'>.",
+        ),
+        (("here", ONNX, None, "", {}, "key"), "dec_key must be bytes, but got <class 'str'>."),
+        (("here", ONNX, None, "", {}, None, 1), "dec_mode must be str, but got <class 'int'>."),
+        (
+            ("here", ONNX, None, "", {}, None, "", "1"),
+            "dec_num_parallel must be int, but got <class 'str'>.",
+        ),
+        (("here", ONNX, None, "", {}, b"key"), "build_from_file failed! Error is dec_key: "),
+    ],
+)
+def test_arguments_of_a_build_are_checked_in_upstreams_order(
+    onnx_model: OnnxModel, tmp_path: Path, arguments: tuple[Any, ...], text: str
+) -> None:
+    (tmp_path / "broken").write_text("no section\n", encoding="utf-8")
+    paths = {"here": str(onnx_model(AFFINE)), "broken": str(tmp_path / "broken")}
+    given: list[Any] = [paths.get(v, v) if isinstance(v, str) else v for v in arguments]
+    error = TypeError if "must be" in text else RuntimeError
+    with pytest.raises(error, match=f"^{re.escape(text)}"):
+        Model().build_from_file(*given)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda m: m.build_from_buffer("x", 1),
+            "model_bytes must be bytes, but got <class 'str'>.",
         ),
         (
-            {"model_path": ABSENT, "model_type": 0, "context": 1, "config_path": 1},
+            lambda m: m.build_from_buffer(b"", 1, 1),
+            "weight_bytes must be bytes, but got <class 'int'>.",
+        ),
+        (
+            lambda m: m.build_from_buffer(b"", None, 0, 1),
             "model_type must be ModelType, but got <class 'int'>.",
         ),
         (
-            {"model_path": ABSENT, "model_type": None},
-            "model_type must be ModelType, but got <class 'NoneType'>.",
+            lambda m: m.build_from_buffer(b"", None, None, 1, 1),
+            "context must be Context, but got <class 'int'>.",
+        ),
+        (lambda m: m.get_model_info(), "key must be str, but got <class 'NoneType'>."),
+        (lambda m: m.predict(None), "inputs must be list, but got <class 'NoneType'>."),
+        (
+            lambda m: m.predict([floats(1, 4), None]),
+            "inputs element must be Tensor or numpy.ndarray, but got <class 'NoneType'> at index 1.",
+        ),
+        (lambda m: m.predict([floats(1, 4)], ()), "outputs must be list, but got <class 'tuple'>."),
+        (
+            lambda m: m.predict([floats(1, 4)], [floats(1, 4)]),
+            "outputs element must be Tensor, but got <class 'numpy.ndarray'> at index 0.",
+        ),
+        (lambda m: m.resize((), []), "inputs must be list, but got <class 'tuple'>."),
+        (
+            lambda m: m.resize([1], 1),
+            "inputs element must be Tensor, but got <class 'int'> at index 0.",
+        ),
+        (lambda m: m.resize([], ()), "dims must be list, but got <class 'tuple'>."),
+        (
+            lambda m: m.resize([], [1]),
+            "dims element must be list, but got <class 'int'> at index 0.",
         ),
         (
-            {"model_path": ABSENT, "model_type": ModelType.ONNX, "context": "cpu"},
-            "context must be Context, but got <class 'str'>.",
+            lambda m: m.resize([], [[1, "4"]]),
+            "dims element's element must be int, but got <class 'str'> at index 1.",
+        ),
+        (lambda m: m.update_weights(()), "weights must be list, but got <class 'tuple'>."),
+        (
+            lambda m: m.update_weights([1]),
+            "weights element must be list, but got <class 'int'> at index 0.",
         ),
         (
-            {"model_path": ABSENT, "model_type": ModelType.ONNX, "config_path": None},
-            "config_path must be str, but got <class 'NoneType'>.",
+            lambda m: m.update_weights([[1]]),
+            "weights element element must be Tensor, but got <class 'int'> at index 0.",
+        ),
+        (
+            lambda _: ModelGroup().cal_max_size_of_workspace(0),  # type: ignore[arg-type]
+            "model_type must be ModelType, but got <class 'int'>.",
         ),
     ],
 )
-def test_wrong_types_are_told_first_each_in_its_turn(arguments: dict[str, Any], text: str) -> None:
-    with pytest.raises(TypeError, match=exactly(text)):
-        Model().build_from_file(**arguments)
-
-
-def test_model_that_is_not_there_is_told_before_its_configuration() -> None:
-    text = "build_from_file failed, model_path does not exist!"
-    with pytest.raises(RuntimeError, match=exactly(text)):
-        Model().build_from_file(ABSENT, ModelType.MINDIR, None, "/nowhere", config_dict=1)  # type: ignore[arg-type]
-
-
-def test_configuration_that_is_not_there_is_told_before_wrong_entries(
-    onnx_model: OnnxModel,
+def test_argument_of_another_type_is_a_type_error(
+    onnx_model: OnnxModel, call: Callable[[Any], object], text: str
 ) -> None:
-    text = "build_from_file failed, config_path does not exist!"
-    with pytest.raises(RuntimeError, match=exactly(text)):
-        Model().build_from_file(str(onnx_model(AFFINE)), ModelType.ONNX, None, "/nowhere", {1: 1})  # type: ignore[dict-item]
+    model = Model() if "build" in str(call.__code__.co_names) else built(onnx_model(AFFINE))
+    with pytest.raises(TypeError, match=exactly(text)):
+        call(model)
 
 
-def test_configuration_that_does_not_load_is_told_before_wrong_entries(
+def test_build_that_fails_can_be_followed_by_one_that_succeeds_and_by_no_other(
     onnx_model: OnnxModel, tmp_path: Path
 ) -> None:
-    config = tmp_path / "config.ini"
-    config.write_text("no section\n", encoding="utf-8")
-    with pytest.raises(RuntimeError, match=r"^build_from_file failed! Error is config_path: .*"):
-        Model().build_from_file(str(onnx_model(AFFINE)), ModelType.ONNX, None, str(config), {1: 1})  # type: ignore[dict-item]
-
-
-@pytest.mark.parametrize(
-    ("entries", "text"),
-    [
-        ([], "config_dict must be dict, but got <class 'list'>."),
-        ({1: {}}, "config_dict_key must be str, but got <class 'int'>."),
-        ({"a": 1}, "config_dict_value must be dict, but got <class 'int'>."),
-        ({"a": {1: "x"}}, "config_dict_value_key must be str, but got <class 'int'>."),
-        ({"a": {"x": 1}}, "config_dict_value_value must be str, but got <class 'int'>."),
-    ],
-)
-def test_wrong_entries_are_told_before_a_wrong_key(
-    onnx_model: OnnxModel, entries: Any, text: str
-) -> None:
-    path = str(onnx_model(AFFINE))
-    with pytest.raises(TypeError, match=exactly(text)):
-        Model().build_from_file(path, ModelType.ONNX, config_dict=entries, dec_key=b"key")
-    with pytest.raises(TypeError, match=exactly(text)):
-        Model().build_from_buffer(b"", config_dict=entries)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"dec_key": "key"}, "dec_key must be bytes, but got <class 'str'>."),
-        ({"dec_mode": 1}, "dec_mode must be str, but got <class 'int'>."),
-        ({"dec_num_parallel": "1"}, "dec_num_parallel must be int, but got <class 'str'>."),
-    ],
-)
-def test_wrong_type_of_a_decryption_argument_is_told(
-    onnx_model: OnnxModel, arguments: dict[str, Any], text: str
-) -> None:
-    with pytest.raises(TypeError, match=exactly(text)):
-        built(onnx_model(AFFINE), **arguments)
-
-
-def test_encrypted_model_is_refused(onnx_model: OnnxModel) -> None:
-    with pytest.raises(
-        RuntimeError, match=r"^build_from_file failed! Error is dec_key: .*not supported"
-    ):
-        built(onnx_model(AFFINE), dec_key=b"0123456789abcdef")
-
-
-def test_file_that_is_no_model_is_refused_in_the_engines_words(tmp_path: Path) -> None:
-    path = tmp_path / "broken.onnx"
-    path.write_bytes(b"nothing of the kind")
+    broken, path = tmp_path / "broken.onnx", onnx_model(AFFINE)
+    broken.write_bytes(b"nothing of the kind")
     model = Model()
     with pytest.raises(mcinfer.BuildError, match=r"^build_from_file failed! Error is onnxruntime"):
-        model.build_from_file(str(path), ModelType.MINDIR)
-    with pytest.raises(RuntimeError, match="please build model first"):
-        model.get_inputs()
-
-
-def test_second_build_is_refused_and_the_first_stays(onnx_model: OnnxModel) -> None:
-    path = onnx_model(AFFINE)
-    model = built(path)
+        model.build_from_file(str(broken), ModelType.MINDIR)
+    model.build_from_file(str(path), ModelType.MINDIR)  # the ending counts
     text = "build_from_file failed! Error is the model was built already; make a new Model"
     with pytest.raises(RuntimeError, match=exactly(text)):
         model.build_from_file(str(path), ModelType.ONNX)
     with pytest.raises(RuntimeError, match=r"^build_from_buffer failed! Error is .*built already"):
         model.build_from_buffer(path.read_bytes())
     assert arrays(model.predict([floats(1, 4)])) == [[[3, 5, 7, 9]]]
-
-
-def test_failed_build_can_be_followed_by_a_good_one(onnx_model: OnnxModel, tmp_path: Path) -> None:
-    (tmp_path / "broken.onnx").write_bytes(b"x")
-    model = Model()
-    with pytest.raises(mcinfer.BuildError):
-        model.build_from_file(str(tmp_path / "broken.onnx"), ModelType.ONNX)
-    model.build_from_file(str(onnx_model(AFFINE)), ModelType.ONNX)
-    assert arrays(model.predict([floats(1, 4)])) == [[[3, 5, 7, 9]]]
-
-
-def test_ending_onnx_counts_more_than_the_type(onnx_model: OnnxModel) -> None:
-    model = Model()
-    model.build_from_file(str(onnx_model(AFFINE)), ModelType.MINDIR)
-    assert model.get_inputs()[0].name == "x"
-
-
-def test_type_counts_where_the_ending_says_nothing(onnx_model: OnnxModel, tmp_path: Path) -> None:
-    path = onnx_model(AFFINE).rename(tmp_path / "model")
-    assert built(path).get_inputs()[0].name == "x"
 
 
 def test_model_is_printed_with_its_path(onnx_model: OnnxModel) -> None:
@@ -307,7 +290,6 @@ def test_model_is_printed_with_its_path(onnx_model: OnnxModel) -> None:
         ("get_outputs", lambda model: model.get_outputs()),
         ("predict", lambda model: model.predict([])),
         ("resize", lambda model: model.resize([], [])),
-        ("update weight", lambda model: model.update_weights([])),
         ("update weight", lambda model: model.update_weights([[Tensor(floats(1, 1))]])),
     ],
 )
@@ -333,61 +315,12 @@ def test_relative_path_is_of_the_folder_at_the_time_of_the_build(
 # Building from a buffer.
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (
-            {"model_bytes": "x", "weight_bytes": 1},
-            "model_bytes must be bytes, but got <class 'str'>.",
-        ),
-        (
-            {"model_bytes": b"", "weight_bytes": 1, "model_type": 1},
-            "weight_bytes must be bytes, but got <class 'int'>.",
-        ),
-        (
-            {"model_bytes": b"", "model_type": 0, "context": 1},
-            "model_type must be ModelType, but got <class 'int'>.",
-        ),
-        (
-            {"model_bytes": b"", "context": 1, "config_path": 1},
-            "context must be Context, but got <class 'int'>.",
-        ),
-        (
-            {"model_bytes": b"", "config_path": 1, "config_dict": 1},
-            "config_path must be str, but got <class 'int'>.",
-        ),
-    ],
-)
-def test_wrong_types_of_a_buffers_arguments_are_told(arguments: dict[str, Any], text: str) -> None:
-    with pytest.raises(TypeError, match=exactly(text)):
-        Model().build_from_buffer(**arguments)
-
-
-def test_buffers_configuration_that_is_not_there_is_told() -> None:
-    text = "build_from_buffer failed, config_path does not exist!"
-    with pytest.raises(RuntimeError, match=exactly(text)):
-        Model().build_from_buffer(b"", config_path="/nowhere")
-
-
-def test_buffer_that_is_no_model_is_refused() -> None:
-    with pytest.raises(
-        mcinfer.BuildError, match=r"^build_from_buffer failed! Error is onnxruntime"
-    ):
-        Model().build_from_buffer(b"\x08x")
-
-
-@pytest.mark.parametrize("model_type", [None, ModelType.ONNX])
-def test_buffer_is_built_and_runs(onnx_model: OnnxModel, model_type: ModelType | None) -> None:
-    model = Model()
-    model.build_from_buffer(onnx_model(AFFINE).read_bytes(), model_type=model_type)
-    assert str(model) == "model_path: buffer."
-    assert arrays(model.predict([floats(1, 4)])) == [[[3, 5, 7, 9]]]
-
-
-def test_no_descriptor_of_a_buffer_is_left(onnx_model: OnnxModel) -> None:
+def test_buffer_is_built_and_runs_and_leaves_no_descriptor(onnx_model: OnnxModel) -> None:
     model = Model()
     model.build_from_buffer(onnx_model(AFFINE).read_bytes())
     assert not [link for link in open_files() if "mcinfer-model" in link]
+    assert str(model) == "model_path: buffer."
+    assert arrays(model.predict([floats(1, 4)])) == [[[3, 5, 7, 9]]]
 
 
 def open_files() -> Iterator[str]:
@@ -451,113 +384,56 @@ def test_group_keeps_no_content_of_a_buffer(onnx_model: OnnxModel) -> None:
     assert sys.getrefcount(content) == before
 
 
-def test_buffer_finds_its_weights_in_another_one(weighed: Path) -> None:
-    model = Model()
-    weights = (weighed.parent / "weights.bin").read_bytes()
-    model.build_from_buffer(weighed.read_bytes(), weights)
-    assert arrays(model.predict([floats(1, 2)])) == [[[11, 22]]]
-
-
-@pytest.mark.parametrize("name", ["model.onnx", "weights.bin", ""])
-def test_buffer_finds_its_weights_in_the_folder_that_is_named(weighed: Path, name: str) -> None:
-    model = Model()
-    entries = {"model_file": {"mindir_path": str(weighed.parent / name)}}
-    model.build_from_buffer(weighed.read_bytes(), config_dict=entries)
-    assert arrays(model.predict([floats(1, 2)])) == [[[11, 22]]]
-
-
-def test_buffer_finds_its_weights_through_a_configuration_file(
-    weighed: Path, tmp_path: Path
+def test_buffer_finds_its_weights_in_another_one_or_in_the_folder_that_is_named(
+    weighed: Path,
 ) -> None:
-    config = tmp_path / "config.ini"
-    config.write_text(f"[model_file]\nmindir_path = '{weighed}'\n", encoding="utf-8")
-    model = Model()
-    model.build_from_buffer(weighed.read_bytes(), config_path=str(config))
-    assert arrays(model.predict([floats(1, 2)])) == [[[11, 22]]]
+    content, weights = weighed.read_bytes(), (weighed.parent / "weights.bin").read_bytes()
+    folder = {"model_file": {"mindir_path": str(weighed)}}
+    for own, entries in ((weights, None), (None, folder)):
+        model = Model()
+        model.build_from_buffer(content, own, config_dict=entries)
+        assert arrays(model.predict([floats(1, 2)])) == [[[11, 22]]]
+    elsewhere = {"model_file": {"mindir_path": "/"}}
+    for entries in (None, elsewhere):
+        with pytest.raises(mcinfer.BuildError, match=r"^build_from_buffer failed! "):
+            Model().build_from_buffer(content, config_dict=entries)
 
 
-def test_buffer_whose_weights_are_in_no_such_folder_is_refused(weighed: Path) -> None:
-    entries = {"model_file": {"mindir_path": "/nowhere/model.onnx"}}
-    with pytest.raises(
-        RuntimeError, match=r"^build_from_buffer failed! Error is .*mindir_path.*not exist"
-    ):
-        Model().build_from_buffer(weighed.read_bytes(), config_dict=entries)
-
-
-def test_buffer_without_its_weights_is_refused(weighed: Path, tmp_path: Path) -> None:
-    with pytest.raises(mcinfer.BuildError, match=r"^build_from_buffer failed! "):
-        Model().build_from_buffer(weighed.read_bytes())
-    entries = {"model_file": {"mindir_path": str(tmp_path)}}
-    with pytest.raises(mcinfer.BuildError, match=r"^build_from_buffer failed! "):
-        Model().build_from_buffer(weighed.read_bytes(), config_dict=entries)
-
-
-def test_weights_for_a_buffer_that_has_its_own_are_refused(onnx_model: OnnxModel) -> None:
-    with pytest.raises(mcinfer.BuildError, match=r"weight_bytes: .* expected one file"):
-        Model().build_from_buffer(onnx_model(WEIGHED).read_bytes(), b"weights")
-
-
-def test_too_few_bytes_of_weights_are_refused(weighed: Path) -> None:
-    with pytest.raises(mcinfer.BuildError, match=r"^build_from_buffer failed! "):
-        Model().build_from_buffer(weighed.read_bytes(), b"123")
+@pytest.mark.parametrize("model_type", [None, ModelType.ONNX, ModelType.MINDIR])
+def test_weights_for_what_has_none_elsewhere_are_refused(
+    onnx_model: OnnxModel, model_type: ModelType | None
+) -> None:
+    content = onnx_model(WEIGHED).read_bytes() if model_type is None else b"garbage"
+    with pytest.raises(RuntimeError, match=r"^build_from_buffer failed! Error is "):
+        Model().build_from_buffer(content, b"weights", model_type)
 
 
 # What a model is like.
 
 
-def test_inputs_are_the_same_tensors_at_each_call(onnx_model: OnnxModel) -> None:
+def test_model_says_what_it_takes_and_gives_at_the_sizes_as_they_are(onnx_model: OnnxModel) -> None:
     model = built(onnx_model(MIXED))
     first, second = model.get_inputs(), model.get_inputs()
-    assert first is not second
     assert all(a is b for a, b in zip(first, second, strict=True))
     assert [(t.name, t.dtype, t.shape) for t in first] == [
         ("a", DataType.FLOAT32, [2, 3]),
         ("b", DataType.FLOAT32, [-1, 3]),
     ]
-
-
-def test_outputs_are_described_as_the_inputs_sizes_make_them(onnx_model: OnnxModel) -> None:
-    model = built(onnx_model(AFFINE))
-    [output] = model.get_outputs()
-    assert isinstance(output, TensorMeta)
-    assert (output.name, output.dtype, output.shape) == ("y", DataType.FLOAT32, [-1, 4])
-    model.resize(model.get_inputs(), [[7, 4]])
-    assert [meta.shape for meta in model.get_outputs()] == [[7, 4]]
-
-
-def test_output_that_only_a_run_tells_stays_unknown(onnx_model: OnnxModel) -> None:
-    model = built(onnx_model(CHOSEN))
-    model.resize(model.get_inputs(), [[5]])
-    assert [meta.shape for meta in model.get_outputs()] == [[1, -1]]
-
-
-def test_model_info_is_text(onnx_model: OnnxModel) -> None:
-    model = built(onnx_model(MIXED))
     assert model.get_model_info("input_shape") == "a:2,3;b:-1,3"
     assert model.get_model_info("dynamic_dims") == "b:-1,3"
-    model.resize(model.get_inputs()[1:], [[5, 3]])
+    outputs = model.get_outputs()
+    assert isinstance(outputs[1], TensorMeta)
+    assert [(m.name, m.dtype, m.shape) for m in outputs][1] == ("z", DataType.FLOAT32, [-1, 3])
+    model.resize(first[1:], [[5, 3]])
+    assert [meta.shape for meta in model.get_outputs()] == [[2, 3], [5, 3]]
     assert model.get_model_info("input_shape") == "a:2,3;b:5,3"
     assert model.get_model_info("dynamic_dims") == ""
 
 
-@pytest.mark.parametrize("key", ["user_info", "shareable_weight_mem_handle", "no such key", ""])
-def test_unknown_model_info_is_empty(onnx_model: OnnxModel, key: str) -> None:
-    assert built(onnx_model(AFFINE)).get_model_info(key) == ""
-
-
-def test_pid_is_known_before_a_model_is_built() -> None:
+def test_pid_is_known_before_a_model_is_built_and_all_else_is_empty() -> None:
     assert Model().get_model_info("current_pid") == str(os.getpid())
-    assert Model().get_model_info("input_shape") == ""
-
-
-def test_key_that_is_missing_is_told() -> None:
-    with pytest.raises(TypeError, match=r"^key must be str, but got <class 'NoneType'>\.$"):
-        Model().get_model_info()
-
-
-def test_key_that_is_no_text_is_told() -> None:
-    with pytest.raises(TypeError, match=exactly("key must be str, but got <class 'int'>.")):
-        Model().get_model_info(1)  # type: ignore[arg-type]
+    for key in ("input_shape", "user_info", "shareable_weight_mem_handle", "no such key", ""):
+        assert Model().get_model_info(key) == ""
 
 
 # Running.
@@ -592,13 +468,6 @@ def test_inputs_of_all_kinds_are_run(
     np.testing.assert_array_equal(output.get_data_to_numpy(), floats(2, 4) * 2 + 1)
 
 
-def test_any_size_runs_without_resize(onnx_model: OnnxModel) -> None:
-    model = built(onnx_model(AFFINE))
-    for rows in (1, 3, 2, 0, 100):
-        [output] = model.predict([floats(rows, 4)])
-        np.testing.assert_array_equal(output.get_data_to_numpy(), floats(rows, 4) * 2 + 1)
-
-
 def test_answers_stay_as_they_are_when_the_model_runs_again(onnx_model: OnnxModel) -> None:
     model = built(onnx_model(AFFINE))
     first = model.predict([floats(1, 4)])
@@ -606,31 +475,9 @@ def test_answers_stay_as_they_are_when_the_model_runs_again(onnx_model: OnnxMode
     assert arrays(first) == [[[3, 5, 7, 9]]]
 
 
-@pytest.mark.parametrize(
-    ("inputs", "text"),
-    [
-        (None, "inputs must be list, but got <class 'NoneType'>."),
-        (np.zeros((1, 4), np.float32), "inputs must be list, but got <class 'numpy.ndarray'>."),
-        (
-            [1, 2],
-            "inputs element must be Tensor or numpy.ndarray, but got <class 'int'> at index 0.",
-        ),
-        (
-            [np.zeros((1, 4), np.float32), None],
-            "inputs element must be Tensor or numpy.ndarray, but got <class 'NoneType'> at index 1.",
-        ),
-    ],
-)
-def test_inputs_of_another_type_are_told(onnx_model: OnnxModel, inputs: Any, text: str) -> None:
-    with pytest.raises(TypeError, match=exactly(text)):
-        built(onnx_model(AFFINE)).predict(inputs)
-
-
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_another_number_of_inputs_is_told(onnx_model: OnnxModel, count: int) -> None:
-    text = f"model input len:2 not equal input len:{count}!"
-    with pytest.raises(RuntimeError, match=exactly(text)):
-        built(onnx_model(MIXED)).predict([floats(2, 3)] * count)
+def test_another_number_of_inputs_is_refused(onnx_model: OnnxModel) -> None:
+    with pytest.raises(RuntimeError, match=exactly("model input len:2 not equal input len:1!")):
+        built(onnx_model(MIXED)).predict([floats(2, 3)])
 
 
 @pytest.mark.parametrize(
@@ -648,12 +495,6 @@ def test_input_that_does_not_fit_fails_the_run_and_is_named(
     assert arrays(model.predict([floats(1, 4)])) == [[[3, 5, 7, 9]]]
 
 
-def test_tensor_of_unknown_size_that_nobody_filled_fails_the_run(onnx_model: OnnxModel) -> None:
-    model = built(onnx_model(AFFINE))
-    with pytest.raises(RuntimeError, match=r"^predict failed! Error is input 'x' has no data"):
-        model.predict(model.get_inputs())
-
-
 def test_tensor_that_was_neither_set_nor_looked_at_fails_the_run(onnx_model: OnnxModel) -> None:
     model = built(onnx_model(FIXED))
     text = "predict failed! Error is input 'x' has no data, set it first"
@@ -668,7 +509,7 @@ def test_tensor_that_was_neither_set_nor_looked_at_fails_the_run(onnx_model: Onn
         model.predict([tensor])
 
 
-def test_run_that_fails_is_told_in_the_engines_words(onnx_model: OnnxModel) -> None:
+def test_run_that_fails_raises_the_engines_words(onnx_model: OnnxModel) -> None:
     model = built(onnx_model(TO_ORDER))
     with pytest.raises(RuntimeError, match=r"^predict failed! Error is onnxruntime: ") as caught:
         model.predict([floats(6), np.array([4, 2])])
@@ -676,8 +517,10 @@ def test_run_that_fails_is_told_in_the_engines_words(onnx_model: OnnxModel) -> N
     assert arrays(model.predict([floats(6), np.array([3, 2])])) == [[[1, 2], [3, 4], [5, 6]]]
 
 
-def test_sizes_that_only_a_run_tells_are_those_of_each_run(onnx_model: OnnxModel) -> None:
+def test_sizes_that_only_a_run_shows_are_those_of_each_run(onnx_model: OnnxModel) -> None:
     model = built(onnx_model(CHOSEN))
+    model.resize(model.get_inputs(), [[3]])
+    assert [meta.shape for meta in model.get_outputs()] == [[1, -1]]
     for data in ([0, 1, 2], [0, 0, 0], [1, 1, 1]):
         [output] = model.predict([np.array(data, np.float32)])
         assert output.dtype is DataType.INT64
@@ -689,10 +532,7 @@ def test_sizes_that_only_a_run_tells_are_those_of_each_run(onnx_model: OnnxModel
     [
         ("bool", np.bool_, DataType.BOOL),
         ("float16", np.float16, DataType.FLOAT16),
-        ("double", np.float64, DataType.FLOAT64),
         ("int64", np.int64, DataType.INT64),
-        ("int32", np.int32, DataType.INT32),
-        ("int8", np.int8, DataType.INT8),
         ("uint8", np.uint8, DataType.UINT8),
     ],
 )
@@ -720,10 +560,9 @@ def test_texts_go_in_and_come_out(onnx_model: OnnxModel) -> None:
         model.predict([np.array([1, 2])])
 
 
-def test_operators_run_without_pythons_lock(onnx_model: OnnxModel) -> None:
-    """A run without end ends because this thread goes on meanwhile, and cancels it."""
-    model = built(onnx_model(LOOP))
-    assert model._built is not None
+@contextmanager
+def endless_run(model: Model) -> Iterator[threading.Thread]:
+    """A thread in a run without end, which this thread cancels: operators run without Python's lock."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -732,16 +571,23 @@ def test_operators_run_without_pythons_lock(onnx_model: OnnxModel) -> None:
         except mcinfer.McinferError as exc:
             errors.append(exc)
 
-    thread = threading.Thread(target=run)
+    assert model._built is not None
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert thread.native_id is not None
-    # All that comes before the run takes far less than this.
-    wait_until(lambda: cpu_ticks(thread.native_id) >= 20)
-    assert not errors
-    model._built.session._engine.cancel()
-    thread.join(10.0)
+    try:
+        # All that comes before the run takes far less than 100 ms on a core.
+        wait_until(lambda: cpu_ticks(thread.native_id) >= 10, timeout=30.0)
+        yield thread
+    finally:
+        model._built.session.engine.cancel()
+        thread.join(30.0)
     assert not thread.is_alive()
-    assert len(errors) == 1
+    assert "cancelled" in str(*errors)
+
+
+def test_operators_run_without_pythons_lock(onnx_model: OnnxModel) -> None:
+    with endless_run(built(onnx_model(LOOP))):
+        pass
 
 
 def cpu_ticks(thread: int | None) -> int:
@@ -781,42 +627,6 @@ def test_outputs_that_are_given_are_written_in_place(onnx_model: OnnxModel) -> N
     np.testing.assert_array_equal(place, floats(2, 4) * 2 + 1)
 
 
-def test_outputs_of_unknown_size_take_that_of_the_result(onnx_model: OnnxModel) -> None:
-    model = built(onnx_model(AFFINE))
-    given = [Tensor(None, [-1, 4], DataType.FLOAT32)]
-    model.predict([floats(2, 4)], given)
-    assert given[0].shape == [2, 4]
-    np.testing.assert_array_equal(given[0].get_data_to_numpy(), floats(2, 4) * 2 + 1)
-
-
-def test_outputs_that_only_a_run_tells_are_written_where_they_fit(onnx_model: OnnxModel) -> None:
-    model = built(onnx_model(CHOSEN))
-    place = np.full((1, 2), -1)
-    model.predict([np.array([0, 1, 2], np.float32)], [Tensor(place)])
-    assert place.tolist() == [[1, 2]]
-    with pytest.raises(
-        RuntimeError, match=r"^predict failed! Error is output 'y' is DataType.INT64\[1, 3\]"
-    ):
-        model.predict([np.array([1, 1, 2], np.float32)], [Tensor(place)])
-    assert place.tolist() == [[1, 2]]
-
-
-@pytest.mark.parametrize(
-    ("outputs", "text"),
-    [
-        ((), "outputs must be list, but got <class 'tuple'>."),
-        (Tensor(), "outputs must be list, but got <class 'mcinfer.mslite.tensor.Tensor'>."),
-        (
-            [np.zeros((1, 4), np.float32)],
-            "outputs element must be Tensor, but got <class 'numpy.ndarray'> at index 0.",
-        ),
-    ],
-)
-def test_outputs_of_another_type_are_told(onnx_model: OnnxModel, outputs: Any, text: str) -> None:
-    with pytest.raises(TypeError, match=exactly(text)):
-        built(onnx_model(AFFINE)).predict([floats(1, 4)], outputs)
-
-
 def read_only() -> NDArray[Any]:
     array = np.full((2, 4), -1, np.float32)
     array.flags.writeable = False
@@ -828,13 +638,12 @@ def read_only() -> NDArray[Any]:
     [
         [np.full((2, 4), -1, np.float32)] * 2,
         [np.full((2, 4), -1, np.float64)],
-        [np.full((2, 4), -1, np.int32)],
         [np.full((4, 2), -1, np.float32)],
         [np.full((3, 4), -1, np.float32)],
         [np.full(8, -1, np.float32)],
         [read_only()],
     ],
-    ids=["two", "float64", "int32", "turned", "larger", "flat", "read-only"],
+    ids=["two", "float64", "turned", "larger", "flat", "read-only"],
 )
 def test_outputs_that_do_not_fit_fail_the_run_and_are_not_touched(
     onnx_model: OnnxModel, places: list[NDArray[Any]]
@@ -843,14 +652,6 @@ def test_outputs_that_do_not_fit_fail_the_run_and_are_not_touched(
     with pytest.raises(RuntimeError, match=r"^predict failed! Error is output"):
         model.predict([floats(2, 4)], [Tensor(place) for place in places])
     assert all((place == -1).all() for place in places)
-
-
-def test_one_output_that_does_not_fit_leaves_the_others_alone(onnx_model: OnnxModel) -> None:
-    model = built(onnx_model(MIXED))
-    good, bad = np.full((2, 3), -1, np.float32), np.full((2, 2), -1, np.float32)
-    with pytest.raises(RuntimeError, match=r"^predict failed! Error is output 'z'"):
-        model.predict([floats(2, 3), floats(2, 3)], [Tensor(good), Tensor(bad)])
-    assert (good == -1).all()
 
 
 def test_failed_run_leaves_the_outputs_as_they_were(onnx_model: OnnxModel) -> None:
@@ -880,18 +681,6 @@ def test_empty_list_of_outputs_is_extended_in_place(onnx_model: OnnxModel) -> No
     assert arrays(outputs) == [(-floats(2, 3)).tolist(), (-floats(1, 3)).tolist()]
 
 
-def test_empty_list_of_outputs_stays_empty_where_the_run_fails(onnx_model: OnnxModel) -> None:
-    outputs: list[Tensor] = []
-    with pytest.raises(RuntimeError, match=r"^predict failed! "):
-        built(onnx_model(TO_ORDER)).predict([floats(6), np.array([4, 2])], outputs)
-    assert outputs == []
-
-
-def test_list_of_outputs_that_is_given_is_what_comes_back(onnx_model: OnnxModel) -> None:
-    outputs = [Tensor(np.zeros((2, 4), np.float32))]
-    assert built(onnx_model(AFFINE)).predict([floats(2, 4)], outputs) is outputs
-
-
 @pytest.mark.parametrize("kind", ["same tensor", "same array", "overlap"])
 def test_outputs_of_which_one_would_be_written_over_another_are_refused(
     onnx_model: OnnxModel, kind: str
@@ -909,13 +698,6 @@ def test_outputs_of_which_one_would_be_written_over_another_are_refused(
         built(onnx_model(MIXED)).predict([floats(2, 3), floats(2, 3)], [first, second])
     assert isinstance(caught.value, mcinfer.InvalidInputError)
     assert (memory == -1).all()
-
-
-def test_outputs_beside_each_other_in_one_array_are_written(onnx_model: OnnxModel) -> None:
-    memory = np.zeros((4, 3), np.float32)
-    given = [Tensor(memory[:2]), Tensor(memory[2:])]
-    built(onnx_model(MIXED)).predict([floats(2, 3), floats(2, 3) * 2], given)
-    np.testing.assert_array_equal(memory, np.concatenate([-floats(2, 3), -2 * floats(2, 3)]))
 
 
 def test_output_may_be_the_memory_of_an_input(onnx_model: OnnxModel) -> None:
@@ -993,39 +775,6 @@ def test_open_sizes_stay_open_where_fixed_ones_are_built_anew(onnx_model: OnnxMo
         model.predict([floats(2, 3), floats(1, 3)])
 
 
-def test_tensor_of_that_name_will_do_for_resize(onnx_model: OnnxModel) -> None:
-    model = built(onnx_model(AFFINE))
-    other = Tensor()
-    other.name = "x"
-    model.resize([other], [[2, 4]])
-    assert other.shape == model.get_inputs()[0].shape == [2, 4]
-
-
-@pytest.mark.parametrize(
-    ("inputs", "dims", "text"),
-    [
-        (None, [], "inputs must be list, but got <class 'NoneType'>."),
-        ((), [], "inputs must be list, but got <class 'tuple'>."),
-        ([1], 1, "inputs element must be Tensor, but got <class 'int'> at index 0."),
-        ([], (), "dims must be list, but got <class 'tuple'>."),
-        ([], [1], "dims element must be list, but got <class 'int'> at index 0."),
-        ([], [[1, "4"]], "dims element's element must be int, but got <class 'str'> at index 1."),
-        ([], [[1, True]], "dims element's element must be int, but got <class 'bool'> at index 1."),
-    ],
-)
-def test_wrong_types_of_resize_are_told(
-    onnx_model: OnnxModel, inputs: Any, dims: Any, text: str
-) -> None:
-    with pytest.raises(TypeError, match=exactly(text)):
-        built(onnx_model(AFFINE)).resize(inputs, dims)
-
-
-def test_resize_of_more_inputs_than_shapes_is_told(onnx_model: OnnxModel) -> None:
-    model = built(onnx_model(AFFINE))
-    with pytest.raises(ValueError, match=r"^inputs' size does not match dims' size: got 1 and 0$"):
-        model.resize(model.get_inputs(), [])
-
-
 @pytest.mark.parametrize(
     ("text", "shape"),
     [
@@ -1051,11 +800,6 @@ def test_resize_that_fails_leaves_the_model_as_it_was(
     assert tensor.shape == before
     assert model.get_inputs()[0] is tensor
     assert arrays(model.predict([works])) == expected
-
-
-def test_resize_of_an_unknown_input_is_refused(onnx_model: OnnxModel) -> None:
-    with pytest.raises(RuntimeError, match=r"^resize failed! Error is inputs: unknown ''"):
-        built(onnx_model(AFFINE)).resize([Tensor()], [[1, 4]])
 
 
 def test_changing_a_model_says_what_to_install(
@@ -1101,32 +845,6 @@ def test_resize_beside_runs_spoils_none(onnx_model: OnnxModel) -> None:
         assert all(item.result() for item in asked)
 
 
-# Weights.
-
-
-@pytest.mark.parametrize(
-    ("weights", "text"),
-    [
-        ((), "weights must be list, but got <class 'tuple'>."),
-        (
-            [Tensor()],
-            "weights element must be list, but got <class 'mcinfer.mslite.tensor.Tensor'>",
-        ),
-        ([[1]], "weights element element must be Tensor, but got <class 'int'> at index 0."),
-    ],
-)
-def test_weights_of_another_type_are_told(weights: Any, text: str) -> None:
-    with pytest.raises(TypeError, match=f"^{re.escape(text)}"):
-        Model().update_weights(weights)
-
-
-def test_weights_that_were_not_made_replaceable_stay(onnx_model: OnnxModel) -> None:
-    model = built(onnx_model(WEIGHED))
-    with pytest.raises(RuntimeError, match=r"^update weight failed! Error is "):
-        model.update_weights([[Tensor(floats(2))]])
-    assert arrays(model.predict([floats(1, 2)])) == [[[11, 22]]]
-
-
 # What the context says of the CPU.
 
 
@@ -1147,62 +865,31 @@ def started() -> Iterator[dict[str, str]]:
     """The threads that are there at the end and were not at the beginning, with their cores."""
     gc.collect()
     # The runtime's own, one for each process, comes with the first session.
-    model = onnx.helper.make_model(
-        onnx.helper.make_graph(
-            [onnx.helper.make_node("Neg", ["x"], ["y"])],
-            "any",
-            [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1])],
-            [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1])],
-        ),
-        opset_imports=[onnx.helper.make_opsetid("", 17)],
-        ir_version=8,
-    )
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
-    ort.InferenceSession(model.SerializeToString(), options)
+    ort.InferenceSession(parser.parse_model(FIXED).SerializeToString(), options)
     before = threads()
     found: dict[str, str] = {}
     yield found
     found |= {name: cores for name, cores in threads().items() if name not in before}
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_thread_num_is_the_number_of_threads_of_a_run(onnx_model: OnnxModel, count: int) -> None:
-    context = Context()
-    context.cpu.thread_num = count
-    with started() as new:
-        model = built(onnx_model(AFFINE), context)
-    assert len(new) == count - 1  # the caller's is one of them
-    assert arrays(model.predict([floats(1, 4)])) == [[[3, 5, 7, 9]]]
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_inter_op_parallel_num_starts_as_many_threads_more(
-    onnx_model: OnnxModel, count: int
+@pytest.mark.parametrize(("threads", "operators"), [(1, 0), (3, 0), (1, 3)])
+def test_numbers_of_threads_are_those_of_a_run(
+    onnx_model: OnnxModel, threads: int, operators: int
 ) -> None:
     context = Context()
-    context.cpu.thread_num = 1
-    context.cpu.inter_op_parallel_num = count
+    context.cpu.thread_num = threads
+    context.cpu.inter_op_parallel_num = operators
     with started() as new:
         model = built(onnx_model(AFFINE), context)
-    assert len(new) == count - 1  # the caller's is one of them
+    assert len(new) == max(threads, operators) - 1  # the caller's is one of them
     assert arrays(model.predict([floats(1, 4)])) == [[[3, 5, 7, 9]]]
 
 
-def test_core_list_binds_the_threads_of_runs_and_no_others(onnx_model: OnnxModel) -> None:
-    cores = os.sched_getaffinity(0)
-    core = max(cores)
-    context = Context()
-    context.cpu.thread_num = 3
-    context.cpu.thread_affinity_core_list = [core] * 3
-    with started() as new:
-        model = built(onnx_model(AFFINE), context)
-    assert [*new.values()] == [str(core)] * 2
-    assert arrays(model.predict([floats(1, 4)])) == [[[3, 5, 7, 9]]]
-    assert os.sched_getaffinity(0) == cores
-
-
-def test_core_list_binds_the_callers_thread_during_a_run(onnx_model: OnnxModel) -> None:
+def test_core_list_binds_the_callers_thread_during_a_run_and_not_after(
+    onnx_model: OnnxModel,
+) -> None:
     cores = os.sched_getaffinity(0)
     if len(cores) < 2:
         pytest.skip("takes two cores")
@@ -1210,46 +897,13 @@ def test_core_list_binds_the_callers_thread_during_a_run(onnx_model: OnnxModel) 
     context = Context()
     context.cpu.thread_num = 1
     context.cpu.thread_affinity_core_list = [core]
-    model = built(onnx_model(LOOP), context)
-    assert model._built is not None
-
-    def run() -> None:
-        with pytest.raises(mcinfer.McinferError, match="cancelled"):
-            model.predict([np.array(10**12), floats(4)])
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        wait_until(lambda: os.sched_getaffinity(thread.native_id or 0) == {core})
-        wait_until(lambda: cpu_ticks(thread.native_id) >= 10)
-    finally:
-        model._built.session._engine.cancel()
-        thread.join(10.0)
+    with endless_run(built(onnx_model(LOOP), context)) as thread:
+        assert os.sched_getaffinity(thread.native_id or 0) == {core}
     assert os.sched_getaffinity(0) == cores
 
 
-@pytest.mark.parametrize(
-    ("listed", "count", "text"),
-    [
-        ([0, 1], 1, "got 2 cores, expected threads x workers = 1 x 1"),
-        ([0], 2, "got 1 cores, expected threads x workers = 2 x 1"),
-        ([9999], 0, r"got \[9999\], expected some of \["),
-    ],
-)
-def test_core_list_that_does_not_fit_fails_the_build(
-    onnx_model: OnnxModel, listed: list[int], count: int, text: str
-) -> None:
-    context = Context()
-    context.cpu.thread_num = count
-    context.cpu.thread_affinity_core_list = listed
-    text = f"^build_from_file failed! Error is cpu_thread_affinity_core_list: {text}"
-    with pytest.raises(RuntimeError, match=text):
-        built(onnx_model(AFFINE), context)
-
-
-@pytest.mark.parametrize(("mode", "index"), [(1, -1), (2, 0)])
 def test_affinity_mode_binds_to_the_cores_of_that_kind(
-    onnx_model: OnnxModel, monkeypatch: pytest.MonkeyPatch, mode: int, index: int
+    onnx_model: OnnxModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
@@ -1259,45 +913,26 @@ def test_affinity_mode_binds_to_the_cores_of_that_kind(
     context = Context()
     context.cpu.thread_num = 1
     context.cpu.inter_op_parallel_num = 3
-    context.cpu.thread_affinity_mode = mode
+    context.cpu.thread_affinity_mode = 2
     with started() as new:
         model = built(onnx_model(AFFINE), context)
-    assert [*new.values()] == [str(cores[index])] * 2
+    assert [*new.values()] == [str(cores[0])] * 2
     assert arrays(model.predict([floats(1, 4)])) == [[[3, 5, 7, 9]]]
 
 
 def warned(path: Path, context: Context, match: str, **more: Any) -> tuple[Model, str]:
-    """A model, and the one warning that its build gave, which points at the line below."""
+    """A model, and the one warning that its build gave, which points at this file."""
     model = Model()
     with pytest.warns(UserWarning, match=match) as caught:
         model.build_from_file(str(path), ModelType.ONNX, context, **more)
     [warning] = caught
     assert warning.filename == __file__
-    assert Path(__file__).read_text("utf-8").splitlines()[warning.lineno - 1].strip() == (
-        "model.build_from_file(str(path), ModelType.ONNX, context, **more)"
-    )
     return model, str(warning.message)
 
 
-def test_affinity_mode_on_cores_that_are_alike_is_told_once(
-    onnx_model: OnnxModel, monkeypatch: pytest.MonkeyPatch
+def test_entries_without_an_effect_are_in_one_warning(
+    onnx_model: OnnxModel, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("mcinfer.mslite._targets.core_capacities", lambda: {0: 1024, 1: 1024})
-    context = Context()
-    context.cpu.thread_affinity_mode = 1
-    text = "thread_affinity_mode has no effect: the cores of this machine are all alike"
-    model, _ = warned(onnx_model(AFFINE), context, text)
-    assert arrays(model.predict([floats(1, 4)])) == [[[3, 5, 7, 9]]]
-
-
-def test_float16_on_a_cpu_is_told_once(onnx_model: OnnxModel) -> None:
-    context = Context()
-    context.cpu.precision_mode = "preferred_fp16"
-    model, _ = warned(onnx_model(AFFINE), context, "preferred_fp16")
-    assert arrays(model.predict([floats(1, 4)])) == [[[3, 5, 7, 9]]]
-
-
-def test_entries_without_an_effect_are_told_once(onnx_model: OnnxModel, tmp_path: Path) -> None:
     config = tmp_path / "config.ini"
     config.write_text("[ascend_context]\nprovider=ge\nmodern=1\n", encoding="utf-8")
     more = {"execution_plan": {"op": "fp16"}, "model_file": {"mindir_path": "/"}}
@@ -1309,32 +944,11 @@ def test_entries_without_an_effect_are_told_once(onnx_model: OnnxModel, tmp_path
     )
 
 
-def test_configuration_is_read_once(
-    onnx_model: OnnxModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = tmp_path / "config.ini"
-    config.write_text("[model_file]\nother=1\n", encoding="utf-8")
-    read = []
-
-    def load(path: str, more: Any) -> dict[str, dict[str, str]]:
-        read.append(path)
-        return load_sections(path, more)
-
-    monkeypatch.setattr("mcinfer.mslite.model.load_sections", load)
-    entries = {"model_file": {"more": "'2'"}}
-    model = Model()
-    with pytest.warns(UserWarning, match=r"\[model_file\] other, \[model_file\] more"):
-        model.build_from_file(str(onnx_model(AFFINE)), ModelType.MINDIR, None, str(config), entries)
-    assert read == [str(config)]
-    assert model._built is not None
-    assert model._built.source.sections == {"model_file": {"other": "1", "more": "2"}}
-
-
 @pytest.mark.parametrize("what", ["context", "entries"])
 def test_warning_that_is_an_error_comes_before_anything_is_loaded(
     onnx_model: OnnxModel, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    monkeypatch.setattr("mcinfer.mslite._loading.open_engine", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("mcinfer.mslite._session.open_engine", lambda *_: pytest.fail("loaded"))
     context = Context()
     entries = {"a": {"b": "c"}} if what == "entries" else None
     if what == "context":
@@ -1350,70 +964,31 @@ def test_warning_that_is_an_error_comes_before_anything_is_loaded(
 # Models that MindSpore Lite's own package runs: a stand-in for it.
 
 
-@pytest.fixture
-def own_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """The stand-in, and a file that it takes for a model."""
+def test_what_is_said_of_a_model_reaches_mindspore_lites_own_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "model"
     path.write_bytes(b"model")
-    with stand_in.installed(monkeypatch):
-        yield path
-
-
-def test_what_the_context_says_of_a_device_reaches_the_package(own_package: Path) -> None:
-    context = Context()
+    context, model = Context(), Model()
     context.target = ["ascend"]
     context.ascend.device_id = 2
-    context.ascend.rank_id = 1
     context.ascend.provider = "ge"
-    context.ascend.precision_mode = "enforce_fp16"
-    gpu = Context()
-    gpu.target = ["gpu"]
-    gpu.gpu.precision_mode = "preferred_fp16"
-    gpu.gpu.provider = "tensorrt"
-    for given in (context, gpu):
-        model = Model()
-        model.build_from_file(str(own_package), ModelType.MINDIR, given)
-        assert arrays(model.predict([floats(1, 3)]))[0] == [[3, 5, 7]]
-    first, second = (made.context for made in stand_in.Model.built)
-    assert first is not None
-    assert second is not None
-    assert (first.target, second.target) == (["ascend"], ["gpu"])
-    assert first.ascend.given == {
-        "device_id": 2,
-        "rank_id": 1,
-        "provider": "ge",
-        "precision_mode": "enforce_fp16",
-    }
-    assert second.gpu.given == {
-        "device_id": 0,
-        "provider": "tensorrt",
-        "precision_mode": "preferred_fp16",
-    }
-
-
-def test_type_that_the_name_does_not_say_reaches_the_package(own_package: Path) -> None:
-    for model_type in (ModelType.MINDIR_LITE, ModelType.MINDIR):
-        context = Context()
-        context.target = ["ascend"]
-        Model().build_from_file(str(own_package), model_type, context)
-        Model().build_from_buffer(b"model", model_type=model_type, context=context)
-    given = [made.model_type.name for made in stand_in.Model.built]
-    assert given == ["MINDIR_LITE", "MINDIR_LITE", "MINDIR", "MINDIR"]
-
-
-def test_shared_workspace_is_no_matter_of_the_package(own_package: Path) -> None:
-    model = Model()
     ModelGroup(ModelGroupFlag.SHARE_WEIGHT_WORKSPACE).add_model([model])
-    model.build_from_file(str(own_package), ModelType.MINDIR_LITE)
-    assert arrays(model.predict([floats(1, 3)]))[0] == [[3, 5, 7]]
+    with stand_in.installed(monkeypatch):
+        model.build_from_file(str(path), ModelType.MINDIR_LITE, context)
+        assert arrays(model.predict([floats(1, 3)]))[0] == [[3, 5, 7]]
+        [made] = stand_in.Model.built
+    assert made.model_type.name == "MINDIR_LITE"
+    assert made.context.target == ["ascend"]
+    assert stand_in.given(made.context.ascend) == {"device_id": 2, "provider": "ge"}
 
 
 # Devices that this host lacks.
 
 
 @pytest.mark.usefixtures("no_devices")
-@pytest.mark.parametrize("target", [["gpu"], ["ascend"], ["GPU", "cpu"], ["cpu", "Ascend"]])
-def test_device_that_is_not_here_is_replaced_by_the_cpu_and_told_once(
+@pytest.mark.parametrize("target", [["gpu"], ["cpu", "Ascend"]])
+def test_device_that_is_not_here_is_replaced_by_the_cpu_with_one_warning(
     onnx_model: OnnxModel, target: list[str]
 ) -> None:
     context = Context()
@@ -1425,23 +1000,12 @@ def test_device_that_is_not_here_is_replaced_by_the_cpu_and_told_once(
 
 
 @pytest.mark.usefixtures("no_devices")
-def test_device_that_is_not_here_and_fp16_are_told_in_one_warning(onnx_model: OnnxModel) -> None:
-    context = Context()
-    context.target = ["gpu"]
-    context.cpu.precision_mode = "preferred_fp16"
-    _, message = warned(onnx_model(AFFINE), context, "")
-    assert "target gpu cannot be used here" in message
-    assert "preferred_fp16" in message
-
-
-@pytest.mark.usefixtures("no_devices")
-@pytest.mark.parametrize("target", ["gpu", "ascend"])
 def test_device_that_is_not_here_is_an_error_where_that_is_wanted(
-    onnx_model: OnnxModel, monkeypatch: pytest.MonkeyPatch, target: str
+    onnx_model: OnnxModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MCINFER_STRICT_DEVICE", "1")
     context = Context()
-    context.target = [target]
+    context.target = ["ascend"]
     with pytest.raises(RuntimeError, match=r"^build_from_file failed! Error is device "):
         built(onnx_model(AFFINE), context)
 
@@ -1456,15 +1020,6 @@ def test_resize_warns_at_its_own_caller(onnx_model: OnnxModel) -> None:
     assert [warning.filename for warning in caught] == [__file__]
 
 
-def test_both_accelerators_at_once_are_refused(onnx_model: OnnxModel) -> None:
-    context = Context()
-    context.target = ["gpu", "ascend"]
-    with pytest.raises(
-        RuntimeError, match=r"^build_from_file failed! Error is target: .*at most two"
-    ):
-        built(onnx_model(AFFINE), context)
-
-
 # Groups.
 
 
@@ -1477,7 +1032,7 @@ def grouped(flags: ModelGroupFlag, *paths: Path, context: Context | None = None)
     return models
 
 
-@pytest.mark.parametrize("flags", [0, 1, 4, None, "SHARE_WEIGHT", ModelGroupFlag(0)])
+@pytest.mark.parametrize("flags", [1, None, ModelGroupFlag(0)])
 def test_unknown_flag_is_refused(flags: Any) -> None:
     text = (
         "Parameter flags should be ModelGroupFlag.SHARE_WORKSPACE or ModelGroupFlag.SHARE_WEIGHT or "
@@ -1485,10 +1040,6 @@ def test_unknown_flag_is_refused(flags: Any) -> None:
     )
     with pytest.raises(RuntimeError, match=exactly(text)):
         ModelGroup(flags)
-
-
-def test_workspace_is_what_a_group_shares_by_default() -> None:
-    assert ModelGroup().flags is ModelGroupFlag.SHARE_WORKSPACE
 
 
 MIXED_KINDS = "models element must be all str or Model, but got"
@@ -1501,26 +1052,11 @@ WRONG_KIND = (
 @pytest.mark.parametrize(
     ("flags", "models", "error", "text"),
     [
-        (1, None, TypeError, "models must be list/tuple, but got <class 'NoneType'>."),
         (1, "a.onnx", TypeError, "models must be list/tuple, but got <class 'str'>."),
         (1, [], RuntimeError, "models cannot be empty"),
-        (
-            2,
-            ["a.onnx", Model()],
-            TypeError,
-            f"{MIXED_KINDS} <class '{Model.__module__}.Model'> at index 1.",
-        ),
-        (
-            1,
-            ["a.onnx", Model()],
-            TypeError,
-            f"{MIXED_KINDS} <class '{Model.__module__}.Model'> at index 1.",
-        ),
         (1, [Model(), "a.onnx"], TypeError, f"{MIXED_KINDS} <class 'str'> at index 1."),
-        (2, (Model(), "a.onnx"), TypeError, f"{MIXED_KINDS} <class 'str'> at index 1."),
         (2, [1], TypeError, f"{MIXED_KINDS} <class 'int'> at index 0."),
         (1, ["a.onnx"], RuntimeError, WRONG_KIND),
-        (3, ["a.onnx", "b.onnx"], RuntimeError, WRONG_KIND),
         (2, [Model(), Model()], RuntimeError, WRONG_KIND),
     ],
 )
@@ -1541,15 +1077,6 @@ def test_model_that_is_built_cannot_join_a_group_and_none_beside_it_does(
     ModelGroup(ModelGroupFlag.SHARE_WEIGHT).add_model((fresh,))
     with pytest.raises(RuntimeError, match=failed + ".*in another group"):
         ModelGroup(ModelGroupFlag.SHARE_WEIGHT).add_model([fresh])
-
-
-def test_model_that_a_group_refused_can_join_another(onnx_model: OnnxModel) -> None:
-    model = Model()
-    with pytest.raises(RuntimeError, match=exactly(WRONG_KIND)):
-        ModelGroup().add_model([model])
-    ModelGroup(ModelGroupFlag.SHARE_WEIGHT).add_model([model])
-    model.build_from_file(str(onnx_model(AFFINE)), ModelType.ONNX)
-    assert arrays(model.predict([floats(1, 4)])) == [[[3, 5, 7, 9]]]
 
 
 def sessions(models: list[Model]) -> set[int]:
@@ -1575,17 +1102,6 @@ def test_models_without_a_group_share_nothing(onnx_model: OnnxModel) -> None:
     assert len(sessions([built(path), built(path)])) == 2
 
 
-def test_models_of_one_file_with_other_threads_share_nothing(onnx_model: OnnxModel) -> None:
-    path, context = onnx_model(AFFINE), Context()
-    context.cpu.thread_num = 2
-    models = [Model(), Model()]
-    ModelGroup(ModelGroupFlag.SHARE_WEIGHT).add_model(models)
-    models[0].build_from_file(str(path), ModelType.ONNX)
-    context.cpu.inter_op_parallel_num = 2
-    models[1].build_from_file(str(path), ModelType.ONNX, context)
-    assert len(sessions(models)) == 2
-
-
 def test_file_that_was_written_anew_is_loaded_anew(onnx_model: OnnxModel) -> None:
     path, other = onnx_model(AFFINE), onnx_model(AFFINE.replace("2.0", "3.0"))
     models = [Model(), Model()]
@@ -1599,25 +1115,11 @@ def test_file_that_was_written_anew_is_loaded_anew(onnx_model: OnnxModel) -> Non
     ]
 
 
-def test_resize_of_one_leaves_the_other_of_a_group_alone(onnx_model: OnnxModel) -> None:
-    path = onnx_model(FIXED)
-    first, second = grouped(ModelGroupFlag.SHARE_WEIGHT, path, path)
-    first.resize(first.get_inputs(), [[1, 3]])
-    assert arrays(first.predict([floats(1, 3)])) == [[[-1, -2, -3]]]
-    assert arrays(second.predict([floats(2, 3)])) == [[[-1, -2, -3], [-4, -5, -6]]]
-
-
-@pytest.mark.parametrize("by_path", [True, False])
 def test_models_that_share_a_workspace_run_right_at_once(
-    onnx_model: OnnxModel, by_path: bool
+    onnx_model: OnnxModel,
 ) -> None:
     path, other = onnx_model(AFFINE), onnx_model(AFFINE.replace("2.0", "3.0"))
-    if by_path:
-        group = ModelGroup(ModelGroupFlag.SHARE_WORKSPACE)
-        group.add_model([str(path), str(other)])
-        models = [built(path), built(path), built(other)]
-    else:
-        models = grouped(ModelGroupFlag.SHARE_WEIGHT_WORKSPACE, path, path, other)
+    models = grouped(ModelGroupFlag.SHARE_WEIGHT_WORKSPACE, path, path, other)
 
     def ask(i: int) -> None:
         factor = 3 if i % 3 == 2 else 2
@@ -1639,7 +1141,7 @@ def test_models_of_a_groups_paths_share_the_workspace_and_no_others_do(
         shared.append("session.use_env_allocators" in request.session_config)
         return open_engine(name, request)
 
-    monkeypatch.setattr(_loading, "open_engine", opened)
+    monkeypatch.setattr(_session, "open_engine", opened)
     inside, outside, late = onnx_model(FIXED), onnx_model(FIXED), onnx_model(FIXED)
     monkeypatch.chdir(inside.parent)
     group = ModelGroup()
@@ -1666,21 +1168,3 @@ def test_size_of_the_workspace_takes_models_that_share_one() -> None:
     weights.add_model([Model()])
     with pytest.raises(RuntimeError, match=text):
         weights.cal_max_size_of_workspace(ModelType.ONNX, Context())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ((0,), "model_type must be ModelType, but got <class 'int'>."),
-        ((ModelType.ONNX, 1), "context must be Context, but got <class 'int'>."),
-    ],
-)
-def test_wrong_types_for_the_workspace_are_told(arguments: Any, text: str) -> None:
-    with pytest.raises(TypeError, match=exactly(text)):
-        ModelGroup().cal_max_size_of_workspace(*arguments)
-
-
-def test_weights_beside_what_is_no_onnx_model_are_refused() -> None:
-    for model_type in (ModelType.ONNX, ModelType.MINDIR):
-        with pytest.raises(RuntimeError, match=r"^build_from_buffer failed! Error is "):
-            Model().build_from_buffer(b"garbage", b"weights", model_type)

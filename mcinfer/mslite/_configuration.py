@@ -1,45 +1,56 @@
-"""Configuration files and dictionaries: sections of entries, text to text.
+"""What a configuration says: sections of entries, from a file, from a dictionary over it.
 
 Files are INI files, as MindSpore Lite has them: ``[section]``, then ``key=value`` in lines, ``#`` begins a
-comment. Values may be quoted.
+comment. Values may be quoted. The keys for weights are in section ``[ascend_context]``, whatever the device.
 """
 
 import configparser
 import os
+import re
+import reprlib
 import warnings
+from collections.abc import Set
 
-from mcinfer.errors import InvalidInputError
+from mcinfer.errors import BuildError, InvalidInputError
+from mcinfer.mslite._checks import Sections, check_path, check_sections, failures
 
-Sections = dict[str, dict[str, str]]
-
-Entries = frozenset[tuple[str, str]]
+Entries = Set[tuple[str, str]]
 """Section and key of each."""
 
+_SECTION = "ascend_context"
+_VARIABLE = "variable_weights_file"
+_PIDS = "shareable_weight_pid_list"
+_HANDLE = "shareable_weight_mem_handle"
+_MAX_DIGITS = 10
 
-def load_sections(path: str, more: Sections | None) -> Sections:
-    """Read a configuration file, and put further entries over its own.
+VARIABLE_ENTRIES: Entries = frozenset({(_SECTION, _VARIABLE)})
+SHARING_ENTRIES: Entries = frozenset({(_SECTION, _PIDS), (_SECTION, _HANDLE)})
 
-    Args:
-        path: Of the file; ``""`` for none.
-        more: Entries that override the file's.
 
-    Raises:
-        InvalidInputError: It is no such file.
-    """
-    sections: Sections = {}
+def read_configuration(what: str, path: str, entries: object) -> Sections:
+    """A build's configuration: the entries of a file (``""`` for none), and others (or None) over them."""
     if path:
-        parser = configparser.ConfigParser(
-            interpolation=None, strict=False, inline_comment_prefixes=("#",)
-        )
-        parser.optionxform = str  # type: ignore[assignment,method-assign] # keys keep their case
+        check_path(what, "config_path", path)
+    with failures(what):
+        sections = load_sections(path)
+    return (
+        sections if entries is None else override(sections, check_sections("config_dict", entries))
+    )
+
+
+def load_sections(path: str) -> Sections:
+    """The entries of a file, none for ``""``; InvalidInputError if it is no such file."""
+    parser = configparser.ConfigParser(
+        interpolation=None, strict=False, inline_comment_prefixes=("#",)
+    )
+    parser.optionxform = str  # type: ignore[assignment,method-assign] # keys keep their case
+    if path:
         try:
             with open(path, encoding="utf-8") as file:
                 parser.read_file(file)
         except (OSError, UnicodeDecodeError, configparser.Error) as exc:
             raise InvalidInputError(f"config_path: {path} does not load: {exc}") from exc
-        for name in parser.sections():
-            sections[name] = {key: _plain(value) for key, value in parser.items(name)}
-    return override(sections, more or {})
+    return override({}, {name: dict(parser.items(name)) for name in parser.sections()})
 
 
 def override(sections: Sections, more: Sections) -> Sections:
@@ -50,8 +61,14 @@ def override(sections: Sections, more: Sections) -> Sections:
     return merged
 
 
+def _plain(text: str) -> str:
+    text = text.strip()
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    return text[1:-1] if quoted else text
+
+
 def warn_of_unused(sections: Sections, used: Entries, *, stacklevel: int) -> None:
-    """Say once which entries have no effect, but for those that are used."""
+    """List in one warning the entries that have no effect: all but the used ones."""
     unused = [
         f"[{name}] {key}"
         for name, entries in sections.items()
@@ -67,11 +84,7 @@ def warn_of_unused(sections: Sections, used: Entries, *, stacklevel: int) -> Non
 
 
 def weights_folder(sections: Sections) -> str | None:
-    """Where the weights of a model from a buffer lie: the folder of ``[model_file] mindir_path``.
-
-    Raises:
-        InvalidInputError: There is no such folder.
-    """
+    """The folder of ``[model_file] mindir_path``, where the weights of a model from a buffer lie."""
     path = sections.get("model_file", {}).get("mindir_path")
     if path is None:
         return None
@@ -81,8 +94,47 @@ def weights_folder(sections: Sections) -> str | None:
     return folder
 
 
-def _plain(text: str) -> str:
-    text = text.strip()
-    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
-        return text[1:-1]
-    return text
+def variable_weights(sections: Sections) -> tuple[str, ...]:
+    """Names of the weights that may be replaced: the lines of the file that the configuration names."""
+    path = sections.get(_SECTION, {}).get(_VARIABLE)
+    if path is None:
+        return ()
+    try:
+        with open(path, encoding="utf-8") as file:
+            names = [line.strip() for line in file if line.strip()]
+    except (OSError, UnicodeDecodeError) as exc:
+        raise InvalidInputError(f"{_VARIABLE}: {path} does not load: {exc}") from exc
+    if not names or len({*names}) < len(names):
+        raise InvalidInputError(
+            f"{_VARIABLE}: {path} has {len(names)} names, {len({*names})} different ones; expected "
+            "different names of weights, one in a line"
+        )
+    return tuple(names)
+
+
+def weight_sharing(sections: Sections) -> tuple[tuple[int, ...] | None, int | None]:
+    """The processes that may have the model's weights, or the handle of the owner that they come from.
+
+    Each is None where the configuration does not have it.
+    """
+    entries = sections.get(_SECTION, {})
+    pids, handle = entries.get(_PIDS), entries.get(_HANDLE)
+    if pids is not None and handle is not None:
+        raise BuildError(f"{_PIDS} and {_HANDLE}: got both, expected one of them")
+    if handle is not None:
+        if not re.fullmatch(r"\d{1,19}", handle.strip(), re.ASCII):
+            raise InvalidInputError(
+                f"{_HANDLE}: got {handle!r}, expected the number that get_model_info gave its owner"
+            )
+        return None, int(handle)
+    if pids is None:
+        return None, None
+    listed = re.findall(r"\d+", pids, re.ASCII)
+    if (
+        not re.fullmatch(r"[\d\s,]*", pids, re.ASCII)
+        or max(map(len, listed), default=0) > _MAX_DIGITS
+    ):
+        raise InvalidInputError(
+            f"{_PIDS}: got {reprlib.repr(pids)}, expected process ids, '123, 456'"
+        )
+    return tuple(map(int, listed)), None

@@ -1,74 +1,157 @@
-"""`ModelParallelRunner`: many clients, one model, several worker processes.
+"""`ModelParallelRunner`: many clients, one model, several worker processes; `RunnerConfig`: how it is made.
 
 A face of `mcinfer.Master` with MindSpore Lite's names. A request runs whole on one worker, whichever is free.
 
 Ownership: the runner owns its master, and with it the workers. Tensors and futures that it gave out hold
-neither: who lets go of the runner ends the workers.
+neither: the workers end with the runner.
 """
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 from numpy.typing import NDArray
 
-from mcinfer.errors import BuildError, ClosedError, McinferError, PredictError
+from mcinfer.config import Limits, Timeouts, check_count, check_seconds
+from mcinfer.errors import BuildError, ClosedError, InvalidInputError, PredictError
 from mcinfer.master import Master
 from mcinfer.model_cache.keys import FOLDER_KEY
-from mcinfer.mslite._arguments import (
-    TensorLike,
-    check_inputs,
-    check_outputs,
-    check_path,
-    fill,
-    input_arrays,
-    known_dims,
-    result_tensors,
-)
-from mcinfer.mslite._checks import check_type
-from mcinfer.mslite._configuration import (
+from mcinfer.mslite._checks import (
     Sections,
+    check_elements,
+    check_list,
+    check_path,
+    check_type,
+    failure,
+    failures,
+)
+from mcinfer.mslite._configuration import (
+    VARIABLE_ENTRIES,
     load_sections,
+    override,
+    variable_weights,
     warn_of_unused,
     weights_folder,
 )
-from mcinfer.mslite._failures import failure
-from mcinfer.mslite._runner_config import RunnerConfig, new_master
-from mcinfer.mslite._sources import ModelBuffer
 from mcinfer.mslite._targets import (
     Attempt,
     ModelType,
     attempts,
+    count_workers,
     model_type_of,
     model_type_of_bytes,
     open_first,
+    pinned_cores,
     used_entries,
 )
-from mcinfer.mslite._weights import (
-    VARIABLE_ENTRIES,
-    given_tensors,
-    named_weights,
-    variable_weights,
+from mcinfer.mslite.context import Context, Option, ParallelOptions, check_context
+from mcinfer.mslite.tensor import (
+    Tensor,
+    TensorLike,
+    answered,
+    check_inputs,
+    check_outputs,
+    input_arrays,
 )
-from mcinfer.mslite.context import Context
-from mcinfer.mslite.datatypes import known_data_type
-from mcinfer.mslite.tensor import Tensor
 from mcinfer.requests.request import Arrays
+from mcinfer.specs import TensorSpec
 from mcinfer.statistics import Statistics
+
+
+class RunnerConfig(ParallelOptions):
+    """How a runner is to be made: the parallel part of a context, and what MindSpore Lite has not.
+
+    What is not given here is taken from ``context.parallel``; another type or value is a TypeError or
+    ValueError.
+
+    Args:
+        context: Where the workers run; None is the CPU.
+        workers_num: How many; 0 is MindSpore Lite's own rule (2 up to 16 cores, then one for each 8), cores /
+            threads where the context names threads, and one for each of `device_ids` on an accelerator.
+        config_info: Sections of entries, ``dict[str, dict[str, str]]``.
+        config_path: A configuration file, whose entries `config_info` overrides.
+        device_ids: The workers' devices in turn: worker i runs on ``device_ids[i % n]``.
+        max_batch_size: Rows of one run that requests may be joined to (dynamic batching); 1 is off.
+        max_delay: Seconds that a request may wait for others to join it while a worker is free.
+        queue_size: Requests that may wait for a worker; one more is refused with `QueueFullError`.
+        timeout: Seconds for one request, where `predict` says nothing else.
+    """
+
+    context = Option("context", Context(), lambda name, value: check_type(name, value, Context))
+    max_batch_size = Option("max_batch_size", 1, lambda name, value: check_count(name, value, 1))
+    max_delay = Option("max_delay", 0.0, check_seconds)
+    queue_size = Option("queue_size", 1000, lambda name, value: check_count(name, value, 1))
+    timeout = Option("timeout", Timeouts().predict, check_seconds)
+
+    def __init__(
+        self,
+        context: Context | None = None,
+        workers_num: int | None = None,
+        config_info: Sections | None = None,
+        config_path: str | None = None,
+        *,
+        device_ids: list[int] | None = None,
+        max_batch_size: int = 1,
+        max_delay: float = 0.0,
+        queue_size: int = 1000,
+        timeout: float = Timeouts().predict,
+    ) -> None:
+        super().__init__()
+        self.context = check_context(context)
+        parallel = self.context.parallel
+        self.workers_num = parallel.workers_num if workers_num is None else workers_num
+        self._sections = parallel.sections
+        if config_info is not None:
+            self.config_info = config_info
+        self.config_path = parallel.config_path if config_path is None else config_path
+        self.device_ids = parallel.device_ids if device_ids is None else device_ids
+        self.max_batch_size = max_batch_size
+        self.max_delay = max_delay
+        self.queue_size = queue_size
+        self.timeout = timeout
+
+
+def _new_master(
+    model: str | bytes,
+    config: RunnerConfig,
+    attempt: Attempt,
+    settings: Mapping[str, str],
+    names: Sequence[str],
+) -> Master:
+    """The master of one way to run a model, not started; `names` are of weights that may be replaced."""
+    context = config.context
+    workers = count_workers(context, attempt.kind, config.workers_num, config.device_ids)
+    session_config = {**attempt.options.session_config, **settings}
+    options = replace(attempt.options, session_config=session_config, variable_weights=names)
+    if attempt.kind == "cpu":
+        # Without the device that the context asks for, its ids mean nothing.
+        ids = config.device_ids if context.device_infos[0] == "cpu" else []
+        ids = ids or [*range(workers)]
+        options = replace(options, cores=pinned_cores(context, workers))
+    else:
+        ids = config.device_ids or [attempt.index]
+    return Master(
+        model,
+        [f"{attempt.kind}:{ids[i % len(ids)]}" for i in range(workers)],
+        engine=attempt.engine,
+        options=options,
+        timeouts=Timeouts(predict=config.timeout),
+        limits=Limits(queue=config.queue_size + workers),
+        max_batch_size=config.max_batch_size,
+        max_delay=config.max_delay,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallBackParam:
-    """What a callback is told of the run that it is called for.
+    """The run that a callback is called for; operators, which run in other processes, have no callbacks.
 
     Attributes:
-        node_name: The model's path, or ``buffer``: callbacks are for the run as a whole, not for each
-            operator, which run in other processes.
+        node_name: The model's path, or ``buffer``.
         node_type: ``"Model"``.
     """
 
@@ -90,7 +173,6 @@ class ModelParallelRunner:
     def __init__(self) -> None:
         self._master: Master | None = None
         self._name = ""
-        self._buffer: ModelBuffer | None = None
         self._starting: Master | None = None
         self._claimed = False  # it is built, or is being built
         self._closed = False
@@ -99,14 +181,10 @@ class ModelParallelRunner:
     def __str__(self) -> str:
         return f"model_path: {self._name}."
 
-    # Life.
-
     def build_from_file(self, model_path: str, context: Context | None = None) -> None:
-        """Start the workers and load a model in each.
+        """Start the workers and load a model in each: an ONNX file (ending in ``.onnx``) or a MindIR file.
 
-        Args:
-            model_path: Of an ONNX file (ending in ``.onnx``) or a MindIR file.
-            context: Where, and with ``context.parallel`` how many workers; None is the CPU.
+        ``context.parallel`` says how many workers; without a context they run on the CPU.
 
         Raises:
             TypeError: An argument is of another type.
@@ -119,110 +197,80 @@ class ModelParallelRunner:
         self._build(what, model_path, config)
 
     def init(self, model_path: str | bytes, runner_config: RunnerConfig | None = None) -> None:
-        """Start the workers and load a model in each.
+        """Start the workers and load a model in each, from a path or from its content.
 
-        Args:
-            model_path: Path, or content of a model; weights that lie outside of an ONNX model in a buffer are
-                found through ``{"model_file": {"mindir_path": …}}`` in the configuration, the path of a file
-                beside them.
-            runner_config: How; None is all defaults.
-
-        Raises:
-            TypeError, RuntimeError: As `build_from_file`.
+        Weights that lie outside of an ONNX model in a buffer are found through ``{"model_file":
+        {"mindir_path": …}}`` in the configuration, the path of a file beside them. Raises the same errors as
+        `build_from_file`.
         """
         what = "ModelParallelRunner's init"
         if not isinstance(model_path, (str, bytes)):
             raise TypeError(f"model_path must be str or bytes, but got {type(model_path)}.")
-        if runner_config is None:
-            runner_config = RunnerConfig()
-        check_type("runner_config", runner_config, RunnerConfig)
+        config = RunnerConfig() if runner_config is None else runner_config
+        check_type("runner_config", config, RunnerConfig)
         if isinstance(model_path, str):
             check_path(what, "model_path", model_path)
-        self._build(what, model_path, runner_config)
+        self._build(what, model_path, config)
 
     def close(self, timeout: float | None = None) -> None:
         """End the workers; requests in flight fail. Tensors stay valid. May be called again.
 
         Any thread may call it, also in a future's callback. A build that is going on in another one fails.
-
-        Args:
-            timeout: Seconds for the workers to end by themselves before they are killed.
+        Workers that have not ended by themselves within `timeout` seconds are killed.
         """
         with self._lock:
             self._closed = True
-            starting, master, buffer = self._starting, self._master, self._buffer
+            starting, master = self._starting, self._master
         if starting is not None:
             starting.close(0.0)  # one that loads a model does not hear that it is to end
         if master is not None:  # else the build that fails clears up behind itself
             master.close(timeout)
-            if buffer is not None:
-                buffer.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _build(self, what: str, model: str | bytes, config: RunnerConfig) -> None:
-        with self._lock:
-            if self._closed:
-                raise failure(what, ClosedError("the runner is closed; make a new one"))
-            if self._claimed:
-                raise failure(
-                    what,
-                    BuildError(
-                        "the model was built already, or is being built; make a new "
-                        "ModelParallelRunner"
-                    ),
-                )
-            self._claimed = True
-        try:
-            sections = load_sections(config.config_path, config.sections)
-            self._open(model, config, sections)
-        except BaseException as exc:
+        with failures(what):
             with self._lock:
-                buffer, self._buffer = self._buffer, None
+                if self._closed:
+                    raise ClosedError("the runner is closed; make a new one")
+                if self._claimed:
+                    raise BuildError(
+                        "the model was built already, or is being built; make a new ModelParallelRunner"
+                    )
+                self._claimed = True
+            try:
+                self._open(model, config)
+            except BaseException as exc:
                 self._claimed = False
-            if buffer is not None:
-                buffer.close()
-            if self._closed and isinstance(exc, Exception):
-                raise failure(what, ClosedError("the runner was closed meanwhile")) from exc
-            if not isinstance(exc, (McinferError, OSError, ValueError)):
+                if self._closed and isinstance(exc, Exception):
+                    raise ClosedError("the runner was closed meanwhile") from exc
                 raise
-            raise failure(what, exc) from exc
 
-    def _open(self, model: str | bytes, config: RunnerConfig, sections: Sections) -> None:
+    def _open(self, model: str | bytes, config: RunnerConfig) -> None:
+        sections = override(load_sections(config.config_path), config.sections)
         settings: dict[str, str] = {}
         if isinstance(model, bytes):
-            model_type = model_type_of_bytes(model)
+            name, model_type = "buffer", model_type_of_bytes(model)
             folder = weights_folder(sections)
             if folder is not None and model_type is ModelType.ONNX:
                 settings[FOLDER_KEY] = folder
-            self._buffer = ModelBuffer(model)
-            path, name = self._buffer.path, "buffer"
         else:
-            path, name, model_type = model, model, model_type_of(model, ModelType.MINDIR)
+            name, model_type = model, model_type_of(model, ModelType.MINDIR)
         used = used_entries(config.context, model_type, from_buffer=isinstance(model, bytes))
-        used |= VARIABLE_ENTRIES
         # The caller is four calls up: _open, _build, build_from_file, the user.
-        warn_of_unused(sections, used, stacklevel=4)
-
+        warn_of_unused(sections, used | VARIABLE_ENTRIES, stacklevel=4)
         names = variable_weights(sections)
 
         def build(attempt: Attempt) -> None:
-            self._start(new_master(path, config, attempt, settings, names), name)
+            self._start(_new_master(model, config, attempt, settings, names), name)
 
-        groups = attempts(config.context, model_type, sections)
-        open_first(groups, build, stacklevel=4)
+        open_first(attempts(config.context, model_type, sections), build, stacklevel=4)
 
     def _start(self, master: Master, name: str) -> None:
-        """Start it, and serve with it; whatever is raised, it has ended then."""
         try:
             with self._lock:
                 self._check_open()
@@ -246,26 +294,16 @@ class ModelParallelRunner:
             raise failure(what, ClosedError("the model is not built"))
         return self._master
 
-    # What it is like.
-
     def get_inputs(self) -> list[Tensor]:
         """Fresh input tensors, which lie in shared memory: what is put in there is not copied again.
 
         A size that is not known is -1; set the shape, or data of the right rank. Memory is gotten as long as
         the runner is open and not garbage; what was gotten stays valid.
-
-        Raises:
-            RuntimeError: The model is not built.
         """
         master = self._ready("get_inputs")
+        owner = weakref.ref(master)
         return [
-            Tensor._of_model(
-                spec.name,
-                known_data_type(spec.dtype),
-                known_dims(spec),
-                allocate=partial(_allocate, weakref.ref(master), spec.name),
-            )
-            for spec in master.inputs
+            Tensor._of_model(spec, partial(_allocate, owner, spec.name)) for spec in master.inputs
         ]
 
     def get_outputs(self) -> list[Tensor]:
@@ -273,36 +311,19 @@ class ModelParallelRunner:
 
         A size that is not known is -1, and becomes the result's. A tensor whose dtype is UNKNOWN cannot be
         given: leave `outputs` out there.
-
-        Raises:
-            RuntimeError: The model is not built.
         """
-        return [
-            Tensor._of_model(spec.name, known_data_type(spec.dtype), known_dims(spec))
-            for spec in self._ready("get_outputs").outputs
-        ]
+        return [Tensor._of_model(spec) for spec in self._ready("get_outputs").outputs]
 
     def update_weights(self, weights: list[list[Tensor]]) -> None:
-        """Replace weights on all workers at once, between two requests; see `mcinfer.Master.update_weights`.
-
-        Args:
-            weights: As for `Model.update_weights`.
-
-        Raises:
-            TypeError, RuntimeError: Likewise; nothing was changed.
-        """
+        """Replace weights on all workers at once, between two requests; see `Model.update_weights`."""
         given = given_tensors(weights)
         master = self._ready("update weight")
-        try:
+        with failures("update weight"):
             master.update_weights(named_weights(given, master.weights))
-        except (McinferError, OSError) as exc:
-            raise failure("update weight", exc) from exc
 
     def statistics(self) -> Statistics:
         """What was done so far, and how the workers are; see `mcinfer.Statistics`."""
         return self._ready("statistics").statistics()
-
-    # Requests.
 
     def predict(
         self,
@@ -317,18 +338,13 @@ class ModelParallelRunner:
         """Run the model on whichever worker is free, and wait for the answer.
 
         Args:
-            inputs: A list or tuple of tensors or arrays, in the model's order; any shapes that the model
-                takes. Those of `get_inputs` are not copied, and are not to be changed until the call returns.
-            outputs: Tensors to write to, of the outputs' dtypes and shapes (or of sizes not known yet), whose
-                memory may be that of inputs, but not of each other; or an empty list, which new tensors are
-                put into.
+            inputs: As for `Model.predict`, of any shapes that the model takes; those of `get_inputs` are not
+                copied.
+            outputs: As for `Model.predict`.
             before: Called in this thread before the request is queued: it may still set the inputs' data.
             after: Called in this thread with the answer.
             timeout: Seconds until `PredictTimeoutError`; None is the configuration's.
             priority: Requests of a higher one go first, but none waits for ever.
-
-        Returns:
-            The outputs: `outputs`, or new ones.
 
         Raises:
             TypeError: An argument is of another type.
@@ -339,54 +355,40 @@ class ModelParallelRunner:
         """
         master = self._ready("predict")
         what = CallBackParam(node_name=self._name)
-        try:
+        with failures("predict"):
             given = check_inputs(inputs, len(master.inputs))
             check_outputs(outputs, len(master.outputs))
             _call("before", before, [*given], [*(outputs or [])], what)
             arrays = input_arrays(given)
             answer = master.predict(arrays, timeout=timeout, shards=1, priority=priority)
-            results = result_tensors(answer) if outputs is None else fill(outputs, answer)
+            results = answered(outputs, answer)
             _call("after", after, [*given], [*results], what)
-        except McinferError as exc:
-            raise failure("predict", exc) from exc
-        return results
+            return results
 
     def submit(
         self, inputs: Sequence[TensorLike], *, timeout: float | None = None, priority: int = 0
     ) -> "Future[list[Tensor]]":
-        """Queue a request, and return at once.
-
-        Args:
-            inputs: As for `predict`; not to be changed until the future is done.
-            timeout: Likewise.
-            priority: Likewise.
+        """Queue a request, and return at once; the arguments are those of `predict`.
 
         Returns:
-            A future of the outputs, or of what `predict` raises. Its ``cancel()`` works until it is done:
-            what waits is forgotten, a run that is for nobody else is stopped.
-
-        Raises:
-            TypeError, RuntimeError: As `predict`, for what is wrong before it is queued.
+            A future of the outputs, or of what `predict` raises; what is wrong before the request is queued
+            is raised at once. Its ``cancel()`` works until it is done: a request that waits is forgotten, a
+            run that is for this request alone is stopped. The inputs must not change until it is done.
         """
         master = self._ready("predict")
-        try:
+        with failures("predict"):
             arrays = input_arrays(check_inputs(inputs, len(master.inputs)))
             return _Answer(master.submit(arrays, timeout=timeout, priority=priority))
-        except McinferError as exc:
-            raise failure("predict", exc) from exc
 
     async def predict_async(
         self, inputs: Sequence[TensorLike], *, timeout: float | None = None, priority: int = 0
     ) -> list[Tensor]:
         """`predict` for asyncio; cancelling the task cancels the request."""
         master = self._ready("predict")
-        try:
+        with failures("predict"):
             arrays = input_arrays(check_inputs(inputs, len(master.inputs)))
-            return result_tensors(
-                await master.predict_async(arrays, timeout=timeout, shards=1, priority=priority)
-            )
-        except McinferError as exc:
-            raise failure("predict", exc) from exc
+            answer = master.predict_async(arrays, timeout=timeout, shards=1, priority=priority)
+            return answered(None, await answer)
 
 
 class _Answer(Future[list[Tensor]]):
@@ -414,7 +416,7 @@ class _Answer(Future[list[Tensor]]):
             return
         exc = arrays.exception()
         if exc is None:
-            self.set_result(result_tensors(arrays.result()))
+            self.set_result(answered(None, arrays.result()))
             return
         error = failure("predict", exc)
         error.__cause__ = exc
@@ -424,12 +426,10 @@ class _Answer(Future[list[Tensor]]):
 def _allocate(owner: "weakref.ref[Master]", name: str, shape: tuple[int, ...]) -> NDArray[Any]:
     """Shared memory for an input; the tensor that asks for it is not to keep the workers alive."""
     master = owner()
-    try:
+    with failures("allocate"):
         if master is None:
             raise ClosedError("the runner is gone")
         return master.allocate({name: shape})[name]
-    except McinferError as exc:
-        raise failure("allocate", exc) from exc
 
 
 def _call(
@@ -439,12 +439,36 @@ def _call(
     outputs: list[Tensor],
     what: CallBackParam,
 ) -> None:
-    """Call what the user gave; whatever it raises fails this call alone."""
+    """Call what the user gave; an error in it fails this call alone."""
     if callback is None:
         return
     try:
-        wants = callback(inputs, outputs, what)
+        answer = callback(inputs, outputs, what)
     except Exception as exc:
         raise PredictError(f"the callback {name!r} raised {type(exc).__name__}: {exc}") from exc
-    if wants is False:
+    if answer is False:
         raise PredictError(f"the callback {name!r} returned False")
+
+
+def given_tensors(weights: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """The tensors that a user gave for new weights, in one list."""
+    for tensors in check_list("weights", weights, list):
+        check_elements("weights element", tensors, Tensor)
+    return [tensor for tensors in weights for tensor in tensors]
+
+
+def named_weights(given: Sequence[Tensor], specs: Sequence[TensorSpec]) -> dict[str, NDArray[Any]]:
+    """New weights by name: by the tensors' own names, by position where they have none."""
+    names = [spec.name for spec in specs]
+    if not names:
+        raise InvalidInputError(
+            "no weight of this model was made replaceable when it was built (variable_weights_file)"
+        )
+    if len(given) != len(names):
+        raise InvalidInputError(
+            f"weights: got {len(given)} tensors, expected {len(names)}: {names}"
+        )
+    chosen = [tensor.name or name for tensor, name in zip(given, names, strict=True)]
+    if sorted(chosen) != sorted(names):
+        raise InvalidInputError(f"weights: got the names {chosen}, expected each of {names} once")
+    return dict(zip(chosen, input_arrays(given), strict=True))

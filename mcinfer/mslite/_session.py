@@ -1,33 +1,59 @@
-"""A model loaded in this process: an engine, run on arrays.
+"""A model loaded in this process: from what a user named to an engine, run on arrays.
+
+::
+
+    Source ── targets in turn ──► engine ──► Session     one for the models of a group that shares weights
 
 Ownership: inputs are borrowed for the time of a run, which reads them in place; outputs are new arrays, which
-are the caller's. Threads may run at once where the engine allows it, else they take turns.
+are the caller's. A `Session` belongs to the models that have it. A group (`SharedModels`) only looks on: when
+the last model lets go of a session, it is gone. Threads may run at once where the engine allows it, else they
+take turns.
 """
 
 import ctypes
+import hashlib
+import logging
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer import sharding
-from mcinfer.engines.base import Buffer, Engine, Produced, Strings
-from mcinfer.errors import BuildError
+from mcinfer.config import Device
+from mcinfer.engines import open_engine, prepared_facts
+from mcinfer.engines.base import Buffer, Engine, EngineRequest, Produced, Strings
+from mcinfer.errors import BuildError, MissingDependencyError
+from mcinfer.machine import whole_cpus
+from mcinfer.model_cache.keys import FOLDER_KEY
+from mcinfer.mslite._checks import Sections
+from mcinfer.mslite._targets import Attempt, ModelType, attempts, open_first, pinned_cores
+from mcinfer.mslite.context import Context
 from mcinfer.requests.tensors import as_input, string_rows
 from mcinfer.requests.weights import check_weights
 from mcinfer.sharding import Shape
+from mcinfer.shm.weights import open_weights
 from mcinfer.specs import ELEMENT_TYPES, STRING, ModelSpec, TensorSpec, numpy_dtype
+
+_log = logging.getLogger("mcinfer.mslite")
 
 _MAX_SHAPES = 256
 
+Dims = Mapping[str, Sequence[int]]
+"""By input, its shape."""
+
 
 @contextmanager
-def pinned(cores: Sequence[int]) -> Iterator[None]:
+def _pinned(cores: Sequence[int]) -> Iterator[None]:
     """Bind the calling thread to these cores meanwhile; threads that it starts inherit them."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
@@ -38,24 +64,24 @@ def pinned(cores: Sequence[int]) -> Iterator[None]:
 
 
 class Session:
-    """One loaded model. Any thread may call `run`."""
+    """One loaded model, the engine's owner. Any thread may call `run`.
+
+    Attributes:
+        weights: The weights that were replaced, by name; they do not change any more.
+        output_shapes: From the inputs' shapes to the outputs', None where only a run shows it;
+            InvalidInputError where the inputs' do not fit the model.
+    """
 
     def __init__(self, engine: Engine, cores: Sequence[int]) -> None:
-        """Take the engine over.
-
-        Args:
-            engine: A loaded model.
-            cores: That the threads of its runs are bound to; none for all.
-
-        Raises:
-            BuildError: It has tensors that no array can hold.
-        """
-        self._engine = engine
+        self.engine = engine
+        self.spec = engine.spec
+        self.weights: Mapping[str, NDArray[Any]] = {}
+        self.output_shapes: Callable[[tuple[Shape, ...]], tuple[Shape | None, ...]] = lru_cache(
+            _MAX_SHAPES
+        )(partial(_output_shapes, engine.spec))
         self._cores = tuple(cores)
         self._turns = nullcontext() if engine.concurrent else threading.Lock()
-        self._weights: dict[str, NDArray[Any]] = {}
         self._updating = threading.Lock()
-        self._outputs: OrderedDict[tuple[Shape, ...], tuple[Shape | None, ...]] = OrderedDict()
         for spec in (*engine.spec.inputs, *engine.spec.outputs, *engine.weights):
             if ELEMENT_TYPES[spec.element_type].bits % 8:
                 raise BuildError(
@@ -63,90 +89,44 @@ class Session:
                     "ModelParallelRunner takes them"
                 )
 
-    @property
-    def spec(self) -> ModelSpec:
-        """What the model takes and gives."""
-        return self._engine.spec
-
-    @property
-    def engine(self) -> Engine:
-        """The loaded model; it stays this session's."""
-        return self._engine
-
-    @property
-    def weights(self) -> Mapping[str, NDArray[Any]]:
-        """The weights that were replaced, by name; they do not change any more."""
-        return self._weights
-
     def update_weights(self, weights: Mapping[str, Any]) -> None:
-        """Replace weights: runs that have begun finish with those that they began with.
-
-        Args:
-            weights: By name, arrays of exactly their dtypes and shapes, which are copied.
-
-        Raises:
-            InvalidInputError: One does not fit; nothing was changed.
-        """
-        arrays = check_weights(weights, {spec.name: spec for spec in self._engine.weights})
+        """Replace weights by copies: runs that have begun finish with those that they began with."""
+        specs = {spec.name: spec for spec in self.engine.weights}
         copies = {
-            spec.name: np.array(arrays[spec.name], spec.dtype, order="C")
-            for spec in self._engine.weights
-            if spec.name in arrays
+            name: np.array(array, specs[name].dtype, order="C")
+            for name, array in check_weights(weights, specs).items()
         }
         with self._updating:
-            self._weights = {**self._weights, **copies}
+            self.weights = {**self.weights, **copies}
 
-    def output_shapes(self, shapes: tuple[Shape, ...]) -> tuple[Shape | None, ...]:
-        """The outputs' shapes for inputs of these shapes; None for one that only a run tells.
-
-        Raises:
-            InvalidInputError: They do not fit the model.
-        """
-        known = self._outputs.get(shapes)
-        if known is None:
-            plan = sharding.plan(self.spec, shapes, 1)
-            known = tuple(join.shape if join.shapes else None for join in plan.outputs)
-            self._outputs[shapes] = known
-            if len(self._outputs) > _MAX_SHAPES:
-                self._outputs.popitem(last=False)
-        return known
-
-    def run(self, inputs: Sequence[Any]) -> list[NDArray[Any]]:
-        """Run the model.
-
-        Args:
-            inputs: One for each input, in the model's order: arrays of its dtype and shape.
-
-        Raises:
-            InvalidInputError: An input does not fit the model.
-            PredictError: The run failed, in the engine's words.
-        """
+    def run(self, inputs: Sequence[Any]) -> dict[str, NDArray[Any]]:
+        """Run the model on one array for each input, of its dtype and shape; the outputs by name."""
         arrays = [
             np.asarray(as_input(value, spec, spec.element_type), spec.dtype, order="C")
             for value, spec in zip(inputs, self.spec.inputs, strict=True)
         ]
         shapes = self.output_shapes(tuple(array.shape for array in arrays))
-        results = {
+        places = {
             spec.name: np.empty(shape, spec.dtype)
             for spec, shape in zip(self.spec.outputs, shapes, strict=True)
             if shape is not None and spec.element_type != STRING
         }
-        sources = [
-            _source(spec, array) for spec, array in zip(self.spec.inputs, arrays, strict=True)
-        ]
-        weights = self._weights  # one version throughout, and alive until the run is over
-        specs = {spec.name: spec for spec in self._engine.weights}
-        sources += [_buffer(specs[name], array) for name, array in weights.items()]
-        places = [
-            _buffer(spec, results[spec.name]) for spec in self.spec.outputs if spec.name in results
-        ]
-        with self._turns, pinned(self._cores) if self._cores else nullcontext():
-            produced = self._engine.bind(sources, places).execute()
-            results.update({item.name: _copied(item) for item in produced})
-        return [results[spec.name] for spec in self.spec.outputs]
+        weights = self.weights  # one version throughout, and alive until the run is over
+        bound = [_bound(spec, array) for spec, array in zip(self.spec.inputs, arrays, strict=True)]
+        bound += [_buffer(s, weights[s.name]) for s in self.engine.weights if s.name in weights]
+        free = [_buffer(s, places[s.name]) for s in self.spec.outputs if s.name in places]
+        with self._turns, _pinned(self._cores) if self._cores else nullcontext():
+            produced = self.engine.bind(bound, free).execute()
+            results = {**places, **{item.name: _copied(item) for item in produced}}
+        return {spec.name: results[spec.name] for spec in self.spec.outputs}
 
 
-def _source(spec: TensorSpec, array: NDArray[Any]) -> Buffer | Strings:
+def _output_shapes(spec: ModelSpec, shapes: tuple[Shape, ...]) -> tuple[Shape | None, ...]:
+    plan = sharding.plan(spec, shapes, 1)
+    return tuple(join.shape if join.shapes else None for join in plan.outputs)
+
+
+def _bound(spec: TensorSpec, array: NDArray[Any]) -> Buffer | Strings:
     if spec.element_type == STRING:
         whole = sharding.InputCut(axis=None, shapes=(array.shape,))
         return Strings(name=spec.name, shape=array.shape, values=string_rows(array, whole, 0))
@@ -164,9 +144,268 @@ def _buffer(spec: TensorSpec, array: NDArray[Any]) -> Buffer:
 
 
 def _copied(item: Produced | Strings) -> NDArray[Any]:
-    """What the engine made by itself, as an array of its own."""
     if isinstance(item, Strings):
         return np.array(item.values, dtype=object).reshape(item.shape)
     array = np.empty(item.shape, numpy_dtype(item.element_type))
     ctypes.memmove(array.__array_interface__["data"][0], item.address, item.size)
     return array
+
+
+# From a source to a session.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What a model was built from, so that it can be built again with other sizes.
+
+    Attributes:
+        model: Absolute path, or content.
+        weights: The content of its file of weights, where it was given.
+        folder: Where its weights lie, where that was named.
+        pids: Processes that may have the weights; None where they are not given away.
+        handle: The owner's that the weights come from; None where they are the model's own.
+    """
+
+    name: str
+    model: str | bytes
+    model_type: ModelType
+    context: Context
+    sections: Sections
+    weights: bytes | None = None
+    folder: str | None = None
+    variable_weights: tuple[str, ...] = ()
+    pids: tuple[int, ...] | None = None
+    handle: int | None = None
+
+
+class SharedModels:
+    """What the models of a group share: sessions (weights), the arena for what lies between operators."""
+
+    def __init__(self, *, weights: bool, workspace: bool) -> None:
+        self.weights = weights
+        self.workspace = workspace
+        self._lock = threading.Lock()
+        self._sessions: weakref.WeakValueDictionary[object, Session] = weakref.WeakValueDictionary()
+
+    def load(self, source: Source, dims: Dims | None, attempt: Attempt) -> Session:
+        with self._lock:
+            key = _identity(source, dims, attempt) if self.weights else None
+            session = self._sessions.get(key)
+            if session is None:
+                session = _load(source, dims, attempt, workspace=self.workspace)
+                if self.weights:
+                    self._sessions[key] = session
+            return session
+
+
+def open_session(
+    source: Source, dims: Dims | None, group: SharedModels | None, *, stacklevel: int
+) -> Session:
+    """Load a model, with other sizes of its inputs if `dims` says so; see `open_first`."""
+    if dims is not None and source.model_type is not ModelType.ONNX:
+        raise BuildError("its sizes are fixed, and can be changed in ONNX models alone")
+
+    def build(attempt: Attempt) -> Session:
+        if group is None:
+            return _load(source, dims, attempt, workspace=False)
+        return group.load(source, dims, attempt)
+
+    groups = attempts(source.context, source.model_type, source.sections)
+    return open_first(groups, build, stacklevel=stacklevel + 1)
+
+
+def _load(source: Source, dims: Dims | None, attempt: Attempt, *, workspace: bool) -> Session:
+    cores: Sequence[int] = ()
+    if attempt.kind == "cpu":
+        [cores] = pinned_cores(source.context, 1) or [()]
+    cpus = whole_cpus()
+    onnx_runtime = attempt.engine == "onnxruntime"
+    config = dict(attempt.options.session_config)
+    model, folder = source.model, source.folder
+    # A model of other sizes is another one: preparing it would keep the same weights once more.
+    prepare = "never"
+    if dims is None:
+        prepare = attempt.options.prepare if source.pids is None else "always"
+    else:
+        folder = folder or (os.path.dirname(model) if isinstance(model, str) else None)
+        model = _with_dims(model, dims)
+    with ExitStack() as opened:
+        if isinstance(source.model, bytes) and source.weights is not None:
+            if source.model_type is not ModelType.ONNX:
+                raise BuildError("weight_bytes: only ONNX models have their weights in such a file")
+            folder = _put_weights(source.model, source.weights, opened)
+        if workspace and onnx_runtime:
+            config["session.use_env_allocators"] = "1"
+        if folder is not None and onnx_runtime:
+            config[FOLDER_KEY] = folder
+        if isinstance(model, bytes):
+            model = opened.enter_context(_in_memory(model))
+        request = EngineRequest(
+            model=model,
+            prepare=prepare,
+            variable_weights=source.variable_weights,
+            device=Device(attempt.kind, attempt.index),
+            threads=attempt.options.threads or min(len(cores) or cpus, cpus),
+            inter_op_threads=attempt.options.inter_op_threads,
+            session_config=config,
+            provider_options=attempt.options.provider_options,
+        )
+        if source.handle is not None and dims is None:
+            here = prepared_facts(attempt.engine, request)
+            shared = opened.enter_context(open_weights(source.handle))
+            _check_same(shared.facts, here)
+            request = replace(request, model=shared.model)
+        with _pinned(cores) if cores else nullcontext():
+            engine = open_engine(attempt.engine, request)
+    for note in engine.notes:
+        _log.warning("%s: %s", source.name, note)
+    return Session(engine, cores)
+
+
+def _check_same(facts: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise a BuildError if weights that another process shares are not those of the model built here."""
+    refused = "shareable_weight_mem_handle: the owner"
+    for name, what in (
+        ("model", "another model: its content is not that of this model's files"),
+        ("device", "another device"),
+        ("engine", "another engine or version"),
+        ("cpu", "a CPU of other abilities"),
+    ):
+        if facts.get(name) != here[name]:
+            detail = "" if name == "model" else f": {facts.get(name)}, here {here[name]}"
+            raise BuildError(f"{refused}'s weights are for {what}{detail}")
+    if {**facts} != {**here}:
+        raise BuildError(f"{refused} built its model with other options")
+
+
+def _identity(source: Source, dims: Dims | None, attempt: Attempt) -> object:
+    """Equal for models that one loaded model can serve. It holds no content: it lives with the session."""
+    content: object
+    if isinstance(source.model, str):
+        entry = os.stat(source.model)
+        content = (entry.st_dev, entry.st_ino, entry.st_size, entry.st_mtime_ns)
+    else:
+        content = hashlib.sha256(source.model).digest()
+    weights = None if source.weights is None else hashlib.sha256(source.weights).digest()
+    sizes = None if dims is None else tuple((name, *shape) for name, shape in dims.items())
+    cpu = source.context.cpu
+    return (
+        *(content, weights, source.folder, sizes, repr(attempt)),
+        (cpu.thread_affinity_mode, *cpu.thread_affinity_core_list),
+        *(source.variable_weights, source.pids, source.handle),
+    )
+
+
+# Models in memory, and of other sizes.
+
+
+@contextmanager
+def _in_memory(content: bytes) -> Iterator[str]:
+    """A path of the content: a memfd, of which nothing is left however this process ends."""
+    fd = os.memfd_create("mcinfer-model", os.MFD_CLOEXEC)
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(content)
+        yield f"/proc/{os.getpid()}/fd/{fd}"
+    finally:
+        os.close(fd)
+
+
+def _put_weights(content: bytes, weights: bytes, opened: ExitStack) -> str:
+    """Put an ONNX model's one file of weights where the engine finds it: a folder that `opened` removes."""
+    onnx = _onnx()
+    try:
+        graph = onnx.load_model_from_string(content).graph
+    except Exception as exc:  # protobuf's own kinds
+        raise BuildError(f"onnx: {type(exc).__name__}: {exc}") from exc
+    names = {
+        entry.value
+        for tensor in _initializers(graph)
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+    if len(names) != 1:
+        raise BuildError(
+            f"weight_bytes: the model's weights lie in {sorted(names)}, expected one file"
+        )
+    [name] = names
+    folder = Path(opened.enter_context(TemporaryDirectory(prefix="mcinfer-weights-")))
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise BuildError(
+            f"weight_bytes: the model's weights lie in {name!r}, outside of its folder"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(weights)
+    return str(folder)
+
+
+def _initializers(graph: Any) -> list[Any]:
+    tensors = [*graph.initializer]
+    for node in graph.node:
+        for attribute in node.attribute:
+            tensors += [attribute.t, *attribute.tensors]
+            for inner in [attribute.g, *attribute.graphs]:
+                tensors += _initializers(inner)
+    return tensors
+
+
+def _with_dims(source: str | bytes, dims: Dims) -> bytes:
+    """An ONNX model with other sizes in the place of fixed ones; weights that lie outside stay there.
+
+    Sizes that are open stay open, and sizes that the graph itself fixes stay as they are: where they do not
+    go with the new ones the engine refuses the model, but for a Reshape to a constant, refused here.
+    """
+    onnx = _onnx()
+    try:
+        if isinstance(source, bytes):
+            model = onnx.load_model_from_string(source)
+        else:
+            model = onnx.load(source, load_external_data=False)
+        for value in model.graph.input:
+            if value.name in dims:
+                sizes = value.type.tensor_type.shape.dim
+                for size, wanted in zip(sizes, dims[value.name], strict=True):
+                    if size.HasField("dim_value"):
+                        size.dim_value = wanted
+        # What follows from the old sizes: the engine finds out anew.
+        del model.graph.value_info[:]
+        for value in model.graph.output:
+            for i, size in enumerate(value.type.tensor_type.shape.dim):
+                if size.HasField("dim_value"):
+                    size.dim_param = f"{value.name}_{i}"
+        model = onnx.shape_inference.infer_shapes(model)
+        content = bytes(model.SerializeToString())
+    except Exception as exc:  # protobuf and onnx raise many kinds
+        raise BuildError(f"onnx: {type(exc).__name__}: {exc}") from exc
+    _check_reshapes(model.graph)
+    return content
+
+
+def _check_reshapes(graph: Any) -> None:
+    """Refuse a Reshape that cannot be: ONNX Runtime (1.31) notices it in the run, not when it loads."""
+    shapes = {
+        value.name: [size.dim_value for size in value.type.tensor_type.shape.dim]
+        for value in (*graph.input, *graph.value_info, *graph.output)
+        if value.type.tensor_type.HasField("shape")
+        and all(size.HasField("dim_value") for size in value.type.tensor_type.shape.dim)
+    }
+    for node in graph.node:
+        if node.op_type != "Reshape":
+            continue
+        before, after = shapes.get(node.input[0]), shapes.get(node.output[0])
+        if before is not None and after is not None and prod(before) != prod(after):
+            raise BuildError(
+                f"the Reshape that makes {node.output[0]!r} cannot make {after} of {before}"
+            )
+
+
+def _onnx() -> Any:
+    try:
+        import onnx
+        import onnx.shape_inference
+    except ImportError as exc:
+        raise MissingDependencyError(
+            "changing a model takes the package onnx: pip install 'mcinfer[onnx]'"
+        ) from exc
+    return onnx

@@ -1,21 +1,22 @@
-"""From a context to engines, devices and the core's frozen options: the one place that knows both.
+"""From a context to engines, devices, cores and the core's frozen options: the one place that knows both.
 
-A target that this host lacks is tried, and found wanting by the engine itself, which says why; then the CPU
-serves as its backup with one warning, unless ``MCINFER_STRICT_DEVICE=1`` makes that an error.
+The engine itself finds out that this host lacks a target, and says why; then the CPU serves as its backup
+with one warning, unless ``MCINFER_STRICT_DEVICE=1`` makes that an error.
 """
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from pathlib import Path
 from typing import TypeVar
 
 from mcinfer.config import EngineOptions, automatic_workers
 from mcinfer.errors import BuildError, InvalidInputError, McinferError, MissingDependencyError
 from mcinfer.machine import whole_cpus
-from mcinfer.mslite._affinity import check_core_list, core_capacities, deal_cores, order_cores
-from mcinfer.mslite._configuration import Entries, Sections
+from mcinfer.mslite._checks import Sections
+from mcinfer.mslite._configuration import Entries
 from mcinfer.mslite.context import Context
 
 T = TypeVar("T")
@@ -47,7 +48,7 @@ def model_type_of(path: str, model_type: ModelType) -> ModelType:
 
 
 def model_type_of_bytes(content: bytes) -> ModelType:
-    """The type of a model in a buffer, where nobody says it.
+    """The type of a model in a buffer, where the caller does not say it.
 
     Field 1 of both formats is the version, a number in ONNX (``onnx.proto``: ``int64 ir_version = 1``) and a
     text in MindIR (``mind_ir.proto``: ``string ir_version = 1``), and comes first in both.
@@ -60,10 +61,7 @@ class Attempt:
     """One way to run a model: an engine on a kind of device.
 
     Attributes:
-        target: The context's name of the device.
-        engine: The engine's name.
-        kind: The core's name of the device.
-        index: Of the device, where the context says it.
+        target: The context's name of the device; `kind` is the core's.
         options: For the engine, but for what depends on the number of workers.
         remarks: What of the context has no effect on this device, and why; equal for all of its engines.
     """
@@ -77,18 +75,14 @@ class Attempt:
 
 
 def attempts(context: Context, model_type: ModelType, sections: Sections) -> list[list[Attempt]]:
-    """What to try, in order: for each target the engines that may serve there.
-
-    Raises:
-        InvalidInputError: The context names more than two devices.
-    """
+    """What to try, in order: for each target of the context the engines that may serve there."""
     targets = context.device_infos
     if os.environ.get("MCINFER_STRICT_DEVICE") == "1":
         targets = targets[:1]
     ways = {
         "cpu": lambda: _cpu(context, model_type),
-        "gpu": lambda: _gpu(context, model_type),
-        "ascend": lambda: _ascend(context, model_type, sections),
+        "gpu": lambda: [_gpu(context, model_type)],
+        "ascend": lambda: [_ascend(context, model_type, sections)],
     }
     return [ways[target]() for target in targets]
 
@@ -98,41 +92,28 @@ def open_first(
 ) -> T:
     """Build on the first target that can be had, and warn of what is not as the context says.
 
-    Each target is warned of before it is tried: where warnings are errors, nothing was built yet.
-
-    Args:
-        groups: What `attempts` gave.
-        build: Builds the model in one of these ways.
-        stacklevel: As of `warnings.warn`, seen from the caller.
-
-    Raises:
-        McinferError: What the last target's engine said.
+    The warning for a target comes before it is tried: where warnings are errors, nothing was built yet. The
+    `stacklevel` is as of `warnings.warn`, seen from the caller. Raises what the last target's engine said.
     """
     refusals: list[str] = []
     failure: McinferError = BuildError("no target to build for")
     for group in groups:
-        _warn(refusals, group[0], stacklevel + 1)
+        target, remarks = group[0].target, [*group[0].remarks]
+        if refusals:
+            remarks.insert(0, f"{'; '.join(refusals)}: the model runs on the {target}")
+        if remarks:
+            warnings.warn("; ".join(remarks), UserWarning, stacklevel=stacklevel + 1)
         missing: McinferError | None = None
         for attempt in group:
             try:
                 return build(attempt)
             except MissingDependencyError as exc:
-                missing = missing or exc
-                failure = missing
-                continue
+                failure = missing = missing or exc
             except BuildError as exc:
                 failure = exc
                 break
-        refusals.append(f"target {group[0].target} cannot be used here ({failure})")
+        refusals.append(f"target {target} cannot be used here ({failure})")
     raise failure
-
-
-def _warn(refusals: Sequence[str], attempt: Attempt, stacklevel: int) -> None:
-    remarks = [*attempt.remarks]
-    if refusals:
-        remarks.insert(0, f"{'; '.join(refusals)}: the model runs on the {attempt.target}")
-    if remarks:
-        warnings.warn("; ".join(remarks), UserWarning, stacklevel=stacklevel + 1)
 
 
 def _cpu(context: Context, model_type: ModelType) -> list[Attempt]:
@@ -141,21 +122,20 @@ def _cpu(context: Context, model_type: ModelType) -> list[Attempt]:
         ModelType.MINDIR: ("mindspore", "mindspore_lite"),
         ModelType.MINDIR_LITE: ("mindspore_lite",),
     }[model_type]
-    remarks = []
-    if context.cpu.precision_mode == "preferred_fp16":
+    cpu, remarks = context.cpu, []
+    if cpu.precision_mode == "preferred_fp16":
         remarks.append(
             "cpu precision_mode preferred_fp16: the engines have no float16 mode of their own on a "
             "CPU, so the model runs in the precision that it is written in"
         )
-    mode = context.cpu.thread_affinity_mode
-    decides = mode and not context.cpu.thread_affinity_core_list
-    if decides and order_cores(core_capacities(), mode) is None:
+    mode = 0 if cpu.thread_affinity_core_list else cpu.thread_affinity_mode
+    if mode and order_cores(core_capacities(), mode) is None:
         remarks.append(
             "cpu thread_affinity_mode has no effect: the cores of this machine are all alike"
         )
     options = EngineOptions(
-        threads=context.cpu.thread_num or None,
-        inter_op_threads=context.cpu.inter_op_parallel_num or None,
+        threads=cpu.thread_num or None,
+        inter_op_threads=cpu.inter_op_parallel_num or None,
         session_config=_lite_config(model_type),
     )
     return [
@@ -165,76 +145,67 @@ def _cpu(context: Context, model_type: ModelType) -> list[Attempt]:
 
 
 def _lite_config(model_type: ModelType) -> dict[str, str]:
-    """What the engine mindspore_lite is told of a model, which may lie in a file of any name."""
     return {"model_type": "MINDIR_LITE"} if model_type is ModelType.MINDIR_LITE else {}
 
 
 def _lite(
     target: str, kind: str, index: int, model_type: ModelType, settings: dict[str, str]
-) -> list[Attempt]:
-    """MindSpore Lite's own package on a device, with what is said of that: ``""`` is nothing."""
+) -> Attempt:
+    """MindSpore Lite's own package on a device, with those settings that are not ``""``."""
     options = EngineOptions(
         session_config=_lite_config(model_type),
         provider_options={key: value for key, value in settings.items() if value},
     )
-    return [
-        Attempt(target=target, engine="mindspore_lite", kind=kind, index=index, options=options)
-    ]
+    return Attempt(target=target, engine="mindspore_lite", kind=kind, index=index, options=options)
 
 
-def _gpu(context: Context, model_type: ModelType) -> list[Attempt]:
+def _gpu(context: Context, model_type: ModelType) -> Attempt:
     gpu = context.gpu
     if model_type is not ModelType.ONNX:
         settings = {"precision_mode": gpu.precision_mode, "provider": gpu.provider}
         return _lite("gpu", "cuda", gpu.device_id, model_type, settings)
-    fp16 = gpu.precision_mode == "preferred_fp16"
+    fp16, tensorrt = gpu.precision_mode == "preferred_fp16", gpu.provider == "tensorrt"
     remarks = []
     if gpu.provider not in ("", "tensorrt"):
         remarks.append(f"gpu provider {gpu.provider!r} is unknown, expected '' or 'tensorrt'")
-    if gpu.provider == "tensorrt":
-        kind, settings = "tensorrt", {"trt_fp16_enable": "1" if fp16 else "0"}
-    else:
-        # TensorFloat-32 has a mantissa of 10 bits.
-        kind, settings = "cuda", {"use_tf32": "1" if fp16 else "0"}
-        if fp16:
-            remarks.append(
-                "gpu precision_mode preferred_fp16: the CUDA provider lowers float32 to TensorFloat-32 "
-                "at most; float16 takes a float16 model, or the provider 'tensorrt'"
-            )
-    return [
-        Attempt(
-            target="gpu",
-            engine="onnxruntime",
-            kind=kind,
-            index=gpu.device_id,
-            options=EngineOptions(provider_options=settings),
-            remarks=tuple(remarks),
+    if fp16 and not tensorrt:
+        remarks.append(
+            "gpu precision_mode preferred_fp16: the CUDA provider lowers float32 to TensorFloat-32 "
+            "at most; float16 takes a float16 model, or the provider 'tensorrt'"
         )
-    ]
+    # TensorFloat-32 has a mantissa of 10 bits.
+    option = "trt_fp16_enable" if tensorrt else "use_tf32"
+    return Attempt(
+        target="gpu",
+        engine="onnxruntime",
+        kind="tensorrt" if tensorrt else "cuda",
+        index=gpu.device_id,
+        options=EngineOptions(provider_options={option: "1" if fp16 else "0"}),
+        remarks=tuple(remarks),
+    )
 
 
-def _ascend(context: Context, model_type: ModelType, sections: Sections) -> list[Attempt]:
+def _ascend(context: Context, model_type: ModelType, sections: Sections) -> Attempt:
     ascend = context.ascend
     said = sections.get("ascend_context", {})
     precision = said.get("precision_mode", ascend.precision_mode)
-    provider = said.get("provider", ascend.provider)
     if model_type is not ModelType.ONNX:
-        rank = str(ascend.rank_id) if ascend.rank_id else ""
-        settings = {"precision_mode": precision, "provider": provider, "rank_id": rank}
+        settings = {
+            "precision_mode": precision,
+            "provider": said.get("provider", ascend.provider),
+            "rank_id": str(ascend.rank_id) if ascend.rank_id else "",
+        }
         return _lite("ascend", "ascend", ascend.device_id, model_type, settings)
     settings = {"precision_mode": _CANN_PRECISION.get(precision, precision)} if precision else {}
     without = [name for name in ("provider", "rank_id") if getattr(ascend, name)]
-    remarks = (f"ascend {', '.join(without)} has no effect on ONNX models",) if without else ()
-    return [
-        Attempt(
-            target="ascend",
-            engine="onnxruntime",
-            kind="ascend",
-            index=ascend.device_id,
-            options=EngineOptions(provider_options=settings),
-            remarks=remarks,
-        )
-    ]
+    return Attempt(
+        target="ascend",
+        engine="onnxruntime",
+        kind="ascend",
+        index=ascend.device_id,
+        options=EngineOptions(provider_options=settings),
+        remarks=(f"ascend {', '.join(without)} has no effect on ONNX models",) if without else (),
+    )
 
 
 def used_entries(context: Context, model_type: ModelType, *, from_buffer: bool) -> Entries:
@@ -246,22 +217,18 @@ def used_entries(context: Context, model_type: ModelType, *, from_buffer: bool) 
         used.add(("ascend_context", "precision_mode"))
         if model_type is not ModelType.ONNX:
             used.add(("ascend_context", "provider"))
-    return frozenset(used)
+    return used
+
+
+# Workers and cores.
 
 
 def count_workers(context: Context, kind: str, wanted: int, device_ids: Sequence[int]) -> int:
     """How many workers a runner has: as many as wanted, or by MindSpore Lite's rule if that is 0.
 
-    The rule goes by the cores that may be used, or by the CPU quota if that is less.
-
-    Args:
-        context: What the user says of the CPU.
-        kind: Of the device that they run on, which need not be the one that the context names first.
-        wanted: 0 leaves it to the rule.
-        device_ids: What the user says of the other kinds: one worker for each.
-
-    Raises:
-        InvalidInputError: More than 5 for each core.
+    The rule goes by the cores that may be used, or by the CPU quota if that is less; on another kind of
+    device than the CPU, which need not be the one that the context names first, it is one for each of
+    `device_ids`.
     """
     cores = len(os.sched_getaffinity(0))
     if wanted > _MAX_WORKERS_PER_CORE * cores:
@@ -279,17 +246,57 @@ def count_workers(context: Context, kind: str, wanted: int, device_ids: Sequence
 
 
 def pinned_cores(context: Context, workers: int) -> tuple[tuple[int, ...], ...] | None:
-    """Each worker's cores, where the context says something of them.
-
-    Raises:
-        InvalidInputError: The list of cores does not fit.
-    """
-    cpu = context.cpu
-    listed = cpu.thread_affinity_core_list
-    ordered = listed or order_cores(core_capacities(), cpu.thread_affinity_mode)
+    """Each worker's cores, from the context's list or by its mode; None where it has neither."""
+    listed = context.cpu.thread_affinity_core_list
+    ordered = listed or order_cores(core_capacities(), context.cpu.thread_affinity_mode)
     if not ordered:
         return None
-    threads = cpu.thread_num or max(1, len(ordered) // workers)
-    if listed:
-        check_core_list(listed, threads, workers)
-    return deal_cores(ordered, threads, workers)
+    threads = context.cpu.thread_num or max(1, len(ordered) // workers)
+    if listed and len(listed) != threads * workers:
+        raise InvalidInputError(
+            f"cpu_thread_affinity_core_list: got {len(listed)} cores, expected threads x workers = "
+            f"{threads} x {workers}"
+        )
+    usable = sorted(os.sched_getaffinity(0))
+    absent = [core for core in listed if core not in usable]
+    if absent:
+        raise InvalidInputError(
+            f"cpu_thread_affinity_core_list: got {absent}, expected some of {usable}"
+        )
+    # One worker after another takes as many as it has threads, each core once; then from the start again.
+    return tuple(
+        tuple(dict.fromkeys(ordered[(w * threads + t) % len(ordered)] for t in range(threads)))
+        for w in range(workers)
+    )
+
+
+def core_capacities(folder: Path = Path("/sys/devices/system/cpu")) -> dict[int, int]:
+    """How strong each core is that this process may use, in whatever unit the kernel has.
+
+    ``cpu_capacity`` where the kernel knows it (Documentation/arch/arm64/cpu-capacity.rst), else the highest
+    frequency in kHz; 0 for all where it knows neither.
+    """
+    capacities = {}
+    for core in sorted(os.sched_getaffinity(0)):
+        capacities[core] = 0
+        for name in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):
+            try:
+                capacities[core] = int((folder / f"cpu{core}" / name).read_text(encoding="ascii"))
+                break
+            except (OSError, ValueError):
+                continue
+    return capacities
+
+
+def order_cores(capacities: Mapping[int, int], mode: int) -> list[int] | None:
+    """The cores in the order in which threads are to take them; None where there is none.
+
+    Mode 0 has no order. Mode 1 takes big cores first, then middle, then little ones; mode 2 middle ones, then
+    little ones, then big ones. Where there are two kinds only, the weaker one is the middle.
+    """
+    kinds = sorted(set(capacities.values()), reverse=True)
+    if not mode or len(kinds) < 2:
+        return None
+    if mode == 2:
+        kinds = [*kinds[1:], kinds[0]]
+    return [core for kind in kinds for core in sorted(capacities) if capacities[core] == kind]

@@ -1,16 +1,23 @@
 """`Context`: where a model is to run, and how, as MindSpore Lite has it.
 
 Names, defaults and error texts are those of its Python API (``mindspore_lite.Context``). Nothing here
-looks at the machine: the values are kept, and whoever builds a model reads them.
+looks at the machine: the values are kept, and read when a model is built.
 """
 
 import os
 import warnings
 from collections.abc import Callable
+from copy import copy
 from typing import Generic, Self, TypeVar, overload
 
 from mcinfer.errors import InvalidInputError
-from mcinfer.mslite._checks import check_list, check_not_negative, check_sections, check_type
+from mcinfer.mslite._checks import (
+    Sections,
+    check_list,
+    check_not_negative,
+    check_sections,
+    check_type,
+)
 
 TARGETS = ("cpu", "gpu", "ascend")
 """The kinds of device that a context can name."""
@@ -19,10 +26,11 @@ T = TypeVar("T")
 
 
 class Option(Generic[T]):
-    """An attribute with a default, checked when it is set."""
+    """An attribute with a default, checked when it is set. A list goes in and out as a copy."""
 
-    def __init__(self, name: str, default: T, check: Callable[[str, T], None]) -> None:
-        self._name = name  # as the error texts call it
+    def __init__(self, name: str, default: T, check: Callable[[str, T], T | None]) -> None:
+        """`name` is what error texts call it. `check` may return what to keep in the value's place."""
+        self._name = name
         self._default = default
         self._check = check
 
@@ -39,36 +47,56 @@ class Option(Generic[T]):
         if part is None:
             return self
         value: T = part.__dict__.get(self._attribute, self._default)
-        return value
+        return copy(value) if isinstance(value, list) else value
 
     def __set__(self, part: object, value: T) -> None:
-        self._check(self._name, value)
-        part.__dict__[self._attribute] = value
+        kept = self._check(self._name, value)
+        value = value if kept is None else kept
+        part.__dict__[self._attribute] = copy(value) if isinstance(value, list) else value
 
 
 def _count(name: str, *, failed: str = "") -> Option[int]:
-    """0 by default, and never less."""
-
-    def check(name: str, value: int) -> None:
-        check_not_negative(name, value, failed=failed)
-
-    return Option(name, 0, check)
+    return Option(name, 0, lambda name, value: check_not_negative(name, value, failed=failed))
 
 
 def _text(name: str) -> Option[str]:
-    """Any text, empty by default."""
     return Option(name, "", lambda name, value: check_type(name, value, str))
 
 
-def _choice(name: str, default: str, choices: tuple[str, ...]) -> Option[str]:
-    """One of a few texts."""
-
+def _choice(name: str, default: str, *choices: str) -> Option[str]:
     def check(name: str, value: str) -> None:
-        check_type(name, value, str)
-        if value not in choices:
+        if check_type(name, value, str) not in choices:
             raise InvalidInputError(f"{name} must be in [{', '.join(choices)}], but got {value}.")
 
     return Option(name, default, check)
+
+
+def _affinity_mode(name: str, value: int) -> int:
+    if check_type(name, value, int) in (0, 1, 2):
+        return value
+    warnings.warn(
+        f"{name} must be 0, 1 or 2, but got {value}: 0 is used",
+        UserWarning,
+        stacklevel=4,  # through Option.__set__ and _Part.__setattr__
+    )
+    return 0
+
+
+def _device_ids(name: str, value: list[int]) -> None:
+    if any(index < 0 for index in check_list(name, value, int)):
+        raise InvalidInputError(
+            f"Set parallel failed, {name} contain a negative number. Got {value}"
+        )
+
+
+def _target(name: str, value: list[str]) -> list[str]:
+    wanted = value or ["cpu"]
+    for target in check_list(name, wanted, str):
+        if target.lower() not in TARGETS:
+            raise InvalidInputError(
+                f"target elements must be in {[*TARGETS]}, but got {target.lower()}."
+            )
+    return wanted
 
 
 def _launched(variable: str, default: int) -> int:
@@ -78,11 +106,14 @@ def _launched(variable: str, default: int) -> int:
 
 
 class _Part:
-    """What the context and its parts share: the repr, and a word about unknown attributes.
+    """What the context and its parts share: the repr, and a warning about unknown attributes.
 
     Upstream takes any attribute name in silence, so that a misspelt option does nothing. Here the
     value is kept as well, for programs that rely on that, and a UserWarning names the attribute.
     """
+
+    _KIND = ""
+    _PRINTED: tuple[str, ...] = ()
 
     def __setattr__(self, name: str, value: object) -> None:
         if not name.startswith("_") and not hasattr(type(self), name):
@@ -92,6 +123,10 @@ class _Part:
                 stacklevel=2,
             )
         object.__setattr__(self, name, value)
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {getattr(self, name)}" for name in self._PRINTED]
+        return ",\n".join([f"device_type: DeviceType.{self._KIND}", *lines]) + "."
 
     def __repr__(self) -> str:
         return str(self)
@@ -103,66 +138,25 @@ class CpuDeviceInfo(_Part):
     Attributes:
         precision_mode: ``"enforce_fp32"`` (the default) or ``"preferred_fp16"``.
         thread_num: Threads of one run; 0 (the default) leaves it to the library.
-        inter_op_parallel_num: Operators that run at the same time; 0 (the default) leaves it to the
-            library.
+        inter_op_parallel_num: Operators that run at the same time; 0 likewise.
+        thread_affinity_mode: 0: threads are not bound (the default), 1: big cores first, 2: middle cores
+            first. Another number is taken as 0, with a UserWarning.
+        thread_affinity_core_list: Cores to bind the threads to, none by default; a copy.
     """
 
-    precision_mode = _choice(
-        "cpu_precision_mode", "enforce_fp32", ("enforce_fp32", "preferred_fp16")
+    _KIND = "kCPU"
+    _PRINTED = (
+        *("precision_mode", "thread_num", "inter_op_parallel_num"),
+        *("thread_affinity_mode", "thread_affinity_core_list"),
     )
+
+    precision_mode = _choice("cpu_precision_mode", "enforce_fp32", "enforce_fp32", "preferred_fp16")
     thread_num = _count("cpu_thread_num")
     inter_op_parallel_num = _count("cpu_inter_op_parallel_num")
-
-    def __init__(self) -> None:
-        self._thread_affinity_mode = 0
-        self._thread_affinity_core_list: list[int] = []
-
-    @property
-    def thread_affinity_mode(self) -> int:
-        """0: threads are not bound (the default), 1: big cores first, 2: middle cores first.
-
-        Another number is taken as 0, with a UserWarning.
-
-        Raises:
-            TypeError: Set to something other than an int.
-        """
-        return self._thread_affinity_mode
-
-    @thread_affinity_mode.setter
-    def thread_affinity_mode(self, value: int) -> None:
-        check_type("cpu_thread_affinity_mode", value, int)
-        if value not in (0, 1, 2):
-            warnings.warn(
-                f"cpu_thread_affinity_mode must be 0, 1 or 2, but got {value}: 0 is used",
-                UserWarning,
-                stacklevel=3,
-            )
-            value = 0
-        self._thread_affinity_mode = value
-
-    @property
-    def thread_affinity_core_list(self) -> list[int]:
-        """Cores to bind the threads to, none by default; a copy.
-
-        Raises:
-            TypeError: Set to something other than a list of int.
-        """
-        return list(self._thread_affinity_core_list)
-
-    @thread_affinity_core_list.setter
-    def thread_affinity_core_list(self, value: list[int]) -> None:
-        check_list("cpu_thread_affinity_core_list", value, int)
-        self._thread_affinity_core_list = list(value)
-
-    def __str__(self) -> str:
-        return (
-            "device_type: DeviceType.kCPU,\n"
-            f"precision_mode: {self.precision_mode},\n"
-            f"thread_num: {self.thread_num},\n"
-            f"inter_op_parallel_num: {self.inter_op_parallel_num},\n"
-            f"thread_affinity_mode: {self.thread_affinity_mode},\n"
-            f"thread_affinity_core_list: {self.thread_affinity_core_list}."
-        )
+    thread_affinity_mode = Option("cpu_thread_affinity_mode", 0, _affinity_mode)
+    thread_affinity_core_list: Option[list[int]] = Option(
+        "cpu_thread_affinity_core_list", [], lambda name, value: check_list(name, value, int)
+    )
 
 
 class GpuDeviceInfo(_Part):
@@ -174,9 +168,10 @@ class GpuDeviceInfo(_Part):
         provider: What runs the model, such as ``"tensorrt"``; ``""`` by default.
     """
 
-    precision_mode = _choice(
-        "gpu_precision_mode", "enforce_fp32", ("enforce_fp32", "preferred_fp16")
-    )
+    _KIND = "kGPU"
+    _PRINTED = ("precision_mode", "device_id", "rank_id", "group_size")
+
+    precision_mode = _choice("gpu_precision_mode", "enforce_fp32", "enforce_fp32", "preferred_fp16")
     device_id = _count("gpu_device_id")
     provider = _text("gpu_provider")
 
@@ -189,15 +184,6 @@ class GpuDeviceInfo(_Part):
     def group_size(self) -> int:
         """How many processes there are, from ``OMPI_COMM_WORLD_SIZE``; 1 without a launcher."""
         return _launched("OMPI_COMM_WORLD_SIZE", 1)
-
-    def __str__(self) -> str:
-        return (
-            "device_type: DeviceType.kGPU,\n"
-            f"precision_mode: {self.precision_mode},\n"
-            f"device_id: {self.device_id},\n"
-            f"rank_id: {self.rank_id},\n"
-            f"group_size: {self.group_size}."
-        )
 
 
 class AscendDeviceInfo(_Part):
@@ -215,7 +201,7 @@ class AscendDeviceInfo(_Part):
     precision_mode = _choice(
         "ascend_precision_mode",
         "",
-        ("enforce_fp32", "preferred_fp32", "enforce_fp16", "enforce_origin", "preferred_optimal"),
+        *("enforce_fp32", "preferred_fp32", "enforce_fp16", "enforce_origin", "preferred_optimal"),
     )
     device_id = _count("ascend_device_id")
     rank_id = _count("ascend_rank_id")
@@ -231,29 +217,26 @@ class AscendDeviceInfo(_Part):
 
 
 class ParallelOptions(_Part):
-    """What a `ModelParallelRunner` is to be made of.
+    """The workers of a `ModelParallelRunner`. Wrong types are TypeErrors, values InvalidInputErrors.
 
     Attributes:
-        workers_num: How many workers; 0 (the default) leaves it to the library. Another type is a
-            TypeError, a negative number an InvalidInputError.
+        workers_num: How many workers; 0 (the default) leaves it to the library.
+        device_ids: The devices of the workers in turn (worker i: ``device_ids[i % n]``); a copy.
     """
 
     workers_num = _count("workers_num", failed="Set parallel failed, ")
+    device_ids: Option[list[int]] = Option("device_ids", [], _device_ids)
 
     def __init__(self) -> None:
-        self._sections: dict[str, dict[str, str]] = {}
+        self._sections: Sections = {}
         self._config_path = ""
-        self._device_ids: list[int] = []
 
     @property
     def config_info(self) -> str:
         """The sections as text: ``section: key value``, a line for each further entry.
 
-        It is set to ``dict[str, dict[str, str]]``, read back as text, and `sections` has the data.
-        Setting replaces the sections that are named and keeps the others, as upstream does.
-
-        Raises:
-            TypeError: Set to something other than a dict of str to dict of str to str.
+        It is set to ``dict[str, dict[str, str]]`` (else a TypeError), and `sections` has that data. Setting
+        replaces the sections that are named and keeps the others, as upstream does.
         """
         lines = (
             f"{section}: " + "".join(f"{key} {text}\n" for key, text in sorted(entries.items()))
@@ -262,52 +245,24 @@ class ParallelOptions(_Part):
         return "".join(lines).rstrip("\n")
 
     @config_info.setter
-    def config_info(self, value: dict[str, dict[str, str]]) -> None:
-        check_sections("config_info", value)
-        self._sections |= {section: dict(entries) for section, entries in value.items()}
+    def config_info(self, value: Sections) -> None:
+        self._sections |= check_sections("config_info", value)
 
     @property
-    def sections(self) -> dict[str, dict[str, str]]:
+    def sections(self) -> Sections:
         """What `config_info` was set to, as data; a copy. Upstream has no such property."""
         return {section: dict(entries) for section, entries in self._sections.items()}
 
     @property
     def config_path(self) -> str:
-        """The configuration file, ``""`` by default. Setting ``""`` changes nothing.
-
-        Raises:
-            TypeError: Set to something other than a str.
-            InvalidInputError: Set to a path where there is nothing.
-        """
+        """The configuration file, ``""`` by default. Setting ``""`` changes nothing."""
         return self._config_path
 
     @config_path.setter
     def config_path(self, value: str) -> None:
-        check_type("config_path", value, str)
-        if not value:
-            return
-        if not os.path.exists(value):
+        if check_type("config_path", value, str) and not os.path.exists(value):
             raise InvalidInputError(f"Set parallel failed, config_path does not exist! Got {value}")
-        self._config_path = value
-
-    @property
-    def device_ids(self) -> list[int]:
-        """The devices of the workers in turn (worker i: ``device_ids[i % n]``); a copy.
-
-        Raises:
-            TypeError: Set to something other than a list of int.
-            InvalidInputError: Set to a list with a negative number.
-        """
-        return list(self._device_ids)
-
-    @device_ids.setter
-    def device_ids(self, value: list[int]) -> None:
-        check_list("device_ids", value, int)
-        if any(index < 0 for index in value):
-            raise InvalidInputError(
-                f"Set parallel failed, device_ids contain a negative number. Got {value}"
-            )
-        self._device_ids = list(value)
+        self._config_path = value or self._config_path
 
     def __str__(self) -> str:
         return (
@@ -323,14 +278,18 @@ class Context(_Part):
     Setting an attribute that is not one of those here keeps the value and gives a UserWarning.
 
     Attributes:
+        target: The devices to run on, of "cpu", "gpu" and "ascend" in any case; a copy, as it was set.
+            ``["cpu"]`` by default, and again after it is set to anything that is false. The CPU is the
+            backup of the others without being named; `device_infos` is what that comes to. Something other
+            than a list of str is a TypeError, another name an InvalidInputError.
         group_info_file: The file with the groups of ranks for distributed inference, ``""`` by
             default. Something other than a str is a TypeError.
     """
 
+    target = Option("target", ["cpu"], _target)
     group_info_file = _text("group_info_file")
 
     def __init__(self) -> None:
-        self._target = ["cpu"]
         self._cpu = CpuDeviceInfo()
         self._gpu = GpuDeviceInfo()
         self._ascend = AscendDeviceInfo()
@@ -357,46 +316,24 @@ class Context(_Part):
         return self._parallel
 
     @property
-    def target(self) -> list[str]:
-        """The devices to run on, of "cpu", "gpu" and "ascend" in any case; a copy, as it was set.
-
-        ``["cpu"]`` by default, and again after it is set to anything that is false. The CPU is the
-        backup of the others without being named; `device_infos` is what that comes to.
-
-        Raises:
-            TypeError: Set to something other than a list of str.
-            InvalidInputError: Set to a list with another name.
-        """
-        return list(self._target)
-
-    @target.setter
-    def target(self, value: list[str] | None) -> None:
-        wanted = value or ["cpu"]
-        check_list("target", wanted, str)
-        for name in wanted:
-            if name.lower() not in TARGETS:
-                raise InvalidInputError(
-                    f"target elements must be in {[*TARGETS]}, but got {name.lower()}."
-                )
-        self._target = list(wanted)
-
-    @property
     def device_infos(self) -> list[str]:
         """The different targets in lower case, the accelerator first and the CPU last, as backup.
 
-        The target's own order does not matter to it: ``["cpu", "gpu"]`` is ``["gpu", "cpu"]``.
-
-        Raises:
-            InvalidInputError: There are more than two: both accelerators and the CPU behind them.
+        An InvalidInputError if there are more than two: both accelerators and the CPU behind them.
         """
-        names = dict.fromkeys(name.lower() for name in self._target)
+        names = dict.fromkeys(name.lower() for name in self.target)
         infos = [name for name in names if name != "cpu"] + ["cpu"]
         if len(infos) > 2:
             raise InvalidInputError(
-                f"target: got {self._target}, which makes the device infos {infos}; "
+                f"target: got {self.target}, which makes the device infos {infos}; "
                 "at most two are supported, a device and the cpu as its backup"
             )
         return infos
 
     def __str__(self) -> str:
-        return f"target: {self._target}."
+        return f"target: {self.target}."
+
+
+def check_context(context: Context | None) -> Context:
+    """The context, or that of the CPU for None; TypeError for anything else."""
+    return Context() if context is None else check_type("context", context, Context)

@@ -11,45 +11,45 @@ from weakref import WeakValueDictionary
 
 from numpy.typing import NDArray
 
-from mcinfer.errors import BuildError, ClosedError, InvalidInputError, McinferError
-from mcinfer.mslite._arguments import (
-    check_context,
-    check_inputs,
-    check_outputs,
-    check_path,
-    describe,
-    fill,
-    input_arrays,
-    known_dims,
-    result_tensors,
-)
-from mcinfer.mslite._checks import check_elements, check_list, check_sections, check_type
-from mcinfer.mslite._configuration import (
+from mcinfer.errors import BuildError, ClosedError, InvalidInputError
+from mcinfer.mslite._checks import (
     Sections,
-    load_sections,
-    override,
-    warn_of_unused,
-    weights_folder,
+    check_elements,
+    check_list,
+    check_path,
+    check_type,
+    failure,
+    failures,
 )
-from mcinfer.mslite._failures import failure
-from mcinfer.mslite._loading import SharedModels, Source, open_session
-from mcinfer.mslite._runner import ModelParallelRunner
-from mcinfer.mslite._runner_config import RunnerConfig
-from mcinfer.mslite._session import Session
-from mcinfer.mslite._targets import ModelType, model_type_of, model_type_of_bytes, used_entries
-from mcinfer.mslite._weights import (
+from mcinfer.mslite._configuration import (
     SHARING_ENTRIES,
     VARIABLE_ENTRIES,
-    Sharing,
-    current_pid,
+    read_configuration,
+    variable_weights,
+    warn_of_unused,
+    weight_sharing,
+    weights_folder,
+)
+from mcinfer.mslite._runner import (
+    ModelParallelRunner,
+    RunnerConfig,
     given_tensors,
     named_weights,
-    variable_weights,
-    weight_sharing,
 )
-from mcinfer.mslite.context import Context
-from mcinfer.mslite.datatypes import known_data_type
-from mcinfer.mslite.tensor import Tensor, TensorMeta
+from mcinfer.mslite._session import Session, SharedModels, Source, open_session
+from mcinfer.mslite._targets import ModelType, model_type_of, model_type_of_bytes, used_entries
+from mcinfer.mslite.context import Context, check_context
+from mcinfer.mslite.tensor import (
+    Format,
+    Tensor,
+    TensorMeta,
+    answered,
+    check_inputs,
+    check_outputs,
+    input_arrays,
+    known_data_type,
+    known_dims,
+)
 from mcinfer.shm.weights import WeightOwner
 
 __all__ = [
@@ -94,8 +94,6 @@ class Model:
     def __str__(self) -> str:
         return f"model_path: {'' if self._built is None else self._built.source.name}."
 
-    # Building.
-
     def build_from_file(
         self,
         model_path: str,
@@ -107,18 +105,11 @@ class Model:
         dec_mode: str = "AES-GCM",
         dec_num_parallel: int = 0,
     ) -> None:
-        """Load a model.
+        """Load a model: an ONNX file, by its ending ``.onnx`` or by `model_type`, or a MindIR file.
 
-        Args:
-            model_path: Of an ONNX file, by its ending ``.onnx`` or by `model_type`, or of a MindIR file.
-            model_type: What kind of file it is.
-            context: Where it is to run; None is the CPU. A target that this host lacks is replaced by the
-                CPU, with a warning; with ``MCINFER_STRICT_DEVICE=1`` it is an error.
-            config_path: A configuration file; ``""`` for none.
-            config_dict: Sections of entries that override the file's.
-            dec_key: Must be None: encrypted models were dropped by MindSpore Lite, and never were here.
-            dec_mode: Only with `dec_key`.
-            dec_num_parallel: Only with `dec_key`.
+        It runs on the CPU without a context. A target that this host lacks is replaced by the CPU, with a
+        warning; with ``MCINFER_STRICT_DEVICE=1`` that is an error. The entries in `config_dict` override
+        those of the file `config_path`. Encrypted models are refused: MindSpore Lite dropped them.
 
         Raises:
             TypeError: An argument is of another type.
@@ -131,17 +122,19 @@ class Model:
         context = check_context(context)
         check_type("config_path", config_path, str)
         check_path(what, "model_path", model_path)
-        if config_path:
-            check_path(what, "config_path", config_path)
-        sections = _sections(what, config_path, config_dict)
-        _refuse_key(what, dec_key, dec_mode, dec_num_parallel)
+        sections = read_configuration(what, config_path, config_dict)
+        check_type("dec_mode", dec_mode, str)
+        check_type("dec_num_parallel", dec_num_parallel, int)
+        if dec_key is not None:
+            check_type("dec_key", dec_key, bytes)
+            unsupported = "dec_key: encrypted models are not supported, decrypt it first"
+            raise failure(what, BuildError(unsupported))
         source = Source(
             name=model_path,
             model=os.path.abspath(model_path),
             model_type=model_type_of(model_path, model_type),
             context=context,
             sections=sections,
-            **_weights(what, sections),
         )
         self._build(what, source)
 
@@ -154,11 +147,13 @@ class Model:
         config_path: str = "",
         config_dict: Sections | None = None,
     ) -> None:
-        """Load a model from memory.
+        """Load a model from memory; the other arguments and errors are those of `build_from_file`.
+
+        The bytes are kept only where `resize` may have to build the model anew: it is ONNX, and has an input
+        of which a size is fixed.
 
         Args:
-            model_bytes: What a file would hold. It is kept, with `weight_bytes`, only where `resize` may have
-                to build the model anew: it is ONNX, and has an input of which a size is fixed.
+            model_bytes: What a file would hold.
             weight_bytes: The content of the one file that an ONNX model's external data lies in; takes the
                 extra ``mcinfer[onnx]``. For weights on disk name a file of their folder in the
                 configuration instead, as ``mindir_path`` of section ``model_file``.
@@ -166,9 +161,6 @@ class Model:
             context: As in `build_from_file`.
             config_path: Likewise.
             config_dict: Likewise.
-
-        Raises:
-            TypeError, RuntimeError: As `build_from_file`.
         """
         what = "build_from_buffer"
         check_type("model_bytes", model_bytes, bytes)
@@ -178,54 +170,47 @@ class Model:
             check_type("model_type", model_type, ModelType)
         context = check_context(context)
         check_type("config_path", config_path, str)
-        if config_path:
-            check_path(what, "config_path", config_path)
-        sections = _sections(what, config_path, config_dict)
-        try:
-            folder = weights_folder(sections)
-        except McinferError as exc:
-            raise failure(what, exc) from exc
         source = Source(
             name="buffer",
             model=model_bytes,
             model_type=model_type_of_bytes(model_bytes) if model_type is None else model_type,
             context=context,
-            sections=sections,
+            sections=read_configuration(what, config_path, config_dict),
             weights=weight_bytes,
-            folder=folder,
-            **_weights(what, sections),
         )
         self._build(what, source)
 
     def _build(self, what: str, source: Source) -> None:
-        with self._building:
+        # Warnings are for the caller of `build_from_…`, which is this one's.
+        with self._building, failures(what):
             if self._built is not None:
-                raise failure(what, BuildError("the model was built already; make a new Model"))
-            try:
-                from_buffer = isinstance(source.model, bytes)
-                used = used_entries(source.context, source.model_type, from_buffer=from_buffer)
-                used |= VARIABLE_ENTRIES | SHARING_ENTRIES
-                warn_of_unused(source.sections, used, stacklevel=3)
-                group = self._group or ModelGroup._of_path(source.model)
-                # The caller is that of `build_from_file`, which is this one's.
-                session = open_session(source, None, group, stacklevel=3)
-                owner = _owner(session, source.sharing)
-            except (McinferError, OSError, ValueError) as exc:
-                raise failure(what, exc) from exc
+                raise BuildError("the model was built already; make a new Model")
+            sections, from_buffer = source.sections, isinstance(source.model, bytes)
+            pids, handle = weight_sharing(sections)
+            source = replace(
+                source,
+                folder=weights_folder(sections) if from_buffer else None,
+                variable_weights=variable_weights(sections),
+                pids=pids,
+                handle=handle,
+            )
+            used = used_entries(source.context, source.model_type, from_buffer=from_buffer)
+            used |= VARIABLE_ENTRIES | SHARING_ENTRIES
+            warn_of_unused(sections, used, stacklevel=3)
+            group = self._group or ModelGroup._of_path(source.model)
+            session = open_session(source, None, group, stacklevel=3)
+            owner = None if pids is None else _owner(session, pids, stacklevel=3)
             specs = session.spec.inputs
-            if isinstance(source.model, bytes) and not (
-                source.model_type is ModelType.ONNX
-                and any(isinstance(size, int) for spec in specs for size in spec.shape)
-            ):
+            fixed = any(isinstance(size, int) for spec in specs for size in spec.shape)
+            if from_buffer and not (fixed and source.model_type is ModelType.ONNX):
                 source = replace(source, model=b"", weights=None)  # nothing reads it again
-            dims = [known_dims(spec) for spec in specs]
-            tensors = [
-                Tensor._of_model(spec.name, known_data_type(spec.dtype), shape)
-                for spec, shape in zip(specs, dims, strict=True)
-            ]
             self._group = group
             self._built = _Built(
-                source=source, session=session, inputs=tensors, dims=dims, owner=owner
+                source=source,
+                session=session,
+                inputs=[Tensor._of_model(spec) for spec in specs],
+                dims=[known_dims(spec) for spec in specs],
+                owner=owner,
             )
 
     def _ready(self, what: str) -> _Built:
@@ -233,24 +218,15 @@ class Model:
             raise failure(what, ClosedError("Session is null, please build model first!"))
         return self._built
 
-    # What it is like.
-
     def get_inputs(self) -> list[Tensor]:
         """The model's input tensors, the same at every call: fill them, and pass them to `predict`.
 
         A size that is not known before `resize` is -1, and is taken from the data that is set.
-
-        Raises:
-            RuntimeError: The model is not built.
         """
         return [*self._ready("get_inputs").inputs]
 
     def get_outputs(self) -> tuple[TensorMeta, ...]:
-        """The outputs' names, dtypes and shapes, for the inputs' sizes as they are now.
-
-        Raises:
-            RuntimeError: The model is not built.
-        """
+        """The outputs' names, dtypes and shapes, for the inputs' sizes as they are now."""
         built = self._ready("get_outputs")
         with built.lock:
             session, dims = built.session, built.dims
@@ -258,30 +234,33 @@ class Model:
         shapes: Sequence[tuple[int, ...] | None] = [None] * len(specs)
         if all(size > 0 for shape in dims for size in shape):
             shapes = session.output_shapes(tuple(map(tuple, dims)))
-        return tuple(describe(spec, shape) for spec, shape in zip(specs, shapes, strict=True))
+        return tuple(
+            TensorMeta(
+                name=spec.name,
+                dtype=known_data_type(spec.dtype),
+                shape=known_dims(spec) if shape is None else [*shape],
+                format=Format.NCHW,
+            )
+            for spec, shape in zip(specs, shapes, strict=True)
+        )
 
     def get_model_info(self, key: str | None = None) -> str:
-        """What is known of the model, as text.
+        """What is known of the model, as text, ``""`` for what is unknown or unset.
 
         Args:
             key: ``input_shape`` (``name:1,224,224,3;…``, -1 for a size that is not known),
                 ``dynamic_dims`` (the same of the inputs that have such sizes), ``current_pid`` (also before
                 it is built), ``shareable_weight_mem_handle`` (where the configuration has
-                ``shareable_weight_pid_list``).
-
-        Returns:
-            The text, ``""`` for what is unknown or unset.
-
-        Raises:
-            TypeError: The key is no text, or is missing.
+                ``shareable_weight_pid_list``). Something other than a str is a TypeError.
         """
         check_type("key", key, str)
         if key == "current_pid":
-            return str(current_pid())
-        if key == "shareable_weight_mem_handle":
-            owner = None if self._built is None else self._built.owner
-            return "" if owner is None else str(owner.handle)
-        if self._built is None or key not in ("input_shape", "dynamic_dims"):
+            return str(_current_pid())
+        if self._built is None:
+            return ""
+        if key == "shareable_weight_mem_handle" and self._built.owner is not None:
+            return str(self._built.owner.handle)
+        if key not in ("input_shape", "dynamic_dims"):
             return ""
         named = zip(self._built.session.spec.inputs, self._built.dims, strict=True)
         return ";".join(
@@ -290,14 +269,12 @@ class Model:
             if key == "input_shape" or any(size < 0 for size in dims)
         )
 
-    # Running.
-
     def predict(
         self,
         inputs: Sequence[Tensor | NDArray[Any]],
         outputs: list[Tensor] | None = None,
     ) -> list[Tensor]:
-        """Run the model.
+        """Run the model, and return the outputs: `outputs`, or new tensors.
 
         Args:
             inputs: A list or tuple of tensors or arrays, in the model's order, of its dtypes and shapes.
@@ -307,9 +284,6 @@ class Model:
                 memory may be that of inputs, but not of each other; or an empty list, which new tensors are
                 put into.
 
-        Returns:
-            The outputs: `outputs`, or new ones.
-
         Raises:
             TypeError: An argument is of another type.
             RuntimeError: Another number of inputs, a tensor without data, or the run failed: nothing was
@@ -318,23 +292,15 @@ class Model:
         built = self._ready("predict")
         session = built.session  # one of them throughout: `resize` may put another there
         given = check_inputs(inputs, len(built.inputs))
-        try:
+        with failures("predict"):
             check_outputs(outputs, len(session.spec.outputs))
-            names = [spec.name for spec in session.spec.outputs]
-            results = dict(zip(names, session.run(input_arrays(given)), strict=True))
-            return result_tensors(results) if outputs is None else fill(outputs, results)
-        except McinferError as exc:
-            raise failure("predict", exc) from exc
+            return answered(outputs, session.run(input_arrays(given)))
 
     def resize(self, inputs: list[Tensor], dims: list[list[int]]) -> None:
-        """Set the shapes of inputs.
+        """Set the shapes of inputs: `inputs` are some of `get_inputs`, or tensors of those names.
 
         Sizes that the model leaves open are only noted: `predict` takes any. A model whose sizes are fixed is
         built anew with the new ones, where its graph allows that; it takes the extra ``mcinfer[onnx]``.
-
-        Args:
-            inputs: Some of `get_inputs`, or tensors of those names.
-            dims: A new shape for each.
 
         Raises:
             TypeError: An argument is of another type.
@@ -350,11 +316,8 @@ class Model:
                 f"inputs' size does not match dims' size: got {len(inputs)} and {len(dims)}"
             )
         built = self._ready("resize")
-        with built.lock:
-            try:
-                self._resize(built, inputs, dims)
-            except (McinferError, OSError, ValueError) as exc:
-                raise failure("resize", exc) from exc
+        with built.lock, failures("resize"):
+            self._resize(built, inputs, dims)
 
     def _resize(self, built: _Built, inputs: list[Tensor], dims: list[list[int]]) -> None:
         names = [spec.name for spec in built.session.spec.inputs]
@@ -410,12 +373,35 @@ class Model:
         """
         given = given_tensors(weights)
         built = self._ready("update weight")
-        with built.lock:
-            try:
-                session = built.session
-                session.update_weights(named_weights(given, session.engine.weights))
-            except (McinferError, OSError) as exc:
-                raise failure("update weight", exc) from exc
+        with built.lock, failures("update weight"):
+            built.session.update_weights(named_weights(given, built.session.engine.weights))
+
+
+def _owner(session: Session, pids: Sequence[int], *, stacklevel: int) -> WeightOwner:
+    held = getattr(session.engine, "held", None)
+    if held is None:
+        why = "; ".join(session.engine.notes) or "only ONNX models on the CPU can be prepared"
+        raise BuildError(f"shareable_weight_pid_list: the weights cannot be shared: {why}")
+    owner = WeightOwner(held)
+    for pid in pids:
+        try:
+            owner.allow(pid)
+        except InvalidInputError as exc:
+            text = f"shareable_weight_pid_list: {exc}"
+            warnings.warn(text, UserWarning, stacklevel=stacklevel + 1)
+    return owner
+
+
+def _current_pid() -> int:
+    """This process's id as the outermost namespace that ``/proc`` shows has it (proc_pid_status(5)).
+
+    In a container whose ``/proc`` is its own that is the id in there: the owner's may be another.
+    """
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        for line in file:
+            if line.startswith("NSpid:"):
+                return int(line.split()[1])
+    return os.getpid()
 
 
 class ModelGroup:
@@ -426,13 +412,7 @@ class ModelGroup:
     replaced for all that have the same sizes.
     ``SHARE_WORKSPACE``: ONNX Runtime's memory for what lies between operators is one arena for the models of
     this process, in the place of one each. As in MindSpore Lite, such a group names its models by path.
-    ``SHARE_WEIGHT_WORKSPACE``: both.
-
-    Args:
-        flags: What is shared.
-
-    Raises:
-        RuntimeError: No such flag.
+    ``SHARE_WEIGHT_WORKSPACE``: both. Something other than these flags is a RuntimeError.
     """
 
     # A model and the group that has its path have nothing else in common; a group that is gone is not found.
@@ -453,7 +433,6 @@ class ModelGroup:
 
     @classmethod
     def _of_path(cls, model: str | bytes) -> SharedModels | None:
-        """What the models of a path share, where a group has it."""
         return cls._by_path.get(os.path.realpath(model)) if isinstance(model, str) else None
 
     def add_model(self, models: "list[Model] | list[str] | tuple[Model | str, ...]") -> None:
@@ -478,13 +457,15 @@ class ModelGroup:
                 raise TypeError(
                     f"models element must be all str or Model, but got {type(model)} at index {i}."
                 )
+        failed = "ModelGroup's add model failed. Error is"
         if (kind is Model) is not self._shared.weights:
-            raise _not_added(
-                "SHARE_WORKSPACE takes paths; SHARE_WEIGHT and SHARE_WEIGHT_WORKSPACE take Model objects"
+            raise RuntimeError(
+                f"{failed} SHARE_WORKSPACE takes paths; SHARE_WEIGHT and SHARE_WEIGHT_WORKSPACE take "
+                "Model objects"
             )
         added = [model for model in models if isinstance(model, Model)]
         if any(m._built is not None or m._group not in (None, self._shared) for m in added):
-            raise _not_added("the model was built already, or is in another group")
+            raise RuntimeError(f"{failed} the model was built already, or is in another group")
         for model in models:
             if isinstance(model, Model):
                 model._group = self._shared
@@ -495,7 +476,7 @@ class ModelGroup:
     def cal_max_size_of_workspace(
         self, model_type: ModelType, context: Context | None = None
     ) -> None:
-        """Nothing to do here, but for the checks: the shared arena grows to what the largest model needs.
+        """Check the arguments alone: the shared arena grows to what the largest model needs.
 
         Raises:
             TypeError: An argument is of another type.
@@ -507,61 +488,3 @@ class ModelGroup:
             raise RuntimeError(
                 "cal_max_size_of_workspace failed! Error is the group has no models that share a workspace"
             )
-
-
-def _not_added(why: str) -> RuntimeError:
-    return RuntimeError(f"ModelGroup's add model failed. Error is {why}")
-
-
-def _sections(what: str, path: str, more: Sections | None) -> Sections:
-    """The configuration, its file first and then the dictionary, each with its own checks."""
-    try:
-        sections = load_sections(path, None)
-    except InvalidInputError as exc:
-        raise failure(what, exc) from exc
-    if more is None:
-        return sections
-    check_sections("config_dict", more)
-    return override(sections, more)
-
-
-def _weights(what: str, sections: Sections) -> dict[str, Any]:
-    """What the configuration says of weights, as fields of a `Source`."""
-    try:
-        return {
-            "variable_weights": variable_weights(sections),
-            "sharing": weight_sharing(sections),
-        }
-    except McinferError as exc:
-        raise failure(what, exc) from exc
-
-
-def _owner(session: Session, sharing: Sharing) -> WeightOwner | None:
-    """Who shares the session's weights, where that is wanted.
-
-    Raises:
-        BuildError: They cannot be shared.
-    """
-    if sharing.pids is None:
-        return None
-    held = getattr(session.engine, "held", None)
-    if held is None:
-        why = "; ".join(session.engine.notes) or "only ONNX models on the CPU can be prepared"
-        raise BuildError(f"shareable_weight_pid_list: the weights cannot be shared: {why}")
-    owner = WeightOwner(held)
-    for pid in sharing.pids:
-        try:
-            owner.allow(pid)
-        except InvalidInputError as exc:
-            # The caller is three calls up: _build, build_from_file, the user.
-            warnings.warn(f"shareable_weight_pid_list: {exc}", UserWarning, stacklevel=4)
-    return owner
-
-
-def _refuse_key(what: str, key: object, mode: object, parallel: object) -> None:
-    check_type("dec_mode", mode, str)
-    check_type("dec_num_parallel", parallel, int)
-    if key is None:
-        return
-    check_type("dec_key", key, bytes)
-    raise failure(what, BuildError("dec_key: encrypted models are not supported, decrypt it first"))

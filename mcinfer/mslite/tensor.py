@@ -1,4 +1,4 @@
-"""`Tensor`, as MindSpore Lite has it, and the names that go with it.
+"""`Tensor`, as MindSpore Lite has it, the names that go with it, and lists of tensors in and out of a run.
 
 Who owns a tensor's data:
 
@@ -11,39 +11,157 @@ Who owns a tensor's data:
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import lru_cache
+from itertools import combinations
 from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mcinfer.mslite._checks import check_shape, check_type
-from mcinfer.mslite.datatypes import (
-    DataType,
-    Format,
-    TensorMeta,
-    data_type_of,
-    element_num_of,
-    itemsize_of,
-    known_data_type,
-    numpy_dtype_of,
-)
-
-__all__ = ["DataType", "Format", "Tensor", "TensorMeta", "data_type_of", "numpy_dtype_of"]
+from mcinfer.errors import InvalidInputError
+from mcinfer.mslite._checks import InvalidRunError, check_elements, check_shape, check_type
+from mcinfer.specs import TensorSpec
 
 DEVICE_KINDS = ("ascend", "cpu", "cuda", "gpu")
 """The kinds of device that `Tensor` takes; upstream takes the first alone."""
 
 
-def _check_device(device: object) -> None:
-    """Check a device's name, and say that the data does not go there.
+class _NamedNumber(IntEnum):
+    """An enumeration that prints by name (``DataType.FLOAT32``); an IntEnum prints its number."""
 
-    Raises:
-        TypeError: Not of the form ``"kind"`` or ``"kind:index"``.
-    """
-    check_type("device", device, str)
-    kind, colon, index = str(device).partition(":")
+    def __str__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
+
+class DataType(_NamedNumber):
+    """Element types, with upstream's numbers."""
+
+    UNKNOWN = 0
+    BOOL = 30
+    INT8 = 32
+    INT16 = 33
+    INT32 = 34
+    INT64 = 35
+    UINT8 = 37
+    UINT16 = 38
+    UINT32 = 39
+    UINT64 = 40
+    FLOAT16 = 42
+    FLOAT32 = 43
+    FLOAT64 = 44
+    INVALID = 2147483647
+
+
+class Format(_NamedNumber):
+    """What a tensor's dimensions stand for, with upstream's numbers. It is kept, and changes nothing."""
+
+    DEFAULT = -1
+    NCHW = 0
+    NHWC = 1
+    NHWC4 = 2
+    HWKC = 3
+    HWCK = 4
+    KCHW = 5
+    CKHW = 6
+    KHWC = 7
+    CHWK = 8
+    HW = 9
+    HW4 = 10
+    NC = 11
+    NC4 = 12
+    NC4HW4 = 13
+    NCDHW = 15
+    NWC = 16
+    NCW = 17
+    NDHWC = 18
+    NC8HW8 = 19
+
+
+_DTYPES: dict[DataType, "np.dtype[Any]"] = {
+    member: np.dtype(member.name.lower())
+    for member in DataType
+    if member not in (DataType.UNKNOWN, DataType.INVALID)
+}
+_BY_NAME = {dtype.name: member for member, dtype in _DTYPES.items()}
+
+
+@lru_cache(maxsize=64)
+def known_data_type(dtype: "np.dtype[Any]") -> DataType:
+    """The number of a NumPy dtype, of any byte order; UNKNOWN if it has none."""
+    return _BY_NAME.get(dtype.name, DataType.UNKNOWN)
+
+
+def data_type_of(dtype: "np.dtype[Any]") -> DataType:
+    """The number of a NumPy dtype, of any byte order; a TypeError if it has none (strings, bfloat16, …)."""
+    known = known_data_type(dtype)
+    if known is DataType.UNKNOWN:
+        raise TypeError(f"Unsupported numpy dtype value {dtype}")
+    return known
+
+
+def numpy_dtype_of(dtype: DataType) -> "np.dtype[Any]":
+    """The NumPy dtype of a number, of native byte order; a TypeError for UNKNOWN and INVALID."""
+    if dtype not in _DTYPES:
+        raise TypeError(f"Unsupported dtype value {dtype}")
+    return _DTYPES[dtype]
+
+
+def _element_num(shape: Sequence[int]) -> int:
+    return 0 if any(size <= 0 for size in shape) else prod(shape)
+
+
+def _fits(shape: Sequence[int], known: Sequence[int]) -> bool:
+    """Whether a known shape is one that this can become: sizes of 0 or less are open."""
+    return len(shape) == len(known) and all(
+        size <= 0 or size == wanted for size, wanted in zip(shape, known, strict=True)
+    )
+
+
+def _itemsize(dtype: DataType) -> int:
+    return _DTYPES[dtype].itemsize if dtype in _DTYPES else 0
+
+
+def _printed(tensor: "Tensor | TensorMeta") -> str:
+    names = ("name", "dtype", "shape", "format", "element_num", "data_size")
+    return ",\n".join(f"{name}: {getattr(tensor, name)}" for name in names) + "."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class TensorMeta:
+    """What a model says about one of its tensors, without data: -1 is a size that is not known."""
+
+    name: str = ""
+    dtype: DataType = DataType.UNKNOWN
+    shape: list[int] = field(default_factory=list)
+    format: Format = Format.DEFAULT
+
+    @property
+    def element_num(self) -> int:
+        """The number of elements; 0 if a dimension is not known."""
+        return _element_num(self.shape)
+
+    @property
+    def data_size(self) -> int:
+        """Bytes of all elements; 0 if that is not known."""
+        return self.element_num * _itemsize(self.dtype)
+
+    def __str__(self) -> str:
+        return _printed(self)
+
+    def __repr__(self) -> str:
+        return _printed(self)
+
+
+def _check_device(device: object) -> None:
+    """Check a device's name, ``"kind"`` or ``"kind:index"``, and warn that the data does not go there."""
+    kind, colon, index = check_type("device", device, str).partition(":")
     if ":" in index:
         raise TypeError(f"device must be 'ascend:index', eg: 'ascend:0', but got {device!r}.")
     if kind not in DEVICE_KINDS:
@@ -58,39 +176,20 @@ def _check_device(device: object) -> None:
         )
 
 
-def _check_same(
-    source: str,
-    shape: Sequence[int] | None,
-    its_shape: Sequence[int],
-    dtype: DataType | None,
-    its_dtype: DataType,
-) -> None:
-    """Check that what the user says of the data is so.
-
-    Raises:
-        TypeError: It is not.
-    """
-    if shape is not None and list(shape) != list(its_shape):
-        raise TypeError(
-            f"user set shape is not equal {source} shape, user shape: {shape}, "
-            f"{source} shape is: {its_shape}."
-        )
-    if dtype is not None and dtype is not its_dtype:
-        raise TypeError(
-            f"user set dtype is not equal {source} dtype, user dtype: {dtype}, "
-            f"{source} dtype is: {its_dtype}."
-        )
+Allocate = Callable[[tuple[int, ...]], NDArray[Any]]
+"""Gets memory for a shape."""
 
 
 class Tensor:
     """An n-dimensional array in host memory, with a name, a format and a shape that can be set.
 
     An array that is C-contiguous, aligned and of native byte order is held as it is, any other as a
-    copy. Of a tensor, the data is shared; name and format start as they are there and then go their
+    copy. The data of a tensor is shared; name and format start as they are there and then go their
     own way. Without a tensor: the shape and dtype if both are given, else one float32. It has no data
     then; the first look at it makes zeros.
 
-    One tensor must not be used by several threads at a time, unless they all only read.
+    One tensor must not be used by several threads at a time, unless they all only read. What does not fit,
+    here and when an attribute is set, is a TypeError.
 
     Args:
         tensor: ndarray or Tensor.
@@ -99,32 +198,30 @@ class Tensor:
         dtype: DataType; with a tensor it must be the tensor's own.
         device: One of `DEVICE_KINDS`, alone or with ``:index``. The data stays in host memory all
             the same, and other than for ``"cpu"`` a UserWarning says so.
-
-    Raises:
-        TypeError: An argument is of another type, does not fit the tensor, or its dtype has no
-            number in `DataType`.
     """
 
     __slots__ = (
-        "__weakref__",
-        "_allocate",
-        "_array",
-        "_dtype",
-        "_format",
-        "_model_dtype",
-        "_name",
-        "_own",
-        "_shape",
+        *("__weakref__", "_allocate", "_array", "_dtype", "_format"),
+        *("_model_dtype", "_name", "_own", "_shape"),
     )
 
-    _name: str
-    _dtype: DataType
-    _shape: tuple[int, ...]
-    _format: Format
-    _array: NDArray[Any] | None  # None until memory is gotten
-    _own: bool  # whether the array is memory that set_data_from_numpy may write to
-    _allocate: Callable[[tuple[int, ...]], NDArray[Any]] | None
-    _model_dtype: DataType  # what the allocator gives
+    def _set(
+        self,
+        name: str,
+        dtype: DataType,
+        shape: tuple[int, ...],
+        array: NDArray[Any] | None = None,
+        allocate: Allocate | None = None,
+    ) -> "Tensor":
+        self._name = name
+        self._dtype = dtype
+        self._shape = shape
+        self._format = Format.NCHW
+        self._array = array  # None until memory is gotten
+        self._own = False  # whether set_data_from_numpy may write to the array
+        self._allocate = allocate
+        self._model_dtype = dtype  # what the allocator gives
+        return self
 
     def __init__(
         self,
@@ -139,130 +236,76 @@ class Tensor:
             _check_device(device)
         if dtype is not None:
             check_type("dtype", dtype, DataType)
-        self._name = ""
-        self._format = Format.NCHW
-        self._array = None
-        self._own = False
-        self._allocate = None
-        self._model_dtype = DataType.UNKNOWN
+        self._set("", DataType.FLOAT32, ())
         if tensor is None:
-            self._describe(shape, dtype)
-        elif isinstance(tensor, Tensor):
-            _check_same("tensor", shape, tensor.shape, dtype, tensor.dtype)
-            self._share(tensor)
+            if shape is not None and dtype is not None:
+                self._dtype, self._shape = dtype, tuple(shape)
+            elif shape is not None or dtype is not None:
+                warnings.warn(
+                    f"{'dtype' if shape is None else 'shape'} has no effect: without a tensor, shape and "
+                    "dtype count only together",
+                    UserWarning,
+                    stacklevel=2,
+                )
+            return
+        if isinstance(tensor, Tensor):
+            source, self._name, self._format = "tensor", tensor._name, tensor._format
+            self._dtype, self._shape = tensor._dtype, tensor._shape
         elif isinstance(tensor, np.ndarray):
-            data_type = data_type_of(tensor.dtype)
-            _check_same("numpy", shape, tensor.shape, dtype, data_type)
-            self._hold(tensor, data_type)
+            source = "numpy"
+            self._dtype, self._shape = data_type_of(tensor.dtype), tensor.shape
         else:
             raise TypeError(
                 "tensor must be MindSpore Lite's Tensor._tensor or numpy ndarray, "
                 f"but got {type(tensor)}."
             )
-
-    def _describe(self, shape: Sequence[int] | None, dtype: DataType | None) -> None:
-        if (shape is None) != (dtype is None):
-            name = "dtype" if shape is None else "shape"
-            warnings.warn(
-                f"{name} has no effect: without a tensor, shape and dtype count only together",
-                UserWarning,
-                stacklevel=3,
-            )
-        if shape is None or dtype is None:
-            shape, dtype = (), DataType.FLOAT32
-        self._shape = tuple(shape)
-        self._dtype = dtype
-
-    def _share(self, other: "Tensor") -> None:
-        self._name = other._name
-        self._format = other._format
-        self._dtype = other._dtype
-        self._shape = other._shape
-        if other.has_data or other.element_num > 0:
-            self._array = other.array
-
-    def _hold(self, array: NDArray[Any], dtype: DataType) -> None:
-        self._dtype = dtype
-        self._shape = array.shape
-        if array.flags.c_contiguous and array.flags.aligned and array.dtype.isnative:
-            self._array = array.view(np.ndarray)
+        for what, said, its in (
+            ("shape", None if shape is None else [*shape], [*self._shape]),
+            ("dtype", dtype, self._dtype),
+        ):
+            if said is not None and said != its:
+                raise TypeError(
+                    f"user set {what} is not equal {source} {what}, user {what}: {said}, "
+                    f"{source} {what} is: {its}."
+                )
+        if isinstance(tensor, Tensor):
+            if tensor.has_data or tensor.element_num > 0:
+                self._array = tensor.array
+        elif tensor.flags.c_contiguous and tensor.flags.aligned and tensor.dtype.isnative:
+            self._array = tensor.view(np.ndarray)
         else:
-            self._array = np.array(array, dtype=numpy_dtype_of(dtype), order="C")
+            self._array = np.array(tensor, dtype=numpy_dtype_of(self._dtype), order="C")
             self._own = True
 
     @classmethod
-    def _of_model(
-        cls,
-        name: str,
-        dtype: DataType,
-        shape: Sequence[int],
-        *,
-        allocate: Callable[[tuple[int, ...]], NDArray[Any]] | None = None,
-    ) -> "Tensor":
-        """A tensor without data, for an input of a model.
-
-        Args:
-            name: As in the model.
-            dtype: Element type; UNKNOWN for one that has no number (only an allocator can give
-                memory for it then).
-            shape: Sizes of the dimensions, -1 for one that is not known.
-            allocate: Gives memory for a shape: a writable, C-contiguous array of it and of the
-                model's element type, with any content. It may raise, which changes nothing here.
-                The tensor calls it when it needs memory for data and has none of that shape, and
-                holds the array until it needs another or is gone. It is not called while `dtype` is
-                set to another element type. ``None`` is NumPy's own memory.
-        """
-        tensor = cls.__new__(cls)
-        tensor._name = name
-        tensor._dtype = tensor._model_dtype = dtype
-        tensor._shape = tuple(shape)
-        tensor._format = Format.NCHW
-        tensor._array = None
-        tensor._own = False
-        tensor._allocate = allocate
-        return tensor
+    def _of_model(cls, spec: TensorSpec, allocate: Allocate | None = None) -> "Tensor":
+        """A tensor of a model's, without data; the allocator gives C-contiguous memory of its dtype."""
+        return cls.__new__(cls)._set(
+            spec.name, known_data_type(spec.dtype), tuple(known_dims(spec)), None, allocate
+        )
 
     @classmethod
     def _of_result(cls, name: str, array: NDArray[Any]) -> "Tensor":
-        """A tensor that holds an array as it is; unlike the constructor it checks nothing.
+        """A tensor that holds an array as it is, which it borrows; unlike the constructor it checks nothing.
 
-        Args:
-            name: As in the model.
-            array: C-contiguous, of native byte order and of any dtype; the tensor's is UNKNOWN if
-                it has no number. Borrowed, and its shape must not be set in place from here on.
+        The array is C-contiguous and of native byte order; the dtype is UNKNOWN if it has no number.
         """
-        tensor = cls.__new__(cls)
-        tensor._name = name
-        tensor._dtype = tensor._model_dtype = known_data_type(array.dtype)
-        tensor._shape = array.shape
-        tensor._format = Format.NCHW
-        tensor._array = array
-        tensor._own = False
-        tensor._allocate = None
-        return tensor
+        return cls.__new__(cls)._set(name, known_data_type(array.dtype), array.shape, array)
 
     @property
     def name(self) -> str:
-        """The name, ``""`` by default.
-
-        Raises:
-            TypeError: Set to something other than a str.
-        """
+        """The name, ``""`` by default."""
         return self._name
 
     @name.setter
     def name(self, value: str) -> None:
-        check_type("name", value, str)
-        self._name = value
+        self._name = check_type("name", value, str)
 
     @property
     def dtype(self) -> DataType:
         """The element type. Data is never reinterpreted or converted: a new type drops it.
 
         The next look at the data, or the next `set_data_from_numpy`, gets memory of the new type.
-
-        Raises:
-            TypeError: Set to something other than a DataType.
         """
         return self._dtype
 
@@ -279,16 +322,12 @@ class Tensor:
 
         Setting a shape of as many elements keeps the data and looks at it in that shape. Another
         number of elements drops the data; the next use gets memory of the new size.
-
-        Raises:
-            TypeError: Set to something other than a list (or tuple) of int.
         """
         return list(self._shape)
 
     @shape.setter
     def shape(self, value: Sequence[int]) -> None:
-        check_shape("shape", value)
-        shape = tuple(value)
+        shape = check_shape("shape", value)
         if shape == self._shape:
             return
         if self._array is not None:
@@ -298,27 +337,22 @@ class Tensor:
 
     @property
     def format(self) -> Format:
-        """What the dimensions stand for; setting it moves no data.
-
-        Raises:
-            TypeError: Set to something other than a Format.
-        """
+        """What the dimensions stand for; setting it moves no data."""
         return self._format
 
     @format.setter  # noqa: A003 the attribute's name
     def format(self, value: Format) -> None:
-        check_type("format", value, Format)
-        self._format = value
+        self._format = check_type("format", value, Format)
 
     @property
     def element_num(self) -> int:
         """The number of elements: 1 for the shape ``[]``, 0 if a dimension is 0 or less."""
-        return element_num_of(self._shape)
+        return _element_num(self._shape)
 
     @property
     def data_size(self) -> int:
         """Bytes of all elements; 0 if a dimension is 0 or less."""
-        itemsize = itemsize_of(self._dtype) if self._array is None else self._array.itemsize
+        itemsize = _itemsize(self._dtype) if self._array is None else self._array.itemsize
         return self.element_num * itemsize
 
     @property
@@ -335,11 +369,8 @@ class Tensor:
     def array(self) -> NDArray[Any]:
         """The tensor's data itself, in its shape: what an engine reads. Not to be kept or reshaped.
 
-        If there is none yet: zeroed memory, which becomes the data; or, if a dimension is 0 or less,
-        an empty array with 0 in its place, which does not.
-
-        Raises:
-            TypeError: There is no data, and the dtype is UNKNOWN or INVALID.
+        If there is none yet: zeroed memory, which becomes the data (a TypeError for UNKNOWN and INVALID);
+        or, if a dimension is 0 or less, an empty array with 0 in its place, which does not.
         """
         if self._array is not None:
             return self._array
@@ -356,16 +387,10 @@ class Tensor:
         return np.empty(shape, numpy_dtype_of(self._dtype))
 
     def get_data_to_numpy(self) -> NDArray[Any]:
-        """A view of the data in the tensor's shape; writing to it writes to the tensor.
+        """A view of the data (see `array`) in the tensor's shape; writing to it writes to the tensor.
 
         It is read-only if the array that the tensor was made of is. Later calls of
         `set_data_from_numpy` show in it, unless they or a setter made the tensor get new memory.
-
-        Returns:
-            The data; if there is none yet, as `array` says.
-
-        Raises:
-            TypeError: There is no data, and the dtype is UNKNOWN or INVALID.
         """
         return self.array.view()
 
@@ -405,11 +430,7 @@ class Tensor:
                     f"data size not equal! Numpy size: {array.nbytes}, Tensor size: {self.data_size}"
                 )
             return self._shape
-        fits = array.ndim == len(self._shape) and all(
-            known <= 0 or known == size
-            for size, known in zip(array.shape, self._shape, strict=True)
-        )
-        if not fits:
+        if not _fits(self._shape, array.shape):
             raise RuntimeError(
                 f"data size not equal! Numpy size: {array.nbytes}, Tensor size: {self.data_size}, "
                 f"Numpy shape: {list(array.shape)}, Tensor shape: {self.shape}"
@@ -422,15 +443,91 @@ class Tensor:
         return np.array(self.get_data_to_numpy(), dtype=dtype, copy=copy)
 
     def __str__(self) -> str:
-        return (
-            f"name: {self.name},\n"
-            f"dtype: {self.dtype},\n"
-            f"shape: {self.shape},\n"
-            f"format: {self.format},\n"
-            f"element_num: {self.element_num},\n"
-            f"data_size: {self.data_size}.\n"
-            f"device: {self.device}."
-        )
+        return f"{_printed(self)}\ndevice: {self.device}."
 
     def __repr__(self) -> str:
         return str(self)
+
+
+TensorLike = Tensor | NDArray[Any]
+"""What a run takes."""
+
+
+def known_dims(spec: TensorSpec) -> list[int]:
+    """The shape as MindSpore Lite writes it: -1 for a size that is not known."""
+    return [size if isinstance(size, int) else -1 for size in spec.shape]
+
+
+def check_inputs(inputs: object, count: int) -> list[TensorLike]:
+    """A run's inputs, checked but for their data: a list or tuple of as many tensors or arrays."""
+    if not isinstance(inputs, (list, tuple)):
+        raise TypeError(f"inputs must be list, but got {type(inputs)}.")
+    for i, value in enumerate(inputs):
+        if not isinstance(value, (Tensor, np.ndarray)):
+            raise TypeError(
+                f"inputs element must be Tensor or numpy.ndarray, but got {type(value)} at index {i}."
+            )
+    if len(inputs) != count:
+        raise InvalidRunError(f"model input len:{count} not equal input len:{len(inputs)}!")
+    return [*inputs]
+
+
+def input_arrays(inputs: Sequence[TensorLike]) -> list[NDArray[Any]]:
+    """The data of a run's inputs; InvalidInputError for a tensor that was neither set nor looked at."""
+    for value in inputs:
+        if isinstance(value, Tensor) and not value.has_data:
+            raise InvalidInputError(f"input {value.name!r} has no data, set it first")
+    return [value.array if isinstance(value, Tensor) else value for value in inputs]
+
+
+def check_outputs(outputs: object, count: int) -> None:
+    """Check, as far as that can be known before a run, what a caller gives it to write to.
+
+    That is a tensor for each output, or an empty list, which new ones are put into, or None.
+    """
+    if outputs is None:
+        return
+    tensors = check_type("outputs", outputs, list)
+    check_elements("outputs", tensors, Tensor)
+    if tensors and len(tensors) != count:
+        raise InvalidInputError(f"outputs: got {len(tensors)} tensors, expected {count} or none")
+    for tensor in tensors:
+        if tensor.dtype not in _DTYPES and not tensor.has_data:
+            raise InvalidInputError(
+                f"output {tensor.name!r} is a tensor of {tensor.dtype}, which has no memory to write to; "
+                "give an empty list, or none"
+            )
+
+
+def answered(outputs: list[Tensor] | None, results: Mapping[str, NDArray[Any]]) -> list[Tensor]:
+    """A run's results as tensors: new ones, or the caller's, all of which are written to, or none.
+
+    The caller's are as `check_outputs` takes them; one of a size that is not known takes the result's. The
+    results' memory is not that of the tensors.
+    """
+    if not outputs:
+        outputs = [] if outputs is None else outputs
+        outputs += [Tensor._of_result(name, array) for name, array in results.items()]
+        return outputs
+    for tensor, (name, array) in zip(outputs, results.items(), strict=True):
+        shape = tensor.shape
+        known = all(size > 0 for size in shape)
+        fits = tensor.dtype is known_data_type(array.dtype) and _fits(shape, array.shape)
+        writeable = not known or tensor.array.flags.writeable
+        if not fits or not writeable:
+            raise InvalidInputError(
+                f"output {name!r} is {known_data_type(array.dtype)}{[*array.shape]}, got a tensor of "
+                f"{tensor.dtype}{shape}{'' if writeable else ' that is read-only'}"
+            )
+    for (i, one), (j, other) in combinations(enumerate(outputs), 2):
+        shares = one.has_data and other.has_data and np.may_share_memory(one.array, other.array)
+        if one is other or shares:
+            raise InvalidInputError(f"outputs: the tensors {i} and {j} have the same memory")
+    for tensor, array in zip(outputs, results.values(), strict=True):
+        if any(size <= 0 for size in tensor.shape):
+            tensor.shape = array.shape
+    # All memory is gotten before the first is written: there may be none left for one.
+    places = [tensor.array for tensor in outputs]
+    for place, array in zip(places, results.values(), strict=True):
+        place[...] = array
+    return outputs

@@ -42,7 +42,7 @@ def test_four_calls_answer_each_device_in_order(onnx_model: OnnxModel) -> None:
         utils.run_predict([[rows(2)["x"]], [rows(2)["x"]]])
 
 
-def test_outputs_come_in_the_models_order_whoever_is_done_first(fake_model: FakeModel) -> None:
+def test_outputs_come_in_the_models_order_whichever_is_done_first(fake_model: FakeModel) -> None:
     model = fake_model(when={"7": "sleep:0.3"}, **TWO_BY_TWO)
     with ParallelPredictUtils(model, 3, engine="fake") as utils:
         # The first set takes longest.
@@ -54,39 +54,38 @@ def test_outputs_come_in_the_models_order_whoever_is_done_first(fake_model: Fake
         assert [len(outputs) for outputs in utils.run_predict(by_name)] == [2, 2, 2]
 
 
-@pytest.mark.parametrize(
-    "inputs", [[], [[rows(1)["x"]]], [[rows(1)["x"]]] * 3, {"x": rows(1)["x"], "z": rows(1)["x"]}]
-)
-def test_other_than_one_set_per_device_is_refused(fake_model: FakeModel, inputs: Any) -> None:
-    with ParallelPredictUtils(fake_model(), 2, engine="fake") as utils:
-        with pytest.raises(InvalidInputError, match="one per device: 2"):
-            utils.run_predict(inputs)
+def test_other_than_one_set_per_device_is_refused(fake_model: FakeModel) -> None:
+    one = rows(1)["x"]
+    bad: list[Any] = [[], [[one]], [[one]] * 3, {"x": one, "z": one}]
+    with ParallelPredictUtils(fake_model(), 2, device_ids=[1, 0], engine="fake") as utils:
+        assert [worker.device for worker in utils.statistics().workers] == ["cpu:1", "cpu:0"]
+        for inputs in bad:
+            with pytest.raises(InvalidInputError, match="one per device: 2"):
+                utils.run_predict(inputs)
         assert utils.statistics().accepted == 0
 
 
-@pytest.mark.parametrize(
-    ("bad", "error"),
-    [
-        (act(-1.0)["x"], PredictError),
-        (rows(1)["x"].astype(np.int64), InvalidInputError),
-        (rows(1)["x"][:, :2], InvalidInputError),
-    ],
-)
 @pytest.mark.parametrize("place", [0, 1])
 def test_error_of_one_device_does_not_reach_the_next_call(
-    fake_model: FakeModel, bad: Any, error: type[Exception], place: int
+    fake_model: FakeModel, place: int
 ) -> None:
     model = fake_model(when={"-1": "fail", "5": "sleep:60"})
     with ParallelPredictUtils(model, 2, engine="fake") as utils:
-        sets = [[act(5.0)["x"]], [act(5.0)["x"]]]
-        sets[place] = [bad]
-        if place == 1 and error is PredictError:
-            sets[0] = [act(4.0)["x"]]  # answers are awaited in the devices' order
-        with pytest.raises(error):
-            utils.run_predict(sets)
-        first, second = utils.run_predict([[rows(2)["x"]], [rows(3)["x"]]])
-        assert_answers({"y": first[0]}, rows(2))
-        assert_answers({"y": second[0]}, rows(3))
+        wrong = rows(1)["x"]
+        for bad, error in (
+            (act(-1.0)["x"], PredictError),
+            (wrong.astype(np.int64), InvalidInputError),
+            (wrong[:, :2], InvalidInputError),
+        ):
+            # Answers are awaited in the devices' order.
+            other = 4.0 if place == 1 and error is PredictError else 5.0
+            sets = [[act(other)["x"]], [act(other)["x"]]]
+            sets[place] = [bad]
+            with pytest.raises(error):
+                utils.run_predict(sets)
+            first, second = utils.run_predict([[rows(2)["x"]], [rows(3)["x"]]])
+            assert_answers({"y": first[0]}, rows(2))
+            assert_answers({"y": second[0]}, rows(3))
         assert [worker.restarts for worker in utils.statistics().workers] == [0, 0]
 
 
@@ -109,23 +108,15 @@ def test_predict_splits_the_batch_and_answers_as_it_was_asked(fake_model: FakeMo
         assert [b - a for a, b in zip(before, after, strict=True)] == [2, 2]
 
 
-def test_time_of_predict_is_that_of_the_call(fake_model: FakeModel) -> None:
-    model = fake_model(run="sleep:60")
-    with (
-        ParallelPredictUtils(model, 1, engine="fake", timeouts=Timeouts(predict=0.3)) as utils,
-        pytest.raises(PredictTimeoutError, match=r"0\.3 s"),
-    ):
-        utils.run_predict([[rows(1)["x"]]])
-    with (
-        ParallelPredictUtils(model, 1, engine="fake") as utils,
-        pytest.raises(PredictTimeoutError, match=r"0\.2 s"),
-    ):
-        utils.predict([rows(1)["x"]], timeout=0.2)
-
-
-def test_device_ids_name_the_devices(fake_model: FakeModel) -> None:
-    with ParallelPredictUtils(fake_model(), 2, device_ids=[1, 0], engine="fake") as utils:
-        assert [worker.device for worker in utils.statistics().workers] == ["cpu:1", "cpu:0"]
+def test_time_of_predict_is_that_of_the_call_else_of_the_object(fake_model: FakeModel) -> None:
+    times = Timeouts(predict=0.3)
+    with ParallelPredictUtils(
+        fake_model(run="sleep:60"), 1, engine="fake", timeouts=times
+    ) as utils:
+        with pytest.raises(PredictTimeoutError, match=r"0\.3 s"):
+            utils.run_predict([[rows(1)["x"]]])
+        with pytest.raises(PredictTimeoutError, match=r"0\.2 s"):
+            utils.predict([rows(1)["x"]], timeout=0.2)
 
 
 def test_calls_out_of_order_are_refused(fake_model: FakeModel) -> None:
@@ -151,4 +142,4 @@ def test_device_whose_worker_is_killed_is_answered_all_the_same(fake_model: Fake
         first, second = utils.run_predict([[rows(2)["x"]], [rows(3)["x"]]])
         assert_answers({"y": first[0]}, rows(2))
         assert_answers({"y": second[0]}, rows(3))
-        wait_until(lambda: [w.state for w in utils.statistics().workers] == ["ready"] * 2)
+        wait_until(lambda: [w.state for w in utils.statistics().workers] == ["ready"] * 2, 60.0)
