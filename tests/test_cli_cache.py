@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from mcinfer.cli import main
+from mcinfer.cli.progress import Display
 from mcinfer.model_cache.cache import Cache, Held, entry_key
-from mcinfer.progress import Display
 from tests.command_line import Capture, only_line
 
 

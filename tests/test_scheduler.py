@@ -62,7 +62,14 @@ from mcinfer.scheduler.actions import (
     WorkersRestarted,
 )
 from mcinfer.scheduler.queue import ShardId
-from mcinfer.scheduler.scheduler import LONG_RUN, MAX_ATTEMPTS, SHORT_RUN, Scheduler, trace_of
+from mcinfer.scheduler.scheduler import (
+    LONG_RUN,
+    MAX_ATTEMPTS,
+    SHORT_RUN,
+    UNBOUNDED_RUN,
+    Scheduler,
+    trace_of,
+)
 from mcinfer.scheduler.workers import MAX_DEATHS, STACKS_SECONDS, describe_exit
 from mcinfer.statistics import Health, RequestTrace, ShardTrace
 
@@ -430,6 +437,14 @@ def test_cancelled_run_that_does_not_stop_is_killed_at_its_deadline() -> None:
     assert pool.next_time() == 11.0
     end_hung(pool, 11.0, 0)
     assert pool.handle_died(11.0, 0, SIGKILL) == [Release(request=1)]
+
+
+def test_cancelled_run_without_a_deadline_does_not_keep_its_worker_for_ever() -> None:
+    """It did: a restart of all workers then never came to its end."""
+    pool = ready_pool(1)
+    pool.handle_request(0.0, 1, (1,), math.inf)
+    pool.handle_cancel(0.5, 1)
+    end_hung(pool, 0.5 + UNBOUNDED_RUN + TIMEOUTS.cancel_grace, 0)
 
 
 # Restarts.

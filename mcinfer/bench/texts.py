@@ -18,7 +18,7 @@ from mcinfer.bench.figures import (
     under,
 )
 from mcinfer.bench.report import OTHERS, Load, Report, Way
-from mcinfer.printable import printable as shown
+from mcinfer.errors import printable as shown
 from mcinfer.specs import STRING, numpy_dtype
 
 FLAWED = "!"

@@ -16,8 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from mcinfer.errors import McinferError, MissingDependencyError
-from mcinfer.printable import printable
+from mcinfer.errors import McinferError, MissingDependencyError, printable
 
 _INTERRUPTED = 128 + signal.SIGINT
 _ENDS = {

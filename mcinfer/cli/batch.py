@@ -33,10 +33,10 @@ from numpy.typing import NDArray
 from mcinfer import __version__, sharding
 from mcinfer.cli.batch_files import InputFile, PartialResults, opened_input, stamp
 from mcinfer.cli.output_files import output_place
+from mcinfer.cli.progress import megabytes, showing_work
 from mcinfer.errors import BuildError, InvalidInputError, McinferError, PredictError
 from mcinfer.master import Master
 from mcinfer.model_cache.onnx_files import external_files, open_regular, scan
-from mcinfer.progress import megabytes, showing_work
 from mcinfer.sharding import Axes, JoinError, SaidAxes, Shape, Split, first_split, rows_of
 from mcinfer.specs import ModelSpec
 

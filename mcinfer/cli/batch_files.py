@@ -35,10 +35,9 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcinfer.errors import BuildError, InvalidInputError, McinferError
+from mcinfer.cli.progress import showing_work
+from mcinfer.errors import BuildError, InvalidInputError, McinferError, printable
 from mcinfer.model_cache.onnx_files import open_regular
-from mcinfer.printable import printable
-from mcinfer.progress import showing_work
 from mcinfer.requests.tensors import as_input, difference
 from mcinfer.sharding import Axes, JoinError
 from mcinfer.specs import ModelSpec

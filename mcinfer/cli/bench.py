@@ -32,8 +32,8 @@ from mcinfer.cli.options import (
     parse_transport,
 )
 from mcinfer.cli.output_files import check_outputs, parse_png, write_output
+from mcinfer.cli.progress import let_workers_tell, showing_work
 from mcinfer.errors import InvalidInputError, McinferError, MissingDependencyError
-from mcinfer.progress import let_workers_tell, showing_work
 
 _DEFAULT_BASELINES = "session,threads,pipe"
 _ALL_MODES = ",".join(MODES)

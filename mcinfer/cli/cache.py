@@ -6,11 +6,11 @@ from datetime import datetime
 from pathlib import Path
 
 from mcinfer.cli.options import ModelArgument, check_model
+from mcinfer.cli.progress import megabytes, showing
+from mcinfer.errors import printable
 from mcinfer.model_cache.building import FAILURE_FILE, about, ensure_prepared
 from mcinfer.model_cache.cache import Cache, EntryInfo
 from mcinfer.model_cache.entries import disk_bytes
-from mcinfer.printable import printable
-from mcinfer.progress import megabytes, showing
 
 _KEY_CHARACTERS = 12
 

@@ -37,9 +37,8 @@ from mcinfer.cli.options import (
     check_model,
     engine_for,
 )
-from mcinfer.errors import BuildError, EngineError, McinferError
-from mcinfer.printable import printable
-from mcinfer.progress import let_workers_tell, megabytes
+from mcinfer.cli.progress import let_workers_tell, megabytes
+from mcinfer.errors import BuildError, EngineError, McinferError, printable
 
 _Facts = dict[str, Any]
 

@@ -14,7 +14,7 @@ from mcinfer.cli.options import (
     engine_for,
     parse_seconds,
 )
-from mcinfer.progress import let_workers_tell
+from mcinfer.cli.progress import let_workers_tell
 
 
 def parse_timeout(text: str) -> float:

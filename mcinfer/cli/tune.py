@@ -24,8 +24,8 @@ from mcinfer.cli.options import (
     parse_rates,
 )
 from mcinfer.cli.output_files import check_outputs, write_output
+from mcinfer.cli.progress import let_workers_tell, showing_work
 from mcinfer.errors import InvalidInputError, McinferError
-from mcinfer.progress import let_workers_tell, showing_work
 
 _GOALS = ("throughput", "latency")
 

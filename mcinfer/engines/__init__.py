@@ -6,10 +6,9 @@ from importlib import import_module
 from typing import Any
 
 from mcinfer.engines.base import Engine, EngineRequest, memory_limit
-from mcinfer.errors import BuildError, EngineError
+from mcinfer.errors import BuildError, EngineError, quotable, shortened
 from mcinfer.model_cache.building import Progress
 from mcinfer.model_cache.onnx_files import check_regular
-from mcinfer.printable import quotable, shortened
 
 _MAX_NAME_CHARACTERS = 1 << 20
 """In the names of a model's inputs, outputs and replaceable weights, which messages carry."""

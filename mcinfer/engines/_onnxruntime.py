@@ -38,12 +38,13 @@ from mcinfer.errors import (
     McinferError,
     MissingDependencyError,
     PredictError,
+    quotable,
+    shortened,
 )
 from mcinfer.model_cache.building import MODEL_FILE, Progress
 from mcinfer.model_cache.cache import Held
 from mcinfer.model_cache.keys import FOLDER_KEY
 from mcinfer.model_cache.onnx_files import added_inputs, chunks, external_files, open_regular, scan
-from mcinfer.printable import quotable, shortened
 from mcinfer.specs import (
     ELEMENT_TYPES,
     STRING,

@@ -28,7 +28,7 @@ from typing import Any
 
 from mcinfer.config import Device
 from mcinfer.engines.base import EngineRequest
-from mcinfer.errors import BuildError, InvalidInputError
+from mcinfer.errors import BuildError, InvalidInputError, shortened
 from mcinfer.model_cache.building import (
     ABOUT_FILE,
     FAILURE_FILE,
@@ -41,7 +41,6 @@ from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held, entry_key
 from mcinfer.model_cache.entries import MANIFEST, disk_bytes
 from mcinfer.model_cache.keys import FOLDER_KEY, Source, read_source
 from mcinfer.model_cache.onnx_files import check_regular, model_files
-from mcinfer.printable import shortened
 
 _LEAST_BYTES = 16 << 20
 """Of a model that is prepared by itself: below, all workers' copies together are small."""

@@ -22,9 +22,8 @@ from time import monotonic
 from typing import Any
 
 from mcinfer.config import EngineOptions
-from mcinfer.errors import BuildError, McinferError
+from mcinfer.errors import BuildError, McinferError, shortened
 from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held
-from mcinfer.printable import shortened
 from mcinfer.process import ORPHANED, command, cpu_time, environment, import_path, watch_parent
 
 MODEL_FILE = "model.onnx"

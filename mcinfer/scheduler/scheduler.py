@@ -80,6 +80,9 @@ AHEAD_SECONDS = 0.003
 LONG_RUN = 5 * SHORT_RUN
 """Seconds: a run that goes on for so long loses what was given behind it."""
 
+UNBOUNDED_RUN = 600.0
+"""Seconds that a run goes on after its request is over, where the caller gave it no end."""
+
 MAX_ATTEMPTS = 8
 """A shard that workers were given more often is not run again for a CANCEL that was not for its run."""
 
@@ -835,9 +838,9 @@ class Scheduler:
             self._lives.retire_if_worn(w)
         if w.runs and not w.doomed and w.state is WorkerState.BUSY and self._is_over(w.runs[0]):
             # It is to skip what was cancelled, which has the time that it had.
-            deadlines = [self.table[request].deadline for request, _ in w.runs[0].members]
+            ends = [self._end_of(self.table[request], now) for request, _ in w.runs[0].members]
             late = w.runs[0].late
-            w.kill_at = (now if late else max([now, *deadlines])) + self._timeouts.cancel_grace
+            w.kill_at = (now if late else max([now, *ends])) + self._timeouts.cancel_grace
         if run.late:
             return self._forget_late(run)
         if isinstance(message, Error):
@@ -939,8 +942,12 @@ class Scheduler:
                 actions += self._cancel_run(w, run)
                 # A run that does not stop may not keep its worker past the request's deadline.
                 if run is w.runs[0] and w.kill_at is None:
-                    w.kill_at = entry.deadline + self._timeouts.cancel_grace
+                    w.kill_at = self._end_of(entry, now) + self._timeouts.cancel_grace
         return [*actions, *self._release_if_done(entry)]
+
+    def _end_of(self, entry: Entry, now: float) -> float:
+        """Until when a run of a request that is over may go on: as long as the caller gave it."""
+        return entry.deadline if entry.deadline < math.inf else now + UNBOUNDED_RUN
 
     def _runs_for(self, entry: Entry) -> list[tuple[Worker, Run]]:
         """The runs that are for this request, among others."""

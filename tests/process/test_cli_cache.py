@@ -165,7 +165,7 @@ def test_terminal_gets_a_bar_that_is_gone_at_the_end(cache: Cache, tmp_path: Pat
 
 WORK = """
 import sys
-from mcinfer.progress import showing_work
+from mcinfer.cli.progress import showing_work
 
 with showing_work(sys.stderr, "working", 4, "turns") as work:
     work.show(3, "on [this]")

@@ -1,9 +1,9 @@
-"""Tests of mcinfer/printable.py."""
+"""Tests of mcinfer/errors.py."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcinfer.printable import printable, quotable, shortened
+from mcinfer.errors import printable, quotable, shortened
 
 
 @given(st.text(st.characters()))  # surrogates too, which files' names may have
