@@ -40,6 +40,9 @@ class Fault:
     handles: str = ""
 
 
+HIT_TIMEOUT = 1.0
+"""Seconds of a request that is to run out of time."""
+
 LATE = 0.15
 """Seconds that a fault lasts which passes by itself."""
 
@@ -54,7 +57,7 @@ def _stop(pool: Pool) -> None:
 
 def _continue(pool: Pool) -> None:
     """SIGCONT, after the request that it hit is given up, or after a while."""
-    if pool.setting.hit_timeout < 1.0:
+    if pool.setting.hit_timeout == HIT_TIMEOUT:
         pool.hit[0].outcome()
     else:
         time.sleep(LATE)
