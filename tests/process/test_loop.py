@@ -2,14 +2,15 @@
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -24,10 +25,11 @@ from mcinfer import (
     Timeouts,
 )
 from mcinfer.runtime import loop as loop_module
+from tests.process.fault_pools import HeldPipe
 from tests.process.models import FakeModel, act, assert_answers, rows
 from tests.process.waiting import pids, running, stop, wait_until
 
-PATIENCE = 20.0
+PATIENCE = 40.0
 ONE_ROW = 2 * 4 * 4
 """Bytes of a request for one row of the usual model, and of its answer."""
 
@@ -40,10 +42,11 @@ def in_line(master: Master) -> int:
 
 
 def test_task_that_is_cancelled_in_the_line_does_not_cancel_the_one_before_it(
-    fake_model: FakeModel,
+    fake_model: FakeModel, tmp_path: Path
 ) -> None:
     limits = Limits(queue=1, when_queue_full="wait")
-    model = fake_model(when={"-1": "sleep:0.3", "-2": "sleep:1"})
+    held = HeldPipe(tmp_path / "run0")
+    model = fake_model(when={"-1": f"told:{tmp_path}/run", "-2": "sleep:1"})
     with Master(model, 1, engine="fake", verify="never", limits=limits) as master:
 
         async def ask() -> None:
@@ -53,6 +56,8 @@ def test_task_that_is_cancelled_in_the_line_does_not_cancel_the_one_before_it(
                 while in_line(master) < place:
                     await asyncio.sleep(0.002)
                 await asyncio.sleep(0.02)
+            held.wait()
+            held.tell("")
             assert_answers(await tasks[0], act(-1.0))
             while in_line(master) != 1:
                 await asyncio.sleep(0.002)
@@ -80,7 +85,7 @@ def test_caller_whose_time_is_over_in_the_line_makes_way_at_once(fake_model: Fak
                 wait_until(lambda: in_line(master) == 2)
                 with pytest.raises(QueueFullError):
                     large.result(PATIENCE)
-                assert_answers(small.result(PATIENCE / 4), rows(1))  # type: ignore[arg-type]
+                assert_answers(small.result(PATIENCE), rows(1))  # type: ignore[arg-type]
         assert not stuck.done()
         os.kill(first, signal.SIGCONT)
         assert_answers(stuck.result(PATIENCE), rows(1))
@@ -116,7 +121,7 @@ def test_draining_pool_ends_when_the_last_request_is_cancelled_and_its_worker_ha
             wait_until(lambda: master.health().state == "closing")
             future.cancel()
             try:
-                closed.result(5.0)
+                closed.result(PATIENCE)
             finally:
                 master.close(0.0)
 
@@ -129,7 +134,7 @@ def test_start_that_the_system_refuses_in_another_way_than_an_os_error_fails(
     with running(master.start) as started:
         try:
             with pytest.raises(BuildError, match="could not be started"):
-                started.result(5.0)
+                started.result(PATIENCE)
         finally:
             master.close(0.0)
 
@@ -182,7 +187,7 @@ def test_futures_that_were_dropped_hold_no_memory_while_a_callback_does_not_retu
         master.submit(rows(1)).add_done_callback(lambda _: enough.wait(PATIENCE))
         try:
             for _ in range(6):  # of 320 KB each, and as much for the answer
-                future = master.submit(rows(20_000), timeout=PATIENCE / 4)
+                future = master.submit(rows(20_000), timeout=PATIENCE / 2)
                 wait_until(future.done)
                 del future
         finally:
@@ -206,12 +211,11 @@ def test_caller_that_is_interrupted_while_it_waits_for_memory_holds_nobody_up(
         timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
-            master.predict(rows(15_000), shards=1)
+            master.predict(rows(15_000), shards=1, timeout=math.inf)
         timer.join()
         signal.signal(signal.SIGUSR1, before)
-        began = time.monotonic()
-        assert_answers(master.predict(rows(100), shards=1), rows(100))
-        assert time.monotonic() - began < 5.0
+        assert_answers(master.predict(rows(100), shards=1, timeout=PATIENCE), rows(100))
+        assert not stuck.done()
         del held
         os.kill(first, signal.SIGCONT)
         assert_answers(stuck.result(PATIENCE), rows(1))
@@ -234,10 +238,9 @@ def test_lock_of_the_logging_module_holds_up_no_restart(fake_model: FakeModel) -
         with running(hold):
             assert held.wait(PATIENCE)
             try:
-                began = time.monotonic()
                 os.kill(pid, signal.SIGKILL)
                 wait_until(lambda: pids(master) not in ([], [pid]))
-                assert time.monotonic() - began < PATIENCE / 2
+                assert not enough.is_set()
             finally:
                 enough.set()
         master.wait_ready(PATIENCE)
@@ -276,7 +279,7 @@ def test_finalizer_in_the_loop_that_would_wait_is_refused_at_once(
 ) -> None:
     limits = Limits(queue=1, when_queue_full="wait", when_full="wait")
     with Master(
-        fake_model(when={"-1": "sleep:1"}), 1, engine="fake", verify="never", limits=limits
+        fake_model(when={"-1": "sleep:2"}), 1, engine="fake", verify="never", limits=limits
     ) as master:
         assert_answers(master.predict(rows(1)), rows(1))  # so that memory for one more is at hand
         future = master.submit(act(-1.0))
@@ -285,18 +288,18 @@ def test_finalizer_in_the_loop_that_would_wait_is_refused_at_once(
             "allocate": lambda: master.allocate({"x": (3, 4)}),
             "result": lambda: future.result(PATIENCE),
         }
-        took: Future[tuple[float, BaseException | None]] = Future()
+        outcome: Future[tuple[bool, BaseException | None]] = Future()
 
         def finalize() -> None:
-            began, failure = time.monotonic(), None
+            failure = None
             try:
                 calls[call]()
             except BaseException as exc:
                 failure = exc
-            took.set_result((time.monotonic() - began, failure))
+            outcome.set_result((future.done(), failure))
 
         master._loop._post(loop_module._Call(finalize))
-        seconds, failure = took.result(PATIENCE)
-        assert seconds < 0.5
+        has_waited, failure = outcome.result(PATIENCE)
+        assert not has_waited
         assert isinstance(failure, McinferError), failure
         assert_answers(future.result(PATIENCE), act(-1.0))

@@ -36,9 +36,9 @@ def test_prometheus_is_told_what_a_pool_has_done(fake_model: FakeModel) -> None:
         assert value("health", state="ready") == 1
         assert value("workers") == value("workers_serving") == 2
         master.predict(rows(6))
-        master.submit(rows(1)).result(10)
+        master.submit(rows(1)).result(20)
         with pytest.raises(PredictError):
-            master.submit(act(FAILS)).result(10)
+            master.submit(act(FAILS)).result(20)
         assert value("requests_total", outcome="succeeded") == 2
         assert value("requests_total", outcome="failed") == 1
         assert value("requests_in_flight") == value("in_flight_bytes") == 0
@@ -77,7 +77,7 @@ with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
     with Program(PREAMBLE + text, fake_model()) as program:
         assert program.line() == "True"
         assert program.line() == "[]"
-        ended = program.wait(timeout=5.0)
+        ended = program.wait()
         assert (ended.status, ended.out, ended.err) == (0, "", "")
 
 
@@ -93,7 +93,7 @@ def test_spans_of_a_pool_are_below_their_callers(fake_model: FakeModel) -> None:
         with tracer.start_as_current_span("submits") as submits:
             future = master.submit(act(FAILS))
         with pytest.raises(PredictError):
-            future.result(10)
+            future.result(20)
 
         def requests() -> int:
             return sum(span.name == "mcinfer.request" for span in memory.get_finished_spans())
