@@ -531,19 +531,6 @@ def test_allocation_that_does_not_fit_is_refused(arena: Arena, shapes: Any, text
     assert arena.used == 0
 
 
-def test_allocated_arrays_have_the_inputs_types_and_are_writable(arena: Arena) -> None:
-    inputs: dict[str, Value] = {
-        name: (name, ["batch", 2]) for name in FIXED_SIZE if name not in FOUR_BITS
-    }
-    planner = planner_of(model(inputs, {"y": ("float32", ["batch"])}), arena)
-    rows: Any = np.int64(3)  # a size as NumPy gives it
-    arrays = planner.allocate(dict.fromkeys(inputs, (rows, 2)), 0.0)
-    for name, array in arrays.items():
-        assert (array.dtype, array.shape) == (numpy_dtype(name), (3, 2))
-        array[...] = 1
-    assert arena.used == sum(align(array.nbytes) for array in arrays.values())
-
-
 # Strings.
 
 

@@ -30,7 +30,7 @@ from mcinfer.requests.splitting import (
     of_record,
 )
 from mcinfer.requests.tensors import join_parts
-from mcinfer.sharding import Axes, SaidAxes, Shape, Split, plan
+from mcinfer.sharding import Axes, SaidAxes, Split, plan
 from mcinfer.specs import Dimension, ModelSpec, TensorSpec
 
 Array = NDArray[Any]
@@ -159,23 +159,6 @@ def center(x: Array) -> Arrays:
 # Comparing an output of the whole batch with those of its pieces.
 
 
-@pytest.mark.parametrize(
-    ("whole", "parts", "text"),
-    [
-        ((4, 3), [(2, 3), (3, 3)], r"is \[4, 3\] for the whole batch and \[2, 3\], \[3, 3\]"),
-        ((4, 3), [(2, 3, 1), (2, 3, 1)], r"in its pieces"),
-        ((4, 3), [(2, 2), (2, 1)], r"in its pieces"),
-        ((), [(2,), (2,)], r"is \[\] for the whole"),
-    ],
-)
-def test_parts_of_sizes_that_do_not_add_up_are_mixed(
-    whole: Shape, parts: list[Shape], text: str
-) -> None:
-    joint = judge(np.zeros(whole), [np.zeros(part) for part in parts], (2, 2))
-    assert joint.kind == "mixed"
-    assert text.replace("\\", "") in joint.text
-
-
 @given(
     st.lists(st.integers(1, 3), min_size=1, max_size=3),
     st.lists(st.integers(1, 3), min_size=2, max_size=4),
@@ -246,23 +229,6 @@ def test_rows_that_depend_on_each_other_run_whole(
     assert model.records == [as_record(model.split)]
 
 
-def test_warning_names_the_output_that_is_the_furthest_off_and_counts_the_others(
-    warnings: Callable[[], list[str]],
-) -> None:
-    def mixing(x: Array) -> Arrays:
-        y = x + x.mean(0) / 100
-        return {"y": y, "z": 2 * x, "far": x * len(x), "u": y + 1}
-
-    spec = spec_of({"x": (None, 3)}, dict.fromkeys(("y", "z", "far", "u"), (None, 3)))
-    model = Model(spec, mixing)
-    model.ask(np.arange(12, dtype=np.float32).reshape(4, 3))
-    assert "output 'far' differs by 0.5 of its largest element" in warnings()[0]
-    assert "2 others" in warnings()[0]
-    assert isinstance(model.split.outputs["y"], str)
-    assert model.split.outputs["z"] == "other outputs cannot"
-    assert model.split.difference == pytest.approx(0.5)
-
-
 def test_pieces_that_cannot_be_run_refute_a_hypothesis() -> None:
     """A table is as long as the batch by chance."""
     spec = spec_of({"x": (None, 4), "table": (None, 4)}, {"y": (None, None)})
@@ -295,17 +261,6 @@ def test_equal_rows_decide_nothing(warnings: Callable[[], list[str]], function: 
     assert model.split.splits == (function is double)
     # What is decided is said all the same.
     assert len(warnings()) == 1 + (function is center)
-
-
-def test_input_of_one_row_may_be_the_batch_where_another_cannot_be_cut() -> None:
-    spec = spec_of({"x": (None, 3), "table": (None, 3)}, {"y": (None, 3)})
-    model = Model(spec, lambda x, table: {"y": x - table.mean(0)})
-    model.ask(random(1, 3), random(5, 3))
-    assert model.runs == 3
-    assert not model.splitter.known.settled
-    assert not model.splitter.teaches(((1, 3), (5, 3)))
-    model.ask(random(4, 3), random(5, 3))
-    assert model.split.inputs == {"x": 0, "table": None}
 
 
 def masked(x: Array, mask: Array) -> Arrays:
@@ -359,17 +314,6 @@ def test_output_axis_that_is_said_wrong_is_found_out(
     assert text in warnings()[0]
 
 
-def test_said_axis_counts_for_an_output_without_elements() -> None:
-    for said in (0, None):
-        spec = spec_of({"x": (None, 3)}, {"y": (None, 3), "found": (None,)})
-        model = Model(
-            spec, lambda x: {"y": 2 * x, "found": np.zeros(0)}, {"x": 0}, {"y": 0, "found": said}
-        )
-        model.ask(random(4, 3))
-        assert model.split.outputs == {"y": 0, "found": said}
-        assert model.split.known == "said"
-
-
 def test_everything_said_to_go_whole_needs_no_request_and_no_warning(
     warnings: Callable[[], list[str]],
 ) -> None:
@@ -396,16 +340,6 @@ def test_never_runs_whole_what_nothing_is_known_of_and_says_why_once(
     assert model.runs == 3
     assert len(warnings()) == 1
     assert "no dimension of the inputs is known to be the batch" in warnings()[0]
-
-
-def test_always_compares_every_request() -> None:
-    model = Model(DECLARED, double, verify="always")
-    for number in range(1, 4):
-        model.ask(random(4, 3, seed=number))
-        assert model.runs == 3 * number
-        assert model.split.checked
-        assert not model.splitter.known.splits
-    assert len(model.records) == 1  # it is the same each time
 
 
 def test_always_finds_out_what_comes_later(warnings: Callable[[], list[str]]) -> None:
@@ -444,19 +378,6 @@ def test_random_model_is_split_without_a_check_where_its_symbols_say_so(
     assert not model.records
     assert len(warnings()) == 1
     assert "without a check" in warnings()[0]
-
-
-def test_random_model_runs_whole_where_nothing_says_how_to_split_it(
-    warnings: Callable[[], list[str]],
-) -> None:
-    model = Model(FREE, noisy(np.random.default_rng(0)))
-    for _ in range(3):
-        model.ask(random(4, 3))
-    assert not model.split.splits
-    assert model.splitter.known.settled
-    assert not model.records
-    assert len(warnings()) == 1
-    assert "two runs of the same inputs differ" in warnings()[0]
 
 
 # Runs that fail.
@@ -577,16 +498,6 @@ def test_split_that_a_request_contradicts_is_withdrawn(warnings: Callable[[], li
     model.runs = 0
     model.ask(random(4, 3))
     assert model.runs == 1
-
-
-def test_example_teaches_anew_what_was_withdrawn() -> None:
-    model = Model(DECLARED, double)
-    model.ask(random(4, 3))
-    model.splitter.withdraw("no")
-    split = model.splitter.relearn([random(6, 3)], 2, model.run_all, 1.0)
-    assert split is model.split
-    assert (split.splits, split.checked, split.rows) == (True, True, 6)
-    assert len(model.records) == 3
 
 
 def test_example_that_fails_changes_nothing() -> None:
@@ -754,19 +665,6 @@ def test_what_was_learned_is_found_again() -> None:
     assert second.runs == 2
 
 
-def test_model_that_mixes_is_recorded_too_and_says_so_again(
-    warnings: Callable[[], list[str]],
-) -> None:
-    first = Model(FREE, center)
-    first.ask(random(4, 3))
-    second = Model(FREE, center, recorded=first.records[0])
-    second.splitter.warn_if_whole()
-    second.ask(random(4, 3))
-    assert second.runs == 1
-    assert second.split.reason == first.split.reason
-    assert len(warnings()) == 2
-
-
 RECORD: dict[str, Any] = {
     "inputs": {"x": 0},
     "outputs": {"y": 0},
@@ -811,37 +709,6 @@ def test_record_that_is_damaged_is_none(damage: dict[str, Any]) -> None:
 
 
 texts = st.text(max_size=5)
-axes = st.none() | st.integers(0, 2)
-
-
-@st.composite
-def splits(draw: st.DrawFn) -> tuple[ModelSpec, Split]:
-    """A model of tensors of three dimensions, and what may be learned of it."""
-    inputs = draw(st.dictionaries(texts, axes, min_size=1, max_size=3))
-    outputs = draw(st.dictionaries(texts, axes | texts, min_size=1, max_size=3))
-    whole = all(axis is None for axis in inputs.values())
-    whole = whole or any(isinstance(axis, str) for axis in outputs.values())
-    split = Split(
-        inputs=inputs,
-        outputs=outputs,
-        known="recorded",
-        checked=True,
-        rows=draw(st.integers(0, 10**9)),
-        difference=draw(st.floats(0, allow_infinity=True)),
-        reason=draw(texts.filter(bool)) if whole else "",
-        sizes=draw(st.dictionaries(st.sampled_from([*outputs]), st.integers(1, 100))),
-        ranks=draw(st.dictionaries(st.sampled_from([*outputs]), st.integers(0, 64))),
-        narrow=draw(
-            st.lists(
-                st.tuples(st.sampled_from([*inputs]), st.integers(0, 2), st.integers(0, 1)),
-                max_size=3,
-            ).map(tuple)
-        ),
-    )
-    free: Dimensions = (None, None, None)
-    return spec_of(dict.fromkeys(inputs, free), dict.fromkeys(outputs, free)), split
-
-
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | texts,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
@@ -893,8 +760,6 @@ class Case:
         for i in range(data.draw(st.integers(1, 3), label="outputs")):
             place = data.draw(axis if i == 0 else axis | st.none(), label="axis of the output")
             self.outputs[f"out{i}"] = (place, data.draw(st.integers(1, 2), label="for each row"))
-        self.mixed = ""
-        self.mix: Callable[[Array], Array] = lambda rows: rows
 
     def spec(self, symbol: Dimension) -> ModelSpec:
         """With this in the place of the rows."""
@@ -914,7 +779,7 @@ class Case:
         ]
 
     def __call__(self, *arrays: Array) -> Arrays:
-        """Row by row, but for what mixes them."""
+        """Row by row."""
         rows, shared = None, np.float64(0)
         for array, (axis, _) in zip(arrays, self.inputs.values(), strict=True):
             if axis is None:
@@ -932,24 +797,7 @@ class Case:
                 continue
             table = np.repeat(rows + shared, count)[:, None, None] * np.arange(1.0, 3)[:, None]
             answer[name] = np.moveaxis(table, 0, axis)
-        if self.mixed:
-            answer[self.mixed] = self.mix(rows)
         return answer
-
-
-MIXES: dict[str, Callable[[Array], Array]] = {
-    "mean": lambda rows: rows - rows.mean(),
-    "maximum": lambda rows: rows.max(),
-    "sum": lambda rows: rows.sum(keepdims=True),
-    "cumsum": lambda rows: np.cumsum(rows)[None],
-    "softmax": lambda rows: np.exp(rows - rows.max()) / np.exp(rows - rows.max()).sum(),
-    "reversed": lambda rows: rows[::-1],
-    "place": lambda rows: rows + np.arange(len(rows)),
-    "count": lambda rows: np.array([len(rows)]),
-    "pairs": lambda rows: np.outer(rows, rows),
-    "neighbour": lambda rows: rows + np.roll(rows, 1),
-    "first": lambda rows: rows[:1],
-}
 
 
 @given(st.data())
@@ -966,33 +814,3 @@ def test_any_function_of_single_rows_is_split_along_the_right_axes(data: st.Data
     assert model.splitter.known.splits
     assert model.split.inputs == {name: axis for name, (axis, _) in case.inputs.items()}
     assert model.split.outputs == {name: axis for name, (axis, _) in case.outputs.items()}
-
-
-@given(st.data(), st.sampled_from([*MIXES]))
-@settings(deadline=None, max_examples=50)
-def test_any_function_that_mixes_its_rows_is_never_split(data: st.DataObject, mix: str) -> None:
-    case = Case(data)
-    case.mixed, case.mix = "out0", MIXES[mix]
-    spec = case.spec(data.draw(st.sampled_from([None, "batch", "s0"])))
-    model = Model(spec, case)
-    for number, rows in enumerate(data.draw(st.permutations(ROWS))):
-        request = case.request(rows, 10 * number)
-        answer, want = model.ask(*request), case(*request)
-        assert not model.split.checked or not model.split.splits
-        assert not model.splitter.known.splits
-        assert all(np.array_equal(answer[name], array) for name, array in want.items())
-    assert model.splitter.known.settled
-    assert model.split.reason
-
-
-@given(st.data())
-@settings(deadline=None, max_examples=50)
-def test_sizes_that_coincide_make_no_wrong_answer(data: st.DataObject) -> None:
-    """Then an axis that is not the rows' may be tried first, and the model may run whole."""
-    case = Case(data)
-    model = Model(case.spec(data.draw(st.sampled_from([None, "batch", "s0"]))), case)
-    rows = data.draw(st.lists(st.sampled_from([1, 2, LENGTH, 4, 5]), min_size=1, max_size=4))
-    for number, count in enumerate(rows):
-        request = case.request(count, 10 * number)
-        answer, want = model.ask(*request), case(*request)
-        assert all(np.allclose(answer[name], array) for name, array in want.items())

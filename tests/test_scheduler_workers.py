@@ -18,7 +18,6 @@ from mcinfer.protocol import (
     Exit,
     Hello,
     Preparing,
-    WorkerState,
 )
 from mcinfer.scheduler.actions import (
     Action,
@@ -181,17 +180,6 @@ def test_end_of_a_worker_that_hung_is_told_with_why_it_was_killed() -> None:
     )
 
 
-def test_worker_that_is_killed_while_it_loads_serves_nobody_when_its_model_crosses_that() -> None:
-    lives = new_lives(2)
-    finish(lives, lives.workers[0])
-    loading = lives.workers[1]
-    assert KillWorker(worker=1) in lives.close(1.0, 5.0)
-    assert finish(lives, loading, 1.1) == []
-    assert loading.state is WorkerState.READY
-    assert not loading.serves
-    assert lives.health(1.1).serving == 0
-
-
 def test_successor_of_a_worker_with_many_runs_begins_with_one() -> None:
     lives = ready_lives(1)
     [w] = lives.workers
@@ -344,31 +332,7 @@ def test_probe_that_grows_while_it_loads_is_not_replaced() -> None:
     assert lives.advance(3.0) == [Send(worker=0, message=Exit())]
 
 
-def test_end_that_was_planned_takes_nothing_from_the_budget_and_is_no_error() -> None:
-    lives = ready_lives(1, restart=replace(RESTART, budget=0))
-    [w] = lives.workers
-    for _ in range(10):
-        lives.replace(lives.workers)
-        assert lives.advance(1.0) == [Send(worker=0, message=Exit())]
-        assert end(lives, w, 1.0) == []
-        assert come_back(lives, w, 1.0) == []
-    assert (w.restarts, w.last_error, len(w.starts)) == (10, "", 0)
-
-
 # Replacing.
-
-
-def test_nobody_is_told_of_what_nobody_asked_for() -> None:
-    lives = ready_lives(1, restart=replace(RESTART, budget=0))
-    [w] = lives.workers
-    lives.replace([w])
-    lives.advance(1.0)
-    end(lives, w, 1.0)
-    lives.handle_time(w, 1.0)
-    connect(w, 200)
-    fail(lives, w, "no such file")
-    assert end(lives, w, 2.0) == []
-    assert w.spent
 
 
 @pytest.mark.parametrize(("answers", "own_bytes"), [(3, 0), (0, 1001)])

@@ -577,18 +577,6 @@ def test_run_is_with_the_version_that_it_names(peer: Peer, tmp_path: Path) -> No
         assert ask_both(peer, 2) == ([3] * 3, [20] * 3)
 
 
-def test_run_with_a_version_that_was_not_told_of_is_an_error_and_the_next_is_served(
-    peer: Peer, tmp_path: Path
-) -> None:
-    built_with_weights(peer, tmp_path)
-    tell(peer, 2, weight_at("w", 1024))
-    for version in (1, 3, 2**63 - 1):
-        error = peer.fail([x_at(0)], [y_at(64)], version)
-        assert error.kind == "predict"
-        assert f"version {version} of the weights is not known" in error.text
-    assert ask_both(peer, 2)[0] == [0] * 3
-
-
 def test_versions_below_the_oldest_are_forgotten_with_their_runs(
     peer: Peer, tmp_path: Path
 ) -> None:

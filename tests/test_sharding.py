@@ -25,13 +25,11 @@ from mcinfer.sharding import (
     check_join,
     first_split,
     hypotheses,
-    is_fixed,
     narrow_sizes,
     offsets,
     plan,
     rows_of,
     split_evenly,
-    takes_one_row,
 )
 from mcinfer.specs import Dimension, ModelSpec, TensorSpec
 
@@ -127,32 +125,6 @@ BOTH: tuple[Axes, Axes] = ({"x": 0}, {"y": 0})
 """That the first axis is the batch in x and y."""
 
 
-def test_fixed_batch_of_one_takes_any_number_of_rows() -> None:
-    assert planned(SINGLE, [(3, 3)], 2) == Plan(
-        rows=(1, 1, 1),
-        inputs=(InputCut(axis=0, shapes=((1, 3),) * 3),),
-        outputs=(joined(0, *[(1, 5)] * 3),),
-    )
-
-
-@pytest.mark.parametrize(
-    ("inputs", "outputs", "one"),
-    [
-        ({"x": (1, 3)}, {"y": (1, 5)}, True),
-        ({"x": (2, 3)}, {"y": (2, 5)}, False),
-        ({"x": (1, 3)}, {"y": (2, 5)}, False),
-        ({"x": (1, 3)}, {"y": ("n", 5)}, False),
-    ],
-    ids=str,
-)
-def test_model_of_one_row_has_it_in_all_that_has_rows(
-    inputs: Mapping[str, Dimensions], outputs: Mapping[str, Dimensions], one: bool
-) -> None:
-    spec = model(inputs, outputs)
-    assert takes_one_row(spec) == one
-    assert is_fixed(spec, said(spec)) == one
-
-
 def test_size_of_a_fixed_first_dimension_is_checked_where_nothing_says_that_it_is_the_batch() -> (
     None
 ):
@@ -183,15 +155,6 @@ def test_fixed_batches_of_several_sizes_make_the_same_number_of_pieces() -> None
         planned(spec, [(6, 3), (8, 3)], 2, *axes)
 
 
-def test_outputs_of_a_fixed_batch_join_as_is_said() -> None:
-    spec = model({"x": (2, 3)}, {"square": (2, 2), "table": (3, 2), "n": (2,)})
-    outputs: Axes = {"square": 1, "table": None, "n": 0}
-    square, table, n = planned(spec, [(4, 3)], 2, {"x": 0}, outputs).outputs
-    assert square == joined(1, (2, 2), (2, 2))
-    assert table == joined(None, (3, 2), (3, 2))
-    assert n == joined(0, (2,), (2,))
-
-
 # Axes that the caller names.
 
 
@@ -203,20 +166,6 @@ def test_output_that_nothing_is_known_of_is_refused_before_it_runs() -> None:
         planned(NAMELESS, [(4, 3), (4, 2)], 2, {"x": 0, "y": 0})
     for rows, pieces in ((1, 2), (4, 1)):
         assert len(planned(NAMELESS, [(rows, 3), (rows, 2)], pieces, {"x": 0, "y": 0}).rows) == 1
-
-
-def test_output_joins_where_it_is_said_whatever_the_symbols_say() -> None:
-    spec = model({"x": ("batch", 3)}, {"y": ("batch", 4), "z": ("batch", 4)})
-    y, z = planned(spec, [(4, 3)], 2, None, {"y": 1, "z": None}).outputs
-    assert (y.axis, y.shapes, y.lengths) == (1, None, None)  # a fixed size is not that of all rows
-    assert z == joined(None, (2, 4), (2, 4))
-
-
-def test_everything_said_to_be_whole_is_one_shard() -> None:
-    cut = planned(SYMBOLIC, [(8, 3)], 4, {"x": None})
-    assert cut.rows == (1,)
-    assert cut.outputs == (joined(None, (8, 5)),)
-    assert said(SYMBOLIC, {"x": None}).reason == "batch_axes says that every input goes whole"
 
 
 def test_input_that_lacks_the_axis_is_refused_where_it_is_said_and_whole_where_it_is_learned() -> (
@@ -251,13 +200,6 @@ def test_axis_that_does_not_exist_is_refused(axis: Any) -> None:
 def test_wrong_fixed_dimension_is_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"input 'x' has size 5 in dimension 1, expected 3"):
         plan(SYMBOLIC, [(4, 5)], 2)
-
-
-def test_symbol_of_two_sizes_is_no_known_size() -> None:
-    spec = model({"x": ("batch", "w"), "y": ("batch", "w")}, {"z": ("batch", "w"), "n": ("batch",)})
-    z, n = planned(spec, [(2, 3), (2, 4)], 2).outputs
-    assert z == OutputJoin(axis=0, shapes=None, shape=None, lengths=(1, 1))
-    assert n == joined(0, (1,), (1,))
 
 
 def test_batches_of_two_sizes_that_are_said_are_refused_naming_both_inputs() -> None:
@@ -562,21 +504,6 @@ def guesses(
     """What a request of these shapes may be cut along."""
     found = hypotheses(spec, shapes, said(spec, inputs), SaidAxes(inputs=inputs or {}))
     return [dict(axes) for axes in found]
-
-
-def test_inputs_of_the_same_size_are_cut_together_and_then_the_leading_one_alone() -> None:
-    spec = model({"x": (None, None), "state": (2, None, 8), "rate": ()}, {"y": (None,)})
-    assert guesses(spec, {"x": (4, 9), "state": (2, 4, 8), "rate": ()}) == [
-        {"x": 0, "state": 1, "rate": None},
-        {"x": 0, "state": None, "rate": None},
-        {"x": 1, "state": None, "rate": None},
-    ]
-
-
-def test_what_symbols_declare_comes_first_and_there_are_three_at_most() -> None:
-    spec = model({"x": (None, "batch", None), "y": ("a", "b", "c")}, {"z": ("batch",)})
-    found = guesses(spec, {"x": (4, 5, 6), "y": (4, 6, 5)})
-    assert found == [{"x": 1, "y": None}, {"x": 0, "y": 0}, {"x": 0, "y": None}]
 
 
 def test_axes_that_are_said_stand_and_the_others_follow_their_rows() -> None:

@@ -121,16 +121,13 @@ class HostileDealer(WorkerTransport):
         self._moment, self._act = KINDS[kind]
 
     def wait(self) -> bytes:
-        """See `WorkerTransport.wait`."""
         return self._heard(self._real.wait())
 
     def receive(self) -> bytes | None:
-        """See `WorkerTransport.receive`."""
         data = self._real.receive()
         return None if data is None else self._heard(data)
 
     def close(self) -> None:
-        """See `WorkerTransport.close`."""
         self._real.close()
 
     def _heard(self, data: bytes) -> bytes:

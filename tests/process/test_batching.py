@@ -128,26 +128,6 @@ def test_onnx_model_answers_mixed_rows_of_many_threads_right(onnx_model: OnnxMod
 # Those that fail.
 
 
-def test_bad_request_fails_alone_and_its_neighbours_are_answered(
-    fake_model: FakeModel,
-) -> None:
-    requests = [act(BAD) if i == 3 else rows(1, first=10.0 * i) for i in range(8)]
-    with Master(
-        fake_model(when=acts()), 1, engine="fake", verify="never", max_batch_size=8
-    ) as master:
-        before = pids(master)
-        futures = submit_together(master, *requests)
-        bad = futures.pop(3)
-        with pytest.raises(PredictError, match="told"):
-            bad.result(timeout=20.0)
-        assert_all_answered(futures, requests[:3] + requests[4:])
-        assert pids(master) == before
-        # Together they failed, then each went by itself.
-        worker = the_worker(master)
-        assert (worker.runs, worker.completed, worker.failed) == (7, 7, 9)
-        assert (master.statistics().succeeded, master.statistics().failed) == (7, 1)
-
-
 def test_request_that_kills_its_worker_takes_no_neighbour_with_it(fake_model: FakeModel) -> None:
     requests = [act(BAD) if i == 1 else rows(1, first=10.0 * i) for i in range(4)]
     model = fake_model(when=acts("kill"))
@@ -250,18 +230,6 @@ def test_every_request_of_a_mixed_crowd_comes_to_its_own_end(fake_model: FakeMod
 
 
 # Waiting for company.
-
-
-def test_lone_request_waits_for_others_as_long_as_was_said_and_no_longer(
-    fake_model: FakeModel,
-) -> None:
-    with Master(
-        fake_model(), 1, engine="fake", verify="never", max_batch_size=8, max_delay=0.3
-    ) as master:
-        start = time.monotonic()
-        future = master.submit(rows(1))
-        assert_answers(future.result(timeout=20.0), rows(1))
-        assert time.monotonic() - start >= 0.3
 
 
 def test_request_is_sent_when_due_though_an_answer_came_meanwhile(

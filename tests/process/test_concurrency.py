@@ -83,19 +83,6 @@ def test_task_that_waits_for_memory_leaves_the_loop_free(fake_model: FakeModel) 
         assert_answers(asyncio.run(ask()), rows(100))
 
 
-def test_task_gets_a_full_memory_told_where_that_is_wanted(fake_model: FakeModel) -> None:
-    limits = Limits(memory_bytes=4096, when_full="raise")
-
-    async def ask() -> None:
-        with pytest.raises(QueueFullError):
-            await master.predict_async(rows(100))
-
-    with Master(fake_model(), 1, engine="fake", verify="never", limits=limits) as master:
-        held = master.allocate({"x": (200, 4)})
-        asyncio.run(ask())
-        assert held["x"].shape == (200, 4)
-
-
 def outcome_of_callback(
     master: Master, model_act: float, callback: Callable[[], object]
 ) -> Future[object]:

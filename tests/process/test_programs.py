@@ -49,31 +49,6 @@ except KeyboardInterrupt:
         assert all_gone(workers)
 
 
-def test_master_serves_on_after_a_ctrl_c_that_the_user_survives(
-    fake_model: FakeModel, tmp_path: Path
-) -> None:
-    runs = tmp_path / "runs"
-    text = """
-with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
-    say_pids(master)
-    try:
-        master.predict(X)
-    except KeyboardInterrupt:
-        say_pids(master)
-    say(master.predict(X, timeout=40.0)["y"].sum())
-    say_pids(master)
-"""
-    with Program(PREAMBLE + text, fake_model(run=f"once:{runs}:sleep:60")) as program:
-        workers = program.pids()
-        wait_until(runs.exists)
-        program.interrupt()
-        assert program.pids() == workers
-        assert program.line() == ANSWER
-        assert program.pids() == workers
-        ended = program.wait()
-        assert (ended.status, ended.out, ended.err) == (0, "", "")
-
-
 def test_ctrl_c_at_any_moment_leaves_the_pool_as_it_was(fake_model: FakeModel) -> None:
     text = """
 import random, threading
@@ -179,21 +154,6 @@ open(sys.argv[2], "w").close()
         said = [int(number) for number in re.findall(r"(\d+) bytes", ended.err)]
         assert len(said) == len(ended.err.splitlines()) == 2
         assert said[0] < said[1] == 200 * len(f"{first}\n") - len(ended.out)
-
-
-def test_last_output_comes_out_as_far_as_it_is_read_in_time(fake_model: FakeModel) -> None:
-    text = """
-master = mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never").start()
-for _ in range(5):
-    master.predict(X)
-print("the end", file=sys.stderr)
-"""
-    line = "x" * 50_000
-    with Program(PREAMBLE + text, fake_model(run=f"print:{line}")) as program:
-        assert program.error_line() == "the end"
-        ended = program.wait()
-    assert (ended.status, ended.err) == (0, "")
-    assert ended.out == f"[worker 0 cpu:0] {line}\n" * 5
 
 
 # What becomes of workers whose master dies.

@@ -116,17 +116,6 @@ def test_onnx_model_is_split_and_joined(onnx_model: OnnxModel) -> None:
         ] * 2
 
 
-def test_onnx_model_with_a_fixed_batch_takes_its_multiples_only(onnx_model: OnnxModel) -> None:
-    axes = {"batch_axes": {"x": 0}, "output_axes": {"y": 0}}
-    with Master(onnx_model(AFFINE.replace("batch", "2")), 2, **axes) as master:  # type: ignore[arg-type]
-        for count in (2, 6):
-            assert_answers(master.predict(rows(count)), rows(count))
-            assert_answers(master.submit(rows(count)).result(timeout=20.0), rows(count))
-        with pytest.raises(InvalidInputError, match=r"'x'.*5 rows.*multiple.* 2"):
-            master.predict(rows(5))
-        assert master.statistics().accepted == 4
-
-
 def test_output_that_differs_between_workers_is_named_and_requests_run_whole_then(
     onnx_model: OnnxModel,
 ) -> None:
@@ -164,18 +153,3 @@ def test_strings_go_in_and_come_out(fake_model: FakeModel) -> None:
             assert same.tolist() == words.tolist()
         with pytest.raises(InvalidInputError, match=r"'words'.*float64.*string"):
             master.predict({"words": np.zeros((2, 2))})
-
-
-def test_axes_that_are_said_are_followed(fake_model: FakeModel) -> None:
-    model = fake_model(
-        inputs=(["x", "float32", ["one", "two"]],),
-        outputs=(["y", "float32", ["one", "two"], {"from": "x", "scale": 2, "add": 1}],),
-    )
-    with Master(model, 2, engine="fake", verify="never") as master:
-        for axis in (0, 1, None):
-            assert_answers(master.predict(rows(6), batch_axes={"x": axis}), rows(6))
-        assert sum(worker.completed for worker in master.statistics().workers) == 5
-        with pytest.raises(InvalidInputError, match=r"batch_axes\['x'\]: got 2"):
-            master.predict(rows(6), batch_axes={"x": 2})
-        with pytest.raises(InvalidInputError, match=r"batch_axes: got unknown input 'z'"):
-            master.predict(rows(6), batch_axes={"z": 0})

@@ -20,7 +20,6 @@ from mcinfer import (
     InvalidInputError,
     Master,
     PredictError,
-    PredictTimeoutError,
     RequestTrace,
     RestartPolicy,
     Split,
@@ -177,14 +176,6 @@ def test_request_that_is_looked_at_is_traced_once(onnx_model: OnnxModel) -> None
     assert [len(trace.shards) for trace in traces] == [1, 2]
 
 
-def test_time_of_a_request_that_is_looked_at_is_that_of_the_call(fake_model: FakeModel) -> None:
-    with Master(fake_model(run="sleep:60"), 2, engine="fake") as master:
-        with pytest.raises(PredictTimeoutError, match=r"within 0\.3 s"):
-            master.predict(rows(4), timeout=0.3)
-        with pytest.raises(PredictTimeoutError, match=r"within 0\.3 s"):
-            asyncio.run(master.predict_async(rows(4), timeout=0.3))
-
-
 def test_what_was_learned_is_recorded_for_the_next_master(onnx_model: OnnxModel) -> None:
     path = onnx_model(SILERO)
     with Master(path, 2) as master:
@@ -261,56 +252,6 @@ def test_worker_that_is_killed_in_the_check_costs_no_request(fake_model: FakeMod
         caller.join(60.0)
         assert_answers(answers[0], rows(4))
         assert_answers(master.predict(rows(4)), rows(4))
-
-
-def test_many_callers_are_answered_right_while_one_learns(onnx_model: OnnxModel) -> None:
-    path = onnx_model(SILERO)
-    failures: list[BaseException] = []
-
-    with Master(path, 2) as master:
-
-        def ask(thread: int) -> None:
-            try:
-                for i in range(10):
-                    x = silero(2 + (thread + i) % 5, 100 * thread + i)
-                    got = master.predict(x)
-                    np.testing.assert_array_equal(got["stateN"], x["state"] * 2)
-            except BaseException as exc:
-                failures.append(exc)
-
-        threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60.0)
-        assert not failures
-        assert master.split.checked
-        statistics = master.statistics()
-        assert statistics.failed == 0
-        assert statistics.in_flight == 0
-
-
-def test_tasks_of_an_event_loop_learn_without_stopping_it(fake_model: FakeModel) -> None:
-    model = fake_model(run="sleep:0.2")
-
-    async def ask(master: Master) -> int:
-        ticks = 0
-
-        async def tick() -> None:
-            nonlocal ticks
-            while True:
-                await asyncio.sleep(0.005)
-                ticks += 1
-
-        ticking = asyncio.create_task(tick())
-        assert_answers(await master.predict_async(rows(4)), rows(4))
-        ticking.cancel()
-        return ticks
-
-    with Master(model, 2, engine="fake") as master:
-        assert asyncio.run(ask(master)) > 5
-        assert master.split.checked
-        assert sum(runs(master)) == 3
 
 
 def test_task_that_is_cancelled_while_it_learns_stops_its_runs(fake_model: FakeModel) -> None:

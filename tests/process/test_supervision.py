@@ -37,7 +37,6 @@ from tests.process.waiting import (
     running,
     states,
     stop,
-    wait_for_states,
     wait_until,
 )
 
@@ -247,21 +246,6 @@ def test_hung_run_is_told_with_its_stacks(
     assert "in _act" in text  # Python
 
 
-def test_stopped_worker_is_told_as_stopped(
-    fake_model: FakeModel, caplog: pytest.LogCaptureFixture
-) -> None:
-    with Master(
-        fake_model(), 1, engine="fake", verify="never", timeouts=Timeouts(cancel_grace=0.1)
-    ) as master:
-        [stopped] = pids(master)
-        stop(stopped)
-        with pytest.raises(PredictTimeoutError):
-            master.predict(rows(1), timeout=0.1)
-        wait_until(lambda: all_gone([stopped]))
-        master.wait_ready(20.0)
-    assert f"pid {stopped}): did not stop in time, and is stopped by a signal; it is" in caplog.text
-
-
 def test_crash_is_told_with_its_stack(
     fake_model: FakeModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -425,37 +409,6 @@ def test_workers_that_have_grown_are_recycled(fake_model: FakeModel) -> None:
 
 
 # Statistics.
-
-
-def test_statistics_tell_what_is_under_way_and_what_was_done(
-    fake_model: FakeModel, tmp_path: Path
-) -> None:
-    model = fake_model(when={"-1": f"once:{tmp_path / 'slow'}:sleep:60", "-2": "fail"})
-    with Master(model, 1, engine="fake", verify="never") as master:
-        slow = master.submit(act(SLOW, 3))
-        wait_for_states(master, "busy")
-        queued = [master.submit(rows(2)) for _ in range(2)]
-        statistics = master.statistics()
-        assert (statistics.in_flight, statistics.queued, statistics.queued_shards) == (3, 2, 2)
-        row = 2 * 4 * 4  # bytes, those of its answer included
-        assert statistics.in_flight_bytes == (3 + 2 + 2) * row
-        assert statistics.latency.count == statistics.batch_sizes.count == 0
-        assert slow.cancel()
-        for future in queued:
-            future.result(20.0)
-        with pytest.raises(PredictError):
-            master.predict(act(-2.0))
-        master.predict(rows(6))
-        statistics = master.statistics()
-        assert (statistics.accepted, statistics.succeeded) == (5, 3)
-        assert (statistics.failed, statistics.cancelled) == (1, 1)
-        assert (statistics.in_flight, statistics.in_flight_bytes) == (0, 0)
-        assert (statistics.queued, statistics.queued_shards) == (0, 0)
-        assert statistics.latency.count == statistics.succeeded
-        assert 0.0 < statistics.latency.total < 20.0
-        assert (statistics.batch_sizes.count, statistics.batch_sizes.total) == (3, 10.0)
-        [worker] = statistics.workers
-        assert (worker.runs, worker.completed, worker.failed) == (3, 3, 1)
 
 
 # Traces.

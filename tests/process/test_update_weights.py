@@ -18,7 +18,6 @@ from onnx import helper, numpy_helper
 
 from mcinfer import (
     BuildError,
-    ClosedError,
     EngineOptions,
     Limits,
     Master,
@@ -81,21 +80,6 @@ def test_request_after_an_update_sees_it_on_every_worker(fake_model: FakeModel) 
             assert {seen(future.result(timeout=20.0)) for future in futures} == {version}
             assert master.statistics().weights_version == version
         assert min(worker.completed for worker in master.statistics().workers) > 5
-
-
-def test_arrays_in_shared_memory_do_as_new_weights(fake_model: FakeModel) -> None:
-    with Master(
-        fake_model(**TWO_WEIGHTS), 2, engine="fake", verify="never", options=REPLACEABLE
-    ) as master:
-        allocated = master.allocate({"x": (1, 4)})["x"]
-        allocated[...] = 5
-        master.update_weights({"w": allocated[0], "v": allocated[0, 0]})
-        allocated[...] = -1  # it was copied
-        outputs = master.predict(rows(2))
-        assert seen(outputs) == 5
-        outputs["y"] += 1
-        master.update_weights({"w": outputs["y"][1], "v": outputs["y"][0, 3]})
-        assert ask(master, 4) == 6
 
 
 class _Answers:
@@ -283,26 +267,6 @@ def test_future_callback_may_update(fake_model: FakeModel) -> None:
 
 
 # What cannot be.
-
-
-def test_master_that_is_not_started_or_closed_takes_no_weights(fake_model: FakeModel) -> None:
-    master = Master(
-        fake_model(**TWO_WEIGHTS), 1, engine="fake", verify="never", options=REPLACEABLE
-    )
-    for _ in range(2):
-        with pytest.raises(ClosedError):
-            master.update_weights(both(1))
-        with pytest.raises(ClosedError):
-            _ = master.weights
-        assert master.statistics().weights_version == 0
-        master.close()
-    with Master(
-        fake_model(**TWO_WEIGHTS), 1, engine="fake", verify="never", options=REPLACEABLE
-    ) as master:
-        master.update_weights(both(1))
-    with pytest.raises(ClosedError):
-        master.update_weights(both(2))
-    assert master.statistics().weights_version == 1
 
 
 # Memory.
