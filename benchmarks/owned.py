@@ -64,7 +64,8 @@ from mcinfer.errors import (
     WorkerDiedError,
 )
 from mcinfer.process import environment
-from mcinfer.statistics import LATENCY_BOUNDS, Histogram, Tally
+from mcinfer.scheduler.scheduler import Tally
+from mcinfer.statistics import LATENCY_BOUNDS, Histogram
 
 MEMORY_BYTES = 4 << 30
 """Of the file for tensors; only what is touched takes memory."""

@@ -20,7 +20,7 @@ from zeromq_baseline import EchoPool
 
 from mcinfer.bench.way import Arrays, RunningWay, Setup
 from mcinfer.errors import InvalidInputError
-from mcinfer.requests.copier import Copier
+from mcinfer.requests.tensors import Copier
 
 
 class TransportFloor(RunningWay):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         InvalidInputError,
         McinferError,
         MissingDependencyError,
+        ModelNotFoundError,
         PredictError,
         PredictTimeoutError,
         ProtocolError,
@@ -51,6 +52,7 @@ __all__ = [
     "Master",
     "McinferError",
     "MissingDependencyError",
+    "ModelNotFoundError",
     "ModelSpec",
     "ParallelPredictUtils",
     "PredictError",
@@ -90,13 +92,15 @@ _HOMES = {
 """The module of each public name; those that are not here are exceptions."""
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"mcinfer.{_HOMES.get(name, 'errors')}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # where it would make any name one of the module's
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f"mcinfer.{_HOMES.get(name, 'errors')}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted(["__version__", *__all__])

@@ -27,7 +27,7 @@ class Device:
     index: int
 
     @classmethod
-    def parse(cls, text: str) -> "Device":
+    def parse(cls, text: object) -> "Device":
         """Read ``"cpu:0"`` or ``"cuda:1"``.
 
         Raises:
@@ -54,31 +54,39 @@ def automatic_workers(cores: int) -> int:
     return max(1, cores // threads)
 
 
-def parse_devices(devices: int | Sequence[str] | None, cores: int) -> tuple[Device, ...]:
+def parse_devices(
+    devices: int | str | Sequence[int | str] | None, cores: int
+) -> tuple[Device, ...]:
     """The devices that the user asked for.
 
     Args:
-        devices: A number of devices of the default kind, a sequence of device names, or
-            ``None`` for all of the CPU in as many shares as `automatic_workers` says.
+        devices: A number of devices of the default kind; a sequence of device names, or of numbers of
+            devices of the default kind; one name; ``"cpu"`` or ``None`` for all of the CPU in as many shares
+            as `automatic_workers` says.
         cores: How many cores this process may use, or fewer under a CPU quota
             (`mcinfer.machine.whole_cpus`).
 
     Raises:
         InvalidInputError: Not a positive number, an empty sequence, or a bad name.
     """
-    if devices is None:
+    if devices is None or devices == DEFAULT_DEVICE_KIND:
         devices = automatic_workers(cores)
+    if isinstance(devices, str):
+        return (Device.parse(devices),)
     if isinstance(devices, int) and not isinstance(devices, bool):
         if not 1 <= devices <= 1024:
             raise InvalidInputError(f"devices: got {devices}, expected a number from 1 to 1024")
         return tuple(Device(DEFAULT_DEVICE_KIND, i) for i in range(devices))
-    if isinstance(devices, (str, bytes)) or not isinstance(devices, Sequence):
+    if isinstance(devices, bytes) or not isinstance(devices, Sequence):
         raise InvalidInputError(
             f"devices: got {devices!r}, expected a number or a sequence such as ['cpu:0', 'cpu:1']"
         )
     if not devices:
         raise InvalidInputError("devices: got an empty sequence, expected at least one device")
-    return tuple(Device.parse(text) for text in devices)
+    return tuple(
+        Device(DEFAULT_DEVICE_KIND, one) if type(one) is int and one >= 0 else Device.parse(one)
+        for one in devices
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

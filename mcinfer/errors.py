@@ -6,6 +6,7 @@
     ├── InvalidInputError (ValueError)        what you gave does not fit; nothing was sent
     ├── EngineError (RuntimeError)            the inference runtime said no
     │   ├── BuildError                        a model could not be made ready on a device
+    │   │   └── ModelNotFoundError (FileNotFoundError)  there is no such file
     │   └── PredictError                      a run failed; the worker lives on
     ├── WorkerDiedError (RuntimeError)        a worker process ended by itself or was killed
     ├── PredictTimeoutError (TimeoutError)    a deadline passed
@@ -32,6 +33,10 @@ class EngineError(McinferError, RuntimeError):
 
 class BuildError(EngineError):
     """A model could not be loaded on a device; names every worker that failed, and why."""
+
+
+class ModelNotFoundError(BuildError, FileNotFoundError):
+    """There is no file at the model's path; no worker was started."""
 
 
 class PredictError(EngineError):

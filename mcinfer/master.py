@@ -4,16 +4,21 @@ import asyncio
 import logging
 import math
 import os
+import secrets
+import shutil
+import tempfile
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from time import monotonic
 from types import NoneType, TracebackType
-from typing import Any, Self, cast
+from typing import Any, Protocol, Self, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -36,7 +41,9 @@ from mcinfer.errors import (
     ClosedError,
     InvalidInputError,
     McinferError,
+    ModelNotFoundError,
     PredictError,
+    PredictTimeoutError,
     QueueFullError,
 )
 from mcinfer.machine import usable_memory, whole_cpus
@@ -44,7 +51,7 @@ from mcinfer.model_cache.split_records import SplitRecord
 from mcinfer.protocol import Build
 from mcinfer.requests.future import OutcomeFuture
 from mcinfer.requests.planner import Planner
-from mcinfer.requests.request import Arrays, Inputs, Request
+from mcinfer.requests.request import Arrays, Inputs, Request, pick
 from mcinfer.requests.splitting import Known, Splitter, Verify
 from mcinfer.requests.waiting_threads import WaitingThreads
 from mcinfer.runtime.loop import Loop
@@ -63,6 +70,14 @@ _CHECK_FACTOR = 10.0
 """Each further run of a check has so many seconds, and so many times what the first took."""
 
 
+@runtime_checkable
+class SerializableModel(Protocol):
+    """A model as `onnx.ModelProto` is one."""
+
+    def SerializeToString(self) -> bytes:  # noqa: N802 as protocol buffers name it
+        """The model as a file has it."""
+
+
 class Master:
     """One model on several devices: a worker process for each, one batch split over them.
 
@@ -70,11 +85,12 @@ class Master:
     at once. What is not closed is closed at interpreter exit, and when the master is garbage.
 
     Args:
-        model: Path of the model.
-        devices: How many, or which: ``2``, ``["cpu:0", "cpu:1"]``, ``["cuda:0"]``. ``"cpu:i"`` of n is
-            the i-th equal share of the cores that this process may use; its worker is pinned to them.
+        model: Path of the model; or an ONNX model itself, as bytes or `onnx.ModelProto`, which is kept in a
+            file of this user's in the temporary folder until the master is closed.
+        devices: How many, or which: ``2``, ``["cpu:0", "cpu:1"]``, ``[0, 1]``, ``"cuda:0"``. ``"cpu:i"`` of n
+            is the i-th equal share of the cores that this process may use; its worker is pinned to them.
             Under a CPU quota, as containers have, it is given as many threads as its part of that allows.
-            None: all of the CPU, in as many shares as `mcinfer.config.automatic_workers` says.
+            ``"cpu"`` or None: all of the CPU, in as many shares as `mcinfer.config.automatic_workers` says.
         engine: ``"onnxruntime"``; ``"mindspore"`` and ``"mindspore_lite"`` for MindIR models, where these
             packages are installed; ``"fake"`` is for tests.
         options: What the engine is asked for.
@@ -101,12 +117,13 @@ class Master:
 
     Raises:
         InvalidInputError: An argument does not fit.
+        BuildError: The system has no descriptor left.
     """
 
     def __init__(
         self,
-        model: str | os.PathLike[str],
-        devices: int | Sequence[str] | None = None,
+        model: "str | os.PathLike[str] | bytes | SerializableModel",
+        devices: int | str | Sequence[int | str] | None = None,
         *,
         engine: str = "onnxruntime",
         options: EngineOptions = EngineOptions(),
@@ -123,14 +140,9 @@ class Master:
     ) -> None:
         self._timeouts = timeouts
         self._limits = limits
-        if not isinstance(model, (str, os.PathLike)):
-            raise InvalidInputError(f"model: got {type(model).__name__}, expected a path")
-        try:
-            path = str(Path(model).absolute())
-        except OSError as exc:
-            raise InvalidInputError(
-                f"model: got {os.fspath(model)!r}, expected an absolute path: the working folder is gone"
-            ) from exc
+        self._given: bytes | None = None
+        path = self._path_of(model)
+        self._path = path
         for name, value, kind in (
             ("engine", engine, str),
             ("options", options, EngineOptions),
@@ -185,17 +197,21 @@ class Master:
                 )
             )
         memory = self._limits.memory_bytes or usable_memory() // 2
-        self._loop = Loop(
-            builds,
-            timeouts=self._timeouts,
-            restart=restart,
-            limits=self._limits,
-            memory_bytes=memory,
-            max_batch_size=max_batch_size,
-            max_delay=max_delay,
-            trace=trace,
-            transport=transport,
-        )
+        try:
+            self._loop = Loop(
+                builds,
+                timeouts=self._timeouts,
+                restart=restart,
+                limits=self._limits,
+                memory_bytes=memory,
+                max_batch_size=max_batch_size,
+                max_delay=max_delay,
+                trace=trace,
+                transport=transport,
+            )
+        except OSError as exc:  # no descriptor is left
+            raise BuildError(f"no pool can be opened: {exc}") from exc
+        self._devices = [build.device for build in builds]
         self._workers = len(builds)
         self._engine = engine
         self._identity = ""
@@ -208,6 +224,35 @@ class Master:
         self._waiting = WaitingThreads()
         self._finalizer = weakref.finalize(self, _abandon, self._loop, self._waiting)
         self._finalizer.atexit = False
+        self._remove_given: weakref.finalize[..., Master] | None = None
+
+    def _path_of(self, model: "str | os.PathLike[str] | bytes | SerializableModel") -> str:
+        """Where the model's file is, or will be."""
+        if isinstance(model, (str, os.PathLike)):
+            try:
+                return str(Path(model).absolute())
+            except OSError as exc:
+                raise InvalidInputError(
+                    f"model: got {os.fspath(model)!r}, expected an absolute path: the working folder is gone"
+                ) from exc
+        if isinstance(model, (bytes, bytearray, memoryview)):
+            self._given = bytes(model)
+        elif isinstance(model, SerializableModel):
+            self._given = model.SerializeToString()
+        else:
+            raise InvalidInputError(
+                f"model: got {type(model).__name__}, expected a path, bytes or an onnx.ModelProto"
+            )
+        try:
+            place = tempfile.gettempdir()
+        except FileNotFoundError as exc:
+            raise BuildError(f"no folder for a model that was given as bytes: {exc}") from exc
+        return os.path.join(place, f"mcinfer-model-{secrets.token_hex(8)}", "model.onnx")
+
+    def __repr__(self) -> str:
+        """Such as ``<Master unet.onnx on cpu:0, cpu:1: ready>``."""
+        model = os.path.basename(self._path) if self._given is None else "given as bytes"
+        return f"<Master {model} on {', '.join(self._devices)}: {self._loop.state}>"
 
     # Life.
 
@@ -217,6 +262,7 @@ class Master:
         Raises:
             BuildError: One or more workers could not; says which, with the engine's own words. No
                 process is left behind.
+            ModelNotFoundError: There is no such file.
             MissingDependencyError: The model has an element type that NumPy lacks; says what to install.
             ClosedError: It was closed, or was started before.
         """
@@ -225,6 +271,11 @@ class Master:
             self._finalizer.detach()  # it would hold the error, whose traceback holds this
             reasons = (f"worker {i}: {reason}" for i, reason in self._absent.items())
             self._loop.refuse_start(BuildError("; ".join(reasons)))
+        if self._given is not None:
+            self._keep_given(self._given)
+        elif not os.path.lexists(self._path):
+            self._finalizer.detach()
+            self._loop.refuse_start(ModelNotFoundError(f"model: there is no file {self._path!r}"))
         try:
             built = self._loop.start()
             model = ModelSpec(inputs=_specs(built.inputs), outputs=_specs(built.outputs))
@@ -239,6 +290,19 @@ class Master:
             self.close()
             raise
         return self
+
+    def _keep_given(self, model: bytes) -> None:
+        """Put a model that was given as bytes where workers load it, also those that are started again."""
+        folder = os.path.dirname(self._path)
+        try:
+            os.mkdir(folder, 0o700)
+            self._remove_given = weakref.finalize(self, _remove, folder, os.getpid())
+            with open(self._path, "xb") as file:
+                file.write(model)
+        except OSError as exc:
+            self._finalizer.detach()
+            failure = BuildError(f"the model cannot be kept in {folder}: {exc}")
+            self._loop.refuse_start(failure)
 
     def close(self, timeout: float | None = None, *, drain: bool = False) -> None:
         """End all workers. Requests in flight fail with `ClosedError`. May be called again.
@@ -268,6 +332,8 @@ class Master:
                 self._planner.close()
             # It holds the loop, which holds the error of a failed start, whose traceback holds this.
             self._finalizer.detach()
+            if self._remove_given is not None:
+                self._remove_given()
 
     # Health.
 
@@ -340,6 +406,22 @@ class Master:
     ) -> None:
         self.close()
 
+    async def __aenter__(self) -> Self:
+        """`start` in a thread, so that the event loop goes on; a task that is cancelled closes it."""
+        try:
+            return await asyncio.to_thread(self.start)
+        except asyncio.CancelledError:
+            await asyncio.to_thread(self.close)
+            raise
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
     # What the model is like.
 
     @property
@@ -358,7 +440,9 @@ class Master:
 
     def _spec(self) -> ModelSpec:
         if self._model is None:
-            raise ClosedError("the model is known once the master is started")
+            raise ClosedError(
+                "the model is known once the master is started: call start(), or use it in a with statement"
+            )
         return self._model
 
     # Requests.
@@ -372,6 +456,7 @@ class Master:
         output_axes: Axes | None = None,
         shards: int | None = None,
         priority: int = 0,
+        outputs: Sequence[str] | None = None,
     ) -> Arrays:
         """Run a whole batch, split over all workers, and wait for the joined answer.
 
@@ -388,10 +473,12 @@ class Master:
                 is as `submit`: whole, on one worker.
             priority: Of requests that wait for a worker, those of a higher one go first; one that waits
                 is passed over by seven runs in a row at most.
+            outputs: Names of those wanted; None is all. The model runs as a whole.
 
         Returns:
-            Arrays by output name, in the model's order. They are the caller's, for as long as wanted. A
-            process that is forked meanwhile has a copy, made at the fork, which takes time and memory.
+            Arrays by output name, in the model's order, or that of `outputs`. They are the caller's, for as
+            long as wanted. A process that is forked meanwhile has a copy, made at the fork, which takes time
+            and memory.
 
         Raises:
             InvalidInputError: The inputs do not fit the model; names input, what came and what was
@@ -408,16 +495,18 @@ class Master:
                 "predict() was called in a future's callback, which runs in the thread that the "
                 "answer needs: use submit() there"
             )
-        call = self._call(inputs, timeout, batch_axes, output_axes, shards, priority)
+        call = self._call(inputs, timeout, batch_axes, output_axes, shards, priority, outputs)
         if call.known.open and self._learns_from(call):
             return self._learn_from(call, _CheckRuns(self, call))
         if self._max_batch_size > 1 and call.joins and not call.known.settled:
             return self._predict_offered(call)
-        request = self._request(call)
+        request = self._request(call, may_wait=True)
         try:
             self._loop.enter(request, wait=False)
             self._loop.await_answer(request)
-            return request.result()
+            answer = request.result()
+            request.let_go()  # a trace hook may still have to hear of it
+            return answer
         except PredictError as exc:
             if not _may_run_whole(len(request.rows), call, exc):
                 raise
@@ -438,6 +527,7 @@ class Master:
         batch_axes: Axes | None = None,
         output_axes: Axes | None = None,
         priority: int = 0,
+        outputs: Sequence[str] | None = None,
     ) -> "Future[Arrays]":
         """Queue a request for one worker; returns at once unless memory has to be waited for.
 
@@ -454,8 +544,40 @@ class Master:
         Raises:
             InvalidInputError, QueueFullError, ClosedError: As `predict`, before anything is queued.
         """
-        call = self._call(inputs, timeout, batch_axes, output_axes, 1, priority)
+        call = self._call(inputs, timeout, batch_axes, output_axes, 1, priority, outputs)
         return self._submit(call)
+
+    def map(
+        self,
+        requests: Iterable[Inputs],
+        *,
+        ahead: int | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        outputs: Sequence[str] | None = None,
+    ) -> Iterator[Arrays]:
+        """Answers to many requests, in their order; each runs whole on one worker, as with `submit`.
+
+        Args:
+            requests: Inputs of each, taken as they are needed.
+            ahead: How many requests are in flight at most; None is four for each worker.
+            timeout: Seconds for each request.
+            priority: As in `predict`.
+            outputs: Likewise.
+
+        Returns:
+            An iterator. A request that fails raises there, and ends it; those in flight are cancelled then,
+            and also when the iterator is closed.
+
+        Raises:
+            InvalidInputError: As `predict`; also for a request, when it is taken.
+        """
+        if ahead is None:
+            ahead = 4 * self._workers
+        check_count("ahead", ahead, 1)
+        self._ready()
+        submit = partial(self.submit, timeout=timeout, priority=priority, outputs=outputs)
+        return _in_order(map(submit, requests), ahead)
 
     async def predict_async(
         self,
@@ -466,12 +588,13 @@ class Master:
         output_axes: Axes | None = None,
         shards: int | None = None,
         priority: int = 0,
+        outputs: Sequence[str] | None = None,
     ) -> Arrays:
         """`predict` for asyncio; cancelling the task cancels the request.
 
         Inputs are checked and copied in the event loop's thread before the first wait.
         """
-        call = self._call(inputs, timeout, batch_axes, output_axes, shards, priority)
+        call = self._call(inputs, timeout, batch_axes, output_axes, shards, priority, outputs)
         if call.known.open and self._learns_from(call):
             call.inputs = [np.array(array) for array in self._ready().arrays(call.inputs)]
             runs = _CheckRuns(self, call)
@@ -566,9 +689,41 @@ class Master:
         """
         if not self._loop.may_wait():
             raise McinferError("learn() was called in a future's callback, where nothing may wait")
-        call = self._call(example, timeout, batch_axes, output_axes, None, 0)
+        call = self._call(example, timeout, batch_axes, output_axes, None, 0, None)
         runs, arrays = _CheckRuns(self, call), self._ready().arrays(example)
         return call.splitter.relearn(arrays, self._least_pieces(call), runs, call.timeout)
+
+    def warm_up(self, example: Inputs, *, timeout: float | None = None) -> None:
+        """Run an example on every worker, so that the first real request of its shapes takes no longer.
+
+        A runtime allocates and tunes in its first runs, and the first request that shows how its batch is
+        split runs twice (see `split`). Workers that do not serve now are left out.
+
+        Args:
+            example: Inputs as `predict` takes them; two different rows or more also show the split.
+            timeout: Seconds for all of it; None is `Timeouts.predict`.
+
+        Raises:
+            PredictTimeoutError: The time was over before every worker had run it.
+            McinferError: As `predict`.
+        """
+        if timeout is None:
+            timeout = self._timeouts.predict
+        check_seconds("timeout", timeout)
+        end = monotonic() + timeout
+        before = {w.index: w.runs for w in self.statistics().workers}
+        while True:
+            self.predict(example, timeout=max(0.0, end - monotonic()))
+            left = max(0.0, end - monotonic())
+            for future in [self.submit(example, timeout=left) for _ in before]:
+                future.result()
+            workers = self.statistics().workers
+            serving = [w for w in workers if w.state in ("ready", "busy")]
+            cold = [w.index for w in serving if w.runs == before[w.index]]
+            if not cold:
+                return
+            if monotonic() >= end:
+                raise PredictTimeoutError(f"workers {cold} did not run within {timeout:g} s")
 
     def allocate(self, shapes: Mapping[str, Sequence[int]]) -> Arrays:
         """Writable arrays in shared memory, for inputs that are to be sent without a copy.
@@ -618,7 +773,7 @@ class Master:
         Raises:
             InvalidInputError: A name, dtype or shape does not fit; names it, and nothing was changed.
             QueueFullError: No shared memory was free; likewise.
-            OSError: The system has no memory left; likewise.
+            PredictError: The system has no shared memory left; likewise.
             ClosedError: The master is not started, or closed.
         """
         store = self._ready().weights
@@ -653,8 +808,11 @@ class Master:
         output_axes: Axes | None,
         pieces: int | None,
         priority: int,
+        outputs: Sequence[str] | None,
     ) -> "_Call":
         """What was asked for, checked but for the inputs."""
+        if outputs is not None:
+            self._check_outputs(outputs)
         if type(priority) is not int:
             raise InvalidInputError(f"priority: got {priority!r}, expected an int")
         planner = self._ready(for_request=True)
@@ -672,8 +830,25 @@ class Master:
         if splitter is None or batch_axes is not None or output_axes is not None:
             splitter = self._splitter_for(batch_axes, output_axes)
         return _Call(
-            inputs, planner, splitter, splitter.known, pieces, joins, start, timeout, priority
+            inputs,
+            planner,
+            splitter,
+            splitter.known,
+            pieces,
+            joins,
+            start,
+            timeout,
+            priority,
+            outputs,
         )
+
+    def _check_outputs(self, outputs: Sequence[str]) -> None:
+        names = [spec.name for spec in self._spec().outputs]
+        if isinstance(outputs, str) or not isinstance(outputs, Sequence):
+            raise InvalidInputError(f"outputs: got {outputs!r}, expected a list of some of {names}")
+        for name in outputs:
+            if name not in names:
+                raise InvalidInputError(f"outputs: got {name!r}, expected some of {names}")
 
     def _splitter_for(self, batch_axes: Axes | None, output_axes: Axes | None) -> Splitter:
         """What is known of the split for these axes, before those that the master was given."""
@@ -718,11 +893,11 @@ class Master:
         """Answer a request by a whole run, and learn from it."""
 
         def split_run(known: Known) -> Arrays:
-            return self._submit(replace(call, known=known, pieces=pieces)).result()
+            return self._submit(replace(call, known=known, pieces=pieces, outputs=None)).result()
 
         pieces = self._least_pieces(call)
         arrays = self._ready().arrays(call.inputs)
-        return call.splitter.answer(arrays, pieces, runs, split_run)
+        return pick(call.splitter.answer(arrays, pieces, runs, split_run), call.outputs)
 
     def _predict_offered(self, call: "_Call") -> Arrays:
         """Answer a request that may show, with another, whether such are joined to one run."""
@@ -741,7 +916,7 @@ class Master:
         if isinstance(whole, McinferError):
             raise failure
         call.splitter.withdraw(f"a piece of a batch fails where the whole runs ({failure})")
-        return whole
+        return pick(whole, call.outputs)
 
     def _least_pieces(self, call: "_Call") -> int:
         """In how many pieces a request is compared: as many as later ones have, and two at least."""
@@ -749,7 +924,7 @@ class Master:
 
     def _submit(self, call: "_Call", *, wait: bool = True) -> "OutcomeFuture[Arrays]":
         """Queue a request: its future."""
-        request = self._request(call, wait=wait)
+        request = self._request(call, wait=wait, may_wait=self._loop.may_wait())
         future = OutcomeFuture(request, self._loop)
         if not request.settled:  # a batch of no rows is answered already
             self._loop.enter(request, wait=wait)
@@ -768,10 +943,9 @@ class Master:
                     partial(call.splitter.learn_from_pair, pair, 2 * call.timeout, runs)
                 )
 
-    def _request(self, call: "_Call", *, wait: bool = True) -> Request:
+    def _request(self, call: "_Call", *, wait: bool = True, may_wait: bool) -> Request:
         """What was asked for, with its inputs in shared memory."""
         planner, known, limits = call.planner, call.known, self._limits
-        may_wait = self._loop.may_wait()
         memory_wait = 0.0
         if wait and may_wait and limits.when_full == "wait":
             memory_wait = max(0.0, call.start + call.timeout - monotonic())
@@ -790,6 +964,8 @@ class Master:
                 _log.warning("requests are not joined to one run: %s", planner.apart)
         request.called, request.timeout = call.start, call.timeout
         request.priority = call.priority
+        if call.outputs is not None:
+            request.want(call.outputs)
         request.contradicted = call.splitter.withdraw
         request.waits = may_wait and limits.when_queue_full == "wait"
         if self._traces and call.traced:
@@ -808,6 +984,7 @@ class _Call:
         joins: Whether it may go in one run with others.
         start: When the call came.
         timeout: Seconds from then on.
+        outputs: Names of those wanted.
         apart: Whether it is a run of a check: whole, and not joined with others.
         traced: Whether a trace hook is to hear of it.
     """
@@ -821,6 +998,7 @@ class _Call:
     start: float
     timeout: float
     priority: int
+    outputs: Sequence[str] | None
     apart: bool = False
     traced: bool = True
 
@@ -855,6 +1033,7 @@ class _CheckRuns:
         call = replace(
             self._call,
             pieces=1,
+            outputs=None,
             start=start,
             timeout=timeout,
             apart=True,
@@ -900,6 +1079,20 @@ def _outcome(begun: "Future[Arrays] | McinferError") -> Arrays | McinferError:
         return ClosedError("the request was cancelled")
 
 
+def _in_order(futures: "Iterator[Future[Arrays]]", ahead: int) -> Iterator[Arrays]:
+    """The results of futures, of which so many are taken before the first result is given."""
+    taken: deque[Future[Arrays]] = deque()
+    try:
+        while True:
+            taken.extend(islice(futures, ahead - len(taken)))
+            if not taken:
+                return
+            yield taken.popleft().result()
+    finally:
+        for future in taken:
+            future.cancel()
+
+
 def _may_run_whole(shards: int, call: _Call, failure: PredictError) -> bool:
     """Whether pieces that failed may fail because they are pieces, which a check has not shown."""
     checked = call.known.split.checked
@@ -923,6 +1116,12 @@ def _abandon(loop: Loop, waiting: WaitingThreads) -> None:
 def _cancel_late(waiting: "Future[OutcomeFuture[Arrays]]") -> None:
     if not waiting.cancelled() and waiting.exception() is None:
         waiting.result().cancel()
+
+
+def _remove(folder: str, pid: int) -> None:
+    """Remove a folder, unless this process was forked from the one that made it."""
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _specs(fields: Sequence[TensorFields]) -> tuple[TensorSpec, ...]:

@@ -4,8 +4,7 @@ All times are float seconds of `time.monotonic`, which is one clock for all proc
 """
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,27 +82,6 @@ class Histogram:
             if count and seen >= rank:
                 return bound
         return math.nan
-
-
-class Tally:
-    """Counts values for a `Histogram`."""
-
-    __slots__ = ("_bounds", "_counts", "_total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        """Of these upper bounds, ascending."""
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._total = 0.0
-
-    def add(self, value: float) -> None:
-        """Count a value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._total += value
-
-    def snapshot(self) -> Histogram:
-        """What was counted so far."""
-        return Histogram(bounds=self._bounds, counts=tuple(self._counts), total=self._total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,10 +124,11 @@ def test_automatic_workers_follow_the_rule_of_mindspore_lite(cores: int, workers
         1025,
         True,
         1.0,
-        "cpu:0",
+        "cuda",
         [],
         ["cpu:0", "x"],
-        [0],
+        [-1],
+        [True],
     ],
 )
 def test_devices_that_make_no_sense_are_refused(devices: Any) -> None:

@@ -19,13 +19,13 @@ from mcinfer import Master
 from mcinfer.errors import InvalidInputError
 from mcinfer.exporters.prometheus import MasterCollector, families
 from mcinfer.protocol import WorkerState
+from mcinfer.scheduler.scheduler import Tally
 from mcinfer.statistics import (
     ROW_BOUNDS,
     Health,
     HealthState,
     Histogram,
     Statistics,
-    Tally,
     WorkerStatistics,
 )
 

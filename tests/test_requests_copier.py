@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mcinfer.requests.copier import Copier
+from mcinfer.requests.tensors import Copier
 
 LARGE = 18 << 20
 

@@ -23,7 +23,8 @@ from typing import Any
 
 import pytest
 
-from mcinfer.requests.future import Outcome, OutcomeFuture
+from mcinfer.requests.future import OutcomeFuture
+from mcinfer.requests.request import Outcome
 from mcinfer.runtime.delivery import Delivery
 
 PATIENCE = 20.0

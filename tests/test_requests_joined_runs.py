@@ -1,4 +1,4 @@
-"""Tests of mcinfer/requests/joined_runs.py: with the fake engine, members' tensors in ordinary memory."""
+"""Tests of mcinfer/worker/joined_runs.py: with the fake engine, members' tensors in ordinary memory."""
 
 import ctypes
 import json
@@ -15,8 +15,8 @@ from mcinfer.config import Device
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import Buffer, Engine, EngineRequest, Run, Strings
 from mcinfer.errors import PredictError, ProtocolError
-from mcinfer.requests.joined_runs import _MAX_RUNS, JoinedRuns, Member
 from mcinfer.specs import ELEMENT_TYPES, element_type_name, numpy_dtype
+from mcinfer.worker.joined_runs import _MAX_RUNS, JoinedRuns, Member
 
 Array = NDArray[Any]
 Axes = tuple[tuple[int | None, ...], tuple[int, ...]]

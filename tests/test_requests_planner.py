@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from mcinfer.errors import InvalidInputError, QueueFullError
 from mcinfer.protocol import Predict, decode
 from mcinfer.requests import planner as planning
-from mcinfer.requests.copier import Copier
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Request
+from mcinfer.requests.tensors import Copier
 from mcinfer.sharding import Axes
 from mcinfer.shm.arena import Arena, Slot, align
 from mcinfer.specs import STRING, Dimension, ModelSpec, numpy_dtype

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mcinfer.requests.copier import Copier
 from mcinfer.requests.tensors import (
     TOLERANCES,
+    Copier,
     copy_in,
     difference,
     join_parts,

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mcinfer.errors import InvalidInputError, QueueFullError
-from mcinfer.requests.copier import Copier
-from mcinfer.requests.tensors import unpack
+from mcinfer.requests.tensors import Copier, unpack
 from mcinfer.requests.weights import WeightStore, WeightVersion
 from mcinfer.shm.arena import Arena, Slot, align
 from mcinfer.specs import STRING, TensorSpec, numpy_dtype, tensor_bytes

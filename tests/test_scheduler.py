@@ -1735,6 +1735,12 @@ class Pools(RuleBasedStateMachine):
     # What always holds.
 
     @invariant()
+    def calm_is_what_it_stands_for(self) -> None:
+        lives = self.scheduler._lives
+        replacing = lives._replacing is not None or bool(lives._to_replace)
+        assert lives.calm == (not replacing and lives._announced[0] == "ready")
+
+    @invariant()
     def every_request_is_counted_once(self) -> None:
         s = self.scheduler
         assert s.table.accepted == len(self.requests)

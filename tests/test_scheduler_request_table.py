@@ -1,4 +1,4 @@
-"""Tests of mcinfer/scheduler/request_table.py: the book of requests. Time is a number."""
+"""Tests of mcinfer/scheduler/scheduler.py, the request table: the book of requests. Time is a number."""
 
 import math
 from collections import Counter
@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mcinfer.scheduler.request_table import Outcome, RequestTable
+from mcinfer.scheduler.scheduler import Outcome, RequestTable
 
 
 def test_request_that_was_answered_stays_until_no_worker_has_a_piece_of_it() -> None:

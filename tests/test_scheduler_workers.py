@@ -191,21 +191,21 @@ def test_successor_of_a_worker_with_many_runs_begins_with_one() -> None:
 
 def test_pool_is_calm_while_all_are_well_and_none_is_replaced() -> None:
     lives = new_lives(2)
-    assert not lives.is_calm
+    assert not lives.calm
     for w in lives.workers:
         finish(lives, w)
     lives.announce(0.0)
-    assert lives.is_calm
+    assert lives.calm
     lives.replace(lives.workers[:1])
-    assert not lives.is_calm
+    assert not lives.calm
     lives.forget_replacing()
-    assert lives.is_calm
+    assert lives.calm
     end(lives, lives.workers[1], 1.0, "killed by SIGSEGV")
     lives.announce(1.0)
-    assert not lives.is_calm
+    assert not lives.calm
     come_back(lives, lives.workers[1], 1.0)
     lives.announce(1.0)
-    assert lives.is_calm
+    assert lives.calm
 
 
 # Restarts.

@@ -1,4 +1,4 @@
-"""Tests of mcinfer/serving.py: a worker's loop in a thread, with its real socket and lifeline."""
+"""Tests of mcinfer/worker/server.py: a worker's loop in a thread, with its real socket and lifeline."""
 
 import gc
 import json
@@ -16,7 +16,6 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from mcinfer import serving
 from mcinfer.engines._fake import _FakeRun
 from mcinfer.protocol import (
     PREDICT,
@@ -41,11 +40,12 @@ from mcinfer.protocol import (
 )
 from mcinfer.runtime.cancels import Cancels
 from mcinfer.runtime.transport import SocketPairMaster, SocketPairWorker
-from mcinfer.serving import STRANGER, Tokens, serve
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, numpy_dtype
 from mcinfer.validators import TensorRef
+from mcinfer.worker import server
+from mcinfer.worker.server import STRANGER, Tokens, serve
 from tests.process.waiting import wait_until
 
 PATIENCE = 20.0
@@ -449,7 +449,7 @@ def test_run_that_is_cancelled_before_it_begins_is_skipped_and_the_next_is_serve
 def test_cancellations_that_concern_no_run_are_forgotten(peer: Peer, tmp_path: Path) -> None:
     peer.build(fake(tmp_path))
     peer.attach(0)
-    for number in range(10_000, 10_000 + 2 * serving._MAX_CANCELLED):
+    for number in range(10_000, 10_000 + 2 * server._MAX_CANCELLED):
         while True:
             try:
                 peer.cancels.send(number, 0)
@@ -509,12 +509,12 @@ def test_bound_runs_are_no_more_than_allowed_by_number_and_bytes(
     outputs = [["y", "float32", ["batch"], {"from": "x"}]]
     peer.build(fake(tmp_path, outputs=outputs))
     peer.attach(0)
-    monkeypatch.setattr(serving, "_MAX_LAYOUTS", 5)
+    monkeypatch.setattr(server, "_MAX_LAYOUTS", 5)
     for rows in (*range(1, 20), *range(1, 20)):
         peer.ask([x_at(0, rows)], [y_at(4096, rows)])
     assert bound_runs() <= 5
     size = len(encode_references((x_at(0),)) + encode_references((y_at(64),)))
-    monkeypatch.setattr(serving, "_MAX_LAYOUT_BYTES", 3 * size + 2)
+    monkeypatch.setattr(server, "_MAX_LAYOUT_BYTES", 3 * size + 2)
     for rows in range(20, 40):
         peer.ask([x_at(0, rows)], [y_at(4096, rows)])
         assert bound_runs() <= 3

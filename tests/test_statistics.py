@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcinfer.statistics import LATENCY_BOUNDS, ROW_BOUNDS, Health, Histogram, Tally
+from mcinfer.scheduler.scheduler import Tally
+from mcinfer.statistics import LATENCY_BOUNDS, ROW_BOUNDS, Health, Histogram
 
 BOUNDS = st.lists(st.floats(-1e6, 1e6), unique=True, max_size=8).map(sorted)
 VALUES = st.lists(st.floats(-2e6, 2e6), max_size=30)

@@ -1,9 +1,7 @@
-"""Answers that callers wait for: a request's outcome, and the future of a submitted request.
+"""The future of a submitted request, which reads the request's outcome.
 
-The loop sets an outcome once; everything else only reads it. A caller that waits has a lock of its own, which
-the loop releases. So a signal at any moment, in a caller or in a handler, leaves nothing held that another
-thread needs: not so the Condition of `concurrent.futures.Future`, which an exception between two instructions
-can leave locked for good.
+It has no Condition, as that of `concurrent.futures.Future`: an exception between two instructions can leave
+one locked for good.
 """
 
 import threading
@@ -12,8 +10,10 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import _base as states
 from contextlib import suppress
 from time import monotonic
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import ref
+
+from mcinfer.requests.request import Outcome
 
 T = TypeVar("T")
 
@@ -31,70 +31,6 @@ class Owner(Protocol):
 
     def deliver(self, call: Callable[[], object]) -> None:
         """Have the delivery thread make a call."""
-
-
-class Outcome(Generic[T]):
-    """What becomes of a request, a start, a restart: set once, by the loop; any thread may wait for it.
-
-    Attributes:
-        settled: Whether it is set.
-        error: Why it failed, if it did.
-        was_cancelled: Whether it was cancelled before it was settled.
-        future: Of a submitted request, until it is settled.
-    """
-
-    __slots__ = ("_locks", "error", "future", "settled", "was_cancelled")
-
-    def __init__(self) -> None:
-        """Not set."""
-        self._locks: list[Any] = []
-        self.settled = False
-        self.error: BaseException | None = None
-        self.was_cancelled = False
-        self.future: OutcomeFuture[T] | None = None
-
-    def settle(self, error: BaseException | None = None, *, cancelled: bool = False) -> None:
-        """Set it and wake all that wait; for the loop alone, once."""
-        self.error = error
-        self.was_cancelled = cancelled
-        self.settled = True
-        for lock in tuple(self._locks):
-            lock.release()
-        future, self.future = self.future, None  # or they would hold each other
-        if future is not None and future.is_awaited:
-            future.owner.deliver(future.notify)
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set, for at most so many seconds; whether it is."""
-        if self.settled:
-            return True
-        lock = threading.Lock()
-        lock.acquire()
-        self._locks.append(lock)
-        # The loop may have settled it before it could see the lock.
-        try:
-            if not self.settled:
-                most = threading.TIMEOUT_MAX
-                lock.acquire(timeout=most if timeout is None else min(max(timeout, 0.0), most))
-        finally:
-            if not self.settled:
-                self._locks.remove(lock)
-        return self.settled
-
-    def result(self) -> T:
-        """What came of it, once it is settled; raises what it failed with. Any thread may call it."""
-        error = self.error
-        try:
-            if error is not None:
-                raise error
-            return self.value()
-        finally:
-            # The error's traceback must not hold what holds the error.
-            self = error = None  # type: ignore[assignment]
-
-    def value(self) -> T:
-        """What came of it where it did not fail."""
-        raise NotImplementedError
 
 
 class _Gate:
@@ -270,8 +206,13 @@ class OutcomeFuture(Future[T]):
                 return exc.with_traceback(None)  # which would hold this, and the outcome
         return outcome.error
 
+    def announce(self) -> None:
+        """See `Follower.announce`."""
+        if self.is_awaited:
+            self.owner.deliver(self.notify)
+
     def prepare(self) -> None:
-        """Make the result before its user asks for it: in the delivery thread."""
+        """See `Follower.prepare`."""
         self._failure()
 
     def notify(self) -> None:

@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from mcinfer import sharding
 from mcinfer.errors import InvalidInputError, QueueFullError
 from mcinfer.protocol import encode_references
-from mcinfer.requests.copier import Copier
 from mcinfer.requests.forks import forks
 from mcinfer.requests.request import (
     Arrays,
@@ -38,7 +37,15 @@ from mcinfer.requests.request import (
     lease,
 )
 from mcinfer.requests.splitting import Known
-from mcinfer.requests.tensors import Layout, as_input, copy_in, lay_input, lay_output, string_rows
+from mcinfer.requests.tensors import (
+    Copier,
+    Layout,
+    as_input,
+    copy_in,
+    lay_input,
+    lay_output,
+    string_rows,
+)
 from mcinfer.requests.weights import WeightStore, WeightVersion
 from mcinfer.shm.arena import Arena, Slot, align
 from mcinfer.specs import ELEMENT_TYPES, STRING, ModelSpec, TensorSpec

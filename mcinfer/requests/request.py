@@ -14,12 +14,13 @@ change it before the answer.
 
 import errno
 import reprlib
+import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from math import prod
-from typing import Any, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 from weakref import ref
 
 import numpy as np
@@ -28,7 +29,6 @@ from numpy.typing import NDArray
 from mcinfer import sharding
 from mcinfer.errors import PredictError, ProtocolError
 from mcinfer.protocol import PREDICT, PREDICT_HEAD, encode_references
-from mcinfer.requests.future import Outcome
 from mcinfer.requests.tensors import Layout, join_parts, unpack
 from mcinfer.requests.weights import WeightVersion
 from mcinfer.sharding import JoinError
@@ -36,6 +36,8 @@ from mcinfer.shm.arena import Slot
 from mcinfer.shm.block import Block
 from mcinfer.specs import STRING, ModelSpec, TensorSpec, tensor_bytes
 from mcinfer.validators import TensorRef
+
+T = TypeVar("T")
 
 Arrays = dict[str, NDArray[Any]]
 Inputs = Mapping[str, Any] | Sequence[Any]
@@ -148,6 +150,83 @@ class Plan:
         return inputs * self.input_bytes + outputs * self.output_bytes
 
 
+class Follower(Protocol):
+    """What reads an outcome for others: the future of a submitted request."""
+
+    def announce(self) -> None:
+        """The outcome is set; for the loop."""
+
+    def prepare(self) -> None:
+        """Make the result before its user asks for it: in the delivery thread."""
+
+
+class Outcome(Generic[T]):
+    """What becomes of a request, a start, a restart: set once, by the loop; any thread may wait for it.
+
+    A caller that waits has a lock of its own, which the loop releases. So a signal at any moment, in a caller
+    or in a handler, leaves nothing held that another thread needs.
+
+    Attributes:
+        settled: Whether it is set.
+        error: Why it failed, if it did.
+        was_cancelled: Whether it was cancelled before it was settled.
+        future: Of a submitted request, until it is settled.
+    """
+
+    __slots__ = ("_locks", "error", "future", "settled", "was_cancelled")
+
+    def __init__(self) -> None:
+        """Not set."""
+        self._locks: list[Any] = []
+        self.settled = False
+        self.error: BaseException | None = None
+        self.was_cancelled = False
+        self.future: Follower | None = None
+
+    def settle(self, error: BaseException | None = None, *, cancelled: bool = False) -> None:
+        """Set it and wake all that wait; for the loop alone, once."""
+        self.error = error
+        self.was_cancelled = cancelled
+        self.settled = True
+        for lock in tuple(self._locks):
+            lock.release()
+        future, self.future = self.future, None  # or they would hold each other
+        if future is not None:
+            future.announce()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set, for at most so many seconds; whether it is."""
+        if self.settled:
+            return True
+        lock = threading.Lock()
+        lock.acquire()
+        self._locks.append(lock)
+        # The loop may have settled it before it could see the lock.
+        try:
+            if not self.settled:
+                most = threading.TIMEOUT_MAX
+                lock.acquire(timeout=most if timeout is None else min(max(timeout, 0.0), most))
+        finally:
+            if not self.settled:
+                self._locks.remove(lock)
+        return self.settled
+
+    def result(self) -> T:
+        """What came of it, once it is settled; raises what it failed with. Any thread may call it."""
+        error = self.error
+        try:
+            if error is not None:
+                raise error
+            return self.value()
+        finally:
+            # The error's traceback must not hold what holds the error.
+            self = error = None  # type: ignore[assignment]
+
+    def value(self) -> T:
+        """What came of it where it did not fail."""
+        raise NotImplementedError
+
+
 class Request(Outcome[Arrays]):
     """One request on its way.
 
@@ -166,6 +245,8 @@ class Request(Outcome[Arrays]):
         blocks: Numbers of the blocks that its references speak of.
         copies: Whether its value is better kept in ordinary memory, since shared memory is short.
         contradicted: Called with the reason where its parts do not join, if there is one to call.
+        workers: By shard, the index of the worker that answered it.
+        wanted: Names of the outputs that its value has; None is all.
     """
 
     __slots__ = (
@@ -182,7 +263,6 @@ class Request(Outcome[Arrays]):
         "_plan",
         "_shared",
         "_value",
-        "_workers",
         "blocks",
         "called",
         "context",
@@ -196,7 +276,9 @@ class Request(Outcome[Arrays]):
         "size",
         "timeout",
         "waits",
+        "wanted",
         "weights",
+        "workers",
     )
 
     def __init__(
@@ -255,13 +337,20 @@ class Request(Outcome[Arrays]):
         self._shared: Lease | None = None
         """The outputs' memory, where a late run may write to it after the answer."""
         self._parts: dict[tuple[int, str], _Part] | None = None
-        self._workers: dict[int, int] = {}
+        self.workers: dict[int, int] = {}
         self._value: Arrays | None = None
+        self.wanted: Sequence[str] | None = None
 
     def preset(self, value: Arrays) -> None:
         """Its value is known without a run."""
         self._value = value
         self.settled = True
+
+    def want(self, names: Sequence[str]) -> None:
+        """Its value has only these outputs."""
+        self.wanted = names
+        if self._value is not None:
+            self._value = pick(self._value, names)
 
     # For the loop.
 
@@ -303,10 +392,6 @@ class Request(Outcome[Arrays]):
         """Whether its worker was told of every output where it is to go, so that a reply may have none."""
         return self._complete and shard not in self._fresh
 
-    def take_in_place(self, shard: int, worker: int) -> None:
-        """A worker has answered that all outputs are where they were to be, as they may be."""
-        self._workers[shard] = worker
-
     def take(
         self,
         shard: int,
@@ -329,7 +414,7 @@ class Request(Outcome[Arrays]):
             OSError: They cannot be had, which the worker cannot help: more bytes than the shared memory
                 may have (EFBIG), or this process has no memory or descriptor left. The request is as before.
         """
-        self._workers[shard] = worker
+        self.workers[shard] = worker
         if not outputs and self.is_laid_out(shard):
             return
         asked = () if shard in self._fresh else self._asked[shard]
@@ -381,6 +466,10 @@ class Request(Outcome[Arrays]):
 
     # For callers.
 
+    def let_go(self) -> None:
+        """The caller has the result, and is the only one who asks for it."""
+        self._value = None
+
     def value(self) -> Arrays:
         """The outputs by name, in the model's order.
 
@@ -417,6 +506,8 @@ class Request(Outcome[Arrays]):
                 # The frames of its traceback hold memory, and this, which holds the error.
                 exc.__traceback__ = self = outputs = parts = None  # type: ignore[assignment]
                 raise
+        if self.wanted is not None:
+            value = pick(value, self.wanted)
         self._value = value
         self._outputs = None
         if self._parts:
@@ -444,14 +535,14 @@ class Request(Outcome[Arrays]):
                         if part is not None:
                             pieces.append(_copy(spec, part))
                         elif place is None or layout is None or join.shapes is None:
-                            worker = self._workers[shard]
+                            worker = self.workers[shard]
                             raise PredictError(
                                 f"output {spec.name!r} did not come from worker {worker}"
                             )
                         else:
                             at = layout.offsets[shard]
                             pieces.append(unpack(place[at:], spec, join.shapes[shard]))
-                    workers = [f"worker {self._workers[shard]}" for shard in shards]
+                    workers = [f"worker {self.workers[shard]}" for shard in shards]
                     array = join_parts(spec, join, pieces, workers)
                 else:
                     array = unpack(place, spec, join.shape or ())
@@ -461,6 +552,11 @@ class Request(Outcome[Arrays]):
                 self.contradicted(str(exc))
             raise
         return value
+
+
+def pick(outputs: Arrays, names: Sequence[str] | None) -> Arrays:
+    """Some of the outputs, in the order of the names; all, for None."""
+    return outputs if names is None else {name: outputs[name] for name in names}
 
 
 def _find(

@@ -6,7 +6,9 @@ whose rows may end within a byte, lie one after another instead, and are copied.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -15,7 +17,6 @@ from numpy.typing import NDArray
 
 from mcinfer import sharding
 from mcinfer.errors import InvalidInputError
-from mcinfer.requests.copier import Copier
 from mcinfer.sharding import InputCut, JoinError, OutputJoin, Shape
 from mcinfer.shm.arena import align
 from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, element_type_name, tensor_bytes
@@ -38,6 +39,12 @@ _MARKS = 100.0
 """An element that is the same and so many times larger than all that differ counts as no measure for them."""
 
 
+_LARGE_BYTES = 16 << 20
+"""From here on several threads are faster: below, the caches of one core are (benchmarks/dispatch.py)."""
+
+_MAX_THREADS = 4
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """Where a tensor's parts lie in its memory.
@@ -54,6 +61,47 @@ class Layout:
     contiguous: bool
 
 
+class Copier:
+    """Copies arrays, the large ones with a few threads, which start with the first such copy.
+
+    NumPy lets go of the GIL in a copy. The threads hold views of both arrays until their part is
+    done, so an interrupted caller takes no memory from under them.
+    """
+
+    def __init__(self, cores: int) -> None:
+        """Use at most so many cores, the caller's own among them."""
+        self._helpers = min(cores, _MAX_THREADS) - 1
+        self._pool = ThreadPoolExecutor(max(1, self._helpers), thread_name_prefix="mcinfer-copy")
+
+    def copy(self, target: NDArray[Any], source: NDArray[Any]) -> None:
+        """Copy `source` into `target`: the same shape, and the same type but for byte order.
+
+        Args:
+            target: C-contiguous.
+            source: Any layout; a contiguous one may be copied in parts.
+        """
+        whole = not self._helpers or target.nbytes < _LARGE_BYTES or not source.flags.c_contiguous
+        if whole:
+            np.copyto(target, source, casting="equiv")
+            return
+        into, out_of = target.reshape(-1), source.reshape(-1)
+        ends = [into.size * i // (self._helpers + 1) for i in range(self._helpers + 2)]
+        mine, *theirs = [slice(start, stop) for start, stop in pairwise(ends)]
+        handed: list[Future[None]] = []
+        for part in theirs:
+            try:
+                handed.append(self._pool.submit(np.copyto, into[part], out_of[part], "equiv"))
+            except RuntimeError:  # it was closed meanwhile: what is left is ours
+                np.copyto(into[part], out_of[part], casting="equiv")
+        np.copyto(into[mine], out_of[mine], casting="equiv")
+        for part_done in handed:
+            part_done.result()
+
+    def close(self) -> None:
+        """End the threads; copies that are going on are finished first. It copies alone from then on."""
+        self._pool.shutdown()
+
+
 def as_input(value: Any, spec: TensorSpec, element_type: str, role: str = "input") -> NDArray[Any]:
     """What a user gave for an input (or what `role` says), as an array of the input's type.
 
@@ -67,6 +115,10 @@ def as_input(value: Any, spec: TensorSpec, element_type: str, role: str = "input
         return value
     typed = hasattr(value, "dtype")
     try:
+        if not hasattr(value, "__array__") and hasattr(value, "__dlpack__"):
+            value = np.from_dlpack(
+                value
+            )  # https://dmlc.github.io/dlpack; memory of a card is refused
         # NumPy's own types of text take zeros off the end.
         array = np.asarray(value, object if element_type == STRING and not typed else None)
     except (

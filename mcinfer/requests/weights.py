@@ -23,8 +23,7 @@ from weakref import WeakValueDictionary
 from numpy.typing import NDArray
 
 from mcinfer.errors import InvalidInputError
-from mcinfer.requests.copier import Copier
-from mcinfer.requests.tensors import Layout, as_input, copy_in, lay_input
+from mcinfer.requests.tensors import Copier, Layout, as_input, copy_in, lay_input
 from mcinfer.sharding import InputCut
 from mcinfer.shm.arena import Slot
 from mcinfer.specs import TensorSpec

@@ -22,8 +22,6 @@ from mcinfer.errors import ProtocolError
 from mcinfer.process import Inherited
 from mcinfer.protocol import (
     MAX_HELLO_BYTES,
-    REPLY,
-    REPLY_HEAD,
     VERSION,
     Attach,
     Build,
@@ -65,10 +63,6 @@ DESCRIPTORS_OF_A_WORKER = 14
 connection takes, for which libzmq must find one, or it ends the process."""
 
 
-ReplyHead = tuple[int, int, float]
-"""Request, shard and seconds of a REPLY that has no more."""
-
-
 class UnreachableError(OSError):
     """A worker does not take what it is sent: it is to be killed."""
 
@@ -77,7 +71,9 @@ class Connections:
     """See the module's text.
 
     Attributes:
+        transport: What messages go by, once it is open.
         processes: By index of the worker, those that run.
+        peers: By the transport's name, those that have said who they are.
         fds: To wait for messages, besides each worker's (`worker_fd`).
     """
 
@@ -102,7 +98,7 @@ class Connections:
         self._most_memory = most_memory
         self._inherited = Inherited.now()
         self._kind: TransportKind = transport
-        self._peers: dict[bytes, int] = {}
+        self.peers: dict[bytes, WorkerProcess] = {}
 
     def open(self) -> None:
         """Make the transport, and the thread that forwards output.
@@ -112,11 +108,11 @@ class Connections:
         """
         _check_descriptors(DESCRIPTORS_TO_OPEN + DESCRIPTORS_OF_A_WORKER * len(self._builds))
         with ExitStack() as opened:
-            self._transport = self._open_transport()
-            opened.callback(self._transport.close)
+            self.transport = self._open_transport()
+            opened.callback(self.transport.close)
             self._output = OutputForwarder()
             opened.pop_all()
-        self.fds = self._transport.fds
+        self.fds = self.transport.fds
 
     def _open_transport(self) -> MasterTransport:
         if self._kind == "socketpair":
@@ -129,8 +125,8 @@ class Connections:
         for process in self.processes.values():
             process.abandon()
         self.processes.clear()
-        self._peers.clear()
-        self._transport.close()
+        self.peers.clear()
+        self.transport.close()
 
     def close(self, seconds: float) -> None:
         """After `close_socket`: within so many seconds, what was printed last."""
@@ -146,8 +142,8 @@ class Connections:
         """
         _check_descriptors(DESCRIPTORS_OF_A_WORKER)
         with ExitStack() as opened:
-            connection = self._transport.add(index)
-            opened.callback(self._transport.remove, index)
+            connection = self.transport.add(index)
+            opened.callback(self.transport.remove, index)
             process = WorkerProcess(
                 index,
                 self._builds[index].device,
@@ -160,16 +156,16 @@ class Connections:
                 most_memory=self._most_memory[index],
             )
             opened.pop_all()
-        self._transport.started(index)
+        self.transport.started(index)
         self.processes[index] = process
         return process
 
     def remove(self, index: int) -> None:
         """Forget a process that has ended; it is to be reaped."""
         process = self.processes.pop(index)
-        self._transport.remove(index)
+        self.transport.remove(index)
         if process.peer is not None:
-            del self._peers[process.peer]
+            del self.peers[process.peer]
 
     def kill(self, index: int) -> None:
         """End a worker's process, if it has one."""
@@ -188,41 +184,29 @@ class Connections:
 
     def worker_fd(self, index: int) -> int | None:
         """The descriptor to wait for messages of this worker, where it has one."""
-        return self._transport.worker_fd(index)
+        return self.transport.worker_fd(index)
 
     def note_ready(self, fds: Sequence[int]) -> Sequence[int]:
         """These are readable; those that have ended, and are to be waited for no more."""
-        self._transport.note_ready(fds)
-        return self._transport.take_ended()
+        self.transport.note_ready(fds)
+        return self.transport.take_ended()
 
-    def may_sleep(self) -> bool:
-        """Whether a descriptor says so when a message is there; after sending it may have done so before."""
-        return self._transport.may_sleep()
-
-    def receive(self) -> tuple[int | None, Message | ProtocolError | ReplyHead] | None:
-        """The next message and the worker that it is of; None when there is nothing more.
-
-        A REPLY that is a head alone is given as its request, shard and seconds, which are not checked.
+    def read(self, peer: bytes, data: bytes) -> tuple[int | None, Message | ProtocolError]:
+        """The worker that this is of, and the message.
 
         What a worker sent that is no message is given as the error. A stranger that shows a worker's token is
         that worker from then on; what other strangers send, and outlaws, has no worker.
         """
-        received = self._transport.receive()
-        if received is None:
-            return None
-        peer, data = received
-        index = self._peers.get(peer)
-        if index is not None and self.processes[index].outlawed:
-            return None, ProtocolError("more of a worker that broke the protocol")
-        if len(data) == REPLY_HEAD.size and data[0] == REPLY and index is not None:
-            return index, REPLY_HEAD.unpack(data)[1:]
-        if index is None and len(data) > MAX_HELLO_BYTES:
+        process = self.peers.get(peer)
+        if process is None and len(data) > MAX_HELLO_BYTES:
             return None, ProtocolError(f"{len(data)} bytes of a stranger")
+        if process is not None and process.outlawed:
+            return None, ProtocolError("more of a worker that broke the protocol")
         try:
             message = decode(data)
         except ProtocolError as exc:
-            return index, exc
-        return (self._greet(peer, message) if index is None else index), message
+            return None if process is None else process.index, exc
+        return self._greet(peer, message) if process is None else process.index, message
 
     def _greet(self, peer: bytes, message: Message) -> int | None:
         """Whose message this is, if it is the HELLO of a worker of ours with its token."""
@@ -232,7 +216,7 @@ class Connections:
                 known = process.peer is None and message.pid == process.pid
                 if known and hmac.compare_digest(token, process.hello_token.encode()):
                     process.peer = peer
-                    self._peers[peer] = index
+                    self.peers[peer] = process
                     return index
         return None
 
@@ -290,7 +274,7 @@ class Connections:
         if process.peer is None:
             return
         try:
-            self._transport.send(process.peer, request.message(shard, fresh=fresh))
+            self.transport.send(process.peer, request.message(shard, fresh=fresh))
         except SendError as exc:
             raise UnreachableError(f"cannot be reached: {exc}") from exc
 
@@ -327,7 +311,7 @@ class Connections:
         if process is None or process.peer is None:
             return
         try:
-            self._transport.send(process.peer, data)
+            self.transport.send(process.peer, data)
         except SendError as exc:
             raise UnreachableError(f"cannot be reached: {exc}") from exc
 

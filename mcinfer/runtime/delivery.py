@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from time import monotonic
 
-from mcinfer.wakeup import WakeUp
+from mcinfer.shm.descriptors import WakeUp
 
 _GATHER_SECONDS = 0.02
 """Seconds that calls of `trace` wait for others."""

@@ -27,7 +27,10 @@ _MAX_WAITING = 4096
 
 def _places() -> list[Path]:
     """Where folders may lie, first choice first."""
-    places = [os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"]  # noqa: S108 the last resort; what it is like is looked at
+    places = [os.environ.get("XDG_RUNTIME_DIR")]
+    with suppress(FileNotFoundError):  # it finds no folder to write to
+        places.append(tempfile.gettempdir())
+    places.append("/tmp")  # noqa: S108 the last resort; what it is like is looked at
     return [Path(place) for place in dict.fromkeys(places) if place]
 
 

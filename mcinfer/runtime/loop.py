@@ -25,6 +25,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from contextvars import Context
 from dataclasses import replace
 from functools import partial
 from time import monotonic
@@ -43,9 +44,8 @@ from mcinfer.errors import (
     ReadyTimeoutError,
 )
 from mcinfer.machine import usable_memory
-from mcinfer.protocol import Build, BuildFinish, Error, Message, Reply
-from mcinfer.requests.future import Outcome, OutcomeFuture
-from mcinfer.requests.request import Request
+from mcinfer.protocol import REPLY, REPLY_HEAD, Build, BuildFinish, Error, Message, Reply
+from mcinfer.requests.request import Follower, Outcome, Request
 from mcinfer.runtime.connections import Connections, UnreachableError, memory_limits
 from mcinfer.runtime.delivery import Delivery
 from mcinfer.scheduler.actions import (
@@ -63,12 +63,11 @@ from mcinfer.scheduler.actions import (
     WorkersRestarted,
 )
 from mcinfer.scheduler.queue import ShardId
-from mcinfer.scheduler.request_table import Entry
-from mcinfer.scheduler.scheduler import LONG_RUN, Scheduler, trace_of
+from mcinfer.scheduler.scheduler import LONG_RUN, Entry, Scheduler, trace_of
 from mcinfer.scheduler.workers import describe_exit
 from mcinfer.shm.arena import Arena, Slot
+from mcinfer.shm.descriptors import WakeUp
 from mcinfer.statistics import Health, RequestTrace, Statistics, TraceHook
-from mcinfer.wakeup import WakeUp
 
 T = TypeVar("T")
 
@@ -94,6 +93,9 @@ _PATIENCE = 10.0
 
 _CALLER_PATIENCE = 5.0
 """Seconds past its deadline that a caller waits for the loop to say so."""
+
+_LOOP_PATIENCE = 60.0
+"""Seconds that a question to the loop waits for its answer, which takes as long as one turn of the loop."""
 
 _LAST_OUTPUT = 1.0
 """Seconds that a closing master gives to what its workers printed last, and to callbacks."""
@@ -269,6 +271,7 @@ class Loop:
         """Open what the loop works with, and start it; all of that or nothing."""
         with ExitStack() as opened:
             self._connections.open()
+            self._transport = self._connections.transport
             opened.callback(self._connections.close, 0.0)
             opened.callback(self._connections.close_socket)
             self._poll = select.epoll()
@@ -342,7 +345,7 @@ class Loop:
 
     def check_open(self, *, for_request: bool = False) -> None:
         """Raise `ClosedError` unless calls are taken; `for_request`, `QueueFullError` if none has a place."""
-        if self._thread is None or self._close_asked or self.is_forked:
+        if self._thread is None or self._close_asked or os.getpid() != self._pid:
             self._check_process()
             if self.finished:
                 raise ClosedError("the master is closed")
@@ -357,6 +360,20 @@ class Loop:
         full = for_request and self._table.in_flight >= limits.queue
         if full and limits.when_queue_full == "raise":
             self._scheduler.check_room(0)
+
+    @property
+    def state(self) -> str:
+        """The state in words, without asking the loop."""
+        if self.is_forked:
+            return f"of process {self._pid}"
+        if self.finished:
+            return "closed" if self._failure is None else "failed"
+        if self._start_claims:
+            return "not started"
+        if self._close_asked or not self._started.settled:
+            return "closing" if self._close_asked else "starting"
+        workers = len(self._builds)
+        return "ready" if self.serving == workers else f"{self.serving} of {workers} workers serve"
 
     @property
     def is_forked(self) -> bool:
@@ -409,7 +426,7 @@ class Loop:
                 request.entered = _Promise[None]()
         self._inbox.append(request)
         if self._asleep:
-            self._bell.set()
+            self._ring()
         if self._gone:
             self._refuse_inbox()
         entered = request.entered
@@ -479,10 +496,14 @@ class Loop:
             raise QueueFullError("the loop did not answer in time")
         return wanted.result()
 
+    def _ring(self) -> None:
+        """Wake the loop."""
+        os.eventfd_write(self._bell.fd, 1)  # which lives as long as the loop's object
+
     def _post(self, item: "_Call[Any] | _Allocation") -> None:
         self._inbox.append(item)
         if self._asleep:
-            self._bell.set()
+            self._ring()
         if self._gone:
             self._refuse_inbox()
 
@@ -497,9 +518,12 @@ class Loop:
         return call.result()
 
     def _await(self, call: Outcome[Any]) -> None:
+        end = monotonic() + _LOOP_PATIENCE
         while not call.wait(1.0):
             if self._gone:
                 self._refuse_inbox()
+            elif monotonic() >= end:
+                raise McinferError(f"the loop did not answer within {_LOOP_PATIENCE:g} s")
 
     # Health, for any thread.
 
@@ -617,7 +641,7 @@ class Loop:
         if self._readable or inbox or self.finished:
             return
         self._asleep = True
-        if inbox or not self._connections.may_sleep():
+        if inbox or not self._transport.may_sleep():
             self._asleep = False
             self._readable = True
             return
@@ -626,7 +650,7 @@ class Loop:
         self._asleep = False
         if len(ready) == 1 and ready[0][0] in self._plain_fds:
             if ready[0][0] == self._bell.fd:
-                self._bell.clear()
+                os.eventfd_read(self._bell.fd)
                 if self._abandoned:
                     self._end(None)
         elif ready:
@@ -902,37 +926,51 @@ class Loop:
                 item.settle(ClosedError("the master is closed"))
 
     def _collapse(self, exc: BaseException) -> None:
-        """Last resort: end everything, answer everyone."""
+        """A fault of mcinfer: end all workers, fail all requests."""
         self._failure = ClosedError(f"the master failed: {exc!r}")
         self.finished = True
-        for process in self._connections.processes.values():
-            process.kill()
         requests = [*self._requests.values()]
         self._requests.clear()
         for request in requests:
             if not request.settled:
                 self._refuse(request, self._failure)
+        self._table.give_up()
+        processes = [*self._connections.processes.items()]
+        for _, process in processes:
+            process.kill()
+        end = monotonic() + _LAST_OUTPUT
+        for index, process in processes:
+            ended = select.poll()
+            ended.register(process.pidfd, select.POLLIN)
+            if ended.poll(max(0.0, end - monotonic()) * 1000):
+                self._connections.remove(index)
+                process.reap()
 
     def _tear_down(self) -> None:
-        """After the last worker: give up sockets, descriptors and the folder."""
+        """After the last worker: give up sockets, descriptors and the folder; whatever fails, all of that."""
         self.finished = True
         self.serving = 0
-        self._connections.close_socket()
-        self._poll.close()
-        self.arena.close()
+        with ExitStack() as last:  # what was entered last comes first
+            last.callback(self._delivery.close)
+            last.callback(self._refuse_all)
+            last.callback(self._connections.close, _LAST_OUTPUT)
+            last.callback(self.arena.close)
+            last.callback(self._poll.close)
+            last.callback(self._connections.close_socket)
+
+    def _refuse_all(self) -> None:
+        """Answer all callers that still wait."""
+        closed = ClosedError("the master was closed")
         self._refuse_line("the master is closed")
         for wanted in self._memory_line:
             wanted.settle(ClosedError("the master is closed"))
         self._memory_line.clear()
-        self._connections.close(_LAST_OUTPUT)
-        closed = ClosedError("the master was closed")
         if self._restarted is not None and not self._restarted.settled:
             self._restarted.settle(closed)
         if not self._started.settled:
             self._started.settle(self._failure or closed)
         self._gone = True
         self._refuse_inbox()
-        self._delivery.close()
 
     def _restart(self) -> "tuple[_Promise[None] | None, _Promise[None] | None]":
         """Begin to replace all workers: the restart that goes on, or the one that was begun."""
@@ -1057,22 +1095,25 @@ class Loop:
         """Take the messages that are there, or the first of very many; whether there were any."""
         if self.finished:
             return False
+        receive, peers = self._transport.receive, self._connections.peers
         for taken in range(_MAX_MESSAGES):
-            received = self._connections.receive()
+            received = receive()
             if received is None:
                 self._readable = False
                 return taken > 0
-            index, message = received
-            if index is None:
+            peer, data = received
+            process = peers.get(peer)
+            whole = process is None or process.outlawed or len(data) != REPLY_HEAD.size
+            if process is not None and not whole and data[0] == REPLY:
+                self._take_reply(process.index, *REPLY_HEAD.unpack(data)[1:])
                 continue
-            if isinstance(message, tuple):
-                self._take_reply(index, *message)
-            else:
+            index, message = self._connections.read(peer, data)
+            if index is not None:
                 self._handle_message(index, message, monotonic())
         return True
 
     def _take_reply(self, index: int, number: int, shard: int, seconds: float) -> None:
-        """The head of a REPLY: all outputs are where they were to be."""
+        """The head of a REPLY, not checked yet: all outputs are where they were to be."""
         now = monotonic()
         request = self._requests.get(number)
         entry = None
@@ -1086,7 +1127,7 @@ class Loop:
             else:
                 self._handle_message(index, reply, now)
             return
-        request.take_in_place(shard, index)
+        request.workers[shard] = index
         if not entry.unanswered:
             del self._requests[number]
             self._settle(request, None, entry)
@@ -1197,13 +1238,26 @@ class Loop:
         request.copies = self.arena.crowded
         request.settle(error, cancelled=cancelled)
         if self._trace is not None:
-            if trace is not None and request.context is not None:
-                joins = future is not None and error is None and not request.is_simple
-                arguments = (self._trace, request, trace, monotonic(), joins)
-                self._delivery.trace(partial(_call_trace_hook, *arguments))
+            if trace is not None and (context := request.context) is not None:
+                self._trace_request((self._trace, context, trace, monotonic()), request, future)
         elif future is not None and error is None and (self.arena.crowded or not request.is_simple):
             # What it holds must not wait until its user asks for it.
             self._delivery.put(partial(_prepare, ref(future)))
+
+    def _trace_request(
+        self,
+        arguments: tuple[TraceHook, Context, RequestTrace | Entry, float],
+        request: Request,
+        future: Follower | None,
+    ) -> None:
+        """Have the trace hook called. A call in the queue must not hold the memory of a result."""
+        if request.error is not None or request.is_simple:
+            self._delivery.trace(partial(_call_trace_hook, *arguments, request.error))
+        elif future is None:
+            # Its caller joins the parts, and collects the result.
+            self._delivery.trace(partial(_trace_joined, request, False, *arguments))
+        else:
+            self._delivery.put(partial(_trace_joined, request, True, *arguments))
 
     def _turn_over(self, action: Action) -> list[Action]:
         """Carry out what concerns the whole pool; what is to be done next."""
@@ -1277,11 +1331,18 @@ class Loop:
         except Exception as exc:  # also of what is no OSError: `sys.executable` may be None
             how = f"could not be started: {exc}"
             return self._scheduler.handle_died(monotonic(), worker, how)
-        self._poll.register(process.pidfd, select.EPOLLIN)
-        self._pidfds.add(process.pidfd)
         fd = self._connections.worker_fd(worker)
-        if fd is not None:
-            self._poll.register(fd, select.EPOLLIN)
+        try:
+            self._poll.register(process.pidfd, select.EPOLLIN)
+            if fd is not None:
+                self._poll.register(fd, select.EPOLLIN)
+        except OSError as exc:  # /proc/sys/fs/epoll/max_user_watches, or no memory
+            process.kill()
+            self._connections.remove(worker)  # closes its end, which the poll forgets with that
+            process.reap()
+            how = f"could not be watched: {exc}"
+            return self._scheduler.handle_died(monotonic(), worker, how)
+        self._pidfds.add(process.pidfd)
         self._scheduler.handle_started(worker, process.pid)
         self._delivery.log(logging.INFO, "%s started", self._scheduler.name(worker))
         return []
@@ -1304,7 +1365,7 @@ def _take(claims: list[bool]) -> bool:
         return False
 
 
-def _prepare(future: "ref[OutcomeFuture[Any]]") -> None:
+def _prepare(future: "ref[Follower]") -> None:
     """Make the result of a future that its user still has: a call in the queue must not hold its memory."""
     found = future()
     if found is not None:
@@ -1326,33 +1387,48 @@ class _Promise(Outcome[T]):
         return getattr(self, "_what", None)  # type: ignore[return-value]
 
 
+def _trace_joined(
+    request: Request,
+    joins: bool,
+    hook: TraceHook,
+    context: Context,
+    trace: RequestTrace | Entry,
+    joined: float,
+) -> None:
+    """Call the trace hook for a request whose parts are joined: here, or by its caller."""
+    if joins:
+        with suppress(Exception):  # it is the request's error then
+            request.value()
+        joined = monotonic()
+    _call_trace_hook(hook, context, trace, joined, request.error)
+
+
 def _call_trace_hook(
-    hook: TraceHook, request: Request, trace: RequestTrace | Entry, joined: float, joins: bool
+    hook: TraceHook,
+    context: Context,
+    trace: RequestTrace | Entry,
+    joined: float,
+    error: BaseException | None,
 ) -> None:
     """Call the trace hook, in the delivery thread.
 
     Args:
         hook: The user's.
-        request: Whose trace it is.
+        context: Of the call that made the request.
         trace: As the scheduler knows it, or what it knows, of which it is made here.
-        joined: When the request was settled.
-        joins: Whether its parts are to be joined here, before anybody asks for them.
+        joined: When the result was complete.
+        error: Why the request failed.
     """
-    if joins:
-        with suppress(Exception):  # it is the request's error then
-            request.value()
-        joined = monotonic()
+    if error is not None and not isinstance(error, McinferError):
+        error = PredictError(f"the answers could not be joined: {error!r}")
     if isinstance(trace, Entry):
-        trace = trace_of(trace)
-    error = request.error
-    if trace.error is None and error is not None:
-        if not isinstance(error, McinferError):
-            error = PredictError(f"the answers could not be joined: {error!r}")
-        trace = replace(trace, outcome="failed", error=error)
-    trace = replace(trace, joined=joined)
+        trace = trace_of(trace, error, "failed" if error else "succeeded", joined)
+    elif trace.error is None and error is not None:
+        trace = replace(trace, outcome="failed", error=error, joined=joined)
+    else:
+        trace = replace(trace, joined=joined)
     try:
-        if request.context is not None:
-            request.context.run(hook, trace)
+        context.run(hook, trace)
     except BaseException:
         # Also SystemExit and its like: others wait behind it.
         _log.exception("the trace hook failed")

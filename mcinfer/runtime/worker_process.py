@@ -20,8 +20,8 @@ from typing import TextIO
 from mcinfer.config import TransportKind
 from mcinfer.process import REQUEST, Inherited, StackReport, command, environment
 from mcinfer.runtime.cancels import Cancels
+from mcinfer.shm.descriptors import WakeUp
 from mcinfer.shm.lifeline import Lifeline
-from mcinfer.wakeup import WakeUp
 
 _log = logging.getLogger("mcinfer.master")
 _worker_log = logging.getLogger("mcinfer.worker")
@@ -39,6 +39,7 @@ class WorkerProcess:
     """One running worker process.
 
     Attributes:
+        index: The worker's.
         pid: Its process id.
         pidfd: Readable once it has ended.
         lifeline: The master's end.
@@ -80,6 +81,7 @@ class WorkerProcess:
         Raises:
             OSError: The system cannot start a process.
         """
+        self.index = index
         self.hello_token = hello_token
         self.build_token = build_token
         self.peer: bytes | None = None

@@ -22,9 +22,11 @@ passed) and carries out the actions it is given, in order. The rules:
 
 import heapq
 import math
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from mcinfer.config import Limits, RestartPolicy, Timeouts
 from mcinfer.errors import (
@@ -57,10 +59,17 @@ from mcinfer.scheduler.actions import (
     SendPredict,
     Settle,
 )
-from mcinfer.scheduler.queue import Joinable, ShardId
-from mcinfer.scheduler.request_table import Entry, Outcome, RequestTable
+from mcinfer.scheduler.queue import Joinable, ShardId, ShardQueue
 from mcinfer.scheduler.workers import MAX_DEATHS, MAX_TEXT, Run, Worker, WorkerLives
-from mcinfer.statistics import ROW_BOUNDS, Health, RequestTrace, ShardTrace, Tally, WorkerStatistics
+from mcinfer.statistics import (
+    LATENCY_BOUNDS,
+    ROW_BOUNDS,
+    Health,
+    Histogram,
+    RequestTrace,
+    ShardTrace,
+    WorkerStatistics,
+)
 
 SHORT_RUN = 0.01
 """Seconds: where runs take no longer, the time between two of them counts."""
@@ -76,6 +85,217 @@ MAX_ATTEMPTS = 8
 
 _FORGETTING = 0.9
 """What is left, after each run, of what a longer one before it says of the next."""
+
+
+Outcome = Literal["succeeded", "failed", "cancelled"]
+
+TracedRun = tuple[int, int, str, int | None, int, float, float, float]
+"""Shard, worker, device, pid, attempts, when sent and answered, seconds of the run: see `ShardTrace`."""
+
+
+class Tally:
+    """Counts values for a `Histogram`."""
+
+    __slots__ = ("_bounds", "_counts", "_total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """Of these upper bounds, ascending."""
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._total = 0.0
+
+    def add(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def snapshot(self) -> Histogram:
+        """What was counted so far."""
+        return Histogram(bounds=self._bounds, counts=tuple(self._counts), total=self._total)
+
+
+@dataclass(slots=True)
+class Entry:
+    """One request.
+
+    Attributes:
+        number: The request's.
+        called: When the call came.
+        queued: When it was accepted.
+        timeout: Seconds that the caller gave it from the call on.
+        deadline: When these are over.
+        rows: Of each shard.
+        size: Bytes of its tensors.
+        answered: By shard, whether its reply came.
+        attempts: By shard, how often a worker was given it.
+        unanswered: Shards without a reply.
+        deaths: By shard, the stories of the workers that died on it, where some did, or may have.
+        late: By shard, how many workers still have it that it was taken from.
+        closed: When it was answered.
+        settled: Whether it was answered.
+        begun: Whether a worker was given any of it.
+        outstanding: Shards that a worker has, which may be writing to the request's memory.
+        runs: Of the shards that were answered, where that is traced.
+    """
+
+    number: int
+    called: float
+    queued: float
+    timeout: float
+    deadline: float
+    rows: tuple[int, ...]
+    size: int
+    answered: list[bool]
+    attempts: list[int]
+    unanswered: int
+    deaths: dict[int, list[str]]
+    late: dict[int, int]
+    closed: float = 0.0
+    settled: bool = False
+    begun: bool = False
+    outstanding: int = 0
+    runs: list[TracedRun] = field(default_factory=list)
+
+
+class RequestTable:
+    """The book.
+
+    Attributes:
+        accepted: Requests so far: always the sum of the four counts after it.
+        succeeded: Of them, answered with a result.
+        failed: Of them, answered with an error.
+        cancelled: Of them, cancelled.
+        in_flight: Of them, open.
+        in_flight_bytes: Of their tensors.
+        not_begun: Of them, those of which no worker was given anything yet.
+        latency: Seconds from a call to its answer, where that was a result.
+        queue: The shards that wait for a worker.
+        entries: By number, the requests in the book.
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        """An empty book; shards are joined to runs of up to so many rows."""
+        self.accepted = 0
+        self.succeeded = 0
+        self.failed = 0
+        self.cancelled = 0
+        self.in_flight = 0
+        self.in_flight_bytes = 0
+        self.not_begun = 0
+        self.latency = Tally(LATENCY_BOUNDS)
+        self.queue = ShardQueue(max_rows)
+        self.entries: dict[int, Entry] = {}
+        self._deadlines: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, number: int) -> Entry:
+        return self.entries[number]
+
+    def open(self) -> Iterator[Entry]:
+        """The requests that were not answered yet."""
+        return iter([entry for entry in self.entries.values() if not entry.settled])
+
+    def find_open(self, number: int) -> Entry | None:
+        """The request of that number, if it was not answered yet."""
+        entry = self.entries.get(number)
+        return None if entry is None or entry.settled else entry
+
+    # Accepting, and the queue.
+
+    def accept(
+        self,
+        number: int,
+        rows: tuple[int, ...],
+        called: float,
+        now: float,
+        timeout: float,
+        size: int,
+    ) -> Entry:
+        """Enter a request of so many rows in each shard; its shards are not queued yet."""
+        shards = len(rows)
+        deadline = called + timeout
+        answered, attempts = [False] * shards, [0] * shards
+        entry = Entry(
+            number, called, now, timeout, deadline, rows, size, answered, attempts, shards, {}, {}
+        )
+        self.entries[number] = entry
+        self.accepted += 1
+        self.in_flight += 1
+        self.in_flight_bytes += size
+        self.not_begun += 1
+        if len(self._deadlines) > 2 * self.in_flight + 64:
+            # The answered ones must not outnumber the open ones: a long time-out keeps them for long.
+            self._deadlines = [item for item in self._deadlines if self.find_open(item[1])]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (deadline, number))
+        return entry
+
+    def enqueue(self, entry: Entry, priority: int, join: Joinable | None) -> None:
+        """Queue all its shards; `join` is for a request of one shard."""
+        for shard in range(len(entry.answered)):
+            self.queue.add((entry.number, shard), priority, join)
+
+    def take_run(self, now: float, *, ahead: bool = False) -> tuple[ShardId, ...]:
+        """Take the shards of the next run off the queue, for a worker; none while there is none to give."""
+        members = self.queue.take(now, ahead=ahead)
+        for number, shard in members:
+            entry = self.entries[number]
+            entry.outstanding += 1
+            entry.attempts[shard] += 1
+            if not entry.begun:
+                entry.begun = True
+                self.not_begun -= 1
+        return members
+
+    # Deadlines.
+
+    def next_deadline(self) -> float:
+        """The earliest of the open requests; infinite where there is none."""
+        while self._deadlines and not self.find_open(self._deadlines[0][1]):
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else math.inf
+
+    def overdue(self, now: float) -> Iterator[Entry]:
+        """The open requests whose deadline has passed, each once."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            entry = self.find_open(heapq.heappop(self._deadlines)[1])
+            if entry is not None:
+                yield entry
+
+    # Endings.
+
+    def close(self, entry: Entry, outcome: Outcome, now: float) -> None:
+        """The request is answered; what is queued of it is forgotten."""
+        entry.settled = True
+        entry.closed = now
+        self.in_flight -= 1
+        self.in_flight_bytes -= entry.size
+        self.not_begun -= not entry.begun
+        if self.queue.items:
+            for shard in range(len(entry.answered)):
+                self.queue.discard((entry.number, shard))
+        match outcome:
+            case "succeeded":
+                self.succeeded += 1
+                self.latency.add(now - entry.called)
+            case "failed":
+                self.failed += 1
+            case "cancelled":
+                self.cancelled += 1
+
+    def give_up(self) -> None:
+        """All that is open has failed, and the book is closed."""
+        self.failed += self.in_flight
+        self.in_flight = self.in_flight_bytes = self.not_begun = 0
+
+    def strike(self, entry: Entry) -> bool:
+        """Take it out of the book if it is answered and no worker has a shard of it; whether it was."""
+        if not entry.settled or entry.outstanding:
+            return False
+        del self.entries[entry.number]
+        return True
 
 
 class Scheduler:
@@ -311,7 +531,7 @@ class Scheduler:
                 if before is WorkerState.BUSY and not w.doomed:
                     w.kill_at = None
                 actions += self._handle_answer(w, message, now)
-                if self._lives.is_calm and self._draining is None:
+                if self._lives.calm and self._draining is None:
                     return [*actions, *self.dispatch(now)]
         actions += [*self._lives.advance(now), *self.dispatch(now)]
         return [*actions, *self._lives.announce(now), *self._finish_draining(now)]
@@ -498,7 +718,7 @@ class Scheduler:
         Returns:
             By shard, the worker that is to be sent it; None if nothing was done.
         """
-        if self._joins or self.table.queue.items or not self._lives.is_calm:
+        if self._joins or self.table.queue.items or not self._lives.calm:
             return None
         if self._closing is not None or self._draining is not None:
             return None
@@ -562,7 +782,7 @@ class Scheduler:
         if run.late or run.members != ((number, shard),) or w.kill_at is not None or self._wears:
             return None
         entry = self.table.entries[number]
-        calm = self._lives.is_calm and self._draining is None
+        calm = self._lives.calm and self._draining is None
         if entry.settled or not calm or not 0.0 <= seconds < math.inf:
             return None
         if entry.unanswered == 1 and entry.outstanding > 1:
@@ -808,9 +1028,12 @@ class Scheduler:
 
 
 def trace_of(
-    entry: Entry, error: McinferError | None = None, outcome: Outcome = "succeeded"
+    entry: Entry,
+    error: McinferError | None = None,
+    outcome: Outcome = "succeeded",
+    joined: float | None = None,
 ) -> RequestTrace:
-    """What became of a request that is settled; when its outputs were joined is for others to say."""
+    """What became of a request that is settled, and when its outputs were joined, where that is known."""
     return RequestTrace(
         request=entry.number,
         outcome=outcome,
@@ -819,7 +1042,7 @@ def trace_of(
         called=entry.called,
         queued=entry.queued,
         settled=entry.closed,
-        joined=entry.closed,
+        joined=entry.closed if joined is None else joined,
         shards=tuple(
             ShardTrace(
                 shard=shard,

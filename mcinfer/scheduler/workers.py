@@ -183,6 +183,7 @@ class WorkerLives:
     """All workers of a pool. Methods that return actions return what is to be done, in order.
 
     Attributes:
+        calm: Whether an answer changes nothing here: all were well in the last report, and none is replaced.
         workers: By index.
         specs: What the first worker said of the model; None before.
         started: Whether all had the model once.
@@ -203,14 +204,9 @@ class WorkerLives:
         self._replacing: Worker | None = None
         self._asked_for: set[int] = set()
         self._announced: tuple[HealthState, int] = ("starting", 0)
+        self.calm = False
 
     # Questions.
-
-    @property
-    def is_calm(self) -> bool:
-        """Whether an answer changes nothing here: all were well in the last report, and none is replaced."""
-        replacing = self._replacing is not None or self._to_replace
-        return not replacing and self._announced[0] == "ready"
 
     @property
     def circuit_open(self) -> bool:
@@ -291,6 +287,7 @@ class WorkerLives:
         if (health.state, health.serving) == self._announced:
             return []
         self._announced = (health.state, health.serving)
+        self._note_calm()
         planned = all(w.serves or w is self._replacing for w in self.workers)
         return [HealthChanged(health=health, planned=planned)]
 
@@ -431,6 +428,7 @@ class WorkerLives:
         w.last_error = f"{story} after: {cause}" if cause else story
         if w in self._to_replace and w.index not in self._asked_for:
             self._to_replace.remove(w)  # what was worn is gone; its budget stays as it is
+            self._note_calm()
         if self.started or w.started_before:
             self._plan_restart(w, now)
         elif w.build_failure is None:  # else it was reported
@@ -482,11 +480,17 @@ class WorkerLives:
                 self._asked_for.add(w.index)
             if w not in self._to_replace and w is not self._replacing:
                 self._to_replace.append(w)
+        self._note_calm()
 
     def forget_replacing(self) -> None:
         """Those whose turn has not come stay as they are."""
         self._asked_for.clear()
         self._to_replace.clear()
+        self._note_calm()
+
+    def _note_calm(self) -> None:
+        replacing = self._replacing is not None or self._to_replace
+        self.calm = not replacing and self._announced[0] == "ready"
 
     def retire_if_worn(self, w: Worker, own_bytes: int = 0) -> None:
         """Plan to replace a worker that has answered, or grown, as much as the policy allows."""
@@ -507,12 +511,14 @@ class WorkerLives:
                 if w is None:
                     return actions
                 self._replacing = w
+                self._note_calm()
                 actions += self._begin_replacing(w, now)
             if w.retiring and w.state is WorkerState.READY:
                 actions += self.end_when_idle(w, now, self._timeouts.close)
             if not (w.serves or w.spent):
                 return actions
             self._replacing = None
+            self._note_calm()
             actions += self._finish_replacing(w)
         return actions
 

@@ -20,8 +20,7 @@ import weakref
 from contextlib import suppress
 
 from mcinfer.process import start_time
-from mcinfer.shm.descriptors import close_all, send
-from mcinfer.wakeup import WakeUp
+from mcinfer.shm.descriptors import WakeUp, close_all, send
 
 GRANTED = b'{"ok": true}'
 """The answer that comes with the descriptors of the folder and of its lock, in this order."""

@@ -109,8 +109,9 @@ class FedProcess(WorkerProcess):
         killed: Whether it was to end.
     """
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, index: int, pid: int) -> None:
         """What there is to know of it."""
+        self.index = index
         self.pid = pid
         self.hello_token = f"{pid:032}"
         self.build_token = f"{-pid:032}"
@@ -180,8 +181,8 @@ class MasterTarget(Target):
         )
         self._connections = loop._connections
         self._router = FedTransport()
-        self._connections._transport = self._router
-        self._processes = [FedProcess(100 + index) for index in range(_WORKERS)]
+        self._connections.transport = loop._transport = self._router
+        self._processes = [FedProcess(index, 100 + index) for index in range(_WORKERS)]
         self._planners = {
             spec: Planner(spec, loop.arena, lambda sizes, _: loop.arena.allocate_all(sizes))
             for spec in (SPEC, KNOWN_SPEC)
@@ -261,7 +262,7 @@ class MasterTarget(Target):
         loop._delivery._drain()
         self._router.inbox.clear()
         self._router.sent.clear()
-        self._connections._peers.clear()
+        self._connections.peers.clear()
         self._connections.processes.clear()
         self._scheduler.handle_start(monotonic())
         for index, process in enumerate(self._processes):

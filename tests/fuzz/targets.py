@@ -30,11 +30,11 @@ from mcinfer.protocol import (
 )
 from mcinfer.runtime.cancels import Cancels
 from mcinfer.runtime.transport import SocketPairMaster, SocketPairWorker
-from mcinfer.serving import Server, Tokens
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import tensor_bytes
 from mcinfer.validators import TensorRef
+from mcinfer.worker.server import Server, Tokens
 from tests.fuzz.models import BLOCK_BYTES, INPUTS, ROWS
 from tests.fuzz.target import Target, Violation
 

@@ -21,7 +21,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from mcinfer import protocol, worker
+from mcinfer import protocol
 from mcinfer.protocol import (
     REPLY,
     REPLY_HEAD,
@@ -38,6 +38,7 @@ from mcinfer.shm.block import Block
 from mcinfer.shm.descriptors import send as send_packet
 from mcinfer.shm.lifeline import _HEADER, Lifeline
 from mcinfer.validators import TensorFields
+from mcinfer.worker import __main__ as entry
 
 KIND = "MCINFER_HOSTILE"
 """The variable that says what to do."""
@@ -504,7 +505,7 @@ def main() -> int:
 
     Cancels.inherited = take_cancels  # type: ignore[method-assign] # that is what this program is for
     transport.connect = join
-    return worker.main()
+    return entry.main()
 
 
 if __name__ == "__main__":

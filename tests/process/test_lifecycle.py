@@ -231,7 +231,7 @@ GARBAGE = [
 
 def way_to(master: Master) -> str:
     """An endpoint at which this process can connect, as a process of the same user that traces it could."""
-    return f"ipc:///proc/self/fd/{master._loop._connections._transport.add(9)}"
+    return f"ipc:///proc/self/fd/{master._loop._connections.transport.add(9)}"
 
 
 def test_intruder_at_the_socket_changes_nothing(fake_model: FakeModel) -> None:

@@ -1,6 +1,7 @@
 """The loop: what callers do to one another through it, what would end it, and waits that must have an end."""
 
 import asyncio
+import errno
 import logging
 import math
 import os
@@ -12,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mcinfer import (
@@ -303,3 +305,54 @@ def test_finalizer_in_the_loop_that_would_wait_is_refused_at_once(
         assert not has_waited
         assert isinstance(failure, McinferError), failure
         assert_answers(future.result(PATIENCE), act(-1.0))
+
+
+def test_loop_that_fails_leaves_no_caller_waiting_and_no_process(
+    fake_model: FakeModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A fault of mcinfer itself: here a call that ends the loop's thread."""
+    caplog.set_level(logging.CRITICAL + 1, "mcinfer.master")  # a record would hold the traceback
+    with Master(fake_model(run="sleep:30"), 2, engine="fake", verify="never") as master:
+        workers = pids(master)
+        waiting = [master.submit(act(1.0)) for _ in range(8)]
+
+        once = [SystemExit()]
+
+        def fail() -> None:
+            if once:
+                raise once.pop()
+
+        master._loop._post(loop_module._Call(fail))
+        for future in waiting:
+            with pytest.raises(ClosedError, match="the master failed"):
+                future.result(PATIENCE)
+        wait_until(lambda: not any(map(psutil.pid_exists, workers)), PATIENCE)
+        statistics = master.statistics()
+        assert (statistics.in_flight, statistics.in_flight_bytes, statistics.failed) == (0, 0, 8)
+        assert statistics.health.state == "failed"
+
+
+def test_worker_that_cannot_be_watched_counts_as_one_that_could_not_start(
+    fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system bounds how many descriptors a user may watch (max_user_watches of epoll(7))."""
+    with Master(fake_model(), 2, engine="fake", verify="never") as master:
+        loop = master._loop
+        watched = loop._poll
+
+        class Full:
+            """Watches what it watches already, and nothing more."""
+
+            def __getattr__(self, name: str) -> object:
+                return getattr(watched, name)
+
+            def register(self, *_: object) -> None:
+                raise OSError(errno.ENOSPC, "no watches left")
+
+        monkeypatch.setattr(loop, "_poll", Full())
+        os.kill(pids(master)[0], signal.SIGKILL)
+        wait_until(lambda: "could not be watched" in str(master.health()), PATIENCE)
+        assert_answers(master.predict(act(1.0)), act(1.0))
+        monkeypatch.setattr(loop, "_poll", watched)
+        master.wait_ready(PATIENCE)
+        assert_answers(master.predict(act(1.0)), act(1.0))

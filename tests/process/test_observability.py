@@ -1,6 +1,7 @@
 """What a real pool tells Prometheus and OpenTelemetry, and the documentation's own programs."""
 
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 from prometheus_client import CollectorRegistry
 
-from mcinfer import Master, PredictError
+from mcinfer import Master, PredictError, RequestTrace
 from mcinfer.exporters.opentelemetry import request_spans
 from mcinfer.exporters.prometheus import MasterCollector
 from tests.process.models import AFFINE, FakeModel, OnnxModel, act, rows
@@ -154,3 +155,22 @@ def test_program_of_the_documentation_runs(
     text = PROGRAMS[number].replace("start_http_server(9400", "server, _ = start_http_server(0")
     text = text.replace("    # While", f"{scrape}    # While")
     assert re.fullmatch(SAID[number], run_documented(text, tmp_path).strip())
+
+
+def test_traces_that_wait_hold_no_results(fake_model: FakeModel) -> None:
+    """As many results as there are traces in the queue would have been kept: 64 of 1 MiB here."""
+    traces: list[RequestTrace] = []
+    over = threading.Event()
+    with Master(fake_model(), 2, engine="fake", verify="never", trace=traces.append) as master:
+        large = rows(1 << 16)
+        [array] = large.values()
+        master.predict(large)
+        blocked = master.submit(rows(1))
+        blocked.add_done_callback(lambda _: over.wait(60.0))
+        before = master.statistics().memory_bytes
+        for _ in range(64):
+            master.predict(large)
+        after = master.statistics().memory_bytes
+        over.set()
+        assert after <= before + 4 * array.nbytes
+        wait_until(lambda: len(traces) == 66)

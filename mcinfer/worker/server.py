@@ -66,7 +66,6 @@ from mcinfer.protocol import (
     decode_body,
     encode,
 )
-from mcinfer.requests.joined_runs import JoinedRuns
 from mcinfer.runtime.cancels import Cancels
 from mcinfer.runtime.transport import WorkerTransport
 from mcinfer.shm.arena import align
@@ -74,6 +73,7 @@ from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, TensorSpec, tensor_bytes
 from mcinfer.validators import TensorFields, TensorRef
+from mcinfer.worker.joined_runs import JoinedRuns
 
 STRANGER = 77
 """Exit status of a worker that was sent BUILD by who is not its master: EX_NOPERM of sysexits.h."""

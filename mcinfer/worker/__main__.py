@@ -9,7 +9,7 @@ thread may be deep in an import or a native run by then:
 * the lifeline hangs up when no process holds its other end (a child that the user forked may, so
   this alone is not enough).
 
-Only then the import path is made the master's, and `mcinfer.serving` does the work. The watcher never
+Only then the import path is made the master's, and `mcinfer.worker.server` does the work. The watcher never
 reads the lifeline: that would eat descriptors.
 """
 
@@ -43,7 +43,7 @@ def main() -> int:
         os.environ["PYTHONPATH"] = start["pythonpath"]
     from mcinfer.runtime.cancels import Cancels
     from mcinfer.runtime.transport import connect
-    from mcinfer.serving import Tokens, serve
+    from mcinfer.worker.server import Tokens, serve
 
     cancels = Cancels.inherited(start["cancels"])
     connection = connect(start["transport"], start["connection"])
