@@ -314,6 +314,17 @@ def test_output_axis_that_is_said_wrong_is_found_out(
     assert text in warnings()[0]
 
 
+def test_said_axis_counts_for_an_output_without_elements() -> None:
+    for said in (0, None):
+        spec = spec_of({"x": (None, 3)}, {"y": (None, 3), "found": (None,)})
+        model = Model(
+            spec, lambda x: {"y": 2 * x, "found": np.zeros(0)}, {"x": 0}, {"y": 0, "found": said}
+        )
+        model.ask(random(4, 3))
+        assert model.split.outputs == {"y": 0, "found": said}
+        assert model.split.known == "said"
+
+
 def test_everything_said_to_go_whole_needs_no_request_and_no_warning(
     warnings: Callable[[], list[str]],
 ) -> None:
@@ -417,6 +428,18 @@ def test_whole_run_that_fails_is_the_callers_error_where_nothing_says_how_to_spl
     assert model.runs == 1
     assert not model.splitter.known.settled
     assert not model.splitter.busy
+
+
+def test_whole_run_and_pieces_that_fail_are_the_whole_runs_error() -> None:
+    model = Model(DECLARED, double)
+
+    def fail(number: int, _: Inputs) -> None:
+        raise PredictError(f"run {number} failed")
+
+    model.before = fail
+    with pytest.raises(PredictError, match="run 1 failed"):
+        model.ask(random(4, 3))
+    assert not model.splitter.known.settled
 
 
 @pytest.mark.parametrize("number", [2, 3])

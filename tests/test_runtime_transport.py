@@ -387,6 +387,13 @@ def test_descriptor_that_is_no_sealed_message_is_an_empty_one(pair: Pair, what: 
     assert received(pair.master)[1] == b"after it"
 
 
+def test_packet_that_is_larger_than_any_is_an_empty_message(pair: Pair) -> None:
+    pair.end.send(bytes(LARGE + 1))
+    pair.end.send(bytes(LARGE * 2))
+    assert received(pair.master)[1] == b""
+    assert received(pair.master)[1] == b""
+
+
 def test_descriptors_that_nobody_asked_for_are_not_taken(pair: Pair) -> None:
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("=i", pair.end.fileno()))]
     before = len(os.listdir("/proc/self/fd"))

@@ -10,7 +10,7 @@ from concurrent.futures import wait as wait_for_futures
 import numpy as np
 
 from mcinfer import Master, Timeouts
-from tests.process.models import FakeModel, act, assert_answers, rows
+from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
 from tests.process.waiting import pids, states, wait_for_states, wait_until
 
 
@@ -24,9 +24,7 @@ def test_requests_beside_a_run_that_hangs_are_answered_by_the_other_worker(
     fake_model: FakeModel,
 ) -> None:
     model = fake_model(when={"-1": "hang:60"})
-    with Master(
-        model, 2, engine="fake", verify="never", timeouts=Timeouts(cancel_grace=0.1, close=0.2)
-    ) as master:
+    with fake_master(model, 2, timeouts=Timeouts(cancel_grace=0.1, close=0.2)) as master:
         warm_up(master)
         # All at once: some are given ahead behind the one that hangs.
         hung = master.submit(act(-1.0), timeout=20.0)
@@ -39,9 +37,7 @@ def test_requests_beside_a_run_that_hangs_are_answered_by_the_other_worker(
 
 def test_requests_behind_a_worker_that_is_stopped_are_taken_back(fake_model: FakeModel) -> None:
     model = fake_model(when={"-1": "stop"})
-    with Master(
-        model, 2, engine="fake", verify="never", timeouts=Timeouts(cancel_grace=0.1, close=0.2)
-    ) as master:
+    with fake_master(model, 2, timeouts=Timeouts(cancel_grace=0.1, close=0.2)) as master:
         warm_up(master)
         stopped = master.submit(act(-1.0), timeout=math.inf)
         beside = [master.submit(rows(1, first=float(i))) for i in range(20)]
@@ -55,7 +51,7 @@ def test_requests_behind_a_worker_that_is_stopped_are_taken_back(fake_model: Fak
 
 
 def test_worker_that_goes_on_late_skips_what_was_taken_back(fake_model: FakeModel) -> None:
-    with Master(fake_model(when={"-1": "sleep:0.3"}), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(when={"-1": "sleep:0.3"}), 1) as master:
         warm_up(master)
         slow = master.submit(act(-1.0))
         behind = master.submit(rows(2))
@@ -67,7 +63,7 @@ def test_worker_that_goes_on_late_skips_what_was_taken_back(fake_model: FakeMode
 
 
 def test_worker_killed_with_one_given_ahead_costs_neither(fake_model: FakeModel) -> None:
-    with Master(fake_model(run="sleep:0.005"), 2, engine="fake", verify="never") as master:
+    with fake_master(fake_model(run="sleep:0.005"), 2) as master:
         warm_up(master)
         futures = [master.submit(rows(1, first=float(i))) for i in range(40)]
         os.kill(busy_pid_of_any(master), signal.SIGKILL)
@@ -83,7 +79,7 @@ def busy_pid_of_any(master: Master) -> int:
 
 
 def test_clients_of_a_short_model_get_each_its_own_answers(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 2, engine="fake", verify="never") as master:
+    with fake_master(fake_model(), 2) as master:
         together = threading.Barrier(8)
 
         def client(number: int) -> None:

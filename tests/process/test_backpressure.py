@@ -15,7 +15,7 @@ import pytest
 
 from mcinfer import ClosedError, Limits, Master, QueueFullError, Timeouts
 from mcinfer.statistics import RequestTrace
-from tests.process.models import FakeModel, assert_answers, rows
+from tests.process.models import FakeModel, assert_answers, fake_master, rows
 from tests.process.scripts import PREAMBLE, Program
 from tests.process.waiting import pids, running, stop, wait_until
 
@@ -56,7 +56,7 @@ def waiting(
 
 
 def test_request_beyond_the_limit_is_refused_and_leaves_nothing(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 1, engine="fake", verify="never", limits=Limits(queue=2)) as master:
+    with fake_master(fake_model(), 1, limits=Limits(queue=2)) as master:
         with stopped(master):
             futures = [master.submit(rows(1)) for _ in range(2)]
             used = master.statistics().memory_used_bytes
@@ -88,7 +88,7 @@ def test_callers_wait_for_room_and_are_admitted_first_come_first_served(
         outcome = function(rows(2))
         return outcome.result(20.0) if isinstance(outcome, Future) else outcome
 
-    with Master(fake_model(), 1, engine="fake", verify="never", limits=ONE, trace=hook) as master:
+    with fake_master(fake_model(), 1, limits=ONE, trace=hook) as master:
         with stopped(master):
             master.submit(rows(1))
             threads = []
@@ -112,7 +112,7 @@ def test_callers_wait_for_room_and_are_admitted_first_come_first_served(
 
 
 def test_caller_that_waits_in_vain_is_refused_at_its_own_time_out(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 1, engine="fake", verify="never", limits=ONE) as master:
+    with fake_master(fake_model(), 1, limits=ONE) as master:
         with stopped(master):
             first = master.submit(rows(1))
             with waiting(master, 1, lambda: master.predict(rows(1), timeout=30.0)) as patient:
@@ -131,7 +131,7 @@ def test_caller_that_waits_in_vain_is_refused_at_its_own_time_out(fake_model: Fa
 
 
 def test_callers_that_wait_are_freed_by_close(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 1, engine="fake", verify="never", limits=ONE) as master:
+    with fake_master(fake_model(), 1, limits=ONE) as master:
         stop(pids(master)[0])
         first = master.submit(rows(1))
         with (
@@ -148,9 +148,7 @@ def test_callback_does_not_wait_for_room(fake_model: FakeModel) -> None:
     limits = Limits(queue=2, when_queue_full="wait")
     outcome: Future[QueueFullError] = Future()
     endless = Timeouts(predict=math.inf)  # a call that waited would not return
-    with Master(
-        fake_model(), 1, engine="fake", verify="never", limits=limits, timeouts=endless
-    ) as master:
+    with fake_master(fake_model(), 1, limits=limits, timeouts=endless) as master:
 
         def fill(_: object) -> None:
             with stopped(master):
@@ -167,7 +165,7 @@ def test_callback_does_not_wait_for_room(fake_model: FakeModel) -> None:
 
 
 def test_event_loop_goes_on_while_its_tasks_wait_for_room(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 1, engine="fake", verify="never", limits=ONE) as master:
+    with fake_master(fake_model(), 1, limits=ONE) as master:
 
         async def ask() -> None:
             with stopped(master):

@@ -26,7 +26,16 @@ from mcinfer import (
 )
 from mcinfer.requests.request import Arrays
 from mcinfer.statistics import WorkerStatistics
-from tests.process.models import AFFINE, FakeModel, Inputs, OnnxModel, act, assert_answers, rows
+from tests.process.models import (
+    AFFINE,
+    FakeModel,
+    Inputs,
+    OnnxModel,
+    act,
+    assert_answers,
+    fake_master,
+    rows,
+)
 from tests.process.waiting import busy_pid, pids, wait_for_states, wait_until
 
 BUSY = -1.0
@@ -72,9 +81,7 @@ def the_worker(master: Master) -> WorkerStatistics:
 
 def test_requests_that_waited_for_the_worker_go_as_one_run(fake_model: FakeModel) -> None:
     requests = [rows(1, first=10.0 * i) for i in range(8)]
-    with Master(
-        fake_model(when=acts()), 1, engine="fake", verify="never", max_batch_size=8
-    ) as master:
+    with fake_master(fake_model(when=acts()), 1, max_batch_size=8) as master:
         futures = submit_together(master, *requests)
         assert_all_answered(futures, requests)
         futures.clear()
@@ -88,9 +95,7 @@ def test_requests_that_waited_for_the_worker_go_as_one_run(fake_model: FakeModel
 def test_predict_as_one_piece_is_joined_as_well(fake_model: FakeModel) -> None:
     requests = [rows(1, first=10.0 * i) for i in range(4)]
     with (
-        Master(
-            fake_model(when=acts()), 1, engine="fake", verify="never", max_batch_size=8
-        ) as master,
+        fake_master(fake_model(when=acts()), 1, max_batch_size=8) as master,
         ThreadPoolExecutor(4) as pool,
     ):
         with kept_busy(master):
@@ -131,9 +136,7 @@ def test_onnx_model_answers_mixed_rows_of_many_threads_right(onnx_model: OnnxMod
 def test_request_that_kills_its_worker_takes_no_neighbour_with_it(fake_model: FakeModel) -> None:
     requests = [act(BAD) if i == 1 else rows(1, first=10.0 * i) for i in range(4)]
     model = fake_model(when=acts("kill"))
-    with Master(
-        model, 1, engine="fake", verify="never", max_batch_size=8, restart=GENEROUS
-    ) as master:
+    with fake_master(model, 1, max_batch_size=8, restart=GENEROUS) as master:
         futures = submit_together(master, *requests)
         bad = futures.pop(1)
         with pytest.raises(WorkerDiedError, match="2 workers died on it"):
@@ -146,7 +149,7 @@ def test_run_that_nobody_wants_any_more_is_stopped_and_its_worker_lives_on(
     fake_model: FakeModel,
 ) -> None:
     model = fake_model(when=acts("sleep:600"))
-    with Master(model, 1, engine="fake", verify="never", max_batch_size=8) as master:
+    with fake_master(model, 1, max_batch_size=8) as master:
         before = pids(master)
         futures = submit_together(master, rows(1), act(BAD), rows(2))
         wait_until(lambda: master.statistics().queued_shards == 0)
@@ -161,15 +164,7 @@ def test_run_that_nobody_wants_any_more_is_stopped_and_its_worker_lives_on(
 def test_request_without_an_end_runs_out_of_time_alone(fake_model: FakeModel) -> None:
     timeouts = Timeouts(cancel_grace=0.2)
     model = fake_model(when=acts("hang:600"))
-    with Master(
-        model,
-        1,
-        engine="fake",
-        verify="never",
-        max_batch_size=8,
-        timeouts=timeouts,
-        restart=GENEROUS,
-    ) as master:
+    with fake_master(model, 1, max_batch_size=8, timeouts=timeouts, restart=GENEROUS) as master:
         with kept_busy(master):
             before = master.submit(rows(1))
             bad = master.submit(act(BAD), timeout=2.0)
@@ -185,13 +180,7 @@ def test_request_without_an_end_runs_out_of_time_alone(fake_model: FakeModel) ->
 def test_every_request_of_a_mixed_crowd_comes_to_its_own_end(fake_model: FakeModel) -> None:
     threads, each = 6, 20
 
-    with Master(
-        fake_model(when=acts(), run="sleep:0.001"),
-        2,
-        engine="fake",
-        verify="never",
-        max_batch_size=16,
-    ) as master:
+    with fake_master(fake_model(when=acts(), run="sleep:0.001"), 2, max_batch_size=16) as master:
 
         def ask(thread: int) -> tuple[int, int]:
             """How many failed, and were cancelled."""
@@ -232,13 +221,11 @@ def test_every_request_of_a_mixed_crowd_comes_to_its_own_end(fake_model: FakeMod
 # Waiting for company.
 
 
-def test_request_is_sent_when_due_though_an_answer_came_meanwhile(
-    fake_model: FakeModel,
-) -> None:
+def test_request_is_sent_when_due_though_an_answer_came_meanwhile(fake_model: FakeModel) -> None:
     """What is held is due at a time that the answer, which makes its worker ready, does not bring forward."""
     model = fake_model(when={"-2": "sleep:0.3"})
     with (
-        Master(model, 1, engine="fake", verify="never", max_batch_size=8, max_delay=1.0) as master,
+        fake_master(model, 1, max_batch_size=8, max_delay=1.0) as master,
         ThreadPoolExecutor(1) as pool,
     ):
         driving = pool.submit(master.predict, act(BAD))
@@ -249,9 +236,7 @@ def test_request_is_sent_when_due_though_an_answer_came_meanwhile(
 
 
 def test_held_requests_cost_no_time_while_no_worker_is_ready(fake_model: FakeModel) -> None:
-    with Master(
-        fake_model(when=acts()), 1, engine="fake", verify="never", max_batch_size=8, max_delay=0.01
-    ) as master:
+    with fake_master(fake_model(when=acts()), 1, max_batch_size=8, max_delay=0.01) as master:
         with kept_busy(master):
             future = master.submit(rows(1))
             before = time.process_time()
@@ -278,7 +263,7 @@ def note_ends(order: list[Name], names: Sequence[Name], futures: Sequence[Future
 
 def test_request_of_a_higher_priority_overtakes_all_that_wait(fake_model: FakeModel) -> None:
     order: list[str] = []
-    with Master(fake_model(when=acts()), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(when=acts()), 1) as master:
         with kept_busy(master):
             names = [*(f"low {i}" for i in range(20)), "high"]
             futures = [master.submit(rows(1), priority=int(name == "high")) for name in names]
@@ -295,12 +280,7 @@ def test_priority_is_for_predict_and_its_async_twin_too(fake_model: FakeModel) -
         order.append(name)
 
     with (
-        Master(
-            fake_model(when={"-1": "sleep:600", "-2": "sleep:0.3"}),
-            1,
-            engine="fake",
-            verify="never",
-        ) as master,
+        fake_master(fake_model(when={"-1": "sleep:600", "-2": "sleep:0.3"}), 1) as master,
         ThreadPoolExecutor(2) as pool,
     ):
         with kept_busy(master):
@@ -318,7 +298,7 @@ def test_priority_is_for_predict_and_its_async_twin_too(fake_model: FakeModel) -
 
 def test_priorities_and_pieces_that_make_no_sense_are_refused(fake_model: FakeModel) -> None:
     bad: Any
-    with Master(fake_model(), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(), 1) as master:
         for bad in (1.0, "1", True, None):
             for ask in (master.predict, master.submit):
                 with pytest.raises(InvalidInputError, match=r"^priority: got"):
@@ -334,7 +314,7 @@ def test_priorities_and_pieces_that_make_no_sense_are_refused(fake_model: FakeMo
 
 
 def test_predict_is_cut_in_as_many_pieces_as_is_said(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 2, engine="fake", verify="never") as master:
+    with fake_master(fake_model(), 2) as master:
         for shards, pieces in ((1, 1), (2, 2), (5, 5), (100, 6), (None, 2)):
             before = sum(worker.completed for worker in master.statistics().workers)
             assert_answers(master.predict(rows(6), shards=shards), rows(6))
@@ -345,20 +325,20 @@ def test_predict_is_cut_in_as_many_pieces_as_is_said(fake_model: FakeModel) -> N
 @pytest.mark.parametrize("value", [0, 1.5, None])
 def test_batch_size_that_makes_no_sense_is_refused(fake_model: FakeModel, value: Any) -> None:
     with pytest.raises(InvalidInputError, match=r"^max_batch_size: got"):
-        Master(fake_model(), 1, engine="fake", verify="never", max_batch_size=value)
+        fake_master(fake_model(), 1, max_batch_size=value)
 
 
 @pytest.mark.parametrize("value", [-0.1, float("nan"), "1"])
 def test_delay_that_is_no_time_is_refused(fake_model: FakeModel, value: Any) -> None:
     with pytest.raises(InvalidInputError, match=r"^max_delay: got"):
-        Master(fake_model(), 1, engine="fake", verify="never", max_delay=value)
+        fake_master(fake_model(), 1, max_delay=value)
 
 
 def test_workers_are_pinned_to_the_cores_that_were_chosen(fake_model: FakeModel) -> None:
     cores = sorted(os.sched_getaffinity(0))
     chosen = [[cores[-1]], cores, [cores[0]]]
     options = EngineOptions(cores=chosen)
-    with Master(fake_model(), 3, engine="fake", verify="never", options=options) as master:
+    with fake_master(fake_model(), 3, options=options) as master:
         assert [os.sched_getaffinity(pid) for pid in pids(master)] == [{*item} for item in chosen]
         assert_answers(master.predict(rows(3)), rows(3))
 
@@ -366,7 +346,7 @@ def test_workers_are_pinned_to_the_cores_that_were_chosen(fake_model: FakeModel)
 def test_cores_that_cannot_be_had_fail_the_start_and_are_named(fake_model: FakeModel) -> None:
     options = EngineOptions(cores=[[100_000]])
     with pytest.raises(BuildError, match=r"worker 0: cores: got \[100000\], expected some of"):
-        Master(fake_model(), 1, engine="fake", verify="never", options=options).start()
+        fake_master(fake_model(), 1, options=options).start()
 
 
 def test_real_engine_takes_threads_for_operators_side_by_side(onnx_model: OnnxModel) -> None:

@@ -15,7 +15,6 @@ import pytest
 
 from mcinfer import (
     BuildError,
-    Master,
     PredictError,
     PredictTimeoutError,
     RestartPolicy,
@@ -24,7 +23,7 @@ from mcinfer import (
 )
 from mcinfer.config import TRANSPORTS, TransportKind
 from tests.process.hostile_worker import GIANT_BYTES, KINDS, become
-from tests.process.models import FakeModel, assert_answers, rows
+from tests.process.models import FakeModel, assert_answers, fake_master, rows
 from tests.process.waiting import wait_until
 
 PATIENCE = 40.0
@@ -92,10 +91,7 @@ def killed(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.usefixtures("_memory_stays")
 @pytest.mark.parametrize(
     ("kinds", "known"),
-    [
-        (BREAK_IN_KNOWN_PLACES, True),
-        (BREAK_IN_OWN_BLOCKS, False),
-    ],
+    [(BREAK_IN_KNOWN_PLACES, True), (BREAK_IN_OWN_BLOCKS, False)],
     ids=["known", "own"],
 )
 def test_requests_of_hostile_workers_are_answered_by_an_honest_one(
@@ -110,9 +106,7 @@ def test_requests_of_hostile_workers_are_answered_by_an_honest_one(
     policy = RestartPolicy(budget=2 * len(kinds), backoff=0.0)
     model = fake_model() if known else fake_model(outputs=OPEN)
     axes = {"y": 0}
-    with Master(
-        model, 2, engine="fake", verify="never", restart=policy, output_axes=axes
-    ) as master:
+    with fake_master(model, 2, restart=policy, output_axes=axes) as master:
         for number, kind in enumerate(kinds, 1):
             until = time.monotonic() + PATIENCE
             # Until this one was given a shard, and the next has its place.
@@ -135,7 +129,7 @@ def test_part_of_another_shape_fails_its_request_and_nothing_is_joined_after_it(
 ) -> None:
     become(tmp_path, monkeypatch, "", kind)
     model = fake_model() if known else fake_model(outputs=OPEN)
-    with Master(model, 2, engine="fake", verify="never", output_axes={"y": 0}) as master:
+    with fake_master(model, 2, output_axes={"y": 0}) as master:
 
         def ask_until_it_has_a_shard() -> None:
             for _ in range(10):
@@ -153,7 +147,7 @@ def test_what_does_no_harm_costs_no_worker(
     fake_model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     become(tmp_path, monkeypatch, kind)
-    with Master(fake_model(), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(), 1) as master:
         for count in (4, 3):
             assert_answers(master.predict(rows(count), timeout=PATIENCE), rows(count))
         assert master.statistics().workers[0].restarts == 0
@@ -163,7 +157,7 @@ def test_worker_that_prepares_without_getting_on_is_not_waited_for(
     fake_model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     become(tmp_path, monkeypatch, "endless_preparing")
-    master = Master(fake_model(), 1, engine="fake", verify="never", timeouts=Timeouts(start=1.5))
+    master = fake_master(fake_model(), 1, timeouts=Timeouts(start=1.5))
     with pytest.raises(BuildError, match="not ready within"):
         master.start()
 
@@ -175,7 +169,7 @@ def test_request_that_a_worker_does_not_answer_is_timed_out_and_the_pool_serves(
 ) -> None:
     become(tmp_path, monkeypatch, kind)
     timeouts = Timeouts(cancel_grace=0.2)
-    with Master(fake_model(), 1, engine="fake", verify="never", timeouts=timeouts) as master:
+    with fake_master(fake_model(), 1, timeouts=timeouts) as master:
         with pytest.raises(PredictTimeoutError):
             master.predict(rows(4), timeout=SOON)
         assert_answers(master.predict(rows(3), timeout=PATIENCE), rows(3))
@@ -187,7 +181,7 @@ def test_result_of_a_terabyte_fails_its_request_and_takes_no_memory(
 ) -> None:
     become(tmp_path, monkeypatch, "giant_block")
     with (
-        Master(fake_model(outputs=OPEN), 1, engine="fake", verify="never") as master,
+        fake_master(fake_model(outputs=OPEN), 1) as master,
         pytest.raises(PredictError, match=rf"'y' has {GIANT_BYTES} bytes"),
     ):
         master.predict(rows(4), timeout=PATIENCE)
@@ -197,7 +191,7 @@ def test_block_that_changes_while_it_is_read_is_a_result_that_changes_no_more(
     fake_model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     become(tmp_path, monkeypatch, "changing_block")
-    with Master(fake_model(outputs=OPEN), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(outputs=OPEN), 1) as master:
         result = master.predict(rows(4), timeout=PATIENCE)["y"]
         # The worker's word, as its values are; or it was refused for a hole, and another has answered.
         assert result.shape in ((2 << 20, 4), (4, 4))
@@ -207,13 +201,10 @@ def test_block_that_changes_while_it_is_read_is_a_result_that_changes_no_more(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_processes_that_a_worker_left_behind_are_not_listened_to(
-    fake_model: FakeModel,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    transport: TransportKind,
+    fake_model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: TransportKind
 ) -> None:
     become(tmp_path, monkeypatch, "", "heir")
-    with Master(fake_model(), 2, engine="fake", verify="never", transport=transport) as master:
+    with fake_master(fake_model(), 2, transport=transport) as master:
         until = time.monotonic() + PATIENCE
         while not sum(w.restarts for w in master.statistics().workers):
             assert_answers(master.predict(rows(4), timeout=PATIENCE, shards=2), rows(4))
@@ -226,17 +217,14 @@ def test_pool_of_hostile_workers_alone_fails_requests_and_closes(
     fake_model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     become(tmp_path, monkeypatch, "garbage", only_first=False)
-    with (
-        Master(fake_model(), 2, engine="fake", verify="never") as master,
-        pytest.raises(WorkerDiedError),
-    ):
+    with fake_master(fake_model(), 2) as master, pytest.raises(WorkerDiedError):
         master.predict(rows(4), timeout=PATIENCE)
 
 
 def test_pool_that_serves_has_no_address_for_strangers(
     fake_model: FakeModel, runtime_dir: Path
 ) -> None:
-    with Master(fake_model(), 2, engine="fake", verify="never") as master:
+    with fake_master(fake_model(), 2) as master:
         for _ in range(2):
             assert_answers(master.predict(rows(4), timeout=PATIENCE), rows(4))
             assert master.wait_ready(PATIENCE).state == "ready"

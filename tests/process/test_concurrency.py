@@ -12,14 +12,14 @@ import pytest
 
 from mcinfer import ClosedError, Limits, Master, McinferError, QueueFullError, Timeouts
 from mcinfer.requests.request import Arrays
-from tests.process.models import FakeModel, act, assert_answers, rows
+from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
 from tests.process.waiting import pids, wait_for_states, wait_until
 
 
 def test_sixty_four_threads_get_each_its_own_answers(fake_model: FakeModel) -> None:
     threads = 64
     together = threading.Barrier(threads)
-    with Master(fake_model(), 2, engine="fake", verify="never") as master:
+    with fake_master(fake_model(), 2) as master:
 
         def ask(thread: int) -> None:
             chance = random.Random(thread)  # noqa: S311 no secret
@@ -43,7 +43,7 @@ def test_hundred_tasks_get_each_its_own_answers(fake_model: FakeModel) -> None:
     async def ask_all() -> list[Arrays]:
         return await asyncio.gather(*(master.predict_async(rows(3, 10.0 * i)) for i in range(100)))
 
-    with Master(fake_model(), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(), 1) as master:
         for i, outputs in enumerate(asyncio.run(ask_all())):
             assert_answers(outputs, rows(3, 10.0 * i))
 
@@ -59,7 +59,7 @@ def test_task_that_is_cancelled_stops_its_run_and_no_other(fake_model: FakeModel
             await slow
         return await master.predict_async(rows(2))
 
-    with Master(fake_model(when={"-1": "sleep:60"}), 2, engine="fake", verify="never") as master:
+    with fake_master(fake_model(when={"-1": "sleep:60"}), 2) as master:
         before = pids(master)
         assert_answers(asyncio.run(ask()), rows(2))
         wait_for_states(master, "ready", "ready")
@@ -78,7 +78,7 @@ def test_task_that_waits_for_memory_leaves_the_loop_free(fake_model: FakeModel) 
         held.clear()
         return await waiting
 
-    with Master(fake_model(), 1, engine="fake", verify="never", limits=limits) as master:
+    with fake_master(fake_model(), 1, limits=limits) as master:
         held = master.allocate({"x": (200, 4)})
         assert_answers(asyncio.run(ask()), rows(100))
 
@@ -102,7 +102,7 @@ def outcome_of_callback(
 def test_predict_in_a_callback_is_refused_and_does_not_wait_for_itself(
     fake_model: FakeModel,
 ) -> None:
-    with Master(fake_model(when={"-1": "sleep:0.1"}), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(when={"-1": "sleep:0.1"}), 1) as master:
         outcome = outcome_of_callback(master, -1.0, lambda: master.predict(rows(1)))
         with pytest.raises(McinferError, match=r"callback.*submit\(\)"):
             outcome.result(timeout=20.0)
@@ -112,7 +112,7 @@ def test_predict_in_a_callback_is_refused_and_does_not_wait_for_itself(
 def test_submit_in_a_callback_does_not_wait_for_memory(fake_model: FakeModel) -> None:
     limits = Limits(memory_bytes=4096, when_full="wait")
     model = fake_model(when={"-1": "sleep:0.1"})
-    with Master(model, 1, engine="fake", verify="never", limits=limits) as master:
+    with fake_master(model, 1, limits=limits) as master:
         held = master.allocate({"x": (200, 4)})
         outcome = outcome_of_callback(master, -1.0, lambda: master.submit(rows(100)))
         with pytest.raises(QueueFullError):
@@ -121,7 +121,7 @@ def test_submit_in_a_callback_does_not_wait_for_memory(fake_model: FakeModel) ->
 
 
 def test_close_in_a_callback_ends_the_pool(fake_model: FakeModel) -> None:
-    master = Master(fake_model(when={"-1": "sleep:0.1"}), 1, engine="fake", verify="never").start()
+    master = fake_master(fake_model(when={"-1": "sleep:0.1"}), 1).start()
     outcome_of_callback(master, -1.0, master.close).result(timeout=20.0)
     wait_for_states(master, "gone")
     with pytest.raises(ClosedError):
@@ -141,7 +141,7 @@ def test_callbacks_that_submit_again_and_again_do_not_nest(fake_model: FakeModel
         if not over.is_set():
             master.submit(rows(1)).add_done_callback(next_one)
 
-    with Master(fake_model(), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(), 1) as master:
         for _ in range(20):
             master.submit(rows(1)).add_done_callback(next_one)
         assert over.wait(20.0)
@@ -151,7 +151,7 @@ def test_callbacks_that_submit_again_and_again_do_not_nest(fake_model: FakeModel
 def test_answers_are_not_lost_while_others_are_cancelled(fake_model: FakeModel) -> None:
     """ZeroMQ's descriptor is edge-triggered: a message that came while another was sent must be seen."""
     chance = random.Random(11)  # noqa: S311 no secret
-    with Master(fake_model(when={"-1": "sleep:60"}), 2, engine="fake", verify="never") as master:
+    with fake_master(fake_model(when={"-1": "sleep:60"}), 2) as master:
         for _ in range(100):
             slow, quick = master.submit(act(-1.0)), master.submit(rows(1))
             pause = time.perf_counter() + chance.random() * 0.0015
@@ -172,7 +172,7 @@ def test_callbacks_run_in_no_callers_thread(fake_model: FakeModel) -> None:
             pending.discard(future)
             threads.add(threading.current_thread())
 
-    with Master(fake_model(), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(), 1) as master:
         for _ in range(100):
             with lock:
                 future = master.submit(rows(1))
@@ -192,7 +192,7 @@ def test_a_slow_callback_holds_up_no_predict(fake_model: FakeModel) -> None:
         entered.set()
         leave.wait(40.0)
 
-    with Master(fake_model(when={"-1": "sleep:0.1"}), 2, engine="fake", verify="never") as master:
+    with fake_master(fake_model(when={"-1": "sleep:0.1"}), 2) as master:
         try:
             master.submit(act(-1.0)).add_done_callback(stay)
             assert_answers(master.predict(rows(1), timeout=20.0), rows(1))
@@ -204,6 +204,6 @@ def test_a_slow_callback_holds_up_no_predict(fake_model: FakeModel) -> None:
 
 def test_very_long_time_outs_are_waited_for(fake_model: FakeModel) -> None:
     timeouts = Timeouts(start=1e9, predict=1e9, close=1e9)
-    with Master(fake_model(), 1, engine="fake", verify="never", timeouts=timeouts) as master:
+    with fake_master(fake_model(), 1, timeouts=timeouts) as master:
         assert_answers(master.predict(rows(1)), rows(1))
         assert_answers(master.submit(rows(1), timeout=float("inf")).result(20.0), rows(1))

@@ -10,14 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from mcinfer import (
-    Master,
-    RestartPolicy,
-    Timeouts,
-    WorkerDiedError,
-)
+from mcinfer import RestartPolicy, Timeouts, WorkerDiedError
 from mcinfer.requests.request import Arrays
-from tests.process.models import FakeModel, act, assert_answers, rows
+from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
 from tests.process.waiting import all_gone, busy_pid, pids, wait_for_states, wait_until
 
 SLOW = -1.0
@@ -32,7 +27,7 @@ def test_worker_killed_in_its_part_of_a_batch_costs_no_row(
 ) -> None:
     model = fake_model(when={"-8": f"once:{tmp_path / 'long'}:hang:60"})
     inputs = rows(6, first=-8.0)
-    with Master(model, 3, engine="fake", verify="never") as master:
+    with fake_master(model, 3) as master:
         answer: Future[Arrays] = Future()
         asking = threading.Thread(target=lambda: answer.set_result(master.predict(inputs)))
         asking.start()
@@ -44,7 +39,7 @@ def test_worker_killed_in_its_part_of_a_batch_costs_no_row(
 
 
 def test_request_that_kills_two_workers_is_given_up_and_named(fake_model: FakeModel) -> None:
-    with Master(fake_model(when={"-1": "segfault"}), 2, engine="fake", verify="never") as master:
+    with fake_master(fake_model(when={"-1": "segfault"}), 2) as master:
         first, second = pids(master)
         with pytest.raises(WorkerDiedError) as caught:
             master.submit(act(SLOW)).result(timeout=20.0)
@@ -57,10 +52,8 @@ def test_request_that_kills_two_workers_is_given_up_and_named(fake_model: FakeMo
         assert_answers(master.predict(rows(4)), rows(4))
 
 
-def test_future_that_is_cancelled_stops_its_run_and_keeps_its_worker(
-    fake_model: FakeModel,
-) -> None:
-    with Master(fake_model(when={"-1": "sleep:60"}), 1, engine="fake", verify="never") as master:
+def test_future_that_is_cancelled_stops_its_run_and_keeps_its_worker(fake_model: FakeModel) -> None:
+    with fake_master(fake_model(when={"-1": "sleep:60"}), 1) as master:
         before = pids(master)
         running, queued = master.submit(act(SLOW)), master.submit(act(SLOW))
         wait_for_states(master, "busy")
@@ -77,9 +70,7 @@ def test_run_that_is_cancelled_and_hangs_does_not_keep_its_worker_past_its_deadl
 ) -> None:
     hangs = tmp_path / "hangs"
     model = fake_model(when={"-1": f"once:{hangs}:hang:60"})
-    with Master(
-        model, 1, engine="fake", verify="never", timeouts=Timeouts(cancel_grace=0.2)
-    ) as master:
+    with fake_master(model, 1, timeouts=Timeouts(cancel_grace=0.2)) as master:
         future = master.submit(act(SLOW), timeout=3.0)
         wait_until(hangs.exists)
         hung = busy_pid(master)
@@ -92,9 +83,7 @@ def test_killed_workers_cost_no_request_and_no_row(fake_model: FakeModel) -> Non
     # A request that two kills hit is given up by design, so a kill waits until the one
     # that the last kill hit, which goes first, must have been answered.
     between = 12
-    with Master(
-        fake_model(run="sleep:0.01"), 3, engine="fake", verify="never", restart=GENEROUS
-    ) as master:
+    with fake_master(fake_model(run="sleep:0.01"), 3, restart=GENEROUS) as master:
         chance = random.Random(7)  # noqa: S311 no secret
         over = threading.Event()
         kills = 0
@@ -130,7 +119,7 @@ def test_killed_workers_cost_no_request_and_no_row(fake_model: FakeModel) -> Non
 
 def test_requests_fail_at_once_while_no_worker_serves(fake_model: FakeModel) -> None:
     model = fake_model(when={"-1": "segfault"})
-    with Master(model, 2, engine="fake", verify="never", restart=NO_BUDGET) as master:
+    with fake_master(model, 2, restart=NO_BUDGET) as master:
         queued = [master.submit(act(SLOW)) for _ in range(4)]
         for future in queued:
             with pytest.raises(WorkerDiedError, match="SIGSEGV"):
@@ -147,7 +136,7 @@ def test_requests_fail_at_once_while_no_worker_serves(fake_model: FakeModel) -> 
 
 
 def test_pool_serves_with_those_that_are_left(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 2, engine="fake", verify="never", restart=NO_BUDGET) as master:
+    with fake_master(fake_model(), 2, restart=NO_BUDGET) as master:
         os.kill(pids(master)[0], signal.SIGKILL)
         wait_for_states(master, "gone", "ready")
         assert_answers(master.predict(rows(7)), rows(7))

@@ -16,12 +16,12 @@ import zmq
 from mcinfer import ClosedError, Master, Timeouts
 from mcinfer.protocol import VERSION, BuildFinish, Error, Hello, Reply, encode
 from mcinfer.requests.request import Arrays
-from tests.process.models import FakeModel, act, assert_answers, rows
+from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
 from tests.process.waiting import all_gone, pids, wait_for_states, wait_until
 
 
 def test_close_may_be_called_again_and_by_many(fake_model: FakeModel) -> None:
-    master = Master(fake_model(), 2, engine="fake", verify="never").start()
+    master = fake_master(fake_model(), 2).start()
     workers = pids(master)
     threads = [threading.Thread(target=master.close) for _ in range(4)]
     for thread in threads:
@@ -38,7 +38,7 @@ def test_close_that_overtakes_a_start_ends_it_and_leaves_nothing(fake_model: Fak
     chance = random.Random(0)  # noqa: S311 no secret
     model = fake_model(build="sleep:30")
     for attempt in range(15):
-        master = Master(model, 1, engine="fake", verify="never")
+        master = fake_master(model, 1)
         # From before its first step until its workers load the model.
         delay = chance.random() * (0.005 if attempt % 4 else 0.3)
         closer = threading.Timer(delay, master.close, (0.0,))
@@ -51,7 +51,7 @@ def test_close_that_overtakes_a_start_ends_it_and_leaves_nothing(fake_model: Fak
 
 
 def test_everything_before_start_says_that_it_is_to_be_started(fake_model: FakeModel) -> None:
-    master = Master(fake_model(), 1, engine="fake", verify="never")
+    master = fake_master(fake_model(), 1)
     for use in (
         lambda: master.predict(rows(1)),
         lambda: master.submit(rows(1)),
@@ -65,7 +65,7 @@ def test_everything_before_start_says_that_it_is_to_be_started(fake_model: FakeM
 
 
 def test_second_start_is_refused_and_harms_nothing(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(), 1) as master:
         with pytest.raises(ClosedError, match="once"):
             master.start()
         assert_answers(master.predict(rows(1)), rows(1))
@@ -74,7 +74,7 @@ def test_second_start_is_refused_and_harms_nothing(fake_model: FakeModel) -> Non
 
 
 def test_everything_after_close_says_that_it_is_closed(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(), 1) as master:
         assert_answers(master.predict(rows(1)), rows(1))
     for use in (
         lambda: master.predict(rows(1)),
@@ -88,7 +88,7 @@ def test_everything_after_close_says_that_it_is_closed(fake_model: FakeModel) ->
 
 
 def test_requests_in_flight_fail_when_the_master_is_closed(fake_model: FakeModel) -> None:
-    with Master(fake_model(when={"-1": "sleep:60"}), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(when={"-1": "sleep:60"}), 1) as master:
         futures = [master.submit(act(-1.0)) for _ in range(5)]
         caller: Future[BaseException | None] = Future()
 
@@ -113,7 +113,7 @@ def test_worker_that_does_not_end_is_killed_after_the_time_that_close_is_given(
 ) -> None:
     model = fake_model(when={"-1": "hang:60"})
     never = Timeouts(close=3600.0)
-    with Master(model, 1, engine="fake", verify="never", timeouts=never) as master:
+    with fake_master(model, 1, timeouts=never) as master:
         future = master.submit(act(-1.0))
         workers = pids(master)
         wait_for_states(master, "busy")
@@ -124,7 +124,7 @@ def test_worker_that_does_not_end_is_killed_after_the_time_that_close_is_given(
 
 
 def test_master_that_is_garbage_ends_its_workers(fake_model: FakeModel) -> None:
-    master = Master(fake_model(), 1, engine="fake", verify="never").start()
+    master = fake_master(fake_model(), 1).start()
     workers = pids(master)
     assert_answers(master.predict(rows(3)), rows(3))
     outputs = master.predict(rows(2))
@@ -135,7 +135,7 @@ def test_master_that_is_garbage_ends_its_workers(fake_model: FakeModel) -> None:
 
 
 def test_future_of_a_master_that_is_garbage_is_told(fake_model: FakeModel) -> None:
-    master = Master(fake_model(when={"-1": "sleep:60"}), 1, engine="fake", verify="never").start()
+    master = fake_master(fake_model(when={"-1": "sleep:60"}), 1).start()
     future: Future[Arrays] = master.submit(act(-1.0))
     del master
     gc.collect()
@@ -144,10 +144,7 @@ def test_future_of_a_master_that_is_garbage_is_told(fake_model: FakeModel) -> No
 
 def test_two_masters_do_not_know_each_other(fake_model: FakeModel) -> None:
     other = fake_model(outputs=(["y", "float32", ["batch", 4], {"from": "x", "scale": -1}],))
-    with (
-        Master(fake_model(), 1, engine="fake", verify="never") as one,
-        Master(other, 1, engine="fake", verify="never") as two,
-    ):
+    with fake_master(fake_model(), 1) as one, fake_master(other, 1) as two:
         assert_answers(one.predict(rows(2)), rows(2))
         assert (two.predict(rows(2))["y"] == -rows(2)["x"]).all()
         # What lies in one's shared memory is for the other an array as any other.
@@ -160,9 +157,7 @@ def test_two_masters_do_not_know_each_other(fake_model: FakeModel) -> None:
 def test_what_workers_print_comes_out_line_by_line_with_their_mark(
     fake_model: FakeModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Master(
-        fake_model(build="print:hello", run="print:a run"), 2, engine="fake", verify="never"
-    ) as master:
+    with fake_master(fake_model(build="print:hello", run="print:a run"), 2) as master:
         master.predict(rows(2))
     out, err = capsys.readouterr()
     assert sorted(out.splitlines()) == [
@@ -178,7 +173,7 @@ def test_last_words_of_a_worker_that_crashes_come_out(
     fake_model: FakeModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = fake_model(run="print:last words", when={"-1": "segfault"})
-    with Master(model, 1, engine="fake", verify="never") as master:
+    with fake_master(model, 1) as master:
         assert master.submit(act(-1.0)).exception(timeout=20.0) is not None
     out, err = capsys.readouterr()
     # Two, since it is tried once more; where it crashed is in the log.
@@ -194,9 +189,7 @@ def test_stream_that_cannot_be_written_to_stops_no_worker(
 
     monkeypatch.setattr(sys, "stdout", Broken())
     # More than a pipe takes: a worker whose output nobody reads would wait.
-    with Master(
-        fake_model(run=f"print:{'x' * 50_000}"), 1, engine="fake", verify="never"
-    ) as master:
+    with fake_master(fake_model(run=f"print:{'x' * 50_000}"), 1) as master:
         for _ in range(5):
             assert_answers(master.predict(rows(1), timeout=20.0), rows(1))
 
@@ -205,7 +198,7 @@ def test_pool_speaks_through_logging_alone(
     fake_model: FakeModel, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    with Master(fake_model(when={"-1": "fail"}), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(when={"-1": "fail"}), 1) as master:
         (worker,) = pids(master)
         os.kill(worker, signal.SIGKILL)
         wait_until(lambda: master.statistics().workers[0].restarts == 1)
@@ -240,7 +233,7 @@ def test_intruder_at_the_socket_changes_nothing(fake_model: FakeModel) -> None:
         assert pids(master) == workers
 
     with (
-        Master(fake_model(when={"-1": "sleep:0.5"}), 2, engine="fake", verify="never") as master,
+        fake_master(fake_model(when={"-1": "sleep:0.5"}), 2) as master,
         zmq.Context() as context,
         context.socket(zmq.DEALER) as socket,
     ):
@@ -271,7 +264,7 @@ def test_intruder_at_the_socket_changes_nothing(fake_model: FakeModel) -> None:
 def test_intruder_that_is_there_before_the_workers_does_not_take_their_place(
     fake_model: FakeModel,
 ) -> None:
-    master = Master(fake_model(build="sleep:0.3"), 1, engine="fake", verify="never")
+    master = fake_master(fake_model(build="sleep:0.3"), 1)
     starting = threading.Thread(target=master.start)
     starting.start()
     wait_until(lambda: pids(master))

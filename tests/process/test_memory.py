@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mcinfer import ClosedError, Limits, Master, QueueFullError
+from mcinfer import ClosedError, Limits, QueueFullError
 from mcinfer.requests.request import Arrays
-from tests.process.models import FakeModel, assert_answers, rows
+from tests.process.models import FakeModel, assert_answers, fake_master, rows
 from tests.process.scripts import ROOT
 from tests.process.waiting import pids, wait_for_states, wait_until
 
@@ -30,7 +30,7 @@ def pages(count: int, value: float = 1.0) -> Arrays:
 
 
 def test_outputs_stay_as_they_are_after_later_calls_and_after_close(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(), 1) as master:
         kept = [(rows(5, 100.0 * i), master.predict(rows(5, 100.0 * i))) for i in range(20)]
         for inputs, outputs in kept:
             assert_answers(outputs, inputs)
@@ -41,7 +41,7 @@ def test_outputs_stay_as_they_are_after_later_calls_and_after_close(fake_model: 
 
 
 def test_allocated_inputs_are_sent_without_a_copy(fake_model: FakeModel) -> None:
-    with Master(fake_model(**WIDE), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(**WIDE), 1) as master:
         buffers = master.allocate({"x": (100, 1024)})
         given = buffers["x"].nbytes
         assert master.statistics().memory_used_bytes == given
@@ -62,7 +62,7 @@ def test_allocated_inputs_are_sent_without_a_copy(fake_model: FakeModel) -> None
 
 
 def test_allocated_arrays_stay_valid_after_close(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(), 1) as master:
         x = master.allocate({"x": (3, 4)})["x"]
     x[...] = 7.0
     assert x.sum() == 84.0
@@ -71,7 +71,7 @@ def test_allocated_arrays_stay_valid_after_close(fake_model: FakeModel) -> None:
 
 
 def test_request_holds_its_allocated_input_while_it_runs(fake_model: FakeModel) -> None:
-    with Master(fake_model(run="sleep:0.2", **WIDE), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(run="sleep:0.2", **WIDE), 1) as master:
         buffers = master.allocate({"x": (10, 1024)})
         buffers["x"][...] = 3.0
         future = master.submit(buffers)
@@ -84,7 +84,7 @@ def test_request_holds_its_allocated_input_while_it_runs(fake_model: FakeModel) 
 
 def test_full_memory_is_waited_for_where_that_is_wanted(fake_model: FakeModel) -> None:
     limits = Limits(memory_bytes=1 << 20, when_full="wait")
-    with Master(fake_model(**WIDE), 1, engine="fake", verify="never", limits=limits) as master:
+    with fake_master(fake_model(**WIDE), 1, limits=limits) as master:
         held = master.allocate({"x": (200, 1024)})
         with pytest.raises(QueueFullError, match="memory_bytes"):
             master.predict(pages(50), timeout=0.2)
@@ -102,7 +102,7 @@ def test_full_memory_is_waited_for_where_that_is_wanted(fake_model: FakeModel) -
 
 def test_waiting_for_memory_ends_when_the_master_is_closed(fake_model: FakeModel) -> None:
     limits = Limits(memory_bytes=1 << 20)
-    with Master(fake_model(**WIDE), 1, engine="fake", verify="never", limits=limits) as master:
+    with fake_master(fake_model(**WIDE), 1, limits=limits) as master:
         held = master.allocate({"x": (200, 1024)})
         outcome: Future[BaseException] = Future()
 
@@ -128,7 +128,7 @@ def test_requests_that_fill_the_memory_wait_for_one_another_and_all_are_answered
     """None may hold its inputs while it waits for room for its outputs: all would."""
     limits = Limits(memory_bytes=1 << 20)
     with (
-        Master(fake_model(**WIDE), 1, engine="fake", verify="never", limits=limits) as master,
+        fake_master(fake_model(**WIDE), 1, limits=limits) as master,
         ThreadPoolExecutor(8) as threads,
     ):
         futures = [
@@ -142,7 +142,7 @@ def test_requests_that_fill_the_memory_wait_for_one_another_and_all_are_answered
 
 def test_user_who_keeps_every_result_does_not_stop_the_pool(fake_model: FakeModel) -> None:
     limits = Limits(memory_bytes=1 << 20, when_full="raise")
-    with Master(fake_model(**WIDE), 1, engine="fake", verify="never", limits=limits) as master:
+    with fake_master(fake_model(**WIDE), 1, limits=limits) as master:
         kept = [master.predict(pages(2, float(i))) for i in range(300)]  # 2.4 MB
         assert master.statistics().memory_bytes <= 1 << 20
         for i, outputs in enumerate(kept):
@@ -162,7 +162,7 @@ def test_thousands_of_calls_grow_nothing(fake_model: FakeModel) -> None:
             statistics.memory_used_bytes,
         )
 
-    with Master(fake_model(), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(), 1) as master:
         inputs = rows(4)
         assert_answers(master.predict(inputs), inputs)
         before = belongings()
@@ -180,7 +180,7 @@ def test_thousands_of_calls_grow_nothing(fake_model: FakeModel) -> None:
 
 def test_outputs_of_unknown_shape_grow_no_descriptors(fake_model: FakeModel) -> None:
     outputs = (["y", "float32", ["unheard", 4], {"from": "x", "scale": 2, "add": 1}],)
-    with Master(fake_model(outputs=outputs), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(outputs=outputs), 1) as master:
         master.predict(rows(4))
         before = len(os.listdir("/proc/self/fd"))
         workers = [len(os.listdir(f"/proc/{w.pid}/fd")) for w in master.statistics().workers]
@@ -194,7 +194,7 @@ def test_outputs_of_unknown_shape_grow_no_descriptors(fake_model: FakeModel) -> 
 
 def test_memory_of_a_request_is_free_again_however_it_ends(fake_model: FakeModel) -> None:
     model = fake_model(when={"-1": "fail", "-2": "sleep:60", "-3": "kill"}, **WIDE)
-    with Master(model, 1, engine="fake", verify="never") as master:
+    with fake_master(model, 1) as master:
         for future in (
             master.submit(pages(1, -1.0)),
             master.submit(pages(1, -2.0), timeout=0.1),
@@ -214,7 +214,7 @@ def test_tensors_of_80_mib_need_no_dev_shm(fake_model: FakeModel) -> None:
         inputs=(["x", "uint8", ["batch", 1 << 20]],),
         outputs=(["y", "uint8", ["batch", 1 << 20], {"from": "x", "add": 1}],),
     )
-    with Master(model, 1, engine="fake", verify="never") as master:
+    with fake_master(model, 1) as master:
         buffers = master.allocate({"x": (80, 1 << 20)})
         buffers["x"][...] = np.arange(80, dtype=np.uint8)[:, None]
         y = master.predict(buffers, timeout=50.0)["y"]

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from mcinfer import InvalidInputError, Master, PredictError
-from tests.process.models import AFFINE, FakeModel, OnnxModel, act, assert_answers, rows
+from tests.process.models import (
+    AFFINE,
+    FakeModel,
+    OnnxModel,
+    act,
+    assert_answers,
+    fake_master,
+    rows,
+)
 
 TOTAL = """
 <ir_version: 8, opset_import: ["": 17]>
@@ -40,7 +48,7 @@ def test_request_that_does_not_fit_is_refused_and_nothing_is_sent(fake_model: Fa
         "got 2, expected 1": [X, X],
         "got ndarray, expected a mapping": X,
     }
-    with Master(fake_model(), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(), 1) as master:
         for words, inputs in bad.items():
             for ask in (master.predict, master.submit):
                 with pytest.raises(InvalidInputError, match=words):
@@ -63,7 +71,7 @@ def test_any_layout_and_byte_order_is_answered_right(fake_model: FakeModel) -> N
         np.broadcast_to(np.float32(3.0), (5, 4)),
         np.ones((5, 4), np.int64).tolist(),
     ]
-    with Master(fake_model(), 2, engine="fake", verify="never") as master:
+    with fake_master(fake_model(), 2) as master:
         for x in given:
             assert_answers(master.predict([x]), {"x": np.array(x, dtype=np.float32)})
 
@@ -71,7 +79,7 @@ def test_any_layout_and_byte_order_is_answered_right(fake_model: FakeModel) -> N
 def test_batch_of_any_size_is_answered_row_by_row(fake_model: FakeModel) -> None:
     """Also batches that do not divide, smaller than the pool, and more workers than cores."""
     workers = 3
-    with Master(fake_model(), workers, engine="fake", verify="never") as master:
+    with fake_master(fake_model(), workers) as master:
         before = 0
         for count in (1, 2, 3, 7, 64):
             assert_answers(master.predict(rows(count)), rows(count))
@@ -81,7 +89,7 @@ def test_batch_of_any_size_is_answered_row_by_row(fake_model: FakeModel) -> None
 
 
 def test_batch_of_no_rows_is_answered_with_none(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 2, engine="fake", verify="never") as master:
+    with fake_master(fake_model(), 2) as master:
         outputs = master.predict(rows(0))
         assert outputs["y"].shape == (0, 4)
         assert outputs["y"].dtype == np.float32
@@ -89,12 +97,8 @@ def test_batch_of_no_rows_is_answered_with_none(fake_model: FakeModel) -> None:
 
 
 def test_scalar_goes_to_every_worker(fake_model: FakeModel) -> None:
-    with Master(
-        fake_model(inputs=TWO_INPUTS, outputs=TWO_OUTPUTS),
-        2,
-        engine="fake",
-        verify="never",
-        output_axes={"u": None},
+    with fake_master(
+        fake_model(inputs=TWO_INPUTS, outputs=TWO_OUTPUTS), 2, output_axes={"u": None}
     ) as master:
         for scalar in (np.float32(3.0), np.array(3.0, np.float32), 3.0, 3):
             outputs = master.predict({**rows(5), "t": scalar})
@@ -146,7 +150,7 @@ def test_strings_go_in_and_come_out(fake_model: FakeModel) -> None:
         outputs=(["same", "string", ["batch", 2], {"from": "words"}],),
     )
     words = np.array([["", "café"], ["雪", "\N{GRINNING FACE}"], ["a\0b", "x" * 1000]])
-    with Master(model, 2, engine="fake", verify="never") as master:
+    with fake_master(model, 2) as master:
         for given in (words, words.astype(object), words.tolist()):
             same = master.predict({"words": given})["same"]
             assert same.dtype == object

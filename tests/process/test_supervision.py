@@ -28,17 +28,9 @@ from mcinfer import (
 from mcinfer.errors import ReadyTimeoutError
 from mcinfer.requests.request import Arrays
 from mcinfer.statistics import Health, RequestTrace
-from tests.process.models import FakeModel, act, assert_answers, rows
+from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
 from tests.process.scripts import PREAMBLE, Program
-from tests.process.waiting import (
-    all_gone,
-    busy_pid,
-    pids,
-    running,
-    states,
-    stop,
-    wait_until,
-)
+from tests.process.waiting import all_gone, busy_pid, pids, running, states, stop, wait_until
 
 SLOW = -1.0
 """What the first number of a request is for the act that a test is about."""
@@ -98,7 +90,7 @@ def traffic(master: Master, threads: int = 4) -> Iterator[None]:
 def test_health_is_told_from_the_start_to_the_end(
     fake_model: FakeModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    master = Master(fake_model(build="sleep:0.2"), 2, engine="fake", verify="never")
+    master = fake_master(fake_model(build="sleep:0.2"), 2)
     with pytest.raises(ClosedError):
         master.wait_ready(0.1)
     with running(master.start):
@@ -141,7 +133,7 @@ def test_health_is_told_from_the_start_to_the_end(
 def test_worker_that_is_stopped_while_idle_is_told_from_one_that_waits(
     fake_model: FakeModel,
 ) -> None:
-    with Master(fake_model(), 2, engine="fake", verify="never") as master:
+    with fake_master(fake_model(), 2) as master:
         stopped = pids(master)[1]
         stop(stopped)
         health = master.health()
@@ -158,7 +150,7 @@ def test_worker_that_is_stopped_while_idle_is_told_from_one_that_waits(
 def test_pool_heals_by_itself_after_workers_were_killed_as_fast_as_they_came(
     fake_model: FakeModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Master(fake_model(), 2, engine="fake", verify="never", restart=QUICK_PROBES) as master:
+    with fake_master(fake_model(), 2, restart=QUICK_PROBES) as master:
         waiting = [master.submit(rows(1)) for _ in range(20)]
         kills = 0
         while kills < 6 or "failed" not in healths(caplog):
@@ -184,7 +176,7 @@ def test_requests_fail_at_once_until_a_worker_can_load_the_model_again(
 ) -> None:
     model = fake_model()
     content = model.read_text("utf-8")
-    with Master(model, 2, engine="fake", verify="never", restart=QUICK_PROBES) as master:
+    with fake_master(model, 2, restart=QUICK_PROBES) as master:
         model.unlink()
         for pid in pids(master):
             os.kill(pid, signal.SIGKILL)
@@ -204,7 +196,7 @@ def test_requests_fail_at_once_until_a_worker_can_load_the_model_again(
 
 
 def test_callback_may_not_wait_for_workers(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(), 1) as master:
         for call in (master.wait_ready, master.restart_workers):
             outcome: Future[str] = Future()
 
@@ -229,7 +221,7 @@ def test_hung_run_is_told_with_its_stacks(
 ) -> None:
     model = fake_model(when={"-1": "hang:60"})
     timeouts = Timeouts(cancel_grace=2.0)
-    with Master(model, 1, engine="fake", verify="never", timeouts=timeouts) as master:
+    with fake_master(model, 1, timeouts=timeouts) as master:
         [hung] = pids(master)
         with pytest.raises(PredictTimeoutError):
             master.predict(act(SLOW), timeout=0.2)
@@ -250,7 +242,7 @@ def test_crash_is_told_with_its_stack(
     fake_model: FakeModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = fake_model(run=f"once:{tmp_path / 'crashed'}:segfault")
-    with Master(model, 1, engine="fake", verify="never") as master:
+    with fake_master(model, 1) as master:
         [crashed] = pids(master)
         assert_answers(master.predict(rows(2)), rows(2))
     said = [record.getMessage() for record in caplog.records]
@@ -265,7 +257,7 @@ def test_crash_is_told_with_its_stack(
 def test_draining_answers_all_that_was_accepted_and_takes_nothing_more(
     fake_model: FakeModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Master(fake_model(run="sleep:0.02"), 2, engine="fake", verify="never") as master:
+    with fake_master(fake_model(run="sleep:0.02"), 2) as master:
         workers = pids(master)
         futures = [master.submit(rows(2, first=float(n))) for n in range(20)]
         with running(lambda: master.close(drain=True)) as drained:
@@ -284,7 +276,7 @@ def test_draining_answers_all_that_was_accepted_and_takes_nothing_more(
 
 
 def test_what_is_not_drained_in_time_fails(fake_model: FakeModel) -> None:
-    with Master(fake_model(when={"-1": "sleep:60"}), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(when={"-1": "sleep:60"}), 1) as master:
         futures = [master.submit(act(SLOW)) for _ in range(3)]
         answered = master.submit(rows(1), priority=1)
         futures[0].cancel()
@@ -326,10 +318,7 @@ except KeyboardInterrupt:
 
 
 def test_workers_are_replaced_under_traffic_and_no_request_fails(fake_model: FakeModel) -> None:
-    with (
-        Master(fake_model(), 2, engine="fake", verify="never", restart=NO_BUDGET) as master,
-        traffic(master),
-    ):
+    with fake_master(fake_model(), 2, restart=NO_BUDGET) as master, traffic(master):
         seen = {*pids(master)}
         for times in (1, 2):
             master.restart_workers(20.0)
@@ -346,7 +335,7 @@ def test_worker_that_hangs_is_replaced_when_its_requests_time_is_over(
     hangs = tmp_path / "hangs"
     model = fake_model(when={"-1": f"once:{hangs}:hang:60"})
     timeouts = Timeouts(close=0.2, cancel_grace=0.2)
-    with Master(model, 2, engine="fake", verify="never", timeouts=timeouts) as master:
+    with fake_master(model, 2, timeouts=timeouts) as master:
         before = {*pids(master)}
         late = master.submit(act(SLOW), timeout=3.0)
         wait_until(hangs.exists)
@@ -359,9 +348,7 @@ def test_worker_that_hangs_is_replaced_when_its_requests_time_is_over(
 
 
 def test_replacing_that_takes_too_long_goes_no_further(fake_model: FakeModel) -> None:
-    with Master(
-        fake_model(), 2, engine="fake", verify="never", timeouts=Timeouts(close=30.0)
-    ) as master:
+    with fake_master(fake_model(), 2, timeouts=Timeouts(close=30.0)) as master:
         first, second = pids(master)
         stop(first)
         with pytest.raises(ReadyTimeoutError, match=r"not all .* within 0\.2 s"):
@@ -381,7 +368,7 @@ def test_workers_are_recycled_after_so_many_requests_and_never_together(
     fake_model: FakeModel,
 ) -> None:
     restart = replace(NO_BUDGET, max_requests=5)
-    with Master(fake_model(), 2, engine="fake", verify="never", restart=restart) as master:
+    with fake_master(fake_model(), 2, restart=restart) as master:
         before = {*pids(master)}
         fewest = 2
         with traffic(master, threads=3):
@@ -400,7 +387,7 @@ def test_workers_are_recycled_after_so_many_requests_and_never_together(
 def test_workers_that_have_grown_are_recycled(fake_model: FakeModel) -> None:
     # Every process has more than a byte of its own; one that has answered nothing yet as well.
     restart = replace(NO_BUDGET, max_memory_bytes=1)
-    with Master(fake_model(), 1, engine="fake", verify="never", restart=restart) as master:
+    with fake_master(fake_model(), 1, restart=restart) as master:
         before = pids(master)
         with traffic(master, threads=1):
             wait_until(lambda: master.statistics().workers[0].restarts >= 1)
@@ -452,7 +439,7 @@ def test_every_request_is_traced_once_in_the_context_of_its_call(
     traces = Traces()
     dies = tmp_path / "dies"
     model = fake_model(when={"-1": "fail", "-2": "sleep:60", "-3": f"once:{dies}:kill"})
-    with Master(model, 2, engine="fake", verify="never", trace=traces) as master:
+    with fake_master(model, 2, trace=traces) as master:
 
         def cancelled() -> "Future[Arrays]":
             future = master.submit(act(-2.0))

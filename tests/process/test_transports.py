@@ -10,7 +10,7 @@ import pytest
 from mcinfer import InvalidInputError, Master, RestartPolicy
 from mcinfer.config import TRANSPORTS, TransportKind
 from tests.process.hostile_worker import become
-from tests.process.models import FakeModel, OnnxModel, assert_answers, rows
+from tests.process.models import FakeModel, OnnxModel, assert_answers, fake_master, rows
 from tests.process.waiting import wait_until
 
 PATIENCE = 40.0
@@ -27,9 +27,7 @@ def test_pool_starts_answers_survives_a_death_and_closes(
     fake_model: FakeModel, transport: TransportKind
 ) -> None:
     policy = RestartPolicy(backoff=0.0)
-    with Master(
-        fake_model(), 2, engine="fake", verify="never", restart=policy, transport=transport
-    ) as master:
+    with fake_master(fake_model(), 2, restart=policy, transport=transport) as master:
         for _ in range(2):
             assert_answers(master.predict(rows(4), timeout=PATIENCE), rows(4))
             pid = master.statistics().workers[0].pid
@@ -49,9 +47,7 @@ def test_pool_starts_answers_survives_a_death_and_closes(
 def test_worker_killed_in_a_run_is_replaced_and_its_request_answered(
     fake_model: FakeModel, transport: TransportKind
 ) -> None:
-    with Master(
-        fake_model(run="sleep:0.5"), 2, engine="fake", verify="never", transport=transport
-    ) as master:
+    with fake_master(fake_model(run="sleep:0.5"), 2, transport=transport) as master:
         future = master.submit(rows(4), timeout=PATIENCE)
         wait_until(lambda: any(worker.state == "busy" for worker in master.statistics().workers))
         (busy,) = [worker for worker in master.statistics().workers if worker.state == "busy"]
@@ -83,7 +79,7 @@ def test_worker_that_breaks_the_protocol_is_replaced_and_its_request_answered(
     kind: str,
 ) -> None:
     become(tmp_path, monkeypatch, kind)
-    with Master(fake_model(), 1, engine="fake", verify="never", transport=transport) as master:
+    with fake_master(fake_model(), 1, transport=transport) as master:
         for count in (4, 3):
             assert_answers(master.predict(rows(count), timeout=PATIENCE), rows(count))
         wait_until(lambda: master.statistics().workers[0].restarts == 1)
@@ -91,13 +87,10 @@ def test_worker_that_breaks_the_protocol_is_replaced_and_its_request_answered(
 
 @both
 def test_worker_that_says_what_it_may_without_an_end_is_served(
-    fake_model: FakeModel,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    transport: TransportKind,
+    fake_model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: TransportKind
 ) -> None:
     become(tmp_path, monkeypatch, "flood_preparing")
-    with Master(fake_model(), 1, engine="fake", verify="never", transport=transport) as master:
+    with fake_master(fake_model(), 1, transport=transport) as master:
         assert_answers(master.predict(rows(4), timeout=PATIENCE), rows(4))
         assert master.statistics().workers[0].restarts == 0
 

@@ -16,16 +16,9 @@ import pytest
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from mcinfer import (
-    BuildError,
-    EngineOptions,
-    Limits,
-    Master,
-    QueueFullError,
-    RestartPolicy,
-)
+from mcinfer import BuildError, EngineOptions, Limits, Master, QueueFullError, RestartPolicy
 from tests.process.fault_pools import HeldPipe
-from tests.process.models import FakeModel, Inputs, act, rows
+from tests.process.models import FakeModel, Inputs, act, fake_master, rows
 from tests.process.waiting import busy_pid, pids, states, wait_for_states, wait_until
 
 Array = NDArray[Any]
@@ -67,9 +60,7 @@ def ask(master: Master, count: int = 1) -> float:
 
 
 def test_request_after_an_update_sees_it_on_every_worker(fake_model: FakeModel) -> None:
-    with Master(
-        fake_model(**TWO_WEIGHTS), 3, engine="fake", verify="never", options=REPLACEABLE
-    ) as master:
+    with fake_master(fake_model(**TWO_WEIGHTS), 3, options=REPLACEABLE) as master:
         assert [str(spec) for spec in master.weights] == ["w: float32[4]", "v: float32[]"]
         assert master.statistics().weights_version == 0
         for version in range(1, 6):
@@ -129,11 +120,9 @@ def test_no_answer_mixes_versions_nor_is_any_older_than_one_before_it(
     answers, stop = _Answers(), threading.Event()
     numbers = itertools.count(1)
     with (
-        Master(
+        fake_master(
             fake_model(**TWO_WEIGHTS),
             2,
-            engine="fake",
-            verify="never",
             options=REPLACEABLE,
             restart=GENEROUS,
             max_batch_size=max_batch_size,
@@ -188,7 +177,7 @@ def test_request_in_flight_finishes_with_the_version_that_it_began_with(
     # The engine looks at its weights after it was held: by then their memory must not be another's.
     model = fake_model(**TWO_WEIGHTS, when={"-1": f"told:{tmp_path}/run"})
     pipes = [HeldPipe(tmp_path / f"run{index}") for index in range(2)]
-    with Master(model, 2, engine="fake", verify="never", options=REPLACEABLE) as master:
+    with fake_master(model, 2, options=REPLACEABLE) as master:
         master.update_weights(both(1))
         slow = [master.submit(act(SLOW, 2)) for _ in range(2)]
         for pipe in pipes:
@@ -206,7 +195,7 @@ def test_request_in_flight_finishes_with_the_version_that_it_began_with(
 
 def test_update_does_not_wait_for_workers_that_are_busy(fake_model: FakeModel) -> None:
     model = fake_model(**TWO_WEIGHTS, when={"-1": "sleep:600"})
-    with Master(model, 2, engine="fake", verify="never", options=REPLACEABLE) as master:
+    with fake_master(model, 2, options=REPLACEABLE) as master:
         busy = [master.submit(act(SLOW)) for _ in range(2)]
         wait_for_states(master, "busy", "busy")
         assert master.update_weights(both(1), timeout=0.0) == 1
@@ -216,14 +205,7 @@ def test_update_does_not_wait_for_workers_that_are_busy(fake_model: FakeModel) -
 
 
 def test_worker_that_is_started_again_serves_the_latest_version(fake_model: FakeModel) -> None:
-    with Master(
-        fake_model(**TWO_WEIGHTS),
-        1,
-        engine="fake",
-        verify="never",
-        options=REPLACEABLE,
-        restart=GENEROUS,
-    ) as master:
+    with fake_master(fake_model(**TWO_WEIGHTS), 1, options=REPLACEABLE, restart=GENEROUS) as master:
         assert master.update_weights(both(1)) == 1
         assert ask(master) == 1
         assert master.update_weights({"v": 2}) == 2
@@ -239,9 +221,7 @@ def test_request_whose_worker_died_runs_again_with_the_version_that_it_began_wit
     fake_model: FakeModel, tmp_path: Path
 ) -> None:
     model = fake_model(**TWO_WEIGHTS, when={"-1": f"once:{tmp_path / 'began'}:hang:60"})
-    with Master(
-        model, 1, engine="fake", verify="never", options=REPLACEABLE, restart=GENEROUS
-    ) as master:
+    with fake_master(model, 1, options=REPLACEABLE, restart=GENEROUS) as master:
         master.update_weights(both(1))
         caught = master.submit(act(SLOW))
         pid = busy_pid(master)
@@ -253,9 +233,7 @@ def test_request_whose_worker_died_runs_again_with_the_version_that_it_began_wit
 
 
 def test_future_callback_may_update(fake_model: FakeModel) -> None:
-    with Master(
-        fake_model(**TWO_WEIGHTS), 1, engine="fake", verify="never", options=REPLACEABLE
-    ) as master:
+    with fake_master(fake_model(**TWO_WEIGHTS), 1, options=REPLACEABLE) as master:
         updated: Future[int] = Future()
 
         def update(_: object) -> None:
@@ -290,7 +268,7 @@ def test_memory_does_not_grow_with_updates(fake_model: FakeModel) -> None:
     model = fake_model(**ONE_LARGE)
     # Room for two versions and an answer; where more were held, it would be refused.
     limits = Limits(memory_bytes=3 * 4 * LARGE + 4096, when_full="raise")
-    with Master(model, 1, engine="fake", verify="never", options=ONE, limits=limits) as master:
+    with fake_master(model, 1, options=ONE, limits=limits) as master:
         for value in range(1, 20):
             master.update_weights(large(value))
             y = master.predict({"x": np.zeros((1, 1), np.float32)})["y"]
@@ -304,10 +282,7 @@ def test_update_without_memory_waits_as_long_as_it_is_told_and_changes_nothing(
 ) -> None:
     model = fake_model(**ONE_LARGE)
     limits = Limits(memory_bytes=2 * 4 * LARGE)
-    with (
-        Master(model, 1, engine="fake", verify="never", options=ONE, limits=limits) as master,
-        ThreadPoolExecutor(1) as pool,
-    ):
+    with fake_master(model, 1, options=ONE, limits=limits) as master, ThreadPoolExecutor(1) as pool:
         master.update_weights(large(1))
         held = master.allocate({"x": (LARGE, 1)})
         with pytest.raises(QueueFullError):
