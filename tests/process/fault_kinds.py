@@ -154,7 +154,6 @@ FAULTS = {
         setting={"grace": 5.0},
     ),
     "worker: segfault": Fault(words="reads address 0", inflict=_tell("segfault"), inside=True),
-    "worker: abort": Fault(words="`abort()`", inflict=_tell("abort"), inside=True),
     "worker: _exit": Fault(words="`os._exit(3)`", inflict=_tell("exit"), inside=True),
     "worker: out of memory": Fault(
         words="asks for 1 GiB with 256 MiB of address space left (`RLIMIT_AS`); where it is only "

@@ -162,7 +162,6 @@ _TABLE: dict[str, dict[str, _Row]] = {
         "exiting": _CLOSING,
         "being restarted": _DIES,
     },
-    "worker: abort": {"building": _DIES, "idle": _DIES, "busy": _DIES},
     "worker: _exit": {"importing": _DIES, "building": _DIES, "idle": _DIES, "busy": _DIES},
     "worker: out of memory": {
         "starting": _DIES,
@@ -197,26 +196,15 @@ _TABLE: dict[str, dict[str, _Row]] = {
     "worker: answers late": {"busy": (TIMED_OUT, REPLACED)},
     "worker: wrong place": {"busy": _DIES},
     "worker: garbage": {"busy": _DIES, "exiting": _CLOSING},
-    "master: SIGKILL": dict.fromkeys(MOMENTS, (KILLED, NONE_LEFT)),
-    "master: SIGTERM": {
-        "importing": (TERMINATED, NONE_LEFT),
-        "building": (TERMINATED, NONE_LEFT),
-        "idle": (TERMINATED, NONE_LEFT),
-        "busy": (TERMINATED, NONE_LEFT),
-    },
-    "master: SIGTERM, handled": {
-        "building": (EXITED, NONE_LEFT),
-        "idle": (EXITED, NONE_LEFT),
-        "busy": (EXITED, NONE_LEFT),
-        "exiting": (EXITED, NONE_LEFT),
-    },
-    "master: SIGINT": dict.fromkeys(MOMENTS, (INTERRUPTED, NONE_LEFT)),
-    "master: SIGINT twice": {
-        "building": (INTERRUPTED, NONE_LEFT),
-        "idle": (INTERRUPTED, NONE_LEFT),
-        "busy": (INTERRUPTED, NONE_LEFT),
-        "exiting": (INTERRUPTED, NONE_LEFT),
-    },
+    "master: SIGKILL": dict.fromkeys(
+        ("importing", "building", "busy", "exiting", "being restarted"), (KILLED, NONE_LEFT)
+    ),
+    "master: SIGTERM": dict.fromkeys(("building", "busy"), (TERMINATED, NONE_LEFT)),
+    "master: SIGTERM, handled": dict.fromkeys(("building", "busy"), (EXITED, NONE_LEFT)),
+    "master: SIGINT": dict.fromkeys(
+        ("building", "idle", "busy", "exiting"), (INTERRUPTED, NONE_LEFT)
+    ),
+    "master: SIGINT twice": dict.fromkeys(("busy", "exiting"), (INTERRUPTED, NONE_LEFT)),
     "master: no descriptors": {
         "starting": (DESCRIPTORS_NEEDED, NONE_LEFT),
         "idle": (NO_DESCRIPTOR, KEPT),

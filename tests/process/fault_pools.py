@@ -46,7 +46,6 @@ import msgpack
 
 _IN_PYTHON = {
     "segfault": "import ctypes; ctypes.string_at(0)",
-    "abort": "os.abort()",
     "exit": "os._exit(3)",
     "fail": "raise ImportError('told to fail')",
     "allocate": "bytearray(1 << 30)",
