@@ -52,7 +52,7 @@ faults: .venv/installed
 soak: .venv/installed
 	$(BIN)/python benchmarks/soak.py
 
-# A million inputs for the codec and for what master and worker make of messages; `make test` has 20,000.
+# A million inputs for the codec and for what master and worker make of messages; `make test` has some thousands.
 fuzz: .venv/installed
 	$(BIN)/python -m tests.fuzz --target all --inputs 1000000
 

@@ -12,8 +12,8 @@ from hypothesis import settings
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
-# No bound on an example's time: the machine may be busy.
-settings.register_profile("mcinfer", deadline=None)
+# No bound on the time of an example: the machine may be busy.
+settings.register_profile("mcinfer", deadline=None, max_examples=60)
 settings.load_profile("mcinfer")
 
 _LARGE = (

@@ -161,12 +161,8 @@ UNREADABLE = [
         )
         for offset, length in [
             (-1, 16),
-            (1 << 62, 16),
             (1 << 64, 16),
-            (8, 16),
             (0, -16),
-            (0, 1 << 62),
-            (0, 8),
             ("?", 16),
         ]
     ),
@@ -207,12 +203,6 @@ def _summing(weight: TensorProto) -> bytes:
     return content
 
 
-def _cycle() -> bytes:
-    nodes = [helper.make_node("Add", ["x", "b"], ["a"]), helper.make_node("Add", ["a", "a"], ["b"])]
-    content: bytes = proto([*nodes, helper.make_node("Add", ["b", "b"], ["y"])]).SerializeToString()
-    return content
-
-
 def _named(operator: str, output: str = "y", **fields: Any) -> bytes:
     nodes = [helper.make_node(operator, ["x"], [output], **fields)]
     content: bytes = proto(nodes, output=output).SerializeToString()
@@ -233,49 +223,24 @@ MALFORMED = [
         "size mismatch|does not match expected size",
     ),
     Hostile(
-        "data too long",
-        _file(_summing(tensor(dims=[2]))),
-        "size mismatch|does not match expected size",
-    ),
-    Hostile("a size of 2**62", _file(_summing(tensor(dims=[1 << 62]))), "Invalid TensorProto"),
-    Hostile(
-        "a negative size",
-        _file(_summing(tensor(dims=[-4]))),
-        "Out of bounds dimensions|negative size",
-    ),
-    Hostile(
         "sizes that overflow",
         _file(_summing(tensor(dims=[1 << 32, 1 << 32, 4], data=b""))),
         "[Oo]verflow",
     ),
     Hostile(
-        "many sizes",
-        _file(_summing(tensor(dims=[1] * 100_000))),
-        "more than 1000 dimensions|does not match expected size",
-    ),
-    Hostile("an unknown type", _file(adding(tensor(data_type=99))), "valid data type|data type 99"),
-    Hostile(
         "a giant length",
         _file(b"\x08\x08\x3a\xff\xff\xff\xff\x07abc"),
         "Protobuf parsing|expected an ONNX model",
     ),
-    Hostile(
-        "a length of 64 bits",
-        _file(b"\x08\x08\x3a" + b"\xff" * 9 + b"\x01"),
-        "Protobuf parsing|expected an ONNX model",
-    ),
-    Hostile("a cut file", _file(GOOD[:-20]), "Protobuf parsing|expected an ONNX model"),
     Hostile("an empty file", _file(b""), "No graph|empty"),
     Hostile(
         "5000 graphs within each other",
         _file(nested(5000)),
         "Protobuf parsing|expected an ONNX model",
     ),
-    Hostile("a cycle", _file(_cycle()), "acyclic"),
     Hostile("an operator of a library", _file(_foreign()), "evil"),
     Hostile("a giant operator", _file(_named("Frob" * (5 << 20))), "characters left out"),
     Hostile("a giant name", _file(_named("Relu", "y" * (20 << 20))), "characters in the names"),
-    Hostile("a folder", _made(Path.mkdir), "got a folder, expected a regular file"),
     Hostile("a pipe", _made(os.mkfifo), "got a pipe, expected a regular file"),
     Hostile("a device", _made(_device_beside), "got a device, expected a regular file"),
 ]

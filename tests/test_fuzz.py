@@ -8,7 +8,7 @@ from mcinfer.protocol import MESSAGES, decode
 from tests.fuzz.fuzzing import TARGETS, fuzz, replay
 from tests.fuzz.mutating import CORPUS, corpus
 
-INPUTS = {"decode": 12_000, "master": 3_000, "worker": 5_000}
+INPUTS = {"decode": 4_000, "master": 1_000, "worker": 1_500}
 MAX_GROWTH_BYTES = 64 << 20
 
 
@@ -27,12 +27,6 @@ def test_changed_messages_are_taken_or_refused(target: str) -> None:
 def test_messages_of_the_corpus_are_taken_or_refused(target: str) -> None:
     outcomes = replay(target, corpus())
     assert sum(outcomes.values()) == 8 * len(corpus())
-
-
-def test_input_is_decided_by_its_number_alone() -> None:
-    whole = fuzz("decode", range(200), seed=2).outcomes
-    halves = [fuzz("decode", numbers, seed=2).outcomes for numbers in (range(90), range(90, 200))]
-    assert whole == halves[0] + halves[1]
 
 
 @pytest.mark.parametrize(

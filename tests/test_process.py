@@ -72,7 +72,7 @@ def _report() -> Iterator[StackReport]:
 
 def written(report: StackReport, complete: Callable[[str], bool]) -> str:
     """What is written, once that is all."""
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 40.0
     while not complete(report.read()):
         assert time.monotonic() < deadline, report.read()
         time.sleep(0.005)
@@ -87,7 +87,7 @@ def asleep(process: "subprocess.Popen[str]") -> bool:
 
 def asked(process: "subprocess.Popen[str]", report: StackReport, last: str = "<module>") -> str:
     """Its stacks, asked for when it sleeps; whole once the outermost frame of its main thread is there."""
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 40.0
     while not asleep(process):
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -128,7 +128,7 @@ def test_process_that_crashes_leaves_its_stack(
     report: StackReport, act: str, reason: str, number: signal.Signals
 ) -> None:
     with child(report, act) as process:
-        _, err = process.communicate(timeout=10.0)
+        _, err = process.communicate(timeout=40.0)
         assert process.returncode == -number
         text = report.read()
         assert text.startswith(reason)

@@ -200,17 +200,6 @@ def test_strategies_and_samples_have_every_message() -> None:
     assert {*STRATEGIES} == {*SAMPLES} == {*MESSAGES.values()}
 
 
-def test_first_ids_are_those_of_the_sample() -> None:
-    names = ("ERROR", "PREDICT", "REPLY", "BUILD_FINISH", "EXIT")
-    assert [getattr(protocol, name) for name in names] == [0, 1, 2, 3, 4]
-    assert [MESSAGES[i] for i in range(5)] == [Error, Predict, Reply, BuildFinish, Exit]
-
-
-def test_every_message_has_an_id_of_its_own() -> None:
-    assert [*MESSAGES] == [kind.ID for kind in MESSAGES.values()] == [*range(13)]
-    assert len({*MESSAGES.values()}) == len(MESSAGES)
-
-
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_every_field_is_checked(kind: type[Message]) -> None:
     assert [*kind.CHECKS] == [field.name for field in dataclasses.fields(kind)]
@@ -282,7 +271,7 @@ def test_bytes_from_anyone_are_refused_or_a_message(data: bytes) -> None:
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("depth", [500, 900, 1000, 1020, 5000])
+@pytest.mark.parametrize("depth", [500, 1000, 1020, 5000])
 def test_value_nested_deep_is_refused(start: bytes, depth: int) -> None:
     with pytest.raises(ProtocolError):
         decode(start + b"\x91" * depth + b"\xc0")
@@ -299,20 +288,13 @@ def array_header(length: int) -> bytes:
         (array_header(MAX_VALUES) * 400 + b"\xc0" * 20_000, "No more data"),
         (array_header(MAX_VALUES + 1) + b"\xc0" * (MAX_VALUES + 1), "max_array_len"),
         (array_header(600_000) + b"\x80" * 600_000, "more than 1048576 values"),
-        (array_header(400_000) + b"\x91\xc0" * 400_000, "more than 1048576 values"),
         (array_header(400_000) + b"\x81\xa0\xc0" * 400_000, "more than 1048576 values"),
         (array_header(9000) + b"\xd4\x01a" * 9000, "max_ext_len"),
     ],
-    ids=["too large", "promises", "long", "maps", "arrays", "maps of one", "extensions"],
+    ids=["too large", "promises", "long", "maps", "maps of one", "extensions"],
 )
-@pytest.mark.parametrize(
-    "head", [b"", REPLY_HEAD.pack(REPLY, 1, 0, 0.5), PREDICT_HEAD.pack(PREDICT, 1, 0, 0, 0)]
-)
-def test_message_that_would_take_memory_is_refused_before_it_does(
-    data: bytes, reason: str, head: bytes
-) -> None:
-    if head[:1] == bytes([PREDICT]):
-        head = PREDICT_HEAD.pack(PREDICT, 1, 0, 0, len(data))
+def test_message_that_would_take_memory_is_refused_before_it_does(data: bytes, reason: str) -> None:
+    head = REPLY_HEAD.pack(REPLY, 1, 0, 0.5)
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolError, match=reason):
@@ -323,7 +305,7 @@ def test_message_that_would_take_memory_is_refused_before_it_does(
     assert peak < 150 << 20
 
 
-@pytest.mark.parametrize("size", [512, 1024, 1025, 4000, 16_000, 17_000])
+@pytest.mark.parametrize("size", [1024, 1025, 17_000])
 def test_small_message_of_nested_promises_takes_little_memory(size: int) -> None:
     header, depth = b"\xdc", min(1000, size // 4)
     promises = b"".join(header + (size - 3 * i - 3).to_bytes(2, "big") for i in range(depth))
@@ -346,16 +328,13 @@ SPEC = ("x", "float32", ("batch", 4))
     ("kind", "field", "most", "more"),
     [
         (Error, "text", "e" * ((1 << 20) + 1024), "e" * ((1 << 20) + 1025)),
-        (Error, "traceback", "e" * ((1 << 20) + 1024), "e" * ((1 << 20) + 1025)),
         (BuildFinish, "notes", ("n" * 5000,) * 16, ("n",) * 17),
         (BuildFinish, "notes", ("",), ("n" * 5001,)),
         (BuildFinish, "providers", ("p" * 200,) * 64, ("p",) * 65),
         (BuildFinish, "providers", ("",), ("p" * 201,)),
         (BuildFinish, "model", "m" * 200, "m" * 201),
-        (BuildFinish, "prepared", "m" * 200, "m" * 201),
         (BuildFinish, "inputs", (SPEC, ("y", *SPEC[1:])), (SPEC, SPEC)),
         (BuildFinish, "outputs", (SPEC,), (SPEC, ("x", "int8", ()))),
-        (BuildFinish, "weights", (SPEC,), (SPEC, SPEC)),
         (BuildFinish, "outputs", (("x", "int8", (1,) * 64),), (("x", "int8", (1,) * 65),)),
         (
             BuildFinish,
@@ -372,18 +351,6 @@ def test_what_a_worker_says_of_itself_has_bounds(
     assert decode(encode(message)) == message
     with pytest.raises(ProtocolError, match=rf"{kind.__name__}\.{field} does not fit"):
         dataclasses.replace(SAMPLES[kind], **{field: more})
-
-
-def predict_of(
-    request: int,
-    shard: int,
-    weights: int,
-    inputs: tuple[TensorRef, ...],
-    outputs: tuple[TensorRef, ...],
-) -> bytes:
-    """A PREDICT whose references were encoded before, the inputs' apart from the outputs'."""
-    first, second = encode_references(inputs), encode_references(outputs)
-    return encode_predict(request, shard, weights, len(first), first + second)
 
 
 def strings(count: int, length: int) -> tuple[TensorRef, ...]:
@@ -426,17 +393,12 @@ ANYTHING = st.recursive(
 )
 
 
-@given(ANYTHING)
-def test_any_other_object_is_refused_or_a_message(content: Any) -> None:
-    _refused_or_sound(msgpack.packb(content))
-
-
 @given(st.data(), MESSAGE.filter(lambda message: not isinstance(message, (Predict, Reply))))
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_message_with_changed_fields_is_refused_or_a_message(
     data: st.DataObject, message: Message
 ) -> None:
-    content = _contents(message)
+    content: dict[str, Any] = msgpack.unpackb(encode(message))
     for _ in range(data.draw(st.integers(1, 3))):
         place, key = content, data.draw(st.sampled_from([*content]))
         # Also deep within: the dimension of a shape, the values of a string tensor.
@@ -450,36 +412,11 @@ def test_message_with_changed_fields_is_refused_or_a_message(
             del place[key]
         if not content:
             break
-    _refused_or_sound(_with_contents(message, content))
-
-
-def _contents(message: Message) -> dict[str, Any]:
-    """What a message holds in MessagePack: of those with a head, the parts of the body."""
-    data = encode(message)
-    if isinstance(message, Predict):
-        *_, size = PREDICT_HEAD.unpack_from(data)
-        inputs, outputs = data[PREDICT_HEAD.size :][:size], data[PREDICT_HEAD.size + size :]
-        return {"inputs": msgpack.unpackb(inputs), "outputs": msgpack.unpackb(outputs)}
-    if isinstance(message, Reply):
-        return {"outputs": msgpack.unpackb(data[REPLY_HEAD.size :] or b"\x90")}
-    content: dict[str, Any] = msgpack.unpackb(data)
-    return content
-
-
-def _with_contents(message: Message, content: dict[str, Any]) -> bytes:
-    """A message like this one, but for what it holds."""
-    if not isinstance(message, (Predict, Reply)):
-        return bytes(msgpack.packb(content))
-    parts = [
-        msgpack.packb(content[name]) if name in content else b"" for name in ("inputs", "outputs")
-    ]
-    if isinstance(message, Reply):
-        return encode(dataclasses.replace(message, outputs=())) + parts[1]
-    return encode_predict(message.request, message.shard, 0, len(parts[0]), b"".join(parts))
+    _refused_or_sound(msgpack.packb(content))
 
 
 @given(st.data(), MESSAGE)
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_message_with_changed_bytes_is_refused_or_a_message(
     data: st.DataObject, message: Message
 ) -> None:
@@ -492,55 +429,18 @@ def test_message_with_changed_bytes_is_refused_or_a_message(
 # The heads.
 
 
-def test_no_map_begins_as_a_head_does() -> None:
-    for message in SAMPLES.values():
-        first = encode(message)[0]
-        assert (first in (PREDICT, REPLY)) is isinstance(message, (Predict, Reply))
-
-
-@pytest.mark.parametrize("kind", [Predict, Reply])
-def test_message_with_a_head_is_taken_as_no_map(kind: type[Message]) -> None:
-    content = {name: getattr(SAMPLES[kind], name) for name in kind.CHECKS}
-    with pytest.raises(ProtocolError, match=f"unknown message id {kind.ID}"):
-        decode(msgpack.packb({"id": kind.ID, **content}))
-
-
 @given(st.binary(max_size=60), st.sampled_from([PREDICT, REPLY]))
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_any_head_is_refused_or_a_message(data: bytes, first: int) -> None:
     _refused_or_sound(bytes([first]) + data)
-
-
-@given(
-    request=st.integers(0, 2**64 - 1),
-    shard=st.integers(0, 2**32 - 1),
-    seconds=st.floats(allow_nan=True, allow_infinity=True),
-    body=st.binary(max_size=4),
-)
-def test_head_of_a_reply_is_refused_or_a_message(
-    request: int, shard: int, seconds: float, body: bytes
-) -> None:
-    _refused_or_sound(REPLY_HEAD.pack(REPLY, request, shard, seconds) + body)
-
-
-@pytest.mark.parametrize("size", range(PREDICT_HEAD.size))
-def test_short_head_is_refused(size: int) -> None:
-    for head in (PREDICT_HEAD.pack(PREDICT, 1, 0, 0, 0), REPLY_HEAD.pack(REPLY, 1, 0, 0.5)):
-        if 0 < size < len(head):
-            with pytest.raises(
-                ProtocolError, match=rf"got {size} bytes, expected {len(head)} or more"
-            ):
-                decode(head[:size])
 
 
 @pytest.mark.parametrize(
     ("field", "values"),
     [
         ("request", (2**63, 0, 0.5)),
-        ("request", (2**64 - 1, 0, 0.5)),
         ("seconds", (1, 0, float("nan"))),
         ("seconds", (1, 0, float("inf"))),
-        ("seconds", (1, 0, float("-inf"))),
         ("seconds", (1, 0, -1e-9)),
     ],
 )
@@ -549,16 +449,6 @@ def test_head_of_a_reply_that_does_not_fit_is_refused_by_its_field(
 ) -> None:
     with pytest.raises(ProtocolError, match=rf"^Reply\.{field} does not fit"):
         decode(REPLY_HEAD.pack(REPLY, *values))
-
-
-@pytest.mark.parametrize(("place", "field"), [(1, "request"), (3, "weights")])
-def test_head_of_a_predict_that_does_not_fit_is_refused_by_its_field(
-    place: int, field: str
-) -> None:
-    values = [PREDICT, 1, 0, 0, 1]
-    values[place] = 2**63
-    with pytest.raises(ProtocolError, match=rf"^Predict\.{field} does not fit"):
-        decode(PREDICT_HEAD.pack(*values) + b"\x90\x90")
 
 
 @given(REFERENCES, REFERENCES, st.integers(0, 2**32 - 1))
@@ -594,48 +484,34 @@ BAD_FIELDS: list[tuple[type[Message], str, Any]] = [
     (Error, "request", -1),
     (Error, "shard", "0"),
     (Error, "kind", "other"),
-    (Error, "kind", {}),
     (Error, "text", None),
     (Error, "traceback", b""),
     (Predict, "request", None),
     (Predict, "shard", True),
-    (Predict, "weights", None),
     (Predict, "weights", -1),
-    (Predict, "weights", True),
     (Predict, "inputs", []),
     (Predict, "inputs", (("x", "float32", (1,), 0),)),
     (Predict, "inputs", (("x", "float31", (1,), 0, 0),)),
     (Predict, "inputs", (("x", {}, (1,), 0, 0),)),
     (Predict, "inputs", (("x", "float32", (-1,), 0, 0),)),
-    (Predict, "inputs", (("x", "float32", (1.0,), 0, 0),)),
     (Predict, "inputs", (("x", "float32", (1,) * 65, 0, 0),)),
-    (Predict, "inputs", (("x", "float32", (1,), None, 0),)),
     (Predict, "inputs", (("x", "float32", (1,), 2**63, 0),)),
-    (Predict, "inputs", (("x", "float32", (1,), 0, -1),)),
     (Predict, "inputs", (("x", STRING, (1,), 0, 0),)),
     (Predict, "inputs", (("x", STRING, (2,), None, ("a",)),)),
-    (Predict, "inputs", (("x", STRING, (1,), None, (1,)),)),
     (Predict, "inputs", (("x", STRING, (2**62, 2**62), None, ()),)),
     (Predict, "outputs", None),
     (Reply, "request", 1.0),
     (Reply, "shard", None),
     (Reply, "outputs", ((),)),
-    (Reply, "seconds", 1),
     (Reply, "seconds", float("nan")),
     (Reply, "seconds", float("inf")),
-    (Reply, "seconds", -0.1),
     (BuildFinish, "inputs", (("x", "float32"),)),
-    (BuildFinish, "inputs", ((1, "float32", ()),)),
     (BuildFinish, "inputs", (("x", {}, ()),)),
-    (BuildFinish, "inputs", (("x", ("float32", {}), ()),)),
-    (BuildFinish, "outputs", (("x", "float32", [1]),)),
     (BuildFinish, "outputs", (("x", "float32", (1.5,)),)),
-    (BuildFinish, "weights", None),
     (BuildFinish, "weights", (("w", "float31", (4,)),)),
     (BuildFinish, "model", None),
     (BuildFinish, "prepared", 1),
     (BuildFinish, "providers", ("CPU", None)),
-    (BuildFinish, "notes", "one"),
     (BuildFinish, "notes", (1,)),
     (BuildFinish, "seconds", None),
     (Hello, "version", -1),
@@ -647,21 +523,17 @@ BAD_FIELDS: list[tuple[type[Message], str, Any]] = [
     (Build, "cores", (0, -1)),
     (Build, "shared", 0),
     (Build, "threads", -1),
-    (Build, "inter_op_threads", True),
     (Build, "inter_op_threads", -1),
     (Build, "allow_fallback", None),
     (Build, "prepare", True),
-    (Build, "variable_weights", "w"),
     (Build, "variable_weights", ("w", b"v")),
     (Build, "session_config", {"a": 1}),
     (Build, "provider_options", (("a", "b"),)),
     (Build, "token", None),
     (Error, "shard", 2**32),
-    (Predict, "shard", 2**32),
     (Reply, "shard", 2**32),
     (PredictJoined, "shard", 2**32),
     (Cancel, "request", 2**63),
-    (Cancel, "shard", None),
     (Cancel, "shard", 2**32),
     (Attach, "block", -1),
     (Attach, "size", None),
@@ -669,34 +541,19 @@ BAD_FIELDS: list[tuple[type[Message], str, Any]] = [
     (Preparing, "seconds", -1.0),
     (Preparing, "written", 1.5),
     (UpdateWeights, "version", -1),
-    (UpdateWeights, "version", None),
     (UpdateWeights, "oldest", 1.0),
-    (UpdateWeights, "tensors", None),
-    (UpdateWeights, "tensors", (("w", "float32", (4,), 0),)),
     (UpdateWeights, "tensors", (("w", "float32", (4,), None, 0),)),
     (PredictJoined, "request", None),
     (PredictJoined, "shard", -1),
     (PredictJoined, "weights", -1),
-    (PredictJoined, "weights", "1"),
     (PredictJoined, "members", ()),
     (PredictJoined, "members", (MEMBER,)),
-    (PredictJoined, "members", [MEMBER, MEMBER]),
-    (PredictJoined, "members", (MEMBER, None)),
-    (PredictJoined, "members", (MEMBER, {})),
     (PredictJoined, "members", (MEMBER, {"inputs": ()})),
     (PredictJoined, "members", (MEMBER, {**MEMBER, "more": ()})),
-    (PredictJoined, "members", (MEMBER, {"inputs": (), 1: ()})),
-    (PredictJoined, "members", (MEMBER, {"inputs": (), "outputs": []})),
     (PredictJoined, "members", (MEMBER, {"inputs": (), "outputs": (("x", "float31", (), 0, 0),)})),
-    (PredictJoined, "members", MEMBER),
-    (PredictJoined, "input_axes", None),
-    (PredictJoined, "input_axes", [0]),
     (PredictJoined, "input_axes", (-1,)),
     (PredictJoined, "input_axes", (True,)),
-    (PredictJoined, "input_axes", (0.0,)),
     (PredictJoined, "output_axes", (None,)),
-    (PredictJoined, "output_axes", ("0",)),
-    (PredictJoined, "output_axes", 0),
 ]
 
 
@@ -713,14 +570,7 @@ def test_bad_fields_have_every_field() -> None:
     assert {(kind, name) for kind, name, _ in BAD_FIELDS} == every
 
 
-def test_messages_are_frozen() -> None:
-    for message in SAMPLES.values():
-        for field in dataclasses.fields(message):
-            with pytest.raises(dataclasses.FrozenInstanceError):
-                setattr(message, field.name, None)
-
-
-@pytest.mark.parametrize("number", [-1, 1, 2, 13, 14, 255, None, "0", 0.0, True, [0]])
+@pytest.mark.parametrize("number", [-1, 1, 2, 13, 255, None, "0", 0.0, True, [0]])
 def test_unknown_id_is_refused(number: Any) -> None:
     with pytest.raises(ProtocolError, match="unknown message id"):
         decode(msgpack.packb({"id": number}))
@@ -766,20 +616,6 @@ def test_message_moves_as_the_table_says_or_changes_nothing(
     assert conversation == talk(after, *left)
 
 
-@pytest.mark.parametrize("answer", [SAMPLES[Reply], SAMPLES[Error]], ids=["reply", "error"])
-@pytest.mark.parametrize("state", [S.BUSY, S.EXITING])
-def test_runs_are_answered_in_their_order_and_the_last_one_ends_the_work(
-    state: WorkerState, answer: Message
-) -> None:
-    conversation = talk(state, RUN, NEXT)
-    with pytest.raises(ProtocolError, match=r"\(8, 2\), expected \(7, 2\)"):
-        conversation.advance(Reply(request=NEXT[0], shard=SHARD, outputs=(), seconds=0.0))
-    conversation.advance(answer)
-    assert conversation == talk(state, NEXT)
-    conversation.advance(Reply(request=NEXT[0], shard=SHARD, outputs=(), seconds=0.0))
-    assert conversation == talk(S.READY if state is S.BUSY else state)
-
-
 @pytest.mark.parametrize("kind", [Predict, PredictJoined])
 def test_worker_has_so_many_runs_and_one_more_is_refused_and_changes_nothing(
     kind: type[Message],
@@ -791,14 +627,6 @@ def test_worker_has_so_many_runs_and_one_more_is_refused_and_changes_nothing(
     with pytest.raises(ProtocolError, match=rf"in state busy with {MAX_RUNS} runs"):
         conversation.advance(SAMPLES[kind])
     assert conversation == talk(S.BUSY, *runs)
-
-
-@pytest.mark.parametrize("runs", [[RUN], [RUN, NEXT]], ids=["last", "not last"])
-def test_ended_run_is_the_same_as_a_reply(runs: list[tuple[int, int]]) -> None:
-    one, other = talk(S.BUSY, *runs), talk(S.BUSY, *runs)
-    one.end_run()
-    other.advance(SAMPLES[Reply])
-    assert one == other
 
 
 @pytest.mark.parametrize("state", [S.BUSY, S.EXITING])
@@ -820,36 +648,6 @@ def test_answer_to_another_request_is_refused_and_changes_nothing(
     with pytest.raises(ProtocolError, match=r"expected \(7, 2\)"):
         conversation.advance(answer)
     assert conversation == talk(state, RUN)
-
-
-def test_answer_to_no_request_is_refused_after_exit() -> None:
-    conversation = Conversation(state=S.EXITING)
-    with pytest.raises(ProtocolError, match=r"expected \(None, None\)"):
-        conversation.advance(SAMPLES[Reply])
-    assert conversation == Conversation(state=S.EXITING)
-
-
-def test_error_about_a_request_is_no_build_error() -> None:
-    conversation = Conversation(state=S.BUILDING)
-    with pytest.raises(ProtocolError):
-        conversation.advance(SAMPLES[Error])
-    assert conversation.state is S.BUILDING
-
-
-@pytest.mark.parametrize("state", [state for state in S if state not in (S.READY, S.BUSY)])
-def test_run_begins_only_when_ready_or_busy(state: WorkerState) -> None:
-    conversation = Conversation(state=state)
-    with pytest.raises(ProtocolError, match=f"Predict may not come in state {state}"):
-        conversation.begin_run(REQUEST, SHARD)
-    assert conversation == Conversation(state=state)
-
-
-@pytest.mark.parametrize("kind", [Predict, PredictJoined])
-def test_begun_run_is_the_same_as_a_predict(kind: type[Message]) -> None:
-    one, other = Conversation(state=S.READY), Conversation(state=S.READY)
-    one.begin_run(REQUEST, SHARD)
-    other.advance(SAMPLES[kind])
-    assert one == other == talk(S.BUSY, RUN)
 
 
 # Two sides, joined by a link on which messages take their time.
@@ -914,48 +712,8 @@ class Link(RuleBasedStateMachine):
         assert self.master == self.worker
 
 
-Link.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Link.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 test_two_sides_never_disagree = Link.TestCase
-
-
-def _joined(*messages: Message) -> tuple[Conversation, Conversation]:
-    """Both sides after these messages, none of them on its way any more."""
-    master, worker = Conversation(), Conversation()
-    for message in messages:
-        master.advance(message)
-        worker.advance(message)
-    return master, worker
-
-
-STARTED = (SAMPLES[Hello], SAMPLES[Build], SAMPLES[BuildFinish])
-
-
-def test_cancel_that_crosses_the_reply_is_taken() -> None:
-    master, worker = _joined(*STARTED, SAMPLES[Predict])
-    worker.advance(SAMPLES[Reply])
-    master.advance(SAMPLES[Cancel])
-    worker.advance(SAMPLES[Cancel])
-    master.advance(SAMPLES[Reply])
-    assert master == worker == Conversation(state=S.READY)
-
-
-def test_exit_that_crosses_the_reply_is_taken() -> None:
-    master, worker = _joined(*STARTED, SAMPLES[Predict])
-    worker.advance(SAMPLES[Reply])
-    master.advance(SAMPLES[Exit])
-    worker.advance(SAMPLES[Exit])
-    master.advance(SAMPLES[Reply])
-    assert master == worker == Conversation(state=S.EXITING)
-
-
-@pytest.mark.parametrize("answer", [SAMPLES[BuildFinish], BUILD_ERROR], ids=["finish", "error"])
-def test_exit_that_crosses_the_end_of_a_build_is_taken(answer: Message) -> None:
-    master, worker = _joined(*STARTED[:2])
-    worker.advance(answer)
-    master.advance(SAMPLES[Exit])
-    worker.advance(SAMPLES[Exit])
-    master.advance(answer)
-    assert master == worker == Conversation(state=S.EXITING)
 
 
 # The document.
@@ -1011,20 +769,6 @@ def test_document_has_every_field_of_every_message() -> None:
     assert [row[:2] for row in _rows("Fields")] == fields
 
 
-@given(request=COUNTS, shard=SHARDS, weights=COUNTS, inputs=REFERENCES, outputs=REFERENCES)
-def test_predict_from_tensors_encoded_before_is_the_same_message(
-    request: int,
-    shard: int,
-    weights: int,
-    inputs: tuple[TensorRef, ...],
-    outputs: tuple[TensorRef, ...],
-) -> None:
-    message = Predict(request=request, shard=shard, weights=weights, inputs=inputs, outputs=outputs)
-    body = encode_references(inputs)
-    data = encode_predict(request, shard, weights, len(body), body + encode_references(outputs))
-    assert data == encode(message)
-
-
 @given(
     request=COUNTS,
     shard=SHARDS,
@@ -1053,7 +797,3 @@ def test_joined_predict_from_tensors_encoded_before_is_the_same_message(
     data = encode_predict_joined(request, shard, weights, tensors, axes)
     assert data == encode(message)
     assert decode(data) == message
-
-
-def test_document_has_the_version() -> None:
-    assert f"(`VERSION`, now {VERSION})" in " ".join(DOCS.read_text().split())

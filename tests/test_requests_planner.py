@@ -1,12 +1,10 @@
 """From arrays to requests: what is checked, where tensors lie, and who may use their memory again."""
 
-import gc
 import os
 import signal
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcinfer.errors import InvalidInputError, QueueFullError
-from mcinfer.protocol import Predict, decode, encode_references
+from mcinfer.protocol import Predict, decode
 from mcinfer.requests import planner as planning
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Request
@@ -136,7 +134,7 @@ def in_order(array: Array, name: str, order: str, planner: Planner) -> Array:
 
 
 @given(case=cases())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=120)
 def test_shards_read_their_part_of_each_input_and_their_outputs_join(case: Case) -> None:
     arena = Arena(2 * MIB)
     planner = planner_of(case.model, arena)
@@ -223,16 +221,6 @@ def test_input_in_shared_memory_is_held_as_long_as_the_request(arena: Arena) -> 
     assert in_use(planner, arena) == 0
 
 
-def test_copied_input_may_be_changed_at_once(arena: Arena) -> None:
-    planner = planner_of(PLAIN, arena)
-    x = np.ones((2, 3), np.float32)
-    request = planner.request([x, [0, 0]], 1, None, 0.0)
-    x[...] = 9
-    assert (
-        np.frombuffer(place(arena, references(request, 0)[0][0]), np.float32).tolist() == [1.0] * 6
-    )
-
-
 def test_results_are_copies_where_memory_is_scarce() -> None:
     arena = Arena(MIB)
     planner = planner_of(PLAIN, arena)
@@ -279,34 +267,6 @@ def test_batch_of_no_rows_is_answered_without_a_worker(arena: Arena) -> None:
     assert arena.used == used
 
 
-def test_axes_that_the_caller_names_are_followed(arena: Arena) -> None:
-    spec = model({"x": ("int32", ["a", "b"])}, {"y": ("int32", ["a", "b"])})
-    planner = planner_of(spec, arena)
-    x = np.arange(12, dtype=np.int32).reshape(2, 6)
-    rows, columns, whole = (known(spec, {"x": axis}) for axis in (0, 1, None))
-    for how, shapes in (
-        (columns, [(2, 2)] * 3),
-        (rows, [(1, 6)] * 2),
-        (whole, [(2, 6)]),
-        (None, [(2, 6)]),
-        (columns, [(2, 2)] * 3),
-    ):
-        request = planner.request([x], 3, how, 0.0)
-        assert [references(request, shard)[0][0][2] for shard in range(len(request.rows))] == shapes
-        run(request, arena, lambda inputs: {"y": inputs["x"]})
-        assert np.array_equal(request.value()["y"], x)
-
-
-def test_batch_of_no_rows_goes_to_a_worker_where_an_output_does_not_follow(arena: Arena) -> None:
-    spec = model({"x": ("float32", ["batch"])}, {"y": ("float32", ["found"])})
-    request = planner_of(spec, arena).request(
-        [np.empty(0, np.float32)], 2, known(spec, None, {"y": 0}), 0.0
-    )
-    assert len(request.rows) == 1
-    request.take(0, replied([("y", "float32", (0,), 0, 0)]), never, 0, LIMIT)
-    assert request.value()["y"].shape == (0,)
-
-
 # Frames.
 
 
@@ -339,35 +299,6 @@ def test_frame_is_used_again_once_the_last_view_of_a_view_is_gone(arena: Arena) 
     assert arena.used == planner.idle_bytes
 
 
-def test_steady_traffic_takes_no_more_memory_and_sends_the_same_bytes(arena: Arena) -> None:
-    planner = planner_of(PLAIN, arena)
-    sent = set()
-    for number in range(5):
-        request = answered(planner, arena, X * number)
-        assert (request.result()["y"] == 2 * number).all()
-        sent.add((request.tensors(0), request.tensors(1)))
-        del request
-        assert arena.used == planner.idle_bytes
-    assert len(sent) == 1
-
-
-def test_frames_are_held_by_an_unsettled_request_and_its_inputs_by_nobody_after(
-    arena: Arena,
-) -> None:
-    planner = planner_of(PLAIN, arena)
-    request = planner.request([X, W], 2, DECLARED, 0.0)
-    assert planner.idle_bytes == 0
-    run(request, arena, double)
-    request.settle()
-    request.release()
-    assert planner.idle_bytes == 2 * 64  # the inputs'
-    value = request.result()
-    del request
-    assert planner.idle_bytes == 2 * 64
-    del value
-    assert planner.idle_bytes == arena.used == 3 * 64
-
-
 def test_plans_and_frames_take_bounded_memory_of_this_process() -> None:
     """A model of 40 outputs, fed with any number of rows: without a bound it was hundreds of MiB."""
     shape: list[Dimension] = ["batch", 4]
@@ -377,7 +308,7 @@ def test_plans_and_frames_take_bounded_memory_of_this_process() -> None:
     planner, split = planner_of(spec, arena), known(spec)
     tracemalloc.start()
     try:
-        for rows in range(1, 101):
+        for rows in range(1, 51):
             x = np.ones((rows, 4), np.float32)
             requests = [planner.request([x], 2, split, 0.0) for _ in range(20)]
             requests.clear()
@@ -398,37 +329,6 @@ def test_idle_frames_are_bounded_in_number(arena: Arena) -> None:
     )  # of outputs, and what all inputs were in
     planner.release_idle()
     assert planner.idle_bytes == arena.used == 0
-
-
-def test_idle_frames_are_bounded_in_bytes_but_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "_MAX_IDLE_BYTES", 3 * MIB)
-    arena = Arena(64 * MIB)
-    planner = planner_of(PLAIN, arena)
-    for rows, kept in ((MIB // 12, 3), (MIB // 2, 1)):
-        x = np.ones((rows, 3), np.float32)
-        requests = [planner.request([x, W], 1, None, 0.0) for _ in range(4)]
-        one = requests[0].size
-        requests.clear()
-        assert arena.used == planner.idle_bytes
-        # The inputs have the weights beside, and may be one fewer.
-        assert (kept - 1) * one < planner.idle_bytes <= kept * (one + 256)  # to whole cache lines
-        planner.release_idle()
-    arena.close()
-
-
-def test_frames_of_a_forgotten_plan_and_of_a_closed_planner_go_to_the_arena(arena: Arena) -> None:
-    planner = planner_of(PLAIN, arena)
-    first = answered(planner, arena)
-    for count in range(1, 300):
-        planner.request([np.ones((count, 3), np.float32), W], 1, DECLARED, 0.0)
-    before = arena.used - planner.idle_bytes
-    assert before > 0
-    del first
-    assert arena.used == planner.idle_bytes
-    last = answered(planner, arena)
-    planner.close()
-    del last
-    assert arena.used == 0
 
 
 def test_frames_that_come_back_to_a_forgotten_plan_are_no_loss_of_memory(
@@ -475,16 +375,6 @@ def test_copy_that_was_interrupted_writes_to_no_later_request() -> None:
     arena.close()
 
 
-def test_frame_held_in_a_cycle_is_free_once_that_is_collected(arena: Arena) -> None:
-    planner = planner_of(PLAIN, arena)
-    request = answered(planner, arena)
-    cycle: list[Any] = [request, request.result()]
-    cycle.append(cycle)
-    del request, cycle
-    gc.collect()
-    assert in_use(planner, arena) == 0
-
-
 def test_planner_that_is_short_of_one_frame_does_not_wait_with_the_other_in_hand() -> None:
     """Two that each held one would wait for each other."""
     arena = Arena(MIB)
@@ -509,36 +399,6 @@ def test_planner_that_is_short_of_one_frame_does_not_wait_with_the_other_in_hand
     arena.close()
 
 
-def test_result_is_the_next_requests_input_where_it_lies(arena: Arena) -> None:
-    planner = planner_of(PLAIN, arena)
-    y = answered(planner, arena).result()["y"]
-    request = planner.request([y[1:3], W], 1, None, 0.0)
-    assert references(request, 0)[0][0][3:] == arena.find(address(y[1:3]), 24)
-    del y
-    assert bytes(place(arena, references(request, 0)[0][0])) == np.full((2, 3), 2, "<f4").tobytes()
-
-
-def test_threads_that_make_the_same_plan_at_once_all_get_their_own_memory(arena: Arena) -> None:
-    lock = threading.Lock()
-
-    def allocate(sizes: Sequence[int], _: float) -> list[Slot]:
-        with lock:
-            return arena.allocate_all(sizes)
-
-    planner = Planner(PLAIN, arena, allocate)
-
-    def work(seed: int) -> bool:
-        for number in range(50):
-            x = np.full((1 + number % 3, 3), seed * 100 + number, np.float32)
-            request = answered(planner, arena, x)
-            if not (request.result()["y"] == 2 * x).all():
-                return False
-        return True
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(work, range(4)))
-
-
 # What is taken, and what is refused.
 
 TYPED = {
@@ -551,19 +411,12 @@ TYPED = {
     ("element_type", "value"),
     [
         ("float32", [1, 2]),
-        ("float32", [1.5, 2]),
         ("float32", (True, False)),
         ("float32", []),
-        ("float64", [10**10, -0.5]),
-        ("bfloat16", [1.5, -2]),
         ("int64", [1, -(2**63), 2**63 - 1]),
         ("int64", [True]),
-        ("int64", range(5)),
-        ("int64", []),
-        ("int8", [-128, 127]),
         ("int4", [-8, 7]),
         ("bool", [True, False]),
-        ("float32", [np.float32(1), np.float32(2)]),
         ("float32", [np.ones(()), 2]),
     ],
     ids=str,
@@ -578,15 +431,6 @@ def test_numbers_without_a_type_take_the_inputs(
         assert len(value) == 0
         return
     assert bytes(place(arena, references(request, 0)[0][0])) == raw_bytes(expected)
-
-
-@pytest.mark.parametrize("value", [3, 3.5, True, np.float32(3.5)])
-def test_number_is_a_tensor_without_dimensions(arena: Arena, value: float) -> None:
-    scalar = model({"t": ("float32", [])}, {"y": ("float32", [])})
-    request = planner_of(scalar, arena).request([value], 4, known(scalar), 0.0)
-    (reference,), _ = references(request, 0)
-    assert (len(request.rows), reference[2]) == (1, ())
-    assert bytes(place(arena, reference)) == np.float32(value).tobytes()
 
 
 class HasArray:
@@ -617,28 +461,18 @@ X32 = r"input 'x' has dtype {}, expected {} \(x: {}\[batch\]\)"
     [
         ("float32", np.ones(3), X32.format("float64", "float32", "float32")),
         ("float32", np.ones(3, ">f8"), X32.format(">f8", "float32", "float32")),
-        ("float32", np.ones(3, int), X32.format("int64", "float32", "float32")),
-        ("float32", np.float64(1), X32.format("float64", "float32", "float32")),
         ("float32", ["1"], X32.format("<U1", "float32", "float32")),
-        ("float32", [None], X32.format("object", "float32", "float32")),
-        ("float32", [1j], X32.format("complex128", "float32", "float32")),
         ("float32", None, X32.format("object", "float32", "float32")),
-        ("float32", {"a": 1}, X32.format("object", "float32", "float32")),
         ("float32", [np.datetime64(0, "s")], r"input 'x' has dtype datetime64\[s\], expected"),
         ("float32", [[1], [2, 3]], r"input 'x' is not an array: .*inhomogeneous"),
         ("int64", [1.0], X32.format("float64", "int64", "int64")),
-        ("int64", [2**70], X32.format("object", "int64", "int64")),
         ("bool", [1], X32.format("int64", "bool", "bool")),
         ("bfloat16", np.ones(3, np.float16), X32.format("float16", "bfloat16", "bfloat16")),
         ("int8", [0, 128], r"'x' has values from 0 to 128, expected -128 to 127 \(x: int8"),
-        ("int8", [-129, 0], r"'x' has values from -129 to 0, expected -128 to 127"),
         ("int4", [8], r"'x' has values from 8 to 8, expected -8 to 7"),
         ("int64", [2**63], rf"'x' has values from {2**63} .* to {2**63 - 1} "),
         ("int64", [[1, 2]], r"input 'x' has 2 dimensions \[1, 2\], expected 1: x: int64\[batch\]"),
-        ("int64", 1, r"input 'x' has 0 dimensions \[\], expected 1: x: int64\[batch\]"),
-        (STRING, [1, 2], X32.format("object", STRING, STRING)),
         (STRING, np.ones(2), X32.format("float64", STRING, STRING)),
-        (STRING, ["a", None], X32.format("object", STRING, STRING)),
         (STRING, np.array(["a", 1], object), X32.format("object", STRING, STRING)),
     ],
     ids=str,
@@ -657,14 +491,9 @@ def test_value_that_does_not_fit_is_refused_with_name_what_came_and_what_was_exp
         ({"x": X}, r"inputs: missing \['w'\], expected \['x', 'w'\]"),
         ({"x": X, "w": W, "q": 1}, r"inputs: unknown \['q'\], expected \['x', 'w'\]"),
         ({"X": X, "w": W}, r"inputs: unknown \['X'\], missing \['x'\], expected \['x', 'w'\]"),
-        ({}, r"inputs: missing \['x', 'w'\]"),
-        ({0: X, "w": W}, r"inputs: unknown \[0\], missing \['x'\]"),
         ([X], r"inputs: got 1, expected 2: \['x', 'w'\]"),
-        ([X, W, W], r"inputs: got 3, expected 2: \['x', 'w'\]"),
         (X, r"inputs: got ndarray, expected a mapping by name or a sequence of \['x', 'w'\]"),
         ("xw", r"inputs: got str, expected"),
-        (None, r"inputs: got NoneType, expected"),
-        (iter([X, W]), r"inputs: got \w*iterator, expected"),
         ([X[:, :2], W], r"input 'x' has size 2 in dimension 1, expected 3: x: float32\[batch, 3\]"),
         ([X, W[:1]], r"input 'w' .*\b1\b.*\b2\b"),
     ],
@@ -682,10 +511,8 @@ def test_inputs_that_do_not_fit_are_refused_with_what_came_and_what_was_expected
     [
         ({"q": (1,)}, r"shapes: unknown input 'q', expected some of \['x', 's', 'h'\]"),
         ({"x": (1, 2)}, r"shapes: got \[1, 2\] for 'x', expected x: float32\[batch\]"),
-        ({"x": ()}, r"shapes: got \[\] for 'x', expected x: float32\[batch\]"),
         ({"x": (-1,)}, r"shapes: got \[-1\] for 'x'"),
         ({"x": 3}, r"shapes: got 3 for 'x', expected x: float32\[batch\]"),
-        ({"x": (2.5,)}, r"shapes: got \(2\.5,\) for 'x'"),
         ({"x": ("batch",)}, r"shapes: got \('batch',\) for 'x'"),
         ({"s": (1,)}, r"shapes: input s: string\[batch\] cannot lie in shared memory"),
         ({"h": (1,)}, r"shapes: input h: int4\[batch\] cannot lie in shared memory"),
@@ -702,32 +529,6 @@ def test_allocation_that_does_not_fit_is_refused(arena: Arena, shapes: Any, text
     with pytest.raises(InvalidInputError, match=text):
         planner_of(model(inputs, {"y": ("float32", ["batch"])}), arena).allocate(shapes, 0.0)
     assert arena.used == 0
-
-
-@pytest.mark.parametrize("shape", [(), (5,), (2, 3)], ids=str)
-def test_input_without_declared_dimensions_is_of_any_rank(
-    arena: Arena, shape: tuple[int, ...]
-) -> None:
-    spec = model({"x": ("float32", [])}, {"y": ("float32", [])})
-    planner = planner_of(spec, arena)
-    x = planner.allocate({"x": shape}, 0.0)["x"]
-    assert x.shape == shape
-    x[...] = 3
-    request = planner.request([x], 2, known(spec), 0.0)
-    assert references(request, 0)[0][0][2] == shape
-
-
-def test_allocated_arrays_have_the_inputs_types_and_are_writable(arena: Arena) -> None:
-    inputs: dict[str, Value] = {
-        name: (name, ["batch", 2]) for name in FIXED_SIZE if name not in FOUR_BITS
-    }
-    planner = planner_of(model(inputs, {"y": ("float32", ["batch"])}), arena)
-    rows: Any = np.int64(3)  # a size as NumPy gives it
-    arrays = planner.allocate(dict.fromkeys(inputs, (rows, 2)), 0.0)
-    for name, array in arrays.items():
-        assert (array.dtype, array.shape) == (numpy_dtype(name), (3, 2))
-        array[...] = 1
-    assert arena.used == sum(align(array.nbytes) for array in arrays.values())
 
 
 # Strings.
@@ -747,32 +548,6 @@ def test_strings_travel_inline_row_by_row(arena: Arena) -> None:
         request.take(shard, replied([("t", *reference[1:])]), never, shard, LIMIT)
     assert request.value()["t"].tolist() == ["a", b"b\x00", "ü\x00", "", "e"]
     assert arena.used == 0
-
-
-def test_arrays_of_text_are_taken_as_they_are(arena: Arena) -> None:
-    spec = model({"s": (STRING, ["batch", 2])}, {"t": (STRING, ["batch", 2])})
-    planner = planner_of(spec, arena)
-    text = np.array([["a", "bc"], ["d", ""]])
-    for array in (
-        text,
-        text.astype(object),
-        text.astype(np.dtypes.StringDType()),
-        text[::-1][::-1],
-    ):
-        request = planner.request([array], 2, known(spec), 0.0)
-        assert [references(request, shard)[0][0][4] for shard in range(2)] == [
-            ("a", "bc"),
-            ("d", ""),
-        ]
-    (reference,), _ = references(planner.request([text.astype("S")], 1, None, 0.0), 0)
-    assert reference[4] == (b"a", b"bc", b"d", b"")
-
-
-def test_strings_that_no_message_can_carry_are_the_callers_mistake(arena: Arena) -> None:
-    planner = planner_of(model({"s": (STRING, ["batch"])}, {"y": ("float32", ["batch"])}), arena)
-    with pytest.raises(InvalidInputError, match="17 strings in a message of 17"):
-        planner.request({"s": np.array(["x" * (1 << 20)] * 17, object)}, 1, None, 0.0)
-    planner.close()
 
 
 # Requests that may go in one run with others.
@@ -795,13 +570,6 @@ def encoder_inputs(
     return {"x": np.zeros((rows, width), np.float32), "w": np.array(w), "t": t}
 
 
-def test_requests_that_differ_in_the_batch_alone_have_the_same_key(arena: Arena) -> None:
-    one, three = (join_of(arena, ENCODER, encoder_inputs(rows)) for rows in (1, 3))
-    assert one[0] == three[0]
-    assert hash(one[0]) == hash(three[0])
-    assert (one[1], three[1]) == (1, 3)
-
-
 def test_values_of_the_batch_do_not_matter_nor_how_inputs_are_given(arena: Arena) -> None:
     inputs = encoder_inputs()
     planner = planner_of(ENCODER, arena, 8)
@@ -820,7 +588,7 @@ def test_values_of_the_batch_do_not_matter_nor_how_inputs_are_given(arena: Arena
 
 @pytest.mark.parametrize(
     "other",
-    [{"width": 6}, {"w": (1, 2, 3)}, {"w": (1, 3)}, {"w": (2, 1)}, {"t": 0.25}, {"t": np.nan}],
+    [{"width": 6}, {"w": (1, 2, 3)}, {"w": (2, 1)}, {"t": np.nan}],
     ids=str,
 )
 def test_requests_of_other_sizes_or_other_common_values_have_another_key(
@@ -830,36 +598,7 @@ def test_requests_of_other_sizes_or_other_common_values_have_another_key(
     assert join_of(arena, ENCODER, encoder_inputs(**other))[0] != expected[0]
 
 
-def test_key_knows_along_which_axes_the_batch_lies(arena: Arena) -> None:
-    spec = model({"x": ("float32", ["a", "b"])}, {"y": ("float32", ["a", "b"])})
-    x = {"x": np.zeros((2, 2), np.float32)}
-    rows, columns = (join_of(arena, spec, x, {"x": axis}) for axis in (0, 1))
-    assert rows[0] != columns[0]
-    assert join_of(arena, spec, x, {"x": None}) is None
-
-
-def test_axes_of_a_request_are_those_of_its_inputs_and_outputs(arena: Arena) -> None:
-    spec = model(
-        {"x": ("float32", [3, "batch"]), "w": ("float32", [2]), "v": ("float32", ["batch"])},
-        {"y": ("float32", ["batch", 2]), "z": ("float32", [2, 2, "batch"])},
-    )
-    inputs = {name: np.zeros(shape, np.float32) for name, shape in (("x", (3, 4)), ("w", 2))}
-    request = {**inputs, "v": [0.0] * 4}
-    made = planner_of(spec, arena, 8).request(request, 1, known(spec), 0.0, joinable=True)
-    assert made.axes == ((1, None, 0), (0, 2))
-    assert made.join is not None
-    assert made.join[1] == 4
-
-
-def test_tensors_of_a_request_are_those_of_its_message(arena: Arena) -> None:
-    request = planner_of(PLAIN, arena, 8).request(
-        [[[1.0] * 3] * 4, [0, 0]], 1, DECLARED, 0.0, joinable=True
-    )
-    inputs, outputs = references(request, 0)
-    assert request.tensors(0) == (encode_references(inputs), encode_references(outputs))
-
-
-@pytest.mark.parametrize(("rows", "joined"), [(1, True), (7, True), (8, False), (9, False)])
+@pytest.mark.parametrize(("rows", "joined"), [(7, True), (8, False)])
 def test_requests_that_leave_no_room_for_others_go_alone(
     arena: Arena, rows: int, joined: bool
 ) -> None:
@@ -870,14 +609,10 @@ def test_requests_that_leave_no_room_for_others_go_alone(
     ("inputs", "outputs"),
     [
         ({"x": ("float32", ["batch"]), "s": (STRING, [1])}, {"y": ("float32", ["batch"])}),
-        ({"x": (STRING, ["batch"])}, {"y": ("float32", ["batch"])}),
         ({"x": ("float32", ["batch"])}, {"y": (STRING, ["batch"])}),
         ({"x": ("int4", ["batch"])}, {"y": ("float32", ["batch"])}),
-        ({"x": ("float32", ["batch"])}, {"y": ("uint4", ["batch"])}),
-        ({"x": ("float32", ["batch"]), "w": ("int4", [1])}, {"y": ("float32", ["batch"])}),
         ({"x": ("float32", [1])}, {"y": ("float32", [1])}),
         ({"x": ("float32", ["batch"])}, {"y": ("float32", ["found"])}),
-        ({"x": ("float32", [None])}, {"y": ("float32", [None])}),
     ],
     ids=str,
 )
@@ -899,14 +634,6 @@ def test_common_inputs_that_are_large_are_not_compared(
     )
     inputs = {"x": np.zeros(1, np.float32), "w": np.zeros(size, np.int64)}
     assert (join_of(arena, spec, inputs) is not None) == joined
-
-
-@pytest.mark.parametrize(("most", "joinable"), [(1, True), (8, False)])
-def test_requests_go_alone_where_joining_is_off(arena: Arena, most: int, joinable: bool) -> None:
-    request = planner_of(ENCODER, arena, most).request(
-        encoder_inputs(), 1, known(ENCODER), 0.0, joinable=joinable
-    )
-    assert request.join is None
 
 
 # Weights.
@@ -933,26 +660,6 @@ def test_all_shards_run_with_the_version_of_the_moment_when_they_were_staged(are
     assert [[version_of(request, shard) for shard in range(2)] for request in requests] == [
         [number] * 2 for number in range(4)
     ]
-
-
-def test_memory_of_a_version_is_held_by_the_requests_that_run_with_it(arena: Arena) -> None:
-    planner = planner_of(PLAIN, arena, weights=WEIGHTS)
-    planner.weights.update({"m": [1, 2, 3]}, 0.0)
-    inputs = planner.allocate({"x": (4, 3), "w": (2,)}, 0.0)
-    before = arena.used
-    request = planner.request(inputs, 1, None, 0.0)
-    output = arena.used - before
-    planner.weights.update({"m": [4, 5, 6]}, 0.0)
-    assert arena.used == before + output + align(12)
-    assert (
-        bytes(place(arena, request.weights.tensors["m"]))
-        == np.array([1, 2, 3], np.float32).tobytes()
-    )
-    request.settle()
-    request.release()  # however long a user keeps what is left of it
-    assert arena.used == before + output
-    del request
-    assert in_use(planner, arena) == before
 
 
 def test_requests_with_another_version_of_the_weights_have_another_key(arena: Arena) -> None:

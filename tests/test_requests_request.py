@@ -3,20 +3,17 @@
 import errno
 import gc
 import os
-import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 from mcinfer.errors import PredictError, ProtocolError
 from mcinfer.requests.request import Request
-from mcinfer.requests.splitting import Known
-from mcinfer.sharding import Axes, JoinError, Split
+from mcinfer.sharding import Axes, JoinError
 from mcinfer.shm.arena import Arena
 from mcinfer.shm.block import Block
 from mcinfer.specs import STRING
@@ -35,7 +32,6 @@ from tests.planned_requests import (
     known,
     model,
     never,
-    place,
     planner_of,
     random_array,
     references,
@@ -136,30 +132,6 @@ def test_parts_that_do_not_join_are_an_error_that_the_split_hears_of(
     assert reasons == [str(caught.value)]
 
 
-def test_output_without_elements_needs_no_block(arena: Arena) -> None:
-    request = stage_open(arena)
-    for shard in (0, 1):
-        y = references(request, shard)[1][0]
-        empty: list[TensorRef] = [("u", "int32", (0, 3), 0, 0), ("h", "uint4", (0,), 0, 0)]
-        request.take(
-            shard, replied([y, *empty, ("t", STRING, (0,), None, ())]), never, shard, LIMIT
-        )
-    result = request.value()
-    assert (result["u"].shape, result["h"].shape, result["t"].shape) == ((0, 3), (0,), (0,))
-    assert result["h"].dtype == ml_dtypes.uint4
-
-
-def test_open_output_may_be_of_another_rank_than_the_model_declares(
-    arena: Arena, worker: Worker
-) -> None:
-    request = stage_open(arena)
-    for shard in (0, 1):
-        y, _, *others = answer(request, worker, shard, 2)
-        own = worker.put(("u", random_array("int32", (5, 2, 1), shard)))
-        request.take(shard, replied([y, *own, *others]), worker.fetch, shard, LIMIT)
-    assert request.value()["u"].shape == (10, 2, 1)
-
-
 # Outputs that come out in another shape than the plan foresaw, which the runtime only warns of.
 
 
@@ -179,37 +151,6 @@ def test_output_of_another_shape_is_taken_and_no_more_foreseen(
         for shard, part in enumerate(parts):
             opened(request, worker, shard, part)
         assert request.value()["y"].tobytes() == np.concatenate(parts).tobytes()
-
-
-def test_output_of_another_shape_may_come_from_one_worker_alone(
-    arena: Arena, worker: Worker
-) -> None:
-    """Where each row's place is foreseen, and one worker has its rows elsewhere."""
-    split = Split(inputs={"x": 0, "w": None}, outputs={"y": 0}, known="learned", sizes={"y": 2})
-    spec = model(
-        {"x": ("float32", [None, 3]), "w": ("float32", [2])}, {"y": ("float32", [None, 3])}
-    )
-    how = Known(split=split, settled=True, splits=True, open=False, number=-1)
-    request = planner_of(spec, arena).request([X, W], 2, how, 0.0)
-    (reference,) = references(request, 0)[1]
-    assert reference[2] == (4, 3)
-    rows = random_array("float32", (4, 3), 1)
-    place(arena, reference)[:] = rows.tobytes()
-    request.take(0, (), never, 0, LIMIT)
-    more = random_array("float32", (5, 3), 2)
-    opened(request, worker, 1, more)
-    assert request.value()["y"].tobytes() == np.concatenate([rows, more]).tobytes()
-
-
-def test_outputs_of_other_shapes_that_do_not_join_are_an_error_that_names_the_worker(
-    arena: Arena, worker: Worker
-) -> None:
-    request = planner_of(PLAIN, arena).request([X, W], 2, DECLARED, 0.0)
-    opened(request, worker, 0, np.ones((2, 7), np.float32))
-    opened(request, worker, 1, np.ones((3, 7), np.float32))
-    text = r"output 'y' joins along axis 0.*\[2, 7\] from worker 1 \(part 1\), got \[3, 7\]"
-    with pytest.raises(JoinError, match=text):
-        request.value()
 
 
 # Forged replies: none is taken, none changes anything, none leaves a descriptor.
@@ -236,12 +177,9 @@ def other_shard(request: Request, right: list[TensorRef]) -> list[TensorRef]:
 FORGED: dict[str, Forge] = {
     "known output in another block": change(0, block=5),
     "known output in the worker's block": change(0, block=-1),
-    "known output further on": change(0, offset=128),
     "known output far away": change(0, offset=2**62),
     "known output of another type": change(0, element_type="int32"),
     "known output of another shape": change(0, shape=(4, 1)),
-    "known output that is larger": change(0, shape=(1000, 2)),
-    "known output that is larger, past the block's end": change(0, shape=(1000, 2), block=-1),
     "known output of another shape in a block that never came": change(
         0, shape=(4, 1), block=-77, offset=0
     ),
@@ -255,12 +193,9 @@ FORGED: dict[str, Forge] = {
     "open output of another type": change(1, element_type="float32"),
     "open output in the master's memory": change(1, block=0),
     "open output in a block that never came": change(1, block=-77),
-    "second output in a block that never came": change(2, block=-77),
     "open output past the block's end": change(1, offset=10**6),
-    "open output over the block's end": change(2, offset=190),
     "open output far away": change(1, offset=2**63 - 1),
     "open output of an impossible shape": change(1, shape=(2**62, 3)),
-    "empty output of an impossible shape": change(1, shape=(0, 2**62)),
     "empty output of many impossible sizes": change(1, shape=(0, *[2**62] * 20)),
     "empty strings of an impossible shape": change(3, shape=(0, 2**62), offset=()),
     "open output as strings": change(1, element_type=STRING, shape=(1,), block=None, offset=("a",)),
@@ -268,18 +203,9 @@ FORGED: dict[str, Forge] = {
     "renamed": change(1, name="q"),
     "two of one name": change(2, name="u"),
     "in another order": lambda _, right: [*right[:1], *right[:0:-1]],
-    "one too few": lambda _, right: right[:-1],
     "one too many": lambda _, right: [*right, right[-1]],
     "none": lambda *_: [],
-    # These the protocol refuses already.
     "negative offset": change(1, offset=-4),
-    "offset beyond all integers": change(1, offset=2**64),
-    "negative size": change(1, shape=(-2, 3)),
-    "no block": change(1, block=None),
-    "unknown type": change(1, element_type="float31"),
-    "offset that is no number": change(1, offset=True),
-    "too few strings": change(3, offset=("a",)),
-    "strings in a block": change(3, block=-1),
 }
 
 
@@ -297,15 +223,6 @@ def test_forged_reply_is_a_protocol_error_and_changes_nothing(
     result = request.value()
     assert np.array_equal(result["u"][:2], found(2, 0)[0])
     assert result["t"].tolist() == ["0-0", "0-1", "1-0", "1-1"]
-
-
-def test_refused_reply_leaves_what_is_foreseen_as_it_is(arena: Arena) -> None:
-    planner = planner_of(PLAIN, arena)
-    request = planner.request([X, W], 2, DECLARED, 0.0)
-    with pytest.raises(ProtocolError):
-        request.take(0, replied([("y", "float32", (9, 9), 0, 0)]), never, 0, LIMIT)
-    request = planner.request([X, W], 2, DECLARED, 0.0)
-    assert len(references(request, 0)[1]) == 1
 
 
 def test_output_of_more_than_the_shared_memory_may_have_is_an_os_error_and_keeps_nothing() -> None:
@@ -328,46 +245,7 @@ def test_output_of_more_than_the_shared_memory_may_have_is_an_os_error_and_keeps
     arena.close()
 
 
-@pytest.mark.parametrize("silent", [True, False])
-def test_reply_with_all_as_asked_fetches_nothing(arena: Arena, silent: bool) -> None:
-    request = planner_of(PLAIN, arena).request([X, W], 2, DECLARED, 0.0)
-    for shard in (0, 1):
-        outputs = references(request, shard)[1]
-        with pytest.raises(ProtocolError, match=re.escape("expected ['y']")):
-            request.take(shard, replied([*outputs, *outputs]), never, shard, LIMIT)
-        request.take(shard, () if silent else replied(outputs), never, shard, LIMIT)
-    assert request.value()["y"].shape == (4, 3)
-
-
 # Outputs that are the same from every worker.
-
-MEAN = model({"x": ("float32", ["batch"])}, {"y": ("float32", ["batch"]), "z": ("float32", [2])})
-
-
-def run_mean(arena: Arena, zs: Sequence[Sequence[float]]) -> Array:
-    how = known(MEAN, None, {"z": None})
-    request = planner_of(MEAN, arena).request([np.ones(6, np.float32)], len(zs), how, 0.0)
-    assert len(request.rows) == len(zs)
-    for shard, z in enumerate(zs):
-        outputs = references(request, shard)[1]
-        place(arena, outputs[1])[:] = np.array(z, np.float32).tobytes()
-        request.take(shard, replied(outputs), never, shard, LIMIT)
-    return request.value()["z"]
-
-
-def test_output_that_all_workers_agree_on_is_taken(arena: Arena) -> None:
-    assert run_mean(arena, [[1, 2]] * 3).tolist() == [1, 2]
-    assert run_mean(arena, [[1, 2]]).tolist() == [1, 2]
-
-
-@pytest.mark.parametrize("last", [[1, 3], [1, np.nan], [-1, 2]])
-def test_output_that_differs_is_an_error_that_names_it_and_the_worker(
-    arena: Arena, last: list[float]
-) -> None:
-    text = "output 'z' is to be the same .* worker 2 gave others than worker 0"
-    with pytest.raises(JoinError, match=text):
-        run_mean(arena, [[1, 2], [1, 2], last])
-
 
 # Results.
 
@@ -412,16 +290,6 @@ def test_failed_request_gives_its_memory_back_though_it_is_held(
         request.result()
 
 
-def test_answered_request_holds_its_result_and_no_block(arena: Arena, worker: Worker) -> None:
-    request = stage_open(arena)
-    replies = [answer(request, worker, shard, 2) for shard in (0, 1)]
-    with no_descriptor_left():
-        for shard, outputs in enumerate(replies):
-            request.take(shard, outputs, worker.fetch, shard, LIMIT)
-        value = request.value()
-    assert request.value() is value
-
-
 def test_error_of_a_join_keeps_no_memory_and_comes_again(arena: Arena, worker: Worker) -> None:
     planner = planner_of(OPEN, arena)
     request = planner.request([np.ones((4, 2), np.float32)], 2, known(OPEN, None, FOUND), 0.0)
@@ -449,7 +317,7 @@ def test_error_of_a_join_keeps_no_memory_and_comes_again(arena: Arena, worker: W
 
 def test_two_threads_that_ask_at_once_get_equal_arrays(arena: Arena, worker: Worker) -> None:
     """However the two meet, and whether the result is a view, or joined of parts."""
-    for round_ in range(200):
+    for round_ in range(60):
         if round_ % 2:
             request = stage_open(arena)
             for shard in (0, 1):

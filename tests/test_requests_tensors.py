@@ -116,7 +116,7 @@ def cuttings(draw: st.DrawFn) -> Cutting:
 
 
 @given(cutting=cuttings())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=120)
 def test_each_shard_finds_its_part_of_the_input(cutting: Cutting) -> None:
     x = spec(cutting.element_type)
     cut = InputCut(axis=cutting.axis, shapes=cutting.shapes)
@@ -138,7 +138,7 @@ def test_each_shard_finds_its_part_of_the_input(cutting: Cutting) -> None:
 
 
 @given(cutting=cuttings())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=120)
 def test_what_shards_write_in_their_places_joins_to_the_output(cutting: Cutting) -> None:
     y = spec(cutting.element_type, "y")
     join = OutputJoin(axis=cutting.axis, shapes=cutting.shapes, shape=cutting.array.shape)
@@ -163,30 +163,7 @@ def test_what_shards_write_in_their_places_joins_to_the_output(cutting: Cutting)
     assert bits(array) == bits(cutting.array)
 
 
-@given(cutting=cuttings())
-@settings(deadline=None)
-def test_parts_along_the_first_axis_are_only_offsets(cutting: Cutting) -> None:
-    x = spec(cutting.element_type)
-    layout = lay_input(x, cutting.array.shape, InputCut(axis=0, shapes=((1,),)))
-    assert layout is not None
-    assert layout.contiguous == (cutting.element_type not in FOUR_BITS)
-
-
-@given(cutting=cuttings(), shards=st.integers(1, 4))
-@settings(deadline=None)
-def test_input_that_is_not_cut_lies_once_for_all_shards(cutting: Cutting, shards: int) -> None:
-    array, x = cutting.array, spec(cutting.element_type)
-    cut = InputCut(axis=None, shapes=(array.shape,) * shards)
-    layout = lay_input(x, array.shape, cut)
-    assert layout is not None
-    assert layout.offsets == (0,) * shards
-    assert layout.size == tensor_bytes(x.element_type, array.size)
-    memory = memoryview(bytearray(layout.size))
-    copy_in(array, x, cut, layout, memory, COPIER)
-    assert bits(unpack(memory, x, array.shape)) == bits(array)
-
-
-@pytest.mark.parametrize("element_type", FIXED_SIZE)
+@pytest.mark.parametrize("element_type", ["float32", "int4"])
 @pytest.mark.parametrize("shards", [1, 3])
 def test_output_that_is_not_cut_has_a_place_for_each_shard(element_type: str, shards: int) -> None:
     shape = (3, 5)
@@ -213,17 +190,6 @@ def test_four_bit_elements_lie_low_half_first(element_type: str) -> None:
     seen = unpack(memoryview(b"\x8f\xf1"), x, (3,))
     assert seen.dtype == x.dtype
     assert seen.astype(int).tolist() == expected
-
-
-def test_strings_have_no_place_in_memory() -> None:
-    x = spec(STRING)
-    assert lay_input(x, (3,), InputCut(axis=0, shapes=((1,), (2,)))) is None
-    assert lay_output(x, OutputJoin(axis=0, shapes=((3,),), shape=(3,))) is None
-
-
-def test_output_of_unknown_shape_has_no_place_before_the_run() -> None:
-    assert lay_output(spec("float32"), OutputJoin(axis=0, shapes=None, shape=None)) is None
-    assert lay_output(spec("float32"), OutputJoin(axis=0, shapes=(), shape=(0,))) is None
 
 
 @pytest.mark.parametrize("dtype", [object, "U3", "S3"])
@@ -256,45 +222,7 @@ def joined(
     return join_parts(spec(element_type, "z"), join, parts, workers)
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2])
-@pytest.mark.parametrize("element_type", [*FIXED_SIZE, STRING])
-def test_parts_follow_one_another_along_the_axis(element_type: str, axis: int) -> None:
-    if element_type == STRING:
-        array = np.array([str(i) for i in range(36)], object).reshape(4, 3, 3)
-    else:
-        array = random_array(element_type, (4, 3, 3), 1)
-    parts = np.array_split(array, 2, axis)
-    result = joined(parts, element_type, OutputJoin(axis=axis, shapes=None, shape=None))
-    assert result.shape == array.shape
-    assert result.dtype == array.dtype
-    if element_type == STRING:
-        assert result.tolist() == array.tolist()
-    else:
-        assert bits(result) == bits(array)
-
-
-def test_part_of_another_shape_than_the_plan_says_names_output_worker_and_both_shapes() -> None:
-    join = OutputJoin(axis=0, shapes=None, shape=None, lengths=(2, 2))
-    text = r"output 'z' joins along axis 0.*expected \[2, 3\] from worker 2 .*got \[3, 3\]"
-    with pytest.raises(JoinError, match=text):
-        joined([np.zeros((2, 3)), np.zeros((3, 3))], join=join)
-    with pytest.raises(JoinError, match=r"'z' is the same from every worker.*from worker 2"):
-        joined([np.zeros((2, 1)), np.zeros((2, 2))])
-
-
-def test_one_part_is_taken_as_it_is() -> None:
-    part = np.zeros((7, 3))
-    for join in (WHOLE, OutputJoin(axis=5, shapes=None, shape=None, lengths=(2,))):
-        assert joined([part], join=join) is part
-
-
-@pytest.mark.parametrize("element_type", FIXED_SIZE)
-def test_output_that_all_workers_agree_on_is_taken(element_type: str) -> None:
-    array = random_array(element_type, (100,), 1)
-    assert bits(joined([array, array.copy(), array.copy()], element_type)) == bits(array)
-
-
-@pytest.mark.parametrize("element_type", FIXED_SIZE)
+@pytest.mark.parametrize("element_type", ["float32", "bool", "int4"])
 def test_output_that_differs_is_an_error_that_names_it_and_the_worker(element_type: str) -> None:
     zeros = np.zeros((2, 2)).astype(numpy_dtype(element_type))
     other = zeros.copy()
@@ -313,11 +241,6 @@ def test_scalars_and_strings_are_compared_as_well() -> None:
     assert joined([words, words.copy()], STRING).tolist() == ["a", b"b"]
     with pytest.raises(JoinError):
         joined([words, words[::-1]], STRING)
-
-
-def test_output_within_the_tolerance_is_the_first_workers() -> None:
-    first = np.ones((2, 2), np.float32)
-    assert joined([first, first + np.float32(1e-6)]) is first
 
 
 # Comparing.
@@ -359,26 +282,10 @@ def test_element_that_marks_what_is_masked_out_hides_no_difference() -> None:
     assert difference(of("float32", -1e9, 1.00001, 2.0), want)[0] is True
 
 
-@pytest.mark.parametrize("element_type", EIGHT_BITS)
-def test_eight_bit_floats_are_within_a_quarter(element_type: str) -> None:
-    assert difference(of(element_type, 4.0, 1.0), of(element_type, 4.0, 1.5)) == (True, 0.125)
-    assert difference(of(element_type, 4.0, 1.0), of(element_type, 4.0, 3.0)) == (False, 0.5)
-
-
 @pytest.mark.parametrize("element_type", EXACT)
 def test_integers_and_booleans_are_equal_or_differ(element_type: str) -> None:
     assert difference(of(element_type, 1, 0), of(element_type, 1, 0)) == (True, 0.0)
     assert difference(of(element_type, 1, 1), of(element_type, 1, 0)) == (False, 1.0)
-
-
-@pytest.mark.parametrize("element_type", ["int64", "uint64"])
-@pytest.mark.parametrize("value", [2**53, 2**62])
-def test_large_integers_are_equal_or_differ(element_type: str, value: int) -> None:
-    want = np.array([value, value - 1], element_type)
-    assert difference(want.copy(), want) == (True, 0.0)
-    fits, far = difference(want + np.array([1, 0], element_type), want)
-    assert not fits
-    assert far < 1e-15
 
 
 @pytest.mark.parametrize("element_type", FLOATS)
@@ -406,20 +313,3 @@ def test_the_largest_numbers_of_a_type_do_not_allow_for_everything(element_type:
     assert difference(want.copy(), want) == (True, 0.0)
     assert difference(of(element_type, most, 0, -most), want) == (False, 1.0)
     assert difference(of(element_type, most, most, most), want) == (False, np.inf)
-
-
-def test_difference_from_zeros_is_infinite() -> None:
-    assert difference(np.full(3, 1e-30), np.zeros(3)) == (False, np.inf)
-
-
-def test_strings_are_equal_or_differ() -> None:
-    words = np.array([["a", b"b"], ["", "ü"]], object)
-    assert difference(words, words.copy()) == (True, 0.0)
-    assert difference(words, words[::-1]) == (False, np.inf)
-    assert difference(words, words.astype("U")) == (False, np.inf)  # b"b" is no text
-    assert difference(np.empty(0, object), np.empty(0, object)) == (True, 0.0)
-
-
-def test_byte_order_does_not_matter() -> None:
-    want = np.arange(5.0)
-    assert difference(want.astype(">f8"), want) == (True, 0.0)

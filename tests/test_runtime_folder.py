@@ -63,29 +63,16 @@ def test_socket_is_reached_by_the_handle_alone(first: Path) -> None:
     os.close(handle)
 
 
-def test_place_may_have_a_path_longer_than_that_of_a_socket(
-    monkeypatch: pytest.MonkeyPatch, first: Path
-) -> None:
-    place = first / ("d" * 200)
-    place.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
-    with RuntimeFolder() as folder:
-        listener, handle = folder.listen()
-        assert folder.place == place
-    listener.close()
-    os.close(handle)
-
-
 # Where it lies.
 
 
-@pytest.mark.parametrize("mode", [0o2775, 0o775, 0o770, 0o777, 0o707, 0o702])
+@pytest.mark.parametrize("mode", [0o2775, 0o770, 0o702])
 def test_place_that_others_can_change_is_passed_over(first: Path, second: Path, mode: int) -> None:
     first.chmod(mode)
     assert chosen() == second
 
 
-@pytest.mark.parametrize("mode", [0o700, 0o755, 0o1777, 0o3775])
+@pytest.mark.parametrize("mode", [0o755, 0o1777])
 def test_place_where_others_cannot_rename_what_is_mine_will_do(first: Path, mode: int) -> None:
     first.chmod(mode)
     assert chosen() == first
@@ -107,13 +94,6 @@ def test_place_may_be_reached_through_a_link(
     assert chosen() == link
     first.chmod(0o777)
     assert chosen() != link
-
-
-def test_place_that_does_not_exist_is_passed_over(first: Path, second: Path) -> None:
-    first.rmdir()
-    assert chosen() == second
-    first.touch()
-    assert chosen() == second
 
 
 @pytest.mark.parametrize("value", [None, ""])

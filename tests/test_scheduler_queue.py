@@ -37,31 +37,6 @@ def alone(requests: Iterable[int]) -> list[tuple[int, ...]]:
 # Order.
 
 
-def test_shards_of_one_priority_go_in_the_order_in_which_they_came() -> None:
-    queue = ShardQueue(1)
-    for number in range(20):
-        queue.add(shard(number), 0)
-    assert len(queue) == 20
-    assert take_all(queue) == alone(range(20))
-    assert len(queue) == 0
-    assert queue.take(0.0) == ()
-
-
-def test_higher_priority_goes_first_and_within_it_who_came_first() -> None:
-    queue = ShardQueue(1)
-    for number, priority in enumerate([0, -1, 5, 0, 5, -1]):
-        queue.add(shard(number), priority)
-    assert take_all(queue) == alone([2, 4, 0, 3, 1, 5])
-
-
-def test_priorities_may_be_of_any_size() -> None:
-    queue = ShardQueue(1)
-    queue.add(shard(1), -(10**400))
-    queue.add(shard(2), 10**400)
-    queue.add_first(shard(3))
-    assert take_all(queue) == alone([3, 2, 1])
-
-
 def test_oldest_is_passed_over_by_so_many_in_a_row_and_no_more() -> None:
     queue = ShardQueue(1)
     queue.add(shard(0), 0)
@@ -121,28 +96,6 @@ def test_one_that_was_held_has_its_age_when_it_is_not_held_any_more() -> None:
 # Retried shards.
 
 
-def test_shards_that_had_their_turn_go_before_all_others_the_last_one_first() -> None:
-    queue = ShardQueue(1)
-    queue.add(shard(1), 10**9)
-    queue.add_first(shard(3))
-    queue.add_first(shard(2))
-    assert len(queue) == 3
-    assert take_all(queue) == alone([2, 3, 1])
-
-
-def test_shard_that_had_its_turn_goes_alone() -> None:
-    queue = ShardQueue(8)
-    for number in (1, 2, 3):
-        queue.add(shard(number), 0, joinable())
-    run = queue.take(0.0)
-    assert run == (shard(1), shard(2), shard(3))
-    queue.add(shard(4), 0, joinable())
-    queue.add(shard(5), 0, joinable())
-    for member in reversed(run):
-        queue.add_first(member)
-    assert take_all(queue) == [(1,), (2,), (3,), (4, 5)]
-
-
 def test_shard_that_had_its_turn_is_not_given_behind_a_run_and_neither_are_those_behind_it() -> (
     None
 ):
@@ -156,107 +109,7 @@ def test_shard_that_had_its_turn_is_not_given_behind_a_run_and_neither_are_those
     assert queue.take(0.0, ahead=True) == ()
 
 
-def test_empty_queue_has_passed_nobody_over() -> None:
-    queue = ShardQueue(1)
-    queue.add(shard(0), 0)
-    for number in range(1, PATIENCE + 1):
-        queue.add(shard(number), 1)
-        queue.take(0.0)
-    queue.discard(shard(0))
-    queue.add(shard(10), 0)
-    queue.add(shard(11), 1)
-    assert take_all(queue) == alone([11, 10])
-
-
-# Joining.
-
-
-def test_those_of_one_key_go_together_up_to_the_most_rows() -> None:
-    queue = ShardQueue(4)
-    for number in range(10):
-        queue.add(shard(number), 0, joinable())
-    assert take_all(queue) == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9)]
-
-
-def test_different_keys_never_go_together() -> None:
-    queue = ShardQueue(8)
-    for number in range(6):
-        queue.add(shard(number), 0, joinable(key="ab"[number % 2]))
-    assert take_all(queue) == [(0, 2, 4), (1, 3, 5)]
-
-
-def test_one_that_cannot_be_joined_goes_alone_in_its_place() -> None:
-    queue = ShardQueue(8)
-    queue.add(shard(1), 0, joinable())
-    queue.add(shard(2), 0)
-    queue.add(shard(3), 0, joinable())
-    assert take_all(queue) == [(1, 3), (2,)]
-
-
-def test_one_with_more_rows_than_are_left_waits_for_the_next_run_and_so_do_those_behind_it() -> (
-    None
-):
-    queue = ShardQueue(8)
-    for number, rows in enumerate([3, 4, 2, 1, 5, 1]):
-        queue.add(shard(number), 0, joinable(rows))
-    assert take_all(queue) == [(0, 1), (2, 3, 4), (5,)]
-
-
-def test_one_as_large_as_a_run_goes_alone() -> None:
-    queue = ShardQueue(4)
-    for number, rows in enumerate([4, 1, 9]):
-        queue.add(shard(number), 0, joinable(rows))
-    assert take_all(queue) == [(0,), (1,), (2,)]
-
-
-def test_one_of_a_high_priority_takes_the_oldest_of_its_key_along() -> None:
-    queue = ShardQueue(3)
-    for number in range(4):
-        queue.add(shard(number), 0, joinable())
-    queue.add(shard(9), 1, joinable())
-    assert queue.take(0.0) == (shard(9), shard(0), shard(1))
-    assert take_all(queue) == [(2, 3)]
-
-
 # Holding.
-
-
-def test_group_is_held_until_a_member_is_due() -> None:
-    queue = ShardQueue(8)
-    queue.add(shard(1), 0, joinable(due=5.0))
-    queue.add(shard(2), 0, joinable(due=3.0))
-    assert queue.take(2.9) == ()
-    assert (len(queue), queue.next_due()) == (2, 3.0)
-    assert queue.take(3.0) == (shard(1), shard(2))
-    assert (len(queue), queue.next_due()) == (0, math.inf)
-
-
-def test_group_goes_as_soon_as_it_is_full() -> None:
-    queue = ShardQueue(4)
-    queue.add(shard(1), 0, joinable(2, due=LATER))
-    queue.add(shard(2), 0, joinable(1, due=LATER))
-    assert queue.take(0.0) == ()
-    queue.add(shard(3), 0, joinable(1, due=LATER))
-    assert queue.take(0.0) == (shard(1), shard(2), shard(3))
-
-
-def test_what_is_left_of_a_full_group_is_held_again() -> None:
-    queue = ShardQueue(4)
-    for number in (1, 2):
-        queue.add(shard(number), 0, joinable(3, due=LATER))
-    assert take_all(queue) == [(1,)]
-    assert (len(queue), queue.next_due()) == (1, LATER)
-    queue.add(shard(3), 0, joinable(1, due=LATER))
-    assert take_all(queue) == [(2, 3)]
-
-
-def test_group_whose_full_run_was_discarded_is_held_again() -> None:
-    queue = ShardQueue(2)
-    for number in (1, 2):
-        queue.add(shard(number), 0, joinable(due=LATER))
-    queue.discard(shard(1))
-    assert queue.take(0.0) == ()
-    assert queue.take(LATER) == (shard(2),)
 
 
 def test_group_is_held_again_when_the_member_that_was_due_is_gone() -> None:
@@ -282,28 +135,7 @@ def test_held_ones_stand_in_nobodys_way() -> None:
     assert take_all(queue, LATER) == [(0, 1, 2, 3, 4)]
 
 
-def test_due_that_was_acted_on_is_no_due_any_more() -> None:
-    queue = ShardQueue(8)
-    queue.add(shard(1), 0, joinable(key="a", due=1.0))
-    queue.add(shard(2), 0, joinable(key="b", due=2.0))
-    assert queue.next_due() == 1.0
-    assert queue.take(1.5) == (shard(1),)
-    assert queue.next_due() == 2.0
-    assert queue.take(1.5) == ()
-
-
 # Forgetting.
-
-
-def test_discarded_shards_are_not_given_out() -> None:
-    queue = ShardQueue(3)
-    for number in range(6):
-        queue.add(shard(number), number % 2, joinable(due=float(number)))
-    queue.add_first(shard(9))
-    for number in (9, 0, 4, 4, 77):
-        queue.discard(shard(number))
-    assert (len(queue), queue.next_due()) == (4, 1.0)
-    assert take_all(queue, LATER) == [(1, 2, 3), (5,)]
 
 
 def kept(queue: ShardQueue) -> int:
@@ -317,14 +149,13 @@ def kept(queue: ShardQueue) -> int:
 
 
 @pytest.mark.parametrize("join", [None, joinable(due=LATER), joinable(due=0.0)], ids=str)
-@pytest.mark.parametrize("taking", [False, True])
-@pytest.mark.parametrize("waiting", [0, 1, 10])
+@pytest.mark.parametrize(("taking", "waiting"), [(False, 10), (True, 0)])
 def test_shards_that_come_and_are_forgotten_leave_nothing_behind(
     join: Joinable | None, taking: bool, waiting: int
 ) -> None:
     queue = ShardQueue(64)
     most = 0
-    for number in range(5_000):
+    for number in range(3_000):
         queue.add(shard(number), number % 3, join)
         if taking:
             queue.take(0.0)
@@ -338,7 +169,7 @@ def test_one_that_is_held_for_long_does_not_keep_what_is_forgotten() -> None:
     queue = ShardQueue(64)
     queue.add(shard(-1), -1, joinable(due=LATER))
     most = 0
-    for number in range(100_000):
+    for number in range(10_000):
         queue.add(shard(number), number % 3, joinable(due=LATER))
         assert queue.take(0.0) == ()
         queue.discard(shard(number))
@@ -349,7 +180,7 @@ def test_one_that_is_held_for_long_does_not_keep_what_is_forgotten() -> None:
 
 def test_endless_traffic_leaves_nothing_behind() -> None:
     queue = ShardQueue(8)
-    for number in range(100_000):
+    for number in range(10_000):
         due = number + number % 50 if number % 3 else number
         queue.add(shard(number), number % 5, joinable(1, "abc"[number % 3], due))
         queue.take(float(number))
@@ -526,6 +357,6 @@ class Queues(RuleBasedStateMachine):
 
 
 Queues.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=30, deadline=None, report_multiple_bugs=False
+    max_examples=60, stateful_step_count=30, deadline=None, report_multiple_bugs=False
 )
 test_any_order_of_events_gives_every_shard_out_once = Queues.TestCase

@@ -24,16 +24,6 @@ def test_request_that_was_answered_stays_until_no_worker_has_a_piece_of_it() -> 
     assert len(table) == 0
 
 
-def test_latency_is_from_the_call_to_the_answer_of_those_that_succeeded() -> None:
-    table = RequestTable(1)
-    outcomes: list[Outcome] = ["succeeded", "failed", "cancelled"]
-    for number, outcome in enumerate(outcomes):
-        entry = table.accept(number, (1,), 1.0, 2.0, 10.0, 0)
-        table.close(entry, outcome, 4.0)
-    assert (table.latency.snapshot().count, table.latency.snapshot().total) == (1, 3.0)
-    assert (table.succeeded, table.failed, table.cancelled) == (1, 1, 1)
-
-
 def test_deadlines_of_those_that_were_answered_do_not_pile_up() -> None:
     table = RequestTable(1)
     table.accept(-1, (1,), 0.0, 0.0, 1000.0, 0)
@@ -120,5 +110,5 @@ class Books(RuleBasedStateMachine):
         assert self.table.next_deadline() == min(dues, default=math.inf)
 
 
-Books.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+Books.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
 test_any_order_of_events_is_counted = Books.TestCase

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from mcinfer.config import RestartPolicy, Timeouts
-from mcinfer.errors import BuildError, ClosedError, MissingDependencyError
+from mcinfer.errors import BuildError, MissingDependencyError
 from mcinfer.protocol import (
     VERSION,
     Build,
@@ -18,7 +18,6 @@ from mcinfer.protocol import (
     Exit,
     Hello,
     Preparing,
-    WorkerState,
 )
 from mcinfer.scheduler.actions import (
     Action,
@@ -131,16 +130,6 @@ def test_package_is_missing_when_all_that_failed_lack_it(
     assert end(lives, lives.workers[1], 2.0) == []
 
 
-def test_worker_that_gets_on_has_more_time() -> None:
-    lives = new_lives(1)
-    [w] = lives.workers
-    lives.extend_start(w, Preparing(seconds=1.0, written=5), 20.0)
-    assert lives.due_times() == [50.0]
-    finish(lives, w)
-    lives.extend_start(w, Preparing(seconds=2.0, written=6), 21.0)  # what it sent before
-    assert lives.due_times() == []
-
-
 def test_worker_that_does_not_get_on_has_no_more_time() -> None:
     lives = new_lives(1)
     [w] = lives.workers
@@ -189,48 +178,6 @@ def test_end_of_a_worker_that_hung_is_told_with_why_it_was_killed() -> None:
         "worker 0 (cpu:0, pid 100) killed by SIGKILL after: "
         "worker 0 (cpu:0, pid 100): did not stop in time"
     )
-
-
-def test_worker_that_was_given_no_time_to_end_is_killed_without_a_question() -> None:
-    lives = ready_lives(1)
-    [w] = lives.workers
-    assert lives.close(1.0, 0.0) == [Send(worker=0, message=Exit())]
-    assert lives.handle_time(w, 1.0) == [KillWorker(worker=0)]
-
-
-def test_closing_does_not_put_off_the_end_of_a_worker_that_hangs() -> None:
-    lives = ready_lives(1)
-    [w] = lives.workers
-    w.kill_at = 1.0
-    assert lives.handle_time(w, 1.0) == [DumpStacks(worker=0)]
-    assert lives.close(1.1, 5.0) == [KillWorker(worker=0)]
-
-
-def test_nobody_is_started_again_in_a_pool_that_closes() -> None:
-    lives = ready_lives(2)
-    lives.bury(lives.workers[0], "killed by SIGKILL", 1.0)
-    lives.close(1.0, 5.0)
-    lives.bury(lives.workers[1], describe_exit(0), 2.0)
-    assert lives.due_times() == []
-
-
-def test_worker_that_is_killed_while_it_loads_serves_nobody_when_its_model_crosses_that() -> None:
-    lives = new_lives(2)
-    finish(lives, lives.workers[0])
-    loading = lives.workers[1]
-    assert KillWorker(worker=1) in lives.close(1.0, 5.0)
-    assert finish(lives, loading, 1.1) == []
-    assert loading.state is WorkerState.READY
-    assert not loading.serves
-    assert lives.health(1.1).serving == 0
-
-
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [(0, "exited with status 0"), (-11, "killed by SIGSEGV"), (-200, "killed by signal 200")],
-)
-def test_end_of_a_process_is_told_in_words(code: int, words: str) -> None:
-    assert describe_exit(code) == words
 
 
 def test_successor_of_a_worker_with_many_runs_begins_with_one() -> None:
@@ -322,20 +269,6 @@ def test_circuit_is_open_while_a_probe_starts_and_closed_by_the_first_that_is_re
     assert lives.health(2.5).state == "ready"
 
 
-def test_circuit_stays_closed_while_any_worker_has_a_start_left() -> None:
-    lives = ready_lives(2, restart=replace(RESTART, budget=1))
-    first, second = lives.workers
-    kill_all(lives, 1.0)
-    for w in lives.workers:
-        lives.handle_time(w, 1.0)
-    lives.bury(first, "killed by SIGKILL", 2.0)
-    assert (first.spent, second.spent) == (True, False)
-    assert not lives.circuit_open
-    assert lives.health(2.0).state == "degraded"
-    lives.bury(second, "killed by SIGKILL", 2.0)
-    assert lives.circuit_open
-
-
 def test_worker_that_is_well_again_has_a_fresh_budget() -> None:
     lives = ready_lives(1)
     [w] = lives.workers
@@ -399,67 +332,7 @@ def test_probe_that_grows_while_it_loads_is_not_replaced() -> None:
     assert lives.advance(3.0) == [Send(worker=0, message=Exit())]
 
 
-def test_end_that_was_planned_takes_nothing_from_the_budget_and_is_no_error() -> None:
-    lives = ready_lives(1, restart=replace(RESTART, budget=0))
-    [w] = lives.workers
-    for _ in range(10):
-        lives.replace(lives.workers)
-        assert lives.advance(1.0) == [Send(worker=0, message=Exit())]
-        assert end(lives, w, 1.0) == []
-        assert come_back(lives, w, 1.0) == []
-    assert (w.restarts, w.last_error, len(w.starts)) == (10, "", 0)
-
-
 # Replacing.
-
-
-def test_worker_that_is_to_be_replaced_twice_is_replaced_once() -> None:
-    lives = ready_lives(2)
-    first, second = lives.workers
-    lives.replace([first])
-    lives.replace(lives.workers, asked_for=True)
-    assert lives.advance(1.0) == [Send(worker=0, message=Exit())]
-    lives.replace([first])
-    end(lives, first, 1.0)
-    assert come_back(lives, first, 1.0) == [Send(worker=1, message=Exit())]
-    end(lives, second, 1.0)
-    assert come_back(lives, second, 1.0) == [WorkersRestarted()]
-    assert lives.advance(2.0) == []
-
-
-def test_nobody_is_told_of_what_nobody_asked_for() -> None:
-    lives = ready_lives(1, restart=replace(RESTART, budget=0))
-    [w] = lives.workers
-    lives.replace([w])
-    lives.advance(1.0)
-    end(lives, w, 1.0)
-    lives.handle_time(w, 1.0)
-    connect(w, 200)
-    fail(lives, w, "no such file")
-    assert end(lives, w, 2.0) == []
-    assert w.spent
-
-
-def test_worker_that_loads_is_replaced_when_it_has_the_model() -> None:
-    lives = ready_lives(2)
-    first, second = lives.workers
-    lives.bury(first, "killed by SIGKILL", 1.0)
-    lives.handle_time(first, 1.0)
-    connect(first, 300)
-    lives.replace([first, second], asked_for=True)
-    assert lives.advance(1.0) == []
-    finish(lives, first)
-    assert lives.advance(1.0) == [Send(worker=0, message=Exit())]
-
-
-def test_closing_tells_those_who_wait_for_fresh_workers() -> None:
-    lives = ready_lives(1)
-    lives.replace(lives.workers, asked_for=True)
-    lives.advance(1.0)
-    [told] = lives.close(2.0, 5.0)
-    assert isinstance(told, WorkersRestarted)
-    assert isinstance(told.error, ClosedError)
-    assert end(lives, lives.workers[0], 2.0) == []
 
 
 @pytest.mark.parametrize(("answers", "own_bytes"), [(3, 0), (0, 1001)])
@@ -476,13 +349,6 @@ def test_worn_worker_is_replaced(answers: int, own_bytes: int) -> None:
     end(lives, w, 1.0)
     come_back(lives, w, 1.0)
     assert w.answers == 0
-
-
-def test_worker_is_not_worn_where_the_policy_says_nothing() -> None:
-    lives = ready_lives(1)
-    lives.workers[0].answers = 1_000_000
-    lives.retire_if_worn(lives.workers[0], 1 << 50)
-    assert lives.advance(1.0) == []
 
 
 # Health.
@@ -520,19 +386,6 @@ def test_probe_under_way_has_a_new_budget_when_its_worker_is_replaced() -> None:
     # What it loads may be what it could not load before: a start of the new budget, and no answer yet.
     assert end(lives, w, 3.0, "killed by SIGKILL") == []
     assert come_back(lives, w, 3.0) == [WorkersRestarted()]
-
-
-def test_pool_is_failed_while_all_workers_are_past_their_budget() -> None:
-    lives = ready_lives(2, restart=replace(RESTART, budget=0))
-    for w, state in zip(lives.workers, ("degraded", "failed"), strict=True):
-        lives.bury(w, "killed by SIGKILL", 1.0)
-        assert lives.health(1.0).state == state
-    assert lives.health(1.4).reasons == tuple(
-        f"worker {i} (cpu:{i}) is past its budget of 0 restarts within 60 s, next start in 0.6 s: "
-        f"worker {i} (cpu:{i}, pid {100 + i}) killed by SIGKILL"
-        for i in (0, 1)
-    )
-    assert all(w.state is WorkerState.GONE for w in lives.workers)
 
 
 def test_health_of_a_pool_that_replaces_a_worker_is_told_as_planned() -> None:

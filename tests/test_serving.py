@@ -17,12 +17,9 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from mcinfer.engines._fake import _FakeRun
-from mcinfer.errors import ProtocolError
 from mcinfer.protocol import (
     PREDICT,
     PREDICT_HEAD,
-    REPLY,
-    REPLY_HEAD,
     VERSION,
     Attach,
     Build,
@@ -294,7 +291,7 @@ def test_worker_says_hello_builds_serves_and_ends(peer: Peer, tmp_path: Path) ->
     assert peer.finish() == 0
 
 
-@pytest.mark.parametrize("token", ["", "shown in BUILD ", TOKENS.hello, "\ud800"])
+@pytest.mark.parametrize("token", ["", TOKENS.hello])
 def test_master_that_does_not_show_its_token_is_not_served(
     peer: Peer, tmp_path: Path, caplog: pytest.LogCaptureFixture, token: str
 ) -> None:
@@ -309,9 +306,7 @@ def test_master_that_does_not_show_its_token_is_not_served(
     "message",
     [
         Attach(block=0, size=64),
-        Detach(block=0),
         Cancel(request=0, shard=0),
-        UpdateWeights(version=1, oldest=1, tensors=()),
         Predict(request=0, shard=0, inputs=(), outputs=()),
     ],
     ids=lambda message: type(message).__name__,
@@ -324,29 +319,13 @@ def test_nothing_is_done_before_the_master_has_shown_its_token(
     assert peer.closes()
 
 
-@pytest.mark.parametrize(("model", "engine"), [("none.json", "fake"), ("none.onnx", "onnxruntime")])
-def test_build_that_fails_is_an_error_in_the_engines_words(
-    peer: Peer, model: str, engine: str
-) -> None:
-    error = peer.build(f"/nowhere/{model}", engine)
-    assert isinstance(error, Error)
-    assert (error.kind, error.request) == ("build", None)
-    assert error.text.startswith(f"{engine}: ")
-    assert f"/nowhere/{model}" in error.text
-    assert "Traceback" in error.traceback
-    peer.send(Exit())
-    assert peer.finish() == 0
-
-
 @pytest.mark.parametrize(
     "message",
     [
         Predict(request=1, shard=0, inputs=(), outputs=()),
         Reply(request=1, shard=0, outputs=(), seconds=0.0),
-        Detach(block=0),
-        UpdateWeights(version=1, oldest=0, tensors=()),
     ],
-    ids=["predict", "reply", "detach", "update weights"],
+    ids=["predict", "reply"],
 )
 def test_message_that_may_not_come_ends_the_worker_with_status_1(
     peer: Peer, message: Message
@@ -355,86 +334,7 @@ def test_message_that_may_not_come_ends_the_worker_with_status_1(
     assert peer.finish() == 1
 
 
-def test_bytes_that_are_no_message_end_the_worker_with_status_1(peer: Peer) -> None:
-    peer.router.send(peer.peer, b"\xc1 no message")
-    assert peer.finish() == 1
-
-
 # Runs.
-
-
-def test_same_layout_with_other_data_is_computed_anew(peer: Peer, tmp_path: Path) -> None:
-    peer.build(fake(tmp_path))
-    peer.attach(0)
-    numbers = []
-    for start in range(4):
-        peer.array(x_at(0))[:] = [start, 1, 2]
-        reply = peer.ask([x_at(0)], [y_at(64)])
-        assert peer.array(y_at(64)).tolist() == [2 * start, 2, 4]
-        assert peer.fetch(reply.outputs[1]).tolist() == [3 * start, 3, 6]
-        numbers.append(reply.outputs[1][3])
-    assert numbers == [-1, -2, -3, -4]
-
-
-def test_reply_says_nothing_of_outputs_that_lie_where_they_were_asked_for(
-    peer: Peer, tmp_path: Path
-) -> None:
-    peer.build(fake(tmp_path))
-    peer.attach(0)
-    peer.array(x_at(0))[:] = [1, 2, 3]
-    place: TensorRef = ("u", "float32", (3,), 0, 128)
-    assert peer.ask([x_at(0)], [y_at(64), place]).outputs == ()
-    assert peer.array(place).tolist() == [3, 6, 9]
-
-
-def test_more_layouts_than_are_kept_are_all_right(peer: Peer, tmp_path: Path) -> None:
-    peer.build(fake(tmp_path))
-    peer.attach(0)
-    for _ in range(2):
-        for rows in range(1, 100):
-            peer.array(x_at(0, rows))[:] = np.arange(rows)
-            reply = peer.ask([x_at(0, rows)], [y_at(4096, rows)])
-            assert np.array_equal(peer.array(y_at(4096, rows)), 2 * np.arange(rows))
-            peer.fetch(reply.outputs[1])
-            peer.blocks.pop(-peer.requests).close()
-
-
-def test_onnx_output_whose_shape_changes_from_run_to_run_is_served(
-    peer: Peer, tmp_path: Path
-) -> None:
-    model = save(
-        tmp_path / "nonzero.onnx",
-        [helper.make_node("Neg", ["x"], ["y"]), helper.make_node("NonZero", ["x"], ["k"])],
-        {"x": (FLOAT, ["batch"])},
-        {"y": (FLOAT, ["batch"]), "k": (TensorProto.INT64, [1, "found"])},
-    )
-    assert isinstance(peer.build(model, "onnxruntime"), BuildFinish)
-    peer.attach(0)
-    for values in ([0, 5, 0], [1, 2, 3], [0, 0, 0], [7, 0, 0]):
-        peer.array(x_at(0))[:] = values
-        reply = peer.ask([x_at(0)], [y_at(64)])
-        assert np.array_equal(-peer.array(y_at(64)), values)
-        found = np.flatnonzero(values)
-        assert reply.outputs[1][2] == (1, found.size)
-        if found.size:
-            assert np.array_equal(peer.fetch(reply.outputs[1]), [found])
-        else:
-            assert reply.outputs[1][3:] == (0, 0)  # nothing, and nowhere
-
-
-def test_onnx_strings_travel_in_the_messages(peer: Peer, tmp_path: Path) -> None:
-    text = (TensorProto.STRING, ["batch"])
-    model = save(
-        tmp_path / "strings.onnx",
-        [helper.make_node("Identity", ["s"], ["t"])],
-        {"s": text},
-        {"t": text},
-    )
-    assert isinstance(peer.build(model, "onnxruntime"), BuildFinish)
-    for values in (("a", "ü"), ("", "b\x00"), ("other", "length", "too")):
-        shape = (len(values),)
-        reply = peer.ask([("s", STRING, shape, None, values)])
-        assert reply.outputs == (("t", STRING, shape, None, values),)
 
 
 def test_run_that_fails_is_an_error_of_its_kind_and_the_next_is_served(
@@ -510,15 +410,6 @@ def test_block_that_takes_the_place_of_another_is_the_one_that_is_read(
     assert "does not lie in block 7" in peer.fail([x_at(0, block=7)]).text
 
 
-def test_several_blocks_serve_one_run(peer: Peer, tmp_path: Path) -> None:
-    peer.build(fake(tmp_path))
-    for number in (3, 1, 2):
-        peer.attach(number)
-    peer.array(x_at(0, block=1))[:] = 1
-    peer.ask([x_at(0, block=1)], [y_at(0, block=3)])
-    assert peer.array(y_at(0, block=3)).tolist() == [2, 2, 2]
-
-
 # Cancelling.
 
 
@@ -537,27 +428,6 @@ def test_cancelled_run_ends_and_the_next_is_served(peer: Peer, tmp_path: Path) -
     started.touch()
     peer.ask([x_at(0)], [y_at(64)])
     assert peer.array(y_at(64)).tolist() == [2, 2, 2]
-
-
-def test_cancel_that_comes_late_means_nothing_to_the_next_run(peer: Peer, tmp_path: Path) -> None:
-    peer.build(fake(tmp_path))
-    peer.attach(0)
-    for _ in range(3):
-        reply = peer.ask([x_at(0)], [y_at(64)])
-        peer.cancels.send(reply.request, 0)
-        wait_until(lambda: is_read(peer.listening))
-
-
-def test_messages_that_come_during_a_run_are_kept_for_after_it(peer: Peer, tmp_path: Path) -> None:
-    peer.build(fake(tmp_path, run="sleep:0.2"))
-    peer.attach(0)
-    peer.array(x_at(0))[:] = 1
-    request = peer.predict([x_at(0)], [y_at(64)])
-    peer.attach(1)
-    peer.answer(request)
-    peer.array(x_at(0, block=1))[:] = 2
-    peer.ask([x_at(0, block=1)], [y_at(64, block=1)])
-    assert peer.array(y_at(64, block=1)).tolist() == [4, 4, 4]
 
 
 def test_run_that_is_cancelled_before_it_begins_is_skipped_and_the_next_is_served(
@@ -612,42 +482,7 @@ def is_read(end: Cancels) -> bool:
     return not select.select([end.fd], [], [], 0)[0]
 
 
-@pytest.mark.parametrize("data", [b"", b"?", bytes(11), bytes(13), bytes(100)])
-def test_cancellation_that_is_none_is_refused(data: bytes) -> None:
-    ours, theirs = Cancels.pair()
-    ours._end.send(data)
-    if data:
-        with pytest.raises(ProtocolError, match="expected 12"):
-            theirs.wait()
-    else:
-        assert theirs.wait() is None  # as the master's end that is closed
-    ours.close()
-    assert theirs.wait() is None
-    theirs.close()
-
-
 # Heads.
-
-
-def test_answer_with_nothing_to_say_of_outputs_is_a_head_alone(peer: Peer, tmp_path: Path) -> None:
-    outputs = [["y", "float32", ["batch"], {"from": "x"}]]
-    peer.build(fake(tmp_path, outputs=outputs))
-    peer.attach(0)
-    for _ in range(2):  # bound, then from the cache
-        request = peer.predict([x_at(0)], [y_at(64)])
-        data = peer._receive()[1]
-        assert len(data) == REPLY_HEAD.size
-        assert REPLY_HEAD.unpack(data)[:3] == (REPLY, request, 0)
-        assert REPLY_HEAD.unpack(data)[3] >= 0.0
-
-
-@pytest.mark.parametrize("size", range(1, PREDICT_HEAD.size))
-def test_head_that_is_too_short_ends_the_worker_with_status_1(
-    peer: Peer, tmp_path: Path, size: int
-) -> None:
-    peer.build(fake(tmp_path))
-    peer.router.send(peer.peer, PREDICT_HEAD.pack(PREDICT, 1, 0, 0, 0)[:size])
-    assert peer.finish() == 1
 
 
 def test_body_that_is_no_references_fails_its_run_and_the_next_is_served(
@@ -683,15 +518,6 @@ def test_bound_runs_are_no_more_than_allowed_by_number_and_bytes(
     for rows in range(20, 40):
         peer.ask([x_at(0, rows)], [y_at(4096, rows)])
         assert bound_runs() <= 3
-
-
-def test_exit_during_a_run_lets_it_finish(peer: Peer, tmp_path: Path) -> None:
-    peer.build(fake(tmp_path, run="sleep:0.1"))
-    peer.attach(0)
-    peer.predict([x_at(0)], [y_at(64)])
-    peer.send(Exit())
-    assert isinstance(peer.receive(), Reply)
-    assert peer.finish() == 0
 
 
 # Weights.
@@ -738,15 +564,6 @@ def bound_runs() -> int:
     return sum(isinstance(item, _FakeRun) for item in gc.get_objects())
 
 
-def test_build_with_a_weight_that_the_model_lacks_is_an_error_that_names_it(
-    peer: Peer, tmp_path: Path
-) -> None:
-    error = peer.build(fake(tmp_path, weights=REPLACEABLE), variable_weights=("w", "none"))
-    assert isinstance(error, Error)
-    assert error.kind == "build"
-    assert "variable_weights: unknown ['none'], expected some of ['w', 'v', 'k']" in error.text
-
-
 def test_run_is_with_the_version_that_it_names(peer: Peer, tmp_path: Path) -> None:
     built_with_weights(peer, tmp_path)
     w, w2, v = weight_at("w", 1024), weight_at("w", 2048), weight_at("v", 3072)
@@ -758,29 +575,6 @@ def test_run_is_with_the_version_that_it_names(peer: Peer, tmp_path: Path) -> No
         assert ask_both(peer, 0) == ([1] * 3, [10] * 3)
         assert ask_both(peer, 1) == ([2] * 3, [10] * 3)
         assert ask_both(peer, 2) == ([3] * 3, [20] * 3)
-
-
-def test_weights_lie_in_blocks_of_their_own(peer: Peer, tmp_path: Path) -> None:
-    built_with_weights(peer, tmp_path)
-    peer.attach(5)
-    peer.attach(6)
-    w, v = weight_at("w", 0, block=5), weight_at("v", 64, block=6)
-    peer.array(w)[:] = [5, 6, 7]
-    peer.array(v)[:] = [8, 9, 10]
-    tell(peer, 3, v, w)
-    assert ask_both(peer, 3) == ([5, 6, 7], [8, 9, 10])
-
-
-def test_run_with_a_version_that_was_not_told_of_is_an_error_and_the_next_is_served(
-    peer: Peer, tmp_path: Path
-) -> None:
-    built_with_weights(peer, tmp_path)
-    tell(peer, 2, weight_at("w", 1024))
-    for version in (1, 3, 2**63 - 1):
-        error = peer.fail([x_at(0)], [y_at(64)], version)
-        assert error.kind == "predict"
-        assert f"version {version} of the weights is not known" in error.text
-    assert ask_both(peer, 2)[0] == [0] * 3
 
 
 def test_versions_below_the_oldest_are_forgotten_with_their_runs(
@@ -802,25 +596,14 @@ def test_versions_below_the_oldest_are_forgotten_with_their_runs(
     assert ask_both(peer, 4)[0] == [0] * 3
 
 
-def test_version_below_one_that_is_known_is_taken(peer: Peer, tmp_path: Path) -> None:
-    built_with_weights(peer, tmp_path)
-    for version, place in ((2, 1024), (1, 2048)):
-        peer.array(weight_at("w", place))[:] = version
-        tell(peer, version, weight_at("w", place))
-    assert ask_both(peer, 1)[0] == [1] * 3
-    assert ask_both(peer, 2)[0] == [2] * 3
-
-
 @pytest.mark.parametrize(
     "reference",
     [
         weight_at("w", 0, block=1),
-        weight_at("w", 0, block=-1),
         weight_at("w", BLOCK_BYTES - 11),
-        ("w", "float32", (2**62,), 0, 0),
         ("w", STRING, (1,), None, ("text",)),
     ],
-    ids=["unknown block", "the worker's", "over the end", "too large", "strings"],
+    ids=["unknown block", "over the end", "strings"],
 )
 def test_weights_that_do_not_lie_in_their_block_end_the_worker_with_status_1(
     peer: Peer, tmp_path: Path, reference: TensorRef
@@ -828,85 +611,6 @@ def test_weights_that_do_not_lie_in_their_block_end_the_worker_with_status_1(
     built_with_weights(peer, tmp_path)
     tell(peer, 1, weight_at("v", 0), reference)
     assert peer.finish() == 1
-
-
-def test_update_that_comes_during_a_run_is_for_the_next(peer: Peer, tmp_path: Path) -> None:
-    built_with_weights(peer, tmp_path, run="sleep:0.1")
-    old, new = weight_at("w", 1024), weight_at("w", 2048)
-    peer.array(old)[:] = 2
-    peer.array(new)[:] = 3
-    tell(peer, 1, old)
-    first = peer.predict([x_at(0)], [y_at(64)], 1)
-    tell(peer, 2, new, oldest=1)
-    second = peer.predict([x_at(0)], [y_at(128)], 2)
-    peer.answer(first)
-    assert peer.array(y_at(64)).tolist() == [2] * 3
-    peer.answer(second)
-    assert peer.array(y_at(128)).tolist() == [3] * 3
-
-
-def test_joined_run_is_with_the_version_that_it_names(peer: Peer, tmp_path: Path) -> None:
-    model = fake(
-        tmp_path,
-        outputs=[["y", "float32", ["batch"], {"from": "x", "add": "k"}]],
-        weights=REPLACEABLE,
-    )
-    assert isinstance(peer.build(model, variable_weights=("k",)), BuildFinish)
-    peer.attach(0)
-    members: tuple[dict[str, tuple[TensorRef, ...]], ...] = tuple(
-        {"inputs": (x_at(i * 64),), "outputs": (y_at(512 + i * 64),)} for i in range(2)
-    )
-
-    def predict(version: int) -> int:
-        peer.requests += 1
-        peer.send(
-            PredictJoined(
-                request=peer.requests,
-                shard=0,
-                weights=version,
-                members=members,
-                input_axes=(0,),
-                output_axes=(0,),
-            )
-        )
-        return peer.requests
-
-    for version, place in ((1, 1024), (2, 2048)):
-        reference: TensorRef = ("k", "float32", (), 0, place)
-        peer.array(reference)[...] = version
-        tell(peer, version, reference)
-    for version in (1, 2, 0, 2, 1):  # bound, then from the cache
-        peer.answer(predict(version))
-        for member in members:
-            assert peer.array(member["outputs"][0]).tolist() == [version] * 3
-    assert "version 3 of the weights is not known" in peer.error(predict(3)).text
-    tell(peer, 4, ("k", "float32", (), 0, 4096), oldest=2)
-    assert "version 1 of the weights is not known" in peer.error(predict(1)).text
-    peer.answer(predict(4))
-
-
-def test_onnx_run_is_with_the_version_that_it_names(peer: Peer, tmp_path: Path) -> None:
-    graph = helper.make_graph(
-        [helper.make_node("Add", ["x", "w"], ["y"])],
-        "graph",
-        [helper.make_tensor_value_info("x", FLOAT, ["batch"])],
-        [helper.make_tensor_value_info("y", FLOAT, ["batch"])],
-        [helper.make_tensor("w", FLOAT, [3], [1, 1, 1])],
-    )
-    path = tmp_path / "add.onnx"
-    opsets = [helper.make_opsetid("", 21)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
-    built = peer.build(str(path), "onnxruntime", ("w",))
-    assert isinstance(built, BuildFinish), built
-    assert built.inputs == (("x", "float32", ("batch",)),)
-    assert built.weights == (("w", "float32", (3,)),)
-    peer.attach(0)
-    for version, place in ((1, 1024), (2, 2048)):
-        peer.array(weight_at("w", place))[:] = 10 * version
-        tell(peer, version, weight_at("w", place))
-    for version, expected in ((0, 1), (1, 10), (2, 20), (1, 10), (0, 1)):
-        peer.ask([x_at(0)], [y_at(64)], version)
-        assert peer.array(y_at(64)).tolist() == [expected] * 3
 
 
 def test_answer_that_no_message_can_carry_fails_its_run_and_the_next_is_served(

@@ -25,13 +25,11 @@ from mcinfer.sharding import (
     check_join,
     first_split,
     hypotheses,
-    is_fixed,
     narrow_sizes,
     offsets,
     plan,
     rows_of,
     split_evenly,
-    takes_one_row,
 )
 from mcinfer.specs import Dimension, ModelSpec, TensorSpec
 
@@ -97,31 +95,13 @@ def test_even_parts_are_full_and_alike(count: int, pieces: int) -> None:
 # The batch symbol.
 
 
-@pytest.mark.parametrize(
-    "symbol", ["batch", "batch_size", "N", "n", "B", "bs", "Batch", "BATCH", "unet_batch_1"]
-)
+@pytest.mark.parametrize("symbol", ["batch_size", "N", "bs", "BATCH", "unet_batch_1"])
 def test_symbol_named_as_a_batch_is_chosen_before_the_first(symbol: str) -> None:
     spec = model({"x": ("rows", symbol), "y": ("rows", 2)}, {"z": ("rows", 1)})
     assert batch_symbol(spec) == symbol
 
 
-def test_name_that_says_batch_goes_before_a_letter() -> None:
-    assert batch_symbol(model({"x": ("n", "batch")}, {"y": ("n", "batch")})) == "batch"
-
-
-def test_symbol_first_in_inputs_and_outputs_is_chosen_where_none_says_batch() -> None:
-    spec = model({"x": ("w", 2), "a": ("rows", 3), "b": ("rows", 1)}, {"y": ("rows", "w")})
-    assert batch_symbol(spec) == "rows"
-
-
-def test_most_frequent_candidate_is_chosen() -> None:
-    inputs: dict[str, Dimensions] = {"x": ("p",), "a": ("q",), "b": ("q",)}
-    assert batch_symbol(model(inputs, {"y": ("p",), "z": ("q",)})) == "q"
-
-
-@pytest.mark.parametrize(
-    "symbol", ["seq", "sequence_length", "tokens", "num_frames", "Time", "step"]
-)
+@pytest.mark.parametrize("symbol", ["seq", "tokens", "num_frames", "Time", "step"])
 def test_symbol_named_as_a_sequence_is_never_the_batch(symbol: str) -> None:
     spec = model({"x": (symbol, 3)}, {"y": (symbol, 5)})
     assert batch_symbol(spec) is None
@@ -129,10 +109,6 @@ def test_symbol_named_as_a_sequence_is_never_the_batch(symbol: str) -> None:
     assert cut.rows == (1,)
     assert cut.inputs == (InputCut(axis=None, shapes=((8, 3),)),)
     assert cut.outputs == (joined(None, (8, 5)),)
-
-
-def test_symbol_that_no_output_begins_with_is_no_batch() -> None:
-    assert batch_symbol(model({"x": ("points", 3)}, {"y": (7, "points")})) is None
 
 
 def test_rows_that_are_set_against_each_other_are_not_cut() -> None:
@@ -143,119 +119,10 @@ def test_rows_that_are_set_against_each_other_are_not_cut() -> None:
     assert planned(square, [(4, 4)], 2).inputs == (InputCut(axis=None, shapes=((4, 4),)),)
 
 
-def test_rows_that_are_set_against_each_other_cannot_be_forced_apart() -> None:
-    spec = model({"x": ("batch", 3)}, {"similarity": ("batch", "batch")})
-    with pytest.raises(InvalidInputError, match=r"'similarity'.*output_axes=\{'similarity': 0\}"):
-        planned(spec, [(4, 3)], 2, {"x": 0})
-    assert planned(spec, [(4, 3)], 1, {"x": 0}).outputs[0].shape == (4, 4)
-
-
-# Symbolic batches.
-
-
-def test_even_batch_is_cut_in_equal_shards() -> None:
-    assert planned(SYMBOLIC, [(8, 3)], 4) == Plan(
-        rows=(2, 2, 2, 2),
-        inputs=(InputCut(axis=0, shapes=((2, 3),) * 4),),
-        outputs=(joined(0, *[(2, 5)] * 4),),
-        rowwise=True,
-    )
-
-
-def test_uneven_batch_is_cut_with_the_larger_shards_first() -> None:
-    assert planned(SYMBOLIC, [(5, 3)], 2) == Plan(
-        rows=(3, 2),
-        inputs=(InputCut(axis=0, shapes=((3, 3), (2, 3))),),
-        outputs=(joined(0, (3, 5), (2, 5)),),
-        rowwise=True,
-    )
-
-
-def test_batch_smaller_than_the_workers_makes_one_shard_a_row() -> None:
-    cut = planned(SYMBOLIC, [(3, 3)], 8)
-    assert cut.rows == (1, 1, 1)
-    assert cut.outputs == (joined(0, *[(1, 5)] * 3),)
-
-
-def test_one_row_is_one_shard() -> None:
-    assert planned(SYMBOLIC, [(1, 3)], 8).rows == (1,)
-
-
-def test_inputs_without_the_batch_go_to_every_shard_whole() -> None:
-    cut = planned(UNET, [(4, 4, 8, 8), (1,), (4, 77, 768)], 2)
-    assert cut.rows == (2, 2)
-    assert cut.inputs == (
-        InputCut(axis=0, shapes=((2, 4, 8, 8),) * 2),
-        InputCut(axis=None, shapes=((1,),) * 2),
-        InputCut(axis=0, shapes=((2, 77, 768),) * 2),
-    )
-    assert cut.outputs == (joined(0, *[(2, 4, 8, 8)] * 2),)
-
-
-def test_scalar_goes_to_every_shard_whole() -> None:
-    spec = model({"x": ("batch", 3), "scale": ()}, {"y": ("batch", 3)})
-    assert planned(spec, [(4, 3), ()], 2).inputs[1] == InputCut(axis=None, shapes=((), ()))
-
-
-def test_batch_that_does_not_come_first_is_cut_along_its_own_axis() -> None:
-    spec = model({"x": (3, "batch"), "y": ("batch", 2)}, {"z": (7, "batch")})
-    cut = planned(spec, [(3, 5), (5, 2)], 2)
-    assert cut.inputs == (
-        InputCut(axis=1, shapes=((3, 3), (3, 2))),
-        InputCut(axis=0, shapes=((3, 2), (2, 2))),
-    )
-    assert cut.outputs == (joined(1, (7, 3), (7, 2)),)
-
-
-def test_model_without_inputs_runs_once() -> None:
-    cut = planned(model({}, {"y": (3,)}), [], 4)
-    assert cut == Plan(rows=(1,), inputs=(), outputs=(joined(None, (3,)),))
-
-
-def test_model_without_a_batch_runs_once() -> None:
-    spec = model({"x": (None, 3)}, {"y": (None, 5)})
-    cut = planned(spec, [(8, 3)], 4)
-    assert cut.rows == (1,)
-    assert cut.outputs == (OutputJoin(axis=None, shapes=None, shape=None),)
-
-
 # Fixed batches.
 
 BOTH: tuple[Axes, Axes] = ({"x": 0}, {"y": 0})
 """That the first axis is the batch in x and y."""
-
-
-def test_fixed_batch_of_one_takes_any_number_of_rows() -> None:
-    assert planned(SINGLE, [(3, 3)], 2) == Plan(
-        rows=(1, 1, 1),
-        inputs=(InputCut(axis=0, shapes=((1, 3),) * 3),),
-        outputs=(joined(0, *[(1, 5)] * 3),),
-    )
-
-
-@pytest.mark.parametrize(
-    ("inputs", "outputs", "one"),
-    [
-        ({"x": (1, 3)}, {"y": (1, 5)}, True),
-        ({"x": (1, 3), "t": (4,), "s": ()}, {"y": (1, 5), "z": (1,)}, True),
-        ({"x": (2, 3)}, {"y": (2, 5)}, False),
-        ({"x": (1, 3)}, {"y": (2, 5)}, False),
-        ({"x": (1, 3)}, {"y": (1, 5), "z": (5,)}, False),
-        ({"x": (1, 3)}, {"y": ()}, False),
-        ({"x": (1, 3)}, {"y": ("n", 5)}, False),
-        ({"x": (1, 3), "t": ("n",)}, {"y": (1, 5)}, False),
-        ({"x": (1, 3), "t": (None,)}, {"y": (1, 5)}, False),
-        ({"s": ()}, {"y": (1, 5)}, False),
-        ({"x": (1, 3)}, {}, False),
-    ],
-    ids=str,
-)
-def test_model_of_one_row_has_it_in_all_that_has_rows(
-    inputs: Mapping[str, Dimensions], outputs: Mapping[str, Dimensions], one: bool
-) -> None:
-    spec = model(inputs, outputs)
-    assert takes_one_row(spec) == one
-    assert is_fixed(spec, said(spec)) == one
 
 
 def test_size_of_a_fixed_first_dimension_is_checked_where_nothing_says_that_it_is_the_batch() -> (
@@ -267,46 +134,16 @@ def test_size_of_a_fixed_first_dimension_is_checked_where_nothing_says_that_it_i
         planned(image, [(6, 8, 8)], 2)
 
 
-def test_fixed_batch_that_is_said_makes_as_many_pieces_as_it_needs() -> None:
-    assert planned(FIXED, [(8, 3)], 2, *BOTH) == Plan(
-        rows=(1, 1, 1, 1),
-        inputs=(InputCut(axis=0, shapes=((2, 3),) * 4),),
-        outputs=(joined(0, *[(2, 5)] * 4),),
-    )
-
-
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_fixed_batch_that_is_said_of_the_inputs_alone_is_refused(pieces: int) -> None:
     with pytest.raises(InvalidInputError, match=r"output 'y' has no axis.*output_axes=\{'y': 0\}"):
         planned(FIXED, [(8, 3)], pieces, {"x": 0})
 
 
-def test_fixed_batch_given_exactly_is_one_shard() -> None:
-    for inputs, outputs in (({}, {}), ({"x": 0}, {}), BOTH):
-        cut = planned(FIXED, [(2, 3)], 4, inputs, outputs)
-        assert cut.rows == (1,)
-        assert cut.inputs == (InputCut(axis=None, shapes=((2, 3),)),)
-        assert cut.outputs[0].shape == (2, 5)
-
-
-def test_rows_that_are_no_multiple_of_a_fixed_batch_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match=r"input 'x' is given 3 rows.*multiple.*of 2"):
-        planned(FIXED, [(3, 3)], 2, *BOTH)
-
-
 def test_fixed_batch_of_no_rows_in_the_model_is_refused() -> None:
     spec = model({"x": (0, 3)}, {"y": (0, 3)})
     with pytest.raises(InvalidInputError, match="multiple"):
         planned(spec, [(4, 3)], 2, *BOTH)
-
-
-def test_fixed_batch_cuts_the_inputs_that_were_given_more_and_repeats_the_others() -> None:
-    spec = model({"x": (1, 3), "timestep": (1,)}, {"y": (1, 3)})
-    cut = planned(spec, [(4, 3), (1,)], 2)
-    assert cut.inputs == (
-        InputCut(axis=0, shapes=((1, 3),) * 4),
-        InputCut(axis=None, shapes=((1,),) * 4),
-    )
 
 
 def test_fixed_batches_of_several_sizes_make_the_same_number_of_pieces() -> None:
@@ -318,26 +155,10 @@ def test_fixed_batches_of_several_sizes_make_the_same_number_of_pieces() -> None
         planned(spec, [(6, 3), (8, 3)], 2, *axes)
 
 
-def test_outputs_of_a_fixed_batch_join_as_is_said() -> None:
-    spec = model({"x": (2, 3)}, {"square": (2, 2), "table": (3, 2), "n": (2,)})
-    outputs: Axes = {"square": 1, "table": None, "n": 0}
-    square, table, n = planned(spec, [(4, 3)], 2, {"x": 0}, outputs).outputs
-    assert square == joined(1, (2, 2), (2, 2))
-    assert table == joined(None, (3, 2), (3, 2))
-    assert n == joined(0, (2,), (2,))
-
-
 # Axes that the caller names.
 
 
 NAMELESS = model({"x": (None, 3), "y": (None, 2)}, {"z": (None, 5)})
-
-
-def test_named_axes_are_followed_where_the_model_has_no_symbol() -> None:
-    cut = planned(NAMELESS, [(4, 3), (4, 2)], 2, {"x": 0, "y": 0}, {"z": 0})
-    assert cut.rows == (2, 2)
-    assert [item.axis for item in cut.inputs] == [0, 0]
-    assert cut.outputs == (OutputJoin(axis=0, shapes=None, shape=None),)
 
 
 def test_output_that_nothing_is_known_of_is_refused_before_it_runs() -> None:
@@ -345,58 +166,6 @@ def test_output_that_nothing_is_known_of_is_refused_before_it_runs() -> None:
         planned(NAMELESS, [(4, 3), (4, 2)], 2, {"x": 0, "y": 0})
     for rows, pieces in ((1, 2), (4, 1)):
         assert len(planned(NAMELESS, [(rows, 3), (rows, 2)], pieces, {"x": 0, "y": 0}).rows) == 1
-
-
-def test_named_axis_may_be_any_axis() -> None:
-    spec = model({"x": (3, "columns")}, {"y": ("columns", 7)})
-    cut = planned(spec, [(3, 5)], 2, {"x": 1})
-    assert cut.inputs == (InputCut(axis=1, shapes=((3, 3), (3, 2))),)
-    assert cut.outputs == (joined(0, (3, 7), (2, 7)),)
-
-
-def test_output_joins_where_it_is_said_whatever_the_symbols_say() -> None:
-    spec = model({"x": ("batch", 3)}, {"y": ("batch", 4), "z": ("batch", 4)})
-    y, z = planned(spec, [(4, 3)], 2, None, {"y": 1, "z": None}).outputs
-    assert (y.axis, y.shapes, y.lengths) == (1, None, None)  # a fixed size is not that of all rows
-    assert z == joined(None, (2, 4), (2, 4))
-
-
-def test_output_that_joins_behind_its_declared_dimensions_is_of_no_known_shape() -> None:
-    spec = model({"x": ("batch", 3)}, {"y": ()})
-    cut = planned(spec, [(4, 3)], 2, None, {"y": 1})
-    assert cut.outputs == (OutputJoin(axis=1, shapes=None, shape=None),)
-
-
-def test_input_said_to_be_whole_is_not_cut() -> None:
-    spec = model({"x": ("batch", 3), "mask": ("batch", 3)}, {"y": ("batch", 3)})
-    cut = planned(spec, [(4, 3), (4, 3)], 2, {"mask": None})
-    assert cut.inputs == (
-        InputCut(axis=0, shapes=((2, 3), (2, 3))),
-        InputCut(axis=None, shapes=((4, 3), (4, 3))),
-    )
-
-
-def test_everything_said_to_be_whole_is_one_shard() -> None:
-    cut = planned(SYMBOLIC, [(8, 3)], 4, {"x": None})
-    assert cut.rows == (1,)
-    assert cut.outputs == (joined(None, (8, 5)),)
-    assert said(SYMBOLIC, {"x": None}).reason == "batch_axes says that every input goes whole"
-
-
-def test_inputs_that_are_not_named_follow_the_models_symbol() -> None:
-    cut = planned(UNET, [(4, 4, 8, 8), (1,), (4, 77, 768)], 2, {"timestep": None})
-    assert [item.axis for item in cut.inputs] == [0, None, 0]
-
-
-def test_inputs_that_are_not_named_follow_the_models_fixed_batch() -> None:
-    spec = model({"x": (1, 3), "timestep": (1,)}, {"y": (1, 3)})
-    assert planned(spec, [(4, 3), (1,)], 2, {"timestep": None}).rows == (1, 1, 1, 1)
-
-
-def test_nameless_dimension_that_is_not_named_is_not_cut() -> None:
-    spec = model({"x": (None, 3), "table": (7, None)}, {"y": (None, 3)})
-    cut = planned(spec, [(4, 3), (7, 4)], 2, {"x": 0}, {"y": 0})
-    assert cut.inputs[1] == InputCut(axis=None, shapes=((7, 4), (7, 4)))
 
 
 def test_input_that_lacks_the_axis_is_refused_where_it_is_said_and_whole_where_it_is_learned() -> (
@@ -408,12 +177,6 @@ def test_input_that_lacks_the_axis_is_refused_where_it_is_said_and_whole_where_i
     with pytest.raises(InvalidInputError, match=r"'x' has 1 dimensions \[4\], expected an axis 2"):
         plan(spec, [(4,), (4, 3)], 2, split)
     assert plan(spec, [(4,), (4, 3)], 2, replace(split, known="learned")).rows == (1,)
-
-
-@pytest.mark.parametrize("shape", [(), (4,), (2, 3, 4)], ids=str)
-def test_input_without_declared_dimensions_is_of_any_rank(shape: Shape) -> None:
-    spec = model({"x": ("batch", 3), "s": ()}, {"y": ("batch", 3)})
-    assert planned(spec, [(4, 3), shape], 2).inputs[1].shapes == (shape, shape)
 
 
 def test_unknown_name_is_refused() -> None:
@@ -431,19 +194,7 @@ def test_axis_that_does_not_exist_is_refused(axis: Any) -> None:
         said(SYMBOLIC, None, {"y": axis})
 
 
-def test_any_axis_may_be_said_where_the_model_declares_no_dimensions() -> None:
-    spec = model({"x": ()}, {"y": ()})
-    assert said(spec, {"x": 3}, {"y": 5}).outputs == {"y": 5}
-    with pytest.raises(InvalidInputError, match="from 0 to 63"):
-        said(spec, {"x": 64})
-
-
 # What is refused.
-
-
-def test_wrong_number_of_dimensions_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match=r"input 'x' has 3 dimensions.*expected 2"):
-        plan(SYMBOLIC, [(4, 3, 1)], 2)
 
 
 def test_wrong_fixed_dimension_is_refused() -> None:
@@ -451,33 +202,10 @@ def test_wrong_fixed_dimension_is_refused() -> None:
         plan(SYMBOLIC, [(4, 5)], 2)
 
 
-def test_symbol_of_two_sizes_is_no_known_size() -> None:
-    spec = model({"x": ("batch", "w"), "y": ("batch", "w")}, {"z": ("batch", "w"), "n": ("batch",)})
-    z, n = planned(spec, [(2, 3), (2, 4)], 2).outputs
-    assert z == OutputJoin(axis=0, shapes=None, shape=None, lengths=(1, 1))
-    assert n == joined(0, (1,), (1,))
-
-
 def test_batches_of_two_sizes_that_are_said_are_refused_naming_both_inputs() -> None:
     spec = model({"x": ("batch", 3), "y": ("batch", 2)}, {"z": ("batch", 1)})
     with pytest.raises(InvalidInputError, match=r"'x' and 'y' are cut together.*4 rows.*has 6"):
         planned(spec, [(4, 3), (6, 2)], 2, {"x": 0, "y": 0})
-
-
-def test_batches_of_two_sizes_run_whole_where_only_symbols_say_that_they_are_one() -> None:
-    spec = model({"x": ("batch", 3), "y": ("batch", 2)}, {"z": ("batch", 1)})
-    cut = planned(spec, [(4, 3), (6, 2)], 2)
-    assert (cut.rows, cut.input_axes) == ((1,), (None, None))
-    assert cut.outputs == (OutputJoin(axis=None, shapes=None, shape=None),)
-
-
-@pytest.mark.parametrize("first", ["rows", None])
-def test_input_that_nothing_is_said_of_goes_whole(first: Dimension) -> None:
-    """A request shows whether that is right, where it is learned."""
-    spec = model({"x": ("batch", 3), "mask": (first, 2)}, {"y": ("batch", 3)})
-    for rows in (1, 4, 5):
-        assert planned(spec, [(4, 3), (rows, 2)], 2).inputs[1].axis is None
-    assert planned(spec, [(4, 3), (4, 2)], 2, {"mask": 0}).inputs[1].axis == 0
 
 
 # No rows.
@@ -498,11 +226,6 @@ def test_fixed_batch_of_no_rows_is_answered_without_a_shard() -> None:
         assert cut.outputs == (OutputJoin(axis=0, shapes=(), shape=(0, 5)),)
 
 
-def test_shapes_are_checked_in_a_batch_of_no_rows_too() -> None:
-    with pytest.raises(InvalidInputError, match="size 4 in dimension 1"):
-        planned(SYMBOLIC, [(0, 4)], 2)
-
-
 @pytest.mark.parametrize("shape", [(5,), ("classes", 5), (None, 5), ("batch", "found")])
 def test_batch_of_no_rows_runs_whole_where_an_output_does_not_follow(shape: Dimensions) -> None:
     spec = model({"x": ("batch", 3)}, {"y": ("batch", 2), "other": shape})
@@ -519,44 +242,6 @@ def test_fixed_batch_of_no_rows_is_refused_where_an_output_does_not_follow() -> 
 
 
 # Outputs.
-
-
-def test_output_that_is_the_same_from_every_worker_has_its_shape_in_each() -> None:
-    spec = model({"x": ("batch", "seq")}, {"y": ("batch", 1), "labels": (10,), "at": ("seq", 8)})
-    _, labels, at = planned(spec, [(4, 6)], 2, None, {"labels": None, "at": None}).outputs
-    assert labels == joined(None, (10,), (10,))
-    assert at == joined(None, (6, 8), (6, 8))
-
-
-def test_output_with_the_batch_and_an_unknown_size_joins_along_the_batch() -> None:
-    spec = model({"x": ("batch", 3)}, {"y": ("batch", "found")})
-    join = planned(spec, [(5, 3)], 2).outputs[0]
-    assert join == OutputJoin(axis=0, shapes=None, shape=None, lengths=(3, 2))
-
-
-def test_sizes_of_an_earlier_request_tell_what_to_expect() -> None:
-    spec = model({"x": (None, 3)}, {"y": (None, 7), "z": ("found", None)})
-    split = Split(
-        inputs={"x": 0}, outputs={"y": 0, "z": 0}, known="learned", sizes={"y": 2, "z": 3}
-    )
-    y, z = plan(spec, [(5, 3)], 2, split).outputs
-    # The size of an axis without a name is likely, and any is right: another run may have others.
-    assert y == OutputJoin(axis=0, shapes=((6, 7), (4, 7)), shape=(10, 7))
-    assert z == OutputJoin(axis=0, shapes=None, shape=None)
-
-
-def test_dimensions_of_an_earlier_request_are_those_to_expect() -> None:
-    spec = model({"x": (None, 3)}, {"y": ()})
-    split = Split(inputs={"x": 0}, outputs={"y": 0}, known="learned", ranks={"y": 2})
-    (y,) = plan(spec, [(5, 3)], 2, split).outputs
-    assert y == OutputJoin(axis=0, shapes=None, shape=None, rank=2)
-
-
-def test_sizes_of_an_earlier_request_go_before_the_models_symbols() -> None:
-    spec = model({"x": ("batch", 3)}, {"y": ("batch", 7)})
-    split = Split(inputs={"x": 0}, outputs={"y": 0}, known="learned", sizes={"y": 2})
-    (y,) = plan(spec, [(5, 3)], 2, split).outputs
-    assert y == joined(0, (6, 7), (4, 7))
 
 
 THREE = ["worker 4", "worker 0", "worker 2"]
@@ -592,15 +277,12 @@ def test_parts_that_go_together_are_taken(join: OutputJoin, shapes: list[Shape])
             r"output 'y' joins along axis 0, .*: expected \[2, 7\] from worker 0 \(part 1\), "
             r"got \[3, 7\]",
         ),
-        (joined(0, (3, 7), (2, 7)), [(5, 7), (2, 7)], r"\[3, 7\] from worker 4 .* got \[5, 7\]"),
-        (joined(0, (3, 7), (2, 7)), [(3, 7), (2, 8)], r"\[2, 7\] from worker 0 .* got \[2, 8\]"),
         (joined(0, (3,), (2,)), [(3,), (2, 1)], r"expected \[2\] from worker 0 .* got \[2, 1\]"),
         (
             OutputJoin(axis=0, shapes=None, shape=None),
             [(2, 9), (2, 8)],
             r"expected \[\?, 9\] from worker 0 .*, got \[2, 8\]",
         ),
-        (OutputJoin(axis=1, shapes=None, shape=None), [(3,), (3,)], r"expected \[3, \?\]"),
         (
             OutputJoin(axis=0, shapes=None, shape=None, rank=2),
             [(3, 9, 1), (2, 9, 1)],
@@ -625,11 +307,6 @@ def test_parts_that_are_not_as_the_split_says_are_an_error_that_names_output_and
 
 
 # Where the parts lie.
-
-
-def test_parts_behind_a_longer_dimension_are_not_contiguous() -> None:
-    assert offsets((2, 4, 3), 1, (2, 2)) is None
-    assert offsets((1, 4, 3), 1, (3, 1)) == [0, 9]
 
 
 @given(st.data(), st.lists(st.integers(1, 4), min_size=1, max_size=4))
@@ -753,7 +430,6 @@ def test_rows_fit_a_fixed_batch_exactly_or_are_refused(batch: int, rows: int) ->
 
 # Rows that may go together with those of other requests.
 
-PAIRED = model({"x": ("batch", "batch")}, {"y": ("batch", 5)})
 TOLD_BY_AXES = model({"x": (None, 3), "w": ("m", 2)}, {"y": ("m", 5)})
 
 
@@ -761,17 +437,11 @@ TOLD_BY_AXES = model({"x": (None, 3), "w": ("m", 2)}, {"y": ("m", 5)})
     ("spec", "shapes", "axes"),
     [
         pytest.param(SYMBOLIC, [(4, 3)], (), id="batch"),
-        pytest.param(SYMBOLIC, [(1, 3)], (), id="one row"),
         pytest.param(UNET, [(2, 4, 8, 8), (1,), (2, 77, 768)], (), id="whole input"),
         pytest.param(model({"x": (3, "n")}, {"y": ("n",)}), [(3, 4)], (), id="axis 1"),
-        pytest.param(model({"x": ("rows", 3)}, {"y": ("rows",)}), [(2, 3)], (), id="any name"),
-        pytest.param(
-            model({"x": ("batch", "seq")}, {"y": ("batch", "seq")}), [(2, 7)], (), id="sequence"
-        ),
         pytest.param(
             model({"x": ("a", "b")}, {"y": (7, "b")}), [(2, 3)], ({"x": 1},), id="named axis"
         ),
-        pytest.param(TOLD_BY_AXES, [(4, 3), (4, 2)], ({"x": 0, "w": 0},), id="one without a name"),
         pytest.param(
             model({"x": ("n", 3)}, {"y": ("n", "n")}),
             [(4, 3)],
@@ -790,25 +460,13 @@ def test_rows_of_a_batch_of_any_size_may_go_with_others(
         assert cut.input_axes == tuple(item.axis for item in cut.inputs)
 
 
-def test_sizes_of_an_earlier_request_let_rows_go_with_others() -> None:
-    spec = model({"x": (None, 3)}, {"y": (None, 5)})
-    split = Split(inputs={"x": 0}, outputs={"y": 0}, known="learned", sizes={"y": 2})
-    assert plan(spec, [(4, 3)], 1, split).rowwise
-    assert not plan(spec, [(4, 3)], 1, replace(split, sizes={})).rowwise
-
-
 @pytest.mark.parametrize(
     ("spec", "shapes", "axes"),
     [
         pytest.param(FIXED, [(4, 3)], BOTH, id="fixed batch, several"),
-        pytest.param(FIXED, [(2, 3)], BOTH, id="fixed batch, as it is"),
-        pytest.param(SINGLE, [(2, 3)], (), id="fixed batch of one"),
         pytest.param(SYMBOLIC, [(0, 3)], (), id="no rows"),
         pytest.param(SYMBOLIC, [(4, 3)], ({"x": None},), id="said to be whole"),
         pytest.param(model({"x": ("batch", 3)}, {"y": (3,)}), [(4, 3)], (), id="no batch in y"),
-        pytest.param(
-            model({"x": ("batch", 3)}, {"y": ("batch", 3), "z": ()}), [(4, 3)], (), id="nor in z"
-        ),
         pytest.param(
             model({"x": ("batch", 3)}, {"y": ("batch", 3), "z": (4,)}),
             [(4, 3)],
@@ -819,24 +477,15 @@ def test_sizes_of_an_earlier_request_let_rows_go_with_others() -> None:
             model({"x": ("batch", 3)}, {"y": ("batch", "found")}), [(4, 3)], (), id="unknown size"
         ),
         pytest.param(
-            model({"x": ("batch", 3)}, {"y": ("batch", None)}), [(4, 3)], (), id="without a name"
-        ),
-        pytest.param(
             model({"x": ("batch", 3)}, {"y": ("2*batch", 3)}), [(4, 3)], (), id="expression"
         ),
-        pytest.param(PAIRED, [(4, 4)], (), id="paired input"),
         pytest.param(
             model({"x": ("n", 3)}, {"y": ("n", "n")}), [(4, 3)], ({"x": 0},), id="paired output"
         ),
         pytest.param(model({"x": (None, 3)}, {"y": (None, 5)}), [(4, 3)], (), id="no batch"),
         pytest.param(
-            model({"x": (None, 3)}, {"y": (None, 5)}), [(4, 3)], ({"x": 0}, {"y": 0}), id="unnamed"
-        ),
-        pytest.param(
             TOLD_BY_AXES, [(4, 3), (2, 2)], ({"x": 0, "w": None},), id="unnamed beside a whole one"
         ),
-        pytest.param(model({}, {"y": (3,)}), [], (), id="no inputs"),
-        pytest.param(model({"x": ("batch", 3)}, {}), [(4, 3)], (), id="no outputs"),
         pytest.param(model({"x": ("seq", 3)}, {"y": ("seq", 3)}), [(4, 3)], (), id="sequence"),
     ],
 )
@@ -846,95 +495,7 @@ def test_rows_that_are_not_known_to_be_independent_go_alone(
     assert not planned(spec, shapes, 1, *axes).rowwise
 
 
-def test_request_that_nothing_is_known_of_runs_whole() -> None:
-    for spec, shape in ((SYMBOLIC, (4, 3)), (FIXED, (2, 3))):
-        cut = plan(spec, [shape], 4)
-        assert (cut.rows, cut.input_axes, cut.rowwise) == ((1,), (None,), False)
-        assert cut.outputs == (joined(None, (shape[0], 5)),)
-
-
-# What is known before the first request.
-
-
-def test_symbols_declare_where_the_batch_is() -> None:
-    split = said(UNET)
-    assert split == Split(
-        inputs={"sample": 0, "timestep": None, "states": 0},
-        outputs={"out_sample": 0},
-        known="declared",
-    )
-    assert split.splits
-
-
-@pytest.mark.parametrize(
-    ("shape", "axis"),
-    [(("batch", 3), 0), ((3, "batch"), 1), ((3,), None), (("batch", "batch"), None), ((), None)],
-    ids=str,
-)
-def test_output_joins_where_the_symbol_stands_once(shape: Dimensions, axis: int | None) -> None:
-    split = said(model({"x": ("n", 3), "y": ("batch", 3)}, {"z": shape}))
-    if axis is not None:
-        assert split.outputs == {"z": axis}
-    elif shape == ("batch", "batch"):  # then it is no batch
-        assert split.inputs == {"x": None, "y": None}
-        assert not split.splits
-    else:
-        assert split.unjoined == ("z",)
-        assert split.outputs == {"z": "its axis is not known"}
-        assert not split.splits
-
-
-def test_what_is_said_goes_before_the_symbols_and_is_known_as_said() -> None:
-    for inputs, outputs in (({"x": 1}, {}), ({}, {"y": 1}), ({"x": 1}, {"y": None})):
-        split = said(SYMBOLIC, inputs, outputs)
-        assert split.known == "said"
-        assert split.inputs == {"x": 0} | inputs
-        assert split.outputs == {"y": "its axis is not known" if inputs else 0} | outputs
-
-
-def test_said_axis_has_the_symbol_that_outputs_are_joined_by() -> None:
-    spec = model({"x": ("a", "b")}, {"y": ("b", "a"), "z": ("a",)})
-    assert said(spec, {"x": 0}).outputs == {"y": 1, "z": 0}
-    assert said(spec, {"x": 1}).outputs == {"y": 0, "z": "its axis is not known"}
-
-
-def test_model_that_nothing_is_known_of_runs_whole_until_a_request_shows_more() -> None:
-    split = said(NAMELESS)
-    assert (split.known, split.splits, split.checked) == ("unknown", False, False)
-    assert split.reason == "no dimension of the inputs is known to be the batch"
-    assert said(NAMELESS, {"x": None}, {"z": 0}).known == "unknown"
-    assert said(NAMELESS, {"x": None, "y": None}).known == "said"
-
-
-def test_axes_that_a_split_says_make_it_again() -> None:
-    for spec in (SYMBOLIC, UNET, SINGLE):
-        split = said(spec)
-        outputs = {n: a for n, a in split.outputs.items() if not isinstance(a, str)}
-        again = said(spec, split.inputs, outputs)
-        assert again == replace(split, known="said")
-
-
 # What a request may be cut along.
-
-
-@pytest.mark.parametrize(
-    ("sizes", "axes", "rows"),
-    [
-        ({"x": (4, 3)}, {"x": 0}, 4),
-        ({"x": (4, 3)}, {"x": 1}, 3),
-        ({"x": (4, 3)}, {"x": None}, None),
-        ({"x": (4, 3)}, {"x": 2}, None),
-        ({"x": (4, 3), "y": (3, 4)}, {"x": 0, "y": 1}, 4),
-        ({"x": (4, 3), "y": (3, 4)}, {"x": 0, "y": 0}, None),
-        ({"x": (4, 3), "y": (3, 4)}, {"x": 0, "y": None}, 4),
-        ({"x": (0, 3)}, {"x": 0}, 0),
-    ],
-    ids=str,
-)
-def test_rows_are_what_all_cut_inputs_have(
-    sizes: dict[str, Shape], axes: Axes, rows: int | None
-) -> None:
-    assert rows_of(sizes, axes) == rows
 
 
 def guesses(
@@ -943,26 +504,6 @@ def guesses(
     """What a request of these shapes may be cut along."""
     found = hypotheses(spec, shapes, said(spec, inputs), SaidAxes(inputs=inputs or {}))
     return [dict(axes) for axes in found]
-
-
-def test_leading_axes_come_first() -> None:
-    spec = model({"x": (None, None, 3)}, {"y": (None,)})
-    assert guesses(spec, {"x": (4, 6, 3)}) == [{"x": 0}, {"x": 1}]
-
-
-def test_inputs_of_the_same_size_are_cut_together_and_then_the_leading_one_alone() -> None:
-    spec = model({"x": (None, None), "state": (2, None, 8), "rate": ()}, {"y": (None,)})
-    assert guesses(spec, {"x": (4, 9), "state": (2, 4, 8), "rate": ()}) == [
-        {"x": 0, "state": 1, "rate": None},
-        {"x": 0, "state": None, "rate": None},
-        {"x": 1, "state": None, "rate": None},
-    ]
-
-
-def test_what_symbols_declare_comes_first_and_there_are_three_at_most() -> None:
-    spec = model({"x": (None, "batch", None), "y": ("a", "b", "c")}, {"z": ("batch",)})
-    found = guesses(spec, {"x": (4, 5, 6), "y": (4, 6, 5)})
-    assert found == [{"x": 1, "y": None}, {"x": 0, "y": 0}, {"x": 0, "y": None}]
 
 
 def test_axes_that_are_said_stand_and_the_others_follow_their_rows() -> None:
@@ -975,18 +516,6 @@ def test_axes_that_are_said_stand_and_the_others_follow_their_rows() -> None:
     ]
     assert guesses(spec, shapes, {"x": None, "v": None}) == [{"x": None, "w": 0, "v": None}]
     assert guesses(spec, shapes, {"x": None, "w": None, "v": None}) == []
-
-
-def test_fixed_sizes_are_not_cut() -> None:
-    spec = model({"x": (4, 3), "y": (4, None)}, {"z": (4,)})
-    assert guesses(spec, {"x": (4, 3), "y": (4, 3)}) == [{"x": None, "y": 1}]
-    assert guesses(FIXED, {"x": (2, 3)}) == []
-
-
-def test_input_of_any_rank_is_cut_by_the_rank_it_is_given_with() -> None:
-    spec = model({"x": ()}, {"y": ()})
-    assert guesses(spec, {"x": (2, 3)}) == [{"x": 0}, {"x": 1}]
-    assert guesses(spec, {"x": ()}) == []
 
 
 @given(st.data())

@@ -15,7 +15,6 @@ import typer
 
 from mcinfer.config import TRANSPORTS, check_seconds, parse_devices
 from mcinfer.errors import BuildError, InvalidInputError
-from mcinfer.model_cache.onnx_files import open_regular
 
 _T = TypeVar("_T")
 
@@ -43,6 +42,10 @@ def check_model(model: Path) -> None:
         InvalidInputError: It cannot be.
     """
     try:
+        from mcinfer.model_cache.onnx_files import (
+            open_regular,  # it imports NumPy, and --help needs none
+        )
+
         with open_regular(model):
             pass
     except (BuildError, OSError) as exc:

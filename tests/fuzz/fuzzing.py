@@ -25,7 +25,7 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "worker": WorkerTarget,
 }
 
-_WARM_UP = 2000
+_WARM_UP = 500
 _PROGRESS = 100_000
 _MAX_DESCRIPTORS_MORE = 4
 _MAX_BYTES = 32 << 20

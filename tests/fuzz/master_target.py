@@ -87,11 +87,9 @@ class FedTransport(MasterTransport):
         """There is no connection."""
 
     def send(self, peer: bytes, data: bytes) -> None:
-        """See `MasterTransport.send`."""
         self.sent.append((peer, data))
 
     def receive(self) -> tuple[bytes, bytes] | None:
-        """See `MasterTransport.receive`."""
         return self.inbox.popleft() if self.inbox else None
 
     def may_sleep(self) -> bool:
@@ -139,18 +137,15 @@ class FedProcess(WorkerProcess):
         self._open()
 
     def standing(self) -> str:
-        """See `WorkerProcess.standing`."""
         return "S"
 
     def ask_for_stacks(self) -> None:
         """See `WorkerProcess.ask_for_stacks`."""
 
     def kill(self) -> None:
-        """See `WorkerProcess.kill`."""
         self.killed = True
 
     def abandon(self) -> None:
-        """See `WorkerProcess.abandon`."""
         for end in (self.cancels, self.listening, self.lifeline, self.theirs):
             end.close()
 
@@ -408,7 +403,6 @@ class MasterTarget(Target):
     # One message.
 
     def take(self, data: bytes) -> str:
-        """See `Target.take`."""
         settled = {id(request) for request in self._requests if request.settled}
         before = [process.peer for process in self._processes]
         outlawed = self._processes[0].outlawed
@@ -541,7 +535,6 @@ class MasterTarget(Target):
             raise Violation("memory that is not the request's was written")
 
     def close(self) -> None:
-        """See `Target.close`."""
         self._reset()
         for process in self._processes:
             process.abandon()

@@ -46,12 +46,10 @@ class DecodeTarget(Target):
     """The codec: bytes are a message that comes back as it was, or a `ProtocolError`."""
 
     def prepare(self, rng: random.Random) -> list[bytes]:
-        """See `Target.prepare`."""
         del rng
         return []
 
     def take(self, data: bytes) -> str:
-        """See `Target.take`."""
         try:
             message = decode(data)
         except ProtocolError:
@@ -186,7 +184,6 @@ class WorkerTarget(Target):
         return self._transport.receive()
 
     def close(self) -> None:
-        """See `Target.close`."""
         self._server.close()
         self._ours.close()
         self._worker_end.close()

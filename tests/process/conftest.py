@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,10 @@ from tests.process.models import FakeModel, OnnxModel
 from tests.process.waiting import is_alive, wait_until
 
 _FAILED = pytest.StashKey[bool]()
+
+# A shell that runs tests in the background has them ignore Ctrl-C, and so would the programs that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -56,7 +61,7 @@ def _nothing_is_left(request: pytest.FixtureRequest, runtime_dir: Path) -> Itera
         return sorted(_possessions(runtime_dir) - before)
 
     try:
-        wait_until(lambda: not left(), timeout=5.0)
+        wait_until(lambda: not left(), timeout=20.0)
     except AssertionError:
         pytest.fail(f"left behind: {left()}")
 
@@ -88,7 +93,7 @@ def _read(path: Path) -> str:
 
 @pytest.fixture
 def fake_model(tmp_path: Path) -> FakeModel:
-    """Writes a model of the engine "fake": y = 2x + 1 on float32[batch, 4], unless told otherwise."""
+    """Writes a model of the engine "fake"; by default y = 2x + 1 on float32[batch, 4]."""
     count = 0
 
     def write(

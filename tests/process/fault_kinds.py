@@ -40,6 +40,9 @@ class Fault:
     handles: str = ""
 
 
+HIT_TIMEOUT = 1.0
+"""Seconds of a request that is to run out of time."""
+
 LATE = 0.15
 """Seconds that a fault lasts which passes by itself."""
 
@@ -54,7 +57,7 @@ def _stop(pool: Pool) -> None:
 
 def _continue(pool: Pool) -> None:
     """SIGCONT, after the request that it hit is given up, or after a while."""
-    if pool.setting.hit_timeout < 1.0:
+    if pool.setting.hit_timeout == HIT_TIMEOUT:
         pool.hit[0].outcome()
     else:
         time.sleep(LATE)
@@ -151,7 +154,6 @@ FAULTS = {
         setting={"grace": 5.0},
     ),
     "worker: segfault": Fault(words="reads address 0", inflict=_tell("segfault"), inside=True),
-    "worker: abort": Fault(words="`abort()`", inflict=_tell("abort"), inside=True),
     "worker: _exit": Fault(words="`os._exit(3)`", inflict=_tell("exit"), inside=True),
     "worker: out of memory": Fault(
         words="asks for 1 GiB with 256 MiB of address space left (`RLIMIT_AS`); where it is only "

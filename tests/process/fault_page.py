@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.process.fault_kinds import FAULTS
-from tests.process.fault_matrix import CELLS, DASHES, MOMENTS, Cell, Measured
+from tests.process.fault_matrix import CELLS, MOMENTS, Cell, Measured
 from tests.process.fault_pools import CLOSE
 
 _SECONDS = re.compile(r"\d+\.\d\d s( / \d+\.\d\d s)?")
@@ -31,7 +31,8 @@ directly after. A cell says what the call gets that the fault hits (a request; w
 start; for a master, its program), what becomes of the worker, and the seconds from the fault until every
 caller had its answer and, after the stroke, until both workers served again; for a program, until no process
 of it was left. All cells are run with ZeroMQ; what comes after a · is of the same cell with
-`transport="socketpair"`, where messages or processes have a part in it. The seconds are of
+`transport="socketpair"`, where messages or processes have a part in it. A dash stands where the fault cannot
+come, or ends as in the cell beside it. The seconds are of
 one run on {machine}.
 
 Every other caller gets a right answer, but where the pool is closed or its start failed (*none left*). In
@@ -58,11 +59,6 @@ _EXPECTATIONS = f"""
 - Where this process has no descriptors or no shared memory, the call says so; nothing that was accepted
   before is lost.
 - Nothing asks for the time of day.
-
-## Time allowed
-
-Seconds until all is settled, at most; a cell that takes longer fails.
-
 """
 
 
@@ -73,29 +69,20 @@ def page(measured: Mapping[Cell, Measured], machine: str) -> str:
         measured: What every cell took.
         machine: What it was measured on.
     """
-    reasons = [*dict.fromkeys(why for row in DASHES.values() for why in row.values())]
 
     def entry(fault: str, moment: str) -> str:
         cells = [cell for cell in CELLS if (cell.fault, cell.moment) == (fault, moment)]
         if not cells:
-            return f"- ({reasons.index(DASHES[fault][moment]) + 1})"
+            return "-"
         seconds = [_seconds(measured[cell]) for cell in cells]
         return f"{cells[0].hit}; {cells[0].worker}; {' · '.join(seconds)}"
 
     rows = [["fault", *MOMENTS], ["---"] * (1 + len(MOMENTS))]
     rows += [[fault, *(entry(fault, moment) for moment in MOMENTS)] for fault in FAULTS]
     text = _TOP.format(machine=machine) + "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    text += "\nNo cell, since:\n\n"
-    text += "".join(f"{number}. {why}\n" for number, why in enumerate(reasons, 1))
     text += "\n## The faults\n\n"
     text += "".join(f"- **{name}**: {fault.words}\n" for name, fault in FAULTS.items())
-    text += _EXPECTATIONS
-    for within in sorted({cell.within for cell in CELLS}):
-        of = [cell for cell in CELLS if cell.within == within and cell.transport == "zeromq"]
-        faults = dict.fromkeys(cell.fault for cell in of)
-        each = (f"{name} ({', '.join(c.moment for c in of if c.fault == name)})" for name in faults)
-        text += f"- {within:g}: {'; '.join(each)}\n"
-    return text
+    return text + _EXPECTATIONS
 
 
 def without_seconds(text: str) -> str:

@@ -1,7 +1,7 @@
 """Pools brought to a moment of their life, so that a fault can be put to them there.
 
 A worker is held where a test wants it by a named pipe: an import, a build or a run that reads it stands still
-until somebody writes, and then does what was written. So a moment is reached when the pipe has a reader, and
+until the test writes, and then does what was written. So a moment is reached when the pipe has a reader, and
 no fault depends on a sleep.
 """
 
@@ -46,7 +46,6 @@ import msgpack
 
 _IN_PYTHON = {
     "segfault": "import ctypes; ctypes.string_at(0)",
-    "abort": "os.abort()",
     "exit": "os._exit(3)",
     "fail": "raise ImportError('told to fail')",
     "allocate": "bytearray(1 << 30)",
@@ -64,7 +63,7 @@ class HeldPipe:
         os.mkfifo(path)
 
     def wait(self) -> None:
-        """Return once somebody stands there. Who comes later finds no pipe."""
+        """Return once a reader stands there. A later one finds no pipe."""
 
         def has_reader() -> bool:
             try:
@@ -125,7 +124,7 @@ class Setting:
 
 @dataclass(slots=True)
 class Caller:
-    """Somebody who waits: for the start of the pool, or for the answer to these inputs."""
+    """A caller that waits: for the start of the pool, or for the answer to these inputs."""
 
     future: "Future[Any]"
     inputs: Inputs | None = None
@@ -136,7 +135,7 @@ class Caller:
         Raises:
             AssertionError: The answer is not right, or neither came.
         """
-        error = self.future.exception(timeout=20.0)
+        error = self.future.exception(timeout=40.0)
         if error is None and self.inputs is not None:
             assert_answers(self.future.result(), self.inputs)
         return error
@@ -153,7 +152,7 @@ class Pool:
         closing: The call of `Master.close` that goes on.
         moment: That it was brought to.
         undo: What ends the fault, for one that has an end.
-        told: What the pool logged.
+        logged: What the pool logged.
         victim: The index of the worker that the fault is put to.
         pid: Of its process.
     """
@@ -189,7 +188,7 @@ class Pool:
         self.others: list[Caller] = []
         self.closing: Future[None] | None = None
         self.undo: Callable[[], None] = lambda: None
-        self.told: list[str] = []
+        self.logged: list[str] = []
         self.moment = ""
         self.victim = 0
         self.pid = 0
@@ -201,7 +200,7 @@ class Pool:
     def __enter__(self) -> Self:
         log = logging.getLogger("mcinfer.master")
         handler = logging.Handler()
-        handler.emit = lambda record: self.told.append(record.getMessage())  # type: ignore[method-assign]
+        handler.emit = lambda record: self.logged.append(record.getMessage())  # type: ignore[method-assign]
         log.addHandler(handler)
         self._stack.callback(log.removeHandler, handler)
         self._stack.callback(self._threads.shutdown)
@@ -229,7 +228,7 @@ class Pool:
     def start(self) -> None:
         """Start it, and find out which worker is the victim."""
         self.begin()
-        self.hit.pop().future.result(timeout=20.0)
+        self.hit.pop().future.result(timeout=40.0)
         for index, pid in enumerate(pids(self.master)):
             if self.setting.hostile and b"hostile" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 self.victim = index

@@ -131,7 +131,7 @@ class Service:
         try:
             self._reach(moment, pipe, closing, folder)
         except BaseException:
-            self.__exit__()  # nobody else will: this object is not there yet
+            self.__exit__()  # the with statement will not: it has no object yet
             raise
 
     def _reach(self, moment: str, pipe: HeldPipe | None, closing: HeldPipe, folder: Path) -> None:
@@ -167,7 +167,7 @@ class Service:
                     self.program.interrupt()
                 else:
                     self.program.send_signal(number)
-        wait_until(lambda: all_gone([self.program.pid, *self.workers]), timeout=10.0)
+        wait_until(lambda: all_gone([self.program.pid, *self.workers]))
         seconds = monotonic() - began
         ended = self.program.wait()
         assert ended.out == ""

@@ -7,12 +7,10 @@ else (start, build, runs, lifeline) is the real one's, so the master has no way 
 
 import contextlib
 import ctypes
-import math
 import os
 import shlex
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +26,6 @@ from mcinfer.protocol import (
     REPLY,
     REPLY_HEAD,
     BuildFinish,
-    Hello,
     Message,
     Predict,
     Reply,
@@ -58,7 +55,6 @@ OWN = -5
 """A block's number that the real worker does not come to."""
 
 _FOREIGN = -77
-_HUGE = 2**63 - 1
 
 
 def become(
@@ -126,16 +122,13 @@ class HostileDealer(WorkerTransport):
         self._moment, self._act = KINDS[kind]
 
     def wait(self) -> bytes:
-        """See `WorkerTransport.wait`."""
         return self._heard(self._real.wait())
 
     def receive(self) -> bytes | None:
-        """See `WorkerTransport.receive`."""
         data = self._real.receive()
         return None if data is None else self._heard(data)
 
     def close(self) -> None:
-        """See `WorkerTransport.close`."""
         self._real.close()
 
     def _heard(self, data: bytes) -> bytes:
@@ -236,10 +229,6 @@ def _short_head(dealer: HostileDealer, _: Message, data: bytes) -> None:
     dealer.say_bytes(data[: REPLY_HEAD.size - 1])
 
 
-def _long_head(dealer: HostileDealer, _: Message, data: bytes) -> None:
-    dealer.say_bytes(data[: REPLY_HEAD.size] + b"?")
-
-
 def _bare_head(dealer: HostileDealer, _: Message, data: bytes) -> None:
     """Nothing is said of outputs that have no place."""
     dealer.say_bytes(data[: REPLY_HEAD.size])
@@ -250,12 +239,6 @@ def _map(dealer: HostileDealer, message: Message, _: bytes) -> None:
     assert isinstance(message, Reply)
     content = {name: getattr(message, name) for name in message.CHECKS}
     dealer.say_bytes(msgpack.packb({"id": Reply.ID, **content}))
-
-
-def _predict(dealer: HostileDealer, _: Message, __: bytes) -> None:
-    """What the master alone may say."""
-    assert dealer.last is not None
-    dealer.say(dealer.last)
 
 
 def _heir(dealer: HostileDealer, _: Message, data: bytes) -> None:
@@ -286,21 +269,6 @@ def _huge(dealer: HostileDealer, _: Message, __: bytes) -> None:
     dealer.say_bytes(bytes(OVERSIZE_BYTES))
 
 
-def _deep(dealer: HostileDealer, _: Message, __: bytes) -> None:
-    dealer.say_bytes(b"\x91" * (8 << 20) + b"\xc0")
-
-
-def _wide(dealer: HostileDealer, _: Message, __: bytes) -> None:
-    """Eight million empty maps: a small message that is large once it is read."""
-    count = 8 << 20
-    dealer.say_bytes(b"\xdd" + count.to_bytes(4, "big") + b"\x80" * count)
-
-
-def _hello_again(dealer: HostileDealer, _: Message, data: bytes) -> None:
-    dealer.say(Hello(version=protocol.VERSION, pid=os.getpid(), token="0" * 32))
-    dealer.say_bytes(data)
-
-
 def _flood(dealer: HostileDealer, _: Message, data: bytes) -> None:
     """Answers without end, of which the first alone was asked for."""
     for _index in range(FLOOD_MESSAGES):
@@ -320,14 +288,6 @@ def _endless_preparing(dealer: HostileDealer, _: Message, __: bytes) -> None:
     while True:
         dealer.say(protocol.Preparing(seconds=0.5, written=1))
         time.sleep(0.05)
-
-
-def _many_notes(dealer: HostileDealer, message: Message, _: bytes) -> None:
-    """As many as a message carries, each of which would be logged."""
-    assert isinstance(message, BuildFinish)
-    content = {field: getattr(message, field) for field in message.CHECKS}
-    content |= {"id": BuildFinish.ID, "notes": [f"note {number}" for number in range(900_000)]}
-    dealer.say_bytes(msgpack.packb(content))
 
 
 def _big_error(dealer: HostileDealer, message: Message, _: bytes) -> None:
@@ -440,12 +400,6 @@ def _unsealed() -> int:
     return fd
 
 
-def _file() -> int:
-    with tempfile.TemporaryFile() as file:
-        file.truncate(OWN_BYTES)
-        return os.dup(file.fileno())
-
-
 def _smaller() -> int:
     block = Block.create(OWN, OWN_BYTES // 2)
     return os.dup(block.fd)  # the block closes its own
@@ -506,35 +460,21 @@ KINDS: dict[str, tuple[type[Message], Act]] = {
     "garbage": (Reply, _garbage),
     "silent": (Reply, _silent),
     "huge": (Reply, _huge),
-    "deep": (Reply, _deep),
-    "wide": (Reply, _wide),
-    "hello_again": (Reply, _hello_again),
     "flood": (Reply, _flood),
     "flood_preparing": (BuildFinish, _flood_preparing),
     "endless_preparing": (BuildFinish, _endless_preparing),
-    "many_notes": (BuildFinish, _many_notes),
     "big_error": (Reply, _big_error),
     "many_connections": (Reply, _many_connections),
     "forged_block:unknown": (Reply, _lie(_FOREIGN, 0)),
     "forged_block:masters": (Reply, _masters),
-    "forged_block:first": (Reply, _lie(0, 0)),
-    "forged_block:none": (Reply, _lie(None, 0)),
-    "forged_block:negative_offset": (Reply, _lie(OWN, -64)),
-    "forged_block:huge_offset": (Reply, _lie(OWN, _HUGE)),
-    "forged_block:unsigned_offset": (Reply, _lie(OWN, 2**64 - 64)),
     "forged_block:past_end": (Reply, _lie(OWN, OWN_BYTES - 8)),
-    "forged_block:flag": (Reply, _lie(OWN, True)),
-    "forged_block:fraction": (Reply, _lie(OWN, 0.0)),
     "forged_block:overlap": (Reply, _overlap),
-    "forged_block:overflow": (Reply, _lie(OWN, 0, (2**62, 4))),
-    "forged_block:zero_size": (Reply, _lie(OWN, 0, (0, _HUGE))),
     "forged_block:dimensions": (Reply, _lie(OWN, 0, (1,) * 60)),
     "changing_block": (Reply, _changing),
     "giant_block": (Reply, _giant),
     "sparse_lie": (Reply, _sparse_lie),
     "open_rank": (Reply, _lie(OWN, 0, (4, 2, 2))),
     "unsealed": (Reply, _hand_over(_unsealed)),
-    "file": (Reply, _hand_over(_file)),
     "smaller": (Reply, _hand_over(_smaller)),
     "pipe": (Reply, _hand_over(_pipe)),
     "descriptors": (Reply, _descriptors),
@@ -543,20 +483,9 @@ KINDS: dict[str, tuple[type[Message], Act]] = {
     "deaf": (Reply, _deaf),
     "talking": (Reply, _talking),
     "head:short": (Reply, _short_head),
-    "head:long": (Reply, _long_head),
     "head:bare": (Reply, _bare_head),
-    "head:later": (Reply, _head(later=1)),
-    "head:before": (Reply, _head(later=-1)),
-    "head:other": (Reply, _head(request=2**40)),
     "head:huge": (Reply, _head(request=2**64 - 1)),
-    "head:further": (Reply, _head(further=1)),
-    "head:far": (Reply, _head(shard=2**32 - 1)),
-    "head:nan": (Reply, _head(seconds=math.nan)),
-    "head:infinite": (Reply, _head(seconds=math.inf)),
-    "head:negative": (Reply, _head(seconds=-1.0)),
-    "head:long_ago": (Reply, _head(seconds=1e308)),
     "map": (Reply, _map),
-    "predict": (Reply, _predict),
     "heir": (Reply, _heir),
 }
 """What each kind of worker does, and in the place of which message."""

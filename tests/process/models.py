@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mcinfer import Master
+
 FakeModel = Callable[..., Path]
 """The fixture `fake_model`: writes a model of the engine "fake"."""
 
@@ -23,6 +25,11 @@ affine (float[batch, 4] x) => (float[batch, 4] y) <float two = {2.0}, float one 
 """y = 2x + 1, in ONNX's own text format (https://onnx.ai/onnx/api/parser.html)."""
 
 Inputs = dict[str, NDArray[Any]]
+
+
+def fake_master(model: Path, workers: int, **options: Any) -> Master:
+    """A master of the engine "fake", which believes what the model declares of its split."""
+    return Master(model, workers, engine="fake", verify="never", **options)
 
 
 def rows(count: int, first: float = 0.0) -> Inputs:

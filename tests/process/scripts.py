@@ -99,7 +99,7 @@ class Program:
         """What Ctrl-C does: SIGINT to the whole process group."""
         os.killpg(self._process.pid, signal.SIGINT)
 
-    def wait(self, timeout: float = 20.0) -> Ended:
+    def wait(self, timeout: float = 50.0) -> Ended:
         """Its end, and what it printed after the lines that were read."""
         out, err = self._process.communicate(timeout=timeout)
         return Ended(status=self._process.returncode, out=out, err=err)
@@ -124,6 +124,6 @@ def run(text: str, *arguments: object) -> Ended:
 def run_documented(text: str, folder: Path) -> str:
     """Run a program of the documentation in a folder to its end, without a warning: what it prints."""
     with Program(text, cwd=folder, command=(sys.executable, "-W", "error")) as program:
-        ended = program.wait(50.0)
+        ended = program.wait()
     assert (ended.status, ended.err) == (0, "")
     return ended.out

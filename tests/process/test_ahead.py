@@ -1,5 +1,6 @@
 """Requests that busy workers are given ahead, where runs are short."""
 
+import math
 import os
 import signal
 import threading
@@ -8,81 +9,66 @@ from concurrent.futures import wait as wait_for_futures
 
 import numpy as np
 
-from mcinfer import Master, PredictTimeoutError, Timeouts
-from tests.process.models import FakeModel, act, assert_answers, rows
+from mcinfer import Master, Timeouts
+from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
 from tests.process.waiting import pids, states, wait_for_states, wait_until
 
 
 def warm_up(master: Master) -> None:
     """Have each worker answer a run, so that it is known that runs are short."""
     while min(worker.completed for worker in master.statistics().workers) < 1:
-        wait_for_futures([master.submit(rows(1)) for _ in range(8)], timeout=10.0)
+        wait_for_futures([master.submit(rows(1)) for _ in range(8)], timeout=20.0)
 
 
 def test_requests_beside_a_run_that_hangs_are_answered_by_the_other_worker(
     fake_model: FakeModel,
 ) -> None:
     model = fake_model(when={"-1": "hang:60"})
-    with Master(
-        model, 2, engine="fake", verify="never", timeouts=Timeouts(cancel_grace=0.1, close=0.2)
-    ) as master:
+    with fake_master(model, 2, timeouts=Timeouts(cancel_grace=0.1, close=0.2)) as master:
         warm_up(master)
         # All at once: some are given ahead behind the one that hangs.
         hung = master.submit(act(-1.0), timeout=20.0)
         beside = [master.submit(rows(1, first=float(i))) for i in range(20)]
         for i, future in enumerate(beside):
-            assert_answers(future.result(timeout=10.0), rows(1, first=float(i)))
+            assert_answers(future.result(timeout=20.0), rows(1, first=float(i)))
         assert not hung.done()
         hung.cancel()
 
 
 def test_requests_behind_a_worker_that_is_stopped_are_taken_back(fake_model: FakeModel) -> None:
     model = fake_model(when={"-1": "stop"})
-    with Master(
-        model, 2, engine="fake", verify="never", timeouts=Timeouts(cancel_grace=0.1, close=0.2)
-    ) as master:
+    with fake_master(model, 2, timeouts=Timeouts(cancel_grace=0.1, close=0.2)) as master:
         warm_up(master)
-        stopped = master.submit(act(-1.0), timeout=3.0)
+        stopped = master.submit(act(-1.0), timeout=math.inf)
         beside = [master.submit(rows(1, first=float(i))) for i in range(20)]
-        done, _ = wait_for_futures(beside, timeout=2.5)
-        assert len(done) == len(beside)
         for i, future in enumerate(beside):
-            assert_answers(future.result(), rows(1, first=float(i)))
-        assert isinstance(stopped.exception(timeout=20.0), PredictTimeoutError)
+            assert_answers(future.result(timeout=20.0), rows(1, first=float(i)))
+        assert not stopped.done()
+        for pid in pids(master):
+            os.kill(pid, signal.SIGCONT)
+        assert_answers(stopped.result(timeout=20.0), act(-1.0))
         wait_for_states(master, "ready", "ready")
 
 
 def test_worker_that_goes_on_late_skips_what_was_taken_back(fake_model: FakeModel) -> None:
-    with Master(fake_model(when={"-1": "sleep:0.3"}), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(when={"-1": "sleep:0.3"}), 1) as master:
         warm_up(master)
         slow = master.submit(act(-1.0))
         behind = master.submit(rows(2))
-        assert_answers(slow.result(timeout=10.0), act(-1.0))
-        assert_answers(behind.result(timeout=10.0), rows(2))
+        assert_answers(slow.result(timeout=20.0), act(-1.0))
+        assert_answers(behind.result(timeout=20.0), rows(2))
         wait_until(lambda: states(master) == ["ready"])
         [worker] = master.statistics().workers
         assert (worker.failed, worker.restarts) == (0, 0)
 
 
-def test_cancelled_request_that_was_given_ahead_never_runs(fake_model: FakeModel) -> None:
-    with Master(fake_model(when={"-1": "sleep:0.03"}), 1, engine="fake", verify="never") as master:
-        warm_up(master)
-        runs = master.statistics().workers[0].runs
-        first = master.submit(act(-1.0))
-        ahead = master.submit(rows(1))
-        assert ahead.cancel()
-        first.result(timeout=10.0)
-        assert_answers(master.predict(rows(3)), rows(3))
-        assert master.statistics().workers[0].runs == runs + 2
-
-
 def test_worker_killed_with_one_given_ahead_costs_neither(fake_model: FakeModel) -> None:
-    with Master(fake_model(run="sleep:0.005"), 2, engine="fake", verify="never") as master:
+    with fake_master(fake_model(run="sleep:0.005"), 2) as master:
         warm_up(master)
         futures = [master.submit(rows(1, first=float(i))) for i in range(40)]
         os.kill(busy_pid_of_any(master), signal.SIGKILL)
         for i, future in enumerate(futures):
-            assert_answers(future.result(timeout=10.0), rows(1, first=float(i)))
+            assert_answers(future.result(timeout=20.0), rows(1, first=float(i)))
         wait_for_states(master, "ready", "ready")
 
 
@@ -93,12 +79,12 @@ def busy_pid_of_any(master: Master) -> int:
 
 
 def test_clients_of_a_short_model_get_each_its_own_answers(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 2, engine="fake", verify="never") as master:
+    with fake_master(fake_model(), 2) as master:
         together = threading.Barrier(8)
 
         def client(number: int) -> None:
             together.wait()
-            for call in range(200):
+            for call in range(60):
                 inputs = rows(1 + call % 3, first=1000.0 * number + call)
                 np.testing.assert_array_equal(
                     master.predict(inputs, shards=1)["y"], inputs["x"] * 2 + 1
@@ -108,4 +94,4 @@ def test_clients_of_a_short_model_get_each_its_own_answers(fake_model: FakeModel
             for done in [pool.submit(client, number) for number in range(8)]:
                 done.result(timeout=40.0)
         statistics = master.statistics()
-        assert statistics.accepted == statistics.succeeded == 1600
+        assert statistics.accepted == statistics.succeeded == 480

