@@ -1,9 +1,13 @@
 """The programs of README.md, docs/start.md and docs/howto/: one on each page, which does what it says."""
 
+import io
 import json
 import re
 import signal
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.client import HTTPConnection
 from importlib.util import find_spec
 from pathlib import Path
@@ -74,41 +78,74 @@ def test_fixture_is_used_by_passing_tests(tmp_path: Path) -> None:
     assert "2 passed" in ended.out
 
 
-SERVERS = {
-    "fastapi": ("/embeddings", ("-m", "uvicorn", "service:app", "--port", "0")),
-    "gunicorn": (
-        "/",
-        ("-m", "gunicorn", "-c", "python:service", "-b", "127.0.0.1:0", "service:application"),
-    ),
-}
+UVICORN = ("uvicorn", "service:app", "--port", "0")
+GUNICORN = ("gunicorn", "-c", "python:service", "-b", "127.0.0.1:0", "service:application")
 
 
-@pytest.mark.parametrize("name", SERVERS)
-def test_service_answers_and_leaves_nothing_after_a_sigterm(name: str, tmp_path: Path) -> None:
-    place, arguments = SERVERS[name]
-    if not find_spec(name) or not find_spec(arguments[1]):
-        pytest.skip(f"{name} is not installed")
-    (tmp_path / "service.py").write_text(program(HOWTO / f"{name}.md"), encoding="utf-8")
-    images = np.random.default_rng(0).random((2, 3, 32, 32), np.float32)
-    start = f"import runpy, sys; sys.argv[1:] = {[*arguments[2:]]!r}; sys.path.insert(0, '')"
-    text = f"{start}; runpy.run_module({arguments[1]!r}, run_name='__main__', alter_sys=True)"
-    with Program(text, cwd=tmp_path) as server:
+@contextmanager
+def serving(text: str, folder: Path, *command: str) -> Iterator[HTTPConnection]:
+    """A connection to a service, which has to leave no process behind when SIGTERM ends it."""
+    module, *arguments = command
+    if not find_spec(module) or ("fastapi" in text and not find_spec("fastapi")):
+        pytest.skip(f"{module}, or what it serves with, is not installed")
+    (folder / "service.py").write_text(text, encoding="utf-8")
+    start = (
+        f"import runpy, sys; sys.argv[1:] = {arguments!r}; sys.path.insert(0, '')\n"
+        f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    )
+    with Program(start, cwd=folder) as server:
         lines = iter(server.error_line, "")
         address = next(
             match[1] for line in lines if (match := re.search(r"http://(\S+:\d+)", line))
         )
         connection = HTTPConnection(address, timeout=40)
-        connection.request("POST", place, images.tobytes())
-        assert np.shape(json.load(connection.getresponse())) == (2, 64)
-        if name == "fastapi":
-            connection.request("GET", "/health")
-            assert json.load(connection.getresponse()) == {"state": "ready", "reasons": []}
+        yield connection
         connection.close()
         pids = [process.pid for process in psutil.Process(server.pid).children(recursive=True)]
         assert len(pids) >= 2
         server.send_signal(signal.SIGTERM)
         server.wait(50.0)
         assert all_gone(pids)
+
+
+def answer_to(connection: HTTPConnection, place: str, body: bytes) -> bytes:
+    connection.request("POST", place, body)
+    answer = connection.getresponse()
+    content = answer.read()
+    assert answer.status == 200, content
+    return content
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "command"),
+    [("fastapi", "/embeddings", UVICORN), ("gunicorn", "/", GUNICORN)],
+)
+def test_service_answers_and_leaves_nothing_after_a_sigterm(
+    name: str, place: str, command: tuple[str, ...], tmp_path: Path
+) -> None:
+    images = np.random.default_rng(0).random((2, 3, 32, 32), np.float32)
+    with serving(program(HOWTO / f"{name}.md"), tmp_path, *command) as connection:
+        content = answer_to(connection, place, images.tobytes())
+        assert np.shape(json.loads(content)) == (2, 64)
+        if name == "fastapi":
+            connection.request("GET", "/health")
+            assert json.load(connection.getresponse()) == {"state": "ready", "reasons": []}
+
+
+def test_tutorial_goes_from_a_session_to_a_service(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "tutorial.md"
+    [shown] = blocks(page, "text")
+    session, workers, service = blocks(page, "python")
+    build = ROOT / "examples" / "sd_dual_core" / "build_unet.py"
+    command = [sys.executable, str(build), "--size", "tiny", "--output", "unet.onnx"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=50, capture_output=True)
+    tiny = session.replace("4, 32, 32", "4, 16, 16").replace("77, 256", "77, 32")
+    assert run_documented(tiny, tmp_path).startswith("one session: ")
+    assert run_documented(workers, tmp_path).partition("\n")[2] == shown
+    with serving(service, tmp_path, *UVICORN) as connection:
+        content = answer_to(connection, "/denoise", (tmp_path / "batch.npz").read_bytes())
+    expected = np.load(tmp_path / "expected.npy")
+    np.testing.assert_allclose(np.load(io.BytesIO(content))["out_sample"], expected, atol=1e-3)
 
 
 def test_troubleshooting_has_every_error() -> None:
