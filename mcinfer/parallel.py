@@ -21,7 +21,7 @@ Tensors = list[NDArray[Any]]
 class ParallelPredictUtils:
     """One model on several devices, in four calls.
 
-    ::
+    The calls are those of the sample:
 
         utils = ParallelPredictUtils("unet.onnx", 2)
         utils.build_model()

@@ -135,7 +135,12 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """What a model takes and gives, each in the model's own order."""
+    """What a model takes and gives.
+
+    Attributes:
+        inputs: In the model's order.
+        outputs: Likewise.
+    """
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]

@@ -870,7 +870,8 @@ def test_without_the_runtime_the_error_says_what_to_install() -> None:
         check=True,
         timeout=30,
     )
-    assert "pip install onnxruntime" in run.stdout
+    assert "mcinfer[cpu]" in run.stdout
+    assert "mcinfer[gpu]" in run.stdout
     assert issubclass(MissingDependencyError, ImportError)
 
 

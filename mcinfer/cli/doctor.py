@@ -63,7 +63,7 @@ _MODEL = {
 }
 """For the engine "fake", which needs no runtime: what fails with it is not the runtime's fault."""
 
-_FOR_DEVELOPERS = ("test", "check", "examples")
+_FOR_DEVELOPERS = ("test", "check", "examples", "docs")
 """Extras that only work on mcinfer itself asks for."""
 
 

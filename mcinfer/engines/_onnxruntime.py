@@ -59,8 +59,7 @@ try:
     from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 except ImportError as exc:
     raise MissingDependencyError(
-        "engine onnxruntime needs the package onnxruntime (or onnxruntime-gpu): "
-        "pip install onnxruntime"
+        "engine onnxruntime needs ONNX Runtime: pip install 'mcinfer[cpu]', or 'mcinfer[gpu]' for NVIDIA GPUs"
     ) from exc
 
 _PROVIDERS = {

@@ -1,0 +1,12 @@
+"""A model to try mcinfer with, where none is at hand."""
+
+from pathlib import Path
+
+
+def encoder() -> Path:
+    """The path of a small image encoder in ONNX form, which the package ships.
+
+    It takes `image`, float32[batch, 3, 32, 32], and gives `embedding`, float32[batch, 64]. Its weights are
+    random, so its answers mean nothing. (``examples/build_encoder.py`` in the source wrote it.)
+    """
+    return Path(__file__).with_name("encoder.onnx")

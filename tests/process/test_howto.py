@@ -1,0 +1,162 @@
+"""The programs of README.md, docs/start.md and docs/howto/: one on each page, which does what it says."""
+
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import onnx
+import psutil
+import pytest
+
+from examples.build_encoder import build_encoder
+from mcinfer import errors
+from mcinfer.examples import encoder
+from tests.process.scripts import ROOT, Program, run_documented
+from tests.process.waiting import all_gone
+
+HOWTO = ROOT / "docs" / "howto"
+PAGES = [ROOT / "README.md", ROOT / "docs" / "start.md", *sorted(HOWTO.glob("*.md"))]
+
+PRINTING = ["README.md", "docs/start.md", "docs/howto/docker.md", "docs/howto/files.md"]
+"""Pages whose program prints, in every run, what the page shows."""
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an earlier program has learned shows in what a later one prints."""
+    monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "cache"))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    text = page.read_text("utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def program(page: Path) -> str:
+    [text] = blocks(page, "python")
+    return text
+
+
+def test_every_page_has_one_program_and_a_test() -> None:
+    assert all(program(page) for page in PAGES)
+    others = {"fastapi", "gunicorn", "lora", "notebook", "pytest"}
+    shown = {Path(page).stem for page in PRINTING} | others
+    assert shown == {page.stem for page in PAGES}
+
+
+@pytest.mark.parametrize("page", [*PRINTING, "docs/howto/lora.md"])
+def test_program_prints_what_its_page_shows(page: str, tmp_path: Path) -> None:
+    [shown] = blocks(ROOT / page, "text")
+    assert run_documented(program(ROOT / page), tmp_path) == shown
+
+
+def test_interpreter_shows_what_the_page_does(tmp_path: Path) -> None:
+    page = HOWTO / "notebook.md"
+    [shown] = blocks(page, "text")
+    command = (sys.executable, "-W", "error", "-q", "-i")
+    with Program(program(page), cwd=tmp_path, command=command, stdin=True) as interpreter:
+        ended = interpreter.wait(50.0)
+    assert (ended.status, ended.out) == (0, shown)
+
+
+def test_fixture_is_used_by_passing_tests(tmp_path: Path) -> None:
+    path = tmp_path / "test_encoder.py"
+    path.write_text(program(HOWTO / "pytest.md"), encoding="utf-8")
+    text = "import sys, pytest; sys.exit(pytest.main(['-q', sys.argv[1]]))"
+    with Program(text, path, cwd=tmp_path) as tests:
+        ended = tests.wait(50.0)
+    assert ended.status == 0, ended.out
+    assert "2 passed" in ended.out
+
+
+UVICORN = ("uvicorn", "service:app", "--port", "0")
+GUNICORN = ("gunicorn", "-c", "python:service", "-b", "127.0.0.1:0", "service:application")
+
+
+@contextmanager
+def serving(text: str, folder: Path, *command: str) -> Iterator[HTTPConnection]:
+    """A connection to a service, which has to leave no process behind when SIGTERM ends it."""
+    module, *arguments = command
+    if not find_spec(module) or ("fastapi" in text and not find_spec("fastapi")):
+        pytest.skip(f"{module}, or what it serves with, is not installed")
+    (folder / "service.py").write_text(text, encoding="utf-8")
+    start = (
+        f"import runpy, sys; sys.argv[1:] = {arguments!r}; sys.path.insert(0, '')\n"
+        f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    )
+    with Program(start, cwd=folder) as server:
+        lines = iter(server.error_line, "")
+        address = next(
+            match[1] for line in lines if (match := re.search(r"http://(\S+:\d+)", line))
+        )
+        connection = HTTPConnection(address, timeout=40)
+        yield connection
+        connection.close()
+        pids = [process.pid for process in psutil.Process(server.pid).children(recursive=True)]
+        assert len(pids) >= 2
+        server.send_signal(signal.SIGTERM)
+        server.wait(50.0)
+        assert all_gone(pids)
+
+
+def answer_to(connection: HTTPConnection, place: str, body: bytes) -> bytes:
+    connection.request("POST", place, body)
+    answer = connection.getresponse()
+    content = answer.read()
+    assert answer.status == 200, content
+    return content
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "command"),
+    [("fastapi", "/embeddings", UVICORN), ("gunicorn", "/", GUNICORN)],
+)
+def test_service_answers_and_leaves_nothing_after_a_sigterm(
+    name: str, place: str, command: tuple[str, ...], tmp_path: Path
+) -> None:
+    images = np.random.default_rng(0).random((2, 3, 32, 32), np.float32)
+    with serving(program(HOWTO / f"{name}.md"), tmp_path, *command) as connection:
+        content = answer_to(connection, place, images.tobytes())
+        assert np.shape(json.loads(content)) == (2, 64)
+        if name == "fastapi":
+            connection.request("GET", "/health")
+            assert json.load(connection.getresponse()) == {"state": "ready", "reasons": []}
+
+
+def test_tutorial_goes_from_a_session_to_a_service(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "tutorial.md"
+    [shown] = blocks(page, "text")
+    session, workers, service = blocks(page, "python")
+    build = ROOT / "examples" / "sd_dual_core" / "build_unet.py"
+    command = [sys.executable, str(build), "--size", "tiny", "--output", "unet.onnx"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=50, capture_output=True)
+    tiny = session.replace("4, 32, 32", "4, 16, 16").replace("77, 256", "77, 32")
+    assert run_documented(tiny, tmp_path).startswith("one session: ")
+    assert run_documented(workers, tmp_path).partition("\n")[2] == shown
+    with serving(service, tmp_path, *UVICORN) as connection:
+        content = answer_to(connection, "/denoise", (tmp_path / "batch.npz").read_bytes())
+    expected = np.load(tmp_path / "expected.npy")
+    np.testing.assert_allclose(np.load(io.BytesIO(content))["out_sample"], expected, atol=1e-3)
+
+
+def test_troubleshooting_has_every_error() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
+    names = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert {*re.findall(r"^## (\w+Error)$", text, re.MULTILINE)} == names - {"McinferError"}
+
+
+def test_shipped_encoder_is_small_valid_and_the_builders(tmp_path: Path) -> None:
+    build_encoder(tmp_path / "encoder.onnx")
+    onnx.checker.check_model(onnx.load(encoder()), full_check=True)
+    assert encoder().stat().st_size < 200_000
+    built, shipped = onnx.load(tmp_path / "encoder.onnx"), onnx.load(encoder())
+    assert built.graph == shipped.graph
