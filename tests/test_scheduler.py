@@ -63,6 +63,7 @@ from mcinfer.scheduler.actions import (
 )
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.scheduler import (
+    KILLED_ENDS,
     LONG_RUN,
     MAX_ATTEMPTS,
     SHORT_RUN,
@@ -517,7 +518,7 @@ def test_worker_that_does_not_exit_is_killed_then_abandoned() -> None:
     pool.handle_died(1.1, 1, describe_exit(0))
     assert pool.next_time() == 6.0
     end_hung(pool, 6.0, 0)
-    abandoned_at = 1.0 + 5.0 + TIMEOUTS.close + 1.0
+    abandoned_at = 1.0 + 5.0 + TIMEOUTS.close + KILLED_ENDS
     assert pool.next_time() == abandoned_at
     assert pool.handle_time(abandoned_at) == [PoolClosed(abandoned=(0,))]
     assert pool.next_time() is None

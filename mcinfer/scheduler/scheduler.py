@@ -80,6 +80,9 @@ AHEAD_SECONDS = 0.003
 LONG_RUN = 5 * SHORT_RUN
 """Seconds: a run that goes on for so long loses what was given behind it."""
 
+KILLED_ENDS = 10.0
+"""Seconds that a killed process may take to end: on a busy machine it is not at once."""
+
 UNBOUNDED_RUN = 600.0
 """Seconds that a run goes on after its request is over, where the caller gave it no end."""
 
@@ -602,7 +605,7 @@ class Scheduler:
 
     def handle_close(self, now: float, timeout: float) -> list[Action]:
         """The pool is to end: what is in flight fails, workers get `timeout` seconds to exit."""
-        end = now + timeout + self._timeouts.close + 1.0
+        end = now + timeout + self._timeouts.close + KILLED_ENDS
         if self._closing is not None or self._closed:
             if self._closing is not None and not self._closed and end < self._closing:
                 self._closing = end
