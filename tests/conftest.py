@@ -10,6 +10,9 @@ import pytest
 from hypothesis import settings
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+# Tests start hundreds of processes: each would compile the package, or start threads for linear algebra.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 # No bound on the time of an example: the machine may be busy.
