@@ -181,7 +181,7 @@ FAULTS = {
     "worker: wrong place": Fault(
         words="answers with another place in memory",
         inflict=_tell(""),
-        setting={"hostile": "forged_block:unknown"},
+        setting={"hostile": "forged_block:overlap"},
     ),
     "worker: garbage": Fault(
         words="random bytes in the place of an answer",

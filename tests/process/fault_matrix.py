@@ -146,29 +146,18 @@ _TABLE: dict[str, dict[str, _Row]] = {
         "being restarted": _DIES,
     },
     "worker: SIGSTOP, late SIGCONT": {
-        "starting": (RIGHT, KEPT),
         "importing": (RIGHT, KEPT),
         "building": (RIGHT, KEPT),
-        "idle": (TIMED_OUT, KEPT),
         "busy": (TIMED_OUT, KEPT),
         "exiting": _CLOSING,
         "being restarted": (RIGHT, KEPT),
     },
-    "worker: segfault": {
-        "importing": _DIES,
-        "building": _DIES,
-        "idle": _DIES,
-        "busy": _DIES,
-        "exiting": _CLOSING,
-        "being restarted": _DIES,
-    },
-    "worker: _exit": {"importing": _DIES, "building": _DIES, "idle": _DIES, "busy": _DIES},
+    "worker: segfault": dict.fromkeys(("building", "idle", "busy"), _DIES),
+    "worker: _exit": dict.fromkeys(("importing", "busy"), _DIES),
     "worker: out of memory": {
         "starting": _DIES,
-        "importing": _DIES,
         "building": (NO_MEMORY, NONE_LEFT),
         "busy": (RUN_NO_MEMORY, KEPT),
-        "being restarted": _DIES,
     },
     "worker: past worker_memory_bytes": {
         "building": (NO_MEMORY, NONE_LEFT),
@@ -177,7 +166,6 @@ _TABLE: dict[str, dict[str, _Row]] = {
     "worker: never ends": {
         "building": (NOT_READY, NONE_LEFT),
         "busy": (TIMED_OUT, REPLACED),
-        "exiting": _CLOSING,
         "being restarted": _DIES,
     },
     "worker: exception": {
@@ -187,7 +175,6 @@ _TABLE: dict[str, dict[str, _Row]] = {
         "being restarted": _DIES,
     },
     "worker: no descriptors": {
-        "starting": _DIES,
         "building": _DIES,
         "idle": _DIES,
         "busy": (RIGHT, KEPT),
@@ -197,13 +184,11 @@ _TABLE: dict[str, dict[str, _Row]] = {
     "worker: wrong place": {"busy": _DIES},
     "worker: garbage": {"busy": _DIES, "exiting": _CLOSING},
     "master: SIGKILL": dict.fromkeys(
-        ("importing", "building", "busy", "exiting", "being restarted"), (KILLED, NONE_LEFT)
+        ("importing", "busy", "exiting", "being restarted"), (KILLED, NONE_LEFT)
     ),
     "master: SIGTERM": dict.fromkeys(("building", "busy"), (TERMINATED, NONE_LEFT)),
-    "master: SIGTERM, handled": dict.fromkeys(("building", "busy"), (EXITED, NONE_LEFT)),
-    "master: SIGINT": dict.fromkeys(
-        ("building", "idle", "busy", "exiting"), (INTERRUPTED, NONE_LEFT)
-    ),
+    "master: SIGTERM, handled": {"busy": (EXITED, NONE_LEFT)},
+    "master: SIGINT": dict.fromkeys(("building", "busy", "exiting"), (INTERRUPTED, NONE_LEFT)),
     "master: SIGINT twice": dict.fromkeys(("busy", "exiting"), (INTERRUPTED, NONE_LEFT)),
     "master: no descriptors": {
         "starting": (DESCRIPTORS_NEEDED, NONE_LEFT),
@@ -214,28 +199,15 @@ _TABLE: dict[str, dict[str, _Row]] = {
     },
     "shared memory full": {"idle": (MEMORY_FULL, KEPT), "busy": (RIGHT, KEPT)},
     "disk full": {"building": (RIGHT, KEPT)},
-    "clock set back": {
-        "building": (RIGHT, KEPT),
-        "idle": (RIGHT, KEPT),
-        "busy": (RIGHT, KEPT),
-        "being restarted": (RIGHT, KEPT),
-    },
+    "clock set back": dict.fromkeys(("building", "busy"), (RIGHT, KEPT)),
 }
 
 _OVER_SOCKET_PAIRS: dict[str, Collection[str]] = {
-    "worker: SIGKILL": [moment for moment in MOMENTS if moment != "starting"],
-    "worker: SIGSTOP": ("idle", "busy", "exiting"),
-    "worker: SIGSTOP, late SIGCONT": ("importing", "busy"),
-    "worker: never ends": ("busy", "exiting"),
-    "worker: exception": ("busy",),
-    "worker: no descriptors": ("building", "idle", "busy"),
-    "worker: answers twice": ("busy",),
-    "worker: answers late": ("busy",),
-    "worker: wrong place": ("busy",),
-    "worker: garbage": ("busy", "exiting"),
-    "master: SIGKILL": ("importing", "busy", "exiting"),
-    "master: SIGINT": ("busy",),
-    "master: no descriptors": ("starting", "idle", "busy", "exiting", "being restarted"),
+    "worker: SIGKILL": ("importing", "busy", "exiting", "being restarted"),
+    "worker: SIGSTOP": ("busy",),
+    "worker: garbage": ("busy",),
+    "master: SIGKILL": ("busy",),
+    "master: no descriptors": ("starting", "being restarted"),
 }
 """What a transport has a part in: messages, their order, ends of processes, descriptors."""
 

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -203,42 +202,9 @@ def _wrong_shape(dealer: HostileDealer, message: Message, _: bytes) -> None:
     dealer.say_all_lie(message, OWN, 0, (ROWS - 1, 5))
 
 
-def _wrong_request(dealer: HostileDealer, message: Message, _: bytes) -> None:
-    assert isinstance(message, Reply)
-    dealer.say(replace(message, request=message.request + 1))
-
-
-def _head(**changed: Any) -> Act:
-    """Answer with another head; what it says of requests and shards is added to the right ones."""
-
-    def act(dealer: HostileDealer, message: Message, _: bytes) -> None:
-        assert isinstance(message, Reply)
-        dealer.say_bytes(
-            REPLY_HEAD.pack(
-                REPLY,
-                changed.get("request", message.request + changed.get("later", 0)) % 2**64,
-                changed.get("shard", message.shard + changed.get("further", 0)) % 2**32,
-                changed.get("seconds", 0.25),
-            )
-        )
-
-    return act
-
-
-def _short_head(dealer: HostileDealer, _: Message, data: bytes) -> None:
-    dealer.say_bytes(data[: REPLY_HEAD.size - 1])
-
-
 def _bare_head(dealer: HostileDealer, _: Message, data: bytes) -> None:
     """Nothing is said of outputs that have no place."""
     dealer.say_bytes(data[: REPLY_HEAD.size])
-
-
-def _map(dealer: HostileDealer, message: Message, _: bytes) -> None:
-    """A REPLY as it was before it had a head."""
-    assert isinstance(message, Reply)
-    content = {name: getattr(message, name) for name in message.CHECKS}
-    dealer.say_bytes(msgpack.packb({"id": Reply.ID, **content}))
 
 
 def _heir(dealer: HostileDealer, _: Message, data: bytes) -> None:
@@ -456,7 +422,6 @@ KINDS: dict[str, tuple[type[Message], Act]] = {
     "twice": (Reply, _twice),
     "late": (Reply, _late),
     "wrong_shape": (Reply, _wrong_shape),
-    "wrong_request": (Reply, _wrong_request),
     "garbage": (Reply, _garbage),
     "silent": (Reply, _silent),
     "huge": (Reply, _huge),
@@ -482,10 +447,7 @@ KINDS: dict[str, tuple[type[Message], Act]] = {
     "cut_lifeline": (Reply, _cut_lifeline),
     "deaf": (Reply, _deaf),
     "talking": (Reply, _talking),
-    "head:short": (Reply, _short_head),
     "head:bare": (Reply, _bare_head),
-    "head:huge": (Reply, _head(request=2**64 - 1)),
-    "map": (Reply, _map),
     "heir": (Reply, _heir),
 }
 """What each kind of worker does, and in the place of which message."""

@@ -11,7 +11,7 @@ from mcinfer import InvalidInputError, Master, RestartPolicy
 from mcinfer.config import TRANSPORTS, TransportKind
 from tests.process.hostile_worker import become
 from tests.process.models import FakeModel, OnnxModel, assert_answers, fake_master, rows
-from tests.process.waiting import wait_until
+from tests.process.waiting import pids, wait_until
 
 PATIENCE = 40.0
 SAME_TEXT = """
@@ -28,14 +28,12 @@ def test_pool_starts_answers_survives_a_death_and_closes(
 ) -> None:
     policy = RestartPolicy(backoff=0.0)
     with fake_master(fake_model(), 2, restart=policy, transport=transport) as master:
-        for _ in range(2):
-            assert_answers(master.predict(rows(4), timeout=PATIENCE), rows(4))
-            pid = master.statistics().workers[0].pid
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
-            assert_answers(master.predict(rows(4), timeout=PATIENCE), rows(4))
-            wait_until(lambda: master.statistics().workers[0].pid != pid)  # noqa: B023 at once
-            master.wait_ready(PATIENCE)
+        assert_answers(master.predict(rows(4), timeout=PATIENCE), rows(4))
+        first = pids(master)[0]
+        os.kill(first, signal.SIGKILL)
+        assert_answers(master.predict(rows(4), timeout=PATIENCE), rows(4))
+        wait_until(lambda: first not in pids(master))
+        master.wait_ready(PATIENCE)
         futures = [master.submit(rows(2), timeout=PATIENCE) for _ in range(50)]
         for future in futures:
             assert_answers(future.result(), rows(2))
@@ -44,55 +42,28 @@ def test_pool_starts_answers_survives_a_death_and_closes(
 
 
 @both
-def test_worker_killed_in_a_run_is_replaced_and_its_request_answered(
-    fake_model: FakeModel, transport: TransportKind
-) -> None:
-    with fake_master(fake_model(run="sleep:0.5"), 2, transport=transport) as master:
-        future = master.submit(rows(4), timeout=PATIENCE)
-        wait_until(lambda: any(worker.state == "busy" for worker in master.statistics().workers))
-        (busy,) = [worker for worker in master.statistics().workers if worker.state == "busy"]
-        assert busy.pid is not None
-        os.kill(busy.pid, signal.SIGKILL)
-        assert_answers(future.result(), rows(4))
-
-
-@both
-@pytest.mark.parametrize("size", [10, 3_000_000])
-def test_strings_of_any_size_come_back(
-    onnx_model: OnnxModel, transport: TransportKind, size: int
-) -> None:
+def test_strings_of_any_size_come_back(onnx_model: OnnxModel, transport: TransportKind) -> None:
     """They travel in messages, there and back."""
-    texts = np.array([["é" * (size // 8)] * 4], dtype=object)
     with Master(onnx_model(SAME_TEXT), 1, verify="never", transport=transport) as master:
-        for _ in range(3):
+        for size in (10, 3_000_000, 10):
+            texts = np.array([["é" * (size // 8)] * 4], dtype=object)
             (answer,) = master.predict({"x": texts}, timeout=PATIENCE).values()
             assert (answer == texts).all()
 
 
 @both
-@pytest.mark.parametrize("kind", ["flood", "big_error"])
 def test_worker_that_breaks_the_protocol_is_replaced_and_its_request_answered(
-    fake_model: FakeModel,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    transport: TransportKind,
-    kind: str,
-) -> None:
-    become(tmp_path, monkeypatch, kind)
-    with fake_master(fake_model(), 1, transport=transport) as master:
-        for count in (4, 3):
-            assert_answers(master.predict(rows(count), timeout=PATIENCE), rows(count))
-        wait_until(lambda: master.statistics().workers[0].restarts == 1)
-
-
-@both
-def test_worker_that_says_what_it_may_without_an_end_is_served(
     fake_model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: TransportKind
 ) -> None:
-    become(tmp_path, monkeypatch, "flood_preparing")
-    with fake_master(fake_model(), 1, transport=transport) as master:
-        assert_answers(master.predict(rows(4), timeout=PATIENCE), rows(4))
-        assert master.statistics().workers[0].restarts == 0
+    """Also one that says, in the first place, what it may without an end."""
+    become(tmp_path, monkeypatch, "flood_preparing", "flood", "big_error")
+    with fake_master(fake_model(), 3, transport=transport) as master:
+        workers = pids(master)
+        for count in (6, 3):
+            assert_answers(master.predict(rows(count), timeout=PATIENCE), rows(count))
+        wait_until(lambda: sum(w.restarts for w in master.statistics().workers) == 2)
+        master.wait_ready(PATIENCE)
+        assert len({*workers} & {*pids(master)}) == 1
 
 
 @pytest.mark.parametrize("value", ["tcp", None, ["zeromq"]])
