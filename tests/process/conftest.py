@@ -6,15 +6,19 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import onnx
 import psutil
 import pytest
 from onnx import parser
 
-from tests.process.models import FakeModel, OnnxModel
+from mcinfer import Master
+from tests.process.models import FakeModel, OnnxModel, SharedMaster, fake_master
 from tests.process.waiting import is_alive, wait_until
 
 _FAILED = pytest.StashKey[bool]()
@@ -50,12 +54,39 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(request: pytest.FixtureRequest, runtime_dir: Path) -> Iterator[None]:
-    """Fail a test that leaves a process, a thread, a descriptor or a runtime folder behind."""
+    """Fail a test that leaves a process, a thread, a descriptor or a runtime folder behind.
+
+    Tests with a shared master are checked together, by `shared_master`: its memory grows with what they ask.
+    """
+    if "shared_master" in request.fixturenames:
+        yield
+        request.node.funcargs.clear()  # that of the module's last test would hold the master
+        return
     before = _possessions(runtime_dir)
     yield
-    if request.node.stash.get(_FAILED, False):
-        return
+    if not request.node.stash.get(_FAILED, False):
+        _check_nothing_is_left(runtime_dir, before)
 
+
+@pytest.fixture(scope="module")
+def shared_master(
+    request: pytest.FixtureRequest, runtime_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SharedMaster]:
+    """Starts masters of the engine "fake" for all tests of a module; closes them, and looks what is left."""
+    failed, before = request.session.testsfailed, _possessions(runtime_dir)
+    with ExitStack() as stack:
+
+        def start(workers: int, *, acts: dict[str, Any] | None = None, **options: Any) -> Master:
+            path = tmp_path_factory.mktemp("shared") / "model.json"
+            _write_fake_model(path, **(acts or {}))
+            return stack.enter_context(fake_master(path, workers, **options))
+
+        yield start
+    if request.session.testsfailed == failed:
+        _check_nothing_is_left(runtime_dir, before)
+
+
+def _check_nothing_is_left(runtime_dir: Path, before: set[str]) -> None:
     def left() -> list[str]:
         gc.collect()
         return sorted(_possessions(runtime_dir) - before)
@@ -73,9 +104,13 @@ def _possessions(runtime_dir: Path) -> set[str]:
         found |= {f"folder {path}" for path in Path(place).glob(f"mcinfer-*-{os.getpid()}-*")}
     for process in psutil.Process().children(recursive=True):
         found.add(f"process {process.pid}{'' if is_alive(process.pid) else ' (not waited for)'}")
+    known = {thread.native_id for thread in threading.enumerate()}
+    program = _read(Path("/proc/self/comm"))
     for task in Path("/proc/self/task").iterdir():
-        # Those of ZeroMQ are not Python's, so `threading.enumerate` does not know them.
-        found.add(f"thread {task.name} {_read(task / 'comm')}")
+        # Those of ZeroMQ are not Python's, but have a name. pytest's time-outs have a thread for each test.
+        name = _read(task / "comm")
+        if int(task.name) in known or name != program:
+            found.add(f"thread {task.name} {name}")
     for entry in Path("/proc/self/fd").iterdir():
         try:
             found.add(f"descriptor {entry.name} of {os.readlink(entry)}")
@@ -91,25 +126,29 @@ def _read(path: Path) -> str:
         return "?"
 
 
+def _write_fake_model(
+    path: Path,
+    *,
+    inputs: Sequence[object] = (["x", "float32", ["batch", 4]],),
+    outputs: Sequence[object] = (
+        ["y", "float32", ["batch", 4], {"from": "x", "scale": 2, "add": 1}],
+    ),
+    **acts: object,
+) -> Path:
+    content = {"inputs": [*inputs], "outputs": [*outputs], **acts}
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
 @pytest.fixture
 def fake_model(tmp_path: Path) -> FakeModel:
     """Writes a model of the engine "fake"; by default y = 2x + 1 on float32[batch, 4]."""
     count = 0
 
-    def write(
-        *,
-        inputs: Sequence[object] = (["x", "float32", ["batch", 4]],),
-        outputs: Sequence[object] = (
-            ["y", "float32", ["batch", 4], {"from": "x", "scale": 2, "add": 1}],
-        ),
-        **acts: object,
-    ) -> Path:
+    def write(**content: Any) -> Path:
         nonlocal count
         count += 1
-        path = tmp_path / f"model{count}.json"
-        content = {"inputs": [*inputs], "outputs": [*outputs], **acts}
-        path.write_text(json.dumps(content), encoding="utf-8")
-        return path
+        return _write_fake_model(tmp_path / f"model{count}.json", **content)
 
     return write
 

@@ -12,6 +12,9 @@ from mcinfer import Master
 FakeModel = Callable[..., Path]
 """The fixture `fake_model`: writes a model of the engine "fake"."""
 
+SharedMaster = Callable[..., Master]
+"""The fixture `shared_master`: starts a master of the engine "fake" for the tests of a module."""
+
 OnnxModel = Callable[[str], Path]
 """The fixture `onnx_model`: writes an ONNX model that is given in ONNX's text format."""
 

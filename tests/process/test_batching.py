@@ -31,6 +31,7 @@ from tests.process.models import (
     FakeModel,
     Inputs,
     OnnxModel,
+    SharedMaster,
     act,
     assert_answers,
     fake_master,
@@ -60,6 +61,13 @@ def kept_busy(master: Master) -> Iterator[None]:
     assert busy.cancel()
 
 
+@pytest.fixture(scope="module")
+def batching(shared_master: SharedMaster) -> Master:
+    """One worker, up to 8 rows in a run."""
+    when = {"-1": "sleep:600", "-2": "sleep:0.3"}
+    return shared_master(1, acts={"when": when}, max_batch_size=8)
+
+
 def submit_together(master: Master, *requests: Inputs, **options: Any) -> list[Future[Arrays]]:
     """Submit these while the only worker is busy, so that they may go together afterwards."""
     with kept_busy(master):
@@ -79,37 +87,47 @@ def the_worker(master: Master) -> WorkerStatistics:
 # Joining.
 
 
-def test_requests_that_waited_for_the_worker_go_as_one_run(fake_model: FakeModel) -> None:
+def test_requests_that_waited_for_the_worker_go_as_one_run(batching: Master) -> None:
     requests = [rows(1, first=10.0 * i) for i in range(8)]
-    with fake_master(fake_model(when=acts()), 1, max_batch_size=8) as master:
-        futures = submit_together(master, *requests)
-        assert_all_answered(futures, requests)
-        futures.clear()
-        assert (the_worker(master).runs, the_worker(master).completed) == (1, 8)
-        statistics = master.statistics()
-        assert (statistics.accepted, statistics.succeeded, statistics.cancelled) == (9, 8, 1)
-        assert (statistics.in_flight, statistics.queued_shards) == (0, 0)
-        wait_until(lambda: master.statistics().memory_used_bytes == 0)
+    before, worker = batching.statistics(), the_worker(batching)
+    futures = submit_together(batching, *requests)
+    assert_all_answered(futures, requests)
+    futures.clear()
+    assert the_worker(batching).runs == worker.runs + 1
+    assert the_worker(batching).completed == worker.completed + 8
+    statistics = batching.statistics()
+    assert (statistics.succeeded, statistics.cancelled) == (
+        before.succeeded + 8,
+        before.cancelled + 1,
+    )
+    assert (statistics.in_flight, statistics.queued_shards) == (0, 0)
+    wait_until(lambda: batching.statistics().memory_used_bytes == 0)
 
 
-def test_predict_as_one_piece_is_joined_as_well(fake_model: FakeModel) -> None:
+def test_predict_as_one_piece_is_joined_as_well(batching: Master) -> None:
     requests = [rows(1, first=10.0 * i) for i in range(4)]
-    with (
-        fake_master(fake_model(when=acts()), 1, max_batch_size=8) as master,
-        ThreadPoolExecutor(4) as pool,
-    ):
-        with kept_busy(master):
-            futures = [pool.submit(master.predict, inputs, shards=1) for inputs in requests]
-            wait_until(lambda: master.statistics().queued_shards == 4)
+    before = the_worker(batching)
+    with ThreadPoolExecutor(4) as pool:
+        with kept_busy(batching):
+            futures = [pool.submit(batching.predict, inputs, shards=1) for inputs in requests]
+            wait_until(lambda: batching.statistics().queued_shards == 4)
         assert_all_answered(futures, requests)
-        assert (the_worker(master).runs, the_worker(master).completed) == (1, 4)
+    after = the_worker(batching)
+    assert (after.runs, after.completed) == (before.runs + 1, before.completed + 4)
 
 
 def test_onnx_model_answers_mixed_rows_of_many_threads_right(onnx_model: OnnxModel) -> None:
     threads, each = 8, 25
     together = threading.Barrier(threads)
 
-    with Master(onnx_model(AFFINE), 2, max_batch_size=16, max_delay=0.05, verify="never") as master:
+    with Master(
+        onnx_model(AFFINE),
+        2,
+        max_batch_size=16,
+        max_delay=0.05,
+        verify="never",
+        options=EngineOptions(threads=1, inter_op_threads=2),
+    ) as master:
 
         def ask(thread: int) -> None:
             chance = random.Random(thread)  # noqa: S311 no secret
@@ -146,19 +164,22 @@ def test_request_that_kills_its_worker_takes_no_neighbour_with_it(fake_model: Fa
 
 
 def test_run_that_nobody_wants_any_more_is_stopped_and_its_worker_lives_on(
-    fake_model: FakeModel,
+    batching: Master,
 ) -> None:
-    model = fake_model(when=acts("sleep:600"))
-    with fake_master(model, 1, max_batch_size=8) as master:
-        before = pids(master)
-        futures = submit_together(master, rows(1), act(BAD), rows(2))
-        wait_until(lambda: master.statistics().queued_shards == 0)
-        wait_for_states(master, "busy")
-        assert all(future.cancel() for future in futures)
-        wait_for_states(master, "ready")
-        assert pids(master) == before
-        assert (master.statistics().cancelled, the_worker(master).runs) == (4, 0)
-        assert_answers(master.predict(rows(3), timeout=20.0), rows(3))
+    before, runs, cancelled = (
+        pids(batching),
+        the_worker(batching).runs,
+        batching.statistics().cancelled,
+    )
+    futures = submit_together(batching, rows(1), act(BUSY), rows(2))
+    wait_until(lambda: batching.statistics().queued_shards == 0)
+    wait_for_states(batching, "busy")
+    assert all(future.cancel() for future in futures)
+    wait_for_states(batching, "ready")
+    assert pids(batching) == before
+    assert batching.statistics().cancelled == cancelled + 4
+    assert the_worker(batching).runs == runs
+    assert_answers(batching.predict(rows(3), timeout=20.0), rows(3))
 
 
 def test_request_without_an_end_runs_out_of_time_alone(fake_model: FakeModel) -> None:
@@ -261,84 +282,57 @@ def note_ends(order: list[Name], names: Sequence[Name], futures: Sequence[Future
         future.add_done_callback(partial(note, name))
 
 
-def test_request_of_a_higher_priority_overtakes_all_that_wait(fake_model: FakeModel) -> None:
+def test_request_of_a_higher_priority_overtakes_all_that_wait(batching: Master) -> None:
     order: list[str] = []
-    with fake_master(fake_model(when=acts()), 1) as master:
-        with kept_busy(master):
-            names = [*(f"low {i}" for i in range(20)), "high"]
-            futures = [master.submit(rows(1), priority=int(name == "high")) for name in names]
-            note_ends(order, names, futures)
-        wait_until(lambda: len(order) == 21)
+    with kept_busy(batching):
+        names = [*(f"low {i}" for i in range(20)), "high"]
+        # Of as many rows as a run may have, so that each is a run.
+        futures = [batching.submit(rows(8), priority=int(name == "high")) for name in names]
+        note_ends(order, names, futures)
+    wait_until(lambda: len(order) == 21)
     assert order == ["high", *names[:20]]
 
 
-def test_priority_is_for_predict_and_its_async_twin_too(fake_model: FakeModel) -> None:
+def test_priority_is_for_predict_and_its_async_twin_too(batching: Master) -> None:
     order: list[str] = []
 
     def ask(name: str, priority: int) -> None:
-        assert_answers(master.predict(rows(1), priority=priority), rows(1))
+        assert_answers(batching.predict(rows(8), priority=priority), rows(8))
         order.append(name)
 
-    with (
-        fake_master(fake_model(when={"-1": "sleep:600", "-2": "sleep:0.3"}), 1) as master,
-        ThreadPoolExecutor(2) as pool,
-    ):
-        with kept_busy(master):
+    with ThreadPoolExecutor(2) as pool:
+        with kept_busy(batching):
             low = pool.submit(ask, "low", 0)
-            wait_until(lambda: master.statistics().queued_shards == 1)
-            between = master.submit(act(BAD), priority=1)
+            wait_until(lambda: batching.statistics().queued_shards == 1)
+            between = batching.submit(act(BAD, 8), priority=1)
             high = pool.submit(ask, "high", 2)
-            wait_until(lambda: master.statistics().queued_shards == 3)
+            wait_until(lambda: batching.statistics().queued_shards == 3)
         for future in (low, high, between):
             future.result(timeout=20.0)
-        assert order == ["high", "low"]
-        answer = asyncio.run(master.predict_async(rows(4), priority=3, shards=1))
-        assert_answers(answer, rows(4))
-
-
-def test_priorities_and_pieces_that_make_no_sense_are_refused(fake_model: FakeModel) -> None:
-    bad: Any
-    with fake_master(fake_model(), 1) as master:
-        for bad in (1.0, "1", True, None):
-            for ask in (master.predict, master.submit):
-                with pytest.raises(InvalidInputError, match=r"^priority: got"):
-                    ask(rows(1), priority=bad)
-        for bad in (0, -1, 1.5, "1", True):
-            with pytest.raises(InvalidInputError, match=r"^shards: got"):
-                master.predict(rows(1), shards=bad)
-        assert master.statistics().accepted == 0
-        assert master.statistics().memory_used_bytes == 0
+    assert order == ["high", "low"]
+    answer = asyncio.run(batching.predict_async(rows(4), priority=3, shards=1))
+    assert_answers(answer, rows(4))
 
 
 # What else may be said.
 
 
-def test_predict_is_cut_in_as_many_pieces_as_is_said(fake_model: FakeModel) -> None:
-    with fake_master(fake_model(), 2) as master:
-        for shards, pieces in ((1, 1), (2, 2), (5, 5), (100, 6), (None, 2)):
-            before = sum(worker.completed for worker in master.statistics().workers)
-            assert_answers(master.predict(rows(6), shards=shards), rows(6))
-            after = sum(worker.completed for worker in master.statistics().workers)
-            assert after - before == pieces
-
-
-@pytest.mark.parametrize("value", [0, 1.5, None])
-def test_batch_size_that_makes_no_sense_is_refused(fake_model: FakeModel, value: Any) -> None:
-    with pytest.raises(InvalidInputError, match=r"^max_batch_size: got"):
-        fake_master(fake_model(), 1, max_batch_size=value)
-
-
-@pytest.mark.parametrize("value", [-0.1, float("nan"), "1"])
-def test_delay_that_is_no_time_is_refused(fake_model: FakeModel, value: Any) -> None:
-    with pytest.raises(InvalidInputError, match=r"^max_delay: got"):
-        fake_master(fake_model(), 1, max_delay=value)
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("max_batch_size", 0), ("max_batch_size", None), ("max_delay", float("nan"))],
+)
+def test_batch_or_delay_that_makes_no_sense_is_refused(
+    fake_model: FakeModel, option: str, value: Any
+) -> None:
+    with pytest.raises(InvalidInputError, match=rf"^{option}: got"):
+        fake_master(fake_model(), 1, **{option: value})
 
 
 def test_workers_are_pinned_to_the_cores_that_were_chosen(fake_model: FakeModel) -> None:
     cores = sorted(os.sched_getaffinity(0))
-    chosen = [[cores[-1]], cores, [cores[0]]]
+    chosen = [[cores[-1]], cores]
     options = EngineOptions(cores=chosen)
-    with fake_master(fake_model(), 3, options=options) as master:
+    with fake_master(fake_model(), 2, options=options) as master:
         assert [os.sched_getaffinity(pid) for pid in pids(master)] == [{*item} for item in chosen]
         assert_answers(master.predict(rows(3)), rows(3))
 
@@ -347,10 +341,3 @@ def test_cores_that_cannot_be_had_fail_the_start_and_are_named(fake_model: FakeM
     options = EngineOptions(cores=[[100_000]])
     with pytest.raises(BuildError, match=r"worker 0: cores: got \[100000\], expected some of"):
         fake_master(fake_model(), 1, options=options).start()
-
-
-def test_real_engine_takes_threads_for_operators_side_by_side(onnx_model: OnnxModel) -> None:
-    options = EngineOptions(threads=1, inter_op_threads=2)
-    with Master(onnx_model(AFFINE), 1, options=options, max_batch_size=4) as master:
-        requests = [rows(1, first=float(i)) for i in range(10)]
-        assert_all_answered([master.submit(inputs) for inputs in requests], requests)

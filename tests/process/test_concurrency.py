@@ -12,43 +12,61 @@ import pytest
 
 from mcinfer import ClosedError, Limits, Master, McinferError, QueueFullError, Timeouts
 from mcinfer.requests.request import Arrays
-from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
+from tests.process.models import (
+    FakeModel,
+    SharedMaster,
+    act,
+    assert_answers,
+    fake_master,
+    rows,
+)
 from tests.process.waiting import pids, wait_for_states, wait_until
 
 
-def test_sixty_four_threads_get_each_its_own_answers(fake_model: FakeModel) -> None:
-    threads = 64
-    together = threading.Barrier(threads)
-    with fake_master(fake_model(), 2) as master:
-
-        def ask(thread: int) -> None:
-            chance = random.Random(thread)  # noqa: S311 no secret
-            together.wait()
-            for call in range(6):
-                inputs = rows(chance.randint(1, 20), first=1000.0 * thread + call)
-                if chance.random() < 0.5:
-                    assert_answers(master.predict(inputs), inputs)
-                else:
-                    assert_answers(master.submit(inputs).result(timeout=40.0), inputs)
-
-        with ThreadPoolExecutor(threads) as pool:
-            for done in [pool.submit(ask, thread) for thread in range(threads)]:
-                done.result(timeout=40.0)
-        statistics = master.statistics()
-        assert statistics.accepted == statistics.succeeded == threads * 6
-        assert (statistics.in_flight, statistics.queued_shards) == (0, 0)
+@pytest.fixture(scope="module")
+def pool_of_two(shared_master: SharedMaster) -> Master:
+    """Also with time-outs as long as a float can say."""
+    timeouts = Timeouts(start=1e9, predict=1e9, close=1e9)
+    when = {"-1": "sleep:60", "-2": "sleep:0.1"}
+    return shared_master(2, acts={"when": when}, timeouts=timeouts)
 
 
-def test_hundred_tasks_get_each_its_own_answers(fake_model: FakeModel) -> None:
+def test_sixty_four_threads_get_each_its_own_answers(pool_of_two: Master) -> None:
+    threads, master = 64, pool_of_two
+    together, before = threading.Barrier(threads), pool_of_two.statistics()
+
+    def ask(thread: int) -> None:
+        chance = random.Random(thread)  # noqa: S311 no secret
+        together.wait()
+        for call in range(6):
+            inputs = rows(chance.randint(1, 20), first=1000.0 * thread + call)
+            if chance.random() < 0.5:
+                assert_answers(master.predict(inputs), inputs)
+            else:
+                assert_answers(master.submit(inputs).result(timeout=40.0), inputs)
+
+    with ThreadPoolExecutor(threads) as pool:
+        for done in [pool.submit(ask, thread) for thread in range(threads)]:
+            done.result(timeout=40.0)
+    statistics = master.statistics()
+    assert statistics.accepted - before.accepted == threads * 6
+    assert statistics.succeeded - before.succeeded == threads * 6
+    assert (statistics.in_flight, statistics.queued_shards) == (0, 0)
+
+
+def test_hundred_tasks_get_each_its_own_answers(pool_of_two: Master) -> None:
     async def ask_all() -> list[Arrays]:
-        return await asyncio.gather(*(master.predict_async(rows(3, 10.0 * i)) for i in range(100)))
+        return await asyncio.gather(
+            *(pool_of_two.predict_async(rows(3, 10.0 * i)) for i in range(100))
+        )
 
-    with fake_master(fake_model(), 1) as master:
-        for i, outputs in enumerate(asyncio.run(ask_all())):
-            assert_answers(outputs, rows(3, 10.0 * i))
+    for i, outputs in enumerate(asyncio.run(ask_all())):
+        assert_answers(outputs, rows(3, 10.0 * i))
 
 
-def test_task_that_is_cancelled_stops_its_run_and_no_other(fake_model: FakeModel) -> None:
+def test_task_that_is_cancelled_stops_its_run_and_no_other(pool_of_two: Master) -> None:
+    master = pool_of_two
+
     async def ask() -> Arrays:
         slow = asyncio.create_task(master.predict_async(act(-1.0)))
         beside = asyncio.create_task(master.predict_async(rows(1)))
@@ -59,12 +77,11 @@ def test_task_that_is_cancelled_stops_its_run_and_no_other(fake_model: FakeModel
             await slow
         return await master.predict_async(rows(2))
 
-    with fake_master(fake_model(when={"-1": "sleep:60"}), 2) as master:
-        before = pids(master)
-        assert_answers(asyncio.run(ask()), rows(2))
-        wait_for_states(master, "ready", "ready")
-        assert pids(master) == before
-        assert master.statistics().cancelled == 1
+    before, cancelled = pids(master), master.statistics().cancelled
+    assert_answers(asyncio.run(ask()), rows(2))
+    wait_for_states(master, "ready", "ready")
+    assert pids(master) == before
+    assert master.statistics().cancelled == cancelled + 1
 
 
 def test_task_that_waits_for_memory_leaves_the_loop_free(fake_model: FakeModel) -> None:
@@ -99,14 +116,11 @@ def outcome_of_callback(
     return outcome
 
 
-def test_predict_in_a_callback_is_refused_and_does_not_wait_for_itself(
-    fake_model: FakeModel,
-) -> None:
-    with fake_master(fake_model(when={"-1": "sleep:0.1"}), 1) as master:
-        outcome = outcome_of_callback(master, -1.0, lambda: master.predict(rows(1)))
-        with pytest.raises(McinferError, match=r"callback.*submit\(\)"):
-            outcome.result(timeout=20.0)
-        assert_answers(master.predict(rows(1)), rows(1))
+def test_predict_in_a_callback_is_refused_and_does_not_wait_for_itself(pool_of_two: Master) -> None:
+    outcome = outcome_of_callback(pool_of_two, -2.0, lambda: pool_of_two.predict(rows(1)))
+    with pytest.raises(McinferError, match=r"callback.*submit\(\)"):
+        outcome.result(timeout=20.0)
+    assert_answers(pool_of_two.predict(rows(1)), rows(1))
 
 
 def test_submit_in_a_callback_does_not_wait_for_memory(fake_model: FakeModel) -> None:
@@ -128,7 +142,7 @@ def test_close_in_a_callback_ends_the_pool(fake_model: FakeModel) -> None:
         master.predict(rows(1))
 
 
-def test_callbacks_that_submit_again_and_again_do_not_nest(fake_model: FakeModel) -> None:
+def test_callbacks_that_submit_again_and_again_do_not_nest(pool_of_two: Master) -> None:
     limit = 400
     depths: list[int] = []
     over = threading.Event()
@@ -139,29 +153,27 @@ def test_callbacks_that_submit_again_and_again_do_not_nest(fake_model: FakeModel
         if len(depths) >= limit:
             over.set()
         if not over.is_set():
-            master.submit(rows(1)).add_done_callback(next_one)
+            pool_of_two.submit(rows(1)).add_done_callback(next_one)
 
-    with fake_master(fake_model(), 1) as master:
-        for _ in range(20):
-            master.submit(rows(1)).add_done_callback(next_one)
-        assert over.wait(20.0)
-        assert max(depths) < 100
+    for _ in range(20):
+        pool_of_two.submit(rows(1)).add_done_callback(next_one)
+    assert over.wait(20.0)
+    assert max(depths) < 100
 
 
-def test_answers_are_not_lost_while_others_are_cancelled(fake_model: FakeModel) -> None:
+def test_answers_are_not_lost_while_others_are_cancelled(pool_of_two: Master) -> None:
     """ZeroMQ's descriptor is edge-triggered: a message that came while another was sent must be seen."""
     chance = random.Random(11)  # noqa: S311 no secret
-    with fake_master(fake_model(when={"-1": "sleep:60"}), 2) as master:
-        for _ in range(100):
-            slow, quick = master.submit(act(-1.0)), master.submit(rows(1))
-            pause = time.perf_counter() + chance.random() * 0.0015
-            while time.perf_counter() < pause:
-                pass
-            slow.cancel()
-            assert_answers(quick.result(timeout=20.0), rows(1))
+    for _ in range(100):
+        slow, quick = pool_of_two.submit(act(-1.0)), pool_of_two.submit(rows(1))
+        pause = time.perf_counter() + chance.random() * 0.0015
+        while time.perf_counter() < pause:
+            pass
+        slow.cancel()
+        assert_answers(quick.result(timeout=20.0), rows(1))
 
 
-def test_callbacks_run_in_no_callers_thread(fake_model: FakeModel) -> None:
+def test_callbacks_run_in_no_callers_thread(pool_of_two: Master) -> None:
     """A callback may take a lock that the caller of `submit` holds, as with any executor."""
     lock, here = threading.Lock(), threading.current_thread()
     pending: set[object] = set()
@@ -172,38 +184,29 @@ def test_callbacks_run_in_no_callers_thread(fake_model: FakeModel) -> None:
             pending.discard(future)
             threads.add(threading.current_thread())
 
-    with fake_master(fake_model(), 1) as master:
-        for _ in range(100):
-            with lock:
-                future = master.submit(rows(1))
-                pending.add(future)
-            future.add_done_callback(done)
-            with lock:
-                master.predict(rows(1), timeout=20.0)
-        wait_until(lambda: not pending)
+    for _ in range(100):
+        with lock:
+            future = pool_of_two.submit(rows(1))
+            pending.add(future)
+        future.add_done_callback(done)
+        with lock:
+            pool_of_two.predict(rows(1), timeout=20.0)
+    wait_until(lambda: not pending)
     # One that is added to a finished future runs at once, where it is added.
     assert len(threads - {here}) <= 1
 
 
-def test_a_slow_callback_holds_up_no_predict(fake_model: FakeModel) -> None:
+def test_a_slow_callback_holds_up_no_predict(pool_of_two: Master) -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def stay(_: object) -> None:
         entered.set()
         leave.wait(40.0)
 
-    with fake_master(fake_model(when={"-1": "sleep:0.1"}), 2) as master:
-        try:
-            master.submit(act(-1.0)).add_done_callback(stay)
-            assert_answers(master.predict(rows(1), timeout=20.0), rows(1))
-            assert entered.wait(20.0)
-            assert_answers(master.predict(rows(2), timeout=20.0), rows(2))
-        finally:
-            leave.set()
-
-
-def test_very_long_time_outs_are_waited_for(fake_model: FakeModel) -> None:
-    timeouts = Timeouts(start=1e9, predict=1e9, close=1e9)
-    with fake_master(fake_model(), 1, timeouts=timeouts) as master:
-        assert_answers(master.predict(rows(1)), rows(1))
-        assert_answers(master.submit(rows(1), timeout=float("inf")).result(20.0), rows(1))
+    try:
+        pool_of_two.submit(act(-2.0)).add_done_callback(stay)
+        assert_answers(pool_of_two.predict(rows(1), timeout=20.0), rows(1))
+        assert entered.wait(20.0)
+        assert_answers(pool_of_two.predict(rows(2), timeout=20.0), rows(2))
+    finally:
+        leave.set()

@@ -6,6 +6,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -51,7 +52,7 @@ def test_what_the_model_is_like_is_known_after_start_and_the_error_says_so(
         _ = Master(fake_model(), 1, engine="fake").inputs
 
 
-@pytest.mark.parametrize("devices", ["cpu:0", [0], [0, 1], "cpu"])
+@pytest.mark.parametrize("devices", [[0], "cpu"])
 def test_devices_may_be_a_name_or_numbers(
     fake_model: FakeModel, devices: str | list[int | str]
 ) -> None:
@@ -68,14 +69,12 @@ def test_model_that_is_not_there_is_found_out_before_any_worker_starts(tmp_path:
     assert repr(master).endswith("failed>")
 
 
-@pytest.mark.parametrize("form", ["bytes", "proto"])
 def test_model_may_be_given_itself(
-    onnx_model: OnnxModel, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    onnx_model: OnnxModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also a worker that is started again finds it; after close nothing is left of it."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    proto = onnx.load(onnx_model(AFFINE))
-    with Master(proto if form == "proto" else proto.SerializeToString(), 1) as master:
+    with Master(onnx_model(AFFINE).read_bytes(), 1) as master:
         data = rows(3)
         expected = master.predict(data)
         first = pids(master)
@@ -108,7 +107,7 @@ def test_task_may_hold_the_pool(fake_model: FakeModel) -> None:
 
 def test_only_the_outputs_that_are_asked_for_come_in_that_order(onnx_model: OnnxModel) -> None:
     x = np.random.default_rng(0).standard_normal((4, 4), np.float32)
-    with Master(onnx_model(TWO_OUTPUTS), 2) as master:
+    with Master(onnx.load(onnx_model(TWO_OUTPUTS)), 2) as master:
         for outputs in (["twice"], ["twice", "minus"]):
             for _ in range(2):  # the first one learns
                 answer = master.predict([x], outputs=outputs)
@@ -118,15 +117,10 @@ def test_only_the_outputs_that_are_asked_for_come_in_that_order(onnx_model: Onnx
         assert [*asyncio.run(master.predict_async([x], outputs=["minus"]))] == ["minus"]
         assert [*master.predict([x[:0]], outputs=["twice"])] == ["twice"]
         assert [*master.predict([x])] == ["minus", "twice"]
-
-
-@pytest.mark.parametrize("outputs", ["twice", ["thrice"], 3])
-def test_outputs_that_the_model_lacks_are_named(onnx_model: OnnxModel, outputs: list[str]) -> None:
-    with (
-        Master(onnx_model(TWO_OUTPUTS), 1) as master,
-        pytest.raises(InvalidInputError, match=r"outputs: got .*minus.*twice"),
-    ):
-        master.predict([np.zeros((1, 4), np.float32)], outputs=outputs)
+        wrong: Any
+        for wrong in ("twice", ["thrice"], 3):
+            with pytest.raises(InvalidInputError, match=r"outputs: got .*minus.*twice"):
+                master.predict([x], outputs=wrong)
 
 
 # Many requests.
@@ -161,22 +155,13 @@ def test_failure_ends_the_answers_and_cancels_what_is_in_flight(fake_model: Fake
         wait_until(lambda: master.statistics().cancelled == 2)
 
 
-def test_look_ahead_is_a_positive_number(fake_model: FakeModel) -> None:
-    with (
-        Master(fake_model(), 1, engine="fake") as master,
-        pytest.raises(InvalidInputError, match="ahead: got 0"),
-    ):
-        master.map([], ahead=0)
-
-
 # Warm workers.
 
 
-@pytest.mark.parametrize("count", [1, 4])
-def test_every_worker_has_run_after_warm_up(onnx_model: OnnxModel, count: int) -> None:
-    x = np.random.default_rng(0).standard_normal((count, 4), np.float32)
+def test_every_worker_has_run_after_warm_up(onnx_model: OnnxModel) -> None:
+    x = np.random.default_rng(0).standard_normal((4, 4), np.float32)
     with Master(onnx_model(TWO_OUTPUTS), 2) as master:
-        master.warm_up([x])
+        master.warm_up([x[:1]])
         assert all(worker.runs for worker in master.statistics().workers)
-        if count > 1:
-            assert master.split.checked
+        master.warm_up([x])
+        assert master.split.checked

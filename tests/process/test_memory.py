@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mcinfer import ClosedError, Limits, QueueFullError
+from mcinfer import ClosedError, Limits, Master, QueueFullError
 from mcinfer.requests.request import Arrays
-from tests.process.models import FakeModel, assert_answers, fake_master, rows
+from tests.process.models import FakeModel, SharedMaster, assert_answers, fake_master, rows
 from tests.process.scripts import ROOT
-from tests.process.waiting import pids, wait_for_states, wait_until
+from tests.process.waiting import pids, running, wait_for_states, wait_until
 
 WIDE = {
     "inputs": (["x", "float32", ["batch", 1024]],),
@@ -29,60 +29,63 @@ def pages(count: int, value: float = 1.0) -> Arrays:
     return {"x": np.full((count, 1024), value, np.float32)}
 
 
-def test_outputs_stay_as_they_are_after_later_calls_and_after_close(fake_model: FakeModel) -> None:
+@pytest.fixture(scope="module")
+def wide(shared_master: SharedMaster) -> Master:
+    """One worker; a run of rows that begin with -5 takes its time."""
+    return shared_master(1, acts={"when": {"-5": "sleep:0.2"}, **WIDE})
+
+
+def test_arrays_stay_as_they_are_after_later_calls_and_after_close(fake_model: FakeModel) -> None:
     with fake_master(fake_model(), 1) as master:
         kept = [(rows(5, 100.0 * i), master.predict(rows(5, 100.0 * i))) for i in range(20)]
         for inputs, outputs in kept:
             assert_answers(outputs, inputs)
+        x = master.allocate({"x": (3, 4)})["x"]
     gc.collect()
     for inputs, outputs in kept:
         assert_answers(outputs, inputs)
         outputs["y"] += 1  # they are the caller's, also to write to
-
-
-def test_allocated_inputs_are_sent_without_a_copy(fake_model: FakeModel) -> None:
-    with fake_master(fake_model(**WIDE), 1) as master:
-        buffers = master.allocate({"x": (100, 1024)})
-        given = buffers["x"].nbytes
-        assert master.statistics().memory_used_bytes == given
-        for value in (1.0, 2.0):
-            buffers["x"][...] = value
-            outputs = master.predict(buffers)
-            assert_answers(outputs, buffers)
-            # The input once, the output once: no copy of the input beside it.
-            assert master.statistics().memory_used_bytes == 2 * given
-            assert not np.shares_memory(outputs["y"], buffers["x"])
-            del outputs
-        # Answers lie in shared memory, so they can go on as inputs just so.
-        outputs = master.predict({"x": master.predict(buffers)["y"]})
-        assert master.statistics().memory_used_bytes == 2 * given
-        np.testing.assert_array_equal(outputs["y"], (buffers["x"] * 2 + 1) * 2 + 1)
-        del buffers, outputs
-        assert master.statistics().memory_used_bytes == 0
-
-
-def test_allocated_arrays_stay_valid_after_close(fake_model: FakeModel) -> None:
-    with fake_master(fake_model(), 1) as master:
-        x = master.allocate({"x": (3, 4)})["x"]
     x[...] = 7.0
     assert x.sum() == 84.0
     with pytest.raises(ClosedError):
         master.allocate({"x": (3, 4)})
 
 
-def test_request_holds_its_allocated_input_while_it_runs(fake_model: FakeModel) -> None:
-    with fake_master(fake_model(run="sleep:0.2", **WIDE), 1) as master:
-        buffers = master.allocate({"x": (10, 1024)})
-        buffers["x"][...] = 3.0
-        future = master.submit(buffers)
-        del buffers
-        others = [master.allocate({"x": (10, 1024)}) for _ in range(3)]
-        for other in others:
-            other["x"][...] = -1.0
-        assert_answers(future.result(timeout=20.0), pages(10, 3.0))
+def test_allocated_inputs_are_sent_without_a_copy(wide: Master) -> None:
+    assert wide.statistics().memory_used_bytes == 0
+    buffers = wide.allocate({"x": (100, 1024)})
+    given = buffers["x"].nbytes
+    assert wide.statistics().memory_used_bytes == given
+    for value in (1.0, 2.0):
+        buffers["x"][...] = value
+        outputs = wide.predict(buffers)
+        assert_answers(outputs, buffers)
+        # The input once, the output once: no copy of the input beside it.
+        assert wide.statistics().memory_used_bytes == 2 * given
+        assert not np.shares_memory(outputs["y"], buffers["x"])
+        del outputs
+    # Answers lie in shared memory, so they can go on as inputs just so.
+    outputs = wide.predict({"x": wide.predict(buffers)["y"]})
+    assert wide.statistics().memory_used_bytes == 2 * given
+    np.testing.assert_array_equal(outputs["y"], (buffers["x"] * 2 + 1) * 2 + 1)
+    del buffers, outputs
+    assert wide.statistics().memory_used_bytes == 0
 
 
-def test_full_memory_is_waited_for_where_that_is_wanted(fake_model: FakeModel) -> None:
+def test_request_holds_its_allocated_input_while_it_runs(wide: Master) -> None:
+    buffers = wide.allocate({"x": (10, 1024)})
+    buffers["x"][...] = -5.0
+    future = wide.submit(buffers)
+    del buffers
+    others = [wide.allocate({"x": (10, 1024)}) for _ in range(3)]
+    for other in others:
+        other["x"][...] = -1.0
+    assert_answers(future.result(timeout=20.0), pages(10, -5.0))
+
+
+def test_full_memory_is_waited_for_where_that_is_wanted_until_the_master_is_closed(
+    fake_model: FakeModel,
+) -> None:
     limits = Limits(memory_bytes=1 << 20, when_full="wait")
     with fake_master(fake_model(**WIDE), 1, limits=limits) as master:
         held = master.allocate({"x": (200, 1024)})
@@ -98,28 +101,13 @@ def test_full_memory_is_waited_for_where_that_is_wanted(fake_model: FakeModel) -
         del held
         assert_answers(answer.result(timeout=20.0), pages(50))
         asking.join()
-
-
-def test_waiting_for_memory_ends_when_the_master_is_closed(fake_model: FakeModel) -> None:
-    limits = Limits(memory_bytes=1 << 20)
-    with fake_master(fake_model(**WIDE), 1, limits=limits) as master:
-        held = master.allocate({"x": (200, 1024)})
-        outcome: Future[BaseException] = Future()
-
-        def ask() -> None:
-            try:
-                master.predict(pages(50))
-            except ClosedError as exc:
-                outcome.set_result(exc)
-
-        asking = threading.Thread(target=ask)
-        asking.start()
-        with pytest.raises(TimeoutError):
-            outcome.result(timeout=0.2)
-        master.close()
-        outcome.result(timeout=20.0)
-        asking.join()
-        assert held["x"].shape == (200, 1024)
+        held = master.allocate({"x": (150, 1024)})  # the answer is held as well
+        with running(lambda: master.predict(pages(50))) as waits:
+            with pytest.raises(TimeoutError):
+                waits.result(timeout=0.2)
+            master.close()
+            assert isinstance(waits.exception(timeout=20.0), ClosedError)
+        assert held["x"].shape == (150, 1024)
 
 
 def test_requests_that_fill_the_memory_wait_for_one_another_and_all_are_answered(

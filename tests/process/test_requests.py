@@ -7,9 +7,9 @@ import pytest
 
 from mcinfer import InvalidInputError, Master, PredictError
 from tests.process.models import (
-    AFFINE,
     FakeModel,
     OnnxModel,
+    SharedMaster,
     act,
     assert_answers,
     fake_master,
@@ -40,7 +40,12 @@ TWO_OUTPUTS = (
 X = rows(3)["x"]
 
 
-def test_request_that_does_not_fit_is_refused_and_nothing_is_sent(fake_model: FakeModel) -> None:
+@pytest.fixture(scope="module")
+def master(shared_master: SharedMaster) -> Master:
+    return shared_master(2)
+
+
+def test_request_that_does_not_fit_is_refused_and_nothing_is_sent(master: Master) -> None:
     bad: dict[str, Any] = {
         r"unknown \['z'\], missing \['x'\]": {"z": X},
         "'x' has dtype float64, expected float32": {"x": X.astype(np.float64)},
@@ -48,21 +53,31 @@ def test_request_that_does_not_fit_is_refused_and_nothing_is_sent(fake_model: Fa
         "got 2, expected 1": [X, X],
         "got ndarray, expected a mapping": X,
     }
-    with fake_master(fake_model(), 1) as master:
-        for words, inputs in bad.items():
-            for ask in (master.predict, master.submit):
-                with pytest.raises(InvalidInputError, match=words):
-                    ask(inputs)
-        for timeout in (-1.0, float("nan"), True):
-            with pytest.raises(InvalidInputError, match="timeout"):
-                master.predict([X], timeout=timeout)
-        statistics = master.statistics()
-        assert (statistics.accepted, statistics.workers[0].failed) == (0, 0)
-        assert statistics.memory_used_bytes == 0
-        assert_answers(master.predict([X]), {"x": X})
+    before = master.statistics()
+    for words, inputs in bad.items():
+        for ask in (master.predict, master.submit):
+            with pytest.raises(InvalidInputError, match=words):
+                ask(inputs)
+    for timeout in (-1.0, float("nan"), True):
+        with pytest.raises(InvalidInputError, match="timeout"):
+            master.predict([X], timeout=timeout)
+    wrong: Any
+    for wrong in (1.0, "1", True, None):
+        for ask in (master.predict, master.submit):
+            with pytest.raises(InvalidInputError, match=r"^priority: got"):
+                ask([X], priority=wrong)
+    for wrong in (0, -1, 1.5, "1", True):
+        with pytest.raises(InvalidInputError, match=r"^shards: got"):
+            master.predict([X], shards=wrong)
+    with pytest.raises(InvalidInputError, match="ahead: got 0"):
+        master.map([], ahead=0)
+    after = master.statistics()
+    assert after.accepted == before.accepted
+    assert after.memory_used_bytes == before.memory_used_bytes
+    assert_answers(master.predict([X]), {"x": X})
 
 
-def test_any_layout_and_byte_order_is_answered_right(fake_model: FakeModel) -> None:
+def test_any_layout_and_byte_order_is_answered_right(master: Master) -> None:
     given: list[Any] = [
         np.asfortranarray(rows(5)["x"]),
         rows(10)["x"][::2],
@@ -71,29 +86,30 @@ def test_any_layout_and_byte_order_is_answered_right(fake_model: FakeModel) -> N
         np.broadcast_to(np.float32(3.0), (5, 4)),
         np.ones((5, 4), np.int64).tolist(),
     ]
-    with fake_master(fake_model(), 2) as master:
-        for x in given:
-            assert_answers(master.predict([x]), {"x": np.array(x, dtype=np.float32)})
+    for x in given:
+        assert_answers(master.predict([x]), {"x": np.array(x, dtype=np.float32)})
 
 
-def test_batch_of_any_size_is_answered_row_by_row(fake_model: FakeModel) -> None:
-    """Also batches that do not divide, smaller than the pool, and more workers than cores."""
-    workers = 3
-    with fake_master(fake_model(), workers) as master:
-        before = 0
-        for count in (1, 2, 3, 7, 64):
-            assert_answers(master.predict(rows(count)), rows(count))
-            completed = sum(worker.completed for worker in master.statistics().workers)
-            assert completed - before == min(count, workers)
-            before = completed
+def runs(master: Master) -> int:
+    return sum(worker.completed for worker in master.statistics().workers)
 
 
-def test_batch_of_no_rows_is_answered_with_none(fake_model: FakeModel) -> None:
-    with fake_master(fake_model(), 2) as master:
-        outputs = master.predict(rows(0))
-        assert outputs["y"].shape == (0, 4)
-        assert outputs["y"].dtype == np.float32
-        assert master.submit(rows(0)).result(timeout=20.0)["y"].shape == (0, 4)
+def test_batch_of_any_size_is_answered_row_by_row(master: Master) -> None:
+    """Also batches that do not divide, smaller than the pool, or cut in as many pieces as is said."""
+    for count, shards, pieces in (
+        *((1, None, 1), (2, None, 2), (7, None, 2), (64, None, 2)),
+        *((6, 1, 1), (6, 5, 5), (6, 100, 6)),
+    ):
+        before = runs(master)
+        assert_answers(master.predict(rows(count), shards=shards), rows(count))
+        assert runs(master) - before == pieces
+
+
+def test_batch_of_no_rows_is_answered_with_none(master: Master) -> None:
+    outputs = master.predict(rows(0))
+    assert outputs["y"].shape == (0, 4)
+    assert outputs["y"].dtype == np.float32
+    assert master.submit(rows(0)).result(timeout=20.0)["y"].shape == (0, 4)
 
 
 def test_scalar_goes_to_every_worker(fake_model: FakeModel) -> None:
@@ -107,17 +123,6 @@ def test_scalar_goes_to_every_worker(fake_model: FakeModel) -> None:
             assert outputs["u"].shape == ()
             assert outputs["u"] == 30.0
         assert [worker.completed for worker in master.statistics().workers] == [4, 4]
-
-
-def test_onnx_model_is_split_and_joined(onnx_model: OnnxModel) -> None:
-    with Master(onnx_model(AFFINE), 2) as master:
-        assert [str(spec) for spec in master.inputs] == ["x: float32[batch, 4]"]
-        assert [str(spec) for spec in master.outputs] == ["y: float32[batch, 4]"]
-        assert_answers(master.predict(rows(5)), rows(5))
-        assert_answers(master.submit(rows(3)).result(timeout=20.0), rows(3))
-        assert [worker.providers[0] for worker in master.statistics().workers] == [
-            "CPUExecutionProvider"
-        ] * 2
 
 
 def test_output_that_differs_between_workers_is_named_and_requests_run_whole_then(
@@ -140,6 +145,10 @@ def test_outputs_of_unknown_shape_come_back(onnx_model: OnnxModel) -> None:
             outputs = ask({"x": x})
             np.testing.assert_array_equal(outputs["where"], np.nonzero(x > 0))
             np.testing.assert_array_equal(outputs["y"], x)
+        assert [str(spec) for spec in master.inputs] == ["x: float32[batch, 4]"]
+        assert [worker.providers[0] for worker in master.statistics().workers] == [
+            "CPUExecutionProvider"
+        ] * 2
         nothing = master.submit(act(-1.0, 2)).result(timeout=20.0)
         assert nothing["where"].shape == (2, 0)
 
