@@ -3,11 +3,7 @@
 import math
 import os
 import signal
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
-
-import numpy as np
 
 from mcinfer import Master, Timeouts
 from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
@@ -76,22 +72,3 @@ def busy_pid_of_any(master: Master) -> int:
     wait_until(lambda: "busy" in states(master))
     found = [w.pid for w in master.statistics().workers if w.state == "busy" and w.pid]
     return found[0] if found else pids(master)[0]
-
-
-def test_clients_of_a_short_model_get_each_its_own_answers(fake_model: FakeModel) -> None:
-    with fake_master(fake_model(), 2) as master:
-        together = threading.Barrier(8)
-
-        def client(number: int) -> None:
-            together.wait()
-            for call in range(60):
-                inputs = rows(1 + call % 3, first=1000.0 * number + call)
-                np.testing.assert_array_equal(
-                    master.predict(inputs, shards=1)["y"], inputs["x"] * 2 + 1
-                )
-
-        with ThreadPoolExecutor(8) as pool:
-            for done in [pool.submit(client, number) for number in range(8)]:
-                done.result(timeout=40.0)
-        statistics = master.statistics()
-        assert statistics.accepted == statistics.succeeded == 480

@@ -98,8 +98,6 @@ say("whole")
     ("number", "does"),
     [
         ("SIGINT", "raise"),
-        ("SIGINT", "ask"),
-        ("SIGALRM", "raise"),
         ("SIGRTMIN", "ask"),
     ],
 )

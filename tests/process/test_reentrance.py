@@ -66,15 +66,13 @@ def test_failed_requests_free_their_memory_at_once(fake_model: FakeModel) -> Non
         assert len(kept) == 4
 
 
-@pytest.mark.parametrize("call", ["statistics", "allocate", "predict"])
+@pytest.mark.parametrize("call", ["statistics", "predict"])
 def test_handler_of_a_signal_may_close_the_master_in_any_call(
     fake_model: FakeModel, call: str
 ) -> None:
     master = fake_master(fake_model(), 1).start()
     calls: dict[str, Callable[[], object]] = {
         "statistics": master.statistics,
-        "health": master.health,
-        "allocate": lambda: master.allocate({"x": (1, 4)}),
         "predict": lambda: master.predict(rows(2)),
     }
     with handler_of_sigterm(master.close):
@@ -98,9 +96,8 @@ def test_handler_of_a_signal_may_drain_while_its_thread_waits_for_an_answer(
 
 
 @pytest.mark.parametrize("call", ["predict", "submit"])
-@pytest.mark.parametrize("inner", [1.0, 2.0], ids=["first", "last"])
 def test_handler_of_a_signal_may_wait_for_an_answer_while_its_thread_does(
-    fake_model: FakeModel, call: str, inner: float
+    fake_model: FakeModel, call: str
 ) -> None:
     """Whichever answer comes first: the one that was interrupted, or that of the handler."""
     model = fake_model(when={"-1": "sleep:0.3", "2": "sleep:0.6"})
@@ -109,12 +106,14 @@ def test_handler_of_a_signal_may_wait_for_an_answer_while_its_thread_does(
             "predict": partial(master.predict, timeout=PATIENCE, shards=1),
             "submit": lambda inputs: master.submit(inputs).result(PATIENCE),
         }
-        answers = []
-        with handler_of_sigterm(lambda: answers.append(calls[call](act(inner)))):
-            timer = sigterm_after(0.1)
-            assert_answers(calls[call](act(BAD)), act(BAD))
-            timer.join()
-        assert_answers(answers[0], act(inner))
+        ask = calls[call]
+        for inner in (1.0, 2.0):
+            answers: list[Inputs] = []
+            with handler_of_sigterm(partial(lambda x, y: y.append(ask(act(x))), inner, answers)):
+                timer = sigterm_after(0.1)
+                assert_answers(ask(act(BAD)), act(BAD))
+                timer.join()
+            assert_answers(answers[0], act(inner))
 
 
 def test_trace_hook_that_waits_is_told_that_it_may_not(fake_model: FakeModel) -> None:

@@ -28,7 +28,7 @@ SEEN = (
 def test_some_seconds_of_mixed_traffic_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
     record_file = tmp_path / "soak.json"
     done = subprocess.run(
-        [sys.executable, str(SOAK), "--seconds", "3", "--json", str(record_file)],
+        [sys.executable, str(SOAK), "--seconds", "2", "--json", str(record_file)],
         capture_output=True,
         text=True,
         timeout=140,
