@@ -271,10 +271,10 @@ def test_bytes_from_anyone_are_refused_or_a_message(data: bytes) -> None:
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("depth", [500, 1000, 1020, 5000])
-def test_value_nested_deep_is_refused(start: bytes, depth: int) -> None:
-    with pytest.raises(ProtocolError):
-        decode(start + b"\x91" * depth + b"\xc0")
+def test_value_nested_deep_is_refused(start: bytes) -> None:
+    for depth in (500, 1000, 1020, 5000):
+        with pytest.raises(ProtocolError):
+            decode(start + b"\x91" * depth + b"\xc0")
 
 
 def array_header(length: int) -> bytes:
@@ -287,11 +287,10 @@ def array_header(length: int) -> bytes:
         (bytes(MAX_MESSAGE_BYTES + 1), "bytes, expected at most"),
         (array_header(MAX_VALUES) * 400 + b"\xc0" * 20_000, "No more data"),
         (array_header(MAX_VALUES + 1) + b"\xc0" * (MAX_VALUES + 1), "max_array_len"),
-        (array_header(600_000) + b"\x80" * 600_000, "more than 1048576 values"),
         (array_header(400_000) + b"\x81\xa0\xc0" * 400_000, "more than 1048576 values"),
         (array_header(9000) + b"\xd4\x01a" * 9000, "max_ext_len"),
     ],
-    ids=["too large", "promises", "long", "maps", "maps of one", "extensions"],
+    ids=["too large", "promises", "long", "maps", "extensions"],
 )
 def test_message_that_would_take_memory_is_refused_before_it_does(data: bytes, reason: str) -> None:
     head = REPLY_HEAD.pack(REPLY, 1, 0, 0.5)
@@ -394,7 +393,6 @@ ANYTHING = st.recursive(
 
 
 @given(st.data(), MESSAGE.filter(lambda message: not isinstance(message, (Predict, Reply))))
-@settings(max_examples=150)
 def test_message_with_changed_fields_is_refused_or_a_message(
     data: st.DataObject, message: Message
 ) -> None:
@@ -416,7 +414,6 @@ def test_message_with_changed_fields_is_refused_or_a_message(
 
 
 @given(st.data(), MESSAGE)
-@settings(max_examples=150)
 def test_message_with_changed_bytes_is_refused_or_a_message(
     data: st.DataObject, message: Message
 ) -> None:
@@ -430,7 +427,6 @@ def test_message_with_changed_bytes_is_refused_or_a_message(
 
 
 @given(st.binary(max_size=60), st.sampled_from([PREDICT, REPLY]))
-@settings(max_examples=150)
 def test_any_head_is_refused_or_a_message(data: bytes, first: int) -> None:
     _refused_or_sound(bytes([first]) + data)
 

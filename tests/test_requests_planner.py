@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mcinfer.errors import InvalidInputError, QueueFullError
@@ -134,7 +134,6 @@ def in_order(array: Array, name: str, order: str, planner: Planner) -> Array:
 
 
 @given(case=cases())
-@settings(deadline=None, max_examples=120)
 def test_shards_read_their_part_of_each_input_and_their_outputs_join(case: Case) -> None:
     arena = Arena(2 * MIB)
     planner = planner_of(case.model, arena)

@@ -739,6 +739,7 @@ anything = st.recursive(
 )
 
 
+@settings(max_examples=30)
 @given(st.dictionaries(st.sampled_from([*RECORD]), anything))
 def test_any_content_is_a_record_that_can_be_used_or_none(damage: dict[str, Any]) -> None:
     model = Model(DECLARED, double, recorded={**RECORD, **damage})
@@ -824,7 +825,7 @@ class Case:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=30)
 def test_any_function_of_single_rows_is_split_along_the_right_axes(data: st.DataObject) -> None:
     case = Case(data)
     spec = case.spec(data.draw(st.sampled_from([None, "batch", "s0"])))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -116,7 +116,6 @@ def cuttings(draw: st.DrawFn) -> Cutting:
 
 
 @given(cutting=cuttings())
-@settings(deadline=None, max_examples=120)
 def test_each_shard_finds_its_part_of_the_input(cutting: Cutting) -> None:
     x = spec(cutting.element_type)
     cut = InputCut(axis=cutting.axis, shapes=cutting.shapes)
@@ -138,7 +137,6 @@ def test_each_shard_finds_its_part_of_the_input(cutting: Cutting) -> None:
 
 
 @given(cutting=cuttings())
-@settings(deadline=None, max_examples=120)
 def test_what_shards_write_in_their_places_joins_to_the_output(cutting: Cutting) -> None:
     y = spec(cutting.element_type, "y")
     join = OutputJoin(axis=cutting.axis, shapes=cutting.shapes, shape=cutting.array.shape)

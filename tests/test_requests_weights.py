@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -307,7 +307,6 @@ def _given(update: Mapping[str, Any]) -> dict[str, Any]:
 @given(
     steps=st.lists(st.tuples(UPDATE, st.booleans(), st.integers(0, 5)), max_size=12),
 )
-@settings(deadline=None, max_examples=80)
 def test_any_updates_give_what_a_dictionary_would(
     steps: list[tuple[dict[str, Any], bool, int]],
 ) -> None:
