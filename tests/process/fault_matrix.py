@@ -137,7 +137,6 @@ _TABLE: dict[str, dict[str, _Row]] = {
         "being restarted": _DIES,
     },
     "worker: SIGSTOP": {
-        "starting": (NOT_READY, NONE_LEFT),
         "importing": (NOT_READY, NONE_LEFT),
         "building": (NOT_READY, NONE_LEFT),
         "idle": (TIMED_OUT, REPLACED),
@@ -150,9 +149,8 @@ _TABLE: dict[str, dict[str, _Row]] = {
         "building": (RIGHT, KEPT),
         "busy": (TIMED_OUT, KEPT),
         "exiting": _CLOSING,
-        "being restarted": (RIGHT, KEPT),
     },
-    "worker: segfault": dict.fromkeys(("building", "idle", "busy"), _DIES),
+    "worker: segfault": dict.fromkeys(("building", "idle"), _DIES),
     "worker: _exit": dict.fromkeys(("importing", "busy"), _DIES),
     "worker: out of memory": {
         "starting": _DIES,
@@ -169,7 +167,6 @@ _TABLE: dict[str, dict[str, _Row]] = {
         "being restarted": _DIES,
     },
     "worker: exception": {
-        "importing": _DIES,
         "building": (TOLD_TO_FAIL, NONE_LEFT),
         "busy": (RUN_FAILED, KEPT),
         "being restarted": _DIES,

@@ -53,8 +53,6 @@ ROWS = 4
 OWN = -5
 """A block's number that the real worker does not come to."""
 
-_FOREIGN = -77
-
 
 def become(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *kinds: str, only_first: bool = True
@@ -202,11 +200,6 @@ def _wrong_shape(dealer: HostileDealer, message: Message, _: bytes) -> None:
     dealer.say_all_lie(message, OWN, 0, (ROWS - 1, 5))
 
 
-def _bare_head(dealer: HostileDealer, _: Message, data: bytes) -> None:
-    """Nothing is said of outputs that have no place."""
-    dealer.say_bytes(data[: REPLY_HEAD.size])
-
-
 def _heir(dealer: HostileDealer, _: Message, data: bytes) -> None:
     """End, and leave processes behind that go on to answer as long as anybody listens."""
     heirs = [os.fork() for _ in range(2)]
@@ -225,10 +218,6 @@ def _heir(dealer: HostileDealer, _: Message, data: bytes) -> None:
 def _garbage(dealer: HostileDealer, _: Message, __: bytes) -> None:
     for _index in range(100):
         dealer.say_bytes(os.urandom(300))
-
-
-def _silent(_: HostileDealer, __: Message, ___: bytes) -> None:
-    pass
 
 
 def _huge(dealer: HostileDealer, _: Message, __: bytes) -> None:
@@ -423,18 +412,14 @@ KINDS: dict[str, tuple[type[Message], Act]] = {
     "late": (Reply, _late),
     "wrong_shape": (Reply, _wrong_shape),
     "garbage": (Reply, _garbage),
-    "silent": (Reply, _silent),
     "huge": (Reply, _huge),
     "flood": (Reply, _flood),
     "flood_preparing": (BuildFinish, _flood_preparing),
     "endless_preparing": (BuildFinish, _endless_preparing),
     "big_error": (Reply, _big_error),
     "many_connections": (Reply, _many_connections),
-    "forged_block:unknown": (Reply, _lie(_FOREIGN, 0)),
     "forged_block:masters": (Reply, _masters),
-    "forged_block:past_end": (Reply, _lie(OWN, OWN_BYTES - 8)),
     "forged_block:overlap": (Reply, _overlap),
-    "forged_block:dimensions": (Reply, _lie(OWN, 0, (1,) * 60)),
     "changing_block": (Reply, _changing),
     "giant_block": (Reply, _giant),
     "sparse_lie": (Reply, _sparse_lie),
@@ -447,7 +432,6 @@ KINDS: dict[str, tuple[type[Message], Act]] = {
     "cut_lifeline": (Reply, _cut_lifeline),
     "deaf": (Reply, _deaf),
     "talking": (Reply, _talking),
-    "head:bare": (Reply, _bare_head),
     "heir": (Reply, _heir),
 }
 """What each kind of worker does, and in the place of which message."""
