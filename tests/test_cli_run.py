@@ -122,22 +122,6 @@ def test_output_is_a_file_like_any_other_where_a_link_leads(
     assert files(tmp_path / "folder") == ["out.npz"]
 
 
-def test_fixed_batch_runs_in_multiples_of_it(tmp_path: Path, capsys: Capture) -> None:
-    model = save(
-        tmp_path / "fixed.onnx",
-        [helper.make_node("CumSum", ["x", "axis"], ["y"])],
-        [("x", FLOAT, [2])],
-        [("y", FLOAT, [2])],
-        {"axis": np.array(0, np.int64)},
-    )
-    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
-    np.savez(source, x=np.ones(8, np.float32))
-    axes = ["--batch-axis", "x=0", "--output-axis", "y=0"]
-    assert call(model, source, output, "--batch", "5", *axes) == 0
-    assert capsys.readouterr().out == "y: float32[8]\n"
-    assert loaded(output)["y"].tolist() == [1, 2] * 4
-
-
 def test_rows_of_a_model_that_takes_one_are_runs(tmp_path: Path, capsys: Capture) -> None:
     model = save(
         tmp_path / "one.onnx",
