@@ -161,20 +161,6 @@ def test_example_that_is_no_file_of_arrays_is_named(tmp_path: Path, capsys: Capt
     assert f"--input {example}: " in capsys.readouterr().err
 
 
-def test_rank_that_is_not_known_is_no_scalar(tmp_path: Path, capsys: Capture) -> None:
-    model = save_double(tmp_path)
-    made = onnx.load(model)
-    for value in (*made.graph.input, *made.graph.output):
-        value.type.tensor_type.ClearField("shape")
-    onnx.save(made, model)
-    assert said(model, capsys)[:4] == [
-        "inputs:",
-        "  x: float32, rank not known",
-        "outputs:",
-        "  y: float32, rank not known",
-    ]
-
-
 def test_model_that_is_not_there_is_named_at_once(tmp_path: Path, capsys: Capture) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name, why in (("none.onnx", "No such file"), ("", "a folder"), ("pipe", "a pipe")):
@@ -297,13 +283,6 @@ def test_model_that_cannot_be_prepared_is_told(
     facts = {"model": read_source(model).digest}
     cache.make(entry_key(facts), facts, fail, wait=5.0).close()
     assert prepared(model, capsys) == "no, it cannot be; a worker loads the file as it is"
-
-
-def test_cache_that_cannot_be_used_is_left_out(
-    cache: Cache, tmp_path: Path, capsys: Capture
-) -> None:
-    cache.folder.touch()
-    assert said(save_double(tmp_path), capsys)[-1].startswith("written: ")
 
 
 # What cannot be loaded.

@@ -41,12 +41,11 @@ def loaded(path: Path) -> dict[str, NDArray[Any]]:
 # What works.
 
 
-@pytest.mark.parametrize("devices", [[], ["--devices", "cpu:0"]], ids=str)
 def test_run_writes_what_the_model_gives(
-    double: Path, batch: Path, tmp_path: Path, capsys: Capture, devices: list[str]
+    double: Path, batch: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     output = tmp_path / "out.npz"
-    arguments = ["run", str(double), "--input", str(batch), "--output", str(output), *devices]
+    arguments = ["run", str(double), "--input", str(batch), "--output", str(output)]
     assert main(arguments) == 0
     assert capsys.readouterr() == ("y: float32[5, 3]\n", "")
     with np.load(output) as content:
@@ -281,9 +280,8 @@ def test_file_that_is_not_there_is_named(
     [
         ({"q": np.ones((2, 3), np.float32)}, "got arrays ['q'], expected ['x']"),
         ({"x": np.ones((2, 3))}, "input 'x' has dtype float64, expected float32"),
-        ({"x": np.ones((2, 4), np.float32)}, "input 'x' has size 4 in dimension 1, expected 3"),
     ],
-    ids=["name", "dtype", "shape"],
+    ids=["name", "dtype"],
 )
 def test_input_that_does_not_fit_the_model_leaves_the_old_output(
     double: Path, tmp_path: Path, capsys: Capture, arrays: dict[str, NDArray[Any]], text: str
