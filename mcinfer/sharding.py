@@ -1,14 +1,14 @@
-"""How a batch is cut over workers, and how the answers become one again. Shapes only, no data.
+"""How a batch is cut over workers, and how the answers are joined. Shapes only, no data.
 
-A `Split` says for each input the axis that it is cut along, and for each output the axis along which the
-parts follow one another. It comes from the user (`batch_axes`, `output_axes`), from the model's own symbols,
-or from a request that has shown it (`mcinfer.requests.splitting`). Nothing here counts rows that came back.
+A `Split` gives for each input the axis to cut, and for each output the axis to join. It comes from the user
+(`batch_axes`, `output_axes`), from the model's own symbols, or from a request that has shown it
+(`mcinfer.requests.splitting`). The code here never guesses a split from the number of rows in an answer.
 
 - The model's *batch symbol* is the symbolic dimension along which rows are likely to be independent. It is
-  chosen by name (``batch``, ``batch_size``, ``N``, …) or, where no symbol is so named, as the symbol that
-  comes first in the shapes of both inputs and outputs, unless its name speaks of a sequence.
-- A model with a fixed first dimension of 1 in every input that has rows and in every output takes k rows as k
-  runs. Another fixed dimension is the batch only where the user says so.
+  chosen by name (``batch``, ``batch_size``, ``N``, …). If no symbol has such a name, it is the first symbol
+  in the shapes of both inputs and outputs, unless its name means a sequence.
+- If every input with rows and every output of a model has a fixed first dimension of 1, k rows are k runs.
+  Another fixed dimension is the batch only if the user says so.
 """
 
 import re
@@ -23,8 +23,7 @@ from mcinfer.specs import ELEMENT_TYPES, STRING, ModelSpec, TensorSpec
 
 Shape = tuple[int, ...]
 Axes = Mapping[str, int | None]
-"""By name: the axis to cut or join along, or None for an input that goes whole, an output that is the same
-from every worker."""
+"""By name, the axis to cut or join. None: the input goes whole; the output is the same from every worker."""
 
 Source = Literal["said", "declared", "recorded", "learned", "unknown"]
 
@@ -40,32 +39,33 @@ _T = TypeVar("_T")
 
 
 class JoinError(PredictError):
-    """The answers to the pieces of a batch do not go together: they will not the next time either."""
+    """The answers to the pieces of a batch do not fit together, and will not next time either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """How a model's batch is split over workers, and how its outputs are joined.
 
-    ``Master(path, batch_axes=split.inputs, output_axes=split.outputs)`` says the same of another master.
+    ``Master(path, batch_axes=split.inputs, output_axes=split.outputs)`` applies it to another master.
 
     Attributes:
-        inputs: By input name, the axis that it is cut along; None: it goes to every worker whole.
-        outputs: By output name, the axis along which the parts are joined; None: it is the same from every
-            worker; a text: why it cannot be joined.
-        known: How that is known: ``"said"`` by the user, ``"declared"`` by the model's symbols, ``"learned"``
-            from a request, ``"recorded"`` in the cache when it was learned before, ``"unknown"``.
-        checked: Whether a request has run whole and in pieces, with the same result.
-        rows: Of that request; 0 where there was none.
-        difference: The largest there was between both, relative to the largest element of an output.
-        reason: Why requests run whole; empty where they are split.
-        sizes: By output name, what it had along its axis for each row of that request, where all pieces had
-            the same. It says how much memory an output is likely to need, nothing else.
-        narrow: Input, axis and size where an axis that is not cut, and that the model leaves free, had size 0
-            or 1 in that request. It shows nothing of other sizes there: what has one size is shared by all
-            rows, or is spread over them.
-        settled: Whether it stays so; else a request may still show something.
-        ranks: By output name, how many dimensions it had in that request.
+        inputs: By input name, the axis to cut; None: the input goes to every worker whole.
+        outputs: By output name, the axis to join; None: the output is the same from every worker; a text:
+            why it cannot be joined.
+        known: The source: ``"said"`` by the user, ``"declared"`` by the model's symbols, ``"learned"`` from
+            a request, ``"recorded"`` in the cache when it was learned before, ``"unknown"``.
+        checked: Whether a request ran whole and in pieces, with the same result.
+        rows: Rows of that request; 0 if there was none.
+        difference: The largest difference between both results, relative to the largest element of an
+            output.
+        reason: Why requests run whole; empty if they are split.
+        sizes: By output name, its size along its axis for each row of that request, if all pieces had the
+            same. It only estimates how much memory an output needs.
+        narrow: Input, axis and size of each axis that is not cut, is free in the model, and had size 0 or 1
+            in that request. The request shows nothing about other sizes: all rows may share an input of
+            size one, or a larger one may be spread over them.
+        settled: Whether the split is final; else a later request may still change it.
+        ranks: By output name, its number of dimensions in that request.
     """
 
     inputs: Axes
@@ -193,7 +193,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaidAxes:
-    """What the user says: by name, an axis or None; names that are missing are left to mcinfer."""
+    """Axes from the user: by name, an axis or None; mcinfer decides about other names."""
 
     inputs: Axes = field(default_factory=lambda: MappingProxyType({}))
     outputs: Axes = field(default_factory=lambda: MappingProxyType({}))
