@@ -1,7 +1,7 @@
 """ONNX Runtime (https://onnxruntime.ai/docs/api/python/): one session, bound onto shared memory.
 
-Tensors are bound by address and ONNX element type, which carries types that ``session.run`` refuses
-(bfloat16, float8, int4). Strings cannot be bound: a model that takes some is run by value instead.
+Tensors are bound by address and ONNX element type; this allows types that ``session.run`` refuses
+(bfloat16, float8, int4). Strings cannot be bound: a model with string inputs runs by value instead.
 """
 
 import ctypes

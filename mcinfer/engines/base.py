@@ -1,8 +1,8 @@
-"""What an engine is: a model loaded in this process, run on memory that others own.
+"""The interface of an engine: a model loaded in this process, run on memory that others own.
 
-Ownership: an engine never owns the tensors that it is bound to. A `Run` is bound to addresses; whoever made
-it drops it before the memory goes. What a run produced by itself (`Produced`) lives until the
-next run of the same `Run`.
+Ownership: an engine never owns the tensors that it is bound to. A `Run` is bound to addresses; its maker
+drops it before the memory is freed. Outputs that a run allocates itself (`Produced`) live until the next
+run of the same `Run`.
 """
 
 import ctypes

@@ -1,12 +1,12 @@
-"""Whether a model is prepared, where the prepared one is, and making it.
+"""Whether to prepare a model, where the prepared model is, and how to make it.
 
 ::
 
     facts (content of the model, runtime, CPU, options) ──► key ──► an entry of the cache, mapped by all
                                                              └─ none yet ──► a child writes it, once
 
-What cannot be prepared is loaded as it is, and the engine's `notes` say why. That a runtime cannot save a
-model's optimised form is remembered as an entry without a model, so that it is tried once.
+A model that cannot be prepared is loaded as it is, and the engine's `notes` say why. If a runtime cannot
+save a model's optimised form, an entry without a model records this, so that mcinfer tries only once.
 """
 
 import hashlib

@@ -1,12 +1,12 @@
-"""Preparing a model in a process of its own, so that nothing of that work stays in the process that serves.
+"""Preparing a model in a process of its own, so that the serving process keeps no memory of that work.
 
 ::
 
     caller   run_child(function, arguments) ──► python -m mcinfer.model_cache.building FD, one for each task
     child    one line of JSON in; lines of JSON out: {"progress": …}, then {"result": …} or {"error": text}
 
-The child ends with its parent (`mcinfer.process`). It belongs to the caller of `run_child`, which returns or
-raises only after the child's end.
+The child ends with its parent (`mcinfer.process`). It belongs to the caller of `run_child`, which returns
+or raises only after the child's end.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The cache of prepared models: folders that are made once, and that every process may map.
+"""The cache of prepared models: folders that are made once and that every process may map.
 
 ::
 
@@ -10,14 +10,16 @@
 
 Rules of ownership:
 
-- A process that has an entry's files mapped holds LOCK_SH. One that makes or removes an entry holds LOCK_EX.
-  So nothing that is mapped is ever removed. (Mappings of removed files would live on, the disk stay full.)
-- An entry appears and goes by a rename under LOCK_EX. A crash leaves a tmp folder, which is never taken for
-  an entry, and which the next holder of its key's LOCK_EX sweeps.
-- A lock file is removed only under its own LOCK_EX. So after a lock is taken, its path has to lead to the
-  file that was locked.
-- Only this user may write here: a ROOT that others could write to is not used at all. Each method opens
-  ROOT, checks it and works below that descriptor: a folder put in its place meanwhile is not touched.
+- A process that has an entry's files mapped holds LOCK_SH. One that makes or removes an entry holds
+  LOCK_EX. So a mapped entry is never removed. (Mappings of removed files would stay, and the disk would
+  stay full.)
+- A rename under LOCK_EX adds or removes an entry. A crash leaves a tmp folder, which never counts as an
+  entry, and which the next holder of its key's LOCK_EX removes.
+- A lock file is removed only under its own LOCK_EX. So after a process takes a lock, it checks that the
+  path still leads to the locked file.
+- Only this user may write here: mcinfer does not use a ROOT that others could write to. Each method opens
+  ROOT, checks it and works below that descriptor, so it does not touch a folder that replaces ROOT
+  meanwhile.
 """
 
 import fcntl

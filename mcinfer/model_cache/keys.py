@@ -1,12 +1,12 @@
-"""The content of a model: what the cache is keyed by, and what tells one model from another.
+"""The content of a model: the key of the cache, and the identity of a model.
 
-Reading gigabytes to learn that nothing changed would cost more than the start that the cache saves. So
-a folder remembers the stamps of each model's files at their last reading: while device, inode, size and both
-times are the same, so is the content. The kernel alone sets a file's ctime.
+Reading gigabytes to learn that nothing changed would cost more time than the cache saves. So a folder
+records the stamps of each model's files when they are read: while device, inode, size and both times stay
+the same, so does the content. Only the kernel sets a file's ctime.
 
-Writing through a mapping sets the times at the first write to a page that is clean, so files are brought to
-the disk before they are looked at: then all their pages are. File systems in memory do not set them at all,
-and what lies there is not remembered.
+A write through a mapping sets the times only at the first write to a clean page. So files are synced to the
+disk before their stamps are read: then all pages are clean. File systems in memory do not set the times
+then, so stamps of files there are not recorded.
 """
 
 import hashlib

@@ -1,9 +1,10 @@
-"""How models' batches are split, kept in the cache so that it is learned once for each model and machine.
+"""How models' batches are split, kept in the cache: learned once for each model and machine.
 
-A record is a JSON file of a few hundred bytes in ``ROOT/splits``, named by a digest of what it depends on. It
-appears by a rename. One that cannot be read is none; where the cache cannot be used, nothing is kept.
+A record is a JSON file of a few hundred bytes in ``ROOT/splits``. Its name is a digest of what it depends
+on, and a rename puts it in place. A record that cannot be read does not count; if the cache cannot be used,
+nothing is kept.
 
-What made-up inputs have shown is not for programs that run real ones: `records_in` keeps it elsewhere.
+Programs with real inputs must not use what made-up inputs have shown: `records_in` keeps that elsewhere.
 """
 
 import hashlib

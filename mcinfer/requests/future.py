@@ -1,7 +1,7 @@
 """The future of a submitted request, which reads the request's outcome.
 
-It has no Condition, as that of `concurrent.futures.Future`: an exception between two instructions can leave
-one locked for good.
+It has no Condition, unlike `concurrent.futures.Future`: an exception between two instructions can leave a
+Condition locked for ever.
 """
 
 import threading

@@ -1,14 +1,14 @@
-"""From a user's arrays to a request: what is checked, laid out and encoded once for all of the same shapes.
+"""From a user's arrays to a request: checks, layout and encoding happen once for each set of shapes.
 
 ::
 
     inputs ── their shapes ──► plan (one look-up) ──► two frames: memory for inputs, and for outputs
            ── copied in (rows a to b of a shard are an offset) ──► Request
 
-Plans keep the frames that are not in use, so that steady traffic finds memory that is warm in every process,
-and references that are encoded, and that the workers have bound. Idle frames are bounded in number and bytes,
-and let go when memory is short (`Planner.release_idle`). Any thread may call a planner: what is shared
-is read, replaced, appended to or popped from in one step of the interpreter.
+Plans keep unused frames. So steady traffic reuses memory that is warm in every process, and references that
+are encoded and bound in the workers. Idle frames are limited in number and bytes, and freed when memory is
+short (`Planner.release_idle`). Any thread may call a planner: each access to shared state is one step of
+the interpreter.
 """
 
 import os

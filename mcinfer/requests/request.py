@@ -1,4 +1,4 @@
-"""One request: where its tensors lie, what its workers answered, and its outcome.
+"""One request: the places of its tensors, its workers' answers, and its outcome.
 
 ::
 
@@ -7,9 +7,9 @@
 
 Ownership: a request holds a `Lease` on the memory of its inputs and one on that of its outputs. The loop
 holds the request until no worker can read or write that memory; the arrays that `value` gives hold the
-outputs' lease from then on. When the last holder of a lease is gone, wherever that is, its memory goes back
-to the plan that it came from. An input that lies in shared memory already is borrowed: the user must not
-change it before the answer.
+outputs' lease from then on. When the last holder of a lease is gone, in any thread, its memory goes back to
+its plan. An input that lies in shared memory already is borrowed: the user must not change it before the
+answer.
 """
 
 import errno

@@ -6,15 +6,17 @@
     a request of two rows or more ──► whole, on one worker ───────► the caller's answer
                                  └──► the same rows in pieces ────► compared with it
 
-The comparison tells along which axis each output joins, that an output is the same from every worker, or that
-the rows depend on each other: then the model runs whole. Once that is settled a request costs nothing more.
+The comparison shows along which axis each output joins, or that an output is the same from every worker. If
+it shows that the rows depend on each other, the model runs whole. A settled split adds no cost to a
+request.
 
-What a request cannot show: where all rows of an input are equal, cutting it wrongly changes nothing; an empty
-output joins along any axis. Then nothing is decided, and the next request is looked at. The comparison finds
-out, it does not prove: a model that mixes its rows only for some values passes until these come.
+Some requests show nothing: if all rows of an input are equal, a wrong cut changes nothing, and an empty
+output joins along any axis. Such a request decides nothing, and mcinfer compares the next one. The
+comparison is evidence, not proof: a model that mixes its rows only for some values passes until these
+values come.
 
-Ownership: a `Splitter` has no thread. Any number of threads may use it; one of them learns at a time, the
-others run whole meanwhile. What is known is one object, replaced whole.
+Ownership: a `Splitter` has no thread. Any number of threads may use it; one of them learns at a time, and
+requests of the others run whole meanwhile. One object holds what is known, and is replaced as a whole.
 """
 
 import itertools

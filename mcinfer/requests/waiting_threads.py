@@ -1,6 +1,6 @@
-"""Threads that wait in the place of those who must not, such as an event loop.
+"""Threads that wait on behalf of code that must not, such as an event loop.
 
-They are daemons: a call that waits for memory must not hold up the end of the interpreter, which waits for
+They are daemons: a call that waits for memory must not delay the end of the interpreter, which waits for
 the threads of `concurrent.futures`.
 """
 

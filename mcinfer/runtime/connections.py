@@ -1,13 +1,13 @@
-"""The processes of a pool, and all that goes to and from them: messages, blocks, versions of the weights.
+"""The processes of a pool and their channels: messages, blocks, versions of the weights.
 
-It decides nothing: who is started, sent to and killed is the loop's to say, and what comes is for it
-to judge.
+This module decides nothing: the loop decides which workers to start, send to and kill, and judges what they
+send.
 
-Each start has two random tokens, which the worker learns over its lifeline. It shows one in HELLO, and the
-master the other in BUILD: so neither serves a stranger that it may be connected to.
+Each start has two random tokens, which the worker gets over its lifeline. The worker shows one in HELLO and
+the master shows the other in BUILD, so neither side serves a stranger.
 
-Ownership: `Connections` own the transport, the worker processes and what forwards their output, from `open`
-to `close`. One thread calls its methods.
+Ownership: `Connections` own the transport, the worker processes and the forwarder of their output, from
+`open` to `close`. One thread calls its methods.
 """
 
 import hmac

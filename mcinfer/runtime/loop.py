@@ -1,4 +1,4 @@
-"""The loop: one thread owns the workers of a master, and all that is shared.
+"""The loop: one thread owns the workers of a master and all shared state.
 
 ::
 
@@ -7,13 +7,13 @@
     callers ◄── their own locks ────┤
     callbacks, trace hooks, logs ◄──┴── Delivery (a thread)
 
-Rules of ownership: the loop's thread alone touches the scheduler, the processes, the sockets, the book of
-memory and the requests that were accepted; so there is no lock. A caller appends to the inbox, rings the
-bell if the loop sleeps, and waits on a lock of its own (`Outcome`). An exception anywhere in a caller leaves
-garbage, not damage: Python runs signal handlers in the main thread, and the loop never is that. The loop runs
-no code of users', and takes no lock that such code can hold.
+Rules of ownership: only the loop's thread touches the scheduler, the processes, the sockets, the record of
+shared memory and the accepted requests, so these need no lock. A caller appends to the inbox, writes to an
+eventfd (the *bell*) if the loop sleeps, and waits on a lock of its own (`Outcome`). An exception anywhere
+in a caller leaves garbage, not damage: Python runs signal handlers in the main thread, which is never the
+loop. The loop runs no user code, and takes no lock that user code can hold.
 
-After a fork the child has no loop and must not touch the sockets: every entry compares the pid.
+After a fork the child has no loop and must not touch the sockets: every entry point compares the pid.
 """
 
 import atexit

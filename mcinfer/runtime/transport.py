@@ -1,4 +1,4 @@
-"""How messages pass between a master and its workers: one contract, two transports.
+"""Message transport between a master and its workers: one interface, two implementations.
 
 ::
 
@@ -6,10 +6,10 @@
                   that has no name: each worker inherits a handle to it, and connects by that.
     "socketpair"  one SOCK_SEQPACKET pair (unix(7)) for each worker, which inherits its end.
 
-The messages are the same, so is their order, and so is what is refused. Only this file imports zmq.
+Both have the same messages, in the same order, and refuse the same. Only this file imports zmq.
 
-The master never blocks on sending and never lingers; a worker, which has one peer, may. One thread, or one
-lock of the owner's, guards a `MasterTransport`, and another one a `WorkerTransport`.
+The master never blocks in a send and never lingers; a worker has one peer and may do both. One thread, or
+one lock of the owner's, guards a `MasterTransport`; the same holds for a `WorkerTransport`.
 
 How an owner waits for messages::
 
@@ -19,17 +19,17 @@ How an owner waits for messages::
            while (received := transport.receive()) is not None: ...
            unregister every fd of transport.take_ended()
     a worker's process has ended:
-           note and receive what it said last, until there is nothing more
+           note and receive its last messages, until there are no more
            unregister transport.worker_fd(index), unless take_ended gave it
            transport.remove(index)
 
-ZeroMQ cuts a peer off that sends a frame of more than `MAX_MESSAGE_BYTES`. libzmq ends the whole process
-when it finds no descriptor for a connection that it accepts (src/ipc_listener.cpp): so only a process that
-holds the handle can connect, and before a worker is started a descriptor must be free for it.
+ZeroMQ disconnects a peer that sends a frame of more than `MAX_MESSAGE_BYTES`. libzmq ends the whole process
+if it has no descriptor for a connection that it accepts (src/ipc_listener.cpp). So only a process that
+holds the handle can connect, and a descriptor must be free for a worker before it is started.
 
-Messages that one packet of a socket pair does not hold are passed as a sealed memfd: a mark, then a packet
-with the descriptor. The kernel bounds what waits in a pair (SO_SNDBUF): a worker that floods waits for its
-master.
+A message that is too large for one packet of a socket pair goes as a sealed memfd: a mark, then a packet
+with the descriptor. The kernel limits what waits in a pair (SO_SNDBUF): a worker that sends too much waits
+for its master.
 """
 
 import errno

@@ -1,7 +1,7 @@
-"""Worker processes: starting them, and passing on what they print.
+"""Worker processes: starting them, and forwarding their output.
 
-Ownership: a `WorkerProcess` owns its pidfd and the master's end of its lifeline until `reap`. The
-pipes of its standard streams belong to the `OutputForwarder`, which reads them to their end.
+Ownership: a `WorkerProcess` owns its pidfd and the master's end of its lifeline until `reap`. The pipes of
+its standard streams belong to the `OutputForwarder`, which reads them to their end.
 """
 
 import codecs

@@ -1,4 +1,4 @@
-"""What the scheduler asks of the master's shell: frozen values, carried out in the order given."""
+"""Actions that the scheduler returns: frozen values, which the loop carries out in order."""
 
 from dataclasses import dataclass
 

@@ -1,23 +1,23 @@
-"""What to do next: events in, actions out. No sockets, threads, clocks or processes here.
+"""Events in, actions out. No sockets, threads, clocks or processes here.
 
-The master's shell reports what happened (a request came, a message came, a worker died, time
-passed) and carries out the actions it is given, in order. The rules:
+The loop reports events (a request or a message came, a worker died, time passed) and carries out the
+returned actions, in order. The rules:
 
 * Every request settles exactly once.
-* A shard whose worker died goes to another; one that has killed two workers is given up.
-* A bad request fails alone; its worker lives on. Requests that were joined to one run and failed, or
-  lost their worker, run again apart.
-* Where runs are short, a busy worker is given more ahead, so that it does not wait for the next: as many as
-  take some milliseconds. Those behind a run that then is long go to others as well, with other memory
-  for their outputs; what the first worker answers late is ignored.
+* A shard whose worker died goes to another; one that has killed two workers fails.
+* A bad request fails alone; its worker continues. Requests that were joined to one run and failed, or lost
+  their worker, run again apart.
+* If runs are short, a busy worker gets more runs ahead, so that it does not wait for the next: as many as
+  take a few milliseconds. If the current run then takes long, the runs behind it also go to other workers,
+  with other memory for their outputs; late answers of the first worker are ignored.
 * A deadline that passes settles the request at once; then CANCEL, a grace period, and a kill.
-* Where nothing waits and workers have room, a request is an assignment (`assign`) and its answer a few
-  counts (`take_reply`): the same rules as `handle_request` and `handle_message`, which serve all else.
+* If nothing waits and workers have room, `assign` takes a request and `take_reply` its answer, by the same
+  rules as `handle_request` and `handle_message`, which handle all other cases.
 * A worker that dies is started again, with back-off; the others serve meanwhile. While no worker serves and
   all are past their budget of starts, requests fail at once with the cause (`mcinfer.scheduler.workers`).
-* A pool that drains takes no request any more, and ends when it has answered those that it has.
-* A request's memory is released when no worker can write to it any more: all that were given a
-  shard of it have answered, or are known dead.
+* A draining pool accepts no requests, and ends when it has answered those that it has.
+* A request's memory is released when no worker can write to it: each worker that got a shard of it has
+  answered or is dead.
 """
 
 import heapq

@@ -2,15 +2,17 @@
 
 Rules:
 
-* In the first start a build error is final, a death is tried once more; all failures are reported at once.
+* In the first start a build error is final, and a worker that dies is started once more; all failures are
+  reported together.
 * A worker that dies later is started again, the first time at once, then with back-off, within a budget per
-  window of time. Past the budget starts go on, each a probe, at the longest back-off. A probe that is ready
-  serves, with a fresh budget; if it dies within the longest back-off from then on, the next is a probe again.
+  window of time. Past the budget, each start is a probe, at the longest back-off. A probe that is ready
+  serves, with a fresh budget; if it dies within the longest back-off from then on, the next is a probe
+  again.
 * While every worker is past its budget, the pool's circuit is open: requests fail at once, with the cause.
   The first worker that is ready again closes it.
-* A worker that hangs is asked for its stacks, and killed a moment later; meanwhile it is given nothing.
-* Replacing goes one worker at a time, while all others serve or are past their budget: the old process is
-  given nothing more, ends when it has answered what it has, and a new one takes its place.
+* The master asks a worker that hangs for its stacks and kills it a moment later; it gets no runs meanwhile.
+* Workers are replaced one at a time, while all others serve or are past their budget: the old process gets
+  no new runs, answers those that it has and ends, and a new process takes its place.
 """
 
 import math

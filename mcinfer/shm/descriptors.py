@@ -1,4 +1,4 @@
-"""Descriptors: packets that carry them between processes, and one that any thread makes readable.
+"""Descriptors: packets that carry them between processes, and one that any thread can make readable.
 
 A packet with descriptors goes over a socket of `SOCK_SEQPACKET`, so that they stay together (unix(7)).
 """

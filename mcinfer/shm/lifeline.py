@@ -1,9 +1,9 @@
-"""The socket pair between a master and one worker: descriptors pass over it, and its end is an end.
+"""The socket pair between a master and one worker: it carries descriptors; its hang-up shows an end.
 
 Each side holds one end. Messages are `SOCK_SEQPACKET`, so a descriptor and the number of its block stay
-together. All else goes by the transport (`mcinfer.runtime.transport`).
+together. Everything else goes over the transport (`mcinfer.runtime.transport`).
 
-A worker's watcher only polls its end for hang-up and never reads it: reading would eat descriptors.
+A worker's watcher only polls its end for hang-up and never reads it: a read would consume descriptors.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A prepared model's weights for other processes of this user: chosen ones map them where they lie.
+"""Shares a prepared model's weights: chosen processes of this user map them, without a copy.
 
 ::
 
@@ -8,13 +8,13 @@
             SharedWeights ◄── one packet: the entry's folder and its lock (SCM_RIGHTS), or a refusal
 
 The kernel says which process and user has connected (`SO_PEERCRED`), so no process can pass for another.
-What a client sends is never read, and nothing waits for a client.
+The owner never reads what a client sends, and never waits for a client.
 
-Ownership: an owner has descriptors of its own for the folder and the lock, so the `Held` that it was made
-from may be closed before it. A process that was granted them holds the entry just as the owner does: the lock
-is the same open file, so the entry stays until the last of them has let go, in any way. Then nothing is left
-but the cache itself. The owner's thread closes its descriptors when it ends. In a child that the process
-forks they are closed at once, or the socket's name would live on without an owner.
+Ownership: an owner has its own descriptors for the folder and the lock, so the `Held` that it was made from
+may be closed before it. A process with access holds the entry just as the owner does: the lock is the same
+open file, so the entry stays until the last process has closed it or ended. The owner's thread closes its
+descriptors when it ends. A child that the process forks closes them at once, or the socket's name would
+stay without an owner.
 """
 
 import errno

@@ -5,8 +5,9 @@
     main thread     wait ──► PREDICT ──► bind (cached by the body's bytes) ──► engine run ──► REPLY ──► wait
     canceller thread         waits at a socket of its own: CANCEL ──► engine.cancel
 
-Ownership: the blocks belong to the master and are mapped until DETACH. Bound runs hold addresses
-in them, so they go first. The main thread owns all but the cancellations, which a lock guards.
+Ownership: the blocks belong to the master and are mapped until DETACH. Bound runs hold addresses in the
+blocks, so they are dropped before the blocks. The main thread owns everything except the cancellations,
+which a lock guards.
 """
 
 import ctypes
