@@ -664,12 +664,12 @@ class Scheduler:
         return SendPredict(worker=w.index, members=members, fresh=fresh)
 
     def _give_ahead(self, now: float) -> list[Action]:
-        """Give queued shards to busy workers whose runs are short, those that have the fewest first."""
+        """Give queued shards to busy workers whose runs are short, those that are likely to be free first."""
         actions: list[Action] = []
         while self.table.queue:
             w = min(
                 (w for w in self._workers if self._takes(w, now)),
-                key=lambda w: len(w.runs),
+                key=_load,
                 default=None,
             )
             members = () if w is None else self.table.take_run(now, ahead=True)
@@ -735,8 +735,10 @@ class Scheduler:
             best = None
             least = MAX_RUNS
             for w in self._workers:
-                if len(w.runs) < least and self._takes(w, now):
-                    best, least = w, len(w.runs)
+                runs = len(w.runs)
+                sooner = runs < least or (0 < runs == least and best and w.began < best.began)
+                if sooner and self._takes(w, now):
+                    best, least = w, runs
             if best is None:
                 return None
             chosen = [best]
@@ -758,15 +760,15 @@ class Scheduler:
 
     def _choose(self, count: int, now: float) -> list[Worker]:
         """The workers that `dispatch` would give so many shards to; fewer where they have no more room."""
-        loads = [(len(w.runs), w.index) for w in self._workers if self._takes(w, now)]
+        loads = [(*_load(w), w.index) for w in self._workers if self._takes(w, now)]
         heapq.heapify(loads)
         chosen: list[Worker] = []
         while loads and len(chosen) < count:
-            load, index = loads[0]
+            load, began, index = loads[0]
             w = self._workers[index]
             chosen.append(w)
             if load + 1 < w.capacity:
-                heapq.heapreplace(loads, (load + 1, index))
+                heapq.heapreplace(loads, (load + 1, began if load else now, index))
             else:
                 heapq.heappop(loads)
         return chosen
@@ -1035,6 +1037,11 @@ class Scheduler:
             return []
         self._closed = True
         return [HealthChanged(health=self.health(0.0)), PoolClosed(abandoned=left)]
+
+
+def _load(w: Worker) -> tuple[int, float]:
+    """How soon a worker is likely to be free: its runs, and when the one going on began."""
+    return len(w.runs), w.began if w.runs else 0.0
 
 
 def trace_of(
