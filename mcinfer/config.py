@@ -185,7 +185,7 @@ def _chosen_share(
     absent = [core for core in chosen[worker] if core not in cores]
     if absent:
         return InvalidInputError(f"cores: got {absent}, expected some of {[*cores]}")
-    # One core of those chosen is one part, whoever else has it as well.
+    # Each chosen core is one part, even if other workers have it too.
     mine, first = len(chosen[worker]), sum(map(len, chosen[:worker]))
     parts = (first, first + mine, len({core for item in chosen for core in item}))
     return CoreShare(

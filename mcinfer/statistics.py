@@ -91,7 +91,7 @@ class WorkerStatistics:
     Attributes:
         index: Its place in the pool; a restarted worker keeps it.
         device: Such as ``"cpu:0"``.
-        pid: Of its process; ``None`` while it has none.
+        pid: Its process id; ``None`` while it has no process.
         state: One of ``spawned, connected, building, ready, busy, exiting, gone``.
         restarts: Number of restarts.
         runs: Successful runs of the engine: fewer than `completed` if requests were joined.
@@ -165,7 +165,7 @@ class ShardTrace:
         shard: Number of the piece, from 0.
         worker: Index of the worker.
         device: Such as ``"cpu:0"``.
-        pid: Of the worker's process.
+        pid: The worker's process id.
         attempts: How often the piece was sent to a worker: more than once if a worker died, or if joined
             requests ran again apart.
         sent: When it was last sent, to this worker.

@@ -82,7 +82,7 @@ _ORDERING = frozenset({"Depend", "Load", "UpdateState"})
 _CALL_STACK = re.compile(r"\n*-{20,}\n- C\+\+ Call Stack.*", re.DOTALL)
 
 _TURN = threading.Lock()
-"""Held by whoever loads, compiles or runs: the runtime is one for the process, not for each model."""
+"""Held to load, compile or run: all models of the process share one runtime."""
 
 _PHASE = "graph_load_from_mindir"
 """The phase in which `GraphCell.__call__` compiles and runs."""
@@ -147,7 +147,7 @@ class MindSporeEngine(Engine):
         """Run the graph on tensors, or on copies of the arrays; see `Run.execute` for what it raises.
 
         Returns:
-            The outputs: C-contiguous, in memory that nobody else writes to.
+            The outputs: C-contiguous, in memory that no other code writes to.
         """
         with _TURN:
             return self._run(arrays, tensors)
@@ -261,7 +261,7 @@ def _start_runtime(threads: int, inter_op_threads: int | None) -> Any:
 
 
 def _cores() -> int:
-    """As many threads OpenMP has where nobody says anything."""
+    """The default number of threads of OpenMP."""
     return len(os.sched_getaffinity(0))
 
 

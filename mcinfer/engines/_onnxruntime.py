@@ -77,7 +77,7 @@ _BLAMES_INPUTS = re.compile(
     r"(Invalid rank|[Ii]nvalid dimensions) for input|Unexpected input data type|"
     r"Failed to find input name|Missing Input|missing from input feed"
 )
-"""Bound runs raise RuntimeError whatever is wrong (1.31): only its text tells whose fault it is."""
+"""Bound runs raise RuntimeError for all errors (1.31): only its text shows the cause."""
 
 _BLAMES_BOUND_OUTPUT = re.compile(
     r"output OrtValue provided for output|[Ii]nvalid (rank|dimensions) for output|shape verification failed"

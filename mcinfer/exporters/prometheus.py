@@ -33,13 +33,13 @@ except ImportError as exc:
     ) from exc
 
 Values = tuple[str, ...]
-"""Of labels, in the order of their names."""
+"""Values of labels, in the order of their names."""
 
 Snapshot = tuple[Values, Statistics]
-"""A master, as the values of its labels, and what it says of itself."""
+"""The values of a master's labels, and its statistics."""
 
 _Read = Callable[[Statistics], Iterable[tuple[Values, float]]]
-"""What a family holds of a master: by the values of the family's own labels."""
+"""Reads a family's values from statistics, by the values of the family's own labels."""
 
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 """https://prometheus.io/docs/concepts/data_model/: two underscores are Prometheus' own."""
@@ -75,7 +75,7 @@ def _one_each(of: Callable[[WorkerStatistics], float]) -> _Read:
 
 
 def _states(known: Iterable[str], current: str) -> Iterator[tuple[Values, float]]:
-    """Of each state that is known, whether it is the current one."""
+    """Whether each known state is the current one."""
     return (((state,), state == current) for state in known)
 
 

@@ -69,7 +69,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _DEFAULT_LIMIT_BYTES = 50 * 2**30
 
 _MAX_DAMAGED_SECONDS = 5.0
-"""Of waiting for users of a damaged entry: they may have it for days, those who only look do not."""
+"""Longest wait for users of a damaged entry: they may use it for days, while a mere check is short."""
 
 _MAX_BUSY_SECONDS = 1.0
 _HASHED_BYTES = 100 << 20
@@ -79,7 +79,7 @@ _SHORTEST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.05
 
 _Identity = tuple[int, int]
-"""What tells an entry from one made later under the same key: inode and ctime of its folder."""
+"""Distinguishes an entry from a later one with the same key: inode and ctime of its folder."""
 
 
 def is_key(text: str) -> bool:
@@ -151,7 +151,7 @@ class Root:
             yield cls(path, folder)
 
     def identity(self, key: str) -> _Identity | None:
-        """Of the entry that is there; ``None`` if there is none."""
+        """The identity of the present entry; ``None`` if there is none."""
         try:
             info = (self.path / key).lstat()
         except FileNotFoundError:
@@ -159,7 +159,7 @@ class Root:
         return info.st_ino, info.st_ctime_ns
 
     def stored(self) -> list[tuple[float, str, int]]:
-        """Of each entry: when it was last used, key and bytes; the most recently used last."""
+        """For each entry: time of last use, key and bytes; the most recently used last."""
         stored = []
         for match in self._names(_KEY):
             folder = self.path / match[0]
@@ -274,7 +274,7 @@ class Cache:
 
     Attributes:
         folder: ROOT, absolute; may be missing until an entry is made.
-        limit_bytes: Of the disk, above which unused entries are removed.
+        limit_bytes: Disk space above which unused entries are removed.
     """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
@@ -485,7 +485,7 @@ class Cache:
 
         Args:
             root: Where it lies.
-            key: Of the entry.
+            key: The entry's key.
             damaged: The entry that is known to be damaged. It is not looked at again: that would read all of
                 its files, under a lock that keeps others from making it anew.
         """

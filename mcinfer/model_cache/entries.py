@@ -47,7 +47,7 @@ class UnsoundEntryError(McinferError):
 
 
 class CacheUnusableError(McinferError):
-    """The cache cannot be used, so the model is to be loaded the plain way; says why."""
+    """The cache cannot be used, so the model is loaded without it; says why."""
 
 
 _Record = dict[str, Any]
@@ -284,7 +284,7 @@ class Held:
         """Hold an entry through descriptors that another process has sent.
 
         Args:
-            folder_fd: Of the entry's folder.
+            folder_fd: Descriptor of the entry's folder.
             lock_fd: A copy of the sender's `lock`. Both are this object's, and closed if there is none.
 
         Raises:
@@ -439,7 +439,7 @@ def take_lock(folder: Path, kind: int) -> int | None:
     """Lock an entry, without waiting.
 
     Args:
-        folder: Of the entry, which need not be there.
+        folder: The entry's folder, which need not exist.
         kind: `fcntl.LOCK_SH` to use it, `fcntl.LOCK_EX` to make or remove it.
 
     Returns:

@@ -278,7 +278,7 @@ class Initializer:
         name: As in the model.
         onnx_type: Its element type's number in ONNX (`TensorProto.DataType`).
         shape: Empty for a scalar.
-        location: Of its elements if they lie in another file.
+        location: Place of its elements if they lie in another file.
     """
 
     name: str
@@ -306,8 +306,8 @@ class OnnxFile:
         initializers: Those of the main graph, by name; sparse ones are not among them.
         constants: How many other tensors there are: of nodes (Constant), subgraphs, functions; of sparse
             ones both.
-        weight_bytes: Of the elements of all tensors.
-        external_bytes: Of them, those that lie in other files.
+        weight_bytes: Bytes of the elements of all tensors.
+        external_bytes: The part of `weight_bytes` that lies in other files.
         places: Where those lie, as written in the file. Tensors anywhere in the model count: in subgraphs,
             attributes and functions too.
         operators: How many nodes there are by domain and type: subgraphs and functions count once each,
@@ -496,7 +496,7 @@ def added_inputs(model: OnnxFile, names: Sequence[str]) -> bytes:
 
     Args:
         model: What `scan` found in the file.
-        names: Of initialisers of the main graph, each once.
+        names: Names of initialisers of the main graph, each once.
 
     Returns:
         A `ModelProto` with a graph of these inputs only; nothing if they are inputs already.

@@ -22,7 +22,7 @@ from mcinfer.model_cache.entries import opened_root
 from mcinfer.model_cache.keys import write_atomically
 
 _VERSION = 1
-"""Of the record's form, and of how it is learned: one more when either changes."""
+"""Version of the record's form and of the learning: increase it when either changes."""
 
 _MAX_BYTES = 1 << 20
 
@@ -36,7 +36,7 @@ class SplitRecord:
     """The record of one model, run by one engine, for one set of axes that the user says.
 
     Args:
-        identity: The model's, as a worker says it; empty for one that cannot be told from others.
+        identity: The model's, from a worker; empty for a model that cannot be identified.
         about: What else it depends on, as JSON can say it.
     """
 

@@ -87,11 +87,11 @@ Pair = tuple[tuple[Inputs, "Future[Arrays]"], tuple[Inputs, "Future[Arrays]"]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joint:
-    """What a comparison tells of one output.
+    """What a comparison shows about one output.
 
     Attributes:
-        kind: ``"axis"``, ``"same"``, ``"unclear"`` (this request does not show it), or ``"mixed"``: it is put
-            together from the pieces in no way.
+        kind: ``"axis"``, ``"same"``, ``"unclear"`` (this request does not show it), or ``"mixed"``: the
+            pieces do not join to the whole.
         axis: Where it joins.
         rank: How many dimensions the whole has.
         size: What it has along that axis for each row, where all pieces have the same; 0 where they do not.
@@ -629,7 +629,7 @@ class Splitter:
         return joints
 
     def _unsure(self, axes: Axes, alike: Sequence[str]) -> list[str]:
-        """Of inputs whose pieces are equal, those that nothing else says to belong to the batch."""
+        """The inputs with equal pieces for which no other evidence says that they belong to the batch."""
         symbols = {
             spec.shape[axis]
             for spec in self._model.inputs
@@ -673,11 +673,11 @@ class Splitter:
 
 
 class _Trial(ABC):
-    """One batch, whole and in pieces: which of both there is, and how the other is to be had.
+    """One batch, whole and in pieces: which of both is present, and how to get the other.
 
     Attributes:
-        shapes: Of the inputs that hypotheses are made for.
-        least_rows: That these are to have.
+        shapes: Shapes of the inputs for which to make hypotheses.
+        least_rows: Least rows of these inputs.
     """
 
     shapes: tuple[Shape, ...]
@@ -689,7 +689,7 @@ class _Trial(ABC):
 
     @abstractmethod
     def rows(self, axes: Axes) -> tuple[int, ...]:
-        """Of each piece."""
+        """The rows of each piece."""
 
     @abstractmethod
     def parts(self, axes: Axes) -> "Sequence[Inputs]":

@@ -34,7 +34,7 @@ class WaitingThreads:
         self._pid = os.getpid()
 
     def submit(self, call: Callable[[], _T]) -> "Future[_T]":
-        """Have a thread make this call; a future of what it returns or raises. After `close`, this one."""
+        """Make this call in a thread, after `close` in this one; return a future of its result or error."""
         future: Future[_T] = Future()
 
         def run() -> None:

@@ -37,7 +37,7 @@ class WeightVersion:
 
     Attributes:
         number: 0 is the model's own weights, none replaced.
-        oldest: Of the versions that requests could still run with when this one came up, the lowest.
+        oldest: The lowest version that requests could still run with when this one was made.
         tensors: Where each lies, by name.
         slots: The memory of each, by name.
         blocks: Numbers of the blocks that they lie in.

@@ -28,7 +28,7 @@ class Delivery:
     """The queue and its thread. Any thread may call any method; none waits but `wait`.
 
     Attributes:
-        ident: Of the thread, once it runs.
+        ident: The thread's identifier, once it runs.
     """
 
     def __init__(self) -> None:

@@ -63,7 +63,7 @@ _PACKET_DONT_WAIT = int(socket.MSG_DONTWAIT)
 _NO_SIGNAL = int(socket.MSG_NOSIGNAL)  # a program may have SIGPIPE end it
 
 _PACKET_BYTES = 1 << 16
-"""Of a message that one packet holds: well below what any system's SO_SNDBUF allows."""
+"""Largest message for one packet: well below what any system's SO_SNDBUF allows."""
 
 _BUFFER_BYTES = 1 << 20
 """Asked for as SO_SNDBUF; the system may give less (net.core.wmem_max, by default 208 KiB)."""
@@ -75,7 +75,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class SendError(OSError):
-    """The peer is gone, or does not take what it is sent."""
+    """The peer is gone, or does not accept messages."""
 
 
 class MasterTransport(ABC):
@@ -312,7 +312,7 @@ class ZeroMQWorker(WorkerTransport):
         self._give_up_handle()
 
     def _give_up_handle(self) -> None:
-        """It is connected: whatever runs in this process from now on cannot connect once more."""
+        """Close the handle after the connection, so that no code in this process can connect again."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
@@ -378,7 +378,7 @@ class _Packets:
 def _contents(fd: int) -> bytes:
     """What a memfd holds that no process can change any more; nothing if it is none, or too large.
 
-    A pipe, or a file of a slow file system, would hold up who reads it.
+    A pipe, or a file of a slow file system, would block the reader.
     """
     with suppress(OSError):
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS:

@@ -47,7 +47,7 @@ class KillWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpStacks:
-    """The worker hangs and will be killed: have it write where it is, if it still can."""
+    """The worker hangs and will be killed: make it write its stacks first, if it still can."""
 
     worker: int
 

@@ -28,7 +28,7 @@ class Joinable:
 
     Attributes:
         key: Shards of the same key fit each other.
-        rows: Of the batch that the joined run will have, how many are this one's.
+        rows: Rows that this shard adds to the batch of the joined run.
         due: When it goes at the latest, alone if need be.
     """
 

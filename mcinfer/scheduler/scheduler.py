@@ -105,7 +105,7 @@ class Tally:
     __slots__ = ("_bounds", "_counts", "_total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """Of these upper bounds, ascending."""
+        """Make a histogram with these upper bounds, ascending."""
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(self._bounds) + 1)
         self._total = 0.0
@@ -130,18 +130,18 @@ class Entry:
         queued: When it was accepted.
         timeout: Seconds that the caller gave it from the call on.
         deadline: When these are over.
-        rows: Of each shard.
+        rows: Rows of each shard.
         size: Bytes of its tensors.
         answered: By shard, whether its reply came.
-        attempts: By shard, how often a worker was given it.
+        attempts: By shard, how often a worker got it.
         unanswered: Shards without a reply.
         deaths: By shard, the stories of the workers that died on it, where some did, or may have.
         late: By shard, how many workers still have it that it was taken from.
         closed: When it was answered.
         settled: Whether it was answered.
-        begun: Whether a worker was given any of it.
+        begun: Whether a worker got any shard of it.
         outstanding: Shards that a worker has, which may be writing to the request's memory.
-        runs: Of the shards that were answered, where that is traced.
+        runs: The runs of answered shards, if the request is traced.
     """
 
     number: int
@@ -168,13 +168,13 @@ class RequestTable:
 
     Attributes:
         accepted: Requests so far: always the sum of the four counts after it.
-        succeeded: Of them, answered with a result.
-        failed: Of them, answered with an error.
-        cancelled: Of them, cancelled.
-        in_flight: Of them, open.
-        in_flight_bytes: Of their tensors.
-        not_begun: Of them, those of which no worker was given anything yet.
-        latency: Seconds from a call to its answer, where that was a result.
+        succeeded: Requests answered with a result.
+        failed: Requests answered with an error.
+        cancelled: Requests that were cancelled.
+        in_flight: Open requests.
+        in_flight_bytes: Bytes of their tensors.
+        not_begun: Open requests of which no worker has got a shard yet.
+        latency: Seconds from a call to its answer, for results.
         queue: The shards that wait for a worker.
         entries: By number, the requests in the book.
     """
@@ -920,7 +920,7 @@ class Scheduler:
         """Queue the members of a run again, each by itself and before others.
 
         Args:
-            run: That ended without an answer.
+            run: The run, which ended without an answer.
             suspect: Whether a worker may have died of it: then nothing is to wait behind it.
         """
         if run.late:

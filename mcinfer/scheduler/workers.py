@@ -88,16 +88,16 @@ class Worker:
         began: When that one began, as far as can be known.
         usual_seconds: How long its runs take.
         capacity: How many runs it may have at a time.
-        alone: Whether nothing is to be put behind what it has.
+        alone: Whether to put no runs behind those that it has.
         ready_by: When it must have its model.
-        latest: When it must have it, whatever progress it reports.
+        latest: When it must have the model, even if it reports progress.
         progress: What it reported last: seconds and bytes.
-        kill_at: When it is ended unless it has done what it was asked for.
+        kill_at: When to kill it unless it has done its task by then.
         doomed: It will be killed, or was; messages that it sent before may still come.
         restart_at: When it is to be started again.
         spent: Its budget of starts is spent, and no probe, a start past the budget, has had the model yet.
         trial_end: Until when a death makes it spent at once: a probe of it has just had the model.
-        retiring: It is to end when it has answered what it has, and to be started again.
+        retiring: Whether it will end after its last answer, to be started again.
         starts: When it was started again of need, within the policy's window.
         answers: What this process of it has answered.
     """
@@ -137,7 +137,7 @@ class Worker:
 
     @property
     def state(self) -> WorkerState:
-        """Of its conversation."""
+        """The state of its conversation."""
         return self.conversation.state
 
     @property
@@ -378,7 +378,7 @@ class WorkerLives:
         return KillWorker(worker=w.index)
 
     def end_when_idle(self, w: Worker, now: float, seconds: float) -> list[Action]:
-        """Tell a worker to end when it has answered what it has, within so many seconds."""
+        """Ask a worker to end after its last answer, within so many seconds."""
         w.kill_at = now + seconds
         return [w.send(Exit())]
 
@@ -403,7 +403,7 @@ class WorkerLives:
         return []
 
     def _give_up_waiting(self, w: Worker, reason: str, now: float) -> list[Action]:
-        """It hangs: first its stacks, then its end, whatever it says in between."""
+        """End a worker that hangs: get its stacks, then kill it, even if it answers in between."""
         w.doomed = True
         w.last_error = reason
         w.kill_at = now + STACKS_SECONDS
@@ -552,7 +552,7 @@ class WorkerLives:
         return [] if self._asked_for else [WorkersRestarted()]
 
     def hasten_close(self, now: float, seconds: float) -> None:
-        """Of what `close` gave workers, leave them no more than so many seconds."""
+        """Shorten the time that `close` gave the workers to at most so many seconds."""
         for w in self.workers:
             if w.state is not WorkerState.GONE:
                 w.kill_at = min(now + seconds, math.inf if w.kill_at is None else w.kill_at)

@@ -60,7 +60,7 @@ class Slot:
 
 
 class _Ticket(weakref.ref["Array[c_char]"]):
-    """Notices the death of a slot's memory, and knows where it lay."""
+    """Notices the end of a slot's memory, and knows the slot's place."""
 
     __slots__ = ("block", "generation", "offset", "space")
 
@@ -177,7 +177,7 @@ class Arena:
         return self.allocate_all([size])[0]
 
     def allocate_all(self, sizes: Sequence[int]) -> list[Slot]:
-        """Slots of at least so many bytes; their content is whatever was there before.
+        """Slots of at least so many bytes; their content is undefined.
 
         All or none: two requests that each held a part and waited for the rest would wait for ever.
 

@@ -109,7 +109,7 @@ class Block:
 
         Args:
             memory: Where to; as many bytes are copied as it has.
-            offset: Of the first byte in the block.
+            offset: Position of the first byte in the block.
 
         Raises:
             ValueError: They do not lie in the block.
@@ -126,7 +126,7 @@ class Block:
             memory, offset = memory[count:], offset + count
 
     def __del__(self) -> None:
-        """Close it: a block of a worker's goes with the last reference to what it answered."""
+        """Close it: a worker's block ends with the last reference to its answer."""
         self.close()
 
     def close(self) -> None:

@@ -121,5 +121,5 @@ class WakeUp:
             os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
-        """Make it unreadable; called by who saw it readable."""
+        """Make it unreadable; the thread that saw it readable calls this."""
         os.eventfd_read(self.fd)

@@ -17,7 +17,7 @@ from mcinfer.shm.descriptors import close_all, receive, send
 _HEADER = struct.Struct("<qQ")  # block number, size in bytes
 _GREETING_BYTES = 1 << 20
 _MAX_EARLY = 4
-"""Blocks that are kept although nobody has asked for them yet: each holds a descriptor."""
+"""Most blocks that are kept before a message names them: each holds a descriptor."""
 
 
 class Lifeline:
@@ -115,7 +115,7 @@ class Lifeline:
         return other, size, fds[0]
 
     def close(self) -> None:
-        """Give the socket up, and descriptors that nobody asked for."""
+        """Close the socket, and the descriptors that were not taken."""
         for _, fd in self._received.values():
             os.close(fd)
         self._received.clear()

@@ -112,7 +112,7 @@ class _Listener:
         """Listen; no process is answered before `start`.
 
         Args:
-            descriptors: To hand over. They are this object's from now on, whatever comes.
+            descriptors: Descriptors to pass on. This object owns them from now on, even if this call fails.
             allowed: Start times of the processes that may map, by pid, since pids are used again. Borrowed;
                 another thread may change it.
 
@@ -143,7 +143,7 @@ class _Listener:
             raise
 
     def start(self) -> None:
-        """Start answering. Apart from the rest, so that who owns this can see to its end first."""
+        """Start answering. This is a separate call, so that the owner can arrange `close` first."""
         try:
             self._thread.start()
         except BaseException:
@@ -328,7 +328,7 @@ def _admit(allowed: dict[int, int], pid: int) -> None:
     try:
         os.close(os.pidfd_open(pid))
     except (ProcessLookupError, OverflowError):
-        pass  # `start_time` tells that there is none
+        pass  # `start_time` shows that there is none
     except OSError as exc:
         if exc.errno != errno.EINVAL:
             raise
@@ -418,7 +418,7 @@ def _ask(handle: int, timeout: float) -> tuple[bytes, list[int]]:
         connection.setblocking(False)
         try:
             _connect(connection, handle, deadline)
-            # Abstract names belong to nobody: that of a dead owner can be taken by any user.
+            # Abstract names have no owner: any user can take that of a process that has ended.
             pid, uid = _peer_credentials(connection)
             owner += f" (pid {pid})" if pid else ""
             if uid != os.geteuid():

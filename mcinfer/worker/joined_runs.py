@@ -81,8 +81,8 @@ class JoinedRuns:
         Args:
             members: The requests' tensors.
             axes: The batch's axis in each input and output.
-            weights: To run with in the place of the model's own.
-            version: What tells these weights from others.
+            weights: Weights to use in place of the model's own.
+            version: Identifies these weights.
 
         Raises:
             ProtocolError: Their tensors do not fit together.
