@@ -947,7 +947,7 @@ class Loop:
                 process.reap()
 
     def _tear_down(self) -> None:
-        """After the last worker's end, close sockets, descriptors and the folder, even if one of these fails."""
+        """Close sockets, descriptors and the folder at the end, even if one of these fails."""
         self.finished = True
         self.serving = 0
         with ExitStack() as last:  # what was entered last comes first
