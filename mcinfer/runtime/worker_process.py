@@ -47,7 +47,7 @@ class WorkerProcess:
         hello_token: What it must show in HELLO.
         build_token: What the master must show it in BUILD.
         peer: The transport's name for it, after its HELLO.
-        attached: Numbers of the blocks that it has mapped.
+        attached: Numbers of the blocks that it was sent.
         weights: Versions of the weights that it knows.
         outlawed: Whether it broke the protocol: no more messages from it are read.
     """
