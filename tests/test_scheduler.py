@@ -840,6 +840,20 @@ def test_late_runs_go_first_and_in_their_order_and_their_worker_is_given_nothing
     assert [request for request, _ in order] == [12, 14, 16, 20]
 
 
+def test_of_workers_with_as_many_runs_the_one_that_began_first_is_given_the_next() -> None:
+    """It is likely to be free first: requests wait as they would in one line for both."""
+    pool = ready_pool(2)
+    for worker in (0, 1):
+        ask(pool, 0.0, worker)
+    for worker in (0, 1):
+        pool.handle_message(0.001, worker, reply(worker, seconds=0.001))
+    assert pool.assign(1.0, 10, (1,), 1.0, 10.0, 0) == [pool._workers[0]]
+    assert pool.assign(1.001, 11, (1,), 1.001, 10.0, 0) == [pool._workers[1]]
+    pool.handle_message(1.001, 0, reply(10, seconds=0.001))
+    assert pool.assign(1.0015, 12, (1,), 1.0015, 10.0, 0) == [pool._workers[0]]
+    assert pool.assign(1.0016, 13, (1,), 1.0016, 10.0, 0) == [pool._workers[1]]
+
+
 def test_cancel_of_a_late_run_that_hits_the_next_run_of_the_shard_does_not_fail_it() -> None:
     pool = pool_of_short_runs()
     ask(pool, 1.0, 10, 11)
