@@ -31,7 +31,7 @@ class Device:
         """Read ``"cpu:0"`` or ``"cuda:1"``.
 
         Raises:
-            InvalidInputError: The text is not of that form.
+            InvalidInputError: The text does not have this form.
         """
         match = _DEVICE.fullmatch(text) if isinstance(text, str) else None
         if match is None:
@@ -45,10 +45,10 @@ class Device:
 
 
 def automatic_workers(cores: int) -> int:
-    """How many CPU workers to start when nobody says: two up to 16 cores, then one per 8.
+    """The default number of CPU workers: two up to 16 cores, then one per 8.
 
-    The rule of MindSpore Lite's parallel runner (threads = cores / 2 up to 16 cores, else 8;
-    workers = cores / threads), so that programs that come from there see the same pool.
+    MindSpore Lite's parallel runner has the same rule (threads = cores / 2 up to 16 cores, else 8; workers
+    = cores / threads), so programs that come from there get the same pool.
     """
     threads = max(1, cores // 2) if cores <= 16 else 8
     return max(1, cores // threads)
@@ -57,13 +57,13 @@ def automatic_workers(cores: int) -> int:
 def parse_devices(
     devices: int | str | Sequence[int | str] | None, cores: int
 ) -> tuple[Device, ...]:
-    """The devices that the user asked for.
+    """The devices of a pool.
 
     Args:
         devices: A number of devices of the default kind; a sequence of device names, or of numbers of
-            devices of the default kind; one name; ``"cpu"`` or ``None`` for all of the CPU in as many shares
+            devices of the default kind; one name; ``"cpu"`` or ``None`` for the whole CPU in as many shares
             as `automatic_workers` says.
-        cores: How many cores this process may use, or fewer under a CPU quota
+        cores: Number of cores that this process may use, or fewer under a CPU quota
             (`mcinfer.machine.whole_cpus`).
 
     Raises:
@@ -94,9 +94,9 @@ class CoreShare:
     """The cores that one worker is pinned to.
 
     Attributes:
-        cores: Operating-system core numbers; none for a worker that is not pinned.
-        shared: Whether another worker of the pool is pinned to one of them as well.
-        threads: Of one run, where a CPU quota allows fewer than there are cores; None for as many as cores.
+        cores: Core numbers of the operating system; empty for a worker that is not pinned.
+        shared: Whether another worker of the pool is pinned to one of these cores too.
+        threads: Threads of one run, if a CPU quota allows fewer than there are cores; None is one per core.
     """
 
     cores: tuple[int, ...]
@@ -110,26 +110,26 @@ def share_cores(
     chosen: Sequence[Sequence[int]] | None = None,
     cpus: int | None = None,
 ) -> dict[int, CoreShare | InvalidInputError]:
-    """Share the usable cores out over the CPU devices of a pool.
+    """Distribute the usable cores over the CPU devices of a pool.
 
-    ``cpu:i`` is the i-th of n equal shares, where n is the number of different CPU devices in the
-    pool, or more where an index asks for more. An index that is neither below the number
-    of CPU devices listed nor below the number of cores names a device that does not exist.
+    ``cpu:i`` is the i-th of n equal shares. n is the number of different CPU devices in the pool, or more
+    if an index needs it. A device does not exist if its index is at least the number of CPU devices listed
+    and at least the number of cores.
 
-    A CPU quota is dealt out as threads, as evenly as the cores are. The cores are all dealt out whatever the
-    quota is: it limits time and not place, and containers of one host that all kept to the first few cores
-    would be in each other's way while the others idle.
+    A CPU quota is distributed as threads, as evenly as the cores. All cores are distributed whatever the
+    quota is: a quota limits time, not place. If all containers of a host used only its first few cores,
+    these would be overloaded while the others idle.
 
     Args:
         devices: The devices of the pool, one per worker.
-        cores: The cores this process may use, in ascending order.
-        chosen: By worker index, the cores that it is to have in the place of a share.
-        cpus: How many threads a CPU quota lets run all the time (`mcinfer.machine.whole_cpus`); None, or as
-            many as there are cores, is no limit.
+        cores: The cores that this process may use, in ascending order.
+        chosen: By worker index, the cores to use in place of a share.
+        cpus: How many threads a CPU quota lets run all the time (`mcinfer.machine.whole_cpus`); None, or at
+            least the number of cores, is no limit.
 
     Returns:
-        By worker index, for the workers on a CPU, or for all where cores were chosen: the share, or
-        why there is none.
+        By worker index, for CPU workers, or for all workers if cores were chosen: the share, or the error
+            that says why there is none.
     """
     quota = None if cpus is None or cpus >= len(cores) else cpus
     if chosen is not None:
@@ -159,12 +159,12 @@ def share_cores(
 
 
 def _dealt(things: int, start: int, stop: int, parts: int) -> tuple[int, int]:
-    """Where those things begin and end that fall to the parts from `start` to `stop`, dealt out evenly."""
+    """Start and stop of the things that the parts from `start` to `stop` get, in an even distribution."""
     return start * things // parts, stop * things // parts
 
 
 def _threads(cores: int, quota: int | None, parts: tuple[int, int, int]) -> int | None:
-    """The threads of a worker with so many cores: what falls to its parts of the quota, at least 1."""
+    """The threads of a worker with so many cores: its parts of the quota, at least 1."""
     if quota is None:
         return None
     start, stop = _dealt(quota, *parts)
@@ -185,7 +185,7 @@ def _chosen_share(
     absent = [core for core in chosen[worker] if core not in cores]
     if absent:
         return InvalidInputError(f"cores: got {absent}, expected some of {[*cores]}")
-    # One core of those chosen is one part, whoever else has it as well.
+    # Each chosen core is one part, even if other workers have it too.
     mine, first = len(chosen[worker]), sum(map(len, chosen[:worker]))
     parts = (first, first + mine, len({core for item in chosen for core in item}))
     return CoreShare(
@@ -196,7 +196,7 @@ def _chosen_share(
 def _mark_shared(
     shares: dict[int, CoreShare | InvalidInputError],
 ) -> dict[int, CoreShare | InvalidInputError]:
-    """Say of each share whether another one has one of its cores as well."""
+    """Set `shared` in each share that has a core in common with another one."""
     pinned = Counter(core for s in shares.values() if isinstance(s, CoreShare) for core in s.cores)
     return {
         worker: replace(share, shared=any(pinned[core] > 1 for core in share.cores))
@@ -218,7 +218,7 @@ def check_seconds(name: str, value: float) -> None:
 
 
 def check_count(name: str, value: int, least: int) -> None:
-    """Raise `InvalidInputError` unless the value is an int of at least so many."""
+    """Raise `InvalidInputError` unless the value is an int of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MAX_COUNT:
         raise InvalidInputError(f"{name}: got {value!r}, expected an int of at least {least}")
 
@@ -242,24 +242,23 @@ def _check_cores(cores: object) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """What the engine is asked for when it loads a model.
+    """Options of the engine for loading and running a model.
 
     Attributes:
-        threads: Threads of one run; ``None`` is as many as the worker has cores, or as its part of a CPU
-            quota allows.
-        inter_op_threads: Threads that run operators of one run side by side; ``None`` runs one operator
+        threads: Threads of one run; ``None`` is as many as the worker has cores, or fewer if its part of a
+            CPU quota does not allow more.
+        inter_op_threads: Threads that run operators of one run in parallel; ``None`` runs one operator
             after another.
-        cores: By worker index, the operating-system cores that it is pinned to, in the place of its share.
-        prepare: Whether a model is prepared once, into a cache folder, so that all workers map one copy of
-            its weights: ``"auto"`` does it where the weights are large enough for that to pay (16 MiB),
-            ``"always"``, ``"never"``. Where it cannot be done the model is loaded as it is. ONNX Runtime on
-            the CPU alone.
+        cores: By worker index, the operating-system cores to pin it to, in place of its share.
+        prepare: Whether to prepare a model once in a cache folder, so that all workers map one copy of its
+            weights: ``"auto"`` (if the weights have at least 16 MiB), ``"always"``, ``"never"``. If
+            preparation is impossible, the model is loaded as it is. Only for ONNX Runtime on the CPU.
         variable_weights: Names of weights (ONNX: initialisers) that `Master.update_weights` may replace.
-            They are not packed beforehand as the engine does with constant ones, so runs may be slower.
-        allow_fallback: Whether a worker may serve on another provider than its device's (ONNX
-            Runtime falls back to the CPU by itself). Off: that is a `BuildError`.
-        session_config: Configuration entries handed to the runtime as they are, text to text
-            (ONNX Runtime: ``SessionOptions.add_session_config_entry``).
+            The engine cannot prepack them as it does constant ones, so runs may be slower.
+        allow_fallback: Whether a worker may use another provider than its device's (ONNX Runtime falls back
+            to the CPU by itself). Without it, this is a `BuildError`.
+        session_config: Configuration entries for the runtime, passed unchanged, text to text (ONNX Runtime:
+            ``SessionOptions.add_session_config_entry``).
         provider_options: Options of the execution provider, text to text.
     """
 
@@ -309,15 +308,15 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """How long to wait, in seconds. `math.inf` waits for ever, and only where you say so.
+    """Time limits in seconds. `math.inf` waits for ever; no default does.
 
     Attributes:
-        start: For a worker to start, import its runtime and load the model; where the model is prepared, from
-            the last progress of that on.
-        predict: For the answer to a request, from the call on, where the call names no other.
-        cancel_grace: For a worker whose request ran out of time to stop it by itself, or to skip one that
-            went to another worker; then the worker is killed and started again.
-        close: For workers to end by themselves in `Master.close`; then they are killed.
+        start: For a worker to start, import its runtime and load the model. While the model is being
+            prepared, each sign of progress starts this time again.
+        predict: For the answer to a request, from the call on, unless the call gives its own time-out.
+        cancel_grace: For a worker to stop a run whose request timed out, or to skip a run that went to
+            another worker. After that the worker is killed and started again.
+        close: For workers to end by themselves in `Master.close`. After that they are killed.
     """
 
     start: float = 300.0
@@ -333,22 +332,22 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """When a worker that died is started again. It always is; this says how soon.
+    """When a worker that died is started again. Restarts never stop; the policy says how soon they come.
 
     Attributes:
         budget: How many restarts one worker gets within `window`, the first at once, the others after
-            `backoff`. A worker that is past its budget is started `backoff_limit` seconds after each death.
-            Its budget is fresh once it is ready and stays so for `backoff_limit` seconds. While all workers
-            are past their budget, requests fail at once.
+            `backoff`. A worker past its budget is started `backoff_limit` seconds after each death. It gets
+            a new budget once it has been ready for `backoff_limit` seconds. While all workers are past
+            their budget, requests fail at once.
         window: Seconds.
-        backoff: Seconds before the second restart within the window, doubled for each further
-            one. The first is at once.
-        backoff_limit: Seconds; the longest wait before a restart, and the wait past the budget (0.1 s at the
-            least).
-        max_requests: After so many requests, or pieces of them, a worker is replaced by a fresh one as
-            `Master.restart_workers` does it, against leaks in a runtime; ``None`` is never.
-        max_memory_bytes: Likewise for a worker whose own memory (resident and not shared, as of proc(5)'s
-            statm) is found above so many bytes; it is looked at once a second.
+        backoff: Seconds before the second restart within the window, doubled for each further one. The
+            first restart is at once.
+        backoff_limit: Seconds; the longest wait before a restart, and the wait past the budget (at least
+            0.1 s).
+        max_requests: After this many requests, or pieces of requests, a worker is replaced by a new one as
+            in `Master.restart_workers`, against leaks in a runtime; ``None`` is never.
+        max_memory_bytes: Replace a worker in the same way when its own memory (resident and not shared, by
+            statm of proc(5)) exceeds this many bytes. mcinfer checks this once a second.
     """
 
     budget: int = 5
@@ -368,7 +367,7 @@ class RestartPolicy:
                 check_count(name, getattr(self, name), 1)
 
     def delay(self, earlier: int) -> float:
-        """Seconds to wait before a restart that `earlier` others within the window preceded."""
+        """Seconds to wait before a restart, after `earlier` others within the window."""
         if earlier == 0:
             return 0.0
         return float(min(self.backoff_limit, self.backoff * 2 ** min(earlier - 1, 60)))
@@ -376,22 +375,22 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How much a master takes on.
+    """Limits on the requests and the memory of a master.
 
     Attributes:
-        queue: Requests accepted and not yet answered, those in a run included.
-        queue_bytes: Bytes of their tensors, inputs and outputs of known shapes; ``None`` is no limit but
-            `memory_bytes`. A request that is larger alone is taken when there is no other.
-        when_queue_full: What a call does when one of these two is reached: ``"raise"`` `QueueFullError`, or
+        queue: Most requests accepted and not yet answered, including those in a run.
+        queue_bytes: Most bytes of their tensors (inputs, and outputs of known shapes); ``None`` is no limit
+            except `memory_bytes`. A single request above the limit is accepted if there is no other.
+        when_queue_full: What a call does at one of these two limits: ``"raise"`` `QueueFullError`, or
             ``"wait"`` for its turn until the call's time-out passes.
-        memory_bytes: Bytes of shared memory for tensors; ``None`` is half of what this machine, or this
-            process's control group, has.
-        when_full: What a call does when that memory is all in use: ``"wait"`` until some is free or
-            the call's time-out passes, or ``"raise"`` `QueueFullError`.
-        worker_memory_bytes: Bytes of memory of its own that a worker may ask the system for
-            (``RLIMIT_DATA`` of getrlimit(2)); past it an allocation fails, and with it the build or the run,
-            in the place of the machine. ``None`` is all that the machine or the control group has for a
-            worker on the CPU, and no limit for one on another device, whose driver reserves more.
+        memory_bytes: Bytes of shared memory for tensors; ``None`` is half the memory of this machine, or of
+            this process's control group.
+        when_full: What a call does when all of that memory is in use: ``"wait"`` until some is free or the
+            call's time-out passes, or ``"raise"`` `QueueFullError`.
+        worker_memory_bytes: Most bytes of its own memory that a worker may allocate (``RLIMIT_DATA`` of
+            getrlimit(2)). An allocation above the limit fails, and with it the build or the run, before the
+            machine runs out of memory. ``None`` is all memory of the machine or the control group for a CPU
+            worker. For other devices, whose drivers reserve more, ``None`` is no limit.
     """
 
     queue: int = 10_000

@@ -3,18 +3,18 @@
 ::
 
     McinferError
-    ├── InvalidInputError (ValueError)        what you gave does not fit; nothing was sent
-    ├── EngineError (RuntimeError)            the inference runtime said no
-    │   ├── BuildError                        a model could not be made ready on a device
-    │   │   └── ModelNotFoundError (FileNotFoundError)  there is no such file
-    │   └── PredictError                      a run failed; the worker lives on
+    ├── InvalidInputError (ValueError)        an argument does not fit; nothing was sent
+    ├── EngineError (RuntimeError)            the inference runtime refused or failed
+    │   ├── BuildError                        a model could not be loaded on a device
+    │   │   └── ModelNotFoundError (FileNotFoundError)  the model's file does not exist
+    │   └── PredictError                      a run failed; the worker continues
     ├── WorkerDiedError (RuntimeError)        a worker process ended by itself or was killed
     ├── PredictTimeoutError (TimeoutError)    a deadline passed
     ├── ReadyTimeoutError (TimeoutError)      the workers were not all ready in time
     ├── QueueFullError (RuntimeError)         a limit on queued requests or memory was reached
     ├── ClosedError (RuntimeError)            you closed it, or never started it
-    ├── ProtocolError (RuntimeError)          a message that should not be: a bug or an intruder
-    ├── WeightAccessError (PermissionError)   shared weights were refused to a process
+    ├── ProtocolError (RuntimeError)          a message that is not allowed: a bug or an intruder
+    ├── WeightAccessError (PermissionError)   a process has no access to shared weights
     └── MissingDependencyError (ImportError)  an optional package is missing; says which
 """
 
@@ -24,11 +24,11 @@ class McinferError(Exception):
 
 
 class InvalidInputError(McinferError, ValueError):
-    """An argument does not fit: it names the argument, what came and what was expected."""
+    """An argument does not fit: names the argument, what came and what was expected."""
 
 
 class EngineError(McinferError, RuntimeError):
-    """The inference runtime refused or failed; the text holds the runtime's own words."""
+    """The inference runtime refused or failed; the text includes the runtime's message."""
 
 
 class BuildError(EngineError):
@@ -36,15 +36,15 @@ class BuildError(EngineError):
 
 
 class ModelNotFoundError(BuildError, FileNotFoundError):
-    """There is no file at the model's path; no worker was started."""
+    """The model's path has no file; no worker was started."""
 
 
 class PredictError(EngineError):
-    """A run raised inside the runtime. Only this request fails; the worker lives on."""
+    """A run raised inside the runtime. Only this request fails; the worker continues."""
 
 
 class WorkerDiedError(McinferError, RuntimeError):
-    """Workers died and the request could not be given to another one, or no worker serves for now.
+    """Workers died and no other one could run the request, or no worker serves at present.
 
     Names the index, device, pid and exit code or signal of each worker that died.
     """
@@ -55,11 +55,11 @@ class PredictTimeoutError(McinferError, TimeoutError):
 
 
 class ReadyTimeoutError(McinferError, TimeoutError):
-    """Not every worker was ready in time; the text says what each of the others was doing."""
+    """Not every worker was ready in time; the text gives the state of each of the others."""
 
 
 class QueueFullError(McinferError, RuntimeError):
-    """Too many requests are queued, or the shared memory for tensors is all in use."""
+    """Too many requests are queued, or all shared memory for tensors is in use."""
 
 
 class ClosedError(McinferError, RuntimeError):
@@ -67,11 +67,11 @@ class ClosedError(McinferError, RuntimeError):
 
 
 class ProtocolError(McinferError, RuntimeError):
-    """A message was malformed or came in a state that does not allow it; nothing was changed."""
+    """A message was malformed, or its state does not allow it; nothing was changed."""
 
 
 class WeightAccessError(McinferError, PermissionError):
-    """A process asked for shared weights that it was not granted."""
+    """A process asked for shared weights without a grant."""
 
 
 class MissingDependencyError(McinferError, ImportError):
@@ -86,15 +86,15 @@ _END_CHARACTERS = 1000
 
 
 def printable(text: object) -> str:
-    """One line of it, with a question mark for each character that is none to be seen.
+    """One line of the text, with a question mark for each character that cannot be printed.
 
-    Escape codes among them, which would have a terminal do things.
+    This includes escape codes, which could control a terminal.
     """
     return "".join(character if character.isprintable() else "?" for character in str(text))
 
 
 def shortened(text: str) -> str:
-    """A text whose middle is left out where it is too long to be read."""
+    """The text, with its middle left out if it is too long to read."""
     if len(text) <= _MAX_CHARACTERS:
         return text
     first = _MAX_CHARACTERS - _END_CHARACTERS
@@ -103,5 +103,5 @@ def shortened(text: str) -> str:
 
 
 def quotable(exc: Exception) -> Exception | None:
-    """An exception, to be the cause of another one; None where its text is too long for a traceback."""
+    """An exception as a cause for another one; None if its text is too long for a traceback."""
     return exc if len(str(exc)) <= _MAX_CHARACTERS else None

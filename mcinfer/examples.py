@@ -4,9 +4,9 @@ from pathlib import Path
 
 
 def encoder() -> Path:
-    """The path of a small image encoder in ONNX form, which the package ships.
+    """The path of a small image encoder in ONNX form, which is part of the package.
 
-    It takes `image`, float32[batch, 3, 32, 32], and gives `embedding`, float32[batch, 64]. Its weights are
-    random, so its answers mean nothing. (``examples/build_encoder.py`` in the source wrote it.)
+    Its input is `image`, float32[batch, 3, 32, 32], its output `embedding`, float32[batch, 64]. Its weights
+    are random, so its answers mean nothing. (``examples/build_encoder.py`` in the source wrote it.)
     """
     return Path(__file__).with_name("encoder.onnx")

@@ -75,9 +75,9 @@ def whole_cpus(root: Path = _ROOT) -> int:
 
 
 def task_limit(root: Path = _ROOT) -> tuple[int, int] | None:
-    """Of the control group with the least room for threads: the most it may have, and how many it has.
+    """The limit and the present number of threads, of the control group with the least room for more.
 
-    None where none sets a limit. See the kernel's documentation of ``pids.max`` (admin-guide/cgroup-v2.rst,
+    None if no group sets a limit. See the kernel's documentation of ``pids.max`` (admin-guide/cgroup-v2.rst,
     admin-guide/cgroup-v1/pids.rst).
     """
     limits = []
@@ -172,8 +172,8 @@ class Gpu:
         index: As in ``cuda:index``.
         uuid: By which ``CUDA_VISIBLE_DEVICES`` may name it.
         name: The driver's.
-        memory_bytes: In all; None where the driver does not say.
-        free_bytes: Of it, in use by nobody; likewise.
+        memory_bytes: All memory; None if the driver does not say.
+        free_bytes: Unused memory; None if the driver does not say.
     """
 
     index: int

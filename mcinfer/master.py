@@ -72,51 +72,52 @@ _CHECK_FACTOR = 10.0
 
 @runtime_checkable
 class SerializableModel(Protocol):
-    """A model as `onnx.ModelProto` is one."""
+    """A model with a method `SerializeToString`, such as `onnx.ModelProto`."""
 
     def SerializeToString(self) -> bytes:  # noqa: N802 as protocol buffers name it
-        """The model as a file has it."""
+        """The bytes of the model's file."""
 
 
 class Master:
     """One model on several devices: a worker process for each, one batch split over them.
 
     Use it in a ``with`` statement, or call `start` and `close`. Any number of threads may call its methods
-    at once. What is not closed is closed at interpreter exit, and when the master is garbage.
+    at once. An open master closes at interpreter exit, and when it is garbage-collected.
 
     Args:
-        model: Path of the model; or an ONNX model itself, as bytes or `onnx.ModelProto`, which is kept in a
-            file of this user's in the temporary folder until the master is closed.
-        devices: How many, or which: ``2``, ``["cpu:0", "cpu:1"]``, ``[0, 1]``, ``"cuda:0"``. ``"cpu:i"`` of n
-            is the i-th equal share of the cores that this process may use; its worker is pinned to them.
-            Under a CPU quota, as containers have, it is given as many threads as its part of that allows.
-            ``"cpu"`` or None: all of the CPU, in as many shares as `mcinfer.config.automatic_workers` says.
-        engine: ``"onnxruntime"``; ``"mindspore"`` and ``"mindspore_lite"`` for MindIR models, where these
+        model: Path of the model; or the ONNX model itself, as bytes or `onnx.ModelProto`. The master keeps
+            such a model in a private file in the temporary folder until it is closed.
+        devices: How many, or which: ``2``, ``["cpu:0", "cpu:1"]``, ``[0, 1]``, ``"cuda:0"``. ``"cpu:i"`` of
+            n is the i-th equal share of the cores that this process may use; its worker is pinned to these
+            cores. Under a CPU quota, as in containers, each worker gets as many threads as its part of the
+            quota allows. ``"cpu"`` or None: the whole CPU, in as many shares as
+            `mcinfer.config.automatic_workers` says.
+        engine: ``"onnxruntime"``; ``"mindspore"`` and ``"mindspore_lite"`` for MindIR models, if these
             packages are installed; ``"fake"`` is for tests.
-        options: What the engine is asked for.
-        timeouts: How long to wait for what.
+        options: Options of the engine.
+        timeouts: Time limits of starts, requests and `close`.
         restart: When a worker that died is started again.
-        limits: How much is taken on.
-        max_batch_size: Rows of one run of the engine that requests of `submit` may be joined to (dynamic
-            batching); 1 is off. Joined are requests that agree in all but the batch's size, where the
-            model's batch is symbolic and every output has it; one that fails never spoils the others.
-        max_delay: Seconds that a request may wait for others to join it while a worker is free.
-        trace: Called with a `RequestTrace` after each request that was queued, in a thread of mcinfer's
-            own, one after another: it should be quick.
-        batch_axes: By input name, the axis along which a batch is split, or None for an input that goes to
-            every worker whole. Inputs that are not named are left to the model's symbols and to `verify`.
-        output_axes: By output name, the axis along which its parts are joined, or None for one that is the
-            same from every worker.
-        verify: What is believed of the split. ``"first"``: the first request that can show it runs whole on
-            one worker, which is its answer, and in pieces beside; what that shows is recorded in the cache
-            (see `split`). ``"always"``: every request is compared, which takes twice the work.
-            ``"never"``: what the arguments and the model's symbols say is believed, and nothing is learned.
-        transport: What messages to and from workers go by; tensors lie in shared memory with either.
-            ``"zeromq"``: one socket for all workers. ``"socketpair"``: a pair of Unix sockets for each,
-            without the threads of ZeroMQ between.
+        limits: Limits on requests and memory.
+        max_batch_size: Most rows of one run that joins requests of `submit` (dynamic batching); 1 is off.
+            Requests can be joined if they differ only in the batch's size, the model's batch is symbolic
+            and every output has it. A request that fails never spoils the others.
+        max_delay: Seconds that a request may wait for others to join while a worker is free.
+        trace: Called with a `RequestTrace` after each queued request, in a thread of mcinfer's own, one
+            call at a time. It should be quick.
+        batch_axes: By input name, the axis along which to split a batch, or None for an input that goes to
+            every worker whole. The model's symbols and `verify` decide about inputs that are not named.
+        output_axes: By output name, the axis along which to join its parts, or None for an output that is
+            the same from every worker.
+        verify: How much of the split to check. ``"first"``: the first request that can show the split runs
+            whole on one worker, which gives its answer, and also in pieces; the cache records the result
+            (see `split`). ``"always"``: every request is compared, which takes twice the work. ``"never"``:
+            nothing is checked or learned; the arguments and the model's symbols decide.
+        transport: What carries messages; tensors lie in shared memory with both. ``"zeromq"``: one socket
+            for all workers. ``"socketpair"``: a pair of Unix sockets for each worker, without ZeroMQ's
+            threads.
 
     Raises:
-        InvalidInputError: An argument does not fit.
+        InvalidInputError: An argument is invalid.
         BuildError: The system has no descriptor left.
     """
 
@@ -257,15 +258,15 @@ class Master:
     # Life.
 
     def start(self) -> Self:
-        """Start every worker and load the model in all of them at once; returns when all are ready.
+        """Start every worker and load the model in all of them at once; return when all are ready.
 
         Raises:
-            BuildError: One or more workers could not; says which, with the engine's own words. No
-                process is left behind.
-            ModelNotFoundError: There is no such file.
-            MissingDependencyError: The runtime is not installed, or a package for an element type that NumPy
-                lacks; says what to install.
-            ClosedError: It was closed, or was started before.
+            BuildError: One or more workers failed; names them, with the engine's message. No process is
+                left behind.
+            ModelNotFoundError: The file does not exist.
+            MissingDependencyError: The runtime, or a package for an element type that NumPy lacks, is not
+                installed; says what to install.
+            ClosedError: The master is closed, or was started before.
         """
         self._loop.claim_start()
         if self._absent:
@@ -293,7 +294,7 @@ class Master:
         return self
 
     def _keep_given(self, model: bytes) -> None:
-        """Put a model that was given as bytes where workers load it, also those that are started again."""
+        """Write a model that came as bytes to a file; workers load it, also after a restart."""
         folder = os.path.dirname(self._path)
         try:
             os.mkdir(folder, 0o700)
@@ -306,17 +307,17 @@ class Master:
             self._loop.refuse_start(failure)
 
     def close(self, timeout: float | None = None, *, drain: bool = False) -> None:
-        """End all workers. Requests in flight fail with `ClosedError`. May be called again.
+        """End all workers. Requests in flight fail with `ClosedError`. Safe to call again.
 
-        Arrays that were answered or allocated stay valid.
+        Arrays from answers and from `allocate` stay valid.
 
         Args:
             timeout: Seconds for the workers to end by themselves before they are killed; None is
-                `Timeouts.close`. With `drain`, seconds for the requests to be answered; None is as long as
-                their own time-outs are.
-            drain: Whether what was accepted is answered first, meanwhile nothing more is taken
-                (`ClosedError`). What is not answered in time fails with `ClosedError`; after that the workers
-                have `Timeouts.close` to end. Ctrl-C, and another `close`, end the waiting.
+                `Timeouts.close`. With `drain`, seconds for the requests to be answered; None waits as long
+                as their own time-outs.
+            drain: Whether to answer accepted requests first. New requests then fail with `ClosedError`, and
+                so do requests that are not answered in time; after that the workers have `Timeouts.close`
+                to end. Ctrl-C or another `close` ends the wait.
         """
         if timeout is not None:
             check_seconds("timeout", timeout)
@@ -339,11 +340,10 @@ class Master:
     # Health.
 
     def health(self) -> Health:
-        """How the pool is at this moment, and why. It asks no worker: the loop answers, at once.
+        """The present state of the pool, and the reasons. The answer comes at once: it asks no worker.
 
-        A worker that is stopped by a signal, or has ended just now, is known from one that is idle by the
-        state of its process. A run that goes on for too long is one whose request's time is over, so give
-        requests a time-out.
+        For an idle worker, the state of its process shows whether a signal stopped it or it has just ended.
+        Only a request's time-out shows that a run takes too long, so give requests a time-out.
 
         Raises:
             ClosedError: This process was forked from the master's.
@@ -351,7 +351,7 @@ class Master:
         return self._loop.health()
 
     def wait_ready(self, timeout: float | None = None) -> Health:
-        """Wait until every worker serves; those that died are started again without help.
+        """Wait until every worker serves. Workers that died restart by themselves.
 
         Args:
             timeout: Seconds; None is `Timeouts.start`.
@@ -360,33 +360,34 @@ class Master:
             The health, which is ``"ready"``.
 
         Raises:
-            ReadyTimeoutError: Not all did in time; says what the others were doing, and why.
+            ReadyTimeoutError: Not all workers were ready in time; names the others' states and the reasons.
             ClosedError: The master is closed, or was not started.
         """
         return self._loop.wait_ready(self._patience("wait_ready", timeout, 1))
 
     def restart_workers(self, timeout: float | None = None) -> None:
-        """Replace every worker's process by a fresh one, one after another; no request fails by it.
+        """Replace every worker's process by a new one, one after another. No request fails because of this.
 
-        A worker is given nothing more, answers what it has, ends, and is started again; then the next.
-        Requests go on on the others; where there is only one worker they wait for it. Workers that
-        are past their budget are started when it is their turn, without a wait, and with a new budget.
+        A worker gets no new requests, answers those that it has, ends, and is started again; then the next
+        one. The other workers serve meanwhile; with only one worker, requests wait for it. Workers past
+        their restart budget start at their turn without a wait, with a new budget.
 
         Args:
-            timeout: Seconds for all of it; None is `Timeouts.start` for each worker.
+            timeout: Seconds for all workers together; None is `Timeouts.start` for each worker.
 
         Raises:
-            ReadyTimeoutError: Not all were replaced in time; the one that is being replaced still is, the
-                rest stays as it is.
-            WorkerDiedError: A fresh one could not load the model within its budget of starts; likewise. It
-                is started again at the longest back-off, as any other that is past its budget.
+            ReadyTimeoutError: Not all were replaced in time. The current replacement continues; the
+                remaining workers stay as they are.
+            WorkerDiedError: A new process could not load the model within its budget of starts. It is
+                started again at the longest back-off, like any worker past its budget; the remaining
+                workers stay as they are.
             ClosedError: The master is closed, or was not started.
         """
         self._ready()
         self._loop.restart_workers(self._patience("restart_workers", timeout, self._workers))
 
     def _patience(self, call: str, timeout: float | None, workers: int) -> float:
-        """The seconds that a call for workers to be ready may take."""
+        """The time limit, in seconds, of a call that waits for workers to be ready."""
         if not self._loop.may_wait():
             raise McinferError(
                 f"{call}() was called in a future's callback, which runs in the thread that it waits for"
@@ -408,7 +409,7 @@ class Master:
         self.close()
 
     async def __aenter__(self) -> Self:
-        """`start` in a thread, so that the event loop goes on; a task that is cancelled closes it."""
+        """Run `start` in a thread, so that the event loop goes on; cancelling the task closes the master."""
         try:
             return await asyncio.to_thread(self.start)
         except asyncio.CancelledError:
@@ -430,13 +431,17 @@ class Master:
         """The model's inputs, in its order: name, dtype, shape with symbols.
 
         Raises:
-            ClosedError: It was not started.
+            ClosedError: The master was not started.
         """
         return self._spec().inputs
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """The model's outputs, likewise."""
+        """The model's outputs, in its order: name, dtype, shape with symbols.
+
+        Raises:
+            ClosedError: The master was not started.
+        """
         return self._spec().outputs
 
     def _spec(self) -> ModelSpec:
@@ -461,33 +466,34 @@ class Master:
     ) -> Arrays:
         """Run a whole batch, split over all workers, and wait for the joined answer.
 
-        The first request that can show how its batch splits runs whole, on one worker, and again in pieces;
-        both are compared (see `split`). Later requests are split.
+        The first request that can show how its batch splits runs whole on one worker, and again in pieces;
+        both answers are compared (see `split`). Later requests are split.
 
         Args:
-            inputs: Arrays by input name, or in the model's input order. Any layout and byte order;
-                arrays from `allocate` are not copied, and are borrowed until the call returns.
+            inputs: Arrays by input name, or in the model's input order. Any layout and byte order; arrays
+                from `allocate` are not copied, and are borrowed until the call returns.
             timeout: Seconds until `PredictTimeoutError`; None is `Timeouts.predict`.
-            batch_axes: As in `Master`, for this call; it goes before what was said there, name by name.
-            output_axes: Likewise.
-            shards: Into how many pieces to cut it at most; None is one for each worker that serves, and 1
-                is as `submit`: whole, on one worker.
-            priority: Of requests that wait for a worker, those of a higher one go first; one that waits
-                is passed over by seven runs in a row at most.
-            outputs: Names of those wanted; None is all. The model runs as a whole.
+            batch_axes: As in `Master`, for this call. It overrides the master's, name by name.
+            output_axes: As in `Master`, for this call, likewise.
+            shards: Most pieces to cut the batch into; None is one for each worker that serves; 1 runs it
+                whole on one worker, as `submit` does.
+            priority: Among requests that wait for a worker, higher priorities go first. At most seven runs
+                in a row pass over a waiting request.
+            outputs: Names of the outputs to return; None is all. The model computes all outputs in any
+                case.
 
         Returns:
-            Arrays by output name, in the model's order, or that of `outputs`. They are the caller's, for as
-            long as wanted. A process that is forked meanwhile has a copy, made at the fork, which takes time
+            Arrays by output name, in the model's order, or that of `outputs`. The caller owns them without
+            a time limit. A process that is forked meanwhile gets a copy, made at the fork, which takes time
             and memory.
 
         Raises:
-            InvalidInputError: The inputs do not fit the model; names input, what came and what was
-                expected. Or inputs are said to be cut, and nothing says how an output joins. Nothing was
-                sent.
-            PredictError: A run raised, or the shards' answers are not what the split says.
-            WorkerDiedError: Two workers died on one shard, or none is left.
-            PredictTimeoutError: The time is over.
+            InvalidInputError: The inputs do not fit the model; names the input, what came and what was
+                expected. Or the call says how to cut inputs, and nothing says how to join an output.
+                Nothing was sent.
+            PredictError: A run raised, or the shards' answers contradict the split.
+            WorkerDiedError: Two workers died on one shard, or no worker is left.
+            PredictTimeoutError: The time-out passed.
             QueueFullError: A limit was reached.
             ClosedError: The master is not started, or closed.
         """
@@ -530,21 +536,21 @@ class Master:
         priority: int = 0,
         outputs: Sequence[str] | None = None,
     ) -> "Future[Arrays]":
-        """Queue a request for one worker; returns at once unless memory has to be waited for.
+        """Queue a request for one worker; return at once unless it must wait for memory.
 
-        For many small requests: each runs whole on the next free worker. (A model with a fixed batch
-        that is given a multiple of it runs as so many pieces.) With `max_batch_size`, several may go as
+        For many small requests: each runs whole on the next free worker. (With a model of a fixed batch, a
+        multiple of the batch runs as that many pieces.) With `max_batch_size`, several requests may go as
         one run, once two of them have run apart and as one with the same result. The arguments are those of
         `predict`.
 
         Returns:
-            A future of what `predict` returns and raises. ``cancel()`` works until it is done and stops
-            a run that is going on. Callbacks run in a thread of mcinfer's, one after another: they may
-            `submit`, not wait. Arrays from `allocate` are borrowed until the future is done.
+            A future of what `predict` returns and raises. ``cancel()`` works until the future is done, and
+            stops a run in progress. Callbacks run in a thread of mcinfer's own, one after another: they may
+            call `submit`, but not wait. Arrays from `allocate` are borrowed until the future is done.
 
         Raises:
-            McinferError: InvalidInputError, QueueFullError or ClosedError as `predict`, before anything is
-                queued.
+            McinferError: InvalidInputError, QueueFullError or ClosedError as `predict`, before the request
+                is queued.
         """
         call = self._call(inputs, timeout, batch_axes, output_axes, 1, priority, outputs)
         return self._submit(call)
@@ -558,21 +564,21 @@ class Master:
         priority: int = 0,
         outputs: Sequence[str] | None = None,
     ) -> Iterator[Arrays]:
-        """Answers to many requests, in their order; each runs whole on one worker, as with `submit`.
+        """Answer many requests, in their order; each runs whole on one worker, as with `submit`.
 
         Args:
-            requests: Inputs of each, taken as they are needed.
-            ahead: How many requests are in flight at most; None is four for each worker.
+            requests: Inputs of each request; the iterator takes them as it needs them.
+            ahead: Most requests in flight; None is four for each worker.
             timeout: Seconds for each request.
             priority: As in `predict`.
-            outputs: Likewise.
+            outputs: As in `predict`.
 
         Returns:
-            An iterator. A request that fails raises there, and ends it; those in flight are cancelled then,
-            and also when the iterator is closed.
+            An iterator of answers. If a request fails, the iterator raises its error and ends. It then
+            cancels the requests in flight, as it does when it is closed.
 
         Raises:
-            InvalidInputError: As `predict`; also for a request, when it is taken.
+            InvalidInputError: As `predict`; for a request, when the iterator takes it.
         """
         if ahead is None:
             ahead = 4 * self._workers
@@ -594,7 +600,7 @@ class Master:
     ) -> Arrays:
         """`predict` for asyncio; cancelling the task cancels the request.
 
-        Inputs are checked and copied in the event loop's thread before the first wait.
+        The event loop's thread checks and copies the inputs before the first wait.
         """
         call = self._call(inputs, timeout, batch_axes, output_axes, shards, priority, outputs)
         if call.known.open and self._learns_from(call):
@@ -634,7 +640,7 @@ class Master:
     async def _wait_for_room(
         self, submit: "Callable[[], OutcomeFuture[Arrays]]", deadline: float
     ) -> "OutcomeFuture[Arrays]":
-        """Have a thread wait until the call can be made; at the deadline it has failed, wherever it is."""
+        """Wait in a thread until the call can be made; at the deadline the call fails."""
         waiting = self._waiting.submit(partial(copy_context().run, submit))
         left = deadline - monotonic()
         try:
@@ -655,9 +661,9 @@ class Master:
 
     @property
     def split(self) -> Split:
-        """How a batch is split and its outputs joined, as far as that is known now.
+        """What is known now of how to split a batch and join its outputs.
 
-        ``print(master.split)`` shows it as a table. What a call says for itself does not count here.
+        ``print(master.split)`` shows it as a table. Axes that a single call gives do not count here.
 
         Raises:
             ClosedError: The master was not started.
@@ -672,22 +678,22 @@ class Master:
         batch_axes: Axes | None = None,
         output_axes: Axes | None = None,
     ) -> Split:
-        """Learn how a batch is split from this example, in the place of what was known; it is recorded.
+        """Learn from an example how a batch is split, replace what was known, and record the result.
 
-        The example runs whole on one worker, and in pieces. An example of equal rows shows nothing, nor does
-        one of a single row.
+        The example runs whole on one worker, and in pieces. An example with equal rows, or with a single
+        row, shows nothing.
 
         Args:
-            example: Inputs as `predict` takes them, of two different rows or more.
+            example: Inputs as for `predict`, with at least two different rows.
             timeout: Seconds for the runs; None is `Timeouts.predict`.
             batch_axes: As in `predict`.
-            output_axes: Likewise.
+            output_axes: As in `predict`.
 
         Returns:
-            What is known then: `Split.checked` says whether the example has shown it.
+            What is known afterwards: `Split.checked` says whether the example has shown it.
 
         Raises:
-            McinferError: As `predict`, where the whole run fails.
+            McinferError: As `predict`, if the whole run fails.
         """
         if not self._loop.may_wait():
             raise McinferError("learn() was called in a future's callback, where nothing may wait")
@@ -696,17 +702,17 @@ class Master:
         return call.splitter.relearn(arrays, self._least_pieces(call), runs, call.timeout)
 
     def warm_up(self, example: Inputs, *, timeout: float | None = None) -> None:
-        """Run an example on every worker, so that the first real request of its shapes takes no longer.
+        """Run an example on every worker, so that the first real request of its shapes is not slower.
 
         A runtime allocates and tunes in its first runs, and the first request that shows how its batch is
         split runs twice (see `split`). Workers that do not serve now are left out.
 
         Args:
-            example: Inputs as `predict` takes them; two different rows or more also show the split.
-            timeout: Seconds for all of it; None is `Timeouts.predict`.
+            example: Inputs as for `predict`; at least two different rows also show the split.
+            timeout: Seconds for all runs together; None is `Timeouts.predict`.
 
         Raises:
-            PredictTimeoutError: The time was over before every worker had run it.
+            PredictTimeoutError: The time-out passed before every worker had run the example.
             McinferError: As `predict`.
         """
         if timeout is None:
@@ -728,28 +734,28 @@ class Master:
                 raise PredictTimeoutError(f"workers {cold} did not run within {timeout:g} s")
 
     def allocate(self, shapes: Mapping[str, Sequence[int]]) -> Arrays:
-        """Writable arrays in shared memory, for inputs that are to be sent without a copy.
+        """Writable arrays in shared memory, for inputs that are sent without a copy.
 
         Args:
-            shapes: By input name, the shape wanted: any batch, all rows C-contiguous.
+            shapes: By input name, the shape: any batch, all rows C-contiguous.
 
         Returns:
-            Arrays of the inputs' dtypes. Their content is undefined, as with `numpy.empty`. They are the
-            caller's; their memory is free again when the last view of them is gone. A forked child
-            has a copy, as of answers.
+            Arrays of the inputs' dtypes with undefined content, as with `numpy.empty`. The caller owns
+            them; their memory is free again when the last view of it is gone. A forked child has a copy, as
+            of answers.
 
         Raises:
-            InvalidInputError: An unknown name, another number of dimensions, or more than the limit.
+            InvalidInputError: An unknown name, another number of dimensions, or more bytes than the limit.
             QueueFullError: The memory is in use.
         """
         return self._ready().allocate(shapes, 0.0)
 
     @property
     def weights(self) -> tuple[TensorSpec, ...]:
-        """The weights that `update_weights` may replace, as `EngineOptions.variable_weights` named them.
+        """The weights that `update_weights` may replace: those of `EngineOptions.variable_weights`.
 
         Raises:
-            ClosedError: It was not started.
+            ClosedError: The master was not started.
         """
         self._spec()
         return () if self._planner is None else self._planner.weights.specs
@@ -759,23 +765,23 @@ class Master:
     ) -> int:
         """Replace weights on all workers at once, between two requests.
 
-        Requests that were made before finish with the weights that they began with, all of their shards;
-        those made after the return have the new ones, and so have workers that are started again. Nothing
-        is loaded anew: the new weights are copied to shared memory once, whatever the number of workers.
+        All shards of earlier requests finish with the weights that they began with. Requests made after the
+        return use the new weights, and so do restarted workers. No model is loaded again: the new weights
+        are copied to shared memory once, for any number of workers.
 
         Args:
-            weights: New values by name, each of the dtype and shape that `weights` says. Those that are not
-                named stay as they are. They are copied before the call returns.
-            timeout: Seconds to wait for shared memory, if that is all in use (`Limits`); None is
+            weights: New values by name, each with the dtype and shape in `weights`; other weights stay as
+                they are. The call copies the values before it returns.
+            timeout: Seconds to wait for shared memory, if all of it is in use (`Limits`); None is
                 `Timeouts.predict`.
 
         Returns:
             The number of this version, as in `statistics().weights_version`: 1 for the first update.
 
         Raises:
-            InvalidInputError: A name, dtype or shape does not fit; names it, and nothing was changed.
-            QueueFullError: No shared memory was free; likewise.
-            PredictError: The system has no shared memory left; likewise.
+            InvalidInputError: A name, dtype or shape does not fit; names it. No weight was changed.
+            QueueFullError: No shared memory was free. No weight was changed.
+            PredictError: The system has no shared memory left. No weight was changed.
             ClosedError: The master is not started, or closed.
         """
         store = self._ready().weights
@@ -786,7 +792,7 @@ class Master:
         return store.update(weights, seconds if waits else 0.0)
 
     def statistics(self) -> Statistics:
-        """A snapshot of what was done so far; also after `close`.
+        """A snapshot of the counts so far; also after `close`.
 
         Raises:
             ClosedError: This process was forked from the master's.
@@ -812,7 +818,7 @@ class Master:
         priority: int,
         outputs: Sequence[str] | None,
     ) -> "_Call":
-        """What was asked for, checked but for the inputs."""
+        """The arguments of a request, all checked except the inputs."""
         if outputs is not None:
             self._check_outputs(outputs)
         if type(priority) is not int:
@@ -853,7 +859,7 @@ class Master:
                 raise InvalidInputError(f"outputs: got {name!r}, expected some of {names}")
 
     def _splitter_for(self, batch_axes: Axes | None, output_axes: Axes | None) -> Splitter:
-        """What is known of the split for these axes, before those that the master was given."""
+        """What is known of the split for these axes; they override those of the master."""
         model, splitter = self._spec(), self._splitter
         if splitter is None:
             raise ClosedError("the master is still starting")
@@ -883,7 +889,7 @@ class Master:
         )
 
     def _learns_from(self, call: "_Call") -> bool:
-        """Whether a request is to show how its batch is split."""
+        """Whether this request will show how its batch is split."""
         if call.pieces <= 1:
             return False
         arrays = self._ready().arrays(call.inputs)
@@ -902,7 +908,7 @@ class Master:
         return pick(call.splitter.answer(arrays, pieces, runs, split_run), call.outputs)
 
     def _predict_offered(self, call: "_Call") -> Arrays:
-        """Answer a request that may show, with another, whether such are joined to one run."""
+        """Answer a request that may show, with another, whether such requests can be joined."""
         future = self._submit(call)
         try:
             return future.result()
@@ -913,7 +919,7 @@ class Master:
             del future  # as in `predict`
 
     def _run_whole(self, call: "_Call", failure: PredictError) -> Arrays:
-        """Answer a request whose pieces failed by a run of the whole, or raise the failure again."""
+        """Run a request whole after its pieces failed, or raise the failure again."""
         (whole,) = _CheckRuns(self, call)([self._ready().arrays(call.inputs)])
         if isinstance(whole, McinferError):
             raise failure
@@ -921,11 +927,11 @@ class Master:
         return pick(whole, call.outputs)
 
     def _least_pieces(self, call: "_Call") -> int:
-        """In how many pieces a request is compared: as many as later ones have, and two at least."""
+        """In how many pieces to compare a request: as many as later ones have, and at least two."""
         return max(2, call.pieces)
 
     def _submit(self, call: "_Call", *, wait: bool = True) -> "OutcomeFuture[Arrays]":
-        """Queue a request: its future."""
+        """Queue a request and return its future."""
         request = self._request(call, wait=wait, may_wait=self._loop.may_wait())
         future = OutcomeFuture(request, self._loop)
         if not request.settled:  # a batch of no rows is answered already
@@ -935,7 +941,7 @@ class Master:
         return future
 
     def _offer(self, call: "_Call", request: Request, future: "OutcomeFuture[Arrays]") -> None:
-        """Have two requests that ran apart, and could be joined, show whether that is right."""
+        """Compare two requests that ran apart with one joined run of both."""
         if request.rows and not call.apart and self._verify == "first":
             arrays = self._ready().arrays(call.inputs)
             pair = call.splitter.offer(arrays, future)
@@ -946,7 +952,7 @@ class Master:
                 )
 
     def _request(self, call: "_Call", *, wait: bool = True, may_wait: bool) -> Request:
-        """What was asked for, with its inputs in shared memory."""
+        """The request, with its inputs in shared memory."""
         planner, known, limits = call.planner, call.known, self._limits
         memory_wait = 0.0
         if wait and may_wait and limits.when_full == "wait":
@@ -977,18 +983,18 @@ class Master:
 
 @dataclass(slots=True)
 class _Call:
-    """One request as it was asked for.
+    """The arguments of one request.
 
     Attributes:
-        planner: Lays it out.
+        planner: Lays out the request.
         known: What is known of its split.
-        pieces: Into how many shards it is cut at most.
+        pieces: Most shards that it is cut into.
         joins: Whether it may go in one run with others.
         start: When the call came.
-        timeout: Seconds from then on.
-        outputs: Names of those wanted.
+        timeout: Seconds from `start` on.
+        outputs: Names of the outputs to return.
         apart: Whether it is a run of a check: whole, and not joined with others.
-        traced: Whether a trace hook is to hear of it.
+        traced: Whether to call the trace hook.
     """
 
     inputs: Inputs
@@ -1006,12 +1012,12 @@ class _Call:
 
 
 class _CheckRuns:
-    """Runs requests whole, for one check: the first has the caller's time, the others in proportion to it.
+    """Runs requests whole, for one check. The first has the caller's time; it sets the limit of the others.
 
     Args:
-        master: Which runs them.
-        call: What they are for. The first run is its answer, the others are not traced.
-        late: Whether there is an answer already: then the time counts from the first run on.
+        master: Runs the requests.
+        call: The request that is checked. The first run is its answer; the others are not traced.
+        late: Whether the request has its answer already: then the time counts from the first run on.
     """
 
     def __init__(self, master: Master, call: _Call, *, late: bool = False) -> None:
@@ -1023,7 +1029,7 @@ class _CheckRuns:
         self._cancelled = False
 
     def __call__(self, requests: Sequence[Sequence[NDArray[Any]]]) -> list[Arrays | McinferError]:
-        """Run all at once, and wait; an error in the place of each answer that did not come."""
+        """Run all at once and wait; a failed run has its error in the place of an answer."""
         began = monotonic()
         first = self._first_seconds is None
         if first and self._late:
@@ -1064,7 +1070,7 @@ class _CheckRuns:
         return future
 
     def cancel(self, *, for_good: bool = True) -> None:
-        """Stop what goes on, and what would come after it."""
+        """Stop the current runs, and with `for_good` all later ones."""
         self._cancelled = self._cancelled or for_good
         while self._futures:
             self._futures.pop().cancel()
@@ -1082,7 +1088,7 @@ def _outcome(begun: "Future[Arrays] | McinferError") -> Arrays | McinferError:
 
 
 def _in_order(futures: "Iterator[Future[Arrays]]", ahead: int) -> Iterator[Arrays]:
-    """The results of futures, of which so many are taken before the first result is given."""
+    """The results of futures in order, with at most `ahead` of them in flight."""
     taken: deque[Future[Arrays]] = deque()
     try:
         while True:
@@ -1096,7 +1102,7 @@ def _in_order(futures: "Iterator[Future[Arrays]]", ahead: int) -> Iterator[Array
 
 
 def _may_run_whole(shards: int, call: _Call, failure: PredictError) -> bool:
-    """Whether pieces that failed may fail because they are pieces, which a check has not shown."""
+    """Whether pieces failed under a checked split: the whole run may still succeed."""
     checked = call.known.split.checked
     return checked and shards > 1 and not isinstance(failure, JoinError)
 
@@ -1110,7 +1116,7 @@ def _said(batch_axes: Axes | None, output_axes: Axes | None) -> SaidAxes:
 
 
 def _abandon(loop: Loop, waiting: WaitingThreads) -> None:
-    """For a master that is garbage: nothing waits here."""
+    """Close what a garbage-collected master leaves, without a wait."""
     loop.abandon()
     waiting.close(wait=False)
 

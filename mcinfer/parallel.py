@@ -1,4 +1,4 @@
-"""`ParallelPredictUtils`: the class of MindSpore Lite's multi-card sample, by its names, on the core."""
+"""`ParallelPredictUtils`: the class of MindSpore Lite's multi-card sample, with the same names."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -70,14 +70,14 @@ class ParallelPredictUtils:
         """Run one set of inputs per device, all at the same time.
 
         Args:
-            inputs: For each device the arrays in the model's input order (or by name). A set runs on the next
-                worker that is free; which one that is makes no difference to the answer.
+            inputs: For each device, the arrays in the model's input order (or by name). A set runs on the
+                next free worker; the answer does not depend on the worker.
 
         Returns:
             For each device, in the same order, the arrays in the model's output order.
 
         Raises:
-            InvalidInputError: Not one set per device, or one that does not fit the model.
+            InvalidInputError: There is not one set per device, or a set does not fit the model.
             PredictError, WorkerDiedError, PredictTimeoutError, QueueFullError, ClosedError: As
                 `Master.predict`. The other devices' answers are dropped, never kept for a later call.
         """
@@ -121,9 +121,9 @@ class ParallelPredictUtils:
         batch_axes: Axes | None = None,
         output_axes: Axes | None = None,
     ) -> Tensors | Arrays:
-        """Run a whole batch: split over the devices, joined again; see `Master.predict`.
+        """Run a whole batch, split over the devices, and join the answers; see `Master.predict`.
 
-        The inputs come in the model's order or by name, and so do the outputs.
+        Inputs are a list in the model's order or a mapping by name; outputs come in the same form.
         """
         self._check_built()
         outputs = self._master.predict(
@@ -132,21 +132,21 @@ class ParallelPredictUtils:
         return outputs if isinstance(inputs, Mapping) else [*outputs.values()]
 
     def finalize(self) -> None:
-        """End the workers. May be called again, and before `build_model`."""
+        """End the workers. Safe to call again, or before `build_model`."""
         self._master.close()
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """The model's inputs, once it is built; see `Master.inputs`."""
+        """The model's inputs, after `build_model`; see `Master.inputs`."""
         return self._master.inputs
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """The model's outputs, likewise."""
+        """The model's outputs, after `build_model`; see `Master.outputs`."""
         return self._master.outputs
 
     def statistics(self) -> Statistics:
-        """See `Master.statistics`."""
+        """The counts so far; see `Master.statistics`."""
         return self._master.statistics()
 
     def __enter__(self) -> Self:

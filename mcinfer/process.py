@@ -30,8 +30,8 @@ class Inherited:
     """What the children of a master get of it, also those that are started later, when it has gone elsewhere.
 
     Attributes:
-        path: Of its imports, all absolute.
-        pythonpath: The variable PYTHONPATH, likewise; None where it is not set.
+        path: The import path, all absolute.
+        pythonpath: The variable PYTHONPATH, likewise; None if it is not set.
         folder: The working folder, absolute; it may be gone by now.
     """
 
@@ -116,7 +116,7 @@ def cpu_time(pid: int) -> int:
 def is_own_user_known() -> bool:
     """Whether this process's user has a number in its user namespace (user_namespaces(7)).
 
-    One that has none is seen as the overflow user, and so is everybody else who has none.
+    A user without a number appears as the overflow user, as do all other such users.
 
     Raises:
         OSError: It cannot be found out.

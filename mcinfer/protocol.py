@@ -57,16 +57,16 @@ VERSION = 4
 """Raised with each change that an older peer would misread; HELLO carries it."""
 
 MAX_MESSAGE_BYTES = 16 << 20
-"""Of one message. Tensors lie in shared memory, so only strings make a message large."""
+"""Largest message. Tensors lie in shared memory, so only strings make a message large."""
 
 MAX_VALUES = 1 << 20
-"""In all arrays and maps of one message, since a byte of MessagePack can be 88 of Python's."""
+"""Most values in all arrays and maps of one message, since a byte of MessagePack can be 88 of Python's."""
 
 MAX_STRINGS = MAX_VALUES - (1 << 16)
-"""In the tensors of one message; the rest is for all that is beside them."""
+"""Most strings in the tensors of one message; the rest is for the other values."""
 
 _MAX_KEYS = 1 << 12
-"""Of one map."""
+"""Most keys of one map."""
 
 _MAX_ERROR = (1 << 20) + (1 << 10)
 """Characters of what an engine said, which a worker cuts at 2²⁰, and of what is put before it."""
@@ -77,10 +77,10 @@ _MAX_NOTE = 5000
 _MAX_NOTES = 16
 
 MAX_HELLO_BYTES = 512
-"""Of a HELLO: from a peer that has not said who it is, nothing larger is read."""
+"""Largest HELLO: from an unknown peer, nothing larger is read."""
 
 _PLAIN_BYTES = 1 << 10
-"""A message of no more than that takes no more than 1.4 MB and half a millisecond, whatever is in it."""
+"""Decoding a message up to this size takes at most 1.4 MB and half a millisecond, with any content."""
 
 _UNCOUNTED_BYTES = 16 << 10
 """A message of no more than that holds few values, if as many follow as its lengths say."""
@@ -215,9 +215,8 @@ class Reply(Message):
     """Worker to master: the shard ran, or those that were joined.
 
     Attributes:
-        outputs: Every output of the model, in its order; none at all where the master said of every one
-            where it goes, and it went there.
-        seconds: Of the engine's run alone.
+        outputs: Every output, in the model's order; empty if every output lies where PREDICT said.
+        seconds: Time of the engine's run alone.
     """
 
     ID = REPLY
@@ -239,11 +238,11 @@ class BuildFinish(Message):
 
     Attributes:
         weights: Those that can be replaced.
-        model: What tells the model's file from another, the same for all workers.
-        prepared: The key of the prepared model, which also tells of external data; empty without one.
-        providers: What really runs it, in the engine's words.
-        notes: What the user should know of how it was loaded.
-        seconds: Of loading.
+        model: Identifies the model's file; the same for all workers.
+        prepared: The key of the prepared model, which covers external data too; empty without one.
+        providers: The execution providers in use, by the engine's names.
+        notes: What the user should know about the load.
+        seconds: Load time.
     """
 
     ID = BUILD_FINISH
@@ -276,7 +275,7 @@ class Exit(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello(Message):
-    """Worker to master, first of all: who it is.
+    """Worker to master, the first message: identifies the worker.
 
     Attributes:
         token: The first of the greeting's: it proves that the master started this worker.
@@ -501,7 +500,7 @@ def decode_body(body: bytes, inputs: int) -> tuple[tuple[TensorRef, ...], tuple[
     """The inputs' and the outputs' references of a PREDICT's body.
 
     Args:
-        body: Of the message.
+        body: The message's body.
         inputs: Bytes of it that are the inputs'.
 
     Raises:
@@ -541,7 +540,7 @@ def encode_predict_joined(
         shard: Likewise.
         weights: The version of the weights.
         members: What `encode_references` gave for the inputs, and for the outputs, of each.
-        axes: Of the inputs, and of the outputs.
+        axes: The batch axes of the inputs, and of the outputs.
     """
     count = bytes(_packer().pack_array_header(len(members)))
     parts = [_JOINED, _pack(request), _SHARD, _pack(shard), _WEIGHTS, _pack(weights)]

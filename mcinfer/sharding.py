@@ -1,14 +1,14 @@
-"""How a batch is cut over workers, and how the answers become one again. Shapes only, no data.
+"""How a batch is cut over workers, and how the answers are joined. Shapes only, no data.
 
-A `Split` says for each input the axis that it is cut along, and for each output the axis along which the
-parts follow one another. It comes from the user (`batch_axes`, `output_axes`), from the model's own symbols,
-or from a request that has shown it (`mcinfer.requests.splitting`). Nothing here counts rows that came back.
+A `Split` gives for each input the axis to cut, and for each output the axis to join. It comes from the user
+(`batch_axes`, `output_axes`), from the model's own symbols, or from a request that has shown it
+(`mcinfer.requests.splitting`). The code here never guesses a split from the number of rows in an answer.
 
 - The model's *batch symbol* is the symbolic dimension along which rows are likely to be independent. It is
-  chosen by name (``batch``, ``batch_size``, ``N``, …) or, where no symbol is so named, as the symbol that
-  comes first in the shapes of both inputs and outputs, unless its name speaks of a sequence.
-- A model with a fixed first dimension of 1 in every input that has rows and in every output takes k rows as k
-  runs. Another fixed dimension is the batch only where the user says so.
+  chosen by name (``batch``, ``batch_size``, ``N``, …). If no symbol has such a name, it is the first symbol
+  in the shapes of both inputs and outputs, unless its name means a sequence.
+- If every input with rows and every output of a model has a fixed first dimension of 1, k rows are k runs.
+  Another fixed dimension is the batch only if the user says so.
 """
 
 import re
@@ -23,8 +23,7 @@ from mcinfer.specs import ELEMENT_TYPES, STRING, ModelSpec, TensorSpec
 
 Shape = tuple[int, ...]
 Axes = Mapping[str, int | None]
-"""By name: the axis to cut or join along, or None for an input that goes whole, an output that is the same
-from every worker."""
+"""By name, the axis to cut or join. None: the input goes whole; the output is the same from every worker."""
 
 Source = Literal["said", "declared", "recorded", "learned", "unknown"]
 
@@ -40,32 +39,33 @@ _T = TypeVar("_T")
 
 
 class JoinError(PredictError):
-    """The answers to the pieces of a batch do not go together: they will not the next time either."""
+    """The answers to the pieces of a batch do not fit together, and will not next time either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """How a model's batch is split over workers, and how its outputs are joined.
 
-    ``Master(path, batch_axes=split.inputs, output_axes=split.outputs)`` says the same of another master.
+    ``Master(path, batch_axes=split.inputs, output_axes=split.outputs)`` applies it to another master.
 
     Attributes:
-        inputs: By input name, the axis that it is cut along; None: it goes to every worker whole.
-        outputs: By output name, the axis along which the parts are joined; None: it is the same from every
-            worker; a text: why it cannot be joined.
-        known: How that is known: ``"said"`` by the user, ``"declared"`` by the model's symbols, ``"learned"``
-            from a request, ``"recorded"`` in the cache when it was learned before, ``"unknown"``.
-        checked: Whether a request has run whole and in pieces, with the same result.
-        rows: Of that request; 0 where there was none.
-        difference: The largest there was between both, relative to the largest element of an output.
-        reason: Why requests run whole; empty where they are split.
-        sizes: By output name, what it had along its axis for each row of that request, where all pieces had
-            the same. It says how much memory an output is likely to need, nothing else.
-        narrow: Input, axis and size where an axis that is not cut, and that the model leaves free, had size 0
-            or 1 in that request. It shows nothing of other sizes there: what has one size is shared by all
-            rows, or is spread over them.
-        settled: Whether it stays so; else a request may still show something.
-        ranks: By output name, how many dimensions it had in that request.
+        inputs: By input name, the axis to cut; None: the input goes to every worker whole.
+        outputs: By output name, the axis to join; None: the output is the same from every worker; a text:
+            why it cannot be joined.
+        known: The source: ``"said"`` by the user, ``"declared"`` by the model's symbols, ``"learned"`` from
+            a request, ``"recorded"`` in the cache when it was learned before, ``"unknown"``.
+        checked: Whether a request ran whole and in pieces, with the same result.
+        rows: Rows of that request; 0 if there was none.
+        difference: The largest difference between both results, relative to the largest element of an
+            output.
+        reason: Why requests run whole; empty if they are split.
+        sizes: By output name, its size along its axis for each row of that request, if all pieces had the
+            same. It only estimates how much memory an output needs.
+        narrow: Input, axis and size of each axis that is not cut, is free in the model, and had size 0 or 1
+            in that request. The request shows nothing about other sizes: all rows may share an input of
+            size one, or a larger one may be spread over them.
+        settled: Whether the split is final; else a later request may still change it.
+        ranks: By output name, its number of dimensions in that request.
     """
 
     inputs: Axes
@@ -92,7 +92,7 @@ class Split:
         return tuple(name for name, axis in self.outputs.items() if isinstance(axis, str))
 
     def covers(self, shapes: Mapping[str, Shape]) -> bool:
-        """Whether what is known counts for inputs of these shapes; see `narrow`."""
+        """Whether the split holds for inputs of these shapes; see `narrow`."""
         return all(shapes[name][axis : axis + 1] == (size,) for name, axis, size in self.narrow)
 
     def __str__(self) -> str:
@@ -105,7 +105,7 @@ class Split:
         return "\n".join([*table, self.summary()])
 
     def summary(self) -> str:
-        """How it is known, and whether requests are split, in one sentence."""
+        """How the split is known, and whether requests are split, in one sentence."""
         shows = "a request of two different rows shows it"
         how = {
             "said": "as batch_axes and output_axes say",
@@ -138,7 +138,7 @@ class InputCut:
     """How one input goes to the shards.
 
     Attributes:
-        axis: The axis it is cut along; None: every shard takes it whole.
+        axis: The axis to cut; None: every shard takes the input whole.
         shapes: Its shape in each shard.
     """
 
@@ -148,14 +148,14 @@ class InputCut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputJoin:
-    """How one output comes together.
+    """How one output is joined.
 
     Attributes:
-        axis: The axis along which the shards' parts follow one another; None: all must be equal.
-        shapes: Its shape in each shard, or None where it is not known before the run.
+        axis: The axis along which to join the shards' parts; None: all parts must be equal.
+        shapes: Its shape in each shard, or None if it is not known before the run.
         shape: The joined shape, or None likewise.
-        lengths: The size along the axis that each shard's part is to have; None where it may have any.
-        rank: How many dimensions the parts are to have; None where they may have any.
+        lengths: The expected size of each shard's part along the axis; None for any size.
+        rank: The expected number of dimensions of the parts; None for any number.
     """
 
     axis: int | None
@@ -173,8 +173,8 @@ class Plan:
         rows: Batch rows of each shard (pieces' rows for a fixed batch); empty for a batch of none.
         inputs: In the model's order.
         outputs: In the model's order.
-        rowwise: Whether rows may also be put together with those of other requests: the batch is of any
-            size, and every output has it and is of a shape known before the run.
+        rowwise: Whether rows may also be joined with those of other requests: the batch may have any size,
+            and every output has the batch and a shape that is known before the run.
     """
 
     rows: tuple[int, ...]
@@ -193,7 +193,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaidAxes:
-    """What the user says: by name, an axis or None; names that are missing are left to mcinfer."""
+    """Axes from the user: by name, an axis or None; mcinfer decides about other names."""
 
     inputs: Axes = field(default_factory=lambda: MappingProxyType({}))
     outputs: Axes = field(default_factory=lambda: MappingProxyType({}))
@@ -221,7 +221,7 @@ class SaidAxes:
 
 
 def batch_symbol(model: ModelSpec) -> str | None:
-    """The model's batch symbol, or None where it has none."""
+    """The model's batch symbol, or None if it has none."""
     symbol = _likely_symbol(model)
     # Rows that meet each other in one tensor (similarities, batch by batch) are not independent.
     paired = any(spec.shape.count(symbol) > 1 for spec in (*model.inputs, *model.outputs))
@@ -324,7 +324,7 @@ def is_fixed(model: ModelSpec, split: Split) -> bool:
 
 
 def rows_of(shapes: Mapping[str, Shape], axes: Axes) -> int | None:
-    """The rows that a request has along these axes; None where its inputs disagree, or none is cut."""
+    """The rows of a request along these axes; None if its inputs disagree, or none is cut."""
     sizes = {
         shapes[name][axis] if axis < len(shapes[name]) else -1
         for name, axis in axes.items()
@@ -336,10 +336,10 @@ def rows_of(shapes: Mapping[str, Shape], axes: Axes) -> int | None:
 def hypotheses(
     model: ModelSpec, shapes: Mapping[str, Shape], first: Split, said: SaidAxes
 ) -> tuple[Axes, ...]:
-    """What a request of these shapes may be cut along, the likeliest first, three at most.
+    """The cuts to try for a request of these shapes, the likeliest first, three at most.
 
-    First what is said or declared. Then axes that the model leaves free and that have the same size in the
-    inputs, leading axes first.
+    First what the user or the symbols say. Then axes that are free in the model and have the same size in
+    the inputs, leading axes first.
     """
     found: list[Axes] = []
     if any(axis is not None for axis in first.inputs.values()):
@@ -390,9 +390,9 @@ def _by_size(
 def candidates(
     model: ModelSpec, shapes: Mapping[str, Shape], first: Split, said: SaidAxes, least_rows: int = 2
 ) -> Iterator[Axes]:
-    """The hypotheses that a request of these shapes may show, up to the first that has too few rows.
+    """The hypotheses that a request of these shapes may show, up to the first with too few rows.
 
-    One with inputs that disagree in their rows is left out.
+    Hypotheses whose inputs disagree in their rows are left out.
     """
     for axes in hypotheses(model, shapes, first, said):
         rows = rows_of(shapes, axes)
@@ -405,7 +405,7 @@ def candidates(
 def narrow_sizes(
     model: ModelSpec, shapes: Mapping[str, Shape], axes: Axes
 ) -> tuple[tuple[str, int, int], ...]:
-    """Where a request that is cut along these axes shows nothing of other sizes; see `Split.narrow`."""
+    """Where a request with these axes shows nothing about other sizes; see `Split.narrow`."""
     return tuple(
         (spec.name, axis, size)
         for spec in model.inputs
@@ -415,7 +415,7 @@ def narrow_sizes(
 
 
 def has_single_rows(model: ModelSpec, shapes: Mapping[str, Shape]) -> bool:
-    """Whether an input has one element, or none, along a leading axis that the model leaves free."""
+    """Whether an input has at most one element along a leading axis that is free in the model."""
     leads = [spec for spec in model.inputs if shapes[spec.name] and _is_free(spec, 0)]
     return any(shapes[spec.name][0] <= 1 for spec in leads)
 
@@ -442,14 +442,14 @@ def plan(
     """Check the shapes of a request and cut it.
 
     Args:
-        model: What the model takes and gives.
-        shapes: The shape given for each input, in the model's order.
-        pieces: Into how many shards to cut at most; a fixed batch makes as many as it needs.
-        split: How; None is whole.
+        model: The model's inputs and outputs.
+        shapes: The shape of each input, in the model's order.
+        pieces: Most shards; a fixed batch makes as many as it needs.
+        split: The split; None runs it whole.
 
     Raises:
-        InvalidInputError: A shape does not fit the model; or the inputs that the user says to cut have other
-            rows than each other, or need an output axis that nothing says.
+        InvalidInputError: A shape does not fit the model. Or the inputs that the user says to cut disagree
+            in their rows, or need an output axis that is not known.
     """
     axes, rows, fixed = _shards(model, shapes, pieces, split)
     # For a batch of no rows, the shapes of one shard of the least size still are to be checked.
@@ -473,7 +473,7 @@ def plan(
 
 
 def why_apart(model: ModelSpec, plan: Plan) -> str:
-    """Why requests of such a plan cannot go in one run with others; empty where they can."""
+    """Why requests of such a plan cannot go in one run with others; empty if they can."""
     for spec in (*model.inputs, *model.outputs):
         if spec.element_type == STRING:  # they do not lie in memory
             return f"{spec.name!r} holds strings"
@@ -549,7 +549,7 @@ def _no_axis(split: Split) -> str:
 
 
 def _check_sizes(model: ModelSpec, shapes: Sequence[Shape], axes: Sequence[int | None]) -> None:
-    """Refuse what no run takes; a shape of no dimensions is a scalar's, or one that the model leaves open."""
+    """Refuse sizes that no run takes; a shape without dimensions is a scalar, or is open in the model."""
     for spec, shape, cut in zip(model.inputs, shapes, axes, strict=True):
         if spec.shape and len(shape) != len(spec.shape):
             raise InvalidInputError(
@@ -565,7 +565,7 @@ def _check_sizes(model: ModelSpec, shapes: Sequence[Shape], axes: Sequence[int |
 
 
 def _common_rows(sizes: Mapping[str, int], split: Split) -> int | None:
-    """The rows that all cut inputs have; None where they differ, and only the model says to cut them."""
+    """The rows of all cut inputs; None if they differ and only the model says to cut them."""
     first = next(iter(sizes))
     for name, given in sizes.items():
         if given == sizes[first]:
@@ -580,7 +580,7 @@ def _common_rows(sizes: Mapping[str, int], split: Split) -> int | None:
 
 
 def _fixed_pieces(sizes: Mapping[str, tuple[int, int | str | None]]) -> int | None:
-    """How many pieces of a fixed batch were given; None where the batch is of any size."""
+    """How many pieces of a fixed batch the request has; None if the batch may have any size."""
     if not any(isinstance(fixed, int) for _, fixed in sizes.values()):
         return None
     counts: dict[str, int] = {}
@@ -618,7 +618,7 @@ def _cut(spec: TensorSpec, shape: Shape, axis: int | None, rows: tuple[int, ...]
 def _joins(
     model: ModelSpec, cuts: Sequence[InputCut], rows: Sequence[int], split: Split | None
 ) -> tuple[OutputJoin, ...]:
-    """How each output joins, and its shapes where the symbols, or an earlier request, tell them."""
+    """How each output joins, and its shapes where the symbols, or an earlier request, give them."""
     shards = [*zip(*(cut.shapes for cut in cuts), strict=True)] or [()]
     bindings = [_bind(model.inputs, shapes) for shapes in shards]
     if split is None or all(cut.axis is None for cut in cuts):
@@ -644,7 +644,7 @@ def _join(
     *,
     fixed: bool = False,
 ) -> OutputJoin:
-    """How one output joins that has so many elements along its axis for each row, where that is known."""
+    """How one output joins; `size` is its size along the axis for each row, if known."""
     known = [_resolve(spec, bound) for bound in bindings]
     lengths = None
     if axis is not None and axis < len(spec.shape):
@@ -675,7 +675,7 @@ def _all_known(values: Iterable[_T | None]) -> tuple[_T, ...] | None:
 
 
 def _bind(specs: Sequence[TensorSpec], shapes: Sequence[Shape]) -> dict[str, int]:
-    """The size of each symbol in a shard. The runtime lets one have several: then it is not known."""
+    """The size of each symbol in a shard. The runtime allows a symbol several sizes: then it is unknown."""
     bound: dict[str, int] = {}
     unsure = set()
     for spec, shape in zip(specs, shapes, strict=True):
@@ -692,7 +692,7 @@ def _joined(parts: Sequence[Shape], axis: int | None) -> Shape:
 
 
 def _empty(join: OutputJoin) -> OutputJoin:
-    """An output for a batch of no rows, which no worker is asked for."""
+    """An output for a batch of no rows, which needs no worker."""
     axis, shape = join.axis or 0, join.shape or ()
     return OutputJoin(axis=axis, shapes=(), shape=(*shape[:axis], 0, *shape[axis + 1 :]))
 
@@ -705,13 +705,13 @@ def _resolve(spec: TensorSpec, bound: Mapping[str, int]) -> tuple[int | None, ..
 def check_join(
     name: str, join: OutputJoin, shapes: Sequence[Shape], workers: Sequence[str]
 ) -> None:
-    """Raise `JoinError` unless parts of these shapes go together as the split says.
+    """Raise `JoinError` unless parts of these shapes join as the split says.
 
     Args:
         name: The output's.
-        join: How it comes together.
-        shapes: Of the parts that came.
-        workers: Who sent each, in words.
+        join: How the output joins.
+        shapes: Shapes of the parts.
+        workers: The worker of each part, in words.
     """
     axis, first = join.axis, shapes[0]
     if len(shapes) == 1:

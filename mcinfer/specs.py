@@ -1,7 +1,7 @@
-"""Element types, and what a model takes and gives.
+"""Element types, and the inputs and outputs of a model.
 
-The element types are those of ONNX (``onnx.TensorProto.DataType``); the numbers are its enumeration,
-which ONNX Runtime takes where NumPy has no such type.
+The element types are those of ONNX (``onnx.TensorProto.DataType``). Their numbers are those of its
+enumeration, which ONNX Runtime accepts for types that NumPy lacks.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import numpy as np
 from mcinfer.errors import InvalidInputError, MissingDependencyError
 
 Dimension = int | str | None
-"""A fixed size, a symbol that binds to a size at run time, or a size without a name."""
+"""A fixed size, a symbol whose size a run decides, or None: free and without a name."""
 
 STRING = "string"
 """The name of the one element type that has no fixed size."""
@@ -52,18 +52,18 @@ ELEMENT_TYPES: dict[str, ElementType] = {
     "uint4": ElementType(21, 4),
     "int4": ElementType(22, 4),
 }
-"""By NumPy's (or ml_dtypes') name. Four-bit types lie two to a byte in a tensor, low half first."""
+"""By the name in NumPy or ml_dtypes. Four-bit types are packed two to a byte, low half first."""
 
 
 def numpy_dtype(name: str) -> "np.dtype[Any]":
     """The NumPy dtype of an element type.
 
-    Strings are held in object arrays, as ONNX Runtime gives them. The types that NumPy itself
-    lacks come from ml_dtypes; its four-bit types take one byte for each element.
+    Strings are held in object arrays, as ONNX Runtime returns them. Types that NumPy lacks come from
+    ml_dtypes; its four-bit types take one byte for each element.
 
     Raises:
-        InvalidInputError: There is no such element type.
-        MissingDependencyError: ml_dtypes is needed and not installed.
+        InvalidInputError: The element type is unknown.
+        MissingDependencyError: The type needs ml_dtypes, which is not installed.
     """
     if name not in ELEMENT_TYPES:
         raise InvalidInputError(f"element type: got {name!r}, expected one of {[*ELEMENT_TYPES]}")
@@ -88,7 +88,7 @@ def element_type_name(dtype: "np.dtype[Any]") -> str:
     """The name of a NumPy dtype among `ELEMENT_TYPES`; byte order does not matter.
 
     Raises:
-        InvalidInputError: It holds nothing that a model can take.
+        InvalidInputError: No model can take this dtype.
     """
     if dtype.kind in "OUST":
         return STRING
@@ -98,7 +98,7 @@ def element_type_name(dtype: "np.dtype[Any]") -> str:
 
 
 def tensor_bytes(name: str, elements: int) -> int:
-    """The bytes that so many elements take in shared memory; 0 for strings, which do not lie there."""
+    """The bytes of so many elements in shared memory; 0 for strings, which are not there."""
     return (elements * ELEMENT_TYPES[name].bits + 7) // 8
 
 
@@ -122,7 +122,7 @@ class TensorSpec:
         return element_type_name(self.dtype)
 
     def admits(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of that shape fits: as many dimensions, and the sizes that are fixed."""
+        """Whether a tensor of this shape fits: the same number of dimensions, and all fixed sizes equal."""
         return len(shape) == len(self.shape) and all(
             size == given or not isinstance(size, int)
             for size, given in zip(self.shape, shape, strict=True)
@@ -135,11 +135,11 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """What a model takes and gives.
+    """The inputs and outputs of a model.
 
     Attributes:
         inputs: In the model's order.
-        outputs: Likewise.
+        outputs: In the model's order.
     """
 
     inputs: tuple[TensorSpec, ...]

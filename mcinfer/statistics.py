@@ -1,4 +1,4 @@
-"""Snapshots of what a master and its workers have done and how they are, and traces of single requests.
+"""Snapshots of the work and state of a master and its workers, and traces of single requests.
 
 All times are float seconds of `time.monotonic`, which is one clock for all processes of the machine.
 """
@@ -11,28 +11,28 @@ from typing import Literal
 from mcinfer.errors import InvalidInputError, McinferError
 
 LATENCY_BOUNDS = tuple(m * 10.0**e for e in range(-4, 3) for m in (1.0, 2.5, 5.0))
-"""Seconds: upper bounds of the classes that latencies are counted in, from 0.1 ms to 500 s."""
+"""Upper bounds of the latency buckets in seconds, from 0.1 ms to 500 s."""
 
 ROW_BOUNDS = tuple(float(1 << n) for n in range(13))
-"""Rows: upper bounds of the classes that runs are counted in."""
+"""Upper bounds of the buckets for the rows of runs."""
 
 HealthState = Literal["starting", "ready", "degraded", "failed", "closing", "closed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """How a pool is, at the moment it was asked.
+    """The state of a pool at one moment.
 
     Attributes:
-        state: ``"ready"``: every worker serves. ``"degraded"``: some do not, or may not, `reasons` says why;
-            requests are answered by the others, or wait for one that is started again. ``"failed"``: no
-            worker serves and all are past their budget of restarts, requests fail at once with the cause;
-            starts go on, and the first worker that is ready ends this. ``"starting"``: before
-            `Master.start` has returned. ``"closing"``: no request is taken any more, those that were are
-            still being answered. ``"closed"``.
-        reasons: For each worker that does not serve, and whatever else is wrong, one sentence.
-        serving: Workers that take requests.
-        workers: Workers in all.
+        state: ``"ready"``: every worker serves. ``"degraded"``: `reasons` names workers that do not serve,
+            or may not; the others answer requests, or requests wait for a restarted worker. ``"failed"``:
+            no worker serves, and all are past their restart budget; requests fail at once with the cause.
+            Starts go on, and the first worker that is ready ends this state. ``"starting"``: before
+            `Master.start` has returned. ``"closing"``: new requests are refused, accepted ones are still
+            answered. ``"closed"``.
+        reasons: One sentence for each worker that does not serve, and for any other problem.
+        serving: Number of workers that accept requests.
+        workers: Number of all workers.
     """
 
     state: HealthState
@@ -41,19 +41,19 @@ class Health:
     workers: int
 
     def __str__(self) -> str:
-        """In one line."""
+        """One line."""
         text = f"{self.state}: {self.serving} of {self.workers} workers serve"
         return "; ".join([text, *self.reasons])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
-    """How often values of which size came.
+    """Counts of values by size.
 
     Attributes:
-        bounds: Upper bounds of the classes, ascending, each belonging to its class.
-        counts: Of each class, and last of all that is larger.
-        total: Of all values.
+        bounds: Upper bounds of the buckets, ascending; each bound belongs to its bucket.
+        counts: Values in each bucket, and last the values above all bounds.
+        total: Sum of all values.
     """
 
     bounds: tuple[float, ...]
@@ -62,16 +62,16 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """How many values there were."""
+        """Number of values."""
         return sum(self.counts)
 
     def quantile(self, fraction: float) -> float:
-        """The upper bound of the class that holds this quantile: 0.99 is the 99th percentile.
+        """The upper bound of the bucket that holds this quantile: 0.99 is the 99th percentile.
 
-        NaN where there is no value; infinite where it is in the last class, which has no bound.
+        NaN if there is no value; infinite for the last bucket, which has no bound.
 
         Raises:
-            InvalidInputError: It is no number from 0 to 1.
+            InvalidInputError: The argument is not a number from 0 to 1.
         """
         if not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
             raise InvalidInputError(f"fraction: got {fraction!r}, expected a number from 0 to 1")
@@ -86,19 +86,19 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatistics:
-    """One worker, at the moment of the snapshot.
+    """One worker at the moment of the snapshot.
 
     Attributes:
-        index: Its place in the pool; it keeps it through restarts.
+        index: Its place in the pool; a restarted worker keeps it.
         device: Such as ``"cpu:0"``.
-        pid: Of its process; ``None`` while it has none.
+        pid: Its process id; ``None`` while it has no process.
         state: One of ``spawned, connected, building, ready, busy, exiting, gone``.
-        restarts: How often it was started again.
-        runs: Runs of the engine that gave a result: fewer than `completed` where requests were joined.
+        restarts: Number of restarts.
+        runs: Successful runs of the engine: fewer than `completed` if requests were joined.
         completed: Shards that it answered with a result.
         failed: Shards that it answered with an error, or died on.
-        busy_seconds: Time spent in the engine's own runs.
-        providers: What really runs the model, in the engine's words; empty until it is built.
+        busy_seconds: Time in the engine's own runs.
+        providers: The execution providers in use, by the engine's names; empty until the model is loaded.
         last_error: Why it last died or failed; empty if it never did.
     """
 
@@ -117,23 +117,23 @@ class WorkerStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """A master, at the moment of the snapshot. `accepted` is always the sum of the four after it.
+    """A master at the moment of the snapshot. `accepted` is always the sum of the next four.
 
     Attributes:
-        accepted: Requests taken so far.
-        succeeded: Of them, answered with a result.
-        failed: Of them, answered with an error.
-        cancelled: Of them, cancelled by the caller.
-        in_flight: Of them, not answered yet.
-        in_flight_bytes: Of their tensors: inputs, and outputs of known shapes.
-        queued: Requests in flight of which no piece was given to a worker yet.
+        accepted: Requests accepted so far.
+        succeeded: Requests answered with a result.
+        failed: Requests answered with an error.
+        cancelled: Requests cancelled by the caller.
+        in_flight: Requests not yet answered.
+        in_flight_bytes: Bytes of the tensors of requests in flight: inputs, and outputs of known shapes.
+        queued: Requests in flight with no piece sent to a worker yet.
         queued_shards: Pieces that wait for a worker.
-        latency: Seconds from a call to its answer, of the requests that succeeded.
-        batch_sizes: Rows of each run of the engine that succeeded.
+        latency: Seconds from call to answer, of successful requests.
+        batch_sizes: Rows of each successful run of the engine.
         memory_bytes: Shared memory reserved for tensors.
-        memory_used_bytes: Of it, in use by requests, replaced weights, or arrays that you hold.
-        weights_version: Of the replaceable weights: how often they were updated.
-        health: As `Master.health` says.
+        memory_used_bytes: Shared memory in use by requests, replaced weights, or arrays that you hold.
+        weights_version: How often the replaceable weights were updated.
+        health: As from `Master.health`.
         workers: One entry per worker, by index.
     """
 
@@ -154,7 +154,7 @@ class Statistics:
     workers: tuple[WorkerStatistics, ...]
 
 
-# Traces: what became of one request and when, for trace hooks.
+# Traces: the course of one request, for trace hooks.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,15 +162,15 @@ class ShardTrace:
     """The run that answered one piece of a request.
 
     Attributes:
-        shard: Which piece, from 0 on.
+        shard: Number of the piece, from 0.
         worker: Index of the worker.
         device: Such as ``"cpu:0"``.
-        pid: Of its process.
-        attempts: How often the piece was given to a worker: more than once where one died, or where what
-            was joined with others ran again apart.
-        sent: When it was given to this worker, for the last time.
-        answered: When the worker's answer was taken.
-        run_seconds: Of it, the engine's own run. Where requests were joined, that of all of them.
+        pid: The worker's process id.
+        attempts: How often the piece was sent to a worker: more than once if a worker died, or if joined
+            requests ran again apart.
+        sent: When it was last sent, to this worker.
+        answered: When the master received the worker's answer.
+        run_seconds: Time of the engine's own run; for joined requests, that of the joint run.
     """
 
     shard: int
@@ -189,14 +189,15 @@ class RequestTrace:
 
     Attributes:
         request: Its number, counted from 0 in each master.
-        outcome: What became of it.
+        outcome: How the request ended.
         error: Why, if it failed or was cancelled.
-        rows: Of its batch; where the model's is fixed, how many of these; 1 where nothing of it is cut.
+        rows: Rows of its batch. For a model with a fixed batch: the number of such batches. 1 if no input
+            is cut.
         called: When the call came.
-        queued: When its inputs were checked and copied, and it was accepted.
-        settled: When its last piece was answered, or it failed.
+        queued: When the request was accepted, after its inputs were checked and copied.
+        settled: When its last piece was answered, or the request failed.
         joined: When its outputs were ready for the caller.
-        shards: Of each piece that was answered, its run.
+        shards: The run of each piece that was answered.
     """
 
     request: int
@@ -211,6 +212,6 @@ class RequestTrace:
 
 
 TraceHook = Callable[[RequestTrace], None]
-"""Called once for each request, after its answer, in the context (contextvars) of the call that made it, in a
-thread of mcinfer's own that also calls the callbacks of futures: others wait behind it. It may submit; calls
-that wait raise there. What it raises is logged."""
+"""Called once for each request after its answer, in the context (contextvars) of the call. The thread is
+mcinfer's own and also runs the callbacks of futures, so a slow hook delays them. A hook may call `submit`;
+calls that wait raise there. Exceptions of the hook are logged."""

@@ -1,13 +1,11 @@
 """Tests of mcinfer/bench/compare.py and the command."""
 
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from mcinfer.bench.compare import (
     FELL_SHORT,
@@ -17,7 +15,6 @@ from mcinfer.bench.compare import (
     differences,
     groups,
     ratio_of,
-    show,
     warnings,
 )
 from mcinfer.bench.figures import compared_loads, spread_of
@@ -131,16 +128,6 @@ def test_way_that_failed_under_some_loads_is_compared_under_the_others() -> None
         *(str(load) for load in compared_loads(b)),
         "start and memory",
     ]
-
-
-def test_tables_fit_eighty_columns() -> None:
-    console = Console(file=StringIO(), width=80)
-    show(large(seed=1), large(seed=2), console)
-    assert isinstance(console.file, StringIO)
-    lines = console.file.getvalue().splitlines()
-    assert max(len(line) for line in lines if not line.startswith(("!", "B has"))) <= 80
-    assert "…" not in "".join(lines)
-    assert any(line.startswith("B has ") for line in lines)
 
 
 def test_command_prints_the_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

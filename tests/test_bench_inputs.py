@@ -116,16 +116,6 @@ def test_integers_are_within_the_bounds_as_far_as_the_type_goes(
         assert {*values} == {least if low < least else end - 1}
 
 
-def test_same_seed_gives_the_same_whatever_other_inputs_there_are() -> None:
-    alone = made(model(SQUARES), 4, RANDOM)["x"]
-    other = {"a": ("float32", ("batch", 3)), **SQUARES}
-    beside = made(model(other), 4, RANDOM)
-    assert np.array_equal(beside["x"], alone)
-    assert not np.array_equal(beside["a"], alone)
-    seeded = parse_input_options([], {}, seed=1)
-    assert not np.array_equal(made(model(SQUARES), 4, seeded)["x"], alone)
-
-
 # Dimensions.
 
 
@@ -354,15 +344,6 @@ def test_examples_have_rows_that_differ_in_every_input_that_has_any(kind: str) -
         for arrays in found[-2:]:
             assert {arrays[name].shape[0] for name in ("x", "flag")} == {3}
             assert all(len({*arrays[name].ravel().tolist()}) > 1 for name in ("x", "flag"))
-
-
-def test_first_dimension_is_the_batch_of_an_example_where_nothing_says_which() -> None:
-    spec = model(UNNAMED, (None, 3))
-    shapes = [array.shape for array in shown(spec)[0].values()]
-    assert shapes == [(3, 3), (3,), (1,)]
-    shapes = [array.shape for array in shown(spec, with_dims(**{"ids:0": 7}))[0].values()]
-    assert shapes == [(3, 3), (7,), (1,)]
-    assert shown(model({"x": ("float32", (4, 3))}, (4, 3))) == []
 
 
 def test_example_is_what_files_hold(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from mcinfer.bench.load import (
     nearest_rank,
     offer,
     read_request,
-    rotated,
     write_request,
 )
 from mcinfer.bench.report import QUANTILES, Load
@@ -144,11 +143,6 @@ def test_queue_that_grows_is_told_from_one_that_is_there(
     rate: float, service: float, servers: int, expected: bool
 ) -> None:
     assert kept_up(queue(rate, service, 800, servers)) is expected
-
-
-def test_each_repeat_begins_with_another_entry() -> None:
-    assert [rotated("abc", repeat) for repeat in (0, 1, 5)] == [[*"abc"], [*"bca"], [*"cab"]]
-    assert rotated([], 3) == []
 
 
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=400))

@@ -12,7 +12,7 @@ import pytest
 
 from mcinfer.bench.page import figure, panels, render, svgs
 from mcinfer.bench.report import OTHERS, Load, Report, dump
-from tests.bench_reports import large, report, small, turn, way
+from tests.bench_reports import report, small, turn, way
 
 HOSTILE = "</script><script>alert('1')</script>\"><img src=x onerror=y>$x_$ 模型"
 REQUESTING = {"src", "srcset", "action", "formaction", "poster", "background"}
@@ -86,14 +86,6 @@ def test_page_brings_the_report_along(page: Page) -> None:
     assert json.loads(data)["model"]["name"] == HOSTILE
 
 
-def test_ids_are_unique_and_what_refers_to_them_finds_them(page: Page) -> None:
-    ids = page.all_of("id")
-    assert page.tags.count("svg") == 5
-    assert len(set(ids)) == len(ids) > 100
-    assert {link[1:] for link in page.all_of("xlink:href")} <= set(ids)
-    assert {place[5:-1] for place in page.all_of("clip-path")} <= set(ids)
-
-
 def test_page_tells_what_was_not_answered(page: Page) -> None:
     assert "session, batch" not in page.text
     assert "(3 of 403 failed)" in page.text
@@ -136,17 +128,6 @@ def test_first_line_is_the_verdict_then_plots_then_figures_and_versions_last() -
     assert '<meta name="viewport"' in text
 
 
-def test_panels_without_data_are_left_out() -> None:
-    def names(made: Report) -> list[str]:
-        return [panel.name for panel in panels(made)]
-
-    bare = replace(way("session"), memory=())
-    assert names(report([bare], {("session", OPEN): [turn()]})) == ["latency-0"]
-    assert names(report([bare], {("session", CLOSED): [turn(0.0)]})) == ["throughput-1"]
-    assert names(report([bare], {})) == []
-    assert len(names(large())) == 1 + 3 + 11 + 1 + 1
-
-
 def test_report_of_nothing_is_still_a_page_and_a_picture() -> None:
     nothing = report([], {})
     assert "svg" not in Page(render(nothing)).tags
@@ -166,14 +147,6 @@ def latency_axes(made: Report) -> Any:
     return next(a for a in figure(made).get_axes() if a.get_xlabel().startswith("latency"))
 
 
-def test_axis_that_does_not_begin_at_zero_says_that_it_is_logarithmic() -> None:
-    ways = [way("session"), way("sharded")]
-    turns = {("session", CLOSED): [turn(slowest=5.0)], ("sharded", CLOSED): [turn(slowest=0.01)]}
-    axes = latency_axes(report(ways, turns))
-    assert axes.get_xscale() == "log"
-    assert axes.get_xlabel() == "latency (ms, logarithmic)"
-
-
 @pytest.mark.parametrize(
     ("requests", "marks"), [(9, ["p50"]), (50, ["p50", "p90"]), (100, ["p50", "p90", "p99"])]
 )
@@ -181,12 +154,3 @@ def test_percentile_of_too_few_requests_is_not_drawn(requests: int, marks: list[
     made = report([way("session")], {("session", OPEN): [turn(requests, seconds=1.0)]})
     legend = latency_axes(made).get_legend()
     assert [text.get_text() for text in legend.get_texts()] == marks
-
-
-def test_requests_that_were_never_answered_are_seen() -> None:
-    lossy = turn(slowest=2.0, unfinished=20)
-    axes = latency_axes(report([way("session")], {("session", OPEN): [lossy]}))
-    labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert "never answered" in labels
-    (label,) = (tick.get_text() for tick in axes.get_yticklabels())
-    assert label == "session !"

@@ -78,12 +78,6 @@ def test_report_is_read_as_it_was_written(tmp_path: Path, report: Report) -> Non
     assert load(path) == report
 
 
-def test_file_says_what_it_is() -> None:
-    content = json.loads(dump(bench_reports.small(session=[1.0])))
-    assert (content["schema"], content["version"]) == ("mcinfer.bench", 1)
-    assert content["quantiles"] == list(QUANTILES)
-
-
 def test_turn_of_an_earlier_mcinfer_kept_up_and_tells_no_error(tmp_path: Path) -> None:
     report = bench_reports.small(session=[100.0])
     content = json.loads(dump(report))

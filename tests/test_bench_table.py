@@ -8,21 +8,16 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from mcinfer.bench.figures import UNKNOWN, Spread
 from mcinfer.bench.report import OTHERS, Load, Report
 from mcinfer.bench.table import show
 from mcinfer.bench.texts import (
-    Unit,
     busy_text,
     gain_lines,
     notes,
     number,
-    plus_minus,
     program,
     remarks,
     report_program,
-    seconds_text,
-    spread_text,
     verdict,
 )
 from tests.bench_reports import large, report, small, turn, way
@@ -51,22 +46,6 @@ def test_numbers_have_three_digits(value: float, text: str) -> None:
     assert number(value) == text
 
 
-def test_spread_is_written_with_the_digits_of_its_median() -> None:
-    spread = Spread((0.09, 0.0984, 0.1234))
-    assert spread_text(spread, Unit(1e-3, "ms")) == "98.4 (90.0\N{EN DASH}123.4)"
-    assert plus_minus(spread, Unit(1e-3, "ms")) == "±25.0"
-    assert plus_minus(Spread((1.0, 1.0, math.inf))) == "±∞"
-    assert spread_text(Spread((2.0, 2.0))) == "2.00"
-    assert plus_minus(UNKNOWN) == ""
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(2.5, "2.50 s"), (0.05, "50.0 ms"), (2e-5, "20.0 µs"), (0.0, "0 ms")]
-)
-def test_seconds_have_the_unit_that_suits_them(seconds: float, text: str) -> None:
-    assert seconds_text(seconds) == text
-
-
 # Tables.
 
 
@@ -77,19 +56,6 @@ def test_eighty_columns_hold_every_table_whole() -> None:
     assert "…" not in "".join(lines)
     header = ["way", "n", "rows/s", "speed-up", "p50", "p90", "p99", "max", "overhead", "cores"]
     assert [line.split() for line in lines].count(header) == 11
-
-
-def test_narrow_terminal_still_gets_every_figure() -> None:
-    def figures(width: int) -> list[str]:
-        return [w for line in shown(large(), width).splitlines() for w in line.split()]
-
-    assert figures(30) == figures(80)
-
-
-def test_wide_terminal_has_the_spread_beside_the_figure() -> None:
-    text = shown(small(session=[100.0, 110.0, 95.0]), 200)
-    assert "200 (190\N{EN DASH}220)" in text
-    assert "±" not in text
 
 
 def test_there_are_no_escape_codes_without_a_terminal_or_with_no_color(
@@ -155,15 +121,6 @@ def test_each_reason_of_failed_requests_is_shown_once_and_five_at_most() -> None
     assert found[-1] == "Requests failed for 3 more reasons."
 
 
-def test_interrupted_and_single_measurements_say_so() -> None:
-    made = small(session=[100.0])
-    made = replace(made, finished=False, settings=replace(made.settings, repeats=1))
-    assert [text.split(":")[0] for text in remarks(made)] == [
-        "The benchmark was interrupted",
-        "Everything was measured once",
-    ]
-
-
 # The verdict.
 
 
@@ -179,10 +136,6 @@ def test_verdict_is_one_sentence_the_same_in_the_table(sharded: list[float], tex
     made = small(session=[100.0, 100.0], sharded=sharded)
     assert re.fullmatch(text, verdict(made))
     assert verdict(made) in shown(made, 200).splitlines()
-
-
-def test_verdict_of_no_baseline_says_why_there_is_none() -> None:
-    assert verdict(small(sharded=[100.0])).startswith("No verdict: ")
 
 
 def test_memory_and_the_loads_of_the_gain_are_in_the_verdict() -> None:

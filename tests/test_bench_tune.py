@@ -300,14 +300,6 @@ def test_interrupted_first_round_rests_on_pools_that_had_all_their_turns() -> No
 # In words.
 
 
-def test_verdict_says_how_much_better_the_best_is() -> None:
-    result = found([trial(DEFAULT, 100, 100, 100), trial(JOINED, 127, 131, 136)])
-    assert advice.verdict(result) == (
-        "Use 4 workers, 1 thread, submit, 8 rows within 1 ms: 131 (127–136) rows/s, p99 20.0 ms, "  # noqa: RUF001
-        "1.31 (1.27–1.36) × the default."  # noqa: RUF001
-    )
-
-
 def test_verdict_names_a_default_that_breaks_the_bound_or_falls_behind() -> None:
     trials = [trial(DEFAULT, 200, p99=0.09), trial(WIDE, 100, p99=0.04)]
     result = found(trials, of=aim(bound=0.05))
@@ -348,23 +340,6 @@ def test_remarks_say_what_was_left_out_what_failed_and_why_requests_run_whole() 
         "4 workers, 1 thread, submit, 8 rows within 1 ms: no memory left",
     ]
     assert "interrupted" in advice.remarks(found([], ended="", split=None))[0]
-
-
-def test_tables_have_a_row_for_each_pool_that_did_not_fail_the_best_first() -> None:
-    pairs = replace(JOINED, transport="socketpair")
-    trials = [
-        trial(DEFAULT, 100, 100),
-        trial(WIDE, 80, 90),
-        trial(pairs, 120, 130),
-        Trial(rung=1, candidate=JOINED, turns=[turn(999)], error="broken"),
-    ]
-    (table,) = advice.grids(found(trials))
-    assert [row[:5] for row in table.rows] == [
-        ("submit, pairs", "4", "1", "8", "1"),
-        ("submit, default", "2", "auto", "no", ""),
-        ("submit", "1", "4", "no", ""),
-    ]
-    assert table.title.endswith("; pairs: over socketpair)")
 
 
 # A program, and JSON.

@@ -94,23 +94,9 @@ def test_parameters_are_those_of_the_written_model(tiny_path: Path) -> None:
     assert sum(int(np.prod(t.dims)) for t in weights) == unet.SIZES["tiny"].parameters
 
 
-def test_parameter_counts_are_in_range() -> None:
-    assert unet.SIZES["tiny"].parameters < 1_000_000
-    assert 30_000_000 <= unet.SIZES["small"].parameters <= 60_000_000
-    assert 800_000_000 <= unet.SIZES["sd21"].parameters <= 920_000_000
-
-
 def test_layout_has_the_parameters_of_stable_diffusion() -> None:
     size = dataclasses.replace(unet.SIZES["sd21"], context_channels=768)
     assert size.parameters == SD1_PARAMETERS
-
-
-def test_batch_of_two_equals_two_batches_of_one(tiny: ort.InferenceSession) -> None:
-    sample, states = _inputs(2)
-    both = _run(tiny, sample, states)
-    single = [_run(tiny, sample[i : i + 1], states[i : i + 1]) for i in range(2)]
-    difference = np.abs(both - np.concatenate(single)).max()
-    assert difference <= 1e-5 * np.abs(both).max()
 
 
 def test_a_row_does_not_depend_on_another(tiny: ort.InferenceSession) -> None:
@@ -121,13 +107,6 @@ def test_a_row_does_not_depend_on_another(tiny: ort.InferenceSession) -> None:
     after = _run(tiny, sample, states)
     np.testing.assert_array_equal(after[0], before[0])
     assert np.abs(after[1] - before[1]).max() > 0.1
-
-
-@pytest.mark.parametrize("timestep", [0, 500, 999])
-def test_output_is_of_order_one(tiny: ort.InferenceSession, timestep: int) -> None:
-    output = _run(tiny, *_inputs(2), timestep)
-    assert np.isfinite(output).all()
-    assert 0.1 < output.std() < 10
 
 
 def test_a_denoising_loop_stays_of_order_one(tiny: ort.InferenceSession) -> None:
@@ -144,13 +123,6 @@ def test_a_denoising_loop_stays_of_order_one(tiny: ort.InferenceSession) -> None
         latents = (previous**0.5 * clean + (1 - previous) ** 0.5 * noise).astype(np.float32)
     assert np.isfinite(latents).all()
     assert 0.1 < latents.std() < 10
-
-
-def test_timestep_and_encoder_hidden_states_matter(tiny: ort.InferenceSession) -> None:
-    sample, states = _inputs(1)
-    output = _run(tiny, sample, states, 500)
-    for changed in (_run(tiny, sample, states, 400), _run(tiny, sample, -states, 500)):
-        assert np.abs(changed - output).max() > 0.01
 
 
 def test_seed_determines_the_bytes(tiny_path: Path, tmp_path: Path) -> None:

@@ -125,9 +125,8 @@ def stateful_rows(count: int) -> Arrays:
     [
         ["--batch", "4", "--batch-axis", "input=0", "--batch-axis", "state=1"],
         ["--batch", "4", "--output-axis", "stateN=1"],
-        ["--devices", "2"],
     ],
-    ids=["inputs", "outputs", "one request"],
+    ids=["inputs", "outputs"],
 )
 def test_axes_that_no_shape_says_are_learned(
     tmp_path: Path, capsys: Capture, words: list[str]
@@ -159,8 +158,8 @@ def random_rows(count: int) -> Arrays:
 def test_file_whose_rows_depend_on_each_other_runs_whole(tmp_path: Path, capsys: Capture) -> None:
     model, source, output = written(tmp_path, SELECTING), tmp_path / "in.npz", tmp_path / "out.npz"
     store(source, **random_rows(300))
-    for devices in ("1", "2"):  # the second time it is known
-        assert call(model, source, output, "--devices", devices) == 0
+    for _ in range(2):  # the second time it is known
+        assert call(model, source, output) == 0
         line = only_line(capsys.readouterr().err)
         assert "as one request, on one worker: the rows of a batch depend on each other" in line
         assert "output 'where' differs" in line
@@ -180,7 +179,7 @@ def test_requests_may_give_any_number_of_rows_where_that_was_shown(
         tmp_path / "out.npz",
     )
     store(source, **random_rows(50))
-    assert call(model, source, output, "--batch", "7", "--devices", "2") == 0
+    assert call(model, source, output, "--batch", "7") == 0
     assert capsys.readouterr().err == ""
     assert_equal(loaded(output), whole_run(model, random_rows(50)))
 
@@ -207,19 +206,6 @@ def test_split_that_no_row_shows_is_not_used(tmp_path: Path, capsys: Capture) ->
     assert call(model, source, output, *axes, "--batch", "8") == 1
     line = only_line(capsys.readouterr().err)
     assert "--batch: got 8, but the file cannot be cut: its first 8 rows are equal" in line
-
-
-def test_rows_for_requests_of_what_is_said_to_go_whole_are_refused(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    model, source, output = written(tmp_path, DOUBLE), tmp_path / "in.npz", tmp_path / "out.npz"
-    store(source, **random_rows(100))
-    assert call(model, source, output, "--batch-axis", "x=none", "--batch", "8") == 1
-    line = only_line(capsys.readouterr().err)
-    assert line == "mcinfer: --batch: got 8, but batch_axes says that every input goes whole"
-    assert call(model, source, output, "--batch-axis", "x=none") == 0
-    assert capsys.readouterr().err == ""
-    assert_equal(loaded(output), whole_run(model, random_rows(100)))
 
 
 def test_random_model_is_split_where_its_symbols_say_so(tmp_path: Path, capsys: Capture) -> None:

@@ -63,15 +63,6 @@ def test_list_has_a_line_for_each_entry_and_the_total(cache: Cache, capsys: Capt
     assert total == f"2 entries, {size:.1f} MB of at most 53687.1 MB in {cache.folder}"
 
 
-@pytest.mark.parametrize("about", ["", "[]", "{}", "[" * 100_000, "\0"], ids=len)
-def test_entry_that_does_not_say_what_it_is_for_is_listed_all_the_same(
-    cache: Cache, capsys: Capture, about: str
-) -> None:
-    made(cache, "any.onnx", about=about).close()
-    line, _ = listed(capsys)
-    assert line.endswith("  ?  onnxruntime 1.2")
-
-
 def test_any_models_name_is_one_line(cache: Cache, capsys: Capture) -> None:
     made(cache, "a\nb\udc80\x1b[31mü.onnx").close()
     line, _ = listed(capsys)

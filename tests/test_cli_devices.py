@@ -9,7 +9,7 @@ import pytest
 from mcinfer.cli import main
 from mcinfer.cli.devices import quota_text
 from mcinfer.cli.doctor import installed_runtime
-from mcinfer.machine import Gpu, cpu_quota, format_core_list, numa_nodes
+from mcinfer.machine import Gpu, cpu_quota, format_core_list
 from tests.command_line import Capture, only_line
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -68,19 +68,6 @@ def test_devices_says_what_is_shared_and_what_is_no_cpu(
         f"worker 0: cpu:0, {LISTED}, shared, {threads(len(CORES))}",
         f"worker 1: cpu:0, {LISTED}, shared, {threads(len(CORES))}",
         "worker 2: cuda:1, not a share of the CPU",
-    ]
-
-
-def test_devices_shows_where_the_cores_lie(capsys: Capture) -> None:
-    assert main(["devices"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if line.startswith("  NUMA node ")] == [
-        f"  NUMA node {node}: {format_core_list(cores)}"
-        for node, cores in numa_nodes().items()
-        if cores
-    ]
-    assert [line for line in lines if line.startswith("  CPU quota: ")] == [
-        f"  CPU quota: {quota_text(cpu_quota(), len(CORES))}"
     ]
 
 

@@ -99,10 +99,8 @@ def test_inspect_says_what_a_model_takes_gives_and_holds(
 @pytest.mark.parametrize(
     ("first", "axes", "text"),
     [
-        (2, [], "batch: not known yet"),
         (2, ["--batch-axis", "x=0", "--output-axis", "y=0"], "batch: fixed; "),
         ("length", ["--batch-axis", "x=0"], "batch: as batch_axes and output_axes say; not"),
-        ("batch", ["--batch-axis", "x=none"], "batch: runs whole, on one worker: batch_axes says"),
     ],
 )
 def test_inspect_says_what_is_split(
@@ -161,48 +159,6 @@ def test_example_that_is_no_file_of_arrays_is_named(tmp_path: Path, capsys: Capt
     example.write_bytes(b"PK\x03\x04")
     assert main(["inspect", str(save_double(tmp_path)), "--probe", "--input", str(example)]) == 1
     assert f"--input {example}: " in capsys.readouterr().err
-
-
-def test_inspect_names_inputs_that_are_split_and_those_that_go_whole(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    model = save(
-        tmp_path / "model.onnx",
-        [helper.make_node("Sum", ["a", "b", "c", "t"], ["y"])],
-        [
-            ("a", FLOAT, ["batch_a", 3]),
-            ("b", FLOAT, ["batch_b", 3]),
-            ("c", FLOAT, [1, "batch_a", 1]),
-            ("t", FLOAT, []),
-        ],
-        [("y", FLOAT, ["batch_a", "batch_a", 3])],
-    )
-    made = onnx.load(model)
-    made.graph.output[0].type.tensor_type.shape.dim[0].dim_param = "rows"
-    onnx.save(made, model)
-    lines = said(model, capsys)
-    place = lines.index(f"batch: {NOT_CHECKED}")
-    assert lines[place + 1 : place + 5] == [
-        "  split along axis 0: a",
-        "  whole: b, t",
-        "  split along axis 1: c",
-        "  joined along axis 1: y",
-    ]
-
-
-def test_rank_that_is_not_known_is_no_scalar(tmp_path: Path, capsys: Capture) -> None:
-    model = save_double(tmp_path)
-    made = onnx.load(model)
-    for value in (*made.graph.input, *made.graph.output):
-        value.type.tensor_type.ClearField("shape")
-    onnx.save(made, model)
-    assert said(model, capsys)[:4] == [
-        "inputs:",
-        "  x: float32, rank not known",
-        "outputs:",
-        "  y: float32, rank not known",
-    ]
-    assert inspected(model, capsys)["inputs"] == [{"name": "x", "type": "float32", "shape": None}]
 
 
 def test_model_that_is_not_there_is_named_at_once(tmp_path: Path, capsys: Capture) -> None:
@@ -275,30 +231,6 @@ def test_json_says_the_same_and_leaves_nothing_out(tmp_path: Path, capsys: Captu
     }
 
 
-def test_long_lists_are_cut_and_names_are_aligned_and_printable(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    names = ["x\x1b[31m", "longer", *(f"x{i}" for i in range(12))]
-    nodes = [helper.make_node("Sum", names, ["s"])]
-    operators = ["Abs", "Neg", "Exp", "Tanh", "Sigmoid", "Relu", "Floor", "Ceil"]
-    operators += ["Round", "Sign", "Sin", "Cos", "Atan", "Atan"]
-    for i, operator in enumerate(operators):
-        nodes.append(helper.make_node(operator, [f"h{i}" if i else "s"], [f"h{i + 1}"]))
-    nodes.append(helper.make_node("Abs", [f"h{len(operators)}"], ["y" * 200]))
-    inputs = [(name, FLOAT, ["batch"]) for name in names]
-    path = save(tmp_path / "wide.onnx", nodes, inputs, [("y" * 200, FLOAT, ["batch"])])
-    lines = said(path, capsys)
-    assert lines[1] == "  x?[31m: float32[batch]"
-    assert lines[2] == "  longer: float32[batch]"
-    assert lines[3] == "  x0:     float32[batch]"
-    assert lines[13:15] == ["  and 2 others", "outputs:"]
-    assert lines[15] == f"  {'y' * 99}…: float32[batch]"
-    place = lines.index("operators: 16 nodes of 14 types")
-    assert lines[place + 1 : place + 3] == ["  2  Abs", "  2  Atan"]
-    assert lines[place + 13] == "  and 2 others, 2 nodes"
-    assert max(map(len, lines)) < 150
-
-
 def test_file_of_the_runtimes_own_format_has_no_operators_that_are_known(
     tmp_path: Path, capsys: Capture
 ) -> None:
@@ -351,13 +283,6 @@ def test_model_that_cannot_be_prepared_is_told(
     facts = {"model": read_source(model).digest}
     cache.make(entry_key(facts), facts, fail, wait=5.0).close()
     assert prepared(model, capsys) == "no, it cannot be; a worker loads the file as it is"
-
-
-def test_cache_that_cannot_be_used_is_left_out(
-    cache: Cache, tmp_path: Path, capsys: Capture
-) -> None:
-    cache.folder.touch()
-    assert said(save_double(tmp_path), capsys)[-1].startswith("written: ")
 
 
 # What cannot be loaded.

@@ -56,11 +56,6 @@ def test_text_of_another_form_is_wrong_usage_and_is_told(
         parse(text)
 
 
-@given(st.lists(st.integers(1), min_size=1, unique=True))
-def test_counts_are_read_as_they_are_written(counts: list[int]) -> None:
-    assert parse_counts(",".join(map(str, counts))) == tuple(counts)
-
-
 @pytest.mark.parametrize(
     "parse", [parse_devices_option, parse_seconds, parse_counts, parse_rates, parse_dims]
 )

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 import typer
 
@@ -12,7 +13,7 @@ from mcinfer.cli.output_files import check_outputs, parse_png, write_output
 from mcinfer.errors import InvalidInputError
 from tests.command_line import Capture, files, only_line, save_double
 from tests.process.scripts import Program
-from tests.process.waiting import wait_until
+from tests.process.waiting import all_gone, wait_until
 
 
 def refused(path: Path) -> str:
@@ -167,7 +168,9 @@ def test_what_an_option_itself_has_wrong_is_wrong_usage(
 
 
 @pytest.mark.timeout(90)
-def test_interrupted_benchmark_leaves_the_whole_report_of_the_last_time(tmp_path: Path) -> None:
+def test_interrupted_benchmark_leaves_the_last_report_and_no_process(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "ways.py").write_text(MY_WAYS)
     (tmp_path / "x.json").write_text("of the last time")
     model = save_double(tmp_path)
@@ -175,8 +178,11 @@ def test_interrupted_benchmark_leaves_the_whole_report_of_the_last_time(tmp_path
     options = (*ONE_WAY, "--against", "ways.py:Hangs", "--json", "x.json")
     with Program(code, "bench", model, *options, cwd=tmp_path) as program:
         wait_until((tmp_path / "second").exists, 60.0)
+        started = [each.pid for each in psutil.Process(program.pid).children(recursive=True)]
         program.interrupt()
         done = program.wait()
+    assert started
+    wait_until(lambda: all_gone(started))
     assert done.status == 130
     assert done.err == (
         "mcinfer: --json: what is known so far is in x.partial.json\nmcinfer: interrupted\n"

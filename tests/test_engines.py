@@ -494,16 +494,6 @@ def test_strings_and_numbers_go_together(labels: Engine) -> None:
         x[:] = [0, 7, 0]
 
 
-def test_output_bound_with_another_shape_is_produced_beside_strings_too(labels: Engine) -> None:
-    s = Strings(name="s", shape=(1,), values=("a",))
-    b, x = np.zeros(1, numpy_dtype("bfloat16")), np.ones(1, np.float32)
-    other = np.full(2, 7, np.float32)
-    produced = labels.bind([s, buffer("b", b), buffer("x", x)], [buffer("y", other)]).execute()
-    assert [item.name for item in produced] == ["t", "f", "k", "y"]
-    assert content(produced[3]) == -1
-    assert (other == 7).all()
-
-
 def test_bytes_that_are_no_text_are_an_invalid_input(labels: Engine) -> None:
     b, x = np.zeros(1, numpy_dtype("bfloat16")), np.ones(1, np.float32)
     s = Strings(name="s", shape=(1,), values=(b"\xff",))

@@ -84,11 +84,6 @@ class Same(nn.Cell):
         return x
 
 
-class Turned(nn.Cell):
-    def construct(self, x):
-        return ops.transpose(x, (1, 0))
-
-
 class Assigning(nn.Cell):
     def construct(self, x):
         ops.assign(x, x + 1)
@@ -99,16 +94,6 @@ class Adding(nn.Cell):
     def construct(self, x):
         x.add_(1.0)
         return x * 2
-
-
-class Counting(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.count = Parameter(Tensor(np.zeros(3, np.float32)), name="count")
-
-    def construct(self, x):
-        self.count += 1
-        return x + self.count
 
 
 class Looping(nn.Cell):
@@ -143,13 +128,10 @@ rows = dynamic(None, 3)
 static = Tensor(np.zeros((2, 3), np.float32))
 export("affine", Affine(), rows)
 export("static", Static(), static)
-export("scalar", Static(), Tensor(np.float32(0)))
 export("scaled", Scaled(), rows, Tensor(np.float32(0)))
 export("found", Found(), rows)
-export("turned", Turned(), rows)
 export("assigning", Assigning(), rows)
 export("adding", Adding(), static)
-export("counting", Counting(), rows)
 export("looping", Looping(), rows, Tensor(np.int32(0)))
 export("product", Product(), dynamic(None, None), dynamic(None, None))
 export("nested", Nested(), rows)
@@ -312,13 +294,6 @@ def test_output_that_is_an_input_does_not_lie_in_its_memory(models: Path) -> Non
 
 
 @with_mindspore
-def test_transposed_output_is_in_c_order(models: Path) -> None:
-    x = rows(4)
-    (item,) = open_model(models / "turned.mindir").bind([buffer("x", x)], []).execute()
-    assert np.array_equal(content(item), x.T)
-
-
-@with_mindspore
 @pytest.mark.parametrize("name", ["assigning", "adding"])
 def test_model_that_writes_to_its_inputs_writes_to_copies(models: Path, name: str) -> None:
     x = rows(2)
@@ -329,25 +304,6 @@ def test_model_that_writes_to_its_inputs_writes_to_copies(models: Path, name: st
         assert np.array_equal(answer, answers[0])
     x += 1
     assert np.array_equal(content(run.execute()[0]), answers[0] + 2)
-
-
-@with_mindspore
-def test_state_of_a_model_stays_from_run_to_run(models: Path) -> None:
-    x = rows(2)
-    run = open_model(models / "counting.mindir").bind([buffer("x", x)], [])
-    for count in range(1, 4):
-        assert np.array_equal(content(run.execute()[0]), x + count)
-
-
-@with_mindspore
-def test_scalars_are_tensors(models: Path) -> None:
-    engine = open_model(models / "scalar.mindir")
-    x, y = np.array(3, np.float32), np.array(0, np.float32)
-    run = engine.bind([buffer("x", x)], [buffer("output_0", y)])
-    for value in (3, 4):
-        x[...] = value
-        run.execute()
-        assert y == 2 * value + 1
 
 
 @with_mindspore

@@ -9,7 +9,6 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import StatusCode
 
 from mcinfer import PredictTimeoutError, RequestTrace, ShardTrace, __version__
@@ -182,15 +181,6 @@ def test_caller_s_span_is_the_parent(
     (whole,) = by_name(memory)["mcinfer.request"]
     assert whole.parent == caller.get_span_context()
     assert trace.get_current_span() is trace.INVALID_SPAN
-
-
-def test_request_that_is_not_sampled_costs_one_span_and_gives_none(
-    memory: InMemorySpanExporter,
-) -> None:
-    provider = TracerProvider(sampler=ALWAYS_OFF, shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(memory))
-    request_spans(provider)(request(time.monotonic()))
-    assert not memory.get_finished_spans()
 
 
 def test_without_an_sdk_nothing_happens() -> None:

@@ -174,14 +174,6 @@ def test_metrics_are_those_that_the_documentation_lists() -> None:
     assert listed == given
 
 
-def test_names_end_in_base_units() -> None:
-    for family in families((), ()):
-        assert re.fullmatch(r"mcinfer(_[a-z]+)+", family.name)
-        assert family.documentation.endswith(".")
-        assert not re.search(r"_(ms|milliseconds|mib|mb|kb)(_|$)", family.name)
-        assert ("seconds" in family.name) == ("Time" in family.documentation)
-
-
 # The collector. These masters were never started: they have no process.
 
 
@@ -254,14 +246,6 @@ def test_label_that_cannot_be_is_refused(model: Path, labels: dict[str, str]) ->
     ((name, value),) = labels.items()
     with pytest.raises(InvalidInputError, match=re.escape(f"labels: got {name!r}: {value!r}")):
         MasterCollector(Master(model, 1, engine="fake", verify="never"), labels)
-
-
-@pytest.mark.parametrize("labels", [None, {"b": "x"}, {"a": "x", "b": "y"}])
-def test_masters_have_labels_of_the_same_names(model: Path, labels: dict[str, str] | None) -> None:
-    masters = [Master(model, 1, engine="fake", verify="never") for _ in range(2)]
-    collector = MasterCollector(masters[0], {"a": "x"})
-    with pytest.raises(InvalidInputError, match=r"expected \['a'\] as the first master has"):
-        collector.add(masters[1], labels)
 
 
 @pytest.mark.parametrize(

@@ -114,11 +114,6 @@ def test_key_is_the_same_whatever_the_order_and_after_json(facts: dict[str, Any]
     assert entry_key({**facts, "and": "more"}) != key or facts.get("and") == "more"
 
 
-def test_key_of_keys_that_are_numbers_is_the_same_after_json() -> None:
-    facts: dict[str, Any] = {"by core": {2: "a", 10: "b"}}
-    assert entry_key(facts) == entry_key(json.loads(json.dumps(facts)))
-
-
 def test_facts_that_are_not_json_are_refused() -> None:
     for value in (float("nan"), b"bytes", {1: 2, "a": 3}):
         with pytest.raises(InvalidInputError, match="facts"):
@@ -262,7 +257,6 @@ def replace_folder_by_file(folder: Path) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a byte": (damage_a_byte, "weights.bin has the SHA-256"),
     "truncated": (lambda f: os.truncate(f / "weights.bin", 100), "has 100 bytes, expected 10240"),
-    "missing": (lambda f: (f / "weights.bin").unlink(), r"missing files: \['weights.bin'\]"),
     "unknown": (lambda f: (f / "more").touch(), r"unknown files: \['more'\]"),
     "link": (replace_by_link, "weights.bin is not a regular file"),
     "writable": (lambda f: (f / "weights.bin").chmod(0o620), r"by others \(mode 0620\)"),
@@ -272,15 +266,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
     "format": (lambda f: change_manifest(f, format=2), "its format is 2, expected 1"),
     "facts": (lambda f: change_manifest(f, facts={"model": "b"}), f"expected {KEY}"),
-    "facts are no map": (lambda f: change_manifest(f, facts=[1]), "JSON can say"),
-    "facts are no JSON": (lambda f: change_manifest(f, facts={"a": float("nan")}), "JSON can say"),
     "files": (
         lambda f: change_manifest(f, files=[{"name": "model.onnx"}]),
         "expected records of files",
     ),
     "garbage": (lambda f: rewrite(f / "manifest.json", b"\xff{"), "manifest.json is none"),
     "deep": (lambda f: rewrite(f / "manifest.json", b"[" * 200_000), "manifest.json is none"),
-    "list": (lambda f: rewrite(f / "manifest.json", b"[]"), "manifest.json is none"),
 }
 
 
@@ -422,17 +413,6 @@ def test_wait_for_another_maker_ends(
     assert descriptors() == before
     waits = [record for record in caplog.records if "waiting" in record.getMessage()]
     assert len(waits) == (1 if wait else 0)
-
-
-def test_bad_wait_is_refused(cache: Cache) -> None:
-    with pytest.raises(InvalidInputError, match="wait: got"):
-        cache.make(KEY, FACTS, fill_not, wait=float("nan"))
-
-
-def test_entry_that_is_removed_just_now_is_not_opened(cache: Cache) -> None:
-    make_and_let_go(cache)
-    with locked(cache, KEY, fcntl.LOCK_EX):
-        assert cache.open(KEY) is None
 
 
 def test_damaged_entry_that_is_in_use_stays(cache: Cache) -> None:
@@ -851,16 +831,6 @@ def test_folder_is_that_of_the_environment(
     cache = Cache.default()
     assert cache.folder == Path(folder)
     assert cache.limit_bytes == 50 * 2**30
-
-
-def test_relative_folder_stays_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MCINFER_CACHE", "mine")
-    cache = Cache.default()
-    monkeypatch.chdir("/")
-    assert cache.folder == tmp_path / "mine"
 
 
 def test_limit_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -334,7 +334,7 @@ def test_cut_model_is_a_shorter_one_or_refused() -> None:
             assert {*scanned(CONTENT[:size]).initializers} <= {"scale", "bias"}
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(flips=st.lists(st.tuples(st.integers(0, len(RICH) - 1), st.integers(1, 255)), max_size=4))
 def test_damaged_model_is_refused_or_read_as_protobuf_reads_it(
     flips: list[tuple[int, int]],

@@ -85,11 +85,6 @@ def test_weights_lie_beside_the_path_or_in_the_folder(
     assert weights_folder({"model_file": {"mindir_path": "model.onnx"}}) == str(tmp_path)
 
 
-def test_weights_lie_in_no_folder_without_the_entry() -> None:
-    assert weights_folder({}) is None
-    assert weights_folder({"model_file": {}}) is None
-
-
 def test_folder_of_weights_that_is_not_there_is_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "no" / "model.onnx")
     with pytest.raises(InvalidInputError, match=r"mindir_path: .* does not exist"):

@@ -1,7 +1,6 @@
 """Tests of mcinfer/mslite/context.py and of the checks that it uses."""
 
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +44,6 @@ def test_wrong_section_is_named_by_its_level(value: object, text: str) -> None:
 
 
 # Lists.
-
-
-def test_new_context_runs_on_the_cpu() -> None:
-    context = Context()
-    assert context.target == context.device_infos == ["cpu"]
-    assert str(context) == repr(context) == "target: ['cpu']."
-    context.target = ["CPU", "gpu"]
-    assert str(context) == "target: ['CPU', 'gpu']."
 
 
 @pytest.mark.parametrize(
@@ -154,17 +145,6 @@ def test_more_than_two_device_infos_are_refused_when_the_model_is_built() -> Non
 
 
 @Number
-def test_number_is_zero_until_set(part: str, attribute: str, name: str) -> None:
-    holder = getattr(Context(), part)
-    assert getattr(holder, attribute) == 0
-    setattr(holder, attribute, 3)
-    assert getattr(holder, attribute) == 3
-    assert f"{name.removeprefix(part + '_').replace('workers_num', 'workers num')}: 3" in str(
-        holder
-    )
-
-
-@Number
 def test_number_that_is_no_int_or_negative_is_refused(part: str, attribute: str, name: str) -> None:
     holder = getattr(Context(), part)
     for value in NOT_INTS:
@@ -203,24 +183,6 @@ def test_precision_mode_is_one_of_those_of_its_part(part: str, default: str, mod
     with pytest.raises(TypeError, match=exactly(text)):
         holder.precision_mode = 1
     assert holder.precision_mode == modes.split(", ")[-1]
-
-
-@pytest.mark.parametrize(
-    ("part", "attribute", "name"),
-    [
-        ("gpu", "provider", "gpu_provider"),
-        ("ascend", "provider", "ascend_provider"),
-        (None, "group_info_file", "group_info_file"),
-    ],
-)
-def test_text_is_empty_until_set(part: str | None, attribute: str, name: str) -> None:
-    context = Context()
-    holder = context if part is None else getattr(context, part)
-    assert getattr(holder, attribute) == ""
-    setattr(holder, attribute, "ge")
-    with pytest.raises(TypeError, match=exactly(f"{name} must be str, but got <class 'int'>.")):
-        setattr(holder, attribute, 1)
-    assert getattr(holder, attribute) == "ge"
 
 
 # CPU.
@@ -281,15 +243,6 @@ def test_config_info_adds_sections_and_replaces_those_it_names() -> None:
     assert parallel.config_info == "a: z 3\nb: w 5\nx 4"
 
 
-def test_sections_do_not_follow_the_dicts_that_were_given_in_and_out() -> None:
-    parallel = Context().parallel
-    given = {"a": {"b": "c"}}
-    parallel.config_info = given
-    given["a"]["b"] = "changed"
-    parallel.sections["a"]["b"] = "changed"
-    assert parallel.sections == {"a": {"b": "c"}}
-
-
 def test_bad_config_info_is_refused_whole() -> None:
     parallel = Context().parallel
     bad: Any = {"a": {"b": "c"}, "d": {"e": 1}}
@@ -316,46 +269,6 @@ def test_config_path_must_be_there(tmp_path: Path) -> None:
 # Texts of the parts.
 
 
-def test_parts_print_as_upstream_prints_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
-    monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
-    context = Context()
-    context.cpu.precision_mode = "preferred_fp16"
-    context.cpu.thread_num = 4
-    context.cpu.inter_op_parallel_num = 2
-    context.cpu.thread_affinity_mode = 1
-    context.cpu.thread_affinity_core_list = [0, 1]
-    assert str(context.cpu) == (
-        "device_type: DeviceType.kCPU,\n"
-        "precision_mode: preferred_fp16,\n"
-        "thread_num: 4,\n"
-        "inter_op_parallel_num: 2,\n"
-        "thread_affinity_mode: 1,\n"
-        "thread_affinity_core_list: [0, 1]."
-    )
-    context.gpu.device_id = 2
-    assert str(context.gpu) == (
-        "device_type: DeviceType.kGPU,\n"
-        "precision_mode: enforce_fp32,\n"
-        "device_id: 2,\n"
-        "rank_id: 0,\n"
-        "group_size: 1."
-    )
-    context.ascend.precision_mode = "enforce_fp32"
-    context.ascend.device_id = 2
-    context.ascend.provider = "ge"
-    assert str(context.ascend) == (
-        "device_type: DeviceType.kAscend,\n"
-        "precision_mode: enforce_fp32,\n"
-        "device_id: 2.provider: ge.rank_id: 0."
-    )
-    context.parallel.workers_num = 4
-    context.parallel.config_info = {"a": {"b": "c"}}
-    assert str(context.parallel) == "workers num: 4,\nconfig info: a: b c,\nconfig file: ."
-    for part in (context.cpu, context.gpu, context.ascend, context.parallel):
-        assert repr(part) == str(part)
-
-
 # Unknown attributes.
 
 
@@ -367,22 +280,3 @@ def test_unknown_attribute_is_kept_with_a_warning_that_names_it(part: str | None
         holder.tread_num = 4
     assert holder.tread_num == 4
     assert caught[0].filename == __file__
-
-
-def test_attributes_that_upstreams_examples_set_give_no_warning() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        context = Context()
-        context.gpu.provider = "tensorrt"
-        context.ascend.provider = "ge"
-        context.ascend.rank_id = 1
-
-
-def test_parts_and_ranks_cannot_be_set() -> None:
-    context = Context()
-    for part in ("cpu", "gpu", "ascend", "parallel", "device_infos"):
-        with pytest.raises(AttributeError):
-            setattr(context, part, None)
-    for attribute in ("rank_id", "group_size"):
-        with pytest.raises(AttributeError):
-            setattr(context.gpu, attribute, 1)

@@ -185,14 +185,6 @@ def test_what_is_said_of_a_device_reaches_mindspore_lites_own_package() -> None:
     }
 
 
-@pytest.mark.parametrize("target", ["cpu", "gpu", "ascend"])
-def test_type_that_the_name_may_not_say_reaches_mindspore_lites_own_package(target: str) -> None:
-    lite = only(context_of(target), model_type=ModelType.MINDIR_LITE)
-    assert lite.options.session_config == {"model_type": "MINDIR_LITE"}
-    original = only(context_of(target), model_type=ModelType.MINDIR)
-    assert not original.options.session_config
-
-
 @pytest.mark.parametrize(
     ("settings", "remarks"),
     [
@@ -208,11 +200,6 @@ def test_settings_of_the_cpu_that_cannot_act_are_remarked(
     found = only(context_of("cpu", **settings)).remarks
     assert len(found) == len(remarks)
     assert all(word in text for word, text in zip(remarks, found, strict=True))
-
-
-def test_affinity_mode_that_acts_is_not_remarked(monkeypatch: pytest.MonkeyPatch) -> None:
-    alike({0: 400, 1: 1024}, monkeypatch)
-    assert only(context_of("cpu", cpu_thread_affinity_mode=1)).remarks == ()
 
 
 # Which of them serves.

@@ -16,7 +16,6 @@ from mcinfer.mslite.tensor import (
     DataType,
     Format,
     Tensor,
-    TensorMeta,
     data_type_of,
     numpy_dtype_of,
 )
@@ -28,7 +27,6 @@ UNSUPPORTED = [
     *(np.dtype(name) for name in ("U3", "O", "complex64", "i4,f4")),
     *(np.dtype(getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e5m2", "int4")),
 ]
-NOT_NAMED: list[DataType] = [DataType.UNKNOWN, DataType.INVALID]
 
 
 def exactly(text: str) -> str:
@@ -114,16 +112,6 @@ def test_dtype_without_a_number_is_refused(dtype: "np.dtype[Any]") -> None:
         Tensor(np.zeros(2, dtype))
     with pytest.raises(TypeError, match=text):
         Tensor().set_data_from_numpy(np.zeros((), dtype))
-
-
-@pytest.mark.parametrize("member", NOT_NAMED)
-def test_number_without_a_dtype_is_refused(member: DataType) -> None:
-    with pytest.raises(TypeError, match=exactly(f"Unsupported dtype value {member}")):
-        numpy_dtype_of(member)
-    tensor = Tensor(shape=[2], dtype=member)
-    assert tensor.data_size == 0
-    with pytest.raises(TypeError, match="Unsupported dtype"):
-        tensor.get_data_to_numpy()
 
 
 # Made of nothing.
@@ -268,22 +256,6 @@ def test_attribute_of_another_type_is_refused(attribute: str, value: Any, text: 
     assert str(tensor) == before
 
 
-def test_tensor_prints_as_upstream_prints_it() -> None:
-    tensor = Tensor(shape=[1, 3, 2, 2], dtype=DataType.FLOAT32)
-    tensor.name = "x"
-    layout = (
-        "name: x,\n"
-        "dtype: DataType.FLOAT32,\n"
-        "shape: [1, 3, 2, 2],\n"
-        "format: Format.NCHW,\n"
-        "element_num: 12,\n"
-        "data_size: 48."
-    )
-    assert str(tensor) == repr(tensor) == f"{layout}\ndevice: None:-1."
-    meta = TensorMeta(name="x", dtype=DataType.FLOAT32, shape=[1, 3, 2, 2], format=Format.NCHW)
-    assert str(meta) == repr(meta) == layout
-
-
 # Shape and dtype with data.
 
 
@@ -341,14 +313,6 @@ def test_data_of_any_layout_is_set_and_read_back(array: NDArray[Any], flat: bool
     assert read.tobytes() == array.astype(array.dtype.newbyteorder("=")).tobytes()
 
 
-def test_set_data_stays_in_the_memory_that_the_tensor_has() -> None:
-    tensor = Tensor(shape=[2, 3], dtype=DataType.FLOAT32)
-    view = tensor.get_data_to_numpy()
-    tensor.set_data_from_numpy(numbers(2, 3))
-    tensor.set_data_from_numpy(numbers(6) * 2)
-    assert np.array_equal(view, numbers(2, 3) * 2)
-
-
 def test_set_data_takes_the_tensors_own_data_in_another_order() -> None:
     tensor = Tensor(shape=[2, 3], dtype=DataType.FLOAT32)
     tensor.set_data_from_numpy(numbers(2, 3))
@@ -364,15 +328,6 @@ def test_set_data_never_writes_to_a_borrowed_array(writable: bool) -> None:
         tensor.set_data_from_numpy(numbers(2, 3) * 2)
         assert np.array_equal(tensor.get_data_to_numpy(), numbers(2, 3) * 2)
         assert np.array_equal(array, numbers(2, 3))
-
-
-def test_view_writes_to_the_tensor_if_its_data_can_be_written() -> None:
-    tensor = Tensor(shape=[2], dtype=DataType.INT8)
-    tensor.get_data_to_numpy()[1] = 5
-    assert tensor.get_data_to_numpy().tolist() == [0, 5]
-    array = numbers(2)
-    array.flags.writeable = False
-    assert not Tensor(array).get_data_to_numpy().flags.writeable
 
 
 @pytest.mark.parametrize("shape", [[0], [2, -1]])
@@ -478,13 +433,6 @@ def test_refused_memory_changes_nothing() -> None:
         tensor.set_data_from_numpy(numbers(2, 3))
     assert tensor.shape == [-1, 3]
     assert not tensor.has_data
-
-
-def test_allocator_can_give_a_type_that_has_no_number() -> None:
-    pool = Pool("bfloat16")
-    tensor = Tensor._of_model(spec("bfloat16", [2]), pool)
-    assert tensor.get_data_to_numpy().dtype.name == "bfloat16"
-    assert tensor.data_size == 4
 
 
 # Results.

@@ -407,7 +407,7 @@ class ArenaMachine(RuleBasedStateMachine):
 def test_arena_keeps_its_promises_whatever_is_held_and_dropped() -> None:
     with no_descriptor_left():
         run_state_machine_as_test(
-            ArenaMachine, settings=settings(max_examples=150, stateful_step_count=30, deadline=None)
+            ArenaMachine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None)
         )
 
 

@@ -219,20 +219,14 @@ def false_owner(answer: Callable[[socket.socket], None]) -> Iterator[int]:
     ("data", "count"),
     [
         (b'{"ok": true}', 0),
-        (b'{"ok": true}', 1),
         (b'{"ok": true}', 3),
-        (b'{"ok": true}', 8),
         (b'{"ok": 1}', 2),
         (b'{"ok": true, "more": 1}', 2),
         (b'{"ok": true}' + b" " * 200, 2),
         (b'{"refused": "process", "pid": 5}', 1),
         (b'{"refused": "weather", "pid": 5}', 0),
-        (b'{"refused": [], "pid": 5}', 0),
         (b'{"refused": "process", "pid": true}', 0),
-        (b'{"refused": "process"}', 0),
         (b"[" * 100, 0),
-        (b"\xff", 2),
-        (b"null", 0),
     ],
 )
 def test_malformed_answer_is_a_protocol_error_and_leaves_nothing_open(

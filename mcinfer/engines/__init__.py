@@ -27,7 +27,7 @@ def open_engine(name: str, request: EngineRequest, progress: Progress | None = N
     Args:
         name: The engine's.
         request: What to load.
-        progress: Is told how far it is, where the model is prepared first.
+        progress: Called with the progress, if the model is prepared first.
 
     Raises:
         BuildError: There is no such engine, or it cannot load the model; the engine's own words.

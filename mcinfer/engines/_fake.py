@@ -1,6 +1,7 @@
-"""A real engine without a runtime: arithmetic that can be told to be slow, to fail and to crash.
+"""A real engine without a runtime: arithmetic that can be slow, fail or crash on demand.
 
-It lets everything but the adapters be tested with real processes and no model. Its model is a JSON file::
+With it, tests cover everything but the adapters with real processes and no model. Its model is a JSON
+file::
 
     {"inputs": [["x", "float32", ["batch", 4]]],
      "outputs": [["y", "float32", ["batch", 4], {"from": "x", "scale": 2, "add": 1}]],
@@ -8,9 +9,9 @@ It lets everything but the adapters be tested with real processes and no model. 
      "run": "sleep:0.01",
      "when": {"-1": "fail", "-2": "segfault"}}
 
-An output is its input times `scale` plus `add`, in its own type; where `add` is the name of one of the
-model's ``"weights": [["w", "float32", [4], 1.0]]``, whose values are all that number, these are added.
-`build` and `run` are acts of each build and run; `when` adds acts for runs of whose first input a row
+An output is its input times `scale` plus `add`, in its own type; if `add` names one of the model's
+``"weights": [["w", "float32", [4], 1.0]]``, whose values all equal that number, the weight is added.
+`build` and `run` are acts of each build and run; `when` adds acts for runs whose first input has a row that
 begins with that number (see `_act`).
 """
 

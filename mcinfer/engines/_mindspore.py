@@ -1,20 +1,20 @@
 """MindSpore (https://www.mindspore.cn): a ``.mindir`` model as a `GraphCell` on the CPU.
 
-What the model takes and gives stands in the MindIR (``mindspore/train/mind_ir_pb2.py``), which MindSpore
-checks little of by itself, so it is checked here. MindIR keeps no names of outputs: they are called
-``output_0``, ``output_1``, … in their order. It keeps no symbols: a dynamic dimension is ``None``, so
-a batch is cut only where `batch_axes` says so.
+The MindIR (``mindspore/train/mind_ir_pb2.py``) describes the model's inputs and outputs. MindSpore checks
+little of it, so this module does. MindIR keeps no names of outputs: here they are ``output_0``,
+``output_1``, … in their order. It keeps no symbols: a dynamic dimension is ``None``, so a batch is cut only
+where `batch_axes` says so.
 
-What MindSpore (2.10) does not have:
+Limits of MindSpore (2.10):
 
-* Its runtime is one for the process, so the models of a process run one at a time, whoever calls them.
-* A run cannot be stopped: after `cancel` it goes on to its end. A supervisor kills the worker then.
-* Its threads are those of the process and are fixed when it starts: a second model in the process must
-  ask for as many as the first. Its pool has two at least, whatever is asked for (an actor and a kernel
-  thread, which both take a core while a run goes on), and no more than there are cores.
-* What was compiled does not outlive a run that failed: it is compiled again before the next one. And
-  MindSpore takes three seconds to say that a run failed.
-* bfloat16 does not pass between it and NumPy 2, nor do strings and quantized types: `BuildError`.
+* All models of a process share one runtime, so they run one at a time.
+* A run cannot be stopped: after `cancel` it goes on to its end, so the master kills the worker.
+* The number of threads belongs to the process and is fixed when the runtime starts: a second model in the
+  process must ask for as many as the first. The pool has at least two threads (an actor and a kernel
+  thread, which both use a core during a run), and no more than there are cores.
+* A failed run destroys the compiled model, which is compiled again before the next run. MindSpore takes
+  three seconds to report a failed run.
+* It cannot exchange bfloat16, strings or quantized types with NumPy 2: `BuildError`.
 """
 
 import os
@@ -82,7 +82,7 @@ _ORDERING = frozenset({"Depend", "Load", "UpdateState"})
 _CALL_STACK = re.compile(r"\n*-{20,}\n- C\+\+ Call Stack.*", re.DOTALL)
 
 _TURN = threading.Lock()
-"""Held by whoever loads, compiles or runs: the runtime is one for the process, not for each model."""
+"""Held to load, compile or run: all models of the process share one runtime."""
 
 _PHASE = "graph_load_from_mindir"
 """The phase in which `GraphCell.__call__` compiles and runs."""
@@ -147,7 +147,7 @@ class MindSporeEngine(Engine):
         """Run the graph on tensors, or on copies of the arrays; see `Run.execute` for what it raises.
 
         Returns:
-            The outputs: C-contiguous, in memory that nobody else writes to.
+            The outputs: C-contiguous, in memory that no other code writes to.
         """
         with _TURN:
             return self._run(arrays, tensors)
@@ -261,7 +261,7 @@ def _start_runtime(threads: int, inter_op_threads: int | None) -> Any:
 
 
 def _cores() -> int:
-    """As many threads OpenMP has where nobody says anything."""
+    """The default number of threads of OpenMP."""
     return len(os.sched_getaffinity(0))
 
 

@@ -1,12 +1,11 @@
 """MindSpore Lite (https://www.mindspore.cn/lite): its own package, on the hosts that have it.
 
-Not verified on hardware: the package is in no registry that this was tested with. Only calls of its
-documented Python API are made, and the tests check them against a stand-in for it.
+Not verified on hardware: the package was in no registry available for testing. This module uses only the
+documented Python API, and the tests check the calls against a stand-in.
 
-Inputs and outputs are copied at each run. `cancel` cannot stop a run that is going on: a supervisor kills
-the worker. `providers` are the targets that were asked for: the package does not say which of them runs
-an operator. What a model gives may have any shape that its run makes: a size that is not positive
-in `Model.get_outputs` is `None` here.
+Inputs and outputs are copied at each run. `cancel` cannot stop a run, so the master kills the worker.
+`providers` are the requested targets: the package does not say which of them runs an operator. A run
+decides the shapes of outputs: a size that is not positive in `Model.get_outputs` is `None` here.
 """
 
 import threading

@@ -1,7 +1,7 @@
 """ONNX Runtime (https://onnxruntime.ai/docs/api/python/): one session, bound onto shared memory.
 
-Tensors are bound by address and ONNX element type, which carries types that ``session.run`` refuses
-(bfloat16, float8, int4). Strings cannot be bound: a model that takes some is run by value instead.
+Tensors are bound by address and ONNX element type; this allows types that ``session.run`` refuses
+(bfloat16, float8, int4). Strings cannot be bound: a model with string inputs runs by value instead.
 """
 
 import ctypes
@@ -77,7 +77,7 @@ _BLAMES_INPUTS = re.compile(
     r"(Invalid rank|[Ii]nvalid dimensions) for input|Unexpected input data type|"
     r"Failed to find input name|Missing Input|missing from input feed"
 )
-"""Bound runs raise RuntimeError whatever is wrong (1.31): only its text tells whose fault it is."""
+"""Bound runs raise RuntimeError for all errors (1.31): only its text shows the cause."""
 
 _BLAMES_BOUND_OUTPUT = re.compile(
     r"output OrtValue provided for output|[Ii]nvalid (rank|dimensions) for output|shape verification failed"

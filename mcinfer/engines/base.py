@@ -1,8 +1,8 @@
-"""What an engine is: a model loaded in this process, run on memory that others own.
+"""The interface of an engine: a model loaded in this process, run on memory that others own.
 
-Ownership: an engine never owns the tensors that it is bound to. A `Run` is bound to addresses; whoever made
-it drops it before the memory goes. What a run produced by itself (`Produced`) lives until the
-next run of the same `Run`.
+Ownership: an engine never owns the tensors that it is bound to. A `Run` is bound to addresses; its maker
+drops it before the memory is freed. Outputs that a run allocates itself (`Produced`) live until the next
+run of the same `Run`.
 """
 
 import ctypes
@@ -65,11 +65,11 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffer:
-    """A tensor in memory that somebody else owns: C-contiguous, the machine's byte order.
+    """A tensor in memory of another owner: C-contiguous, the machine's byte order.
 
     Attributes:
         element_type: A key of `mcinfer.specs.ELEMENT_TYPES`, not strings.
-        address: Of its first byte; four-bit elements lie two to a byte.
+        address: Address of its first byte; four-bit elements are packed two to a byte.
         size: Bytes.
     """
 
@@ -157,12 +157,12 @@ def deliver(
     arrays: Sequence[NDArray[Any]],
     places: Mapping[str, NDArray[Any]],
 ) -> list[Produced | Strings]:
-    """Write what a run made to where it belongs.
+    """Write the outputs of a run to their places.
 
     Args:
         engine: The engine's name, for the error.
         specs: The outputs.
-        arrays: One for each; C-contiguous and nobody else's, where it has no place.
+        arrays: One for each output; those without a place are C-contiguous and have no other owner.
         places: Memory of the bound outputs, by name.
 
     Returns:
@@ -223,9 +223,9 @@ class Engine(ABC):
     Attributes:
         spec: What it takes and gives.
         providers: What really runs it, first choice first.
-        weights: Those that a run may be bound to others in the place of.
-        notes: What the user should know of how it was loaded.
-        prepared: The key of the prepared model that it maps; empty where it has its own copy of the weights.
+        weights: The weights that a run may replace.
+        notes: What the user should know about the load.
+        prepared: The key of the prepared model that it maps; empty if it has its own copy of the weights.
         concurrent: Whether several threads may execute runs of their own at once.
     """
 

@@ -1,12 +1,12 @@
-"""Whether a model is prepared, where the prepared one is, and making it.
+"""Whether to prepare a model, where the prepared model is, and how to make it.
 
 ::
 
     facts (content of the model, runtime, CPU, options) ──► key ──► an entry of the cache, mapped by all
                                                              └─ none yet ──► a child writes it, once
 
-What cannot be prepared is loaded as it is, and the engine's `notes` say why. That a runtime cannot save a
-model's optimised form is remembered as an entry without a model, so that it is tried once.
+A model that cannot be prepared is loaded as it is, and the engine's `notes` say why. If a runtime cannot
+save a model's optimised form, an entry without a model records this, so that mcinfer tries only once.
 """
 
 import hashlib
@@ -43,16 +43,16 @@ from mcinfer.model_cache.keys import FOLDER_KEY, Source, read_source
 from mcinfer.model_cache.onnx_files import check_regular, model_files
 
 _LEAST_BYTES = 16 << 20
-"""Of a model that is prepared by itself: below, all workers' copies together are small."""
+"""Least size of a model that ``"auto"`` prepares: below it, all workers' copies together are small."""
 
 _MAX_GROWTH = 4
 _MAX_ADDED_BYTES = 1 << 30
-"""To how much of the disk a model may grow when it is prepared: weights that are unpacked from one byte to
-four, masks that are computed once. More is no model's need, and one of a few bytes could fill the disk."""
+"""Limits of a prepared model's size on disk: it grows by weights that are unpacked from one byte to four, and
+by masks that are computed once. Without a limit, a model of a few bytes could fill the disk."""
 
 _LEAST_SECONDS = 600.0
 _LEAST_BYTES_PER_SECOND = 5e6
-"""Of preparing: a model whose constants take for ever to compute does not keep a worker from its start."""
+"""Time limit of preparing: a model whose constants compute for ever must not block a worker's start."""
 
 _OWN_PROC = "/proc/self/"
 _DRAFT = re.compile(r"tmp-[0-9a-f]{32}-\w+(/\w+)?|/proc/self/fd/\d+")
@@ -61,10 +61,10 @@ _SHORT_OF_SOMETHING = re.compile(
     r"bad_alloc|[Ff]ailed to allocate|Cannot allocate|No space left|Input/output error|"
     r"Too many open files|Resource temporarily unavailable|Permission denied|pthread"
 )
-"""What a runtime says that may have better luck another time."""
+"""Messages of a runtime whose cause may have gone at the next try."""
 
 _STUCK_SECONDS = 120.0
-"""Of another process's work on the same model, without any progress: less than a worker has to start."""
+"""Longest wait for another process that prepares the model without progress: less than `Timeouts.start`."""
 
 _LOG_SECONDS = 2.0
 _WARN_SECONDS = 4.0
@@ -81,7 +81,7 @@ class Runtime:
 
     Attributes:
         version: Its name and version.
-        build: What tells builds of one version from each other.
+        build: Identifies a build of one version.
         ignored: Keys of session configurations that change nothing in them.
     """
 

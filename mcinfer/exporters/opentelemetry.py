@@ -21,22 +21,21 @@ except ImportError as exc:
 
 
 def request_spans(tracer_provider: trace.TracerProvider | None = None) -> TraceHook:
-    """A trace hook that makes a span of each request, and one below it of each of its stages.
+    """A trace hook that makes a span of each request, and child spans of its stages.
 
     ``mcinfer.request`` lasts from the call to the answer; its parent is the span that was current in the
-    call. Below it are ``mcinfer.stage`` (inputs are checked and copied), ``mcinfer.queue`` (until the first
-    of the runs below was sent), ``mcinfer.run`` (one for each piece that was answered, from sent to answered)
-    and ``mcinfer.join`` (outputs are made ready). A request that failed has the status ERROR and its
-    exception.
+    call. Its children are ``mcinfer.stage`` (check and copy inputs), ``mcinfer.queue`` (until the first run
+    was sent), ``mcinfer.run`` (one for each answered piece, from sent to answered) and ``mcinfer.join``
+    (prepare outputs). A failed request has the status ERROR and its exception.
 
     Args:
-        tracer_provider: Of OpenTelemetry's SDK; None is the program's own, also if that is set later.
+        tracer_provider: From OpenTelemetry's SDK; None is the program's own, even if it is set later.
 
     Raises:
-        InvalidInputError: It is no such provider.
+        InvalidInputError: The argument is not a tracer provider.
 
     Returns:
-        The hook, for ``Master(..., trace=)``. One may serve several masters.
+        The hook, for ``Master(..., trace=)``. Several masters may share it.
     """
     if not isinstance(tracer_provider, trace.TracerProvider | None):
         raise InvalidInputError(

@@ -33,13 +33,13 @@ except ImportError as exc:
     ) from exc
 
 Values = tuple[str, ...]
-"""Of labels, in the order of their names."""
+"""Values of labels, in the order of their names."""
 
 Snapshot = tuple[Values, Statistics]
-"""A master, as the values of its labels, and what it says of itself."""
+"""The values of a master's labels, and its statistics."""
 
 _Read = Callable[[Statistics], Iterable[tuple[Values, float]]]
-"""What a family holds of a master: by the values of the family's own labels."""
+"""Reads a family's values from statistics, by the values of the family's own labels."""
 
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 """https://prometheus.io/docs/concepts/data_model/: two underscores are Prometheus' own."""
@@ -75,7 +75,7 @@ def _one_each(of: Callable[[WorkerStatistics], float]) -> _Read:
 
 
 def _states(known: Iterable[str], current: str) -> Iterator[tuple[Values, float]]:
-    """Of each state that is known, whether it is the current one."""
+    """Whether each known state is the current one."""
     return (((state,), state == current) for state in known)
 
 
@@ -188,11 +188,11 @@ _HISTOGRAMS: tuple[tuple[str, str, Callable[[Statistics], Histogram]], ...] = (
 
 
 def families(labels: Sequence[str], snapshots: Sequence[Snapshot]) -> Iterator[Metric]:
-    """All metric families, each with what it holds of every snapshot.
+    """All metric families, each with its values from every snapshot.
 
     Args:
-        labels: Names of the labels that tell the masters apart.
-        snapshots: Each with the values of these.
+        labels: Names of the labels that distinguish the masters.
+        snapshots: Each with the values of the labels.
     """
     for family in _NUMBERS:
         counts = family.name.endswith("_total")
@@ -217,12 +217,12 @@ def _buckets(counted: Histogram) -> list[tuple[str, float]]:
 
 
 class MasterCollector(Collector):
-    """Gives Prometheus' client the metrics of one or more masters, from their statistics at each scrape.
+    """Metrics of one or more masters for Prometheus' client, from their statistics at each scrape.
 
-    Register it once, with ``prometheus_client.REGISTRY.register``. A registry refuses a second one, whose
-    metrics would have the same names: further masters are added to the first (`add`). It keeps no master
-    alive. One that is closed is still reported, as closed, until it is garbage. In a process that was forked
-    from the master's nothing is reported: the numbers are the parent's to tell.
+    Register it once, with ``prometheus_client.REGISTRY.register``. A registry refuses a second collector,
+    whose metrics would have the same names: add further masters to the first (`add`). The collector keeps
+    no master alive. It reports a closed master as closed until that is garbage-collected. In a process that
+    was forked from the master's it reports nothing: only the parent reports the numbers.
 
     Args:
         master: Started or not.
@@ -239,15 +239,15 @@ class MasterCollector(Collector):
         self.add(master, labels)
 
     def add(self, master: Master, labels: Mapping[str, str] | None = None) -> None:
-        """Report another master too. In the place of one of the same labels, if that is closed.
+        """Report another master too. It replaces a closed one with the same labels.
 
         Args:
             master: Started or not.
-            labels: Of the same names as the first master's, and other values.
+            labels: Same names as the first master's, and other values.
 
         Raises:
-            InvalidInputError: A label cannot be one, or is one of the metrics' own; the names are not the
-                first master's; a master that is not closed has the same values.
+            InvalidInputError: A label is invalid, or is one of the metrics' own; the names are not the
+                first master's; an open master has the same values.
         """
         if not isinstance(master, Master):
             raise InvalidInputError(f"master: got {type(master).__name__}, expected a Master")
@@ -284,7 +284,7 @@ class MasterCollector(Collector):
             yield from families(self._names, snapshots)
 
     def describe(self) -> Iterator[Metric]:
-        """The metrics without values: a registry asks for their names when this is registered."""
+        """The metrics without values: a registry asks for their names at registration."""
         return families(self._names, ())
 
 

@@ -1,1 +1,1 @@
-"""Models prepared once and mapped by every process that runs them: the cache, and what it is keyed by."""
+"""The cache of models that are prepared once and mapped by every process that runs them, and its keys."""

@@ -1,12 +1,12 @@
-"""Preparing a model in a process of its own, so that nothing of that work stays in the process that serves.
+"""Preparing a model in a process of its own, so that the serving process keeps no memory of that work.
 
 ::
 
     caller   run_child(function, arguments) ──► python -m mcinfer.model_cache.building FD, one for each task
     child    one line of JSON in; lines of JSON out: {"progress": …}, then {"result": …} or {"error": text}
 
-The child ends with its parent (`mcinfer.process`). It belongs to the caller of `run_child`, which returns or
-raises only after the child's end.
+The child ends with its parent (`mcinfer.process`). It belongs to the caller of `run_child`, which returns
+or raises only after the child's end.
 """
 
 import json
@@ -27,22 +27,22 @@ from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held
 from mcinfer.process import ORPHANED, command, cpu_time, environment, import_path, watch_parent
 
 MODEL_FILE = "model.onnx"
-"""Of an entry: the optimised graph; its packed weights lie beside it."""
+"""File of an entry: the optimised graph; its packed weights lie beside it."""
 
 ABOUT_FILE = "about.json"
-"""Likewise: ``name`` of the model, ``bytes`` of its files, ``seconds`` that preparing took."""
+"""File of an entry: ``name`` of the model, ``bytes`` of its files, ``seconds`` that preparing took."""
 
 FAILURE_FILE = "failure.txt"
-"""In the place of a model: the runtime's words why it cannot be prepared."""
+"""File in place of a model: the runtime's message why the model cannot be prepared."""
 
 Progress = Callable[[Mapping[str, Any]], None]
-"""Called while preparing a model gets on, with ``seconds`` so far, ``written`` bytes, and ``bytes`` of
+"""Called as preparing a model progresses, with ``seconds`` so far, ``written`` bytes, and ``bytes`` of
 the model."""
 
 _READ_BYTES = 1 << 16
 _TICK = 0.5
 _MAX_SECONDS = 4 * 3600.0
-"""Of one task by default: nothing that is worth preparing takes as long."""
+"""Default time limit of one task: no useful preparation takes as long."""
 
 _MAX_ANSWER_BYTES = 1 << 20
 
@@ -52,7 +52,7 @@ class ChildFailedError(McinferError):
 
 
 def about(entry: Path) -> Mapping[str, Any]:
-    """An entry's `ABOUT_FILE`; nothing where it is damaged, or removed meanwhile."""
+    """The content of an entry's `ABOUT_FILE`; empty if it is damaged or was removed meanwhile."""
     try:
         content = json.loads((entry / ABOUT_FILE).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -71,7 +71,7 @@ def ensure_prepared(
 
     Args:
         model: Path of an ONNX model.
-        options: Of the engine that will load it.
+        options: Options of the engine that will load it.
         progress: Called while it is made.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The cache of prepared models: folders that are made once, and that every process may map.
+"""The cache of prepared models: folders that are made once and that every process may map.
 
 ::
 
@@ -10,14 +10,16 @@
 
 Rules of ownership:
 
-- A process that has an entry's files mapped holds LOCK_SH. One that makes or removes an entry holds LOCK_EX.
-  So nothing that is mapped is ever removed. (Mappings of removed files would live on, the disk stay full.)
-- An entry appears and goes by a rename under LOCK_EX. A crash leaves a tmp folder, which is never taken for
-  an entry, and which the next holder of its key's LOCK_EX sweeps.
-- A lock file is removed only under its own LOCK_EX. So after a lock is taken, its path has to lead to the
-  file that was locked.
-- Only this user may write here: a ROOT that others could write to is not used at all. Each method opens
-  ROOT, checks it and works below that descriptor: a folder put in its place meanwhile is not touched.
+- A process that has an entry's files mapped holds LOCK_SH. One that makes or removes an entry holds
+  LOCK_EX. So a mapped entry is never removed. (Mappings of removed files would stay, and the disk would
+  stay full.)
+- A rename under LOCK_EX adds or removes an entry. A crash leaves a tmp folder, which never counts as an
+  entry, and which the next holder of its key's LOCK_EX removes.
+- A lock file is removed only under its own LOCK_EX. So after a process takes a lock, it checks that the
+  path still leads to the locked file.
+- Only this user may write here: mcinfer does not use a ROOT that others could write to. Each method opens
+  ROOT, checks it and works below that descriptor, so it does not touch a folder that replaces ROOT
+  meanwhile.
 """
 
 import fcntl
@@ -67,7 +69,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _DEFAULT_LIMIT_BYTES = 50 * 2**30
 
 _MAX_DAMAGED_SECONDS = 5.0
-"""Of waiting for users of a damaged entry: they may have it for days, those who only look do not."""
+"""Longest wait for users of a damaged entry: they may use it for days, while a mere check is short."""
 
 _MAX_BUSY_SECONDS = 1.0
 _HASHED_BYTES = 100 << 20
@@ -77,7 +79,7 @@ _SHORTEST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.05
 
 _Identity = tuple[int, int]
-"""What tells an entry from one made later under the same key: inode and ctime of its folder."""
+"""Distinguishes an entry from a later one with the same key: inode and ctime of its folder."""
 
 
 def is_key(text: str) -> bool:
@@ -149,7 +151,7 @@ class Root:
             yield cls(path, folder)
 
     def identity(self, key: str) -> _Identity | None:
-        """Of the entry that is there; ``None`` if there is none."""
+        """The identity of the present entry; ``None`` if there is none."""
         try:
             info = (self.path / key).lstat()
         except FileNotFoundError:
@@ -157,7 +159,7 @@ class Root:
         return info.st_ino, info.st_ctime_ns
 
     def stored(self) -> list[tuple[float, str, int]]:
-        """Of each entry: when it was last used, key and bytes; the most recently used last."""
+        """For each entry: time of last use, key and bytes; the most recently used last."""
         stored = []
         for match in self._names(_KEY):
             folder = self.path / match[0]
@@ -272,7 +274,7 @@ class Cache:
 
     Attributes:
         folder: ROOT, absolute; may be missing until an entry is made.
-        limit_bytes: Of the disk, above which unused entries are removed.
+        limit_bytes: Disk space above which unused entries are removed.
     """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
@@ -483,7 +485,7 @@ class Cache:
 
         Args:
             root: Where it lies.
-            key: Of the entry.
+            key: The entry's key.
             damaged: The entry that is known to be damaged. It is not looked at again: that would read all of
                 its files, under a lock that keeps others from making it anew.
         """

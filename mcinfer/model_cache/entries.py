@@ -6,16 +6,16 @@
     KEY/...             the prepared files, mode 0400
     KEY.lock            empty; a flock on it holds the entry
 
-The key is a digest of the facts that the files were made from. The stamps are what changes when a file
-does: inode, mtime and ctime. No program can set a ctime back, so as long as the stamps are those in the
-manifest, gigabytes need not be read again; where they differ (a restored backup, the layer of a container
-image), the SHA-256 decides.
+The key is a digest of the facts that the files were made from. The stamps change when a file does: inode,
+mtime and ctime. No program can set a ctime back, so if the stamps are those in the manifest, the gigabytes
+of the files need not be read again. If they differ (a restored backup, the layer of a container image), the
+SHA-256 decides.
 
-A lock belongs to the open file, not to the process: it lasts until the last copy of the descriptor is closed,
-in any process (flock(2)). So descriptors are closed, and never unlocked.
+A lock belongs to the open file, not to the process: it lasts until the last copy of the descriptor is
+closed, in any process (flock(2)). So this code closes descriptors, and never unlocks them.
 
-Folders are held as well: what was checked is reached by ``/proc/self/fd/N``, the path of its descriptor. So
-another folder that is put in its place after the check is never read or written.
+Folders are held by descriptors as well: after the check, all access goes through ``/proc/self/fd/N``, the
+path of the descriptor. So a folder that replaces it after the check is never read or written.
 """
 
 import fcntl
@@ -47,7 +47,7 @@ class UnsoundEntryError(McinferError):
 
 
 class CacheUnusableError(McinferError):
-    """The cache cannot be used, so the model is to be loaded the plain way; says why."""
+    """The cache cannot be used, so the model is loaded without it; says why."""
 
 
 _Record = dict[str, Any]
@@ -284,7 +284,7 @@ class Held:
         """Hold an entry through descriptors that another process has sent.
 
         Args:
-            folder_fd: Of the entry's folder.
+            folder_fd: Descriptor of the entry's folder.
             lock_fd: A copy of the sender's `lock`. Both are this object's, and closed if there is none.
 
         Raises:
@@ -439,7 +439,7 @@ def take_lock(folder: Path, kind: int) -> int | None:
     """Lock an entry, without waiting.
 
     Args:
-        folder: Of the entry, which need not be there.
+        folder: The entry's folder, which need not exist.
         kind: `fcntl.LOCK_SH` to use it, `fcntl.LOCK_EX` to make or remove it.
 
     Returns:

@@ -1,12 +1,12 @@
-"""The content of a model: what the cache is keyed by, and what tells one model from another.
+"""The content of a model: the key of the cache, and the identity of a model.
 
-Reading gigabytes to learn that nothing changed would cost more than the start that the cache saves. So
-a folder remembers the stamps of each model's files at their last reading: while device, inode, size and both
-times are the same, so is the content. The kernel alone sets a file's ctime.
+Reading gigabytes to learn that nothing changed would cost more time than the cache saves. So a folder
+records the stamps of each model's files when they are read: while device, inode, size and both times stay
+the same, so does the content. Only the kernel sets a file's ctime.
 
-Writing through a mapping sets the times at the first write to a page that is clean, so files are brought to
-the disk before they are looked at: then all their pages are. File systems in memory do not set them at all,
-and what lies there is not remembered.
+A write through a mapping sets the times only at the first write to a clean page. So files are synced to the
+disk before their stamps are read: then all pages are clean. File systems in memory do not set the times
+then, so stamps of files there are not recorded.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 """ONNX Runtime's option for models that do not lie beside their external data."""
 
 _VERSION = 1
-"""Of the digest and of what is remembered: one more when either, or what `scan` finds, changes."""
+"""Version of the digest and the records: increase it when either, or the result of `scan`, changes."""
 
 _FRESH_NS = 2_000_000_000
 """A file that changed less than this ago may change again within the same tick of its file system's clock.
@@ -42,7 +42,7 @@ _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 _MAX_HASHED_BYTES = 64 << 20
-"""Of a model whose identity is a digest of its content."""
+"""Largest model whose identity is a digest of its content."""
 
 
 class Stamp(NamedTuple):
@@ -71,7 +71,7 @@ class Source:
 
     Attributes:
         digest: SHA-256 of the model and of its external data, in hexadecimal digits.
-        stamps: Of the files when they were read: the model, then its external data, each file once
+        stamps: Stamps of the files when they were read: the model, then its external data, each file once
             for each way the model writes its place.
     """
 
@@ -128,7 +128,7 @@ def read_source(
 
 
 def model_identity(path: str) -> str:
-    """What tells a model from another one at the same path: a digest, or stamps of files that are large.
+    """Distinguishes a model from another one at the same path: a digest, or stamps of files that are large.
 
     External data counts by its stamps. Empty if the file cannot be read; its engine says why.
     """
@@ -168,7 +168,7 @@ def _settled_stamp(path: str) -> Stamp:
 
 
 def _lies_in_memory(stamps: Sequence[Stamp]) -> bool:
-    """Whether any of the files does, as far as the kernel tells (proc_pid_mountinfo(5))."""
+    """Whether any of the files does, according to the kernel (proc_pid_mountinfo(5))."""
     devices = {f"{os.major(stamp.device)}:{os.minor(stamp.device)}" for stamp in stamps}
     with (
         suppress(OSError),

@@ -1,14 +1,14 @@
-"""The files of an ONNX model, and what can be known of a model without loading it.
+"""The files of an ONNX model, and what they show without loading the model.
 
-Only regular files are opened: a pipe waits for its writer, a device has no end, and to open one may have
-effects. A file that grows while it is read is read as far as it went at first.
+Only regular files are opened: a pipe waits for its writer, a device has no end, and opening one may have
+side effects. If a file grows meanwhile, only its first size is read.
 
 The model's file is mapped and walked field by field, in protobuf's wire format
 (https://protobuf.dev/programming-guides/encoding/) and by the field numbers of onnx.proto. Weights are
-stepped over by their length, so a file of gigabytes costs no more than its graph. The package `onnx` is no
+skipped by their length, so a file of gigabytes costs no more than its graph. The package `onnx` is no
 substitute: every worker looks at its model, and for one of 1.07 GB `onnx.load` takes 2.4 s and 1,050 MB of
 each process's own memory, beside 0.5 s for its import, where this takes 0.05 s and no memory. Files may be
-made to do harm, so each length is checked against the end of its message.
+hostile, so each length is checked against the end of its message.
 """
 
 import mmap
@@ -278,7 +278,7 @@ class Initializer:
         name: As in the model.
         onnx_type: Its element type's number in ONNX (`TensorProto.DataType`).
         shape: Empty for a scalar.
-        location: Of its elements if they lie in another file.
+        location: Place of its elements if they lie in another file.
     """
 
     name: str
@@ -306,8 +306,8 @@ class OnnxFile:
         initializers: Those of the main graph, by name; sparse ones are not among them.
         constants: How many other tensors there are: of nodes (Constant), subgraphs, functions; of sparse
             ones both.
-        weight_bytes: Of the elements of all tensors.
-        external_bytes: Of them, those that lie in other files.
+        weight_bytes: Bytes of the elements of all tensors.
+        external_bytes: The part of `weight_bytes` that lies in other files.
         places: Where those lie, as written in the file. Tensors anywhere in the model count: in subgraphs,
             attributes and functions too.
         operators: How many nodes there are by domain and type: subgraphs and functions count once each,
@@ -496,7 +496,7 @@ def added_inputs(model: OnnxFile, names: Sequence[str]) -> bytes:
 
     Args:
         model: What `scan` found in the file.
-        names: Of initialisers of the main graph, each once.
+        names: Names of initialisers of the main graph, each once.
 
     Returns:
         A `ModelProto` with a graph of these inputs only; nothing if they are inputs already.

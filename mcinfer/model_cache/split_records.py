@@ -1,9 +1,10 @@
-"""How models' batches are split, kept in the cache so that it is learned once for each model and machine.
+"""How models' batches are split, kept in the cache: learned once for each model and machine.
 
-A record is a JSON file of a few hundred bytes in ``ROOT/splits``, named by a digest of what it depends on. It
-appears by a rename. One that cannot be read is none; where the cache cannot be used, nothing is kept.
+A record is a JSON file of a few hundred bytes in ``ROOT/splits``. Its name is a digest of what it depends
+on, and a rename puts it in place. A record that cannot be read does not count; if the cache cannot be used,
+nothing is kept.
 
-What made-up inputs have shown is not for programs that run real ones: `records_in` keeps it elsewhere.
+Programs with real inputs must not use what made-up inputs have shown: `records_in` keeps that elsewhere.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ from mcinfer.model_cache.entries import opened_root
 from mcinfer.model_cache.keys import write_atomically
 
 _VERSION = 1
-"""Of the record's form, and of how it is learned: one more when either changes."""
+"""Version of the record's form and of the learning: increase it when either changes."""
 
 _MAX_BYTES = 1 << 20
 
@@ -35,7 +36,7 @@ class SplitRecord:
     """The record of one model, run by one engine, for one set of axes that the user says.
 
     Args:
-        identity: The model's, as a worker says it; empty for one that cannot be told from others.
+        identity: The model's, from a worker; empty for a model that cannot be identified.
         about: What else it depends on, as JSON can say it.
     """
 

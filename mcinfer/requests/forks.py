@@ -1,4 +1,4 @@
-"""Results in a process that forks: they are the holder's in both processes, as ordinary memory is.
+"""Results in a process that forks: afterwards each process owns them, like ordinary memory.
 
 ::
 
@@ -8,12 +8,12 @@
             │                                                                            │
          parent: waits for that byte, then lets go of the frames ◄───────────────────────┘
 
-A shared mapping stays shared in a child, so the child puts private memory in the place of the frames that
-users' arrays may lie in. The kernel makes no copy on demand of shared pages that both sides may write to, so
-the copy is made at the fork, and is as large as the results that are held. Idle frames, copied inputs and
-weights are not copied: nothing in the child reads them.
+A shared mapping stays shared in a child, so the child replaces the frames that users' arrays may lie in by
+private memory. The kernel has no copy-on-write for shared pages that both sides may write to. So the child
+makes the copy at the fork, as large as the results that users hold. Idle frames, copied inputs and weights
+are not copied: nothing in the child reads them.
 
-No lock is taken: another thread may have held it at the fork. `subprocess` runs none of this.
+This code takes no lock: another thread may hold it at the fork. `subprocess` runs none of this code.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """The future of a submitted request, which reads the request's outcome.
 
-It has no Condition, as that of `concurrent.futures.Future`: an exception between two instructions can leave
-one locked for good.
+It has no Condition, unlike `concurrent.futures.Future`: an exception between two instructions can leave a
+Condition locked for ever.
 """
 
 import threading
@@ -48,7 +48,7 @@ class _Gate:
 
     @property
     def settled(self) -> bool:
-        """Whether the outcome was, when the calling thread took the gate; is, where it did not."""
+        """Whether the outcome is settled; for the gate's holder, as it was when the thread took the gate."""
         return self._seen if self._lock._is_owned() else self._outcome.settled
 
     def acquire(self) -> None:
@@ -81,7 +81,7 @@ class _Waiters(list[Any]):
         self.to_call: list[Any] = []
 
     def append(self, waiter: Any) -> None:
-        """Add one, by who has the gate; see to it that it hears of an outcome that is set meanwhile."""
+        """Add a waiter, for the gate's holder; notify it of an outcome that is set meanwhile."""
         super().append(waiter)
         future = self._future()
         if future is None or future._condition.settled:

@@ -1,14 +1,14 @@
-"""From a user's arrays to a request: what is checked, laid out and encoded once for all of the same shapes.
+"""From a user's arrays to a request: checks, layout and encoding happen once for each set of shapes.
 
 ::
 
     inputs ── their shapes ──► plan (one look-up) ──► two frames: memory for inputs, and for outputs
            ── copied in (rows a to b of a shard are an offset) ──► Request
 
-Plans keep the frames that are not in use, so that steady traffic finds memory that is warm in every process,
-and references that are encoded, and that the workers have bound. Idle frames are bounded in number and bytes,
-and let go when memory is short (`Planner.release_idle`). Any thread may call a planner: what is shared
-is read, replaced, appended to or popped from in one step of the interpreter.
+Plans keep unused frames. So steady traffic reuses memory that is warm in every process, and references that
+are encoded and bound in the workers. Idle frames are limited in number and bytes, and freed when memory is
+short (`Planner.release_idle`). Any thread may call a planner: each access to shared state is one step of
+the interpreter.
 """
 
 import os
@@ -57,18 +57,18 @@ Allocate = Callable[[Sequence[int], float], list[Slot]]
 _MAX_PLANS = 256
 
 _MAX_PLAN_BYTES = 32 << 20
-"""Of this process's memory for all plans and their idle frames, by estimate; the oldest plans go first."""
+"""Most memory of this process for all plans and their idle frames, by estimate; the oldest plans go first."""
 
 _REFERENCE_BYTES = 600
-"""Of this process's memory for one tensor of one shard, in a plan or in a frame."""
+"""Estimated memory of this process for one tensor of one shard, in a plan or in a frame."""
 
 _MAX_IDLE_FRAMES = 64
 _MAX_IDLE_BYTES = 64 << 20
 _MAX_IDLE_REFERENCES = 512
-"""Of one plan, for the inputs and for the outputs; one frame is kept, however large it is."""
+"""Limits of one plan, each for inputs and for outputs; one frame of any size is always kept."""
 
 _MAX_COMMON_BYTES = 4096
-"""Of inputs that every row has in common: they are compared by value, so larger ones keep requests apart."""
+"""Most bytes of shared inputs, which are compared by value; requests with larger ones are not joined."""
 
 _LARGE_BYTES = 1 << 20
 """Copies from here on are the copier's, which may use several threads."""
@@ -96,7 +96,7 @@ class Planner:
             model: Its inputs and outputs.
             arena: Where tensors lie; only asked.
             allocate: Gets memory of it.
-            max_rows: Of a run that requests may be joined to.
+            max_rows: Most rows of a joined run.
             weights: Those that can be replaced.
         """
         self._max_rows = max_rows

@@ -1,4 +1,4 @@
-"""One request: where its tensors lie, what its workers answered, and its outcome.
+"""One request: the places of its tensors, its workers' answers, and its outcome.
 
 ::
 
@@ -7,9 +7,9 @@
 
 Ownership: a request holds a `Lease` on the memory of its inputs and one on that of its outputs. The loop
 holds the request until no worker can read or write that memory; the arrays that `value` gives hold the
-outputs' lease from then on. When the last holder of a lease is gone, wherever that is, its memory goes back
-to the plan that it came from. An input that lies in shared memory already is borrowed: the user must not
-change it before the answer.
+outputs' lease from then on. When the last holder of a lease is gone, in any thread, its memory goes back to
+its plan. An input that lies in shared memory already is borrowed: the user must not change it before the
+answer.
 """
 
 import errno
@@ -47,7 +47,7 @@ NO_WEIGHTS = WeightVersion(number=0)
 _NO_REFERENCES = encode_references(())
 
 _Part = tuple[NDArray[Any] | TensorRef, Block | None]
-"""A shard's part of an output: an array, or where it lies in a block of the worker's."""
+"""A shard's part of an output: an array, or its place in a block of the worker's."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -58,8 +58,8 @@ class Frame:
         slot: The memory.
         blocks: The number of its block.
         bodies: By shard, the references to it as PREDICT carries them.
-        references: Likewise, not encoded.
-        views: Of inputs, arrays to copy them into, where each is one array.
+        references: By shard, the same references, not encoded.
+        views: Arrays to copy inputs into, if each input is one array.
         interface: The memory as NumPy's array interface describes it.
     """
 
@@ -107,13 +107,13 @@ class Plan:
 
     Attributes:
         cut: Rows of each shard, and how inputs and outputs are cut and joined.
-        shapes: Of the inputs.
+        shapes: Shapes of the inputs.
         inputs: Where each input lies in its frame, and each shard in that; None for strings.
         outputs: Likewise; None where the shape is not known before the run.
         input_starts: Bytes from the start of the frame to each input that lies in one.
         output_starts: Likewise for outputs.
-        input_bytes: Of the frame for inputs.
-        output_bytes: Likewise.
+        input_bytes: Size of the frame for inputs.
+        output_bytes: Size of the frame for outputs.
         size: Bytes of all tensors.
         cost: Bytes of this process's memory for it and its idle frames, at most, by estimate.
         laid_inputs: Whether some input lies in a frame.
@@ -170,7 +170,7 @@ class Outcome(Generic[T]):
         settled: Whether it is set.
         error: Why it failed, if it did.
         was_cancelled: Whether it was cancelled before it was settled.
-        future: Of a submitted request, until it is settled.
+        future: The future of a submitted request, until it is settled.
     """
 
     __slots__ = ("_locks", "error", "future", "settled", "was_cancelled")
@@ -212,7 +212,7 @@ class Outcome(Generic[T]):
         return self.settled
 
     def result(self) -> T:
-        """What came of it, once it is settled; raises what it failed with. Any thread may call it."""
+        """The result after settlement; raises the error of a failure. Any thread may call it."""
         error = self.error
         try:
             if error is not None:
@@ -223,16 +223,16 @@ class Outcome(Generic[T]):
             self = error = None  # type: ignore[assignment]
 
     def value(self) -> T:
-        """What came of it where it did not fail."""
+        """The result, if it did not fail."""
         raise NotImplementedError
 
 
 class Request(Outcome[Arrays]):
-    """One request on its way.
+    """One request in flight.
 
     Attributes:
         number: The loop's, once it has it.
-        rows: Of each shard; 1 where nothing is cut.
+        rows: Rows of each shard; 1 if nothing is cut.
         size: Bytes of its inputs, and of its outputs of known shapes.
         called: When the call came, of `time.monotonic`.
         timeout: Seconds from then on.
@@ -240,9 +240,9 @@ class Request(Outcome[Arrays]):
         waits: Whether it may wait for a place in the queue.
         join: What it has in common with those that may go in one run with it, and its rows; None for
             one that goes alone.
-        context: Of the call that made it, where that is traced.
+        context: Context of the call, if the request is traced.
         weights: The version of the weights that it runs with.
-        blocks: Numbers of the blocks that its references speak of.
+        blocks: Numbers of the blocks of its references.
         copies: Whether its value is better kept in ordinary memory, since shared memory is short.
         contradicted: Called with the reason where its parts do not join, if there is one to call.
         workers: By shard, the index of the worker that answered it.
@@ -300,8 +300,8 @@ class Request(Outcome[Arrays]):
             inputs: What holds their memory: a lease, and the arrays of the user that are borrowed.
             input_bodies: By shard, their references.
             outputs: Where those of known shapes go.
-            blocks: That the references speak of.
-            weights: That it runs with.
+            blocks: Numbers of the blocks of the references.
+            weights: The version to run with.
             opened: Takes the names of outputs that have other shapes than the model declares.
         """
         self._locks = []
@@ -361,7 +361,7 @@ class Request(Outcome[Arrays]):
 
     @property
     def axes(self) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
-        """Of a request that may be joined: the batch's axis in each input and output."""
+        """The batch's axis in each input and output, for a request that may be joined."""
         cut = self._plan.cut
         return cut.input_axes, tuple(join.axis or 0 for join in cut.outputs)
 
@@ -389,7 +389,7 @@ class Request(Outcome[Arrays]):
         return self._input_bodies[shard], self._output_bodies[shard]
 
     def is_laid_out(self, shard: int) -> bool:
-        """Whether its worker was told of every output where it is to go, so that a reply may have none."""
+        """Whether PREDICT gave the place of every output, so that a reply may have no outputs."""
         return self._complete and shard not in self._fresh
 
     def take(
@@ -467,7 +467,7 @@ class Request(Outcome[Arrays]):
     # For callers.
 
     def let_go(self) -> None:
-        """The caller has the result, and is the only one who asks for it."""
+        """Drop the result: the caller has it, and no other code asks for it."""
         self._value = None
 
     def value(self) -> Arrays:
@@ -567,7 +567,7 @@ def _find(
     blocks: dict[int, Block],
     fetch: Callable[[int], Block],
 ) -> _Part:
-    """What lies in a reply, or where it lies in a block of the worker's, which is fetched once."""
+    """The part from a reply: its data, or its place in a block of the worker's, fetched once."""
     number, place = reference[3:]
     if size == 0:
         array = np.empty(len(place) if spec.element_type == STRING else 0, spec.dtype)

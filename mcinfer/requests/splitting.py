@@ -6,15 +6,17 @@
     a request of two rows or more ──► whole, on one worker ───────► the caller's answer
                                  └──► the same rows in pieces ────► compared with it
 
-The comparison tells along which axis each output joins, that an output is the same from every worker, or that
-the rows depend on each other: then the model runs whole. Once that is settled a request costs nothing more.
+The comparison shows along which axis each output joins, or that an output is the same from every worker. If
+it shows that the rows depend on each other, the model runs whole. A settled split adds no cost to a
+request.
 
-What a request cannot show: where all rows of an input are equal, cutting it wrongly changes nothing; an empty
-output joins along any axis. Then nothing is decided, and the next request is looked at. The comparison finds
-out, it does not prove: a model that mixes its rows only for some values passes until these come.
+Some requests show nothing: if all rows of an input are equal, a wrong cut changes nothing, and an empty
+output joins along any axis. Such a request decides nothing, and mcinfer compares the next one. The
+comparison is evidence, not proof: a model that mixes its rows only for some values passes until these
+values come.
 
-Ownership: a `Splitter` has no thread. Any number of threads may use it; one of them learns at a time, the
-others run whole meanwhile. What is known is one object, replaced whole.
+Ownership: a `Splitter` has no thread. Any number of threads may use it; one of them learns at a time, and
+requests of the others run whole meanwhile. One object holds what is known, and is replaced as a whole.
 """
 
 import itertools
@@ -85,11 +87,11 @@ Pair = tuple[tuple[Inputs, "Future[Arrays]"], tuple[Inputs, "Future[Arrays]"]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joint:
-    """What a comparison tells of one output.
+    """What a comparison shows about one output.
 
     Attributes:
-        kind: ``"axis"``, ``"same"``, ``"unclear"`` (this request does not show it), or ``"mixed"``: it is put
-            together from the pieces in no way.
+        kind: ``"axis"``, ``"same"``, ``"unclear"`` (this request does not show it), or ``"mixed"``: the
+            pieces do not join to the whole.
         axis: Where it joins.
         rank: How many dimensions the whole has.
         size: What it has along that axis for each row, where all pieces have the same; 0 where they do not.
@@ -627,7 +629,7 @@ class Splitter:
         return joints
 
     def _unsure(self, axes: Axes, alike: Sequence[str]) -> list[str]:
-        """Of inputs whose pieces are equal, those that nothing else says to belong to the batch."""
+        """The inputs with equal pieces for which no other evidence says that they belong to the batch."""
         symbols = {
             spec.shape[axis]
             for spec in self._model.inputs
@@ -671,11 +673,11 @@ class Splitter:
 
 
 class _Trial(ABC):
-    """One batch, whole and in pieces: which of both there is, and how the other is to be had.
+    """One batch, whole and in pieces: which of both is present, and how to get the other.
 
     Attributes:
-        shapes: Of the inputs that hypotheses are made for.
-        least_rows: That these are to have.
+        shapes: Shapes of the inputs for which to make hypotheses.
+        least_rows: Least rows of these inputs.
     """
 
     shapes: tuple[Shape, ...]
@@ -687,7 +689,7 @@ class _Trial(ABC):
 
     @abstractmethod
     def rows(self, axes: Axes) -> tuple[int, ...]:
-        """Of each piece."""
+        """The rows of each piece."""
 
     @abstractmethod
     def parts(self, axes: Axes) -> "Sequence[Inputs]":

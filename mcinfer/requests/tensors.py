@@ -1,8 +1,8 @@
-"""Where the parts of a tensor lie in memory, and how data gets in and out of there.
+"""Where the parts of a tensor lie in memory, and how data is copied in and out.
 
-A part along the first axis (or one that only axes of size one precede) is an offset into the whole
-tensor: nothing is copied to cut or to join. Parts along another axis, and those of four-bit elements,
-whose rows may end within a byte, lie one after another instead, and are copied.
+A part along the first axis (or one that only axes of size one precede) is an offset into the whole tensor:
+cutting and joining copy nothing. Parts along another axis, and those of four-bit elements, whose rows may
+end within a byte, lie one after another instead, and are copied.
 """
 
 from collections.abc import Sequence

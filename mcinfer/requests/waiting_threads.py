@@ -1,6 +1,6 @@
-"""Threads that wait in the place of those who must not, such as an event loop.
+"""Threads that wait on behalf of code that must not, such as an event loop.
 
-They are daemons: a call that waits for memory must not hold up the end of the interpreter, which waits for
+They are daemons: a call that waits for memory must not delay the end of the interpreter, which waits for
 the threads of `concurrent.futures`.
 """
 
@@ -34,7 +34,7 @@ class WaitingThreads:
         self._pid = os.getpid()
 
     def submit(self, call: Callable[[], _T]) -> "Future[_T]":
-        """Have a thread make this call; a future of what it returns or raises. After `close`, this one."""
+        """Make this call in a thread, after `close` in this one; return a future of its result or error."""
         future: Future[_T] = Future()
 
         def run() -> None:

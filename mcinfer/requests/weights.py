@@ -1,16 +1,17 @@
-"""Weights that can be replaced while a pool serves: versions, each complete, none ever changed.
+"""Weights that can be replaced while a pool serves: each version is complete and never changes.
 
 ::
 
     update ── check all ──► copy once into shared memory ──► one assignment: `current` is the new version
     a request takes `current` when it is staged, and holds it ──► every shard of it runs with that version
 
-That one assignment is the whole commit. Nothing has to be agreed upon with the workers: a run's message names
-its version, and before the first such run a worker gets the place of it (`mcinfer.runtime.connections`). A
-worker that was started again gets it likewise.
+That one assignment is the whole commit. It needs no agreement with the workers: a run's message names its
+version, and before the first such run a worker gets the place of the version
+(`mcinfer.runtime.connections`), also after a restart.
 
-Ownership: a version's tensors belong to the versions that contain them, and a version to those that hold
-it: the store (the current one) and the requests that run with it. With the last of these its memory is free.
+Ownership: a version's tensors belong to the versions that contain them, and a version belongs to its
+holders: the store (the current one) and the requests that run with it. When the last holder is gone, its
+memory is free.
 """
 
 import reprlib
@@ -36,7 +37,7 @@ class WeightVersion:
 
     Attributes:
         number: 0 is the model's own weights, none replaced.
-        oldest: Of the versions that requests could still run with when this one came up, the lowest.
+        oldest: The lowest version that requests could still run with when this one was made.
         tensors: Where each lies, by name.
         slots: The memory of each, by name.
         blocks: Numbers of the blocks that they lie in.

@@ -1,1 +1,1 @@
-"""The processes side of a master: its loop, its delivery thread, its workers."""
+"""The master's side of processes: its loop, its delivery thread, its workers."""

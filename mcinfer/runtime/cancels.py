@@ -1,4 +1,4 @@
-"""CANCEL, over a socket of its own: a worker's thread waits there, so that a run has nothing to arm.
+"""CANCEL messages: a worker's thread waits at their own socket, so a run prepares nothing for them.
 
 Ownership: each side has one end of a pair of sockets, and closes it.
 """

@@ -1,13 +1,13 @@
-"""The processes of a pool, and all that goes to and from them: messages, blocks, versions of the weights.
+"""The processes of a pool and their channels: messages, blocks, versions of the weights.
 
-It decides nothing: who is started, sent to and killed is the loop's to say, and what comes is for it
-to judge.
+This module decides nothing: the loop decides which workers to start, send to and kill, and judges what they
+send.
 
-Each start has two random tokens, which the worker learns over its lifeline. It shows one in HELLO, and the
-master the other in BUILD: so neither serves a stranger that it may be connected to.
+Each start has two random tokens, which the worker gets over its lifeline. The worker shows one in HELLO and
+the master shows the other in BUILD, so neither side serves a stranger.
 
-Ownership: `Connections` own the transport, the worker processes and what forwards their output, from `open`
-to `close`. One thread calls its methods.
+Ownership: `Connections` own the transport, the worker processes and the forwarder of their output, from
+`open` to `close`. One thread calls its methods.
 """
 
 import hmac
@@ -56,25 +56,25 @@ _STANDINGS = {
 
 
 DESCRIPTORS_TO_OPEN = 24
-"""Of this process, that a pool must find free for itself."""
+"""Free descriptors of this process that a pool needs for itself."""
 
 DESCRIPTORS_OF_A_WORKER = 14
-"""Likewise, for each of its workers: while it is started. What is free again after that is more than its
-connection takes, for which libzmq must find one, or it ends the process."""
+"""Free descriptors for the start of each worker. More of them are free again after it than the connection
+needs, for which libzmq must find one, or it ends the process."""
 
 
 class UnreachableError(OSError):
-    """A worker does not take what it is sent: it is to be killed."""
+    """A worker does not accept messages and must be killed."""
 
 
 class Connections:
-    """See the module's text.
+    """See the module's docstring.
 
     Attributes:
-        transport: What messages go by, once it is open.
-        processes: By index of the worker, those that run.
-        peers: By the transport's name, those that have said who they are.
-        fds: To wait for messages, besides each worker's (`worker_fd`).
+        transport: Carries the messages, once it is open.
+        processes: The running processes, by index of the worker.
+        peers: The identified peers, by the transport's name for them.
+        fds: Descriptors to wait for messages, besides each worker's (`worker_fd`).
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Connections:
     # What comes.
 
     def worker_fd(self, index: int) -> int | None:
-        """The descriptor to wait for messages of this worker, where it has one."""
+        """The descriptor to wait for messages of this worker, if it has one."""
         return self.transport.worker_fd(index)
 
     def note_ready(self, fds: Sequence[int]) -> Sequence[int]:
@@ -255,7 +255,7 @@ class Connections:
         """Send a shard as a run, after all that it speaks of: blocks, and the version of the weights.
 
         Args:
-            index: Of the worker.
+            index: The worker's index.
             request: Whose shard it is.
             shard: Which.
             fresh: Whether its outputs are to go to memory of the worker's own.

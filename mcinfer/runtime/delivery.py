@@ -1,8 +1,8 @@
-"""The thread that runs users' code: callbacks of futures, trace hooks, handlers of log records.
+"""The thread that runs user code: callbacks of futures, trace hooks, handlers of log records.
 
-The loop never does, since such code may wait for locks of its own, or for ever. What it has to say goes
-into a queue (`queue.SimpleQueue`, whose `put` may be called anywhere, also in a finalizer); a callback that
-does not return holds up other callbacks, and nothing else.
+The loop never runs user code, since such code may wait for its own locks, or for ever. The loop puts its
+calls into a queue (`queue.SimpleQueue`, whose `put` is safe anywhere, also in a finalizer). A callback that
+does not return delays other callbacks, and nothing else.
 """
 
 import logging
@@ -28,7 +28,7 @@ class Delivery:
     """The queue and its thread. Any thread may call any method; none waits but `wait`.
 
     Attributes:
-        ident: Of the thread, once it runs.
+        ident: The thread's identifier, once it runs.
     """
 
     def __init__(self) -> None:

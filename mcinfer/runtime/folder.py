@@ -1,13 +1,12 @@
-"""Where a master's listening socket is made: in a folder that no other user can look into, for a moment.
+"""A private folder in which to bind a master's listening socket, for a moment.
 
-A Unix socket gets an address by a path. This one's is removed as soon as the socket is bound, and so is
-the folder: what is left is the socket, and a *handle* to its file (O_PATH of open(2)). A process that
-inherits the handle connects through ``/proc/self/fd``; others have no address, and a crash leaves nothing
-behind.
+A Unix socket gets its address by a path. mcinfer removes this path and its folder as soon as the socket is
+bound. The socket and a *handle* to its file (O_PATH of open(2)) remain. A process that inherits the handle
+connects through ``/proc/self/fd``; other processes have no address, and a crash leaves nothing behind.
 
-The folder lies where no other user can change anything: who can rename folders there could have workers
-connect to another socket. And it is held by a descriptor, by which all is done, so that it cannot be
-swapped.
+The folder is in a place that no other user can change: a user who can rename folders there could redirect
+workers to another socket. All operations go through the folder's descriptor, so another folder cannot take
+its place.
 """
 
 import os

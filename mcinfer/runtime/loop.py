@@ -1,4 +1,4 @@
-"""The loop: one thread owns the workers of a master, and all that is shared.
+"""The loop: one thread owns the workers of a master and all shared state.
 
 ::
 
@@ -7,13 +7,13 @@
     callers ◄── their own locks ────┤
     callbacks, trace hooks, logs ◄──┴── Delivery (a thread)
 
-Rules of ownership: the loop's thread alone touches the scheduler, the processes, the sockets, the book of
-memory and the requests that were accepted; so there is no lock. A caller appends to the inbox, rings the
-bell if the loop sleeps, and waits on a lock of its own (`Outcome`). An exception anywhere in a caller leaves
-garbage, not damage: Python runs signal handlers in the main thread, and the loop never is that. The loop runs
-no code of users', and takes no lock that such code can hold.
+Rules of ownership: only the loop's thread touches the scheduler, the processes, the sockets, the record of
+shared memory and the accepted requests, so these need no lock. A caller appends to the inbox, writes to an
+eventfd (the *bell*) if the loop sleeps, and waits on a lock of its own (`Outcome`). An exception anywhere
+in a caller leaves garbage, not damage: Python runs signal handlers in the main thread, which is never the
+loop. The loop runs no user code, and takes no lock that user code can hold.
 
-After a fork the child has no loop and must not touch the sockets: every entry compares the pid.
+After a fork the child has no loop and must not touch the sockets: every entry point compares the pid.
 """
 
 import atexit
@@ -74,22 +74,22 @@ T = TypeVar("T")
 _log = logging.getLogger("mcinfer.master")
 
 _MAX_MESSAGES = 256
-"""That are taken in one go: deaths, time and callers must have their turn, however much a worker sends."""
+"""Most messages in one turn: a worker that sends many must not delay deaths, deadlines and callers."""
 
 _LONGEST_WAIT = 86400.0
-"""Seconds of one wait: waking for nothing once a day costs nothing, and it takes no more than 24 days."""
+"""Seconds of one wait: epoll takes no more than 24 days, and waking once a day costs nothing."""
 
 _MEMORY_INTERVAL = 1.0
-"""Seconds between two looks at how much memory workers have, where the policy asks for it."""
+"""Seconds between two checks of workers' memory, if the policy asks for them."""
 
 _ROOM_INTERVAL = 0.001
-"""Seconds between two looks for memory that a caller waits for: the end of an array rings no bell."""
+"""Seconds between two checks for memory that a caller waits for: the end of an array sends no event."""
 
 _HEALTH_INTERVAL = 0.2
-"""Seconds between two looks of `wait_ready`."""
+"""Seconds between two checks of `wait_ready`."""
 
 _PATIENCE = 10.0
-"""Seconds without any memory given back, after which others may pass the first who waits for some."""
+"""Seconds without freed memory, after which others may pass the first caller that waits for memory."""
 
 _CALLER_PATIENCE = 5.0
 """Seconds past its deadline that a caller waits for the loop to say so."""
@@ -508,7 +508,7 @@ class Loop:
             self._refuse_inbox()
 
     def _ask(self, function: Callable[[], T]) -> T:
-        """Have the loop call a function, and wait for what it returns or raises."""
+        """Call a function in the loop, and wait for its result or error."""
         if self._thread is None or self._gone:
             return function()
         self.check_wait()
@@ -531,7 +531,7 @@ class Loop:
         """A snapshot.
 
         Args:
-            weights_version: Of the weights, which are not this one's concern.
+            weights_version: Version of the weights, which the loop does not know.
 
         Raises:
             ClosedError: This process was forked from the master's.
@@ -777,7 +777,7 @@ class Loop:
             request.entered.settle(error)
 
     def _admit(self) -> None:
-        """There may be a place for who waits for one."""
+        """Give free places to callers that wait for one."""
         if self._admitting:
             return
         self._admitting = True
@@ -853,12 +853,12 @@ class Loop:
         return None
 
     def _may_pass(self) -> bool:
-        """Whether others may go before the first who waits for memory: it waits for what a user keeps."""
+        """Whether others may pass the first caller that waits for memory, because users keep that memory."""
         quiet = monotonic() - max(self._memory_line[0].since, self._last_release)
         return quiet > _PATIENCE or not self._requests
 
     def _serve_memory_line(self, now: float) -> None:
-        """Those who wait for memory, first come first served."""
+        """Serve the callers that wait for memory, first come, first served."""
         if self.arena.reclaim():
             self._last_release = now
         passed: deque[_Allocation] = deque()
@@ -947,7 +947,7 @@ class Loop:
                 process.reap()
 
     def _tear_down(self) -> None:
-        """After the last worker: give up sockets, descriptors and the folder; whatever fails, all of that."""
+        """Close sockets, descriptors and the folder at the end, even if one of these fails."""
         self.finished = True
         self.serving = 0
         with ExitStack() as last:  # what was entered last comes first
@@ -1041,7 +1041,7 @@ class Loop:
     # Processes.
 
     def _look_at_descriptors(self, ready: Sequence[int]) -> None:
-        """Of these, some are workers': of their sockets, or of processes that ended."""
+        """Handle ready descriptors: the bell, workers' sockets, and processes that ended."""
         if self._bell.fd in ready:
             self._bell.clear()
             if self._abandoned:
@@ -1383,7 +1383,7 @@ class _Promise(Outcome[T]):
         self.settle()
 
     def value(self) -> T:
-        """What was set; nothing, where it was only settled."""
+        """The value that was set; None if it was only settled."""
         return getattr(self, "_what", None)  # type: ignore[return-value]
 
 
@@ -1414,7 +1414,7 @@ def _call_trace_hook(
 
     Args:
         hook: The user's.
-        context: Of the call that made the request.
+        context: Context of the call.
         trace: As the scheduler knows it, or what it knows, of which it is made here.
         joined: When the result was complete.
         error: Why the request failed.

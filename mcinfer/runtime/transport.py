@@ -1,4 +1,4 @@
-"""How messages pass between a master and its workers: one contract, two transports.
+"""Message transport between a master and its workers: one interface, two implementations.
 
 ::
 
@@ -6,10 +6,10 @@
                   that has no name: each worker inherits a handle to it, and connects by that.
     "socketpair"  one SOCK_SEQPACKET pair (unix(7)) for each worker, which inherits its end.
 
-The messages are the same, so is their order, and so is what is refused. Only this file imports zmq.
+Both have the same messages, in the same order, and refuse the same. Only this file imports zmq.
 
-The master never blocks on sending and never lingers; a worker, which has one peer, may. One thread, or one
-lock of the owner's, guards a `MasterTransport`, and another one a `WorkerTransport`.
+The master never blocks in a send and never lingers; a worker has one peer and may do both. One thread, or
+one lock of the owner's, guards a `MasterTransport`; the same holds for a `WorkerTransport`.
 
 How an owner waits for messages::
 
@@ -19,17 +19,17 @@ How an owner waits for messages::
            while (received := transport.receive()) is not None: ...
            unregister every fd of transport.take_ended()
     a worker's process has ended:
-           note and receive what it said last, until there is nothing more
+           note and receive its last messages, until there are no more
            unregister transport.worker_fd(index), unless take_ended gave it
            transport.remove(index)
 
-ZeroMQ cuts a peer off that sends a frame of more than `MAX_MESSAGE_BYTES`. libzmq ends the whole process
-when it finds no descriptor for a connection that it accepts (src/ipc_listener.cpp): so only a process that
-holds the handle can connect, and before a worker is started a descriptor must be free for it.
+ZeroMQ disconnects a peer that sends a frame of more than `MAX_MESSAGE_BYTES`. libzmq ends the whole process
+if it has no descriptor for a connection that it accepts (src/ipc_listener.cpp). So only a process that
+holds the handle can connect, and a descriptor must be free for a worker before it is started.
 
-Messages that one packet of a socket pair does not hold are passed as a sealed memfd: a mark, then a packet
-with the descriptor. The kernel bounds what waits in a pair (SO_SNDBUF): a worker that floods waits for its
-master.
+A message that is too large for one packet of a socket pair goes as a sealed memfd: a mark, then a packet
+with the descriptor. The kernel limits what waits in a pair (SO_SNDBUF): a worker that sends too much waits
+for its master.
 """
 
 import errno
@@ -63,7 +63,7 @@ _PACKET_DONT_WAIT = int(socket.MSG_DONTWAIT)
 _NO_SIGNAL = int(socket.MSG_NOSIGNAL)  # a program may have SIGPIPE end it
 
 _PACKET_BYTES = 1 << 16
-"""Of a message that one packet holds: well below what any system's SO_SNDBUF allows."""
+"""Largest message for one packet: well below what any system's SO_SNDBUF allows."""
 
 _BUFFER_BYTES = 1 << 20
 """Asked for as SO_SNDBUF; the system may give less (net.core.wmem_max, by default 208 KiB)."""
@@ -75,7 +75,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class SendError(OSError):
-    """The peer is gone, or does not take what it is sent."""
+    """The peer is gone, or does not accept messages."""
 
 
 class MasterTransport(ABC):
@@ -312,7 +312,7 @@ class ZeroMQWorker(WorkerTransport):
         self._give_up_handle()
 
     def _give_up_handle(self) -> None:
-        """It is connected: whatever runs in this process from now on cannot connect once more."""
+        """Close the handle after the connection, so that no code in this process can connect again."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
@@ -378,7 +378,7 @@ class _Packets:
 def _contents(fd: int) -> bytes:
     """What a memfd holds that no process can change any more; nothing if it is none, or too large.
 
-    A pipe, or a file of a slow file system, would hold up who reads it.
+    A pipe, or a file of a slow file system, would block the reader.
     """
     with suppress(OSError):
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS:

@@ -1,7 +1,7 @@
-"""Worker processes: starting them, and passing on what they print.
+"""Worker processes: starting them, and forwarding their output.
 
-Ownership: a `WorkerProcess` owns its pidfd and the master's end of its lifeline until `reap`. The
-pipes of its standard streams belong to the `OutputForwarder`, which reads them to their end.
+Ownership: a `WorkerProcess` owns its pidfd and the master's end of its lifeline until `reap`. The pipes of
+its standard streams belong to the `OutputForwarder`, which reads them to their end.
 """
 
 import codecs
@@ -30,7 +30,7 @@ _worker_log = logging.getLogger("mcinfer.worker")
 _READ_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 20
 _MAX_WAITING_BYTES = 1 << 22
-"""Of workers' output that the user's streams do not take yet; what comes beyond that is dropped."""
+"""Most output of workers that waits for the user's streams; more is dropped."""
 
 _TICK_MS = 100
 
@@ -43,13 +43,13 @@ class WorkerProcess:
         pid: Its process id.
         pidfd: Readable once it has ended.
         lifeline: The master's end.
-        cancels: For the runs that it is to stop.
+        cancels: The channel for CANCEL.
         hello_token: What it must show in HELLO.
         build_token: What the master must show it in BUILD.
-        peer: The transport's name for it, once it has said who it is.
-        attached: Numbers of the blocks that it was given.
+        peer: The transport's name for it, after its HELLO.
+        attached: Numbers of the blocks that it was sent.
         weights: Versions of the weights that it knows.
-        outlawed: Whether it broke the protocol: nothing more of what it sends is read.
+        outlawed: Whether it broke the protocol: no more messages from it are read.
     """
 
     def __init__(
@@ -68,15 +68,15 @@ class WorkerProcess:
         """Start it.
 
         Args:
-            index: Of the worker.
-            device: Likewise.
-            transport: What messages go by.
-            connection: The descriptor that it is to inherit for that.
-            hello_token: What it is to show in HELLO.
-            build_token: What it is to be shown in BUILD.
-            output: For what it prints.
-            inherited: Where it imports from, and works.
-            most_memory: Bytes of its own that it may have; None is no limit.
+            index: The worker's index.
+            device: The worker's device.
+            transport: The kind of transport.
+            connection: The descriptor for the transport, which the worker inherits.
+            hello_token: The token that it must show in HELLO.
+            build_token: The token that the master must show in BUILD.
+            output: Forwards what it prints.
+            inherited: Its import path and working folder.
+            most_memory: Limit of its own memory in bytes; None is no limit.
 
         Raises:
             OSError: The system cannot start a process.
@@ -143,7 +143,7 @@ class WorkerProcess:
         self._process.kill()
 
     def ask_for_stacks(self) -> None:
-        """Have it write where it is, for `stacks`; it is to be killed afterwards."""
+        """Make it write its stacks, for `stacks`; kill it afterwards."""
         self._process.send_signal(REQUEST)
 
     def stacks(self) -> str:

@@ -1,1 +1,1 @@
-"""What to do next: events in, actions out. Pure: no sockets, threads, clocks or processes."""
+"""Decides what to do next: events in, actions out. Pure: no sockets, threads, clocks or processes."""

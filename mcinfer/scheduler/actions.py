@@ -1,4 +1,4 @@
-"""What the scheduler asks of the master's shell: frozen values, carried out in the order given."""
+"""Actions that the scheduler returns: frozen values, which the loop carries out in order."""
 
 from dataclasses import dataclass
 
@@ -47,7 +47,7 @@ class KillWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpStacks:
-    """The worker hangs and will be killed: have it write where it is, if it still can."""
+    """The worker hangs and will be killed: make it write its stacks first, if it still can."""
 
     worker: int
 

@@ -1,12 +1,12 @@
-"""The shards that wait for a worker: which goes next, and which go together. Pure bookkeeping.
+"""The shards that wait for a worker: which one goes next, and which go together. Pure bookkeeping.
 
-Order: those that had their turn before, then higher priority first, and within one first come first served.
-So that no priority starves, the oldest that is not held is served in its turn once `PATIENCE` runs in a row
-went before it, whatever they were.
+Order: shards that were already taken once go first, then higher priority, and within one priority first
+come, first served. To keep any priority from starving, the oldest shard that is not held goes next once
+`PATIENCE` runs in a row passed over it.
 
-Joining: shards that are *joinable* carry a key; those of one key may go as one run, up to so many rows. A
-group of them is *ripe*, and goes when its turn comes, once it has all the rows that a run may have or one
-of its members is due; until then it is *held*, and does not stand in the way of others.
+Joining: shards that are *joinable* carry a key; those with the same key may go as one run, up to a limit of
+rows. A group of them is *ripe* once it has all the rows that a run may have or one of its members is due; a
+ripe group goes when its turn comes. Until then it is *held*, and does not block others.
 """
 
 import heapq
@@ -28,7 +28,7 @@ class Joinable:
 
     Attributes:
         key: Shards of the same key fit each other.
-        rows: Of the batch that the joined run will have, how many are this one's.
+        rows: Rows that this shard adds to the batch of the joined run.
         due: When it goes at the latest, alone if need be.
     """
 

@@ -1,23 +1,23 @@
-"""What to do next: events in, actions out. No sockets, threads, clocks or processes here.
+"""Events in, actions out. No sockets, threads, clocks or processes here.
 
-The master's shell reports what happened (a request came, a message came, a worker died, time
-passed) and carries out the actions it is given, in order. The rules:
+The loop reports events (a request or a message came, a worker died, time passed) and carries out the
+returned actions, in order. The rules:
 
 * Every request settles exactly once.
-* A shard whose worker died goes to another; one that has killed two workers is given up.
-* A bad request fails alone; its worker lives on. Requests that were joined to one run and failed, or
-  lost their worker, run again apart.
-* Where runs are short, a busy worker is given more ahead, so that it does not wait for the next: as many as
-  take some milliseconds. Those behind a run that then is long go to others as well, with other memory
-  for their outputs; what the first worker answers late is ignored.
+* A shard whose worker died goes to another; one that has killed two workers fails.
+* A bad request fails alone; its worker continues. Requests that were joined to one run and failed, or lost
+  their worker, run again apart.
+* If runs are short, a busy worker gets more runs ahead, so that it does not wait for the next: as many as
+  take a few milliseconds. If the current run then takes long, the runs behind it also go to other workers,
+  with other memory for their outputs; late answers of the first worker are ignored.
 * A deadline that passes settles the request at once; then CANCEL, a grace period, and a kill.
-* Where nothing waits and workers have room, a request is an assignment (`assign`) and its answer a few
-  counts (`take_reply`): the same rules as `handle_request` and `handle_message`, which serve all else.
+* If nothing waits and workers have room, `assign` takes a request and `take_reply` its answer, by the same
+  rules as `handle_request` and `handle_message`, which handle all other cases.
 * A worker that dies is started again, with back-off; the others serve meanwhile. While no worker serves and
   all are past their budget of starts, requests fail at once with the cause (`mcinfer.scheduler.workers`).
-* A pool that drains takes no request any more, and ends when it has answered those that it has.
-* A request's memory is released when no worker can write to it any more: all that were given a
-  shard of it have answered, or are known dead.
+* A draining pool accepts no requests, and ends when it has answered those that it has.
+* A request's memory is released when no worker can write to it: each worker that got a shard of it has
+  answered or is dead.
 """
 
 import heapq
@@ -105,7 +105,7 @@ class Tally:
     __slots__ = ("_bounds", "_counts", "_total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """Of these upper bounds, ascending."""
+        """Make a histogram with these upper bounds, ascending."""
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(self._bounds) + 1)
         self._total = 0.0
@@ -130,18 +130,18 @@ class Entry:
         queued: When it was accepted.
         timeout: Seconds that the caller gave it from the call on.
         deadline: When these are over.
-        rows: Of each shard.
+        rows: Rows of each shard.
         size: Bytes of its tensors.
         answered: By shard, whether its reply came.
-        attempts: By shard, how often a worker was given it.
+        attempts: By shard, how often a worker got it.
         unanswered: Shards without a reply.
         deaths: By shard, the stories of the workers that died on it, where some did, or may have.
         late: By shard, how many workers still have it that it was taken from.
         closed: When it was answered.
         settled: Whether it was answered.
-        begun: Whether a worker was given any of it.
+        begun: Whether a worker got any shard of it.
         outstanding: Shards that a worker has, which may be writing to the request's memory.
-        runs: Of the shards that were answered, where that is traced.
+        runs: The runs of answered shards, if the request is traced.
     """
 
     number: int
@@ -168,13 +168,13 @@ class RequestTable:
 
     Attributes:
         accepted: Requests so far: always the sum of the four counts after it.
-        succeeded: Of them, answered with a result.
-        failed: Of them, answered with an error.
-        cancelled: Of them, cancelled.
-        in_flight: Of them, open.
-        in_flight_bytes: Of their tensors.
-        not_begun: Of them, those of which no worker was given anything yet.
-        latency: Seconds from a call to its answer, where that was a result.
+        succeeded: Requests answered with a result.
+        failed: Requests answered with an error.
+        cancelled: Requests that were cancelled.
+        in_flight: Open requests.
+        in_flight_bytes: Bytes of their tensors.
+        not_begun: Open requests of which no worker has got a shard yet.
+        latency: Seconds from a call to its answer, for results.
         queue: The shards that wait for a worker.
         entries: By number, the requests in the book.
     """
@@ -920,7 +920,7 @@ class Scheduler:
         """Queue the members of a run again, each by itself and before others.
 
         Args:
-            run: That ended without an answer.
+            run: The run, which ended without an answer.
             suspect: Whether a worker may have died of it: then nothing is to wait behind it.
         """
         if run.late:

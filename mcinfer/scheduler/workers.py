@@ -2,15 +2,17 @@
 
 Rules:
 
-* In the first start a build error is final, a death is tried once more; all failures are reported at once.
+* In the first start a build error is final, and a worker that dies is started once more; all failures are
+  reported together.
 * A worker that dies later is started again, the first time at once, then with back-off, within a budget per
-  window of time. Past the budget starts go on, each a probe, at the longest back-off. A probe that is ready
-  serves, with a fresh budget; if it dies within the longest back-off from then on, the next is a probe again.
+  window of time. Past the budget, each start is a probe, at the longest back-off. A probe that is ready
+  serves, with a fresh budget; if it dies within the longest back-off from then on, the next is a probe
+  again.
 * While every worker is past its budget, the pool's circuit is open: requests fail at once, with the cause.
   The first worker that is ready again closes it.
-* A worker that hangs is asked for its stacks, and killed a moment later; meanwhile it is given nothing.
-* Replacing goes one worker at a time, while all others serve or are past their budget: the old process is
-  given nothing more, ends when it has answered what it has, and a new one takes its place.
+* The master asks a worker that hangs for its stacks and kills it a moment later; it gets no runs meanwhile.
+* Workers are replaced one at a time, while all others serve or are past their budget: the old process gets
+  no new runs, answers those that it has and ends, and a new process takes its place.
 """
 
 import math
@@ -86,16 +88,16 @@ class Worker:
         began: When that one began, as far as can be known.
         usual_seconds: How long its runs take.
         capacity: How many runs it may have at a time.
-        alone: Whether nothing is to be put behind what it has.
+        alone: Whether to put no runs behind those that it has.
         ready_by: When it must have its model.
-        latest: When it must have it, whatever progress it reports.
+        latest: When it must have the model, even if it reports progress.
         progress: What it reported last: seconds and bytes.
-        kill_at: When it is ended unless it has done what it was asked for.
+        kill_at: When to kill it unless it has done its task by then.
         doomed: It will be killed, or was; messages that it sent before may still come.
         restart_at: When it is to be started again.
         spent: Its budget of starts is spent, and no probe, a start past the budget, has had the model yet.
         trial_end: Until when a death makes it spent at once: a probe of it has just had the model.
-        retiring: It is to end when it has answered what it has, and to be started again.
+        retiring: Whether it will end after its last answer, to be started again.
         starts: When it was started again of need, within the policy's window.
         answers: What this process of it has answered.
     """
@@ -135,7 +137,7 @@ class Worker:
 
     @property
     def state(self) -> WorkerState:
-        """Of its conversation."""
+        """The state of its conversation."""
         return self.conversation.state
 
     @property
@@ -376,7 +378,7 @@ class WorkerLives:
         return KillWorker(worker=w.index)
 
     def end_when_idle(self, w: Worker, now: float, seconds: float) -> list[Action]:
-        """Tell a worker to end when it has answered what it has, within so many seconds."""
+        """Ask a worker to end after its last answer, within so many seconds."""
         w.kill_at = now + seconds
         return [w.send(Exit())]
 
@@ -401,7 +403,7 @@ class WorkerLives:
         return []
 
     def _give_up_waiting(self, w: Worker, reason: str, now: float) -> list[Action]:
-        """It hangs: first its stacks, then its end, whatever it says in between."""
+        """End a worker that hangs: get its stacks, then kill it, even if it answers in between."""
         w.doomed = True
         w.last_error = reason
         w.kill_at = now + STACKS_SECONDS
@@ -550,7 +552,7 @@ class WorkerLives:
         return [] if self._asked_for else [WorkersRestarted()]
 
     def hasten_close(self, now: float, seconds: float) -> None:
-        """Of what `close` gave workers, leave them no more than so many seconds."""
+        """Shorten the time that `close` gave the workers to at most so many seconds."""
         for w in self.workers:
             if w.state is not WorkerState.GONE:
                 w.kill_at = min(now + seconds, math.inf if w.kill_at is None else w.kill_at)

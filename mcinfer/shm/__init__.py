@@ -1,7 +1,7 @@
-"""Memory that master and workers share, and the sockets that hand it over.
+"""Memory that master and workers share, and the sockets that pass its descriptors.
 
-Public are `WeightOwner`, `open_weights` and `SharedWeights`. They are imported when they are first used: a
-worker imports this package at its start, and needs none of them.
+The public names are `WeightOwner`, `open_weights` and `SharedWeights`. They are imported when first used: a
+worker imports this package at its start and needs none of them.
 """
 
 from importlib import import_module

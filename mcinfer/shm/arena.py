@@ -1,17 +1,16 @@
-"""Slots of shared memory, handed out of blocks.
+"""Slots of shared memory, allocated from blocks.
 
-Ownership: a slot belongs to what holds its `Slot.memory`, or any view of it (a NumPy array, a view of a
-view). When the last of these is gone the slot is free, not before and not later; there is nothing to
-call. So an array in a user's hands, and a request that a worker may still write to, are the same case: each
-holds a reference.
+Ownership: a slot belongs to the holders of its `Slot.memory` or of any view of it (a NumPy array, a view of
+a view). The slot is free exactly when the last of these is gone, without a call. So a user's array and a
+request that a worker may still write to are the same case: each holds a reference.
 
-A view may die in any thread, inside any allocation, even one of the arena's own. So its end only
-appends to a deque, which runs no Python code, and `allocate` and `reclaim` take it from there.
+A view may end in any thread, inside any allocation, even one of the arena's own. So its end only appends
+the slot to a deque, which runs no Python code; `allocate` and `reclaim` read the deque.
 
-One thread owns an arena, and calls all but `find` and what only reads a number.
+One thread owns an arena. Other threads may call only `find` and methods that read a number.
 
-Lowest address first: in steady traffic the same few slots, with warm pages in every process, are used
-again and again (the first touch of a page costs more than copying it).
+Lowest address first: steady traffic reuses the same few slots, whose pages are warm in every process (the
+first touch of a page costs more than copying it).
 """
 
 import bisect
@@ -61,7 +60,7 @@ class Slot:
 
 
 class _Ticket(weakref.ref["Array[c_char]"]):
-    """Notices the death of a slot's memory, and knows where it lay."""
+    """Notices the end of a slot's memory, and knows the slot's place."""
 
     __slots__ = ("block", "generation", "offset", "space")
 
@@ -178,7 +177,7 @@ class Arena:
         return self.allocate_all([size])[0]
 
     def allocate_all(self, sizes: Sequence[int]) -> list[Slot]:
-        """Slots of at least so many bytes; their content is whatever was there before.
+        """Slots of at least so many bytes; their content is undefined.
 
         All or none: two requests that each held a part and waited for the rest would wait for ever.
 

@@ -1,11 +1,11 @@
 """One piece of memory without a name, mapped by several processes.
 
-A block is a memfd: nothing appears in ``/dev/shm``, its size is not bound by that of ``/dev/shm``, and the
-kernel frees it when the last descriptor and mapping are gone, however their processes ended. It is
-sealed so that no process can shrink it under another one's reads (which would be SIGBUS there).
+A block is a memfd: it has no file in ``/dev/shm``, the size of ``/dev/shm`` does not limit it, and the
+kernel frees it when the last descriptor and mapping are gone, even after a crash. It is sealed, so no
+process can shrink it while another one reads (which would raise SIGBUS there).
 
-Ownership: whoever holds the `Block` holds the descriptor; `close` gives it up. The mapping lives on while
-anything made by `memory` lives: it goes by reference count, never by force.
+Ownership: the `Block` owns the descriptor until `close`. The mapping lives as long as any object made by
+`memory`: its reference count ends it, never a call.
 """
 
 import ctypes
@@ -109,7 +109,7 @@ class Block:
 
         Args:
             memory: Where to; as many bytes are copied as it has.
-            offset: Of the first byte in the block.
+            offset: Position of the first byte in the block.
 
         Raises:
             ValueError: They do not lie in the block.
@@ -126,7 +126,7 @@ class Block:
             memory, offset = memory[count:], offset + count
 
     def __del__(self) -> None:
-        """Close it: a block of a worker's goes with the last reference to what it answered."""
+        """Close it: a worker's block ends with the last reference to its answer."""
         self.close()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Descriptors: packets that carry them between processes, and one that any thread makes readable.
+"""Descriptors: packets that carry them between processes, and one that any thread can make readable.
 
 A packet with descriptors goes over a socket of `SOCK_SEQPACKET`, so that they stay together (unix(7)).
 """
@@ -121,5 +121,5 @@ class WakeUp:
             os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
-        """Make it unreadable; called by who saw it readable."""
+        """Make it unreadable; the thread that saw it readable calls this."""
         os.eventfd_read(self.fd)

@@ -1,9 +1,9 @@
-"""The socket pair between a master and one worker: descriptors pass over it, and its end is an end.
+"""The socket pair between a master and one worker: it carries descriptors; its hang-up shows an end.
 
 Each side holds one end. Messages are `SOCK_SEQPACKET`, so a descriptor and the number of its block stay
-together. All else goes by the transport (`mcinfer.runtime.transport`).
+together. Everything else goes over the transport (`mcinfer.runtime.transport`).
 
-A worker's watcher only polls its end for hang-up and never reads it: reading would eat descriptors.
+A worker's watcher only polls its end for hang-up and never reads it: a read would consume descriptors.
 """
 
 import os
@@ -17,7 +17,7 @@ from mcinfer.shm.descriptors import close_all, receive, send
 _HEADER = struct.Struct("<qQ")  # block number, size in bytes
 _GREETING_BYTES = 1 << 20
 _MAX_EARLY = 4
-"""Blocks that are kept although nobody has asked for them yet: each holds a descriptor."""
+"""Most blocks that are kept before a message names them: each holds a descriptor."""
 
 
 class Lifeline:
@@ -115,7 +115,7 @@ class Lifeline:
         return other, size, fds[0]
 
     def close(self) -> None:
-        """Give the socket up, and descriptors that nobody asked for."""
+        """Close the socket, and the descriptors that were not taken."""
         for _, fd in self._received.values():
             os.close(fd)
         self._received.clear()

@@ -1,4 +1,4 @@
-"""A prepared model's weights for other processes of this user: chosen ones map them where they lie.
+"""Shares a prepared model's weights: chosen processes of this user map them, without a copy.
 
 ::
 
@@ -8,13 +8,13 @@
             SharedWeights ◄── one packet: the entry's folder and its lock (SCM_RIGHTS), or a refusal
 
 The kernel says which process and user has connected (`SO_PEERCRED`), so no process can pass for another.
-What a client sends is never read, and nothing waits for a client.
+The owner never reads what a client sends, and never waits for a client.
 
-Ownership: an owner has descriptors of its own for the folder and the lock, so the `Held` that it was made
-from may be closed before it. A process that was granted them holds the entry just as the owner does: the lock
-is the same open file, so the entry stays until the last of them has let go, in any way. Then nothing is left
-but the cache itself. The owner's thread closes its descriptors when it ends. In a child that the process
-forks they are closed at once, or the socket's name would live on without an owner.
+Ownership: an owner has its own descriptors for the folder and the lock, so the `Held` that it was made from
+may be closed before it. A process with access holds the entry just as the owner does: the lock is the same
+open file, so the entry stays until the last process has closed it or ended. The owner's thread closes its
+descriptors when it ends. A child that the process forks closes them at once, or the socket's name would
+stay without an owner.
 """
 
 import errno
@@ -69,7 +69,8 @@ _BACK_OFF = 0.1
 def address(handle: int) -> str:
     """The abstract address (unix(7)) that the owner of a handle listens on.
 
-    A handle is a random number, and nothing else is in it. It is no secret: the kernel says who asks.
+    A handle is a random number and contains nothing else. It is no secret: the kernel identifies each
+    client.
     """
     return f"\0mcinfer-weights-{handle:016x}"
 
@@ -111,7 +112,7 @@ class _Listener:
         """Listen; no process is answered before `start`.
 
         Args:
-            descriptors: To hand over. They are this object's from now on, whatever comes.
+            descriptors: Descriptors to pass on. This object owns them from now on, even if this call fails.
             allowed: Start times of the processes that may map, by pid, since pids are used again. Borrowed;
                 another thread may change it.
 
@@ -142,7 +143,7 @@ class _Listener:
             raise
 
     def start(self) -> None:
-        """Start answering. Apart from the rest, so that who owns this can see to its end first."""
+        """Start answering. This is a separate call, so that the owner can arrange `close` first."""
         try:
             self._thread.start()
         except BaseException:
@@ -229,11 +230,13 @@ def _readable(seconds: float | None, *descriptors: int) -> list[int]:
 class WeightOwner:
     """Lets chosen processes of this user map a prepared model's weights.
 
-    A context manager; garbage and the interpreter's exit close it too. All threads may use it. In a child
-    that the process forks it is closed from the start, and closing it there does nothing to the parent's.
+    A context manager; it also closes at interpreter exit and when it is garbage-collected. All threads may
+    use it. In a forked child it is closed from the start, and closing it there does not affect the
+    parent's.
 
     Attributes:
-        handle: What `open_weights` takes in the other process: above 0 and below 2**63. It is no secret.
+        handle: The argument of `open_weights` in the other process: above 0 and below 2**63. It is no
+            secret.
     """
 
     handle: int
@@ -245,16 +248,17 @@ class WeightOwner:
         *,
         options: EngineOptions = EngineOptions(),
     ) -> None:
-        """Prepare the model, if that was not done before, and start a thread that answers.
+        """Prepare the model, if there is no prepared one, and start a thread that answers.
 
         Args:
-            model: Path of an ONNX model; or a prepared one, which is borrowed for this call only.
-            allow_pids: As if `allow` was called with each, before any process can ask.
-            options: What the engines that will load a model named by its path are asked for.
+            model: Path of an ONNX model; or a prepared model, borrowed for this call only.
+            allow_pids: Processes to `allow` before any process can connect.
+            options: Options of the engines that will load a model given by its path.
 
         Raises:
-            InvalidInputError: A pid does not fit, as of `allow`, or the model is none.
-            BuildError: The model cannot be prepared, in the engine's own words, or its cache cannot be used.
+            InvalidInputError: A pid is invalid, as in `allow`, or `model` is not a model.
+            BuildError: The model cannot be prepared, with the engine's message, or its cache cannot be
+                used.
             ClosedError: The model is closed.
             OSError: The entry cannot be opened, or no descriptor is left.
         """
@@ -280,14 +284,14 @@ class WeightOwner:
         """Let a process map the weights from now on.
 
         Args:
-            pid: As this process sees it: in containers that need not be what `os.getpid` says there, and
-                a refusal names the right one. Means the process that has it now and no later one. 0 is
-                ignored: MindSpore Lite's lists hold it for a place that is not used.
+            pid: As this process sees it. In containers `os.getpid` may give another number there; a refusal
+                names the right one. Means the process that has this pid now, not a later one. 0 is ignored:
+                in MindSpore Lite's lists it marks an unused place.
 
         Raises:
-            InvalidInputError: It is not a pid, or there is no such process.
+            InvalidInputError: The value is not a pid, or no such process exists.
             ClosedError: The owner is closed, or belongs to the process that forked this one.
-            OSError: No descriptor is left to look at the process with.
+            OSError: No descriptor is left to check the process.
         """
         if self._listener.is_parents:
             raise ClosedError("this WeightOwner belongs to the process that forked this one")
@@ -296,11 +300,11 @@ class WeightOwner:
         _admit(self._allowed, pid)
 
     def revoke(self, pid: int) -> None:
-        """Refuse a process from now on; what it was granted stays usable. Not allowed before: no matter."""
+        """Refuse a process from now on, whether allowed before or not; open weights stay usable."""
         self._allowed.pop(pid, None)
 
     def close(self) -> None:
-        """Stop answering and let the entry go; what was granted stays usable."""
+        """Stop answering and release the entry; open weights of other processes stay usable."""
         self._finalizer.detach()
         self._listener.close()
 
@@ -324,7 +328,7 @@ def _admit(allowed: dict[int, int], pid: int) -> None:
     try:
         os.close(os.pidfd_open(pid))
     except (ProcessLookupError, OverflowError):
-        pass  # `start_time` tells that there is none
+        pass  # `start_time` shows that there is none
     except OSError as exc:
         if exc.errno != errno.EINVAL:
             raise
@@ -350,26 +354,27 @@ def _open_entry(model: Held) -> tuple[int, int]:
 
 
 class SharedWeights:
-    """A prepared model that another process shares; stays usable when that process ends.
+    """A prepared model that another process shares; it stays usable when that process ends.
 
     A context manager.
 
     Attributes:
-        folder: Where its files are, read-only. They are mapped by whoever loads the model, never copied.
-        model: The path of the graph in it, for `mcinfer.Master` or `onnxruntime.InferenceSession`.
+        folder: Folder of its files, read-only. Processes that load the model map these files, and never
+            copy them.
+        model: The path of its graph, for `mcinfer.Master` or `onnxruntime.InferenceSession`.
         facts: What the entry was made from.
-        held: The entry, which cannot be removed from the cache as long as this is open.
+        held: The entry, which cannot be removed from the cache while this is open.
     """
 
     def __init__(self, held: Held) -> None:
-        """Take an entry, which is this object's from now on."""
+        """Take over an entry."""
         self.held = held
         self.folder = held.folder
         self.model = str(held.folder / MODEL_FILE)
         self.facts = held.facts
 
     def close(self) -> None:
-        """Let the entry go; what was loaded from it must not be used any more."""
+        """Release the entry; do not use what was loaded from it any more."""
         self.held.close()
 
     def __enter__(self) -> "SharedWeights":
@@ -387,10 +392,10 @@ def open_weights(handle: int, timeout: float = 10.0) -> SharedWeights:
         timeout: Seconds for the owner to answer.
 
     Raises:
-        InvalidInputError: The handle is not an int above 0 and below 2**63, or the timeout is no time.
-        WeightAccessError: The owner refused, or did not answer in time; there is none, or it is another
-            user's; or the entry cannot be used in this process. The text says which.
-        ProtocolError: What answered is not a `WeightOwner`.
+        InvalidInputError: The handle is not an int above 0 and below 2**63, or the timeout is invalid.
+        WeightAccessError: The owner refused, did not answer in time, does not exist, or belongs to another
+            user; or this process cannot use the entry. The text says which.
+        ProtocolError: The process that answered is not a `WeightOwner`.
         OSError: No descriptor is left.
     """
     check_count("handle", handle, 1)
@@ -413,7 +418,7 @@ def _ask(handle: int, timeout: float) -> tuple[bytes, list[int]]:
         connection.setblocking(False)
         try:
             _connect(connection, handle, deadline)
-            # Abstract names belong to nobody: that of a dead owner can be taken by any user.
+            # Abstract names have no owner: any user can take that of a process that has ended.
             pid, uid = _peer_credentials(connection)
             owner += f" (pid {pid})" if pid else ""
             if uid != os.geteuid():

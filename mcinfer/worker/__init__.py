@@ -1,1 +1,1 @@
-"""The child process: its entry, the loop that serves its master, and runs of several requests at once."""
+"""The child process: its entry, the loop that serves its master, and joined runs of several requests."""

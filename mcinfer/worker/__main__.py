@@ -1,16 +1,16 @@
 """The child: `python -m mcinfer.worker FD`, one for each device.
 
-Order matters here. The first message on the lifeline (descriptor FD) says who the master is. Before
-anything heavy is imported (so nothing that needs NumPy is imported at the top of this file), a small
-thread watches for the master's end, however it comes, and ends this process with it, since the main
-thread may be deep in an import or a native run by then:
+Order matters here. The first message on the lifeline (descriptor FD) identifies the master. Before any
+heavy import (so this file imports nothing at its top that needs NumPy), a small thread starts to watch for
+the master's end, and then ends this process. The main thread cannot do this, since it may be deep in an
+import or a native run:
 
 * the master's pidfd becomes readable when its process ends, also by SIGKILL;
-* the lifeline hangs up when no process holds its other end (a child that the user forked may, so
-  this alone is not enough).
+* the lifeline hangs up when no process holds its other end (a child that the user forked may, so this alone
+  is not enough).
 
-Only then the import path is made the master's, and `mcinfer.worker.server` does the work. The watcher never
-reads the lifeline: that would eat descriptors.
+Only then this process takes over the master's import path, and `mcinfer.worker.server` does the work. The
+watcher never reads the lifeline: a read would consume descriptors.
 """
 
 import json

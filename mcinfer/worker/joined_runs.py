@@ -1,8 +1,8 @@
 """Several requests as one run of the engine: gather their rows, run, scatter the answers.
 
-Ownership: the joined tensors lie in one scratch block of the worker's own, as large as the largest joined run
-needs, with runs bound onto it (cached by shapes). The members' tensors belong to the master and are only
-read and written during a call.
+Ownership: the joined tensors lie in one scratch block of the worker's own, as large as the largest joined
+run needs, with runs bound onto it (cached by shapes). The members' tensors belong to the master; this code
+reads and writes them only during a call.
 """
 
 import ctypes
@@ -81,8 +81,8 @@ class JoinedRuns:
         Args:
             members: The requests' tensors.
             axes: The batch's axis in each input and output.
-            weights: To run with in the place of the model's own.
-            version: What tells these weights from others.
+            weights: Weights to use in place of the model's own.
+            version: Identifies these weights.
 
         Raises:
             ProtocolError: Their tensors do not fit together.

@@ -5,8 +5,9 @@
     main thread     wait ──► PREDICT ──► bind (cached by the body's bytes) ──► engine run ──► REPLY ──► wait
     canceller thread         waits at a socket of its own: CANCEL ──► engine.cancel
 
-Ownership: the blocks belong to the master and are mapped until DETACH. Bound runs hold addresses
-in them, so they go first. The main thread owns all but the cancellations, which a lock guards.
+Ownership: the blocks belong to the master and are mapped until DETACH. Bound runs hold addresses in the
+blocks, so they are dropped before the blocks. The main thread owns everything except the cancellations,
+which a lock guards.
 """
 
 import ctypes
@@ -77,7 +78,7 @@ from mcinfer.validators import TensorFields, TensorRef
 from mcinfer.worker.joined_runs import JoinedRuns
 
 STRANGER = 77
-"""Exit status of a worker that was sent BUILD by who is not its master: EX_NOPERM of sysexits.h."""
+"""Exit status of a worker that got BUILD from a stranger: EX_NOPERM of sysexits.h."""
 
 _MAX_LAYOUTS = 1024
 _MAX_LAYOUT_BYTES = 4 << 20
@@ -271,7 +272,7 @@ class Server:
                 self._tell_progress,
             )
             self._joined = JoinedRuns(self._engine)
-        except Exception as exc:  # whatever the runtime raises, the master is to hear of it
+        except Exception as exc:  # whatever the runtime raises, the master gets it
             kind = "missing" if isinstance(exc, MissingDependencyError) else "build"
             return Error(kind=kind, text=_describe(exc), traceback=_story(exc))
         return BuildFinish(
@@ -362,7 +363,7 @@ class Server:
         return (), seconds
 
     def _bound(self, version: int, size: int, body: bytes) -> tuple[Run, tuple[TensorRef, ...]]:
-        """The run bound to this layout, and where its outputs go: of the cache, where it came before."""
+        """The run bound to this layout, and the places of its outputs; from the cache if it is there."""
         key = (version, size, body)
         found = self._runs.get(key)
         if found is not None:

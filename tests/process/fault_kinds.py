@@ -145,10 +145,10 @@ def _set_clock_back(pool: Pool) -> None:
 
 
 FAULTS = {
-    "worker: SIGKILL": Fault(words="killed from outside", inflict=_kill),
-    "worker: SIGSTOP": Fault(words="stopped, for good", inflict=_stop),
+    "worker: SIGKILL": Fault(words="an outside process kills the worker", inflict=_kill),
+    "worker: SIGSTOP": Fault(words="stopped and never continued", inflict=_stop),
     "worker: SIGSTOP, late SIGCONT": Fault(
-        words="stopped, and continued once its request was given up, or a moment later",
+        words="stopped, and continued after its request timed out, or a moment later",
         inflict=_stop,
         relent=_continue,
         setting={"grace": 5.0},
@@ -156,8 +156,8 @@ FAULTS = {
     "worker: segfault": Fault(words="reads address 0", inflict=_tell("segfault"), inside=True),
     "worker: _exit": Fault(words="`os._exit(3)`", inflict=_tell("exit"), inside=True),
     "worker: out of memory": Fault(
-        words="asks for 1 GiB with 256 MiB of address space left (`RLIMIT_AS`); where it is only "
-        "starting, with none",
+        words="asks for 1 GiB with 256 MiB of address space left (`RLIMIT_AS`); during the start, "
+        "with none left",
         inflict=_take_memory,
     ),
     "worker: past worker_memory_bytes": Fault(
@@ -165,26 +165,26 @@ FAULTS = {
         inflict=_tell(f"allocate:{1 << 30}"),
         setting={"limits": Limits(worker_memory_bytes=512 << 20)},
     ),
-    "worker: never ends": Fault(words="what it does at that moment, a run or a build, never ends"),
-    "worker: exception": Fault(words="the engine, or an import, raises", inflict=_tell("fail")),
+    "worker: never ends": Fault(words="its current run or build never ends"),
+    "worker: exception": Fault(words="the engine or an import raises", inflict=_tell("fail")),
     "worker: no descriptors": Fault(
-        words="may open no file more (`RLIMIT_NOFILE`)", inflict=_take_workers_descriptors
+        words="can open no more files (`RLIMIT_NOFILE`)", inflict=_take_workers_descriptors
     ),
     "worker: answers twice": Fault(
-        words="every answer comes twice", inflict=_tell(""), setting={"hostile": "twice"}
+        words="sends every answer twice", inflict=_tell(""), setting={"hostile": "twice"}
     ),
     "worker: answers late": Fault(
-        words="each answer is kept until the next one",
+        words="holds back each answer until the next one",
         inflict=_tell(""),
         setting={"hostile": "late"},
     ),
     "worker: wrong place": Fault(
-        words="answers with another place in memory",
+        words="answers with a wrong place in memory",
         inflict=_tell(""),
         setting={"hostile": "forged_block:overlap"},
     ),
     "worker: garbage": Fault(
-        words="random bytes in the place of an answer",
+        words="sends random bytes instead of an answer",
         inflict=_tell(""),
         setting={"hostile": "garbage"},
     ),
@@ -195,10 +195,11 @@ FAULTS = {
     ),
     "master: SIGINT": Fault(words="Ctrl-C", signals=(signal.SIGINT,)),
     "master: SIGINT twice": Fault(
-        words="Ctrl-C, and again while the pool closes", signals=(signal.SIGINT, signal.SIGINT)
+        words="Ctrl-C, and another one while the pool closes",
+        signals=(signal.SIGINT, signal.SIGINT),
     ),
     "master: no descriptors": Fault(
-        words="no file can be opened any more, for a moment; at a start, for good",
+        words="can open no more files for a moment; at a start, permanently",
         inflict=_take_descriptors,
         relent=_give_back,
     ),

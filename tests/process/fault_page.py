@@ -21,44 +21,45 @@ _SECONDS = re.compile(r"\d+\.\d\d s( / \d+\.\d\d s)?")
 
 _TOP = """# Faults
 
-What callers get when something goes wrong, by what it is and when it happens. Every cell is a test with real
-processes (`tests/process/test_fault_matrix.py`), and this page is written by running them:
+What callers get when something goes wrong, by fault and by moment. Every cell is a test with real processes
+(`tests/process/test_fault_matrix.py`). This command runs the tests and writes this page:
 
     make faults
 
-There are two workers of the engine "fake", requests in flight and queued at that moment, and more made
-directly after. A cell says what the call gets that the fault hits (a request; while the pool starts, the
-start; for a master, its program), what becomes of the worker, and the seconds from the fault until every
-caller had its answer and, after the stroke, until both workers served again; for a program, until no process
-of it was left. All cells are run with ZeroMQ; what comes after a · is of the same cell with
-`transport="socketpair"`, where messages or processes have a part in it. A dash stands where the fault cannot
-come, or ends as in the cell beside it. The seconds are of
+Each test has two workers of the engine "fake", with requests in flight and queued at that moment, and more
+requests directly after. A cell shows the result of the call that the fault hits, what happens to the worker,
+and one or two times. The call is a request; while the pool starts, the call is the start; for a fault of the
+master, it is the master's program. The first time is from the fault until every caller had an answer. The
+time after the slash is from the fault until both workers served again. For a program, the time is until all
+its processes had ended. All cells run with ZeroMQ. Times after a · are for the same cell with
+`transport="socketpair"`, where messages or processes matter. A dash means that the fault cannot occur, or
+ends like the cell beside it. The times are from
 one run on {machine}.
 
-Every other caller gets a right answer, but where the pool is closed or its start failed (*none left*). In
-every cell nothing is left afterwards: no process, thread, descriptor, memory file or runtime folder.
-`Master.health` is asked at each moment, and afterwards, and has to tell the truth.
+All other callers get right answers, unless the pool is closed or its start failed (*none left*). No cell
+leaves a process, thread, descriptor, memory file or runtime folder behind. Each test calls `Master.health`
+at that moment and afterwards, and checks the result.
 
 """
 
 _EXPECTATIONS = f"""
 ## What is expected
 
-- A worker that dies costs no request: what it was at is run by another, and it is started again. In the
-  first start a death is tried once more.
-- A worker that stands still, in a run or stopped, costs the request that it has, when that runs out of time.
-  It is killed after `Timeouts.cancel_grace`, unless it goes on before. In a start it fails the start after
-  `Timeouts.start`.
-- A run that raises, or finds no memory, fails its request alone, and the worker stays. In a build it is a
-  `BuildError`; when a worker is started again it is one more death.
-- A worker that sends what it may not is killed; what it was at is run by another.
-- `Master.close` answers what is in flight with `ClosedError`, waits for `Timeouts.close` ({CLOSE:g} s here),
-  and kills who is left.
-- The workers of a program that is gone end by themselves. `KeyboardInterrupt` and `SystemExit` pass through
-  a with statement, which closes the pool.
-- Where this process has no descriptors or no shared memory, the call says so; nothing that was accepted
-  before is lost.
-- Nothing asks for the time of day.
+- A worker that dies costs no request: another worker runs its requests, and the worker is started again. In
+  the first start, a worker that dies is started once more.
+- A worker that hangs in a run or is stopped costs its current request, when that request times out. The
+  worker is killed after `Timeouts.cancel_grace`, unless it continues before. In a start, it fails the start
+  after `Timeouts.start`.
+- A run that raises or finds no memory fails its request alone, and the worker continues. In a build, such a
+  failure is a `BuildError`; in the restart of a worker, it counts as one more death.
+- A worker that sends a message that is not allowed is killed; another worker runs its requests.
+- `Master.close` answers requests in flight with `ClosedError`, waits for `Timeouts.close` ({CLOSE:g} s here),
+  and kills the remaining workers.
+- The workers of a program that has ended end by themselves. `KeyboardInterrupt` and `SystemExit` pass
+  through a with statement, which closes the pool.
+- If this process has no descriptors or no shared memory, the call raises an error that says so; accepted
+  requests are not lost.
+- No code depends on the time of day.
 """
 
 

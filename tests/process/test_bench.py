@@ -12,9 +12,8 @@ import numpy as np
 import psutil
 import pytest
 
-from mcinfer.bench.baselines import Pipe
 from mcinfer.bench.inputs import InputOptions, fixed_batch, look_at
-from mcinfer.bench.known_ways import BASELINES, MODES, WayFailedError
+from mcinfer.bench.known_ways import BASELINES, WayFailedError
 from mcinfer.bench.load import write_request
 from mcinfer.bench.pools import Batched, Sharded
 from mcinfer.bench.report import OTHERS, Load, Report, dump, load
@@ -34,8 +33,8 @@ pytestmark = pytest.mark.timeout(60)
 ONE = Load(batch=2, clients=1)
 RANDOM = InputOptions(files={}, archive=None, dims={})
 
-EVERY_PROCESS = 3 + 2 + 2
-"""Of the program below: its three ways', two workers, and two of the sample."""
+EVERY_PROCESS = 2 + 2 + 2
+"""The program below has two ways, two workers, and two children of `pipe`."""
 
 UNNAMED = """
 <ir_version: 8, opset_import: ["": 17]>
@@ -44,10 +43,6 @@ unnamed (float[?, 4] x, int64[?] ids) => (float[?, 4] y) <int64[1] one = {1}> {
     column = Unsqueeze(numbers, one)
     y = Add(x, column)
 }
-"""
-MIXING = """
-<ir_version: 8, opset_import: ["": 17]>
-mixing (float[batch, 4] x) => (float[batch, 4] y) { y = Softmax <axis: int = 0> (x) }
 """
 TURNED = """
 <ir_version: 8, opset_import: ["": 17]>
@@ -154,10 +149,13 @@ def measure(model: Path, *ways: str, **more: object) -> Report:
 def test_every_way_is_measured_under_every_load_and_pools_of_every_size(
     onnx_model: OnnxModel, tmp_path: Path
 ) -> None:
+    ways = (
+        *(name for name in BASELINES if name != "pipe-each"),
+        "concurrent",
+    )  # the others: of a fixed batch, below
     report = measure(
         onnx_model(AFFINE),
-        *BASELINES,
-        *MODES,
+        *ways,
         batches=(2,),
         clients=(1,),
         rates=(200.0,),
@@ -166,7 +164,7 @@ def test_every_way_is_measured_under_every_load_and_pools_of_every_size(
         transport="socketpair",
     )
     assert [w.error for w in report.ways] == [""] * len(report.ways)
-    assert [w.name for w in report.ways] == [*BASELINES, *MODES, "pool-1", "pool-2"]
+    assert [w.name for w in report.ways] == [*ways, "pool-1", "pool-2"]
     assert report.finished
     loads = report.loads("baseline", "mcinfer")
     assert [str(one) for one in loads] == [f"batch 2, {how}" for how in ("1 client", "200/s")]
@@ -182,13 +180,13 @@ def test_every_way_is_measured_under_every_load_and_pools_of_every_size(
             assert all(turn.requests > 0 and turn.latencies for turn in measured.turns)
     # The sample has a process for itself, one for each worker, and multiprocessing's own.
     counts = {way.name: way.memory[-1].processes for way in report.ways}
-    assert (counts["session"], counts["sharded"], counts["pool-1"]) == (1, 3, 2)
+    assert (counts["session"], counts["concurrent"], counts["pool-1"]) == (1, 3, 2)
     assert counts["pipe"] >= 3
     assert isinstance(report.machine[OTHERS], float)
     assert report.settings.transport == "socketpair"
     overheads = {m.way: m.turns[0].overhead for m in report.measurements if m.load == ONE}
     assert overheads["session"] is None
-    assert all((overheads[way] or 0) > 0 for way in (*MODES, "pipe"))
+    assert all((overheads[way] or 0) > 0 for way in ("concurrent", "pipe"))
     (tmp_path / "report.json").write_bytes(dump(report))
     assert load(tmp_path / "report.json") == report
 
@@ -257,7 +255,7 @@ def test_models_of_a_fixed_batch_are_measured_in_pieces_where_it_is_said(
     onnx_model: OnnxModel,
 ) -> None:
     fixed = onnx_model(AFFINE.replace("[batch, 4]", "[2, 4]"))
-    ways = ("pipe", "pipe-each", "sharded", "batched")
+    ways = ("pipe-each", "sharded", "batched")
     axes = {"batch_axes": {"x": 0}, "output_axes": {"y": 0}}
     report = measure(fixed, *ways, batches=(2, 6), count=2, repeats=1, **axes)
     assert {way.name: way.error for way in report.ways} == dict.fromkeys(ways, "")
@@ -306,35 +304,17 @@ def test_requests_of_equal_rows_are_split_and_joined(onnx_model: OnnxModel) -> N
         assert way.run_seconds()[0] < 8
 
 
-def test_model_whose_rows_depend_on_each_other_is_said_not_to_be_split(
-    onnx_model: OnnxModel,
-) -> None:
-    ways = ("pipe", "sharded", "batched")
-    report = measure(onnx_model(MIXING), *ways, batches=(4,), count=2, repeats=1)
-    assert {way.name: way.error for way in report.ways} == dict.fromkeys(ways, "")
-    why = "the rows of a batch depend on each other: output 'y' differs by"
-    texts = {way.name: way.text for way in report.ways}
-    assert f"mcinfer.predict: not split: {why}" in texts["sharded"]
-    assert f"with dynamic batching, not joined: {why}" in texts["batched"]
-    assert f"pickled arrays, not cut: {why}" in texts["pipe"]
-    with pytest.raises(
-        InvalidInputError, match=r"is not known: the rows .*--batch-axis INPUT=AXIS"
-    ):
-        measure(onnx_model(MIXING.replace("batch", "?")), "session", batches=(2,))
-
-
 def test_axes_that_the_command_line_says_are_those_of_every_way(
     onnx_model: OnnxModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, written = onnx_model(TURNED), tmp_path / "x.json"
     axes = ["--batch-axis", "x=0", "--output-axis"]
-    ways = ["--against", "pipe", "--modes", "sharded", "--batch", "4", "--json", str(written)]
+    ways = ["--against", "session", "--modes", "sharded", "--batch", "4", "--json", str(written)]
     short = ["--count", "2", "--repeat", "1", "--concurrency", "1", "--devices", "2"]
     assert main(["bench", str(model), *axes, "y=1", *ways, *short]) == 0
     shown = capsys.readouterr()
     assert shown.err == ""
     assert f"sharded: {Sharded.text}\n" in shown.out
-    assert f"pipe: {Pipe.text}\n" in shown.out
     assert load(written).way("sharded").error == ""
     assert main(["bench", str(model), *axes, "z=0", *ways, *short]) == 1
     assert "output_axes: got unknown output 'z', expected one of ['y']" in capsys.readouterr().err
@@ -347,19 +327,18 @@ def test_model_that_cannot_be_loaded_is_the_ways_failure(
 ) -> None:
     bad = tmp_path / "bad.onnx"
     bad.write_bytes(b"no model")
-    for way in ("session", "pipe", "concurrent"):
-        broken = replace(setup, model=str(bad))
-        with (
-            Subject(way, broken, inputs) as subject,
-            pytest.raises(WayFailedError, match=r"bad\.onnx"),
-        ):
-            subject.start(30)
+    broken = replace(setup, model=str(bad))
+    with (
+        Subject("concurrent", broken, inputs) as subject,
+        pytest.raises(WayFailedError, match=r"bad\.onnx"),
+    ):
+        subject.start(30)
 
 
 @pytest.fixture
 def program(onnx_model: OnnxModel) -> Iterator[Program]:
     """A benchmark from the command line that would last for minutes."""
-    ways = ("--against", "session,pipe", "--modes", "concurrent", "--no-scaling")
+    ways = ("--against", "pipe", "--modes", "concurrent", "--no-scaling")
     options = ("--duration", "60", "--repeat", "1", "--concurrency", "1", *ways)
     with Program(RUN, "bench", onnx_model(AFFINE), *options) as running:
         yield running
@@ -368,16 +347,6 @@ def program(onnx_model: OnnxModel) -> Iterator[Program]:
 def drivers(program: Program) -> list[int]:
     processes = psutil.Process(program.pid).children(recursive=True)
     return [process.pid for process in processes]
-
-
-def test_interrupted_benchmark_leaves_nothing(program: Program) -> None:
-    wait_until(lambda: len(drivers(program)) >= EVERY_PROCESS, timeout=40)
-    started = drivers(program)
-    os.kill(program.pid, signal.SIGINT)
-    ended = program.wait(timeout=30)
-    assert ended.status == 130
-    assert ended.err.splitlines()[-1] == "mcinfer: interrupted"
-    wait_until(lambda: not any(map(is_alive, started)), timeout=10)
 
 
 def test_killed_benchmark_takes_all_its_processes_with_it(

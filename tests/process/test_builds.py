@@ -44,14 +44,6 @@ def test_device_that_does_not_exist_is_named_and_the_others_are_not_blamed(
     assert "worker 0" not in text
 
 
-@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there may be such a device here")
-def test_graphics_device_that_is_not_there_is_named(onnx_model: OnnxModel) -> None:
-    text = failure_to_start(Master(onnx_model(AFFINE), ["cpu:0", "cuda:0"]))
-    assert "worker 1 (cuda:0" in text
-    assert "CUDAExecutionProvider" in text
-    assert "worker 0" not in text
-
-
 def test_build_that_raises_everywhere_names_every_worker(fake_model: FakeModel) -> None:
     text = failure_to_start(Master(fake_model(build="fail"), 3, engine="fake", verify="never"))
     for index in range(3):

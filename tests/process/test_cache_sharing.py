@@ -63,27 +63,25 @@ def kill(program: Program) -> None:
     program.wait()
 
 
-@pytest.mark.parametrize("damaged", [False, True])
 def test_processes_that_come_at_once_make_an_entry_once_and_hold_it_together(
-    cache: Cache, tmp_path: Path, damaged: bool
+    cache: Cache, tmp_path: Path
 ) -> None:
-    if damaged:
-        make(cache).close()
-        (cache.folder / KEY / "weights.bin").unlink()
+    make(cache).close()
+    (cache.folder / KEY / "weights.bin").unlink()  # a damaged entry is made again
     text = """
 whole = fill
 
 def fill(folder, lock):
-    wait_until(lambda: len([*place.glob("ready-*")]) == 4)
+    wait_until(lambda: len([*place.glob("ready-*")]) == 3)
     whole(folder, lock)
 
 (place / f"ready-{os.getpid()}").touch()
 """
     with ExitStack() as stack:
         programs = [
-            stack.enter_context(Program(PREAMBLE + text + HOLD, tmp_path)) for _ in range(4)
+            stack.enter_context(Program(PREAMBLE + text + HOLD, tmp_path)) for _ in range(3)
         ]
-        assert [program.line() for program in programs] == ["weights"] * 4
+        assert [program.line() for program in programs] == ["weights"] * 3
         assert (tmp_path / "fills").read_text() == "filled\n"
         assert cache.clear() == (0, 1)
         for program in programs[1:]:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from onnx import helper, numpy_helper
 
+from mcinfer.cli import main
 from mcinfer.model_cache.cache import Cache
 from tests.process.models import AFFINE, OnnxModel
 from tests.process.scripts import Ended, Program
@@ -35,7 +36,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
 
 
 def stack(path: Path, layers: int) -> Path:
-    """A model of so many matrices of 4 MB each."""
+    """Save a model of so many matrices of 4 MB each."""
     rng = np.random.default_rng(0)
     names = ["x", *(f"y{i}" for i in range(layers))]
     weights = [
@@ -55,6 +56,12 @@ def stack(path: Path, layers: int) -> Path:
     opsets = [helper.make_opsetid("", 17)]
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
     return path
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 100 MB, which takes about a second to prepare."""
+    return stack(tmp_path_factory.mktemp("large") / "model.onnx", 24)
 
 
 def run(*arguments: object) -> Ended:
@@ -90,24 +97,29 @@ def on_terminal(
     return ended, got.decode()
 
 
-def test_prepared_model_is_what_workers_use_then(cache: Cache, tmp_path: Path) -> None:
-    model = stack(tmp_path / "model.onnx", 5)
-    done = run("cache", "prepare", model)
-    assert (done.status, done.err) == (0, "")
+def test_prepared_model_is_what_workers_use_then_and_a_terminal_gets_a_bar_meanwhile(
+    cache: Cache, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = stack(tmp_path / "[red]model.onnx", 5)
+    done, terminal = on_terminal("cache", "prepare", model, env={"TERM": "xterm"})
+    assert done.status == 0
+    assert "preparing [red]model.onnx" in terminal
+    assert re.search(r"\d+\.\d MB written", terminal)
+    assert "%" not in terminal
+    assert terminal.endswith("\x1b[2K")  # the line is wiped
     [info] = cache.entries()
     entry = re.escape(f"{cache.folder / info.key}: {info.bytes / 1e6:.1f} MB")
     assert re.fullmatch(rf"{entry}, prepared in \d+\.\d s\n", done.out)
-    done = run("cache", "prepare", model)
-    assert (done.status, done.err) == (0, "")
-    assert re.fullmatch(rf"{entry}, was there already, prepared in \d+\.\d s\n", done.out)
-    done = run("inspect", model)
-    assert (done.status, done.err) == (0, "")
-    assert [again.key for again in cache.entries()] == [info.key]
+    assert main(["cache", "prepare", str(model)]) == 0
+    again = capsys.readouterr()
+    assert again.err == ""
+    assert re.fullmatch(rf"{entry}, was there already, prepared in \d+\.\d s\n", again.out)
+    assert main(["inspect", str(model)]) == 0
+    assert [each.key for each in cache.entries()] == [info.key]
 
 
-def test_interrupted_preparation_leaves_no_child_and_no_entry(cache: Cache, tmp_path: Path) -> None:
-    model = stack(tmp_path / "model.onnx", 24)
-    with Program(COMMAND, "cache", "prepare", model) as program:
+def test_interrupted_preparation_leaves_no_child_and_no_entry(cache: Cache, large: Path) -> None:
+    with Program(COMMAND, "cache", "prepare", large) as program:
         process = psutil.Process(program.pid)
         wait_until(lambda: len(process.children(recursive=True)) == 2)
         children = [child.pid for child in process.children(recursive=True)]
@@ -121,22 +133,15 @@ def test_interrupted_preparation_leaves_no_child_and_no_entry(cache: Cache, tmp_
 
 
 @pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize(
-    ("number", "status", "text"),
-    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
-)
-def test_command_that_is_ended_leaves_nothing(
-    tmp_path: Path, runtime_dir: Path, number: signal.Signals, status: int, text: str
-) -> None:
-    model = stack(tmp_path / "model.onnx", 24)
+def test_command_that_is_terminated_leaves_nothing(large: Path, runtime_dir: Path) -> None:
     before = {*runtime_dir.rglob("*")}
-    with Program(COMMAND, "inspect", model) as program:
+    with Program(COMMAND, "inspect", large) as program:
         process = psutil.Process(program.pid)
         wait_until(lambda: len(process.children(recursive=True)) >= 2)  # the second one prepares it
         children = [child.pid for child in process.children(recursive=True)]
-        program.send_signal(number)
+        program.send_signal(signal.SIGTERM)
         done = program.wait(5.0)
-        assert (done.status, done.out, done.err) == (status, "", f"mcinfer: {text}\n")
+        assert (done.status, done.out, done.err) == (143, "", "mcinfer: terminated\n")
     wait_until(lambda: all_gone(children))
     assert {*runtime_dir.rglob("*")} == before
 
@@ -150,17 +155,6 @@ def test_file_that_is_no_model_is_told_in_one_line(cache: Cache, tmp_path: Path)
     assert str(model) in done.err
     assert done.err.count("\n") == 1
     assert cache.entries() == []
-
-
-def test_terminal_gets_a_bar_that_is_gone_at_the_end(cache: Cache, tmp_path: Path) -> None:
-    model = stack(tmp_path / "[red]model.onnx", 5)
-    done, terminal = on_terminal("cache", "prepare", model, env={"TERM": "xterm"})
-    assert done.status == 0
-    assert done.out.startswith(str(cache.folder))
-    assert "preparing [red]model.onnx" in terminal
-    assert re.search(r"\d+\.\d MB written", terminal)
-    assert "%" not in terminal
-    assert terminal.endswith("\x1b[2K")  # the line is wiped
 
 
 WORK = """

@@ -59,7 +59,7 @@ def rows(tmp_path: Path) -> Path:
 
 def arguments(model: Path, source: Path, target: Path, batch: int = STEP) -> list[str]:
     where = ["--input", str(source), "--output", str(target), "--force"]
-    return ["run", str(model), *where, "--devices", "2", "--batch", str(batch)]
+    return ["run", str(model), *where, "--devices", "1", "--batch", str(batch)]
 
 
 def run(*words: object) -> Ended:
@@ -92,7 +92,14 @@ def test_work_that_was_killed_and_interrupted_goes_on_and_gives_the_same(
     slow: Path, rows: Path, tmp_path: Path
 ) -> None:
     whole, target = tmp_path / "whole.npz", tmp_path / "out.npz"
-    assert run(*arguments(slow, rows, whole)).status == 0
+    ended, terminal = on_terminal(
+        *arguments(slow, rows, whole), env={"TERM": "xterm", "COLUMNS": "120"}
+    )
+    assert (ended.status, ended.out) == (0, f"y: float32[{ROWS}, {WIDTH}]\n")
+    plain = re.sub(r"\x1b\[[\d;]*m", "", terminal)
+    assert re.search(rf"\d+ of {ROWS} rows \d:\d\d:\d\d left \(\d+\.\d rows/s\)", plain), plain
+    assert re.search(r"writing .* left", plain), plain
+    assert terminal.endswith("\x1b[2K")  # the line is wiped
 
     words = arguments(slow, rows, target)
     with in_the_middle(words, target) as program:
@@ -200,18 +207,6 @@ def test_links_in_a_folder_that_another_user_has_prepared_are_not_followed(tmp_p
     assert ended.err.startswith(f"mcinfer: --output: {folder} is of user ")
 
 
-def test_terminal_sees_rows_done_speed_and_time_left(
-    slow: Path, rows: Path, tmp_path: Path
-) -> None:
-    words = arguments(slow, rows, tmp_path / "out.npz")
-    ended, terminal = on_terminal(*words, env={"TERM": "xterm", "COLUMNS": "120"})
-    assert (ended.status, ended.out) == (0, f"y: float32[{ROWS}, {WIDTH}]\n")
-    plain = re.sub(r"\x1b\[[\d;]*m", "", terminal)
-    assert re.search(rf"\d+ of {ROWS} rows \d:\d\d:\d\d left \(\d+\.\d rows/s\)", plain), plain
-    assert re.search(r"writing .* left", plain), plain
-    assert terminal.endswith("\x1b[2K")  # the line is wiped
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     """A file system of so many MB."""
@@ -275,4 +270,4 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     small = peak(np.save, 400_000)
     # Stored arrays are read like the one of an .npy file, from another place.
     for save_array in (np.save, lambda file, x: np.savez_compressed(file, x=x)):
-        assert peak(save_array, 4_000_000) < small + 16  # of 48 MB, and as much to write
+        assert peak(save_array, 3_000_000) < small + 16  # of 36 MB, and as much to write

@@ -46,23 +46,6 @@ def test_example_prints_the_samples_lines() -> None:
     assert float(difference[1]) <= 1e-4
 
 
-def test_example_takes_a_model_of_ones_own(tmp_path: Path) -> None:
-    model = tmp_path / "unet.onnx"
-    build = [
-        str(EXAMPLE / "build_unet.py"),
-        "--size",
-        "tiny",
-        "--output",
-        str(model),
-        "--batch",
-        "1",
-    ]
-    subprocess.run([sys.executable, *build], check=True, timeout=50, capture_output=True)
-    done = run("--model", str(model), "--size", "tiny", "--steps", "1", "--devices", "3")
-    assert done.returncode == 0, done.stderr
-    assert "Success to build model 2" in done.stdout
-
-
 def test_example_runs_a_model_whole_whose_rows_depend_on_each_other(tmp_path: Path) -> None:
     # The rows of this "UNet" are not independent: each is held against the mean of its batch.
     def value(

@@ -72,7 +72,8 @@ def test_fixture_is_used_by_passing_tests(tmp_path: Path) -> None:
     path = tmp_path / "test_encoder.py"
     path.write_text(program(HOWTO / "pytest.md"), encoding="utf-8")
     text = "import sys, pytest; sys.exit(pytest.main(['-q', sys.argv[1]]))"
-    with Program(text, path, cwd=tmp_path) as tests:
+    plain = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    with Program(text, path, cwd=tmp_path, env=plain) as tests:
         ended = tests.wait(50.0)
     assert ended.status == 0, ended.out
     assert "2 passed" in ended.out

@@ -145,13 +145,6 @@ def test_file_of_names_that_does_not_fit_fails_the_build(
         model(onnx_model(PAIR), sections)
 
 
-def test_weights_of_a_model_that_named_none_cannot_be_replaced(onnx_model: OnnxModel) -> None:
-    serves = model(onnx_model(PAIR), {})
-    with pytest.raises(RuntimeError, match=r"^update weight failed! .*variable_weights_file"):
-        serves.update_weights([[tensor([1, 2])]])
-    assert answers(serves) == [[1, 2], [10, 20]]
-
-
 @pytest.mark.parametrize("buffer", [False, True])
 def test_replaced_weights_stay_where_resize_builds_the_model_anew(
     onnx_model: OnnxModel, tmp_path: Path, buffer: bool
@@ -376,13 +369,6 @@ def test_shared_weights_can_be_replaced_in_each_process_by_itself(
     serves.update_weights([[Tensor(np.zeros((WIDTH, WIDTH), np.float32))]])
     assert not result(serves).any()
     np.testing.assert_array_equal(result(owns), before)
-
-
-def test_model_that_does_not_share_has_no_handle(path: Path) -> None:
-    assert handle_of(Model()) == ""
-    assert handle_of(model(path, {})) == ""
-    owns = owner(path, str(os.getpid()))
-    assert handle_of(slave(path, handle_of(owns))) == ""
 
 
 def test_runner_says_that_it_does_not_share(path: Path) -> None:
