@@ -44,8 +44,9 @@ bench-parts: .venv/installed
 	mkdir -p build
 	$(BIN)/python benchmarks/weights.py --plot build/weights_memory.svg
 
-# What callers get when something goes wrong: runs the fault matrix and writes its page.
+# What callers get when something goes wrong: runs the fault matrix over both transports and writes its page.
 faults: .venv/installed
+	$(BIN)/python -m pytest -n 3 -m thorough tests/process/test_fault_matrix.py
 	$(BIN)/python -m tests.process.fault_page --write docs/faults.md
 
 # Ten minutes of mixed traffic; `make test` has some seconds of it.

@@ -216,6 +216,14 @@ CELLS = tuple(
     if moment in row
 )
 
+OTHER_CELLS = tuple(
+    Cell(fault, moment, *row[moment], "socketpair")
+    for fault, row in _TABLE.items()
+    for moment in MOMENTS
+    if moment in row and moment not in _OVER_SOCKET_PAIRS.get(fault, ())
+)
+"""The rest over socket pairs, which `make faults` runs and `make test` does not."""
+
 # Running a cell.
 
 
