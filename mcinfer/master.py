@@ -301,6 +301,7 @@ class Master:
             self._remove_given = weakref.finalize(self, _remove, folder, os.getpid())
             with open(self._path, "xb") as file:
                 file.write(model)
+            self._given = b""
         except OSError as exc:
             self._finalizer.detach()
             failure = BuildError(f"the model cannot be kept in {folder}: {exc}")
