@@ -5,6 +5,7 @@ The core's tests show what workers do; these show that it is reached by MindSpor
 
 import asyncio
 import gc
+import math
 import os
 import random
 import re
@@ -584,6 +585,7 @@ def test_requests_of_all_kinds_survive_workers_killed_at_random(onnx_model: Onnx
     """Many threads, batching on, each worker killed twice: every answer is right, none is lost."""
     over = threading.Event()
     kills = [0, 0]
+    answers = [0.0] * THREADS
 
     with built(onnx_model(PLANE), 2, max_batch_size=16, max_delay=0.001) as runner:
 
@@ -602,14 +604,16 @@ def test_requests_of_all_kinds_survive_workers_killed_at_random(onnx_model: Onnx
                     runner.submit([data], timeout=120.0).result(120.0),
                 ):
                     assert_answer(answer, data)
+                    answers[thread] += 1
+            answers[thread] = math.inf
             return 4 * CALLS
 
         def kill() -> None:
             chance = random.Random(7)  # noqa: S311 no secret
-            answered = 0
+            before = [-1.0] * THREADS
             while not over.wait(0.02) and kills != [2, 2]:
                 # What was in flight at the last kill is answered: no request loses two workers.
-                if runner.statistics().succeeded < answered:
+                if any(now == then < math.inf for now, then in zip(answers, before, strict=True)):
                     continue
                 alive = [
                     worker
@@ -621,7 +625,7 @@ def test_requests_of_all_kinds_survive_workers_killed_at_random(onnx_model: Onnx
                     assert worker.pid is not None
                     os.kill(worker.pid, signal.SIGKILL)
                     kills[worker.index] += 1
-                    answered = runner.statistics().succeeded + 2 * THREADS
+                    before = [*answers]
 
         with ThreadPoolExecutor(THREADS + 1) as pool:
             killer = pool.submit(kill)
