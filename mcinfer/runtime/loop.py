@@ -950,6 +950,7 @@ class Loop:
         """Close sockets, descriptors and the folder at the end, even if one of these fails."""
         self.finished = True
         self.serving = 0
+        self._asleep = False  # so that no caller rings: a finalizer may call after the bell's own
         with ExitStack() as last:  # what was entered last comes first
             last.callback(self._delivery.close)
             last.callback(self._refuse_all)
@@ -1103,8 +1104,8 @@ class Loop:
                 return taken > 0
             peer, data = received
             process = peers.get(peer)
-            whole = process is None or process.outlawed or len(data) != REPLY_HEAD.size
-            if process is not None and not whole and data[0] == REPLY:
+            is_head = len(data) == REPLY_HEAD.size and data[0] == REPLY
+            if is_head and process is not None and not process.outlawed:
                 self._take_reply(process.index, *REPLY_HEAD.unpack(data)[1:])
                 continue
             index, message = self._connections.read(peer, data)
