@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from mcinfer.mslite._checks import check_sections
 from mcinfer.mslite.context import Context
 
 Number = pytest.mark.parametrize(
@@ -26,21 +25,6 @@ NOT_INTS: list[Any] = ["1", 1.0, None, True]
 
 def exactly(text: str) -> str:
     return f"^{re.escape(text)}$"
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        ([], "it must be dict, but got <class 'list'>."),
-        ({1: {}}, "it_key must be str, but got <class 'int'>."),
-        ({"a": "b"}, "it_value must be dict, but got <class 'str'>."),
-        ({"a": {1: "c"}}, "it_value_key must be str, but got <class 'int'>."),
-        ({"a": {"b": 1}}, "it_value_value must be str, but got <class 'int'>."),
-    ],
-)
-def test_wrong_section_is_named_by_its_level(value: object, text: str) -> None:
-    with pytest.raises(TypeError, match=exactly(text)):
-        check_sections("it", value)
 
 
 # Lists.

@@ -1,7 +1,6 @@
 """Tests of mcinfer/mslite/model.py: models in this process, on ONNX Runtime."""
 
 import gc
-import inspect
 import os
 import re
 import sys
@@ -119,14 +118,6 @@ def floats(*shape: int) -> NDArray[np.float32]:
 
 
 # Names.
-
-
-def test_parameters_come_in_upstreams_order() -> None:
-    names = [*inspect.signature(Model.build_from_file).parameters]
-    assert names[1:] == [
-        *("model_path", "model_type", "context", "config_path", "config_dict"),
-        *("dec_key", "dec_mode", "dec_num_parallel"),
-    ]
 
 
 # What is wrong with arguments: upstream's texts, and the order of its checks.
@@ -317,18 +308,6 @@ def test_buffer_is_kept_only_where_resize_may_need_it(
     assert (model._built.source.model, model._built.source.weights) == (b"", None)
 
 
-def test_group_keeps_no_content_of_a_buffer(onnx_model: OnnxModel) -> None:
-    text = f"{HEAD} open (float[n, m] x) => (float[n, m] y) {{ y = Neg(x) }}"
-    content = onnx_model(text).read_bytes()
-    models = [Model(), Model()]
-    ModelGroup(ModelGroupFlag.SHARE_WEIGHT).add_model(models)
-    before = sys.getrefcount(content)
-    for model in models:
-        model.build_from_buffer(content)
-    assert len(sessions(models)) == 1
-    assert sys.getrefcount(content) == before
-
-
 def test_buffer_finds_its_weights_in_another_one_or_in_the_folder_that_is_named(
     weighed: Path,
 ) -> None:
@@ -491,11 +470,6 @@ def endless_run(model: Model) -> Iterator[threading.Thread]:
         thread.join(30.0)
     assert not thread.is_alive()
     assert "cancelled" in str(*errors)
-
-
-def test_operators_run_without_pythons_lock(onnx_model: OnnxModel) -> None:
-    with endless_run(built(onnx_model(LOOP))):
-        pass
 
 
 def cpu_ticks(thread: int | None) -> int:
@@ -725,34 +699,6 @@ def test_changing_a_model_says_what_to_install(
     assert arrays(model.predict([floats(2, 3)])) == [(-floats(2, 3)).tolist()]
 
 
-def test_resize_beside_runs_spoils_none(onnx_model: OnnxModel) -> None:
-    model = built(onnx_model(FIXED))
-    over = threading.Event()
-
-    def ask() -> int:
-        answers = 0
-        while not over.is_set():
-            for rows in (2, 4):
-                data = floats(rows, 3)
-                try:
-                    [output] = model.predict([data])
-                except mcinfer.InvalidInputError:
-                    continue  # it has the other size just now
-                np.testing.assert_array_equal(output.get_data_to_numpy(), -data)
-                answers += 1
-        return answers
-
-    with ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(ask) for _ in range(4)]
-        try:
-            for _ in range(10):
-                for rows in (4, 2):
-                    model.resize(model.get_inputs(), [[rows, 3]])
-        finally:
-            over.set()
-        assert all(item.result() for item in asked)
-
-
 # What the context says of the CPU.
 
 
@@ -969,14 +915,6 @@ def test_models_of_one_file_share_their_weights(onnx_model: OnnxModel) -> None:
         assert arrays(model.predict([floats(1, 4) + i])) == [
             (2 * floats(1, 4) + 2 * i + 1).tolist()
         ]
-
-
-def test_models_without_a_group_share_nothing(onnx_model: OnnxModel) -> None:
-    path = onnx_model(AFFINE)
-    assert len(sessions([built(path), built(path)])) == 2
-    group = ModelGroup()
-    group.add_model([str(path)])
-    assert len(sessions([built(path), built(path)])) == 2
 
 
 def test_file_that_was_written_anew_is_loaded_anew(onnx_model: OnnxModel) -> None:

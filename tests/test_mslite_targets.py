@@ -2,7 +2,6 @@
 
 import os
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from mcinfer.mslite._targets import (
     core_capacities,
     count_workers,
     model_type_of,
-    model_type_of_bytes,
     open_first,
     order_cores,
     pinned_cores,
@@ -83,7 +81,7 @@ def test_type_is_that_of_the_ending_else_what_is_said(
     ],
 )
 def test_type_of_a_buffer_is_seen_in_its_first_field(content: bytes, found: ModelType) -> None:
-    assert model_type_of_bytes(content) is found
+    assert model_type_of(content) is found
 
 
 # What is tried.
@@ -255,27 +253,6 @@ def test_engine_that_is_not_installed_is_replaced_by_the_next_in_silence() -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert open_first([[other, CPU]], build, stacklevel=1) is CPU
-
-
-def test_last_failure_is_raised_where_nothing_serves() -> None:
-    def build(attempt: Attempt) -> Attempt:
-        raise BuildError(f"no {attempt.kind}")
-
-    with (
-        pytest.warns(UserWarning, match="cannot be used here"),
-        pytest.raises(BuildError, match=r"^no cpu$"),
-    ):
-        open_first([[replace(GPU, remarks=())], [CPU]], build, stacklevel=1)
-
-
-def test_first_engine_that_is_missing_is_what_to_install() -> None:
-    other = Attempt(target="cpu", engine="mindspore", kind="cpu")
-
-    def build(attempt: Attempt) -> Attempt:
-        raise MissingDependencyError(attempt.engine)
-
-    with pytest.raises(MissingDependencyError, match=r"^mindspore$"):
-        open_first([[other, CPU]], build, stacklevel=1)
 
 
 # How many workers, and on which cores.

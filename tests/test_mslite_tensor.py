@@ -367,15 +367,6 @@ def test_unknown_sizes_are_taken_from_the_array(known: list[int], given: tuple[i
     assert np.array_equal(tensor.get_data_to_numpy(), numbers(*given))
 
 
-@pytest.mark.parametrize("given", [(3,), (4, 2), (1, 4, 3)])
-def test_array_that_does_not_fit_the_known_sizes_is_refused(given: tuple[int, ...]) -> None:
-    tensor = of_model([-1, 3])
-    with pytest.raises(RuntimeError, match=r"data size not equal! .* Tensor shape: \[-1, 3\]"):
-        tensor.set_data_from_numpy(numbers(*given))
-    assert tensor.shape == [-1, 3]
-    assert not tensor.has_data
-
-
 def test_numpy_reads_a_tensor_as_an_array() -> None:
     tensor = Tensor(numbers(2, 3))
     assert np.shares_memory(np.asarray(tensor), tensor.array)
@@ -411,28 +402,6 @@ def test_memory_follows_the_shape() -> None:
     tensor.set_data_from_numpy(numbers(4, 3))
     assert [memory.shape for memory in pool.given] == [(2, 3), (4, 3)]
     assert tensor.array is pool.given[1]
-
-
-def test_another_dtype_than_the_models_is_in_ordinary_memory() -> None:
-    pool = Pool()
-    tensor = of_model([2], pool)
-    tensor.dtype = DataType.INT32
-    tensor.set_data_from_numpy(numbers(2, dtype="int32"))
-    assert not pool.given
-    tensor.dtype = DataType.FLOAT32
-    assert not tensor.get_data_to_numpy().any()
-    assert len(pool.given) == 1
-
-
-def test_refused_memory_changes_nothing() -> None:
-    def refuse(shape: tuple[int, ...]) -> NDArray[Any]:
-        raise MemoryError(shape)
-
-    tensor = Tensor._of_model(spec("float32", [-1, 3]), refuse)
-    with pytest.raises(MemoryError):
-        tensor.set_data_from_numpy(numbers(2, 3))
-    assert tensor.shape == [-1, 3]
-    assert not tensor.has_data
 
 
 # Results.

@@ -1,8 +1,6 @@
 """Tests of mcinfer/engines/preparation.py with ONNX Runtime: prepared models compute what they did before."""
 
 import json
-import logging
-import mmap
 import os
 import resource
 import shutil
@@ -463,18 +461,6 @@ def test_cache_that_cannot_be_used_is_told_where_it_was_needed(
     assert_same(engine, open_ort(model))
 
 
-def test_user_without_a_home_gets_the_plain_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("MCINFER_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", "")
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # nobody in /etc/passwd either
-    engine = open_ort(write(tmp_path / "model.onnx", MATMUL), prepare="always")
-    assert held(engine) is None
-    assert "no place for the cache" in engine.notes[0]
-
-
 def test_what_is_no_model_is_refused_in_the_runtimes_words(tmp_path: Path, cache: Cache) -> None:
     path = tmp_path / "model.onnx"
     for text in ("doesn't exist", "model.onnx"):
@@ -484,17 +470,6 @@ def test_what_is_no_model_is_refused_in_the_runtimes_words(tmp_path: Path, cache
             ensure_prepared(path)
         path.write_bytes(b"hello")
     assert cache.entries() == []
-
-
-def test_one_line_tells_of_each_preparation(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "mcinfer.model_cache")
-    model = write(tmp_path / "model.onnx", MATMUL)
-    for _ in range(2):
-        assert entry(open_ort(model, prepare="always"))
-    (line,) = caplog.messages
-    assert line.startswith(f"prepared {model} (0 MB) in ")
 
 
 def test_slow_preparation_is_said_in_one_line_at_the_default_level(
@@ -507,28 +482,6 @@ def test_slow_preparation_is_said_in_one_line_at_the_default_level(
         assert entry(open_ort(model, prepare="always"))
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert line.startswith(f"preparing {model} (0 MB) once")
-
-
-def test_nothing_is_printed_by_the_runtime(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    write(tmp_path / "model.onnx", MATMUL)
-    model = outside(tmp_path / "model.onnx", "weights.data")
-    config = {
-        FOLDER_KEY: str(tmp_path),
-        "session.force_spinning_stop": "0",
-        "session.intra_op.allow_spinning": "0",
-    }
-    for prepare in ("always", "never"):
-        engine = open_ort(
-            model,
-            prepare=prepare,
-            shared_cores=True,
-            session_config=config,
-            variable_weights=("w",),
-        )
-        assert results(engine)
-    assert capfd.readouterr() == ("", "")
 
 
 def test_child_that_ends_before_it_was_told_what_to_do_is_a_failure_of_the_moment(
@@ -572,16 +525,6 @@ def test_replaced_weights_give_what_a_model_with_them_gives(tmp_path: Path, name
 def assert_near(got: Array, expected: Array) -> None:
     """Constant weights are packed for vectors, replaceable ones are not: sums come in another order."""
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_replaceable_weights_may_lie_outside_of_the_model(tmp_path: Path) -> None:
-    write(tmp_path / "model.onnx", MATMUL)
-    model = outside(tmp_path / "model.onnx", "weights.data")
-    engine = open_ort(model, prepare="always", variable_weights=("w",))
-    assert entry(engine)
-    assert_near(results(engine)[0], results(open_ort(model))[0])
-    (got,) = results(engine, w=np.zeros((64, 96), np.float32))
-    assert np.array_equal(got, np.broadcast_to(MATMUL[1]["b"], (2, 96)))
 
 
 def write_with_inputs(path: Path, ir_version: int) -> str:
@@ -661,27 +604,6 @@ def test_prepared_model_has_the_replaceable_weights_that_it_was_prepared_with(
         assert f"expected some of {[*names]}" in str(caught.value)
     engine = open_ort(str(prepared), variable_weights=("b",))
     assert [spec.name for spec in engine.weights] == ["b"]
-
-
-@pytest.mark.usefixtures("prepared_matmul")
-def test_prepared_model_that_was_damaged_is_not_opened(tmp_path: Path) -> None:
-    folder = entry(open_ort(write(tmp_path / "model.onnx", MATMUL), prepare="always"))
-    weights = folder / "weights.bin"
-    weights.chmod(0o600)
-    with weights.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
-        data[0] ^= 1
-    weights.chmod(0o400)
-    with pytest.raises(BuildError, match=f"{folder.name} is no sound prepared model"):
-        open_ort(str(folder / "model.onnx"))
-
-
-@pytest.mark.usefixtures("prepared_matmul")
-def test_prepared_model_whose_folder_was_renamed_is_a_model_like_any_other(tmp_path: Path) -> None:
-    engine = open_ort(write(tmp_path / "model.onnx", MATMUL), prepare="always")
-    moved = tmp_path / "moved" / "unet"
-    moved.parent.mkdir(mode=0o700)
-    shutil.copytree(entry(engine), moved)
-    assert_same(open_ort(str(moved / "model.onnx")), engine)
 
 
 @pytest.mark.usefixtures("prepared_matmul")

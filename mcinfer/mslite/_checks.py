@@ -1,8 +1,7 @@
 """Checks of arguments, and failures, with the error texts of MindSpore Lite's Python API.
 
-There every failure is a RuntimeError. What is none in mcinfer's own tree (a bad input is a ValueError, a
-time-out a TimeoutError) is both here, so that ``except RuntimeError`` and
-``except mcinfer.PredictTimeoutError`` each do.
+There every failure is a RuntimeError. An error of mcinfer's that is another one (a time-out is a
+TimeoutError) is both here: ``except RuntimeError`` and ``except mcinfer.PredictTimeoutError`` catch it.
 """
 
 import os
@@ -24,17 +23,21 @@ Sections = dict[str, dict[str, str]]
 """A configuration: sections of entries."""
 
 
+def _is(value: object, cls: type) -> bool:
+    """Whether a value is of a class. A bool is not an int here; upstream takes it."""
+    return isinstance(value, cls) and not (cls is int and isinstance(value, bool))
+
+
 def check_type(name: str, value: object, cls: type[T]) -> T:
-    """The value, if it is of the class, else a TypeError. A bool is no int here; upstream takes it."""
-    if not isinstance(value, cls) or (cls is int and isinstance(value, bool)):
+    """The value, if it is of the class, else a TypeError."""
+    if not isinstance(value, cls) or not _is(value, cls):
         raise TypeError(f"{name} must be {cls.__name__}, but got {type(value)}.")
     return value
 
 
 def check_elements(name: str, values: Iterable[object], cls: type) -> None:
-    """Raise a TypeError, with its index, for an element that is not of the class."""
     for i, element in enumerate(values):
-        if not isinstance(element, cls) or (cls is int and isinstance(element, bool)):
+        if not _is(element, cls):
             raise TypeError(
                 f"{name} element must be {cls.__name__}, but got {type(element)} at index {i}."
             )
@@ -56,7 +59,7 @@ def check_shape(name: str, value: object) -> tuple[int, ...]:
 
 
 def check_sections(name: str, value: object) -> Sections:
-    """A copy of a configuration; a TypeError names the level of what is no dict or str."""
+    """A copy of a configuration; a TypeError names the level that is not a dict or str."""
     sections: Sections = {}
     for section, entries in check_type(name, value, dict).items():
         check_type(f"{name}_key", section, str)
@@ -67,50 +70,34 @@ def check_sections(name: str, value: object) -> Sections:
     return sections
 
 
-def check_not_negative(name: str, value: object, *, failed: str = "") -> int:
-    """The value, if it is an int (else a TypeError) of 0 or more (else an InvalidInputError)."""
-    number = check_type(name, value, int)
-    if number < 0:
-        raise InvalidInputError(f"{failed}{name} must be a non-negative int.")
-    return number
-
-
 def check_path(what: str, name: str, path: str) -> None:
-    """Raise a RuntimeError if there is nothing at the path."""
     if not os.path.exists(path):
         raise RuntimeError(f"{what} failed, {name} does not exist!")
 
 
-class InvalidRunError(InvalidInputError, RuntimeError):
-    """Inputs do not fit the model."""
+def _also_runtime_error(cls: type[McinferError]) -> type[McinferError]:
+    return type(cls.__name__, (cls, RuntimeError), {"__module__": __name__, "__doc__": cls.__doc__})
 
 
-class RunTimeoutError(PredictTimeoutError, RuntimeError):
-    """The request's deadline passed."""
-
-
-class MissingRuntimeError(MissingDependencyError, RuntimeError):
-    """An engine's package is not installed."""
-
-
-class WeightRefusedError(WeightAccessError, RuntimeError):
-    """Shared weights were refused."""
-
-
-class UnclassifiedError(McinferError, RuntimeError):
-    """A failure that has no class of its own in mcinfer."""
-
-
-_BOTH: dict[type[McinferError], type[McinferError]] = {
-    InvalidInputError: InvalidRunError,
-    PredictTimeoutError: RunTimeoutError,
-    MissingDependencyError: MissingRuntimeError,
-    WeightAccessError: WeightRefusedError,
+_BOTH = {
+    cls: _also_runtime_error(cls)
+    for cls in (
+        McinferError,
+        InvalidInputError,
+        PredictTimeoutError,
+        MissingDependencyError,
+        WeightAccessError,
+    )
 }
 
 
+def wrong_count(expected: int, got: int) -> Exception:
+    """The error of a run with another number of inputs."""
+    return _BOTH[InvalidInputError](f"model input len:{expected} not equal input len:{got}!")
+
+
 def failure(what: str, exc: BaseException) -> Exception:
-    """The RuntimeError for another error, of the same class of `mcinfer.errors` where that has one.
+    """The RuntimeError for another error, also of its class in `mcinfer.errors` if it has one.
 
     Its text is ``{what} failed! Error is {exc}``; `what` is ``predict``, ``build_from_file``, …
     """
@@ -118,12 +105,12 @@ def failure(what: str, exc: BaseException) -> Exception:
     if not isinstance(exc, McinferError):
         return RuntimeError(text)
     kind = _BOTH.get(type(exc), type(exc))
-    return kind(text) if issubclass(kind, RuntimeError) else UnclassifiedError(text)
+    return kind(text) if issubclass(kind, RuntimeError) else _BOTH[McinferError](text)
 
 
 @contextmanager
 def failures(what: str) -> Iterator[None]:
-    """Raise a `failure` for each error of mcinfer, of the system, or of a value."""
+    """Turn each error of mcinfer, of the system, or of a value into a `failure`."""
     try:
         yield
     except (McinferError, OSError, ValueError) as exc:

@@ -354,7 +354,7 @@ def test_weights_of_another_model_are_refused(path: Path, tmp_path: Path) -> Non
 def test_weights_of_a_model_with_other_options_are_refused(path: Path, tmp_path: Path) -> None:
     owns = owner(path, str(os.getpid()))
     more = named(tmp_path, "w")["ascend_context"]
-    with pytest.raises(BuildError, match="with other options"):
+    with pytest.raises(BuildError, match="for other options"):
         slave(path, handle_of(owns), **more)
 
 

@@ -23,7 +23,7 @@ from mcinfer.engines import open_engine
 from mcinfer.engines.base import EngineRequest
 from mcinfer.model_cache.cache import Cache
 from tests.process.scripts import PREAMBLE, Program
-from tests.process.waiting import all_gone, is_alive, pids, wait_for_states, wait_until
+from tests.process.waiting import all_gone, is_alive, pids, wait_until
 
 ALWAYS = EngineOptions(prepare="always")
 NEVER = EngineOptions(prepare="never")
@@ -128,20 +128,6 @@ def test_all_workers_map_one_entry(small_model: Path, cache: Cache) -> None:
         assert cache.clear()[1] == 1  # it is in use
     assert np.array_equal(got, answer_of(small_model, NEVER))
     assert cache.clear()[1] == 0
-
-
-def test_worker_in_the_place_of_a_dead_one_maps_the_same_entry(
-    small_model: Path, cache: Cache
-) -> None:
-    with Master(small_model, 1, options=ALWAYS) as master:
-        made = entry(cache).stat()
-        (dead,) = pids(master)
-        os.kill(dead, signal.SIGKILL)
-        wait_until(lambda: pids(master) not in ([], [dead]))
-        wait_for_states(master, "ready")
-        (pid,) = pids(master)
-        assert maps(pid, entry(cache) / "weights.bin")
-        assert entry(cache).stat().st_ino == made.st_ino
 
 
 START = """
@@ -259,21 +245,6 @@ def test_worker_that_finds_another_model_at_the_path_serves_nobody(
         expected = answer(master)
         onnx.save(other, tmp_path / "other.onnx")
         os.replace(tmp_path / "other.onnx", path)
-        os.kill(master.statistics().workers[1].pid or 0, signal.SIGKILL)
-        wait_until(lambda: "not those of the others" in master.statistics().workers[1].last_error)
-        assert np.array_equal(answer(master), expected)
-
-
-def test_worker_that_finds_other_external_data_serves_nobody(
-    small_model: Path, tmp_path: Path
-) -> None:
-    made, path = onnx.load(small_model), tmp_path / "outside.onnx"
-    onnx.save(made, path, save_as_external_data=True, location="outside.data")
-    data = tmp_path / "outside.data"
-    with Master(path, 2, options=ALWAYS) as master:
-        expected = answer(master)
-        (tmp_path / "other.data").write_bytes(bytes(data.stat().st_size))
-        os.replace(tmp_path / "other.data", data)
         os.kill(master.statistics().workers[1].pid or 0, signal.SIGKILL)
         wait_until(lambda: "not those of the others" in master.statistics().workers[1].last_error)
         assert np.array_equal(answer(master), expected)
