@@ -694,8 +694,6 @@ def test_changing_a_model_says_what_to_install(
     with pytest.raises(RuntimeError, match=f"^resize {text}") as caught:
         model.resize(model.get_inputs(), [[4, 3]])
     assert isinstance(caught.value, mcinfer.MissingDependencyError)
-    with pytest.raises(RuntimeError, match=f"^build_from_buffer {text}"):
-        Model().build_from_buffer(path.read_bytes(), b"weights")
     assert arrays(model.predict([floats(2, 3)])) == [(-floats(2, 3)).tolist()]
 
 

@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -34,6 +34,7 @@ from mcinfer.engines.base import Buffer, Engine, EngineRequest, Produced, String
 from mcinfer.errors import BuildError, MissingDependencyError
 from mcinfer.machine import whole_cpus
 from mcinfer.model_cache.keys import FOLDER_KEY
+from mcinfer.model_cache.onnx_files import scan
 from mcinfer.mslite._checks import Sections
 from mcinfer.mslite._targets import Attempt, ModelType, attempts, open_first, pinned_cores
 from mcinfer.mslite.context import Context
@@ -78,9 +79,7 @@ class Session:
         self.engine = engine
         self.spec = engine.spec
         self.weights: Mapping[str, NDArray[Any]] = {}
-        self.output_shapes: Callable[[tuple[Shape, ...]], tuple[Shape | None, ...]] = lru_cache(
-            _MAX_SHAPES
-        )(partial(_output_shapes, engine.spec))
+        self.output_shapes = lru_cache(_MAX_SHAPES)(partial(_output_shapes, engine.spec))
         self._cores = tuple(cores)
         self._turns = nullcontext() if engine.concurrent else threading.Lock()
         self._updating = threading.Lock()
@@ -229,16 +228,17 @@ def _load(source: Source, dims: Dims | None, attempt: Attempt, *, workspace: boo
         folder = folder or (os.path.dirname(model) if isinstance(model, str) else None)
         model = _with_dims(model, dims)
     with ExitStack() as opened:
-        if isinstance(source.model, bytes) and source.weights is not None:
+        if isinstance(model, bytes):
+            model = opened.enter_context(_in_memory(model))
+        if source.weights is not None:
             if source.model_type is not ModelType.ONNX:
                 raise BuildError("weight_bytes: only ONNX models have their weights in such a file")
-            folder = _put_weights(source.model, source.weights, opened)
+            folder = opened.enter_context(TemporaryDirectory(prefix="mcinfer-weights-"))
+            _put_weights(model, source.weights, Path(folder))
         if workspace and onnx_runtime:
             config["session.use_env_allocators"] = "1"
         if folder is not None and onnx_runtime:
             config[FOLDER_KEY] = folder
-        if isinstance(model, bytes):
-            model = opened.enter_context(_in_memory(model))
         request = EngineRequest(
             model=model,
             prepare=prepare,
@@ -309,43 +309,18 @@ def _in_memory(content: bytes) -> Iterator[str]:
         os.close(fd)
 
 
-def _put_weights(content: bytes, weights: bytes, opened: ExitStack) -> str:
-    """Write an ONNX model's one file of weights to a folder, which `opened` removes."""
-    onnx = _onnx()
-    try:
-        graph = onnx.load_model_from_string(content).graph
-    except Exception as exc:  # protobuf's own kinds
-        raise BuildError(f"onnx: {type(exc).__name__}: {exc}") from exc
-    names = {
-        entry.value
-        for tensor in _initializers(graph)
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
+def _put_weights(model: str, weights: bytes, folder: Path) -> None:
+    """Write the content of an ONNX model's one file of weights to a folder."""
+    names = scan(model).external
     if len(names) != 1:
-        raise BuildError(
-            f"weight_bytes: the model's weights lie in {sorted(names)}, expected one file"
-        )
-    [name] = names
-    folder = Path(opened.enter_context(TemporaryDirectory(prefix="mcinfer-weights-")))
-    path = (folder / name).resolve()
+        raise BuildError(f"weight_bytes: the model's weights lie in {[*names]}, expected one file")
+    path = (folder / names[0]).resolve()
     if not path.is_relative_to(folder.resolve()):
         raise BuildError(
-            f"weight_bytes: the model's weights lie in {name!r}, outside of its folder"
+            f"weight_bytes: the model's weights lie in {names[0]!r}, outside of its folder"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(weights)
-    return str(folder)
-
-
-def _initializers(graph: Any) -> list[Any]:
-    tensors = [*graph.initializer]
-    for node in graph.node:
-        for attribute in node.attribute:
-            tensors += [attribute.t, *attribute.tensors]
-            for inner in [attribute.g, *attribute.graphs]:
-                tensors += _initializers(inner)
-    return tensors
 
 
 def _with_dims(source: str | bytes, dims: Dims) -> bytes:
@@ -354,7 +329,13 @@ def _with_dims(source: str | bytes, dims: Dims) -> bytes:
     Sizes that are open, and sizes that the graph itself fixes, stay as they are. If these do not go with the
     new ones, the engine refuses the model, except for a Reshape to a constant, which is refused here.
     """
-    onnx = _onnx()
+    try:
+        import onnx
+        import onnx.shape_inference
+    except ImportError as exc:
+        raise MissingDependencyError(
+            "changing a model takes the package onnx: pip install 'mcinfer[onnx]'"
+        ) from exc
     try:
         if isinstance(source, bytes):
             model = onnx.load_model_from_string(source)
@@ -396,14 +377,3 @@ def _check_reshapes(graph: Any) -> None:
             raise BuildError(
                 f"the Reshape that makes {node.output[0]!r} cannot make {after} of {before}"
             )
-
-
-def _onnx() -> Any:
-    try:
-        import onnx
-        import onnx.shape_inference
-    except ImportError as exc:
-        raise MissingDependencyError(
-            "changing a model takes the package onnx: pip install 'mcinfer[onnx]'"
-        ) from exc
-    return onnx

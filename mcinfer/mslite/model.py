@@ -154,9 +154,9 @@ class Model:
 
         Args:
             model_bytes: The content of a model file.
-            weight_bytes: The content of the one file of an ONNX model's external data; takes the extra
-                ``mcinfer[onnx]``. For weights on disk name a file of their folder in the configuration
-                instead, as ``mindir_path`` of section ``model_file``.
+            weight_bytes: The content of the one file of an ONNX model's external data. For weights on disk
+                name a file of their folder in the configuration instead, as ``mindir_path`` of section
+                ``model_file``.
             model_type: None: the content shows whether it is ONNX or MindIR.
             context: As in `build_from_file`.
             config_path: Likewise.
