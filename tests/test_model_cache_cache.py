@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcinfer.errors import InvalidInputError
-from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held, Root, entry_key
+from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held, entry_key
 from tests.process.waiting import wait_until
 
 FACTS: dict[str, Any] = {"model": "abc", "options": {"threads": 2}}
@@ -615,23 +615,6 @@ def test_entry_that_was_checked_is_the_one_that_is_used(
     with closing(held):
         swap()
         assert (held.folder / "weights.bin").read_bytes() == b"of another"
-        assert (held.opened / "weights.bin").read_bytes() == WEIGHTS
-
-
-def test_entry_is_looked_for_in_the_folder_that_was_checked(
-    cache: Cache, swap: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_and_let_go(cache)
-    take = Root.take
-
-    def take_late(root: Root, key: str) -> Held | None:
-        swap()
-        return take(root, key)
-
-    monkeypatch.setattr(Root, "take", take_late)
-    held = cache.open(KEY)
-    assert held is not None
-    with closing(held):
         assert (held.opened / "weights.bin").read_bytes() == WEIGHTS
 
 

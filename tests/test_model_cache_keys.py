@@ -316,27 +316,6 @@ def test_changed_file_makes_the_model_be_read_anew_and_is_too_fresh_to_be_rememb
     assert json.loads(notes.read_text())["digest"] == FALSE
 
 
-def test_other_file_in_the_place_of_the_old_is_read_and_remembered(
-    aged: Aged, memory: Path
-) -> None:
-    path, other = aged.take(), aged.take()
-    for name in ("a.bin", "b.bin"):
-        (memory.parent / name).symlink_to(path.parent / name)
-    link = memory.parent / "model.onnx"
-    link.symlink_to(path)
-    remembered(link, memory)
-    link.unlink()
-    link.symlink_to(other)
-    with pytest.raises(BuildError, match="stays within"):  # the weights still lie by the first
-        read_source(link, memory=memory)
-    for name in ("a.bin", "b.bin"):
-        (memory.parent / name).unlink()
-        (memory.parent / name).symlink_to(other.parent / name)
-    assert read_source(link, memory=memory).digest == read_source(path).digest
-    falsify(memory, digest=FALSE)
-    assert read_source(link, memory=memory).digest == FALSE
-
-
 def test_fresh_weights_are_not_remembered_however_old_the_model_is(
     aged: Aged, memory: Path
 ) -> None:
@@ -371,14 +350,6 @@ def test_damaged_memory_is_ignored_and_overwritten(
     notes.write_text(damaged)
     assert read_source(aged_path, memory=memory) == truth
     assert notes.read_text() == good
-
-
-def test_memory_of_another_kind_is_ignored(aged_path: Path, memory: Path) -> None:
-    others: list[dict[str, object]] = [{"version": 0}, {"digest": "F" * 64}, {"stamps": []}]
-    for fields in others:
-        remembered(aged_path, memory)
-        falsify(memory, **fields)
-        assert read_source(aged_path, memory=memory) == read_source(aged_path)
 
 
 def test_memory_that_cannot_be_written_is_done_without(aged_path: Path, memory: Path) -> None:

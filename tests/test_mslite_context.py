@@ -195,28 +195,7 @@ def test_ranks_come_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (gpu.rank_id, gpu.group_size) == (3, 4)
 
 
-@pytest.mark.parametrize("value", [None, "first"])
-def test_there_is_one_rank_without_a_launcher(
-    monkeypatch: pytest.MonkeyPatch, value: str | None
-) -> None:
-    for variable in ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
-        monkeypatch.delenv(variable, raising=False)
-        if value is not None:
-            monkeypatch.setenv(variable, value)
-    gpu = Context().gpu
-    assert (gpu.rank_id, gpu.group_size) == (0, 1)
-
-
 # Parallel.
-
-
-def test_config_info_is_read_as_text_and_sections_as_data() -> None:
-    parallel = Context().parallel
-    assert parallel.config_info == ""
-    assert parallel.sections == {}
-    parallel.config_info = {"model_file": {"mindir_path": "/home/user/model.mindir"}}
-    assert parallel.config_info == "model_file: mindir_path /home/user/model.mindir"
-    assert parallel.sections == {"model_file": {"mindir_path": "/home/user/model.mindir"}}
 
 
 def test_config_info_adds_sections_and_replaces_those_it_names() -> None:
@@ -248,9 +227,6 @@ def test_config_path_must_be_there(tmp_path: Path) -> None:
         parallel.config_path = file  # type: ignore[assignment]
     parallel.config_path = ""  # changes nothing
     assert parallel.config_path == str(file)
-
-
-# Texts of the parts.
 
 
 # Unknown attributes.

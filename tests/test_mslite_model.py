@@ -117,9 +117,6 @@ def floats(*shape: int) -> NDArray[np.float32]:
     return np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 1
 
 
-# Names.
-
-
 # What is wrong with arguments: upstream's texts, and the order of its checks.
 
 ABSENT = "/nowhere/model.onnx"
@@ -234,18 +231,6 @@ def test_model_that_is_not_built_does_nothing(name: str, call: Callable[[Model],
     with pytest.raises(RuntimeError, match=exactly(text)) as caught:
         call(Model())
     assert isinstance(caught.value, mcinfer.ClosedError)
-
-
-def test_relative_path_is_of_the_folder_at_the_time_of_the_build(
-    onnx_model: OnnxModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = onnx_model(FIXED).name
-    monkeypatch.chdir(tmp_path)
-    model = Model()
-    model.build_from_file(name, ModelType.ONNX)
-    monkeypatch.chdir("/")
-    model.resize(model.get_inputs(), [[1, 3]])  # reads the file again
-    assert str(model) == f"model_path: {name}."
 
 
 # Building from a buffer.
@@ -700,45 +685,6 @@ def test_changing_a_model_says_what_to_install(
 # What the context says of the CPU.
 
 
-def threads() -> dict[str, str]:
-    """The cores of each thread of this process, Python's and others."""
-    found = {}
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            status = (task / "status").read_text(encoding="utf-8")
-        except OSError:
-            continue  # it has ended
-        found[task.name] = status.partition("Cpus_allowed_list:")[2].split()[0]
-    return found
-
-
-@contextmanager
-def started() -> Iterator[dict[str, str]]:
-    """The threads that are there at the end and were not at the beginning, with their cores."""
-    gc.collect()
-    # The runtime's own, one for each process, comes with the first session.
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    ort.InferenceSession(parser.parse_model(FIXED).SerializeToString(), options)
-    before = threads()
-    found: dict[str, str] = {}
-    yield found
-    found |= {name: cores for name, cores in threads().items() if name not in before}
-
-
-@pytest.mark.parametrize(("threads", "operators"), [(1, 0), (3, 0), (1, 3)])
-def test_numbers_of_threads_are_those_of_a_run(
-    onnx_model: OnnxModel, threads: int, operators: int
-) -> None:
-    context = Context()
-    context.cpu.thread_num = threads
-    context.cpu.inter_op_parallel_num = operators
-    with started() as new:
-        model = built(onnx_model(AFFINE), context)
-    assert len(new) == max(threads, operators) - 1  # the caller's is one of them
-    assert arrays(model.predict([floats(1, 4)])) == [[[3, 5, 7, 9]]]
-
-
 def test_core_list_binds_the_callers_thread_during_a_run_and_not_after(
     onnx_model: OnnxModel,
 ) -> None:
@@ -752,24 +698,6 @@ def test_core_list_binds_the_callers_thread_during_a_run_and_not_after(
     with endless_run(built(onnx_model(LOOP), context)) as thread:
         assert os.sched_getaffinity(thread.native_id or 0) == {core}
     assert os.sched_getaffinity(0) == cores
-
-
-def test_affinity_mode_binds_to_the_cores_of_that_kind(
-    onnx_model: OnnxModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        pytest.skip("takes two cores")
-    capacities = {core: 512 + (core == cores[-1]) for core in cores}
-    monkeypatch.setattr("mcinfer.mslite._targets.core_capacities", lambda: capacities)
-    context = Context()
-    context.cpu.thread_num = 1
-    context.cpu.inter_op_parallel_num = 3
-    context.cpu.thread_affinity_mode = 2
-    with started() as new:
-        model = built(onnx_model(AFFINE), context)
-    assert [*new.values()] == [str(cores[0])] * 2
-    assert arrays(model.predict([floats(1, 4)])) == [[[3, 5, 7, 9]]]
 
 
 def warned(path: Path, context: Context, match: str, **more: Any) -> tuple[Model, str]:
@@ -926,23 +854,6 @@ def test_file_that_was_written_anew_is_loaded_anew(onnx_model: OnnxModel) -> Non
         [[[3, 5, 7, 9]]],
         [[[4, 7, 10, 13]]],
     ]
-
-
-def test_models_that_share_a_workspace_run_right_at_once(
-    onnx_model: OnnxModel,
-) -> None:
-    path, other = onnx_model(AFFINE), onnx_model(AFFINE.replace("2.0", "3.0"))
-    models = grouped(ModelGroupFlag.SHARE_WEIGHT_WORKSPACE, path, path, other)
-
-    def ask(i: int) -> None:
-        factor = 3 if i % 3 == 2 else 2
-        for rows in range(1, 50):
-            [output] = models[i % 3].predict([floats(rows, 4)])
-            np.testing.assert_array_equal(output.get_data_to_numpy(), floats(rows, 4) * factor + 1)
-
-    with ThreadPoolExecutor(6) as pool:
-        for done in [pool.submit(ask, i) for i in range(6)]:
-            done.result()
 
 
 def test_models_of_a_groups_paths_share_the_workspace_and_no_others_do(

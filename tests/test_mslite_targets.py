@@ -225,23 +225,6 @@ def test_target_that_fails_is_replaced_by_the_next_with_its_words() -> None:
     assert [str(warning.message) for warning in caught] == ["of the gpu", text]
 
 
-@pytest.mark.parametrize("first", [[GPU], [CPU]], ids=["remark", "replaced"])
-def test_warning_that_is_an_error_comes_before_the_build_that_would_serve(
-    first: list[Attempt],
-) -> None:
-    built = []
-
-    def build(attempt: Attempt) -> Attempt:
-        if attempt is CPU:
-            raise BuildError("no such card")
-        built.append(attempt)
-        return attempt
-
-    with pytest.raises(UserWarning, match=r"of the gpu|cannot be used here"):
-        open_first([first, [GPU]], build, stacklevel=1)
-    assert not built
-
-
 def test_engine_that_is_not_installed_is_replaced_by_the_next_in_silence() -> None:
     other = Attempt(target="cpu", engine="mindspore", kind="cpu")
 
@@ -284,11 +267,6 @@ def test_more_than_five_workers_for_each_core_are_refused() -> None:
         InvalidInputError, match=r"workers_num: got 41, expected at most 5 for each"
     ):
         count_workers(context_of("cpu"), "cpu", 41, [])
-
-
-def test_workers_have_no_cores_of_their_own_where_the_context_names_none() -> None:
-    assert pinned_cores(context_of("cpu"), 2) is None
-    assert pinned_cores(context_of("cpu", cpu_thread_affinity_mode=1), 2) is None
 
 
 @pytest.mark.parametrize(

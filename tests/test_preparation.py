@@ -295,30 +295,12 @@ def test_prepared_model_computes_the_same_bits(tmp_path: Path, cache: Cache, nam
     assert [info.key for info in cache.entries()] == [entry(engine).name]
 
 
-@pytest.mark.usefixtures("prepared_matmul")
-def test_weights_of_a_prepared_model_are_mapped(tmp_path: Path) -> None:
-    engine = open_ort(write(tmp_path / "model.onnx", MATMUL), prepare="always")
-    assert str(entry(engine) / "weights.bin") in Path("/proc/self/maps").read_text()
-
-
 def test_prepared_model_with_external_data_computes_the_same_bits(tmp_path: Path) -> None:
     write(tmp_path / "model.onnx", ATTENTION)
     model = outside(tmp_path / "model.onnx", "weights.data")
     engine = open_ort(model, prepare="always")
     assert entry(engine)
     assert_same(engine, open_ort(model))
-
-
-def test_changed_external_data_is_another_model(tmp_path: Path) -> None:
-    model = tmp_path / "model.onnx"
-    write(model, MATMUL)
-    outside(model, "weights.data")
-    before = open_ort(str(model), prepare="always")
-    write(model, MATMUL, w=numbers(64, 96, seed=2))
-    outside(model, "weights.data")
-    after = open_ort(str(model), prepare="always")
-    assert entry(before) != entry(after)
-    assert_same(after, open_ort(str(model)))
 
 
 def test_folder_of_external_data_may_be_another_one(tmp_path: Path) -> None:

@@ -501,8 +501,3 @@ def test_cancelled_requests_are_forgotten_queued_and_running(onnx_model: OnnxMod
         statistics = slow.statistics()
         assert (statistics.accepted, statistics.cancelled, statistics.succeeded) == (5, 3, 2)
         assert pids(master_of(slow)) == before
-
-
-# Workers that die.
-
-THREADS, CALLS = 8, 20

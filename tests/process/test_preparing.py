@@ -187,7 +187,7 @@ def test_worker_that_is_killed_while_it_prepares_takes_the_child_along(
     with starting(master) as child:
         worker = child.ppid()
         os.kill(worker, signal.SIGKILL)
-        wait_until(lambda: not is_alive(child.pid), timeout=5.0)
+        wait_until(lambda: not is_alive(child.pid), timeout=60.0)
     try:
         (pid,) = pids(master)
         assert pid != worker
@@ -202,10 +202,10 @@ def test_ctrl_c_while_a_model_is_prepared_leaves_nothing(large_model: Path, cach
         wait_until(lambda: [*cache.folder.glob("tmp-*")] and preparing(program.pid))
         below = [process.pid for process in psutil.Process(program.pid).children(recursive=True)]
         program.interrupt()
-        ended = program.wait(timeout=5.0)
+        ended = program.wait(timeout=60.0)
         assert (ended.status, ended.out) == (0, "interrupted\n")
         assert "Traceback" not in ended.err
-        wait_until(lambda: all_gone(below), timeout=5.0)
+        wait_until(lambda: all_gone(below), timeout=60.0)
     assert cache.entries() == []
     cache.evict()  # what is left of it goes with the next entry that is made
     assert {*os.listdir(cache.folder)} == {"sources"}
@@ -248,17 +248,6 @@ def test_worker_that_finds_another_model_at_the_path_serves_nobody(
         os.kill(master.statistics().workers[1].pid or 0, signal.SIGKILL)
         wait_until(lambda: "not those of the others" in master.statistics().workers[1].last_error)
         assert np.array_equal(answer(master), expected)
-
-
-def test_cache_that_cannot_be_used_is_warned_of_once(
-    small_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("MCINFER_CACHE", str(small_model / "cache"))
-    got = answer_of(small_model, ALWAYS, workers=2)
-    (warning,) = warnings(caplog)
-    assert warning.startswith(f"{small_model}: each process has a copy of the weights of its own: ")
-    assert str(small_model / "cache") in warning
-    assert np.array_equal(got, answer_of(small_model, NEVER))
 
 
 def test_model_that_cannot_be_prepared_is_warned_of_once_and_tried_once(
