@@ -235,7 +235,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(("damage", "text"), DAMAGES.values(), ids=DAMAGES.keys())
-def test_damaged_entry_is_not_opened_and_made_anew(
+def test_damaged_entry_is_not_opened_and_made_again(
     cache: Cache, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object], text: str
 ) -> None:
     folder = make_and_let_go(cache)
@@ -375,7 +375,7 @@ def test_damaged_entry_that_is_in_use_stays(cache: Cache) -> None:
     make_and_let_go(cache)
 
 
-def test_lock_that_was_removed_before_it_was_gotten_is_taken_anew(
+def test_lock_that_was_removed_before_it_was_taken_is_taken_again(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache.folder.mkdir(0o700)
@@ -471,7 +471,7 @@ def test_making_evicts_others_and_never_what_was_made(cache: Cache) -> None:
         assert (held.folder / "weights.bin").exists()
 
 
-def test_clear_removes_what_nobody_uses(cache: Cache) -> None:
+def test_clear_removes_unused_entries(cache: Cache) -> None:
     assert cache.clear() == (0, 0)
     keys = three_entries(cache)
     size = cache.entries()[0].bytes
@@ -515,7 +515,7 @@ def test_cache_below_a_folder_that_others_can_change_is_not_used(
 
 
 MEMBERS: dict[str, tuple[str, list[str], int, bool]] = {
-    "nobody else": ("me", [], 1, True),
+    "no other member": ("me", [], 1, True),
     "this user by name": ("me", ["me"], 1, True),
     "another member": ("me", ["me", "other"], 1, False),
     "another user's first group": ("me", [], 0, False),
@@ -660,7 +660,7 @@ def test_open_finds_a_sound_entry_while_others_look_whether_it_is_in_use(cache: 
 
 
 @pytest.mark.parametrize("sweep", [Cache.evict, Cache.clear])
-def test_what_crashes_left_is_swept_where_nobody_works_on_it(
+def test_sweep_removes_what_crashes_left_but_not_what_is_locked(
     cache: Cache, sweep: Callable[[Cache], object]
 ) -> None:
     cache.folder.mkdir(0o700)

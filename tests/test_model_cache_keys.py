@@ -303,7 +303,7 @@ def test_unchanged_model_is_recalled_and_not_read(aged: Aged, memory: Path) -> N
 
 
 @pytest.mark.parametrize("change", [overwritten, touched, replaced_by_its_copy])
-def test_changed_file_makes_the_model_be_read_anew_and_is_too_fresh_to_be_remembered(
+def test_model_with_a_changed_file_is_read_again_and_too_fresh_to_be_remembered(
     aged: Aged, memory: Path, change: Callable[[Path], None]
 ) -> None:
     path = aged.take()
@@ -321,7 +321,7 @@ def test_fresh_weights_are_not_remembered_however_old_the_model_is(
 ) -> None:
     path = aged.take()
     (path.parent / "b.bin").touch()
-    os.utime(path.parent / "b.bin", (1, 1))  # ctime alone tells
+    os.utime(path.parent / "b.bin", (1, 1))  # only ctime shows it
     read_source(path, memory=memory)
     assert [*memory.iterdir()] == []
 
@@ -363,7 +363,7 @@ def test_memory_that_cannot_be_written_is_done_without(aged_path: Path, memory: 
     assert [*memory.iterdir()] == [notes]
 
 
-# What tells models apart that lie at the same path.
+# The identity of models at the same path.
 
 
 def test_identity_is_that_of_the_content(tmp_path: Path) -> None:
@@ -380,7 +380,7 @@ def test_identity_is_that_of_the_content(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("changed", ["a.bin", "model.onnx"])
 @pytest.mark.parametrize("hub", [False, True], ids=["in its folder", "in a hub's cache"])
-def test_identity_tells_a_change_of_large_files_whose_time_was_set_back(
+def test_identity_changes_with_large_files_whose_time_was_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, hub: bool
 ) -> None:
     monkeypatch.setattr(keys, "_MAX_HASHED_BYTES", 16)

@@ -393,7 +393,7 @@ def test_weights_are_counted_wherever_a_tensor_may_be() -> None:
     assert found.external_bytes == 8
 
 
-def test_tensors_without_a_known_rank_are_told_from_scalars() -> None:
+def test_tensors_without_a_known_rank_are_no_scalars() -> None:
     value = helper.make_tensor_value_info
     made = linear()
     made.graph.input.append(value("any", TensorProto.FLOAT, None))

@@ -604,7 +604,7 @@ def test_open_sizes_are_noted_and_others_still_run(onnx_model: OnnxModel) -> Non
 
 
 @pytest.mark.parametrize("buffer", [False, True])
-def test_fixed_sizes_are_built_anew(onnx_model: OnnxModel, buffer: bool) -> None:
+def test_fixed_sizes_are_built_again(onnx_model: OnnxModel, buffer: bool) -> None:
     path = onnx_model(FIXED)
     model = Model()
     if buffer:
@@ -618,7 +618,7 @@ def test_fixed_sizes_are_built_anew(onnx_model: OnnxModel, buffer: bool) -> None
         assert model.get_model_info("input_shape") == f"x:{shape[0]},{shape[1]}"
 
 
-def test_model_whose_weights_lie_outside_is_built_anew(tmp_path: Path) -> None:
+def test_model_whose_weights_lie_outside_is_built_again(tmp_path: Path) -> None:
     path = save_apart(WEIGHED.replace("[n, 2]", "[1, 2]"), tmp_path)
     from_buffer = Model()
     weights = (tmp_path / "weights.bin").read_bytes()
@@ -628,7 +628,7 @@ def test_model_whose_weights_lie_outside_is_built_anew(tmp_path: Path) -> None:
         assert arrays(model.predict([floats(2, 2)])) == [[[11, 22], [13, 24]]]
 
 
-def test_open_sizes_stay_open_where_fixed_ones_are_built_anew(onnx_model: OnnxModel) -> None:
+def test_open_sizes_stay_open_where_fixed_ones_are_built_again(onnx_model: OnnxModel) -> None:
     model = built(onnx_model(MIXED))
     fixed, free = model.get_inputs()
     model.resize([free], [[6, 3]])
@@ -809,7 +809,7 @@ WRONG_KIND = (
         (2, [Model(), Model()], RuntimeError, WRONG_KIND),
     ],
 )
-def test_models_that_cannot_be_grouped_are_told(
+def test_models_that_cannot_be_grouped_are_refused(
     flags: int, models: Any, error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=exactly(text)):
@@ -843,7 +843,7 @@ def test_models_of_one_file_share_their_weights(onnx_model: OnnxModel) -> None:
         ]
 
 
-def test_file_that_was_written_anew_is_loaded_anew(onnx_model: OnnxModel) -> None:
+def test_file_that_was_replaced_is_loaded_again(onnx_model: OnnxModel) -> None:
     path, other = onnx_model(AFFINE), onnx_model(AFFINE.replace("2.0", "3.0"))
     models = [Model(), Model()]
     ModelGroup(ModelGroupFlag.SHARE_WEIGHT).add_model(models)

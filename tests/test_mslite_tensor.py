@@ -349,7 +349,7 @@ def test_numpy_reads_a_tensor_as_an_array() -> None:
 # Memory from an allocator.
 
 
-def test_memory_is_gotten_once_and_late() -> None:
+def test_memory_is_allocated_once_and_late() -> None:
     pool = Pool()
     tensor = of_model([2, 3], pool)
     assert not pool.given

@@ -104,7 +104,7 @@ ATTENTION: Model = (
 )
 
 # The runtime (1.31) saves the sizes of the parts outside of the graph, where its shape inference cannot read
-# them when it loads the graph again, unless it is told to keep larger ones inside.
+# them when it loads the graph again, unless an option keeps larger ones inside.
 SPLIT: Model = (
     f"""g (float[batch, 200] x) => (float[batch, 200] y) {{
         {", ".join(f"o{i}" for i in range(200))} = Split<axis = 1>(x, ones)
@@ -382,7 +382,7 @@ def test_model_that_cannot_be_prepared_is_loaded_as_it_is_and_not_tried_again(
         ensure_prepared(model)
 
 
-def test_model_in_the_runtimes_own_format_is_loaded_as_it_is(tmp_path: Path) -> None:
+def test_model_in_the_format_of_the_runtime_is_loaded_as_it_is(tmp_path: Path) -> None:
     options = ort.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "model.ort")
     options.add_session_config_entry("session.save_model_format", "ORT")
@@ -398,7 +398,7 @@ def test_model_in_the_runtimes_own_format_is_loaded_as_it_is(tmp_path: Path) -> 
         ensure_prepared(tmp_path / "model.ort")
 
 
-def test_failure_of_the_moment_is_told_and_not_remembered(tmp_path: Path, cache: Cache) -> None:
+def test_failure_of_the_moment_is_noted_and_not_remembered(tmp_path: Path, cache: Cache) -> None:
     model = write(tmp_path / "model.onnx", MATMUL)
     with without_children():
         engine = open_ort(model, prepare="always")
@@ -419,7 +419,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_disk_that_is_full_is_told_and_not_remembered(tmp_path: Path, cache: Cache) -> None:
+def test_full_disk_is_noted_and_not_remembered(tmp_path: Path, cache: Cache) -> None:
     model = write(tmp_path / "model.onnx", MATMUL)
     with files_of_at_most(16384):
         engine = open_ort(model, prepare="always")
@@ -431,7 +431,7 @@ def test_disk_that_is_full_is_told_and_not_remembered(tmp_path: Path, cache: Cac
 
 
 @pytest.mark.parametrize(("prepare", "notes"), [("auto", 0), ("always", 1)])
-def test_cache_that_cannot_be_used_is_told_where_it_was_needed(
+def test_unusable_cache_is_noted_if_it_was_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepare: str, notes: int
 ) -> None:
     model = write(tmp_path / "model.onnx", MATMUL)
@@ -466,7 +466,7 @@ def test_slow_preparation_is_said_in_one_line_at_the_default_level(
     assert line.startswith(f"preparing {model} (0 MB) once")
 
 
-def test_child_that_ends_before_it_was_told_what_to_do_is_a_failure_of_the_moment(
+def test_child_that_ends_before_it_reads_its_task_is_a_failure_of_the_moment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
@@ -652,16 +652,16 @@ def test_file_of_the_users_that_is_named_alike_makes_no_prepared_model(tmp_path:
 
 def test_ensured_model_is_in_the_cache_and_is_made_once(tmp_path: Path, cache: Cache) -> None:
     model = write(tmp_path / "model.onnx", MATMUL)
-    told: list[Mapping[str, Any]] = []
-    first = ensure_prepared(model, EngineOptions(variable_weights=["w"]), told.append)
-    assert told
-    assert all({*tick} == {"seconds", "written", "bytes"} for tick in told)
-    assert told[-1]["bytes"] == os.path.getsize(model)
-    assert told[-1]["written"] > 0
-    told.clear()
-    second = ensure_prepared(model, EngineOptions(variable_weights=["w"]), told.append)
+    reported: list[Mapping[str, Any]] = []
+    first = ensure_prepared(model, EngineOptions(variable_weights=["w"]), reported.append)
+    assert reported
+    assert all({*tick} == {"seconds", "written", "bytes"} for tick in reported)
+    assert reported[-1]["bytes"] == os.path.getsize(model)
+    assert reported[-1]["written"] > 0
+    reported.clear()
+    second = ensure_prepared(model, EngineOptions(variable_weights=["w"]), reported.append)
     assert first.folder == second.folder
-    assert told == []
+    assert reported == []
     with without_children():
         engine = open_ort(model, prepare="always", variable_weights=("w",))
         assert entry(engine) == first.folder

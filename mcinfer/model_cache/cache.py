@@ -161,7 +161,7 @@ class Root:
             if self.identity(key) is not None:
                 facts, moved = check(folder)
                 if moved is not None:
-                    self._record_anew(folder, facts, moved)
+                    self._record_again(folder, facts, moved)
                 os.utime(lock)
                 opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
                 held = Held(self.visible / key, opened, facts, lock)
@@ -170,7 +170,7 @@ class Root:
                 os.close(lock)
         return held
 
-    def _record_anew(
+    def _record_again(
         self, folder: Path, facts: Mapping[str, Any], records: list[dict[str, Any]]
     ) -> None:
         """Record new stamps, so that the files are not read each time; several processes may do it."""
@@ -420,7 +420,7 @@ class Cache:
         """Hold an entry, and say which one is known to be damaged.
 
         A damaged one is not checked again: that would read all of its files, under a lock that keeps others
-        from making it anew.
+        from making it again.
         """
         there = root.identity(key)
         if there in (None, damaged):

@@ -211,7 +211,7 @@ class Tensor:
         self._dtype = dtype
         self._shape = shape
         self._format = Format.NCHW
-        self._array = array  # None until memory is gotten
+        self._array = array  # None until memory is allocated
         self._own = False  # whether set_data_from_numpy may write to the array
         self._allocate = allocate
         self._model_dtype = dtype  # what the allocator gives

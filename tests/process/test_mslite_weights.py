@@ -146,7 +146,7 @@ def test_file_of_names_that_does_not_fit_fails_the_build(
 
 
 @pytest.mark.parametrize("buffer", [False, True])
-def test_replaced_weights_stay_where_resize_builds_the_model_anew(
+def test_replaced_weights_stay_where_resize_builds_the_model_again(
     onnx_model: OnnxModel, tmp_path: Path, buffer: bool
 ) -> None:
     path, sections = onnx_model(FIXED), named(tmp_path, "a", "b")

@@ -150,11 +150,11 @@ def test_programs_that_start_together_prepare_once(large_model: Path, cache: Cac
         wait_until(lambda: preparing(first.pid) or preparing(second.pid))
         ended = [program.wait() for program in (first, second)]
     assert [end.out for end in ended] == ["started\n"] * 2
-    told = [
+    reports = [
         line for end in ended for line in end.err.splitlines() if "INFO mcinfer.model_cache" in line
     ]
-    assert len([line for line in told if f": prepared {large_model} (49 MB) in" in line]) == 1
-    assert len([line for line in told if "waiting for another process" in line]) >= 1
+    assert len([line for line in reports if f": prepared {large_model} (49 MB) in" in line]) == 1
+    assert len([line for line in reports if "waiting for another process" in line]) >= 1
     assert entry(cache)
 
 
@@ -211,28 +211,28 @@ def test_ctrl_c_while_a_model_is_prepared_leaves_nothing(large_model: Path, cach
     assert {*os.listdir(cache.folder)} == {"sources"}
 
 
-def test_progress_is_told_by_who_prepares_and_by_who_waits(large_model: Path) -> None:
+def test_preparing_and_waiting_workers_report_progress(large_model: Path) -> None:
     request = EngineRequest(
         model=str(large_model), device=Device("cpu", 0), threads=1, prepare="always"
     )
-    told: list[list[dict[str, Any]]] = [[], []]
+    reports: list[list[dict[str, Any]]] = [[], []]
     threads = [
         threading.Thread(target=open_engine, args=("onnxruntime", request, states.append))
-        for states in told
+        for states in reports
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for states in told:
+    for states in reports:
         assert states
         assert [state["seconds"] for state in states] == sorted(s["seconds"] for s in states)
         assert all(state["bytes"] > large_model.stat().st_size // 2 for state in states)
-    # Who waits may look between two writes; who prepares tells of the end.
-    assert max(state["written"] for states in told for state in states) > 0
+    # A waiting worker may look between two writes; the preparing one reports the end.
+    assert max(state["written"] for states in reports for state in states) > 0
 
 
-def test_worker_that_finds_another_model_at_the_path_serves_nobody(
+def test_worker_that_finds_another_model_at_the_path_serves_no_request(
     small_model: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "served.onnx"
