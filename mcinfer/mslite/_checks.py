@@ -5,9 +5,10 @@ TimeoutError) is both here: ``except RuntimeError`` and ``except mcinfer.Predict
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from copy import copy
+from typing import Generic, Self, TypeVar, overload
 
 from mcinfer.errors import (
     InvalidInputError,
@@ -56,6 +57,46 @@ def check_shape(name: str, value: object) -> tuple[int, ...]:
         raise TypeError(f"{name} must be list or tuple, but got {type(value)}.")
     check_elements(name, value, int)
     return tuple(value)
+
+
+class Option(Generic[T]):
+    """An attribute with a default, checked when it is set. A list goes in and out as a copy.
+
+    Args:
+        name: The attribute's name in error texts.
+        default: The value until it is set.
+        check: Called with name and value; may return another value to keep.
+    """
+
+    def __init__(self, name: str, default: T, check: Callable[[str, T], T | None]) -> None:
+        self._name = name
+        self._default = default
+        self._check = check
+
+    def __set_name__(self, owner: type, attribute: str) -> None:
+        self._place = f"_{attribute}"
+
+    @overload
+    def __get__(self, part: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, part: object, owner: type) -> T: ...
+
+    def __get__(self, part: object | None, owner: type) -> Self | T:
+        if part is None:
+            return self
+        value: T = getattr(part, self._place, self._default)
+        return copy(value) if isinstance(value, list) else value
+
+    def __set__(self, part: object, value: T) -> None:
+        kept = self._check(self._name, value)
+        value = value if kept is None else kept
+        setattr(part, self._place, copy(value) if isinstance(value, list) else value)
+
+
+def typed(name: str, default: T, cls: type[T]) -> Option[T]:
+    """An attribute whose values are of this class."""
+    return Option(name, default, lambda name, value: check_type(name, value, cls))
 
 
 def check_sections(name: str, value: object) -> Sections:

@@ -19,6 +19,7 @@ from mcinfer.errors import BuildError, ClosedError, InvalidInputError, PredictEr
 from mcinfer.master import Master
 from mcinfer.model_cache.keys import FOLDER_KEY
 from mcinfer.mslite._checks import (
+    Option,
     Sections,
     check_elements,
     check_list,
@@ -26,6 +27,7 @@ from mcinfer.mslite._checks import (
     check_type,
     failure,
     failures,
+    typed,
 )
 from mcinfer.mslite._configuration import (
     VARIABLE_ENTRIES,
@@ -45,7 +47,7 @@ from mcinfer.mslite._targets import (
     pinned_cores,
     used_entries,
 )
-from mcinfer.mslite.context import Context, Option, ParallelOptions, check_context
+from mcinfer.mslite.context import Context, ParallelOptions, check_context
 from mcinfer.mslite.tensor import (
     Tensor,
     TensorLike,
@@ -78,7 +80,7 @@ class RunnerConfig(ParallelOptions):
         timeout: Seconds for one request, unless `predict` names others.
     """
 
-    context = Option("context", Context(), lambda name, value: check_type(name, value, Context))
+    context = typed("context", Context(), Context)
     max_batch_size = Option("max_batch_size", 1, lambda name, value: check_count(name, value, 1))
     max_delay = Option("max_delay", 0.0, check_seconds)
     queue_size = Option("queue_size", 1000, lambda name, value: check_count(name, value, 1))

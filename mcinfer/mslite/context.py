@@ -6,52 +6,22 @@ kept, and read when a model is built.
 
 import os
 import warnings
-from collections.abc import Callable
-from copy import copy
-from typing import Generic, Self, TypeVar, overload
+from typing import TypeVar
 
 from mcinfer.errors import InvalidInputError
-from mcinfer.mslite._checks import Sections, check_list, check_sections, check_type
+from mcinfer.mslite._checks import (
+    Option,
+    Sections,
+    check_list,
+    check_sections,
+    check_type,
+    typed,
+)
 
 TARGETS = ("cpu", "gpu", "ascend")
 """The kinds of device that a context can name."""
 
 T = TypeVar("T")
-
-
-class Option(Generic[T]):
-    """An attribute with a default, checked when it is set. A list goes in and out as a copy.
-
-    Args:
-        name: The attribute's name in error texts.
-        default: The value until it is set.
-        check: Called with name and value; may return another value to keep.
-    """
-
-    def __init__(self, name: str, default: T, check: Callable[[str, T], T | None]) -> None:
-        self._name = name
-        self._default = default
-        self._check = check
-
-    def __set_name__(self, owner: type, attribute: str) -> None:
-        self._attribute = attribute
-
-    @overload
-    def __get__(self, part: None, owner: type) -> Self: ...
-
-    @overload
-    def __get__(self, part: object, owner: type) -> T: ...
-
-    def __get__(self, part: object | None, owner: type) -> Self | T:
-        if part is None:
-            return self
-        value: T = part.__dict__.get(self._attribute, self._default)
-        return copy(value) if isinstance(value, list) else value
-
-    def __set__(self, part: object, value: T) -> None:
-        kept = self._check(self._name, value)
-        value = value if kept is None else kept
-        part.__dict__[self._attribute] = copy(value) if isinstance(value, list) else value
 
 
 def _count(name: str, failed: str = "") -> Option[int]:
@@ -60,10 +30,6 @@ def _count(name: str, failed: str = "") -> Option[int]:
             raise InvalidInputError(f"{failed}{name} must be a non-negative int.")
 
     return Option(name, 0, check)
-
-
-def _text(name: str) -> Option[str]:
-    return Option(name, "", lambda name, value: check_type(name, value, str))
 
 
 def _choice(name: str, default: str, *choices: str) -> Option[str]:
@@ -178,7 +144,7 @@ class GpuDeviceInfo(_Part):
 
     precision_mode = _choice("gpu_precision_mode", "enforce_fp32", "enforce_fp32", "preferred_fp16")
     device_id = _count("gpu_device_id")
-    provider = _text("gpu_provider")
+    provider = typed("gpu_provider", "", str)
     rank_id = _launched("OMPI_COMM_WORLD_RANK", 0)
     group_size = _launched("OMPI_COMM_WORLD_SIZE", 1)
 
@@ -202,7 +168,7 @@ class AscendDeviceInfo(_Part):
     )
     device_id = _count("ascend_device_id")
     rank_id = _count("ascend_rank_id")
-    provider = _text("ascend_provider")
+    provider = typed("ascend_provider", "", str)
 
     def __str__(self) -> str:
         # Without line ends after device_id, as upstream prints it.
@@ -298,7 +264,7 @@ class Context(_Part):
     """
 
     target = Option("target", ["cpu"], _target)
-    group_info_file = _text("group_info_file")
+    group_info_file = typed("group_info_file", "", str)
     cpu = _part(CpuDeviceInfo)
     gpu = _part(GpuDeviceInfo)
     ascend = _part(AscendDeviceInfo)

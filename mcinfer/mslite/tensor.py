@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.errors import InvalidInputError
-from mcinfer.mslite._checks import check_elements, check_shape, check_type, wrong_count
+from mcinfer.mslite._checks import check_elements, check_shape, check_type, typed, wrong_count
 from mcinfer.specs import TensorSpec
 
 DEVICE_KINDS = ("ascend", "cpu", "cuda", "gpu")
@@ -192,12 +192,19 @@ class Tensor:
         dtype: DataType; with a tensor it must be the tensor's own.
         device: One of `DEVICE_KINDS`, alone or with ``:index``. The data stays in host memory all
             the same; other than for ``"cpu"`` a UserWarning says so.
+
+    Attributes:
+        name: ``""`` by default.
+        format: The meaning of the dimensions; setting it moves no data.
     """
 
     __slots__ = (
         *("__weakref__", "_allocate", "_array", "_dtype", "_format"),
         *("_model_dtype", "_name", "_own", "_shape"),
     )
+
+    name = typed("name", "", str)
+    format = typed("format", Format.NCHW, Format)
 
     def _set(
         self,
@@ -284,15 +291,6 @@ class Tensor:
         return cls.__new__(cls)._set(name, known_data_type(array.dtype), array.shape, array)
 
     @property
-    def name(self) -> str:
-        """The name, ``""`` by default."""
-        return self._name
-
-    @name.setter
-    def name(self, value: str) -> None:
-        self._name = check_type("name", value, str)
-
-    @property
     def dtype(self) -> DataType:
         """The element type. A new type drops the data, which is never converted."""
         return self._dtype
@@ -321,15 +319,6 @@ class Tensor:
             keeps = all(size >= 0 for size in shape) and prod(shape) == self._array.size
             self._array = self._array.reshape(shape) if keeps else None
         self._shape = shape
-
-    @property
-    def format(self) -> Format:
-        """The meaning of the dimensions; setting it moves no data."""
-        return self._format
-
-    @format.setter  # noqa: A003 the attribute's name
-    def format(self, value: Format) -> None:
-        self._format = check_type("format", value, Format)
 
     @property
     def element_num(self) -> int:
