@@ -116,25 +116,32 @@ def check_path(what: str, name: str, path: str) -> None:
         raise RuntimeError(f"{what} failed, {name} does not exist!")
 
 
-def _also_runtime_error(cls: type[McinferError]) -> type[McinferError]:
-    return type(cls.__name__, (cls, RuntimeError), {"__module__": __name__, "__doc__": cls.__doc__})
+class InvalidRunError(InvalidInputError, RuntimeError):
+    """Inputs do not fit the model."""
 
 
-_BOTH = {
-    cls: _also_runtime_error(cls)
-    for cls in (
-        McinferError,
-        InvalidInputError,
-        PredictTimeoutError,
-        MissingDependencyError,
-        WeightAccessError,
-    )
+class RunTimeoutError(PredictTimeoutError, RuntimeError):
+    """The request's time limit passed."""
+
+
+class MissingRuntimeError(MissingDependencyError, RuntimeError):
+    """An engine's package is not installed."""
+
+
+class WeightRefusedError(WeightAccessError, RuntimeError):
+    """Shared weights were refused."""
+
+
+class UnclassifiedError(McinferError, RuntimeError):
+    """A failure without a class of its own in mcinfer."""
+
+
+_BOTH: dict[type[McinferError], type[McinferError]] = {
+    InvalidInputError: InvalidRunError,
+    PredictTimeoutError: RunTimeoutError,
+    MissingDependencyError: MissingRuntimeError,
+    WeightAccessError: WeightRefusedError,
 }
-
-
-def wrong_count(expected: int, got: int) -> Exception:
-    """The error of a run with another number of inputs."""
-    return _BOTH[InvalidInputError](f"model input len:{expected} not equal input len:{got}!")
 
 
 def failure(what: str, exc: BaseException) -> Exception:
@@ -146,7 +153,7 @@ def failure(what: str, exc: BaseException) -> Exception:
     if not isinstance(exc, McinferError):
         return RuntimeError(text)
     kind = _BOTH.get(type(exc), type(exc))
-    return kind(text) if issubclass(kind, RuntimeError) else _BOTH[McinferError](text)
+    return kind(text) if issubclass(kind, RuntimeError) else UnclassifiedError(text)
 
 
 @contextmanager

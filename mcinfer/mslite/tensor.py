@@ -22,7 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.errors import InvalidInputError
-from mcinfer.mslite._checks import check_elements, check_shape, check_type, typed, wrong_count
+from mcinfer.mslite._checks import (
+    InvalidRunError,
+    check_elements,
+    check_shape,
+    check_type,
+    typed,
+)
 from mcinfer.specs import TensorSpec
 
 DEVICE_KINDS = ("ascend", "cpu", "cuda", "gpu")
@@ -440,7 +446,7 @@ def check_inputs(inputs: object, count: int) -> list[TensorLike]:
                 f"inputs element must be Tensor or numpy.ndarray, but got {type(value)} at index {i}."
             )
     if len(inputs) != count:
-        raise wrong_count(count, len(inputs))
+        raise InvalidRunError(f"model input len:{count} not equal input len:{len(inputs)}!")
     return [*inputs]
 
 
