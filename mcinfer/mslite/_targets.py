@@ -79,15 +79,7 @@ def attempts(context: Context, model_type: ModelType, sections: Sections) -> lis
     targets = context.device_infos
     if os.environ.get("MCINFER_STRICT_DEVICE") == "1":
         targets = targets[:1]
-    groups = []
-    for target in targets:
-        if target == "cpu":
-            groups.append(_cpu(context, model_type))
-        elif target == "gpu":
-            groups.append([_gpu(context, model_type)])
-        else:
-            groups.append([_ascend(context, model_type, sections)])
-    return groups
+    return [_attempts_on(target, context, model_type, sections) for target in targets]
 
 
 def open_first(
@@ -119,12 +111,64 @@ def open_first(
     raise failure
 
 
-def _cpu(context: Context, model_type: ModelType) -> list[Attempt]:
-    engines = {
-        ModelType.ONNX: ("onnxruntime",),
-        ModelType.MINDIR: ("mindspore", "mindspore_lite"),
-        ModelType.MINDIR_LITE: ("mindspore_lite",),
-    }[model_type]
+def _attempts_on(
+    target: str, context: Context, model_type: ModelType, sections: Sections
+) -> list[Attempt]:
+    onnx = model_type is ModelType.ONNX
+    kind, index, threads, operators = target, 0, 0, 0
+    settings: dict[str, str] = {}
+    if target == "cpu":
+        threads, operators = context.cpu.thread_num, context.cpu.inter_op_parallel_num
+        remarks = _cpu_remarks(context)
+    elif target == "gpu":
+        gpu = context.gpu
+        kind, index = "cuda", gpu.device_id
+        settings, remarks = {"precision_mode": gpu.precision_mode, "provider": gpu.provider}, []
+        if onnx:
+            tensorrt = gpu.provider == "tensorrt"
+            kind = "tensorrt" if tensorrt else "cuda"
+            # TensorFloat-32 has a mantissa of 10 bits.
+            option = "trt_fp16_enable" if tensorrt else "use_tf32"
+            settings = {option: "1" if gpu.precision_mode == "preferred_fp16" else "0"}
+            remarks = _gpu_remarks(context)
+    else:
+        ascend = context.ascend
+        index = ascend.device_id
+        entries = sections.get("ascend_context", {})
+        precision = entries.get("precision_mode", ascend.precision_mode)
+        settings, remarks = {"precision_mode": precision}, []
+        if onnx:
+            settings = {"precision_mode": _CANN_PRECISION.get(precision, precision)}
+            unused = [name for name in ("provider", "rank_id") if getattr(ascend, name)]
+            if unused:
+                remarks = [f"ascend {', '.join(unused)} has no effect on ONNX models"]
+        else:
+            settings["provider"] = entries.get("provider", ascend.provider)
+            settings["rank_id"] = str(ascend.rank_id or "")
+    engines = ["onnxruntime"] if onnx else ["mindspore_lite"]
+    if target == "cpu" and model_type is ModelType.MINDIR:
+        engines.insert(0, "mindspore")
+    lite = model_type is ModelType.MINDIR_LITE
+    options = EngineOptions(
+        threads=threads or None,
+        inter_op_threads=operators or None,
+        session_config={"model_type": "MINDIR_LITE"} if lite else {},
+        provider_options={key: value for key, value in settings.items() if value},
+    )
+    return [
+        Attempt(
+            target=target,
+            engine=engine,
+            kind=kind,
+            index=index,
+            options=options,
+            remarks=tuple(remarks),
+        )
+        for engine in engines
+    ]
+
+
+def _cpu_remarks(context: Context) -> list[str]:
     cpu, remarks = context.cpu, []
     if cpu.precision_mode == "preferred_fp16":
         remarks.append(
@@ -136,79 +180,19 @@ def _cpu(context: Context, model_type: ModelType) -> list[Attempt]:
         remarks.append(
             "cpu thread_affinity_mode has no effect: the cores of this machine are all alike"
         )
-    options = EngineOptions(
-        threads=cpu.thread_num or None,
-        inter_op_threads=cpu.inter_op_parallel_num or None,
-        session_config=_lite_config(model_type),
-    )
-    return [
-        Attempt(target="cpu", engine=engine, kind="cpu", options=options, remarks=tuple(remarks))
-        for engine in engines
-    ]
+    return remarks
 
 
-def _lite_config(model_type: ModelType) -> dict[str, str]:
-    return {"model_type": "MINDIR_LITE"} if model_type is ModelType.MINDIR_LITE else {}
-
-
-def _lite(
-    target: str, kind: str, index: int, model_type: ModelType, settings: dict[str, str]
-) -> Attempt:
-    """MindSpore Lite's own package on a device; settings of ``""`` are left out."""
-    options = EngineOptions(
-        session_config=_lite_config(model_type),
-        provider_options={key: value for key, value in settings.items() if value},
-    )
-    return Attempt(target=target, engine="mindspore_lite", kind=kind, index=index, options=options)
-
-
-def _gpu(context: Context, model_type: ModelType) -> Attempt:
-    gpu = context.gpu
-    if model_type is not ModelType.ONNX:
-        settings = {"precision_mode": gpu.precision_mode, "provider": gpu.provider}
-        return _lite("gpu", "cuda", gpu.device_id, model_type, settings)
-    fp16, tensorrt = gpu.precision_mode == "preferred_fp16", gpu.provider == "tensorrt"
-    remarks = []
+def _gpu_remarks(context: Context) -> list[str]:
+    gpu, remarks = context.gpu, []
     if gpu.provider not in ("", "tensorrt"):
         remarks.append(f"gpu provider {gpu.provider!r} is unknown, expected '' or 'tensorrt'")
-    if fp16 and not tensorrt:
+    if gpu.precision_mode == "preferred_fp16" and gpu.provider != "tensorrt":
         remarks.append(
             "gpu precision_mode preferred_fp16: the CUDA provider lowers float32 to TensorFloat-32 "
             "at most; float16 takes a float16 model, or the provider 'tensorrt'"
         )
-    # TensorFloat-32 has a mantissa of 10 bits.
-    option = "trt_fp16_enable" if tensorrt else "use_tf32"
-    return Attempt(
-        target="gpu",
-        engine="onnxruntime",
-        kind="tensorrt" if tensorrt else "cuda",
-        index=gpu.device_id,
-        options=EngineOptions(provider_options={option: "1" if fp16 else "0"}),
-        remarks=tuple(remarks),
-    )
-
-
-def _ascend(context: Context, model_type: ModelType, sections: Sections) -> Attempt:
-    ascend = context.ascend
-    said = sections.get("ascend_context", {})
-    precision = said.get("precision_mode", ascend.precision_mode)
-    if model_type is not ModelType.ONNX:
-        settings = {
-            "precision_mode": precision,
-            "provider": said.get("provider", ascend.provider),
-            "rank_id": str(ascend.rank_id) if ascend.rank_id else "",
-        }
-        return _lite("ascend", "ascend", ascend.device_id, model_type, settings)
-    settings = {"precision_mode": _CANN_PRECISION.get(precision, precision)} if precision else {}
-    without = [name for name in ("provider", "rank_id") if getattr(ascend, name)]
-    return Attempt(
-        target="ascend",
-        engine="onnxruntime",
-        kind="ascend",
-        index=ascend.device_id,
-        options=EngineOptions(provider_options=settings),
-        remarks=(f"ascend {', '.join(without)} has no effect on ONNX models",) if without else (),
-    )
+    return remarks
 
 
 def used_entries(context: Context, model_type: ModelType, *, from_buffer: bool) -> Entries:
