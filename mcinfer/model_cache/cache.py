@@ -67,8 +67,8 @@ _MAX_BUSY_SECONDS = 1.0
 _MAX_DAMAGED_SECONDS = 30.0
 """Longest wait for users of a damaged entry: a mere check is shorter, and users may need it for days."""
 
-_SHORTEST_PAUSE = 0.001
-_LONGEST_PAUSE = 0.05
+_PAUSE = 0.02
+"""Seconds between two tries to lock: flock knows no deadline, and an alarm would be the user's."""
 
 _Identity = tuple[int, int]
 """Distinguishes an entry from a later one with the same key: inode and ctime of its folder."""
@@ -92,14 +92,6 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder)
     except OSError as exc:
         _log.warning("%s cannot be removed: %s", os.path.realpath(folder), exc)
-
-
-def _pauses() -> Iterator[float]:
-    """Growing seconds between two tries: flock knows no deadline, and an alarm would be the user's."""
-    pause = _SHORTEST_PAUSE
-    while True:
-        yield pause
-        pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,17 +294,14 @@ class Cache:
         with self._existing() as root:
             if root is None:
                 return None
-            start = time.monotonic()
-            for pause in _pauses():
+            end = time.monotonic() + _MAX_BUSY_SECONDS
+            while True:
                 held, damaged = self._take(root, key, None)
-                settled = held is not None or damaged is not None
                 # Another process may be checking whether it is in use, which takes the lock for a moment.
-                if settled or root.identity(key) is None:
+                busy = held is None and damaged is None and root.identity(key) is not None
+                if not busy or time.monotonic() > end:
                     return held
-                if time.monotonic() - start > _MAX_BUSY_SECONDS:
-                    break
-                time.sleep(pause)
-        return None
+                time.sleep(_PAUSE)
 
     def make(
         self,
@@ -346,14 +335,14 @@ class Cache:
             damaged: _Identity | None = None
             seen: object = None
             since = time.monotonic()
-            for tries, pause in enumerate(_pauses()):
+            waited = False
+            while True:
                 # First as a user: LOCK_EX alone would wait for all users of a finished entry.
                 with unusable(self.folder):
                     held, damaged = self._take(root, key, damaged)
                 held = held or self._prepare(root, key, facts, fill, damaged)
                 if held is not None:
-                    self._evict_after_making()
-                    return held
+                    break
                 with unusable(self.folder):
                     there = root.identity(key)
                     written = sum(map(disk_bytes, root.drafts(key)))
@@ -368,16 +357,15 @@ class Cache:
                         f"{self.folder / key}: another process has been preparing it, or using a damaged "
                         f"one, without any progress for {limit:.3g} s"  # the same text for all who wait
                     )
-                if not tries:
+                if not waited:
+                    waited = True
                     _log.info("waiting for another process that prepares %s", self.folder / key)
-                time.sleep(pause)
-        raise AssertionError  # the pauses never end
-
-    def _evict_after_making(self) -> None:
+                time.sleep(_PAUSE)
         try:
             self.evict()
         except CacheUnusableError as exc:  # the entry is made all the same
             _log.warning("no entries were evicted: %s", exc)
+        return held
 
     def entries(self) -> list[EntryInfo]:
         """All entries, damaged ones too, the most recently used last."""
