@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from mcinfer.errors import BuildError, InvalidInputError, WeightAccessError
+from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.mslite import (
     Context,
     DataType,
@@ -330,15 +330,6 @@ def test_model_that_cannot_be_prepared_cannot_be_shared(
     monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "file"))
     with pytest.raises(BuildError, match=r"the weights cannot be shared: .*file.* cannot be used"):
         owner(path, "0")
-
-
-def test_weights_of_an_owner_that_is_gone_cannot_be_had(path: Path) -> None:
-    owns = owner(path, str(os.getpid()))
-    handle = handle_of(owns)
-    del owns
-    with pytest.raises(RuntimeError, match=f"weights {handle}") as caught:
-        slave(path, handle)
-    assert isinstance(caught.value, WeightAccessError)
 
 
 def test_weights_of_another_model_are_refused(path: Path, tmp_path: Path) -> None:
