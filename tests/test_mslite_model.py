@@ -485,15 +485,6 @@ def test_eight_threads_get_each_its_own_answers(onnx_model: OnnxModel) -> None:
 # Outputs that the caller gives.
 
 
-def test_outputs_that_are_given_are_written_in_place(onnx_model: OnnxModel) -> None:
-    model = built(onnx_model(AFFINE))
-    place = np.zeros((2, 4), np.float32)
-    given = [Tensor(place)]
-    [output] = model.predict([floats(2, 4)], given)
-    assert output is given[0]
-    np.testing.assert_array_equal(place, floats(2, 4) * 2 + 1)
-
-
 def read_only() -> NDArray[Any]:
     array = np.full((2, 4), -1, np.float32)
     array.flags.writeable = False
@@ -538,14 +529,6 @@ def test_failed_run_leaves_the_outputs_as_they_were(onnx_model: OnnxModel) -> No
         assert (second == 7).all()
     model.predict([floats(2), np.array([2, 1])], given)
     assert (first.tolist(), second.tolist()) == ([-1, -2], [[-1], [-2]])
-
-
-def test_empty_list_of_outputs_is_extended_in_place(onnx_model: OnnxModel) -> None:
-    model = built(onnx_model(MIXED))
-    outputs: list[Tensor] = []
-    assert model.predict([floats(2, 3), floats(1, 3)], outputs) is outputs
-    assert [output.name for output in outputs] == ["y", "z"]
-    assert arrays(outputs) == [(-floats(2, 3)).tolist(), (-floats(1, 3)).tolist()]
 
 
 @pytest.mark.parametrize("kind", ["same tensor", "same array", "overlap"])
