@@ -320,19 +320,6 @@ def test_interrupted_work_goes_on_with_its_split_also_where_nothing_is_recorded(
     assert failed.endswith("; 4 of 6 rows are kept; run the same command again to resume")
 
 
-def test_interrupted_work_does_not_go_on_with_another_split(
-    half_done: tuple[Path, Path, Path], cache: Path, capsys: Capture
-) -> None:
-    model, source, output = half_done
-    (record,) = (cache / "splits").iterdir()
-    content = json.loads(record.read_bytes())
-    record.write_text(json.dumps({**content, "outputs": {"y": 0}}))
-    capsys.readouterr()
-    assert call(model, source, output, "--batch", "2") == 1
-    line = only_line(capsys.readouterr().err)
-    assert "holds results of another split of the batch; --restart discards them" in line
-
-
 def test_interrupted_work_goes_on_in_requests_of_the_same_size(
     half_done: tuple[Path, Path, Path],
     tmp_path: Path,
@@ -382,7 +369,7 @@ def test_whole_file_that_is_done_is_only_written_the_next_time(
 
     output.mkdir()  # what comes in its place before the end
     with monkeypatch.context() as patch:
-        patch.setattr(batch, "_output_place", lambda _: output)
+        patch.setattr(batch, "_output_place", lambda *_: output)
         assert call(model, source, output, "--devices", "2") == 1
     output.rmdir()
     line = only_line(capsys.readouterr().err)

@@ -16,7 +16,6 @@ from onnx import helper, numpy_helper
 
 from mcinfer.cli import main
 from mcinfer.model_cache.cache import Cache
-from tests.process.models import AFFINE, OnnxModel
 from tests.process.scripts import Ended, Program
 from tests.process.waiting import all_gone, wait_until
 
@@ -25,7 +24,6 @@ ON_TERMINAL = """
 import os, sys
 os.dup2(os.open(sys.argv.pop(1), os.O_RDWR | os.O_NOCTTY), 2)
 """
-WITHOUT_RICH = f"import sys; sys.modules['rich'] = None; {COMMAND}"
 WIDTH = 1024
 
 
@@ -185,12 +183,6 @@ def test_bar_has_no_colours_where_none_are_wanted() -> None:
 def test_terminal_that_cannot_be_drawn_on_gets_no_bar() -> None:
     done, terminal = on_terminal(text=WORK, env={"TERM": "dumb"})
     assert (done.status, terminal) == (0, "")
-
-
-def test_terminal_without_rich_gets_no_bar(cache: Cache, onnx_model: OnnxModel) -> None:
-    done, terminal = on_terminal("cache", "prepare", onnx_model(AFFINE), text=WITHOUT_RICH)
-    assert (done.status, terminal) == (0, "")
-    assert done.out.startswith(str(cache.folder))
 
 
 def test_workers_tell_a_terminal_and_nobody_else_that_they_prepare_a_model(
