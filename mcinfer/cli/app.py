@@ -17,7 +17,7 @@ _COMPARE = (
 
 
 class _Commands(TyperGroup):
-    """Takes ``bench compare`` for one command: ``bench`` alone takes a model, so it cannot be a group."""
+    """Treats ``bench compare`` as one command: ``bench`` alone takes a model, so it cannot be a group."""
 
     # Any: typer does not make public of what types contexts and commands are.
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
@@ -26,7 +26,7 @@ class _Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        # A shell takes the words of ``bench compare`` for two; the second is offered after the first.
+        # A shell completes one word at a time: ``compare`` is offered after ``bench``.
         offered = super().shell_complete(ctx, incomplete)
         return [item for item in offered if " " not in item.value]
 
@@ -38,13 +38,10 @@ class _Commands(TyperGroup):
 
 
 def call(arguments: Sequence[str] | None) -> int:
-    """Run the command that the arguments name.
-
-    Returns:
-        The exit status: 130 if it was interrupted, which nobody has been told of yet.
+    """Run the command that the arguments name; returns the exit status.
 
     Raises:
-        McinferError, OSError: The command failed, and nobody has been told of it yet.
+        KeyboardInterrupt, McinferError, OSError: The command failed; no message was printed yet.
     """
     command = typer.main.get_command(make_app())
     try:

@@ -22,7 +22,7 @@ import sys
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 from math import prod
@@ -61,10 +61,9 @@ _Array = NDArray[Any]
 
 
 def stamp(descriptor: int) -> dict[str, Any]:
-    """The size and a digest of a file, which differ after a change.
+    """The size and a digest of a file; the digest of a file above 64 MiB is of samples.
 
-    The digest of a file above 64 MiB is of samples. Its end is among them, where an .npz file has the check
-    sums of all its arrays.
+    The end is among the samples: there an .npz file has the check sums of all its arrays.
     """
     size = os.fstat(descriptor).st_size
     digest = hashlib.sha256()
@@ -77,7 +76,7 @@ def _map(file: IO[bytes]) -> mmap.mmap:
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _read_array(file: IO[bytes], mapped: mmap.mmap) -> _Array:
+def _read_array(file: IO[bytes], mapped: mmap.mmap) -> tuple[_Array, mmap.mmap]:
     """The array in .npy format at the file's position, over the mapping; the position is then behind it."""
     version = np.lib.format.read_magic(file)
     if version not in ((1, 0), (2, 0)):
@@ -89,7 +88,7 @@ def _read_array(file: IO[bytes], mapped: mmap.mmap) -> _Array:
         raise ValueError("Object arrays cannot be read: to read one may run what is in it")
     array = np.ndarray(shape, dtype, mapped, file.tell(), order="F" if fortran else "C")
     file.seek(array.nbytes, os.SEEK_CUR)
-    return array
+    return array, mapped
 
 
 def _read_as(array: _Array, dtype: "np.dtype[Any]") -> _Array:
@@ -109,61 +108,18 @@ class InputFile:
         path: Path of the file.
         descriptor: The open file.
         stamp: See `stamp`.
-        content: By name; an .npy file has one array, under no name.
-        maps: The mappings, of the file or of what was unpacked from it.
+        content: Arrays and their mappings by name; an .npy file has one array, under no name.
     """
 
     path: Path
     descriptor: int
     stamp: dict[str, Any]
-    content: dict[str, _Array] = field(default_factory=dict)
-    maps: list[mmap.mmap] = field(default_factory=list)
-
-    def read(self, file: IO[bytes], scratch: Path) -> None:
-        """Map the arrays; compressed ones are unpacked into files without a name."""
-        if zipfile.is_zipfile(file):
-            self._read_archive(file, scratch)
-        else:
-            self._add("", file, 0)
-
-    def _read_archive(self, file: IO[bytes], scratch: Path) -> None:
-        """Map the arrays of an archive; all is read once, which compares the check sums."""
-        with zipfile.ZipFile(file) as archive:
-            infos = archive.infolist()
-            done, total = 0, max(1, sum(info.file_size for info in infos))
-            with showing_work(sys.stderr, "checking the input", total) as work:
-                for info in infos:
-                    packed = info.compress_type != zipfile.ZIP_STORED
-                    with archive.open(info) as member, TemporaryFile(dir=scratch) as unpacked:
-                        for block in iter(partial(member.read, _BLOCK_BYTES), b""):
-                            if packed:
-                                unpacked.write(block)
-                            work.show(done := done + len(block))
-                        unpacked.flush()
-                        place: IO[bytes] = unpacked
-                        start = 0
-                        if not packed:
-                            header = os.pread(file.fileno(), _LOCAL_HEADER.size, info.header_offset)
-                            start = info.header_offset + _LOCAL_HEADER.size
-                            place, start = file, start + sum(_LOCAL_HEADER.unpack(header))
-                        self._add(info.filename.removesuffix(".npy"), place, start)
-                        if (size := place.tell() - start) != info.file_size:
-                            text = f"{info.filename} has {info.file_size} bytes, expected {size}"
-                            raise ValueError(text)
-
-    def _add(self, name: str, file: IO[bytes], start: int) -> None:
-        self.maps.append(_map(file))
-        file.seek(start)
-        self.content[name] = _read_array(file, self.maps[-1])
+    content: dict[str, tuple[_Array, mmap.mmap]]
 
     def arrays(self, model: ModelSpec) -> dict[str, _Array]:
-        """The arrays by input, in the model's order.
-
-        Raises:
-            InvalidInputError: They are not what the model takes.
-        """
+        """The arrays by input, in the model's order, or an `InvalidInputError`."""
         names = [spec.name for spec in model.inputs]
-        found = self.content
+        found = {name: array for name, (array, _) in self.content.items()}
         if "" in found:
             if len(names) != 1:
                 raise InvalidInputError(
@@ -180,12 +136,11 @@ class InputFile:
         }
 
     def let_go(self) -> None:
-        """Give back the memory of what was read.
+        """Give back the memory of what was read, and check that the file is as long as it was.
 
-        Raises:
-            InvalidInputError: The file became shorter: to read beyond its end would kill the process.
+        To read beyond the end of a mapped file would kill the process.
         """
-        for mapped in self.maps:
+        for _, mapped in self.content.values():
             mapped.madvise(mmap.MADV_DONTNEED)
         if os.fstat(self.descriptor).st_size < self.stamp["size"]:
             raise InvalidInputError(f"--input: {self.path} became shorter while it was read")
@@ -208,16 +163,48 @@ def opened_input(path: Path, scratch: Path) -> Iterator[InputFile]:
             descriptor, _ = stack.enter_context(open_regular(path))
         except (BuildError, OSError) as exc:
             raise InvalidInputError(f"--input: {exc}") from exc
-        found = InputFile(path=path, descriptor=descriptor, stamp=stamp(descriptor))
+        file = stack.enter_context(open(descriptor, "rb", closefd=False))
         try:
-            found.read(stack.enter_context(open(descriptor, "rb", closefd=False)), scratch)
+            if zipfile.is_zipfile(file):
+                content = dict(_read_archive(file, scratch))
+            else:
+                file.seek(0)
+                content = {"": _read_array(file, _map(file))}
         except Exception as exc:  # of NumPy, zipfile, zlib or the system
             if isinstance(exc, OSError) and exc.errno is not None:
                 text = f"--input: {path} cannot be read, or unpacked in {scratch}: {exc.strerror}"
                 raise McinferError(text) from exc
             kind = "an .npy file" if path.suffix == ".npy" else "an .npz file"
             raise InvalidInputError(f"--input: {path} is not {kind}: {exc}") from exc
-        yield found
+        now = stamp(descriptor)
+        yield InputFile(path=path, descriptor=descriptor, stamp=now, content=content)
+
+
+def _read_archive(file: IO[bytes], scratch: Path) -> Iterator[tuple[str, tuple[_Array, mmap.mmap]]]:
+    """The arrays of an archive, whose check sums are compared: mapped in their place, or unpacked."""
+    with zipfile.ZipFile(file) as archive:
+        infos = archive.infolist()
+        done, total = 0, max(1, sum(info.file_size for info in infos))
+        with showing_work(sys.stderr, "checking the input", total) as work:
+            for info in infos:
+                with archive.open(info) as member, TemporaryFile(dir=scratch) as unpacked:
+                    place: IO[bytes] = unpacked
+                    start = 0
+                    for block in iter(partial(member.read, _BLOCK_BYTES), b""):
+                        if info.compress_type != zipfile.ZIP_STORED:
+                            unpacked.write(block)
+                        work.show(done := done + len(block))
+                    unpacked.flush()
+                    if info.compress_type == zipfile.ZIP_STORED:
+                        header = os.pread(file.fileno(), _LOCAL_HEADER.size, info.header_offset)
+                        lengths = _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
+                        place, start = file, info.header_offset + lengths
+                    place.seek(start)
+                    found = _read_array(place, _map(place))
+                    if (size := place.tell() - start) != info.file_size:
+                        text = f"{info.filename} has {info.file_size} bytes, expected {size}"
+                        raise ValueError(text)
+                yield info.filename.removesuffix(".npy"), found
 
 
 # The answers, and the output.
@@ -237,12 +224,8 @@ class PartialResults:
 
         Args:
             output: Absolute path of the output file.
-            work: What the result depends on, as JSON has it: model, input, options.
+            work: What the result depends on, as JSON has it; a run is only resumed with the same.
             restart: Whether to discard the results of an interrupted run.
-
-        Raises:
-            McinferError: The folder cannot be made, another run or another user has it, it holds the results
-                of other work, or it is damaged.
         """
         self.path = output.with_name(f".{output.name}.partial")
         self.plan: Mapping[str, Any] | None = None
@@ -326,9 +309,6 @@ class PartialResults:
             plan: How the input is cut, as JSON has it.
             outputs: By output, in the model's order, the axis along which the answers follow one another;
                 None: they are all the same, and one is kept.
-
-        Raises:
-            McinferError: The folder is damaged.
         """
         self.plan, self._outputs = plan, outputs
         self._sizes = self._sizes or [0] * len(outputs)
@@ -346,12 +326,7 @@ class PartialResults:
             os.ftruncate(file.fileno(), size)
 
     def add(self, answer: Mapping[str, _Array]) -> None:
-        """Write the answer to the next request.
-
-        Raises:
-            JoinError: An output does not go together with the first one.
-            OSError: It cannot be written.
-        """
+        """Write the answer to the next request; a `JoinError` if it does not fit to the first one."""
         for (name, axis), file in zip(self._outputs.items(), self._files, strict=True):
             array = answer[name]
             if array.dtype.hasobject:
@@ -380,11 +355,7 @@ class PartialResults:
         self._saved = self.done
 
     def keep(self) -> int:
-        """Save the answers so far, as the work goes no further.
-
-        Returns:
-            How many answers are kept: fewer than there are, if the disk takes no more.
-        """
+        """Save the answers so far; returns how many are kept: not all, if the disk takes no more."""
         with suppress(OSError):
             self._remove(_WHOLE)  # and what is not whole: the disk may be full
             self._cut_off()
@@ -400,14 +371,7 @@ class PartialResults:
         return max(0, 2 * whole - sum(self._sizes) - disk.f_bavail * disk.f_frsize)
 
     def finish(self, model: ModelSpec) -> list[str]:
-        """Write the output file, as `numpy.savez` does.
-
-        Returns:
-            For each output a line with its name, element type and shape.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Write the output file, as `numpy.savez` does; a line for each output with its type and shape."""
         lines = []
         with (
             self._open(_WHOLE, "wb", 0o666) as file,
@@ -491,7 +455,7 @@ def _records(file: IO[bytes]) -> Iterator[tuple[_Array, mmap.mmap]]:
     mapped = _map(file)
     file.seek(0)
     while file.tell() < len(mapped):
-        yield _read_array(file, mapped), mapped
+        yield _read_array(file, mapped)
 
 
 def _write_joined(

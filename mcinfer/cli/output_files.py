@@ -1,9 +1,8 @@
 """Files that a command writes when its work is done.
 
-What would keep one from being written is found before the work, which may take long. A file is whole or not
-there: it is written under another name beside its place, and then moved there. Results of work that was not
-finished never take the place of finished ones. Links are followed, except those of other users, who could
-choose the file that is replaced (``/tmp`` is open to all).
+They are checked before the work, which may take long. A file is written under another name beside its place
+and then moved there, so it is whole or not there. Unfinished results never replace finished ones. Links are
+followed, except those of other users, who could choose the file that is replaced (``/tmp`` is open to all).
 """
 
 import os
@@ -31,10 +30,7 @@ def parse_png(text: str) -> Path:
 
 
 def check_outputs(outputs: Mapping[str, Path | None]) -> None:
-    """Check that files can be written, before the work that they are for.
-
-    Args:
-        outputs: By option; those that were not given are None.
+    """Check that the files of these options can be written; None: the option was not given.
 
     Raises:
         BadParameter: Two are the same file.
@@ -53,11 +49,10 @@ def write_output(option: str, path: Path, content: bytes, *, finished: bool = Tr
     """Write a file.
 
     Args:
-        option: What it is for.
-        path: Where to. A link stays, and the file that it leads to is replaced.
+        option: The option that names the file.
+        path: Its path. A link stays, and the file that it leads to is replaced.
         content: All of it.
-        finished: Whether it is what was asked for. If not, it is written beside that, to ``x.partial.json``
-            in the place of ``x.json``, and standard error says so.
+        finished: If not, the file is ``x.partial.json`` instead of ``x.json``, and standard error says so.
 
     Raises:
         InvalidInputError: There is something else than a file in its place by now.
@@ -76,11 +71,10 @@ def write_output(option: str, path: Path, content: bytes, *, finished: bool = Tr
 
 
 def output_place(option: str, path: Path) -> Path:
-    """The absolute path of the file to write, where links lead; it need not be there.
+    """The absolute path of the file to write, at the end of all links; the file need not exist.
 
     Raises:
-        InvalidInputError: It cannot be written, there is something else than a file in its place, or another
-            user's link leads there.
+        InvalidInputError: It cannot be written, is no regular file, or another user's link leads there.
     """
     try:
         mode = stat.S_IFREG
