@@ -185,17 +185,6 @@ def test_options_that_say_nothing_are_wrong_usage(capsys: Capture, words: list[s
 # Failures: status 1, one line; and nothing is left.
 
 
-def test_model_of_another_kind_is_loaded_by_its_engine(
-    batch: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    model = tmp_path / "model.ms"
-    model.write_bytes(b"of MindSpore Lite")
-    assert call(model, batch, tmp_path / "out.npz") == 1
-    line = only_line(capsys.readouterr().err).lower()
-    assert "mindspore" in line
-    assert "onnx" not in line
-
-
 def test_output_that_exists_is_replaced_with_force_alone(
     double: Path, batch: Path, tmp_path: Path, capsys: Capture
 ) -> None:

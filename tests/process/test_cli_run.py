@@ -196,22 +196,6 @@ def test_input_that_changes_meanwhile_is_an_error_and_nothing_is_discarded(
     assert done(target) >= 1
 
 
-def test_links_in_a_folder_that_another_user_has_prepared_are_not_followed(tmp_path: Path) -> None:
-    # In /tmp, .NAME.partial with links in it had the caller's files overwritten, with status 0.
-    mine, target = tmp_path / "mine", tmp_path / "out.npz"
-    mine.write_bytes(b"precious")
-    folder, source = partial(target), tmp_path / "in.npy"
-    folder.mkdir()
-    folder.chmod(0o777)
-    for name in ("0.parts", "progress.json.new", "whole.npz"):
-        (folder / name).symlink_to(mine)
-    np.save(source, np.arange(18, dtype=np.float32).reshape(6, 3))
-    ended = run(*arguments(save_double(tmp_path), source, target, 2))
-    assert mine.read_bytes() == b"precious"
-    assert (ended.status, target.exists()) == (1, False)
-    assert ended.err.startswith(f"mcinfer: --output: {folder} is of user ")
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     """A file system of so many MB."""
