@@ -173,7 +173,7 @@ def test_doctor_finds_no_problem_where_tests_run(tmp_path: Path) -> None:
     assert all(re.match(r"(ok     |warning)  \S.*: \S", line) for line in lines)
     names = [line[9:].partition(":")[0] for line in lines]
     assert names == [
-        *("platform", "memfd_create with seals", "pidfd_open", "descriptors over sockets"),
+        *("platform", "memfd_create with seals", "pidfd_open"),
         *("open files", "threads of the user", "threads of the container", "memory"),
         *("overcommit", "CPU quota", "runtime folder", "cache", "packages", "extras"),
         *("onnxruntime", "GPUs", "pool"),

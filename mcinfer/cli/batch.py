@@ -110,11 +110,9 @@ def plan_requests(
         workers: Over how many a request is split. It has rows for each, where that is possible.
         rows: Rows of a request; None: 64 for each worker, or as many as have 64 MiB of inputs and outputs.
         split: The split; with None, and with one that does not split, the whole batch is one request.
-
-    Raises:
-        InvalidInputError: The shapes do not fit the model, as `Master.predict` would say.
     """
     plan = sharding.plan(model, [arrays[spec.name].shape for spec in model.inputs], 1, split)
+    outputs = [*zip(model.outputs, plan.outputs, strict=True)]
     axes = {spec.name: axis for spec, axis in zip(model.inputs, plan.input_axes, strict=True)}
     cut = {
         spec.name: spec.shape[axis] if spec.shape else None
@@ -125,7 +123,7 @@ def plan_requests(
     units = (len(plan.rows) if fixed else sum(plan.rows)) if cut else 1
     unit_rows = next(iter(fixed.values()), 1) if cut else max(1, sum(plan.rows))
     input_bytes = total_bytes = sum(arrays[name].nbytes for name in cut)
-    for spec, join in zip(model.outputs, plan.outputs, strict=True):
+    for spec, join in outputs:
         if join.axis is not None and join.shape is not None:
             total_bytes += prod(join.shape) * spec.dtype.itemsize
         elif (
@@ -142,14 +140,11 @@ def plan_requests(
         step=step,
         unit_rows=unit_rows,
         shards=workers,
-        outputs={
-            spec.name: join.axis if units > step else None
-            for spec, join in zip(model.outputs, plan.outputs, strict=True)
-        },
+        outputs={spec.name: join.axis if units > step else None for spec, join in outputs},
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Planner:
     """Finds out how a file is cut; its first rows run where that is not known."""
 
@@ -162,12 +157,7 @@ class _Planner:
     timeout: float | None
 
     def plan(self) -> Requests:
-        """The requests.
-
-        Raises:
-            InvalidInputError: The inputs do not fit the model, or `rows` is given and the file cannot be cut.
-            McinferError: The first rows cannot be run.
-        """
+        """The requests; an `InvalidInputError` if `rows` is given and the file cannot be cut."""
         model, split = self.model, self.master.split
         sharding.plan(model, [*self._shapes.values()], 1, split)  # raises if they do not fit
         known = split.checked and split.splits and self._fits(split)
@@ -253,11 +243,11 @@ class _Planner:
             for axis, size in enumerate(shape)
             if axis != axes[name]
         }
-        few = next(n for n in count(max(2, 2 * self.workers)) if n not in others)
-        more = next(n for n in count(max(step, 2 * few)) if n not in others)
-        yield min(few, most)
-        if few < most:
-            yield min(more, most)
+        for least in (max(2, 2 * self.workers), max(step, 4 * self.workers)):
+            rows = next(n for n in count(least) if n not in others)
+            yield min(rows, most)
+            if rows >= most:
+                return
 
 
 # Running.
@@ -292,9 +282,6 @@ def run_batch(
 
     Returns:
         For each output a line with its name, element type and shape.
-
-    Raises:
-        McinferError, OSError: It failed; says how many rows are kept.
     """
     place = _output_place(target, force)  # before the work, not after it
     with (
@@ -326,16 +313,7 @@ def run_batch(
             spec = ModelSpec(inputs=master.inputs, outputs=master.outputs)
             arrays = file.arrays(spec)
             if results.plan is None:
-                planner = _Planner(
-                    master=master,
-                    model=spec,
-                    arrays=arrays,
-                    said=said,
-                    rows=rows,
-                    workers=len(workers),
-                    timeout=timeout,
-                )
-                requests = planner.plan()
+                requests = _Planner(master, spec, arrays, said, rows, len(workers), timeout).plan()
             else:  # which holds for the same model, input and options
                 requests = Requests(**results.plan)
                 done, total = requests.rows(results.done), requests.rows(requests.count)
@@ -343,15 +321,13 @@ def run_batch(
             results.begin(asdict(requests), requests.outputs)
             with _keeping(results, requests):
                 _answer(master, file, arrays, requests, results, timeout)
-            if _stamps([source]) != depends_on["input"]:
-                raise InvalidInputError(
-                    "the input changed while it was used; --restart begins anew"
-                )
-            restarted = any(worker.restarts for worker in master.statistics().workers)
-            if restarted and _stamps(files) != depends_on["model"]:
-                raise InvalidInputError(
-                    "the model changed while it was used; --restart begins anew"
-                )
+            reads = {"input": [source]}
+            if any(worker.restarts for worker in master.statistics().workers):
+                reads["model"] = files  # other workers still have what the model was
+            for name, paths in reads.items():
+                if _stamps(paths) != depends_on[name]:
+                    text = f"the {name} changed while it was used; --restart begins anew"
+                    raise InvalidInputError(text)
             with _keeping(results, requests):
                 return results.finish(spec)
 

@@ -10,7 +10,6 @@ import platform
 import resource
 import select
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -130,7 +129,6 @@ def look_at_platform() -> Iterator[Finding]:
     for name, needs, attempt in (
         ("memfd_create with seals", "Linux 3.17 or newer", _try_memfd),
         ("pidfd_open", "Linux 5.3 or newer", _try_pidfd),
-        ("descriptors over sockets", "AF_UNIX sockets with SCM_RIGHTS", _try_rights),
     ):
         found, advice = "works", ""
         try:
@@ -151,17 +149,6 @@ def _try_pidfd() -> None:
     fd = os.pidfd_open(os.getpid())
     select.select([fd], [], [], 0)
     os.close(fd)
-
-
-def _try_rights() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        socket.send_fds(ours, [b"1"], [ours.fileno()])
-        _, received, _, _ = socket.recv_fds(theirs, 1, 1)
-        for fd in received:
-            os.close(fd)
-        if not received:
-            raise OSError("the descriptor did not arrive")
 
 
 # Limits.
@@ -205,16 +192,9 @@ def judge_limit(
     command: str,
     others: str,
 ) -> Finding:
-    """Compare a limit with the need of a pool; as much again is left to the program and its requests.
+    """Compare a soft and a hard limit with the need of a pool; as much again is for the program and requests.
 
-    Args:
-        name: What is limited.
-        limits: The soft and the hard limit.
-        used: How much of the soft limit is in use.
-        needed: How much a pool needs.
-        what: The pool, in words.
-        command: Raises the soft limit up to the hard one; empty if there is none.
-        others: Other ways, with ``{0}`` for the number.
+    `command` raises the soft limit up to the hard one; `others` are other ways, with ``{0}`` for the number.
     """
     soft, hard = (limit if limit != resource.RLIM_INFINITY else sys.maxsize for limit in limits)
     if soft == sys.maxsize:
@@ -370,11 +350,7 @@ def judge_packages(
 ) -> Iterator[Finding]:
     """The packages that nothing works without; which extras are installed, and what of them is too old.
 
-    Args:
-        own: The version of mcinfer.
-        requires: Its requirements and those of its extras (PEP 508).
-        extras: Their names.
-        installed: Gives the version of a package; None if it is not installed.
+    `requires` are the requirements of mcinfer and its extras (PEP 508); `installed` gives versions.
     """
     from packaging.requirements import Requirement
 
