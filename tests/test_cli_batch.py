@@ -5,25 +5,18 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import onnx
-import onnxruntime
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
-from onnx import TensorProto, helper, parser
+from onnx import TensorProto, helper
 
 from mcinfer.cli import batch, main
 from mcinfer.cli.batch import Requests, plan_requests
 from mcinfer.sharding import Axes, SaidAxes, first_split
 from mcinfer.specs import Dimension, ModelSpec, TensorSpec
-from tests.command_line import FLOAT, Capture, Value, files, only_line, save
-from tests.test_cli_run import call, loaded
-
-Arrays = dict[str, NDArray[Any]]
+from tests.command_line import FLOAT, Arrays, Capture, Case, Value, files, loaded, only_line, save
 
 # As recurrent models are exported: no shape of `stateN` says what joins.
 STATEFUL = """
@@ -80,53 +73,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     path.chmod(0o700)
     monkeypatch.setenv("MCINFER_CACHE", str(path))
     return path
-
-
-def written(folder: Path, text: str) -> Path:
-    path = folder / "model.onnx"
-    model = parser.parse_model(text)
-    # The names of its dimensions were for the parser.
-    for value in (*model.graph.input, *model.graph.output):
-        for dim in value.type.tensor_type.shape.dim:
-            if dim.dim_param and dim.dim_param != "batch":
-                dim.ClearField("dim_param")
-    onnx.save(model, path)
-    return path
-
-
-class Case:
-    """Runs batches of one device, and compares the output with ONNX Runtime's own answer."""
-
-    def __init__(self, folder: Path, capsys: Capture) -> None:
-        self.folder, self.capsys = folder, capsys
-        self.output = folder / "out.npz"
-
-    def run(self, model: str | Path, inputs: Arrays, *words: str, equal: bool = True) -> str:
-        """What standard error has, of a run that is a success."""
-        status, err = self.end(model, inputs, *words)
-        assert status == 0, err
-        if equal:
-            path = self.folder / "model.onnx"
-            session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-            names = [output.name for output in session.get_outputs()]
-            expected = dict(zip(names, session.run(names, inputs), strict=True))
-            got = loaded(self.output)
-            assert [*got] == names
-            for name, array in expected.items():
-                np.testing.assert_array_equal(got[name], array, name)
-        return err
-
-    def fail(self, model: str | Path, inputs: Arrays, *words: str) -> str:
-        """The line that a run fails with."""
-        status, err = self.end(model, inputs, *words)
-        assert status == 1
-        return only_line(err)
-
-    def end(self, model: str | Path, inputs: Arrays, *words: str) -> tuple[int, str]:
-        path = written(self.folder, model) if isinstance(model, str) else model
-        np.savez(self.folder / "in.npz", allow_pickle=False, **inputs)
-        status = call(path, self.folder / "in.npz", self.output, *words)
-        return status, self.capsys.readouterr().err
 
 
 @pytest.fixture
