@@ -311,7 +311,7 @@ def test_results_of_other_work_stay_until_they_are_discarded(tmp_path: Path) -> 
     assert progress.read_bytes() == content
     with results(target, other, restart=True, y=0) as making:
         assert making.done == 0
-        assert files(making.path) == ["0.parts"]
+        assert files(making.path) == ["0.parts", "lock"]
     assert files(tmp_path) == []
 
 
@@ -378,7 +378,7 @@ def test_folder_that_others_may_have_made_is_refused_and_no_link_in_it_is_follow
     else:
         theirs = tmp_path / "theirs" if kind == "link" else folder
         theirs.mkdir(mode=0o700)
-        for name in ("0.parts", "progress.json.new", "whole.npz"):
+        for name in ("lock", "0.parts", "progress.json.new", "whole.npz"):
             (theirs / name).symlink_to(mine)
     if kind == "link":
         folder.symlink_to(theirs)
@@ -393,7 +393,7 @@ def test_folder_that_others_may_have_made_is_refused_and_no_link_in_it_is_follow
     assert mine.read_bytes() == b"precious"
 
 
-@pytest.mark.parametrize("name", ["0.parts", "progress.json.new"])
+@pytest.mark.parametrize("name", ["lock", "0.parts", "progress.json.new"])
 def test_no_link_in_the_folder_is_followed(tmp_path: Path, name: str) -> None:
     mine = tmp_path / "mine"
     mine.write_bytes(b"precious")

@@ -59,25 +59,21 @@ def make_app() -> typer.Typer:
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
     )
+    group = typer.Typer(
+        help="Models that were prepared for all workers to map.", rich_markup_mode=None
+    )
     _add(app, "run", run.run)
     _add(app, "inspect", inspect.inspect)
     _add(app, "devices", devices.devices)
     _add(app, "doctor", doctor.doctor)
-    app.add_typer(_cache(), name="cache")
+    app.add_typer(group, name="cache")
+    _add(group, "list", cache.list_entries)
+    _add(group, "clear", cache.clear)
+    _add(group, "prepare", cache.prepare)
     _add(app, "bench", bench.bench, epilog=_COMPARE)
     _add(app, "bench compare", bench.compare)
     _add(app, "tune", tune.tune)
     return app
-
-
-def _cache() -> typer.Typer:
-    group = typer.Typer(
-        help="Models that were prepared for all workers to map.", rich_markup_mode=None
-    )
-    _add(group, "list", cache.list_entries)
-    _add(group, "clear", cache.clear)
-    _add(group, "prepare", cache.prepare)
-    return group
 
 
 def _add(

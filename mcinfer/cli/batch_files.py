@@ -2,7 +2,8 @@
 
 ::
 
-    .NAME.partial/                this user's alone (mode 0700); locked (flock) by the one run that uses it
+    .NAME.partial/                this user's alone (mode 0700)
+    .NAME.partial/lock            held (flock) by the one run that uses the folder
     .NAME.partial/progress.json   which work this is, and how far it is: replaced whole, after a sync
     .NAME.partial/0.parts, …      by output, the answers one after another, each in the format .npy
     .NAME.partial/whole.npz       at the end all of them, which is then moved to NAME
@@ -43,6 +44,7 @@ from mcinfer.specs import ModelSpec
 _FORMAT = 5
 """Format of the folder; one more when it changes."""
 
+_LOCK = "lock"
 _PROGRESS = "progress.json"
 _PROGRESS_ASIDE = "progress.json.new"
 _WHOLE = "whole.npz"
@@ -266,13 +268,16 @@ class PartialResults:
                         f"{stat.S_IMODE(info.st_mode):04o}, expected user {os.geteuid()} and 0700: "
                         "remove it, or write to another folder"
                     )
+                # A file, open for writing: NFS has no such lock of a folder.
+                lock_flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+                lock = os.open(_LOCK, lock_flags, 0o600, dir_fd=folder)
+                tried.callback(os.close, lock)
                 try:
-                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     text = f"--output: another run is writing to {self.path}"
                     raise McinferError(text) from None
-                now = os.stat(self.path.name, dir_fd=self._parent, follow_symlinks=False)
-                if os.path.samestat(info, now):
+                if os.path.samestat(os.fstat(lock), os.stat(_LOCK, dir_fd=folder)):
                     stack.push(tried.pop_all())
                     return folder
 
@@ -403,6 +408,7 @@ class PartialResults:
     def _tidy(self) -> None:
         if _PROGRESS not in os.listdir(self._folder):
             self._clear()
+            self._remove(_LOCK)
             with suppress(OSError):  # something in it is not mcinfer's
                 os.rmdir(self.path.name, dir_fd=self._parent)
 

@@ -149,11 +149,21 @@ def test_interruption_before_anything_is_done_leaves_nothing(tmp_path: Path) -> 
         process = psutil.Process(program.pid)
         # Before that, Ctrl-C reaches the worker as well.
         wait_until(lambda: any(os.getpgid(w.pid) == w.pid for w in process.children()), 60.0)
-        assert partial(target).exists()
+        assert (partial(target) / "lock").exists()
         program.interrupt()
         ended = program.wait()
     assert (ended.status, ended.out, ended.err) == (130, "", "mcinfer: interrupted\n")
     assert files(tmp_path) == ["endless.onnx", "in.npy"]
+
+
+def test_request_that_takes_too_long_is_no_fault_of_the_output(tmp_path: Path) -> None:
+    model, source, target = tmp_path / "endless.onnx", tmp_path / "in.npy", tmp_path / "out.npz"
+    onnx.save(parser.parse_model(ENDLESS), model)
+    np.save(source, np.ones(4, np.float32))
+    ended = run(*arguments(model, source, target), "--timeout", "1")
+    assert (ended.status, ended.out) == (1, "")
+    assert " 1 s" in ended.err
+    assert "--output" not in ended.err
 
 
 def test_neither_a_second_run_to_the_same_output_nor_a_touch_does_harm(
