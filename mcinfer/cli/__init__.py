@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from types import FrameType
 
 from mcinfer.errors import McinferError, MissingDependencyError, printable
@@ -50,7 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _status(arguments: Sequence[str] | None, came: list[int]) -> int:
     try:
         with _prefixed_log(), _signals_as_interrupts(came):
-            status = _run(arguments)
+            if find_spec("typer") is None:
+                raise MissingDependencyError(
+                    "the command line needs the package typer: pip install 'mcinfer[cli]'"
+                )
+            from mcinfer.cli.app import call
+
+            status = call(arguments)
             sys.stdout.flush()
             return status
     except KeyboardInterrupt:
@@ -60,18 +67,6 @@ def _status(arguments: Sequence[str] | None, came: list[int]) -> int:
     except (McinferError, OSError) as exc:
         _say(str(exc))
         return 1
-
-
-def _run(arguments: Sequence[str] | None) -> int:
-    try:
-        import typer  # noqa: F401 before our own modules, whose faults are not a missing package
-    except ModuleNotFoundError as exc:
-        raise MissingDependencyError(
-            "the command line needs the package typer: pip install 'mcinfer[cli]'"
-        ) from exc
-    from mcinfer.cli.app import call
-
-    return call(arguments)
 
 
 def _open_streams() -> None:

@@ -109,7 +109,7 @@ def plan_requests(
         arrays: By input.
         workers: Over how many a request is split. It has rows for each, where that is possible.
         rows: Rows of a request; None: 64 for each worker, or as many as have 64 MiB of inputs and outputs.
-        split: The split; with None, and with one that does not split, the whole batch is one request.
+        split: None, or one that does not split: the whole batch is one request.
     """
     plan = sharding.plan(model, [arrays[spec.name].shape for spec in model.inputs], 1, split)
     outputs = [*zip(model.outputs, plan.outputs, strict=True)]
@@ -266,19 +266,7 @@ def run_batch(
     restart: bool,
     force: bool,
 ) -> list[str]:
-    """Run the rows of a file, and write another file.
-
-    Args:
-        model: Path of the model.
-        source: An .npz file with the inputs by name, or an .npy file with the only one.
-        target: The .npz file to write.
-        engine: As in `Master`.
-        devices: As in `Master`; None: all of the CPU.
-        rows: As in `plan_requests`.
-        said: The axes that the user says.
-        timeout: Seconds for one request; None is `Timeouts.predict`.
-        restart: Whether to discard the results of an interrupted run.
-        force: Whether to replace an output that exists.
+    """Run the rows of a file, and write another file; see the options of ``mcinfer run``.
 
     Returns:
         For each output a line with its name, element type and shape.

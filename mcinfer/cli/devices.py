@@ -30,22 +30,19 @@ def devices(devices: DevicesOption = None) -> None:
         found, why = gpus(), ""
     except OSError as exc:
         found, why = (), f"no GPU was found: {exc}"
-    for absent in (*shares.values(), *_absent_gpus(parsed, len(found), why)):
-        if isinstance(absent, InvalidInputError):
-            raise absent
+    for share in shares.values():
+        if isinstance(share, InvalidInputError):
+            raise share
+    for device in parsed:
+        if device.kind == "cuda" and device.index >= len(found):
+            why = why or f"the last device that was found is cuda:{len(found) - 1}"
+            raise InvalidInputError(f"device {device} does not exist: {why}")
     default = counted(automatic_workers(cpus), "worker")
     print(f"{counted(len(cores), 'usable core')}: {format_core_list(cores)}; by default {default}")
     for line in (*_cpu_lines(cores), *_gpu_lines(found, why)):
         print(line)
     for index, device in enumerate(parsed):
         print(f"worker {index}: {_share_text(device, shares.get(index))}")
-
-
-def _absent_gpus(devices: Sequence[Device], count: int, why: str) -> Iterator[InvalidInputError]:
-    for device in devices:
-        if device.kind == "cuda" and device.index >= count:
-            last = f"the last device that was found is cuda:{count - 1}"
-            yield InvalidInputError(f"device {device} does not exist: {why or last}")
 
 
 def _cpu_lines(cores: list[int]) -> list[str]:
