@@ -38,11 +38,7 @@ class _Commands(TyperGroup):
 
 
 def call(arguments: Sequence[str] | None) -> int:
-    """Run the command that the arguments name; returns the exit status.
-
-    Raises:
-        KeyboardInterrupt, McinferError, OSError: The command failed; no message was printed yet.
-    """
+    """Run the command that the arguments name; returns the exit status. Errors have no message yet."""
     command = typer.main.get_command(make_app())
     try:
         command.main(arguments, prog_name="mcinfer")

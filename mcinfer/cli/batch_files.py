@@ -106,11 +106,7 @@ def _read_as(array: _Array, dtype: "np.dtype[Any]") -> _Array:
 class InputFile:
     """An .npz or .npy file, mapped: its arrays are read as their rows are used.
 
-    Attributes:
-        path: Path of the file.
-        descriptor: The open file.
-        stamp: See `stamp`.
-        content: Arrays and their mappings by name; an .npy file has one array, under no name.
+    `content` has the arrays and their mappings by name; an .npy file has one array, under no name.
     """
 
     path: Path
@@ -152,13 +148,7 @@ class InputFile:
 def opened_input(path: Path, scratch: Path) -> Iterator[InputFile]:
     """Open an input file; an .npz file is read once, so that damage is found before any work.
 
-    Args:
-        path: Path of the file.
-        scratch: A folder with room for compressed arrays, which are unpacked.
-
-    Raises:
-        InvalidInputError: It is neither .npz nor .npy, or it is damaged or cannot be opened.
-        McinferError: It cannot be read or unpacked.
+    Compressed arrays are unpacked into files without a name in the folder `scratch`.
     """
     with ExitStack() as stack:
         try:
@@ -222,12 +212,9 @@ class PartialResults:
     """
 
     def __init__(self, output: Path, work: Mapping[str, Any], *, restart: bool = False) -> None:
-        """Take the folder, which is made if there is none.
+        """Take the folder of an output's absolute path, and make it if there is none.
 
-        Args:
-            output: Absolute path of the output file.
-            work: What the result depends on, as JSON has it; a run is only resumed with the same.
-            restart: Whether to discard the results of an interrupted run.
+        `work` is what the result depends on, as JSON has it: a run is only resumed with the same.
         """
         self.path = output.with_name(f".{output.name}.partial")
         self.plan: Mapping[str, Any] | None = None
@@ -310,10 +297,8 @@ class PartialResults:
     def begin(self, plan: Mapping[str, Any], outputs: Axes) -> None:
         """Open the files of the answers.
 
-        Args:
-            plan: How the input is cut, as JSON has it.
-            outputs: By output, in the model's order, the axis along which the answers follow one another;
-                None: they are all the same, and one is kept.
+        `outputs` has, in the model's order, the axis along which the answers follow one another; None: they
+        are all the same, and one is kept. `plan` is kept as it is for a run that resumes this one.
         """
         self.plan, self._outputs = plan, outputs
         self._sizes = self._sizes or [0] * len(outputs)

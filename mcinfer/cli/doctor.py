@@ -402,8 +402,7 @@ class Runtime(NamedTuple):
 def installed_runtime() -> Runtime:
     """ONNX Runtime, imported in a child: a process keeps what it imports.
 
-    Raises:
-        EngineError: It cannot be imported; has the last line of its error.
+    `EngineError`: it cannot be imported; has the last line of the error.
     """
     try:
         ran = subprocess.run(  # noqa: S603 nothing in it comes from outside

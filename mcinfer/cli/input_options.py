@@ -81,11 +81,7 @@ def input_options(
     integers: tuple[int, int],
     seed: int,
 ) -> Any:
-    """The options as `mcinfer.bench.inputs.InputOptions`.
-
-    Raises:
-        BadParameter: They do not fit together.
-    """
+    """The options as `mcinfer.bench.inputs.InputOptions`, or `typer.BadParameter`."""
     from mcinfer.bench.inputs import parse_input_options
     from mcinfer.errors import InvalidInputError
 

@@ -183,11 +183,7 @@ OutputAxisOption = Annotated[
 
 
 def axes_of(option: str, given: Sequence[tuple[str, int | None]] | None) -> dict[str, int | None]:
-    """The axes that were given, by name.
-
-    Raises:
-        BadParameter: A name comes twice.
-    """
+    """The axes that were given, by name; each name may come once."""
     names = [name for name, _ in given or ()]
     if len({*names}) < len(names):
         raise typer.BadParameter(f"{option}: got {names}, expected each name once")

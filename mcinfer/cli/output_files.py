@@ -30,12 +30,7 @@ def parse_png(text: str) -> Path:
 
 
 def check_outputs(outputs: Mapping[str, Path | None]) -> None:
-    """Check that the files of these options can be written; None: the option was not given.
-
-    Raises:
-        BadParameter: Two are the same file.
-        InvalidInputError: One cannot be written; see `output_place`.
-    """
+    """Check that the files of these options can be written and differ; None: the option was not given."""
     seen: dict[Path, str] = {}
     for option, path in outputs.items():
         if path is None:
@@ -46,17 +41,10 @@ def check_outputs(outputs: Mapping[str, Path | None]) -> None:
 
 
 def write_output(option: str, path: Path, content: bytes, *, finished: bool = True) -> None:
-    """Write a file.
+    """Write a file, at the end of all links.
 
-    Args:
-        option: The option that names the file.
-        path: Its path. A link stays, and the file that it leads to is replaced.
-        content: All of it.
-        finished: If not, the file is ``x.partial.json`` instead of ``x.json``, and standard error says so.
-
-    Raises:
-        InvalidInputError: There is something else than a file in its place by now.
-        OSError: It cannot be written.
+    If the content is not `finished`, the file is ``x.partial.json`` instead of ``x.json``, and standard error
+    says so.
     """
     target = path if finished else path.with_name(f"{path.stem}.partial{path.suffix}")
     place = output_place(option, target)
@@ -73,8 +61,7 @@ def write_output(option: str, path: Path, content: bytes, *, finished: bool = Tr
 def output_place(option: str, path: Path) -> Path:
     """The absolute path of the file to write, at the end of all links; the file need not exist.
 
-    Raises:
-        InvalidInputError: It cannot be written, is no regular file, or another user's link leads there.
+    `InvalidInputError`: it cannot be written, is no regular file, or another user's link leads there.
     """
     try:
         mode = stat.S_IFREG
