@@ -166,26 +166,6 @@ def test_request_that_takes_too_long_is_no_fault_of_the_output(tmp_path: Path) -
     assert "--output" not in ended.err
 
 
-def test_neither_a_second_run_to_the_same_output_nor_a_touch_does_harm(
-    slow: Path, rows: Path, tmp_path: Path
-) -> None:
-    target = tmp_path / "out.npz"
-    words = arguments(slow, rows, target)
-    with in_the_middle(words, target) as first:
-        stop(first.pid)
-        second = run(*words, "--restart")
-        rows.touch()
-        slow.touch()
-        first.send_signal(signal.SIGCONT)
-        assert (second.status, second.out) == (1, "")
-        assert second.err == f"mcinfer: --output: another run is writing to {partial(target)}\n"
-        ended = first.wait()
-    assert (ended.status, ended.err) == (0, "")
-    with np.load(target) as content:
-        assert content["y"].shape == (ROWS, WIDTH)
-    assert files(tmp_path) == ["in.npz", "out.npz", "slow.onnx"]
-
-
 def test_input_that_changes_meanwhile_is_an_error_and_nothing_is_discarded(
     slow: Path, rows: Path, tmp_path: Path
 ) -> None:
