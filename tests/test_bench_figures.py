@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcinfer.bench.figures import (
-    LoadFigures,
+    Figures,
     Spread,
     best_gain,
     busy,
@@ -29,9 +29,9 @@ LOAD = Load(batch=2, clients=4)
 OPEN = Load(batch=1, clients=64, rate=50.0)
 
 
-def figures_of(made: Report, name: str) -> LoadFigures:
+def figures_of(made: Report, name: str) -> Figures:
     (load,) = compared_loads(made)
-    return next(figures for figures in under(made, load) if figures.way == name)
+    return next(figures for figures in under(made, load) if figures.way.name == name)
 
 
 # Not so large that the mean of two is infinite: these are seconds, bytes and ratios.
@@ -42,7 +42,7 @@ FIGURES = st.floats(-1e300, 1e300) | st.just(math.nan)
 def test_spread_holds_all_that_is_known(values: list[float]) -> None:
     known = [value for value in values if not math.isnan(value)]
     spread = spread_of(values)
-    assert (spread.known, spread.count) == (bool(known), len(known))
+    assert (spread.known, len(spread.values)) == (bool(known), len(known))
     if known:
         assert spread.low == min(known) <= spread.middle <= max(known) == spread.high
 
@@ -124,10 +124,10 @@ def test_efficiency_is_over_so_many_times_the_pool_of_one() -> None:
         ("pool-1", LOAD): [turn(100.0), turn(50.0)],
     }
     found = pools(report(ways, turns))
-    assert [pool.workers for pool in found] == [1, 4]
-    assert found[1].efficiency == Spread((0.75, 0.8))
+    assert [pool.way.workers for pool in found] == [1, 4]
+    assert found[1].speedup == Spread((0.75, 0.8))
     alone = report(ways[:1], {("pool-4", LOAD): [turn()]})
-    assert not pools(alone)[0].efficiency.known
+    assert not pools(alone)[0].speedup.known
 
 
 # The verdict.

@@ -137,7 +137,7 @@ def test_report_of_nothing_is_still_a_page_and_a_picture() -> None:
 def test_every_panel_is_in_the_picture_and_begins_at_zero() -> None:
     made = hostile()
     drawn = figure(made)
-    assert len(drawn.get_axes()) == len(panels(made))
+    assert len(drawn.get_axes()) == len([*panels(made)])
     for one in drawn.get_axes():
         limits = one.get_ylim() if one.get_ylabel() else one.get_xlim()
         assert limits[0] == 0

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from mcinfer.bench.baselines import cut, join
-from mcinfer.bench.known_ways import check_names, way_class
-from mcinfer.bench.way import Setup
+from mcinfer.bench.way import Setup, check_names, way_class
 from mcinfer.errors import InvalidInputError
 from mcinfer.sharding import Split
 

@@ -1,16 +1,16 @@
 """Two reports side by side: what became faster or slower, as far as the spread of both shows it."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
-from mcinfer.bench.figures import UNKNOWN, LoadFigures, Spread, WayFigures, load_figures
+from rich.console import Console
+
+from mcinfer.bench.figures import UNKNOWN, Kind, Spread, load_figures, way_columns
 from mcinfer.bench.report import OTHERS, Report
-from mcinfer.bench.table import folded, new_table, print_lines, print_whole
+from mcinfer.bench.table import Grid, print_lines, show_grid
 from mcinfer.bench.texts import (
     FLAWED,
-    MEGABYTE,
-    Unit,
     busy_text,
     flaw_text,
     machine_text,
@@ -19,16 +19,8 @@ from mcinfer.bench.texts import (
     printable,
     spread_text,
     time_unit,
+    unit_of,
 )
-from mcinfer.errors import MissingDependencyError
-
-try:
-    from rich.console import Console
-    from rich.text import Text
-except ImportError as exc:
-    raise MissingDependencyError(
-        "comparing reports needs the package rich: pip install 'mcinfer[bench]'"
-    ) from exc
 
 WITHIN = "within the spread"
 ONE_REPEAT = "spread not known"
@@ -36,8 +28,14 @@ FELL_SHORT = "one fell short"
 """In one of the reports not all requests were answered, or not as fast as they came."""
 ONE_SIDED = "not known in both"
 
-_STYLES = {"faster": "green", "less": "green", "slower": "red", "more": "red"}
-_RATES, _TIMES, _AMOUNTS = ("slower", "faster"), ("faster", "slower"), ("less", "more")
+_WORDS: dict[Kind, tuple[str, str]] = {
+    "rate": ("slower", "faster"),
+    "part": ("slower", "faster"),
+    "time": ("faster", "slower"),
+    "bytes": ("less", "more"),
+    "amount": ("less", "more"),
+}
+"""For a figure that is less in the second report, and for one that is more."""
 _PASSING = ("load_average_before", OTHERS)
 """Facts about a machine at one moment."""
 
@@ -48,7 +46,7 @@ class Change:
 
     Attributes:
         figure: Its name, with its unit.
-        a: In the first report; `b` in the second, in the same unit.
+        a: In the first report, as text; `b` in the second, in the same unit.
         ratio: The second over the first: of the medians, with the least and the greatest that the repeats
             allow.
         verdict: ``"faster"``, ``"slower"``, ``"more"`` or ``"less"``, of the second, where all its repeats
@@ -56,8 +54,8 @@ class Change:
     """
 
     figure: str
-    a: Spread
-    b: Spread
+    a: str
+    b: str
     ratio: Spread
     verdict: str
 
@@ -73,7 +71,14 @@ class Group:
 
 def groups(a: Report, b: Report) -> tuple[Group, ...]:
     """All that is in both reports: load by load, then start and memory."""
-    return tuple(group for group in (*_loads(a, b), _ways(a, b)) if group.ways)
+    others = {way.name: way for way in b.ways}
+    started = {
+        way.name: tuple(_changes(way_columns(way), way_columns(others[way.name])))
+        for way in a.ways
+        if way.start_seconds and way.name in others and others[way.name].start_seconds
+    }
+    found = (*_loads(a, b), Group(title="start and memory", ways=started))
+    return tuple(group for group in found if group.ways)
 
 
 def differences(a: Report, b: Report) -> tuple[str, ...]:
@@ -134,58 +139,33 @@ def _loads(a: Report, b: Report) -> Iterator[Group]:
             if other is None or not other.turns:
                 continue
             old, new = load_figures(a, measurement), load_figures(b, other)
-            ways[measurement.way] = tuple(_load_changes(old, new))
+            sound = (old.sound, new.sound)
+            ways[measurement.way] = tuple(_changes(old.columns(), new.columns(), sound))
             remarks += [
-                f"{printable(figures.way)} in {name}: {flaw_text(figures)}"
+                f"{printable(figures.way.name)} in {name}: {flaw_text(figures)}"
                 for name, figures in (("A", old), ("B", new))
                 if not figures.sound
             ]
         yield Group(title=str(load), ways=ways, remarks=tuple(remarks))
 
 
-def _load_changes(a: LoadFigures, b: LoadFigures) -> Iterator[Change]:
-    sound = (a.sound, b.sound)
-    yield from _change("rows/s", a.rows, b.rows, _RATES, Unit(), sound)
-    yield from _change("speed-up", a.speedup, b.speedup, _RATES, Unit(), sound)
-    for name, fraction in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0)):
-        times = a.latency(fraction), b.latency(fraction)
-        yield from _change(name, *times, _TIMES, None, sound)
-    yield from _change("overhead", a.overhead, b.overhead, _TIMES, None, sound)
-    yield from _change("cores", a.cores, b.cores, _AMOUNTS, Unit(), sound)
-
-
-def _ways(a: Report, b: Report) -> Group:
-    others = {way.name: way for way in b.ways}
-    pairs = [(way, others[way.name]) for way in a.ways if way.name in others]
-    changes = {w.name: tuple(_way_changes(WayFigures(w), WayFigures(o))) for w, o in pairs}
-    return Group(title="start and memory", ways={name: c for name, c in changes.items() if c})
-
-
-def _way_changes(a: WayFigures, b: WayFigures) -> Iterator[Change]:
-    if a.start.known and b.start.known:
-        yield from _change("start", a.start, b.start, _TIMES)
-        yield from _change("PSS", a.pss, b.pss, _AMOUNTS, Unit(MEGABYTE, "MB"))
-        yield from _change("USS", a.uss, b.uss, _AMOUNTS, Unit(MEGABYTE, "MB"))
-
-
-def _change(
-    name: str,
-    a: Spread,
-    b: Spread,
-    words: tuple[str, str],
-    unit: Unit | None = None,
+def _changes(
+    a: Mapping[str, tuple[Spread, Kind]],
+    b: Mapping[str, tuple[Spread, Kind]],
     sound: tuple[bool, bool] = (True, True),
 ) -> Iterator[Change]:
-    """The change of one figure, of a time in a unit that suits it; none where neither report knows it."""
-    if a.known or b.known:
-        unit = unit or time_unit((a.middle, b.middle))
-        yield Change(
-            figure=f"{name} {unit.sign}".rstrip(),
-            a=Spread(tuple(value / unit.scale for value in a.values)),
-            b=Spread(tuple(value / unit.scale for value in b.values)),
-            ratio=ratio_of(a, b),
-            verdict=_verdict(a, b, words, sound),
-        )
+    """The changes of all figures, a time in a unit that suits it; without those that neither report knows."""
+    for name, (old, kind) in a.items():
+        new, _ = b[name]
+        if old.known or new.known:
+            unit = unit_of(kind, time_unit((old.middle, new.middle)))
+            yield Change(
+                figure=f"{name} {unit.sign}".rstrip(),
+                a=middle_text(old, unit),
+                b=middle_text(new, unit),
+                ratio=ratio_of(old, new),
+                verdict=_verdict(old, new, kind, sound),
+            )
 
 
 def ratio_of(a: Spread, b: Spread) -> Spread:
@@ -196,12 +176,12 @@ def ratio_of(a: Spread, b: Spread) -> Spread:
     return Spread((b.low / a.high, b.middle / a.middle, b.high / a.low))
 
 
-def _verdict(a: Spread, b: Spread, words: Sequence[str], sound: tuple[bool, bool]) -> str:
+def _verdict(a: Spread, b: Spread, kind: Kind, sound: tuple[bool, bool]) -> str:
     if not (a.known and b.known):
         return ONE_SIDED
-    if min(a.count, b.count) < 2:
+    if min(len(a.values), len(b.values)) < 2:
         return ONE_REPEAT
-    down, up = words
+    down, up = _WORDS[kind]
     word = up if b.low > a.high else down if b.high < a.low else WITHIN
     # A way that leaves requests unanswered, or falls behind, looks better than it is. So it may be called
     # worse than the other report's, and the other's better than it; but not the reverse.
@@ -216,7 +196,7 @@ def show(a: Report, b: Report, console: Console) -> None:
     verdicts = []
     for group in groups(a, b):
         console.print()
-        _show_group(group, console)
+        show_grid(_grid(group), console)
         print_lines([f"{FLAWED} {remark}" for remark in group.remarks], console, "yellow")
         verdicts += [change.verdict for changes in group.ways.values() for change in changes]
     if why := dict.fromkeys((*notes(a), *notes(b))):
@@ -226,20 +206,19 @@ def show(a: Report, b: Report, console: Console) -> None:
     print_lines(("", text), console, "bold")
 
 
-def _show_group(group: Group, console: Console) -> None:
-    table = new_table(group.title)
-    for name in ("way", "figure", "A", "B", "B/A", "B is"):
-        left = name in ("way", "figure", "B is")
-        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+def _grid(group: Group) -> Grid:
+    rows: list[tuple[str, ...]] = []
+    sections = []
     for way, changes in group.ways.items():
         for index, change in enumerate(changes):
-            table.add_row(
-                folded(printable(way)) if index == 0 else Text(),
-                Text(change.figure),
-                Text(middle_text(change.a)),
-                Text(middle_text(change.b)),
-                Text(spread_text(change.ratio)),
-                Text(change.verdict, style=_STYLES.get(change.verdict, "")),
-                end_section=index == len(changes) - 1,
-            )
-    print_whole(table, console)
+            name = "" if index else printable(way)
+            ratio = spread_text(change.ratio)
+            rows.append((name, change.figure, change.a, change.b, ratio, change.verdict))
+        sections.append(len(rows) - 1)
+    return Grid(
+        title=group.title,
+        header=("way", "figure", "A", "B", "B/A", "B is"),
+        rows=tuple(rows),
+        left=(0, 1, 5),
+        sections=frozenset(sections),
+    )

@@ -19,7 +19,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -30,7 +30,6 @@ import psutil
 
 from mcinfer import __version__
 from mcinfer.bench.inputs import InputOptions, fixed_batch, look_at, make_inputs, own_records
-from mcinfer.bench.known_ways import MODES, WayFailedError, check_names, shown_name
 from mcinfer.bench.load import MAX_ARRIVALS, rotated, write_request
 from mcinfer.bench.report import (
     OTHERS,
@@ -44,8 +43,8 @@ from mcinfer.bench.report import (
     Turn,
     Way,
 )
-from mcinfer.bench.subject import Subject
-from mcinfer.bench.way import Setup
+from mcinfer.bench.subject import Subject, WayFailedError
+from mcinfer.bench.way import MODES, Setup, check_names, shown_name
 from mcinfer.config import CoreShare, EngineOptions, TransportKind, parse_devices, share_cores
 from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.machine import whole_cpus
@@ -182,7 +181,7 @@ class Benchmark:
         self._began = datetime.now(UTC)
         self._start = monotonic()
         self._machine = machine()
-        self._others = _OthersLoad()
+        self._busy_before = _busy_seconds()
         # As the master counts them: fewer than cores where there is a quota.
         self._cpus = whole_cpus()
         self._devices = tuple(map(str, parse_devices(plan.devices, self._cpus)))
@@ -191,8 +190,14 @@ class Benchmark:
         self.turns_taken = 0
         self.done = 0
         self._finished = False
-        pools = len(self._pool_sizes())
-        self.steps = plan.repeats * (len(plan.ways) * (1 + len(plan.loads)) + 2 * pools)
+        # 1, 2, 4, … and the whole pool's; none where there is but one worker.
+        scales = plan.scaling and len(self._devices) > 1
+        self._pool_sizes = powers(len(self._devices)) if scales else []
+        # Enough for the whole pool to have something to do all the time.
+        self._scaling_load = Load(batch=max(plan.batches), clients=2 * len(self._devices))
+        self.steps = plan.repeats * (
+            len(plan.ways) * (1 + len(plan.loads)) + 2 * len(self._pool_sizes)
+        )
 
     def run(self) -> Report:
         """Measure everything.
@@ -224,7 +229,7 @@ class Benchmark:
             main, pools = [self._entry(way) for way in plan.ways], self._pools()
             self._entries = [*main, *pools]
             self._measure(main, plan.loads, files)
-            self._measure(pools, (self._scaling_load(),), files)
+            self._measure(pools, (self._scaling_load,), files)
         self._finished = True
         return self.report()
 
@@ -236,12 +241,13 @@ class Benchmark:
         """
         model, _ = self._model
         plan = self._plan
-        loads = (*plan.loads, self._scaling_load())
+        seconds = monotonic() - self._start
+        others = (_busy_seconds() - self._busy_before) / max(seconds, 1e-9)
         return Report(
             made_at=self._began.isoformat(timespec="seconds"),
-            took_seconds=round(monotonic() - self._start, 1),
+            took_seconds=round(seconds, 1),
             mcinfer=__version__,
-            machine={**self._machine, OTHERS: self._others.cores()},
+            machine={**self._machine, OTHERS: round(max(0.0, others), 2)},
             model=Model(
                 name=plan.model.name,
                 bytes=_model_bytes(plan.model),
@@ -263,7 +269,7 @@ class Benchmark:
             ways=tuple(entry.report() for entry in self._entries),
             measurements=tuple(
                 Measurement(way=entry.name, load=load, turns=tuple(entry.turns[load]))
-                for load in dict.fromkeys(loads)
+                for load in dict.fromkeys((*plan.loads, self._scaling_load))
                 for entry in self._entries
                 if entry.turns.get(load)
             ),
@@ -319,17 +325,8 @@ class Benchmark:
                 text=f"mcinfer.submit over {size} of {count} workers",
                 workers=size,
             )
-            for size in self._pool_sizes()
+            for size in self._pool_sizes
         ]
-
-    def _pool_sizes(self) -> list[int]:
-        """1, 2, 4, … and the whole pool's; none where there is but one worker."""
-        count = len(self._devices)
-        return powers(count) if count > 1 and self._plan.scaling else []
-
-    def _scaling_load(self) -> Load:
-        """Enough for the whole pool to have something to do all the time."""
-        return Load(batch=max(self._plan.batches), clients=2 * len(self._devices))
 
     # Measuring.
 
@@ -428,6 +425,10 @@ def powers(most: int) -> list[int]:
 
 def machine() -> dict[str, str | int | float]:
     """Processor, cores, memory, load and versions; no names, no paths."""
+    versions = {}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -435,15 +436,8 @@ def machine() -> dict[str, str | int | float]:
         "load_average_before": round(os.getloadavg()[0], 2),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        **{name: number for name in _PACKAGES if (number := _version(name))},
+        **versions,
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _cpu_model() -> str:
@@ -464,26 +458,10 @@ def _model_bytes(path: Path) -> int:
         return path.stat().st_size
 
 
-class _OthersLoad:
-    """The processor time of other programs on this process's cores, from now on."""
-
-    def __init__(self) -> None:
-        self._began = monotonic()
-        self._busy, self._own = self._seconds()
-
-    def cores(self) -> float:
-        """Cores that other programs kept busy, on average, as far as their time is known."""
-        busy, own = self._seconds()
-        elapsed = max(monotonic() - self._began, 1e-9)
-        return round(max(0.0, busy - self._busy - (own - self._own)) / elapsed, 2)
-
-    @staticmethod
-    def _seconds() -> tuple[float, float]:
-        """Busy time of the cores, steal time included; time of this process and of its children so far."""
-        cores = os.sched_getaffinity(0)
-        times = [t for i, t in enumerate(psutil.cpu_times(percpu=True)) if i in cores]
-        own = os.times()
-        return (
-            sum(t.user + t.nice + t.system + t.irq + t.softirq + t.steal for t in times),
-            own.user + own.system + own.children_user + own.children_system,
-        )
+def _busy_seconds() -> float:
+    """Busy time of this process's cores, steal time included, without its own and its children's so far."""
+    cores = os.sched_getaffinity(0)
+    times = [t for i, t in enumerate(psutil.cpu_times(percpu=True)) if i in cores]
+    own = os.times()
+    busy = sum(t.user + t.nice + t.system + t.irq + t.softirq + t.steal for t in times)
+    return float(busy) - (own.user + own.system + own.children_user + own.children_system)

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from mcinfer.bench.known_ways import BASELINES, MODES, check_names
 from mcinfer.bench.report import Report
+from mcinfer.bench.way import BASELINES, MODES, check_names
 from mcinfer.cli.input_options import (
     DimOption,
     InputOption,
