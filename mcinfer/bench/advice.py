@@ -29,14 +29,12 @@ def arguments(candidate: Candidate, found: Found) -> dict[str, Any]:
 
 
 def program(model: str, candidate: Candidate, found: Found) -> str:
-    """A whole program that starts the pool and calls it as it was called here."""
     given = arguments(candidate, found)
     given["max_batch_size"] = given["max_batch_size"] if candidate.max_batch_size > 1 else None
     return texts.program(model, given, found.arrays, candidate.call, found.aim.load.clients)
 
 
 def grids(found: Found) -> list[Grid]:
-    """The pools that were tried: a table for each round in which anything was measured, the best first."""
     numbers = sorted({trial.rung for trial in found.trials})
     return [grid for rung in numbers if (grid := _grid(found, rung)).rows]
 
@@ -74,7 +72,6 @@ def _grid(found: Found, rung: int) -> Grid:
 
 
 def remarks(found: Found) -> list[str]:
-    """What a reader has to know beside the tables."""
     lines = ["The search was interrupted: these are the results so far."]
     if found.ended:
         lines = [f"The search ended after {number(found.took_seconds)} s: {found.ended}."]
@@ -99,7 +96,6 @@ def remarks(found: Found) -> list[str]:
 
 
 def verdict(found: Found) -> str:
-    """The best pool, and how much better it is; or that none is good enough, and the nearest one."""
     best, chosen = found.best, found.recommended
     if best is None or chosen is None:
         return "no pool could be measured"

@@ -43,7 +43,6 @@ def providers_of(device: str) -> Providers:
 
 
 def open_session(model: str, threads: int, providers: Providers) -> ort.InferenceSession:
-    """A session with this many threads for each run."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     return ort.InferenceSession(model, options, providers=providers)

@@ -1,13 +1,16 @@
 """Two reports side by side: what became faster or slower, as far as the spread of both shows it."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
+from itertools import chain, groupby, repeat
+from typing import NamedTuple
 
 from rich.console import Console
 
-from mcinfer.bench.figures import UNKNOWN, Kind, Spread, load_figures, way_columns
-from mcinfer.bench.report import OTHERS, Report
+from mcinfer.bench.figures import UNKNOWN, Figures, Kind, Spread, load_figures, way_columns
+from mcinfer.bench.report import OTHERS, Load, Report
 from mcinfer.bench.table import Grid, print_lines, show_grid
 from mcinfer.bench.texts import (
     FLAWED,
@@ -40,11 +43,11 @@ _PASSING = ("load_average_before", OTHERS)
 """Facts about a machine at one moment."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """One figure in both reports.
+class Change(NamedTuple):
+    """One figure of a way in both reports.
 
     Attributes:
+        title: The load; or "start and memory".
         figure: Its name, with its unit.
         a: In the first report, as text; `b` in the second, in the same unit.
         ratio: The second over the first: of the medians, with the least and the greatest that the repeats
@@ -53,6 +56,8 @@ class Change:
             are beyond all of the first's; else why nothing is clear.
     """
 
+    title: str
+    way: str
     figure: str
     a: str
     b: str
@@ -60,29 +65,35 @@ class Change:
     verdict: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """Changes that are shown together, by way: those of a load, or start and memory."""
-
-    title: str
-    ways: dict[str, tuple[Change, ...]]
-    remarks: tuple[str, ...] = ()
-
-
-def groups(a: Report, b: Report) -> tuple[Group, ...]:
-    """All that is in both reports: load by load, then start and memory."""
+def changes(a: Report, b: Report) -> Iterator[Change]:
+    for load, name, old, new in _shared(a, b):
+        sound = (old.sound, new.sound)
+        yield from _changes(str(load), name, old.columns(), new.columns(), sound)
     others = {way.name: way for way in b.ways}
-    started = {
-        way.name: tuple(_changes(way_columns(way), way_columns(others[way.name])))
-        for way in a.ways
-        if way.start_seconds and way.name in others and others[way.name].start_seconds
-    }
-    found = (*_loads(a, b), Group(title="start and memory", ways=started))
-    return tuple(group for group in found if group.ways)
+    for way in a.ways:
+        if way.start_seconds and way.name in others and others[way.name].start_seconds:
+            columns = way_columns(way), way_columns(others[way.name])
+            yield from _changes("start and memory", way.name, *columns)
+
+
+def flaws(a: Report, b: Report) -> Iterator[str]:
+    """The ways that did not answer all requests, or not as fast as they came."""
+    for load, way, old, new in _shared(a, b):
+        for name, figures in (("A", old), ("B", new)):
+            if not figures.sound:
+                yield f"{printable(way)} under {load} in {name}: {flaw_text(figures)}"
+
+
+def _shared(a: Report, b: Report) -> Iterator[tuple[Load, str, Figures, Figures]]:
+    """Load by load, the ways that were measured in both reports."""
+    for load in dict.fromkeys(measurement.load for measurement in a.measurements):
+        for measurement in a.measurements:
+            other = b.find(measurement.way, load)
+            if measurement.load == load and measurement.turns and other and other.turns:
+                yield load, measurement.way, load_figures(a, measurement), load_figures(b, other)
 
 
 def differences(a: Report, b: Report) -> tuple[str, ...]:
-    """What was not the same in the settings and the versions; then what is in one report alone."""
     lines = [f"The settings differ: {text}." for text in _differing(a.settings, b.settings)]
     if a.mcinfer != b.mcinfer:
         lines.append(printable(f"The versions of mcinfer differ: {a.mcinfer} and {b.mcinfer}."))
@@ -113,7 +124,6 @@ def _differing(a: object, b: object) -> Iterator[str]:
 
 
 def _missing(report: Report, other: Report, name: str) -> Iterator[str]:
-    """The ways and loads that the other report lacks."""
     there = _measured(other)
     alone = [way for way in _measured(report) if way not in there]
     for way in alone:
@@ -131,41 +141,21 @@ def _measured(report: Report) -> list[str]:
     return [way.name for way in report.ways if way.start_seconds or way.name in taken]
 
 
-def _loads(a: Report, b: Report) -> Iterator[Group]:
-    for load in dict.fromkeys(measurement.load for measurement in a.measurements):
-        ways, remarks = {}, []
-        for measurement in (m for m in a.measurements if m.load == load and m.turns):
-            other = b.find(measurement.way, load)
-            if other is None or not other.turns:
-                continue
-            old, new = load_figures(a, measurement), load_figures(b, other)
-            sound = (old.sound, new.sound)
-            ways[measurement.way] = tuple(_changes(old.columns(), new.columns(), sound))
-            remarks += [
-                f"{printable(figures.way.name)} in {name}: {flaw_text(figures)}"
-                for name, figures in (("A", old), ("B", new))
-                if not figures.sound
-            ]
-        yield Group(title=str(load), ways=ways, remarks=tuple(remarks))
-
-
 def _changes(
+    title: str,
+    way: str,
     a: Mapping[str, tuple[Spread, Kind]],
     b: Mapping[str, tuple[Spread, Kind]],
     sound: tuple[bool, bool] = (True, True),
 ) -> Iterator[Change]:
-    """The changes of all figures, a time in a unit that suits it; without those that neither report knows."""
     for name, (old, kind) in a.items():
         new, _ = b[name]
         if old.known or new.known:
             unit = unit_of(kind, time_unit((old.middle, new.middle)))
-            yield Change(
-                figure=f"{name} {unit.sign}".rstrip(),
-                a=middle_text(old, unit),
-                b=middle_text(new, unit),
-                ratio=ratio_of(old, new),
-                verdict=_verdict(old, new, kind, sound),
-            )
+            figure = f"{name} {unit.sign}".rstrip()
+            verdict = _verdict(old, new, kind, sound)
+            before, after = middle_text(old, unit), middle_text(new, unit)
+            yield Change(title, way, figure, before, after, ratio_of(old, new), verdict)
 
 
 def ratio_of(a: Spread, b: Spread) -> Spread:
@@ -190,35 +180,34 @@ def _verdict(a: Spread, b: Spread, kind: Kind, sound: tuple[bool, bool]) -> str:
 
 
 def show(a: Report, b: Report, console: Console) -> None:
-    """Compare two reports, the second with the first: what is not comparable, then a table for each load."""
     print_lines([f"{FLAWED} {warning}" for warning in warnings(a, b)], console, "yellow")
     print_lines(differences(a, b), console)
-    verdicts = []
-    for group in groups(a, b):
+    found = [*changes(a, b)]
+    for title, group in groupby(found, key=lambda change: change.title):
+        rows: list[tuple[str, ...]] = []
+        sections = []
+        for way, mine in groupby(group, key=lambda change: change.way):
+            names = chain([printable(way)], repeat(""))
+            rows += [
+                (name, c.figure, c.a, c.b, spread_text(c.ratio), c.verdict)
+                for name, c in zip(names, mine, strict=False)
+            ]
+            sections.append(len(rows) - 1)
         console.print()
-        show_grid(_grid(group), console)
-        print_lines([f"{FLAWED} {remark}" for remark in group.remarks], console, "yellow")
-        verdicts += [change.verdict for changes in group.ways.values() for change in changes]
+        show_grid(
+            Grid(
+                title=title,
+                header=("way", "figure", "A", "B", "B/A", "B is"),
+                rows=tuple(rows),
+                left=(0, 1, 5),
+                sections=frozenset(sections),
+            ),
+            console,
+        )
+    print_lines([f"{FLAWED} {flaw}" for flaw in flaws(a, b)], console, "yellow")
     if why := dict.fromkeys((*notes(a), *notes(b))):
         print_lines(("", *why), console)
-    counts = ", ".join(f"{verdicts.count(word)} {word}" for word in dict.fromkeys(verdicts))
-    text = f"B has {len(verdicts)} figures: {counts}." if verdicts else "Nothing is in both."
+    verdicts = Counter(change.verdict for change in found)
+    counts = ", ".join(f"{count} {word}" for word, count in verdicts.items())
+    text = f"B has {len(found)} figures: {counts}." if found else "Nothing is in both."
     print_lines(("", text), console, "bold")
-
-
-def _grid(group: Group) -> Grid:
-    rows: list[tuple[str, ...]] = []
-    sections = []
-    for way, changes in group.ways.items():
-        for index, change in enumerate(changes):
-            name = "" if index else printable(way)
-            ratio = spread_text(change.ratio)
-            rows.append((name, change.figure, change.a, change.b, ratio, change.verdict))
-        sections.append(len(rows) - 1)
-    return Grid(
-        title=group.title,
-        header=("way", "figure", "A", "B", "B/A", "B is"),
-        rows=tuple(rows),
-        left=(0, 1, 5),
-        sections=frozenset(sections),
-    )

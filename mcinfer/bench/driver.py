@@ -34,7 +34,6 @@ class _Driver:
         self._inputs: dict[int, Mapping[str, Any]] = {}
 
     def start(self, way: str, setup: dict[str, Any], inputs: Mapping[str, str]) -> Any:
-        """Load the model; the seconds that it took."""
         begin = perf_counter()
         from mcinfer.bench.way import Setup, way_class
         from mcinfer.sharding import Split

@@ -39,7 +39,6 @@ class Spread:
 
     @property
     def known(self) -> bool:
-        """Whether there is a figure at all."""
         return bool(self.values)
 
     @property
@@ -61,7 +60,6 @@ class Spread:
         return (self.high - self.low) / self.middle if self.known and self.middle else 0.0
 
     def over(self, other: "Spread") -> Self:
-        """Ratios, value by value."""
         return type(self)(tuple(a / b for a, b in zip(self.values, other.values, strict=True)))
 
 
@@ -135,12 +133,10 @@ class Figures:
 
     @property
     def requests(self) -> Spread:
-        """Answered requests a second."""
         return spread_of(turn.throughput for turn in self.turns)
 
     @property
     def rows(self) -> Spread:
-        """Answered rows a second."""
         return spread_of(self.load.batch * turn.throughput for turn in self.turns)
 
     @property
@@ -150,7 +146,6 @@ class Figures:
         return throughput_ratio(self.turns, self.base, times)
 
     def latency(self, fraction: float) -> Spread:
-        """Seconds within which this part of all requests was answered."""
         return percentile(self.turns, fraction)
 
     @property
@@ -168,7 +163,6 @@ class Figures:
         return UNKNOWN if short else spread_of(turn.cores for turn in self.turns)
 
     def columns(self) -> dict[str, tuple[Spread, Kind]]:
-        """The figures of tables, by their names there."""
         scaling = self.way.role == "scaling"
         marks = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))
         return {
@@ -185,7 +179,6 @@ class Figures:
 
     @property
     def made(self) -> int:
-        """Requests that were made or arrived, in all repeats."""
         return sum(turn.made for turn in self.turns)
 
     @property
@@ -217,12 +210,10 @@ def way_columns(way: Way) -> dict[str, tuple[Spread, Kind]]:
 
 
 def pss(way: Way) -> Spread:
-    """Bytes, summed over the processes of a way."""
     return way_columns(way)["PSS"][0]
 
 
 def load_figures(report: Report, measurement: Measurement) -> Figures:
-    """The figures of one way under one load."""
     way, load = report.way(measurement.way), measurement.load
     name = REFERENCE
     if way.role == "scaling":
@@ -304,7 +295,6 @@ def _goodness(figures: Figures) -> float:
 
 
 def best_gain(report: Report) -> Gain | None:
-    """The gain that the verdict is about: the clearest and greatest."""
     return max(gains(report), key=lambda gain: (gain.clear, gain.ratio.middle), default=None)
 
 

@@ -118,7 +118,6 @@ def _check_batch(model: ModelSpec, split: Split, batch: int) -> None:
 
 
 def _key(spec: TensorSpec, axis: int) -> str:
-    """What ``--dim`` calls a dimension that is not fixed."""
     size = spec.shape[axis] if spec.shape else None
     return size if isinstance(size, str) else f"{spec.name}:{axis}"
 
@@ -155,7 +154,6 @@ class _Sizes:
             self._known[key] = size, f"--dim {key}={size}"
 
     def rows(self, spec: TensorSpec) -> int:
-        """The size along the axis of an input's rows."""
         if self._fixed is None:
             return self._batch
         size = _cut_size(spec, self._split)
@@ -213,7 +211,6 @@ class _Sizes:
             )
 
     def shape(self, spec: TensorSpec) -> tuple[int, ...]:
-        """The shape of an input whose sizes are all known."""
         free, axis = self._free(spec), self._split.inputs[spec.name]
         sizes = [self._known[free[i]][0] if i in free else n for i, n in enumerate(spec.shape)]
         if axis is not None and sizes:
@@ -246,7 +243,6 @@ def _load(path: Path) -> Any:
 
 
 def saved_inputs(model: ModelSpec, options: InputOptions) -> dict[str, tuple[Path, Array]]:
-    """What ``.npz`` and ``.npy`` files hold, by input name, each in its input's type."""
     found: dict[str, tuple[Path, Any]] = {}
     if options.archive is not None:
         arrays = _load(options.archive)
@@ -280,7 +276,6 @@ def _typed(array: Any, spec: TensorSpec, path: Path) -> Array:
 
 
 def _raw(path: Path, spec: TensorSpec, shape: tuple[int, ...], axis: int | None) -> Array:
-    """A file of elements alone, with as many rows as it has."""
     if spec.element_type == STRING:
         raise InvalidInputError(
             f"--input {path}: input {spec} takes strings, expected an .npy file"
@@ -450,18 +445,9 @@ def look_at(
     """The model's inputs and outputs, and how its batch is split: learned, if that is not known.
 
     A benchmark sends the same request again and again, and its rows may be equal, which shows nothing. What
-    is learned here is recorded, within `own_records`, where the masters that are measured find it.
-
-    Args:
-        master: A started `mcinfer.Master` of the model, with these axes; one worker is enough.
-        batches: Rows of the requests that will come.
-        inputs: Where their arrays come from.
-        batch_axes: The user's.
-        output_axes: Likewise.
-
-    Returns:
-        The model; and the split of the first request and all later ones. Where they run whole, it says why,
-        and its `inputs` still say where their rows lie, as far as that is given or declared.
+    is learned here is recorded, within `own_records`, where the masters that are measured find it. The split
+    is that of the first request and all later ones. Where they run whole, it says why, and its `inputs` still
+    say where their rows lie, as far as that is given or declared.
 
     Raises:
         InvalidInputError: The options do not fit the model.

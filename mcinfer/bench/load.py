@@ -59,7 +59,6 @@ class Outcome:
 
     @property
     def latencies(self) -> list[float]:
-        """Seconds of each answered request, ascending."""
         return sorted(end - begin for begin, end in self.answers)
 
 
@@ -68,12 +67,8 @@ def offer(
 ) -> Outcome:
     """Make requests as the load says, from threads of its own; returns when all have been answered.
 
-    Args:
-        request: Makes one request and waits for its answer; any number of threads call it at once.
-        load: The clients; and the rate of an open loop.
-        seconds: How long, if `count` is 0. An open loop that falls behind gets as long again to catch up.
-        count: How many requests in all.
-        seed: Of the arrivals.
+    The load lasts for `seconds`, or for `count` requests where that is not 0. An open loop that falls behind
+    gets as long again to catch up; `seed` is that of its arrivals.
     """
     outcome = Outcome()
     moments = arrivals(load.rate, seconds, count, seed) if load.rate else []
@@ -175,17 +170,10 @@ def take_turn(
     warmup: float,
     seed: int,
 ) -> Turn:
-    """Warm up, make load, and count.
+    """Warm up, make load as `offer` does, and count.
 
-    Args:
-        way: The way to load.
-        inputs: The arrays of each request.
-        load: The load.
-        seconds: How long the load lasts, if `count` is 0.
-        count: Requests in all.
-        warmup: Seconds of load before it, not counted: of as many clients as keep the workers busy, each of
-            which makes one request at least.
-        seed: Of an open loop's arrivals.
+    The warm-up takes `warmup` seconds, of as many clients as keep the workers busy, each of which makes one
+    request at least.
     """
     request = partial(way.run, inputs)
     closed = Load(batch=load.batch, clients=min(load.clients, max(1, 2 * way.workers)))
@@ -230,7 +218,6 @@ def _cpu_seconds() -> float:
 
 
 def memory() -> Memory:
-    """The memory of this process and those below it."""
     sizes = _of_all_processes(psutil.Process.memory_full_info)
     return Memory(
         pss=sum(s.pss for s in sizes), uss=sum(s.uss for s in sizes), processes=len(sizes)
@@ -250,7 +237,6 @@ def write_request(path: Path, arrays: Arrays) -> None:
 
 
 def read_request(path: Path) -> dict[str, NDArray[Any]]:
-    """Read the arrays that `write_request` wrote; the caller owns them."""
     arrays = {}
     with path.open("rb") as file:
         limit = max(1, path.stat().st_size)

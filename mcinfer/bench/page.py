@@ -17,6 +17,14 @@ from importlib import resources
 from io import StringIO
 from typing import Any, NamedTuple
 
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure, FigureBase
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
+
 from mcinfer.bench.figures import (
     Figures,
     Gain,
@@ -49,20 +57,6 @@ from mcinfer.bench.texts import (
     settings_line,
     verdict,
 )
-from mcinfer.errors import MissingDependencyError
-
-try:
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
-    from matplotlib import rc_context
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure, FigureBase
-    from matplotlib.lines import Line2D
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
-except ImportError as exc:
-    raise MissingDependencyError(
-        f"pages and plots need the package {exc.name}: pip install 'mcinfer[bench]'"
-    ) from exc
 
 _COLUMNS = 3
 _WIDTH, _HEIGHT = 4.6, 3.6
@@ -119,7 +113,6 @@ class Panel(NamedTuple):
 
 
 def panels(report: Report) -> Iterator[Panel]:
-    """All pictures of a report; one whose data is missing is left out."""
     own = {way.name for way in report.ways if way.role == "mcinfer"}
     others = [w.name for w in report.ways if w.role != "scaling" and w.name not in _LOOKS]
     more = {name: _OTHER_LOOKS[i % len(_OTHER_LOOKS)] for i, name in enumerate(others)}
@@ -150,7 +143,6 @@ def panels(report: Report) -> Iterator[Panel]:
 
 
 def _fitted(text: str, width: int = _NAME_CHARACTERS) -> str:
-    """One line of text as several, none longer than this."""
     return textwrap.fill(printable(text), width)
 
 
@@ -161,7 +153,6 @@ def _errors(values: Sequence[Spread], scale: float = 1.0) -> list[list[float]]:
 
 
 def _rows(axes: Axes, names: Sequence[str]) -> None:
-    """Horizontal bars: one row for each name, the first on top."""
     axes.set_yticks(range(len(names)), [_fitted(name) for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
@@ -170,7 +161,6 @@ def _rows(axes: Axes, names: Sequence[str]) -> None:
 def _bars(
     axes: Axes, spreads: Sequence[Spread], colours: Sequence[str], sign: str = "", scale: float = 1
 ) -> None:
-    """A horizontal bar for each spread, with its error and its number."""
     middles = [spread.middle / scale for spread in spreads]
     places = range(len(spreads))
     errors = _errors(spreads, scale)
@@ -187,7 +177,6 @@ def _ring(axes: Axes, place: float, figures: Figures) -> None:
 
 
 def _draw_gains(found: Sequence[Gain], axes: Axes) -> None:
-    """Mcinfer's speed-up over the best baseline, load by load."""
     colours = [{1: "#009e73", 0: "#888888", -1: "#d55e00"}[gain.clear] for gain in found]
     _bars(axes, [gain.ratio for gain in found], colours, f" {TIMES}")
     axes.axvline(1.0, color="gray", linestyle=":")
@@ -307,7 +296,6 @@ def _draw(panel: Panel, place: FigureBase) -> None:
 
 
 def figure(report: Report) -> Figure:
-    """All panels in one figure, to be saved by ``savefig``."""
     drawn = [*panels(report)]
     rows = max(1, math.ceil(len(drawn) / _COLUMNS))
     columns = min(_COLUMNS, len(drawn)) or 1

@@ -81,7 +81,6 @@ class Batched(Concurrent):
 
 
 def _why_apart(model: ModelSpec, split: Split, setup: Setup) -> str:
-    """Why requests are not joined to one run; empty where they are."""
     if not split.splits:
         return why_whole(split)
     if setup.fixed_batch:

@@ -59,17 +59,14 @@ class Turn:
 
     @property
     def made(self) -> int:
-        """Requests that were made or arrived."""
         return self.requests + self.failed + self.unfinished
 
     @property
     def throughput(self) -> float:
-        """Answered requests a second."""
         return self.requests / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def cores(self) -> float:
-        """Cores that were busy, on average."""
         return self.cpu_seconds / self.seconds if self.seconds > 0 else 0.0
 
     @property
@@ -86,8 +83,6 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One way under one load, in all repeats."""
-
     way: str
     load: Load
     turns: tuple[Turn, ...]
@@ -104,8 +99,6 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A way of running the model, its starts and its memory; and why it could not be measured, if so."""
-
     name: str
     text: str
     role: Role
@@ -155,11 +148,9 @@ class Report:
     version: Literal[1] = field(default=1)
 
     def way(self, name: str) -> Way:
-        """The way of that name; `KeyError` if there is none."""
         return {way.name: way for way in self.ways}[name]
 
     def find(self, way: str, load: Load) -> Measurement | None:
-        """The measurement of a way under a load, if there is one."""
         found = (m for m in self.measurements if m.way == way and m.load == load)
         return next(found, None)
 

@@ -18,13 +18,15 @@ Ownership: a `Benchmark` ends all processes that it has started before `run` ret
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import psutil
 
@@ -100,7 +102,6 @@ class Plan:
 
     @property
     def loads(self) -> tuple[Load, ...]:
-        """The loads of every way."""
         return tuple(
             load
             for batch in self.batches
@@ -118,7 +119,6 @@ class _Entry:
     Attributes:
         source: Its name for `Subject`.
         errors: By error, the loads under which it came; no loads for one that ended the way.
-        refused: Loads that it cannot do.
     """
 
     name: str
@@ -136,7 +136,6 @@ class _Entry:
     subject: Subject | None = None
 
     def give_up(self, error: str) -> None:
-        """Measure it no more."""
         self.errors[error] = []
         self.given_up = True
         if self.subject is not None:
@@ -160,13 +159,8 @@ class _Entry:
 class Benchmark:
     """One benchmark. `run` it once, then ask for its `report`; also after it was interrupted.
 
-    Args:
-        plan: The settings.
-        progress: Called before each step.
-
     Attributes:
-        steps: Starts and turns in all.
-        done: Those that are over.
+        steps: Starts and turns in all; `done` of them are over.
         turns_taken: Turns in which something was answered.
 
     Raises:
@@ -207,25 +201,11 @@ class Benchmark:
             BuildError: mcinfer cannot load the model.
         """
         plan = self._plan
-        with (
-            tempfile.TemporaryDirectory(prefix="mcinfer-bench-") as name,
-            own_records(Path(name)),
-        ):
-            self._progress(self.done, "loading the model")
-            # The model is prepared by this, if it has not been.
-            axes = plan.batch_axes, plan.output_axes
-            with Master(
-                plan.model,
-                self._devices[:1],
-                options=EngineOptions(threads=plan.threads),
-                batch_axes=plan.batch_axes,
-                output_axes=plan.output_axes,
-            ) as master:
-                self._progress(self.done, "learning how its batch is split")
-                model, split = self._known = look_at(master, plan.batches, plan.inputs, *axes)
-            files = {batch: Path(name) / f"{batch}.request" for batch in plan.batches}
-            for batch, path in files.items():
-                write_request(path, make_inputs(model, split, batch, plan.inputs))
+        axes = plan.batch_axes, plan.output_axes
+        options = {"devices": self._devices[:1], "options": EngineOptions(threads=plan.threads)}
+        show = partial(self._progress, 0.0)
+        with prepared(plan.model, plan.batches, plan.inputs, axes, options, show) as found:
+            self._known, files = (found.model, found.split), found.files
             main, pools = [self._entry(way) for way in plan.ways], self._pools()
             self._entries = [*main, *pools]
             self._measure(main, plan.loads, files)
@@ -399,6 +379,41 @@ class Benchmark:
                 entry.give_up(str(exc))
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    model: ModelSpec
+    split: Split
+    files: dict[int, Path]
+
+
+@contextmanager
+def prepared(
+    model: Path,
+    batches: Sequence[int],
+    inputs: InputOptions,
+    axes: tuple[Axes, Axes],
+    options: Mapping[str, Any],
+    show: Callable[[str], None],
+) -> Iterator[Prepared]:
+    """Look at a model with one worker, which prepares it if it has not been; and write its requests.
+
+    `axes` are the user's `batch_axes` and `output_axes`, `options` more arguments of the `mcinfer.Master`.
+
+    Raises:
+        InvalidInputError: The options do not fit the model.
+        BuildError: mcinfer cannot load the model.
+    """
+    with tempfile.TemporaryDirectory(prefix="mcinfer-bench-") as name, own_records(Path(name)):
+        show("loading the model")
+        with Master(model, batch_axes=axes[0], output_axes=axes[1], **options) as master:
+            show("learning how its batch is split")
+            spec, split = look_at(master, batches, inputs, *axes)
+        files = {batch: Path(name) / f"{batch}.request" for batch in batches}
+        for batch, path in files.items():
+            write_request(path, make_inputs(spec, split, batch, inputs))
+        yield Prepared(spec, split, files)
+
+
 def _check_rates(plan: Plan) -> None:
     """Raise `InvalidInputError` for an open loop in which no request would arrive, or far too many."""
     for rate in plan.rates:
@@ -416,7 +431,6 @@ def _check_rates(plan: Plan) -> None:
 
 
 def powers(most: int) -> list[int]:
-    """1, 2, 4, … up to a number, and that number."""
     return [*(1 << n for n in range(most.bit_length()) if 1 << n < most), most]
 
 

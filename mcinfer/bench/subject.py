@@ -63,7 +63,6 @@ class Subject:
 
     @property
     def alive(self) -> bool:
-        """Whether the process can be asked for more."""
         return self._connection is not None
 
     def start(self, timeout: float) -> float:
@@ -138,7 +137,6 @@ class Subject:
             self._interrupted = True
 
     def close(self) -> None:
-        """End the process and all that it has started. May be called again."""
         try:
             if self._interrupted and self._process is not None:
                 give_up = monotonic() + _STOP_SECONDS
@@ -189,7 +187,6 @@ class Subject:
                 self._printed = (self._printed + data)[-4 * _LAST_WORDS :]
 
     def _ask(self, timeout: float, **task: Any) -> Any:
-        """Have a task done; its result."""
         self._send(task)
         connection, data = self._connection, b""
         try:

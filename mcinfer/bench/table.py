@@ -4,6 +4,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from mcinfer.bench.figures import Figures, Kind, Spread, compared_loads, pools, under, way_columns
 from mcinfer.bench.report import Load, Report, Way
 from mcinfer.bench.texts import (
@@ -29,17 +34,6 @@ from mcinfer.bench.texts import (
     unit_of,
     verdict,
 )
-from mcinfer.errors import MissingDependencyError
-
-try:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-except ImportError as exc:
-    raise MissingDependencyError(
-        "tables need the package rich: pip install 'mcinfer[bench]'"
-    ) from exc
 
 _NAME_WIDTH = 16
 _STYLES = {"faster": "green", "less": "green", "slower": "red", "more": "red"}
@@ -66,7 +60,6 @@ class Grid:
 
 
 def grids(report: Report) -> tuple[Grid, ...]:
-    """All tables of a report."""
     found = [_load_grid(load, under(report, load)) for load in compared_loads(report)]
     ways = [w for w in report.ways if w.role != "scaling" and (w.start_seconds or w.memory)]
     if ways:
@@ -81,7 +74,6 @@ def _cells(columns: Mapping[str, tuple[Spread, Kind]], times: Unit) -> dict[str,
 
 
 def _made(figures: Figures) -> str:
-    """Requests of a turn."""
     return f"{median(turn.made for turn in figures.turns):.0f}"
 
 
@@ -90,7 +82,6 @@ def _flawed(all_figures: Iterable[Figures]) -> frozenset[int]:
 
 
 def _load_grid(load: Load, all_figures: Sequence[Figures]) -> Grid:
-    """All ways under one load."""
     unit = latency_unit(all_figures)
     asked = "" if load.rate is None else f"{number(load.rate * load.batch)} rows/s asked for; "
     header = ("rows/s", "speed-up", "p50", "p90", "p99", "max", "overhead", "cores")
@@ -103,7 +94,6 @@ def _load_grid(load: Load, all_figures: Sequence[Figures]) -> Grid:
 
 
 def _way_grid(ways: Sequence[Way]) -> Grid:
-    """Start and memory of each way."""
     unit = time_unit(min(way.start_seconds, default=0.0) for way in ways)
     return Grid(
         title="start and memory",
@@ -125,7 +115,6 @@ def _range(counts: Collection[int]) -> str:
 
 
 def _pool_grid(scaling: Sequence[Figures]) -> Grid:
-    """Pools of fewer and more workers."""
     unit = latency_unit(scaling)
     loads = ", ".join(dict.fromkeys(str(figures.load) for figures in scaling))
     rows = []
@@ -146,7 +135,6 @@ def _pool_grid(scaling: Sequence[Figures]) -> Grid:
 
 
 def show(report: Report, console: Console) -> None:
-    """Print a report: the machine, a table for each load, start and memory, the scaling; then the verdict."""
     print_lines((model_line(report), machine_line(report), settings_line(report), ""), console)
     ways = [way for way in report.ways if way.role != "scaling"]
     print_lines((printable(f"{way.name}: {way.text}") for way in ways), console)
@@ -168,7 +156,6 @@ def show(report: Report, console: Console) -> None:
 
 
 def print_program(program: str, console: Console) -> None:
-    """Print a program to copy: it is not wrapped."""
     console.print()
     console.print(Text(program), soft_wrap=True)
 

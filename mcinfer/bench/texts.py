@@ -39,8 +39,6 @@ _LIKE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """The divisor of a column's figures, and its sign."""
-
     scale: float = 1.0
     sign: str = ""
 
@@ -54,12 +52,10 @@ def time_unit(seconds: Iterable[float]) -> Unit:
 
 
 def latency_unit(all_figures: Iterable[Figures]) -> Unit:
-    """The unit for all latencies of one table."""
     return time_unit(figures.latency(0.5).low for figures in all_figures)
 
 
 def unit_of(kind: Kind, times: Unit) -> Unit:
-    """The unit of a column, in a table with this unit of its times."""
     return {"time": times, "bytes": Unit(MEGABYTE, "MB"), "part": Unit(0.01, "%")}.get(kind, Unit())
 
 
@@ -83,7 +79,6 @@ def percent(part: float) -> str:
 
 
 def middle_text(spread: Spread, unit: Unit = Unit()) -> str:
-    """The median alone."""
     return number(spread.middle / unit.scale)
 
 
@@ -95,7 +90,6 @@ def range_text(spread: Spread, unit: Unit = Unit()) -> str:
 
 
 def spread_text(spread: Spread, unit: Unit = Unit()) -> str:
-    """The median, with the range in brackets."""
     range_ = range_text(spread, unit)
     return f"{middle_text(spread, unit)} ({range_})" if range_ else middle_text(spread, unit)
 
@@ -111,7 +105,6 @@ def plus_minus(spread: Spread, unit: Unit = Unit()) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds in a unit that suits them."""
     unit = time_unit([seconds])
     return f"{number(seconds / unit.scale)} {unit.sign}"
 
@@ -131,7 +124,6 @@ def model_line(report: Report) -> str:
 
 
 def machine_line(report: Report) -> str:
-    """The machine, and the versions of the packages."""
     return ", ".join(machine_text(key, value) for key, value in report.machine.items())
 
 
@@ -161,7 +153,6 @@ def settings_line(report: Report) -> str:
 
 
 def marked(figures: Figures) -> str:
-    """The name of a way, with a mark where its figures are not sound."""
     return printable(figures.way.name) + ("" if figures.sound else f" {FLAWED}")
 
 
@@ -266,7 +257,7 @@ def program(
     """A whole program that starts a pool and calls it.
 
     Args:
-        model: Path of the model, as the program is to name it.
+        model: Path of the model.
         arguments: Of `mcinfer.Master`; its `options` as a mapping. None and empty ones are left out.
         arrays: By input name, element type and shape.
         call: The method: ``"predict"`` or ``"submit"``.
@@ -311,7 +302,6 @@ def _quoted(value: Any) -> str:
 
 
 def _joined(start: str, parts: list[str], end: str) -> str:
-    """In one line, or where that would be long in one for each part."""
     line = start + ", ".join(parts) + end
     if len(line) <= _LINE_CHARACTERS:
         return line
@@ -354,13 +344,11 @@ def remarks(report: Report) -> tuple[str, ...]:
 
 
 def _all_figures(report: Report) -> list[Figures]:
-    """Load by load, then those of the scaling."""
     compared = [figures for load in compared_loads(report) for figures in under(report, load)]
     return [*compared, *pools(report)]
 
 
 def notes(report: Report) -> tuple[str, ...]:
-    """Why some figures are missing."""
     all_figures = [figures for figures in _all_figures(report) if figures.made]
     found = []
     if any(not figures.latency(0.99).known for figures in all_figures):
@@ -371,7 +359,6 @@ def notes(report: Report) -> tuple[str, ...]:
 
 
 def _way_error(report: Report, way: Way) -> str:
-    """Why a way could not be measured, or not under all loads."""
     partly = any(m.way == way.name and m.turns for m in report.measurements)
     where = " under all loads" if partly else ""
     return printable(f"{way.name} could not be measured{where}: {way.error}")

@@ -16,10 +16,10 @@ groups are compared by their ratio to the default in the same repeat of the same
 Ownership: a `Search` ends the pools of one group before the next one, and before `run` returns or raises.
 """
 
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import ceil, inf, isinf
 from pathlib import Path
 from statistics import median
@@ -27,17 +27,16 @@ from time import monotonic
 from typing import Literal
 
 from mcinfer.bench.figures import Spread, latency, spread_of
-from mcinfer.bench.inputs import InputOptions, fixed_batch, look_at, make_inputs, own_records
-from mcinfer.bench.load import MAX_ARRIVALS, rotated, write_request
+from mcinfer.bench.inputs import InputOptions, fixed_batch
+from mcinfer.bench.load import MAX_ARRIVALS, read_request, rotated
 from mcinfer.bench.report import Load, Turn
-from mcinfer.bench.runner import REQUEST_SECONDS, START_SECONDS, powers
+from mcinfer.bench.runner import START_SECONDS, powers, prepared
 from mcinfer.bench.subject import Subject, WayFailedError
 from mcinfer.bench.texts import number
 from mcinfer.bench.way import Setup
 from mcinfer.config import TransportKind, automatic_workers
 from mcinfer.errors import InvalidInputError
 from mcinfer.machine import whole_cpus
-from mcinfer.master import Master
 from mcinfer.sharding import Axes, Shape, Split, plan
 from mcinfer.specs import ModelSpec
 
@@ -84,7 +83,6 @@ class Aim:
             )
 
     def rows(self, turn: Turn) -> float:
-        """Answered rows a second."""
         return self.load.batch * turn.throughput
 
     def cost(self, turn: Turn) -> float:
@@ -113,13 +111,11 @@ class Candidate:
 
     @property
     def way(self) -> str:
-        """The way that measures it."""
         if self.call == "predict":
             return "sharded"
         return "batched" if self.max_batch_size > 1 else "concurrent"
 
     def __str__(self) -> str:
-        """Such as ``2 workers, 1 thread, submit, 8 rows within 1 ms``."""
         parts = ["1 worker" if self.workers == 1 else f"{self.workers} workers"]
         if self.threads:
             parts.append("1 thread" if self.threads == 1 else f"{self.threads} threads")
@@ -141,7 +137,6 @@ def pieces_of(model: ModelSpec, shapes: Sequence[Shape], split: Split) -> int:
 
 
 def default_candidate(aim: Aim, cores: int) -> Candidate:
-    """The pool of ``mcinfer.Master(MODEL)``."""
     call: Call = "predict" if aim.goal == "latency" else "submit"
     return Candidate(workers=automatic_workers(cores), threads=None, call=call)
 
@@ -150,14 +145,8 @@ def grid(aim: Aim, *, cores: int, pieces: int, joins: bool, run_seconds: float) 
     """The pools to try, the default first, then those that use all cores, then the others.
 
     Each group is in the order of the multiples of the golden ratio, less their whole parts: the first of it
-    are of all kinds, however many there is time for.
-
-    Args:
-        aim: The goal.
-        cores: That may be used.
-        pieces: That one request can be cut in.
-        joins: Whether requests can be joined to one run.
-        run_seconds: Of one run of the model.
+    are of all kinds, however many there is time for. A request can be cut in `pieces`; `joins`: requests can
+    be joined to one run.
     """
     default = default_candidate(aim, cores)
     share, uneven = divmod(cores, default.workers)
@@ -314,11 +303,9 @@ class Found:
 
     @property
     def best(self) -> Candidate | None:
-        """The best pool; None where none was measured."""
         return next(iter(ranked(self.aim, self.decisive, self.default)), None)
 
     def turns(self, candidate: Candidate) -> list[Turn]:
-        """Its turns that the verdict rests on."""
         return turns_of(self.decisive, candidate)
 
     def over_default(self, candidate: Candidate, trials: Sequence[Trial] | None = None) -> Spread:
@@ -338,7 +325,6 @@ class Found:
 
     @property
     def fits(self) -> bool:
-        """Whether a pool keeps the bound, and keeps up with the load."""
         return self.best is not None and self.strain(self.best) <= 1.0
 
     @property
@@ -369,14 +355,7 @@ def needs(others: int, overhead: float, turn: float) -> float:
 class Search:
     """One search. `run` it once; the results are in `found`, also after it was interrupted.
 
-    Args:
-        model: Path of the model.
-        aim: The goal.
-        inputs: Where the requests' arrays come from.
-        budget: Seconds for the search, from when the model has been looked at.
-        progress: Called before each step.
-        batch_axes: As `mcinfer.Master` takes them.
-        output_axes: Likewise.
+    The budget is seconds for the search, from when the model has been looked at.
 
     Raises:
         InvalidInputError: Requests come too seldom for the budget.
@@ -414,7 +393,7 @@ class Search:
         self._budget = budget
         self._progress = progress
         self._began = monotonic()
-        self._start_timeout, self._turn_patience = START_SECONDS, REQUEST_SECONDS
+        self._patience = START_SECONDS
         self._starts: list[float] = []
         self._turn_extra, self._least_turn, self._enough_turn = 0.0, _LEAST_TURN, 0.0
 
@@ -428,19 +407,12 @@ class Search:
         """
         found, batch = self.found, self._aim.load.batch
         axes = found.batch_axes, found.output_axes
-        with (
-            tempfile.TemporaryDirectory(prefix="mcinfer-tune-") as name,
-            own_records(Path(name)),
-        ):
-            self._progress(0.0, "loading the model")
-            with Master(self._model, 1, batch_axes=axes[0], output_axes=axes[1]) as master:
-                self._progress(0.0, "learning how its batch is split")
-                spec, found.split = look_at(master, [batch], self._inputs, *axes)
-            arrays = make_inputs(spec, found.split, batch, self._inputs)
-            self._files = {batch: Path(name) / "request"}
-            write_request(self._files[batch], arrays)
+        show = partial(self._progress, 0.0)
+        with prepared(self._model, [batch], self._inputs, axes, {"devices": 1}, show) as made:
+            spec, found.split, self._files = made.model, made.split, made.files
             types = {tensor.name: tensor.element_type for tensor in spec.inputs}
-            found.arrays = {name: (types[name], tuple(a.shape)) for name, a in arrays.items()}
+            arrays = read_request(made.files[batch])
+            found.arrays = {name: (types[name], array.shape) for name, array in arrays.items()}
             self._setup = Setup(
                 model=str(self._model.absolute()),
                 cores=self._cores,
@@ -456,7 +428,7 @@ class Search:
             self._began = monotonic()
             try:
                 turn = self._try_default()
-                shapes = [shape for _, shape in found.arrays.values()]
+                shapes = [array.shape for array in arrays.values()]
                 candidates = grid(
                     self._aim,
                     cores=self._cores,
@@ -473,19 +445,18 @@ class Search:
     def _try_default(self) -> Turn:
         """One short turn of the default, to know how long such things take."""
         trial = Trial(rung=0, candidate=self._default)
-        self._progress(0.0, f"trying the default: {self._default}")
-        self._run_group([trial], _FIRST_TURN, 1, "trying")
+        self._run_group([trial], _FIRST_TURN, 1, "trying the default")
         if trial.error:
             raise WayFailedError(f"the default pool: {trial.error}")
         (turn,) = trial.turns
-        self._start_timeout = _PATIENCE * (1 + self._starts[0])
         # A turn goes on until the last answer, and begins with a request of each client that is not counted.
         self._turn_extra = _REST + 2 * turn.mean_latency
-        self._turn_patience = _PATIENCE * (1 + self._turn_extra)
-        few = _LEAST_ARRIVALS / self._aim.load.rate if self._aim.load.rate else 0.0
+        self._patience = _PATIENCE * (1 + self._starts[0] + self._turn_extra)
+        rate = self._aim.load.rate
+        few = _LEAST_ARRIVALS / rate if rate else 0.0
         self._least_turn = max(_LEAST_TURN, 2 * turn.mean_latency, few)
         if self._aim.max_latency:
-            self._enough_turn = 1.5 * ENOUGH_REQUESTS / (self._aim.load.rate or turn.throughput)
+            self._enough_turn = 1.5 * ENOUGH_REQUESTS / (rate or turn.throughput)
         return turn
 
     def _left(self) -> float:
@@ -549,7 +520,7 @@ class Search:
                     trial.beside = trials[0].turns
                     self._show(f"{what}: starting {trial.candidate}")
                     with _noting(trial, subject):
-                        subject.start(self._start_timeout)
+                        subject.start(self._patience)
                 for repeat in range(repeats):
                     for trial, subject in rotated(pools, repeat):
                         if trial.error:
@@ -586,7 +557,7 @@ class Search:
             seconds=seconds,
             warmup=warmup,
             seed=repeat,
-            timeout=self._turn_patience + 3 * (warmup + seconds),
+            timeout=self._patience + 3 * (warmup + seconds),
         )
         if turn.failed:
             raise WayFailedError(f"{turn.failed} of {turn.made} requests failed: {turn.error}")

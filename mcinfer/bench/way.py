@@ -71,12 +71,10 @@ class Setup:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The outputs' names, in the model's order."""
         return tuple(self.split.outputs)
 
     @property
     def worker_threads(self) -> int:
-        """Threads of a worker's run, for ways that need a number."""
         return self.threads or max(1, self.cores // len(self.devices))
 
     def why_uncut(self, split: Split) -> str:
@@ -157,7 +155,6 @@ def way_class(name: str) -> type[RunningWay]:
 
 
 def shown_name(name: str) -> str:
-    """The name in reports: without the file."""
     return name if name in _KNOWN else name.rpartition(":")[2]
 
 
