@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mcinfer.bench import check_names, way_class
 from mcinfer.bench.baselines import cut, join
-from mcinfer.bench.way import Setup, check_names, way_class
+from mcinfer.bench.way import Setup
 from mcinfer.errors import InvalidInputError
 from mcinfer.sharding import Split
 

@@ -35,7 +35,8 @@ class _Driver:
 
     def start(self, way: str, setup: dict[str, Any], inputs: Mapping[str, str]) -> Any:
         begin = perf_counter()
-        from mcinfer.bench.way import Setup, way_class
+        from mcinfer.bench import way_class
+        from mcinfer.bench.way import Setup
         from mcinfer.sharding import Split
 
         for name in ("devices", "batches"):

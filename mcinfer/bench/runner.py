@@ -31,6 +31,7 @@ from typing import Any
 import psutil
 
 from mcinfer import __version__
+from mcinfer.bench import MODES, check_names, shown_name
 from mcinfer.bench.inputs import InputOptions, fixed_batch, look_at, make_inputs, own_records
 from mcinfer.bench.load import MAX_ARRIVALS, rotated, write_request
 from mcinfer.bench.report import (
@@ -46,7 +47,7 @@ from mcinfer.bench.report import (
     Way,
 )
 from mcinfer.bench.subject import Subject, WayFailedError
-from mcinfer.bench.way import MODES, Setup, check_names, shown_name
+from mcinfer.bench.way import Setup
 from mcinfer.config import CoreShare, EngineOptions, TransportKind, parse_devices, share_cores
 from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.machine import whole_cpus

@@ -12,13 +12,14 @@ import numpy as np
 import psutil
 import pytest
 
+from mcinfer.bench import BASELINES
 from mcinfer.bench.inputs import InputOptions, fixed_batch, look_at
 from mcinfer.bench.load import write_request
 from mcinfer.bench.pools import Batched, Sharded
 from mcinfer.bench.report import OTHERS, Load, Report, dump, load
 from mcinfer.bench.runner import Benchmark, Plan
 from mcinfer.bench.subject import Subject, WayFailedError
-from mcinfer.bench.way import BASELINES, Setup
+from mcinfer.bench.way import Setup
 from mcinfer.cli import main
 from mcinfer.errors import InvalidInputError
 from mcinfer.master import Master
