@@ -21,7 +21,6 @@ from mcinfer.bench.figures import (
     spread_of,
     under,
 )
-from mcinfer.bench.load import nearest_rank
 from mcinfer.bench.report import OTHERS, QUANTILES, Load, Report
 from tests.bench_reports import report, small, turn, way
 
@@ -35,16 +34,6 @@ def figures_of(made: Report, name: str) -> Figures:
 
 
 # Not so large that the mean of two is infinite: these are seconds, bytes and ratios.
-FIGURES = st.floats(-1e300, 1e300) | st.just(math.nan)
-
-
-@given(st.lists(FIGURES, max_size=8))
-def test_spread_holds_all_that_is_known(values: list[float]) -> None:
-    known = [value for value in values if not math.isnan(value)]
-    spread = spread_of(values)
-    assert (spread.known, len(spread.values)) == (bool(known), len(known))
-    if known:
-        assert spread.low == min(known) <= spread.middle <= max(known) == spread.high
 
 
 def test_figures_are_those_of_each_repeat() -> None:
@@ -100,15 +89,6 @@ def test_percentile_is_of_so_many_requests_at_least(fraction: float, least: int)
     few = turn(least - 1.0, seconds=1.0)
     assert not percentile([few], fraction).known
     assert percentile([enough, few], fraction).known == (few.requests == 0)
-
-
-@given(st.sampled_from([q for q in QUANTILES if 0.5 < q < 1]), st.integers(1, 3000))
-def test_percentile_is_known_where_it_is_not_the_slowest(fraction: float, made: int) -> None:
-    # Latencies that tell which request they are of.
-    ordered = [float(n) for n in range(1, made + 1)]
-    kept = tuple(nearest_rank(ordered, quantile) for quantile in QUANTILES)
-    spread = percentile([replace(turn(), requests=made, latencies=kept)], fraction)
-    assert spread.known == (nearest_rank(ordered, fraction) < made)
 
 
 def test_being_quicker_than_what_fails_is_no_speedup() -> None:

@@ -85,21 +85,6 @@ def test_requests_are_cut_as_one_would_by_hand(
     np.testing.assert_array_equal(joined, x)
 
 
-def test_requests_are_cut_and_joined_along_the_axes_of_the_split() -> None:
-    x, state = np.arange(12).reshape(4, 3), np.arange(24).reshape(2, 4, 3)
-    axes = Split(inputs={"x": 0, "state": 1}, outputs={"y": 1, "same": None}, known="said")
-    setup = replace(SETUP, split=axes)
-    pieces = cut({"x": x, "state": state}, setup, 3)
-    assert [(p["x"].shape, p["state"].shape) for p in pieces] == [
-        ((2, 3), (2, 2, 3)),
-        ((1, 3), (2, 1, 3)),
-        ((1, 3), (2, 1, 3)),
-    ]
-    y, same = join([[piece["state"], np.ones(2)] for piece in pieces], setup)
-    np.testing.assert_array_equal(y, state)
-    assert same.shape == (2,)
-
-
 def test_fixed_batches_of_several_sizes_make_the_same_number_of_pieces_by_hand() -> None:
     axes = Split(inputs={"x": 0, "pairs": 0}, outputs={"y": 0}, known="said")
     inputs = {"x": np.arange(6), "pairs": np.arange(12)}
