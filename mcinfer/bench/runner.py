@@ -113,6 +113,59 @@ class Plan:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A model that was looked at, and by batch a file with the arrays of one request."""
+
+    path: Path
+    model: ModelSpec
+    split: Split
+    files: dict[int, Path]
+    batch_axes: Axes
+    output_axes: Axes
+
+    def setup(self, **more: Any) -> Setup:
+        """The arguments of a way that runs the model."""
+        return Setup(
+            model=str(self.path.absolute()),
+            cores=whole_cpus(),
+            split=self.split,
+            fixed_batch=fixed_batch(self.model, self.split),
+            batches=tuple(self.files),
+            batch_axes=self.batch_axes,
+            output_axes=self.output_axes,
+            **more,
+        )
+
+
+@contextmanager
+def prepared(
+    model: Path,
+    batches: Sequence[int],
+    inputs: InputOptions,
+    axes: Mapping[str, Any],
+    show: Callable[[str], None],
+    **options: Any,
+) -> Iterator[Prepared]:
+    """Look at a model with one worker, which prepares it if it has not been; and write its requests.
+
+    `axes` are the user's `batch_axes` and `output_axes`, `options` more arguments of the `mcinfer.Master`.
+
+    Raises:
+        InvalidInputError: The options do not fit the model.
+        BuildError: mcinfer cannot load the model.
+    """
+    with tempfile.TemporaryDirectory(prefix="mcinfer-bench-") as name, own_records(Path(name)):
+        show("loading the model")
+        with Master(model, **axes, **options) as master:
+            show("learning how its batch is split")
+            spec, split = look_at(master, batches, inputs, **axes)
+        files = {batch: Path(name) / f"{batch}.request" for batch in batches}
+        for batch, path in files.items():
+            write_request(path, make_inputs(spec, split, batch, inputs))
+        yield Prepared(path=model, model=spec, split=split, files=files, **axes)
+
+
 @dataclass(slots=True)
 class _Entry:
     """A way, and the results so far.
@@ -180,7 +233,7 @@ class Benchmark:
         # As the master counts them: fewer than cores where there is a quota.
         self._cpus = whole_cpus()
         self._devices = tuple(map(str, parse_devices(plan.devices, self._cpus)))
-        self._known: tuple[ModelSpec, Split] | None = None
+        self._prepared: Prepared | None = None
         self._entries: list[_Entry] = []
         self.turns_taken = 0
         self.done = 0
@@ -202,15 +255,19 @@ class Benchmark:
             BuildError: mcinfer cannot load the model.
         """
         plan = self._plan
-        axes = plan.batch_axes, plan.output_axes
-        options = {"devices": self._devices[:1], "options": EngineOptions(threads=plan.threads)}
-        show = partial(self._progress, 0.0)
-        with prepared(plan.model, plan.batches, plan.inputs, axes, options, show) as found:
-            self._known, files = (found.model, found.split), found.files
+        with prepared(
+            plan.model,
+            plan.batches,
+            plan.inputs,
+            {"batch_axes": plan.batch_axes, "output_axes": plan.output_axes},
+            partial(self._progress, 0.0),
+            devices=self._devices[:1],
+            options=EngineOptions(threads=plan.threads),
+        ) as self._prepared:
             main, pools = [self._entry(way) for way in plan.ways], self._pools()
             self._entries = [*main, *pools]
-            self._measure(main, plan.loads, files)
-            self._measure(pools, (self._scaling_load,), files)
+            self._measure(main, plan.loads)
+            self._measure(pools, (self._scaling_load,))
         self._finished = True
         return self.report()
 
@@ -220,8 +277,7 @@ class Benchmark:
         Raises:
             InvalidInputError: The model was not loaded.
         """
-        model, _ = self._model
-        plan = self._plan
+        model, plan = self._looked_at.model, self._plan
         seconds = monotonic() - self._start
         others = (_busy_seconds() - self._busy_before) / max(seconds, 1e-9)
         return Report(
@@ -260,25 +316,17 @@ class Benchmark:
     # The ways.
 
     @property
-    def _model(self) -> tuple[ModelSpec, Split]:
-        if self._known is None:
+    def _looked_at(self) -> Prepared:
+        if self._prepared is None:
             raise InvalidInputError("nothing was measured")
-        return self._known
+        return self._prepared
 
     def _setup(self, workers: int, shares: Sequence[CoreShare] = ()) -> Setup:
         """The arguments of a way with these workers: each with its share of the cores, or with all cores."""
-        model, split = self._model
         plan = self._plan
-        return Setup(
-            model=str(plan.model.absolute()),
-            cores=self._cpus,
+        return self._looked_at.setup(
             devices=self._devices[:workers],
             threads=plan.threads or (shares[0].threads if shares else None),
-            split=split,
-            fixed_batch=fixed_batch(model, split),
-            batches=plan.batches,
-            batch_axes=plan.batch_axes,
-            output_axes=plan.output_axes,
             max_batch_size=plan.max_batch_size,
             max_delay=plan.max_delay,
             transport=plan.transport,
@@ -311,14 +359,12 @@ class Benchmark:
 
     # Measuring.
 
-    def _measure(
-        self, entries: Sequence[_Entry], loads: Sequence[Load], files: dict[int, Path]
-    ) -> None:
+    def _measure(self, entries: Sequence[_Entry], loads: Sequence[Load]) -> None:
         with ExitStack() as stack:
             try:
                 for repeat in range(self._plan.repeats):
                     for entry in rotated(entries, repeat):
-                        self._start_way(entry, files, stack)
+                        self._start_way(entry, stack)
                     for load in loads:
                         for entry in rotated(entries, repeat):
                             self._take_turn(entry, load, repeat)
@@ -330,7 +376,7 @@ class Benchmark:
                         entry.subject.interrupt()
                 raise
 
-    def _start_way(self, entry: _Entry, files: dict[int, Path], stack: ExitStack) -> None:
+    def _start_way(self, entry: _Entry, stack: ExitStack) -> None:
         """Start a way, anew for each repeat, so that no single start decides its figures."""
         self._progress(self.done, f"starting {entry.name}")
         self.done += 1
@@ -338,7 +384,9 @@ class Benchmark:
             return
         if entry.subject is not None:
             entry.subject.close()
-        entry.subject = stack.enter_context(Subject(entry.source, entry.setup, files))
+        entry.subject = stack.enter_context(
+            Subject(entry.source, entry.setup, self._looked_at.files)
+        )
         try:
             entry.starts.append(entry.subject.start(START_SECONDS))
         except WayFailedError as exc:
@@ -378,41 +426,6 @@ class Benchmark:
                 entry.memory.append(entry.subject.memory())
             except WayFailedError as exc:
                 entry.give_up(str(exc))
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    model: ModelSpec
-    split: Split
-    files: dict[int, Path]
-
-
-@contextmanager
-def prepared(
-    model: Path,
-    batches: Sequence[int],
-    inputs: InputOptions,
-    axes: tuple[Axes, Axes],
-    options: Mapping[str, Any],
-    show: Callable[[str], None],
-) -> Iterator[Prepared]:
-    """Look at a model with one worker, which prepares it if it has not been; and write its requests.
-
-    `axes` are the user's `batch_axes` and `output_axes`, `options` more arguments of the `mcinfer.Master`.
-
-    Raises:
-        InvalidInputError: The options do not fit the model.
-        BuildError: mcinfer cannot load the model.
-    """
-    with tempfile.TemporaryDirectory(prefix="mcinfer-bench-") as name, own_records(Path(name)):
-        show("loading the model")
-        with Master(model, batch_axes=axes[0], output_axes=axes[1], **options) as master:
-            show("learning how its batch is split")
-            spec, split = look_at(master, batches, inputs, *axes)
-        files = {batch: Path(name) / f"{batch}.request" for batch in batches}
-        for batch, path in files.items():
-            write_request(path, make_inputs(spec, split, batch, inputs))
-        yield Prepared(spec, split, files)
 
 
 def _check_rates(plan: Plan) -> None:

@@ -27,13 +27,12 @@ from time import monotonic
 from typing import Literal
 
 from mcinfer.bench.figures import Spread, latency, spread_of
-from mcinfer.bench.inputs import InputOptions, fixed_batch
+from mcinfer.bench.inputs import InputOptions
 from mcinfer.bench.load import MAX_ARRIVALS, read_request, rotated
 from mcinfer.bench.report import Load, Turn
 from mcinfer.bench.runner import START_SECONDS, powers, prepared
 from mcinfer.bench.subject import Subject, WayFailedError
 from mcinfer.bench.texts import number
-from mcinfer.bench.way import Setup
 from mcinfer.config import TransportKind, automatic_workers
 from mcinfer.errors import InvalidInputError
 from mcinfer.machine import whole_cpus
@@ -406,25 +405,13 @@ class Search:
             WayFailedError: The default pool cannot be started or used.
         """
         found, batch = self.found, self._aim.load.batch
-        axes = found.batch_axes, found.output_axes
+        axes = {"batch_axes": found.batch_axes, "output_axes": found.output_axes}
         show = partial(self._progress, 0.0)
-        with prepared(self._model, [batch], self._inputs, axes, {"devices": 1}, show) as made:
-            spec, found.split, self._files = made.model, made.split, made.files
+        with prepared(self._model, [batch], self._inputs, axes, show, devices=1) as self._prepared:
+            spec, found.split = self._prepared.model, self._prepared.split
             types = {tensor.name: tensor.element_type for tensor in spec.inputs}
-            arrays = read_request(made.files[batch])
+            arrays = read_request(self._prepared.files[batch])
             found.arrays = {name: (types[name], array.shape) for name, array in arrays.items()}
-            self._setup = Setup(
-                model=str(self._model.absolute()),
-                cores=self._cores,
-                devices=(),
-                threads=None,
-                split=found.split,
-                fixed_batch=fixed_batch(spec, found.split),
-                batch_axes=axes[0],
-                output_axes=axes[1],
-                max_batch_size=1,
-                max_delay=0.0,
-            )
             self._began = monotonic()
             try:
                 turn = self._try_default()
@@ -540,15 +527,14 @@ class Search:
         self._progress(self._budget - max(0.0, self._left()), words)
 
     def _subject(self, candidate: Candidate) -> Subject:
-        setup = replace(
-            self._setup,
+        setup = self._prepared.setup(
             devices=tuple(f"cpu:{i}" for i in range(candidate.workers)),
             threads=candidate.threads,
             max_batch_size=candidate.max_batch_size,
             max_delay=candidate.max_delay,
             transport=candidate.transport,
         )
-        return Subject(candidate.way, setup, self._files)
+        return Subject(candidate.way, setup, self._prepared.files)
 
     def _take_turn(self, trial: Trial, subject: Subject, seconds: float, repeat: int) -> None:
         warmup = 0.0 if trial.turns else _WARMUP
