@@ -38,7 +38,6 @@ def figures_of(made: Report, name: str) -> Figures:
 
 def test_figures_are_those_of_each_repeat() -> None:
     figures = figures_of(small(session=[100.0, 120.0, 90.0]), "session")
-    assert figures.requests == Spread((100.0, 120.0, 90.0))
     assert (figures.rows.middle, figures.rows.low, figures.rows.high) == (200, 180, 240)
     assert figures.latency(1.0) == Spread((5 / 100, 5 / 120, 5 / 90))
     assert figures.sound
@@ -75,7 +74,7 @@ def test_open_loop_that_was_not_kept_up_with_is_no_gain(late: dict[str, int]) ->
     turns = {("session", OPEN): [turn(20.0, slowest=0.1)], ("sharded", OPEN): [behind]}
     made = report([way("session"), way("sharded")], turns)
     figures = figures_of(made, "sharded")
-    assert (figures.behind, figures.sound) == (1, False)
+    assert not figures.sound
     assert not figures.speedup.known
     assert not figures.overhead.known
     assert figures_of(made, "session").sound

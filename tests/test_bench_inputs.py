@@ -280,7 +280,7 @@ def test_names_that_the_model_does_not_have_are_refused_with_the_file(tmp_path: 
             made(model(SQUARES), 2, parse_input_options([text], {}))
 
 
-def test_files_that_cannot_be_read_are_told_with_the_option(tmp_path: Path) -> None:
+def test_error_about_an_unreadable_file_names_the_option(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     names = ("none.npy", "none.raw", "pipe", "")
     for text in (f"{tmp_path}/none.npz", *(f"x={tmp_path}/{name}" for name in names)):

@@ -86,7 +86,7 @@ def test_page_brings_the_report_along(page: Page) -> None:
     assert json.loads(data)["model"]["name"] == HOSTILE
 
 
-def test_page_tells_what_was_not_answered(page: Page) -> None:
+def test_page_shows_what_was_not_answered(page: Page) -> None:
     assert "session, batch" not in page.text
     assert "(3 of 403 failed)" in page.text
     assert "did not keep up: 0 of 50 requests/s answered, 100 of 100 never begun" in page.text

@@ -198,7 +198,7 @@ def test_rate_at_which_too_little_comes_in_the_budget_is_refused(
 
 
 def test_rounds_halve_the_pools_and_double_their_turns() -> None:
-    # The default is in each heat, with three others.
+    # The default is in each group, with three others.
     assert rounds(12) == [(12 + 4, 1), (6 + 2, 2), (3 + 1, 4), (2 + 1, 8)]
     assert rounds(1) == [(2, 1)]
     assert rounds(0) == [(1, 1)]

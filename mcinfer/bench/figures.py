@@ -132,10 +132,6 @@ class Figures:
     base: tuple[Turn, ...] = ()
 
     @property
-    def requests(self) -> Spread:
-        return spread_of(turn.throughput for turn in self.turns)
-
-    @property
     def rows(self) -> Spread:
         return spread_of(self.load.batch * turn.throughput for turn in self.turns)
 
@@ -182,22 +178,10 @@ class Figures:
         return sum(turn.made for turn in self.turns)
 
     @property
-    def failed(self) -> int:
-        return sum(turn.failed for turn in self.turns)
-
-    @property
-    def unfinished(self) -> int:
-        return sum(turn.unfinished for turn in self.turns)
-
-    @property
-    def behind(self) -> int:
-        """Repeats in which it did not keep up with an open loop."""
-        return sum(not kept_up(turn) for turn in self.turns)
-
-    @property
     def sound(self) -> bool:
         """Whether all requests were answered, and as fast as they came. Only then a figure counts as good."""
-        return self.made > 0 and not (self.failed or self.unfinished or self.behind)
+        answered = all(kept_up(turn) and not turn.failed for turn in self.turns)
+        return self.made > 0 and answered
 
 
 def way_columns(way: Way) -> dict[str, tuple[Spread, Kind]]:

@@ -14,8 +14,10 @@ from mcinfer.bench.figures import (
     busy,
     compared_loads,
     gains,
+    kept_up,
     memory_beside,
     pools,
+    spread_of,
     under,
 )
 from mcinfer.bench.report import OTHERS, Load, Report, Way
@@ -366,16 +368,17 @@ def _way_error(report: Report, way: Way) -> str:
 
 def flaw_text(figures: Figures) -> str:
     """The requests that were not answered, or late; empty if there were none."""
+    turns, rate = figures.turns, figures.load.rate
     if not figures.made:
         return "no request was made"
     parts = []
-    if figures.behind and figures.load.rate is not None:
-        count = len(figures.turns)
-        times = "" if figures.behind == count else f" in {figures.behind} of {count} repeats"
-        answered = f"{spread_text(figures.requests)} of {figures.load.rate:g} requests/s answered"
-        parts.append(f"did not keep up{times}: {answered}")
-    if figures.failed:
-        parts.append(f"{figures.failed} of {figures.made} failed")
-    if figures.unfinished:
-        parts.append(f"{figures.unfinished} of {figures.made} never begun")
+    behind = sum(not kept_up(turn) for turn in turns)
+    if behind and rate is not None:
+        times = "" if behind == len(turns) else f" in {behind} of {len(turns)} repeats"
+        answered = spread_text(spread_of(turn.throughput for turn in turns))
+        parts.append(f"did not keep up{times}: {answered} of {rate:g} requests/s answered")
+    if failed := sum(turn.failed for turn in turns):
+        parts.append(f"{failed} of {figures.made} failed")
+    if unfinished := sum(turn.unfinished for turn in turns):
+        parts.append(f"{unfinished} of {figures.made} never begun")
     return ", ".join(parts)

@@ -203,7 +203,7 @@ def test_way_of_ones_own_is_measured_beside_the_others(onnx_model: OnnxModel, wa
     assert (ways.parent / "closed").exists()
 
 
-def test_way_that_fails_is_told_of_and_the_others_go_on(onnx_model: OnnxModel, ways: Path) -> None:
+def test_failed_way_is_reported_and_the_others_go_on(onnx_model: OnnxModel, ways: Path) -> None:
     names = ("DoesNotStart", "DiesInItsTurn", "RefusesBatch", "Mine")
     report = measure(
         onnx_model(AFFINE), *(f"{ways}:{name}" for name in names), batches=(1, 2), count=2
