@@ -5,7 +5,6 @@ model's `mcinfer.sharding.Split` says where a request's rows lie.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import BytesIO
 from math import prod
@@ -17,7 +16,6 @@ from numpy.typing import NDArray
 
 from mcinfer.bench.way import why_whole
 from mcinfer.errors import InvalidInputError, McinferError
-from mcinfer.model_cache.split_records import records_in
 from mcinfer.requests.tensors import as_input
 from mcinfer.sharding import Axes, SaidAxes, Split, first_split, is_fixed, plan
 from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension, ModelSpec, TensorSpec
@@ -31,6 +29,8 @@ _MAX_DRAWS = 32
 """For random rows that differ."""
 
 Array = NDArray[Any]
+_Saved = Mapping[str, tuple[Path, Array]]
+"""Arrays of files by input name, each with its file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,90 +132,87 @@ def _batch_keys(model: ModelSpec, split: Split) -> set[str]:
     }
 
 
-class _Sizes:
-    """The known sizes of a model's dimensions, by what ``--dim`` calls them, each with its source."""
+def _shapes(
+    model: ModelSpec, split: Split, batch: int, options: InputOptions, saved: _Saved
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of a request's arrays, by input name.
 
-    def __init__(self, model: ModelSpec, split: Split, batch: int, dims: Mapping[str, int]) -> None:
-        self._batch = batch
-        self._split = split
-        self._fixed = fixed_batch(model, split)
-        batch_keys = _batch_keys(model, split)
-        self._known = dict.fromkeys(batch_keys, (batch, f"--batch {batch}"))
-        keys = [key for spec in model.inputs for key in self._free(spec).values()]
-        expected = f"expected one of {[*dict.fromkeys(keys)]}"
-        if not keys:
-            expected = "but the model has no symbolic dimension other than the batch"
-        for key, size in dims.items():
-            # Its size may be said: the same command has found out that it is the batch.
-            if key in batch_keys and size != batch:
-                raise InvalidInputError(f"--dim {key}: it is the batch, which --batch gives")
-            if key not in batch_keys and key not in keys:
-                raise InvalidInputError(f"--dim: got {key!r}, {expected}")
-            self._known[key] = size, f"--dim {key}={size}"
-
-    def rows(self, spec: TensorSpec) -> int:
-        if self._fixed is None:
-            return self._batch
-        size = _cut_size(spec, self._split)
-        return self._batch // self._fixed * (size if isinstance(size, int) else 1)
-
-    def _free(self, spec: TensorSpec) -> dict[int, str]:
-        """By axis, what ``--dim`` calls each dimension that is neither fixed nor the input's rows."""
-        return {
+    Raises:
+        InvalidInputError: An array of a file does not fit, or the options do not; or a size is missing.
+    """
+    free = {  # by axis, what ``--dim`` calls each dimension that is neither fixed nor the input's rows
+        spec.name: {
             axis: _key(spec, axis)
             for axis, size in enumerate(spec.shape)
-            if not isinstance(size, int) and axis != self._split.inputs[spec.name]
+            if not isinstance(size, int) and axis != split.inputs[spec.name]
         }
-
-    def bind(self, spec: TensorSpec, shape: tuple[int, ...], path: Path) -> None:
-        """Take the sizes that an array in a file has.
-
-        Raises:
-            InvalidInputError: The array does not fit the input, or what is known.
-        """
-        axis = self._split.inputs[spec.name]
-        fits = axis is None or (axis < len(shape) and shape[axis] > 0)
-        if spec.shape:  # else the model may not say how many dimensions there are
-            free = tuple(None if i == axis else size for i, size in enumerate(spec.shape))
-            fits &= TensorSpec(name="", dtype=spec.dtype, shape=free).admits(shape)
-        if not fits:
-            rows = "" if axis is None else ", with at least one row"
-            raise InvalidInputError(
-                f"--input {path}: input {spec.name!r} has shape {[*shape]}, expected {spec}{rows}"
-            )
-        for place, key in self._free(spec).items():
-            said, source = self._known.setdefault(key, (shape[place], f"--input {path}"))
-            if said != shape[place]:
+        for spec in model.inputs
+    }
+    # Each size with its source.
+    known = dict.fromkeys(_batch_keys(model, split), (batch, f"--batch {batch}"))
+    keys = [*dict.fromkeys(key for each in free.values() for key in each.values())]
+    for key, size in options.dims.items():
+        # Its size may be given: the same command has found out that it is the batch.
+        if key in known and size != batch:
+            raise InvalidInputError(f"--dim {key}: it is the batch, which --batch gives")
+        if key not in known and key not in keys:
+            others = f"expected one of {keys}"
+            if not keys:
+                others = "but the model has no symbolic dimension other than the batch"
+            raise InvalidInputError(f"--dim: got {key!r}, {others}")
+    known |= {key: (size, f"--dim {key}={size}") for key, size in options.dims.items()}
+    for spec in (spec for spec in model.inputs if spec.name in saved):
+        path, array = saved[spec.name]
+        _check_fits(array, spec, split.inputs[spec.name], path)
+        for place, key in free[spec.name].items():
+            said, source = known.setdefault(key, (array.shape[place], f"--input {path}"))
+            if said != array.shape[place]:
                 raise InvalidInputError(
-                    f"--input {path}: {key!r} is {shape[place]} in input {spec.name!r} ({spec}), "
+                    f"--input {path}: {key!r} is {array.shape[place]} in input {spec.name!r} ({spec}), "
                     f"expected {said} as {source} says"
                 )
-
-    def check_known(self, specs: Sequence[TensorSpec]) -> None:
-        """Raise `InvalidInputError` if a size of these inputs is missing: which, and how to give them all."""
-        missing: dict[str, str] = {}
-        for spec in specs:
-            axis = self._split.inputs[spec.name]
-            if not spec.shape and axis is not None:
-                raise InvalidInputError(
-                    f"input {spec.name!r} has rows along axis {axis}, but the model does not "
-                    f"say its shape: give it in a file (--input {spec.name}=FILE.npy)"
-                )
-            for place, key in self._free(spec).items():
-                if key not in self._known:
-                    missing.setdefault(key, f"dimension {place} of input {spec.name!r} ({spec})")
-        if missing:
-            options = " ".join(f"--dim {key}={_EXAMPLE_SIZE}" for key in missing)
+    missing: dict[str, str] = {}
+    shapes = {}
+    fixed = fixed_batch(model, split)
+    for spec in model.inputs:
+        axis, places = split.inputs[spec.name], free[spec.name]
+        sizes: list[Any] = [*spec.shape]
+        if spec.name in saved:
+            sizes = [*saved[spec.name][1].shape]
+        elif axis is not None and not sizes:
             raise InvalidInputError(
-                f"no size is known for {', '.join(missing.values())}: give it, as in {options}"
+                f"input {spec.name!r} has rows along axis {axis}, but the model does not "
+                f"say its shape: give it in a file (--input {spec.name}=FILE.npy)"
             )
+        else:
+            for place, key in places.items():
+                sizes[place], _ = known.get(key, (0, ""))
+                if key not in known:
+                    missing.setdefault(key, f"dimension {place} of input {spec.name!r} ({spec})")
+        if axis is not None:
+            cut = _cut_size(spec, split)
+            one = cut if fixed and isinstance(cut, int) else 1
+            sizes[axis] = batch // (fixed or 1) * one
+        shapes[spec.name] = tuple(sizes)
+    if missing:
+        examples = " ".join(f"--dim {key}={_EXAMPLE_SIZE}" for key in missing)
+        raise InvalidInputError(
+            f"no size is known for {', '.join(missing.values())}: give it, as in {examples}"
+        )
+    return shapes
 
-    def shape(self, spec: TensorSpec) -> tuple[int, ...]:
-        free, axis = self._free(spec), self._split.inputs[spec.name]
-        sizes = [self._known[free[i]][0] if i in free else n for i, n in enumerate(spec.shape)]
-        if axis is not None and sizes:
-            sizes[axis] = self.rows(spec)
-        return tuple(size for size in sizes if isinstance(size, int))
+
+def _check_fits(array: Array, spec: TensorSpec, axis: int | None, path: Path) -> None:
+    """Raise `InvalidInputError` unless an array of a file has the input's shape, with any number of rows."""
+    fits = axis is None or (axis < array.ndim and array.shape[axis] > 0)
+    if spec.shape:  # else the model may not say how many dimensions there are
+        free = tuple(None if i == axis else size for i, size in enumerate(spec.shape))
+        fits &= TensorSpec(name="", dtype=spec.dtype, shape=free).admits(array.shape)
+    if not fits:
+        rows = "" if axis is None else ", with at least one row"
+        raise InvalidInputError(
+            f"--input {path}: input {spec.name!r} has shape {[*array.shape]}, expected {spec}{rows}"
+        )
 
 
 # Files.
@@ -341,24 +338,19 @@ def make_inputs(
             the model takes no such batch.
     """
     _check_batch(model, split, batch)
-    sizes = _Sizes(model, split, batch, options.dims)
     found = saved_inputs(model, options)
-    for spec in model.inputs:
-        if spec.name in found:
-            path, array = found[spec.name]
-            sizes.bind(spec, array.shape, path)
-    sizes.check_known([spec for spec in model.inputs if spec.name not in found])
+    shapes = _shapes(model, split, batch, options, found)
     inputs = {}
     for spec in model.inputs:
-        axis = split.inputs[spec.name]
+        axis, shape = split.inputs[spec.name], shapes[spec.name]
         if spec.name in found:
             _, array = found[spec.name]
         elif spec.name in options.files:
-            array = _raw(options.files[spec.name], spec, sizes.shape(spec), axis)
+            array = _raw(options.files[spec.name], spec, shape, axis)
         else:
-            array = _random(spec, sizes.shape(spec), options, options.seed)
-        if axis is not None and array.shape[axis] != sizes.rows(spec):
-            array = array.take(np.arange(sizes.rows(spec)) % array.shape[axis], axis)
+            array = _random(spec, shape, options, options.seed)
+        if axis is not None and array.shape[axis] != shape[axis]:
+            array = array.take(np.arange(shape[axis]) % array.shape[axis], axis)
         inputs[spec.name] = np.asarray(array, spec.dtype, order="C")
     plan(model, [array.shape for array in inputs.values()], 1, split)
     return inputs
@@ -430,22 +422,13 @@ def _rows_differ(array: Array, axis: int) -> bool:
     return not np.array_equal(array, np.broadcast_to(array.take([0], axis), array.shape))
 
 
-@contextmanager
-def own_records(folder: Path) -> Iterator[None]:
-    """Meanwhile, keep what is learned below this folder: it is learned from random inputs."""
-    records = folder / "splits"
-    records.mkdir(mode=0o700)
-    with records_in(records):
-        yield
-
-
 def look_at(
     master: Any, batches: Sequence[int], inputs: InputOptions, batch_axes: Axes, output_axes: Axes
 ) -> tuple[ModelSpec, Split]:
     """The model's inputs and outputs, and how its batch is split: learned, if that is not known.
 
     A benchmark sends the same request again and again, and its rows may be equal, which shows nothing. What
-    is learned here is recorded, within `own_records`, where the masters that are measured find it. The split
+    is learned here is recorded where the masters that are measured find it. The split
     is that of the first request and all later ones. Where they run whole, it says why, and its `inputs` still
     say where their rows lie, as far as that is given or declared.
 

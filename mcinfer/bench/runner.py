@@ -32,7 +32,7 @@ import psutil
 
 from mcinfer import __version__
 from mcinfer.bench import MODES, check_names, shown_name
-from mcinfer.bench.inputs import InputOptions, fixed_batch, look_at, make_inputs, own_records
+from mcinfer.bench.inputs import InputOptions, fixed_batch, look_at, make_inputs
 from mcinfer.bench.load import MAX_ARRIVALS, rotated, write_request
 from mcinfer.bench.report import (
     OTHERS,
@@ -53,6 +53,7 @@ from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.machine import whole_cpus
 from mcinfer.master import Master
 from mcinfer.model_cache.onnx_files import scan
+from mcinfer.model_cache.split_records import records_in
 from mcinfer.sharding import Axes, Split
 from mcinfer.specs import ModelSpec
 
@@ -155,7 +156,11 @@ def prepared(
         InvalidInputError: The options do not fit the model.
         BuildError: mcinfer cannot load the model.
     """
-    with tempfile.TemporaryDirectory(prefix="mcinfer-bench-") as name, own_records(Path(name)):
+    with tempfile.TemporaryDirectory(prefix="mcinfer-bench-") as name, ExitStack() as stack:
+        # What is learned is kept apart: it is learned from random inputs.
+        records = Path(name) / "splits"
+        records.mkdir(mode=0o700)
+        stack.enter_context(records_in(records))
         show("loading the model")
         with Master(model, **axes, **options) as master:
             show("learning how its batch is split")
