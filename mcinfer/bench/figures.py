@@ -21,7 +21,7 @@ SHORTEST_FOR_CORES = 0.5
 """Seconds of a turn in which processor time, in ticks of 10 ms, is known to some percent."""
 
 Kind = Literal["rate", "part", "time", "bytes", "amount"]
-"""Of a figure: a rate or a part is better if it is more, all others if they are less."""
+"""The kind of a figure: for a rate or a part more is better, for all others less."""
 
 _CLEAR_GAIN = 1.02
 """A median gain below this is not worth a word, however small the spread is."""

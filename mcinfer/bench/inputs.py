@@ -43,7 +43,7 @@ class InputOptions:
         archive: An ``.npz`` file with arrays by input name.
         dims: Sizes of dimensions other than the batch: by symbol, or as ``"input:axis"`` without one.
         integers: Least random integer, and the first that is too large, as far as a type holds them.
-        seed: Of the random values: each input's are its own, whatever other inputs there are.
+        seed: Seed of the random values; each input has its own values, which do not depend on other inputs.
     """
 
     files: Mapping[str, Path]

@@ -46,8 +46,8 @@ class Outcome:
     """The requests of one turn.
 
     Attributes:
-        answers: Of each answered request: when it began (or arrived), and when its answer came.
-        errors: Of each request that raised.
+        answers: For each answered request, when it began (or arrived) and when its answer came.
+        errors: The error of each request that failed.
         unfinished: Arrivals that no client had begun with when the turn was over.
         seconds: From the first request to the last answer.
     """

@@ -79,8 +79,8 @@ class Plan:
         ways: Names, baselines before modes.
         clients: Closed loops of so many clients, for each batch.
         rates: Open loops of so many requests a second, for each batch.
-        seconds: Of a turn, if `count` is 0.
-        scaling: Whether pools of fewer workers are measured, too.
+        seconds: Length of a turn, if `count` is 0.
+        scaling: Measure pools of fewer workers, too.
     """
 
     model: Path

@@ -34,7 +34,7 @@ class Setup:
         batches: Rows of the requests that will come; empty where that is not known.
         batch_axes: The user's, as `mcinfer.Master` takes them; so are `output_axes` and `transport`.
         max_batch_size: Rows that small requests may be joined to, for a way that joins them.
-        max_delay: Seconds that a request may wait for others, likewise.
+        max_delay: Seconds that a request may wait for others, in such a way.
     """
 
     model: str
