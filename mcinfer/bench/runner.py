@@ -68,7 +68,7 @@ _COUNT_SECONDS = 4 * 3600.0
 _PACKAGES = ("onnxruntime", "onnxruntime-gpu", "numpy", "pyzmq", "msgpack")
 
 Progress = Callable[[float, str], None]
-"""Called with the number of steps that are done, and a note on the next one."""
+"""Called with the steps (for a search: seconds) that are over, and a note on the next step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

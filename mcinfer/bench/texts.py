@@ -260,7 +260,7 @@ def program(
 
     Args:
         model: Path of the model.
-        arguments: Arguments of `mcinfer.Master`; its `options` as a mapping. None and empty ones are left out.
+        arguments: Arguments of `mcinfer.Master`, with `options` as a mapping; empty ones are left out.
         arrays: By input name, element type and shape.
         call: The method: ``"predict"`` or ``"submit"``.
         clients: Requests under way at once.

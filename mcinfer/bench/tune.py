@@ -16,7 +16,7 @@ groups are compared by their ratio to the default in the same repeat of the same
 Ownership: a `Search` ends the pools of one group before the next one, and before `run` returns or raises.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +30,7 @@ from mcinfer.bench.figures import Spread, latency, spread_of
 from mcinfer.bench.inputs import InputOptions
 from mcinfer.bench.load import MAX_ARRIVALS, read_request, rotated
 from mcinfer.bench.report import Load, Turn
-from mcinfer.bench.runner import START_SECONDS, powers, prepared
+from mcinfer.bench.runner import START_SECONDS, Progress, powers, prepared
 from mcinfer.bench.subject import Subject, WayFailedError
 from mcinfer.bench.texts import number
 from mcinfer.config import TransportKind, automatic_workers
@@ -41,8 +41,6 @@ from mcinfer.specs import ModelSpec
 
 Goal = Literal["throughput", "latency"]
 Call = Literal["submit", "predict"]
-Progress = Callable[[float, str], None]
-"""Called with the seconds of the budget that are over, and a note on the next step."""
 
 ENOUGH_REQUESTS = 100
 """Requests of a turn whose p99 is more than the slowest of them."""
