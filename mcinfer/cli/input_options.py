@@ -1,6 +1,6 @@
 """Options of ``mcinfer bench`` and ``mcinfer tune``: the inputs of requests, times and numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -42,6 +42,11 @@ def parse_integers(text: str) -> tuple[int, int]:
         return int(low), int(high)
     except ValueError as exc:
         raise typer.BadParameter(f"got {text!r}, expected LOW:HIGH, such as 0:10") from exc
+
+
+def parsed(metavar: str, parser: Callable[[str], Any], text: str, **more: Any) -> Any:
+    """An option whose text a function parses; `text` is its help."""
+    return typer.Option(metavar=metavar, parser=parser, help=text, **more)
 
 
 InputOption = Annotated[
