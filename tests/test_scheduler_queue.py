@@ -142,9 +142,9 @@ def kept(queue: ShardQueue) -> int:
     """How much the queue remembers, over all that it has."""
     groups = queue._groups.values()
     return (
-        sum(map(len, (queue.items, queue._heap, queue._line, queue._dues, queue._groups)))
+        sum(map(len, (queue.items, queue._heap, queue._dues, queue._groups)))
         + sum(len(group.items) for group in groups)
-        + sum(len(group.off_heap) + len(group.off_line) for group in groups)
+        + sum(len(group.off_heap) for group in groups)
     )
 
 

@@ -96,7 +96,7 @@ def ready_lives(workers: int, *, restart: RestartPolicy = RESTART) -> WorkerLive
 def end(lives: WorkerLives, w: Worker, now: float, how: str = describe_exit(0)) -> list[Action]:
     """Its process ends, and that is acted on."""
     lives.bury(w, how, now)
-    return [*lives.after_death(), *lives.advance(now)]
+    return [*lives.finish_start(), *lives.advance(now)]
 
 
 def come_back(lives: WorkerLives, w: Worker, now: float) -> list[Action]:

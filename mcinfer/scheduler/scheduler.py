@@ -100,23 +100,20 @@ TracedRun = tuple[int, int, str, int | None, int, float, float, float]
 
 
 class Tally:
-    """Counts values for a `Histogram`."""
+    """Counts values for a `Histogram` with these upper bounds, ascending."""
 
     __slots__ = ("_bounds", "_counts", "_total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """Make a histogram with these upper bounds, ascending."""
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(self._bounds) + 1)
         self._total = 0.0
 
     def add(self, value: float) -> None:
-        """Count a value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._total += value
 
     def snapshot(self) -> Histogram:
-        """What was counted so far."""
         return Histogram(bounds=self._bounds, counts=tuple(self._counts), total=self._total)
 
 
@@ -125,22 +122,17 @@ class Entry:
     """One request.
 
     Attributes:
-        number: The request's.
-        called: When the call came.
-        queued: When it was accepted.
-        timeout: Seconds that the caller gave it from the call on.
-        deadline: When these are over.
+        timeout: Seconds from `called` to `deadline`.
         rows: Rows of each shard.
         size: Bytes of its tensors.
         answered: By shard, whether its reply came.
         attempts: By shard, how often a worker got it.
-        unanswered: Shards without a reply.
-        deaths: By shard, the stories of the workers that died on it, where some did, or may have.
-        late: By shard, how many workers still have it that it was taken from.
-        closed: When it was answered.
-        settled: Whether it was answered.
+        unanswered: How many shards have no reply yet.
+        deaths: By shard, how each worker ended that died on it, or may have.
+        late: By shard, how many workers still have it although it was queued again.
+        closed: When it was settled.
         begun: Whether a worker got any shard of it.
-        outstanding: Shards that a worker has, which may be writing to the request's memory.
+        outstanding: How many shards workers have: they may be writing to the request's memory.
         runs: The runs of answered shards, if the request is traced.
     """
 
@@ -164,23 +156,15 @@ class Entry:
 
 
 class RequestTable:
-    """The book.
+    """All requests that are open, or whose memory a worker may still use.
 
     Attributes:
         accepted: Requests so far: always the sum of the four counts after it.
-        succeeded: Requests answered with a result.
-        failed: Requests answered with an error.
-        cancelled: Requests that were cancelled.
-        in_flight: Open requests.
-        in_flight_bytes: Bytes of their tensors.
         not_begun: Open requests of which no worker has got a shard yet.
         latency: Seconds from a call to its answer, for results.
-        queue: The shards that wait for a worker.
-        entries: By number, the requests in the book.
     """
 
     def __init__(self, max_rows: int) -> None:
-        """An empty book; shards are joined to runs of up to so many rows."""
         self.accepted = 0
         self.succeeded = 0
         self.failed = 0
@@ -200,11 +184,9 @@ class RequestTable:
         return self.entries[number]
 
     def open(self) -> Iterator[Entry]:
-        """The requests that were not answered yet."""
         return iter([entry for entry in self.entries.values() if not entry.settled])
 
     def find_open(self, number: int) -> Entry | None:
-        """The request of that number, if it was not answered yet."""
         entry = self.entries.get(number)
         return None if entry is None or entry.settled else entry
 
@@ -219,7 +201,7 @@ class RequestTable:
         timeout: float,
         size: int,
     ) -> Entry:
-        """Enter a request of so many rows in each shard; its shards are not queued yet."""
+        """Enter a request; its shards are not queued yet."""
         shards = len(rows)
         deadline = called + timeout
         answered, attempts = [False] * shards, [0] * shards
@@ -239,12 +221,11 @@ class RequestTable:
         return entry
 
     def enqueue(self, entry: Entry, priority: int, join: Joinable | None) -> None:
-        """Queue all its shards; `join` is for a request of one shard."""
         for shard in range(len(entry.answered)):
             self.queue.add((entry.number, shard), priority, join)
 
     def take_run(self, now: float, *, ahead: bool = False) -> tuple[ShardId, ...]:
-        """Take the shards of the next run off the queue, for a worker; none while there is none to give."""
+        """Take the shards of the next run off the queue; none if none may go."""
         members = self.queue.take(now, ahead=ahead)
         for number, shard in members:
             entry = self.entries[number]
@@ -258,7 +239,6 @@ class RequestTable:
     # Deadlines.
 
     def next_deadline(self) -> float:
-        """The earliest of the open requests; infinite where there is none."""
         while self._deadlines and not self.find_open(self._deadlines[0][1]):
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
@@ -273,7 +253,7 @@ class RequestTable:
     # Endings.
 
     def close(self, entry: Entry, outcome: Outcome, now: float) -> None:
-        """The request is answered; what is queued of it is forgotten."""
+        """Settle a request and drop its queued shards."""
         entry.settled = True
         entry.closed = now
         self.in_flight -= 1
@@ -292,12 +272,12 @@ class RequestTable:
                 self.cancelled += 1
 
     def give_up(self) -> None:
-        """All that is open has failed, and the book is closed."""
+        """Count all open requests as failed, at the end."""
         self.failed += self.in_flight
         self.in_flight = self.in_flight_bytes = self.not_begun = 0
 
     def strike(self, entry: Entry) -> bool:
-        """Take it out of the book if it is answered and no worker has a shard of it; whether it was."""
+        """Remove a request that is settled and that no worker has; whether it was removed."""
         if not entry.settled or entry.outstanding:
             return False
         del self.entries[entry.number]
@@ -305,9 +285,10 @@ class RequestTable:
 
 
 class Scheduler:
-    """The state of a pool and its requests. Every method returns what is to be done, in order.
+    """The state of a pool and its requests. Methods return the actions to carry out, in order.
 
-    `now` is float seconds on any monotonic clock, the same for all calls.
+    `now` is float seconds on any monotonic clock, the same for all calls. With `tracing`, settled requests
+    carry a `RequestTrace`.
     """
 
     def __init__(
@@ -321,17 +302,6 @@ class Scheduler:
         max_delay: float = 0.0,
         tracing: bool = False,
     ) -> None:
-        """Take what each worker is to load and where; nothing starts before `handle_start`.
-
-        Args:
-            builds: One for each worker.
-            timeouts: How long to wait for what.
-            restart: When a worker that died is started again.
-            limits: How many requests are taken.
-            max_batch_size: Rows of a run that requests may be joined to.
-            max_delay: Seconds that a request may wait for others to join it.
-            tracing: Whether what is settled says when it was queued, sent and answered.
-        """
         self._lives = WorkerLives(builds, timeouts=timeouts, restart=restart)
         self._workers = self._lives.workers
         self._timeouts = timeouts
@@ -350,16 +320,13 @@ class Scheduler:
 
     @property
     def specs(self) -> BuildFinish | None:
-        """What the first worker said of the model; None before."""
         return self._lives.specs
 
     @property
     def serving(self) -> int:
-        """How many workers take requests."""
         return sum(w.serves for w in self._workers)
 
     def health(self, now: float) -> Health:
-        """How the pool is."""
         health = self._lives.health(now)
         if self._closed:
             return replace(health, state="closed", reasons=(), serving=0)
@@ -370,37 +337,33 @@ class Scheduler:
         return health
 
     def running(self, worker: int) -> tuple[ShardId, ...]:
-        """Request and shard of all that the worker's run is for; none while it is at none."""
+        """Request and shard of each member of the worker's current run."""
         runs = self._workers[worker].runs
         return runs[0].members if runs else ()
 
     def is_late(self, worker: int) -> bool:
-        """Whether what the worker is at was given to others as well, so that its answer is ignored."""
+        """Whether the worker's current run was given to others as well, so that its answer is ignored."""
         runs = self._workers[worker].runs
         return bool(runs) and runs[0].late
 
     def is_exiting(self, worker: int) -> bool:
-        """Whether the worker was asked to end, so that its end is no surprise."""
+        """Whether the worker was asked to end."""
         return self._closing is not None or self._workers[worker].state is WorkerState.EXITING
 
     def serves(self, worker: int) -> bool:
-        """Whether the worker takes requests."""
         return self._workers[worker].serves
 
     def last_error(self, worker: int) -> str:
-        """Why the worker last died or failed, or is going to."""
         return self._workers[worker].last_error
 
     def name(self, worker: int) -> str:
-        """How texts speak of a worker: its index, device and pid."""
         return self._workers[worker].name
 
     def statistics(self) -> tuple[WorkerStatistics, ...]:
-        """A snapshot of every worker."""
         return self._lives.statistics()
 
     def next_time(self) -> float | None:
-        """When `handle_time` is due next; None while nothing waits for a time."""
+        """When `handle_time` is due next; None if nothing waits for a time."""
         times = [self.table.next_deadline(), *self._lives.due_times()]
         times += [w.began + LONG_RUN for w in self._workers if self._holds_back(w)]
         if any(w.is_free for w in self._workers):
@@ -414,11 +377,9 @@ class Scheduler:
     # Events.
 
     def handle_start(self, now: float) -> list[Action]:
-        """The pool is to start: all workers at once."""
         return [action for w in self._workers for action in self._lives.start(w, now)]
 
     def handle_started(self, worker: int, pid: int) -> None:
-        """The worker's process exists."""
         self._workers[worker].pid = pid
 
     def handle_request(
@@ -436,19 +397,18 @@ class Scheduler:
         """A request came.
 
         Args:
-            now: When.
+            now: The time.
             request: Its number.
-            rows: How many each of its pieces has.
-            timeout: Seconds within which it is to be answered.
-            called: From when on; None is `now`.
+            rows: Rows of each shard.
+            timeout: Seconds for its answer.
+            called: When these begin; None is `now`.
             size: Bytes of its tensors.
-            priority: Those of a higher one go first.
-            join: For one shard that may go with others in one run: a key that they have in common, and
-                its rows.
+            priority: Higher ones go first.
+            join: For one shard that may be joined with others of the same key: the key, and its rows.
 
         Raises:
             ClosedError: The pool is closed.
-            QueueFullError: As many requests as allowed, or bytes of them, are in flight.
+            QueueFullError: `Limits.queue` or `Limits.queue_bytes` is reached.
         """
         if self._closing is not None or self._closed or not self._lives.started:
             raise ClosedError("the master is closed")
@@ -466,7 +426,7 @@ class Scheduler:
         return self.dispatch(now)
 
     def check_room(self, size: int) -> None:
-        """Raise `QueueFullError` unless a request with so many bytes of tensors may be taken now."""
+        """Raise `QueueFullError` unless a request with so many bytes of tensors can be accepted now."""
         in_flight, most = self.table.in_flight, self._limits.queue
         if in_flight >= most:
             raise QueueFullError(
@@ -480,7 +440,6 @@ class Scheduler:
             )
 
     def handle_cancel(self, now: float, request: int) -> list[Action]:
-        """The caller does not want the answer any more."""
         entry = self.table.find_open(request)
         if entry is None:
             return []
@@ -488,7 +447,7 @@ class Scheduler:
         return [*self._fail(entry, error, now, "cancelled"), *self._finish_draining(now)]
 
     def handle_killed(self, worker: int, reason: str) -> None:
-        """The shell has killed the worker on its own account; its death will be reported."""
+        """The loop has killed the worker; its death will be reported."""
         self._lives.kill(self._workers[worker], reason)
 
     def handle_own_memory(self, now: float, worker: int, size: int) -> list[Action]:
@@ -497,7 +456,7 @@ class Scheduler:
         return self._lives.advance(now)
 
     def handle_restart(self, now: float) -> list[Action]:
-        """All workers are to be replaced, one after another; `WorkersRestarted` says when they are.
+        """Replace all workers, one after another; `WorkersRestarted` follows.
 
         Raises:
             ClosedError: The pool is closed.
@@ -508,14 +467,14 @@ class Scheduler:
         return [*self._lives.advance(now), *self._lives.announce(now)]
 
     def handle_restart_abandoned(self) -> None:
-        """The caller of `handle_restart` waits no more: what was not begun is not done."""
+        """The caller of `handle_restart` does not wait any more: replace no further workers."""
         self._lives.forget_replacing()
 
     def handle_message(self, now: float, worker: int, message: Message) -> list[Action]:
         """A worker sent a message.
 
         Raises:
-            ProtocolError: It may not come now. Nothing was changed; the shell is to kill the worker.
+            ProtocolError: The message may not come now. Nothing was changed; the loop must kill the worker.
         """
         w = self._workers[worker]
         if not isinstance(message, (Hello, Preparing, BuildFinish, Reply, Error)):
@@ -543,13 +502,7 @@ class Scheduler:
         return [*actions, *self._lives.announce(now), *self._finish_draining(now)]
 
     def handle_died(self, now: float, worker: int, how: str) -> list[Action]:
-        """The worker's process ended, or could not be started.
-
-        Args:
-            now: When that was noticed.
-            worker: Which.
-            how: In words.
-        """
+        """The worker's process ended, or could not be started; `how`, in words."""
         w = self._workers[worker]
         runs, w.runs = w.runs, deque()
         story = self._lives.bury(w, how, now)
@@ -565,7 +518,7 @@ class Scheduler:
             for run in reversed(runs):
                 w.failed += len(run.members)
                 actions += self._run_again(run, suspect=True)
-        actions += self._lives.after_death()
+        actions += self._lives.finish_start()
         if self._closing is None and self._lives.circuit_open:
             for entry in self.table.open():
                 actions += self._fail(entry, self._lives.outage(now), now)
@@ -574,7 +527,7 @@ class Scheduler:
         return [*actions, *self._finish_draining(now), *self._finish_closing()]
 
     def handle_time(self, now: float) -> list[Action]:
-        """Time passed: act on everything that was due by `now`."""
+        """Act on everything that was due by `now`."""
         actions: list[Action] = []
         for entry in self.table.overdue(now):
             actions += self._handle_deadline(entry, now)
@@ -591,10 +544,7 @@ class Scheduler:
         return actions
 
     def next_turn(self) -> float:
-        """When the first is due of what may follow an answer or a new request.
-
-        That is: what is held for others to join, what was given ahead, and what is to be skipped.
-        """
+        """When a held shard, runs behind a long one, or a run to be skipped are due."""
         dues = [self.table.queue.next_due()]
         for w in self._workers:
             if self._holds_back(w):
@@ -604,7 +554,7 @@ class Scheduler:
         return min(dues)
 
     def handle_close(self, now: float, timeout: float) -> list[Action]:
-        """The pool is to end: what is in flight fails, workers get `timeout` seconds to exit."""
+        """End the pool: requests in flight fail, and workers get `timeout` seconds to exit."""
         end = now + timeout + self._timeouts.close + KILLED_ENDS
         if self._closing is not None or self._closed:
             if self._closing is not None and not self._closed and end < self._closing:
@@ -621,14 +571,13 @@ class Scheduler:
         return [*actions, *self._finish_closing()]
 
     def handle_drain(self, now: float, timeout: float) -> list[Action]:
-        """The pool is to end when all that was accepted is answered, or after so many seconds."""
+        """End the pool when all accepted requests are answered, or after so many seconds."""
         if self._closing is not None or self._closed:
             return []
         self._draining = now + timeout
         return [HealthChanged(health=self.health(now)), *self._finish_draining(now)]
 
     def _finish_draining(self, now: float) -> list[Action]:
-        """When there is nothing left to answer, the pool ends."""
         if self._draining is None or self.table.in_flight:
             return []
         return self.handle_close(now, self._timeouts.close)
@@ -664,7 +613,7 @@ class Scheduler:
         return SendPredict(worker=w.index, members=members, fresh=fresh)
 
     def _give_ahead(self, now: float) -> list[Action]:
-        """Give queued shards to busy workers whose runs are short, those that are likely to be free first."""
+        """Give queued shards to busy workers with short runs, the soonest free first."""
         actions: list[Action] = []
         while self.table.queue:
             w = min(
@@ -679,7 +628,7 @@ class Scheduler:
         return actions
 
     def _takes(self, w: Worker, now: float) -> bool:
-        """Whether it may be given one more: not behind a run that it may be killed, or die, for."""
+        """Whether it may get one more run: not behind a run that it may be killed, or die, for."""
         runs = len(w.runs)
         if runs >= w.capacity or w.doomed or w.retiring or w.alone or w.kill_at is not None:
             return False
@@ -689,11 +638,11 @@ class Scheduler:
         return state is WorkerState.BUSY and now - w.began <= SHORT_RUN
 
     def _holds_back(self, w: Worker) -> bool:
-        """Whether shards wait behind the run that it is at, and were not given to others yet."""
+        """Whether shards wait behind its current run that no other worker has."""
         return len(w.runs) > 1 and not w.runs[-1].late and w.state is WorkerState.BUSY
 
     def _send_elsewhere(self, w: Worker) -> list[Action]:
-        """What waits behind a run that goes on for too long runs on another worker as well."""
+        """Queue the runs again that wait behind a long one."""
         w.usual_seconds, w.capacity = math.inf, 1
         actions: list[Action] = []
         for run in [*w.runs][:0:-1]:
@@ -719,10 +668,10 @@ class Scheduler:
         timeout: float,
         size: int,
     ) -> list[Worker] | None:
-        """Give a request to workers at once, a shard to each, if that can be; else use `handle_request`.
+        """Give a request to workers at once, a shard to each, if nothing waits; else use `handle_request`.
 
         Returns:
-            By shard, the worker that is to be sent it; None if nothing was done.
+            By shard, the worker; None if nothing was done.
         """
         if self._joins or self.table.queue.items or not self._lives.calm:
             return None
@@ -759,7 +708,7 @@ class Scheduler:
         return chosen
 
     def _choose(self, count: int, now: float) -> list[Worker]:
-        """The workers that `dispatch` would give so many shards to; fewer where they have no more room."""
+        """The workers that `dispatch` would give so many shards to; fewer if they have no more room."""
         loads = [(*_load(w), w.index) for w in self._workers if self._takes(w, now)]
         heapq.heapify(loads)
         chosen: list[Worker] = []
@@ -776,11 +725,11 @@ class Scheduler:
     def take_reply(
         self, worker: int, number: int, shard: int, seconds: float, now: float
     ) -> Entry | None:
-        """A run has ended well, with all outputs where they were to be.
+        """A run has ended well, with all outputs in their places.
 
         Returns:
-            The request's entry, settled if this was its last shard, and struck out of the table then; None
-            if nothing was done: use `handle_message`.
+            The request's entry, which is settled and removed from the table after its last shard; None if
+            nothing was done: use `handle_message`.
         """
         w = self._workers[worker]
         runs = w.runs
@@ -821,7 +770,7 @@ class Scheduler:
         return entry
 
     def _learn_seconds(self, w: Worker, seconds: float) -> None:
-        """How long the worker's runs take, and so how many it may hold."""
+        """Learn how long the worker's runs take, and so how many it may hold."""
         usual = 0.0 if w.usual_seconds == math.inf else w.usual_seconds
         usual = max(seconds, _FORGETTING * usual)
         w.usual_seconds = usual
@@ -878,7 +827,7 @@ class Scheduler:
         return actions
 
     def _forget_late(self, run: Run) -> list[Action]:
-        """A run that others were given as well has ended, however it did."""
+        """A late run has ended, with or without an answer."""
         actions: list[Action] = []
         for request, shard in run.members:
             entry = self.table[request]
@@ -898,7 +847,7 @@ class Scheduler:
         )
 
     def _handle_failed_run(self, w: Worker, run: Run, message: Error, now: float) -> list[Action]:
-        """A run failed or was cancelled; what was joined runs again apart, so that the bad fail alone."""
+        """A run failed or was cancelled; joined shards run again apart, so that only the bad one fails."""
         members = run.members
         if message.kind != "cancelled":
             w.failed += len(members)
@@ -917,11 +866,9 @@ class Scheduler:
         return self._fail(entry, kind(f"{w.name}: {message.text}"), now)
 
     def _run_again(self, run: Run, *, suspect: bool = False) -> list[Action]:
-        """Queue the members of a run again, each by itself and before others.
+        """Queue the members of an unanswered run again, each by itself and before others.
 
-        Args:
-            run: The run, which ended without an answer.
-            suspect: Whether a worker may have died of it: then nothing is to wait behind it.
+        With `suspect`, a worker may have died of the run: nothing may wait behind it.
         """
         if run.late:
             return self._forget_late(run)
@@ -940,7 +887,7 @@ class Scheduler:
     def _fail(
         self, entry: Entry, error: McinferError, now: float, outcome: Outcome = "failed"
     ) -> list[Action]:
-        """Settle with an error; runs that no request waits for any more are asked to stop."""
+        """Settle with an error, and cancel runs that no request needs any more."""
         actions: list[Action] = [self._settle(entry, error, now, outcome)]
         for w, run in self._runs_for(entry):
             if self._is_over(run):
@@ -951,11 +898,10 @@ class Scheduler:
         return [*actions, *self._release_if_done(entry)]
 
     def _end_of(self, entry: Entry, now: float) -> float:
-        """Until when a run of a request that is over may go on: as long as the caller gave it."""
+        """Until when a run of a settled request may go on: as long as the caller gave it."""
         return entry.deadline if entry.deadline < math.inf else now + UNBOUNDED_RUN
 
     def _runs_for(self, entry: Entry) -> list[tuple[Worker, Run]]:
-        """The runs that are for this request, among others."""
         return [
             (w, run)
             for w in self._workers
@@ -964,7 +910,7 @@ class Scheduler:
         ]
 
     def _is_over(self, run: Run) -> bool:
-        """Whether no request waits for this run any more."""
+        """Whether no request needs this run any more."""
         return run.late or all(self.table[request].settled for request, _ in run.members)
 
     def _cancel_run(self, w: Worker, run: Run) -> list[Action]:
@@ -979,9 +925,9 @@ class Scheduler:
     def _handle_lost_run(
         self, members: tuple[ShardId, ...], story: str, now: float
     ) -> list[Action]:
-        """A worker died in a run: to another one, or give it up if it is a killer.
+        """A worker died in a run: give it to another, or give up a shard that has killed two workers.
 
-        Where several were joined it is not known which it was: they run apart, and none is blamed yet.
+        Joined shards run again apart, and none of them is blamed yet.
         """
         if len(members) != 1:
             return self._run_again(Run(members, now))
@@ -1003,7 +949,7 @@ class Scheduler:
         return self._fail(entry, error, now)
 
     def _handle_deadline(self, entry: Entry, now: float) -> list[Action]:
-        """Its time is over. Those that were joined with it run again apart: it may be what hangs."""
+        """Its time is over. Requests that were joined with it run again apart: this one may be what hangs."""
         runs = self._runs_for(entry)
         places = {
             shard: f"{'ran on' if run is w.runs[0] else 'waited at'} {w.name}"
@@ -1029,7 +975,7 @@ class Scheduler:
         return actions
 
     def _finish_closing(self, *, abandon: bool = False) -> list[Action]:
-        """When the last worker is gone, or those left cannot be killed, the pool is closed."""
+        """Report the end when the last worker is gone, or when the others cannot be killed."""
         if self._closing is None or self._closed:
             return []
         left = tuple(w.index for w in self._workers if w.state is not WorkerState.GONE)
@@ -1040,7 +986,7 @@ class Scheduler:
 
 
 def _load(w: Worker) -> tuple[int, float]:
-    """How soon a worker is likely to be free: its runs, and when the one going on began."""
+    """How soon a worker is likely to be free: its number of runs, and when the current one began."""
     return len(w.runs), w.began if w.runs else 0.0
 
 
@@ -1050,7 +996,7 @@ def trace_of(
     outcome: Outcome = "succeeded",
     joined: float | None = None,
 ) -> RequestTrace:
-    """What became of a request that is settled, and when its outputs were joined, where that is known."""
+    """The trace of a settled request; `joined` is when its outputs were joined, if that is known."""
     return RequestTrace(
         request=entry.number,
         outcome=outcome,
