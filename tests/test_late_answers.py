@@ -103,7 +103,7 @@ def test_seconds_that_a_worker_says_are_no_more_than_there_were() -> None:
     pool.assign(0, 1)
     pool.now = 0.5
     assert pool.scheduler.take_reply(0, 0, 0, 1e308, pool.now) is not None
-    (worker,) = pool.scheduler.statistics()
+    (worker,) = pool.scheduler.lives.statistics()
     assert worker.busy_seconds <= 0.5
 
 

@@ -267,7 +267,7 @@ def test_bad_request_fails_alone_and_its_worker_serves_on(
     ]
     assert text(actions) == "worker 0 (cpu:0, pid 100): bad news"
     assert (pool.table.failed, pool.table.in_flight) == (1, 1)
-    assert pool.statistics()[0].last_error == "bad news"
+    assert pool.lives.statistics()[0].last_error == "bad news"
 
 
 def test_failed_shard_cancels_the_others_and_memory_waits_for_them() -> None:
@@ -282,7 +282,7 @@ def test_failed_shard_cancels_the_others_and_memory_waits_for_them() -> None:
     assert pool.handle_message(2.0, 2, reply(1, 2)) == []
     assert pool.handle_message(3.0, 0, error(1, 0, "cancelled")) == [Release(request=1)]
     assert (pool.table.accepted, pool.table.failed, pool.table.in_flight) == (1, 1, 0)
-    assert [w.failed for w in pool.statistics()] == [0, 1, 0]
+    assert [w.failed for w in pool.lives.statistics()] == [0, 1, 0]
 
 
 # Deaths.
@@ -343,7 +343,7 @@ def test_request_that_runs_out_of_time_settles_then_its_worker_is_killed_after_t
     assert pool.handle_time(10.99) == []
     end_hung(pool, 11.0, 1)
     assert pool.handle_died(11.1, 1, SIGKILL) == [Release(request=1)]
-    assert "did not stop in time" in pool.statistics()[1].last_error
+    assert "did not stop in time" in pool.lives.statistics()[1].last_error
 
 
 def test_request_that_runs_out_of_time_in_the_queue_says_that_it_waited() -> None:
@@ -489,7 +489,7 @@ def test_worker_that_comes_back_with_another_model_serves_nobody(field: str) -> 
     other: Any = "another" if field == "model" else (("other", "float32", (4,)),)
     actions = pool.handle_message(1.0, 1, replace(built(), **{field: other}))
     assert actions == [KillWorker(worker=1)]
-    assert "are not those of the others" in pool.statistics()[1].last_error
+    assert "are not those of the others" in pool.lives.statistics()[1].last_error
 
 
 # Closing.
@@ -506,7 +506,7 @@ def test_idle_pool_closes_when_its_workers_have_exited() -> None:
     assert pool.handle_died(2.0, 0, describe_exit(0)) == []
     assert pool.handle_died(2.0, 1, describe_exit(0)) == [PoolClosed()]
     assert pool.next_time() is None
-    assert pool.statistics()[0].last_error == ""
+    assert pool.lives.statistics()[0].last_error == ""
     with pytest.raises(ClosedError):
         pool.handle_request(3.0, 1, (1,), 10.0)
 
@@ -574,7 +574,7 @@ def test_joined_run_that_fails_is_run_apart_and_only_the_bad_request_fails() -> 
     pool = joined_pool()
     pool.handle_request(0.5, 4, (1,), 20.0, priority=9, join=JOIN)
     assert pool.handle_message(1.0, 0, error(1)) == [predict(0, (1, 0))]
-    assert pool.statistics()[0].last_error == "bad news"
+    assert pool.lives.statistics()[0].last_error == "bad news"
     assert pool.handle_message(1.0, 0, reply(1)) == [
         Settle(request=1),
         Release(request=1),
@@ -596,7 +596,7 @@ def test_worker_that_dies_in_a_joined_run_is_blamed_on_nobody() -> None:
     pool = joined_pool(3)
     pool.handle_message(0.5, 1, reply(91))
     assert pool.handle_died(1.0, 0, SIGSEGV) == [predict(1, (1, 0))]
-    assert pool.statistics()[0].failed == 3
+    assert pool.lives.statistics()[0].failed == 3
     # The first death of its own is not its last.
     assert pool.handle_died(1.1, 1, SIGSEGV) == []
     assert pool.handle_message(1.2, 2, reply(92))[-1] == predict(2, (1, 0))
@@ -626,7 +626,7 @@ def test_run_goes_on_while_any_of_its_requests_is_wanted_and_is_cancelled_with_t
     released = pool.handle_message(1.0, 0, error(1, kind="cancelled"))
     assert sorted(released, key=str) == [Release(request=n) for n in (1, 2, 3)]
     assert pool.next_time() is None
-    assert pool.statistics()[0].failed == 0
+    assert pool.lives.statistics()[0].failed == 0
 
 
 def overdue_pool() -> Pool:
@@ -684,7 +684,7 @@ def test_message_that_may_not_come_is_refused_and_changes_nothing() -> None:
         with pytest.raises(ProtocolError):
             pool.handle_message(1.0, 0, message)
     assert pool.handle_message(2.0, 0, reply(1))[0] == Settle(request=1)
-    assert pool.statistics()[0].failed == 0
+    assert pool.lives.statistics()[0].failed == 0
 
 
 # Several runs of a worker, where they are short.
@@ -727,7 +727,7 @@ def test_death_with_several_runs_is_blamed_on_none_and_each_then_runs_apart() ->
     ask(pool, 1.0, 10, 11, 12, 13)
     assert pool.handle_died(1.01, 0, SIGSEGV) == []
     assert [pool.table[request].deaths for request in (10, 12)] == [{0: []}, {0: []}]
-    assert pool.statistics()[0].failed == 2
+    assert pool.lives.statistics()[0].failed == 2
     # Not behind others, and nothing behind it.
     assert pool.handle_message(1.02, 1, reply(11, seconds=0.001)) == [
         Settle(request=11),
@@ -816,9 +816,9 @@ def test_late_answer_is_ignored_whatever_it_is_and_memory_is_held_until_then(end
     else:
         answer = reply(12) if end == "reply" else error(12, kind=end)
         actions = pool.handle_message(3.0, 0, answer)
-        assert pool.statistics()[0].failed == 0
+        assert pool.lives.statistics()[0].failed == 0
     assert actions == [Release(request=12)]
-    assert pool.statistics()[0].completed == 2
+    assert pool.lives.statistics()[0].completed == 2
     assert len(pool.table) == 0
 
 
@@ -847,11 +847,11 @@ def test_of_workers_with_as_many_runs_the_one_that_began_first_is_given_the_next
         ask(pool, 0.0, worker)
     for worker in (0, 1):
         pool.handle_message(0.001, worker, reply(worker, seconds=0.001))
-    assert pool.assign(1.0, 10, (1,), 1.0, 10.0, 0) == [pool._workers[0]]
-    assert pool.assign(1.001, 11, (1,), 1.001, 10.0, 0) == [pool._workers[1]]
+    assert pool.assign(1.0, 10, (1,), 1.0, 10.0, 0) == [pool.workers[0]]
+    assert pool.assign(1.001, 11, (1,), 1.001, 10.0, 0) == [pool.workers[1]]
     pool.handle_message(1.001, 0, reply(10, seconds=0.001))
-    assert pool.assign(1.0015, 12, (1,), 1.0015, 10.0, 0) == [pool._workers[0]]
-    assert pool.assign(1.0016, 13, (1,), 1.0016, 10.0, 0) == [pool._workers[1]]
+    assert pool.assign(1.0015, 12, (1,), 1.0015, 10.0, 0) == [pool.workers[0]]
+    assert pool.assign(1.0016, 13, (1,), 1.0016, 10.0, 0) == [pool.workers[1]]
 
 
 def test_cancel_of_a_late_run_that_hits_the_next_run_of_the_shard_does_not_fail_it() -> None:
@@ -971,8 +971,8 @@ def test_workers_are_replaced_one_after_another_and_none_takes_from_the_budget()
         assert replaced(pool, 0, 2.0) == [Send(worker=1, message=Exit())]
         assert replaced(pool, 1, 2.0) == [Send(worker=2, message=Exit())]
         assert replaced(pool, 2, 2.0) == [WorkersRestarted()]
-    assert [w.restarts for w in pool.statistics()] == [3, 3, 3]
-    assert [w.last_error for w in pool.statistics()] == ["", "", ""]
+    assert [w.restarts for w in pool.lives.statistics()] == [3, 3, 3]
+    assert [w.last_error for w in pool.lives.statistics()] == ["", "", ""]
 
 
 def test_pool_whose_circuit_is_open_serves_again_when_its_workers_are_replaced() -> None:
@@ -999,7 +999,7 @@ def test_replacing_ends_with_an_error_when_a_fresh_worker_fails_and_the_rest_sta
     assert isinstance(told.error, WorkerDiedError)
     assert "no such file" in str(told.error)
     assert restarted(pool, 0, 2.0 + RESTART.backoff_limit) == []
-    assert (pool.serving, pool.statistics()[1].restarts) == (2, 0)
+    assert (pool.serving, pool.lives.statistics()[1].restarts) == (2, 0)
 
 
 # Recycling.
@@ -1107,11 +1107,11 @@ def standing(pool: Scheduler) -> tuple[object, ...]:
     """All that a scheduler knows, to be compared."""
     table, queue = pool.table, pool.table.queue
     workers = [
-        [getattr(w, item.name) for item in fields(w) if item.name != "runs"] for w in pool._workers
+        [getattr(w, item.name) for item in fields(w) if item.name != "runs"] for w in pool.workers
     ]
     return (
         workers,
-        [[(run.members, run.sent, run.late) for run in w.runs] for w in pool._workers],
+        [[(run.members, run.sent, run.late) for run in w.runs] for w in pool.workers],
         table.entries,
         (table.accepted, table.succeeded, table.failed, table.cancelled, table.in_flight),
         (table.in_flight_bytes, table.not_begun, table.latency.snapshot()),
@@ -1347,7 +1347,7 @@ class Pools(RuleBasedStateMachine):
                 case StartWorker(worker=worker):
                     assert worker not in self.processes
                     assert not self.is_closing
-                    if self.scheduler._workers[worker].spent:
+                    if self.scheduler.workers[worker].spent:
                         probe = self.died_at[worker] + RESTART.backoff_limit
                         assert self.now >= probe, "a start past the budget that is too early"
                     process = _Process(deaf=self.deaf_next)
@@ -1430,7 +1430,7 @@ class Pools(RuleBasedStateMachine):
         ahead = [*self.running.get(worker, ())]
         if ahead:
             assert not self.joins
-            assert len(ahead) < min(MAX_RUNS, self.scheduler._workers[worker].capacity)
+            assert len(ahead) < min(MAX_RUNS, self.scheduler.workers[worker].capacity)
             assert self.now - self.began[worker] <= SHORT_RUN
             near = {*members}.union(*(run.members for run in ahead))
             assert not near & self.suspects, "a suspect goes alone"
@@ -1479,7 +1479,7 @@ class Pools(RuleBasedStateMachine):
 
     @property
     def circuit_open(self) -> bool:
-        return all(w.spent for w in self.scheduler._workers)
+        return all(w.spent for w in self.scheduler.workers)
 
     def open(self) -> set[int]:
         return {number for number, asked in self.requests.items() if not asked.settled}
@@ -1735,7 +1735,7 @@ class Pools(RuleBasedStateMachine):
         if trouble == "restart" and self.started and self.to_replace is None:
             try:
                 # One that is replaced already is not replaced twice.
-                already = self.scheduler._lives._replacing
+                already = self.scheduler.lives._replacing
                 index = None if already is None else already.index
                 self.to_replace = {w: p for w, p in self.processes.items() if w != index}
                 self.carry_out(self.twins.tell("handle_restart", self.now))
@@ -1766,7 +1766,7 @@ class Pools(RuleBasedStateMachine):
 
     @invariant()
     def calm_is_what_it_stands_for(self) -> None:
-        lives = self.scheduler._lives
+        lives = self.scheduler.lives
         replacing = lives._replacing is not None or bool(lives._to_replace)
         assert lives.calm == (not replacing and lives._announced[0] == "ready")
 
@@ -1790,7 +1790,7 @@ class Pools(RuleBasedStateMachine):
 
     @invariant()
     def nothing_waits_while_a_worker_is_ready_but_what_is_held_for_others(self) -> None:
-        states = self.scheduler.statistics()
+        states = self.scheduler.lives.statistics()
         ready = [w.index for w in states if w.state == WorkerState.READY]
         free = [self.processes[w] for w in ready]
         if not any(not (process.killed or process.asked) for process in free):
@@ -1819,7 +1819,7 @@ class Pools(RuleBasedStateMachine):
 
     @invariant()
     def workers_have_the_runs_that_they_were_given(self) -> None:
-        for w in self.scheduler._workers:
+        for w in self.scheduler.workers:
             given = [run.members for run in self.running.get(w.index, ())]
             assert [run.members for run in w.runs] == given
             assert [*w.conversation.runs] == [members[0] for members in given]
@@ -1828,7 +1828,7 @@ class Pools(RuleBasedStateMachine):
     @invariant()
     def health_is_that_of_the_workers(self) -> None:
         health = self.scheduler.health(self.now)
-        workers = self.scheduler._workers
+        workers = self.scheduler.workers
         fit = [w for w in workers if w.serves]
         for w in workers:
             has_it = w.state in (WorkerState.READY, WorkerState.BUSY)
@@ -1859,18 +1859,18 @@ class Pools(RuleBasedStateMachine):
         if self.circuit_open:
             assert not self.open()
             assert self.scheduler.serving == 0
-        for w in self.scheduler._workers:
+        for w in self.scheduler.workers:
             assert not (w.spent and (w.serves or w.retiring))
 
     @invariant()
     def worker_that_died_is_always_started_again(self) -> None:
         if self.started and not self.is_closing:
-            for w in self.scheduler._workers:
+            for w in self.scheduler.workers:
                 assert w.state is not WorkerState.GONE or w.restart_at is not None
 
     @invariant()
     def one_worker_at_a_time_is_replaced(self) -> None:
-        retiring = [w for w in self.scheduler._workers if w.retiring]
+        retiring = [w for w in self.scheduler.workers if w.retiring]
         assert len(retiring) <= 1
 
     @invariant()
@@ -1880,7 +1880,7 @@ class Pools(RuleBasedStateMachine):
         assert table.in_flight_bytes == sum(asked.size for asked in waiting)
         assert table.not_begun == sum(asked.runs == 0 for asked in waiting)
         assert table.latency.snapshot().count == table.succeeded
-        runs = sum(w.runs for w in self.scheduler.statistics())
+        runs = sum(w.runs for w in self.scheduler.lives.statistics())
         assert self.scheduler.batch_sizes.snapshot().count == runs
 
     @invariant()
@@ -1911,7 +1911,7 @@ class Pools(RuleBasedStateMachine):
         assert len(self.scheduler.table) == 0
         assert not self.scheduler.table._deadlines
         assert all(
-            w.conversation == Conversation(state=WorkerState.GONE) for w in self.scheduler._workers
+            w.conversation == Conversation(state=WorkerState.GONE) for w in self.scheduler.workers
         )
 
 

@@ -71,10 +71,9 @@ class Connections:
     """See the module's docstring.
 
     Attributes:
-        transport: Carries the messages, once it is open.
+        transport: Carries the messages, after `open`.
         processes: The running processes, by index of the worker.
-        peers: The identified peers, by the transport's name for them.
-        fds: Descriptors to wait for messages, besides each worker's (`worker_fd`).
+        peers: The identified workers, by the transport's name for them.
     """
 
     def __init__(
@@ -84,14 +83,6 @@ class Connections:
         most_memory: Sequence[int | None],
         transport: TransportKind = "zeromq",
     ) -> None:
-        """Take what there is to know of the workers; nothing is opened before `open`.
-
-        Args:
-            builds: For each worker.
-            arena: Where the blocks are that requests speak of.
-            most_memory: For each worker, bytes of its own that it may have.
-            transport: What messages go by.
-        """
         self.processes: dict[int, WorkerProcess] = {}
         self._builds = builds
         self._arena = arena
@@ -101,10 +92,10 @@ class Connections:
         self.peers: dict[bytes, WorkerProcess] = {}
 
     def open(self) -> None:
-        """Make the transport, and the thread that forwards output.
+        """Make the transport, and the threads that forward output.
 
         Raises:
-            OSError: The system has no descriptor, thread or folder left for it; nothing is left open.
+            OSError: The system has no descriptor, thread or folder left; nothing stays open.
         """
         _check_descriptors(DESCRIPTORS_TO_OPEN + DESCRIPTORS_OF_A_WORKER * len(self._builds))
         with ExitStack() as opened:
@@ -112,7 +103,6 @@ class Connections:
             opened.callback(self.transport.close)
             self._output = OutputForwarder()
             opened.pop_all()
-        self.fds = self.transport.fds
 
     def _open_transport(self) -> MasterTransport:
         if self._kind == "socketpair":
@@ -121,7 +111,7 @@ class Connections:
             return ZeroMQMaster(*folder.listen())
 
     def close_socket(self) -> None:
-        """Nothing is sent or received any more; processes that are left lose their lifelines."""
+        """End all messages; processes that are left lose their lifelines."""
         for process in self.processes.values():
             process.abandon()
         self.processes.clear()
@@ -129,17 +119,12 @@ class Connections:
         self.transport.close()
 
     def close(self, seconds: float) -> None:
-        """After `close_socket`: within so many seconds, what was printed last."""
+        """After `close_socket`: forward the last output, for at most so many seconds."""
         self._output.close(seconds)
 
     # Processes.
 
     def start(self, index: int) -> WorkerProcess:
-        """Start a worker's process.
-
-        Raises:
-            OSError: The system cannot.
-        """
         _check_descriptors(DESCRIPTORS_OF_A_WORKER)
         with ExitStack() as opened:
             connection = self.transport.add(index)
@@ -161,19 +146,18 @@ class Connections:
         return process
 
     def remove(self, index: int) -> None:
-        """Forget a process that has ended; it is to be reaped."""
+        """Forget a process that has ended; the caller reaps it."""
         process = self.processes.pop(index)
         self.transport.remove(index)
         if process.peer is not None:
             del self.peers[process.peer]
 
     def kill(self, index: int) -> None:
-        """End a worker's process, if it has one."""
         if index in self.processes:
             self.processes[index].kill()
 
     def standings(self) -> dict[int, str]:
-        """By worker, what is wrong with its process though its messages do not say so: stopped, or ended."""
+        """By worker, what is wrong with its process though its messages do not show it: stopped, or ended."""
         found = {}
         for index, process in self.processes.items():
             with suppress(OSError):
@@ -182,20 +166,11 @@ class Connections:
 
     # What comes.
 
-    def worker_fd(self, index: int) -> int | None:
-        """The descriptor to wait for messages of this worker, if it has one."""
-        return self.transport.worker_fd(index)
-
-    def note_ready(self, fds: Sequence[int]) -> Sequence[int]:
-        """These are readable; those that have ended, and are to be waited for no more."""
-        self.transport.note_ready(fds)
-        return self.transport.take_ended()
-
     def read(self, peer: bytes, data: bytes) -> tuple[int | None, Message | ProtocolError]:
-        """The worker that this is of, and the message.
+        """The worker that sent this, and the message; an error in the place of a malformed message.
 
-        What a worker sent that is no message is given as the error. A stranger that shows a worker's token is
-        that worker from then on; what other strangers send, and outlaws, has no worker.
+        A peer that shows a worker's token is that worker from then on. Messages of others, and of workers
+        that broke the protocol, have no worker.
         """
         process = self.peers.get(peer)
         if process is None and len(data) > MAX_HELLO_BYTES:
@@ -209,7 +184,7 @@ class Connections:
         return self._greet(peer, message) if process is None else process.index, message
 
     def _greet(self, peer: bytes, message: Message) -> int | None:
-        """Whose message this is, if it is the HELLO of a worker of ours with its token."""
+        """The worker whose HELLO this is."""
         if isinstance(message, Hello) and message.version == VERSION:
             token = message.token.encode(errors="surrogatepass")  # whatever text it may be
             for index, process in self.processes.items():
@@ -224,8 +199,8 @@ class Connections:
         """A block that the worker has made and handed over.
 
         Raises:
-            ProtocolError: It has not, or what it handed over is no such block.
-            OSError: This process has no descriptor or memory left for it.
+            ProtocolError: The worker has not handed over such a block.
+            OSError: This process has no descriptor or memory left.
         """
         size, fd = self.processes[index].lifeline.receive_block(number)
         return Block.attach(number, size, fd)
@@ -233,10 +208,10 @@ class Connections:
     # What goes.
 
     def send(self, index: int, message: Message) -> None:
-        """Send a message without waiting; nothing, to a worker that is not there.
+        """Send a message, if the worker's process is there.
 
         Raises:
-            UnreachableError: It cannot be reached.
+            UnreachableError: The worker does not accept messages; kill it.
         """
         process = self.processes.get(index)
         if isinstance(message, Cancel):
@@ -252,13 +227,7 @@ class Connections:
         self._send_data(index, encode(message))
 
     def send_shard(self, index: int, request: Request, shard: int, *, fresh: bool = False) -> None:
-        """Send a shard as a run, after all that it speaks of: blocks, and the version of the weights.
-
-        Args:
-            index: The worker's index.
-            request: Whose shard it is.
-            shard: Which.
-            fresh: Whether its outputs are to go to memory of the worker's own.
+        """Send a shard as a run, after the blocks and the version of the weights that it needs.
 
         Raises:
             UnreachableError: As `send`.
@@ -296,11 +265,7 @@ class Connections:
         )
 
     def detach(self, index: int, number: int) -> None:
-        """Have a worker give up a block that is no more, if it was given it.
-
-        Raises:
-            UnreachableError: As `send`.
-        """
+        """Have a worker unmap a block that was freed."""
         process = self.processes.get(index)
         if process is not None and number in process.attached:
             process.attached.discard(number)
@@ -331,7 +296,6 @@ class Connections:
             self.send(index, Attach(block=number, size=block.size))
 
     def _give_weights(self, index: int, process: WorkerProcess, version: WeightVersion) -> None:
-        """Say to the worker where a version of the weights lies."""
         self._attach(index, process, version.blocks)
         process.weights = {n for n in process.weights if n >= version.oldest} | {version.number}
         tensors = tuple(version.tensors.values())

@@ -68,7 +68,6 @@ from mcinfer.statistics import (
     Histogram,
     RequestTrace,
     ShardTrace,
-    WorkerStatistics,
 )
 
 SHORT_RUN = 0.01
@@ -302,8 +301,8 @@ class Scheduler:
         max_delay: float = 0.0,
         tracing: bool = False,
     ) -> None:
-        self._lives = WorkerLives(builds, timeouts=timeouts, restart=restart)
-        self._workers = self._lives.workers
+        self.lives = WorkerLives(builds, timeouts=timeouts, restart=restart)
+        self.workers = self.lives.workers
         self._timeouts = timeouts
         self._limits = limits
         self._draining: float | None = None
@@ -319,15 +318,11 @@ class Scheduler:
     # What the shell and the statistics may ask.
 
     @property
-    def specs(self) -> BuildFinish | None:
-        return self._lives.specs
-
-    @property
     def serving(self) -> int:
-        return sum(w.serves for w in self._workers)
+        return sum(w.serves for w in self.workers)
 
     def health(self, now: float) -> Health:
-        health = self._lives.health(now)
+        health = self.lives.health(now)
         if self._closed:
             return replace(health, state="closed", reasons=(), serving=0)
         if self._closing is not None or self._draining is not None:
@@ -338,35 +333,23 @@ class Scheduler:
 
     def running(self, worker: int) -> tuple[ShardId, ...]:
         """Request and shard of each member of the worker's current run."""
-        runs = self._workers[worker].runs
+        runs = self.workers[worker].runs
         return runs[0].members if runs else ()
 
     def is_late(self, worker: int) -> bool:
         """Whether the worker's current run was given to others as well, so that its answer is ignored."""
-        runs = self._workers[worker].runs
+        runs = self.workers[worker].runs
         return bool(runs) and runs[0].late
 
     def is_exiting(self, worker: int) -> bool:
         """Whether the worker was asked to end."""
-        return self._closing is not None or self._workers[worker].state is WorkerState.EXITING
-
-    def serves(self, worker: int) -> bool:
-        return self._workers[worker].serves
-
-    def last_error(self, worker: int) -> str:
-        return self._workers[worker].last_error
-
-    def name(self, worker: int) -> str:
-        return self._workers[worker].name
-
-    def statistics(self) -> tuple[WorkerStatistics, ...]:
-        return self._lives.statistics()
+        return self._closing is not None or self.workers[worker].state is WorkerState.EXITING
 
     def next_time(self) -> float | None:
         """When `handle_time` is due next; None if nothing waits for a time."""
-        times = [self.table.next_deadline(), *self._lives.due_times()]
-        times += [w.began + LONG_RUN for w in self._workers if self._holds_back(w)]
-        if any(w.is_free for w in self._workers):
+        times = [self.table.next_deadline(), *self.lives.due_times()]
+        times += [w.began + LONG_RUN for w in self.workers if self._holds_back(w)]
+        if any(w.is_free for w in self.workers):
             times.append(self.table.queue.next_due())
         if self._draining is not None:
             times.append(self._draining)
@@ -377,10 +360,10 @@ class Scheduler:
     # Events.
 
     def handle_start(self, now: float) -> list[Action]:
-        return [action for w in self._workers for action in self._lives.start(w, now)]
+        return [action for w in self.workers for action in self.lives.start(w, now)]
 
     def handle_started(self, worker: int, pid: int) -> None:
-        self._workers[worker].pid = pid
+        self.workers[worker].pid = pid
 
     def handle_request(
         self,
@@ -410,15 +393,15 @@ class Scheduler:
             ClosedError: The pool is closed.
             QueueFullError: `Limits.queue` or `Limits.queue_bytes` is reached.
         """
-        if self._closing is not None or self._closed or not self._lives.started:
+        if self._closing is not None or self._closed or not self.lives.started:
             raise ClosedError("the master is closed")
         if self._draining is not None:
             raise ClosedError("the master is closing: it finishes what it has, and takes no more")
         self.check_room(size)
         called = now if called is None else called
         entry = self.table.accept(request, rows, called, now, timeout, size)
-        if self._lives.circuit_open:
-            return self._fail(entry, self._lives.outage(now), now)
+        if self.lives.circuit_open:
+            return self._fail(entry, self.lives.outage(now), now)
         # Waiting for company takes no more than half of the time that there is.
         due = called + min(self._max_delay, timeout / 2)
         joinable = None if join is None else Joinable(key=join[0], rows=join[1], due=due)
@@ -448,12 +431,12 @@ class Scheduler:
 
     def handle_killed(self, worker: int, reason: str) -> None:
         """The loop has killed the worker; its death will be reported."""
-        self._lives.kill(self._workers[worker], reason)
+        self.lives.kill(self.workers[worker], reason)
 
     def handle_own_memory(self, now: float, worker: int, size: int) -> list[Action]:
         """The worker's process has so many bytes of memory of its own."""
-        self._lives.retire_if_worn(self._workers[worker], size)
-        return self._lives.advance(now)
+        self.lives.retire_if_worn(self.workers[worker], size)
+        return self.lives.advance(now)
 
     def handle_restart(self, now: float) -> list[Action]:
         """Replace all workers, one after another; `WorkersRestarted` follows.
@@ -461,14 +444,14 @@ class Scheduler:
         Raises:
             ClosedError: The pool is closed.
         """
-        if self._closing is not None or self._draining is not None or not self._lives.started:
+        if self._closing is not None or self._draining is not None or not self.lives.started:
             raise ClosedError("the master is closed")
-        self._lives.replace(self._workers, asked_for=True)
-        return [*self._lives.advance(now), *self._lives.announce(now)]
+        self.lives.replace(self.workers, asked_for=True)
+        return [*self.lives.advance(now), *self.lives.announce(now)]
 
     def handle_restart_abandoned(self) -> None:
         """The caller of `handle_restart` does not wait any more: replace no further workers."""
-        self._lives.forget_replacing()
+        self.lives.forget_replacing()
 
     def handle_message(self, now: float, worker: int, message: Message) -> list[Action]:
         """A worker sent a message.
@@ -476,7 +459,7 @@ class Scheduler:
         Raises:
             ProtocolError: The message may not come now. Nothing was changed; the loop must kill the worker.
         """
-        w = self._workers[worker]
+        w = self.workers[worker]
         if not isinstance(message, (Hello, Preparing, BuildFinish, Reply, Error)):
             raise ProtocolError(f"{type(message).__name__} is not for a worker to send")
         before = w.state
@@ -486,26 +469,26 @@ class Scheduler:
             case Hello():
                 return [] if self._closing is not None else [w.send(w.build)]
             case Preparing():
-                self._lives.extend_start(w, message, now)
+                self.lives.extend_start(w, message, now)
                 return []
             case BuildFinish():
-                actions += self._lives.finish_build(w, message, now)
+                actions += self.lives.finish_build(w, message, now)
             case Error(request=None):
-                actions += self._lives.fail_build(w, message, now)
+                actions += self.lives.fail_build(w, message, now)
             case Reply() | Error():
                 if before is WorkerState.BUSY and not w.doomed:
                     w.kill_at = None
                 actions += self._handle_answer(w, message, now)
-                if self._lives.calm and self._draining is None:
+                if self.lives.calm and self._draining is None:
                     return [*actions, *self.dispatch(now)]
-        actions += [*self._lives.advance(now), *self.dispatch(now)]
-        return [*actions, *self._lives.announce(now), *self._finish_draining(now)]
+        actions += [*self.lives.advance(now), *self.dispatch(now)]
+        return [*actions, *self.lives.announce(now), *self._finish_draining(now)]
 
     def handle_died(self, now: float, worker: int, how: str) -> list[Action]:
         """The worker's process ended, or could not be started; `how`, in words."""
-        w = self._workers[worker]
+        w = self.workers[worker]
         runs, w.runs = w.runs, deque()
-        story = self._lives.bury(w, how, now)
+        story = self.lives.bury(w, how, now)
         actions: list[Action] = []
         if runs and not runs[0].late and all(run.late for run in [*runs][1:]):
             w.failed += len(runs[0].members)
@@ -518,12 +501,12 @@ class Scheduler:
             for run in reversed(runs):
                 w.failed += len(run.members)
                 actions += self._run_again(run, suspect=True)
-        actions += self._lives.finish_start()
-        if self._closing is None and self._lives.circuit_open:
+        actions += self.lives.finish_start()
+        if self._closing is None and self.lives.circuit_open:
             for entry in self.table.open():
-                actions += self._fail(entry, self._lives.outage(now), now)
-        actions += self._lives.advance(now)
-        actions += [*self.dispatch(now), *self._lives.announce(now)]
+                actions += self._fail(entry, self.lives.outage(now), now)
+        actions += self.lives.advance(now)
+        actions += [*self.dispatch(now), *self.lives.announce(now)]
         return [*actions, *self._finish_draining(now), *self._finish_closing()]
 
     def handle_time(self, now: float) -> list[Action]:
@@ -531,11 +514,11 @@ class Scheduler:
         actions: list[Action] = []
         for entry in self.table.overdue(now):
             actions += self._handle_deadline(entry, now)
-        for w in self._workers:
+        for w in self.workers:
             if self._holds_back(w) and w.began + LONG_RUN <= now:
                 actions += self._send_elsewhere(w)
-            actions += self._lives.handle_time(w, now)
-        actions += [*self.dispatch(now), *self._lives.announce(now)]
+            actions += self.lives.handle_time(w, now)
+        actions += [*self.dispatch(now), *self.lives.announce(now)]
         if self._draining is not None and self._draining <= now:
             actions += self.handle_close(now, self._timeouts.close)
         actions += self._finish_draining(now)
@@ -546,7 +529,7 @@ class Scheduler:
     def next_turn(self) -> float:
         """When a held shard, runs behind a long one, or a run to be skipped are due."""
         dues = [self.table.queue.next_due()]
-        for w in self._workers:
+        for w in self.workers:
             if self._holds_back(w):
                 dues.append(w.began + LONG_RUN)
             if w.kill_at is not None:
@@ -559,7 +542,7 @@ class Scheduler:
         if self._closing is not None or self._closed:
             if self._closing is not None and not self._closed and end < self._closing:
                 self._closing = end
-                self._lives.hasten_close(now, timeout)
+                self.lives.hasten_close(now, timeout)
             return []
         # A killed process that has not ended this long after is stuck in the kernel.
         self._closing = end
@@ -567,7 +550,7 @@ class Scheduler:
         actions: list[Action] = []
         for entry in self.table.open():
             actions += self._fail(entry, ClosedError("the master was closed"), now)
-        actions += [*self._lives.close(now, timeout), HealthChanged(health=self.health(now))]
+        actions += [*self.lives.close(now, timeout), HealthChanged(health=self.health(now))]
         return [*actions, *self._finish_closing()]
 
     def handle_drain(self, now: float, timeout: float) -> list[Action]:
@@ -589,7 +572,7 @@ class Scheduler:
         actions: list[Action] = []
         if not self.table.queue:
             return actions
-        for w in self._workers:
+        for w in self.workers:
             if w.is_free and not w.runs:
                 members = self.table.take_run(now)
                 if not members:
@@ -617,7 +600,7 @@ class Scheduler:
         actions: list[Action] = []
         while self.table.queue:
             w = min(
-                (w for w in self._workers if self._takes(w, now)),
+                (w for w in self.workers if self._takes(w, now)),
                 key=_load,
                 default=None,
             )
@@ -673,7 +656,7 @@ class Scheduler:
         Returns:
             By shard, the worker; None if nothing was done.
         """
-        if self._joins or self.table.queue.items or not self._lives.calm:
+        if self._joins or self.table.queue.items or not self.lives.calm:
             return None
         if self._closing is not None or self._draining is not None:
             return None
@@ -683,7 +666,7 @@ class Scheduler:
         if count == 1:
             best = None
             least = MAX_RUNS
-            for w in self._workers:
+            for w in self.workers:
                 runs = len(w.runs)
                 sooner = runs < least or (0 < runs == least and best and w.began < best.began)
                 if sooner and self._takes(w, now):
@@ -709,12 +692,12 @@ class Scheduler:
 
     def _choose(self, count: int, now: float) -> list[Worker]:
         """The workers that `dispatch` would give so many shards to; fewer if they have no more room."""
-        loads = [(*_load(w), w.index) for w in self._workers if self._takes(w, now)]
+        loads = [(*_load(w), w.index) for w in self.workers if self._takes(w, now)]
         heapq.heapify(loads)
         chosen: list[Worker] = []
         while loads and len(chosen) < count:
             load, began, index = loads[0]
-            w = self._workers[index]
+            w = self.workers[index]
             chosen.append(w)
             if load + 1 < w.capacity:
                 heapq.heapreplace(loads, (load + 1, began if load else now, index))
@@ -731,7 +714,7 @@ class Scheduler:
             The request's entry, which is settled and removed from the table after its last shard; None if
             nothing was done: use `handle_message`.
         """
-        w = self._workers[worker]
+        w = self.workers[worker]
         runs = w.runs
         if not runs or w.conversation.state is not WorkerState.BUSY or w.doomed:
             return None
@@ -739,7 +722,7 @@ class Scheduler:
         if run.late or run.members != ((number, shard),) or w.kill_at is not None or self._wears:
             return None
         entry = self.table.entries[number]
-        calm = self._lives.calm and self._draining is None
+        calm = self.lives.calm and self._draining is None
         if entry.settled or not calm or not 0.0 <= seconds < math.inf:
             return None
         if entry.unanswered == 1 and entry.outstanding > 1:
@@ -789,7 +772,7 @@ class Scheduler:
         w.alone = False
         w.answers += len(members)
         if self._wears:
-            self._lives.retire_if_worn(w)
+            self.lives.retire_if_worn(w)
         if w.runs and not w.doomed and w.state is WorkerState.BUSY and self._is_over(w.runs[0]):
             # It is to skip what was cancelled, which has the time that it had.
             ends = [self._end_of(self.table[request], now) for request, _ in w.runs[0].members]
@@ -904,7 +887,7 @@ class Scheduler:
     def _runs_for(self, entry: Entry) -> list[tuple[Worker, Run]]:
         return [
             (w, run)
-            for w in self._workers
+            for w in self.workers
             for run in w.runs
             if any(request == entry.number for request, _ in run.members)
         ]
@@ -978,7 +961,7 @@ class Scheduler:
         """Report the end when the last worker is gone, or when the others cannot be killed."""
         if self._closing is None or self._closed:
             return []
-        left = tuple(w.index for w in self._workers if w.state is not WorkerState.GONE)
+        left = tuple(w.index for w in self.workers if w.state is not WorkerState.GONE)
         if left and not abandon:
             return []
         self._closed = True
