@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgpack
 
@@ -106,19 +106,28 @@ PREPARING = 11
 PREDICT_JOINED = 12
 
 
+_Count = Annotated[int, is_count]
+_Shard = Annotated[int, is_shard]
+_Seconds = Annotated[float, is_seconds]
+_Text = Annotated[str, is_text]
+_Texts = Annotated[tuple[str, ...], is_texts]
+_TextMap = Annotated[dict[str, str], is_text_map]
+_Flag = Annotated[bool, is_flag]
+_References = Annotated[tuple[TensorRef, ...], is_references]
+_Specs = Annotated[tuple[TensorFields, ...], is_specs]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """Base of the messages. Fields check themselves when a message is made."""
+    """Base of the messages. Each field is annotated with its check, which a new message runs."""
 
     ID: ClassVar[int]
-    CHECKS: ClassVar[dict[str, Check]] = {}
+    CHECKS: ClassVar[dict[str, Check]]
+
+    def __init_subclass__(cls) -> None:
+        cls.CHECKS = {name: hint.__metadata__[0] for name, hint in cls.__annotations__.items()}
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ProtocolError: A field does not fit.
-        """
         for name, check in self.CHECKS.items():
             value = getattr(self, name)
             if not check(value):
@@ -135,23 +144,18 @@ class Error(Message):
     Attributes:
         kind: ``"build"``, ``"missing"`` (a package, for a build), ``"invalid"``, ``"predict"`` or
             ``"cancelled"``.
-        text: One clear line or more; the engine's own message is in it.
+        text: One clear line or more, with the engine's own message.
         traceback: The worker's, for the log.
     """
 
     ID = ERROR
-    CHECKS = {
-        "request": or_none(is_count),
-        "shard": or_none(is_shard),
-        "kind": lambda value: value in ("build", "missing", "invalid", "predict", "cancelled"),
-        "text": is_text_to(_MAX_ERROR),
-        "traceback": is_text_to(_MAX_ERROR),
-    }
-    request: int | None = None
-    shard: int | None = None
-    kind: str
-    text: str
-    traceback: str = ""
+    request: Annotated[int | None, or_none(is_count)] = None
+    shard: Annotated[int | None, or_none(is_shard)] = None
+    kind: Annotated[
+        str, lambda value: value in ("build", "missing", "invalid", "predict", "cancelled")
+    ]
+    text: Annotated[str, is_text_to(_MAX_ERROR)]
+    traceback: Annotated[str, is_text_to(_MAX_ERROR)] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,60 +163,44 @@ class Predict(Message):
     """Master to worker: run this shard.
 
     Attributes:
-        weights: The version of the replaceable weights that it is to run with; 0 is the model's own.
-        outputs: Where results are to be written, by name; outputs that are not named here have no shape
-            known before the run, and come back in a block of the worker's own.
+        weights: The version of the replaceable weights; 0 is the model's own.
+        outputs: Places for the results. Outputs without a place have no shape known before the run, and come
+            back in a block of the worker's own.
     """
 
     ID = PREDICT
-    CHECKS = {
-        "request": is_count,
-        "shard": is_shard,
-        "weights": is_count,
-        "inputs": is_references,
-        "outputs": is_references,
-    }
-    request: int
-    shard: int
-    weights: int = 0
-    inputs: tuple[TensorRef, ...]
-    outputs: tuple[TensorRef, ...]
+    request: _Count
+    shard: _Shard
+    weights: _Count = 0
+    inputs: _References
+    outputs: _References
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictJoined(Message):
-    """Master to worker: run several shards, of other requests each, as one batch.
+    """Master to worker: run one shard of each of several requests as one batch.
 
     Attributes:
-        request: The first member's, which stands for the run in REPLY, ERROR and CANCEL.
-        shard: Likewise.
+        request: The first member's, which stands for the run in REPLY, ERROR and CANCEL; so does `shard`.
         weights: As in PREDICT, the same for all members.
         members: Two or more maps of ``inputs`` and ``outputs``, as in PREDICT. All have the same tensors
             in the same order, whose shapes differ in the batch's axis alone; every output has its place.
-        input_axes: By input, the batch's axis; None for one that all members have in common.
+        input_axes: By input, the batch's axis; None for an input that all members share.
         output_axes: By output, the batch's axis.
     """
 
     ID = PREDICT_JOINED
-    CHECKS = {
-        "request": is_count,
-        "shard": is_shard,
-        "weights": is_count,
-        "members": is_members,
-        "input_axes": is_axes,
-        "output_axes": lambda value: is_axes(value) and None not in value,
-    }
-    request: int
-    shard: int
-    weights: int = 0
-    members: tuple[dict[str, tuple[TensorRef, ...]], ...]
-    input_axes: tuple[int | None, ...]
-    output_axes: tuple[int, ...]
+    request: _Count
+    shard: _Shard
+    weights: _Count = 0
+    members: Annotated[tuple[dict[str, tuple[TensorRef, ...]], ...], is_members]
+    input_axes: Annotated[tuple[int | None, ...], is_axes]
+    output_axes: Annotated[tuple[int, ...], lambda value: is_axes(value) and None not in value]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply(Message):
-    """Worker to master: the shard ran, or those that were joined.
+    """Worker to master: the shard, or the joined run, succeeded.
 
     Attributes:
         outputs: Every output, in the model's order; empty if every output lies where PREDICT said.
@@ -220,16 +208,10 @@ class Reply(Message):
     """
 
     ID = REPLY
-    CHECKS = {
-        "request": is_count,
-        "shard": is_shard,
-        "outputs": is_references,
-        "seconds": is_seconds,
-    }
-    request: int
-    shard: int
-    outputs: tuple[TensorRef, ...]
-    seconds: float
+    request: _Count
+    shard: _Shard
+    outputs: _References
+    seconds: _Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,33 +219,23 @@ class BuildFinish(Message):
     """Worker to master: the model is loaded.
 
     Attributes:
-        weights: Those that can be replaced.
+        weights: The replaceable weights.
         model: Identifies the model's file; the same for all workers.
         prepared: The key of the prepared model, which covers external data too; empty without one.
         providers: The execution providers in use, by the engine's names.
-        notes: What the user should know about the load.
+        notes: Remarks on the load for the user.
         seconds: Load time.
     """
 
     ID = BUILD_FINISH
-    CHECKS = {
-        "inputs": is_specs,
-        "outputs": is_specs,
-        "weights": is_specs,
-        "model": is_text_to(_MAX_NAME),
-        "prepared": is_text_to(_MAX_NAME),
-        "providers": is_texts_to(_MAX_PROVIDERS, _MAX_NAME),
-        "notes": is_texts_to(_MAX_NOTES, _MAX_NOTE),
-        "seconds": is_seconds,
-    }
-    inputs: tuple[TensorFields, ...]
-    outputs: tuple[TensorFields, ...]
-    weights: tuple[TensorFields, ...] = ()
-    model: str = ""
-    prepared: str = ""
-    providers: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-    seconds: float
+    inputs: _Specs
+    outputs: _Specs
+    weights: _Specs = ()
+    model: Annotated[str, is_text_to(_MAX_NAME)] = ""
+    prepared: Annotated[str, is_text_to(_MAX_NAME)] = ""
+    providers: Annotated[tuple[str, ...], is_texts_to(_MAX_PROVIDERS, _MAX_NAME)]
+    notes: Annotated[tuple[str, ...], is_texts_to(_MAX_NOTES, _MAX_NOTE)] = ()
+    seconds: _Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,17 +247,12 @@ class Exit(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello(Message):
-    """Worker to master, the first message: identifies the worker.
-
-    Attributes:
-        token: The first of the greeting's: it proves that the master started this worker.
-    """
+    """Worker to master, the first message: the token proves that the master started this worker."""
 
     ID = HELLO
-    CHECKS = {"version": is_count, "pid": is_count, "token": is_text}
-    version: int
-    pid: int
-    token: str
+    version: _Count
+    pid: _Count
+    token: _Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,55 +261,38 @@ class Build(Message):
 
     Attributes:
         model: Absolute path.
-        cores: Cores to be pinned to; empty for a device that is not a share of the CPU.
+        cores: Cores for pinning; empty for a device that is not a share of the CPU.
         shared: Whether other workers run on the same cores, so that waiting threads must not spin.
-        prepare: As in `mcinfer.config.EngineOptions`.
-        variable_weights: Names of weights that are to be replaceable.
-        token: The second of the greeting's: it proves that this is the master that started the worker.
+        variable_weights: Names of the replaceable weights.
+        token: Proves that this master started the worker.
     """
 
     ID = BUILD
-    CHECKS = {
-        "model": is_text,
-        "engine": is_text,
-        "device": is_text,
-        "cores": is_cores,
-        "shared": is_flag,
-        "threads": or_none(is_count),
-        "inter_op_threads": or_none(is_count),
-        "allow_fallback": is_flag,
-        "prepare": is_text,
-        "variable_weights": is_texts,
-        "session_config": is_text_map,
-        "provider_options": is_text_map,
-        "token": is_text,
-    }
-    model: str
-    engine: str
-    device: str
-    cores: tuple[int, ...]
-    shared: bool
-    threads: int | None
-    inter_op_threads: int | None
-    allow_fallback: bool
-    prepare: str = "never"
-    variable_weights: tuple[str, ...] = ()
-    session_config: dict[str, str]
-    provider_options: dict[str, str]
-    token: str = ""
+    model: _Text
+    engine: _Text
+    device: _Text
+    cores: Annotated[tuple[int, ...], is_cores]
+    shared: _Flag
+    threads: Annotated[int | None, or_none(is_count)]
+    inter_op_threads: Annotated[int | None, or_none(is_count)]
+    allow_fallback: _Flag
+    prepare: _Text = "never"
+    variable_weights: _Texts = ()
+    session_config: _TextMap
+    provider_options: _TextMap
+    token: _Text = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel(Message):
-    """Master to worker: stop that run if it is still going, skip it if it has not begun; else nothing.
+    """Master to worker: stop this run, or skip it if it has not begun; ignored after its answer.
 
     It comes over a socket of its own, so that a worker hears it during a run.
     """
 
     ID = CANCEL
-    CHECKS = {"request": is_count, "shard": is_shard}
-    request: int
-    shard: int
+    request: _Count
+    shard: _Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,33 +300,28 @@ class Attach(Message):
     """Master to worker: map this block; its descriptor is already on the lifeline."""
 
     ID = ATTACH
-    CHECKS = {"block": is_count, "size": is_count}
-    block: int
-    size: int
+    block: _Count
+    size: _Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detach(Message):
-    """Master to worker: this block is not used any more; unmap it."""
+    """Master to worker: unmap this block."""
 
     ID = DETACH
-    CHECKS = {"block": is_count}
-    block: int
+    block: _Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparing(Message):
-    """Worker to master: the model is being prepared, here or in another process, and that gets on.
+    """Worker to master: the preparation of the model makes progress, here or in another process.
 
-    Attributes:
-        seconds: So far.
-        written: Bytes.
+    `seconds` since its start, and bytes written.
     """
 
     ID = PREPARING
-    CHECKS = {"seconds": is_seconds, "written": is_count}
-    seconds: float
-    written: int
+    seconds: _Seconds
+    written: _Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -385,15 +330,14 @@ class UpdateWeights(Message):
 
     Attributes:
         version: Its number, from 1 on.
-        oldest: No run will name a version below this one any more.
-        tensors: All that were replaced so far; the others are the model's own.
+        oldest: No later run names a version below this one.
+        tensors: All replaced weights; the others are the model's own.
     """
 
     ID = UPDATE_WEIGHTS
-    CHECKS = {"version": is_count, "oldest": is_count, "tensors": is_references}
-    version: int
-    oldest: int
-    tensors: tuple[TensorRef, ...]
+    version: _Count
+    oldest: _Count
+    tensors: _References
 
 
 MESSAGES: dict[int, type[Message]] = {
@@ -445,7 +389,6 @@ def encode(message: Message) -> bytes:
 
 
 def count_strings(references: Iterable[TensorRef]) -> int:
-    """How many strings travel in these references."""
     return sum(len(reference[4]) for reference in references if reference[1] == STRING)
 
 
@@ -457,10 +400,6 @@ def _packer() -> msgpack.Packer:
     # File names that are not UTF-8 are text with surrogates in Python, and must come through.
     # A packer is made for each call: its usual buffer of 256 KiB would be most of the cost.
     return msgpack.Packer(unicode_errors="surrogatepass", buf_size=1024)  # type: ignore[call-arg] # stubs of 1.0
-
-
-_SHARD = _pack("shard")
-_WEIGHTS = _pack("weights")
 
 
 def encode_references(references: tuple[TensorRef, ...]) -> bytes:
@@ -484,27 +423,15 @@ def encode_references(references: tuple[TensorRef, ...]) -> bytes:
 
 
 def encode_predict(request: int, shard: int, weights: int, inputs: int, body: bytes) -> bytes:
-    """A PREDICT.
-
-    Args:
-        request: Its number.
-        shard: Likewise.
-        weights: The version of the weights.
-        inputs: Bytes of the body that are the inputs' references.
-        body: What `encode_references` gave for the inputs and for the outputs, one after the other.
-    """
+    """A PREDICT; `inputs` is how many bytes of the body are the inputs' references."""
     return PREDICT_HEAD.pack(PREDICT, request, shard, weights, inputs) + body
 
 
 def decode_body(body: bytes, inputs: int) -> tuple[tuple[TensorRef, ...], tuple[TensorRef, ...]]:
     """The inputs' and the outputs' references of a PREDICT's body.
 
-    Args:
-        body: The message's body.
-        inputs: Bytes of it that are the inputs'.
-
     Raises:
-        ProtocolError: They are no references.
+        ProtocolError: The body holds no such references.
     """
     if inputs > len(body):
         raise ProtocolError(
@@ -517,15 +444,6 @@ def decode_body(body: bytes, inputs: int) -> tuple[tuple[TensorRef, ...], tuple[
     return parts
 
 
-_JOINED = b"\x87" + b"".join(map(_pack, ("id", PREDICT_JOINED, "request")))
-_MEMBERS = _pack("members")
-_MEMBER = b"\x82"
-_INPUTS = _pack("inputs")
-_OUTPUTS = _pack("outputs")
-_INPUT_AXES = _pack("input_axes")
-_OUTPUT_AXES = _pack("output_axes")
-
-
 def encode_predict_joined(
     request: int,
     shard: int,
@@ -533,29 +451,18 @@ def encode_predict_joined(
     members: Sequence[tuple[bytes, bytes]],
     axes: tuple[tuple[int | None, ...], tuple[int, ...]],
 ) -> bytes:
-    """What `encode` gives for a PREDICT_JOINED, from each member's tensors encoded before.
-
-    Args:
-        request: The first member's.
-        shard: Likewise.
-        weights: The version of the weights.
-        members: What `encode_references` gave for the inputs, and for the outputs, of each.
-        axes: The batch axes of the inputs, and of the outputs.
-    """
-    count = bytes(_packer().pack_array_header(len(members)))
-    parts = [_JOINED, _pack(request), _SHARD, _pack(shard), _WEIGHTS, _pack(weights)]
-    parts += (_MEMBERS, count)
+    """A PREDICT_JOINED, from the members' inputs and outputs as `encode_references` gave them."""
+    head = {"id": PREDICT_JOINED, "request": request, "shard": shard, "weights": weights}
+    parts = [b"\x87", *(_pack(item) for pair in head.items() for item in pair)]
+    parts += (_pack("members"), _packer().pack_array_header(len(members)))
     for inputs, outputs in members:
-        parts += (_MEMBER, _INPUTS, inputs, _OUTPUTS, outputs)
-    parts += (_INPUT_AXES, _pack(axes[0]), _OUTPUT_AXES, _pack(axes[1]))
+        parts += (b"\x82", _pack("inputs"), inputs, _pack("outputs"), outputs)
+    parts += map(_pack, ("input_axes", axes[0], "output_axes", axes[1]))
     return b"".join(parts)
 
 
 def decode(data: bytes) -> Message:
-    """Read a message.
-
-    Nothing in it is trusted: what it says it holds is bounded by its own bytes and by `MAX_VALUES`,
-    nesting by msgpack, and every field is checked.
+    """Read a message. Nothing in it is trusted: sizes, nesting and every field are checked.
 
     Raises:
         ProtocolError: It is not a message of this protocol.
@@ -598,24 +505,24 @@ def _decode_reply(data: bytes) -> Reply:
     return Reply(request=request, shard=shard, outputs=outputs, seconds=seconds)
 
 
-def _unpack(data: bytes) -> Any:
-    """What a message, or a part of one, holds.
+_UNPACKING: dict[str, Any] = {
+    "use_list": False,
+    "strict_map_key": True,
+    "unicode_errors": "surrogatepass",
+}
 
-    Raises:
-        ProtocolError: It is cut off, too large, or holds too much.
-    """
+
+def _unpack(data: bytes) -> Any:
     try:
         if len(data) <= _PLAIN_BYTES:
-            return msgpack.unpackb(
-                data, use_list=False, strict_map_key=True, unicode_errors="surrogatepass"
-            )
+            return msgpack.unpackb(data, **_UNPACKING)
         return _unpack_large(data, counted=len(data) > _UNCOUNTED_BYTES)
     except Exception as exc:  # msgpack raises ValueError, TypeError, its own, and more on bad data
         raise ProtocolError(f"not a MessagePack message: {type(exc).__name__}: {exc}") from exc
 
 
 def _unpack_large(data: bytes, *, counted: bool) -> Any:
-    """Unpack what is large enough to be made for taking memory.
+    """Unpack data that is large enough to promise much memory.
 
     Raises:
         ValueError: It is too large, is cut off, or holds too much.
@@ -628,9 +535,7 @@ def _unpack_large(data: bytes, *, counted: bool) -> Any:
     walk.feed(data)
     walk.skip()
     if not counted:
-        return msgpack.unpackb(
-            data, use_list=False, strict_map_key=True, unicode_errors="surrogatepass"
-        )
+        return msgpack.unpackb(data, **_UNPACKING)
     left = MAX_VALUES
 
     def count(values: Any) -> Any:
@@ -642,9 +547,7 @@ def _unpack_large(data: bytes, *, counted: bool) -> Any:
 
     return msgpack.unpackb(
         data,
-        use_list=False,
-        strict_map_key=True,
-        unicode_errors="surrogatepass",
+        **_UNPACKING,
         object_hook=count,
         list_hook=count,
         max_array_len=MAX_VALUES,
@@ -654,8 +557,6 @@ def _unpack_large(data: bytes, *, counted: bool) -> Any:
 
 
 class WorkerState(StrEnum):
-    """The states of a worker's life."""
-
     SPAWNED = "spawned"
     CONNECTED = "connected"
     BUILDING = "building"
@@ -722,9 +623,7 @@ MAX_RUNS = 16
 class Conversation:
     """One worker's place in `TRANSITIONS`, as one side sees it.
 
-    Attributes:
-        state: Now.
-        runs: Request and shard that stand for each run that is not answered, the one going on first.
+    `runs` has request and shard of each unanswered run, the current run first.
     """
 
     state: WorkerState = WorkerState.SPAWNED
@@ -734,7 +633,7 @@ class Conversation:
         """Take a message that was sent or received.
 
         Raises:
-            ProtocolError: It may not come now, or answers another run than the one going on.
+            ProtocolError: It may not come now, or answers another run than the current one.
         """
         after = TRANSITIONS[self.state].get(type(message))
         if after is None:
@@ -757,7 +656,7 @@ class Conversation:
             self.state = after
 
     def begin_run(self, request: int, shard: int) -> None:
-        """What a PREDICT does, for the side that decides on it before its tensors are known.
+        """Begin a run, as PREDICT does: for the side that has not decoded the tensors.
 
         Raises:
             ProtocolError: No run may begin now.
@@ -771,7 +670,7 @@ class Conversation:
         self.state = after
 
     def end_run(self) -> None:
-        """What a REPLY to the first run does, for the side that has checked that in state BUSY."""
+        """End the current run, as a REPLY does that was checked before."""
         self.runs.popleft()
         if not self.runs:
             self.state = WorkerState.READY
