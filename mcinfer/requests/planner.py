@@ -78,8 +78,8 @@ class Planner:
     """Checks and lays out requests for one model.
 
     Attributes:
-        weights: Those of the model that can be replaced.
-        apart: Why requests could not go in one run with others; empty as long as none could not.
+        weights: The replaceable weights of the model.
+        apart: Why a request could not join one run with others; empty until there is such a request.
     """
 
     def __init__(
@@ -90,15 +90,6 @@ class Planner:
         max_rows: int = 1,
         weights: Sequence[TensorSpec] = (),
     ) -> None:
-        """Take what the model is like, and where tensors are to lie; the arena stays the caller's.
-
-        Args:
-            model: Its inputs and outputs.
-            arena: Where tensors lie; only asked.
-            allocate: Gets memory of it.
-            max_rows: Most rows of a joined run.
-            weights: Those that can be replaced.
-        """
         self._max_rows = max_rows
         self._model = model
         self._arena = arena
@@ -133,10 +124,10 @@ class Planner:
 
         Args:
             inputs: By name, or in the model's order.
-            pieces: Into how many shards to cut it at most.
-            known: How; None is whole.
+            pieces: Most shards.
+            known: How to cut it; None is whole.
             timeout: Seconds to wait for memory.
-            joinable: Whether it may go in one run with others, if it is of one shard.
+            joinable: Whether a request of one shard may join one run with others.
 
         Raises:
             InvalidInputError: It does not fit the model; names the input.
@@ -190,7 +181,7 @@ class Planner:
         return request
 
     def close(self) -> None:
-        """End the threads that copy, and let go of replaced weights."""
+        """End the threads that copy, and free replaced weights."""
         self._copier.close()
         self.weights.close()
         self._plans.clear()
@@ -202,7 +193,7 @@ class Planner:
         return forgotten + sum(plan.idle_bytes for plan in list(self._plans.values()))
 
     def release_idle(self) -> None:
-        """Let go of the frames that are not in use: memory is short."""
+        """Free the frames that are not in use: memory is short."""
         for plan in list(self._plans.values()):
             plan.idle_inputs.clear()
             plan.idle_outputs.clear()
@@ -213,7 +204,6 @@ class Planner:
         return [idle for found in [*self._forgotten] if (idle := found()) is not None]
 
     def allocate(self, shapes: Mapping[str, Sequence[int]], timeout: float) -> Arrays:
-        """Arrays in shared memory for inputs of these shapes; see `Master.allocate`."""
         specs = {spec.name: spec for spec in self._model.inputs}
         arrays: Arrays = {}
         if not isinstance(shapes, Mapping):
@@ -247,7 +237,7 @@ class Planner:
         return arrays
 
     def arrays(self, inputs: Inputs) -> list[NDArray[Any]]:
-        """The inputs of a request as arrays of the model's types, in its order; shapes are not looked at.
+        """The inputs of a request as arrays of the model's types, in its order; shapes are not checked.
 
         Raises:
             InvalidInputError: One is missing, unknown or of another type; names it.
@@ -296,7 +286,7 @@ class Planner:
         known: Known | None,
         borrowed: Collection[int] = (),
     ) -> Plan:
-        """Lay out a request; inputs of these numbers lie elsewhere, and have no place in a frame."""
+        """Lay out a request; `borrowed` inputs lie elsewhere, and have no place in a frame."""
         split = None if known is None else known.split
         cut = sharding.plan(self._model, shapes, pieces, split)
         inputs = tuple(
@@ -349,7 +339,7 @@ class Planner:
         return plan
 
     def _forget(self, plan: Plan | None) -> None:
-        """Let go of a plan's idle frames; those in use come back to where only `release_idle` finds them."""
+        """Free a plan's idle frames; only `release_idle` finds those that come back later."""
         if plan is None:
             return
         forgotten = self._forgotten
@@ -359,7 +349,7 @@ class Planner:
             forgotten.append(ref(idle, forgotten.remove))
 
     def _empty(self, plan: Plan, weights: WeightVersion) -> Request:
-        """A batch of no rows is answered already."""
+        """A batch of no rows needs no run."""
         nowhere = frozenset[int]()
         request = Request(self._model, plan, (), (), None, nowhere, weights, self._opened)
         empty = zip(self._model.outputs, plan.cut.outputs, strict=True)
@@ -369,7 +359,7 @@ class Planner:
     # Frames.
 
     def _lease(self, plan: Plan, timeout: float) -> tuple[Lease | None, Lease | None]:
-        """Frames for the inputs, where they need one, and for the outputs, where any has a known shape."""
+        """Frames for the inputs, if they need one, and for the outputs, if any has a known shape."""
         inputs = plan.laid_inputs
         # Not past those who wait for memory.
         free = not self._arena.wanted
@@ -420,7 +410,6 @@ class Planner:
         return frame
 
     def _output_references(self, plan: Plan, slot: Slot, shard: int) -> tuple[TensorRef, ...]:
-        """Where a shard's outputs are to be written."""
         references: list[TensorRef] = []
         for i, spec in enumerate(self._model.outputs):
             join, layout = plan.cut.outputs[i], plan.outputs[i]
@@ -453,7 +442,7 @@ class Planner:
         borrowed: Mapping[int, tuple[int, int]],
         held: Lease | None,
     ) -> tuple[list[object], Sequence[bytes], frozenset[int]]:
-        """What holds the inputs' memory, their references by shard, and the blocks that these speak of."""
+        """The holders of the inputs' memory, their references by shard, and the blocks of these."""
         # What lies in shared memory already is the caller's, and is held until no worker reads it.
         keep: list[object] = [arrays[i] for i in borrowed]
         places = [borrowed.get(i) for i in range(len(arrays))]
@@ -481,7 +470,7 @@ class Planner:
         places: Sequence[tuple[int, int] | None],
         arrays: Sequence[NDArray[Any]] = (),
     ) -> tuple[tuple[TensorRef, ...], ...]:
-        """By shard; strings, which have no place, are taken from the arrays, or left out without these."""
+        """By shard; strings have no place and come from the arrays, or are left out without arrays."""
         shards: list[list[TensorRef]] = [[] for _ in plan.cut.rows]
         for i, (spec, element_type) in enumerate(self._types):
             cut, layout, place = plan.cut.inputs[i], plan.inputs[i], places[i]
@@ -501,10 +490,10 @@ class Planner:
     def _join(
         self, arrays: Sequence[NDArray[Any]], plan: Plan, weights: WeightVersion
     ) -> tuple[Hashable, int] | None:
-        """The key of requests that one run can answer together, and this one's rows.
+        """The key of requests that one run can answer together, and the rows of this one.
 
-        They agree in all sizes but the batch's, in the values of what all rows have in common, and in the
-        version of the weights.
+        These requests agree in all sizes but the batch's, in the values of inputs that all rows share, and
+        in the version of the weights.
         """
         cut = plan.cut
         opened = [s.name for s in self._model.outputs if s.name in self._opened]
@@ -528,7 +517,7 @@ class Planner:
 
 
 def _starts(layouts: Sequence[Layout | None]) -> tuple[tuple[int, ...], int]:
-    """Where each tensor begins in a frame that holds all of them, and the bytes of that."""
+    """Where each tensor begins in a frame that holds all of them, and the frame's size."""
     starts, at = [], 0
     for layout in layouts:
         starts.append(at)
@@ -537,13 +526,13 @@ def _starts(layouts: Sequence[Layout | None]) -> tuple[tuple[int, ...], int]:
 
 
 def _most_idle(size: int, references: int) -> int:
-    """How many idle frames of so many bytes and references are kept."""
+    """How many idle frames of so many bytes and references to keep."""
     by_references = _MAX_IDLE_REFERENCES // max(references, 1)
     return max(1, min(_MAX_IDLE_FRAMES, _MAX_IDLE_BYTES // max(size, 1), by_references))
 
 
 def _is_leased(array: NDArray[Any]) -> bool:
-    """Whether an array is a view of a frame: NumPy has all views of views be those of one array."""
+    """Whether an array is a view of a frame: NumPy makes views of views those of one array."""
     return isinstance(array.base, np.ndarray) and isinstance(array.base.base, Lease)
 
 

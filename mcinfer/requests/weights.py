@@ -33,14 +33,9 @@ from mcinfer.validators import TensorRef
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class WeightVersion:
-    """All replaced weights at one moment.
+    """All replaced weights at one moment, by name; version 0 is the model's own weights.
 
-    Attributes:
-        number: 0 is the model's own weights, none replaced.
-        oldest: The lowest version that requests could still run with when this one was made.
-        tensors: Where each lies, by name.
-        slots: The memory of each, by name.
-        blocks: Numbers of the blocks that they lie in.
+    `oldest` is the lowest version that requests could still run with when this one was made.
     """
 
     number: int
@@ -53,9 +48,7 @@ class WeightVersion:
 class WeightStore:
     """The versions of one model's replaceable weights. Any thread may call it.
 
-    Attributes:
-        specs: Name, dtype and shape of each weight that can be replaced.
-        current: The version that new requests run with.
+    `current` is the version that new requests run with. The caller closes the copier.
     """
 
     def __init__(
@@ -64,13 +57,6 @@ class WeightStore:
         allocate: Callable[[Sequence[int], float], list[Slot]],
         copier: Copier,
     ) -> None:
-        """Begin with the model's own weights; the copier stays the caller's.
-
-        Args:
-            specs: Name, dtype and shape of each weight that can be replaced.
-            allocate: Gets slots of so many bytes, within so many seconds.
-            copier: For copies into them.
-        """
         self.specs = tuple(specs)
         self._by_name = {spec.name: spec for spec in specs}
         self._allocate = allocate
@@ -80,14 +66,7 @@ class WeightStore:
         self._alive = WeakValueDictionary({0: self.current})
 
     def update(self, weights: Mapping[str, Any], timeout: float) -> int:
-        """Replace weights; those that are not named stay as they are.
-
-        Args:
-            weights: Arrays by name, each of exactly its weight's dtype and shape. They are copied.
-            timeout: Seconds to wait for shared memory, if that is all in use.
-
-        Returns:
-            The number of the new version.
+        """Replace some weights with copies of these; return the number of the new version.
 
         Raises:
             InvalidInputError: One does not fit; nothing was changed.
@@ -130,7 +109,7 @@ class WeightStore:
         return version.number
 
     def close(self) -> None:
-        """Let go of the memory of replaced weights; no request will come any more."""
+        """Free the memory of replaced weights."""
         # Not under the lock: a signal's handler, or a finalizer, may come while its own thread holds it.
         self.current = WeightVersion(number=self.current.number)
 
@@ -146,10 +125,6 @@ def check_weights(
     weights: Mapping[str, Any], specs: Mapping[str, TensorSpec]
 ) -> dict[str, NDArray[Any]]:
     """The new weights as arrays, once every one fits.
-
-    Args:
-        weights: By name.
-        specs: The weights that can be replaced, by name.
 
     Raises:
         InvalidInputError: One does not fit: names it, what came and what was expected.
