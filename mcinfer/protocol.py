@@ -271,15 +271,15 @@ class Build(Message):
     model: _Text
     engine: _Text
     device: _Text
-    cores: Annotated[tuple[int, ...], is_cores]
-    shared: _Flag
-    threads: Annotated[int | None, or_none(is_count)]
-    inter_op_threads: Annotated[int | None, or_none(is_count)]
-    allow_fallback: _Flag
+    cores: Annotated[tuple[int, ...], is_cores] = ()
+    shared: _Flag = False
+    threads: Annotated[int | None, or_none(is_count)] = None
+    inter_op_threads: Annotated[int | None, or_none(is_count)] = None
+    allow_fallback: _Flag = False
     prepare: _Text = "never"
     variable_weights: _Texts = ()
-    session_config: _TextMap
-    provider_options: _TextMap
+    session_config: _TextMap = field(default_factory=dict)
+    provider_options: _TextMap = field(default_factory=dict)
     token: _Text = ""
 
 

@@ -28,28 +28,13 @@ MODEL = ModelSpec(
 SHORT = SHORT_RUN / 10
 
 
-def build(device: str) -> Build:
-    return Build(
-        model="/model",
-        engine="fake",
-        device=device,
-        cores=(),
-        shared=False,
-        threads=None,
-        inter_op_threads=None,
-        allow_fallback=False,
-        session_config={},
-        provider_options={},
-    )
-
-
 class Pool:
     """A scheduler of workers whose runs are known to be short, at a time that the test says."""
 
     def __init__(self, workers: int) -> None:
         self.now = 0.0
         self.scheduler = Scheduler(
-            [build(f"cpu:{index}") for index in range(workers)],
+            [Build(model="", engine="fake", device=f"cpu:{i}") for i in range(workers)],
             timeouts=Timeouts(),
             restart=RestartPolicy(),
             limits=Limits(),

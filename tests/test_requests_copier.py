@@ -53,22 +53,3 @@ def test_closed_copier_copies_alone(copier: Copier) -> None:
     source, target = numbers(LARGE // 4), np.zeros(LARGE // 4, np.uint32)
     copier.copy(target, source)
     assert np.array_equal(target, source)
-
-
-def test_many_callers_at_once_do_not_mix(copier: Copier) -> None:
-    targets = [np.zeros(LARGE // 4, np.uint32) for _ in range(8)]
-
-    def copy(value: int) -> None:
-        copier.copy(targets[value], np.full(LARGE // 4, value, np.uint32))
-
-    threads = [threading.Thread(target=copy, args=(value,)) for value in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(np.all(target == value) for value, target in enumerate(targets))
-
-
-def test_types_that_differ_are_refused(copier: Copier) -> None:
-    with pytest.raises(TypeError):
-        copier.copy(np.zeros(LARGE // 4, np.uint32), np.zeros(LARGE // 4, np.float32))

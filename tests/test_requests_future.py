@@ -316,19 +316,6 @@ def test_future_that_is_settled_between_two_looks_of_wait_stays_as_it_was_seen(
     assert heard == [future]
 
 
-def test_waiting_again_and_again_leaves_nothing_on_a_future(owner: Owner) -> None:
-    pending, done = futures(owner, 2)
-    done.outcome.settle()
-    for _ in range(10):
-        assert wait([pending, done], 0).done == {done}
-        with pytest.raises(TimeoutError):
-            [*completed([pending, done], 0)]
-    for future in (pending, done):
-        assert future._waiting is not None
-        assert future._waiting == future._waiting.to_call == []
-    assert not pending.is_awaited
-
-
 @pytest.mark.parametrize("early", [True, False])
 def test_event_loop_awaits_results_failures_and_cancellations(owner: Owner, early: bool) -> None:
     async def gather() -> list[Any]:

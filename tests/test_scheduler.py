@@ -68,11 +68,12 @@ from mcinfer.scheduler.scheduler import (
     MAX_ATTEMPTS,
     SHORT_RUN,
     UNBOUNDED_RUN,
+    RequestTable,
     Scheduler,
     trace_of,
 )
 from mcinfer.scheduler.workers import STACKS_SECONDS, describe_exit
-from mcinfer.statistics import Health, RequestTrace, ShardTrace
+from mcinfer.statistics import Health, RequestTrace
 
 TIMEOUTS = Timeouts(start=30.0, predict=10.0, cancel_grace=1.0, close=5.0)
 RESTART = RestartPolicy(budget=3, window=60.0, backoff=0.5, backoff_limit=1.0)
@@ -85,18 +86,7 @@ MAX_ROWS = 4
 
 
 def build(index: int) -> Build:
-    return Build(
-        model="/model.onnx",
-        engine="fake",
-        device=f"cpu:{index}",
-        cores=(index,),
-        shared=False,
-        threads=None,
-        inter_op_threads=None,
-        allow_fallback=False,
-        session_config={},
-        provider_options={},
-    )
+    return Build(model="/m.onnx", engine="fake", device=f"cpu:{index}", cores=(index,))
 
 
 def hello(worker: int) -> Hello:
@@ -288,20 +278,6 @@ def test_failed_shard_cancels_the_others_and_memory_waits_for_them() -> None:
 # Deaths.
 
 
-def test_shard_of_a_dead_worker_goes_to_another_before_all_that_waits() -> None:
-    pool = ready_pool(2)
-    pool.handle_request(0.0, 1, (1, 1), 10.0)
-    pool.handle_request(0.0, 2, (1,), 10.0)
-    assert pool.handle_died(1.0, 0, SIGSEGV) == []
-    assert len(pool.table.queue) == 2
-    assert pool.handle_message(2.0, 1, reply(1, 1)) == [predict(1, (1, 0))]
-    assert pool.handle_message(3.0, 1, reply(1, 0)) == [
-        Settle(request=1),
-        Release(request=1),
-        predict(1, (2, 0)),
-    ]
-
-
 def test_shard_that_killed_two_workers_is_given_up() -> None:
     pool = ready_pool(3)
     pool.handle_request(0.0, 1, (1, 1), 10.0)
@@ -399,19 +375,6 @@ def test_requests_fail_at_once_while_all_workers_are_past_their_budget() -> None
     ) == (2, 2, 0, 0)
 
 
-def test_requests_fail_at_once_while_a_probe_starts_and_are_taken_once_it_is_ready() -> None:
-    pool = ready_pool(1, restart=replace(RESTART, budget=0))
-    pool.handle_died(1.0, 0, SIGSEGV)
-    assert pool.handle_time(2.0) == [StartWorker(worker=0)]
-    pool.handle_started(0, 200)
-    actions = pool.handle_request(2.0, 1, (1,), 10.0)
-    assert outline(actions) == [Failed(1, WorkerDiedError), Release(request=1)]
-    assert "a start is under way: worker 0 (cpu:0, pid 100) killed by SIGSEGV" in text(actions)
-    assert finish_build(pool, 0, 2.5) == []
-    assert pool.handle_request(2.5, 2, (1,), 10.0) == [predict(0, (2, 0))]
-    assert [health.state for health in pool.told[-2:]] == ["failed", "ready"]
-
-
 def test_model_that_does_not_load_again_counts_against_the_budget_and_is_told() -> None:
     pool = ready_pool(1, restart=replace(RESTART, budget=1))
     pool.handle_died(1.0, 0, SIGSEGV)
@@ -493,22 +456,6 @@ def test_worker_that_comes_back_with_another_model_serves_nobody(field: str) -> 
 
 
 # Closing.
-
-
-def test_idle_pool_closes_when_its_workers_have_exited() -> None:
-    pool = ready_pool(2)
-    assert pool.handle_close(1.0, 5.0) == [
-        Send(worker=0, message=Exit()),
-        Send(worker=1, message=Exit()),
-    ]
-    assert pool.is_exiting(0)
-    assert pool.handle_close(1.5, 5.0) == []
-    assert pool.handle_died(2.0, 0, describe_exit(0)) == []
-    assert pool.handle_died(2.0, 1, describe_exit(0)) == [PoolClosed()]
-    assert pool.next_time() is None
-    assert pool.lives.statistics()[0].last_error == ""
-    with pytest.raises(ClosedError):
-        pool.handle_request(3.0, 1, (1,), 10.0)
 
 
 def test_worker_that_does_not_exit_is_killed_then_abandoned() -> None:
@@ -722,25 +669,6 @@ def test_worker_holds_as_many_runs_as_take_some_milliseconds(seconds: float, cap
     ]
 
 
-def test_death_with_several_runs_is_blamed_on_none_and_each_then_runs_apart() -> None:
-    pool = pool_of_short_runs(2, seconds=0.001)
-    ask(pool, 1.0, 10, 11, 12, 13)
-    assert pool.handle_died(1.01, 0, SIGSEGV) == []
-    assert [pool.table[request].deaths for request in (10, 12)] == [{0: []}, {0: []}]
-    assert pool.lives.statistics()[0].failed == 2
-    # Not behind others, and nothing behind it.
-    assert pool.handle_message(1.02, 1, reply(11, seconds=0.001)) == [
-        Settle(request=11),
-        Release(request=11),
-    ]
-    assert pool.handle_message(1.02, 1, reply(13, seconds=0.001))[2:] == [predict(1, (10, 0))]
-    assert ask(pool, 1.02, 14) == []
-    assert pool.handle_message(1.03, 1, reply(10, seconds=0.001))[2:] == [predict(1, (12, 0))]
-    # One that ran well is free of suspicion, and what is behind it, too.
-    assert pool.handle_message(1.04, 1, reply(12, seconds=0.001))[2:] == [predict(1, (14, 0))]
-    assert ask(pool, 1.04, 15) == [predict(1, (15, 0))]
-
-
 def test_suspect_that_kills_two_more_is_given_up() -> None:
     pool = pool_of_short_runs(3, seconds=0.001)
     for request in range(10, 16):
@@ -757,32 +685,6 @@ def test_suspect_that_kills_two_more_is_given_up() -> None:
     assert "worker 2 (cpu:2, pid 102) killed by SIGSEGV; worker 1" in text(actions)
     assert "worker 0" not in text(actions)
     assert pool.table[13].deaths == {0: []}
-
-
-def test_time_of_a_shard_given_ahead_is_over_and_the_run_before_it_goes_on() -> None:
-    pool = pool_of_short_runs()
-    ask(pool, 1.0, 10, timeout=100.0)
-    ask(pool, 1.0, 11, timeout=0.04)
-    actions = pool.handle_time(1.04)
-    assert "waited at worker 0" in text(actions)
-    assert Send(worker=0, message=Cancel(request=11, shard=0)) in actions
-    pool.handle_time(2.0 + TIMEOUTS.cancel_grace)  # the other's run is not killed
-    assert pool.handle_message(20.0, 0, reply(10))[0] == Settle(request=10)
-    # Its turn has come: the worker is to skip it, within the grace.
-    assert pool.next_turn() == 20.0 + TIMEOUTS.cancel_grace
-    end_hung(pool, 20.0 + TIMEOUTS.cancel_grace, 0)
-
-
-def test_shard_given_ahead_and_cancelled_is_skipped_by_its_worker() -> None:
-    pool = pool_of_short_runs()
-    ask(pool, 1.0, 10, 11, timeout=100.0)
-    assert Send(worker=0, message=Cancel(request=11, shard=0)) in pool.handle_cancel(1.0, 11)
-    pool.handle_message(1.01, 0, reply(10, seconds=0.001))
-    assert ask(pool, 1.01, 12) == []  # nothing behind what is to be skipped
-    assert pool.handle_message(1.02, 0, error(11, kind="cancelled")) == [
-        Release(request=11),
-        predict(0, (12, 0)),
-    ]
 
 
 # Late runs: behind one that goes on for long.
@@ -820,24 +722,6 @@ def test_late_answer_is_ignored_whatever_it_is_and_memory_is_held_until_then(end
     assert actions == [Release(request=12)]
     assert pool.lives.statistics()[0].completed == 2
     assert len(pool.table) == 0
-
-
-def test_late_runs_go_first_and_in_their_order_and_their_worker_is_given_nothing_meanwhile() -> (
-    None
-):
-    pool = pool_of_short_runs(2, seconds=0.001)
-    ask(pool, 1.0, *range(10, 18))
-    pool.handle_message(1.001, 1, reply(11, seconds=0.001))
-    pool.handle_message(1.002, 1, reply(13, seconds=0.001))
-    pool.handle_time(LATE)
-    assert ask(pool, LATE, 20) == []
-    for request in (15, 17):
-        pool.handle_message(LATE, 1, reply(request, seconds=0.001))
-    order: list[ShardId] = []
-    while pool.running(1):
-        order += pool.running(1)
-        pool.handle_message(LATE, 1, reply(*order[-1], seconds=0.001))
-    assert [request for request, _ in order] == [12, 14, 16, 20]
 
 
 def test_of_workers_with_as_many_runs_the_one_that_began_first_is_given_the_next() -> None:
@@ -887,15 +771,6 @@ def test_worker_that_does_not_skip_what_is_late_is_killed() -> None:
     end_hung(pool, 2.0 + TIMEOUTS.cancel_grace, 0)
     assert pool.handle_died(3.5, 0, SIGKILL) == []
     assert restarted(pool, 0, 3.5) == [predict(0, (11, 0))]
-
-
-# The fast path: an assignment, and an answer.
-
-
-def assign(pool: Pool, now: float, number: int, *rows: int) -> list[int] | None:
-    """The workers that were given the request's shards."""
-    given = pool.assign(now, number, rows, now, 10.0, 8)
-    return None if given is None else [w.index for w in given]
 
 
 # Draining.
@@ -1058,46 +933,6 @@ def test_run_that_nobody_waits_for_any_more_is_a_reason_until_it_ends() -> None:
     assert "has not stopped a run that nobody waits for" in health.reasons[0]
     pool.handle_message(10.6, 0, error(1, kind="cancelled"))
     assert pool.health(10.6).state == "ready"
-
-
-# Traces.
-
-
-def test_trace_of_a_request_says_when_what_happened() -> None:
-    pool = ready_pool(2, tracing=True)
-    pool.handle_request(2.0, 7, (3, 2), 10.0, called=1.0)
-    pool.handle_message(3.0, 1, reply(7, 1, seconds=0.5))
-    [settle, _] = pool.handle_message(4.0, 0, reply(7, 0, seconds=1.5))
-    assert isinstance(settle, Settle)
-    assert settle.trace == RequestTrace(
-        request=7,
-        outcome="succeeded",
-        error=None,
-        rows=5,
-        called=1.0,
-        queued=2.0,
-        settled=4.0,
-        joined=4.0,
-        shards=(
-            shard_trace(0, worker=0, sent=2.0, answered=4.0, seconds=1.5),
-            shard_trace(1, worker=1, sent=2.0, answered=3.0, seconds=0.5),
-        ),
-    )
-
-
-def shard_trace(
-    shard: int, *, worker: int, sent: float, answered: float, seconds: float, attempts: int = 1
-) -> ShardTrace:
-    return ShardTrace(
-        shard=shard,
-        worker=worker,
-        device=f"cpu:{worker}",
-        pid=100 + worker,
-        attempts=attempts,
-        sent=sent,
-        answered=answered,
-        run_seconds=seconds,
-    )
 
 
 # The fast path and the slow one, side by side.
@@ -1919,3 +1754,14 @@ Pools.TestCase.settings = settings(
     max_examples=60, stateful_step_count=30, deadline=None, report_multiple_bugs=False
 )
 test_any_order_of_events_settles_and_releases_every_request_once = Pools.TestCase
+
+
+def test_deadlines_of_answered_requests_do_not_pile_up() -> None:
+    table = RequestTable(1)
+    table.accept(-1, (1,), 0.0, 0.0, 1000.0, 0)
+    for number in range(10_000):
+        entry = table.accept(number, (1,), 0.0, 0.0, 2000.0, 0)
+        table.close(entry, "succeeded", 0.0)
+        table.strike(entry)
+    assert len(table._deadlines) < 200
+    assert table.next_deadline() == 1000.0
