@@ -62,8 +62,7 @@ from mcinfer.validators import TensorFields
 
 _log = logging.getLogger("mcinfer.master")
 
-_MAX_SPLITTERS = 64
-"""Sets of axes that calls say, of which it is remembered what was learned."""
+_MAX_SPLITTERS = 64  # sets of axes that calls say, of which it is remembered what was learned
 
 _CHECK_SECONDS = 10.0
 _CHECK_FACTOR = 10.0

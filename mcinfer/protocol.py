@@ -1,23 +1,19 @@
 """The messages between a master and its workers, and the order in which they may come.
 
-One MessagePack map per message (https://github.com/msgpack/msgpack/blob/master/spec.md), never
-pickle. This file does not know which side it runs on: `TRANSITIONS` is the whole life of a worker, and
-both sides keep a `Conversation` that follows it. A message that is malformed, or that the table
-does not allow, raises `ProtocolError` and changes nothing.
+One MessagePack map per message (https://github.com/msgpack/msgpack/blob/master/spec.md), never pickle.
+`TRANSITIONS` is the whole life of a worker, and both sides keep a `Conversation` that follows it. A message
+that is malformed, or that the table does not allow, raises `ProtocolError` and changes nothing.
 
-PREDICT and REPLY, one of each for every run, are no maps. Each has a head of fixed size, whose first byte is
-the message's id (no map of MessagePack begins with it), and a body in MessagePack:
+PREDICT and REPLY have a head of fixed size instead, whose first byte is the message's id (no map of
+MessagePack begins with it), and a body in MessagePack:
 
-* PREDICT: `PREDICT_HEAD` with the request, the shard, the version of the weights and the bytes of the inputs'
-  references; then the inputs' and the outputs' references. The body is the same for all requests whose
-  tensors lie in the same places, so a worker decodes and checks it once.
-* REPLY: `REPLY_HEAD` with the request, the shard and the seconds of the run; then the outputs' references, or
-  nothing where all outputs are where PREDICT said.
+* PREDICT: `PREDICT_HEAD`, then the inputs' and the outputs' references. The body is the same for all requests
+  whose tensors lie in the same places, so a worker decodes and checks it once.
+* REPLY: `REPLY_HEAD`, then the outputs' references, or nothing if all outputs are where PREDICT said.
 
-Ids 0 to 4 are those of the multi-card sample of MindSpore Lite, and stay. Tensors do not travel in
-messages: a tensor reference ``(name, element type, shape, block, offset)`` says where one lies in shared
-memory. Only strings, which have no fixed size, travel inline: then the block is None and the last
-place holds the values.
+Ids 0 to 4 are those of the multi-card sample of MindSpore Lite. A tensor reference ``(name, element type,
+shape, block, offset)`` says where a tensor lies in shared memory. Only strings, which have no fixed size,
+travel inline: then the block is None and the last place holds the values.
 """
 
 import reprlib
@@ -53,8 +49,7 @@ from mcinfer.validators import (
     or_none,
 )
 
-VERSION = 4
-"""Raised with each change that an older peer would misread; HELLO carries it."""
+VERSION = 4  # raised with each change that an older peer would misread; HELLO carries it
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Largest message. Tensors lie in shared memory, so only strings make a message large."""
@@ -65,8 +60,7 @@ MAX_VALUES = 1 << 20
 MAX_STRINGS = MAX_VALUES - (1 << 16)
 """Most strings in the tensors of one message; the rest is for the other values."""
 
-_MAX_KEYS = 1 << 12
-"""Most keys of one map."""
+_MAX_KEYS = 1 << 12  # most keys of one map
 
 _MAX_ERROR = (1 << 20) + (1 << 10)
 """Characters of what an engine said, which a worker cuts at 2²⁰, and of what is put before it."""
@@ -76,8 +70,7 @@ _MAX_PROVIDERS = 64
 _MAX_NOTE = 5000
 _MAX_NOTES = 16
 
-MAX_HELLO_BYTES = 512
-"""Largest HELLO: from an unknown peer, nothing larger is read."""
+MAX_HELLO_BYTES = 512  # largest HELLO: from an unknown peer, nothing larger is read
 
 _PLAIN_BYTES = 1 << 10
 """Decoding a message up to this size takes at most 1.4 MB and half a millisecond, with any content."""
@@ -88,8 +81,7 @@ _UNCOUNTED_BYTES = 16 << 10
 PREDICT_HEAD = struct.Struct("<BQIQI")
 """Id, request, shard, version of the weights, bytes of the inputs' references."""
 
-REPLY_HEAD = struct.Struct("<BQId")
-"""Id, request, shard, seconds."""
+REPLY_HEAD = struct.Struct("<BQId")  # id, request, shard, seconds
 
 ERROR = 0
 PREDICT = 1
@@ -615,8 +607,7 @@ CANCEL is allowed in READY: it may cross the reply on its way. EXITING takes the
 build or of runs that were going on when EXIT was sent, and the other side's EXIT after a build error.
 """
 
-MAX_RUNS = 16
-"""What a worker has at most: a run that is going on, and those that wait for its end."""
+MAX_RUNS = 16  # what a worker has at most: a run that is going on, and those that wait for its end
 
 
 @dataclass(slots=True)

@@ -8,10 +8,8 @@
             │                                                                            │
          parent: waits for that byte, then lets go of the frames ◄───────────────────────┘
 
-A shared mapping stays shared in a child, so the child replaces the frames that users' arrays may lie in by
-private memory. The kernel has no copy-on-write for shared pages that both sides may write to. So the child
-makes the copy at the fork, as large as the results that users hold. Idle frames, copied inputs and weights
-are not copied: nothing in the child reads them.
+The kernel has no copy-on-write for shared pages that both sides may write to. So the child replaces the
+frames that users' arrays may lie in by private copies; idle frames, inputs and weights are not copied.
 
 This code takes no lock: another thread may hold it at the fork. `subprocess` runs none of this code.
 """

@@ -56,22 +56,16 @@ Allocate = Callable[[Sequence[int], float], list[Slot]]
 
 _MAX_PLANS = 256
 
-_MAX_PLAN_BYTES = 32 << 20
-"""Most memory of this process for all plans and their idle frames, by estimate; the oldest plans go first."""
-
-_REFERENCE_BYTES = 600
-"""Estimated memory of this process for one tensor of one shard, in a plan or in a frame."""
+_MAX_PLAN_BYTES = 32 << 20  # estimated, for all plans and their idle frames
+_REFERENCE_BYTES = 600  # estimate for one tensor of one shard, in a plan or in a frame
 
 _MAX_IDLE_FRAMES = 64
 _MAX_IDLE_BYTES = 64 << 20
 _MAX_IDLE_REFERENCES = 512
 """Limits of one plan, each for inputs and for outputs; one frame of any size is always kept."""
 
-_MAX_COMMON_BYTES = 4096
-"""Most bytes of shared inputs, which are compared by value; requests with larger ones are not joined."""
-
-_LARGE_BYTES = 1 << 20
-"""Copies from here on are the copier's, which may use several threads."""
+_MAX_COMMON_BYTES = 4096  # of inputs that all rows share; with larger ones, requests are not joined
+_LARGE_BYTES = 1 << 20  # copies from here on may use several threads
 
 
 class Planner:

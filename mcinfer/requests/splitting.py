@@ -1,4 +1,4 @@
-"""What is known of how a model's batch is split, and how a request shows it.
+"""How the batch of a model is split, and how a request shows it.
 
 ::
 
@@ -7,16 +7,11 @@
                                  └──► the same rows in pieces ────► compared with it
 
 The comparison shows along which axis each output joins, or that an output is the same from every worker. If
-it shows that the rows depend on each other, the model runs whole. A settled split adds no cost to a
-request.
+the rows depend on each other, the model runs whole. A settled split adds no cost to a request. A request
+with equal rows, or with an empty output, decides nothing. The comparison is evidence, not proof: a model
+that mixes its rows only for some values passes until these values come.
 
-Some requests show nothing: if all rows of an input are equal, a wrong cut changes nothing, and an empty
-output joins along any axis. Such a request decides nothing, and mcinfer compares the next one. The
-comparison is evidence, not proof: a model that mixes its rows only for some values passes until these
-values come.
-
-Ownership: a `Splitter` has no thread. Any number of threads may use it; one of them learns at a time, and
-requests of the others run whole meanwhile. One object holds what is known, and is replaced as a whole.
+A `Splitter` has no thread. One caller learns at a time; requests of other threads run whole meanwhile.
 """
 
 import itertools
@@ -59,20 +54,13 @@ _log = logging.getLogger("mcinfer.master")
 Verify = Literal["first", "always", "never"]
 
 _MAX_TRIALS = 8
-_MAX_PAIRS = 64
-"""Runs of two requests as one, and pairs that are looked at, if none shows whether that is right."""
+_MAX_PAIRS = 64  # joined runs, and pairs of requests, that may show nothing before the search ends
+_MAX_SHOWN = 4  # pieces whose shapes a message shows
+_MAX_SHAPES = 256  # shapes in the cache of `teaches`
 
-_MAX_SHOWN = 4
-"""Pieces of which a message shows the shape."""
+Arrays = dict[str, NDArray[Any]]  # by output name, in the model's order
 
-_MAX_SHAPES = 256
-"""Shapes of which it is remembered whether they can show anything."""
-
-Arrays = dict[str, NDArray[Any]]
-"""By output name, in the model's order."""
-
-Inputs = Sequence[NDArray[Any]]
-"""In the model's order."""
+Inputs = Sequence[NDArray[Any]]  # in the model's order
 
 Runs = Callable[[Sequence[Inputs]], "Sequence[Arrays | McinferError]"]
 """Runs each of these requests whole, on one worker; all at once."""

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-_MAX_THREADS = 8
-"""Calls beyond these wait for a thread, first come first served."""
+_MAX_THREADS = 8  # calls beyond these wait for a thread, first come first served
 
 _T = TypeVar("_T")
 

@@ -3,15 +3,11 @@
 ::
 
     update ── check all ──► copy once into shared memory ──► one assignment: `current` is the new version
-    a request takes `current` when it is staged, and holds it ──► every shard of it runs with that version
+    a request takes `current` and holds it ──► every shard of it runs with that version
 
-That one assignment is the whole commit. It needs no agreement with the workers: a run's message names its
-version, and before the first such run a worker gets the place of the version
-(`mcinfer.runtime.connections`), also after a restart.
-
-Ownership: a version's tensors belong to the versions that contain them, and a version belongs to its
-holders: the store (the current one) and the requests that run with it. When the last holder is gone, its
-memory is free.
+A run's message names its version. Before the first such run a worker gets the place of the version
+(`mcinfer.runtime.connections`), also after a restart. A version belongs to the store (the current one) and
+to the requests that run with it; when the last of these is gone, its memory is free.
 """
 
 import reprlib

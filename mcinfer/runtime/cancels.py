@@ -9,8 +9,7 @@ from typing import Self
 
 from mcinfer.errors import ProtocolError
 
-_CANCEL = struct.Struct("<QI")
-"""Request and shard."""
+_CANCEL = struct.Struct("<QI")  # request and shard
 
 # A number, since operations on enumerations cost more than the calls they are for; and no signal, since a
 # program may have SIGPIPE end it.

@@ -1,13 +1,8 @@
 """The processes of a pool and their channels: messages, blocks, versions of the weights.
 
-This module decides nothing: the loop decides which workers to start, send to and kill, and judges what they
-send.
-
-Each start has two random tokens, which the worker gets over its lifeline. The worker shows one in HELLO and
-the master shows the other in BUILD, so neither side serves a stranger.
-
-Ownership: `Connections` own the transport, the worker processes and the forwarder of their output, from
-`open` to `close`. One thread calls its methods.
+The loop decides which workers to start, send to and kill, and judges their messages. Each start has two
+random tokens, which the worker gets over its lifeline. The worker shows one in HELLO and the master shows
+the other in BUILD, so neither side serves a stranger. One thread calls the methods.
 """
 
 import hmac
@@ -55,8 +50,7 @@ _STANDINGS = {
 }
 
 
-DESCRIPTORS_TO_OPEN = 24
-"""Free descriptors of this process that a pool needs for itself."""
+DESCRIPTORS_TO_OPEN = 24  # free descriptors of this process that a pool needs for itself
 
 DESCRIPTORS_OF_A_WORKER = 14
 """Free descriptors for the start of each worker. More of them are free again after it than the connection

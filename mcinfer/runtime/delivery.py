@@ -18,8 +18,7 @@ from time import monotonic
 
 from mcinfer.shm.descriptors import WakeUp
 
-_GATHER_SECONDS = 0.02
-"""Seconds that calls of `trace` wait for others."""
+_GATHER_SECONDS = 0.02  # seconds that calls of `trace` wait for others
 
 _log = logging.getLogger("mcinfer.master")
 

@@ -74,35 +74,16 @@ T = TypeVar("T")
 
 _log = logging.getLogger("mcinfer.master")
 
-_MAX_MESSAGES = 256
-"""Most messages in one turn: a worker that sends many must not delay deaths, deadlines and callers."""
-
-_LONGEST_WAIT = 86400.0
-"""Seconds of one wait: epoll takes no more than 24 days, and waking once a day costs nothing."""
-
-_MEMORY_INTERVAL = 1.0
-"""Seconds between two checks of workers' memory, if the policy asks for them."""
-
-_ROOM_INTERVAL = 0.001
-"""Seconds between two checks for memory that a caller waits for: the end of an array sends no event."""
-
-_HEALTH_INTERVAL = 0.2
-"""Seconds between two checks of `wait_ready`."""
-
-_PATIENCE = 10.0
-"""Seconds without freed memory, after which others may pass the first caller that waits for memory."""
-
-_CALLER_PATIENCE = 5.0
-"""Seconds past its deadline that a caller waits for the loop to say so."""
-
-_LOOP_PATIENCE = 60.0
-"""Seconds that a question to the loop waits for its answer, which takes as long as one turn of the loop."""
-
-_LAST_OUTPUT = 1.0
-"""Seconds that a closing master gives to what its workers printed last, and to callbacks."""
-
-_MAX_NOTES = 100
-"""Different ones that are logged."""
+_MAX_MESSAGES = 256  # in one turn: one worker must not delay the others
+_LONGEST_WAIT = 86400.0  # seconds of one wait: epoll takes no more than 24 days
+_MEMORY_INTERVAL = 1.0  # seconds between two checks of workers' memory
+_ROOM_INTERVAL = 0.001  # seconds between two checks for freed memory, if a caller waits for it
+_HEALTH_INTERVAL = 0.2  # seconds between two checks of `wait_ready`
+_PATIENCE = 10.0  # seconds without freed memory before others pass the first waiting caller
+_CALLER_PATIENCE = 5.0  # seconds past its deadline that a caller waits for the loop
+_LOOP_PATIENCE = 60.0  # seconds that a question to the loop waits for its answer
+_LAST_OUTPUT = 1.0  # seconds for workers' last output, and for callbacks, at the close
+_MAX_NOTES = 100  # different notes that are logged
 
 _NOT_STARTED = "the master is not started: call start(), or use it in a with statement"
 _CLOSING = "the master is closing: it finishes what it has, and takes no more"

@@ -6,30 +6,19 @@
                   that has no name: each worker inherits a handle to it, and connects by that.
     "socketpair"  one SOCK_SEQPACKET pair (unix(7)) for each worker, which inherits its end.
 
-Both have the same messages, in the same order, and refuse the same. Only this file imports zmq.
+Only this file imports zmq. The master never blocks in a send and never lingers; a worker has one peer and
+may do both. One thread at a time uses a `MasterTransport` or a `WorkerTransport`. Its owner
 
-The master never blocks in a send and never lingers; a worker has one peer and may do both. One thread, or
-one lock of the owner's, guards a `MasterTransport`; the same holds for a `WorkerTransport`.
-
-How an owner waits for messages::
-
-    register every fd of transport.fds, and transport.worker_fd(index) after each add, for EPOLLIN
-    loop:  wait at most 0 seconds unless transport.may_sleep()
-           transport.note_ready(the descriptors that are ready)
-           while (received := transport.receive()) is not None: ...
-           unregister every fd of transport.take_ended()
-    a worker's process has ended:
-           note and receive its last messages, until there are no more
-           unregister transport.worker_fd(index), unless take_ended gave it
-           transport.remove(index)
+    registers fds, and worker_fd(index) after each add, for EPOLLIN; unregisters those of take_ended
+    waits without sleeping unless may_sleep(), notes ready descriptors, and receives until None
+    after the end of a worker's process: receives its last messages, and calls remove(index)
 
 ZeroMQ disconnects a peer that sends a frame of more than `MAX_MESSAGE_BYTES`. libzmq ends the whole process
 if it has no descriptor for a connection that it accepts (src/ipc_listener.cpp). So only a process that
 holds the handle can connect, and a descriptor must be free for a worker before it is started.
 
 A message that is too large for one packet of a socket pair goes as a sealed memfd: a mark, then a packet
-with the descriptor. The kernel limits what waits in a pair (SO_SNDBUF): a worker that sends too much waits
-for its master.
+with the descriptor. A worker that sends too much waits for its master (SO_SNDBUF).
 """
 
 import errno
@@ -48,8 +37,7 @@ from mcinfer.protocol import MAX_MESSAGE_BYTES
 from mcinfer.shm.descriptors import close_all, take_packet
 
 _MAX_QUEUED = 10_000
-_MAX_RECEIVED = 16
-"""Messages of one peer that wait in ZeroMQ to be read: it has no more than a few to say at a time."""
+_MAX_RECEIVED = 16  # messages of one peer that wait in ZeroMQ
 
 # As plain numbers: operations on enumerations cost more than the calls they are for.
 _SEND_MORE = int(zmq.SNDMORE | zmq.DONTWAIT)
@@ -61,15 +49,9 @@ _READABLE = int(zmq.POLLIN)
 _send = zmq.backend.Socket.send
 _PACKET_DONT_WAIT = int(socket.MSG_DONTWAIT)
 _NO_SIGNAL = int(socket.MSG_NOSIGNAL)  # a program may have SIGPIPE end it
-
-_PACKET_BYTES = 1 << 16
-"""Largest message for one packet: well below what any system's SO_SNDBUF allows."""
-
-_BUFFER_BYTES = 1 << 20
-"""Asked for as SO_SNDBUF; the system may give less (net.core.wmem_max, by default 208 KiB)."""
-
-_MARK = b"\xc1"
-"""A packet that says that a descriptor follows; messages of one byte go that way themselves."""
+_PACKET_BYTES = 1 << 16  # largest message for one packet, below every system's SO_SNDBUF
+_BUFFER_BYTES = 1 << 20  # SO_SNDBUF; the system may give less (net.core.wmem_max)
+_MARK = b"\xc1"  # A descriptor follows this packet; messages of one byte go as one
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 

@@ -29,8 +29,7 @@ _worker_log = logging.getLogger("mcinfer.worker")
 
 _READ_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 20
-_MAX_WAITING_BYTES = 1 << 22
-"""Most output of workers that waits for the user's streams; more is dropped."""
+_MAX_WAITING_BYTES = 1 << 22  # output beyond this is dropped
 
 _TICK_MS = 100
 

@@ -15,11 +15,9 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-PATIENCE = 7
-"""How many runs in a row may go before the oldest."""
+PATIENCE = 7  # how many runs in a row may go before the oldest
 
-ShardId = tuple[int, int]
-"""Request and shard."""
+ShardId = tuple[int, int]  # request and shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,17 +5,13 @@ returned actions, in order. The rules:
 
 * Every request settles exactly once.
 * A shard whose worker died goes to another; one that has killed two workers fails.
-* A bad request fails alone; its worker continues. Requests that were joined to one run and failed, or lost
-  their worker, run again apart.
-* If runs are short, a busy worker gets more runs ahead, so that it does not wait for the next: as many as
-  take a few milliseconds. If the current run then takes long, the runs behind it also go to other workers,
-  with other memory for their outputs; late answers of the first worker are ignored.
+* A bad request fails alone. Requests that were joined to one run and failed, or lost their worker, run
+  again apart.
+* A worker with short runs gets more runs ahead. If the current run then takes long, the runs behind it
+  also go to other workers, with other memory for their outputs; late answers are ignored.
 * A deadline that passes settles the request at once; then CANCEL, a grace period, and a kill.
 * If nothing waits and workers have room, `assign` takes a request and `take_reply` its answer, by the same
   rules as `handle_request` and `handle_message`, which handle all other cases.
-* A worker that dies is started again, with back-off; the others serve meanwhile. While no worker serves and
-  all are past their budget of starts, requests fail at once with the cause (`mcinfer.scheduler.workers`).
-* A draining pool accepts no requests, and ends when it has answered those that it has.
 * A request's memory is released when no worker can write to it: each worker that got a shard of it has
   answered or is dead.
 """
@@ -70,26 +66,13 @@ from mcinfer.statistics import (
     ShardTrace,
 )
 
-SHORT_RUN = 0.01
-"""Seconds: where runs take no longer, the time between two of them counts."""
-
-AHEAD_SECONDS = 0.003
-"""What a worker is given ahead takes no longer, as far as can be known; or it is one run."""
-
-LONG_RUN = 5 * SHORT_RUN
-"""Seconds: a run that goes on for so long loses what was given behind it."""
-
-KILLED_ENDS = 10.0
-"""Seconds that a killed process may take to end: on a busy machine it is not at once."""
-
-UNBOUNDED_RUN = 600.0
-"""Seconds that a run goes on after its request is over, where the caller gave it no end."""
-
-MAX_ATTEMPTS = 8
-"""A shard that workers were given more often is not run again for a CANCEL that was not for its run."""
-
-_FORGETTING = 0.9
-"""What is left, after each run, of what a longer one before it says of the next."""
+SHORT_RUN = 0.01  # seconds: workers with runs up to this get runs ahead
+AHEAD_SECONDS = 0.003  # seconds that the runs ahead of a worker may take, unless it is one run
+LONG_RUN = 5 * SHORT_RUN  # seconds after which the runs behind a run also go elsewhere
+KILLED_ENDS = 10.0  # seconds that a killed process may take to end
+UNBOUNDED_RUN = 600.0  # seconds for a cancelled run without a deadline
+MAX_ATTEMPTS = 8  # runs of a shard that are answered as cancelled, though they were not
+_FORGETTING = 0.9  # factor, for each run, of an earlier longer run's duration
 
 
 Outcome = Literal["succeeded", "failed", "cancelled"]

@@ -1,7 +1,5 @@
 """The workers of a pool: how they start, end, hang, and are replaced. Pure, for the scheduler.
 
-Rules:
-
 * In the first start a build error is final, and a worker that dies is started once more; all failures are
   reported together.
 * A worker that dies later is started again, the first time at once, then with back-off, within a budget per
@@ -9,10 +7,8 @@ Rules:
   serves, with a fresh budget; if it dies within the longest back-off from then on, the next is a probe
   again.
 * While every worker is past its budget, the pool's circuit is open: requests fail at once, with the cause.
-  The first worker that is ready again closes it.
-* The master asks a worker that hangs for its stacks and kills it a moment later; it gets no runs meanwhile.
-* Workers are replaced one at a time, while all others serve or are past their budget: the old process gets
-  no new runs, answers those that it has and ends, and a new process takes its place.
+* The master asks a worker that hangs for its stacks and kills it a moment later.
+* Workers are replaced one at a time, while all others serve or are past their budget.
 """
 
 import math
@@ -46,17 +42,13 @@ from mcinfer.scheduler.actions import (
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.statistics import Health, HealthState, WorkerStatistics
 
-MAX_DEATHS = 2
-"""A shard, or a first build, that has killed this many workers is given up."""
+MAX_DEATHS = 2  # A shard, or a first build, that has killed this many workers is given up
 
 LONGEST_START = 4 * 3600.0
 """Seconds that a start may take in all, however much progress a worker reports."""
 
-MAX_TEXT = 4000
-"""Characters of what a worker says that are kept."""
-
-STACKS_SECONDS = 0.2
-"""Between asking a worker that hangs for its stacks, and its end."""
+MAX_TEXT = 4000  # characters of what a worker says that are kept
+STACKS_SECONDS = 0.2  # between asking a worker that hangs for its stacks, and its end
 
 SHORTEST_PROBE = 0.1
 """Seconds between a death and a start past the budget, at the least: no policy makes that a busy loop."""
