@@ -24,10 +24,8 @@ from mcinfer.requests.tensors import (
     unpack,
 )
 from mcinfer.sharding import InputCut, JoinError, OutputJoin, Shape
-from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, numpy_dtype, tensor_bytes
-
-FOUR_BITS = ("int4", "uint4")
-FIXED_SIZE = [name for name in ELEMENT_TYPES if name != STRING]
+from mcinfer.specs import STRING, TensorSpec, numpy_dtype, tensor_bytes
+from tests.planned_requests import FIXED_SIZE, FOUR_BITS, in_order, random_array
 
 Array = NDArray[Any]
 
@@ -36,38 +34,6 @@ COPIER = Copier(1)
 
 def spec(element_type: str, name: str = "x") -> TensorSpec:
     return TensorSpec(name=name, dtype=numpy_dtype(element_type), shape=(None,))
-
-
-def random_array(element_type: str, shape: Shape, seed: int) -> Array:
-    """Any bits; NaNs and infinities are among them."""
-    generator = np.random.default_rng(seed)
-    if element_type in FOUR_BITS:
-        low = -8 if element_type == "int4" else 0
-        return generator.integers(low, low + 16, shape).astype(numpy_dtype(element_type))
-    dtype = numpy_dtype(element_type)
-    raw = generator.integers(0, 2 if element_type == "bool" else 256, prod(shape) * dtype.itemsize)
-    return raw.astype(np.uint8).view(dtype).reshape(shape)
-
-
-def in_order(array: Array, order: str) -> Array:
-    """The same values, in another layout or byte order."""
-    match order:
-        case "F":
-            return array.copy(order="F")
-        case "reversed":
-            return array[::-1].copy()[::-1] if array.ndim else array
-        case "strided":
-            wide = np.zeros((*array.shape, 2), array.dtype)
-            wide[..., 0] = array
-            return wide[..., 0]
-        case "other byte order":
-            return array.astype(array.dtype.newbyteorder())
-        case "read-only":
-            array = array.copy()
-            array.flags.writeable = False
-            return array
-        case _:
-            return array
 
 
 def bits(array: Array) -> bytes:
