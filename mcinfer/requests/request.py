@@ -101,47 +101,46 @@ def lease(frame: Frame, idle: "deque[Ticket]") -> Lease:
 
 
 @dataclass(slots=True, eq=False)
+class Side:
+    """The inputs, or the outputs, of a plan.
+
+    Attributes:
+        layouts: Each tensor's; None for strings, and for outputs whose shape is not known before the run.
+        starts: Bytes from the start of the frame to each tensor in it.
+        size: Bytes of the frame.
+        is_laid: Whether some tensor lies in the frame.
+        idle: Frames that are not in use.
+    """
+
+    layouts: tuple[Layout | None, ...]
+    starts: tuple[int, ...]
+    size: int
+    is_laid: bool
+    idle: "deque[Ticket]"
+
+
+@dataclass(slots=True, eq=False)
 class Plan:
     """What follows from the shapes of a request; the same for all requests that have them.
 
     Attributes:
         cut: Rows of each shard, and how inputs and outputs are cut and joined.
-        inputs: Where each input lies in its frame, and each shard in that; None for strings.
-        outputs: Likewise; None if the shape is not known before the run.
-        input_starts: Bytes from the start of the frame to each input in it; likewise `output_starts`.
-        input_bytes: Size of the frame for inputs; likewise `output_bytes`.
         size: Bytes of all tensors.
         cost: Estimated bytes of this process's memory for it and its idle frames.
-        laid_inputs: Whether some input lies in a frame.
-        laid_outputs: Whether some output does.
-        lays_all: Whether all outputs do.
+        lays_all: Whether all outputs lie in their frame.
         simple_inputs: Whether each input is one array in its frame.
         simple_outputs: Name, shape, type and start of each output, if each is one array in its frame.
-        idle_inputs: Frames for the inputs that are not in use; likewise `idle_outputs`.
     """
 
     cut: sharding.Plan
     shapes: tuple[tuple[int, ...], ...]
-    inputs: tuple[Layout | None, ...]
-    outputs: tuple[Layout | None, ...]
-    input_starts: tuple[int, ...]
-    output_starts: tuple[int, ...]
-    input_bytes: int
-    output_bytes: int
+    inputs: Side
+    outputs: Side
     size: int
     cost: int
-    laid_inputs: bool
-    laid_outputs: bool
     lays_all: bool
     simple_inputs: bool
     simple_outputs: tuple[tuple[str, tuple[int, ...], np.dtype[Any], int], ...] | None
-    idle_inputs: "deque[Ticket]"
-    idle_outputs: "deque[Ticket]"
-
-    @property
-    def idle_bytes(self) -> int:
-        inputs, outputs = len(self.idle_inputs), len(self.idle_outputs)
-        return inputs * self.input_bytes + outputs * self.output_bytes
 
 
 class Follower(Protocol):
@@ -463,10 +462,10 @@ class Request(Outcome[Arrays]):
         shards = range(len(self.rows))
         try:
             for i, spec in enumerate(self._model.outputs):
-                join, layout = self._plan.cut.outputs[i], self._plan.outputs[i]
+                join, layout = self._plan.cut.outputs[i], self._plan.outputs.layouts[i]
                 place = None
                 if layout is not None and memory is not None:
-                    start = self._plan.output_starts[i]
+                    start = self._plan.outputs.starts[i]
                     place = memory[start : start + layout.size]
                 elsewhere = any((shard, spec.name) in parts for shard in shards)
                 if place is None or layout is None or elsewhere or not layout.contiguous:
