@@ -208,20 +208,22 @@ class Connections:
             UnreachableError: The worker does not accept messages; kill it.
         """
         process = self.processes.get(index)
-        if isinstance(message, Cancel):
-            if process is None:
-                return
-            try:
-                process.cancels.send(message.request, message.shard)
-            except OSError as exc:
-                raise UnreachableError(f"takes no cancellation: {exc}") from exc
+        if process is None:
             return
-        if process is not None and isinstance(message, Build):
-            message = replace(message, token=process.build_token)
-        self._send_data(index, encode(message))
+        try:
+            if isinstance(message, Cancel):
+                process.cancels.send(message.request, message.shard)
+            elif process.peer is not None:
+                if isinstance(message, Build):
+                    message = replace(message, token=process.build_token)
+                self.transport.send(process.peer, encode(message))
+        except OSError as exc:
+            raise UnreachableError(f"cannot be reached: {exc}") from exc
 
-    def send_shard(self, index: int, request: Request, shard: int, *, fresh: bool = False) -> None:
-        """Send a shard as a run, after the blocks and the version of the weights that it needs.
+    def send_run(
+        self, index: int, members: Sequence[tuple[Request, int]], *, fresh: bool = False
+    ) -> None:
+        """Send shards as one run, after the blocks and the version of the weights that they need.
 
         Raises:
             UnreachableError: As `send`.
@@ -229,34 +231,24 @@ class Connections:
         process = self.processes.get(index)
         if process is None:
             return
-        if not request.blocks <= process.attached:
-            self._attach(index, process, request.blocks)
-        weights = request.weights
-        if weights.number and weights.number not in process.weights:
-            self._give_weights(index, process, weights)
-        if process.peer is None:
-            return
-        try:
-            self.transport.send(process.peer, request.message(shard, fresh=fresh))
-        except SendError as exc:
-            raise UnreachableError(f"cannot be reached: {exc}") from exc
-
-    def send_joined(self, index: int, members: Sequence[tuple[Request, int]]) -> None:
-        """Send shards of several requests as one run, likewise."""
-        process = self.processes.get(index)
-        if process is None:
-            return
         for request, _ in members:
-            self._attach(index, process, request.blocks)
+            if not request.blocks <= process.attached:
+                self._attach(index, process, request.blocks)
         first, shard = members[0]
         weights = first.weights
         if weights.number and weights.number not in process.weights:
             self._give_weights(index, process, weights)
-        tensors = [request.tensors(shard) for request, shard in members]
-        self._send_data(
-            index,
-            encode_predict_joined(first.number, shard, weights.number, tensors, first.axes),
-        )
+        if process.peer is None:
+            return
+        if len(members) == 1:
+            data = first.message(shard, fresh=fresh)
+        else:
+            tensors = [request.tensors(shard) for request, shard in members]
+            data = encode_predict_joined(first.number, shard, weights.number, tensors, first.axes)
+        try:
+            self.transport.send(process.peer, data)
+        except SendError as exc:
+            raise UnreachableError(f"cannot be reached: {exc}") from exc
 
     def detach(self, index: int, number: int) -> None:
         """Have a worker unmap a block that was freed."""
@@ -265,19 +257,8 @@ class Connections:
             process.attached.discard(number)
             self.send(index, Detach(block=number))
 
-    def _send_data(self, index: int, data: bytes) -> None:
-        process = self.processes.get(index)
-        if process is None or process.peer is None:
-            return
-        try:
-            self.transport.send(process.peer, data)
-        except SendError as exc:
-            raise UnreachableError(f"cannot be reached: {exc}") from exc
-
     def _attach(self, index: int, process: WorkerProcess, blocks: frozenset[int]) -> None:
         """Give the worker the blocks that it does not have yet."""
-        if blocks <= process.attached:
-            return
         for number in blocks - process.attached:
             block = self._arena.block(number)
             if block is None:
@@ -296,13 +277,6 @@ class Connections:
         self.send(
             index, UpdateWeights(version=version.number, oldest=version.oldest, tensors=tensors)
         )
-
-
-def memory_limits(builds: Sequence[Build], chosen: int | None, physical: int) -> list[int | None]:
-    """For each worker, how much memory of its own it may have: see `mcinfer.Limits`."""
-    if chosen is not None:
-        return [chosen] * len(builds)
-    return [physical if build.device.startswith("cpu:") else None for build in builds]
 
 
 def _check_descriptors(count: int) -> None:

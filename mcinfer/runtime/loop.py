@@ -47,7 +47,7 @@ from mcinfer.machine import usable_memory
 from mcinfer.protocol import REPLY, REPLY_HEAD, Build, BuildFinish, Error, Message, Reply
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Follower, Outcome, Request
-from mcinfer.runtime.connections import Connections, UnreachableError, memory_limits
+from mcinfer.runtime.connections import Connections, UnreachableError
 from mcinfer.runtime.delivery import Delivery
 from mcinfer.scheduler.actions import (
     Action,
@@ -170,7 +170,10 @@ class Loop:
         )
         self._table = self._scheduler.table
         self.arena = Arena(memory_bytes, dropped=self._detach)
-        most_memory = memory_limits(builds, limits.worker_memory_bytes, usable_memory())
+        chosen, physical = limits.worker_memory_bytes, usable_memory()
+        most_memory = [
+            chosen or (physical if b.device.startswith("cpu:") else None) for b in builds
+        ]
         self._connections = Connections(builds, self.arena, most_memory, transport)
         self._delivery = Delivery()
         self.frames: Planner | None = None
@@ -646,7 +649,7 @@ class Loop:
                 if len(worker.runs) > 1:
                     due = min(due, worker.began + LONG_RUN)
                 try:
-                    self._connections.send_shard(worker.index, request, shard)
+                    self._connections.send_run(worker.index, ((request, shard),))
                 except UnreachableError as exc:
                     self._outlaw(worker.index, str(exc))
             if due < self._due:
@@ -1168,25 +1171,18 @@ class Loop:
         request.settle(error, cancelled=cancelled)
         if self._trace is not None:
             if trace is not None and (context := request.context) is not None:
-                self._trace_request((self._trace, context, trace, monotonic()), request, future)
+                # A queued call must not hold a result, unless its parts are still to be joined: here, or
+                # by a caller without a future.
+                is_bare = request.error is not None or request.is_simple
+                held = request.error if is_bare else request
+                joins = not is_bare and future is not None
+                call = partial(
+                    _call_trace_hook, self._trace, context, trace, monotonic(), held, joins
+                )
+                (self._delivery.put if joins else self._delivery.trace)(call)
         elif future is not None and error is None and (self.arena.crowded or not request.is_simple):
             # What it holds must not wait until its user asks for it.
             self._delivery.put(partial(_prepare, ref(future)))
-
-    def _trace_request(
-        self,
-        arguments: tuple[TraceHook, Context, RequestTrace | Entry, float],
-        request: Request,
-        future: Follower | None,
-    ) -> None:
-        """Have the trace hook called. A queued call must not hold the memory of a result."""
-        if request.error is not None or request.is_simple:
-            self._delivery.trace(partial(_call_trace_hook, *arguments, request.error))
-        elif future is None:
-            # Its caller joins the parts, and collects the result.
-            self._delivery.trace(partial(_trace_joined, request, False, *arguments))
-        else:
-            self._delivery.put(partial(_trace_joined, request, True, *arguments))
 
     def _send(self, worker: int, message: Message) -> None:
         try:
@@ -1195,13 +1191,9 @@ class Loop:
             self._outlaw(worker, str(exc))
 
     def _send_run(self, worker: int, members: Sequence[ShardId], *, fresh: bool) -> None:
+        requests = [(self._requests[number], shard) for number, shard in members]
         try:
-            if len(members) == 1:
-                number, shard = members[0]
-                self._connections.send_shard(worker, self._requests[number], shard, fresh=fresh)
-            else:
-                joined = [(self._requests[number], shard) for number, shard in members]
-                self._connections.send_joined(worker, joined)
+            self._connections.send_run(worker, requests, fresh=fresh)
         except UnreachableError as exc:
             self._outlaw(worker, str(exc))
 
@@ -1281,30 +1273,20 @@ def _prepare(future: "ref[Follower]") -> None:
         found.prepare()
 
 
-def _trace_joined(
-    request: Request,
-    joins: bool,
-    hook: TraceHook,
-    context: Context,
-    trace: RequestTrace | Entry,
-    joined: float,
-) -> None:
-    """Call the trace hook for a request whose parts are joined: here, or by its caller."""
-    if joins:
-        with suppress(Exception):  # it is the request's error then
-            request.value()
-        joined = monotonic()
-    _call_trace_hook(hook, context, trace, joined, request.error)
-
-
 def _call_trace_hook(
     hook: TraceHook,
     context: Context,
     trace: RequestTrace | Entry,
     joined: float,
-    error: BaseException | None,
+    outcome: Request | BaseException | None,
+    joins: bool,
 ) -> None:
     """Call the trace hook, in the delivery thread; `joined` is when the result was complete."""
+    error = outcome.error if isinstance(outcome, Request) else outcome
+    if isinstance(outcome, Request) and joins:
+        with suppress(Exception):  # it is the request's error then
+            outcome.value()
+        joined, error = monotonic(), outcome.error
     if error is not None and not isinstance(error, McinferError):
         error = PredictError(f"the answers could not be joined: {error!r}")
     if isinstance(trace, Entry):
