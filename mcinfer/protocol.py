@@ -111,7 +111,10 @@ _Specs = Annotated[tuple[TensorFields, ...], is_specs]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """Base of the messages. Each field is annotated with its check, which a new message runs."""
+    """Base of the messages: each field is annotated with its check, which a new message runs.
+
+    docs/protocol.md describes every field.
+    """
 
     ID: ClassVar[int]
     CHECKS: ClassVar[dict[str, Check]]
@@ -133,11 +136,8 @@ class Message:
 class Error(Message):
     """Worker to master: a build (request None) or a run failed, or a run was cancelled.
 
-    Attributes:
-        kind: ``"build"``, ``"missing"`` (a package, for a build), ``"invalid"``, ``"predict"`` or
-            ``"cancelled"``.
-        text: One clear line or more, with the engine's own message.
-        traceback: The worker's, for the log.
+    `kind` is ``"build"``, ``"missing"`` (a package, for a build), ``"invalid"``, ``"predict"`` or
+    ``"cancelled"``.
     """
 
     ID = ERROR
@@ -154,10 +154,7 @@ class Error(Message):
 class Predict(Message):
     """Master to worker: run this shard.
 
-    Attributes:
-        weights: The version of the replaceable weights; 0 is the model's own.
-        outputs: Places for the results. Outputs without a place have no shape known before the run, and come
-            back in a block of the worker's own.
+    Outputs without a place have no shape known before the run, and come back in a block of the worker's own.
     """
 
     ID = PREDICT
@@ -172,13 +169,9 @@ class Predict(Message):
 class PredictJoined(Message):
     """Master to worker: run one shard of each of several requests as one batch.
 
-    Attributes:
-        request: The first member's, which stands for the run in REPLY, ERROR and CANCEL; so does `shard`.
-        weights: As in PREDICT, the same for all members.
-        members: Two or more maps of ``inputs`` and ``outputs``, as in PREDICT. All have the same tensors
-            in the same order, whose shapes differ in the batch's axis alone; every output has its place.
-        input_axes: By input, the batch's axis; None for an input that all members share.
-        output_axes: By output, the batch's axis.
+    The first member's request and shard stand for the run in REPLY, ERROR and CANCEL. All members have the
+    same tensors in the same order, whose shapes differ in the batch's axis alone; every output has its place.
+    An input axis of None is for an input that all members share.
     """
 
     ID = PREDICT_JOINED
@@ -192,11 +185,9 @@ class PredictJoined(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply(Message):
-    """Worker to master: the shard, or the joined run, succeeded.
+    """Worker to master: the run succeeded; `seconds` is the time of the engine's run alone.
 
-    Attributes:
-        outputs: Every output, in the model's order; empty if every output lies where PREDICT said.
-        seconds: Time of the engine's run alone.
+    `outputs` has every output, in the model's order, or none if all lie where PREDICT said.
     """
 
     ID = REPLY
@@ -210,13 +201,8 @@ class Reply(Message):
 class BuildFinish(Message):
     """Worker to master: the model is loaded.
 
-    Attributes:
-        weights: The replaceable weights.
-        model: Identifies the model's file; the same for all workers.
-        prepared: The key of the prepared model, which covers external data too; empty without one.
-        providers: The execution providers in use, by the engine's names.
-        notes: Remarks on the load for the user.
-        seconds: Load time.
+    `model` identifies the model's file, and is the same for all workers. `prepared` is the key of the
+    prepared model, which covers external data too; empty without one. `notes` are remarks for the user.
     """
 
     ID = BUILD_FINISH
@@ -249,14 +235,9 @@ class Hello(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build(Message):
-    """Master to worker: load this model.
+    """Master to worker: load this model; the token proves that this master started the worker.
 
-    Attributes:
-        model: Absolute path.
-        cores: Cores for pinning; empty for a device that is not a share of the CPU.
-        shared: Whether other workers run on the same cores, so that waiting threads must not spin.
-        variable_weights: Names of the replaceable weights.
-        token: Proves that this master started the worker.
+    `shared`: other workers run on the same cores, so waiting threads must not spin.
     """
 
     ID = BUILD
@@ -306,10 +287,7 @@ class Detach(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparing(Message):
-    """Worker to master: the preparation of the model makes progress, here or in another process.
-
-    `seconds` since its start, and bytes written.
-    """
+    """Worker to master: the preparation of the model makes progress, here or in another process."""
 
     ID = PREPARING
     seconds: _Seconds
@@ -318,12 +296,9 @@ class Preparing(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateWeights(Message):
-    """Master to worker: where a version of the replaceable weights lies, before the first run with it.
+    """Master to worker: the places of all replaced weights, before the first run with that version.
 
-    Attributes:
-        version: Its number, from 1 on.
-        oldest: No later run names a version below this one.
-        tensors: All replaced weights; the others are the model's own.
+    No later run names a version below `oldest`.
     """
 
     ID = UPDATE_WEIGHTS
