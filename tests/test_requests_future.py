@@ -271,26 +271,6 @@ def test_wait_is_as_with_the_standard_librarys(
     assert result.not_done == set(given[done:])
 
 
-def test_futures_that_are_settled_while_wait_looks_are_all_waited_for(owner: Owner) -> None:
-    for number in range(100):
-        given = futures(owner, 3)
-        begin = threading.Barrier(2)
-
-        def settle(given: Any = given, begin: threading.Barrier = begin) -> None:
-            begin.wait()
-            for future in given:
-                future.outcome.settle()
-
-        thread = threading.Thread(target=settle)
-        thread.start()
-        begin.wait()
-        if number % 2:
-            assert wait(given, PATIENCE).not_done == set()
-        else:
-            assert {future.result() for future in completed(given, PATIENCE)} == {0, 1, 2}
-        thread.join()
-
-
 def test_future_that_is_settled_between_two_looks_of_wait_stays_as_it_was_seen(
     owner: Owner,
 ) -> None:

@@ -242,8 +242,6 @@ def test_output_of_more_than_the_shared_memory_may_have_is_an_os_error_and_keeps
     arena.close()
 
 
-# Outputs that are the same from every worker.
-
 # Results.
 
 

@@ -391,21 +391,6 @@ def test_model_that_does_not_load_again_counts_against_the_budget_and_is_told() 
 # Starting.
 
 
-def test_build_errors_are_told_together_when_all_have_answered() -> None:
-    pool = new_pool(3)
-    for worker in range(3):
-        pool.handle_message(1.0, worker, hello(worker))
-    assert pool.handle_message(1.0, 0, build_error("no such file")) == [
-        Send(worker=0, message=Exit())
-    ]
-    assert pool.handle_message(1.0, 1, built()) == []
-    actions = pool.handle_message(1.0, 2, build_error("bad magic"))
-    assert outline(actions) == [Send(worker=2, message=Exit()), Failed(None, BuildError)]
-    assert text(actions) == (
-        "worker 0 (cpu:0, pid 100): no such file; worker 2 (cpu:2, pid 102): bad magic"
-    )
-
-
 def test_second_death_in_the_first_build_fails_the_start() -> None:
     pool = new_pool(1)
     pool.handle_message(1.0, 0, hello(0))
@@ -850,17 +835,6 @@ def test_workers_are_replaced_one_after_another_and_none_takes_from_the_budget()
     assert [w.last_error for w in pool.lives.statistics()] == ["", "", ""]
 
 
-def test_pool_whose_circuit_is_open_serves_again_when_its_workers_are_replaced() -> None:
-    pool = ready_pool(1, restart=replace(RESTART, budget=0))
-    pool.handle_died(1.0, 0, SIGSEGV)
-    assert pool.health(1.0).state == "failed"
-    assert pool.handle_restart(1.5) == [StartWorker(worker=0)]
-    pool.handle_started(0, 300)
-    assert pool.handle_request(1.5, 1, (1,), 10.0) == []
-    assert finish_build(pool, 0, 3.0) == [WorkersRestarted(), predict(0, (1, 0))]
-    assert pool.health(3.0).state == "ready"
-
-
 def test_replacing_ends_with_an_error_when_a_fresh_worker_fails_and_the_rest_stays() -> None:
     pool = ready_pool(2, restart=replace(RESTART, budget=0))
     pool.handle_restart(1.0)
@@ -930,7 +904,7 @@ def test_run_that_nobody_waits_for_any_more_is_a_reason_until_it_ends() -> None:
     assert pool.health(10.4).state == "ready"  # most stop at once
     health = pool.health(10.5)
     assert (health.state, health.serving) == ("degraded", 1)
-    assert "has not stopped a run that nobody waits for" in health.reasons[0]
+    assert "has not stopped a run that no caller waits for" in health.reasons[0]
     pool.handle_message(10.6, 0, error(1, kind="cancelled"))
     assert pool.health(10.6).state == "ready"
 

@@ -394,7 +394,7 @@ class Request(Outcome[Arrays]):
                 blocks.popitem()[1].close()
             raise
         self._opened.update(opened)
-        if not self.settled:  # else it was given up, and the worker has answered all the same
+        if not self.settled:  # else it failed before this answer
             self._parts = {**(self._parts or {}), **parts}
 
     def release(self) -> None:
@@ -419,7 +419,7 @@ class Request(Outcome[Arrays]):
             PredictError: The shards' parts do not join, an output without a batch dimension
                 differs between them, or there is no memory for a copy of a worker's output.
         """
-        # Before the look at the value: another thread may make it, and let go of these then.
+        # Read before the value: another thread may make it, and drop these then.
         outputs, parts = self._outputs, self._parts
         value = self._value
         if value is not None:

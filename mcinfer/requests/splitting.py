@@ -127,7 +127,7 @@ def judge(whole: NDArray[Any], parts: Sequence[NDArray[Any]], rows: Sequence[int
         fits = all(fits for fits, _ in apart)
         far = max(far for _, far in apart)
         found.append(Joint(kind="same" if fits else "mixed", rank=whole.ndim, difference=far))
-    # Of parts that have elements no two of these can hold: the sizes tell them apart.
+    # With parts that have elements, at most one of these holds: the sizes differ.
     for joint in found:
         if joint.kind != "mixed":
             return joint
@@ -302,7 +302,7 @@ class Splitter:
             split_run: Runs this request split.
 
         Raises:
-            McinferError: The whole run failed, and so did a run that is split as the user or the model says.
+            McinferError: The whole run failed, and so did a run split by the axes of the user or the model.
         """
         mine = False
         try:
@@ -439,7 +439,7 @@ class Splitter:
             return
         _log.warning(
             "this request does not show whether its rows can be split: %s; it ran whole, on one worker, "
-            "and the next ones are looked at",
+            "and mcinfer compares the next ones",
             reason,
         )
 

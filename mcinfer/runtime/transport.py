@@ -391,7 +391,7 @@ class SocketPairMaster(MasterTransport):
             try:
                 data = pair.receive()
             except OSError:
-                # A peer that closed without reading all gives an error first, and then what it said last.
+                # A peer that closed without reading all gives an error first, then its last messages.
                 pair.ended, pair.reset = pair.reset, True
                 if pair.ended:
                     self._ended.append(pair.fd)

@@ -42,12 +42,12 @@ from mcinfer.scheduler.actions import (
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.statistics import Health, HealthState, WorkerStatistics
 
-MAX_DEATHS = 2  # A shard, or a first build, that has killed this many workers is given up
+MAX_DEATHS = 2  # workers that a shard, or a first build, may kill
 
 LONGEST_START = 4 * 3600.0
 """Seconds that a start may take in all, however much progress a worker reports."""
 
-MAX_TEXT = 4000  # characters of what a worker says that are kept
+MAX_TEXT = 4000  # characters of a worker's error that are kept
 STACKS_SECONDS = 0.2  # between asking a worker that hangs for its stacks, and its end
 
 SHORTEST_PROBE = 0.1
@@ -258,7 +258,7 @@ class WorkerLives:
             return f"{w.name} starts again in {wait}{after}"
         # Most stop at once: nothing is wrong before half of the time for it is over.
         if w.kill_at is not None and w.kill_at - now <= self._timeouts.cancel_grace / 2:
-            return f"{w.name} has not stopped a run that nobody waits for any more"
+            return f"{w.name} has not stopped a run that no caller waits for any more"
         return ""
 
     def announce(self, now: float) -> list[Action]:
@@ -462,7 +462,7 @@ class WorkerLives:
         most_answers, most_bytes = self._restart.max_requests, self._restart.max_memory_bytes
         worn = most_answers is not None and w.answers >= most_answers
         if w.spent:
-            return  # a probe under way; if it works, it is looked at again
+            return  # a probe in progress; a later check decides
         if worn or (most_bytes is not None and own_bytes > most_bytes):
             self.replace([w])
 
