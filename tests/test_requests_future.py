@@ -6,14 +6,12 @@ import logging
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import (
     ALL_COMPLETED,
     FIRST_COMPLETED,
     FIRST_EXCEPTION,
-    Future,
     ThreadPoolExecutor,
-    as_completed,
     wait,
 )
 from contextlib import contextmanager
@@ -104,10 +102,6 @@ def blocked(count: int, outcome: Outcome[Any]) -> None:
     deadline = monotonic() + PATIENCE
     while len(outcome._locks) < count:
         assert monotonic() < deadline
-
-
-def completed(given: Sequence[Future[int]], timeout: float) -> Iterator[Future[int]]:
-    return as_completed(given, timeout)
 
 
 # Waiting.

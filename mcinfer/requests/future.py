@@ -17,8 +17,6 @@ from mcinfer.requests.request import Outcome
 
 T = TypeVar("T")
 
-_CANCELLED = "cancelled"
-
 
 class Owner(Protocol):
     """The part of the loop that futures need."""

@@ -69,25 +69,26 @@ class WeightStore:
             QueueFullError: No shared memory was free in time; likewise.
         """
         arrays = check_weights(weights, self._by_name)
+        wholes = {n: InputCut(axis=None, shapes=(array.shape,)) for n, array in arrays.items()}
+        layouts: dict[str, Layout] = {}
+        for name, array in arrays.items():
+            layout = lay_input(self._by_name[name], array.shape, wholes[name])
+            if layout is None:
+                raise InvalidInputError(
+                    f"weights: {name!r} holds strings, which cannot be replaced"
+                )
+            layouts[name] = layout
         # Not under the lock: an update that waits for memory must not hold up another one.
-        slots, tensors = self._copy_in(arrays, timeout)
-        with self._updating:
-            return self._commit(slots, tensors)
-
-    def _copy_in(
-        self, arrays: Mapping[str, NDArray[Any]], timeout: float
-    ) -> tuple[dict[str, Slot], dict[str, TensorRef]]:
-        layouts = {name: self._lay(name, array) for name, array in arrays.items()}
         sizes = [layout.size for layout in layouts.values()]
         slots = dict(zip(arrays, self._allocate(sizes, timeout), strict=True))
         tensors: dict[str, TensorRef] = {}
         for name, array in arrays.items():
             spec, slot = self._by_name[name], slots[name]
-            whole = InputCut(axis=None, shapes=(array.shape,))
             memory = memoryview(slot.memory)
-            copy_in(array, spec, whole, layouts[name], memory, self._copier)
+            copy_in(array, spec, wholes[name], layouts[name], memory, self._copier)
             tensors[name] = (name, spec.element_type, array.shape, slot.block, slot.offset)
-        return slots, tensors
+        with self._updating:
+            return self._commit(slots, tensors)
 
     def _commit(self, slots: Mapping[str, Slot], tensors: Mapping[str, TensorRef]) -> int:
         """Make the next version of the current one and these; the lock is held."""
@@ -108,13 +109,6 @@ class WeightStore:
         """Free the memory of replaced weights."""
         # Not under the lock: a signal's handler, or a finalizer, may come while its own thread holds it.
         self.current = WeightVersion(number=self.current.number)
-
-    def _lay(self, name: str, array: NDArray[Any]) -> Layout:
-        whole = InputCut(axis=None, shapes=(array.shape,))
-        layout = lay_input(self._by_name[name], array.shape, whole)
-        if layout is None:
-            raise InvalidInputError(f"weights: {name!r} holds strings, which cannot be replaced")
-        return layout
 
 
 def check_weights(

@@ -93,16 +93,14 @@ class Connections:
         """
         _check_descriptors(DESCRIPTORS_TO_OPEN + DESCRIPTORS_OF_A_WORKER * len(self._builds))
         with ExitStack() as opened:
-            self.transport = self._open_transport()
+            if self._kind == "socketpair":
+                self.transport: MasterTransport = SocketPairMaster()
+            else:
+                with RuntimeFolder() as folder:
+                    self.transport = ZeroMQMaster(*folder.listen())
             opened.callback(self.transport.close)
             self._output = OutputForwarder()
             opened.pop_all()
-
-    def _open_transport(self) -> MasterTransport:
-        if self._kind == "socketpair":
-            return SocketPairMaster()
-        with RuntimeFolder() as folder:
-            return ZeroMQMaster(*folder.listen())
 
     def close_socket(self) -> None:
         """End all messages; processes that are left lose their lifelines."""

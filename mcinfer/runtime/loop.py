@@ -1142,7 +1142,13 @@ class Loop:
                 case KillWorker(worker=worker):
                     self._connections.kill(worker)
                 case PoolStarted(error=error):
-                    pending += self._finish_start(error)
+                    specs = self._scheduler.lives.specs
+                    if error is None and specs is not None:
+                        self._started.set(specs)
+                    else:
+                        self._failure = error
+                        now = monotonic()
+                        pending += self._scheduler.handle_close(now, self._timeouts.close)
                 case HealthChanged(health=health, planned=planned):
                     level = logging.INFO if planned else _LEVELS.get(health.state, logging.INFO)
                     self._delivery.log(level, "%s", health)
@@ -1248,14 +1254,6 @@ class Loop:
         self._scheduler.handle_started(worker, process.pid)
         self._delivery.log(logging.INFO, "%s started", self._scheduler.workers[worker].name)
         return []
-
-    def _finish_start(self, error: McinferError | None) -> list[Action]:
-        specs = self._scheduler.lives.specs
-        if error is None and specs is not None:
-            self._started.set(specs)
-            return []
-        self._failure = error
-        return self._scheduler.handle_close(monotonic(), self._timeouts.close)
 
 
 def _take(claims: list[bool]) -> bool:

@@ -202,10 +202,6 @@ class RequestTable:
         heapq.heappush(self._deadlines, (deadline, number))
         return entry
 
-    def enqueue(self, entry: Entry, priority: int, join: Joinable | None) -> None:
-        for shard in range(len(entry.answered)):
-            self.queue.add((entry.number, shard), priority, join)
-
     def take_run(self, now: float, *, ahead: bool = False) -> tuple[ShardId, ...]:
         """Take the shards of the next run off the queue; none if none may go."""
         members = self.queue.take(now, ahead=ahead)
@@ -388,7 +384,8 @@ class Scheduler:
         # Waiting for company takes no more than half of the time that there is.
         due = called + min(self._max_delay, timeout / 2)
         joinable = None if join is None else Joinable(key=join[0], rows=join[1], due=due)
-        self.table.enqueue(entry, priority, joinable)
+        for shard in range(len(rows)):
+            self.table.queue.add((request, shard), priority, joinable)
         return self.dispatch(now)
 
     def check_room(self, size: int) -> None:
@@ -477,7 +474,7 @@ class Scheduler:
             w.failed += len(runs[0].members)
             for run in [*runs][1:]:
                 actions += self._forget_late(run)
-            actions += self._handle_lost_run(runs[0].members, story, now)
+            actions += self._handle_lost_run(runs[0], story, now)
         else:
             # It is not known which it was at, since an answer may have been lost with it: none is blamed, and
             # each runs apart from the others.
@@ -888,16 +885,14 @@ class Scheduler:
     def _release_if_done(self, entry: Entry) -> list[Action]:
         return [Release(request=entry.number)] if self.table.strike(entry) else []
 
-    def _handle_lost_run(
-        self, members: tuple[ShardId, ...], story: str, now: float
-    ) -> list[Action]:
+    def _handle_lost_run(self, run: Run, story: str, now: float) -> list[Action]:
         """A worker died in a run: give it to another, or give up a shard that has killed two workers.
 
         Joined shards run again apart, and none of them is blamed yet.
         """
-        if len(members) != 1:
-            return self._run_again(Run(members, now))
-        [(request, shard)] = members
+        if len(run.members) != 1:
+            return self._run_again(run)
+        [(request, shard)] = run.members
         entry = self.table[request]
         entry.outstanding -= 1
         if entry.settled:
