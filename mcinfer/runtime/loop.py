@@ -739,20 +739,16 @@ class Loop:
     def _allocate(self, wanted: _Allocation) -> None:
         if wanted.settled:
             return
-        if self._memory_line and not self._may_pass():
-            error: Exception | None = None
-        else:
+        if not self._memory_line or self._may_pass():
             error = self._try_to_allocate(wanted)
             if error is None:
                 return
-        if error is not None and not isinstance(error, QueueFullError):
-            wanted.settle(error)
-        elif wanted.deadline > monotonic():
-            self._memory_line.append(wanted)
-            self.arena.wanted = True
-            self._due = min(self._due, monotonic() + _ROOM_INTERVAL)
-        else:
-            wanted.settle(error or QueueFullError("others wait already for shared memory"))
+            if not isinstance(error, QueueFullError) or wanted.deadline <= monotonic():
+                wanted.settle(error)
+                return
+        self._memory_line.append(wanted)
+        self.arena.wanted = True
+        self._due = min(self._due, monotonic() + _ROOM_INTERVAL)
 
     def _try_to_allocate(self, wanted: _Allocation) -> Exception | None:
         """Settle it if there is memory; else return the reason."""
