@@ -32,7 +32,7 @@ from mcinfer.errors import (
     PredictTimeoutError,
     WorkerDiedError,
 )
-from mcinfer.requests.tensors import difference
+from mcinfer.requests.tensors import difference, split_rows
 from mcinfer.sharding import (
     MAX_RANK,
     Axes,
@@ -159,18 +159,8 @@ def cut_rows(
     arrays: Inputs, axes: Sequence[int | None], rows: Sequence[int]
 ) -> list[list[NDArray[Any]]]:
     """The inputs of each piece: views, of so many rows each."""
-    pieces, start = [], 0
-    for count in rows:
-        pieces.append(
-            [
-                array
-                if axis is None
-                else array[(slice(None),) * axis + (slice(start, start + count),)]
-                for array, axis in zip(arrays, axes, strict=True)
-            ]
-        )
-        start += count
-    return pieces
+    inputs = [split_rows(array, axis, rows) for array, axis in zip(arrays, axes, strict=True)]
+    return [[*piece] for piece in zip(*inputs, strict=True)]
 
 
 def _tells(parts: Sequence[NDArray[Any]], axis: int) -> bool:
@@ -509,7 +499,8 @@ class Splitter:
         unclear: tuple[Axes, _CannotTellError] | None = None
         for axes in self._candidates(trial.shapes, trial.least_rows):
             # Where the likeliest shows nothing, one that cuts more may; any other is only less likely.
-            if unclear is not None and not _includes(axes, unclear[0]):
+            cut = {} if unclear is None else unclear[0]
+            if any(axis is not None and axes[name] != axis for name, axis in cut.items()):
                 continue
             most = max(most, sum(trial.rows(axes)))
             try:
@@ -721,11 +712,6 @@ class _Members(_Trial):
                 raise _CannotTellError(f"input {name!r} has other sizes in two requests") from None
         self.ran = True
         return self.answers([whole])[0], self._apart
-
-
-def _includes(axes: Axes, others: Axes) -> bool:
-    """Whether all axes that the others cut are cut, too."""
-    return all(axes[name] == axis for name, axis in others.items() if axis is not None)
 
 
 def _differ(one: Arrays, other: Arrays) -> bool:

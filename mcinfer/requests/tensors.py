@@ -205,13 +205,8 @@ def copy_in(
     if layout.contiguous:
         copier.copy(np.ndarray(array.shape, spec.dtype, memory), array)
         return
-    start = 0
-    for offset, shape in zip(layout.offsets, cut.shapes, strict=True):
-        part = array
-        if cut.axis is not None:
-            rows = slice(start, start + shape[cut.axis])
-            part = array[(slice(None),) * cut.axis + (rows,)]
-            start += shape[cut.axis]
+    parts = _parts_of(array, cut)
+    for offset, shape, part in zip(layout.offsets, cut.shapes, parts, strict=True):
         size = tensor_bytes(spec.element_type, prod(shape))
         place = memory[offset : offset + size]
         if _packed(spec):
@@ -241,12 +236,22 @@ def unpack(memory: memoryview, spec: TensorSpec, shape: Shape) -> NDArray[Any]:
 
 
 def string_rows(array: NDArray[Any], cut: InputCut, shard: int) -> tuple[str | bytes, ...]:
-    if cut.axis is not None:
-        start = sum(shape[cut.axis] for shape in cut.shapes[:shard])
-        rows = slice(start, start + cut.shapes[shard][cut.axis])
-        array = array[(slice(None),) * cut.axis + (rows,)]
-    # Of exactly these types, as the protocol wants them: NumPy's scalars of text are subclasses.
-    return tuple(str(v) if isinstance(v, str) else bytes(v) for v in array.ravel().tolist())
+    part = _parts_of(array, cut)[shard]
+    # The protocol takes exactly these types; NumPy's scalars of text are subclasses.
+    return tuple(str(v) if isinstance(v, str) else bytes(v) for v in part.ravel().tolist())
+
+
+def _parts_of(array: NDArray[Any], cut: InputCut) -> list[NDArray[Any]]:
+    axis = cut.axis
+    rows = [0 if axis is None else shape[axis] for shape in cut.shapes]
+    return split_rows(array, axis, rows)
+
+
+def split_rows(array: NDArray[Any], axis: int | None, rows: Sequence[int]) -> list[NDArray[Any]]:
+    """The parts of so many rows along an axis, as views; without an axis, the whole array for each."""
+    if axis is None:
+        return [array] * len(rows)
+    return np.split(array, np.cumsum(rows)[:-1], axis)
 
 
 def join_parts(
