@@ -1,6 +1,7 @@
 """Tests of mcinfer/requests/tensors.py: where parts of tensors lie, and how data gets in and out of there."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -277,3 +278,28 @@ def test_the_largest_numbers_of_a_type_do_not_allow_for_everything(element_type:
     assert difference(want.copy(), want) == (True, 0.0)
     assert difference(of(element_type, most, 0, -most), want) == (False, 1.0)
     assert difference(of(element_type, most, most, most), want) == (False, np.inf)
+
+
+# Copying, with one thread or several.
+
+LARGE = 18 << 20
+
+
+@pytest.fixture(params=[1, 2, 16])
+def copier(request: pytest.FixtureRequest) -> Iterator[Copier]:
+    made = Copier(request.param)
+    yield made
+    made.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("mcinfer-copy")]
+
+
+@pytest.mark.parametrize("shape", [(0,), (1000,), (LARGE // 4 + 1,), (3, 5, LARGE // 60)], ids=str)
+@pytest.mark.parametrize("order", ["C", "F", "other byte order"])
+@pytest.mark.parametrize("closed", [False, True])
+def test_copy_is_whole(copier: Copier, shape: Shape, order: str, closed: bool) -> None:
+    if closed:
+        copier.close()
+    source = random_array("uint32", shape, 1)
+    target = np.zeros(shape, np.uint32)
+    copier.copy(target, in_order(source, order))
+    assert np.array_equal(target, source)
