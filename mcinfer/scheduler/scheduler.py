@@ -21,8 +21,8 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 from mcinfer.config import Limits, RestartPolicy, Timeouts
 from mcinfer.errors import (
@@ -77,8 +77,7 @@ _FORGETTING = 0.9  # factor, for each run, of an earlier longer run's duration
 
 Outcome = Literal["succeeded", "failed", "cancelled"]
 
-TracedRun = tuple[int, int, str, int | None, int, float, float, float]
-"""Shard, worker, device, pid, attempts, when sent and answered, seconds of the run: see `ShardTrace`."""
+_TRACED = tuple(item.name for item in fields(ShardTrace))
 
 
 class Tally:
@@ -115,7 +114,7 @@ class Entry:
         closed: When it was settled.
         begun: Whether a worker got any shard of it.
         outstanding: How many shards workers have: they may be writing to the request's memory.
-        runs: The runs of answered shards, if the request is traced.
+        runs: The fields of a `ShardTrace` for each answered shard, if the request is traced.
     """
 
     number: int
@@ -128,13 +127,13 @@ class Entry:
     answered: list[bool]
     attempts: list[int]
     unanswered: int
-    deaths: dict[int, list[str]]
-    late: dict[int, int]
+    deaths: dict[int, list[str]] = field(default_factory=dict)
+    late: dict[int, int] = field(default_factory=dict)
     closed: float = 0.0
     settled: bool = False
     begun: bool = False
     outstanding: int = 0
-    runs: list[TracedRun] = field(default_factory=list)
+    runs: list[tuple[Any, ...]] = field(default_factory=list)
 
 
 class RequestTable:
@@ -184,11 +183,10 @@ class RequestTable:
         size: int,
     ) -> Entry:
         """Enter a request; its shards are not queued yet."""
-        shards = len(rows)
-        deadline = called + timeout
+        shards, deadline = len(rows), called + timeout
         answered, attempts = [False] * shards, [0] * shards
         entry = Entry(
-            number, called, now, timeout, deadline, rows, size, answered, attempts, shards, {}, {}
+            number, called, now, timeout, deadline, rows, size, answered, attempts, shards
         )
         self.entries[number] = entry
         self.accepted += 1
@@ -968,16 +966,6 @@ def trace_of(
         settled=entry.closed,
         joined=entry.closed if joined is None else joined,
         shards=tuple(
-            ShardTrace(
-                shard=shard,
-                worker=worker,
-                device=device,
-                pid=pid,
-                attempts=attempts,
-                sent=sent,
-                answered=answered,
-                run_seconds=seconds,
-            )
-            for shard, worker, device, pid, attempts, sent, answered, seconds in sorted(entry.runs)
+            ShardTrace(**dict(zip(_TRACED, run, strict=True))) for run in sorted(entry.runs)
         ),
     )
