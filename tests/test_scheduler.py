@@ -124,32 +124,13 @@ class Pool(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.told: list[Health] = []
+        for name in [name for name in dir(Scheduler) if name.startswith("handle_")]:
+            setattr(self, name, partial(self._put_aside, getattr(self, name)))
 
-    def handle_message(self, now: float, worker: int, message: Message) -> list[Action]:
-        return self._put_aside(super().handle_message(now, worker, message))
-
-    def handle_died(self, now: float, worker: int, how: str) -> list[Action]:
-        return self._put_aside(super().handle_died(now, worker, how))
-
-    def handle_time(self, now: float) -> list[Action]:
-        return self._put_aside(super().handle_time(now))
-
-    def handle_cancel(self, now: float, request: int) -> list[Action]:
-        return self._put_aside(super().handle_cancel(now, request))
-
-    def handle_restart(self, now: float) -> list[Action]:
-        return self._put_aside(super().handle_restart(now))
-
-    def handle_own_memory(self, now: float, worker: int, size: int) -> list[Action]:
-        return self._put_aside(super().handle_own_memory(now, worker, size))
-
-    def handle_drain(self, now: float, timeout: float) -> list[Action]:
-        return self._put_aside(super().handle_drain(now, timeout))
-
-    def handle_close(self, now: float, timeout: float) -> list[Action]:
-        return self._put_aside(super().handle_close(now, timeout))
-
-    def _put_aside(self, actions: list[Action]) -> list[Action]:
+    def _put_aside(
+        self, handle: Callable[..., list[Action] | None], *args: Any, **kwargs: Any
+    ) -> list[Action]:
+        actions = handle(*args, **kwargs) or []
         self.told += [action.health for action in actions if isinstance(action, HealthChanged)]
         return [action for action in actions if not isinstance(action, HealthChanged)]
 
@@ -940,8 +921,8 @@ class Twins:
     def tell(self, event: str, *args: Any, **kwargs: Any) -> list[Action]:
         """An event without a fast path."""
         return self._compare(
-            lambda: getattr(self.fast, event)(*args, **kwargs) or [],
-            lambda: getattr(self.slow, event)(*args, **kwargs) or [],
+            lambda: getattr(self.fast, event)(*args, **kwargs),
+            lambda: getattr(self.slow, event)(*args, **kwargs),
         )
 
     def request(
