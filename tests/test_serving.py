@@ -122,14 +122,8 @@ class Peer:
                 model=model,
                 engine=engine,
                 device="cpu:0",
-                cores=(),
-                shared=False,
                 threads=1,
-                inter_op_threads=None,
-                allow_fallback=False,
                 variable_weights=variable_weights,
-                session_config={},
-                provider_options={},
                 token=token,
             )
         )
@@ -317,21 +311,6 @@ def test_nothing_is_done_before_the_master_has_shown_its_token(
     peer.send(message)
     assert peer.finish() == 1
     assert peer.closes()
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        Predict(request=1, shard=0, inputs=(), outputs=()),
-        Reply(request=1, shard=0, outputs=(), seconds=0.0),
-    ],
-    ids=["predict", "reply"],
-)
-def test_message_that_may_not_come_ends_the_worker_with_status_1(
-    peer: Peer, message: Message
-) -> None:
-    peer.send(message)
-    assert peer.finish() == 1
 
 
 # Runs.
