@@ -82,7 +82,7 @@ _BLAMES_BOUND_OUTPUT = re.compile(
 )
 """Its message if an output has another shape than was bound (1.31)."""
 
-_FAILED = (
+_FAILED: tuple[type[Exception], ...] = (
     *(
         value
         for value in vars(ort_state).values()
