@@ -152,7 +152,7 @@ class Server:
         self._cancels = cancels
         self._lifeline = lifeline
         self._conversation = Conversation()
-        self._engine: Engine | None = None
+        self._engine: Engine  # from BUILD on, before which the conversation allows no other message
         self._blocks: dict[int, Block] = {}
         self._own_blocks = 0
         self._runs: OrderedDict[_Layout, tuple[Run, frozenset[int | None], tuple[TensorRef, ...]]]
@@ -227,7 +227,7 @@ class Server:
     # Building.
 
     def _check_master(self, message: Build) -> None:
-        """Raise `_StrangerError` unless the sender is this worker's master. Before BUILD only EXIT may come."""
+        """Raise `_StrangerError` unless BUILD comes from this worker's master. Before it only EXIT may come."""
         shown, expected = (
             token.encode(errors="surrogatepass") for token in (message.token, self._tokens.build)
         )
@@ -351,8 +351,6 @@ class Server:
         if found is not None:
             self._runs.move_to_end(key)
             return found[0], found[2]
-        if self._engine is None:
-            raise ProtocolError("PREDICT before a model was built")
         inputs, outputs = decode_body(body, size)
         weights = self._weights_of(version)
         resolved = [self._resolve(reference) for reference in inputs]
@@ -391,8 +389,6 @@ class Server:
         self, run: Run, request: int, shard: int
     ) -> tuple[Sequence[Produced | Strings], float]:
         """Run, unless the run is cancelled before or meanwhile."""
-        if self._engine is None:
-            raise ProtocolError("PREDICT before a model was built")
         key = (request, shard)
         self._engine.arm()
         with self._lock:
@@ -420,7 +416,7 @@ class Server:
             if key is None:
                 return
             with self._lock:
-                if key == self._running and self._engine is not None:
+                if key == self._running:
                     self._engine.cancel()
                     continue
                 self._cancelled[key] = None
@@ -465,8 +461,7 @@ class Server:
         if block is not None:
             self._lifeline.send_block(block.number, block.size, block.fd)
             block.close()
-        order = self._engine.spec.outputs if self._engine is not None else ()
-        return tuple(references[spec.name] for spec in order)
+        return tuple(references[spec.name] for spec in self._engine.spec.outputs)
 
     # Weights.
 
