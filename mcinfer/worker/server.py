@@ -227,7 +227,7 @@ class Server:
     # Building.
 
     def _check_master(self, message: Build) -> None:
-        """Raise `_StrangerError` unless BUILD comes from this worker's master. Before it only EXIT may come."""
+        """Raise `_StrangerError` unless BUILD comes from this worker's master."""
         shown, expected = (
             token.encode(errors="surrogatepass") for token in (message.token, self._tokens.build)
         )
