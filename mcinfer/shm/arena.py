@@ -34,14 +34,9 @@ def align(size: int) -> int:
 
 
 class Slot:
-    """A piece of a block; made by `Arena.allocate_all` alone.
+    """A piece of a block, `size` bytes at `offset`. The holders of `memory` or of a view of it own the slot.
 
-    Attributes:
-        block: Number of the block.
-        offset: Bytes from the block's start, a multiple of `ALIGNMENT`.
-        size: Bytes asked for.
-        generation: How many slots the arena had handed out before this one.
-        memory: The holders of it, or of a view of it, own the slot.
+    Its generation is the number of slots that the arena had handed out before.
     """
 
     __slots__ = ("address", "block", "generation", "memory", "offset", "size")
@@ -107,14 +102,9 @@ class _Extents:
 
 
 class Arena:
-    """Shared memory up to a limit, for one master. It has no blocks before its first slot.
-
-    Args:
-        limit: Bytes of all blocks together.
-        dropped: Called with the number of a block that no longer exists.
+    """Shared memory up to a limit in bytes, for one master. It has no blocks before its first slot.
 
     Attributes:
-        limit: See above.
         wanted: Whether a caller waits for memory; the owner sets it.
         crowded: Whether more than half of the limit is in use: then results are better kept elsewhere.
     """
@@ -158,12 +148,9 @@ class Arena:
         return self.allocate_all([size])[0]
 
     def allocate_all(self, sizes: Sequence[int]) -> list[Slot]:
-        """Slots of at least so many bytes; their content is undefined.
+        """Slots of at least so many bytes (0 is allowed), all or none; their content is undefined.
 
-        All or none: two requests that each held a part and waited for the rest would wait for ever.
-
-        Args:
-            sizes: Bytes of each; a slot of 0 bytes has an address too.
+        Two requests that each held a part and waited for the rest would wait for ever.
 
         Raises:
             InvalidInputError: It is more than the limit allows at all.
@@ -223,13 +210,13 @@ class Arena:
 
     def _take_all(self, wanted: Sequence[int]) -> list[tuple[Block, int]] | None:
         """Room for all, in the existing blocks or in a new one that holds them all."""
-        places = [self._take(space) for space in wanted]
-        found = [place for place in places if place is not None]
+        found: list[tuple[Block, int]] = []
+        while len(found) < len(wanted) and (place := self._take(wanted[len(found)])):
+            found.append(place)
         if len(found) == len(wanted):
             return found
-        for place, space in zip(places, wanted, strict=True):
-            if place is not None:
-                self._blocks[place[0].number].give(place[1], space)
+        for (block, offset), space in zip(found, wanted, strict=False):
+            self._blocks[block.number].give(offset, space)
         extents = self._grow(sum(wanted))
         if extents is None:
             return None

@@ -27,12 +27,9 @@ def _bytes_type(size: int) -> "type[ctypes.Array[ctypes.c_char]]":
 
 
 class Block:
-    """A sealed memfd and this process's mapping of it. It owns the descriptor, even if the mapping fails.
+    """A sealed memfd and this process's mapping of it; `number` is its number in messages, `size` in bytes.
 
-    Attributes:
-        number: Its number in messages.
-        size: Bytes.
-        address: Address of the mapping in this process.
+    It owns the descriptor, even if the mapping fails.
     """
 
     __slots__ = ("_map", "address", "fd", "number", "size")
@@ -65,8 +62,7 @@ class Block:
         """Map a block that another process made; this object owns the descriptor from now on.
 
         Raises:
-            ProtocolError: It is not of that size, not of ordinary pages, cannot be written, or could
-                still be shrunk.
+            ProtocolError: It has another size, no ordinary pages, cannot be written, or could be shrunk.
             OSError: This process has no memory or descriptor left to map it.
         """
         try:
@@ -80,11 +76,7 @@ class Block:
             raise ProtocolError(f"block {number}: got one that cannot be written: {exc}") from exc
 
     def memory(self, offset: int, size: int) -> "ctypes.Array[ctypes.c_char]":
-        """Bytes of the block as a ctypes array: the base for views, which keep the mapping alive.
-
-        Raises:
-            ValueError: They do not lie in the block.
-        """
+        """Bytes of the block as a ctypes array: the base for views, which keep the mapping alive."""
         return _bytes_type(size).from_buffer(self._map, offset)
 
     @property
@@ -93,18 +85,10 @@ class Block:
         return os.fstat(self.fd).st_blocks * 512
 
     def read_into(self, memory: memoryview, offset: int) -> None:
-        """Copy bytes of a block that another process may do anything to.
+        """Copy bytes of a block that another process may do anything to, from `offset` on.
 
         This does not read the mapping: the other process may have punched its pages out, and if the kernel
-        then finds no memory for new ones, the reader of a mapping gets SIGBUS. Here it gets an error.
-
-        Args:
-            memory: Destination; its size is the number of bytes.
-            offset: Position of the first byte in the block.
-
-        Raises:
-            ValueError: They do not lie in the block.
-            OSError: They cannot be read.
+        then finds no memory for new ones, the reader of a mapping gets SIGBUS. Here it gets an `OSError`.
         """
         if not 0 <= offset <= offset + memory.nbytes <= self.size:
             raise ValueError(

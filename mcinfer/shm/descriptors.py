@@ -33,9 +33,6 @@ def take_packet(
     Returns:
         Its bytes, none if the other side is gone; descriptors, which the caller owns; and ``MSG_TRUNC`` or
         ``MSG_CTRUNC``, or both, if bytes or descriptors were cut off.
-
-    Raises:
-        OSError: The connection was reset, or has no packet and does not block.
     """
     # Not socket.recv_fds: it drops its flags too, and later child processes would inherit the descriptors.
     data, rights, said, _ = connection.recvmsg(
@@ -75,16 +72,10 @@ def close_all(descriptors: Sequence[int]) -> None:
 
 
 class WakeUp:
-    """An eventfd (eventfd(2)) that lives as long as this object.
+    """An eventfd (eventfd(2)) that lives as long as this object; `fd` is -1 once it is closed.
 
     Finalizers may call `set` at any moment, even after this object's own end in a collected cycle: then it
     does nothing, and never writes to another file that has got the descriptor's number.
-
-    Attributes:
-        fd: To poll for reading; -1 once it is closed.
-
-    Raises:
-        OSError: No descriptor is left.
     """
 
     __slots__ = ("__weakref__", "fd")

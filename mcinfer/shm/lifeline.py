@@ -63,10 +63,8 @@ class Lifeline:
     def receive_block(self, number: int, timeout: float = 0.0) -> tuple[int, int]:
         """The size and descriptor of a block from the other side; the caller owns the descriptor.
 
-        Args:
-            number: Which block; up to four others that come before it are kept for later.
-            timeout: Seconds to wait. With 0, a descriptor that was sent before a message is here when the
-                message is.
+        Up to four blocks that come before it are kept for later. With a timeout of 0, a descriptor that was
+        sent before a message is here when the message is.
 
         Raises:
             ProtocolError: It did not come, or is not a block.

@@ -97,10 +97,6 @@ class _Listener:
     """Answers each process that connects, from `start` until `stop`.
 
     It does not know its `WeightOwner`, so an unused owner is collected though the thread runs.
-
-    Attributes:
-        handle: The socket's name is made from this.
-        is_parents: Whether it belongs to the process that forked this one.
     """
 
     def __init__(self, descriptors: tuple[int, ...], allowed: Mapping[int, int]) -> None:
@@ -110,9 +106,6 @@ class _Listener:
             descriptors: Descriptors to pass on. This object owns them from now on, even if this call fails.
             allowed: Start times of the processes that may map, by pid, since pids are reused. Borrowed;
                 another thread may change it.
-
-        Raises:
-            OSError: No descriptor is left.
         """
         self.is_parents = False
         self._allowed = allowed

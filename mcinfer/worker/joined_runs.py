@@ -68,13 +68,7 @@ class JoinedRuns:
         weights: Sequence[Buffer] = (),
         version: int = 0,
     ) -> JoinedRun:
-        """The run for these members' rows together.
-
-        Args:
-            members: The requests' tensors.
-            axes: The batch's axis in each input and output.
-            weights: Weights to use in place of the model's own.
-            version: Identifies these weights.
+        """The run for these members' rows together; `version` identifies the weights.
 
         Raises:
             ProtocolError: Their tensors do not fit together.

@@ -100,12 +100,7 @@ _log = logging.getLogger("mcinfer.worker")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """The secrets by which a worker and its master know each other; both came over the lifeline.
-
-    Attributes:
-        hello: The worker sends this.
-        build: The master must send this before the worker does anything for it.
-    """
+    """The secrets by which a worker (hello) and its master (build) know each other, from the lifeline."""
 
     hello: str
     build: str
@@ -428,11 +423,7 @@ class Server:
     def _place(
         self, produced: Sequence[Produced | Strings], bound: tuple[TensorRef, ...]
     ) -> tuple[TensorRef, ...]:
-        """References to all outputs; those that the engine allocated are copied to a block of this worker.
-
-        These may include bound outputs, if they have another shape than the model declares. Empty if all
-        outputs are in the places that the master chose.
-        """
+        """References to all outputs; those that the engine allocated are copied to a block of this worker."""
         if not produced:
             return ()
         references = {reference[0]: reference for reference in bound}
