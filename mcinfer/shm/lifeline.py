@@ -75,7 +75,17 @@ class Lifeline:
             poll.register(self._socket, select.POLLIN)
             if not poll.poll(timeout * 1000):
                 raise ProtocolError(f"the descriptor of block {number} did not come")
-            other, size, fd = self._receive_any()
+            try:
+                data, fds = receive(self._socket, _HEADER.size)
+            except ConnectionError as exc:
+                raise ProtocolError(f"lifeline: {exc}") from exc
+            if len(data) != _HEADER.size or len(fds) != 1:
+                close_all(fds)
+                raise ProtocolError(
+                    f"lifeline: got {len(data)} bytes and {len(fds)} descriptors, expected "
+                    f"{_HEADER.size} and 1"
+                )
+            (other, size), fd = _HEADER.unpack(data), fds[0]
             if other in self._received:
                 os.close(fd)
                 raise ProtocolError(f"lifeline: got block {other} twice")
@@ -86,20 +96,6 @@ class Lifeline:
                 )
             self._received[other] = (size, fd)
         return self._received.pop(number)
-
-    def _receive_any(self) -> tuple[int, int, int]:
-        try:
-            data, fds = receive(self._socket, _HEADER.size)
-        except ConnectionError as exc:
-            raise ProtocolError(f"lifeline: {exc}") from exc
-        if len(data) != _HEADER.size or len(fds) != 1:
-            close_all(fds)
-            raise ProtocolError(
-                f"lifeline: got {len(data)} bytes and {len(fds)} descriptors, expected "
-                f"{_HEADER.size} and 1"
-            )
-        other, size = _HEADER.unpack(data)
-        return other, size, fds[0]
 
     def close(self) -> None:
         for _, fd in self._received.values():
