@@ -90,7 +90,7 @@ def _groups(controller: str, root: Path) -> list[Path]:
         if match[1] == "":
             mounts = [top]
         elif controller in match[1].split(","):
-            mounts = [top / controller, top / match[1]]  # the former is a link, where there is one
+            mounts = [top / controller, top / match[1]]  # the former may be a link
         else:
             continue
         for mount in mounts:

@@ -146,7 +146,7 @@ class OutputJoin:
 
     Attributes:
         shapes: Its shape in each shard, or None if it is not known before the run.
-        shape: The joined shape, or None likewise.
+        shape: The joined shape, or None if it is not known.
         lengths: The expected size of each shard's part along the axis; None for any size.
         rank: The expected number of dimensions of the parts; None for any number.
     """

@@ -139,7 +139,7 @@ _TYPES = {
     "float8e5m2": "float8_e5m2",
     "float8e5m2fnuz": "float8_e5m2fnuz",
 }
-"""ONNX Runtime's names of element types, where they are not our own."""
+"""ONNX Runtime's names of element types that differ from ours."""
 
 _NAMELESS = (None, "", "?", -1)
 """How the runtime (1.31), and exporters, write a dimension without a name."""

@@ -291,8 +291,6 @@ class Server:
         self, request: int, shard: int, what: PredictJoined | tuple[int, int], body: bytes
     ) -> Message | float:
         """Run: the answer, or only the seconds if all outputs are in their places."""
-        kind = "predict"
-        failure: Exception
         try:
             if isinstance(what, PredictJoined):
                 outputs, seconds = self._run_joined(what)
@@ -303,29 +301,18 @@ class Server:
                     return seconds
                 outputs = self._place(produced, references)
             return Reply(request=request, shard=shard, outputs=outputs, seconds=seconds)
-        except RunCancelledError as exc:
-            kind, failure = "cancelled", exc
-        except InvalidInputError as exc:
-            kind, failure = "invalid", exc
         except Exception as exc:  # a run that raises anything fails only its request
-            failure = exc
-        return Error(
-            request=request,
-            shard=shard,
-            kind=kind,
-            text=_describe(failure),
-            traceback=_story(failure),
-        )
+            kinds = {RunCancelledError: "cancelled", InvalidInputError: "invalid"}
+            kind = next((k for error, k in kinds.items() if isinstance(exc, error)), "predict")
+            text, story = _describe(exc), _story(exc)
+            return Error(request=request, shard=shard, kind=kind, text=text, traceback=story)
 
     def _run_joined(self, message: PredictJoined) -> tuple[tuple[TensorRef, ...], float]:
         """Run several requests as one batch."""
         if self._joined is None:
             raise ProtocolError("PREDICT_JOINED before a model was built")
         members = [
-            (
-                [self._buffer(reference) for reference in member["inputs"]],
-                [self._buffer(reference) for reference in member["outputs"]],
-            )
+            ([*map(self._buffer, member["inputs"])], [*map(self._buffer, member["outputs"])])
             for member in message.members
         ]
         weights = self._weights_of(message.weights)
@@ -372,13 +359,8 @@ class Server:
         block = None if number is None else self._blocks.get(number)
         if block is None or offset + size > block.size:
             raise ProtocolError(f"tensor {name!r} does not lie in block {number}: {reference}")
-        return Buffer(
-            name=name,
-            element_type=element_type,
-            shape=shape,
-            address=block.address + offset,
-            size=size,
-        )
+        place = block.address + offset
+        return Buffer(name=name, element_type=element_type, shape=shape, address=place, size=size)
 
     def _execute(
         self, run: Run, request: int, shard: int
