@@ -82,17 +82,6 @@ def view(slot: Slot) -> Bytes:
 # Blocks.
 
 
-def test_new_block_is_zeros_and_can_be_written() -> None:
-    with no_descriptor_left():
-        block = Block.create(3, 1000)
-        array = as_bytes(block.memory(0, 1000))
-        assert (block.number, block.size, array.sum()) == (3, 1000, 0)
-        array[:] = 7
-        assert as_bytes(block.memory(999, 1))[0] == 7
-        block.close()
-        del array, block
-
-
 def test_block_cannot_be_shrunk_or_grown_by_anyone() -> None:
     block = Block.create(0, 4095)
     for size in (0, 4096, 8192):
@@ -101,26 +90,6 @@ def test_block_cannot_be_shrunk_or_grown_by_anyone() -> None:
     with pytest.raises(PermissionError):
         fcntl.fcntl(block.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
     block.close()
-
-
-def test_block_that_memory_cannot_hold_is_an_os_error_and_leaves_nothing() -> None:
-    with no_descriptor_left(), pytest.raises(OSError, match=r"\[Errno"):
-        Block.create(0, 1 << 60)
-
-
-def test_attached_block_is_the_same_memory() -> None:
-    with no_descriptor_left():
-        made = Block.create(1, 300)
-        attached = Block.attach(1, 300, os.dup(made.fd))
-        ours, theirs = (as_bytes(b.memory(100, 200)) for b in (made, attached))
-        ours[:] = np.arange(200)
-        assert np.array_equal(theirs, np.arange(200))
-        theirs[0] = 99
-        assert ours[0] == 99
-        assert attached.address != made.address
-        made.close()
-        attached.close()
-        del ours, theirs, made, attached
 
 
 def unsealed(size: int) -> int:
@@ -143,6 +112,7 @@ def pipe_end() -> int:
 
 NO_BLOCKS: dict[str, Callable[[], int]] = {
     "not sealed against shrinking": lambda: sealed(4096, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL),
+    "empty": lambda: sealed(0),
     "too small": lambda: sealed(4095),
     "too big": lambda: sealed(4097),
     "cannot be sealed": lambda: os.memfd_create("test"),
@@ -159,14 +129,6 @@ def test_descriptor_that_is_no_sealed_block_is_refused_and_closed(make: Callable
         with pytest.raises(ProtocolError, match=r"block 5: got .* expected 4096 bytes sealed"):
             Block.attach(5, 4096, fd)
         assert not is_open(fd)
-
-
-@pytest.mark.parametrize("size", [0, -1, 2**64 - 1])
-def test_block_of_an_impossible_size_is_refused_and_closed(size: int) -> None:
-    fd = sealed(0)
-    with pytest.raises(ProtocolError, match="block 5"):
-        Block.attach(5, size, fd)
-    assert not is_open(fd)
 
 
 def test_block_that_cannot_be_written_is_refused_and_closed() -> None:
@@ -214,22 +176,6 @@ def test_places_outside_of_a_block_are_refused() -> None:
     block.close()
 
 
-def test_mapping_outlives_the_block_and_goes_with_its_last_view() -> None:
-    with no_descriptor_left():
-        block = Block.create(0, 4096)
-        array = as_bytes(block.memory(0, 4096))
-        block.close()
-        block.close()
-        del block
-        gc.collect()
-        array[:] = 1
-        rest = array[4000:]
-        del array
-        gc.collect()
-        assert rest.sum() == 96
-        del rest
-
-
 # The arena, as a state machine: whatever is held and dropped in whatever order.
 
 LIMIT = 160 * MIB  # two blocks of 64 MiB and one of the rest; untouched pages take no memory
@@ -273,25 +219,11 @@ class ArenaMachine(RuleBasedStateMachine):
     def used(self) -> int:
         return sum(held.space for held in self.held.values())
 
-    @rule(size=SIZES, stamp=st.integers(0, 255))
-    def allocate(self, size: int, stamp: int) -> None:
-        try:
-            slot = self.arena.allocate(size)
-        except InvalidInputError:
-            assert align(size) > LIMIT
-            return
-        except QueueFullError:
-            assert self.held  # an empty arena takes whatever is within the limit
-            return
-        assert size == slot.size
-        assert slot.generation not in self.held
-        self.keep(slot, stamp)
-
     @rule(
         sizes=st.one_of(st.lists(SIZES, max_size=4), st.lists(st.integers(0, 500), max_size=8)),
         stamp=st.integers(0, 255),
     )
-    def allocate_together(self, sizes: list[int], stamp: int) -> None:
+    def allocate(self, sizes: list[int], stamp: int) -> None:
         before = self.arena.used
         try:
             slots = self.arena.allocate_all(sizes)
@@ -303,6 +235,7 @@ class ArenaMachine(RuleBasedStateMachine):
         else:
             assert [slot.size for slot in slots] == sizes
             for slot in slots:
+                assert slot.generation not in self.held
                 self.keep(slot, stamp)
 
     def keep(self, slot: Slot, stamp: int) -> None:
@@ -346,12 +279,6 @@ class ArenaMachine(RuleBasedStateMachine):
         held = self.held[generation]
         del held.holders[data.draw(st.integers(0, len(held.holders) - 1))]
         if not held.holders:
-            del self.held[generation]
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def drop_all_views_of_some(self, data: st.DataObject) -> None:
-        for generation in data.draw(st.sets(st.sampled_from(sorted(self.held)))):
             del self.held[generation]
 
     @rule()
@@ -442,13 +369,6 @@ def test_all_slots_together_or_none(arena: Arena) -> None:
     assert len(arena.allocate_all([MIB // 2, MIB // 4, 0])) == 3
 
 
-def test_more_than_the_limit_is_the_callers_mistake_at_once(arena: Arena) -> None:
-    with pytest.raises(InvalidInputError, match=rf"{MIB + 1} bytes .* {MIB} bytes .*memory_bytes"):
-        arena.allocate(MIB + 1)
-    with pytest.raises(InvalidInputError):
-        arena.allocate_all([MIB, 0])
-
-
 def test_wholly_free_blocks_make_room_for_a_larger_one() -> None:
     dropped: list[int] = []
     arena = Arena(128 * MIB, dropped=dropped.append)
@@ -461,20 +381,6 @@ def test_wholly_free_blocks_make_room_for_a_larger_one() -> None:
     assert large.block not in dropped
     assert arena.block(first) is None
     assert 100 * MIB <= arena.size <= 128 * MIB
-    arena.close()
-
-
-def test_free_block_is_kept_where_dropping_it_would_not_make_room_enough() -> None:
-    dropped: list[int] = []
-    arena = Arena(128 * MIB, dropped=dropped.append)
-    free, held = arena.allocate(60 * MIB), arena.allocate(60 * MIB)
-    kept = free.block
-    del free
-    with pytest.raises(QueueFullError):
-        arena.allocate(100 * MIB)
-    assert dropped == []
-    assert arena.block(kept) is not None
-    del held
     arena.close()
 
 
@@ -651,28 +557,6 @@ def test_block_that_was_never_sent_is_a_protocol_error(lifelines: Ends) -> None:
     os.close(fd)
 
 
-def test_receiver_waits_for_a_block_that_is_late(lifelines: Ends) -> None:
-    master, worker = lifelines
-    block = Block.create(1, 64)
-    sender = threading.Timer(0.05, master.send_block, (1, 64, block.fd))
-    sender.start()
-    size, fd = worker.receive_block(1, timeout=PATIENCE)
-    sender.join()
-    assert size == 64
-    os.close(fd)
-    block.close()
-
-
-def test_descriptors_that_nobody_asked_for_go_with_the_lifeline(lifelines: Ends) -> None:
-    master, worker = lifelines
-    block = Block.create(1, 64)
-    for number in range(3):
-        master.send_block(number, 64, block.fd)
-    block.close()
-    _, fd = worker.receive_block(2)
-    os.close(fd)  # the fixture sees whether 0 and 1 are left
-
-
 def test_blocks_that_nobody_asks_for_are_refused_past_the_fourth(lifelines: Ends) -> None:
     master, worker = lifelines
     block = Block.create(0, 100)
@@ -739,15 +623,6 @@ def test_block_sent_twice_is_a_protocol_error_and_no_descriptor_stays(raw: RawEn
     os.close(fd)
     with pytest.raises(ProtocolError, match="block 1 twice"):
         lifeline.receive_block(2)
-
-
-def test_sending_to_a_closed_end_is_an_os_error(lifelines: Ends) -> None:
-    master, worker = lifelines
-    block = Block.create(1, 64)
-    worker.close()
-    with pytest.raises(BrokenPipeError):
-        master.send_block(1, 64, block.fd)
-    block.close()
 
 
 def test_end_of_the_other_side_ends_the_waiting_for_a_block(lifelines: Ends) -> None:

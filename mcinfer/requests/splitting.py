@@ -635,7 +635,9 @@ class Splitter:
 class _Trial:
     """One batch, whole and in pieces: one of both has run, the other is to be run.
 
-    `shapes` are those of the inputs for which to make hypotheses, of at least `least_rows` rows.
+    Attributes:
+        shapes: Shapes of the inputs of a request.
+        least_rows: Least rows of these inputs.
     """
 
     least_rows = 1

@@ -5,7 +5,7 @@ a view). The slot is free exactly when the last of these is gone, without a call
 request that a worker may still write to are the same case: each holds a reference.
 
 A view may end in any thread, inside any allocation, even one of the arena's own. So its end only appends
-the slot to a deque, which runs no Python code; `allocate` and `reclaim` read the deque.
+the slot to a deque, without Python code; `allocate_all` and `reclaim` read the deque.
 
 One thread owns an arena. Other threads may call only `find` and methods that read a number.
 
@@ -23,26 +23,20 @@ from mcinfer.errors import ClosedError, InvalidInputError, QueueFullError
 from mcinfer.shm.block import Block
 
 ALIGNMENT = 64
-"""Bytes: a cache line, and what the widest vector loads like."""
+"""Bytes: a cache line, and the alignment of the widest vector loads."""
 
 _BLOCK_BYTES = 64 << 20
 _BLOCK_ROUNDING = 2 << 20
 
 
 def align(size: int) -> int:
-    """The next multiple of `ALIGNMENT`."""
     return (size + ALIGNMENT - 1) & -ALIGNMENT
 
 
 class Slot:
-    """A piece of a block.
+    """A piece of a block, `size` bytes at `offset`. The holders of `memory` or of a view of it own the slot.
 
-    Attributes:
-        block: Number of the block.
-        offset: Bytes from the block's start, a multiple of `ALIGNMENT`.
-        size: Bytes asked for.
-        generation: How many slots the arena had handed out before this one.
-        memory: Holding it, or a view of it, is owning the slot.
+    Its generation is the number of slots that the arena had handed out before.
     """
 
     __slots__ = ("address", "block", "generation", "memory", "offset", "size")
@@ -50,7 +44,6 @@ class Slot:
     def __init__(
         self, block: Block, offset: int, size: int, generation: int, memory: "Array[c_char]"
     ) -> None:
-        """Made by `Arena.allocate_all` alone."""
         self.block = block.number
         self.offset = offset
         self.size = size
@@ -96,39 +89,28 @@ class _Extents:
         return None
 
     def give(self, offset: int, size: int) -> None:
-        """Take bytes back."""
         self.free += size
         i = bisect.bisect(self._offsets, offset)
-        joins_next = i < len(self._offsets) and offset + size == self._offsets[i]
-        joins_last = i > 0 and self._offsets[i - 1] + self._sizes[i - 1] == offset
-        if joins_last and joins_next:
-            self._sizes[i - 1] += size + self._sizes[i]
+        if i < len(self._offsets) and offset + size == self._offsets[i]:  # joins the next one
+            size += self._sizes[i]
             del self._offsets[i], self._sizes[i]
-        elif joins_last:
+        if i and self._offsets[i - 1] + self._sizes[i - 1] == offset:  # joins the last one
             self._sizes[i - 1] += size
-        elif joins_next:
-            self._offsets[i] = offset
-            self._sizes[i] += size
         else:
             self._offsets.insert(i, offset)
             self._sizes.insert(i, size)
 
 
 class Arena:
-    """Shared memory up to a limit, for one master.
-
-    Args:
-        limit: Bytes of all blocks together.
-        dropped: Called with the number of a block that is no more.
+    """Shared memory up to a limit in bytes, for one master. It has no blocks before its first slot.
 
     Attributes:
-        wanted: Whether a caller waits for memory; the owner's to set.
+        wanted: Whether a caller waits for memory; the owner sets it.
         crowded: Whether more than half of the limit is in use: then results are better kept elsewhere.
     """
 
     def __init__(self, limit: int, *, dropped: Callable[[int], None] = lambda _: None) -> None:
-        """An arena without blocks; it grows with the first slot."""
-        self._limit = limit
+        self.limit = limit
         self._dropped = dropped
         self._blocks: dict[int, _Extents] = {}
         self._tickets: dict[int, _Ticket] = {}
@@ -141,13 +123,7 @@ class Arena:
         self.wanted = False
 
     @property
-    def limit(self) -> int:
-        """Bytes that all blocks together may have."""
-        return self._limit
-
-    @property
     def size(self) -> int:
-        """Bytes of all blocks."""
         return sum(extents.block.size for extents in list(self._blocks.values()))
 
     @property
@@ -157,32 +133,24 @@ class Arena:
         return self._taken
 
     def block(self, number: int) -> Block | None:
-        """The block of that number, while it exists."""
         extents = self._blocks.get(number)
         return None if extents is None else extents.block
 
     def find(self, address: int, size: int) -> tuple[int, int] | None:
-        """Block number and offset of memory that lies wholly in one block of this arena. For any thread."""
-        for (
-            number,
-            extents,
-        ) in self._blocks.copy().items():  # one step, while the owner may change it
+        """Block number and offset of memory that lies wholly in one block. Any thread may call this."""
+        for number, extents in self._blocks.copy().items():  # a copy: the owner may change it
             offset = address - extents.block.address
             if offset >= 0 and offset + size <= extents.block.size:
                 return number, offset
         return None
 
     def allocate(self, size: int) -> Slot:
-        """One slot; see `allocate_all`."""
         return self.allocate_all([size])[0]
 
     def allocate_all(self, sizes: Sequence[int]) -> list[Slot]:
-        """Slots of at least so many bytes; their content is undefined.
+        """Slots of at least so many bytes (0 is allowed), all or none; their content is undefined.
 
-        All or none: two requests that each held a part and waited for the rest would wait for ever.
-
-        Args:
-            sizes: Bytes of each; 0 is allowed and has an address all the same.
+        Two requests that each held a part and waited for the rest would wait for ever.
 
         Raises:
             InvalidInputError: It is more than the limit allows at all.
@@ -191,9 +159,9 @@ class Arena:
             OSError: The system has no memory or descriptor left.
         """
         wanted = [max(align(size), ALIGNMENT) for size in sizes]
-        if sum(wanted) > self._limit:
+        if sum(wanted) > self.limit:
             raise InvalidInputError(
-                f"{sum(sizes)} bytes of tensors do not fit the shared memory of {self._limit} bytes "
+                f"{sum(sizes)} bytes of tensors do not fit the shared memory of {self.limit} bytes "
                 "(Limits.memory_bytes)"
             )
         if self._closed:
@@ -202,18 +170,18 @@ class Arena:
         places = self._take_all(wanted)
         if places is None:
             raise QueueFullError(
-                f"{sum(sizes)} bytes of shared memory wanted, all {self._limit} allowed "
+                f"{sum(sizes)} bytes of shared memory wanted, all {self.limit} allowed "
                 "(Limits.memory_bytes) are held by requests or arrays, or waited for"
             )
         slots = [
             self._slot(block, offset, space, size)
             for (block, offset), space, size in zip(places, wanted, sizes, strict=True)
         ]
-        self.crowded = self._taken > self._limit // 2
+        self.crowded = self._taken > self.limit // 2
         return slots
 
     def reclaim(self) -> bool:
-        """Put what was released back on the free lists; whether there was anything."""
+        """Put released slots back on the free lists; return whether there were any."""
         some = False
         while self._released:
             ticket = self._released.popleft()
@@ -225,30 +193,30 @@ class Arena:
                 self._blocks[ticket.block].give(ticket.offset, ticket.space)
                 some = True
         if some:
-            self.crowded = self._taken > self._limit // 2
+            self.crowded = self._taken > self.limit // 2
         return some
 
     def close(self) -> None:
-        """Give all blocks up; the memory under views that are still held goes with them."""
+        """Drop all blocks; the memory under views that are still held goes with the views."""
         self._closed = True
         for extents in self._blocks.values():
             extents.block.close()
         self._blocks.clear()
-        # What dies from now on needs no book.
+        # Slots that end from now on need no record.
         self._tickets.clear()
         self._released.clear()
         self._taken = 0
         self.crowded = False
 
     def _take_all(self, wanted: Sequence[int]) -> list[tuple[Block, int]] | None:
-        """Room for all, in the blocks there are or in a new one that holds them all."""
-        places = [self._take(space) for space in wanted]
-        found = [place for place in places if place is not None]
+        """Room for all, in the existing blocks or in a new one that holds them all."""
+        found: list[tuple[Block, int]] = []
+        while len(found) < len(wanted) and (place := self._take(wanted[len(found)])):
+            found.append(place)
         if len(found) == len(wanted):
             return found
-        for place, space in zip(places, wanted, strict=True):
-            if place is not None:
-                self._blocks[place[0].number].give(place[1], space)
+        for (block, offset), space in zip(found, wanted, strict=False):
+            self._blocks[block.number].give(offset, space)
         extents = self._grow(sum(wanted))
         if extents is None:
             return None
@@ -274,20 +242,20 @@ class Arena:
         return Slot(block, offset, size, self._generation, memory)
 
     def _grow(self, wanted: int) -> _Extents | None:
-        """A new block; where the limit is in the way, blocks that are wholly free make room."""
+        """A new block; if the limit is in the way, wholly free blocks make room."""
         total = sum(extents.block.size for extents in self._blocks.values())
         free = [e.block for e in self._blocks.values() if e.free == e.block.size]
-        if total - sum(block.size for block in free) + wanted > self._limit:
+        if total - sum(block.size for block in free) + wanted > self.limit:
             return None
         for block in free:
-            if total + wanted <= self._limit:
+            if total + wanted <= self.limit:
                 break
             total -= block.size
             del self._blocks[block.number]
             block.close()
             self._dropped(block.number)
         rounded = (wanted + _BLOCK_ROUNDING - 1) // _BLOCK_ROUNDING * _BLOCK_ROUNDING
-        room = self._limit - total
+        room = self.limit - total
         block = Block.create(self._next_block, min(max(rounded, _BLOCK_BYTES), room))
         self._next_block += 1
         self._blocks[block.number] = _Extents(block)

@@ -22,27 +22,19 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 @functools.lru_cache(maxsize=1024)
 def _bytes_type(size: int) -> "type[ctypes.Array[ctypes.c_char]]":
-    """The ctypes array type; ctypes itself keeps one only while something of that type lives."""
+    """The ctypes array type; ctypes itself keeps one only while an object of that type lives."""
     return ctypes.c_char * size
 
 
 class Block:
-    """A sealed memfd and this process's mapping of it.
+    """A sealed memfd and this process's mapping of it; `number` is its number in messages, `size` in bytes.
 
-    Attributes:
-        number: What messages call it.
-        size: Bytes.
-        address: Where it is mapped in this process.
+    It owns the descriptor, even if the mapping fails.
     """
 
     __slots__ = ("_map", "address", "fd", "number", "size")
 
     def __init__(self, number: int, size: int, fd: int) -> None:
-        """Map a descriptor, which is this object's from now on.
-
-        Raises:
-            OSError: It cannot be mapped; the descriptor is closed.
-        """
         self.number = number
         self.size = size
         self.fd = fd
@@ -55,11 +47,7 @@ class Block:
 
     @classmethod
     def create(cls, number: int, size: int) -> "Block":
-        """Make a new block of zeros; pages take memory only once they are touched.
-
-        Raises:
-            OSError: No memory or no descriptor is left.
-        """
+        """Make a new block of zeros, or raise `OSError`; pages take memory only once they are touched."""
         fd = os.memfd_create("mcinfer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
@@ -71,12 +59,11 @@ class Block:
 
     @classmethod
     def attach(cls, number: int, size: int, fd: int) -> "Block":
-        """Map a block that another process made; the descriptor is this object's from now on.
+        """Map a block that another process made; this object owns the descriptor from now on.
 
         Raises:
-            ProtocolError: It is not of that size, not of ordinary pages, cannot be written, or could
-                still be shrunk.
-            OSError: It cannot be mapped: this process has no memory or descriptor left.
+            ProtocolError: It has another size, no ordinary pages, cannot be written, or could be shrunk.
+            OSError: This process has no memory or descriptor left to map it.
         """
         try:
             _check(number, size, fd)
@@ -89,31 +76,19 @@ class Block:
             raise ProtocolError(f"block {number}: got one that cannot be written: {exc}") from exc
 
     def memory(self, offset: int, size: int) -> "ctypes.Array[ctypes.c_char]":
-        """Bytes of the block as a ctypes array: the base for views, which keep the mapping alive.
-
-        Raises:
-            ValueError: They do not lie in the block.
-        """
+        """Bytes of the block as a ctypes array: the base for views, which keep the mapping alive."""
         return _bytes_type(size).from_buffer(self._map, offset)
 
     @property
     def written(self) -> int:
-        """Bytes that it takes at least: no more than were ever written to, in whole pages."""
+        """Bytes that were written to, in whole pages: at least so many take memory."""
         return os.fstat(self.fd).st_blocks * 512
 
     def read_into(self, memory: memoryview, offset: int) -> None:
-        """Copy bytes of a block that another process may do anything to.
+        """Copy bytes of a block that another process may do anything to, from `offset` on.
 
-        Not by the mapping: the other process may have punched its pages out, and where the kernel then
-        finds no memory for new ones the reader of a mapping gets SIGBUS, but this an error.
-
-        Args:
-            memory: Where to; as many bytes are copied as it has.
-            offset: Position of the first byte in the block.
-
-        Raises:
-            ValueError: They do not lie in the block.
-            OSError: They cannot be read.
+        This does not read the mapping: the other process may have punched its pages out, and if the kernel
+        then finds no memory for new ones, the reader of a mapping gets SIGBUS. Here it gets an `OSError`.
         """
         if not 0 <= offset <= offset + memory.nbytes <= self.size:
             raise ValueError(
@@ -126,23 +101,19 @@ class Block:
             memory, offset = memory[count:], offset + count
 
     def __del__(self) -> None:
-        """Close it: a worker's block ends with the last reference to its answer."""
+        # A worker's block ends with the last reference to its answer.
         self.close()
 
     def close(self) -> None:
-        """Give the descriptor up; the mapping goes with its last view."""
+        """Close the descriptor; the mapping goes with its last view."""
         fd, self.fd = getattr(self, "fd", -1), -1
         if fd >= 0:
             os.close(fd)
 
 
 def _check(number: int, size: int, fd: int) -> None:
-    """Refuse what is no block of that size.
-
-    Raises:
-        ProtocolError: It is not.
-    """
-    # First, since asking for the size of what is no memfd may wait for its file system.
+    """Raise `ProtocolError` unless the descriptor is a block of that size."""
+    # First, since the size of another kind of file may have to come from its file system.
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as exc:
@@ -155,7 +126,7 @@ def _check(number: int, size: int, fd: int) -> None:
             f"block {number}: got {actual} bytes with seals {seals:#x}, expected {size} bytes "
             "sealed against shrinking"
         )
-    # Huge pages are few: those of a block could be gone when it is read.
+    # Huge pages are few: a later read of the block could find none left.
     page = os.fstatvfs(fd).f_bsize
     if page != mmap.PAGESIZE:
         raise ProtocolError(f"block {number}: got pages of {page} bytes, expected {mmap.PAGESIZE}")

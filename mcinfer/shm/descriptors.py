@@ -1,4 +1,4 @@
-"""Descriptors: packets that carry them between processes, and one that any thread can make readable.
+"""Packets that carry descriptors between processes, and a descriptor that any thread can make readable.
 
 A packet with descriptors goes over a socket of `SOCK_SEQPACKET`, so that they stay together (unix(7)).
 """
@@ -18,11 +18,7 @@ _CUT_OFF = socket.MSG_TRUNC | socket.MSG_CTRUNC
 
 
 def send(connection: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> None:
-    """Send one packet, without waiting; the sender keeps its own descriptors.
-
-    Raises:
-        OSError: The other side is gone, or does not read (BlockingIOError).
-    """
+    """Send one packet, without waiting; `OSError` if the other side is gone or does not read."""
     # Not socket.send_fds: in Python 3.11 it drops its flags, and would block.
     packed = b"".join(map(_DESCRIPTOR.pack, descriptors))
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)] if packed else []
@@ -32,22 +28,13 @@ def send(connection: socket.socket, data: bytes, descriptors: Sequence[int] = ()
 def take_packet(
     connection: socket.socket, most_bytes: int, flags: int = 0
 ) -> tuple[bytes, list[int], int]:
-    """Receive one packet, as much of it as there is room for.
-
-    Args:
-        connection: Where from.
-        most_bytes: Room for its bytes.
-        flags: As of recvmsg(2), beside those that this needs.
+    """Receive one packet of at most `most_bytes`; `flags` are those of recvmsg(2).
 
     Returns:
-        Its bytes, none if the other side is gone; descriptors, which are the caller's from now on; and
-        ``MSG_TRUNC`` or ``MSG_CTRUNC``, or both, where bytes or descriptors were cut off.
-
-    Raises:
-        OSError: The connection was reset, or nothing is there and it does not block.
+        Its bytes, none if the other side is gone; descriptors, which the caller owns; and ``MSG_TRUNC`` or
+        ``MSG_CTRUNC``, or both, if bytes or descriptors were cut off.
     """
-    # Not socket.recv_fds: it drops its flags likewise, and processes that are started later would
-    # inherit the descriptors.
+    # Not socket.recv_fds: it drops its flags too, and later child processes would inherit the descriptors.
     data, rights, said, _ = connection.recvmsg(
         most_bytes, _RIGHTS_BYTES, flags | socket.MSG_CMSG_CLOEXEC
     )
@@ -61,10 +48,7 @@ def take_packet(
 
 
 def receive(connection: socket.socket, most_bytes: int) -> tuple[bytes, list[int]]:
-    """Receive one whole packet.
-
-    Returns:
-        Its bytes, none if the other side is gone, and descriptors, which are the caller's from now on.
+    """Receive one whole packet: its bytes, none if the other side is gone, and descriptors for the caller.
 
     Raises:
         ProtocolError: It has more bytes than that, or more than four descriptors; none is left open.
@@ -74,7 +58,7 @@ def receive(connection: socket.socket, most_bytes: int) -> tuple[bytes, list[int
     if cut_off:
         close_all(descriptors)
         if not cut_off & socket.MSG_TRUNC and len(descriptors) < _MAX_DESCRIPTORS:
-            # Those that came did not all fit into this process's table (unix(7)).
+            # They did not all fit into this process's table (unix(7)).
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         raise ProtocolError(
             f"got a packet of more than {most_bytes} bytes or {_MAX_DESCRIPTORS} descriptors"
@@ -83,34 +67,24 @@ def receive(connection: socket.socket, most_bytes: int) -> tuple[bytes, list[int
 
 
 def close_all(descriptors: Sequence[int]) -> None:
-    """Close descriptors."""
     for fd in descriptors:
         os.close(fd)
 
 
 class WakeUp:
-    """An eventfd (eventfd(2)) that lives as long as this object.
+    """An eventfd (eventfd(2)) that lives as long as this object; `fd` is -1 once it is closed.
 
-    A finalizer may call `set` at any moment, also one that runs after this object's own, in a cycle that is
-    collected: then it does nothing, and never writes to a descriptor whose number has passed to another file.
-
-    Attributes:
-        fd: To poll for reading; -1 once it is closed.
+    Finalizers may call `set` at any moment, even after this object's own end in a collected cycle: then it
+    does nothing, and never writes to another file that has got the descriptor's number.
     """
 
     __slots__ = ("__weakref__", "fd")
 
     def __init__(self) -> None:
-        """Make it.
-
-        Raises:
-            OSError: No descriptor is left.
-        """
         self.fd = -1
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def __del__(self) -> None:
-        """Close it."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -121,5 +95,5 @@ class WakeUp:
             os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
-        """Make it unreadable; the thread that saw it readable calls this."""
+        """Make it unreadable; the thread that polls it calls this."""
         os.eventfd_read(self.fd)

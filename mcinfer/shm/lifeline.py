@@ -17,40 +17,38 @@ from mcinfer.shm.descriptors import close_all, receive, send
 _HEADER = struct.Struct("<qQ")  # block number, size in bytes
 _GREETING_BYTES = 1 << 20
 _MAX_EARLY = 4
-"""Most blocks that are kept before a message names them: each holds a descriptor."""
+"""Most blocks, each with a descriptor, that are kept before a message names them."""
 
 
 class Lifeline:
-    """One end. The socket is this object's; `close` gives it up.
+    """One end, which owns its socket.
 
     The master's end never blocks: a worker that does not read must not hold up the others.
     """
 
     def __init__(self, end: socket.socket) -> None:
-        """Take one end of a pair."""
         self._socket = end
         self._received: dict[int, tuple[int, int]] = {}
 
     @classmethod
     def pair(cls) -> tuple["Lifeline", socket.socket]:
-        """The master's end, and the socket that is to be passed to the worker."""
+        """The master's end, and the socket to pass to the worker."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(ours), theirs
 
     @classmethod
     def inherited(cls, fd: int) -> "Lifeline":
-        """The worker's end, which its process was started with."""
+        """The worker's end; its process inherited the descriptor."""
         end = socket.socket(fileno=fd)
         end.set_inheritable(False)
         return cls(end)
 
     @property
     def fd(self) -> int:
-        """The descriptor, for polling."""
         return self._socket.fileno()
 
     def greet(self, text: bytes) -> None:
-        """Send the first message, which is what the worker needs to know before its imports."""
+        """Send the first message, which the worker needs before its imports."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _GREETING_BYTES)
         self._socket.send(text, socket.MSG_DONTWAIT)
 
@@ -59,35 +57,35 @@ class Lifeline:
         return self._socket.recv(_GREETING_BYTES)
 
     def send_block(self, number: int, size: int, fd: int) -> None:
-        """Hand over a block's descriptor; the sender keeps its own.
-
-        Raises:
-            OSError: The other side is gone, or does not read (BlockingIOError).
-        """
+        """Pass a block's descriptor on; the sender keeps its own. Raises as `send` does."""
         send(self._socket, _HEADER.pack(number, size), [fd])
 
     def receive_block(self, number: int, timeout: float = 0.0) -> tuple[int, int]:
-        """The size and descriptor of a block that the other side has handed over.
+        """The size and descriptor of a block from the other side; the caller owns the descriptor.
 
-        Args:
-            number: Which block; up to four others that come before it are kept for later.
-            timeout: Seconds to wait for it. 0 does not: a descriptor that was sent before a message is
-                here when that message is.
-
-        Returns:
-            Size in bytes and a descriptor, which is the caller's from now on.
+        Up to four blocks that come before it are kept for later. With a timeout of 0, a descriptor that was
+        sent before a message is here when the message is.
 
         Raises:
-            ProtocolError: It did not come, or what came is not a block.
-            OSError: This process has no descriptor left, which the other side cannot help; the block
-                is lost.
+            ProtocolError: It did not come, or is not a block.
+            OSError: This process has no descriptor left; the block is lost.
         """
         while number not in self._received:
             poll = select.poll()
             poll.register(self._socket, select.POLLIN)
             if not poll.poll(timeout * 1000):
                 raise ProtocolError(f"the descriptor of block {number} did not come")
-            other, size, fd = self._receive_any()
+            try:
+                data, fds = receive(self._socket, _HEADER.size)
+            except ConnectionError as exc:
+                raise ProtocolError(f"lifeline: {exc}") from exc
+            if len(data) != _HEADER.size or len(fds) != 1:
+                close_all(fds)
+                raise ProtocolError(
+                    f"lifeline: got {len(data)} bytes and {len(fds)} descriptors, expected "
+                    f"{_HEADER.size} and 1"
+                )
+            (other, size), fd = _HEADER.unpack(data), fds[0]
             if other in self._received:
                 os.close(fd)
                 raise ProtocolError(f"lifeline: got block {other} twice")
@@ -99,23 +97,7 @@ class Lifeline:
             self._received[other] = (size, fd)
         return self._received.pop(number)
 
-    def _receive_any(self) -> tuple[int, int, int]:
-        """Number, size and descriptor of the next block."""
-        try:
-            data, fds = receive(self._socket, _HEADER.size)
-        except ConnectionError as exc:
-            raise ProtocolError(f"lifeline: {exc}") from exc
-        if len(data) != _HEADER.size or len(fds) != 1:
-            close_all(fds)
-            raise ProtocolError(
-                f"lifeline: got {len(data)} bytes and {len(fds)} descriptors, expected "
-                f"{_HEADER.size} and 1"
-            )
-        other, size = _HEADER.unpack(data)
-        return other, size, fds[0]
-
     def close(self) -> None:
-        """Close the socket, and the descriptors that were not taken."""
         for _, fd in self._received.values():
             os.close(fd)
         self._received.clear()

@@ -8,13 +8,12 @@
             SharedWeights ◄── one packet: the entry's folder and its lock (SCM_RIGHTS), or a refusal
 
 The kernel says which process and user has connected (`SO_PEERCRED`), so no process can pass for another.
-The owner never reads what a client sends, and never waits for a client.
+The owner never reads data from a client, and never waits for a client.
 
-Ownership: an owner has its own descriptors for the folder and the lock, so the `Held` that it was made from
-may be closed before it. A process with access holds the entry just as the owner does: the lock is the same
-open file, so the entry stays until the last process has closed it or ended. The owner's thread closes its
-descriptors when it ends. A child that the process forks closes them at once, or the socket's name would
-stay without an owner.
+Ownership: an owner has its own descriptors for the folder and the lock. A process with access holds the entry
+just as the owner does: the lock is the same open file, so the entry stays until the last process has closed
+it or ended. The owner's thread closes its descriptors when it ends. Forked children close them at once, or
+the socket's name would stay without an owner.
 """
 
 import errno
@@ -43,7 +42,7 @@ _GRANTED = b'{"ok": true}'
 """The answer that comes with the descriptors of the folder and of its lock, in this order."""
 
 _NOT_ALLOWED, _OTHER_USER, _NO_PID = "process", "user", "namespace"
-"""Why not: ``{"refused": why, "pid": pid}`` with the client's pid as the owner sees it."""
+"""Reasons for ``{"refused": reason, "pid": pid}``, with the client's pid as the owner sees it."""
 
 _MAX_ANSWER_BYTES = 128
 
@@ -67,16 +66,12 @@ _BACK_OFF = 0.1
 
 
 def address(handle: int) -> str:
-    """The abstract address (unix(7)) that the owner of a handle listens on.
-
-    A handle is a random number and contains nothing else. It is no secret: the kernel identifies each
-    client.
-    """
+    """The owner's abstract address (unix(7)). Handles are random, and no secret."""
     return f"\0mcinfer-weights-{handle:016x}"
 
 
 def _peer_credentials(connection: socket.socket) -> tuple[int, int]:
-    """The pid and the user id of the other side, as of its connect or listen; pid 0 if it has none here."""
+    """The pid and user id of the other side, at its connect or listen; pid 0 if it has none here."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(packed)
     return pid, uid
@@ -84,9 +79,9 @@ def _peer_credentials(connection: socket.socket) -> tuple[int, int]:
 
 @functools.cache
 def _listeners() -> "weakref.WeakSet[_Listener]":
-    """All of this process, for the children that it forks.
+    """The listeners of this process, which the children that it forks close.
 
-    Made with the first of them, and once: what is registered for forks stays registered.
+    Made once, with the first of them: what is registered for forks stays registered.
     """
     listeners: weakref.WeakSet[_Listener] = weakref.WeakSet()
 
@@ -99,25 +94,18 @@ def _listeners() -> "weakref.WeakSet[_Listener]":
 
 
 class _Listener:
-    """Answers each process that connects, until `stop`.
+    """Answers each process that connects, from `start` until `stop`.
 
-    It does not know its `WeightOwner`, so that one that is garbage is collected though the thread runs.
-
-    Attributes:
-        handle: Its socket's name is made from this.
-        is_parents: Whether this process was forked from the one that it belongs to.
+    It does not know its `WeightOwner`, so an unused owner is collected though the thread runs.
     """
 
     def __init__(self, descriptors: tuple[int, ...], allowed: Mapping[int, int]) -> None:
-        """Listen; no process is answered before `start`.
+        """Listen.
 
         Args:
             descriptors: Descriptors to pass on. This object owns them from now on, even if this call fails.
-            allowed: Start times of the processes that may map, by pid, since pids are used again. Borrowed;
+            allowed: Start times of the processes that may map, by pid, since pids are reused. Borrowed;
                 another thread may change it.
-
-        Raises:
-            OSError: No descriptor is left.
         """
         self.is_parents = False
         self._allowed = allowed
@@ -152,20 +140,20 @@ class _Listener:
             raise
 
     def stop(self) -> None:
-        """Tell the thread to end. Takes no lock and never waits; nothing happens in a forked child."""
+        """Make the thread end. Takes no lock and never waits; does nothing in a forked child."""
         wakeup = self._wakeup
         if wakeup is not None:
             wakeup.set()
 
     def close(self) -> None:
-        """Tell it, and wait until all is gone; likewise."""
+        """Make the thread end, and wait for that."""
         self.stop()
         started = self._thread.ident is not None
         if started and not self.is_parents and threading.current_thread() is not self._thread:
             self._thread.join(_LAST_ANSWER)
 
     def leave_to_parent(self) -> None:
-        """In a forked child: give up what was inherited. The parent's stays as it is."""
+        """In a forked child: close what was inherited; the parent's stays open."""
         self.is_parents = True
         self._give_up()
 
@@ -183,10 +171,7 @@ class _Listener:
                     if _readable(_BACK_OFF, woken):
                         break
                     continue
-                with (
-                    connection,
-                    suppress(OSError),
-                ):  # the client is gone, or sees that nothing comes
+                with connection, suppress(OSError):  # the client is gone, or sees the hang-up
                     self._answer(connection)
         finally:
             self._end()
@@ -207,7 +192,7 @@ class _Listener:
     def _end(self) -> None:
         if self._socket is not None:
             with suppress(OSError):  # it does not listen yet
-                # A child forked behind Python's back holds the socket too: this ends it there as well.
+                # A child that native code forked holds the socket too: this ends it there as well.
                 self._socket.shutdown(socket.SHUT_RDWR)
         self._give_up()
 
@@ -220,7 +205,7 @@ class _Listener:
 
 
 def _readable(seconds: float | None, *descriptors: int) -> list[int]:
-    """Which of these are, once one is or the time is over."""
+    """Those that are readable, once one is or the time is over."""
     poll = select.poll()
     for fd in descriptors:
         poll.register(fd, select.POLLIN)
@@ -340,7 +325,7 @@ def _admit(allowed: dict[int, int], pid: int) -> None:
 
 
 def _open_entry(model: Held) -> tuple[int, int]:
-    """Descriptors of an entry's folder and of its lock, which are the caller's."""
+    """Descriptors of an entry's folder and of its lock, which the caller owns."""
     if not isinstance(model, Held):
         raise InvalidInputError(f"model: got {model!r}, expected a path or a prepared model")
     if model.lock < 0:
@@ -363,11 +348,10 @@ class SharedWeights:
             copy them.
         model: The path of its graph, for `mcinfer.Master` or `onnxruntime.InferenceSession`.
         facts: What the entry was made from.
-        held: The entry, which cannot be removed from the cache while this is open.
+        held: The entry, which cannot be removed from the cache while this is open. This object owns it.
     """
 
     def __init__(self, held: Held) -> None:
-        """Take over an entry."""
         self.held = held
         self.folder = held.folder
         self.model = str(held.folder / MODEL_FILE)
@@ -411,7 +395,6 @@ def open_weights(handle: int, timeout: float = 10.0) -> SharedWeights:
 
 
 def _ask(handle: int, timeout: float) -> tuple[bytes, list[int]]:
-    """What the owner answers."""
     deadline = time.monotonic() + timeout
     owner = f"the owner of weights {handle}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
@@ -454,7 +437,7 @@ def _connect(connection: socket.socket, handle: int, deadline: float) -> None:
             connection.connect(address(handle))
             return
         except BlockingIOError:
-            # Too many wait to be accepted: the one thing of a socket that cannot be polled for.
+            # Too many clients wait, and poll(2) cannot wait for the end of that.
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError from None
@@ -462,7 +445,7 @@ def _connect(connection: socket.socket, handle: int, deadline: float) -> None:
 
 
 def _check_answer(handle: int, data: bytes, descriptors: list[int]) -> None:
-    """Return if the owner granted them; else close what came, and say why not."""
+    """Return if the owner granted access; else close the descriptors and raise the reason."""
     if data == _GRANTED and len(descriptors) == 2:
         return
     close_all(descriptors)

@@ -1,16 +1,9 @@
 """The child: `python -m mcinfer.worker FD`, one for each device.
 
-Order matters here. The first message on the lifeline (descriptor FD) identifies the master. Before any
-heavy import (so this file imports nothing at its top that needs NumPy), a small thread starts to watch for
-the master's end, and then ends this process. The main thread cannot do this, since it may be deep in an
-import or a native run:
-
-* the master's pidfd becomes readable when its process ends, also by SIGKILL;
-* the lifeline hangs up when no process holds its other end (a child that the user forked may, so this alone
-  is not enough).
-
-Only then this process takes over the master's import path, and `mcinfer.worker.server` does the work. The
-watcher never reads the lifeline: a read would consume descriptors.
+The first message on the lifeline (descriptor FD) identifies the master. Before any heavy import, a small
+thread starts to watch for the master's end, and then ends this process (`mcinfer.process.watch_parent`); the
+main thread may be deep in an import or a native run. So this file imports nothing at its top that needs
+NumPy. Only then this process takes over the master's import path, and `mcinfer.worker.server` does the work.
 """
 
 import json
@@ -24,8 +17,8 @@ from mcinfer.shm.lifeline import Lifeline
 
 
 def main() -> int:
-    """Run a worker; its exit status."""
-    # What Ctrl-C means is for the master to say, should it reach this process group at all.
+    """Run a worker; return its exit status."""
+    # The master decides what Ctrl-C means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lifeline = Lifeline.inherited(int(sys.argv[1]))
     greeting = lifeline.greeting()
@@ -52,7 +45,7 @@ def main() -> int:
 
 
 def _limit_memory(size: int) -> None:
-    """Let allocations fail that would take this process's own memory past so many bytes."""
+    """Limit this process's own memory; larger allocations fail."""
     limits = [size, *resource.getrlimit(resource.RLIMIT_DATA)]
     most = min(limit for limit in limits if limit != resource.RLIM_INFINITY)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))

@@ -1,8 +1,8 @@
 """Several requests as one run of the engine: gather their rows, run, scatter the answers.
 
-Ownership: the joined tensors lie in one scratch block of the worker's own, as large as the largest joined
-run needs, with runs bound onto it (cached by shapes). The members' tensors belong to the master; this code
-reads and writes them only during a call.
+Ownership: the joined tensors lie in one scratch block of the worker, as large as the largest joined run
+needs, with runs bound onto it (cached by shapes). The members' tensors belong to the master; this code reads
+and writes them only during a call.
 """
 
 import ctypes
@@ -15,18 +15,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcinfer.engines.base import Buffer, Engine, Run
+from mcinfer.engines.base import Buffer, Engine, Run, array_over
 from mcinfer.errors import ProtocolError
 from mcinfer.shm.arena import align
 from mcinfer.shm.block import Block
 from mcinfer.specs import ELEMENT_TYPES, tensor_bytes
 
 _MAX_RUNS = 64
-"""Bound runs that are kept, the least recently used goes first."""
+"""Most bound runs that are kept; the least recently used goes first."""
 
 Member = tuple[Sequence[Buffer], Sequence[Buffer]]
 """Inputs and outputs of one request."""
-
 
 _Tensor = tuple[str, str, tuple[int, ...]]
 """Name, element type and shape."""
@@ -34,20 +33,14 @@ _Tensor = tuple[str, str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedRun:
-    """A run bound onto scratch memory.
-
-    Attributes:
-        run: For the engine.
-        inputs: The joined inputs.
-        outputs: The joined outputs.
-    """
+    """A run bound onto scratch memory, with its joined inputs and outputs."""
 
     run: Run
     inputs: tuple[Buffer, ...]
     outputs: tuple[Buffer, ...]
 
     def gather(self, members: Sequence[Member], axes: Sequence[int | None]) -> None:
-        """Bring the members' rows together."""
+        """Copy the members' rows to the joined inputs."""
         for i, (joined, axis) in enumerate(zip(self.inputs, axes, strict=True)):
             if axis is None:
                 ctypes.memmove(joined.address, members[0][0][i].address, joined.size)
@@ -55,7 +48,7 @@ class JoinedRun:
                 _copy(joined, [inputs[i] for inputs, _ in members], axis, gather=True)
 
     def scatter(self, members: Sequence[Member], axes: Sequence[int]) -> None:
-        """Give each member its own rows of the outputs."""
+        """Copy each member's rows from the joined outputs."""
         for i, (joined, axis) in enumerate(zip(self.outputs, axes, strict=True)):
             _copy(joined, [outputs[i] for _, outputs in members], axis, gather=False)
 
@@ -64,7 +57,6 @@ class JoinedRuns:
     """The joined runs of one engine."""
 
     def __init__(self, engine: Engine) -> None:
-        """Bind onto this engine."""
         self._engine = engine
         self._scratch: Block | None = None
         self._runs: OrderedDict[tuple[int, tuple[_Tensor, ...]], JoinedRun] = OrderedDict()
@@ -76,13 +68,7 @@ class JoinedRuns:
         weights: Sequence[Buffer] = (),
         version: int = 0,
     ) -> JoinedRun:
-        """The run for these members' rows together.
-
-        Args:
-            members: The requests' tensors.
-            axes: The batch's axis in each input and output.
-            weights: Weights to use in place of the model's own.
-            version: Identifies these weights.
+        """The run for these members' rows together; `version` identifies the weights.
 
         Raises:
             ProtocolError: Their tensors do not fit together.
@@ -99,22 +85,14 @@ class JoinedRuns:
         scratch = self._room(sum(map(align, sizes)))
         buffers, at = [], 0
         for (name, kind, shape), size in zip(parts, sizes, strict=True):
+            place = scratch.address + at
             buffers.append(
-                Buffer(
-                    name=name,
-                    element_type=kind,
-                    shape=shape,
-                    address=scratch.address + at,
-                    size=size,
-                )
+                Buffer(name=name, element_type=kind, shape=shape, address=place, size=size)
             )
             at += align(size)
         inputs, outputs = buffers[: len(tensors[0])], buffers[len(tensors[0]) :]
-        joined = JoinedRun(
-            run=self._engine.bind([*inputs, *weights], outputs),
-            inputs=tuple(inputs),
-            outputs=tuple(outputs),
-        )
+        run = self._engine.bind([*inputs, *weights], outputs)
+        joined = JoinedRun(run=run, inputs=tuple(inputs), outputs=tuple(outputs))
         self._runs[key] = joined
         if len(self._runs) > _MAX_RUNS:
             self._runs.popitem(last=False)
@@ -155,7 +133,9 @@ def _joined(
         if axis is not None and axis >= len(first.shape):
             raise ProtocolError(f"tensor {first.name!r} has no axis {axis} to be joined along")
         alike = {
-            (t.name, t.element_type, t.shape if axis is None else _without(t.shape, axis))
+            (t.name, t.element_type, t.shape)
+            if axis is None
+            else (t.name, t.element_type, t.shape[:axis], t.shape[axis + 1 :])
             for t in tensors
         }
         if len(alike) > 1:
@@ -168,12 +148,8 @@ def _joined(
     return joined
 
 
-def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    return (*shape[:axis], *shape[axis + 1 :])
-
-
 def _copy(joined: Buffer, parts: Sequence[Buffer], axis: int, *, gather: bool) -> None:
-    """Copy all parts into the joined tensor, or it into them."""
+    """Copy all parts into the joined tensor, or its rows into them."""
     if prod(joined.shape[:axis]) == 1:  # one after another in memory
         place = joined.address
         for part in parts:
@@ -195,5 +171,4 @@ def _copy(joined: Buffer, parts: Sequence[Buffer], axis: int, *, gather: bool) -
 def _array(buffer: Buffer) -> NDArray[Any]:
     """An array over the buffer. Only the width of an element matters for copies: NumPy lacks some types."""
     width = ELEMENT_TYPES[buffer.element_type].bits // 8
-    memory = memoryview((ctypes.c_char * buffer.size).from_address(buffer.address)).cast("B")
-    return np.ndarray(buffer.shape, "c16" if width == 16 else f"u{width}", memory)
+    return array_over(buffer, np.dtype("c16" if width == 16 else f"u{width}"))

@@ -3,7 +3,7 @@
 ::
 
     main thread     wait ──► PREDICT ──► bind (cached by the body's bytes) ──► engine run ──► REPLY ──► wait
-    canceller thread         waits at a socket of its own: CANCEL ──► engine.cancel
+    canceller thread         waits on its own socket: CANCEL ──► engine.cancel
 
 Ownership: the blocks belong to the master and are mapped until DETACH. Bound runs hold addresses in the
 blocks, so they are dropped before the blocks. The main thread owns everything except the cancellations,
@@ -78,17 +78,17 @@ from mcinfer.validators import TensorFields, TensorRef
 from mcinfer.worker.joined_runs import JoinedRuns
 
 STRANGER = 77
-"""Exit status of a worker that got BUILD from a stranger: EX_NOPERM of sysexits.h."""
+"""Exit status of a worker that got BUILD from another process than its master: EX_NOPERM of sysexits.h."""
 
 _MAX_LAYOUTS = 1024
 _MAX_LAYOUT_BYTES = 4 << 20
-"""Bound layouts that are kept, and bytes of what names them; the least recently used go first."""
+"""Most bound layouts that are kept, and bytes of their keys; the least recently used go first."""
 
 _MAX_CANCELLED = 4096
-"""Cancellations that are kept: one may come after the answer, and concern no run any more."""
+"""Most cancellations that are kept: one that came after its answer is never used."""
 
 _MAX_TEXT = 1 << 20
-"""Characters of an error, whose text may be a runtime's and of any length."""
+"""Most characters of an error, whose text may come from a runtime."""
 
 _BLOCK_TIMEOUT = 10.0
 
@@ -100,19 +100,14 @@ _log = logging.getLogger("mcinfer.worker")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """What a worker and its master know each other by; both came over the lifeline.
-
-    Attributes:
-        hello: What the worker shows.
-        build: What the master has to show, before anything is done for it.
-    """
+    """The secrets by which a worker (hello) and its master (build) know each other, from the lifeline."""
 
     hello: str
     build: str
 
 
 class _StrangerError(ProtocolError):
-    """Who sent BUILD is not the master that started this worker."""
+    """The sender of BUILD is not the master that started this worker."""
 
 
 def serve(
@@ -122,7 +117,7 @@ def serve(
     cancels: Cancels,
     log_level: int,
 ) -> int:
-    """Serve the master until it says EXIT; the exit status."""
+    """Serve the master until EXIT; return the exit status."""
     logging.basicConfig(level=log_level, format="%(levelname)s %(name)s: %(message)s")
     server = Server(connection, tokens, lifeline, cancels)
     try:
@@ -142,18 +137,17 @@ def serve(
 
 
 class Server:
-    """A worker's side of its conversation with the master."""
+    """A worker's side of its conversation with the master. It owns the dealer."""
 
     def __init__(
         self, dealer: WorkerTransport, tokens: Tokens, lifeline: Lifeline, cancels: Cancels
     ) -> None:
-        """Take what joins it to the master; the dealer is this object's from now on."""
         self._dealer = dealer
         self._tokens = tokens
         self._cancels = cancels
         self._lifeline = lifeline
         self._conversation = Conversation()
-        self._engine: Engine | None = None
+        self._engine: Engine  # from BUILD on, before which the conversation allows no other message
         self._blocks: dict[int, Block] = {}
         self._own_blocks = 0
         self._runs: OrderedDict[_Layout, tuple[Run, frozenset[int | None], tuple[TensorRef, ...]]]
@@ -168,20 +162,12 @@ class Server:
         canceller.start()
 
     def send(self, message: Message) -> None:
-        """Send a message.
-
-        Raises:
-            ProtocolError: It may not come now.
-        """
+        """Send a message, or raise `ProtocolError` if it may not come now."""
         self._conversation.advance(message)
         self._dealer.send(encode(message))
 
     def loop(self) -> None:
-        """Serve until EXIT.
-
-        Raises:
-            ProtocolError: A message does not fit.
-        """
+        """Serve until EXIT; raise `ProtocolError` for a message that does not fit."""
         wait = self._dealer.wait
         while True:
             data = wait()
@@ -191,11 +177,7 @@ class Server:
                 return
 
     def handle(self, message: Message) -> bool:
-        """Do what a message says, and answer it; whether more may come.
-
-        Raises:
-            ProtocolError: It does not fit what came before it, or cannot be followed.
-        """
+        """Follow a message and answer it; return whether more may come. Raises as `loop` does."""
         self._conversation.advance(message)
         match message:
             case Predict():
@@ -216,7 +198,7 @@ class Server:
         return not isinstance(message, Exit)
 
     def _answer(self, message: Message) -> None:
-        """Send what came of a build or a run; an error where that is more than a message may carry."""
+        """Send the answer of a build or a run; an error if the answer is too large for a message."""
         try:
             data = encode(message)
         except ProtocolError as exc:
@@ -232,7 +214,6 @@ class Server:
         self._dealer.send(data)
 
     def close(self) -> None:
-        """Let go of the model and the socket."""
         self._runs.clear()
         if self._joined is not None:
             self._joined.close()
@@ -241,7 +222,7 @@ class Server:
     # Building.
 
     def _check_master(self, message: Build) -> None:
-        """Raise `_StrangerError` unless the master is this worker's. Before BUILD only EXIT may come."""
+        """Raise `_StrangerError` unless BUILD comes from this worker's master."""
         shown, expected = (
             token.encode(errors="surrogatepass") for token in (message.token, self._tokens.build)
         )
@@ -272,7 +253,7 @@ class Server:
                 self._tell_progress,
             )
             self._joined = JoinedRuns(self._engine)
-        except Exception as exc:  # whatever the runtime raises, the master gets it
+        except Exception as exc:  # the master gets whatever the runtime raises
             kind = "missing" if isinstance(exc, MissingDependencyError) else "build"
             return Error(kind=kind, text=_describe(exc), traceback=_story(exc))
         return BuildFinish(
@@ -292,11 +273,7 @@ class Server:
     # Running.
 
     def predict(self, data: bytes) -> None:
-        """Do what a PREDICT says, and answer it.
-
-        Raises:
-            ProtocolError: It is none, does not fit what came before it, or cannot be followed.
-        """
+        """Run a PREDICT and answer it; raise `ProtocolError` if it does not fit."""
         if len(data) < PREDICT_HEAD.size:
             raise ProtocolError(f"Predict: got {len(data)} bytes, expected a head")
         _, request, shard, version, size = PREDICT_HEAD.unpack_from(data)
@@ -306,16 +283,14 @@ class Server:
         if isinstance(answer, Message):
             self._answer(answer)
             return
-        # All outputs are where the master said.
+        # All outputs are in the places that the master chose.
         self._conversation.end_run()
         self._dealer.send(REPLY_HEAD.pack(REPLY, request, shard, answer))
 
     def _run_or_fail(
         self, request: int, shard: int, what: PredictJoined | tuple[int, int], body: bytes
     ) -> Message | float:
-        """Run: the answer, or only the seconds where that is all there is to say."""
-        kind = "predict"
-        failure: Exception
+        """Run: the answer, or only the seconds if all outputs are in their places."""
         try:
             if isinstance(what, PredictJoined):
                 outputs, seconds = self._run_joined(what)
@@ -326,29 +301,18 @@ class Server:
                     return seconds
                 outputs = self._place(produced, references)
             return Reply(request=request, shard=shard, outputs=outputs, seconds=seconds)
-        except RunCancelledError as exc:
-            kind, failure = "cancelled", exc
-        except InvalidInputError as exc:
-            kind, failure = "invalid", exc
-        except Exception as exc:  # a run that raises fails its request only, whatever it raises
-            failure = exc
-        return Error(
-            request=request,
-            shard=shard,
-            kind=kind,
-            text=_describe(failure),
-            traceback=_story(failure),
-        )
+        except Exception as exc:  # a run that raises anything fails only its request
+            kinds = {RunCancelledError: "cancelled", InvalidInputError: "invalid"}
+            kind = next((k for error, k in kinds.items() if isinstance(exc, error)), "predict")
+            text, story = _describe(exc), _story(exc)
+            return Error(request=request, shard=shard, kind=kind, text=text, traceback=story)
 
     def _run_joined(self, message: PredictJoined) -> tuple[tuple[TensorRef, ...], float]:
         """Run several requests as one batch."""
         if self._joined is None:
             raise ProtocolError("PREDICT_JOINED before a model was built")
         members = [
-            (
-                [self._buffer(reference) for reference in member["inputs"]],
-                [self._buffer(reference) for reference in member["outputs"]],
-            )
+            ([*map(self._buffer, member["inputs"])], [*map(self._buffer, member["outputs"])])
             for member in message.members
         ]
         weights = self._weights_of(message.weights)
@@ -363,14 +327,12 @@ class Server:
         return (), seconds
 
     def _bound(self, version: int, size: int, body: bytes) -> tuple[Run, tuple[TensorRef, ...]]:
-        """The run bound to this layout, and the places of its outputs; from the cache if it is there."""
+        """The run bound to this layout, and the places of its outputs; cached."""
         key = (version, size, body)
         found = self._runs.get(key)
         if found is not None:
             self._runs.move_to_end(key)
             return found[0], found[2]
-        if self._engine is None:
-            raise ProtocolError("PREDICT before a model was built")
         inputs, outputs = decode_body(body, size)
         weights = self._weights_of(version)
         resolved = [self._resolve(reference) for reference in inputs]
@@ -397,20 +359,13 @@ class Server:
         block = None if number is None else self._blocks.get(number)
         if block is None or offset + size > block.size:
             raise ProtocolError(f"tensor {name!r} does not lie in block {number}: {reference}")
-        return Buffer(
-            name=name,
-            element_type=element_type,
-            shape=shape,
-            address=block.address + offset,
-            size=size,
-        )
+        place = block.address + offset
+        return Buffer(name=name, element_type=element_type, shape=shape, address=place, size=size)
 
     def _execute(
         self, run: Run, request: int, shard: int
     ) -> tuple[Sequence[Produced | Strings], float]:
-        """Run, unless that is cancelled before or meanwhile."""
-        if self._engine is None:
-            raise ProtocolError("PREDICT before a model was built")
+        """Run, unless the run is cancelled before or meanwhile."""
         key = (request, shard)
         self._engine.arm()
         with self._lock:
@@ -428,7 +383,7 @@ class Server:
         return produced, seconds
 
     def _cancel_runs(self) -> None:
-        """The canceller."""
+        """The canceller thread."""
         while True:
             try:
                 key = self._cancels.wait()
@@ -438,7 +393,7 @@ class Server:
             if key is None:
                 return
             with self._lock:
-                if key == self._running and self._engine is not None:
+                if key == self._running:
                     self._engine.cancel()
                     continue
                 self._cancelled[key] = None
@@ -450,11 +405,7 @@ class Server:
     def _place(
         self, produced: Sequence[Produced | Strings], bound: tuple[TensorRef, ...]
     ) -> tuple[TensorRef, ...]:
-        """References to all outputs; what the engine produced by itself goes to a block of our own.
-
-        That is also what was bound and came out in another shape than the model declares. None where all were
-        written to where the master asked for them: it knows.
-        """
+        """References to all outputs; those that the engine allocated are copied to a block of this worker."""
         if not produced:
             return ()
         references = {reference[0]: reference for reference in bound}
@@ -466,13 +417,15 @@ class Server:
             )
         tensors = [item for item in produced if isinstance(item, Produced)]
         size = sum(align(item.size) for item in tensors)
-        block = self._new_block(size) if size else None
-        offset = 0
+        block, offset = None, 0
+        if size:
+            self._own_blocks += 1
+            block = Block.create(-self._own_blocks, size)
         for item in produced:
             if isinstance(item, Strings):
                 references[item.name] = (item.name, STRING, item.shape, None, item.values)
                 continue
-            # A tensor without elements needs no memory, and a block of no bytes cannot be.
+            # A tensor without elements needs no memory, and no block has 0 bytes.
             number = 0 if block is None else block.number
             if block is not None:
                 ctypes.memmove(block.address + offset, item.address, item.size)
@@ -481,17 +434,12 @@ class Server:
         if block is not None:
             self._lifeline.send_block(block.number, block.size, block.fd)
             block.close()
-        order = self._engine.spec.outputs if self._engine is not None else ()
-        return tuple(references[spec.name] for spec in order)
-
-    def _new_block(self, size: int) -> Block:
-        self._own_blocks += 1
-        return Block.create(-self._own_blocks, size)
+        return tuple(references[spec.name] for spec in self._engine.spec.outputs)
 
     # Weights.
 
     def _take_weights(self, message: UpdateWeights) -> None:
-        """Learn where a version lies, and forget those that no run will name any more."""
+        """Record where a version lies, and forget those that no run will name any more."""
         self._weights[message.version] = tuple(map(self._buffer, message.tensors))
         for version in [*self._weights]:
             if 0 < version < message.oldest:
@@ -507,7 +455,7 @@ class Server:
         return weights
 
     def _attach(self, message: Attach) -> None:
-        """Map a block of the master's."""
+        """Map a block of the master."""
         if message.block in self._blocks:
             raise ProtocolError(f"block {message.block} was attached before")
         try:
