@@ -1,21 +1,22 @@
-"""Programs with a pool in them, brought to a moment of its life and then ended from outside."""
+"""Programs with a pool, which signals end at a moment of the pool's life."""
 
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 
+import onnx
 import pytest
+from onnx.parser import parse_model
 
 from mcinfer.config import TransportKind
-from tests.process.fault_pools import CLOSE, HeldPipe, hold_imports
-from tests.process.models import FakeModel
-from tests.process.scripts import PREAMBLE, Program
-from tests.process.waiting import all_gone, is_alive, wait_until
+from tests.process.fault_pools import CLOSE, hold_imports
+from tests.process.models import AFFINE, FakeModel
+from tests.process.scripts import PREAMBLE, Ended, Program
+from tests.process.waiting import HeldPipe, all_gone, is_alive, wait_until
 
 _SERVICE = """
 import threading
@@ -47,7 +48,7 @@ with master:
     while True:
         time.sleep(60)
 """.replace("CLOSE", str(CLOSE))
-"""As a service is written: it serves until it is told to end."""
+"""A service: it serves until a signal ends it."""
 
 
 _WITHOUT_DESCRIPTORS = """
@@ -83,39 +84,25 @@ with mcinfer.Master(model, 2, options=options, verify="never") as master:
 _MOUNT = 'mount -t tmpfs -o size=1m,mode=700 tmpfs "$0" && exec "$@"'
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class End:
-    """How a program ended.
-
-    Attributes:
-        status: As of `subprocess`: negative for a signal.
-        err: What it wrote to its standard error.
-        seconds: From the fault until no process of it was left.
-    """
-
-    status: int
-    err: str
-    seconds: float
-
-
 class Service:
-    """A program at a moment; a context manager that leaves no process behind."""
+    """A program at a moment of its pool's life; a context manager that leaves no process behind."""
 
     def __init__(
         self,
         folder: Path,
         fake_model: FakeModel,
         moment: str,
-        handles: str,
+        *,
+        handles: bool,
         transport: TransportKind,
     ) -> None:
         """Start it and wait for that moment.
 
         Args:
-            folder: Of this program alone.
+            folder: For this program alone.
             fake_model: The fixture.
             moment: One of the matrix's.
-            handles: Not empty if it has a handler of SIGTERM that calls `sys.exit`.
+            handles: The program has a handler of SIGTERM that calls `sys.exit`.
             transport: Of its pool.
         """
         name = {"building": "build0", "busy": "run0", "exiting": "run0"}.get(moment)
@@ -123,11 +110,11 @@ class Service:
         late = ""
         if moment == "importing":
             late, pipe = hold_imports(folder)
-        self._pipes = [pipe] if pipe else []
         closing = HeldPipe(folder / "close")
-        self._pipes.append(closing)
+        self._pipes = [pipe, closing] if pipe else [closing]
         model = fake_model(build=f"told:{folder}/build", run=f"told:{folder}/run")
-        self.program = Program(PREAMBLE + _SERVICE, model, moment, late, handles, transport)
+        arguments = (model, moment, late, "yes" if handles else "", transport)
+        self.program = Program(PREAMBLE + _SERVICE, *arguments)
         try:
             self._reach(moment, pipe, closing, folder)
         except BaseException:
@@ -135,7 +122,6 @@ class Service:
             raise
 
     def _reach(self, moment: str, pipe: HeldPipe | None, closing: HeldPipe, folder: Path) -> None:
-        """Wait until the program is at that moment."""
         self.workers = self.program.pids()
         if moment in ("idle", "busy", "exiting", "being restarted"):
             assert self.program.line() == "started"
@@ -152,10 +138,11 @@ class Service:
             closing.tell("")
             wait_until(lambda: not is_alive(self.workers[1]))
 
-    def end(self, *signals: signal.Signals) -> End:
-        """Send these signals, each once the one before has had an effect, and wait until all is over.
+    def end(self, *signals: signal.Signals) -> tuple[float, Ended]:
+        """Send these signals, a second one once a worker is gone, and wait until all processes are gone.
 
-        Of a second one the effect to wait for is that a worker is gone: the master is ending them.
+        Returns:
+            The seconds from the first signal, and how the program ended.
         """
         memory = {*_memfds(self.program.pid)}
         began = monotonic()
@@ -178,7 +165,7 @@ class Service:
         ]
         assert not left, f"{left} hold memory of {self.program.pid}"
         assert os.listdir(os.environ["XDG_RUNTIME_DIR"]) == []
-        return End(status=ended.status, err=ended.err, seconds=seconds)
+        return seconds, ended
 
     def __enter__(self) -> "Service":
         return self
@@ -190,7 +177,7 @@ class Service:
 
 
 def _memfds(pid: int) -> Iterator[int]:
-    """The inodes of the memory files that a process has open; none for one that may not be looked at."""
+    """The inodes of the memory files that a process has open; none if they may not be read."""
     with suppress(OSError):
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             if "memfd:" in os.readlink(entry):
@@ -205,10 +192,10 @@ def _children(pid: int) -> list[int]:
 
 
 def start_without_descriptors(fake_model: FakeModel, transport: TransportKind) -> tuple[float, str]:
-    """A start with hardly any descriptor left, and then one with all of them, which must serve.
+    """Start with too few descriptors, then with all of them, which must serve.
 
     Returns:
-        The seconds of the first, and the type and the text of its error.
+        The seconds of the first start, and the type and the text of its error.
     """
     with Program(PREAMBLE + _WITHOUT_DESCRIPTORS, fake_model(), transport) as program:
         seconds, text, right = program.line(), program.line(), program.line()
@@ -217,22 +204,18 @@ def start_without_descriptors(fake_model: FakeModel, transport: TransportKind) -
         return float(seconds), text
 
 
-def start_with_full_disk(folder: Path, model: Path) -> float:
-    """The start of a pool whose cache has no room: it must serve, and warn once; the seconds that it takes.
+def start_with_full_disk(folder: Path) -> float:
+    """Start a pool whose cache has no room, in seconds: it must serve, and warn once.
 
-    Skips the test where no file system may be mounted.
+    Skips the test if no file system may be mounted.
     """
-    cache = folder / "cache"
+    model, cache = folder / "model.onnx", folder / "cache"
+    onnx.save(parse_model(AFFINE), model)
     cache.mkdir(mode=0o700)
     namespace = ("unshare", "-m") if os.geteuid() == 0 else ("unshare", "-Urm")
     command = (*namespace, "sh", "-c", _MOUNT, str(cache), sys.executable)
-    with Program(
-        PREAMBLE + _WITH_FULL_DISK,
-        model,
-        cache,
-        env={"MCINFER_CACHE": str(cache)},
-        command=command,
-    ) as program:
+    env = {"MCINFER_CACHE": str(cache)}
+    with Program(PREAMBLE + _WITH_FULL_DISK, model, cache, env=env, command=command) as program:
         seconds, right = program.line(), program.line()
         ended = program.wait()
     if not seconds and ended.err.startswith(("unshare:", "mount:")):

@@ -27,9 +27,8 @@ from mcinfer import (
     Timeouts,
 )
 from mcinfer.runtime import loop as loop_module
-from tests.process.fault_pools import HeldPipe
 from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
-from tests.process.waiting import pids, running, stop, wait_until
+from tests.process.waiting import HeldPipe, pids, running, stop, wait_until
 
 PATIENCE = 40.0
 ONE_ROW = 2 * 4 * 4

@@ -17,9 +17,15 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from mcinfer import BuildError, EngineOptions, Limits, Master, QueueFullError, RestartPolicy
-from tests.process.fault_pools import HeldPipe
 from tests.process.models import FakeModel, Inputs, act, fake_master, rows
-from tests.process.waiting import busy_pid, pids, states, wait_for_states, wait_until
+from tests.process.waiting import (
+    HeldPipe,
+    busy_pid,
+    pids,
+    states,
+    wait_for_states,
+    wait_until,
+)
 
 Array = NDArray[Any]
 

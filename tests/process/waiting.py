@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mcinfer import Master
@@ -86,3 +86,37 @@ def running(function: Callable[[], object]) -> Iterator["Future[object]"]:
         yield outcome
     finally:
         thread.join()
+
+
+class HeldPipe:
+    """A named pipe, and its writing end: a process that reads the pipe waits until the test writes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd: int | None = None
+        os.mkfifo(path)
+
+    def wait(self) -> None:
+        """Return once a process reads; the pipe's name is gone then, so a later reader finds none."""
+
+        def has_reader() -> bool:
+            try:
+                self._fd = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK)
+            except OSError:
+                return False
+            return True
+
+        wait_until(has_reader)
+        self._path.unlink()
+
+    def tell(self, text: str) -> None:
+        """Let the reader continue with this text; a second call does nothing."""
+        if self._fd is not None:
+            with suppress(BrokenPipeError):
+                os.write(self._fd, text.encode())
+            os.close(self._fd)
+            self._fd = None
+
+    def close(self) -> None:
+        self._path.unlink(missing_ok=True)
+        self.tell("")
