@@ -46,18 +46,6 @@ def test_requests_behind_a_worker_that_is_stopped_are_taken_back(fake_model: Fak
         wait_for_states(master, "ready", "ready")
 
 
-def test_worker_that_goes_on_late_skips_what_was_taken_back(fake_model: FakeModel) -> None:
-    with fake_master(fake_model(when={"-1": "sleep:0.3"}), 1) as master:
-        warm_up(master)
-        slow = master.submit(act(-1.0))
-        behind = master.submit(rows(2))
-        assert_answers(slow.result(timeout=20.0), act(-1.0))
-        assert_answers(behind.result(timeout=20.0), rows(2))
-        wait_until(lambda: states(master) == ["ready"])
-        [worker] = master.statistics().workers
-        assert (worker.failed, worker.restarts) == (0, 0)
-
-
 def test_worker_killed_with_one_given_ahead_costs_neither(fake_model: FakeModel) -> None:
     with fake_master(fake_model(run="sleep:0.005"), 2) as master:
         warm_up(master)

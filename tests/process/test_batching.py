@@ -3,7 +3,6 @@
 import asyncio
 import os
 import random
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,10 +26,8 @@ from mcinfer import (
 from mcinfer.requests.request import Arrays
 from mcinfer.statistics import WorkerStatistics
 from tests.process.models import (
-    AFFINE,
     FakeModel,
     Inputs,
-    OnnxModel,
     SharedMaster,
     act,
     assert_answers,
@@ -102,50 +99,6 @@ def test_requests_that_waited_for_the_worker_go_as_one_run(batching: Master) -> 
     )
     assert (statistics.in_flight, statistics.queued_shards) == (0, 0)
     wait_until(lambda: batching.statistics().memory_used_bytes == 0)
-
-
-def test_predict_as_one_piece_is_joined_as_well(batching: Master) -> None:
-    requests = [rows(1, first=10.0 * i) for i in range(4)]
-    before = the_worker(batching)
-    with ThreadPoolExecutor(4) as pool:
-        with kept_busy(batching):
-            futures = [pool.submit(batching.predict, inputs, shards=1) for inputs in requests]
-            wait_until(lambda: batching.statistics().queued_shards == 4)
-        assert_all_answered(futures, requests)
-    after = the_worker(batching)
-    assert (after.runs, after.completed) == (before.runs + 1, before.completed + 4)
-
-
-def test_onnx_model_answers_mixed_rows_of_many_threads_right(onnx_model: OnnxModel) -> None:
-    threads, each = 8, 25
-    together = threading.Barrier(threads)
-
-    with Master(
-        onnx_model(AFFINE),
-        2,
-        max_batch_size=16,
-        max_delay=0.05,
-        verify="never",
-        options=EngineOptions(threads=1, inter_op_threads=2),
-    ) as master:
-
-        def ask(thread: int) -> None:
-            chance = random.Random(thread)  # noqa: S311 no secret
-            requests = [
-                rows(chance.randint(1, 5), first=1e4 * thread + 100.0 * i) for i in range(each)
-            ]
-            together.wait()
-            assert_all_answered([master.submit(inputs) for inputs in requests], requests)
-
-        with ThreadPoolExecutor(threads) as pool:
-            for done in [pool.submit(ask, thread) for thread in range(threads)]:
-                done.result(timeout=40.0)
-        statistics = master.statistics()
-        assert statistics.accepted == statistics.succeeded == threads * each
-        workers = statistics.workers
-        assert sum(worker.completed for worker in workers) == threads * each
-        assert sum(worker.runs for worker in workers) < threads * each
-        assert sum(worker.failed for worker in workers) == 0
 
 
 # Those that fail.

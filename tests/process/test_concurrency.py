@@ -4,13 +4,12 @@ import asyncio
 import inspect
 import random
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from mcinfer import ClosedError, Limits, Master, McinferError, QueueFullError, Timeouts
+from mcinfer import ClosedError, Limits, Master, McinferError, Timeouts
 from mcinfer.requests.request import Arrays
 from tests.process.models import (
     FakeModel,
@@ -52,16 +51,6 @@ def test_sixty_four_threads_get_each_its_own_answers(pool_of_two: Master) -> Non
     assert statistics.accepted - before.accepted == threads * 6
     assert statistics.succeeded - before.succeeded == threads * 6
     assert (statistics.in_flight, statistics.queued_shards) == (0, 0)
-
-
-def test_hundred_tasks_get_each_its_own_answers(pool_of_two: Master) -> None:
-    async def ask_all() -> list[Arrays]:
-        return await asyncio.gather(
-            *(pool_of_two.predict_async(rows(3, 10.0 * i)) for i in range(100))
-        )
-
-    for i, outputs in enumerate(asyncio.run(ask_all())):
-        assert_answers(outputs, rows(3, 10.0 * i))
 
 
 def test_task_that_is_cancelled_stops_its_run_and_no_other(pool_of_two: Master) -> None:
@@ -123,17 +112,6 @@ def test_predict_in_a_callback_is_refused_and_does_not_wait_for_itself(pool_of_t
     assert_answers(pool_of_two.predict(rows(1)), rows(1))
 
 
-def test_submit_in_a_callback_does_not_wait_for_memory(fake_model: FakeModel) -> None:
-    limits = Limits(memory_bytes=4096, when_full="wait")
-    model = fake_model(when={"-1": "sleep:0.1"})
-    with fake_master(model, 1, limits=limits) as master:
-        held = master.allocate({"x": (200, 4)})
-        outcome = outcome_of_callback(master, -1.0, lambda: master.submit(rows(100)))
-        with pytest.raises(QueueFullError):
-            outcome.result(timeout=20.0)
-        assert held["x"].shape == (200, 4)
-
-
 def test_close_in_a_callback_ends_the_pool(fake_model: FakeModel) -> None:
     master = fake_master(fake_model(when={"-1": "sleep:0.1"}), 1).start()
     outcome_of_callback(master, -1.0, master.close).result(timeout=20.0)
@@ -161,18 +139,6 @@ def test_callbacks_that_submit_again_and_again_do_not_nest(pool_of_two: Master) 
     assert max(depths) < 100
 
 
-def test_answers_are_not_lost_while_others_are_cancelled(pool_of_two: Master) -> None:
-    """ZeroMQ's descriptor is edge-triggered: a message that came while another was sent must be seen."""
-    chance = random.Random(11)  # noqa: S311 no secret
-    for _ in range(100):
-        slow, quick = pool_of_two.submit(act(-1.0)), pool_of_two.submit(rows(1))
-        pause = time.perf_counter() + chance.random() * 0.0015
-        while time.perf_counter() < pause:
-            pass
-        slow.cancel()
-        assert_answers(quick.result(timeout=20.0), rows(1))
-
-
 def test_callbacks_run_in_no_callers_thread(pool_of_two: Master) -> None:
     """A callback may take a lock that the caller of `submit` holds, as with any executor."""
     lock, here = threading.Lock(), threading.current_thread()
@@ -194,19 +160,3 @@ def test_callbacks_run_in_no_callers_thread(pool_of_two: Master) -> None:
     wait_until(lambda: not pending)
     # One that is added to a finished future runs at once, where it is added.
     assert len(threads - {here}) <= 1
-
-
-def test_a_slow_callback_holds_up_no_predict(pool_of_two: Master) -> None:
-    entered, leave = threading.Event(), threading.Event()
-
-    def stay(_: object) -> None:
-        entered.set()
-        leave.wait(40.0)
-
-    try:
-        pool_of_two.submit(act(-2.0)).add_done_callback(stay)
-        assert_answers(pool_of_two.predict(rows(1), timeout=20.0), rows(1))
-        assert entered.wait(20.0)
-        assert_answers(pool_of_two.predict(rows(2), timeout=20.0), rows(2))
-    finally:
-        leave.set()

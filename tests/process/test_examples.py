@@ -6,9 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import onnx
 import psutil
-from onnx import TensorProto, helper
 
 from tests.process.waiting import all_gone, wait_until
 
@@ -44,36 +42,6 @@ def test_example_prints_the_samples_lines() -> None:
     )
     assert difference is not None
     assert float(difference[1]) <= 1e-4
-
-
-def test_example_runs_a_model_whole_whose_rows_depend_on_each_other(tmp_path: Path) -> None:
-    # The rows of this "UNet" are not independent: each is held against the mean of its batch.
-    def value(
-        name: str, shape: list[str | int], kind: int = TensorProto.FLOAT
-    ) -> onnx.ValueInfoProto:
-        return helper.make_tensor_value_info(name, kind, shape)
-
-    latents: list[str | int] = ["batch", 4, 8, 8]
-    graph = helper.make_graph(
-        [
-            helper.make_node("ReduceMean", ["encoder_hidden_states"], ["mean"], keepdims=1),
-            helper.make_node("Add", ["sample", "mean"], ["out_sample"]),
-        ],
-        "dependent",
-        [
-            value("sample", latents),
-            value("timestep", [1], TensorProto.INT64),
-            value("encoder_hidden_states", ["batch", 77, 4]),
-        ],
-        [value("out_sample", latents)],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)])
-    model.ir_version = 9
-    onnx.save(model, tmp_path / "dependent.onnx")
-    done = run("--model", str(tmp_path / "dependent.onnx"), "--size", "tiny", "--steps", "1")
-    assert done.returncode == 0, done.stderr
-    assert "the rows of a batch depend on each other: output 'out_sample' differs" in done.stderr
-    assert "Largest relative difference to one session =  0" in done.stdout
 
 
 def test_replaced_weights_are_those_of_a_model_that_has_them() -> None:

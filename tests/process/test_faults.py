@@ -1,7 +1,6 @@
 """Workers that die, hang or stop: what becomes of their requests, of the others', and of the pool."""
 
 import os
-import random
 import signal
 import threading
 from concurrent.futures import Future
@@ -9,16 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from mcinfer import RestartPolicy, Timeouts, WorkerDiedError
+from mcinfer import Timeouts, WorkerDiedError
 from mcinfer.requests.request import Arrays
 from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
 from tests.process.waiting import all_gone, busy_pid, pids, wait_for_states, wait_until
 
 SLOW = -1.0
 """What the first number of a request is for the act that a test is about."""
-
-GENEROUS = RestartPolicy(budget=1000, backoff=0.0)
-NO_BUDGET = RestartPolicy(budget=0, backoff_limit=3600.0)
 
 
 def test_worker_killed_in_its_part_of_a_batch_costs_no_row(
@@ -63,41 +59,3 @@ def test_run_that_is_cancelled_and_hangs_does_not_keep_its_worker_past_its_deadl
         assert future.cancel()
         assert_answers(master.predict(rows(1), timeout=20.0), rows(1))
         assert all_gone([hung])
-
-
-def test_killed_workers_cost_no_request_and_no_row(fake_model: FakeModel) -> None:
-    # A request that two kills hit is given up by design, so a kill waits until the one
-    # that the last kill hit, which goes first, must have been answered.
-    between = 12
-    with fake_master(fake_model(run="sleep:0.01"), 2, restart=GENEROUS) as master:
-        chance = random.Random(7)  # noqa: S311 no secret
-        over = threading.Event()
-        kills = 0
-
-        def kill() -> None:
-            nonlocal kills
-            answered = 0
-            while not over.wait(0.1):
-                now = master.statistics().succeeded
-                if now < answered + between:
-                    continue
-                alive = pids(master)
-                if alive:
-                    os.kill(chance.choice(alive), signal.SIGKILL)
-                    kills += 1
-                    answered = master.statistics().succeeded
-
-        killer = threading.Thread(target=kill)
-        killer.start()
-        inputs = [rows(chance.randint(1, 9), first=100.0 * i) for i in range(120)]
-        try:
-            for start in range(0, 120, 20):
-                futures = [master.submit(item) for item in inputs[start : start + 20]]
-                for item, future in zip(inputs[start : start + 20], futures, strict=True):
-                    assert_answers(future.result(timeout=20.0), item)
-        finally:
-            over.set()
-            killer.join()
-        assert kills >= 2
-        statistics = master.statistics()
-        assert (statistics.accepted, statistics.succeeded) == (120, 120)

@@ -13,11 +13,11 @@ import msgpack
 import pytest
 import zmq
 
-from mcinfer import ClosedError, Master, Timeouts
+from mcinfer import ClosedError, Master
 from mcinfer.protocol import VERSION, BuildFinish, Error, Hello, Reply, encode
 from mcinfer.requests.request import Arrays
 from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
-from tests.process.waiting import all_gone, pids, wait_for_states, wait_until
+from tests.process.waiting import all_gone, pids, wait_until
 
 
 def test_every_call_before_start_and_after_close_says_so_and_close_is_for_many(
@@ -69,42 +69,6 @@ def test_close_that_overtakes_a_start_ends_it_and_leaves_nothing(fake_model: Fak
         closer.join(20.0)
         assert not closer.is_alive()
         assert not [w for w in master.statistics().workers if w.pid is not None]
-
-
-def test_requests_in_flight_fail_when_the_master_is_closed(fake_model: FakeModel) -> None:
-    with fake_master(fake_model(when={"-1": "sleep:60"}), 1) as master:
-        futures = [master.submit(act(-1.0)) for _ in range(5)]
-        caller: Future[BaseException | None] = Future()
-
-        def ask() -> None:
-            try:
-                master.predict(act(-1.0))
-            except ClosedError as exc:
-                caller.set_result(exc)
-
-        asking = threading.Thread(target=ask)
-        asking.start()
-        wait_until(lambda: master.statistics().in_flight == 6)
-        master.close()
-        for future in futures:
-            assert isinstance(future.exception(timeout=20.0), ClosedError)
-        assert isinstance(caller.result(timeout=20.0), ClosedError)
-        asking.join()
-
-
-def test_worker_that_does_not_end_is_killed_after_the_time_that_close_is_given(
-    fake_model: FakeModel,
-) -> None:
-    model = fake_model(when={"-1": "hang:60"})
-    never = Timeouts(close=3600.0)
-    with fake_master(model, 1, timeouts=never) as master:
-        future = master.submit(act(-1.0))
-        workers = pids(master)
-        wait_for_states(master, "busy")
-        master.close(timeout=0.2)
-        assert all_gone(workers)
-        with pytest.raises(ClosedError):
-            future.result(timeout=20.0)
 
 
 def test_master_that_is_garbage_ends_its_workers_and_its_requests(fake_model: FakeModel) -> None:
@@ -224,20 +188,3 @@ def test_intruder_at_the_socket_changes_nothing(fake_model: FakeModel) -> None:
         assert socket.poll(0) == 0
         statistics = master.statistics()
         assert (statistics.accepted, statistics.failed) == (4, 0)
-
-
-def test_intruder_that_is_there_before_the_workers_does_not_take_their_place(
-    fake_model: FakeModel,
-) -> None:
-    master = fake_master(fake_model(build="sleep:0.3"), 1)
-    starting = threading.Thread(target=master.start)
-    starting.start()
-    wait_until(lambda: pids(master))
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.connect(way_to(master))
-        for guess in (*(f"{number:032}" for number in range(20)), "", "é", "\ud800"):
-            socket.send(encode(Hello(version=VERSION, pid=pids(master)[0], token=guess)))
-        starting.join()
-        assert_answers(master.predict(rows(3)), rows(3))
-        assert socket.poll(0) == 0
-    master.close()

@@ -149,42 +149,6 @@ def test_script_may_come_from_standard_input_and_needs_no_main_guard(fake_model:
         assert (ended.status, ended.err) == (0, "")
 
 
-def test_workers_import_what_is_only_on_the_users_path(
-    fake_model: FakeModel, tmp_path: Path
-) -> None:
-    """The package lies in a folder that the program adds to its path, and its worker runs that one."""
-    shutil.copytree(ROOT / "mcinfer", tmp_path / "added" / "mcinfer")
-    fake = tmp_path / "added" / "mcinfer" / "engines" / "_fake.py"
-    fake.write_text(
-        "import beside\n" + fake.read_text(encoding="utf-8").replace('("fake",)', "(beside.NAME,)"),
-        encoding="utf-8",
-    )
-    (tmp_path / "added" / "beside.py").write_text("NAME = 'the copy'\n", encoding="utf-8")
-    (tmp_path / "elsewhere").mkdir()
-    text = """
-import sys
-sys.path.insert(0, sys.argv[2])
-import mcinfer
-with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
-    print(mcinfer.__file__)
-    print(*master.statistics().workers[0].providers)
-"""
-    # A path that is not absolute is one from the master's working directory.
-    with Program(
-        text,
-        fake_model(),
-        "../added",
-        cwd=tmp_path / "elsewhere",
-        env={"PYTHONPATH": ""},
-        command=(sys.executable, "-P"),
-    ) as program:
-        ended = program.wait()
-    assert (ended.status, ended.err) == (0, "")
-    path, name = ended.out.splitlines()
-    assert (tmp_path / "elsewhere" / path).resolve().is_relative_to(tmp_path)
-    assert name == "the copy"
-
-
 def test_worker_is_started_again_as_the_first_was_wherever_the_user_has_gone(
     fake_model: FakeModel, tmp_path: Path
 ) -> None:

@@ -148,30 +148,6 @@ def test_worker_that_is_stopped_while_idle_is_told_from_one_that_waits(
 
 
 @pytest.mark.timeout(120)
-def test_pool_heals_by_itself_after_workers_were_killed_as_fast_as_they_came(
-    fake_model: FakeModel, caplog: pytest.LogCaptureFixture
-) -> None:
-    with fake_master(fake_model(), 2, restart=QUICK_PROBES) as master:
-        waiting = [master.submit(rows(1)) for _ in range(20)]
-        kills = 0
-        while kills < 6 or "failed" not in healths(caplog):
-            for pid in pids(master):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                    kills += 1
-            waiting.append(master.submit(rows(1)))
-            assert kills < 2000
-            time.sleep(0.1)  # the pace of the kills, and no wait for anything
-        assert master.wait_ready(60.0).serving == 2
-        assert_answers(master.predict(rows(4)), rows(4))
-        # Each is answered, or says what the pool suffers from.
-        for future in waiting:
-            exc = future.exception(20.0)
-            assert exc is None or (isinstance(exc, WorkerDiedError) and "SIGKILL" in str(exc))
-        wait_until(lambda: healths(caplog)[-1] == "ready")
-
-
-@pytest.mark.timeout(120)
 def test_requests_fail_at_once_until_a_worker_can_load_the_model_again(
     fake_model: FakeModel,
 ) -> None:

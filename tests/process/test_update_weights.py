@@ -23,7 +23,6 @@ from tests.process.waiting import (
     busy_pid,
     pids,
     states,
-    wait_for_states,
     wait_until,
 )
 
@@ -197,17 +196,6 @@ def test_request_in_flight_finishes_with_the_version_that_it_began_with(
         assert [seen(future.result(timeout=20.0)) for future in slow] == [1, 1]
         assert seen(waiting.result(timeout=20.0)) == 1
         assert seen(late.result(timeout=20.0)) == 11
-
-
-def test_update_does_not_wait_for_workers_that_are_busy(fake_model: FakeModel) -> None:
-    model = fake_model(**TWO_WEIGHTS, when={"-1": "sleep:600"})
-    with fake_master(model, 2, options=REPLACEABLE) as master:
-        busy = [master.submit(act(SLOW)) for _ in range(2)]
-        wait_for_states(master, "busy", "busy")
-        assert master.update_weights(both(1), timeout=0.0) == 1
-        assert states(master) == ["busy", "busy"]
-        assert all(future.cancel() for future in busy)
-        assert ask(master, 4) == 1
 
 
 def test_worker_that_is_started_again_serves_the_latest_version(fake_model: FakeModel) -> None:
