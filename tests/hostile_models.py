@@ -274,20 +274,6 @@ def run_bomb() -> bytes:
     return content
 
 
-def slow() -> bytes:
-    """Constants that take minutes to compute, and little memory."""
-    nodes = [helper.make_node("ConstantOfShape", ["shape"], ["zeros"])]
-    nodes += [helper.make_node("Add", ["zeros", "one"], ["m0"])]
-    nodes += [helper.make_node("MatMul", [f"m{i}", "m0"], [f"m{i + 1}"]) for i in range(500)]
-    nodes += [
-        helper.make_node("ReduceSum", ["m500"], ["sum"], keepdims=0),
-        helper.make_node("Add", ["x", "sum"], ["y"]),
-    ]
-    one = numpy_helper.from_array(np.array(1, np.float32), "one")
-    content: bytes = proto(nodes, constant("shape", 3000, 3000), one).SerializeToString()
-    return content
-
-
 def growing(megabytes: int) -> bytes:
     """A model of a few bytes whose optimised form has so many megabytes."""
     nodes = [

@@ -1,6 +1,5 @@
 """Requests that are joined to one run, and which request goes next, with real processes."""
 
-import asyncio
 import os
 import random
 import time
@@ -18,9 +17,7 @@ from mcinfer import (
     InvalidInputError,
     Master,
     PredictError,
-    PredictTimeoutError,
     RestartPolicy,
-    Timeouts,
     WorkerDiedError,
 )
 from mcinfer.requests.request import Arrays
@@ -135,22 +132,6 @@ def test_run_that_nobody_wants_any_more_is_stopped_and_its_worker_lives_on(
     assert_answers(batching.predict(rows(3), timeout=20.0), rows(3))
 
 
-def test_request_without_an_end_runs_out_of_time_alone(fake_model: FakeModel) -> None:
-    timeouts = Timeouts(cancel_grace=0.2)
-    model = fake_model(when=acts("hang:600"))
-    with fake_master(model, 1, max_batch_size=8, timeouts=timeouts, restart=GENEROUS) as master:
-        with kept_busy(master):
-            before = master.submit(rows(1))
-            bad = master.submit(act(BAD), timeout=2.0)
-            after = master.submit(rows(2))
-        wait_until(lambda: master.statistics().queued_shards == 0)
-        with pytest.raises(PredictTimeoutError, match="ran on worker 0"):
-            bad.result(timeout=20.0)
-        assert_answers(before.result(timeout=20.0), rows(1))
-        assert_answers(after.result(timeout=20.0), rows(2))
-        assert the_worker(master).restarts == 1
-
-
 def test_every_request_of_a_mixed_crowd_comes_to_its_own_end(fake_model: FakeModel) -> None:
     threads, each = 6, 20
 
@@ -244,27 +225,6 @@ def test_request_of_a_higher_priority_overtakes_all_that_wait(batching: Master) 
         note_ends(order, names, futures)
     wait_until(lambda: len(order) == 21)
     assert order == ["high", *names[:20]]
-
-
-def test_priority_is_for_predict_and_its_async_twin_too(batching: Master) -> None:
-    order: list[str] = []
-
-    def ask(name: str, priority: int) -> None:
-        assert_answers(batching.predict(rows(8), priority=priority), rows(8))
-        order.append(name)
-
-    with ThreadPoolExecutor(2) as pool:
-        with kept_busy(batching):
-            low = pool.submit(ask, "low", 0)
-            wait_until(lambda: batching.statistics().queued_shards == 1)
-            between = batching.submit(act(BAD, 8), priority=1)
-            high = pool.submit(ask, "high", 2)
-            wait_until(lambda: batching.statistics().queued_shards == 3)
-        for future in (low, high, between):
-            future.result(timeout=20.0)
-    assert order == ["high", "low"]
-    answer = asyncio.run(batching.predict_async(rows(4), priority=3, shards=1))
-    assert_answers(answer, rows(4))
 
 
 # What else may be said.

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from mcinfer import ClosedError, Limits, Master, McinferError, Timeouts
+from mcinfer import ClosedError, Limits, Master, Timeouts
 from mcinfer.requests.request import Arrays
 from tests.process.models import (
     FakeModel,
@@ -103,13 +103,6 @@ def outcome_of_callback(
 
     master.submit(act(model_act)).add_done_callback(call)
     return outcome
-
-
-def test_predict_in_a_callback_is_refused_and_does_not_wait_for_itself(pool_of_two: Master) -> None:
-    outcome = outcome_of_callback(pool_of_two, -2.0, lambda: pool_of_two.predict(rows(1)))
-    with pytest.raises(McinferError, match=r"callback.*submit\(\)"):
-        outcome.result(timeout=20.0)
-    assert_answers(pool_of_two.predict(rows(1)), rows(1))
 
 
 def test_close_in_a_callback_ends_the_pool(fake_model: FakeModel) -> None:

@@ -1,6 +1,5 @@
 """The loop: what callers do to one another through it, what would end it, and waits that must have an end."""
 
-import asyncio
 import errno
 import logging
 import math
@@ -11,7 +10,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 import pytest
@@ -20,7 +18,6 @@ from mcinfer import (
     BuildError,
     ClosedError,
     Limits,
-    Master,
     McinferError,
     PredictTimeoutError,
     QueueFullError,
@@ -28,47 +25,14 @@ from mcinfer import (
 )
 from mcinfer.runtime import loop as loop_module
 from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
-from tests.process.waiting import HeldPipe, pids, running, stop, wait_until
+from tests.process.waiting import in_line, pids, running, stop, wait_until
 
 PATIENCE = 40.0
 ONE_ROW = 2 * 4 * 4
 """Bytes of a request for one row of the usual model, and of its answer."""
 
 
-def in_line(master: Master) -> int:
-    return len(master._loop._line)
-
-
 # Callers beside one another.
-
-
-def test_task_that_is_cancelled_in_the_line_does_not_cancel_the_one_before_it(
-    fake_model: FakeModel, tmp_path: Path
-) -> None:
-    limits = Limits(queue=1, when_queue_full="wait")
-    held = HeldPipe(tmp_path / "run0")
-    model = fake_model(when={"-1": f"told:{tmp_path}/run", "-2": "sleep:1"})
-    with fake_master(model, 1, limits=limits) as master:
-
-        async def ask() -> None:
-            tasks = []
-            for place, number in enumerate((-1.0, -2.0, 3.0)):
-                tasks.append(asyncio.create_task(master.predict_async(act(number))))
-                while in_line(master) < place:
-                    await asyncio.sleep(0.002)
-                await asyncio.sleep(0.02)
-            held.wait()
-            held.tell("")
-            assert_answers(await tasks[0], act(-1.0))
-            while in_line(master) != 1:
-                await asyncio.sleep(0.002)
-            tasks[2].cancel()  # it has no place yet; the one before it runs
-            with pytest.raises(asyncio.CancelledError):
-                await tasks[2]
-            assert_answers(await tasks[1], act(-2.0))
-
-        asyncio.run(ask())
-        assert in_line(master) == 0
 
 
 def test_caller_whose_time_is_over_in_the_line_makes_way_at_once(fake_model: FakeModel) -> None:

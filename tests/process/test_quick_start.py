@@ -101,8 +101,3 @@ def test_parallel_quick_start_fails_where_an_answer_is_not_that_of_a_single_mode
     assert done.returncode == 1
     assert "from that of a single model" in done.stderr
     assert "success" not in done.stdout
-
-
-def test_missing_model_is_told_in_one_line(tmp_path: Path) -> None:
-    done = run(SINGLE, "--model", str(tmp_path / "none.onnx"))
-    assert_refused(done, "model_path does not exist")

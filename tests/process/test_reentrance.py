@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 
-from mcinfer import ClosedError, Limits, Master, McinferError, PredictError, RequestTrace, Timeouts
+from mcinfer import ClosedError, Limits, Master, PredictError, RequestTrace, Timeouts
 from tests.process.models import FakeModel, Inputs, act, assert_answers, fake_master, rows
 from tests.process.waiting import pids, wait_for_states, wait_until
 
@@ -114,22 +114,6 @@ def test_handler_of_a_signal_may_wait_for_an_answer_while_its_thread_does(
                 assert_answers(ask(act(BAD)), act(BAD))
                 timer.join()
             assert_answers(answers[0], act(inner))
-
-
-def test_trace_hook_that_waits_is_told_that_it_may_not(fake_model: FakeModel) -> None:
-    outcomes: list[object] = []
-
-    def hook(_: RequestTrace) -> None:
-        if not outcomes:
-            try:
-                outcomes.append(master.predict(rows(1)))
-            except McinferError as exc:
-                outcomes.append(str(exc))
-
-    with fake_master(fake_model(), 1, trace=hook) as master:
-        assert_answers(master.predict(rows(2), timeout=PATIENCE), rows(2))
-        wait_until(lambda: outcomes)
-    assert "use submit() there" in str(outcomes[0])
 
 
 def test_trace_hook_that_wants_to_exit_ends_nothing(

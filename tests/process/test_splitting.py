@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from mcinfer import (
     InvalidInputError,
     Master,
-    PredictError,
     RequestTrace,
     RestartPolicy,
     Split,
@@ -115,35 +114,6 @@ def test_axes_of_outputs_may_be_said(onnx_model: OnnxModel) -> None:
         assert_equal(master.predict(silero(5), **axes), alone(path, silero(5)))
 
 
-# Outputs that do not join.
-
-SELECTED = onnx("""(float[batch, 4] x) => (int64[num_selected, 2] selected) <float zero = {0.0}> {
-    positive = Greater(x, zero)
-    where = NonZero(positive)
-    selected = Transpose <perm = [1, 0]> (where)
-}""")
-
-
-# Axes that are said.
-
-
-def test_other_shape_than_was_said_is_an_error_that_names_it(onnx_model: OnnxModel) -> None:
-    path = onnx_model(SELECTED)
-    axes: dict[str, Any] = {
-        "batch_axes": {"x": 0},
-        "output_axes": {"selected": 1},
-        "verify": "never",
-    }
-    x = {"x": np.concatenate([-np.ones((2, 4), np.float32), np.ones((2, 4), np.float32)])}
-    with Master(path, 2, **axes) as master:
-        with pytest.raises(
-            PredictError,
-            match=r"output 'selected' joins along axis 1.*expected \[0, \?\] from worker \d .*got \[8, 2\]",
-        ):
-            master.predict(x)
-        assert_equal(master.predict(x), alone(path, x))  # whole, from now on
-
-
 # Rows that depend on each other.
 
 
@@ -160,9 +130,6 @@ def test_model_that_mixes_its_rows_runs_whole(
     assert len(warnings()) == 1
     assert "requests run whole, on one worker" in warnings()[0]
     assert "output 'y'" in warnings()[0] or "output 'z'" in warnings()[0]
-
-
-# What a request shows, and what it does not.
 
 
 def test_what_was_learned_is_recorded_for_the_next_master(onnx_model: OnnxModel) -> None:
@@ -245,24 +212,6 @@ def test_task_that_is_cancelled_while_it_learns_stops_its_runs(fake_model: FakeM
         asyncio.run(ask(master))
         wait_until(lambda: not master.statistics().in_flight, timeout=30.0)
         assert master.statistics().cancelled == 1
-
-
-def test_interrupted_check_leaves_the_master_as_it_was(fake_model: FakeModel) -> None:
-    model = fake_model(run="sleep:0.5")
-    with Master(model, 2, engine="fake") as master:
-        timer = threading.Timer(0.7, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
-        timer.start()
-
-        def learn_for_ever() -> None:
-            while True:
-                master.learn(rows(4))
-
-        with pytest.raises(KeyboardInterrupt):
-            learn_for_ever()
-        timer.join()
-        wait_until(lambda: not master.statistics().in_flight, timeout=30.0)
-        assert_answers(master.predict(rows(4)), rows(4))
-        assert master.learn(rows(4)).checked
 
 
 def test_program_of_the_documentation_prints_what_it_says(

@@ -117,10 +117,8 @@ def _kill_now_and_then(master: Master, stop: threading.Event) -> int:
     return kills
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("max_batch_size", [1, 8])
 def test_no_answer_mixes_versions_nor_is_any_older_than_one_before_it(
-    fake_model: FakeModel, max_batch_size: int
+    fake_model: FakeModel,
 ) -> None:
     answers, stop = _Answers(), threading.Event()
     numbers = itertools.count(1)
@@ -130,7 +128,7 @@ def test_no_answer_mixes_versions_nor_is_any_older_than_one_before_it(
             2,
             options=REPLACEABLE,
             restart=GENEROUS,
-            max_batch_size=max_batch_size,
+            max_batch_size=8,
         ) as master,
         ThreadPoolExecutor(8) as pool,
     ):
@@ -236,9 +234,6 @@ def test_future_callback_may_update(fake_model: FakeModel) -> None:
         master.submit(rows(1)).add_done_callback(update)
         assert updated.result(timeout=20.0) == 1
         assert ask(master) == 3
-
-
-# What cannot be.
 
 
 # Memory.

@@ -48,6 +48,11 @@ def wait_for_states(master: Master, *expected: str, timeout: float = 30.0) -> No
     wait_until(lambda: sorted(states(master)) == sorted(expected), timeout)
 
 
+def in_line(master: Master) -> int:
+    """How many callers wait for room in the queue."""
+    return len(master._loop._line)
+
+
 def busy_pid(master: Master) -> int:
     """The process of the one worker that is in a run, once there is one."""
     found: list[int] = []
