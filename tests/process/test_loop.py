@@ -174,7 +174,7 @@ def test_caller_that_is_interrupted_while_it_waits_for_memory_holds_nobody_up(
             raise KeyboardInterrupt
 
         before = signal.signal(signal.SIGUSR1, handler)
-        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1))
+        timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGUSR1))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
             master.predict(rows(15_000), shards=1, timeout=math.inf)

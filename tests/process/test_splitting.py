@@ -189,7 +189,7 @@ def test_worker_that_is_killed_in_the_check_costs_no_request(fake_model: FakeMod
         answers: list[Any] = []
         caller = threading.Thread(target=lambda: answers.append(master.predict(rows(4))))
         caller.start()
-        wait_until(lambda: sum(runs(master)) == 1, timeout=40.0)  # the whole run has ended
+        wait_until(lambda: sum(runs(master)) >= 1)  # the whole run has ended
         for pid in pids(master):
             os.kill(pid, signal.SIGKILL)
         caller.join(60.0)

@@ -30,7 +30,16 @@ from mcinfer.requests.request import Arrays
 from mcinfer.statistics import Health, RequestTrace
 from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
 from tests.process.scripts import PREAMBLE, Program
-from tests.process.waiting import all_gone, busy_pid, pids, running, states, stop, wait_until
+from tests.process.waiting import (
+    HeldPipe,
+    all_gone,
+    busy_pid,
+    pids,
+    running,
+    states,
+    stop,
+    wait_until,
+)
 
 SLOW = -1.0
 """What the first number of a request is for the act that a test is about."""
@@ -88,17 +97,18 @@ def traffic(master: Master, threads: int = 2) -> Iterator[None]:
 # Health.
 
 
-def test_health_is_told_from_the_start_to_the_end(
-    fake_model: FakeModel, caplog: pytest.LogCaptureFixture
+def test_health_is_known_from_the_start_to_the_end(
+    fake_model: FakeModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    master = fake_master(fake_model(build="sleep:0.2"), 2)
+    master, pipe = fake_master(fake_model(build=f"told:{tmp_path}/"), 2), HeldPipe(tmp_path / "0")
     with pytest.raises(ClosedError):
         master.wait_ready(0.1)
     with running(master.start):
-        wait_until(lambda: "building" in states(master))
+        pipe.wait()
         health = master.health()
         assert (health.state, health.workers) == ("starting", 2)
         assert "is starting (building)" in str(health)
+        pipe.tell("")
         assert master.wait_ready().state == "ready"
     with closing(master):
         health = master.health()
