@@ -229,26 +229,16 @@ FAULTS = {
     ),
     "worker: SIGSTOP": Fault(
         words="stopped and never continued",
-        cells={
-            "importing": _NOT_READY,
-            "building": _NOT_READY,
-            "idle": _HANGS,
-            "busy": _HANGS,
-            "exiting": _CLOSING,
-            "being restarted": _DIES,
-        },
+        cells=dict.fromkeys(("importing", "building"), _NOT_READY)
+        | {"idle": _HANGS, "busy": _HANGS, "exiting": _CLOSING, "being restarted": _DIES},
         thorough=("importing", "being restarted"),
         socketpair=("busy",),
         inflict=_stop,
     ),
     "worker: SIGSTOP, late SIGCONT": Fault(
         words="stopped, and continued after its request timed out, or a moment later",
-        cells={
-            "importing": _KEPT,
-            "building": _KEPT,
-            "busy": (TIMED_OUT, KEPT),
-            "exiting": _CLOSING,
-        },
+        cells=dict.fromkeys(("importing", "building"), _KEPT)
+        | {"busy": (TIMED_OUT, KEPT), "exiting": _CLOSING},
         thorough=("importing", "exiting"),
         inflict=_stop,
         relent=_continue,
