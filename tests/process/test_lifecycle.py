@@ -13,7 +13,7 @@ import msgpack
 import pytest
 import zmq
 
-from mcinfer import ClosedError, Master
+from mcinfer import ClosedError
 from mcinfer.protocol import VERSION, BuildFinish, Error, Hello, Reply, encode
 from mcinfer.requests.request import Arrays
 from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
@@ -138,29 +138,7 @@ def test_pool_speaks_through_logging_alone(
     assert {record.name for record in caplog.records} <= {"mcinfer.master", "asyncio"}
 
 
-GARBAGE = [
-    b"",
-    b"\xc1",
-    b"\x80",
-    os.urandom(1000),
-    b"\x91" * 5000,
-    msgpack.packb([1, 2, 3]),
-    msgpack.packb({"id": 99}),
-    msgpack.packb({"id": 5, "version": "one"}),
-    msgpack.packb({"id": 2, "request": 0}),
-]
-
-
-def way_to(master: Master) -> str:
-    """An endpoint at which this process can connect, as a process of the same user that traces it could."""
-    return f"ipc:///proc/self/fd/{master._loop._connections.transport.add(9)}"
-
-
 def test_intruder_at_the_socket_changes_nothing(fake_model: FakeModel) -> None:
-    def is_as_before() -> None:
-        assert_answers(master.predict(rows(3)), rows(3))
-        assert pids(master) == workers
-
     with (
         fake_master(fake_model(when={"-1": "sleep:0.5"}), 1) as master,
         zmq.Context() as context,
@@ -168,23 +146,21 @@ def test_intruder_at_the_socket_changes_nothing(fake_model: FakeModel) -> None:
     ):
         workers = pids(master)
         socket.setsockopt(zmq.LINGER, 1000)
-        socket.connect(way_to(master))
-        for data in GARBAGE:
+        # As a process of the same user that traces this one could.
+        socket.connect(f"ipc:///proc/self/fd/{master._loop._connections.transport.add(9)}")
+        future = master.submit(act(-1.0))
+        for data in (b"", b"\xc1", os.urandom(1000), msgpack.packb({"id": 2, "request": 0})):
             socket.send(data)
         socket.send_multipart([b"one", b"two", b"three"])
-        is_as_before()
-        future = master.submit(act(-1.0))
         for token in ("", "0" * 32, "é"):
-            for pid in (os.getpid(), *workers):
-                socket.send(encode(Hello(version=VERSION, pid=pid, token=token)))
-        for request in range(4):
-            socket.send(encode(Reply(request=request, shard=0, outputs=(), seconds=0.0)))
-            socket.send(encode(Error(request=request, shard=0, kind="predict", text="boo")))
+            socket.send(encode(Hello(version=VERSION, pid=workers[0], token=token)))
+        socket.send(encode(Reply(request=0, shard=0, outputs=(), seconds=0.0)))
+        socket.send(encode(Error(request=0, shard=0, kind="predict", text="boo")))
         socket.send(encode(Error(kind="build", text="boo")))
         socket.send(encode(BuildFinish(inputs=(), outputs=(), providers=(), seconds=0.0)))
-        is_as_before()
         assert_answers(future.result(timeout=20.0), act(-1.0))
-        is_as_before()
+        assert_answers(master.predict(rows(3)), rows(3))
+        assert pids(master) == workers
         assert socket.poll(0) == 0
         statistics = master.statistics()
-        assert (statistics.accepted, statistics.failed) == (4, 0)
+        assert (statistics.accepted, statistics.failed) == (2, 0)

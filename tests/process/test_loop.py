@@ -105,43 +105,39 @@ def test_start_that_the_system_refuses_in_another_way_than_an_os_error_fails(
 
 
 @pytest.mark.parametrize(
-    ("name", "runs"), [("loop", True), ("loop", False), ("delivery", True), ("output", False)]
+    ("name", "runs", "error", "words"),
+    [
+        ("loop", True, KeyboardInterrupt(), None),
+        ("loop", False, KeyboardInterrupt(), None),
+        ("delivery", True, KeyboardInterrupt(), None),
+        ("output", False, KeyboardInterrupt(), None),
+        ("loop", False, RuntimeError("can't start new thread"), "new thread"),
+        ("print", False, RuntimeError("can't start new thread"), "new thread"),
+    ],
 )
-def test_ctrl_c_while_a_thread_is_started_leaves_none(
-    fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch, name: str, runs: bool
+def test_start_leaves_nothing_if_a_thread_fails_to_start_or_is_interrupted(
+    fake_model: FakeModel,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    runs: bool,
+    error: BaseException,
+    words: str | None,
 ) -> None:
     start = threading.Thread.start
 
-    def interrupted(thread: threading.Thread) -> None:
+    def fails(thread: threading.Thread) -> None:
         if thread.name == f"mcinfer-{name}":
             if runs:
                 start(thread)
-            raise KeyboardInterrupt
+            raise type(error)(*error.args)
         start(thread)
 
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    monkeypatch.setattr(threading.Thread, "start", fails)
     master = fake_master(fake_model(), 1)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(BuildError if words else KeyboardInterrupt, match=words):
         master.start()
     with pytest.raises(ClosedError):
         master.predict(rows(1))
-
-
-@pytest.mark.parametrize("name", ["loop", "print"])
-def test_start_that_gets_no_thread_fails_and_leaves_nothing(
-    fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    start = threading.Thread.start
-
-    def refused(thread: threading.Thread) -> None:
-        if thread.name == f"mcinfer-{name}":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    master = fake_master(fake_model(), 1)
-    with pytest.raises(BuildError, match="new thread"):
-        master.start()
 
 
 def test_futures_that_were_dropped_hold_no_memory_while_a_callback_does_not_return(

@@ -386,26 +386,6 @@ def test_workers_that_have_grown_are_recycled(fake_model: FakeModel) -> None:
 CALLER: ContextVar[str] = ContextVar("CALLER", default="nobody")
 
 
-class Traces:
-    """What a hook was told, and by whose call."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, RequestTrace]] = []
-
-    def __call__(self, trace: RequestTrace) -> None:
-        self.told.append((CALLER.get(), trace))
-
-    def only(self, caller: str) -> RequestTrace:
-        """The one trace of a caller's request, once it is told; its times are in order."""
-        wait_until(lambda: any(name == caller for name, _ in self.told))
-        [trace] = [trace for name, trace in self.told if name == caller]
-        assert trace.called <= trace.queued <= trace.settled <= trace.joined <= time.monotonic()
-        for run in trace.shards:
-            assert trace.queued <= run.sent <= run.answered <= trace.settled
-            assert 0.0 <= run.run_seconds <= run.answered - run.sent
-        return trace
-
-
 def called(name: str, function: Callable[[], object]) -> None:
     """Call it as this caller, whatever comes of it."""
     token = CALLER.set(name)
@@ -419,10 +399,14 @@ def called(name: str, function: Callable[[], object]) -> None:
 def test_every_request_is_traced_once_in_the_context_of_its_call(
     fake_model: FakeModel, tmp_path: Path
 ) -> None:
-    traces = Traces()
+    traces: list[tuple[str, RequestTrace]] = []
+
+    def hook(trace: RequestTrace) -> None:
+        traces.append((CALLER.get(), trace))
+
     dies = tmp_path / "dies"
     model = fake_model(when={"-1": "fail", "-2": "sleep:60", "-3": f"once:{dies}:kill"})
-    with fake_master(model, 2, trace=traces) as master:
+    with fake_master(model, 2, trace=hook) as master:
 
         def cancelled() -> "Future[Arrays]":
             future = master.submit(act(-2.0))
@@ -440,21 +424,27 @@ def test_every_request_is_traced_once_in_the_context_of_its_call(
         called("invalid", lambda: master.predict({"z": rows(1)["x"]}))
         workers = {worker.pid for worker in master.statistics().workers}
 
-        whole = traces.only("predict")
+        wait_until(lambda: len(traces) == 6)
+        of = dict(traces)
+        assert len({trace.request for trace in of.values()}) == 6
+        for trace in of.values():
+            assert trace.called <= trace.queued <= trace.settled <= trace.joined <= time.monotonic()
+            for run in trace.shards:
+                assert trace.queued <= run.sent <= run.answered <= trace.settled
+                assert 0.0 <= run.run_seconds <= run.answered - run.sent
+        whole = of["predict"]
         assert (whole.outcome, whole.error, whole.rows) == ("succeeded", None, 5)
         assert [(run.shard, run.attempts) for run in whole.shards] == [(0, 1), (1, 1)]
         assert sorted(run.device for run in whole.shards) == ["cpu:0", "cpu:1"]
-        single = traces.only("submit")
+        single = of["submit"]
         assert (single.outcome, single.rows, len(single.shards)) == ("succeeded", 2, 1)
-        failed = traces.only("fails")
+        failed = of["fails"]
         assert (failed.outcome, failed.shards) == ("failed", ())
         assert isinstance(failed.error, PredictError)
-        assert traces.only("cancelled").outcome == "cancelled"
-        late = traces.only("late")
+        assert of["cancelled"].outcome == "cancelled"
+        late = of["late"]
         assert isinstance(late.error, PredictTimeoutError)
         assert late.settled - late.called >= 0.1
-        again = traces.only("dies")
+        again = of["dies"]
         assert (again.outcome, again.shards[0].attempts) == ("succeeded", 2)
         assert again.shards[0].pid in workers
-        assert len(traces.told) == 6
-        assert len({trace.request for _, trace in traces.told}) == 6

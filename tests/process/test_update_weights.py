@@ -5,7 +5,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -78,97 +78,57 @@ def test_request_after_an_update_sees_it_on_every_worker(fake_model: FakeModel) 
         assert min(worker.completed for worker in master.statistics().workers) > 5
 
 
-class _Answers:
-    """What clients saw: which value, and the latest version that had been returned before they asked."""
-
-    def __init__(self) -> None:
-        self.versions: dict[float, int] = {0.0: 0}
-        self.returned = 0
-        self.seen: list[list[tuple[int, float]]] = []
-        self._lock = threading.Lock()
-
-    def updated(self, value: float, version: int) -> None:
-        with self._lock:
-            self.versions[value] = version
-            self.returned = max(self.returned, version)
-
-    def check(self) -> None:
-        assert sorted(self.versions.values()) == [*range(len(self.versions))]
-        for answers in self.seen:
-            last = 0
-            for returned, value in answers:
-                assert self.versions[value] >= max(returned, last)
-                last = self.versions[value]
-
-
-def _until(stop: threading.Event, action: Callable[[], None]) -> None:
-    while not stop.is_set():
-        action()
-
-
-def _kill_now_and_then(master: Master, stop: threading.Event) -> int:
-    """Kill a worker whenever all are ready again; how many."""
-    chance = random.Random(0)  # noqa: S311 no secret
-    kills = 0
-    while not stop.wait(chance.uniform(0.05, 0.2)):
-        if all(state in ("ready", "busy") for state in states(master)):
-            os.kill(chance.choice(pids(master)), signal.SIGKILL)
-            kills += 1
-    return kills
-
-
 def test_no_answer_mixes_versions_nor_is_any_older_than_one_before_it(
     fake_model: FakeModel,
 ) -> None:
-    answers, stop = _Answers(), threading.Event()
+    """Two threads replace the weights, four ask, and one kills workers."""
+    versions, stop = {0.0: 0}, threading.Event()
+    answers: list[list[tuple[int, float]]] = [[] for _ in range(4)]
     numbers = itertools.count(1)
+    options: dict[str, Any] = {"options": REPLACEABLE, "restart": GENEROUS, "max_batch_size": 8}
     with (
-        fake_master(
-            fake_model(**TWO_WEIGHTS),
-            2,
-            options=REPLACEABLE,
-            restart=GENEROUS,
-            max_batch_size=8,
-        ) as master,
+        fake_master(fake_model(**TWO_WEIGHTS), 2, **options) as master,
         ThreadPoolExecutor(8) as pool,
     ):
 
         def update() -> None:
-            value = float(next(numbers))
-            answers.updated(value, master.update_weights(both(value)))
+            while not stop.is_set():
+                value = float(next(numbers))
+                versions[value] = master.update_weights(both(value))
 
-        def client(count: int, shards: int | None) -> Callable[[], None]:
-            mine: list[tuple[int, float]] = []
-            answers.seen.append(mine)
-
-            def ask_once() -> None:
-                returned = answers.returned
+        def client(index: int, count: int, shards: int | None) -> None:
+            while not stop.is_set():
+                returned = max(versions.copy().values())
                 outputs = master.predict(rows(count), shards=shards, timeout=20.0)
-                mine.append((returned, seen(outputs)))
+                answers[index].append((returned, seen(outputs)))
 
-            return ask_once
+        def kill() -> None:
+            chance = random.Random(0)  # noqa: S311 no secret
+            while not stop.wait(chance.uniform(0.05, 0.2)):
+                if all(state in ("ready", "busy") for state in states(master)):
+                    os.kill(chance.choice(pids(master)), signal.SIGKILL)
 
-        clients = [client(8, None), client(3, 2), client(1, 1), client(2, 1)]
-        running = [pool.submit(_until, stop, action) for action in (update, update, *clients)]
-        killing = pool.submit(_kill_now_and_then, master, stop)
+        clients = [(0, 8, None), (1, 3, 2), (2, 1, 1), (3, 2, 1)]
+        running = [pool.submit(update), pool.submit(update), pool.submit(kill)]
+        running += [pool.submit(client, *asks) for asks in clients]
         try:
-            wait_until(lambda: any(w.restarts for w in master.statistics().workers), timeout=40.0)
-            before, asked = len(answers.versions), [*map(len, answers.seen)]
-            wait_until(lambda: len(answers.versions) > before + 20, timeout=40.0)
-            wait_until(
-                lambda: all(len(s) > n + 5 for s, n in zip(answers.seen, asked, strict=True)),
-                timeout=40.0,
-            )
+            wait_until(lambda: any(w.restarts for w in master.statistics().workers))
+            before, asked = len(versions), [*map(len, answers)]
+            wait_until(lambda: len(versions) > before + 20)
+            wait_until(lambda: all(len(s) > n + 5 for s, n in zip(answers, asked, strict=True)))
         finally:
             stop.set()
         for future in running:
             future.result(timeout=40.0)
-        assert killing.result(timeout=40.0) > 0
         statistics = master.statistics()
         assert statistics.failed == 0
-        assert statistics.weights_version == len(answers.versions) - 1 > 20
-        assert statistics.succeeded == sum(map(len, answers.seen))
-        answers.check()
+        assert statistics.succeeded == sum(map(len, answers))
+        assert sorted(versions.values()) == [*range(len(versions))]
+        for got in answers:
+            last = 0
+            for returned, value in got:
+                assert versions[value] >= max(returned, last)
+                last = versions[value]
 
 
 # Requests that are on their way.
