@@ -94,7 +94,6 @@ class Fault:
         inflict: Puts the fault to the pool.
         relent: Runs once callers have asked.
         setting: Arguments of the pool.
-        inside: The worker itself acts, so that an idle one needs a thread for it.
         signals: For a fault of the whole program: the signals that it gets.
         handles: That program handles SIGTERM.
     """
@@ -106,7 +105,6 @@ class Fault:
     inflict: Callable[[Pool], None] = lambda _: None
     relent: Callable[[Pool], None] = lambda _: None
     setting: Mapping[str, Any] = field(default_factory=dict)
-    inside: bool = False
     signals: tuple[signal.Signals, ...] = ()
     handles: bool = False
 
@@ -246,17 +244,14 @@ FAULTS = {
     ),
     "worker: segfault": Fault(
         words="reads address 0",
-        cells={"building": _DIES, "idle": _DIES},
-        thorough=("idle",),
+        cells={"building": _DIES},
         inflict=partial(_tell, "segfault"),
-        inside=True,
     ),
     "worker: _exit": Fault(
         words="`os._exit(3)`",
         cells={"importing": _DIES, "busy": _DIES},
         thorough=("importing",),
         inflict=partial(_tell, "exit"),
-        inside=True,
     ),
     "worker: out of memory": Fault(
         words="asks for 1 GiB with 256 MiB of address space left (`RLIMIT_AS`); during the start, "
@@ -420,7 +415,7 @@ def run_cell(cell: Cell, folder: Path, fake_model: FakeModel) -> str:
     if fault.signals:
         return _text(_run_in_program(cell, folder, fake_model))
     with Pool(folder, fake_model, cell.moment, **_setting(cell)) as pool:
-        pool.reach(inside=fault.inside)
+        pool.reach()
         _check_health(pool, before=True)
         began = monotonic()
         fault.inflict(pool)

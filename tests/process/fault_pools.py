@@ -205,8 +205,8 @@ class Pool:
 
     # The moments.
 
-    def reach(self, *, inside: bool) -> None:
-        """Bring the pool to its moment; with `inside`, an idle worker can be told to act."""
+    def reach(self) -> None:
+        """Bring the pool to its moment."""
         match self.moment:
             case "starting":  # the process exists, and no more
                 self._begin()
@@ -221,8 +221,6 @@ class Pool:
                 self._hold("building")
             case "idle":
                 self._start()
-                if inside:
-                    self._hold_aside()
                 wait_for_states(self.master, "ready", "ready")
             case "busy":
                 self._reach_busy()
@@ -250,16 +248,6 @@ class Pool:
             if self._hostile and b"hostile" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 self._victim = index
         self.pid = pids(self.master)[self._victim]
-
-    def _hold_aside(self) -> None:
-        """Hold a thread of the idle worker."""
-        first = self._pipe("run")
-        self._held = self._pipe("aside")
-        caller = self.submit()
-        first.wait()
-        first.tell(f"aside:told:{self._folder}/aside")
-        assert caller.outcome() is None
-        self._held.wait()
 
     def _reach_busy(self) -> None:
         """Both workers are in a run; more requests are queued."""

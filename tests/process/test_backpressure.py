@@ -1,4 +1,4 @@
-"""More requests than a pool is to take on: refused, or waiting for their turn; and nobody starves."""
+"""More requests than a pool accepts: they are refused, or wait for their turn."""
 
 import asyncio
 import itertools
@@ -21,7 +21,7 @@ from tests.process.waiting import in_line, pids, running, stop, wait_until
 
 ONE = Limits(queue=1, when_queue_full="wait")
 
-CALLER: ContextVar[str] = ContextVar("CALLER", default="nobody")
+CALLER: ContextVar[str] = ContextVar("CALLER", default="main")
 
 
 @contextmanager
@@ -97,8 +97,8 @@ def test_callers_wait_for_room_and_are_admitted_first_come_first_served(
         assert in_line(master) == 0
         assert master.statistics().succeeded == 7
         wait_until(lambda: len(traces) == 7)
-    traces.sort(key=lambda told: told[1].request)
-    assert [name for name, _ in traces] == ["nobody", *"abcdef"]
+    traces.sort(key=lambda item: item[1].request)
+    assert [name for name, _ in traces] == ["main", *"abcdef"]
     # Never more than one was under way, and each had waited since its call.
     for (_, before), (_, after) in itertools.pairwise(traces):
         assert after.called < before.settled <= after.queued

@@ -1,7 +1,6 @@
 """Requests that are joined to one run, and which request goes next, with real processes."""
 
 import os
-import random
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +15,6 @@ from mcinfer import (
     EngineOptions,
     InvalidInputError,
     Master,
-    PredictError,
     RestartPolicy,
     WorkerDiedError,
 )
@@ -130,47 +128,6 @@ def test_run_that_nobody_wants_any_more_is_stopped_and_its_worker_lives_on(
     assert batching.statistics().cancelled == cancelled + 4
     assert the_worker(batching).runs == runs
     assert_answers(batching.predict(rows(3), timeout=20.0), rows(3))
-
-
-def test_every_request_of_a_mixed_crowd_comes_to_its_own_end(fake_model: FakeModel) -> None:
-    threads, each = 6, 20
-
-    with fake_master(fake_model(when=acts(), run="sleep:0.001"), 2, max_batch_size=16) as master:
-
-        def ask(thread: int) -> tuple[int, int]:
-            """How many failed, and were cancelled."""
-            chance = random.Random(thread)  # noqa: S311 no secret
-            bad: list[Future[Arrays]] = []
-            good: list[tuple[Future[Arrays], Inputs]] = []
-            cancelled = 0
-            for i in range(each):
-                kind = chance.random()
-                if kind < 0.1:
-                    bad.append(master.submit(act(BAD, chance.randint(1, 3))))
-                    continue
-                inputs = rows(chance.randint(1, 9), first=1e4 * thread + 100.0 * i)
-                future = master.submit(inputs, priority=chance.randint(-1, 1))
-                if kind < 0.2 and future.cancel():
-                    cancelled += 1
-                else:
-                    good.append((future, inputs))
-            for future, inputs in good:
-                assert_answers(future.result(timeout=40.0), inputs)
-            for future in bad:
-                with pytest.raises(PredictError):
-                    future.result(timeout=40.0)
-            return len(bad), cancelled
-
-        with ThreadPoolExecutor(threads) as pool:
-            ends = [*pool.map(ask, range(threads))]
-        statistics = master.statistics()
-        failed, cancelled = (sum(counts) for counts in zip(*ends, strict=True))
-        assert statistics.failed == failed
-        assert statistics.succeeded + statistics.cancelled == threads * each - failed
-        # One that is cancelled as its answer comes is counted as answered.
-        assert statistics.cancelled <= cancelled
-        assert statistics.in_flight == 0
-        assert all(worker.restarts == 0 for worker in statistics.workers)
 
 
 # Waiting for company.

@@ -8,28 +8,14 @@ from pathlib import Path
 
 import psutil
 
+from tests.process.scripts import ROOT, run_example
 from tests.process.waiting import all_gone, wait_until
 
-ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "sd_dual_core"
-SHARING = ROOT / "examples" / "weight_sharing" / "main.py"
-
-
-def run(
-    *arguments: str, script: Path = EXAMPLE / "main.py", cwd: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-        cwd=cwd,
-    )
+SHARING = "weight_sharing/main.py"
 
 
 def test_example_prints_the_samples_lines() -> None:
-    done = run("--size", "tiny", "--steps", "2")
+    done = run_example("sd_dual_core/main.py", "--size", "tiny", "--steps", "2")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "Success to build model 0" in lines
@@ -45,7 +31,7 @@ def test_example_prints_the_samples_lines() -> None:
 
 
 def test_replaced_weights_are_those_of_a_model_that_has_them() -> None:
-    done = run("--size", "tiny", script=EXAMPLE / "replace_weights.py")
+    done = run_example("sd_dual_core/replace_weights.py", "--size", "tiny")
     assert done.returncode == 0, done.stderr
     _, count, *timed, change, error, last = done.stdout.splitlines()
     assert count == "48 weights of 0.1 MB can be replaced"
@@ -57,7 +43,7 @@ def test_replaced_weights_are_those_of_a_model_that_has_them() -> None:
 
 
 def test_three_processes_share_one_copy_of_the_weights(tmp_path: Path) -> None:
-    done = run(script=SHARING, cwd=tmp_path)
+    done = run_example(SHARING, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     model, handle, *reports, last = done.stdout.splitlines()
     assert model == "model: 100.7 MB"
@@ -73,7 +59,7 @@ def test_three_processes_share_one_copy_of_the_weights(tmp_path: Path) -> None:
 
 
 def test_process_that_dies_is_reported_and_not_waited_for() -> None:
-    command = [sys.executable, str(SHARING)]
+    command = [sys.executable, str(ROOT / "examples" / SHARING)]
     with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as owner:
         try:
             owned = psutil.Process(owner.pid)

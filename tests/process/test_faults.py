@@ -43,7 +43,7 @@ def test_request_that_kills_two_workers_is_given_up_and_named(fake_model: FakeMo
         text = str(caught.value)
         assert f"worker 0 (cpu:0, pid {first}) killed by SIGSEGV" in text
         assert f"worker 1 (cpu:1, pid {second}) killed by SIGSEGV" in text
-        # The pool serves on, at first with nobody, then with those that were started again.
+        # The pool still serves, at first without a worker, then with those that were started again.
         assert_answers(master.predict(rows(4)), rows(4))
         wait_for_states(master, "ready", "ready")
         assert_answers(master.predict(rows(4)), rows(4))

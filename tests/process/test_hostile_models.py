@@ -1,7 +1,6 @@
-"""Models made to do harm: an error that says where and why, and a master that is none the worse for it.
+"""Models that do harm, in a real pool, while another pool serves.
 
-Each is given to a real pool, while another one serves. The same models are given to the engine alone, with
-each way to load them, in `tests/test_preparation.py`.
+`tests/test_preparation.py` gives the same models to the engine alone, with each way to load them.
 """
 
 import ctypes
@@ -38,7 +37,7 @@ IN_OPEN, IN_ACCESS = 0x20, 0x1
 
 @contextmanager
 def untouched(path: Path) -> Iterator[None]:
-    """Fail if anybody opens or reads a file meanwhile."""
+    """Fail if a process opens or reads the file meanwhile."""
     libc = ctypes.CDLL(None, use_errno=True)
     watch = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
     assert watch >= 0

@@ -117,7 +117,7 @@ def test_stream_that_cannot_be_written_to_stops_no_worker(
             raise LookupError("of the user's own")
 
     monkeypatch.setattr(sys, "stdout", Broken())
-    # More than a pipe takes: a worker whose output nobody reads would wait.
+    # More than a pipe takes: a worker whose output is not read would wait.
     with fake_master(fake_model(run=f"print:{'x' * 50_000}"), 1) as master:
         for _ in range(5):
             assert_answers(master.predict(rows(1), timeout=20.0), rows(1))

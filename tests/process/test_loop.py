@@ -1,4 +1,4 @@
-"""The loop: what callers do to one another through it, what would end it, and waits that must have an end."""
+"""The loop: callers beside one another, faults in it, and waits that must end."""
 
 import errno
 import logging

@@ -1,4 +1,4 @@
-"""Users' code in the middle of ours: handlers of signals and of the log, trace hooks, forks, kept errors."""
+"""Code of users within calls of the master: handlers of signals and of the log, trace hooks, forks."""
 
 import asyncio
 import gc

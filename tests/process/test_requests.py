@@ -1,4 +1,4 @@
-"""What may be asked: requests that do not fit are refused before anything is sent, others are answered."""
+"""Requests: those that do not fit are refused before anything is sent, others are answered."""
 
 import os
 import signal

@@ -17,7 +17,16 @@ SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 def test_some_seconds_of_mixed_traffic_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
     record_file = tmp_path / "soak.json"
     done = subprocess.run(
-        [sys.executable, str(SOAK), "--seconds", "1", "--json", str(record_file)],
+        [
+            sys.executable,
+            str(SOAK),
+            "--seconds",
+            "1",
+            "--max-batch-size",
+            "8",
+            "--json",
+            str(record_file),
+        ],
         capture_output=True,
         text=True,
         timeout=140,

@@ -383,7 +383,7 @@ def test_workers_that_have_grown_are_recycled(fake_model: FakeModel) -> None:
 
 # Traces.
 
-CALLER: ContextVar[str] = ContextVar("CALLER", default="nobody")
+CALLER: ContextVar[str] = ContextVar("CALLER", default="main")
 
 
 def called(name: str, function: Callable[[], object]) -> None:

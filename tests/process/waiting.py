@@ -1,4 +1,4 @@
-"""Waiting for what other processes do: for a condition, with a deadline, never for luck."""
+"""Waiting for other processes: for a condition, with a time limit."""
 
 import os
 import signal
@@ -76,7 +76,7 @@ def stop(pid: int) -> None:
 
 @contextmanager
 def running(function: Callable[[], object]) -> Iterator["Future[object]"]:
-    """Call it in a thread of its own, which has ended when this is left."""
+    """Call the function in a thread, which has ended after the with statement."""
     outcome: Future[object] = Future()
 
     def run() -> None:
