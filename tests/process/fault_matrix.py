@@ -30,7 +30,11 @@ from mcinfer import (
 )
 from mcinfer.config import TRANSPORTS, TransportKind
 from tests.process.fault_pools import Pool
-from tests.process.fault_programs import Service, start_with_full_disk, start_without_descriptors
+from tests.process.fault_programs import (
+    end_service,
+    start_with_full_disk,
+    start_without_descriptors,
+)
 from tests.process.models import FakeModel, Inputs
 from tests.process.waiting import pids, states, wait_for_states, wait_until
 
@@ -479,13 +483,12 @@ def _setting(cell: Cell) -> dict[str, Any]:
 
 def _run_in_program(cell: Cell, folder: Path, fake_model: FakeModel) -> float:
     fault, (hit, _) = FAULTS[cell.fault], cell.row
-    with Service(
-        folder, fake_model, cell.moment, handles=fault.handles, transport=cell.transport
-    ) as service:
-        seconds, ended = service.end(*fault.signals)
-        assert ended.status == hit.status, ended
-        assert "[worker" not in ended.err
-        if len(fault.signals) == 1 and hit is INTERRUPTED:
-            assert ended.err.count("Traceback") == 1
-            assert ended.err.endswith("KeyboardInterrupt\n")
-        return seconds
+    where = folder, fake_model, cell.moment
+    how: dict[str, Any] = {"handles": fault.handles, "transport": cell.transport}
+    seconds, ended = end_service(*where, *fault.signals, **how)
+    assert ended.status == hit.status, ended
+    assert "[worker" not in ended.err
+    if len(fault.signals) == 1 and hit is INTERRUPTED:
+        assert ended.err.count("Traceback") == 1
+        assert ended.err.endswith("KeyboardInterrupt\n")
+    return seconds

@@ -4,11 +4,12 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from time import monotonic
 
 import onnx
+import psutil
 import pytest
 from onnx.parser import parse_model
 
@@ -53,16 +54,18 @@ with master:
 
 _WITHOUT_DESCRIPTORS = """
 import resource
+def pool():
+    return mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never", transport=sys.argv[2])
 most = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 6, most[1]))
 began = time.monotonic()
 try:
-    mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never", transport=sys.argv[2]).start()
+    pool().start()
 except mcinfer.McinferError as exc:
     say(time.monotonic() - began)
     say(f"{type(exc).__name__}: {exc}")
 resource.setrlimit(resource.RLIMIT_NOFILE, most)
-with mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never", transport=sys.argv[2]) as master:
+with pool() as master:
     say((master.predict(X)["y"] == 3).all())
 """
 
@@ -84,96 +87,74 @@ with mcinfer.Master(model, 2, options=options, verify="never") as master:
 _MOUNT = 'mount -t tmpfs -o size=1m,mode=700 tmpfs "$0" && exec "$@"'
 
 
-class Service:
-    """A program at a moment of its pool's life; a context manager that leaves no process behind."""
+def end_service(
+    folder: Path,
+    fake_model: FakeModel,
+    moment: str,
+    *signals: signal.Signals,
+    handles: bool,
+    transport: TransportKind,
+) -> tuple[float, Ended]:
+    """Send signals to a program at a moment of its pool's life; fail if it leaves anything behind.
 
-    def __init__(
-        self,
-        folder: Path,
-        fake_model: FakeModel,
-        moment: str,
-        *,
-        handles: bool,
-        transport: TransportKind,
-    ) -> None:
-        """Start it and wait for that moment.
+    Args:
+        folder: For this program alone.
+        fake_model: The fixture.
+        moment: One of the matrix's.
+        signals: The first at that moment, the second once a worker is gone.
+        handles: The program has a handler of SIGTERM that calls `sys.exit`.
+        transport: Of its pool.
 
-        Args:
-            folder: For this program alone.
-            fake_model: The fixture.
-            moment: One of the matrix's.
-            handles: The program has a handler of SIGTERM that calls `sys.exit`.
-            transport: Of its pool.
-        """
-        name = {"building": "build0", "busy": "run0", "exiting": "run0"}.get(moment)
-        pipe = HeldPipe(folder / name) if name else None
-        late = ""
+    Returns:
+        The seconds until all processes were gone, and how the program ended.
+    """
+    with ExitStack() as stack:
+
+        def pipe(name: str) -> HeldPipe:
+            made = HeldPipe(folder / name)
+            stack.callback(made.close)
+            return made
+
+        late, held, closing = "", None, pipe("close")
         if moment == "importing":
-            late, pipe = hold_imports(folder)
-        closing = HeldPipe(folder / "close")
-        self._pipes = [pipe, closing] if pipe else [closing]
+            late, held = hold_imports(folder)
+            stack.callback(held.close)
+        elif moment != "being restarted":
+            held = pipe("build0" if moment == "building" else "run0")
         model = fake_model(build=f"told:{folder}/build", run=f"told:{folder}/run")
         arguments = (model, moment, late, "yes" if handles else "", transport)
-        self.program = Program(PREAMBLE + _SERVICE, *arguments)
-        try:
-            self._reach(moment, pipe, closing, folder)
-        except BaseException:
-            self.__exit__()  # the with statement will not: it has no object yet
-            raise
-
-    def _reach(self, moment: str, pipe: HeldPipe | None, closing: HeldPipe, folder: Path) -> None:
-        self.workers = self.program.pids()
-        if moment in ("idle", "busy", "exiting", "being restarted"):
-            assert self.program.line() == "started"
+        program = stack.enter_context(Program(PREAMBLE + _SERVICE, *arguments))
+        workers = program.pids()
+        if moment in ("busy", "exiting", "being restarted"):
+            assert program.line() == "started"
         if moment == "being restarted":
-            pipe = HeldPipe(folder / "build0")
-            self._pipes.append(pipe)
-            os.kill(self.workers[0], signal.SIGKILL)
-        if pipe is not None:
-            pipe.wait()
-        if moment == "being restarted":
-            self.workers += [pid for pid in _children(self.program.pid) if pid not in self.workers]
+            held = pipe("build0")
+            os.kill(workers[0], signal.SIGKILL)
+        assert held is not None
+        held.wait()
         if moment == "exiting":
             closing.wait()
             closing.tell("")
-            wait_until(lambda: not is_alive(self.workers[1]))
-
-    def end(self, *signals: signal.Signals) -> tuple[float, Ended]:
-        """Send these signals, a second one once a worker is gone, and wait until all processes are gone.
-
-        Returns:
-            The seconds from the first signal, and how the program ended.
-        """
-        memory = {*_memfds(self.program.pid)}
+            wait_until(lambda: not is_alive(workers[1]))
+        workers += [child.pid for child in psutil.Process(program.pid).children()]
+        memory = {*_memfds(program.pid)}
         began = monotonic()
         for count, number in enumerate(signals):
             if count:
-                wait_until(lambda: not all(map(is_alive, self.workers)))
+                wait_until(lambda: not all(map(is_alive, workers)))
             with suppress(ProcessLookupError):
                 if number == signal.SIGINT:
-                    self.program.interrupt()
+                    program.interrupt()
                 else:
-                    self.program.send_signal(number)
-        wait_until(lambda: all_gone([self.program.pid, *self.workers]))
+                    program.send_signal(number)
+        wait_until(lambda: all_gone([program.pid, *workers]))
         seconds = monotonic() - began
-        ended = self.program.wait()
+        ended = program.wait()
         assert ended.out == ""
-        left = [
-            pid
-            for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
-            if memory & {*_memfds(pid)}
-        ]
-        assert not left, f"{left} hold memory of {self.program.pid}"
+        left = [pid for pid in psutil.pids() if memory & {*_memfds(pid)}]
+        assert not left, f"{left} hold memory of {program.pid}"
         assert os.listdir(os.environ["XDG_RUNTIME_DIR"]) == []
         return seconds, ended
-
-    def __enter__(self) -> "Service":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for pipe in self._pipes:
-            pipe.close()
-        self.program.__exit__()
 
 
 def _memfds(pid: int) -> Iterator[int]:
@@ -182,13 +163,6 @@ def _memfds(pid: int) -> Iterator[int]:
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             if "memfd:" in os.readlink(entry):
                 yield entry.stat().st_ino
-
-
-def _children(pid: int) -> list[int]:
-    text = ""
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        text += (task / "children").read_text(encoding="ascii") + " "
-    return [int(word) for word in text.split()]
 
 
 def start_without_descriptors(fake_model: FakeModel, transport: TransportKind) -> tuple[float, str]:
