@@ -22,7 +22,6 @@ from mcinfer.protocol import (
     REPLY,
     REPLY_HEAD,
     VERSION,
-    Build,
     BuildFinish,
     Error,
     Hello,
@@ -54,6 +53,7 @@ from tests.fuzz.target import (
     SPEC,
     Target,
     Violation,
+    build,
     hello,
 )
 
@@ -170,7 +170,7 @@ class MasterTarget(Target):
         self._level = self._log.level
         self._log.setLevel(logging.CRITICAL + 1)
         self._timeouts, self._restart, self._limits = Timeouts(), RestartPolicy(), Limits()
-        self._builds = [_build()] * _WORKERS
+        self._builds = [build("/model")] * _WORKERS
         self._loop = loop = FedLoop(
             self._builds,
             timeouts=self._timeouts,
@@ -526,21 +526,6 @@ def _filled(number: int, size: int) -> Block:
     pattern = np.random.default_rng(size).integers(0, _FOREIGN, size, np.uint8)
     memoryview(block.memory(0, size)).cast("B")[:] = pattern.tobytes()
     return block
-
-
-def _build() -> Build:
-    return Build(
-        model="/model",
-        engine="fake",
-        device="cpu:0",
-        cores=(0,),
-        shared=False,
-        threads=None,
-        inter_op_threads=None,
-        allow_fallback=False,
-        session_config={},
-        provider_options={},
-    )
 
 
 def _built(spec: ModelSpec) -> BuildFinish:

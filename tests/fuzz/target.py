@@ -3,7 +3,7 @@
 import random
 from abc import ABC, abstractmethod
 
-from mcinfer.protocol import VERSION, Hello
+from mcinfer.protocol import VERSION, Build, Hello
 from mcinfer.runtime.worker_process import WorkerProcess
 from mcinfer.specs import STRING, ModelSpec, TensorSpec, numpy_dtype
 
@@ -26,6 +26,22 @@ SPEC, KNOWN_SPEC = (
     )
     for outputs in (OUTPUTS, KNOWN_OUTPUTS)
 )
+
+
+def build(model: str, variable_weights: tuple[str, ...] = ()) -> Build:
+    return Build(
+        model=model,
+        engine="fake",
+        device="cpu:0",
+        cores=(),
+        shared=False,
+        threads=1,
+        inter_op_threads=None,
+        allow_fallback=False,
+        variable_weights=variable_weights,
+        session_config={},
+        provider_options={},
+    )
 
 
 def hello(process: WorkerProcess) -> Hello:

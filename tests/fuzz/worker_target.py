@@ -14,7 +14,6 @@ from mcinfer.protocol import (
     PREDICT,
     VERSION,
     Attach,
-    Build,
     Cancel,
     Conversation,
     Detach,
@@ -35,7 +34,7 @@ from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import tensor_bytes
 from mcinfer.validators import TensorRef
 from mcinfer.worker.server import Server, Tokens
-from tests.fuzz.target import BLOCK_BYTES, INPUTS, ROWS, Target, Violation
+from tests.fuzz.target import BLOCK_BYTES, INPUTS, ROWS, Target, Violation, build
 
 _TOKENS = Tokens(hello="secret", build="")  # no secret
 _PREDICT_ID = bytes([PREDICT])
@@ -65,27 +64,12 @@ class WorkerTarget(Target):
         self._server = Server(connection, _TOKENS, self._worker_end, self._listening)
         self._blocks = [Block.create(number, BLOCK_BYTES) for number in range(2)]
         self._server.send(Hello(version=VERSION, pid=100, token=_TOKENS.hello))
-        self._server.handle(self._build())
+        self._server.handle(build(self._model, ("w",)))
         self._restore()
 
     def _connect(self) -> None:
         self._ours_socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._ours, self._worker_end = Lifeline(self._ours_socket), Lifeline(theirs)
-
-    def _build(self) -> Build:
-        return Build(
-            model=self._model,
-            engine="fake",
-            device="cpu:0",
-            cores=(),
-            shared=False,
-            threads=1,
-            inter_op_threads=None,
-            allow_fallback=False,
-            variable_weights=("w",),
-            session_config={},
-            provider_options={},
-        )
 
     def _restore(self) -> None:
         """Bring the worker back to one model and two blocks."""
@@ -126,7 +110,7 @@ class WorkerTarget(Target):
         weights = UpdateWeights(version=2, oldest=1, tensors=(_tensor("w", (4,), 1, 0),))
         attach, again = Attach(block=5, size=BLOCK_BYTES), Attach(block=0, size=1)
         others = (weights, Detach(block=1), Exit(), attach, again, Cancel(request=1, shard=0))
-        messages = (*(run, joined) * 3, *others, self._build())
+        messages = (*(run, joined) * 3, *others, build(self._model, ("w",)))
         return [encode(message) for message in messages]
 
     def take(self, data: bytes) -> str:

@@ -4,7 +4,6 @@ import asyncio
 import inspect
 import random
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -19,7 +18,7 @@ from tests.process.models import (
     fake_master,
     rows,
 )
-from tests.process.waiting import pids, wait_for_states, wait_until
+from tests.process.waiting import pids, settle, wait_for_states, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -89,25 +88,11 @@ def test_task_that_waits_for_memory_leaves_the_loop_free(fake_model: FakeModel) 
         assert_answers(asyncio.run(ask()), rows(100))
 
 
-def outcome_of_callback(
-    master: Master, model_act: float, callback: Callable[[], object]
-) -> Future[object]:
-    """What a callback of a request's future, which runs where answers are settled, comes to."""
-    outcome: Future[object] = Future()
-
-    def call(_: "Future[Arrays]") -> None:
-        try:
-            outcome.set_result(callback())
-        except BaseException as exc:
-            outcome.set_exception(exc)
-
-    master.submit(act(model_act)).add_done_callback(call)
-    return outcome
-
-
 def test_close_in_a_callback_ends_the_pool(fake_model: FakeModel) -> None:
     master = fake_master(fake_model(when={"-1": "sleep:0.1"}), 1).start()
-    outcome_of_callback(master, -1.0, master.close).result(timeout=20.0)
+    outcome: Future[object] = Future()
+    master.submit(act(-1.0)).add_done_callback(lambda _: settle(outcome, master.close))
+    outcome.result(timeout=20.0)
     wait_for_states(master, "gone")
     with pytest.raises(ClosedError):
         master.predict(rows(1))

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 
 import psutil
 import pytest
@@ -25,7 +26,7 @@ from mcinfer import (
 )
 from mcinfer.runtime import loop as loop_module
 from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
-from tests.process.waiting import in_line, pids, running, stop, wait_until
+from tests.process.waiting import in_line, pids, running, settle, stop, wait_until
 
 PATIENCE = 40.0
 ONE_ROW = 2 * 4 * 4
@@ -246,22 +247,10 @@ def test_finalizer_in_the_loop_that_would_wait_is_refused_at_once(fake_model: Fa
             lambda: future.result(PATIENCE),
         ]
         for call in calls:
-            outcome: Future[BaseException | None] = Future()
-
-            def finalize(
-                call: Callable[[], object] = call,
-                outcome: Future[BaseException | None] = outcome,
-            ) -> None:
-                try:
-                    call()
-                except BaseException as exc:
-                    outcome.set_result(exc)
-                else:
-                    outcome.set_result(None)
-
-            master._loop._post(loop_module._Call(finalize))
-            failure = outcome.result(PATIENCE)
-            assert isinstance(failure, McinferError), failure
+            outcome: Future[object] = Future()
+            master._loop._post(loop_module._Call(partial(settle, outcome, call)))
+            with pytest.raises(McinferError):
+                outcome.result(PATIENCE)
             assert not future.done()
         assert future.cancel()
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from mcinfer import Master
 
@@ -74,18 +75,19 @@ def stop(pid: int) -> None:
     wait_until(lambda: stat.read_text("ascii").rpartition(")")[2].split()[0] == "T")
 
 
+def settle(outcome: "Future[Any]", function: Callable[[], object]) -> None:
+    """Call the function, and put what it returns or raises into the future."""
+    try:
+        outcome.set_result(function())
+    except BaseException as exc:
+        outcome.set_exception(exc)
+
+
 @contextmanager
 def running(function: Callable[[], object]) -> Iterator["Future[object]"]:
     """Call the function in a thread, which has ended after the with statement."""
     outcome: Future[object] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(function())
-        except BaseException as exc:
-            outcome.set_exception(exc)
-
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=settle, args=(outcome, function))
     thread.start()
     try:
         yield outcome
