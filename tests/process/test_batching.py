@@ -35,7 +35,7 @@ BUSY = -1.0
 """The first number of the request that keeps a worker busy until it is cancelled."""
 
 BAD = -2.0
-"""That of the request that a test is about."""
+"""The first number of the request that a test is about."""
 
 GENEROUS = RestartPolicy(budget=1000, backoff=0.0)
 
@@ -111,7 +111,7 @@ def test_request_that_kills_its_worker_takes_no_neighbour_with_it(fake_model: Fa
         assert the_worker(master).restarts == 3
 
 
-def test_run_that_nobody_wants_any_more_is_stopped_and_its_worker_lives_on(
+def test_run_whose_callers_all_cancelled_is_stopped_and_its_worker_is_kept(
     batching: Master,
 ) -> None:
     before, runs, cancelled = (
@@ -134,7 +134,6 @@ def test_run_that_nobody_wants_any_more_is_stopped_and_its_worker_lives_on(
 
 
 def test_request_is_sent_when_due_though_an_answer_came_meanwhile(fake_model: FakeModel) -> None:
-    """What is held is due at a time that the answer, which makes its worker ready, does not bring forward."""
     model = fake_model(when={"-2": "sleep:0.3"})
     with (
         fake_master(model, 1, max_batch_size=8, max_delay=1.0) as master,

@@ -1,4 +1,4 @@
-"""What makes the first ten minutes short: forms of arguments, and calls that save a user a loop."""
+"""Conveniences: forms of arguments, and calls that save a user a loop."""
 
 import asyncio
 import os

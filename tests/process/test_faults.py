@@ -16,7 +16,7 @@ from tests.process.models import FakeModel, act, assert_answers, fake_master, ro
 from tests.process.waiting import all_gone, busy_pid, pids, states, wait_for_states, wait_until
 
 SLOW = -1.0
-"""What the first number of a request is for the act that a test is about."""
+"""The first number of the request that a test is about."""
 
 
 def test_worker_killed_in_its_part_of_a_batch_costs_no_row(

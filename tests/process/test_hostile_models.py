@@ -32,7 +32,7 @@ MEMORY = 800_000_000
 """For a worker: ONNX Runtime itself needs 150 MB."""
 
 IN_OPEN, IN_ACCESS = 0x20, 0x1
-"""Of inotify(7)."""
+"""See inotify(7)."""
 
 
 @contextmanager

@@ -133,7 +133,9 @@ say("closed")
     assert (ended.status, ended.out) == (0, "timed out\nclosed\n"), ended
 
 
-def test_close_in_a_finalizer_of_a_cycle_writes_to_nobodys_file(fake_model: FakeModel) -> None:
+def test_close_in_a_finalizer_of_a_cycle_writes_to_no_file_of_the_user(
+    fake_model: FakeModel,
+) -> None:
     text = """
 import gc
 class Holder:

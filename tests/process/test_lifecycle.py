@@ -1,4 +1,4 @@
-"""Start and close in every order, what workers print, and intruders at the socket."""
+"""Start and close in every order, the output of workers, and intruders at the socket."""
 
 import gc
 import logging

@@ -157,7 +157,7 @@ def test_futures_that_were_dropped_hold_no_memory_while_a_callback_does_not_retu
             enough.set()
 
 
-def test_caller_that_is_interrupted_while_it_waits_for_memory_holds_nobody_up(
+def test_caller_that_is_interrupted_while_it_waits_for_memory_holds_up_no_other(
     fake_model: FakeModel,
 ) -> None:
     limits = Limits(memory_bytes=1 << 20, when_full="wait")
@@ -289,7 +289,7 @@ def test_worker_that_cannot_be_watched_counts_as_one_that_could_not_start(
         watched = loop._poll
 
         class Full:
-            """Watches what it watches already, and nothing more."""
+            """Accepts no more descriptors."""
 
             def __getattr__(self, name: str) -> object:
                 return getattr(watched, name)

@@ -19,7 +19,7 @@ with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
     say(master.predict(X)["y"].sum())
 """
 ANSWER = "48.0"
-"""What ASK prints: 16 times 2 * 1 + 1."""
+"""Printed by ASK: 16 times 2 * 1 + 1."""
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tests.process.models import FakeModel, Inputs, act, assert_answers, fake_ma
 from tests.process.waiting import pids, wait_for_states, wait_until
 
 BAD = -1.0
-"""What the first number of a request is for the act that a test is about."""
+"""The first number of the request that a test is about."""
 
 PATIENCE = 40.0
 

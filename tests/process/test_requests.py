@@ -99,7 +99,7 @@ def runs(master: Master) -> int:
 
 
 def test_batch_of_any_size_is_answered_row_by_row(master: Master) -> None:
-    """Also batches that do not divide, smaller than the pool, or cut in as many pieces as is said."""
+    """Also batches that do not divide, are smaller than the pool, or are cut in a given number of pieces."""
     for count, shards, pieces in (
         *((1, None, 1), (2, None, 2), (7, None, 2), (64, None, 2)),
         *((6, 1, 1), (6, 5, 5), (6, 100, 6)),

@@ -40,7 +40,7 @@ GENEROUS = RestartPolicy(budget=1000, backoff=0.01, backoff_limit=0.05)
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other tests have learned is not known here."""
+    """Other tests have learned how the same models split."""
     folder = tmp_path / "cache"
     folder.mkdir(mode=0o700)
     monkeypatch.setenv("MCINFER_CACHE", str(folder))
@@ -48,7 +48,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """What was logged as a warning about requests."""
+    """The warnings about requests in the log."""
     caplog.set_level(logging.WARNING, "mcinfer.master")
     return lambda: [r.getMessage() for r in caplog.records if "request" in r.getMessage()]
 
@@ -97,23 +97,6 @@ def test_output_whose_batch_is_not_its_first_axis_is_joined_there(onnx_model: On
         assert is_split(master, silero(6))
 
 
-def test_axes_of_outputs_may_be_said(onnx_model: OnnxModel) -> None:
-    path = onnx_model(SILERO)
-    axes: dict[str, Any] = {
-        "batch_axes": {"input": 0, "state": 1},
-        "output_axes": {"output": 0, "stateN": 1},
-    }
-    with Master(path, 2, verify="never", **axes) as master:
-        assert is_split(master, silero(4))  # also the first
-        assert_equal(master.predict(silero(5)), alone(path, silero(5)))
-        assert master.split.known == "said"
-        assert not master.split.checked
-    with Master(path, 2) as master:
-        first = master.predict(silero(4), **axes)
-        assert_equal(first, alone(path, silero(4)))
-        assert_equal(master.predict(silero(5), **axes), alone(path, silero(5)))
-
-
 # Rows that depend on each other.
 
 
@@ -158,7 +141,7 @@ def test_what_was_learned_is_recorded_for_the_next_master(onnx_model: OnnxModel)
 def test_piece_that_fails_where_the_whole_runs_is_answered_by_the_whole(
     onnx_model: OnnxModel, warnings: Callable[[], list[str]]
 ) -> None:
-    """Of what the pieces of the first request have not shown: that one needs two rows."""
+    """The model needs two rows, which the pieces of the first request have not shown."""
     path = onnx_model(
         onnx("""(float[batch, 4] x) => (float[batch, 4] y)
         <int64[1] two = {2}, int64[1] zero = {0}, float none = {0.0}> {

@@ -1,4 +1,4 @@
-"""How a pool is, and how its workers are replaced: health, drain, restarts, recycling, statistics, traces."""
+"""Health, draining, restarts and recycling of workers, and traces of requests."""
 
 import logging
 import math
@@ -43,7 +43,7 @@ from tests.process.waiting import (
 )
 
 SLOW = -1.0
-"""What the first number of a request is for the act that a test is about."""
+"""The first number of the request that a test is about."""
 
 NO_BUDGET = RestartPolicy(budget=0, backoff_limit=3600.0)
 """A worker that dies is not started again while a test lasts, unless it is asked for."""
@@ -142,7 +142,7 @@ def test_health_is_known_from_the_start_to_the_end(
     assert warning.levelno == logging.WARNING
 
 
-def test_worker_that_is_stopped_while_idle_is_told_from_one_that_waits(
+def test_health_names_a_worker_that_is_stopped_while_idle(
     fake_model: FakeModel,
 ) -> None:
     with fake_master(fake_model(), 2) as master:
@@ -196,10 +196,10 @@ def test_callback_may_not_wait(fake_model: FakeModel) -> None:
                 outcome.result(20.0)
 
 
-# What is said of workers that hang and crash.
+# The log of workers that hang and crash.
 
 
-def test_hung_run_is_told_with_its_stacks(
+def test_log_has_the_stacks_of_a_run_that_hangs(
     fake_model: FakeModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = fake_model(when={"-1": "hang:60"})
@@ -221,7 +221,7 @@ def test_hung_run_is_told_with_its_stacks(
     assert "in _act" in text  # Python
 
 
-def test_crash_is_told_with_its_stack(
+def test_log_has_the_stack_of_a_crash(
     fake_model: FakeModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = fake_model(run=f"once:{tmp_path / 'crashed'}:segfault")

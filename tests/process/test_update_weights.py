@@ -226,7 +226,7 @@ def test_memory_does_not_grow_with_updates(fake_model: FakeModel) -> None:
         assert master.statistics().memory_used_bytes == 4 * LARGE
 
 
-def test_update_without_memory_waits_as_long_as_it_is_told_and_changes_nothing(
+def test_update_without_memory_waits_for_its_timeout_and_changes_nothing(
     fake_model: FakeModel,
 ) -> None:
     model = fake_model(**ONE_LARGE)
