@@ -118,24 +118,18 @@ class FedProcess(WorkerProcess):
         self.pid = pid
         self.hello_token = f"{pid:032}"
         self.build_token = f"{-pid:032}"
-        self._open()
         self.renew()
 
-    def _open(self) -> None:
+    def renew(self) -> None:
+        """As if it was started now, with new sockets."""
         self.cancels, self.listening = Cancels.pair()
         self.lifeline, theirs = Lifeline.pair()
         self.theirs = Lifeline(theirs)
-
-    def renew(self) -> None:
         self.peer = None
         self.attached = set()
         self.weights = set()
         self.outlawed = False
         self.killed = False
-
-    def new_ends(self) -> None:
-        self.abandon()
-        self._open()
 
     def standing(self) -> str:
         return "S"
@@ -262,7 +256,7 @@ class MasterTarget(Target):
         self._connections.processes.clear()
         self._scheduler.handle_start(monotonic())
         for index, process in enumerate(self._processes):
-            process.new_ends()
+            process.abandon()
             process.renew()
             self._connections.processes[index] = process
             self._scheduler.handle_started(index, process.pid)

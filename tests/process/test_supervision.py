@@ -56,12 +56,6 @@ def _all_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "mcinfer.master")
 
 
-def healths(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The states that were logged, in turn."""
-    said = [record.getMessage().partition(":") for record in caplog.records]
-    return [state for state, _, rest in said if rest.endswith("serve") or "workers serve;" in rest]
-
-
 @contextmanager
 def traffic(master: Master, threads: int = 2) -> Iterator[None]:
     """Requests without end from so many threads; none of them may fail."""
@@ -135,8 +129,6 @@ def test_health_is_known_from_the_start_to_the_end(
         master.wait_ready()
     with pytest.raises(ClosedError):
         master.restart_workers()
-    told = [state for state in healths(caplog) if state != "starting"]
-    assert told[:3] == ["ready", "degraded", "ready"]
     assert f"worker 0 (cpu:0, pid {killed}) killed by SIGKILL" in caplog.text
     [warning] = [r for r in caplog.records if r.getMessage().startswith("degraded")]
     assert warning.levelno == logging.WARNING
