@@ -12,7 +12,6 @@ import shlex
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ from mcinfer.validators import TensorFields
 from mcinfer.worker import __main__ as entry
 
 KIND = "MCINFER_HOSTILE"
-FLOOD_MESSAGES = 30_000
+FLOOD_MESSAGES = 10_000
 GIANT_BYTES = 1 << 40
 OVERSIZE_BYTES = protocol.MAX_MESSAGE_BYTES + 4096
 OWN_BYTES = 4096
@@ -212,13 +211,6 @@ def _flood_preparing(worker: HostileTransport, _: Message, data: bytes) -> None:
     worker.send_as_is(data)
 
 
-def _endless_preparing(worker: HostileTransport, _: Message, __: bytes) -> None:
-    """It prepares, and makes no progress."""
-    while True:
-        worker.send_as_is(encode(protocol.Preparing(seconds=0.5, written=1)))
-        time.sleep(0.05)
-
-
 def _big_error(worker: HostileTransport, message: Message, _: bytes) -> None:
     assert isinstance(message, Reply)
     content: dict[str, Any] = {"id": protocol.Error.ID, "kind": "predict", "traceback": ""}
@@ -342,7 +334,6 @@ KINDS: dict[str, tuple[type[Message], Act]] = {
     "huge": (Reply, _huge),
     "flood": (Reply, _flood),
     "flood_preparing": (BuildFinish, _flood_preparing),
-    "endless_preparing": (BuildFinish, _endless_preparing),
     "big_error": (Reply, _big_error),
     "many_connections": (Reply, _many_connections),
     "forged_block:masters": (Reply, _masters),

@@ -11,7 +11,6 @@ import psutil
 import pytest
 
 from mcinfer import (
-    BuildError,
     Master,
     PredictError,
     PredictTimeoutError,
@@ -124,15 +123,6 @@ def test_what_does_no_harm_costs_no_worker(
         for count in (6, 3):
             assert_answers(master.predict(rows(count), timeout=PATIENCE), rows(count))
         assert [worker.restarts for worker in master.statistics().workers] == [0, 0, 0]
-
-
-def test_worker_that_prepares_without_getting_on_is_not_waited_for(
-    fake_model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    become(tmp_path, monkeypatch, "endless_preparing")
-    master = fake_master(fake_model(), 1, timeouts=Timeouts(start=1.5))
-    with pytest.raises(BuildError, match="not ready within"):
-        master.start()
 
 
 @pytest.mark.usefixtures("_memory_stays")
