@@ -48,8 +48,7 @@ bench-parts: .venv/installed
 
 # What callers get when something goes wrong: runs the fault matrix over both transports and writes its page.
 faults: .venv/installed
-	$(BIN)/python -m pytest -n 3 -m thorough tests/process/test_fault_matrix.py
-	$(BIN)/python -m tests.process.fault_page --write docs/faults.md
+	$(BIN)/python -m tests.process.fault_page
 
 # Ten minutes of mixed traffic; `make test` has some seconds of it.
 soak: .venv/installed

@@ -1,16 +1,15 @@
-"""Models that somebody made to do harm, or that are no models at all: written to a folder, for tests."""
+"""Models that do harm, or are no models at all: written to a folder, for tests."""
 
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 SECRET = 7.5
-"""What is in the file outside of the model's folder: an answer of it would show that it was read."""
+"""The content of a file outside the model's folder, which would show in an answer."""
 
 _FLOAT = TensorProto.FLOAT
 _DATA = "w.bin"
@@ -18,12 +17,12 @@ _DATA = "w.bin"
 
 @dataclass(frozen=True)
 class Hostile:
-    """One of them.
+    """A hostile model.
 
     Attributes:
-        name: For the test's own name.
-        write: Called with an empty folder, beside which lies a file `secret`; returns the model's path.
-        error: What the error has to say, whoever finds it: a regular expression.
+        name: For the name of the test.
+        write: Writes the model to an empty folder, beside which lies a file `secret`; returns its path.
+        error: A regular expression that the error matches.
     """
 
     name: str
@@ -34,12 +33,12 @@ class Hostile:
 def tensor(
     *, dims: Sequence[int] = (4,), data: bytes = bytes(16), data_type: int = _FLOAT
 ) -> TensorProto:
-    """The weight "w", with its data in the model, whether it fits or not."""
+    """The weight "w" with this data, which may not fit."""
     return TensorProto(name="w", data_type=data_type, dims=dims, raw_data=data)
 
 
 def outside(location: str, dims: Sequence[int] = (4,), **entries: object) -> TensorProto:
-    """The weight "w", with its data in another file."""
+    """The weight "w" with its data in another file."""
     made = TensorProto(name="w", data_type=_FLOAT, dims=dims)
     made.data_location = TensorProto.EXTERNAL
     for key, value in {"location": location, **entries}.items():
@@ -47,23 +46,27 @@ def outside(location: str, dims: Sequence[int] = (4,), **entries: object) -> Ten
     return made
 
 
-def proto(nodes: Sequence[NodeProto], *weights: TensorProto, output: str = "y") -> ModelProto:
-    """A model of float[batch, 4] x that gives float[batch, 4]."""
+def model(
+    nodes: Sequence[NodeProto], *weights: TensorProto, output: str = "y", domain: str = ""
+) -> bytes:
+    """A model of float[batch, 4] x that gives float[batch, 4], with operators of one more domain."""
     value = helper.make_tensor_value_info
     shape: list[str | int | None] = ["batch", 4]
     graph = helper.make_graph(
         nodes, "g", [value("x", _FLOAT, shape)], [value(output, _FLOAT, shape)], [*weights]
     )
-    made: ModelProto = helper.make_model(
-        graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)]
-    )
-    return made
+    opsets = [helper.make_opsetid("", 17)]
+    if domain:
+        opsets.append(helper.make_opsetid(domain, 1))
+    content: bytes = helper.make_model(
+        graph, ir_version=8, opset_imports=opsets
+    ).SerializeToString()
+    return content
 
 
 def adding(weight: TensorProto) -> bytes:
     """y = x + w."""
-    content: bytes = proto([helper.make_node("Add", ["x", "w"], ["y"])], weight).SerializeToString()
-    return content
+    return model([helper.make_node("Add", ["x", "w"], ["y"])], weight)
 
 
 def constant(name: str, *values: int) -> TensorProto:
@@ -86,7 +89,7 @@ def _file(content: bytes) -> Callable[[Path], Path]:
 def _beside(
     weight: TensorProto, data: bytes | Callable[[Path], object] = bytes(16)
 ) -> Callable[[Path], Path]:
-    """A model with one file of weights, which is filled or made in another way."""
+    """A model with one file of weights: with this data, or made by this function."""
 
     def write(folder: Path) -> Path:
         if isinstance(data, bytes):
@@ -99,7 +102,7 @@ def _beside(
 
 
 def _made(make: Callable[[Path], object]) -> Callable[[Path], Path]:
-    """Something else in the place of the model."""
+    """Something else in place of the model."""
 
     def write(folder: Path) -> Path:
         make(folder / "model.onnx")
@@ -133,7 +136,6 @@ OUTSIDE = [
     Hostile("an absolute path", _absolute, _ELSEWHERE),
     Hostile("an absolute path of a device", _file(adding(outside("/dev/zero"))), _ELSEWHERE),
     Hostile("a path with dots", _file(adding(outside("../secret"))), _ELSEWHERE),
-    Hostile("dots behind a folder", _file(adding(outside("../outside/../secret"))), _ELSEWHERE),
     Hostile("a link", _beside(outside(_DATA), _secret_beside), _ELSEWHERE),
     Hostile("a link to a device", _beside(outside(_DATA), _device_beside), _ELSEWHERE),
     Hostile("a folder that is a link", _linked_folder, _ELSEWHERE),
@@ -153,24 +155,15 @@ UNREADABLE = [
         "in-memory address marker|No such file",
     ),
     Hostile("too little", _beside(outside(_DATA), bytes(3)), _BOUNDS),
-    *(
-        Hostile(
-            f"offset {offset} and length {length}",
-            _beside(outside(_DATA, offset=offset, length=length)),
-            _BOUNDS,
-        )
-        for offset, length in [
-            (-1, 16),
-            (1 << 64, 16),
-            (0, -16),
-            ("?", 16),
-        ]
-    ),
+    Hostile("a negative offset", _beside(outside(_DATA, offset=-1, length=16)), _BOUNDS),
+    Hostile("a giant offset", _beside(outside(_DATA, offset=1 << 64, length=16)), _BOUNDS),
+    Hostile("a negative length", _beside(outside(_DATA, offset=0, length=-16)), _BOUNDS),
+    Hostile("no number", _beside(outside(_DATA, offset="?", length=16)), _BOUNDS),
 ]
 """External data that is not there, is none, or does not fit."""
 
 
-# Bytes on the wire, for what the package onnx would not write.
+# Bytes that the package onnx does not write.
 
 
 def _varint(value: int) -> bytes:
@@ -186,7 +179,7 @@ def _field(number: int, content: bytes) -> bytes:
 
 
 def nested(depth: int) -> bytes:
-    """So many graphs within each other."""
+    """As many graphs within each other."""
     graph = b""
     for _ in range(depth):
         graph = _field(1, _field(5, _field(1, b"then_branch") + _field(6, graph)))
@@ -199,29 +192,16 @@ def _summing(weight: TensorProto) -> bytes:
         helper.make_node("ReduceSum", ["w"], ["sum"], keepdims=0),
         helper.make_node("Add", ["x", "sum"], ["y"]),
     ]
-    content: bytes = proto(nodes, weight).SerializeToString()
-    return content
+    return model(nodes, weight)
 
 
-def _named(operator: str, output: str = "y", **fields: Any) -> bytes:
-    nodes = [helper.make_node(operator, ["x"], [output], **fields)]
-    content: bytes = proto(nodes, output=output).SerializeToString()
-    return content
-
-
-def _foreign() -> bytes:
-    made = ModelProto.FromString(_named("Evil", domain="/tmp/evil.so"))  # noqa: S108 never made
-    made.opset_import.append(helper.make_opsetid("/tmp/evil.so", 1))  # noqa: S108 likewise
-    content: bytes = made.SerializeToString()
-    return content
+def _named(operator: str, output: str = "y", domain: str = "") -> bytes:
+    node = helper.make_node(operator, ["x"], [output], domain=domain)
+    return model([node], output=output, domain=domain)
 
 
 MALFORMED = [
-    Hostile(
-        "data too short",
-        _file(_summing(tensor(dims=[8]))),
-        "size mismatch|does not match expected size",
-    ),
+    Hostile("data too short", _file(_summing(tensor(dims=[8]))), "size mismatch|does not match"),
     Hostile(
         "sizes that overflow",
         _file(_summing(tensor(dims=[1 << 32, 1 << 32, 4], data=b""))),
@@ -238,7 +218,7 @@ MALFORMED = [
         _file(nested(5000)),
         "Protobuf parsing|expected an ONNX model",
     ),
-    Hostile("an operator of a library", _file(_foreign()), "evil"),
+    Hostile("an operator of a library", _file(_named("Evil", domain="evil.so")), "evil"),
     Hostile("a giant operator", _file(_named("Frob" * (5 << 20))), "characters left out"),
     Hostile("a giant name", _file(_named("Relu", "y" * (20 << 20))), "characters in the names"),
     Hostile("a pipe", _made(os.mkfifo), "got a pipe, expected a regular file"),
@@ -254,10 +234,7 @@ def bomb() -> bytes:
         helper.make_node("ReduceSum", ["c32"], ["sum"]),
         helper.make_node("Add", ["x", "sum"], ["y"]),
     ]
-    content: bytes = proto(
-        nodes, numpy_helper.from_array(np.ones(1, np.float32), "c0")
-    ).SerializeToString()
-    return content
+    return model(nodes, numpy_helper.from_array(np.ones(1, np.float32), "c0"))
 
 
 def run_bomb() -> bytes:
@@ -270,22 +247,7 @@ def run_bomb() -> bytes:
         helper.make_node("ReduceSum", ["zeros"], ["sum"], keepdims=0),
         helper.make_node("Add", ["x", "sum"], ["y"]),
     ]
-    content: bytes = proto(nodes, constant("one", 1)).SerializeToString()
-    return content
-
-
-def slow() -> bytes:
-    """Constants that take minutes to compute, and little memory."""
-    nodes = [helper.make_node("ConstantOfShape", ["shape"], ["zeros"])]
-    nodes += [helper.make_node("Add", ["zeros", "one"], ["m0"])]
-    nodes += [helper.make_node("MatMul", [f"m{i}", "m0"], [f"m{i + 1}"]) for i in range(500)]
-    nodes += [
-        helper.make_node("ReduceSum", ["m500"], ["sum"], keepdims=0),
-        helper.make_node("Add", ["x", "sum"], ["y"]),
-    ]
-    one = numpy_helper.from_array(np.array(1, np.float32), "one")
-    content: bytes = proto(nodes, constant("shape", 3000, 3000), one).SerializeToString()
-    return content
+    return model(nodes, constant("one", 1))
 
 
 def growing(megabytes: int) -> bytes:
@@ -298,5 +260,4 @@ def growing(megabytes: int) -> bytes:
         helper.make_node("Add", ["x", "most"], ["y"]),
     ]
     one = numpy_helper.from_array(np.array(1, np.float32), "one")
-    content: bytes = proto(nodes, constant("shape", 4, megabytes << 16), one).SerializeToString()
-    return content
+    return model(nodes, constant("shape", 4, megabytes << 16), one)

@@ -125,6 +125,19 @@ def test_worker_that_does_not_get_on_has_no_more_time() -> None:
     assert lives.due_times() == [50.0]
 
 
+def test_start_fails_with_the_error_of_the_build_though_the_worker_was_killed_after_it() -> None:
+    lives = new_lives(2)
+    first, second = lives.workers
+    fail(lives, first, "no memory")
+    assert first.kill_at is not None
+    assert lives.handle_time(first, first.kill_at) == [DumpStacks(worker=0)]
+    assert first.kill_at is not None
+    assert lives.handle_time(first, first.kill_at) == [KillWorker(worker=0)]
+    _, started = fail(lives, second, "nor here")
+    assert isinstance(started, PoolStarted)
+    assert "no memory" in str(started.error)
+
+
 def test_no_progress_prolongs_a_start_without_end() -> None:
     lives = new_lives(1)
     [w] = lives.workers

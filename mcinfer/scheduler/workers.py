@@ -379,7 +379,7 @@ class WorkerLives:
             killing = [self.kill(w, w.last_error)]
             if self.started or w.started_before:
                 return [*killing]
-            w.build_failure = w.last_error
+            w.build_failure = w.build_failure or w.last_error
             return [*killing, *self.finish_start()]
         return []
 

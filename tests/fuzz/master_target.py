@@ -1,8 +1,8 @@
-"""The master's side: a real loop, driven without its thread, and workers whose every byte the fuzzer says.
+"""The master's side: a real loop without its thread, and workers whose every byte the fuzzer chooses.
 
-Nothing of the loop, scheduler, connections, requests or arena is replaced but its two ends: `FedTransport`
-gives it bytes without a socket, and `FedProcess` is a worker's process that never runs. It is judged by what
-the results must be: what the worker wrote where the reply says it lies, read here again and by other code.
+Loop, scheduler, connections, requests and arena are the real ones. `FedTransport` gives the loop bytes
+without a socket; `FedProcess` is a worker's process that never runs. A result must be what the worker wrote
+where its reply says, which other code here reads again.
 """
 
 import logging
@@ -22,7 +22,6 @@ from mcinfer.protocol import (
     REPLY,
     REPLY_HEAD,
     VERSION,
-    Build,
     BuildFinish,
     Error,
     Hello,
@@ -45,8 +44,18 @@ from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, ModelSpec, tensor_bytes
 from mcinfer.validators import TensorRef
-from tests.fuzz.models import INPUTS, KNOWN_OUTPUTS, KNOWN_SPEC, OUTPUTS, ROWS, SPEC, hello
-from tests.fuzz.target import Target, Violation
+from tests.fuzz.target import (
+    INPUTS,
+    KNOWN_OUTPUTS,
+    KNOWN_SPEC,
+    OUTPUTS,
+    ROWS,
+    SPEC,
+    Target,
+    Violation,
+    build,
+    hello,
+)
 
 ARENA_BYTES = 1 << 18
 OWN_BYTES = 16_000
@@ -72,19 +81,16 @@ _SPLIT = Known(
 
 
 class FedTransport(MasterTransport):
-    """The end of the loop's messages: bytes come without a socket, and what is sent is kept."""
+    """Gives the loop bytes without a socket, and keeps what it sends."""
 
     def __init__(self) -> None:
-        """Nothing is opened."""
         self.inbox: deque[tuple[bytes, bytes]] = deque()
         self.sent: list[tuple[bytes, bytes]] = []
 
     def add(self, index: int) -> int:
-        """No process is started."""
         raise NotImplementedError
 
-    def remove(self, index: int) -> None:
-        """There is no connection."""
+    def remove(self, index: int) -> None: ...
 
     def send(self, peer: bytes, data: bytes) -> None:
         self.sent.append((peer, data))
@@ -93,11 +99,9 @@ class FedTransport(MasterTransport):
         return self.inbox.popleft() if self.inbox else None
 
     def may_sleep(self) -> bool:
-        """Never: there is nothing to be woken by."""
         return False
 
-    def close(self) -> None:
-        """Nothing was opened."""
+    def close(self) -> None: ...
 
 
 class FedProcess(WorkerProcess):
@@ -110,37 +114,27 @@ class FedProcess(WorkerProcess):
     """
 
     def __init__(self, index: int, pid: int) -> None:
-        """What there is to know of it."""
         self.index = index
         self.pid = pid
         self.hello_token = f"{pid:032}"
         self.build_token = f"{-pid:032}"
-        self._open()
         self.renew()
 
-    def _open(self) -> None:
+    def renew(self) -> None:
+        """As if it was started now, with new sockets."""
         self.cancels, self.listening = Cancels.pair()
         self.lifeline, theirs = Lifeline.pair()
         self.theirs = Lifeline(theirs)
-
-    def renew(self) -> None:
-        """As if it was started just now."""
         self.peer = None
         self.attached = set()
         self.weights = set()
         self.outlawed = False
         self.killed = False
 
-    def new_ends(self) -> None:
-        """Sockets on which nothing lies."""
-        self.abandon()
-        self._open()
-
     def standing(self) -> str:
         return "S"
 
-    def ask_for_stacks(self) -> None:
-        """See `WorkerProcess.ask_for_stacks`."""
+    def ask_for_stacks(self) -> None: ...
 
     def kill(self) -> None:
         self.killed = True
@@ -151,7 +145,7 @@ class FedProcess(WorkerProcess):
 
 
 class FedLoop(Loop):
-    """A loop that was never started, and that does not bear what it has no name for."""
+    """A loop that was never started; an unexpected error is a violation."""
 
     def _outlaw(self, worker: int, reason: str) -> None:
         if "could not be handled" in reason:
@@ -166,12 +160,11 @@ class MasterTarget(Target):
     """A master's handling of what a worker, or a stranger, says and hands over."""
 
     def __init__(self) -> None:
-        """Make the loop, and the memory that is not to be seen."""
         self._log = logging.getLogger("mcinfer.master")
         self._level = self._log.level
         self._log.setLevel(logging.CRITICAL + 1)
         self._timeouts, self._restart, self._limits = Timeouts(), RestartPolicy(), Limits()
-        self._builds = [_build()] * _WORKERS
+        self._builds = [build("/model")] * _WORKERS
         self._loop = loop = FedLoop(
             self._builds,
             timeouts=self._timeouts,
@@ -199,7 +192,6 @@ class MasterTarget(Target):
     # Getting ready.
 
     def prepare(self, rng: random.Random) -> list[bytes]:
-        """A pool whose first worker has come to some state, and has handed blocks over."""
         self._reset()
         self._spec = spec = rng.choice((SPEC, KNOWN_SPEC))
         process = self._processes[0]
@@ -234,14 +226,12 @@ class MasterTarget(Target):
         return [encode(message) for message in self._messages(rng)] + self._bent(rng)
 
     def _answer_of_the_other(self) -> None:
-        """The second worker answers what it was given first, as it should."""
         for number, shard in self._scheduler.running(1):
             if self._spec is KNOWN_SPEC:
                 self._write(number)
                 self._say(1, Reply(request=number, shard=shard, outputs=(), seconds=0.1))
 
     def _reset(self) -> None:
-        """As before the start."""
         loop = self._loop
         self._requests.clear()
         loop._requests.clear()
@@ -266,7 +256,7 @@ class MasterTarget(Target):
         self._connections.processes.clear()
         self._scheduler.handle_start(monotonic())
         for index, process in enumerate(self._processes):
-            process.new_ends()
+            process.abandon()
             process.renew()
             self._connections.processes[index] = process
             self._scheduler.handle_started(index, process.pid)
@@ -284,7 +274,6 @@ class MasterTarget(Target):
             self._loop._turn()
 
     def _hand_over(self, rng: random.Random, process: FedProcess) -> None:
-        """Blocks as a worker sends them: right ones mostly."""
         self._blocks.clear()
         for number in rng.choice(_HANDED_OVER):
             block = self._big if number == -2 else self._own
@@ -293,7 +282,6 @@ class MasterTarget(Target):
             self._blocks[number] = (size, block)
 
     def _messages(self, rng: random.Random) -> list[Message]:
-        """Such as are right now, or nearly."""
         process = self._processes[0]
         replies = [
             Reply(
@@ -309,38 +297,30 @@ class MasterTarget(Target):
         ]
         wrong = Hello(version=VERSION, pid=process.pid, token=rng.choice(("", "0" * 32)))
         other = Hello(version=VERSION, pid=process.pid + 1, token=process.hello_token)
-        others = [
-            hello(process),
-            wrong,
-            other,
-            _built(self._spec),
-            Preparing(seconds=0.5, written=1),
-        ]
-        return [*replies * 2, *errors, *others, Error(kind="build", text="bad")]
+        said = [hello(process), wrong, other, _built(self._spec)]
+        more = [Preparing(seconds=0.5, written=1), Error(kind="build", text="bad")]
+        return [*replies * 2, *errors, *said, *more]
 
     def _runs(self) -> list[tuple[int, int]]:
-        """Requests and shards, that which the first worker has before it the most often."""
+        """Requests and shards; those of the first worker the most often."""
         every = [
             (n, i) for n, request in enumerate(self._requests) for i in range(len(request.rows))
         ]
         return [*self._scheduler.running(0) * 4, *every]
 
     def _bent(self, rng: random.Random) -> list[bytes]:
-        """Replies of which one reference says something else, at the edges of what it may say."""
+        """Replies with one wrong value, at the edges of what is allowed."""
         found = []
         for number, shard in rng.choices(self._runs(), k=6) if self._requests else ():
             seconds = rng.choice((-1.0, float("nan"), float("inf"), -float("inf"), 1e308))
-            near = (
-                rng.choice((number, number + 1, 2**63, 2**64 - 1)),
-                rng.choice((shard, 1, 2**32 - 1)),
-            )
+            other = rng.choice((number, number + 1, 2**63, 2**64 - 1))
+            part = rng.choice((shard, 1, 2**32 - 1))
             found.append(REPLY_HEAD.pack(REPLY, number, shard, seconds))
-            found.append(REPLY_HEAD.pack(REPLY, *near, 0.1))
+            found.append(REPLY_HEAD.pack(REPLY, other, part, 0.1))
             outputs = [*self._outputs(number, shard)]
             index = rng.randrange(len(outputs))
             outputs[index] = self._bend(rng, outputs[index])
-            # What could not even be said is left to the changes of bytes.
-            with suppress(ProtocolError):
+            with suppress(ProtocolError):  # `mutate` makes what cannot be encoded
                 reply = Reply(request=number, shard=shard, outputs=tuple(outputs), seconds=0.1)
                 found.append(encode(reply))
         return found
@@ -348,33 +328,24 @@ class MasterTarget(Target):
     def _bend(self, rng: random.Random, reference: TensorRef) -> TensorRef:
         name, kind, shape, block, place = reference
         if kind == STRING:
-            values = tuple(
-                rng.choice(("", "é", b"\xff", "x" * 50)) for _ in range(rng.randrange(4))
-            )
+            values = ("", "é", b"\xff", "x" * 50)[: rng.randrange(5)]
             return (name, kind, (len(values),), None, values)
-        match rng.randrange(6):
+        rows = shape[0]
+        match rng.randrange(5):
             case 0:
-                block = rng.choice((-1, -2, -9, 0, 1, 5, None))
-                if block is None:
-                    return (name, STRING, (1,), None, ("x",))
+                block = rng.choice((-1, -2, -9, 0, 1, 5))
             case 1:
                 place = rng.choice((0, 64, 4, 1, OWN_BYTES - 4, OWN_BYTES - 1, 2**62))
             case 2:
                 rows = rng.choice((0, 1, 2, 5, 9, OWN_BYTES // 16, OWN_BYTES // 16 + 1, 2**60))
-                shape = (rows, *shape[1:])
-            case 4:
-                kind = rng.choice(("float32", "int32", "uint32", "int4", "uint4", "int8"))
-            case 3:
-                # Larger than all the shared memory may be, and there.
+            case 3:  # larger than all the shared memory may be
                 block, place = -2, 0
-                shape = (
-                    rng.choice((ARENA_BYTES, ARENA_BYTES * 2, ARENA_BYTES // 16 + 1)),
-                    *shape[1:],
-                )
-            case _:
+                rows = rng.choice((ARENA_BYTES, ARENA_BYTES * 2, ARENA_BYTES // 16 + 1))
+            case _:  # at the end of the block
+                kind = rng.choice(("float32", "int32", "int4", "int8", kind))
                 size = tensor_bytes(kind, prod(shape))
                 block, place = -1, OWN_BYTES - size + rng.choice((-1, 0, 0, 1, 64))
-        return (name, kind, shape, block, place)
+        return (name, kind, (rows, *shape[1:]), block, place)
 
     def _outputs(self, number: int, shard: int = 0) -> tuple[TensorRef, ...]:
         """What the worker would answer, which has written what was asked for."""
@@ -387,11 +358,9 @@ class MasterTarget(Target):
         return (*self._asked(number, shard), *(others if self._spec is SPEC else ()))
 
     def _asked(self, number: int, shard: int) -> tuple[TensorRef, ...]:
-        """Where the master asked for the outputs of a shard at first."""
         return self._requests[number]._asked[shard]
 
     def _write(self, number: int) -> None:
-        """What was asked for of a request is written there."""
         for shard in range(len(self._requests[number].rows)):
             for _, kind, shape, block, offset in self._asked(number, shard):
                 held = self._loop.arena.block(block or 0)
@@ -444,7 +413,6 @@ class MasterTarget(Target):
             raise Violation("a worker that broke the protocol was listened to")
 
     def _check_sent(self) -> None:
-        """What is sent is a message, and goes to a worker."""
         for peer, data in self._router.sent:
             decode(data)
             if peer not in {process.peer for process in self._processes}:
@@ -502,7 +470,6 @@ class MasterTarget(Target):
         return "answered"
 
     def _own_bytes(self, reference: TensorRef, size: int) -> bytes:
-        """What the worker wrote in its own block."""
         _, _, _, number, place = reference
         if not size:
             return b""
@@ -553,21 +520,6 @@ def _filled(number: int, size: int) -> Block:
     pattern = np.random.default_rng(size).integers(0, _FOREIGN, size, np.uint8)
     memoryview(block.memory(0, size)).cast("B")[:] = pattern.tobytes()
     return block
-
-
-def _build() -> Build:
-    return Build(
-        model="/model",
-        engine="fake",
-        device="cpu:0",
-        cores=(0,),
-        shared=False,
-        threads=None,
-        inter_op_threads=None,
-        allow_fallback=False,
-        session_config={},
-        provider_options={},
-    )
 
 
 def _built(spec: ModelSpec) -> BuildFinish:

@@ -1,10 +1,51 @@
-"""What the fuzzer drives: each target takes one message, and says what came of it.
-
-A target raises `Violation`, or anything but what handling may raise, when a promise is broken.
-"""
+"""What a target of the fuzzer is, and the model that targets serve."""
 
 import random
 from abc import ABC, abstractmethod
+
+from mcinfer.protocol import VERSION, Build, Hello
+from mcinfer.runtime.worker_process import WorkerProcess
+from mcinfer.specs import STRING, ModelSpec, TensorSpec, numpy_dtype
+
+BLOCK_BYTES = 1 << 14
+ROWS = 4
+OUTPUTS = (
+    ("y", "float32", ("batch", 4)),
+    ("u", "float32", ("found", 4)),
+    ("q", "int4", ("found",)),
+    ("s", STRING, ("found",)),
+)
+KNOWN_OUTPUTS = OUTPUTS[:1]
+"""Outputs of another model: all have a place before the run."""
+
+INPUTS = (("x", "float32", ("batch", 4)),)
+SPEC, KNOWN_SPEC = (
+    ModelSpec(
+        inputs=tuple(TensorSpec(name=n, dtype=numpy_dtype(t), shape=s) for n, t, s in INPUTS),
+        outputs=tuple(TensorSpec(name=n, dtype=numpy_dtype(t), shape=s) for n, t, s in outputs),
+    )
+    for outputs in (OUTPUTS, KNOWN_OUTPUTS)
+)
+
+
+def build(model: str, variable_weights: tuple[str, ...] = ()) -> Build:
+    return Build(
+        model=model,
+        engine="fake",
+        device="cpu:0",
+        cores=(),
+        shared=False,
+        threads=1,
+        inter_op_threads=None,
+        allow_fallback=False,
+        variable_weights=variable_weights,
+        session_config={},
+        provider_options={},
+    )
+
+
+def hello(process: WorkerProcess) -> Hello:
+    return Hello(version=VERSION, pid=process.pid, token=process.hello_token)
 
 
 class Violation(Exception):  # noqa: N818 what it is called
@@ -12,11 +53,11 @@ class Violation(Exception):  # noqa: N818 what it is called
 
 
 class Target(ABC):
-    """Something that takes messages."""
+    """Takes messages. Any error but those that handling may raise is a finding."""
 
     @abstractmethod
     def prepare(self, rng: random.Random) -> list[bytes]:
-        """Get ready for one message; such as are right for the state that this leads to."""
+        """Come to some state; messages that are right in it."""
 
     @abstractmethod
     def take(self, data: bytes) -> str:
@@ -27,5 +68,4 @@ class Target(ABC):
         """
 
     @abstractmethod
-    def close(self) -> None:
-        """Give up what it holds."""
+    def close(self) -> None: ...

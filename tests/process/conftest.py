@@ -1,4 +1,4 @@
-"""Models to serve, and a watch over what real processes leave behind."""
+"""Models to serve, and a check of what tests leave behind."""
 
 import gc
 import json
@@ -72,7 +72,7 @@ def _nothing_is_left(request: pytest.FixtureRequest, runtime_dir: Path) -> Itera
 def shared_master(
     request: pytest.FixtureRequest, runtime_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SharedMaster]:
-    """Starts masters of the engine "fake" for all tests of a module; closes them, and looks what is left."""
+    """Starts masters of the engine "fake" for all tests of a module; closes them, and checks what is left."""
     failed, before = request.session.testsfailed, _possessions(runtime_dir)
     with ExitStack() as stack:
 
@@ -98,7 +98,7 @@ def _check_nothing_is_left(runtime_dir: Path, before: set[str]) -> None:
 
 
 def _possessions(runtime_dir: Path) -> set[str]:
-    """All that this process has, in words."""
+    """The processes, threads, descriptors and folders of this process, in words."""
     found = {f"folder {path}" for path in runtime_dir.glob("mcinfer-*")}
     for place in {tempfile.gettempdir(), "/tmp"}:  # noqa: S108 where folders lie at last resort
         found |= {f"folder {path}" for path in Path(place).glob(f"mcinfer-*-{os.getpid()}-*")}
@@ -107,7 +107,7 @@ def _possessions(runtime_dir: Path) -> set[str]:
     known = {thread.native_id for thread in threading.enumerate()}
     program = _read(Path("/proc/self/comm"))
     for task in Path("/proc/self/task").iterdir():
-        # Those of ZeroMQ are not Python's, but have a name. pytest's time-outs have a thread for each test.
+        # Threads of ZeroMQ are not of Python, but have a name. pytest has a thread for each time-out.
         name = _read(task / "comm")
         if int(task.name) in known or name != program:
             found.add(f"thread {task.name} {name}")

@@ -1,58 +1,55 @@
-"""The fault matrix: what callers get when something goes wrong, by what it is and when it happens.
+"""The fault matrix: what callers get when something goes wrong, by fault and by moment.
 
-`CELLS` says what is expected, a row for each fault and moment; `run_cell` puts the fault to a real pool, or
-to a real program with one, and measures.
+`FAULTS` has for each fault how it hits a pool or a program, and what is expected at each moment. `run_cell`
+puts one fault to a real pool, or to a real program with one, at one moment.
 """
 
+import os
 import re
+import resource
 import signal
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
-import onnx
-from onnx.parser import parse_model
+import psutil
 
 from mcinfer import (
     BuildError,
     ClosedError,
+    Limits,
     PredictError,
     PredictTimeoutError,
     QueueFullError,
 )
 from mcinfer.config import TRANSPORTS, TransportKind
-from tests.process.fault_kinds import FAULTS, HIT_TIMEOUT
-from tests.process.fault_pools import Pool, Setting
+from tests.process.fault_pools import Pool
 from tests.process.fault_programs import (
-    Service,
+    end_service,
     start_with_full_disk,
     start_without_descriptors,
 )
-from tests.process.models import AFFINE, FakeModel
-from tests.process.waiting import pids, states, wait_until
+from tests.process.models import FakeModel, Inputs
+from tests.process.waiting import pids, states, wait_for_states, wait_until
 
 MOMENTS = ("starting", "importing", "building", "idle", "busy", "exiting", "being restarted")
 
-# What callers get.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a caller gets.
-
-    Attributes:
-        error: The type of the error; None is no error.
-        words: What its text matches, or what a program's end is like.
-        status: For a program: its exit status, negative for a signal.
-    """
+    """What a caller gets: an error whose text matches `words`, a right answer, or a program's exit status."""
 
     words: str
     error: type[BaseException] | None = None
-    status: int | None = None
+    status: int = 0
 
     def check(self, came: BaseException | None) -> None:
-        """Fail unless this is what came."""
         if self.error is None:
             assert came is None, f"expected {self.words}, got {came!r}"
             return
@@ -63,265 +60,435 @@ class Outcome:
         return self.words if self.error is None else f"`{self.error.__name__}`: {self.words}"
 
 
-RIGHT = Outcome(words="right answers")
-CLOSED = Outcome(error=ClosedError, words="closed")
-TIMED_OUT = Outcome(error=PredictTimeoutError, words="no answer within")
-NOT_READY = Outcome(error=BuildError, words="not ready within")
-TOLD_TO_FAIL = Outcome(error=BuildError, words="told to fail")
-RUN_FAILED = Outcome(error=PredictError, words="told to fail")
-NO_MEMORY = Outcome(error=BuildError, words="Unable to allocate")
-RUN_NO_MEMORY = Outcome(error=PredictError, words="Unable to allocate")
-MEMORY_FULL = Outcome(error=QueueFullError, words="memory_bytes")
-DESCRIPTORS_NEEDED = Outcome(error=BuildError, words="descriptors are needed")
-NO_DESCRIPTOR = Outcome(error=PredictError, words="Too many open files")
-KILLED = Outcome(words="the program is killed", status=-signal.SIGKILL)
-TERMINATED = Outcome(words="the program is terminated", status=-signal.SIGTERM)
-EXITED = Outcome(words="`SystemExit`; the program's own status", status=7)
-INTERRUPTED = Outcome(words="`KeyboardInterrupt`", status=-signal.SIGINT)
+RIGHT = Outcome("right answers")
+CLOSED = Outcome("closed", ClosedError)
+TIMED_OUT = Outcome("no answer within", PredictTimeoutError)
+NOT_READY = Outcome("not ready within", BuildError)
+MEMORY_FULL = Outcome("memory_bytes", QueueFullError)
+DESCRIPTORS_NEEDED = Outcome("descriptors are needed", BuildError)
+KILLED = Outcome("the program is killed", status=-signal.SIGKILL)
+TERMINATED = Outcome("the program is terminated", status=-signal.SIGTERM)
+EXITED = Outcome("`SystemExit`; the program's own status", status=7)
+INTERRUPTED = Outcome("`KeyboardInterrupt`", status=-signal.SIGINT)
 
+# What becomes of the worker. If it is replaced or kept, both workers serve in the end, and all other callers
+# get right answers; if none is left, the pool is closed or its start failed.
 REPLACED, KEPT, NONE_LEFT = "replaced", "kept", "none left"
+
+_Row = tuple[Outcome, str]
+_DIES: _Row = (RIGHT, REPLACED)
+_KEPT: _Row = (RIGHT, KEPT)
+_CLOSING: _Row = (CLOSED, NONE_LEFT)
+_NOT_READY: _Row = (NOT_READY, NONE_LEFT)
+_HANGS: _Row = (TIMED_OUT, REPLACED)
+_BUILD_MEMORY: _Row = (Outcome("Unable to allocate", BuildError), NONE_LEFT)
+_RUN_MEMORY: _Row = (Outcome("Unable to allocate", PredictError), KEPT)
+_INTERRUPTED: _Row = (INTERRUPTED, NONE_LEFT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Something that goes wrong.
+
+    Attributes:
+        words: What it is, for the page.
+        cells: For each moment: what the call gets that the fault hits, and what becomes of the worker.
+        thorough: The moments that only `make faults` runs, since another cell shows nearly the same.
+        socketpair: The moments that `make test` runs over socket pairs too.
+        inflict: Puts the fault to the pool.
+        relent: Runs once callers have asked.
+        setting: Arguments of the pool.
+        signals: For a fault of the whole program: the signals that it gets.
+        handles: That program handles SIGTERM.
+    """
+
+    words: str
+    cells: Mapping[str, _Row]
+    thorough: Collection[str] = ()
+    socketpair: Collection[str] = ()
+    inflict: Callable[[Pool], None] = lambda _: None
+    relent: Callable[[Pool], None] = lambda _: None
+    setting: Mapping[str, Any] = field(default_factory=dict)
+    signals: tuple[signal.Signals, ...] = ()
+    handles: bool = False
+
+
+HIT_TIMEOUT = 1.0
+"""Time limit of a request that must run out of time, in seconds."""
+
+LATE = 0.15
+"""How long a fault lasts that passes by itself, in seconds."""
+
+
+def _kill(pool: Pool) -> None:
+    os.kill(pool.pid, signal.SIGKILL)
+
+
+def _stop(pool: Pool) -> None:
+    os.kill(pool.pid, signal.SIGSTOP)
+
+
+def _continue(pool: Pool) -> None:
+    """Continue the worker after the request that the fault hit has timed out, or after a while."""
+    if pool.hit_timeout == HIT_TIMEOUT:
+        pool.hit[0].outcome()
+    else:
+        time.sleep(LATE)
+    with suppress(ProcessLookupError):
+        os.kill(pool.pid, signal.SIGCONT)
+    pool.tell("")
+
+
+def _tell(act: str, pool: Pool) -> None:
+    pool.tell(act)
+
+
+def _take_memory(pool: Pool) -> None:
+    """Leave the worker less address space than it then asks for; at its very start, none."""
+    has = psutil.Process(pool.pid).memory_info().vms
+    most = has + (256 << 20) if pool.is_held else 1 << 20
+    resource.prlimit(pool.pid, resource.RLIMIT_AS, (most, most))
+    pool.tell(f"allocate:{1 << 30}")
+
+
+def _take_workers_descriptors(pool: Pool) -> None:
+    resource.prlimit(pool.pid, resource.RLIMIT_NOFILE, (3, 3))
+    pool.tell("")
+
+
+def _take_descriptors(pool: Pool) -> None:
+    """Leave this process no free descriptor until `Pool.undo`."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.open("/", os.O_RDONLY)]
+    # As many as poll(2) accepts; descriptors above stay open.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (16, limits[1]))
+    with suppress(OSError):
+        while True:
+            taken.append(os.dup(taken[0]))
+
+    def give_back() -> None:
+        while taken:
+            os.close(taken.pop())
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    pool.undo = give_back
+    if pool.moment == "being restarted":
+        _kill(pool)  # once more, so that its next start needs descriptors
+    pool.tell("")
+
+
+def _give_back(pool: Pool) -> None:
+    time.sleep(LATE)
+    pool.undo()
+
+
+def _take_arena(pool: Pool) -> None:
+    """Take all of the shared memory until `Pool.undo`."""
+    kept: list[Inputs] = []
+    pool.undo = kept.clear
+    with suppress(QueueFullError):
+        while True:
+            kept.append(pool.master.allocate({"x": (16, 4)}))
+    if pool.hit:  # the request that waits for memory comes now
+        pool.tell("")
+        pool.others += pool.hit
+        pool.hit = [pool.predict()]
+
+
+def _set_clock_back(pool: Pool) -> None:
+    """Set `time.time` back by an hour in this process, and note which modules of mcinfer call it."""
+    real, readers = time.time, list[str]()
+
+    def earlier() -> float:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.split(".")[0] == "mcinfer":
+            readers.append(caller)
+        return real() - 3600.0
+
+    def set_right() -> None:
+        time.time = real
+        assert not readers, f"{readers} ask for the time of day"
+
+    time.time = earlier
+    pool.undo = set_right
+    pool.tell("")
+
+
+def _hostile(words: str, kind: str, row: _Row = _DIES, **more: Any) -> Fault:
+    """A worker of a kind of `hostile_worker.KINDS`."""
+    cells = {"busy": row, **more.pop("cells", {})}
+    inflict = partial(_tell, "")
+    return Fault(words=words, cells=cells, inflict=inflict, setting={"hostile": kind}, **more)
+
+
+FAULTS = {
+    "worker: SIGKILL": Fault(
+        words="an outside process kills the worker",
+        cells=dict.fromkeys(MOMENTS, _DIES) | {"exiting": _CLOSING},
+        thorough=("building", "idle"),
+        socketpair=("busy", "being restarted"),
+        inflict=_kill,
+    ),
+    "worker: SIGSTOP": Fault(
+        words="stopped and never continued",
+        cells=dict.fromkeys(("importing", "building"), _NOT_READY)
+        | {"idle": _HANGS, "busy": _HANGS, "exiting": _CLOSING, "being restarted": _DIES},
+        thorough=("importing", "being restarted"),
+        socketpair=("busy",),
+        inflict=_stop,
+    ),
+    "worker: SIGSTOP, late SIGCONT": Fault(
+        words="stopped, and continued after its request timed out, or a moment later",
+        cells=dict.fromkeys(("importing", "building"), _KEPT)
+        | {"busy": (TIMED_OUT, KEPT), "exiting": _CLOSING},
+        thorough=("importing", "exiting"),
+        inflict=_stop,
+        relent=_continue,
+        setting={"grace": 5.0},
+    ),
+    "worker: segfault": Fault(
+        words="reads address 0",
+        cells={"building": _DIES},
+        inflict=partial(_tell, "segfault"),
+    ),
+    "worker: _exit": Fault(
+        words="`os._exit(3)`",
+        cells={"importing": _DIES, "busy": _DIES},
+        thorough=("importing",),
+        inflict=partial(_tell, "exit"),
+    ),
+    "worker: out of memory": Fault(
+        words="asks for 1 GiB with 256 MiB of address space left (`RLIMIT_AS`); during the start, "
+        "with none left",
+        cells={"starting": _DIES, "building": _BUILD_MEMORY, "busy": _RUN_MEMORY},
+        thorough=("starting",),
+        inflict=_take_memory,
+    ),
+    "worker: past worker_memory_bytes": Fault(
+        words="asks for 1 GiB, with `Limits.worker_memory_bytes` at 512 MiB",
+        cells={"building": _BUILD_MEMORY, "busy": _RUN_MEMORY},
+        thorough=("building",),
+        inflict=partial(_tell, f"allocate:{1 << 30}"),
+        setting={"limits": Limits(worker_memory_bytes=512 << 20)},
+    ),
+    "worker: never ends": Fault(
+        words="its current run or build never ends",
+        cells={"building": _NOT_READY, "busy": _HANGS, "being restarted": _DIES},
+        thorough=("building",),
+    ),
+    "worker: exception": Fault(
+        words="the engine or an import raises",
+        cells={
+            "building": (Outcome("told to fail", BuildError), NONE_LEFT),
+            "busy": (Outcome("told to fail", PredictError), KEPT),
+            "being restarted": _DIES,
+        },
+        thorough=("building",),
+        inflict=partial(_tell, "fail"),
+    ),
+    "worker: no descriptors": Fault(
+        words="can open no more files (`RLIMIT_NOFILE`)",
+        cells={"building": _DIES, "idle": _DIES, "busy": _KEPT},
+        thorough=("building", "busy"),
+        inflict=_take_workers_descriptors,
+    ),
+    "worker: answers twice": _hostile("sends every answer twice", "twice"),
+    "worker: answers late": _hostile("holds back each answer until the next one", "late", _HANGS),
+    "worker: wrong place": _hostile("answers with a wrong place in memory", "forged_block:overlap"),
+    "worker: garbage": _hostile(
+        "sends random bytes instead of an answer",
+        "garbage",
+        cells={"exiting": _CLOSING},
+        thorough=("exiting",),
+        socketpair=("busy",),
+    ),
+    "master: SIGKILL": Fault(
+        words="killed",
+        cells=dict.fromkeys(
+            ("importing", "busy", "exiting", "being restarted"), (KILLED, NONE_LEFT)
+        ),
+        thorough=("exiting", "being restarted"),
+        socketpair=("busy",),
+        signals=(signal.SIGKILL,),
+    ),
+    "master: SIGTERM": Fault(
+        words="terminated; no handler",
+        cells=dict.fromkeys(("building", "busy"), (TERMINATED, NONE_LEFT)),
+        thorough=("building",),
+        signals=(signal.SIGTERM,),
+    ),
+    "master: SIGTERM, handled": Fault(
+        words="a handler calls `sys.exit`",
+        cells={"busy": (EXITED, NONE_LEFT)},
+        signals=(signal.SIGTERM,),
+        handles=True,
+    ),
+    "master: SIGINT": Fault(
+        words="Ctrl-C",
+        cells=dict.fromkeys(("building", "busy", "exiting"), _INTERRUPTED),
+        thorough=("exiting",),
+        signals=(signal.SIGINT,),
+    ),
+    "master: SIGINT twice": Fault(
+        words="Ctrl-C, and another one while the pool closes",
+        cells=dict.fromkeys(("busy", "exiting"), _INTERRUPTED),
+        thorough=("busy",),
+        signals=(signal.SIGINT, signal.SIGINT),
+    ),
+    "master: no descriptors": Fault(
+        words="can open no more files for a moment; at a start, permanently",
+        cells={
+            "starting": (DESCRIPTORS_NEEDED, NONE_LEFT),
+            "idle": (Outcome("Too many open files", PredictError), KEPT),
+            "busy": _KEPT,
+            "exiting": _CLOSING,
+            "being restarted": _DIES,
+        },
+        thorough=("busy", "exiting"),
+        socketpair=("starting",),
+        inflict=_take_descriptors,
+        relent=_give_back,
+    ),
+    "shared memory full": Fault(
+        words='callers hold all of `Limits.memory_bytes`; idle: `when_full="raise"`, busy: `"wait"`',
+        cells={"idle": (MEMORY_FULL, KEPT), "busy": _KEPT},
+        inflict=_take_arena,
+        relent=_give_back,
+    ),
+    "disk full": Fault(
+        words="no room for the prepared model in the cache's folder", cells={"building": _KEPT}
+    ),
+    "clock set back": Fault(
+        words="`time.time` goes back by an hour",
+        cells={"building": _KEPT, "busy": _KEPT},
+        thorough=("building",),
+        inflict=_set_clock_back,
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One expectation.
-
-    Attributes:
-        fault: A name in `FAULTS`.
-        moment: One of `MOMENTS`.
-        hit: What the call gets that the fault hits: the start of the pool, or a request.
-        worker: What becomes of the worker: ``"replaced"``, ``"kept"``, or ``"none left"`` where the pool is
-            closed, or failed to start. Unless that, it then serves, and all other callers get right answers.
-        transport: Of the pool.
-    """
-
     fault: str
     moment: str
-    hit: Outcome
-    worker: str
-    transport: TransportKind = "zeromq"
+    transport: TransportKind
 
     def __str__(self) -> str:
-        over = "" if self.transport == "zeromq" else f", {self.transport}"
-        return f"{self.fault}, {self.moment}{over}"
+        return f"{self.fault}, {self.moment}, {self.transport}"
+
+    @property
+    def row(self) -> _Row:
+        return FAULTS[self.fault].cells[self.moment]
+
+    @property
+    def is_thorough(self) -> bool:
+        fault = FAULTS[self.fault]
+        if self.transport == "zeromq":
+            return self.moment in fault.thorough
+        return self.moment not in fault.socketpair
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What a cell took.
-
-    Attributes:
-        settled: Seconds from the fault until every caller had its answer.
-        whole: Seconds until all workers served again; None where none is left.
-    """
-
-    settled: float
-    whole: float | None = None
-
-
-# The expectations.
-
-_Row = tuple[Outcome, str]
-
-_DIES: _Row = (RIGHT, REPLACED)
-_CLOSING: _Row = (CLOSED, NONE_LEFT)
-
-_TABLE: dict[str, dict[str, _Row]] = {
-    "worker: SIGKILL": {
-        "starting": _DIES,
-        "importing": _DIES,
-        "building": _DIES,
-        "idle": _DIES,
-        "busy": _DIES,
-        "exiting": _CLOSING,
-        "being restarted": _DIES,
-    },
-    "worker: SIGSTOP": {
-        "importing": (NOT_READY, NONE_LEFT),
-        "building": (NOT_READY, NONE_LEFT),
-        "idle": (TIMED_OUT, REPLACED),
-        "busy": (TIMED_OUT, REPLACED),
-        "exiting": _CLOSING,
-        "being restarted": _DIES,
-    },
-    "worker: SIGSTOP, late SIGCONT": {
-        "importing": (RIGHT, KEPT),
-        "building": (RIGHT, KEPT),
-        "busy": (TIMED_OUT, KEPT),
-        "exiting": _CLOSING,
-    },
-    "worker: segfault": dict.fromkeys(("building", "idle"), _DIES),
-    "worker: _exit": dict.fromkeys(("importing", "busy"), _DIES),
-    "worker: out of memory": {
-        "starting": _DIES,
-        "building": (NO_MEMORY, NONE_LEFT),
-        "busy": (RUN_NO_MEMORY, KEPT),
-    },
-    "worker: past worker_memory_bytes": {
-        "building": (NO_MEMORY, NONE_LEFT),
-        "busy": (RUN_NO_MEMORY, KEPT),
-    },
-    "worker: never ends": {
-        "building": (NOT_READY, NONE_LEFT),
-        "busy": (TIMED_OUT, REPLACED),
-        "being restarted": _DIES,
-    },
-    "worker: exception": {
-        "building": (TOLD_TO_FAIL, NONE_LEFT),
-        "busy": (RUN_FAILED, KEPT),
-        "being restarted": _DIES,
-    },
-    "worker: no descriptors": {
-        "building": _DIES,
-        "idle": _DIES,
-        "busy": (RIGHT, KEPT),
-    },
-    "worker: answers twice": {"busy": _DIES},
-    "worker: answers late": {"busy": (TIMED_OUT, REPLACED)},
-    "worker: wrong place": {"busy": _DIES},
-    "worker: garbage": {"busy": _DIES, "exiting": _CLOSING},
-    "master: SIGKILL": dict.fromkeys(
-        ("importing", "busy", "exiting", "being restarted"), (KILLED, NONE_LEFT)
-    ),
-    "master: SIGTERM": dict.fromkeys(("building", "busy"), (TERMINATED, NONE_LEFT)),
-    "master: SIGTERM, handled": {"busy": (EXITED, NONE_LEFT)},
-    "master: SIGINT": dict.fromkeys(("building", "busy", "exiting"), (INTERRUPTED, NONE_LEFT)),
-    "master: SIGINT twice": dict.fromkeys(("busy", "exiting"), (INTERRUPTED, NONE_LEFT)),
-    "master: no descriptors": {
-        "starting": (DESCRIPTORS_NEEDED, NONE_LEFT),
-        "idle": (NO_DESCRIPTOR, KEPT),
-        "busy": (RIGHT, KEPT),
-        "exiting": _CLOSING,
-        "being restarted": _DIES,
-    },
-    "shared memory full": {"idle": (MEMORY_FULL, KEPT), "busy": (RIGHT, KEPT)},
-    "disk full": {"building": (RIGHT, KEPT)},
-    "clock set back": dict.fromkeys(("building", "busy"), (RIGHT, KEPT)),
-}
-
-_OVER_SOCKET_PAIRS: dict[str, Collection[str]] = {
-    "worker: SIGKILL": ("importing", "busy", "exiting", "being restarted"),
-    "worker: SIGSTOP": ("busy",),
-    "worker: garbage": ("busy",),
-    "master: SIGKILL": ("busy",),
-    "master: no descriptors": ("starting", "being restarted"),
-}
-"""What a transport has a part in: messages, their order, ends of processes, descriptors."""
-
-CELLS = tuple(
-    Cell(fault, moment, *row[moment], transport)
+CELLS = [
+    Cell(name, moment, transport)
     for transport in TRANSPORTS
-    for fault, row in _TABLE.items()
-    for moment in (MOMENTS if transport == "zeromq" else _OVER_SOCKET_PAIRS.get(fault, ()))
-    if moment in row
-)
-
-OTHER_CELLS = tuple(
-    Cell(fault, moment, *row[moment], "socketpair")
-    for fault, row in _TABLE.items()
-    for moment in MOMENTS
-    if moment in row and moment not in _OVER_SOCKET_PAIRS.get(fault, ())
-)
-"""The rest over socket pairs, which `make faults` runs and `make test` does not."""
-
-# Running a cell.
+    for name, fault in FAULTS.items()
+    for moment in fault.cells
+]
 
 
-def run_cell(cell: Cell, folder: Path, fake_model: FakeModel) -> Measured:
+def run_cell(cell: Cell, folder: Path, fake_model: FakeModel) -> str:
     """Put the fault to a pool or a program at that moment; fail unless all is as the cell says.
 
     Args:
         cell: One of `CELLS`.
         folder: For this cell alone.
         fake_model: The fixture.
+
+    Returns:
+        The time from the fault until every caller had its answer, and, after a slash, until all workers
+        served again.
     """
+    fault, (hit, worker) = FAULTS[cell.fault], cell.row
     if cell.fault == "disk full":
-        model = folder / "model.onnx"
-        onnx.save(parse_model(AFFINE), model)
-        return Measured(settled=start_with_full_disk(folder, model))
-    if cell.hit is DESCRIPTORS_NEEDED:
-        seconds, text = start_without_descriptors(fake_model, cell.transport)
-        assert text.startswith("BuildError: ")
-        cell.hit.check(BuildError(text))
-        return Measured(settled=seconds)
-    if FAULTS[cell.fault].signals:
-        return _run_in_program(cell, folder, fake_model)
-    return _run_in_pool(cell, folder, fake_model)
-
-
-_HEALTH = {
-    **dict.fromkeys(MOMENTS[:3], "starting"),
-    "being restarted": "degraded",
-    "exiting": "closing",
-}
-"""What `Master.health` says at that moment; else that the pool is ready."""
-
-
-_STAND_STILL = ("worker: SIGSTOP", "worker: never ends")
-
-
-def _setting(cell: Cell) -> Setting:
-    """With time-outs as short as the outcome that is expected needs them."""
-    setting = Setting(**FAULTS[cell.fault].setting, transport=cell.transport)
-    if cell.hit is TIMED_OUT:
-        setting = replace(setting, hit_timeout=HIT_TIMEOUT)
-    if cell.hit is NOT_READY:
-        # It has to come as far as that moment in this time, also where others have the cores.
-        setting = replace(setting, start=3.0)
-    elif cell.moment == "being restarted" and cell.fault in _STAND_STILL:
-        setting = replace(setting, start=3.0)
-    if cell.hit is MEMORY_FULL:
-        setting = replace(setting, limits=replace(setting.limits, when_full="raise"))
-    return setting
-
-
-def _run_in_pool(cell: Cell, folder: Path, fake_model: FakeModel) -> Measured:
-    fault = FAULTS[cell.fault]
-    with Pool(folder, fake_model, _setting(cell), importing=cell.moment == "importing") as pool:
-        pool.reach(cell.moment, inside=fault.inside)
-        health = pool.master.health()
-        assert health.state == _HEALTH.get(cell.moment, "ready"), health
+        return _text(start_with_full_disk(folder))
+    if hit is DESCRIPTORS_NEEDED:
+        seconds, said = start_without_descriptors(fake_model, cell.transport)
+        assert said.startswith("BuildError: ")
+        hit.check(BuildError(said))
+        return _text(seconds)
+    if fault.signals:
+        return _text(_run_in_program(cell, folder, fake_model))
+    with Pool(folder, fake_model, cell.moment, **_setting(cell)) as pool:
+        pool.reach()
+        _check_health(pool, before=True)
         began = monotonic()
         fault.inflict(pool)
         pool.release_beside()
         pool.ask()
         fault.relent(pool)
         for caller in pool.hit:
-            cell.hit.check(caller.outcome())
-        if cell.worker != NONE_LEFT:
+            hit.check(caller.outcome())
+        if worker != NONE_LEFT:
             pool.others += [pool.submit(), pool.submit(), pool.predict()]
         for caller in pool.others:
             (CLOSED if cell.moment == "exiting" else RIGHT).check(caller.outcome())
         if pool.closing is not None:
             pool.closing.result(timeout=40.0)
-        measured = Measured(settled=monotonic() - began)
-        if cell.worker == NONE_LEFT:
+        settled = _text(monotonic() - began)
+        if worker == NONE_LEFT:
             assert states(pool.master) == ["gone", "gone"]
             CLOSED.check(pool.submit().outcome())
-            health = pool.master.health()
-            assert health.state == ("closed" if cell.moment == "exiting" else "failed"), health
-            assert health.serving == 0
-            return measured
-        if cell.worker == REPLACED:
+            expected = "closed" if cell.moment == "exiting" else "failed"
+            assert pool.master.health().state == expected
+            return settled
+        if worker == REPLACED:
             wait_until(lambda: pool.pid not in pids(pool.master))
-        pool.is_whole()
-        whole = monotonic() - began
-        assert (pool.pid in pids(pool.master)) is (cell.worker == KEPT)
+        wait_for_states(pool.master, "ready", "ready")
+        whole = _text(monotonic() - began)
+        assert (pool.pid in pids(pool.master)) is (worker == KEPT)
         RIGHT.check(pool.predict().outcome())
-        health = pool.master.health()
-        assert (health.state, health.reasons, health.serving) == ("ready", (), 2), health
-        if cell.worker == REPLACED and cell.moment in ("idle", "busy"):
-            assert any(text.startswith("degraded: 1 of 2 workers serve") for text in pool.logged)
-        return replace(measured, whole=whole)
+        _check_health(pool, before=False)
+        return f"{settled} / {whole}"
 
 
-def _run_in_program(cell: Cell, folder: Path, fake_model: FakeModel) -> Measured:
-    fault = FAULTS[cell.fault]
-    with Service(folder, fake_model, cell.moment, fault.handles, cell.transport) as service:
-        end = service.end(*fault.signals)
-        assert end.status == cell.hit.status, end
-        assert "[worker" not in end.err
-        if len(fault.signals) == 1 and cell.hit is INTERRUPTED:
-            assert end.err.count("Traceback") == 1
-            assert end.err.endswith("KeyboardInterrupt\n")
-        return Measured(settled=end.seconds)
+def _text(seconds: float) -> str:
+    return f"{seconds:.2f} s"
+
+
+def _check_health(pool: Pool, *, before: bool) -> None:
+    health = pool.master.health()
+    state = "ready"
+    if before and pool.moment in MOMENTS[:3]:
+        state = "starting"
+    elif before:
+        state = {"exiting": "closing", "being restarted": "degraded"}.get(pool.moment, state)
+    assert health.state == state, health
+    if not before:
+        assert (health.reasons, health.serving) == ((), 2), health
+
+
+def _setting(cell: Cell) -> dict[str, Any]:
+    """Arguments of the pool: time limits are short where the expected outcome is that they end."""
+    (hit, _), setting = cell.row, {**FAULTS[cell.fault].setting, "transport": cell.transport}
+    if hit is TIMED_OUT:
+        setting["hit_timeout"] = HIT_TIMEOUT
+    stands = cell.fault in ("worker: SIGSTOP", "worker: never ends")
+    if hit is NOT_READY or (cell.moment == "being restarted" and stands):
+        setting["start"] = 4.0  # a worker must come to that moment in this time on a busy machine
+    if cell.fault == "shared memory full":
+        wait = Limits(memory_bytes=1 << 20)
+        setting["limits"] = replace(wait, when_full="raise") if hit is MEMORY_FULL else wait
+    return setting
+
+
+def _run_in_program(cell: Cell, folder: Path, fake_model: FakeModel) -> float:
+    fault, (hit, _) = FAULTS[cell.fault], cell.row
+    where = folder, fake_model, cell.moment
+    how: dict[str, Any] = {"handles": fault.handles, "transport": cell.transport}
+    seconds, ended = end_service(*where, *fault.signals, **how)
+    assert ended.status == hit.status, ended
+    assert "[worker" not in ended.err
+    if len(fault.signals) == 1 and hit is INTERRUPTED:
+        assert ended.err.count("Traceback") == 1
+        assert ended.err.endswith("KeyboardInterrupt\n")
+    return seconds

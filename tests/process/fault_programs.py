@@ -1,21 +1,23 @@
-"""Programs with a pool in them, brought to a moment of its life and then ended from outside."""
+"""Programs with a pool, which signals end at a moment of the pool's life."""
 
 import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from time import monotonic
 
+import onnx
+import psutil
 import pytest
+from onnx.parser import parse_model
 
 from mcinfer.config import TransportKind
-from tests.process.fault_pools import CLOSE, HeldPipe, hold_imports
-from tests.process.models import FakeModel
-from tests.process.scripts import PREAMBLE, Program
-from tests.process.waiting import all_gone, is_alive, wait_until
+from tests.process.fault_pools import CLOSE, hold_imports
+from tests.process.models import AFFINE, FakeModel
+from tests.process.scripts import PREAMBLE, Ended, Program
+from tests.process.waiting import HeldPipe, all_gone, is_alive, wait_until
 
 _SERVICE = """
 import threading
@@ -47,21 +49,23 @@ with master:
     while True:
         time.sleep(60)
 """.replace("CLOSE", str(CLOSE))
-"""As a service is written: it serves until it is told to end."""
+"""A service: it serves until a signal ends it."""
 
 
 _WITHOUT_DESCRIPTORS = """
 import resource
+def pool():
+    return mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never", transport=sys.argv[2])
 most = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 6, most[1]))
 began = time.monotonic()
 try:
-    mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never", transport=sys.argv[2]).start()
+    pool().start()
 except mcinfer.McinferError as exc:
     say(time.monotonic() - began)
     say(f"{type(exc).__name__}: {exc}")
 resource.setrlimit(resource.RLIMIT_NOFILE, most)
-with mcinfer.Master(sys.argv[1], 2, engine="fake", verify="never", transport=sys.argv[2]) as master:
+with pool() as master:
     say((master.predict(X)["y"] == 3).all())
 """
 
@@ -83,132 +87,89 @@ with mcinfer.Master(model, 2, options=options, verify="never") as master:
 _MOUNT = 'mount -t tmpfs -o size=1m,mode=700 tmpfs "$0" && exec "$@"'
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class End:
-    """How a program ended.
+def end_service(
+    folder: Path,
+    fake_model: FakeModel,
+    moment: str,
+    *signals: signal.Signals,
+    handles: bool,
+    transport: TransportKind,
+) -> tuple[float, Ended]:
+    """Send signals to a program at a moment of its pool's life; fail if it leaves anything behind.
 
-    Attributes:
-        status: As of `subprocess`: negative for a signal.
-        err: What it wrote to its standard error.
-        seconds: From the fault until no process of it was left.
+    Args:
+        folder: For this program alone.
+        fake_model: The fixture.
+        moment: One of the matrix's.
+        signals: The first at that moment, the second once a worker is gone.
+        handles: The program has a handler of SIGTERM that calls `sys.exit`.
+        transport: Of its pool.
+
+    Returns:
+        The seconds until all processes were gone, and how the program ended.
     """
+    with ExitStack() as stack:
 
-    status: int
-    err: str
-    seconds: float
+        def pipe(name: str) -> HeldPipe:
+            made = HeldPipe(folder / name)
+            stack.callback(made.close)
+            return made
 
-
-class Service:
-    """A program at a moment; a context manager that leaves no process behind."""
-
-    def __init__(
-        self,
-        folder: Path,
-        fake_model: FakeModel,
-        moment: str,
-        handles: str,
-        transport: TransportKind,
-    ) -> None:
-        """Start it and wait for that moment.
-
-        Args:
-            folder: Of this program alone.
-            fake_model: The fixture.
-            moment: One of the matrix's.
-            handles: Not empty if it has a handler of SIGTERM that calls `sys.exit`.
-            transport: Of its pool.
-        """
-        name = {"building": "build0", "busy": "run0", "exiting": "run0"}.get(moment)
-        pipe = HeldPipe(folder / name) if name else None
-        late = ""
+        late, held, closing = "", None, pipe("close")
         if moment == "importing":
-            late, pipe = hold_imports(folder)
-        self._pipes = [pipe] if pipe else []
-        closing = HeldPipe(folder / "close")
-        self._pipes.append(closing)
+            late, held = hold_imports(folder)
+            stack.callback(held.close)
+        elif moment != "being restarted":
+            held = pipe("build0" if moment == "building" else "run0")
         model = fake_model(build=f"told:{folder}/build", run=f"told:{folder}/run")
-        self.program = Program(PREAMBLE + _SERVICE, model, moment, late, handles, transport)
-        try:
-            self._reach(moment, pipe, closing, folder)
-        except BaseException:
-            self.__exit__()  # the with statement will not: it has no object yet
-            raise
-
-    def _reach(self, moment: str, pipe: HeldPipe | None, closing: HeldPipe, folder: Path) -> None:
-        """Wait until the program is at that moment."""
-        self.workers = self.program.pids()
-        if moment in ("idle", "busy", "exiting", "being restarted"):
-            assert self.program.line() == "started"
+        arguments = (model, moment, late, "yes" if handles else "", transport)
+        program = stack.enter_context(Program(PREAMBLE + _SERVICE, *arguments))
+        workers = program.pids()
+        if moment in ("busy", "exiting", "being restarted"):
+            assert program.line() == "started"
         if moment == "being restarted":
-            pipe = HeldPipe(folder / "build0")
-            self._pipes.append(pipe)
-            os.kill(self.workers[0], signal.SIGKILL)
-        if pipe is not None:
-            pipe.wait()
-        if moment == "being restarted":
-            self.workers += [pid for pid in _children(self.program.pid) if pid not in self.workers]
+            held = pipe("build0")
+            os.kill(workers[0], signal.SIGKILL)
+        assert held is not None
+        held.wait()
         if moment == "exiting":
             closing.wait()
             closing.tell("")
-            wait_until(lambda: not is_alive(self.workers[1]))
-
-    def end(self, *signals: signal.Signals) -> End:
-        """Send these signals, each once the one before has had an effect, and wait until all is over.
-
-        Of a second one the effect to wait for is that a worker is gone: the master is ending them.
-        """
-        memory = {*_memfds(self.program.pid)}
+            wait_until(lambda: not is_alive(workers[1]))
+        workers += [child.pid for child in psutil.Process(program.pid).children()]
+        memory = {*_memfds(program.pid)}
         began = monotonic()
         for count, number in enumerate(signals):
             if count:
-                wait_until(lambda: not all(map(is_alive, self.workers)))
+                wait_until(lambda: not all(map(is_alive, workers)))
             with suppress(ProcessLookupError):
                 if number == signal.SIGINT:
-                    self.program.interrupt()
+                    program.interrupt()
                 else:
-                    self.program.send_signal(number)
-        wait_until(lambda: all_gone([self.program.pid, *self.workers]))
+                    program.send_signal(number)
+        wait_until(lambda: all_gone([program.pid, *workers]))
         seconds = monotonic() - began
-        ended = self.program.wait()
+        ended = program.wait()
         assert ended.out == ""
-        left = [
-            pid
-            for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
-            if memory & {*_memfds(pid)}
-        ]
-        assert not left, f"{left} hold memory of {self.program.pid}"
+        left = [pid for pid in psutil.pids() if memory & {*_memfds(pid)}]
+        assert not left, f"{left} hold memory of {program.pid}"
         assert os.listdir(os.environ["XDG_RUNTIME_DIR"]) == []
-        return End(status=ended.status, err=ended.err, seconds=seconds)
-
-    def __enter__(self) -> "Service":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for pipe in self._pipes:
-            pipe.close()
-        self.program.__exit__()
+        return seconds, ended
 
 
 def _memfds(pid: int) -> Iterator[int]:
-    """The inodes of the memory files that a process has open; none for one that may not be looked at."""
+    """The inodes of the memory files that a process has open; none if they may not be read."""
     with suppress(OSError):
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             if "memfd:" in os.readlink(entry):
                 yield entry.stat().st_ino
 
 
-def _children(pid: int) -> list[int]:
-    text = ""
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        text += (task / "children").read_text(encoding="ascii") + " "
-    return [int(word) for word in text.split()]
-
-
 def start_without_descriptors(fake_model: FakeModel, transport: TransportKind) -> tuple[float, str]:
-    """A start with hardly any descriptor left, and then one with all of them, which must serve.
+    """Start with too few descriptors, then with all of them, which must serve.
 
     Returns:
-        The seconds of the first, and the type and the text of its error.
+        The seconds of the first start, and the type and the text of its error.
     """
     with Program(PREAMBLE + _WITHOUT_DESCRIPTORS, fake_model(), transport) as program:
         seconds, text, right = program.line(), program.line(), program.line()
@@ -217,22 +178,18 @@ def start_without_descriptors(fake_model: FakeModel, transport: TransportKind) -
         return float(seconds), text
 
 
-def start_with_full_disk(folder: Path, model: Path) -> float:
-    """The start of a pool whose cache has no room: it must serve, and warn once; the seconds that it takes.
+def start_with_full_disk(folder: Path) -> float:
+    """Start a pool whose cache has no room, in seconds: it must serve, and warn once.
 
-    Skips the test where no file system may be mounted.
+    Skips the test if no file system may be mounted.
     """
-    cache = folder / "cache"
+    model, cache = folder / "model.onnx", folder / "cache"
+    onnx.save(parse_model(AFFINE), model)
     cache.mkdir(mode=0o700)
     namespace = ("unshare", "-m") if os.geteuid() == 0 else ("unshare", "-Urm")
     command = (*namespace, "sh", "-c", _MOUNT, str(cache), sys.executable)
-    with Program(
-        PREAMBLE + _WITH_FULL_DISK,
-        model,
-        cache,
-        env={"MCINFER_CACHE": str(cache)},
-        command=command,
-    ) as program:
+    env = {"MCINFER_CACHE": str(cache)}
+    with Program(PREAMBLE + _WITH_FULL_DISK, model, cache, env=env, command=command) as program:
         seconds, right = program.line(), program.line()
         ended = program.wait()
     if not seconds and ended.err.startswith(("unshare:", "mount:")):

@@ -1,4 +1,4 @@
-"""Users' programs: run as processes of their own, with a pool in them, and ended however a test wants."""
+"""Programs of users: processes of their own with a pool in them."""
 
 import os
 import signal
@@ -48,12 +48,12 @@ class Program:
         """Start it, in a session and process group of its own.
 
         Args:
-            text: Of the program.
-            arguments: What `sys.argv` is to hold.
-            cwd: Where to run it.
-            env: More environment variables; the package is on PYTHONPATH unless it says otherwise.
-            stdin: Whether the interpreter is to read the program from its standard input.
-            command: Of the interpreter.
+            text: The program.
+            arguments: For `sys.argv`.
+            cwd: The working folder.
+            env: More environment variables; the package is on PYTHONPATH by default.
+            stdin: The interpreter reads the program from its standard input.
+            command: The interpreter.
         """
         source = ["-"] if stdin else ["-c", text]
         self._process = subprocess.Popen(
@@ -87,7 +87,7 @@ class Program:
         return self._process.stderr.readline().rstrip("\n")
 
     def pids(self) -> list[int]:
-        """The next line, which is to be what `say_pids` prints."""
+        """The next line, which `say_pids` prints."""
         words = self.line().split()
         assert words[:1] == ["pids"], words
         return [int(word) for word in words[1:]]
@@ -119,6 +119,14 @@ def run(text: str, *arguments: object) -> Ended:
     """Run a program to its end."""
     with Program(PREAMBLE + text, *arguments) as program:
         return program.wait()
+
+
+def run_example(
+    name: str, *arguments: str, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program in the folder of examples to its end."""
+    command = [sys.executable, str(ROOT / "examples" / name), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=cwd)
 
 
 def run_documented(text: str, folder: Path) -> str:

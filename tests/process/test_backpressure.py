@@ -1,4 +1,4 @@
-"""More requests than a pool is to take on: refused, or waiting for their turn; and nobody starves."""
+"""More requests than a pool accepts: they are refused, or wait for their turn."""
 
 import asyncio
 import itertools
@@ -17,13 +17,11 @@ from mcinfer import ClosedError, Limits, Master, QueueFullError, Timeouts
 from mcinfer.statistics import RequestTrace
 from tests.process.models import FakeModel, assert_answers, fake_master, rows
 from tests.process.scripts import PREAMBLE, Program
-from tests.process.waiting import pids, running, stop, wait_until
-
-"""Bytes of a request for one row of the usual model, and of its answer."""
+from tests.process.waiting import in_line, pids, running, stop, wait_until
 
 ONE = Limits(queue=1, when_queue_full="wait")
 
-CALLER: ContextVar[str] = ContextVar("CALLER", default="nobody")
+CALLER: ContextVar[str] = ContextVar("CALLER", default="main")
 
 
 @contextmanager
@@ -35,11 +33,6 @@ def stopped(master: Master) -> Iterator[None]:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
-
-
-def in_line(master: Master) -> int:
-    """How many callers wait for room in the queue."""
-    return len(master._loop._line)
 
 
 @contextmanager
@@ -104,8 +97,8 @@ def test_callers_wait_for_room_and_are_admitted_first_come_first_served(
         assert in_line(master) == 0
         assert master.statistics().succeeded == 7
         wait_until(lambda: len(traces) == 7)
-    traces.sort(key=lambda told: told[1].request)
-    assert [name for name, _ in traces] == ["nobody", *"abcdef"]
+    traces.sort(key=lambda item: item[1].request)
+    assert [name for name, _ in traces] == ["main", *"abcdef"]
     # Never more than one was under way, and each had waited since its call.
     for (_, before), (_, after) in itertools.pairwise(traces):
         assert after.called < before.settled <= after.queued
@@ -170,8 +163,10 @@ def test_event_loop_goes_on_while_its_tasks_wait_for_room(fake_model: FakeModel)
         async def ask() -> None:
             with stopped(master):
                 tasks = [asyncio.create_task(master.predict_async(rows(n))) for n in (1, 2, 3)]
-                while in_line(master) < 2:
+                cancelled = asyncio.create_task(master.predict_async(rows(4)))
+                while in_line(master) < 3:
                     await asyncio.sleep(0.005)
+                cancelled.cancel()
                 assert not any(task.done() for task in tasks)
             for count, task in enumerate(tasks, 1):
                 assert_answers(await asyncio.wait_for(task, 20.0), rows(count))

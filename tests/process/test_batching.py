@@ -1,9 +1,6 @@
 """Requests that are joined to one run, and which request goes next, with real processes."""
 
-import asyncio
 import os
-import random
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,19 +15,14 @@ from mcinfer import (
     EngineOptions,
     InvalidInputError,
     Master,
-    PredictError,
-    PredictTimeoutError,
     RestartPolicy,
-    Timeouts,
     WorkerDiedError,
 )
 from mcinfer.requests.request import Arrays
 from mcinfer.statistics import WorkerStatistics
 from tests.process.models import (
-    AFFINE,
     FakeModel,
     Inputs,
-    OnnxModel,
     SharedMaster,
     act,
     assert_answers,
@@ -43,7 +35,7 @@ BUSY = -1.0
 """The first number of the request that keeps a worker busy until it is cancelled."""
 
 BAD = -2.0
-"""That of the request that a test is about."""
+"""The first number of the request that a test is about."""
 
 GENEROUS = RestartPolicy(budget=1000, backoff=0.0)
 
@@ -104,50 +96,6 @@ def test_requests_that_waited_for_the_worker_go_as_one_run(batching: Master) -> 
     wait_until(lambda: batching.statistics().memory_used_bytes == 0)
 
 
-def test_predict_as_one_piece_is_joined_as_well(batching: Master) -> None:
-    requests = [rows(1, first=10.0 * i) for i in range(4)]
-    before = the_worker(batching)
-    with ThreadPoolExecutor(4) as pool:
-        with kept_busy(batching):
-            futures = [pool.submit(batching.predict, inputs, shards=1) for inputs in requests]
-            wait_until(lambda: batching.statistics().queued_shards == 4)
-        assert_all_answered(futures, requests)
-    after = the_worker(batching)
-    assert (after.runs, after.completed) == (before.runs + 1, before.completed + 4)
-
-
-def test_onnx_model_answers_mixed_rows_of_many_threads_right(onnx_model: OnnxModel) -> None:
-    threads, each = 8, 25
-    together = threading.Barrier(threads)
-
-    with Master(
-        onnx_model(AFFINE),
-        2,
-        max_batch_size=16,
-        max_delay=0.05,
-        verify="never",
-        options=EngineOptions(threads=1, inter_op_threads=2),
-    ) as master:
-
-        def ask(thread: int) -> None:
-            chance = random.Random(thread)  # noqa: S311 no secret
-            requests = [
-                rows(chance.randint(1, 5), first=1e4 * thread + 100.0 * i) for i in range(each)
-            ]
-            together.wait()
-            assert_all_answered([master.submit(inputs) for inputs in requests], requests)
-
-        with ThreadPoolExecutor(threads) as pool:
-            for done in [pool.submit(ask, thread) for thread in range(threads)]:
-                done.result(timeout=40.0)
-        statistics = master.statistics()
-        assert statistics.accepted == statistics.succeeded == threads * each
-        workers = statistics.workers
-        assert sum(worker.completed for worker in workers) == threads * each
-        assert sum(worker.runs for worker in workers) < threads * each
-        assert sum(worker.failed for worker in workers) == 0
-
-
 # Those that fail.
 
 
@@ -163,7 +111,7 @@ def test_request_that_kills_its_worker_takes_no_neighbour_with_it(fake_model: Fa
         assert the_worker(master).restarts == 3
 
 
-def test_run_that_nobody_wants_any_more_is_stopped_and_its_worker_lives_on(
+def test_run_whose_callers_all_cancelled_is_stopped_and_its_worker_is_kept(
     batching: Master,
 ) -> None:
     before, runs, cancelled = (
@@ -182,68 +130,10 @@ def test_run_that_nobody_wants_any_more_is_stopped_and_its_worker_lives_on(
     assert_answers(batching.predict(rows(3), timeout=20.0), rows(3))
 
 
-def test_request_without_an_end_runs_out_of_time_alone(fake_model: FakeModel) -> None:
-    timeouts = Timeouts(cancel_grace=0.2)
-    model = fake_model(when=acts("hang:600"))
-    with fake_master(model, 1, max_batch_size=8, timeouts=timeouts, restart=GENEROUS) as master:
-        with kept_busy(master):
-            before = master.submit(rows(1))
-            bad = master.submit(act(BAD), timeout=2.0)
-            after = master.submit(rows(2))
-        wait_until(lambda: master.statistics().queued_shards == 0)
-        with pytest.raises(PredictTimeoutError, match="ran on worker 0"):
-            bad.result(timeout=20.0)
-        assert_answers(before.result(timeout=20.0), rows(1))
-        assert_answers(after.result(timeout=20.0), rows(2))
-        assert the_worker(master).restarts == 1
-
-
-def test_every_request_of_a_mixed_crowd_comes_to_its_own_end(fake_model: FakeModel) -> None:
-    threads, each = 6, 20
-
-    with fake_master(fake_model(when=acts(), run="sleep:0.001"), 2, max_batch_size=16) as master:
-
-        def ask(thread: int) -> tuple[int, int]:
-            """How many failed, and were cancelled."""
-            chance = random.Random(thread)  # noqa: S311 no secret
-            bad: list[Future[Arrays]] = []
-            good: list[tuple[Future[Arrays], Inputs]] = []
-            cancelled = 0
-            for i in range(each):
-                kind = chance.random()
-                if kind < 0.1:
-                    bad.append(master.submit(act(BAD, chance.randint(1, 3))))
-                    continue
-                inputs = rows(chance.randint(1, 9), first=1e4 * thread + 100.0 * i)
-                future = master.submit(inputs, priority=chance.randint(-1, 1))
-                if kind < 0.2 and future.cancel():
-                    cancelled += 1
-                else:
-                    good.append((future, inputs))
-            for future, inputs in good:
-                assert_answers(future.result(timeout=40.0), inputs)
-            for future in bad:
-                with pytest.raises(PredictError):
-                    future.result(timeout=40.0)
-            return len(bad), cancelled
-
-        with ThreadPoolExecutor(threads) as pool:
-            ends = [*pool.map(ask, range(threads))]
-        statistics = master.statistics()
-        failed, cancelled = (sum(counts) for counts in zip(*ends, strict=True))
-        assert statistics.failed == failed
-        assert statistics.succeeded + statistics.cancelled == threads * each - failed
-        # One that is cancelled as its answer comes is counted as answered.
-        assert statistics.cancelled <= cancelled
-        assert statistics.in_flight == 0
-        assert all(worker.restarts == 0 for worker in statistics.workers)
-
-
 # Waiting for company.
 
 
 def test_request_is_sent_when_due_though_an_answer_came_meanwhile(fake_model: FakeModel) -> None:
-    """What is held is due at a time that the answer, which makes its worker ready, does not bring forward."""
     model = fake_model(when={"-2": "sleep:0.3"})
     with (
         fake_master(model, 1, max_batch_size=8, max_delay=1.0) as master,
@@ -291,27 +181,6 @@ def test_request_of_a_higher_priority_overtakes_all_that_wait(batching: Master) 
         note_ends(order, names, futures)
     wait_until(lambda: len(order) == 21)
     assert order == ["high", *names[:20]]
-
-
-def test_priority_is_for_predict_and_its_async_twin_too(batching: Master) -> None:
-    order: list[str] = []
-
-    def ask(name: str, priority: int) -> None:
-        assert_answers(batching.predict(rows(8), priority=priority), rows(8))
-        order.append(name)
-
-    with ThreadPoolExecutor(2) as pool:
-        with kept_busy(batching):
-            low = pool.submit(ask, "low", 0)
-            wait_until(lambda: batching.statistics().queued_shards == 1)
-            between = batching.submit(act(BAD, 8), priority=1)
-            high = pool.submit(ask, "high", 2)
-            wait_until(lambda: batching.statistics().queued_shards == 3)
-        for future in (low, high, between):
-            future.result(timeout=20.0)
-    assert order == ["high", "low"]
-    answer = asyncio.run(batching.predict_async(rows(4), priority=3, shards=1))
-    assert_answers(answer, rows(4))
 
 
 # What else may be said.

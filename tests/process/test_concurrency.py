@@ -4,13 +4,11 @@ import asyncio
 import inspect
 import random
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from mcinfer import ClosedError, Limits, Master, McinferError, QueueFullError, Timeouts
+from mcinfer import ClosedError, Limits, Master, Timeouts
 from mcinfer.requests.request import Arrays
 from tests.process.models import (
     FakeModel,
@@ -20,7 +18,7 @@ from tests.process.models import (
     fake_master,
     rows,
 )
-from tests.process.waiting import pids, wait_for_states, wait_until
+from tests.process.waiting import pids, settle, wait_for_states, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +50,6 @@ def test_sixty_four_threads_get_each_its_own_answers(pool_of_two: Master) -> Non
     assert statistics.accepted - before.accepted == threads * 6
     assert statistics.succeeded - before.succeeded == threads * 6
     assert (statistics.in_flight, statistics.queued_shards) == (0, 0)
-
-
-def test_hundred_tasks_get_each_its_own_answers(pool_of_two: Master) -> None:
-    async def ask_all() -> list[Arrays]:
-        return await asyncio.gather(
-            *(pool_of_two.predict_async(rows(3, 10.0 * i)) for i in range(100))
-        )
-
-    for i, outputs in enumerate(asyncio.run(ask_all())):
-        assert_answers(outputs, rows(3, 10.0 * i))
 
 
 def test_task_that_is_cancelled_stops_its_run_and_no_other(pool_of_two: Master) -> None:
@@ -100,43 +88,11 @@ def test_task_that_waits_for_memory_leaves_the_loop_free(fake_model: FakeModel) 
         assert_answers(asyncio.run(ask()), rows(100))
 
 
-def outcome_of_callback(
-    master: Master, model_act: float, callback: Callable[[], object]
-) -> Future[object]:
-    """What a callback of a request's future, which runs where answers are settled, comes to."""
-    outcome: Future[object] = Future()
-
-    def call(_: "Future[Arrays]") -> None:
-        try:
-            outcome.set_result(callback())
-        except BaseException as exc:
-            outcome.set_exception(exc)
-
-    master.submit(act(model_act)).add_done_callback(call)
-    return outcome
-
-
-def test_predict_in_a_callback_is_refused_and_does_not_wait_for_itself(pool_of_two: Master) -> None:
-    outcome = outcome_of_callback(pool_of_two, -2.0, lambda: pool_of_two.predict(rows(1)))
-    with pytest.raises(McinferError, match=r"callback.*submit\(\)"):
-        outcome.result(timeout=20.0)
-    assert_answers(pool_of_two.predict(rows(1)), rows(1))
-
-
-def test_submit_in_a_callback_does_not_wait_for_memory(fake_model: FakeModel) -> None:
-    limits = Limits(memory_bytes=4096, when_full="wait")
-    model = fake_model(when={"-1": "sleep:0.1"})
-    with fake_master(model, 1, limits=limits) as master:
-        held = master.allocate({"x": (200, 4)})
-        outcome = outcome_of_callback(master, -1.0, lambda: master.submit(rows(100)))
-        with pytest.raises(QueueFullError):
-            outcome.result(timeout=20.0)
-        assert held["x"].shape == (200, 4)
-
-
 def test_close_in_a_callback_ends_the_pool(fake_model: FakeModel) -> None:
     master = fake_master(fake_model(when={"-1": "sleep:0.1"}), 1).start()
-    outcome_of_callback(master, -1.0, master.close).result(timeout=20.0)
+    outcome: Future[object] = Future()
+    master.submit(act(-1.0)).add_done_callback(lambda _: settle(outcome, master.close))
+    outcome.result(timeout=20.0)
     wait_for_states(master, "gone")
     with pytest.raises(ClosedError):
         master.predict(rows(1))
@@ -161,18 +117,6 @@ def test_callbacks_that_submit_again_and_again_do_not_nest(pool_of_two: Master) 
     assert max(depths) < 100
 
 
-def test_answers_are_not_lost_while_others_are_cancelled(pool_of_two: Master) -> None:
-    """ZeroMQ's descriptor is edge-triggered: a message that came while another was sent must be seen."""
-    chance = random.Random(11)  # noqa: S311 no secret
-    for _ in range(100):
-        slow, quick = pool_of_two.submit(act(-1.0)), pool_of_two.submit(rows(1))
-        pause = time.perf_counter() + chance.random() * 0.0015
-        while time.perf_counter() < pause:
-            pass
-        slow.cancel()
-        assert_answers(quick.result(timeout=20.0), rows(1))
-
-
 def test_callbacks_run_in_no_callers_thread(pool_of_two: Master) -> None:
     """A callback may take a lock that the caller of `submit` holds, as with any executor."""
     lock, here = threading.Lock(), threading.current_thread()
@@ -194,19 +138,3 @@ def test_callbacks_run_in_no_callers_thread(pool_of_two: Master) -> None:
     wait_until(lambda: not pending)
     # One that is added to a finished future runs at once, where it is added.
     assert len(threads - {here}) <= 1
-
-
-def test_a_slow_callback_holds_up_no_predict(pool_of_two: Master) -> None:
-    entered, leave = threading.Event(), threading.Event()
-
-    def stay(_: object) -> None:
-        entered.set()
-        leave.wait(40.0)
-
-    try:
-        pool_of_two.submit(act(-2.0)).add_done_callback(stay)
-        assert_answers(pool_of_two.predict(rows(1), timeout=20.0), rows(1))
-        assert entered.wait(20.0)
-        assert_answers(pool_of_two.predict(rows(2), timeout=20.0), rows(2))
-    finally:
-        leave.set()

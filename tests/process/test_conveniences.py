@@ -1,4 +1,4 @@
-"""What makes the first ten minutes short: forms of arguments, and calls that save a user a loop."""
+"""Conveniences: forms of arguments, and calls that save a user a loop."""
 
 import asyncio
 import os
@@ -30,19 +30,6 @@ two (float[batch, 4] x) => (float[batch, 4] minus, float[batch, 4] twice) {
 }
 """
 FAILS = -1.0
-
-
-def test_repr_says_model_devices_and_state(fake_model: FakeModel) -> None:
-    path = fake_model()
-    master = Master(path, 2, engine="fake")
-    name = os.path.basename(path)
-    assert repr(master) == f"<Master {name} on cpu:0, cpu:1: not started>"
-    with master:
-        assert repr(master).endswith("ready>")
-        os.kill(pids(master)[0], signal.SIGSTOP)
-        os.kill(pids(master)[0], signal.SIGKILL)
-        wait_until(lambda: repr(master).endswith("1 of 2 workers serve>"))
-    assert repr(master).endswith("closed>")
 
 
 def test_what_the_model_is_like_is_known_after_start_and_the_error_says_so(

@@ -1,4 +1,4 @@
-"""The examples run as a user runs them, and say what they promise to say."""
+"""The examples run as a user runs them, and print what they promise."""
 
 import re
 import signal
@@ -6,32 +6,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-import onnx
+import numpy as np
+import onnxruntime as ort
 import psutil
-from onnx import TensorProto, helper
+import pytest
 
+from tests.process.models import OnnxModel
+from tests.process.scripts import ROOT, run_example
 from tests.process.waiting import all_gone, wait_until
 
-ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "sd_dual_core"
-SHARING = ROOT / "examples" / "weight_sharing" / "main.py"
-
-
-def run(
-    *arguments: str, script: Path = EXAMPLE / "main.py", cwd: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-        cwd=cwd,
-    )
+SHARING = "weight_sharing/main.py"
 
 
 def test_example_prints_the_samples_lines() -> None:
-    done = run("--size", "tiny", "--steps", "2")
+    done = run_example("sd_dual_core/main.py", "--size", "tiny", "--steps", "2")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "Success to build model 0" in lines
@@ -46,38 +34,8 @@ def test_example_prints_the_samples_lines() -> None:
     assert float(difference[1]) <= 1e-4
 
 
-def test_example_runs_a_model_whole_whose_rows_depend_on_each_other(tmp_path: Path) -> None:
-    # The rows of this "UNet" are not independent: each is held against the mean of its batch.
-    def value(
-        name: str, shape: list[str | int], kind: int = TensorProto.FLOAT
-    ) -> onnx.ValueInfoProto:
-        return helper.make_tensor_value_info(name, kind, shape)
-
-    latents: list[str | int] = ["batch", 4, 8, 8]
-    graph = helper.make_graph(
-        [
-            helper.make_node("ReduceMean", ["encoder_hidden_states"], ["mean"], keepdims=1),
-            helper.make_node("Add", ["sample", "mean"], ["out_sample"]),
-        ],
-        "dependent",
-        [
-            value("sample", latents),
-            value("timestep", [1], TensorProto.INT64),
-            value("encoder_hidden_states", ["batch", 77, 4]),
-        ],
-        [value("out_sample", latents)],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)])
-    model.ir_version = 9
-    onnx.save(model, tmp_path / "dependent.onnx")
-    done = run("--model", str(tmp_path / "dependent.onnx"), "--size", "tiny", "--steps", "1")
-    assert done.returncode == 0, done.stderr
-    assert "the rows of a batch depend on each other: output 'out_sample' differs" in done.stderr
-    assert "Largest relative difference to one session =  0" in done.stdout
-
-
 def test_replaced_weights_are_those_of_a_model_that_has_them() -> None:
-    done = run("--size", "tiny", script=EXAMPLE / "replace_weights.py")
+    done = run_example("sd_dual_core/replace_weights.py", "--size", "tiny")
     assert done.returncode == 0, done.stderr
     _, count, *timed, change, error, last = done.stdout.splitlines()
     assert count == "48 weights of 0.1 MB can be replaced"
@@ -89,7 +47,7 @@ def test_replaced_weights_are_those_of_a_model_that_has_them() -> None:
 
 
 def test_three_processes_share_one_copy_of_the_weights(tmp_path: Path) -> None:
-    done = run(script=SHARING, cwd=tmp_path)
+    done = run_example(SHARING, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     model, handle, *reports, last = done.stdout.splitlines()
     assert model == "model: 100.7 MB"
@@ -105,7 +63,7 @@ def test_three_processes_share_one_copy_of_the_weights(tmp_path: Path) -> None:
 
 
 def test_process_that_dies_is_reported_and_not_waited_for() -> None:
-    command = [sys.executable, str(SHARING)]
+    command = [sys.executable, str(ROOT / "examples" / SHARING)]
     with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as owner:
         try:
             owned = psutil.Process(owner.pid)
@@ -119,3 +77,77 @@ def test_process_that_dies_is_reported_and_not_waited_for() -> None:
     assert err == f"error: process {victim} ended early with status -9\n"
     assert "success" not in out
     assert all_gone([victim, other])
+
+
+# The quick starts.
+
+SINGLE, PARALLEL = "quick_start/main.py", "quick_start_parallel/main.py"
+SIDE = 32
+IMAGE_BYTES = SIDE * SIDE * 3 * 4
+
+NOISY = """
+<ir_version: 8, opset_import: ["": 17]>
+noisy (float[1, 4] x) => (float[1, 4] y) {
+    noise = RandomUniformLike(x)
+    y = Add(x, noise)
+}
+"""
+"""Never gives the same answer twice."""
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("quick_start") / "classifier.onnx"
+    build = [str(ROOT / "examples/quick_start/build_mobilenet.py"), "--output", str(path)]
+    sizes = ["--size", str(SIDE), "--width", "0.35"]
+    subprocess.run([sys.executable, *build, *sizes], check=True, timeout=50, capture_output=True)
+    return path
+
+
+def test_quick_start_gives_the_answer_to_the_file(classifier: Path, tmp_path: Path) -> None:
+    image = np.random.default_rng(3).standard_normal((1, SIDE, SIDE, 3), np.float32)
+    image.astype("<f4").tofile(tmp_path / "input.bin")
+    done = run_example(SINGLE, "--model", str(classifier), "--input", str(tmp_path / "input.bin"))
+    assert done.returncode == 0, done.stderr
+    about, line = done.stdout.splitlines()
+    assert about == "tensor name is:probabilities tensor size is:4000 tensor elements num is:1000"
+    values = line.removeprefix("output data is: ").split()
+    assert len(values) == 50
+    session = ort.InferenceSession(classifier, providers=["CPUExecutionProvider"])
+    expected = session.run(None, {"image": image})[0].flatten()[:50]
+    np.testing.assert_allclose(np.array(values, np.float32), expected, rtol=1e-4)
+
+
+def test_quick_start_refuses_a_file_that_does_not_fit(classifier: Path, tmp_path: Path) -> None:
+    size = IMAGE_BYTES + 1
+    (tmp_path / "input.bin").write_bytes(bytes(size))
+    done = run_example(SINGLE, "--model", str(classifier), "--input", str(tmp_path / "input.bin"))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert re.match(rf"error: .*input\.bin.* {size} bytes", done.stderr)
+
+
+def test_parallel_quick_start_prints_each_task_and_the_total() -> None:
+    done = run_example(PARALLEL, "--size", str(SIDE))
+    assert done.returncode == 0, done.stderr
+    *tasks, total, last = done.stdout.splitlines()
+    found = [
+        re.fullmatch(r"parallel id: (\d) \| task index: (\d) \| run once time: (\d+\.\d+) s", line)
+        for line in tasks
+    ]
+    matches = [match for match in found if match is not None]
+    assert len(matches) == len(tasks)
+    pairs = [(int(match[1]), int(match[2])) for match in matches]
+    assert sorted(pairs) == [(client, task) for client in range(5) for task in (1, 2)]
+    whole = re.fullmatch(r"total run time: (\d+\.\d+) s", total)
+    assert whole is not None
+    assert max(float(match[3]) for match in matches) <= float(whole[1])
+    assert last == "=========== success ==========="
+
+
+def test_parallel_quick_start_fails_where_an_answer_is_not_that_of_a_single_model(
+    onnx_model: OnnxModel,
+) -> None:
+    done = run_example(PARALLEL, "--model", str(onnx_model(NOISY)))
+    assert done.returncode == 1
+    assert "from that of a single model" in done.stderr
+    assert "success" not in done.stdout

@@ -1,24 +1,22 @@
 """Workers that die, hang or stop: what becomes of their requests, of the others', and of the pool."""
 
+import math
 import os
-import random
 import signal
 import threading
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
 from pathlib import Path
 
 import pytest
 
-from mcinfer import RestartPolicy, Timeouts, WorkerDiedError
+from mcinfer import Master, Timeouts, WorkerDiedError
 from mcinfer.requests.request import Arrays
 from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
-from tests.process.waiting import all_gone, busy_pid, pids, wait_for_states, wait_until
+from tests.process.waiting import all_gone, busy_pid, pids, states, wait_for_states, wait_until
 
 SLOW = -1.0
-"""What the first number of a request is for the act that a test is about."""
-
-GENEROUS = RestartPolicy(budget=1000, backoff=0.0)
-NO_BUDGET = RestartPolicy(budget=0, backoff_limit=3600.0)
+"""The first number of the request that a test is about."""
 
 
 def test_worker_killed_in_its_part_of_a_batch_costs_no_row(
@@ -45,7 +43,7 @@ def test_request_that_kills_two_workers_is_given_up_and_named(fake_model: FakeMo
         text = str(caught.value)
         assert f"worker 0 (cpu:0, pid {first}) killed by SIGSEGV" in text
         assert f"worker 1 (cpu:1, pid {second}) killed by SIGSEGV" in text
-        # The pool serves on, at first with nobody, then with those that were started again.
+        # The pool still serves, at first without a worker, then with those that were started again.
         assert_answers(master.predict(rows(4)), rows(4))
         wait_for_states(master, "ready", "ready")
         assert_answers(master.predict(rows(4)), rows(4))
@@ -65,39 +63,56 @@ def test_run_that_is_cancelled_and_hangs_does_not_keep_its_worker_past_its_deadl
         assert all_gone([hung])
 
 
-def test_killed_workers_cost_no_request_and_no_row(fake_model: FakeModel) -> None:
-    # A request that two kills hit is given up by design, so a kill waits until the one
-    # that the last kill hit, which goes first, must have been answered.
-    between = 12
-    with fake_master(fake_model(run="sleep:0.01"), 2, restart=GENEROUS) as master:
-        chance = random.Random(7)  # noqa: S311 no secret
-        over = threading.Event()
-        kills = 0
+# Requests that a busy worker has ahead, where runs are short.
 
-        def kill() -> None:
-            nonlocal kills
-            answered = 0
-            while not over.wait(0.1):
-                now = master.statistics().succeeded
-                if now < answered + between:
-                    continue
-                alive = pids(master)
-                if alive:
-                    os.kill(chance.choice(alive), signal.SIGKILL)
-                    kills += 1
-                    answered = master.statistics().succeeded
 
-        killer = threading.Thread(target=kill)
-        killer.start()
-        inputs = [rows(chance.randint(1, 9), first=100.0 * i) for i in range(120)]
-        try:
-            for start in range(0, 120, 20):
-                futures = [master.submit(item) for item in inputs[start : start + 20]]
-                for item, future in zip(inputs[start : start + 20], futures, strict=True):
-                    assert_answers(future.result(timeout=20.0), item)
-        finally:
-            over.set()
-            killer.join()
-        assert kills >= 2
-        statistics = master.statistics()
-        assert (statistics.accepted, statistics.succeeded) == (120, 120)
+def warm_up(master: Master) -> None:
+    """Have each worker answer a run, so that it is known that runs are short."""
+    while min(worker.completed for worker in master.statistics().workers) < 1:
+        wait_for_futures([master.submit(rows(1)) for _ in range(8)], timeout=20.0)
+
+
+def test_requests_beside_a_run_that_hangs_are_answered_by_the_other_worker(
+    fake_model: FakeModel,
+) -> None:
+    model = fake_model(when={"-1": "hang:60"})
+    with fake_master(model, 2, timeouts=Timeouts(cancel_grace=0.1, close=0.2)) as master:
+        warm_up(master)
+        # All at once: some are given ahead behind the one that hangs.
+        hung = master.submit(act(-1.0), timeout=20.0)
+        beside = [master.submit(rows(1, first=float(i))) for i in range(20)]
+        for i, future in enumerate(beside):
+            assert_answers(future.result(timeout=20.0), rows(1, first=float(i)))
+        assert not hung.done()
+        hung.cancel()
+
+
+def test_requests_behind_a_worker_that_is_stopped_are_taken_back(fake_model: FakeModel) -> None:
+    model = fake_model(when={"-1": "stop"})
+    with fake_master(model, 2, timeouts=Timeouts(cancel_grace=0.1, close=0.2)) as master:
+        warm_up(master)
+        stopped = master.submit(act(-1.0), timeout=math.inf)
+        beside = [master.submit(rows(1, first=float(i))) for i in range(20)]
+        for i, future in enumerate(beside):
+            assert_answers(future.result(timeout=20.0), rows(1, first=float(i)))
+        assert not stopped.done()
+        for pid in pids(master):
+            os.kill(pid, signal.SIGCONT)
+        assert_answers(stopped.result(timeout=20.0), act(-1.0))
+        wait_for_states(master, "ready", "ready")
+
+
+def test_worker_killed_with_one_given_ahead_costs_neither(fake_model: FakeModel) -> None:
+    with fake_master(fake_model(run="sleep:0.005"), 2) as master:
+        warm_up(master)
+        futures = [master.submit(rows(1, first=float(i))) for i in range(40)]
+        os.kill(busy_pid_of_any(master), signal.SIGKILL)
+        for i, future in enumerate(futures):
+            assert_answers(future.result(timeout=20.0), rows(1, first=float(i)))
+        wait_for_states(master, "ready", "ready")
+
+
+def busy_pid_of_any(master: Master) -> int:
+    wait_until(lambda: "busy" in states(master))
+    found = [w.pid for w in master.statistics().workers if w.state == "busy" and w.pid]
+    return found[0] if found else pids(master)[0]

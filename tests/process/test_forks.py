@@ -173,42 +173,6 @@ say(answer.sum())
     assert (ended.status, ended.out, ended.err) == (0, f"{ANSWER}\n{ANSWER}\n", "")
 
 
-def test_children_forked_while_threads_make_requests_have_their_results(
-    fake_model: FakeModel,
-) -> None:
-    text = """
-import threading
-
-results, over = {}, threading.Event()
-
-def ask(first):
-    number = first
-    while not over.is_set():
-        number = (number + 7) % 1000
-        results[first] = number, master.predict({"x": np.full((500, 4), number, np.float32)})["y"]
-
-with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
-    threads = [threading.Thread(target=ask, args=(first,)) for first in range(4)]
-    for thread in threads:
-        thread.start()
-    while len(results) < 4:
-        time.sleep(0.001)
-    wrong = 0
-    for _ in range(8):
-        child = os.fork()
-        if not child:
-            time.sleep(0.02)
-            os._exit(any(np.any(y != 2 * number + 1) for number, y in results.values()))
-        wrong += os.waitpid(child, 0)[1] != 0
-    over.set()
-    for thread in threads:
-        thread.join()
-    say(wrong)
-"""
-    ended = run(text, fake_model())
-    assert (ended.status, ended.out, ended.err) == (0, "0\n", "")
-
-
 def test_child_without_memory_for_its_results_says_so(fake_model: FakeModel) -> None:
     text = """
 import resource

@@ -1,7 +1,6 @@
-"""Models made to do harm: an error that says where and why, and a master that is none the worse for it.
+"""Models that do harm, in a real pool, while another pool serves.
 
-Each is given to a real pool, while another one serves. The same models are given to the engine alone, with
-each way to load them, in `tests/test_preparation.py`.
+`tests/test_preparation.py` gives the same models to the engine alone, with each way to load them.
 """
 
 import ctypes
@@ -15,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from mcinfer import BuildError, EngineOptions, Limits, Master, PredictError, Timeouts
+from mcinfer import BuildError, EngineOptions, Limits, Master, PredictError
 from tests.hostile_models import (
     GOOD,
     MALFORMED,
@@ -25,7 +24,6 @@ from tests.hostile_models import (
     Hostile,
     bomb,
     run_bomb,
-    slow,
 )
 from tests.process.waiting import pids
 
@@ -34,12 +32,12 @@ MEMORY = 800_000_000
 """For a worker: ONNX Runtime itself needs 150 MB."""
 
 IN_OPEN, IN_ACCESS = 0x20, 0x1
-"""Of inotify(7)."""
+"""See inotify(7)."""
 
 
 @contextmanager
 def untouched(path: Path) -> Iterator[None]:
-    """Fail if anybody opens or reads a file meanwhile."""
+    """Fail if a process opens or reads the file meanwhile."""
     libc = ctypes.CDLL(None, use_errno=True)
     watch = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
     assert watch >= 0
@@ -102,9 +100,7 @@ def refusal(model: Path, options: EngineOptions) -> str:
     return text
 
 
-@pytest.mark.parametrize(
-    ("hostile", "weights"), [(OUTSIDE[0], ()), (OUTSIDE[-1], ()), (OUTSIDE[0], ("w",))]
-)
+@pytest.mark.parametrize(("hostile", "weights"), [(OUTSIDE[-1], ()), (OUTSIDE[0], ("w",))])
 def test_external_data_outside_of_the_folder_is_refused_and_not_opened(
     hostile: Hostile, folder: Path, weights: tuple[str, ...]
 ) -> None:
@@ -147,15 +143,3 @@ def test_run_that_wants_more_than_there_is_fails_alone(folder: Path) -> None:
         few = np.full((2, 4), 100.0, np.float32)
         np.testing.assert_array_equal(master.predict({"x": few})["y"], few)
         assert pids(master) == before
-
-
-def test_constants_that_take_for_ever_are_ended_by_the_time_to_start(folder: Path) -> None:
-    master = Master(
-        save(folder / "model.onnx", slow()),
-        1,
-        options=EngineOptions(prepare="never", threads=1),
-        timeouts=Timeouts(start=1.5),
-    )
-    with pytest.raises(BuildError, match=r"worker 0 .*not ready within 1\.5 s"):
-        master.start()
-    master.close()

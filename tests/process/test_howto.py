@@ -32,7 +32,7 @@ PRINTING = ["README.md", "docs/start.md", "docs/howto/docker.md", "docs/howto/fi
 
 @pytest.fixture(autouse=True)
 def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an earlier program has learned shows in what a later one prints."""
+    """A program prints something else if an earlier one has learned how its model splits."""
     monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "cache"))
 
 

@@ -108,41 +108,6 @@ def test_signals_leave_a_whole_pool(fake_model: FakeModel, number: str, does: st
     assert (ended.status, ended.out, ended.err) == (0, "whole\n", "")
 
 
-def test_signals_while_waiting_for_memory_leave_no_ghost_in_the_line(fake_model: FakeModel) -> None:
-    text = """
-import threading
-limits = mcinfer.Limits(memory_bytes=1 << 20)
-rows = {"x": np.ones((200, 1024), np.float32)}
-class Interrupted(Exception):
-    pass
-def handler(*_):
-    raise Interrupted
-signal.signal(signal.SIGUSR1, handler)
-with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never", limits=limits) as master:
-    for _ in range(3):
-        held = master.allocate({"x": (200, 1024)})
-        try:
-            # Two, close together: the second comes while the first is handled.
-            threading.Timer(0.1, lambda: [os.kill(os.getpid(), signal.SIGUSR1) for _ in range(2)]).start()
-            master.predict({"x": np.ones((50, 1024), np.float32)}, timeout=40.0)
-        except Interrupted:
-            pass
-        del held
-    for _ in range(50):
-        master.predict({"x": np.ones((10, 1024), np.float32)}, timeout=40.0)
-    assert not master._loop._memory_line
-    say("whole")
-"""
-    wide = {
-        "inputs": (["x", "float32", ["batch", 1024]],),
-        "outputs": (["y", "float32", ["batch", 1024], {"from": "x", "scale": 2, "add": 1}],),
-    }
-    with Program(PREAMBLE + text, fake_model(**wide)) as program:
-        ended = program.wait()
-    # The second signal may end the program in its except clause: that is the user's, and no process is left.
-    assert ended.out == "whole\n" or "Interrupted" in ended.err, ended
-
-
 def test_callback_that_does_not_return_stops_nothing_else(fake_model: FakeModel) -> None:
     text = """
 import threading
@@ -168,7 +133,9 @@ say("closed")
     assert (ended.status, ended.out) == (0, "timed out\nclosed\n"), ended
 
 
-def test_close_in_a_finalizer_of_a_cycle_writes_to_nobodys_file(fake_model: FakeModel) -> None:
+def test_close_in_a_finalizer_of_a_cycle_writes_to_no_file_of_the_user(
+    fake_model: FakeModel,
+) -> None:
     text = """
 import gc
 class Holder:

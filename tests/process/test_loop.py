@@ -1,6 +1,5 @@
-"""The loop: what callers do to one another through it, what would end it, and waits that must have an end."""
+"""The loop: callers beside one another, faults in it, and waits that must end."""
 
-import asyncio
 import errno
 import logging
 import math
@@ -11,7 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
+from functools import partial
 
 import psutil
 import pytest
@@ -20,56 +19,21 @@ from mcinfer import (
     BuildError,
     ClosedError,
     Limits,
-    Master,
     McinferError,
     PredictTimeoutError,
     QueueFullError,
     Timeouts,
 )
 from mcinfer.runtime import loop as loop_module
-from tests.process.fault_pools import HeldPipe
 from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
-from tests.process.waiting import pids, running, stop, wait_until
+from tests.process.waiting import in_line, pids, running, settle, stop, wait_until
 
 PATIENCE = 40.0
 ONE_ROW = 2 * 4 * 4
 """Bytes of a request for one row of the usual model, and of its answer."""
 
 
-def in_line(master: Master) -> int:
-    return len(master._loop._line)
-
-
 # Callers beside one another.
-
-
-def test_task_that_is_cancelled_in_the_line_does_not_cancel_the_one_before_it(
-    fake_model: FakeModel, tmp_path: Path
-) -> None:
-    limits = Limits(queue=1, when_queue_full="wait")
-    held = HeldPipe(tmp_path / "run0")
-    model = fake_model(when={"-1": f"told:{tmp_path}/run", "-2": "sleep:1"})
-    with fake_master(model, 1, limits=limits) as master:
-
-        async def ask() -> None:
-            tasks = []
-            for place, number in enumerate((-1.0, -2.0, 3.0)):
-                tasks.append(asyncio.create_task(master.predict_async(act(number))))
-                while in_line(master) < place:
-                    await asyncio.sleep(0.002)
-                await asyncio.sleep(0.02)
-            held.wait()
-            held.tell("")
-            assert_answers(await tasks[0], act(-1.0))
-            while in_line(master) != 1:
-                await asyncio.sleep(0.002)
-            tasks[2].cancel()  # it has no place yet; the one before it runs
-            with pytest.raises(asyncio.CancelledError):
-                await tasks[2]
-            assert_answers(await tasks[1], act(-2.0))
-
-        asyncio.run(ask())
-        assert in_line(master) == 0
 
 
 def test_caller_whose_time_is_over_in_the_line_makes_way_at_once(fake_model: FakeModel) -> None:
@@ -142,43 +106,39 @@ def test_start_that_the_system_refuses_in_another_way_than_an_os_error_fails(
 
 
 @pytest.mark.parametrize(
-    ("name", "runs"), [("loop", True), ("loop", False), ("delivery", True), ("output", False)]
+    ("name", "runs", "error", "words"),
+    [
+        ("loop", True, KeyboardInterrupt(), None),
+        ("loop", False, KeyboardInterrupt(), None),
+        ("delivery", True, KeyboardInterrupt(), None),
+        ("output", False, KeyboardInterrupt(), None),
+        ("loop", False, RuntimeError("can't start new thread"), "new thread"),
+        ("print", False, RuntimeError("can't start new thread"), "new thread"),
+    ],
 )
-def test_ctrl_c_while_a_thread_is_started_leaves_none(
-    fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch, name: str, runs: bool
+def test_start_leaves_nothing_if_a_thread_fails_to_start_or_is_interrupted(
+    fake_model: FakeModel,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    runs: bool,
+    error: BaseException,
+    words: str | None,
 ) -> None:
     start = threading.Thread.start
 
-    def interrupted(thread: threading.Thread) -> None:
+    def fails(thread: threading.Thread) -> None:
         if thread.name == f"mcinfer-{name}":
             if runs:
                 start(thread)
-            raise KeyboardInterrupt
+            raise type(error)(*error.args)
         start(thread)
 
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    monkeypatch.setattr(threading.Thread, "start", fails)
     master = fake_master(fake_model(), 1)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(BuildError if words else KeyboardInterrupt, match=words):
         master.start()
     with pytest.raises(ClosedError):
         master.predict(rows(1))
-
-
-@pytest.mark.parametrize("name", ["loop", "print"])
-def test_start_that_gets_no_thread_fails_and_leaves_nothing(
-    fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    start = threading.Thread.start
-
-    def refused(thread: threading.Thread) -> None:
-        if thread.name == f"mcinfer-{name}":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    master = fake_master(fake_model(), 1)
-    with pytest.raises(BuildError, match="new thread"):
-        master.start()
 
 
 def test_futures_that_were_dropped_hold_no_memory_while_a_callback_does_not_return(
@@ -197,7 +157,7 @@ def test_futures_that_were_dropped_hold_no_memory_while_a_callback_does_not_retu
             enough.set()
 
 
-def test_caller_that_is_interrupted_while_it_waits_for_memory_holds_nobody_up(
+def test_caller_that_is_interrupted_while_it_waits_for_memory_holds_up_no_other(
     fake_model: FakeModel,
 ) -> None:
     limits = Limits(memory_bytes=1 << 20, when_full="wait")
@@ -211,7 +171,7 @@ def test_caller_that_is_interrupted_while_it_waits_for_memory_holds_nobody_up(
             raise KeyboardInterrupt
 
         before = signal.signal(signal.SIGUSR1, handler)
-        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1))
+        timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGUSR1))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
             master.predict(rows(15_000), shards=1, timeout=math.inf)
@@ -287,22 +247,10 @@ def test_finalizer_in_the_loop_that_would_wait_is_refused_at_once(fake_model: Fa
             lambda: future.result(PATIENCE),
         ]
         for call in calls:
-            outcome: Future[BaseException | None] = Future()
-
-            def finalize(
-                call: Callable[[], object] = call,
-                outcome: Future[BaseException | None] = outcome,
-            ) -> None:
-                try:
-                    call()
-                except BaseException as exc:
-                    outcome.set_result(exc)
-                else:
-                    outcome.set_result(None)
-
-            master._loop._post(loop_module._Call(finalize))
-            failure = outcome.result(PATIENCE)
-            assert isinstance(failure, McinferError), failure
+            outcome: Future[object] = Future()
+            master._loop._post(loop_module._Call(partial(settle, outcome, call)))
+            with pytest.raises(McinferError):
+                outcome.result(PATIENCE)
             assert not future.done()
         assert future.cancel()
 
@@ -341,7 +289,7 @@ def test_worker_that_cannot_be_watched_counts_as_one_that_could_not_start(
         watched = loop._poll
 
         class Full:
-            """Watches what it watches already, and nothing more."""
+            """Accepts no more descriptors."""
 
             def __getattr__(self, name: str) -> object:
                 return getattr(watched, name)

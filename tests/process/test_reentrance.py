@@ -1,4 +1,4 @@
-"""Users' code in the middle of ours: handlers of signals and of the log, trace hooks, forks, kept errors."""
+"""Code of users within calls of the master: handlers of signals and of the log, trace hooks, forks."""
 
 import asyncio
 import gc
@@ -7,44 +7,33 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 import pytest
 
-from mcinfer import ClosedError, Limits, Master, McinferError, PredictError, RequestTrace, Timeouts
+from mcinfer import ClosedError, Limits, Master, PredictError, RequestTrace, Timeouts
 from tests.process.models import FakeModel, Inputs, act, assert_answers, fake_master, rows
-from tests.process.waiting import pids, wait_for_states, wait_until
+from tests.process.waiting import pids, settle, wait_for_states, wait_until
 
 BAD = -1.0
-"""What the first number of a request is for the act that a test is about."""
+"""The first number of the request that a test is about."""
 
 PATIENCE = 40.0
 
 
 @contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-@contextmanager
-def handler_of_sigterm(handler: Callable[[], None]) -> Iterator[None]:
+def sigterm(seconds: float, handler: Callable[[], object]) -> Iterator[None]:
+    """This process gets SIGTERM after so many seconds, and calls the handler."""
     before = signal.signal(signal.SIGTERM, lambda *_: handler())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def sigterm_after(seconds: float) -> threading.Timer:
-    """A timer that sends it to this process; already started."""
     timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
     timer.start()
-    return timer
+    try:
+        yield
+        timer.join()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_failed_requests_free_their_memory_at_once(fake_model: FakeModel) -> None:
@@ -55,7 +44,10 @@ def test_failed_requests_free_their_memory_at_once(fake_model: FakeModel) -> Non
         with pytest.raises(PredictError):
             await master.predict_async(act(BAD, 50_000))
 
-    with fake_master(model, 1, limits=limits) as master, no_garbage_collection():
+    with ExitStack() as stack:
+        gc.disable()
+        stack.callback(gc.enable)
+        master = stack.enter_context(fake_master(model, 1, limits=limits))
         kept = []
         for _ in range(4):
             with pytest.raises(PredictError) as caught:
@@ -75,12 +67,9 @@ def test_handler_of_a_signal_may_close_the_master_in_any_call(
         "statistics": master.statistics,
         "predict": lambda: master.predict(rows(2)),
     }
-    with handler_of_sigterm(master.close):
-        timer = sigterm_after(0.05)
-        with suppress(ClosedError):
-            while master.health().state != "closed":
-                calls[call]()
-        timer.join()
+    with sigterm(0.05, master.close), suppress(ClosedError):
+        while master.health().state != "closed":
+            calls[call]()
     assert master.health().state == "closed"
 
 
@@ -88,10 +77,8 @@ def test_handler_of_a_signal_may_drain_while_its_thread_waits_for_an_answer(
     fake_model: FakeModel,
 ) -> None:
     master = fake_master(fake_model(when={"-1": "sleep:0.4"}), 1).start()
-    with handler_of_sigterm(lambda: master.close(drain=True)):
-        timer = sigterm_after(0.1)
+    with sigterm(0.1, lambda: master.close(drain=True)):
         assert_answers(master.predict(act(BAD), timeout=PATIENCE), act(BAD))
-        timer.join()
     assert master.health().state == "closed"
 
 
@@ -108,28 +95,10 @@ def test_handler_of_a_signal_may_wait_for_an_answer_while_its_thread_does(
         }
         ask = calls[call]
         for inner in (1.0, 2.0):
-            answers: list[Inputs] = []
-            with handler_of_sigterm(partial(lambda x, y: y.append(ask(act(x))), inner, answers)):
-                timer = sigterm_after(0.1)
+            answer: Future[Inputs] = Future()
+            with sigterm(0.1, partial(settle, answer, partial(ask, act(inner)))):
                 assert_answers(ask(act(BAD)), act(BAD))
-                timer.join()
-            assert_answers(answers[0], act(inner))
-
-
-def test_trace_hook_that_waits_is_told_that_it_may_not(fake_model: FakeModel) -> None:
-    outcomes: list[object] = []
-
-    def hook(_: RequestTrace) -> None:
-        if not outcomes:
-            try:
-                outcomes.append(master.predict(rows(1)))
-            except McinferError as exc:
-                outcomes.append(str(exc))
-
-    with fake_master(fake_model(), 1, trace=hook) as master:
-        assert_answers(master.predict(rows(2), timeout=PATIENCE), rows(2))
-        wait_until(lambda: outcomes)
-    assert "use submit() there" in str(outcomes[0])
+            assert_answers(answer.result(0.0), act(inner))
 
 
 def test_trace_hook_that_wants_to_exit_ends_nothing(

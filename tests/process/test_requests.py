@@ -1,4 +1,4 @@
-"""What may be asked: requests that do not fit are refused before anything is sent, others are answered."""
+"""Requests: those that do not fit are refused before anything is sent, others are answered."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mcinfer import InvalidInputError, Master, PredictError
+from mcinfer.config import TRANSPORTS, TransportKind
 from tests.process.models import (
     FakeModel,
     OnnxModel,
@@ -95,7 +96,7 @@ def runs(master: Master) -> int:
 
 
 def test_batch_of_any_size_is_answered_row_by_row(master: Master) -> None:
-    """Also batches that do not divide, smaller than the pool, or cut in as many pieces as is said."""
+    """Also batches that do not divide, are smaller than the pool, or are cut in a given number of pieces."""
     for count, shards, pieces in (
         *((1, None, 1), (2, None, 2), (7, None, 2), (64, None, 2)),
         *((6, 1, 1), (6, 5, 5), (6, 100, 6)),
@@ -166,3 +167,26 @@ def test_strings_go_in_and_come_out(fake_model: FakeModel) -> None:
             assert same.tolist() == words.tolist()
         with pytest.raises(InvalidInputError, match=r"'words'.*float64.*string"):
             master.predict({"words": np.zeros((2, 2))})
+
+
+# Over each transport.
+
+PATIENCE = 40.0
+SAME_TEXT = """
+<ir_version: 8, opset_import: ["": 17]>
+texts (string[batch, 4] x) => (string[batch, 4] y) { y = Identity(x) }
+"""
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_strings_of_any_size_come_back(onnx_model: OnnxModel, transport: TransportKind) -> None:
+    with Master(onnx_model(SAME_TEXT), 1, verify="never", transport=transport) as master:
+        for size in (10, 3_000_000, 10):
+            texts = np.array([["é" * (size // 8)] * 4], dtype=object)
+            (answer,) = master.predict({"x": texts}, timeout=PATIENCE).values()
+            assert (answer == texts).all()
+
+
+def test_unknown_transport_is_refused(fake_model: FakeModel) -> None:
+    with pytest.raises(InvalidInputError, match=r"^transport: got 'tcp'"):
+        Master(fake_model(), 1, engine="fake", transport="tcp")  # type: ignore[arg-type]

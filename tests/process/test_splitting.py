@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from mcinfer import (
     InvalidInputError,
     Master,
-    PredictError,
     RequestTrace,
     RestartPolicy,
     Split,
@@ -41,7 +40,7 @@ GENEROUS = RestartPolicy(budget=1000, backoff=0.01, backoff_limit=0.05)
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other tests have learned is not known here."""
+    """Other tests have learned how the same models split."""
     folder = tmp_path / "cache"
     folder.mkdir(mode=0o700)
     monkeypatch.setenv("MCINFER_CACHE", str(folder))
@@ -49,7 +48,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """What was logged as a warning about requests."""
+    """The warnings about requests in the log."""
     caplog.set_level(logging.WARNING, "mcinfer.master")
     return lambda: [r.getMessage() for r in caplog.records if "request" in r.getMessage()]
 
@@ -98,52 +97,6 @@ def test_output_whose_batch_is_not_its_first_axis_is_joined_there(onnx_model: On
         assert is_split(master, silero(6))
 
 
-def test_axes_of_outputs_may_be_said(onnx_model: OnnxModel) -> None:
-    path = onnx_model(SILERO)
-    axes: dict[str, Any] = {
-        "batch_axes": {"input": 0, "state": 1},
-        "output_axes": {"output": 0, "stateN": 1},
-    }
-    with Master(path, 2, verify="never", **axes) as master:
-        assert is_split(master, silero(4))  # also the first
-        assert_equal(master.predict(silero(5)), alone(path, silero(5)))
-        assert master.split.known == "said"
-        assert not master.split.checked
-    with Master(path, 2) as master:
-        first = master.predict(silero(4), **axes)
-        assert_equal(first, alone(path, silero(4)))
-        assert_equal(master.predict(silero(5), **axes), alone(path, silero(5)))
-
-
-# Outputs that do not join.
-
-SELECTED = onnx("""(float[batch, 4] x) => (int64[num_selected, 2] selected) <float zero = {0.0}> {
-    positive = Greater(x, zero)
-    where = NonZero(positive)
-    selected = Transpose <perm = [1, 0]> (where)
-}""")
-
-
-# Axes that are said.
-
-
-def test_other_shape_than_was_said_is_an_error_that_names_it(onnx_model: OnnxModel) -> None:
-    path = onnx_model(SELECTED)
-    axes: dict[str, Any] = {
-        "batch_axes": {"x": 0},
-        "output_axes": {"selected": 1},
-        "verify": "never",
-    }
-    x = {"x": np.concatenate([-np.ones((2, 4), np.float32), np.ones((2, 4), np.float32)])}
-    with Master(path, 2, **axes) as master:
-        with pytest.raises(
-            PredictError,
-            match=r"output 'selected' joins along axis 1.*expected \[0, \?\] from worker \d .*got \[8, 2\]",
-        ):
-            master.predict(x)
-        assert_equal(master.predict(x), alone(path, x))  # whole, from now on
-
-
 # Rows that depend on each other.
 
 
@@ -160,9 +113,6 @@ def test_model_that_mixes_its_rows_runs_whole(
     assert len(warnings()) == 1
     assert "requests run whole, on one worker" in warnings()[0]
     assert "output 'y'" in warnings()[0] or "output 'z'" in warnings()[0]
-
-
-# What a request shows, and what it does not.
 
 
 def test_what_was_learned_is_recorded_for_the_next_master(onnx_model: OnnxModel) -> None:
@@ -191,7 +141,7 @@ def test_what_was_learned_is_recorded_for_the_next_master(onnx_model: OnnxModel)
 def test_piece_that_fails_where_the_whole_runs_is_answered_by_the_whole(
     onnx_model: OnnxModel, warnings: Callable[[], list[str]]
 ) -> None:
-    """Of what the pieces of the first request have not shown: that one needs two rows."""
+    """The model needs two rows, which the pieces of the first request have not shown."""
     path = onnx_model(
         onnx("""(float[batch, 4] x) => (float[batch, 4] y)
         <int64[1] two = {2}, int64[1] zero = {0}, float none = {0.0}> {
@@ -204,16 +154,12 @@ def test_piece_that_fails_where_the_whole_runs_is_answered_by_the_whole(
 
     with Master(path, 2) as master:
         for count in (4, 2):
-            assert_answers_identity(master.predict(rows(count)), rows(count))
+            assert_equal(master.predict(rows(count)), {"y": rows(count)["x"]})
         answer = asyncio.run(master.predict_async(rows(4)))
-        assert_answers_identity(answer, rows(4))
+        assert_equal(answer, {"y": rows(4)["x"]})
         assert not master.split.splits
     assert len(warnings()) == 1
     assert "a piece of a batch fails where the whole runs" in warnings()[0]
-
-
-def assert_answers_identity(outputs: Arrays, inputs: Arrays) -> None:
-    np.testing.assert_array_equal(outputs["y"], inputs["x"])
 
 
 def test_worker_that_is_killed_in_the_check_costs_no_request(fake_model: FakeModel) -> None:
@@ -222,7 +168,7 @@ def test_worker_that_is_killed_in_the_check_costs_no_request(fake_model: FakeMod
         answers: list[Any] = []
         caller = threading.Thread(target=lambda: answers.append(master.predict(rows(4))))
         caller.start()
-        wait_until(lambda: sum(runs(master)) == 1, timeout=40.0)  # the whole run has ended
+        wait_until(lambda: sum(runs(master)) >= 1)  # the whole run has ended
         for pid in pids(master):
             os.kill(pid, signal.SIGKILL)
         caller.join(60.0)
@@ -245,24 +191,6 @@ def test_task_that_is_cancelled_while_it_learns_stops_its_runs(fake_model: FakeM
         asyncio.run(ask(master))
         wait_until(lambda: not master.statistics().in_flight, timeout=30.0)
         assert master.statistics().cancelled == 1
-
-
-def test_interrupted_check_leaves_the_master_as_it_was(fake_model: FakeModel) -> None:
-    model = fake_model(run="sleep:0.5")
-    with Master(model, 2, engine="fake") as master:
-        timer = threading.Timer(0.7, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
-        timer.start()
-
-        def learn_for_ever() -> None:
-            while True:
-                master.learn(rows(4))
-
-        with pytest.raises(KeyboardInterrupt):
-            learn_for_ever()
-        timer.join()
-        wait_until(lambda: not master.statistics().in_flight, timeout=30.0)
-        assert_answers(master.predict(rows(4)), rows(4))
-        assert master.learn(rows(4)).checked
 
 
 def test_program_of_the_documentation_prints_what_it_says(

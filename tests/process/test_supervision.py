@@ -1,4 +1,4 @@
-"""How a pool is, and how its workers are replaced: health, drain, restarts, recycling, statistics, traces."""
+"""Health, draining, restarts and recycling of workers, and traces of requests."""
 
 import logging
 import math
@@ -30,10 +30,20 @@ from mcinfer.requests.request import Arrays
 from mcinfer.statistics import Health, RequestTrace
 from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
 from tests.process.scripts import PREAMBLE, Program
-from tests.process.waiting import all_gone, busy_pid, pids, running, states, stop, wait_until
+from tests.process.waiting import (
+    HeldPipe,
+    all_gone,
+    busy_pid,
+    pids,
+    running,
+    settle,
+    states,
+    stop,
+    wait_until,
+)
 
 SLOW = -1.0
-"""What the first number of a request is for the act that a test is about."""
+"""The first number of the request that a test is about."""
 
 NO_BUDGET = RestartPolicy(budget=0, backoff_limit=3600.0)
 """A worker that dies is not started again while a test lasts, unless it is asked for."""
@@ -44,12 +54,6 @@ QUICK_PROBES = RestartPolicy(budget=2, backoff=0.01, backoff_limit=0.2)
 @pytest.fixture(autouse=True)
 def _all_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "mcinfer.master")
-
-
-def healths(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The states that were logged, in turn."""
-    said = [record.getMessage().partition(":") for record in caplog.records]
-    return [state for state, _, rest in said if rest.endswith("serve") or "workers serve;" in rest]
 
 
 @contextmanager
@@ -88,17 +92,18 @@ def traffic(master: Master, threads: int = 2) -> Iterator[None]:
 # Health.
 
 
-def test_health_is_told_from_the_start_to_the_end(
-    fake_model: FakeModel, caplog: pytest.LogCaptureFixture
+def test_health_is_known_from_the_start_to_the_end(
+    fake_model: FakeModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    master = fake_master(fake_model(build="sleep:0.2"), 2)
+    master, pipe = fake_master(fake_model(build=f"told:{tmp_path}/"), 2), HeldPipe(tmp_path / "0")
     with pytest.raises(ClosedError):
         master.wait_ready(0.1)
     with running(master.start):
-        wait_until(lambda: "building" in states(master))
+        pipe.wait()
         health = master.health()
         assert (health.state, health.workers) == ("starting", 2)
         assert "is starting (building)" in str(health)
+        pipe.tell("")
         assert master.wait_ready().state == "ready"
     with closing(master):
         health = master.health()
@@ -124,14 +129,12 @@ def test_health_is_told_from_the_start_to_the_end(
         master.wait_ready()
     with pytest.raises(ClosedError):
         master.restart_workers()
-    told = [state for state in healths(caplog) if state != "starting"]
-    assert told[:3] == ["ready", "degraded", "ready"]
     assert f"worker 0 (cpu:0, pid {killed}) killed by SIGKILL" in caplog.text
     [warning] = [r for r in caplog.records if r.getMessage().startswith("degraded")]
     assert warning.levelno == logging.WARNING
 
 
-def test_worker_that_is_stopped_while_idle_is_told_from_one_that_waits(
+def test_health_names_a_worker_that_is_stopped_while_idle(
     fake_model: FakeModel,
 ) -> None:
     with fake_master(fake_model(), 2) as master:
@@ -145,30 +148,6 @@ def test_worker_that_is_stopped_while_idle_is_told_from_one_that_waits(
         os.kill(stopped, signal.SIGCONT)
         assert master.wait_ready(20.0).serving == 2
         assert_answers(master.predict(rows(4)), rows(4))
-
-
-@pytest.mark.timeout(120)
-def test_pool_heals_by_itself_after_workers_were_killed_as_fast_as_they_came(
-    fake_model: FakeModel, caplog: pytest.LogCaptureFixture
-) -> None:
-    with fake_master(fake_model(), 2, restart=QUICK_PROBES) as master:
-        waiting = [master.submit(rows(1)) for _ in range(20)]
-        kills = 0
-        while kills < 6 or "failed" not in healths(caplog):
-            for pid in pids(master):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                    kills += 1
-            waiting.append(master.submit(rows(1)))
-            assert kills < 2000
-            time.sleep(0.1)  # the pace of the kills, and no wait for anything
-        assert master.wait_ready(60.0).serving == 2
-        assert_answers(master.predict(rows(4)), rows(4))
-        # Each is answered, or says what the pool suffers from.
-        for future in waiting:
-            exc = future.exception(20.0)
-            assert exc is None or (isinstance(exc, WorkerDiedError) and "SIGKILL" in str(exc))
-        wait_until(lambda: healths(caplog)[-1] == "ready")
 
 
 @pytest.mark.timeout(120)
@@ -196,28 +175,23 @@ def test_requests_fail_at_once_until_a_worker_can_load_the_model_again(
         assert_answers(master.predict(rows(4)), rows(4))
 
 
-def test_callback_may_not_wait_for_workers(fake_model: FakeModel) -> None:
+def test_callback_may_not_wait(fake_model: FakeModel) -> None:
     with fake_master(fake_model(), 1) as master:
-        for call in (master.wait_ready, master.restart_workers):
-            outcome: Future[str] = Future()
-
-            def ask(_: object, call: Callable[[], object] = call) -> None:
-                try:
-                    call()
-                except McinferError as exc:
-                    outcome.set_result(str(exc))  # noqa: B023 done before the loop goes on
-
+        calls = master.wait_ready, master.restart_workers, lambda: master.predict(rows(1))
+        for call in calls:
+            outcome: Future[object] = Future()
             [worker] = pids(master)
             stop(worker)  # so that the answer does not come before the callback
-            master.submit(rows(1)).add_done_callback(ask)
+            master.submit(rows(1)).add_done_callback(lambda _: settle(outcome, call))  # noqa: B023
             os.kill(worker, signal.SIGCONT)
-            assert "in a future's callback" in outcome.result(20.0)
+            with pytest.raises(McinferError, match="callback"):
+                outcome.result(20.0)
 
 
-# What is said of workers that hang and crash.
+# The log of workers that hang and crash.
 
 
-def test_hung_run_is_told_with_its_stacks(
+def test_log_has_the_stacks_of_a_run_that_hangs(
     fake_model: FakeModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = fake_model(when={"-1": "hang:60"})
@@ -239,7 +213,7 @@ def test_hung_run_is_told_with_its_stacks(
     assert "in _act" in text  # Python
 
 
-def test_crash_is_told_with_its_stack(
+def test_log_has_the_stack_of_a_crash(
     fake_model: FakeModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = fake_model(run=f"once:{tmp_path / 'crashed'}:segfault")
@@ -394,32 +368,9 @@ def test_workers_that_have_grown_are_recycled(fake_model: FakeModel) -> None:
         assert pids(master) != before
 
 
-# Statistics.
-
-
 # Traces.
 
-CALLER: ContextVar[str] = ContextVar("CALLER", default="nobody")
-
-
-class Traces:
-    """What a hook was told, and by whose call."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, RequestTrace]] = []
-
-    def __call__(self, trace: RequestTrace) -> None:
-        self.told.append((CALLER.get(), trace))
-
-    def only(self, caller: str) -> RequestTrace:
-        """The one trace of a caller's request, once it is told; its times are in order."""
-        wait_until(lambda: any(name == caller for name, _ in self.told))
-        [trace] = [trace for name, trace in self.told if name == caller]
-        assert trace.called <= trace.queued <= trace.settled <= trace.joined <= time.monotonic()
-        for run in trace.shards:
-            assert trace.queued <= run.sent <= run.answered <= trace.settled
-            assert 0.0 <= run.run_seconds <= run.answered - run.sent
-        return trace
+CALLER: ContextVar[str] = ContextVar("CALLER", default="main")
 
 
 def called(name: str, function: Callable[[], object]) -> None:
@@ -435,10 +386,14 @@ def called(name: str, function: Callable[[], object]) -> None:
 def test_every_request_is_traced_once_in_the_context_of_its_call(
     fake_model: FakeModel, tmp_path: Path
 ) -> None:
-    traces = Traces()
+    traces: list[tuple[str, RequestTrace]] = []
+
+    def hook(trace: RequestTrace) -> None:
+        traces.append((CALLER.get(), trace))
+
     dies = tmp_path / "dies"
     model = fake_model(when={"-1": "fail", "-2": "sleep:60", "-3": f"once:{dies}:kill"})
-    with fake_master(model, 2, trace=traces) as master:
+    with fake_master(model, 2, trace=hook) as master:
 
         def cancelled() -> "Future[Arrays]":
             future = master.submit(act(-2.0))
@@ -456,21 +411,27 @@ def test_every_request_is_traced_once_in_the_context_of_its_call(
         called("invalid", lambda: master.predict({"z": rows(1)["x"]}))
         workers = {worker.pid for worker in master.statistics().workers}
 
-        whole = traces.only("predict")
+        wait_until(lambda: len(traces) == 6)
+        of = dict(traces)
+        assert len({trace.request for trace in of.values()}) == 6
+        for trace in of.values():
+            assert trace.called <= trace.queued <= trace.settled <= trace.joined <= time.monotonic()
+            for run in trace.shards:
+                assert trace.queued <= run.sent <= run.answered <= trace.settled
+                assert 0.0 <= run.run_seconds <= run.answered - run.sent
+        whole = of["predict"]
         assert (whole.outcome, whole.error, whole.rows) == ("succeeded", None, 5)
         assert [(run.shard, run.attempts) for run in whole.shards] == [(0, 1), (1, 1)]
         assert sorted(run.device for run in whole.shards) == ["cpu:0", "cpu:1"]
-        single = traces.only("submit")
+        single = of["submit"]
         assert (single.outcome, single.rows, len(single.shards)) == ("succeeded", 2, 1)
-        failed = traces.only("fails")
+        failed = of["fails"]
         assert (failed.outcome, failed.shards) == ("failed", ())
         assert isinstance(failed.error, PredictError)
-        assert traces.only("cancelled").outcome == "cancelled"
-        late = traces.only("late")
+        assert of["cancelled"].outcome == "cancelled"
+        late = of["late"]
         assert isinstance(late.error, PredictTimeoutError)
         assert late.settled - late.called >= 0.1
-        again = traces.only("dies")
+        again = of["dies"]
         assert (again.outcome, again.shards[0].attempts) == ("succeeded", 2)
         assert again.shards[0].pid in workers
-        assert len(traces.told) == 6
-        assert len({trace.request for _, trace in traces.told}) == 6

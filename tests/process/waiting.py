@@ -1,4 +1,4 @@
-"""Waiting for what other processes do: for a condition, with a deadline, never for luck."""
+"""Waiting for other processes: for a condition, with a time limit."""
 
 import os
 import signal
@@ -6,8 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from mcinfer import Master
 
@@ -48,6 +49,11 @@ def wait_for_states(master: Master, *expected: str, timeout: float = 30.0) -> No
     wait_until(lambda: sorted(states(master)) == sorted(expected), timeout)
 
 
+def in_line(master: Master) -> int:
+    """How many callers wait for room in the queue."""
+    return len(master._loop._line)
+
+
 def busy_pid(master: Master) -> int:
     """The process of the one worker that is in a run, once there is one."""
     found: list[int] = []
@@ -69,20 +75,55 @@ def stop(pid: int) -> None:
     wait_until(lambda: stat.read_text("ascii").rpartition(")")[2].split()[0] == "T")
 
 
+def settle(outcome: "Future[Any]", function: Callable[[], object]) -> None:
+    """Call the function, and put what it returns or raises into the future."""
+    try:
+        outcome.set_result(function())
+    except BaseException as exc:
+        outcome.set_exception(exc)
+
+
 @contextmanager
 def running(function: Callable[[], object]) -> Iterator["Future[object]"]:
-    """Call it in a thread of its own, which has ended when this is left."""
+    """Call the function in a thread, which has ended after the with statement."""
     outcome: Future[object] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(function())
-        except BaseException as exc:
-            outcome.set_exception(exc)
-
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=settle, args=(outcome, function))
     thread.start()
     try:
         yield outcome
     finally:
         thread.join()
+
+
+class HeldPipe:
+    """A named pipe, and its writing end: a process that reads the pipe waits until the test writes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd: int | None = None
+        os.mkfifo(path)
+
+    def wait(self) -> None:
+        """Return once a process reads; the pipe's name is gone then, so a later reader finds none."""
+
+        def has_reader() -> bool:
+            try:
+                self._fd = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK)
+            except OSError:
+                return False
+            return True
+
+        wait_until(has_reader)
+        self._path.unlink()
+
+    def tell(self, text: str) -> None:
+        """Let the reader continue with this text; a second call does nothing."""
+        if self._fd is not None:
+            with suppress(BrokenPipeError):
+                os.write(self._fd, text.encode())
+            os.close(self._fd)
+            self._fd = None
+
+    def close(self) -> None:
+        self._path.unlink(missing_ok=True)
+        self.tell("")

@@ -1,4 +1,4 @@
-"""The codec, and the worker's side; `tests.fuzz.master_target` has the master's."""
+"""The codec, and the worker's side of a connection."""
 
 import json
 import os
@@ -14,7 +14,6 @@ from mcinfer.protocol import (
     PREDICT,
     VERSION,
     Attach,
-    Build,
     Cancel,
     Conversation,
     Detach,
@@ -35,38 +34,16 @@ from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import tensor_bytes
 from mcinfer.validators import TensorRef
 from mcinfer.worker.server import Server, Tokens
-from tests.fuzz.models import BLOCK_BYTES, INPUTS, ROWS
-from tests.fuzz.target import Target, Violation
+from tests.fuzz.target import BLOCK_BYTES, INPUTS, ROWS, Target, Violation, build
 
 _TOKENS = Tokens(hello="secret", build="")  # no secret
 _PREDICT_ID = bytes([PREDICT])
 
 
-class DecodeTarget(Target):
-    """The codec: bytes are a message that comes back as it was, or a `ProtocolError`."""
-
-    def prepare(self, rng: random.Random) -> list[bytes]:
-        del rng
-        return []
-
-    def take(self, data: bytes) -> str:
-        try:
-            message = decode(data)
-        except ProtocolError:
-            return "refused"
-        if decode(encode(message)) != message:
-            raise Violation(f"{message} does not come back")
-        return type(message).__name__
-
-    def close(self) -> None:
-        """See `Target.close`."""
-
-
 class WorkerTarget(Target):
-    """A worker's handling of what its master says, with real sockets and blocks, and the engine "fake"."""
+    """A worker's handling of its master's messages, with real sockets and blocks, and the engine "fake"."""
 
     def __init__(self, folder: Path) -> None:
-        """Start a server and have it build a model."""
         model = {
             "inputs": [[*item] for item in INPUTS],
             "outputs": [
@@ -87,30 +64,15 @@ class WorkerTarget(Target):
         self._server = Server(connection, _TOKENS, self._worker_end, self._listening)
         self._blocks = [Block.create(number, BLOCK_BYTES) for number in range(2)]
         self._server.send(Hello(version=VERSION, pid=100, token=_TOKENS.hello))
-        self._server.handle(self._build())
+        self._server.handle(build(self._model, ("w",)))
         self._restore()
 
     def _connect(self) -> None:
         self._ours_socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._ours, self._worker_end = Lifeline(self._ours_socket), Lifeline(theirs)
 
-    def _build(self) -> Build:
-        return Build(
-            model=self._model,
-            engine="fake",
-            device="cpu:0",
-            cores=(),
-            shared=False,
-            threads=1,
-            inter_op_threads=None,
-            allow_fallback=False,
-            variable_weights=("w",),
-            session_config={},
-            provider_options={},
-        )
-
     def _restore(self) -> None:
-        """Bring the worker back to where it has a model and two blocks, and no more."""
+        """Bring the worker back to one model and two blocks."""
         server = self._server
         server._conversation = Conversation(state=WorkerState.READY)
         for number in {*server._blocks} - {0, 1}:
@@ -125,7 +87,6 @@ class WorkerTarget(Target):
             raise Violation("the worker has lost its model")
 
     def prepare(self, rng: random.Random) -> list[bytes]:
-        """A worker in some state, and a block on its way to it."""
         self._ours.close()
         self._worker_end.close()
         self._connect()
@@ -136,7 +97,7 @@ class WorkerTarget(Target):
         self._server._conversation = Conversation(state=state)
         number, block = rng.choice((5, 5, 5, 0, 6, 2**62)), self._blocks[0]
         self._ours.send_block(number, rng.choice((block.size,) * 4 + (1, 2**64 - 1)), block.fd)
-        # It ends the waiting for a descriptor that does not come, as the end of the master would.
+        # So that the worker does not wait for a descriptor that does not come.
         self._ours_socket.shutdown(socket.SHUT_WR)
         inputs = (_tensor("x", (ROWS, 4), 0, 0),)
         outputs = (_tensor("y", (ROWS, 4), 1, 64),)
@@ -147,21 +108,19 @@ class WorkerTarget(Target):
             request=1, shard=0, members=(member, member), input_axes=(0,), output_axes=(0, 0)
         )
         weights = UpdateWeights(version=2, oldest=1, tensors=(_tensor("w", (4,), 1, 0),))
-        messages = (run, run, run, joined, joined, joined, weights, Detach(block=1), Exit())
-        more = (
-            Attach(block=5, size=BLOCK_BYTES),
-            Attach(block=0, size=1),
-            Cancel(request=1, shard=0),
-        )
-        return [encode(message) for message in (*messages, *more, self._build())]
+        attach, again = Attach(block=5, size=BLOCK_BYTES), Attach(block=0, size=1)
+        others = (weights, Detach(block=1), Exit(), attach, again, Cancel(request=1, shard=0))
+        messages = (*(run, joined) * 3, *others, build(self._model, ("w",)))
+        return [encode(message) for message in messages]
 
     def take(self, data: bytes) -> str:
-        """As the worker's loop takes a message."""
         joined = self._server._joined
         message = None
         outcome = "refused"
         with suppress(ProtocolError):
             message = decode(data)
+            if decode(encode(message)) != message:
+                raise Violation(f"{message} does not come back")
         with suppress(ProtocolError):
             if data[:1] == _PREDICT_ID:
                 self._server.predict(data)
@@ -169,7 +128,7 @@ class WorkerTarget(Target):
                 self._server.handle(decode(data))
             outcome = "refused" if message is None else type(message).__name__
         while (received := self._receive()) is not None:
-            answer = decode(received[1])  # whatever it answers is a message
+            answer = decode(received[1])  # every answer must be a message
             if message is None and not isinstance(answer, Error):
                 raise Violation(f"{answer} is the answer to what is no message")
         if outcome == "Build":
@@ -179,7 +138,6 @@ class WorkerTarget(Target):
         return outcome
 
     def _receive(self) -> tuple[bytes, bytes] | None:
-        """What the worker has answered, one after the other."""
         self._transport.note_ready([self._transport.worker_fd(0) or -1])
         return self._transport.receive()
 
