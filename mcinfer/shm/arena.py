@@ -1,15 +1,13 @@
 """Slots of shared memory, allocated from blocks.
 
 Ownership: a slot belongs to the holders of its `Slot.memory` or of any view of it (a NumPy array, a view of
-a view). The slot is free exactly when the last of these is gone, without a call. So a user's array and a
-request that a worker may still write to are the same case: each holds a reference.
+a view). The slot is free exactly when the last of these is gone, without a call.
 
 A view may end in any thread, inside any allocation, even one of the arena's own. So its end only appends
-the slot to a deque, which runs no Python code; `allocate` and `reclaim` read the deque.
+the slot to a deque, which runs no Python code; `allocate_all` and `reclaim` read the deque.
 
-One thread owns an arena. Other threads may call only `find` and methods that read a number.
-
-Lowest address first: steady traffic reuses the same few slots, whose pages are warm in every process (the
+One thread owns an arena. Other threads may call only `find` and methods that read a number. The lowest free
+address is used first: steady traffic reuses the same few slots, whose pages are warm in every process (the
 first touch of a page costs more than copying it).
 """
 
@@ -18,12 +16,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from ctypes import Array, c_char
+from dataclasses import dataclass
 
 from mcinfer.errors import ClosedError, InvalidInputError, QueueFullError
 from mcinfer.shm.block import Block
 
 ALIGNMENT = 64
-"""Bytes: a cache line, and what the widest vector loads like."""
+"""Bytes of a cache line, and of the widest vector loads."""
 
 _BLOCK_BYTES = 64 << 20
 _BLOCK_ROUNDING = 2 << 20
@@ -34,33 +33,29 @@ def align(size: int) -> int:
     return (size + ALIGNMENT - 1) & -ALIGNMENT
 
 
+@dataclass(slots=True, eq=False)
 class Slot:
     """A piece of a block.
 
     Attributes:
         block: Number of the block.
         offset: Bytes from the block's start, a multiple of `ALIGNMENT`.
-        size: Bytes asked for.
-        generation: How many slots the arena had handed out before this one.
+        size: The requested bytes.
+        generation: The slot's number in the order of allocation.
+        address: In this process.
         memory: Holding it, or a view of it, is owning the slot.
     """
 
-    __slots__ = ("address", "block", "generation", "memory", "offset", "size")
-
-    def __init__(
-        self, block: Block, offset: int, size: int, generation: int, memory: "Array[c_char]"
-    ) -> None:
-        """Made by `Arena.allocate_all` alone."""
-        self.block = block.number
-        self.offset = offset
-        self.size = size
-        self.generation = generation
-        self.address = block.address + offset
-        self.memory = memory
+    block: int
+    offset: int
+    size: int
+    generation: int
+    address: int
+    memory: "Array[c_char]"
 
 
 class _Ticket(weakref.ref["Array[c_char]"]):
-    """Notices the end of a slot's memory, and knows the slot's place."""
+    """The place of a slot, with a callback at the end of its memory."""
 
     __slots__ = ("block", "generation", "offset", "space")
 
@@ -82,7 +77,7 @@ class _Extents:
         self._sizes = [block.size]
 
     def take(self, size: int) -> int | None:
-        """Cut so many bytes off the first extent that has them; their offset, or None."""
+        """Take bytes from the first extent that is large enough; their offset, or None."""
         for i, available in enumerate(self._sizes):
             if available >= size:
                 offset = self._offsets[i]
@@ -96,7 +91,6 @@ class _Extents:
         return None
 
     def give(self, offset: int, size: int) -> None:
-        """Take bytes back."""
         self.free += size
         i = bisect.bisect(self._offsets, offset)
         joins_next = i < len(self._offsets) and offset + size == self._offsets[i]
@@ -119,16 +113,16 @@ class Arena:
 
     Args:
         limit: Bytes of all blocks together.
-        dropped: Called with the number of a block that is no more.
+        dropped: Called with the number of each block that the arena has closed.
 
     Attributes:
-        wanted: Whether a caller waits for memory; the owner's to set.
-        crowded: Whether more than half of the limit is in use: then results are better kept elsewhere.
+        limit: Bytes that all blocks together may have.
+        wanted: Whether a caller waits for memory; set by the owner.
+        crowded: Whether more than half of the limit is in use, so that results should be copied out.
     """
 
     def __init__(self, limit: int, *, dropped: Callable[[int], None] = lambda _: None) -> None:
-        """An arena without blocks; it grows with the first slot."""
-        self._limit = limit
+        self.limit = limit
         self._dropped = dropped
         self._blocks: dict[int, _Extents] = {}
         self._tickets: dict[int, _Ticket] = {}
@@ -139,11 +133,6 @@ class Arena:
         self._closed = False
         self.crowded = False
         self.wanted = False
-
-    @property
-    def limit(self) -> int:
-        """Bytes that all blocks together may have."""
-        return self._limit
 
     @property
     def size(self) -> int:
@@ -157,16 +146,13 @@ class Arena:
         return self._taken
 
     def block(self, number: int) -> Block | None:
-        """The block of that number, while it exists."""
         extents = self._blocks.get(number)
         return None if extents is None else extents.block
 
     def find(self, address: int, size: int) -> tuple[int, int] | None:
-        """Block number and offset of memory that lies wholly in one block of this arena. For any thread."""
-        for (
-            number,
-            extents,
-        ) in self._blocks.copy().items():  # one step, while the owner may change it
+        """Block number and offset of memory that lies wholly in one block; for any thread."""
+        blocks = self._blocks.copy()  # one step: the owner's thread may change it
+        for number, extents in blocks.items():
             offset = address - extents.block.address
             if offset >= 0 and offset + size <= extents.block.size:
                 return number, offset
@@ -177,23 +163,20 @@ class Arena:
         return self.allocate_all([size])[0]
 
     def allocate_all(self, sizes: Sequence[int]) -> list[Slot]:
-        """Slots of at least so many bytes; their content is undefined.
+        """Slots of these sizes in bytes, also 0, with any content.
 
         All or none: two requests that each held a part and waited for the rest would wait for ever.
 
-        Args:
-            sizes: Bytes of each; 0 is allowed and has an address all the same.
-
         Raises:
-            InvalidInputError: It is more than the limit allows at all.
+            InvalidInputError: They are larger than the limit.
             QueueFullError: The memory is in use.
             ClosedError: The arena is closed.
             OSError: The system has no memory or descriptor left.
         """
         wanted = [max(align(size), ALIGNMENT) for size in sizes]
-        if sum(wanted) > self._limit:
+        if sum(wanted) > self.limit:
             raise InvalidInputError(
-                f"{sum(sizes)} bytes of tensors do not fit the shared memory of {self._limit} bytes "
+                f"{sum(sizes)} bytes of tensors do not fit the shared memory of {self.limit} bytes "
                 "(Limits.memory_bytes)"
             )
         if self._closed:
@@ -202,18 +185,18 @@ class Arena:
         places = self._take_all(wanted)
         if places is None:
             raise QueueFullError(
-                f"{sum(sizes)} bytes of shared memory wanted, all {self._limit} allowed "
+                f"{sum(sizes)} bytes of shared memory wanted, all {self.limit} allowed "
                 "(Limits.memory_bytes) are held by requests or arrays, or waited for"
             )
         slots = [
             self._slot(block, offset, space, size)
             for (block, offset), space, size in zip(places, wanted, sizes, strict=True)
         ]
-        self.crowded = self._taken > self._limit // 2
+        self.crowded = self._taken > self.limit // 2
         return slots
 
     def reclaim(self) -> bool:
-        """Put what was released back on the free lists; whether there was anything."""
+        """Put released slots back on the free lists; whether there were any."""
         some = False
         while self._released:
             ticket = self._released.popleft()
@@ -225,23 +208,23 @@ class Arena:
                 self._blocks[ticket.block].give(ticket.offset, ticket.space)
                 some = True
         if some:
-            self.crowded = self._taken > self._limit // 2
+            self.crowded = self._taken > self.limit // 2
         return some
 
     def close(self) -> None:
-        """Give all blocks up; the memory under views that are still held goes with them."""
+        """Close all blocks; views that are still held keep their memory."""
         self._closed = True
         for extents in self._blocks.values():
             extents.block.close()
         self._blocks.clear()
-        # What dies from now on needs no book.
+        # Slots that end from now on need no account.
         self._tickets.clear()
         self._released.clear()
         self._taken = 0
         self.crowded = False
 
     def _take_all(self, wanted: Sequence[int]) -> list[tuple[Block, int]] | None:
-        """Room for all, in the blocks there are or in a new one that holds them all."""
+        """Places for all, in the present blocks or together in a new one."""
         places = [self._take(space) for space in wanted]
         found = [place for place in places if place is not None]
         if len(found) == len(wanted):
@@ -271,23 +254,23 @@ class Arena:
         ticket.offset, ticket.space = offset, space
         self._tickets[self._generation] = ticket
         self._taken += space
-        return Slot(block, offset, size, self._generation, memory)
+        return Slot(block.number, offset, size, self._generation, block.address + offset, memory)
 
     def _grow(self, wanted: int) -> _Extents | None:
-        """A new block; where the limit is in the way, blocks that are wholly free make room."""
+        """A new block; to stay within the limit, blocks without slots are closed."""
         total = sum(extents.block.size for extents in self._blocks.values())
         free = [e.block for e in self._blocks.values() if e.free == e.block.size]
-        if total - sum(block.size for block in free) + wanted > self._limit:
+        if total - sum(block.size for block in free) + wanted > self.limit:
             return None
         for block in free:
-            if total + wanted <= self._limit:
+            if total + wanted <= self.limit:
                 break
             total -= block.size
             del self._blocks[block.number]
             block.close()
             self._dropped(block.number)
         rounded = (wanted + _BLOCK_ROUNDING - 1) // _BLOCK_ROUNDING * _BLOCK_ROUNDING
-        room = self._limit - total
+        room = self.limit - total
         block = Block.create(self._next_block, min(max(rounded, _BLOCK_BYTES), room))
         self._next_block += 1
         self._blocks[block.number] = _Extents(block)

@@ -22,7 +22,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 @functools.lru_cache(maxsize=1024)
 def _bytes_type(size: int) -> "type[ctypes.Array[ctypes.c_char]]":
-    """The ctypes array type; ctypes itself keeps one only while something of that type lives."""
+    # ctypes itself keeps an array type only while something of that type lives.
     return ctypes.c_char * size
 
 
@@ -30,19 +30,15 @@ class Block:
     """A sealed memfd and this process's mapping of it.
 
     Attributes:
-        number: What messages call it.
-        size: Bytes.
+        number: Its number in messages.
+        size: In bytes.
         address: Where it is mapped in this process.
     """
 
     __slots__ = ("_map", "address", "fd", "number", "size")
 
     def __init__(self, number: int, size: int, fd: int) -> None:
-        """Map a descriptor, which is this object's from now on.
-
-        Raises:
-            OSError: It cannot be mapped; the descriptor is closed.
-        """
+        # The descriptor is this object's from now on, even if it cannot be mapped.
         self.number = number
         self.size = size
         self.fd = fd
@@ -55,11 +51,7 @@ class Block:
 
     @classmethod
     def create(cls, number: int, size: int) -> "Block":
-        """Make a new block of zeros; pages take memory only once they are touched.
-
-        Raises:
-            OSError: No memory or no descriptor is left.
-        """
+        """Make a new block of zeros; pages take memory only once they are touched."""
         fd = os.memfd_create("mcinfer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
@@ -89,7 +81,7 @@ class Block:
             raise ProtocolError(f"block {number}: got one that cannot be written: {exc}") from exc
 
     def memory(self, offset: int, size: int) -> "ctypes.Array[ctypes.c_char]":
-        """Bytes of the block as a ctypes array: the base for views, which keep the mapping alive.
+        """Bytes of the block as a ctypes array, whose views keep the mapping alive.
 
         Raises:
             ValueError: They do not lie in the block.
@@ -98,21 +90,17 @@ class Block:
 
     @property
     def written(self) -> int:
-        """Bytes that it takes at least: no more than were ever written to, in whole pages."""
+        """Bytes of the pages that were written to."""
         return os.fstat(self.fd).st_blocks * 512
 
     def read_into(self, memory: memoryview, offset: int) -> None:
-        """Copy bytes of a block that another process may do anything to.
+        """Fill `memory` with the block's bytes from `offset` on, whatever another process does to the block.
 
-        Not by the mapping: the other process may have punched its pages out, and where the kernel then
-        finds no memory for new ones the reader of a mapping gets SIGBUS, but this an error.
-
-        Args:
-            memory: Where to; as many bytes are copied as it has.
-            offset: Position of the first byte in the block.
+        Not through the mapping: if another process has punched out pages and the kernel finds no memory for
+        new ones, the reader of a mapping gets SIGBUS, and this an OSError.
 
         Raises:
-            ValueError: They do not lie in the block.
+            ValueError: The bytes do not lie in the block.
             OSError: They cannot be read.
         """
         if not 0 <= offset <= offset + memory.nbytes <= self.size:
@@ -126,28 +114,23 @@ class Block:
             memory, offset = memory[count:], offset + count
 
     def __del__(self) -> None:
-        """Close it: a worker's block ends with the last reference to its answer."""
-        self.close()
+        self.close()  # a worker's block ends with the last reference to its answer
 
     def close(self) -> None:
-        """Give the descriptor up; the mapping goes with its last view."""
+        """Close the descriptor; the mapping ends with its last view."""
         fd, self.fd = getattr(self, "fd", -1), -1
         if fd >= 0:
             os.close(fd)
 
 
 def _check(number: int, size: int, fd: int) -> None:
-    """Refuse what is no block of that size.
-
-    Raises:
-        ProtocolError: It is not.
-    """
-    # First, since asking for the size of what is no memfd may wait for its file system.
+    """Raise `ProtocolError` unless the descriptor is a block of that size."""
+    # First the seals: reading the size of another kind of file may wait for its file system.
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as exc:
         raise ProtocolError(
-            f"block {number}: got what is no memfd, expected {size} bytes sealed against shrinking"
+            f"block {number}: got a file that is no memfd, expected {size} bytes sealed against shrinking"
         ) from exc
     actual = os.fstat(fd).st_size
     if not seals & fcntl.F_SEAL_SHRINK or actual != size or size == 0:
@@ -155,7 +138,7 @@ def _check(number: int, size: int, fd: int) -> None:
             f"block {number}: got {actual} bytes with seals {seals:#x}, expected {size} bytes "
             "sealed against shrinking"
         )
-    # Huge pages are few: those of a block could be gone when it is read.
+    # Huge pages are few: none may be left when the block is read.
     page = os.fstatvfs(fd).f_bsize
     if page != mmap.PAGESIZE:
         raise ProtocolError(f"block {number}: got pages of {page} bytes, expected {mmap.PAGESIZE}")

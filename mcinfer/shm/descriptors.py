@@ -1,6 +1,6 @@
-"""Descriptors: packets that carry them between processes, and one that any thread can make readable.
+"""Packets that carry descriptors between processes, and a descriptor that any thread can make readable.
 
-A packet with descriptors goes over a socket of `SOCK_SEQPACKET`, so that they stay together (unix(7)).
+The sockets are `SOCK_SEQPACKET`, so that bytes and descriptors stay together (unix(7)).
 """
 
 import errno
@@ -32,22 +32,17 @@ def send(connection: socket.socket, data: bytes, descriptors: Sequence[int] = ()
 def take_packet(
     connection: socket.socket, most_bytes: int, flags: int = 0
 ) -> tuple[bytes, list[int], int]:
-    """Receive one packet, as much of it as there is room for.
-
-    Args:
-        connection: Where from.
-        most_bytes: Room for its bytes.
-        flags: As of recvmsg(2), beside those that this needs.
+    """Receive one packet; `flags` are of recvmsg(2).
 
     Returns:
         Its bytes, none if the other side is gone; descriptors, which are the caller's from now on; and
-        ``MSG_TRUNC`` or ``MSG_CTRUNC``, or both, where bytes or descriptors were cut off.
+        ``MSG_TRUNC`` or ``MSG_CTRUNC``, or both, if bytes or descriptors were cut off.
 
     Raises:
-        OSError: The connection was reset, or nothing is there and it does not block.
+        OSError: The connection was reset, or has no packet and does not block.
     """
-    # Not socket.recv_fds: it drops its flags likewise, and processes that are started later would
-    # inherit the descriptors.
+    # Not socket.recv_fds: it drops its flags too, and processes that are started later would inherit
+    # the descriptors.
     data, rights, said, _ = connection.recvmsg(
         most_bytes, _RIGHTS_BYTES, flags | socket.MSG_CMSG_CLOEXEC
     )
@@ -74,7 +69,7 @@ def receive(connection: socket.socket, most_bytes: int) -> tuple[bytes, list[int
     if cut_off:
         close_all(descriptors)
         if not cut_off & socket.MSG_TRUNC and len(descriptors) < _MAX_DESCRIPTORS:
-            # Those that came did not all fit into this process's table (unix(7)).
+            # The descriptors did not all fit into this process's table (unix(7)).
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         raise ProtocolError(
             f"got a packet of more than {most_bytes} bytes or {_MAX_DESCRIPTORS} descriptors"
@@ -83,7 +78,6 @@ def receive(connection: socket.socket, most_bytes: int) -> tuple[bytes, list[int
 
 
 def close_all(descriptors: Sequence[int]) -> None:
-    """Close descriptors."""
     for fd in descriptors:
         os.close(fd)
 
@@ -91,8 +85,8 @@ def close_all(descriptors: Sequence[int]) -> None:
 class WakeUp:
     """An eventfd (eventfd(2)) that lives as long as this object.
 
-    A finalizer may call `set` at any moment, also one that runs after this object's own, in a cycle that is
-    collected: then it does nothing, and never writes to a descriptor whose number has passed to another file.
+    A finalizer may call `set` at any moment. After this object's own finalizer, as in a cycle that is
+    collected, `set` does nothing: the number of the descriptor may belong to another file by then.
 
     Attributes:
         fd: To poll for reading; -1 once it is closed.
@@ -101,16 +95,10 @@ class WakeUp:
     __slots__ = ("__weakref__", "fd")
 
     def __init__(self) -> None:
-        """Make it.
-
-        Raises:
-            OSError: No descriptor is left.
-        """
         self.fd = -1
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def __del__(self) -> None:
-        """Close it."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)

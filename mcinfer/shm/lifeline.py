@@ -1,9 +1,7 @@
-"""The socket pair between a master and one worker: it carries descriptors; its hang-up shows an end.
+"""The socket pair between a master and one worker: it carries descriptors, and its hang-up shows an end.
 
-Each side holds one end. Messages are `SOCK_SEQPACKET`, so a descriptor and the number of its block stay
-together. Everything else goes over the transport (`mcinfer.runtime.transport`).
-
-A worker's watcher only polls its end for hang-up and never reads it: a read would consume descriptors.
+All messages but the first go over the transport (`mcinfer.runtime.transport`). A worker's watcher only polls
+its end for hang-up and never reads it: a read would consume descriptors.
 """
 
 import os
@@ -17,17 +15,16 @@ from mcinfer.shm.descriptors import close_all, receive, send
 _HEADER = struct.Struct("<qQ")  # block number, size in bytes
 _GREETING_BYTES = 1 << 20
 _MAX_EARLY = 4
-"""Most blocks that are kept before a message names them: each holds a descriptor."""
+"""Most blocks, with one descriptor each, that are kept before a message names them."""
 
 
 class Lifeline:
-    """One end. The socket is this object's; `close` gives it up.
+    """One end, which owns its socket.
 
-    The master's end never blocks: a worker that does not read must not hold up the others.
+    Sends never block: a worker that does not read must not hold up the others.
     """
 
     def __init__(self, end: socket.socket) -> None:
-        """Take one end of a pair."""
         self._socket = end
         self._received: dict[int, tuple[int, int]] = {}
 
@@ -39,18 +36,17 @@ class Lifeline:
 
     @classmethod
     def inherited(cls, fd: int) -> "Lifeline":
-        """The worker's end, which its process was started with."""
+        """The worker's end, from the descriptor that its process inherited."""
         end = socket.socket(fileno=fd)
         end.set_inheritable(False)
         return cls(end)
 
     @property
     def fd(self) -> int:
-        """The descriptor, for polling."""
         return self._socket.fileno()
 
     def greet(self, text: bytes) -> None:
-        """Send the first message, which is what the worker needs to know before its imports."""
+        """Send the first message: what the worker needs to know before its imports."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _GREETING_BYTES)
         self._socket.send(text, socket.MSG_DONTWAIT)
 
@@ -69,17 +65,18 @@ class Lifeline:
     def receive_block(self, number: int, timeout: float = 0.0) -> tuple[int, int]:
         """The size and descriptor of a block that the other side has handed over.
 
+        Up to four other blocks that come before it are kept for later.
+
         Args:
-            number: Which block; up to four others that come before it are kept for later.
-            timeout: Seconds to wait for it. 0 does not: a descriptor that was sent before a message is
-                here when that message is.
+            number: The block's number.
+            timeout: Seconds to wait for it. 0 is enough if it was sent before a message that has come.
 
         Returns:
             Size in bytes and a descriptor, which is the caller's from now on.
 
         Raises:
-            ProtocolError: It did not come, or what came is not a block.
-            OSError: This process has no descriptor left, which the other side cannot help; the block
+            ProtocolError: It did not come, or another thing than a block came.
+            OSError: This process has no descriptor left, which is not the other side's fault; the block
                 is lost.
         """
         while number not in self._received:
@@ -87,7 +84,7 @@ class Lifeline:
             poll.register(self._socket, select.POLLIN)
             if not poll.poll(timeout * 1000):
                 raise ProtocolError(f"the descriptor of block {number} did not come")
-            other, size, fd = self._receive_any()
+            other, size, fd = self._receive()
             if other in self._received:
                 os.close(fd)
                 raise ProtocolError(f"lifeline: got block {other} twice")
@@ -99,7 +96,7 @@ class Lifeline:
             self._received[other] = (size, fd)
         return self._received.pop(number)
 
-    def _receive_any(self) -> tuple[int, int, int]:
+    def _receive(self) -> tuple[int, int, int]:
         """Number, size and descriptor of the next block."""
         try:
             data, fds = receive(self._socket, _HEADER.size)
@@ -111,12 +108,11 @@ class Lifeline:
                 f"lifeline: got {len(data)} bytes and {len(fds)} descriptors, expected "
                 f"{_HEADER.size} and 1"
             )
-        other, size = _HEADER.unpack(data)
-        return other, size, fds[0]
+        number, size = _HEADER.unpack(data)
+        return number, size, fds[0]
 
     def close(self) -> None:
         """Close the socket, and the descriptors that were not taken."""
-        for _, fd in self._received.values():
-            os.close(fd)
+        close_all([fd for _, fd in self._received.values()])
         self._received.clear()
         self._socket.close()

@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from mcinfer.config import EngineOptions, check_count, check_seconds
 from mcinfer.errors import ClosedError, InvalidInputError, ProtocolError, WeightAccessError
@@ -185,15 +185,12 @@ class WeightOwner:
     """Lets chosen processes of this user map a prepared model's weights.
 
     A context manager; it also closes at interpreter exit and when it is garbage-collected. All threads may
-    use it. In a forked child it is closed from the start, and closing it there does not affect the
-    parent's.
+    use it. In a forked child it is closed from the start.
 
     Attributes:
         handle: The argument of `open_weights` in the other process: above 0 and below 2**63. It is no
             secret.
     """
-
-    handle: int
 
     def __init__(
         self,
@@ -202,7 +199,7 @@ class WeightOwner:
         *,
         options: EngineOptions = EngineOptions(),
     ) -> None:
-        """Prepare the model, if there is no prepared one, and start a thread that answers.
+        """Prepare the model, unless it is prepared, and start a thread that answers.
 
         Args:
             model: Path of an ONNX model; or a prepared model, borrowed for this call only.
@@ -222,11 +219,8 @@ class WeightOwner:
         for pid in allow_pids:
             _admit(self._allowed, pid)
         if isinstance(model, (str, os.PathLike)):
-            held = ensure_prepared(model, options)
-            try:
+            with closing(ensure_prepared(model, options)) as held:
                 entry = _open_entry(held)
-            finally:
-                held.close()
         else:
             entry = _open_entry(model)
         self._listener = _Listener(entry, self._allowed)
@@ -237,9 +231,9 @@ class WeightOwner:
         """Let a process map the weights from now on.
 
         Args:
-            pid: As this process sees it. In containers `os.getpid` may give another number there; a refusal
-                names the right one. Means the process that has this pid now, not a later one. 0 is ignored:
-                in MindSpore Lite's lists it marks an unused place.
+            pid: The process that has this pid now, not a later one. The pid is the one that this process
+                sees; in containers `os.getpid` may give another, and a refusal names the right one. 0 is
+                ignored: in MindSpore Lite's lists it marks an unused place.
 
         Raises:
             InvalidInputError: The value is not a pid, or no such process exists.
@@ -253,7 +247,7 @@ class WeightOwner:
         _admit(self._allowed, pid)
 
     def revoke(self, pid: int) -> None:
-        """Refuse a process from now on, whether allowed before or not; open weights stay usable."""
+        """Refuse a process from now on; open weights stay usable."""
         self._allowed.pop(pid, None)
 
     def close(self) -> None:
@@ -274,8 +268,7 @@ def _admit(allowed: dict[int, int], pid: int) -> None:
         return
     if os.readlink("/proc/self") != str(os.getpid()):
         raise InvalidInputError(
-            f"pid: got {pid}, but /proc here is that of another pid namespace, so that nothing can be "
-            "known of it"
+            f"pid: got {pid}, but /proc here shows another pid namespace, so the process is unknown"
         )
     try:
         os.close(os.pidfd_open(pid))
