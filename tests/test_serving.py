@@ -45,12 +45,12 @@ from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, numpy_dtype
 from mcinfer.validators import TensorRef
 from mcinfer.worker import server
-from mcinfer.worker.server import STRANGER, Tokens, serve
+from mcinfer.worker.server import STRANGER, serve
 from tests.process.waiting import wait_until
 
 PATIENCE = 20.0
 BLOCK_BYTES = 1 << 16
-TOKENS = Tokens(hello="shown in HELLO", build="shown in BUILD")
+HELLO_TOKEN, BUILD_TOKEN = TOKENS = ("shown in HELLO", "shown in BUILD")
 FLOAT = TensorProto.FLOAT
 
 Array = NDArray[Any]
@@ -109,7 +109,7 @@ class Peer:
         model: str,
         engine: str = "fake",
         variable_weights: tuple[str, ...] = (),
-        token: str = TOKENS.build,
+        token: str = BUILD_TOKEN,
     ) -> Message:
         self.ask_to_build(model, engine, variable_weights, token)
         return self.receive()
@@ -274,7 +274,7 @@ def y_at(offset: int, rows: int = 3, block: int = 0) -> TensorRef:
 
 
 def test_worker_says_hello_builds_serves_and_ends(peer: Peer, tmp_path: Path) -> None:
-    assert peer.hello == Hello(version=VERSION, pid=os.getpid(), token=TOKENS.hello)
+    assert peer.hello == Hello(version=VERSION, pid=os.getpid(), token=HELLO_TOKEN)
     built = peer.build(fake(tmp_path))
     assert isinstance(built, BuildFinish)
     assert built.inputs == (("x", "float32", ("batch",)),)
@@ -291,7 +291,7 @@ def test_worker_says_hello_builds_serves_and_ends(peer: Peer, tmp_path: Path) ->
     assert peer.finish() == 0
 
 
-@pytest.mark.parametrize("token", ["", TOKENS.hello])
+@pytest.mark.parametrize("token", ["", HELLO_TOKEN])
 def test_master_that_does_not_show_its_token_is_not_served(
     peer: Peer, tmp_path: Path, caplog: pytest.LogCaptureFixture, token: str
 ) -> None:

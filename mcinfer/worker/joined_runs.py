@@ -1,7 +1,7 @@
 """Several requests as one run of the engine: gather their rows, run, scatter the answers.
 
-Ownership: the joined tensors lie in one scratch block of the worker's own, as large as the largest joined
-run needs, with runs bound onto it (cached by shapes). The members' tensors belong to the master; this code
+Ownership: the joined tensors lie in one scratch block of the worker, as large as the largest joined run
+needs, and runs are bound onto it (cached by shapes). The members' tensors belong to the master; this code
 reads and writes them only during a call.
 """
 
@@ -22,11 +22,10 @@ from mcinfer.shm.block import Block
 from mcinfer.specs import ELEMENT_TYPES, tensor_bytes
 
 _MAX_RUNS = 64
-"""Bound runs that are kept, the least recently used goes first."""
+"""Most bound runs that are kept; the least recently used goes first."""
 
 Member = tuple[Sequence[Buffer], Sequence[Buffer]]
 """Inputs and outputs of one request."""
-
 
 _Tensor = tuple[str, str, tuple[int, ...]]
 """Name, element type and shape."""
@@ -34,20 +33,14 @@ _Tensor = tuple[str, str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedRun:
-    """A run bound onto scratch memory.
-
-    Attributes:
-        run: For the engine.
-        inputs: The joined inputs.
-        outputs: The joined outputs.
-    """
+    """A run bound onto scratch memory, with the joined inputs and outputs."""
 
     run: Run
     inputs: tuple[Buffer, ...]
     outputs: tuple[Buffer, ...]
 
     def gather(self, members: Sequence[Member], axes: Sequence[int | None]) -> None:
-        """Bring the members' rows together."""
+        """Copy the members' rows into the joined inputs."""
         for i, (joined, axis) in enumerate(zip(self.inputs, axes, strict=True)):
             if axis is None:
                 ctypes.memmove(joined.address, members[0][0][i].address, joined.size)
@@ -55,7 +48,7 @@ class JoinedRun:
                 _copy(joined, [inputs[i] for inputs, _ in members], axis, gather=True)
 
     def scatter(self, members: Sequence[Member], axes: Sequence[int]) -> None:
-        """Give each member its own rows of the outputs."""
+        """Copy each member's rows out of the joined outputs."""
         for i, (joined, axis) in enumerate(zip(self.outputs, axes, strict=True)):
             _copy(joined, [outputs[i] for _, outputs in members], axis, gather=False)
 
@@ -64,7 +57,6 @@ class JoinedRuns:
     """The joined runs of one engine."""
 
     def __init__(self, engine: Engine) -> None:
-        """Bind onto this engine."""
         self._engine = engine
         self._scratch: Block | None = None
         self._runs: OrderedDict[tuple[int, tuple[_Tensor, ...]], JoinedRun] = OrderedDict()
@@ -76,16 +68,16 @@ class JoinedRuns:
         weights: Sequence[Buffer] = (),
         version: int = 0,
     ) -> JoinedRun:
-        """The run for these members' rows together.
+        """The run for the rows of these members together.
 
         Args:
             members: The requests' tensors.
-            axes: The batch's axis in each input and output.
+            axes: The batch axis of each input and output.
             weights: Weights to use in place of the model's own.
             version: Identifies these weights.
 
         Raises:
-            ProtocolError: Their tensors do not fit together.
+            ProtocolError: The tensors do not fit together.
             InvalidInputError, PredictError: The engine does not take them.
         """
         tensors = [_joined(members, axes, side) for side in (0, 1)]
@@ -96,17 +88,16 @@ class JoinedRuns:
             self._runs.move_to_end(key)
             return found
         sizes = [tensor_bytes(kind, prod(shape)) for _, kind, shape in parts]
-        scratch = self._room(sum(map(align, sizes)))
+        total = sum(map(align, sizes))
+        if self._scratch is None or self._scratch.size < total:
+            self.close()
+            self._scratch = Block.create(0, max(total, 1))
+        scratch = self._scratch
         buffers, at = [], 0
         for (name, kind, shape), size in zip(parts, sizes, strict=True):
+            place = scratch.address + at
             buffers.append(
-                Buffer(
-                    name=name,
-                    element_type=kind,
-                    shape=shape,
-                    address=scratch.address + at,
-                    size=size,
-                )
+                Buffer(name=name, element_type=kind, shape=shape, address=place, size=size)
             )
             at += align(size)
         inputs, outputs = buffers[: len(tensors[0])], buffers[len(tensors[0]) :]
@@ -121,7 +112,7 @@ class JoinedRuns:
         return joined
 
     def forget(self, oldest: int) -> None:
-        """Drop the runs with weights below that version, which no request will name any more."""
+        """Drop the runs with weights below the version `oldest`, which no request will name any more."""
         for version, parts in [*self._runs]:
             if 0 < version < oldest:
                 del self._runs[version, parts]
@@ -132,12 +123,6 @@ class JoinedRuns:
         if self._scratch is not None:
             self._scratch.close()
             self._scratch = None
-
-    def _room(self, size: int) -> Block:
-        if self._scratch is None or self._scratch.size < size:
-            self.close()
-            self._scratch = Block.create(0, max(size, 1))
-        return self._scratch
 
 
 def _joined(
@@ -154,27 +139,21 @@ def _joined(
         first = tensors[0]
         if axis is not None and axis >= len(first.shape):
             raise ProtocolError(f"tensor {first.name!r} has no axis {axis} to be joined along")
-        alike = {
-            (t.name, t.element_type, t.shape if axis is None else _without(t.shape, axis))
-            for t in tensors
-        }
-        if len(alike) > 1:
+        whole = {(t.name, t.element_type, _with_rows(t.shape, axis, 0)) for t in tensors}
+        if len(whole) > 1:
             raise ProtocolError(f"tensors {first.name!r} of a joined run do not fit together")
-        shape = first.shape
-        if axis is not None:
-            rows = sum(tensor.shape[axis] for tensor in tensors)
-            shape = (*shape[:axis], rows, *shape[axis + 1 :])
-        joined.append((first.name, first.element_type, shape))
+        rows = 0 if axis is None else sum(tensor.shape[axis] for tensor in tensors)
+        joined.append((first.name, first.element_type, _with_rows(first.shape, axis, rows)))
     return joined
 
 
-def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    return (*shape[:axis], *shape[axis + 1 :])
+def _with_rows(shape: tuple[int, ...], axis: int | None, rows: int) -> tuple[int, ...]:
+    return shape if axis is None else (*shape[:axis], rows, *shape[axis + 1 :])
 
 
 def _copy(joined: Buffer, parts: Sequence[Buffer], axis: int, *, gather: bool) -> None:
-    """Copy all parts into the joined tensor, or it into them."""
-    if prod(joined.shape[:axis]) == 1:  # one after another in memory
+    """Copy all parts into the joined tensor (gather), or the joined tensor into its parts."""
+    if prod(joined.shape[:axis]) == 1:  # the parts are contiguous
         place = joined.address
         for part in parts:
             into, out_of = (place, part.address) if gather else (part.address, place)

@@ -6,8 +6,7 @@
     canceller thread         waits at a socket of its own: CANCEL ──► engine.cancel
 
 Ownership: the blocks belong to the master and are mapped until DETACH. Bound runs hold addresses in the
-blocks, so they are dropped before the blocks. The main thread owns everything except the cancellations,
-which a lock guards.
+blocks, so they are dropped before the blocks. A lock guards the cancellations; the main thread owns the rest.
 """
 
 import ctypes
@@ -18,8 +17,7 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -78,17 +76,17 @@ from mcinfer.validators import TensorFields, TensorRef
 from mcinfer.worker.joined_runs import JoinedRuns
 
 STRANGER = 77
-"""Exit status of a worker that got BUILD from a stranger: EX_NOPERM of sysexits.h."""
+"""Exit status of a worker that got BUILD without its master's token: EX_NOPERM of sysexits.h."""
 
 _MAX_LAYOUTS = 1024
 _MAX_LAYOUT_BYTES = 4 << 20
-"""Bound layouts that are kept, and bytes of what names them; the least recently used go first."""
+"""Most bound layouts that are kept, and most bytes of their keys; the least recently used go first."""
 
 _MAX_CANCELLED = 4096
-"""Cancellations that are kept: one may come after the answer, and concern no run any more."""
+"""Most cancellations that are kept: one that comes after its answer is never used."""
 
 _MAX_TEXT = 1 << 20
-"""Characters of an error, whose text may be a runtime's and of any length."""
+"""Most characters of an error: a runtime's text may have any length."""
 
 _BLOCK_TIMEOUT = 10.0
 
@@ -98,35 +96,34 @@ _Layout = tuple[int, int, bytes]
 _log = logging.getLogger("mcinfer.worker")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tokens:
-    """What a worker and its master know each other by; both came over the lifeline.
-
-    Attributes:
-        hello: What the worker shows.
-        build: What the master has to show, before anything is done for it.
-    """
-
-    hello: str
-    build: str
-
-
 class _StrangerError(ProtocolError):
-    """Who sent BUILD is not the master that started this worker."""
+    """The process that sent BUILD is not the master that started this worker."""
 
 
 def serve(
     connection: WorkerTransport,
-    tokens: Tokens,
+    tokens: tuple[str, str],
     lifeline: Lifeline,
     cancels: Cancels,
     log_level: int,
 ) -> int:
-    """Serve the master until it says EXIT; the exit status."""
+    """Serve the master until EXIT.
+
+    Args:
+        connection: Closed by this call.
+        tokens: The token that the worker shows in HELLO, and the one that the master shows in BUILD; the
+            lifeline brought both.
+        lifeline: Borrowed.
+        cancels: Borrowed.
+        log_level: Of `logging`.
+
+    Returns:
+        The exit status.
+    """
     logging.basicConfig(level=log_level, format="%(levelname)s %(name)s: %(message)s")
-    server = Server(connection, tokens, lifeline, cancels)
+    server = Server(connection, tokens[1], lifeline, cancels)
     try:
-        server.send(Hello(version=VERSION, pid=os.getpid(), token=tokens.hello))
+        server.send(Hello(version=VERSION, pid=os.getpid(), token=tokens[0]))
         server.loop()
     except _StrangerError as exc:
         _log.error("%s; this worker does nothing for it, and ends", exc)
@@ -145,17 +142,17 @@ class Server:
     """A worker's side of its conversation with the master."""
 
     def __init__(
-        self, dealer: WorkerTransport, tokens: Tokens, lifeline: Lifeline, cancels: Cancels
+        self, connection: WorkerTransport, token: str, lifeline: Lifeline, cancels: Cancels
     ) -> None:
-        """Take what joins it to the master; the dealer is this object's from now on."""
-        self._dealer = dealer
-        self._tokens = tokens
+        self._connection = connection
+        self._token = token
         self._cancels = cancels
         self._lifeline = lifeline
         self._conversation = Conversation()
         self._engine: Engine | None = None
         self._blocks: dict[int, Block] = {}
         self._own_blocks = 0
+        # By layout: the run, the blocks of its tensors, and its outputs.
         self._runs: OrderedDict[_Layout, tuple[Run, frozenset[int | None], tuple[TensorRef, ...]]]
         self._runs = OrderedDict()
         self._layout_bytes = 0
@@ -168,21 +165,12 @@ class Server:
         canceller.start()
 
     def send(self, message: Message) -> None:
-        """Send a message.
-
-        Raises:
-            ProtocolError: It may not come now.
-        """
         self._conversation.advance(message)
-        self._dealer.send(encode(message))
+        self._connection.send(encode(message))
 
     def loop(self) -> None:
-        """Serve until EXIT.
-
-        Raises:
-            ProtocolError: A message does not fit.
-        """
-        wait = self._dealer.wait
+        """Serve until EXIT; raises `ProtocolError` at a message that does not fit."""
+        wait = self._connection.wait
         while True:
             data = wait()
             if data and data[0] == PREDICT:
@@ -191,23 +179,24 @@ class Server:
                 return
 
     def handle(self, message: Message) -> bool:
-        """Do what a message says, and answer it; whether more may come.
+        """Follow a message other than PREDICT; whether more may come.
 
         Raises:
-            ProtocolError: It does not fit what came before it, or cannot be followed.
+            ProtocolError: The message may not come now, or cannot be followed.
         """
         self._conversation.advance(message)
         match message:
             case Predict():
-                raise ProtocolError("a PREDICT is to be taken as bytes")
+                raise ProtocolError("PREDICT: expected it as bytes")
             case PredictJoined():
-                answer = self._run_or_fail(message.request, message.shard, message, b"")
-                if isinstance(answer, Message):
-                    self._answer(answer)
+                self._run(message.request, message.shard, message)
             case Attach():
                 self._attach(message)
             case Detach():
-                self._detach(message.block)
+                block = self._blocks.pop(message.block, None)
+                self._drop_runs(block=message.block)
+                if block is not None:
+                    block.close()
             case UpdateWeights():
                 self._take_weights(message)
             case Build():
@@ -216,7 +205,7 @@ class Server:
         return not isinstance(message, Exit)
 
     def _answer(self, message: Message) -> None:
-        """Send what came of a build or a run; an error where that is more than a message may carry."""
+        """Send the result of a build or a run, or an error if the result is too large for a message."""
         try:
             data = encode(message)
         except ProtocolError as exc:
@@ -229,21 +218,18 @@ class Server:
             )
             data = encode(message)
         self._conversation.advance(message)
-        self._dealer.send(data)
+        self._connection.send(data)
 
     def close(self) -> None:
-        """Let go of the model and the socket."""
         self._runs.clear()
         if self._joined is not None:
             self._joined.close()
-        self._dealer.close()
-
-    # Building.
+        self._connection.close()
 
     def _check_master(self, message: Build) -> None:
-        """Raise `_StrangerError` unless the master is this worker's. Before BUILD only EXIT may come."""
+        # Before BUILD only EXIT may come.
         shown, expected = (
-            token.encode(errors="surrogatepass") for token in (message.token, self._tokens.build)
+            token.encode(errors="surrogatepass") for token in (message.token, self._token)
         )
         if not hmac.compare_digest(shown, expected):
             raise _StrangerError("BUILD does not show the token of the master that started this")
@@ -269,12 +255,12 @@ class Server:
                     session_config=message.session_config,
                     provider_options=message.provider_options,
                 ),
-                self._tell_progress,
+                self._report_progress,
             )
             self._joined = JoinedRuns(self._engine)
-        except Exception as exc:  # whatever the runtime raises, the master gets it
+        except Exception as exc:  # of any class: it is the runtime's
             kind = "missing" if isinstance(exc, MissingDependencyError) else "build"
-            return Error(kind=kind, text=_describe(exc), traceback=_story(exc))
+            return _error(kind, exc)
         return BuildFinish(
             inputs=_fields(self._engine.spec.inputs),
             outputs=_fields(self._engine.spec.outputs),
@@ -286,69 +272,50 @@ class Server:
             seconds=time.perf_counter() - start,
         )
 
-    def _tell_progress(self, state: Mapping[str, Any]) -> None:
+    def _report_progress(self, state: Mapping[str, Any]) -> None:
         self.send(Preparing(seconds=float(state["seconds"]), written=state["written"]))
 
-    # Running.
-
     def predict(self, data: bytes) -> None:
-        """Do what a PREDICT says, and answer it.
-
-        Raises:
-            ProtocolError: It is none, does not fit what came before it, or cannot be followed.
-        """
+        """Follow a PREDICT and answer it; raises `ProtocolError` if it may not come now."""
         if len(data) < PREDICT_HEAD.size:
             raise ProtocolError(f"Predict: got {len(data)} bytes, expected a head")
         _, request, shard, version, size = PREDICT_HEAD.unpack_from(data)
         body = data[PREDICT_HEAD.size :]
         self._conversation.begin_run(request, shard)
-        answer = self._run_or_fail(request, shard, (version, size), body)
-        if isinstance(answer, Message):
-            self._answer(answer)
-            return
-        # All outputs are where the master said.
-        self._conversation.end_run()
-        self._dealer.send(REPLY_HEAD.pack(REPLY, request, shard, answer))
+        self._run(request, shard, (version, size, body))
 
-    def _run_or_fail(
-        self, request: int, shard: int, what: PredictJoined | tuple[int, int], body: bytes
-    ) -> Message | float:
-        """Run: the answer, or only the seconds where that is all there is to say."""
-        kind = "predict"
-        failure: Exception
+    def _run(self, request: int, shard: int, what: PredictJoined | _Layout) -> None:
+        """Run and answer."""
+        answer: Message | None = None
+        seconds = 0.0
         try:
             if isinstance(what, PredictJoined):
-                outputs, seconds = self._run_joined(what)
+                seconds = self._run_joined(what)
+                answer = Reply(request=request, shard=shard, outputs=(), seconds=seconds)
             else:
-                run, references = self._bound(what[0], what[1], body)
+                run, references = self._bound(*what)
                 produced, seconds = self._execute(run, request, shard)
-                if not produced and references:
-                    return seconds
-                outputs = self._place(produced, references)
-            return Reply(request=request, shard=shard, outputs=outputs, seconds=seconds)
+                if produced or not references:
+                    outputs = self._place(produced, references)
+                    answer = Reply(request=request, shard=shard, outputs=outputs, seconds=seconds)
         except RunCancelledError as exc:
-            kind, failure = "cancelled", exc
+            answer = _error("cancelled", exc, request, shard)
         except InvalidInputError as exc:
-            kind, failure = "invalid", exc
-        except Exception as exc:  # a run that raises fails its request only, whatever it raises
-            failure = exc
-        return Error(
-            request=request,
-            shard=shard,
-            kind=kind,
-            text=_describe(failure),
-            traceback=_story(failure),
-        )
+            answer = _error("invalid", exc, request, shard)
+        except Exception as exc:  # of any class: a run that raises fails its request only
+            answer = _error("predict", exc, request, shard)
+        if answer is not None:
+            self._answer(answer)
+        else:  # all outputs are at the master's places
+            self._conversation.end_run()
+            self._connection.send(REPLY_HEAD.pack(REPLY, request, shard, seconds))
 
-    def _run_joined(self, message: PredictJoined) -> tuple[tuple[TensorRef, ...], float]:
-        """Run several requests as one batch."""
+    def _run_joined(self, message: PredictJoined) -> float:
+        """Run several requests as one batch; the seconds of the run."""
         if self._joined is None:
             raise ProtocolError("PREDICT_JOINED before a model was built")
         members = [
-            (
-                [self._buffer(reference) for reference in member["inputs"]],
-                [self._buffer(reference) for reference in member["outputs"]],
-            )
+            ([*map(self._buffer, member["inputs"])], [*map(self._buffer, member["outputs"])])
             for member in message.members
         ]
         weights = self._weights_of(message.weights)
@@ -360,10 +327,10 @@ class Server:
             names = [item.name for item in produced]
             raise PredictError(f"outputs {names} have other shapes than the model declares")
         joined.scatter(members, message.output_axes)
-        return (), seconds
+        return seconds
 
     def _bound(self, version: int, size: int, body: bytes) -> tuple[Run, tuple[TensorRef, ...]]:
-        """The run bound to this layout, and the places of its outputs; from the cache if it is there."""
+        """The run bound to this layout, and the places of its outputs."""
         key = (version, size, body)
         found = self._runs.get(key)
         if found is not None:
@@ -373,9 +340,13 @@ class Server:
             raise ProtocolError("PREDICT before a model was built")
         inputs, outputs = decode_body(body, size)
         weights = self._weights_of(version)
-        resolved = [self._resolve(reference) for reference in inputs]
-        buffers = [self._buffer(reference) for reference in outputs]
-        run = self._engine.bind([*resolved, *weights], buffers)
+        resolved = [
+            Strings(name=reference[0], shape=reference[2], values=reference[4])
+            if reference[1] == STRING
+            else self._buffer(reference)
+            for reference in inputs
+        ]
+        run = self._engine.bind([*resolved, *weights], [*map(self._buffer, outputs)])
         if not any(isinstance(item, Strings) for item in resolved):
             blocks = frozenset(reference[3] for part in (inputs, outputs) for reference in part)
             self._runs[key] = (run, blocks, outputs)
@@ -384,12 +355,6 @@ class Server:
                 (_, _, oldest), _ = self._runs.popitem(last=False)
                 self._layout_bytes -= len(oldest)
         return run, outputs
-
-    def _resolve(self, reference: TensorRef) -> Buffer | Strings:
-        name, element_type, shape, _, values = reference
-        if element_type == STRING:
-            return Strings(name=name, shape=shape, values=values)
-        return self._buffer(reference)
 
     def _buffer(self, reference: TensorRef) -> Buffer:
         name, element_type, shape, number, offset = reference
@@ -408,7 +373,7 @@ class Server:
     def _execute(
         self, run: Run, request: int, shard: int
     ) -> tuple[Sequence[Produced | Strings], float]:
-        """Run, unless that is cancelled before or meanwhile."""
+        """Run; raises `RunCancelledError` if the run was cancelled before or is cancelled meanwhile."""
         if self._engine is None:
             raise ProtocolError("PREDICT before a model was built")
         key = (request, shard)
@@ -421,14 +386,13 @@ class Server:
         start = time.perf_counter()
         try:
             produced = run.execute()
-            seconds = time.perf_counter() - start
+            return produced, time.perf_counter() - start
         finally:
             with self._lock:
                 self._running = None
-        return produced, seconds
 
     def _cancel_runs(self) -> None:
-        """The canceller."""
+        """The canceller's loop."""
         while True:
             try:
                 key = self._cancels.wait()
@@ -445,15 +409,13 @@ class Server:
                 if len(self._cancelled) > _MAX_CANCELLED:
                     self._cancelled.popitem(last=False)
 
-    # Outputs.
-
     def _place(
         self, produced: Sequence[Produced | Strings], bound: tuple[TensorRef, ...]
     ) -> tuple[TensorRef, ...]:
-        """References to all outputs; what the engine produced by itself goes to a block of our own.
+        """References to all outputs, in the model's order; none if the engine wrote all to bound places.
 
-        That is also what was bound and came out in another shape than the model declares. None where all were
-        written to where the master asked for them: it knows.
+        Outputs that the engine produced by itself go to a block of this worker's: those without a bound
+        place, and those with another shape than the model declares.
         """
         if not produced:
             return ()
@@ -466,13 +428,15 @@ class Server:
             )
         tensors = [item for item in produced if isinstance(item, Produced)]
         size = sum(align(item.size) for item in tensors)
-        block = self._new_block(size) if size else None
-        offset = 0
+        block, offset = None, 0
+        if size:
+            self._own_blocks += 1
+            block = Block.create(-self._own_blocks, size)
         for item in produced:
             if isinstance(item, Strings):
                 references[item.name] = (item.name, STRING, item.shape, None, item.values)
                 continue
-            # A tensor without elements needs no memory, and a block of no bytes cannot be.
+            # There is no block if all tensors are empty: a block has at least one byte.
             number = 0 if block is None else block.number
             if block is not None:
                 ctypes.memmove(block.address + offset, item.address, item.size)
@@ -484,19 +448,13 @@ class Server:
         order = self._engine.spec.outputs if self._engine is not None else ()
         return tuple(references[spec.name] for spec in order)
 
-    def _new_block(self, size: int) -> Block:
-        self._own_blocks += 1
-        return Block.create(-self._own_blocks, size)
-
-    # Weights.
-
     def _take_weights(self, message: UpdateWeights) -> None:
-        """Learn where a version lies, and forget those that no run will name any more."""
+        """Add a version of the weights, and drop those that no request will name any more."""
         self._weights[message.version] = tuple(map(self._buffer, message.tensors))
         for version in [*self._weights]:
             if 0 < version < message.oldest:
                 del self._weights[version]
-        self._drop_runs(lambda layout, _: 0 < layout[0] < message.oldest)
+        self._drop_runs(oldest=message.oldest)
         if self._joined is not None:
             self._joined.forget(message.oldest)
 
@@ -507,7 +465,6 @@ class Server:
         return weights
 
     def _attach(self, message: Attach) -> None:
-        """Map a block of the master's."""
         if message.block in self._blocks:
             raise ProtocolError(f"block {message.block} was attached before")
         try:
@@ -516,27 +473,26 @@ class Server:
         except OSError as exc:
             raise ProtocolError(f"block {message.block} cannot be attached: {exc}") from exc
 
-    def _drop_runs(self, unwanted: Callable[[_Layout, frozenset[int | None]], bool]) -> None:
+    def _drop_runs(self, oldest: int = 0, block: int | None = None) -> None:
+        """Drop bound runs with weights below the version `oldest`, and those with tensors in the block."""
         for layout, (_, blocks, _) in [*self._runs.items()]:
-            if unwanted(layout, blocks):
+            if 0 < layout[0] < oldest or (block is not None and block in blocks):
                 del self._runs[layout]
                 self._layout_bytes -= len(layout[2])
-
-    def _detach(self, number: int) -> None:
-        block = self._blocks.pop(number, None)
-        self._drop_runs(lambda _, blocks: number in blocks)
-        if block is not None:
-            block.close()
 
 
 def _fields(specs: Sequence[TensorSpec]) -> tuple[TensorFields, ...]:
     return tuple((spec.name, spec.element_type, spec.shape) for spec in specs)
 
 
-def _describe(exc: Exception) -> str:
+def _error(
+    kind: str, exc: Exception, request: int | None = None, shard: int | None = None
+) -> Error:
     text = str(exc)[:_MAX_TEXT]
-    return text if isinstance(exc, McinferError) else f"{type(exc).__name__}: {text}"
-
-
-def _story(exc: Exception) -> str:
-    return "".join(traceback.format_exception(exc))[:_MAX_TEXT]
+    return Error(
+        request=request,
+        shard=shard,
+        kind=kind,
+        text=text if isinstance(exc, McinferError) else f"{type(exc).__name__}: {text}",
+        traceback="".join(traceback.format_exception(exc))[:_MAX_TEXT],
+    )
