@@ -1,7 +1,6 @@
 """One model on all the devices of a machine, from Python, without a server.
 
-Names are imported when they are first used: a worker imports this package too, and must not pay
-for what only a master needs.
+Names are imported when they are first used: a worker imports this package too, and needs few of them.
 """
 
 from importlib import import_module
@@ -72,34 +71,20 @@ __all__ = [
     "WorkerStatistics",
 ]
 
-_HOMES = {
-    "Master": "master",
-    "ParallelPredictUtils": "parallel",
-    "Split": "sharding",
-    "ModelSpec": "specs",
-    "TensorSpec": "specs",
-    "Statistics": "statistics",
-    "WorkerStatistics": "statistics",
-    "Health": "statistics",
-    "Histogram": "statistics",
-    "RequestTrace": "statistics",
-    "ShardTrace": "statistics",
-    "EngineOptions": "config",
-    "Limits": "config",
-    "RestartPolicy": "config",
-    "Timeouts": "config",
-}
-"""The module of each public name; those that are not here are exceptions."""
+_HOMES = ("errors", "config", "specs", "statistics", "sharding", "master", "parallel")
+"""The modules of the public names, the cheapest to import first."""
 
 
-if not TYPE_CHECKING:  # where it would make any name one of the module's
+if not TYPE_CHECKING:  # a type checker would take any name for one of the module's
 
     def __getattr__(name: str) -> Any:
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(f"mcinfer.{_HOMES.get(name, 'errors')}"), name)
-        globals()[name] = value
-        return value
+        if name in __all__:
+            for home in _HOMES:
+                module = import_module(f"mcinfer.{home}")
+                if hasattr(module, name):
+                    globals()[name] = getattr(module, name)
+                    return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -1,10 +1,10 @@
-"""Options and devices: frozen, checked when they are made, the same in master and worker."""
+"""Options and devices: frozen, and checked when they are made."""
 
 import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, TypeGuard, get_args
 
@@ -28,11 +28,7 @@ class Device:
 
     @classmethod
     def parse(cls, text: object) -> "Device":
-        """Read ``"cpu:0"`` or ``"cuda:1"``.
-
-        Raises:
-            InvalidInputError: The text does not have this form.
-        """
+        """Read ``"cpu:0"`` or ``"cuda:1"``; raise `InvalidInputError` for another form."""
         match = _DEVICE.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise InvalidInputError(
@@ -45,10 +41,10 @@ class Device:
 
 
 def automatic_workers(cores: int) -> int:
-    """The default number of CPU workers: two up to 16 cores, then one per 8.
+    """The default number of CPU workers: two up to 16 cores, then one per 8 cores.
 
     MindSpore Lite's parallel runner has the same rule (threads = cores / 2 up to 16 cores, else 8; workers
-    = cores / threads), so programs that come from there get the same pool.
+    = cores / threads).
     """
     threads = max(1, cores // 2) if cores <= 16 else 8
     return max(1, cores // threads)
@@ -60,11 +56,9 @@ def parse_devices(
     """The devices of a pool.
 
     Args:
-        devices: A number of devices of the default kind; a sequence of device names, or of numbers of
-            devices of the default kind; one name; ``"cpu"`` or ``None`` for the whole CPU in as many shares
-            as `automatic_workers` says.
-        cores: Number of cores that this process may use, or fewer under a CPU quota
-            (`mcinfer.machine.whole_cpus`).
+        devices: A number of CPU devices; one name; a sequence of names or of indices of CPU devices;
+            ``"cpu"`` or ``None`` for the whole CPU in as many shares as `automatic_workers` says.
+        cores: Number of cores that this process may use (`mcinfer.machine.whole_cpus`).
 
     Raises:
         InvalidInputError: Not a positive number, an empty sequence, or a bad name.
@@ -129,81 +123,54 @@ def share_cores(
 
     Returns:
         By worker index, for CPU workers, or for all workers if cores were chosen: the share, or the error
-            that says why there is none.
+        that says why there is none.
     """
-    quota = None if cpus is None or cpus >= len(cores) else cpus
-    if chosen is not None:
-        every = range(len(devices))
-        return _mark_shared(
-            {i: _chosen_share(i, len(devices), cores, chosen, quota) for i in every}
-        )
-    indices = {i: device.index for i, device in enumerate(devices) if device.kind == "cpu"}
-    if not indices:
-        return {}
-    limit = max(len(cores), len(set(indices.values())))
-    existing = [index for index in indices.values() if index < limit]
-    count = max([len(set(existing)), *(index + 1 for index in existing)], default=1)
     shares: dict[int, CoreShare | InvalidInputError] = {}
-    for worker, index in indices.items():
-        if index >= limit:
-            shares[worker] = InvalidInputError(
-                f"device cpu:{index} does not exist: {len(cores)} cores are usable here, "
-                f"so the last device is cpu:{limit - 1}"
-            )
-            continue
-        start, stop = _dealt(len(cores), index, index + 1, count)
-        mine = tuple(cores[start:stop]) or (cores[start],)
-        threads = _threads(len(mine), quota, (index, index + 1, count))
-        shares[worker] = CoreShare(cores=mine, shared=False, threads=threads)
-    return _mark_shared(shares)
+    # By worker, its cores, and its parts of the quota, which has `count` parts.
+    mine: dict[int, tuple[tuple[int, ...], range]] = {}
+    if chosen is None:
+        indices = {i: device.index for i, device in enumerate(devices) if device.kind == "cpu"}
+        limit = max(len(cores), len({*indices.values()}))
+        existing = {index for index in indices.values() if index < limit}
+        count = max(len(existing), *(index + 1 for index in existing), 1)
+        for worker, index in indices.items():
+            if index < limit:
+                start, stop = (part * len(cores) // count for part in (index, index + 1))
+                own = tuple(cores[start:stop]) or (cores[start],)
+                mine[worker] = own, range(index, index + 1)
+            else:
+                shares[worker] = InvalidInputError(
+                    f"device cpu:{index} does not exist: {len(cores)} cores are usable here, "
+                    f"so the last device is cpu:{limit - 1}"
+                )
+    else:
+        count = len({core for item in chosen for core in item})
+        for worker in range(len(devices)):
+            error = _chosen_error(worker, len(devices), cores, chosen)
+            if error:
+                shares[worker] = InvalidInputError(error)
+                continue
+            # Each chosen core is one part, even if other workers have it too.
+            first = sum(map(len, chosen[:worker]))
+            mine[worker] = tuple(chosen[worker]), range(first, first + len(chosen[worker]))
+    pinned = Counter(core for own, _ in mine.values() for core in own)
+    for worker, (own, parts) in mine.items():
+        threads = None
+        if cpus is not None and cpus < len(cores):
+            start, stop = (part * cpus // count for part in (parts.start, parts.stop))
+            threads = min(len(own), max(1, stop - start))
+        shared = any(pinned[core] > 1 for core in own)
+        shares[worker] = CoreShare(cores=own, shared=shared, threads=threads)
+    return dict(sorted(shares.items()))
 
 
-def _dealt(things: int, start: int, stop: int, parts: int) -> tuple[int, int]:
-    """Start and stop of the things that the parts from `start` to `stop` get, in an even distribution."""
-    return start * things // parts, stop * things // parts
-
-
-def _threads(cores: int, quota: int | None, parts: tuple[int, int, int]) -> int | None:
-    """The threads of a worker with so many cores: its parts of the quota, at least 1."""
-    if quota is None:
-        return None
-    start, stop = _dealt(quota, *parts)
-    return min(cores, max(1, stop - start))
-
-
-def _chosen_share(
-    worker: int,
-    workers: int,
-    cores: Sequence[int],
-    chosen: Sequence[Sequence[int]],
-    quota: int | None,
-) -> CoreShare | InvalidInputError:
+def _chosen_error(
+    worker: int, workers: int, cores: Sequence[int], chosen: Sequence[Sequence[int]]
+) -> str:
     if len(chosen) != workers:
-        return InvalidInputError(
-            f"cores: got {len(chosen)} lists, expected one for each of {workers} workers"
-        )
+        return f"cores: got {len(chosen)} lists, expected one for each of {workers} workers"
     absent = [core for core in chosen[worker] if core not in cores]
-    if absent:
-        return InvalidInputError(f"cores: got {absent}, expected some of {[*cores]}")
-    # Each chosen core is one part, even if other workers have it too.
-    mine, first = len(chosen[worker]), sum(map(len, chosen[:worker]))
-    parts = (first, first + mine, len({core for item in chosen for core in item}))
-    return CoreShare(
-        cores=tuple(chosen[worker]), shared=False, threads=_threads(mine, quota, parts)
-    )
-
-
-def _mark_shared(
-    shares: dict[int, CoreShare | InvalidInputError],
-) -> dict[int, CoreShare | InvalidInputError]:
-    """Set `shared` in each share that has a core in common with another one."""
-    pinned = Counter(core for s in shares.values() if isinstance(s, CoreShare) for core in s.cores)
-    return {
-        worker: replace(share, shared=any(pinned[core] > 1 for core in share.cores))
-        if isinstance(share, CoreShare)
-        else share
-        for worker, share in shares.items()
-    }
+    return f"cores: got {absent}, expected some of {[*cores]}" if absent else ""
 
 
 _MAX_COUNT = 2**63 - 1
@@ -223,12 +190,16 @@ def check_count(name: str, value: int, least: int) -> None:
         raise InvalidInputError(f"{name}: got {value!r}, expected an int of at least {least}")
 
 
+def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise InvalidInputError(f"{name}: got {value!r}, expected one of {[*choices]}")
+
+
 def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def _check_cores(cores: object) -> tuple[tuple[int, ...], ...]:
-    """The cores of each worker as tuples."""
     lists = cores if _is_list(cores) else ()
     checked = tuple(tuple(item) if _is_list(item) else () for item in lists)
     numbers = all(type(core) is int and core >= 0 for item in checked for core in item)
@@ -272,21 +243,16 @@ class EngineOptions:
     provider_options: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check the values and freeze the mappings."""
-        if self.threads is not None:
-            check_count("threads", self.threads, 1)
-        if self.inter_op_threads is not None:
-            check_count("inter_op_threads", self.inter_op_threads, 1)
+        for name in ("threads", "inter_op_threads"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), 1)
         if self.cores is not None:
             object.__setattr__(self, "cores", _check_cores(self.cores))
         if not isinstance(self.allow_fallback, bool):
             raise InvalidInputError(
                 f"allow_fallback: got {self.allow_fallback!r}, expected True or False"
             )
-        if self.prepare not in ("auto", "always", "never"):
-            raise InvalidInputError(
-                f"prepare: got {self.prepare!r}, expected 'auto', 'always' or 'never'"
-            )
+        _check_choice("prepare", self.prepare, ("auto", "always", "never"))
         names = tuple(self.variable_weights) if _is_list(self.variable_weights) else (None,)
         if not all(isinstance(name, str) for name in names) or len({*names}) != len(names):
             raise InvalidInputError(
@@ -297,13 +263,12 @@ class EngineOptions:
             given = getattr(self, name)
             if not isinstance(given, Mapping):
                 raise InvalidInputError(f"{name}: got {given!r}, expected a mapping, text to text")
-            entries = dict(given)
-            for key, value in entries.items():
+            for key, value in given.items():
                 if not isinstance(key, str) or not isinstance(value, str):
                     raise InvalidInputError(
                         f"{name}: got {key!r}: {value!r}, expected text to text"
                     )
-            object.__setattr__(self, name, MappingProxyType(entries))
+            object.__setattr__(self, name, MappingProxyType(dict(given)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,7 +290,6 @@ class Timeouts:
     close: float = 5.0
 
     def __post_init__(self) -> None:
-        """Check the values."""
         for name in ("start", "predict", "cancel_grace", "close"):
             check_seconds(name, getattr(self, name))
 
@@ -358,7 +322,6 @@ class RestartPolicy:
     max_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the values."""
         check_count("budget", self.budget, 0)
         for name in ("window", "backoff", "backoff_limit"):
             check_seconds(name, getattr(self, name))
@@ -401,13 +364,10 @@ class Limits:
     worker_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the values."""
         check_count("queue", self.queue, 1)
         least = {"queue_bytes": 1, "memory_bytes": 4096, "worker_memory_bytes": 1 << 20}
         for name, minimum in least.items():
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), minimum)
         for name in ("when_queue_full", "when_full"):
-            value = getattr(self, name)
-            if value not in ("wait", "raise"):
-                raise InvalidInputError(f"{name}: got {value!r}, expected 'wait' or 'raise'")
+            _check_choice(name, getattr(self, name), ("wait", "raise"))

@@ -78,23 +78,19 @@ class MissingDependencyError(McinferError, ImportError):
     """An optional package is needed and not installed; the text says what to install."""
 
 
-# Their texts.
-
+# Texts of errors.
 
 _MAX_CHARACTERS = 4000
 _END_CHARACTERS = 1000
 
 
 def printable(text: object) -> str:
-    """One line of the text, with a question mark for each character that cannot be printed.
-
-    This includes escape codes, which could control a terminal.
-    """
+    """One line of the text; a question mark replaces each unprintable character, such as terminal escapes."""
     return "".join(character if character.isprintable() else "?" for character in str(text))
 
 
 def shortened(text: str) -> str:
-    """The text, with its middle left out if it is too long to read."""
+    """The text, without its middle if it is too long to read."""
     if len(text) <= _MAX_CHARACTERS:
         return text
     first = _MAX_CHARACTERS - _END_CHARACTERS
@@ -103,5 +99,5 @@ def shortened(text: str) -> str:
 
 
 def quotable(exc: Exception) -> Exception | None:
-    """An exception as a cause for another one; None if its text is too long for a traceback."""
+    """The exception as a cause for another one; None if its text is too long for a traceback."""
     return exc if len(str(exc)) <= _MAX_CHARACTERS else None

@@ -1,4 +1,4 @@
-"""A model to try mcinfer with, where none is at hand."""
+"""A model to try mcinfer with."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
-"""What of this machine this process may use: the limits of its control groups count; and what else is there.
+"""The memory, processors and GPUs that this process may use, within the limits of its control groups.
 
-Functions that read files take the folder that these lie under, ``/``.
+Functions that read files take the root folder, which tests replace.
 """
 
 import os
@@ -25,16 +25,16 @@ _GPU_QUERY = (
 
 
 def usable_memory(root: Path = _ROOT) -> int:
-    """Bytes of memory: the machine's, or what the tightest of this process's control groups allows."""
+    """Bytes of memory: the machine's, or the tightest limit of this process's control groups."""
     total = psutil.virtual_memory().total
     limit = memory_limit(root)
     return total if limit is None else min(total, limit)
 
 
 def memory_limit(root: Path = _ROOT) -> int | None:
-    """Bytes that the tightest of this process's control groups allows; None where none sets a limit.
+    """Bytes that the tightest of this process's control groups allows; None for no limit.
 
-    See the kernel's documentation of ``memory.max`` (admin-guide/cgroup-v2.rst) and, for version 1, of
+    Sources: ``memory.max`` (kernel documentation, admin-guide/cgroup-v2.rst); version 1:
     ``memory.limit_in_bytes`` (admin-guide/cgroup-v1/memory.rst).
     """
     names = ("memory.max", "memory.limit_in_bytes")
@@ -46,9 +46,9 @@ def memory_limit(root: Path = _ROOT) -> int | None:
 def cpu_quota(root: Path = _ROOT) -> float | None:
     """CPUs' worth of time that the tightest of this process's control groups allows; None for no limit.
 
-    ``docker run --cpus 1.5`` and a pod's ``limits.cpu`` are such quotas: they leave all cores visible. See
-    the kernel's documentation of ``cpu.max`` (admin-guide/cgroup-v2.rst) and, for version 1, of
-    ``cpu.cfs_quota_us`` and ``cpu.cfs_period_us`` (scheduler/sched-bwc.rst).
+    ``docker run --cpus 1.5`` and a pod's ``limits.cpu`` are such quotas: they leave all cores visible.
+    Sources: ``cpu.max`` (admin-guide/cgroup-v2.rst); version 1: ``cpu.cfs_quota_us`` and
+    ``cpu.cfs_period_us`` (scheduler/sched-bwc.rst).
     """
     given = []
     for folder in _groups("cpu", root):
@@ -60,16 +60,16 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
 
 
 def usable_cpus(root: Path = _ROOT) -> float:
-    """CPUs' worth of time that this process may have: its cores', or the quota if that is less."""
+    """CPUs' worth of time for this process: its cores, or the quota if that is less."""
     cores = float(len(os.sched_getaffinity(0)))
     quota = cpu_quota(root)
     return cores if quota is None else min(cores, quota)
 
 
 def whole_cpus(root: Path = _ROOT) -> int:
-    """`usable_cpus` in whole numbers, at least 1: how many threads can run all the time.
+    """How many threads can run all the time: `usable_cpus` rounded down, at least 1.
 
-    One more would use up the quota before the end of each period, and then all of them stand still.
+    One more thread would use up the quota before the end of each period, and then all threads stand still.
     """
     return max(1, int(usable_cpus(root)))
 
@@ -77,8 +77,7 @@ def whole_cpus(root: Path = _ROOT) -> int:
 def task_limit(root: Path = _ROOT) -> tuple[int, int] | None:
     """The limit and the present number of threads, of the control group with the least room for more.
 
-    None if no group sets a limit. See the kernel's documentation of ``pids.max`` (admin-guide/cgroup-v2.rst,
-    admin-guide/cgroup-v1/pids.rst).
+    None if no group sets a limit. Source: ``pids.max`` (admin-guide/cgroup-v2.rst).
     """
     limits = []
     for folder in _groups("pids", root):
@@ -89,10 +88,7 @@ def task_limit(root: Path = _ROOT) -> tuple[int, int] | None:
 
 
 def _groups(controller: str, root: Path) -> list[Path]:
-    """The folders of this process's control group and of its parents that may limit what it says.
-
-    Of both versions: which one it is shows in the names of the files.
-    """
+    """The folders of this process's control group and its parents, for versions 1 and 2."""
     top = root / "sys/fs/cgroup"
     folders: list[Path] = []
     for line in _read(root / "proc/self/cgroup").split("\n"):
@@ -112,13 +108,13 @@ def _groups(controller: str, root: Path) -> list[Path]:
     return [*dict.fromkeys(folders)]
 
 
-# How the cores lie.
+# Cores.
 
 
 def numa_nodes(root: Path = _ROOT) -> dict[int, tuple[int, ...]]:
-    """By NUMA node, its cores that this process may use; empty where the kernel knows no nodes.
+    """By NUMA node, its cores that this process may use; empty if the kernel knows no nodes.
 
-    See the kernel's documentation of ``cpulist`` (ABI/stable/sysfs-devices-node).
+    Source: ``cpulist`` (ABI/stable/sysfs-devices-node).
     """
     usable = os.sched_getaffinity(0)
     nodes = {}
@@ -129,10 +125,9 @@ def numa_nodes(root: Path = _ROOT) -> dict[int, tuple[int, ...]]:
 
 
 def core_siblings(root: Path = _ROOT) -> tuple[int, int]:
-    """How many sockets and how many physical cores the cores that this process may use belong to.
+    """How many sockets and physical cores have the cores that this process may use; (0, 0) if unknown.
 
-    (0, 0) where the kernel does not say. See its documentation of ``physical_package_id`` and
-    ``thread_siblings_list`` (admin-guide/cputopology.rst).
+    Sources: ``physical_package_id``, ``thread_siblings_list`` (admin-guide/cputopology.rst).
     """
     sockets, physical = set(), set()
     for core in os.sched_getaffinity(0):
@@ -166,11 +161,11 @@ def format_core_list(cores: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU of NVIDIA's.
+    """One NVIDIA GPU.
 
     Attributes:
         index: As in ``cuda:index``.
-        uuid: By which ``CUDA_VISIBLE_DEVICES`` may name it.
+        uuid: Its name in ``CUDA_VISIBLE_DEVICES``, as an alternative to the index.
         name: The driver's.
         memory_bytes: All memory; None if the driver does not say.
         free_bytes: Unused memory; None if the driver does not say.
@@ -188,15 +183,13 @@ class Gpu:
         return f"cuda:{self.index}: {', '.join([self.name, *known])}"
 
     def is_called(self, word: str) -> bool:
-        """Whether a word of ``CUDA_VISIBLE_DEVICES`` names it: by its index, or by how its UUID begins."""
+        """Whether a word of ``CUDA_VISIBLE_DEVICES`` means it: its index, or the start of its UUID."""
         by_uuid = word.startswith("GPU-") and self.uuid.startswith(word)
         return by_uuid or (word.isdecimal() and int(word) == self.index)
 
 
 def gpus(timeout: float = 10.0) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA has for this process, as NVIDIA's driver tells of them through ``nvidia-smi``.
-
-    No library of CUDA's is loaded for that. At least one.
+    """The GPUs that CUDA has for this process, at least one. ``nvidia-smi`` lists them; CUDA is not loaded.
 
     Args:
         timeout: Seconds; a driver that wakes all of its GPUs takes some.
@@ -226,10 +219,10 @@ def gpus(timeout: float = 10.0) -> tuple[Gpu, ...]:
 
 
 def visible_gpus(found: Sequence[Gpu], chosen: str) -> tuple[Gpu, ...]:
-    """Those that ``CUDA_VISIBLE_DEVICES`` leaves, in its order and numbered by it.
+    """The GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, in its order and numbered by it.
 
-    From the first word on that names none, the rest does not count (CUDA C++ Programming Guide, "CUDA
-    Environment Variables"). A part of a GPU (MIG) is not among those that are found, and is left as named.
+    The first word that names no GPU ends the list (CUDA C++ Programming Guide, "CUDA Environment
+    Variables"). A part of a GPU (MIG) is not in `found`, and keeps its name.
     """
     visible: list[Gpu] = []
     for word in map(str.strip, chosen.split(",")):
@@ -244,30 +237,23 @@ def visible_gpus(found: Sequence[Gpu], chosen: str) -> tuple[Gpu, ...]:
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """Read what ``nvidia-smi`` says: a line for each GPU, memory in MiB. Other lines are left out."""
+    """Read the output of ``nvidia-smi``: a line for each GPU, memory in MiB. Other lines are left out."""
     found = []
     for line in text.splitlines():
-        # A name might have a comma in it.
+        # A name may contain a comma.
         match = re.fullmatch(r"\s*(\d+),\s*([^,]*?),\s*(.*?),\s*([^,]*?),\s*([^,]*?)\s*", line)
         if match:
-            total, free = (
-                int(size) << 20 if size.isdecimal() else None for size in match.group(4, 5)
-            )
-            gpu = Gpu(
-                index=int(match[1]),
-                uuid=match[2],
-                name=match[3],
-                memory_bytes=total,
-                free_bytes=free,
-            )
+            sizes = [int(s) << 20 if s.isdecimal() else None for s in match.group(4, 5)]
+            index, uuid, name = int(match[1]), match[2], match[3]
+            gpu = Gpu(index=index, uuid=uuid, name=name, memory_bytes=sizes[0], free_bytes=sizes[1])
             found.append(gpu)
     return tuple(found)
 
 
 def gpu_order_doubt(count: int) -> str:
-    """What to say of the numbers of so many GPUs; empty where they are CUDA's own.
+    """A warning that the numbers of so many GPUs may not be CUDA's; empty if they are.
 
-    ``nvidia-smi`` counts by bus, and CUDA the fastest first unless it is told (the same Guide).
+    ``nvidia-smi`` counts by bus, and CUDA by default the fastest first (same Guide).
     """
     if count < 2 or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
         return ""
@@ -275,8 +261,8 @@ def gpu_order_doubt(count: int) -> str:
 
 
 def _read(path: Path) -> str:
-    """A file's text without the end of its line; empty if it cannot be read."""
+    """A file's text, stripped; empty if it cannot be read."""
     try:
-        return os.fsdecode(path.read_bytes()).strip()  # paths in it may be of any bytes
+        return os.fsdecode(path.read_bytes()).strip()  # paths may have any bytes
     except (OSError, ValueError):
         return ""

@@ -21,8 +21,6 @@ Tensors = list[NDArray[Any]]
 class ParallelPredictUtils:
     """One model on several devices, in four calls.
 
-    The calls are those of the sample:
-
         utils = ParallelPredictUtils("unet.onnx", 2)
         utils.build_model()
         outputs = utils.run_predict([[sample_0, t, h_0], [sample_1, t, h_1]])
@@ -30,9 +28,9 @@ class ParallelPredictUtils:
 
     Args:
         model_path: Path of the model.
-        device_num: How many devices, a worker process for each.
-        device_ids: Their indices, ``device_num`` of them; None is 0 to ``device_num - 1``.
-        device_type: Their kind, ``"cpu"`` or ``"cuda"``.
+        device_num: Number of devices; each gets a worker process.
+        device_ids: Indices of the devices, ``device_num`` of them; None is 0 to ``device_num - 1``.
+        device_type: Kind of the devices, ``"cpu"`` or ``"cuda"``.
         engine: See `Master`.
         timeouts: See `Master`.
 

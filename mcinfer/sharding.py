@@ -5,8 +5,8 @@ A `Split` gives for each input the axis to cut, and for each output the axis to 
 (`mcinfer.requests.splitting`). The code here never guesses a split from the number of rows in an answer.
 
 - The model's *batch symbol* is the symbolic dimension along which rows are likely to be independent. It is
-  chosen by name (``batch``, ``batch_size``, ``N``, …). If no symbol has such a name, it is the first symbol
-  in the shapes of both inputs and outputs, unless its name means a sequence.
+  chosen by name (``batch``, ``batch_size``, ``N``, …), else the leading dimension of most inputs that leads
+  an output too, unless its name means a sequence.
 - If every input with rows and every output of a model has a fixed first dimension of 1, k rows are k runs.
   Another fixed dimension is the batch only if the user says so.
 """
@@ -15,7 +15,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from types import MappingProxyType
 from typing import Literal, TypeVar
 
 from mcinfer.errors import InvalidInputError, PredictError
@@ -30,7 +29,7 @@ Source = Literal["said", "declared", "recorded", "learned", "unknown"]
 _BATCH_NAMES = (re.compile(r"\w*batch\w*", re.IGNORECASE), re.compile(r"n|b|bs", re.IGNORECASE))
 _SEQUENCE_NAME = re.compile(r"seq|len|time|step|token|frame", re.IGNORECASE)
 
-_MAX_HYPOTHESES = 3
+_MAX_CANDIDATES = 3
 
 MAX_RANK = 64
 """Dimensions that an array may have (NumPy)."""
@@ -39,7 +38,7 @@ _T = TypeVar("_T")
 
 
 class JoinError(PredictError):
-    """The answers to the pieces of a batch do not fit together, and will not next time either."""
+    """The answers to the pieces of a batch do not fit together, now or at any later try."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +74,10 @@ class Split:
     rows: int = 0
     difference: float = 0.0
     reason: str = ""
-    sizes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}), compare=False)
+    sizes: Mapping[str, int] = field(default_factory=dict, compare=False)
     narrow: tuple[tuple[str, int, int], ...] = field(default=(), compare=False)
     settled: bool = field(default=False, compare=False)
-    ranks: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}), compare=False)
+    ranks: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     @property
     def splits(self) -> bool:
@@ -167,12 +166,10 @@ class OutputJoin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One request, cut.
+    """One request, cut. Inputs and outputs are in the model's order.
 
     Attributes:
-        rows: Batch rows of each shard (pieces' rows for a fixed batch); empty for a batch of none.
-        inputs: In the model's order.
-        outputs: In the model's order.
+        rows: Batch rows of each shard (for a fixed batch: pieces); empty for a batch of no rows.
         rowwise: Whether rows may also be joined with those of other requests: the batch may have any size,
             and every output has the batch and a shape that is known before the run.
     """
@@ -184,7 +181,6 @@ class Plan:
 
     @property
     def input_axes(self) -> tuple[int | None, ...]:
-        """By input, the axis that it is cut along."""
         return tuple(cut.axis for cut in self.inputs)
 
 
@@ -195,8 +191,8 @@ class Plan:
 class SaidAxes:
     """Axes from the user: by name, an axis or None; mcinfer decides about other names."""
 
-    inputs: Axes = field(default_factory=lambda: MappingProxyType({}))
-    outputs: Axes = field(default_factory=lambda: MappingProxyType({}))
+    inputs: Axes = field(default_factory=dict)
+    outputs: Axes = field(default_factory=dict)
 
     def check(self, model: ModelSpec) -> None:
         """Raise `InvalidInputError` unless the model has such inputs, outputs and axes."""
@@ -221,9 +217,8 @@ class SaidAxes:
 
 
 def batch_symbol(model: ModelSpec) -> str | None:
-    """The model's batch symbol, or None if it has none."""
     symbol = _likely_symbol(model)
-    # Rows that meet each other in one tensor (similarities, batch by batch) are not independent.
+    # Rows that meet in one tensor (such as similarities, batch by batch) are not independent.
     paired = any(spec.shape.count(symbol) > 1 for spec in (*model.inputs, *model.outputs))
     return None if paired else symbol
 
@@ -249,7 +244,7 @@ def _likely_symbol(model: ModelSpec) -> str | None:
 def takes_one_row(model: ModelSpec) -> bool:
     """Whether each run takes one row, so that k rows are k runs.
 
-    Then the first dimension is 1 in every input that has rows and in every output, a number in the others.
+    Then the first dimension is a number in every input, 1 in some, and 1 in every output.
     """
     firsts = [spec.shape[0] for spec in model.inputs if spec.shape]
     answers = [spec.shape[0] if spec.shape else None for spec in model.outputs]
@@ -258,11 +253,7 @@ def takes_one_row(model: ModelSpec) -> bool:
 
 
 def first_split(model: ModelSpec, said: SaidAxes) -> Split:
-    """What the user and the model's symbols say, before any request.
-
-    Raises:
-        InvalidInputError: The model has no such input, output or axis.
-    """
+    """The split by the user's axes and the model's symbols; raises as `SaidAxes.check` does."""
     said.check(model)
     symbol = batch_symbol(model)
     inputs: dict[str, int | None] = {}
@@ -274,7 +265,7 @@ def first_split(model: ModelSpec, said: SaidAxes) -> Split:
         else:
             inputs[spec.name] = None
     cut = _cut_dimensions(model, inputs)
-    # Where the rows lie along another axis, a first dimension of 1 is none of theirs.
+    # If rows lie along another axis, a first dimension of 1 is not the batch.
     ones = takes_one_row(model) and cut <= {(1, 0)}
     if ones:
         for spec in model.inputs:
@@ -307,7 +298,7 @@ def first_split(model: ModelSpec, said: SaidAxes) -> Split:
 
 
 def _cut_dimensions(model: ModelSpec, inputs: Axes) -> set[tuple[int | str | None, int]]:
-    """The dimensions that inputs are cut along, and which axis each is."""
+    """The size and the number of each axis that is cut."""
     return {
         (spec.shape[axis] if spec.shape else None, axis)
         for spec in model.inputs
@@ -320,7 +311,7 @@ def is_fixed(model: ModelSpec, split: Split) -> bool:
     return any(isinstance(size, int) for size, _ in _cut_dimensions(model, split.inputs))
 
 
-# What a request may show.
+# Cuts that a request may show.
 
 
 def rows_of(shapes: Mapping[str, Shape], axes: Axes) -> int | None:
@@ -331,23 +322,6 @@ def rows_of(shapes: Mapping[str, Shape], axes: Axes) -> int | None:
         if axis is not None
     }
     return sizes.pop() if len(sizes) == 1 and -1 not in sizes else None
-
-
-def hypotheses(
-    model: ModelSpec, shapes: Mapping[str, Shape], first: Split, said: SaidAxes
-) -> tuple[Axes, ...]:
-    """The cuts to try for a request of these shapes, the likeliest first, three at most.
-
-    First what the user or the symbols say. Then axes that are free in the model and have the same size in
-    the inputs, leading axes first.
-    """
-    found: list[Axes] = []
-    if any(axis is not None for axis in first.inputs.values()):
-        found.append(first.inputs)
-    for axes in _by_size(model, shapes, said):
-        if axes not in found:
-            found.append(axes)
-    return tuple(found[:_MAX_HYPOTHESES])
 
 
 def _by_size(
@@ -362,7 +336,7 @@ def _by_size(
     names = [*free]
     found = [(axis, shapes[names[i]][axis]) for axis, i in places]
     leading = {size: axis for axis, size in reversed(found)}
-    # On one axis, those that most inputs have; what has one row may be anything.
+    # On one axis, first the sizes that most inputs have; size 1 may mean anything.
     sizes = dict.fromkeys(
         sorted(leading, key=lambda s: (leading[s], s < 2, -found.count((leading[s], s))))
     )
@@ -378,7 +352,7 @@ def _by_size(
         if all(axis is None for axis in axes.values()):
             continue
         yield axes
-        # An input may be as long as the batch by chance: then only the one that leads is cut.
+        # An input may have the batch's size by chance: then only the leading one is cut.
         lead = next((names[i] for a, i in places if shapes[names[i]][a] == size), None)
         if lead is not None:
             yield {
@@ -390,11 +364,18 @@ def _by_size(
 def candidates(
     model: ModelSpec, shapes: Mapping[str, Shape], first: Split, said: SaidAxes, least_rows: int = 2
 ) -> Iterator[Axes]:
-    """The hypotheses that a request of these shapes may show, up to the first with too few rows.
+    """The cuts to try for a request of these shapes, the likeliest first, three at most.
 
-    Hypotheses whose inputs disagree in their rows are left out.
+    First the cut that the user or the symbols say. Then axes that are free in the model and have the same
+    size in the inputs, leading axes first. Cuts whose inputs disagree in their rows are left out, and the
+    first with too few rows ends the list.
     """
-    for axes in hypotheses(model, shapes, first, said):
+    found: list[Axes] = []
+    if any(axis is not None for axis in first.inputs.values()):
+        found.append(first.inputs)
+    found.extend(_by_size(model, shapes, said))
+    different = [axes for i, axes in enumerate(found) if axes not in found[:i]]
+    for axes in different[:_MAX_CANDIDATES]:
         rows = rows_of(shapes, axes)
         if rows is not None and rows < least_rows:
             return
@@ -405,7 +386,7 @@ def candidates(
 def narrow_sizes(
     model: ModelSpec, shapes: Mapping[str, Shape], axes: Axes
 ) -> tuple[tuple[str, int, int], ...]:
-    """Where a request with these axes shows nothing about other sizes; see `Split.narrow`."""
+    """The axes of which a request with this cut shows nothing; see `Split.narrow`."""
     return tuple(
         (spec.name, axis, size)
         for spec in model.inputs
@@ -415,7 +396,7 @@ def narrow_sizes(
 
 
 def has_single_rows(model: ModelSpec, shapes: Mapping[str, Shape]) -> bool:
-    """Whether an input has at most one element along a leading axis that is free in the model."""
+    """Whether an input has size 0 or 1 along a leading axis that is free in the model."""
     leads = [spec for spec in model.inputs if shapes[spec.name] and _is_free(spec, 0)]
     return any(shapes[spec.name][0] <= 1 for spec in leads)
 
@@ -428,7 +409,7 @@ def _is_free(spec: TensorSpec, axis: int) -> bool:
 
 
 def split_evenly(count: int, pieces: int) -> tuple[int, ...]:
-    """`count` rows in at most `pieces` parts, none empty, sizes at most one apart, larger first."""
+    """`count` rows in at most `pieces` parts: none empty, sizes at most one apart, larger first."""
     pieces = min(pieces, count)
     if pieces <= 0:
         return ()
@@ -448,11 +429,11 @@ def plan(
         split: The split; None runs it whole.
 
     Raises:
-        InvalidInputError: A shape does not fit the model. Or the inputs that the user says to cut disagree
-            in their rows, or need an output axis that is not known.
+        InvalidInputError: A shape does not fit the model. Or the inputs to cut, as the user says, disagree in
+            their rows, or need an output axis that is not known.
     """
     axes, rows, fixed = _shards(model, shapes, pieces, split)
-    # For a batch of no rows, the shapes of one shard of the least size still are to be checked.
+    # Check the shapes of a batch of no rows too, as one shard of 0 rows.
     parts = rows or (0,)
     cuts = [
         _cut(spec, shape, axis, parts)
@@ -465,7 +446,7 @@ def plan(
             return Plan(rows=(), inputs=empty, outputs=tuple(map(_empty, outputs)))
         if fixed:
             raise InvalidInputError("inputs: got a batch of 0 rows, expected some")
-        return plan(model, shapes, 1)  # the runtime may know what comes of none
+        return plan(model, shapes, 1)  # the runtime may know the outputs
     known = all(join.axis is not None and join.shapes is not None for join in outputs)
     cut = any(axis is not None for axis in axes)
     rowwise = cut and known and not fixed and bool(outputs)
@@ -473,7 +454,7 @@ def plan(
 
 
 def why_apart(model: ModelSpec, plan: Plan) -> str:
-    """Why requests of such a plan cannot go in one run with others; empty if they can."""
+    """Why requests of such a plan cannot share a run with others; empty if they can."""
     for spec in (*model.inputs, *model.outputs):
         if spec.element_type == STRING:  # they do not lie in memory
             return f"{spec.name!r} holds strings"
@@ -490,7 +471,7 @@ def why_apart(model: ModelSpec, plan: Plan) -> str:
 def _shards(
     model: ModelSpec, shapes: Sequence[Shape], pieces: int, split: Split | None
 ) -> tuple[list[int | None], tuple[int, ...], bool]:
-    """The axis that each input is cut along, the rows of each shard, and whether the batch is a fixed one."""
+    """The axis to cut of each input, the rows of each shard, and whether the batch is fixed."""
     whole: list[int | None] = [None] * len(shapes)
     axes = whole if split is None else [split.inputs[spec.name] for spec in model.inputs]
     _check_sizes(model, shapes, axes)
@@ -519,7 +500,7 @@ def _shards(
             return whole, (1,), True
         if not split.splits:
             raise InvalidInputError(_no_axis(split))
-        # One that is given as it is declared has no rows to cut: every piece takes it whole.
+        # An input with its declared size has no rows to cut: every piece takes it whole.
         return (
             [
                 None if axis is None or given[spec.name][0] == spec.shape[axis] else axis
@@ -549,7 +530,7 @@ def _no_axis(split: Split) -> str:
 
 
 def _check_sizes(model: ModelSpec, shapes: Sequence[Shape], axes: Sequence[int | None]) -> None:
-    """Refuse sizes that no run takes; a shape without dimensions is a scalar, or is open in the model."""
+    """Refuse sizes that no run takes; a shape without dimensions is a scalar, or open in the model."""
     for spec, shape, cut in zip(model.inputs, shapes, axes, strict=True):
         if spec.shape and len(shape) != len(spec.shape):
             raise InvalidInputError(
@@ -565,7 +546,7 @@ def _check_sizes(model: ModelSpec, shapes: Sequence[Shape], axes: Sequence[int |
 
 
 def _common_rows(sizes: Mapping[str, int], split: Split) -> int | None:
-    """The rows of all cut inputs; None if they differ and only the model says to cut them."""
+    """The rows of all cut inputs; None if they differ and the user did not say to cut them."""
     first = next(iter(sizes))
     for name, given in sizes.items():
         if given == sizes[first]:
@@ -580,7 +561,7 @@ def _common_rows(sizes: Mapping[str, int], split: Split) -> int | None:
 
 
 def _fixed_pieces(sizes: Mapping[str, tuple[int, int | str | None]]) -> int | None:
-    """How many pieces of a fixed batch the request has; None if the batch may have any size."""
+    """Number of pieces of a fixed batch in the request; None if the batch may have any size."""
     if not any(isinstance(fixed, int) for _, fixed in sizes.values()):
         return None
     counts: dict[str, int] = {}
@@ -618,7 +599,7 @@ def _cut(spec: TensorSpec, shape: Shape, axis: int | None, rows: tuple[int, ...]
 def _joins(
     model: ModelSpec, cuts: Sequence[InputCut], rows: Sequence[int], split: Split | None
 ) -> tuple[OutputJoin, ...]:
-    """How each output joins, and its shapes where the symbols, or an earlier request, give them."""
+    """How each output joins, and its shapes if the symbols or an earlier request give them."""
     shards = [*zip(*(cut.shapes for cut in cuts), strict=True)] or [()]
     bindings = [_bind(model.inputs, shapes) for shapes in shards]
     if split is None or all(cut.axis is None for cut in cuts):
@@ -651,7 +632,7 @@ def _join(
         along: list[int | None] = [shape[axis] for shape in known]
         declared = all(length is not None for length in along)
         if isinstance(spec.shape[axis], int) and not fixed:
-            declared = False  # the batch is of any size, so it is not
+            declared = False  # the batch has any size, so the declaration is wrong
             along = [None] * len(known)
         if size is not None:
             along = [size * count for count in rows]
@@ -662,20 +643,20 @@ def _join(
         ]
     shapes = _all_known([_all_known(shape) for shape in known])
     if axis is not None and axis >= len(spec.shape):
-        shapes = None  # it is not as it is declared
+        shapes = None  # the declaration is wrong
     shape = None if shapes is None else _joined(shapes, axis)
     return OutputJoin(axis=axis, shapes=shapes, shape=shape, lengths=lengths)
 
 
 def _all_known(values: Iterable[_T | None]) -> tuple[_T, ...] | None:
-    """The values, or None where one of them is."""
+    """The values, or None if one of them is None."""
     found = [*values]
     known = tuple(value for value in found if value is not None)
     return known if len(known) == len(found) else None
 
 
 def _bind(specs: Sequence[TensorSpec], shapes: Sequence[Shape]) -> dict[str, int]:
-    """The size of each symbol in a shard. The runtime allows a symbol several sizes: then it is unknown."""
+    """The size of each symbol in a shard; unknown for a symbol with several sizes, which runtimes allow."""
     bound: dict[str, int] = {}
     unsure = set()
     for spec, shape in zip(specs, shapes, strict=True):
@@ -692,27 +673,20 @@ def _joined(parts: Sequence[Shape], axis: int | None) -> Shape:
 
 
 def _empty(join: OutputJoin) -> OutputJoin:
-    """An output for a batch of no rows, which needs no worker."""
+    """An output of a batch of no rows, which needs no worker."""
     axis, shape = join.axis or 0, join.shape or ()
     return OutputJoin(axis=axis, shapes=(), shape=(*shape[:axis], 0, *shape[axis + 1 :]))
 
 
 def _resolve(spec: TensorSpec, bound: Mapping[str, int]) -> tuple[int | None, ...]:
-    """The output's shape with its symbols bound; None for a size that is not known."""
+    """The output's shape with its symbols replaced; None for an unknown size."""
     return tuple(bound.get(size) if isinstance(size, str) else size for size in spec.shape)
 
 
 def check_join(
     name: str, join: OutputJoin, shapes: Sequence[Shape], workers: Sequence[str]
 ) -> None:
-    """Raise `JoinError` unless parts of these shapes join as the split says.
-
-    Args:
-        name: The output's.
-        join: How the output joins.
-        shapes: Shapes of the parts.
-        workers: The worker of each part, in words.
-    """
+    """Raise `JoinError` unless parts of these shapes, each of one worker, join as the split says."""
     axis, first = join.axis, shapes[0]
     if len(shapes) == 1:
         return
@@ -736,9 +710,9 @@ def check_join(
 
 
 def offsets(shape: Shape, axis: int, parts: Sequence[int]) -> list[int] | None:
-    """Where each part starts, in elements, or None where the parts are not contiguous.
+    """Where each part starts, in elements; None if the parts are not contiguous.
 
-    Parts along an axis are contiguous where all dimensions before it have size one.
+    Parts along an axis are contiguous if all dimensions before it have size one.
     """
     if prod(shape[:axis]) != 1:
         return None

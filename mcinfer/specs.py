@@ -1,10 +1,11 @@
 """Element types, and the inputs and outputs of a model.
 
-The element types are those of ONNX (``onnx.TensorProto.DataType``). Their numbers are those of its
-enumeration, which ONNX Runtime accepts for types that NumPy lacks.
+The element types and their numbers are those of ONNX (``onnx.TensorProto.DataType``). ONNX Runtime accepts
+the numbers for types that NumPy lacks.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,7 +18,7 @@ Dimension = int | str | None
 """A fixed size, a symbol whose size a run decides, or None: free and without a name."""
 
 STRING = "string"
-"""The name of the one element type that has no fixed size."""
+"""The only element type without a fixed size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,8 @@ ELEMENT_TYPES: dict[str, ElementType] = {
 def numpy_dtype(name: str) -> "np.dtype[Any]":
     """The NumPy dtype of an element type.
 
-    Strings are held in object arrays, as ONNX Runtime returns them. Types that NumPy lacks come from
-    ml_dtypes; its four-bit types take one byte for each element.
+    Strings are object arrays, as in ONNX Runtime. Types that NumPy lacks come from ml_dtypes; its four-bit
+    types take one byte for each element.
 
     Raises:
         InvalidInputError: The element type is unknown.
@@ -69,10 +70,8 @@ def numpy_dtype(name: str) -> "np.dtype[Any]":
         raise InvalidInputError(f"element type: got {name!r}, expected one of {[*ELEMENT_TYPES]}")
     if name == STRING:
         return np.dtype(object)
-    try:
+    with suppress(TypeError):
         return np.dtype(name)
-    except TypeError:
-        pass
     try:
         import ml_dtypes
     except ImportError as exc:
@@ -85,11 +84,7 @@ def numpy_dtype(name: str) -> "np.dtype[Any]":
 
 @cache
 def element_type_name(dtype: "np.dtype[Any]") -> str:
-    """The name of a NumPy dtype among `ELEMENT_TYPES`; byte order does not matter.
-
-    Raises:
-        InvalidInputError: No model can take this dtype.
-    """
+    """The name of a dtype in `ELEMENT_TYPES`, in any byte order; `InvalidInputError` if there is none."""
     if dtype.kind in "OUST":
         return STRING
     if dtype.name not in ELEMENT_TYPES:
@@ -98,7 +93,7 @@ def element_type_name(dtype: "np.dtype[Any]") -> str:
 
 
 def tensor_bytes(name: str, elements: int) -> int:
-    """The bytes of so many elements in shared memory; 0 for strings, which are not there."""
+    """Bytes of a tensor in shared memory; 0 for strings, which are never there."""
     return (elements * ELEMENT_TYPES[name].bits + 7) // 8
 
 

@@ -1,6 +1,6 @@
 """Snapshots of the work and state of a master and its workers, and traces of single requests.
 
-All times are float seconds of `time.monotonic`, which is one clock for all processes of the machine.
+All times are float seconds of `time.monotonic`, which all processes of the machine share.
 """
 
 import math
@@ -41,7 +41,6 @@ class Health:
     workers: int
 
     def __str__(self) -> str:
-        """One line."""
         text = f"{self.state}: {self.serving} of {self.workers} workers serve"
         return "; ".join([text, *self.reasons])
 
@@ -212,6 +211,6 @@ class RequestTrace:
 
 
 TraceHook = Callable[[RequestTrace], None]
-"""Called once for each request after its answer, in the context (contextvars) of the call. The thread is
-mcinfer's own and also runs the callbacks of futures, so a slow hook delays them. A hook may call `submit`;
-calls that wait raise there. Exceptions of the hook are logged."""
+"""Called once for each request after its answer, in the context (contextvars) of the call. The thread
+that runs callbacks of futures calls it, so a slow hook delays them. A hook may call `submit`; calls that wait
+raise. Exceptions of the hook are logged."""

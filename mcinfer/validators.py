@@ -1,9 +1,7 @@
-"""What the fields of messages may hold: predicates that never raise, whatever comes.
-
-The types are exact (a bool is no count), and sizes are bounded.
-"""
+"""Predicates for the fields of messages. They never raise; types are exact (a bool is no count)."""
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension
@@ -23,65 +21,55 @@ Check = Callable[[Any], bool]
 
 
 def is_count(value: Any) -> bool:
-    """A whole number from 0 on."""
     return type(value) is int and 0 <= value < _MOST
 
 
 def is_shard(value: Any) -> bool:
-    """A shard's number, for which heads have four bytes."""
+    """A shard's number, which has four bytes in the heads of messages."""
     return type(value) is int and 0 <= value < _MAX_SHARDS
 
 
 def is_seconds(value: Any) -> bool:
-    """A finite float, 0 or more."""
+    """A finite number, 0 or more."""
     return type(value) is float and 0.0 <= value < float("inf")
 
 
 def is_text(value: Any) -> bool:
-    """Text."""
     return type(value) is str
 
 
 def is_text_to(most: int) -> Check:
-    """A check for text of no more than so many characters."""
     return lambda value: type(value) is str and len(value) <= most
 
 
 def is_texts_to(most: int, characters: int) -> Check:
-    """A check for no more than so many texts, each of no more than so many characters."""
     fits = is_text_to(characters)
     return lambda value: type(value) is tuple and len(value) <= most and all(map(fits, value))
 
 
 def is_flag(value: Any) -> bool:
-    """True or False."""
     return type(value) is bool
 
 
 def is_shape(value: Any) -> bool:
-    """Sizes of dimensions."""
     if type(value) is not tuple or len(value) > _MAX_DIMENSIONS:
         return False
-    for size in value:  # noqa: SIM110 this is on every request's way, and a generator costs as much again
+    for size in value:  # noqa: SIM110 every request comes here, and a generator costs twice as much
         if type(size) is not int or not 0 <= size < _MOST:
             return False
     return True
 
 
 def is_values(value: Any, shape: tuple[int, ...]) -> bool:
-    """The strings of a tensor of that shape."""
-    count = 1
-    for size in shape:
-        count *= size
+    """The strings of a tensor of this shape."""
     return (
         type(value) is tuple
-        and len(value) == count
+        and len(value) == prod(shape)
         and all(type(item) in (str, bytes) for item in value)
     )
 
 
 def is_reference(value: Any) -> bool:
-    """A tensor reference."""
     if type(value) is not tuple or len(value) != 5:
         return False
     name, element_type, shape, block, where = value
@@ -94,7 +82,6 @@ def is_reference(value: Any) -> bool:
 
 
 def is_references(value: Any) -> bool:
-    """Tensor references."""
     return type(value) is tuple and all(map(is_reference, value))
 
 
@@ -113,12 +100,11 @@ def is_members(value: Any) -> bool:
 
 
 def is_axes(value: Any) -> bool:
-    """An axis, or None, for each tensor."""
     return type(value) is tuple and all(item is None or is_count(item) for item in value)
 
 
 def is_specs(value: Any) -> bool:
-    """Tensor specifications, each of another name."""
+    """Tensor specifications with different names."""
     return (
         type(value) is tuple
         and len(value) <= _MAX_SPECS
@@ -128,7 +114,6 @@ def is_specs(value: Any) -> bool:
 
 
 def is_spec(value: Any) -> bool:
-    """A tensor specification."""
     return (
         type(value) is tuple
         and len(value) == 3
@@ -145,22 +130,18 @@ def is_spec(value: Any) -> bool:
 
 
 def is_texts(value: Any) -> bool:
-    """Several texts."""
     return type(value) is tuple and all(type(item) is str for item in value)
 
 
 def is_text_map(value: Any) -> bool:
-    """A map, text to text."""
     return type(value) is dict and all(
         type(key) is str and type(item) is str for key, item in value.items()
     )
 
 
 def is_cores(value: Any) -> bool:
-    """Numbers of cores."""
     return type(value) is tuple and all(is_count(item) for item in value)
 
 
 def or_none(check: Check) -> Check:
-    """A check that lets None pass as well."""
     return lambda value: value is None or check(value)

@@ -1,27 +1,19 @@
 """Tests of mcinfer/engines/_mindspore_lite.py against a stand-in for the package."""
 
-import ctypes
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from mcinfer.config import Device
 from mcinfer.engines import open_engine
-from mcinfer.engines.base import Buffer, Engine, EngineRequest, Produced, RunCancelledError, Strings
+from mcinfer.engines.base import Engine, EngineRequest, RunCancelledError
 from mcinfer.errors import BuildError, InvalidInputError, PredictError
 from mcinfer.mslite import DataType, ModelType
-from mcinfer.specs import TensorSpec, numpy_dtype
+from tests.engine_tensors import Array, buffer, content, rows
 from tests.mindspore_lite_stand_in import Model, given, installed
-
-ROOT = Path(__file__).parents[1]
-
-Array = NDArray[Any]
 
 
 @pytest.fixture(autouse=True)
@@ -44,65 +36,50 @@ def open_lite(path: Path, device: str = "cpu:0", **options: Any) -> Engine:
     )
 
 
-def buffer(name: str, array: Array) -> Buffer:
-    return Buffer(
-        name=name,
-        element_type=array.dtype.name,
-        shape=array.shape,
-        address=array.ctypes.data,
-        size=array.nbytes,
-    )
-
-
-def content(item: Produced | Strings) -> Array:
-    assert isinstance(item, Produced)
-    raw = ctypes.string_at(item.address, item.size)
-    return np.frombuffer(raw, numpy_dtype(item.element_type)).reshape(item.shape)
-
-
-def rows(count: int, start: int = 0) -> NDArray[np.float32]:
-    return np.arange(start, start + 3 * count, dtype=np.float32).reshape(count, 3)
-
-
 # The build.
 
 
-def test_engine_says_what_the_model_takes_and_gives(path: Path) -> None:
-    engine = open_lite(path)
-    float32 = np.dtype(np.float32)
-    assert engine.spec.inputs == (TensorSpec(name="x", dtype=float32, shape=(None, 3)),)
-    assert engine.spec.outputs == (
-        TensorSpec(name="y", dtype=float32, shape=(None, 3)),
-        TensorSpec(name="where", dtype=np.dtype(np.int64), shape=(None, 2)),
-    )
-    assert engine.providers == ("cpu",)
-    assert not engine.concurrent
-
-
 @pytest.mark.parametrize(
-    ("device", "fallback", "target", "gpu", "ascend"),
+    ("device", "fallback", "options", "target", "part"),
     [
-        ("cpu:1", True, ["cpu"], {}, {}),
-        ("gpu:1", False, ["gpu"], {"device_id": 1}, {}),
-        ("cuda:2", True, ["gpu", "cpu"], {"device_id": 2}, {}),
-        ("ascend:3", False, ["ascend"], {}, {"device_id": 3}),
+        ("cpu:1", True, {}, ["cpu"], {}),
+        ("gpu:1", False, {}, ["gpu"], {"device_id": 1}),
+        (
+            "cuda:2",
+            True,
+            {"precision_mode": "preferred_fp16", "provider": "tensorrt"},
+            ["gpu", "cpu"],
+            {"device_id": 2, "precision_mode": "preferred_fp16", "provider": "tensorrt"},
+        ),
+        (
+            "ascend:3",
+            False,
+            {"precision_mode": "enforce_fp16", "provider": "ge", "rank_id": "3"},
+            ["ascend"],
+            {"device_id": 3, "precision_mode": "enforce_fp16", "provider": "ge", "rank_id": 3},
+        ),
     ],
 )
 def test_context_is_that_of_the_device(
     path: Path,
     device: str,
     fallback: bool,
+    options: dict[str, str],
     target: list[str],
-    gpu: dict[str, int],
-    ascend: dict[str, int],
+    part: dict[str, Any],
 ) -> None:
-    engine = open_lite(path, device, allow_fallback=fallback, inter_op_threads=2)
-    (model,) = Model.built
-    assert model.context.target == target
+    engine = open_lite(
+        path, device, allow_fallback=fallback, inter_op_threads=2, provider_options=options
+    )
+    context = Model.built[0].context
+    assert context.target == target
     assert engine.providers == tuple(target)
-    assert given(model.context.cpu) == {"thread_num": 3, "inter_op_parallel_num": 2}
-    assert given(model.context.gpu) == gpu
-    assert given(model.context.ascend) == ascend
+    assert not engine.concurrent
+    parts = {name: given(getattr(context, name)) for name in ("cpu", "gpu", "ascend")}
+    threads = {"thread_num": 3, "inter_op_parallel_num": 2}
+    assert parts == {"cpu": threads, "gpu": {}, "ascend": {}} | (
+        {target[0]: part} if target != ["cpu"] else {}
+    )
 
 
 def test_device_that_it_does_not_have_is_a_build_error_that_names_it(path: Path) -> None:
@@ -125,23 +102,6 @@ def test_option_that_would_do_nothing_is_a_build_error_that_names_it(
 ) -> None:
     with pytest.raises(BuildError, match=f"has no {name}.*, got the key '{key}'"):
         open_lite(path, device, **{name: {key: "9"}})
-
-
-@pytest.mark.parametrize(
-    ("device", "options"),
-    [
-        ("cuda:1", {"precision_mode": "preferred_fp16", "provider": "tensorrt"}),
-        ("ascend:1", {"precision_mode": "enforce_fp16", "provider": "ge", "rank_id": "3"}),
-    ],
-)
-def test_provider_options_are_set_on_the_devices_part_of_the_context(
-    path: Path, device: str, options: dict[str, str]
-) -> None:
-    open_lite(path, device, provider_options=options)
-    context = Model.built[0].context
-    part = context.gpu if device.startswith("cuda") else context.ascend
-    rank = {"rank_id": 3} if "rank_id" in options else {}
-    assert given(part) == {"device_id": 1, **options, **rank}
 
 
 @pytest.mark.parametrize(
@@ -216,14 +176,6 @@ def test_output_without_elements_keeps_its_shape(path: Path) -> None:
     assert where.shape == (0, 2)
 
 
-def test_scalars_are_tensors(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Model, "inputs", [("x", DataType.INT32, [])])
-    monkeypatch.setattr(Model, "outputs", [("y", DataType.INT32, [])])
-    monkeypatch.setattr(Model, "compute", staticmethod(lambda x: [np.array(-x)]))
-    (y,) = open_lite(path).bind([buffer("x", np.array(3, np.int32))], []).execute()
-    assert np.array_equal(content(y), np.array(-3))
-
-
 @pytest.mark.parametrize(
     "x", [np.zeros((2, 4), np.float32), np.zeros((2, 3)), np.zeros((0, 3), np.float32)], ids=str
 )
@@ -269,31 +221,3 @@ def test_cancelled_engine_runs_again_once_it_is_armed(path: Path) -> None:
         run.execute()
     engine.arm()
     assert np.array_equal(content(run.execute()[0]), 2 * x + 1)
-
-
-# Without the package.
-
-WITHOUT = """
-import sys
-sys.modules["mindspore_lite"] = None
-from mcinfer.config import Device
-from mcinfer.engines import open_engine
-from mcinfer.engines.base import EngineRequest
-from mcinfer.errors import MissingDependencyError
-try:
-    open_engine("mindspore_lite", EngineRequest(model="m", device=Device("cpu", 0), threads=1))
-except MissingDependencyError as exc:
-    print(exc)
-"""
-
-
-def test_without_the_package_the_error_says_what_to_install() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", WITHOUT],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=30,
-    )
-    assert "engine mindspore_lite needs the package mindspore_lite" in run.stdout

@@ -28,8 +28,9 @@ from mcinfer.errors import BuildError
 from mcinfer.model_cache import building
 from mcinfer.model_cache.building import ChildFailedError, ensure_prepared, run_child
 from mcinfer.model_cache.cache import Cache, Held, entry_key
+from tests.engine_tensors import buffer, content
 from tests.hostile_models import OUTSIDE, SECRET, UNREADABLE, Hostile, growing
-from tests.test_engines import buffer, content, open_ort
+from tests.test_engines import open_ort
 
 FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 BATCHES = (1, 2, 5)

@@ -22,9 +22,9 @@ from mcinfer.sharding import (
     Shape,
     Split,
     batch_symbol,
+    candidates,
     check_join,
     first_split,
-    hypotheses,
     narrow_sizes,
     offsets,
     plan,
@@ -502,7 +502,8 @@ def guesses(
     spec: ModelSpec, shapes: Mapping[str, Shape], inputs: Axes | None = None
 ) -> list[dict[str, int | None]]:
     """What a request of these shapes may be cut along."""
-    found = hypotheses(spec, shapes, said(spec, inputs), SaidAxes(inputs=inputs or {}))
+    axes = SaidAxes(inputs=inputs or {})
+    found = candidates(spec, shapes, said(spec, inputs), axes, least_rows=0)
     return [dict(axes) for axes in found]
 
 

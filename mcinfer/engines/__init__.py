@@ -11,32 +11,31 @@ from mcinfer.model_cache.building import Progress
 from mcinfer.model_cache.onnx_files import check_regular
 
 _MAX_NAME_CHARACTERS = 1 << 20
-"""In the names of a model's inputs, outputs and replaceable weights, which messages carry."""
+"""Characters in all names of inputs, outputs and replaceable weights, which messages carry."""
 
-_ENGINES = {
-    "onnxruntime": "mcinfer.engines._onnxruntime",
-    "mindspore": "mcinfer.engines._mindspore",
-    "mindspore_lite": "mcinfer.engines._mindspore_lite",
-    "fake": "mcinfer.engines._fake",
-}
+_ENGINES = ("onnxruntime", "mindspore", "mindspore_lite", "fake")
+
+
+def _adapter(name: str) -> Any:
+    if name not in _ENGINES:
+        raise BuildError(f"engine: got {name!r}, expected one of {[*_ENGINES]}")
+    return import_module(f"mcinfer.engines._{name}")
 
 
 def open_engine(name: str, request: EngineRequest, progress: Progress | None = None) -> Engine:
-    """Load a model with the engine of that name.
+    """Load a model.
 
     Args:
-        name: The engine's.
-        request: What to load.
+        name: Name of the engine.
+        request: The model and its options.
         progress: Called with the progress, if the model is prepared first.
 
     Raises:
-        BuildError: There is no such engine, or it cannot load the model; the engine's own words.
+        BuildError: There is no such engine, or it cannot load the model; with the engine's message.
         MissingDependencyError: The runtime's package is not installed; says what to install.
     """
-    if name not in _ENGINES:
-        raise BuildError(f"engine: got {name!r}, expected one of {[*_ENGINES]}")
-    module = import_module(_ENGINES[name])
-    with suppress(OSError):  # a file that is not there or may not be read is for the engine to name
+    module = _adapter(name)
+    with suppress(OSError):  # the engine names a file that does not exist or cannot be read
         check_regular(request.model)
     try:
         if hasattr(module, "prepared"):
@@ -51,7 +50,10 @@ def open_engine(name: str, request: EngineRequest, progress: Progress | None = N
         text = str(exc) or "out of memory"
         raise BuildError(f"{request.model}: {text}{memory_limit()}") from exc
     _check_names(engine)
-    give_back_memory()
+    # glibc keeps the memory that loading has freed (malloc_trim(3)): give it back to the system.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
     return engine
 
 
@@ -67,12 +69,12 @@ def _check_names(engine: Engine) -> None:
 
 
 def prepared_facts(name: str, request: EngineRequest) -> dict[str, Any]:
-    """What the model's prepared form would be made from, and found by.
+    """What the model's prepared form would be made from, which identifies it in the cache.
 
     Raises:
-        BuildError: There is no such thing for this engine or device, or the model cannot be read.
+        BuildError: This engine or device has no prepared models, or the model cannot be read.
     """
-    module = import_module(_ENGINES[name])
+    module = _adapter(name)
     if not hasattr(module, "prepared") or request.device.kind != "cpu":
         raise BuildError(
             f"{request.model}: weights are shared by engine onnxruntime on the CPU, got {name} on "
@@ -83,10 +85,3 @@ def prepared_facts(name: str, request: EngineRequest) -> dict[str, Any]:
         return facts
     except OSError as exc:
         raise BuildError(f"{request.model}: {exc}") from exc
-
-
-def give_back_memory() -> None:
-    """Give the system back what loading took and freed: glibc keeps it for later (malloc_trim(3))."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

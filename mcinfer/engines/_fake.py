@@ -37,6 +37,7 @@ from mcinfer.engines.base import (
     RunCancelledError,
     Strings,
     array_over,
+    check_cpu,
     deliver,
 )
 from mcinfer.errors import BuildError, EngineError, InvalidInputError, PredictError
@@ -46,11 +47,6 @@ _MAX_SECONDS = 3600.0
 
 
 def load(request: EngineRequest) -> "FakeEngine":
-    """Read the model.
-
-    Raises:
-        BuildError: It is not a model of this engine, or says that the build fails.
-    """
     try:
         content = json.loads(Path(request.model).read_text(encoding="utf-8"))
         return FakeEngine(content, request)
@@ -59,11 +55,8 @@ def load(request: EngineRequest) -> "FakeEngine":
 
 
 class FakeEngine(Engine):
-    """See the module's text."""
-
     def __init__(self, content: dict[str, Any], request: EngineRequest) -> None:
-        if request.device.kind != "cpu" and not request.allow_fallback:
-            raise BuildError(f"engine fake has no device {request.device}, expected cpu:0")
+        check_cpu("fake", request)
         self._stop = threading.Event()
         self._device_index = request.device.index
         self.spec = ModelSpec(
@@ -86,19 +79,16 @@ class FakeEngine(Engine):
         self._act(content.get("build", ""), BuildError)
 
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
-        """See `Engine.bind`."""
         return _FakeRun(self, inputs, outputs)
 
     def arm(self) -> None:
-        """See `Engine.arm`."""
         self._stop.clear()
 
     def cancel(self) -> None:
-        """See `Engine.cancel`."""
         self._stop.set()
 
     def act(self, first: NDArray[Any]) -> None:
-        """Do what the model says of every run, and of one with these rows."""
+        """Do the acts of every run, and those of a run with these rows."""
         self._act(self._run_act, PredictError)
         if self._when and first.size and first.dtype != object:
             rows = first.reshape(len(first) if first.ndim else 1, -1)
@@ -108,13 +98,12 @@ class FakeEngine(Engine):
     def _act(self, act: str, error: type[EngineError]) -> None:
         """Do one act.
 
-        ``fail``, ``invalid``: raise. ``exit``, ``abort``, ``segfault``, ``kill``, ``stop``: what the
-        process does. ``sleep:SECONDS`` can be cancelled, ``hang:SECONDS`` cannot. ``print:TEXT`` writes
-        a line. ``allocate:BYTES`` asks for so much memory, writes to all of it and lets it go.
-        ``once:PATH:ACT``: the act, if there is no such file yet; it is made. ``aside:ACT``: the act, in a
-        thread of its own, while all else goes on. ``told:PATH``: the acts that somebody writes to the named
-        pipe PATH with the index of the device behind it, one a line; until then it hangs. Nothing, if there
-        is no such pipe.
+        ``fail``, ``invalid``: raise. ``exit``, ``abort``, ``segfault``, ``kill``, ``stop``: end or stop the
+        process. ``sleep:SECONDS`` can be cancelled, ``hang:SECONDS`` cannot. ``print:TEXT`` writes a line.
+        ``allocate:BYTES`` allocates memory, writes to all of it and frees it. ``once:PATH:ACT``: create the
+        file and do the act, unless the file exists. ``aside:ACT``: do the act in another thread.
+        ``told:PATH``: read acts, one per line, from the named pipe PATH followed by the device's index; the
+        run hangs until a test writes them. No pipe, no act.
         """
         name, _, rest = act.partition(":")
         match name:
@@ -136,7 +125,7 @@ class FakeEngine(Engine):
                 if self._stop.wait(min(float(rest), _MAX_SECONDS)):
                     raise RunCancelledError("fake: the run was cancelled")
             case "hang":
-                # As a native call that hears nothing: not the event that `cancel` sets.
+                # Like a native call, which does not see the event that `cancel` sets.
                 time.sleep(min(float(rest), _MAX_SECONDS))
             case "print":
                 print(rest, flush=True)
@@ -145,21 +134,18 @@ class FakeEngine(Engine):
             case "aside":
                 threading.Thread(target=self._act, args=(rest, error), daemon=True).start()
             case "told":
-                for line in _told(Path(f"{rest}{self._device_index}")):
+                pipe = Path(f"{rest}{self._device_index}")
+                # `exists` takes no descriptor, which a tested worker may have none of.
+                for line in pipe.read_text().splitlines() if pipe.exists() else ():
                     self._act(line, error)
             case "once":
                 path, _, inner = rest.partition(":")
-                # Workers come here at the same time: one of them makes the file.
+                # Of workers that come here at the same time, one makes the file.
                 try:
                     Path(path).touch(exist_ok=False)
                 except FileExistsError:
                     return
                 self._act(inner, error)
-
-
-def _told(pipe: Path) -> list[str]:
-    # To look first takes no descriptor, which a worker that is tested may have none of.
-    return pipe.read_text(encoding="utf-8").splitlines() if pipe.exists() else []
 
 
 class _FakeRun(Run):
@@ -175,17 +161,16 @@ class _FakeRun(Run):
         self._outputs = {item.name: _view(item) for item in outputs}
 
     def execute(self) -> Sequence[Produced | Strings]:
-        """See `Run.execute`."""
         self._engine.act(next(iter(self._inputs.values())))
-        specs, values = self._engine.spec.outputs, []
-        for spec in specs:
+        values = []
+        for spec in self._engine.spec.outputs:
             rule = self._engine.rules[spec.name]
             value = self._inputs[rule["from"]]
             if value.dtype != object:
                 scale, add = rule.get("scale", 1), rule.get("add", 0)
                 value = (value * scale + self._weights.get(add, add)).astype(spec.dtype)
             values.append(value)
-        return deliver("fake", specs, values, self._outputs)
+        return deliver("fake", self._engine.spec, values, self._outputs)
 
 
 def _view(item: Buffer | Strings) -> NDArray[Any]:

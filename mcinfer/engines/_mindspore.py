@@ -7,8 +7,7 @@ where `batch_axes` says so.
 
 Limits of MindSpore (2.10):
 
-* All models of a process share one runtime, so they run one at a time.
-* A run cannot be stopped: after `cancel` it goes on to its end, so the master kills the worker.
+* All models of a process share one runtime, so they run one at a time, and no run can be stopped.
 * The number of threads belongs to the process and is fixed when the runtime starts: a second model in the
   process must ask for as many as the first. The pool has at least two threads (an actor and a kernel
   thread, which both use a core during a run), and no more than there are cores.
@@ -23,7 +22,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -33,43 +32,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcinfer.engines.base import (
-    Buffer,
-    Engine,
-    EngineRequest,
-    Produced,
-    Run,
-    RunCancelledError,
-    Strings,
-    array_over,
-    deliver,
-    input_array,
-    refuse_variable_weights,
-)
-from mcinfer.errors import (
-    BuildError,
-    McinferError,
-    MissingDependencyError,
-    PredictError,
-)
+from mcinfer.engines.base import ArrayEngine, EngineRequest, check_cpu, check_request
+from mcinfer.errors import BuildError, McinferError, MissingDependencyError, PredictError
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
 
 _TYPES = {
-    "BOOL": "bool",
-    "INT8": "int8",
-    "INT16": "int16",
-    "INT32": "int32",
-    "INT64": "int64",
-    "UINT8": "uint8",
-    "UINT16": "uint16",
-    "UINT32": "uint32",
-    "UINT64": "uint64",
-    "FLOAT16": "float16",
+    **{
+        name.upper(): name
+        for name in (
+            *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+            *("float16", "float64", "complex64", "complex128"),
+        )
+    },
     "FLOAT": "float32",
     "DOUBLE": "float64",
-    "FLOAT64": "float64",
-    "COMPLEX64": "complex64",
-    "COMPLEX128": "complex128",
 }
 """Element types by their names in MindIR (``TensorProto.DataType``): those that NumPy has as well."""
 
@@ -92,7 +68,7 @@ def load(request: EngineRequest) -> "MindSporeEngine":
     """Load and compile a model.
 
     Raises:
-        BuildError: The model, the device or an option does not do; MindSpore's own words.
+        BuildError: The model, the device or an option does not fit, with MindSpore's message.
         MissingDependencyError: MindSpore is not installed.
     """
     try:
@@ -101,75 +77,44 @@ def load(request: EngineRequest) -> "MindSporeEngine":
     except McinferError:
         raise
     except Exception as exc:  # MindSpore has no exceptions of its own, it raises any of Python's
-        raise BuildError(f"mindspore: {request.model}: {_words(exc)}") from exc
+        raise BuildError(f"mindspore: {request.model}: {_message(exc)}") from exc
 
 
-class MindSporeEngine(Engine):
-    """One compiled graph."""
+class MindSporeEngine(ArrayEngine):
+    name = "mindspore"
 
     def __init__(self, request: EngineRequest) -> None:
-        _check_request(request)
+        super().__init__()
+        check_cpu(self.name, request)
+        check_request(self.name, request)
         self._runtime = _start_runtime(request.threads, request.inter_op_threads)
         with _mindir_file(request.model) as path:
-            graph = self._runtime.load(path)
-            # After MindSpore has found it good: protobuf takes an empty file for a model.
+            self._graph = self._runtime.load(path)
+            # After MindSpore has loaded the file: protobuf takes an empty file for a model.
             model = _read(path)
         self.spec = ModelSpec(inputs=_inputs(model), outputs=_outputs(model))
         self.providers = ("CPU",)
         self._copies = _writes_memory(model)
-        self._graph = graph
         self._cell: Any = self._compiled()
-        self._stop = threading.Event()
 
-    def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
-        """See `Engine.bind`."""
-        arrays = [
-            input_array("mindspore", spec, item)
-            for spec, item in zip(self.spec.inputs, inputs, strict=True)
-        ]
-        return _MindSporeRun(self, arrays, {item.name: array_over(item) for item in outputs})
-
-    def arm(self) -> None:
-        """See `Engine.arm`."""
-        self._stop.clear()
-
-    def cancel(self) -> None:
-        """Refuse the next run; one that is going on goes on to its end, MindSpore cannot stop it."""
-        self._stop.set()
-
-    def tensors(self, arrays: Iterable[NDArray[Any]]) -> list[Any] | None:
-        """MindSpore's tensors over this memory; None where the model may write to it."""
-        return None if self._copies else [self._runtime.Tensor.from_numpy(a) for a in arrays]
-
-    def run(
-        self, arrays: Sequence[NDArray[Any]], tensors: Sequence[Any] | None
-    ) -> list[NDArray[Any]]:
-        """Run the graph on tensors, or on copies of the arrays; see `Run.execute` for what it raises.
-
-        Returns:
-            The outputs: C-contiguous, in memory that no other code writes to.
-        """
+    def run(self, inputs: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
         with _TURN:
-            return self._run(arrays, tensors)
+            return self._run(inputs)
 
-    def _run(
-        self, arrays: Sequence[NDArray[Any]], tensors: Sequence[Any] | None
-    ) -> list[NDArray[Any]]:
-        if self._stop.is_set():
-            raise RunCancelledError("the run was cancelled before it began")
+    def _run(self, inputs: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+        self.check_armed()
         try:
-            if tensors is None:
-                tensors = [self._runtime.Tensor.from_numpy(a.copy()) for a in arrays]
             if self._cell is None:
                 self._cell = self._compiled()
-            results = self._cell(*tensors)
+            arrays = [array.copy() for array in inputs] if self._copies else inputs
+            results = self._cell(*map(self._runtime.Tensor.from_numpy, arrays))
             if not isinstance(results, (tuple, list)):
                 results = (results,)
             outputs: list[NDArray[Any]] = [result.asnumpy() for result in results]
         except Exception as exc:  # see `load`
             # After a run that failed, MindSpore (2.10) refuses all others of what it had compiled.
             self._cell = None
-            raise PredictError(f"mindspore: {_words(exc)}") from exc
+            raise PredictError(f"mindspore: {_message(exc)}") from exc
         for spec, output in zip(self.spec.outputs, outputs, strict=True):
             if output.dtype != spec.dtype or output.ndim != len(spec.shape):
                 raise PredictError(
@@ -178,15 +123,15 @@ class MindSporeEngine(Engine):
         # An output that is an input as it came lies in the memory of that input.
         return [
             output.copy(order="C")
-            if not output.flags.c_contiguous or any(np.may_share_memory(output, a) for a in arrays)
+            if not output.flags.c_contiguous or any(np.may_share_memory(output, a) for a in inputs)
             else output
             for output in outputs
         ]
 
     def _compiled(self) -> Any:
-        """The graph, compiled here and not in the first run: it is here that operators are missing.
+        """The graph, compiled at load and not in the first run, so that a missing operator shows at load.
 
-        Once for all shapes: without `set_inputs`, each new shape would be compiled anew.
+        `set_inputs` compiles once for all shapes; without it, MindSpore compiles anew for each shape.
         """
         ms = self._runtime
         cell = ms.nn.GraphCell(self._graph)
@@ -207,37 +152,9 @@ class MindSporeEngine(Engine):
         return cell
 
 
-class _MindSporeRun(Run):
-    def __init__(
-        self,
-        engine: MindSporeEngine,
-        inputs: Sequence[NDArray[Any]],
-        places: dict[str, NDArray[Any]],
-    ) -> None:
-        self._engine = engine
-        self._inputs = inputs
-        self._tensors = engine.tensors(inputs)
-        self._places = places
-
-    def execute(self) -> Sequence[Produced | Strings]:
-        """See `Run.execute`."""
-        arrays = self._engine.run(self._inputs, self._tensors)
-        return deliver("mindspore", self._engine.spec.outputs, arrays, self._places)
-
-
-def _check_request(request: EngineRequest) -> None:
-    """Refuse what would do nothing."""
-    if request.device.kind != "cpu" and not request.allow_fallback:
-        raise BuildError(f"engine mindspore has no device {request.device}, expected cpu:0")
-    refuse_variable_weights("mindspore", request)
-    for name in ("session_config", "provider_options"):
-        for key in getattr(request, name):
-            raise BuildError(f"engine mindspore has no {name}, got the key {key!r}")
-
-
 @cache
 def _start_runtime(threads: int, inter_op_threads: int | None) -> Any:
-    """MindSpore, on the CPU with these threads; with others a second time, it refuses."""
+    """Start MindSpore on the CPU; a second call with another number of threads raises `BuildError`."""
     if find_spec("mindspore") is None:
         raise MissingDependencyError(
             "engine mindspore needs the package mindspore: pip install 'mcinfer[mindspore]'"
@@ -246,11 +163,13 @@ def _start_runtime(threads: int, inter_op_threads: int | None) -> Any:
         # Its OpenMP reads this when it is loaded, and never again.
         os.environ["OMP_NUM_THREADS"] = str(threads)
         os.environ.setdefault("GLOG_v", "3")  # errors; it warns of much that is not the user's
-    elif (fixed := os.environ.get("OMP_NUM_THREADS", str(_cores()))) != str(threads):
-        raise BuildError(
-            f"threads: got {threads}, but MindSpore was started in this process with "
-            f"OMP_NUM_THREADS={fixed}, and cannot change its threads"
-        )
+    else:
+        fixed = os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+        if fixed != str(threads):
+            raise BuildError(
+                f"threads: got {threads}, but MindSpore was started in this process with "
+                f"OMP_NUM_THREADS={fixed}, and cannot change its threads"
+            )
     import mindspore as ms
 
     ms.set_device("CPU")
@@ -260,14 +179,9 @@ def _start_runtime(threads: int, inter_op_threads: int | None) -> Any:
     return ms
 
 
-def _cores() -> int:
-    """The default number of threads of OpenMP."""
-    return len(os.sched_getaffinity(0))
-
-
 @contextmanager
 def _mindir_file(model: str) -> Iterator[str]:
-    """A path of the model that ends as MindSpore wants it: a copy, where its own does not."""
+    """A path that ends in ``.mindir``, as MindSpore requires: the model's own, or that of a copy."""
     if model.endswith(".mindir"):
         yield model
         return
@@ -277,7 +191,6 @@ def _mindir_file(model: str) -> Iterator[str]:
 
 
 def _read(path: str) -> Any:
-    """The MindIR as protobuf has it."""
     from mindspore.train.mind_ir_pb2 import ModelProto
 
     model = ModelProto()
@@ -327,10 +240,10 @@ def _spec(name: str, tensors: Sequence[Any], role: str) -> TensorSpec:
 
 
 def _writes_memory(model: Any) -> bool:
-    """Whether a run may write to memory that it is given, the inputs among it.
+    """Whether a run may write to its inputs or other memory that it gets.
 
-    MindSpore orders such operators (Assign, InplaceAddExt, …) by a token, its monad, that they take and
-    UpdateState hands on. Who calls another graph with it counts as well, whatever that graph does.
+    MindSpore orders such operators (Assign, InplaceAddExt, …) by a token, the monad, that they take and
+    UpdateState passes on. A call of another graph with the monad counts too, whatever that graph does.
     """
     for graph in (model.graph, *model.functions):
         monads = set()
@@ -348,11 +261,10 @@ def _writes_memory(model: Any) -> bool:
 
 
 def _operator(node: Any) -> str:
-    """The operator of a node that MindIR writes ``REF::Load:2``."""
+    """The operator of a node; MindIR writes ``REF::Load:2`` for Load."""
     return str(node.op_type).removeprefix("REF::").partition(":")[0]
 
 
-def _words(exc: Exception) -> str:
-    """What MindSpore says, but for the names of its source files."""
-    text = _CALL_STACK.sub("", str(exc)).strip()
-    return text or type(exc).__name__
+def _message(exc: Exception) -> str:
+    """MindSpore's message, without the names of its source files."""
+    return _CALL_STACK.sub("", str(exc)).strip() or type(exc).__name__

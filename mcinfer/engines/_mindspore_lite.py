@@ -3,36 +3,18 @@
 Not verified on hardware: the package was in no registry available for testing. This module uses only the
 documented Python API, and the tests check the calls against a stand-in.
 
-Inputs and outputs are copied at each run. `cancel` cannot stop a run, so the master kills the worker.
-`providers` are the requested targets: the package does not say which of them runs an operator. A run
-decides the shapes of outputs: a size that is not positive in `Model.get_outputs` is `None` here.
+Inputs and outputs are copied at each run. `providers` are the requested targets: the package does not say
+which of them runs an operator. A run decides the shapes of outputs: a size that is not positive in
+`Model.get_outputs` is `None` here.
 """
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 from numpy.typing import NDArray
 
-from mcinfer.engines.base import (
-    Buffer,
-    Engine,
-    EngineRequest,
-    Produced,
-    Run,
-    RunCancelledError,
-    Strings,
-    array_over,
-    deliver,
-    input_array,
-    refuse_variable_weights,
-)
-from mcinfer.errors import (
-    BuildError,
-    EngineError,
-    MissingDependencyError,
-    PredictError,
-)
+from mcinfer.engines.base import ArrayEngine, EngineRequest, check_request
+from mcinfer.errors import BuildError, MissingDependencyError, PredictError
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
 
 try:
@@ -70,29 +52,27 @@ _FAILED = (RuntimeError, TypeError, ValueError)
 """What the package raises."""
 
 
-def _map_error(exc: Exception, base: type[EngineError]) -> EngineError:
-    return base(f"mindspore_lite: {exc}")
-
-
 def load(request: EngineRequest) -> "MindSporeLiteEngine":
     """Load a model.
 
     Raises:
-        BuildError: The model, the device or an option does not do; the package's own words.
+        BuildError: The model, the device or an option does not fit, with the package's message.
     """
     try:
         return MindSporeLiteEngine(request)
     except BuildError:
         raise
     except _FAILED as exc:
-        raise _map_error(exc, BuildError) from exc
+        raise BuildError(f"mindspore_lite: {exc}") from exc
 
 
-class MindSporeLiteEngine(Engine):
-    """One model on one device."""
+class MindSporeLiteEngine(ArrayEngine):
+    name = "mindspore_lite"
+    least_elements = 1  # it cannot run empty tensors
+    lends_outputs = True
 
     def __init__(self, request: EngineRequest) -> None:
-        refuse_variable_weights("mindspore_lite", request)
+        super().__init__()
         context = _context(request)
         self._model = mslite.Model()
         self._model.build_from_file(request.model, _model_type(request), context)
@@ -101,44 +81,20 @@ class MindSporeLiteEngine(Engine):
             outputs=tuple(_spec(tensor, "output") for tensor in self._model.get_outputs()),
         )
         self.providers = tuple(context.target)
-        self._stop = threading.Event()
 
-    def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
-        """See `Engine.bind`."""
-        arrays = [
-            # It cannot run what is empty.
-            input_array("mindspore_lite", spec, item, least=1)
-            for spec, item in zip(self.spec.inputs, inputs, strict=True)
-        ]
-        return _MindSporeLiteRun(self, arrays, {item.name: array_over(item) for item in outputs})
-
-    def arm(self) -> None:
-        """See `Engine.arm`."""
-        self._stop.clear()
-
-    def cancel(self) -> None:
-        """Refuse the next run; one that is going on goes on to its end, it cannot be stopped."""
-        self._stop.set()
-
-    def run(self, arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-        """Run the model; see `Run.execute` for what it raises.
-
-        Returns:
-            The outputs, in the model's memory: until its next run.
-        """
-        if self._stop.is_set():
-            raise RunCancelledError("the run was cancelled before it began")
+    def run(self, inputs: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+        self.check_armed()
         try:
             tensors = self._model.get_inputs()
-            dims = [[*array.shape] for array in arrays]
+            dims = [[*array.shape] for array in inputs]
             if [[*tensor.shape] for tensor in tensors] != dims:
                 self._model.resize(tensors, dims)
                 tensors = self._model.get_inputs()
-            for tensor, array in zip(tensors, arrays, strict=True):
+            for tensor, array in zip(tensors, inputs, strict=True):
                 tensor.set_data_from_numpy(array)
             outputs = [_array(tensor) for tensor in self._model.predict(tensors)]
         except _FAILED as exc:
-            raise _map_error(exc, PredictError) from exc
+            raise PredictError(f"mindspore_lite: {exc}") from exc
         expected = [spec.dtype for spec in self.spec.outputs]
         if [array.dtype for array in outputs] != expected:
             raise PredictError(
@@ -148,29 +104,8 @@ class MindSporeLiteEngine(Engine):
         return outputs
 
 
-class _MindSporeLiteRun(Run):
-    def __init__(
-        self,
-        engine: MindSporeLiteEngine,
-        inputs: Sequence[NDArray[Any]],
-        places: dict[str, NDArray[Any]],
-    ) -> None:
-        self._engine = engine
-        self._inputs = inputs
-        self._places = places
-
-    def execute(self) -> Sequence[Produced | Strings]:
-        """See `Run.execute`."""
-        specs = self._engine.spec.outputs
-        arrays = [
-            array if spec.name in self._places else array.copy(order="C")
-            for spec, array in zip(specs, self._engine.run(self._inputs), strict=True)
-        ]
-        return deliver("mindspore_lite", specs, arrays, self._places)
-
-
 def _model_type(request: EngineRequest) -> Any:
-    """What kind of file it is: what the request says, else by its name."""
+    """The kind of file: as the request says, else by the file's name."""
     lite = "MINDIR_LITE" if request.model.endswith(".ms") else "MINDIR"
     name = request.session_config.get("model_type", lite)
     if name not in _MODEL_TYPES:
@@ -180,25 +115,15 @@ def _model_type(request: EngineRequest) -> Any:
     return getattr(mslite.ModelType, name)
 
 
-def _check_options(request: EngineRequest, target: str) -> None:
-    """Refuse what would do nothing."""
-    options = {"session_config": ("model_type",), "provider_options": _PROVIDER_OPTIONS[target]}
-    for name, known in options.items():
-        for key in getattr(request, name):
-            if key not in known:
-                but = f" but {', '.join(known)}" if known else ""
-                raise BuildError(f"engine mindspore_lite has no {name}{but}, got the key {key!r}")
-
-
 def _context(request: EngineRequest) -> Any:
-    """The package's context for this request."""
     target = _TARGETS.get(request.device.kind)
     if target is None:
         raise BuildError(
             f"engine mindspore_lite has no device {request.device}, expected one of "
             f"{[f'{kind}:0' for kind in _TARGETS]}"
         )
-    _check_options(request, target)
+    known = {"session_config": ("model_type",), "provider_options": _PROVIDER_OPTIONS[target]}
+    check_request("mindspore_lite", request, known)
     context = mslite.Context()
     context.target = [target, "cpu"] if request.allow_fallback and target != "cpu" else [target]
     context.cpu.thread_num = request.threads
@@ -222,6 +147,6 @@ def _spec(tensor: Any, role: str) -> TensorSpec:
 
 
 def _array(tensor: Any) -> NDArray[Any]:
-    """A result of a run: for no elements, the package gives an array of one dimension."""
+    """An output; for no elements, the package gives an array of one dimension."""
     array: NDArray[Any] = tensor.get_data_to_numpy()
     return array.reshape(tuple(tensor.shape)) if array.size == 0 else array

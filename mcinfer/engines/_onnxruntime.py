@@ -9,7 +9,7 @@ import mmap
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
@@ -27,6 +27,7 @@ from mcinfer.engines.base import (
     Run,
     RunCancelledError,
     Strings,
+    array_over,
     memory_limit,
     produced_from,
 )
@@ -70,9 +71,6 @@ _PROVIDERS = {
 }
 """By kind of device. Only the first was ever run by the tests."""
 
-INVALID = (ort_state.InvalidArgument,)
-"""The runtime's exceptions that put the blame on the inputs of a run."""
-
 _BLAMES_INPUTS = re.compile(
     r"(Invalid rank|[Ii]nvalid dimensions) for input|Unexpected input data type|"
     r"Failed to find input name|Missing Input|missing from input feed"
@@ -82,36 +80,22 @@ _BLAMES_INPUTS = re.compile(
 _BLAMES_BOUND_OUTPUT = re.compile(
     r"output OrtValue provided for output|[Ii]nvalid (rank|dimensions) for output|shape verification failed"
 )
-"""What it says where an output comes out in another shape than it was bound with (1.31)."""
+"""Its message if an output has another shape than was bound (1.31)."""
 
-FAILED = (
-    ort_state.EPFail,
-    ort_state.EngineError,
-    ort_state.Fail,
-    ort_state.InvalidGraph,
-    ort_state.InvalidProtobuf,
-    ort_state.ModelLoaded,
-    ort_state.NoModel,
-    ort_state.NoSuchFile,
-    ort_state.NotImplemented,
-    ort_state.RuntimeException,
-    MemoryError,
-    OverflowError,
-    RuntimeError,
-    ValueError,
-    # Not in every version.
+_FAILED: tuple[type[Exception], ...] = (
     *(
-        getattr(ort_state, name)
-        for name in ("DeviceReset", "ModelLoadCanceled", "ModelRequiresCompilation", "NotFound")
-        if hasattr(ort_state, name)
+        value
+        for value in vars(ort_state).values()
+        if isinstance(value, type) and issubclass(value, Exception)
     ),
+    *(MemoryError, OverflowError, RuntimeError, ValueError),
 )
-"""All others that it raises: its own, and the plain ones of its Python layer."""
+"""The exceptions of the runtime and of its Python layer."""
 
 _SHORT_OF_MEMORY = re.compile(r"bad_alloc|Failed to allocate|Available memory of")
 
 _SHARED_ARENA = "session.use_env_allocators"
-"""The runtime's option for sessions that share one arena, which has to be there first."""
+"""The runtime's option for sessions that share one arena, which must exist before."""
 
 _RUNTIME = Runtime(
     version=f"onnxruntime {ort.__version__}",
@@ -129,8 +113,8 @@ _RUNTIME = Runtime(
 )
 
 _SAVING = {
-    # The graph as it is optimised for this CPU, with constant weights as its kernels pack them, in
-    # one file that sessions map (onnxruntime_session_options_config_keys.h).
+    # The graph optimised for this CPU, with constant weights as its kernels pack them, in one file
+    # that sessions map (onnxruntime_session_options_config_keys.h).
     "session.optimized_model_external_initializers_file_name": "weights.bin",
     "session.save_external_prepacked_constant_initializers": "1",
 }
@@ -138,14 +122,14 @@ _SAVING = {
 _LEAST_BYTES = "session.optimized_model_external_initializers_min_size_in_bytes"
 _OUTSIDE = "external tensors"
 _MAX_BYTES_INSIDE = (1 << 10, 1 << 16)
-"""What is smaller stays in the graph. Shapes have to, since the runtime reads them before it maps anything:
-where one is larger than the first of these, and the runtime says `_OUTSIDE`, the second is tried."""
+"""Smaller weights stay in the graph. Shapes must, since the runtime reads them before it maps anything: if
+the first limit is too small for a shape, the runtime names `_OUTSIDE`, and the second limit is tried."""
 
 _REGISTERING = threading.Lock()
-"""Held while that arena is made."""
+"""Held while the shared arena is made: `cache` alone lets first calls in side by side."""
 
 _SILENT = 4
-"""Severity of what the runtime prints: only what is fatal. Its errors reach the caller as exceptions."""
+"""The runtime prints fatal errors only. Its other errors reach the caller as exceptions."""
 
 _TYPES = {
     "float": "float32",
@@ -162,17 +146,20 @@ _NAMELESS = (None, "", "?", -1)
 
 
 def prepared(request: EngineRequest, progress: Progress | None = None) -> Preparation:
-    """The prepared form of a model, which is made if there is none yet.
+    """The prepared form of a model, made if there is none yet.
 
     Raises:
-        BuildError: What is asked for cannot be, or the model is one that was prepared for something else.
+        BuildError: A weight cannot be replaceable, or the model was prepared with other options.
     """
-    _check(request)
+    if request.variable_weights:  # checked before a model is prepared
+        try:
+            added_inputs(scan(request.model), request.variable_weights)
+        except OSError as exc:
+            raise BuildError(f"{request.model}: {exc}") from exc
     return find_or_make("onnxruntime", request, _RUNTIME, progress)
 
 
 def facts(request: EngineRequest) -> dict[str, Any]:
-    """What the prepared form of a model is made from; see `mcinfer.engines.preparation.describe`."""
     return describe(request, _RUNTIME)
 
 
@@ -180,12 +167,12 @@ def load(request: EngineRequest, preparation: Preparation | None = None) -> "Onn
     """Load a model into a session.
 
     Args:
-        request: What to load.
-        preparation: Its prepared form, which is the engine's from now on; closed where it does not load. None
-            loads it as it is.
+        request: The model and its options.
+        preparation: Its prepared form, which the engine owns from now on; closed if the load fails.
+            None loads the model as it is.
 
     Raises:
-        BuildError: The model or the device does not do; the runtime's own words.
+        BuildError: The model or the device does not fit, with the runtime's message.
     """
     preparation = preparation or Preparation()
     try:
@@ -201,7 +188,8 @@ class OnnxRuntimeEngine(Engine):
     """One session on one device.
 
     Attributes:
-        held: The prepared model that it maps, which is this object's to hold; None where it has its own copy.
+        held: The prepared model that the session maps, owned by this object; None if there is none.
+        session: The runtime's session.
     """
 
     concurrent = True
@@ -210,33 +198,33 @@ class OnnxRuntimeEngine(Engine):
         self.held = preparation.held
         self.notes = preparation.notes
         self.prepared = "" if self.held is None else self.held.key
-        self._session = _open_session(request, preparation.held)
-        self.providers = tuple(self._session.get_providers())
+        self.session = _open_session(request, preparation.held)
+        self.providers = tuple(self.session.get_providers())
         self.spec = ModelSpec(
-            inputs=tuple(_spec(arg, "input") for arg in self._session.get_inputs()),
-            outputs=tuple(_spec(arg, "output") for arg in self._session.get_outputs()),
+            inputs=tuple(_spec(arg, "input") for arg in self.session.get_inputs()),
+            outputs=tuple(_spec(arg, "output") for arg in self.session.get_outputs()),
         )
         self.weights = self._replaceable(request)
         self._run_options = ort.RunOptions()
         self._run_options.log_severity_level = _SILENT
-        # Its default. Where it is not set, each bound run looks it up, and throws and catches a C++
-        # exception to find that out (seen in 1.31), which costs more than a small run.
+        # Its default. If it is not set, each bound run throws and catches a C++ exception to find that
+        # out (seen in 1.31), which costs more than a small run.
         self._run_options.add_run_config_entry("gpu_graph_id", "0")
         self._cancelled = False
 
     def _replaceable(self, request: EngineRequest) -> tuple[TensorSpec, ...]:
-        """The weights that were asked for, which a model that was prepared before may not have."""
+        """The specifications of the requested weights; a model prepared before may lack some."""
         found = {
-            arg.name: _spec(arg, "weight") for arg in self._session.get_overridable_initializers()
+            arg.name: _spec(arg, "weight") for arg in self.session.get_overridable_initializers()
         }
         given = {spec.name for spec in self.spec.outputs} & {*request.variable_weights}
-        if given:  # the runtime would answer with the model's own
+        if given:  # the runtime would return the model's own weights
             raise BuildError(
                 f"variable_weights: got {sorted(given)}, which are outputs of the model"
             )
         wanted = [found[name] for name in request.variable_weights if name in found]
         if any(not isinstance(size, int) for spec in wanted for size in spec.shape):
-            # Where initialisers are inputs as well, exporters may have written symbols there.
+            # For initialisers that are inputs too, exporters may have written symbols there.
             known = scan(request.model).initializers
             found = {
                 name: replace(spec, shape=known[name].shape)
@@ -252,48 +240,33 @@ class OnnxRuntimeEngine(Engine):
         return tuple(found[name] for name in request.variable_weights)
 
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
-        """See `Engine.bind`."""
         by_value = any(isinstance(item, Strings) for item in inputs)
         try:
             return (_ValueRun if by_value else _BoundRun)(self, inputs, outputs)
         except McinferError:
             raise
-        except (*INVALID, *FAILED) as exc:
+        except _FAILED as exc:
             raise _map_error(exc, PredictError) from quotable(exc)
 
     def arm(self) -> None:
-        """See `Engine.arm`."""
         if self._cancelled:
             self._cancelled = False
             self._run_options.terminate = False
 
     def cancel(self) -> None:
-        """See `Engine.cancel`: the session stops at its next operator and lives on."""
         self._cancelled = True
         self._run_options.terminate = True
 
-    def run_bound(self, binding: Any) -> None:
-        """Run the session on a binding; see `Run.execute` for what it raises."""
-        self._run(self._session.run_with_iobinding, binding)
-
-    def run_values(self, feeds: dict[str, Any]) -> list[NDArray[Any]]:
-        """Run the session on values by name; likewise."""
-        arrays: list[NDArray[Any]] = self._run(self._session.run, None, feeds)
-        return arrays
-
-    def _run(self, run: Callable[..., Any], *arguments: object) -> Any:
+    def run(self, run: Callable[..., Any], *arguments: object) -> Any:
+        """Call one of the session's methods that run the model; see `Run.execute` for the errors."""
         try:
             return run(*arguments, self._run_options)
-        except (*INVALID, *FAILED) as exc:
+        except _FAILED as exc:
             if self._cancelled:
                 raise RunCancelledError("the run was cancelled") from quotable(exc)
             if _BLAMES_BOUND_OUTPUT.search(str(exc)):
                 raise _OutputShapeError(str(_map_error(exc, PredictError))) from quotable(exc)
             raise _map_error(exc, PredictError) from quotable(exc)
-
-    def new_binding(self) -> Any:
-        """An empty binding of the session."""
-        return self._session.io_binding()
 
 
 class _OutputShapeError(PredictError):
@@ -313,40 +286,38 @@ class _BoundRun(Run):
         self._bound = bound = {buffer.name: buffer for buffer in outputs}
         self._names = [spec.name for spec in engine.spec.outputs]
         self._free = [name for name in self._names if name not in bound]
-        self._binding = engine.new_binding()
+        self._binding = engine.session.io_binding()
         for item in inputs:
             if isinstance(item, Buffer):
                 self._binding.bind_input(item.name, "cpu", 0, *_place(item))
-        for name in self._names:  # all of them here: their order is that of `get_outputs`
+        for name in self._names:  # all of them: `get_outputs` has this order
             if name in bound:
                 self._binding.bind_output(name, "cpu", 0, *_place(bound[name]))
             else:
                 self._binding.bind_output(name, "cpu")
 
     def execute(self) -> Sequence[Produced | Strings]:
-        """See `Run.execute`."""
-        # A binding keeps what the last run made, and this one would have to fit in there.
+        # A binding keeps the outputs of the last run, and those of this one would have to fit in there.
         for name in self._free:
             self._binding.bind_output(name, "cpu")
         try:
-            self._engine.run_bound(self._binding)
+            self._engine.run(self._engine.session.run_with_iobinding, self._binding)
         except _OutputShapeError:
             if len(self._free) == len(self._names):
                 raise
-            # An output is not as the model declares it, which the runtime only warns of where none is bound.
+            # An output is not as the model declares. The runtime only warns of that if none is bound.
             self._free = self._names
             return self.execute()
         if not self._free:
             return ()
         values = dict(zip(self._names, self._binding.get_outputs(), strict=True))
-        produced = [_produced(name, values[name]) for name in self._free]
-        return [item for item in produced if not _moved(item, self._bound.get(item.name))]
+        return _left([_produced(name, values[name]) for name in self._free], self._bound)
 
 
 class _ValueRun(Run):
     """A run that takes strings: the runtime binds none, so its results are copied to their places.
 
-    An output of a type that NumPy lacks fails here, in the runtime's words.
+    An output of a type that NumPy lacks fails here, with the runtime's message.
     """
 
     def __init__(
@@ -363,21 +334,13 @@ class _ValueRun(Run):
         }
 
     def execute(self) -> Sequence[Produced | Strings]:
-        """See `Run.execute`."""
-        produced: list[Produced | Strings] = []
-        arrays = self._engine.run_values(self._feeds)
-        for spec, array in zip(self._engine.spec.outputs, arrays, strict=True):
-            place = self._bound.get(spec.name)
-            if place is None or place.shape != array.shape:
-                produced.append(produced_from(spec, array))
-            else:
-                ctypes.memmove(place.address, array.ctypes.data, place.size)
-        return produced
+        specs = self._engine.spec.outputs
+        arrays = self._engine.run(self._engine.session.run, None, self._feeds)
+        return _left([*map(produced_from, specs, arrays)], self._bound)
 
 
 def _text_array(item: Strings) -> NDArray[Any]:
-    """An array of text: of bytes the runtime would take the ``repr``."""
-    try:
+    try:  # of bytes the runtime would take the ``repr``
         texts = [v.decode() if isinstance(v, bytes) else v for v in item.values]
     except UnicodeDecodeError as exc:
         raise InvalidInputError(f"input {item.name!r} is not UTF-8: {exc}") from exc
@@ -385,10 +348,9 @@ def _text_array(item: Strings) -> NDArray[Any]:
 
 
 def _value(item: Buffer) -> Any:
-    """The runtime's value over memory; NumPy's part in it is only the width of an element."""
+    """The runtime's value over memory. NumPy decides only the width of an element: it lacks some types."""
     element_type = ELEMENT_TYPES[item.element_type]
-    memory = memoryview((ctypes.c_char * item.size).from_address(item.address)).cast("B")
-    array = np.ndarray(item.shape, f"u{element_type.bits // 8}", memory)
+    array = array_over(item, np.dtype(f"u{element_type.bits // 8}"))
     return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, element_type.onnx)
 
 
@@ -412,16 +374,22 @@ def _produced(name: str, value: Any) -> Produced | Strings:
     )
 
 
-def _moved(item: Produced | Strings, place: Buffer | None) -> bool:
-    """Whether an output that was left to the runtime fits in the place that it has, and was copied there."""
-    if place is None or isinstance(item, Strings) or item.shape != place.shape:
-        return False
-    ctypes.memmove(place.address, item.address, place.size)
-    return True
+def _left(
+    produced: Sequence[Produced | Strings], places: Mapping[str, Buffer]
+) -> list[Produced | Strings]:
+    """Copy the outputs to their places; return those without a place or of another shape."""
+    left = []
+    for item in produced:
+        place = places.get(item.name)
+        if place is None or isinstance(item, Strings) or item.shape != place.shape:
+            left.append(item)
+        else:
+            ctypes.memmove(place.address, item.address, place.size)
+    return left
 
 
 def _element_type(text: str) -> str:
-    """Our name of an element type that the runtime writes ``tensor(float)``."""
+    """The name in `ELEMENT_TYPES` of a type that the runtime writes ``tensor(float)``."""
     inner = text.removeprefix("tensor(").removesuffix(")")
     return _TYPES.get(inner, inner)
 
@@ -437,27 +405,23 @@ def _spec(arg: Any, role: str) -> TensorSpec:
     return TensorSpec(name=arg.name, dtype=numpy_dtype(element_type), shape=shape)
 
 
-# Errors, and sessions: how they are opened, and how a model is prepared for them.
+# Errors; opening sessions; preparing a model.
 
 
 def _map_error(exc: Exception, base: type[EngineError]) -> McinferError:
-    """Ours for one of the runtime's."""
     text = shortened(f"onnxruntime: {exc}")
-    if base is PredictError and (isinstance(exc, INVALID) or _BLAMES_INPUTS.search(text)):
+    if base is PredictError and (
+        isinstance(exc, ort_state.InvalidArgument) or _BLAMES_INPUTS.search(text)
+    ):
         return InvalidInputError(text)
     if isinstance(exc, MemoryError) or _SHORT_OF_MEMORY.search(text):
         text += memory_limit()
     return base(text)
 
 
-def _register_shared_arena() -> None:
-    """Make the arena that all sessions of this process may share; one for each process."""
-    with _REGISTERING:  # `cache` lets first calls in side by side
-        _register_arena_once()
-
-
 @cache
-def _register_arena_once() -> None:
+def _register_arena() -> None:
+    """Make the arena that sessions of this process may share; one for each process."""
     memory = ort.OrtMemoryInfo(
         "Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT
     )
@@ -465,11 +429,11 @@ def _register_arena_once() -> None:
 
 
 def _open_session(request: EngineRequest, held: Held | None) -> Any:
-    """A session on the device that was asked for.
+    """A session on the requested device.
 
     Args:
-        request: What is to be loaded.
-        held: Its prepared form, where there is one, which must outlive the session.
+        request: The model and its options.
+        held: Its prepared form, which must outlive the session; None loads the model as it is.
 
     Raises:
         BuildError: There is no such device here, or the runtime fell back to another.
@@ -491,19 +455,19 @@ def _open_session(request: EngineRequest, held: Held | None) -> Any:
     if request.device.kind != "cpu":
         settings["device_id"] = str(request.device.index)
     providers: list[Any] = [(wanted, settings)]
-    if request.device.kind == "tensorrt":  # what it cannot run the other one on the same GPU may
+    if request.device.kind == "tensorrt":  # CUDA runs the operators that TensorRT lacks
         providers.append((_PROVIDERS["cuda"], {"device_id": str(request.device.index)}))
     if wanted != _PROVIDERS["cpu"]:
         providers.append(_PROVIDERS["cpu"])
     if request.allow_fallback:
         available = ort.get_available_providers()
         providers = [p for p in providers if (p if isinstance(p, str) else p[0]) in available]
-    if held is not None:
-        path = str(held.opened / MODEL_FILE)
+    with ExitStack() as opened:
+        if held is not None:
+            path = str(held.opened / MODEL_FILE)
+        else:
+            path = opened.enter_context(_source(request, options))
         session = _new_session(path, options, providers, fallback=request.allow_fallback)
-    else:
-        with _source(request, options) as path:
-            session = _new_session(path, options, providers, fallback=request.allow_fallback)
     session.disable_fallback()
     got = session.get_providers()[0]
     if got != wanted and not request.allow_fallback:
@@ -515,28 +479,15 @@ def _open_session(request: EngineRequest, held: Held | None) -> Any:
 
 
 def _new_session(path: str, options: Any, providers: list[Any], *, fallback: bool = False) -> Any:
-    """A session; without `fallback` the runtime does not try once more on another device by itself."""
+    """A session; without `fallback` the runtime does not try another device by itself."""
     return ort.InferenceSession(path, options, providers=providers, enable_fallback=int(fallback))
 
 
-def _check(request: EngineRequest) -> None:
-    """Refuse what no session can be opened with, before a model is prepared for it.
-
-    Raises:
-        BuildError: A weight that is to be replaceable cannot be.
-    """
-    if request.variable_weights:
-        try:
-            added_inputs(scan(request.model), request.variable_weights)
-        except OSError as exc:
-            raise BuildError(f"{request.model}: {exc}") from exc
-
-
 def prepare(request: EngineRequest, folder: str) -> None:
-    """Write the prepared model into a folder, and see that it loads.
+    """Write the prepared model into a folder, and check that it loads.
 
     Raises:
-        BuildError: It cannot be written, or not be loaded then; the runtime's own words.
+        BuildError: It cannot be written or loaded, with the runtime's message.
     """
     for least in _MAX_BYTES_INSIDE:
         try:
@@ -554,7 +505,7 @@ def _prepare(request: EngineRequest, folder: str, least: int) -> None:
     path = os.path.join(folder, MODEL_FILE)
     options = _session_options(request)
     options.optimized_model_filepath = path
-    options.log_severity_level = _SILENT  # it warns that the result is for this CPU alone
+    options.log_severity_level = _SILENT  # it warns that the result is for this CPU only
     for key, value in {**_SAVING, _LEAST_BYTES: str(least)}.items():
         options.add_session_config_entry(key, value)
     with _source(request, options) as model:
@@ -569,7 +520,7 @@ def _mapped_errors() -> Iterator[None]:
         yield
     except McinferError:
         raise
-    except (*INVALID, *FAILED) as exc:
+    except _FAILED as exc:
         raise _map_error(exc, BuildError) from quotable(exc)
 
 
@@ -580,30 +531,31 @@ def _session_options(request: EngineRequest, *, prepared: bool = False) -> Any:
     options.inter_op_num_threads = request.inter_op_threads or 1
     if options.inter_op_num_threads > 1:
         options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
-    # Idle threads spin by default and take cores from others; ours stop when a run ends,
-    # and do not spin at all where cores are shared.
+    # By default idle threads spin and take cores from others; ours stop when a run ends,
+    # and do not spin at all if cores are shared.
     config["session.force_spinning_stop"] = "1"
     if request.shared_cores:
         config["session.intra_op.allow_spinning"] = "0"
     config.update(request.session_config)
     if request.variable_weights or prepared:
-        options.log_severity_level = _SILENT  # it warns of each that it is not constant
-    if prepared:  # it was optimised before, and its weights lie beside it
+        options.log_severity_level = _SILENT  # it warns of each that is not constant
+    if prepared:  # already optimised; its weights lie beside it
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         config.pop(FOLDER_KEY, None)
-    for key, value in config.items():  # each once: it warns of those that are set again
+    for key, value in config.items():  # each once: it warns of entries that are set again
         options.add_session_config_entry(key, value)
     if request.session_config.get(_SHARED_ARENA) == "1":
-        _register_shared_arena()
+        with _REGISTERING:
+            _register_arena()
     return options
 
 
 @contextmanager
 def _source(request: EngineRequest, options: Any) -> Iterator[str]:
-    """The path of the model as it was given, with replaceable weights among its inputs.
+    """The path of the model, with replaceable weights among its inputs.
 
-    Constant weights that are inputs as well are defaults (onnx.proto, GraphProto.initializer, from IR version
-    4 on). Protobuf joins a message's parts, so an input is added by writing it behind the model's own bytes.
+    Constant weights that are inputs too are defaults (onnx.proto, GraphProto.initializer, from IR version 4
+    on). Protobuf joins the parts of a message, so inputs are added by writing them after the model's bytes.
     """
     if not request.variable_weights:
         yield request.model
@@ -627,9 +579,9 @@ def _add_external_data(
 ) -> None:
     """Name the external data of a model that the runtime gets as a file without a folder.
 
-    In the caches of model hubs a model's files are links that lead out of its folder, to that of the model's
-    own target, which the runtime allows for none but models at their own paths: then the files' content is
-    handed over, which the runtime (1.31) copies, and takes for all tensors but those of subgraphs.
+    In the caches of model hubs, a model's files are links to another folder, which the runtime allows only
+    for models at their own paths. Then the content of the files is passed; the runtime (1.31) copies it, and
+    uses it for all tensors except those of subgraphs.
 
     Raises:
         BuildError: The data lies elsewhere, or is no regular file.

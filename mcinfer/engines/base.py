@@ -1,12 +1,13 @@
 """The interface of an engine: a model loaded in this process, run on memory that others own.
 
-Ownership: an engine never owns the tensors that it is bound to. A `Run` is bound to addresses; its maker
-drops it before the memory is freed. Outputs that a run allocates itself (`Produced`) live until the next
-run of the same `Run`.
+Ownership: an engine never owns the tensors that it is bound to. A `Run` is bound to addresses, and its maker
+drops the run before the memory is freed. Outputs that a run allocates itself (`Produced`) live until the
+next run of the same `Run`.
 """
 
 import ctypes
 import resource
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from mcinfer.specs import STRING, ModelSpec, TensorSpec, numpy_dtype
 
 
 def memory_limit() -> str:
-    """What to add to an error that says that memory was not to be had: how much this process may have."""
+    """The memory limit of this process, to append to an error about memory; empty if there is none."""
     most, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if most == resource.RLIM_INFINITY:
         return ""
@@ -35,20 +36,13 @@ class RunCancelledError(McinferError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """What is to be loaded, and how.
+    """A model to load, and how; see `mcinfer.config.EngineOptions` for the options that are not listed.
 
     Attributes:
         model: Path of the model.
-        device: Where it is to run.
-        threads: Threads of one run, or of one operator of it.
-        inter_op_threads: Threads that run operators side by side; None for one after another.
-        prepare: Whether it is prepared once for all processes: ``"auto"``, ``"always"``, ``"never"``; see
-            `mcinfer.config.EngineOptions`.
-        variable_weights: Names of weights that runs may replace.
-        shared_cores: Whether others run on the same cores: then idle threads must not spin.
-        allow_fallback: Whether another device's provider may serve.
-        session_config: Configuration entries for the runtime, as they are.
-        provider_options: Options for the device's provider, as they are.
+        device: Device to run on.
+        threads: Threads of one run, or of one operator of the run.
+        shared_cores: Whether other processes run on the same cores: then idle threads must not spin.
     """
 
     model: str
@@ -91,17 +85,13 @@ class Strings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Produced(Buffer):
-    """An output whose place was not given: it lies in the engine's memory.
-
-    Attributes:
-        owner: Keeps that memory alive.
-    """
+    """An output in memory of the engine, which `owner` keeps alive."""
 
     owner: object
 
 
 def produced_from(spec: TensorSpec, array: NDArray[Any]) -> Produced | Strings:
-    """What a run made by itself, as NumPy holds it: C-contiguous, which the result keeps alive."""
+    """An output that the runtime returned as a C-contiguous array; the result keeps the array alive."""
     if spec.element_type == STRING:
         return Strings(name=spec.name, shape=array.shape, values=tuple(array.ravel().tolist()))
     return Produced(
@@ -114,89 +104,50 @@ def produced_from(spec: TensorSpec, array: NDArray[Any]) -> Produced | Strings:
     )
 
 
-def array_over(buffer: Buffer) -> NDArray[Any]:
-    """An array over a tensor's memory, which must outlive it.
+def array_over(buffer: Buffer, dtype: "np.dtype[Any] | None" = None) -> NDArray[Any]:
+    """An array over a tensor's memory, which must outlive the array.
+
+    Args:
+        buffer: The tensor.
+        dtype: Type of the array's elements; None is the tensor's own.
 
     Raises:
-        MissingDependencyError: NumPy lacks its element type.
+        MissingDependencyError: NumPy lacks the element type.
     """
     memory = memoryview((ctypes.c_char * buffer.size).from_address(buffer.address)).cast("B")
-    return np.ndarray(buffer.shape, numpy_dtype(buffer.element_type), memory)
+    return np.ndarray(buffer.shape, dtype or numpy_dtype(buffer.element_type), memory)
 
 
-def input_array(
-    engine: str, spec: TensorSpec, item: Buffer | Strings, *, least: int = 0
-) -> NDArray[Any]:
-    """An input's memory as an array, for a runtime that checks little by itself.
-
-    Args:
-        engine: The engine's name, for the error.
-        spec: What the model takes there.
-        item: What was given; its memory must outlive the array.
-        least: Elements that it has to have.
-
-    Raises:
-        InvalidInputError: It does not fit the model.
-    """
-    given = "string" if isinstance(item, Strings) else item.element_type
-    fits = len(item.shape) == len(spec.shape) and all(
-        expected in (None, size) for expected, size in zip(spec.shape, item.shape, strict=True)
-    )
-    enough = prod(item.shape) >= least
-    if isinstance(item, Strings) or given != spec.element_type or not fits or not enough:
-        raise InvalidInputError(
-            f"{engine}: input {item.name!r} is {given}{[*item.shape]}, expected {spec}"
-            + (f" with {least} element at least" if least else "")
-        )
-    return array_over(item)
-
-
-def deliver(
-    engine: str,
-    specs: Sequence[TensorSpec],
-    arrays: Sequence[NDArray[Any]],
-    places: Mapping[str, NDArray[Any]],
-) -> list[Produced | Strings]:
-    """Write the outputs of a run to their places.
+def check_request(
+    engine: str, request: EngineRequest, known: Mapping[str, Sequence[str]] | None = None
+) -> None:
+    """Refuse options that this engine would ignore, for engines whose weights are fixed.
 
     Args:
-        engine: The engine's name, for the error.
-        specs: The outputs.
-        arrays: One for each output; those without a place are C-contiguous and have no other owner.
-        places: Memory of the bound outputs, by name.
-
-    Returns:
-        The outputs that have no place, or another shape than it.
+        engine: Name of the engine.
+        request: The request.
+        known: By option (`session_config`, `provider_options`), the keys that the engine reads.
 
     Raises:
-        PredictError: One is of another type than it was bound as.
-    """
-    produced = []
-    for spec, array in zip(specs, arrays, strict=True):
-        place = places.get(spec.name)
-        if place is not None and place.dtype != array.dtype:
-            raise PredictError(
-                f"{engine}: output {spec.name!r} is {array.dtype}{[*array.shape]}, bound as "
-                f"{place.dtype}{[*place.shape]}"
-            )
-        if place is None or place.shape != array.shape:
-            produced.append(produced_from(spec, array))
-        else:
-            place[...] = array
-    return produced
-
-
-def refuse_variable_weights(engine: str, request: EngineRequest) -> None:
-    """For engines whose weights are fixed once they are loaded.
-
-    Raises:
-        BuildError: The request asks for others.
+        BuildError: The request has another key, or replaceable weights.
     """
     if request.variable_weights:
         raise BuildError(
             f"variable_weights: got {[*request.variable_weights]}, but the engine {engine} cannot "
             "replace weights; onnxruntime can"
         )
+    for name in ("session_config", "provider_options"):
+        keys = (known or {}).get(name, ())
+        for key in getattr(request, name):
+            if key not in keys:
+                but = f" but {', '.join(keys)}" if keys else ""
+                raise BuildError(f"engine {engine} has no {name}{but}, got the key {key!r}")
+
+
+def check_cpu(engine: str, request: EngineRequest) -> None:
+    """Raise `BuildError` unless the device is a CPU, or the engine may fall back to the CPU."""
+    if request.device.kind != "cpu" and not request.allow_fallback:
+        raise BuildError(f"engine {engine} has no device {request.device}, expected cpu:0")
 
 
 class Run(ABC):
@@ -207,24 +158,24 @@ class Run(ABC):
         """Run the model: read the bound inputs, write the bound outputs.
 
         Returns:
-            The outputs that were not bound, and those that came out in another shape than was bound, in the
+            The outputs that were not bound, and those that have another shape than was bound, in the
             model's order.
 
         Raises:
             RunCancelledError: `Engine.cancel` was called.
             InvalidInputError: The runtime refuses these inputs.
-            PredictError: The run failed, with the runtime's own words.
+            PredictError: The run failed, with the runtime's message.
         """
 
 
 class Engine(ABC):
-    """A loaded model. One thread runs it, unless it is `concurrent`; `cancel` may be called from any.
+    """A loaded model. One thread runs it, unless it is `concurrent`; any thread may call `cancel`.
 
     Attributes:
-        spec: What it takes and gives.
-        providers: What really runs it, first choice first.
+        spec: The model's inputs and outputs.
+        providers: The providers in use, first choice first.
         weights: The weights that a run may replace.
-        notes: What the user should know about the load.
+        notes: Messages for the user about the load.
         prepared: The key of the prepared model that it maps; empty if it has its own copy of the weights.
         concurrent: Whether several threads may execute runs of their own at once.
     """
@@ -240,11 +191,11 @@ class Engine(ABC):
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
         """Bind a layout: all inputs in the model's order, and the outputs whose shape is known.
 
-        After the inputs, any of `weights` may come: the run is with them, in the place of the model's own.
+        Any of `weights` may follow the inputs; the run uses them in place of the model's own.
 
         Raises:
             InvalidInputError: The runtime refuses such inputs.
-            PredictError: It cannot bind them.
+            PredictError: The runtime cannot bind them.
         """
 
     @abstractmethod
@@ -253,4 +204,114 @@ class Engine(ABC):
 
     @abstractmethod
     def cancel(self) -> None:
-        """Ask the run that is going on to stop; it may take until its next operator."""
+        """Ask the current run to stop; the run may continue until its next operator."""
+
+
+class ArrayEngine(Engine):
+    """An engine whose runtime takes and returns NumPy arrays, and checks little by itself.
+
+    `cancel` refuses the next run. It cannot stop a current one, so the master kills the worker.
+
+    Attributes:
+        name: Name of the engine.
+        least_elements: How many elements an input must have.
+        lends_outputs: Whether outputs lie in memory that the next run of any layout may change.
+    """
+
+    name: str
+    least_elements = 0
+    lends_outputs = False
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+
+    @abstractmethod
+    def run(self, inputs: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+        """Run the model; see `Run.execute` for the errors.
+
+        Returns:
+            The outputs, in the model's order. No other code writes to them before the next run.
+        """
+
+    def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
+        arrays = [
+            self._input_array(spec, item)
+            for spec, item in zip(self.spec.inputs, inputs, strict=True)
+        ]
+        return _ArrayRun(self, arrays, {item.name: array_over(item) for item in outputs})
+
+    def _input_array(self, spec: TensorSpec, item: Buffer | Strings) -> NDArray[Any]:
+        given = "string" if isinstance(item, Strings) else item.element_type
+        fits = given == spec.element_type and spec.admits(item.shape)
+        if isinstance(item, Strings) or not fits or prod(item.shape) < self.least_elements:
+            raise InvalidInputError(
+                f"{self.name}: input {item.name!r} is {given}{[*item.shape]}, expected {spec}"
+                + (f" with at least {self.least_elements} element" if self.least_elements else "")
+            )
+        return array_over(item)
+
+    def arm(self) -> None:
+        self._stop.clear()
+
+    def cancel(self) -> None:
+        self._stop.set()
+
+    def check_armed(self) -> None:
+        """Raise `RunCancelledError` after `cancel`."""
+        if self._stop.is_set():
+            raise RunCancelledError("the run was cancelled before it began")
+
+
+class _ArrayRun(Run):
+    def __init__(
+        self,
+        engine: ArrayEngine,
+        inputs: Sequence[NDArray[Any]],
+        places: Mapping[str, NDArray[Any]],
+    ) -> None:
+        self._engine = engine
+        self._inputs = inputs
+        self._places = places
+
+    def execute(self) -> Sequence[Produced | Strings]:
+        engine = self._engine
+        arrays = engine.run(self._inputs)
+        return deliver(engine.name, engine.spec, arrays, self._places, copy=engine.lends_outputs)
+
+
+def deliver(
+    engine: str,
+    spec: ModelSpec,
+    arrays: Sequence[NDArray[Any]],
+    places: Mapping[str, NDArray[Any]],
+    *,
+    copy: bool = False,
+) -> list[Produced | Strings]:
+    """Write the outputs of a run to their places.
+
+    Args:
+        engine: Name of the engine, for the error.
+        spec: The model's inputs and outputs.
+        arrays: One for each output.
+        places: Memory of the bound outputs, by name.
+        copy: Whether to copy the arrays that have no place; else they are C-contiguous.
+
+    Returns:
+        The outputs that have no place, or a place of another shape.
+
+    Raises:
+        PredictError: An output has another type than its place.
+    """
+    produced = []
+    for output, array in zip(spec.outputs, arrays, strict=True):
+        place = places.get(output.name)
+        if place is not None and place.dtype != array.dtype:
+            raise PredictError(
+                f"{engine}: output {output.name!r} is {array.dtype}{[*array.shape]}, bound as "
+                f"{place.dtype}{[*place.shape]}"
+            )
+        if place is None or place.shape != array.shape:
+            produced.append(produced_from(output, array.copy(order="C") if copy else array))
+        else:
+            place[...] = array
+    return produced

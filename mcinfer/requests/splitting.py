@@ -676,7 +676,7 @@ class _Trial(ABC):
     """One batch, whole and in pieces: which of both is present, and how to get the other.
 
     Attributes:
-        shapes: Shapes of the inputs for which to make hypotheses.
+        shapes: Shapes of the inputs of a request.
         least_rows: Least rows of these inputs.
     """
 

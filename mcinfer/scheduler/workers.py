@@ -364,6 +364,11 @@ class WorkerLives:
         if failures:
             lacking = all(w.lacks_package for w in failed)
             kind = MissingDependencyError if lacking else BuildError
+            if lacking:  # what to install, once
+                failures = [
+                    f"{', '.join(w.name for w in failed if w.last_error == text)}: {text}"
+                    for text in dict.fromkeys(w.last_error for w in failed)
+                ]
             self.closing = True
             return [PoolStarted(error=kind("; ".join(failures)))]
         self.started = True

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcinfer.engines.base import Buffer, Engine, Run
+from mcinfer.engines.base import Buffer, Engine, Run, array_over
 from mcinfer.errors import ProtocolError
 from mcinfer.shm.arena import align
 from mcinfer.shm.block import Block
@@ -174,5 +174,4 @@ def _copy(joined: Buffer, parts: Sequence[Buffer], axis: int, *, gather: bool) -
 def _array(buffer: Buffer) -> NDArray[Any]:
     """An array over the buffer. Only the width of an element matters for copies: NumPy lacks some types."""
     width = ELEMENT_TYPES[buffer.element_type].bits // 8
-    memory = memoryview((ctypes.c_char * buffer.size).from_address(buffer.address)).cast("B")
-    return np.ndarray(buffer.shape, "c16" if width == 16 else f"u{width}", memory)
+    return array_over(buffer, np.dtype("c16" if width == 16 else f"u{width}"))

@@ -149,7 +149,7 @@ class Server:
         self._cancels = cancels
         self._lifeline = lifeline
         self._conversation = Conversation()
-        self._engine: Engine | None = None
+        self._engine: Engine  # from BUILD on; the conversation allows no run before it
         self._blocks: dict[int, Block] = {}
         self._own_blocks = 0
         # By layout: the run, the blocks of its tensors, and its outputs.
@@ -336,8 +336,6 @@ class Server:
         if found is not None:
             self._runs.move_to_end(key)
             return found[0], found[2]
-        if self._engine is None:
-            raise ProtocolError("PREDICT before a model was built")
         inputs, outputs = decode_body(body, size)
         weights = self._weights_of(version)
         resolved = [
@@ -374,8 +372,6 @@ class Server:
         self, run: Run, request: int, shard: int
     ) -> tuple[Sequence[Produced | Strings], float]:
         """Run; raises `RunCancelledError` if the run was cancelled before or is cancelled meanwhile."""
-        if self._engine is None:
-            raise ProtocolError("PREDICT before a model was built")
         key = (request, shard)
         self._engine.arm()
         with self._lock:
@@ -402,7 +398,7 @@ class Server:
             if key is None:
                 return
             with self._lock:
-                if key == self._running and self._engine is not None:
+                if key == self._running:
                     self._engine.cancel()
                     continue
                 self._cancelled[key] = None
@@ -445,8 +441,7 @@ class Server:
         if block is not None:
             self._lifeline.send_block(block.number, block.size, block.fd)
             block.close()
-        order = self._engine.spec.outputs if self._engine is not None else ()
-        return tuple(references[spec.name] for spec in order)
+        return tuple(references[spec.name] for spec in self._engine.spec.outputs)
 
     def _take_weights(self, message: UpdateWeights) -> None:
         """Add a version of the weights, and drop those that no request will name any more."""

@@ -112,3 +112,4 @@ def test_missing_package_is_told_as_such(
         Master(model, 2, engine="fake", verify="never").start()
     assert "worker 0" in str(caught.value)
     assert "worker 1" in str(caught.value)
+    assert str(caught.value).count("pip install") == 1
