@@ -41,11 +41,7 @@ class Device:
 
 
 def automatic_workers(cores: int) -> int:
-    """The default number of CPU workers: two up to 16 cores, then one per 8 cores.
-
-    MindSpore Lite's parallel runner has the same rule (threads = cores / 2 up to 16 cores, else 8; workers
-    = cores / threads).
-    """
+    """Two CPU workers up to 16 cores, then one per 8: the rule of MindSpore Lite's parallel runner."""
     threads = max(1, cores // 2) if cores <= 16 else 8
     return max(1, cores // threads)
 
@@ -59,9 +55,6 @@ def parse_devices(
         devices: A number of CPU devices; one name; a sequence of names or of indices of CPU devices;
             ``"cpu"`` or ``None`` for the whole CPU in as many shares as `automatic_workers` says.
         cores: Number of cores that this process may use (`mcinfer.machine.whole_cpus`).
-
-    Raises:
-        InvalidInputError: Not a positive number, an empty sequence, or a bad name.
     """
     if devices is None or devices == DEFAULT_DEVICE_KIND:
         devices = automatic_workers(cores)
@@ -85,10 +78,9 @@ def parse_devices(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreShare:
-    """The cores that one worker is pinned to.
+    """The cores that one worker is pinned to; none for a worker that is not pinned.
 
     Attributes:
-        cores: Core numbers of the operating system; empty for a worker that is not pinned.
         shared: Whether another worker of the pool is pinned to one of these cores too.
         threads: Threads of one run, if a CPU quota allows fewer than there are cores; None is one per core.
     """
@@ -108,18 +100,11 @@ def share_cores(
 
     ``cpu:i`` is the i-th of n equal shares. n is the number of different CPU devices in the pool, or more
     if an index needs it. A device does not exist if its index is at least the number of CPU devices listed
-    and at least the number of cores.
+    and at least the number of cores. `chosen` gives each worker its cores in place of a share.
 
-    A CPU quota is distributed as threads, as evenly as the cores. All cores are distributed whatever the
-    quota is: a quota limits time, not place. If all containers of a host used only its first few cores,
-    these would be overloaded while the others idle.
-
-    Args:
-        devices: The devices of the pool, one per worker.
-        cores: The cores that this process may use, in ascending order.
-        chosen: By worker index, the cores to use in place of a share.
-        cpus: How many threads a CPU quota lets run all the time (`mcinfer.machine.whole_cpus`); None, or at
-            least the number of cores, is no limit.
+    A CPU quota (`cpus`, from `mcinfer.machine.whole_cpus`) is distributed as threads, as evenly as the
+    cores. All cores are distributed whatever the quota is: a quota limits time, not place. If all containers
+    of a host used only its first few cores, these would be overloaded while the others idle.
 
     Returns:
         By worker index, for CPU workers, or for all workers if cores were chosen: the share, or the error

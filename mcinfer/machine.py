@@ -32,11 +32,7 @@ def usable_memory(root: Path = _ROOT) -> int:
 
 
 def memory_limit(root: Path = _ROOT) -> int | None:
-    """Bytes that the tightest of this process's control groups allows; None for no limit.
-
-    Sources: ``memory.max`` (kernel documentation, admin-guide/cgroup-v2.rst); version 1:
-    ``memory.limit_in_bytes`` (admin-guide/cgroup-v1/memory.rst).
-    """
+    """Bytes that the tightest control group allows (``memory.max``, cgroup-v2.rst, or version 1's), or None."""
     names = ("memory.max", "memory.limit_in_bytes")
     found = [_read(folder / name) for folder in _groups("memory", root) for name in names]
     limits = [int(text) for text in found if text.isdecimal()]
@@ -44,11 +40,10 @@ def memory_limit(root: Path = _ROOT) -> int | None:
 
 
 def cpu_quota(root: Path = _ROOT) -> float | None:
-    """CPUs' worth of time that the tightest of this process's control groups allows; None for no limit.
+    """CPUs' worth of time that the tightest control group allows; None for no limit.
 
-    ``docker run --cpus 1.5`` and a pod's ``limits.cpu`` are such quotas: they leave all cores visible.
-    Sources: ``cpu.max`` (admin-guide/cgroup-v2.rst); version 1: ``cpu.cfs_quota_us`` and
-    ``cpu.cfs_period_us`` (scheduler/sched-bwc.rst).
+    ``docker run --cpus 1.5`` and a pod's ``limits.cpu`` are such quotas: they leave all cores visible
+    (``cpu.max``, admin-guide/cgroup-v2.rst; version 1: scheduler/sched-bwc.rst).
     """
     given = []
     for folder in _groups("cpu", root):
@@ -75,10 +70,7 @@ def whole_cpus(root: Path = _ROOT) -> int:
 
 
 def task_limit(root: Path = _ROOT) -> tuple[int, int] | None:
-    """The limit and the present number of threads, of the control group with the least room for more.
-
-    None if no group sets a limit. Source: ``pids.max`` (admin-guide/cgroup-v2.rst).
-    """
+    """Limit and number of threads of the group with the least room (``pids.max``, cgroup-v2.rst), or None."""
     limits = []
     for folder in _groups("pids", root):
         most, current = _read(folder / "pids.max"), _read(folder / "pids.current")
@@ -112,10 +104,7 @@ def _groups(controller: str, root: Path) -> list[Path]:
 
 
 def numa_nodes(root: Path = _ROOT) -> dict[int, tuple[int, ...]]:
-    """By NUMA node, its cores that this process may use; empty if the kernel knows no nodes.
-
-    Source: ``cpulist`` (ABI/stable/sysfs-devices-node).
-    """
+    """By NUMA node, its cores that this process may use (``cpulist``); empty if the kernel knows none."""
     usable = os.sched_getaffinity(0)
     nodes = {}
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
@@ -125,10 +114,7 @@ def numa_nodes(root: Path = _ROOT) -> dict[int, tuple[int, ...]]:
 
 
 def core_siblings(root: Path = _ROOT) -> tuple[int, int]:
-    """How many sockets and physical cores have the cores that this process may use; (0, 0) if unknown.
-
-    Sources: ``physical_package_id``, ``thread_siblings_list`` (admin-guide/cputopology.rst).
-    """
+    """How many sockets and physical cores have this process's cores; (0, 0) if unknown (cputopology.rst)."""
     sockets, physical = set(), set()
     for core in os.sched_getaffinity(0):
         folder = root / f"sys/devices/system/cpu/cpu{core}/topology"
@@ -161,15 +147,7 @@ def format_core_list(cores: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One NVIDIA GPU.
-
-    Attributes:
-        index: As in ``cuda:index``.
-        uuid: Its name in ``CUDA_VISIBLE_DEVICES``, as an alternative to the index.
-        name: The driver's.
-        memory_bytes: All memory; None if the driver does not say.
-        free_bytes: Unused memory; None if the driver does not say.
-    """
+    """One NVIDIA GPU, by its index in ``cuda:index``; sizes are None if the driver does not say them."""
 
     index: int
     uuid: str
@@ -191,11 +169,8 @@ class Gpu:
 def gpus(timeout: float = 10.0) -> tuple[Gpu, ...]:
     """The GPUs that CUDA has for this process, at least one. ``nvidia-smi`` lists them; CUDA is not loaded.
 
-    Args:
-        timeout: Seconds; a driver that wakes all of its GPUs takes some.
-
     Raises:
-        OSError: None was found; why. A `TimeoutError` if the driver takes longer.
+        OSError: None was found; why. A `TimeoutError` if the driver takes more than `timeout` seconds.
     """
     try:
         done = subprocess.run(  # noqa: S603 a constant
@@ -251,10 +226,7 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
 
 
 def gpu_order_doubt(count: int) -> str:
-    """A warning that the numbers of so many GPUs may not be CUDA's; empty if they are.
-
-    ``nvidia-smi`` counts by bus, and CUDA by default the fastest first (same Guide).
-    """
+    """A warning if the numbers of GPUs may not be CUDA's, which counts the fastest first (same Guide)."""
     if count < 2 or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
         return ""
     return "numbered by bus; CUDA's order may be another one, unless CUDA_DEVICE_ORDER=PCI_BUS_ID"

@@ -26,12 +26,9 @@ start."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inherited:
-    """What the children of a master inherit, recorded at its start; children started later get the same.
+    """What all children of a master inherit, recorded at its start; all paths are absolute.
 
-    Attributes:
-        path: The import path, all absolute.
-        pythonpath: The variable PYTHONPATH, all absolute; None if it is not set.
-        folder: The working folder, absolute; it may be gone by now.
+    `pythonpath` is the variable, or None; the working folder may be gone by now.
     """
 
     path: list[str]
@@ -92,10 +89,7 @@ def _field(pid: int, number: int) -> str | None:
 def start_time(pid: int) -> int | None:
     """When a process started, in clock ticks since boot; None if it does not exist.
 
-    A process that has ended exists until its parent has waited for it.
-
-    Raises:
-        OSError: No descriptor is left to read this.
+    A process that has ended exists until its parent has waited for it. `OSError`: no descriptor is left.
     """
     text = _field(pid, _START_TIME)
     return None if text is None else int(text)
@@ -128,10 +122,8 @@ ORPHANED = 70
 def watch_parent(pid: int, channel: int) -> None:
     """Start a daemon thread that ends this process as soon as its parent is gone.
 
-    Args:
-        pid: The parent's. Its pidfd becomes readable when it ends, even by SIGKILL.
-        channel: A descriptor that hangs up when no process holds the other end. It is never read. (Forked
-            children of the parent may hold it, so this alone is not enough.)
+    The parent's pidfd becomes readable when it ends, even by SIGKILL. The channel, never read, hangs up when
+    no process holds its other end. (Forked children of the parent may hold it, so this alone is not enough.)
     """
     try:
         parent = os.pidfd_open(pid)
@@ -161,14 +153,7 @@ _BYTES = 256 << 10
 
 
 class StackReport:
-    """The master's side: a sealed memfd of fixed size, passed to one worker process.
-
-    Attributes:
-        fd: Its descriptor; each side has one of its own and closes it.
-
-    Raises:
-        OSError: No descriptor or memory is left.
-    """
+    """The master's side: a sealed memfd of fixed size. Each side closes its own descriptor."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("mcinfer-stacks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -134,12 +134,7 @@ def _axis_text(axis: int | str | None, none: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputCut:
-    """How one input goes to the shards.
-
-    Attributes:
-        axis: The axis to cut; None: every shard takes the input whole.
-        shapes: Its shape in each shard.
-    """
+    """How one input goes to the shards: the axis to cut (None: whole), and its shape in each shard."""
 
     axis: int | None
     shapes: tuple[Shape, ...]
@@ -147,10 +142,9 @@ class InputCut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputJoin:
-    """How one output is joined.
+    """How one output is joined along an axis (None: all parts must be equal).
 
     Attributes:
-        axis: The axis along which to join the shards' parts; None: all parts must be equal.
         shapes: Its shape in each shard, or None if it is not known before the run.
         shape: The joined shape, or None likewise.
         lengths: The expected size of each shard's part along the axis; None for any size.
@@ -420,13 +414,7 @@ def split_evenly(count: int, pieces: int) -> tuple[int, ...]:
 def plan(
     model: ModelSpec, shapes: Sequence[Shape], pieces: int, split: Split | None = None
 ) -> Plan:
-    """Check the shapes of a request and cut it.
-
-    Args:
-        model: The model's inputs and outputs.
-        shapes: The shape of each input, in the model's order.
-        pieces: Most shards; a fixed batch makes as many as it needs.
-        split: The split; None runs it whole.
+    """Check the shapes of a request, and cut it into at most `pieces` (a fixed batch: as many as it needs).
 
     Raises:
         InvalidInputError: A shape does not fit the model. Or the inputs to cut, as the user says, disagree in
@@ -626,7 +614,10 @@ def _join(
     fixed: bool = False,
 ) -> OutputJoin:
     """How one output joins; `size` is its size along the axis for each row, if known."""
-    known = [_resolve(spec, bound) for bound in bindings]
+    known = [
+        tuple(bound.get(size) if isinstance(size, str) else size for size in spec.shape)
+        for bound in bindings
+    ]
     lengths = None
     if axis is not None and axis < len(spec.shape):
         along: list[int | None] = [shape[axis] for shape in known]
@@ -678,11 +669,6 @@ def _empty(join: OutputJoin) -> OutputJoin:
     return OutputJoin(axis=axis, shapes=(), shape=(*shape[:axis], 0, *shape[axis + 1 :]))
 
 
-def _resolve(spec: TensorSpec, bound: Mapping[str, int]) -> tuple[int | None, ...]:
-    """The output's shape with its symbols replaced; None for an unknown size."""
-    return tuple(bound.get(size) if isinstance(size, str) else size for size in spec.shape)
-
-
 def check_join(
     name: str, join: OutputJoin, shapes: Sequence[Shape], workers: Sequence[str]
 ) -> None:
@@ -710,10 +696,7 @@ def check_join(
 
 
 def offsets(shape: Shape, axis: int, parts: Sequence[int]) -> list[int] | None:
-    """Where each part starts, in elements; None if the parts are not contiguous.
-
-    Parts along an axis are contiguous if all dimensions before it have size one.
-    """
+    """Where each part starts, in elements; None unless all dimensions before the axis have size one."""
     if prod(shape[:axis]) != 1:
         return None
     inner = prod(shape[axis + 1 :])

@@ -57,10 +57,7 @@ ELEMENT_TYPES: dict[str, ElementType] = {
 
 
 def numpy_dtype(name: str) -> "np.dtype[Any]":
-    """The NumPy dtype of an element type.
-
-    Strings are object arrays, as in ONNX Runtime. Types that NumPy lacks come from ml_dtypes; its four-bit
-    types take one byte for each element.
+    """The NumPy dtype of an element type: object for strings, ml_dtypes' for types that NumPy lacks.
 
     Raises:
         InvalidInputError: The element type is unknown.
@@ -130,12 +127,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The inputs and outputs of a model.
-
-    Attributes:
-        inputs: In the model's order.
-        outputs: In the model's order.
-    """
+    """The inputs and outputs of a model, in the model's order."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]

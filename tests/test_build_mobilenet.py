@@ -104,22 +104,6 @@ def test_seed_determines_the_bytes(path: Path, tmp_path: Path) -> None:
     assert other.read_bytes() != path.read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"batch": 0}, "batch: got 0"),
-        ({"size": 0}, "size: got 0"),
-        ({"width": 0.0}, r"width: got 0\.0"),
-        ({"width": float("nan")}, "width: got nan"),
-        ({"seed": -1}, "seed: got -1"),
-    ],
-)
-def test_bad_arguments_are_named(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        mobilenet.build_mobilenet(tmp_path / "model.onnx", **arguments)
-    assert not [*tmp_path.iterdir()]
-
-
 def test_command_line_writes_the_model_and_says_its_size(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

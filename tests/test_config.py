@@ -80,19 +80,6 @@ BAD_VALUES: list[tuple[Callable[..., Any], str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    ("text", "device"),
-    [
-        ("cpu:0", Device("cpu", 0)),
-        ("cuda:13", Device("cuda", 13)),
-        ("open_vino2:9999", Device("open_vino2", 9999)),
-    ],
-)
-def test_device_is_a_kind_and_an_index(text: str, device: Device) -> None:
-    assert Device.parse(text) == device
-    assert str(device) == text
-
-
-@pytest.mark.parametrize(
     "text",
     [
         "",
@@ -260,30 +247,6 @@ def test_every_option_is_checked() -> None:
         (options, field.name) for options in OPTIONS for field in dataclasses.fields(options())
     }
     assert checked == every
-
-
-def test_least_and_endless_options_are_taken() -> None:
-    EngineOptions(
-        threads=1,
-        inter_op_threads=1,
-        cores=[[0]],
-        prepare="always",
-        variable_weights=["w"],
-        session_config={},
-        provider_options={"device_id": "0"},
-    )
-    Timeouts(start=math.inf, predict=0, cancel_grace=0.0, close=math.inf)
-    RestartPolicy(
-        budget=0, window=0, backoff=0, backoff_limit=0, max_requests=1, max_memory_bytes=1
-    )
-    Limits(
-        queue=1,
-        queue_bytes=1,
-        when_queue_full="wait",
-        memory_bytes=4096,
-        when_full="raise",
-        worker_memory_bytes=1 << 20,
-    )
 
 
 def test_engine_options_keep_their_entries_when_the_given_mapping_changes() -> None:

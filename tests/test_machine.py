@@ -46,6 +46,9 @@ def test_limit_of_memory_is_that_of_the_tightest_group_above(of: Machine) -> Non
         "0::/user/app\n",
         **cgroup(
             **{
+                "user/app/cpu.max": "400000 100000",
+                "user/cpu.max": "125000 50000",
+                "cpu.max": "max 100000",
                 "user/app/memory.max": "max",
                 "user/memory.max": "1073741824",
                 "memory.max": "2147483648",
@@ -53,6 +56,7 @@ def test_limit_of_memory_is_that_of_the_tightest_group_above(of: Machine) -> Non
             }
         ),
     )
+    assert machine.cpu_quota(root) == 2.5
     assert machine.memory_limit(root) == 1 << 30
     assert machine.usable_memory(root) == min(1 << 30, psutil.virtual_memory().total)
 
@@ -85,15 +89,6 @@ def test_file_that_says_nothing_is_no_limit(
     assert machine.task_limit(root) is None
     assert machine.usable_cpus(root) == len(CORES)
     assert machine.whole_cpus(root) == len(CORES)
-
-
-def test_quota_is_that_of_the_tightest_group_above(of: Machine) -> None:
-    quotas = {
-        "pod/app/cpu.max": "400000 100000",
-        "pod/cpu.max": "125000 50000",
-        "cpu.max": "max 100000",
-    }
-    assert machine.cpu_quota(of("0::/pod/app\n", **cgroup(**quotas))) == 2.5
 
 
 def test_quota_of_version_1(of: Machine) -> None:
@@ -155,14 +150,6 @@ def test_sockets_and_physical_cores_are_counted(
     assert machine.core_siblings(root) == (0, 0)  # of core 4 nothing is known
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     assert machine.core_siblings(root) == (1, 2)
-
-
-def test_what_this_machine_says_of_its_cores_fits_together() -> None:
-    nodes = machine.numa_nodes()
-    if nodes:
-        assert sorted(core for cores in nodes.values() for core in cores) == sorted(CORES)
-    sockets, physical = machine.core_siblings()
-    assert sockets <= physical <= len(CORES)
 
 
 @given(st.sets(st.integers(0, 300)))

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -95,10 +94,6 @@ def asked(process: "subprocess.Popen[str]", report: StackReport, last: str = "<m
     return written(report, lambda text: last in text)
 
 
-def test_report_is_empty_while_nothing_happens(report: StackReport) -> None:
-    assert report.read() == ""
-
-
 def test_memory_is_sealed_against_another_size(report: StackReport) -> None:
     for size in (0, 1 << 30):
         with pytest.raises(PermissionError):
@@ -136,17 +131,6 @@ def test_process_that_crashes_leaves_its_stack(
         assert "Fatal Python error" not in err
 
 
-def test_all_threads_are_written(report: StackReport) -> None:
-    more = """
-def beside():
-    time.sleep(60)
-
-threading.Thread(target=beside, daemon=True).start()
-"""
-    with child(report, "python", WITH_HANDLER + more) as process:
-        assert "in beside" in asked(process, report)
-
-
 def test_process_without_the_handler_ignores_the_request(report: StackReport) -> None:
     with child(report, "echo", "") as process:
         assert process.stdin is not None
@@ -165,20 +149,3 @@ def test_what_a_process_scribbles_over_its_report_is_text_to_its_reader(
     assert "more" not in report.read()
     os.pwrite(report.fd, b"x" * (256 << 10), 0)
     assert len(report.read()) == 256 << 10
-
-
-def test_report_can_be_read_while_it_is_written(report: StackReport) -> None:
-    over = threading.Event()
-
-    def scribble() -> None:
-        while not over.is_set():
-            os.pwrite(report.fd, os.urandom(4096), 0)
-
-    thread = threading.Thread(target=scribble)
-    thread.start()
-    try:
-        for _ in range(50):
-            assert isinstance(report.read(), str)
-    finally:
-        over.set()
-        thread.join()

@@ -125,25 +125,10 @@ BOTH: tuple[Axes, Axes] = ({"x": 0}, {"y": 0})
 """That the first axis is the batch in x and y."""
 
 
-def test_size_of_a_fixed_first_dimension_is_checked_where_nothing_says_that_it_is_the_batch() -> (
-    None
-):
-    image = model({"x": (3, 8, 8)}, {"y": (3, 8, 8)})
-    assert planned(image, [(3, 8, 8)], 2).rows == (1,)
-    with pytest.raises(InvalidInputError, match="'x' has size 6 in dimension 0, expected 3"):
-        planned(image, [(6, 8, 8)], 2)
-
-
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_fixed_batch_that_is_said_of_the_inputs_alone_is_refused(pieces: int) -> None:
     with pytest.raises(InvalidInputError, match=r"output 'y' has no axis.*output_axes=\{'y': 0\}"):
         planned(FIXED, [(8, 3)], pieces, {"x": 0})
-
-
-def test_fixed_batch_of_no_rows_in_the_model_is_refused() -> None:
-    spec = model({"x": (0, 3)}, {"y": (0, 3)})
-    with pytest.raises(InvalidInputError, match="multiple"):
-        planned(spec, [(4, 3)], 2, *BOTH)
 
 
 def test_fixed_batches_of_several_sizes_make_the_same_number_of_pieces() -> None:
@@ -217,13 +202,6 @@ def test_batch_of_no_rows_is_answered_without_a_shard() -> None:
         inputs=(InputCut(axis=0, shapes=()),),
         outputs=(OutputJoin(axis=0, shapes=(), shape=(0, 5)),),
     )
-
-
-def test_fixed_batch_of_no_rows_is_answered_without_a_shard() -> None:
-    for spec, axes in ((SINGLE, ()), (FIXED, BOTH)):
-        cut = planned(spec, [(0, 3)], 4, *axes)
-        assert cut.rows == ()
-        assert cut.outputs == (OutputJoin(axis=0, shapes=(), shape=(0, 5)),)
 
 
 @pytest.mark.parametrize("shape", [(5,), ("classes", 5), (None, 5), ("batch", "found")])
@@ -418,16 +396,6 @@ def test_shards_of_any_fixed_batch_join_to_the_whole(batch: int, count: int, pie
             assert np.array_equal(np.concatenate(parts), numbered(shape))
 
 
-@given(batch=st.integers(2, 9), rows=st.integers(1, 100))
-def test_rows_fit_a_fixed_batch_exactly_or_are_refused(batch: int, rows: int) -> None:
-    spec = model({"x": (batch, 3)}, {"y": (batch, 3)})
-    if rows % batch:
-        with pytest.raises(InvalidInputError, match="multiple"):
-            planned(spec, [(rows, 3)], 2, *BOTH)
-    else:
-        assert len(planned(spec, [(rows, 3)], 2, *BOTH).rows) == rows // batch
-
-
 # Rows that may go together with those of other requests.
 
 TOLD_BY_AXES = model({"x": (None, 3), "w": ("m", 2)}, {"y": ("m", 5)})
@@ -552,23 +520,3 @@ def test_request_shows_nothing_of_free_axes_of_one_size_that_are_not_cut() -> No
     assert split.covers({"x": (1, 9, 1), "s": (1, 7), "v": (9, 0)})
     for other in ({"x": (2, 4, 1)}, {"s": (2, 2)}, {"s": ()}, {"v": (4, 1)}):
         assert not split.covers({**shapes, **other})
-
-
-# What a person reads.
-
-
-def test_split_is_shown_as_a_table() -> None:
-    split = Split(
-        inputs={"x": 0, "rate": None},
-        outputs={"stateN": 1, "n": None, "found": "is empty"},
-        known="learned",
-    )
-    assert str(split).splitlines()[:5] == [
-        "input   x       axis 0",
-        "input   rate    whole",
-        "output  stateN  axis 1",
-        "output  n       the same",
-        "output  found   cannot be joined: is empty",
-    ]
-    assert not split.splits
-    assert split.unjoined == ("found",)

@@ -157,20 +157,3 @@ def test_time_of_a_recurrent_model_is_no_batch(onnx_model: OnnxModel) -> None:
         x = {"x": random((6, 2), seed)}
         assert_equal(master.predict(x), alone(path, x))
     assert not master.split.splits
-
-
-def test_batch_normalisation_in_training_mixes(onnx_model: OnnxModel) -> None:
-    path = onnx_model(
-        onnx("""(float[batch, 3, 4] x) => (float[batch, 3, 4] y)
-        <float[3] ones = {1, 1, 1}, float[3] zeros = {0, 0, 0}> {
-            some = ReduceMean <axes = [0, 2], keepdims = 0> (x)
-            before = Mul(some, zeros)  # not a constant, which the runtime (1.31) overwrites
-            after = Add(before, ones)
-            y, mean, var = BatchNormalization <training_mode = 1> (x, ones, zeros, before, after)
-        }""")
-    )
-    master = Pool(path)
-    for seed in range(2):
-        x = {"x": random((4, 3, 4), seed)}
-        assert_equal(master.predict(x), alone(path, x))
-    assert not master.split.splits

@@ -23,12 +23,7 @@ def _adapter(name: str) -> Any:
 
 
 def open_engine(name: str, request: EngineRequest, progress: Progress | None = None) -> Engine:
-    """Load a model.
-
-    Args:
-        name: Name of the engine.
-        request: The model and its options.
-        progress: Called with the progress, if the model is prepared first.
+    """Load a model with the engine of this name; `progress` is called if the model is prepared first.
 
     Raises:
         BuildError: There is no such engine, or it cannot load the model; with the engine's message.
@@ -69,11 +64,7 @@ def _check_names(engine: Engine) -> None:
 
 
 def prepared_facts(name: str, request: EngineRequest) -> dict[str, Any]:
-    """What the model's prepared form would be made from, which identifies it in the cache.
-
-    Raises:
-        BuildError: This engine or device has no prepared models, or the model cannot be read.
-    """
+    """What the prepared model would be made from: its identity in the cache. `BuildError` if impossible."""
     module = _adapter(name)
     if not hasattr(module, "prepared") or request.device.kind != "cpu":
         raise BuildError(

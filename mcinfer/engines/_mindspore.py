@@ -65,12 +65,6 @@ _PHASE = "graph_load_from_mindir"
 
 
 def load(request: EngineRequest) -> "MindSporeEngine":
-    """Load and compile a model.
-
-    Raises:
-        BuildError: The model, the device or an option does not fit, with MindSpore's message.
-        MissingDependencyError: MindSpore is not installed.
-    """
     try:
         with _TURN:
             return MindSporeEngine(request)
@@ -129,10 +123,7 @@ class MindSporeEngine(ArrayEngine):
         ]
 
     def _compiled(self) -> Any:
-        """The graph, compiled at load and not in the first run, so that a missing operator shows at load.
-
-        `set_inputs` compiles once for all shapes; without it, MindSpore compiles anew for each shape.
-        """
+        """The graph, compiled once for all shapes, which `set_inputs` does. Missing operators show here."""
         ms = self._runtime
         cell = ms.nn.GraphCell(self._graph)
         samples = [

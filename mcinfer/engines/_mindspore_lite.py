@@ -53,11 +53,6 @@ _FAILED = (RuntimeError, TypeError, ValueError)
 
 
 def load(request: EngineRequest) -> "MindSporeLiteEngine":
-    """Load a model.
-
-    Raises:
-        BuildError: The model, the device or an option does not fit, with the package's message.
-    """
     try:
         return MindSporeLiteEngine(request)
     except BuildError:

@@ -146,11 +146,7 @@ _NAMELESS = (None, "", "?", -1)
 
 
 def prepared(request: EngineRequest, progress: Progress | None = None) -> Preparation:
-    """The prepared form of a model, made if there is none yet.
-
-    Raises:
-        BuildError: A weight cannot be replaceable, or the model was prepared with other options.
-    """
+    """The prepared form of a model, made if there is none yet; `BuildError` if it cannot be as requested."""
     if request.variable_weights:  # checked before a model is prepared
         try:
             added_inputs(scan(request.model), request.variable_weights)
@@ -164,16 +160,7 @@ def facts(request: EngineRequest) -> dict[str, Any]:
 
 
 def load(request: EngineRequest, preparation: Preparation | None = None) -> "OnnxRuntimeEngine":
-    """Load a model into a session.
-
-    Args:
-        request: The model and its options.
-        preparation: Its prepared form, which the engine owns from now on; closed if the load fails.
-            None loads the model as it is.
-
-    Raises:
-        BuildError: The model or the device does not fit, with the runtime's message.
-    """
+    """Load a model, or its prepared form, which the engine owns from now on; `BuildError` if that fails."""
     preparation = preparation or Preparation()
     try:
         with _mapped_errors():
@@ -315,10 +302,7 @@ class _BoundRun(Run):
 
 
 class _ValueRun(Run):
-    """A run that takes strings: the runtime binds none, so its results are copied to their places.
-
-    An output of a type that NumPy lacks fails here, with the runtime's message.
-    """
+    """A run that takes strings: the runtime binds none, so its results are copied to their places."""
 
     def __init__(
         self,
@@ -429,16 +413,7 @@ def _register_arena() -> None:
 
 
 def _open_session(request: EngineRequest, held: Held | None) -> Any:
-    """A session on the requested device.
-
-    Args:
-        request: The model and its options.
-        held: Its prepared form, which must outlive the session; None loads the model as it is.
-
-    Raises:
-        BuildError: There is no such device here, or the runtime fell back to another.
-        Exception: The runtime's own, for `_mapped_errors`.
-    """
+    """A session on the requested device; `BuildError` if the runtime has none. It needs `held` open."""
     options = _session_options(request, prepared=held is not None)
     wanted = _PROVIDERS.get(request.device.kind)
     if wanted is None:
@@ -484,11 +459,7 @@ def _new_session(path: str, options: Any, providers: list[Any], *, fallback: boo
 
 
 def prepare(request: EngineRequest, folder: str) -> None:
-    """Write the prepared model into a folder, and check that it loads.
-
-    Raises:
-        BuildError: It cannot be written or loaded, with the runtime's message.
-    """
+    """Write the prepared model into a folder, and check that it loads; `BuildError` if not."""
     for least in _MAX_BYTES_INSIDE:
         try:
             with _mapped_errors():
@@ -579,12 +550,8 @@ def _add_external_data(
 ) -> None:
     """Name the external data of a model that the runtime gets as a file without a folder.
 
-    In the caches of model hubs, a model's files are links to another folder, which the runtime allows only
-    for models at their own paths. Then the content of the files is passed; the runtime (1.31) copies it, and
-    uses it for all tensors except those of subgraphs.
-
-    Raises:
-        BuildError: The data lies elsewhere, or is no regular file.
+    In the caches of model hubs, files are links to another folder, which the runtime allows only for models
+    at their own paths. Then the content of the files is passed, which the runtime (1.31) copies.
     """
     model = Path(request.model).absolute()
     folder = os.path.realpath(model.parent)

@@ -105,15 +105,7 @@ def produced_from(spec: TensorSpec, array: NDArray[Any]) -> Produced | Strings:
 
 
 def array_over(buffer: Buffer, dtype: "np.dtype[Any] | None" = None) -> NDArray[Any]:
-    """An array over a tensor's memory, which must outlive the array.
-
-    Args:
-        buffer: The tensor.
-        dtype: Type of the array's elements; None is the tensor's own.
-
-    Raises:
-        MissingDependencyError: NumPy lacks the element type.
-    """
+    """An array over a tensor's memory, which must outlive it; `dtype` replaces the type of the elements."""
     memory = memoryview((ctypes.c_char * buffer.size).from_address(buffer.address)).cast("B")
     return np.ndarray(buffer.shape, dtype or numpy_dtype(buffer.element_type), memory)
 
@@ -121,16 +113,7 @@ def array_over(buffer: Buffer, dtype: "np.dtype[Any] | None" = None) -> NDArray[
 def check_request(
     engine: str, request: EngineRequest, known: Mapping[str, Sequence[str]] | None = None
 ) -> None:
-    """Refuse options that this engine would ignore, for engines whose weights are fixed.
-
-    Args:
-        engine: Name of the engine.
-        request: The request.
-        known: By option (`session_config`, `provider_options`), the keys that the engine reads.
-
-    Raises:
-        BuildError: The request has another key, or replaceable weights.
-    """
+    """Raise `BuildError` for replaceable weights, and for keys of options that are not `known`."""
     if request.variable_weights:
         raise BuildError(
             f"variable_weights: got {[*request.variable_weights]}, but the engine {engine} cannot "
@@ -227,11 +210,7 @@ class ArrayEngine(Engine):
 
     @abstractmethod
     def run(self, inputs: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-        """Run the model; see `Run.execute` for the errors.
-
-        Returns:
-            The outputs, in the model's order. No other code writes to them before the next run.
-        """
+        """The outputs, in the model's order; see `Run.execute`. They stay unchanged until the next run."""
 
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
         arrays = [
@@ -287,20 +266,9 @@ def deliver(
     *,
     copy: bool = False,
 ) -> list[Produced | Strings]:
-    """Write the outputs of a run to their places.
+    """Write the outputs of a run to their places; return those that have none, or one of another shape.
 
-    Args:
-        engine: Name of the engine, for the error.
-        spec: The model's inputs and outputs.
-        arrays: One for each output.
-        places: Memory of the bound outputs, by name.
-        copy: Whether to copy the arrays that have no place; else they are C-contiguous.
-
-    Returns:
-        The outputs that have no place, or a place of another shape.
-
-    Raises:
-        PredictError: An output has another type than its place.
+    The returned arrays are copied, or are C-contiguous. `PredictError`: one has another type than its place.
     """
     produced = []
     for output, array in zip(spec.outputs, arrays, strict=True):

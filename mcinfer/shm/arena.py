@@ -37,19 +37,13 @@ def align(size: int) -> int:
 class Slot:
     """A piece of a block.
 
-    Attributes:
-        block: Number of the block.
-        offset: Bytes from the block's start, a multiple of `ALIGNMENT`.
-        size: The requested bytes.
-        generation: The slot's number in the order of allocation.
-        address: In this process.
-        memory: Holding it, or a view of it, is owning the slot.
+    The holders of `memory`, or of a view of it, own the slot.
     """
 
-    block: int
-    offset: int
-    size: int
-    generation: int
+    block: int  # its number
+    offset: int  # bytes from the block's start, a multiple of `ALIGNMENT`
+    size: int  # the requested bytes
+    generation: int  # the slot's number in the order of allocation
     address: int
     memory: "Array[c_char]"
 
@@ -111,10 +105,6 @@ class _Extents:
 class Arena:
     """Shared memory up to a limit, for one master.
 
-    Args:
-        limit: Bytes of all blocks together.
-        dropped: Called with the number of each block that the arena has closed.
-
     Attributes:
         limit: Bytes that all blocks together may have.
         wanted: Whether a caller waits for memory; set by the owner.
@@ -123,7 +113,7 @@ class Arena:
 
     def __init__(self, limit: int, *, dropped: Callable[[int], None] = lambda _: None) -> None:
         self.limit = limit
-        self._dropped = dropped
+        self._dropped = dropped  # called with the number of each block that the arena has closed
         self._blocks: dict[int, _Extents] = {}
         self._tickets: dict[int, _Ticket] = {}
         self._released: deque[weakref.ref[Array[c_char]]] = deque()
@@ -225,13 +215,13 @@ class Arena:
 
     def _take_all(self, wanted: Sequence[int]) -> list[tuple[Block, int]] | None:
         """Places for all, in the present blocks or together in a new one."""
-        places = [self._take(space) for space in wanted]
-        found = [place for place in places if place is not None]
+        found: list[tuple[Block, int]] = []
+        while len(found) < len(wanted) and (place := self._take(wanted[len(found)])):
+            found.append(place)
         if len(found) == len(wanted):
             return found
-        for place, space in zip(places, wanted, strict=True):
-            if place is not None:
-                self._blocks[place[0].number].give(place[1], space)
+        for (block, offset), space in zip(found, wanted, strict=False):
+            self._blocks[block.number].give(offset, space)
         extents = self._grow(sum(wanted))
         if extents is None:
             return None

@@ -27,13 +27,7 @@ def _bytes_type(size: int) -> "type[ctypes.Array[ctypes.c_char]]":
 
 
 class Block:
-    """A sealed memfd and this process's mapping of it.
-
-    Attributes:
-        number: Its number in messages.
-        size: In bytes.
-        address: Where it is mapped in this process.
-    """
+    """A sealed memfd of `size` bytes, and this process's mapping of it; messages name its `number`."""
 
     __slots__ = ("_map", "address", "fd", "number", "size")
 
@@ -66,9 +60,8 @@ class Block:
         """Map a block that another process made; the descriptor is this object's from now on.
 
         Raises:
-            ProtocolError: It is not of that size, not of ordinary pages, cannot be written, or could
-                still be shrunk.
-            OSError: It cannot be mapped: this process has no memory or descriptor left.
+            ProtocolError: It has another size, no ordinary pages, cannot be written, or could be shrunk.
+            OSError: This process has no memory or descriptor left.
         """
         try:
             _check(number, size, fd)
@@ -81,11 +74,7 @@ class Block:
             raise ProtocolError(f"block {number}: got one that cannot be written: {exc}") from exc
 
     def memory(self, offset: int, size: int) -> "ctypes.Array[ctypes.c_char]":
-        """Bytes of the block as a ctypes array, whose views keep the mapping alive.
-
-        Raises:
-            ValueError: They do not lie in the block.
-        """
+        """Bytes of the block as a ctypes array, whose views keep the mapping alive."""
         return _bytes_type(size).from_buffer(self._map, offset)
 
     @property
@@ -98,10 +87,6 @@ class Block:
 
         Not through the mapping: if another process has punched out pages and the kernel finds no memory for
         new ones, the reader of a mapping gets SIGBUS, and this an OSError.
-
-        Raises:
-            ValueError: The bytes do not lie in the block.
-            OSError: They cannot be read.
         """
         if not 0 <= offset <= offset + memory.nbytes <= self.size:
             raise ValueError(

@@ -83,13 +83,10 @@ def close_all(descriptors: Sequence[int]) -> None:
 
 
 class WakeUp:
-    """An eventfd (eventfd(2)) that lives as long as this object.
+    """An eventfd (eventfd(2)) that lives as long as this object; `fd` is -1 once it is closed.
 
     A finalizer may call `set` at any moment. After this object's own finalizer, as in a cycle that is
     collected, `set` does nothing: the number of the descriptor may belong to another file by then.
-
-    Attributes:
-        fd: To poll for reading; -1 once it is closed.
     """
 
     __slots__ = ("__weakref__", "fd")

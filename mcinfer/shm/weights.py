@@ -93,16 +93,9 @@ class _Listener:
     """
 
     def __init__(self, descriptors: tuple[int, ...], allowed: Mapping[int, int]) -> None:
-        """Start to answer.
-
-        Args:
-            descriptors: Descriptors to pass on. This object owns them from now on, even if this call fails.
-            allowed: Start times of the processes that may map, by pid, since the system reuses pids.
-                Borrowed; another thread may change it.
-
-        Raises:
-            OSError: No descriptor is left.
-        """
+        # This object owns the descriptors from now on, even if this call fails.
+        # `allowed` has the start times of processes by pid, since the system reuses pids. Another thread
+        # may change it.
         self.stopped = False
         self.handle = 1 + secrets.randbelow(MAX_HANDLE)
         self._allowed = allowed

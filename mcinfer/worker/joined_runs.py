@@ -68,13 +68,7 @@ class JoinedRuns:
         weights: Sequence[Buffer] = (),
         version: int = 0,
     ) -> JoinedRun:
-        """The run for the rows of these members together.
-
-        Args:
-            members: The requests' tensors.
-            axes: The batch axis of each input and output.
-            weights: Weights to use in place of the model's own.
-            version: Identifies these weights.
+        """The run for the rows of these members together; `version` identifies the weights.
 
         Raises:
             ProtocolError: The tensors do not fit together.

@@ -107,18 +107,9 @@ def serve(
     cancels: Cancels,
     log_level: int,
 ) -> int:
-    """Serve the master until EXIT.
+    """Serve the master until EXIT, and close the connection; the exit status.
 
-    Args:
-        connection: Closed by this call.
-        tokens: The token that the worker shows in HELLO, and the one that the master shows in BUILD; the
-            lifeline brought both.
-        lifeline: Borrowed.
-        cancels: Borrowed.
-        log_level: Of `logging`.
-
-    Returns:
-        The exit status.
+    The worker shows the first token in HELLO, the master the second in BUILD. The lifeline brought both.
     """
     logging.basicConfig(level=log_level, format="%(levelname)s %(name)s: %(message)s")
     server = Server(connection, tokens[1], lifeline, cancels)

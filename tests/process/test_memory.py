@@ -2,8 +2,6 @@
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +12,6 @@ import pytest
 from mcinfer import ClosedError, Limits, Master, QueueFullError
 from mcinfer.requests.request import Arrays
 from tests.process.models import FakeModel, SharedMaster, assert_answers, fake_master, rows
-from tests.process.scripts import ROOT
 from tests.process.waiting import pids, running, wait_for_states, wait_until
 
 WIDE = {
@@ -70,17 +67,6 @@ def test_allocated_inputs_are_sent_without_a_copy(wide: Master) -> None:
     np.testing.assert_array_equal(outputs["y"], (buffers["x"] * 2 + 1) * 2 + 1)
     del buffers, outputs
     assert wide.statistics().memory_used_bytes == 0
-
-
-def test_request_holds_its_allocated_input_while_it_runs(wide: Master) -> None:
-    buffers = wide.allocate({"x": (10, 1024)})
-    buffers["x"][...] = -5.0
-    future = wide.submit(buffers)
-    del buffers
-    others = [wide.allocate({"x": (10, 1024)}) for _ in range(3)]
-    for other in others:
-        other["x"][...] = -1.0
-    assert_answers(future.result(timeout=20.0), pages(10, -5.0))
 
 
 def test_full_memory_is_waited_for_where_that_is_wanted_until_the_master_is_closed(
@@ -211,39 +197,3 @@ def test_tensors_of_80_mib_need_no_dev_shm(fake_model: FakeModel) -> None:
         for pid in (os.getpid(), *pids(master)):
             maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
             assert "/dev/shm" not in maps  # noqa: S108 no file is made there
-
-
-def test_tiny_dev_shm_is_no_matter(fake_model: FakeModel) -> None:
-    model = fake_model(
-        inputs=(["x", "uint8", ["batch", 1 << 20]],),
-        outputs=(["y", "uint8", ["batch", 1 << 20], {"from": "x", "add": 1}],),
-    )
-    program = (
-        "import sys, numpy as np, mcinfer\n"
-        "with mcinfer.Master(sys.argv[1], 1, engine='fake') as master:\n"
-        "    y = master.predict({'x': np.ones((32, 1 << 20), np.uint8)})['y']\n"
-        "print((y == 2).all())\n"
-    )
-    mount = "mount -t tmpfs -o size=1m tmpfs /dev/shm && df -k --output=size /dev/shm >&2 &&"
-    done = subprocess.run(
-        [
-            "unshare",
-            "-m",
-            "sh",
-            "-c",
-            f'{mount} exec "$@"',
-            "-",
-            sys.executable,
-            "-c",
-            program,
-            model,
-        ],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=50.0,
-        check=False,
-    )
-    if "1024" not in done.stderr:
-        pytest.skip(f"no mount namespace may be made here: {done.stderr.strip()}")
-    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr

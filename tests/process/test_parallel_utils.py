@@ -1,7 +1,5 @@
 """`ParallelPredictUtils`: the four calls, on real workers."""
 
-import os
-import signal
 from typing import Any
 
 import numpy as np
@@ -12,11 +10,9 @@ from mcinfer import (
     InvalidInputError,
     ParallelPredictUtils,
     PredictError,
-    PredictTimeoutError,
-    Timeouts,
 )
 from tests.process.models import AFFINE, FakeModel, OnnxModel, act, assert_answers, rows
-from tests.process.waiting import all_gone, wait_until
+from tests.process.waiting import all_gone
 
 TWO_BY_TWO = {
     "inputs": (["x", "float32", ["batch", 4]], ["t", "float32", []]),
@@ -108,17 +104,6 @@ def test_predict_splits_the_batch_and_answers_as_it_was_asked(fake_model: FakeMo
         assert [b - a for a, b in zip(before, after, strict=True)] == [2, 2]
 
 
-def test_time_of_predict_is_that_of_the_call_else_of_the_object(fake_model: FakeModel) -> None:
-    times = Timeouts(predict=0.3)
-    with ParallelPredictUtils(
-        fake_model(run="sleep:60"), 1, engine="fake", timeouts=times
-    ) as utils:
-        with pytest.raises(PredictTimeoutError, match=r"0\.3 s"):
-            utils.run_predict([[rows(1)["x"]]])
-        with pytest.raises(PredictTimeoutError, match=r"0\.2 s"):
-            utils.predict([rows(1)["x"]], timeout=0.2)
-
-
 def test_calls_out_of_order_are_refused(fake_model: FakeModel) -> None:
     utils = ParallelPredictUtils(fake_model(), 1, engine="fake")
     with pytest.raises(ClosedError, match="build_model"):
@@ -132,14 +117,3 @@ def test_calls_out_of_order_are_refused(fake_model: FakeModel) -> None:
     utils.finalize()
     with pytest.raises(ClosedError):
         utils.build_model()
-
-
-def test_device_whose_worker_is_killed_is_answered_all_the_same(fake_model: FakeModel) -> None:
-    with ParallelPredictUtils(fake_model(), 2, engine="fake") as utils:
-        pid = utils.statistics().workers[1].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        first, second = utils.run_predict([[rows(2)["x"]], [rows(3)["x"]]])
-        assert_answers({"y": first[0]}, rows(2))
-        assert_answers({"y": second[0]}, rows(3))
-        wait_until(lambda: [w.state for w in utils.statistics().workers] == ["ready"] * 2, 60.0)

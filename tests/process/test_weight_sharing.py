@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from textwrap import dedent
@@ -174,19 +173,6 @@ def test_process_is_allowed_and_revoked_while_the_owner_serves(held: Held, clien
         assert client.ask(owner.handle) == OPENED
         owner.revoke(client.pid)
         assert client.ask(owner.handle) == unlisted == refusal(owner, client.pid)
-
-
-def test_revoked_process_keeps_what_it_was_granted(held: Held) -> None:
-    text = """
-    shared = open_weights(int(sys.stdin.readline()))
-    say("mine")
-    sys.stdin.readline()
-    say(Path(shared.model).read_text())
-    """
-    with Script(text) as other, WeightOwner(held, [other.pid]) as owner:
-        assert other.ask(owner.handle) == "mine"
-        owner.revoke(other.pid)
-        assert other.ask("read") == CONTENT
 
 
 def test_another_users_process_gets_nothing_though_it_is_listed(held: Held) -> None:
@@ -415,15 +401,6 @@ def test_forked_child_does_not_hide_that_the_owner_was_killed(cache: Cache, clie
 
 
 # Many at once, and those that behave badly.
-
-
-def test_many_are_answered_at_once(held: Held, client: Script) -> None:
-    with WeightOwner(held, [os.getpid()]) as owner, ThreadPoolExecutor(10) as pool:
-        opened = [*pool.map(open_weights, [owner.handle] * 50)]
-        assert {Path(shared.model).read_text() for shared in opened} == {CONTENT}
-        assert "refused process" in client.ask(owner.handle)
-        for shared in opened:
-            shared.close()
 
 
 def test_client_that_does_not_read_holds_nobody_up(held: Held, client: Script) -> None:
