@@ -364,15 +364,15 @@ def test_shards_of_any_model_join_to_the_whole(spec: ModelSpec, rows: int, piece
 
 @given(batch=st.integers(1, 5), count=st.integers(0, 9), pieces=st.integers(1, 4))
 def test_shards_of_any_fixed_batch_join_to_the_whole(batch: int, count: int, pieces: int) -> None:
-    spec = model({"x": (batch, 3), "y": (batch,)}, {"z": (batch, 7)})
+    spec = model({"x": (batch, 3), "y": (2 * batch,)}, {"z": (batch, 7)})
     rows = count * batch
-    cut = planned(spec, [(rows, 3), (rows,)], pieces, {"x": 0, "y": 0}, {"z": 0})
+    cut = planned(spec, [(rows, 3), (2 * rows,)], pieces, {"x": 0, "y": 0}, {"z": 0})
     assert cut.rows == (1,) * count
     assert [len(part.shapes) for part in cut.inputs] == [count, count]
     assert cut.outputs[0].shape == (rows, 7)
     assert cut.outputs[0].shapes == ((batch, 7),) * count
     if count > 1:
-        for part, shape in zip(cut.inputs, [(rows, 3), (rows,)], strict=True):
+        for part, shape in zip(cut.inputs, [(rows, 3), (2 * rows,)], strict=True):
             parts = cut_by(numbered(shape), 0, part.shapes)
             assert np.array_equal(np.concatenate(parts), numbered(shape))
 

@@ -87,19 +87,15 @@ class _Extents:
     def give(self, offset: int, size: int) -> None:
         self.free += size
         i = bisect.bisect(self._offsets, offset)
-        joins_next = i < len(self._offsets) and offset + size == self._offsets[i]
-        joins_last = i > 0 and self._offsets[i - 1] + self._sizes[i - 1] == offset
-        if joins_last and joins_next:
-            self._sizes[i - 1] += size + self._sizes[i]
-            del self._offsets[i], self._sizes[i]
-        elif joins_last:
-            self._sizes[i - 1] += size
-        elif joins_next:
+        if i < len(self._offsets) and offset + size == self._offsets[i]:
             self._offsets[i] = offset
             self._sizes[i] += size
         else:
             self._offsets.insert(i, offset)
             self._sizes.insert(i, size)
+        if i > 0 and self._offsets[i - 1] + self._sizes[i - 1] == offset:
+            self._sizes[i - 1] += self._sizes.pop(i)
+            del self._offsets[i]
 
 
 class Arena:

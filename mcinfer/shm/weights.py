@@ -152,10 +152,7 @@ class _Listener:
                         # take a whole core.
                         time.sleep(_BACK_OFF)
                     continue
-                with (
-                    connection,
-                    suppress(OSError),
-                ):  # the client is gone, or sees that nothing comes
+                with connection, suppress(OSError):  # the client is gone, or sees the hang-up
                     self._answer(connection)
         finally:
             self.give_up()
@@ -353,7 +350,6 @@ def open_weights(handle: int, timeout: float = 10.0) -> SharedWeights:
 
 
 def _ask(handle: int, timeout: float) -> tuple[bytes, list[int]]:
-    """The owner's answer: its bytes, and descriptors, which are the caller's."""
     deadline = time.monotonic() + timeout
     owner = f"the owner of weights {handle}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
