@@ -32,7 +32,7 @@ def usable_memory(root: Path = _ROOT) -> int:
 
 
 def memory_limit(root: Path = _ROOT) -> int | None:
-    """Bytes that the tightest control group allows (``memory.max``, cgroup-v2.rst, or version 1's), or None."""
+    """Bytes that the tightest control group allows (``memory.max``, cgroup-v2.rst), or None."""
     names = ("memory.max", "memory.limit_in_bytes")
     found = [_read(folder / name) for folder in _groups("memory", root) for name in names]
     limits = [int(text) for text in found if text.isdecimal()]
@@ -90,7 +90,7 @@ def _groups(controller: str, root: Path) -> list[Path]:
         if match[1] == "":
             mounts = [top]
         elif controller in match[1].split(","):
-            mounts = [top / controller, top / match[1]]  # the former is a link, where there is one
+            mounts = [top / controller, top / match[1]]  # the former may be a link
         else:
             continue
         for mount in mounts:

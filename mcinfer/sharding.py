@@ -146,7 +146,7 @@ class OutputJoin:
 
     Attributes:
         shapes: Its shape in each shard, or None if it is not known before the run.
-        shape: The joined shape, or None likewise.
+        shape: The joined shape, or None if it is not known.
         lengths: The expected size of each shard's part along the axis; None for any size.
         rank: The expected number of dimensions of the parts; None for any number.
     """
@@ -429,15 +429,21 @@ def plan(
     ]
     outputs = _joins(model, cuts, parts, split)
     if not rows:
-        if all(join.axis is not None and join.shape is not None for join in outputs):
+        known = [(join.axis, join.shape) for join in outputs if join.axis is not None]
+        joined = tuple(
+            OutputJoin(axis=axis, shapes=(), shape=(*shape[:axis], 0, *shape[axis + 1 :]))
+            for axis, shape in known
+            if shape is not None
+        )
+        if len(joined) == len(outputs):  # no worker is needed
             empty = tuple(InputCut(axis=cut.axis, shapes=()) for cut in cuts)
-            return Plan(rows=(), inputs=empty, outputs=tuple(map(_empty, outputs)))
+            return Plan(rows=(), inputs=empty, outputs=joined)
         if fixed:
             raise InvalidInputError("inputs: got a batch of 0 rows, expected some")
         return plan(model, shapes, 1)  # the runtime may know the outputs
-    known = all(join.axis is not None and join.shapes is not None for join in outputs)
+    declared = all(join.axis is not None and join.shapes is not None for join in outputs)
     cut = any(axis is not None for axis in axes)
-    rowwise = cut and known and not fixed and bool(outputs)
+    rowwise = cut and declared and not fixed and bool(outputs)
     return Plan(rows=rows, inputs=tuple(cuts), outputs=outputs, rowwise=rowwise)
 
 
@@ -463,25 +469,20 @@ def _shards(
     whole: list[int | None] = [None] * len(shapes)
     axes = whole if split is None else [split.inputs[spec.name] for spec in model.inputs]
     _check_sizes(model, shapes, axes)
-    cut = [
-        (spec, shape, axis)
-        for spec, shape, axis in zip(model.inputs, shapes, axes, strict=True)
-        if axis is not None
-    ]
-    if split is None or not cut:
-        return whole, (1,), False
-    for spec, shape, axis in cut:
-        if axis >= len(shape):
-            if split.known != "said":
+    given: dict[str, tuple[int, int | str | None]] = {}
+    for spec, shape, axis in zip(model.inputs, shapes, axes, strict=True):
+        if split is not None and axis is not None:
+            if axis < len(shape):
+                given[spec.name] = shape[axis], spec.shape[axis] if spec.shape else None
+            elif split.known != "said":
                 return whole, (1,), False
-            raise InvalidInputError(
-                f"input {spec.name!r} has {len(shape)} dimensions {list(shape)}, expected an axis {axis} "
-                "to cut it along"
-            )
-    given = {
-        spec.name: (shape[axis], spec.shape[axis] if spec.shape else None)
-        for spec, shape, axis in cut
-    }
+            else:
+                raise InvalidInputError(
+                    f"input {spec.name!r} has {len(shape)} dimensions {list(shape)}, expected an axis "
+                    f"{axis} to cut it along"
+                )
+    if split is None or not given:
+        return whole, (1,), False
     fixed = _fixed_pieces(given)
     if fixed is not None:
         if fixed == 1:
@@ -489,22 +490,24 @@ def _shards(
         if not split.splits:
             raise InvalidInputError(_no_axis(split))
         # An input with its declared size has no rows to cut: every piece takes it whole.
-        return (
-            [
-                None if axis is None or given[spec.name][0] == spec.shape[axis] else axis
-                for spec, axis in zip(model.inputs, axes, strict=True)
-            ],
-            (1,) * fixed,
-            True,
-        )
-    rows = _common_rows({name: size for name, (size, _) in given.items()}, split)
-    if rows is None:
+        cut = [
+            None if axis is None or given[spec.name][0] == spec.shape[axis] else axis
+            for spec, axis in zip(model.inputs, axes, strict=True)
+        ]
+        return cut, (1,) * fixed, True
+    first, (rows, _) = next(iter(given.items()))
+    other = next((name for name, (size, _) in given.items() if size != rows), None)
+    if other is not None and split.known != "said":
         return whole, (1,), False
+    if other is not None:
+        raise InvalidInputError(
+            f"inputs {first!r} and {other!r} are cut together, but {first!r} has {rows} rows and "
+            f"{other!r} has {given[other][0]}"
+        )
     if split.splits:
-        if not split.covers({s.name: shape for s, shape in zip(model.inputs, shapes, strict=True)}):
-            return whole, (max(1, rows),), False
-        return axes, split_evenly(rows, pieces), False
-    if split.known == "said" and not split.reason and min(rows, pieces) > 1:
+        if split.covers({s.name: shape for s, shape in zip(model.inputs, shapes, strict=True)}):
+            return axes, split_evenly(rows, pieces), False
+    elif split.known == "said" and not split.reason and min(rows, pieces) > 1:
         raise InvalidInputError(_no_axis(split))
     return whole, (max(1, rows),), False
 
@@ -513,7 +516,7 @@ def _no_axis(split: Split) -> str:
     name = split.unjoined[0]
     return (
         f"output {name!r} has no axis that is known to join the parts of a batch along; say it with "
-        f"output_axes={{{name!r}: 0}}, or None where every part gives the same"
+        f"output_axes={{{name!r}: 0}}, or None if every part gives the same"
     )
 
 
@@ -531,21 +534,6 @@ def _check_sizes(model: ModelSpec, shapes: Sequence[Shape], axes: Sequence[int |
                     f"input {spec.name!r} has size {given} in dimension {axis}, expected "
                     f"{expected}: {spec}"
                 )
-
-
-def _common_rows(sizes: Mapping[str, int], split: Split) -> int | None:
-    """The rows of all cut inputs; None if they differ and the user did not say to cut them."""
-    first = next(iter(sizes))
-    for name, given in sizes.items():
-        if given == sizes[first]:
-            continue
-        if split.known != "said":
-            return None
-        raise InvalidInputError(
-            f"inputs {first!r} and {name!r} are cut together, but {first!r} has "
-            f"{sizes[first]} rows and {name!r} has {given}"
-        )
-    return sizes[first]
 
 
 def _fixed_pieces(sizes: Mapping[str, tuple[int, int | str | None]]) -> int | None:
@@ -661,12 +649,6 @@ def _joined(parts: Sequence[Shape], axis: int | None) -> Shape:
     if axis is None:
         return parts[0]
     return (*parts[0][:axis], sum(part[axis] for part in parts), *parts[0][axis + 1 :])
-
-
-def _empty(join: OutputJoin) -> OutputJoin:
-    """An output of a batch of no rows, which needs no worker."""
-    axis, shape = join.axis or 0, join.shape or ()
-    return OutputJoin(axis=axis, shapes=(), shape=(*shape[:axis], 0, *shape[axis + 1 :]))
 
 
 def check_join(

@@ -127,7 +127,12 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The inputs and outputs of a model, in the model's order."""
+    """The inputs and outputs of a model.
+
+    Attributes:
+        inputs: In the model's order.
+        outputs: In the model's order.
+    """
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]

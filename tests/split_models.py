@@ -61,14 +61,6 @@ NO_NAMES = onnx(
 PADDLE = tuple(f"p2o.DynamicDimension.{number}" for number in (0, 1, 3, 4))
 """What Paddle's exporter writes for the dimensions of `NO_NAMES`."""
 
-ANCHORS = onnx("""(float[batch, 3, h] image) => (float[batch, h] y, int64[num_anchors] anchors)
-<int64 start = {0}, int64 step = {1}, int64 third = {2}> {
-    y = ReduceMean <axes = [1], keepdims = 0> (image)
-    shape = Shape(image)
-    height = Gather(shape, third)
-    anchors = Range(start, height, step)
-}""")
-
 MIXING = {
     "softmax": "y = Softmax <axis = 0> (x)",
     "mean": "mean = ReduceMean <axes = [0], keepdims = 1> (x)\n y = Sub(x, mean)",

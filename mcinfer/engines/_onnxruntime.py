@@ -139,7 +139,7 @@ _TYPES = {
     "float8e5m2": "float8_e5m2",
     "float8e5m2fnuz": "float8_e5m2fnuz",
 }
-"""ONNX Runtime's names of element types, where they are not our own."""
+"""ONNX Runtime's names of element types that differ from ours."""
 
 _NAMELESS = (None, "", "?", -1)
 """How the runtime (1.31), and exporters, write a dimension without a name."""
@@ -228,12 +228,8 @@ class OnnxRuntimeEngine(Engine):
 
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
         by_value = any(isinstance(item, Strings) for item in inputs)
-        try:
+        with _mapped_errors(PredictError):
             return (_ValueRun if by_value else _BoundRun)(self, inputs, outputs)
-        except McinferError:
-            raise
-        except _FAILED as exc:
-            raise _map_error(exc, PredictError) from quotable(exc)
 
     def arm(self) -> None:
         if self._cancelled:
@@ -460,10 +456,19 @@ def _new_session(path: str, options: Any, providers: list[Any], *, fallback: boo
 
 def prepare(request: EngineRequest, folder: str) -> None:
     """Write the prepared model into a folder, and check that it loads; `BuildError` if not."""
+    path = os.path.join(folder, MODEL_FILE)
     for least in _MAX_BYTES_INSIDE:
+        options = _session_options(request)
+        options.optimized_model_filepath = path
+        options.log_severity_level = _SILENT  # it warns that the result is for this CPU only
+        for key, value in {**_SAVING, _LEAST_BYTES: str(least)}.items():
+            options.add_session_config_entry(key, value)
         try:
             with _mapped_errors():
-                _prepare(request, folder, least)
+                with _source(request, options) as model:
+                    _new_session(model, options, [_PROVIDERS["cpu"]])
+                options = _session_options(request, prepared=True)
+                _new_session(path, options, [_PROVIDERS["cpu"]])
             return
         except BuildError as exc:
             if least == _MAX_BYTES_INSIDE[-1] or _OUTSIDE not in str(exc):
@@ -472,27 +477,14 @@ def prepare(request: EngineRequest, folder: str) -> None:
                 os.unlink(os.path.join(folder, name))
 
 
-def _prepare(request: EngineRequest, folder: str, least: int) -> None:
-    path = os.path.join(folder, MODEL_FILE)
-    options = _session_options(request)
-    options.optimized_model_filepath = path
-    options.log_severity_level = _SILENT  # it warns that the result is for this CPU only
-    for key, value in {**_SAVING, _LEAST_BYTES: str(least)}.items():
-        options.add_session_config_entry(key, value)
-    with _source(request, options) as model:
-        _new_session(model, options, [_PROVIDERS["cpu"]])
-    options = _session_options(request, prepared=True)
-    _new_session(path, options, [_PROVIDERS["cpu"]])
-
-
 @contextmanager
-def _mapped_errors() -> Iterator[None]:
+def _mapped_errors(base: type[EngineError] = BuildError) -> Iterator[None]:
     try:
         yield
     except McinferError:
         raise
     except _FAILED as exc:
-        raise _map_error(exc, BuildError) from quotable(exc)
+        raise _map_error(exc, base) from quotable(exc)
 
 
 def _session_options(request: EngineRequest, *, prepared: bool = False) -> Any:

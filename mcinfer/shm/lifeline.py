@@ -84,7 +84,17 @@ class Lifeline:
             poll.register(self._socket, select.POLLIN)
             if not poll.poll(timeout * 1000):
                 raise ProtocolError(f"the descriptor of block {number} did not come")
-            other, size, fd = self._receive()
+            try:
+                data, fds = receive(self._socket, _HEADER.size)
+            except ConnectionError as exc:
+                raise ProtocolError(f"lifeline: {exc}") from exc
+            if len(data) != _HEADER.size or len(fds) != 1:
+                close_all(fds)
+                raise ProtocolError(
+                    f"lifeline: got {len(data)} bytes and {len(fds)} descriptors, expected "
+                    f"{_HEADER.size} and 1"
+                )
+            (other, size), fd = _HEADER.unpack(data), fds[0]
             if other in self._received:
                 os.close(fd)
                 raise ProtocolError(f"lifeline: got block {other} twice")
@@ -95,21 +105,6 @@ class Lifeline:
                 )
             self._received[other] = (size, fd)
         return self._received.pop(number)
-
-    def _receive(self) -> tuple[int, int, int]:
-        """Number, size and descriptor of the next block."""
-        try:
-            data, fds = receive(self._socket, _HEADER.size)
-        except ConnectionError as exc:
-            raise ProtocolError(f"lifeline: {exc}") from exc
-        if len(data) != _HEADER.size or len(fds) != 1:
-            close_all(fds)
-            raise ProtocolError(
-                f"lifeline: got {len(data)} bytes and {len(fds)} descriptors, expected "
-                f"{_HEADER.size} and 1"
-            )
-        number, size = _HEADER.unpack(data)
-        return number, size, fds[0]
 
     def close(self) -> None:
         """Close the socket, and the descriptors that were not taken."""

@@ -218,7 +218,6 @@ class Server:
         self._connection.close()
 
     def _check_master(self, message: Build) -> None:
-        # Before BUILD only EXIT may come.
         shown, expected = (
             token.encode(errors="surrogatepass") for token in (message.token, self._token)
         )
@@ -351,13 +350,8 @@ class Server:
         block = None if number is None else self._blocks.get(number)
         if block is None or offset + size > block.size:
             raise ProtocolError(f"tensor {name!r} does not lie in block {number}: {reference}")
-        return Buffer(
-            name=name,
-            element_type=element_type,
-            shape=shape,
-            address=block.address + offset,
-            size=size,
-        )
+        place = block.address + offset
+        return Buffer(name=name, element_type=element_type, shape=shape, address=place, size=size)
 
     def _execute(
         self, run: Run, request: int, shard: int
