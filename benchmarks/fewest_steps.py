@@ -36,10 +36,11 @@ from owned import ALL, BARE, Arrays, Extra, Owned
 from round_trips import BATCH, SIZES, WORKERS, Size, check_answer, identity_model, pipe_setup
 
 from mcinfer import Master
-from mcinfer.bench.baselines import PipePool
+from mcinfer.bench.baselines import Pipe
 from mcinfer.bench.load import nearest_rank, offer
 from mcinfer.bench.report import Load
 from mcinfer.bench.texts import seconds_text
+from mcinfer.errors import McinferError
 
 BARE_NAME = "owned, bare"
 ALL_NAME = "owned, with all"
@@ -123,7 +124,7 @@ def measure_steps(folder: Path, effort: Effort, say: Say) -> Record:
         master = stack.enter_context(Master(model, WORKERS))
         paired = stack.enter_context(Master(model, WORKERS, transport="socketpair"))
         masters = {PREDICT: master, PREDICT_BY_PAIRS: paired}
-        pipe = PipePool(pipe_setup(model))
+        pipe = Pipe(pipe_setup(model))
         stack.callback(pipe.close)
         for size in SIZES:
             record[size.name] = _measure_size(size, pools, masters, pipe, effort, say)
@@ -138,7 +139,7 @@ def _measure_size(
     size: Size,
     pools: Mapping[str, Owned],
     masters: Mapping[str, Master],
-    pipe: PipePool,
+    pipe: Pipe,
     effort: Effort,
     say: Say,
 ) -> Record:
@@ -152,7 +153,7 @@ def _measure_size(
     }
     calls: dict[str, Callable[[Arrays], Arrays]] = {n: pool.predict for n, pool in compared.items()}
     calls |= {name: master.predict for name, master in masters.items()}
-    calls[PIPE] = pipe.predict
+    calls[PIPE] = pipe.run
     for call in calls.values():
         check_answer(call(inputs)["y"], rows)
     ways: dict[str, Way] = {name: partial(call, inputs) for name, call in calls.items()}
@@ -206,8 +207,8 @@ def _measure_processor(calls: Mapping[str, Way], effort: Effort, say: Say) -> Re
 def _rate(call: Call, callers: int, seconds: float) -> float:
     """Requests per second of so many threads, each of which asks when it has its answer."""
     outcome = offer(call, Load(batch=1, clients=callers), seconds=seconds, count=0, seed=0)
-    if outcome.error is not None:
-        raise outcome.error
+    if outcome.errors:
+        raise McinferError(outcome.errors[0])
     return len(outcome.answers) / outcome.seconds
 
 
@@ -354,8 +355,8 @@ def measure_half_load(folder: Path, effort: Effort, say: Say) -> Record:
         for seed in range(effort.rounds):
             for name, call in calls.items():
                 outcome = offer(call, load, seconds=effort.seconds, count=0, seed=seed)
-                if outcome.error is not None:
-                    raise outcome.error
+                if outcome.errors:
+                    raise McinferError(outcome.errors[0])
                 late = outcome.latencies
                 figures[name].append((nearest_rank(late, 0.5), nearest_rank(late, 0.99)))
     p50 = {name: Series(tuple(pair[0] for pair in pairs)) for name, pairs in figures.items()}

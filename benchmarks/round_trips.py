@@ -24,7 +24,7 @@ from onnx import TensorProto, helper
 from zeromq_baseline import EchoPool
 
 from mcinfer import Master
-from mcinfer.bench.baselines import PipePool
+from mcinfer.bench.baselines import Pipe
 from mcinfer.bench.texts import seconds_text
 from mcinfer.bench.way import Setup
 from mcinfer.sharding import Split
@@ -124,7 +124,7 @@ def measure_dispatch(folder: Path, effort: Effort, say: Callable[[str], None]) -
     )
     records: list[Record] = []
     with ExitStack() as stack:
-        pipe = PipePool(pipe_setup(model))
+        pipe = Pipe(pipe_setup(model))
         stack.callback(pipe.close)
         echo = stack.enter_context(EchoPool(WORKERS))
         master = stack.enter_context(Master(model, WORKERS))
@@ -144,19 +144,19 @@ def measure_dispatch(folder: Path, effort: Effort, say: Callable[[str], None]) -
 
 
 def _measure_size(
-    size: Size, pipe: PipePool, echo: EchoPool, master: Master, effort: Effort
+    size: Size, pipe: Pipe, echo: EchoPool, master: Master, effort: Effort
 ) -> dict[str, Series]:
     plain = np.random.default_rng(0).standard_normal((BATCH, size.row_elements), np.float32)
     allocated = master.allocate({"x": plain.shape})
     allocated["x"][...] = plain
     target = np.zeros_like(plain)
-    for answer in (pipe.predict({"x": plain}), master.predict({"x": plain})):
+    for answer in (pipe.run({"x": plain}), master.predict({"x": plain})):
         check_answer(answer["y"], plain)
     check_answer(master.predict(allocated)["y"], plain)
     engine = EngineTime(master)
 
     ways: dict[str, Way] = {
-        PIPE: lambda: pipe.predict({"x": plain}),
+        PIPE: lambda: pipe.run({"x": plain}),
         ECHO: echo.one,
         ECHO_ALL: echo.all,
         PREDICT: lambda: master.predict({"x": plain}),

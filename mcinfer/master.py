@@ -17,7 +17,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from time import monotonic
-from types import NoneType, TracebackType
+from types import NoneType
 from typing import Any, Protocol, Self, cast, runtime_checkable
 
 import numpy as np
@@ -62,8 +62,7 @@ from mcinfer.validators import TensorFields
 
 _log = logging.getLogger("mcinfer.master")
 
-_MAX_SPLITTERS = 64
-"""Sets of axes that calls say, of which it is remembered what was learned."""
+_MAX_SPLITTERS = 64  # sets of axes that calls say, of which it is remembered what was learned
 
 _CHECK_SECONDS = 10.0
 _CHECK_FACTOR = 10.0
@@ -88,10 +87,9 @@ class Master:
         model: Path of the model; or the ONNX model itself, as bytes or `onnx.ModelProto`. The master keeps
             such a model in a private file in the temporary folder until it is closed.
         devices: How many, or which: ``2``, ``["cpu:0", "cpu:1"]``, ``[0, 1]``, ``"cuda:0"``. ``"cpu:i"`` of
-            n is the i-th equal share of the cores that this process may use; its worker is pinned to these
-            cores. Under a CPU quota, as in containers, each worker gets as many threads as its part of the
-            quota allows. ``"cpu"`` or None: the whole CPU, in as many shares as
-            `mcinfer.config.automatic_workers` says.
+            n is the i-th equal share of the usable cores; its worker is pinned to these cores. Under a CPU
+            quota, as in containers, each worker gets its part of the quota as threads. ``"cpu"`` or None:
+            the whole CPU, in as many shares as `mcinfer.config.automatic_workers` says.
         engine: ``"onnxruntime"``; ``"mindspore"`` and ``"mindspore_lite"`` for MindIR models, if these
             packages are installed; ``"fake"`` is for tests.
         options: Options of the engine.
@@ -228,7 +226,7 @@ class Master:
         self._remove_given: weakref.finalize[..., Master] | None = None
 
     def _path_of(self, model: "str | os.PathLike[str] | bytes | SerializableModel") -> str:
-        """Where the model's file is, or will be."""
+        """The path of the model's file, which may not be written yet."""
         if isinstance(model, (str, os.PathLike)):
             try:
                 return str(Path(model).absolute())
@@ -251,21 +249,18 @@ class Master:
         return os.path.join(place, f"mcinfer-model-{secrets.token_hex(8)}", "model.onnx")
 
     def __repr__(self) -> str:
-        """Such as ``<Master unet.onnx on cpu:0, cpu:1: ready>``."""
         model = os.path.basename(self._path) if self._given is None else "given as bytes"
         return f"<Master {model} on {', '.join(self._devices)}: {self._loop.state}>"
 
     # Life.
 
     def start(self) -> Self:
-        """Start every worker and load the model in all of them at once; return when all are ready.
+        """Start every worker, and return when all have loaded the model.
 
         Raises:
-            BuildError: One or more workers failed; names them, with the engine's message. No process is
-                left behind.
+            BuildError: A worker failed; names each, with the engine's message. No process is left behind.
             ModelNotFoundError: The file does not exist.
-            MissingDependencyError: The runtime, or a package for an element type that NumPy lacks, is not
-                installed; says what to install.
+            MissingDependencyError: A package is not installed; says which.
             ClosedError: The master is closed, or was started before.
         """
         self._loop.claim_start()
@@ -294,7 +289,7 @@ class Master:
         return self
 
     def _keep_given(self, model: bytes) -> None:
-        """Write a model that came as bytes to a file; workers load it, also after a restart."""
+        """Write a model that came as bytes to a file, for all workers and later restarts."""
         folder = os.path.dirname(self._path)
         try:
             os.mkdir(folder, 0o700)
@@ -316,9 +311,8 @@ class Master:
             timeout: Seconds for the workers to end by themselves before they are killed; None is
                 `Timeouts.close`. With `drain`, seconds for the requests to be answered; None waits as long
                 as their own time-outs.
-            drain: Whether to answer accepted requests first. New requests then fail with `ClosedError`, and
-                so do requests that are not answered in time; after that the workers have `Timeouts.close`
-                to end. Ctrl-C or another `close` ends the wait.
+            drain: Whether to answer accepted requests first. New requests fail with `ClosedError`, and so do
+                those that are not answered in time. Ctrl-C or another `close` ends the wait.
         """
         if timeout is not None:
             check_seconds("timeout", timeout)
@@ -343,7 +337,6 @@ class Master:
     def health(self) -> Health:
         """The present state of the pool, and the reasons. The answer comes at once: it asks no worker.
 
-        For an idle worker, the state of its process shows whether a signal stopped it or it has just ended.
         Only a request's time-out shows that a run takes too long, so give requests a time-out.
 
         Raises:
@@ -370,8 +363,8 @@ class Master:
         """Replace every worker's process by a new one, one after another. No request fails because of this.
 
         A worker gets no new requests, answers those that it has, ends, and is started again; then the next
-        one. The other workers serve meanwhile; with only one worker, requests wait for it. Workers past
-        their restart budget start at their turn without a wait, with a new budget.
+        one. The other workers serve meanwhile; with only one worker, requests wait for it. A worker past
+        its restart budget gets a new budget, and its start does not wait.
 
         Args:
             timeout: Seconds for all workers together; None is `Timeouts.start` for each worker.
@@ -380,8 +373,7 @@ class Master:
             ReadyTimeoutError: Not all were replaced in time. The current replacement continues; the
                 remaining workers stay as they are.
             WorkerDiedError: A new process could not load the model within its budget of starts. It is
-                started again at the longest back-off, like any worker past its budget; the remaining
-                workers stay as they are.
+                started again at the longest back-off; the remaining workers stay as they are.
             ClosedError: The master is closed, or was not started.
         """
         self._ready()
@@ -401,48 +393,29 @@ class Master:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     async def __aenter__(self) -> Self:
-        """Run `start` in a thread, so that the event loop goes on; cancelling the task closes the master."""
         try:
             return await asyncio.to_thread(self.start)
         except asyncio.CancelledError:
             await asyncio.to_thread(self.close)
             raise
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
     # What the model is like.
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """The model's inputs, in its order: name, dtype, shape with symbols.
-
-        Raises:
-            ClosedError: The master was not started.
-        """
+        """The model's inputs, in its order: name, dtype, shape with symbols; `ClosedError` before `start`."""
         return self._spec().inputs
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """The model's outputs, in its order: name, dtype, shape with symbols.
-
-        Raises:
-            ClosedError: The master was not started.
-        """
+        """The model's outputs, likewise."""
         return self._spec().outputs
 
     def _spec(self) -> ModelSpec:
@@ -480,8 +453,7 @@ class Master:
                 whole on one worker, as `submit` does.
             priority: Among requests that wait for a worker, higher priorities go first. At most seven runs
                 in a row pass over a waiting request.
-            outputs: Names of the outputs to return; None is all. The model computes all outputs in any
-                case.
+            outputs: Names of the outputs to return; None is all. The model computes all of them in any case.
 
         Returns:
             Arrays by output name, in the model's order, or that of `outputs`. The caller owns them without
@@ -489,9 +461,8 @@ class Master:
             and memory.
 
         Raises:
-            InvalidInputError: The inputs do not fit the model; names the input, what came and what was
-                expected. Or the call says how to cut inputs, and nothing says how to join an output.
-                Nothing was sent.
+            InvalidInputError: The inputs do not fit the model, or nothing says how to join an output although
+                the call says how to cut inputs. Nothing was sent.
             PredictError: A run raised, or the shards' answers contradict the split.
             WorkerDiedError: Two workers died on one shard, or no worker is left.
             PredictTimeoutError: The time-out passed.
@@ -662,12 +633,9 @@ class Master:
 
     @property
     def split(self) -> Split:
-        """What is known now of how to split a batch and join its outputs.
+        """How a batch is split and its outputs are joined, as far as it is known; print it for a table.
 
-        ``print(master.split)`` shows it as a table. Axes that a single call gives do not count here.
-
-        Raises:
-            ClosedError: The master was not started.
+        Axes that a single call gives do not count here. `ClosedError` before `start`.
         """
         return self._splitter_for(None, None).known.split
 
@@ -691,7 +659,7 @@ class Master:
             output_axes: As in `predict`.
 
         Returns:
-            What is known afterwards: `Split.checked` says whether the example has shown it.
+            The split afterwards; `Split.checked` says whether the example has shown it.
 
         Raises:
             McinferError: As `predict`, if the whole run fails.
@@ -700,7 +668,7 @@ class Master:
             raise McinferError("learn() was called in a future's callback, where nothing may wait")
         call = self._call(example, timeout, batch_axes, output_axes, None, 0, None)
         runs, arrays = _CheckRuns(self, call), self._ready().arrays(example)
-        return call.splitter.relearn(arrays, self._least_pieces(call), runs, call.timeout)
+        return call.splitter.relearn(arrays, max(2, call.pieces), runs, call.timeout)
 
     def warm_up(self, example: Inputs, *, timeout: float | None = None) -> None:
         """Run an example on every worker, so that the first real request of its shapes is not slower.
@@ -741,9 +709,8 @@ class Master:
             shapes: By input name, the shape: any batch, all rows C-contiguous.
 
         Returns:
-            Arrays of the inputs' dtypes with undefined content, as with `numpy.empty`. The caller owns
-            them; their memory is free again when the last view of it is gone. A forked child has a copy, as
-            of answers.
+            Arrays of the inputs' dtypes with undefined content. The caller owns them; their memory is free
+            again when the last view of it is gone. A forked child has a copy, as of answers.
 
         Raises:
             InvalidInputError: An unknown name, another number of dimensions, or more bytes than the limit.
@@ -753,11 +720,7 @@ class Master:
 
     @property
     def weights(self) -> tuple[TensorSpec, ...]:
-        """The weights that `update_weights` may replace: those of `EngineOptions.variable_weights`.
-
-        Raises:
-            ClosedError: The master was not started.
-        """
+        """The weights that `update_weights` may replace; `ClosedError` before `start`."""
         self._spec()
         return () if self._planner is None else self._planner.weights.specs
 
@@ -766,9 +729,9 @@ class Master:
     ) -> int:
         """Replace weights on all workers at once, between two requests.
 
-        All shards of earlier requests finish with the weights that they began with. Requests made after the
-        return use the new weights, and so do restarted workers. No model is loaded again: the new weights
-        are copied to shared memory once, for any number of workers.
+        Earlier requests finish with the weights that they began with. Requests made after the return use the
+        new weights, and so do restarted workers. The new weights are copied to shared memory once, for any
+        number of workers.
 
         Args:
             weights: New values by name, each with the dtype and shape in `weights`; other weights stay as
@@ -780,9 +743,10 @@ class Master:
             The number of this version, as in `statistics().weights_version`: 1 for the first update.
 
         Raises:
-            InvalidInputError: A name, dtype or shape does not fit; names it. No weight was changed.
-            QueueFullError: No shared memory was free. No weight was changed.
-            PredictError: The system has no shared memory left. No weight was changed.
+            InvalidInputError: A name, dtype or shape does not fit; names it. After any of these errors, no
+                weight was changed.
+            QueueFullError: No shared memory was free.
+            PredictError: The system has no shared memory left.
             ClosedError: The master is not started, or closed.
         """
         store = self._ready().weights
@@ -860,7 +824,7 @@ class Master:
                 raise InvalidInputError(f"outputs: got {name!r}, expected some of {names}")
 
     def _splitter_for(self, batch_axes: Axes | None, output_axes: Axes | None) -> Splitter:
-        """What is known of the split for these axes; they override those of the master."""
+        """The splitter for these axes; they override those of the master."""
         model, splitter = self._spec(), self._splitter
         if splitter is None:
             raise ClosedError("the master is still starting")
@@ -904,7 +868,7 @@ class Master:
         def split_run(known: Known) -> Arrays:
             return self._submit(replace(call, known=known, pieces=pieces, outputs=None)).result()
 
-        pieces = self._least_pieces(call)
+        pieces = max(2, call.pieces)  # as many as later requests have
         arrays = self._ready().arrays(call.inputs)
         return pick(call.splitter.answer(arrays, pieces, runs, split_run), call.outputs)
 
@@ -927,12 +891,7 @@ class Master:
         call.splitter.withdraw(f"a piece of a batch fails where the whole runs ({failure})")
         return pick(whole, call.outputs)
 
-    def _least_pieces(self, call: "_Call") -> int:
-        """In how many pieces to compare a request: as many as later ones have, and at least two."""
-        return max(2, call.pieces)
-
     def _submit(self, call: "_Call", *, wait: bool = True) -> "OutcomeFuture[Arrays]":
-        """Queue a request and return its future."""
         request = self._request(call, wait=wait, may_wait=self._loop.may_wait())
         future = OutcomeFuture(request, self._loop)
         if not request.settled:  # a batch of no rows is answered already
@@ -987,13 +946,9 @@ class _Call:
     """The arguments of one request.
 
     Attributes:
-        planner: Lays out the request.
-        known: What is known of its split.
         pieces: Most shards that it is cut into.
         joins: Whether it may go in one run with others.
-        start: When the call came.
-        timeout: Seconds from `start` on.
-        outputs: Names of the outputs to return.
+        start: When the call came; `timeout` seconds count from then on.
         apart: Whether it is a run of a check: whole, and not joined with others.
         traced: Whether to call the trace hook.
     """
@@ -1013,12 +968,10 @@ class _Call:
 
 
 class _CheckRuns:
-    """Runs requests whole, for one check. The first has the caller's time; it sets the limit of the others.
+    """Runs requests whole, for one check of `call`, all at once.
 
-    Args:
-        master: Runs the requests.
-        call: The request that is checked. The first run is its answer; the others are not traced.
-        late: Whether the request has its answer already: then the time counts from the first run on.
+    The first run is the answer to `call` and has its time; its duration limits the others, which are not
+    traced. With `late`, the call has its answer already, and its time counts from the first run on.
     """
 
     def __init__(self, master: Master, call: _Call, *, late: bool = False) -> None:

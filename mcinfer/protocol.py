@@ -1,23 +1,19 @@
 """The messages between a master and its workers, and the order in which they may come.
 
-One MessagePack map per message (https://github.com/msgpack/msgpack/blob/master/spec.md), never
-pickle. This file does not know which side it runs on: `TRANSITIONS` is the whole life of a worker, and
-both sides keep a `Conversation` that follows it. A message that is malformed, or that the table
-does not allow, raises `ProtocolError` and changes nothing.
+One MessagePack map per message (https://github.com/msgpack/msgpack/blob/master/spec.md), never pickle.
+`TRANSITIONS` is the whole life of a worker, and both sides keep a `Conversation` that follows it. A message
+that is malformed, or that the table does not allow, raises `ProtocolError` and changes nothing.
 
-PREDICT and REPLY, one of each for every run, are no maps. Each has a head of fixed size, whose first byte is
-the message's id (no map of MessagePack begins with it), and a body in MessagePack:
+PREDICT and REPLY have a head of fixed size instead, whose first byte is the message's id (no map of
+MessagePack begins with it), and a body in MessagePack:
 
-* PREDICT: `PREDICT_HEAD` with the request, the shard, the version of the weights and the bytes of the inputs'
-  references; then the inputs' and the outputs' references. The body is the same for all requests whose
-  tensors lie in the same places, so a worker decodes and checks it once.
-* REPLY: `REPLY_HEAD` with the request, the shard and the seconds of the run; then the outputs' references, or
-  nothing where all outputs are where PREDICT said.
+* PREDICT: `PREDICT_HEAD`, then the inputs' and the outputs' references. The body is the same for all requests
+  whose tensors lie in the same places, so a worker decodes and checks it once.
+* REPLY: `REPLY_HEAD`, then the outputs' references, or nothing if all outputs are where PREDICT said.
 
-Ids 0 to 4 are those of the multi-card sample of MindSpore Lite, and stay. Tensors do not travel in
-messages: a tensor reference ``(name, element type, shape, block, offset)`` says where one lies in shared
-memory. Only strings, which have no fixed size, travel inline: then the block is None and the last
-place holds the values.
+Ids 0 to 4 are those of the multi-card sample of MindSpore Lite. A tensor reference ``(name, element type,
+shape, block, offset)`` says where a tensor lies in shared memory. Only strings, which have no fixed size,
+travel inline: then the block is None and the last place holds the values.
 """
 
 import reprlib
@@ -26,7 +22,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgpack
 
@@ -53,8 +49,7 @@ from mcinfer.validators import (
     or_none,
 )
 
-VERSION = 4
-"""Raised with each change that an older peer would misread; HELLO carries it."""
+VERSION = 4  # raised with each change that an older peer would misread; HELLO carries it
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Largest message. Tensors lie in shared memory, so only strings make a message large."""
@@ -65,8 +60,7 @@ MAX_VALUES = 1 << 20
 MAX_STRINGS = MAX_VALUES - (1 << 16)
 """Most strings in the tensors of one message; the rest is for the other values."""
 
-_MAX_KEYS = 1 << 12
-"""Most keys of one map."""
+_MAX_KEYS = 1 << 12  # most keys of one map
 
 _MAX_ERROR = (1 << 20) + (1 << 10)
 """Characters of what an engine said, which a worker cuts at 2²⁰, and of what is put before it."""
@@ -76,8 +70,7 @@ _MAX_PROVIDERS = 64
 _MAX_NOTE = 5000
 _MAX_NOTES = 16
 
-MAX_HELLO_BYTES = 512
-"""Largest HELLO: from an unknown peer, nothing larger is read."""
+MAX_HELLO_BYTES = 512  # largest HELLO: from an unknown peer, nothing larger is read
 
 _PLAIN_BYTES = 1 << 10
 """Decoding a message up to this size takes at most 1.4 MB and half a millisecond, with any content."""
@@ -88,8 +81,7 @@ _UNCOUNTED_BYTES = 16 << 10
 PREDICT_HEAD = struct.Struct("<BQIQI")
 """Id, request, shard, version of the weights, bytes of the inputs' references."""
 
-REPLY_HEAD = struct.Struct("<BQId")
-"""Id, request, shard, seconds."""
+REPLY_HEAD = struct.Struct("<BQId")  # id, request, shard, seconds
 
 ERROR = 0
 PREDICT = 1
@@ -106,19 +98,31 @@ PREPARING = 11
 PREDICT_JOINED = 12
 
 
+_Count = Annotated[int, is_count]
+_Shard = Annotated[int, is_shard]
+_Seconds = Annotated[float, is_seconds]
+_Text = Annotated[str, is_text]
+_Texts = Annotated[tuple[str, ...], is_texts]
+_TextMap = Annotated[dict[str, str], is_text_map]
+_Flag = Annotated[bool, is_flag]
+_References = Annotated[tuple[TensorRef, ...], is_references]
+_Specs = Annotated[tuple[TensorFields, ...], is_specs]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """Base of the messages. Fields check themselves when a message is made."""
+    """Base of the messages: each field is annotated with its check, which a new message runs.
+
+    docs/protocol.md describes every field.
+    """
 
     ID: ClassVar[int]
-    CHECKS: ClassVar[dict[str, Check]] = {}
+    CHECKS: ClassVar[dict[str, Check]]
+
+    def __init_subclass__(cls) -> None:
+        cls.CHECKS = {name: hint.__metadata__[0] for name, hint in cls.__annotations__.items()}
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ProtocolError: A field does not fit.
-        """
         for name, check in self.CHECKS.items():
             value = getattr(self, name)
             if not check(value):
@@ -132,138 +136,84 @@ class Message:
 class Error(Message):
     """Worker to master: a build (request None) or a run failed, or a run was cancelled.
 
-    Attributes:
-        kind: ``"build"``, ``"missing"`` (a package, for a build), ``"invalid"``, ``"predict"`` or
-            ``"cancelled"``.
-        text: One clear line or more; the engine's own message is in it.
-        traceback: The worker's, for the log.
+    `kind` is ``"build"``, ``"missing"`` (a package, for a build), ``"invalid"``, ``"predict"`` or
+    ``"cancelled"``.
     """
 
     ID = ERROR
-    CHECKS = {
-        "request": or_none(is_count),
-        "shard": or_none(is_shard),
-        "kind": lambda value: value in ("build", "missing", "invalid", "predict", "cancelled"),
-        "text": is_text_to(_MAX_ERROR),
-        "traceback": is_text_to(_MAX_ERROR),
-    }
-    request: int | None = None
-    shard: int | None = None
-    kind: str
-    text: str
-    traceback: str = ""
+    request: Annotated[int | None, or_none(is_count)] = None
+    shard: Annotated[int | None, or_none(is_shard)] = None
+    kind: Annotated[
+        str, lambda value: value in ("build", "missing", "invalid", "predict", "cancelled")
+    ]
+    text: Annotated[str, is_text_to(_MAX_ERROR)]
+    traceback: Annotated[str, is_text_to(_MAX_ERROR)] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predict(Message):
     """Master to worker: run this shard.
 
-    Attributes:
-        weights: The version of the replaceable weights that it is to run with; 0 is the model's own.
-        outputs: Where results are to be written, by name; outputs that are not named here have no shape
-            known before the run, and come back in a block of the worker's own.
+    Outputs without a place have no shape known before the run, and come back in a block of the worker's own.
     """
 
     ID = PREDICT
-    CHECKS = {
-        "request": is_count,
-        "shard": is_shard,
-        "weights": is_count,
-        "inputs": is_references,
-        "outputs": is_references,
-    }
-    request: int
-    shard: int
-    weights: int = 0
-    inputs: tuple[TensorRef, ...]
-    outputs: tuple[TensorRef, ...]
+    request: _Count
+    shard: _Shard
+    weights: _Count = 0
+    inputs: _References
+    outputs: _References
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictJoined(Message):
-    """Master to worker: run several shards, of other requests each, as one batch.
+    """Master to worker: run one shard of each of several requests as one batch.
 
-    Attributes:
-        request: The first member's, which stands for the run in REPLY, ERROR and CANCEL.
-        shard: Likewise.
-        weights: As in PREDICT, the same for all members.
-        members: Two or more maps of ``inputs`` and ``outputs``, as in PREDICT. All have the same tensors
-            in the same order, whose shapes differ in the batch's axis alone; every output has its place.
-        input_axes: By input, the batch's axis; None for one that all members have in common.
-        output_axes: By output, the batch's axis.
+    The first member's request and shard stand for the run in REPLY, ERROR and CANCEL. All members have the
+    same tensors in the same order, whose shapes differ in the batch's axis alone; every output has its place.
+    An input axis of None is for an input that all members share.
     """
 
     ID = PREDICT_JOINED
-    CHECKS = {
-        "request": is_count,
-        "shard": is_shard,
-        "weights": is_count,
-        "members": is_members,
-        "input_axes": is_axes,
-        "output_axes": lambda value: is_axes(value) and None not in value,
-    }
-    request: int
-    shard: int
-    weights: int = 0
-    members: tuple[dict[str, tuple[TensorRef, ...]], ...]
-    input_axes: tuple[int | None, ...]
-    output_axes: tuple[int, ...]
+    request: _Count
+    shard: _Shard
+    weights: _Count = 0
+    members: Annotated[tuple[dict[str, tuple[TensorRef, ...]], ...], is_members]
+    input_axes: Annotated[tuple[int | None, ...], is_axes]
+    output_axes: Annotated[tuple[int, ...], lambda value: is_axes(value) and None not in value]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply(Message):
-    """Worker to master: the shard ran, or those that were joined.
+    """Worker to master: the run succeeded; `seconds` is the time of the engine's run alone.
 
-    Attributes:
-        outputs: Every output, in the model's order; empty if every output lies where PREDICT said.
-        seconds: Time of the engine's run alone.
+    `outputs` has every output, in the model's order, or none if all lie where PREDICT said.
     """
 
     ID = REPLY
-    CHECKS = {
-        "request": is_count,
-        "shard": is_shard,
-        "outputs": is_references,
-        "seconds": is_seconds,
-    }
-    request: int
-    shard: int
-    outputs: tuple[TensorRef, ...]
-    seconds: float
+    request: _Count
+    shard: _Shard
+    outputs: _References
+    seconds: _Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildFinish(Message):
     """Worker to master: the model is loaded.
 
-    Attributes:
-        weights: Those that can be replaced.
-        model: Identifies the model's file; the same for all workers.
-        prepared: The key of the prepared model, which covers external data too; empty without one.
-        providers: The execution providers in use, by the engine's names.
-        notes: What the user should know about the load.
-        seconds: Load time.
+    `model` identifies the model's file, and is the same for all workers. `prepared` is the key of the
+    prepared model, which covers external data too; empty without one. `notes` are remarks for the user.
     """
 
     ID = BUILD_FINISH
-    CHECKS = {
-        "inputs": is_specs,
-        "outputs": is_specs,
-        "weights": is_specs,
-        "model": is_text_to(_MAX_NAME),
-        "prepared": is_text_to(_MAX_NAME),
-        "providers": is_texts_to(_MAX_PROVIDERS, _MAX_NAME),
-        "notes": is_texts_to(_MAX_NOTES, _MAX_NOTE),
-        "seconds": is_seconds,
-    }
-    inputs: tuple[TensorFields, ...]
-    outputs: tuple[TensorFields, ...]
-    weights: tuple[TensorFields, ...] = ()
-    model: str = ""
-    prepared: str = ""
-    providers: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-    seconds: float
+    inputs: _Specs
+    outputs: _Specs
+    weights: _Specs = ()
+    model: Annotated[str, is_text_to(_MAX_NAME)] = ""
+    prepared: Annotated[str, is_text_to(_MAX_NAME)] = ""
+    providers: Annotated[tuple[str, ...], is_texts_to(_MAX_PROVIDERS, _MAX_NAME)]
+    notes: Annotated[tuple[str, ...], is_texts_to(_MAX_NOTES, _MAX_NOTE)] = ()
+    seconds: _Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,74 +225,47 @@ class Exit(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello(Message):
-    """Worker to master, the first message: identifies the worker.
-
-    Attributes:
-        token: The first of the greeting's: it proves that the master started this worker.
-    """
+    """Worker to master, the first message: the token proves that the master started this worker."""
 
     ID = HELLO
-    CHECKS = {"version": is_count, "pid": is_count, "token": is_text}
-    version: int
-    pid: int
-    token: str
+    version: _Count
+    pid: _Count
+    token: _Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build(Message):
-    """Master to worker: load this model.
+    """Master to worker: load this model; the token proves that this master started the worker.
 
-    Attributes:
-        model: Absolute path.
-        cores: Cores to be pinned to; empty for a device that is not a share of the CPU.
-        shared: Whether other workers run on the same cores, so that waiting threads must not spin.
-        prepare: As in `mcinfer.config.EngineOptions`.
-        variable_weights: Names of weights that are to be replaceable.
-        token: The second of the greeting's: it proves that this is the master that started the worker.
+    `shared`: other workers run on the same cores, so waiting threads must not spin.
     """
 
     ID = BUILD
-    CHECKS = {
-        "model": is_text,
-        "engine": is_text,
-        "device": is_text,
-        "cores": is_cores,
-        "shared": is_flag,
-        "threads": or_none(is_count),
-        "inter_op_threads": or_none(is_count),
-        "allow_fallback": is_flag,
-        "prepare": is_text,
-        "variable_weights": is_texts,
-        "session_config": is_text_map,
-        "provider_options": is_text_map,
-        "token": is_text,
-    }
-    model: str
-    engine: str
-    device: str
-    cores: tuple[int, ...]
-    shared: bool
-    threads: int | None
-    inter_op_threads: int | None
-    allow_fallback: bool
-    prepare: str = "never"
-    variable_weights: tuple[str, ...] = ()
-    session_config: dict[str, str]
-    provider_options: dict[str, str]
-    token: str = ""
+    model: _Text
+    engine: _Text
+    device: _Text
+    cores: Annotated[tuple[int, ...], is_cores] = ()
+    shared: _Flag = False
+    threads: Annotated[int | None, or_none(is_count)] = None
+    inter_op_threads: Annotated[int | None, or_none(is_count)] = None
+    allow_fallback: _Flag = False
+    prepare: _Text = "never"
+    variable_weights: _Texts = ()
+    session_config: _TextMap = field(default_factory=dict)
+    provider_options: _TextMap = field(default_factory=dict)
+    token: _Text = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel(Message):
-    """Master to worker: stop that run if it is still going, skip it if it has not begun; else nothing.
+    """Master to worker: stop this run, or skip it if it has not begun; ignored after its answer.
 
     It comes over a socket of its own, so that a worker hears it during a run.
     """
 
     ID = CANCEL
-    CHECKS = {"request": is_count, "shard": is_shard}
-    request: int
-    shard: int
+    request: _Count
+    shard: _Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,50 +273,38 @@ class Attach(Message):
     """Master to worker: map this block; its descriptor is already on the lifeline."""
 
     ID = ATTACH
-    CHECKS = {"block": is_count, "size": is_count}
-    block: int
-    size: int
+    block: _Count
+    size: _Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detach(Message):
-    """Master to worker: this block is not used any more; unmap it."""
+    """Master to worker: unmap this block."""
 
     ID = DETACH
-    CHECKS = {"block": is_count}
-    block: int
+    block: _Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparing(Message):
-    """Worker to master: the model is being prepared, here or in another process, and that gets on.
-
-    Attributes:
-        seconds: So far.
-        written: Bytes.
-    """
+    """Worker to master: the preparation of the model makes progress, here or in another process."""
 
     ID = PREPARING
-    CHECKS = {"seconds": is_seconds, "written": is_count}
-    seconds: float
-    written: int
+    seconds: _Seconds
+    written: _Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateWeights(Message):
-    """Master to worker: where a version of the replaceable weights lies, before the first run with it.
+    """Master to worker: the places of all replaced weights, before the first run with that version.
 
-    Attributes:
-        version: Its number, from 1 on.
-        oldest: No run will name a version below this one any more.
-        tensors: All that were replaced so far; the others are the model's own.
+    No later run names a version below `oldest`.
     """
 
     ID = UPDATE_WEIGHTS
-    CHECKS = {"version": is_count, "oldest": is_count, "tensors": is_references}
-    version: int
-    oldest: int
-    tensors: tuple[TensorRef, ...]
+    version: _Count
+    oldest: _Count
+    tensors: _References
 
 
 MESSAGES: dict[int, type[Message]] = {
@@ -445,7 +356,6 @@ def encode(message: Message) -> bytes:
 
 
 def count_strings(references: Iterable[TensorRef]) -> int:
-    """How many strings travel in these references."""
     return sum(len(reference[4]) for reference in references if reference[1] == STRING)
 
 
@@ -457,10 +367,6 @@ def _packer() -> msgpack.Packer:
     # File names that are not UTF-8 are text with surrogates in Python, and must come through.
     # A packer is made for each call: its usual buffer of 256 KiB would be most of the cost.
     return msgpack.Packer(unicode_errors="surrogatepass", buf_size=1024)  # type: ignore[call-arg] # stubs of 1.0
-
-
-_SHARD = _pack("shard")
-_WEIGHTS = _pack("weights")
 
 
 def encode_references(references: tuple[TensorRef, ...]) -> bytes:
@@ -484,27 +390,15 @@ def encode_references(references: tuple[TensorRef, ...]) -> bytes:
 
 
 def encode_predict(request: int, shard: int, weights: int, inputs: int, body: bytes) -> bytes:
-    """A PREDICT.
-
-    Args:
-        request: Its number.
-        shard: Likewise.
-        weights: The version of the weights.
-        inputs: Bytes of the body that are the inputs' references.
-        body: What `encode_references` gave for the inputs and for the outputs, one after the other.
-    """
+    """A PREDICT; `inputs` is how many bytes of the body are the inputs' references."""
     return PREDICT_HEAD.pack(PREDICT, request, shard, weights, inputs) + body
 
 
 def decode_body(body: bytes, inputs: int) -> tuple[tuple[TensorRef, ...], tuple[TensorRef, ...]]:
     """The inputs' and the outputs' references of a PREDICT's body.
 
-    Args:
-        body: The message's body.
-        inputs: Bytes of it that are the inputs'.
-
     Raises:
-        ProtocolError: They are no references.
+        ProtocolError: The body holds no such references.
     """
     if inputs > len(body):
         raise ProtocolError(
@@ -517,15 +411,6 @@ def decode_body(body: bytes, inputs: int) -> tuple[tuple[TensorRef, ...], tuple[
     return parts
 
 
-_JOINED = b"\x87" + b"".join(map(_pack, ("id", PREDICT_JOINED, "request")))
-_MEMBERS = _pack("members")
-_MEMBER = b"\x82"
-_INPUTS = _pack("inputs")
-_OUTPUTS = _pack("outputs")
-_INPUT_AXES = _pack("input_axes")
-_OUTPUT_AXES = _pack("output_axes")
-
-
 def encode_predict_joined(
     request: int,
     shard: int,
@@ -533,29 +418,18 @@ def encode_predict_joined(
     members: Sequence[tuple[bytes, bytes]],
     axes: tuple[tuple[int | None, ...], tuple[int, ...]],
 ) -> bytes:
-    """What `encode` gives for a PREDICT_JOINED, from each member's tensors encoded before.
-
-    Args:
-        request: The first member's.
-        shard: Likewise.
-        weights: The version of the weights.
-        members: What `encode_references` gave for the inputs, and for the outputs, of each.
-        axes: The batch axes of the inputs, and of the outputs.
-    """
-    count = bytes(_packer().pack_array_header(len(members)))
-    parts = [_JOINED, _pack(request), _SHARD, _pack(shard), _WEIGHTS, _pack(weights)]
-    parts += (_MEMBERS, count)
+    """A PREDICT_JOINED, from the members' inputs and outputs as `encode_references` gave them."""
+    head = {"id": PREDICT_JOINED, "request": request, "shard": shard, "weights": weights}
+    parts = [b"\x87", *(_pack(item) for pair in head.items() for item in pair)]
+    parts += (_pack("members"), _packer().pack_array_header(len(members)))
     for inputs, outputs in members:
-        parts += (_MEMBER, _INPUTS, inputs, _OUTPUTS, outputs)
-    parts += (_INPUT_AXES, _pack(axes[0]), _OUTPUT_AXES, _pack(axes[1]))
+        parts += (b"\x82", _pack("inputs"), inputs, _pack("outputs"), outputs)
+    parts += map(_pack, ("input_axes", axes[0], "output_axes", axes[1]))
     return b"".join(parts)
 
 
 def decode(data: bytes) -> Message:
-    """Read a message.
-
-    Nothing in it is trusted: what it says it holds is bounded by its own bytes and by `MAX_VALUES`,
-    nesting by msgpack, and every field is checked.
+    """Read a message. Nothing in it is trusted: sizes, nesting and every field are checked.
 
     Raises:
         ProtocolError: It is not a message of this protocol.
@@ -598,24 +472,24 @@ def _decode_reply(data: bytes) -> Reply:
     return Reply(request=request, shard=shard, outputs=outputs, seconds=seconds)
 
 
-def _unpack(data: bytes) -> Any:
-    """What a message, or a part of one, holds.
+_UNPACKING: dict[str, Any] = {
+    "use_list": False,
+    "strict_map_key": True,
+    "unicode_errors": "surrogatepass",
+}
 
-    Raises:
-        ProtocolError: It is cut off, too large, or holds too much.
-    """
+
+def _unpack(data: bytes) -> Any:
     try:
         if len(data) <= _PLAIN_BYTES:
-            return msgpack.unpackb(
-                data, use_list=False, strict_map_key=True, unicode_errors="surrogatepass"
-            )
+            return msgpack.unpackb(data, **_UNPACKING)
         return _unpack_large(data, counted=len(data) > _UNCOUNTED_BYTES)
     except Exception as exc:  # msgpack raises ValueError, TypeError, its own, and more on bad data
         raise ProtocolError(f"not a MessagePack message: {type(exc).__name__}: {exc}") from exc
 
 
 def _unpack_large(data: bytes, *, counted: bool) -> Any:
-    """Unpack what is large enough to be made for taking memory.
+    """Unpack data that is large enough to promise much memory.
 
     Raises:
         ValueError: It is too large, is cut off, or holds too much.
@@ -628,9 +502,7 @@ def _unpack_large(data: bytes, *, counted: bool) -> Any:
     walk.feed(data)
     walk.skip()
     if not counted:
-        return msgpack.unpackb(
-            data, use_list=False, strict_map_key=True, unicode_errors="surrogatepass"
-        )
+        return msgpack.unpackb(data, **_UNPACKING)
     left = MAX_VALUES
 
     def count(values: Any) -> Any:
@@ -642,9 +514,7 @@ def _unpack_large(data: bytes, *, counted: bool) -> Any:
 
     return msgpack.unpackb(
         data,
-        use_list=False,
-        strict_map_key=True,
-        unicode_errors="surrogatepass",
+        **_UNPACKING,
         object_hook=count,
         list_hook=count,
         max_array_len=MAX_VALUES,
@@ -654,8 +524,6 @@ def _unpack_large(data: bytes, *, counted: bool) -> Any:
 
 
 class WorkerState(StrEnum):
-    """The states of a worker's life."""
-
     SPAWNED = "spawned"
     CONNECTED = "connected"
     BUILDING = "building"
@@ -714,17 +582,14 @@ CANCEL is allowed in READY: it may cross the reply on its way. EXITING takes the
 build or of runs that were going on when EXIT was sent, and the other side's EXIT after a build error.
 """
 
-MAX_RUNS = 16
-"""What a worker has at most: a run that is going on, and those that wait for its end."""
+MAX_RUNS = 16  # what a worker has at most: a run that is going on, and those that wait for its end
 
 
 @dataclass(slots=True)
 class Conversation:
     """One worker's place in `TRANSITIONS`, as one side sees it.
 
-    Attributes:
-        state: Now.
-        runs: Request and shard that stand for each run that is not answered, the one going on first.
+    `runs` has request and shard of each unanswered run, the current run first.
     """
 
     state: WorkerState = WorkerState.SPAWNED
@@ -734,7 +599,7 @@ class Conversation:
         """Take a message that was sent or received.
 
         Raises:
-            ProtocolError: It may not come now, or answers another run than the one going on.
+            ProtocolError: It may not come now, or answers another run than the current one.
         """
         after = TRANSITIONS[self.state].get(type(message))
         if after is None:
@@ -757,7 +622,7 @@ class Conversation:
             self.state = after
 
     def begin_run(self, request: int, shard: int) -> None:
-        """What a PREDICT does, for the side that decides on it before its tensors are known.
+        """Begin a run, as PREDICT does: for the side that has not decoded the tensors.
 
         Raises:
             ProtocolError: No run may begin now.
@@ -771,7 +636,7 @@ class Conversation:
         self.state = after
 
     def end_run(self) -> None:
-        """What a REPLY to the first run does, for the side that has checked that in state BUSY."""
+        """End the current run, as a REPLY does that was checked before."""
         self.runs.popleft()
         if not self.runs:
             self.state = WorkerState.READY

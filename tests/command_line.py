@@ -1,16 +1,21 @@
-"""What tests of the command line have in common: models to run, and how failures are to be told."""
+"""Shared by tests of the command line: models, batches that run, and how failures read."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from numpy.typing import NDArray
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, parser
+
+from mcinfer.cli import main
 
 FLOAT = TensorProto.FLOAT
 
+Arrays = dict[str, NDArray[Any]]
 Capture = pytest.CaptureFixture[str]
 Value = tuple[str, int, Sequence[int | str | None]]
 
@@ -53,3 +58,61 @@ def only_line(text: str) -> str:
     (line,) = text.splitlines()
     assert line.startswith("mcinfer: ")
     return line
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "model.onnx"
+    model = parser.parse_model(text)
+    # The names of its dimensions were for the parser.
+    for value in (*model.graph.input, *model.graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param and dim.dim_param != "batch":
+                dim.ClearField("dim_param")
+    onnx.save(model, path)
+    return path
+
+
+def call(model: Path, source: Path, output: Path, *options: str) -> int:
+    """Run on one device unless the options say others; a file that exists is replaced."""
+    arguments = ["run", str(model), "--input", str(source), "--output", str(output)]
+    return main([*arguments, "--devices", "1", "--force", *options])
+
+
+def loaded(path: Path) -> Arrays:
+    with np.load(path, allow_pickle=False) as content:
+        return dict(content)
+
+
+class Case:
+    """Runs batches of one device, and compares the output with ONNX Runtime's own answer."""
+
+    def __init__(self, folder: Path, capsys: Capture) -> None:
+        self.folder, self.capsys = folder, capsys
+        self.output = folder / "out.npz"
+
+    def run(self, model: str | Path, inputs: Arrays, *words: str, equal: bool = True) -> str:
+        """What standard error has, of a run that is a success."""
+        path = written(self.folder, model) if isinstance(model, str) else model
+        status, err = self.end(path, inputs, *words)
+        assert status == 0, err
+        if equal:
+            session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+            names = [output.name for output in session.get_outputs()]
+            expected = dict(zip(names, session.run(names, inputs), strict=True))
+            got = loaded(self.output)
+            assert [*got] == names
+            for name, array in expected.items():
+                np.testing.assert_array_equal(got[name], array, name)
+        return err
+
+    def fail(self, model: str | Path, inputs: Arrays, *words: str) -> str:
+        """The line that a run fails with."""
+        status, err = self.end(model, inputs, *words)
+        assert status == 1
+        return only_line(err)
+
+    def end(self, model: str | Path, inputs: Arrays, *words: str) -> tuple[int, str]:
+        path = written(self.folder, model) if isinstance(model, str) else model
+        np.savez(self.folder / "in.npz", allow_pickle=False, **inputs)
+        status = call(path, self.folder / "in.npz", self.output, *words)
+        return status, self.capsys.readouterr().err

@@ -47,7 +47,7 @@ def tensor(described: Described) -> Tensor:
 
 def given(part: object) -> dict[str, Any]:
     """What was set of a part of a context."""
-    return {**vars(part)}
+    return {name.removeprefix("_"): value for name, value in vars(part).items()}
 
 
 class Model:

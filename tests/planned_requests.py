@@ -86,6 +86,27 @@ def random_array(element_type: str, shape: Sequence[int], seed: int = 0) -> Arra
     return raw.astype(np.uint8).view(dtype).reshape(shape)
 
 
+def in_order(array: Array, order: str) -> Array:
+    """The same values, in another layout or byte order."""
+    match order:
+        case "F":
+            return array.copy(order="F")
+        case "reversed":
+            return array[::-1].copy()[::-1] if array.ndim else array
+        case "strided":
+            wide = np.zeros((*array.shape, 2), array.dtype)
+            wide[..., 0] = array
+            return wide[..., 0]
+        case "other byte order":
+            return array.astype(array.dtype.newbyteorder())
+        case "read-only":
+            array = array.copy()
+            array.flags.writeable = False
+            return array
+        case _:
+            return array
+
+
 def raw_bytes(array: Array) -> bytes:
     """An array as it lies in a tensor: the machine's byte order, four-bit elements two to a byte."""
     if array.dtype.name in FOUR_BITS:

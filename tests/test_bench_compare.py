@@ -12,8 +12,9 @@ from mcinfer.bench.compare import (
     ONE_REPEAT,
     WITHIN,
     Change,
+    changes,
     differences,
-    groups,
+    flaws,
     ratio_of,
     warnings,
 )
@@ -25,9 +26,8 @@ from tests.bench_reports import large, small
 
 
 def change_of(a: Report, b: Report, figure: str, way: str = "session") -> Change:
-    found = [c for group in groups(a, b) for c in group.ways.get(way, ()) if c.figure == figure]
-    assert len(found) == 1
-    return found[0]
+    (found,) = (c for c in changes(a, b) if (c.way, c.figure) == (way, figure))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,9 @@ def test_what_drops_requests_is_never_called_faster() -> None:
     assert change_of(lossy(slow), quick, "rows/s").verdict == "faster"
     assert change_of(lossy(quick), slow, "rows/s").verdict == FELL_SHORT
     assert change_of(quick, lossy(quick), "max ms").verdict == "slower"
-    (group, _) = groups(quick, lossy(quick))
-    assert group.remarks == ("session in B: 2 of 404 failed",)
+    assert [*flaws(quick, lossy(quick))] == [
+        "session under batch 2, 4 clients in B: 2 of 404 failed"
+    ]
 
 
 def test_what_differs_is_said() -> None:
@@ -124,7 +125,8 @@ def test_way_that_failed_under_some_loads_is_compared_under_the_others() -> None
     ways = (replace(a.ways[0], error="too large a batch"), *a.ways[1:])
     b = replace(a, ways=ways, measurements=a.measurements[8:])
     assert differences(a, b)[0] == "Only in A: session under batch 1, 1 client."
-    assert [group.title for group in groups(a, b) if "session" in group.ways] == [
+    titles = dict.fromkeys(change.title for change in changes(a, b) if change.way == "session")
+    assert [*titles] == [
         *(str(load) for load in compared_loads(b)),
         "start and memory",
     ]

@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -36,7 +36,7 @@ def test_closed_loop_of_a_count_makes_that_many_requests_from_that_many_threads(
     outcome = offer(request, Load(batch=1, clients=3), seconds=0.0, count=30, seed=0)
     assert len(seen) == 3
     assert seen.total() == len(outcome.latencies) == 30
-    assert (outcome.failed, outcome.unfinished) == (0, 0)
+    assert (outcome.errors, outcome.unfinished) == ([], 0)
 
 
 def test_closed_loop_of_seconds_lasts_so_long_and_makes_one_request_at_least() -> None:
@@ -53,26 +53,11 @@ def test_requests_that_raise_are_counted_and_the_others_go_on() -> None:
     def request() -> None:
         calls.append(1)
         if len(calls) % 5 == 0:
-            raise ValueError(len(calls))
+            raise SystemExit(len(calls))  # it ends neither the client nor the process
 
     outcome = offer(request, Load(batch=1, clients=1), seconds=0.0, count=25, seed=0)
-    assert outcome.failed == 5
     assert len(outcome.latencies) == 20
-    assert outcome.error is not None
-    assert outcome.error.args == (5,)
-
-
-def test_request_that_wants_to_end_the_process_fails_alone() -> None:
-    calls: list[int] = []
-
-    def request() -> None:
-        calls.append(1)
-        if len(calls) == 2:
-            raise SystemExit(3)
-
-    outcome = offer(request, Load(batch=1, clients=1), seconds=0.0, count=4, seed=0)
-    assert len(outcome.latencies) == 3
-    assert isinstance(outcome.error, SystemExit)
+    assert outcome.errors == [f"SystemExit: {n}" for n in (5, 10, 15, 20, 25)]
 
 
 def test_open_loop_counts_the_wait_for_a_client_as_latency() -> None:
@@ -95,21 +80,10 @@ def test_open_loop_that_cannot_be_kept_up_with_ends_and_says_what_was_not_begun(
     assert outcome.unfinished > made / 2
 
 
-@given(rate=st.floats(0.1, 1e5), count=st.integers(1, 300), seed=st.integers(0, 2**64))
-@settings(max_examples=50)
-def test_arrivals_ascend_are_so_many_and_the_same_for_a_seed(
-    rate: float, count: int, seed: int
-) -> None:
-    moments = arrivals(rate, 0.0, count, seed)
-    assert len(moments) == count
-    assert moments == sorted(moments)
-    assert moments == arrivals(rate, 0.0, count, seed)
-    assert moments[0] > 0
-
-
 def test_gaps_between_arrivals_are_those_of_a_poisson_process() -> None:
     moments = arrivals(50.0, 200.0, 0, seed=1)
-    assert moments[-1] < 200
+    assert 0 < moments[0] < moments[-1] < 200
+    assert moments == arrivals(50.0, 0.0, len(moments), seed=1)
     gaps = [b - a for a, b in pairwise(moments)]
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1 / 50, rel=0.05)
@@ -139,7 +113,7 @@ def queue(rate: float, service: float, count: int, servers: int = 1) -> list[tup
         (50.0, 1.0, 32, False),
     ],
 )
-def test_queue_that_grows_is_told_from_one_that_is_there(
+def test_growing_queue_is_not_mistaken_for_a_steady_one(
     rate: float, service: float, servers: int, expected: bool
 ) -> None:
     assert kept_up(queue(rate, service, 800, servers)) is expected

@@ -86,7 +86,7 @@ def test_page_brings_the_report_along(page: Page) -> None:
     assert json.loads(data)["model"]["name"] == HOSTILE
 
 
-def test_page_tells_what_was_not_answered(page: Page) -> None:
+def test_page_shows_what_was_not_answered(page: Page) -> None:
     assert "session, batch" not in page.text
     assert "(3 of 403 failed)" in page.text
     assert "did not keep up: 0 of 50 requests/s answered, 100 of 100 never begun" in page.text
@@ -137,7 +137,7 @@ def test_report_of_nothing_is_still_a_page_and_a_picture() -> None:
 def test_every_panel_is_in_the_picture_and_begins_at_zero() -> None:
     made = hostile()
     drawn = figure(made)
-    assert len(drawn.get_axes()) == len(panels(made))
+    assert len(drawn.get_axes()) == len([*panels(made)])
     for one in drawn.get_axes():
         limits = one.get_ylim() if one.get_ylabel() else one.get_xlim()
         assert limits[0] == 0

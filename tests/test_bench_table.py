@@ -8,10 +8,9 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from mcinfer.bench.report import OTHERS, Load, Report
+from mcinfer.bench.report import Load, Report
 from mcinfer.bench.table import show
 from mcinfer.bench.texts import (
-    busy_text,
     gain_lines,
     notes,
     number,
@@ -23,8 +22,8 @@ from mcinfer.bench.texts import (
 from tests.bench_reports import large, report, small, turn, way
 
 
-def shown(made: Report, width: int = 80, *, terminal: bool = False) -> str:
-    console = Console(file=StringIO(), width=width, force_terminal=terminal)
+def shown(made: Report, width: int = 80) -> str:
+    console = Console(file=StringIO(), width=width, force_terminal=False)
     show(made, console)
     assert isinstance(console.file, StringIO)
     return console.file.getvalue()
@@ -53,17 +52,9 @@ def test_eighty_columns_hold_every_table_whole() -> None:
     lines = shown(large()).splitlines()
     tables = [line for line in lines if "  " in line and ":" not in line and "=" not in line]
     assert max(map(len, tables)) <= 80
-    assert "…" not in "".join(lines)
+    assert not {"…", "\x1b"} & {*"".join(lines)}
     header = ["way", "n", "rows/s", "speed-up", "p50", "p90", "p99", "max", "overhead", "cores"]
     assert [line.split() for line in lines].count(header) == 11
-
-
-def test_there_are_no_escape_codes_without_a_terminal_or_with_no_color(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert "\x1b" not in shown(large())
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b[31m" not in shown(large(), terminal=True)
 
 
 def test_way_that_did_not_answer_everything_is_marked() -> None:
@@ -157,14 +148,6 @@ def test_memory_and_the_loads_of_the_gain_are_in_the_verdict() -> None:
         "and 65 % less memory than pipe."
     )
     assert "(no clear difference)" in gain_lines(made)[0]
-
-
-def test_busy_machine_is_a_warning() -> None:
-    made = small(session=[100.0, 101.0])
-    assert busy_text(made) == ""
-    made = replace(made, machine={**made.machine, OTHERS: 3.0})
-    assert busy_text(made).startswith("The machine was busy: do not trust these figures")
-    assert busy_text(made) in shown(made, 200)
 
 
 # Programs.

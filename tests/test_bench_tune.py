@@ -1,7 +1,6 @@
 """Tests of mcinfer/bench/tune.py and advice.py; searches with processes: tests/process/test_tune.py."""
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +32,7 @@ from mcinfer.bench.tune import (
 )
 from mcinfer.config import EngineOptions
 from mcinfer.errors import InvalidInputError
-from mcinfer.sharding import SaidAxes, Shape, Split, first_split
+from mcinfer.sharding import SaidAxes, Split, first_split
 from mcinfer.specs import ModelSpec, TensorSpec
 
 DEFAULT = Candidate(workers=2, threads=None, call="submit")
@@ -78,15 +77,28 @@ def turn(
     )
 
 
-def trial(
-    candidate: Candidate, *throughputs: float, p99: float = 0.02, repeats: int = 0, **more: Any
-) -> Trial:
-    turns = [turn(t, p99=p99) for t in throughputs]
-    place = {"rung": 1, **more}
-    return Trial(candidate=candidate, repeats=repeats or len(throughputs), turns=turns, **place)
+def trials(
+    *pools: tuple[Candidate, Sequence[float]], p99: float = 0.02, rung: int = 1, group: int = 1
+) -> list[Trial]:
+    """The trials of one group, the default's first: each of so many requests a second in each turn."""
+    made = [
+        Trial(rung=rung, group=group, candidate=pool, turns=[turn(rate, p99=p99) for rate in rates])
+        for pool, rates in pools
+    ]
+    for trial in made:
+        trial.beside = made[0].turns
+    return made
 
 
-def found(trials: Sequence[Trial], *, of: Aim | None = None, **changes: Any) -> Found:
+def strained(*pools: tuple[Candidate, float, float]) -> list[Trial]:
+    """A trial of one turn each: requests a second, and their 99th percentile."""
+    return [trial for pool, rate, p99 in pools for trial in trials((pool, [rate]), p99=p99)]
+
+
+LATE = [turn(100, kept_up=False)]
+
+
+def found(made: Sequence[Trial], *, of: Aim | None = None, **changes: Any) -> Found:
     """A search of which all rounds were finished."""
     given: dict[str, Any] = {
         "aim": of or aim(),
@@ -96,8 +108,8 @@ def found(trials: Sequence[Trial], *, of: Aim | None = None, **changes: Any) -> 
         "split": Split(inputs={"x": 0}, outputs={"y": 0}, known="declared", checked=True),
         "batch_axes": {},
         "output_axes": {},
-        "trials": [*trials],
-        "finished_rungs": max((trial.rung for trial in trials), default=0),
+        "trials": [*made],
+        "finished_rungs": max((trial.rung for trial in made), default=0),
         "candidates": 9,
         "left_out": 0,
         "needed_seconds": 99.5,
@@ -137,20 +149,6 @@ def test_candidates_fit_the_cores_and_leave_no_worker_idle(
         assert candidate.call == "submit" or goal == "latency" or batch > 1
 
 
-@pytest.mark.parametrize(
-    ("run_seconds", "bound", "delays"),
-    [
-        (0.04, None, {0.0, 0.01}),
-        (0.04, 0.003, {0.0}),
-    ],
-)
-def test_delays_are_of_the_order_of_a_run_and_below_the_bound(
-    run_seconds: float, bound: float | None, delays: set[float]
-) -> None:
-    candidates = tried(aim(bound=bound), run_seconds=run_seconds)
-    assert {c.max_delay for c in candidates if c.max_batch_size > 1} == delays
-
-
 def test_second_transport_is_tried_where_runs_are_short_and_all_cores_are_used() -> None:
     others = [c for c in tried(aim(), run_seconds=0.0005) if c.transport == "socketpair"]
     assert {c.workers * (c.threads or 0) for c in others} == {8}
@@ -158,24 +156,21 @@ def test_second_transport_is_tried_where_runs_are_short_and_all_cores_are_used()
     assert {c.transport for c in tried(aim(), run_seconds=0.002)} == {"zeromq"}
 
 
-@pytest.mark.parametrize(
-    ("shapes", "given", "pieces"),
-    [
-        ([("batch", 3)], [(6, 3)], 6),
-        ([(1, 3)], [(6, 3)], 6),
-        ([(None, 3)], [(6, 3)], 1),
-    ],
-    ids=str,
-)
-def test_request_is_cut_in_as_many_pieces_as_mcinfer_cuts_it(
-    shapes: list[Shape], given: list[Shape], pieces: int
+@pytest.mark.parametrize(("bound", "delays"), [(None, {0.0, 0.01}), (0.003, {0.0})])
+def test_delays_are_about_a_quarter_of_a_run_and_below_the_bound(
+    bound: float | None, delays: set[float]
 ) -> None:
-    dtype = np.dtype(np.float32)
-    specs = [TensorSpec(name=f"x{i}", dtype=dtype, shape=s) for i, s in enumerate(shapes)]
-    output = TensorSpec(name="y", dtype=dtype, shape=shapes[0] if shapes else ())
-    model = ModelSpec(inputs=tuple(specs), outputs=(output,))
-    split = first_split(model, SaidAxes())
-    assert pieces_of(model, given, split) == pieces
+    candidates = tried(aim(bound=bound), run_seconds=0.04)
+    assert {c.max_delay for c in candidates if c.max_batch_size > 1} == delays
+
+
+@pytest.mark.parametrize(("rows", "pieces"), [("batch", 6), (1, 6), (None, 1)])
+def test_request_is_cut_in_as_many_pieces_as_mcinfer_cuts_it(
+    rows: str | int | None, pieces: int
+) -> None:
+    x, y = (TensorSpec(name=n, dtype=np.dtype(np.float32), shape=(rows, 3)) for n in "xy")
+    model = ModelSpec(inputs=(x,), outputs=(y,))
+    assert pieces_of(model, [(6, 3)], first_split(model, SaidAxes())) == pieces
 
 
 def test_throughput_at_a_rate_is_refused() -> None:
@@ -203,7 +198,7 @@ def test_rate_at_which_too_little_comes_in_the_budget_is_refused(
 
 
 def test_rounds_halve_the_pools_and_double_their_turns() -> None:
-    # The default is in each heat, with three others.
+    # The default is in each group, with three others.
     assert rounds(12) == [(12 + 4, 1), (6 + 2, 2), (3 + 1, 4), (2 + 1, 8)]
     assert rounds(1) == [(2, 1)]
     assert rounds(0) == [(1, 1)]
@@ -213,39 +208,32 @@ def test_rounds_halve_the_pools_and_double_their_turns() -> None:
 def test_worse_half_and_those_that_are_behind_in_every_repeat_are_dropped() -> None:
     pools = [replace(WIDE, threads=n) for n in range(1, 6)]
     rates = [(100, 101), (99, 103), (98, 99), (50, 60), (97, 99)]
-    trials = [trial(DEFAULT, 80, 80), *(trial(p, *r) for p, r in zip(pools, rates, strict=True))]
-    assert contenders_after(aim(), trials, DEFAULT, pools) == [pools[1], pools[0], pools[2]]
-    best = trial(DEFAULT, 200, 200)
-    assert contenders_after(aim(), [best, *trials[1:]], DEFAULT, pools) == []
-    trials[1].error = "broken"
-    assert pools[0] not in contenders_after(aim(), trials, DEFAULT, pools)
+    made = trials((DEFAULT, [80, 80]), *zip(pools, rates, strict=True))
+    assert contenders_after(aim(), made, DEFAULT, pools) == [pools[1], pools[0], pools[2]]
+    best = trials((DEFAULT, [200, 200]), *zip(pools, rates, strict=True))
+    assert contenders_after(aim(), best, DEFAULT, pools) == []
+    made[1].error = "broken"
+    assert pools[0] not in contenders_after(aim(), made, DEFAULT, pools)
 
 
 def test_those_that_break_the_bound_are_behind_all_that_keep_it() -> None:
     other = replace(WIDE, threads=2)
-    trials = [trial(DEFAULT, 50, p99=0.04), trial(WIDE, 200, p99=0.09), trial(other, 300, p99=0.2)]
-    assert ranked(aim(bound=0.05), trials, DEFAULT) == [DEFAULT, WIDE, other]
-
-
-def test_pool_that_does_not_keep_up_keeps_no_bound() -> None:
-    assert aim("latency").strain(turn(100, unfinished=300)) == math.inf
-    assert aim("latency", bound=0.04).strain(turn(100)) == pytest.approx(0.5)
+    made = strained((DEFAULT, 50, 0.04), (WIDE, 200, 0.09), (other, 300, 0.2))
+    assert ranked(aim(bound=0.05), made, DEFAULT) == [DEFAULT, WIDE, other]
 
 
 # The results.
 
 
-def test_candidates_of_different_heats_are_compared_by_the_default_beside_each() -> None:
-    # The machine is half as fast in the second heat, and the pool there is the better one.
-    trials = [
-        trial(DEFAULT, 100, 100),
-        trial(WIDE, 110, 110),
-        trial(DEFAULT, 50, 40, heat=2),
-        trial(JOINED, 75, 60, heat=2),
+def test_candidates_of_different_groups_are_compared_by_the_default_beside_each() -> None:
+    # The machine is half as fast in the second group, and the pool there is the better one.
+    made = [
+        *trials((DEFAULT, [100, 100]), (WIDE, [110, 110])),
+        *trials((DEFAULT, [50, 40]), (JOINED, [75, 60]), group=2),
     ]
-    result = found(trials)
+    result = found(made)
     assert result.best == JOINED
-    given = costs(aim(), trials, DEFAULT)
+    given = costs(aim(), made, DEFAULT)
     assert given[DEFAULT] == [1.0] * 4
     assert given[WIDE] == pytest.approx([1 / 1.1] * 2)
     assert result.over_default(JOINED).values == pytest.approx((1.5, 1.5))
@@ -254,30 +242,28 @@ def test_candidates_of_different_heats_are_compared_by_the_default_beside_each()
 
 
 def test_candidates_are_compared_as_they_are_where_the_default_is_no_measure() -> None:
-    late = Trial(rung=1, candidate=DEFAULT, turns=[turn(90, p50=0.4, kept_up=False)])
-    assert costs(RATE, [late, trial(WIDE, 100)], DEFAULT)[WIDE] == [0.01]
+    late = Trial(rung=1, candidate=DEFAULT, turns=LATE)
+    assert costs(RATE, [late, *trials((WIDE, [100]))], DEFAULT)[WIDE] == [0.01]
     broken = Trial(rung=1, candidate=DEFAULT, turns=[turn(100)], error="broken")
-    assert costs(RATE, [broken, trial(WIDE, 100)], DEFAULT) == {WIDE: [0.01]}
-    result = found([broken, trial(WIDE, 90, 90)])
+    result = found([broken, *trials((WIDE, [90, 90]))], of=RATE)
+    assert costs(RATE, result.trials, DEFAULT) == {WIDE: [0.01, 0.01]}
     assert result.recommended == WIDE
 
 
 @pytest.mark.parametrize(("worst", "as_good"), [(100, True), (101, False)])
 def test_default_is_recommended_unless_each_repeat_is_better(worst: float, as_good: bool) -> None:
-    result = found([trial(DEFAULT, 100, 100, 100), trial(WIDE, 120, 130, worst)])
+    result = found(trials((DEFAULT, [100, 100, 100]), (WIDE, [120, 130, worst])))
     assert result.recommended == (DEFAULT if as_good else WIDE)
     assert advice.verdict(result).startswith("Use the default" if as_good else "Use 1 worker")
 
 
 def test_interrupted_search_rests_on_the_last_round_that_was_finished() -> None:
-    trials = [
-        trial(DEFAULT, 100, 100, 100),
-        trial(WIDE, 130, 130, 130),
-        trial(DEFAULT, 100, rung=2, repeats=3),
-        trial(WIDE, 80, rung=2, repeats=3),
+    made = [
+        *trials((DEFAULT, [100] * 3), (WIDE, [130] * 3)),
+        *trials((DEFAULT, [100]), (WIDE, [80]), rung=2),
         Trial(rung=3, candidate=JOINED),  # it is still starting
     ]
-    result = found(trials, finished_rungs=1, ended="")
+    result = found(made, finished_rungs=1, ended="")
     assert result.recommended == WIDE
     titles = [table.title.partition(" (")[0] for table in advice.grids(result)]
     assert titles == ["round 1: 2 pools", "round 2, interrupted: 2 pools"]
@@ -287,38 +273,32 @@ def test_interrupted_search_rests_on_the_last_round_that_was_finished() -> None:
 
 
 def test_interrupted_first_round_rests_on_pools_that_had_all_their_turns() -> None:
-    trials = [
-        trial(DEFAULT, 100, 100, 100),
-        trial(WIDE, 130, 130, 130),
-        trial(DEFAULT, 100, heat=2, repeats=3),
-        trial(JOINED, 900, heat=2, repeats=3),
-    ]
-    assert found(trials, finished_rungs=0, ended="").recommended == WIDE
-    assert found(trials[2:], finished_rungs=0, ended="").best is None
+    second = trials((DEFAULT, [100]), (JOINED, [900]), group=2)
+    made = [*trials((DEFAULT, [100] * 3), (WIDE, [130] * 3)), *second]
+    assert found(made, finished_rungs=0, ended="").recommended == WIDE
+    assert found(second, finished_rungs=0, ended="").best is None
 
 
 # In words.
 
 
 def test_verdict_names_a_default_that_breaks_the_bound_or_falls_behind() -> None:
-    trials = [trial(DEFAULT, 200, p99=0.09), trial(WIDE, 100, p99=0.04)]
-    result = found(trials, of=aim(bound=0.05))
+    result = found(strained((DEFAULT, 200, 0.09), (WIDE, 100, 0.04)), of=aim(bound=0.05))
     assert result.recommended == WIDE
     assert "The default does not keep the bound" in advice.verdict(result)
-    behind = Trial(rung=1, candidate=DEFAULT, turns=[turn(100, kept_up=False)])
-    result = found([behind, trial(WIDE, 100)], of=RATE)
+    behind = Trial(rung=1, candidate=DEFAULT, turns=LATE)
+    result = found([behind, *trials((WIDE, [100]))], of=RATE)
     assert "The default does not keep up with batch 1, 100/s" in advice.verdict(result)
 
 
 def test_verdict_names_the_nearest_where_none_is_good_enough() -> None:
-    result = found([trial(DEFAULT, 100, p99=0.03), trial(WIDE, 50)], of=aim(bound=0.01))
+    result = found(strained((DEFAULT, 100, 0.03), (WIDE, 50, 0.02)), of=aim(bound=0.01))
     assert not result.fits
     assert advice.verdict(result) == (
         "no pool answers 99 % of the requests within 10.0 ms under batch 1, 8 clients; "
         "1 worker, 4 threads, submit came nearest with 20.0 ms"
     )
-    behind = Trial(rung=1, candidate=DEFAULT, turns=[turn(100, kept_up=False)])
-    result = found([behind], of=RATE)
+    result = found([Trial(rung=1, candidate=DEFAULT, turns=LATE)], of=RATE)
     assert not result.fits
     assert advice.verdict(result).startswith("no pool keeps up with batch 1, 100/s; 2 workers")
     assert advice.verdict(found([])) == "no pool could be measured"
@@ -326,7 +306,7 @@ def test_verdict_names_the_nearest_where_none_is_good_enough() -> None:
 
 @pytest.mark.parametrize(("requests", "said"), [(99, True), (100, False)])
 def test_bound_that_rests_on_few_requests_is_said_to(requests: int, said: bool) -> None:
-    result = found([trial(DEFAULT, 500, requests)], of=aim(bound=1.0))
+    result = found(trials((DEFAULT, [500, requests])), of=aim(bound=1.0))
     assert any(f"with {requests} requests" in text for text in advice.remarks(result)) == said
 
 
@@ -345,28 +325,6 @@ def test_remarks_say_what_was_left_out_what_failed_and_why_requests_run_whole() 
 # A program, and JSON.
 
 
-def test_program_names_what_differs_from_the_default() -> None:
-    result = found([])
-    assert advice.program("m.onnx", JOINED, result).splitlines() == [
-        "import numpy as np",
-        "",
-        "import mcinfer",
-        "",
-        'inputs = {"x": np.zeros((1, 3), "float32")}  # your own arrays here',
-        "with mcinfer.Master(",
-        '    "m.onnx",',
-        "    devices=4,",
-        "    options=mcinfer.EngineOptions(threads=1),",
-        "    max_batch_size=8,",
-        "    max_delay=0.001,",
-        ") as master:",
-        "    futures = [master.submit(inputs) for _ in range(8)]",
-        "    answers = [future.result() for future in futures]",
-    ]
-    text = advice.program("m.onnx", DEFAULT, result)
-    assert 'with mcinfer.Master("m.onnx") as master:' in text
-
-
 def test_program_has_the_axes_and_the_transport() -> None:
     axes: dict[str, Any] = {"batch_axes": {"x": 0, 'a "b"': None}, "output_axes": {"y": 1}}
     other = replace(JOINED, transport="socketpair")
@@ -381,7 +339,7 @@ def test_program_has_the_axes_and_the_transport() -> None:
 
 def test_json_has_all_that_was_measured() -> None:
     never = Trial(rung=1, candidate=WIDE, turns=[turn(10, unfinished=90)])
-    result = found([trial(DEFAULT, 100), never], of=RATE)
+    result = found([*trials((DEFAULT, [100])), never], of=RATE)
     content = json.loads(advice.as_json("m.onnx", result, {"cores": 2}))
     assert (content["schema"], content["version"]) == ("mcinfer.tune", 1)
     assert content["aim"]["load"] == {"batch": 1, "clients": 4, "rate": 100.0}

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mcinfer.bench import check_names, way_class
 from mcinfer.bench.baselines import cut, join
-from mcinfer.bench.known_ways import check_names, way_class
 from mcinfer.bench.way import Setup
 from mcinfer.errors import InvalidInputError
 from mcinfer.sharding import Split
@@ -45,7 +45,7 @@ def test_file_of_ones_own_is_named_when_it_does_not_have_the_way(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["json.py", "my-ways.py"])
-def test_file_that_cannot_be_imported_by_its_name_is_told_so(tmp_path: Path, name: str) -> None:
+def test_file_that_cannot_be_imported_by_its_name_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("Mine = int\n", encoding="utf-8")
     with pytest.raises(InvalidInputError, match="rename the file"):
         way_class(f"{tmp_path / name}:Mine")
@@ -86,15 +86,11 @@ def test_requests_are_cut_as_one_would_by_hand(
 
 
 def test_requests_are_cut_and_joined_along_the_axes_of_the_split() -> None:
-    x, state = np.arange(12).reshape(4, 3), np.arange(24).reshape(2, 4, 3)
-    axes = Split(inputs={"x": 0, "state": 1}, outputs={"y": 1, "same": None}, known="said")
+    state = np.arange(24).reshape(2, 4, 3)
+    axes = Split(inputs={"state": 1}, outputs={"y": 1, "same": None}, known="said")
     setup = replace(SETUP, split=axes)
-    pieces = cut({"x": x, "state": state}, setup, 3)
-    assert [(p["x"].shape, p["state"].shape) for p in pieces] == [
-        ((2, 3), (2, 2, 3)),
-        ((1, 3), (2, 1, 3)),
-        ((1, 3), (2, 1, 3)),
-    ]
+    pieces = cut({"state": state}, setup, 3)
+    assert [piece["state"].shape for piece in pieces] == [(2, 2, 3), (2, 1, 3), (2, 1, 3)]
     y, same = join([[piece["state"], np.ones(2)] for piece in pieces], setup)
     np.testing.assert_array_equal(y, state)
     assert same.shape == (2,)

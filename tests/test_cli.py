@@ -76,35 +76,12 @@ def test_help_of_each_command_names_all_that_it_takes(
     }
 
 
-def test_help_of_all_commands_says_what_each_does(capsys: Capture) -> None:
-    assert main(["--help"]) == 0
-    out = capsys.readouterr().out
-    for names, command in commands(typer.main.get_command(make_app())):
-        if command.help and len(names) == 1:
-            assert f"  {names[0]} " in out
-    assert "  run  " in out
-    assert "..." not in out.partition("Commands:")[2]  # no line of it is cut
-
-
 def test_help_imports_nothing_heavy() -> None:
     code = "import sys; from mcinfer.cli import main; main(['--help']); print(*sys.modules)"
     run = python("-c", code)
     given = {*run.stdout.split("\n")[-2].split()}
     assert "mcinfer.cli.app" in given
     assert not HEAVY & given
-
-
-def test_command_that_runs_a_model_imports_no_engine(tmp_path: Path) -> None:
-    code = (
-        "import sys; from mcinfer.cli import main; main(sys.argv[1:]); "
-        "print(*sys.modules, file=sys.stderr)"
-    )
-    run = python("-c", code, "inspect", save_double(tmp_path))
-    assert "inputs:" in run.stdout
-    given = run.stderr.split()
-    assert "mcinfer.master" in given
-    assert "onnxruntime" not in given
-    assert not [name for name in given if name.startswith("mcinfer.engines")]
 
 
 @pytest.mark.parametrize(

@@ -5,26 +5,18 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import onnx
-import onnxruntime
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
-from onnx import TensorProto, helper, parser
+from onnx import TensorProto, helper
 
 from mcinfer.cli import batch, main
 from mcinfer.cli.batch import Requests, plan_requests
-from mcinfer.errors import InvalidInputError
 from mcinfer.sharding import Axes, SaidAxes, first_split
 from mcinfer.specs import Dimension, ModelSpec, TensorSpec
-from tests.command_line import FLOAT, Capture, files, only_line, save
-from tests.test_cli_run import call, loaded
-
-Arrays = dict[str, NDArray[Any]]
+from tests.command_line import FLOAT, Arrays, Capture, Case, Value, files, loaded, only_line, save
 
 # As recurrent models are exported: no shape of `stateN` says what joins.
 STATEFUL = """
@@ -83,33 +75,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     return path
 
 
-def written(folder: Path, text: str) -> Path:
-    path = folder / "model.onnx"
-    model = parser.parse_model(text)
-    # The names of its dimensions were for the parser.
-    for value in (*model.graph.input, *model.graph.output):
-        for dim in value.type.tensor_type.shape.dim:
-            if dim.dim_param and dim.dim_param != "batch":
-                dim.ClearField("dim_param")
-    onnx.save(model, path)
-    return path
-
-
-def store(path: Path, **arrays: NDArray[Any]) -> None:
-    np.savez(path, allow_pickle=False, **arrays)
-
-
-def whole_run(model: Path, inputs: Arrays) -> Arrays:
-    """ONNX Runtime's own answer."""
-    session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
-    names = [output.name for output in session.get_outputs()]
-    return dict(zip(names, session.run(names, inputs), strict=True))
-
-
-def assert_equal(got: Arrays, expected: Arrays) -> None:
-    assert [*got] == [*expected]
-    for name, array in expected.items():
-        np.testing.assert_array_equal(got[name], array, name)
+@pytest.fixture
+def case(tmp_path: Path, capsys: Capture) -> Case:
+    return Case(tmp_path, capsys)
 
 
 def stateful_rows(count: int) -> Arrays:
@@ -120,6 +88,14 @@ def stateful_rows(count: int) -> Arrays:
     return {"input": values.astype(np.float32), "state": states.astype(np.float32)}
 
 
+def random_rows(count: int) -> Arrays:
+    return {"x": np.random.default_rng(2).normal(0, 1, (count, 4)).astype(np.float32)}
+
+
+GATHER = [helper.make_node("Gather", ["table", "i"], ["y"])]
+WHOLE = "mcinfer: the whole file runs as one request, on one worker: "
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -128,159 +104,91 @@ def stateful_rows(count: int) -> Arrays:
     ],
     ids=["inputs", "outputs"],
 )
-def test_axes_that_no_shape_says_are_learned(
-    tmp_path: Path, capsys: Capture, words: list[str]
-) -> None:
-    model, source, output = written(tmp_path, STATEFUL), tmp_path / "in.npz", tmp_path / "out.npz"
-    inputs = stateful_rows(14)
-    store(source, **inputs)
-    assert call(model, source, output, *words) == 0
-    assert capsys.readouterr().err == ""
-    assert_equal(loaded(output), whole_run(model, inputs))
+def test_axes_that_no_shape_says_are_learned(case: Case, words: list[str]) -> None:
+    assert case.run(STATEFUL, stateful_rows(14), *words) == ""
 
 
-def test_output_axis_that_is_wrong_is_not_followed(tmp_path: Path, capsys: Capture) -> None:
-    model, source, output = written(tmp_path, STATEFUL), tmp_path / "in.npz", tmp_path / "out.npz"
-    inputs = stateful_rows(70)
-    store(source, **inputs)
+def test_output_axis_that_is_wrong_is_not_followed(case: Case) -> None:
     axes = ["--batch-axis", "input=0", "--batch-axis", "state=1", "--output-axis", "stateN=0"]
-    assert call(model, source, output, *axes) == 0
-    line = only_line(capsys.readouterr().err)
-    assert line.startswith("mcinfer: the whole file runs as one request, on one worker: ")
+    line = only_line(case.run(STATEFUL, stateful_rows(70), *axes))
+    assert line.startswith(WHOLE)
     assert "'stateN' joins along axis 1, output_axes says 0" in line
-    assert_equal(loaded(output), whole_run(model, inputs))
 
 
-def random_rows(count: int) -> Arrays:
-    return {"x": np.random.default_rng(2).normal(0, 1, (count, 4)).astype(np.float32)}
-
-
-def test_file_whose_rows_depend_on_each_other_runs_whole(tmp_path: Path, capsys: Capture) -> None:
-    model, source, output = written(tmp_path, SELECTING), tmp_path / "in.npz", tmp_path / "out.npz"
-    store(source, **random_rows(300))
+def test_file_whose_rows_depend_on_each_other_runs_whole(case: Case) -> None:
     for _ in range(2):  # the second time it is known
-        assert call(model, source, output) == 0
-        line = only_line(capsys.readouterr().err)
-        assert "as one request, on one worker: the rows of a batch depend on each other" in line
+        line = only_line(case.run(SELECTING, random_rows(300)))
+        assert line.startswith(f"{WHOLE}the rows of a batch depend on each other")
         assert "output 'where' differs" in line
-        assert_equal(loaded(output), whole_run(model, random_rows(300)))
-    assert call(model, source, output, "--batch", "10") == 1
-    line = only_line(capsys.readouterr().err)
+    line = case.fail(SELECTING, random_rows(300), "--batch", "10")
     assert line.startswith("mcinfer: --batch: got 10, but the file cannot be cut: the rows of")
-    assert line.endswith("; --batch-axis and --output-axis say what to split and join")
+    assert "--batch-axis and --output-axis say" in line
 
 
-def test_requests_may_give_any_number_of_rows_where_that_was_shown(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    model, source, output = (
-        written(tmp_path, COMPRESSING),
-        tmp_path / "in.npz",
-        tmp_path / "out.npz",
-    )
-    store(source, **random_rows(50))
-    assert call(model, source, output, "--batch", "7") == 0
-    assert capsys.readouterr().err == ""
-    assert_equal(loaded(output), whole_run(model, random_rows(50)))
+def test_requests_may_give_any_number_of_rows_where_that_was_shown(case: Case) -> None:
+    assert case.run(COMPRESSING, random_rows(50), "--batch", "7") == ""
 
 
-def test_first_rows_that_are_equal_are_followed_by_more(tmp_path: Path, capsys: Capture) -> None:
-    model, source, output = written(tmp_path, DOUBLE), tmp_path / "in.npz", tmp_path / "out.npz"
+def test_first_rows_that_are_equal_are_followed_by_more(case: Case) -> None:
     x = np.ones((40, 4), np.float32)
     x[3:] = 2
-    np.savez(source, x=x)
-    assert call(model, source, output, "--batch", "20") == 0
-    assert capsys.readouterr().err == ""
-    np.testing.assert_array_equal(loaded(output)["y"], 2 * x)
+    assert case.run(DOUBLE, {"x": x}, "--batch", "20") == ""
 
 
-def test_split_that_no_row_shows_is_not_used(tmp_path: Path, capsys: Capture) -> None:
-    model, source, output = written(tmp_path, DOUBLE), tmp_path / "in.npz", tmp_path / "out.npz"
-    x = np.ones((100, 4), np.float32)
-    np.savez(source, x=x)
+def test_split_that_no_row_shows_is_not_used(case: Case) -> None:
+    inputs: Arrays = {"x": np.ones((100, 4), np.float32)}
     axes = ["--batch-axis", "x=0", "--output-axis", "y=0"]
-    assert call(model, source, output, *axes) == 0
-    line = only_line(capsys.readouterr().err)
-    assert "the whole file runs as one request, on one worker: its first 64 rows are equal" in line
-    np.testing.assert_array_equal(loaded(output)["y"], 2 * x)
-    assert call(model, source, output, *axes, "--batch", "8") == 1
-    line = only_line(capsys.readouterr().err)
+    line = only_line(case.run(DOUBLE, inputs, *axes))
+    assert line.startswith(f"{WHOLE}its first 64 rows are equal")
+    line = case.fail(DOUBLE, inputs, *axes, "--batch", "8")
     assert "--batch: got 8, but the file cannot be cut: its first 8 rows are equal" in line
 
 
-def test_random_model_is_split_where_its_symbols_say_so(tmp_path: Path, capsys: Capture) -> None:
-    model, source, output = written(tmp_path, NOISY), tmp_path / "in.npz", tmp_path / "out.npz"
+def test_random_model_is_split_where_its_symbols_say_so(case: Case) -> None:
     x = np.arange(400, dtype=np.float32).reshape(100, 4)
-    np.savez(source, x=x)
-    assert call(model, source, output, "--batch", "10") == 0
-    line = only_line(capsys.readouterr().err)
-    assert line == ("mcinfer: requests are split without a check: two runs of the same rows differ")
-    np.testing.assert_allclose(loaded(output)["y"], x + 0.5, atol=0.5)
+    line = only_line(case.run(NOISY, {"x": x}, "--batch", "10", equal=False))
+    assert line == "mcinfer: requests are split without a check: two runs of the same rows differ"
+    np.testing.assert_allclose(loaded(case.output)["y"], x + 0.5, atol=0.5)
 
 
-def test_input_that_is_as_long_as_the_batch_by_chance_goes_whole(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    model = save(
-        tmp_path / "model.onnx",
-        [helper.make_node("Gather", ["table", "i"], ["y"])],
-        [("i", TensorProto.INT64, ["rows"]), ("table", FLOAT, ["size", 2])],
-        [("y", FLOAT, ["found", 2])],
-    )
-    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
-    # The first rows of both do not run together.
-    inputs: Arrays = {
+def test_input_that_is_as_long_as_the_batch_by_chance_goes_whole(case: Case) -> None:
+    inputs: list[Value] = [("i", TensorProto.INT64, ["rows"]), ("table", FLOAT, ["size", 2])]
+    model = save(case.folder / "model.onnx", GATHER, inputs, [("y", FLOAT, ["found", 2])])
+    arrays: Arrays = {  # the first rows of both do not run together
         "i": np.arange(9)[::-1].copy(),
         "table": np.arange(18, dtype=np.float32).reshape(9, 2),
     }
-    store(source, **inputs)
-    assert call(model, source, output, "--batch", "4") == 0
-    assert capsys.readouterr().err == ""
-    assert_equal(loaded(output), whole_run(model, inputs))
+    assert case.run(model, arrays, "--batch", "4") == ""
 
 
-def test_bad_first_rows_are_told_with_the_runtimes_words(tmp_path: Path, capsys: Capture) -> None:
-    model = save(
-        tmp_path / "model.onnx",
-        [helper.make_node("Gather", ["table", "i"], ["y"])],
-        [("i", TensorProto.INT64, ["batch"])],
-        [("y", FLOAT, ["batch"])],
-        {"table": np.arange(3, dtype=np.float32)},
-    )
-    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
-    np.savez(source, i=np.array([99, 0, 1, 2]))
-    assert call(model, source, output, "--batch", "2") == 1
-    line = only_line(capsys.readouterr().err)
+def test_bad_first_rows_are_told_with_the_runtimes_words(case: Case) -> None:
+    table = {"table": np.arange(3, dtype=np.float32)}
+    inputs, outputs = [("i", TensorProto.INT64, ["batch"])], [("y", FLOAT, ["batch"])]
+    model = save(case.folder / "model.onnx", GATHER, inputs, outputs, table)
+    line = case.fail(model, {"i": np.array([99, 0, 1, 2])}, "--batch", "2")
     assert "--batch: got 2, but the file cannot be cut: its first 2 rows do not run by them" in line
     assert "Gather" in line
-    assert files(tmp_path) == ["in.npz", "model.onnx"]
+    assert files(case.folder) == ["in.npz", "model.onnx"]
 
 
 def test_requests_that_contradict_the_first_rows_are_an_error_that_says_what_to_do(
-    tmp_path: Path, capsys: Capture
+    case: Case,
 ) -> None:
     # An output that is the same for all rows but the last ones.
-    model = save(
-        tmp_path / "model.onnx",
-        [
-            helper.make_node("ReduceMax", ["x"], ["most"], keepdims=0),
-            helper.make_node("Max", ["most", "ten"], ["bound"]),
-            helper.make_node("Add", ["x", "x"], ["y"]),
-        ],
-        [("x", FLOAT, ["batch"])],
-        [("bound", FLOAT, []), ("y", FLOAT, ["batch"])],
-        {"ten": np.array(10, np.float32)},
-    )
-    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
-    inputs = {"x": np.arange(20, dtype=np.float32)}
-    store(source, **inputs)
-    assert call(model, source, output, "--batch", "12") == 1
-    line = only_line(capsys.readouterr().err)
+    nodes = [
+        helper.make_node("ReduceMax", ["x"], ["most"], keepdims=0),
+        helper.make_node("Max", ["most", "ten"], ["bound"]),
+        helper.make_node("Add", ["x", "x"], ["y"]),
+    ]
+    outputs: list[Value] = [("bound", FLOAT, []), ("y", FLOAT, ["batch"])]
+    ten = {"ten": np.array(10, np.float32)}
+    model = save(case.folder / "model.onnx", nodes, [("x", FLOAT, ["batch"])], outputs, ten)
+    inputs: Arrays = {"x": np.arange(20, dtype=np.float32)}
+    line = case.fail(model, inputs, "--batch", "12")
     assert "output 'bound' is to be the same in all requests: " in line
     assert line.endswith("; --batch-axis INPUT=none for each input runs it whole")
-    assert files(tmp_path) == ["in.npz", "model.onnx"]
-    assert call(model, source, output, "--batch-axis", "x=none") == 0
-    assert_equal(loaded(output), whole_run(model, inputs))
+    assert files(case.folder) == ["in.npz", "model.onnx"]
+    case.run(model, inputs, "--batch-axis", "x=none")
 
 
 # Interrupted work.
@@ -290,78 +198,58 @@ def progress(output: Path) -> Path:
     return output.with_name(f".{output.name}.partial") / "progress.json"
 
 
+HALF: Arrays = {"i": np.array([0, 1, 2, 0, 99, 1])}
+"""Rows on which `half` fails after four."""
+
+RESUMED = "mcinfer: resuming at row 4 of 6"
+
+
 @pytest.fixture
-def half_done(tmp_path: Path) -> tuple[Path, Path, Path]:
-    """A model, a file with a row on which it fails, and an output of which half is done."""
-    model = save(
+def half(tmp_path: Path) -> Path:
+    return save(
         tmp_path / "gather.onnx",
         [helper.make_node("Gather", ["table", "i"], ["y"], axis=1)],
         [("i", TensorProto.INT64, ["rows"])],
         [("y", FLOAT, [2, "found"])],
         {"table": np.arange(6, dtype=np.float32).reshape(2, 3)},
     )
-    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
-    np.savez(source, i=np.array([0, 1, 2, 0, 99, 1]))
-    assert call(model, source, output, "--batch", "2") == 1
-    return model, source, output
 
 
 def test_interrupted_work_goes_on_with_its_split_also_where_nothing_is_recorded(
-    half_done: tuple[Path, Path, Path], cache: Path, capsys: Capture
+    half: Path, case: Case, cache: Path
 ) -> None:
-    model, source, output = half_done
-    plan = json.loads(progress(output).read_bytes())["plan"]
+    case.fail(half, HALF, "--batch", "2")
+    plan = json.loads(progress(case.output).read_bytes())["plan"]
     assert (plan["axes"], plan["outputs"]) == ({"i": 0}, {"y": 1})
     shutil.rmtree(cache / "splits")
-    capsys.readouterr()
-    assert call(model, source, output, "--batch", "2") == 1
-    going, failed = capsys.readouterr().err.splitlines()
-    assert going == "mcinfer: resuming at row 4 of 6"
+    status, err = case.end(half, HALF, "--batch", "2")
+    going, failed = err.splitlines()
+    assert (status, going) == (1, RESUMED)
     assert failed.endswith("; 4 of 6 rows are kept; run the same command again to resume")
 
 
-def test_interrupted_work_does_not_go_on_with_another_split(
-    half_done: tuple[Path, Path, Path], cache: Path, capsys: Capture
-) -> None:
-    model, source, output = half_done
-    (record,) = (cache / "splits").iterdir()
-    content = json.loads(record.read_bytes())
-    record.write_text(json.dumps({**content, "outputs": {"y": 0}}))
-    capsys.readouterr()
-    assert call(model, source, output, "--batch", "2") == 1
-    line = only_line(capsys.readouterr().err)
-    assert "holds results of another split of the batch; --restart discards them" in line
-
-
 def test_interrupted_work_goes_on_in_requests_of_the_same_size(
-    half_done: tuple[Path, Path, Path],
-    tmp_path: Path,
-    capsys: Capture,
-    monkeypatch: pytest.MonkeyPatch,
+    half: Path, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, source, _ = half_done
-    output = tmp_path / "other.npz"
     monkeypatch.setattr(batch, "_REQUEST_BYTES", 32)
-    assert call(model, source, output) == 1
-    before = json.loads(progress(output).read_bytes())
+    case.fail(half, HALF)
+    before = json.loads(progress(case.output).read_bytes())
     monkeypatch.setattr(batch, "_REQUEST_BYTES", 1 << 20)
-    capsys.readouterr()
-    assert call(model, source, output) == 1
-    assert "mcinfer: resuming at row 4 of 6" in capsys.readouterr().err.splitlines()
-    assert json.loads(progress(output).read_bytes()) == before
+    assert RESUMED in case.end(half, HALF)[1].splitlines()
+    assert json.loads(progress(case.output).read_bytes()) == before
 
 
 def test_run_is_resumed_in_as_many_shards_with_fewer_cores(
-    half_done: tuple[Path, Path, Path], tmp_path: Path, capsys: Capture
+    half: Path, case: Case, capsys: Capture
 ) -> None:
     cores = os.sched_getaffinity(0)
     if len(cores) < 2:
         pytest.skip("one core has one worker")
-    model, source, _ = half_done
-    output = tmp_path / "other.npz"
-    words = ["run", str(model), "--input", str(source), "--output", str(output), "--batch", "2"]
+    np.savez(case.folder / "in.npz", allow_pickle=False, **HALF)
+    where = ["--input", str(case.folder / "in.npz"), "--output", str(case.output)]
+    words = ["run", str(half), *where, "--batch", "2"]
     assert main(words) == 1
-    before = json.loads(progress(output).read_bytes())
+    before = json.loads(progress(case.output).read_bytes())
     assert before["plan"]["shards"] > 1
     capsys.readouterr()
     try:
@@ -369,28 +257,21 @@ def test_run_is_resumed_in_as_many_shards_with_fewer_cores(
         assert main(words) == 1
     finally:
         os.sched_setaffinity(0, cores)
-    resumed, _ = capsys.readouterr().err.splitlines()
-    assert resumed == "mcinfer: resuming at row 4 of 6"
-    assert json.loads(progress(output).read_bytes()) == before
+    assert capsys.readouterr().err.splitlines()[0] == RESUMED
+    assert json.loads(progress(case.output).read_bytes()) == before
 
 
 def test_whole_file_that_is_done_is_only_written_the_next_time(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, source, output = written(tmp_path, DOUBLE), tmp_path / "in.npz", tmp_path / "out.npz"
-    store(source, **random_rows(5))
-
-    output.mkdir()  # what comes in its place before the end
+    case.output.mkdir()  # what comes in its place before the end
     with monkeypatch.context() as patch:
-        patch.setattr(batch, "_output_place", lambda _: output)
-        assert call(model, source, output, "--devices", "2") == 1
-    output.rmdir()
-    line = only_line(capsys.readouterr().err)
+        patch.setattr(batch, "_output_place", lambda *_: case.output)
+        line = case.fail(DOUBLE, random_rows(5), "--devices", "2")
+    case.output.rmdir()
     assert line.endswith("; 5 of 5 rows are kept; run the same command again to resume")
-    # Now the split is recorded, and would be another one.
-    assert call(model, source, output, "--devices", "2") == 0
-    assert only_line(capsys.readouterr().err) == "mcinfer: resuming at row 5 of 5"
-    assert_equal(loaded(output), whole_run(model, random_rows(5)))
+    err = case.run(DOUBLE, random_rows(5), "--devices", "2")
+    assert only_line(err) == "mcinfer: resuming at row 5 of 5"
 
 
 # Requests, by shapes alone.
@@ -466,9 +347,3 @@ def test_batch_that_is_not_known_runs_whole() -> None:
     whole = described([spec("x", "length", 4)], spec("y", "other"))
     requests = requests_of(whole, {"x": (1_000_000, 4)}, 2, None)
     assert (requests.axes, requests.count, requests.outputs) == ({"x": None}, 1, {"y": None})
-
-
-def test_shapes_that_do_not_fit_are_an_error() -> None:
-    fixed = described([spec("x", 4)], spec("y", 4))
-    with pytest.raises(InvalidInputError, match=r"a multiple of .* batch of 4"):
-        requests_of(fixed, {"x": (7,)}, 2, 3, {"x": 0})

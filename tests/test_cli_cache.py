@@ -1,6 +1,5 @@
 """Tests of mcinfer/cli/cache.py and progress.py: what they say of prepared models, and of preparing them."""
 
-import io
 import json
 import re
 from contextlib import closing
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from mcinfer.cli import main
-from mcinfer.cli.progress import Display
 from mcinfer.model_cache.cache import Cache, Held, entry_key
 from tests.command_line import Capture, only_line
 
@@ -99,16 +97,3 @@ def test_cache_that_others_may_write_to_is_refused(
     assert main(["cache", command]) == 1
     line = only_line(capsys.readouterr().err)
     assert line == f"mcinfer: the cache {cache.folder} is writable by others (mode 0777)"
-
-
-def test_progress_is_a_line_each_two_seconds_at_most() -> None:
-    log = io.StringIO()
-    display = Display(log, "model.onnx")
-    assert not display.called
-    for tick in range(20):
-        display({"seconds": tick / 2, "written": tick * 10_000_000, "bytes": 123_456_789})
-    assert display.called
-    assert log.getvalue().splitlines() == [
-        f"preparing model.onnx (123.5 MB): {seconds} s, {20 * seconds}.0 MB written"
-        for seconds in (2, 4, 6, 8)
-    ]

@@ -135,8 +135,6 @@ TUNE = ["tune", "m.onnx"]
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([*BENCH, "--duration", "nan"], "'--duration': got 'nan', expected"),
-        ([*BENCH, "--warmup", "-1"], "'--warmup': got '-1', expected"),
         ([*BENCH, "--max-delay", "1e9"], "'--max-delay': got '1e9', expected"),
         ([*BENCH, "--duration", "0"], "'--duration': got '0', expected seconds, more than 0"),
         ([*BENCH, "--concurrency", "40000"], "'--concurrency': got '40000', expected 4096 clients"),
@@ -144,8 +142,6 @@ TUNE = ["tune", "m.onnx"]
         ([*BENCH, "--json", "x", "--png", "x"], "--png: got x, which --json is to be written to"),
         ([*BENCH, "--png", "x.jpg"], "'--png': got 'x.jpg', expected a name that ends in .png"),
         ([*TUNE, "--concurrency", "40000"], "equal to 4096"),
-        ([*TUNE, "--budget", "inf"], "'--budget': got 'inf', expected"),
-        ([*TUNE, "--max-latency", "0"], "'--max-latency': got '0', expected seconds, more than 0"),
         ([*TUNE, "--rate", "5"], "--rate: got 5 with --goal throughput, expected --goal latency"),
         (
             [*TUNE, "--goal", "latency", "--rate", "0.01", "--budget", "10"],

@@ -3,16 +3,26 @@
 import os
 import stat
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from mcinfer.cli import main
-from tests.command_line import FLOAT, Capture, files, only_line, save, save_double
+from tests.command_line import (
+    FLOAT,
+    Arrays,
+    Capture,
+    Case,
+    Value,
+    call,
+    files,
+    loaded,
+    only_line,
+    save,
+    save_double,
+)
 
 
 @pytest.fixture
@@ -27,15 +37,9 @@ def batch(tmp_path: Path) -> Path:
     return path
 
 
-def call(model: Path, source: Path, output: Path, *options: str) -> int:
-    """Run on one device unless the options say others; a file that exists is replaced."""
-    arguments = ["run", str(model), "--input", str(source), "--output", str(output)]
-    return main([*arguments, "--devices", "1", "--force", *options])
-
-
-def loaded(path: Path) -> dict[str, NDArray[Any]]:
-    with np.load(path, allow_pickle=False) as content:
-        return dict(content)
+@pytest.fixture
+def case(tmp_path: Path, capsys: Capture) -> Case:
+    return Case(tmp_path, capsys)
 
 
 # What works.
@@ -54,54 +58,33 @@ def test_run_writes_what_the_model_gives(
     assert files(tmp_path) == ["double.onnx", "in.npz", "out.npz"]
 
 
-def test_strings_and_what_goes_whole_are_in_each_request(tmp_path: Path) -> None:
-    model = save(
-        tmp_path / "model.onnx",
-        [
-            helper.make_node("Mul", ["x", "scale"], ["scaled"]),
-            helper.make_node("Identity", ["s"], ["text"]),
-            helper.make_node("Identity", ["scale"], ["same"]),
-        ],
-        [
-            ("x", FLOAT, [2, "batch"]),
-            ("s", TensorProto.STRING, ["batch"]),
-            ("scale", FLOAT, []),
-        ],
-        [
-            ("scaled", FLOAT, [2, "batch"]),
-            ("text", TensorProto.STRING, ["batch"]),
-            ("same", FLOAT, []),
-        ],
-    )
-    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
+def test_strings_and_what_goes_whole_are_in_each_request(case: Case) -> None:
+    pairs = [("s", "text"), ("scale", "same")]
+    inputs: list[Value] = [
+        ("x", FLOAT, [2, "batch"]),
+        ("s", TensorProto.STRING, ["batch"]),
+        ("scale", FLOAT, []),
+    ]
+    outputs: list[Value] = [
+        ("scaled", FLOAT, [2, "batch"]),
+        ("text", TensorProto.STRING, ["batch"]),
+        ("same", FLOAT, []),
+    ]
+    nodes = [helper.make_node("Identity", [source], [target]) for source, target in pairs]
+    nodes.append(helper.make_node("Mul", ["x", "scale"], ["scaled"]))
     x = np.arange(10, dtype=np.float32).reshape(2, 5)
     words = np.array(["a", "", "c", "longer", "ü"])
-    np.savez(source, x=x, s=words, scale=np.float32(3))
-    assert call(model, source, output, "--batch", "2") == 0
-    got = loaded(output)
-    np.testing.assert_array_equal(got["scaled"], 3 * x)
-    assert (got["text"].tolist(), got["text"].dtype) == (words.tolist(), np.dtype("<U6"))
-    assert got["same"] == np.float32(3)
+    arrays: Arrays = {"x": x, "s": words, "scale": np.array(3, np.float32)}
+    case.run(save(case.folder / "model.onnx", nodes, inputs, outputs), arrays, "--batch", "2")
+    assert loaded(case.output)["text"].dtype == np.dtype("<U6")
 
 
-def test_outputs_of_any_name_and_strings_can_be_written(tmp_path: Path, capsys: Capture) -> None:
+def test_outputs_of_any_name_can_be_written(case: Case) -> None:
     names = ["file", "args", "allow_pickle", "/layer/0"]
-    model = save(
-        tmp_path / "names.onnx",
-        [helper.make_node("Neg", ["x"], [name]) for name in names]
-        + [helper.make_node("Identity", ["s"], ["text"])],
-        [("x", FLOAT, ["batch"]), ("s", TensorProto.STRING, ["batch"])],
-        [(name, FLOAT, ["batch"]) for name in names] + [("text", TensorProto.STRING, ["batch"])],
-    )
-    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
-    np.savez(source, x=np.array([1, 2], np.float32), s=np.array(["ü", "bc"]))
-    arguments = ["run", str(model), "--input", str(source), "--output", str(output)]
-    assert main([*arguments, "--devices", "1"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "text: string[2]"
-    with np.load(output, allow_pickle=False) as content:
-        assert [*content] == [*names, "text"]
-        assert content["file"].tolist() == [-1, -2]
-        assert content["text"].tolist() == ["ü", "bc"]
+    nodes = [helper.make_node("Neg", ["x"], [name]) for name in names]
+    outputs: list[Value] = [(name, FLOAT, ["batch"]) for name in names]
+    model = save(case.folder / "names.onnx", nodes, [("x", FLOAT, ["batch"])], outputs)
+    assert case.run(model, {"x": np.array([1, 2], np.float32)}) == ""
 
 
 def test_output_is_a_file_like_any_other_where_a_link_leads(
@@ -121,49 +104,36 @@ def test_output_is_a_file_like_any_other_where_a_link_leads(
     assert files(tmp_path / "folder") == ["out.npz"]
 
 
-def test_rows_of_a_model_that_takes_one_are_runs(tmp_path: Path, capsys: Capture) -> None:
+def test_rows_of_a_model_that_takes_one_are_runs(case: Case) -> None:
     model = save(
-        tmp_path / "one.onnx",
+        case.folder / "one.onnx",
         [helper.make_node("CumSum", ["x", "axis"], ["y"])],
         [("x", FLOAT, [1, 2])],
         [("y", FLOAT, [1, 2])],
         {"axis": np.array(0, np.int64)},
     )
-    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
     x = np.arange(10, dtype=np.float32).reshape(5, 2)
-    np.savez(source, x=x)
-    assert call(model, source, output, "--batch", "2") == 0
-    assert capsys.readouterr() == ("y: float32[5, 2]\n", "")
-    np.testing.assert_array_equal(loaded(output)["y"], x)
+    assert case.run(model, {"x": x}, "--batch", "2", equal=False) == ""
+    np.testing.assert_array_equal(loaded(case.output)["y"], x)
 
 
-def test_batch_of_no_rows_gives_none(double: Path, tmp_path: Path, capsys: Capture) -> None:
-    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
-    np.savez(source, x=np.ones((0, 3), np.float32))
-    assert call(double, source, output) == 0
-    assert capsys.readouterr().out == "y: float32[0, 3]\n"
-    assert loaded(output)["y"].shape == (0, 3)
+def test_batch_of_no_rows_gives_none(double: Path, case: Case) -> None:
+    case.run(double, {"x": np.ones((0, 3), np.float32)})
+    assert loaded(case.output)["y"].shape == (0, 3)
 
 
-def test_output_that_is_the_same_in_all_requests_is_told(tmp_path: Path, capsys: Capture) -> None:
-    model = save(
-        tmp_path / "model.onnx",
-        [
-            helper.make_node("Mul", ["scale", "scale"], ["square"]),
-            helper.make_node("Mul", ["x", "scale"], ["y"]),
-        ],
-        [("x", FLOAT, ["batch"]), ("scale", FLOAT, [1])],
-        [("square", FLOAT, [1]), ("y", FLOAT, ["batch"])],
-    )
-    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
-    np.savez(source, x=np.array([1, 2, 3, 4], np.float32), scale=np.array([3], np.float32))
-    assert call(model, source, output, "--batch", "2") == 0
-    line = only_line(capsys.readouterr().err)
-    assert line == (
-        "mcinfer: output 'square' has no batch dimension: it was the same in all 2 requests, one is written"
-    )
-    assert loaded(output)["square"].tolist() == [9]
-    assert loaded(output)["y"].tolist() == [3, 6, 9, 12]
+def test_output_that_is_the_same_in_all_requests_is_told(case: Case) -> None:
+    nodes = [
+        helper.make_node("Mul", ["scale", "scale"], ["square"]),
+        helper.make_node("Mul", ["x", "scale"], ["y"]),
+    ]
+    inputs: list[Value] = [("x", FLOAT, ["batch"]), ("scale", FLOAT, [1])]
+    outputs: list[Value] = [("square", FLOAT, [1]), ("y", FLOAT, ["batch"])]
+    model = save(case.folder / "model.onnx", nodes, inputs, outputs)
+    arrays = {"x": np.array([1, 2, 3, 4], np.float32), "scale": np.array([3], np.float32)}
+    line = only_line(case.run(model, arrays, "--batch", "2"))
+    assert "output 'square' has no batch dimension" in line
+    assert "all 2 requests" in line
 
 
 @pytest.mark.parametrize(
@@ -183,17 +153,6 @@ def test_options_that_say_nothing_are_wrong_usage(capsys: Capture, words: list[s
 
 
 # Failures: status 1, one line; and nothing is left.
-
-
-def test_model_of_another_kind_is_loaded_by_its_engine(
-    batch: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    model = tmp_path / "model.ms"
-    model.write_bytes(b"of MindSpore Lite")
-    assert call(model, batch, tmp_path / "out.npz") == 1
-    line = only_line(capsys.readouterr().err).lower()
-    assert "mindspore" in line
-    assert "onnx" not in line
 
 
 def test_output_that_exists_is_replaced_with_force_alone(
@@ -242,12 +201,9 @@ def test_input_that_is_no_regular_file_is_named(
 
 
 def test_single_array_for_several_inputs_is_told(tmp_path: Path, capsys: Capture) -> None:
-    model = save(
-        tmp_path / "add.onnx",
-        [helper.make_node("Add", ["a", "b"], ["y"])],
-        [("a", FLOAT, ["batch"]), ("b", FLOAT, ["batch"])],
-        [("y", FLOAT, ["batch"])],
-    )
+    nodes = [helper.make_node("Add", ["a", "b"], ["y"])]
+    inputs: list[Value] = [("a", FLOAT, ["batch"]), ("b", FLOAT, ["batch"])]
+    model = save(tmp_path / "add.onnx", nodes, inputs, [("y", FLOAT, ["batch"])])
     np.save(tmp_path / "in.npy", np.ones(3, np.float32))
     assert call(model, tmp_path / "in.npy", tmp_path / "out.npz") == 1
     line = only_line(capsys.readouterr().err)
@@ -284,15 +240,12 @@ def test_file_that_is_not_there_is_named(
     ids=["name", "dtype"],
 )
 def test_input_that_does_not_fit_the_model_leaves_the_old_output(
-    double: Path, tmp_path: Path, capsys: Capture, arrays: dict[str, NDArray[Any]], text: str
+    double: Path, case: Case, arrays: Arrays, text: str
 ) -> None:
-    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
-    np.savez(source, allow_pickle=False, **arrays)
-    output.write_bytes(b"of an earlier run")
-    assert call(double, source, output) == 1
-    assert text in only_line(capsys.readouterr().err)
-    assert output.read_bytes() == b"of an earlier run"
-    assert files(tmp_path) == ["double.onnx", "in.npz", "out.npz"]
+    case.output.write_bytes(b"of an earlier run")
+    assert text in case.fail(double, arrays)
+    assert case.output.read_bytes() == b"of an earlier run"
+    assert files(case.folder) == ["double.onnx", "in.npz", "out.npz"]
 
 
 # What is done stays.

@@ -28,28 +28,13 @@ MODEL = ModelSpec(
 SHORT = SHORT_RUN / 10
 
 
-def build(device: str) -> Build:
-    return Build(
-        model="/model",
-        engine="fake",
-        device=device,
-        cores=(),
-        shared=False,
-        threads=None,
-        inter_op_threads=None,
-        allow_fallback=False,
-        session_config={},
-        provider_options={},
-    )
-
-
 class Pool:
     """A scheduler of workers whose runs are known to be short, at a time that the test says."""
 
     def __init__(self, workers: int) -> None:
         self.now = 0.0
         self.scheduler = Scheduler(
-            [build(f"cpu:{index}") for index in range(workers)],
+            [Build(model="", engine="fake", device=f"cpu:{i}") for i in range(workers)],
             timeouts=Timeouts(),
             restart=RestartPolicy(),
             limits=Limits(),
@@ -103,7 +88,7 @@ def test_seconds_that_a_worker_says_are_no_more_than_there_were() -> None:
     pool.assign(0, 1)
     pool.now = 0.5
     assert pool.scheduler.take_reply(0, 0, 0, 1e308, pool.now) is not None
-    (worker,) = pool.scheduler.statistics()
+    (worker,) = pool.scheduler.lives.statistics()
     assert worker.busy_seconds <= 0.5
 
 

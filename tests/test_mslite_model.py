@@ -1,7 +1,6 @@
 """Tests of mcinfer/mslite/model.py: models in this process, on ONNX Runtime."""
 
 import gc
-import inspect
 import os
 import re
 import sys
@@ -116,17 +115,6 @@ def arrays(tensors: list[Tensor]) -> list[list[Any]]:
 
 def floats(*shape: int) -> NDArray[np.float32]:
     return np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 1
-
-
-# Names.
-
-
-def test_parameters_come_in_upstreams_order() -> None:
-    names = [*inspect.signature(Model.build_from_file).parameters]
-    assert names[1:] == [
-        *("model_path", "model_type", "context", "config_path", "config_dict"),
-        *("dec_key", "dec_mode", "dec_num_parallel"),
-    ]
 
 
 # What is wrong with arguments: upstream's texts, and the order of its checks.
@@ -245,18 +233,6 @@ def test_model_that_is_not_built_does_nothing(name: str, call: Callable[[Model],
     assert isinstance(caught.value, mcinfer.ClosedError)
 
 
-def test_relative_path_is_of_the_folder_at_the_time_of_the_build(
-    onnx_model: OnnxModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = onnx_model(FIXED).name
-    monkeypatch.chdir(tmp_path)
-    model = Model()
-    model.build_from_file(name, ModelType.ONNX)
-    monkeypatch.chdir("/")
-    model.resize(model.get_inputs(), [[1, 3]])  # reads the file again
-    assert str(model) == f"model_path: {name}."
-
-
 # Building from a buffer.
 
 
@@ -315,18 +291,6 @@ def test_buffer_is_kept_only_where_resize_may_need_it(
     model.build_from_buffer(path.read_bytes(), (tmp_path / "weights.bin").read_bytes())
     assert model._built is not None
     assert (model._built.source.model, model._built.source.weights) == (b"", None)
-
-
-def test_group_keeps_no_content_of_a_buffer(onnx_model: OnnxModel) -> None:
-    text = f"{HEAD} open (float[n, m] x) => (float[n, m] y) {{ y = Neg(x) }}"
-    content = onnx_model(text).read_bytes()
-    models = [Model(), Model()]
-    ModelGroup(ModelGroupFlag.SHARE_WEIGHT).add_model(models)
-    before = sys.getrefcount(content)
-    for model in models:
-        model.build_from_buffer(content)
-    assert len(sessions(models)) == 1
-    assert sys.getrefcount(content) == before
 
 
 def test_buffer_finds_its_weights_in_another_one_or_in_the_folder_that_is_named(
@@ -493,11 +457,6 @@ def endless_run(model: Model) -> Iterator[threading.Thread]:
     assert "cancelled" in str(*errors)
 
 
-def test_operators_run_without_pythons_lock(onnx_model: OnnxModel) -> None:
-    with endless_run(built(onnx_model(LOOP))):
-        pass
-
-
 def cpu_ticks(thread: int | None) -> int:
     """Time on a core that a thread of this process has had; a tick is 10 ms."""
     text = Path(f"/proc/self/task/{thread}/stat").read_text(encoding="utf-8", errors="replace")
@@ -524,15 +483,6 @@ def test_eight_threads_get_each_its_own_answers(onnx_model: OnnxModel) -> None:
 
 
 # Outputs that the caller gives.
-
-
-def test_outputs_that_are_given_are_written_in_place(onnx_model: OnnxModel) -> None:
-    model = built(onnx_model(AFFINE))
-    place = np.zeros((2, 4), np.float32)
-    given = [Tensor(place)]
-    [output] = model.predict([floats(2, 4)], given)
-    assert output is given[0]
-    np.testing.assert_array_equal(place, floats(2, 4) * 2 + 1)
 
 
 def read_only() -> NDArray[Any]:
@@ -579,14 +529,6 @@ def test_failed_run_leaves_the_outputs_as_they_were(onnx_model: OnnxModel) -> No
         assert (second == 7).all()
     model.predict([floats(2), np.array([2, 1])], given)
     assert (first.tolist(), second.tolist()) == ([-1, -2], [[-1], [-2]])
-
-
-def test_empty_list_of_outputs_is_extended_in_place(onnx_model: OnnxModel) -> None:
-    model = built(onnx_model(MIXED))
-    outputs: list[Tensor] = []
-    assert model.predict([floats(2, 3), floats(1, 3)], outputs) is outputs
-    assert [output.name for output in outputs] == ["y", "z"]
-    assert arrays(outputs) == [(-floats(2, 3)).tolist(), (-floats(1, 3)).tolist()]
 
 
 @pytest.mark.parametrize("kind", ["same tensor", "same array", "overlap"])
@@ -645,7 +587,7 @@ def test_open_sizes_are_noted_and_others_still_run(onnx_model: OnnxModel) -> Non
 
 
 @pytest.mark.parametrize("buffer", [False, True])
-def test_fixed_sizes_are_built_anew(onnx_model: OnnxModel, buffer: bool) -> None:
+def test_fixed_sizes_are_built_again(onnx_model: OnnxModel, buffer: bool) -> None:
     path = onnx_model(FIXED)
     model = Model()
     if buffer:
@@ -659,7 +601,7 @@ def test_fixed_sizes_are_built_anew(onnx_model: OnnxModel, buffer: bool) -> None
         assert model.get_model_info("input_shape") == f"x:{shape[0]},{shape[1]}"
 
 
-def test_model_whose_weights_lie_outside_is_built_anew(tmp_path: Path) -> None:
+def test_model_whose_weights_lie_outside_is_built_again(tmp_path: Path) -> None:
     path = save_apart(WEIGHED.replace("[n, 2]", "[1, 2]"), tmp_path)
     from_buffer = Model()
     weights = (tmp_path / "weights.bin").read_bytes()
@@ -669,7 +611,7 @@ def test_model_whose_weights_lie_outside_is_built_anew(tmp_path: Path) -> None:
         assert arrays(model.predict([floats(2, 2)])) == [[[11, 22], [13, 24]]]
 
 
-def test_open_sizes_stay_open_where_fixed_ones_are_built_anew(onnx_model: OnnxModel) -> None:
+def test_open_sizes_stay_open_where_fixed_ones_are_built_again(onnx_model: OnnxModel) -> None:
     model = built(onnx_model(MIXED))
     fixed, free = model.get_inputs()
     model.resize([free], [[6, 3]])
@@ -720,79 +662,10 @@ def test_changing_a_model_says_what_to_install(
     with pytest.raises(RuntimeError, match=f"^resize {text}") as caught:
         model.resize(model.get_inputs(), [[4, 3]])
     assert isinstance(caught.value, mcinfer.MissingDependencyError)
-    with pytest.raises(RuntimeError, match=f"^build_from_buffer {text}"):
-        Model().build_from_buffer(path.read_bytes(), b"weights")
     assert arrays(model.predict([floats(2, 3)])) == [(-floats(2, 3)).tolist()]
 
 
-def test_resize_beside_runs_spoils_none(onnx_model: OnnxModel) -> None:
-    model = built(onnx_model(FIXED))
-    over = threading.Event()
-
-    def ask() -> int:
-        answers = 0
-        while not over.is_set():
-            for rows in (2, 4):
-                data = floats(rows, 3)
-                try:
-                    [output] = model.predict([data])
-                except mcinfer.InvalidInputError:
-                    continue  # it has the other size just now
-                np.testing.assert_array_equal(output.get_data_to_numpy(), -data)
-                answers += 1
-        return answers
-
-    with ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(ask) for _ in range(4)]
-        try:
-            for _ in range(10):
-                for rows in (4, 2):
-                    model.resize(model.get_inputs(), [[rows, 3]])
-        finally:
-            over.set()
-        assert all(item.result() for item in asked)
-
-
 # What the context says of the CPU.
-
-
-def threads() -> dict[str, str]:
-    """The cores of each thread of this process, Python's and others."""
-    found = {}
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            status = (task / "status").read_text(encoding="utf-8")
-        except OSError:
-            continue  # it has ended
-        found[task.name] = status.partition("Cpus_allowed_list:")[2].split()[0]
-    return found
-
-
-@contextmanager
-def started() -> Iterator[dict[str, str]]:
-    """The threads that are there at the end and were not at the beginning, with their cores."""
-    gc.collect()
-    # The runtime's own, one for each process, comes with the first session.
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    ort.InferenceSession(parser.parse_model(FIXED).SerializeToString(), options)
-    before = threads()
-    found: dict[str, str] = {}
-    yield found
-    found |= {name: cores for name, cores in threads().items() if name not in before}
-
-
-@pytest.mark.parametrize(("threads", "operators"), [(1, 0), (3, 0), (1, 3)])
-def test_numbers_of_threads_are_those_of_a_run(
-    onnx_model: OnnxModel, threads: int, operators: int
-) -> None:
-    context = Context()
-    context.cpu.thread_num = threads
-    context.cpu.inter_op_parallel_num = operators
-    with started() as new:
-        model = built(onnx_model(AFFINE), context)
-    assert len(new) == max(threads, operators) - 1  # the caller's is one of them
-    assert arrays(model.predict([floats(1, 4)])) == [[[3, 5, 7, 9]]]
 
 
 def test_core_list_binds_the_callers_thread_during_a_run_and_not_after(
@@ -808,24 +681,6 @@ def test_core_list_binds_the_callers_thread_during_a_run_and_not_after(
     with endless_run(built(onnx_model(LOOP), context)) as thread:
         assert os.sched_getaffinity(thread.native_id or 0) == {core}
     assert os.sched_getaffinity(0) == cores
-
-
-def test_affinity_mode_binds_to_the_cores_of_that_kind(
-    onnx_model: OnnxModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        pytest.skip("takes two cores")
-    capacities = {core: 512 + (core == cores[-1]) for core in cores}
-    monkeypatch.setattr("mcinfer.mslite._targets.core_capacities", lambda: capacities)
-    context = Context()
-    context.cpu.thread_num = 1
-    context.cpu.inter_op_parallel_num = 3
-    context.cpu.thread_affinity_mode = 2
-    with started() as new:
-        model = built(onnx_model(AFFINE), context)
-    assert [*new.values()] == [str(cores[0])] * 2
-    assert arrays(model.predict([floats(1, 4)])) == [[[3, 5, 7, 9]]]
 
 
 def warned(path: Path, context: Context, match: str, **more: Any) -> tuple[Model, str]:
@@ -937,7 +792,7 @@ WRONG_KIND = (
         (2, [Model(), Model()], RuntimeError, WRONG_KIND),
     ],
 )
-def test_models_that_cannot_be_grouped_are_told(
+def test_models_that_cannot_be_grouped_are_refused(
     flags: int, models: Any, error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=exactly(text)):
@@ -971,15 +826,7 @@ def test_models_of_one_file_share_their_weights(onnx_model: OnnxModel) -> None:
         ]
 
 
-def test_models_without_a_group_share_nothing(onnx_model: OnnxModel) -> None:
-    path = onnx_model(AFFINE)
-    assert len(sessions([built(path), built(path)])) == 2
-    group = ModelGroup()
-    group.add_model([str(path)])
-    assert len(sessions([built(path), built(path)])) == 2
-
-
-def test_file_that_was_written_anew_is_loaded_anew(onnx_model: OnnxModel) -> None:
+def test_file_that_was_replaced_is_loaded_again(onnx_model: OnnxModel) -> None:
     path, other = onnx_model(AFFINE), onnx_model(AFFINE.replace("2.0", "3.0"))
     models = [Model(), Model()]
     ModelGroup(ModelGroupFlag.SHARE_WEIGHT).add_model(models)
@@ -990,23 +837,6 @@ def test_file_that_was_written_anew_is_loaded_anew(onnx_model: OnnxModel) -> Non
         [[[3, 5, 7, 9]]],
         [[[4, 7, 10, 13]]],
     ]
-
-
-def test_models_that_share_a_workspace_run_right_at_once(
-    onnx_model: OnnxModel,
-) -> None:
-    path, other = onnx_model(AFFINE), onnx_model(AFFINE.replace("2.0", "3.0"))
-    models = grouped(ModelGroupFlag.SHARE_WEIGHT_WORKSPACE, path, path, other)
-
-    def ask(i: int) -> None:
-        factor = 3 if i % 3 == 2 else 2
-        for rows in range(1, 50):
-            [output] = models[i % 3].predict([floats(rows, 4)])
-            np.testing.assert_array_equal(output.get_data_to_numpy(), floats(rows, 4) * factor + 1)
-
-    with ThreadPoolExecutor(6) as pool:
-        for done in [pool.submit(ask, i) for i in range(6)]:
-            done.result()
 
 
 def test_models_of_a_groups_paths_share_the_workspace_and_no_others_do(

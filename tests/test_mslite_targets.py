@@ -2,7 +2,6 @@
 
 import os
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from mcinfer.mslite._targets import (
     core_capacities,
     count_workers,
     model_type_of,
-    model_type_of_bytes,
     open_first,
     order_cores,
     pinned_cores,
@@ -83,7 +81,7 @@ def test_type_is_that_of_the_ending_else_what_is_said(
     ],
 )
 def test_type_of_a_buffer_is_seen_in_its_first_field(content: bytes, found: ModelType) -> None:
-    assert model_type_of_bytes(content) is found
+    assert model_type_of(content) is found
 
 
 # What is tried.
@@ -227,23 +225,6 @@ def test_target_that_fails_is_replaced_by_the_next_with_its_words() -> None:
     assert [str(warning.message) for warning in caught] == ["of the gpu", text]
 
 
-@pytest.mark.parametrize("first", [[GPU], [CPU]], ids=["remark", "replaced"])
-def test_warning_that_is_an_error_comes_before_the_build_that_would_serve(
-    first: list[Attempt],
-) -> None:
-    built = []
-
-    def build(attempt: Attempt) -> Attempt:
-        if attempt is CPU:
-            raise BuildError("no such card")
-        built.append(attempt)
-        return attempt
-
-    with pytest.raises(UserWarning, match=r"of the gpu|cannot be used here"):
-        open_first([first, [GPU]], build, stacklevel=1)
-    assert not built
-
-
 def test_engine_that_is_not_installed_is_replaced_by_the_next_in_silence() -> None:
     other = Attempt(target="cpu", engine="mindspore", kind="cpu")
 
@@ -255,27 +236,6 @@ def test_engine_that_is_not_installed_is_replaced_by_the_next_in_silence() -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert open_first([[other, CPU]], build, stacklevel=1) is CPU
-
-
-def test_last_failure_is_raised_where_nothing_serves() -> None:
-    def build(attempt: Attempt) -> Attempt:
-        raise BuildError(f"no {attempt.kind}")
-
-    with (
-        pytest.warns(UserWarning, match="cannot be used here"),
-        pytest.raises(BuildError, match=r"^no cpu$"),
-    ):
-        open_first([[replace(GPU, remarks=())], [CPU]], build, stacklevel=1)
-
-
-def test_first_engine_that_is_missing_is_what_to_install() -> None:
-    other = Attempt(target="cpu", engine="mindspore", kind="cpu")
-
-    def build(attempt: Attempt) -> Attempt:
-        raise MissingDependencyError(attempt.engine)
-
-    with pytest.raises(MissingDependencyError, match=r"^mindspore$"):
-        open_first([[other, CPU]], build, stacklevel=1)
 
 
 # How many workers, and on which cores.
@@ -307,11 +267,6 @@ def test_more_than_five_workers_for_each_core_are_refused() -> None:
         InvalidInputError, match=r"workers_num: got 41, expected at most 5 for each"
     ):
         count_workers(context_of("cpu"), "cpu", 41, [])
-
-
-def test_workers_have_no_cores_of_their_own_where_the_context_names_none() -> None:
-    assert pinned_cores(context_of("cpu"), 2) is None
-    assert pinned_cores(context_of("cpu", cpu_thread_affinity_mode=1), 2) is None
 
 
 @pytest.mark.parametrize(

@@ -96,13 +96,6 @@ def test_numbers_are_upstreams() -> None:
     assert str(DataType.FLOAT32) == f"{DataType.FLOAT32}" == "DataType.FLOAT32"
 
 
-def test_element_types_go_to_numpy_and_back() -> None:
-    for member in NUMBERED:
-        dtype = numpy_dtype_of(member)
-        assert dtype.name == member.name.lower()
-        assert data_type_of(dtype) is data_type_of(dtype.newbyteorder()) is member
-
-
 @pytest.mark.parametrize("dtype", UNSUPPORTED, ids=str)
 def test_dtype_without_a_number_is_refused(dtype: "np.dtype[Any]") -> None:
     text = exactly(f"Unsupported numpy dtype value {dtype}")
@@ -174,14 +167,6 @@ def test_array_that_engines_cannot_read_is_copied(array: NDArray[Any]) -> None:
     assert held.dtype.isnative
     assert not np.shares_memory(held, array)
     assert np.array_equal(held, array)
-
-
-@given(laid_out())
-def test_tensor_made_of_any_array_has_its_values(array: NDArray[Any]) -> None:
-    tensor = Tensor(array, shape=list(array.shape), dtype=data_type_of(array.dtype))
-    assert tensor.shape == list(array.shape)
-    assert tensor.data_size == array.nbytes
-    assert tensor.array.tobytes() == array.astype(array.dtype.newbyteorder("=")).tobytes()
 
 
 @pytest.mark.parametrize("source", ["numpy", "tensor"])
@@ -281,14 +266,6 @@ def test_shape_of_another_number_of_elements_drops_the_data(shape: list[int]) ->
     assert not tensor.get_data_to_numpy().any()
 
 
-def test_empty_data_is_kept_in_an_empty_shape() -> None:
-    tensor = Tensor(np.empty((0, 3), "int8"))
-    tensor.shape = [5, 0]
-    assert tensor.get_data_to_numpy().shape == (5, 0)
-    tensor.shape = [-1, 3]
-    assert tensor.get_data_to_numpy().shape == (0, 3)
-
-
 @pytest.mark.parametrize("dtype", [DataType.INT32, DataType.FLOAT64])
 def test_dtype_is_never_a_reinterpretation(dtype: DataType) -> None:
     tensor = Tensor(numbers(2, 3))
@@ -311,13 +288,6 @@ def test_data_of_any_layout_is_set_and_read_back(array: NDArray[Any], flat: bool
     assert read.shape == array.shape
     assert read.dtype.isnative
     assert read.tobytes() == array.astype(array.dtype.newbyteorder("=")).tobytes()
-
-
-def test_set_data_takes_the_tensors_own_data_in_another_order() -> None:
-    tensor = Tensor(shape=[2, 3], dtype=DataType.FLOAT32)
-    tensor.set_data_from_numpy(numbers(2, 3))
-    tensor.set_data_from_numpy(tensor.get_data_to_numpy()[::-1, ::-1])
-    assert np.array_equal(tensor.get_data_to_numpy(), numbers(6)[::-1].reshape(2, 3))
 
 
 @pytest.mark.parametrize("writable", [True, False])
@@ -367,15 +337,6 @@ def test_unknown_sizes_are_taken_from_the_array(known: list[int], given: tuple[i
     assert np.array_equal(tensor.get_data_to_numpy(), numbers(*given))
 
 
-@pytest.mark.parametrize("given", [(3,), (4, 2), (1, 4, 3)])
-def test_array_that_does_not_fit_the_known_sizes_is_refused(given: tuple[int, ...]) -> None:
-    tensor = of_model([-1, 3])
-    with pytest.raises(RuntimeError, match=r"data size not equal! .* Tensor shape: \[-1, 3\]"):
-        tensor.set_data_from_numpy(numbers(*given))
-    assert tensor.shape == [-1, 3]
-    assert not tensor.has_data
-
-
 def test_numpy_reads_a_tensor_as_an_array() -> None:
     tensor = Tensor(numbers(2, 3))
     assert np.shares_memory(np.asarray(tensor), tensor.array)
@@ -388,7 +349,7 @@ def test_numpy_reads_a_tensor_as_an_array() -> None:
 # Memory from an allocator.
 
 
-def test_memory_is_gotten_once_and_late() -> None:
+def test_memory_is_allocated_once_and_late() -> None:
     pool = Pool()
     tensor = of_model([2, 3], pool)
     assert not pool.given
@@ -411,28 +372,6 @@ def test_memory_follows_the_shape() -> None:
     tensor.set_data_from_numpy(numbers(4, 3))
     assert [memory.shape for memory in pool.given] == [(2, 3), (4, 3)]
     assert tensor.array is pool.given[1]
-
-
-def test_another_dtype_than_the_models_is_in_ordinary_memory() -> None:
-    pool = Pool()
-    tensor = of_model([2], pool)
-    tensor.dtype = DataType.INT32
-    tensor.set_data_from_numpy(numbers(2, dtype="int32"))
-    assert not pool.given
-    tensor.dtype = DataType.FLOAT32
-    assert not tensor.get_data_to_numpy().any()
-    assert len(pool.given) == 1
-
-
-def test_refused_memory_changes_nothing() -> None:
-    def refuse(shape: tuple[int, ...]) -> NDArray[Any]:
-        raise MemoryError(shape)
-
-    tensor = Tensor._of_model(spec("float32", [-1, 3]), refuse)
-    with pytest.raises(MemoryError):
-        tensor.set_data_from_numpy(numbers(2, 3))
-    assert tensor.shape == [-1, 3]
-    assert not tensor.has_data
 
 
 # Results.

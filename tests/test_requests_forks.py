@@ -1,4 +1,4 @@
-"""Tests of mcinfer/requests/forks.py: threads at once; forks are in tests/process/test_forks.py."""
+"""Tests of mcinfer/requests/forks.py: threads at once; tests/process/test_forks.py has the forks."""
 
 import gc
 import sys
@@ -16,7 +16,7 @@ THREADS = 4
 
 @pytest.fixture(name="busy")
 def _busy() -> Iterator[None]:
-    """Threads change places, and garbage is collected, as often as can be."""
+    """Threads switch, and garbage is collected, as often as possible."""
     interval, threshold = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(1e-6)
     gc.set_threshold(3, 1, 1)
@@ -26,7 +26,7 @@ def _busy() -> Iterator[None]:
 
 
 class Garbage:
-    """Whose end runs Python code, in which threads may change places."""
+    """Its end runs Python code, in which threads may switch."""
 
     def __init__(self) -> None:
         self.me = self

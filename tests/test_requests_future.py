@@ -6,14 +6,12 @@ import logging
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import (
     ALL_COMPLETED,
     FIRST_COMPLETED,
     FIRST_EXCEPTION,
-    Future,
     ThreadPoolExecutor,
-    as_completed,
     wait,
 )
 from contextlib import contextmanager
@@ -104,10 +102,6 @@ def blocked(count: int, outcome: Outcome[Any]) -> None:
     deadline = monotonic() + PATIENCE
     while len(outcome._locks) < count:
         assert monotonic() < deadline
-
-
-def completed(given: Sequence[Future[int]], timeout: float) -> Iterator[Future[int]]:
-    return as_completed(given, timeout)
 
 
 # Waiting.
@@ -271,26 +265,6 @@ def test_wait_is_as_with_the_standard_librarys(
     assert result.not_done == set(given[done:])
 
 
-def test_futures_that_are_settled_while_wait_looks_are_all_waited_for(owner: Owner) -> None:
-    for number in range(100):
-        given = futures(owner, 3)
-        begin = threading.Barrier(2)
-
-        def settle(given: Any = given, begin: threading.Barrier = begin) -> None:
-            begin.wait()
-            for future in given:
-                future.outcome.settle()
-
-        thread = threading.Thread(target=settle)
-        thread.start()
-        begin.wait()
-        if number % 2:
-            assert wait(given, PATIENCE).not_done == set()
-        else:
-            assert {future.result() for future in completed(given, PATIENCE)} == {0, 1, 2}
-        thread.join()
-
-
 def test_future_that_is_settled_between_two_looks_of_wait_stays_as_it_was_seen(
     owner: Owner,
 ) -> None:
@@ -314,19 +288,6 @@ def test_future_that_is_settled_between_two_looks_of_wait_stays_as_it_was_seen(
         future._waiters.append(Waiter)
     owner.finish()
     assert heard == [future]
-
-
-def test_waiting_again_and_again_leaves_nothing_on_a_future(owner: Owner) -> None:
-    pending, done = futures(owner, 2)
-    done.outcome.settle()
-    for _ in range(10):
-        assert wait([pending, done], 0).done == {done}
-        with pytest.raises(TimeoutError):
-            [*completed([pending, done], 0)]
-    for future in (pending, done):
-        assert future._waiting is not None
-        assert future._waiting == future._waiting.to_call == []
-    assert not pending.is_awaited
 
 
 @pytest.mark.parametrize("early", [True, False])

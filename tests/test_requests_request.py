@@ -3,7 +3,6 @@
 import errno
 import gc
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,7 +26,6 @@ from tests.planned_requests import (
     W,
     Worker,
     X,
-    double,
     in_use,
     known,
     model,
@@ -36,7 +34,6 @@ from tests.planned_requests import (
     random_array,
     references,
     replied,
-    run,
 )
 
 
@@ -245,8 +242,6 @@ def test_output_of_more_than_the_shared_memory_may_have_is_an_os_error_and_keeps
     arena.close()
 
 
-# Outputs that are the same from every worker.
-
 # Results.
 
 
@@ -313,40 +308,6 @@ def test_error_of_a_join_keeps_no_memory_and_comes_again(arena: Arena, worker: W
             assert in_use(planner, arena) == 0
         finally:
             gc.enable()
-
-
-def test_two_threads_that_ask_at_once_get_equal_arrays(arena: Arena, worker: Worker) -> None:
-    """However the two meet, and whether the result is a view, or joined of parts."""
-    for round_ in range(60):
-        if round_ % 2:
-            request = stage_open(arena)
-            for shard in (0, 1):
-                request.take(shard, answer(request, worker, shard, 2), worker.fetch, shard, LIMIT)
-        else:
-            request = planner_of(PLAIN, arena).request([X, W], 2, DECLARED, 0.0)
-            run(request, arena, double)
-        request.settle()
-        request.release()
-        begin = threading.Barrier(3)
-        values: list[Any] = []
-
-        def ask(request: Request = request, values: list[Any] = values) -> None:
-            begin.wait()  # noqa: B023 joined below
-            try:
-                values.append(request.result())
-            except Exception as exc:
-                values.append(exc)
-
-        threads = [threading.Thread(target=ask) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert all(isinstance(value, dict) for value in values), values
-        for name, array in values[0].items():
-            assert all(np.array_equal(array, value[name]) for value in values[1:])
-        worker.close()
-        worker.blocks.clear()
 
 
 class Interfering:

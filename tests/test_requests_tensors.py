@@ -1,6 +1,7 @@
 """Tests of mcinfer/requests/tensors.py: where parts of tensors lie, and how data gets in and out of there."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -24,10 +25,8 @@ from mcinfer.requests.tensors import (
     unpack,
 )
 from mcinfer.sharding import InputCut, JoinError, OutputJoin, Shape
-from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, numpy_dtype, tensor_bytes
-
-FOUR_BITS = ("int4", "uint4")
-FIXED_SIZE = [name for name in ELEMENT_TYPES if name != STRING]
+from mcinfer.specs import STRING, TensorSpec, numpy_dtype, tensor_bytes
+from tests.planned_requests import FIXED_SIZE, FOUR_BITS, in_order, random_array
 
 Array = NDArray[Any]
 
@@ -36,38 +35,6 @@ COPIER = Copier(1)
 
 def spec(element_type: str, name: str = "x") -> TensorSpec:
     return TensorSpec(name=name, dtype=numpy_dtype(element_type), shape=(None,))
-
-
-def random_array(element_type: str, shape: Shape, seed: int) -> Array:
-    """Any bits; NaNs and infinities are among them."""
-    generator = np.random.default_rng(seed)
-    if element_type in FOUR_BITS:
-        low = -8 if element_type == "int4" else 0
-        return generator.integers(low, low + 16, shape).astype(numpy_dtype(element_type))
-    dtype = numpy_dtype(element_type)
-    raw = generator.integers(0, 2 if element_type == "bool" else 256, prod(shape) * dtype.itemsize)
-    return raw.astype(np.uint8).view(dtype).reshape(shape)
-
-
-def in_order(array: Array, order: str) -> Array:
-    """The same values, in another layout or byte order."""
-    match order:
-        case "F":
-            return array.copy(order="F")
-        case "reversed":
-            return array[::-1].copy()[::-1] if array.ndim else array
-        case "strided":
-            wide = np.zeros((*array.shape, 2), array.dtype)
-            wide[..., 0] = array
-            return wide[..., 0]
-        case "other byte order":
-            return array.astype(array.dtype.newbyteorder())
-        case "read-only":
-            array = array.copy()
-            array.flags.writeable = False
-            return array
-        case _:
-            return array
 
 
 def bits(array: Array) -> bytes:
@@ -311,3 +278,28 @@ def test_the_largest_numbers_of_a_type_do_not_allow_for_everything(element_type:
     assert difference(want.copy(), want) == (True, 0.0)
     assert difference(of(element_type, most, 0, -most), want) == (False, 1.0)
     assert difference(of(element_type, most, most, most), want) == (False, np.inf)
+
+
+# Copying, with one thread or several.
+
+LARGE = 18 << 20
+
+
+@pytest.fixture(params=[1, 2, 16])
+def copier(request: pytest.FixtureRequest) -> Iterator[Copier]:
+    made = Copier(request.param)
+    yield made
+    made.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("mcinfer-copy")]
+
+
+@pytest.mark.parametrize("shape", [(0,), (1000,), (LARGE // 4 + 1,), (3, 5, LARGE // 60)], ids=str)
+@pytest.mark.parametrize("order", ["C", "F", "other byte order"])
+@pytest.mark.parametrize("closed", [False, True])
+def test_copy_is_whole(copier: Copier, shape: Shape, order: str, closed: bool) -> None:
+    if closed:
+        copier.close()
+    source = random_array("uint32", shape, 1)
+    target = np.zeros(shape, np.uint32)
+    copier.copy(target, in_order(source, order))
+    assert np.array_equal(target, source)

@@ -85,38 +85,13 @@ def assert_values(arena: Arena, version: WeightVersion, expected: Mapping[str, A
         np.testing.assert_array_equal(found[name], value)
 
 
-# Versions.
-
-
-def test_oldest_is_the_lowest_version_that_is_still_held(arena: Arena) -> None:
-    store = new_store(arena)
-    own = store.current
-
-    def update() -> WeightVersion:
-        store.update({"n": 1}, 0.0)
-        return store.current
-
-    one, two = update(), update()
-    assert (one.oldest, two.oldest) == (0, 0)
-    del own
-    assert update().oldest == 1
-    assert update().oldest == 1
-    del one
-    assert update().oldest == 2
-    del two
-    # The one before: requests could still take it while the new one was made.
-    for _ in range(3):
-        before = store.current.number
-        assert update().oldest == before
-
-
 # What does not fit.
 
 GOOD = {"b": np.zeros(3, np.float32)}
 
 
 class Unreadable:
-    """As a tensor of another library on a device that NumPy does not reach."""
+    """Like a tensor of another library on a device that NumPy does not reach."""
 
     def __array__(self, *_: object) -> Array:
         raise RuntimeError("lies on a device")
@@ -126,20 +101,17 @@ class Unreadable:
     ("given", "text"),
     [
         (None, r"^weights: got None, expected arrays by name$"),
-        (BEFORE["w"], r"^weights: got .*array\(.*, expected arrays by name$"),
         ({**GOOD, "v": 1}, r"^weights: unknown \['v'\], expected some of \['w', 'b', 'n'\]$"),
         (
             {**GOOD, "w": np.zeros((2, 3))},
             r"^weight 'w' has dtype float64, expected float32 \(w: float32\[2, 3\]\)$",
         ),
         ({**GOOD, "n": 2**63}, r"^weight 'n' "),
-        ({**GOOD, "w": [[1, 2], [3]]}, r"^weight 'w' is not an array: "),
         ({**GOOD, "w": Unreadable()}, r"^weight 'w' is not an array: lies on a device"),
         (
             {**GOOD, "w": np.zeros((3, 2), np.float32)},
             r"^weight 'w' has shape \[3, 2\], expected w: float32\[2, 3\]$",
         ),
-        ({**GOOD, "n": [1]}, r"^weight 'n' has shape \[1\], expected n: int64\[\]$"),
     ],
 )
 def test_update_that_does_not_fit_is_refused_by_its_name_and_changes_nothing(
@@ -222,7 +194,7 @@ def test_update_that_waits_for_memory_does_not_keep_others_waiting(arena: Arena)
 def test_close_in_the_middle_of_an_update_of_its_own_thread_does_not_wait(
     store: WeightStore,
 ) -> None:
-    """As by a signal's handler, or a finalizer."""
+    """A signal's handler or a finalizer may close it so."""
 
     def close_once(frame: FrameType, *_: object) -> None:
         if frame.f_code.co_name == "_commit":
@@ -252,31 +224,10 @@ def test_updates_from_many_threads_are_numbered_one_after_another(arena: Arena) 
         start.wait()
         return [store.update({name: np.full(64, i)}, 5.0) for i in range(rounds)]
 
-    def look() -> None:
-        """Every version is complete, and what it says stays true while it is held."""
-        last: dict[str, int] = {}
-        seen = 0
-        while seen < rounds * len(names):
-            version = store.current
-            assert version.number >= seen
-            assert version.oldest <= version.number
-            seen = version.number
-            found = {}
-            for name, value in values(arena, version, store.specs).items():
-                assert (value == value[0]).all()
-                found[name] = int(value[0])
-            assert {name: max(found[name], number) for name, number in last.items()} == {
-                name: found[name] for name in last
-            }
-            last = found
-
-    with ThreadPoolExecutor(5) as pool:
-        looking = pool.submit(look)
+    with ThreadPoolExecutor(4) as pool:
         numbers = [future.result(30.0) for future in [pool.submit(update, n) for n in names]]
-        looking.result(30.0)
     assert all(given == sorted(given) for given in numbers)
     assert sorted(n for given in numbers for n in given) == [*range(1, rounds * 4 + 1)]
-    assert store.current.number == rounds * 4
     final = values(arena, store.current, store.specs)
     assert {name: int(final[name][0]) for name in names} == dict.fromkeys(names, rounds - 1)
     assert arena.used == len(names) * 512
@@ -285,12 +236,7 @@ def test_updates_from_many_threads_are_numbered_one_after_another(arena: Arena) 
 # Any sequence of updates, with versions that are held for a while.
 
 NUMBERS = st.integers(-100, 100)
-BAD_UPDATES: list[dict[str, Any]] = [
-    {},
-    {"unknown": 1},
-    {"w": 1, "b": "bad"},
-    {"b": 1, "n": 2, "unknown": 3},
-]
+BAD_UPDATES: list[dict[str, Any]] = [{}, {"w": 1, "b": "bad"}, {"b": 1, "unknown": 3}]
 UPDATE = st.dictionaries(st.sampled_from([*BEFORE]), NUMBERS, min_size=1) | st.sampled_from(
     BAD_UPDATES
 )
@@ -304,9 +250,7 @@ def _given(update: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-@given(
-    steps=st.lists(st.tuples(UPDATE, st.booleans(), st.integers(0, 5)), max_size=12),
-)
+@given(steps=st.lists(st.tuples(UPDATE, st.booleans(), st.integers(0, 5)), max_size=12))
 def test_any_updates_give_what_a_dictionary_would(
     steps: list[tuple[dict[str, Any], bool, int]],
 ) -> None:

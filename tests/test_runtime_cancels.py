@@ -1,4 +1,4 @@
-"""CANCEL over a socket of its own: the worker waits for it, the master never waits."""
+"""Tests of mcinfer/runtime/cancels.py: the worker waits for CANCEL messages, the master never waits."""
 
 import os
 import socket
@@ -32,13 +32,13 @@ def test_runs_are_cancelled_one_after_another_until_the_master_is_gone(ends: End
     assert worker.wait() is None
 
 
-def test_descriptors_are_not_handed_to_programs_unasked(ends: Ends) -> None:
+def test_programs_do_not_inherit_the_descriptors(ends: Ends) -> None:
     assert not any(os.get_inheritable(end.fd) for end in ends)
 
 
 def test_worker_that_does_not_read_or_is_gone_does_not_hold_up_the_master(ends: Ends) -> None:
     master, worker = ends
-    os.set_blocking(worker.fd, True)  # which one side cannot set for the other
+    os.set_blocking(worker.fd, True)  # a worker cannot change this for the master
     with pytest.raises(BlockingIOError):  # noqa: PT012 as soon as the worker's end is full
         while True:
             master.send(1, 2)
@@ -48,7 +48,7 @@ def test_worker_that_does_not_read_or_is_gone_does_not_hold_up_the_master(ends: 
         master.send(1, 2)
 
 
-@pytest.mark.parametrize("data", [b"x", bytes(11), bytes(13), bytes(1000)], ids=len)
+@pytest.mark.parametrize("data", [b"x", bytes(13)], ids=len)
 def test_message_of_another_size_is_a_protocol_error(data: bytes) -> None:
     raw, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     worker = Cancels(end)

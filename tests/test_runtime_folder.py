@@ -85,17 +85,6 @@ def test_place_of_another_user_is_passed_over(first: Path, second: Path) -> None
     assert chosen() == second
 
 
-def test_place_may_be_reached_through_a_link(
-    monkeypatch: pytest.MonkeyPatch, first: Path, tmp_path: Path
-) -> None:
-    link = tmp_path / "link"
-    link.symlink_to(first)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(link))
-    assert chosen() == link
-    first.chmod(0o777)
-    assert chosen() != link
-
-
 @pytest.mark.parametrize("value", [None, ""])
 def test_without_a_runtime_directory_the_temporary_one_serves(
     monkeypatch: pytest.MonkeyPatch, second: Path, value: str | None

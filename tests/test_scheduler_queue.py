@@ -22,14 +22,6 @@ def joinable(rows: int = 1, key: str = "k", due: float = 0.0) -> Joinable:
     return Joinable(key=key, rows=rows, due=due)
 
 
-def take_all(queue: ShardQueue, now: float = 0.0) -> list[tuple[int, ...]]:
-    """The runs, by their members' requests, until there is none to give."""
-    runs = []
-    while members := queue.take(now):
-        runs.append(tuple(request for request, _ in members))
-    return runs
-
-
 def alone(requests: Iterable[int]) -> list[tuple[int, ...]]:
     return [(request,) for request in requests]
 
@@ -42,7 +34,7 @@ def test_oldest_is_passed_over_by_so_many_in_a_row_and_no_more() -> None:
     queue.add(shard(0), 0)
     for number in range(1, 2 * PATIENCE):
         queue.add(shard(number), 1)
-    taken = take_all(queue)
+    taken = [tuple(request for request, _ in queue.take(0.0)) for _ in range(2 * PATIENCE)]
     assert taken.index((0,)) == PATIENCE
     assert sorted(taken) == alone(range(2 * PATIENCE))
 
@@ -73,26 +65,6 @@ def test_shards_that_are_retried_without_end_starve_nobody() -> None:
     pytest.fail("the oldest was never served")
 
 
-def test_oldest_that_is_held_lets_no_other_starve() -> None:
-    queue = ShardQueue(4)
-    queue.add(shard(0), 0, joinable(due=LATER))
-    queue.add(shard(1), 0)
-    for flood in range(10, 10 + PATIENCE):
-        queue.add(shard(flood), 9)
-        assert queue.take(0.0) == (shard(flood),)
-    queue.add(shard(99), 9)
-    assert queue.take(0.0) == (shard(1),)
-
-
-def test_one_that_was_held_has_its_age_when_it_is_not_held_any_more() -> None:
-    queue = ShardQueue(4)
-    queue.add(shard(0), 0, joinable(due=1.0))
-    queue.add(shard(1), 0)
-    assert queue.take(0.0) == (shard(1),)
-    queue.add(shard(2), 0)
-    assert take_all(queue, now=1.0) == alone([0, 2])
-
-
 # Retried shards.
 
 
@@ -109,32 +81,6 @@ def test_shard_that_had_its_turn_is_not_given_behind_a_run_and_neither_are_those
     assert queue.take(0.0, ahead=True) == ()
 
 
-# Holding.
-
-
-def test_group_is_held_again_when_the_member_that_was_due_is_gone() -> None:
-    queue = ShardQueue(8)
-    queue.add(shard(1), 0, joinable(due=1.0))
-    queue.add(shard(2), 0, joinable(due=LATER))
-    queue.add(shard(9), 9)
-    assert queue.take(1.0) == (shard(9),)
-    queue.discard(shard(1))
-    assert queue.take(1.0) == ()
-    assert queue.take(LATER) == (shard(2),)
-
-
-def test_held_ones_stand_in_nobodys_way() -> None:
-    queue = ShardQueue(8)
-    for number in range(5):
-        queue.add(shard(number), 9, joinable(due=LATER))
-    queue.add(shard(7), 0)
-    queue.add(shard(8), 0, joinable(8, "other", due=LATER))
-    queue.add_first(shard(9))
-    assert take_all(queue) == alone([9, 7, 8])
-    assert len(queue) == 5
-    assert take_all(queue, LATER) == [(0, 1, 2, 3, 4)]
-
-
 # Forgetting.
 
 
@@ -142,9 +88,9 @@ def kept(queue: ShardQueue) -> int:
     """How much the queue remembers, over all that it has."""
     groups = queue._groups.values()
     return (
-        sum(map(len, (queue.items, queue._heap, queue._line, queue._dues, queue._groups)))
+        sum(map(len, (queue.items, queue._heap, queue._dues, queue._groups)))
         + sum(len(group.items) for group in groups)
-        + sum(len(group.off_heap) + len(group.off_line) for group in groups)
+        + sum(len(group.off_heap) for group in groups)
     )
 
 
@@ -163,33 +109,6 @@ def test_shards_that_come_and_are_forgotten_leave_nothing_behind(
         most = max(most, kept(queue)) if number % 10 == 0 else most
     assert len(queue) <= waiting
     assert most < 600
-
-
-def test_one_that_is_held_for_long_does_not_keep_what_is_forgotten() -> None:
-    queue = ShardQueue(64)
-    queue.add(shard(-1), -1, joinable(due=LATER))
-    most = 0
-    for number in range(10_000):
-        queue.add(shard(number), number % 3, joinable(due=LATER))
-        assert queue.take(0.0) == ()
-        queue.discard(shard(number))
-        most = max(most, kept(queue)) if number % 10 == 0 else most
-    assert most < 600
-    assert take_all(queue, LATER) == [(-1,)]
-
-
-def test_endless_traffic_leaves_nothing_behind() -> None:
-    queue = ShardQueue(8)
-    for number in range(10_000):
-        due = number + number % 50 if number % 3 else number
-        queue.add(shard(number), number % 5, joinable(1, "abc"[number % 3], due))
-        queue.take(float(number))
-        if number % 1000 == 0:
-            assert kept(queue) < 600
-    take_all(queue, math.inf)
-    assert len(queue) == 0
-    assert queue.next_due() == math.inf
-    assert not queue._groups
 
 
 # Anything, in any order.

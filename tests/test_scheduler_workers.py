@@ -21,9 +21,7 @@ from mcinfer.protocol import (
 )
 from mcinfer.scheduler.actions import (
     Action,
-    DumpStacks,
     HealthChanged,
-    KillWorker,
     PoolStarted,
     Send,
     StartWorker,
@@ -32,7 +30,6 @@ from mcinfer.scheduler.actions import (
 from mcinfer.scheduler.workers import (
     LONGEST_START,
     SHORTEST_PROBE,
-    STACKS_SECONDS,
     Worker,
     WorkerLives,
     describe_exit,
@@ -45,18 +42,7 @@ BUILT = BuildFinish(inputs=SPECS, outputs=SPECS, providers=("CPU",), seconds=0.1
 
 
 def build(index: int) -> Build:
-    return Build(
-        model="/model.onnx",
-        engine="fake",
-        device=f"cpu:{index}",
-        cores=(index,),
-        shared=False,
-        threads=None,
-        inter_op_threads=None,
-        allow_fallback=False,
-        session_config={},
-        provider_options={},
-    )
+    return Build(model="/m.onnx", engine="fake", device=f"cpu:{index}", cores=(index,))
 
 
 def new_lives(workers: int, *, restart: RestartPolicy = RESTART) -> WorkerLives:
@@ -96,7 +82,7 @@ def ready_lives(workers: int, *, restart: RestartPolicy = RESTART) -> WorkerLive
 def end(lives: WorkerLives, w: Worker, now: float, how: str = describe_exit(0)) -> list[Action]:
     """Its process ends, and that is acted on."""
     lives.bury(w, how, now)
-    return [*lives.after_death(), *lives.advance(now)]
+    return [*lives.finish_start(), *lives.advance(now)]
 
 
 def come_back(lives: WorkerLives, w: Worker, now: float) -> list[Action]:
@@ -152,34 +138,6 @@ def test_no_progress_prolongs_a_start_without_end() -> None:
 # Ending.
 
 
-def test_worker_that_hangs_is_asked_where_it_is_and_killed_a_moment_later() -> None:
-    lives = ready_lives(1)
-    [w] = lives.workers
-    assert lives.end_when_idle(w, 1.0, 5.0) == [Send(worker=0, message=Exit())]
-    assert lives.handle_time(w, 5.9) == []
-    assert lives.handle_time(w, 6.0) == [DumpStacks(worker=0)]
-    assert not w.serves
-    assert not w.is_free
-    assert lives.due_times() == [6.0 + STACKS_SECONDS]
-    assert lives.handle_time(w, 6.0 + STACKS_SECONDS) == [KillWorker(worker=0)]
-    assert lives.due_times() == []
-
-
-def test_end_of_a_worker_that_hung_is_told_with_why_it_was_killed() -> None:
-    lives = ready_lives(1)
-    [w] = lives.workers
-    w.kill_at = 1.0
-    lives.handle_time(w, 1.0)
-    lives.handle_time(w, 1.2)
-    assert lives.bury(w, "killed by SIGKILL", 1.3) == (
-        "worker 0 (cpu:0, pid 100) killed by SIGKILL"
-    )
-    assert w.last_error == (
-        "worker 0 (cpu:0, pid 100) killed by SIGKILL after: "
-        "worker 0 (cpu:0, pid 100): did not stop in time"
-    )
-
-
 def test_successor_of_a_worker_with_many_runs_begins_with_one() -> None:
     lives = ready_lives(1)
     [w] = lives.workers
@@ -187,25 +145,6 @@ def test_successor_of_a_worker_with_many_runs_begins_with_one() -> None:
     end(lives, w, 1.0, "killed by SIGSEGV")
     come_back(lives, w, 1.0)
     assert (w.usual_seconds, w.capacity, w.alone) == (math.inf, 1, False)
-
-
-def test_pool_is_calm_while_all_are_well_and_none_is_replaced() -> None:
-    lives = new_lives(2)
-    assert not lives.calm
-    for w in lives.workers:
-        finish(lives, w)
-    lives.announce(0.0)
-    assert lives.calm
-    lives.replace(lives.workers[:1])
-    assert not lives.calm
-    lives.forget_replacing()
-    assert lives.calm
-    end(lives, lives.workers[1], 1.0, "killed by SIGSEGV")
-    lives.announce(1.0)
-    assert not lives.calm
-    come_back(lives, lives.workers[1], 1.0)
-    lives.announce(1.0)
-    assert lives.calm
 
 
 # Restarts.

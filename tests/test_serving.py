@@ -114,14 +114,8 @@ class Peer:
                 model=model,
                 engine=engine,
                 device="cpu:0",
-                cores=(),
-                shared=False,
                 threads=1,
-                inter_op_threads=None,
-                allow_fallback=False,
                 variable_weights=variable_weights,
-                session_config={},
-                provider_options={},
                 token=token,
             )
         )

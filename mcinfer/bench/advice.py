@@ -2,21 +2,16 @@
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from mcinfer import __version__
 from mcinfer.bench import texts
 from mcinfer.bench.figures import Spread, percentile, spread_of
-from mcinfer.bench.report import Turn
 from mcinfer.bench.table import Cell, Grid
 from mcinfer.bench.texts import TIMES, Unit, number, printable, seconds_text, spread_text, time_unit
-from mcinfer.bench.tune import ENOUGH_REQUESTS, Candidate, Found, Trial, pairs_of, ranked
+from mcinfer.bench.tune import ENOUGH_REQUESTS, Candidate, Found, ranked, turns_of
 from mcinfer.bench.way import why_whole
-
-SCHEMA = "mcinfer.tune"
-VERSION = 1
 
 
 def arguments(candidate: Candidate, found: Found) -> dict[str, Any]:
@@ -34,61 +29,49 @@ def arguments(candidate: Candidate, found: Found) -> dict[str, Any]:
 
 
 def program(model: str, candidate: Candidate, found: Found) -> str:
-    """A whole program that starts the pool and calls it as it was called here."""
     given = arguments(candidate, found)
     given["max_batch_size"] = given["max_batch_size"] if candidate.max_batch_size > 1 else None
     return texts.program(model, given, found.arrays, candidate.call, found.aim.load.clients)
 
 
 def grids(found: Found) -> list[Grid]:
-    """The pools that were tried: a table for each round in which anything was measured, the best first."""
     numbers = sorted({trial.rung for trial in found.trials})
     return [grid for rung in numbers if (grid := _grid(found, rung)).rows]
 
 
 def _grid(found: Found, rung: int) -> Grid:
     trials = [trial for trial in found.trials if trial.rung == rung]
-    turns = {
-        candidate: [turn for turn, _ in pairs_of(trials, found.default, candidate)]
-        for candidate in ranked(found.aim, trials, found.default)
-    }
+    turns = {c: turns_of(trials, c) for c in ranked(found.aim, trials, found.default)}
     unit = time_unit(percentile(each, 0.5).low for each in turns.values())
+    rows: list[tuple[Cell, ...]] = []
+    for pool, each in turns.items():
+        joins, pairs = pool.max_batch_size > 1, pool.transport == "socketpair"
+        names = (pool.call, "default" * (pool == found.default), "pairs" * pairs)
+        rows.append(
+            (
+                ", ".join(filter(None, names)),
+                str(pool.workers),
+                "auto" if pool.threads is None else str(pool.threads),
+                str(pool.max_batch_size) if joins else "no",
+                f"{pool.max_delay * 1e3:g}" if joins else "",
+                (spread_of(map(found.aim.rows, each)), Unit()),
+                (percentile(each, 0.5), unit),
+                (percentile(each, 0.99), unit),
+                (found.over_default(pool, trials), Unit()),
+            )
+        )
     pools = "1 pool" if len(turns) == 1 else f"{len(turns)} pools"
     interrupted = "" if rung <= found.finished_rungs else ", interrupted"
-    with_pairs = any(candidate.transport == "socketpair" for candidate in turns)
+    pairs_text = "; pairs: over socketpair" if any("pairs" in str(row[0]) for row in rows) else ""
     header = ("call", "workers", "threads", "joined", "delay ms", "rows/s", "p50", "p99")
     return Grid(
-        title=f"round {rung}{interrupted}: {pools} (p50 and p99 in {unit.sign}"
-        f"{'; pairs: over socketpair' if with_pairs else ''})",
+        title=f"round {rung}{interrupted}: {pools} (p50 and p99 in {unit.sign}{pairs_text})",
         header=(*header, f"{TIMES} default"),
-        rows=tuple(
-            _row(found, candidate, each, found.over_default(candidate, trials), unit)
-            for candidate, each in turns.items()
-        ),
-    )
-
-
-def _row(
-    found: Found, candidate: Candidate, turns: Sequence[Turn], over: Spread, unit: Unit
-) -> tuple[Cell, ...]:
-    joins = candidate.max_batch_size > 1
-    call = [candidate.call, *(["default"] if candidate == found.default else [])]
-    call += ["pairs"] if candidate.transport == "socketpair" else []
-    return (
-        ", ".join(call),
-        str(candidate.workers),
-        "auto" if candidate.threads is None else str(candidate.threads),
-        str(candidate.max_batch_size) if joins else "no",
-        f"{candidate.max_delay * 1e3:g}" if joins else "",
-        (spread_of(map(found.aim.rows, turns)), Unit()),
-        (percentile(turns, 0.5), unit),
-        (percentile(turns, 0.99), unit),
-        (over, Unit()),
+        rows=tuple(rows),
     )
 
 
 def remarks(found: Found) -> list[str]:
-    """What a reader has to know beside the tables."""
     lines = ["The search was interrupted: these are the results so far."]
     if found.ended:
         lines = [f"The search ended after {number(found.took_seconds)} s: {found.ended}."]
@@ -113,7 +96,6 @@ def remarks(found: Found) -> list[str]:
 
 
 def verdict(found: Found) -> str:
-    """The best pool, and how much better it is; or that none is good enough, and the nearest one."""
     best, chosen = found.best, found.recommended
     if best is None or chosen is None:
         return "no pool could be measured"
@@ -164,46 +146,41 @@ def as_json(model: str, found: Found, machine: dict[str, str | int | float]) -> 
     """
     chosen = found.recommended
     content = {
-        "schema": SCHEMA,
-        "version": VERSION,
+        "schema": "mcinfer.tune",
+        "version": 1,
         "mcinfer": __version__,
         "machine": machine,
         "cores": found.cores,
         "model": model,
         "aim": asdict(found.aim),
-        "recommended": None if chosen is None else _recommended(model, chosen, found),
+        "recommended": chosen
+        and {
+            "arguments": arguments(chosen, found),
+            "call": chosen.call,
+            "is_default": chosen == found.default,
+            "keeps_bound": found.strain(chosen) <= 1.0,
+            "over_default": _finite(found.over_default(chosen)),
+            "program": program(model, chosen, found),
+        },
         "candidates": found.candidates,
         "left_out": found.left_out,
         "ended": found.ended,
         "finished": bool(found.ended),
         "took_seconds": found.took_seconds,
-        "trials": [_trial(found, trial) for trial in found.trials],
+        "trials": [
+            {
+                "rung": trial.rung,
+                "heat": trial.group,
+                "candidate": asdict(trial.candidate),
+                "is_default": trial.candidate == found.default,
+                "over_default": _finite(found.over_default(trial.candidate, [trial])),
+                "error": trial.error,
+                "turns": [asdict(turn) for turn in trial.turns],
+            }
+            for trial in found.trials
+        ],
     }
     return json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"
-
-
-def _recommended(model: str, chosen: Candidate, found: Found) -> dict[str, Any]:
-    return {
-        "arguments": arguments(chosen, found),
-        "call": chosen.call,
-        "is_default": chosen == found.default,
-        "keeps_bound": found.strain(chosen) <= 1.0,
-        "over_default": _finite(found.over_default(chosen)),
-        "program": program(model, chosen, found),
-    }
-
-
-def _trial(found: Found, trial: Trial) -> dict[str, Any]:
-    heat = [t for t in found.trials if (t.rung, t.heat) == (trial.rung, trial.heat)]
-    return {
-        "rung": trial.rung,
-        "heat": trial.heat,
-        "candidate": asdict(trial.candidate),
-        "is_default": trial.candidate == found.default,
-        "over_default": _finite(found.over_default(trial.candidate, heat)),
-        "error": trial.error,
-        "turns": [asdict(turn) for turn in trial.turns],
-    }
 
 
 def _finite(spread: Spread) -> dict[str, float] | None:

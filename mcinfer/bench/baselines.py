@@ -4,6 +4,7 @@ import multiprocessing
 import queue
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from time import perf_counter
 from typing import Any, ClassVar
@@ -19,7 +20,6 @@ from mcinfer.sharding import split_evenly
 
 Providers = list[str | tuple[str, dict[str, int]]]
 """As ``onnxruntime.InferenceSession`` takes them."""
-Answer = dict[str, NDArray[Any]]
 
 _PROVIDERS = {"cuda": "CUDAExecutionProvider", "rocm": "ROCMExecutionProvider"}
 _END_SECONDS = 10.0
@@ -43,7 +43,6 @@ def providers_of(device: str) -> Providers:
 
 
 def open_session(model: str, threads: int, providers: Providers) -> ort.InferenceSession:
-    """A session with this many threads for each run."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     return ort.InferenceSession(model, options, providers=providers)
@@ -86,7 +85,6 @@ class Threads(RunningWay):
     all_cores: ClassVar[bool] = True
 
     def __init__(self, setup: Setup) -> None:
-        """Load the model."""
         threads = setup.cores if self.all_cores else 1
         self._session = open_session(setup.model, threads, providers_of(setup.devices[0]))
         self._outputs = list(setup.outputs)
@@ -114,12 +112,10 @@ class Session(Threads):
     text = "one ONNX Runtime session with all cores, one request at a time"
 
     def __init__(self, setup: Setup) -> None:
-        """Load the model."""
         super().__init__(setup)
         self._turn = threading.Lock()
 
     def run(self, inputs: Arrays) -> object:
-        """One run, after the earlier ones."""
         with self._turn:
             return super().run(inputs)
 
@@ -154,20 +150,21 @@ def _work(connection: Connection, model: str, threads: int, providers: Providers
         connection.send((REPLY, (dict(zip(names, outputs, strict=True)), seconds)))
 
 
-class PipePool:
-    """A process with the model for each device."""
+class PipeEach(RunningWay):
+    """A process with the model for each device; each request whole on one of them."""
+
+    text = "the pipe sample's processes, each request whole on a free one"
 
     def __init__(self, setup: Setup) -> None:
-        """Start them; returns when all have loaded the model."""
         # Not fork: it is not safe in a parent with threads. Requests cost the same either way.
         context = multiprocessing.get_context("spawn")
+        self.workers = len(setup.devices)
         self._setup = setup
         self._connections: list[Connection] = []
         self._processes = []
         self._free: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._runs = 0
-        self._seconds = 0.0
+        self._runs, self._seconds = 0, 0.0
         for device in setup.devices:
             ours, theirs = context.Pipe()
             loads = (theirs, setup.model, setup.worker_threads, providers_of(device))
@@ -178,27 +175,16 @@ class PipePool:
             self._processes.append(process)
         try:
             for connection in self._connections:
-                _expected(_received(connection), BUILD_FINISH)
+                _expected(connection.recv(), BUILD_FINISH)
                 self._free.put(connection)
+        except EOFError as exc:
+            self.close()
+            raise EngineError("a process of the pipe sample ended before it was ready") from exc
         except BaseException:
             self.close()
             raise
 
-    def predict(self, inputs: Arrays) -> Answer:
-        """Cut the inputs that have rows, run the parts at the same time, join the answers."""
-        pieces = cut(inputs, self._setup, len(self._connections))
-        replies = []
-        with self._lock:  # the pipes hold one request at a time
-            for i in range(0, len(pieces), len(self._connections)):
-                wave = [*zip(self._connections, pieces[i:], strict=False)]
-                for connection, piece in wave:
-                    connection.send((PREDICT, piece))
-                # All answers are taken before the first error is raised: the next request has its own.
-                replies += [connection.recv() for connection, _ in wave]
-        return self._joined(replies)
-
-    def predict_each(self, inputs: Arrays) -> Answer:
-        """Run a request whole, on the next process that is free."""
+    def run(self, inputs: Arrays) -> object:
         replies = []
         connection = self._free.get()
         try:
@@ -210,11 +196,10 @@ class PipePool:
         return self._joined(replies)
 
     def run_seconds(self) -> tuple[int, float]:
-        """The runs so far, and their seconds."""
         with self._lock:
             return self._runs, self._seconds
 
-    def _joined(self, replies: Sequence[Any]) -> Answer:
+    def _joined(self, replies: Sequence[Any]) -> dict[str, NDArray[Any]]:
         answers = [_expected(reply, REPLY) for reply in replies]
         with self._lock:
             self._runs += len(answers)
@@ -223,24 +208,14 @@ class PipePool:
         return dict(zip(answers[0][0], outputs, strict=True))
 
     def close(self) -> None:
-        """End the processes."""
         for connection in self._connections:
-            try:
+            with suppress(OSError):  # the process is gone
                 connection.send((EXIT, None))
-            except OSError:
-                continue  # it is gone
         for process in self._processes:
             process.join(_END_SECONDS)
             if process.is_alive():
                 process.kill()
                 process.join()
-
-
-def _received(connection: Connection) -> Any:
-    try:
-        return connection.recv()
-    except EOFError as exc:
-        raise EngineError("a process of the pipe sample ended before it was ready") from exc
 
 
 def _expected(reply: tuple[int, Any], expected: int) -> Any:
@@ -250,40 +225,24 @@ def _expected(reply: tuple[int, Any], expected: int) -> Any:
     return content
 
 
-class PipeEach(RunningWay):
-    """Each request whole on one of the processes."""
-
-    text = "the pipe sample's processes, each request whole on a free one"
-
-    def __init__(self, setup: Setup) -> None:
-        """Start the processes."""
-        self.workers = len(setup.devices)
-        self._pool = PipePool(setup)
-
-    def run(self, inputs: Arrays) -> object:
-        """On one process."""
-        return self._pool.predict_each(inputs)
-
-    def run_seconds(self) -> tuple[int, float]:
-        """As the processes measure them."""
-        return self._pool.run_seconds()
-
-    def close(self) -> None:
-        """End the processes."""
-        self._pool.close()
-
-
 class Pipe(PipeEach):
     """The sample as it is: each batch is cut and joined, one request at a time."""
 
     text = "the pipe sample: processes, pickled arrays, the batch cut and joined"
 
     def __init__(self, setup: Setup) -> None:
-        """Start the processes."""
         super().__init__(setup)
         if why := setup.why_uncut(setup.split):
             self.text = f"the pipe sample: processes, pickled arrays, not cut: {why}"
 
-    def run(self, inputs: Arrays) -> object:
-        """Over all processes."""
-        return self._pool.predict(inputs)
+    def run(self, inputs: Arrays) -> dict[str, NDArray[Any]]:
+        pieces = cut(inputs, self._setup, len(self._connections))
+        replies = []
+        with self._lock:  # the pipes hold one request at a time
+            for i in range(0, len(pieces), len(self._connections)):
+                wave = [*zip(self._connections, pieces[i:], strict=False)]
+                for connection, piece in wave:
+                    connection.send((PREDICT, piece))
+                # All answers are taken before the first error is raised: the next request has its own.
+                replies += [connection.recv() for connection, _ in wave]
+        return self._joined(replies)

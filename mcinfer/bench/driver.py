@@ -18,7 +18,6 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
-from mcinfer.bench.known_ways import WayFailedError, way_class
 from mcinfer.process import ORPHANED, watch_parent
 
 _REST = 0.05
@@ -34,11 +33,16 @@ class _Driver:
         self._files: Mapping[str, str] = {}
         self._inputs: dict[int, Mapping[str, Any]] = {}
 
-    def start(self, way: str, setup: Mapping[str, Any], inputs: Mapping[str, str]) -> Any:
-        """Load the model; the seconds that it took."""
+    def start(self, way: str, setup: dict[str, Any], inputs: Mapping[str, str]) -> Any:
         begin = perf_counter()
-        kind = way_class(way)
-        self._way = kind(_setup(setup))
+        from mcinfer.bench import way_class
+        from mcinfer.bench.way import Setup
+        from mcinfer.sharding import Split
+
+        for name in ("devices", "batches"):
+            setup[name] = tuple(setup[name])
+        setup["worker_cores"] = tuple(map(tuple, setup["worker_cores"]))
+        self._way = way_class(way)(Setup(**{**setup, "split": Split(**setup["split"])}))
         seconds = perf_counter() - begin
         if not isinstance(self._way.workers, int):
             raise TypeError(f"workers: got {self._way.workers!r}, expected an int")
@@ -46,7 +50,6 @@ class _Driver:
         return {"seconds": seconds, "workers": self._way.workers, "text": str(self._way.text)}
 
     def turn(self, load: Mapping[str, Any], **more: Any) -> Any:
-        """Make load; the turn."""
         from mcinfer.bench.load import read_request, take_turn
         from mcinfer.bench.report import Load
 
@@ -57,42 +60,29 @@ class _Driver:
         return asdict(take_turn(self._way, self._inputs[batch], Load(**load), **more))
 
     def memory(self) -> Any:
-        """The memory of all processes of the way."""
         from mcinfer.bench.load import memory
 
         return asdict(memory())
 
-    def interrupt(self) -> None:
-        """The parent was interrupted: stop the task, and end the way in order.
+    def close(self) -> None:
+        way, self._way = self._way, None
+        if way is not None:
+            way.close()
+
+    def interrupt(self, *_: object) -> None:
+        """Stop the task, and end the way in order: the parent was interrupted.
 
         The parent asks again: an exception can be lost where it is raised, in a finalizer or in an import.
         """
         if not self.ending:
             raise SystemExit
 
-    def close(self) -> Any:
-        """End the way."""
-        way, self._way = self._way, None
-        if way is not None:
-            way.close()
-
-
-def _setup(fields: Mapping[str, Any]) -> Any:
-    """The `Setup` that came as JSON."""
-    from mcinfer.bench.way import Setup
-    from mcinfer.sharding import Split
-
-    lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
-    worker_cores = tuple(tuple(cores) for cores in fields["worker_cores"])
-    split = Split(**fields["split"])
-    return Setup(**{**fields, **lists, "worker_cores": worker_cores, "split": split})
-
 
 def main() -> int:
     """Do the parent's tasks until it hangs up; the exit status."""
     driver = _Driver()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    signal.signal(signal.SIGTERM, lambda *_: driver.interrupt())
+    signal.signal(signal.SIGTERM, driver.interrupt)
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)  # processes that the way starts must not hold it
     connection = Connection(descriptor)
@@ -102,19 +92,16 @@ def main() -> int:
         return ORPHANED
     watch_parent(start["parent"], descriptor)
     sys.path[:] = start["path"]
+    do = ""
     try:
-        while True:
+        while do != "close":
             task = json.loads(connection.recv_bytes())
             do = task.pop("do")
             try:
                 answer = {"ok": getattr(driver, do)(**task)}
-            except WayFailedError as exc:
-                answer = {"error": str(exc)}
             except Exception as exc:  # of any way's own kinds: the parent reports it
                 answer = {"error": f"{type(exc).__name__}: {exc}"}
             connection.send_bytes(json.dumps(answer).encode())
-            if do == "close":
-                break
     except EOFError:
         pass
     finally:

@@ -7,12 +7,12 @@ the machine disturbs all ways of one repeat.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Self
+from typing import Literal, Self
 
-from mcinfer.bench.report import OTHERS, QUANTILES, Load, Measurement, Memory, Report, Turn, Way
+from mcinfer.bench.report import OTHERS, QUANTILES, Load, Measurement, Report, Turn, Way
 
 REFERENCE = "session"
 """The way that speed-up is relative to: one session with all cores."""
@@ -20,8 +20,11 @@ REFERENCE = "session"
 SHORTEST_FOR_CORES = 0.5
 """Seconds of a turn in which processor time, in ticks of 10 ms, is known to some percent."""
 
+Kind = Literal["rate", "part", "time", "bytes", "amount"]
+"""The kind of a figure: for a rate or a part more is better, for all others less."""
+
 _CLEAR_GAIN = 1.02
-"""A median gain that is not worth a word is below this, however small the spread is."""
+"""A median gain below this is not worth a word, however small the spread is."""
 _BUSY_PART, _BUSY_SPREAD = 0.15, 0.3
 """Part of the cores that others may use, and spread of throughput, until figures are not to be trusted."""
 _ROUNDED = 9
@@ -36,13 +39,7 @@ class Spread:
 
     @property
     def known(self) -> bool:
-        """Whether there is a figure at all."""
         return bool(self.values)
-
-    @property
-    def count(self) -> int:
-        """How often it was measured."""
-        return len(self.values)
 
     @property
     def middle(self) -> float:
@@ -51,12 +48,10 @@ class Spread:
 
     @property
     def low(self) -> float:
-        """The least."""
         return min(self.values, default=math.nan)
 
     @property
     def high(self) -> float:
-        """The greatest."""
         return max(self.values, default=math.nan)
 
     @property
@@ -65,7 +60,6 @@ class Spread:
         return (self.high - self.low) / self.middle if self.known and self.middle else 0.0
 
     def over(self, other: "Spread") -> Self:
-        """Ratios, value by value."""
         return type(self)(tuple(a / b for a, b in zip(self.values, other.values, strict=True)))
 
 
@@ -75,84 +69,6 @@ UNKNOWN = Spread()
 def spread_of(values: Iterable[float]) -> Spread:
     """The spread of one figure for each repeat; those that are NaN are left out."""
     return Spread(tuple(float(value) for value in values if not math.isnan(value)))
-
-
-@dataclass(frozen=True, slots=True)
-class LoadFigures:
-    """The figures of one way under one load; `base` has the turns of the way `REFERENCE` under it."""
-
-    way: str
-    load: Load
-    turns: tuple[Turn, ...]
-    base: tuple[Turn, ...] = ()
-
-    @property
-    def requests(self) -> Spread:
-        """Answered requests a second."""
-        return spread_of(turn.throughput for turn in self.turns)
-
-    @property
-    def rows(self) -> Spread:
-        """Answered rows a second."""
-        return spread_of(self.load.batch * turn.throughput for turn in self.turns)
-
-    @property
-    def speedup(self) -> Spread:
-        """Throughput over that of `REFERENCE`; unknown where requests failed, or it fell behind."""
-        return throughput_ratio(self.turns, self.base)
-
-    def latency(self, fraction: float) -> Spread:
-        """Seconds within which this part of all requests was answered."""
-        return percentile(self.turns, fraction)
-
-    @property
-    def overhead(self) -> Spread:
-        """Mean latency less the engine's run; unknown where it fell behind, or tells no runs."""
-        return spread_of(
-            math.nan if turn.overhead is None or not kept_up(turn) else turn.overhead
-            for turn in self.turns
-        )
-
-    @property
-    def cores(self) -> Spread:
-        """Busy cores; unknown where a turn was shorter than `SHORTEST_FOR_CORES`."""
-        short = any(turn.seconds < SHORTEST_FOR_CORES for turn in self.turns)
-        return UNKNOWN if short else spread_of(turn.cores for turn in self.turns)
-
-    @property
-    def per_turn(self) -> Spread:
-        """Requests that were made in a turn."""
-        return spread_of(turn.made for turn in self.turns)
-
-    @property
-    def made(self) -> int:
-        """Requests that were made or arrived, in all repeats."""
-        return sum(turn.made for turn in self.turns)
-
-    @property
-    def failed(self) -> int:
-        """Requests that raised, in all repeats."""
-        return sum(turn.failed for turn in self.turns)
-
-    @property
-    def unfinished(self) -> int:
-        """Requests that arrived and were never begun, in all repeats."""
-        return sum(turn.unfinished for turn in self.turns)
-
-    @property
-    def behind(self) -> int:
-        """Repeats in which it did not keep up with an open loop."""
-        return sum(not kept_up(turn) for turn in self.turns)
-
-    @property
-    def errors(self) -> tuple[str, ...]:
-        """The errors of failed requests: the first of each repeat, equal ones once."""
-        return tuple(dict.fromkeys(turn.error for turn in self.turns if turn.error))
-
-    @property
-    def sound(self) -> bool:
-        """Whether all requests were answered, and as fast as they came. Only then a figure counts as good."""
-        return self.made > 0 and not (self.failed or self.unfinished or self.behind)
 
 
 def latency(turn: Turn, fraction: float) -> float:
@@ -201,22 +117,99 @@ def throughput_ratio(turns: Sequence[Turn], base: Sequence[Turn], times: int = 1
     )
 
 
-def load_figures(report: Report, measurement: Measurement) -> LoadFigures:
-    """The figures of one way under one load."""
-    base = report.find(REFERENCE, measurement.load)
-    return LoadFigures(
-        measurement.way, measurement.load, measurement.turns, base.turns if base else ()
-    )
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The figures of one way under one load.
+
+    Attributes:
+        base: The turns under this load of the way `REFERENCE`, or for a pool of the scaling those of the
+            pool of one worker.
+    """
+
+    way: Way
+    load: Load
+    turns: tuple[Turn, ...]
+    base: tuple[Turn, ...] = ()
+
+    @property
+    def rows(self) -> Spread:
+        return spread_of(self.load.batch * turn.throughput for turn in self.turns)
+
+    @property
+    def speedup(self) -> Spread:
+        """Throughput over that of `REFERENCE`; for a pool over that of as many pools of one: 1 is ideal."""
+        times = self.way.workers if self.way.role == "scaling" else 1
+        return throughput_ratio(self.turns, self.base, times)
+
+    def latency(self, fraction: float) -> Spread:
+        return percentile(self.turns, fraction)
+
+    @property
+    def overhead(self) -> Spread:
+        """Mean latency less the engine's run; unknown where the way fell behind, or counts no runs."""
+        return spread_of(
+            math.nan if turn.overhead is None or not kept_up(turn) else turn.overhead
+            for turn in self.turns
+        )
+
+    @property
+    def cores(self) -> Spread:
+        """Busy cores; unknown where a turn was shorter than `SHORTEST_FOR_CORES`."""
+        short = any(turn.seconds < SHORTEST_FOR_CORES for turn in self.turns)
+        return UNKNOWN if short else spread_of(turn.cores for turn in self.turns)
+
+    def columns(self) -> dict[str, tuple[Spread, Kind]]:
+        scaling = self.way.role == "scaling"
+        marks = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))
+        return {
+            "rows/s": (self.rows, "rate"),
+            **(
+                {"efficiency": (self.speedup, "part")}
+                if scaling
+                else {"speed-up": (self.speedup, "rate")}
+            ),
+            **{name: (self.latency(fraction), "time") for name, fraction in marks},
+            "overhead": (self.overhead, "time"),
+            "cores": (self.cores, "amount"),
+        }
+
+    @property
+    def made(self) -> int:
+        return sum(turn.made for turn in self.turns)
+
+    @property
+    def sound(self) -> bool:
+        """Whether all requests were answered, and as fast as they came. Only then a figure counts as good."""
+        answered = all(kept_up(turn) and not turn.failed for turn in self.turns)
+        return self.made > 0 and answered
 
 
-def under(report: Report, load: Load) -> tuple[LoadFigures, ...]:
+def way_columns(way: Way) -> dict[str, tuple[Spread, Kind]]:
+    """The start and the memory of a way, whatever the load, by their names in tables."""
+    return {
+        "start": (spread_of(way.start_seconds), "time"),
+        "PSS": (spread_of(memory.pss for memory in way.memory), "bytes"),
+        "USS": (spread_of(memory.uss for memory in way.memory), "bytes"),
+    }
+
+
+def pss(way: Way) -> Spread:
+    return way_columns(way)["PSS"][0]
+
+
+def load_figures(report: Report, measurement: Measurement) -> Figures:
+    way, load = report.way(measurement.way), measurement.load
+    name = REFERENCE
+    if way.role == "scaling":
+        name = next((w.name for w in report.ways if w.role == "scaling" and w.workers == 1), "")
+    base = report.find(name, load)
+    return Figures(way, load, measurement.turns, base.turns if base else ())
+
+
+def under(report: Report, load: Load) -> tuple[Figures, ...]:
     """All ways that were measured under a load, in the report's order; pools of the scaling apart."""
-    names = {way.name for way in report.ways if way.role != "scaling"}
-    return tuple(
-        load_figures(report, measurement)
-        for measurement in report.measurements
-        if measurement.load == load and measurement.way in names and measurement.turns
-    )
+    found = (load_figures(report, m) for m in report.measurements if m.load == load and m.turns)
+    return tuple(figures for figures in found if figures.way.role != "scaling")
 
 
 def compared_loads(report: Report) -> tuple[Load, ...]:
@@ -224,65 +217,11 @@ def compared_loads(report: Report) -> tuple[Load, ...]:
     return report.loads("baseline", "mcinfer")
 
 
-@dataclass(frozen=True, slots=True)
-class WayFigures:
-    """Start and memory of one way, whatever the load."""
-
-    way: Way
-
-    @property
-    def start(self) -> Spread:
-        """Seconds from nothing to ready."""
-        return spread_of(self.way.start_seconds)
-
-    @property
-    def pss(self) -> Spread:
-        """Bytes, summed over its processes."""
-        return self._memory(lambda memory: memory.pss)
-
-    @property
-    def uss(self) -> Spread:
-        """Likewise."""
-        return self._memory(lambda memory: memory.uss)
-
-    @property
-    def processes(self) -> Spread:
-        """How many there are."""
-        return self._memory(lambda memory: memory.processes)
-
-    def _memory(self, read: Callable[[Memory], int]) -> Spread:
-        return spread_of(read(memory) for memory in self.way.memory)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolFigures:
-    """A pool of so many workers, each with its share of the whole pool's cores.
-
-    Attributes:
-        efficiency: Its throughput over `workers` times that of the pool of one: 1 is ideal.
-    """
-
-    workers: int
-    figures: LoadFigures
-    efficiency: Spread
-    of_way: WayFigures
-
-
-def pools(report: Report) -> tuple[PoolFigures, ...]:
+def pools(report: Report) -> tuple[Figures, ...]:
     """The pools of the scaling, the smallest first; those that could not be measured are left out."""
-    measured = {m.way: m for m in report.measurements if m.turns}
-    ways = [way for way in report.ways if way.role == "scaling" and way.name in measured]
-    ways.sort(key=lambda way: way.workers)
-    one = next((measured[way.name].turns for way in ways if way.workers == 1), ())
-    return tuple(
-        PoolFigures(
-            workers=way.workers,
-            figures=load_figures(report, measured[way.name]),
-            efficiency=throughput_ratio(measured[way.name].turns, one, way.workers),
-            of_way=WayFigures(way),
-        )
-        for way in ways
-    )
+    found = (load_figures(report, measurement) for measurement in report.measurements)
+    mine = [figures for figures in found if figures.way.role == "scaling" and figures.turns]
+    return tuple(sorted(mine, key=lambda figures: figures.way.workers))
 
 
 # The verdict.
@@ -305,7 +244,7 @@ class Gain:
     @property
     def clear(self) -> int:
         """1 where mcinfer is better in every repeat, -1 where it is worse, 0 where that is not clear."""
-        if self.ratio.count < 2:
+        if len(self.ratio.values) < 2:
             return 0
         if self.ratio.low > 1 and self.ratio.middle >= _CLEAR_GAIN:
             return 1
@@ -314,12 +253,11 @@ class Gain:
 
 def gains(report: Report) -> tuple[Gain, ...]:
     """The gain under each load that mcinfer and a baseline kept up with; under closed loops, if any."""
-    roles = {way.name: way.role for way in report.ways}
     found = []
     for load in compared_loads(report):
         sound = [figures for figures in under(report, load) if figures.sound]
-        own = [figures for figures in sound if roles[figures.way] == "mcinfer"]
-        others = [figures for figures in sound if roles[figures.way] == "baseline"]
+        own = [figures for figures in sound if figures.way.role == "mcinfer"]
+        others = [figures for figures in sound if figures.way.role == "baseline"]
         if not own or not others:
             continue
         best, other = (max(each, key=_goodness) for each in (own, others))
@@ -328,12 +266,12 @@ def gains(report: Report) -> tuple[Gain, ...]:
         else:
             pairs = zip(best.turns, other.turns, strict=False)
             ratio = spread_of(latency(b, 0.5) / latency(a, 0.5) for a, b in pairs)
-        found.append(Gain(load=load, own=best.way, other=other.way, ratio=ratio))
+        found.append(Gain(load=load, own=best.way.name, other=other.way.name, ratio=ratio))
     closed = tuple(gain for gain in found if gain.load.rate is None)
     return closed or tuple(found)
 
 
-def _goodness(figures: LoadFigures) -> float:
+def _goodness(figures: Figures) -> float:
     """Throughput in a closed loop. In an open one all that keep up have the same, so latency there."""
     if figures.load.rate is None:
         return figures.rows.middle
@@ -341,7 +279,6 @@ def _goodness(figures: LoadFigures) -> float:
 
 
 def best_gain(report: Report) -> Gain | None:
-    """The gain that the verdict is about: the clearest and greatest."""
     return max(gains(report), key=lambda gain: (gain.clear, gain.ratio.middle), default=None)
 
 
@@ -355,8 +292,8 @@ def memory_beside(report: Report, own: str) -> tuple[str, float] | None:
     if not mine.memory or not others:
         return None
     same = [way for way in others if way.workers == mine.workers] or others
-    other = min(same, key=lambda way: WayFigures(way).pss.middle)
-    return other.name, WayFigures(mine).pss.middle / WayFigures(other).pss.middle
+    other = min(same, key=lambda way: pss(way).middle)
+    return other.name, pss(mine).middle / pss(other).middle
 
 
 def busy(report: Report) -> tuple[float, float]:

@@ -5,7 +5,6 @@ model's `mcinfer.sharding.Split` says where a request's rows lie.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import BytesIO
 from math import prod
@@ -17,16 +16,9 @@ from numpy.typing import NDArray
 
 from mcinfer.bench.way import why_whole
 from mcinfer.errors import InvalidInputError, McinferError
-from mcinfer.model_cache.split_records import records_in
 from mcinfer.requests.tensors import as_input
 from mcinfer.sharding import Axes, SaidAxes, Split, first_split, is_fixed, plan
-from mcinfer.specs import (
-    ELEMENT_TYPES,
-    STRING,
-    Dimension,
-    ModelSpec,
-    TensorSpec,
-)
+from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension, ModelSpec, TensorSpec
 
 _WORDS = ("red", "green", "blue", "one", "two", "three", "north", "south")
 _EXAMPLE_SIZE = 128
@@ -35,6 +27,10 @@ _EXAMPLE_ROWS = 3
 
 _MAX_DRAWS = 32
 """For random rows that differ."""
+
+Array = NDArray[Any]
+_Saved = Mapping[str, tuple[Path, Array]]
+"""Arrays of files by input name, each with its file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +43,7 @@ class InputOptions:
         archive: An ``.npz`` file with arrays by input name.
         dims: Sizes of dimensions other than the batch: by symbol, or as ``"input:axis"`` without one.
         integers: Least random integer, and the first that is too large, as far as a type holds them.
-        seed: Of the random values: each input's are its own, whatever other inputs there are.
+        seed: Seed of the random values; each input has its own values, which do not depend on other inputs.
     """
 
     files: Mapping[str, Path]
@@ -55,18 +51,6 @@ class InputOptions:
     dims: Mapping[str, int]
     integers: tuple[int, int] = (0, 10)
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        low, high = self.integers
-        if low >= high:
-            raise InvalidInputError(
-                f"--integers: got {low}:{high}, expected the least integer and a greater one"
-            )
-        if self.seed < 0:
-            raise InvalidInputError(f"--seed: got {self.seed}, expected 0 or more")
-        for key, size in self.dims.items():
-            if size < 0:
-                raise InvalidInputError(f"--dim {key}: got size {size}, expected 0 or more")
 
 
 def parse_input_options(
@@ -78,7 +62,7 @@ def parse_input_options(
     """Options of the command line; texts are ``x.npz``, ``x=x.npy`` or ``x=x.raw``, by an input's name.
 
     Raises:
-        InvalidInputError: A text is none of these, or two are for the same.
+        InvalidInputError: A text is none of these, two are for the same, or there are no such integers.
     """
     files: dict[str, Path] = {}
     archive: Path | None = None
@@ -97,10 +81,15 @@ def parse_input_options(
         if name in files:
             raise InvalidInputError(f"--input: got {name!r} twice: {files[name]} and {path}")
         files[name] = Path(path)
+    low, high = integers
+    if low >= high:
+        raise InvalidInputError(
+            f"--integers: got {low}:{high}, expected the least integer and a greater one"
+        )
     return InputOptions(files=files, archive=archive, dims=dims, integers=integers, seed=seed)
 
 
-# Rows.
+# Rows and sizes.
 
 
 def fixed_batch(model: ModelSpec, split: Split) -> int | None:
@@ -117,8 +106,6 @@ def _cut_size(spec: TensorSpec, split: Split) -> Dimension:
 
 def _check_batch(model: ModelSpec, split: Split, batch: int) -> None:
     fixed = fixed_batch(model, split)
-    if batch < 1:
-        raise InvalidInputError(f"--batch: got {batch}, expected 1 or more")
     if fixed is not None and batch % fixed:
         raise InvalidInputError(
             f"--batch: got {batch}, expected a multiple of the model's fixed batch of {fixed}"
@@ -130,11 +117,7 @@ def _check_batch(model: ModelSpec, split: Split, batch: int) -> None:
         )
 
 
-# Sizes.
-
-
 def _key(spec: TensorSpec, axis: int) -> str:
-    """What ``--dim`` calls a dimension that is not fixed."""
     size = spec.shape[axis] if spec.shape else None
     return size if isinstance(size, str) else f"{spec.name}:{axis}"
 
@@ -149,102 +132,86 @@ def _batch_keys(model: ModelSpec, split: Split) -> set[str]:
     }
 
 
-class _Sizes:
-    """The known sizes of a model's dimensions."""
+def _shapes(
+    model: ModelSpec, split: Split, batch: int, options: InputOptions, saved: _Saved
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of a request's arrays, by input name.
 
-    def __init__(self, model: ModelSpec, split: Split, batch: int, dims: Mapping[str, int]) -> None:
-        self._batch = batch
-        self._split = split
-        self._fixed = fixed_batch(model, split)
-        batch_keys = _batch_keys(model, split)
-        self._known = dict.fromkeys(batch_keys, (batch, f"--batch {batch}"))
-        keys = [key for spec in model.inputs for key in self._of(spec).values()]
-        expected = f"expected one of {[*dict.fromkeys(keys)]}"
-        if not keys:
-            expected = "but the model has no symbolic dimension other than the batch"
-        for key, size in dims.items():
-            # Its size may be said: the same command has found out that it is the batch.
-            if key in batch_keys and size != batch:
-                raise InvalidInputError(f"--dim {key}: it is the batch, which --batch gives")
-            if key not in batch_keys and key not in keys:
-                raise InvalidInputError(f"--dim: got {key!r}, {expected}")
-            self._known[key] = size, f"--dim {key}={size}"
-
-    def axis(self, spec: TensorSpec) -> int | None:
-        """The axis of an input's rows; None for one that belongs to every row."""
-        return self._split.inputs[spec.name]
-
-    def rows(self, spec: TensorSpec) -> int:
-        """The size along that axis."""
-        if self._fixed is None:
-            return self._batch
-        size = _cut_size(spec, self._split)
-        return self._batch // self._fixed * (size if isinstance(size, int) else 1)
-
-    def _of(self, spec: TensorSpec) -> dict[int, str]:
-        """By axis, what ``--dim`` calls each dimension that is neither fixed nor its rows."""
-        return {
+    Raises:
+        InvalidInputError: An array of a file does not fit, or the options do not; or a size is missing.
+    """
+    free = {  # by axis, what ``--dim`` calls each dimension that is neither fixed nor the input's rows
+        spec.name: {
             axis: _key(spec, axis)
             for axis, size in enumerate(spec.shape)
-            if not isinstance(size, int) and axis != self.axis(spec)
+            if not isinstance(size, int) and axis != split.inputs[spec.name]
         }
-
-    def bind(self, spec: TensorSpec, shape: Sequence[int], path: Path) -> None:
-        """Take the shape of a file's array for what it says of other inputs.
-
-        Raises:
-            InvalidInputError: It does not fit the input, or what is known already.
-        """
-        axis = self.axis(spec)
-        free: list[Dimension] = [*(spec.shape or [None] * len(shape))]  # none: of any rank
-        if axis is not None and axis < len(free):
-            free[axis] = None  # rows are repeated or cut
-        fits = TensorSpec(name="", dtype=spec.dtype, shape=tuple(free)).admits(shape)
-        if not fits or (axis is not None and not (axis < len(shape) and shape[axis])):
-            rows = "" if axis is None else ", with at least one row"
-            raise InvalidInputError(
-                f"--input {path}: input {spec.name!r} has shape {[*shape]}, expected {spec}{rows}"
-            )
-        for place, key in self._of(spec).items():
-            said, source = self._known.setdefault(key, (shape[place], f"--input {path}"))
-            if said != shape[place]:
+        for spec in model.inputs
+    }
+    # Each size with its source.
+    known = dict.fromkeys(_batch_keys(model, split), (batch, f"--batch {batch}"))
+    keys = [*dict.fromkeys(key for each in free.values() for key in each.values())]
+    for key, size in options.dims.items():
+        # Its size may be given: the same command has found out that it is the batch.
+        if key in known and size != batch:
+            raise InvalidInputError(f"--dim {key}: it is the batch, which --batch gives")
+        if key not in known and key not in keys:
+            others = f"expected one of {keys}"
+            if not keys:
+                others = "but the model has no symbolic dimension other than the batch"
+            raise InvalidInputError(f"--dim: got {key!r}, {others}")
+    known |= {key: (size, f"--dim {key}={size}") for key, size in options.dims.items()}
+    for spec in (spec for spec in model.inputs if spec.name in saved):
+        path, array = saved[spec.name]
+        _check_fits(array, spec, split.inputs[spec.name], path)
+        for place, key in free[spec.name].items():
+            said, source = known.setdefault(key, (array.shape[place], f"--input {path}"))
+            if said != array.shape[place]:
                 raise InvalidInputError(
-                    f"--input {path}: {key!r} is {shape[place]} in input {spec.name!r} ({spec}), "
+                    f"--input {path}: {key!r} is {array.shape[place]} in input {spec.name!r} ({spec}), "
                     f"expected {said} as {source} says"
                 )
-
-    def check_known(self, specs: Sequence[TensorSpec]) -> None:
-        """Check that these inputs' sizes are all known.
-
-        Raises:
-            InvalidInputError: One is not; says which, and how to give them all.
-        """
-        missing: dict[str, str] = {}
-        for spec in specs:
-            if not spec.shape and self.axis(spec) is not None:
-                raise InvalidInputError(
-                    f"input {spec.name!r} has rows along axis {self.axis(spec)}, but the model does not "
-                    f"say its shape: give it in a file (--input {spec.name}=FILE.npy)"
-                )
-            for axis, key in self._of(spec).items():
-                if key not in self._known:
-                    missing.setdefault(key, f"dimension {axis} of input {spec.name!r} ({spec})")
-        if missing:
-            options = " ".join(f"--dim {key}={_EXAMPLE_SIZE}" for key in missing)
+    missing: dict[str, str] = {}
+    shapes = {}
+    fixed = fixed_batch(model, split)
+    for spec in model.inputs:
+        axis, places = split.inputs[spec.name], free[spec.name]
+        sizes: list[Any] = [*spec.shape]
+        if spec.name in saved:
+            sizes = [*saved[spec.name][1].shape]
+        elif axis is not None and not sizes:
             raise InvalidInputError(
-                f"no size is known for {', '.join(missing.values())}: give it, as in {options}"
+                f"input {spec.name!r} has rows along axis {axis}, but the model does not "
+                f"say its shape: give it in a file (--input {spec.name}=FILE.npy)"
             )
+        else:
+            for place, key in places.items():
+                sizes[place], _ = known.get(key, (0, ""))
+                if key not in known:
+                    missing.setdefault(key, f"dimension {place} of input {spec.name!r} ({spec})")
+        if axis is not None:
+            cut = _cut_size(spec, split)
+            one = cut if fixed and isinstance(cut, int) else 1
+            sizes[axis] = batch // (fixed or 1) * one
+        shapes[spec.name] = tuple(sizes)
+    if missing:
+        examples = " ".join(f"--dim {key}={_EXAMPLE_SIZE}" for key in missing)
+        raise InvalidInputError(
+            f"no size is known for {', '.join(missing.values())}: give it, as in {examples}"
+        )
+    return shapes
 
-    def shape(self, spec: TensorSpec) -> tuple[int, ...]:
-        """The shape of an input of which all is known."""
-        keys = self._of(spec)
-        return tuple(
-            self.rows(spec)
-            if i == self.axis(spec)
-            else size
-            if isinstance(size, int)
-            else self._known[keys[i]][0]
-            for i, size in enumerate(spec.shape)
+
+def _check_fits(array: Array, spec: TensorSpec, axis: int | None, path: Path) -> None:
+    """Raise `InvalidInputError` unless an array of a file has the input's shape, with any number of rows."""
+    fits = axis is None or (axis < array.ndim and array.shape[axis] > 0)
+    if spec.shape:  # else the model may not say how many dimensions there are
+        free = tuple(None if i == axis else size for i, size in enumerate(spec.shape))
+        fits &= TensorSpec(name="", dtype=spec.dtype, shape=free).admits(array.shape)
+    if not fits:
+        rows = "" if axis is None else ", with at least one row"
+        raise InvalidInputError(
+            f"--input {path}: input {spec.name!r} has shape {[*array.shape]}, expected {spec}{rows}"
         )
 
 
@@ -272,10 +239,7 @@ def _load(path: Path) -> Any:
         ) from exc
 
 
-def saved_inputs(model: ModelSpec, options: InputOptions) -> dict[str, tuple[Path, NDArray[Any]]]:
-    """What ``.npz`` and ``.npy`` files hold, by input name, each in its input's type."""
-    specs = {spec.name: spec for spec in model.inputs}
-    _check_names(options.files, specs)
+def saved_inputs(model: ModelSpec, options: InputOptions) -> dict[str, tuple[Path, Array]]:
     found: dict[str, tuple[Path, Any]] = {}
     if options.archive is not None:
         arrays = _load(options.archive)
@@ -285,7 +249,12 @@ def saved_inputs(model: ModelSpec, options: InputOptions) -> dict[str, tuple[Pat
                 f"NAME={options.archive}"
             )
         found = {name: (options.archive, array) for name, array in arrays.items()}
-        _check_names(dict.fromkeys(found, options.archive), specs)
+    specs = {spec.name: spec for spec in model.inputs}
+    for name, path in (*options.files.items(), *((n, path) for n, (path, _) in found.items())):
+        if name not in specs:
+            raise InvalidInputError(
+                f"--input {path}: got an array for {name!r}, expected one of {[*specs]}"
+            )
     for name, path in options.files.items():
         if name in found:
             raise InvalidInputError(f"--input {path}: input {name!r} is in {found[name][0]} too")
@@ -294,15 +263,7 @@ def saved_inputs(model: ModelSpec, options: InputOptions) -> dict[str, tuple[Pat
     return {name: (path, _typed(array, specs[name], path)) for name, (path, array) in found.items()}
 
 
-def _check_names(files: Mapping[str, Path], specs: Mapping[str, TensorSpec]) -> None:
-    for name, path in files.items():
-        if name not in specs:
-            raise InvalidInputError(
-                f"--input {path}: got an array for {name!r}, expected one of {[*specs]}"
-            )
-
-
-def _typed(array: Any, spec: TensorSpec, path: Path) -> NDArray[Any]:
+def _typed(array: Any, spec: TensorSpec, path: Path) -> Array:
     if isinstance(array, dict):
         raise InvalidInputError(f"--input {path}: it holds {len(array)} arrays, expected one")
     # NumPy's files do not know the types of ml_dtypes, and say only how long an element is.
@@ -311,8 +272,7 @@ def _typed(array: Any, spec: TensorSpec, path: Path) -> NDArray[Any]:
     return as_input(array, spec, spec.element_type, f"--input {path}: input")
 
 
-def _raw(path: Path, spec: TensorSpec, shape: tuple[int, ...], axis: int | None) -> NDArray[Any]:
-    """A file of elements alone, with as many rows as it has."""
+def _raw(path: Path, spec: TensorSpec, shape: tuple[int, ...], axis: int | None) -> Array:
     if spec.element_type == STRING:
         raise InvalidInputError(
             f"--input {path}: input {spec} takes strings, expected an .npy file"
@@ -328,41 +288,34 @@ def _raw(path: Path, spec: TensorSpec, shape: tuple[int, ...], axis: int | None)
         )
     if axis is not None:
         shape = (*shape[:axis], rows, *shape[axis + 1 :])
-    array: NDArray[Any] = content.view(spec.dtype).reshape(shape)
+    array: Array = content.view(spec.dtype).reshape(shape)
     return array
 
 
-def _rows(array: NDArray[Any], axis: int | None, batch: int) -> NDArray[Any]:
-    """As many rows as the batch has: from the start again where there are fewer."""
-    if axis is None or array.shape[axis] == batch:
-        return array
-    repeated: NDArray[Any] = array.take(np.arange(batch) % array.shape[axis], axis)
-    return repeated
+# The arrays of a request.
 
 
-# Random values.
-
-
-def _random(
-    spec: TensorSpec, shape: tuple[int, ...], integers: tuple[int, int], seed: int
-) -> NDArray[Any]:
+def _random(spec: TensorSpec, shape: tuple[int, ...], options: InputOptions, seed: int) -> Array:
     generator = np.random.default_rng([seed, *spec.name.encode()])
     kind = spec.element_type
-    if kind == STRING:
-        words = np.array(_WORDS, object)
-        return np.asarray(words[generator.integers(len(words), size=shape)], object)
-    if kind == "bool":
-        return np.asarray(generator.integers(2, size=shape, dtype=np.uint8)).astype(np.bool_)
-    if "int" in kind:
-        low, high = _held(kind, integers)
-        drawn = spec.dtype if spec.dtype.isbuiltin == 1 else np.dtype(np.int64)
-        return np.asarray(generator.integers(low, high, shape, drawn.type)).astype(spec.dtype)
-    wide = spec.dtype.itemsize > np.dtype(np.float32).itemsize
-    if kind.startswith("complex"):
-        pairs = generator.standard_normal((*shape, 2))
-        return (pairs[..., 0] + 1j * pairs[..., 1]).astype(spec.dtype)
-    values = generator.standard_normal(shape, np.float64 if wide else np.float32)
-    return np.asarray(values).astype(spec.dtype)
+    drawn: Array
+    try:
+        if kind == STRING:
+            drawn = np.array(_WORDS, object)[generator.integers(len(_WORDS), size=shape)]
+        elif kind == "bool":
+            drawn = generator.integers(2, size=shape, dtype=np.uint8)
+        elif "int" in kind:
+            wide = spec.dtype if spec.dtype.isbuiltin == 1 else np.dtype(np.int64)
+            drawn = generator.integers(*_held(kind, options.integers), shape, wide.type)
+        elif kind.startswith("complex"):
+            pairs = generator.standard_normal((*shape, 2))
+            drawn = pairs[..., 0] + 1j * pairs[..., 1]
+        else:
+            size = spec.dtype.itemsize
+            drawn = generator.standard_normal(shape, np.float64 if size > 4 else np.float32)
+        return np.asarray(drawn).astype(spec.dtype)
+    except (MemoryError, ValueError) as exc:  # NumPy's own word for sizes beyond all memory
+        raise InvalidInputError(f"input {spec} of shape {[*shape]} cannot be had: {exc}") from exc
 
 
 def _held(kind: str, integers: tuple[int, int]) -> tuple[int, int]:
@@ -375,7 +328,7 @@ def _held(kind: str, integers: tuple[int, int]) -> tuple[int, int]:
 
 def make_inputs(
     model: ModelSpec, split: Split, batch: int, options: InputOptions
-) -> dict[str, NDArray[Any]]:
+) -> dict[str, Array]:
     """The arrays of one request, by input name: C-contiguous, of the input's type; the same each time.
 
     Rows of files are cut to the batch, or repeated from the first.
@@ -385,33 +338,30 @@ def make_inputs(
             the model takes no such batch.
     """
     _check_batch(model, split, batch)
-    sizes = _Sizes(model, split, batch, options.dims)
     found = saved_inputs(model, options)
-    for spec in model.inputs:
-        if spec.name in found:
-            path, array = found[spec.name]
-            sizes.bind(spec, array.shape, path)
-    sizes.check_known([spec for spec in model.inputs if spec.name not in found])
+    shapes = _shapes(model, split, batch, options, found)
     inputs = {}
     for spec in model.inputs:
-        shape, axis, rows = sizes.shape(spec), sizes.axis(spec), sizes.rows(spec)
+        axis, shape = split.inputs[spec.name], shapes[spec.name]
         if spec.name in found:
-            array = _rows(found[spec.name][1], axis, rows)
+            _, array = found[spec.name]
         elif spec.name in options.files:
-            array = _rows(_raw(options.files[spec.name], spec, shape, axis), axis, rows)
+            array = _raw(options.files[spec.name], spec, shape, axis)
         else:
-            array = _random_fitting(spec, shape, options)
+            array = _random(spec, shape, options, options.seed)
+        if axis is not None and array.shape[axis] != shape[axis]:
+            array = array.take(np.arange(shape[axis]) % array.shape[axis], axis)
         inputs[spec.name] = np.asarray(array, spec.dtype, order="C")
     plan(model, [array.shape for array in inputs.values()], 1, split)
     return inputs
 
 
-# Examples to learn from.
+# The model's split.
 
 
 def examples(
     model: ModelSpec, first: Split, batches: Sequence[int], options: InputOptions
-) -> Iterator[dict[str, NDArray[Any]]]:
+) -> Iterator[dict[str, Array]]:
     """Inputs that may show how a batch is split, for `mcinfer.Master.learn`: two different rows or more.
 
     First files as they are, where their rows differ; then random values in the place of rows that do not.
@@ -440,10 +390,13 @@ def examples(
     for count in (rows, _EXAMPLE_ROWS):
         options = replace(options, seed=options.seed + 1)
         arrays = make_inputs(model, split, count, options)
-        for spec in model.inputs:
-            if spec.name in cut and not _rows_differ(arrays[spec.name], cut[spec.name]):
-                shape = arrays[spec.name].shape
-                arrays[spec.name] = _of_different_rows(spec, shape, cut[spec.name], options)
+        for spec in (spec for spec in model.inputs if spec.name in cut):
+            # Rows stay alike only where the type, or ``--integers``, has but one value.
+            seeds = iter(range(options.seed, options.seed + _MAX_DRAWS))
+            while not _rows_differ(arrays[spec.name], cut[spec.name]):
+                if (seed := next(seeds, None)) is None:
+                    break
+                arrays[spec.name] = _random(spec, arrays[spec.name].shape, options, seed)
         yield arrays
 
 
@@ -465,40 +418,8 @@ def _likely_axes(
     }
 
 
-def _rows_differ(array: NDArray[Any], axis: int) -> bool:
+def _rows_differ(array: Array, axis: int) -> bool:
     return not np.array_equal(array, np.broadcast_to(array.take([0], axis), array.shape))
-
-
-def _of_different_rows(
-    spec: TensorSpec, shape: tuple[int, ...], axis: int, options: InputOptions
-) -> NDArray[Any]:
-    """Random values; of all rows alike only where the type, or ``--integers``, has but one value."""
-    for seed in range(options.seed, options.seed + _MAX_DRAWS):
-        array = _random_fitting(spec, shape, replace(options, seed=seed))
-        if _rows_differ(array, axis):
-            break
-    return array
-
-
-def _random_fitting(
-    spec: TensorSpec, shape: tuple[int, ...], options: InputOptions
-) -> NDArray[Any]:
-    try:
-        return _random(spec, shape, options.integers, options.seed)
-    except (MemoryError, ValueError) as exc:  # NumPy's own word for sizes beyond all memory
-        raise InvalidInputError(f"input {spec} of shape {[*shape]} cannot be had: {exc}") from exc
-
-
-# A model's split.
-
-
-@contextmanager
-def own_records(folder: Path) -> Iterator[None]:
-    """Meanwhile, keep what is learned below this folder: it is learned from random inputs."""
-    records = folder / "splits"
-    records.mkdir(mode=0o700)
-    with records_in(records):
-        yield
 
 
 def look_at(
@@ -507,18 +428,9 @@ def look_at(
     """The model's inputs and outputs, and how its batch is split: learned, if that is not known.
 
     A benchmark sends the same request again and again, and its rows may be equal, which shows nothing. What
-    is learned here is recorded, within `own_records`, where the masters that are measured find it.
-
-    Args:
-        master: A started `mcinfer.Master` of the model, with these axes; one worker is enough.
-        batches: Rows of the requests that will come.
-        inputs: Where their arrays come from.
-        batch_axes: The user's.
-        output_axes: Likewise.
-
-    Returns:
-        The model; and the split of the first request and all later ones. Where they run whole, it says why,
-        and its `inputs` still say where their rows lie, as far as that is given or declared.
+    is learned here is recorded where the masters that are measured find it. The split
+    is that of the first request and all later ones. Where they run whole, it says why, and its `inputs` still
+    say where their rows lie, as far as that is given or declared.
 
     Raises:
         InvalidInputError: The options do not fit the model.

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count as counting
 from math import ceil, sqrt
 from pathlib import Path
 from time import perf_counter, sleep
@@ -20,7 +21,6 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from mcinfer.bench.known_ways import WayFailedError
 from mcinfer.bench.report import QUANTILES, Load, Memory, Turn
 from mcinfer.bench.way import Arrays, RunningWay
 from mcinfer.specs import STRING, element_type_name, numpy_dtype
@@ -41,27 +41,24 @@ def rotated(entries: Sequence[_T], repeat: int) -> list[_T]:
     return [*entries[first:], *entries[:first]]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Outcome:
     """The requests of one turn.
 
     Attributes:
-        answers: Of each answered request: when it began (or arrived), and when its answer came.
-        error: The error of one that failed; None if none did.
-        failed: How many raised.
+        answers: For each answered request, when it began (or arrived) and when its answer came.
+        errors: The error of each request that failed.
         unfinished: Arrivals that no client had begun with when the turn was over.
         seconds: From the first request to the last answer.
     """
 
     answers: list[tuple[float, float]] = field(default_factory=list)
-    error: BaseException | None = None
-    failed: int = 0
+    errors: list[str] = field(default_factory=list)
     unfinished: int = 0
     seconds: float = 0.0
 
     @property
     def latencies(self) -> list[float]:
-        """Seconds of each answered request, ascending."""
         return sorted(end - begin for begin, end in self.answers)
 
 
@@ -70,103 +67,54 @@ def offer(
 ) -> Outcome:
     """Make requests as the load says, from threads of its own; returns when all have been answered.
 
-    Args:
-        request: Makes one request and waits for its answer; any number of threads call it at once.
-        load: The clients; and the rate of an open loop.
-        seconds: How long, if `count` is 0. An open loop that falls behind gets as long again to catch up.
-        count: How many requests in all.
-        seed: Of the arrivals.
+    The load lasts for `seconds`, or for `count` requests where that is not 0. An open loop that falls behind
+    gets as long again to catch up; `seed` is that of its arrivals.
     """
-    turn = _OpenLoop(load.rate, seconds, count, seed) if load.rate else _ClosedLoop(seconds, count)
     outcome = Outcome()
-    lock = threading.Lock()
+    moments = arrivals(load.rate, seconds, count, seed) if load.rate else []
+    total = len(moments) or count
+    numbers = counting()  # one for all clients: `next` of it is atomic
+
+    def begins() -> Iterator[float]:
+        """For one client: when each of its requests begins, or has arrived."""
+        if not total:
+            yield perf_counter()  # at least one
+            while (now := perf_counter()) < started + seconds:
+                yield now
+            return
+        while (number := next(numbers)) < total:
+            if not moments:
+                yield perf_counter()
+                continue
+            if perf_counter() > give_up:
+                return
+            arrival = started + moments[number]
+            if (wait := arrival - perf_counter()) > 0:
+                sleep(wait)
+            yield arrival
 
     def client() -> None:
-        answers: list[tuple[float, float]] = []
-        error: BaseException | None = None
-        failed = 0
-        kept: object = None
-        for begin in turn.begins():
+        kept: object = None  # the answer, until the next one is there
+        for begin in begins():
             try:
                 kept = request()
             except BaseException as exc:  # the report shows it, whatever it is
-                error = error or exc
-                failed += 1
+                outcome.errors.append(f"{type(exc).__name__}: {exc}"[:_MAX_TEXT])
             else:
-                answers.append((begin, perf_counter()))
+                outcome.answers.append((begin, perf_counter()))
         del kept
-        with lock:
-            outcome.answers += answers
-            outcome.failed += failed
-            outcome.error = outcome.error or error
 
     threads = [threading.Thread(target=client, daemon=True) for _ in range(load.clients)]
-    turn.started = perf_counter()
+    started = perf_counter()
+    if moments:
+        give_up = started + moments[-1] + max(seconds, moments[-1], _CATCH_UP_SECONDS)
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    outcome.seconds = perf_counter() - turn.started
-    outcome.unfinished = turn.unfinished
+    outcome.seconds = perf_counter() - started
+    outcome.unfinished = max(0, len(moments) - len(outcome.answers) - len(outcome.errors))
     return outcome
-
-
-class _ClosedLoop:
-    """Each client makes its next request when its last one is answered."""
-
-    unfinished = 0
-    started = 0.0
-
-    def __init__(self, seconds: float, count: int) -> None:
-        self._seconds = seconds
-        self._numbers = iter(range(count)) if count else None
-        self._lock = threading.Lock()
-
-    def begins(self) -> Iterator[float]:
-        """For one client: when each of its requests begins, which is now."""
-        if self._numbers is None:
-            stop = self.started + self._seconds
-            now = perf_counter()
-            yield now  # at least one
-            while (now := perf_counter()) < stop:
-                yield now
-            return
-        while True:
-            with self._lock:
-                if next(self._numbers, None) is None:
-                    return
-            yield perf_counter()
-
-
-class _OpenLoop:
-    """Arrivals of a Poisson process, drawn beforehand; the next free client takes each."""
-
-    started = 0.0
-
-    def __init__(self, rate: float, seconds: float, count: int, seed: int) -> None:
-        self._arrivals = arrivals(rate, seconds, count, seed)
-        last = self._arrivals[-1]
-        self._give_up = last + max(seconds, last, _CATCH_UP_SECONDS)
-        self._taken = 0
-        self._lock = threading.Lock()
-
-    @property
-    def unfinished(self) -> int:
-        return len(self._arrivals) - self._taken
-
-    def begins(self) -> Iterator[float]:
-        """For one client: the arrivals that it takes, each not before its time."""
-        while True:
-            with self._lock:
-                late = perf_counter() - self.started > self._give_up
-                if late or self._taken == len(self._arrivals):
-                    return
-                arrival = self.started + self._arrivals[self._taken]
-                self._taken += 1
-            wait = arrival - perf_counter()
-            if wait > 0:
-                sleep(wait)
-            yield arrival
 
 
 def arrivals(rate: float, seconds: float, count: int, seed: int) -> list[float]:
@@ -184,14 +132,11 @@ def arrivals(rate: float, seconds: float, count: int, seed: int) -> list[float]:
 
 
 def kept_up(answers: Sequence[tuple[float, float]]) -> bool:
-    """Whether requests were answered as fast as they arrived.
+    """Whether requests were answered as fast as they arrived, from when each arrived and was answered.
 
     By Little's law as many are under way as arrive while one is answered. At the last arrival that is the
     rate times the first quarter's latency; where more are under way, by more than chance brings (three times
     the square root, and a twentieth of all), the queue has grown.
-
-    Args:
-        answers: When each arrived, and when it was answered.
     """
     if len(answers) < 2:
         return True
@@ -225,36 +170,32 @@ def take_turn(
     warmup: float,
     seed: int,
 ) -> Turn:
-    """Warm up, make load, and count.
+    """Warm up, make load as `offer` does, and count.
 
-    Raises:
-        WayFailedError: No request was answered; says why.
+    The warm-up takes `warmup` seconds, of as many clients as keep the workers busy, each of which makes one
+    request at least.
     """
     request = partial(way.run, inputs)
-    # As many clients as keep the workers busy, each with one request at least; at no rate.
     closed = Load(batch=load.batch, clients=min(load.clients, max(1, 2 * way.workers)))
     offer(request, closed, seconds=warmup, count=0, seed=0)
     runs, run_seconds = way.run_seconds()
     cpu = _cpu_seconds()
     outcome = offer(request, load, seconds=seconds, count=count, seed=seed)
     cpu_seconds = max(0.0, _cpu_seconds() - cpu)
-    error = f"{type(outcome.error).__name__}: {outcome.error}"[:_MAX_TEXT]
-    if not outcome.answers:
-        raise WayFailedError(error)
     runs_after, run_seconds_after = way.run_seconds()
     done = runs_after - runs
-    latencies = outcome.latencies
+    found = outcome.latencies
     return Turn(
-        requests=len(latencies),
-        failed=outcome.failed,
+        requests=len(found),
+        failed=len(outcome.errors),
         unfinished=outcome.unfinished,
         seconds=outcome.seconds,
-        latencies=tuple(nearest_rank(latencies, fraction) for fraction in QUANTILES),
-        mean_latency=sum(latencies) / len(latencies),
+        latencies=tuple(nearest_rank(found, fraction) for fraction in QUANTILES) if found else (),
+        mean_latency=sum(found) / max(1, len(found)),
         run_seconds=(run_seconds_after - run_seconds) / done if done else None,
         cpu_seconds=cpu_seconds,
         kept_up=load.rate is None or (not outcome.unfinished and kept_up(outcome.answers)),
-        error=error if outcome.failed else "",
+        error=next(iter(outcome.errors), ""),
     )
 
 
@@ -272,13 +213,12 @@ def _of_all_processes(read: Callable[[psutil.Process], _T]) -> list[_T]:
 
 def _cpu_seconds() -> float:
     """Processor time so far, also of children that have ended and were waited for."""
-    times = _of_all_processes(lambda process: process.cpu_times())
+    times = _of_all_processes(psutil.Process.cpu_times)
     return sum(t.user + t.system + t.children_user + t.children_system for t in times)
 
 
 def memory() -> Memory:
-    """The memory of this process and those below it."""
-    sizes = _of_all_processes(lambda process: process.memory_full_info())
+    sizes = _of_all_processes(psutil.Process.memory_full_info)
     return Memory(
         pss=sum(s.pss for s in sizes), uss=sum(s.uss for s in sizes), processes=len(sizes)
     )
@@ -289,7 +229,6 @@ def memory() -> Memory:
 
 
 def write_request(path: Path, arrays: Arrays) -> None:
-    """Write the arrays, by name."""
     with path.open("wb") as file:
         for name, array in arrays.items():
             kind = element_type_name(array.dtype)
@@ -298,7 +237,6 @@ def write_request(path: Path, arrays: Arrays) -> None:
 
 
 def read_request(path: Path) -> dict[str, NDArray[Any]]:
-    """Read the arrays that `write_request` wrote; the caller owns them."""
     arrays = {}
     with path.open("rb") as file:
         limit = max(1, path.stat().st_size)

@@ -16,7 +16,6 @@ class Concurrent(RunningWay):
     joins = False
 
     def __init__(self, setup: Setup) -> None:
-        """Start the workers."""
         max_batch_size = setup.max_batch_size if self.joins else 1
         self.workers = len(setup.devices)
         self._master = Master(
@@ -29,18 +28,21 @@ class Concurrent(RunningWay):
             output_axes=setup.output_axes,
             transport=setup.transport,
         ).start()
+        # The split of the first request and all later ones.
+        self._split = self._master.split
+        if self._split.splits and not self._split.checked and not setup.fixed_batch:
+            why = setup.split.reason or "what was learned of the model is not recorded"
+            reason = f"no request has shown yet that it may be ({why})"
+            self._split = replace(self._split, reason=reason)
 
     def run(self, inputs: Arrays) -> object:
-        """On one worker."""
         return self._master.submit(inputs).result()
 
     def run_seconds(self) -> tuple[int, float]:
-        """As the workers measure them."""
         workers = self._master.statistics().workers
         return sum(w.runs for w in workers), sum(w.busy_seconds for w in workers)
 
     def close(self) -> None:
-        """End the workers."""
         self._master.close()
 
 
@@ -50,11 +52,10 @@ class Sharded(Concurrent):
     text = "mcinfer.predict: each batch split over all workers"
 
     def __init__(self, setup: Setup) -> None:
-        """Start the workers."""
         super().__init__(setup)
         one = setup.fixed_batch or 1
         pieces = [batch // one for batch in setup.batches]
-        if why := setup.why_uncut(_settled(self._master.split, setup)):
+        if why := setup.why_uncut(self._split):
             self.text = f"mcinfer.predict: not split: {why}"
             return
         if pieces and max(pieces) < self.workers:
@@ -63,7 +64,6 @@ class Sharded(Concurrent):
             self.text += f", those of {'one row' if one == 1 else f'{one} rows'} whole"
 
     def run(self, inputs: Arrays) -> object:
-        """Over all workers."""
         return self._master.predict(inputs)
 
 
@@ -74,23 +74,13 @@ class Batched(Concurrent):
     joins = True
 
     def __init__(self, setup: Setup) -> None:
-        """Start the workers."""
         super().__init__(setup)
         model = ModelSpec(inputs=self._master.inputs, outputs=self._master.outputs)
-        if why := _why_apart(model, _settled(self._master.split, setup), setup):
+        if why := _why_apart(model, self._split, setup):
             self.text = f"mcinfer.submit with dynamic batching, not joined: {why}"
 
 
-def _settled(split: Split, setup: Setup) -> Split:
-    """The split of the first request and all later ones."""
-    if not split.splits or split.checked or setup.fixed_batch:
-        return split
-    why = setup.split.reason or "what was learned of the model is not recorded"
-    return replace(split, reason=f"no request has shown yet that it may be ({why})")
-
-
 def _why_apart(model: ModelSpec, split: Split, setup: Setup) -> str:
-    """Why requests are not joined to one run; empty where they are."""
     if not split.splits:
         return why_whole(split)
     if setup.fixed_batch:

@@ -7,7 +7,6 @@ measured several times there is one entry for each repeat, in the order of the r
 import json
 import os
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -39,7 +38,6 @@ class Load:
     rate: float | None = None
 
     def __str__(self) -> str:
-        """Such as ``batch 8, 4 clients`` or ``batch 1, 50/s``."""
         clients = "1 client" if self.clients == 1 else f"{self.clients} clients"
         return f"batch {self.batch}, {clients if self.rate is None else f'{self.rate:g}/s'}"
 
@@ -61,17 +59,14 @@ class Turn:
 
     @property
     def made(self) -> int:
-        """Requests that were made or arrived."""
         return self.requests + self.failed + self.unfinished
 
     @property
     def throughput(self) -> float:
-        """Answered requests a second."""
         return self.requests / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def cores(self) -> float:
-        """Cores that were busy, on average."""
         return self.cpu_seconds / self.seconds if self.seconds > 0 else 0.0
 
     @property
@@ -88,8 +83,6 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One way under one load, in all repeats."""
-
     way: str
     load: Load
     turns: tuple[Turn, ...]
@@ -106,8 +99,6 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A way of running the model, its starts and its memory; and why it could not be measured, if so."""
-
     name: str
     text: str
     role: Role
@@ -119,8 +110,6 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """The model that was run."""
-
     name: str
     bytes: int
     inputs: tuple[str, ...]
@@ -129,8 +118,6 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The benchmark's settings."""
-
     devices: tuple[str, ...]
     seconds: float
     count: int
@@ -161,22 +148,11 @@ class Report:
     version: Literal[1] = field(default=1)
 
     def way(self, name: str) -> Way:
-        """The way of that name.
-
-        Raises:
-            InvalidInputError: There is none.
-        """
-        for way in self.ways:
-            if way.name == name:
-                return way
-        raise InvalidInputError(f"way: got {name!r}, expected one of {[w.name for w in self.ways]}")
+        return {way.name: way for way in self.ways}[name]
 
     def find(self, way: str, load: Load) -> Measurement | None:
-        """The measurement of a way under a load, if there is one."""
-        for measurement in self.measurements:
-            if measurement.way == way and measurement.load == load:
-                return measurement
-        return None
+        found = (m for m in self.measurements if m.way == way and m.load == load)
+        return next(found, None)
 
     def loads(self, *roles: Role) -> tuple[Load, ...]:
         """All loads that ways of these roles were measured under, in their order."""
@@ -185,11 +161,12 @@ class Report:
 
 
 def _adapter() -> Any:
-    if find_spec("pydantic") is None:
+    try:
+        from pydantic import TypeAdapter
+    except ImportError as exc:
         raise MissingDependencyError(
             "benchmark files need the package pydantic: pip install 'mcinfer[bench]'"
-        )
-    from pydantic import TypeAdapter
+        ) from exc
 
     return TypeAdapter(Report)
 
@@ -218,65 +195,54 @@ def load(path: str | os.PathLike[str]) -> Report:
     """Read a report.
 
     Raises:
-        InvalidInputError: The file is none, or of a version that is not known; says where it differs.
+        InvalidInputError: The file is no report, or one of an unknown version; says where it differs.
         MissingDependencyError: pydantic is not installed.
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     adapter = _adapter()
-    from pydantic import ValidationError
-
-    data = Path(path).read_bytes()
-    _check_header(path, data)
     try:
-        report: Report = adapter.validate_json(data)
-    except ValidationError as exc:
-        first = exc.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise _refused(path, f"{where}: {first['msg']}") from exc
-    _check_content(path, report)
+        content = json.loads(Path(path).read_bytes(), parse_constant=_refuse_constant)
+        # The header first: in another version everything else may differ.
+        header = content if isinstance(content, dict) else {}
+        for name, expected in (("schema", SCHEMA), ("version", VERSION)):
+            if header.get(name) != expected:
+                raise ValueError(f"{name}: got {header.get(name)!r}, expected {expected!r}")
+        report: Report = adapter.validate_python(content)
+        _check_content(report)
+    except (ValueError, RecursionError) as exc:
+        why = str(exc)
+        if errors := getattr(exc, "errors", None):  # pydantic's ValidationError
+            first = errors(include_url=False)[0]
+            why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise InvalidInputError(
+            f"{os.fspath(path)} is no benchmark report of version {VERSION}: {why}"
+        ) from exc
     return report
 
 
-def _refused(path: str | os.PathLike[str], why: str) -> InvalidInputError:
-    text = f"{os.fspath(path)} is no benchmark report of version {VERSION}: {why}"
-    return InvalidInputError(text)
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
 
 
-def _check_header(path: str | os.PathLike[str], data: bytes) -> None:
-    """Look at the schema and the version alone: in another version everything else may differ."""
-
-    def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"{constant} is no JSON")
-
-    try:
-        content = json.loads(data, parse_constant=refuse)
-    except (ValueError, RecursionError) as exc:
-        raise _refused(path, f"the file: {exc}") from exc
-    header = content if isinstance(content, dict) else {}
-    for name, expected in (("schema", SCHEMA), ("version", VERSION)):
-        if header.get(name) != expected:
-            raise _refused(path, f"{name}: got {header.get(name)!r}, expected {expected!r}")
-
-
-def _check_content(path: str | os.PathLike[str], report: Report) -> None:
-    """What types do not say: the names, the number of latencies, and fields of open loops."""
+def _check_content(report: Report) -> None:
+    """Check what types do not say: the names, the number of latencies, and fields of open loops."""
     if report.quantiles != QUANTILES:
-        raise _refused(path, "quantiles: got others than those of this version")
+        raise ValueError("quantiles: got others than those of this version")
     names = [way.name for way in report.ways]
     if len(set(names)) < len(names):
-        raise _refused(path, f"ways: got {names}, expected each once")
+        raise ValueError(f"ways: got {names}, expected each once")
     seen = set()
     for index, measurement in enumerate(report.measurements):
         where = f"measurements.{index}"
-        if measurement.way not in names:
-            raise _refused(path, f"{where}.way: got {measurement.way!r}, expected one of {names}")
-        if (measurement.way, measurement.load) in seen:
-            raise _refused(path, f"{where}: {measurement.way} under {measurement.load} came before")
-        seen.add((measurement.way, measurement.load))
+        way, load = measurement.way, measurement.load
+        if way not in names:
+            raise ValueError(f"{where}.way: got {way!r}, expected one of {names}")
+        if (way, load) in seen:
+            raise ValueError(f"{where}: {way} under {load} came before")
+        seen.add((way, load))
         for turn in measurement.turns:
-            if not turn.kept_up and measurement.load.rate is None:
-                raise _refused(path, f"{where}.turns: kept_up is false, but of a closed loop")
-            expected = len(QUANTILES) if turn.requests else 0
-            if len(turn.latencies) != expected:
-                got = len(turn.latencies)
-                raise _refused(path, f"{where}.turns: got {got} latencies, expected {expected}")
+            if not turn.kept_up and load.rate is None:
+                raise ValueError(f"{where}.turns: kept_up is false, but of a closed loop")
+            got, expected = len(turn.latencies), len(QUANTILES) if turn.requests else 0
+            if got != expected:
+                raise ValueError(f"{where}.turns: got {got} latencies, expected {expected}")

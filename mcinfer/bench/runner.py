@@ -18,19 +18,21 @@ Ownership: a `Benchmark` ends all processes that it has started before `run` ret
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import psutil
 
 from mcinfer import __version__
-from mcinfer.bench.inputs import InputOptions, fixed_batch, look_at, make_inputs, own_records
-from mcinfer.bench.known_ways import MODES, WayFailedError, check_names, shown_name
+from mcinfer.bench import MODES, check_names, shown_name
+from mcinfer.bench.inputs import InputOptions, fixed_batch, look_at, make_inputs
 from mcinfer.bench.load import MAX_ARRIVALS, rotated, write_request
 from mcinfer.bench.report import (
     OTHERS,
@@ -44,13 +46,14 @@ from mcinfer.bench.report import (
     Turn,
     Way,
 )
-from mcinfer.bench.subject import Subject
+from mcinfer.bench.subject import Subject, WayFailedError
 from mcinfer.bench.way import Setup
 from mcinfer.config import CoreShare, EngineOptions, TransportKind, parse_devices, share_cores
 from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.machine import whole_cpus
 from mcinfer.master import Master
 from mcinfer.model_cache.onnx_files import scan
+from mcinfer.model_cache.split_records import records_in
 from mcinfer.sharding import Axes, Split
 from mcinfer.specs import ModelSpec
 
@@ -65,7 +68,7 @@ _COUNT_SECONDS = 4 * 3600.0
 _PACKAGES = ("onnxruntime", "onnxruntime-gpu", "numpy", "pyzmq", "msgpack")
 
 Progress = Callable[[float, str], None]
-"""Called with the number of steps that are done, and a note on the next one."""
+"""Called with the steps (for a search: seconds) that are over, and a note on the next step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +79,8 @@ class Plan:
         ways: Names, baselines before modes.
         clients: Closed loops of so many clients, for each batch.
         rates: Open loops of so many requests a second, for each batch.
-        seconds: Of a turn, if `count` is 0.
-        scaling: Whether pools of fewer workers are measured, too.
+        seconds: Length of a turn, if `count` is 0.
+        scaling: Measure pools of fewer workers, too.
     """
 
     model: Path
@@ -101,7 +104,6 @@ class Plan:
 
     @property
     def loads(self) -> tuple[Load, ...]:
-        """The loads of every way."""
         return tuple(
             load
             for batch in self.batches
@@ -112,6 +114,63 @@ class Plan:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A model that was looked at, and by batch a file with the arrays of one request."""
+
+    path: Path
+    model: ModelSpec
+    split: Split
+    files: dict[int, Path]
+    batch_axes: Axes
+    output_axes: Axes
+
+    def setup(self, **more: Any) -> Setup:
+        """The arguments of a way that runs the model."""
+        return Setup(
+            model=str(self.path.absolute()),
+            cores=whole_cpus(),
+            split=self.split,
+            fixed_batch=fixed_batch(self.model, self.split),
+            batches=tuple(self.files),
+            batch_axes=self.batch_axes,
+            output_axes=self.output_axes,
+            **more,
+        )
+
+
+@contextmanager
+def prepared(
+    model: Path,
+    batches: Sequence[int],
+    inputs: InputOptions,
+    axes: Mapping[str, Any],
+    show: Callable[[str], None],
+    **options: Any,
+) -> Iterator[Prepared]:
+    """Look at a model with one worker, which prepares it if it has not been; and write its requests.
+
+    `axes` are the user's `batch_axes` and `output_axes`, `options` more arguments of the `mcinfer.Master`.
+
+    Raises:
+        InvalidInputError: The options do not fit the model.
+        BuildError: mcinfer cannot load the model.
+    """
+    with tempfile.TemporaryDirectory(prefix="mcinfer-bench-") as name, ExitStack() as stack:
+        # What is learned is kept apart: it is learned from random inputs.
+        records = Path(name) / "splits"
+        records.mkdir(mode=0o700)
+        stack.enter_context(records_in(records))
+        show("loading the model")
+        with Master(model, **axes, **options) as master:
+            show("learning how its batch is split")
+            spec, split = look_at(master, batches, inputs, **axes)
+        files = {batch: Path(name) / f"{batch}.request" for batch in batches}
+        for batch, path in files.items():
+            write_request(path, make_inputs(spec, split, batch, inputs))
+        yield Prepared(path=model, model=spec, split=split, files=files, **axes)
+
+
 @dataclass(slots=True)
 class _Entry:
     """A way, and the results so far.
@@ -119,7 +178,6 @@ class _Entry:
     Attributes:
         source: Its name for `Subject`.
         errors: By error, the loads under which it came; no loads for one that ended the way.
-        refused: Loads that it cannot do.
     """
 
     name: str
@@ -137,7 +195,6 @@ class _Entry:
     subject: Subject | None = None
 
     def give_up(self, error: str) -> None:
-        """Measure it no more."""
         self.errors[error] = []
         self.given_up = True
         if self.subject is not None:
@@ -161,13 +218,8 @@ class _Entry:
 class Benchmark:
     """One benchmark. `run` it once, then ask for its `report`; also after it was interrupted.
 
-    Args:
-        plan: The settings.
-        progress: Called before each step.
-
     Attributes:
-        steps: Starts and turns in all.
-        done: Those that are over.
+        steps: Starts and turns in all; `done` of them are over.
         turns_taken: Turns in which something was answered.
 
     Raises:
@@ -182,17 +234,23 @@ class Benchmark:
         self._began = datetime.now(UTC)
         self._start = monotonic()
         self._machine = machine()
-        self._others = _OthersLoad()
+        self._busy_before = _busy_seconds()
         # As the master counts them: fewer than cores where there is a quota.
         self._cpus = whole_cpus()
         self._devices = tuple(map(str, parse_devices(plan.devices, self._cpus)))
-        self._known: tuple[ModelSpec, Split] | None = None
+        self._prepared: Prepared | None = None
         self._entries: list[_Entry] = []
         self.turns_taken = 0
         self.done = 0
         self._finished = False
-        pools = len(self._pool_sizes())
-        self.steps = plan.repeats * (len(plan.ways) * (1 + len(plan.loads)) + 2 * pools)
+        # 1, 2, 4, … and the whole pool's; none where there is but one worker.
+        scales = plan.scaling and len(self._devices) > 1
+        self._pool_sizes = powers(len(self._devices)) if scales else []
+        # Enough for the whole pool to have something to do all the time.
+        self._scaling_load = Load(batch=max(plan.batches), clients=2 * len(self._devices))
+        self.steps = plan.repeats * (
+            len(plan.ways) * (1 + len(plan.loads)) + 2 * len(self._pool_sizes)
+        )
 
     def run(self) -> Report:
         """Measure everything.
@@ -202,29 +260,19 @@ class Benchmark:
             BuildError: mcinfer cannot load the model.
         """
         plan = self._plan
-        with (
-            tempfile.TemporaryDirectory(prefix="mcinfer-bench-") as name,
-            own_records(Path(name)),
-        ):
-            self._progress(self.done, "loading the model")
-            # The model is prepared by this, if it has not been.
-            axes = plan.batch_axes, plan.output_axes
-            with Master(
-                plan.model,
-                self._devices[:1],
-                options=EngineOptions(threads=plan.threads),
-                batch_axes=plan.batch_axes,
-                output_axes=plan.output_axes,
-            ) as master:
-                self._progress(self.done, "learning how its batch is split")
-                model, split = self._known = look_at(master, plan.batches, plan.inputs, *axes)
-            files = {batch: Path(name) / f"{batch}.request" for batch in plan.batches}
-            for batch, path in files.items():
-                write_request(path, make_inputs(model, split, batch, plan.inputs))
+        with prepared(
+            plan.model,
+            plan.batches,
+            plan.inputs,
+            {"batch_axes": plan.batch_axes, "output_axes": plan.output_axes},
+            partial(self._progress, 0.0),
+            devices=self._devices[:1],
+            options=EngineOptions(threads=plan.threads),
+        ) as self._prepared:
             main, pools = [self._entry(way) for way in plan.ways], self._pools()
             self._entries = [*main, *pools]
-            self._measure(main, plan.loads, files)
-            self._measure(pools, (self._scaling_load(),), files)
+            self._measure(main, plan.loads)
+            self._measure(pools, (self._scaling_load,))
         self._finished = True
         return self.report()
 
@@ -234,14 +282,14 @@ class Benchmark:
         Raises:
             InvalidInputError: The model was not loaded.
         """
-        model, _ = self._model
-        plan = self._plan
-        loads = (*plan.loads, self._scaling_load())
+        model, plan = self._looked_at.model, self._plan
+        seconds = monotonic() - self._start
+        others = (_busy_seconds() - self._busy_before) / max(seconds, 1e-9)
         return Report(
             made_at=self._began.isoformat(timespec="seconds"),
-            took_seconds=round(monotonic() - self._start, 1),
+            took_seconds=round(seconds, 1),
             mcinfer=__version__,
-            machine={**self._machine, OTHERS: self._others.cores()},
+            machine={**self._machine, OTHERS: round(max(0.0, others), 2)},
             model=Model(
                 name=plan.model.name,
                 bytes=_model_bytes(plan.model),
@@ -263,7 +311,7 @@ class Benchmark:
             ways=tuple(entry.report() for entry in self._entries),
             measurements=tuple(
                 Measurement(way=entry.name, load=load, turns=tuple(entry.turns[load]))
-                for load in dict.fromkeys(loads)
+                for load in dict.fromkeys((*plan.loads, self._scaling_load))
                 for entry in self._entries
                 if entry.turns.get(load)
             ),
@@ -273,25 +321,17 @@ class Benchmark:
     # The ways.
 
     @property
-    def _model(self) -> tuple[ModelSpec, Split]:
-        if self._known is None:
+    def _looked_at(self) -> Prepared:
+        if self._prepared is None:
             raise InvalidInputError("nothing was measured")
-        return self._known
+        return self._prepared
 
     def _setup(self, workers: int, shares: Sequence[CoreShare] = ()) -> Setup:
         """The arguments of a way with these workers: each with its share of the cores, or with all cores."""
-        model, split = self._model
         plan = self._plan
-        return Setup(
-            model=str(plan.model.absolute()),
-            cores=self._cpus,
+        return self._looked_at.setup(
             devices=self._devices[:workers],
             threads=plan.threads or (shares[0].threads if shares else None),
-            split=split,
-            fixed_batch=fixed_batch(model, split),
-            batches=plan.batches,
-            batch_axes=plan.batch_axes,
-            output_axes=plan.output_axes,
             max_batch_size=plan.max_batch_size,
             max_delay=plan.max_delay,
             transport=plan.transport,
@@ -319,28 +359,17 @@ class Benchmark:
                 text=f"mcinfer.submit over {size} of {count} workers",
                 workers=size,
             )
-            for size in self._pool_sizes()
+            for size in self._pool_sizes
         ]
-
-    def _pool_sizes(self) -> list[int]:
-        """1, 2, 4, … and the whole pool's; none where there is but one worker."""
-        count = len(self._devices)
-        return powers(count) if count > 1 and self._plan.scaling else []
-
-    def _scaling_load(self) -> Load:
-        """Enough for the whole pool to have something to do all the time."""
-        return Load(batch=max(self._plan.batches), clients=2 * len(self._devices))
 
     # Measuring.
 
-    def _measure(
-        self, entries: Sequence[_Entry], loads: Sequence[Load], files: dict[int, Path]
-    ) -> None:
+    def _measure(self, entries: Sequence[_Entry], loads: Sequence[Load]) -> None:
         with ExitStack() as stack:
             try:
                 for repeat in range(self._plan.repeats):
                     for entry in rotated(entries, repeat):
-                        self._start_way(entry, files, stack)
+                        self._start_way(entry, stack)
                     for load in loads:
                         for entry in rotated(entries, repeat):
                             self._take_turn(entry, load, repeat)
@@ -352,7 +381,7 @@ class Benchmark:
                         entry.subject.interrupt()
                 raise
 
-    def _start_way(self, entry: _Entry, files: dict[int, Path], stack: ExitStack) -> None:
+    def _start_way(self, entry: _Entry, stack: ExitStack) -> None:
         """Start a way, anew for each repeat, so that no single start decides its figures."""
         self._progress(self.done, f"starting {entry.name}")
         self.done += 1
@@ -360,7 +389,9 @@ class Benchmark:
             return
         if entry.subject is not None:
             entry.subject.close()
-        entry.subject = stack.enter_context(Subject(entry.source, entry.setup, files))
+        entry.subject = stack.enter_context(
+            Subject(entry.source, entry.setup, self._looked_at.files)
+        )
         try:
             entry.starts.append(entry.subject.start(START_SECONDS))
         except WayFailedError as exc:
@@ -419,7 +450,6 @@ def _check_rates(plan: Plan) -> None:
 
 
 def powers(most: int) -> list[int]:
-    """1, 2, 4, … up to a number, and that number."""
     return [*(1 << n for n in range(most.bit_length()) if 1 << n < most), most]
 
 
@@ -428,6 +458,10 @@ def powers(most: int) -> list[int]:
 
 def machine() -> dict[str, str | int | float]:
     """Processor, cores, memory, load and versions; no names, no paths."""
+    versions = {}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -435,15 +469,8 @@ def machine() -> dict[str, str | int | float]:
         "load_average_before": round(os.getloadavg()[0], 2),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        **{name: number for name in _PACKAGES if (number := _version(name))},
+        **versions,
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _cpu_model() -> str:
@@ -464,26 +491,10 @@ def _model_bytes(path: Path) -> int:
         return path.stat().st_size
 
 
-class _OthersLoad:
-    """The processor time of other programs on this process's cores, from now on."""
-
-    def __init__(self) -> None:
-        self._began = monotonic()
-        self._busy, self._own = self._seconds()
-
-    def cores(self) -> float:
-        """Cores that other programs kept busy, on average, as far as their time is known."""
-        busy, own = self._seconds()
-        elapsed = max(monotonic() - self._began, 1e-9)
-        return round(max(0.0, busy - self._busy - (own - self._own)) / elapsed, 2)
-
-    @staticmethod
-    def _seconds() -> tuple[float, float]:
-        """Busy time of the cores, steal time included; time of this process and of its children so far."""
-        cores = os.sched_getaffinity(0)
-        times = [t for i, t in enumerate(psutil.cpu_times(percpu=True)) if i in cores]
-        own = os.times()
-        return (
-            sum(t.user + t.nice + t.system + t.irq + t.softirq + t.steal for t in times),
-            own.user + own.system + own.children_user + own.children_system,
-        )
+def _busy_seconds() -> float:
+    """Busy time of this process's cores, steal time included, without its own and its children's so far."""
+    cores = os.sched_getaffinity(0)
+    times = [t for i, t in enumerate(psutil.cpu_times(percpu=True)) if i in cores]
+    own = os.times()
+    busy = sum(t.user + t.nice + t.system + t.irq + t.softirq + t.steal for t in times)
+    return float(busy) - (own.user + own.system + own.children_user + own.children_system)

@@ -16,12 +16,11 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
 from typing import IO, Any, Self
 
-from mcinfer.bench.known_ways import WayFailedError
 from mcinfer.bench.report import Load, Memory, Turn
 from mcinfer.bench.way import Setup
+from mcinfer.errors import McinferError
 from mcinfer.process import command, environment, import_path
 
 _MAX_ANSWER_BYTES = 1 << 24
@@ -33,6 +32,10 @@ _LAST_SECONDS = 1.0
 """For the last output, should another process hold it open."""
 _LAST_WORDS = 500
 """Characters of the last output of a process that died."""
+
+
+class WayFailedError(McinferError):
+    """A way of running the model could not be started, or failed in its turn; says why."""
 
 
 class Subject:
@@ -59,7 +62,6 @@ class Subject:
 
     @property
     def alive(self) -> bool:
-        """Whether the process can be asked for more."""
         return self._connection is not None
 
     def start(self, timeout: float) -> float:
@@ -106,29 +108,23 @@ class Subject:
         warmup: float = 0.0,
         seed: int = 0,
     ) -> Turn:
-        """Make load on the way, after some that is not counted.
-
-        Args:
-            load: The load.
-            timeout: Seconds for all of it; the process is killed then.
-            seconds: How long the load lasts, if `count` is 0.
-            count: Requests in all.
-            warmup: Seconds of load before it, not counted: of as many clients as keep the workers busy, each
-                of which makes one request at least.
-            seed: Of an open loop's arrivals.
+        """Make load on the way (`mcinfer.bench.load.take_turn`); its process is killed after `timeout`.
 
         Raises:
             WayFailedError: No request was answered, or it took too long.
         """
         how = {"seconds": seconds, "count": count, "warmup": warmup, "seed": seed}
         found = self._ask(timeout, do="turn", load=asdict(load), **how)
-        return Turn(**{**found, "latencies": tuple(found["latencies"])})
+        turn = Turn(**{**found, "latencies": tuple(found["latencies"])})
+        if not turn.requests:
+            raise WayFailedError(f"{self.way}: {turn.error}")
+        return turn
 
     def memory(self) -> Memory:
         """The memory of all processes of the way.
 
         Raises:
-            WayFailedError: It is gone.
+            WayFailedError: The way is gone.
         """
         return Memory(**self._ask(_CLOSE_SECONDS, do="memory"))
 
@@ -140,7 +136,6 @@ class Subject:
             self._interrupted = True
 
     def close(self) -> None:
-        """End the process and all that it has started. May be called again."""
         try:
             if self._interrupted and self._process is not None:
                 give_up = monotonic() + _STOP_SECONDS
@@ -156,12 +151,7 @@ class Subject:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and not issubclass(kind, Exception):
             self.interrupt()  # Ctrl-C
         self.close()
@@ -191,7 +181,6 @@ class Subject:
                 self._printed = (self._printed + data)[-4 * _LAST_WORDS :]
 
     def _ask(self, timeout: float, **task: Any) -> Any:
-        """Have a task done; its result."""
         self._send(task)
         connection, data = self._connection, b""
         try:

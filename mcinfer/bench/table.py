@@ -1,23 +1,19 @@
 """A report as tables in a terminal, or in a file: nothing is cut off, and nothing needs colours."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
-from mcinfer.bench.figures import (
-    LoadFigures,
-    PoolFigures,
-    Spread,
-    WayFigures,
-    compared_loads,
-    pools,
-    under,
-)
-from mcinfer.bench.report import Load, Report
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mcinfer.bench.figures import Figures, Kind, Spread, compared_loads, pools, under, way_columns
+from mcinfer.bench.report import Load, Report, Way
 from mcinfer.bench.texts import (
     FLAWED,
-    MEGABYTE,
     TO,
-    UNKNOWN_TEXT,
     Unit,
     busy_text,
     gain_lines,
@@ -35,24 +31,12 @@ from mcinfer.bench.texts import (
     settings_line,
     spread_text,
     time_unit,
+    unit_of,
     verdict,
-    way_lines,
 )
-from mcinfer.errors import MissingDependencyError
 
-try:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-except ImportError as exc:
-    raise MissingDependencyError(
-        "tables need the package rich: pip install 'mcinfer[bench]'"
-    ) from exc
-
-_PLAIN = Unit()
-_MEGABYTES = Unit(MEGABYTE, "MB")
 _NAME_WIDTH = 16
+_STYLES = {"faster": "green", "less": "green", "slower": "red", "more": "red"}
 
 Cell = str | tuple[Spread, Unit]
 """Text as it is, or a figure."""
@@ -60,117 +44,100 @@ Cell = str | tuple[Spread, Unit]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """A table before its width is known; the first column holds names, `flawed` rows are marked."""
+    """A table before its width is known; the columns `left` are of text.
+
+    Attributes:
+        flawed: Rows of ways that did not answer all requests, or not as fast as they came.
+        sections: Rows after which there is a line.
+    """
 
     title: str
     header: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
+    left: tuple[int, ...] = (0,)
     flawed: frozenset[int] = frozenset()
+    sections: frozenset[int] = frozenset()
 
 
 def grids(report: Report) -> tuple[Grid, ...]:
-    """All tables of a report."""
-    by_load = (_load_grid(load, under(report, load)) for load in compared_loads(report))
-    ways = [WayFigures(way) for way in report.ways if way.role != "scaling"]
-    ways = [figures for figures in ways if figures.start.known or figures.pss.known]
-    scaling = pools(report)
-    return (
-        *by_load,
-        *([_way_grid(ways)] if ways else []),
-        *([_pool_grid(scaling)] if scaling else []),
-    )
+    found = [_load_grid(load, under(report, load)) for load in compared_loads(report)]
+    ways = [w for w in report.ways if w.role != "scaling" and (w.start_seconds or w.memory)]
+    if ways:
+        found.append(_way_grid(ways))
+    if scaling := pools(report):
+        found.append(_pool_grid(scaling))
+    return tuple(found)
 
 
-def _load_grid(load: Load, all_figures: Sequence[LoadFigures]) -> Grid:
-    """All ways under one load."""
+def _cells(columns: Mapping[str, tuple[Spread, Kind]], times: Unit) -> dict[str, Cell]:
+    return {name: (spread, unit_of(kind, times)) for name, (spread, kind) in columns.items()}
+
+
+def _made(figures: Figures) -> str:
+    return f"{median(turn.made for turn in figures.turns):.0f}"
+
+
+def _flawed(all_figures: Iterable[Figures]) -> frozenset[int]:
+    return frozenset(i for i, figures in enumerate(all_figures) if not figures.sound)
+
+
+def _load_grid(load: Load, all_figures: Sequence[Figures]) -> Grid:
     unit = latency_unit(all_figures)
-    rows: tuple[tuple[Cell, ...], ...] = tuple(
-        (
-            marked(figures),
-            _whole(figures.per_turn, middle=True),
-            (figures.rows, _PLAIN),
-            (figures.speedup, _PLAIN),
-            *((figures.latency(fraction), unit) for fraction in (0.5, 0.9, 0.99, 1.0)),
-            (figures.overhead, unit),
-            (figures.cores, _PLAIN),
-        )
-        for figures in all_figures
-    )
     asked = "" if load.rate is None else f"{number(load.rate * load.batch)} rows/s asked for; "
+    header = ("rows/s", "speed-up", "p50", "p90", "p99", "max", "overhead", "cores")
     return Grid(
         title=f"{load} ({asked}latency and overhead in {unit.sign})",
-        header=("way", "n", "rows/s", "speed-up", "p50", "p90", "p99", "max", "overhead", "cores"),
-        rows=rows,
+        header=("way", "n", *header),
+        rows=tuple((marked(f), _made(f), *_cells(f.columns(), unit).values()) for f in all_figures),
         flawed=_flawed(all_figures),
     )
 
 
-def _flawed(all_figures: Iterable[LoadFigures]) -> frozenset[int]:
-    return frozenset(i for i, figures in enumerate(all_figures) if not figures.sound)
-
-
-def _way_grid(ways: Sequence[WayFigures]) -> Grid:
-    """Start and memory of each way."""
-    unit = time_unit(figures.start.low for figures in ways)
+def _way_grid(ways: Sequence[Way]) -> Grid:
+    unit = time_unit(min(way.start_seconds, default=0.0) for way in ways)
     return Grid(
         title="start and memory",
         header=("way", f"start {unit.sign}", "PSS MB", "USS MB", "processes", "workers"),
         rows=tuple(
             (
-                printable(figures.way.name),
-                (figures.start, unit),
-                (figures.pss, _MEGABYTES),
-                (figures.uss, _MEGABYTES),
-                _whole(figures.processes),
-                str(figures.way.workers),
+                printable(way.name),
+                *_cells(way_columns(way), unit).values(),
+                _range({memory.processes for memory in way.memory}),
+                str(way.workers),
             )
-            for figures in ways
+            for way in ways
         ),
     )
 
 
-def _pool_grid(scaling: Sequence[PoolFigures]) -> Grid:
-    """Pools of fewer and more workers."""
-    all_figures = [pool.figures for pool in scaling]
-    unit = latency_unit(all_figures)
-    loads = ", ".join(dict.fromkeys(str(figures.load) for figures in all_figures))
+def _range(counts: Collection[int]) -> str:
+    return TO.join(str(n) for n in sorted({min(counts), max(counts)})) if counts else TO
+
+
+def _pool_grid(scaling: Sequence[Figures]) -> Grid:
+    unit = latency_unit(scaling)
+    loads = ", ".join(dict.fromkeys(str(figures.load) for figures in scaling))
+    rows = []
+    for pool in scaling:
+        cells = _cells({**pool.columns(), **way_columns(pool.way)}, unit)
+        names = ("rows/s", "efficiency", "p50", "p99", "PSS", "USS")
+        workers = f"{pool.way.workers}{'' if pool.sound else f' {FLAWED}'}"
+        rows.append((workers, _made(pool), *(cells[name] for name in names)))
     return Grid(
         title=f"scaling: {loads} (latency in {unit.sign})",
         header=("workers", "n", "rows/s", "efficiency %", "p50", "p99", "PSS MB", "USS MB"),
-        rows=tuple(
-            (
-                f"{pool.workers}{'' if pool.figures.sound else ' ' + FLAWED}",
-                _whole(pool.figures.per_turn, middle=True),
-                (pool.figures.rows, _PLAIN),
-                (pool.efficiency, Unit(0.01, "%")),
-                (pool.figures.latency(0.5), unit),
-                (pool.figures.latency(0.99), unit),
-                (pool.of_way.pss, _MEGABYTES),
-                (pool.of_way.uss, _MEGABYTES),
-            )
-            for pool in scaling
-        ),
-        flawed=_flawed(all_figures),
+        rows=tuple(rows),
+        flawed=_flawed(scaling),
     )
-
-
-def _whole(spread: Spread, *, middle: bool = False) -> str:
-    """A count: its range, or the median alone."""
-    if not spread.known:
-        return UNKNOWN_TEXT
-    low, high = f"{spread.low:.0f}", f"{spread.high:.0f}"
-    if middle:
-        return f"{spread.middle:.0f}"
-    return low if low == high else f"{low}{TO}{high}"
 
 
 # Printing.
 
 
 def show(report: Report, console: Console) -> None:
-    """Print a report: the machine, a table for each load, start and memory, the scaling; then the verdict."""
-    print_lines((model_line(report), machine_line(report), settings_line(report)), console)
-    print_lines(("", *way_lines(report)), console)
+    print_lines((model_line(report), machine_line(report), settings_line(report), ""), console)
+    ways = [way for way in report.ways if way.role != "scaling"]
+    print_lines((printable(f"{way.name}: {way.text}") for way in ways), console)
     for grid in grids(report):
         console.print()
         show_grid(grid, console)
@@ -189,7 +156,6 @@ def show(report: Report, console: Console) -> None:
 
 
 def print_program(program: str, console: Console) -> None:
-    """Print a program to copy: it is not wrapped."""
     console.print()
     console.print(Text(program), soft_wrap=True)
 
@@ -201,49 +167,40 @@ def print_lines(lines: Iterable[str], console: Console, style: str = "") -> None
 
 
 def show_grid(grid: Grid, console: Console) -> None:
-    """Print one table: the spread beside each figure where there is room, below it where there is not."""
-    table = _table(grid, _inline)
-    if _width(table, console) > console.width:
-        table = _table(grid, _stacked)
-    print_whole(table, console)
+    """Print one table in its full width, however narrow the terminal is: no figure is cut off.
 
-
-def print_whole(table: Table, console: Console) -> None:
-    """Print a table in its full width, however narrow the terminal is: no figure is cut off."""
-    table.width = _width(table, console)
+    The spread is beside each figure where there is room, below it where there is not.
+    """
+    roomy = console.options.update(width=10_000)
+    for write in (_inline, _stacked):
+        table = _table(grid, write)
+        table.width = console.measure(table, options=roomy).maximum
+        if table.width <= console.width:
+            break
     console.print(table, soft_wrap=True)
 
 
-def _width(table: Table, console: Console) -> int:
-    roomy = console.options.update(width=10_000)
-    return console.measure(table, options=roomy).maximum
-
-
 def _table(grid: Grid, write: Callable[[Cell], str]) -> Table:
-    table = new_table(grid.title)
-    for index, name in enumerate(grid.header):
-        table.add_column(name, justify="right" if index else "left", no_wrap=True)
-    for index, row in enumerate(grid.rows):
-        style = "red" if index in grid.flawed else ""
-        table.add_row(folded(write(row[0])), *(Text(write(cell)) for cell in row[1:]), style=style)
-    return table
-
-
-def new_table(title: str) -> Table:
-    """An empty table with its title."""
-    return Table(
-        title=Text(title, style="bold"),
+    table = Table(
+        title=Text(grid.title, style="bold"),
         title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
         padding=(0, 1, 0, 0),
     )
-
-
-def folded(name: str) -> Text:
-    """A long name in several lines."""
-    return Text("\n".join(name[i : i + _NAME_WIDTH] for i in range(0, len(name), _NAME_WIDTH)))
+    for index, name in enumerate(grid.header):
+        table.add_column(name, justify="left" if index in grid.left else "right", no_wrap=True)
+    for index, (first, *rest) in enumerate(grid.rows):
+        name = write(first)
+        folded = (name[i : i + _NAME_WIDTH] for i in range(0, len(name), _NAME_WIDTH))
+        table.add_row(
+            Text("\n".join(folded)),
+            *(Text(write(cell), style=_STYLES.get(str(cell), "")) for cell in rest),
+            style="red" if index in grid.flawed else "",
+            end_section=index in grid.sections,
+        )
+    return table
 
 
 def _inline(cell: Cell) -> str:

@@ -1,20 +1,23 @@
 """The sentences and numbers of a report, the same in the terminal, on the page and in the plots."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mcinfer.bench.figures import (
     SHORTEST_FOR_CORES,
-    LoadFigures,
+    Figures,
+    Kind,
     Spread,
     best_gain,
     busy,
     compared_loads,
     gains,
+    kept_up,
     memory_beside,
     pools,
+    spread_of,
     under,
 )
 from mcinfer.bench.report import OTHERS, Load, Report, Way
@@ -25,23 +28,19 @@ FLAWED = "!"
 """After the name of a way that did not answer all requests, or not as fast as they came."""
 MEGABYTE = 1e6
 TO = "\N{EN DASH}"
-"""Between the least and the greatest."""
-UNKNOWN_TEXT = "\N{EN DASH}"
+"""Between the least and the greatest; alone: not known."""
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 _KEPT_DIGITS = 3
 _LINE_CHARACTERS = 88
 _MAX_ERRORS = 5
 """Different ones that are shown; some count requests or name moments, so that no two are equal."""
-_LEAST_OF_A_UNIT = 0.1
 _LIKE = 0.05
 """Memory within this part is about the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """The divisor of a column's figures, and its sign."""
-
     scale: float = 1.0
     sign: str = ""
 
@@ -49,21 +48,23 @@ class Unit:
 def time_unit(seconds: Iterable[float]) -> Unit:
     """The largest unit in which the least of these times is not below a tenth."""
     least = min((s for s in seconds if math.isfinite(s) and s > 0), default=1e-3)
-    for unit in (Unit(1.0, "s"), Unit(1e-3, "ms")):
-        if least >= _LEAST_OF_A_UNIT * unit.scale:
-            return unit
-    return Unit(1e-6, "µs")
+    if least >= 0.1:
+        return Unit(1.0, "s")
+    return Unit(1e-3, "ms") if least >= 1e-4 else Unit(1e-6, "µs")
 
 
-def latency_unit(all_figures: Iterable[LoadFigures]) -> Unit:
-    """The unit for all latencies of one table."""
+def latency_unit(all_figures: Iterable[Figures]) -> Unit:
     return time_unit(figures.latency(0.5).low for figures in all_figures)
+
+
+def unit_of(kind: Kind, times: Unit) -> Unit:
+    return {"time": times, "bytes": Unit(MEGABYTE, "MB"), "part": Unit(0.01, "%")}.get(kind, Unit())
 
 
 def number(value: float, like: float | None = None) -> str:
     """Three digits of a number, or more before the point; with as many after it as `like` would have."""
     if math.isnan(value):
-        return UNKNOWN_TEXT
+        return TO
     if math.isinf(value):
         return "∞" if value > 0 else "-∞"
     if value == 0:
@@ -75,8 +76,11 @@ def number(value: float, like: float | None = None) -> str:
     return f"{value:.{max(0, _KEPT_DIGITS - whole)}f}"
 
 
+def percent(part: float) -> str:
+    return f"{100 * part:.0f} %"
+
+
 def middle_text(spread: Spread, unit: Unit = Unit()) -> str:
-    """The median alone."""
     return number(spread.middle / unit.scale)
 
 
@@ -88,7 +92,6 @@ def range_text(spread: Spread, unit: Unit = Unit()) -> str:
 
 
 def spread_text(spread: Spread, unit: Unit = Unit()) -> str:
-    """The median, with the range in brackets."""
     range_ = range_text(spread, unit)
     return f"{middle_text(spread, unit)} ({range_})" if range_ else middle_text(spread, unit)
 
@@ -97,14 +100,13 @@ def plus_minus(spread: Spread, unit: Unit = Unit()) -> str:
     """Such as ``±5``: the farthest repeat from the median; empty where none differs."""
     if not range_text(spread, unit):
         return ""
-    if math.isinf(spread.high):
-        return "±∞"
     farthest = max(spread.middle - spread.low, spread.high - spread.middle)
+    if math.isinf(spread.high):
+        farthest = math.inf
     return f"±{number(farthest / unit.scale, like=spread.middle / unit.scale)}"
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds in a unit that suits them."""
     unit = time_unit([seconds])
     return f"{number(seconds / unit.scale)} {unit.sign}"
 
@@ -118,14 +120,12 @@ def printable(text: object) -> str:
 
 
 def model_line(report: Report) -> str:
-    """The model: its name, size, inputs and outputs."""
     model = report.model
     inputs, outputs = ", ".join(model.inputs), ", ".join(model.outputs)
     return printable(f"{model.name}, {number(model.bytes / MEGABYTE)} MB: {inputs} → {outputs}")
 
 
 def machine_line(report: Report) -> str:
-    """The machine, and the versions of the packages."""
     return ", ".join(machine_text(key, value) for key, value in report.machine.items())
 
 
@@ -140,7 +140,6 @@ def machine_text(key: str, value: str | float) -> str:
 
 
 def settings_line(report: Report) -> str:
-    """The settings of the benchmark."""
     settings = report.settings
     length = f"{settings.count} requests" if settings.count else f"{settings.seconds:g} s"
     parts = [
@@ -155,15 +154,8 @@ def settings_line(report: Report) -> str:
     return printable("; ".join(parts))
 
 
-def way_lines(report: Report) -> tuple[str, ...]:
-    """Each way's description; the pools of the scaling apart, which are all alike."""
-    ways = [way for way in report.ways if way.role != "scaling"]
-    return tuple(printable(f"{way.name}: {way.text}") for way in ways)
-
-
-def marked(figures: LoadFigures) -> str:
-    """The name of a way, with a mark where its figures are not sound."""
-    return printable(figures.way) + ("" if figures.sound else f" {FLAWED}")
+def marked(figures: Figures) -> str:
+    return printable(figures.way.name) + ("" if figures.sound else f" {FLAWED}")
 
 
 # The verdict.
@@ -182,7 +174,8 @@ def verdict(report: Report) -> str:
     if clear:
         most = f"{number(best.ratio.middle)} {TIMES} {what} of {others}"
         if len(clear) < len(all_gains):
-            most += f" with {_of_loads([gain.load for gain in clear])}"
+            few = " and ".join(str(gain.load) for gain in clear)
+            most += f" with {few if len(clear) < 3 else f'{len(clear)} of the loads'}"
         elif len(clear) > 1:
             most = f"up to {most}"
         link = ", but " if " more " in memory or TIMES in memory else " and "
@@ -194,21 +187,16 @@ def verdict(report: Report) -> str:
     return f"No clear gain in speed; {'; '.join(filter(None, (memory, crash)))}."
 
 
-def _of_loads(loads: Sequence[Load]) -> str:
-    return " and ".join(map(str, loads)) if len(loads) < 3 else f"{len(loads)} of the loads"
-
-
 def _memory_text(report: Report, own: str) -> str:
     beside = memory_beside(report, own)
     if beside is None:
         return ""
-    name, part = beside
+    name, part = printable(beside[0]), beside[1]
     if abs(part - 1) < _LIKE:
-        return f"about the memory of {printable(name)}"
+        return f"about the memory of {name}"
     if part > 2:
-        return f"{number(part)} {TIMES} the memory of {printable(name)}"
-    amount = f"{abs(part - 1):.0%}".replace("%", " %")
-    return f"{amount} {'less' if part < 1 else 'more'} memory than {printable(name)}"
+        return f"{number(part)} {TIMES} the memory of {name}"
+    return f"{percent(abs(part - 1))} {'less' if part < 1 else 'more'} memory than {name}"
 
 
 def gain_lines(report: Report) -> tuple[str, ...]:
@@ -216,7 +204,7 @@ def gain_lines(report: Report) -> tuple[str, ...]:
     lines = []
     for gain in gains(report):
         words = {1: "faster", -1: "slower", 0: "no clear difference"}
-        if gain.ratio.count < 2:
+        if len(gain.ratio.values) < 2:
             words[0] = "measured once"
         range_ = range_text(gain.ratio).replace(TO, " to ") or middle_text(gain.ratio)
         own, other = printable(gain.own), printable(gain.other)
@@ -224,11 +212,14 @@ def gain_lines(report: Report) -> tuple[str, ...]:
         if gain.load.rate is not None:
             text = f"{own} answers {range_} {TIMES} as fast as {other}"
         lines.append(f"{gain.load}: {text} ({words[gain.clear]}).")
-    largest = next(reversed(pools(report)), None)
-    if largest is not None and largest.workers > 1 and largest.efficiency.known:
-        percent = spread_text(largest.efficiency, Unit(0.01, "%"))
-        lines.append(f"Scaling efficiency, {largest.workers} workers: {percent} %.")
+    for pool in pools(report)[-1:]:
+        if pool.way.workers > 1 and pool.speedup.known:
+            efficiency = spread_text(pool.speedup, Unit(0.01, "%"))
+            lines.append(f"Scaling efficiency, {pool.way.workers} workers: {efficiency} %.")
     return tuple(lines)
+
+
+# Programs.
 
 
 def report_program(report: Report) -> str:
@@ -268,45 +259,32 @@ def program(
     """A whole program that starts a pool and calls it.
 
     Args:
-        model: Path of the model, as the program is to name it.
-        arguments: Of `mcinfer.Master`; its `options` as a mapping. None and empty ones are left out.
+        model: Path of the model.
+        arguments: Arguments of `mcinfer.Master`, with `options` as a mapping; empty ones are left out.
         arrays: By input name, element type and shape.
         call: The method: ``"predict"`` or ``"submit"``.
         clients: Requests under way at once.
     """
-    made = [f"{_quoted(name)}: {_zeros(*kind)}" for name, kind in arrays.items()]
     written = [_quoted(model)]
     for name, value in arguments.items():
         if name == "options" and value:
             options = ", ".join(f"{key}={option!r}" for key, option in value.items())
             written.append(f"options=mcinfer.EngineOptions({options})")
-        elif isinstance(value, dict) and value:
-            pairs = ", ".join(f"{_quoted(key)}: {one}" for key, one in value.items())
-            written.append(f"{name}={{{pairs}}}")
         elif value:
-            text = _quoted(value) if isinstance(value, str) else repr(value)
-            written.append(f"{name}={text}")
+            written.append(f"{name}={_quoted(value)}")
     if call == "predict":
-        calls = ["answer = master.predict(inputs)"]
+        calls = "    answer = master.predict(inputs)"
     else:
-        calls = [
-            f"futures = [master.submit(inputs) for _ in range({clients})]",
-            "answers = [future.result() for future in futures]",
-        ]
-    foreign = any(
-        kind != STRING and numpy_dtype(kind).isbuiltin != 1 for kind, _ in arrays.values()
-    )
-    return "\n".join(
-        [
-            *(["import ml_dtypes"] if foreign else []),
-            "import numpy as np",
-            "",
-            "import mcinfer",
-            "",
-            f"inputs = {_joined('{', made, '}')}  # your own arrays here",
-            f"with {_joined('mcinfer.Master(', written, ')')} as master:",
-            *(f"    {line}" for line in calls),
-        ]
+        calls = (
+            f"    futures = [master.submit(inputs) for _ in range({clients})]\n"
+            "    answers = [future.result() for future in futures]"
+        )
+    made = [f"{_quoted(name)}: {_zeros(*kind)}" for name, kind in arrays.items()]
+    foreign = "import ml_dtypes\n" if any("ml_dtypes." in text for text in made) else ""
+    return (
+        f"{foreign}import numpy as np\n\nimport mcinfer\n\n"
+        f"inputs = {_joined('{', made, '}')}  # your own arrays here\n"
+        f"with {_joined('mcinfer.Master(', written, ')')} as master:\n{calls}"
     )
 
 
@@ -317,14 +295,15 @@ def _zeros(kind: str, shape: tuple[int, ...]) -> str:
     return f"np.zeros({shape}, {_quoted(kind) if native else f'ml_dtypes.{kind}'})"
 
 
-def _quoted(text: str) -> str:
-    """As a literal in double quotes, where that needs no escapes."""
-    simple = text.isprintable() and not {'"', "\\"} & {*text}
-    return f'"{text}"' if simple else repr(text)
+def _quoted(value: Any) -> str:
+    """As a literal; a text in double quotes, where that needs no escapes."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_quoted(key)}: {one}' for key, one in value.items())}}}"
+    simple = isinstance(value, str) and value.isprintable() and not {'"', "\\"} & {*value}
+    return f'"{value}"' if simple else repr(value)
 
 
 def _joined(start: str, parts: list[str], end: str) -> str:
-    """In one line, or where that would be long in one for each part."""
     line = start + ", ".join(parts) + end
     if len(line) <= _LINE_CHARACTERS:
         return line
@@ -338,7 +317,7 @@ def busy_text(report: Report) -> str:
     """A warning where other work disturbed the benchmark; empty otherwise."""
     others, spread = busy(report)
     why = [f"other programs used {number(others)} cores"] if others else []
-    why += [f"repeats differ by {spread:.0%}".replace("%", " %")] if spread else []
+    why += [f"repeats differ by {percent(spread)}"] if spread else []
     return f"The machine was busy: do not trust these figures ({', '.join(why)})." if why else ""
 
 
@@ -347,15 +326,15 @@ def remarks(report: Report) -> tuple[str, ...]:
     found = [] if report.finished else ["The benchmark was interrupted: some turns are missing."]
     if report.settings.repeats == 1:
         found.append("Everything was measured once: the spread is not known.")
-    found += [error_text(report, way) for way in report.ways if way.error]
+    found += [_way_error(report, way) for way in report.ways if way.error]
     flaws: dict[Load, list[str]] = {}
     errors: dict[str, list[str]] = {}
     for figures in _all_figures(report):
+        name = printable(figures.way.name)
         if not figures.sound:
-            text = f"{printable(figures.way)} ({flaw_text(figures)})"
-            flaws.setdefault(figures.load, []).append(text)
-        for error in figures.errors:
-            errors.setdefault(printable(error), []).append(printable(figures.way))
+            flaws.setdefault(figures.load, []).append(f"{name} ({flaw_text(figures)})")
+        for error in filter(None, (turn.error for turn in figures.turns)):
+            errors.setdefault(printable(error), []).append(name)
     found += [f"Fell short under {load}: {', '.join(texts)}." for load, texts in flaws.items()]
     found += [
         f"Requests of {', '.join(dict.fromkeys(ways))} failed: {error}"
@@ -366,42 +345,40 @@ def remarks(report: Report) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _all_figures(report: Report) -> list[LoadFigures]:
-    """Load by load, then those of the scaling."""
+def _all_figures(report: Report) -> list[Figures]:
     compared = [figures for load in compared_loads(report) for figures in under(report, load)]
-    return compared + [pool.figures for pool in pools(report)]
+    return [*compared, *pools(report)]
 
 
 def notes(report: Report) -> tuple[str, ...]:
-    """Why some figures are missing."""
     all_figures = [figures for figures in _all_figures(report) if figures.made]
     found = []
     if any(not figures.latency(0.99).known for figures in all_figures):
-        found.append("p90 and p99 need at least 10 and 100 requests in each turn (n).")
+        found.append(f"{TO}: p90 and p99 need at least 10 and 100 requests in each turn (n).")
     if any(not figures.cores.known for figures in all_figures):
-        found.append(f"cores need turns of at least {SHORTEST_FOR_CORES:g} s.")
-    return tuple(f"{UNKNOWN_TEXT}: {text}" for text in found)
+        found.append(f"{TO}: cores need turns of at least {SHORTEST_FOR_CORES:g} s.")
+    return tuple(found)
 
 
-def error_text(report: Report, way: Way) -> str:
-    """Why a way could not be measured, or not under all loads."""
+def _way_error(report: Report, way: Way) -> str:
     partly = any(m.way == way.name and m.turns for m in report.measurements)
     where = " under all loads" if partly else ""
     return printable(f"{way.name} could not be measured{where}: {way.error}")
 
 
-def flaw_text(figures: LoadFigures) -> str:
+def flaw_text(figures: Figures) -> str:
     """The requests that were not answered, or late; empty if there were none."""
+    turns, rate = figures.turns, figures.load.rate
     if not figures.made:
         return "no request was made"
     parts = []
-    if figures.behind and figures.load.rate is not None:
-        count = len(figures.turns)
-        times = "" if figures.behind == count else f" in {figures.behind} of {count} repeats"
-        answered = f"{spread_text(figures.requests)} of {figures.load.rate:g} requests/s answered"
-        parts.append(f"did not keep up{times}: {answered}")
-    if figures.failed:
-        parts.append(f"{figures.failed} of {figures.made} failed")
-    if figures.unfinished:
-        parts.append(f"{figures.unfinished} of {figures.made} never begun")
+    behind = sum(not kept_up(turn) for turn in turns)
+    if behind and rate is not None:
+        times = "" if behind == len(turns) else f" in {behind} of {len(turns)} repeats"
+        answered = spread_text(spread_of(turn.throughput for turn in turns))
+        parts.append(f"did not keep up{times}: {answered} of {rate:g} requests/s answered")
+    if failed := sum(turn.failed for turn in turns):
+        parts.append(f"{failed} of {figures.made} failed")
+    if unfinished := sum(turn.unfinished for turn in turns):
+        parts.append(f"{unfinished} of {figures.made} never begun")
     return ", ".join(parts)

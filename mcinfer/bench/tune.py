@@ -3,24 +3,23 @@
 ```
  Search (this process)
    │  looks at the model with one worker; makes a request's arrays; tries the default pool for a moment
-   └── for each round, in heats of a few pools:
-         Subject ── process: Master ── workers      the default, in every heat, and up to three others: they
+   └── for each round, in groups of a few pools:
+         Subject ── process: Master ── workers      the default, in every group, and up to three others: they
          Subject ── …                               take turns, so that other work disturbs all alike
 ```
 
 Each round drops the worse half and the pools that are clearly behind, and gives the others turns of twice the
 length, until one is left or the time is over (K. Jamieson, A. Talwalkar, "Non-stochastic Best Arm
 Identification and Hyperparameter Optimization", 2016, https://arxiv.org/abs/1502.07943). Pools of different
-heats are compared by their ratio to the default in the same repeat of the same heat.
+groups are compared by their ratio to the default in the same repeat of the same group.
 
-Ownership: a `Search` ends the pools of one heat before the next heat, and before `run` returns or raises.
+Ownership: a `Search` ends the pools of one group before the next one, and before `run` returns or raises.
 """
 
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from functools import partial
 from math import ceil, inf, isinf
 from pathlib import Path
 from statistics import median
@@ -28,32 +27,27 @@ from time import monotonic
 from typing import Literal
 
 from mcinfer.bench.figures import Spread, latency, spread_of
-from mcinfer.bench.inputs import InputOptions, fixed_batch, look_at, make_inputs, own_records
-from mcinfer.bench.known_ways import WayFailedError
-from mcinfer.bench.load import MAX_ARRIVALS, rotated, write_request
+from mcinfer.bench.inputs import InputOptions
+from mcinfer.bench.load import MAX_ARRIVALS, read_request, rotated
 from mcinfer.bench.report import Load, Turn
-from mcinfer.bench.runner import REQUEST_SECONDS, START_SECONDS, powers
-from mcinfer.bench.subject import Subject
+from mcinfer.bench.runner import START_SECONDS, Progress, powers, prepared
+from mcinfer.bench.subject import Subject, WayFailedError
 from mcinfer.bench.texts import number
-from mcinfer.bench.way import Setup
 from mcinfer.config import TransportKind, automatic_workers
 from mcinfer.errors import InvalidInputError
 from mcinfer.machine import whole_cpus
-from mcinfer.master import Master
 from mcinfer.sharding import Axes, Shape, Split, plan
 from mcinfer.specs import ModelSpec
 
 Goal = Literal["throughput", "latency"]
 Call = Literal["submit", "predict"]
-Progress = Callable[[float, str], None]
-"""Called with the seconds of the budget that are over, and a note on the next step."""
 
 ENOUGH_REQUESTS = 100
 """Requests of a turn whose p99 is more than the slowest of them."""
 
-_HEAT = 4
+_GROUP = 4
 """Pools that are open at once: the default, and those that are compared with it."""
-_REPEATS = 3
+REPEATS = 3
 _ALIKE = 1.05
 """Within this factor a pool is not behind the best."""
 _SHORT_RUN = 1e-3
@@ -86,7 +80,6 @@ class Aim:
             )
 
     def rows(self, turn: Turn) -> float:
-        """Answered rows a second."""
         return self.load.batch * turn.throughput
 
     def cost(self, turn: Turn) -> float:
@@ -108,20 +101,18 @@ class Candidate:
 
     workers: int
     threads: int | None
-    call: Call
+    call: Call = "submit"
     max_batch_size: int = 1
     max_delay: float = 0.0
     transport: TransportKind = "zeromq"
 
     @property
     def way(self) -> str:
-        """The way that measures it."""
         if self.call == "predict":
             return "sharded"
         return "batched" if self.max_batch_size > 1 else "concurrent"
 
     def __str__(self) -> str:
-        """Such as ``2 workers, 1 thread, submit, 8 rows within 1 ms``."""
         parts = ["1 worker" if self.workers == 1 else f"{self.workers} workers"]
         if self.threads:
             parts.append("1 thread" if self.threads == 1 else f"{self.threads} threads")
@@ -143,7 +134,6 @@ def pieces_of(model: ModelSpec, shapes: Sequence[Shape], split: Split) -> int:
 
 
 def default_candidate(aim: Aim, cores: int) -> Candidate:
-    """The pool of ``mcinfer.Master(MODEL)``."""
     call: Call = "predict" if aim.goal == "latency" else "submit"
     return Candidate(workers=automatic_workers(cores), threads=None, call=call)
 
@@ -152,45 +142,40 @@ def grid(aim: Aim, *, cores: int, pieces: int, joins: bool, run_seconds: float) 
     """The pools to try, the default first, then those that use all cores, then the others.
 
     Each group is in the order of the multiples of the golden ratio, less their whole parts: the first of it
-    are of all kinds, however many there is time for.
-
-    Args:
-        aim: The goal.
-        cores: That may be used.
-        pieces: That one request can be cut in.
-        joins: Whether requests can be joined to one run.
-        run_seconds: Of one run of the model.
+    are of all kinds, however many there is time for. A request can be cut in `pieces`; `joins`: requests can
+    be joined to one run.
     """
     default = default_candidate(aim, cores)
     share, uneven = divmod(cores, default.workers)
-    same = Candidate(workers=default.workers, threads=share, call=default.call)
-    made = [
-        candidate
-        for workers in powers(cores)
-        for threads in dict.fromkeys((cores // workers, 1))
-        for use in _uses(
-            aim, workers, threads, pieces, _joinings(aim, run_seconds) if joins else []
-        )
-        for candidate in _transports(use, cores, run_seconds)
-        if candidate != same or uneven
-    ]
-    full = [c for c in made if c.threads == cores // c.workers]
-    rest = [c for c in made if c not in full]
+    same = replace(default, threads=share)
+    joinings = _joinings(aim, run_seconds) if joins else []
+    full: list[Candidate] = []
+    rest: list[Candidate] = []
+    for workers in powers(cores):
+        for threads in dict.fromkeys((cores // workers, 1)):
+            uses = [*_uses(aim, Candidate(workers=workers, threads=threads), pieces, joinings)]
+            if threads < cores // workers:
+                rest += uses
+                continue
+            full += [use for use in uses if use != same or uneven]
+            # Where runs are short, messages count. One core leaves the master and its worker to wait for
+            # each other, whatever messages go by.
+            if run_seconds <= _SHORT_RUN and cores > 1:
+                full += [replace(use, transport="socketpair") for use in uses]
     return [default, *_spread_out(full), *_spread_out(rest)]
 
 
 def _uses(
-    aim: Aim, workers: int, threads: int, pieces: int, joinings: Sequence[tuple[int, float]]
+    aim: Aim, pool: Candidate, pieces: int, joinings: Sequence[tuple[int, float]]
 ) -> Iterator[Candidate]:
     """Ways to use such a pool that leave none of its workers idle all the time."""
-    load = aim.load
-    if (aim.goal == "latency" or pieces > 1) and workers <= load.clients * pieces:
-        yield Candidate(workers=workers, threads=threads, call="predict")
-    if (aim.goal == "throughput" or load.clients > 1) and workers <= load.clients:
-        alone = Candidate(workers=workers, threads=threads, call="submit")
-        yield alone
+    clients = aim.load.clients
+    if (aim.goal == "latency" or pieces > 1) and pool.workers <= clients * pieces:
+        yield replace(pool, call="predict")
+    if (aim.goal == "throughput" or clients > 1) and pool.workers <= clients:
+        yield pool
         for size, delay in joinings:
-            yield replace(alone, max_batch_size=size, max_delay=delay)
+            yield replace(pool, max_batch_size=size, max_delay=delay)
 
 
 def _joinings(aim: Aim, run_seconds: float) -> list[tuple[int, float]]:
@@ -200,14 +185,6 @@ def _joinings(aim: Aim, run_seconds: float) -> list[tuple[int, float]]:
     delays = [delay for delay in (0.0, unit) if delay < (aim.max_latency or inf)]
     sizes = sorted({min(4 * batch, most), most} - {batch})
     return [(size, delay) for size in sizes for delay in delays]
-
-
-def _transports(candidate: Candidate, cores: int, run_seconds: float) -> Iterator[Candidate]:
-    """It, and where runs are so short that messages count, with the other transport as well."""
-    yield candidate
-    # One core leaves the master and its worker to wait for each other, whatever messages go by.
-    if run_seconds <= _SHORT_RUN and candidate.threads == cores // candidate.workers and cores > 1:
-        yield replace(candidate, transport="socketpair")
 
 
 def _spread_out(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -220,31 +197,26 @@ def _spread_out(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 @dataclass(slots=True, kw_only=True)
 class Trial:
-    """One candidate in one heat of one round (`rung`), both from 1; its turns, one for each repeat."""
+    """One candidate in one group of one round (`rung`), both counted from 1.
+
+    Attributes:
+        turns: One for each repeat.
+        beside: The default's turns in the same repeats of the same group.
+        error: Why the candidate is out; empty while it is not.
+    """
 
     rung: int
     candidate: Candidate
-    heat: int = 1
-    repeats: int = _REPEATS
+    group: int = 1
     turns: list[Turn] = field(default_factory=list)
+    beside: list[Turn] = field(default_factory=list)
     error: str = ""
 
 
-Pairs = list[tuple[Turn, Turn | None]]
-"""Turns of a candidate, each with the default's in the same repeat of the same heat, if it had one."""
-
-
-def pairs_of(trials: Sequence[Trial], default: Candidate, candidate: Candidate) -> Pairs:
+def turns_of(trials: Sequence[Trial], candidate: Candidate) -> list[Turn]:
     """A candidate's turns in the trials of one round; none where it failed."""
     mine = [trial for trial in trials if trial.candidate == candidate]
-    beside = {trial.heat: trial.turns for trial in trials if trial.candidate == default}
-    if any(trial.error for trial in mine):
-        return []
-    return [
-        pair
-        for trial in mine
-        for pair in zip_longest(trial.turns, beside.get(trial.heat, ())[: len(trial.turns)])
-    ]
+    return [] if any(t.error for t in mine) else [turn for trial in mine for turn in trial.turns]
 
 
 def costs(aim: Aim, trials: Sequence[Trial], default: Candidate) -> dict[Candidate, list[float]]:
@@ -253,17 +225,15 @@ def costs(aim: Aim, trials: Sequence[Trial], default: Candidate) -> dict[Candida
     As a multiple of the default's in the same repeat; but where the default failed or did not keep up, so
     that there is no such measure, as it is.
     """
-    every = {c: pairs_of(trials, default, c) for c in dict.fromkeys(t.candidate for t in trials)}
-    base = every.get(default, [])
-    measured = base and not any(isinf(aim.strain(turn)) for turn, _ in base)
-    found = {
-        candidate: [
-            aim.cost(turn) / (aim.cost(other) if measured and other else 1.0)
-            for turn, other in pairs
-            if other or not measured
-        ]
-        for candidate, pairs in every.items()
-    }
+    base = turns_of(trials, default)
+    measured = base and not any(isinf(aim.strain(turn)) for turn in base)
+    found: dict[Candidate, list[float]] = {}
+    for trial in trials:
+        if turns_of(trials, trial.candidate):
+            mine = [aim.cost(turn) for turn in trial.turns]
+            if measured:
+                mine = [a / aim.cost(b) for a, b in zip(mine, trial.beside, strict=False)]
+            found.setdefault(trial.candidate, []).extend(mine)
     return {candidate: each for candidate, each in found.items() if each}
 
 
@@ -274,10 +244,9 @@ def ranked(aim: Aim, trials: Sequence[Trial], default: Candidate) -> list[Candid
     """
     found = costs(aim, trials, default)
 
-    def key(candidate: Candidate) -> tuple[bool, float, float]:
-        pairs = pairs_of(trials, default, candidate)
-        strain = median(aim.strain(turn) for turn, _ in pairs)
-        return strain > 1, strain if strain > 1 else 0.0, median(found[candidate])
+    def key(candidate: Candidate) -> tuple[float, float]:
+        strain = median(map(aim.strain, turns_of(trials, candidate)))
+        return max(strain, 1.0), median(found[candidate])
 
     return sorted(found, key=key)
 
@@ -327,23 +296,25 @@ class Found:
         """The trials of the last finished round; before there is one, those that had all their turns."""
         if self.finished_rungs:
             return [trial for trial in self.trials if trial.rung == self.finished_rungs]
-        return [t for t in self.trials if t.rung == 1 and (t.error or len(t.turns) == t.repeats)]
+        return [t for t in self.trials if t.rung == 1 and (t.error or len(t.turns) == REPEATS)]
 
     @property
     def best(self) -> Candidate | None:
-        """The best pool; None where none was measured."""
-        first, *_ = (*ranked(self.aim, self.decisive, self.default), None)
-        return first
+        return next(iter(ranked(self.aim, self.decisive, self.default)), None)
 
     def turns(self, candidate: Candidate) -> list[Turn]:
-        """Its turns that the verdict rests on."""
-        return [turn for turn, _ in pairs_of(self.decisive, self.default, candidate)]
+        return turns_of(self.decisive, candidate)
 
     def over_default(self, candidate: Candidate, trials: Sequence[Trial] | None = None) -> Spread:
         """How many times better than the default, within each repeat; unknown where that failed."""
-        pairs = pairs_of(self.decisive if trials is None else trials, self.default, candidate)
-        both = [(self.aim.cost(turn), self.aim.cost(other)) for turn, other in pairs if other]
-        return spread_of(other / mine for mine, other in both if not isinf(other))
+        among = self.decisive if trials is None else trials
+        return spread_of(
+            self.aim.cost(other) / self.aim.cost(turn)
+            for trial in among
+            if trial.candidate == candidate and turns_of(among, candidate)
+            for turn, other in zip(trial.turns, trial.beside, strict=False)
+            if not isinf(self.aim.cost(other))
+        )
 
     def strain(self, candidate: Candidate) -> float:
         """The median of its strain (`Aim.strain`); infinite where it has no turns."""
@@ -351,7 +322,6 @@ class Found:
 
     @property
     def fits(self) -> bool:
-        """Whether a pool keeps the bound, and keeps up with the load."""
         return self.best is not None and self.strain(self.best) <= 1.0
 
     @property
@@ -367,29 +337,22 @@ class Found:
 
 
 def rounds(others: int) -> list[tuple[int, int]]:
-    """The pools that are measured in each round, in heats with the default, and the factor of their turns."""
+    """The pools that are measured in each round, the default once a group, and the factor of their turns."""
     counts = [others]
     while counts[-1] > 2:
         counts.append(ceil(counts[-1] / 2))
-    return [(n + max(1, ceil(n / (_HEAT - 1))), 1 << i) for i, n in enumerate(counts)]
+    return [(n + max(1, ceil(n / (_GROUP - 1))), 1 << i) for i, n in enumerate(counts)]
 
 
 def needs(others: int, overhead: float, turn: float) -> float:
     """Seconds for so many pools beside the default, whose first turns are that long."""
-    return sum(n * (overhead + _REPEATS * turn * times) for n, times in rounds(others))
+    return sum(n * (overhead + REPEATS * turn * times) for n, times in rounds(others))
 
 
 class Search:
     """One search. `run` it once; the results are in `found`, also after it was interrupted.
 
-    Args:
-        model: Path of the model.
-        aim: The goal.
-        inputs: Where the requests' arrays come from.
-        budget: Seconds for the search, from when the model has been looked at.
-        progress: Called before each step.
-        batch_axes: As `mcinfer.Master` takes them.
-        output_axes: Likewise.
+    The budget is seconds for the search, from when the model has been looked at.
 
     Raises:
         InvalidInputError: Requests come too seldom for the budget.
@@ -406,17 +369,18 @@ class Search:
         batch_axes: Axes | None = None,
         output_axes: Axes | None = None,
     ) -> None:
-        rate, least = aim.load.rate, 2 * _REPEATS * _LEAST_ARRIVALS / budget
+        rate, least = aim.load.rate, 2 * REPEATS * _LEAST_ARRIVALS / budget
         if rate is not None and rate < least:
             raise InvalidInputError(
                 f"--rate: got {rate:g} with --budget {budget:g}, expected at least {number(least * 1.005)}, "
                 f"or --budget {ceil(budget * least / rate)}: two pools are compared by a few requests each"
             )
-        cores = whole_cpus()
+        self._cores = whole_cpus()
+        self._default = default_candidate(aim, self._cores)
         self.found = Found(
             aim=aim,
-            cores=cores,
-            default=default_candidate(aim, cores),
+            cores=self._cores,
+            default=self._default,
             batch_axes=dict(batch_axes or {}),
             output_axes=dict(output_axes or {}),
         )
@@ -425,11 +389,8 @@ class Search:
         self._inputs = inputs
         self._budget = budget
         self._progress = progress
-        self._default = self.found.default
         self._began = monotonic()
-        self._setup: Setup | None = None
-        self._files: dict[int, Path] = {}
-        self._start_timeout, self._turn_patience = START_SECONDS, REQUEST_SECONDS
+        self._patience = START_SECONDS
         self._starts: list[float] = []
         self._turn_extra, self._least_turn, self._enough_turn = 0.0, _LEAST_TURN, 0.0
 
@@ -442,39 +403,20 @@ class Search:
             WayFailedError: The default pool cannot be started or used.
         """
         found, batch = self.found, self._aim.load.batch
-        axes = found.batch_axes, found.output_axes
-        with (
-            tempfile.TemporaryDirectory(prefix="mcinfer-tune-") as name,
-            own_records(Path(name)),
-        ):
-            self._progress(0.0, "loading the model")
-            with Master(self._model, 1, batch_axes=axes[0], output_axes=axes[1]) as master:
-                self._progress(0.0, "learning how its batch is split")
-                spec, found.split = look_at(master, [batch], self._inputs, *axes)
-            arrays = make_inputs(spec, found.split, batch, self._inputs)
-            self._files = {batch: Path(name) / "request"}
-            write_request(self._files[batch], arrays)
+        axes = {"batch_axes": found.batch_axes, "output_axes": found.output_axes}
+        show = partial(self._progress, 0.0)
+        with prepared(self._model, [batch], self._inputs, axes, show, devices=1) as self._prepared:
+            spec, found.split = self._prepared.model, self._prepared.split
             types = {tensor.name: tensor.element_type for tensor in spec.inputs}
-            found.arrays = {name: (types[name], tuple(a.shape)) for name, a in arrays.items()}
-            self._setup = Setup(
-                model=str(self._model.absolute()),
-                cores=found.cores,
-                devices=(),
-                threads=None,
-                split=found.split,
-                fixed_batch=fixed_batch(spec, found.split),
-                batch_axes=axes[0],
-                output_axes=axes[1],
-                max_batch_size=1,
-                max_delay=0.0,
-            )
+            arrays = read_request(self._prepared.files[batch])
+            found.arrays = {name: (types[name], array.shape) for name, array in arrays.items()}
             self._began = monotonic()
             try:
                 turn = self._try_default()
-                shapes = [shape for _, shape in found.arrays.values()]
+                shapes = [array.shape for array in arrays.values()]
                 candidates = grid(
                     self._aim,
-                    cores=found.cores,
+                    cores=self._cores,
                     pieces=pieces_of(spec, shapes, found.split),
                     joins=plan(spec, shapes, 1, found.split).rowwise,
                     run_seconds=turn.run_seconds or turn.mean_latency,
@@ -487,46 +429,43 @@ class Search:
 
     def _try_default(self) -> Turn:
         """One short turn of the default, to know how long such things take."""
-        trial = Trial(rung=0, candidate=self._default, repeats=1)
-        self._progress(0.0, f"trying the default: {self._default}")
-        self._run_heat([trial], _FIRST_TURN, "trying")
+        trial = Trial(rung=0, candidate=self._default)
+        self._run_group([trial], _FIRST_TURN, 1, "trying the default")
         if trial.error:
             raise WayFailedError(f"the default pool: {trial.error}")
         (turn,) = trial.turns
-        self._start_timeout = _PATIENCE * (1 + self._starts[0])
         # A turn goes on until the last answer, and begins with a request of each client that is not counted.
         self._turn_extra = _REST + 2 * turn.mean_latency
-        self._turn_patience = _PATIENCE * (1 + self._turn_extra)
-        few = _LEAST_ARRIVALS / self._aim.load.rate if self._aim.load.rate else 0.0
+        self._patience = _PATIENCE * (1 + self._starts[0] + self._turn_extra)
+        rate = self._aim.load.rate
+        few = _LEAST_ARRIVALS / rate if rate else 0.0
         self._least_turn = max(_LEAST_TURN, 2 * turn.mean_latency, few)
         if self._aim.max_latency:
-            self._enough_turn = 1.5 * ENOUGH_REQUESTS / (self._aim.load.rate or turn.throughput)
+            self._enough_turn = 1.5 * ENOUGH_REQUESTS / (rate or turn.throughput)
         return turn
 
     def _left(self) -> float:
         return self._budget - (monotonic() - self._began)
 
-    def _overhead(self) -> float:
-        """Seconds that a pool costs in a heat beside its turns."""
-        return sum(self._starts) / len(self._starts) + _REPEATS * self._turn_extra
-
     def _halve(self, contenders: list[Candidate]) -> str:
         """Round after round; why it ended."""
         found, least = self.found, self._least_turn
-        found.needed_seconds = self._budget - self._left()
-        found.needed_seconds += needs(len(contenders), self._overhead(), least)
         while True:
-            left, overhead = self._left(), self._overhead()
+            # Seconds that a pool costs in a group beside its turns.
+            overhead = sum(self._starts) / len(self._starts) + REPEATS * self._turn_extra
+            left = self._left()
             counts = range(len(contenders), -1, -1)
             count = next((n for n in counts if needs(n, overhead, least) <= left), 0)
             if found.finished_rungs and not count:
                 return "the time is over"
             if not found.finished_rungs:
                 found.left_out = len(contenders) - count
+                found.needed_seconds = self._budget - left
+                found.needed_seconds += needs(len(contenders), overhead, least)
             contenders = contenders[:count]
-            fixed, unit = needs(count, overhead, 0.0), needs(count, 0.0, 1.0)
             # The default alone is only to be checked.
             most = max(_MOST_TURN if count else _FIRST_TURN, self._enough_turn)
+            fixed, unit = needs(count, overhead, 0.0), needs(count, 0.0, 1.0)
             seconds = max(least, min(most, (left - fixed) / unit))
             if self._aim.load.rate:
                 seconds = min(seconds, MAX_ARRIVALS / self._aim.load.rate)
@@ -540,64 +479,60 @@ class Search:
                 return "one is left" if contenders else "no other is as good as the default"
 
     def _run_round(self, others: Sequence[Candidate], seconds: float, more: int) -> list[Trial]:
-        """Heat after heat, as far as there is time."""
+        """Group after group, as far as there is time."""
         number = self.found.finished_rungs + 1
         made: list[Trial] = []
-        beside = _HEAT - 1
-        for heat, start in enumerate(range(0, max(1, len(others)), beside), 1):
-            if heat > 1 and self._left() <= 0:
+        beside = _GROUP - 1
+        for group, start in enumerate(range(0, max(1, len(others)), beside), 1):
+            if group > 1 and self._left() <= 0:
                 break
             trials = [
-                Trial(rung=number, heat=heat, candidate=candidate)
+                Trial(rung=number, group=group, candidate=candidate)
                 for candidate in (self._default, *others[start : start + beside])
             ]
             self.found.trials += trials
             made += trials
-            self._run_heat(trials, seconds, f"round {number} of {number + more - 1}")
+            self._run_group(trials, seconds, REPEATS, f"round {number} of {number + more - 1}")
         return made
 
-    def _run_heat(self, trials: Sequence[Trial], seconds: float, what: str) -> None:
-        """Start the pools of a few candidates, have them take turns, and end them."""
+    def _run_group(self, trials: Sequence[Trial], seconds: float, repeats: int, what: str) -> None:
+        """Start the pools of a few candidates, the default first, have them take turns, and end them."""
         began, in_turns = monotonic(), 0.0
-
-        def tell(words: str) -> None:
-            self._progress(self._budget - max(0.0, self._left()), f"{what}: {words}")
-
         with ExitStack() as stack:
-            subjects = [stack.enter_context(self._subject(t.candidate)) for t in trials]
-            pools = [*zip(trials, subjects, strict=True)]
+            pools = [(t, stack.enter_context(self._subject(t.candidate))) for t in trials]
             try:
                 for trial, subject in pools:
-                    tell(f"starting {trial.candidate}")
+                    trial.beside = trials[0].turns
+                    self._show(f"{what}: starting {trial.candidate}")
                     with _noting(trial, subject):
-                        subject.start(self._start_timeout)
-                for repeat in range(trials[0].repeats):
+                        subject.start(self._patience)
+                for repeat in range(repeats):
                     for trial, subject in rotated(pools, repeat):
                         if trial.error:
                             continue
-                        tell(str(trial.candidate))
+                        self._show(f"{what}: {trial.candidate}")
                         start = monotonic()
                         with _noting(trial, subject):
                             self._take_turn(trial, subject, seconds, repeat)
                         in_turns += monotonic() - start
             except KeyboardInterrupt:
-                for subject in subjects:  # all at once, and then one after another is waited for
+                for _, subject in pools:  # all at once, and then one after another is waited for
                     subject.interrupt()
                 raise
         self._starts.append((monotonic() - began - in_turns) / len(trials))
 
+    def _show(self, words: str) -> None:
+        self._progress(self._budget - max(0.0, self._left()), words)
+
     def _subject(self, candidate: Candidate) -> Subject:
-        if self._setup is None:
-            raise InvalidInputError("the model has not been looked at")
-        setup = replace(
-            self._setup,
+        setup = self._prepared.setup(
             devices=tuple(f"cpu:{i}" for i in range(candidate.workers)),
             threads=candidate.threads,
             max_batch_size=candidate.max_batch_size,
             max_delay=candidate.max_delay,
             transport=candidate.transport,
         )
-        return Subject(candidate.way, setup, self._files)
+        return Subject(candidate.way, setup, self._prepared.files)
 
     def _take_turn(self, trial: Trial, subject: Subject, seconds: float, repeat: int) -> None:
         warmup = 0.0 if trial.turns else _WARMUP
@@ -606,11 +541,10 @@ class Search:
             seconds=seconds,
             warmup=warmup,
             seed=repeat,
-            timeout=self._turn_patience + 3 * (warmup + seconds),
+            timeout=self._patience + 3 * (warmup + seconds),
         )
         if turn.failed:
-            made = turn.requests + turn.failed
-            raise WayFailedError(f"{turn.failed} of {made} requests failed: {turn.error}")
+            raise WayFailedError(f"{turn.failed} of {turn.made} requests failed: {turn.error}")
         trial.turns.append(turn)
 
 

@@ -1,7 +1,8 @@
 """The interface of a way of running a model. Implement it to measure a way of your own.
 
-``mcinfer bench MODEL --against my_ways.py:MyWay`` measures the class `MyWay` of the file ``my_ways.py``. Each
-way lives in a process of its own, which makes one object of the class and calls it from its clients' threads.
+``mcinfer bench MODEL --against my_ways.py:MyWay`` measures the class `MyWay` of the file ``my_ways.py``, a
+subclass of `RunningWay`. Each way lives in a process of its own, which makes one object of the class and
+calls it from its clients' threads.
 """
 
 from abc import ABC, abstractmethod
@@ -33,7 +34,7 @@ class Setup:
         batches: Rows of the requests that will come; empty where that is not known.
         batch_axes: The user's, as `mcinfer.Master` takes them; so are `output_axes` and `transport`.
         max_batch_size: Rows that small requests may be joined to, for a way that joins them.
-        max_delay: Seconds that a request may wait for others, likewise.
+        max_delay: Seconds that a request may wait for others, in such a way.
     """
 
     model: str
@@ -52,12 +53,10 @@ class Setup:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The outputs' names, in the model's order."""
         return tuple(self.split.outputs)
 
     @property
     def worker_threads(self) -> int:
-        """Threads of a worker's run, for ways that need a number."""
         return self.threads or max(1, self.cores // len(self.devices))
 
     def why_uncut(self, split: Split) -> str:

@@ -1,9 +1,9 @@
 """The command line: ``mcinfer run``, ``inspect``, ``devices``, ``doctor``, ``cache``, ``bench``, ``tune``.
 
-Exit status 0 on success, 1 on a failure with one clear line on standard error, 2 on wrong usage with
-how to use it, 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP: these two end a command as Ctrl-C does.
-Each command is a module of its own; `mcinfer.cli.app` puts them together. They import what is heavy when
-they run, so that help and completion come at once.
+Exit status 0 on success, 1 on a failure with one clear line on standard error, 2 on wrong usage, 130 after
+Ctrl-C, 143 after SIGTERM, 129 after SIGHUP: these two end a command as Ctrl-C does. Each command is a module
+of its own; `mcinfer.cli.app` puts them together. Imports that take long are in the functions that need them,
+so that help and completion come at once.
 """
 
 import io
@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from types import FrameType
 
 from mcinfer.errors import McinferError, MissingDependencyError, printable
@@ -27,13 +28,10 @@ _ENDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command line; returns the exit status.
 
     Args:
-        arguments: Without the program's name; those of this process if not given.
-
-    Returns:
-        The exit status.
+        arguments: Without the program's name; None: those of this process.
     """
     _open_streams()
     came: list[int] = []
@@ -41,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if came and status:
         status = 128 + came[0]
     if status in _ENDS:
-        _tell(_ENDS[status])
+        _say(_ENDS[status])
     try:
         sys.stdout.flush()
     except OSError:
@@ -53,39 +51,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _status(arguments: Sequence[str] | None, came: list[int]) -> int:
     try:
         with _prefixed_log(), _signals_as_interrupts(came):
-            status = _run(arguments)
+            if find_spec("typer") is None:
+                raise MissingDependencyError(
+                    "the command line needs the package typer: pip install 'mcinfer[cli]'"
+                )
+            from mcinfer.cli.app import call
+
+            status = call(arguments)
             sys.stdout.flush()
             return status
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        return 1  # whoever read our output has enough
+        return 1  # the reader of our output has enough
     except (McinferError, OSError) as exc:
-        _tell(str(exc))
+        _say(str(exc))
         return 1
 
 
-def _run(arguments: Sequence[str] | None) -> int:
-    try:
-        import typer  # noqa: F401 tried apart from our own modules, whose faults are to be seen
-    except ModuleNotFoundError as exc:
-        raise MissingDependencyError(
-            "the command line needs the package typer: pip install 'mcinfer[cli]'"
-        ) from exc
-    from mcinfer.cli.app import call
-
-    return call(arguments)
-
-
 def _open_streams() -> None:
-    """Have all three standard streams: in the place of a closed one others' files would come to lie.
+    """Open standard streams that are closed: else other files would take their numbers.
 
-    And let standard output write any name, whatever its encoding is.
+    Standard output writes any name, whatever its encoding is.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
-        except OSError:  # the lowest that is free is the next that is opened
+        except OSError:  # the next that is opened is the lowest that is free
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
@@ -95,7 +87,7 @@ def _open_streams() -> None:
 
 @contextmanager
 def _prefixed_log() -> Iterator[None]:
-    """Tell warnings that are logged as failures are told, where nobody has said what becomes of them."""
+    """Print warnings that are logged as failures are printed, unless logging is configured."""
     before = logging.lastResort
     handler = logging.StreamHandler()
     handler.setLevel(logging.WARNING)
@@ -111,11 +103,11 @@ def _prefixed_log() -> Iterator[None]:
 def _signals_as_interrupts(came: list[int]) -> Iterator[None]:
     """Have SIGTERM and SIGHUP raise what Ctrl-C does, so that work is saved and nothing is left behind.
 
-    Each does so once: a terminal that goes may send the second before all is saved. One that is ignored
-    (nohup), or has a handler of the caller's, stays as it is; so do both outside of the main thread.
+    Each does so once: a closing terminal may send the second before all is saved. A signal that is ignored
+    (nohup) or has another handler stays as it is; so do both outside of the main thread.
 
     Args:
-        came: Is given the numbers of those that came.
+        came: Gets the numbers of the signals that came.
     """
 
     def interrupt(number: int, _frame: FrameType | None) -> None:
@@ -135,6 +127,6 @@ def _signals_as_interrupts(came: list[int]) -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _tell(text: str) -> None:
+def _say(text: str) -> None:
     with suppress(OSError):  # the terminal may be gone
         print(f"mcinfer: {printable(' '.join(text.split()))}", file=sys.stderr)

@@ -17,7 +17,7 @@ _COMPARE = (
 
 
 class _Commands(TyperGroup):
-    """Takes ``bench compare`` for one command: ``bench`` alone takes a model, so it cannot be a group."""
+    """Treats ``bench compare`` as one command: ``bench`` alone takes a model, so it cannot be a group."""
 
     # Any: typer does not make public of what types contexts and commands are.
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
@@ -26,7 +26,7 @@ class _Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        # A shell takes the words of ``bench compare`` for two; the second is offered after the first.
+        # A shell completes one word at a time: ``compare`` is offered after ``bench``.
         offered = super().shell_complete(ctx, incomplete)
         return [item for item in offered if " " not in item.value]
 
@@ -38,14 +38,7 @@ class _Commands(TyperGroup):
 
 
 def call(arguments: Sequence[str] | None) -> int:
-    """Run the command that the arguments name.
-
-    Returns:
-        The exit status: 130 if it was interrupted, which nobody has been told of yet.
-
-    Raises:
-        McinferError, OSError: The command failed, and nobody has been told of it yet.
-    """
+    """Run the command that the arguments name; returns the exit status. Errors have no message yet."""
     command = typer.main.get_command(make_app())
     try:
         command.main(arguments, prog_name="mcinfer")
@@ -62,25 +55,21 @@ def make_app() -> typer.Typer:
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
     )
+    group = typer.Typer(
+        help="Models that were prepared for all workers to map.", rich_markup_mode=None
+    )
     _add(app, "run", run.run)
     _add(app, "inspect", inspect.inspect)
     _add(app, "devices", devices.devices)
     _add(app, "doctor", doctor.doctor)
-    app.add_typer(_cache(), name="cache")
+    app.add_typer(group, name="cache")
+    _add(group, "list", cache.list_entries)
+    _add(group, "clear", cache.clear)
+    _add(group, "prepare", cache.prepare)
     _add(app, "bench", bench.bench, epilog=_COMPARE)
     _add(app, "bench compare", bench.compare)
     _add(app, "tune", tune.tune)
     return app
-
-
-def _cache() -> typer.Typer:
-    group = typer.Typer(
-        help="Models that were prepared for all workers to map.", rich_markup_mode=None
-    )
-    _add(group, "list", cache.list_entries)
-    _add(group, "clear", cache.clear)
-    _add(group, "prepare", cache.prepare)
-    return group
 
 
 def _add(

@@ -5,22 +5,20 @@
     input file ── rows, in order ──► a request ──► Master.predict ──► rows ──► a folder beside the output,
                                      a request     (over all workers)          and its file at the end
 
-A file is cut along axes that are known to be its batch: the user or the model says so and a request has shown
-it, or the file's first rows run whole and in pieces before the rest (`Master.learn`). A file of one request,
-and one whose batch nothing shows, run whole. It is counted in *units*: rows of a batch of any size, or pieces
-of a fixed batch. Two requests are under way, so that workers do not wait for what is read or written.
+A file is cut along axes that the user or the model says and a request has shown; else the file's first rows
+run before the rest, whole and in pieces (`Master.learn`). A file of one request, and one whose batch nothing
+shows, run whole. A file is counted in *units*: rows of a batch of any size, or pieces of a fixed batch. Two
+requests are under way, so that workers do not wait while rows are read or written.
 """
 
-import errno
 import logging
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from importlib import metadata
 from itertools import count
 from math import prod
@@ -33,70 +31,43 @@ from numpy.typing import NDArray
 from mcinfer import __version__, sharding
 from mcinfer.cli.batch_files import InputFile, PartialResults, opened_input, stamp
 from mcinfer.cli.output_files import output_place
-from mcinfer.cli.progress import megabytes, showing_work
+from mcinfer.cli.progress import megabytes, say, showing_work
 from mcinfer.errors import BuildError, InvalidInputError, McinferError, PredictError
 from mcinfer.master import Master
-from mcinfer.model_cache.onnx_files import external_files, open_regular, scan
+from mcinfer.model_cache.onnx_files import model_files, open_regular
 from mcinfer.sharding import Axes, JoinError, SaidAxes, Shape, Split, first_split, rows_of
 from mcinfer.specs import ModelSpec
 
 _REQUEST_BYTES = 64 << 20
-"""Of inputs and outputs of one request, where the user does not say how many rows it has."""
+"""Inputs and outputs of a request at most, where the user does not say how many rows it has."""
 
 _WORKER_ROWS = 64
-"""Of one request as well: what a row takes between the layers is not known."""
+"""Rows of a request for each worker at most: the memory of a row's activations is not known."""
 
 _UNDER_WAY = 2
 _SAVE_SECONDS = 1.0
-"""How much work is lost when the process is killed: to save more often would be to wait for the disk."""
+"""A killed process loses the work of this time at most; each save waits for the disk."""
 
 _ADVICE = "--batch-axis and --output-axis say what to split and join"
-_OTHER_ROWS = "mcinfer inspect --probe learns it from other rows"
+_RESUME = "run the same command again to resume"
 _RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "mindspore", "mindspore-lite")
 
 _Arrays = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What is to be done, as the options of ``mcinfer run`` say it.
-
-    Attributes:
-        model: Path of the model.
-        source: An .npz file with its inputs by name, or an .npy file with the only one.
-        target: The .npz file to write.
-        master: What else `Master` takes: the engine, the devices.
-        rows: Of one request; None: 64 for each worker, or as many as have 64 MiB of inputs and outputs.
-        said: The axes that the user says.
-        timeout: Seconds for one request; None is `Timeouts.predict`.
-        restart: Whether to discard what an interrupted run has done.
-        force: Whether to replace an output that exists.
-    """
-
-    model: Path
-    source: Path
-    target: Path
-    master: Mapping[str, Any]
-    rows: int | None
-    said: SaidAxes
-    timeout: float | None
-    restart: bool
-    force: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Requests:
-    """How a batch is cut into requests; all that a run needs to be resumed.
+    """How a batch is cut into requests; all that is needed to resume a run.
 
     Attributes:
         axes: By input, the axis that it is cut along, or None: each request takes it whole.
-        sizes: By input that is cut, what one unit has along that axis.
-        units: All of them.
+        sizes: By input that is cut, the size of one unit along that axis.
+        units: How many units the file has.
         step: Units of one request; the last may have fewer.
         unit_rows: Rows of one unit, to count rows by.
         shards: Over how many workers a request is split.
-        outputs: By output, in the model's order, the axis along which the requests' answers follow one
-            another; None: it is the same in all, as it is where there is one request.
+        outputs: By output, in the model's order, the axis along which the answers follow one another; None:
+            it is the same in all, as it is where there is one request.
     """
 
     axes: Axes
@@ -109,7 +80,6 @@ class Requests:
 
     @property
     def count(self) -> int:
-        """How many requests; one for a batch of no rows."""
         return max(1, -(-self.units // self.step))
 
     def rows(self, requests: int) -> int:
@@ -132,20 +102,18 @@ def _cut(array: NDArray[Any], axis: int | None, start: int, stop: int) -> NDArra
 def plan_requests(
     model: ModelSpec, arrays: _Arrays, workers: int, rows: int | None, split: Split | None
 ) -> Requests:
-    """Cut a batch; the shapes alone count.
+    """Cut a batch; only the shapes of the arrays count.
 
     Args:
-        model: What the model takes and gives.
+        model: The model's inputs and outputs.
         arrays: By input.
-        workers: Over how many a request is split: it has rows for each, where that is possible.
-        rows: Of one request; see `Job`.
-        split: How; with None, and with one that does not split, the whole batch is one request.
-
-    Raises:
-        InvalidInputError: The shapes do not fit the model, as `Master.predict` would say.
+        workers: Over how many a request is split. It has rows for each, where that is possible.
+        rows: Rows of a request; None: 64 for each worker, or as many as have 64 MiB of inputs and outputs.
+        split: None, or one that does not split: the whole batch is one request.
     """
     plan = sharding.plan(model, [arrays[spec.name].shape for spec in model.inputs], 1, split)
-    axes = {spec.name: cut.axis for spec, cut in zip(model.inputs, plan.inputs, strict=True)}
+    outputs = [*zip(model.outputs, plan.outputs, strict=True)]
+    axes = {spec.name: axis for spec, axis in zip(model.inputs, plan.input_axes, strict=True)}
     cut = {
         spec.name: spec.shape[axis] if spec.shape else None
         for spec in model.inputs
@@ -154,17 +122,15 @@ def plan_requests(
     fixed = {name: size for name, size in cut.items() if isinstance(size, int)}
     units = (len(plan.rows) if fixed else sum(plan.rows)) if cut else 1
     unit_rows = next(iter(fixed.values()), 1) if cut else max(1, sum(plan.rows))
-    input_bytes = sum(arrays[name].nbytes for name in cut)
-    outputs = [*zip(model.outputs, plan.outputs, strict=True)]
-    unit_bytes = (
-        input_bytes
-        + sum(  # an output of unknown shape is taken to be as large as the inputs
-            input_bytes if join.shape is None else prod(join.shape) * spec.dtype.itemsize
-            for spec, join in outputs
-            if join.axis is not None
-        )
-    )
-    unit_bytes = max(1, unit_bytes // max(1, units))
+    input_bytes = total_bytes = sum(arrays[name].nbytes for name in cut)
+    for spec, join in outputs:
+        if join.axis is not None and join.shape is not None:
+            total_bytes += prod(join.shape) * spec.dtype.itemsize
+        elif (
+            join.axis is not None
+        ):  # an output of unknown shape is taken to be as large as the inputs
+            total_bytes += input_bytes
+    unit_bytes = max(1, total_bytes // max(1, units))
     for_each = max(1, min(_REQUEST_BYTES // unit_bytes // workers, _WORKER_ROWS // unit_rows))
     step = max(1, min(rows // unit_rows if rows else for_each * workers, units))
     return Requests(
@@ -178,40 +144,36 @@ def plan_requests(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Planner:
     """Finds out how a file is cut; its first rows run where that is not known."""
 
     master: Master
     model: ModelSpec
     arrays: _Arrays
-    job: Job
+    said: SaidAxes
     rows: int | None
     workers: int
+    timeout: float | None
 
     def plan(self) -> Requests:
-        """The requests.
-
-        Raises:
-            InvalidInputError: The inputs do not fit the model; or rows are given for requests, and the file
-                cannot be cut.
-            McinferError: The first rows cannot be run.
-        """
-        model, split, said = self.model, self.master.split, self.job.said
+        """The requests; an `InvalidInputError` if `rows` is given and the file cannot be cut."""
+        model, split = self.model, self.master.split
         sharding.plan(model, [*self._shapes.values()], 1, split)  # raises if they do not fit
         known = split.checked and split.splits and self._fits(split)
         if sharding.is_fixed(model, split) or known:
             return self._requests(split)
-        if self.rows is not None and split.known == "said" and split.reason:
-            raise InvalidInputError(f"--batch: got {self.rows}, but {split.reason}")
-        likely = [*sharding.candidates(model, self._shapes, first_split(model, said), said)]
-        assumed = self._requests(self._along(likely[0]) if likely else None)
-        if assumed.count == 1:  # the master learns from it
-            return assumed
-        if not split.checked or split.splits:
-            split = self._learn(likely)
-        if split.splits:
-            return self._requests(split)
+        likely = [
+            *sharding.candidates(model, self._shapes, first_split(model, self.said), self.said)
+        ]
+        if self.rows is None or split.known != "said" or not split.reason:
+            assumed = self._requests(self._along(likely[0]) if likely else None)
+            if assumed.count == 1:  # the master learns from it
+                return assumed
+            if not split.checked or split.splits:
+                split = self._learn(likely)
+            if split.splits:
+                return self._requests(split)
         text = f"{split.reason}; {_ADVICE}"
         if self.rows is not None:
             raise InvalidInputError(f"--batch: got {self.rows}, but the file cannot be cut: {text}")
@@ -231,12 +193,12 @@ class _Planner:
         return rows_of(self._shapes, split.inputs) is not None and split.covers(self._shapes)
 
     def _along(self, axes: Axes) -> Split:
-        """What a split along these axes would be, for all that matters to the size of its requests."""
+        """A split along these axes, as far as the size of its requests depends on it."""
         outputs = dict.fromkeys((spec.name for spec in self.model.outputs), 0)
         return Split(inputs=axes, outputs=outputs, known="unknown")
 
     def _learn(self, likely: list[Axes]) -> Split:
-        """What the first rows show: a split to go on with, or one with the reason why there is none."""
+        """What the first rows show: a split, or one with the reason why there is none."""
         refuted: list[Split] = []
         with silent_about_splits():
             for axes in likely:
@@ -247,12 +209,12 @@ class _Planner:
         return refuted[0]
 
     def _show(self, axes: Axes) -> Split:
-        """What the first rows along these axes show; `Split.checked` says whether it is anything."""
+        """What the first rows along these axes show; `Split.checked` says whether they show anything."""
         split, shown = self.master.split, 0
         for shown in self._example_rows(axes):
             example = {n: _cut(array, axes[n], 0, shown) for n, array in self.arrays.items()}
             try:
-                split = self.master.learn(example, timeout=self.job.timeout)
+                split = self.master.learn(example, timeout=self.timeout)
             except (PredictError, InvalidInputError) as exc:  # other axes may be right
                 reason = f"its first {shown} rows do not run by themselves ({exc})"
                 return replace(self._along(axes), checked=True, reason=reason)
@@ -266,104 +228,105 @@ class _Planner:
         reason = (
             f"its first {shown} rows are equal, or do not show in all outputs how they are joined"
         )
-        return replace(split, reason=f"{reason} ({_OTHER_ROWS})")
+        return replace(
+            split, reason=f"{reason} (mcinfer inspect --probe learns it from other rows)"
+        )
 
     def _example_rows(self, axes: Axes) -> Iterator[int]:
-        """The rows of an example: some for each worker; where they show nothing, those of a request."""
+        """How many rows an example has: some for each worker; where they show nothing, those of a request."""
         most = rows_of(self._shapes, axes) or 0
         step = self._requests(self._along(axes)).step
-        # A size that other axes have as well would be one thing more that they might be.
+        # A number that is also the size of another axis would leave open which of both is cut.
         others = {
             size
             for name, shape in self._shapes.items()
             for axis, size in enumerate(shape)
             if axis != axes[name]
         }
-        few = next(n for n in count(max(2, 2 * self.workers)) if n not in others)
-        more = next(n for n in count(max(step, 2 * few)) if n not in others)
-        yield min(few, most)
-        if few < most:
-            yield min(more, most)
+        for least in (max(2, 2 * self.workers), max(step, 4 * self.workers)):
+            rows = next(n for n in count(least) if n not in others)
+            yield min(rows, most)
+            if rows >= most:
+                return
 
 
 # Running.
 
 
-def run_batch(job: Job) -> list[str]:
-    """Run what is in a file, and write another.
+def run_batch(
+    model: Path,
+    source: Path,
+    target: Path,
+    *,
+    engine: str,
+    devices: Any,
+    rows: int | None,
+    said: SaidAxes,
+    timeout: float | None,
+    restart: bool,
+    force: bool,
+) -> list[str]:
+    """Run the rows of a file, and write another file; see the options of ``mcinfer run``.
 
     Returns:
         For each output a line with its name, element type and shape.
-
-    Raises:
-        McinferError, OSError: It failed; says what is kept of it.
     """
-    target = _output_place(job)  # before the work, not after it
-    said, options = job.said, job.master
+    place = _output_place(target, force)  # before the work, not after it
     with (
-        opened_input(job.source, target.parent) as file,
+        opened_input(source, place.parent) as file,
         closing(
-            Master(job.model, batch_axes=said.inputs, output_axes=said.outputs, **options)
+            Master(model, devices, engine=engine, batch_axes=said.inputs, output_axes=said.outputs)
         ) as master,
     ):
-        files = _model_files(job.model)
-        _refuse_sources(target, {"MODEL": files, "--input": [job.source]})
-        devices = [worker.device for worker in master.statistics().workers]
+        files = [model]
+        with suppress(BuildError, OSError):  # workers say what is wrong with it
+            files = model_files(model.absolute())
+        _refuse_sources(place, {"MODEL": files, "--input": [source]})
+        workers = [worker.device for worker in master.statistics().workers]
+        runtimes = {
+            f"{p.name} {p.version}" for p in metadata.distributions() if p.name in _RUNTIMES
+        }
         depends_on = {
             "model": _stamps(files),
-            "input": file.stamp,
+            "input": [file.stamp],
             # Without --devices a run is resumed in as many shards, also if there are fewer cores by then.
-            "--devices": devices if options.get("devices") is not None else None,
-            "--batch": job.rows,
+            "--devices": workers if devices is not None else None,
+            "--batch": rows,
             "--batch-axis": dict(said.inputs),
             "--output-axis": dict(said.outputs),
-            "version": [__version__, *_versions()],
+            "version": [__version__, *sorted(runtimes)],
         }
-        with closing(PartialResults(target, depends_on, restart=job.restart)) as results:
+        with closing(PartialResults(place, depends_on, restart=restart)) as results:
             master.start()
-            model = ModelSpec(inputs=master.inputs, outputs=master.outputs)
-            arrays = file.arrays(model)
-            planner = _Planner(
-                master=master,
-                model=model,
-                arrays=arrays,
-                job=job,
-                rows=job.rows,
-                workers=len(devices),
-            )
-            requests = _requests(planner, results)
+            spec = ModelSpec(inputs=master.inputs, outputs=master.outputs)
+            arrays = file.arrays(spec)
+            if results.plan is None:
+                requests = _Planner(master, spec, arrays, said, rows, len(workers), timeout).plan()
+            else:  # which holds for the same model, input and options
+                requests = Requests(**results.plan)
+                done, total = requests.rows(results.done), requests.rows(requests.count)
+                say(f"resuming at row {done} of {total}")
             results.begin(asdict(requests), requests.outputs)
-
-            def changed() -> list[str]:
-                now = {"model": _stamps(files), "input": _stamps([job.source])[0]}
-                return [name for name, stamps in now.items() if stamps != depends_on[name]]
-
-            with _keeping(results, requests, changed):
-                # One request teaches the master; of several, what contradicts the split is an error.
-                with silent_about_splits() if requests.count > 1 else nullcontext():
-                    _answer(job, master, file, arrays, requests, results)
-                restarted = any(worker.restarts for worker in master.statistics().workers)
-                for name in changed():
-                    if name == "input" or restarted:  # other workers still have what the model was
-                        raise InvalidInputError(f"the {name} changed while it was used")
-                return results.finish(model)
+            with _keeping(results, requests):
+                _answer(master, file, arrays, requests, results, timeout)
+            reads = {"input": [source]}
+            if any(worker.restarts for worker in master.statistics().workers):
+                reads["model"] = files  # other workers still have what the model was
+            for name, paths in reads.items():
+                if _stamps(paths) != depends_on[name]:
+                    text = f"the {name} changed while it was used; --restart begins anew"
+                    raise InvalidInputError(text)
+            with _keeping(results, requests):
+                return results.finish(spec)
 
 
-def _output_place(job: Job) -> Path:
-    if job.target.suffix.lower() != ".npz":
-        raise InvalidInputError(f"--output: got {job.target}, expected a name that ends in .npz")
-    place = output_place("--output", job.target)
-    if place.exists() and not job.force:
-        raise InvalidInputError(f"--output: {job.target} exists; --force replaces it")
+def _output_place(target: Path, force: bool) -> Path:
+    if target.suffix.lower() != ".npz":
+        raise InvalidInputError(f"--output: got {target}, expected a name that ends in .npz")
+    place = output_place("--output", target)
+    if place.exists() and not force:
+        raise InvalidInputError(f"--output: {target} exists; --force replaces it")
     return place
-
-
-def _model_files(model: Path) -> list[Path]:
-    """The model and its external data."""
-    files = [model.absolute()]
-    with suppress(BuildError, OSError):  # workers say what is wrong with it
-        files += external_files(files[0], None, scan(files[0]).external)
-    return files
 
 
 def _refuse_sources(target: Path, sources: Mapping[str, list[Path]]) -> None:
@@ -378,7 +341,7 @@ def _refuse_sources(target: Path, sources: Mapping[str, list[Path]]) -> None:
 
 
 def _stamps(files: list[Path]) -> list[dict[str, Any]]:
-    """What tells files from others; an empty dictionary for one that cannot be read."""
+    """The size and digest of each file; an empty dictionary for one that cannot be read."""
     stamps: list[dict[str, Any]] = []
     for file in files:
         try:
@@ -389,62 +352,36 @@ def _stamps(files: list[Path]) -> list[dict[str, Any]]:
     return stamps
 
 
-def _versions() -> list[str]:
-    found = {f"{p.name} {p.version}" for p in metadata.distributions() if p.name in _RUNTIMES}
-    return sorted(found)
-
-
-def _requests(planner: _Planner, results: PartialResults) -> Requests:
-    """How the file is cut, as before if a run is resumed.
-
-    Raises:
-        McinferError: The split is not known any more to be the one that it was, or the folder is damaged.
-    """
-    if results.plan is None:
-        return planner.plan()
-    try:
-        before = Requests(**results.plan)
-        left, rows = before.count - results.done, before.step * before.unit_rows
-    except (TypeError, AttributeError, ArithmeticError) as exc:
-        raise results.damage(str(exc)) from exc
-    text = f"--output: {results.path} holds results of another split of the batch; --restart discards them"
-    if left > 0:
-        try:
-            now = replace(planner, workers=before.shards, rows=rows).plan()
-        except InvalidInputError as exc:  # it cannot be cut, as is known now
-            raise McinferError(f"{text} ({exc})") from exc
-        if now != before:
-            raise McinferError(text)
-    say(f"resuming at row {before.rows(results.done)} of {before.rows(before.count)}")
-    return before
-
-
 def _answer(
-    job: Job,
     master: Master,
     file: InputFile,
     arrays: _Arrays,
     requests: Requests,
     results: PartialResults,
+    timeout: float | None,
 ) -> None:
     """Have all requests answered that are not yet."""
-    # Also while a worker is started again.
-    predict = partial(master.predict, timeout=job.timeout, shards=requests.shards)
+
+    def predict(number: int) -> dict[str, NDArray[Any]]:
+        inputs = requests.inputs(arrays, number)
+        # As many shards also while a worker is started again.
+        return master.predict(inputs, timeout=timeout, shards=requests.shards)
+
     answers: deque[Future[dict[str, NDArray[Any]]]] = deque()
     begun, before, due = monotonic(), requests.rows(results.done), 0.0
     total = max(1, requests.rows(requests.count))
     with (
+        # One request teaches the master; of several, what contradicts the split is an error.
+        silent_about_splits() if requests.count > 1 else nullcontext(),
         showing_work(sys.stderr, "running", total, "rows") as work,
         ThreadPoolExecutor(_UNDER_WAY) as threads,
     ):
         try:
             work.show(before)
-            sent = results.done
             while results.done < requests.count:
-                while sent < requests.count and len(answers) < _UNDER_WAY:
+                while len(answers) < min(_UNDER_WAY, requests.count - results.done):
                     file.let_go()
-                    answers.append(threads.submit(predict, requests.inputs(arrays, sent)))
-                    sent += 1
+                    answers.append(threads.submit(predict, results.done + len(answers)))
                 results.add(answers.popleft().result())
                 done = requests.rows(results.done)
                 if not due and (missing := results.missing_bytes(max(1, done) / total)):
@@ -464,29 +401,20 @@ def _answer(
 
 
 @contextmanager
-def _keeping(
-    results: PartialResults, requests: Requests, changed: Callable[[], list[str]]
-) -> Iterator[None]:
-    """Save what is done if the work goes no further, and say so; forget it if it is worth nothing."""
+def _keeping(results: PartialResults, requests: Requests) -> Iterator[None]:
+    """If the work fails, save the answers so far and say how many; discard them if they do not join."""
     try:
         yield
     except JoinError as exc:
         results.forget()
         raise JoinError(f"{exc}; --batch-axis INPUT=none for each input runs it whole") from exc
     except BaseException as exc:
-        error = str(exc)
-        kept = results.keep()
-        if isinstance(exc, OSError):
+        error, text = str(exc), ""
+        if isinstance(exc, OSError) and not isinstance(exc, McinferError):
             error = f"--output: {exc.filename or results.path}: {exc.strerror}"
-            if exc.errno == errno.ENOSPC and results.done:
-                share = requests.rows(results.done) / max(1, requests.rows(requests.count))
-                error += f", about {megabytes(results.missing_bytes(share))} more are needed"
-        text = ""
-        if kept:
-            how = "; run the same command again to resume"
-            if names := changed():
-                how = f", but the {' and the '.join(names)} changed: only --restart goes on, without them"
-            text = f"{requests.rows(kept)} of {requests.rows(requests.count)} rows are kept{how}"
+        if kept := results.keep():
+            total = requests.rows(requests.count)
+            text = f"{requests.rows(kept)} of {total} rows are kept; {_RESUME}"
         if isinstance(exc, (McinferError, OSError)):
             raise McinferError("; ".join(filter(None, (error, text)))) from exc
         if text:
@@ -494,14 +422,9 @@ def _keeping(
         raise
 
 
-def say(text: str) -> None:
-    """Write a line to standard error, at once."""
-    print(f"mcinfer: {text}", file=sys.stderr, flush=True)
-
-
 @contextmanager
 def silent_about_splits() -> Iterator[None]:
-    """Have the master warn of nothing that it finds out about how a batch is split."""
+    """Suppress the master's warnings of what it finds out about how a batch is split."""
 
     def keep(record: logging.LogRecord) -> bool:
         return record.module != "splitting"

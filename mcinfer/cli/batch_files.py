@@ -2,13 +2,13 @@
 
 ::
 
-    .NAME.partial/lock            held (flock) by the one run that may touch the rest
+    .NAME.partial/                this user's alone (mode 0700)
+    .NAME.partial/lock            held (flock) by the one run that uses the folder
     .NAME.partial/progress.json   which work this is, and how far it is: replaced whole, after a sync
     .NAME.partial/0.parts, …      by output, the answers one after another, each in the format .npy
     .NAME.partial/whole.npz       at the end all of them, which is then moved to NAME
 
-The folder is this user's alone: mcinfer makes it with mode 0700 and uses no other. It is held by a
-descriptor, by which all files in it are opened, and no link is followed. What lies in a file beyond what the
+All files are opened by the folder's descriptor, and no link is followed. What lies in a file beyond what the
 progress says is written over, so a run can be resumed after a kill or a loss of power as well.
 """
 
@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 from math import prod
-from operator import ge
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -42,8 +41,8 @@ from mcinfer.requests.tensors import as_input, difference
 from mcinfer.sharding import Axes, JoinError
 from mcinfer.specs import ModelSpec
 
-_FORMAT = 4
-"""Of the folder; one more when it changes."""
+_FORMAT = 5
+"""Format of the folder; one more when it changes."""
 
 _LOCK = "lock"
 _PROGRESS = "progress.json"
@@ -55,7 +54,7 @@ _SAMPLE_BYTES = 1 << 16
 _SAMPLES = 1024
 
 _OF_ANOTHER_PACKAGE = 2
-"""What `numpy.dtype.isbuiltin` is then."""
+"""`numpy.dtype.isbuiltin` of such a type, as those of ml_dtypes are."""
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """APPNOTE.TXT of PKWARE, 4.3.7: the lengths of the name and of the extra field, which follow the header."""
@@ -64,10 +63,9 @@ _Array = NDArray[Any]
 
 
 def stamp(descriptor: int) -> dict[str, Any]:
-    """The size and a digest of a file, which differ after a change.
+    """The size and a digest of a file; the digest of a file above 64 MiB is of samples.
 
-    Of a file above 64 MiB the digest is of samples. Its end is among them, where an .npz file has the check
-    sums of all its arrays.
+    The end is among the samples: there an .npz file has the check sums of all its arrays.
     """
     size = os.fstat(descriptor).st_size
     digest = hashlib.sha256()
@@ -76,11 +74,11 @@ def stamp(descriptor: int) -> dict[str, Any]:
     return {"size": size, "sha256": digest.hexdigest()}
 
 
-def _map(descriptor: int) -> mmap.mmap:
-    return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+def _map(file: IO[bytes]) -> mmap.mmap:
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _read_array(file: IO[bytes], mapped: mmap.mmap) -> _Array:
+def _read_array(file: IO[bytes], mapped: mmap.mmap) -> tuple[_Array, mmap.mmap]:
     """The array in .npy format at the file's position, over the mapping; the position is then behind it."""
     version = np.lib.format.read_magic(file)
     if version not in ((1, 0), (2, 0)):
@@ -92,7 +90,7 @@ def _read_array(file: IO[bytes], mapped: mmap.mmap) -> _Array:
         raise ValueError("Object arrays cannot be read: to read one may run what is in it")
     array = np.ndarray(shape, dtype, mapped, file.tell(), order="F" if fortran else "C")
     file.seek(array.nbytes, os.SEEK_CUR)
-    return array
+    return array, mapped
 
 
 def _read_as(array: _Array, dtype: "np.dtype[Any]") -> _Array:
@@ -108,28 +106,18 @@ def _read_as(array: _Array, dtype: "np.dtype[Any]") -> _Array:
 class InputFile:
     """An .npz or .npy file, mapped: its arrays are read as their rows are used.
 
-    Attributes:
-        path: Of the file.
-        descriptor: Likewise.
-        stamp: See `stamp`.
-        content: By name; an .npy file has one array, under no name.
-        maps: Of the file, and of what was unpacked.
+    `content` has the arrays and their mappings by name; an .npy file has one array, under no name.
     """
 
     path: Path
     descriptor: int
     stamp: dict[str, Any]
-    content: dict[str, _Array]
-    maps: list[mmap.mmap]
+    content: dict[str, tuple[_Array, mmap.mmap]]
 
     def arrays(self, model: ModelSpec) -> dict[str, _Array]:
-        """The arrays by input, in the model's order.
-
-        Raises:
-            InvalidInputError: They are not what the model takes.
-        """
+        """The arrays by input, in the model's order, or an `InvalidInputError`."""
         names = [spec.name for spec in model.inputs]
-        found = self.content
+        found = {name: array for name, (array, _) in self.content.items()}
         if "" in found:
             if len(names) != 1:
                 raise InvalidInputError(
@@ -146,12 +134,11 @@ class InputFile:
         }
 
     def let_go(self) -> None:
-        """Give back the memory of what was read.
+        """Give back the memory of what was read, and check that the file is as long as it was.
 
-        Raises:
-            InvalidInputError: The file became shorter: to read what it had would end the process.
+        To read beyond the end of a mapped file would kill the process.
         """
-        for mapped in self.maps:
+        for _, mapped in self.content.values():
             mapped.madvise(mmap.MADV_DONTNEED)
         if os.fstat(self.descriptor).st_size < self.stamp["size"]:
             raise InvalidInputError(f"--input: {self.path} became shorter while it was read")
@@ -159,18 +146,9 @@ class InputFile:
 
 @contextmanager
 def opened_input(path: Path, scratch: Path) -> Iterator[InputFile]:
-    """Open an input file.
+    """Open an input file; an .npz file is read once, so that damage is found before any work.
 
-    An .npz file is read once for its check sums, so that damage is found before any work. Compressed arrays
-    are unpacked into files without a name.
-
-    Args:
-        path: Of the file.
-        scratch: A folder with room for what is unpacked.
-
-    Raises:
-        InvalidInputError: It is neither .npz nor .npy, or it is damaged or cannot be opened.
-        McinferError: It cannot be read or unpacked.
+    Compressed arrays are unpacked into files without a name in the folder `scratch`.
     """
     with ExitStack() as stack:
         try:
@@ -178,62 +156,47 @@ def opened_input(path: Path, scratch: Path) -> Iterator[InputFile]:
         except (BuildError, OSError) as exc:
             raise InvalidInputError(f"--input: {exc}") from exc
         file = stack.enter_context(open(descriptor, "rb", closefd=False))
-        content: dict[str, _Array] = {}
-        maps: list[mmap.mmap] = []
-        with _naming(path, scratch):
-            if not zipfile.is_zipfile(file):
-                file.seek(0)
-                maps.append(_map(descriptor))
-                content[""] = _read_array(file, maps[0])
+        try:
+            if zipfile.is_zipfile(file):
+                content = dict(_read_archive(file, scratch))
             else:
-                for name, array, mapped in _read_archive(file, scratch):
-                    content[name] = array
-                    maps.append(mapped)
-        yield InputFile(
-            path=path, descriptor=descriptor, stamp=stamp(descriptor), content=content, maps=maps
-        )
+                file.seek(0)
+                content = {"": _read_array(file, _map(file))}
+        except Exception as exc:  # of NumPy, zipfile, zlib or the system
+            if isinstance(exc, OSError) and exc.errno is not None:
+                text = f"--input: {path} cannot be read, or unpacked in {scratch}: {exc.strerror}"
+                raise McinferError(text) from exc
+            kind = "an .npy file" if path.suffix == ".npy" else "an .npz file"
+            raise InvalidInputError(f"--input: {path} is not {kind}: {exc}") from exc
+        now = stamp(descriptor)
+        yield InputFile(path=path, descriptor=descriptor, stamp=now, content=content)
 
 
-def _read_archive(file: IO[bytes], scratch: Path) -> Iterator[tuple[str, _Array, mmap.mmap]]:
-    """The arrays of an archive, whose check sums are right: mapped in their place, or unpacked."""
+def _read_archive(file: IO[bytes], scratch: Path) -> Iterator[tuple[str, tuple[_Array, mmap.mmap]]]:
+    """The arrays of an archive, whose check sums are compared: mapped in their place, or unpacked."""
     with zipfile.ZipFile(file) as archive:
         infos = archive.infolist()
         done, total = 0, max(1, sum(info.file_size for info in infos))
         with showing_work(sys.stderr, "checking the input", total) as work:
             for info in infos:
-                packed = info.compress_type != zipfile.ZIP_STORED
                 with archive.open(info) as member, TemporaryFile(dir=scratch) as unpacked:
+                    place: IO[bytes] = unpacked
+                    start = 0
                     for block in iter(partial(member.read, _BLOCK_BYTES), b""):
-                        if packed:
+                        if info.compress_type != zipfile.ZIP_STORED:
                             unpacked.write(block)
                         work.show(done := done + len(block))
                     unpacked.flush()
-                    place: IO[bytes] = unpacked
-                    start = 0
-                    if not packed:
-                        place, start = file, info.header_offset + _LOCAL_HEADER.size
+                    if info.compress_type == zipfile.ZIP_STORED:
                         header = os.pread(file.fileno(), _LOCAL_HEADER.size, info.header_offset)
-                        start += sum(_LOCAL_HEADER.unpack(header))
-                    mapped = _map(place.fileno())
+                        lengths = _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
+                        place, start = file, info.header_offset + lengths
                     place.seek(start)
-                    array = _read_array(place, mapped)
+                    found = _read_array(place, _map(place))
                     if (size := place.tell() - start) != info.file_size:
                         text = f"{info.filename} has {info.file_size} bytes, expected {size}"
                         raise ValueError(text)
-                yield info.filename.removesuffix(".npy"), array, mapped
-
-
-@contextmanager
-def _naming(path: Path, scratch: Path) -> Iterator[None]:
-    """Have errors of NumPy, zipfile, zlib and the system name the file."""
-    try:
-        yield
-    except Exception as exc:
-        if isinstance(exc, OSError) and exc.errno is not None:
-            text = f"--input: {path} cannot be read, or unpacked in {scratch}: {exc.strerror}"
-            raise McinferError(text) from exc
-        kind = "an .npy file" if path.suffix == ".npy" else "an .npz file"
-        raise InvalidInputError(f"--input: {path} is not {kind}: {exc}") from exc
+                yield info.filename.removesuffix(".npy"), found
 
 
 # The answers, and the output.
@@ -243,22 +206,15 @@ class PartialResults:
     """The answers so far, in a folder that no other run can take until `close`.
 
     Attributes:
-        path: Of the folder.
+        path: Path of the folder.
         plan: What `begin` was given by the run that is resumed; None if there is nothing to resume.
         done: How many requests are answered.
     """
 
     def __init__(self, output: Path, work: Mapping[str, Any], *, restart: bool = False) -> None:
-        """Take the folder; it is made if there is none.
+        """Take the folder of an output's absolute path, and make it if there is none.
 
-        Args:
-            output: Absolute path of the output file.
-            work: What its result depends on, as JSON has it: model, input, options.
-            restart: Whether to discard what an interrupted run has done.
-
-        Raises:
-            McinferError: It cannot be made, another run or another user has it, it is of other work, or it is
-                damaged.
+        `work` is what the result depends on, as JSON has it: a run is only resumed with the same.
         """
         self.path = output.with_name(f".{output.name}.partial")
         self.plan: Mapping[str, Any] | None = None
@@ -266,7 +222,7 @@ class PartialResults:
         self._output = output
         self._work = {"format": _FORMAT, **work}
         self._outputs: Axes = {}
-        self._files: list[int] = []
+        self._files: list[IO[bytes]] = []
         self._sizes: Sequence[int] = ()
         self._saved = 0
         with ExitStack() as stack:
@@ -274,15 +230,17 @@ class PartialResults:
                 self._parent = os.open(output.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 stack.callback(os.close, self._parent)
                 self._folder = self._take(stack)
+                stack.callback(self._tidy)
                 if restart:
-                    _clear(self._folder)
-                self._recall()
+                    self._clear()
+                with suppress(FileNotFoundError):
+                    self._recall()
             except OSError as exc:
                 raise McinferError(f"--output: {self.path}: {exc.strerror}") from exc
             self._stack = stack.pop_all()
 
     def _take(self, stack: ExitStack) -> int:
-        """The folder's descriptor; the stack closes it, and lets go of its lock."""
+        """The locked folder's descriptor; the stack closes it."""
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         while True:
             with ExitStack() as tried, suppress(FileNotFoundError):  # another run has removed it
@@ -297,7 +255,9 @@ class PartialResults:
                         f"{stat.S_IMODE(info.st_mode):04o}, expected user {os.geteuid()} and 0700: "
                         "remove it, or write to another folder"
                     )
-                lock = _open(folder, _LOCK, os.O_RDWR | os.O_CREAT)
+                # A file, open for writing: NFS has no such lock of a folder.
+                lock_flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+                lock = os.open(_LOCK, lock_flags, 0o600, dir_fd=folder)
                 tried.callback(os.close, lock)
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -305,82 +265,78 @@ class PartialResults:
                     text = f"--output: another run is writing to {self.path}"
                     raise McinferError(text) from None
                 if os.path.samestat(os.fstat(lock), os.stat(_LOCK, dir_fd=folder)):
-                    tried.callback(self._tidy, folder)
                     stack.push(tried.pop_all())
                     return folder
 
     def _recall(self) -> None:
+        """Read the progress of the run that is resumed."""
         try:
-            with open(_open(self._folder, _PROGRESS, os.O_RDONLY), "rb") as file:
+            with self._open(_PROGRESS, "rb") as file:
                 saved = json.load(file)
-            differing = [
-                name for name, what in self._work.items() if saved["work"].get(name) != what
-            ]
-            if differing:
-                raise McinferError(
-                    f"--output: {self.path} holds the results of other work, with another "
-                    f"{', '.join(differing)}; --restart discards them"
-                )
-            self.plan, self._sizes = dict(saved["plan"]), [*map(int, saved["bytes"])]
-            self.done = self._saved = int(saved["done"])
-        except FileNotFoundError:
-            pass
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
-            raise self.damage(f"{_PROGRESS}: {exc}") from exc
+            work = saved["work"]
+            differing = [name for name, what in self._work.items() if work.get(name) != what]
+            plan, sizes, done = dict(saved["plan"]), [*map(int, saved["bytes"])], int(saved["done"])
+        except (ValueError, LookupError, TypeError, AttributeError) as exc:
+            raise self._damage(f"{_PROGRESS}: {exc}") from exc
+        if differing:
+            raise McinferError(
+                f"--output: {self.path} holds the results of other work, with another "
+                f"{', '.join(differing)}; --restart discards them"
+            )
+        self.plan, self._sizes, self.done, self._saved = plan, sizes, done, done
 
-    def damage(self, what: str) -> McinferError:
-        """The error for a folder whose content cannot be what a run left."""
+    def _damage(self, what: str) -> McinferError:
         return McinferError(f"--output: {self.path} is damaged ({what}); --restart discards it")
 
+    def _open(self, name: str, mode: str, permissions: int = 0o600, buffering: int = -1) -> IO[Any]:
+        def opener(path: str, flags: int) -> int:
+            return os.open(path, flags | os.O_NOFOLLOW, permissions, dir_fd=self._folder)
+
+        return open(name, mode, buffering, opener=opener)
+
     def begin(self, plan: Mapping[str, Any], outputs: Axes) -> None:
-        """Say how the answers come, or that they come as those that are there.
+        """Open the files of the answers.
 
-        Args:
-            plan: How the input is cut, as JSON has it.
-            outputs: By output, in the model's order, the axis along which the answers follow one another;
-                None: they are all the same, and one is kept.
-
-        Raises:
-            McinferError: The folder is damaged.
+        `outputs` has, in the model's order, the axis along which the answers follow one another; None: they
+        are all the same, and one is kept. `plan` is kept as it is for a run that resumes this one.
         """
         self.plan, self._outputs = plan, outputs
         self._sizes = self._sizes or [0] * len(outputs)
         for number in range(len(outputs)):
-            file = _open(self._folder, f"{number}.parts", os.O_RDWR | os.O_CREAT)
-            self._stack.callback(os.close, file)
-            self._files.append(file)
-        held = [os.fstat(file).st_size for file in self._files]
-        if len(held) != len(self._sizes) or not all(map(ge, held, self._sizes)):
-            raise self.damage(f"the parts have {held} bytes, expected {self._sizes}")
+            file = self._open(f"{number}.parts", "a+b", buffering=0)
+            self._files.append(self._stack.enter_context(file))
+        held = self._lengths()
+        if any(has < size for has, size in zip(held, self._sizes, strict=True)):
+            raise self._damage(f"the parts have {held} bytes, expected {self._sizes}")
+        self._cut_off()
+
+    def _cut_off(self) -> None:
+        """Remove what is not of a whole answer."""
+        for file, size in zip(self._files, self._sizes, strict=True):
+            os.ftruncate(file.fileno(), size)
 
     def add(self, answer: Mapping[str, _Array]) -> None:
-        """Write the answer to the next request.
-
-        Raises:
-            JoinError: An output does not go together with the first one.
-            OSError: It cannot be written.
-        """
-        sizes = [*self._sizes]
-        for i, (name, axis) in enumerate(self._outputs.items()):
+        """Write the answer to the next request; a `JoinError` if it does not fit to the first one."""
+        for (name, axis), file in zip(self._outputs.items(), self._files, strict=True):
             array = answer[name]
             if array.dtype.hasobject:
                 array = array.astype(np.str_)
-            first = array
-            if self.done:
-                first = _read_as(next(_records(self._files[i], sizes[i]))[0], array.dtype)
+            first = _read_as(next(_records(file))[0], array.dtype) if self.done else array
             _check_part(name, axis, first, array)
             if axis is not None or not self.done:
-                sizes[i] = _write_record(self._files[i], sizes[i], array)
+                _write_record(file, array)
         # In one step: Ctrl-C may come between any two.
-        self.done, self._sizes = self.done + 1, sizes
+        self.done, self._sizes = self.done + 1, self._lengths()
+
+    def _lengths(self) -> list[int]:
+        return [os.fstat(file.fileno()).st_size for file in self._files]
 
     def save(self) -> None:
-        """Bring the answers to the disk, then the progress that speaks of them."""
+        """Bring the answers to the disk, then the progress, which counts them."""
         for file in self._files:
-            os.fdatasync(file)
+            os.fdatasync(file.fileno())
         progress = {"work": self._work, "plan": self.plan, "bytes": self._sizes, "done": self.done}
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        with open(_open(self._folder, _PROGRESS_ASIDE, flags), "w", encoding="ascii") as aside:
+        with self._open(_PROGRESS_ASIDE, "w") as aside:
             json.dump(progress, aside)
             aside.flush()
             os.fsync(aside.fileno())
@@ -389,48 +345,33 @@ class PartialResults:
         self._saved = self.done
 
     def keep(self) -> int:
-        """Save what is done, now that the work goes no further.
-
-        Returns:
-            How many answers are kept: fewer than there are, if the disk takes no more.
-        """
+        """Save the answers so far; returns how many are kept: not all, if the disk takes no more."""
         with suppress(OSError):
-            _remove(self._folder, _WHOLE)  # and what is not whole: the disk may be full
-            for file, size in zip(self._files, self._sizes, strict=True):
-                os.ftruncate(file, size)
+            self._remove(_WHOLE)  # and what is not whole: the disk may be full
+            self._cut_off()
             if self.done > self._saved:
                 self.save()
         return self._saved
 
     def missing_bytes(self, share: float) -> int:
-        """How much room the disk lacks for all that is to be written, of which so much is done."""
+        """How much room the disk lacks for the answers and the output, if this share of them is there."""
         axes = zip(self._sizes, self._outputs.values(), strict=True)
         whole = sum(size if axis is None else int(size / share) for size, axis in axes)
         disk = os.fstatvfs(self._folder)
         return max(0, 2 * whole - sum(self._sizes) - disk.f_bavail * disk.f_frsize)
 
     def finish(self, model: ModelSpec) -> list[str]:
-        """Write the output file, as `numpy.savez` does.
-
-        Returns:
-            For each output a line with its name, element type and shape.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Write the output file, as `numpy.savez` does; a line for each output with its type and shape."""
         lines = []
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         with (
-            open(_open(self._folder, _WHOLE, flags, 0o666), "wb") as file,
+            self._open(_WHOLE, "wb", 0o666) as file,
             showing_work(sys.stderr, "writing", max(1, sum(self._sizes))) as work,
         ):
             with zipfile.ZipFile(file, "w") as archive:
-                for i, (spec, axis) in enumerate(
-                    zip(model.outputs, self._outputs.values(), strict=True)
-                ):
-                    records = [*_records(self._files[i], self._sizes[i])]
+                for i, spec in enumerate(model.outputs):
+                    records = [*_records(self._files[i])]
                     with archive.open(f"{spec.name}.npy", "w", force_zip64=True) as member:
-                        shape = _write_joined(member, records, axis)
+                        shape = _write_joined(member, records, self._outputs[spec.name])
                     lines.append(f"{printable(spec.name)}: {spec.element_type}{[*shape]}")
                     work.show(sum(self._sizes[: i + 1]))
             file.flush()
@@ -442,37 +383,29 @@ class PartialResults:
 
     def forget(self) -> None:
         """Leave nothing to resume."""
-        _remove(self._folder, _PROGRESS)
+        self._remove(_PROGRESS)
         self._saved = 0
 
     def close(self) -> None:
-        """Let go of the folder, which is removed unless there is something in it to resume."""
+        """Let go of the folder, which is removed unless it holds something to resume."""
         self._stack.close()
 
-    def _tidy(self, folder: int) -> None:
-        with suppress(FileNotFoundError):
-            os.stat(_PROGRESS, dir_fd=folder, follow_symlinks=False)
-            return
-        _clear(folder)
-        _remove(folder, _LOCK)
-        with suppress(OSError):  # something in it is not mcinfer's
-            os.rmdir(self.path.name, dir_fd=self._parent)
+    def _tidy(self) -> None:
+        if _PROGRESS not in os.listdir(self._folder):
+            self._clear()
+            self._remove(_LOCK)
+            with suppress(OSError):  # something in it is not mcinfer's
+                os.rmdir(self.path.name, dir_fd=self._parent)
 
+    def _clear(self) -> None:
+        """Remove what runs leave in the folder, the progress first: without it the rest does not count."""
+        parts = [name for name in os.listdir(self._folder) if name.endswith(".parts")]
+        self._remove(_PROGRESS, _PROGRESS_ASIDE, _WHOLE, *parts)
 
-def _clear(folder: int) -> None:
-    """Remove what runs leave in a folder, the progress first: without it nothing else counts."""
-    parts = [name for name in os.listdir(folder) if name.endswith(".parts")]
-    _remove(folder, _PROGRESS, _PROGRESS_ASIDE, _WHOLE, *parts)
-
-
-def _remove(folder: int, *names: str) -> None:
-    for name in names:
-        with suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=folder)
-
-
-def _open(folder: int, name: str, flags: int, mode: int = 0o600) -> int:
-    return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=folder)
+    def _remove(self, *names: str) -> None:
+        for name in names:
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=self._folder)
 
 
 def _check_part(name: str, axis: int | None, first: _Array, part: _Array) -> None:
@@ -493,32 +426,27 @@ def _check_part(name: str, axis: int | None, first: _Array, part: _Array) -> Non
 
 
 def _header(dtype: "np.dtype[Any]", shape: tuple[int, ...]) -> dict[str, Any]:
-    """What a .npy file says; NumPy reads no names of types that it lacks, so these are bytes."""
-    lacking = dtype.isbuiltin == _OF_ANOTHER_PACKAGE
-    descr = f"|V{dtype.itemsize}" if lacking else np.lib.format.dtype_to_descr(dtype)
-    return {"descr": descr, "fortran_order": False, "shape": shape}
+    return {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
 
 
-def _write_record(file: int, at: int, array: _Array) -> int:
-    """Write an array in .npy format to a place in a file; the place behind it."""
+def _write_record(file: IO[bytes], array: _Array) -> None:
+    """Append an array in .npy format; types that NumPy lacks have no name in it and become raw bytes."""
+    if array.dtype.isbuiltin == _OF_ANOTHER_PACKAGE:
+        array = array.view(f"V{array.dtype.itemsize}")
     header = BytesIO()
     np.lib.format.write_array_header_1_0(header, _header(array.dtype, array.shape))
     elements = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     for data in (header.getbuffer(), elements.data):
-        done = 0
-        while done < len(data):
-            done += os.pwrite(file, data[done:], at + done)
-        at += done
-    return at
+        while data:
+            data = data[file.write(data) :]
 
 
-def _records(file: int, size: int) -> Iterator[tuple[_Array, mmap.mmap]]:
-    """The arrays that were written to a file one after another, and the mapping that they are in."""
+def _records(file: IO[bytes]) -> Iterator[tuple[_Array, mmap.mmap]]:
+    """The arrays that were appended to a file, and the mapping that they are in."""
     mapped = _map(file)
-    with open(file, "rb", closefd=False) as opened:
-        opened.seek(0)
-        while opened.tell() < size:
-            yield _read_array(opened, mapped), mapped
+    file.seek(0)
+    while file.tell() < len(mapped):
+        yield _read_array(file, mapped)
 
 
 def _write_joined(

@@ -2,14 +2,14 @@
 
 import io
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mcinfer.bench.known_ways import BASELINES, MODES, check_names
+from mcinfer.bench import BASELINES, MODES, check_names
 from mcinfer.bench.report import Report
 from mcinfer.cli.input_options import (
     DimOption,
@@ -20,6 +20,7 @@ from mcinfer.cli.input_options import (
     parse_clients,
     parse_duration,
     parse_pause,
+    parsed,
 )
 from mcinfer.cli.options import (
     BatchAxisOption,
@@ -37,16 +38,12 @@ from mcinfer.errors import InvalidInputError, McinferError, MissingDependencyErr
 
 _DEFAULT_BASELINES = "session,threads,pipe"
 _ALL_MODES = ",".join(MODES)
-_PACKAGES = {
-    "--json": ("pydantic",),
-    "--html": ("pydantic", "matplotlib", "jinja2"),
-    "--png": ("pydantic", "matplotlib", "jinja2"),
-}
+_BASELINES_HELP = f"Baselines: some of {', '.join(BASELINES)}, FILE.py:Class; or none."
+_MODES_HELP = f"Modes of mcinfer: some of {', '.join(MODES)}; or none."
 _DPI = 100
 
 
 def parse_baselines(text: str) -> tuple[str, ...]:
-    """``"session,pipe"``, ``"my_ways.py:Mine"``, or ``"none"``."""
     if text == "none":
         return ()
     names = tuple(dict.fromkeys(text.split(",")))
@@ -58,7 +55,6 @@ def parse_baselines(text: str) -> tuple[str, ...]:
 
 
 def parse_modes(text: str) -> tuple[str, ...]:
-    """``"sharded,concurrent"``, or ``"none"``."""
     names = () if text == "none" else tuple(dict.fromkeys(text.split(",")))
     unknown = [name for name in names if name not in MODES]
     if unknown:
@@ -73,72 +69,41 @@ def bench(
         int | None,
         typer.Option(min=1, help="Threads of each worker; default: as many as it has cores."),
     ] = None,
-    batch: Annotated[
-        Any, typer.Option(metavar="ROWS", parser=parse_counts, help="Rows of each request: 1,2,8.")
-    ] = "1",
+    batch: Annotated[Any, parsed("ROWS", parse_counts, "Rows of each request: 1,2,8.")] = "1",
     concurrency: Annotated[
         Any,
-        typer.Option(
-            metavar="CLIENTS",
-            parser=parse_clients,
-            help="Requests under way at once: 1,4,16. Default: 1,4, or none with --rate.",
+        parsed(
+            "CLIENTS",
+            parse_clients,
+            "Requests under way at once: 1,4,16. Default: 1,4, or none with --rate.",
             show_default=False,
         ),
     ] = None,
     rate: Annotated[
         Any,
-        typer.Option(
-            metavar="RATES",
-            parser=parse_rates,
-            help="Requests a second that arrive at random (open loop): 20,50.",
+        parsed(
+            "RATES",
+            parse_rates,
+            "Requests a second that arrive at random (open loop): 20,50.",
             show_default=False,
         ),
     ] = None,
-    duration: Annotated[
-        Any, typer.Option(metavar="SECONDS", parser=parse_duration, help="Length of each turn.")
-    ] = "2",
+    duration: Annotated[Any, parsed("SECONDS", parse_duration, "Length of each turn.")] = "2",
     count: Annotated[
         int, typer.Option(min=0, help="Requests in each turn, instead of --duration.")
     ] = 0,
     repeat: Annotated[int, typer.Option(min=1, help="Repeats of the whole measurement.")] = 3,
-    warmup: Annotated[
-        Any,
-        typer.Option(metavar="SECONDS", parser=parse_pause, help="Warm-up before each turn."),
-    ] = "0.3",
-    against: Annotated[
-        Any,
-        typer.Option(
-            metavar="WAYS",
-            parser=parse_baselines,
-            help=f"Baselines: some of {', '.join(BASELINES)}, FILE.py:Class; or none.",
-        ),
-    ] = _DEFAULT_BASELINES,
-    modes: Annotated[
-        Any,
-        typer.Option(
-            metavar="MODES",
-            parser=parse_modes,
-            help=f"Modes of mcinfer: some of {', '.join(MODES)}; or none.",
-        ),
-    ] = _ALL_MODES,
+    warmup: Annotated[Any, parsed("SECONDS", parse_pause, "Warm-up before each turn.")] = "0.3",
+    against: Annotated[Any, parsed("WAYS", parse_baselines, _BASELINES_HELP)] = _DEFAULT_BASELINES,
+    modes: Annotated[Any, parsed("MODES", parse_modes, _MODES_HELP)] = _ALL_MODES,
     max_batch_size: Annotated[
         int, typer.Option(min=1, help="Mode batched: most rows in one run.")
     ] = 8,
     max_delay: Annotated[
-        Any,
-        typer.Option(
-            metavar="SECONDS",
-            parser=parse_pause,
-            help="Mode batched: longest wait of a request for others.",
-        ),
+        Any, parsed("SECONDS", parse_pause, "Mode batched: longest wait of a request for others.")
     ] = "0.001",
     transport: Annotated[
-        Any,
-        typer.Option(
-            metavar="TRANSPORT",
-            parser=parse_transport,
-            help="Transport of mcinfer: zeromq or socketpair.",
-        ),
+        Any, parsed("TRANSPORT", parse_transport, "Transport of mcinfer: zeromq or socketpair.")
     ] = "zeromq",
     scaling: Annotated[
         bool, typer.Option(help="Also measure pools of fewer workers.", show_default=False)
@@ -155,9 +120,7 @@ def bench(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page with plots to this file.")
     ] = None,
-    png: Annotated[
-        Any, typer.Option(metavar="FILE", parser=parse_png, help="Write the plots to this file.")
-    ] = None,
+    png: Annotated[Any, parsed("FILE", parse_png, "Write the plots to this file.")] = None,
 ) -> None:
     """Measure your speed-up: mcinfer and the usual alternatives, on your model.
 
@@ -191,7 +154,12 @@ def bench(
         output_axes=axes_of("--output-axis", output_axis),
     )
     outputs = {"--json": json, "--html": html, "--png": png}
-    _check_packages(outputs)
+    for option, path in outputs.items():
+        for package in ("pydantic", *([] if option == "--json" else ["matplotlib", "jinja2"])):
+            if path is not None and find_spec(package) is None:
+                raise MissingDependencyError(
+                    f"{option} needs the package {package}: pip install 'mcinfer[bench]'"
+                )
     check_outputs(outputs)
     let_workers_tell()
     benchmark = Benchmark(plan, lambda done, note: work.show(done, note))
@@ -202,11 +170,9 @@ def bench(
         if benchmark.turns_taken:
             _show(benchmark.report(), outputs)
         raise
-    if benchmark.turns_taken:
-        _show(report, outputs)
-        return
-    _show(report, {})
-    raise McinferError("nothing was measured: no way has answered a request")
+    _show(report, outputs if benchmark.turns_taken else {})
+    if not benchmark.turns_taken:
+        raise McinferError("nothing was measured: no way has answered a request")
 
 
 def compare(
@@ -222,18 +188,8 @@ def compare(
     show(load(a), load(b), Console(highlight=False))
 
 
-def _check_packages(outputs: Mapping[str, Path | None]) -> None:
-    """Raise `MissingDependencyError` where a package is needed for a file."""
-    for option, path in outputs.items():
-        for package in _PACKAGES[option] if path is not None else ():
-            if find_spec(package) is None:
-                raise MissingDependencyError(
-                    f"{option} needs the package {package}: pip install 'mcinfer[bench]'"
-                )
-
-
 def _show(report: Report, outputs: Mapping[str, Path | None]) -> None:
-    """Print it, and write the files that were asked for."""
+    """Print the report, and write the files that were asked for."""
     from rich.console import Console
 
     from mcinfer.bench.table import show
@@ -241,27 +197,18 @@ def _show(report: Report, outputs: Mapping[str, Path | None]) -> None:
     show(report, Console())
     for option, path in outputs.items():
         if path is not None:
-            write_output(option, path, _CONTENTS[option](report), finished=report.finished)
+            write_output(option, path, _content(option, report), finished=report.finished)
 
 
-def _json(report: Report) -> bytes:
-    from mcinfer.bench.report import dump
+def _content(option: str, report: Report) -> bytes:
+    if option == "--json":
+        from mcinfer.bench.report import dump
 
-    return dump(report)
+        return dump(report)
+    from mcinfer.bench.page import figure, render
 
-
-def _html(report: Report) -> bytes:
-    from mcinfer.bench.page import render
-
-    return render(report).encode()
-
-
-def _png(report: Report) -> bytes:
-    from mcinfer.bench.page import figure
-
+    if option == "--html":
+        return render(report).encode()
     content = io.BytesIO()
     figure(report).savefig(content, format="png", dpi=_DPI)
     return content.getvalue()
-
-
-_CONTENTS: dict[str, Callable[[Report], bytes]] = {"--json": _json, "--html": _html, "--png": _png}

@@ -1,18 +1,21 @@
-"""``mcinfer cache``: what is in the cache of prepared models, emptying it, and filling it beforehand."""
+"""``mcinfer cache``: list, empty and fill the cache of prepared models."""
 
 import sys
+from collections.abc import Mapping
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from mcinfer.cli.options import ModelArgument, check_model
-from mcinfer.cli.progress import megabytes, showing
+from mcinfer.cli.progress import megabytes, showing_work
 from mcinfer.errors import printable
 from mcinfer.model_cache.building import FAILURE_FILE, about, ensure_prepared
 from mcinfer.model_cache.cache import Cache, EntryInfo
 from mcinfer.model_cache.entries import disk_bytes
 
-_KEY_CHARACTERS = 12
+KEY_CHARACTERS = 12
+"""Characters of an entry's key that are shown."""
 
 
 def list_entries() -> None:
@@ -37,11 +40,11 @@ def _line(folder: Path, info: EntryInfo) -> str:
     failed = ", cannot be prepared" if (entry / FAILURE_FILE).exists() else ""
     engine = printable(info.facts.get("engine", "?"))
     size = megabytes(info.bytes)
-    return f"{info.key[:_KEY_CHARACTERS]}  {size:>11}  {used}  {use:10}  {model}  {engine}{failed}"
+    return f"{info.key[:KEY_CHARACTERS]}  {size:>11}  {used}  {use:10}  {model}  {engine}{failed}"
 
 
 def clear() -> None:
-    """Remove all that nobody uses."""
+    """Remove all entries that no process uses."""
     freed_bytes, in_use = Cache.default().clear()
     left = f"; left because they are in use: {_count(in_use)}" if in_use else ""
     print(f"freed {megabytes(freed_bytes)}{left}")
@@ -50,12 +53,18 @@ def clear() -> None:
 def prepare(model: ModelArgument) -> None:
     """Prepare a model, so that workers start at once."""
     check_model(model)
-    with showing(sys.stderr, printable(model.name)) as display:
-        held = ensure_prepared(model, progress=display)
+    made = False
+
+    def show(tick: Mapping[str, Any]) -> None:  # called at least once if an entry is made
+        nonlocal made
+        made = True
+        work.show(0, f"{megabytes(tick['written'])} written")
+
+    with showing_work(sys.stderr, f"preparing {printable(model.name)}", None) as work:
+        held = ensure_prepared(model, progress=show)
     with closing(held):
-        seconds = about(held.folder).get("seconds", 0.0)
-        how = f"prepared in {seconds:.1f} s"
-        if not display.called:  # whoever makes an entry tells of its progress at least once
+        how = f"prepared in {about(held.folder).get('seconds', 0.0):.1f} s"
+        if not made:
             how = f"was there already, {how}"
         print(f"{held.folder}: {megabytes(disk_bytes(held.folder))}, {how}")
 

@@ -6,6 +6,7 @@ from contextlib import suppress
 
 from mcinfer.cli.doctor import installed_runtime
 from mcinfer.cli.options import DevicesOption
+from mcinfer.cli.progress import counted
 from mcinfer.config import CoreShare, Device, automatic_workers, parse_devices, share_cores
 from mcinfer.errors import EngineError, InvalidInputError
 from mcinfer.machine import (
@@ -29,22 +30,19 @@ def devices(devices: DevicesOption = None) -> None:
         found, why = gpus(), ""
     except OSError as exc:
         found, why = (), f"no GPU was found: {exc}"
-    for absent in (*shares.values(), *_absent_gpus(parsed, len(found), why)):
-        if isinstance(absent, InvalidInputError):
-            raise absent
-    default = _count(automatic_workers(cpus), "worker")
-    print(f"{_count(len(cores), 'usable core')}: {format_core_list(cores)}; by default {default}")
+    for share in shares.values():
+        if isinstance(share, InvalidInputError):
+            raise share
+    for device in parsed:
+        if device.kind == "cuda" and device.index >= len(found):
+            why = why or f"the last device that was found is cuda:{len(found) - 1}"
+            raise InvalidInputError(f"device {device} does not exist: {why}")
+    default = counted(automatic_workers(cpus), "worker")
+    print(f"{counted(len(cores), 'usable core')}: {format_core_list(cores)}; by default {default}")
     for line in (*_cpu_lines(cores), *_gpu_lines(found, why)):
         print(line)
     for index, device in enumerate(parsed):
         print(f"worker {index}: {_share_text(device, shares.get(index))}")
-
-
-def _absent_gpus(devices: Sequence[Device], count: int, why: str) -> Iterator[InvalidInputError]:
-    for device in devices:
-        if device.kind == "cuda" and device.index >= count:
-            last = f"the last device that was found is cuda:{count - 1}"
-            yield InvalidInputError(f"device {device} does not exist: {why or last}")
 
 
 def _cpu_lines(cores: list[int]) -> list[str]:
@@ -52,7 +50,7 @@ def _cpu_lines(cores: list[int]) -> list[str]:
     sockets, physical = core_siblings()
     if physical:
         belong = "belongs" if len(cores) == 1 else "belong"
-        place = f"{_count(physical, 'physical core')} of {_count(sockets, 'socket')}"
+        place = f"{counted(physical, 'physical core')} of {counted(sockets, 'socket')}"
         lines.append(f"  {belong} to {place}")
     nodes = numa_nodes().items()
     lines += [f"  NUMA node {node}: {format_core_list(mine)}" for node, mine in nodes if mine]
@@ -63,7 +61,7 @@ def quota_text(quota: float | None, cores: int) -> str:
     """A quota of CPUs' worth of time, and what is left by it of so many cores."""
     if quota is None:
         return "none"
-    threads = _count(max(1, int(quota)), "thread")
+    threads = counted(max(1, int(quota)), "thread")
     left = f"{threads} at a time" if quota < cores else "no fewer than there are cores"
     return f"{quota:g} CPUs, {left}"
 
@@ -76,17 +74,13 @@ def _gpu_lines(found: Sequence[Gpu], why: str) -> Iterator[str]:
     if doubt := gpu_order_doubt(len(found)):
         yield f"  {doubt}"
     with suppress(EngineError):
-        if not (runtime := installed_runtime()).has_cuda:
-            yield f"  {runtime.without_cuda}"
+        if text := installed_runtime().without_cuda:
+            yield f"  {text}"
 
 
 def _share_text(device: Device, share: CoreShare | InvalidInputError | None) -> str:
     if not isinstance(share, CoreShare):
         return f"{device}, not a share of the CPU"
     cores = f"core{'s' if len(share.cores) > 1 else ''} {format_core_list(share.cores)}"
-    threads = _count(share.threads or len(share.cores), "thread")
+    threads = counted(share.threads or len(share.cores), "thread")
     return f"{device}, {cores}{', shared' if share.shared else ''}, {threads}"
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

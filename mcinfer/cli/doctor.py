@@ -1,8 +1,7 @@
-"""``mcinfer doctor``: whether this machine has what mcinfer needs.
+"""``mcinfer doctor``: checks whether this machine has what mcinfer needs.
 
-What can be tried is tried: a limit that reads well says less than a pool that starts. ``look_at_`` functions
-look at this machine; ``judge_`` functions are pure and say what that means. What is heavy is imported where
-it is used: help is to come at once.
+What can be tried is tried: a pool that starts says more than a limit that reads well. The ``judge_``
+functions are pure. Imports that take long are in the functions, so that ``--help`` comes at once.
 """
 
 import json
@@ -11,21 +10,20 @@ import platform
 import resource
 import select
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from time import monotonic
-from typing import Literal
+from typing import NamedTuple
 
 import typer
 
+from mcinfer.cli.progress import counted
 from mcinfer.config import Timeouts, automatic_workers
 from mcinfer.errors import EngineError, InvalidInputError, McinferError
 from mcinfer.machine import (
@@ -40,14 +38,12 @@ from mcinfer.machine import (
 )
 from mcinfer.process import environment, import_path
 
-_State = Literal["ok", "warning", "problem"]
-
 _TASKS_OF_A_MASTER = 8
 _TASKS_OF_A_WORKER = 8
-"""Threads beside those of the runs, and some more: the main one, the watch over the master, ZeroMQ's two."""
+"""Threads beside those of the runs: the main one, the watch over the master, ZeroMQ's two; and some spare."""
 
 _LIMIT_TO_ASK_FOR = 4096
-"""Of descriptors or threads, where fewer would do for now."""
+"""The limit of descriptors or threads to advise, where fewer would do for now."""
 
 _TIMEOUTS = Timeouts(start=30.0, predict=10.0)
 _IMPORT_SECONDS = 60.0
@@ -61,40 +57,42 @@ _MODEL = {
     "inputs": [["x", "float32", ["batch", 4]]],
     "outputs": [["y", "float32", ["batch", 4], {"from": "x", "scale": 2, "add": 1}]],
 }
-"""For the engine "fake", which needs no runtime: what fails with it is not the runtime's fault."""
+"""For the engine "fake", which needs no runtime: a failure with it is not the runtime's."""
 
 _FOR_DEVELOPERS = ("test", "check", "examples", "docs")
-"""Extras that only work on mcinfer itself asks for."""
+"""Extras for work on mcinfer itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """What one check has found.
 
     Attributes:
         name: What was looked at.
-        state: ``"warning"``: mcinfer works, but not as well as it could, or something beside it does not;
-            ``"problem"``: no pool works, or none that has all of the CPU.
-        found: What there is.
-        advice: What to do; empty where all is well.
+        found: The facts.
+        warning: What to do if mcinfer works, but not as well as it could, or something beside it does not.
+        problem: What to do if no pool works, or none that has all of the CPU.
     """
 
     name: str
-    state: _State
     found: str
-    advice: str = ""
+    warning: str = ""
+    problem: str = ""
+
+    @property
+    def state(self) -> str:
+        return "problem" if self.problem else "warning" if self.warning else "ok"
 
 
 def doctor() -> None:
     """Check whether this machine has what mcinfer needs, and say what to do where it has not."""
     problems = 0
     for finding in examine():
-        problems += finding.state == "problem"
-        advice = f" -> {finding.advice}" if finding.advice else ""
-        text = " ".join(f"{finding.name}: {finding.found}{advice}".split())
-        print(f"{finding.state:8} {text}", flush=True)
+        problems += bool(finding.problem)
+        advice = finding.problem or finding.warning
+        text = f"{finding.name}: {finding.found}{advice and ' -> '}{advice}"
+        print(f"{finding.state:8} {' '.join(text.split())}", flush=True)
     if problems:
-        print(f"mcinfer: {_count(problems, 'problem')} found", file=sys.stderr)
+        print(f"mcinfer: {counted(problems, 'problem')} found", file=sys.stderr)
         raise typer.Exit(1)
 
 
@@ -104,10 +102,8 @@ def examine() -> Iterator[Finding]:
     workers = automatic_workers(cpus)
     looks: dict[str, Callable[[], Iterator[Finding]]] = {
         "platform": look_at_platform,
-        "open files": partial(look_at_descriptors, workers),
-        "threads": partial(look_at_threads, workers, cpus),
+        "limits": partial(look_at_limits, workers, cpus),
         "memory": look_at_memory,
-        "CPU": look_at_cpus,
         "runtime folder": look_at_runtime_folder,
         "cache": look_at_cache,
         "packages": look_at_packages,
@@ -118,33 +114,29 @@ def examine() -> Iterator[Finding]:
         try:
             yield from look()
         except ImportError as exc:
-            yield Finding(name, "problem", str(exc), "pip install 'mcinfer[cli]'")
+            yield Finding(name, str(exc), problem="pip install 'mcinfer[cli]'")
         except OSError as exc:  # such as no descriptor to look with
-            yield Finding(name, "problem", f"cannot be looked at: {exc}", "see the checks before")
+            yield Finding(name, f"cannot be looked at: {exc}", problem="see the checks before")
 
 
 # The platform.
 
 
 def look_at_platform() -> Iterator[Finding]:
-    """Linux of any age: what of the kernel is needed is tried by itself."""
     found = f"Python {platform.python_version()}, {platform.platform()}"
-    if platform.system() == "Linux":
-        yield Finding("platform", "ok", found)
-    else:
-        yield Finding("platform", "problem", found, "mcinfer runs on Linux alone")
+    advice = "" if platform.system() == "Linux" else "mcinfer runs on Linux alone"
+    yield Finding("platform", found, problem=advice)
     for name, needs, attempt in (
         ("memfd_create with seals", "Linux 3.17 or newer", _try_memfd),
         ("pidfd_open", "Linux 5.3 or newer", _try_pidfd),
-        ("descriptors over sockets", "AF_UNIX sockets with SCM_RIGHTS", _try_rights),
     ):
+        found, advice = "works", ""
         try:
             attempt()
         except (OSError, AttributeError) as exc:  # the latter: Python was built without it
+            found = str(exc)
             advice = f"it takes {needs}, and a seccomp profile (of a container) that allows it"
-            yield Finding(name, "problem", str(exc), advice)
-        else:
-            yield Finding(name, "ok", "works")
+        yield Finding(name, found, problem=advice)
 
 
 def _try_memfd() -> None:
@@ -155,61 +147,40 @@ def _try_memfd() -> None:
 
 def _try_pidfd() -> None:
     fd = os.pidfd_open(os.getpid())
-    try:
-        select.select([fd], [], [], 0)
-    finally:
-        os.close(fd)
-
-
-def _try_rights() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        socket.send_fds(ours, [b"1"], [ours.fileno()])
-        _, received, _, _ = socket.recv_fds(theirs, 1, 1)
-        for fd in received:
-            os.close(fd)
-        if not received:
-            raise OSError("the descriptor did not arrive")
+    select.select([fd], [], [], 0)
+    os.close(fd)
 
 
 # Limits.
 
 
-def look_at_descriptors(workers: int) -> Iterator[Finding]:
-    """The open files of one process."""
-    from mcinfer.runtime.connections import DESCRIPTORS_OF_A_WORKER, DESCRIPTORS_TO_OPEN
-
-    needed = DESCRIPTORS_TO_OPEN + DESCRIPTORS_OF_A_WORKER * workers
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    what = f"starting {_count(workers, 'worker')}"
-    advice = ("ulimit -n", "Docker: --ulimit nofile={0}, systemd: LimitNOFILE={0}")
-    yield judge_limit("open files", limits, len(os.listdir("/proc/self/fd")), needed, what, advice)
-
-
-def look_at_threads(workers: int, cpus: int) -> Iterator[Finding]:
-    """The threads of this user, and of the container."""
-    needed = _TASKS_OF_A_MASTER + _TASKS_OF_A_WORKER * workers + cpus
-    what = f"a pool of {_count(workers, 'worker')}"
-    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    # The limit of a user does not bind root (getrlimit(2)).
-    limits = unlimited if os.geteuid() == 0 else resource.getrlimit(resource.RLIMIT_NPROC)
-    used = 0 if limits[0] == resource.RLIM_INFINITY else _threads_of_user()
-    advice = ("ulimit -u", "systemd: LimitNPROC={0}")
-    yield judge_limit("threads of the user", limits, used, needed, what, advice)
-    most, used = task_limit() or (resource.RLIM_INFINITY, 0)
-    advice = ("", "Docker: --pids-limit {0}, systemd: TasksMax={0}")
-    yield judge_limit("threads of the container", (most, most), used, needed, what, advice)
-
-
-def _threads_of_user() -> int:
+def look_at_limits(workers: int, cpus: int) -> Iterator[Finding]:
+    """The open files of a process, and the threads of this user and of the container."""
     import psutil
 
-    count = 0
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.uids().real == os.getuid():
-                count += process.num_threads()
-    return count
+    from mcinfer.runtime.connections import DESCRIPTORS_OF_A_WORKER, DESCRIPTORS_TO_OPEN
+
+    pool = counted(workers, "worker")
+    needed = DESCRIPTORS_TO_OPEN + DESCRIPTORS_OF_A_WORKER * workers
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    others = "Docker: --ulimit nofile={0}, systemd: LimitNOFILE={0}"
+    yield judge_limit("open files", limits, used, needed, f"starting {pool}", "ulimit -n", others)
+
+    needed = _TASKS_OF_A_MASTER + _TASKS_OF_A_WORKER * workers + cpus
+    limits, used = (resource.RLIM_INFINITY, resource.RLIM_INFINITY), 0
+    if os.geteuid() != 0:  # the limit of a user does not bind root (getrlimit(2))
+        limits = resource.getrlimit(resource.RLIMIT_NPROC)
+        for process in psutil.process_iter(["uids", "num_threads"]):
+            mine = process.info["uids"] and process.info["uids"].real == os.getuid()
+            used += process.info["num_threads"] or 0 if mine else 0
+    others = "systemd: LimitNPROC={0}"
+    name = "threads of the user"
+    yield judge_limit(name, limits, used, needed, f"a pool of {pool}", "ulimit -u", others)
+    most, used = task_limit() or (resource.RLIM_INFINITY, 0)
+    others = "Docker: --pids-limit {0}, systemd: TasksMax={0}"
+    name = "threads of the container"
+    yield judge_limit(name, (most, most), used, needed, f"a pool of {pool}", "", others)
 
 
 def judge_limit(
@@ -218,49 +189,43 @@ def judge_limit(
     used: int,
     needed: int,
     what: str,
-    advice: tuple[str, str],
+    command: str,
+    others: str,
 ) -> Finding:
-    """A limit against what a pool takes; as much again is left to the program and its requests.
+    """Compare a soft and a hard limit with the need of a pool; as much again is for the program and requests.
 
-    Args:
-        name: Of what it limits.
-        limits: The soft and the hard one.
-        used: Of the soft one.
-        needed: By the pool.
-        what: That needs it.
-        advice: What raises the limit up to the hard one, and other ways, with ``{0}`` for the number.
+    `command` raises the soft limit up to the hard one; `others` are other ways, with ``{0}`` for the number.
     """
-    soft, hard = (limit if limit != resource.RLIM_INFINITY else None for limit in limits)
-    if soft is None:
-        return Finding(name, "ok", "no limit")
+    soft, hard = (limit if limit != resource.RLIM_INFINITY else sys.maxsize for limit in limits)
+    if soft == sys.maxsize:
+        return Finding(name, "no limit")
     found = f"limit {soft}, {used} in use; {what} takes about {needed} more"
-    if soft - used >= 2 * needed:
-        return Finding(name, "ok", found)
     least = used + 2 * needed
     wanted = max(least, _LIMIT_TO_ASK_FOR)
-    command, others = advice
-    how = f"a higher limit, which takes root: {others.format(wanted)}"
-    if command and (hard is None or hard >= least):
-        how = f"{command} {min(wanted, hard or wanted)} ({others.format(wanted)})"
-    return Finding(name, "problem" if soft - used < needed else "warning", found, how)
+    advice = f"a higher limit, which takes root: {others.format(wanted)}"
+    if command and hard >= least:
+        advice = f"{command} {min(wanted, hard)} ({others.format(wanted)})"
+    if soft - used < needed:
+        return Finding(name, found, problem=advice)
+    return Finding(name, found, warning=advice if soft < least else "")
 
 
 # Memory and processors.
 
 
 def look_at_memory() -> Iterator[Finding]:
-    """What a pool may take, and the kernel's ``vm.overcommit_memory`` (mm/overcommit-accounting.rst)."""
+    """Memory, ``vm.overcommit_memory`` (the kernel's mm/overcommit-accounting.rst), and the CPU quota."""
     import psutil
 
     memory = psutil.virtual_memory()
     yield judge_memory(memory.total, memory_limit(), usable_memory(), memory.available)
     mode = Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii").strip()
+    found, advice = f"mode {mode}: memory may be reserved that is not used", ""
     if mode == "2":
         found = "mode 2: memory that is reserved counts, and runtimes reserve more than they use"
         advice = "sysctl vm.overcommit_memory=0, or a higher vm.overcommit_ratio"
-        yield Finding("overcommit", "warning", found, advice)
-    else:
-        yield Finding("overcommit", "ok", f"mode {mode}: memory may be reserved that is not used")
+    yield Finding("overcommit", found, advice)
+    yield judge_cpus(len(os.sched_getaffinity(0)), cpu_quota())
 
 
 def judge_memory(total: int, limit: int | None, usable: int, available: int) -> Finding:
@@ -275,36 +240,29 @@ def judge_memory(total: int, limit: int | None, usable: int, available: int) -> 
         f"{_size(usable)}, {whose}; {_size(free)} free. A pool's tensors may take half, in memfds, "
         "which count as any other memory does"
     )
-    if free >= usable // 2:
-        return Finding("memory", "ok", found)
     advice = "end what takes the memory, or have tensors take less: Limits(memory_bytes=…)"
-    return Finding("memory", "warning", found, advice)
-
-
-def look_at_cpus() -> Iterator[Finding]:
-    """The quota of the CPU."""
-    yield judge_cpus(len(os.sched_getaffinity(0)), cpu_quota())
+    return Finding("memory", found, advice if free < usable // 2 else "")
 
 
 def judge_cpus(cores: int, quota: float | None) -> Finding:
-    """The cores that may be used, and the CPUs' worth of time that a quota leaves of them."""
-    usable = _count(cores, "usable core")
+    """The usable cores, and a quota in CPUs' worth of time."""
+    usable = counted(cores, "usable core")
     if quota is None or quota >= cores:
-        return Finding("CPU quota", "ok", f"none below the {usable}")
+        return Finding("CPU quota", f"none below the {usable}")
     found = f"{quota:g} CPUs' worth of time on {usable}"
     if quota >= 1:
-        found = f"{found}; pools have no more threads than that by default"
-        return Finding("CPU quota", "ok", found)
+        return Finding("CPU quota", f"{found}; pools have no more threads than that by default")
     found = f"{found}: even a single thread stands still for a part of each period"
-    advice = "a quota of 1 or more (Docker: --cpus, Kubernetes: limits.cpu)"
-    return Finding("CPU quota", "warning", found, advice)
+    return Finding(
+        "CPU quota", found, "a quota of 1 or more (Docker: --cpus, Kubernetes: limits.cpu)"
+    )
 
 
 # Folders.
 
 
 def look_at_runtime_folder() -> Iterator[Finding]:
-    """Where a pool makes its socket; ``$XDG_RUNTIME_DIR`` is the first choice."""
+    """The folder of a pool's socket; ``$XDG_RUNTIME_DIR`` is the first choice."""
     from mcinfer.runtime.folder import RuntimeFolder
 
     wanted = os.environ.get("XDG_RUNTIME_DIR")
@@ -313,51 +271,41 @@ def look_at_runtime_folder() -> Iterator[Finding]:
         with RuntimeFolder() as folder:
             place = folder.place
     except OSError as exc:
-        yield Finding("runtime folder", "problem", str(exc), advice)
+        yield Finding("runtime folder", str(exc), problem=advice)
         return
-    if wanted and place != Path(wanted):
-        found = f"{place}; XDG_RUNTIME_DIR, {wanted}, cannot be used"
-        yield Finding("runtime folder", "warning", found, advice)
+    if not wanted or place == Path(wanted):
+        yield Finding("runtime folder", str(place))
     else:
-        yield Finding("runtime folder", "ok", str(place))
+        found = f"{place}; XDG_RUNTIME_DIR, {wanted}, cannot be used"
+        yield Finding("runtime folder", found, advice)
 
 
 def look_at_cache() -> Iterator[Finding]:
     """The folder of prepared models; if it cannot be used, models are loaded as they are."""
-    from mcinfer.model_cache.cache import Cache, CacheUnusableError
+    from mcinfer.model_cache.cache import Cache, CacheUnusableError, make_folder
+    from mcinfer.model_cache.entries import opened_root, unusable
 
+    missing: list[Path] = []  # made as for the first model, and removed again
     try:
         cache = Cache.default()
-        mode = cache.folder.stat().st_mode & 0o7777 if cache.folder.exists() else None
-        with _made(cache.folder):
-            used = sum(info.bytes for info in cache.entries())
-            free = shutil.disk_usage(cache.folder).free
+        path = cache.folder
+        mode = path.stat().st_mode & 0o7777 if path.exists() else None
+        missing += [folder for folder in (path, *path.parents) if not folder.exists()]
+        with unusable(path):
+            make_folder(path)
+            with opened_root(path) as folder, TemporaryFile(dir=folder):
+                pass
+        used = sum(info.bytes for info in cache.entries())
+        yield judge_cache(path, mode, cache.limit_bytes, used, shutil.disk_usage(path).free)
     except InvalidInputError as exc:
         advice = "set the variable to such a value, or unset it"
-        yield Finding("cache", "problem", str(exc), advice)
+        yield Finding("cache", str(exc), problem=advice)
     except (CacheUnusableError, OSError) as exc:
         advice = (
             "let MCINFER_CACHE name a folder that can be made, has room, and that you alone can change; "
             "without it each worker has the weights of a large model for itself"
         )
-        yield Finding("cache", "warning", str(exc), advice)
-    else:
-        yield judge_cache(cache.folder, mode, cache.limit_bytes, used, free)
-
-
-@contextmanager
-def _made(path: Path) -> Iterator[None]:
-    """Have a cache's folder as if a model were prepared, with something written there; removed again."""
-    from mcinfer.model_cache.cache import make_folder
-    from mcinfer.model_cache.entries import opened_root, unusable
-
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    try:
-        with unusable(path):
-            make_folder(path)
-            with opened_root(path) as folder, TemporaryFile(dir=folder):
-                pass
-        yield
+        yield Finding("cache", str(exc), advice)
     finally:
         for folder in missing:
             with suppress(OSError):  # it was not made, or it is in use by now
@@ -365,18 +313,18 @@ def _made(path: Path) -> Iterator[None]:
 
 
 def judge_cache(folder: Path, mode: int | None, limit: int, used: int, free: int) -> Finding:
-    """The folder and its mode (None: not made yet), and bytes: that it may take, has, and the disk has."""
+    """The folder, its mode (None: not made yet), and bytes: its limit, its content, the disk's free ones."""
     state = "not made yet" if mode is None else f"yours, mode {mode:04o}"
     found = f"{folder}, {state}; {_size(used)} of at most {_size(limit)}, {_size(free)} of the disk free"
+    advice = ""
     if not free:
         advice = "make room there, or let MCINFER_CACHE name a folder on a disk with room"
-        return Finding("cache", "warning", found, advice)
-    if used + free < limit:
+    elif used + free < limit:
+        found = f"{found}: prepared models may fill the disk"
         advice = (
             f"set MCINFER_CACHE_LIMIT to less than the {_size(used + free)} that are left for it"
         )
-        return Finding("cache", "warning", f"{found}: prepared models may fill the disk", advice)
-    return Finding("cache", "ok", found)
+    return Finding("cache", found, advice)
 
 
 # Packages, the runtime, GPUs.
@@ -389,98 +337,72 @@ def look_at_packages() -> Iterator[Finding]:
     except metadata.PackageNotFoundError:
         found = "mcinfer is not installed, so which packages it needs is not known"
         advice = "pip install mcinfer, or pip install --editable its folder"
-        yield Finding("packages", "warning", found, advice)
+        yield Finding("packages", found, advice)
         return
-    modules = metadata.packages_distributions()
-
-    def installed(package: str) -> str | None:
-        # The same modules may come in another package: onnxruntime is in onnxruntime-gpu.
-        for name in (package, *modules.get(package, ())):
-            with suppress(metadata.PackageNotFoundError):
-                return metadata.version(name)
-        return None
-
+    versions = {each.name: each.version for each in metadata.distributions()}
     extras = own.metadata.get_all("Provides-Extra") or []
     extras = [name for name in extras if name not in _FOR_DEVELOPERS]
-    yield from judge_packages(own.version, own.requires or [], extras, installed)
+    yield from judge_packages(own.version, own.requires or [], extras, versions.get)
 
 
 def judge_packages(
     own: str, requires: Sequence[str], extras: Sequence[str], installed: Callable[[str], str | None]
 ) -> Iterator[Finding]:
-    """The packages that nothing works without; of those of extras, what is there and what is too old.
+    """The packages that nothing works without; which extras are installed, and what of them is too old.
 
-    Args:
-        own: The version of mcinfer.
-        requires: Its requirements and those of its extras (PEP 508).
-        extras: Their names.
-        installed: Gives the version of a package; None if it is not installed.
+    `requires` are the requirements of mcinfer and its extras (PEP 508); `installed` gives versions.
     """
     from packaging.requirements import Requirement
+
+    parsed = [r for r in map(Requirement, requires) if r.name != "mcinfer"]
+    versions = {r.name: installed(r.name) for r in parsed}
 
     def wanted(extra: str) -> list[Requirement]:
         return [r for r in parsed if r.marker is None or r.marker.evaluate({"extra": extra})]
 
-    def is_met(requirement: Requirement) -> bool:
-        version = versions[requirement.name]
-        return version is not None and requirement.specifier.contains(version, prereleases=True)
+    def unmet(requirements: Sequence[Requirement]) -> list[Requirement]:
+        found = [(r, versions[r.name]) for r in requirements]
+        return [r for r, v in found if v is None or not r.specifier.contains(v, prereleases=True)]
 
     def advice(requirements: Sequence[Requirement]) -> str:
-        return " ".join(["pip install", *(f"'{r.name}{r.specifier}'" for r in requirements)])
+        words = [f" '{r.name}{r.specifier}'" for r in requirements]
+        return f"pip install{''.join(words)}" if words else ""
 
-    parsed = [r for r in map(Requirement, requires) if r.name != "mcinfer"]
-    versions = {r.name: installed(r.name) for r in parsed}
     needed = wanted("")
     known = [f"{r.name} {versions[r.name] or 'is missing'}" for r in needed]
-    amiss = [r for r in needed if not is_met(r)]
-    state: _State = "problem" if amiss else "ok"
     text = ", ".join([f"mcinfer {own}", *known])
-    yield Finding("packages", state, text, advice(amiss) if amiss else "")
-
-    there: list[str] = []
-    absent: list[str] = []
-    old: list[Requirement] = []
-    for extra in extras:
-        more = [r for r in wanted(extra) if r not in needed]
-        (there if all(map(is_met, more)) else absent).append(extra)
-        old += [r for r in more if versions[r.name] and not is_met(r) and r not in old]
-    text = f"installed: {', '.join(there) or 'none'}; not installed: {', '.join(absent) or 'none'}"
+    yield Finding("packages", text, problem=advice(unmet(needed)))
+    amiss = {extra: unmet([r for r in wanted(extra) if r not in needed]) for extra in extras}
+    there = ", ".join(extra for extra in extras if not amiss[extra])
+    absent = ", ".join(extra for extra in extras if amiss[extra])
+    old = {r.name: r for rs in amiss.values() for r in rs if versions[r.name]}
+    text = f"installed: {there or 'none'}; not installed: {absent or 'none'}"
     if old:
-        text += f"; too old: {', '.join(f'{r.name} {versions[r.name]}' for r in old)}"
-    yield Finding("extras", "warning" if old else "ok", text, advice(old) if old else "")
+        text += f"; too old: {', '.join(f'{name} {versions[name]}' for name in old)}"
+    yield Finding("extras", text, advice([*old.values()]))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Runtime:
-    """ONNX Runtime as it is installed.
-
-    Attributes:
-        version: As it says itself.
-        providers: That it was built with; what they need may be missing all the same.
-    """
+class Runtime(NamedTuple):
+    """ONNX Runtime as it is installed; the libraries that its providers need may be missing all the same."""
 
     version: str
-    providers: tuple[str, ...]
+    providers: Sequence[str]
 
     def __str__(self) -> str:
-        return f"{self.version} offers: {', '.join(self.providers)}"
-
-    @property
-    def has_cuda(self) -> bool:
-        """Whether it can run anything on GPUs."""
-        return "CUDAExecutionProvider" in self.providers
+        return f"onnxruntime {self.version} offers: {', '.join(self.providers)}"
 
     @property
     def without_cuda(self) -> str:
-        """What to say where there are GPUs, and it cannot."""
+        """The message where there are GPUs, and it cannot use them; else an empty text."""
+        if "CUDAExecutionProvider" in self.providers:
+            return ""
         return f"onnxruntime {self.version} has no CUDAExecutionProvider: it runs nothing on them"
 
 
 def installed_runtime() -> Runtime:
     """ONNX Runtime, imported in a child: a process keeps what it imports.
 
-    Raises:
-        EngineError: It cannot be imported: why, in its own last line.
+    `EngineError`: it cannot be imported; has the last line of the error.
     """
     try:
         ran = subprocess.run(  # noqa: S603 nothing in it comes from outside
@@ -501,7 +423,7 @@ def installed_runtime() -> Runtime:
         words = ran.stderr.decode(errors="replace").split("\n")
         last = next((line for line in reversed(words) if line.strip()), f"status {ran.returncode}")
         raise EngineError(f"onnxruntime cannot be imported: {last.strip()}") from None
-    return Runtime(version=version, providers=tuple(providers))
+    return Runtime(version, providers)
 
 
 def look_at_runtime() -> Iterator[Finding]:
@@ -509,32 +431,35 @@ def look_at_runtime() -> Iterator[Finding]:
     runtime = None
     try:
         runtime = installed_runtime()
-        yield Finding("onnxruntime", "ok", str(runtime))
+        yield Finding("onnxruntime", str(runtime).removeprefix("onnxruntime "))
     except EngineError as exc:
-        advice = "pip install --force-reinstall onnxruntime (or onnxruntime-gpu, not both)"
-        yield Finding("onnxruntime", "problem", str(exc), advice)
+        advice = (
+            "pip install 'mcinfer[cpu]', or 'mcinfer[gpu]' for NVIDIA GPUs, not both; "
+            "before that pip uninstall onnxruntime onnxruntime-gpu, if one is broken"
+        )
+        yield Finding("onnxruntime", str(exc), problem=advice)
     try:
         found = gpus()
     except OSError as exc:
-        yield Finding("GPUs", "ok", f"none was found: {exc}")
+        yield Finding("GPUs", f"none was found: {exc}")
     else:
         yield judge_gpus(found, gpu_order_doubt(len(found)), runtime)
 
 
 def judge_gpus(found: Sequence[Gpu], order: str, runtime: Runtime | None) -> Finding:
-    """The GPUs, and what is to be said of their numbers, against what the runtime can use."""
-    text = "; ".join([*map(str, found), *([order] if order else [])])
-    if runtime is None or runtime.has_cuda or not found:
-        return Finding("GPUs", "ok", text or "none was found")
-    advice = "to use them: pip uninstall onnxruntime, then pip install onnxruntime-gpu"
-    return Finding("GPUs", "warning", f"{text}; {runtime.without_cuda}", advice)
+    """The GPUs, a doubt about their order or an empty text, and the runtime that is to use them."""
+    text = "; ".join(filter(None, [*map(str, found), order]))
+    if runtime is None or not found or not runtime.without_cuda:
+        return Finding("GPUs", text or "none was found")
+    advice = "to use them: pip uninstall onnxruntime, then pip install 'mcinfer[gpu]'"
+    return Finding("GPUs", f"{text}; {runtime.without_cuda}", advice)
 
 
-# The real thing.
+# The pool.
 
 
 def look_at_pool() -> Iterator[Finding]:
-    """Start a worker, ask it something, and end it."""
+    """Start a worker, run a request on it, and end it."""
     from mcinfer.master import Master
 
     start = monotonic()
@@ -548,16 +473,14 @@ def look_at_pool() -> Iterator[Finding]:
         if answer != [[3.0, 5.0, 7.0, 9.0]]:
             raise EngineError(f"the answer is wrong: {answer}")
     except (McinferError, OSError) as exc:
-        advice = "put right what is amiss above; if nothing is, its own words say what to look for"
-        yield Finding("pool", "problem", str(exc), advice)
+        advice = (
+            "mend the problems above; if there are none, the error itself says what to look for"
+        )
+        yield Finding("pool", str(exc), problem=advice)
     else:
         seconds = monotonic() - start
-        found = f"1 worker started ({ready:.2f} s), answered and ended, {seconds:.2f} s in all"
-        yield Finding("pool", "ok", found)
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+        text = f"1 worker started ({ready:.2f} s), answered and ended, {seconds:.2f} s in all"
+        yield Finding("pool", text)
 
 
 def _size(count: int) -> str:

@@ -1,14 +1,14 @@
 """Options of ``mcinfer bench`` and ``mcinfer tune``: the inputs of requests, times and numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
 
-from mcinfer.cli.options import Dim, parse_counts, parse_dims, parse_seconds
+from mcinfer.cli.options import parse_counts, parse_dims, parse_seconds, parse_timeout
 
 MAX_CLIENTS = 4096
-"""Requests under way at once, each made by a thread of its own."""
+"""Most requests under way at once: each is made by a thread of its own."""
 
 _MAX_SECONDS = 86400.0
 
@@ -23,14 +23,12 @@ def parse_pause(text: str) -> float:
 
 def parse_duration(text: str) -> float:
     """``"60"``: seconds, more than 0, up to a day."""
-    seconds = parse_pause(text)
-    if not seconds:
-        raise typer.BadParameter(f"got {text!r}, expected seconds, more than 0")
-    return seconds
+    parse_timeout(text)
+    return parse_pause(text)
 
 
 def parse_clients(text: str) -> tuple[int, ...]:
-    """``"1,4,16"``: different numbers of clients, in the order that was given."""
+    """``"1,4,16"``: different numbers of clients, in the given order."""
     counts = parse_counts(text)
     if max(counts) > MAX_CLIENTS:
         raise typer.BadParameter(f"got {text!r}, expected {MAX_CLIENTS} clients at most")
@@ -43,9 +41,12 @@ def parse_integers(text: str) -> tuple[int, int]:
     try:
         return int(low), int(high)
     except ValueError as exc:
-        raise typer.BadParameter(
-            f"got {text!r}, expected the least and the first that is too large, such as 0:10"
-        ) from exc
+        raise typer.BadParameter(f"got {text!r}, expected LOW:HIGH, such as 0:10") from exc
+
+
+def parsed(metavar: str, parser: Callable[[str], Any], text: str, **more: Any) -> Any:
+    """An option whose text a function parses; `text` is its help."""
+    return typer.Option(metavar=metavar, parser=parser, help=text, **more)
 
 
 InputOption = Annotated[
@@ -80,13 +81,12 @@ SeedOption = Annotated[int, typer.Option(min=0, help="Seed of random inputs and 
 
 
 def input_options(
-    files: Sequence[str] | None, dims: Sequence[Dim] | None, integers: tuple[int, int], seed: int
+    files: Sequence[str] | None,
+    dims: Sequence[tuple[str, int]] | None,
+    integers: tuple[int, int],
+    seed: int,
 ) -> Any:
-    """`mcinfer.bench.inputs.InputOptions` of what was given.
-
-    Raises:
-        BadParameter: It does not fit together.
-    """
+    """The options as `mcinfer.bench.inputs.InputOptions`, or `typer.BadParameter`."""
     from mcinfer.bench.inputs import parse_input_options
     from mcinfer.errors import InvalidInputError
 

@@ -1,15 +1,15 @@
-"""Arguments and options that several commands take, and what reads them.
+"""Arguments and options that several commands take, and their parsers.
 
-What reads an option's text raises `typer.BadParameter`, so it is wrong usage, told with the option's
-name. Its values are of types that typer would read otherwise (a tuple: several words); so they are
-``Any`` in its annotations, and what they are stands in the parser's signature.
+A parser raises `typer.BadParameter`, so a wrong value is wrong usage, and the message has the option's name.
+typer would read some of the values' types in its own way (a tuple: several words). Such an option has the
+annotation ``Any``, and its type stands in the parser's signature.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -19,14 +19,7 @@ from mcinfer.errors import BuildError, InvalidInputError
 _T = TypeVar("_T")
 
 _MINDIR = {".mindir": ("mindspore", "mindspore_lite"), ".ms": ("mindspore_lite",)}
-"""Engines for files of these endings: the first that is installed."""
-
-
-class Dim(NamedTuple):
-    """The size that a symbolic dimension is to have."""
-
-    name: str
-    size: int
+"""By ending, the engines that load such files; the first that is installed is used."""
 
 
 def engine_for(model: Path) -> str:
@@ -36,16 +29,12 @@ def engine_for(model: Path) -> str:
 
 
 def check_model(model: Path) -> None:
-    """Whether there is such a file and it can be read, before anything is started to load it.
+    """Raise `InvalidInputError` if the file cannot be read, before a process is started to load it."""
+    from mcinfer.model_cache.onnx_files import (
+        open_regular,
+    )  # it imports NumPy, and --help needs none
 
-    Raises:
-        InvalidInputError: It cannot be.
-    """
     try:
-        from mcinfer.model_cache.onnx_files import (
-            open_regular,  # it imports NumPy, and --help needs none
-        )
-
         with open_regular(model):
             pass
     except (BuildError, OSError) as exc:
@@ -72,22 +61,30 @@ def parse_seconds(text: str) -> float:
     return seconds
 
 
+def parse_timeout(text: str) -> float:
+    """``"2.5"``: seconds, more than 0."""
+    seconds = parse_seconds(text)
+    if not seconds:
+        raise typer.BadParameter(f"got {text!r}, expected seconds, more than 0")
+    return seconds
+
+
 def parse_counts(text: str) -> tuple[int, ...]:
-    """``"1,2,8"``: different whole numbers of at least 1, in the order that was given."""
+    """``"1,2,8"``: different whole numbers of at least 1, in the given order."""
     return _parse_list(text, _count, "whole numbers of at least 1, such as 1,2,8")
 
 
 def parse_rates(text: str) -> tuple[float, ...]:
-    """``"20,50"``: different numbers above 0, in the order that was given."""
+    """``"20,50"``: different numbers above 0, in the given order."""
     return _parse_list(text, _rate, "numbers above 0, such as 20,50")
 
 
-def parse_dims(text: str) -> Dim:
+def parse_dims(text: str) -> tuple[str, int]:
     """``"seq=128"``: the name of a dimension and its size, which is at least 1."""
     name, _, size = text.rpartition("=")
     try:
         if name:
-            return Dim(name, _count(size))
+            return name, _count(size)
     except ValueError:
         pass
     raise typer.BadParameter(f"got {text!r}, expected a name and a size, such as seq=128")
@@ -118,7 +115,7 @@ def _rate(text: str) -> float:
 
 
 def _complete_model(context: typer.Context, incomplete: str) -> list[str]:
-    """Files are completed by the shell, where nothing is offered; ``bench compare`` is once it is begun."""
+    """``compare`` after ``bench``; else nothing, and the shell completes the names of files."""
     begun = context.info_name == "bench" and incomplete and "compare".startswith(incomplete)
     return ["compare"] if begun else []
 
@@ -143,7 +140,6 @@ DevicesOption = Annotated[
         show_default=False,
     ),
 ]
-"""What `parse_devices_option` gives, or None."""
 
 
 def parse_transport(text: str) -> str:
@@ -154,7 +150,7 @@ def parse_transport(text: str) -> str:
 
 
 def parse_axis(text: str) -> tuple[str, int | None]:
-    """``"x=0"``: a tensor and its axis; ``"x=none"``: it goes whole, or is the same from every worker."""
+    """``"x=0"``: a tensor and its axis; ``"x=none"``: the tensor is not split or joined."""
     name, _, axis = text.rpartition("=")
     if name and axis.isdecimal():
         return name, int(axis)
@@ -169,7 +165,7 @@ BatchAxisOption = Annotated[
         "--batch-axis",
         metavar="INPUT=AXIS",
         parser=parse_axis,
-        help="Where an input is split (x=0), or that it goes whole (x=none). Any number.",
+        help="Axis to split an input along (x=0); x=none: it goes whole. May be repeated.",
         show_default=False,
     ),
 ]
@@ -180,20 +176,15 @@ OutputAxisOption = Annotated[
         "--output-axis",
         metavar="OUTPUT=AXIS",
         parser=parse_axis,
-        help="Where an output is joined (y=0), or that every worker gives the same (y=none). Any number.",
+        help="Axis to join an output along (y=0); y=none: all workers give the same. May be repeated.",
         show_default=False,
     ),
 ]
 
 
 def axes_of(option: str, given: Sequence[tuple[str, int | None]] | None) -> dict[str, int | None]:
-    """What an option said, by name.
-
-    Raises:
-        BadParameter: A name comes twice.
-    """
-    axes = dict(given or ())
-    if len(axes) < len(given or ()):
-        names = [name for name, _ in given or ()]
+    """The axes that were given, by name; each name may come once."""
+    names = [name for name, _ in given or ()]
+    if len({*names}) < len(names):
         raise typer.BadParameter(f"{option}: got {names}, expected each name once")
-    return axes
+    return dict(given or ())

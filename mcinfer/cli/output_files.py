@@ -1,9 +1,8 @@
 """Files that a command writes when its work is done.
 
-What would keep one from being written is found before the work, which may take long. A file is whole or not
-there: it is written under another name beside its place, and then moved there. Results of work that was not
-finished never take the place of finished ones. Links are followed, except those of other users, who could
-choose the file that is replaced (``/tmp`` is open to all).
+They are checked before the work, which may take long. A file is written under another name beside its place
+and then moved there, so it is whole or not there. Unfinished results never replace finished ones. Links are
+followed, except those of other users, who could choose the file that is replaced (``/tmp`` is open to all).
 """
 
 import os
@@ -31,15 +30,7 @@ def parse_png(text: str) -> Path:
 
 
 def check_outputs(outputs: Mapping[str, Path | None]) -> None:
-    """Check that files can be written, before the work that they are for.
-
-    Args:
-        outputs: By option; those that were not given are None.
-
-    Raises:
-        BadParameter: Two are the same file.
-        InvalidInputError: One cannot be written; see `output_place`.
-    """
+    """Check that the files of these options can be written and differ; None: the option was not given."""
     seen: dict[Path, str] = {}
     for option, path in outputs.items():
         if path is None:
@@ -50,18 +41,10 @@ def check_outputs(outputs: Mapping[str, Path | None]) -> None:
 
 
 def write_output(option: str, path: Path, content: bytes, *, finished: bool = True) -> None:
-    """Write a file.
+    """Write a file, at the end of all links.
 
-    Args:
-        option: What it is for.
-        path: Where to. A link stays, and the file that it leads to is replaced.
-        content: All of it.
-        finished: Whether it is what was asked for. If not, it is written beside that, to ``x.partial.json``
-            in the place of ``x.json``, and standard error says so.
-
-    Raises:
-        InvalidInputError: There is something else than a file in its place by now.
-        OSError: It cannot be written.
+    If the content is not `finished`, the file is ``x.partial.json`` instead of ``x.json``, and standard error
+    says so.
     """
     target = path if finished else path.with_name(f"{path.stem}.partial{path.suffix}")
     place = output_place(option, target)
@@ -76,11 +59,9 @@ def write_output(option: str, path: Path, content: bytes, *, finished: bool = Tr
 
 
 def output_place(option: str, path: Path) -> Path:
-    """The absolute path of the file to write, where links lead; it need not be there.
+    """The absolute path of the file to write, at the end of all links; the file need not exist.
 
-    Raises:
-        InvalidInputError: It cannot be written, there is something else than a file in its place, or another
-            user's link leads there.
+    `InvalidInputError`: it cannot be written, is no regular file, or another user's link leads there.
     """
     try:
         mode = stat.S_IFREG

@@ -12,18 +12,9 @@ from mcinfer.cli.options import (
     OutputAxisOption,
     axes_of,
     engine_for,
-    parse_seconds,
+    parse_timeout,
 )
 from mcinfer.cli.progress import let_workers_tell
-
-
-def parse_timeout(text: str) -> float:
-    """``"2.5"``: seconds, above 0."""
-    seconds = parse_seconds(text)
-    if seconds == 0:
-        raise typer.BadParameter(f"got {text!r}, expected seconds above 0")
-    return seconds
-
 
 _Input = Annotated[
     Path,
@@ -80,8 +71,7 @@ def run(
 
     Until all is done, the results lie in a folder beside the output, ``.NAME.partial``.
     """
-    # Imported here: it takes most of mcinfer.
-    from mcinfer.cli.batch import Job, run_batch
+    from mcinfer.cli.batch import run_batch  # it imports most of mcinfer
     from mcinfer.sharding import SaidAxes
 
     said = SaidAxes(
@@ -89,16 +79,15 @@ def run(
     )
     let_workers_tell()
     lines = run_batch(
-        Job(
-            model=model,
-            source=source,
-            target=target,
-            master={"engine": engine_for(model), "devices": devices},
-            rows=batch,
-            said=said,
-            timeout=timeout,
-            restart=restart,
-            force=force,
-        )
+        model,
+        source,
+        target,
+        engine=engine_for(model),
+        devices=devices,
+        rows=batch,
+        said=said,
+        timeout=timeout,
+        restart=restart,
+        force=force,
     )
     print(*lines, sep="\n")

@@ -3,7 +3,7 @@
 import sys
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -15,6 +15,7 @@ from mcinfer.cli.input_options import (
     SeedOption,
     input_options,
     parse_duration,
+    parsed,
 )
 from mcinfer.cli.options import (
     BatchAxisOption,
@@ -26,15 +27,6 @@ from mcinfer.cli.options import (
 from mcinfer.cli.output_files import check_outputs, write_output
 from mcinfer.cli.progress import let_workers_tell, showing_work
 from mcinfer.errors import InvalidInputError, McinferError
-
-_GOALS = ("throughput", "latency")
-
-
-def parse_goal(text: str) -> str:
-    """``"throughput"`` or ``"latency"``."""
-    if text not in _GOALS:
-        raise typer.BadParameter(f"got {text!r}, expected one of {[*_GOALS]}")
-    return text
 
 
 def parse_rate(text: str) -> float:
@@ -48,19 +40,15 @@ def parse_rate(text: str) -> float:
 def tune(
     model: ModelArgument,
     goal: Annotated[
-        Any,
-        typer.Option(
-            metavar="GOAL",
-            parser=parse_goal,
-            help="throughput: most rows a second. latency: lowest median latency.",
-        ),
+        Literal["throughput", "latency"],
+        typer.Option(help="throughput: most rows a second. latency: lowest median latency."),
     ] = "throughput",
     max_latency: Annotated[
         Any,
-        typer.Option(
-            metavar="SECONDS",
-            parser=parse_duration,
-            help="Bound for the latency of 99 % of the requests; default: none.",
+        parsed(
+            "SECONDS",
+            parse_duration,
+            "Bound for the latency of 99 % of the requests; default: none.",
             show_default=False,
         ),
     ] = None,
@@ -76,17 +64,14 @@ def tune(
     ] = None,
     rate: Annotated[
         Any,
-        typer.Option(
-            metavar="RATE",
-            parser=parse_rate,
-            help="Requests a second that arrive at random (open loop), with --goal latency.",
+        parsed(
+            "RATE",
+            parse_rate,
+            "Requests a second that arrive at random (open loop), with --goal latency.",
             show_default=False,
         ),
     ] = None,
-    budget: Annotated[
-        Any,
-        typer.Option(metavar="SECONDS", parser=parse_duration, help="Time limit of the search."),
-    ] = "60",
+    budget: Annotated[Any, parsed("SECONDS", parse_duration, "Time limit of the search.")] = "60",
     input: InputOption = None,  # noqa: A002 the option's name
     dim: DimOption = None,
     integers: IntegersOption = "0:10",
@@ -103,14 +88,21 @@ def tune(
     """
     # Both need packages: a missing one is an error before the work, not after it.
     from mcinfer.bench.advice import as_json, verdict
-    from mcinfer.bench.runner import machine
-    from mcinfer.bench.tune import Search
+    from mcinfer.bench.report import Load
+    from mcinfer.bench.runner import OPEN_LOOP_CLIENTS, machine
+    from mcinfer.bench.tune import Aim, Search
+    from mcinfer.machine import whole_cpus
 
+    if concurrency is None and rate is not None:
+        concurrency = OPEN_LOOP_CLIENTS
+    elif concurrency is None:
+        concurrency = 1 if goal == "latency" else 2 * whole_cpus()
+    load = Load(batch=batch, clients=concurrency, rate=rate)
     options = input_options(input, dim, integers, seed)
     try:
         search = Search(
             model,
-            _aim(goal, batch, concurrency, rate, max_latency),
+            Aim(goal=goal, load=load, max_latency=max_latency),
             options,
             budget=budget,
             progress=lambda done, note: work.show(done, note),
@@ -134,22 +126,6 @@ def tune(
                 write_output("--json", json, content, finished=bool(found.ended))
     if not found.fits:
         raise McinferError(verdict(found))
-
-
-def _aim(
-    goal: Any, batch: int, concurrency: int | None, rate: float | None, max_latency: float | None
-) -> Any:
-    from mcinfer.bench.report import Load
-    from mcinfer.bench.runner import OPEN_LOOP_CLIENTS
-    from mcinfer.bench.tune import Aim
-    from mcinfer.machine import whole_cpus
-
-    if concurrency is None and rate is not None:
-        concurrency = OPEN_LOOP_CLIENTS
-    elif concurrency is None:
-        concurrency = 1 if goal == "latency" else 2 * whole_cpus()
-    load = Load(batch=batch, clients=concurrency, rate=rate)
-    return Aim(goal=goal, load=load, max_latency=max_latency)
 
 
 def _show(model: str, found: Any) -> None:

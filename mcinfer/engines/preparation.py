@@ -1,4 +1,4 @@
-"""Whether to prepare a model, where the prepared model is, and how to make it.
+"""Prepared models: whether a model needs one, where it is, and how to make it.
 
 ::
 
@@ -43,16 +43,16 @@ from mcinfer.model_cache.keys import FOLDER_KEY, Source, read_source
 from mcinfer.model_cache.onnx_files import check_regular, model_files
 
 _LEAST_BYTES = 16 << 20
-"""Least size of a model that ``"auto"`` prepares: below it, all workers' copies together are small."""
+"""Least size of a model that ``"auto"`` prepares."""
 
 _MAX_GROWTH = 4
 _MAX_ADDED_BYTES = 1 << 30
-"""Limits of a prepared model's size on disk: it grows by weights that are unpacked from one byte to four, and
-by masks that are computed once. Without a limit, a model of a few bytes could fill the disk."""
+"""Limits of a prepared model's size: weights are unpacked from one byte to four, and constants are computed;
+without a limit, a model of a few bytes could fill the disk."""
 
 _LEAST_SECONDS = 600.0
 _LEAST_BYTES_PER_SECOND = 5e6
-"""Time limit of preparing: a model whose constants compute for ever must not block a worker's start."""
+"""Time limit of preparing, for models whose constants compute for ever."""
 
 _OWN_PROC = "/proc/self/"
 _DRAFT = re.compile(r"tmp-[0-9a-f]{32}-\w+(/\w+)?|/proc/self/fd/\d+")
@@ -61,14 +61,13 @@ _SHORT_OF_SOMETHING = re.compile(
     r"bad_alloc|[Ff]ailed to allocate|Cannot allocate|No space left|Input/output error|"
     r"Too many open files|Resource temporarily unavailable|Permission denied|pthread"
 )
-"""Messages of a runtime whose cause may have gone at the next try."""
+"""Messages of a runtime whose cause may be gone at the next try."""
 
 _STUCK_SECONDS = 120.0
-"""Longest wait for another process that prepares the model without progress: less than `Timeouts.start`."""
+"""Longest wait for another process that makes no progress: less than `Timeouts.start`."""
 
-_LOG_SECONDS = 2.0
 _WARN_SECONDS = 4.0
-"""After these a start is slow enough to say why, once and at the default log level."""
+"""Time until one warning says why the start is slow."""
 
 _SLOW = "preparing %s once for this machine; later starts are quick"
 
@@ -77,12 +76,12 @@ _log = logging.getLogger("mcinfer.model_cache")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """What of a runtime makes its prepared models differ.
+    """The properties of a runtime that prepared models depend on.
 
     Attributes:
         version: Its name and version.
         build: Identifies a build of one version.
-        ignored: Keys of session configurations that change nothing in them.
+        ignored: Keys of session configurations without an effect on prepared models.
     """
 
     version: str
@@ -92,12 +91,7 @@ class Runtime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """What came of it.
-
-    Attributes:
-        held: The prepared model; None where it is to be loaded as it is.
-        notes: What the user should know.
-    """
+    """A prepared model, or None to load the model as it is, and notes for the user."""
 
     held: Held | None = None
     notes: tuple[str, ...] = ()
@@ -106,14 +100,16 @@ class Preparation:
 def find_or_make(
     engine: str, request: EngineRequest, runtime: Runtime, progress: Progress | None = None
 ) -> Preparation:
-    """The prepared form of the request's model, which is made if there is none yet.
+    """The prepared form of the request's model; makes it if there is none yet.
 
     Raises:
         BuildError: The model is a prepared one already, for another runtime or CPU.
     """
-    model = Path(os.path.realpath(request.model))
-    if model.name == MODEL_FILE and _is_entry(model.parent):
-        return Preparation(held=_adopt(model.parent, request, runtime))
+    entry, name = os.path.split(os.path.realpath(request.model))
+    if name == MODEL_FILE and is_key(os.path.basename(entry)):
+        files = [os.path.join(entry, file) for file in (MANIFEST, ABOUT_FILE)]
+        if all(map(os.path.exists, files)):
+            return Preparation(held=_adopt(Path(entry), request, runtime))
     if request.device.kind != "cpu" or request.prepare == "never":
         return Preparation()
     folder = request.session_config.get(FOLDER_KEY)
@@ -126,11 +122,11 @@ def find_or_make(
         facts = _facts(request, runtime, source)
         held = _open_or_make(store, facts, engine, request, source, progress)
     except BuildError as exc:
-        # What is no model at all the runtime refuses, in better words; a format of its own it takes.
+        # The runtime refuses a file that is not a model, in better words; it takes a format of its own.
         notes = (shortened(f"{_OWN_COPY}: {exc}"),) if request.prepare == "always" else ()
         return Preparation(notes=notes)
     except (CacheUnusableError, ChildFailedError, OSError) as exc:
-        # All workers that say the same are to say it in the same words, without names made at random.
+        # Without random names: all workers then have the same note.
         return Preparation(notes=(f"{_OWN_COPY}: {_DRAFT.sub('…', shortened(str(exc)))}",))
     failure = held.opened / FAILURE_FILE
     if failure.exists():
@@ -144,12 +140,7 @@ _OWN_COPY = "each process has a copy of the weights of its own"
 
 
 def describe(request: EngineRequest, runtime: Runtime) -> dict[str, Any]:
-    """The facts that a prepared model's key is made of.
-
-    Raises:
-        BuildError: The model cannot be read.
-        OSError: Likewise.
-    """
+    """The facts of a prepared model's key; BuildError or OSError if the model cannot be read."""
     folder = request.session_config.get(FOLDER_KEY)
     with ExitStack() as opened:
         memory = None
@@ -165,13 +156,13 @@ def fill(
 
     Args:
         _: Not called: the folder's growth shows the progress.
-        engine: Whose `prepare` is to do it.
-        request: As `_plain` has it.
-        folder: Where to.
+        engine: The engine whose `prepare` writes it.
+        request: As JSON (`_plain`).
+        folder: The entry's folder.
         most_file_bytes: The size that no file may exceed.
 
     Raises:
-        BuildError: The runtime cannot; its own words.
+        BuildError: The runtime cannot; its own message.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if soft == resource.RLIM_INFINITY or soft > most_file_bytes:
@@ -180,13 +171,13 @@ def fill(
 
 
 def ensure(progress: Progress, engine: str, request: Mapping[str, Any], shown: bool) -> str:
-    """See to it that the cache has the prepared model; in a child. Its key.
+    """Find or make the prepared model, in a child; its key.
 
     Args:
         progress: Called while it is made.
-        engine: Whose model it is.
-        request: As `_plain` has it.
-        shown: Whether the caller shows the progress; otherwise a line on standard error says what is done.
+        engine: The engine that will load it.
+        request: As JSON (`_plain`).
+        shown: Whether the caller shows the progress; otherwise one line on standard error says what is done.
 
     Raises:
         BuildError: It cannot be prepared.
@@ -204,23 +195,19 @@ def ensure(progress: Progress, engine: str, request: Mapping[str, Any], shown: b
     return key
 
 
-def _is_entry(folder: Path) -> bool:
-    return is_key(folder.name) and (folder / MANIFEST).exists() and (folder / ABOUT_FILE).exists()
-
-
 def _is_large(model: Path, folder: str | None) -> bool:
-    """Whether a model and its external data are; they are not read, and a small one never sees the cache."""
+    """Whether a model with its external data is; the files are not read."""
     size = check_regular(model).st_size
     if size >= _LEAST_BYTES:
         return True
     place = Path(folder).absolute() if folder else None
-    with suppress(BuildError):  # a format of the runtime's own, or data that it refuses as well
+    with suppress(BuildError):  # a format of the runtime's own, or data that it refuses too
         size = sum(file.stat().st_size for file in model_files(model, place))
     return size >= _LEAST_BYTES
 
 
 def _adopt(folder: Path, request: EngineRequest, runtime: Runtime) -> Held:
-    """A prepared model that was named as the model."""
+    """A prepared model whose file the user gave as the model."""
     try:
         held = Cache(folder.parent, 0).open(folder.name)
     except (CacheUnusableError, InvalidInputError) as exc:  # the latter: its folder was renamed
@@ -256,7 +243,7 @@ def _facts(request: EngineRequest, runtime: Runtime, source: Source) -> dict[str
 
 @cache
 def cpu_features() -> str:
-    """What this CPU can do, which packed weights are made for: a digest."""
+    """A digest of this CPU's abilities, on which packed weights depend."""
     text = platform.machine()
     with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
         for line in file:
@@ -275,21 +262,19 @@ def _open_or_make(
     source: Source,
     progress: Progress | None,
 ) -> Held:
-    key = entry_key(facts)
+    key, start = entry_key(facts), monotonic()
     held = store.open(key)
     if held is not None:
         return held
 
-    start = monotonic()
-
-    def tell(written: int) -> None:
+    def report(written: int) -> None:
         if progress is not None:
             progress({"seconds": monotonic() - start, "written": written, "bytes": source.size})
 
-    def write(folder: Path, lock: int) -> None:
-        _fill_in_child(engine, request, source, folder, lock, tell)
+    def fill_folder(folder: Path, lock: int) -> None:
+        _fill_in_child(engine, request, source, folder, lock, report)
 
-    return store.make(key, facts, write, wait=_STUCK_SECONDS, progress=tell)
+    return store.make(key, facts, fill_folder, wait=_STUCK_SECONDS, progress=report)
 
 
 def _fill_in_child(
@@ -298,29 +283,20 @@ def _fill_in_child(
     source: Source,
     folder: Path,
     lock: int,
-    tell: Callable[[int], None],
+    report: Callable[[int], None],
 ) -> None:
-    """Fill an entry's folder. The child holds the lock as well, should this process end."""
-    start, due, warned = monotonic(), _LOG_SECONDS, False
+    """Fill an entry's folder. The child holds the lock as well, in case this process ends."""
+    start, warned = monotonic(), False
     size = f"{request.model} ({source.size / 1e6:.0f} MB)"
-    most = 2 * source.size + _LEAST_BYTES
-    usage = os.statvfs(folder)
-    if usage.f_bavail * usage.f_frsize < most:
-        raise ChildFailedError(
-            f"up to {most / 1e6:.0f} MB are not free in {os.path.realpath(folder.parent)}"
-        )
     before: object = None
 
     def tick(state: Mapping[str, Any]) -> None:
-        nonlocal before, due, warned
-        written, seconds = disk_bytes(folder), monotonic() - start
+        nonlocal before, warned
+        written = disk_bytes(folder)
         if (written, state) != before:  # its processor time grows too
             before = (written, state)
-            tell(written)
-        if state and seconds >= due:
-            _log.info("preparing %s: %.0f s, %.0f MB written", size, seconds, written / 1e6)
-            due = seconds + _LOG_SECONDS
-        if not warned and state and seconds >= _WARN_SECONDS:
+            report(written)
+        if not warned and state and monotonic() - start >= _WARN_SECONDS:
             warned = True
             _log.warning(_SLOW, size)
 
@@ -348,7 +324,7 @@ def _fill_in_child(
             entry.unlink()
         if _SHORT_OF_SOMETHING.search(error):
             raise ChildFailedError(error)
-        _check_space(folder, most)
+        _check_space(folder, 2 * source.size + _LEAST_BYTES)
         (folder / FAILURE_FILE).write_text(error, encoding="utf-8")
     in_memory = request.model.startswith("/proc/")
     name = "(in memory)" if in_memory else os.path.basename(request.model)
@@ -360,9 +336,9 @@ def _fill_in_child(
 
 
 def _check_space(folder: Path, size: int) -> None:
-    """A runtime that has no space to write to says so in many ways: so much is more than it needs.
+    """Allocate more space than preparing needs: a runtime without space has many messages.
 
-    Taken, not asked for: the user's quota counts as well as the disk's free blocks.
+    Not `statvfs`: the user's quota counts as well.
     """
     with tempfile.TemporaryFile(dir=folder) as file:
         try:
@@ -374,7 +350,7 @@ def _check_space(folder: Path, size: int) -> None:
 
 
 def _plain(request: EngineRequest) -> dict[str, Any]:
-    """A request as JSON has it."""
+    """A request as JSON."""
     plain = {name: getattr(request, name) for name in request.__dataclass_fields__}
     plain["device"] = str(request.device)
     for name in ("session_config", "provider_options"):

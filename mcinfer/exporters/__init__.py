@@ -1,1 +1,1 @@
-"""What masters say of themselves, as other systems collect it: one module for each, imported when wanted."""
+"""Metrics and traces for other systems: one module for each, imported when it is used."""

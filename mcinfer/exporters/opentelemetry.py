@@ -1,10 +1,11 @@
-"""Requests as spans of OpenTelemetry, by its API; where they go is for the SDK that the program sets up.
+"""Requests as spans of OpenTelemetry, by its API; the SDK that the program sets up decides where they go.
 
 Attributes are named as https://opentelemetry.io/docs/specs/semconv/general/naming/ asks: ``process.pid`` and
 ``error.type`` are OpenTelemetry's own, the others begin with ``mcinfer``. docs/observability.md lists them.
 """
 
 import time
+from collections.abc import Iterator
 
 from mcinfer import __version__
 from mcinfer.errors import InvalidInputError, MissingDependencyError
@@ -18,6 +19,8 @@ except ImportError as exc:
         "mcinfer.exporters.opentelemetry needs the package opentelemetry-api: "
         "pip install 'mcinfer[opentelemetry]'"
     ) from exc
+
+_Attributes = dict[str, AttributeValue]
 
 
 def request_spans(tracer_provider: trace.TracerProvider | None = None) -> TraceHook:
@@ -45,72 +48,51 @@ def request_spans(tracer_provider: trace.TracerProvider | None = None) -> TraceH
     tracer = trace.get_tracer("mcinfer", __version__, tracer_provider)
 
     def export(request: RequestTrace) -> None:
-        # The times are of a clock that nobody sets, spans are dated by one that is. Their distance is taken
-        # anew for each request, since the other may have been set, and once for all of its spans, so that
-        # stages that follow each other do so in the trace.
-        spans = _Spans(tracer, time.time_ns() - time.monotonic_ns())
-        spans.add_request(request)
+        # From `time.monotonic` to nanoseconds since 1970. The distance is taken anew for each request, since
+        # the system's time may have been set, and once for all spans of a request, so that they fit together.
+        offset = time.time_ns() - time.monotonic_ns()
 
-    return export
+        def date(seconds: float) -> int:
+            return round(seconds * 1e9) + offset
 
-
-class _Spans:
-    """Makes the spans of one request."""
-
-    __slots__ = ("_offset", "_tracer")
-
-    def __init__(self, tracer: trace.Tracer, offset_ns: int) -> None:
-        self._tracer = tracer
-        self._offset = offset_ns
-
-    def add_request(self, request: RequestTrace) -> None:
-        span = self._tracer.start_span(
+        whole = tracer.start_span(
             "mcinfer.request",
-            start_time=self._date(request.called),
+            start_time=date(request.called),
             attributes={
                 "mcinfer.request.number": request.request,
                 "mcinfer.request.rows": request.rows,
                 "mcinfer.request.outcome": request.outcome,
             },
         )
-        if span.is_recording():  # or the sampler does not want it
-            self._add_stages(span, request)
+        if whole.is_recording():  # else the sampler does not want it
+            below = trace.set_span_in_context(whole)
+            for name, start, end, attributes in _stages(request):
+                stage = tracer.start_span(
+                    name, below, attributes=attributes, start_time=date(start)
+                )
+                stage.end(date(end))
             if request.outcome == "failed" and request.error is not None:
                 kind = type(request.error)
-                span.set_attribute("error.type", f"{kind.__module__}.{kind.__qualname__}")
-                span.record_exception(request.error, timestamp=self._date(request.settled))
-                span.set_status(trace.Status(trace.StatusCode.ERROR, str(request.error)))
-        span.end(self._date(request.joined))
+                whole.set_attribute("error.type", f"{kind.__module__}.{kind.__qualname__}")
+                whole.record_exception(request.error, timestamp=date(request.settled))
+                whole.set_status(trace.Status(trace.StatusCode.ERROR, str(request.error)))
+        whole.end(date(request.joined))
 
-    def _add_stages(self, span: trace.Span, request: RequestTrace) -> None:
-        below = trace.set_span_in_context(span)
-
-        def add(
-            name: str,
-            start: float,
-            end: float,
-            attributes: dict[str, AttributeValue] | None = None,
-        ) -> None:
-            stage = self._tracer.start_span(
-                name, below, attributes=attributes, start_time=self._date(start)
-            )
-            stage.end(self._date(end))
-
-        add("mcinfer.stage", request.called, request.queued)
-        if request.shards:  # else nothing says when it left the queue
-            add("mcinfer.queue", request.queued, min(shard.sent for shard in request.shards))
-        for shard in request.shards:
-            add("mcinfer.run", shard.sent, shard.answered, _attributes(shard))
-        if request.outcome == "succeeded":
-            add("mcinfer.join", request.settled, request.joined)
-
-    def _date(self, seconds: float) -> int:
-        """A time of `time.monotonic` as nanoseconds since 1970."""
-        return round(seconds * 1e9) + self._offset
+    return export
 
 
-def _attributes(shard: ShardTrace) -> dict[str, AttributeValue]:
-    attributes: dict[str, AttributeValue] = {
+def _stages(request: RequestTrace) -> Iterator[tuple[str, float, float, _Attributes]]:
+    yield "mcinfer.stage", request.called, request.queued, {}
+    if request.shards:  # else nothing says when the request left the queue
+        yield "mcinfer.queue", request.queued, min(shard.sent for shard in request.shards), {}
+    for shard in request.shards:
+        yield "mcinfer.run", shard.sent, shard.answered, _attributes(shard)
+    if request.outcome == "succeeded":
+        yield "mcinfer.join", request.settled, request.joined, {}
+
+
+def _attributes(shard: ShardTrace) -> _Attributes:
+    attributes: _Attributes = {
         "mcinfer.shard.index": shard.shard,
         "mcinfer.shard.attempts": shard.attempts,
         "mcinfer.worker.index": shard.worker,

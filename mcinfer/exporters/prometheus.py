@@ -8,15 +8,15 @@ sets call that label as the metric is called, so no query could be written for s
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from operator import attrgetter
 from typing import get_args
 
 from mcinfer.errors import ClosedError, InvalidInputError, MissingDependencyError
 from mcinfer.master import Master
 from mcinfer.protocol import WorkerState
-from mcinfer.statistics import HealthState, Histogram, Statistics, WorkerStatistics
+from mcinfer.statistics import HealthState, Histogram, Statistics
 
 try:
     from prometheus_client.core import (
@@ -38,9 +38,6 @@ Values = tuple[str, ...]
 Snapshot = tuple[Values, Statistics]
 """The values of a master's labels, and its statistics."""
 
-_Read = Callable[[Statistics], Iterable[tuple[Values, float]]]
-"""Reads a family's values from statistics, by the values of the family's own labels."""
-
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 """https://prometheus.io/docs/concepts/data_model/: two underscores are Prometheus' own."""
 
@@ -50,140 +47,33 @@ _OWN = frozenset({*_PER_WORKER, "state", "outcome", "le"})
 _SERVING = (WorkerState.READY, WorkerState.BUSY)
 
 
-@dataclass(frozen=True, slots=True)
-class _Numbers:
-    """A family of gauges, or of counters, whose names end in ``_total``: its values, by label."""
-
-    name: str
-    text: str
-    read: _Read
-    labels: Values = ()
-
-
-def _one(of: Callable[[Statistics], float]) -> _Read:
-    return lambda s: (((), of(s)),)
-
-
-def _each_worker(of: Callable[[WorkerStatistics], Iterable[tuple[Values, float]]]) -> _Read:
-    return lambda s: (
-        ((str(w.index), w.device, *values), value) for w in s.workers for values, value in of(w)
-    )
-
-
-def _one_each(of: Callable[[WorkerStatistics], float]) -> _Read:
-    return _each_worker(lambda w: (((), of(w)),))
-
-
-def _states(known: Iterable[str], current: str) -> Iterator[tuple[Values, float]]:
-    """Whether each known state is the current one."""
-    return (((state,), state == current) for state in known)
-
-
-_NUMBERS = (
-    _Numbers(
-        "mcinfer_requests_total",
-        "Requests that were answered, or cancelled.",
-        lambda s: (
-            (("succeeded",), s.succeeded),
-            (("failed",), s.failed),
-            (("cancelled",), s.cancelled),
-        ),
-        ("outcome",),
-    ),
-    _Numbers(
-        "mcinfer_requests_in_flight",
-        "Requests that were taken and are not answered yet.",
-        _one(lambda s: s.in_flight),
-    ),
-    _Numbers(
-        "mcinfer_requests_queued",
-        "Requests in flight of which no piece was given to a worker yet.",
-        _one(lambda s: s.queued),
-    ),
-    _Numbers(
-        "mcinfer_shards_queued",
-        "Pieces of requests that wait for a worker.",
-        _one(lambda s: s.queued_shards),
-    ),
-    _Numbers(
-        "mcinfer_in_flight_bytes",
-        "Tensors of the requests in flight: inputs, and outputs of known shapes.",
-        _one(lambda s: s.in_flight_bytes),
-    ),
-    _Numbers(
-        "mcinfer_memory_bytes",
-        "Shared memory reserved for tensors.",
-        _one(lambda s: s.memory_bytes),
-    ),
-    _Numbers(
-        "mcinfer_memory_used_bytes",
+_OF_MASTER = (
+    ("requests_in_flight", "Requests that were taken and are not answered yet.", "in_flight"),
+    ("requests_queued", "Requests in flight of which no worker has a piece yet.", "queued"),
+    ("shards_queued", "Pieces of requests that wait for a worker.", "queued_shards"),
+    ("in_flight_bytes", "Inputs, and outputs of known shapes, in flight.", "in_flight_bytes"),
+    ("memory_bytes", "Shared memory reserved for tensors.", "memory_bytes"),
+    (
+        "memory_used_bytes",
         "Shared memory in use by requests, replaced weights, or arrays that callers hold.",
-        _one(lambda s: s.memory_used_bytes),
+        "memory_used_bytes",
     ),
-    _Numbers(
-        "mcinfer_weights_version",
-        "How often the replaceable weights were updated.",
-        _one(lambda s: s.weights_version),
-    ),
-    _Numbers(
-        "mcinfer_health",
-        "1 for the state that the master is in, 0 for the others.",
-        lambda s: _states(get_args(HealthState), s.health.state),
-        ("state",),
-    ),
-    _Numbers("mcinfer_workers", "Workers in all.", _one(lambda s: s.health.workers)),
-    _Numbers(
-        "mcinfer_workers_serving", "Workers that take requests.", _one(lambda s: s.health.serving)
-    ),
-    _Numbers(
-        "mcinfer_worker_up",
-        "1 if the worker has the model loaded: it is ready, or busy.",
-        _one_each(lambda w: w.state in _SERVING),
-        _PER_WORKER,
-    ),
-    _Numbers(
-        "mcinfer_worker_state",
-        "1 for the state that the worker is in, 0 for the others.",
-        _each_worker(lambda w: _states(WorkerState, w.state)),
-        (*_PER_WORKER, "state"),
-    ),
-    _Numbers(
-        "mcinfer_worker_restarts_total",
-        "How often the worker was started again.",
-        _one_each(lambda w: w.restarts),
-        _PER_WORKER,
-    ),
-    _Numbers(
-        "mcinfer_worker_runs_total",
-        "Runs of the engine that gave a result.",
-        _one_each(lambda w: w.runs),
-        _PER_WORKER,
-    ),
-    _Numbers(
-        "mcinfer_worker_shards_total",
-        "Pieces of requests that the worker answered, with a result or an error, or died on.",
-        _each_worker(lambda w: ((("succeeded",), w.completed), (("failed",), w.failed))),
-        (*_PER_WORKER, "outcome"),
-    ),
-    _Numbers(
-        "mcinfer_worker_busy_seconds_total",
-        "Time spent in the engine's own runs.",
-        _one_each(lambda w: w.busy_seconds),
-        _PER_WORKER,
-    ),
+    ("weights_version", "Number of updates of the replaceable weights.", "weights_version"),
+    ("workers", "Workers in all.", "health.workers"),
+    ("workers_serving", "Workers that take requests.", "health.serving"),
 )
+"""Numbers of a master: name, text, attribute of `Statistics`."""
 
-_HISTOGRAMS: tuple[tuple[str, str, Callable[[Statistics], Histogram]], ...] = (
-    (
-        "mcinfer_request_latency_seconds",
-        "Time from a call to its answer, of the requests that succeeded.",
-        lambda s: s.latency,
-    ),
-    (
-        "mcinfer_run_batch_rows",
-        "Rows of each run of the engine that succeeded.",
-        lambda s: s.batch_sizes,
-    ),
+_OF_WORKER = (
+    ("worker_restarts_total", "Number of restarts of the worker.", "restarts"),
+    ("worker_runs_total", "Runs of the engine that gave a result.", "runs"),
+    ("worker_busy_seconds_total", "Time spent in the engine's own runs.", "busy_seconds"),
+)
+"""Numbers of a worker: name, text, attribute of `WorkerStatistics`."""
+
+_HISTOGRAMS = (
+    ("request_latency_seconds", "Time from a call to its answer, if it succeeded.", "latency"),
+    ("run_batch_rows", "Rows of each run of the engine that succeeded.", "batch_sizes"),
 )
 
 
@@ -194,24 +84,76 @@ def families(labels: Sequence[str], snapshots: Sequence[Snapshot]) -> Iterator[M
         labels: Names of the labels that distinguish the masters.
         snapshots: Each with the values of the labels.
     """
-    for family in _NUMBERS:
-        counts = family.name.endswith("_total")
-        kind = CounterMetricFamily if counts else GaugeMetricFamily
-        numbers = kind(family.name, family.text, labels=(*labels, *family.labels))
+    workers = [
+        ((*values, str(worker.index), worker.device), worker)
+        for values, statistics in snapshots
+        for worker in statistics.workers
+    ]
+
+    def family(
+        name: str, text: str, own: Sequence[str], samples: Iterable[tuple[Values, float]]
+    ) -> Metric:
+        kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        made = kind(f"mcinfer_{name}", text, labels=(*labels, *own))
+        for values, value in samples:
+            made.add_metric(values, value)
+        return made
+
+    for name, text, attribute in _OF_MASTER:
+        read = attrgetter(attribute)
+        yield family(name, text, (), ((values, read(s)) for values, s in snapshots))
+    for name, text, attribute in _OF_WORKER:
+        read = attrgetter(attribute)
+        yield family(name, text, _PER_WORKER, ((values, read(w)) for values, w in workers))
+
+    yield family(
+        "requests_total",
+        "Requests that were answered, or cancelled.",
+        ("outcome",),
+        (
+            ((*values, outcome), getattr(s, outcome))
+            for values, s in snapshots
+            for outcome in ("succeeded", "failed", "cancelled")
+        ),
+    )
+    yield family(
+        "worker_shards_total",
+        "Pieces of requests that the worker answered, with a result or an error, or died on.",
+        (*_PER_WORKER, "outcome"),
+        (
+            ((*values, outcome), count)
+            for values, w in workers
+            for outcome, count in (("succeeded", w.completed), ("failed", w.failed))
+        ),
+    )
+    text = "1 for the state that the master is in, 0 for the others."
+    health = ((values, s.health.state) for values, s in snapshots)
+    yield family("health", text, ("state",), _states(get_args(HealthState), health))
+    text = "1 for the state that the worker is in, 0 for the others."
+    states = ((values, w.state) for values, w in workers)
+    yield family("worker_state", text, (*_PER_WORKER, "state"), _states(WorkerState, states))
+    text = "1 if the worker has the model loaded: it is ready, or busy."
+    ups = ((values, w.state in _SERVING) for values, w in workers)
+    yield family("worker_up", text, _PER_WORKER, ups)
+
+    for name, text, attribute in _HISTOGRAMS:
+        histograms = HistogramMetricFamily(f"mcinfer_{name}", text, labels=labels)
         for values, statistics in snapshots:
-            for own, value in family.read(statistics):
-                numbers.add_metric((*values, *own), value)
-        yield numbers
-    for name, text, read in _HISTOGRAMS:
-        histograms = HistogramMetricFamily(name, text, labels=labels)
-        for values, statistics in snapshots:
-            counted = read(statistics)
+            counted: Histogram = getattr(statistics, attribute)
             histograms.add_metric(values, _buckets(counted), counted.total)
         yield histograms
 
 
+def _states(
+    known: Iterable[str], states: Iterable[tuple[Values, str]]
+) -> Iterator[tuple[Values, bool]]:
+    """For each known state, whether it is the current one."""
+    names = [*known]
+    return (((*values, name), name == state) for values, state in states for name in names)
+
+
 def _buckets(counted: Histogram) -> list[tuple[str, float]]:
-    """As Prometheus wants them: each with all smaller values, the last one with all there are."""
+    """Prometheus' buckets: each also counts all smaller values, the last one all values."""
     bounds = (*map(str, counted.bounds), "+Inf")
     return [*zip(bounds, accumulate(counted.counts), strict=True)]
 

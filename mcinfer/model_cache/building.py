@@ -5,8 +5,7 @@
     caller   run_child(function, arguments) ──► python -m mcinfer.model_cache.building FD, one for each task
     child    one line of JSON in; lines of JSON out: {"progress": …}, then {"result": …} or {"error": text}
 
-The child ends with its parent (`mcinfer.process`). It belongs to the caller of `run_child`, which returns
-or raises only after the child's end.
+The child ends with its parent (`mcinfer.process`), and `run_child` returns or raises only after its end.
 """
 
 import json
@@ -36,23 +35,22 @@ FAILURE_FILE = "failure.txt"
 """File in place of a model: the runtime's message why the model cannot be prepared."""
 
 Progress = Callable[[Mapping[str, Any]], None]
-"""Called as preparing a model progresses, with ``seconds`` so far, ``written`` bytes, and ``bytes`` of
-the model."""
+"""Called with ``seconds`` so far, ``written`` bytes, and ``bytes`` of the model."""
 
 _READ_BYTES = 1 << 16
 _TICK = 0.5
 _MAX_SECONDS = 4 * 3600.0
-"""Default time limit of one task: no useful preparation takes as long."""
+"""Default time limit of one task."""
 
 _MAX_ANSWER_BYTES = 1 << 20
 
 
 class ChildFailedError(McinferError):
-    """The child ended without a result; another try may do better."""
+    """The child ended without a result; another try may succeed."""
 
 
 def about(entry: Path) -> Mapping[str, Any]:
-    """The content of an entry's `ABOUT_FILE`; empty if it is damaged or was removed meanwhile."""
+    """The content of an entry's `ABOUT_FILE`; empty if it is damaged or missing."""
     try:
         content = json.loads((entry / ABOUT_FILE).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -65,9 +63,7 @@ def ensure_prepared(
     options: EngineOptions = EngineOptions(),
     progress: Progress | None = None,
 ) -> Held:
-    """The prepared form of a model, for the CPU and ONNX Runtime; it is made if there is none yet.
-
-    For processes that import no engine: a child finds or makes it.
+    """The prepared form of an ONNX model for the CPU; a child process makes it if there is none yet.
 
     Args:
         model: Path of an ONNX model.
@@ -75,10 +71,10 @@ def ensure_prepared(
         progress: Called while it is made.
 
     Returns:
-        The entry of the cache, which is the caller's to close.
+        The entry of the cache, for the caller to close.
 
     Raises:
-        BuildError: It cannot be prepared, in the engine's own words, or the cache cannot be used.
+        BuildError: The model cannot be prepared (the engine's message), or the cache cannot be used.
     """
     path = Path(model).absolute()
     request = {
@@ -116,14 +112,14 @@ def run_child(
     pass_fds: Sequence[int] = (),
     most_seconds: float = _MAX_SECONDS,
 ) -> Any:
-    """Have a function of this package called in a process of its own.
+    """Call a function of this package in a process of its own.
 
     Args:
-        function: As ``module:name``.
-        arguments: What JSON can say. Before them the function gets one to call with its progress.
-        tick: Called with that, and every half second with the child's processor time so far,
+        function: ``module:name``. Its first argument is a function to call with its progress.
+        arguments: Further arguments: what JSON can say.
+        tick: Called with the progress, and every half second with the child's processor time so far,
             ``{"cpu": clock ticks}``.
-        pass_fds: Descriptors that the child is to hold, by the same numbers.
+        pass_fds: Descriptors for the child to inherit, by the same numbers.
         most_seconds: Time limit.
 
     Returns:
@@ -133,8 +129,12 @@ def run_child(
         BuildError: The function raised a `McinferError`; its text.
         ChildFailedError: The child crashed, was killed, took too long, or could not be started.
     """
-    task = {"function": function, "arguments": arguments}
-    start = {**task, "parent": os.getpid(), "path": import_path()}
+    start = {
+        "function": function,
+        "arguments": arguments,
+        "parent": os.getpid(),
+        "path": import_path(),
+    }
     ours, theirs = socket.socketpair()
     with ours:
         try:
@@ -144,16 +144,15 @@ def run_child(
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), *pass_fds),
-                process_group=0,  # Ctrl-C is for the parent to hear
+                process_group=0,  # Ctrl-C reaches the parent only
             )
         except OSError as exc:
             raise ChildFailedError(f"a process for it could not be started: {exc}") from exc
         finally:
             theirs.close()
         try:
-            answer = _talk(
-                ours, process.pid, json.dumps(start).encode() + b"\n", tick, most_seconds
-            )
+            ours.sendall(json.dumps(start).encode() + b"\n")
+            answer = _answer(ours, process.pid, tick, most_seconds)
         except (OSError, ValueError, EOFError) as exc:
             process.kill()
             status = process.wait()
@@ -166,16 +165,10 @@ def run_child(
     return answer["result"]
 
 
-def _talk(
-    channel: socket.socket, pid: int, task: bytes, tick: Progress, most_seconds: float
+def _answer(
+    channel: socket.socket, pid: int, tick: Progress, most_seconds: float
 ) -> dict[str, Any]:
-    """The child's answer.
-
-    Raises:
-        EOFError, OSError, ValueError: It ended without one.
-        ChildFailedError: It takes too long.
-    """
-    channel.sendall(task)
+    """The child's answer; EOFError, OSError or ValueError if it ended without one."""
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     rest, end = b"", monotonic() + most_seconds

@@ -5,21 +5,17 @@
     ROOT/KEY/            an entry: a manifest and the prepared files, never changed again
     ROOT/KEY.lock        empty; its flock says who uses or makes the entry, its mtime when it was last used
     ROOT/tmp-KEY-XXXX/   an entry that is being made or removed, or that a crash left behind
-    ROOT/sources/        digests of files that models were prepared from, kept by those who compute them
-    ROOT/splits/         how models' batches are split, as requests have shown it (`split_records`)
+    ROOT/sources/        digests of files that models were prepared from (`keys`)
+    ROOT/splits/         how models' batches are split (`split_records`)
 
-Rules of ownership:
-
-- A process that has an entry's files mapped holds LOCK_SH. One that makes or removes an entry holds
-  LOCK_EX. So a mapped entry is never removed. (Mappings of removed files would stay, and the disk would
-  stay full.)
+- A process that has an entry's files mapped holds LOCK_SH. One that makes or removes an entry holds LOCK_EX.
+  So a mapped entry is never removed.
 - A rename under LOCK_EX adds or removes an entry. A crash leaves a tmp folder, which never counts as an
   entry, and which the next holder of its key's LOCK_EX removes.
-- A lock file is removed only under its own LOCK_EX. So after a process takes a lock, it checks that the
-  path still leads to the locked file.
-- Only this user may write here: mcinfer does not use a ROOT that others could write to. Each method opens
-  ROOT, checks it and works below that descriptor, so it does not touch a folder that replaces ROOT
-  meanwhile.
+- A lock file is removed only under its own LOCK_EX. So after a process takes a lock, it checks that the path
+  still leads to the locked file.
+- Only this user may write to ROOT. Each method opens ROOT, checks it and works below that descriptor, so it
+  never touches a folder that replaces ROOT meanwhile.
 """
 
 import fcntl
@@ -35,7 +31,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcinfer.config import check_count, check_seconds
 from mcinfer.errors import InvalidInputError
 from mcinfer.model_cache.entries import (
     MANIFEST,
@@ -68,15 +63,12 @@ _LIMIT = re.compile(r"([0-9]{1,15}) ?([KMGT]?)(?:i?B)?")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _DEFAULT_LIMIT_BYTES = 50 * 2**30
 
-_MAX_DAMAGED_SECONDS = 5.0
-"""Longest wait for users of a damaged entry: they may use it for days, while a mere check is short."""
-
 _MAX_BUSY_SECONDS = 1.0
-_HASHED_BYTES = 100 << 20
-"""In a second, on a slow disk."""
+_MAX_DAMAGED_SECONDS = 30.0
+"""Longest wait for users of a damaged entry: a mere check is shorter, and users may need it for days."""
 
-_SHORTEST_PAUSE = 0.001
-_LONGEST_PAUSE = 0.05
+_PAUSE = 0.02
+"""Seconds between two tries to lock: flock knows no deadline, and an alarm would be the user's."""
 
 _Identity = tuple[int, int]
 """Distinguishes an entry from a later one with the same key: inode and ctime of its folder."""
@@ -95,19 +87,11 @@ def make_folder(path: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a tmp folder; one that cannot be removed stays, and is tried again at the next sweep."""
+    """Remove a tmp folder; if that fails, the next sweep tries again."""
     try:
         shutil.rmtree(folder)
     except OSError as exc:
         _log.warning("%s cannot be removed: %s", os.path.realpath(folder), exc)
-
-
-def _pauses() -> Iterator[float]:
-    """Seconds between two tries, growing: flock knows no deadline, and an alarm would be the user's."""
-    pause = _SHORTEST_PAUSE
-    while True:
-        yield pause
-        pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +101,7 @@ class EntryInfo:
     Attributes:
         key: The name of its folder.
         facts: What it was made from; empty if its manifest cannot be read.
-        bytes: What its files take of the disk.
+        bytes: Disk space of its files.
         used_at: When it was last made or opened, seconds as in `time.time`.
         in_use: Whether a process held it, or was making it.
     """
@@ -130,28 +114,17 @@ class EntryInfo:
 
 
 class Root:
-    """The cache's folder, while it is held open. What lies there is read and changed by these methods alone.
+    """The cache's folder, held open: `path` leads through its descriptor, `visible` is for people.
 
-    They raise OSError as it comes.
-
-    Attributes:
-        path: By its descriptor (`opened_root`).
-        visible: Where it is; for messages and for `Held.folder`.
+    Methods raise OSError, and `UnsoundEntryError` for a damaged entry.
     """
 
     def __init__(self, path: Path, visible: Path) -> None:
         self.path = path
         self.visible = visible
 
-    @classmethod
-    @contextmanager
-    def opened(cls, folder: Path) -> Iterator["Root"]:
-        """Check a folder and hold it open; raises as `opened_root`."""
-        with opened_root(folder) as path:
-            yield cls(path, folder)
-
     def identity(self, key: str) -> _Identity | None:
-        """The identity of the present entry; ``None`` if there is none."""
+        """The identity of the present entry, if there is one."""
         try:
             info = (self.path / key).lstat()
         except FileNotFoundError:
@@ -170,11 +143,7 @@ class Root:
         return sorted(stored)
 
     def take(self, key: str) -> Held | None:
-        """Hold an entry; ``None`` if it is gone, or its lock is not to be had just now.
-
-        Raises:
-            UnsoundEntryError: It is damaged.
-        """
+        """Hold an entry; None if it is gone, or another process has its lock."""
         folder = self.path / key
         lock = take_lock(folder, fcntl.LOCK_SH)
         if lock is None:
@@ -184,7 +153,7 @@ class Root:
             if self.identity(key) is not None:
                 facts, moved = check(folder)
                 if moved is not None:
-                    self._record_anew(folder, facts, moved)
+                    self._record_again(folder, facts, moved)
                 os.utime(lock)
                 opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
                 held = Held(self.visible / key, opened, facts, lock)
@@ -193,13 +162,10 @@ class Root:
                 os.close(lock)
         return held
 
-    def _record_anew(
+    def _record_again(
         self, folder: Path, facts: Mapping[str, Any], records: list[dict[str, Any]]
     ) -> None:
-        """Record new stamps, so that the files are not read each time; under LOCK_SH.
-
-        Others may do the same at once: each one's manifest is right, and takes its place by a rename.
-        """
+        """Record new stamps, so that the files are not read each time; several processes may do it."""
         with suppress(OSError):  # it is sound all the same
             draft = self.new_draft(folder.name)
             try:
@@ -216,18 +182,8 @@ class Root:
         """The tmp folders of a key. Under its LOCK_EX they are what a crash left."""
         return [self.path / match[0] for match in self._names(_DRAFT) if match[1] == key]
 
-    def publish(self, draft: Path, key: str, facts: Mapping[str, Any]) -> None:
-        """Make a tmp folder the entry of a key that has none; under its LOCK_EX.
-
-        Raises:
-            UnsoundEntryError: Something in it is not a regular file.
-        """
-        seal(draft, facts)
-        draft.rename(self.path / key)
-        sync(self.path)
-
     def clean(self, key: str, *, entry: bool) -> None:
-        """Remove all tmp folders of a key, and its entry or whatever is in its place; under its LOCK_EX."""
+        """Remove all tmp folders of a key, and its entry or what is in its place; under its LOCK_EX."""
         for left in self.drafts(key):
             _remove(left)
         if entry and self.identity(key):
@@ -236,7 +192,7 @@ class Root:
             _remove(draft)
 
     def empty(self, key: str, *, entry: bool) -> bool:
-        """`clean`, and remove the lock of nothing; whether that was done: not if another has the lock."""
+        """`clean`, and remove a lock without entry; False, and nothing is done, if the lock is taken."""
         lock = take_lock(self.path / key, fcntl.LOCK_EX)
         if lock is None:
             return False
@@ -248,15 +204,8 @@ class Root:
             os.close(lock)
         return True
 
-    def forget_notes(self) -> None:
-        """Remove what is remembered of models: what entries were made from, how batches are split."""
-        for folder in ("sources", "splits"):
-            with suppress(FileNotFoundError):
-                for note in (self.path / folder).iterdir():
-                    note.unlink(missing_ok=True)
-
     def sweep(self) -> None:
-        """Remove what crashes left: tmp folders of keys that are not locked, and locks of nothing."""
+        """Remove what crashes left: tmp folders of keys that are not locked, and locks without entries."""
         left = {match[1] for match in self._names(_DRAFT)}
         left |= {match[1] for match in self._names(_LOCK)} - {m[0] for m in self._names(_KEY)}
         for key in sorted(left):
@@ -269,8 +218,7 @@ class Root:
 class Cache:
     """A folder of entries, which any number of threads and processes may use at once.
 
-    Methods raise `CacheUnusableError` where the cache cannot be read or written to, or others could change
-    it.
+    Methods raise `CacheUnusableError` if the cache cannot be read or written, or others could change it.
 
     Attributes:
         folder: ROOT, absolute; may be missing until an entry is made.
@@ -278,12 +226,6 @@ class Cache:
     """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
-        """Name the folder; nothing is read or written yet.
-
-        Raises:
-            InvalidInputError: The limit is not a number of bytes.
-        """
-        check_count("limit_bytes", limit_bytes, 0)
         self.folder = folder.absolute()
         self.limit_bytes = limit_bytes
 
@@ -291,8 +233,8 @@ class Cache:
     def default(cls) -> "Cache":
         """The cache of this user.
 
-        In ``$MCINFER_CACHE``, else ``$XDG_CACHE_HOME/mcinfer``, else ``~/.cache/mcinfer``. Its limit is
-        ``$MCINFER_CACHE_LIMIT``, bytes or ``500M``, ``20G`` (K, M, G, T: powers of 1024), else 50 GiB.
+        Its folder is ``$MCINFER_CACHE``, else ``$XDG_CACHE_HOME/mcinfer``, else ``~/.cache/mcinfer``. Its
+        limit is ``$MCINFER_CACHE_LIMIT`` (bytes, or ``500M``, ``20G``: powers of 1024), else 50 GiB.
 
         Raises:
             InvalidInputError: MCINFER_CACHE_LIMIT is of another form.
@@ -319,11 +261,7 @@ class Cache:
 
     @contextmanager
     def notes(self, name: str) -> Iterator[Path]:
-        """A folder of what is remembered of models, ``sources`` or ``splits``; made if it is missing.
-
-        Yields:
-            Its path by a descriptor, for this process and as long as the context lasts.
-        """
+        """The folder ``sources`` or ``splits``, by its descriptor while the context lasts."""
         with ExitStack() as opened:
             with unusable(self.folder):
                 make_folder(self.folder)
@@ -334,19 +272,19 @@ class Cache:
 
     @contextmanager
     def _existing(self) -> Iterator[Root | None]:
-        """ROOT, if there is one; what the system refuses meanwhile is a `CacheUnusableError`."""
+        """ROOT, if it exists; errors of the system inside become a `CacheUnusableError`."""
         with unusable(self.folder), ExitStack() as opened:
             root: Root | None = None
             with suppress(FileNotFoundError):
-                root = opened.enter_context(Root.opened(self.folder))
+                root = Root(opened.enter_context(opened_root(self.folder)), self.folder)
             yield root
 
     def open(self, key: str) -> Held | None:
         """Hold an entry that is there and sound.
 
         Returns:
-            ``None`` if there is none, if it is damaged (a warning says how), or if another process makes or
-            removes it for longer than a second: `make` sorts that out.
+            None if there is no such entry, if it is damaged (a warning says how), or if another process makes
+            or removes it for longer than a second.
 
         Raises:
             InvalidInputError: The key is not of the form of one.
@@ -356,17 +294,14 @@ class Cache:
         with self._existing() as root:
             if root is None:
                 return None
-            start = time.monotonic()
-            for pause in _pauses():
+            end = time.monotonic() + _MAX_BUSY_SECONDS
+            while True:
                 held, damaged = self._take(root, key, None)
-                settled = held is not None or damaged is not None
-                # Another process may be looking whether it is in use, which takes the lock for a moment.
-                if settled or root.identity(key) is None:
+                # Another process may be checking whether it is in use, which takes the lock for a moment.
+                busy = held is None and damaged is None and root.identity(key) is not None
+                if not busy or time.monotonic() > end:
                     return held
-                if time.monotonic() - start > _MAX_BUSY_SECONDS:
-                    break
-                time.sleep(pause)
-        return None
+                time.sleep(_PAUSE)
 
     def make(
         self,
@@ -382,39 +317,32 @@ class Cache:
         Args:
             key: `entry_key` of the facts.
             facts: What the entry is made from: what JSON can say.
-            fill: Called with a new folder, in which it leaves regular files and no ``manifest.json``, and
-                with the descriptor of the lock. A process that inherits it holds the lock on its own, so
-                that no other makes this entry while that process lives. What it raises passes through.
-            wait: Seconds to wait for others who make the entry and do not get on with it, or who use a
-                damaged one (then 5 and a second for each 100 MB at most).
-            progress: Called with the bytes that others have written, each time that they are seen to get on.
+            fill: Called with a new folder, to put regular files into it, and with the descriptor of the lock:
+                a process that inherits the descriptor keeps others from making this entry while it lives.
+                An exception of `fill` passes through.
+            wait: Seconds to wait for another process that makes the entry and makes no progress, or that uses
+                a damaged one (then 30 at most).
+            progress: Called with the bytes that another process has written, when these change.
 
         Raises:
-            InvalidInputError: The key is not that of the facts.
-            CacheUnusableError: The folder cannot be written to, the disk is full, others could change
-                the folder, or the time is over.
+            CacheUnusableError: The folder cannot be written to, the disk is full, others could change the
+                folder, or the time is over.
         """
-        check_seconds("wait", wait)
-        if key != entry_key(facts):
-            raise InvalidInputError(f"key: got {key!r}, expected {entry_key(facts)!r} of the facts")
         with ExitStack() as opened:
             with unusable(self.folder):
                 make_folder(self.folder)
-                root = opened.enter_context(Root.opened(self.folder))
+                root = Root(opened.enter_context(opened_root(self.folder)), self.folder)
             damaged: _Identity | None = None
-            patience = _MAX_DAMAGED_SECONDS + disk_bytes(root.path / key) / _HASHED_BYTES
             seen: object = None
-            waited = False
             since = time.monotonic()
-            pauses = _pauses()
+            waited = False
             while True:
-                # First as a user: who waits for LOCK_EX alone waits for all users of a finished entry.
+                # First as a user: LOCK_EX alone would wait for all users of a finished entry.
                 with unusable(self.folder):
                     held, damaged = self._take(root, key, damaged)
                 held = held or self._prepare(root, key, facts, fill, damaged)
                 if held is not None:
-                    self._evict_after_making()
-                    return held
+                    break
                 with unusable(self.folder):
                     there = root.identity(key)
                     written = sum(map(disk_bytes, root.drafts(key)))
@@ -423,7 +351,7 @@ class Cache:
                     seen, since = (there, written), now
                     if progress is not None:
                         progress(written)
-                limit = min(wait, patience) if damaged and there == damaged else wait
+                limit = min(wait, _MAX_DAMAGED_SECONDS) if damaged and there == damaged else wait
                 if now - since >= limit:
                     raise CacheUnusableError(
                         f"{self.folder / key}: another process has been preparing it, or using a damaged "
@@ -432,14 +360,12 @@ class Cache:
                 if not waited:
                     waited = True
                     _log.info("waiting for another process that prepares %s", self.folder / key)
-                time.sleep(next(pauses))
-
-    def _evict_after_making(self) -> None:
-        """As `evict`; the entry is made all the same where that fails."""
+                time.sleep(_PAUSE)
         try:
             self.evict()
-        except CacheUnusableError as exc:
+        except CacheUnusableError as exc:  # the entry is made all the same
             _log.warning("no entries were evicted: %s", exc)
+        return held
 
     def entries(self) -> list[EntryInfo]:
         """All entries, damaged ones too, the most recently used last."""
@@ -458,36 +384,31 @@ class Cache:
             ]
 
     def clear(self) -> tuple[int, int]:
-        """Remove all unused entries, and what crashes left.
+        """Remove all unused entries, notes on models, and what crashes left.
 
         Returns:
             Bytes freed, and how many entries were left because they are in use.
         """
         with self._existing() as root:
             if root is not None:
-                root.forget_notes()
+                for note in (*root.path.glob("sources/*"), *root.path.glob("splits/*")):
+                    note.unlink(missing_ok=True)
         return self._shrink(0)
 
     def evict(self) -> int:
         """Remove the least recently used entries beyond the limit, and what crashes left.
 
-        Entries in use stay, and count towards the limit.
-
-        Returns:
-            Bytes freed.
+        Entries in use stay, and count towards the limit. Returns the bytes freed.
         """
         return self._shrink(self.limit_bytes)[0]
 
     def _take(
         self, root: Root, key: str, damaged: _Identity | None
     ) -> tuple[Held | None, _Identity | None]:
-        """Hold an entry unless it is damaged, and say which one is known to be.
+        """Hold an entry, and say which one is known to be damaged.
 
-        Args:
-            root: Where it lies.
-            key: The entry's key.
-            damaged: The entry that is known to be damaged. It is not looked at again: that would read all of
-                its files, under a lock that keeps others from making it anew.
+        A damaged one is not checked again: that would read all of its files, under a lock that keeps others
+        from making it again.
         """
         there = root.identity(key)
         if there in (None, damaged):
@@ -506,7 +427,7 @@ class Cache:
         fill: Callable[[Path, int], None],
         damaged: _Identity | None,
     ) -> Held | None:
-        """Make an entry and hold it; ``None`` if its lock is not to be had, or another one is there."""
+        """Make an entry and hold it; None if another process has the lock, or has made it."""
         with unusable(self.folder):
             lock = take_lock(root.path / key, fcntl.LOCK_EX)
         if lock is None:
@@ -520,7 +441,9 @@ class Cache:
             try:
                 fill(draft, lock)
                 with unusable(self.folder):
-                    root.publish(draft, key, facts)
+                    seal(draft, facts)
+                    draft.rename(root.path / key)
+                    sync(root.path)
             except BaseException:
                 shutil.rmtree(draft, ignore_errors=True)
                 # A child that the user has forked meanwhile has the descriptor as well.
@@ -544,7 +467,7 @@ class Cache:
             stored = root.stored()
             excess = sum(size_bytes for _, _, size_bytes in stored) - limit_bytes
             for _, key, size_bytes in stored:
-                # At a limit of 0 an entry goes even where it takes nothing of the disk.
+                # At a limit of 0 an entry is removed even if its files take no space.
                 if limit_bytes and freed >= excess:
                     break
                 if root.empty(key, entry=True):

@@ -6,16 +6,13 @@
     KEY/...             the prepared files, mode 0400
     KEY.lock            empty; a flock on it holds the entry
 
-The key is a digest of the facts that the files were made from. The stamps change when a file does: inode,
-mtime and ctime. No program can set a ctime back, so if the stamps are those in the manifest, the gigabytes
-of the files need not be read again. If they differ (a restored backup, the layer of a container image), the
-SHA-256 decides.
+The key is a digest of the facts that the files were made from. No program can set a file's ctime back. So if
+the stamps are those in the manifest, the gigabytes of the files need not be read again; if they differ (a
+restored backup, the layer of a container image), the SHA-256 decides.
 
 A lock belongs to the open file, not to the process: it lasts until the last copy of the descriptor is
-closed, in any process (flock(2)). So this code closes descriptors, and never unlocks them.
-
-Folders are held by descriptors as well: after the check, all access goes through ``/proc/self/fd/N``, the
-path of the descriptor. So a folder that replaces it after the check is never read or written.
+closed, in any process (flock(2)). So this code closes descriptors, and never unlocks them. Folders are held
+by descriptors as well (``/proc/self/fd/N``), so a folder that replaces one after its check is never used.
 """
 
 import fcntl
@@ -36,22 +33,21 @@ from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.process import is_own_user_known
 
 MANIFEST = "manifest.json"
-"""The name of the manifest within its folder."""
 
 _FORMAT = 1
 _KEY_CHARACTERS = 32
 
 
 class UnsoundEntryError(McinferError):
-    """An entry is not what its manifest says, or others could change it; says what is wrong."""
+    """An entry is not what its manifest says, or others could change it."""
 
 
 class CacheUnusableError(McinferError):
-    """The cache cannot be used, so the model is loaded without it; says why."""
+    """The cache cannot be used, so the model is loaded without it."""
 
 
 _Record = dict[str, Any]
-"""Of one file: ``name``, ``size_bytes``, ``sha256`` and its stamps: ``inode``, ``mtime_ns``, ``ctime_ns``."""
+"""Of one file: ``name``, ``size_bytes``, ``sha256`` and its stamps."""
 
 
 def _record(name: str, info: os.stat_result, sha256: str) -> _Record:
@@ -65,16 +61,8 @@ def _record(name: str, info: os.stat_result, sha256: str) -> _Record:
     }
 
 
-_NUMBERS = ("size_bytes", "inode", "mtime_ns", "ctime_ns")
-_RECORD_TYPES = {"name": str, "sha256": str, **dict.fromkeys(_NUMBERS, int)}
-
-
 def entry_key(facts: Mapping[str, Any]) -> str:
-    """The key of what is made from these facts: the start of the SHA-256 of their JSON, 32 characters.
-
-    Raises:
-        InvalidInputError: The facts are not JSON.
-    """
+    """The key of what is made from these facts: the start of the SHA-256 of their JSON, 32 characters."""
     try:
         # Read back first: keys that are numbers become text, which is sorted otherwise.
         plain = json.loads(_to_json(dict(facts)))
@@ -84,12 +72,11 @@ def entry_key(facts: Mapping[str, Any]) -> str:
 
 
 def _to_json(value: object) -> bytes:
-    """The one way to write a value: keys sorted, ASCII, no white space."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def access_fault(info: os.stat_result) -> str | None:
-    """Why others could change a file or folder, or nothing."""
+    """The reason why others could change a file or folder; None if they cannot."""
     if info.st_uid != os.geteuid():
         return f"belongs to user {info.st_uid}, expected {os.geteuid()}"
     if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -98,34 +85,24 @@ def access_fault(info: os.stat_result) -> str | None:
 
 
 def seal(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Make a folder an entry: its files read-only and on disk, then its manifest.
-
-    Raises:
-        UnsoundEntryError: Something in it is not a regular file.
-        OSError: It cannot be read or written, or the disk is full.
-    """
-    records = [_seal_file(path) for path in sorted(folder.iterdir())]
+    """Make a folder an entry: its files read-only and on disk, then its manifest."""
+    records = []
+    for path in sorted(folder.iterdir()):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise UnsoundEntryError(f"{path.name} is not a regular file")
+        path.chmod(0o400)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            # The stamps before the digest: a write in between then shows in them.
+            info = os.fstat(file.fileno())
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            records.append(_record(path.name, info, sha256))
     write_manifest(folder, facts, records)
     sync(folder)
 
 
-def _seal_file(path: Path) -> _Record:
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise UnsoundEntryError(f"{path.name} is not a regular file")
-    path.chmod(0o400)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        # The stamps before the digest: what is written meanwhile then shows in them.
-        info = os.fstat(file.fileno())
-        return _record(path.name, info, hashlib.file_digest(file, "sha256").hexdigest())
-
-
 def write_manifest(folder: Path, facts: Mapping[str, Any], records: Sequence[_Record]) -> None:
-    """Write the manifest, which must not be there yet, to the disk.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Write the manifest, which must not be there yet, to the disk."""
     manifest = {"format": _FORMAT, "facts": dict(facts), "files": [*records]}
     with (folder / MANIFEST).open("xb") as file:
         file.write(json.dumps(manifest, indent=1, allow_nan=False).encode())
@@ -135,7 +112,7 @@ def write_manifest(folder: Path, facts: Mapping[str, Any], records: Sequence[_Re
 
 
 def sync(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Write the names in a folder to the disk."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -144,18 +121,13 @@ def sync(folder: Path) -> None:
 
 
 def check(folder: Path) -> tuple[dict[str, Any], list[_Record] | None]:
-    """Check an entry against its manifest; reads the files only where their stamps have changed.
-
-    Args:
-        folder: Its name is the key.
+    """Check an entry against its manifest and its folder's name; reads only files whose stamps have changed.
 
     Returns:
-        The facts that it was made from, as JSON gives them back; and, where stamps differed from those in the
-        manifest, the records with the stamps of now.
+        The facts, as JSON gives them back; and, if stamps differ from the manifest's, new records.
 
     Raises:
-        UnsoundEntryError: It does not fit, or others could change it.
-        OSError: It cannot be read.
+        UnsoundEntryError: The entry is not what the manifest says, or others could change it.
     """
     info = folder.lstat()
     if not stat.S_ISDIR(info.st_mode):
@@ -167,13 +139,13 @@ def check(folder: Path) -> tuple[dict[str, Any], list[_Record] | None]:
         raise UnsoundEntryError(f"{MANIFEST} is missing")
     _check_regular(folder / MANIFEST)
     facts, records = _read_manifest(folder)
-    expected = {MANIFEST, *(record["name"] for record in records)}
+    expected = {MANIFEST, *records}
     if names != expected:
         raise UnsoundEntryError(
             f"missing files: {sorted(expected - names)}, unknown files: {sorted(names - expected)}"
         )
-    current = [_check_file(folder, record) for record in records]
-    return facts, current if current != records else None
+    current = [_check_file(folder / name, record) for name, record in records.items()]
+    return facts, current if current != [*records.values()] else None
 
 
 def _check_regular(path: Path) -> os.stat_result:
@@ -185,45 +157,48 @@ def _check_regular(path: Path) -> os.stat_result:
     return info
 
 
-def _read_manifest(folder: Path) -> tuple[dict[str, Any], list[_Record]]:
-    """The facts and the records, all of the right types, with facts that fit the folder's name."""
+def _read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, _Record]]:
+    """The facts, which fit the folder's name, and the records by the files' names."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         version, facts, files = manifest["format"], manifest["facts"], manifest["files"]
         key = entry_key(facts)
-        types = [{name: type(value) for name, value in item.items()} for item in files]
+        records = {str(one["name"]): _record_of(one) for one in files}
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as exc:
-        raise UnsoundEntryError(f"{MANIFEST} is none: {exc}") from exc
+        raise UnsoundEntryError(f"{MANIFEST} is not a manifest: {exc}") from exc
     if version != _FORMAT:
         raise UnsoundEntryError(f"its format is {version!r}, expected {_FORMAT}")
     if key != folder.name:
         raise UnsoundEntryError(f"its facts have the key {key}, expected {folder.name}")
-    if any(found != _RECORD_TYPES for found in types):
-        raise UnsoundEntryError(f"{MANIFEST}: got {files!r}, expected records of files")
-    return facts, files
+    return facts, records
 
 
-def _check_file(folder: Path, record: _Record) -> _Record:
+def _record_of(found: Mapping[str, Any]) -> _Record:
+    if not {"size_bytes", "sha256"} <= found.keys():
+        raise ValueError(f"got {found!r}, expected the record of a file")
+    return dict(found)
+
+
+def _check_file(path: Path, record: _Record) -> _Record:
     """The record of a file as it is now."""
-    path = folder / record["name"]
     info = _check_regular(path)
     if info.st_size != record["size_bytes"]:
         raise UnsoundEntryError(
-            f"{record['name']} has {info.st_size} bytes, expected {record['size_bytes']}"
+            f"{path.name} has {info.st_size} bytes, expected {record['size_bytes']}"
         )
-    current = _record(record["name"], info, record["sha256"])
+    current = _record(path.name, info, record["sha256"])
     if current != record:
         with path.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         if sha256 != record["sha256"]:
             raise UnsoundEntryError(
-                f"{record['name']} has the SHA-256 {sha256}, expected {record['sha256']}"
+                f"{path.name} has the SHA-256 {sha256}, expected {record['sha256']}"
             )
     return current
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
-    """The facts of an entry, whose files are not looked at; empty if its manifest cannot be read."""
+    """The facts of an entry, whose files are not checked; empty if its manifest cannot be read."""
     try:
         return _read_manifest(folder)[0]
     except (OSError, UnsoundEntryError):
@@ -231,7 +206,7 @@ def facts_of(folder: Path) -> dict[str, Any]:
 
 
 def disk_bytes(folder: Path) -> int:
-    """How much of the disk the files of an entry take."""
+    """Bytes of the disk that the files of an entry take."""
     try:
         with os.scandir(folder) as files:
             # st_blocks counts 512 bytes, whatever the file system's blocks are (stat(2)).
@@ -248,7 +223,7 @@ _BY_DESCRIPTOR = re.compile(r"/proc/self/fd/\d+")
 
 @contextmanager
 def unusable(place: Path) -> Iterator[None]:
-    """What the system refuses, and an entry that is not sound, as a `CacheUnusableError`."""
+    """Turn an OSError, and an entry that is not sound, into a `CacheUnusableError`."""
     try:
         yield
     except (OSError, UnsoundEntryError) as exc:
@@ -259,33 +234,30 @@ def unusable(place: Path) -> Iterator[None]:
 class Held:
     """An entry that stays while this object lives, or any process with a copy of its lock descriptor.
 
+    It owns the two descriptors that it is made from.
+
     Attributes:
         folder: Where its files are, read-only.
-        opened: The same folder by a descriptor, for this process while this object is open. What is loaded
-            from here is what was checked.
+        opened: The same folder by a descriptor, for this process while this object is open: files loaded from
+            here are those that were checked.
         key: The name of that folder.
-        facts: What it was made from, as JSON gives it back.
+        facts: The facts that the entry was made from, as JSON gives them back.
         lock: A descriptor that holds LOCK_SH, closed by `execve`; -1 after `close`.
     """
 
     def __init__(self, folder: Path, folder_fd: int, facts: Mapping[str, Any], lock: int) -> None:
-        """Take descriptors of the folder and of its lock, which are this object's from now on."""
         self.folder = folder
         self.opened = _path_of(folder_fd)
         self.key = folder.name
         self.facts = facts
         self.lock = lock
         self._let_go = weakref.finalize(self, _close, folder_fd, lock)
-        # At the interpreter's end the kernel closes it, after all that is still mapped by then.
+        # At the interpreter's end the kernel closes them, after all that is still mapped by then.
         self._let_go.atexit = False
 
     @classmethod
     def adopt(cls, folder_fd: int, lock_fd: int) -> "Held":
-        """Hold an entry through descriptors that another process has sent.
-
-        Args:
-            folder_fd: Descriptor of the entry's folder.
-            lock_fd: A copy of the sender's `lock`. Both are this object's, and closed if there is none.
+        """Hold an entry through descriptors that another process has sent; closes both if it fails.
 
         Raises:
             CacheUnusableError: The folder is not at the same path here (another mount namespace), the entry
@@ -293,7 +265,14 @@ class Held:
         """
         adopted = False
         try:
-            folder = _visible_path(folder_fd)
+            link = _path_of(folder_fd)
+            with unusable(link):
+                folder = link.readlink()
+            if not _leads_to(folder, folder_fd):
+                raise CacheUnusableError(
+                    f"the folder {folder} of the shared model is not visible here: mount it at the same "
+                    "path"
+                )
             with unusable(folder.parent), opened_root(folder.parent) as root:
                 place = root / folder.name
                 if not (_leads_to(place, folder_fd) and _leads_to(lock_path(place), lock_fd)):
@@ -312,7 +291,7 @@ class Held:
                 _close(folder_fd, lock_fd)
 
     def close(self) -> None:
-        """Let the entry go; what is still mapped must not be used any more."""
+        """Release the entry; nothing that is still mapped from it may be used afterwards."""
         self._let_go()
         self.lock = -1
 
@@ -326,18 +305,6 @@ def _path_of(fd: int) -> Path:
     return Path(f"/proc/self/fd/{fd}")
 
 
-def _visible_path(folder_fd: int) -> Path:
-    """Where a folder is, if that path leads to it in this process too."""
-    link = _path_of(folder_fd)
-    with unusable(link):
-        path = link.readlink()
-    if not _leads_to(path, folder_fd):
-        raise CacheUnusableError(
-            f"the folder {path} of the shared model is not visible here: mount it at the same path"
-        )
-    return path
-
-
 def _leads_to(path: Path, fd: int) -> bool:
     try:
         return os.path.samestat(path.stat(), os.fstat(fd))
@@ -346,7 +313,6 @@ def _leads_to(path: Path, fd: int) -> bool:
 
 
 def lock_path(folder: Path) -> Path:
-    """Where the lock of an entry is."""
     return folder.with_name(f"{folder.name}.lock")
 
 
@@ -354,15 +320,14 @@ def lock_path(folder: Path) -> Path:
 def opened_root(root: Path) -> Iterator[Path]:
     """The path of a folder by its descriptor, for as long as the context lasts.
 
-    Only this user may change what is in the folder, or put another in its place. So neither a group nor
-    others may write to a folder above it, as with OpenSSH's StrictModes, unless that folder is sticky: there
-    only owners rename. A group that is the user's own counts as the user, as in Debian's OpenSSH: under a
-    umask of 002, which goes with such groups, ``~/.cache`` often has the mode 0775. Where it is not certain
-    that the group is the user's own, the cache is refused.
+    Only this user may be able to change or replace the folder. So neither a group nor others may write to a
+    folder above it, as with OpenSSH's StrictModes, unless that folder is sticky: there only owners rename. A
+    group that is certainly the user's own counts as the user, as in Debian's OpenSSH: under a umask of 002,
+    which goes with such groups, ``~/.cache`` often has the mode 0775.
 
     Raises:
         CacheUnusableError: Others could change it.
-        OSError: There is none, or it cannot be reached.
+        OSError: It does not exist, or cannot be reached.
     """
     if not is_own_user_known():
         raise CacheUnusableError(
@@ -421,7 +386,7 @@ def _is_private(fd: int, gid: int) -> bool:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process uses, makes or removes an entry; nothing is written to find out."""
+    """Whether a process uses, makes or removes an entry; writes nothing."""
     try:
         lock = os.open(lock_path(folder), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -436,20 +401,20 @@ def is_locked(folder: Path) -> bool:
 
 
 def take_lock(folder: Path, kind: int) -> int | None:
-    """Lock an entry, without waiting.
+    """Lock an entry, which need not exist, without waiting.
 
     Args:
-        folder: The entry's folder, which need not exist.
+        folder: The entry's folder.
         kind: `fcntl.LOCK_SH` to use it, `fcntl.LOCK_EX` to make or remove it.
 
     Returns:
-        A descriptor that holds the lock, which is the caller's; ``None`` if it is not to be had just now.
+        A descriptor that holds the lock, for the caller to close; None if another process has the lock.
     """
     path = lock_path(folder)
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
-        # Its last holder may have removed it with its entry; then it is the lock of nothing.
+        # Its last holder may have removed it with its entry.
         if _leads_to(path, lock):
             return lock
     except BlockingIOError:

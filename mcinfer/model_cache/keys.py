@@ -5,8 +5,8 @@ records the stamps of each model's files when they are read: while device, inode
 the same, so does the content. Only the kernel sets a file's ctime.
 
 A write through a mapping sets the times only at the first write to a clean page. So files are synced to the
-disk before their stamps are read: then all pages are clean. File systems in memory do not set the times
-then, so stamps of files there are not recorded.
+disk before their stamps are read. File systems in memory do not set the times then, so stamps of files there
+are not recorded.
 """
 
 import hashlib
@@ -31,10 +31,7 @@ _VERSION = 1
 """Version of the digest and the records: increase it when either, or the result of `scan`, changes."""
 
 _FRESH_NS = 2_000_000_000
-"""A file that changed less than this ago may change again within the same tick of its file system's clock.
-
-The coarsest are FAT's two seconds.
-"""
+"""A file that changed since may change again within the same tick of its file system's clock (FAT: 2 s)."""
 
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 """Types of file systems on which writing through a mapping leaves a file's times as they are."""
@@ -46,16 +43,7 @@ _MAX_HASHED_BYTES = 64 << 20
 
 
 class Stamp(NamedTuple):
-    """The state of a file: while all of it is the same, the content is.
-
-    Attributes:
-        path: Absolute; links are not resolved.
-        device: As in stat(2), like those that follow.
-        inode: Another file put in the place of the old one has another.
-        size: In bytes.
-        mtime_ns: When the content changed, unless a program set it.
-        ctime_ns: When the content or anything else of the file changed.
-    """
+    """The state of a file as in stat(2), by its absolute path; links are not resolved."""
 
     path: str
     device: int
@@ -71,8 +59,8 @@ class Source:
 
     Attributes:
         digest: SHA-256 of the model and of its external data, in hexadecimal digits.
-        stamps: Stamps of the files when they were read: the model, then its external data, each file once
-            for each way the model writes its place.
+        stamps: Of the files when they were read: the model, then its external data, in the order and as often
+            as the model names it.
     """
 
     digest: str
@@ -84,7 +72,7 @@ class Source:
         return sum(stamp.size for stamp in self.stamps)
 
     def unchanged(self) -> bool:
-        """Whether the files still are those that were read, as far as their stamps tell."""
+        """Whether the files still are those that were read, by their stamps."""
         try:
             return self.stamps == tuple(_stamp(stamp.path) for stamp in self.stamps)
         except OSError:
@@ -101,13 +89,12 @@ def read_source(
 
     Args:
         path: An ONNX model.
-        folder: Where its external data lies; None or empty, as ONNX Runtime has it: beside the model.
-        memory: Folder of mode 0700 in which digests are remembered; None remembers nothing. What
-            cannot be read or written there is as good as not remembered.
+        folder: Folder of its external data; None or empty: beside the model, as in ONNX Runtime.
+        memory: Folder of mode 0700 with remembered digests, if any; its errors are ignored.
 
     Raises:
-        BuildError: It is no ONNX model; external data is missing, is no file or lies outside of its
-            folder; a file changed while it was read.
+        BuildError: Not an ONNX model; external data is missing, not a file or outside of its folder; a file
+            changed while it was read.
         OSError: The model cannot be opened.
     """
     model = Path(path).absolute()  # not os.path.abspath: it takes "link/.." for nothing
@@ -123,23 +110,24 @@ def read_source(
     last_ns = max(max(stamp.mtime_ns, stamp.ctime_ns) for stamp in source.stamps)
     fresh = last_ns >= started_ns - _FRESH_NS
     if notes is not None and not fresh and not _lies_in_memory(source.stamps):
-        _remember(notes, source)
+        content = {"version": _VERSION, "digest": source.digest, "stamps": source.stamps}
+        with suppress(OSError):
+            write_atomically(notes, json.dumps(content))
     return source
 
 
 def model_identity(path: str) -> str:
-    """Distinguishes a model from another one at the same path: a digest, or stamps of files that are large.
+    """Distinguishes a model from another one at the same path; empty if the file cannot be read.
 
-    External data counts by its stamps. Empty if the file cannot be read; its engine says why.
+    It is a digest of the content, or of the stamps of a large file and of external data.
     """
     try:
         with open_regular(path) as (descriptor, info):
             digest = hashlib.sha256()
-            if info.st_size > _MAX_HASHED_BYTES:
-                digest.update(_text(_stamp(path)))
-            else:
-                for part in chunks(descriptor, info.st_size):
-                    digest.update(part)
+            large = info.st_size > _MAX_HASHED_BYTES
+            parts = [_text(_stamp(path))] if large else chunks(descriptor, info.st_size)
+            for part in parts:
+                digest.update(part)
     except (OSError, BuildError):
         return ""
     with suppress(OSError, BuildError):  # it is no ONNX file, or they are not in place
@@ -157,18 +145,15 @@ def _stamp(path: str) -> Stamp:
     return Stamp(path, info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
 
-# Reading.
-
-
 def _settled_stamp(path: str) -> Stamp:
-    """The stamp of a file that a later write changes in any case."""
+    """The stamp of a file, after a sync: each later write changes it."""
     with suppress(OSError), open_regular(path) as (descriptor, _):
         os.fsync(descriptor)
     return _stamp(path)
 
 
 def _lies_in_memory(stamps: Sequence[Stamp]) -> bool:
-    """Whether any of the files does, according to the kernel (proc_pid_mountinfo(5))."""
+    """Whether any of the files is on a file system in memory (proc_pid_mountinfo(5))."""
     devices = {f"{os.major(stamp.device)}:{os.minor(stamp.device)}" for stamp in stamps}
     with (
         suppress(OSError),
@@ -205,11 +190,8 @@ def _read(model: Path, folder: Path | None) -> Source:
     return source
 
 
-# Remembering.
-
-
 def _recall(notes: Path, model: Path) -> Source | None:
-    """What was remembered; None if that is nothing, damaged, or of files that have changed."""
+    """What was remembered; None if that is missing, damaged, or of files that have changed."""
     try:
         found = json.loads(notes.read_bytes())
         version, digest = found["version"], found["digest"]
@@ -225,18 +207,8 @@ def _recall(notes: Path, model: Path) -> Source | None:
     return source if usable else None
 
 
-def _remember(notes: Path, source: Source) -> None:
-    content = {"version": _VERSION, "digest": source.digest, "stamps": source.stamps}
-    with suppress(OSError):
-        write_atomically(notes, json.dumps(content))
-
-
 def write_atomically(path: Path, text: str) -> None:
-    """Put a file in its place by a rename.
-
-    Raises:
-        OSError: It cannot be written; nothing is left of it.
-    """
+    """Put a file in its place by a rename; an OSError leaves nothing of it."""
     descriptor, draft = tempfile.mkstemp(prefix="tmp-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

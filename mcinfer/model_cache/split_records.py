@@ -1,8 +1,7 @@
 """How models' batches are split, kept in the cache: learned once for each model and machine.
 
-A record is a JSON file of a few hundred bytes in ``ROOT/splits``. Its name is a digest of what it depends
-on, and a rename puts it in place. A record that cannot be read does not count; if the cache cannot be used,
-nothing is kept.
+A record is a small JSON file in ``ROOT/splits``; its name is a digest of what it depends on. A record that
+cannot be read does not count; if the cache cannot be used, nothing is kept.
 
 Programs with real inputs must not use what made-up inputs have shown: `records_in` keeps that elsewhere.
 """
@@ -36,8 +35,8 @@ class SplitRecord:
     """The record of one model, run by one engine, for one set of axes that the user says.
 
     Args:
-        identity: The model's, from a worker; empty for a model that cannot be identified.
-        about: What else it depends on, as JSON can say it.
+        identity: The model's, from a worker; empty if the model cannot be identified.
+        about: Everything else that the record depends on: what JSON can say.
     """
 
     def __init__(self, identity: str, about: Mapping[str, Any]) -> None:
@@ -46,7 +45,7 @@ class SplitRecord:
         self._name = f"{hashlib.sha256(text.encode()).hexdigest()}.json" if identity else ""
 
     def read(self) -> Any:
-        """What was kept last; None if there is nothing."""
+        """The content that was kept last, if any."""
         if not self._name:
             return None
         try:
@@ -59,7 +58,7 @@ class SplitRecord:
             return None
 
     def write(self, content: Mapping[str, Any] | None) -> None:
-        """Keep this in the place of what there was; None: keep nothing."""
+        """Replace the record; None removes it."""
         if not self._name:
             return
         try:
@@ -79,10 +78,9 @@ def _folder() -> AbstractContextManager[Path]:
 
 @contextmanager
 def records_in(folder: Path) -> Iterator[None]:
-    """Meanwhile, records are read from and written to this folder, also by processes that are started.
+    """Read and write records in this folder meanwhile, also in processes that are started.
 
-    Args:
-        folder: This user's, that others cannot write to.
+    The folder must be this user's, and others must not be able to write to it.
     """
     before = os.environ.get(_FOLDER)
     os.environ[_FOLDER] = str(folder)

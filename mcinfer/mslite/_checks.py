@@ -1,14 +1,14 @@
 """Checks of arguments, and failures, with the error texts of MindSpore Lite's Python API.
 
-There every failure is a RuntimeError. What is none in mcinfer's own tree (a bad input is a ValueError, a
-time-out a TimeoutError) is both here, so that ``except RuntimeError`` and
-``except mcinfer.PredictTimeoutError`` each do.
+There every failure is a RuntimeError. An error of mcinfer's that is another one (a time-out is a
+TimeoutError) is both here: ``except RuntimeError`` and ``except mcinfer.PredictTimeoutError`` catch it.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from copy import copy
+from typing import Generic, Self, TypeVar, overload
 
 from mcinfer.errors import (
     InvalidInputError,
@@ -24,17 +24,21 @@ Sections = dict[str, dict[str, str]]
 """A configuration: sections of entries."""
 
 
+def _is(value: object, cls: type) -> bool:
+    """Whether a value is of a class. A bool is not an int here; upstream takes it."""
+    return isinstance(value, cls) and not (cls is int and isinstance(value, bool))
+
+
 def check_type(name: str, value: object, cls: type[T]) -> T:
-    """The value, if it is of the class, else a TypeError. A bool is no int here; upstream takes it."""
-    if not isinstance(value, cls) or (cls is int and isinstance(value, bool)):
+    """The value, if it is of the class, else a TypeError."""
+    if not isinstance(value, cls) or not _is(value, cls):
         raise TypeError(f"{name} must be {cls.__name__}, but got {type(value)}.")
     return value
 
 
 def check_elements(name: str, values: Iterable[object], cls: type) -> None:
-    """Raise a TypeError, with its index, for an element that is not of the class."""
     for i, element in enumerate(values):
-        if not isinstance(element, cls) or (cls is int and isinstance(element, bool)):
+        if not _is(element, cls):
             raise TypeError(
                 f"{name} element must be {cls.__name__}, but got {type(element)} at index {i}."
             )
@@ -55,8 +59,48 @@ def check_shape(name: str, value: object) -> tuple[int, ...]:
     return tuple(value)
 
 
+class Option(Generic[T]):
+    """An attribute with a default, checked when it is set. A list goes in and out as a copy.
+
+    Args:
+        name: The attribute's name in error texts.
+        default: The value until it is set.
+        check: Called with name and value; may return another value to keep.
+    """
+
+    def __init__(self, name: str, default: T, check: Callable[[str, T], T | None]) -> None:
+        self._name = name
+        self._default = default
+        self._check = check
+
+    def __set_name__(self, owner: type, attribute: str) -> None:
+        self._place = f"_{attribute}"
+
+    @overload
+    def __get__(self, part: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, part: object, owner: type) -> T: ...
+
+    def __get__(self, part: object | None, owner: type) -> Self | T:
+        if part is None:
+            return self
+        value: T = getattr(part, self._place, self._default)
+        return copy(value) if isinstance(value, list) else value
+
+    def __set__(self, part: object, value: T) -> None:
+        kept = self._check(self._name, value)
+        value = value if kept is None else kept
+        setattr(part, self._place, copy(value) if isinstance(value, list) else value)
+
+
+def typed(name: str, default: T, cls: type[T]) -> Option[T]:
+    """An attribute whose values are of this class."""
+    return Option(name, default, lambda name, value: check_type(name, value, cls))
+
+
 def check_sections(name: str, value: object) -> Sections:
-    """A copy of a configuration; a TypeError names the level of what is no dict or str."""
+    """A copy of a configuration; a TypeError names the level that is not a dict or str."""
     sections: Sections = {}
     for section, entries in check_type(name, value, dict).items():
         check_type(f"{name}_key", section, str)
@@ -67,16 +111,7 @@ def check_sections(name: str, value: object) -> Sections:
     return sections
 
 
-def check_not_negative(name: str, value: object, *, failed: str = "") -> int:
-    """The value, if it is an int (else a TypeError) of 0 or more (else an InvalidInputError)."""
-    number = check_type(name, value, int)
-    if number < 0:
-        raise InvalidInputError(f"{failed}{name} must be a non-negative int.")
-    return number
-
-
 def check_path(what: str, name: str, path: str) -> None:
-    """Raise a RuntimeError if there is nothing at the path."""
     if not os.path.exists(path):
         raise RuntimeError(f"{what} failed, {name} does not exist!")
 
@@ -86,7 +121,7 @@ class InvalidRunError(InvalidInputError, RuntimeError):
 
 
 class RunTimeoutError(PredictTimeoutError, RuntimeError):
-    """The request's deadline passed."""
+    """The request's time limit passed."""
 
 
 class MissingRuntimeError(MissingDependencyError, RuntimeError):
@@ -98,7 +133,7 @@ class WeightRefusedError(WeightAccessError, RuntimeError):
 
 
 class UnclassifiedError(McinferError, RuntimeError):
-    """A failure that has no class of its own in mcinfer."""
+    """A failure without a class of its own in mcinfer."""
 
 
 _BOTH: dict[type[McinferError], type[McinferError]] = {
@@ -110,7 +145,7 @@ _BOTH: dict[type[McinferError], type[McinferError]] = {
 
 
 def failure(what: str, exc: BaseException) -> Exception:
-    """The RuntimeError for another error, of the same class of `mcinfer.errors` where that has one.
+    """The RuntimeError for another error, also of its class in `mcinfer.errors` if it has one.
 
     Its text is ``{what} failed! Error is {exc}``; `what` is ``predict``, ``build_from_file``, …
     """
@@ -123,7 +158,7 @@ def failure(what: str, exc: BaseException) -> Exception:
 
 @contextmanager
 def failures(what: str) -> Iterator[None]:
-    """Raise a `failure` for each error of mcinfer, of the system, or of a value."""
+    """Turn each error of mcinfer, of the system, or of a value into a `failure`."""
     try:
         yield
     except (McinferError, OSError, ValueError) as exc:

@@ -1,7 +1,7 @@
-"""What a configuration says: sections of entries, from a file, from a dictionary over it.
+"""The configuration of a build: sections of entries, from a file and from a dictionary that overrides it.
 
-Files are INI files, as MindSpore Lite has them: ``[section]``, then ``key=value`` in lines, ``#`` begins a
-comment. Values may be quoted. The keys for weights are in section ``[ascend_context]``, whatever the device.
+Files are INI files, as in MindSpore Lite: ``[section]``, then lines ``key=value``; ``#`` begins a comment.
+Values may be quoted. The keys for weights are in section ``[ascend_context]``, whatever the device.
 """
 
 import configparser
@@ -28,7 +28,7 @@ SHARING_ENTRIES: Entries = frozenset({(_SECTION, _PIDS), (_SECTION, _HANDLE)})
 
 
 def read_configuration(what: str, path: str, entries: object) -> Sections:
-    """A build's configuration: the entries of a file (``""`` for none), and others (or None) over them."""
+    """The entries of a file (``""`` for none), and further ones (or None) that override them."""
     if path:
         check_path(what, "config_path", path)
     with failures(what):
@@ -39,7 +39,7 @@ def read_configuration(what: str, path: str, entries: object) -> Sections:
 
 
 def load_sections(path: str) -> Sections:
-    """The entries of a file, none for ``""``; InvalidInputError if it is no such file."""
+    """The entries of a file, none for ``""``; InvalidInputError if the file does not load."""
     parser = configparser.ConfigParser(
         interpolation=None, strict=False, inline_comment_prefixes=("#",)
     )
@@ -54,21 +54,19 @@ def load_sections(path: str) -> Sections:
 
 
 def override(sections: Sections, more: Sections) -> Sections:
-    """Put further entries over those that there are; both stay as they are."""
+    """A copy of the sections with further entries, whose quotes are removed."""
     merged = {name: dict(entries) for name, entries in sections.items()}
     for name, entries in more.items():
-        merged.setdefault(name, {}).update({key: _plain(value) for key, value in entries.items()})
+        section = merged.setdefault(name, {})
+        for key, value in entries.items():
+            text = value.strip()
+            quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+            section[key] = text[1:-1] if quoted else text
     return merged
 
 
-def _plain(text: str) -> str:
-    text = text.strip()
-    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    return text[1:-1] if quoted else text
-
-
 def warn_of_unused(sections: Sections, used: Entries, *, stacklevel: int) -> None:
-    """List in one warning the entries that have no effect: all but the used ones."""
+    """List in one warning all entries but the used ones."""
     unused = [
         f"[{name}] {key}"
         for name, entries in sections.items()
@@ -84,7 +82,7 @@ def warn_of_unused(sections: Sections, used: Entries, *, stacklevel: int) -> Non
 
 
 def weights_folder(sections: Sections) -> str | None:
-    """The folder of ``[model_file] mindir_path``, where the weights of a model from a buffer lie."""
+    """The folder of ``[model_file] mindir_path``, with the weights of a model from a buffer."""
     path = sections.get("model_file", {}).get("mindir_path")
     if path is None:
         return None
@@ -113,10 +111,7 @@ def variable_weights(sections: Sections) -> tuple[str, ...]:
 
 
 def weight_sharing(sections: Sections) -> tuple[tuple[int, ...] | None, int | None]:
-    """The processes that may have the model's weights, or the handle of the owner that they come from.
-
-    Each is None where the configuration does not have it.
-    """
+    """The processes that may have the model's weights, and the handle of their owner; None if not given."""
     entries = sections.get(_SECTION, {})
     pids, handle = entries.get(_PIDS), entries.get(_HANDLE)
     if pids is not None and handle is not None:
@@ -124,16 +119,14 @@ def weight_sharing(sections: Sections) -> tuple[tuple[int, ...] | None, int | No
     if handle is not None:
         if not re.fullmatch(r"\d{1,19}", handle.strip(), re.ASCII):
             raise InvalidInputError(
-                f"{_HANDLE}: got {handle!r}, expected the number that get_model_info gave its owner"
+                f"{_HANDLE}: got {handle!r}, expected the number that the owner's get_model_info returned"
             )
         return None, int(handle)
     if pids is None:
         return None, None
     listed = re.findall(r"\d+", pids, re.ASCII)
-    if (
-        not re.fullmatch(r"[\d\s,]*", pids, re.ASCII)
-        or max(map(len, listed), default=0) > _MAX_DIGITS
-    ):
+    well_formed = re.fullmatch(r"[\d\s,]*", pids, re.ASCII)
+    if not well_formed or max(map(len, listed), default=0) > _MAX_DIGITS:
         raise InvalidInputError(
             f"{_PIDS}: got {reprlib.repr(pids)}, expected process ids, '123, 456'"
         )

@@ -1,9 +1,7 @@
-"""`ModelParallelRunner`: many clients, one model, several worker processes; `RunnerConfig`: how it is made.
+"""`ModelParallelRunner`: many clients, one model, several worker processes; `RunnerConfig`: its options.
 
-A face of `mcinfer.Master` with MindSpore Lite's names. A request runs whole on one worker, whichever is free.
-
-Ownership: the runner owns its master, and with it the workers. Tensors and futures that it gave out hold
-neither: the workers end with the runner.
+It is `mcinfer.Master` with MindSpore Lite's names. A request runs whole on one worker, whichever is free. The
+runner owns its master, and with it the workers; tensors and futures that it gave out keep neither alive.
 """
 
 import threading
@@ -21,6 +19,7 @@ from mcinfer.errors import BuildError, ClosedError, InvalidInputError, PredictEr
 from mcinfer.master import Master
 from mcinfer.model_cache.keys import FOLDER_KEY
 from mcinfer.mslite._checks import (
+    Option,
     Sections,
     check_elements,
     check_list,
@@ -28,6 +27,7 @@ from mcinfer.mslite._checks import (
     check_type,
     failure,
     failures,
+    typed,
 )
 from mcinfer.mslite._configuration import (
     VARIABLE_ENTRIES,
@@ -43,12 +43,11 @@ from mcinfer.mslite._targets import (
     attempts,
     count_workers,
     model_type_of,
-    model_type_of_bytes,
     open_first,
     pinned_cores,
     used_entries,
 )
-from mcinfer.mslite.context import Context, Option, ParallelOptions, check_context
+from mcinfer.mslite.context import Context, ParallelOptions, check_context
 from mcinfer.mslite.tensor import (
     Tensor,
     TensorLike,
@@ -63,25 +62,25 @@ from mcinfer.statistics import Statistics
 
 
 class RunnerConfig(ParallelOptions):
-    """How a runner is to be made: the parallel part of a context, and what MindSpore Lite has not.
+    """Options of a runner. Those that are not given are taken from ``context.parallel``.
 
-    What is not given here is taken from ``context.parallel``; another type or value is a TypeError or
-    ValueError.
+    Another type or value is a TypeError or ValueError.
 
     Args:
         context: Where the workers run; None is the CPU.
-        workers_num: How many; 0 is MindSpore Lite's own rule (2 up to 16 cores, then one for each 8), cores /
-            threads where the context names threads, and one for each of `device_ids` on an accelerator.
+        workers_num: Number of workers; 0 is MindSpore Lite's own rule (2 up to 16 cores, then one for each
+            8), cores / threads if the context names threads, and one for each of `device_ids` on an
+            accelerator.
         config_info: Sections of entries, ``dict[str, dict[str, str]]``.
         config_path: A configuration file, whose entries `config_info` overrides.
         device_ids: The workers' devices in turn: worker i runs on ``device_ids[i % n]``.
         max_batch_size: Rows of one run that requests may be joined to (dynamic batching); 1 is off.
         max_delay: Seconds that a request may wait for others to join it while a worker is free.
         queue_size: Requests that may wait for a worker; one more is refused with `QueueFullError`.
-        timeout: Seconds for one request, where `predict` says nothing else.
+        timeout: Seconds for one request, unless `predict` names others.
     """
 
-    context = Option("context", Context(), lambda name, value: check_type(name, value, Context))
+    context = typed("context", Context(), Context)
     max_batch_size = Option("max_batch_size", 1, lambda name, value: check_count(name, value, 1))
     max_delay = Option("max_delay", 0.0, check_seconds)
     queue_size = Option("queue_size", 1000, lambda name, value: check_count(name, value, 1))
@@ -122,13 +121,13 @@ def _new_master(
     settings: Mapping[str, str],
     names: Sequence[str],
 ) -> Master:
-    """The master of one way to run a model, not started; `names` are of weights that may be replaced."""
+    """The master of one way to run a model, not started; weights of these `names` may be replaced."""
     context = config.context
     workers = count_workers(context, attempt.kind, config.workers_num, config.device_ids)
     session_config = {**attempt.options.session_config, **settings}
     options = replace(attempt.options, session_config=session_config, variable_weights=names)
     if attempt.kind == "cpu":
-        # Without the device that the context asks for, its ids mean nothing.
+        # The ids are of the device that the context asks for, not of its backup.
         ids = config.device_ids if context.device_infos[0] == "cpu" else []
         ids = ids or [*range(workers)]
         options = replace(options, cores=pinned_cores(context, workers))
@@ -148,11 +147,11 @@ def _new_master(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallBackParam:
-    """The run that a callback is called for; operators, which run in other processes, have no callbacks.
+    """The run that a callback is called for.
 
     Attributes:
         node_name: The model's path, or ``buffer``.
-        node_type: ``"Model"``.
+        node_type: ``"Model"``; operators, which run in other processes, have no callbacks.
     """
 
     node_name: str
@@ -160,14 +159,14 @@ class CallBackParam:
 
 
 CallBack = Callable[[list[TensorLike], list[Tensor], CallBackParam], bool | None]
-"""Called with a run's inputs, its outputs and what it is for; False makes the call fail."""
+"""Called with a run's inputs, outputs and `CallBackParam`; False makes the call fail."""
 
 
 class ModelParallelRunner:
     """Serves one model with several worker processes; any number of threads may call it.
 
-    A context manager; what is not closed is closed at interpreter exit, and when it is garbage. A worker that
-    dies costs no request, and is started again.
+    A context manager; also closed at interpreter exit, and when it is garbage. If a worker dies, its request
+    runs on another one, and the worker is started again.
     """
 
     def __init__(self) -> None:
@@ -199,9 +198,8 @@ class ModelParallelRunner:
     def init(self, model_path: str | bytes, runner_config: RunnerConfig | None = None) -> None:
         """Start the workers and load a model in each, from a path or from its content.
 
-        Weights that lie outside of an ONNX model in a buffer are found through ``{"model_file":
-        {"mindir_path": …}}`` in the configuration, the path of a file beside them. Raises the same errors as
-        `build_from_file`.
+        For an ONNX model in a buffer, ``{"model_file": {"mindir_path": …}}`` in the configuration names a
+        file beside its external weights. Raises the same errors as `build_from_file`.
         """
         what = "ModelParallelRunner's init"
         if not isinstance(model_path, (str, bytes)):
@@ -215,15 +213,15 @@ class ModelParallelRunner:
     def close(self, timeout: float | None = None) -> None:
         """End the workers; requests in flight fail. Tensors stay valid. May be called again.
 
-        Any thread may call it, also in a future's callback. A build that is going on in another one fails.
-        Workers that have not ended by themselves within `timeout` seconds are killed.
+        Any thread may call it, also in a future's callback, and during a build in another thread, which fails
+        then. Workers that have not ended within `timeout` seconds are killed.
         """
         with self._lock:
             self._closed = True
             starting, master = self._starting, self._master
         if starting is not None:
-            starting.close(0.0)  # one that loads a model does not hear that it is to end
-        if master is not None:  # else the build that fails clears up behind itself
+            starting.close(0.0)  # a worker that loads a model reads no messages
+        if master is not None:  # else the build that fails cleans up
             master.close(timeout)
 
     def __enter__(self) -> Self:
@@ -252,14 +250,15 @@ class ModelParallelRunner:
 
     def _open(self, model: str | bytes, config: RunnerConfig) -> None:
         sections = override(load_sections(config.config_path), config.sections)
+        model_type = model_type_of(model)
         settings: dict[str, str] = {}
         if isinstance(model, bytes):
-            name, model_type = "buffer", model_type_of_bytes(model)
+            name = "buffer"
             folder = weights_folder(sections)
             if folder is not None and model_type is ModelType.ONNX:
                 settings[FOLDER_KEY] = folder
         else:
-            name, model_type = model, model_type_of(model, ModelType.MINDIR)
+            name = model
         used = used_entries(config.context, model_type, from_buffer=isinstance(model, bytes))
         # The caller is four calls up: _open, _build, build_from_file, the user.
         warn_of_unused(sections, used | VARIABLE_ENTRIES, stacklevel=4)
@@ -295,10 +294,10 @@ class ModelParallelRunner:
         return self._master
 
     def get_inputs(self) -> list[Tensor]:
-        """Fresh input tensors, which lie in shared memory: what is put in there is not copied again.
+        """Fresh input tensors in shared memory: data that is put there is not copied again.
 
-        A size that is not known is -1; set the shape, or data of the right rank. Memory is gotten as long as
-        the runner is open and not garbage; what was gotten stays valid.
+        A size that is not known is -1; set the shape, or data of the right rank. Memory is allocated as long
+        as the runner is open and not garbage, and stays valid.
         """
         master = self._ready("get_inputs")
         owner = weakref.ref(master)
@@ -307,10 +306,10 @@ class ModelParallelRunner:
         ]
 
     def get_outputs(self) -> list[Tensor]:
-        """Fresh output tensors without data, to look at or to give to one `predict`.
+        """Fresh output tensors without data, for the `outputs` of one `predict`.
 
         A size that is not known is -1, and becomes the result's. A tensor whose dtype is UNKNOWN cannot be
-        given: leave `outputs` out there.
+        passed.
         """
         return [Tensor._of_model(spec) for spec in self._ready("get_outputs").outputs]
 
@@ -322,7 +321,7 @@ class ModelParallelRunner:
             master.update_weights(named_weights(given, master.weights))
 
     def statistics(self) -> Statistics:
-        """What was done so far, and how the workers are; see `mcinfer.Statistics`."""
+        """Counts so far, and the workers' states; see `mcinfer.Statistics`."""
         return self._ready("statistics").statistics()
 
     def predict(
@@ -335,7 +334,7 @@ class ModelParallelRunner:
         timeout: float | None = None,
         priority: int = 0,
     ) -> list[Tensor]:
-        """Run the model on whichever worker is free, and wait for the answer.
+        """Run the model on any free worker, and wait for the answer.
 
         Args:
             inputs: As for `Model.predict`, of any shapes that the model takes; those of `get_inputs` are not
@@ -350,8 +349,8 @@ class ModelParallelRunner:
             TypeError: An argument is of another type.
             RuntimeError: ``predict failed! …``, of a class of `mcinfer.errors` as well: the inputs do not
                 fit (`InvalidInputError`), the run failed (`PredictError`), took too long
-                (`PredictTimeoutError`) or cannot be taken on (`QueueFullError`, `ClosedError`). Nothing was
-                written to `outputs` then, unless it was `after` that failed: they hold the answer.
+                (`PredictTimeoutError`) or was refused (`QueueFullError`, `ClosedError`). Nothing was written
+                to `outputs` then, except if `after` failed.
         """
         master = self._ready("predict")
         what = CallBackParam(node_name=self._name)
@@ -371,9 +370,9 @@ class ModelParallelRunner:
         """Queue a request, and return at once; the arguments are those of `predict`.
 
         Returns:
-            A future of the outputs, or of what `predict` raises; what is wrong before the request is queued
-            is raised at once. Its ``cancel()`` works until it is done: a request that waits is forgotten, a
-            run that is for this request alone is stopped. The inputs must not change until it is done.
+            A future of the outputs, or of the errors of `predict`; bad arguments are raised at once. Its
+            ``cancel()`` works until it is done: a waiting request is dropped, a run that is for this request
+            only is stopped. The inputs must not change until it is done.
         """
         master = self._ready("predict")
         with failures("predict"):
@@ -394,8 +393,8 @@ class ModelParallelRunner:
 class _Answer(Future[list[Tensor]]):
     """The future of a request, with its outputs as tensors.
 
-    Once it is done it holds these alone. What it was waiting for would hold it in return, and memory of the
-    answer would be free only when the garbage collector finds the two.
+    Once it is done, it no longer holds the other future: the two would hold each other, and the answer's
+    memory would be free only when the garbage collector finds them.
     """
 
     def __init__(self, arrays: "Future[Arrays]") -> None:
@@ -409,7 +408,7 @@ class _Answer(Future[list[Tensor]]):
         return self.cancelled() if arrays is None else arrays.cancel()
 
     def _take(self, arrays: "Future[Arrays]") -> None:
-        self._arrays = None  # a circle would keep the answer's memory
+        self._arrays = None
         if arrays.cancelled():
             super().cancel()
             self.set_running_or_notify_cancel()
@@ -424,7 +423,7 @@ class _Answer(Future[list[Tensor]]):
 
 
 def _allocate(owner: "weakref.ref[Master]", name: str, shape: tuple[int, ...]) -> NDArray[Any]:
-    """Shared memory for an input; the tensor that asks for it is not to keep the workers alive."""
+    """Shared memory for an input; its tensor must not keep the workers alive."""
     master = owner()
     with failures("allocate"):
         if master is None:
@@ -439,7 +438,7 @@ def _call(
     outputs: list[Tensor],
     what: CallBackParam,
 ) -> None:
-    """Call what the user gave; an error in it fails this call alone."""
+    """Call a user's function; its error fails this request only."""
     if callback is None:
         return
     try:
@@ -451,14 +450,14 @@ def _call(
 
 
 def given_tensors(weights: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """The tensors that a user gave for new weights, in one list."""
+    """A user's lists of new weights as one list."""
     for tensors in check_list("weights", weights, list):
         check_elements("weights element", tensors, Tensor)
     return [tensor for tensors in weights for tensor in tensors]
 
 
 def named_weights(given: Sequence[Tensor], specs: Sequence[TensorSpec]) -> dict[str, NDArray[Any]]:
-    """New weights by name: by the tensors' own names, by position where they have none."""
+    """New weights by the tensors' names, or by position if they have none."""
     names = [spec.name for spec in specs]
     if not names:
         raise InvalidInputError(

@@ -1,13 +1,12 @@
-"""A model loaded in this process: from what a user named to an engine, run on arrays.
+"""A model loaded in this process: from the user's arguments to an engine, run on arrays.
 
 ::
 
     Source ── targets in turn ──► engine ──► Session     one for the models of a group that shares weights
 
-Ownership: inputs are borrowed for the time of a run, which reads them in place; outputs are new arrays, which
-are the caller's. A `Session` belongs to the models that have it. A group (`SharedModels`) only looks on: when
-the last model lets go of a session, it is gone. Threads may run at once where the engine allows it, else they
-take turns.
+Ownership: inputs are borrowed during a run, which reads them in place; outputs are new arrays, which belong
+to the caller. A `Session` belongs to its models; a group (`SharedModels`) holds only weak references.
+Threads may run at once if the engine allows it, else they take turns.
 """
 
 import ctypes
@@ -16,7 +15,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -35,6 +34,7 @@ from mcinfer.engines.base import Buffer, Engine, EngineRequest, Produced, String
 from mcinfer.errors import BuildError, MissingDependencyError
 from mcinfer.machine import whole_cpus
 from mcinfer.model_cache.keys import FOLDER_KEY
+from mcinfer.model_cache.onnx_files import scan
 from mcinfer.mslite._checks import Sections
 from mcinfer.mslite._targets import Attempt, ModelType, attempts, open_first, pinned_cores
 from mcinfer.mslite.context import Context
@@ -49,13 +49,16 @@ _log = logging.getLogger("mcinfer.mslite")
 _MAX_SHAPES = 256
 
 Dims = Mapping[str, Sequence[int]]
-"""By input, its shape."""
+"""Shapes by input."""
 
 
 @contextmanager
 def _pinned(cores: Sequence[int]) -> Iterator[None]:
-    """Bind the calling thread to these cores meanwhile; threads that it starts inherit them."""
+    """Bind the calling thread to these cores, if any; threads that it starts inherit them."""
     before = os.sched_getaffinity(0)
+    if not cores:
+        yield
+        return
     os.sched_setaffinity(0, cores)
     try:
         yield
@@ -67,18 +70,16 @@ class Session:
     """One loaded model, the engine's owner. Any thread may call `run`.
 
     Attributes:
-        weights: The weights that were replaced, by name; they do not change any more.
-        output_shapes: From the inputs' shapes to the outputs', None where only a run shows it;
-            InvalidInputError where the inputs' do not fit the model.
+        weights: The weights that were replaced, by name; the mapping does not change, it is replaced.
+        output_shapes: From the inputs' shapes to the outputs', None for one that only a run shows;
+            InvalidInputError if they do not fit the model.
     """
 
     def __init__(self, engine: Engine, cores: Sequence[int]) -> None:
         self.engine = engine
         self.spec = engine.spec
         self.weights: Mapping[str, NDArray[Any]] = {}
-        self.output_shapes: Callable[[tuple[Shape, ...]], tuple[Shape | None, ...]] = lru_cache(
-            _MAX_SHAPES
-        )(partial(_output_shapes, engine.spec))
+        self.output_shapes = lru_cache(_MAX_SHAPES)(partial(_output_shapes, engine.spec))
         self._cores = tuple(cores)
         self._turns = nullcontext() if engine.concurrent else threading.Lock()
         self._updating = threading.Lock()
@@ -90,7 +91,7 @@ class Session:
                 )
 
     def update_weights(self, weights: Mapping[str, Any]) -> None:
-        """Replace weights by copies: runs that have begun finish with those that they began with."""
+        """Replace weights by copies; runs that have begun keep the old ones."""
         specs = {spec.name: spec for spec in self.engine.weights}
         copies = {
             name: np.array(array, specs[name].dtype, order="C")
@@ -100,7 +101,7 @@ class Session:
             self.weights = {**self.weights, **copies}
 
     def run(self, inputs: Sequence[Any]) -> dict[str, NDArray[Any]]:
-        """Run the model on one array for each input, of its dtype and shape; the outputs by name."""
+        """Run the model on one array for each input; the outputs by name."""
         arrays = [
             np.asarray(as_input(value, spec, spec.element_type), spec.dtype, order="C")
             for value, spec in zip(inputs, self.spec.inputs, strict=True)
@@ -115,7 +116,7 @@ class Session:
         bound = [_bound(spec, array) for spec, array in zip(self.spec.inputs, arrays, strict=True)]
         bound += [_buffer(s, weights[s.name]) for s in self.engine.weights if s.name in weights]
         free = [_buffer(s, places[s.name]) for s in self.spec.outputs if s.name in places]
-        with self._turns, _pinned(self._cores) if self._cores else nullcontext():
+        with self._turns, _pinned(self._cores):
             produced = self.engine.bind(bound, free).execute()
             results = {**places, **{item.name: _copied(item) for item in produced}}
         return {spec.name: results[spec.name] for spec in self.spec.outputs}
@@ -151,19 +152,16 @@ def _copied(item: Produced | Strings) -> NDArray[Any]:
     return array
 
 
-# From a source to a session.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """What a model was built from, so that it can be built again with other sizes.
 
     Attributes:
         model: Absolute path, or content.
-        weights: The content of its file of weights, where it was given.
-        folder: Where its weights lie, where that was named.
-        pids: Processes that may have the weights; None where they are not given away.
-        handle: The owner's that the weights come from; None where they are the model's own.
+        weights: Content of its file of weights, if given.
+        folder: Folder of its weights, if named.
+        pids: Processes that may have the weights; None if they are not shared.
+        handle: Handle of the owner that the weights come from; None for the model's own.
     """
 
     name: str
@@ -179,7 +177,7 @@ class Source:
 
 
 class SharedModels:
-    """What the models of a group share: sessions (weights), the arena for what lies between operators."""
+    """What the models of a group share: sessions (weights), the arena for memory between operators."""
 
     def __init__(self, *, weights: bool, workspace: bool) -> None:
         self.weights = weights
@@ -201,9 +199,9 @@ class SharedModels:
 def open_session(
     source: Source, dims: Dims | None, group: SharedModels | None, *, stacklevel: int
 ) -> Session:
-    """Load a model, with other sizes of its inputs if `dims` says so; see `open_first`."""
+    """Load a model, with these sizes of its inputs if given; see `open_first`."""
     if dims is not None and source.model_type is not ModelType.ONNX:
-        raise BuildError("its sizes are fixed, and can be changed in ONNX models alone")
+        raise BuildError("its sizes are fixed, and can be changed in ONNX models only")
 
     def build(attempt: Attempt) -> Session:
         if group is None:
@@ -230,16 +228,17 @@ def _load(source: Source, dims: Dims | None, attempt: Attempt, *, workspace: boo
         folder = folder or (os.path.dirname(model) if isinstance(model, str) else None)
         model = _with_dims(model, dims)
     with ExitStack() as opened:
-        if isinstance(source.model, bytes) and source.weights is not None:
+        if isinstance(model, bytes):
+            model = opened.enter_context(_in_memory(model))
+        if source.weights is not None:
             if source.model_type is not ModelType.ONNX:
                 raise BuildError("weight_bytes: only ONNX models have their weights in such a file")
-            folder = _put_weights(source.model, source.weights, opened)
+            folder = opened.enter_context(TemporaryDirectory(prefix="mcinfer-weights-"))
+            _put_weights(model, source.weights, Path(folder))
         if workspace and onnx_runtime:
             config["session.use_env_allocators"] = "1"
         if folder is not None and onnx_runtime:
             config[FOLDER_KEY] = folder
-        if isinstance(model, bytes):
-            model = opened.enter_context(_in_memory(model))
         request = EngineRequest(
             model=model,
             prepare=prepare,
@@ -255,7 +254,7 @@ def _load(source: Source, dims: Dims | None, attempt: Attempt, *, workspace: boo
             shared = opened.enter_context(open_weights(source.handle))
             _check_same(shared.facts, here)
             request = replace(request, model=shared.model)
-        with _pinned(cores) if cores else nullcontext():
+        with _pinned(cores):
             engine = open_engine(attempt.engine, request)
     for note in engine.notes:
         _log.warning("%s: %s", source.name, note)
@@ -264,22 +263,23 @@ def _load(source: Source, dims: Dims | None, attempt: Attempt, *, workspace: boo
 
 def _check_same(facts: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raise a BuildError if weights that another process shares are not those of the model built here."""
-    refused = "shareable_weight_mem_handle: the owner"
-    for name, what in (
-        ("model", "another model: its content is not that of this model's files"),
-        ("device", "another device"),
-        ("engine", "another engine or version"),
+    if {**facts} == {**here}:
+        return
+    what = "other options"
+    for name, text in (
         ("cpu", "a CPU of other abilities"),
+        ("engine", "another engine or version"),
+        ("device", "another device"),
+        ("model", "another model: its content is not that of this model's files"),
     ):
         if facts.get(name) != here[name]:
             detail = "" if name == "model" else f": {facts.get(name)}, here {here[name]}"
-            raise BuildError(f"{refused}'s weights are for {what}{detail}")
-    if {**facts} != {**here}:
-        raise BuildError(f"{refused} built its model with other options")
+            what = f"{text}{detail}"
+    raise BuildError(f"shareable_weight_mem_handle: the owner's weights are for {what}")
 
 
 def _identity(source: Source, dims: Dims | None, attempt: Attempt) -> object:
-    """Equal for models that one loaded model can serve. It holds no content: it lives with the session."""
+    """Equal for models that one loaded model can serve. It lives with the session, so it holds no content."""
     content: object
     if isinstance(source.model, str):
         entry = os.stat(source.model)
@@ -287,13 +287,11 @@ def _identity(source: Source, dims: Dims | None, attempt: Attempt) -> object:
     else:
         content = hashlib.sha256(source.model).digest()
     weights = None if source.weights is None else hashlib.sha256(source.weights).digest()
-    sizes = None if dims is None else tuple((name, *shape) for name, shape in dims.items())
     cpu = source.context.cpu
-    return (
-        *(content, weights, source.folder, sizes, repr(attempt)),
-        (cpu.thread_affinity_mode, *cpu.thread_affinity_core_list),
-        *(source.variable_weights, source.pids, source.handle),
-    )
+    affinity = (cpu.thread_affinity_mode, cpu.thread_affinity_core_list)
+    sharing = (source.variable_weights, source.pids, source.handle)
+    sizes = None if dims is None else [*dims.items()]
+    return repr((content, weights, source.folder, sizes, attempt, affinity, sharing))
 
 
 # Models in memory, and of other sizes.
@@ -301,7 +299,7 @@ def _identity(source: Source, dims: Dims | None, attempt: Attempt) -> object:
 
 @contextmanager
 def _in_memory(content: bytes) -> Iterator[str]:
-    """A path of the content: a memfd, of which nothing is left however this process ends."""
+    """A path of the content: a memfd, which ends with this process."""
     fd = os.memfd_create("mcinfer-model", os.MFD_CLOEXEC)
     try:
         with open(fd, "wb", closefd=False) as file:
@@ -311,52 +309,33 @@ def _in_memory(content: bytes) -> Iterator[str]:
         os.close(fd)
 
 
-def _put_weights(content: bytes, weights: bytes, opened: ExitStack) -> str:
-    """Put an ONNX model's one file of weights where the engine finds it: a folder that `opened` removes."""
-    onnx = _onnx()
-    try:
-        graph = onnx.load_model_from_string(content).graph
-    except Exception as exc:  # protobuf's own kinds
-        raise BuildError(f"onnx: {type(exc).__name__}: {exc}") from exc
-    names = {
-        entry.value
-        for tensor in _initializers(graph)
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
+def _put_weights(model: str, weights: bytes, folder: Path) -> None:
+    """Write the content of an ONNX model's one file of weights to a folder."""
+    names = scan(model).external
     if len(names) != 1:
-        raise BuildError(
-            f"weight_bytes: the model's weights lie in {sorted(names)}, expected one file"
-        )
-    [name] = names
-    folder = Path(opened.enter_context(TemporaryDirectory(prefix="mcinfer-weights-")))
-    path = (folder / name).resolve()
+        raise BuildError(f"weight_bytes: the model's weights lie in {[*names]}, expected one file")
+    path = (folder / names[0]).resolve()
     if not path.is_relative_to(folder.resolve()):
         raise BuildError(
-            f"weight_bytes: the model's weights lie in {name!r}, outside of its folder"
+            f"weight_bytes: the model's weights lie in {names[0]!r}, outside of its folder"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(weights)
-    return str(folder)
-
-
-def _initializers(graph: Any) -> list[Any]:
-    tensors = [*graph.initializer]
-    for node in graph.node:
-        for attribute in node.attribute:
-            tensors += [attribute.t, *attribute.tensors]
-            for inner in [attribute.g, *attribute.graphs]:
-                tensors += _initializers(inner)
-    return tensors
 
 
 def _with_dims(source: str | bytes, dims: Dims) -> bytes:
-    """An ONNX model with other sizes in the place of fixed ones; weights that lie outside stay there.
+    """An ONNX model with other sizes in place of fixed ones; external weights stay where they are.
 
-    Sizes that are open stay open, and sizes that the graph itself fixes stay as they are: where they do not
-    go with the new ones the engine refuses the model, but for a Reshape to a constant, refused here.
+    Sizes that are open, and sizes that the graph itself fixes, stay as they are. If these do not go with the
+    new ones, the engine refuses the model, except for a Reshape to a constant, which is refused here.
     """
-    onnx = _onnx()
+    try:
+        import onnx
+        import onnx.shape_inference
+    except ImportError as exc:
+        raise MissingDependencyError(
+            "changing a model takes the package onnx: pip install 'mcinfer[onnx]'"
+        ) from exc
     try:
         if isinstance(source, bytes):
             model = onnx.load_model_from_string(source)
@@ -368,7 +347,7 @@ def _with_dims(source: str | bytes, dims: Dims) -> bytes:
                 for size, wanted in zip(sizes, dims[value.name], strict=True):
                     if size.HasField("dim_value"):
                         size.dim_value = wanted
-        # What follows from the old sizes: the engine finds out anew.
+        # The engine infers anew what follows from the sizes.
         del model.graph.value_info[:]
         for value in model.graph.output:
             for i, size in enumerate(value.type.tensor_type.shape.dim):
@@ -383,7 +362,7 @@ def _with_dims(source: str | bytes, dims: Dims) -> bytes:
 
 
 def _check_reshapes(graph: Any) -> None:
-    """Refuse a Reshape that cannot be: ONNX Runtime (1.31) notices it in the run, not when it loads."""
+    """Refuse an impossible Reshape: ONNX Runtime (1.31) notices it in the run, not when it loads."""
     shapes = {
         value.name: [size.dim_value for size in value.type.tensor_type.shape.dim]
         for value in (*graph.input, *graph.value_info, *graph.output)
@@ -398,14 +377,3 @@ def _check_reshapes(graph: Any) -> None:
             raise BuildError(
                 f"the Reshape that makes {node.output[0]!r} cannot make {after} of {before}"
             )
-
-
-def _onnx() -> Any:
-    try:
-        import onnx
-        import onnx.shape_inference
-    except ImportError as exc:
-        raise MissingDependencyError(
-            "changing a model takes the package onnx: pip install 'mcinfer[onnx]'"
-        ) from exc
-    return onnx

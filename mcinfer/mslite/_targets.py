@@ -1,7 +1,7 @@
-"""From a context to engines, devices, cores and the core's frozen options: the one place that knows both.
+"""From a context to engines, devices, cores and the core's options.
 
-The engine itself finds out that this host lacks a target, and says why; then the CPU serves as its backup
-with one warning, unless ``MCINFER_STRICT_DEVICE=1`` makes that an error.
+The engine itself finds out that this host lacks a target; then the CPU serves as backup with one warning,
+unless ``MCINFER_STRICT_DEVICE=1`` makes that an error.
 """
 
 import os
@@ -34,26 +34,25 @@ _CANN_PRECISION = {
 
 
 class ModelType(IntEnum):
-    """What kind of model a file or buffer holds. A path that ends in ``.onnx`` is ONNX in any case."""
+    """The format of a model. A path that ends in ``.onnx`` is ONNX in any case."""
 
     MINDIR = 0
     ONNX = 3
     MINDIR_LITE = 4
 
 
-def model_type_of(path: str, model_type: ModelType) -> ModelType:
-    """The type of a model file: by its name where that says it, else what the caller says."""
-    by_ending = {".onnx": ModelType.ONNX, ".ms": ModelType.MINDIR_LITE}
-    return by_ending.get(os.path.splitext(path)[1].lower(), model_type)
-
-
-def model_type_of_bytes(content: bytes) -> ModelType:
-    """The type of a model in a buffer, where the caller does not say it.
+def model_type_of(model: str | bytes, model_type: ModelType | None = None) -> ModelType:
+    """The type of a model: a file's by its ending if that shows it, else as given, else as the content shows.
 
     Field 1 of both formats is the version, a number in ONNX (``onnx.proto``: ``int64 ir_version = 1``) and a
     text in MindIR (``mind_ir.proto``: ``string ir_version = 1``), and comes first in both.
     """
-    return ModelType.ONNX if content[:1] == b"\x08" else ModelType.MINDIR
+    if isinstance(model, str):
+        by_ending = {".onnx": ModelType.ONNX, ".ms": ModelType.MINDIR_LITE}
+        ending = os.path.splitext(model)[1].lower()
+        return by_ending.get(ending, ModelType.MINDIR if model_type is None else model_type)
+    shown = ModelType.ONNX if model[:1] == b"\x08" else ModelType.MINDIR
+    return shown if model_type is None else model_type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +61,9 @@ class Attempt:
 
     Attributes:
         target: The context's name of the device; `kind` is the core's.
-        options: For the engine, but for what depends on the number of workers.
-        remarks: What of the context has no effect on this device, and why; equal for all of its engines.
+        options: For the engine, without those that depend on the number of workers.
+        remarks: Settings of the context that have no effect on this device, and why; the same for all of a
+            target's engines.
     """
 
     target: str
@@ -75,25 +75,20 @@ class Attempt:
 
 
 def attempts(context: Context, model_type: ModelType, sections: Sections) -> list[list[Attempt]]:
-    """What to try, in order: for each target of the context the engines that may serve there."""
+    """For each target of the context, in order, the engines to try there."""
     targets = context.device_infos
     if os.environ.get("MCINFER_STRICT_DEVICE") == "1":
         targets = targets[:1]
-    ways = {
-        "cpu": lambda: _cpu(context, model_type),
-        "gpu": lambda: [_gpu(context, model_type)],
-        "ascend": lambda: [_ascend(context, model_type, sections)],
-    }
-    return [ways[target]() for target in targets]
+    return [_attempts_on(target, context, model_type, sections) for target in targets]
 
 
 def open_first(
     groups: Sequence[Sequence[Attempt]], build: Callable[[Attempt], T], *, stacklevel: int
 ) -> T:
-    """Build on the first target that can be had, and warn of what is not as the context says.
+    """Build on the first usable target; warn of settings without effect, and of targets that failed.
 
-    The warning for a target comes before it is tried: where warnings are errors, nothing was built yet. The
-    `stacklevel` is as of `warnings.warn`, seen from the caller. Raises what the last target's engine said.
+    The warning for a target comes before it is tried: if warnings are errors, nothing was built yet. The
+    `stacklevel` is as of `warnings.warn`, seen from the caller. Raises the last target's error.
     """
     refusals: list[str] = []
     failure: McinferError = BuildError("no target to build for")
@@ -116,12 +111,64 @@ def open_first(
     raise failure
 
 
-def _cpu(context: Context, model_type: ModelType) -> list[Attempt]:
-    engines = {
-        ModelType.ONNX: ("onnxruntime",),
-        ModelType.MINDIR: ("mindspore", "mindspore_lite"),
-        ModelType.MINDIR_LITE: ("mindspore_lite",),
-    }[model_type]
+def _attempts_on(
+    target: str, context: Context, model_type: ModelType, sections: Sections
+) -> list[Attempt]:
+    onnx = model_type is ModelType.ONNX
+    kind, index, threads, operators = target, 0, 0, 0
+    settings: dict[str, str] = {}
+    if target == "cpu":
+        threads, operators = context.cpu.thread_num, context.cpu.inter_op_parallel_num
+        remarks = _cpu_remarks(context)
+    elif target == "gpu":
+        gpu = context.gpu
+        kind, index = "cuda", gpu.device_id
+        settings, remarks = {"precision_mode": gpu.precision_mode, "provider": gpu.provider}, []
+        if onnx:
+            tensorrt = gpu.provider == "tensorrt"
+            kind = "tensorrt" if tensorrt else "cuda"
+            # TensorFloat-32 has a mantissa of 10 bits.
+            option = "trt_fp16_enable" if tensorrt else "use_tf32"
+            settings = {option: "1" if gpu.precision_mode == "preferred_fp16" else "0"}
+            remarks = _gpu_remarks(context)
+    else:
+        ascend = context.ascend
+        index = ascend.device_id
+        entries = sections.get("ascend_context", {})
+        precision = entries.get("precision_mode", ascend.precision_mode)
+        settings, remarks = {"precision_mode": precision}, []
+        if onnx:
+            settings = {"precision_mode": _CANN_PRECISION.get(precision, precision)}
+            unused = [name for name in ("provider", "rank_id") if getattr(ascend, name)]
+            if unused:
+                remarks = [f"ascend {', '.join(unused)} has no effect on ONNX models"]
+        else:
+            settings["provider"] = entries.get("provider", ascend.provider)
+            settings["rank_id"] = str(ascend.rank_id or "")
+    engines = ["onnxruntime"] if onnx else ["mindspore_lite"]
+    if target == "cpu" and model_type is ModelType.MINDIR:
+        engines.insert(0, "mindspore")
+    lite = model_type is ModelType.MINDIR_LITE
+    options = EngineOptions(
+        threads=threads or None,
+        inter_op_threads=operators or None,
+        session_config={"model_type": "MINDIR_LITE"} if lite else {},
+        provider_options={key: value for key, value in settings.items() if value},
+    )
+    return [
+        Attempt(
+            target=target,
+            engine=engine,
+            kind=kind,
+            index=index,
+            options=options,
+            remarks=tuple(remarks),
+        )
+        for engine in engines
+    ]
+
+
+def _cpu_remarks(context: Context) -> list[str]:
     cpu, remarks = context.cpu, []
     if cpu.precision_mode == "preferred_fp16":
         remarks.append(
@@ -133,83 +180,23 @@ def _cpu(context: Context, model_type: ModelType) -> list[Attempt]:
         remarks.append(
             "cpu thread_affinity_mode has no effect: the cores of this machine are all alike"
         )
-    options = EngineOptions(
-        threads=cpu.thread_num or None,
-        inter_op_threads=cpu.inter_op_parallel_num or None,
-        session_config=_lite_config(model_type),
-    )
-    return [
-        Attempt(target="cpu", engine=engine, kind="cpu", options=options, remarks=tuple(remarks))
-        for engine in engines
-    ]
+    return remarks
 
 
-def _lite_config(model_type: ModelType) -> dict[str, str]:
-    return {"model_type": "MINDIR_LITE"} if model_type is ModelType.MINDIR_LITE else {}
-
-
-def _lite(
-    target: str, kind: str, index: int, model_type: ModelType, settings: dict[str, str]
-) -> Attempt:
-    """MindSpore Lite's own package on a device, with those settings that are not ``""``."""
-    options = EngineOptions(
-        session_config=_lite_config(model_type),
-        provider_options={key: value for key, value in settings.items() if value},
-    )
-    return Attempt(target=target, engine="mindspore_lite", kind=kind, index=index, options=options)
-
-
-def _gpu(context: Context, model_type: ModelType) -> Attempt:
-    gpu = context.gpu
-    if model_type is not ModelType.ONNX:
-        settings = {"precision_mode": gpu.precision_mode, "provider": gpu.provider}
-        return _lite("gpu", "cuda", gpu.device_id, model_type, settings)
-    fp16, tensorrt = gpu.precision_mode == "preferred_fp16", gpu.provider == "tensorrt"
-    remarks = []
+def _gpu_remarks(context: Context) -> list[str]:
+    gpu, remarks = context.gpu, []
     if gpu.provider not in ("", "tensorrt"):
         remarks.append(f"gpu provider {gpu.provider!r} is unknown, expected '' or 'tensorrt'")
-    if fp16 and not tensorrt:
+    if gpu.precision_mode == "preferred_fp16" and gpu.provider != "tensorrt":
         remarks.append(
             "gpu precision_mode preferred_fp16: the CUDA provider lowers float32 to TensorFloat-32 "
             "at most; float16 takes a float16 model, or the provider 'tensorrt'"
         )
-    # TensorFloat-32 has a mantissa of 10 bits.
-    option = "trt_fp16_enable" if tensorrt else "use_tf32"
-    return Attempt(
-        target="gpu",
-        engine="onnxruntime",
-        kind="tensorrt" if tensorrt else "cuda",
-        index=gpu.device_id,
-        options=EngineOptions(provider_options={option: "1" if fp16 else "0"}),
-        remarks=tuple(remarks),
-    )
-
-
-def _ascend(context: Context, model_type: ModelType, sections: Sections) -> Attempt:
-    ascend = context.ascend
-    said = sections.get("ascend_context", {})
-    precision = said.get("precision_mode", ascend.precision_mode)
-    if model_type is not ModelType.ONNX:
-        settings = {
-            "precision_mode": precision,
-            "provider": said.get("provider", ascend.provider),
-            "rank_id": str(ascend.rank_id) if ascend.rank_id else "",
-        }
-        return _lite("ascend", "ascend", ascend.device_id, model_type, settings)
-    settings = {"precision_mode": _CANN_PRECISION.get(precision, precision)} if precision else {}
-    without = [name for name in ("provider", "rank_id") if getattr(ascend, name)]
-    return Attempt(
-        target="ascend",
-        engine="onnxruntime",
-        kind="ascend",
-        index=ascend.device_id,
-        options=EngineOptions(provider_options=settings),
-        remarks=(f"ascend {', '.join(without)} has no effect on ONNX models",) if without else (),
-    )
+    return remarks
 
 
 def used_entries(context: Context, model_type: ModelType, *, from_buffer: bool) -> Entries:
-    """The entries of a configuration that act on such a model."""
+    """The entries of a configuration that have an effect on such a model."""
     used = set()
     if from_buffer and model_type is ModelType.ONNX:
         used.add(("model_file", "mindir_path"))
@@ -224,11 +211,10 @@ def used_entries(context: Context, model_type: ModelType, *, from_buffer: bool) 
 
 
 def count_workers(context: Context, kind: str, wanted: int, device_ids: Sequence[int]) -> int:
-    """How many workers a runner has: as many as wanted, or by MindSpore Lite's rule if that is 0.
+    """The number of workers of a runner: as wanted, or by MindSpore Lite's rule if that is 0.
 
-    The rule goes by the cores that may be used, or by the CPU quota if that is less; on another kind of
-    device than the CPU, which need not be the one that the context names first, it is one for each of
-    `device_ids`.
+    The rule is about cores, or the CPU quota if that is less; on another kind of device than the CPU there is
+    one worker for each of `device_ids`.
     """
     cores = len(os.sched_getaffinity(0))
     if wanted > _MAX_WORKERS_PER_CORE * cores:
@@ -246,7 +232,7 @@ def count_workers(context: Context, kind: str, wanted: int, device_ids: Sequence
 
 
 def pinned_cores(context: Context, workers: int) -> tuple[tuple[int, ...], ...] | None:
-    """Each worker's cores, from the context's list or by its mode; None where it has neither."""
+    """Each worker's cores, from the context's list or by its mode; None if it has neither."""
     listed = context.cpu.thread_affinity_core_list
     ordered = listed or order_cores(core_capacities(), context.cpu.thread_affinity_mode)
     if not ordered:
@@ -271,10 +257,10 @@ def pinned_cores(context: Context, workers: int) -> tuple[tuple[int, ...], ...] 
 
 
 def core_capacities(folder: Path = Path("/sys/devices/system/cpu")) -> dict[int, int]:
-    """How strong each core is that this process may use, in whatever unit the kernel has.
+    """The performance of each core that this process may use, in the kernel's unit; 0 if unknown.
 
-    ``cpu_capacity`` where the kernel knows it (Documentation/arch/arm64/cpu-capacity.rst), else the highest
-    frequency in kHz; 0 for all where it knows neither.
+    ``cpu_capacity`` where the kernel has it (Documentation/arch/arm64/cpu-capacity.rst), else the highest
+    frequency in kHz.
     """
     capacities = {}
     for core in sorted(os.sched_getaffinity(0)):
@@ -289,10 +275,10 @@ def core_capacities(folder: Path = Path("/sys/devices/system/cpu")) -> dict[int,
 
 
 def order_cores(capacities: Mapping[int, int], mode: int) -> list[int] | None:
-    """The cores in the order in which threads are to take them; None where there is none.
+    """The cores in the order in which threads take them; None if there is no order.
 
-    Mode 0 has no order. Mode 1 takes big cores first, then middle, then little ones; mode 2 middle ones, then
-    little ones, then big ones. Where there are two kinds only, the weaker one is the middle.
+    Mode 1: big cores, then middle, then little ones; mode 2: middle, little, big. Of two kinds only, the
+    weaker one is the middle. Mode 0 has no order.
     """
     kinds = sorted(set(capacities.values()), reverse=True)
     if not mode or len(kinds) < 2:

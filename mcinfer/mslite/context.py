@@ -1,22 +1,21 @@
-"""`Context`: where a model is to run, and how, as MindSpore Lite has it.
+"""`Context`: where and how a model is to run, as in MindSpore Lite.
 
-Names, defaults and error texts are those of its Python API (``mindspore_lite.Context``). Nothing here
-looks at the machine: the values are kept, and read when a model is built.
+Names, defaults and error texts are those of its Python API (``mindspore_lite.Context``). The values are only
+kept, and read when a model is built.
 """
 
 import os
 import warnings
-from collections.abc import Callable
-from copy import copy
-from typing import Generic, Self, TypeVar, overload
+from typing import TypeVar
 
 from mcinfer.errors import InvalidInputError
 from mcinfer.mslite._checks import (
+    Option,
     Sections,
     check_list,
-    check_not_negative,
     check_sections,
     check_type,
+    typed,
 )
 
 TARGETS = ("cpu", "gpu", "ascend")
@@ -25,42 +24,12 @@ TARGETS = ("cpu", "gpu", "ascend")
 T = TypeVar("T")
 
 
-class Option(Generic[T]):
-    """An attribute with a default, checked when it is set. A list goes in and out as a copy."""
+def _count(name: str, failed: str = "") -> Option[int]:
+    def check(name: str, value: int) -> None:
+        if check_type(name, value, int) < 0:
+            raise InvalidInputError(f"{failed}{name} must be a non-negative int.")
 
-    def __init__(self, name: str, default: T, check: Callable[[str, T], T | None]) -> None:
-        """`name` is what error texts call it. `check` may return what to keep in the value's place."""
-        self._name = name
-        self._default = default
-        self._check = check
-
-    def __set_name__(self, owner: type, attribute: str) -> None:
-        self._attribute = attribute
-
-    @overload
-    def __get__(self, part: None, owner: type) -> Self: ...
-
-    @overload
-    def __get__(self, part: object, owner: type) -> T: ...
-
-    def __get__(self, part: object | None, owner: type) -> Self | T:
-        if part is None:
-            return self
-        value: T = part.__dict__.get(self._attribute, self._default)
-        return copy(value) if isinstance(value, list) else value
-
-    def __set__(self, part: object, value: T) -> None:
-        kept = self._check(self._name, value)
-        value = value if kept is None else kept
-        part.__dict__[self._attribute] = copy(value) if isinstance(value, list) else value
-
-
-def _count(name: str, *, failed: str = "") -> Option[int]:
-    return Option(name, 0, lambda name, value: check_not_negative(name, value, failed=failed))
-
-
-def _text(name: str) -> Option[str]:
-    return Option(name, "", lambda name, value: check_type(name, value, str))
+    return Option(name, 0, check)
 
 
 def _choice(name: str, default: str, *choices: str) -> Option[str]:
@@ -99,18 +68,18 @@ def _target(name: str, value: list[str]) -> list[str]:
     return wanted
 
 
-def _launched(variable: str, default: int) -> int:
-    """A number that Open MPI's ``mpirun`` put in the environment, or the default."""
-    text = os.environ.get(variable, "")
-    return int(text) if text.isascii() and text.isdigit() else default
+def _launched(variable: str, default: int) -> property:
+    """A read-only number that Open MPI's ``mpirun`` puts in the environment."""
+
+    def read(_: object) -> int:
+        text = os.environ.get(variable, "")
+        return int(text) if text.isascii() and text.isdigit() else default
+
+    return property(read)
 
 
 class _Part:
-    """What the context and its parts share: the repr, and a warning about unknown attributes.
-
-    Upstream takes any attribute name in silence, so that a misspelt option does nothing. Here the
-    value is kept as well, for programs that rely on that, and a UserWarning names the attribute.
-    """
+    """The context and its parts. An unknown attribute is kept, as upstream does, but with a UserWarning."""
 
     _KIND = ""
     _PRINTED: tuple[str, ...] = ()
@@ -165,7 +134,9 @@ class GpuDeviceInfo(_Part):
     Attributes:
         precision_mode: ``"enforce_fp32"`` (the default) or ``"preferred_fp16"``.
         device_id: The index of the device, 0 by default.
-        provider: What runs the model, such as ``"tensorrt"``; ``""`` by default.
+        provider: The library that runs the model, such as ``"tensorrt"``; ``""`` by default.
+        rank_id: This process's rank, from Open MPI's ``OMPI_COMM_WORLD_RANK``; 0 without a launcher.
+        group_size: Number of processes, from ``OMPI_COMM_WORLD_SIZE``; 1 without a launcher.
     """
 
     _KIND = "kGPU"
@@ -173,17 +144,9 @@ class GpuDeviceInfo(_Part):
 
     precision_mode = _choice("gpu_precision_mode", "enforce_fp32", "enforce_fp32", "preferred_fp16")
     device_id = _count("gpu_device_id")
-    provider = _text("gpu_provider")
-
-    @property
-    def rank_id(self) -> int:
-        """This process's rank, from Open MPI's ``OMPI_COMM_WORLD_RANK``; 0 without a launcher."""
-        return _launched("OMPI_COMM_WORLD_RANK", 0)
-
-    @property
-    def group_size(self) -> int:
-        """How many processes there are, from ``OMPI_COMM_WORLD_SIZE``; 1 without a launcher."""
-        return _launched("OMPI_COMM_WORLD_SIZE", 1)
+    provider = typed("gpu_provider", "", str)
+    rank_id = _launched("OMPI_COMM_WORLD_RANK", 0)
+    group_size = _launched("OMPI_COMM_WORLD_SIZE", 1)
 
 
 class AscendDeviceInfo(_Part):
@@ -191,11 +154,11 @@ class AscendDeviceInfo(_Part):
 
     Attributes:
         precision_mode: How far precision may be lowered: ``"enforce_fp32"``, ``"preferred_fp32"``,
-            ``"enforce_fp16"``, ``"enforce_origin"`` or ``"preferred_optimal"``. By default it is
-            ``""``, which leaves it to the runtime and cannot be set.
+            ``"enforce_fp16"``, ``"enforce_origin"`` or ``"preferred_optimal"``. The default ``""``
+            leaves it to the runtime and cannot be set.
         device_id: The index of the device, 0 by default.
         rank_id: This process's rank among those that run a model together, 0 by default.
-        provider: What runs the model: ``"ge"`` or ``""`` (the default).
+        provider: The library that runs the model: ``"ge"`` or ``""`` (the default).
     """
 
     precision_mode = _choice(
@@ -205,7 +168,7 @@ class AscendDeviceInfo(_Part):
     )
     device_id = _count("ascend_device_id")
     rank_id = _count("ascend_rank_id")
-    provider = _text("ascend_provider")
+    provider = typed("ascend_provider", "", str)
 
     def __str__(self) -> str:
         # Without line ends after device_id, as upstream prints it.
@@ -220,11 +183,11 @@ class ParallelOptions(_Part):
     """The workers of a `ModelParallelRunner`. Wrong types are TypeErrors, values InvalidInputErrors.
 
     Attributes:
-        workers_num: How many workers; 0 (the default) leaves it to the library.
+        workers_num: Number of workers; 0 (the default) leaves it to the library.
         device_ids: The devices of the workers in turn (worker i: ``device_ids[i % n]``); a copy.
     """
 
-    workers_num = _count("workers_num", failed="Set parallel failed, ")
+    workers_num = _count("workers_num", "Set parallel failed, ")
     device_ids: Option[list[int]] = Option("device_ids", [], _device_ids)
 
     def __init__(self) -> None:
@@ -235,8 +198,8 @@ class ParallelOptions(_Part):
     def config_info(self) -> str:
         """The sections as text: ``section: key value``, a line for each further entry.
 
-        It is set to ``dict[str, dict[str, str]]`` (else a TypeError), and `sections` has that data. Setting
-        replaces the sections that are named and keeps the others, as upstream does.
+        It is set to ``dict[str, dict[str, str]]`` (else a TypeError). Setting replaces the sections that are
+        named and keeps the others, as upstream does.
         """
         lines = (
             f"{section}: " + "".join(f"{key} {text}\n" for key, text in sorted(entries.items()))
@@ -250,7 +213,7 @@ class ParallelOptions(_Part):
 
     @property
     def sections(self) -> Sections:
-        """What `config_info` was set to, as data; a copy. Upstream has no such property."""
+        """The data of `config_info`; a copy. Upstream has no such property."""
         return {section: dict(entries) for section, entries in self._sections.items()}
 
     @property
@@ -272,48 +235,40 @@ class ParallelOptions(_Part):
         )
 
 
+def _part(cls: type[T]) -> T:
+    """A read-only attribute, made when it is first read."""
+
+    def read(context: object) -> T:
+        made: T = context.__dict__.setdefault(f"_{cls.__name__}", cls())
+        return made
+
+    return property(read)  # type: ignore[return-value] # as a reader sees it
+
+
 class Context(_Part):
-    """Where a model is to run, and how: a target, and a part for each kind of device.
+    """Where and how a model is to run: a target, and a part for each kind of device.
 
     Setting an attribute that is not one of those here keeps the value and gives a UserWarning.
 
     Attributes:
         target: The devices to run on, of "cpu", "gpu" and "ascend" in any case; a copy, as it was set.
             ``["cpu"]`` by default, and again after it is set to anything that is false. The CPU is the
-            backup of the others without being named; `device_infos` is what that comes to. Something other
-            than a list of str is a TypeError, another name an InvalidInputError.
+            backup of the others without being named. Not a list of str is a TypeError, another name an
+            InvalidInputError.
         group_info_file: The file with the groups of ranks for distributed inference, ``""`` by
             default. Something other than a str is a TypeError.
+        cpu: Settings for the CPU.
+        gpu: Settings for a GPU.
+        ascend: Settings for an Ascend device.
+        parallel: Settings for a `ModelParallelRunner`.
     """
 
     target = Option("target", ["cpu"], _target)
-    group_info_file = _text("group_info_file")
-
-    def __init__(self) -> None:
-        self._cpu = CpuDeviceInfo()
-        self._gpu = GpuDeviceInfo()
-        self._ascend = AscendDeviceInfo()
-        self._parallel = ParallelOptions()
-
-    @property
-    def cpu(self) -> CpuDeviceInfo:
-        """Settings for the CPU."""
-        return self._cpu
-
-    @property
-    def gpu(self) -> GpuDeviceInfo:
-        """Settings for a GPU."""
-        return self._gpu
-
-    @property
-    def ascend(self) -> AscendDeviceInfo:
-        """Settings for an Ascend device."""
-        return self._ascend
-
-    @property
-    def parallel(self) -> ParallelOptions:
-        """Settings for a `ModelParallelRunner`."""
-        return self._parallel
+    group_info_file = typed("group_info_file", "", str)
+    cpu = _part(CpuDeviceInfo)
+    gpu = _part(GpuDeviceInfo)
+    ascend = _part(AscendDeviceInfo)
+    parallel = _part(ParallelOptions)
 
     @property
     def device_infos(self) -> list[str]:

@@ -37,7 +37,7 @@ from mcinfer.mslite._runner import (
     named_weights,
 )
 from mcinfer.mslite._session import Session, SharedModels, Source, open_session
-from mcinfer.mslite._targets import ModelType, model_type_of, model_type_of_bytes, used_entries
+from mcinfer.mslite._targets import ModelType, model_type_of, used_entries
 from mcinfer.mslite.context import Context, check_context
 from mcinfer.mslite.tensor import (
     Format,
@@ -107,14 +107,14 @@ class Model:
     ) -> None:
         """Load a model: an ONNX file, by its ending ``.onnx`` or by `model_type`, or a MindIR file.
 
-        It runs on the CPU without a context. A target that this host lacks is replaced by the CPU, with a
-        warning; with ``MCINFER_STRICT_DEVICE=1`` that is an error. The entries in `config_dict` override
-        those of the file `config_path`. Encrypted models are refused: MindSpore Lite dropped them.
+        It runs on the CPU without a context. The CPU replaces a target that this host lacks, with a warning;
+        with ``MCINFER_STRICT_DEVICE=1`` that is an error. The entries in `config_dict` override those of the
+        file `config_path`. Encrypted models are refused: MindSpore Lite dropped them.
 
         Raises:
             TypeError: An argument is of another type.
-            RuntimeError: A path does not exist, or the model cannot be built; of a class of
-                `mcinfer.errors` as well, where there is one.
+            RuntimeError: A path does not exist, or the model cannot be built; also of a class of
+                `mcinfer.errors`, if there is one.
         """
         what = "build_from_file"
         check_type("model_path", model_path, str)
@@ -149,14 +149,14 @@ class Model:
     ) -> None:
         """Load a model from memory; the other arguments and errors are those of `build_from_file`.
 
-        The bytes are kept only where `resize` may have to build the model anew: it is ONNX, and has an input
-        of which a size is fixed.
+        The bytes are kept only if `resize` may have to build the model again: it is ONNX, and has an input of
+        which a size is fixed.
 
         Args:
-            model_bytes: What a file would hold.
-            weight_bytes: The content of the one file that an ONNX model's external data lies in; takes the
-                extra ``mcinfer[onnx]``. For weights on disk name a file of their folder in the
-                configuration instead, as ``mindir_path`` of section ``model_file``.
+            model_bytes: The content of a model file.
+            weight_bytes: The content of the one file of an ONNX model's external data. For weights on disk
+                name a file of their folder in the configuration instead, as ``mindir_path`` of section
+                ``model_file``.
             model_type: None: the content shows whether it is ONNX or MindIR.
             context: As in `build_from_file`.
             config_path: Likewise.
@@ -173,7 +173,7 @@ class Model:
         source = Source(
             name="buffer",
             model=model_bytes,
-            model_type=model_type_of_bytes(model_bytes) if model_type is None else model_type,
+            model_type=model_type_of(model_bytes, model_type),
             context=context,
             sections=read_configuration(what, config_path, config_dict),
             weights=weight_bytes,
@@ -181,7 +181,7 @@ class Model:
         self._build(what, source)
 
     def _build(self, what: str, source: Source) -> None:
-        # Warnings are for the caller of `build_from_…`, which is this one's.
+        # Warnings are at the line of the user's call, one above `build_from_…`.
         with self._building, failures(what):
             if self._built is not None:
                 raise BuildError("the model was built already; make a new Model")
@@ -245,12 +245,12 @@ class Model:
         )
 
     def get_model_info(self, key: str | None = None) -> str:
-        """What is known of the model, as text, ``""`` for what is unknown or unset.
+        """A fact about the model, as text; ``""`` if it is unknown or unset.
 
         Args:
             key: ``input_shape`` (``name:1,224,224,3;…``, -1 for a size that is not known),
                 ``dynamic_dims`` (the same of the inputs that have such sizes), ``current_pid`` (also before
-                it is built), ``shareable_weight_mem_handle`` (where the configuration has
+                the build), ``shareable_weight_mem_handle`` (if the configuration has
                 ``shareable_weight_pid_list``). Something other than a str is a TypeError.
         """
         check_type("key", key, str)
@@ -277,12 +277,11 @@ class Model:
         """Run the model, and return the outputs: `outputs`, or new tensors.
 
         Args:
-            inputs: A list or tuple of tensors or arrays, in the model's order, of its dtypes and shapes.
-                They are read in place, so they must not change meanwhile. A tensor must have data: that
-                of `get_inputs` has none until it is set or looked at.
+            inputs: A list or tuple of tensors or arrays, in the model's order, of its dtypes and shapes. The
+                run reads them in place, so they must not change meanwhile. A tensor must have data: those of
+                `get_inputs` have none until it is set or read.
             outputs: Tensors to write to, of the outputs' dtypes and shapes (or of sizes not known yet), whose
-                memory may be that of inputs, but not of each other; or an empty list, which new tensors are
-                put into.
+                memory may be that of inputs, but not of each other; or an empty list to put new ones into.
 
         Raises:
             TypeError: An argument is of another type.
@@ -290,7 +289,7 @@ class Model:
                 written to `outputs` then.
         """
         built = self._ready("predict")
-        session = built.session  # one of them throughout: `resize` may put another there
+        session = built.session  # `resize` may replace it meanwhile
         given = check_inputs(inputs, len(built.inputs))
         with failures("predict"):
             check_outputs(outputs, len(session.spec.outputs))
@@ -299,13 +298,13 @@ class Model:
     def resize(self, inputs: list[Tensor], dims: list[list[int]]) -> None:
         """Set the shapes of inputs: `inputs` are some of `get_inputs`, or tensors of those names.
 
-        Sizes that the model leaves open are only noted: `predict` takes any. A model whose sizes are fixed is
-        built anew with the new ones, where its graph allows that; it takes the extra ``mcinfer[onnx]``.
+        Sizes that the model leaves open are only noted: `predict` takes any. A model with fixed sizes is
+        built again with the new ones, if its graph allows that; this takes the extra ``mcinfer[onnx]``.
 
         Raises:
             TypeError: An argument is of another type.
-            ValueError: They are not as many.
-            RuntimeError: A size is 0 or less, or the model does not take it; it stays as it was.
+            ValueError: Not as many shapes as inputs.
+            RuntimeError: A size is 0 or less, or the model does not take it; the model stays as it was.
         """
         check_list("inputs", inputs, Tensor)
         check_list("dims", dims, list)
@@ -341,9 +340,8 @@ class Model:
         )
         if not fits:
             dims_of = dict(zip(names, wanted, strict=True))
-            # The caller is that of `resize`, which is this one's.
             session = open_session(built.source, dims_of, self._group, stacklevel=3)
-            # Not over those that another model of the group has replaced in a session that it shares.
+            # Weights that another model of the group has replaced in a shared session stay.
             replaced = {
                 name: array
                 for name, array in built.session.weights.items()
@@ -359,12 +357,12 @@ class Model:
             built.inputs[names.index(tensor.name)].shape = shape
 
     def update_weights(self, weights: list[list[Tensor]]) -> None:
-        """Replace weights; runs that are going on finish with those that they began with.
+        """Replace weights; runs that have begun keep the old ones.
 
         Args:
-            weights: A new tensor, which is copied, for each weight that the file named by
-                ``variable_weights_file`` in section ``[ascend_context]`` of the configuration has: by the
-                tensors' names, by position where they have none. How they are put in lists does not matter.
+            weights: A new tensor, which is copied, for each weight in the file that
+                ``variable_weights_file`` in section ``[ascend_context]`` of the configuration names: by the
+                tensors' names, or by position if they have none. The division into lists does not matter.
 
         Raises:
             TypeError: Not a list of lists of Tensor.
@@ -393,9 +391,9 @@ def _owner(session: Session, pids: Sequence[int], *, stacklevel: int) -> WeightO
 
 
 def _current_pid() -> int:
-    """This process's id as the outermost namespace that ``/proc`` shows has it (proc_pid_status(5)).
+    """This process's id in the outermost pid namespace that ``/proc`` shows (proc_pid_status(5)).
 
-    In a container whose ``/proc`` is its own that is the id in there: the owner's may be another.
+    In a container with its own ``/proc`` that is the container's id, which the owner may not see.
     """
     with open("/proc/self/status", encoding="ascii", errors="replace") as file:
         for line in file:
@@ -408,14 +406,13 @@ class ModelGroup:
     """Models of this process that share what they can.
 
     ``SHARE_WEIGHT``: models that are built from the same file with the same context have one loaded model,
-    weights and prepared weights, between them; what `Model.update_weights` replaces is
-    replaced for all that have the same sizes.
-    ``SHARE_WORKSPACE``: ONNX Runtime's memory for what lies between operators is one arena for the models of
-    this process, in the place of one each. As in MindSpore Lite, such a group names its models by path.
+    with its weights; `Model.update_weights` replaces them for all that have the same sizes.
+    ``SHARE_WORKSPACE``: the models of this process use one arena of ONNX Runtime for memory between
+    operators, in place of one each. As in MindSpore Lite, such a group names its models by path.
     ``SHARE_WEIGHT_WORKSPACE``: both. Something other than these flags is a RuntimeError.
     """
 
-    # A model and the group that has its path have nothing else in common; a group that is gone is not found.
+    # Only a path leads from a model to its group; a group that is gone is not found.
     _by_path: ClassVar[WeakValueDictionary[str, SharedModels]] = WeakValueDictionary()
 
     def __init__(self, flags: ModelGroupFlag = ModelGroupFlag.SHARE_WORKSPACE) -> None:
@@ -439,12 +436,12 @@ class ModelGroup:
         """Put models into the group, before they are built.
 
         Args:
-            models: All `Model` objects (where weights are shared), or all paths (with SHARE_WORKSPACE alone)
-                of models that `Model.build_from_file` is to build while this group exists.
+            models: All `Model` objects (if weights are shared), or all paths (with SHARE_WORKSPACE only) of
+                models that `Model.build_from_file` is to build while this group exists.
 
         Raises:
             TypeError: Not a list or tuple, or not all of one kind.
-            RuntimeError: Empty, the kind that the flags do not take, or a model is built already or is in
+            RuntimeError: Empty, a kind that the flags do not take, or a model is built already or is in
                 another group.
         """
         if not isinstance(models, (list, tuple)):
@@ -476,11 +473,9 @@ class ModelGroup:
     def cal_max_size_of_workspace(
         self, model_type: ModelType, context: Context | None = None
     ) -> None:
-        """Check the arguments alone: the shared arena grows to what the largest model needs.
+        """Check the arguments only: the shared arena grows to the need of the largest model.
 
-        Raises:
-            TypeError: An argument is of another type.
-            RuntimeError: The group does not share its workspace, or has no models.
+        A RuntimeError if the group does not share its workspace, or has no models.
         """
         check_type("model_type", model_type, ModelType)
         check_context(context)

@@ -1,13 +1,12 @@
-"""`Tensor`, as MindSpore Lite has it, the names that go with it, and lists of tensors in and out of a run.
+"""`Tensor`, as in MindSpore Lite, the names that go with it, and lists of tensors in and out of a run.
 
-Who owns a tensor's data:
+Ownership of a tensor's data:
 
-- Data that came in as an array or as another tensor is borrowed: it is shared, never written to by
-  `Tensor.set_data_from_numpy`, and let go of when that is called.
-- Memory that the tensor got for itself (from its model's allocator, or else NumPy's) is its own:
-  `Tensor.set_data_from_numpy` copies into it. It is gotten when data is first set or looked at.
+- Data from an array or another tensor is borrowed: `Tensor.set_data_from_numpy` only releases it.
+- Memory that the tensor gets for itself (from its model's allocator, or NumPy's) when data is first set or
+  read is its own: `Tensor.set_data_from_numpy` copies into it.
 - Either way it is C-contiguous, aligned and of native byte order, and lives as long as a tensor or
-  an array that looks at it.
+  an array that shows it.
 """
 
 import warnings
@@ -23,7 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.errors import InvalidInputError
-from mcinfer.mslite._checks import InvalidRunError, check_elements, check_shape, check_type
+from mcinfer.mslite._checks import (
+    InvalidRunError,
+    check_elements,
+    check_shape,
+    check_type,
+    typed,
+)
 from mcinfer.specs import TensorSpec
 
 DEVICE_KINDS = ("ascend", "cpu", "cuda", "gpu")
@@ -60,7 +65,7 @@ class DataType(_NamedNumber):
 
 
 class Format(_NamedNumber):
-    """What a tensor's dimensions stand for, with upstream's numbers. It is kept, and changes nothing."""
+    """The meaning of a tensor's dimensions, with upstream's numbers. It changes nothing here."""
 
     DEFAULT = -1
     NCHW = 0
@@ -118,14 +123,10 @@ def _element_num(shape: Sequence[int]) -> int:
 
 
 def _fits(shape: Sequence[int], known: Sequence[int]) -> bool:
-    """Whether a known shape is one that this can become: sizes of 0 or less are open."""
+    """Whether a shape, in which sizes of 0 or less are open, can become a known one."""
     return len(shape) == len(known) and all(
         size <= 0 or size == wanted for size, wanted in zip(shape, known, strict=True)
     )
-
-
-def _itemsize(dtype: DataType) -> int:
-    return _DTYPES[dtype].itemsize if dtype in _DTYPES else 0
 
 
 def _printed(tensor: "Tensor | TensorMeta") -> str:
@@ -150,7 +151,7 @@ class TensorMeta:
     @property
     def data_size(self) -> int:
         """Bytes of all elements; 0 if that is not known."""
-        return self.element_num * _itemsize(self.dtype)
+        return self.element_num * (_DTYPES[self.dtype].itemsize if self.dtype in _DTYPES else 0)
 
     def __str__(self) -> str:
         return _printed(self)
@@ -183,13 +184,12 @@ Allocate = Callable[[tuple[int, ...]], NDArray[Any]]
 class Tensor:
     """An n-dimensional array in host memory, with a name, a format and a shape that can be set.
 
-    An array that is C-contiguous, aligned and of native byte order is held as it is, any other as a
-    copy. The data of a tensor is shared; name and format start as they are there and then go their
-    own way. Without a tensor: the shape and dtype if both are given, else one float32. It has no data
-    then; the first look at it makes zeros.
+    An array that is C-contiguous, aligned and of native byte order is borrowed, any other is copied. The data
+    of a tensor is shared, but not its name and format. Without a tensor: the shape and dtype if both are
+    given, else one float32, as zeros from the first read.
 
-    One tensor must not be used by several threads at a time, unless they all only read. What does not fit,
-    here and when an attribute is set, is a TypeError.
+    Several threads may read one tensor at the same time; only one may change it. Arguments and attributes
+    that do not fit are a TypeError.
 
     Args:
         tensor: ndarray or Tensor.
@@ -197,13 +197,20 @@ class Tensor:
             yet: `set_data_from_numpy` takes it from the array.
         dtype: DataType; with a tensor it must be the tensor's own.
         device: One of `DEVICE_KINDS`, alone or with ``:index``. The data stays in host memory all
-            the same, and other than for ``"cpu"`` a UserWarning says so.
+            the same; other than for ``"cpu"`` a UserWarning says so.
+
+    Attributes:
+        name: ``""`` by default.
+        format: The meaning of the dimensions; setting it moves no data.
     """
 
     __slots__ = (
         *("__weakref__", "_allocate", "_array", "_dtype", "_format"),
         *("_model_dtype", "_name", "_own", "_shape"),
     )
+
+    name = typed("name", "", str)
+    format = typed("format", Format.NCHW, Format)
 
     def _set(
         self,
@@ -217,7 +224,7 @@ class Tensor:
         self._dtype = dtype
         self._shape = shape
         self._format = Format.NCHW
-        self._array = array  # None until memory is gotten
+        self._array = array  # None until memory is allocated
         self._own = False  # whether set_data_from_numpy may write to the array
         self._allocate = allocate
         self._model_dtype = dtype  # what the allocator gives
@@ -279,34 +286,19 @@ class Tensor:
 
     @classmethod
     def _of_model(cls, spec: TensorSpec, allocate: Allocate | None = None) -> "Tensor":
-        """A tensor of a model's, without data; the allocator gives C-contiguous memory of its dtype."""
+        """A tensor of a model, without data; the allocator gives C-contiguous memory of its dtype."""
         return cls.__new__(cls)._set(
             spec.name, known_data_type(spec.dtype), tuple(known_dims(spec)), None, allocate
         )
 
     @classmethod
     def _of_result(cls, name: str, array: NDArray[Any]) -> "Tensor":
-        """A tensor that holds an array as it is, which it borrows; unlike the constructor it checks nothing.
-
-        The array is C-contiguous and of native byte order; the dtype is UNKNOWN if it has no number.
-        """
+        """A tensor that borrows an array, which is C-contiguous and of native byte order."""
         return cls.__new__(cls)._set(name, known_data_type(array.dtype), array.shape, array)
 
     @property
-    def name(self) -> str:
-        """The name, ``""`` by default."""
-        return self._name
-
-    @name.setter
-    def name(self, value: str) -> None:
-        self._name = check_type("name", value, str)
-
-    @property
     def dtype(self) -> DataType:
-        """The element type. Data is never reinterpreted or converted: a new type drops it.
-
-        The next look at the data, or the next `set_data_from_numpy`, gets memory of the new type.
-        """
+        """The element type. A new type drops the data, which is never converted."""
         return self._dtype
 
     @dtype.setter
@@ -320,8 +312,7 @@ class Tensor:
     def shape(self) -> list[int]:
         """Sizes of the dimensions; one of 0 or less is not known yet. A fresh list.
 
-        Setting a shape of as many elements keeps the data and looks at it in that shape. Another
-        number of elements drops the data; the next use gets memory of the new size.
+        Setting a shape of as many elements keeps the data, another one drops it.
         """
         return list(self._shape)
 
@@ -336,15 +327,6 @@ class Tensor:
         self._shape = shape
 
     @property
-    def format(self) -> Format:
-        """What the dimensions stand for; setting it moves no data."""
-        return self._format
-
-    @format.setter  # noqa: A003 the attribute's name
-    def format(self, value: Format) -> None:
-        self._format = check_type("format", value, Format)
-
-    @property
     def element_num(self) -> int:
         """The number of elements: 1 for the shape ``[]``, 0 if a dimension is 0 or less."""
         return _element_num(self._shape)
@@ -352,8 +334,8 @@ class Tensor:
     @property
     def data_size(self) -> int:
         """Bytes of all elements; 0 if a dimension is 0 or less."""
-        itemsize = _itemsize(self._dtype) if self._array is None else self._array.itemsize
-        return self.element_num * itemsize
+        dtype = _DTYPES.get(self._dtype) if self._array is None else self._array.dtype
+        return 0 if dtype is None else self.element_num * dtype.itemsize
 
     @property
     def device(self) -> str:
@@ -362,7 +344,7 @@ class Tensor:
 
     @property
     def has_data(self) -> bool:
-        """Whether data was set or looked at since the tensor was made or its data was dropped."""
+        """Whether data was set or read since the tensor was made or its data was dropped."""
         return self._array is not None
 
     @property
@@ -395,14 +377,11 @@ class Tensor:
         return self.array.view()
 
     def set_data_from_numpy(self, numpy_obj: NDArray[Any]) -> None:
-        """Copy an array's elements into the tensor's own memory, in C order.
-
-        Any memory layout and byte order will do. The array is not kept. Where the tensor's shape has
-        a dimension of 0 or less, the array's shape becomes the tensor's.
+        """Copy an array's elements, in C order, into the tensor's own memory.
 
         Args:
-            numpy_obj: As many bytes as the tensor, in any shape; or, where a dimension of the tensor
-                is not known, of the tensor's rank and equal to it in the known ones.
+            numpy_obj: Of any memory layout and byte order. As many bytes as the tensor, in any shape; or, if
+                a dimension of the tensor is not known, an array whose shape fits and becomes the tensor's.
 
         Raises:
             TypeError: Not an ndarray, or its dtype has no number in `DataType`.
@@ -423,7 +402,7 @@ class Tensor:
         self._array, self._shape, self._own = memory, shape, True
 
     def _shape_for(self, array: NDArray[Any]) -> tuple[int, ...]:
-        """The shape that this tensor has with the array's data; RuntimeError if it does not fit."""
+        """The tensor's shape with the array's data; RuntimeError if it does not fit."""
         if all(size > 0 for size in self._shape):
             if array.nbytes != self.data_size:
                 raise RuntimeError(
@@ -450,7 +429,6 @@ class Tensor:
 
 
 TensorLike = Tensor | NDArray[Any]
-"""What a run takes."""
 
 
 def known_dims(spec: TensorSpec) -> list[int]:
@@ -459,7 +437,7 @@ def known_dims(spec: TensorSpec) -> list[int]:
 
 
 def check_inputs(inputs: object, count: int) -> list[TensorLike]:
-    """A run's inputs, checked but for their data: a list or tuple of as many tensors or arrays."""
+    """Check that a run's inputs are a list or tuple of as many tensors or arrays."""
     if not isinstance(inputs, (list, tuple)):
         raise TypeError(f"inputs must be list, but got {type(inputs)}.")
     for i, value in enumerate(inputs):
@@ -473,7 +451,7 @@ def check_inputs(inputs: object, count: int) -> list[TensorLike]:
 
 
 def input_arrays(inputs: Sequence[TensorLike]) -> list[NDArray[Any]]:
-    """The data of a run's inputs; InvalidInputError for a tensor that was neither set nor looked at."""
+    """The data of a run's inputs; InvalidInputError for a tensor without data."""
     for value in inputs:
         if isinstance(value, Tensor) and not value.has_data:
             raise InvalidInputError(f"input {value.name!r} has no data, set it first")
@@ -481,10 +459,7 @@ def input_arrays(inputs: Sequence[TensorLike]) -> list[NDArray[Any]]:
 
 
 def check_outputs(outputs: object, count: int) -> None:
-    """Check, as far as that can be known before a run, what a caller gives it to write to.
-
-    That is a tensor for each output, or an empty list, which new ones are put into, or None.
-    """
+    """Check the tensors to write to: one for each output, or an empty list for new ones, or None."""
     if outputs is None:
         return
     tensors = check_type("outputs", outputs, list)
@@ -500,10 +475,10 @@ def check_outputs(outputs: object, count: int) -> None:
 
 
 def answered(outputs: list[Tensor] | None, results: Mapping[str, NDArray[Any]]) -> list[Tensor]:
-    """A run's results as tensors: new ones, or the caller's, all of which are written to, or none.
+    """A run's results as tensors: new ones, or copied to the caller's, to all of them or none.
 
-    The caller's are as `check_outputs` takes them; one of a size that is not known takes the result's. The
-    results' memory is not that of the tensors.
+    The caller's are as `check_outputs` takes them, and share no memory with the results; a size that is not
+    known becomes the result's.
     """
     if not outputs:
         outputs = [] if outputs is None else outputs
@@ -526,7 +501,7 @@ def answered(outputs: list[Tensor] | None, results: Mapping[str, NDArray[Any]]) 
     for tensor, array in zip(outputs, results.values(), strict=True):
         if any(size <= 0 for size in tensor.shape):
             tensor.shape = array.shape
-    # All memory is gotten before the first is written: there may be none left for one.
+    # All memory is allocated before the first is written, as that may fail.
     places = [tensor.array for tensor in outputs]
     for place, array in zip(places, results.values(), strict=True):
         place[...] = array

@@ -8,10 +8,8 @@
             │                                                                            │
          parent: waits for that byte, then lets go of the frames ◄───────────────────────┘
 
-A shared mapping stays shared in a child, so the child replaces the frames that users' arrays may lie in by
-private memory. The kernel has no copy-on-write for shared pages that both sides may write to. So the child
-makes the copy at the fork, as large as the results that users hold. Idle frames, copied inputs and weights
-are not copied: nothing in the child reads them.
+The kernel has no copy-on-write for shared pages that both sides may write to. So the child replaces the
+frames that users' arrays may lie in by private copies; idle frames, inputs and weights are not copied.
 
 This code takes no lock: another thread may hold it at the fork. `subprocess` runs none of this code.
 """
@@ -66,17 +64,15 @@ class _Wait(NamedTuple):
 
 
 class Forks:
-    """The frames that users' arrays may lie in, and the forks that are under way.
+    """The frames that users' arrays may lie in, and the forks in progress.
 
-    Attributes:
-        held: By thread that is forking, the frames of that moment and those made since. While there are
-            any, no frame may be used for another request.
+    `held`: by thread that is forking, the frames of that moment and later ones. While there are any, no frame
+    may be used for another request.
     """
 
     __slots__ = ("_frames", "_most", "_numbers", "_waits", "held")
 
     def __init__(self) -> None:
-        """Register for the forks of this process."""
         self._numbers = count()
         self._most = _FEW
         self._frames: dict[int, tuple[ref[Frame], ref[deque[Ticket]]]] = {}
@@ -89,7 +85,7 @@ class Forks:
         )
 
     def add(self, frame: Frame, idle: "deque[Ticket]") -> None:
-        """Know a new frame, which is in `idle` when it is not in use."""
+        """Register a new frame, which is in `idle` when it is not in use."""
         # The end of an array runs no Python code, so those that are gone are looked for now and then.
         if len(self._frames) > self._most:
             # A copy is one step; to list the items makes objects, which may let other threads in between.
@@ -147,12 +143,12 @@ class Forks:
 
 @functools.cache
 def forks() -> Forks:
-    """Those of this process; made with the first planner, since what is registered stays registered."""
+    """The only one of this process: a registration for forks cannot be undone."""
     return Forks()
 
 
 def _used(frames: Iterable[tuple["ref[Frame]", "ref[deque[Ticket]]"]]) -> list[tuple[int, int]]:
-    """Where the memory of frames begins and ends that are not idle."""
+    """Where the memory of frames begins and ends that are in use."""
     places = []
     for known, waiting in frames:
         frame, idle = known(), waiting()
@@ -162,10 +158,10 @@ def _used(frames: Iterable[tuple["ref[Frame]", "ref[deque[Ticket]]"]]) -> list[t
 
 
 def _make_private(places: Iterable[tuple[int, int]]) -> None:
-    """Put memory of this process, with the same content, in the place of shared memory; whole pages.
+    """Replace shared memory by private memory with the same content; whole pages.
 
     Raises:
-        OSError: There is no memory; what is left stays shared.
+        OSError: There is no memory; the rest stays shared.
     """
     ranges: list[tuple[int, int]] = []
     for begin, end in sorted(places):

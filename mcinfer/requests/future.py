@@ -17,11 +17,9 @@ from mcinfer.requests.request import Outcome
 
 T = TypeVar("T")
 
-_CANCELLED = "cancelled"
-
 
 class Owner(Protocol):
-    """What serves futures: the loop."""
+    """The part of the loop that futures need."""
 
     def cancel(self, outcome: "Outcome[Any]") -> bool:
         """Cancel a request; False if it was settled before."""
@@ -34,11 +32,11 @@ class Owner(Protocol):
 
 
 class _Gate:
-    """What `concurrent.futures.wait` and `as_completed` hold while they look at a future.
+    """The `Condition` of a future, as `concurrent.futures.wait` and `as_completed` use it.
 
-    They count what is done and add a waiter to each future, which must see the same: the loop may settle the
-    outcome in between, and takes no lock. So what the holder saw first stays what it sees.
-
+    They count the futures that are done and add a waiter to each, and must see the same state in both steps.
+    But the loop may settle the outcome in between, and takes no lock. So the holder of the gate keeps seeing
+    the state of the moment when it took the gate.
     """
 
     def __init__(self, outcome: Outcome[Any]) -> None:
@@ -48,17 +46,14 @@ class _Gate:
 
     @property
     def settled(self) -> bool:
-        """Whether the outcome is settled; for the gate's holder, as it was when the thread took the gate."""
         return self._seen if self._lock._is_owned() else self._outcome.settled
 
     def acquire(self) -> None:
-        """Take it, and see; a signal's handler may do so in the middle, and sees the same."""
         seen = self.settled
         self._lock.acquire()
         self._seen = seen
 
     def release(self) -> None:
-        """Let others take it."""
         self._lock.release()
 
     def __enter__(self) -> None:
@@ -69,10 +64,9 @@ class _Gate:
 
 
 class _Waiters(list[Any]):
-    """What `concurrent.futures.wait` and `as_completed` add to a future.
+    """The waiters that `concurrent.futures.wait` and `as_completed` add to a future.
 
-    Attributes:
-        to_call: Those that have not heard of the outcome, and do not know it from before.
+    `to_call` has those that do not know the outcome yet.
     """
 
     def __init__(self, future: "OutcomeFuture[Any]") -> None:
@@ -91,7 +85,6 @@ class _Waiters(list[Any]):
             future.owner.deliver(future.notify)
 
     def remove(self, waiter: Any) -> None:
-        """Take one out."""
         super().remove(waiter)
         with suppress(ValueError):
             self.to_call.remove(waiter)
@@ -100,16 +93,12 @@ class _Waiters(list[Any]):
 class OutcomeFuture(Future[T]):
     """A future that reads an outcome; `concurrent.futures.wait` and `as_completed` take it as any other.
 
-    The names with one underscore are those that the functions of `concurrent.futures` use (CPython 3.11 to
-    3.14, Lib/concurrent/futures/_base.py).
-
-    Attributes:
-        outcome: What it reads.
-        owner: Cancels, and has callbacks called.
+    The names with one underscore are those that `concurrent.futures` uses (CPython 3.11 to 3.14,
+    Lib/concurrent/futures/_base.py). `Future.__init__` is not called: most futures need no Condition, which
+    costs as much as all the rest.
     """
 
     def __init__(self, outcome: Outcome[T], owner: Owner) -> None:
-        """Not by `Future.__init__`: most futures need no Condition, which costs as much as all the rest."""
         self.outcome = outcome
         self.owner = owner
         self._callbacks: list[Callable[[Future[T]], object]] = []
@@ -119,7 +108,6 @@ class OutcomeFuture(Future[T]):
 
     @property
     def is_awaited(self) -> bool:
-        """Whether there is a callback or a waiter to call."""
         return bool(self._callbacks or (self._waiting is not None and self._waiting.to_call))
 
     @property
@@ -141,36 +129,32 @@ class OutcomeFuture(Future[T]):
         return self._waiting
 
     def __repr__(self) -> str:
-        """As that of every future."""
         state = "cancelled" if self.cancelled() else "finished" if self.done() else "pending"
         return f"<{type(self).__name__} at {id(self):#x} state={state}>"
 
     def done(self) -> bool:
-        """As that of every future."""
         return self.outcome.settled
 
     def running(self) -> bool:
-        """Whether it cannot be cancelled any more: never, while it is not done."""
+        """Always False: a request can be cancelled until it is done."""
         return False
 
     def cancelled(self) -> bool:
-        """As that of every future."""
         return self.outcome.was_cancelled
 
     def cancel(self) -> bool:
-        """Cancel the request, also one whose run is going on; False if it is done."""
+        """Cancel the request, also during its run; False if it is done."""
         if self.outcome.settled:
             return self.outcome.was_cancelled
         return self.owner.cancel(self.outcome)
 
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
-        """As that of every future; it is called in a thread of mcinfer's, one after another."""
+        """As that of every future; a thread of mcinfer's calls the callbacks, one after another."""
         self._callbacks.append(fn)
         if self.outcome.settled:
             self.owner.deliver(self.notify)
 
     def result(self, timeout: float | None = None) -> T:
-        """As that of every future."""
         try:
             self._await(timeout)
             return self.outcome.result()
@@ -179,7 +163,6 @@ class OutcomeFuture(Future[T]):
             self = None  # type: ignore[assignment]
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """As that of every future."""
         self._await(timeout)
         return self._failure()
 
@@ -207,12 +190,10 @@ class OutcomeFuture(Future[T]):
         return outcome.error
 
     def announce(self) -> None:
-        """See `Follower.announce`."""
         if self.is_awaited:
             self.owner.deliver(self.notify)
 
     def prepare(self) -> None:
-        """See `Follower.prepare`."""
         self._failure()
 
     def notify(self) -> None:
@@ -238,7 +219,7 @@ class OutcomeFuture(Future[T]):
 
 
 def _next(calls: list[T]) -> T | None:
-    """The first, which is taken out; after the delivery thread's end several threads may come at once."""
+    """Take the first; after the delivery thread's end, several threads may come at once."""
     try:
         return calls.pop(0)
     except IndexError:

@@ -33,6 +33,7 @@ from mcinfer.requests.request import (
     Lease,
     Plan,
     Request,
+    Side,
     Ticket,
     lease,
 )
@@ -56,30 +57,24 @@ Allocate = Callable[[Sequence[int], float], list[Slot]]
 
 _MAX_PLANS = 256
 
-_MAX_PLAN_BYTES = 32 << 20
-"""Most memory of this process for all plans and their idle frames, by estimate; the oldest plans go first."""
-
-_REFERENCE_BYTES = 600
-"""Estimated memory of this process for one tensor of one shard, in a plan or in a frame."""
+_MAX_PLAN_BYTES = 32 << 20  # estimated, for all plans and their idle frames
+_REFERENCE_BYTES = 600  # estimate for one tensor of one shard, in a plan or in a frame
 
 _MAX_IDLE_FRAMES = 64
 _MAX_IDLE_BYTES = 64 << 20
 _MAX_IDLE_REFERENCES = 512
 """Limits of one plan, each for inputs and for outputs; one frame of any size is always kept."""
 
-_MAX_COMMON_BYTES = 4096
-"""Most bytes of shared inputs, which are compared by value; requests with larger ones are not joined."""
-
-_LARGE_BYTES = 1 << 20
-"""Copies from here on are the copier's, which may use several threads."""
+_MAX_COMMON_BYTES = 4096  # of inputs that all rows share; with larger ones, requests are not joined
+_LARGE_BYTES = 1 << 20  # copies from here on may use several threads
 
 
 class Planner:
     """Checks and lays out requests for one model.
 
     Attributes:
-        weights: Those of the model that can be replaced.
-        apart: Why requests could not go in one run with others; empty as long as none could not.
+        weights: The replaceable weights of the model.
+        apart: Why a request could not join one run with others; empty until there is such a request.
     """
 
     def __init__(
@@ -90,15 +85,6 @@ class Planner:
         max_rows: int = 1,
         weights: Sequence[TensorSpec] = (),
     ) -> None:
-        """Take what the model is like, and where tensors are to lie; the arena stays the caller's.
-
-        Args:
-            model: Its inputs and outputs.
-            arena: Where tensors lie; only asked.
-            allocate: Gets memory of it.
-            max_rows: Most rows of a joined run.
-            weights: Those that can be replaced.
-        """
         self._max_rows = max_rows
         self._model = model
         self._arena = arena
@@ -133,10 +119,10 @@ class Planner:
 
         Args:
             inputs: By name, or in the model's order.
-            pieces: Into how many shards to cut it at most.
-            known: How; None is whole.
+            pieces: Most shards.
+            known: How to cut it; None is whole.
             timeout: Seconds to wait for memory.
-            joinable: Whether it may go in one run with others, if it is of one shard.
+            joinable: Whether a request of one shard may join one run with others.
 
         Raises:
             InvalidInputError: It does not fit the model; names the input.
@@ -190,7 +176,7 @@ class Planner:
         return request
 
     def close(self) -> None:
-        """End the threads that copy, and let go of replaced weights."""
+        """End the threads that copy, and free replaced weights."""
         self._copier.close()
         self.weights.close()
         self._plans.clear()
@@ -198,22 +184,20 @@ class Planner:
     @property
     def idle_bytes(self) -> int:
         """Bytes of shared memory in frames that are not in use."""
-        forgotten = sum(t.frame.slot.size for idle in self._of_forgotten() for t in idle.copy())
-        return forgotten + sum(plan.idle_bytes for plan in list(self._plans.values()))
+        return sum(t.frame.slot.size for idle in self._idle() for t in idle.copy())
 
     def release_idle(self) -> None:
-        """Let go of the frames that are not in use: memory is short."""
-        for plan in list(self._plans.values()):
-            plan.idle_inputs.clear()
-            plan.idle_outputs.clear()
-        for idle in self._of_forgotten():
+        """Free the frames that are not in use: memory is short."""
+        for idle in self._idle():
             idle.clear()
 
-    def _of_forgotten(self) -> "list[deque[Ticket]]":
-        return [idle for found in [*self._forgotten] if (idle := found()) is not None]
+    def _idle(self) -> "list[deque[Ticket]]":
+        """Where idle frames are, also those of forgotten plans."""
+        plans = [*self._plans.values()]
+        idle = [side.idle for plan in plans for side in (plan.inputs, plan.outputs)]
+        return idle + [left for found in [*self._forgotten] if (left := found()) is not None]
 
     def allocate(self, shapes: Mapping[str, Sequence[int]], timeout: float) -> Arrays:
-        """Arrays in shared memory for inputs of these shapes; see `Master.allocate`."""
         specs = {spec.name: spec for spec in self._model.inputs}
         arrays: Arrays = {}
         if not isinstance(shapes, Mapping):
@@ -247,7 +231,7 @@ class Planner:
         return arrays
 
     def arrays(self, inputs: Inputs) -> list[NDArray[Any]]:
-        """The inputs of a request as arrays of the model's types, in its order; shapes are not looked at.
+        """The inputs of a request as arrays of the model's types, in its order; shapes are not checked.
 
         Raises:
             InvalidInputError: One is missing, unknown or of another type; names it.
@@ -296,7 +280,7 @@ class Planner:
         known: Known | None,
         borrowed: Collection[int] = (),
     ) -> Plan:
-        """Lay out a request; inputs of these numbers lie elsewhere, and have no place in a frame."""
+        """Lay out a request; `borrowed` inputs lie elsewhere, and have no place in a frame."""
         split = None if known is None else known.split
         cut = sharding.plan(self._model, shapes, pieces, split)
         inputs = tuple(
@@ -308,37 +292,25 @@ class Planner:
             for spec, join in zip(self._model.outputs, cut.outputs, strict=True)
         )
         laid = [None if i in borrowed else layout for i, layout in enumerate(inputs)]
-        input_starts, input_bytes = _starts(laid)
-        output_starts, output_bytes = _starts(outputs)
+        shards = len(cut.rows)
+        reads, writes = _side(inputs, laid, shards), _side(outputs, outputs, shards)
         simple: list[tuple[str, tuple[int, ...], np.dtype[Any], int]] = []
-        rows = zip(self._model.outputs, outputs, cut.outputs, output_starts, strict=True)
+        rows = zip(self._model.outputs, outputs, cut.outputs, writes.starts, strict=True)
         for spec, layout, join, start in rows:
             if layout is None or not layout.contiguous or join.shape is None:
                 break
             simple.append((spec.name, join.shape, spec.dtype, start))
-        most_inputs = _most_idle(input_bytes, len(inputs) * len(cut.rows))
-        most_outputs = _most_idle(output_bytes, len(outputs) * len(cut.rows))
+        frames = 1 + (reads.idle.maxlen or 0) + (writes.idle.maxlen or 0)
         plan = Plan(
             cut=cut,
             shapes=shapes,
-            inputs=inputs,
-            outputs=outputs,
-            input_starts=input_starts,
-            output_starts=output_starts,
-            input_bytes=input_bytes,
-            output_bytes=output_bytes,
+            inputs=reads,
+            outputs=writes,
             size=sum(layout.size for layout in (*laid, *outputs) if layout is not None),
-            laid_inputs=any(layout is not None for layout in laid),
-            laid_outputs=any(layout is not None for layout in outputs),
-            lays_all=all(layout is not None for layout in outputs),
+            cost=_REFERENCE_BYTES * frames * max(len(inputs), len(outputs)) * max(1, shards),
+            lays_all=None not in outputs,
             simple_inputs=all(layout is not None and layout.contiguous for layout in laid),
             simple_outputs=tuple(simple) if len(simple) == len(outputs) else None,
-            cost=_REFERENCE_BYTES
-            * (1 + most_inputs + most_outputs)
-            * max(len(inputs), len(outputs))
-            * max(1, len(cut.rows)),
-            idle_inputs=deque(maxlen=most_inputs),
-            idle_outputs=deque(maxlen=most_outputs),
         )
         plans = self._plans
         plans[key] = plan
@@ -349,17 +321,17 @@ class Planner:
         return plan
 
     def _forget(self, plan: Plan | None) -> None:
-        """Let go of a plan's idle frames; those in use come back to where only `release_idle` finds them."""
+        """Free a plan's idle frames; only `release_idle` finds those that come back later."""
         if plan is None:
             return
         forgotten = self._forgotten
-        for idle in (plan.idle_inputs, plan.idle_outputs):
-            idle.clear()
+        for side in (plan.inputs, plan.outputs):
+            side.idle.clear()
             # The deque lives as long as a frame that is to come back to it.
-            forgotten.append(ref(idle, forgotten.remove))
+            forgotten.append(ref(side.idle, forgotten.remove))
 
     def _empty(self, plan: Plan, weights: WeightVersion) -> Request:
-        """A batch of no rows is answered already."""
+        """A batch of no rows needs no run."""
         nowhere = frozenset[int]()
         request = Request(self._model, plan, (), (), None, nowhere, weights, self._opened)
         empty = zip(self._model.outputs, plan.cut.outputs, strict=True)
@@ -369,66 +341,62 @@ class Planner:
     # Frames.
 
     def _lease(self, plan: Plan, timeout: float) -> tuple[Lease | None, Lease | None]:
-        """Frames for the inputs, where they need one, and for the outputs, where any has a known shape."""
-        inputs = plan.laid_inputs
+        """Frames for the inputs, if they need one, and for the outputs, if any has a known shape."""
+        inputs, outputs = plan.inputs, plan.outputs
         # Not past those who wait for memory.
         free = not self._arena.wanted
-        reads = _pop(plan.idle_inputs) if inputs and free else None
-        writes = _pop(plan.idle_outputs) if plan.laid_outputs and free else None
+        reads = _pop(inputs.idle) if inputs.is_laid and free else None
+        writes = _pop(outputs.idle) if outputs.is_laid and free else None
         if writes is not None and self._forks.held:  # after it was taken: so it was before the fork
             writes = None
-        new_reads, new_writes = inputs and reads is None, plan.laid_outputs and writes is None
+        new_reads, new_writes = inputs.is_laid and reads is None, outputs.is_laid and writes is None
         if new_reads or new_writes:
-            sizes = [plan.input_bytes] * new_reads + [plan.output_bytes] * new_writes
+            sizes = [inputs.size] * new_reads + [outputs.size] * new_writes
             try:
-                both = new_reads is inputs and new_writes is plan.laid_outputs
+                both = new_reads is inputs.is_laid and new_writes is outputs.is_laid
                 slots = self._allocate(sizes, timeout if both else 0.0)
             except QueueFullError:
                 if timeout <= 0 or both:
                     raise
                 # Not with one in hand: two requests that each held one would wait for each other.
                 reads = writes = None
-                new_reads, new_writes = inputs, plan.laid_outputs
-                sizes = [plan.input_bytes] * new_reads + [plan.output_bytes] * new_writes
+                new_reads, new_writes = inputs.is_laid, outputs.is_laid
+                sizes = [inputs.size] * new_reads + [outputs.size] * new_writes
                 slots = self._allocate(sizes, timeout)
             if new_reads:
                 reads = self._input_frame(plan, slots[0])
             if new_writes:
                 writes = self._output_frame(plan, slots[-1])
         return (
-            None if reads is None else lease(reads, plan.idle_inputs),
-            None if writes is None else lease(writes, plan.idle_outputs),
+            None if reads is None else lease(reads, inputs.idle),
+            None if writes is None else lease(writes, outputs.idle),
         )
 
     def _input_frame(self, plan: Plan, slot: Slot) -> Frame:
         if not plan.simple_inputs:
             return _frame(slot)
-        places = [(slot.block, slot.offset + start) for start in plan.input_starts]
+        places = [(slot.block, slot.offset + start) for start in plan.inputs.starts]
         references = self._input_references(plan, places)
         memory = memoryview(slot.memory)
         views = []
-        rows = zip(self._model.inputs, plan.shapes, plan.input_starts, strict=True)
+        rows = zip(self._model.inputs, plan.shapes, plan.inputs.starts, strict=True)
         for spec, shape, start in rows:
             end = start + prod(shape) * spec.dtype.itemsize
             views.append(np.ndarray(shape, spec.dtype, memory[start:end]))
         return _frame(slot, references, tuple(views))
 
     def _output_frame(self, plan: Plan, slot: Slot) -> Frame:
-        shards = range(len(plan.cut.rows))
-        frame = _frame(slot, tuple(self._output_references(plan, slot, shard) for shard in shards))
-        self._forks.add(frame, plan.idle_outputs)
-        return frame
-
-    def _output_references(self, plan: Plan, slot: Slot, shard: int) -> tuple[TensorRef, ...]:
-        """Where a shard's outputs are to be written."""
-        references: list[TensorRef] = []
-        for i, spec in enumerate(self._model.outputs):
-            join, layout = plan.cut.outputs[i], plan.outputs[i]
+        shards: list[list[TensorRef]] = [[] for _ in plan.cut.rows]
+        side = plan.outputs
+        rows = zip(self._model.outputs, plan.cut.outputs, side.layouts, side.starts, strict=True)
+        for spec, join, layout, start in rows:
             if layout is not None and join.shapes is not None:
-                place = slot.offset + plan.output_starts[i] + layout.offsets[shard]
-                shape = join.shapes[shard]
-                references.append((spec.name, spec.element_type, shape, slot.block, place))
-        return tuple(references)
+                places = [slot.offset + start + offset for offset in layout.offsets]
+                for references, shape, place in zip(shards, join.shapes, places, strict=True):
+                    references.append((spec.name, spec.element_type, shape, slot.block, place))
+        frame = _frame(slot, tuple(map(tuple, shards)))
+        self._forks.add(frame, side.idle)
+        return frame
 
     # Inputs that are strings, packed, cut along an inner axis, or in shared memory already.
 
@@ -437,7 +405,7 @@ class Planner:
     ) -> dict[int, tuple[int, int]] | None:
         """By number of the input, where arrays lie in shared memory already, as workers need them."""
         places: dict[int, tuple[int, int]] = {}
-        for i, (array, layout) in enumerate(zip(arrays, plan.inputs, strict=True)):
+        for i, (array, layout) in enumerate(zip(arrays, plan.inputs.layouts, strict=True)):
             flags = array.flags
             fits = flags.c_contiguous and flags.aligned and array.dtype.isnative
             if layout is not None and layout.contiguous and fits and _is_leased(array):
@@ -453,21 +421,21 @@ class Planner:
         borrowed: Mapping[int, tuple[int, int]],
         held: Lease | None,
     ) -> tuple[list[object], Sequence[bytes], frozenset[int]]:
-        """What holds the inputs' memory, their references by shard, and the blocks that these speak of."""
+        """The holders of the inputs' memory, their references by shard, and the blocks of these."""
         # What lies in shared memory already is the caller's, and is held until no worker reads it.
         keep: list[object] = [arrays[i] for i in borrowed]
         places = [borrowed.get(i) for i in range(len(arrays))]
-        copied = [
-            i for i, layout in enumerate(plan.inputs) if layout is not None and i not in borrowed
-        ]
-        if copied and held is not None:
+        if held is not None:
             keep.append(held)
             slot = held.ticket.frame.slot
             memory = memoryview(slot.memory)
-            for i in copied:
-                layout, start = plan.inputs[i], plan.input_starts[i]
-                if layout is not None:
-                    spec, cut = self._model.inputs[i], plan.cut.inputs[i]
+            for i, layout in enumerate(plan.inputs.layouts):
+                if layout is not None and i not in borrowed:
+                    spec, cut, start = (
+                        self._model.inputs[i],
+                        plan.cut.inputs[i],
+                        plan.inputs.starts[i],
+                    )
                     place = memory[start : start + layout.size]
                     copy_in(arrays[i], spec, cut, layout, place, self._copier)
                     places[i] = (slot.block, slot.offset + start)
@@ -481,10 +449,10 @@ class Planner:
         places: Sequence[tuple[int, int] | None],
         arrays: Sequence[NDArray[Any]] = (),
     ) -> tuple[tuple[TensorRef, ...], ...]:
-        """By shard; strings, which have no place, are taken from the arrays, or left out without these."""
+        """By shard; strings have no place and come from the arrays, or are left out without arrays."""
         shards: list[list[TensorRef]] = [[] for _ in plan.cut.rows]
         for i, (spec, element_type) in enumerate(self._types):
-            cut, layout, place = plan.cut.inputs[i], plan.inputs[i], places[i]
+            cut, layout, place = plan.cut.inputs[i], plan.inputs.layouts[i], places[i]
             for shard, references in enumerate(shards):
                 shape = cut.shapes[shard]
                 if layout is not None and place is not None:
@@ -501,10 +469,10 @@ class Planner:
     def _join(
         self, arrays: Sequence[NDArray[Any]], plan: Plan, weights: WeightVersion
     ) -> tuple[Hashable, int] | None:
-        """The key of requests that one run can answer together, and this one's rows.
+        """The key of requests that one run can answer together, and the rows of this one.
 
-        They agree in all sizes but the batch's, in the values of what all rows have in common, and in the
-        version of the weights.
+        These requests agree in all sizes but the batch's, in the values of inputs that all rows share, and
+        in the version of the weights.
         """
         cut = plan.cut
         opened = [s.name for s in self._model.outputs if s.name in self._opened]
@@ -527,23 +495,20 @@ class Planner:
         return (sizes, cut.input_axes, values, weights.number), cut.rows[0]
 
 
-def _starts(layouts: Sequence[Layout | None]) -> tuple[tuple[int, ...], int]:
-    """Where each tensor begins in a frame that holds all of them, and the bytes of that."""
-    starts, at = [], 0
-    for layout in layouts:
-        starts.append(at)
-        at += 0 if layout is None else align(layout.size)
-    return tuple(starts), at
-
-
-def _most_idle(size: int, references: int) -> int:
-    """How many idle frames of so many bytes and references are kept."""
-    by_references = _MAX_IDLE_REFERENCES // max(references, 1)
-    return max(1, min(_MAX_IDLE_FRAMES, _MAX_IDLE_BYTES // max(size, 1), by_references))
+def _side(layouts: tuple[Layout | None, ...], laid: Sequence[Layout | None], shards: int) -> Side:
+    """The side of a plan with these layouts, of which those in `laid` share a frame."""
+    starts, size = [], 0
+    for layout in laid:
+        starts.append(size)
+        size += 0 if layout is None else align(layout.size)
+    by_references = _MAX_IDLE_REFERENCES // max(len(layouts) * shards, 1)
+    most = max(1, min(_MAX_IDLE_FRAMES, _MAX_IDLE_BYTES // max(size, 1), by_references))
+    is_laid = any(layout is not None for layout in laid)
+    return Side(layouts, tuple(starts), size, is_laid, deque(maxlen=most))
 
 
 def _is_leased(array: NDArray[Any]) -> bool:
-    """Whether an array is a view of a frame: NumPy has all views of views be those of one array."""
+    """Whether an array is a view of a frame: NumPy makes views of views those of one array."""
     return isinstance(array.base, np.ndarray) and isinstance(array.base.base, Lease)
 
 

@@ -55,8 +55,7 @@ class Frame:
     """Memory for the inputs, or the outputs, of one request of a plan.
 
     Attributes:
-        slot: The memory.
-        blocks: The number of its block.
+        blocks: The number of the slot's block.
         bodies: By shard, the references to it as PREDICT carries them.
         references: By shard, the same references, not encoded.
         views: Arrays to copy inputs into, if each input is one array.
@@ -82,8 +81,8 @@ class Ticket(ref["Lease"]):
 class Lease:
     """The right to a frame's memory: when the last reference is gone, the frame goes back.
 
-    NumPy arrays made of one (by its array interface) hold it, and so do all views of them. The end of a lease
-    runs no Python code, so that no signal's handler can come into the middle of it.
+    NumPy arrays over its array interface hold it, and so do all views of them. The end of a lease runs no
+    Python code, so no signal's handler can interrupt it.
     """
 
     __slots__ = ("__array_interface__", "__weakref__", "ticket")
@@ -102,56 +101,50 @@ def lease(frame: Frame, idle: "deque[Ticket]") -> Lease:
 
 
 @dataclass(slots=True, eq=False)
+class Side:
+    """The inputs, or the outputs, of a plan.
+
+    Attributes:
+        layouts: Each tensor's; None for strings, and for outputs whose shape is not known before the run.
+        starts: Bytes from the start of the frame to each tensor in it.
+        size: Bytes of the frame.
+        is_laid: Whether some tensor lies in the frame.
+        idle: Frames that are not in use.
+    """
+
+    layouts: tuple[Layout | None, ...]
+    starts: tuple[int, ...]
+    size: int
+    is_laid: bool
+    idle: "deque[Ticket]"
+
+
+@dataclass(slots=True, eq=False)
 class Plan:
     """What follows from the shapes of a request; the same for all requests that have them.
 
     Attributes:
         cut: Rows of each shard, and how inputs and outputs are cut and joined.
-        shapes: Shapes of the inputs.
-        inputs: Where each input lies in its frame, and each shard in that; None for strings.
-        outputs: Likewise; None where the shape is not known before the run.
-        input_starts: Bytes from the start of the frame to each input that lies in one.
-        output_starts: Likewise for outputs.
-        input_bytes: Size of the frame for inputs.
-        output_bytes: Size of the frame for outputs.
         size: Bytes of all tensors.
-        cost: Bytes of this process's memory for it and its idle frames, at most, by estimate.
-        laid_inputs: Whether some input lies in a frame.
-        laid_outputs: Whether some output does.
-        lays_all: Whether all outputs do.
-        simple_inputs: Whether each is one array in its frame.
-        simple_outputs: Whether each is: then its name, shape, type and start.
-        idle_inputs: Frames for the inputs that are not in use.
-        idle_outputs: Likewise.
+        cost: Estimated bytes of this process's memory for it and its idle frames.
+        lays_all: Whether all outputs lie in their frame.
+        simple_inputs: Whether each input is one array in its frame.
+        simple_outputs: Name, shape, type and start of each output, if each is one array in its frame.
     """
 
     cut: sharding.Plan
     shapes: tuple[tuple[int, ...], ...]
-    inputs: tuple[Layout | None, ...]
-    outputs: tuple[Layout | None, ...]
-    input_starts: tuple[int, ...]
-    output_starts: tuple[int, ...]
-    input_bytes: int
-    output_bytes: int
+    inputs: Side
+    outputs: Side
     size: int
     cost: int
-    laid_inputs: bool
-    laid_outputs: bool
     lays_all: bool
     simple_inputs: bool
     simple_outputs: tuple[tuple[str, tuple[int, ...], np.dtype[Any], int], ...] | None
-    idle_inputs: "deque[Ticket]"
-    idle_outputs: "deque[Ticket]"
-
-    @property
-    def idle_bytes(self) -> int:
-        """Bytes of frames that are not in use."""
-        inputs, outputs = len(self.idle_inputs), len(self.idle_outputs)
-        return inputs * self.input_bytes + outputs * self.output_bytes
 
 
 class Follower(Protocol):
-    """What reads an outcome for others: the future of a submitted request."""
+    """The part of a future that an outcome needs."""
 
     def announce(self) -> None:
         """The outcome is set; for the loop."""
@@ -161,22 +154,19 @@ class Follower(Protocol):
 
 
 class Outcome(Generic[T]):
-    """What becomes of a request, a start, a restart: set once, by the loop; any thread may wait for it.
+    """The result of a request, a start or a restart: the loop sets it once, and any thread may wait for it.
 
-    A caller that waits has a lock of its own, which the loop releases. So a signal at any moment, in a caller
-    or in a handler, leaves nothing held that another thread needs.
+    A waiting caller has a lock of its own, which the loop releases. So a signal at any moment, in a caller or
+    in a handler, leaves no lock held that another thread needs.
 
     Attributes:
         settled: Whether it is set.
-        error: Why it failed, if it did.
-        was_cancelled: Whether it was cancelled before it was settled.
         future: The future of a submitted request, until it is settled.
     """
 
     __slots__ = ("_locks", "error", "future", "settled", "was_cancelled")
 
     def __init__(self) -> None:
-        """Not set."""
         self._locks: list[Any] = []
         self.settled = False
         self.error: BaseException | None = None
@@ -184,7 +174,7 @@ class Outcome(Generic[T]):
         self.future: Follower | None = None
 
     def settle(self, error: BaseException | None = None, *, cancelled: bool = False) -> None:
-        """Set it and wake all that wait; for the loop alone, once."""
+        """Set it and wake all waiting threads; for the loop alone, once."""
         self.error = error
         self.was_cancelled = cancelled
         self.settled = True
@@ -195,7 +185,7 @@ class Outcome(Generic[T]):
             future.announce()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set, for at most so many seconds; whether it is."""
+        """Wait until it is set, for at most so many seconds; whether it is set."""
         if self.settled:
             return True
         lock = threading.Lock()
@@ -212,7 +202,7 @@ class Outcome(Generic[T]):
         return self.settled
 
     def result(self) -> T:
-        """The result after settlement; raises the error of a failure. Any thread may call it."""
+        """The result after settlement; raises the error of a failure."""
         error = self.error
         try:
             if error is not None:
@@ -223,63 +213,30 @@ class Outcome(Generic[T]):
             self = error = None  # type: ignore[assignment]
 
     def value(self) -> T:
-        """The result, if it did not fail."""
+        """The result of a success."""
         raise NotImplementedError
 
 
 class Request(Outcome[Arrays]):
-    """One request in flight.
+    """One request in flight; only `Planner` makes requests.
 
     Attributes:
-        number: The loop's, once it has it.
+        number: The loop's, once it has the request.
         rows: Rows of each shard; 1 if nothing is cut.
         size: Bytes of its inputs, and of its outputs of known shapes.
         called: When the call came, of `time.monotonic`.
         timeout: Seconds from then on.
-        priority: Before those of a lower one.
         waits: Whether it may wait for a place in the queue.
-        join: What it has in common with those that may go in one run with it, and its rows; None for
-            one that goes alone.
+        join: The key that it shares with requests that may join one run with it, and its rows; None for
+            one that runs alone.
         context: Context of the call, if the request is traced.
         weights: The version of the weights that it runs with.
         blocks: Numbers of the blocks of its references.
-        copies: Whether its value is better kept in ordinary memory, since shared memory is short.
-        contradicted: Called with the reason where its parts do not join, if there is one to call.
+        copies: Whether to copy its value to ordinary memory, since shared memory is short.
+        contradicted: Called with the reason if its parts do not join.
         workers: By shard, the index of the worker that answered it.
-        wanted: Names of the outputs that its value has; None is all.
+        wanted: Names of the outputs to return; None is all.
     """
-
-    __slots__ = (
-        "_asked",
-        "_complete",
-        "_fresh",
-        "_input_bodies",
-        "_inputs",
-        "_model",
-        "_opened",
-        "_output_bodies",
-        "_outputs",
-        "_parts",
-        "_plan",
-        "_shared",
-        "_value",
-        "blocks",
-        "called",
-        "context",
-        "contradicted",
-        "copies",
-        "entered",
-        "join",
-        "number",
-        "priority",
-        "rows",
-        "size",
-        "timeout",
-        "waits",
-        "wanted",
-        "weights",
-        "workers",
-    )
 
     def __init__(
         self,
@@ -292,18 +249,6 @@ class Request(Outcome[Arrays]):
         weights: WeightVersion,
         opened: set[str],
     ) -> None:
-        """Made by `Planner` alone.
-
-        Args:
-            model: What it is for.
-            plan: How it is cut.
-            inputs: What holds their memory: a lease, and the arrays of the user that are borrowed.
-            input_bodies: By shard, their references.
-            outputs: Where those of known shapes go.
-            blocks: Numbers of the blocks of the references.
-            weights: The version to run with.
-            opened: Takes the names of outputs that have other shapes than the model declares.
-        """
         self._locks = []
         self.settled = self.was_cancelled = False
         self.error = self.future = None
@@ -347,7 +292,6 @@ class Request(Outcome[Arrays]):
         self.settled = True
 
     def want(self, names: Sequence[str]) -> None:
-        """Its value has only these outputs."""
         self.wanted = names
         if self._value is not None:
             self._value = pick(self._value, names)
@@ -356,7 +300,7 @@ class Request(Outcome[Arrays]):
 
     @property
     def is_simple(self) -> bool:
-        """Whether its value is only a view: nothing came in memory of a worker's, nothing is to be joined."""
+        """Whether its value is only a view: no part needs copying or joining."""
         return self._parts is None and self._plan.simple_outputs is not None
 
     @property
@@ -368,10 +312,8 @@ class Request(Outcome[Arrays]):
     def message(self, shard: int, *, fresh: bool = False) -> bytes:
         """The PREDICT of a shard.
 
-        Args:
-            shard: Which.
-            fresh: Whether its outputs are to go to memory of the worker's own, since another worker may
-                still write to the request's.
+        With `fresh`, the outputs go to memory of the worker's own: another worker may still write to the
+        request's.
         """
         inputs = self._input_bodies[shard]
         outputs = self._output_bodies[shard]
@@ -400,19 +342,19 @@ class Request(Outcome[Arrays]):
         worker: int,
         limit: int,
     ) -> None:
-        """Check a reply's references, and get what lies in the worker's own blocks.
+        """Check a reply's references, and get the tensors in the worker's own blocks.
 
         Args:
-            shard: Which shard was answered.
-            outputs: The reply's references; none, where all are where they were asked for.
-            fetch: Gets a block of the worker's by its number; what it raises comes through.
-            worker: The index of the one that has sent it.
-            limit: Bytes that they may have.
+            shard: The answered shard.
+            outputs: The reply's references; none if all are in their places.
+            fetch: Gets a block of the worker's by its number; its exceptions come through.
+            worker: The worker's index.
+            limit: Most bytes of tensors in the worker's blocks.
 
         Raises:
-            ProtocolError: They are not what was asked for.
-            OSError: They cannot be had, which the worker cannot help: more bytes than the shared memory
-                may have (EFBIG), or this process has no memory or descriptor left. The request is as before.
+            ProtocolError: They are not those that were asked for.
+            OSError: This process cannot take them: more bytes than `limit` (EFBIG), or it has no memory or
+                descriptor left. The request is as before.
         """
         self.workers[shard] = worker
         if not outputs and self.is_laid_out(shard):
@@ -452,7 +394,7 @@ class Request(Outcome[Arrays]):
                 blocks.popitem()[1].close()
             raise
         self._opened.update(opened)
-        if not self.settled:  # else it was given up, and the worker has answered all the same
+        if not self.settled:  # else it failed before this answer
             self._parts = {**(self._parts or {}), **parts}
 
     def release(self) -> None:
@@ -467,19 +409,17 @@ class Request(Outcome[Arrays]):
     # For callers.
 
     def let_go(self) -> None:
-        """Drop the result: the caller has it, and no other code asks for it."""
+        """Drop the result: the caller has it."""
         self._value = None
 
     def value(self) -> Arrays:
-        """The outputs by name, in the model's order.
-
-        Two threads that come at once may both make it, of the same memory.
+        """The outputs by name, in the model's order. Two threads that come at once may both make it.
 
         Raises:
             PredictError: The shards' parts do not join, an output without a batch dimension
-                differs between them, or there is no memory for a copy of what a worker made.
+                differs between them, or there is no memory for a copy of a worker's output.
         """
-        # Before the look at the value: another thread may make it, and let go of these then.
+        # Read before the value: another thread may make it, and drop these then.
         outputs, parts = self._outputs, self._parts
         value = self._value
         if value is not None:
@@ -522,10 +462,10 @@ class Request(Outcome[Arrays]):
         shards = range(len(self.rows))
         try:
             for i, spec in enumerate(self._model.outputs):
-                join, layout = self._plan.cut.outputs[i], self._plan.outputs[i]
+                join, layout = self._plan.cut.outputs[i], self._plan.outputs.layouts[i]
                 place = None
                 if layout is not None and memory is not None:
-                    start = self._plan.output_starts[i]
+                    start = self._plan.outputs.starts[i]
                     place = memory[start : start + layout.size]
                 elsewhere = any((shard, spec.name) in parts for shard in shards)
                 if place is None or layout is None or elsewhere or not layout.contiguous:
@@ -555,7 +495,7 @@ class Request(Outcome[Arrays]):
 
 
 def pick(outputs: Arrays, names: Sequence[str] | None) -> Arrays:
-    """Some of the outputs, in the order of the names; all, for None."""
+    """Some of the outputs, in the order of the names; None is all."""
     return outputs if names is None else {name: outputs[name] for name in names}
 
 
@@ -615,10 +555,10 @@ def _copy(spec: TensorSpec, part: _Part) -> NDArray[Any]:
 
 
 def _shaped(array: NDArray[Any], reference: TensorRef) -> NDArray[Any]:
-    """The array in the shape that a reply says.
+    """The array in the shape that a reply gives.
 
     Raises:
-        ProtocolError: No array can have it: too many dimensions, or sizes too large beside one of 0.
+        ProtocolError: No array can have that shape.
     """
     try:
         return array.reshape(reference[2])

@@ -1,4 +1,4 @@
-"""What is known of how a model's batch is split, and how a request shows it.
+"""How the batch of a model is split, and how a request shows it.
 
 ::
 
@@ -7,22 +7,16 @@
                                  └──► the same rows in pieces ────► compared with it
 
 The comparison shows along which axis each output joins, or that an output is the same from every worker. If
-it shows that the rows depend on each other, the model runs whole. A settled split adds no cost to a
-request.
+the rows depend on each other, the model runs whole. A settled split adds no cost to a request. A request
+with equal rows, or with an empty output, decides nothing. The comparison is evidence, not proof: a model
+that mixes its rows only for some values passes until these values come.
 
-Some requests show nothing: if all rows of an input are equal, a wrong cut changes nothing, and an empty
-output joins along any axis. Such a request decides nothing, and mcinfer compares the next one. The
-comparison is evidence, not proof: a model that mixes its rows only for some values passes until these
-values come.
-
-Ownership: a `Splitter` has no thread. Any number of threads may use it; one of them learns at a time, and
-requests of the others run whole meanwhile. One object holds what is known, and is replaced as a whole.
+A `Splitter` has no thread. One caller learns at a time; requests of other threads run whole meanwhile.
 """
 
 import itertools
 import logging
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
@@ -38,7 +32,7 @@ from mcinfer.errors import (
     PredictTimeoutError,
     WorkerDiedError,
 )
-from mcinfer.requests.tensors import difference
+from mcinfer.requests.tensors import difference, split_rows
 from mcinfer.sharding import (
     MAX_RANK,
     Axes,
@@ -60,20 +54,13 @@ _log = logging.getLogger("mcinfer.master")
 Verify = Literal["first", "always", "never"]
 
 _MAX_TRIALS = 8
-_MAX_PAIRS = 64
-"""Runs of two requests as one, and pairs that are looked at, if none shows whether that is right."""
+_MAX_PAIRS = 64  # joined runs, and pairs of requests, that may show nothing before the search ends
+_MAX_SHOWN = 4  # pieces whose shapes a message shows
+_MAX_SHAPES = 256  # shapes in the cache of `teaches`
 
-_MAX_SHOWN = 4
-"""Pieces of which a message shows the shape."""
+Arrays = dict[str, NDArray[Any]]  # by output name, in the model's order
 
-_MAX_SHAPES = 256
-"""Shapes of which it is remembered whether they can show anything."""
-
-Arrays = dict[str, NDArray[Any]]
-"""By output name, in the model's order."""
-
-Inputs = Sequence[NDArray[Any]]
-"""In the model's order."""
+Inputs = Sequence[NDArray[Any]]  # in the model's order
 
 Runs = Callable[[Sequence[Inputs]], "Sequence[Arrays | McinferError]"]
 """Runs each of these requests whole, on one worker; all at once."""
@@ -92,9 +79,8 @@ class Joint:
     Attributes:
         kind: ``"axis"``, ``"same"``, ``"unclear"`` (this request does not show it), or ``"mixed"``: the
             pieces do not join to the whole.
-        axis: Where it joins.
         rank: How many dimensions the whole has.
-        size: What it has along that axis for each row, where all pieces have the same; 0 where they do not.
+        size: Its size along that axis for each row, if all pieces have the same; else 0.
         difference: The largest between whole and pieces, relative to the largest element of the whole.
         joins: Whether it would join, but in another way than the user says.
         text: Why it does not join.
@@ -141,7 +127,7 @@ def judge(whole: NDArray[Any], parts: Sequence[NDArray[Any]], rows: Sequence[int
         fits = all(fits for fits, _ in apart)
         far = max(far for _, far in apart)
         found.append(Joint(kind="same" if fits else "mixed", rank=whole.ndim, difference=far))
-    # Of parts that have elements no two of these can hold: the sizes tell them apart.
+    # With parts that have elements, at most one of these holds: the sizes differ.
     for joint in found:
         if joint.kind != "mixed":
             return joint
@@ -160,7 +146,7 @@ def _adds_up(whole: Shape, parts: Sequence[NDArray[Any]], axis: int) -> bool:
 
 
 def _in_words(refuted: Mapping[str, Joint]) -> str:
-    """Why a batch is not split, in one sentence: the output that is the furthest from it, how many others."""
+    """Why a batch is not split: the output that differs most, and how many others do."""
     name, worst = max(refuted.items(), key=lambda item: item[1].difference)
     others = len(refuted) - 1
     if all(joint.joins for joint in refuted.values()):
@@ -173,22 +159,12 @@ def cut_rows(
     arrays: Inputs, axes: Sequence[int | None], rows: Sequence[int]
 ) -> list[list[NDArray[Any]]]:
     """The inputs of each piece: views, of so many rows each."""
-    pieces, start = [], 0
-    for count in rows:
-        pieces.append(
-            [
-                array
-                if axis is None
-                else array[(slice(None),) * axis + (slice(start, start + count),)]
-                for array, axis in zip(arrays, axes, strict=True)
-            ]
-        )
-        start += count
-    return pieces
+    inputs = [split_rows(array, axis, rows) for array, axis in zip(arrays, axes, strict=True)]
+    return [[*piece] for piece in zip(*inputs, strict=True)]
 
 
 def _tells(parts: Sequence[NDArray[Any]], axis: int) -> bool:
-    """Whether an input's pieces differ, so that it matters which of them a run is given."""
+    """Whether an input's pieces differ, so that it matters which of them a run gets."""
     first = parts[0]
     row = first[(slice(None),) * axis + (slice(0, 1),)]
     rest = _other_sizes(row.shape, axis)
@@ -208,13 +184,12 @@ def _other_sizes(shape: Shape, axis: int) -> Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What is known at a moment.
+    """What is known of the split at one moment.
 
     Attributes:
-        split: How requests are split.
-        settled: Whether it stays so: no request is looked at any more.
+        settled: Whether it is final.
         splits: Whether requests are split: it is settled, and `Split.splits`.
-        open: Whether some requests may show something: nothing is settled, or not for all sizes.
+        open: Whether some requests may show something: it is not settled, or not for all sizes.
         number: Another one for each, to keep plans apart.
     """
 
@@ -249,15 +224,12 @@ class Splitter:
     """How a model's batch is split, for one set of axes that the user says.
 
     Args:
-        model: What it takes and gives.
-        said: By the user.
+        model: Its inputs and outputs.
+        said: The user's axes.
         verify: ``"first"``: the first request that can show it is compared; ``"always"``: every one;
-            ``"never"``: what is said or declared is believed, and nothing is learned.
+            ``"never"``: the user's axes and the model's symbols decide, and nothing is learned.
         recorded: What was learned of this model before, as `as_record` made it.
-        record: Called with what is learned, to be kept; None with what is not to be kept any more.
-
-    Attributes:
-        known: What is known now.
+        record: Stores what is learned; None deletes the record.
 
     Raises:
         InvalidInputError: The model has no such input, output or axis.
@@ -291,11 +263,10 @@ class Splitter:
 
     @property
     def busy(self) -> bool:
-        """Whether a caller is learning."""
         return self._learning.locked()
 
     def teaches(self, shapes: tuple[Shape, ...]) -> bool:
-        """Whether a request of these shapes is to be looked at."""
+        """Whether a request of these shapes is to be compared."""
         known = self.known
         if not known.open:
             return False
@@ -318,10 +289,10 @@ class Splitter:
             arrays: Its inputs.
             pieces: In how many it is cut; two at least.
             run: Runs requests.
-            split_run: Runs this request split, by what it is given.
+            split_run: Runs this request split.
 
         Raises:
-            McinferError: The whole run failed, and nothing that is said or declared answers either.
+            McinferError: The whole run failed, and so did a run split by the axes of the user or the model.
         """
         mine = False
         try:
@@ -337,13 +308,11 @@ class Splitter:
                 self._learning.release()
 
     def relearn(self, arrays: Inputs, pieces: int, run: Runs, timeout: float) -> Split:
-        """Forget what was learned, and learn from this request.
-
-        Where all is said, or the batch is fixed, there is nothing to learn.
+        """Forget what was learned, and learn from this request, unless there is nothing to learn.
 
         Raises:
             McinferError: The whole run failed.
-            PredictTimeoutError: Others learn from a request of theirs for longer than the time-out.
+            PredictTimeoutError: Another thread learns for longer than the time-out.
         """
         if self._has_nothing_to_learn:
             return self.known.split
@@ -376,19 +345,15 @@ class Splitter:
 
     @property
     def _has_nothing_to_learn(self) -> bool:
-        """Whether all inputs are said to go whole, or runs take one number of rows only."""
+        """Whether all inputs go whole as the user says, or runs take one number of rows only."""
         return self._said_whole or is_fixed(self._model, self._first)
 
     def learn(self, arrays: Inputs, whole: Arrays, pieces: int, run: Runs) -> None:
-        """Compare pieces of a request with what it gave whole; settles what is known, or leaves it open."""
+        """Compare pieces of a request with its whole answer."""
         self._learn(_Pieces(self._names, arrays, whole, pieces, run))
 
     def offer(self, arrays: Inputs, answer: "Future[Arrays]") -> "Pair | None":
-        """Take note of a request that runs apart, and may be joined with others if that is right.
-
-        Args:
-            arrays: Its inputs, which are copied.
-            answer: What it will give.
+        """Note a request that runs apart and may be joined with others if that is right; copies its inputs.
 
         Returns:
             This request and one before it, for `learn_from_pair`, if they may show it.
@@ -406,13 +371,7 @@ class Splitter:
         return other, mine
 
     def learn_from_pair(self, pair: "Pair", timeout: float, run: Runs) -> None:
-        """Compare two requests that ran apart with one run of both; settles what is known, or leaves it open.
-
-        Args:
-            pair: What `offer` gave.
-            timeout: Seconds to wait for their answers.
-            run: Runs requests.
-        """
+        """Compare two requests that ran apart with one run of both, within so many seconds."""
         if not self._learning.acquire(blocking=False):
             return
         try:
@@ -429,7 +388,7 @@ class Splitter:
             self._learning.release()
 
     def withdraw(self, reason: str) -> None:
-        """A split request has shown that what is known is wrong: from now on requests run whole."""
+        """A split request has shown that the split is wrong: from now on requests run whole."""
         if self.known.split.splits:
             self._set(replace(self.known.split, reason=reason, checked=False), settled=True)
             self._record(None)
@@ -459,7 +418,7 @@ class Splitter:
             reason,
         )
 
-    def _leave_open(self, trial: "_Trial", reason: str) -> None:
+    def _leave_open(self, trial: "_Pieces | _Members", reason: str) -> None:
         if self._warned_open or (isinstance(trial, _Members) and not self._gives_up):
             return
         self._warned_open = True
@@ -470,12 +429,12 @@ class Splitter:
             return
         _log.warning(
             "this request does not show whether its rows can be split: %s; it ran whole, on one worker, "
-            "and the next ones are looked at",
+            "and mcinfer compares the next ones",
             reason,
         )
 
     def _without_whole(self, failure: McinferError, split_run: Callable[[Known], Arrays]) -> Arrays:
-        """The whole run failed, where pieces may not: one device may not have the memory for it."""
+        """The whole run failed, but pieces may fit into the devices' memory."""
         may = isinstance(failure, (PredictError, WorkerDiedError))
         if not may or not self._first.splits or self.known.split.checked:
             raise failure
@@ -488,7 +447,7 @@ class Splitter:
         return answer
 
     def _believe(self, reason: str) -> None:
-        """Nothing can be compared: take what is said or declared, or run whole."""
+        """Nothing can be compared: trust the user's axes or the model's symbols, or run whole."""
         if self._first.splits:
             self._set(self._first, settled=True)
             _log.warning("requests are split without a check: %s", reason)
@@ -500,7 +459,7 @@ class Splitter:
         return dict(zip(self._names, shapes, strict=True))
 
     def _candidates(self, shapes: Sequence[Shape], least_rows: int = 2) -> Iterator[Axes]:
-        """What a request of these shapes may be cut along."""
+        """The axes along which a request of these shapes may be cut."""
         by_name, split = self._by_name(shapes), self.known.split
         if split.checked and split.covers(by_name):  # verify="always"
             if (rows_of(by_name, split.inputs) or 0) >= least_rows:
@@ -508,7 +467,7 @@ class Splitter:
             return
         yield from candidates(self._model, by_name, self._first, self._said, least_rows)
 
-    def _learn(self, trial: "_Trial") -> None:
+    def _learn(self, trial: "_Pieces | _Members") -> None:
         try:
             split = self._decide(trial)
             random = not split.splits and trial.is_random()
@@ -527,7 +486,7 @@ class Splitter:
         if not split.splits:
             self._warn(split.reason)
 
-    def _decide(self, trial: "_Trial") -> Split:
+    def _decide(self, trial: "_Pieces | _Members") -> Split:
         """What a request shows.
 
         Raises:
@@ -540,7 +499,8 @@ class Splitter:
         unclear: tuple[Axes, _CannotTellError] | None = None
         for axes in self._candidates(trial.shapes, trial.least_rows):
             # Where the likeliest shows nothing, one that cuts more may; any other is only less likely.
-            if unclear is not None and not _includes(axes, unclear[0]):
+            cut = {} if unclear is None else unclear[0]
+            if any(axis is not None and axes[name] != axis for name, axis in cut.items()):
                 continue
             most = max(most, sum(trial.rows(axes)))
             try:
@@ -588,13 +548,13 @@ class Splitter:
         )
 
     def _ranks(self, shapes: Sequence[Shape], joints: Mapping[str, Joint]) -> dict[str, int]:
-        """The dimensions that outputs are to have; none where inputs of any rank may change them."""
+        """The dimensions that outputs will have; none if inputs of any rank may change them."""
         inputs = zip(self._model.inputs, shapes, strict=True)
         if any(len(shape) != len(spec.shape) for spec, shape in inputs):
             return {}
         return {name: joint.rank for name, joint in joints.items()}
 
-    def _try(self, trial: "_Trial", axes: Axes) -> dict[str, Joint]:
+    def _try(self, trial: "_Pieces | _Members", axes: Axes) -> dict[str, Joint]:
         """Compare the pieces of one hypothesis with the whole.
 
         Raises:
@@ -629,7 +589,7 @@ class Splitter:
         return joints
 
     def _unsure(self, axes: Axes, alike: Sequence[str]) -> list[str]:
-        """The inputs with equal pieces for which no other evidence says that they belong to the batch."""
+        """The inputs with equal pieces for which no other evidence shows that they belong to the batch."""
         symbols = {
             spec.shape[axis]
             for spec in self._model.inputs
@@ -644,7 +604,7 @@ class Splitter:
                 unsure.append(name)
         return unsure
 
-    def _compare(self, trial: "_Trial", axes: Axes) -> dict[str, Joint]:
+    def _compare(self, trial: "_Pieces | _Members", axes: Axes) -> dict[str, Joint]:
         try:
             rows = trial.rows(axes)
             whole, answers = trial.run(axes)
@@ -672,49 +632,31 @@ class Splitter:
 # What is compared.
 
 
-class _Trial(ABC):
-    """One batch, whole and in pieces: which of both is present, and how to get the other.
+class _Trial:
+    """One batch, whole and in pieces: one of both has run, the other is to be run.
 
     Attributes:
         shapes: Shapes of the inputs of a request.
         least_rows: Least rows of these inputs.
     """
 
-    shapes: tuple[Shape, ...]
-    least_rows: int
+    least_rows = 1
 
-    def __init__(self, names: Sequence[str], run: Runs) -> None:
-        self._names = names
-        self._run = run
+    def __init__(self, names: Sequence[str], arrays: Inputs, answer: Arrays, run: Runs) -> None:
+        self.shapes = tuple(array.shape for array in arrays)
+        self._names, self._arrays, self._answer, self._run = names, arrays, answer, run
 
-    @abstractmethod
-    def rows(self, axes: Axes) -> tuple[int, ...]:
-        """The rows of each piece."""
-
-    @abstractmethod
-    def parts(self, axes: Axes) -> "Sequence[Inputs]":
-        """The inputs of each piece."""
-
-    @abstractmethod
-    def run(self, axes: Axes) -> tuple[Arrays, Sequence[Arrays]]:
-        """The answers for the whole and for each piece.
-
-        Raises:
-            PredictError, InvalidInputError: One of the runs failed: it is no way to cut this batch.
-            McinferError: They could not be run.
-        """
-
-    @abstractmethod
-    def is_random(self) -> bool:
-        """Whether two runs of the same inputs differ."""
-
-    def _answers(self, requests: Sequence[Inputs]) -> list[Arrays]:
+    def answers(self, requests: Sequence[Inputs]) -> list[Arrays]:
         answers = []
         for outcome in self._run(requests):
             if isinstance(outcome, McinferError):
                 raise outcome
             answers.append(outcome)
         return answers
+
+    def is_random(self) -> bool:
+        """Whether two runs of the same inputs differ."""
+        return _differ(self._answer, *self.answers([self._arrays]))
 
 
 class _Pieces(_Trial):
@@ -725,10 +667,7 @@ class _Pieces(_Trial):
     def __init__(
         self, names: Sequence[str], arrays: Inputs, whole: Arrays, pieces: int, run: Runs
     ) -> None:
-        super().__init__(names, run)
-        self.shapes = tuple(array.shape for array in arrays)
-        self._arrays = arrays
-        self._whole = whole
+        super().__init__(names, arrays, whole, run)
         self._pieces = pieces
 
     def rows(self, axes: Axes) -> tuple[int, ...]:
@@ -740,31 +679,24 @@ class _Pieces(_Trial):
         return cut_rows(self._arrays, along, self.rows(axes))
 
     def run(self, axes: Axes) -> tuple[Arrays, Sequence[Arrays]]:
-        return self._whole, self._answers(self.parts(axes))
-
-    def is_random(self) -> bool:
-        return _differ(self._whole, *self._answers([self._arrays]))
+        return self._answer, self.answers(self.parts(axes))
 
 
 class _Members(_Trial):
     """Requests that have run apart, and are to be run as one."""
 
-    least_rows = 1
-
     def __init__(
         self, names: Sequence[str], members: Sequence[Inputs], answers: Sequence[Arrays], run: Runs
     ) -> None:
-        super().__init__(names, run)
-        self.shapes = tuple(array.shape for array in members[0])
-        self._members = members
-        self._apart = answers
+        super().__init__(names, members[0], answers[0], run)
+        self._members, self._apart = members, answers
         self.ran = False
 
     def rows(self, axes: Axes) -> tuple[int, ...]:
         shapes = [[array.shape for array in member] for member in self._members]
         return tuple(rows_of(dict(zip(self._names, s, strict=True)), axes) or 1 for s in shapes)
 
-    def parts(self, axes: Axes) -> Sequence[Inputs]:  # noqa: ARG002 whatever is cut
+    def parts(self, axes: Axes) -> Sequence[Inputs]:  # noqa: ARG002 the same for all axes
         return self._members
 
     def run(self, axes: Axes) -> tuple[Arrays, Sequence[Arrays]]:
@@ -781,15 +713,7 @@ class _Members(_Trial):
             except ValueError:
                 raise _CannotTellError(f"input {name!r} has other sizes in two requests") from None
         self.ran = True
-        return self._answers([whole])[0], self._apart
-
-    def is_random(self) -> bool:
-        return _differ(self._apart[0], *self._answers([self._members[0]]))
-
-
-def _includes(axes: Axes, others: Axes) -> bool:
-    """Whether all that the others cut is cut, along the same axes."""
-    return all(axes[name] == axis for name, axis in others.items() if axis is not None)
+        return self.answers([whole])[0], self._apart
 
 
 def _differ(one: Arrays, other: Arrays) -> bool:
@@ -803,7 +727,7 @@ def _differ(one: Arrays, other: Arrays) -> bool:
 
 
 def as_record(split: Split) -> dict[str, Any]:
-    """What is kept of a split, as JSON can say it."""
+    """What the cache keeps of a split, as JSON."""
     return {
         "inputs": dict(split.inputs),
         "outputs": dict(split.outputs),
@@ -817,7 +741,7 @@ def as_record(split: Split) -> dict[str, Any]:
 
 
 def of_record(content: object, model: ModelSpec) -> Split | None:
-    """What `as_record` made; None of what does not fit the model."""
+    """The split that `as_record` wrote; None if it does not fit the model."""
     try:
         split = _read_record(cast("dict[str, Any]", content))
         SaidAxes(inputs=split.inputs).check(model)

@@ -53,7 +53,7 @@ class Layout:
         size: Bytes of all of it.
         offsets: Bytes from its start to each shard's part.
         contiguous: Whether the memory is that of the whole C-contiguous array, so that a part is only
-            an offset. Otherwise the parts lie one after another, and data is copied part by part.
+            an offset. Otherwise the parts lie one after another, and are copied part by part.
     """
 
     size: int
@@ -62,24 +62,18 @@ class Layout:
 
 
 class Copier:
-    """Copies arrays, the large ones with a few threads, which start with the first such copy.
+    """Copies arrays, large ones with a few threads, which start with the first such copy.
 
-    NumPy lets go of the GIL in a copy. The threads hold views of both arrays until their part is
-    done, so an interrupted caller takes no memory from under them.
+    NumPy releases the GIL in a copy. The threads hold views of both arrays until their part is done, so an
+    interrupted caller takes no memory from them.
     """
 
     def __init__(self, cores: int) -> None:
-        """Use at most so many cores, the caller's own among them."""
         self._helpers = min(cores, _MAX_THREADS) - 1
         self._pool = ThreadPoolExecutor(max(1, self._helpers), thread_name_prefix="mcinfer-copy")
 
     def copy(self, target: NDArray[Any], source: NDArray[Any]) -> None:
-        """Copy `source` into `target`: the same shape, and the same type but for byte order.
-
-        Args:
-            target: C-contiguous.
-            source: Any layout; a contiguous one may be copied in parts.
-        """
+        """Copy `source` into the C-contiguous `target` of its shape, and its type but for byte order."""
         whole = not self._helpers or target.nbytes < _LARGE_BYTES or not source.flags.c_contiguous
         if whole:
             np.copyto(target, source, casting="equiv")
@@ -98,15 +92,15 @@ class Copier:
             part_done.result()
 
     def close(self) -> None:
-        """End the threads; copies that are going on are finished first. It copies alone from then on."""
+        """Finish the current copies and end the threads; from then on callers copy alone."""
         self._pool.shutdown()
 
 
 def as_input(value: Any, spec: TensorSpec, element_type: str, role: str = "input") -> NDArray[Any]:
-    """What a user gave for an input (or what `role` says), as an array of the input's type.
+    """The value for an input (or for another `role`) as an array of the input's type.
 
-    An array must have that type already (in any byte order and layout); what has no type of its own
-    (numbers, lists) takes it where nothing is lost in kind.
+    An array must have that type already (in any byte order and layout); values without a type of their own
+    (numbers, lists) take it if no kind of value is lost.
 
     Raises:
         InvalidInputError: It is no such array; names the input.
@@ -143,7 +137,7 @@ def as_input(value: Any, spec: TensorSpec, element_type: str, role: str = "input
 
 
 def _check_range(array: NDArray[Any], spec: TensorSpec, element_type: str, role: str) -> None:
-    """Refuse integers that would come out as others in the input's type."""
+    """Refuse integers that the input's type cannot hold."""
     if array.size == 0 or array.dtype.kind not in "iu" or "int" not in element_type:
         return
     values = 1 << ELEMENT_TYPES[element_type].bits
@@ -168,7 +162,7 @@ def lay_input(spec: TensorSpec, shape: Shape, cut: InputCut) -> Layout | None:
 
 
 def lay_output(spec: TensorSpec, join: OutputJoin) -> Layout | None:
-    """The layout of an output; None for strings, and where its shape is not known before the run."""
+    """The layout of an output; None for strings, and if its shape is not known before the run."""
     if spec.element_type == STRING or not join.shapes or join.shape is None:
         return None
     if join.axis is None:
@@ -207,17 +201,12 @@ def copy_in(
     memory: memoryview,
     copier: Copier,
 ) -> None:
-    """Copy an input to its place; turns byte order and layout to what workers read."""
+    """Copy an input to its place, in the byte order and layout that workers read."""
     if layout.contiguous:
         copier.copy(np.ndarray(array.shape, spec.dtype, memory), array)
         return
-    start = 0
-    for offset, shape in zip(layout.offsets, cut.shapes, strict=True):
-        part = array
-        if cut.axis is not None:
-            rows = slice(start, start + shape[cut.axis])
-            part = array[(slice(None),) * cut.axis + (rows,)]
-            start += shape[cut.axis]
+    parts = _parts_of(array, cut)
+    for offset, shape, part in zip(layout.offsets, cut.shapes, parts, strict=True):
         size = tensor_bytes(spec.element_type, prod(shape))
         place = memory[offset : offset + size]
         if _packed(spec):
@@ -235,7 +224,7 @@ def _pack(array: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def unpack(memory: memoryview, spec: TensorSpec, shape: Shape) -> NDArray[Any]:
-    """An array over memory; four-bit types take a copy, a byte for each element."""
+    """An array over memory; a four-bit type takes a copy, with a byte for each element."""
     if not _packed(spec):
         return np.ndarray(shape, spec.dtype, memory)
     packed = np.ndarray(tensor_bytes(spec.element_type, prod(shape)), np.uint8, memory)
@@ -247,29 +236,32 @@ def unpack(memory: memoryview, spec: TensorSpec, shape: Shape) -> NDArray[Any]:
 
 
 def string_rows(array: NDArray[Any], cut: InputCut, shard: int) -> tuple[str | bytes, ...]:
-    """The strings of one shard, in C order."""
-    if cut.axis is not None:
-        start = sum(shape[cut.axis] for shape in cut.shapes[:shard])
-        rows = slice(start, start + cut.shapes[shard][cut.axis])
-        array = array[(slice(None),) * cut.axis + (rows,)]
-    # Of exactly these types, as the protocol wants them: NumPy's scalars of text are subclasses.
-    return tuple(str(v) if isinstance(v, str) else bytes(v) for v in array.ravel().tolist())
+    part = _parts_of(array, cut)[shard]
+    # The protocol takes exactly these types; NumPy's scalars of text are subclasses.
+    return tuple(str(v) if isinstance(v, str) else bytes(v) for v in part.ravel().tolist())
+
+
+def _parts_of(array: NDArray[Any], cut: InputCut) -> list[NDArray[Any]]:
+    axis = cut.axis
+    rows = [0 if axis is None else shape[axis] for shape in cut.shapes]
+    return split_rows(array, axis, rows)
+
+
+def split_rows(array: NDArray[Any], axis: int | None, rows: Sequence[int]) -> list[NDArray[Any]]:
+    """The parts of so many rows along an axis, as views; without an axis, the whole array for each."""
+    if axis is None:
+        return [array] * len(rows)
+    return np.split(array, np.cumsum(rows)[:-1], axis)
 
 
 def join_parts(
     spec: TensorSpec, join: OutputJoin, parts: Sequence[NDArray[Any]], workers: Sequence[str]
 ) -> NDArray[Any]:
-    """One array of the shards' parts.
-
-    Args:
-        spec: The output.
-        join: How it comes together.
-        parts: What the shards gave, in their order.
-        workers: Who gave each, in words.
+    """One array of the shards' parts; `workers` names the worker of each part.
 
     Raises:
-        JoinError: A part has not the shape that it is to have, or other values than the first where all are
-            to be the same.
+        JoinError: A part has another shape than expected, or other values than the first part although all
+            must be the same.
     """
     sharding.check_join(spec.name, join, [part.shape for part in parts], workers)
     if len(parts) == 1:
@@ -289,8 +281,7 @@ def join_parts(
 def difference(got: NDArray[Any], want: NDArray[Any]) -> tuple[bool, float]:
     """Whether two arrays of one shape are equal within the tolerance of their type, and how far they differ.
 
-    Returns:
-        The largest difference is relative to the largest element of `want`; infinite where it has none.
+    The difference is relative to the largest element of `want`; infinite if that has none.
     """
     if got.dtype.kind in "OSUT":
         equal = bool(np.all(got == want))

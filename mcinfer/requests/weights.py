@@ -3,15 +3,11 @@
 ::
 
     update ── check all ──► copy once into shared memory ──► one assignment: `current` is the new version
-    a request takes `current` when it is staged, and holds it ──► every shard of it runs with that version
+    a request takes `current` and holds it ──► every shard of it runs with that version
 
-That one assignment is the whole commit. It needs no agreement with the workers: a run's message names its
-version, and before the first such run a worker gets the place of the version
-(`mcinfer.runtime.connections`), also after a restart.
-
-Ownership: a version's tensors belong to the versions that contain them, and a version belongs to its
-holders: the store (the current one) and the requests that run with it. When the last holder is gone, its
-memory is free.
+A run's message names its version. Before the first such run a worker gets the place of the version
+(`mcinfer.runtime.connections`), also after a restart. A version belongs to the store (the current one) and
+to the requests that run with it; when the last of these is gone, its memory is free.
 """
 
 import reprlib
@@ -33,14 +29,9 @@ from mcinfer.validators import TensorRef
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class WeightVersion:
-    """All replaced weights at one moment.
+    """All replaced weights at one moment, by name; version 0 is the model's own weights.
 
-    Attributes:
-        number: 0 is the model's own weights, none replaced.
-        oldest: The lowest version that requests could still run with when this one was made.
-        tensors: Where each lies, by name.
-        slots: The memory of each, by name.
-        blocks: Numbers of the blocks that they lie in.
+    `oldest` is the lowest version that requests could still run with when this one was made.
     """
 
     number: int
@@ -53,9 +44,7 @@ class WeightVersion:
 class WeightStore:
     """The versions of one model's replaceable weights. Any thread may call it.
 
-    Attributes:
-        specs: Name, dtype and shape of each weight that can be replaced.
-        current: The version that new requests run with.
+    `current` is the version that new requests run with. The caller closes the copier.
     """
 
     def __init__(
@@ -64,13 +53,6 @@ class WeightStore:
         allocate: Callable[[Sequence[int], float], list[Slot]],
         copier: Copier,
     ) -> None:
-        """Begin with the model's own weights; the copier stays the caller's.
-
-        Args:
-            specs: Name, dtype and shape of each weight that can be replaced.
-            allocate: Gets slots of so many bytes, within so many seconds.
-            copier: For copies into them.
-        """
         self.specs = tuple(specs)
         self._by_name = {spec.name: spec for spec in specs}
         self._allocate = allocate
@@ -80,39 +62,33 @@ class WeightStore:
         self._alive = WeakValueDictionary({0: self.current})
 
     def update(self, weights: Mapping[str, Any], timeout: float) -> int:
-        """Replace weights; those that are not named stay as they are.
-
-        Args:
-            weights: Arrays by name, each of exactly its weight's dtype and shape. They are copied.
-            timeout: Seconds to wait for shared memory, if that is all in use.
-
-        Returns:
-            The number of the new version.
+        """Replace some weights with copies of these; return the number of the new version.
 
         Raises:
             InvalidInputError: One does not fit; nothing was changed.
             QueueFullError: No shared memory was free in time; likewise.
         """
         arrays = check_weights(weights, self._by_name)
+        wholes = {n: InputCut(axis=None, shapes=(array.shape,)) for n, array in arrays.items()}
+        layouts: dict[str, Layout] = {}
+        for name, array in arrays.items():
+            layout = lay_input(self._by_name[name], array.shape, wholes[name])
+            if layout is None:
+                raise InvalidInputError(
+                    f"weights: {name!r} holds strings, which cannot be replaced"
+                )
+            layouts[name] = layout
         # Not under the lock: an update that waits for memory must not hold up another one.
-        slots, tensors = self._copy_in(arrays, timeout)
-        with self._updating:
-            return self._commit(slots, tensors)
-
-    def _copy_in(
-        self, arrays: Mapping[str, NDArray[Any]], timeout: float
-    ) -> tuple[dict[str, Slot], dict[str, TensorRef]]:
-        layouts = {name: self._lay(name, array) for name, array in arrays.items()}
         sizes = [layout.size for layout in layouts.values()]
         slots = dict(zip(arrays, self._allocate(sizes, timeout), strict=True))
         tensors: dict[str, TensorRef] = {}
         for name, array in arrays.items():
             spec, slot = self._by_name[name], slots[name]
-            whole = InputCut(axis=None, shapes=(array.shape,))
             memory = memoryview(slot.memory)
-            copy_in(array, spec, whole, layouts[name], memory, self._copier)
+            copy_in(array, spec, wholes[name], layouts[name], memory, self._copier)
             tensors[name] = (name, spec.element_type, array.shape, slot.block, slot.offset)
-        return slots, tensors
+        with self._updating:
+            return self._commit(slots, tensors)
 
     def _commit(self, slots: Mapping[str, Slot], tensors: Mapping[str, TensorRef]) -> int:
         """Make the next version of the current one and these; the lock is held."""
@@ -130,26 +106,15 @@ class WeightStore:
         return version.number
 
     def close(self) -> None:
-        """Let go of the memory of replaced weights; no request will come any more."""
+        """Free the memory of replaced weights."""
         # Not under the lock: a signal's handler, or a finalizer, may come while its own thread holds it.
         self.current = WeightVersion(number=self.current.number)
-
-    def _lay(self, name: str, array: NDArray[Any]) -> Layout:
-        whole = InputCut(axis=None, shapes=(array.shape,))
-        layout = lay_input(self._by_name[name], array.shape, whole)
-        if layout is None:
-            raise InvalidInputError(f"weights: {name!r} holds strings, which cannot be replaced")
-        return layout
 
 
 def check_weights(
     weights: Mapping[str, Any], specs: Mapping[str, TensorSpec]
 ) -> dict[str, NDArray[Any]]:
     """The new weights as arrays, once every one fits.
-
-    Args:
-        weights: By name.
-        specs: The weights that can be replaced, by name.
 
     Raises:
         InvalidInputError: One does not fit: names it, what came and what was expected.

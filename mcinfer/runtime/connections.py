@@ -1,13 +1,8 @@
 """The processes of a pool and their channels: messages, blocks, versions of the weights.
 
-This module decides nothing: the loop decides which workers to start, send to and kill, and judges what they
-send.
-
-Each start has two random tokens, which the worker gets over its lifeline. The worker shows one in HELLO and
-the master shows the other in BUILD, so neither side serves a stranger.
-
-Ownership: `Connections` own the transport, the worker processes and the forwarder of their output, from
-`open` to `close`. One thread calls its methods.
+The loop decides which workers to start, send to and kill, and judges their messages. Each start has two
+random tokens, which the worker gets over its lifeline. The worker shows one in HELLO and the master shows
+the other in BUILD, so neither side serves a stranger. One thread calls the methods.
 """
 
 import hmac
@@ -55,8 +50,7 @@ _STANDINGS = {
 }
 
 
-DESCRIPTORS_TO_OPEN = 24
-"""Free descriptors of this process that a pool needs for itself."""
+DESCRIPTORS_TO_OPEN = 24  # free descriptors of this process that a pool needs for itself
 
 DESCRIPTORS_OF_A_WORKER = 14
 """Free descriptors for the start of each worker. More of them are free again after it than the connection
@@ -71,10 +65,9 @@ class Connections:
     """See the module's docstring.
 
     Attributes:
-        transport: Carries the messages, once it is open.
+        transport: Carries the messages, after `open`.
         processes: The running processes, by index of the worker.
-        peers: The identified peers, by the transport's name for them.
-        fds: Descriptors to wait for messages, besides each worker's (`worker_fd`).
+        peers: The identified workers, by the transport's name for them.
     """
 
     def __init__(
@@ -84,14 +77,6 @@ class Connections:
         most_memory: Sequence[int | None],
         transport: TransportKind = "zeromq",
     ) -> None:
-        """Take what there is to know of the workers; nothing is opened before `open`.
-
-        Args:
-            builds: For each worker.
-            arena: Where the blocks are that requests speak of.
-            most_memory: For each worker, bytes of its own that it may have.
-            transport: What messages go by.
-        """
         self.processes: dict[int, WorkerProcess] = {}
         self._builds = builds
         self._arena = arena
@@ -101,27 +86,24 @@ class Connections:
         self.peers: dict[bytes, WorkerProcess] = {}
 
     def open(self) -> None:
-        """Make the transport, and the thread that forwards output.
+        """Make the transport, and the threads that forward output.
 
         Raises:
-            OSError: The system has no descriptor, thread or folder left for it; nothing is left open.
+            OSError: The system has no descriptor, thread or folder left; nothing stays open.
         """
         _check_descriptors(DESCRIPTORS_TO_OPEN + DESCRIPTORS_OF_A_WORKER * len(self._builds))
         with ExitStack() as opened:
-            self.transport = self._open_transport()
+            if self._kind == "socketpair":
+                self.transport: MasterTransport = SocketPairMaster()
+            else:
+                with RuntimeFolder() as folder:
+                    self.transport = ZeroMQMaster(*folder.listen())
             opened.callback(self.transport.close)
             self._output = OutputForwarder()
             opened.pop_all()
-        self.fds = self.transport.fds
-
-    def _open_transport(self) -> MasterTransport:
-        if self._kind == "socketpair":
-            return SocketPairMaster()
-        with RuntimeFolder() as folder:
-            return ZeroMQMaster(*folder.listen())
 
     def close_socket(self) -> None:
-        """Nothing is sent or received any more; processes that are left lose their lifelines."""
+        """End all messages; processes that are left lose their lifelines."""
         for process in self.processes.values():
             process.abandon()
         self.processes.clear()
@@ -129,17 +111,12 @@ class Connections:
         self.transport.close()
 
     def close(self, seconds: float) -> None:
-        """After `close_socket`: within so many seconds, what was printed last."""
+        """After `close_socket`: forward the last output, for at most so many seconds."""
         self._output.close(seconds)
 
     # Processes.
 
     def start(self, index: int) -> WorkerProcess:
-        """Start a worker's process.
-
-        Raises:
-            OSError: The system cannot.
-        """
         _check_descriptors(DESCRIPTORS_OF_A_WORKER)
         with ExitStack() as opened:
             connection = self.transport.add(index)
@@ -161,19 +138,18 @@ class Connections:
         return process
 
     def remove(self, index: int) -> None:
-        """Forget a process that has ended; it is to be reaped."""
+        """Forget a process that has ended; the caller reaps it."""
         process = self.processes.pop(index)
         self.transport.remove(index)
         if process.peer is not None:
             del self.peers[process.peer]
 
     def kill(self, index: int) -> None:
-        """End a worker's process, if it has one."""
         if index in self.processes:
             self.processes[index].kill()
 
     def standings(self) -> dict[int, str]:
-        """By worker, what is wrong with its process though its messages do not say so: stopped, or ended."""
+        """By worker, what is wrong with its process though its messages do not show it: stopped, or ended."""
         found = {}
         for index, process in self.processes.items():
             with suppress(OSError):
@@ -182,20 +158,11 @@ class Connections:
 
     # What comes.
 
-    def worker_fd(self, index: int) -> int | None:
-        """The descriptor to wait for messages of this worker, if it has one."""
-        return self.transport.worker_fd(index)
-
-    def note_ready(self, fds: Sequence[int]) -> Sequence[int]:
-        """These are readable; those that have ended, and are to be waited for no more."""
-        self.transport.note_ready(fds)
-        return self.transport.take_ended()
-
     def read(self, peer: bytes, data: bytes) -> tuple[int | None, Message | ProtocolError]:
-        """The worker that this is of, and the message.
+        """The worker that sent this, and the message; an error in the place of a malformed message.
 
-        What a worker sent that is no message is given as the error. A stranger that shows a worker's token is
-        that worker from then on; what other strangers send, and outlaws, has no worker.
+        A peer that shows a worker's token is that worker from then on. Messages of others, and of workers
+        that broke the protocol, have no worker.
         """
         process = self.peers.get(peer)
         if process is None and len(data) > MAX_HELLO_BYTES:
@@ -209,7 +176,7 @@ class Connections:
         return self._greet(peer, message) if process is None else process.index, message
 
     def _greet(self, peer: bytes, message: Message) -> int | None:
-        """Whose message this is, if it is the HELLO of a worker of ours with its token."""
+        """The worker whose HELLO this is."""
         if isinstance(message, Hello) and message.version == VERSION:
             token = message.token.encode(errors="surrogatepass")  # whatever text it may be
             for index, process in self.processes.items():
@@ -224,8 +191,8 @@ class Connections:
         """A block that the worker has made and handed over.
 
         Raises:
-            ProtocolError: It has not, or what it handed over is no such block.
-            OSError: This process has no descriptor or memory left for it.
+            ProtocolError: The worker has not handed over such a block.
+            OSError: This process has no descriptor or memory left.
         """
         size, fd = self.processes[index].lifeline.receive_block(number)
         return Block.attach(number, size, fd)
@@ -233,92 +200,63 @@ class Connections:
     # What goes.
 
     def send(self, index: int, message: Message) -> None:
-        """Send a message without waiting; nothing, to a worker that is not there.
+        """Send a message, if the worker's process is there.
 
         Raises:
-            UnreachableError: It cannot be reached.
-        """
-        process = self.processes.get(index)
-        if isinstance(message, Cancel):
-            if process is None:
-                return
-            try:
-                process.cancels.send(message.request, message.shard)
-            except OSError as exc:
-                raise UnreachableError(f"takes no cancellation: {exc}") from exc
-            return
-        if process is not None and isinstance(message, Build):
-            message = replace(message, token=process.build_token)
-        self._send_data(index, encode(message))
-
-    def send_shard(self, index: int, request: Request, shard: int, *, fresh: bool = False) -> None:
-        """Send a shard as a run, after all that it speaks of: blocks, and the version of the weights.
-
-        Args:
-            index: The worker's index.
-            request: Whose shard it is.
-            shard: Which.
-            fresh: Whether its outputs are to go to memory of the worker's own.
-
-        Raises:
-            UnreachableError: As `send`.
+            UnreachableError: The worker does not accept messages; kill it.
         """
         process = self.processes.get(index)
         if process is None:
             return
-        if not request.blocks <= process.attached:
-            self._attach(index, process, request.blocks)
-        weights = request.weights
-        if weights.number and weights.number not in process.weights:
-            self._give_weights(index, process, weights)
-        if process.peer is None:
-            return
         try:
-            self.transport.send(process.peer, request.message(shard, fresh=fresh))
-        except SendError as exc:
+            if isinstance(message, Cancel):
+                process.cancels.send(message.request, message.shard)
+            elif process.peer is not None:
+                if isinstance(message, Build):
+                    message = replace(message, token=process.build_token)
+                self.transport.send(process.peer, encode(message))
+        except OSError as exc:
             raise UnreachableError(f"cannot be reached: {exc}") from exc
 
-    def send_joined(self, index: int, members: Sequence[tuple[Request, int]]) -> None:
-        """Send shards of several requests as one run, likewise."""
+    def send_run(
+        self, index: int, members: Sequence[tuple[Request, int]], *, fresh: bool = False
+    ) -> None:
+        """Send shards as one run, after the blocks and the version of the weights that they need.
+
+        Raises:
+            UnreachableError: As `send`.
+        """
         process = self.processes.get(index)
         if process is None:
             return
         for request, _ in members:
-            self._attach(index, process, request.blocks)
+            if not request.blocks <= process.attached:
+                self._attach(index, process, request.blocks)
         first, shard = members[0]
         weights = first.weights
         if weights.number and weights.number not in process.weights:
             self._give_weights(index, process, weights)
-        tensors = [request.tensors(shard) for request, shard in members]
-        self._send_data(
-            index,
-            encode_predict_joined(first.number, shard, weights.number, tensors, first.axes),
-        )
-
-    def detach(self, index: int, number: int) -> None:
-        """Have a worker give up a block that is no more, if it was given it.
-
-        Raises:
-            UnreachableError: As `send`.
-        """
-        process = self.processes.get(index)
-        if process is not None and number in process.attached:
-            process.attached.discard(number)
-            self.send(index, Detach(block=number))
-
-    def _send_data(self, index: int, data: bytes) -> None:
-        process = self.processes.get(index)
-        if process is None or process.peer is None:
+        if process.peer is None:
             return
+        if len(members) == 1:
+            data = first.message(shard, fresh=fresh)
+        else:
+            tensors = [request.tensors(shard) for request, shard in members]
+            data = encode_predict_joined(first.number, shard, weights.number, tensors, first.axes)
         try:
             self.transport.send(process.peer, data)
         except SendError as exc:
             raise UnreachableError(f"cannot be reached: {exc}") from exc
 
+    def detach(self, index: int, number: int) -> None:
+        """Have a worker unmap a block that was freed."""
+        process = self.processes.get(index)
+        if process is not None and number in process.attached:
+            process.attached.discard(number)
+            self.send(index, Detach(block=number))
+
     def _attach(self, index: int, process: WorkerProcess, blocks: frozenset[int]) -> None:
         """Give the worker the blocks that it does not have yet."""
-        if blocks <= process.attached:
-            return
         for number in blocks - process.attached:
             block = self._arena.block(number)
             if block is None:
@@ -331,20 +269,12 @@ class Connections:
             self.send(index, Attach(block=number, size=block.size))
 
     def _give_weights(self, index: int, process: WorkerProcess, version: WeightVersion) -> None:
-        """Say to the worker where a version of the weights lies."""
         self._attach(index, process, version.blocks)
         process.weights = {n for n in process.weights if n >= version.oldest} | {version.number}
         tensors = tuple(version.tensors.values())
         self.send(
             index, UpdateWeights(version=version.number, oldest=version.oldest, tensors=tensors)
         )
-
-
-def memory_limits(builds: Sequence[Build], chosen: int | None, physical: int) -> list[int | None]:
-    """For each worker, how much memory of its own it may have: see `mcinfer.Limits`."""
-    if chosen is not None:
-        return [chosen] * len(builds)
-    return [physical if build.device.startswith("cpu:") else None for build in builds]
 
 
 def _check_descriptors(count: int) -> None:

@@ -18,25 +18,18 @@ from time import monotonic
 
 from mcinfer.shm.descriptors import WakeUp
 
-_GATHER_SECONDS = 0.02
-"""Seconds that calls of `trace` wait for others."""
+_GATHER_SECONDS = 0.02  # seconds that calls of `trace` wait for others
 
 _log = logging.getLogger("mcinfer.master")
 
 
 class Delivery:
-    """The queue and its thread. Any thread may call any method; none waits but `wait`.
+    """The queue and its thread. Any thread may call any method; only `wait` waits.
 
-    Attributes:
-        ident: The thread's identifier, once it runs.
+    Calls made before `start` wait for it. `ident` is the identifier of the running thread.
     """
 
     def __init__(self) -> None:
-        """No thread before `start`; what is put until then waits for it.
-
-        Raises:
-            OSError: No descriptor is left.
-        """
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._traces: deque[Callable[[], object]] = deque()
         self._gathers = False
@@ -47,7 +40,6 @@ class Delivery:
         self._pid = os.getpid()
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread = threading.Thread(target=self._run, name="mcinfer-delivery", daemon=True)
         self._thread.start()
 
@@ -57,7 +49,7 @@ class Delivery:
         return threading.get_ident() == self.ident
 
     def put(self, call: Callable[[], object]) -> None:
-        """Have a call made, after those before it. Where there is no thread any more, it is made here."""
+        """Have a call made, after those before it. After the thread's end, it is made here."""
         if os.getpid() != self._pid:
             _make(call)  # what else waits is to be called in the process that this was forked from
             return
@@ -66,7 +58,7 @@ class Delivery:
             self._drain()
 
     def trace(self, call: Callable[[], object]) -> None:
-        """Have a call made soon, with others: to wake a thread for each would cost more than the call."""
+        """Have a call made soon, together with others: to wake a thread for each costs more than the call."""
         self._traces.append(call)
         if not self._gathers:
             self._gathers = True
@@ -75,15 +67,14 @@ class Delivery:
     def log(
         self, level: int, text: str, *values: object, failure: BaseException | None = None
     ) -> None:
-        """Have something logged, as `logging.Logger.log` would."""
         self.put(partial(_log.log, level, text, *values, exc_info=failure))
 
     def close(self) -> None:
-        """End the thread, once it has made the calls that are there."""
+        """End the thread, after the calls that are queued."""
         self._calls.put(None)
 
     def wait(self, seconds: float) -> None:
-        """After `close`: wait for its end, but no longer than so many seconds."""
+        """After `close`: wait for the thread's end, for at most so many seconds."""
         if self._thread is None or self.is_current:
             return
         ended = select.poll()
@@ -104,7 +95,7 @@ class Delivery:
         self._ended.set()
 
     def _gather(self) -> Callable[[], object] | None:
-        """Make the calls of `trace`, after a while in which more may come; None if the end came meanwhile."""
+        """Wait a moment for more calls of `trace`, then make them; None if the end came meanwhile."""
         end = monotonic() + _GATHER_SECONDS
         while (left := end - monotonic()) > 0:
             try:

@@ -14,9 +14,8 @@ import secrets
 import socket
 import stat
 import tempfile
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -29,27 +28,21 @@ def _places() -> list[Path]:
     places = [os.environ.get("XDG_RUNTIME_DIR")]
     with suppress(FileNotFoundError):  # it finds no folder to write to
         places.append(tempfile.gettempdir())
-    places.append("/tmp")  # noqa: S108 the last resort; what it is like is looked at
+    places.append("/tmp")  # noqa: S108 the last resort; its owner and mode are checked
     return [Path(place) for place in dict.fromkeys(places) if place]
 
 
 class RuntimeFolder:
-    """A folder of mode 0700; a context manager that removes it.
+    """A folder of mode 0700 in `place`, open as `fd`; a context manager that removes it.
 
-    Attributes:
-        place: What it lies in.
-        fd: The folder itself.
+    Raises:
+        OSError: No place can be used; the text says for each place why.
     """
 
     def __init__(self) -> None:
-        """Make it in the first place that will do.
-
-        Raises:
-            OSError: There is none; the text says of each what is wrong with it.
-        """
         self._name = f"mcinfer-{secrets.token_hex(8)}"
         faults: list[str] = []
-        failure = OSError("no place for a runtime folder")
+        failure = OSError()
         for place in _places():
             try:
                 self._make(place)
@@ -62,41 +55,29 @@ class RuntimeFolder:
         raise OSError(failure.errno, f"no place for a runtime folder: {'; '.join(faults)}")
 
     def _make(self, place: Path) -> None:
-        """Make and hold it.
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        with ExitStack() as opened:
+            place_fd = os.open(place, flags)
+            opened.callback(os.close, place_fd)
+            _check_place(os.fstat(place_fd))
+            os.mkdir(self._name, 0o700, dir_fd=place_fd)
+            opened.callback(self._remove, place_fd)
+            self.fd = os.open(self._name, flags | os.O_NOFOLLOW, dir_fd=place_fd)
+            opened.callback(os.close, self.fd)
+            _check_folder(os.fstat(self.fd))
+            self._opened = opened.pop_all()
 
-        Raises:
-            OSError: It cannot be made there, or others could change it.
-        """
-        self._place_fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            _check_place(os.fstat(self._place_fd))
-            os.mkdir(self._name, 0o700, dir_fd=self._place_fd)
-            try:
-                self.fd = os.open(
-                    self._name,
-                    os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC,
-                    dir_fd=self._place_fd,
-                )
-                try:
-                    _check_folder(os.fstat(self.fd))
-                except OSError:
-                    os.close(self.fd)
-                    raise
-            except OSError:
-                with suppress(OSError):
-                    os.rmdir(self._name, dir_fd=self._place_fd)
-                raise
-        except OSError:
-            os.close(self._place_fd)
-            raise
+    def _remove(self, place_fd: int) -> None:
+        with suppress(OSError):  # it was removed or replaced meanwhile
+            os.rmdir(self._name, dir_fd=place_fd)
 
     def listen(self) -> tuple[socket.socket, int]:
-        """A listening socket in it, which is removed at once, and the handle by which to connect.
+        """A listening socket, whose path is removed at once, and the handle by which to connect.
 
-        Both are the caller's from now on.
+        The caller owns both.
 
         Raises:
-            OSError: The system cannot.
+            OSError: The system has no descriptor left.
         """
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
@@ -114,21 +95,12 @@ class RuntimeFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            os.rmdir(self._name, dir_fd=self._place_fd)
-        finally:
-            os.close(self.fd)
-            os.close(self._place_fd)
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
 
 
 def _check_place(info: os.stat_result) -> None:
-    """Raise `PermissionError` unless only this user, and root, can rename what this user puts there."""
+    """Raise `PermissionError` unless only this user, and root, can rename this user's files there."""
     shared = info.st_mode & _OTHERS_WRITE and not info.st_mode & stat.S_ISVTX
     if shared or info.st_uid not in (0, os.geteuid()):
         raise PermissionError(
@@ -139,10 +111,10 @@ def _check_place(info: os.stat_result) -> None:
 
 
 def _check_folder(info: os.stat_result) -> None:
-    """Raise `PermissionError` unless it is what was made: this user's, and closed to others."""
+    """Raise `PermissionError` unless the new folder is this user's, and closed to others."""
     if info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) & 0o777 != 0o700:
         raise PermissionError(
             1,
-            f"what was made there is of user {info.st_uid} and has mode {stat.S_IMODE(info.st_mode):04o}, "
+            f"the new folder is of user {info.st_uid} and has mode {stat.S_IMODE(info.st_mode):04o}, "
             f"expected {os.geteuid()} and 0700",
         )

@@ -29,7 +29,7 @@ from contextvars import Context
 from dataclasses import replace
 from functools import partial
 from time import monotonic
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import ref
 
 from mcinfer.config import Limits, RestartPolicy, Timeouts, TransportKind
@@ -45,8 +45,9 @@ from mcinfer.errors import (
 )
 from mcinfer.machine import usable_memory
 from mcinfer.protocol import REPLY, REPLY_HEAD, Build, BuildFinish, Error, Message, Reply
+from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Follower, Outcome, Request
-from mcinfer.runtime.connections import Connections, UnreachableError, memory_limits
+from mcinfer.runtime.connections import Connections, UnreachableError
 from mcinfer.runtime.delivery import Delivery
 from mcinfer.scheduler.actions import (
     Action,
@@ -73,98 +74,70 @@ T = TypeVar("T")
 
 _log = logging.getLogger("mcinfer.master")
 
-_MAX_MESSAGES = 256
-"""Most messages in one turn: a worker that sends many must not delay deaths, deadlines and callers."""
+_MAX_MESSAGES = 256  # in one turn: one worker must not delay the others
+_LONGEST_WAIT = 86400.0  # seconds of one wait: epoll takes no more than 24 days
+_MEMORY_INTERVAL = 1.0  # seconds between two checks of workers' memory
+_ROOM_INTERVAL = 0.001  # seconds between two checks for freed memory, if a caller waits for it
+_HEALTH_INTERVAL = 0.2  # seconds between two checks of `wait_ready`
+_PATIENCE = 10.0  # seconds without freed memory before others pass the first waiting caller
+_CALLER_PATIENCE = 5.0  # seconds past its deadline that a caller waits for the loop
+_LOOP_PATIENCE = 60.0  # seconds that a question to the loop waits for its answer
+_LAST_OUTPUT = 1.0  # seconds for workers' last output, and for callbacks, at the close
+_MAX_NOTES = 100  # different notes that are logged
 
-_LONGEST_WAIT = 86400.0
-"""Seconds of one wait: epoll takes no more than 24 days, and waking once a day costs nothing."""
-
-_MEMORY_INTERVAL = 1.0
-"""Seconds between two checks of workers' memory, if the policy asks for them."""
-
-_ROOM_INTERVAL = 0.001
-"""Seconds between two checks for memory that a caller waits for: the end of an array sends no event."""
-
-_HEALTH_INTERVAL = 0.2
-"""Seconds between two checks of `wait_ready`."""
-
-_PATIENCE = 10.0
-"""Seconds without freed memory, after which others may pass the first caller that waits for memory."""
-
-_CALLER_PATIENCE = 5.0
-"""Seconds past its deadline that a caller waits for the loop to say so."""
-
-_LOOP_PATIENCE = 60.0
-"""Seconds that a question to the loop waits for its answer, which takes as long as one turn of the loop."""
-
-_LAST_OUTPUT = 1.0
-"""Seconds that a closing master gives to what its workers printed last, and to callbacks."""
-
-_MAX_NOTES = 100
-"""Different ones that are logged."""
+_NOT_STARTED = "the master is not started: call start(), or use it in a with statement"
+_CLOSING = "the master is closing: it finishes what it has, and takes no more"
 
 _LEVELS = {"degraded": logging.WARNING, "failed": logging.ERROR}
 
 
-class Frames(Protocol):
-    """Who keeps memory that is not in use."""
+class _Promise(Outcome[T]):
+    __slots__ = ("_value",)
 
-    @property
-    def idle_bytes(self) -> int:
-        """How much."""
+    def set(self, value: T) -> None:
+        self._value = value
+        self.settle()
 
-    def release_idle(self) -> None:
-        """Let go of it."""
+    def value(self) -> T:
+        """The value that was set; None if it was only settled."""
+        return getattr(self, "_value", None)  # type: ignore[return-value]
 
 
-class _Call(Outcome[T]):
-    """A question to the loop, or an order."""
+class _Call(_Promise[T]):
+    """A function for the loop to call."""
 
-    __slots__ = ("_answer", "_function")
+    __slots__ = ("_function",)
 
     def __init__(self, function: Callable[[], T]) -> None:
         super().__init__()
         self._function = function
 
     def make(self) -> None:
-        """In the loop."""
         try:
-            self._answer = self._function()
+            self.set(self._function())
         except Exception as exc:
             self.settle(exc)
-        else:
-            self.settle()
-
-    def value(self) -> T:
-        """What the function returned."""
-        return self._answer
 
 
-class _Allocation(Outcome[list[Slot]]):
-    """A caller that wants memory."""
+class _Allocation(_Promise[list[Slot]]):
+    """A caller that waits for memory."""
 
-    __slots__ = ("deadline", "since", "sizes", "slots")
+    __slots__ = ("deadline", "since", "sizes")
 
     def __init__(self, sizes: Sequence[int], timeout: float) -> None:
         super().__init__()
         self.sizes = sizes
         self.since = monotonic()
         self.deadline = self.since + timeout
-        self.slots: list[Slot] = []
-
-    def value(self) -> list[Slot]:
-        """The slots; they are the caller's alone."""
-        slots, self.slots = self.slots, []
-        return slots
 
 
 class Loop:
-    """The workers of one master, what they were given to do, and the thread that looks after it.
+    """The workers of one master, their requests, and the thread that owns both.
 
     Attributes:
-        arena: Where tensors lie.
-        frames: Who keeps memory of it that is not in use; to be set once it is known.
-        finished: Whether no worker is left, and none will be started: nothing is taken any more.
+        arena: The shared memory of tensors.
+        frames: Has memory of it that is not in use; set after the start.
+        finished: Whether no worker is left, and none will be started.
         serving: How many workers are ready or busy.
     """
 
@@ -181,7 +154,6 @@ class Loop:
         trace: TraceHook | None = None,
         transport: TransportKind = "zeromq",
     ) -> None:
-        """Take what is to be run; nothing starts before `start`."""
         self._builds = builds
         self._timeouts = timeouts
         self._limits = limits
@@ -198,10 +170,13 @@ class Loop:
         )
         self._table = self._scheduler.table
         self.arena = Arena(memory_bytes, dropped=self._detach)
-        most_memory = memory_limits(builds, limits.worker_memory_bytes, usable_memory())
+        chosen, physical = limits.worker_memory_bytes, usable_memory()
+        most_memory = [
+            chosen or (physical if b.device.startswith("cpu:") else None) for b in builds
+        ]
         self._connections = Connections(builds, self.arena, most_memory, transport)
         self._delivery = Delivery()
-        self.frames: Frames | None = None
+        self.frames: Planner | None = None
         self._bell = WakeUp()
         self._ended = WakeUp()
         self._asleep = False
@@ -234,24 +209,24 @@ class Loop:
     # Life, for any thread.
 
     def claim_start(self) -> None:
-        """Raise `ClosedError` unless this is the first start, and it was not closed before."""
+        """Raise `ClosedError` unless this is the first start, before any `close`."""
         self._check_process()
         if not _take(self._start_claims) or self._close_asked:
             raise ClosedError("a master can be started once; make a new one")
 
     def refuse_start(self, failure: McinferError) -> None:
-        """There is nothing to start: raise this, and say so from now on."""
+        """Raise this failure, and report it from now on."""
         self._failure = failure
         self.finished = self._gone = True
         raise failure
 
     def start(self) -> BuildFinish:
-        """Start all workers, wait until they have the model, and say what the model is like.
+        """Start all workers, wait until they have the model, and return its description.
 
         Raises:
             BuildError: A worker could not load it, or the system has no descriptor or thread left; no
                 process is left.
-            ClosedError: It was closed meanwhile; likewise.
+            ClosedError: The loop was closed meanwhile; no process is left.
         """
         try:
             self._open()
@@ -268,7 +243,7 @@ class Loop:
             raise
 
     def _open(self) -> None:
-        """Open what the loop works with, and start it; all of that or nothing."""
+        """Open the transport and start the threads; all or nothing."""
         with ExitStack() as opened:
             self._connections.open()
             self._transport = self._connections.transport
@@ -277,9 +252,9 @@ class Loop:
             self._poll = select.epoll()
             opened.callback(self._poll.close)
             self._poll.register(self._bell.fd, select.EPOLLIN)
-            for fd in self._connections.fds:
+            for fd in self._transport.fds:
                 self._poll.register(fd, select.EPOLLIN)
-            self._plain_fds = frozenset((self._bell.fd, *self._connections.fds))
+            self._plain_fds = frozenset((self._bell.fd, *self._transport.fds))
             atexit.register(self.close)
             opened.callback(atexit.unregister, self.close)
             opened.callback(self._delivery.close)
@@ -299,13 +274,7 @@ class Loop:
                 raise
 
     def close(self, timeout: float | None = None, *, drain: bool = False) -> None:
-        """End all workers; in-flight requests fail with `ClosedError`. May be called again.
-
-        Args:
-            timeout: Seconds for workers to end by themselves; None is `Timeouts.close`. With `drain`, seconds
-                for requests to be answered; None is as long as they have, each its own time-out.
-            drain: Whether what was accepted is answered first; nothing more is.
-        """
+        """End all workers; see `Master.close`."""
         if self.is_forked:
             return
         self._close_asked = True
@@ -326,10 +295,10 @@ class Loop:
             raise
 
     def _wait_for_end(self, thread: threading.Thread) -> None:
-        """Wait until the loop has given everything up.
+        """Wait until the loop has closed everything.
 
-        Not by `Thread.join` alone: one that a signal's handler interrupts has Python 3.11 believe that the
-        thread has ended, so that the next one does not wait (`_wait_for_tstate_lock` in its threading.py).
+        `Thread.join` alone will not do: after one that a signal's handler interrupts, Python 3.11 takes the
+        thread for ended, and the next one does not wait (`_wait_for_tstate_lock` in its threading.py).
         """
         ended = select.poll()
         ended.register(self._ended.fd, select.POLLIN)
@@ -338,7 +307,7 @@ class Loop:
         self._delivery.wait(_LAST_OUTPUT)
 
     def abandon(self) -> None:
-        """Ask the loop to close everything: for finalizers, so it never waits."""
+        """Ask the loop to close everything, without waiting: for finalizers."""
         self._abandoned = True
         if not self.is_forked:
             self._bell.set()
@@ -349,13 +318,7 @@ class Loop:
             self._check_process()
             if self.finished:
                 raise ClosedError("the master is closed")
-            if self._close_asked:
-                raise ClosedError(
-                    "the master is closing: it finishes what it has, and takes no more"
-                )
-            raise ClosedError(
-                "the master is not started: call start(), or use it in a with statement"
-            )
+            raise ClosedError(_CLOSING if self._close_asked else _NOT_STARTED)
         limits = self._limits
         full = for_request and self._table.in_flight >= limits.queue
         if full and limits.when_queue_full == "raise":
@@ -381,7 +344,6 @@ class Loop:
         return os.getpid() != self._pid
 
     def _check_process(self) -> None:
-        """Raise `ClosedError` in a fork."""
         if self.is_forked:
             raise ClosedError(
                 f"this master belongs to process {self._pid}; process {os.getpid()} was forked from it "
@@ -392,7 +354,7 @@ class Loop:
         """Raise an error where the calling thread would wait in vain.
 
         Raises:
-            McinferError: It is the loop's: a finalizer, which the collector runs there.
+            McinferError: It is the loop's: the collector runs a finalizer there.
             ClosedError: This process was forked from the master's.
         """
         self._check_process()
@@ -408,11 +370,7 @@ class Loop:
     # Requests, for any thread.
 
     def enter(self, request: Request, *, wait: bool) -> None:
-        """Queue a request; its outcome says what becomes of it.
-
-        Args:
-            request: To be answered within its time-out.
-            wait: Whether to return only when it has a place in the queue, and raise if it gets none.
+        """Queue a request; with `wait`, return only when it has a place in the queue.
 
         Raises:
             ClosedError: The master is closed.
@@ -442,7 +400,7 @@ class Loop:
             raise
 
     def forget(self, request: Request) -> None:
-        """Cancel a request, without waiting for that: its caller does not want it any more."""
+        """Cancel a request without waiting for that."""
         self._post(_Call(partial(self._cancel, request)))
 
     def await_answer(self, request: Request) -> None:
@@ -497,7 +455,6 @@ class Loop:
         return wanted.result()
 
     def _ring(self) -> None:
-        """Wake the loop."""
         os.eventfd_write(self._bell.fd, 1)  # which lives as long as the loop's object
 
     def _post(self, item: "_Call[Any] | _Allocation") -> None:
@@ -528,33 +485,15 @@ class Loop:
     # Health, for any thread.
 
     def statistics(self, weights_version: int) -> Statistics:
-        """A snapshot.
-
-        Args:
-            weights_version: Version of the weights, which the loop does not know.
-
-        Raises:
-            ClosedError: This process was forked from the master's.
-        """
         self._check_process()
         return self._ask(partial(self._take_statistics, weights_version))
 
     def health(self) -> Health:
-        """How the pool is now.
-
-        Raises:
-            ClosedError: This process was forked from the master's.
-        """
         self._check_process()
         return self._ask(self._take_health)
 
     def wait_ready(self, timeout: float) -> Health:
-        """Wait until every worker serves.
-
-        Raises:
-            ReadyTimeoutError: Not all did in time.
-            ClosedError: The master is closed, or was not started.
-        """
+        """See `Master.wait_ready`."""
         self._check_process()
         end = monotonic() + timeout
         pause = _Promise[None]()
@@ -564,9 +503,7 @@ class Loop:
             if health.state == "ready":
                 return health
             if self._start_claims:
-                raise ClosedError(
-                    "the master is not started: call start(), or use it in a with statement"
-                )
+                raise ClosedError(_NOT_STARTED)
             if self.finished or health.state in ("closing", "closed"):
                 raise ClosedError(f"the master does not become ready any more: {health}")
             if left <= 0:
@@ -574,13 +511,7 @@ class Loop:
             pause.wait(min(left, _HEALTH_INTERVAL))
 
     def restart_workers(self, timeout: float) -> None:
-        """Replace every worker's process by a fresh one, one after another.
-
-        Raises:
-            ReadyTimeoutError: They were not all replaced in time; the rest stays as it is.
-            WorkerDiedError: A fresh one could not load the model within its budget of starts; likewise.
-            ClosedError: The master is closed, or was not started.
-        """
+        """See `Master.restart_workers`."""
         end = monotonic() + timeout
         restarted: _Promise[None] | None = None
         try:
@@ -618,7 +549,7 @@ class Loop:
                 atexit.unregister(self.close)
 
     def _turn(self) -> None:
-        """All that has come, then one wait if that was nothing."""
+        """Handle all that has come; wait once if that was nothing."""
         inbox = self._inbox
         count = len(inbox)
         while count:
@@ -658,7 +589,7 @@ class Loop:
         self._readable = len(ready) > 1 or (bool(ready) and ready[0][0] != self._bell.fd)
 
     def _plan(self) -> None:
-        """Something may be due at another time than before."""
+        """Note when the next thing is due."""
         due = self._scheduler.next_time()
         due = min(self._memory_look, math.inf if due is None else due)
         now = monotonic()
@@ -669,7 +600,7 @@ class Loop:
         self._due = due
 
     def _look(self, now: float) -> None:
-        """Something is due."""
+        """Do what is due."""
         if self._memory_look <= now:
             self._look_at_memory(now)
         if self._memory_line:
@@ -683,7 +614,7 @@ class Loop:
         self._plan()
 
     def _refuse_late(self, now: float) -> None:
-        """The time of some that wait for a place is over."""
+        """Refuse requests whose time is over while they wait for a place."""
         for request in [r for r in self._line if r.called + r.timeout <= now]:
             self._line.remove(request)
             try:
@@ -696,7 +627,6 @@ class Loop:
     # Callers.
 
     def _enter(self, request: Request) -> None:
-        """A request came."""
         if request.settled:
             return
         number = self._next_number
@@ -719,7 +649,7 @@ class Loop:
                 if len(worker.runs) > 1:
                     due = min(due, worker.began + LONG_RUN)
                 try:
-                    self._connections.send_shard(worker.index, request, shard)
+                    self._connections.send_run(worker.index, ((request, shard),))
                 except UnreachableError as exc:
                     self._outlaw(worker.index, str(exc))
             if due < self._due:
@@ -769,7 +699,6 @@ class Loop:
         self._due = min(self._due, self._line_due)
 
     def _refuse(self, request: Request, error: McinferError, *, cancelled: bool = False) -> None:
-        """It is not accepted."""
         if not request.settled:
             request.settle(error, cancelled=cancelled)
         request.release()
@@ -782,23 +711,17 @@ class Loop:
             return
         self._admitting = True
         try:
-            self._admit_all()
+            while self._line:
+                request = self._line[0]
+                if not request.settled:
+                    if not self.finished:
+                        self._scheduler.check_room(request.size)
+                    self._enter(request)
+                self._line.popleft()
+        except QueueFullError:
+            return
         finally:
             self._admitting = False
-
-    def _admit_all(self) -> None:
-        while self._line:
-            request = self._line[0]
-            if request.settled:
-                self._line.popleft()
-                continue
-            try:
-                if not self.finished:
-                    self._scheduler.check_room(request.size)
-            except QueueFullError:
-                return
-            self._enter(request)
-            self._line.popleft()
 
     def _cancel(self, outcome: Outcome[Any]) -> None:
         if outcome.settled or not isinstance(outcome, Request):
@@ -814,34 +737,29 @@ class Loop:
         self._admit()
 
     def _allocate(self, wanted: _Allocation) -> None:
-        """Memory is wanted."""
         if wanted.settled:
             return
-        if self._memory_line and not self._may_pass():
-            error: Exception | None = None
-        else:
+        if not self._memory_line or self._may_pass():
             error = self._try_to_allocate(wanted)
             if error is None:
                 return
-        if error is not None and not isinstance(error, QueueFullError):
-            wanted.settle(error)
-        elif wanted.deadline > monotonic():
-            self._memory_line.append(wanted)
-            self.arena.wanted = True
-            self._due = min(self._due, monotonic() + _ROOM_INTERVAL)
-        else:
-            wanted.settle(error or QueueFullError("others wait already for shared memory"))
+            if not isinstance(error, QueueFullError) or wanted.deadline <= monotonic():
+                wanted.settle(error)
+                return
+        self._memory_line.append(wanted)
+        self.arena.wanted = True
+        self._due = min(self._due, monotonic() + _ROOM_INTERVAL)
 
     def _try_to_allocate(self, wanted: _Allocation) -> Exception | None:
-        """Settle it if there is memory; else the reason."""
+        """Settle it if there is memory; else return the reason."""
         try:
             try:
-                wanted.slots = self.arena.allocate_all(wanted.sizes)
+                slots = self.arena.allocate_all(wanted.sizes)
             except QueueFullError:
                 if self.frames is None or not self.frames.idle_bytes:
                     raise
                 self.frames.release_idle()
-                wanted.slots = self.arena.allocate_all(wanted.sizes)
+                slots = self.arena.allocate_all(wanted.sizes)
         except OSError as exc:
             return PredictError(f"no shared memory can be had: {exc}")
         except McinferError as exc:
@@ -849,7 +767,7 @@ class Loop:
         if self.arena.crowded and self.frames is not None:
             self.frames.release_idle()
             self.arena.reclaim()
-        wanted.settle()
+        wanted.set(slots)
         return None
 
     def _may_pass(self) -> bool:
@@ -895,13 +813,11 @@ class Loop:
             self._plan()
 
     def _drain(self, seconds: float) -> None:
-        """Take nothing more, answer what was accepted within so many seconds, then end all workers."""
         self._carry_out(self._scheduler.handle_drain(monotonic(), seconds))
-        self._refuse_line("the master is closing: it finishes what it has, and takes no more")
+        self._refuse_line(_CLOSING)
         self._plan()
 
     def _end(self, seconds: float | None) -> None:
-        """End all workers, which have so many seconds for it; what is in flight fails with `ClosedError`."""
         seconds = self._timeouts.close if seconds is None else seconds
         self._carry_out(self._scheduler.handle_close(monotonic(), seconds))
         self._refuse_line("the master is closed")
@@ -912,7 +828,7 @@ class Loop:
             self._refuse(self._line.popleft(), ClosedError(reason))
 
     def _refuse_inbox(self) -> None:
-        """The loop has ended: refuse what came too late. For any thread."""
+        """The loop has ended: refuse what came too late. Any thread may call it."""
         while self._inbox:
             try:
                 item = self._inbox.popleft()
@@ -947,7 +863,7 @@ class Loop:
                 process.reap()
 
     def _tear_down(self) -> None:
-        """Close sockets, descriptors and the folder at the end, even if one of these fails."""
+        """Close sockets and descriptors at the end, even if one of these fails."""
         self.finished = True
         self.serving = 0
         self._asleep = False  # so that no caller rings: a finalizer may call after the bell's own
@@ -974,7 +890,7 @@ class Loop:
         self._refuse_inbox()
 
     def _restart(self) -> "tuple[_Promise[None] | None, _Promise[None] | None]":
-        """Begin to replace all workers: the restart that goes on, or the one that was begun."""
+        """Begin to replace all workers: the restart in progress, or the one that was begun."""
         before = self._restarted
         if before is not None and not before.settled:
             return before, None
@@ -989,7 +905,7 @@ class Loop:
         return None, restarted
 
     def _forget_restart(self, restarted: "_Promise[None]") -> None:
-        """The caller of the restart waits no more: what was not replaced yet stays as it is."""
+        """The caller of the restart does not wait any more: replace no further workers."""
         if restarted is self._restarted and not restarted.settled:
             self._scheduler.handle_restart_abandoned()
             restarted.settle()
@@ -997,7 +913,7 @@ class Loop:
     # How it is.
 
     def _take_health(self) -> Health:
-        """What the scheduler knows, and what only the system can tell."""
+        """The scheduler's health, corrected by the state of the processes."""
         health = self._scheduler.health(monotonic())
         if self._failure is not None:
             return replace(health, state="failed", reasons=(str(self._failure),), serving=0)
@@ -1006,11 +922,11 @@ class Loop:
         wrong = {
             index: text
             for index, text in self._connections.standings().items()
-            if self._scheduler.serves(index)
+            if self._scheduler.workers[index].serves
         }
         if not wrong:
             return health
-        reasons = [f"{self._scheduler.name(index)} {text}" for index, text in wrong.items()]
+        reasons = [f"{self._scheduler.workers[index].name} {text}" for index, text in wrong.items()]
         return replace(
             health,
             state="degraded" if health.state == "ready" else health.state,
@@ -1036,7 +952,7 @@ class Loop:
             memory_used_bytes=max(0, self.arena.used - idle),
             weights_version=weights_version,
             health=self._take_health(),
-            workers=self._scheduler.statistics(),
+            workers=self._scheduler.lives.statistics(),
         )
 
     # Processes.
@@ -1047,7 +963,8 @@ class Loop:
             self._bell.clear()
             if self._abandoned:
                 self._end(None)
-        for fd in self._connections.note_ready(ready):
+        self._transport.note_ready(ready)
+        for fd in self._transport.take_ended():
             self._poll.unregister(fd)
         if not self._pidfds.isdisjoint(ready):
             now = monotonic()
@@ -1057,7 +974,7 @@ class Loop:
             self._plan()
 
     def _look_at_memory(self, now: float) -> None:
-        """Where the policy asks for it, see which worker has grown too large."""
+        """Report how much memory each worker has, where the policy limits it."""
         self._memory_look = now + _MEMORY_INTERVAL
         for index, process in [*self._connections.processes.items()]:
             with suppress(OSError):
@@ -1067,11 +984,12 @@ class Loop:
     def _bury(self, index: int, now: float) -> None:
         """A worker's process has ended."""
         process = self._connections.processes[index]
-        fd = self._connections.worker_fd(index)
+        fd = self._transport.worker_fd(index)
         if fd is not None:
-            # What it said last.
-            for _ in range(_MAX_MESSAGES):  # a process that it left behind may go on without an end
-                if fd in self._connections.note_ready([fd]) or not self._receive():
+            # Its last messages; a process that it left behind may go on sending.
+            for _ in range(_MAX_MESSAGES):
+                self._transport.note_ready([fd])
+                if fd in self._transport.take_ended() or not self._receive():
                     break
             with suppress(OSError):  # it had ended before
                 self._poll.unregister(fd)
@@ -1087,13 +1005,13 @@ class Loop:
         expected = self._scheduler.is_exiting(index)
         level = logging.INFO if expected and not stacks else logging.WARNING
         where = f"; where it was:\n{stacks}" if stacks else ""
-        self._delivery.log(level, "%s %s%s", self._scheduler.name(index), how, where)
+        self._delivery.log(level, "%s %s%s", self._scheduler.workers[index].name, how, where)
         self._carry_out(self._scheduler.handle_died(now, index, how))
 
     # What comes.
 
     def _receive(self) -> bool:
-        """Take the messages that are there, or the first of very many; whether there were any."""
+        """Handle the messages that are there, or the first of very many; whether there were any."""
         if self.finished:
             return False
         receive, peers = self._transport.receive, self._connections.peers
@@ -1114,7 +1032,7 @@ class Loop:
         return True
 
     def _take_reply(self, index: int, number: int, shard: int, seconds: float) -> None:
-        """The head of a REPLY, not checked yet: all outputs are where they were to be."""
+        """Take the head of a REPLY, not checked yet: all outputs are in their places."""
         now = monotonic()
         request = self._requests.get(number)
         entry = None
@@ -1140,7 +1058,6 @@ class Loop:
             self._due = min(self._due, self._scheduler.next_turn())
 
     def _handle_message(self, index: int, message: Message | ProtocolError, now: float) -> None:
-        """What a worker sent."""
         try:
             if isinstance(message, ProtocolError):
                 raise message
@@ -1159,11 +1076,11 @@ class Loop:
         self._carry_out(actions)
         self._plan()
         if isinstance(message, Error) and message.traceback:
-            name = self._scheduler.name(index)
+            name = self._scheduler.workers[index].name
             self._delivery.log(logging.DEBUG, "%s: %s", name, message.traceback)
 
     def _note(self, index: int, notes: Sequence[str]) -> None:
-        """Log what there is to know of how a worker loaded the model, unless another one said so too."""
+        """Log what a worker reports of the model's load, each note once."""
         for note in notes:
             if note not in self._notes and len(self._notes) < _MAX_NOTES:
                 self._notes.add(note)
@@ -1173,7 +1090,7 @@ class Loop:
         """Have the requests check the reply, and get the blocks that the worker made for it.
 
         Returns:
-            The reply, or, where this process cannot take what is in it, the run's failure.
+            The reply, or the run's failure if this process has no memory for the outputs.
         """
         members = self._scheduler.running(index)
         if not members or members[0] != (reply.request, reply.shard):
@@ -1220,8 +1137,25 @@ class Loop:
                     self._ask_for_stacks(worker)
                 case KillWorker(worker=worker):
                     self._connections.kill(worker)
-                case action:
-                    pending += self._turn_over(action)
+                case PoolStarted(error=error):
+                    specs = self._scheduler.lives.specs
+                    if error is None and specs is not None:
+                        self._started.set(specs)
+                    else:
+                        self._failure = error
+                        now = monotonic()
+                        pending += self._scheduler.handle_close(now, self._timeouts.close)
+                case HealthChanged(health=health, planned=planned):
+                    level = logging.INFO if planned else _LEVELS.get(health.state, logging.INFO)
+                    self._delivery.log(level, "%s", health)
+                case WorkersRestarted(error=error):
+                    if self._restarted is not None and not self._restarted.settled:
+                        self._restarted.settle(error)
+                case PoolClosed(abandoned=abandoned):
+                    for worker in abandoned:
+                        name = self._scheduler.workers[worker].name
+                        self._delivery.log(logging.ERROR, "%s does not end, not even killed", name)
+                    self.finished = True
         self.serving = self._scheduler.serving
         if self._line:
             self._admit()
@@ -1234,49 +1168,23 @@ class Loop:
         *,
         cancelled: bool = False,
     ) -> None:
-        """A request is answered."""
         future = request.future
         request.copies = self.arena.crowded
         request.settle(error, cancelled=cancelled)
         if self._trace is not None:
             if trace is not None and (context := request.context) is not None:
-                self._trace_request((self._trace, context, trace, monotonic()), request, future)
+                # A queued call must not hold a result, unless its parts are still to be joined: here, or
+                # by a caller without a future.
+                is_bare = request.error is not None or request.is_simple
+                held = request.error if is_bare else request
+                joins = not is_bare and future is not None
+                call = partial(
+                    _call_trace_hook, self._trace, context, trace, monotonic(), held, joins
+                )
+                (self._delivery.put if joins else self._delivery.trace)(call)
         elif future is not None and error is None and (self.arena.crowded or not request.is_simple):
             # What it holds must not wait until its user asks for it.
             self._delivery.put(partial(_prepare, ref(future)))
-
-    def _trace_request(
-        self,
-        arguments: tuple[TraceHook, Context, RequestTrace | Entry, float],
-        request: Request,
-        future: Follower | None,
-    ) -> None:
-        """Have the trace hook called. A call in the queue must not hold the memory of a result."""
-        if request.error is not None or request.is_simple:
-            self._delivery.trace(partial(_call_trace_hook, *arguments, request.error))
-        elif future is None:
-            # Its caller joins the parts, and collects the result.
-            self._delivery.trace(partial(_trace_joined, request, False, *arguments))
-        else:
-            self._delivery.put(partial(_trace_joined, request, True, *arguments))
-
-    def _turn_over(self, action: Action) -> list[Action]:
-        """Carry out what concerns the whole pool; what is to be done next."""
-        match action:
-            case PoolStarted(error=error):
-                return self._finish_start(error)
-            case HealthChanged(health=health, planned=planned):
-                level = logging.INFO if planned else _LEVELS.get(health.state, logging.INFO)
-                self._delivery.log(level, "%s", health)
-            case WorkersRestarted(error=error):
-                if self._restarted is not None and not self._restarted.settled:
-                    self._restarted.settle(error)
-            case PoolClosed(abandoned=abandoned):
-                for worker in abandoned:
-                    name = self._scheduler.name(worker)
-                    self._delivery.log(logging.ERROR, "%s does not end, not even killed", name)
-                self.finished = True
-        return []
 
     def _send(self, worker: int, message: Message) -> None:
         try:
@@ -1285,39 +1193,35 @@ class Loop:
             self._outlaw(worker, str(exc))
 
     def _send_run(self, worker: int, members: Sequence[ShardId], *, fresh: bool) -> None:
+        requests = [(self._requests[number], shard) for number, shard in members]
         try:
-            if len(members) == 1:
-                number, shard = members[0]
-                self._connections.send_shard(worker, self._requests[number], shard, fresh=fresh)
-            else:
-                joined = [(self._requests[number], shard) for number, shard in members]
-                self._connections.send_joined(worker, joined)
+            self._connections.send_run(worker, requests, fresh=fresh)
         except UnreachableError as exc:
             self._outlaw(worker, str(exc))
 
     def _outlaw(self, worker: int, reason: str) -> None:
-        """End a worker that cannot be worked with; its death is reported as any other."""
+        """End a worker that broke the protocol or cannot be reached; its death is reported as any other."""
         if self._connections.processes[worker].outlawed:
             return
-        name = self._scheduler.name(worker)
+        name = self._scheduler.workers[worker].name
         self._delivery.log(logging.ERROR, "%s %s; it is killed", name, reason)
         self._scheduler.handle_killed(worker, reason)
         self._connections.processes[worker].outlawed = True
         self._connections.kill(worker)
 
     def _ask_for_stacks(self, worker: int) -> None:
-        """A worker hangs: say so, and have it say where, as far as it can."""
+        """Log that a worker hangs, and ask it for its stacks."""
         process = self._connections.processes.get(worker)
         if process is None:
             return
         standing = self._connections.standings().get(worker, "")
         also = f", and {standing}" if standing else ""
-        what = self._scheduler.last_error(worker)
+        what = self._scheduler.workers[worker].last_error
         self._delivery.log(logging.ERROR, "%s%s; it is killed", what, also)
         process.ask_for_stacks()
 
     def _detach(self, number: int) -> None:
-        """The arena has dropped a block: workers that have it are to do so, too."""
+        """The arena has dropped a block: workers unmap it too."""
         for worker in [*self._connections.processes]:
             if not self._scheduler.is_exiting(worker):
                 try:
@@ -1326,13 +1230,12 @@ class Loop:
                     self._outlaw(worker, str(exc))
 
     def _start_worker(self, worker: int) -> list[Action]:
-        """Start a worker's process; what is to be done next."""
         try:
             process = self._connections.start(worker)
         except Exception as exc:  # also of what is no OSError: `sys.executable` may be None
             how = f"could not be started: {exc}"
             return self._scheduler.handle_died(monotonic(), worker, how)
-        fd = self._connections.worker_fd(worker)
+        fd = self._transport.worker_fd(worker)
         try:
             self._poll.register(process.pidfd, select.EPOLLIN)
             if fd is not None:
@@ -1345,17 +1248,8 @@ class Loop:
             return self._scheduler.handle_died(monotonic(), worker, how)
         self._pidfds.add(process.pidfd)
         self._scheduler.handle_started(worker, process.pid)
-        self._delivery.log(logging.INFO, "%s started", self._scheduler.name(worker))
+        self._delivery.log(logging.INFO, "%s started", self._scheduler.workers[worker].name)
         return []
-
-    def _finish_start(self, error: McinferError | None) -> list[Action]:
-        """The scheduler knows whether the pool is up; what is to be done next."""
-        specs = self._scheduler.specs
-        if error is None and specs is not None:
-            self._started.set(specs)
-            return []
-        self._failure = error
-        return self._scheduler.handle_close(monotonic(), self._timeouts.close)
 
 
 def _take(claims: list[bool]) -> bool:
@@ -1367,41 +1261,10 @@ def _take(claims: list[bool]) -> bool:
 
 
 def _prepare(future: "ref[Follower]") -> None:
-    """Make the result of a future that its user still has: a call in the queue must not hold its memory."""
+    """Make a future's result, if its user still has the future."""
     found = future()
     if found is not None:
         found.prepare()
-
-
-class _Promise(Outcome[T]):
-    """Something that will have happened."""
-
-    __slots__ = ("_what",)
-
-    def set(self, value: T) -> None:
-        """It has, with this."""
-        self._what = value
-        self.settle()
-
-    def value(self) -> T:
-        """The value that was set; None if it was only settled."""
-        return getattr(self, "_what", None)  # type: ignore[return-value]
-
-
-def _trace_joined(
-    request: Request,
-    joins: bool,
-    hook: TraceHook,
-    context: Context,
-    trace: RequestTrace | Entry,
-    joined: float,
-) -> None:
-    """Call the trace hook for a request whose parts are joined: here, or by its caller."""
-    if joins:
-        with suppress(Exception):  # it is the request's error then
-            request.value()
-        joined = monotonic()
-    _call_trace_hook(hook, context, trace, joined, request.error)
 
 
 def _call_trace_hook(
@@ -1409,17 +1272,15 @@ def _call_trace_hook(
     context: Context,
     trace: RequestTrace | Entry,
     joined: float,
-    error: BaseException | None,
+    outcome: Request | BaseException | None,
+    joins: bool,
 ) -> None:
-    """Call the trace hook, in the delivery thread.
-
-    Args:
-        hook: The user's.
-        context: Context of the call.
-        trace: As the scheduler knows it, or what it knows, of which it is made here.
-        joined: When the result was complete.
-        error: Why the request failed.
-    """
+    """Call the trace hook, in the delivery thread; `joined` is when the result was complete."""
+    error = outcome.error if isinstance(outcome, Request) else outcome
+    if isinstance(outcome, Request) and joins:
+        with suppress(Exception):  # it is the request's error then
+            outcome.value()
+        joined, error = monotonic(), outcome.error
     if error is not None and not isinstance(error, McinferError):
         error = PredictError(f"the answers could not be joined: {error!r}")
     if isinstance(trace, Entry):

@@ -6,30 +6,19 @@
                   that has no name: each worker inherits a handle to it, and connects by that.
     "socketpair"  one SOCK_SEQPACKET pair (unix(7)) for each worker, which inherits its end.
 
-Both have the same messages, in the same order, and refuse the same. Only this file imports zmq.
+Only this file imports zmq. The master never blocks in a send and never lingers; a worker has one peer and
+may do both. One thread at a time uses a `MasterTransport` or a `WorkerTransport`. Its owner
 
-The master never blocks in a send and never lingers; a worker has one peer and may do both. One thread, or
-one lock of the owner's, guards a `MasterTransport`; the same holds for a `WorkerTransport`.
-
-How an owner waits for messages::
-
-    register every fd of transport.fds, and transport.worker_fd(index) after each add, for EPOLLIN
-    loop:  wait at most 0 seconds unless transport.may_sleep()
-           transport.note_ready(the descriptors that are ready)
-           while (received := transport.receive()) is not None: ...
-           unregister every fd of transport.take_ended()
-    a worker's process has ended:
-           note and receive its last messages, until there are no more
-           unregister transport.worker_fd(index), unless take_ended gave it
-           transport.remove(index)
+    registers fds, and worker_fd(index) after each add, for EPOLLIN; unregisters those of take_ended
+    waits without sleeping unless may_sleep(), notes ready descriptors, and receives until None
+    after the end of a worker's process: receives its last messages, and calls remove(index)
 
 ZeroMQ disconnects a peer that sends a frame of more than `MAX_MESSAGE_BYTES`. libzmq ends the whole process
 if it has no descriptor for a connection that it accepts (src/ipc_listener.cpp). So only a process that
 holds the handle can connect, and a descriptor must be free for a worker before it is started.
 
 A message that is too large for one packet of a socket pair goes as a sealed memfd: a mark, then a packet
-with the descriptor. The kernel limits what waits in a pair (SO_SNDBUF): a worker that sends too much waits
-for its master.
+with the descriptor. A worker that sends too much waits for its master (SO_SNDBUF).
 """
 
 import errno
@@ -48,8 +37,7 @@ from mcinfer.protocol import MAX_MESSAGE_BYTES
 from mcinfer.shm.descriptors import close_all, take_packet
 
 _MAX_QUEUED = 10_000
-_MAX_RECEIVED = 16
-"""Messages of one peer that wait in ZeroMQ to be read: it has no more than a few to say at a time."""
+_MAX_RECEIVED = 16  # messages of one peer that wait in ZeroMQ
 
 # As plain numbers: operations on enumerations cost more than the calls they are for.
 _SEND_MORE = int(zmq.SNDMORE | zmq.DONTWAIT)
@@ -61,15 +49,9 @@ _READABLE = int(zmq.POLLIN)
 _send = zmq.backend.Socket.send
 _PACKET_DONT_WAIT = int(socket.MSG_DONTWAIT)
 _NO_SIGNAL = int(socket.MSG_NOSIGNAL)  # a program may have SIGPIPE end it
-
-_PACKET_BYTES = 1 << 16
-"""Largest message for one packet: well below what any system's SO_SNDBUF allows."""
-
-_BUFFER_BYTES = 1 << 20
-"""Asked for as SO_SNDBUF; the system may give less (net.core.wmem_max, by default 208 KiB)."""
-
-_MARK = b"\xc1"
-"""A packet that says that a descriptor follows; messages of one byte go that way themselves."""
+_PACKET_BYTES = 1 << 16  # largest message for one packet, below every system's SO_SNDBUF
+_BUFFER_BYTES = 1 << 20  # SO_SNDBUF; the system may give less (net.core.wmem_max)
+_MARK = b"\xc1"  # A descriptor follows this packet; messages of one byte go as one
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
@@ -79,53 +61,37 @@ class SendError(OSError):
 
 
 class MasterTransport(ABC):
-    """The master's side. A peer is known by bytes that this object chose.
-
-    Attributes:
-        fds: To be polled for reading as long as this object lives.
-    """
+    """The master's side. A peer is known by bytes that this object chose; `fds` are to be polled."""
 
     fds: Sequence[int] = ()
 
     @abstractmethod
     def add(self, index: int) -> int:
-        """A worker is about to be started: the descriptor that its process has to inherit, for `connect`.
+        """The descriptor that a new worker's process must inherit, for `connect`; it stays this object's.
 
-        The descriptor stays this object's. Call `started` when the process has it, `remove` if there is none.
-
-        Raises:
-            OSError: No descriptor is left.
+        Call `started` when the process has it, `remove` if there is none.
         """
 
     def started(self, index: int) -> None:  # noqa: B027 nothing, where nothing is to be done
-        """The worker's process has what it inherits."""
+        """The worker's process has inherited its descriptor."""
 
     @abstractmethod
     def remove(self, index: int) -> None:
-        """The worker's process has ended, or could not be started; nothing more of it is received.
-
-        Its `worker_fd` is closed by this: do not poll it any more.
-        """
+        """The worker's process has ended, or was not started: close its `worker_fd`."""
 
     def worker_fd(self, index: int) -> int | None:  # noqa: ARG002 for those that have one
-        """The descriptor to poll for reading while this worker is there (level-triggered).
-
-        None where there is none: all that is to be polled is in `fds`.
-        """
+        """The descriptor to poll for this worker's messages (level-triggered); None if `fds` are enough."""
         return None
 
     def note_ready(self, fds: Iterable[int]) -> None:  # noqa: B027 likewise
-        """These are readable, as polling has said; those that are not this object's are ignored.
+        """These descriptors are readable; those of others are ignored.
 
-        Each gives one message at most to `receive`, and is to be noted again for the next. That costs no
-        system call for a worker that has said nothing, and no worker can keep the others from being heard.
+        Each gives at most one message to `receive` until it is noted again. So a silent worker costs no
+        system call, and no worker can keep the others from being heard.
         """
 
     def take_ended(self) -> list[int]:
-        """Descriptors of `worker_fd` that have nothing more to say: polling them would not wait any more.
-
-        The worker has closed its end, mostly because its process ends. Each is given once.
-        """
+        """The `worker_fd` of workers that have closed their end, each once: poll them no more."""
         return []
 
     @abstractmethod
@@ -133,49 +99,37 @@ class MasterTransport(ABC):
         """Send a message without waiting.
 
         Raises:
-            SendError: The peer is gone, or does not read; or, for a large message, no descriptor is left.
+            SendError: The peer is gone or does not read, or no descriptor is left for a large message.
         """
 
     @abstractmethod
     def receive(self) -> tuple[bytes, bytes] | None:
         """The next message and its peer; None when there is nothing more.
 
-        What came whole but is no message of one piece is returned as an empty one.
+        A message of several parts comes as an empty one.
         """
 
     def may_sleep(self) -> bool:
-        """Whether the descriptors say so if a message is there; else one may be, to be received first."""
+        """Whether polling the descriptors now misses no message; else call `receive` first."""
         return True
 
     @abstractmethod
     def close(self) -> None:
-        """Close at once; nothing that was not sent is waited for."""
+        """Close at once, without waiting for messages to leave."""
 
 
 class WorkerTransport(ABC):
-    """A worker's side.
-
-    Attributes:
-        fd: Becomes readable when a message may have come; `receive` until there is none before polling it.
-    """
+    """A worker's side. `fd` becomes readable with a message; `receive` all before polling it."""
 
     fd: int
 
     @abstractmethod
     def send(self, data: bytes) -> None:
-        """Send a message to the master, however long it takes.
-
-        Raises:
-            OSError: The master is gone.
-        """
+        """Send a message, without a time limit; `OSError`: the master is gone."""
 
     @abstractmethod
     def wait(self) -> bytes:
-        """The next message, however long it takes: the watcher ends the process with the master.
-
-        Raises:
-            OSError: The master is gone.
-        """
+        """The next message, without a time limit; `OSError`: the master is gone."""
 
     @abstractmethod
     def receive(self) -> bytes | None:
@@ -183,11 +137,11 @@ class WorkerTransport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close; what was sent gets a second to leave."""
+        """Close; sent messages get a second to leave."""
 
 
 def connect(kind: str, fd: int) -> WorkerTransport:
-    """In a worker: its side, by the descriptor that it inherited and that is the transport's from now on."""
+    """A worker's side of the transport, by the descriptor that the worker inherited; it owns that."""
     return ZeroMQWorker(fd) if kind == "zeromq" else SocketPairWorker(fd)
 
 
@@ -197,20 +151,15 @@ def connect(kind: str, fd: int) -> WorkerTransport:
 class ZeroMQMaster(MasterTransport):
     """A ROUTER: peers are known by the identity that ZeroMQ gave their connection.
 
-    Its descriptor becomes readable when something may have changed, and not again until `receive` has said
-    that there is nothing more (ZMQ_FD is edge-triggered, see zmq_getsockopt(3)); a `send` may use that up.
+    Its descriptor becomes readable when something may have changed, and not again until `receive` has
+    returned None (ZMQ_FD is edge-triggered, see zmq_getsockopt(3)); a `send` may use that up.
+
+    Args:
+        listener: A listening stream socket, to which workers connect; owned from now on.
+        handle: A descriptor of its file (O_PATH), by which they connect; likewise.
     """
 
     def __init__(self, listener: socket.socket, handle: int) -> None:
-        """Make the socket.
-
-        Args:
-            listener: Where workers connect: a listening stream socket; this object's from now on.
-            handle: What they connect by: a descriptor of its file (O_PATH); likewise.
-
-        Raises:
-            OSError: It cannot be made.
-        """
         self._handle = handle
         self._context = zmq.Context()
         try:
@@ -232,14 +181,12 @@ class ZeroMQMaster(MasterTransport):
             raise OSError(exc.errno, f"cannot make a ZeroMQ socket: {exc}") from exc
 
     def add(self, index: int) -> int:  # noqa: ARG002 of the contract
-        """See `MasterTransport.add`; all workers have the same."""
         return self._handle
 
     def remove(self, index: int) -> None:
-        """See `MasterTransport.remove`; ZeroMQ itself sees that the connection ends."""
+        """ZeroMQ itself notices the end of the connection."""
 
     def send(self, peer: bytes, data: bytes) -> None:
-        """See `MasterTransport.send`."""
         self._drained = False
         try:
             _send(self._socket, peer, _SEND_MORE)
@@ -248,7 +195,6 @@ class ZeroMQMaster(MasterTransport):
             raise SendError(exc.errno, str(exc)) from exc
 
     def receive(self) -> tuple[bytes, bytes] | None:
-        """See `MasterTransport.receive`."""
         if not zmq.zmq_poll(self._poll, 0):
             self._drained = True
             return None
@@ -261,13 +207,11 @@ class ZeroMQMaster(MasterTransport):
         return peer, b""
 
     def may_sleep(self) -> bool:
-        """See `MasterTransport.may_sleep`."""
         if not self._drained and not zmq.zmq_poll(self._poll, 0):
             self._drained = True
         return self._drained
 
     def close(self) -> None:
-        """See `MasterTransport.close`."""
         self._context.destroy(linger=0)
         if self._handle >= 0:
             os.close(self._handle)
@@ -275,10 +219,9 @@ class ZeroMQMaster(MasterTransport):
 
 
 class ZeroMQWorker(WorkerTransport):
-    """A DEALER."""
+    """A DEALER, which connects in the background."""
 
     def __init__(self, handle: int) -> None:
-        """Connect; ZeroMQ does so in the background."""
         os.set_inheritable(handle, False)
         self._handle = handle
         self._context = zmq.Context()
@@ -289,24 +232,20 @@ class ZeroMQWorker(WorkerTransport):
         self.fd = int(self._socket.getsockopt(zmq.FD))
 
     def send(self, data: bytes) -> None:
-        """See `WorkerTransport.send`."""
         _send(self._socket, data)
 
     def wait(self) -> bytes:
-        """See `WorkerTransport.wait`."""
         data: bytes = self._socket.recv()
         if self._handle >= 0:
             self._give_up_handle()
         return data
 
     def receive(self) -> bytes | None:
-        """See `WorkerTransport.receive`."""
         if not int(self._socket.getsockopt(_EVENTS)) & _READABLE:
             return None
         return self._socket.recv(_DONT_WAIT)
 
     def close(self) -> None:
-        """See `WorkerTransport.close`."""
         self._socket.close()
         self._context.term()
         self._give_up_handle()
@@ -322,18 +261,13 @@ class ZeroMQWorker(WorkerTransport):
 
 
 class _Packets:
-    """Messages of any size over one end of a pair; the end is this object's."""
+    """Messages of any size over one end of a pair, which this object owns."""
 
     def __init__(self, end: socket.socket) -> None:
         self.end = end
         self._marked = False
 
     def send(self, data: bytes) -> None:
-        """Send a message.
-
-        Raises:
-            OSError: The other side is gone, or (an end that does not block) does not read.
-        """
         if 1 < len(data) <= _PACKET_BYTES:
             self.end.send(data, _NO_SIGNAL)
             return
@@ -350,11 +284,7 @@ class _Packets:
             os.close(fd)
 
     def receive(self, flags: int = 0) -> bytes | None:
-        """The next message; None if it, or the rest of it, is not there and nothing here may block.
-
-        Raises:
-            OSError: The other side is gone.
-        """
+        """The next message; None if it is not there (whole) and the end does not block."""
         try:
             if not self._marked:
                 data = self.end.recv(_PACKET_BYTES + 1, flags)
@@ -376,9 +306,9 @@ class _Packets:
 
 
 def _contents(fd: int) -> bytes:
-    """What a memfd holds that no process can change any more; nothing if it is none, or too large.
+    """The content of a sealed memfd; empty if it is none, or too large.
 
-    A pipe, or a file of a slow file system, would block the reader.
+    To read a pipe, or a file of a slow file system, would block.
     """
     with suppress(OSError):
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS:
@@ -404,10 +334,7 @@ class _Pair(_Packets):
 
 
 class SocketPairMaster(MasterTransport):
-    """A pair for each worker."""
-
     def __init__(self) -> None:
-        """Nothing is opened before `add`."""
         self._pairs: dict[int, _Pair] = {}
         self._by_fd: dict[int, _Pair] = {}
         self._by_peer: dict[bytes, _Pair] = {}
@@ -416,18 +343,15 @@ class SocketPairMaster(MasterTransport):
         self._added = 0
 
     def add(self, index: int) -> int:
-        """See `MasterTransport.add`."""
         self._added += 1
         pair = _Pair(b"%d" % self._added)
         self._pairs[index] = self._by_fd[pair.fd] = self._by_peer[pair.peer] = pair
         return pair.theirs.fileno()
 
     def started(self, index: int) -> None:
-        """See `MasterTransport.started`."""
         self._pairs[index].theirs.close()
 
     def remove(self, index: int) -> None:
-        """See `MasterTransport.remove`."""
         pair = self._pairs.pop(index)
         del self._by_fd[pair.fd], self._by_peer[pair.peer]
         with suppress(ValueError):
@@ -437,24 +361,20 @@ class SocketPairMaster(MasterTransport):
         pair.theirs.close()
 
     def worker_fd(self, index: int) -> int | None:
-        """See `MasterTransport.worker_fd`."""
         pair = self._pairs.get(index)
         return None if pair is None else pair.fd
 
     def note_ready(self, fds: Iterable[int]) -> None:
-        """See `MasterTransport.note_ready`."""
         for fd in fds:
             pair = self._by_fd.get(fd)
             if pair is not None:
                 self._ready.append(pair)
 
     def take_ended(self) -> list[int]:
-        """See `MasterTransport.take_ended`."""
         ended, self._ended = self._ended, []
         return ended
 
     def send(self, peer: bytes, data: bytes) -> None:
-        """See `MasterTransport.send`."""
         pair = self._by_peer.get(peer)
         if pair is None:
             raise SendError(errno.EHOSTUNREACH, "Host unreachable")
@@ -464,7 +384,6 @@ class SocketPairMaster(MasterTransport):
             raise SendError(exc.errno, exc.strerror) from exc
 
     def receive(self) -> tuple[bytes, bytes] | None:
-        """See `MasterTransport.receive`."""
         while self._ready:
             pair = self._ready.popleft()
             if pair.ended:
@@ -472,7 +391,7 @@ class SocketPairMaster(MasterTransport):
             try:
                 data = pair.receive()
             except OSError:
-                # A peer that closed without reading all gives an error first, and then what it said last.
+                # A peer that closed without reading all gives an error first, then its last messages.
                 pair.ended, pair.reset = pair.reset, True
                 if pair.ended:
                     self._ended.append(pair.fd)
@@ -484,35 +403,27 @@ class SocketPairMaster(MasterTransport):
         return None
 
     def close(self) -> None:
-        """See `MasterTransport.close`."""
         for index in [*self._pairs]:
             self.remove(index)
 
 
 class SocketPairWorker(WorkerTransport):
-    """The worker's end of its pair."""
-
     def __init__(self, fd: int) -> None:
-        """Take the inherited end."""
         end = socket.socket(fileno=fd)
         end.set_inheritable(False)
         self._packets = _Packets(end)
         self.fd = fd
 
     def send(self, data: bytes) -> None:
-        """See `WorkerTransport.send`."""
         self._packets.send(data)
 
     def wait(self) -> bytes:
-        """See `WorkerTransport.wait`."""
         return self._packets.receive() or b""
 
     def receive(self) -> bytes | None:
-        """See `WorkerTransport.receive`."""
         with suppress(ConnectionError):  # that the master is gone, the watcher sees
             return self._packets.receive(_PACKET_DONT_WAIT)
         return None
 
     def close(self) -> None:
-        """See `WorkerTransport.close`; what was sent lies at the master's end already."""
         self._packets.end.close()

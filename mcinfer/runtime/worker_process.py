@@ -29,8 +29,7 @@ _worker_log = logging.getLogger("mcinfer.worker")
 
 _READ_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 20
-_MAX_WAITING_BYTES = 1 << 22
-"""Most output of workers that waits for the user's streams; more is dropped."""
+_MAX_WAITING_BYTES = 1 << 22  # output beyond this is dropped
 
 _TICK_MS = 100
 
@@ -39,17 +38,15 @@ class WorkerProcess:
     """One running worker process.
 
     Attributes:
-        index: The worker's.
-        pid: Its process id.
-        pidfd: Readable once it has ended.
+        pidfd: Readable once the process has ended.
         lifeline: The master's end.
         cancels: The channel for CANCEL.
-        hello_token: What it must show in HELLO.
-        build_token: What the master must show it in BUILD.
+        hello_token: The worker must show it in HELLO.
+        build_token: The master must show it in BUILD.
         peer: The transport's name for it, after its HELLO.
         attached: Numbers of the blocks that it was sent.
         weights: Versions of the weights that it knows.
-        outlawed: Whether it broke the protocol: no more messages from it are read.
+        outlawed: Whether it broke the protocol: its messages are not read any more.
     """
 
     def __init__(
@@ -65,18 +62,7 @@ class WorkerProcess:
         inherited: Inherited,
         most_memory: int | None = None,
     ) -> None:
-        """Start it.
-
-        Args:
-            index: The worker's index.
-            device: The worker's device.
-            transport: The kind of transport.
-            connection: The descriptor for the transport, which the worker inherits.
-            hello_token: The token that it must show in HELLO.
-            build_token: The token that the master must show in BUILD.
-            output: Forwards what it prints.
-            inherited: Its import path and working folder.
-            most_memory: Limit of its own memory in bytes; None is no limit.
+        """Start it; `connection` is the descriptor that the transport gave for it.
 
         Raises:
             OSError: The system cannot start a process.
@@ -139,7 +125,7 @@ class WorkerProcess:
         output.add(pipes[2], mark, "stderr")
 
     def kill(self) -> None:
-        """End it at once (SIGKILL); also one that is stopped."""
+        """End it at once (SIGKILL), even if it is stopped."""
         self._process.kill()
 
     def ask_for_stacks(self) -> None:
@@ -147,26 +133,26 @@ class WorkerProcess:
         self._process.send_signal(REQUEST)
 
     def stacks(self) -> str:
-        """Where it was when it crashed or was asked; empty if it did not, or could not, say."""
+        """Its stacks when it crashed or was asked; empty without them."""
         return self._stacks.read()
 
     def standing(self) -> str:
-        """The state of its main thread, as proc(5) has it: T for stopped, Z for ended, and others."""
+        """The state of its main thread (proc(5)): T for stopped, Z for ended, and others."""
         return _read_proc(self.pid, "stat").rpartition(")")[2].split()[0]
 
     def own_bytes(self) -> int:
-        """Memory that is resident and its own: not the tensors and weights that it shares."""
+        """Its resident memory without the tensors and weights that it shares."""
         resident, shared = _read_proc(self.pid, "statm").split()[1:3]
         return (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE")
 
     def reap(self) -> int:
-        """After its end: its exit status (negative: a signal); gives up what this object owns."""
+        """After its end: free what this object owns; its exit status (negative: a signal)."""
         code = self._process.wait()
         self.abandon()
         return code
 
     def abandon(self) -> None:
-        """Give up what this object owns; the process, if it still runs, loses its lifeline."""
+        """Free what this object owns; a process that still runs loses its lifeline."""
         os.close(self.pidfd)
         self.lifeline.close()
         self.cancels.close()
@@ -174,7 +160,6 @@ class WorkerProcess:
 
 
 def _pipe(opened: contextlib.ExitStack) -> tuple[int, int]:
-    """A pipe that is closed with `opened`."""
     ends = os.pipe()
     for fd in ends:
         opened.callback(os.close, fd)
@@ -182,7 +167,6 @@ def _pipe(opened: contextlib.ExitStack) -> tuple[int, int]:
 
 
 def _read_proc(pid: int, name: str) -> str:
-    """A file of a process that was not waited for yet."""
     with open(f"/proc/{pid}/{name}", encoding="ascii", errors="replace") as file:
         return file.read()
 
@@ -190,12 +174,11 @@ def _read_proc(pid: int, name: str) -> str:
 class OutputForwarder:
     """Writes what workers print to this process's streams, each line with the worker's mark.
 
-    One thread reads the workers' pipes and waits for nothing else, so that no worker stands still in a write.
-    Another one writes, as fast as the user's streams take it. What is too much to wait for that is dropped.
+    One thread only reads the workers' pipes, so that no worker waits in a write. Another thread writes as
+    fast as the user's streams take it. Output beyond `_MAX_WAITING_BYTES` is dropped.
     """
 
     def __init__(self) -> None:
-        """Start the threads."""
         self._poll = select.epoll()
         self._wakeup = WakeUp()
         self._poll.register(self._wakeup.fd, select.EPOLLIN)
@@ -217,14 +200,14 @@ class OutputForwarder:
             started.pop_all()
 
     def add(self, fd: int, mark: str, stream: str) -> None:
-        """Read a pipe from now on; it is this object's."""
+        """Read a pipe from now on, and own it."""
         self._sources[fd] = (mark.encode(), stream, bytearray())
         self._poll.register(fd, select.EPOLLIN)
 
     def close(self, timeout: float) -> None:
-        """Pass on what is left, for at most so many seconds, and end the threads.
+        """Forward what is left, for at most so many seconds, and end the threads.
 
-        A process that a worker left behind may hold a pipe open: its output is not waited for.
+        A process that a worker left behind may hold a pipe open; its output is not waited for.
         """
         self._closing = True
         for stopping in (False, True):
@@ -297,7 +280,7 @@ class OutputForwarder:
 
 
 def _takes(stream: TextIO | None, timeout_ms: int) -> bool:
-    """Whether a stream can be written to at once, now or soon; one without a descriptor is not asked.
+    """Whether a stream can be written to now or soon; a stream without a descriptor is not asked.
 
     The descriptor stays as it is: O_NONBLOCK would be set for all processes that share it.
     """
@@ -310,7 +293,7 @@ def _takes(stream: TextIO | None, timeout_ms: int) -> bool:
 
 
 def _write(stream: TextIO | None, text: str) -> None:
-    """Write to a stream of the user's, which may be closed, none at all, or anything with a `write`."""
+    """Write to a stream of the user's: it may be closed, None, or any object with a `write`."""
     if stream is not None:
         # Whatever it raises: nothing more would be written if this thread ended.
         with contextlib.suppress(Exception):

@@ -8,21 +8,37 @@ from mcinfer.scheduler.queue import ShardId
 from mcinfer.statistics import Health, RequestTrace
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StartWorker:
-    """Start a process for this worker; answer with `Scheduler.handle_started` or a death."""
+    """Start this worker's process; `Scheduler.handle_started` or `handle_died` follows."""
 
     worker: int
 
 
+@dataclass(frozen=True, slots=True)
+class KillWorker:
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class DumpStacks:
+    """The worker hangs and will be killed: make it write its stacks first, if it still can."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    worker: int
+    message: Message
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendPredict:
-    """Give the worker these shards as one run: the shell knows where their tensors lie.
+    """Send the worker these shards as one run; the first stands for the run in messages.
 
-    Attributes:
-        members: Request and shard of each; the first stands for the run in messages.
-        fresh: Whether the outputs are to go to memory of the worker's own, since another worker may still
-            write to the request's.
+    With `fresh`, the outputs go to memory of the worker's own: another worker may still write to the
+    request's.
     """
 
     worker: int
@@ -31,37 +47,8 @@ class SendPredict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Send:
-    """Send a message as it is."""
-
-    worker: int
-    message: Message
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KillWorker:
-    """Kill the worker's process at once; its death is reported as any other."""
-
-    worker: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DumpStacks:
-    """The worker hangs and will be killed: make it write its stacks first, if it still can."""
-
-    worker: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Settle:
-    """Answer the request: with what its shards gave, or with an error.
-
-    Attributes:
-        request: Which.
-        error: Why not, if it failed.
-        cancelled: Whether the caller cancelled it.
-        trace: What became of it and when, where that is wanted; when it was joined is the shell's to say.
-    """
+    """Answer the request with the outputs of its shards, or with an error."""
 
     request: int
     error: McinferError | None = None
@@ -69,14 +56,14 @@ class Settle:
     trace: RequestTrace | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Release:
-    """Let the request's memory go: no worker can write to it any more."""
+    """Free the request's memory: no worker can write to it any more."""
 
     request: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PoolStarted:
     """Every worker is ready (error None), or the start failed and the pool is closing."""
 
@@ -85,31 +72,22 @@ class PoolStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthChanged:
-    """The pool is in another state than before, or another number of workers serves.
-
-    Attributes:
-        health: Now.
-        planned: Whether nothing is wrong but that a worker is being replaced.
-    """
+    """The pool's state or its number of serving workers changed; `planned`: only by a replacement."""
 
     health: Health
     planned: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class WorkersRestarted:
-    """All workers that were to be replaced have been, or one could not be (error)."""
+    """All workers were replaced, or one could not be (error)."""
 
     error: McinferError | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PoolClosed:
-    """No worker is left.
-
-    Attributes:
-        abandoned: Workers that were killed and yet did not end in time.
-    """
+    """No worker is left, but for those that did not end in time although they were killed."""
 
     abandoned: tuple[int, ...] = ()
 

@@ -15,21 +15,16 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-PATIENCE = 7
-"""How many runs in a row may go before the oldest."""
+PATIENCE = 7  # how many runs in a row may go before the oldest
 
-ShardId = tuple[int, int]
-"""Request and shard."""
+ShardId = tuple[int, int]  # request and shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joinable:
-    """What lets a shard go together with others.
+    """What lets a shard go together with others of the same key; at `due` it goes, alone if need be.
 
-    Attributes:
-        key: Shards of the same key fit each other.
-        rows: Rows that this shard adds to the batch of the joined run.
-        due: When it goes at the latest, alone if need be.
+    `rows` is what the shard adds to the batch of the joined run.
     """
 
     key: Hashable
@@ -53,22 +48,15 @@ class _Group:
     rows: int = 0
     overdue: int = 0
     off_heap: list[_Item] = field(default_factory=list)
-    off_line: list[_Item] = field(default_factory=list)
 
 
 class ShardQueue:
-    """The queue; `len` is the number of shards that wait.
-
-    Attributes:
-        items: By shard, all that wait; not to be changed by others.
-    """
+    """The queue; `len` is the number of waiting shards, `items` has them by shard."""
 
     def __init__(self, max_rows: int) -> None:
-        """Runs are joined up to so many rows."""
         self._max_rows = max_rows
-        self.items: dict[ShardId, _Item] = {}
+        self.items: OrderedDict[ShardId, _Item] = OrderedDict()
         self._heap: list[tuple[float, int, _Item]] = []
-        self._line: list[tuple[int, _Item]] = []
         self._groups: dict[Hashable, _Group] = {}
         self._dues: list[tuple[float, int, _Item]] = []
         self._next_place = 0
@@ -79,12 +67,10 @@ class ShardQueue:
         return len(self.items)
 
     def add(self, shard: ShardId, priority: int, join: Joinable | None = None) -> None:
-        """Put a shard behind those of the same priority."""
         self._next_place += 1
         item = _Item(shard, priority, self._next_place, join)
         self.items[shard] = item
         self._push(item)
-        heapq.heappush(self._line, (item.place, item))
         if join is None:
             return
         group = self._groups.setdefault(join.key, _Group())
@@ -94,31 +80,30 @@ class ShardQueue:
         self._unpark_if_ripe(group)
 
     def add_first(self, shard: ShardId) -> None:
-        """Put a shard that had its turn before in front of all others; it goes alone."""
+        """Put a shard that was taken before in front of all others; it goes alone."""
         self._first_place -= 1
         item = _Item(shard, math.inf, self._first_place)
         self.items[shard] = item
         self._push(item)
 
     def discard(self, shard: ShardId) -> None:
-        """Forget a shard, if it waits."""
         item = self.items.get(shard)
         if item is not None:
             self._remove(item)
 
     def take(self, now: float, *, ahead: bool = False) -> tuple[ShardId, ...]:
-        """Take the shards of the next run off the queue; none while all that wait are held.
+        """Take the shards of the next run; none while all that wait are held.
 
-        Args:
-            now: The time, for those that are held.
-            ahead: Whether they are to wait behind a run; that is not for those that had a turn before.
+        With `ahead`, the run would wait behind another: shards that were taken before do not.
         """
         self._look_at_the_clock(now)
+        item = self._first()
+        if item is None:
+            return ()
         oldest = self._oldest()
-        first = self._first()
-        patient = oldest is None or self._passed_over < PATIENCE
-        item = first if patient else oldest
-        if first is None or item is None or (ahead and item.place < 0):
+        if oldest is not None and self._passed_over >= PATIENCE:
+            item = oldest
+        if ahead and item.place < 0:
             return ()
         members = self._members(item)
         for member in members:
@@ -128,7 +113,7 @@ class ShardQueue:
         return tuple(member.shard for member in members)
 
     def next_due(self) -> float:
-        """When a shard that is held becomes due; infinite where none is."""
+        """When a held shard becomes due; infinite without one."""
         while self._dues and not self._dues[0][2].waiting:
             heapq.heappop(self._dues)
         return self._dues[0][0] if self._dues else math.inf
@@ -153,15 +138,13 @@ class ShardQueue:
             return
         for item in group.off_heap:
             self._push(item)
-        for item in group.off_line:
-            heapq.heappush(self._line, (item.place, item))
-        group.off_heap, group.off_line = [], []
+        group.off_heap = []
 
     def _is_held(self, item: _Item) -> bool:
         return item.join is not None and not self._is_ripe(self._groups[item.join.key])
 
     def _first(self) -> _Item | None:
-        """By priority, of those that are not held."""
+        """The first by priority that is not held."""
         while self._heap:
             item = self._heap[0][2]
             if item.waiting and not self._is_held(item):
@@ -172,18 +155,12 @@ class ShardQueue:
         return None
 
     def _oldest(self) -> _Item | None:
-        """By age, of those that are not held."""
-        while self._line:
-            item = self._line[0][1]
-            if item.waiting and not self._is_held(item):
-                return item
-            heapq.heappop(self._line)
-            if item.waiting and item.join is not None:
-                self._groups[item.join.key].off_line.append(item)
-        return None
+        """The first by age that is not held."""
+        waiting = (item for item in self.items.values() if item.place > 0)
+        return next((item for item in waiting if not self._is_held(item)), None)
 
     def _members(self, item: _Item) -> list[_Item]:
-        """The shard whose turn it is, and those that go with it, the oldest first."""
+        """This shard, and those that go with it, the oldest first."""
         members = [item]
         if item.join is None:
             return members
@@ -198,12 +175,12 @@ class ShardQueue:
         return members
 
     def _remove(self, item: _Item) -> None:
-        """It is taken or forgotten; the heaps and the line skip it when they come to it."""
+        """Take it out; the heaps skip it when they come to it."""
         item.waiting = False
         del self.items[item.shard]
         if not self.items:
             self._passed_over = 0
-        kept = max(len(self._heap), len(self._line), len(self._dues))
+        kept = max(len(self._heap), len(self._dues))
         if item.join is not None:
             group = self._groups[item.join.key]
             del group.items[item.place]
@@ -211,18 +188,15 @@ class ShardQueue:
             group.overdue -= item.overdue
             if not group.items:
                 del self._groups[item.join.key]
-            kept = max(kept, len(group.off_heap), len(group.off_line))
+            kept = max(kept, len(group.off_heap))
         if kept > 2 * len(self.items) + 64:
             self._compact()
 
     def _compact(self) -> None:
-        """Drop what is forgotten, so that it does not outnumber what waits."""
+        """Drop removed items, so that they do not outnumber those that wait."""
         self._heap = [entry for entry in self._heap if entry[2].waiting]
         heapq.heapify(self._heap)
-        self._line = [entry for entry in self._line if entry[1].waiting]
-        heapq.heapify(self._line)
         self._dues = [entry for entry in self._dues if entry[2].waiting]
         heapq.heapify(self._dues)
         for group in self._groups.values():
             group.off_heap = [item for item in group.off_heap if item.waiting]
-            group.off_line = [item for item in group.off_line if item.waiting]

@@ -5,17 +5,13 @@ returned actions, in order. The rules:
 
 * Every request settles exactly once.
 * A shard whose worker died goes to another; one that has killed two workers fails.
-* A bad request fails alone; its worker continues. Requests that were joined to one run and failed, or lost
-  their worker, run again apart.
-* If runs are short, a busy worker gets more runs ahead, so that it does not wait for the next: as many as
-  take a few milliseconds. If the current run then takes long, the runs behind it also go to other workers,
-  with other memory for their outputs; late answers of the first worker are ignored.
+* A bad request fails alone. Requests that were joined to one run and failed, or lost their worker, run
+  again apart.
+* A worker with short runs gets more runs ahead. If the current run then takes long, the runs behind it
+  also go to other workers, with other memory for their outputs; late answers are ignored.
 * A deadline that passes settles the request at once; then CANCEL, a grace period, and a kill.
 * If nothing waits and workers have room, `assign` takes a request and `take_reply` its answer, by the same
   rules as `handle_request` and `handle_message`, which handle all other cases.
-* A worker that dies is started again, with back-off; the others serve meanwhile. While no worker serves and
-  all are past their budget of starts, requests fail at once with the cause (`mcinfer.scheduler.workers`).
-* A draining pool accepts no requests, and ends when it has answered those that it has.
 * A request's memory is released when no worker can write to it: each worker that got a shard of it has
   answered or is dead.
 """
@@ -25,8 +21,8 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 from mcinfer.config import Limits, RestartPolicy, Timeouts
 from mcinfer.errors import (
@@ -68,55 +64,37 @@ from mcinfer.statistics import (
     Histogram,
     RequestTrace,
     ShardTrace,
-    WorkerStatistics,
 )
 
-SHORT_RUN = 0.01
-"""Seconds: where runs take no longer, the time between two of them counts."""
-
-AHEAD_SECONDS = 0.003
-"""What a worker is given ahead takes no longer, as far as can be known; or it is one run."""
-
-LONG_RUN = 5 * SHORT_RUN
-"""Seconds: a run that goes on for so long loses what was given behind it."""
-
-KILLED_ENDS = 10.0
-"""Seconds that a killed process may take to end: on a busy machine it is not at once."""
-
-UNBOUNDED_RUN = 600.0
-"""Seconds that a run goes on after its request is over, where the caller gave it no end."""
-
-MAX_ATTEMPTS = 8
-"""A shard that workers were given more often is not run again for a CANCEL that was not for its run."""
-
-_FORGETTING = 0.9
-"""What is left, after each run, of what a longer one before it says of the next."""
+SHORT_RUN = 0.01  # seconds: workers with runs up to this get runs ahead
+AHEAD_SECONDS = 0.003  # seconds that the runs ahead of a worker may take, unless it is one run
+LONG_RUN = 5 * SHORT_RUN  # seconds after which the runs behind a run also go elsewhere
+KILLED_ENDS = 10.0  # seconds that a killed process may take to end
+UNBOUNDED_RUN = 600.0  # seconds for a cancelled run without a deadline
+MAX_ATTEMPTS = 8  # runs of a shard that are answered as cancelled, though they were not
+_FORGETTING = 0.9  # factor, for each run, of an earlier longer run's duration
 
 
 Outcome = Literal["succeeded", "failed", "cancelled"]
 
-TracedRun = tuple[int, int, str, int | None, int, float, float, float]
-"""Shard, worker, device, pid, attempts, when sent and answered, seconds of the run: see `ShardTrace`."""
+_TRACED = tuple(item.name for item in fields(ShardTrace))
 
 
 class Tally:
-    """Counts values for a `Histogram`."""
+    """Counts values for a `Histogram` with these upper bounds, ascending."""
 
     __slots__ = ("_bounds", "_counts", "_total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """Make a histogram with these upper bounds, ascending."""
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(self._bounds) + 1)
         self._total = 0.0
 
     def add(self, value: float) -> None:
-        """Count a value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._total += value
 
     def snapshot(self) -> Histogram:
-        """What was counted so far."""
         return Histogram(bounds=self._bounds, counts=tuple(self._counts), total=self._total)
 
 
@@ -125,23 +103,18 @@ class Entry:
     """One request.
 
     Attributes:
-        number: The request's.
-        called: When the call came.
-        queued: When it was accepted.
-        timeout: Seconds that the caller gave it from the call on.
-        deadline: When these are over.
+        timeout: Seconds from `called` to `deadline`.
         rows: Rows of each shard.
         size: Bytes of its tensors.
         answered: By shard, whether its reply came.
         attempts: By shard, how often a worker got it.
-        unanswered: Shards without a reply.
-        deaths: By shard, the stories of the workers that died on it, where some did, or may have.
-        late: By shard, how many workers still have it that it was taken from.
-        closed: When it was answered.
-        settled: Whether it was answered.
+        unanswered: How many shards have no reply yet.
+        deaths: By shard, how each worker ended that died on it, or may have.
+        late: By shard, how many workers still have it although it was queued again.
+        closed: When it was settled.
         begun: Whether a worker got any shard of it.
-        outstanding: Shards that a worker has, which may be writing to the request's memory.
-        runs: The runs of answered shards, if the request is traced.
+        outstanding: How many shards workers have: they may be writing to the request's memory.
+        runs: The fields of a `ShardTrace` for each answered shard, if the request is traced.
     """
 
     number: int
@@ -154,33 +127,25 @@ class Entry:
     answered: list[bool]
     attempts: list[int]
     unanswered: int
-    deaths: dict[int, list[str]]
-    late: dict[int, int]
+    deaths: dict[int, list[str]] = field(default_factory=dict)
+    late: dict[int, int] = field(default_factory=dict)
     closed: float = 0.0
     settled: bool = False
     begun: bool = False
     outstanding: int = 0
-    runs: list[TracedRun] = field(default_factory=list)
+    runs: list[tuple[Any, ...]] = field(default_factory=list)
 
 
 class RequestTable:
-    """The book.
+    """All requests that are open, or whose memory a worker may still use.
 
     Attributes:
         accepted: Requests so far: always the sum of the four counts after it.
-        succeeded: Requests answered with a result.
-        failed: Requests answered with an error.
-        cancelled: Requests that were cancelled.
-        in_flight: Open requests.
-        in_flight_bytes: Bytes of their tensors.
         not_begun: Open requests of which no worker has got a shard yet.
         latency: Seconds from a call to its answer, for results.
-        queue: The shards that wait for a worker.
-        entries: By number, the requests in the book.
     """
 
     def __init__(self, max_rows: int) -> None:
-        """An empty book; shards are joined to runs of up to so many rows."""
         self.accepted = 0
         self.succeeded = 0
         self.failed = 0
@@ -200,11 +165,9 @@ class RequestTable:
         return self.entries[number]
 
     def open(self) -> Iterator[Entry]:
-        """The requests that were not answered yet."""
         return iter([entry for entry in self.entries.values() if not entry.settled])
 
     def find_open(self, number: int) -> Entry | None:
-        """The request of that number, if it was not answered yet."""
         entry = self.entries.get(number)
         return None if entry is None or entry.settled else entry
 
@@ -219,12 +182,11 @@ class RequestTable:
         timeout: float,
         size: int,
     ) -> Entry:
-        """Enter a request of so many rows in each shard; its shards are not queued yet."""
-        shards = len(rows)
-        deadline = called + timeout
+        """Enter a request; its shards are not queued yet."""
+        shards, deadline = len(rows), called + timeout
         answered, attempts = [False] * shards, [0] * shards
         entry = Entry(
-            number, called, now, timeout, deadline, rows, size, answered, attempts, shards, {}, {}
+            number, called, now, timeout, deadline, rows, size, answered, attempts, shards
         )
         self.entries[number] = entry
         self.accepted += 1
@@ -238,13 +200,8 @@ class RequestTable:
         heapq.heappush(self._deadlines, (deadline, number))
         return entry
 
-    def enqueue(self, entry: Entry, priority: int, join: Joinable | None) -> None:
-        """Queue all its shards; `join` is for a request of one shard."""
-        for shard in range(len(entry.answered)):
-            self.queue.add((entry.number, shard), priority, join)
-
     def take_run(self, now: float, *, ahead: bool = False) -> tuple[ShardId, ...]:
-        """Take the shards of the next run off the queue, for a worker; none while there is none to give."""
+        """Take the shards of the next run off the queue; none if none may go."""
         members = self.queue.take(now, ahead=ahead)
         for number, shard in members:
             entry = self.entries[number]
@@ -258,7 +215,6 @@ class RequestTable:
     # Deadlines.
 
     def next_deadline(self) -> float:
-        """The earliest of the open requests; infinite where there is none."""
         while self._deadlines and not self.find_open(self._deadlines[0][1]):
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
@@ -273,7 +229,7 @@ class RequestTable:
     # Endings.
 
     def close(self, entry: Entry, outcome: Outcome, now: float) -> None:
-        """The request is answered; what is queued of it is forgotten."""
+        """Settle a request and drop its queued shards."""
         entry.settled = True
         entry.closed = now
         self.in_flight -= 1
@@ -292,12 +248,12 @@ class RequestTable:
                 self.cancelled += 1
 
     def give_up(self) -> None:
-        """All that is open has failed, and the book is closed."""
+        """Count all open requests as failed, at the end."""
         self.failed += self.in_flight
         self.in_flight = self.in_flight_bytes = self.not_begun = 0
 
     def strike(self, entry: Entry) -> bool:
-        """Take it out of the book if it is answered and no worker has a shard of it; whether it was."""
+        """Remove a request that is settled and that no worker has; whether it was removed."""
         if not entry.settled or entry.outstanding:
             return False
         del self.entries[entry.number]
@@ -305,9 +261,10 @@ class RequestTable:
 
 
 class Scheduler:
-    """The state of a pool and its requests. Every method returns what is to be done, in order.
+    """The state of a pool and its requests. Methods return the actions to carry out, in order.
 
-    `now` is float seconds on any monotonic clock, the same for all calls.
+    `now` is float seconds on any monotonic clock, the same for all calls. With `tracing`, settled requests
+    carry a `RequestTrace`.
     """
 
     def __init__(
@@ -321,19 +278,8 @@ class Scheduler:
         max_delay: float = 0.0,
         tracing: bool = False,
     ) -> None:
-        """Take what each worker is to load and where; nothing starts before `handle_start`.
-
-        Args:
-            builds: One for each worker.
-            timeouts: How long to wait for what.
-            restart: When a worker that died is started again.
-            limits: How many requests are taken.
-            max_batch_size: Rows of a run that requests may be joined to.
-            max_delay: Seconds that a request may wait for others to join it.
-            tracing: Whether what is settled says when it was queued, sent and answered.
-        """
-        self._lives = WorkerLives(builds, timeouts=timeouts, restart=restart)
-        self._workers = self._lives.workers
+        self.lives = WorkerLives(builds, timeouts=timeouts, restart=restart)
+        self.workers = self.lives.workers
         self._timeouts = timeouts
         self._limits = limits
         self._draining: float | None = None
@@ -349,18 +295,11 @@ class Scheduler:
     # What the shell and the statistics may ask.
 
     @property
-    def specs(self) -> BuildFinish | None:
-        """What the first worker said of the model; None before."""
-        return self._lives.specs
-
-    @property
     def serving(self) -> int:
-        """How many workers take requests."""
-        return sum(w.serves for w in self._workers)
+        return sum(w.serves for w in self.workers)
 
     def health(self, now: float) -> Health:
-        """How the pool is."""
-        health = self._lives.health(now)
+        health = self.lives.health(now)
         if self._closed:
             return replace(health, state="closed", reasons=(), serving=0)
         if self._closing is not None or self._draining is not None:
@@ -370,40 +309,24 @@ class Scheduler:
         return health
 
     def running(self, worker: int) -> tuple[ShardId, ...]:
-        """Request and shard of all that the worker's run is for; none while it is at none."""
-        runs = self._workers[worker].runs
+        """Request and shard of each member of the worker's current run."""
+        runs = self.workers[worker].runs
         return runs[0].members if runs else ()
 
     def is_late(self, worker: int) -> bool:
-        """Whether what the worker is at was given to others as well, so that its answer is ignored."""
-        runs = self._workers[worker].runs
+        """Whether the worker's current run was given to others as well, so that its answer is ignored."""
+        runs = self.workers[worker].runs
         return bool(runs) and runs[0].late
 
     def is_exiting(self, worker: int) -> bool:
-        """Whether the worker was asked to end, so that its end is no surprise."""
-        return self._closing is not None or self._workers[worker].state is WorkerState.EXITING
-
-    def serves(self, worker: int) -> bool:
-        """Whether the worker takes requests."""
-        return self._workers[worker].serves
-
-    def last_error(self, worker: int) -> str:
-        """Why the worker last died or failed, or is going to."""
-        return self._workers[worker].last_error
-
-    def name(self, worker: int) -> str:
-        """How texts speak of a worker: its index, device and pid."""
-        return self._workers[worker].name
-
-    def statistics(self) -> tuple[WorkerStatistics, ...]:
-        """A snapshot of every worker."""
-        return self._lives.statistics()
+        """Whether the worker was asked to end."""
+        return self._closing is not None or self.workers[worker].state is WorkerState.EXITING
 
     def next_time(self) -> float | None:
-        """When `handle_time` is due next; None while nothing waits for a time."""
-        times = [self.table.next_deadline(), *self._lives.due_times()]
-        times += [w.began + LONG_RUN for w in self._workers if self._holds_back(w)]
-        if any(w.is_free for w in self._workers):
+        """When `handle_time` is due next; None if nothing waits for a time."""
+        times = [self.table.next_deadline(), *self.lives.due_times()]
+        times += [w.began + LONG_RUN for w in self.workers if self._holds_back(w)]
+        if any(w.is_free for w in self.workers):
             times.append(self.table.queue.next_due())
         if self._draining is not None:
             times.append(self._draining)
@@ -414,12 +337,10 @@ class Scheduler:
     # Events.
 
     def handle_start(self, now: float) -> list[Action]:
-        """The pool is to start: all workers at once."""
-        return [action for w in self._workers for action in self._lives.start(w, now)]
+        return [action for w in self.workers for action in self.lives.start(w, now)]
 
     def handle_started(self, worker: int, pid: int) -> None:
-        """The worker's process exists."""
-        self._workers[worker].pid = pid
+        self.workers[worker].pid = pid
 
     def handle_request(
         self,
@@ -436,37 +357,37 @@ class Scheduler:
         """A request came.
 
         Args:
-            now: When.
+            now: The time.
             request: Its number.
-            rows: How many each of its pieces has.
-            timeout: Seconds within which it is to be answered.
-            called: From when on; None is `now`.
+            rows: Rows of each shard.
+            timeout: Seconds for its answer.
+            called: When these begin; None is `now`.
             size: Bytes of its tensors.
-            priority: Those of a higher one go first.
-            join: For one shard that may go with others in one run: a key that they have in common, and
-                its rows.
+            priority: Higher ones go first.
+            join: For one shard that may be joined with others of the same key: the key, and its rows.
 
         Raises:
             ClosedError: The pool is closed.
-            QueueFullError: As many requests as allowed, or bytes of them, are in flight.
+            QueueFullError: `Limits.queue` or `Limits.queue_bytes` is reached.
         """
-        if self._closing is not None or self._closed or not self._lives.started:
+        if self._closing is not None or self._closed or not self.lives.started:
             raise ClosedError("the master is closed")
         if self._draining is not None:
             raise ClosedError("the master is closing: it finishes what it has, and takes no more")
         self.check_room(size)
         called = now if called is None else called
         entry = self.table.accept(request, rows, called, now, timeout, size)
-        if self._lives.circuit_open:
-            return self._fail(entry, self._lives.outage(now), now)
+        if self.lives.circuit_open:
+            return self._fail(entry, self.lives.outage(now), now)
         # Waiting for company takes no more than half of the time that there is.
         due = called + min(self._max_delay, timeout / 2)
         joinable = None if join is None else Joinable(key=join[0], rows=join[1], due=due)
-        self.table.enqueue(entry, priority, joinable)
+        for shard in range(len(rows)):
+            self.table.queue.add((request, shard), priority, joinable)
         return self.dispatch(now)
 
     def check_room(self, size: int) -> None:
-        """Raise `QueueFullError` unless a request with so many bytes of tensors may be taken now."""
+        """Raise `QueueFullError` unless a request with so many bytes of tensors can be accepted now."""
         in_flight, most = self.table.in_flight, self._limits.queue
         if in_flight >= most:
             raise QueueFullError(
@@ -480,7 +401,6 @@ class Scheduler:
             )
 
     def handle_cancel(self, now: float, request: int) -> list[Action]:
-        """The caller does not want the answer any more."""
         entry = self.table.find_open(request)
         if entry is None:
             return []
@@ -488,36 +408,36 @@ class Scheduler:
         return [*self._fail(entry, error, now, "cancelled"), *self._finish_draining(now)]
 
     def handle_killed(self, worker: int, reason: str) -> None:
-        """The shell has killed the worker on its own account; its death will be reported."""
-        self._lives.kill(self._workers[worker], reason)
+        """The loop has killed the worker; its death will be reported."""
+        self.lives.kill(self.workers[worker], reason)
 
     def handle_own_memory(self, now: float, worker: int, size: int) -> list[Action]:
         """The worker's process has so many bytes of memory of its own."""
-        self._lives.retire_if_worn(self._workers[worker], size)
-        return self._lives.advance(now)
+        self.lives.retire_if_worn(self.workers[worker], size)
+        return self.lives.advance(now)
 
     def handle_restart(self, now: float) -> list[Action]:
-        """All workers are to be replaced, one after another; `WorkersRestarted` says when they are.
+        """Replace all workers, one after another; `WorkersRestarted` follows.
 
         Raises:
             ClosedError: The pool is closed.
         """
-        if self._closing is not None or self._draining is not None or not self._lives.started:
+        if self._closing is not None or self._draining is not None or not self.lives.started:
             raise ClosedError("the master is closed")
-        self._lives.replace(self._workers, asked_for=True)
-        return [*self._lives.advance(now), *self._lives.announce(now)]
+        self.lives.replace(self.workers, asked_for=True)
+        return [*self.lives.advance(now), *self.lives.announce(now)]
 
     def handle_restart_abandoned(self) -> None:
-        """The caller of `handle_restart` waits no more: what was not begun is not done."""
-        self._lives.forget_replacing()
+        """The caller of `handle_restart` does not wait any more: replace no further workers."""
+        self.lives.forget_replacing()
 
     def handle_message(self, now: float, worker: int, message: Message) -> list[Action]:
         """A worker sent a message.
 
         Raises:
-            ProtocolError: It may not come now. Nothing was changed; the shell is to kill the worker.
+            ProtocolError: The message may not come now. Nothing was changed; the loop must kill the worker.
         """
-        w = self._workers[worker]
+        w = self.workers[worker]
         if not isinstance(message, (Hello, Preparing, BuildFinish, Reply, Error)):
             raise ProtocolError(f"{type(message).__name__} is not for a worker to send")
         before = w.state
@@ -527,62 +447,56 @@ class Scheduler:
             case Hello():
                 return [] if self._closing is not None else [w.send(w.build)]
             case Preparing():
-                self._lives.extend_start(w, message, now)
+                self.lives.extend_start(w, message, now)
                 return []
             case BuildFinish():
-                actions += self._lives.finish_build(w, message, now)
+                actions += self.lives.finish_build(w, message, now)
             case Error(request=None):
-                actions += self._lives.fail_build(w, message, now)
+                actions += self.lives.fail_build(w, message, now)
             case Reply() | Error():
                 if before is WorkerState.BUSY and not w.doomed:
                     w.kill_at = None
                 actions += self._handle_answer(w, message, now)
-                if self._lives.calm and self._draining is None:
+                if self.lives.calm and self._draining is None:
                     return [*actions, *self.dispatch(now)]
-        actions += [*self._lives.advance(now), *self.dispatch(now)]
-        return [*actions, *self._lives.announce(now), *self._finish_draining(now)]
+        actions += [*self.lives.advance(now), *self.dispatch(now)]
+        return [*actions, *self.lives.announce(now), *self._finish_draining(now)]
 
     def handle_died(self, now: float, worker: int, how: str) -> list[Action]:
-        """The worker's process ended, or could not be started.
-
-        Args:
-            now: When that was noticed.
-            worker: Which.
-            how: In words.
-        """
-        w = self._workers[worker]
+        """The worker's process ended, or could not be started; `how`, in words."""
+        w = self.workers[worker]
         runs, w.runs = w.runs, deque()
-        story = self._lives.bury(w, how, now)
+        story = self.lives.bury(w, how, now)
         actions: list[Action] = []
         if runs and not runs[0].late and all(run.late for run in [*runs][1:]):
             w.failed += len(runs[0].members)
             for run in [*runs][1:]:
                 actions += self._forget_late(run)
-            actions += self._handle_lost_run(runs[0].members, story, now)
+            actions += self._handle_lost_run(runs[0], story, now)
         else:
             # It is not known which it was at, since an answer may have been lost with it: none is blamed, and
             # each runs apart from the others.
             for run in reversed(runs):
                 w.failed += len(run.members)
                 actions += self._run_again(run, suspect=True)
-        actions += self._lives.after_death()
-        if self._closing is None and self._lives.circuit_open:
+        actions += self.lives.finish_start()
+        if self._closing is None and self.lives.circuit_open:
             for entry in self.table.open():
-                actions += self._fail(entry, self._lives.outage(now), now)
-        actions += self._lives.advance(now)
-        actions += [*self.dispatch(now), *self._lives.announce(now)]
+                actions += self._fail(entry, self.lives.outage(now), now)
+        actions += self.lives.advance(now)
+        actions += [*self.dispatch(now), *self.lives.announce(now)]
         return [*actions, *self._finish_draining(now), *self._finish_closing()]
 
     def handle_time(self, now: float) -> list[Action]:
-        """Time passed: act on everything that was due by `now`."""
+        """Act on everything that was due by `now`."""
         actions: list[Action] = []
         for entry in self.table.overdue(now):
             actions += self._handle_deadline(entry, now)
-        for w in self._workers:
+        for w in self.workers:
             if self._holds_back(w) and w.began + LONG_RUN <= now:
                 actions += self._send_elsewhere(w)
-            actions += self._lives.handle_time(w, now)
-        actions += [*self.dispatch(now), *self._lives.announce(now)]
+            actions += self.lives.handle_time(w, now)
+        actions += [*self.dispatch(now), *self.lives.announce(now)]
         if self._draining is not None and self._draining <= now:
             actions += self.handle_close(now, self._timeouts.close)
         actions += self._finish_draining(now)
@@ -591,12 +505,9 @@ class Scheduler:
         return actions
 
     def next_turn(self) -> float:
-        """When the first is due of what may follow an answer or a new request.
-
-        That is: what is held for others to join, what was given ahead, and what is to be skipped.
-        """
+        """When a held shard, runs behind a long one, or a run to be skipped are due."""
         dues = [self.table.queue.next_due()]
-        for w in self._workers:
+        for w in self.workers:
             if self._holds_back(w):
                 dues.append(w.began + LONG_RUN)
             if w.kill_at is not None:
@@ -604,12 +515,12 @@ class Scheduler:
         return min(dues)
 
     def handle_close(self, now: float, timeout: float) -> list[Action]:
-        """The pool is to end: what is in flight fails, workers get `timeout` seconds to exit."""
+        """End the pool: requests in flight fail, and workers get `timeout` seconds to exit."""
         end = now + timeout + self._timeouts.close + KILLED_ENDS
         if self._closing is not None or self._closed:
             if self._closing is not None and not self._closed and end < self._closing:
                 self._closing = end
-                self._lives.hasten_close(now, timeout)
+                self.lives.hasten_close(now, timeout)
             return []
         # A killed process that has not ended this long after is stuck in the kernel.
         self._closing = end
@@ -617,18 +528,17 @@ class Scheduler:
         actions: list[Action] = []
         for entry in self.table.open():
             actions += self._fail(entry, ClosedError("the master was closed"), now)
-        actions += [*self._lives.close(now, timeout), HealthChanged(health=self.health(now))]
+        actions += [*self.lives.close(now, timeout), HealthChanged(health=self.health(now))]
         return [*actions, *self._finish_closing()]
 
     def handle_drain(self, now: float, timeout: float) -> list[Action]:
-        """The pool is to end when all that was accepted is answered, or after so many seconds."""
+        """End the pool when all accepted requests are answered, or after so many seconds."""
         if self._closing is not None or self._closed:
             return []
         self._draining = now + timeout
         return [HealthChanged(health=self.health(now)), *self._finish_draining(now)]
 
     def _finish_draining(self, now: float) -> list[Action]:
-        """When there is nothing left to answer, the pool ends."""
         if self._draining is None or self.table.in_flight:
             return []
         return self.handle_close(now, self._timeouts.close)
@@ -640,7 +550,7 @@ class Scheduler:
         actions: list[Action] = []
         if not self.table.queue:
             return actions
-        for w in self._workers:
+        for w in self.workers:
             if w.is_free and not w.runs:
                 members = self.table.take_run(now)
                 if not members:
@@ -664,11 +574,11 @@ class Scheduler:
         return SendPredict(worker=w.index, members=members, fresh=fresh)
 
     def _give_ahead(self, now: float) -> list[Action]:
-        """Give queued shards to busy workers whose runs are short, those that are likely to be free first."""
+        """Give queued shards to busy workers with short runs, the soonest free first."""
         actions: list[Action] = []
         while self.table.queue:
             w = min(
-                (w for w in self._workers if self._takes(w, now)),
+                (w for w in self.workers if self._takes(w, now)),
                 key=_load,
                 default=None,
             )
@@ -679,7 +589,7 @@ class Scheduler:
         return actions
 
     def _takes(self, w: Worker, now: float) -> bool:
-        """Whether it may be given one more: not behind a run that it may be killed, or die, for."""
+        """Whether it may get one more run: not behind a run that it may be killed, or die, for."""
         runs = len(w.runs)
         if runs >= w.capacity or w.doomed or w.retiring or w.alone or w.kill_at is not None:
             return False
@@ -689,11 +599,11 @@ class Scheduler:
         return state is WorkerState.BUSY and now - w.began <= SHORT_RUN
 
     def _holds_back(self, w: Worker) -> bool:
-        """Whether shards wait behind the run that it is at, and were not given to others yet."""
+        """Whether shards wait behind its current run that no other worker has."""
         return len(w.runs) > 1 and not w.runs[-1].late and w.state is WorkerState.BUSY
 
     def _send_elsewhere(self, w: Worker) -> list[Action]:
-        """What waits behind a run that goes on for too long runs on another worker as well."""
+        """Queue the runs again that wait behind a long one."""
         w.usual_seconds, w.capacity = math.inf, 1
         actions: list[Action] = []
         for run in [*w.runs][:0:-1]:
@@ -719,12 +629,12 @@ class Scheduler:
         timeout: float,
         size: int,
     ) -> list[Worker] | None:
-        """Give a request to workers at once, a shard to each, if that can be; else use `handle_request`.
+        """Give a request to workers at once, a shard to each, if nothing waits; else use `handle_request`.
 
         Returns:
-            By shard, the worker that is to be sent it; None if nothing was done.
+            By shard, the worker; None if nothing was done.
         """
-        if self._joins or self.table.queue.items or not self._lives.calm:
+        if self._joins or self.table.queue.items or not self.lives.calm:
             return None
         if self._closing is not None or self._draining is not None:
             return None
@@ -734,7 +644,7 @@ class Scheduler:
         if count == 1:
             best = None
             least = MAX_RUNS
-            for w in self._workers:
+            for w in self.workers:
                 runs = len(w.runs)
                 sooner = runs < least or (0 < runs == least and best and w.began < best.began)
                 if sooner and self._takes(w, now):
@@ -759,13 +669,13 @@ class Scheduler:
         return chosen
 
     def _choose(self, count: int, now: float) -> list[Worker]:
-        """The workers that `dispatch` would give so many shards to; fewer where they have no more room."""
-        loads = [(*_load(w), w.index) for w in self._workers if self._takes(w, now)]
+        """The workers that `dispatch` would give so many shards to; fewer if they have no more room."""
+        loads = [(*_load(w), w.index) for w in self.workers if self._takes(w, now)]
         heapq.heapify(loads)
         chosen: list[Worker] = []
         while loads and len(chosen) < count:
             load, began, index = loads[0]
-            w = self._workers[index]
+            w = self.workers[index]
             chosen.append(w)
             if load + 1 < w.capacity:
                 heapq.heapreplace(loads, (load + 1, began if load else now, index))
@@ -776,13 +686,13 @@ class Scheduler:
     def take_reply(
         self, worker: int, number: int, shard: int, seconds: float, now: float
     ) -> Entry | None:
-        """A run has ended well, with all outputs where they were to be.
+        """A run has ended well, with all outputs in their places.
 
         Returns:
-            The request's entry, settled if this was its last shard, and struck out of the table then; None
-            if nothing was done: use `handle_message`.
+            The request's entry, which is settled and removed from the table after its last shard; None if
+            nothing was done: use `handle_message`.
         """
-        w = self._workers[worker]
+        w = self.workers[worker]
         runs = w.runs
         if not runs or w.conversation.state is not WorkerState.BUSY or w.doomed:
             return None
@@ -790,7 +700,7 @@ class Scheduler:
         if run.late or run.members != ((number, shard),) or w.kill_at is not None or self._wears:
             return None
         entry = self.table.entries[number]
-        calm = self._lives.calm and self._draining is None
+        calm = self.lives.calm and self._draining is None
         if entry.settled or not calm or not 0.0 <= seconds < math.inf:
             return None
         if entry.unanswered == 1 and entry.outstanding > 1:
@@ -821,7 +731,7 @@ class Scheduler:
         return entry
 
     def _learn_seconds(self, w: Worker, seconds: float) -> None:
-        """How long the worker's runs take, and so how many it may hold."""
+        """Learn how long the worker's runs take, and so how many it may hold."""
         usual = 0.0 if w.usual_seconds == math.inf else w.usual_seconds
         usual = max(seconds, _FORGETTING * usual)
         w.usual_seconds = usual
@@ -840,7 +750,7 @@ class Scheduler:
         w.alone = False
         w.answers += len(members)
         if self._wears:
-            self._lives.retire_if_worn(w)
+            self.lives.retire_if_worn(w)
         if w.runs and not w.doomed and w.state is WorkerState.BUSY and self._is_over(w.runs[0]):
             # It is to skip what was cancelled, which has the time that it had.
             ends = [self._end_of(self.table[request], now) for request, _ in w.runs[0].members]
@@ -878,7 +788,7 @@ class Scheduler:
         return actions
 
     def _forget_late(self, run: Run) -> list[Action]:
-        """A run that others were given as well has ended, however it did."""
+        """A late run has ended, with or without an answer."""
         actions: list[Action] = []
         for request, shard in run.members:
             entry = self.table[request]
@@ -898,7 +808,7 @@ class Scheduler:
         )
 
     def _handle_failed_run(self, w: Worker, run: Run, message: Error, now: float) -> list[Action]:
-        """A run failed or was cancelled; what was joined runs again apart, so that the bad fail alone."""
+        """A run failed or was cancelled; joined shards run again apart, so that only the bad one fails."""
         members = run.members
         if message.kind != "cancelled":
             w.failed += len(members)
@@ -917,11 +827,9 @@ class Scheduler:
         return self._fail(entry, kind(f"{w.name}: {message.text}"), now)
 
     def _run_again(self, run: Run, *, suspect: bool = False) -> list[Action]:
-        """Queue the members of a run again, each by itself and before others.
+        """Queue the members of an unanswered run again, each by itself and before others.
 
-        Args:
-            run: The run, which ended without an answer.
-            suspect: Whether a worker may have died of it: then nothing is to wait behind it.
+        With `suspect`, a worker may have died of the run: nothing may wait behind it.
         """
         if run.late:
             return self._forget_late(run)
@@ -940,7 +848,7 @@ class Scheduler:
     def _fail(
         self, entry: Entry, error: McinferError, now: float, outcome: Outcome = "failed"
     ) -> list[Action]:
-        """Settle with an error; runs that no request waits for any more are asked to stop."""
+        """Settle with an error, and cancel runs that no request needs any more."""
         actions: list[Action] = [self._settle(entry, error, now, outcome)]
         for w, run in self._runs_for(entry):
             if self._is_over(run):
@@ -951,20 +859,19 @@ class Scheduler:
         return [*actions, *self._release_if_done(entry)]
 
     def _end_of(self, entry: Entry, now: float) -> float:
-        """Until when a run of a request that is over may go on: as long as the caller gave it."""
+        """Until when a run of a settled request may go on: as long as the caller gave it."""
         return entry.deadline if entry.deadline < math.inf else now + UNBOUNDED_RUN
 
     def _runs_for(self, entry: Entry) -> list[tuple[Worker, Run]]:
-        """The runs that are for this request, among others."""
         return [
             (w, run)
-            for w in self._workers
+            for w in self.workers
             for run in w.runs
             if any(request == entry.number for request, _ in run.members)
         ]
 
     def _is_over(self, run: Run) -> bool:
-        """Whether no request waits for this run any more."""
+        """Whether no request needs this run any more."""
         return run.late or all(self.table[request].settled for request, _ in run.members)
 
     def _cancel_run(self, w: Worker, run: Run) -> list[Action]:
@@ -976,16 +883,14 @@ class Scheduler:
     def _release_if_done(self, entry: Entry) -> list[Action]:
         return [Release(request=entry.number)] if self.table.strike(entry) else []
 
-    def _handle_lost_run(
-        self, members: tuple[ShardId, ...], story: str, now: float
-    ) -> list[Action]:
-        """A worker died in a run: to another one, or give it up if it is a killer.
+    def _handle_lost_run(self, run: Run, story: str, now: float) -> list[Action]:
+        """A worker died in a run: give it to another, or give up a shard that has killed two workers.
 
-        Where several were joined it is not known which it was: they run apart, and none is blamed yet.
+        Joined shards run again apart, and none of them is blamed yet.
         """
-        if len(members) != 1:
-            return self._run_again(Run(members, now))
-        [(request, shard)] = members
+        if len(run.members) != 1:
+            return self._run_again(run)
+        [(request, shard)] = run.members
         entry = self.table[request]
         entry.outstanding -= 1
         if entry.settled:
@@ -1003,7 +908,7 @@ class Scheduler:
         return self._fail(entry, error, now)
 
     def _handle_deadline(self, entry: Entry, now: float) -> list[Action]:
-        """Its time is over. Those that were joined with it run again apart: it may be what hangs."""
+        """Its time is over. Requests that were joined with it run again apart: this one may be what hangs."""
         runs = self._runs_for(entry)
         places = {
             shard: f"{'ran on' if run is w.runs[0] else 'waited at'} {w.name}"
@@ -1029,10 +934,10 @@ class Scheduler:
         return actions
 
     def _finish_closing(self, *, abandon: bool = False) -> list[Action]:
-        """When the last worker is gone, or those left cannot be killed, the pool is closed."""
+        """Report the end when the last worker is gone, or when the others cannot be killed."""
         if self._closing is None or self._closed:
             return []
-        left = tuple(w.index for w in self._workers if w.state is not WorkerState.GONE)
+        left = tuple(w.index for w in self.workers if w.state is not WorkerState.GONE)
         if left and not abandon:
             return []
         self._closed = True
@@ -1040,7 +945,7 @@ class Scheduler:
 
 
 def _load(w: Worker) -> tuple[int, float]:
-    """How soon a worker is likely to be free: its runs, and when the one going on began."""
+    """How soon a worker is likely to be free: its number of runs, and when the current one began."""
     return len(w.runs), w.began if w.runs else 0.0
 
 
@@ -1050,7 +955,7 @@ def trace_of(
     outcome: Outcome = "succeeded",
     joined: float | None = None,
 ) -> RequestTrace:
-    """What became of a request that is settled, and when its outputs were joined, where that is known."""
+    """The trace of a settled request; `joined` is when its outputs were joined, if that is known."""
     return RequestTrace(
         request=entry.number,
         outcome=outcome,
@@ -1061,16 +966,6 @@ def trace_of(
         settled=entry.closed,
         joined=entry.closed if joined is None else joined,
         shards=tuple(
-            ShardTrace(
-                shard=shard,
-                worker=worker,
-                device=device,
-                pid=pid,
-                attempts=attempts,
-                sent=sent,
-                answered=answered,
-                run_seconds=seconds,
-            )
-            for shard, worker, device, pid, attempts, sent, answered, seconds in sorted(entry.runs)
+            ShardTrace(**dict(zip(_TRACED, run, strict=True))) for run in sorted(entry.runs)
         ),
     )

@@ -1,7 +1,5 @@
 """The workers of a pool: how they start, end, hang, and are replaced. Pure, for the scheduler.
 
-Rules:
-
 * In the first start a build error is final, and a worker that dies is started once more; all failures are
   reported together.
 * A worker that dies later is started again, the first time at once, then with back-off, within a budget per
@@ -9,10 +7,8 @@ Rules:
   serves, with a fresh budget; if it dies within the longest back-off from then on, the next is a probe
   again.
 * While every worker is past its budget, the pool's circuit is open: requests fail at once, with the cause.
-  The first worker that is ready again closes it.
-* The master asks a worker that hangs for its stacks and kills it a moment later; it gets no runs meanwhile.
-* Workers are replaced one at a time, while all others serve or are past their budget: the old process gets
-  no new runs, answers those that it has and ends, and a new process takes its place.
+* The master asks a worker that hangs for its stacks and kills it a moment later.
+* Workers are replaced one at a time, while all others serve or are past their budget.
 """
 
 import math
@@ -46,17 +42,13 @@ from mcinfer.scheduler.actions import (
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.statistics import Health, HealthState, WorkerStatistics
 
-MAX_DEATHS = 2
-"""A shard, or a first build, that has killed this many workers is given up."""
+MAX_DEATHS = 2  # workers that a shard, or a first build, may kill
 
 LONGEST_START = 4 * 3600.0
 """Seconds that a start may take in all, however much progress a worker reports."""
 
-MAX_TEXT = 4000
-"""Characters of what a worker says that are kept."""
-
-STACKS_SECONDS = 0.2
-"""Between asking a worker that hangs for its stacks, and its end."""
+MAX_TEXT = 4000  # characters of a worker's error that are kept
+STACKS_SECONDS = 0.2  # between asking a worker that hangs for its stacks, and its end
 
 SHORTEST_PROBE = 0.1
 """Seconds between a death and a start past the budget, at the least: no policy makes that a busy loop."""
@@ -66,13 +58,7 @@ _STARTING = (WorkerState.SPAWNED, WorkerState.CONNECTED, WorkerState.BUILDING)
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """What a worker was given at once.
-
-    Attributes:
-        members: Request and shard of each.
-        sent: When it was given.
-        late: Whether its members were given to others as well, so that its answer is ignored.
-    """
+    """What a worker gets at once; others got the members of a late run too, so its answer is ignored."""
 
     members: tuple[ShardId, ...]
     sent: float
@@ -84,22 +70,22 @@ class Worker:
     """One worker's place in the pool; it stays through restarts of the process.
 
     Attributes:
-        runs: What it has, the run going on first.
-        began: When that one began, as far as can be known.
+        runs: What it has, the current run first.
+        began: When the current run began, as far as can be known.
         usual_seconds: How long its runs take.
         capacity: How many runs it may have at a time.
         alone: Whether to put no runs behind those that it has.
         ready_by: When it must have its model.
         latest: When it must have the model, even if it reports progress.
         progress: What it reported last: seconds and bytes.
-        kill_at: When to kill it unless it has done its task by then.
+        kill_at: When to kill it unless it has answered or ended.
         doomed: It will be killed, or was; messages that it sent before may still come.
-        restart_at: When it is to be started again.
-        spent: Its budget of starts is spent, and no probe, a start past the budget, has had the model yet.
-        trial_end: Until when a death makes it spent at once: a probe of it has just had the model.
-        retiring: Whether it will end after its last answer, to be started again.
-        starts: When it was started again of need, within the policy's window.
-        answers: What this process of it has answered.
+        restart_at: When to start it again.
+        spent: Its budget of starts is spent, and no probe (a start past the budget) has had the model yet.
+        trial_end: Until when a death makes it `spent` at once: a probe of it has just had the model.
+        retiring: Whether it ends after its last answer, to be replaced.
+        starts: When it was started again, within the policy's window.
+        answers: How many requests this process of it has answered.
     """
 
     index: int
@@ -137,29 +123,25 @@ class Worker:
 
     @property
     def state(self) -> WorkerState:
-        """The state of its conversation."""
         return self.conversation.state
 
     @property
     def serves(self) -> bool:
-        """Whether it takes requests, now or after the run that it is at."""
+        """Whether it takes requests, now or after its current run."""
         ready = self.conversation.state in (WorkerState.READY, WorkerState.BUSY)
         return ready and not (self.doomed or self.retiring)
 
     @property
     def is_free(self) -> bool:
-        """Whether it takes a request now."""
         free = self.conversation.state is WorkerState.READY
         return free and not (self.doomed or self.retiring)
 
     @property
     def name(self) -> str:
-        """How texts speak of it."""
         pid = "" if self.pid is None else f", pid {self.pid}"
         return f"worker {self.index} ({self.device}{pid})"
 
     def send(self, message: Message) -> Send:
-        """Send it a message, and note that."""
         self.conversation.advance(message)
         return Send(worker=self.index, message=message)
 
@@ -175,27 +157,26 @@ def describe_exit(code: int) -> str:
 
 
 def _agree(one: BuildFinish, other: BuildFinish) -> bool:
-    """Whether two workers have the same model; one of them may have it as it is, and the other prepared."""
+    """Whether two workers have the same model; one of them may run it unprepared."""
     names = ("inputs", "outputs", "weights", "model")
     alike = all(getattr(one, name) == getattr(other, name) for name in names)
     return alike and (one.prepared == other.prepared or "" in (one.prepared, other.prepared))
 
 
 class WorkerLives:
-    """All workers of a pool. Methods that return actions return what is to be done, in order.
+    """All workers of a pool. Methods that return actions return them in order.
 
     Attributes:
-        calm: Whether an answer changes nothing here: all were well in the last report, and none is replaced.
-        workers: By index.
-        specs: What the first worker said of the model; None before.
-        started: Whether all had the model once.
-        closing: Whether the pool is ending: none is started or replaced any more. The scheduler's to set.
+        calm: Whether an answer changes nothing here: all workers were well in the last report, and none is
+            being replaced.
+        specs: What the first worker reported of the model; None before.
+        started: Whether all workers had the model once.
+        closing: Whether the pool is ending, so that no worker is started or replaced.
     """
 
     def __init__(
         self, builds: Sequence[Build], *, timeouts: Timeouts, restart: RestartPolicy
     ) -> None:
-        """Take what each worker is to load and where."""
         self.workers = [Worker(i, build.device, build) for i, build in enumerate(builds)]
         self.specs: BuildFinish | None = None
         self.started = False
@@ -247,7 +228,6 @@ class WorkerLives:
         )
 
     def health(self, now: float) -> Health:
-        """How the workers are; the scheduler knows of closing."""
         reasons = tuple(filter(None, (self._why_not(w, now) for w in self.workers)))
         state: HealthState = "degraded" if reasons else "ready"
         if not self.started:
@@ -278,11 +258,11 @@ class WorkerLives:
             return f"{w.name} starts again in {wait}{after}"
         # Most stop at once: nothing is wrong before half of the time for it is over.
         if w.kill_at is not None and w.kill_at - now <= self._timeouts.cancel_grace / 2:
-            return f"{w.name} has not stopped a run that nobody waits for any more"
+            return f"{w.name} has not stopped a run that no caller waits for any more"
         return ""
 
     def announce(self, now: float) -> list[Action]:
-        """Report the pool's health, if it is another than in the last report."""
+        """Report the pool's health, if it changed since the last report."""
         if self.closing:
             return []
         health = self.health(now)
@@ -294,7 +274,6 @@ class WorkerLives:
         return [HealthChanged(health=health, planned=planned)]
 
     def due_times(self) -> list[float]:
-        """When `handle_time` has something to do."""
         return [
             time
             for w in self.workers
@@ -305,7 +284,6 @@ class WorkerLives:
     # Starting.
 
     def start(self, w: Worker, now: float) -> list[Action]:
-        """Start a worker's process."""
         w.conversation = Conversation(state=WorkerState.SPAWNED)
         w.doomed = w.retiring = False
         w.answers = 0
@@ -316,7 +294,6 @@ class WorkerLives:
         return [StartWorker(worker=w.index)]
 
     def finish_build(self, w: Worker, message: BuildFinish, now: float) -> list[Action]:
-        """A worker has its model."""
         w.ready_by = None
         if w.doomed:
             return []
@@ -328,33 +305,33 @@ class WorkerLives:
                 f"{w.name}: its model's content, inputs, outputs or weights are not those of the "
                 "others"
             )
-            return [self.kill(w, w.build_failure), *self._finish_start()]
+            return [self.kill(w, w.build_failure), *self.finish_start()]
         elif not self.specs.prepared:
             self.specs = message
         if w.spent:
             self._renew_budget(w)
             w.trial_end = now + self._probe_delay
         w.started_before = True
-        return self._finish_start()
+        return self.finish_start()
 
     def fail_build(self, w: Worker, message: Error, now: float) -> list[Action]:
-        """The model does not load: final in the first start, a death like others afterwards."""
+        """The model does not load: final in the first start, later a death like others."""
         w.ready_by = None
         w.last_error = message.text[:MAX_TEXT]
         w.build_failure = f"{w.name}: {w.last_error}"
         w.lacks_package = message.kind == "missing"
         w.kill_at = now + self._timeouts.cancel_grace
-        return [w.send(Exit()), *self._finish_start()]
+        return [w.send(Exit()), *self.finish_start()]
 
     def extend_start(self, w: Worker, message: Preparing, now: float) -> None:
-        """A model that takes long is not a worker that hangs, while it gets on."""
+        """Give a start that makes progress more time."""
         progress = (message.seconds, message.written)
         if w.ready_by is not None and progress > w.progress:
             w.progress = progress
             w.ready_by = min(now + self._timeouts.start, w.latest)
 
-    def _finish_start(self) -> list[Action]:
-        """When every worker has either its model or a failure, say which."""
+    def finish_start(self) -> list[Action]:
+        """Report the first start when every worker has either its model or a failure."""
         if self.started or self.closing:
             return []
         if not all(w.started_before or w.build_failure for w in self.workers):
@@ -377,7 +354,7 @@ class WorkerLives:
     # Ending.
 
     def kill(self, w: Worker, reason: str) -> KillWorker:
-        """End a worker. Until its death is reported, messages may come that it sent before."""
+        """End a worker. Messages that it sent before may come until its death is reported."""
         w.doomed = True
         w.last_error = reason
         return KillWorker(worker=w.index)
@@ -388,7 +365,6 @@ class WorkerLives:
         return [w.send(Exit())]
 
     def handle_time(self, w: Worker, now: float) -> list[Action]:
-        """Time passed: act on what was due for this worker."""
         if w.restart_at is not None and w.restart_at <= now:
             w.restarts += 1
             return self.start(w, now)
@@ -404,7 +380,7 @@ class WorkerLives:
             if self.started or w.started_before:
                 return [*killing]
             w.build_failure = w.last_error
-            return [*killing, *self._finish_start()]
+            return [*killing, *self.finish_start()]
         return []
 
     def _give_up_waiting(self, w: Worker, reason: str, now: float) -> list[Action]:
@@ -415,10 +391,7 @@ class WorkerLives:
         return [DumpStacks(worker=w.index)]
 
     def bury(self, w: Worker, how: str, now: float) -> str:
-        """A worker's process is gone; its end in words, for those whom it concerns.
-
-        Its runs are the scheduler's to take before; `revive` is to follow.
-        """
+        """Note that a worker's process is gone, and plan its restart; return its end in words."""
         story = f"{w.name} {how}"
         cause = w.last_error if w.doomed or w.state is WorkerState.EXITING else ""
         planned = w.retiring and w.state is WorkerState.EXITING
@@ -446,10 +419,6 @@ class WorkerLives:
                 w.build_failure = "; ".join(w.build_deaths)
         return story
 
-    def after_death(self) -> list[Action]:
-        """What else a death may have decided: a first start that failed."""
-        return self._finish_start()
-
     def _plan_restart(self, w: Worker, now: float) -> None:
         while w.starts and w.starts[0] <= now - self._restart.window:
             w.starts.popleft()
@@ -465,7 +434,7 @@ class WorkerLives:
 
     @property
     def _probe_delay(self) -> float:
-        """Seconds between a death and a probe; and for how long one must have the model to be well."""
+        """Seconds between a death and a probe, and for which a probe must live to be well."""
         return max(self._restart.backoff_limit, SHORTEST_PROBE)
 
     def _renew_budget(self, w: Worker) -> None:
@@ -476,12 +445,7 @@ class WorkerLives:
     # Replacing.
 
     def replace(self, workers: Sequence[Worker], *, asked_for: bool = False) -> None:
-        """Plan to replace these processes by fresh ones, one after another; see `advance`.
-
-        Args:
-            workers: Whose.
-            asked_for: Whether a caller waits for `WorkersRestarted`.
-        """
+        """Plan to replace these processes in turn (`advance`); `asked_for`: a caller waits for it."""
         for w in workers:
             if asked_for:
                 self._asked_for.add(w.index)
@@ -490,7 +454,6 @@ class WorkerLives:
         self._note_calm()
 
     def forget_replacing(self) -> None:
-        """Those whose turn has not come stay as they are."""
         self._asked_for.clear()
         self._to_replace.clear()
         self._note_calm()
@@ -504,57 +467,44 @@ class WorkerLives:
         most_answers, most_bytes = self._restart.max_requests, self._restart.max_memory_bytes
         worn = most_answers is not None and w.answers >= most_answers
         if w.spent:
-            return  # a probe under way; if it works, it is looked at again
+            return  # a probe in progress; a later check decides
         if worn or (most_bytes is not None and own_bytes > most_bytes):
             self.replace([w])
 
     def advance(self, now: float) -> list[Action]:
-        """Go on with replacing as far as it goes now."""
+        """Continue the replacements as far as possible now."""
         actions: list[Action] = []
         while not self.closing:
             w = self._replacing
             if w is None:
-                w = self._next_to_replace()
-                if w is None:
+                first = self._to_replace[0] if self._to_replace else None
+                others = [o for o in self.workers if o is not first]
+                if first is None or not all(o.serves or o.spent for o in others):
                     return actions
-                self._replacing = w
+                w = self._replacing = first
+                self._to_replace.popleft()
                 self._note_calm()
-                actions += self._begin_replacing(w, now)
+                if w.spent or w.state is WorkerState.GONE:
+                    self._renew_budget(w)
+                if w.state is WorkerState.GONE:
+                    w.restarts += 1
+                    actions += self.start(w, now)
+                else:
+                    w.retiring = True
             if w.retiring and w.state is WorkerState.READY:
                 actions += self.end_when_idle(w, now, self._timeouts.close)
             if not (w.serves or w.spent):
                 return actions
             self._replacing = None
             self._note_calm()
-            actions += self._finish_replacing(w)
+            if w.index in self._asked_for:
+                self._asked_for.discard(w.index)
+                if w.spent:
+                    self.forget_replacing()
+                    actions.append(WorkersRestarted(WorkerDiedError(w.last_error)))
+                elif not self._asked_for:
+                    actions.append(WorkersRestarted())
         return actions
-
-    def _next_to_replace(self) -> Worker | None:
-        """Who is next, if all others are as well as they will be."""
-        if not self._to_replace:
-            return None
-        first = self._to_replace[0]
-        if not all(w.serves or w.spent for w in self.workers if w is not first):
-            return None
-        return self._to_replace.popleft()
-
-    def _begin_replacing(self, w: Worker, now: float) -> list[Action]:
-        if w.spent or w.state is WorkerState.GONE:
-            self._renew_budget(w)
-        if w.state is not WorkerState.GONE:
-            w.retiring = True
-            return []
-        w.restarts += 1
-        return self.start(w, now)
-
-    def _finish_replacing(self, w: Worker) -> list[Action]:
-        if w.index not in self._asked_for:
-            return []
-        self._asked_for.discard(w.index)
-        if w.spent:
-            self.forget_replacing()
-            return [WorkersRestarted(error=WorkerDiedError(w.last_error))]
-        return [] if self._asked_for else [WorkersRestarted()]
 
     def hasten_close(self, now: float, seconds: float) -> None:
         """Shorten the time that `close` gave the workers to at most so many seconds."""
@@ -564,7 +514,7 @@ class WorkerLives:
                 w.doomed = w.doomed or seconds == 0
 
     def close(self, now: float, seconds: float) -> list[Action]:
-        """The pool ends: workers get so many seconds to end by themselves."""
+        """End all workers; they get so many seconds to end by themselves."""
         self.closing = True
         actions: list[Action] = []
         if self._asked_for:

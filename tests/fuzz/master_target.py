@@ -212,7 +212,7 @@ class MasterTarget(Target):
             for worker in range(_WORKERS):
                 self._say(worker, _built(spec))
         if rng.random() < 0.3:
-            for w in self._scheduler._workers:
+            for w in self._scheduler.workers:
                 w.capacity = MAX_RUNS
         for number in range((0, 0, 0, 1, 2, 4)[depth]):
             inputs = {"x": np.full((ROWS, 4), number, np.float32)}

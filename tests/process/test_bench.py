@@ -5,20 +5,19 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
+from mcinfer.bench import BASELINES
 from mcinfer.bench.inputs import InputOptions, fixed_batch, look_at
-from mcinfer.bench.known_ways import BASELINES, WayFailedError
 from mcinfer.bench.load import write_request
 from mcinfer.bench.pools import Batched, Sharded
 from mcinfer.bench.report import OTHERS, Load, Report, dump, load
 from mcinfer.bench.runner import Benchmark, Plan
-from mcinfer.bench.subject import Subject
+from mcinfer.bench.subject import Subject, WayFailedError
 from mcinfer.bench.way import Setup
 from mcinfer.cli import main
 from mcinfer.errors import InvalidInputError
@@ -204,7 +203,7 @@ def test_way_of_ones_own_is_measured_beside_the_others(onnx_model: OnnxModel, wa
     assert (ways.parent / "closed").exists()
 
 
-def test_way_that_fails_is_told_of_and_the_others_go_on(onnx_model: OnnxModel, ways: Path) -> None:
+def test_failed_way_is_reported_and_the_others_go_on(onnx_model: OnnxModel, ways: Path) -> None:
     names = ("DoesNotStart", "DiesInItsTurn", "RefusesBatch", "Mine")
     report = measure(
         onnx_model(AFFINE), *(f"{ways}:{name}" for name in names), batches=(1, 2), count=2
@@ -219,36 +218,30 @@ def test_way_that_fails_is_told_of_and_the_others_go_on(onnx_model: OnnxModel, w
     assert measured == {("RefusesBatch", 1): 2, ("Mine", 1): 2, ("Mine", 2): 2}
 
 
-def test_way_that_hangs_is_ended_when_its_time_is_over(
-    setup: Setup, inputs: dict[int, Path], ways: Path
+@pytest.mark.parametrize(
+    ("way", "timeout", "error"),
+    [
+        ("Hangs", 0.3, r"turn was not done within 0\.3 s"),
+        ("LeavesChildren", 30, "its process ended with status -9"),
+        ("SaysWhatIsNoAnswer", 30, "sent something else than an answer"),
+    ],
+)
+def test_way_that_goes_wrong_is_ended_with_all_that_it_has_started(
+    way: str, timeout: float, error: str, setup: Setup, inputs: dict[int, Path], ways: Path
 ) -> None:
-    with Subject(f"{ways}:Hangs", setup, inputs) as subject:
+    def use(subject: Subject) -> None:
         subject.start(30)
-        with pytest.raises(WayFailedError, match=r"turn was not done within 0\.3 s"):
-            subject.turn(ONE, count=1, timeout=0.3)
+        subject.turn(ONE, count=1, timeout=timeout)
+
+    with Subject(f"{ways}:{way}", setup, inputs) as subject:
+        with pytest.raises(WayFailedError, match=error):
+            use(subject)
         assert not subject.alive
         with pytest.raises(WayFailedError, match="its process has ended"):
             subject.memory()
-
-
-def test_what_a_way_has_started_ends_with_it(
-    setup: Setup, inputs: dict[int, Path], ways: Path
-) -> None:
-    with Subject(f"{ways}:LeavesChildren", setup, inputs) as subject:
-        subject.start(30)
-        with pytest.raises(WayFailedError, match="its process ended with status -9"):
-            subject.turn(ONE, count=1, timeout=30)
-    child = int((ways.parent / "child").read_text(encoding="utf-8"))
-    wait_until(lambda: not is_alive(child))
-
-
-def test_way_that_writes_where_answers_come_is_a_way_that_fails(
-    setup: Setup, inputs: dict[int, Path], ways: Path
-) -> None:
-    with Subject(f"{ways}:SaysWhatIsNoAnswer", setup, inputs) as subject:
-        with pytest.raises(WayFailedError, match="sent something else than an answer"):
-            subject.start(30)
-        assert not subject.alive
+    child = ways.parent / "child"
+    if child.exists():
+        wait_until(lambda: not is_alive(int(child.read_text(encoding="utf-8"))))
 
 
 def test_models_of_a_fixed_batch_are_measured_in_pieces_where_it_is_said(
@@ -320,19 +313,6 @@ def test_axes_that_the_command_line_says_are_those_of_every_way(
     assert "output_axes: got unknown output 'z', expected one of ['y']" in capsys.readouterr().err
     assert main(["bench", str(model), *axes, "y=0", "--output-axis", "y=1", *ways, *short]) == 2
     assert "--output-axis: got ['y', 'y'], expected each name once" in capsys.readouterr().err
-
-
-def test_model_that_cannot_be_loaded_is_the_ways_failure(
-    setup: Setup, inputs: dict[int, Path], tmp_path: Path
-) -> None:
-    bad = tmp_path / "bad.onnx"
-    bad.write_bytes(b"no model")
-    broken = replace(setup, model=str(bad))
-    with (
-        Subject("concurrent", broken, inputs) as subject,
-        pytest.raises(WayFailedError, match=r"bad\.onnx"),
-    ):
-        subject.start(30)
 
 
 @pytest.fixture

@@ -121,18 +121,6 @@ def test_maker_killed_while_it_fills_leaves_no_entry_and_the_next_one_makes_it_a
     assert {*os.listdir(cache.folder)} == {KEY, f"{KEY}.lock"}
 
 
-def test_what_a_killed_maker_left_is_swept_when_another_entry_is_made(
-    cache: Cache, tmp_path: Path
-) -> None:
-    with Program(PREAMBLE + FILL_AND_HANG, tmp_path) as program:
-        draft = program.line()
-        kill(program)
-    assert draft in os.listdir(cache.folder)
-    other = {"model": "other"}
-    cache.make(entry_key(other), other, fill, wait=0).close()
-    assert {*os.listdir(cache.folder)} == {entry_key(other), f"{entry_key(other)}.lock"}
-
-
 def test_waiting_maker_takes_over_from_one_that_is_killed(tmp_path: Path) -> None:
     log = "import logging; logging.basicConfig(level='INFO', stream=sys.stdout)"
     with Program(PREAMBLE + FILL_AND_HANG, tmp_path) as first:
@@ -163,45 +151,6 @@ cache.make(key, facts, fill_in_a_child, wait=0)
         os.kill(child, signal.SIGKILL)
     make(cache, wait=10).close()
     wait_until(lambda: not is_alive(child))
-
-
-def test_entry_is_shared_while_a_child_of_its_maker_lives_on(cache: Cache, tmp_path: Path) -> None:
-    text = """
-def fill_in_a_child(folder, lock):
-    global child
-    child = subprocess.Popen(["sleep", "60"], pass_fds=[lock])
-    fill(folder, lock)
-
-held = cache.make(key, facts, fill_in_a_child, wait=0)
-say("made")
-wait_until((place / "enough").exists)
-child.kill()
-child.wait()
-"""
-    with Program(PREAMBLE + text, tmp_path) as program:
-        assert program.line() == "made"
-        make(cache).close()
-        (tmp_path / "enough").touch()
-        assert program.wait().status == 0
-
-
-def test_disk_that_is_too_small_leaves_nothing(cache: Cache, tmp_path: Path) -> None:
-    """Where a write past a limit fails as one to a full disk does: with an OSError."""
-    text = """
-import resource
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-try:
-    cache.make(key, facts, fill, wait=0)
-except CacheUnusableError as exc:
-    say(exc)
-"""
-    with Program(PREAMBLE + text, tmp_path) as program:
-        assert "File too large" in program.line()
-        assert program.wait().status == 0
-    assert (tmp_path / "fills").read_text() == "filled\n"
-    assert os.listdir(cache.folder) == [f"{KEY}.lock"]
-    make(cache).close()
 
 
 SEND = """

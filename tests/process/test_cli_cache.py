@@ -16,7 +16,6 @@ from onnx import helper, numpy_helper
 
 from mcinfer.cli import main
 from mcinfer.model_cache.cache import Cache
-from tests.process.models import AFFINE, OnnxModel
 from tests.process.scripts import Ended, Program
 from tests.process.waiting import all_gone, wait_until
 
@@ -25,7 +24,6 @@ ON_TERMINAL = """
 import os, sys
 os.dup2(os.open(sys.argv.pop(1), os.O_RDWR | os.O_NOCTTY), 2)
 """
-WITHOUT_RICH = f"import sys; sys.modules['rich'] = None; {COMMAND}"
 WIDTH = 1024
 
 
@@ -146,17 +144,6 @@ def test_command_that_is_terminated_leaves_nothing(large: Path, runtime_dir: Pat
     assert {*runtime_dir.rglob("*")} == before
 
 
-def test_file_that_is_no_model_is_told_in_one_line(cache: Cache, tmp_path: Path) -> None:
-    model = tmp_path / "model.onnx"
-    model.write_bytes(b"hello")
-    done = run("cache", "prepare", model)
-    assert (done.status, done.out) == (1, "")
-    assert done.err.startswith("mcinfer: onnxruntime: ")
-    assert str(model) in done.err
-    assert done.err.count("\n") == 1
-    assert cache.entries() == []
-
-
 WORK = """
 import sys
 from mcinfer.cli.progress import showing_work
@@ -167,30 +154,19 @@ with showing_work(sys.stderr, "working", 4, "turns") as work:
 COLOUR = re.compile(r"\x1b\[[\d;]*[1-9]\d*m")
 
 
-def test_bar_of_work_says_how_far_it_is_and_is_gone_at_the_end() -> None:
-    done, terminal = on_terminal(text=WORK, env={"TERM": "xterm"})
+@pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}], ids=["coloured", "plain"])
+def test_bar_of_work_says_how_far_it_is_and_is_gone_at_the_end(variables: dict[str, str]) -> None:
+    done, terminal = on_terminal(text=WORK, env={"TERM": "xterm", **variables})
     assert (done.status, done.err) == (0, "")
     assert "3 of 4 turns" in re.sub(r"\x1b\[[\d;]*m", "", terminal)
     assert "on [this]" in terminal
-    assert COLOUR.search(terminal)
+    assert bool(COLOUR.search(terminal)) is not bool(variables)
     assert terminal.endswith("\x1b[2K")
-
-
-def test_bar_has_no_colours_where_none_are_wanted() -> None:
-    _, terminal = on_terminal(text=WORK, env={"TERM": "xterm", "NO_COLOR": "1"})
-    assert "3 of 4 turns" in terminal
-    assert not COLOUR.search(terminal)
 
 
 def test_terminal_that_cannot_be_drawn_on_gets_no_bar() -> None:
     done, terminal = on_terminal(text=WORK, env={"TERM": "dumb"})
     assert (done.status, terminal) == (0, "")
-
-
-def test_terminal_without_rich_gets_no_bar(cache: Cache, onnx_model: OnnxModel) -> None:
-    done, terminal = on_terminal("cache", "prepare", onnx_model(AFFINE), text=WITHOUT_RICH)
-    assert (done.status, terminal) == (0, "")
-    assert done.out.startswith(str(cache.folder))
 
 
 def test_workers_tell_a_terminal_and_nobody_else_that_they_prepare_a_model(

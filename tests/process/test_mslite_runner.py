@@ -5,9 +5,7 @@ The core's tests show what workers do; these show that it is reached by MindSpor
 
 import asyncio
 import gc
-import math
 import os
-import random
 import re
 import signal
 import threading
@@ -16,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +26,7 @@ from mcinfer.mslite import Context, DataType, ModelParallelRunner, RunnerConfig,
 from mcinfer.mslite._runner import _new_master
 from mcinfer.mslite._targets import Attempt
 from tests.process.models import AFFINE, FakeModel, OnnxModel
-from tests.process.waiting import all_gone, is_alive, pids, wait_for_states, wait_until
+from tests.process.waiting import all_gone, is_alive, pids, wait_until
 
 HEAD = '<ir_version: 8, opset_import: ["": 17]>'
 
@@ -268,45 +266,6 @@ def test_closing_during_a_build_makes_it_fail_and_leaves_nothing(
             runner.init(content)
 
 
-def test_second_build_during_the_first_is_refused_at_once(
-    fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mcinfer.mslite._runner.attempts", fake_attempts)
-    path = str(fake_model(build="hang:50"))
-    with ModelParallelRunner() as runner, ThreadPoolExecutor(1) as pool:
-        build = pool.submit(runner.build_from_file, path, on_cpu())
-        wait_until(lambda: runner._starting is not None)
-        with pytest.raises(mcinfer.BuildError, match="is being built"):
-            runner.build_from_file(path, on_cpu())
-        runner.close()
-        with pytest.raises(mcinfer.ClosedError):
-            build.result(60.0)
-
-
-def test_error_once_the_workers_serve_ends_them(
-    onnx_model: OnnxModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Interrupted(Master):
-        def start(self) -> Self:
-            super().start()
-            raise KeyboardInterrupt
-
-    started = []
-
-    def make(*given: Any, **more: Any) -> Master:
-        started.append(Interrupted(*given, **more))
-        return started[0]
-
-    with ModelParallelRunner() as runner:
-        with monkeypatch.context() as patch:
-            patch.setattr("mcinfer.mslite._runner.Master", make)
-            with pytest.raises(KeyboardInterrupt):
-                runner.build_from_file(str(onnx_model(AFFINE)), on_cpu())
-        assert {worker.state for worker in started[0].statistics().workers} == {"gone"}
-        runner.build_from_file(str(onnx_model(AFFINE)), on_cpu())
-        assert_answer(runner.predict([floats(1, 4)]), floats(1, 4))
-
-
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     """What is in a cycle stays."""
@@ -314,20 +273,6 @@ def no_collector() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-
-
-@pytest.mark.usefixtures("no_collector")
-def test_memory_of_a_future_is_free_when_the_last_hold_of_it_is_gone(
-    onnx_model: OnnxModel,
-) -> None:
-    with built(onnx_model(AFFINE)) as runner:
-        for _ in range(3):
-            future = runner.submit([floats(1000, 4)])
-            [output] = future.result(60.0)
-            assert_answer([output], floats(1000, 4))
-            assert runner.statistics().memory_used_bytes >= 16_000
-            del future, output
-            wait_until(lambda: runner.statistics().memory_used_bytes == 0, timeout=60.0)
 
 
 @pytest.mark.usefixtures("no_collector")
@@ -364,23 +309,6 @@ def test_workers_are_bound_to_the_cores_of_the_list(onnx_model: OnnxModel) -> No
         runner.build_from_file(str(onnx_model(AFFINE)), context)
         bound = [os.sched_getaffinity(pid) for pid in pids(master_of(runner))]
         assert bound == [{core} for core in listed]
-        assert_answer(runner.predict([floats(3, 4)]), floats(3, 4))
-
-
-def test_warning_that_is_an_error_leaves_no_process_and_the_runner_can_be_built(
-    onnx_model: OnnxModel,
-) -> None:
-    context = on_cpu()
-    context.target = ["ascend"]
-    with ModelParallelRunner() as runner:
-        with pytest.raises(UserWarning, match="the model runs on the cpu"):
-            runner.build_from_file(str(onnx_model(AFFINE)), context)
-        with pytest.raises(UserWarning, match="without an effect"):
-            runner.init(
-                onnx_model(AFFINE).read_bytes(),
-                RunnerConfig(on_cpu(), config_info={"a": {"b": "c"}}),
-            )
-        runner.build_from_file(str(onnx_model(AFFINE)), on_cpu())
         assert_answer(runner.predict([floats(3, 4)]), floats(3, 4))
 
 
@@ -573,73 +501,3 @@ def test_cancelled_requests_are_forgotten_queued_and_running(onnx_model: OnnxMod
         statistics = slow.statistics()
         assert (statistics.accepted, statistics.cancelled, statistics.succeeded) == (5, 3, 2)
         assert pids(master_of(slow)) == before
-
-
-# Workers that die.
-
-THREADS, CALLS = 8, 20
-
-
-@pytest.mark.timeout(240)
-def test_requests_of_all_kinds_survive_workers_killed_at_random(onnx_model: OnnxModel) -> None:
-    """Many threads, batching on, each worker killed twice: every answer is right, none is lost."""
-    over = threading.Event()
-    kills = [0, 0]
-    answers = [0.0] * THREADS
-
-    with built(onnx_model(PLANE), 2, max_batch_size=16, max_delay=0.001) as runner:
-
-        def ask(thread: int) -> int:
-            chance = random.Random(thread)  # noqa: S311 no secret
-            for call in range(CALLS):
-                shape = (chance.randint(1, 9), chance.choice((1, 3, 8)))
-                data = floats(*shape) + (thread * CALLS + call) * 100
-                [tensor] = runner.get_inputs()
-                tensor.set_data_from_numpy(data)
-                outputs = [Tensor(np.empty_like(data))]
-                for answer in (
-                    runner.predict([data], timeout=120.0),
-                    runner.predict([tensor], timeout=120.0),
-                    runner.predict([data], outputs, timeout=120.0),
-                    runner.submit([data], timeout=120.0).result(120.0),
-                ):
-                    assert_answer(answer, data)
-                    answers[thread] += 1
-            answers[thread] = math.inf
-            return 4 * CALLS
-
-        def kill() -> None:
-            chance = random.Random(7)  # noqa: S311 no secret
-            before = [-1.0] * THREADS
-            while not over.wait(0.02) and kills != [2, 2]:
-                # What was in flight at the last kill is answered: no request loses two workers.
-                if any(now == then < math.inf for now, then in zip(answers, before, strict=True)):
-                    continue
-                alive = [
-                    worker
-                    for worker in runner.statistics().workers
-                    if worker.state in ("ready", "busy") and kills[worker.index] < 2
-                ]
-                if alive:
-                    worker = chance.choice(alive)
-                    assert worker.pid is not None
-                    os.kill(worker.pid, signal.SIGKILL)
-                    kills[worker.index] += 1
-                    before = [*answers]
-
-        with ThreadPoolExecutor(THREADS + 1) as pool:
-            killer = pool.submit(kill)
-            asked = [pool.submit(ask, thread) for thread in range(THREADS)]
-            try:
-                requests = sum(done.result() for done in asked)
-            finally:
-                over.set()
-            killer.result()
-        assert sum(kills) > 0
-        wait_until(lambda: [w.restarts for w in runner.statistics().workers] == kills, 60.0)
-        wait_for_states(master_of(runner), "ready", "ready", timeout=60.0)
-        statistics = runner.statistics()
-        # Some that ran apart ran once more as one, to show that joining them is right.
-        assert requests <= statistics.accepted == statistics.succeeded
-        assert (statistics.failed, statistics.cancelled, statistics.in_flight) == (0, 0, 0)
-        assert_answer(runner.predict([floats(2, 2)]), floats(2, 2))

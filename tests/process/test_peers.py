@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 import psutil
-from mcinfer.bench.known_ways import way_class
+from mcinfer.bench import way_class
 from mcinfer.bench.way import Setup
 from mcinfer.sharding import Split
 

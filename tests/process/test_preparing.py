@@ -23,7 +23,7 @@ from mcinfer.engines import open_engine
 from mcinfer.engines.base import EngineRequest
 from mcinfer.model_cache.cache import Cache
 from tests.process.scripts import PREAMBLE, Program
-from tests.process.waiting import all_gone, is_alive, pids, wait_for_states, wait_until
+from tests.process.waiting import all_gone, is_alive, pids, wait_until
 
 ALWAYS = EngineOptions(prepare="always")
 NEVER = EngineOptions(prepare="never")
@@ -130,20 +130,6 @@ def test_all_workers_map_one_entry(small_model: Path, cache: Cache) -> None:
     assert cache.clear()[1] == 0
 
 
-def test_worker_in_the_place_of_a_dead_one_maps_the_same_entry(
-    small_model: Path, cache: Cache
-) -> None:
-    with Master(small_model, 1, options=ALWAYS) as master:
-        made = entry(cache).stat()
-        (dead,) = pids(master)
-        os.kill(dead, signal.SIGKILL)
-        wait_until(lambda: pids(master) not in ([], [dead]))
-        wait_for_states(master, "ready")
-        (pid,) = pids(master)
-        assert maps(pid, entry(cache) / "weights.bin")
-        assert entry(cache).stat().st_ino == made.st_ino
-
-
 START = """
 import logging
 logging.getLogger("mcinfer.worker").setLevel(logging.INFO)
@@ -164,11 +150,11 @@ def test_programs_that_start_together_prepare_once(large_model: Path, cache: Cac
         wait_until(lambda: preparing(first.pid) or preparing(second.pid))
         ended = [program.wait() for program in (first, second)]
     assert [end.out for end in ended] == ["started\n"] * 2
-    told = [
+    reports = [
         line for end in ended for line in end.err.splitlines() if "INFO mcinfer.model_cache" in line
     ]
-    assert len([line for line in told if f": prepared {large_model} (49 MB) in" in line]) == 1
-    assert len([line for line in told if "waiting for another process" in line]) >= 1
+    assert len([line for line in reports if f": prepared {large_model} (49 MB) in" in line]) == 1
+    assert len([line for line in reports if "waiting for another process" in line]) >= 1
     assert entry(cache)
 
 
@@ -201,7 +187,7 @@ def test_worker_that_is_killed_while_it_prepares_takes_the_child_along(
     with starting(master) as child:
         worker = child.ppid()
         os.kill(worker, signal.SIGKILL)
-        wait_until(lambda: not is_alive(child.pid), timeout=5.0)
+        wait_until(lambda: not is_alive(child.pid), timeout=60.0)
     try:
         (pid,) = pids(master)
         assert pid != worker
@@ -216,37 +202,37 @@ def test_ctrl_c_while_a_model_is_prepared_leaves_nothing(large_model: Path, cach
         wait_until(lambda: [*cache.folder.glob("tmp-*")] and preparing(program.pid))
         below = [process.pid for process in psutil.Process(program.pid).children(recursive=True)]
         program.interrupt()
-        ended = program.wait(timeout=5.0)
+        ended = program.wait(timeout=60.0)
         assert (ended.status, ended.out) == (0, "interrupted\n")
         assert "Traceback" not in ended.err
-        wait_until(lambda: all_gone(below), timeout=5.0)
+        wait_until(lambda: all_gone(below), timeout=60.0)
     assert cache.entries() == []
     cache.evict()  # what is left of it goes with the next entry that is made
     assert {*os.listdir(cache.folder)} == {"sources"}
 
 
-def test_progress_is_told_by_who_prepares_and_by_who_waits(large_model: Path) -> None:
+def test_preparing_and_waiting_workers_report_progress(large_model: Path) -> None:
     request = EngineRequest(
         model=str(large_model), device=Device("cpu", 0), threads=1, prepare="always"
     )
-    told: list[list[dict[str, Any]]] = [[], []]
+    reports: list[list[dict[str, Any]]] = [[], []]
     threads = [
         threading.Thread(target=open_engine, args=("onnxruntime", request, states.append))
-        for states in told
+        for states in reports
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for states in told:
+    for states in reports:
         assert states
         assert [state["seconds"] for state in states] == sorted(s["seconds"] for s in states)
         assert all(state["bytes"] > large_model.stat().st_size // 2 for state in states)
-    # Who waits may look between two writes; who prepares tells of the end.
-    assert max(state["written"] for states in told for state in states) > 0
+    # A waiting worker may look between two writes; the preparing one reports the end.
+    assert max(state["written"] for states in reports for state in states) > 0
 
 
-def test_worker_that_finds_another_model_at_the_path_serves_nobody(
+def test_worker_that_finds_another_model_at_the_path_serves_no_request(
     small_model: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "served.onnx"
@@ -262,32 +248,6 @@ def test_worker_that_finds_another_model_at_the_path_serves_nobody(
         os.kill(master.statistics().workers[1].pid or 0, signal.SIGKILL)
         wait_until(lambda: "not those of the others" in master.statistics().workers[1].last_error)
         assert np.array_equal(answer(master), expected)
-
-
-def test_worker_that_finds_other_external_data_serves_nobody(
-    small_model: Path, tmp_path: Path
-) -> None:
-    made, path = onnx.load(small_model), tmp_path / "outside.onnx"
-    onnx.save(made, path, save_as_external_data=True, location="outside.data")
-    data = tmp_path / "outside.data"
-    with Master(path, 2, options=ALWAYS) as master:
-        expected = answer(master)
-        (tmp_path / "other.data").write_bytes(bytes(data.stat().st_size))
-        os.replace(tmp_path / "other.data", data)
-        os.kill(master.statistics().workers[1].pid or 0, signal.SIGKILL)
-        wait_until(lambda: "not those of the others" in master.statistics().workers[1].last_error)
-        assert np.array_equal(answer(master), expected)
-
-
-def test_cache_that_cannot_be_used_is_warned_of_once(
-    small_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("MCINFER_CACHE", str(small_model / "cache"))
-    got = answer_of(small_model, ALWAYS, workers=2)
-    (warning,) = warnings(caplog)
-    assert warning.startswith(f"{small_model}: each process has a copy of the weights of its own: ")
-    assert str(small_model / "cache") in warning
-    assert np.array_equal(got, answer_of(small_model, NEVER))
 
 
 def test_model_that_cannot_be_prepared_is_warned_of_once_and_tried_once(

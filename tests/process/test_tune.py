@@ -60,7 +60,7 @@ def test_search_recommends_a_pool_and_its_program_has_the_axes_of_the_command_li
     assert (ran.status, ran.out) == (0, "(4, 2)\n")
 
 
-def test_interrupted_search_tells_what_is_known_and_leaves_nothing(
+def test_interrupted_search_shows_its_results_and_leaves_nothing(
     onnx_model: OnnxModel, tmp_path: Path
 ) -> None:
     report = tmp_path / "found.json"
