@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx.parser
@@ -52,6 +52,7 @@ BLOCK_BYTES = 1 << 16
 HELLO_TOKEN, BUILD_TOKEN = TOKENS = ("shown in HELLO", "shown in BUILD")
 
 Array = NDArray[Any]
+Answer = TypeVar("Answer", Reply, Error)
 
 
 class Peer:
@@ -143,40 +144,29 @@ class Peer:
         self, inputs: Sequence[TensorRef], outputs: Sequence[TensorRef] = (), weights: int = 0
     ) -> int:
         self.requests += 1
-        self.send(
-            Predict(
-                request=self.requests,
-                shard=0,
-                weights=weights,
-                inputs=tuple(inputs),
-                outputs=tuple(outputs),
-            )
-        )
+        references = {"inputs": tuple(inputs), "outputs": tuple(outputs)}
+        self.send(Predict(request=self.requests, shard=0, weights=weights, **references))
         return self.requests
 
-    def ask(
-        self, inputs: Sequence[TensorRef], outputs: Sequence[TensorRef] = (), weights: int = 0
-    ) -> Reply:
+    def ask(self, inputs: Sequence[TensorRef], *rest: Any) -> Reply:
         """Run, and expect an answer."""
-        return self.answer(self.predict(inputs, outputs, weights))
+        return self.answer(self.predict(inputs, *rest))
+
+    def fail(self, inputs: Sequence[TensorRef], *rest: Any) -> Error:
+        """Run, and expect an error."""
+        return self.error(self.predict(inputs, *rest))
 
     def answer(self, request: int) -> Reply:
-        reply = self.receive()
-        assert isinstance(reply, Reply), reply
-        assert (reply.request, reply.shard) == (request, 0)
-        return reply
-
-    def fail(
-        self, inputs: Sequence[TensorRef], outputs: Sequence[TensorRef] = (), weights: int = 0
-    ) -> Error:
-        """Run, and expect an error."""
-        return self.error(self.predict(inputs, outputs, weights))
+        return self._receive_for(request, Reply)
 
     def error(self, request: int) -> Error:
-        error = self.receive()
-        assert isinstance(error, Error), error
-        assert (error.request, error.shard) == (request, 0)
-        return error
+        return self._receive_for(request, Error)
+
+    def _receive_for(self, request: int, kind: type[Answer]) -> Answer:
+        message = self.receive()
+        assert isinstance(message, kind), message
+        assert (message.request, message.shard) == (request, 0)
+        return message
 
     def fetch(self, reference: TensorRef) -> Array:
         """What lies in a block of the worker's own."""
@@ -369,9 +359,7 @@ def test_cancelled_run_ends_and_the_next_is_served(peer: Peer, tmp_path: Path) -
     peer.cancels.send(request + 1000, 0)  # of another request: nothing
     peer.cancels.send(request, 1)  # of another shard: likewise
     peer.cancels.send(request, 0)
-    error = peer.receive()
-    assert isinstance(error, Error)
-    assert (error.kind, error.request) == ("cancelled", request)
+    assert peer.error(request).kind == "cancelled"
     started.touch()
     peer.ask([x_at(0)], [y_at(64)])
     assert peer.array(y_at(64)).tolist() == [2, 2, 2]
