@@ -327,6 +327,12 @@ def arena() -> Iterator[Arena]:
     arena.close()
 
 
+def test_same_slot_with_its_warm_pages_is_used_again(arena: Arena) -> None:
+    kept = arena.allocate(100)
+    assert len({arena.allocate(5000).offset for _ in range(10)}) == 1
+    assert kept.offset == 0
+
+
 def test_wholly_free_blocks_make_room_for_a_larger_one() -> None:
     dropped: list[int] = []
     arena = Arena(128 * MIB, dropped=dropped.append)
