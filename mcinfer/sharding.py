@@ -13,7 +13,8 @@ A `Split` gives for each input the axis to cut, and for each output the axis to 
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import accumulate
 from math import prod
 from typing import Literal, TypeVar
 
@@ -124,6 +125,9 @@ class Split:
         if self.known in ("said", "declared"):
             how = f"{how}, checked with {self.rows} rows"
         return f"{how} (largest difference {self.difference:.2g})"
+
+
+_WHOLE = Split(inputs={}, outputs={}, known="unknown")
 
 
 def _axis_text(axis: int | str | None, none: str) -> str:
@@ -579,29 +583,21 @@ def _joins(
     shards = [*zip(*(cut.shapes for cut in cuts), strict=True)] or [()]
     bindings = [_bind(model.inputs, shapes) for shapes in shards]
     if split is None or all(cut.axis is None for cut in cuts):
-        return tuple(_join(spec, None, None, bindings, rows) for spec in model.outputs)
-    axes = {name: axis for name, axis in split.outputs.items() if isinstance(axis, int)}
-    fixed = is_fixed(model, split)
-    joins = (
-        _join(spec, axes.get(spec.name), split.sizes.get(spec.name), bindings, rows, fixed=fixed)
-        for spec in model.outputs
-    )
-    return tuple(
-        replace(join, rank=split.ranks.get(spec.name))
-        for spec, join in zip(model.outputs, joins, strict=True)
-    )
+        split = _WHOLE
+    fixed = split is not _WHOLE and is_fixed(model, split)
+    return tuple(_join(spec, split, bindings, rows, fixed=fixed) for spec in model.outputs)
 
 
 def _join(
     spec: TensorSpec,
-    axis: int | None,
-    size: int | None,
+    split: Split,
     bindings: Sequence[Mapping[str, int]],
     rows: Sequence[int],
     *,
-    fixed: bool = False,
+    fixed: bool,
 ) -> OutputJoin:
-    """How one output joins; `size` is its size along the axis for each row, if known."""
+    given, size = split.outputs.get(spec.name), split.sizes.get(spec.name)
+    axis = given if isinstance(given, int) else None
     known = [
         tuple(bound.get(size) if isinstance(size, str) else size for size in spec.shape)
         for bound in bindings
@@ -623,8 +619,12 @@ def _join(
     shapes = _all_known([_all_known(shape) for shape in known])
     if axis is not None and axis >= len(spec.shape):
         shapes = None  # the declaration is wrong
-    shape = None if shapes is None else _joined(shapes, axis)
-    return OutputJoin(axis=axis, shapes=shapes, shape=shape, lengths=lengths)
+    shape = None if shapes is None else shapes[0]
+    if shapes is not None and axis is not None:
+        total = sum(part[axis] for part in shapes)
+        shape = (*shapes[0][:axis], total, *shapes[0][axis + 1 :])
+    rank = split.ranks.get(spec.name)
+    return OutputJoin(axis=axis, shapes=shapes, shape=shape, lengths=lengths, rank=rank)
 
 
 def _all_known(values: Iterable[_T | None]) -> tuple[_T, ...] | None:
@@ -643,12 +643,6 @@ def _bind(specs: Sequence[TensorSpec], shapes: Sequence[Shape]) -> dict[str, int
             if isinstance(symbol, str) and bound.setdefault(symbol, size) != size:
                 unsure.add(symbol)
     return {symbol: size for symbol, size in bound.items() if symbol not in unsure}
-
-
-def _joined(parts: Sequence[Shape], axis: int | None) -> Shape:
-    if axis is None:
-        return parts[0]
-    return (*parts[0][:axis], sum(part[axis] for part in parts), *parts[0][axis + 1 :])
 
 
 def check_join(
@@ -682,8 +676,4 @@ def offsets(shape: Shape, axis: int, parts: Sequence[int]) -> list[int] | None:
     if prod(shape[:axis]) != 1:
         return None
     inner = prod(shape[axis + 1 :])
-    starts, at = [], 0
-    for part in parts:
-        starts.append(at)
-        at += part * inner
-    return starts
+    return [*accumulate((part * inner for part in parts), initial=0)][:-1]

@@ -1,18 +1,13 @@
 """Random small graphs, and whether a batch that is split gives what one session gives for the whole.
 
-    python -m tests.split_graphs --graphs 5000 --seed 0
+A graph keeps, moves, mixes or drops the axis of the rows, and gets several requests of different sizes. Each
+answer must be that of ONNX Runtime's session on the whole request, or an error (`McinferError`). `InProcess`
+has the master's parts that decide (`Splitter`, `plan`, `join_parts`), and one session instead of workers.
 
-A graph keeps, moves, mixes or drops the axis of the rows, and is given several requests, of other rows and
-other sizes. Each answer must be that of ONNX Runtime's session on the whole request, or a `McinferError` must
-come in its place. `InProcess` has the master's parts that decide (`Splitter`, `plan`, `join_parts`), and a
-session in this process in the place of the workers.
-
-A comparison finds out, it does not prove. So these graphs have no operators that mix rows for rare values
-alone (thresholds, rounding, sorting), nor such that drop whatever axes have size 1.
+A comparison does not prove. So these graphs have no operators that mix rows for rare values alone
+(thresholds, rounding, sorting), and none that drop all axes of size 1.
 """
 
-import argparse
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -36,8 +31,6 @@ Inputs = Sequence[NDArray[Any]]
 Dim = int | str
 
 PIECES = 2
-"""As many as two workers have."""
-
 _ROUNDING = 1e-6
 """Of float32 numbers near one."""
 
@@ -69,26 +62,22 @@ class Builder:
         self._weights: list[onnx.TensorProto] = []
 
     def graph(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> onnx.ModelProto:
-        """What was built, as a model."""
         made = helper.make_graph(self._nodes, "random", inputs, outputs, self._weights)
         return helper.make_model(
             made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8, producer_name=""
         )
 
     def node(self, operator: str, *inputs: str, **attributes: Any) -> str:
-        """An operator; the name of its output."""
         name = f"v{len(self._nodes)}"
         self._nodes.append(helper.make_node(operator, inputs, [name], **attributes))
         return name
 
     def weight(self, array: Any, dtype: Any = np.float32) -> str:
-        """A constant; its name."""
         name = f"w{len(self._weights)}"
         self._weights.append(numpy_helper.from_array(np.asarray(array, dtype), name))
         return name
 
     def numbers(self, *numbers: int) -> str:
-        """Constant integers, such as axes."""
         return self.weight(numbers, np.int64)
 
     def size(self, value: Value, axis: int) -> str:
@@ -97,7 +86,7 @@ class Builder:
         return self.node("Gather", shape, self.weight(axis, np.int64), axis=0)
 
     def pick(self, fits: Callable[[Value], bool] = lambda _: True) -> Value | None:
-        """A tensor that fits, rather a late one."""
+        """A tensor that fits, more likely a late one."""
         found = [value for value in self.values if fits(value)]
         if not found:
             return None
@@ -106,7 +95,6 @@ class Builder:
         return found[at]
 
     def choice(self, options: Sequence[Any]) -> Any:
-        """One of them."""
         return options[int(self.rng.integers(len(options)))]
 
     def keep(self) -> None:
@@ -199,7 +187,7 @@ class Builder:
         self.values.append(Value(made, dims))
 
     def apart(self) -> None:
-        """Numbers that no row has to do with: constants, or one for each entry of another axis."""
+        """Numbers that do not depend on the rows: constants, or one for each entry of another axis."""
         x = self.pick(lambda v: OTHER in v.dims)
         if x is None or self.rng.random() < 0.5:
             size = int(self.rng.integers(1, 8))
@@ -373,14 +361,7 @@ class InProcess:
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What came of requests.
-
-    Attributes:
-        answered: How many have the right answer.
-        refused: How many the session itself refuses.
-        raised: What was raised in the place of answers.
-        wrong: What is wrong in an answer, and for which requests.
-    """
+    """How many requests have the right answer, how many the session refuses, errors, and wrong answers."""
 
     answered: int = 0
     refused: int = 0
@@ -451,20 +432,3 @@ def check_graphs(numbers: range, seed: int) -> tuple[Counter[str], list[str]]:
             text = printer.to_text(model)
             findings.append(f"graph {number} of seed {seed}\n{text}\n{known.split}\n{wrong}")
     return counts, findings
-
-
-def main() -> int:
-    """Check graphs and print what came of it; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tests.split_graphs", description=__doc__)
-    parser.add_argument("--graphs", type=int, default=5000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    logging.getLogger("mcinfer").setLevel(logging.ERROR)  # that a graph runs whole is no news here
-    ort.set_default_logger_severity(4)
-    counts, findings = check_graphs(range(options.graphs), options.seed)
-    print(*findings, dict(counts), sep="\n\n")
-    return 1 if findings else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -4,7 +4,6 @@ import errno
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from mcinfer.shm.arena import Arena
 from mcinfer.shm.block import Block
 from mcinfer.specs import STRING
 from mcinfer.validators import TensorRef
+from tests.open_descriptors import no_descriptor_left
 from tests.planned_requests import (
     DECLARED,
     LIMIT,
@@ -42,15 +42,6 @@ def arena() -> Iterator[Arena]:
     arena = Arena(64 * MIB)
     yield arena
     arena.close()
-
-
-@contextmanager
-def no_descriptor_left() -> Iterator[None]:
-    gc.collect()  # what earlier tests left is not to go now
-    before = len(os.listdir("/proc/self/fd"))
-    yield
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.fixture

@@ -21,7 +21,9 @@ from mcinfer.protocol import (
 )
 from mcinfer.scheduler.actions import (
     Action,
+    DumpStacks,
     HealthChanged,
+    KillWorker,
     PoolStarted,
     Send,
     StartWorker,

@@ -5,16 +5,16 @@ import json
 import os
 import select
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-import onnx
+import onnx.parser
 import pytest
 from numpy.typing import NDArray
-from onnx import TensorProto, helper
 
 from mcinfer.engines._fake import _FakeRun
 from mcinfer.protocol import (
@@ -31,7 +31,6 @@ from mcinfer.protocol import (
     Hello,
     Message,
     Predict,
-    PredictJoined,
     Reply,
     UpdateWeights,
     decode,
@@ -45,15 +44,15 @@ from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, numpy_dtype
 from mcinfer.validators import TensorRef
 from mcinfer.worker import server
-from mcinfer.worker.server import STRANGER, Tokens, serve
+from mcinfer.worker.server import STRANGER, serve
 from tests.process.waiting import wait_until
 
 PATIENCE = 20.0
 BLOCK_BYTES = 1 << 16
-TOKENS = Tokens(hello="shown in HELLO", build="shown in BUILD")
-FLOAT = TensorProto.FLOAT
+HELLO_TOKEN, BUILD_TOKEN = TOKENS = ("shown in HELLO", "shown in BUILD")
 
 Array = NDArray[Any]
+Answer = TypeVar("Answer", Reply, Error)
 
 
 class Peer:
@@ -109,14 +108,8 @@ class Peer:
         model: str,
         engine: str = "fake",
         variable_weights: tuple[str, ...] = (),
-        token: str = TOKENS.build,
-    ) -> Message:
-        self.ask_to_build(model, engine, variable_weights, token)
-        return self.receive()
-
-    def ask_to_build(
-        self, model: str, engine: str, variable_weights: tuple[str, ...], token: str
-    ) -> None:
+        token: str = BUILD_TOKEN,
+    ) -> BuildFinish | None:
         self.send(
             Build(
                 model=model,
@@ -127,6 +120,11 @@ class Peer:
                 token=token,
             )
         )
+        if token != BUILD_TOKEN:
+            return None
+        built = self.receive()
+        assert isinstance(built, BuildFinish)
+        return built
 
     def attach(self, number: int) -> None:
         block = Block.create(number, BLOCK_BYTES)
@@ -143,52 +141,32 @@ class Peer:
         return np.ndarray(shape, dtype, memoryview(memory))
 
     def predict(
-        self,
-        inputs: Sequence[TensorRef],
-        outputs: Sequence[TensorRef] = (),
-        weights: int = 0,
+        self, inputs: Sequence[TensorRef], outputs: Sequence[TensorRef] = (), weights: int = 0
     ) -> int:
         self.requests += 1
-        self.send(
-            Predict(
-                request=self.requests,
-                shard=0,
-                weights=weights,
-                inputs=tuple(inputs),
-                outputs=tuple(outputs),
-            )
-        )
+        references = {"inputs": tuple(inputs), "outputs": tuple(outputs)}
+        self.send(Predict(request=self.requests, shard=0, weights=weights, **references))
         return self.requests
 
-    def ask(
-        self,
-        inputs: Sequence[TensorRef],
-        outputs: Sequence[TensorRef] = (),
-        weights: int = 0,
-    ) -> Reply:
+    def ask(self, inputs: Sequence[TensorRef], *rest: Any) -> Reply:
         """Run, and expect an answer."""
-        return self.answer(self.predict(inputs, outputs, weights))
+        return self.answer(self.predict(inputs, *rest))
+
+    def fail(self, inputs: Sequence[TensorRef], *rest: Any) -> Error:
+        """Run, and expect an error."""
+        return self.error(self.predict(inputs, *rest))
 
     def answer(self, request: int) -> Reply:
-        reply = self.receive()
-        assert isinstance(reply, Reply), reply
-        assert (reply.request, reply.shard) == (request, 0)
-        return reply
-
-    def fail(
-        self,
-        inputs: Sequence[TensorRef],
-        outputs: Sequence[TensorRef] = (),
-        weights: int = 0,
-    ) -> Error:
-        """Run, and expect an error."""
-        return self.error(self.predict(inputs, outputs, weights))
+        return self._receive_for(request, Reply)
 
     def error(self, request: int) -> Error:
-        error = self.receive()
-        assert isinstance(error, Error), error
-        assert (error.request, error.shard) == (request, 0)
-        return error
+        return self._receive_for(request, Error)
+
+    def _receive_for(self, request: int, kind: type[Answer]) -> Answer:
+        message = self.receive()
+        assert isinstance(message, kind), message
+        assert (message.request, message.shard) == (request, 0)
+        return message
 
     def fetch(self, reference: TensorRef) -> Array:
         """What lies in a block of the worker's own."""
@@ -240,37 +218,20 @@ def fake(folder: Path, **acts: Any) -> str:
     return str(path)
 
 
-def save(
-    path: Path,
-    nodes: Sequence[onnx.NodeProto],
-    inputs: Mapping[str, tuple[int, Sequence[int | str]]],
-    outputs: Mapping[str, tuple[int, Sequence[int | str]]],
-) -> str:
-    infos = [
-        [helper.make_tensor_value_info(name, *value) for name, value in values.items()]
-        for values in (inputs, outputs)
-    ]
-    graph = helper.make_graph(nodes, "graph", infos[0], infos[1])
-    opsets = [helper.make_opsetid("", 21)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
-    return str(path)
+def at(name: str, offset: int, rows: int = 3, block: int = 0) -> TensorRef:
+    return (name, "float32", (rows,), block, offset)
 
 
-def x_at(offset: int, rows: int = 3, block: int = 0) -> TensorRef:
-    return ("x", "float32", (rows,), block, offset)
-
-
-def y_at(offset: int, rows: int = 3, block: int = 0) -> TensorRef:
-    return ("y", "float32", (rows,), block, offset)
+x_at, y_at, u_at = partial(at, "x"), partial(at, "y"), partial(at, "u")
 
 
 # A worker's life.
 
 
 def test_worker_says_hello_builds_serves_and_ends(peer: Peer, tmp_path: Path) -> None:
-    assert peer.hello == Hello(version=VERSION, pid=os.getpid(), token=TOKENS.hello)
+    assert peer.hello == Hello(version=VERSION, pid=os.getpid(), token=HELLO_TOKEN)
     built = peer.build(fake(tmp_path))
-    assert isinstance(built, BuildFinish)
+    assert built is not None
     assert built.inputs == (("x", "float32", ("batch",)),)
     assert [spec[0] for spec in built.outputs] == ["y", "u"]
     assert built.providers == ("fake",)
@@ -285,11 +246,11 @@ def test_worker_says_hello_builds_serves_and_ends(peer: Peer, tmp_path: Path) ->
     assert peer.finish() == 0
 
 
-@pytest.mark.parametrize("token", ["", TOKENS.hello])
+@pytest.mark.parametrize("token", ["", HELLO_TOKEN])
 def test_master_that_does_not_show_its_token_is_not_served(
     peer: Peer, tmp_path: Path, caplog: pytest.LogCaptureFixture, token: str
 ) -> None:
-    peer.ask_to_build(fake(tmp_path), "fake", (), token)
+    peer.build(fake(tmp_path), token=token)
     assert peer.finish() == STRANGER
     (record,) = [record for record in caplog.records if record.name == "mcinfer.worker"]
     assert "BUILD does not show the token of the master that started this" in record.getMessage()
@@ -302,10 +263,11 @@ def test_master_that_does_not_show_its_token_is_not_served(
         Attach(block=0, size=64),
         Cancel(request=0, shard=0),
         Predict(request=0, shard=0, inputs=(), outputs=()),
+        Reply(request=1, shard=0, outputs=(), seconds=0.0),
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_nothing_is_done_before_the_master_has_shown_its_token(
+def test_message_before_the_masters_token_ends_the_worker_with_status_1(
     peer: Peer, message: Message
 ) -> None:
     peer.send(message)
@@ -336,14 +298,10 @@ def test_run_that_fails_is_an_error_of_its_kind_and_the_next_is_served(
 def test_output_that_is_not_as_declared_comes_as_it_is_and_the_others_where_they_were_asked_for(
     peer: Peer, tmp_path: Path
 ) -> None:
-    tensor: tuple[int, Sequence[int | str]] = FLOAT, ["batch", 2]
-    model = save(
-        tmp_path / "lie.onnx",
-        [helper.make_node("Transpose", ["x"], ["y"]), helper.make_node("Neg", ["x"], ["z"])],
-        {"x": tensor},
-        {"y": tensor, "z": tensor},
-    )
-    peer.build(model, "onnxruntime")
+    text = "(float[batch, 2] x) => (float[batch, 2] y, float[batch, 2] z)"
+    text = f'<ir_version: 9, opset_import: ["": 17]> m {text} {{ y = Transpose(x) z = Neg(x) }}'
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "lie.onnx")
+    peer.build(str(tmp_path / "lie.onnx"), "onnxruntime")
     peer.attach(0)
     x, y, z = ((name, "float32", (3, 2), 0, at) for name, at in (("x", 0), ("y", 64), ("z", 128)))
     peer.array(x)[...] = np.arange(6).reshape(3, 2)
@@ -401,9 +359,7 @@ def test_cancelled_run_ends_and_the_next_is_served(peer: Peer, tmp_path: Path) -
     peer.cancels.send(request + 1000, 0)  # of another request: nothing
     peer.cancels.send(request, 1)  # of another shard: likewise
     peer.cancels.send(request, 0)
-    error = peer.receive()
-    assert isinstance(error, Error)
-    assert (error.kind, error.request) == ("cancelled", request)
+    assert peer.error(request).kind == "cancelled"
     started.touch()
     peer.ask([x_at(0)], [y_at(64)])
     assert peer.array(y_at(64)).tolist() == [2, 2, 2]
@@ -439,21 +395,6 @@ def test_cancellations_that_concern_no_run_are_forgotten(peer: Peer, tmp_path: P
     peer.ask([x_at(0)], [y_at(64)])
     peer.requests = 10_000 - 1
     peer.ask([x_at(0)], [y_at(64)])  # the first of them is so long ago that it counts no more
-
-
-def test_joined_run_is_cancelled_by_its_first_member(peer: Peer, tmp_path: Path) -> None:
-    outputs = [["y", "float32", ["batch"], {"from": "x"}]]
-    peer.build(fake(tmp_path, outputs=outputs, run="sleep:60"))
-    peer.attach(0)
-    member: dict[str, tuple[TensorRef, ...]] = {"inputs": (x_at(0),), "outputs": (y_at(64),)}
-    peer.requests = 7
-    peer.send(
-        PredictJoined(
-            request=7, shard=0, members=(member, member), input_axes=(0,), output_axes=(0,)
-        )
-    )
-    peer.cancels.send(7, 0)
-    assert peer.error(7).kind == "cancelled"
 
 
 def is_read(end: Cancels) -> bool:
@@ -512,20 +453,12 @@ def built_with_weights(peer: Peer, folder: Path, **acts: Any) -> None:
     ]
     model = fake(folder, outputs=outputs, weights=REPLACEABLE, **acts)
     built = peer.build(model, variable_weights=("v", "w"))
-    assert isinstance(built, BuildFinish)
+    assert built is not None
     assert built.weights == (("v", "float32", (3,)), ("w", "float32", (3,)))
     peer.attach(0)
 
 
-def u_at(offset: int, rows: int = 3, block: int = 0) -> TensorRef:
-    return ("u", "float32", (rows,), block, offset)
-
-
-def weight_at(name: str, offset: int, block: int = 0) -> TensorRef:
-    return (name, "float32", (3,), block, offset)
-
-
-def tell(peer: Peer, version: int, *tensors: TensorRef, oldest: int = 0) -> None:
+def update(peer: Peer, version: int, *tensors: TensorRef, oldest: int = 0) -> None:
     peer.send(UpdateWeights(version=version, oldest=oldest, tensors=tensors))
 
 
@@ -545,11 +478,11 @@ def bound_runs() -> int:
 
 def test_run_is_with_the_version_that_it_names(peer: Peer, tmp_path: Path) -> None:
     built_with_weights(peer, tmp_path)
-    w, w2, v = weight_at("w", 1024), weight_at("w", 2048), weight_at("v", 3072)
+    w, w2, v = at("w", 1024), at("w", 2048), at("v", 3072)
     for reference, value in ((w, 2), (w2, 3), (v, 20)):
         peer.array(reference)[:] = value
-    tell(peer, 1, w)
-    tell(peer, 2, w2, v)
+    update(peer, 1, w)
+    update(peer, 2, w2, v)
     for _ in range(2):  # bound, then from the cache
         assert ask_both(peer, 0) == ([1] * 3, [10] * 3)
         assert ask_both(peer, 1) == ([2] * 3, [10] * 3)
@@ -560,13 +493,13 @@ def test_versions_below_the_oldest_are_forgotten_with_their_runs(
     peer: Peer, tmp_path: Path
 ) -> None:
     built_with_weights(peer, tmp_path)
-    places = [weight_at("w", 1024 * (1 + version)) for version in range(5)]
+    places = [at("w", 1024 * (1 + version)) for version in range(5)]
     for version in (1, 2, 3):
         peer.array(places[version])[:] = version
-        tell(peer, version, places[version])
+        update(peer, version, places[version])
         assert ask_both(peer, version)[0] == [version] * 3
     assert bound_runs() == 3
-    tell(peer, 4, places[4], oldest=3)
+    update(peer, 4, places[4], oldest=3)
     for version in (1, 2):  # also where the run was bound
         error = peer.fail([x_at(0)], [y_at(64), u_at(128)], version)
         assert f"version {version} of the weights is not known" in error.text
@@ -577,18 +510,14 @@ def test_versions_below_the_oldest_are_forgotten_with_their_runs(
 
 @pytest.mark.parametrize(
     "reference",
-    [
-        weight_at("w", 0, block=1),
-        weight_at("w", BLOCK_BYTES - 11),
-        ("w", STRING, (1,), None, ("text",)),
-    ],
-    ids=["unknown block", "over the end", "strings"],
+    [at("w", 0, block=1), ("w", STRING, (1,), None, ("text",))],
+    ids=["unknown block", "strings"],
 )
 def test_weights_that_do_not_lie_in_their_block_end_the_worker_with_status_1(
     peer: Peer, tmp_path: Path, reference: TensorRef
 ) -> None:
     built_with_weights(peer, tmp_path)
-    tell(peer, 1, weight_at("v", 0), reference)
+    update(peer, 1, at("v", 0), reference)
     assert peer.finish() == 1
 
 

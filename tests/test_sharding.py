@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mcinfer.errors import InvalidInputError, PredictError
+from mcinfer.errors import InvalidInputError
 from mcinfer.sharding import (
     Axes,
     InputCut,
@@ -95,13 +95,13 @@ def test_even_parts_are_full_and_alike(count: int, pieces: int) -> None:
 # The batch symbol.
 
 
-@pytest.mark.parametrize("symbol", ["batch_size", "N", "bs", "BATCH", "unet_batch_1"])
+@pytest.mark.parametrize("symbol", ["N", "BATCH", "unet_batch_1"])
 def test_symbol_named_as_a_batch_is_chosen_before_the_first(symbol: str) -> None:
     spec = model({"x": ("rows", symbol), "y": ("rows", 2)}, {"z": ("rows", 1)})
     assert batch_symbol(spec) == symbol
 
 
-@pytest.mark.parametrize("symbol", ["seq", "tokens", "num_frames", "Time", "step"])
+@pytest.mark.parametrize("symbol", ["num_frames", "Time"])
 def test_symbol_named_as_a_sequence_is_never_the_batch(symbol: str) -> None:
     spec = model({"x": (symbol, 3)}, {"y": (symbol, 5)})
     assert batch_symbol(spec) is None
@@ -123,21 +123,6 @@ def test_rows_that_are_set_against_each_other_are_not_cut() -> None:
 
 BOTH: tuple[Axes, Axes] = ({"x": 0}, {"y": 0})
 """That the first axis is the batch in x and y."""
-
-
-@pytest.mark.parametrize("pieces", [1, 2])
-def test_fixed_batch_that_is_said_of_the_inputs_alone_is_refused(pieces: int) -> None:
-    with pytest.raises(InvalidInputError, match=r"output 'y' has no axis.*output_axes=\{'y': 0\}"):
-        planned(FIXED, [(8, 3)], pieces, {"x": 0})
-
-
-def test_fixed_batches_of_several_sizes_make_the_same_number_of_pieces() -> None:
-    spec = model({"x": (2, 3), "y": (4, 3)}, {"z": (2, 1)})
-    axes: tuple[Axes, Axes] = ({"x": 0, "y": 0}, {"z": 0})
-    cut = planned(spec, [(6, 3), (12, 3)], 2, *axes)
-    assert [item.shapes for item in cut.inputs] == [((2, 3),) * 3, ((4, 3),) * 3]
-    with pytest.raises(InvalidInputError, match=r"'x' and 'y' are cut together.*3 pieces.*8 rows"):
-        planned(spec, [(6, 3), (8, 3)], 2, *axes)
 
 
 # Axes that the caller names.
@@ -164,14 +149,7 @@ def test_input_that_lacks_the_axis_is_refused_where_it_is_said_and_whole_where_i
     assert plan(spec, [(4,), (4, 3)], 2, replace(split, known="learned")).rows == (1,)
 
 
-def test_unknown_name_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match=r"batch_axes: got unknown input 'z'.*\['x'\]"):
-        said(SYMBOLIC, {"z": 0})
-    with pytest.raises(InvalidInputError, match=r"output_axes: got unknown output 'x'.*\['y'\]"):
-        said(SYMBOLIC, {"x": 0}, {"x": 0})
-
-
-@pytest.mark.parametrize("axis", [-1, 2, 1.0, "0", True, [0]])
+@pytest.mark.parametrize("axis", [-1, 2, 1.0, True])
 def test_axis_that_does_not_exist_is_refused(axis: Any) -> None:
     with pytest.raises(InvalidInputError, match=r"batch_axes\['x'\]: got .*from 0 to 1"):
         said(SYMBOLIC, {"x": axis})
@@ -181,16 +159,32 @@ def test_axis_that_does_not_exist_is_refused(axis: Any) -> None:
 
 # What is refused.
 
-
-def test_wrong_fixed_dimension_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match=r"input 'x' has size 5 in dimension 1, expected 3"):
-        plan(SYMBOLIC, [(4, 5)], 2)
+TWO = model({"x": ("batch", 3), "y": ("batch", 2)}, {"z": ("batch", 1)})
+TWO_FIXED = model({"x": (2, 3), "y": (4, 3)}, {"z": (2, 1)})
 
 
-def test_batches_of_two_sizes_that_are_said_are_refused_naming_both_inputs() -> None:
-    spec = model({"x": ("batch", 3), "y": ("batch", 2)}, {"z": ("batch", 1)})
-    with pytest.raises(InvalidInputError, match=r"'x' and 'y' are cut together.*4 rows.*has 6"):
-        planned(spec, [(4, 3), (6, 2)], 2, {"x": 0, "y": 0})
+@pytest.mark.parametrize(
+    ("spec", "shapes", "axes", "text"),
+    [
+        (SYMBOLIC, [(4, 5)], (), r"input 'x' has size 5 in dimension 1, expected 3"),
+        (TWO, [(4, 3), (6, 2)], ({"x": 0, "y": 0},), r"'x' and 'y' .* together.*4 rows.*has 6"),
+        (FIXED, [(7, 3)], BOTH, "multiple"),
+        (FIXED, [(8, 3)], ({"x": 0},), r"output 'y' has no axis.*output_axes=\{'y': 0\}"),
+        (
+            TWO_FIXED,
+            [(6, 3), (8, 3)],
+            ({"x": 0, "y": 0}, {"z": 0}),
+            r"'x' and 'y'.*3 pieces.*8 rows",
+        ),
+        (SYMBOLIC, [(4, 3)], ({"z": 0},), r"batch_axes: got unknown input 'z'.*\['x'\]"),
+        (SYMBOLIC, [(4, 3)], ({}, {"x": 0}), r"output_axes: got unknown output 'x'.*\['y'\]"),
+    ],
+)
+def test_request_that_does_not_fit_is_refused(
+    spec: ModelSpec, shapes: Sequence[Shape], axes: tuple[Axes, ...], text: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=text):
+        planned(spec, shapes, 2, *axes)
 
 
 # No rows.
@@ -225,14 +219,20 @@ def test_fixed_batch_of_no_rows_is_refused_where_an_output_does_not_follow() -> 
 THREE = ["worker 4", "worker 0", "worker 2"]
 
 
+def unknown(axis: int | None, **known: Any) -> OutputJoin:
+    """An output whose shapes are not known before the run."""
+    return OutputJoin(axis=axis, shapes=None, shape=None, **known)
+
+
 @pytest.mark.parametrize(
     ("join", "shapes"),
     [
-        (joined(0, (3, 7), (2, 7)), [(3, 7), (2, 7)]),
         (joined(0, (3, 7), (2, 7)), [(3, 9), (2, 9)]),  # declared as 7, and the runtime gives 9
-        (OutputJoin(axis=0, shapes=None, shape=None, lengths=(3, 2)), [(3, 9), (2, 9)]),
-        (OutputJoin(axis=2, shapes=None, shape=None), [(8, 9, 1), (8, 9, 4)]),
-        (OutputJoin(axis=None, shapes=None, shape=None), [(8, 9), (8, 9)]),
+        (joined(1, (7, 3), (7, 2)), [(7, 3, 5), (7, 2, 5)]),
+        (unknown(0, lengths=(3, 2)), [(3, 9), (2, 9)]),
+        (unknown(0), [(8, 9), (0, 9)]),
+        (unknown(2, rank=3), [(8, 9, 1), (8, 9, 4)]),
+        (unknown(None), [(), ()]),
         (joined(None, (1, 7), (1, 7)), [(2, 7), (2, 7)]),
         (joined(0, (3, 7)), [(5, 1)]),
     ],
@@ -248,30 +248,20 @@ def test_parts_that_go_together_are_taken(join: OutputJoin, shapes: list[Shape])
         (
             joined(0, (3, 7), (2, 7)),
             [(3, 7), (3, 7)],
-            r"output 'y' joins along axis 0, .*: expected \[2, 7\] from worker 0 \(part 1\), "
-            r"got \[3, 7\]",
+            r"axis 0, .*\[2, 7\] from worker 0 .*\[3, 7\]",
         ),
-        (joined(0, (3,), (2,)), [(3,), (2, 1)], r"expected \[2\] from worker 0 .* got \[2, 1\]"),
-        (
-            OutputJoin(axis=0, shapes=None, shape=None, rank=2),
-            [(3, 9, 1), (2, 9, 1)],
-            r"expected \[\?, \?\] from worker 4 .*, got \[3, 9, 1\]",
-        ),
-        (OutputJoin(axis=0, shapes=None, shape=None), [(), ()], r"expected \[\?\] .* got \[\]"),
-        (
-            OutputJoin(axis=None, shapes=None, shape=None),
-            [(1, 7), (1, 7), (3, 7)],
-            r"output 'y' is the same from every worker, .*\[1, 7\] from worker 2 \(part 2\), "
-            r"got \[3, 7\]",
-        ),
+        (joined(0, (3,), (2,)), [(3,), (2, 1)], r"\[2\] from worker 0 .* got \[2, 1\]"),
+        (unknown(0), [(2, 9), (2, 8)], r"\[\?, 9\] from worker 0 .*, got \[2, 8\]"),
+        (unknown(0, rank=2), [(3, 9, 1), (2, 9, 1)], r"\[\?, \?\] from worker 4 .*\[3, 9, 1\]"),
+        (unknown(0), [(), ()], r"expected \[\?\] .* got \[\]"),
+        (unknown(None), [(1, 7), (1, 7), (3, 7)], r"the same .*\[1, 7\] from worker 2 .*\[3, 7\]"),
     ],
     ids=str,
 )
-def test_parts_that_are_not_as_the_split_says_are_an_error_that_names_output_and_worker(
+def test_parts_that_do_not_fit_are_an_error_that_names_output_and_worker(
     join: OutputJoin, shapes: list[Shape], text: str
 ) -> None:
-    assert issubclass(JoinError, PredictError)
-    with pytest.raises(JoinError, match=text):
+    with pytest.raises(JoinError, match=f"output 'y' .*{text}"):
         check_join("y", join, shapes, THREE[: len(shapes)])
 
 
@@ -374,38 +364,32 @@ def test_shards_of_any_model_join_to_the_whole(spec: ModelSpec, rows: int, piece
 
 @given(batch=st.integers(1, 5), count=st.integers(0, 9), pieces=st.integers(1, 4))
 def test_shards_of_any_fixed_batch_join_to_the_whole(batch: int, count: int, pieces: int) -> None:
-    spec = model({"x": (batch, 3), "y": (batch,)}, {"z": (batch, 7)})
+    spec = model({"x": (batch, 3), "y": (2 * batch,)}, {"z": (batch, 7)})
     rows = count * batch
-    cut = planned(spec, [(rows, 3), (rows,)], pieces, {"x": 0, "y": 0}, {"z": 0})
+    cut = planned(spec, [(rows, 3), (2 * rows,)], pieces, {"x": 0, "y": 0}, {"z": 0})
     assert cut.rows == (1,) * count
     assert [len(part.shapes) for part in cut.inputs] == [count, count]
     assert cut.outputs[0].shape == (rows, 7)
     assert cut.outputs[0].shapes == ((batch, 7),) * count
     if count > 1:
-        for part, shape in zip(cut.inputs, [(rows, 3), (rows,)], strict=True):
+        for part, shape in zip(cut.inputs, [(rows, 3), (2 * rows,)], strict=True):
             parts = cut_by(numbered(shape), 0, part.shapes)
             assert np.array_equal(np.concatenate(parts), numbered(shape))
 
 
-# Rows that may go together with those of other requests.
+# Rows that may share a run with rows of other requests.
 
-PARTLY_SAID = model({"x": (None, 3), "w": ("m", 2)}, {"y": ("m", 5)})
+PAIRED = model({"x": ("n", 3)}, {"y": ("n", "n")})
+X: list[Shape] = [(4, 3)]
 
 
 @pytest.mark.parametrize(
     ("spec", "shapes", "axes"),
     [
-        pytest.param(SYMBOLIC, [(4, 3)], (), id="batch"),
+        pytest.param(SYMBOLIC, X, (), id="batch"),
         pytest.param(UNET, [(2, 4, 8, 8), (1,), (2, 77, 768)], (), id="whole input"),
-        pytest.param(
-            model({"x": ("a", "b")}, {"y": (7, "b")}), [(2, 3)], ({"x": 1},), id="named axis"
-        ),
-        pytest.param(
-            model({"x": ("n", 3)}, {"y": ("n", "n")}),
-            [(4, 3)],
-            ({"x": 0}, {"y": 1}),
-            id="paired output, said",
-        ),
+        pytest.param(model({"x": (3, "n")}, {"y": ("n",)}), [(3, 4)], (), id="axis 1"),
+        pytest.param(PAIRED, X, ({"x": 0}, {"y": 1}), id="paired output, said"),
     ],
 )
 def test_rows_of_a_batch_of_any_size_may_go_with_others(
@@ -418,25 +402,23 @@ def test_rows_of_a_batch_of_any_size_may_go_with_others(
         assert cut.input_axes == tuple(item.axis for item in cut.inputs)
 
 
+def with_output(*shape: Dimension) -> ModelSpec:
+    return model({"x": ("batch", 3)}, {"y": ("batch", 3), "z": shape})
+
+
 @pytest.mark.parametrize(
     ("spec", "shapes", "axes"),
     [
-        pytest.param(FIXED, [(4, 3)], BOTH, id="fixed batch, several"),
+        pytest.param(FIXED, X, BOTH, id="fixed batch, several"),
         pytest.param(SYMBOLIC, [(0, 3)], (), id="no rows"),
-        pytest.param(model({"x": ("batch", 3)}, {"y": (3,)}), [(4, 3)], (), id="no batch in y"),
-        pytest.param(
-            model({"x": ("batch", 3)}, {"y": ("batch", 3), "z": (4,)}),
-            [(4, 3)],
-            (None, {"z": None}),
-            id="the same for all",
-        ),
-        pytest.param(
-            model({"x": ("batch", 3)}, {"y": ("batch", "found")}), [(4, 3)], (), id="unknown size"
-        ),
-        pytest.param(model({"x": (None, 3)}, {"y": (None, 5)}), [(4, 3)], (), id="no batch"),
-        pytest.param(
-            PARTLY_SAID, [(4, 3), (2, 2)], ({"x": 0, "w": None},), id="unnamed beside a whole one"
-        ),
+        pytest.param(SYMBOLIC, X, ({"x": None},), id="said to be whole"),
+        pytest.param(with_output(4), X, (), id="no batch in z"),
+        pytest.param(with_output(4), X, (None, {"z": None}), id="the same for all"),
+        pytest.param(with_output("batch", "found"), X, (), id="unknown size"),
+        pytest.param(with_output("2*batch", 3), X, (), id="expression"),
+        pytest.param(PAIRED, X, ({"x": 0},), id="paired output"),
+        pytest.param(model({"x": (None, 3)}, {"y": (None, 5)}), X, (), id="no batch"),
+        pytest.param(model({"x": ("seq", 3)}, {"y": ("seq", 3)}), X, (), id="sequence"),
     ],
 )
 def test_rows_that_are_not_known_to_be_independent_go_alone(

@@ -1,4 +1,4 @@
-"""Random graphs (tests/split_graphs.py), some hundred of them, and what thousands of them have found."""
+"""Random graphs (tests/split_graphs.py), and graphs that were answered wrongly once."""
 
 from collections.abc import Sequence
 
@@ -59,12 +59,23 @@ FOUND: dict[str, tuple[str, Sequence[Shapes], bool]] = {
         [{"x": (4, 7, 3), "w": (6, 3)}, {"x": (5, 8, 3), "w": (6, 3)}],
         True,
     ),
+    "a symbol of two sizes, as Paddle's exporter writes it": (
+        "(float[n,3,n] x) => (float[n,3,n] y) { y = Relu(x) }",
+        [{"x": (4, 3, 7)}, {"x": (5, 3, 7)}],
+        True,
+    ),
+    "a table that is as long as the batch by chance": (
+        "(float[?,4] x, float[?,4] w) => (float[?,4] y)"
+        "{ mean = ReduceMean <axes = [0], keepdims = 1> (w) y = Add(x, mean) }",
+        [{"x": (rows, 4), "w": (length, 4)} for rows, length in ((4, 4), (6, 4), (5, 5), (4, 4))],
+        True,
+    ),
 }
 """By what it shows: the graph, requests, and whether they are split in the end."""
 
 
 @pytest.mark.parametrize("name", [*FOUND])
-def test_graph_that_was_answered_wrongly_once_is_answered_rightly(name: str) -> None:
+def test_graph_is_answered_as_by_one_session(name: str) -> None:
     text, requests, splits = FOUND[name]
     session = open_session(
         parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> found {text}')

@@ -78,15 +78,6 @@ def test_model_without_names_is_split_from_the_second_request_on(
     assert_equal(master.predict(later), alone(path, later))
 
 
-def test_name_that_stands_for_two_sizes_is_no_error(onnx_model: OnnxModel) -> None:
-    """ONNX Runtime takes such a model; exporters of Paddle write "?" wherever they know nothing."""
-    path = onnx_model(onnx("(float[n, 3, n] x) => (float[n, 3, n] y) { y = Relu(x) }"))
-    master = Pool(path)
-    for count in (4, 5):
-        x = {"x": random((count, 3, 7))}
-        assert_equal(master.predict(x), alone(path, x))
-
-
 def test_model_of_any_rank_is_run_and_split(onnx_model: OnnxModel) -> None:
     path = onnx_model(onnx("(float[n, 3] x) => (float[n, 3] y) { y = Relu(x) }"))
     model = package.load(path)
@@ -98,21 +89,6 @@ def test_model_of_any_rank_is_run_and_split(onnx_model: OnnxModel) -> None:
         x = {"x": random(shape)}
         assert_equal(master.predict(x), alone(path, x))
     assert master.splits({"x": random((4, 3))})
-
-
-def test_input_as_long_as_the_batch_by_chance_is_told_apart(onnx_model: OnnxModel) -> None:
-    """The first request has a table of as many rows as the batch, which every row needs whole."""
-    path = onnx_model(
-        onnx("""(float[?, 4] x, float[?, 4] table) => (float[?, 4] y) {
-            mean = ReduceMean <axes = [0], keepdims = 1> (table)
-            y = Add(x, mean)
-        }""")
-    )
-    master = Pool(path)
-    for count, length in ((4, 4), (4, 4), (6, 4), (5, 5), (4, 4)):
-        inputs = {"x": random((count, 4), count), "table": random((length, 4), length)}
-        assert_equal(master.predict(inputs), alone(path, inputs))
-    assert master.split.inputs == {"x": 0, "table": None}
 
 
 # Rows that depend on each other.

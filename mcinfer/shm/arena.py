@@ -1,15 +1,13 @@
 """Slots of shared memory, allocated from blocks.
 
 Ownership: a slot belongs to the holders of its `Slot.memory` or of any view of it (a NumPy array, a view of
-a view). The slot is free exactly when the last of these is gone, without a call. So a user's array and a
-request that a worker may still write to are the same case: each holds a reference.
+a view). The slot is free exactly when the last of these is gone, without a call.
 
 A view may end in any thread, inside any allocation, even one of the arena's own. So its end only appends
-the slot to a deque, without Python code; `allocate_all` and `reclaim` read the deque.
+the slot to a deque, which runs no Python code; `allocate_all` and `reclaim` read the deque.
 
-One thread owns an arena. Other threads may call only `find` and methods that read a number.
-
-Lowest address first: steady traffic reuses the same few slots, whose pages are warm in every process (the
+One thread owns an arena. Other threads may call only `find` and methods that read a number. The lowest free
+address is used first: steady traffic reuses the same few slots, whose pages are warm in every process (the
 first touch of a page costs more than copying it).
 """
 
@@ -18,42 +16,40 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from ctypes import Array, c_char
+from dataclasses import dataclass
 
 from mcinfer.errors import ClosedError, InvalidInputError, QueueFullError
 from mcinfer.shm.block import Block
 
 ALIGNMENT = 64
-"""Bytes: a cache line, and the alignment of the widest vector loads."""
+"""Bytes of a cache line, and of the widest vector loads."""
 
 _BLOCK_BYTES = 64 << 20
 _BLOCK_ROUNDING = 2 << 20
 
 
 def align(size: int) -> int:
+    """The next multiple of `ALIGNMENT`."""
     return (size + ALIGNMENT - 1) & -ALIGNMENT
 
 
+@dataclass(slots=True, eq=False)
 class Slot:
-    """A piece of a block, `size` bytes at `offset`. The holders of `memory` or of a view of it own the slot.
+    """A piece of a block.
 
-    Its generation is the number of slots that the arena had handed out before.
+    The holders of `memory`, or of a view of it, own the slot.
     """
 
-    __slots__ = ("address", "block", "generation", "memory", "offset", "size")
-
-    def __init__(
-        self, block: Block, offset: int, size: int, generation: int, memory: "Array[c_char]"
-    ) -> None:
-        self.block = block.number
-        self.offset = offset
-        self.size = size
-        self.generation = generation
-        self.address = block.address + offset
-        self.memory = memory
+    block: int  # its number
+    offset: int  # bytes from the block's start, a multiple of `ALIGNMENT`
+    size: int  # the requested bytes
+    generation: int  # the slot's number in the order of allocation
+    address: int
+    memory: "Array[c_char]"
 
 
 class _Ticket(weakref.ref["Array[c_char]"]):
-    """Notices the end of a slot's memory, and knows the slot's place."""
+    """The place of a slot, with a callback at the end of its memory."""
 
     __slots__ = ("block", "generation", "offset", "space")
 
@@ -75,7 +71,7 @@ class _Extents:
         self._sizes = [block.size]
 
     def take(self, size: int) -> int | None:
-        """Cut so many bytes off the first extent that has them; their offset, or None."""
+        """Take bytes from the first extent that is large enough; their offset, or None."""
         for i, available in enumerate(self._sizes):
             if available >= size:
                 offset = self._offsets[i]
@@ -91,27 +87,29 @@ class _Extents:
     def give(self, offset: int, size: int) -> None:
         self.free += size
         i = bisect.bisect(self._offsets, offset)
-        if i < len(self._offsets) and offset + size == self._offsets[i]:  # joins the next one
-            size += self._sizes[i]
-            del self._offsets[i], self._sizes[i]
-        if i and self._offsets[i - 1] + self._sizes[i - 1] == offset:  # joins the last one
-            self._sizes[i - 1] += size
+        if i < len(self._offsets) and offset + size == self._offsets[i]:
+            self._offsets[i] = offset
+            self._sizes[i] += size
         else:
             self._offsets.insert(i, offset)
             self._sizes.insert(i, size)
+        if i > 0 and self._offsets[i - 1] + self._sizes[i - 1] == offset:
+            self._sizes[i - 1] += self._sizes.pop(i)
+            del self._offsets[i]
 
 
 class Arena:
-    """Shared memory up to a limit in bytes, for one master. It has no blocks before its first slot.
+    """Shared memory up to a limit, for one master.
 
     Attributes:
-        wanted: Whether a caller waits for memory; the owner sets it.
-        crowded: Whether more than half of the limit is in use: then results are better kept elsewhere.
+        limit: Bytes that all blocks together may have.
+        wanted: Whether a caller waits for memory; set by the owner.
+        crowded: Whether more than half of the limit is in use, so that results should be copied out.
     """
 
     def __init__(self, limit: int, *, dropped: Callable[[int], None] = lambda _: None) -> None:
         self.limit = limit
-        self._dropped = dropped
+        self._dropped = dropped  # called with the number of each block that the arena has closed
         self._blocks: dict[int, _Extents] = {}
         self._tickets: dict[int, _Ticket] = {}
         self._released: deque[weakref.ref[Array[c_char]]] = deque()
@@ -124,6 +122,7 @@ class Arena:
 
     @property
     def size(self) -> int:
+        """Bytes of all blocks."""
         return sum(extents.block.size for extents in list(self._blocks.values()))
 
     @property
@@ -137,23 +136,25 @@ class Arena:
         return None if extents is None else extents.block
 
     def find(self, address: int, size: int) -> tuple[int, int] | None:
-        """Block number and offset of memory that lies wholly in one block. Any thread may call this."""
-        for number, extents in self._blocks.copy().items():  # a copy: the owner may change it
+        """Block number and offset of memory that lies wholly in one block; for any thread."""
+        blocks = self._blocks.copy()  # one step: the owner's thread may change it
+        for number, extents in blocks.items():
             offset = address - extents.block.address
             if offset >= 0 and offset + size <= extents.block.size:
                 return number, offset
         return None
 
     def allocate(self, size: int) -> Slot:
+        """One slot; see `allocate_all`."""
         return self.allocate_all([size])[0]
 
     def allocate_all(self, sizes: Sequence[int]) -> list[Slot]:
-        """Slots of at least so many bytes (0 is allowed), all or none; their content is undefined.
+        """Slots of these sizes in bytes, also 0, with any content.
 
-        Two requests that each held a part and waited for the rest would wait for ever.
+        All or none: two requests that each held a part and waited for the rest would wait for ever.
 
         Raises:
-            InvalidInputError: It is more than the limit allows at all.
+            InvalidInputError: They are larger than the limit.
             QueueFullError: The memory is in use.
             ClosedError: The arena is closed.
             OSError: The system has no memory or descriptor left.
@@ -181,7 +182,7 @@ class Arena:
         return slots
 
     def reclaim(self) -> bool:
-        """Put released slots back on the free lists; return whether there were any."""
+        """Put released slots back on the free lists; whether there were any."""
         some = False
         while self._released:
             ticket = self._released.popleft()
@@ -197,19 +198,19 @@ class Arena:
         return some
 
     def close(self) -> None:
-        """Drop all blocks; the memory under views that are still held goes with the views."""
+        """Close all blocks; views that are still held keep their memory."""
         self._closed = True
         for extents in self._blocks.values():
             extents.block.close()
         self._blocks.clear()
-        # Slots that end from now on need no record.
+        # Slots that end from now on need no account.
         self._tickets.clear()
         self._released.clear()
         self._taken = 0
         self.crowded = False
 
     def _take_all(self, wanted: Sequence[int]) -> list[tuple[Block, int]] | None:
-        """Room for all, in the existing blocks or in a new one that holds them all."""
+        """Places for all, in the present blocks or together in a new one."""
         found: list[tuple[Block, int]] = []
         while len(found) < len(wanted) and (place := self._take(wanted[len(found)])):
             found.append(place)
@@ -239,10 +240,10 @@ class Arena:
         ticket.offset, ticket.space = offset, space
         self._tickets[self._generation] = ticket
         self._taken += space
-        return Slot(block, offset, size, self._generation, memory)
+        return Slot(block.number, offset, size, self._generation, block.address + offset, memory)
 
     def _grow(self, wanted: int) -> _Extents | None:
-        """A new block; if the limit is in the way, wholly free blocks make room."""
+        """A new block; to stay within the limit, blocks without slots are closed."""
         total = sum(extents.block.size for extents in self._blocks.values())
         free = [e.block for e in self._blocks.values() if e.free == e.block.size]
         if total - sum(block.size for block in free) + wanted > self.limit:

@@ -22,19 +22,17 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 @functools.lru_cache(maxsize=1024)
 def _bytes_type(size: int) -> "type[ctypes.Array[ctypes.c_char]]":
-    """The ctypes array type; ctypes itself keeps one only while an object of that type lives."""
+    # ctypes itself keeps an array type only while something of that type lives.
     return ctypes.c_char * size
 
 
 class Block:
-    """A sealed memfd and this process's mapping of it; `number` is its number in messages, `size` in bytes.
-
-    It owns the descriptor, even if the mapping fails.
-    """
+    """A sealed memfd of `size` bytes, and this process's mapping of it; messages name its `number`."""
 
     __slots__ = ("_map", "address", "fd", "number", "size")
 
     def __init__(self, number: int, size: int, fd: int) -> None:
+        # The descriptor is this object's from now on, even if it cannot be mapped.
         self.number = number
         self.size = size
         self.fd = fd
@@ -47,7 +45,7 @@ class Block:
 
     @classmethod
     def create(cls, number: int, size: int) -> "Block":
-        """Make a new block of zeros, or raise `OSError`; pages take memory only once they are touched."""
+        """Make a new block of zeros; pages take memory only once they are touched."""
         fd = os.memfd_create("mcinfer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
@@ -59,11 +57,11 @@ class Block:
 
     @classmethod
     def attach(cls, number: int, size: int, fd: int) -> "Block":
-        """Map a block that another process made; this object owns the descriptor from now on.
+        """Map a block that another process made; the descriptor is this object's from now on.
 
         Raises:
             ProtocolError: It has another size, no ordinary pages, cannot be written, or could be shrunk.
-            OSError: This process has no memory or descriptor left to map it.
+            OSError: This process has no memory or descriptor left.
         """
         try:
             _check(number, size, fd)
@@ -76,19 +74,19 @@ class Block:
             raise ProtocolError(f"block {number}: got one that cannot be written: {exc}") from exc
 
     def memory(self, offset: int, size: int) -> "ctypes.Array[ctypes.c_char]":
-        """Bytes of the block as a ctypes array: the base for views, which keep the mapping alive."""
+        """Bytes of the block as a ctypes array, whose views keep the mapping alive."""
         return _bytes_type(size).from_buffer(self._map, offset)
 
     @property
     def written(self) -> int:
-        """Bytes that were written to, in whole pages: at least so many take memory."""
+        """Bytes of the pages that were written to."""
         return os.fstat(self.fd).st_blocks * 512
 
     def read_into(self, memory: memoryview, offset: int) -> None:
-        """Copy bytes of a block that another process may do anything to, from `offset` on.
+        """Fill `memory` with the block's bytes from `offset` on, whatever another process does to the block.
 
-        This does not read the mapping: the other process may have punched its pages out, and if the kernel
-        then finds no memory for new ones, the reader of a mapping gets SIGBUS. Here it gets an `OSError`.
+        Not through the mapping: if another process has punched out pages and the kernel finds no memory for
+        new ones, the reader of a mapping gets SIGBUS, and this an OSError.
         """
         if not 0 <= offset <= offset + memory.nbytes <= self.size:
             raise ValueError(
@@ -101,11 +99,10 @@ class Block:
             memory, offset = memory[count:], offset + count
 
     def __del__(self) -> None:
-        # A worker's block ends with the last reference to its answer.
-        self.close()
+        self.close()  # a worker's block ends with the last reference to its answer
 
     def close(self) -> None:
-        """Close the descriptor; the mapping goes with its last view."""
+        """Close the descriptor; the mapping ends with its last view."""
         fd, self.fd = getattr(self, "fd", -1), -1
         if fd >= 0:
             os.close(fd)
@@ -113,12 +110,12 @@ class Block:
 
 def _check(number: int, size: int, fd: int) -> None:
     """Raise `ProtocolError` unless the descriptor is a block of that size."""
-    # First, since the size of another kind of file may have to come from its file system.
+    # First the seals: reading the size of another kind of file may wait for its file system.
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as exc:
         raise ProtocolError(
-            f"block {number}: got what is no memfd, expected {size} bytes sealed against shrinking"
+            f"block {number}: got a file that is no memfd, expected {size} bytes sealed against shrinking"
         ) from exc
     actual = os.fstat(fd).st_size
     if not seals & fcntl.F_SEAL_SHRINK or actual != size or size == 0:
@@ -126,7 +123,7 @@ def _check(number: int, size: int, fd: int) -> None:
             f"block {number}: got {actual} bytes with seals {seals:#x}, expected {size} bytes "
             "sealed against shrinking"
         )
-    # Huge pages are few: a later read of the block could find none left.
+    # Huge pages are few: none may be left when the block is read.
     page = os.fstatvfs(fd).f_bsize
     if page != mmap.PAGESIZE:
         raise ProtocolError(f"block {number}: got pages of {page} bytes, expected {mmap.PAGESIZE}")

@@ -1,6 +1,6 @@
 """Packets that carry descriptors between processes, and a descriptor that any thread can make readable.
 
-A packet with descriptors goes over a socket of `SOCK_SEQPACKET`, so that they stay together (unix(7)).
+The sockets are `SOCK_SEQPACKET`, so that bytes and descriptors stay together (unix(7)).
 """
 
 import errno
@@ -18,7 +18,11 @@ _CUT_OFF = socket.MSG_TRUNC | socket.MSG_CTRUNC
 
 
 def send(connection: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> None:
-    """Send one packet, without waiting; `OSError` if the other side is gone or does not read."""
+    """Send one packet, without waiting; the sender keeps its own descriptors.
+
+    Raises:
+        OSError: The other side is gone, or does not read (BlockingIOError).
+    """
     # Not socket.send_fds: in Python 3.11 it drops its flags, and would block.
     packed = b"".join(map(_DESCRIPTOR.pack, descriptors))
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)] if packed else []
@@ -28,13 +32,17 @@ def send(connection: socket.socket, data: bytes, descriptors: Sequence[int] = ()
 def take_packet(
     connection: socket.socket, most_bytes: int, flags: int = 0
 ) -> tuple[bytes, list[int], int]:
-    """Receive one packet of at most `most_bytes`; `flags` are those of recvmsg(2).
+    """Receive one packet; `flags` are of recvmsg(2).
 
     Returns:
-        Its bytes, none if the other side is gone; descriptors, which the caller owns; and ``MSG_TRUNC`` or
-        ``MSG_CTRUNC``, or both, if bytes or descriptors were cut off.
+        Its bytes, none if the other side is gone; descriptors, which are the caller's from now on; and
+        ``MSG_TRUNC`` or ``MSG_CTRUNC``, or both, if bytes or descriptors were cut off.
+
+    Raises:
+        OSError: The connection was reset, or has no packet and does not block.
     """
-    # Not socket.recv_fds: it drops its flags too, and later child processes would inherit the descriptors.
+    # Not socket.recv_fds: it drops its flags too, and processes that are started later would inherit
+    # the descriptors.
     data, rights, said, _ = connection.recvmsg(
         most_bytes, _RIGHTS_BYTES, flags | socket.MSG_CMSG_CLOEXEC
     )
@@ -48,7 +56,10 @@ def take_packet(
 
 
 def receive(connection: socket.socket, most_bytes: int) -> tuple[bytes, list[int]]:
-    """Receive one whole packet: its bytes, none if the other side is gone, and descriptors for the caller.
+    """Receive one whole packet.
+
+    Returns:
+        Its bytes, none if the other side is gone, and descriptors, which are the caller's from now on.
 
     Raises:
         ProtocolError: It has more bytes than that, or more than four descriptors; none is left open.
@@ -58,7 +69,7 @@ def receive(connection: socket.socket, most_bytes: int) -> tuple[bytes, list[int
     if cut_off:
         close_all(descriptors)
         if not cut_off & socket.MSG_TRUNC and len(descriptors) < _MAX_DESCRIPTORS:
-            # They did not all fit into this process's table (unix(7)).
+            # The descriptors did not all fit into this process's table (unix(7)).
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         raise ProtocolError(
             f"got a packet of more than {most_bytes} bytes or {_MAX_DESCRIPTORS} descriptors"
@@ -74,8 +85,8 @@ def close_all(descriptors: Sequence[int]) -> None:
 class WakeUp:
     """An eventfd (eventfd(2)) that lives as long as this object; `fd` is -1 once it is closed.
 
-    Finalizers may call `set` at any moment, even after this object's own end in a collected cycle: then it
-    does nothing, and never writes to another file that has got the descriptor's number.
+    A finalizer may call `set` at any moment. After this object's own finalizer, as in a cycle that is
+    collected, `set` does nothing: the number of the descriptor may belong to another file by then.
     """
 
     __slots__ = ("__weakref__", "fd")
@@ -95,5 +106,5 @@ class WakeUp:
             os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
-        """Make it unreadable; the thread that polls it calls this."""
+        """Make it unreadable; the thread that saw it readable calls this."""
         os.eventfd_read(self.fd)

@@ -1,9 +1,7 @@
-"""The socket pair between a master and one worker: it carries descriptors; its hang-up shows an end.
+"""The socket pair between a master and one worker: it carries descriptors, and its hang-up shows an end.
 
-Each side holds one end. Messages are `SOCK_SEQPACKET`, so a descriptor and the number of its block stay
-together. Everything else goes over the transport (`mcinfer.runtime.transport`).
-
-A worker's watcher only polls its end for hang-up and never reads it: a read would consume descriptors.
+All messages but the first go over the transport (`mcinfer.runtime.transport`). A worker's watcher only polls
+its end for hang-up and never reads it: a read would consume descriptors.
 """
 
 import os
@@ -17,13 +15,13 @@ from mcinfer.shm.descriptors import close_all, receive, send
 _HEADER = struct.Struct("<qQ")  # block number, size in bytes
 _GREETING_BYTES = 1 << 20
 _MAX_EARLY = 4
-"""Most blocks, each with a descriptor, that are kept before a message names them."""
+"""Most blocks, with one descriptor each, that are kept before a message names them."""
 
 
 class Lifeline:
     """One end, which owns its socket.
 
-    The master's end never blocks: a worker that does not read must not hold up the others.
+    Sends never block: a worker that does not read must not hold up the others.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -32,13 +30,13 @@ class Lifeline:
 
     @classmethod
     def pair(cls) -> tuple["Lifeline", socket.socket]:
-        """The master's end, and the socket to pass to the worker."""
+        """The master's end, and the socket that is to be passed to the worker."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(ours), theirs
 
     @classmethod
     def inherited(cls, fd: int) -> "Lifeline":
-        """The worker's end; its process inherited the descriptor."""
+        """The worker's end, from the descriptor that its process inherited."""
         end = socket.socket(fileno=fd)
         end.set_inheritable(False)
         return cls(end)
@@ -48,7 +46,7 @@ class Lifeline:
         return self._socket.fileno()
 
     def greet(self, text: bytes) -> None:
-        """Send the first message, which the worker needs before its imports."""
+        """Send the first message: what the worker needs to know before its imports."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _GREETING_BYTES)
         self._socket.send(text, socket.MSG_DONTWAIT)
 
@@ -57,18 +55,29 @@ class Lifeline:
         return self._socket.recv(_GREETING_BYTES)
 
     def send_block(self, number: int, size: int, fd: int) -> None:
-        """Pass a block's descriptor on; the sender keeps its own. Raises as `send` does."""
+        """Hand over a block's descriptor; the sender keeps its own.
+
+        Raises:
+            OSError: The other side is gone, or does not read (BlockingIOError).
+        """
         send(self._socket, _HEADER.pack(number, size), [fd])
 
     def receive_block(self, number: int, timeout: float = 0.0) -> tuple[int, int]:
-        """The size and descriptor of a block from the other side; the caller owns the descriptor.
+        """The size and descriptor of a block that the other side has handed over.
 
-        Up to four blocks that come before it are kept for later. With a timeout of 0, a descriptor that was
-        sent before a message is here when the message is.
+        Up to four other blocks that come before it are kept for later.
+
+        Args:
+            number: The block's number.
+            timeout: Seconds to wait for it. 0 is enough if it was sent before a message that has come.
+
+        Returns:
+            Size in bytes and a descriptor, which is the caller's from now on.
 
         Raises:
-            ProtocolError: It did not come, or is not a block.
-            OSError: This process has no descriptor left; the block is lost.
+            ProtocolError: It did not come, or another thing than a block came.
+            OSError: This process has no descriptor left, which is not the other side's fault; the block
+                is lost.
         """
         while number not in self._received:
             poll = select.poll()
@@ -98,7 +107,7 @@ class Lifeline:
         return self._received.pop(number)
 
     def close(self) -> None:
-        for _, fd in self._received.values():
-            os.close(fd)
+        """Close the socket, and the descriptors that were not taken."""
+        close_all([fd for _, fd in self._received.values()])
         self._received.clear()
         self._socket.close()

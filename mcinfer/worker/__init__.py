@@ -1,1 +1,1 @@
-"""The child process: its entry, the loop that serves its master, and joined runs of several requests."""
+"""The worker process: its entry, the loop that serves its master, and joined runs of several requests."""

@@ -1,9 +1,12 @@
 """The child: `python -m mcinfer.worker FD`, one for each device.
 
-The first message on the lifeline (descriptor FD) identifies the master. Before any heavy import, a small
-thread starts to watch for the master's end, and then ends this process (`mcinfer.process.watch_parent`); the
-main thread may be deep in an import or a native run. So this file imports nothing at its top that needs
-NumPy. Only then this process takes over the master's import path, and `mcinfer.worker.server` does the work.
+Order matters here. The first message on the lifeline (descriptor FD) identifies the master. Before any heavy
+import (nothing at the top of this file needs NumPy), a small thread starts to watch for the master's end, and
+then ends this process, since the main thread may be deep in an import or a native run:
+
+* the master's pidfd becomes readable when its process ends, also by SIGKILL;
+* the lifeline hangs up when no process holds its other end. This alone is not enough: a child that the user
+  forked may hold it.
 """
 
 import json
@@ -17,8 +20,7 @@ from mcinfer.shm.lifeline import Lifeline
 
 
 def main() -> int:
-    """Run a worker; return its exit status."""
-    # The master decides what Ctrl-C means.
+    # The master decides what Ctrl-C means, if it reaches this process group at all.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lifeline = Lifeline.inherited(int(sys.argv[1]))
     greeting = lifeline.greeting()
@@ -36,16 +38,16 @@ def main() -> int:
         os.environ["PYTHONPATH"] = start["pythonpath"]
     from mcinfer.runtime.cancels import Cancels
     from mcinfer.runtime.transport import connect
-    from mcinfer.worker.server import Tokens, serve
+    from mcinfer.worker.server import serve
 
     cancels = Cancels.inherited(start["cancels"])
     connection = connect(start["transport"], start["connection"])
-    tokens = Tokens(hello=start["hello_token"], build=start["build_token"])
+    tokens = (start["hello_token"], start["build_token"])
     return serve(connection, tokens, lifeline, cancels, start["log_level"])
 
 
 def _limit_memory(size: int) -> None:
-    """Limit this process's own memory; larger allocations fail."""
+    """Let allocations fail that would take this process's own memory past `size` bytes."""
     limits = [size, *resource.getrlimit(resource.RLIMIT_DATA)]
     most = min(limit for limit in limits if limit != resource.RLIM_INFINITY)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))

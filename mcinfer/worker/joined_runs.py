@@ -1,8 +1,8 @@
 """Several requests as one run of the engine: gather their rows, run, scatter the answers.
 
 Ownership: the joined tensors lie in one scratch block of the worker, as large as the largest joined run
-needs, with runs bound onto it (cached by shapes). The members' tensors belong to the master; this code reads
-and writes them only during a call.
+needs, and runs are bound onto it (cached by shapes). The members' tensors belong to the master; this code
+reads and writes them only during a call.
 """
 
 import ctypes
@@ -33,14 +33,14 @@ _Tensor = tuple[str, str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedRun:
-    """A run bound onto scratch memory, with its joined inputs and outputs."""
+    """A run bound onto scratch memory, with the joined inputs and outputs."""
 
     run: Run
     inputs: tuple[Buffer, ...]
     outputs: tuple[Buffer, ...]
 
     def gather(self, members: Sequence[Member], axes: Sequence[int | None]) -> None:
-        """Copy the members' rows to the joined inputs."""
+        """Copy the members' rows into the joined inputs."""
         for i, (joined, axis) in enumerate(zip(self.inputs, axes, strict=True)):
             if axis is None:
                 ctypes.memmove(joined.address, members[0][0][i].address, joined.size)
@@ -48,7 +48,7 @@ class JoinedRun:
                 _copy(joined, [inputs[i] for inputs, _ in members], axis, gather=True)
 
     def scatter(self, members: Sequence[Member], axes: Sequence[int]) -> None:
-        """Copy each member's rows from the joined outputs."""
+        """Copy each member's rows out of the joined outputs."""
         for i, (joined, axis) in enumerate(zip(self.outputs, axes, strict=True)):
             _copy(joined, [outputs[i] for _, outputs in members], axis, gather=False)
 
@@ -68,10 +68,10 @@ class JoinedRuns:
         weights: Sequence[Buffer] = (),
         version: int = 0,
     ) -> JoinedRun:
-        """The run for these members' rows together; `version` identifies the weights.
+        """The run for the rows of these members together; `version` identifies the weights.
 
         Raises:
-            ProtocolError: Their tensors do not fit together.
+            ProtocolError: The tensors do not fit together.
             InvalidInputError, PredictError: The engine does not take them.
         """
         tensors = [_joined(members, axes, side) for side in (0, 1)]
@@ -82,7 +82,11 @@ class JoinedRuns:
             self._runs.move_to_end(key)
             return found
         sizes = [tensor_bytes(kind, prod(shape)) for _, kind, shape in parts]
-        scratch = self._room(sum(map(align, sizes)))
+        total = sum(map(align, sizes))
+        if self._scratch is None or self._scratch.size < total:
+            self.close()
+            self._scratch = Block.create(0, max(total, 1))
+        scratch = self._scratch
         buffers, at = [], 0
         for (name, kind, shape), size in zip(parts, sizes, strict=True):
             place = scratch.address + at
@@ -91,15 +95,18 @@ class JoinedRuns:
             )
             at += align(size)
         inputs, outputs = buffers[: len(tensors[0])], buffers[len(tensors[0]) :]
-        run = self._engine.bind([*inputs, *weights], outputs)
-        joined = JoinedRun(run=run, inputs=tuple(inputs), outputs=tuple(outputs))
+        joined = JoinedRun(
+            run=self._engine.bind([*inputs, *weights], outputs),
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+        )
         self._runs[key] = joined
         if len(self._runs) > _MAX_RUNS:
             self._runs.popitem(last=False)
         return joined
 
     def forget(self, oldest: int) -> None:
-        """Drop the runs with weights below that version, which no request will name any more."""
+        """Drop the runs with weights below the version `oldest`, which no request will name any more."""
         for version, parts in [*self._runs]:
             if 0 < version < oldest:
                 del self._runs[version, parts]
@@ -110,12 +117,6 @@ class JoinedRuns:
         if self._scratch is not None:
             self._scratch.close()
             self._scratch = None
-
-    def _room(self, size: int) -> Block:
-        if self._scratch is None or self._scratch.size < size:
-            self.close()
-            self._scratch = Block.create(0, max(size, 1))
-        return self._scratch
 
 
 def _joined(
@@ -132,25 +133,21 @@ def _joined(
         first = tensors[0]
         if axis is not None and axis >= len(first.shape):
             raise ProtocolError(f"tensor {first.name!r} has no axis {axis} to be joined along")
-        alike = {
-            (t.name, t.element_type, t.shape)
-            if axis is None
-            else (t.name, t.element_type, t.shape[:axis], t.shape[axis + 1 :])
-            for t in tensors
-        }
-        if len(alike) > 1:
+        whole = {(t.name, t.element_type, _with_rows(t.shape, axis, 0)) for t in tensors}
+        if len(whole) > 1:
             raise ProtocolError(f"tensors {first.name!r} of a joined run do not fit together")
-        shape = first.shape
-        if axis is not None:
-            rows = sum(tensor.shape[axis] for tensor in tensors)
-            shape = (*shape[:axis], rows, *shape[axis + 1 :])
-        joined.append((first.name, first.element_type, shape))
+        rows = 0 if axis is None else sum(tensor.shape[axis] for tensor in tensors)
+        joined.append((first.name, first.element_type, _with_rows(first.shape, axis, rows)))
     return joined
 
 
+def _with_rows(shape: tuple[int, ...], axis: int | None, rows: int) -> tuple[int, ...]:
+    return shape if axis is None else (*shape[:axis], rows, *shape[axis + 1 :])
+
+
 def _copy(joined: Buffer, parts: Sequence[Buffer], axis: int, *, gather: bool) -> None:
-    """Copy all parts into the joined tensor, or its rows into them."""
-    if prod(joined.shape[:axis]) == 1:  # one after another in memory
+    """Copy all parts into the joined tensor (gather), or the joined tensor into its parts."""
+    if prod(joined.shape[:axis]) == 1:  # the parts are contiguous
         place = joined.address
         for part in parts:
             into, out_of = (place, part.address) if gather else (part.address, place)

@@ -3,11 +3,10 @@
 ::
 
     main thread     wait ──► PREDICT ──► bind (cached by the body's bytes) ──► engine run ──► REPLY ──► wait
-    canceller thread         waits on its own socket: CANCEL ──► engine.cancel
+    canceller thread         waits at a socket of its own: CANCEL ──► engine.cancel
 
 Ownership: the blocks belong to the master and are mapped until DETACH. Bound runs hold addresses in the
-blocks, so they are dropped before the blocks. The main thread owns everything except the cancellations,
-which a lock guards.
+blocks, so they are dropped before the blocks. A lock guards the cancellations; the main thread owns the rest.
 """
 
 import ctypes
@@ -18,8 +17,7 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -78,17 +76,17 @@ from mcinfer.validators import TensorFields, TensorRef
 from mcinfer.worker.joined_runs import JoinedRuns
 
 STRANGER = 77
-"""Exit status of a worker that got BUILD from another process than its master: EX_NOPERM of sysexits.h."""
+"""Exit status of a worker that got BUILD without its master's token: EX_NOPERM of sysexits.h."""
 
 _MAX_LAYOUTS = 1024
 _MAX_LAYOUT_BYTES = 4 << 20
-"""Most bound layouts that are kept, and bytes of their keys; the least recently used go first."""
+"""Most bound layouts that are kept, and most bytes of their keys; the least recently used go first."""
 
 _MAX_CANCELLED = 4096
-"""Most cancellations that are kept: one that came after its answer is never used."""
+"""Most cancellations that are kept: one that comes after its answer is never used."""
 
 _MAX_TEXT = 1 << 20
-"""Most characters of an error, whose text may come from a runtime."""
+"""Most characters of an error: a runtime's text may have any length."""
 
 _BLOCK_TIMEOUT = 10.0
 
@@ -98,30 +96,25 @@ _Layout = tuple[int, int, bytes]
 _log = logging.getLogger("mcinfer.worker")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tokens:
-    """The secrets by which a worker (hello) and its master (build) know each other, from the lifeline."""
-
-    hello: str
-    build: str
-
-
 class _StrangerError(ProtocolError):
-    """The sender of BUILD is not the master that started this worker."""
+    """The process that sent BUILD is not the master that started this worker."""
 
 
 def serve(
     connection: WorkerTransport,
-    tokens: Tokens,
+    tokens: tuple[str, str],
     lifeline: Lifeline,
     cancels: Cancels,
     log_level: int,
 ) -> int:
-    """Serve the master until EXIT; return the exit status."""
+    """Serve the master until EXIT, and close the connection; the exit status.
+
+    The worker shows the first token in HELLO, the master the second in BUILD. The lifeline brought both.
+    """
     logging.basicConfig(level=log_level, format="%(levelname)s %(name)s: %(message)s")
-    server = Server(connection, tokens, lifeline, cancels)
+    server = Server(connection, tokens[1], lifeline, cancels)
     try:
-        server.send(Hello(version=VERSION, pid=os.getpid(), token=tokens.hello))
+        server.send(Hello(version=VERSION, pid=os.getpid(), token=tokens[0]))
         server.loop()
     except _StrangerError as exc:
         _log.error("%s; this worker does nothing for it, and ends", exc)
@@ -137,19 +130,20 @@ def serve(
 
 
 class Server:
-    """A worker's side of its conversation with the master. It owns the dealer."""
+    """A worker's side of its conversation with the master."""
 
     def __init__(
-        self, dealer: WorkerTransport, tokens: Tokens, lifeline: Lifeline, cancels: Cancels
+        self, connection: WorkerTransport, token: str, lifeline: Lifeline, cancels: Cancels
     ) -> None:
-        self._dealer = dealer
-        self._tokens = tokens
+        self._connection = connection
+        self._token = token
         self._cancels = cancels
         self._lifeline = lifeline
         self._conversation = Conversation()
-        self._engine: Engine  # from BUILD on, before which the conversation allows no other message
+        self._engine: Engine  # from BUILD on; the conversation allows no run before it
         self._blocks: dict[int, Block] = {}
         self._own_blocks = 0
+        # By layout: the run, the blocks of its tensors, and its outputs.
         self._runs: OrderedDict[_Layout, tuple[Run, frozenset[int | None], tuple[TensorRef, ...]]]
         self._runs = OrderedDict()
         self._layout_bytes = 0
@@ -162,13 +156,12 @@ class Server:
         canceller.start()
 
     def send(self, message: Message) -> None:
-        """Send a message, or raise `ProtocolError` if it may not come now."""
         self._conversation.advance(message)
-        self._dealer.send(encode(message))
+        self._connection.send(encode(message))
 
     def loop(self) -> None:
-        """Serve until EXIT; raise `ProtocolError` for a message that does not fit."""
-        wait = self._dealer.wait
+        """Serve until EXIT; raises `ProtocolError` at a message that does not fit."""
+        wait = self._connection.wait
         while True:
             data = wait()
             if data and data[0] == PREDICT:
@@ -177,19 +170,24 @@ class Server:
                 return
 
     def handle(self, message: Message) -> bool:
-        """Follow a message and answer it; return whether more may come. Raises as `loop` does."""
+        """Follow a message other than PREDICT; whether more may come.
+
+        Raises:
+            ProtocolError: The message may not come now, or cannot be followed.
+        """
         self._conversation.advance(message)
         match message:
             case Predict():
-                raise ProtocolError("a PREDICT is to be taken as bytes")
+                raise ProtocolError("PREDICT: expected it as bytes")
             case PredictJoined():
-                answer = self._run_or_fail(message.request, message.shard, message, b"")
-                if isinstance(answer, Message):
-                    self._answer(answer)
+                self._run(message.request, message.shard, message)
             case Attach():
                 self._attach(message)
             case Detach():
-                self._detach(message.block)
+                block = self._blocks.pop(message.block, None)
+                self._drop_runs(block=message.block)
+                if block is not None:
+                    block.close()
             case UpdateWeights():
                 self._take_weights(message)
             case Build():
@@ -198,7 +196,7 @@ class Server:
         return not isinstance(message, Exit)
 
     def _answer(self, message: Message) -> None:
-        """Send the answer of a build or a run; an error if the answer is too large for a message."""
+        """Send the result of a build or a run, or an error if the result is too large for a message."""
         try:
             data = encode(message)
         except ProtocolError as exc:
@@ -211,20 +209,17 @@ class Server:
             )
             data = encode(message)
         self._conversation.advance(message)
-        self._dealer.send(data)
+        self._connection.send(data)
 
     def close(self) -> None:
         self._runs.clear()
         if self._joined is not None:
             self._joined.close()
-        self._dealer.close()
-
-    # Building.
+        self._connection.close()
 
     def _check_master(self, message: Build) -> None:
-        """Raise `_StrangerError` unless BUILD comes from this worker's master."""
         shown, expected = (
-            token.encode(errors="surrogatepass") for token in (message.token, self._tokens.build)
+            token.encode(errors="surrogatepass") for token in (message.token, self._token)
         )
         if not hmac.compare_digest(shown, expected):
             raise _StrangerError("BUILD does not show the token of the master that started this")
@@ -250,12 +245,12 @@ class Server:
                     session_config=message.session_config,
                     provider_options=message.provider_options,
                 ),
-                self._tell_progress,
+                self._report_progress,
             )
             self._joined = JoinedRuns(self._engine)
-        except Exception as exc:  # the master gets whatever the runtime raises
+        except Exception as exc:  # of any class: it is the runtime's
             kind = "missing" if isinstance(exc, MissingDependencyError) else "build"
-            return Error(kind=kind, text=_describe(exc), traceback=_story(exc))
+            return _error(kind, exc)
         return BuildFinish(
             inputs=_fields(self._engine.spec.inputs),
             outputs=_fields(self._engine.spec.outputs),
@@ -267,48 +262,46 @@ class Server:
             seconds=time.perf_counter() - start,
         )
 
-    def _tell_progress(self, state: Mapping[str, Any]) -> None:
+    def _report_progress(self, state: Mapping[str, Any]) -> None:
         self.send(Preparing(seconds=float(state["seconds"]), written=state["written"]))
 
-    # Running.
-
     def predict(self, data: bytes) -> None:
-        """Run a PREDICT and answer it; raise `ProtocolError` if it does not fit."""
+        """Follow a PREDICT and answer it; raises `ProtocolError` if it may not come now."""
         if len(data) < PREDICT_HEAD.size:
             raise ProtocolError(f"Predict: got {len(data)} bytes, expected a head")
         _, request, shard, version, size = PREDICT_HEAD.unpack_from(data)
         body = data[PREDICT_HEAD.size :]
         self._conversation.begin_run(request, shard)
-        answer = self._run_or_fail(request, shard, (version, size), body)
-        if isinstance(answer, Message):
-            self._answer(answer)
-            return
-        # All outputs are in the places that the master chose.
-        self._conversation.end_run()
-        self._dealer.send(REPLY_HEAD.pack(REPLY, request, shard, answer))
+        self._run(request, shard, (version, size, body))
 
-    def _run_or_fail(
-        self, request: int, shard: int, what: PredictJoined | tuple[int, int], body: bytes
-    ) -> Message | float:
-        """Run: the answer, or only the seconds if all outputs are in their places."""
+    def _run(self, request: int, shard: int, what: PredictJoined | _Layout) -> None:
+        """Run and answer."""
+        answer: Message | None = None
+        seconds = 0.0
         try:
             if isinstance(what, PredictJoined):
-                outputs, seconds = self._run_joined(what)
+                seconds = self._run_joined(what)
+                answer = Reply(request=request, shard=shard, outputs=(), seconds=seconds)
             else:
-                run, references = self._bound(what[0], what[1], body)
+                run, references = self._bound(*what)
                 produced, seconds = self._execute(run, request, shard)
-                if not produced and references:
-                    return seconds
-                outputs = self._place(produced, references)
-            return Reply(request=request, shard=shard, outputs=outputs, seconds=seconds)
-        except Exception as exc:  # a run that raises anything fails only its request
-            kinds = {RunCancelledError: "cancelled", InvalidInputError: "invalid"}
-            kind = next((k for error, k in kinds.items() if isinstance(exc, error)), "predict")
-            text, story = _describe(exc), _story(exc)
-            return Error(request=request, shard=shard, kind=kind, text=text, traceback=story)
+                if produced or not references:
+                    outputs = self._place(produced, references)
+                    answer = Reply(request=request, shard=shard, outputs=outputs, seconds=seconds)
+        except RunCancelledError as exc:
+            answer = _error("cancelled", exc, request, shard)
+        except InvalidInputError as exc:
+            answer = _error("invalid", exc, request, shard)
+        except Exception as exc:  # of any class: a run that raises fails its request only
+            answer = _error("predict", exc, request, shard)
+        if answer is not None:
+            self._answer(answer)
+        else:  # all outputs are at the master's places
+            self._conversation.end_run()
+            self._connection.send(REPLY_HEAD.pack(REPLY, request, shard, seconds))
 
-    def _run_joined(self, message: PredictJoined) -> tuple[tuple[TensorRef, ...], float]:
-        """Run several requests as one batch."""
+    def _run_joined(self, message: PredictJoined) -> float:
+        """Run several requests as one batch; the seconds of the run."""
         if self._joined is None:
             raise ProtocolError("PREDICT_JOINED before a model was built")
         members = [
@@ -324,10 +317,10 @@ class Server:
             names = [item.name for item in produced]
             raise PredictError(f"outputs {names} have other shapes than the model declares")
         joined.scatter(members, message.output_axes)
-        return (), seconds
+        return seconds
 
     def _bound(self, version: int, size: int, body: bytes) -> tuple[Run, tuple[TensorRef, ...]]:
-        """The run bound to this layout, and the places of its outputs; cached."""
+        """The run bound to this layout, and the places of its outputs."""
         key = (version, size, body)
         found = self._runs.get(key)
         if found is not None:
@@ -335,9 +328,13 @@ class Server:
             return found[0], found[2]
         inputs, outputs = decode_body(body, size)
         weights = self._weights_of(version)
-        resolved = [self._resolve(reference) for reference in inputs]
-        buffers = [self._buffer(reference) for reference in outputs]
-        run = self._engine.bind([*resolved, *weights], buffers)
+        resolved = [
+            Strings(name=reference[0], shape=reference[2], values=reference[4])
+            if reference[1] == STRING
+            else self._buffer(reference)
+            for reference in inputs
+        ]
+        run = self._engine.bind([*resolved, *weights], [*map(self._buffer, outputs)])
         if not any(isinstance(item, Strings) for item in resolved):
             blocks = frozenset(reference[3] for part in (inputs, outputs) for reference in part)
             self._runs[key] = (run, blocks, outputs)
@@ -346,12 +343,6 @@ class Server:
                 (_, _, oldest), _ = self._runs.popitem(last=False)
                 self._layout_bytes -= len(oldest)
         return run, outputs
-
-    def _resolve(self, reference: TensorRef) -> Buffer | Strings:
-        name, element_type, shape, _, values = reference
-        if element_type == STRING:
-            return Strings(name=name, shape=shape, values=values)
-        return self._buffer(reference)
 
     def _buffer(self, reference: TensorRef) -> Buffer:
         name, element_type, shape, number, offset = reference
@@ -365,7 +356,7 @@ class Server:
     def _execute(
         self, run: Run, request: int, shard: int
     ) -> tuple[Sequence[Produced | Strings], float]:
-        """Run, unless the run is cancelled before or meanwhile."""
+        """Run; raises `RunCancelledError` if the run was cancelled before or is cancelled meanwhile."""
         key = (request, shard)
         self._engine.arm()
         with self._lock:
@@ -376,14 +367,13 @@ class Server:
         start = time.perf_counter()
         try:
             produced = run.execute()
-            seconds = time.perf_counter() - start
+            return produced, time.perf_counter() - start
         finally:
             with self._lock:
                 self._running = None
-        return produced, seconds
 
     def _cancel_runs(self) -> None:
-        """The canceller thread."""
+        """The canceller's loop."""
         while True:
             try:
                 key = self._cancels.wait()
@@ -400,12 +390,14 @@ class Server:
                 if len(self._cancelled) > _MAX_CANCELLED:
                     self._cancelled.popitem(last=False)
 
-    # Outputs.
-
     def _place(
         self, produced: Sequence[Produced | Strings], bound: tuple[TensorRef, ...]
     ) -> tuple[TensorRef, ...]:
-        """References to all outputs; those that the engine allocated are copied to a block of this worker."""
+        """References to all outputs, in the model's order; none if the engine wrote all to bound places.
+
+        Outputs that the engine produced by itself go to a block of this worker's: those without a bound
+        place, and those with another shape than the model declares.
+        """
         if not produced:
             return ()
         references = {reference[0]: reference for reference in bound}
@@ -425,7 +417,7 @@ class Server:
             if isinstance(item, Strings):
                 references[item.name] = (item.name, STRING, item.shape, None, item.values)
                 continue
-            # A tensor without elements needs no memory, and no block has 0 bytes.
+            # There is no block if all tensors are empty: a block has at least one byte.
             number = 0 if block is None else block.number
             if block is not None:
                 ctypes.memmove(block.address + offset, item.address, item.size)
@@ -436,15 +428,13 @@ class Server:
             block.close()
         return tuple(references[spec.name] for spec in self._engine.spec.outputs)
 
-    # Weights.
-
     def _take_weights(self, message: UpdateWeights) -> None:
-        """Record where a version lies, and forget those that no run will name any more."""
+        """Add a version of the weights, and drop those that no request will name any more."""
         self._weights[message.version] = tuple(map(self._buffer, message.tensors))
         for version in [*self._weights]:
             if 0 < version < message.oldest:
                 del self._weights[version]
-        self._drop_runs(lambda layout, _: 0 < layout[0] < message.oldest)
+        self._drop_runs(oldest=message.oldest)
         if self._joined is not None:
             self._joined.forget(message.oldest)
 
@@ -455,7 +445,6 @@ class Server:
         return weights
 
     def _attach(self, message: Attach) -> None:
-        """Map a block of the master."""
         if message.block in self._blocks:
             raise ProtocolError(f"block {message.block} was attached before")
         try:
@@ -464,27 +453,26 @@ class Server:
         except OSError as exc:
             raise ProtocolError(f"block {message.block} cannot be attached: {exc}") from exc
 
-    def _drop_runs(self, unwanted: Callable[[_Layout, frozenset[int | None]], bool]) -> None:
+    def _drop_runs(self, oldest: int = 0, block: int | None = None) -> None:
+        """Drop bound runs with weights below the version `oldest`, and those with tensors in the block."""
         for layout, (_, blocks, _) in [*self._runs.items()]:
-            if unwanted(layout, blocks):
+            if 0 < layout[0] < oldest or (block is not None and block in blocks):
                 del self._runs[layout]
                 self._layout_bytes -= len(layout[2])
-
-    def _detach(self, number: int) -> None:
-        block = self._blocks.pop(number, None)
-        self._drop_runs(lambda _, blocks: number in blocks)
-        if block is not None:
-            block.close()
 
 
 def _fields(specs: Sequence[TensorSpec]) -> tuple[TensorFields, ...]:
     return tuple((spec.name, spec.element_type, spec.shape) for spec in specs)
 
 
-def _describe(exc: Exception) -> str:
+def _error(
+    kind: str, exc: Exception, request: int | None = None, shard: int | None = None
+) -> Error:
     text = str(exc)[:_MAX_TEXT]
-    return text if isinstance(exc, McinferError) else f"{type(exc).__name__}: {text}"
-
-
-def _story(exc: Exception) -> str:
-    return "".join(traceback.format_exception(exc))[:_MAX_TEXT]
+    return Error(
+        request=request,
+        shard=shard,
+        kind=kind,
+        text=text if isinstance(exc, McinferError) else f"{type(exc).__name__}: {text}",
+        traceback="".join(traceback.format_exception(exc))[:_MAX_TEXT],
+    )

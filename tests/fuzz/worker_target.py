@@ -33,10 +33,9 @@ from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import tensor_bytes
 from mcinfer.validators import TensorRef
-from mcinfer.worker.server import Server, Tokens
+from mcinfer.worker.server import Server
 from tests.fuzz.target import BLOCK_BYTES, INPUTS, ROWS, Target, Violation, build
 
-_TOKENS = Tokens(hello="secret", build="")  # no secret
 _PREDICT_ID = bytes([PREDICT])
 
 
@@ -61,9 +60,9 @@ class WorkerTarget(Target):
         self._transport.started(0)
         self._cancels, self._listening = Cancels.pair()
         self._connect()
-        self._server = Server(connection, _TOKENS, self._worker_end, self._listening)
+        self._server = Server(connection, "", self._worker_end, self._listening)
         self._blocks = [Block.create(number, BLOCK_BYTES) for number in range(2)]
-        self._server.send(Hello(version=VERSION, pid=100, token=_TOKENS.hello))
+        self._server.send(Hello(version=VERSION, pid=100, token=""))
         self._server.handle(build(self._model, ("w",)))
         self._restore()
 

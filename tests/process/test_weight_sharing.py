@@ -197,7 +197,7 @@ def test_another_users_process_gets_nothing_though_it_is_listed(held: Held) -> N
             f"refused weights {owner.handle} are shared by a process of user 0, and this one is "
             f"of user {OTHER_USER}"
         )
-        assert other.ask("go on") == f'{{"refused": "user", "pid": {other.pid}}} []'
+        assert other.ask("go on") == (f"refused process {other.pid}: it belongs to another user []")
 
 
 def test_later_process_of_a_listed_pid_is_refused(cache: Cache, namespace: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Tests of examples/sd_dual_core/build_unet.py, the UNet of the demo."""
+"""Tests of the models that examples build: the UNet of the demo and the classifier of the quick starts."""
 
 import dataclasses
 import importlib.util
@@ -11,16 +11,21 @@ import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "sd_dual_core" / "build_unet.py"
-# Of Stable Diffusion 1, which differs in the widths from 2.1 only by its context of 768 channels:
+# Stable Diffusion 1 differs in the widths from 2.1 only by its context of 768 channels:
 # https://forums.fast.ai/t/stable-diffusion-parameter-budget-allocation/101515
 SD1_PARAMETERS = 859_520_964
+# torchvision's mobilenet_v2, which has a scale and an offset for each channel of a batch norm where a
+# folded model has one bias:
+# https://pytorch.org/vision/stable/models/generated/torchvision.models.mobilenet_v2.html
+MOBILENET_PARAMETERS = 3_504_872
+SIDE = 64
 
 Array = NDArray[np.float32]
 
 
-def _load() -> Any:
-    spec = importlib.util.spec_from_file_location("build_unet", SCRIPT)
+def _load(script: str) -> Any:
+    path = Path(__file__).parents[1] / "examples" / script
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -28,13 +33,28 @@ def _load() -> Any:
     return module
 
 
-unet = _load()
+unet = _load("sd_dual_core/build_unet.py")
+mobilenet = _load("quick_start/build_mobilenet.py")
 
 
 def _open(path: Path) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def _shapes(values: Any) -> dict[str, tuple[int, list[int | str]]]:
+    """Data type and dimensions, by name, of a model's inputs or outputs."""
+    return {
+        value.name: (
+            value.type.tensor_type.elem_type,
+            [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim],
+        )
+        for value in values
+    }
+
+
+# The UNet.
 
 
 def _inputs(batch: int, side: int = 16) -> tuple[Array, Array]:
@@ -52,17 +72,6 @@ def _run(session: ort.InferenceSession, sample: Array, states: Array, timestep: 
     }
     output: Array = session.run(["out_sample"], feed)[0]
     return output
-
-
-def _shapes(values: Any) -> dict[str, tuple[int, list[int | str]]]:
-    """Returns data type and dimensions, by name, of a model's inputs or outputs."""
-    return {
-        value.name: (
-            value.type.tensor_type.elem_type,
-            [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim],
-        )
-        for value in values
-    }
 
 
 @pytest.fixture(scope="module")
@@ -152,3 +161,58 @@ def test_command_line_reports_parameters_and_sizes(
     printed = capsys.readouterr().out
     assert f"{unet.SIZES['tiny'].parameters:,} parameters" in printed
     assert f"{path.stat().st_size:,} bytes" in printed
+
+
+# The classifier.
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The full width, a small image, any batch."""
+    target = tmp_path_factory.mktemp("mobilenet") / "any.onnx"
+    built: Path = mobilenet.build_mobilenet(target, batch=None, size=SIDE)
+    return built
+
+
+def test_default_passes_the_checker_and_takes_one_image_of_imagenets_size(tmp_path: Path) -> None:
+    path = mobilenet.build_mobilenet(tmp_path / "default.onnx")
+    onnx.checker.check_model(str(path), full_check=True)
+    graph = onnx.load(path).graph
+    kind = onnx.TensorProto.FLOAT
+    assert _shapes(graph.input) == {"image": (kind, [1, 224, 224, 3])}
+    assert _shapes(graph.output) == {"probabilities": (kind, [1, 1000])}
+
+
+def test_parameters_are_the_published_ones_with_batch_norms_folded(path: Path) -> None:
+    initializers = onnx.load(path).graph.initializer
+    weights = [t for t in initializers if t.name.endswith((".weight", ".bias"))]
+    normalised = [t for t in weights if t.name.endswith(".bias") and "classifier" not in t.name]
+    count = sum(int(np.prod(t.dims)) for t in weights)
+    assert count + sum(t.dims[0] for t in normalised) == MOBILENET_PARAMETERS
+
+
+def test_probabilities_are_sane_and_sum_to_one(path: Path) -> None:
+    images = np.random.default_rng(1).standard_normal((3, SIDE, SIDE, 3), dtype=np.float32)
+    output: Array = _open(path).run(["probabilities"], {"image": images})[0]
+    assert output.shape == (3, 1000)
+    assert np.isfinite(output).all()
+    np.testing.assert_allclose(output.sum(axis=1), 1.0, atol=1e-5)
+    assert output.min() > 0
+    assert 2 / 1000 < output.max() < 0.5  # neither all alike nor one alone
+
+
+def test_seed_determines_the_bytes(path: Path, tmp_path: Path) -> None:
+    arguments = {"batch": None, "size": SIDE}
+    same = mobilenet.build_mobilenet(tmp_path / "same.onnx", seed=0, **arguments)
+    other = mobilenet.build_mobilenet(tmp_path / "other.onnx", seed=1, **arguments)
+    assert same.read_bytes() == path.read_bytes()
+    assert other.read_bytes() != path.read_bytes()
+
+
+def test_command_line_writes_the_model_and_says_its_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "small.onnx"
+    assert mobilenet.main(["--output", str(path), "--size", "96", "--width", "0.5"]) == 0
+    assert capsys.readouterr().out == f"{path}: {path.stat().st_size:,} bytes\n"
+    assert _shapes(onnx.load(path).graph.input)["image"][1] == [1, 96, 96, 3]
