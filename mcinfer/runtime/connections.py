@@ -99,7 +99,7 @@ class Connections:
                 with RuntimeFolder() as folder:
                     self.transport = ZeroMQMaster(*folder.listen())
             opened.callback(self.transport.close)
-            self._output = OutputForwarder()
+            self.output = OutputForwarder()
             opened.pop_all()
 
     def close_socket(self) -> None:
@@ -112,7 +112,7 @@ class Connections:
 
     def close(self, seconds: float) -> None:
         """After `close_socket`: forward the last output, for at most so many seconds."""
-        self._output.close(seconds)
+        self.output.close(seconds)
 
     # Processes.
 
@@ -128,7 +128,7 @@ class Connections:
                 connection=connection,
                 hello_token=secrets.token_hex(16),
                 build_token=secrets.token_hex(16),
-                output=self._output,
+                output=self.output,
                 inherited=self._inherited,
                 most_memory=self._most_memory[index],
             )

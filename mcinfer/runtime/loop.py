@@ -44,7 +44,7 @@ from mcinfer.errors import (
     ReadyTimeoutError,
 )
 from mcinfer.machine import usable_memory
-from mcinfer.protocol import REPLY, REPLY_HEAD, Build, BuildFinish, Error, Message, Reply
+from mcinfer.protocol import REPLY, REPLY_HEAD, Build, BuildFinish, Error, Message, Preparing, Reply
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Follower, Outcome, Request
 from mcinfer.runtime.connections import Connections, UnreachableError
@@ -1071,6 +1071,13 @@ class Loop:
             self._delivery.log(logging.ERROR, "a message could not be handled", failure=exc)
             self._outlaw(index, f"sent what could not be handled: {exc!r}")
             return
+        if isinstance(message, Preparing):
+            size = f"{message.written / 1e6:.0f} MB"
+            name = os.path.basename(self._builds[index].model)
+            text = f"preparing {name}: {size} written, {message.seconds:.0f} s"
+            self._connections.output.show(text)
+        elif isinstance(message, BuildFinish | Error):
+            self._connections.output.show("")
         if isinstance(message, BuildFinish):
             self._note(index, message.notes)
         self._carry_out(actions)

@@ -29,6 +29,8 @@ _worker_log = logging.getLogger("mcinfer.worker")
 
 _READ_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 20
+_STATUS = "status"
+_ERASE = "\r\x1b[K"  # ECMA-48: from the line's begin, erase to its end
 _MAX_WAITING_BYTES = 1 << 22  # output beyond this is dropped
 
 _TICK_MS = 100
@@ -184,6 +186,7 @@ class OutputForwarder:
         self._poll.register(self._wakeup.fd, select.EPOLLIN)
         self._sources: dict[int, tuple[bytes, str, bytearray]] = {}
         self._waiting: SimpleQueue[tuple[str, bytes] | None] = SimpleQueue()
+        self._status = ""  # the line that the terminal ends with, of the writer alone
         # Bytes, each counted by one thread alone.
         self._queued = self._dropped = self._written = 0
         self._said = 0
@@ -203,6 +206,13 @@ class OutputForwarder:
         """Read a pipe from now on, and own it."""
         self._sources[fd] = (mark.encode(), stream, bytearray())
         self._poll.register(fd, select.EPOLLIN)
+
+    def show(self, status: str) -> None:
+        """Show a line at the end of a terminal that the next one replaces; "" removes it.
+
+        Where standard error is no terminal, nothing is shown.
+        """
+        self._waiting.put((_STATUS, status.encode()))
 
     def close(self, timeout: float) -> None:
         """Forward what is left, for at most so many seconds, and end the threads.
@@ -255,6 +265,10 @@ class OutputForwarder:
     def _write(self) -> None:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for name, text in iter(self._waiting.get, None):
+            if name == _STATUS:
+                self._write_status(text.decode())
+                continue
+            self._write_status("")
             begin = 0
             while begin < len(text) and not self._stopping:
                 if self._dropped and not self._said:
@@ -271,12 +285,24 @@ class OutputForwarder:
         if lost:
             self._say("output of workers was dropped, since it was not read: in all", lost)
 
+    def _write_status(self, status: str) -> None:
+        if status == self._status or (status and not _is_free_terminal(sys.stderr)):
+            return
+        self._status = status
+        _write(sys.stderr, f"{_ERASE}{status}")
+
     def _say(self, text: str, size: int) -> None:
         """Log it, unless that could wait for the same reader as the output does."""
         if _takes(sys.stderr, 0):
             self._said = size
             with contextlib.suppress(Exception):  # of a handler
                 _log.warning("%s: %d bytes", text, size)
+
+
+def _is_free_terminal(stream: TextIO | None) -> bool:
+    with contextlib.suppress(Exception):  # whatever a stream of the user's raises
+        return stream is not None and stream.isatty() and _takes(stream, 0)
+    return False
 
 
 def _takes(stream: TextIO | None, timeout_ms: int) -> bool:

@@ -2,8 +2,11 @@
 
 import logging
 import os
+import pty
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -268,3 +271,20 @@ def test_model_that_cannot_be_prepared_is_warned_of_once_and_tried_once(
         assert "sparse.onnx" in caplog.text
         assert "it cannot be prepared: onnxruntime: " in caplog.text
     assert entry(cache)
+
+
+def test_terminal_shows_the_progress_and_then_nothing_of_it(large_model: Path) -> None:
+    shown, terminal = pty.openpty()
+    start = "import sys, mcinfer; mcinfer.Master(sys.argv[1], 1).start().close()"
+    with open(shown, "rb", buffering=0) as reader:
+        ended = subprocess.run(
+            [sys.executable, "-c", start, large_model], stderr=terminal, timeout=60.0
+        )
+        os.close(terminal)
+        with suppress(OSError):  # the end, after all that was written
+            text = b""
+            while data := reader.read(4096):
+                text += data
+    assert ended.returncode == 0
+    assert b"preparing large.onnx: " in text
+    assert text.endswith(b"\r\x1b[K")
