@@ -130,6 +130,12 @@ class _Allocation(_Promise[list[Slot]]):
         self.since = monotonic()
         self.deadline = self.since + timeout
 
+    def value(self) -> list[Slot]:
+        """The slots; they are the caller's alone: the loop may still hold this object."""
+        slots = super().value()
+        del self._value
+        return slots
+
 
 class Loop:
     """The workers of one master, their requests, and the thread that owns both.
@@ -450,9 +456,12 @@ class Loop:
         except BaseException:
             wanted.deadline = -math.inf  # nothing is to wait behind it
             raise
-        if not wanted.settled:
-            raise QueueFullError("the loop did not answer in time")
-        return wanted.result()
+        try:
+            if not wanted.settled:
+                raise QueueFullError("the loop did not answer in time")
+            return wanted.result()
+        finally:
+            del wanted  # or the error's traceback, this frame and it would hold each other, and memory
 
     def _ring(self) -> None:
         os.eventfd_write(self._bell.fd, 1)  # which lives as long as the loop's object
@@ -763,7 +772,7 @@ class Loop:
         except OSError as exc:
             return PredictError(f"no shared memory can be had: {exc}")
         except McinferError as exc:
-            return exc
+            return exc.with_traceback(None)  # which would hold what holds the error
         if self.arena.crowded and self.frames is not None:
             self.frames.release_idle()
             self.arena.reclaim()
