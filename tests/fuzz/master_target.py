@@ -37,7 +37,7 @@ from mcinfer.requests.splitting import Known
 from mcinfer.runtime.cancels import Cancels
 from mcinfer.runtime.loop import Loop, _Promise
 from mcinfer.runtime.transport import MasterTransport
-from mcinfer.runtime.worker_process import WorkerProcess
+from mcinfer.runtime.worker_process import OutputForwarder, WorkerProcess
 from mcinfer.scheduler.scheduler import LONG_RUN, Scheduler
 from mcinfer.sharding import Split
 from mcinfer.shm.block import Block
@@ -175,6 +175,7 @@ class MasterTarget(Target):
         self._connections = loop._connections
         self._router = FedTransport()
         self._connections.transport = loop._transport = self._router
+        self._connections.output = OutputForwarder()
         self._processes = [FedProcess(index, 100 + index) for index in range(_WORKERS)]
         self._planners = {
             spec: Planner(spec, loop.arena, lambda sizes, _: loop.arena.allocate_all(sizes))
@@ -506,6 +507,7 @@ class MasterTarget(Target):
         for process in self._processes:
             process.abandon()
         self._connections.processes.clear()
+        self._connections.output.close(1.0)
         self._own.close()
         self._big.close()
         for planner in self._planners.values():
