@@ -33,9 +33,6 @@ def figures_of(made: Report, name: str) -> Figures:
     return next(figures for figures in under(made, load) if figures.way.name == name)
 
 
-# Not so large that the mean of two is infinite: these are seconds, bytes and ratios.
-
-
 def test_figures_are_those_of_each_repeat() -> None:
     figures = figures_of(small(session=[100.0, 120.0, 90.0]), "session")
     assert (figures.rows.middle, figures.rows.low, figures.rows.high) == (200, 180, 240)
@@ -50,6 +47,9 @@ def test_speedup_is_taken_within_each_repeat_that_both_have() -> None:
     made = small(session=[100.0], sharded=[200.0, 300.0])
     assert figures_of(made, "sharded").speedup == Spread((2.0,))
     assert not figures_of(small(threads=[100.0]), "threads").speedup.known
+    turns = {("session", LOAD): [turn(10.0, failed=1)], ("sharded", LOAD): [turn(100.0)]}
+    made = report([way("session"), way("sharded")], turns)
+    assert not figures_of(made, "sharded").speedup.known  # the baseline fails
 
 
 @given(st.sampled_from(QUANTILES), st.integers(0, 300), st.integers(0, 300), st.integers(0, 300))
@@ -90,12 +90,6 @@ def test_percentile_is_of_so_many_requests_at_least(fraction: float, least: int)
     assert percentile([enough, few], fraction).known == (few.requests == 0)
 
 
-def test_being_quicker_than_what_fails_is_no_speedup() -> None:
-    turns = {("session", LOAD): [turn(10.0, failed=1)], ("sharded", LOAD): [turn(100.0)]}
-    made = report([way("session"), way("sharded")], turns)
-    assert not figures_of(made, "sharded").speedup.known
-
-
 def test_efficiency_is_over_so_many_times_the_pool_of_one() -> None:
     ways = [way(f"pool-{n}", role="scaling", workers=n) for n in (4, 1)]
     turns = {
@@ -109,16 +103,12 @@ def test_efficiency_is_over_so_many_times_the_pool_of_one() -> None:
     assert not pools(alone)[0].speedup.known
 
 
-# The verdict.
-
-
 @pytest.mark.parametrize(
     ("session", "threads", "sharded", "clear"),
     [
         ([100.0, 100.0], [90.0, 90.0], [120.0, 130.0], 1),
         ([100.0, 100.0], [90.0, 90.0], [120.0, 99.0], 0),
         ([100.0, 100.0], [125.0, 130.0], [120.0, 130.0], 0),  # the best baseline counts
-        ([100.0, 100.0], [90.0, 90.0], [101.0, 101.0], 0),
         ([100.0, 100.0], [90.0, 90.0], [80.0, 90.0], -1),
         ([100.0], [90.0], [200.0], 0),  # the spread is not known
     ],
