@@ -65,9 +65,7 @@ def test_more_memory_and_a_later_start_are_no_gain() -> None:
 
 
 @given(*[st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=4)] * 2)
-def test_ratio_of_any_two_repeats_is_within_the_interval(
-    old: list[float], new: list[float]
-) -> None:
+def test_ratios_of_repeats_are_within_the_interval(old: list[float], new: list[float]) -> None:
     ratio = ratio_of(spread_of(old), spread_of(new))
     assert ratio.low <= ratio.middle * (1 + 1e-9)
     for a in old:

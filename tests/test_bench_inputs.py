@@ -66,9 +66,7 @@ def saved(path: Path, array: NDArray[Any]) -> Path:
 
 @pytest.mark.parametrize("kind", ELEMENT_TYPES)
 @pytest.mark.parametrize("shape", [("batch", 3), ()], ids=str)
-def test_random_arrays_are_of_the_inputs_type_and_shape(
-    kind: str, shape: tuple[Dimension, ...]
-) -> None:
+def test_random_arrays_have_type_and_shape(kind: str, shape: tuple[Dimension, ...]) -> None:
     spec = model({"x": (kind, shape), "other": ("float32", ("batch",))})
     inputs = made(spec, 5, RANDOM)
     assert [*inputs] == ["x", "other"]
@@ -89,9 +87,7 @@ def test_random_arrays_are_of_the_inputs_type_and_shape(
     low=st.integers(-(2**65), 2**65),
     count=st.integers(1, 2**66),
 )
-def test_integers_are_within_the_bounds_as_far_as_the_type_goes(
-    kind: str, low: int, count: int
-) -> None:
+def test_integers_are_within_bounds_and_type(kind: str, low: int, count: int) -> None:
     options = InputOptions(files={}, archive=None, dims={}, integers=(low, low + count))
     spec = model({"x": (kind, ("batch",))})
     values = [int(value) for value in made(spec, 20, options)["x"]]
@@ -149,9 +145,7 @@ def test_fixed_batch_takes_multiples_of_it_and_other_inputs_stay_whole() -> None
     ],
     ids=["sequence", "unnamed", "fixed"],
 )
-def test_model_whose_batch_is_not_known_takes_one_request_as_it_is(
-    spec: ModelSpec, dims: Mapping[str, int]
-) -> None:
+def test_unknown_batch_takes_one_request(spec: ModelSpec, dims: Mapping[str, int]) -> None:
     options = with_dims(**dims)
     assert made(spec, 1, options)["x"].shape == (4, 3)
     with pytest.raises(
@@ -191,11 +185,10 @@ def test_size_of_a_symbol_in_files_holds_for_other_inputs(tmp_path: Path) -> Non
         made(model(TOKENS), 2, parse_input_options([path], {"seq": 5}))
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "int4"])
-def test_types_that_numpys_files_do_not_know_are_kept(tmp_path: Path, kind: str) -> None:
-    array = np.arange(6).reshape(2, 3).astype(getattr(ml_dtypes, kind))
+def test_types_that_numpys_files_do_not_know_are_kept(tmp_path: Path) -> None:
+    array = np.arange(6).reshape(2, 3).astype(ml_dtypes.int4)
     options = parse_input_options([f"x={saved(tmp_path / 'x.npy', array)}"], {})
-    x = made(model({"x": (kind, ("batch", 3))}), 2, options)["x"]
+    x = made(model({"x": ("int4", ("batch", 3))}), 2, options)["x"]
     assert x.dtype == array.dtype
     assert x.astype(int).tolist() == [[0, 1, 2], [3, 4, 5]]
 

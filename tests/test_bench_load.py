@@ -110,7 +110,7 @@ def queue(rate: float, service: float, count: int, servers: int = 1) -> list[tup
         (50.0, 1.0, 32, False),
     ],
 )
-def test_growing_queue_is_not_mistaken_for_a_steady_one(
+def test_growing_queue_is_noticed(
     rate: float, service: float, servers: int, expected: bool
 ) -> None:
     assert kept_up(queue(rate, service, 800, servers)) is expected

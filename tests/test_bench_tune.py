@@ -145,9 +145,7 @@ def test_transports_and_delays_depend_on_the_length_of_a_run() -> None:
 
 
 @pytest.mark.parametrize(("rows", "pieces"), [("batch", 6), (1, 6), (None, 1)])
-def test_request_is_cut_in_as_many_pieces_as_mcinfer_cuts_it(
-    rows: str | int | None, pieces: int
-) -> None:
+def test_pieces_are_as_many_as_mcinfer_makes(rows: str | int | None, pieces: int) -> None:
     x, y = (TensorSpec(name=n, dtype=np.dtype(np.float32), shape=(rows, 3)) for n in "xy")
     model = ModelSpec(inputs=(x,), outputs=(y,))
     assert pieces_of(model, [(6, 3)], first_split(model, SaidAxes())) == pieces

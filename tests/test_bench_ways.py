@@ -39,9 +39,7 @@ def test_ways_that_a_report_could_not_tell_apart_are_refused(tmp_path: Path) -> 
         ("my-ways.py", "rename the file"),
     ],
 )
-def test_file_without_a_way_that_can_be_imported_is_refused(
-    tmp_path: Path, name: str, error: str
-) -> None:
+def test_file_without_a_usable_way_is_refused(tmp_path: Path, name: str, error: str) -> None:
     path = tmp_path / name
     for look in (way_class, lambda name: check_names([name])):
         with pytest.raises(InvalidInputError, match=f"there is no file {path}"):
@@ -72,7 +70,7 @@ SETUP = Setup(
         (0, None, 2, [0]),
     ],
 )
-def test_requests_are_cut_as_one_would_by_hand(
+def test_requests_are_cut_by_hand(
     rows: int, fixed: int | None, most: int, sizes: list[int]
 ) -> None:
     x, t = np.arange(rows * 3, dtype=np.float32).reshape(rows, 3), np.array(7)

@@ -45,9 +45,7 @@ def commands(group: Any, names: Sequence[str] = ()) -> Iterator[tuple[list[str],
         yield from commands(command, [*names, *name.split()])
 
 
-def test_help_of_each_command_names_all_that_it_takes(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_help_names_all_parameters(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     called = []
     for names, command in commands(typer.main.get_command(make_app())):
@@ -101,9 +99,7 @@ def test_bash_completes_commands_and_options(
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_wrong_usage_ends_with_status_2_and_the_reason(
-    arguments: list[str], text: str, capsys: Capture
-) -> None:
+def test_wrong_usage_ends_with_status_2(arguments: list[str], text: str, capsys: Capture) -> None:
     assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -206,21 +202,7 @@ def test_closed_streams_are_not_written_to(tmp_path: Path) -> None:
     assert shell("devices --devices cpu:9999") == (1, [])
 
 
-@pytest.mark.parametrize("buffered", ["", "1"], ids=["buffered", "unbuffered"])
-def test_broken_streams_end_the_command_without_a_traceback(buffered: str) -> None:
-    read, write = os.pipe()
-    os.close(read)
-    run = python("-m", "mcinfer", "devices", stdout=write, PYTHONUNBUFFERED=buffered)
-    assert (run.returncode, run.stderr) == (1, "")
-    os.close(write)
-    with open("/dev/full", "w") as full:
-        run = python("-m", "mcinfer", "devices", stdout=full.fileno(), PYTHONUNBUFFERED=buffered)
-    assert run.returncode == 1
-    assert "No space left on device" in only_line(run.stderr)
-
-
-def test_interrupt_keeps_its_status_if_the_error_stream_has_no_reader() -> None:
-    code = """
+INTERRUPTED = """
 import os, sys
 from mcinfer.cli import main
 def interrupt(_process):
@@ -228,11 +210,21 @@ def interrupt(_process):
 os.sched_getaffinity = interrupt
 sys.exit(main(["devices"]))
 """
+
+
+@pytest.mark.parametrize("buffered", ["", "1"], ids=["buffered", "unbuffered"])
+def test_broken_streams_end_the_command_without_a_traceback(buffered: str) -> None:
     read, write = os.pipe()
     os.close(read)
-    run = python("-c", code, stderr=write)
-    os.close(write)
+    run = python("-m", "mcinfer", "devices", stdout=write, PYTHONUNBUFFERED=buffered)
+    assert (run.returncode, run.stderr) == (1, "")
+    run = python("-c", INTERRUPTED, stderr=write, PYTHONUNBUFFERED="1")
     assert (run.returncode, run.stdout) == (130, "")
+    os.close(write)
+    with open("/dev/full", "w") as full:
+        run = python("-m", "mcinfer", "devices", stdout=full.fileno(), PYTHONUNBUFFERED=buffered)
+    assert run.returncode == 1
+    assert "No space left on device" in only_line(run.stderr)
 
 
 def test_name_that_the_output_cannot_encode_is_escaped(tmp_path: Path) -> None:

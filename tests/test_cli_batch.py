@@ -42,17 +42,6 @@ selecting (float[batch, 4] x) => (int64[selected, 2] where) <float zero = {0.0}>
 }
 """
 
-# The same without the index of the row: a row's part of the output depends on that row alone.
-COMPRESSING = """
-<ir_version: 8, opset_import: ["": 17]>
-compressing (float[batch, 4] x) => (float[selected] values) <float zero = {0.0}, int64[1] all = {-1}> {
-    positive = Greater(x, zero)
-    flat = Reshape(x, all)
-    chosen = Reshape(positive, all)
-    values = Compress(flat, chosen)
-}
-"""
-
 DOUBLE = """
 <ir_version: 8, opset_import: ["": 17]>
 double (float[batch, 4] x) => (float[batch, 4] y) { y = Add(x, x) }
@@ -97,7 +86,7 @@ GATHER = [helper.make_node("Gather", ["table", "i"], ["y"])]
 WHOLE = "mcinfer: the whole file runs as one request, on one worker: "
 
 
-def test_axes_that_no_shape_says_are_learned_and_a_wrong_output_axis_is_not_used(
+def test_axes_are_learned_and_wrong_axes_not_used(
     case: Case,
 ) -> None:
     inputs = ["--batch-axis", "input=0", "--batch-axis", "state=1"]
@@ -115,10 +104,6 @@ def test_file_whose_rows_depend_on_each_other_runs_whole(case: Case) -> None:
     line = case.fail(SELECTING, random_rows(300), "--batch", "10")
     assert line.startswith("mcinfer: --batch: got 10, but the file cannot be cut: the rows of")
     assert "--batch-axis and --output-axis say" in line
-
-
-def test_requests_may_give_any_number_of_rows_if_the_first_rows_show_that(case: Case) -> None:
-    assert case.run(COMPRESSING, random_rows(50), "--batch", "7") == ""
 
 
 def test_split_that_no_row_shows_is_not_used(case: Case) -> None:
@@ -217,9 +202,7 @@ def test_run_is_resumed_with_its_own_split_and_request_size(
     assert progress(case.output) == before
 
 
-def test_run_is_resumed_in_as_many_shards_with_fewer_cores(
-    half: Path, case: Case, capsys: Capture
-) -> None:
+def test_resumed_run_keeps_its_number_of_shards(half: Path, case: Case, capsys: Capture) -> None:
     cores = os.sched_getaffinity(0)
     if len(cores) < 2:
         pytest.skip("one core has one worker")
@@ -239,9 +222,7 @@ def test_run_is_resumed_in_as_many_shards_with_fewer_cores(
     assert progress(case.output) == before
 
 
-def test_finished_results_are_only_written_by_the_next_run(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_next_run_writes_finished_results(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     case.output.mkdir()  # something takes its place before the end
     with monkeypatch.context() as patch:
         patch.setattr(batch, "_output_place", lambda *_: case.output)

@@ -120,9 +120,7 @@ def pickled() -> bytes:
         (lambda: damaged(DEFLATED), ".npz file"),
     ],
 )
-def test_what_cannot_be_an_array_is_refused(
-    tmp_path: Path, make: Callable[[], bytes], text: str
-) -> None:
+def test_invalid_array_is_refused(tmp_path: Path, make: Callable[[], bytes], text: str) -> None:
     path = tmp_path / "in.npz"
     path.write_bytes(make())
     with (
@@ -261,20 +259,15 @@ def test_parts_that_do_not_go_together_are_an_error_that_names_the_output(
         assert making.done == len(parts) - 1
 
 
-def test_names_cannot_command_a_terminal(tmp_path: Path) -> None:
+def test_names_cannot_command_a_terminal_and_missing_space_is_predicted(tmp_path: Path) -> None:
     name = "y\x1b[2J\n"
     with closing(PartialResults(tmp_path / "out.npz", WORK)) as making:
         making.begin({}, {name: 0})
-        making.add({name: np.array([1])})
-        assert making.finish(model(name, dtype=int)) == ["y?[2J?: int64[1]"]
-
-
-def test_room_that_is_missing_is_known_from_the_first_part_on(tmp_path: Path) -> None:
-    with results(tmp_path / "out.npz", y=0) as making:
-        making.add({"y": np.zeros(1024, np.int8)})
+        making.add({name: np.zeros(1024, np.int8)})
         disk = os.statvfs(tmp_path)
         missing = 2 * (1 << 50) - disk.f_bavail * disk.f_frsize
         assert making.missing_bytes(2**-40) == pytest.approx(missing, rel=0.2)
+        assert making.finish(model(name, dtype=np.int8)) == ["y?[2J?: int8[1024]"]
 
 
 # The folder.
@@ -319,19 +312,13 @@ def test_missing_parts_are_an_error_and_extra_parts_are_overwritten(tmp_path: Pa
         pass
 
 
-def test_folder_is_for_one_run_at_a_time(tmp_path: Path) -> None:
+def test_folder_is_for_one_run_at_a_time_and_other_files_in_it_stay(tmp_path: Path) -> None:
     target = tmp_path / "out.npz"
     with closing(PartialResults(target, WORK)):
         for restart in (False, True):
             with pytest.raises(McinferError, match=r"another run is writing to .*\.out\.npz\."):
                 PartialResults(target, WORK, restart=restart)
-    with closing(PartialResults(target, WORK)):
-        pass
     assert files(tmp_path) == []
-
-
-def test_files_of_others_in_the_folder_stay(tmp_path: Path) -> None:
-    target = tmp_path / "out.npz"
     begun(target).with_name("notes.txt").write_text("mine")
     with closing(PartialResults(target, WORK, restart=True)):
         pass
@@ -342,9 +329,7 @@ KINDS = ["open to all", "link", "of another user", "file", "lock", "0.parts", "p
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_folder_that_others_may_have_made_is_refused_and_no_link_in_it_is_followed(
-    tmp_path: Path, kind: str
-) -> None:
+def test_untrusted_folder_is_refused_and_no_link_followed(tmp_path: Path, kind: str) -> None:
     # Another user's folder in /tmp, with links to the caller's files, had them overwritten.
     mine, folder = tmp_path / "mine", tmp_path / ".out.npz.partial"
     mine.write_bytes(b"precious")

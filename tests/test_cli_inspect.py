@@ -43,9 +43,7 @@ def inspected(model: Path, capsys: Capture) -> dict[str, Any]:
     return found
 
 
-def test_inspect_says_what_a_model_takes_gives_and_holds(
-    cache: Cache, tmp_path: Path, capsys: Capture
-) -> None:
+def test_inspect_describes_a_model(cache: Cache, tmp_path: Path, capsys: Capture) -> None:
     assert said(save_double(tmp_path), capsys) == [
         "inputs:",
         "  x: float32[batch, 3]",
@@ -105,9 +103,7 @@ def test_probe_learns_from_an_example_and_records_the_split(
 
 
 @pytest.mark.parametrize("command", [["inspect", "--json"], ["cache", "prepare"]])
-def test_model_that_does_not_exist_is_named(
-    tmp_path: Path, capsys: Capture, command: list[str]
-) -> None:
+def test_missing_model_is_named(tmp_path: Path, capsys: Capture, command: list[str]) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name, why in (("none.onnx", "No such file"), ("", "a folder"), ("pipe", "a pipe")):
         assert main([*command, str(tmp_path / name)]) == 1
@@ -175,9 +171,7 @@ def test_json_has_every_field(tmp_path: Path, capsys: Capture) -> None:
     }
 
 
-def test_operators_of_the_runtimes_own_format_are_not_known(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_operators_of_ort_files_are_not_known(tmp_path: Path, capsys: Capture) -> None:
     options = ort.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "double.ort")
     options.add_session_config_entry("session.save_model_format", "ORT")
@@ -188,9 +182,7 @@ def test_operators_of_the_runtimes_own_format_are_not_known(
     assert "operators and weights: not known; the file is not of ONNX's own format" in lines
 
 
-def test_state_of_a_model_in_the_cache_is_printed(
-    cache: Cache, tmp_path: Path, capsys: Capture
-) -> None:
+def test_state_in_the_cache_is_printed(cache: Cache, tmp_path: Path, capsys: Capture) -> None:
     size = 1 << 22  # large enough that a worker prepares it
     shape: list[int | str] = ["batch", size]
     nodes = [helper.make_node("Add", ["x", "w"], ["y"])]
@@ -220,7 +212,7 @@ def test_state_of_a_model_in_the_cache_is_printed(
     assert line == "prepared: no, it cannot be; a worker loads the file as it is"
 
 
-def test_model_that_cannot_be_loaded_is_refused_after_what_its_file_says(
+def test_unloadable_model_is_refused_and_its_file_described(
     tmp_path: Path, capsys: Capture
 ) -> None:
     nodes = [
@@ -253,9 +245,7 @@ def test_model_that_cannot_be_loaded_is_refused_after_what_its_file_says(
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "model.mindir"])
-def test_file_that_is_no_model_is_refused_in_one_line(
-    tmp_path: Path, capsys: Capture, name: str
-) -> None:
+def test_file_that_is_no_model_is_refused(tmp_path: Path, capsys: Capture, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(b"\x0a\x050.1.0")
     assert main(["inspect", str(path)]) == 1

@@ -9,7 +9,7 @@ import typer
 
 from mcinfer.bench.report import load
 from mcinfer.cli import main
-from mcinfer.cli.output_files import check_outputs, write_output
+from mcinfer.cli.output_files import check_outputs, parse_png, write_output
 from mcinfer.errors import InvalidInputError
 from tests.command_line import COMMAND, Capture, files, only_line, save_double
 from tests.process.scripts import Program
@@ -49,7 +49,7 @@ def test_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
     assert (tmp_path / "mine").read_bytes() == b"precious"
 
 
-def test_place_that_cannot_be_written_is_refused_and_only_files_are_replaced(
+def test_only_writable_files_are_replaced(
     tmp_path: Path,
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
@@ -73,6 +73,15 @@ def test_file_that_is_write_protected_stays(tmp_path: Path) -> None:
     path.write_bytes(b"old")
     path.chmod(0o444)
     assert refused(path) == f"--json: {path} cannot be written: it is write-protected"
+
+
+def test_unfinished_output_has_a_name_of_its_own(tmp_path: Path, capsys: Capture) -> None:
+    path = parse_png(f"{tmp_path}/x.v1")
+    path.write_bytes(b"whole")
+    write_output("--png", path, b"part", finished=False)
+    partial = tmp_path / "x.partial.v1"
+    assert (path.read_bytes(), partial.read_bytes()) == (b"whole", b"part")
+    assert only_line(capsys.readouterr().err).endswith(f"what is known so far is in {partial}")
 
 
 def test_two_options_may_not_name_one_file(tmp_path: Path) -> None:
@@ -114,6 +123,7 @@ class Breaks(Hangs):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        ([*BENCH, "--max-delay", "1e9"], "'--max-delay': got '1e9', expected"),
         ([*BENCH, "--duration", "0"], "'--duration': got '0', expected seconds, more than 0"),
         ([*BENCH, "--concurrency", "40000"], "'--concurrency': got '40000', expected 4096 clients"),
         ([*BENCH, "--dim", "a=1", "--dim", "a=2"], "--dim: got a dimension twice"),
@@ -126,9 +136,7 @@ class Breaks(Hangs):
         ),
     ],
 )
-def test_value_that_an_option_cannot_have_is_wrong_usage(
-    arguments: list[str], said: str, capsys: Capture
-) -> None:
+def test_invalid_value_is_wrong_usage(arguments: list[str], said: str, capsys: Capture) -> None:
     assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -173,9 +181,7 @@ def test_benchmark_that_measured_nothing_is_a_failure_that_says_why(
 
 
 @pytest.mark.parametrize("command", ["bench", "tune"])
-def test_place_that_cannot_be_written_is_a_failure_before_the_work(
-    command: str, capsys: Capture
-) -> None:
+def test_output_is_checked_before_the_work(command: str, capsys: Capture) -> None:
     assert main([command, "none.onnx", "--json", os.devnull]) == 1
     line = only_line(capsys.readouterr().err)
     assert line == f"mcinfer: --json: {os.devnull} is there and is no regular file"

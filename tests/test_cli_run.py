@@ -42,9 +42,7 @@ def case(tmp_path: Path, capsys: Capture) -> Case:
     return Case(tmp_path, capsys)
 
 
-def test_output_is_a_file_like_any_other_where_a_link_leads(
-    double: Path, batch: Path, tmp_path: Path, capsys: Capture
-) -> None:
+def test_output_follows_a_link(double: Path, batch: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "folder").mkdir()
     link, output = tmp_path / "link.npz", tmp_path / "folder" / "out.npz"
     link.symlink_to(output)
@@ -90,10 +88,15 @@ def test_batch_of_no_rows_gives_none(double: Path, case: Case) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["--batch", "0"], ["--timeout", "-1"], ["--batch-axis", "x=some"]],
+    [
+        ["--batch", "0"],
+        ["--timeout", "-1"],
+        ["--batch-axis", "x=some"],
+        ["--output-axis", "y=0", "--output-axis", "y=1"],
+    ],
     ids=" ".join,
 )
-def test_value_that_an_option_cannot_have_is_wrong_usage(capsys: Capture, words: list[str]) -> None:
+def test_invalid_value_is_wrong_usage(capsys: Capture, words: list[str]) -> None:
     arguments = ["run", "model.onnx", "--input", "x.npz", "--output", "y.npz", *words]
     assert main(arguments) == 2
     assert words[0] in capsys.readouterr().err
@@ -102,9 +105,7 @@ def test_value_that_an_option_cannot_have_is_wrong_usage(capsys: Capture, words:
 # Failures: status 1, one line; no file is left.
 
 
-def test_output_that_exists_is_replaced_with_force_alone(
-    double: Path, batch: Path, tmp_path: Path, capsys: Capture
-) -> None:
+def test_output_needs_force(double: Path, batch: Path, tmp_path: Path, capsys: Capture) -> None:
     output = tmp_path / "out.npz"
     output.write_bytes(b"of an earlier run")
     words = ["run", str(double), "--input", str(batch), "--output", str(output), "--devices", "1"]
@@ -137,7 +138,7 @@ def test_model_and_input_are_never_written_over(
     ("model", "source"),
     [("none.onnx", "in.npz"), ("double.onnx", "none"), ("double.onnx", "pipe")],
 )
-def test_file_that_cannot_be_read_is_named(
+def test_unreadable_file_is_named(
     double: Path, batch: Path, tmp_path: Path, capsys: Capture, model: str, source: str
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
@@ -148,9 +149,7 @@ def test_file_that_cannot_be_read_is_named(
 
 
 @pytest.mark.parametrize("name", ["none/y.npz", "folder.npz", "y.npy"])
-def test_output_that_cannot_be_written_is_named_before_the_work(
-    tmp_path: Path, capsys: Capture, name: str
-) -> None:
+def test_unwritable_output_is_named_first(tmp_path: Path, capsys: Capture, name: str) -> None:
     (tmp_path / "folder.npz").mkdir()
     assert call(tmp_path / "none.onnx", tmp_path / "none.npz", tmp_path / name) == 1
     assert only_line(capsys.readouterr().err).startswith("mcinfer: --output: ")
@@ -175,7 +174,7 @@ def test_single_array_for_several_inputs_is_refused(tmp_path: Path, capsys: Capt
     ],
     ids=["name", "dtype"],
 )
-def test_input_that_does_not_fit_the_model_leaves_the_old_output(
+def test_wrong_input_keeps_the_old_output(
     double: Path, case: Case, arrays: Arrays, text: str
 ) -> None:
     case.output.write_bytes(b"of an earlier run")
@@ -184,9 +183,7 @@ def test_input_that_does_not_fit_the_model_leaves_the_old_output(
     assert files(case.folder) == ["double.onnx", "in.npz", "out.npz"]
 
 
-def test_failure_in_the_middle_keeps_its_results_and_other_work_leaves_them(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_results_are_kept_after_a_failure_and_other_work(tmp_path: Path, capsys: Capture) -> None:
     gather = save(
         tmp_path / "gather.onnx",
         [helper.make_node("Gather", ["table", "i"], ["y"])],  # fails for rows of 3 and more

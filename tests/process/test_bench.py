@@ -120,9 +120,7 @@ def measure(model: Path, *ways: str, **more: object) -> Report:
     return report
 
 
-def test_every_way_is_measured_under_every_load_and_pools_of_every_size(
-    onnx_model: OnnxModel, tmp_path: Path
-) -> None:
+def test_ways_and_pools_are_measured_under_each_load(onnx_model: OnnxModel, tmp_path: Path) -> None:
     # The other ways are measured below, with a fixed batch.
     ways = (*(name for name in BASELINES if name != "pipe-each"), "concurrent")
     report = measure(
@@ -163,9 +161,7 @@ def test_every_way_is_measured_under_every_load_and_pools_of_every_size(
     assert load(tmp_path / "report.json") == report
 
 
-def test_failed_way_is_reported_and_the_users_own_way_is_measured(
-    onnx_model: OnnxModel, ways: Path
-) -> None:
+def test_failed_way_is_reported_and_the_others_go_on(onnx_model: OnnxModel, ways: Path) -> None:
     names = ("DoesNotStart", "DiesInItsTurn", "RefusesBatch", "Mine")
     report = measure(
         onnx_model(AFFINE), *(f"{ways}:{name}" for name in names), batches=(1, 2), count=2
@@ -280,9 +276,7 @@ def test_axes_of_the_command_line_are_those_of_every_way(
     assert "--output-axis: got ['y', 'y'], expected each name once" in capsys.readouterr().err
 
 
-def test_killed_benchmark_takes_all_its_processes_with_it(
-    onnx_model: OnnxModel, runtime_dir: Path
-) -> None:
+def test_killed_benchmark_leaves_no_process(onnx_model: OnnxModel, runtime_dir: Path) -> None:
     ways = ("--against", "pipe", "--modes", "concurrent", "--no-scaling")
     options = ("--duration", "60", "--repeat", "1", "--concurrency", "1", *ways)
     with Program(COMMAND, "bench", onnx_model(AFFINE), *options) as program:

@@ -97,9 +97,7 @@ def in_the_middle(words: list[str], target: Path, least: int = 1) -> Iterator[Pr
         yield program
 
 
-def test_killed_and_interrupted_run_is_resumed_with_the_same_result(
-    slow: Path, rows: Path, tmp_path: Path
-) -> None:
+def test_killed_run_resumes_with_the_same_result(slow: Path, rows: Path, tmp_path: Path) -> None:
     whole, target = tmp_path / "whole.npz", tmp_path / "out.npz"
     ended, terminal = on_terminal(
         *arguments(slow, rows, whole), env={"TERM": "xterm", "COLUMNS": "120"}
@@ -160,9 +158,7 @@ def test_interrupted_or_timed_out_first_request_leaves_nothing(tmp_path: Path) -
     assert files(tmp_path) == ["endless.onnx", "in.npy"]
 
 
-def test_input_that_changes_during_the_run_is_an_error_and_results_are_kept(
-    slow: Path, rows: Path, tmp_path: Path
-) -> None:
+def test_input_that_changes_is_an_error(slow: Path, rows: Path, tmp_path: Path) -> None:
     target, source = tmp_path / "out.npz", tmp_path / "in.npy"
     with np.load(rows) as content:
         np.save(source, content["x"])
@@ -195,9 +191,7 @@ def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
 
 
 @pytest.mark.parametrize("small_disk", [1, 3], indirect=True, ids=["within", "at the end"])
-def test_full_disk_is_predicted_and_the_run_is_resumed_when_there_is_room(
-    small_disk: Path, tmp_path: Path
-) -> None:
+def test_full_disk_is_predicted_and_the_run_resumed(small_disk: Path, tmp_path: Path) -> None:
     model = save_double(tmp_path)
     source, target = tmp_path / "in.npy", small_disk / "out.npz"
     x = np.random.default_rng(1).random((200_000, 3), np.float32)

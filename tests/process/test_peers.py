@@ -96,7 +96,7 @@ def drive(kind: str, model: Path, clients: int, columns: int) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_floor_answers_with_the_input_and_refuses_a_model_that_does_more(
+def test_floor_answers_with_the_input_and_refuses_other_models(
     onnx_model: OnnxModel,
 ) -> None:
     found = drive("transport_floor.py:TransportFloor", onnx_model(IDENTITY), 1, LARGE)

@@ -16,9 +16,7 @@ ON_ONE_CORE = f"import os; os.sched_setaffinity(0, {{min(os.sched_getaffinity(0)
 LONGEST = 55.0
 
 
-def test_search_recommends_a_pool_and_its_program_has_the_axes_of_the_command_line(
-    onnx_model: OnnxModel, tmp_path: Path
-) -> None:
+def test_recommended_program_has_the_users_axes(onnx_model: OnnxModel, tmp_path: Path) -> None:
     turned = onnx_model(
         """
         <ir_version: 8, opset_import: ["": 17]>
@@ -50,9 +48,7 @@ def test_search_recommends_a_pool_and_its_program_has_the_axes_of_the_command_li
     assert (ran.status, ran.out) == (0, "(4, 2)\n")
 
 
-def test_interrupted_search_shows_its_results_and_leaves_nothing(
-    onnx_model: OnnxModel, tmp_path: Path
-) -> None:
+def test_interrupted_search_shows_its_results(onnx_model: OnnxModel, tmp_path: Path) -> None:
     report = tmp_path / "found.json"
     report.write_text("of the last time")
     pool = rb"round 1 of \d+: (\d+ workers?[^\x1b\r\n]*)"
