@@ -240,8 +240,7 @@ def test_unloadable_model_is_refused_and_its_file_described(
         "written: IR version 10; opsets ai.onnx 21, own 3; by writer",
     ]
     assert main(["inspect", str(model), "--json"]) == 1
-    out, err = capsys.readouterr()
-    assert (out, only_line(err)) == ("", err.strip())
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "model.mindir"])
