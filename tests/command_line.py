@@ -1,4 +1,4 @@
-"""Shared by tests of the command line: models, batches that run, and how failures read."""
+"""Shared by tests of the command line: models, runs of batches, and the text of failures."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +14,7 @@ from onnx import TensorProto, helper, parser
 from mcinfer.cli import main
 
 FLOAT = TensorProto.FLOAT
+COMMAND = "import sys; from mcinfer.cli import main; sys.exit(main(sys.argv[1:]))"
 
 Arrays = dict[str, NDArray[Any]]
 Capture = pytest.CaptureFixture[str]
@@ -41,12 +42,9 @@ def save(
 
 def save_double(folder: Path) -> Path:
     """A model that adds its input, float32[batch, 3], to itself."""
-    return save(
-        folder / "double.onnx",
-        [helper.make_node("Add", ["x", "x"], ["y"])],
-        [("x", FLOAT, ["batch", 3])],
-        [("y", FLOAT, ["batch", 3])],
-    )
+    nodes = [helper.make_node("Add", ["x", "x"], ["y"])]
+    shape: list[int | str] = ["batch", 3]
+    return save(folder / "double.onnx", nodes, [("x", FLOAT, shape)], [("y", FLOAT, shape)])
 
 
 def files(folder: Path) -> list[str]:
@@ -54,26 +52,14 @@ def files(folder: Path) -> list[str]:
 
 
 def only_line(text: str) -> str:
-    """The one line that a failure has to say."""
+    """The one line of a failure."""
     (line,) = text.splitlines()
     assert line.startswith("mcinfer: ")
     return line
 
 
-def written(folder: Path, text: str) -> Path:
-    path = folder / "model.onnx"
-    model = parser.parse_model(text)
-    # The names of its dimensions were for the parser.
-    for value in (*model.graph.input, *model.graph.output):
-        for dim in value.type.tensor_type.shape.dim:
-            if dim.dim_param and dim.dim_param != "batch":
-                dim.ClearField("dim_param")
-    onnx.save(model, path)
-    return path
-
-
 def call(model: Path, source: Path, output: Path, *options: str) -> int:
-    """Run on one device unless the options say others; a file that exists is replaced."""
+    """Run on one device unless the options name others; an existing file is replaced."""
     arguments = ["run", str(model), "--input", str(source), "--output", str(output)]
     return main([*arguments, "--devices", "1", "--force", *options])
 
@@ -84,35 +70,45 @@ def loaded(path: Path) -> Arrays:
 
 
 class Case:
-    """Runs batches of one device, and compares the output with ONNX Runtime's own answer."""
+    """Runs batches on one device, and compares the output with ONNX Runtime's own answer."""
 
     def __init__(self, folder: Path, capsys: Capture) -> None:
         self.folder, self.capsys = folder, capsys
         self.output = folder / "out.npz"
 
     def run(self, model: str | Path, inputs: Arrays, *words: str, equal: bool = True) -> str:
-        """What standard error has, of a run that is a success."""
-        path = written(self.folder, model) if isinstance(model, str) else model
+        """The standard error of a run that succeeds."""
+        path = self.written(model)
         status, err = self.end(path, inputs, *words)
         assert status == 0, err
         if equal:
             session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
             names = [output.name for output in session.get_outputs()]
-            expected = dict(zip(names, session.run(names, inputs), strict=True))
             got = loaded(self.output)
             assert [*got] == names
-            for name, array in expected.items():
+            for name, array in zip(names, session.run(names, inputs), strict=True):
                 np.testing.assert_array_equal(got[name], array, name)
         return err
 
     def fail(self, model: str | Path, inputs: Arrays, *words: str) -> str:
-        """The line that a run fails with."""
+        """The line of a run that fails."""
         status, err = self.end(model, inputs, *words)
         assert status == 1
         return only_line(err)
 
     def end(self, model: str | Path, inputs: Arrays, *words: str) -> tuple[int, str]:
-        path = written(self.folder, model) if isinstance(model, str) else model
         np.savez(self.folder / "in.npz", allow_pickle=False, **inputs)
-        status = call(path, self.folder / "in.npz", self.output, *words)
+        status = call(self.written(model), self.folder / "in.npz", self.output, *words)
         return status, self.capsys.readouterr().err
+
+    def written(self, model: str | Path) -> Path:
+        """A model's file; the text of a model names dimensions only for the parser."""
+        if isinstance(model, Path):
+            return model
+        parsed = parser.parse_model(model)
+        for value in (*parsed.graph.input, *parsed.graph.output):
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_param and dim.dim_param != "batch":
+                    dim.ClearField("dim_param")
+        onnx.save(parsed, self.folder / "model.onnx")
+        return self.folder / "model.onnx"

@@ -21,7 +21,6 @@ from mcinfer.bench.compare import (
 from mcinfer.bench.figures import compared_loads, spread_of
 from mcinfer.bench.report import Report, dump
 from mcinfer.cli.bench import compare as command
-from mcinfer.errors import InvalidInputError
 from tests.bench_reports import large, small
 
 
@@ -66,9 +65,7 @@ def test_more_memory_and_a_later_start_are_no_gain() -> None:
 
 
 @given(*[st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=4)] * 2)
-def test_ratio_of_any_two_repeats_is_within_the_interval(
-    old: list[float], new: list[float]
-) -> None:
+def test_ratios_of_repeats_are_within_the_interval(old: list[float], new: list[float]) -> None:
     ratio = ratio_of(spread_of(old), spread_of(new))
     assert ratio.low <= ratio.middle * (1 + 1e-9)
     for a in old:
@@ -123,7 +120,7 @@ def test_what_differs_is_said() -> None:
 def test_way_that_failed_under_some_loads_is_compared_under_the_others() -> None:
     a = large()
     ways = (replace(a.ways[0], error="too large a batch"), *a.ways[1:])
-    b = replace(a, ways=ways, measurements=a.measurements[8:])
+    b = replace(a, ways=ways, measurements=a.measurements[5:])
     assert differences(a, b)[0] == "Only in A: session under batch 1, 1 client."
     titles = dict.fromkeys(change.title for change in changes(a, b) if change.way == "session")
     assert [*titles] == [
@@ -140,10 +137,3 @@ def test_command_prints_the_comparison(tmp_path: Path, capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     assert "batch 2, 4 clients" in out
     assert "2.00 (1.98\N{EN DASH}2.02)  faster" in out
-
-
-def test_command_refuses_what_is_no_report(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    path.write_text("{}")
-    with pytest.raises(InvalidInputError, match=r"a\.json is no benchmark report"):
-        command(path, path)

@@ -33,23 +33,20 @@ def figures_of(made: Report, name: str) -> Figures:
     return next(figures for figures in under(made, load) if figures.way.name == name)
 
 
-# Not so large that the mean of two is infinite: these are seconds, bytes and ratios.
-
-
 def test_figures_are_those_of_each_repeat() -> None:
     figures = figures_of(small(session=[100.0, 120.0, 90.0]), "session")
     assert (figures.rows.middle, figures.rows.low, figures.rows.high) == (200, 180, 240)
     assert figures.latency(1.0) == Spread((5 / 100, 5 / 120, 5 / 90))
     assert figures.sound
-
-
-def test_speedup_is_taken_within_each_repeat_that_both_have() -> None:
-    # The machine was half as quick in the second repeat, for both.
+    # The speed-up is that within each repeat: the machine was half as fast in the second one.
     made = small(session=[100.0, 50.0, 80.0], sharded=[200.0, 100.0, 160.0])
     assert figures_of(made, "sharded").speedup == Spread((2.0, 2.0, 2.0))
     made = small(session=[100.0], sharded=[200.0, 300.0])
     assert figures_of(made, "sharded").speedup == Spread((2.0,))
     assert not figures_of(small(threads=[100.0]), "threads").speedup.known
+    turns = {("session", LOAD): [turn(10.0, failed=1)], ("sharded", LOAD): [turn(100.0)]}
+    made = report([way("session"), way("sharded")], turns)
+    assert not figures_of(made, "sharded").speedup.known  # the baseline fails
 
 
 @given(st.sampled_from(QUANTILES), st.integers(0, 300), st.integers(0, 300), st.integers(0, 300))
@@ -90,12 +87,6 @@ def test_percentile_is_of_so_many_requests_at_least(fraction: float, least: int)
     assert percentile([enough, few], fraction).known == (few.requests == 0)
 
 
-def test_being_quicker_than_what_fails_is_no_speedup() -> None:
-    turns = {("session", LOAD): [turn(10.0, failed=1)], ("sharded", LOAD): [turn(100.0)]}
-    made = report([way("session"), way("sharded")], turns)
-    assert not figures_of(made, "sharded").speedup.known
-
-
 def test_efficiency_is_over_so_many_times_the_pool_of_one() -> None:
     ways = [way(f"pool-{n}", role="scaling", workers=n) for n in (4, 1)]
     turns = {
@@ -109,16 +100,12 @@ def test_efficiency_is_over_so_many_times_the_pool_of_one() -> None:
     assert not pools(alone)[0].speedup.known
 
 
-# The verdict.
-
-
 @pytest.mark.parametrize(
     ("session", "threads", "sharded", "clear"),
     [
         ([100.0, 100.0], [90.0, 90.0], [120.0, 130.0], 1),
         ([100.0, 100.0], [90.0, 90.0], [120.0, 99.0], 0),
         ([100.0, 100.0], [125.0, 130.0], [120.0, 130.0], 0),  # the best baseline counts
-        ([100.0, 100.0], [90.0, 90.0], [101.0, 101.0], 0),
         ([100.0, 100.0], [90.0, 90.0], [80.0, 90.0], -1),
         ([100.0], [90.0], [200.0], 0),  # the spread is not known
     ],
@@ -154,12 +141,11 @@ def test_memory_is_beside_that_of_a_baseline_with_as_many_processes() -> None:
     assert part > 1
 
 
-@pytest.mark.parametrize(
-    ("others", "rates", "is_busy"),
-    [(0.5, [100.0, 110.0], False), (2.0, [100.0, 110.0], True), (0.0, [100.0, 150.0], True)],
-)
-def test_machine_was_busy_if_others_used_it_or_repeats_differ(
-    others: float, rates: list[float], is_busy: bool
-) -> None:
-    made = small(session=rates)
-    assert any(busy(replace(made, machine={**made.machine, OTHERS: others}))) == is_busy
+def test_machine_is_busy_if_others_use_it_or_repeats_differ() -> None:
+    def is_busy(others: float, *rates: float) -> bool:
+        made = small(session=rates)
+        return any(busy(replace(made, machine={**made.machine, OTHERS: others})))
+
+    assert not is_busy(0.5, 100.0, 110.0)
+    assert is_busy(2.0, 100.0, 110.0)
+    assert is_busy(0.0, 100.0, 150.0)

@@ -1,4 +1,4 @@
-"""Tests of mcinfer/cli/batch_files.py: mapped inputs, and answers that are kept and joined."""
+"""Tests of mcinfer/cli/batch_files.py: mapped inputs, and results that are kept and joined."""
 
 import io
 import json
@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -21,7 +22,7 @@ from mcinfer.cli.batch_files import PartialResults, opened_input
 from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.sharding import JoinError
 from mcinfer.specs import ModelSpec, TensorSpec
-from tests.command_line import files
+from tests.command_line import files, loaded
 
 Array = NDArray[Any]
 
@@ -38,8 +39,8 @@ def model(*outputs: str, dtype: Any = np.float64) -> ModelSpec:
 # The input.
 
 
-def write_npz(path: Path, compression: int, **arrays: Array) -> None:
-    with zipfile.ZipFile(path, "w", compression) as archive:
+def write_npz(target: Path | io.BytesIO, compression: int, **arrays: Array) -> None:
+    with zipfile.ZipFile(target, "w", compression) as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, array)
@@ -74,18 +75,12 @@ def test_array_is_the_same_however_it_is_stored(
         assert got.tobytes() == array.tobytes()
 
 
-@pytest.mark.parametrize("compression", [STORED, DEFLATED])
-def test_damaged_archive_is_refused_before_any_work(tmp_path: Path, compression: int) -> None:
-    path = tmp_path / "in.npz"
-    write_npz(path, compression, x=np.random.default_rng(1).integers(0, 9, (2000, 2)))
-    data = bytearray(path.read_bytes())
+def damaged(compression: int) -> bytes:
+    file = io.BytesIO()
+    write_npz(file, compression, x=np.random.default_rng(1).integers(0, 9, (2000, 2)))
+    data = bytearray(file.getvalue())
     data[len(data) // 3] ^= 0xFF
-    path.write_bytes(data)
-    with (
-        pytest.raises(InvalidInputError, match=r"in\.npz is not an \.npz file"),
-        opened_input(path, tmp_path),
-    ):
-        pass
+    return bytes(data)
 
 
 def header(shape: tuple[int, ...]) -> bytes:
@@ -121,15 +116,11 @@ def pickled() -> bytes:
         (lambda: header((3,))[:40], "EOF"),
         (lambda: archive(b"\x93NUMPY\x03\x00" + header(())[8:] + bytes(4)), "version"),
         (lambda: archive(header((3,)) + bytes(12))[:-30], "magic string"),
-    ],
-    ids=[
-        *("empty", "text", "text inside", "pickle", "negative", "longer", "enormous"),
-        *("header cut off", "version 3", "zip cut off"),
+        (lambda: damaged(STORED), ".npz file"),
+        (lambda: damaged(DEFLATED), ".npz file"),
     ],
 )
-def test_what_cannot_be_an_array_is_refused(
-    tmp_path: Path, make: Callable[[], bytes], text: str
-) -> None:
+def test_invalid_array_is_refused(tmp_path: Path, make: Callable[[], bytes], text: str) -> None:
     path = tmp_path / "in.npz"
     path.write_bytes(make())
     with (
@@ -171,9 +162,8 @@ def test_stamp_differs_after_a_change_and_not_after_a_touch(tmp_path: Path, plac
     assert (stamp() == before) == (place == 0)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "int4"])
-def test_types_that_numpy_lacks_are_read_and_kept(tmp_path: Path, name: str) -> None:
-    dtype = np.dtype(getattr(pytest.importorskip("ml_dtypes"), name))
+def test_types_that_numpy_lacks_are_read_and_kept(tmp_path: Path) -> None:
+    dtype = np.dtype(ml_dtypes.int4)
     array = np.arange(6).reshape(3, 2).astype(dtype)
     path, target = tmp_path / "in.npy", tmp_path / "out.npz"
     np.save(path, array.view(f"V{dtype.itemsize}"))
@@ -184,30 +174,25 @@ def test_types_that_numpy_lacks_are_read_and_kept(tmp_path: Path, name: str) -> 
         with results(target, y=0, n=None) as making:
             making.add({"y": array, "n": array[0]})
             if done == 2:
-                assert making.finish(model("y", "n", dtype=dtype))[0] == f"y: {name}[6, 2]"
+                assert making.finish(model("y", "n", dtype=dtype))[0] == "y: int4[6, 2]"
     content = loaded(target)
     assert content["y"].view(dtype).tolist() == [*array.tolist(), *array.tolist()]
     assert content["n"].view(dtype).tolist() == array[0].tolist()
 
 
-# The answers.
+# The results.
 
 
 @contextmanager
 def results(
     target: Path, work: dict[str, Any] = WORK, restart: bool = False, **outputs: int | None
 ) -> Iterator[PartialResults]:
-    """One run, which keeps what it has at its end."""
+    """One run, which saves its results at its end."""
     with closing(PartialResults(target, work, restart=restart)) as making:
         making.begin({}, outputs)
         yield making
         if not target.exists() and making.done:
             making.save()
-
-
-def loaded(target: Path) -> dict[str, Array]:
-    with np.load(target, allow_pickle=False) as content:
-        return dict(content)
 
 
 @settings(max_examples=60, deadline=None)
@@ -259,7 +244,6 @@ def test_parts_of_any_size_come_together_also_after_an_interruption(
         (None, [["a"], ["b"]], "'y' is to be the same in all"),
         (None, [[1.0, 2.0], [1]], r"got int64\[1\] from one request, float64\[2\] from the first"),
         (0, [[[1], [2]], [[1, 2], [3, 4]]], r"'y' is joined along axis 0: got int64\[2, 2\] from"),
-        (0, [[1, 2], [[1], [2]]], r"'y' is joined along axis 0: got int64\[2, 1\] from one"),
         (0, [[1, 2], [1.0, 2.0]], r"'y' is joined along axis 0: got float64\[2\] from one"),
         (1, [[1, 2]], r"'y' is joined along axis 1: got int64\[2\]"),
     ],
@@ -275,62 +259,44 @@ def test_parts_that_do_not_go_together_are_an_error_that_names_the_output(
         assert making.done == len(parts) - 1
 
 
-def test_names_cannot_command_a_terminal(tmp_path: Path) -> None:
+def test_names_cannot_command_a_terminal_and_missing_space_is_predicted(tmp_path: Path) -> None:
     name = "y\x1b[2J\n"
     with closing(PartialResults(tmp_path / "out.npz", WORK)) as making:
         making.begin({}, {name: 0})
-        making.add({name: np.array([1])})
-        assert making.finish(model(name, dtype=int)) == ["y?[2J?: int64[1]"]
-
-
-def test_room_that_is_missing_is_known_from_the_first_part_on(tmp_path: Path) -> None:
-    with results(tmp_path / "out.npz", y=0) as making:
-        making.add({"y": np.zeros(1024, np.int8)})
+        making.add({name: np.zeros(1024, np.int8)})
         disk = os.statvfs(tmp_path)
         missing = 2 * (1 << 50) - disk.f_bavail * disk.f_frsize
         assert making.missing_bytes(2**-40) == pytest.approx(missing, rel=0.2)
+        assert making.finish(model(name, dtype=np.int8)) == ["y?[2J?: int8[1024]"]
 
 
 # The folder.
 
 
 def begun(target: Path) -> Path:
-    """A run of which one request is done; its progress."""
+    """Make a run that has saved one request; the path of its progress file."""
     with results(target, y=0) as making:
         making.add({"y": np.array([1])})
     return target.with_name(f".{target.name}.partial") / "progress.json"
 
 
-def test_results_of_other_work_stay_until_they_are_discarded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["", "[]", "no plan", '{"work": 1}'])
+def test_damaged_progress_is_an_error_until_it_is_discarded(tmp_path: Path, damage: str) -> None:
     target = tmp_path / "out.npz"
     progress = begun(target)
-    content = progress.read_bytes()
-    other = {**WORK, "input": [3]}
-    with pytest.raises(McinferError, match=r"\.out\.npz\.partial holds .*another input; --restart"):
-        PartialResults(target, other)
-    assert progress.read_bytes() == content
-    with results(target, other, restart=True, y=0) as making:
+    if damage == "no plan":
+        damage = json.dumps({"work": json.loads(progress.read_text())["work"]})
+    progress.write_text(damage)
+    with pytest.raises(McinferError, match=r"(is damaged|other work).*--restart discards"):
+        PartialResults(target, WORK)
+    assert progress.read_text() == damage
+    with results(target, restart=True, y=0) as making:
         assert making.done == 0
         assert files(making.path) == ["0.parts", "lock"]
     assert files(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    "damage",
-    ["", "[]", '{"work": {}}', '{"work": 1}'],
-    ids=["empty", "list", "no plan", "no work"],
-)
-def test_progress_that_says_nothing_is_an_error(tmp_path: Path, damage: str) -> None:
-    target = tmp_path / "out.npz"
-    progress = begun(target)
-    if damage == '{"work": {}}':
-        damage = json.dumps({"work": json.loads(progress.read_text())["work"]})
-    progress.write_text(damage)
-    with pytest.raises(McinferError, match=r"(is damaged|other work).*--restart discards"):
-        PartialResults(target, WORK)
-
-
-def test_parts_that_are_missing_are_an_error_and_more_are_written_over(tmp_path: Path) -> None:
+def test_missing_parts_are_an_error_and_extra_parts_are_overwritten(tmp_path: Path) -> None:
     target = tmp_path / "out.npz"
     parts = begun(target).with_name("0.parts")
     with parts.open("ab") as file:
@@ -346,60 +312,45 @@ def test_parts_that_are_missing_are_an_error_and_more_are_written_over(tmp_path:
         pass
 
 
-def test_folder_is_for_one_run_at_a_time(tmp_path: Path) -> None:
+def test_folder_is_for_one_run_at_a_time_and_other_files_in_it_stay(tmp_path: Path) -> None:
     target = tmp_path / "out.npz"
     with closing(PartialResults(target, WORK)):
         for restart in (False, True):
             with pytest.raises(McinferError, match=r"another run is writing to .*\.out\.npz\."):
                 PartialResults(target, WORK, restart=restart)
-    with closing(PartialResults(target, WORK)):
-        pass
     assert files(tmp_path) == []
-
-
-def test_what_is_not_mcinfers_in_the_folder_stays(tmp_path: Path) -> None:
-    target = tmp_path / "out.npz"
     begun(target).with_name("notes.txt").write_text("mine")
     with closing(PartialResults(target, WORK, restart=True)):
         pass
     assert files(tmp_path / ".out.npz.partial") == ["notes.txt"]
 
 
-@pytest.mark.parametrize("kind", ["open to all", "link", "of another user", "file"])
-def test_folder_that_others_may_have_made_is_refused_and_no_link_in_it_is_followed(
-    tmp_path: Path, kind: str
-) -> None:
+KINDS = ["open to all", "link", "of another user", "file", "lock", "0.parts", "progress.json.new"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_untrusted_folder_is_refused_and_no_link_followed(tmp_path: Path, kind: str) -> None:
     # Another user's folder in /tmp, with links to the caller's files, had them overwritten.
-    mine = tmp_path / "mine"
+    mine, folder = tmp_path / "mine", tmp_path / ".out.npz.partial"
     mine.write_bytes(b"precious")
-    folder = theirs = tmp_path / ".out.npz.partial"
-    if kind == "file":
-        folder.touch()
-    else:
-        theirs = tmp_path / "theirs" if kind == "link" else folder
-        theirs.mkdir(mode=0o700)
-        for name in ("lock", "0.parts", "progress.json.new", "whole.npz"):
-            (theirs / name).symlink_to(mine)
+    links = [kind] if "." in kind or kind == "lock" else ["lock", "0.parts", "progress.json.new"]
+    theirs = tmp_path / "theirs"
+    theirs.mkdir(mode=0o777 if kind == "open to all" else 0o700)
+    for name in links:
+        (theirs / name).symlink_to(mine)
     if kind == "link":
         folder.symlink_to(theirs)
-    elif kind == "open to all":
+    elif kind == "file":
+        folder.touch()
+    else:
+        theirs.rename(folder)
+    if kind == "open to all":
         folder.chmod(0o777)
     elif kind == "of another user":
         if os.geteuid() != 0:
             pytest.skip("only root can give a folder away")
         os.chown(folder, 12345, -1)
-    with pytest.raises(McinferError, match=r"--output: .*\.out\.npz\.partial"):
-        begun(tmp_path / "out.npz")
-    assert mine.read_bytes() == b"precious"
-
-
-@pytest.mark.parametrize("name", ["lock", "0.parts", "progress.json.new"])
-def test_no_link_in_the_folder_is_followed(tmp_path: Path, name: str) -> None:
-    mine = tmp_path / "mine"
-    mine.write_bytes(b"precious")
-    folder = tmp_path / ".out.npz.partial"
-    folder.mkdir(mode=0o700)
-    (folder / name).symlink_to(mine)
-    with pytest.raises((McinferError, OSError), match="symbolic links"):
+    error = "symbolic links" if kind in links else r"--output: .*\.out\.npz\.partial"
+    with pytest.raises((McinferError, OSError), match=error):
         begun(tmp_path / "out.npz")
     assert mine.read_bytes() == b"precious"

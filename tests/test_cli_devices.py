@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,6 @@ from tests.command_line import Capture, only_line
 
 CORES = sorted(os.sched_getaffinity(0))
 
-LISTED = f"core{'s' if len(CORES) > 1 else ''} {format_core_list(CORES)}"
-
 needs_no_quota = pytest.mark.skipif(
     (cpu_quota() or len(CORES)) < len(CORES), reason="a CPU quota leaves fewer threads than cores"
 )
@@ -23,7 +22,7 @@ needs_no_quota = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """No such program is found, but the one that this is told to write."""
+    """Writes a program of that name; no other is found."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
@@ -39,54 +38,33 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
 TWO_GPUS = 'echo "0, GPU-a, A, 1024, 512"; echo "1, GPU-b, B, 1024, 512"'
 
 
-def workers(out: str) -> list[str]:
-    return [line for line in out.splitlines() if line.startswith("worker ")]
-
-
-def threads(count: int) -> str:
-    return "1 thread" if count == 1 else f"{count} threads"
-
-
 @needs_no_quota
-def test_devices_shows_how_the_cores_are_shared_out(capsys: Capture) -> None:
-    assert main(["devices", "--devices", "1"]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert out.splitlines()[0].startswith(f"{len(CORES)} usable core")
-    assert f": {format_core_list(CORES)}; by default " in out.splitlines()[0]
-    assert workers(out) == [f"worker 0: cpu:0, {LISTED}, {threads(len(CORES))}"]
-    assert out.splitlines()[-1] == workers(out)[-1]
-
-
-@needs_no_quota
-def test_devices_says_what_is_shared_and_what_is_no_cpu(
-    nvidia_smi: Callable[[str], None], capsys: Capture
-) -> None:
+def test_each_worker_has_a_line(nvidia_smi: Callable[[str], None], capsys: Capture) -> None:
     nvidia_smi(TWO_GPUS)
+    several = "s" if len(CORES) > 1 else ""
     assert main(["devices", "--devices", "cpu:0,cpu:0,cuda:1"]) == 0
-    assert workers(capsys.readouterr().out) == [
-        f"worker 0: cpu:0, {LISTED}, shared, {threads(len(CORES))}",
-        f"worker 1: cpu:0, {LISTED}, shared, {threads(len(CORES))}",
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{len(CORES)} usable core")
+    assert f": {format_core_list(CORES)}; by default " in first
+    cores, threads = f"core{several} {format_core_list(CORES)}", f"{len(CORES)} thread{several}"
+    assert lines[-3:] == [
+        f"worker 0: cpu:0, {cores}, shared, {threads}",
+        f"worker 1: cpu:0, {cores}, shared, {threads}",
         "worker 2: cuda:1, not a share of the CPU",
     ]
 
 
-def test_device_that_there_is_not_is_a_failure(capsys: Capture) -> None:
-    assert main(["devices", f"--devices=cpu:{len(CORES)}"]) == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert f"device cpu:{len(CORES)} does not exist" in only_line(err)
-
-
 @pytest.mark.parametrize(
-    ("visible", "why"),
+    ("device", "visible", "why"),
     [
-        ("0,1", "the last device that was found is cuda:1"),
-        ("1", "the last device that was found is cuda:0"),
-        ("", "no GPU was found: CUDA_VISIBLE_DEVICES='' leaves none of 2"),
+        (f"cpu:{len(CORES)}", "", ""),
+        ("cuda:2", "0,1", ": the last device that was found is cuda:1"),
+        ("cuda:2", "1", ": the last device that was found is cuda:0"),
+        ("cuda:2", "", ": no GPU was found: CUDA_VISIBLE_DEVICES='' leaves none of 2"),
     ],
 )
-def test_gpu_that_there_is_not_is_a_failure(
+def test_device_that_does_not_exist_is_a_failure(
+    device: str,
     visible: str,
     why: str,
     nvidia_smi: Callable[[str], None],
@@ -95,62 +73,43 @@ def test_gpu_that_there_is_not_is_a_failure(
 ) -> None:
     nvidia_smi(TWO_GPUS)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert main(["devices", "--devices=cpu:0,cuda:2"]) == 1
+    assert main(["devices", f"--devices=cpu:0,{device}"]) == 1
     out, err = capsys.readouterr()
-    assert (out, only_line(err)) == ("", f"mcinfer: device cuda:2 does not exist: {why}")
+    assert out == ""
+    assert f"device {device} does not exist{why}" in only_line(err)
+
+
+def test_quota_is_printed_with_the_threads_that_it_allows() -> None:
+    assert quota_text(None, 8) == "none"
+    assert quota_text(0.5, 8) == "0.5 CPUs, 1 thread at a time"
+    assert quota_text(2.75, 8) == "2.75 CPUs, 2 threads at a time"
+    assert quota_text(8.0, 8) == "8 CPUs, no fewer than there are cores"
+
+
+def test_memory_that_a_driver_does_not_report_is_left_out() -> None:
+    gpu = Gpu(index=1, uuid="GPU-1", name="NVIDIA H200", memory_bytes=141 << 30)
+    assert str(gpu) == "cuda:1: NVIDIA H200, 141.0 GiB"
+    assert str(replace(gpu, memory_bytes=None)) == "cuda:1: NVIDIA H200"
 
 
 @pytest.mark.parametrize(
-    ("quota", "cores", "text"),
+    ("script", "printed"),
     [
-        (None, 8, "none"),
-        (0.5, 8, "0.5 CPUs, 1 thread at a time"),
-        (2.75, 8, "2.75 CPUs, 2 threads at a time"),
-        (8.0, 8, "8 CPUs, no fewer than there are cores"),
-    ],
-)
-def test_quota_is_told_with_the_threads_that_it_leaves(
-    quota: float | None, cores: int, text: str
-) -> None:
-    assert quota_text(quota, cores) == text
-
-
-@pytest.mark.parametrize(
-    ("size", "free", "text"),
-    [
-        (141 << 30, 140 << 30, "cuda:1: NVIDIA H200, 141.0 GiB, 140.0 GiB free"),
-        (141 << 30, None, "cuda:1: NVIDIA H200, 141.0 GiB"),
-        (None, None, "cuda:1: NVIDIA H200"),
-    ],
-)
-def test_gpu_is_told_with_the_memory_that_its_driver_names(
-    size: int | None, free: int | None, text: str
-) -> None:
-    gpu = Gpu(index=1, uuid="GPU-1", name="NVIDIA H200", memory_bytes=size, free_bytes=free)
-    assert str(gpu) == text
-
-
-@pytest.mark.parametrize(
-    ("script", "told"),
-    [
-        (None, ["no GPU was found: there is no nvidia-smi"]),
+        ("", ["no GPU was found: there is no nvidia-smi"]),
         ("exit 0", ["no GPU was found: nvidia-smi names none"]),
         ("echo no driver >&2; exit 9", ["no GPU was found: nvidia-smi: no driver"]),
         (TWO_GPUS, ["cuda:0: A, 1.0 GiB, 0.5 GiB free", "cuda:1: B, 1.0 GiB, 0.5 GiB free"]),
     ],
 )
 def test_gpus_are_those_of_the_driver(
-    script: str | None,
-    told: list[str],
-    nvidia_smi: Callable[[str], None],
-    capsys: Capture,
+    script: str, printed: list[str], nvidia_smi: Callable[[str], None], capsys: Capture
 ) -> None:
-    if script is not None:
+    if script:
         nvidia_smi(script)
     assert main(["devices", "--devices", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if "GPU" in line or line.startswith("cuda")] == told
-    several = len(told) > 1
+    assert [line for line in lines if "GPU" in line or line.startswith("cuda")] == printed
+    several = len(printed) > 1
     assert any("unless CUDA_DEVICE_ORDER=PCI_BUS_ID" in line for line in lines) is several
     unusable = several and bool(installed_runtime().without_cuda)
     assert any("has no CUDAExecutionProvider" in line for line in lines) is unusable

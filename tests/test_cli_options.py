@@ -1,4 +1,4 @@
-"""Tests of mcinfer/cli/options.py: what the texts of options are read as."""
+"""Tests of mcinfer/cli/options.py: the values of options."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,6 +19,8 @@ from mcinfer.cli.options import (
     parse_transport,
 )
 
+Parse = Callable[[str], object]
+
 
 @pytest.mark.parametrize(
     ("parse", "text", "value"),
@@ -26,15 +28,13 @@ from mcinfer.cli.options import (
         (parse_devices_option, "2", 2),
         (parse_devices_option, "cpu:0,cuda:1", ["cpu:0", "cuda:1"]),
         (parse_seconds, "2.5", 2.5),
-        (parse_seconds, "0", 0.0),
         (parse_counts, "8,1,2", (8, 1, 2)),
         (parse_rates, "20,0.5", (20.0, 0.5)),
         (parse_transport, "socketpair", "socketpair"),
-        (parse_dims, "seq=128", ("seq", 128)),
         (parse_dims, "a=b:1=7", ("a=b:1", 7)),
     ],
 )
-def test_text_is_read(parse: Callable[[str], object], text: str, value: object) -> None:
+def test_value_is_parsed(parse: Parse, text: str, value: object) -> None:
     assert parse(text) == value
 
 
@@ -49,9 +49,7 @@ def test_text_is_read(parse: Callable[[str], object], text: str, value: object) 
         *((parse_transport, text) for text in ["", "tcp", "ZeroMQ"]),
     ],
 )
-def test_text_of_another_form_is_wrong_usage_and_is_told(
-    parse: Callable[[str], object], text: str
-) -> None:
+def test_value_of_another_form_is_wrong_usage(parse: Parse, text: str) -> None:
     with pytest.raises(typer.BadParameter, match=r"got .*, expected "):
         parse(text)
 
@@ -60,19 +58,14 @@ def test_text_of_another_form_is_wrong_usage_and_is_told(
     "parse", [parse_devices_option, parse_seconds, parse_counts, parse_rates, parse_dims]
 )
 @given(text=st.text("0123456789.,=-eE:cpuinfa ²٣"))
-def test_any_text_is_read_or_refused(parse: Callable[[str], object], text: str) -> None:
+def test_any_text_is_parsed_or_refused(parse: Parse, text: str) -> None:
     with suppress(typer.BadParameter):
         parse(text)
 
 
 @pytest.mark.parametrize(
     ("name", "engines"),
-    [
-        ("model.onnx", {"onnxruntime"}),
-        ("model", {"onnxruntime"}),
-        ("model.mindir", {"mindspore", "mindspore_lite"}),
-        ("model.ms", {"mindspore_lite"}),
-    ],
+    [("model", {"onnxruntime"}), ("m.mindir", {"mindspore", "mindspore_lite"})],
 )
-def test_engine_is_that_of_the_files_ending(name: str, engines: set[str]) -> None:
+def test_engine_follows_from_the_files_ending(name: str, engines: set[str]) -> None:
     assert engine_for(Path(name)) in engines

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -12,7 +11,7 @@ import psutil
 import pytest
 
 from mcinfer.bench import BASELINES
-from mcinfer.bench.inputs import InputOptions, fixed_batch, look_at
+from mcinfer.bench.inputs import InputOptions, look_at
 from mcinfer.bench.load import write_request
 from mcinfer.bench.pools import Batched, Sharded
 from mcinfer.bench.report import OTHERS, Load, Report, dump, load
@@ -23,6 +22,7 @@ from mcinfer.cli import main
 from mcinfer.errors import InvalidInputError
 from mcinfer.master import Master
 from mcinfer.sharding import Split
+from tests.command_line import COMMAND
 from tests.process.models import AFFINE, Inputs, OnnxModel, rows
 from tests.process.scripts import Program
 from tests.process.waiting import is_alive, wait_until
@@ -31,9 +31,6 @@ pytestmark = pytest.mark.timeout(60)
 
 ONE = Load(batch=2, clients=1)
 RANDOM = InputOptions(files={}, archive=None, dims={})
-
-EVERY_PROCESS = 2 + 2 + 2
-"""The program below has two ways, two workers, and two children of `pipe`."""
 
 UNNAMED = """
 <ir_version: 8, opset_import: ["": 17]>
@@ -47,8 +44,6 @@ TURNED = """
 <ir_version: 8, opset_import: ["": 17]>
 turned (float[n, 4] x) => (float[4, m] y) { y = Transpose(x) }
 """
-
-RUN = "import sys; from mcinfer.cli import main; sys.exit(main(sys.argv[1:]))"
 
 MY_WAYS = """
 import os, signal, sys, time
@@ -114,26 +109,6 @@ def ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.fixture
-def setup(onnx_model: OnnxModel) -> Setup:
-    return Setup(
-        model=str(onnx_model(AFFINE)),
-        cores=2,
-        devices=("cpu:0", "cpu:1"),
-        threads=None,
-        split=Split(inputs={"x": 0}, outputs={"y": 0}, known="declared"),
-        max_batch_size=4,
-        max_delay=0.001,
-    )
-
-
-@pytest.fixture
-def inputs(tmp_path: Path) -> dict[int, Path]:
-    path = tmp_path / "2.request"
-    write_request(path, rows(2))
-    return {2: path}
-
-
 def measure(model: Path, *ways: str, **more: object) -> Report:
     settings = {"seconds": 0.05, "warmup": 0.0, "repeats": 2, "scaling": False, **more}
     plan = Plan(model=model, **{"devices": 2, "ways": ways, "inputs": RANDOM, **settings})  # type: ignore[arg-type]
@@ -145,13 +120,9 @@ def measure(model: Path, *ways: str, **more: object) -> Report:
     return report
 
 
-def test_every_way_is_measured_under_every_load_and_pools_of_every_size(
-    onnx_model: OnnxModel, tmp_path: Path
-) -> None:
-    ways = (
-        *(name for name in BASELINES if name != "pipe-each"),
-        "concurrent",
-    )  # the others: of a fixed batch, below
+def test_ways_and_pools_are_measured_under_each_load(onnx_model: OnnxModel, tmp_path: Path) -> None:
+    # The other ways are measured below, with a fixed batch.
+    ways = (*(name for name in BASELINES if name != "pipe-each"), "concurrent")
     report = measure(
         onnx_model(AFFINE),
         *ways,
@@ -190,19 +161,6 @@ def test_every_way_is_measured_under_every_load_and_pools_of_every_size(
     assert load(tmp_path / "report.json") == report
 
 
-def test_way_of_ones_own_is_measured_beside_the_others(onnx_model: OnnxModel, ways: Path) -> None:
-    report = measure(onnx_model(AFFINE), f"{ways}:Mine", count=5)
-    (way,) = report.ways
-    assert (way.name, way.role, way.error) == ("Mine", "baseline", "")
-    assert way.text == "a way of one's own"
-    (measured,) = report.measurements
-    for turn in measured.turns:
-        assert turn.requests == 5
-        assert turn.run_seconds == pytest.approx(0.0005)
-        assert turn.latency(0.0) >= 0.001
-    assert (ways.parent / "closed").exists()
-
-
 def test_failed_way_is_reported_and_the_others_go_on(onnx_model: OnnxModel, ways: Path) -> None:
     names = ("DoesNotStart", "DiesInItsTurn", "RefusesBatch", "Mine")
     report = measure(
@@ -216,6 +174,13 @@ def test_failed_way_is_reported_and_the_others_go_on(onnx_model: OnnxModel, ways
     assert errors["Mine"] == ""
     measured = {(m.way, m.load.batch): len(m.turns) for m in report.measurements}
     assert measured == {("RefusesBatch", 1): 2, ("Mine", 1): 2, ("Mine", 2): 2}
+    mine = report.way("Mine")
+    assert (mine.role, mine.text) == ("baseline", "a way of one's own")
+    for turn in report.measurements[-1].turns:
+        assert turn.requests == 2
+        assert turn.run_seconds == pytest.approx(0.0005)
+        assert turn.latency(0.0) >= 0.001
+    assert (ways.parent / "closed").exists()
 
 
 @pytest.mark.parametrize(
@@ -226,14 +191,24 @@ def test_failed_way_is_reported_and_the_others_go_on(onnx_model: OnnxModel, ways
         ("SaysWhatIsNoAnswer", 30, "sent something else than an answer"),
     ],
 )
-def test_way_that_goes_wrong_is_ended_with_all_that_it_has_started(
-    way: str, timeout: float, error: str, setup: Setup, inputs: dict[int, Path], ways: Path
+def test_way_that_goes_wrong_is_ended_with_its_children(
+    way: str, timeout: float, error: str, onnx_model: OnnxModel, tmp_path: Path, ways: Path
 ) -> None:
     def use(subject: Subject) -> None:
         subject.start(30)
         subject.turn(ONE, count=1, timeout=timeout)
 
-    with Subject(f"{ways}:{way}", setup, inputs) as subject:
+    setup = Setup(
+        model=str(onnx_model(AFFINE)),
+        cores=2,
+        devices=("cpu:0", "cpu:1"),
+        threads=None,
+        split=Split(inputs={"x": 0}, outputs={"y": 0}, known="declared"),
+        max_batch_size=4,
+        max_delay=0.001,
+    )
+    write_request(tmp_path / "2.request", rows(2))
+    with Subject(f"{ways}:{way}", setup, {2: tmp_path / "2.request"}) as subject:
         with pytest.raises(WayFailedError, match=error):
             use(subject)
         assert not subject.alive
@@ -244,9 +219,7 @@ def test_way_that_goes_wrong_is_ended_with_all_that_it_has_started(
         wait_until(lambda: not is_alive(int(child.read_text(encoding="utf-8"))))
 
 
-def test_models_of_a_fixed_batch_are_measured_in_pieces_where_it_is_said(
-    onnx_model: OnnxModel,
-) -> None:
+def test_fixed_batch_is_measured_in_pieces_if_the_axes_are_given(onnx_model: OnnxModel) -> None:
     fixed = onnx_model(AFFINE.replace("[batch, 4]", "[2, 4]"))
     ways = ("pipe-each", "sharded", "batched")
     axes = {"batch_axes": {"x": 0}, "output_axes": {"y": 0}}
@@ -261,15 +234,11 @@ def test_models_of_a_fixed_batch_are_measured_in_pieces_where_it_is_said(
         measure(fixed, *ways, batches=(2,))
 
 
-# What is split.
-
-
-def looked(model: Path, inputs: InputOptions = RANDOM, **axes: dict[str, int | None]) -> Setup:
-    """What the ways are made with that are measured."""
-    batch, output = axes.get("batch_axes", {}), axes.get("output_axes", {})
-    with Master(model, 1, batch_axes=batch, output_axes=output) as master:
-        spec, split = look_at(master, [4], inputs, batch, output)
-    return Setup(
+def test_requests_of_equal_rows_are_split_and_joined(onnx_model: OnnxModel) -> None:
+    model = onnx_model(UNNAMED)
+    with Master(model, 1) as master:
+        _, split = look_at(master, [4], RANDOM, {}, {})
+    setup = Setup(
         model=str(model),
         cores=2,
         devices=("cpu:0", "cpu:1"),
@@ -278,26 +247,18 @@ def looked(model: Path, inputs: InputOptions = RANDOM, **axes: dict[str, int | N
         max_batch_size=8,
         max_delay=2.0,
         batches=(4,),
-        fixed_batch=fixed_batch(spec, split),
-        batch_axes=batch,
-        output_axes=output,
     )
-
-
-def test_requests_of_equal_rows_are_split_and_joined(onnx_model: OnnxModel) -> None:
-    setup = looked(onnx_model(UNNAMED))
     request: Inputs = {"x": np.ones((4, 4), np.float32), "ids": np.ones(4, np.int64)}
     with closing(Sharded(setup)) as way:
         for _ in range(3):
             way.run(request)
         assert way.run_seconds()[0] == 3 * 2
     with closing(Batched(setup)) as way, ThreadPoolExecutor(8) as pool:
-        answers = [*pool.map(way.run, [request] * 8)]
-        assert len(answers) == 8
+        assert len([*pool.map(way.run, [request] * 8)]) == 8
         assert way.run_seconds()[0] < 8
 
 
-def test_axes_that_the_command_line_says_are_those_of_every_way(
+def test_axes_of_the_command_line_are_those_of_every_way(
     onnx_model: OnnxModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, written = onnx_model(TURNED), tmp_path / "x.json"
@@ -315,25 +276,14 @@ def test_axes_that_the_command_line_says_are_those_of_every_way(
     assert "--output-axis: got ['y', 'y'], expected each name once" in capsys.readouterr().err
 
 
-@pytest.fixture
-def program(onnx_model: OnnxModel) -> Iterator[Program]:
-    """A benchmark from the command line that would last for minutes."""
+def test_killed_benchmark_leaves_no_process(onnx_model: OnnxModel, runtime_dir: Path) -> None:
     ways = ("--against", "pipe", "--modes", "concurrent", "--no-scaling")
     options = ("--duration", "60", "--repeat", "1", "--concurrency", "1", *ways)
-    with Program(RUN, "bench", onnx_model(AFFINE), *options) as running:
-        yield running
-
-
-def drivers(program: Program) -> list[int]:
-    processes = psutil.Process(program.pid).children(recursive=True)
-    return [process.pid for process in processes]
-
-
-def test_killed_benchmark_takes_all_its_processes_with_it(
-    program: Program, runtime_dir: Path
-) -> None:
-    wait_until(lambda: len(drivers(program)) >= EVERY_PROCESS, timeout=40)
-    started = drivers(program)
-    os.kill(program.pid, signal.SIGKILL)
-    wait_until(lambda: not any(map(is_alive, started)), timeout=20)
+    with Program(COMMAND, "bench", onnx_model(AFFINE), *options) as program:
+        process = psutil.Process(program.pid)
+        # Two ways, two workers, and two children of "pipe".
+        wait_until(lambda: len(process.children(recursive=True)) >= 2 + 2 + 2, timeout=40)
+        started = [child.pid for child in process.children(recursive=True)]
+        os.kill(program.pid, signal.SIGKILL)
+        wait_until(lambda: not any(map(is_alive, started)), timeout=20)
     assert [*runtime_dir.iterdir()] == []

@@ -5,21 +5,21 @@ import pty
 import re
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import onnx
 import psutil
 import pytest
-from onnx import helper, numpy_helper
+from onnx import helper
 
 from mcinfer.cli import main
 from mcinfer.model_cache.cache import Cache
+from tests.command_line import COMMAND, FLOAT, save
 from tests.process.scripts import Ended, Program
 from tests.process.waiting import all_gone, wait_until
 
-COMMAND = "import sys; from mcinfer.cli import main; sys.exit(main(sys.argv[1:]))"
 ON_TERMINAL = """
 import os, sys
 os.dup2(os.open(sys.argv.pop(1), os.O_RDWR | os.O_NOCTTY), 2)
@@ -37,23 +37,10 @@ def stack(path: Path, layers: int) -> Path:
     """Save a model of so many matrices of 4 MB each."""
     rng = np.random.default_rng(0)
     names = ["x", *(f"y{i}" for i in range(layers))]
-    weights = [
-        numpy_helper.from_array(rng.random((WIDTH, WIDTH), np.float32), f"w{i}")
-        for i in range(layers)
-    ]
-    graph = helper.make_graph(
-        [
-            helper.make_node("MatMul", [names[i], f"w{i}"], [names[i + 1]], name=f"m{i}")
-            for i in range(layers)
-        ],
-        "stack",
-        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["batch", WIDTH])],
-        [helper.make_tensor_value_info(names[-1], onnx.TensorProto.FLOAT, ["batch", WIDTH])],
-        weights,
-    )
-    opsets = [helper.make_opsetid("", 17)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
-    return path
+    nodes = [helper.make_node("MatMul", [names[i], f"w{i}"], [names[i + 1]]) for i in range(layers)]
+    weights = {f"w{i}": rng.random((WIDTH, WIDTH), np.float32) for i in range(layers)}
+    shape: list[int | str] = ["batch", WIDTH]
+    return save(path, nodes, [("x", FLOAT, shape)], [(names[-1], FLOAT, shape)], weights)
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +49,14 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return stack(tmp_path_factory.mktemp("large") / "model.onnx", 24)
 
 
-def run(*arguments: object) -> Ended:
-    with Program(COMMAND, *arguments) as program:
-        return program.wait()
-
-
-def on_terminal(
+@contextmanager
+def program_on_terminal(
     *arguments: object, text: str = COMMAND, env: Mapping[str, str] | None = None
-) -> tuple[Ended, str]:
-    """Run it with a terminal as its standard error; how it ended, and what the terminal got."""
+) -> Iterator[tuple[Program, bytearray]]:
+    """A program whose standard error is a terminal, and the bytes that the terminal has received.
+
+    The terminal has received all of it when the context ends.
+    """
     ours, theirs = pty.openpty()
     got = bytearray()
 
@@ -78,20 +64,28 @@ def on_terminal(
         try:
             while data := os.read(ours, 4096):
                 got.extend(data)
-        except OSError:  # EIO: nobody has the other end any more
+        except OSError:  # EIO: the other end is closed
             pass
 
     reader = threading.Thread(target=read)
+    reader.start()
     try:
         place = os.ttyname(theirs)
         with Program(ON_TERMINAL + text, place, *arguments, env=env) as program:
-            reader.start()
-            ended = program.wait()
+            yield program, got
     finally:
         os.close(theirs)
         reader.join(10.0)
         os.close(ours)
     assert not reader.is_alive()
+
+
+def on_terminal(
+    *arguments: object, text: str = COMMAND, env: Mapping[str, str] | None = None
+) -> tuple[Ended, str]:
+    """Run a program to its end: how it ended, and the text on its terminal."""
+    with program_on_terminal(*arguments, text=text, env=env) as (program, got):
+        ended = program.wait()
     return ended, got.decode()
 
 
@@ -116,32 +110,38 @@ def test_prepared_model_is_what_workers_use_then_and_a_terminal_gets_a_bar_meanw
     assert [each.key for each in cache.entries()] == [info.key]
 
 
-def test_interrupted_preparation_leaves_no_child_and_no_entry(cache: Cache, large: Path) -> None:
-    with Program(COMMAND, "cache", "prepare", large) as program:
-        process = psutil.Process(program.pid)
-        wait_until(lambda: len(process.children(recursive=True)) == 2)
-        children = [child.pid for child in process.children(recursive=True)]
-        program.interrupt()
-        done = program.wait(5.0)
-        assert (done.status, done.out, done.err) == (130, "", "mcinfer: interrupted\n")
-    wait_until(lambda: all_gone(children))
-    assert cache.entries() == []
-    assert cache.clear() == (0, 0)
-    assert [*cache.folder.iterdir()] == [cache.folder / "sources"]
-
-
-@pytest.mark.usefixtures("cache")
-def test_command_that_is_terminated_leaves_nothing(large: Path, runtime_dir: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "number", "status", "text"),
+    [
+        (["cache", "prepare"], signal.SIGINT, 130, "interrupted"),
+        (["inspect"], signal.SIGTERM, 143, "terminated"),
+    ],
+)
+def test_ended_preparation_leaves_no_child_no_entry_and_no_folder(
+    cache: Cache,
+    large: Path,
+    runtime_dir: Path,
+    command: list[str],
+    number: signal.Signals,
+    status: int,
+    text: str,
+) -> None:
     before = {*runtime_dir.rglob("*")}
-    with Program(COMMAND, "inspect", large) as program:
+    with Program(COMMAND, *command, large) as program:
         process = psutil.Process(program.pid)
         wait_until(lambda: len(process.children(recursive=True)) >= 2)  # the second one prepares it
         children = [child.pid for child in process.children(recursive=True)]
-        program.send_signal(signal.SIGTERM)
-        done = program.wait(5.0)
-        assert (done.status, done.out, done.err) == (143, "", "mcinfer: terminated\n")
+        if number == signal.SIGINT:
+            program.interrupt()
+        else:
+            program.send_signal(number)
+        done = program.wait()
+    assert (done.status, done.out, done.err) == (status, "", f"mcinfer: {text}\n")
     wait_until(lambda: all_gone(children))
     assert {*runtime_dir.rglob("*")} == before
+    assert cache.entries() == []
+    assert cache.clear() == (0, 0)
+    assert [*cache.folder.iterdir()] == [cache.folder / "sources"]
 
 
 WORK = """
@@ -155,7 +155,7 @@ COLOUR = re.compile(r"\x1b\[[\d;]*[1-9]\d*m")
 
 
 @pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}], ids=["coloured", "plain"])
-def test_bar_of_work_says_how_far_it_is_and_is_gone_at_the_end(variables: dict[str, str]) -> None:
+def test_progress_bar_is_drawn_and_removed_at_the_end(variables: dict[str, str]) -> None:
     done, terminal = on_terminal(text=WORK, env={"TERM": "xterm", **variables})
     assert (done.status, done.err) == (0, "")
     assert "3 of 4 turns" in re.sub(r"\x1b\[[\d;]*m", "", terminal)
@@ -169,15 +169,14 @@ def test_terminal_that_cannot_be_drawn_on_gets_no_bar() -> None:
     assert (done.status, terminal) == (0, "")
 
 
-def test_workers_tell_a_terminal_and_nobody_else_that_they_prepare_a_model(
-    cache: Cache, tmp_path: Path
+def test_workers_report_to_a_terminal_alone_that_they_prepare_a_model(
+    cache: Cache, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = stack(tmp_path / "model.onnx", 5)
     done, terminal = on_terminal("inspect", model)
     assert done.status == 0
     assert re.search(rf"INFO mcinfer.model_cache: prepared {model} \(21 MB\)", terminal)
     assert cache.clear()[1] == 0
-    done = run("inspect", model)
-    assert done.status == 0
-    assert "INFO" not in done.err
+    assert main(["inspect", str(model)]) == 0
+    assert "INFO" not in capfd.readouterr().err
     assert len(cache.entries()) == 1

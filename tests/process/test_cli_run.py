@@ -18,13 +18,12 @@ import pytest
 from numpy.typing import NDArray
 from onnx import helper, parser
 
-from tests.command_line import FLOAT, files, save, save_double
+from tests.command_line import COMMAND, FLOAT, files, save, save_double
 from tests.process.scripts import Ended, Program
 from tests.process.test_cli_cache import on_terminal
 from tests.process.waiting import all_gone, stop, wait_until
 
-COMMAND = "import sys; from mcinfer.cli import main; sys.exit(main(sys.argv[1:]))"
-TELLS_MEMORY = """
+PRINTS_MEMORY = """
 import re, sys
 from mcinfer.cli import main
 status = main(sys.argv[1:])
@@ -48,7 +47,7 @@ ROWS = COUNT * STEP
 
 @pytest.fixture
 def slow(tmp_path: Path) -> Path:
-    """A model that has some milliseconds to do for a request."""
+    """A model that needs some milliseconds for a request."""
     weights = np.random.default_rng(0).normal(0, WIDTH**-0.5, (WIDTH, WIDTH))
     names = ["x", *(f"y{i}" for i in range(20)), "y"]
     return save(
@@ -98,9 +97,7 @@ def in_the_middle(words: list[str], target: Path, least: int = 1) -> Iterator[Pr
         yield program
 
 
-def test_work_that_was_killed_and_interrupted_goes_on_and_gives_the_same(
-    slow: Path, rows: Path, tmp_path: Path
-) -> None:
+def test_killed_run_resumes_with_the_same_result(slow: Path, rows: Path, tmp_path: Path) -> None:
     whole, target = tmp_path / "whole.npz", tmp_path / "out.npz"
     ended, terminal = on_terminal(
         *arguments(slow, rows, whole), env={"TERM": "xterm", "COLUMNS": "120"}
@@ -141,11 +138,12 @@ def test_work_that_was_killed_and_interrupted_goes_on_and_gives_the_same(
     assert files(tmp_path) == ["in.npz", "out.npz", "slow.onnx", "whole.npz"]
 
 
-def test_interruption_before_anything_is_done_leaves_nothing(tmp_path: Path) -> None:
+def test_interrupted_or_timed_out_first_request_leaves_nothing(tmp_path: Path) -> None:
     model, source, target = tmp_path / "endless.onnx", tmp_path / "in.npy", tmp_path / "out.npz"
     onnx.save(parser.parse_model(ENDLESS), model)  # a model that ends could be done by then
     np.save(source, np.ones(4, np.float32))
-    with Program(COMMAND, *arguments(model, source, target)) as program:
+    words = arguments(model, source, target)
+    with Program(COMMAND, *words) as program:
         process = psutil.Process(program.pid)
         # Before that, Ctrl-C reaches the worker as well.
         wait_until(lambda: any(os.getpgid(w.pid) == w.pid for w in process.children()), 60.0)
@@ -153,22 +151,14 @@ def test_interruption_before_anything_is_done_leaves_nothing(tmp_path: Path) -> 
         program.interrupt()
         ended = program.wait()
     assert (ended.status, ended.out, ended.err) == (130, "", "mcinfer: interrupted\n")
-    assert files(tmp_path) == ["endless.onnx", "in.npy"]
-
-
-def test_request_that_takes_too_long_is_no_fault_of_the_output(tmp_path: Path) -> None:
-    model, source, target = tmp_path / "endless.onnx", tmp_path / "in.npy", tmp_path / "out.npz"
-    onnx.save(parser.parse_model(ENDLESS), model)
-    np.save(source, np.ones(4, np.float32))
-    ended = run(*arguments(model, source, target), "--timeout", "1")
+    ended = run(*words, "--timeout", "1")
     assert (ended.status, ended.out) == (1, "")
     assert " 1 s" in ended.err
     assert "--output" not in ended.err
+    assert files(tmp_path) == ["endless.onnx", "in.npy"]
 
 
-def test_input_that_changes_meanwhile_is_an_error_and_nothing_is_discarded(
-    slow: Path, rows: Path, tmp_path: Path
-) -> None:
+def test_input_that_changes_is_an_error(slow: Path, rows: Path, tmp_path: Path) -> None:
     target, source = tmp_path / "out.npz", tmp_path / "in.npy"
     with np.load(rows) as content:
         np.save(source, content["x"])
@@ -201,9 +191,7 @@ def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
 
 
 @pytest.mark.parametrize("small_disk", [1, 3], indirect=True, ids=["within", "at the end"])
-def test_full_disk_is_foretold_and_the_run_is_resumed_when_there_is_room(
-    small_disk: Path, tmp_path: Path
-) -> None:
+def test_full_disk_is_predicted_and_the_run_resumed(small_disk: Path, tmp_path: Path) -> None:
     model = save_double(tmp_path)
     source, target = tmp_path / "in.npy", small_disk / "out.npz"
     x = np.random.default_rng(1).random((200_000, 3), np.float32)
@@ -237,7 +225,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
         x[0] = x[-1] = 1
         with source.open("wb") as file:
             save_array(file, x)
-        with Program(TELLS_MEMORY, *arguments(model, source, target, 160_000)) as program:
+        with Program(PRINTS_MEMORY, *arguments(model, source, target, 160_000)) as program:
             ended = program.wait(50.0)
         assert (ended.status, ended.err) == (0, "")
         with np.load(target) as content:

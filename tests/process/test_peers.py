@@ -4,7 +4,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from tests.process.models import OnnxModel
 from tests.process.scripts import ROOT
 
 PROGRAM = """
-import json, sys, threading
-from pathlib import Path
+import json, sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import onnxruntime as ort
@@ -51,13 +50,10 @@ def client(number):
     except Exception as exc:
         errors.append(f"{type(exc).__name__}: {exc}")
 
-threads = [threading.Thread(target=client, args=(n,)) for n in range(clients)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
+with ThreadPoolExecutor(clients) as pool:
+    pool.map(client, range(clients))
 runs, seconds = way.run_seconds()
-# What tidies up for all of multiprocessing ends with this process.
+# The resource tracker of multiprocessing ends with this process.
 children = [p for p in mine.children(recursive=True) if "resource_tracker" not in str(p.cmdline())]
 way.close()
 left = [" ".join(process.cmdline()) for process in psutil.wait_procs(children, timeout=5)[1]]
@@ -85,7 +81,7 @@ LARGE = 1 << 17
 
 
 def drive(kind: str, model: Path, clients: int, columns: int) -> Any:
-    """What the program found; fails the test if it did not get to its end."""
+    """The result of the program; the test fails if the program does."""
     path = f"{ROOT / 'benchmarks'}/{kind}"
     arguments = [path, str(model), str(clients), str(columns)]
     done = subprocess.run(
@@ -100,7 +96,9 @@ def drive(kind: str, model: Path, clients: int, columns: int) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_bare_messages_and_copies_answer_with_the_input(onnx_model: OnnxModel) -> None:
+def test_floor_answers_with_the_input_and_refuses_other_models(
+    onnx_model: OnnxModel,
+) -> None:
     found = drive("transport_floor.py:TransportFloor", onnx_model(IDENTITY), 1, LARGE)
     assert found["errors"] == found["left"] == []
     assert found["workers"] == 2
@@ -108,12 +106,8 @@ def test_bare_messages_and_copies_answer_with_the_input(onnx_model: OnnxModel) -
     assert found["runs"] == 2 * (3 * 1 + 9 * 2)
     assert found["seconds"] > 0
     assert found["processes"] == 2
-
-
-def test_floor_is_refused_for_a_model_that_does_more_than_copy(onnx_model: OnnxModel) -> None:
-    with pytest.raises(
-        AssertionError, match=r"InvalidInputError: model: got the operators \['Mul'"
-    ):
+    refused = r"InvalidInputError: model: got the operators \['Mul'"
+    with pytest.raises(AssertionError, match=refused):
         drive("transport_floor.py:TransportFloor", onnx_model(AFFINE), 1, 4)
 
 
@@ -126,18 +120,11 @@ def test_other_system_answers_several_clients_and_leaves_nothing(
     package: str, kind: str, columns: int, onnx_model: OnnxModel
 ) -> None:
     if importlib.util.find_spec(package) is None:
+        with pytest.raises(AssertionError, match=f"MissingDependencyError: .*install {package}"):
+            drive(f"peers.py:{kind}", onnx_model(AFFINE), 3, columns)
         pytest.skip(f"{package} is not installed")
     found = drive(f"peers.py:{kind}", onnx_model(AFFINE), 3, columns)
     assert found["errors"] == found["left"] == []
     assert found["workers"] == 2
     assert found["runs"] == 2 * (12 + 11 + 10)
     assert found["seconds"] > 0
-
-
-def test_missing_system_is_named_with_what_to_install(
-    onnx_model: Callable[[str], Path],
-) -> None:
-    if importlib.util.find_spec("ray") is not None:
-        pytest.skip("ray is installed")
-    with pytest.raises(AssertionError, match=r"MissingDependencyError: .*pip install ray"):
-        drive("peers.py:RayActors", onnx_model(AFFINE), 1, 4)
