@@ -40,8 +40,6 @@ pair (float[n, 2] x) => (float[n, 2] y, float[n, 2] z)
 }}
 """
 
-FIXED = PAIR.replace("[n, 2]", "[1, 2]")
-
 Serving = Model | ModelParallelRunner
 
 
@@ -145,16 +143,10 @@ def test_file_of_names_that_does_not_fit_fails_the_build(
         model(onnx_model(PAIR), sections)
 
 
-@pytest.mark.parametrize("buffer", [False, True])
 def test_replaced_weights_stay_where_resize_builds_the_model_again(
-    onnx_model: OnnxModel, tmp_path: Path, buffer: bool
+    onnx_model: OnnxModel, tmp_path: Path
 ) -> None:
-    path, sections = onnx_model(FIXED), named(tmp_path, "a", "b")
-    serves = Model()
-    if buffer:
-        serves.build_from_buffer(path.read_bytes(), config_dict=sections)
-    else:
-        serves.build_from_file(str(path), ModelType.ONNX, config_dict=sections)
+    serves = model(onnx_model(PAIR.replace("[n, 2]", "[1, 2]")), named(tmp_path, "a", "b"))
     serves.update_weights([[tensor([3, 4]), tensor([5, 6])]])
     serves.resize(serves.get_inputs(), [[3, 2]])
     y, z = (item.get_data_to_numpy() for item in serves.predict([np.zeros((3, 2), np.float32)]))
@@ -283,31 +275,22 @@ def test_listed_processes_share_the_owners_weights_and_others_are_refused(
     assert f"refused process {pids[2]}" in refusal
 
 
-@pytest.mark.parametrize("text", ["{},", " {} , 0", "0 {}"])
-def test_forms_of_the_list_of_pids(path: Path, text: str) -> None:
-    owns = owner(path, text.format(os.getpid()))
-    handle = handle_of(owns)
-    assert 0 < int(handle) < 2**63
-    np.testing.assert_array_equal(result(slave(path, f" {handle} ")), result(owns))
-
-
 @pytest.mark.parametrize(
-    ("entries", "text"),
+    ("pids", "handle", "text"),
     [
-        ({"shareable_weight_pid_list": "12a"}, "shareable_weight_pid_list: got '12a'"),
-        ({"shareable_weight_pid_list": "-1"}, "shareable_weight_pid_list: got '-1'"),
-        ({"shareable_weight_mem_handle": ""}, "shareable_weight_mem_handle: got ''"),
-        ({"shareable_weight_mem_handle": "-5"}, "shareable_weight_mem_handle: got '-5'"),
-        ({"shareable_weight_mem_handle": str(2**63)}, "handle: got"),
-        (
-            {"shareable_weight_mem_handle": "1", "shareable_weight_pid_list": "1"},
-            ".* got both, expected one of them$",
-        ),
+        ("12a", None, "shareable_weight_pid_list: got '12a'"),
+        ("-1", None, "shareable_weight_pid_list: got '-1'"),
+        (None, "", "shareable_weight_mem_handle: got ''"),
+        (None, "-5", "shareable_weight_mem_handle: got '-5'"),
+        (None, str(2**63), "handle: got"),
+        ("1", "1", ".* got both, expected one of them$"),
     ],
 )
 def test_entry_that_does_not_fit_fails_the_build(
-    path: Path, entries: dict[str, str], text: str
+    path: Path, pids: str | None, handle: str | None, text: str
 ) -> None:
+    given = {"shareable_weight_pid_list": pids, "shareable_weight_mem_handle": handle}
+    entries = {name: value for name, value in given.items() if value is not None}
     with pytest.raises(RuntimeError, match=f"^build_from_file failed! Error is {text}"):
         model(path, {"ascend_context": entries})
 
@@ -315,11 +298,7 @@ def test_entry_that_does_not_fit_fails_the_build(
 def test_process_that_is_not_there_is_warned_of_at_the_users_line(path: Path) -> None:
     gone = 2**22 + 1  # above pid_max (proc_sys_kernel(5))
     with pytest.warns(UserWarning, match=f"shareable_weight_pid_list: .*{gone}") as caught:
-        Model().build_from_file(
-            str(path),
-            ModelType.ONNX,
-            config_dict={"ascend_context": {"shareable_weight_pid_list": f"{gone}"}},
-        )
+        owner(path, str(gone))
     assert [item.filename for item in caught] == [__file__]
 
 
@@ -332,21 +311,19 @@ def test_model_that_cannot_be_prepared_cannot_be_shared(
         owner(path, "0")
 
 
-def test_weights_of_another_model_are_refused(path: Path, tmp_path: Path) -> None:
-    owns = owner(path, str(os.getpid()))
-    other = square(tmp_path / "other.onnx", seed=1)
+def test_weights_of_another_model_or_with_other_options_are_refused(
+    path: Path, tmp_path: Path
+) -> None:
+    owns = owner(path, f"0 {os.getpid()}")
+    handle = handle_of(owns)
+    assert 0 < int(handle) < 2**63
     with pytest.raises(BuildError, match="owner's weights are for another model"):
-        slave(other, handle_of(owns))
+        slave(square(tmp_path / "other.onnx", seed=1), handle)
+    with pytest.raises(BuildError, match="for other options"):
+        slave(path, handle, **named(tmp_path, "w")["ascend_context"])
     copied = tmp_path / "copied.onnx"
     copied.write_bytes(path.read_bytes())
-    np.testing.assert_array_equal(result(slave(copied, handle_of(owns))), result(owns))
-
-
-def test_weights_of_a_model_with_other_options_are_refused(path: Path, tmp_path: Path) -> None:
-    owns = owner(path, str(os.getpid()))
-    more = named(tmp_path, "w")["ascend_context"]
-    with pytest.raises(BuildError, match="for other options"):
-        slave(path, handle_of(owns), **more)
+    np.testing.assert_array_equal(result(slave(copied, f" {handle} ")), result(owns))
 
 
 def test_shared_weights_can_be_replaced_in_each_process_by_itself(
