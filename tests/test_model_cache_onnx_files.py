@@ -91,9 +91,6 @@ LINEAR = linear()
 CONTENT: bytes = LINEAR.SerializeToString()
 
 
-# Any file.
-
-
 def test_no_more_is_read_than_a_file_had_at_first(tmp_path: Path) -> None:
     path = tmp_path / "growing"
     path.write_bytes(bytes(range(200)) * 10_000)
@@ -125,9 +122,6 @@ def test_what_is_no_regular_file_is_named_and_not_opened(tmp_path: Path) -> None
         check_regular("a\0b")
     with pytest.raises(FileNotFoundError):
         scan(tmp_path / "none")
-
-
-# What is found.
 
 
 def test_contents_of_the_main_graph_and_their_writer_are_found() -> None:
@@ -193,9 +187,6 @@ def test_weights_of_gigabytes_are_not_read(tmp_path: Path) -> None:
     assert [*scan(path).initializers] == ["", "scale", "bias"]
 
 
-# External data.
-
-
 def in_attribute(**attributes: Any) -> onnx.ModelProto:
     node = helper.make_node("Some", ["x"], ["y"], **attributes)
     return proto(helper.make_graph([node], "g", [], []))
@@ -246,9 +237,6 @@ def test_place_left_over_in_a_tensor_that_holds_its_data_is_none() -> None:
     inside = external("w")
     inside.data_location = TensorProto.DEFAULT
     assert scanned(linear(inside).SerializeToString()).external == ()
-
-
-# What is no model.
 
 
 def nested(graphs: int) -> bytes:
@@ -337,9 +325,6 @@ def test_damaged_model_is_refused_or_read_as_protobuf_reads_it(
     }
 
 
-# What a user wants to know.
-
-
 def test_operators_are_counted_wherever_a_node_may_be() -> None:
     gelu = helper.make_node("Gelu", [], [], domain="com.microsoft")
     inner = helper.make_graph([helper.make_node("Mul", [], []), gelu], "inner", [], [])
@@ -372,9 +357,6 @@ def test_bytes_of_weights_are_what_their_shapes_say() -> None:
     assert found.external == ("w",)
     vast = [TensorProto(name=f"v{i}", data_type=types.FLOAT, dims=[1 << 62] * 900) for i in (1, 2)]
     assert 1 << 60 < read(linear(*vast)).weight_bytes < 1 << 65
-
-
-# Inputs that are added.
 
 
 def test_suffix_makes_initializers_overridable_and_leaves_the_rest_as_it_is() -> None:

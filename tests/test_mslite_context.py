@@ -27,7 +27,6 @@ WRONG_TYPES = [
     ("target", "cpu", "target must be list, but got <class 'str'>."),
     ("target", ["cpu", 1], "target element must be str, but got <class 'int'> at index 1."),
     ("group_info_file", 1, "group_info_file must be str, but got <class 'int'>."),
-    ("gpu.provider", None, "gpu_provider must be str, but got <class 'NoneType'>."),
     (f"cpu.{CORES}", [0, "1"], f"cpu_{CORES} element must be int, but got <class 'str'> at index"),
     ("parallel.device_ids", [True], "device_ids element must be int, but got <class 'bool'> at"),
     ("parallel.config_path", 1, "config_path must be str, but got <class 'int'>."),
@@ -36,9 +35,6 @@ WRONG_TYPES = [
 ]
 WRONG_VALUES = [
     ("cpu.thread_num", -1, "cpu_thread_num must be a non-negative int."),
-    ("cpu.inter_op_parallel_num", -1, "cpu_inter_op_parallel_num must be a non-negative int."),
-    ("gpu.device_id", -1, "gpu_device_id must be a non-negative int."),
-    ("ascend.device_id", -1, "ascend_device_id must be a non-negative int."),
     ("ascend.rank_id", -1, "ascend_rank_id must be a non-negative int."),
     ("parallel.workers_num", -1, f"{FAILED}workers_num must be a non-negative int."),
     ("target", ["NPU"], "target elements must be in ['cpu', 'gpu', 'ascend'], but got npu."),

@@ -52,9 +52,6 @@ def ways(context: Context, model_type: ModelType = ModelType.ONNX) -> list[list[
     ]
 
 
-# What kind of model it is.
-
-
 @pytest.mark.parametrize(
     ("model", "said", "found"),
     [
@@ -72,9 +69,6 @@ def test_type_is_that_of_the_ending_else_what_is_said_or_the_content_shows(
     model: str | bytes, said: ModelType | None, found: ModelType
 ) -> None:
     assert model_type_of(model, said) is found
-
-
-# What is tried.
 
 
 @pytest.mark.parametrize(
@@ -204,8 +198,6 @@ def test_settings_of_the_cpu_that_cannot_act_are_remarked(
     assert all(word in text for word, text in zip(remarks, found, strict=True))
 
 
-# Which of them serves.
-
 CPU = Attempt(target="cpu", engine="onnxruntime", kind="cpu")
 GPU = Attempt(target="gpu", engine="onnxruntime", kind="cuda", remarks=("of the gpu",))
 
@@ -233,9 +225,6 @@ def test_engine_that_is_not_installed_is_replaced_by_the_next_in_silence() -> No
         return attempt
 
     assert open_first([[other, CPU]], build, stacklevel=1) is CPU  # a warning is an error here
-
-
-# How many workers, and on which cores.
 
 
 @pytest.mark.parametrize(
@@ -310,8 +299,6 @@ def test_entries_count_as_used_where_they_act(
     found = used_entries(context_of(target), model_type, from_buffer=from_buffer)
     assert {name for _, name in found} == used
 
-
-# How strong the cores are.
 
 THREE_KINDS = {0: 400, 1: 400, 2: 1024, 3: 700, 4: 1024, 5: 700}
 

@@ -58,26 +58,12 @@ def laid_out(draw: st.DrawFn) -> NDArray[Any]:
     return array[steps] if steps else array
 
 
-# Element types and formats.
-
-
 def test_numbers_are_upstreams() -> None:
-    assert {member.name: int(member) for member in DataType} == {
-        "UNKNOWN": 0,
-        "BOOL": 30,
-        "INT8": 32,
-        "INT16": 33,
-        "INT32": 34,
-        "INT64": 35,
-        "UINT8": 37,
-        "UINT16": 38,
-        "UINT32": 39,
-        "UINT64": 40,
-        "FLOAT16": 42,
-        "FLOAT32": 43,
-        "FLOAT64": 44,
-        "INVALID": 2**31 - 1,
-    }
+    numbers = [0, 30, 32, 33, 34, 35, 37, 38, 39, 40, 42, 43, 44, 2**31 - 1]
+    assert [int(member) for member in DataType] == numbers
+    assert (DataType.FLOAT32, DataType.UINT8, DataType.BOOL) == (43, 37, 30)
+    assert [int(member) for member in Format] == [-1, *range(14), *range(15, 20)]
+    assert (Format(1), Format(19)) == (Format.NHWC, Format.NC8HW8)
     assert str(DataType.FLOAT32) == f"{DataType.FLOAT32}" == "DataType.FLOAT32"
 
 
@@ -87,9 +73,6 @@ def test_dtype_without_a_number_is_refused() -> None:
         for use in (Tensor, Tensor().set_data_from_numpy):
             with pytest.raises(TypeError, match=text):
                 use(np.zeros(2, dtype))
-
-
-# Made of nothing.
 
 
 def test_new_tensor_is_one_float32() -> None:
@@ -127,9 +110,6 @@ def test_argument_that_does_not_fit_is_refused(arguments: dict[str, Any], text: 
         Tensor(**arguments)
 
 
-# Made of an array.
-
-
 def test_array_is_held_without_a_copy() -> None:
     array = numbers(2, 3)
     tensor = Tensor(array)
@@ -163,9 +143,6 @@ def test_shape_or_dtype_that_is_not_the_datas_is_refused(source: str) -> None:
     assert Tensor(data, shape=(2, 3), dtype=DataType.FLOAT32).shape == [2, 3]
 
 
-# Made of a tensor.
-
-
 def test_tensor_of_a_tensor_shares_the_data_and_not_the_rest() -> None:
     first = Tensor(shape=[2, 3], dtype=DataType.FLOAT32)
     first.name, first.format = "x", Format.NHWC
@@ -179,18 +156,12 @@ def test_tensor_of_a_tensor_shares_the_data_and_not_the_rest() -> None:
     assert first.get_data_to_numpy()[0, 0] == 9
 
 
-# Device.
-
-
 @pytest.mark.parametrize("device", ["ascend", "gpu:12"])
 def test_data_stays_in_host_memory_and_a_warning_says_so(device: str) -> None:
     with pytest.warns(UserWarning, match=f"host memory, not on '{device}'") as caught:
         tensor = Tensor(numbers(2), device=device)
     assert caught[0].filename == __file__
     assert tensor.device == Tensor(device="cpu:0").device == "None:-1"  # without a warning
-
-
-# Attributes.
 
 
 @pytest.mark.parametrize(
@@ -231,9 +202,6 @@ def test_dtype_is_never_a_reinterpretation() -> None:
     data = tensor.get_data_to_numpy()
     assert (data.dtype, data.shape) == (np.dtype("int32"), (2, 3))
     assert not data.any()
-
-
-# Data in and out.
 
 
 @given(laid_out(), st.booleans())
@@ -300,9 +268,6 @@ def test_numpy_reads_a_tensor_as_an_array() -> None:
         np.array(tensor, dtype="float64", copy=False)
 
 
-# Memory from an allocator.
-
-
 def test_memory_is_allocated_late_and_again_for_more_elements_only() -> None:
     pool = Pool()
     tensor = of_model([-1, 3], pool)
@@ -319,9 +284,6 @@ def test_memory_is_allocated_late_and_again_for_more_elements_only() -> None:
     tensor.set_data_from_numpy(numbers(4, 3))
     assert [memory.shape for memory in pool.given] == [(2, 3), (4, 3)]
     assert tensor.array is pool.given[1]
-
-
-# Results.
 
 
 def test_result_of_a_type_that_has_no_number_can_be_read() -> None:

@@ -6,7 +6,7 @@ import resource
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -206,30 +206,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     return Cache.default()
 
 
-@pytest.fixture(scope="module")
-def cache_of_matmul(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("matmul")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MCINFER_CACHE", str(folder / "cache"))
-        assert entry(open_ort(write(folder / "model.onnx", MATMUL), prepare="always"))
-    return folder / "cache"
-
-
-@pytest.fixture
-def prepared_matmul(cache: Cache, cache_of_matmul: Path) -> None:
-    """The test's own cache has what was prepared of `MATMUL` once for all."""
-    shutil.copytree(cache_of_matmul, cache.folder)
-
-
 @contextmanager
 def without_children() -> Iterator[None]:
     """Nothing can be prepared in here: what is, was before."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", "/nowhere/python")
         yield
-
-
-# The same results.
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -269,15 +251,14 @@ def test_model_in_memory_is_prepared_too(tmp_path: Path, process: str) -> None:
     assert_same(engine, open_ort(str(path)))
 
 
-@pytest.mark.usefixtures("prepared_matmul")
 def test_engines_of_one_model_map_one_entry_until_the_last_is_gone(
     tmp_path: Path, cache: Cache
 ) -> None:
     model = write(tmp_path / "model.onnx", MATMUL)
     (tmp_path / "about.json").write_text("{}")  # a file of the user's that is named alike
     spinning = {"session.intra_op.allow_spinning": "0"}  # changes nothing in it
+    first = open_ort(model, prepare="always")
     with without_children():
-        first = open_ort(model, prepare="always")
         second = open_ort(model, prepare="always", threads=2, session_config=spinning)
     assert entry(first) == entry(second)
     del first
@@ -285,9 +266,6 @@ def test_engines_of_one_model_map_one_entry_until_the_last_is_gone(
     del second
     assert cache.clear()[1] == 0
     assert cache.entries() == []
-
-
-# When it is prepared.
 
 
 def test_small_model_is_prepared_on_demand_only(tmp_path: Path, cache: Cache) -> None:
@@ -339,16 +317,6 @@ def test_model_in_the_format_of_the_runtime_is_loaded_as_it_is(tmp_path: Path) -
         ensure_prepared(tmp_path / "model.ort")
 
 
-def test_failure_of_the_moment_is_noted_and_not_remembered(tmp_path: Path, cache: Cache) -> None:
-    model = write(tmp_path / "model.onnx", MATMUL)
-    with without_children():
-        engine = open_ort(model, prepare="always")
-    assert held(engine) is None
-    assert "/nowhere/python" in engine.notes[0]
-    assert cache.entries() == []
-    assert entry(open_ort(model, prepare="always"))
-
-
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
     """This process, and those that it starts, can write so many bytes to a file, as with a full disk."""
@@ -360,12 +328,19 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_full_disk_is_noted_and_not_remembered(tmp_path: Path, cache: Cache) -> None:
+@pytest.mark.parametrize(
+    ("trouble", "text"),
+    [(without_children(), "/nowhere/python"), (files_of_at_most(16384), "/cache")],
+    ids=["no child", "full disk"],
+)
+def test_failure_of_the_moment_is_noted_and_not_remembered(
+    tmp_path: Path, cache: Cache, trouble: AbstractContextManager[None], text: str
+) -> None:
     model = write(tmp_path / "model.onnx", MATMUL)
-    with files_of_at_most(16384):
+    with trouble:
         engine = open_ort(model, prepare="always")
     assert held(engine) is None
-    assert str(cache.folder) in engine.notes[0]
+    assert text in engine.notes[0]
     assert_same(engine, open_ort(model))
     assert cache.entries() == []
     assert entry(open_ort(model, prepare="always"))
@@ -387,10 +362,9 @@ def test_unusable_cache_is_noted_if_it_was_needed(
 def test_what_is_no_model_is_refused_in_the_runtimes_words(tmp_path: Path, cache: Cache) -> None:
     path = tmp_path / "model.onnx"
     for text in ("doesn't exist", "model.onnx"):
-        with pytest.raises(BuildError, match=f"^onnxruntime: .*{text}"):
-            open_ort(str(path), prepare="always")
-        with pytest.raises(BuildError, match=f"onnxruntime: .*{text}"):
-            ensure_prepared(path)
+        for load in (open_ort, ensure_prepared):
+            with pytest.raises(BuildError, match=f"onnxruntime: .*{text}"):
+                load(str(path))
         path.write_bytes(b"hello")
     assert cache.entries() == []
 
@@ -414,9 +388,6 @@ def test_child_that_ends_before_it_reads_its_task_is_a_failure_of_the_moment(
     more_than_a_pipe_takes = "x" * (1 << 20)
     with pytest.raises(ChildFailedError, match="ended with status"):
         run_child(FILL, [more_than_a_pipe_takes], ignore)
-
-
-# Replaceable weights.
 
 
 @pytest.mark.parametrize(
@@ -448,9 +419,6 @@ def assert_near(got: Array, expected: Array) -> None:
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
-# Prepared models that are opened as such.
-
-
 def test_prepared_model_can_be_opened_by_its_path(
     tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -467,7 +435,6 @@ def test_prepared_model_can_be_opened_by_its_path(
     assert cache.clear()[1] == 1
 
 
-@pytest.mark.usefixtures("prepared_matmul")
 def test_model_that_was_prepared_elsewhere_is_refused(tmp_path: Path, cache: Cache) -> None:
     folder = entry(open_ort(write(tmp_path / "model.onnx", MATMUL), prepare="always"))
     here = json.loads((folder / "manifest.json").read_bytes())["facts"]
@@ -529,9 +496,6 @@ def test_weight_that_is_an_output_cannot_be_replaceable_and_one_that_is_an_input
     assert [spec.shape for spec in engine.weights] == [(2,)]  # that of its values
 
 
-# For processes that import no engine.
-
-
 def test_ensured_model_is_in_the_cache_and_is_made_once(tmp_path: Path, cache: Cache) -> None:
     model = write(tmp_path / "model.onnx", MATMUL)
     reported: list[Mapping[str, Any]] = []
@@ -573,10 +537,6 @@ def test_external_data_that_must_not_be_read_is_refused_however_a_model_is_loade
     assert [*cache.folder.glob("tmp-*")] == []
 
 
-# Folders that are swapped after they were checked.
-
-
-@pytest.mark.usefixtures("prepared_matmul")
 def test_session_has_the_prepared_model_that_was_checked_and_maps_it(
     tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,9 +83,6 @@ def answers(serves: Serving) -> list[list[float]]:
     return [output.get_data_to_numpy()[0].tolist() for output in outputs]
 
 
-# Replacing.
-
-
 @both
 def test_weights_are_replaced_by_name_and_by_position(
     onnx_model: OnnxModel, tmp_path: Path, kind: str
@@ -188,8 +185,6 @@ def test_runs_beside_updates_see_one_version(onnx_model: OnnxModel, tmp_path: Pa
     assert len(seen) >= 30
     assert answers(serves) == [[version] * 2] * 2
 
-
-# Sharing.
 
 WIDTH = 64
 SLAVE = """

@@ -115,9 +115,6 @@ def starting(model: Path) -> Iterator[tuple[Master, psutil.Process, threading.Th
         master.close()
 
 
-# One for all.
-
-
 def test_all_workers_map_one_entry(tmp_path: Path, cache: Cache) -> None:
     small_model = write(tmp_path / "small.onnx")
     with Master(small_model, 2, options=ALWAYS) as master:
@@ -154,9 +151,6 @@ def test_programs_that_start_together_prepare_once(large_model: Path, cache: Cac
     assert len([line for line in reports if f": prepared {large_model} (49 MB) in" in line]) == 1
     assert len([line for line in reports if "waiting for another process" in line]) >= 1
     assert entry(cache)
-
-
-# What goes wrong.
 
 
 def test_child_that_is_killed_costs_the_shared_copy_of_this_start_alone(
