@@ -167,6 +167,11 @@ def replace_folder_by_link(folder: Path) -> None:
     folder.symlink_to(target)
 
 
+def replace_folder_by_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.touch()
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a byte": (damage_a_byte, "weights.bin has the SHA-256"),
     "truncated": (lambda f: os.truncate(f / "weights.bin", 100), "has 100 bytes, expected 10240"),
@@ -174,6 +179,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "link": (replace_by_link, "weights.bin is not a regular file"),
     "writable": (lambda f: (f / "weights.bin").chmod(0o620), r"by others \(mode 0620\)"),
     "folder writable": (lambda f: f.chmod(0o702), r"the folder is writable by others"),
+    "no folder": (replace_folder_by_file, "it is not a folder"),
     "link to a folder": (replace_folder_by_link, "it is not a folder"),
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
     "format": (lambda f: change_manifest(f, format=2), "its format is 2, expected 1"),

@@ -112,19 +112,6 @@ def test_digest_depends_on_all_bytes_of_all_files(
     assert read_source(path).digest != before
 
 
-def test_weights_may_lie_in_a_folder_of_their_own(tmp_path: Path) -> None:
-    path = make(tmp_path / "a")
-    before = read_source(path).digest
-    (tmp_path / "w").mkdir()
-    for name in ("a.bin", "b.bin"):
-        (path.parent / name).rename(tmp_path / "w" / name)
-    assert read_source(path, folder=tmp_path / "w").digest == before
-    assert runs(path, tmp_path / "w")
-    with pytest.raises(BuildError):
-        read_source(path)
-    assert read_source(make(tmp_path / "b"), folder="").digest == before  # beside the model
-
-
 def overwritten(path: Path) -> None:
     path.write_bytes(bytes(reversed(path.read_bytes())) + b"\2")
 

@@ -146,30 +146,25 @@ def test_contents_of_the_main_graph_and_their_writer_are_found() -> None:
     assert read(linear()).producer == ""
 
 
-def test_sizes_are_read_packed_and_one_by_one() -> None:
+def test_all_forms_that_protobuf_allows_are_read() -> None:
     packed = field(1, bytes([3, 0x80, 0x01]))
     one_by_one = bytes([1 << 3, 3, 1 << 3, 0x80, 0x01])
     for dims in (packed, one_by_one):
         model = scanned(field(7, field(5, dims + field(8, b"w"))))
         assert model.initializers["w"].shape == (3, 128)
-
-
-def test_fields_that_are_not_known_are_stepped_over() -> None:
-    unknown = bytes([9 << 3 | 1, *range(8), 9 << 3 | 5, *range(4), 9 << 3, 0xFF, 1]) + field(
-        9, b"?"
-    )
-    message = unknown + CONTENT + unknown + field(7, unknown)
-    assert scanned(message) == scanned(CONTENT)
-
-
-def test_graphs_are_merged_and_the_last_version_counts() -> None:
+    unknown = bytes([9 << 3 | 1, *range(8), 9 << 3 | 5, *range(4), 9 << 3, 0xFF, 1])
+    unknown += field(9, b"?")
+    assert scanned(unknown + CONTENT + unknown + field(7, unknown)) == scanned(CONTENT)
+    inside = external("left over where the data is inside")
+    inside.data_location = TensorProto.DEFAULT
+    assert read(linear(inside)).external == ()
+    # Graphs are merged, and the last version counts.
     other = helper.make_graph([], "other", [], [], [tensor("more", 2), external("w.bin")])
     later = onnx.ModelProto(ir_version=9, graph=other)
     model = scanned(CONTENT + later.SerializeToString())
     assert model.ir_version == 9
     assert [*model.initializers] == ["scale", "bias", "more", "w.bin"]
-    assert model.inputs == {"x", "bias"}
-    assert model.external == ("w.bin",)
+    assert (model.inputs, model.external) == ({"x", "bias"}, ("w.bin",))
 
 
 def test_weights_of_gigabytes_are_not_read(tmp_path: Path) -> None:
@@ -231,12 +226,6 @@ def test_external_data_is_found_and_counted_wherever_a_tensor_may_be(
     found = read(model)
     assert (found.external, found.external_bytes) == (("w",), 8)
     assert ("w" in found.initializers) == (found.constants == 0)
-
-
-def test_place_left_over_in_a_tensor_that_holds_its_data_is_none() -> None:
-    inside = external("w")
-    inside.data_location = TensorProto.DEFAULT
-    assert scanned(linear(inside).SerializeToString()).external == ()
 
 
 def nested(graphs: int) -> bytes:

@@ -113,9 +113,8 @@ def test_wrong_arguments_and_calls_before_the_build_fail(
         getattr(ModelParallelRunner(), name)(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "error"),
-    [
+def test_wrong_configuration_is_refused_where_it_is_made() -> None:
+    wrong: list[tuple[str, Any, type[Exception]]] = [
         ("context", "cpu", TypeError),
         ("workers_num", -1, ValueError),
         ("config_info", {"a": {"b": 1}}, TypeError),
@@ -125,16 +124,12 @@ def test_wrong_arguments_and_calls_before_the_build_fail(
         ("max_delay", -1.0, ValueError),
         ("queue_size", 0, ValueError),
         ("timeout", "1", ValueError),
-    ],
-)
-def test_wrong_configuration_is_refused_where_it_is_made(
-    name: str, value: Any, error: type[Exception]
-) -> None:
-    with pytest.raises(error):
-        RunnerConfig(**{name: value})
-    config = RunnerConfig()
-    with pytest.raises(error):
-        setattr(config, name, value)
+    ]
+    for name, value, error in wrong:
+        with pytest.raises(error):
+            RunnerConfig(**{name: value})
+        with pytest.raises(error):
+            setattr(RunnerConfig(), name, value)
 
 
 def test_configuration_takes_from_the_context_what_it_does_not_say() -> None:

@@ -125,34 +125,6 @@ def test_all_workers_map_one_entry(tmp_path: Path, cache: Cache) -> None:
     assert cache.clear()[1] == 0
 
 
-START = """
-import logging
-logging.getLogger("mcinfer.worker").setLevel(logging.INFO)
-options = mcinfer.EngineOptions(prepare="always")
-try:
-    with mcinfer.Master(sys.argv[1], 1, options=options) as master:
-        say("started")
-except KeyboardInterrupt:
-    say("interrupted")
-"""
-
-
-def test_programs_that_start_together_prepare_once(large_model: Path, cache: Cache) -> None:
-    with (
-        Program(PREAMBLE + START, large_model) as first,
-        Program(PREAMBLE + START, large_model) as second,
-    ):
-        wait_until(lambda: preparing(first.pid) or preparing(second.pid))
-        ended = [program.wait() for program in (first, second)]
-    assert [end.out for end in ended] == ["started\n"] * 2
-    reports = [
-        line for end in ended for line in end.err.splitlines() if "INFO mcinfer.model_cache" in line
-    ]
-    assert len([line for line in reports if f": prepared {large_model} (49 MB) in" in line]) == 1
-    assert len([line for line in reports if "waiting for another process" in line]) >= 1
-    assert entry(cache)
-
-
 def test_child_that_is_killed_costs_the_shared_copy_of_this_start_alone(
     large_model: Path, cache: Cache, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,6 +155,16 @@ def test_worker_that_is_killed_while_it_prepares_takes_the_child_along(
     assert [*cache.folder.glob("tmp-*")] == []
 
 
+START = """
+try:
+    options = mcinfer.EngineOptions(prepare="always")
+    with mcinfer.Master(sys.argv[1], 1, options=options):
+        say("started")
+except KeyboardInterrupt:
+    say("interrupted")
+"""
+
+
 def test_ctrl_c_while_a_model_is_prepared_leaves_nothing(large_model: Path, cache: Cache) -> None:
     with Program(PREAMBLE + START, large_model) as program:
         wait_until(lambda: [*cache.folder.glob("tmp-*")] and preparing(program.pid))
@@ -197,7 +179,7 @@ def test_ctrl_c_while_a_model_is_prepared_leaves_nothing(large_model: Path, cach
     assert {*os.listdir(cache.folder)} == {"sources"}
 
 
-def test_preparing_and_waiting_workers_report_progress(large_model: Path) -> None:
+def test_preparing_and_waiting_workers_report_progress(large_model: Path, cache: Cache) -> None:
     request = EngineRequest(
         model=str(large_model), device=Device("cpu", 0), threads=1, prepare="always"
     )
@@ -210,6 +192,7 @@ def test_preparing_and_waiting_workers_report_progress(large_model: Path) -> Non
         thread.start()
     for thread in threads:
         thread.join()
+    assert entry(cache)
     for states in reports:
         assert states
         assert [state["seconds"] for state in states] == sorted(s["seconds"] for s in states)
