@@ -91,9 +91,8 @@ def begin_endless(runner: ModelParallelRunner) -> "Future[list[Tensor]]":
 ABSENT = "/nowhere/model.onnx"
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "text"),
-    [
+def test_wrong_arguments_and_calls_before_the_build_fail() -> None:
+    for name, arguments, text in (
         ("build_from_file", (b"", 1), "model_path must be str, but got <class 'bytes'>."),
         ("build_from_file", (ABSENT, 1), "context must be Context, but got <class 'int'>."),
         ("build_from_file", (ABSENT,), f"{BUILD}, model_path does not exist!"),
@@ -103,14 +102,10 @@ ABSENT = "/nowhere/model.onnx"
         ("get_inputs", (), "get_inputs failed! Error is the model is not built"),
         ("update_weights", ([],), "update weight failed! Error is the model is not built"),
         ("submit", ([],), "predict failed! Error is the model is not built"),
-    ],
-)
-def test_wrong_arguments_and_calls_before_the_build_fail(
-    name: str, arguments: tuple[Any, ...], text: str
-) -> None:
-    error = TypeError if "must be" in text else RuntimeError
-    with pytest.raises(error, match=f"^{re.escape(text)}$"):
-        getattr(ModelParallelRunner(), name)(*arguments)
+    ):
+        error = TypeError if "must be" in text else RuntimeError
+        with pytest.raises(error, match=f"^{re.escape(text)}$"):
+            getattr(ModelParallelRunner(), name)(*arguments)
 
 
 def test_wrong_configuration_is_refused_where_it_is_made() -> None:
