@@ -111,6 +111,7 @@ BUILD = "build_from_file failed"
         (("here", ONNX, None, "", [], 1), "config_dict must be dict, but got <class 'list'>."),
         (("here", ONNX, None, "", {"a": {"x": 1}}), "config_dict_value_value must be str, but got"),
         (("here", ONNX, None, "", {}, None, 1), "dec_mode must be str, but got <class 'int'>."),
+        (("here", ONNX, None, "", {}, None, "", "1"), "dec_num_parallel must be int, but got"),
         (("here", ONNX, None, "", {}, "key"), "dec_key must be bytes, but got <class 'str'>."),
         (("here", ONNX, None, "", {}, b"key"), f"{BUILD}! Error is dec_key: "),
     ],

@@ -52,9 +52,8 @@ def ways(context: Context, model_type: ModelType = ModelType.ONNX) -> list[list[
     ]
 
 
-@pytest.mark.parametrize(
-    ("model", "said", "found"),
-    [
+def test_type_is_that_of_the_ending_else_what_is_said_or_the_content_shows() -> None:
+    cases: list[tuple[str | bytes, ModelType | None, ModelType]] = [
         ("m.ONNX", ModelType.MINDIR_LITE, ModelType.ONNX),
         ("m.ms", ModelType.MINDIR, ModelType.MINDIR_LITE),
         ("m.mindir", ModelType.MINDIR_LITE, ModelType.MINDIR_LITE),
@@ -63,12 +62,9 @@ def ways(context: Context, model_type: ModelType = ModelType.ONNX) -> list[list[
         (b"\x08\x08", None, ModelType.ONNX),
         (b"\x0a\x05", None, ModelType.MINDIR),
         (b"", None, ModelType.MINDIR),
-    ],
-)
-def test_type_is_that_of_the_ending_else_what_is_said_or_the_content_shows(
-    model: str | bytes, said: ModelType | None, found: ModelType
-) -> None:
-    assert model_type_of(model, said) is found
+    ]
+    for model, said, found in cases:
+        assert model_type_of(model, said) is found
 
 
 @pytest.mark.parametrize(
@@ -271,20 +267,15 @@ def test_cores_of_a_mode_are_dealt_the_big_ones_first(monkeypatch: pytest.Monkey
     assert pinned_cores(context, 2) == ((3,), (0,))
 
 
-@pytest.mark.parametrize(
-    ("target", "model_type", "from_buffer", "used"),
-    [
+def test_entries_count_as_used_where_they_act() -> None:
+    for target, model_type, from_buffer, used in (
         ("cpu", ModelType.ONNX, True, {"mindir_path"}),
         ("cpu", ModelType.MINDIR, True, set()),
         ("ascend", ModelType.ONNX, False, {"precision_mode"}),
         ("ascend", ModelType.MINDIR, False, {"precision_mode", "provider"}),
-    ],
-)
-def test_entries_count_as_used_where_they_act(
-    target: str, model_type: ModelType, from_buffer: bool, used: set[str]
-) -> None:
-    found = used_entries(context_of(target), model_type, from_buffer=from_buffer)
-    assert {name for _, name in found} == used
+    ):
+        found = used_entries(context_of(target), model_type, from_buffer=from_buffer)
+        assert {name for _, name in found} == used
 
 
 def write(folder: Path, core: int, name: str, text: str) -> None:

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 from numpy.typing import NDArray
-from onnx import helper, numpy_helper
 
 from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.mslite import (
@@ -29,6 +27,7 @@ from mcinfer.mslite import (
 from mcinfer.mslite._checks import Sections
 from tests.process.models import OnnxModel
 from tests.process.scripts import Program
+from tests.test_preparation import write
 
 HEAD = '<ir_version: 8, opset_import: ["": 17]>'
 
@@ -121,23 +120,20 @@ def test_weights_that_do_not_fit_are_named_and_nothing_is_changed(
         assert answers(serves) == [[1, 2], [10, 20]]
 
 
-@pytest.mark.parametrize(
-    ("names", "words"),
-    [
+def test_file_of_names_that_does_not_fit_fails_the_build(
+    onnx_model: OnnxModel, tmp_path: Path
+) -> None:
+    absent = {"ascend_context": {"variable_weights_file": str(tmp_path / "none.txt")}}
+    cases: list[tuple[list[str] | None, str]] = [
         (["c"], "'c'"),
         (["a", "a"], "2 names, 1 different ones"),
         (["", " "], "0 names"),
         (None, r"variable_weights_file: .*none\.txt"),
-    ],
-    ids=["unknown", "twice", "none", "no file"],
-)
-def test_file_of_names_that_does_not_fit_fails_the_build(
-    onnx_model: OnnxModel, tmp_path: Path, names: list[str] | None, words: str
-) -> None:
-    absent = {"ascend_context": {"variable_weights_file": str(tmp_path / "none.txt")}}
-    sections = absent if names is None else named(tmp_path, *names)
-    with pytest.raises(RuntimeError, match=f"^build_from_file failed! Error is .*{words}"):
-        model(onnx_model(PAIR), sections)
+    ]
+    for names, words in cases:
+        sections = absent if names is None else named(tmp_path, *names)
+        with pytest.raises(RuntimeError, match=f"^build_from_file failed! Error is .*{words}"):
+            model(onnx_model(PAIR), sections)
 
 
 def test_replaced_weights_stay_where_resize_builds_the_model_again(
@@ -215,17 +211,8 @@ else:
 def square(path: Path, seed: int = 0) -> Path:
     """A model of one matrix, large enough to lie in the prepared model's file of weights."""
     weight = np.random.default_rng(seed).random((WIDTH, WIDTH), np.float32)
-    shape: list[str | int] = ["batch", WIDTH]
-    graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "w"], ["y"])],
-        "square",
-        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, shape)],
-        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, shape)],
-        [numpy_helper.from_array(weight, "w")],
-    )
-    opsets = [helper.make_opsetid("", 17)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
-    return path
+    graph = f"g (float[batch, {WIDTH}] x) => (float[batch, {WIDTH}] y) {{ y = MatMul(x, w) }}"
+    return Path(write(path, (graph, {"w": weight})))
 
 
 @pytest.fixture

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import psutil
 import pytest
 from numpy.typing import NDArray
-from onnx import numpy_helper, parser
 
 from mcinfer import EngineOptions, Master
 from mcinfer.config import Device
@@ -23,7 +21,7 @@ from mcinfer.engines.base import EngineRequest
 from mcinfer.model_cache.cache import Cache
 from tests.process.scripts import PREAMBLE, Program
 from tests.process.waiting import all_gone, is_alive, pids, wait_until
-from tests.test_preparation import write_sparse
+from tests.test_preparation import write, write_sparse
 
 ALWAYS = EngineOptions(prepare="always")
 NEVER = EngineOptions(prepare="never")
@@ -31,21 +29,17 @@ NEVER = EngineOptions(prepare="never")
 Array = NDArray[np.float32]
 
 
-def write(path: Path, size: int = 64, seed: int = 1) -> Path:
+def dense(path: Path, size: int = 64, seed: int = 1) -> Path:
     """Save a model of y = x w, with as many rows and columns of weights."""
-    text = f"""<ir_version: 8, opset_import: ["": 17]>
-        dense (float[batch, {size}] x) => (float[batch, {size}] y) {{ y = MatMul(x, w) }}"""
-    made = parser.parse_model(text)
+    graph = f"g (float[batch, {size}] x) => (float[batch, {size}] y) {{ y = MatMul(x, w) }}"
     weights = np.random.default_rng(seed).random((size, size), np.float32)
-    made.graph.initializer.append(numpy_helper.from_array(weights, "w"))
-    onnx.save(made, path)
-    return path
+    return Path(write(path, (graph, {"w": weights})))
 
 
 @pytest.fixture(scope="session")
 def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One that takes about half a second to prepare, in which much can be done to those who do it: 49 MB."""
-    return write(tmp_path_factory.mktemp("large") / "large.onnx", size=3500)
+    return dense(tmp_path_factory.mktemp("large") / "large.onnx", size=3500)
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +110,7 @@ def starting(model: Path) -> Iterator[tuple[Master, psutil.Process, threading.Th
 
 
 def test_all_workers_map_one_entry(tmp_path: Path, cache: Cache) -> None:
-    small_model = write(tmp_path / "small.onnx")
+    small_model = dense(tmp_path / "small.onnx")
     with Master(small_model, 2, options=ALWAYS) as master:
         assert all(maps(pid, entry(cache) / "weights.bin") for pid in pids(master))
         got = answer(master)
@@ -204,7 +198,7 @@ def test_preparing_and_waiting_workers_report_progress(large_model: Path, cache:
 def test_worker_that_finds_another_model_at_the_path_serves_no_request(
     tmp_path: Path,
 ) -> None:
-    path, other = write(tmp_path / "served.onnx"), write(tmp_path / "other.onnx", seed=2)
+    path, other = dense(tmp_path / "served.onnx"), dense(tmp_path / "other.onnx", seed=2)
     with Master(path, 2, options=NEVER) as master:
         expected = answer(master)
         other.replace(path)
