@@ -119,18 +119,15 @@ def test_array_is_held_without_a_copy() -> None:
     assert np.shares_memory(tensor.array, array)
 
 
-@pytest.mark.parametrize(
-    "array",
-    [numbers(2, 3).T, numbers(4).astype(">f4"), np.zeros(9, "u1")[1:].view("f4")],
-    ids=["transposed", "swapped", "unaligned"],
-)
-def test_array_that_engines_cannot_read_is_copied(array: NDArray[Any]) -> None:
-    held = Tensor(array).array
-    assert held.flags.c_contiguous
-    assert held.flags.aligned
-    assert held.dtype.isnative
-    assert not np.shares_memory(held, array)
-    assert np.array_equal(held, array)
+def test_array_that_engines_cannot_read_is_copied() -> None:
+    unaligned = np.zeros(9, "u1")[1:].view("f4")
+    for array in (numbers(2, 3).T, numbers(4).astype(">f4"), unaligned):
+        held = Tensor(array).array
+        assert held.flags.c_contiguous
+        assert held.flags.aligned
+        assert held.dtype.isnative
+        assert not np.shares_memory(held, array)
+        assert np.array_equal(held, array)
 
 
 @pytest.mark.parametrize("source", ["numpy", "tensor"])
@@ -164,20 +161,17 @@ def test_data_stays_in_host_memory_and_a_warning_says_so(device: str) -> None:
     assert tensor.device == Tensor(device="cpu:0").device == "None:-1"  # without a warning
 
 
-@pytest.mark.parametrize(
-    ("attribute", "value", "text"),
-    [
+def test_attribute_of_another_type_is_refused() -> None:
+    tensor = Tensor(numbers(2, 3))
+    before = str(tensor)
+    for attribute, value, text in (
         ("name", 1, "name must be str, but got <class 'int'>."),
         ("dtype", 43, "dtype must be DataType, but got <class 'int'>."),
         ("shape", [False], "shape element must be int, but got <class 'bool'> at index 0."),
-    ],
-)
-def test_attribute_of_another_type_is_refused(attribute: str, value: Any, text: str) -> None:
-    tensor = Tensor(numbers(2, 3))
-    before = str(tensor)
-    with pytest.raises(TypeError, match=exactly(text)):
-        setattr(tensor, attribute, value)
-    assert str(tensor) == before
+    ):
+        with pytest.raises(TypeError, match=exactly(text)):
+            setattr(tensor, attribute, value)
+        assert str(tensor) == before
 
 
 def test_shape_of_as_many_elements_keeps_the_data_and_another_drops_it() -> None:
@@ -234,17 +228,16 @@ def test_data_of_an_unknown_size_is_an_empty_array(shape: list[int]) -> None:
 
 def test_data_that_does_not_fit_is_refused() -> None:
     tensor = Tensor(numbers(2, 3))
-    integers, seven = numbers(2, 3, dtype="int32"), numbers(7)
     types = "Numpy type: <class 'numpy.int32'>, Tensor type: DataType.FLOAT32"
-    with pytest.raises(
-        TypeError, match=exactly("numpy_obj must be numpy.ndarray, but got <class 'list'>.")
-    ):
-        tensor.set_data_from_numpy([1.0])  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match=exactly(f"data type not equal! {types}")):
-        tensor.set_data_from_numpy(integers)
-    with pytest.raises(RuntimeError, match="data size not equal! Numpy size: 28, Tensor size: 24"):
-        tensor.set_data_from_numpy(seven)
-    assert np.array_equal(tensor.get_data_to_numpy(), numbers(2, 3))
+    cases: list[tuple[Any, type[Exception], str]] = [
+        ([1.0], TypeError, "numpy_obj must be numpy.ndarray, but got <class 'list'>."),
+        (numbers(2, 3, dtype="int32"), RuntimeError, f"data type not equal! {types}"),
+        (numbers(7), RuntimeError, "data size not equal! Numpy size: 28, Tensor size: 24"),
+    ]
+    for value, error, text in cases:
+        with pytest.raises(error, match=exactly(text)):
+            tensor.set_data_from_numpy(value)
+        assert np.array_equal(tensor.get_data_to_numpy(), numbers(2, 3))
 
 
 @pytest.mark.parametrize(("known", "given"), [([-1, 3], (4, 3)), ([0, -5], (2, 2)), ([-1], (0,))])

@@ -5,7 +5,7 @@ import os
 import resource
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -232,14 +232,14 @@ def test_folder_of_external_data_may_be_another_one(tmp_path: Path) -> None:
         assert entry(open_ort(model, prepare="always")) == entry(engine)
 
 
-@pytest.mark.parametrize("process", ["self", str(os.getpid())], ids=["self", "pid"])
-def test_model_in_memory_is_prepared_too(tmp_path: Path, process: str) -> None:
+def test_model_in_memory_is_prepared_too(tmp_path: Path) -> None:
     path = Path(write(tmp_path / "model.onnx", MATMUL))
     fd = os.memfd_create("model")
     try:
         os.write(fd, path.read_bytes())
-        engine = open_ort(f"/proc/{process}/fd/{fd}", prepare="always")
-        assert entry(engine)
+        for process in ("self", os.getpid()):
+            engine = open_ort(f"/proc/{process}/fd/{fd}", prepare="always")
+            assert entry(engine)
     finally:
         os.close(fd)
     assert_same(engine, open_ort(str(path)))
@@ -312,10 +312,10 @@ def test_model_in_the_format_of_the_runtime_is_loaded_as_it_is(tmp_path: Path) -
 
 
 @contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """This process, and those that it starts, can write so many bytes to a file, as with a full disk."""
+def full_disk() -> Iterator[None]:
+    """This process, and those that it starts, can write 16 KiB to a file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16384, before[1]))
     try:
         yield
     finally:
@@ -323,15 +323,13 @@ def files_of_at_most(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("trouble", "text"),
-    [(without_children(), "/nowhere/python"), (files_of_at_most(16384), "/cache")],
-    ids=["no child", "full disk"],
+    ("trouble", "text"), [(without_children, "/nowhere/python"), (full_disk, "/cache")]
 )
 def test_failure_of_the_moment_is_noted_and_not_remembered(
-    tmp_path: Path, cache: Cache, trouble: AbstractContextManager[None], text: str
+    tmp_path: Path, cache: Cache, trouble: Callable[[], AbstractContextManager[None]], text: str
 ) -> None:
     model = write(tmp_path / "model.onnx", MATMUL)
-    with trouble:
+    with trouble():
         engine = open_ort(model, prepare="always")
     assert held(engine) is None
     assert text in engine.notes[0]
@@ -375,9 +373,11 @@ def test_slow_preparation_is_said_in_one_line_at_the_default_level(
     assert line.startswith(f"preparing {model} (0 MB) once")
 
 
-def test_child_that_ends_before_it_reads_its_task_is_a_failure_of_the_moment(
-    monkeypatch: pytest.MonkeyPatch,
+def test_child_that_ends_before_it_reads_its_task_or_takes_too_long_is_a_failure_of_the_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(ChildFailedError, match="not done within 0 s"):
+        run_child(FILL, ["onnxruntime", {}, str(tmp_path), 1], ignore, most_seconds=0.0)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     more_than_a_pipe_takes = "x" * (1 << 20)
     with pytest.raises(ChildFailedError, match="ended with status"):
@@ -586,8 +586,3 @@ def test_model_that_would_fill_the_disk_is_not_prepared(tmp_path: Path) -> None:
         file.unlink()
     run_child(FILL, [*task, 1 << 24], ignore)
     assert {file.name for file in folder.iterdir()} >= {"model.onnx"}
-
-
-def test_child_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    with pytest.raises(ChildFailedError, match="not done within 0 s"):
-        run_child(FILL, ["onnxruntime", {}, str(tmp_path), 1], ignore, most_seconds=0.0)
