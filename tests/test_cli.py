@@ -218,7 +218,7 @@ def test_broken_streams_end_the_command_without_a_traceback(buffered: str) -> No
     os.close(read)
     run = python("-m", "mcinfer", "devices", stdout=write, PYTHONUNBUFFERED=buffered)
     assert (run.returncode, run.stderr) == (1, "")
-    run = python("-c", INTERRUPTED, stderr=write, PYTHONUNBUFFERED="1")
+    run = python("-c", INTERRUPTED, stderr=write, PYTHONUNBUFFERED=buffered)
     assert (run.returncode, run.stdout) == (130, "")
     os.close(write)
     with open("/dev/full", "w") as full:

@@ -1,7 +1,6 @@
 """Tests of mcinfer/model_cache/cache.py and what it is made of: entries, locks, eviction."""
 
 import fcntl
-import gc
 import grp
 import json
 import logging
@@ -10,18 +9,15 @@ import pwd
 import re
 import shutil
 import stat
-import string
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mcinfer.errors import InvalidInputError
 from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held, entry_key
@@ -32,16 +28,6 @@ KEY = entry_key(FACTS)
 WEIGHTS = bytes(range(256)) * 40
 
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-
-json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=8,
-)
 
 
 @pytest.fixture
@@ -93,41 +79,29 @@ def locked(cache: Cache, key: str, kind: int) -> Iterator[None]:
         os.close(fd)
 
 
-def set_used_at(cache: Cache, key: str, seconds: float) -> None:
-    os.utime(cache.folder / f"{key}.lock", (seconds, seconds))
-
-
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.lstat().st_mode)
 
 
-# Keys
-
-
-@given(st.dictionaries(st.text(), json_values))
-def test_key_is_the_same_whatever_the_order_and_after_json(facts: dict[str, Any]) -> None:
+def test_key_is_the_same_whatever_the_order_and_after_json(cache: Cache) -> None:
+    facts = {"a": [None, 0.1, "ä"], "b": {"y": True, "x": 2**70}}
     key = entry_key(facts)
-    assert len(key) == 32
-    assert {*key} <= {*string.hexdigits.lower()}
-    assert entry_key(dict(reversed(facts.items()))) == key
+    assert re.fullmatch("[0-9a-f]{32}", key)
+    assert entry_key({"b": {"x": 2**70, "y": True}, "a": facts["a"]}) == key
     assert entry_key(json.loads(json.dumps(facts))) == key
-    assert entry_key({**facts, "and": "more"}) != key or facts.get("and") == "more"
-
-
-def test_open_refuses_what_is_no_key(cache: Cache) -> None:
-    for key in ("", "../etc", KEY.upper(), KEY + "\n", KEY[:-1]):
+    assert entry_key({2: "", 10: ""}) == entry_key({"10": "", "2": ""})  # type: ignore[dict-item]
+    assert entry_key({**facts, "and": "more"}) != key
+    for bad in ("", "../etc", KEY.upper(), KEY + "\n", KEY[:-1]):
         with pytest.raises(InvalidInputError, match="key: got"):
-            cache.open(key)
+            cache.open(bad)
 
 
-# Making and opening
-
-
-def test_entry_is_made_once_and_opened_as_it_was_made(cache: Cache) -> None:
+def test_entry_is_made_once_for_its_owner_only_and_opened_as_it_was_made(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "above" / "cache", 2**40)
+    assert cache.open(KEY) is None
+    assert not cache.folder.exists()
     with closing(make(cache)) as made:
-        assert made.folder == cache.folder / KEY
-        assert made.key == KEY
-        assert made.facts == FACTS
+        assert (made.folder, made.key, made.facts) == (cache.folder / KEY, KEY, FACTS)
         with closing(cache.make(KEY, FACTS, fill_not, wait=0)) as again:
             assert again.folder == made.folder
     opened = cache.open(KEY)
@@ -136,22 +110,10 @@ def test_entry_is_made_once_and_opened_as_it_was_made(cache: Cache) -> None:
         assert opened.facts == FACTS
         assert names(opened.folder) == ["manifest.json", "model.onnx", "weights.bin"]
         assert (opened.folder / "weights.bin").read_bytes() == WEIGHTS
-    assert names(cache.folder) == [KEY, f"{KEY}.lock"]
-
-
-def test_folders_and_files_are_for_their_owner_only(cache: Cache) -> None:
-    folder = make_and_let_go(cache)
-    assert mode(cache.folder) == mode(folder) == 0o700
-    assert {mode(path) for path in folder.iterdir()} == {0o400}
-
-
-def test_opening_what_is_not_there_leaves_nothing(cache: Cache) -> None:
-    assert cache.open(KEY) is None
-    assert not cache.folder.exists()
-    make_and_let_go(cache)
-    before = names(cache.folder)
+        assert mode(cache.folder.parent) == mode(cache.folder) == mode(opened.folder) == 0o700
+        assert {mode(path) for path in opened.folder.iterdir()} == {0o400}
     assert cache.open(entry_key({})) is None
-    assert names(cache.folder) == before
+    assert names(cache.folder) == [KEY, f"{KEY}.lock"]
 
 
 def test_what_fill_raises_passes_and_leaves_no_entry(cache: Cache) -> None:
@@ -166,9 +128,6 @@ def test_what_fill_raises_passes_and_leaves_no_entry(cache: Cache) -> None:
     assert names(cache.folder) == [f"{KEY}.lock"]
     assert cache.open(KEY) is None
     make_and_let_go(cache)
-
-
-# Damage
 
 
 def rewrite(path: Path, content: bytes) -> None:
@@ -196,16 +155,9 @@ def change_manifest(folder: Path, **changes: object) -> None:
     rewrite(folder / "manifest.json", json.dumps({**manifest, **changes}).encode())
 
 
-def replace_by_link(folder: Path) -> None:
-    target = folder.parent / "elsewhere"
-    (folder / "weights.bin").rename(target)
-    (folder / "weights.bin").symlink_to(target)
-
-
-def replace_folder_by_link(folder: Path) -> None:
-    target = folder.parent / "elsewhere"
-    folder.rename(target)
-    folder.symlink_to(target)
+def replace_by_link(path: Path, place: Path) -> None:
+    target = path.rename(place / "elsewhere")
+    path.symlink_to(target)
 
 
 def replace_folder_by_file(folder: Path) -> None:
@@ -217,11 +169,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a byte": (damage_a_byte, "weights.bin has the SHA-256"),
     "truncated": (lambda f: os.truncate(f / "weights.bin", 100), "has 100 bytes, expected 10240"),
     "unknown": (lambda f: (f / "more").touch(), r"unknown files: \['more'\]"),
-    "link": (replace_by_link, "weights.bin is not a regular file"),
+    "link": (
+        lambda f: replace_by_link(f / "weights.bin", f.parent),
+        "weights.bin is not a regular file",
+    ),
     "writable": (lambda f: (f / "weights.bin").chmod(0o620), r"by others \(mode 0620\)"),
     "folder writable": (lambda f: f.chmod(0o702), r"the folder is writable by others"),
+    "another's": (lambda f: os.chown(f / "weights.bin", 12345, -1), "belongs to user 12345"),
     "no folder": (replace_folder_by_file, "it is not a folder"),
-    "link to a folder": (replace_folder_by_link, "it is not a folder"),
+    "link to a folder": (lambda f: replace_by_link(f, f.parent), "it is not a folder"),
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
     "format": (lambda f: change_manifest(f, format=2), "its format is 2, expected 1"),
     "facts": (lambda f: change_manifest(f, facts={"model": "b"}), f"expected {KEY}"),
@@ -238,6 +194,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_damaged_entry_is_not_opened_and_made_again(
     cache: Cache, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object], text: str
 ) -> None:
+    if text.startswith("belongs") and os.geteuid() != 0:
+        pytest.skip("only root gives files away")
     folder = make_and_let_go(cache)
     damage(folder)
     before = descriptors()
@@ -253,54 +211,33 @@ def test_damaged_entry_is_not_opened_and_made_again(
     assert {*names(cache.folder)} - {"elsewhere"} == {KEY, f"{KEY}.lock"}
 
 
-@AS_ROOT
-def test_entry_of_another_user_is_not_opened(
-    cache: Cache, caplog: pytest.LogCaptureFixture
+def test_files_are_read_again_only_where_their_stamps_changed_which_is_recorded(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    os.chown(make_and_let_go(cache) / "weights.bin", 12345, -1)
-    assert cache.open(KEY) is None
-    assert "weights.bin belongs to user 12345, expected 0" in caplog.text
-
-
-def test_copied_entry_is_sound_and_its_new_stamps_are_recorded(cache: Cache) -> None:
     folder = make_and_let_go(cache)
     shutil.copytree(folder, folder.with_name("copy"))
     shutil.rmtree(folder)
     folder.with_name("copy").rename(folder)
-    held = cache.open(KEY)
-    assert held is not None
-    held.close()
-    manifest = json.loads((folder / "manifest.json").read_bytes())
-    assert {file["name"]: file["inode"] for file in manifest["files"]} == {
-        name: (folder / name).stat().st_ino for name in ("model.onnx", "weights.bin")
-    }
-    assert manifest["facts"] == FACTS
-    assert mode(folder / "manifest.json") == 0o400
-    assert names(cache.folder) == [KEY, f"{KEY}.lock"]
-    cache.make(KEY, FACTS, fill_not, wait=0).close()
-
-
-def test_files_are_read_again_only_where_their_stamps_changed(
-    cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = make_and_let_go(cache)
     read: list[str] = []
     whole = Path.open
 
     def watch(path: Path, *arguments: Any, **options: Any) -> Any:
-        read.append(path.name)
+        if options or arguments == ("rb",):
+            read.append(path.name)
         return whole(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "open", watch)
     cache.make(KEY, FACTS, fill_not, wait=0).close()
-    assert "weights.bin" not in read
+    assert {"model.onnx", "weights.bin"} <= {*read}
+    assert mode(folder / "manifest.json") == 0o400
+    assert names(cache.folder) == [KEY, f"{KEY}.lock"]
+    read.clear()
+    cache.make(KEY, FACTS, fill_not, wait=0).close()
+    assert not {"model.onnx", "weights.bin"} & {*read}
     os.utime(folder / "weights.bin", (0, 0))
     cache.make(KEY, FACTS, fill_not, wait=0).close()
     assert "weights.bin" in read
     assert "model.onnx" not in read
-
-
-# Folders that cannot be used
 
 
 USES: list[Callable[[Cache], object]] = [
@@ -329,41 +266,28 @@ def test_folder_that_cannot_be_used_says_why(tmp_path: Path) -> None:
             assert str(folder) in str(failure.value)
 
 
-def test_folder_may_be_reached_through_a_link(tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir(0o700)
-    (tmp_path / "link").symlink_to("real")
-    make_and_let_go(Cache(tmp_path / "link", 2**30))
-    assert (tmp_path / "real" / KEY).is_dir()
-
-
 def test_lock_that_is_a_link_is_not_followed(cache: Cache, tmp_path: Path) -> None:
-    cache.folder.mkdir(0o700)
+    (tmp_path / "real").mkdir(0o700)
+    cache.folder.symlink_to("real")  # the cache itself may be reached through one
+    make_and_let_go(cache, {})
     (cache.folder / f"{KEY}.lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CacheUnusableError, match="symbolic links"):
         make(cache)
     assert not (tmp_path / "elsewhere").exists()
 
 
-# Locks
-
-
-@pytest.mark.parametrize("wait", [0, 0.05])
-def test_wait_for_another_maker_ends(
-    cache: Cache, caplog: pytest.LogCaptureFixture, wait: float
-) -> None:
+def test_wait_for_another_maker_ends(cache: Cache, caplog: pytest.LogCaptureFixture) -> None:
     cache.folder.mkdir(0o700)
     caplog.set_level(logging.INFO, "mcinfer.model_cache")
-    before = descriptors()
-    start = time.monotonic()
+    before, start = descriptors(), time.monotonic()
     with (
         locked(cache, KEY, fcntl.LOCK_EX),
-        pytest.raises(CacheUnusableError, match=f"another process .* for {wait:g} s"),
+        pytest.raises(CacheUnusableError, match=r"another process .* for 0\.05 s"),
     ):
-        cache.make(KEY, FACTS, fill_not, wait=wait)
-    assert wait <= time.monotonic() - start
+        cache.make(KEY, FACTS, fill_not, wait=0.05)
+    assert time.monotonic() - start >= 0.05
     assert descriptors() == before
-    waits = [record for record in caplog.records if "waiting" in record.getMessage()]
-    assert len(waits) == (1 if wait else 0)
+    assert caplog.text.count("waiting") == 1
 
 
 def test_damaged_entry_that_is_in_use_stays(cache: Cache) -> None:
@@ -399,30 +323,13 @@ def test_lock_that_was_removed_before_it_was_taken_is_taken_again(
         assert os.path.samestat(os.fstat(held.lock), path.stat())
 
 
-def test_lock_is_let_go_by_close_and_by_the_end_of_its_object(cache: Cache) -> None:
-    before = descriptors()
-    held = make(cache)
-    held.close()
-    held.close()
-    assert held.lock == -1
-    assert descriptors() == before
-    held = make(cache)
-    assert descriptors() == before + 2  # its lock and its folder
-    del held
-    gc.collect()
-    assert descriptors() == before
-
-
-# Eviction
-
-
 def three_entries(cache: Cache) -> list[str]:
     """Keys of entries of one size, the least recently used first."""
     keys = []
     for i in (2, 0, 1):
         make_and_let_go(cache, {"number": i})
         keys.append(entry_key({"number": i}))
-        set_used_at(cache, keys[-1], 1000.0 + len(keys))
+        os.utime(cache.folder / f"{keys[-1]}.lock", (1000.0 + len(keys),) * 2)
     return keys
 
 
@@ -459,9 +366,7 @@ def test_entries_in_use_are_not_evicted_and_count(cache: Cache) -> None:
     size = cache.entries()[0].bytes
     with locked(cache, keys[0], fcntl.LOCK_SH):
         assert Cache(cache.folder, size).evict() == 2 * size
-        assert Cache(cache.folder, 0).evict() == 0
     assert [info.key for info in cache.entries()] == keys[:1]
-    assert Cache(cache.folder, 0).evict() == size
 
 
 def test_making_evicts_others_and_never_what_was_made(cache: Cache) -> None:
@@ -471,56 +376,45 @@ def test_making_evicts_others_and_never_what_was_made(cache: Cache) -> None:
         assert (held.folder / "weights.bin").exists()
 
 
-def test_clear_removes_unused_entries(cache: Cache) -> None:
+def test_clear_removes_unused_entries_and_the_digests_of_sources(cache: Cache) -> None:
     assert cache.clear() == (0, 0)
     keys = three_entries(cache)
     size = cache.entries()[0].bytes
-    with locked(cache, keys[1], fcntl.LOCK_SH):
-        assert cache.clear() == (2 * size, 1)
-    assert names(cache.folder) == [keys[1], f"{keys[1]}.lock"]
-    assert cache.clear() == (size, 0)
-    assert names(cache.folder) == []
-
-
-def test_clear_forgets_the_digests_of_sources_and_evict_does_not(cache: Cache) -> None:
     (notes(cache) / "digest").touch()
-    make_and_let_go(cache)
     cache.evict()
     assert names(notes(cache)) == ["digest"]
-    cache.clear()
+    with locked(cache, keys[1], fcntl.LOCK_SH):
+        assert cache.clear() == (2 * size, 1)
+    assert names(cache.folder) == sorted([keys[1], f"{keys[1]}.lock", "sources"])
+    assert cache.clear() == (size, 0)
     assert names(cache.folder) == ["sources"]
     assert names(notes(cache)) == []
     assert mode(notes(cache)) == 0o700
 
 
-@pytest.mark.parametrize(
-    ("bits", "usable"), [(0o777, False), (0o1777, True), (0o757, False), (0o1775, True)]
-)
-def test_cache_below_a_folder_that_others_can_change_is_not_used(
-    tmp_path: Path, bits: int, usable: bool
-) -> None:
-    shared = tmp_path / "shared"
-    shared.mkdir()
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """A folder for the cache to lie in, which others may change."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    return folder
+
+
+OTHERS_CAN = "shared, which others can change"
+
+
+def test_cache_below_a_folder_that_others_can_change_is_not_used(shared: Path) -> None:
     cache = Cache(shared / "cache", 0)
     cache.folder.mkdir(0o700)
-    shared.chmod(bits)
-    if usable:
-        assert cache.open(KEY) is None
-        assert notes(cache).is_dir()
-    else:
-        text = f"shared, which others can change .*mode {bits:04o}.*chmod go-w.*MCINFER_CACHE"
+    shared.chmod(0o1777)
+    assert cache.open(KEY) is None
+    assert notes(cache).is_dir()
+    for bits in (0o777, 0o757):
+        shared.chmod(bits)
+        text = f"{OTHERS_CAN} .*mode {bits:04o}.*chmod go-w.*MCINFER_CACHE"
         for use in (lambda: cache.open(KEY), lambda: notes(cache), lambda: make(cache)):
             with pytest.raises(CacheUnusableError, match=text):
                 use()
-
-
-MEMBERS: dict[str, tuple[str, list[str], int, bool]] = {
-    "no other member": ("me", [], 1, True),
-    "this user by name": ("me", ["me"], 1, True),
-    "another member": ("me", ["me", "other"], 1, False),
-    "another user's first group": ("me", [], 0, False),
-    "a common group": ("staff", [], 1, False),
-}
 
 
 @contextmanager
@@ -539,26 +433,25 @@ def group_is(folder: Path, name: str, members: list[str], others_gid: int) -> It
 
 
 @pytest.mark.parametrize(
-    ("name", "members", "others_gid", "usable"), MEMBERS.values(), ids=MEMBERS.keys()
+    ("name", "members", "others_gid", "usable"),
+    [
+        ("me", [], 1, True),
+        ("me", ["me"], 1, True),
+        ("me", ["me", "other"], 1, False),
+        ("me", [], 0, False),  # another user's first group
+        ("staff", [], 1, False),
+    ],
 )
 def test_cache_below_a_folder_that_a_group_can_change_is_used_where_the_group_is_private(
-    tmp_path: Path, name: str, members: list[str], others_gid: int, usable: bool
+    shared: Path, name: str, members: list[str], others_gid: int, usable: bool
 ) -> None:
-    shared = tmp_path / "shared"
-    shared.mkdir()
     shared.chmod(0o775)
-    cache = Cache(shared / "cache", 0)
-    with group_is(shared, name, members, others_gid):
-        if usable:
-            assert notes(cache).is_dir()
-        else:
-            with pytest.raises(CacheUnusableError, match="shared, which others can change"):
-                notes(cache)
+    refused = pytest.raises(CacheUnusableError, match=OTHERS_CAN)
+    with group_is(shared, name, members, others_gid), nullcontext() if usable else refused:
+        assert notes(Cache(shared / "cache", 0)).is_dir()
 
 
-def test_cache_below_a_folder_that_an_access_list_opens_is_not_used(tmp_path: Path) -> None:
-    shared = tmp_path / "shared"
-    shared.mkdir()
+def test_cache_below_a_folder_that_an_access_list_opens_is_not_used(shared: Path) -> None:
     # u::rwx, u:12345:rwx, g::---, m::rwx, o::--- (acl(5)): the mode says 0770
     entries = [(1, 7, -1), (2, 7, 12345), (4, 0, -1), (16, 7, -1), (32, 0, -1)]
     content = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
@@ -567,76 +460,17 @@ def test_cache_below_a_folder_that_an_access_list_opens_is_not_used(tmp_path: Pa
     except OSError as exc:
         pytest.skip(f"no access lists here: {exc}")
     assert mode(shared) == 0o770
-    with (
-        group_is(shared, "me", [], 1),
-        pytest.raises(CacheUnusableError, match="shared, which others can change"),
-    ):
+    refused = pytest.raises(CacheUnusableError, match=OTHERS_CAN)
+    with group_is(shared, "me", [], 1), refused:
         notes(Cache(shared / "cache", 0))
 
 
 @AS_ROOT
-def test_cache_below_a_folder_of_a_group_without_a_name_is_not_used(tmp_path: Path) -> None:
-    shared = tmp_path / "shared"
-    shared.mkdir()
+def test_cache_below_a_folder_of_a_group_without_a_name_is_not_used(shared: Path) -> None:
     os.chown(shared, -1, 54321)
     shared.chmod(0o775)
     with pytest.raises(CacheUnusableError, match="group 54321, mode 0775"):
         notes(Cache(shared / "cache", 0))
-
-
-# Folders that are swapped after they were checked
-
-
-@pytest.fixture
-def swap(cache: Cache, tmp_path: Path) -> Callable[[], None]:
-    """Puts another cache in the place of this one, with the same entry of other weights."""
-
-    def fill_otherwise(folder: Path, _: int) -> None:
-        (folder / "model.onnx").write_bytes(b"graph")
-        (folder / "weights.bin").write_bytes(b"of another")
-
-    other = Cache(tmp_path / "other", 2**40)
-    other.make(KEY, FACTS, fill_otherwise, wait=0).close()
-    notes(other)
-
-    def put() -> None:
-        cache.folder.rename(tmp_path / "aside")
-        other.folder.rename(cache.folder)
-
-    return put
-
-
-def test_entry_that_was_checked_is_the_one_that_is_used(
-    cache: Cache, swap: Callable[[], None]
-) -> None:
-    make_and_let_go(cache)
-    held = cache.open(KEY)
-    assert held is not None
-    with closing(held):
-        swap()
-        assert (held.folder / "weights.bin").read_bytes() == b"of another"
-        assert (held.opened / "weights.bin").read_bytes() == WEIGHTS
-
-
-def test_entry_is_made_in_the_folder_that_was_checked(
-    cache: Cache, swap: Callable[[], None], tmp_path: Path
-) -> None:
-    def fill_late(folder: Path, lock: int) -> None:
-        swap()
-        fill(folder, lock)
-
-    with closing(cache.make(KEY, FACTS, fill_late, wait=0)) as held:
-        assert (held.opened / "weights.bin").read_bytes() == WEIGHTS
-    assert (tmp_path / "aside" / KEY / "weights.bin").read_bytes() == WEIGHTS
-
-
-def test_folders_above_the_cache_are_made_for_this_user_alone(tmp_path: Path) -> None:
-    before = os.umask(0)
-    try:
-        assert notes(Cache(tmp_path / "a" / "b", 0)).is_dir()
-    finally:
-        os.umask(before)
-    assert mode(tmp_path / "a") == mode(tmp_path / "a" / "b") == 0o700
 
 
 def test_open_finds_a_sound_entry_while_others_look_whether_it_is_in_use(cache: Cache) -> None:
@@ -659,10 +493,7 @@ def test_open_finds_a_sound_entry_while_others_look_whether_it_is_in_use(cache: 
         looking.join()
 
 
-@pytest.mark.parametrize("sweep", [Cache.evict, Cache.clear])
-def test_sweep_removes_what_crashes_left_but_not_what_is_locked(
-    cache: Cache, sweep: Callable[[Cache], object]
-) -> None:
+def test_sweep_removes_what_crashes_left_but_not_what_is_locked(cache: Cache) -> None:
     cache.folder.mkdir(0o700)
     others = [entry_key({"number": i}) for i in range(3)]
     for key in others[:2]:
@@ -671,38 +502,26 @@ def test_sweep_removes_what_crashes_left_but_not_what_is_locked(
     (cache.folder / f"{others[2]}.lock").touch()
     (cache.folder / "tmp-mine").mkdir()
     with locked(cache, others[0], fcntl.LOCK_EX):
-        sweep(cache)
+        cache.evict()
         left = {f"tmp-{others[0]}-abcd", f"{others[0]}.lock", "tmp-mine"}
         assert {*names(cache.folder)} == left
         assert names(cache.folder / f"tmp-{others[0]}-abcd") == ["weights.bin"]
-    sweep(cache)
+    cache.evict()
     assert names(cache.folder) == ["tmp-mine"]
 
 
-# Where the cache is
-
-
-@pytest.mark.parametrize(
-    ("variables", "folder"),
-    [
-        ({"MCINFER_CACHE": "/a/b", "XDG_CACHE_HOME": "/c"}, "/a/b"),
-        ({"MCINFER_CACHE": "", "XDG_CACHE_HOME": "/c"}, "/c/mcinfer"),
-        ({"XDG_CACHE_HOME": "relative"}, "/home/me/.cache/mcinfer"),
-    ],
-)
-def test_folder_is_that_of_the_environment(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], folder: str
-) -> None:
-    for name in ("MCINFER_CACHE", "XDG_CACHE_HOME", "MCINFER_CACHE_LIMIT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in {"HOME": "/home/me", **variables}.items():
-        monkeypatch.setenv(name, value)
-    cache = Cache.default()
-    assert cache.folder == Path(folder)
-    assert cache.limit_bytes == 50 * 2**30
-
-
-def test_limit_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_and_limit_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("MCINFER_CACHE_LIMIT", raising=False)
+    for own, xdg, folder in (
+        ("/a/b", "/c", "/a/b"),
+        ("", "/c", "/c/mcinfer"),
+        ("", "relative", "/home/me/.cache/mcinfer"),
+    ):
+        monkeypatch.setenv("MCINFER_CACHE", own)
+        monkeypatch.setenv("XDG_CACHE_HOME", xdg)
+        cache = Cache.default()
+        assert (cache.folder, cache.limit_bytes) == (Path(folder), 50 * 2**30)
     for text, limit_bytes in (("0", 0), ("500M", 500 * 2**20), ("20 GB", 20 * 2**30)):
         monkeypatch.setenv("MCINFER_CACHE_LIMIT", text)
         assert Cache.default().limit_bytes == limit_bytes
@@ -710,9 +529,6 @@ def test_limit_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv("MCINFER_CACHE_LIMIT", text)
         with pytest.raises(InvalidInputError, match="MCINFER_CACHE_LIMIT: got"):
             Cache.default()
-
-
-# Adoption, where the sender is this process
 
 
 def copies(held: Held) -> tuple[int, int]:
@@ -731,8 +547,9 @@ def test_adopted_entry_is_held_on_its_own(cache: Cache) -> None:
     assert (adopted.folder, adopted.key, adopted.facts) == (cache.folder / KEY, KEY, FACTS)
     assert not os.get_inheritable(adopted.lock)
     assert cache.clear() == (0, 1)
-    adopted.close()
-    assert descriptors() == before
+    for _ in range(2):
+        adopted.close()
+    assert (adopted.lock, descriptors()) == (-1, before)
     assert cache.clear()[1] == 0
 
 

@@ -1,10 +1,8 @@
 """Tests of mcinfer/model_cache/keys.py: what a model's digest depends on, and when it is only recalled."""
 
-import itertools
 import json
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +14,10 @@ from onnx import TensorProto, helper
 from mcinfer.errors import BuildError
 from mcinfer.model_cache import keys
 from mcinfer.model_cache.keys import Source, model_identity, read_source
+from mcinfer.model_cache.onnx_files import chunks
 from tests.process.waiting import wait_until
 
 FOLDER_KEY = "session.model_external_initializers_file_folder_path"
-FRESH_NS = 2_000_000_000
 FALSE = "f" * 64
 """A digest that no model has: where it comes back, it was recalled and nothing was read."""
 
@@ -70,9 +68,6 @@ def runs(path: Path, folder: Path | None = None) -> bool:
     return True
 
 
-# The digest.
-
-
 def test_digest_is_of_contents_and_not_of_places_and_times(tmp_path: Path) -> None:
     one, two = make(tmp_path / "one"), make(tmp_path / "two" / "deeper")
     os.utime(two, (1, 1))
@@ -98,40 +93,19 @@ def shifted(folder: Path) -> None:
     (folder / "b.bin").write_bytes(b"\1" * 7)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_digest_depends_on_all_bytes_of_all_files(tmp_path: Path) -> None:
+    digests = {read_source(make(tmp_path)).digest}
+    changes: list[Callable[[Path], object]] = [
         lambda folder: (folder / "b.bin").write_bytes(b"\2" * 8),
-        lambda folder: (folder / "b.bin").write_bytes(b""),
         lambda folder: (folder / "model.onnx").write_bytes(model("a.bin", "b.bin") + b"\x12\x01?"),
         swapped,
         shifted,
-    ],
-    ids=["other bytes", "no bytes", "the model's own bytes", "swapped", "shifted"],
-)
-def test_digest_depends_on_all_bytes_of_all_files(
-    tmp_path: Path, change: Callable[[Path], object]
-) -> None:
-    path = make(tmp_path)
-    before = read_source(path).digest
-    change(tmp_path)
-    assert read_source(path).digest != before
-
-
-def test_weights_may_lie_in_a_folder_of_their_own(tmp_path: Path) -> None:
-    path = make(tmp_path / "a")
-    before = read_source(path).digest
-    (tmp_path / "w").mkdir()
-    for name in ("a.bin", "b.bin"):
-        (path.parent / name).rename(tmp_path / "w" / name)
-    assert read_source(path, folder=tmp_path / "w").digest == before
-    assert runs(path, tmp_path / "w")
-    with pytest.raises(BuildError):
-        read_source(path)
-    assert read_source(make(tmp_path / "b"), folder="").digest == before  # beside the model
-
-
-# Changes.
+    ]
+    for change in changes:
+        path = make(tmp_path)
+        change(tmp_path)
+        digests.add(read_source(path).digest)
+    assert len(digests) == 1 + len(changes)
 
 
 def overwritten(path: Path) -> None:
@@ -156,28 +130,18 @@ def test_change_of_any_file_is_noticed(tmp_path: Path, name: str) -> None:
         assert not source.unchanged()
 
 
-def test_change_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+def test_change_while_it_is_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = make(tmp_path)
-    os.truncate(tmp_path / "a.bin", 64 << 20)  # long enough for many changes
-    done = threading.Event()
 
-    def keep_changing() -> None:
-        for moment in itertools.count():
-            os.utime(tmp_path / "b.bin", ns=(0, moment))
-            if done.is_set():
-                return
+    def change_and_read(descriptor: int, size: int) -> Iterator[memoryview]:
+        touched(tmp_path / "b.bin")
+        return chunks(descriptor, size)
 
-    writer = threading.Thread(target=keep_changing)
-    writer.start()
-    try:
-        with pytest.raises(BuildError, match=r"model\.onnx changed while it was read"):
-            read_source(path)
-    finally:
-        done.set()
-        writer.join()
-
-
-# What cannot be read.
+    monkeypatch.setattr(keys, "chunks", change_and_read)
+    with pytest.raises(BuildError, match=r"model\.onnx changed while it was read"):
+        read_source(path)
 
 
 def test_missing_weights_are_named_with_the_model(tmp_path: Path) -> None:
@@ -239,62 +203,36 @@ def test_links_into_the_store_of_a_model_hub_are_followed_as_onnx_runtime_does(
         read_source(linked, folder=snapshot)
 
 
-# What is remembered.
+def read_at(clock_ns: int, path: Path, memory: Path) -> Source:
+    """Read a model at this time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time_ns", lambda: clock_ns)
+        return read_source(path, memory=memory)
 
 
-class Aged:
-    """Models whose files have not changed for so long that they are remembered."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folders = iter([folder / str(i) for i in range(20)])
-        paths = [make(folder / str(i)) for i in range(20)]
-        (folder / "other.bin").write_bytes(b"\7" * 8)
-        last = (folder / "other.bin").stat().st_ctime_ns
-        assert last >= paths[-1].stat().st_ctime_ns
-        deadline = time.monotonic() + 20
-        while time.time_ns() <= last + FRESH_NS:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-    def take(self) -> Path:
-        return next(self._folders) / "model.onnx"
-
-
-@pytest.fixture(scope="module")
-def aged(tmp_path_factory: pytest.TempPathFactory) -> Aged:
-    return Aged(tmp_path_factory.mktemp("aged"))
-
-
-@pytest.fixture(scope="module")
-def aged_path(aged: Aged) -> Path:
-    """One that tests share and leave as it is."""
-    return aged.take()
+def read_old(path: Path, memory: Path) -> Source:
+    """Read a model long after its files have changed: it is remembered."""
+    return read_at(time.time_ns() + 60 * 10**9, path, memory)
 
 
 @pytest.fixture
-def memory(tmp_path: Path) -> Iterator[Path]:
+def memory(tmp_path: Path) -> Path:
     folder = tmp_path / "memory"
     folder.mkdir(mode=0o700)
-    yield folder
-    for file in folder.iterdir():  # nothing is left aside
-        assert file.suffix == ".json"
+    return folder
 
 
-def falsify(memory: Path, **fields: object) -> None:
-    """Change what is remembered of the one model."""
-    [notes] = memory.iterdir()
-    notes.write_text(json.dumps(json.loads(notes.read_text()) | fields))
-
-
-def remembered(path: Path, memory: Path, folder: Path | None = None) -> Source:
+def remembered(path: Path, memory: Path) -> Source:
     """Read a model, and have a false digest of it remembered."""
-    source = read_source(path, memory=memory, folder=folder)
-    falsify(memory, digest=FALSE)
+    source = read_old(path, memory)
+    [notes] = memory.iterdir()
+    assert notes.suffix == ".json"
+    notes.write_text(json.dumps({**json.loads(notes.read_text()), "digest": FALSE}))
     return source
 
 
-def test_unchanged_model_is_recalled_and_not_read(aged: Aged, memory: Path) -> None:
-    path = aged.take()
+def test_unchanged_model_is_recalled_and_not_read(tmp_path: Path, memory: Path) -> None:
+    path = make(tmp_path)
     source = remembered(path, memory)
     recalled = read_source(path, memory=memory)
     assert recalled.digest == FALSE
@@ -304,11 +242,11 @@ def test_unchanged_model_is_recalled_and_not_read(aged: Aged, memory: Path) -> N
 
 @pytest.mark.parametrize("change", [overwritten, touched, replaced_by_its_copy])
 def test_model_with_a_changed_file_is_read_again_and_too_fresh_to_be_remembered(
-    aged: Aged, memory: Path, change: Callable[[Path], None]
+    tmp_path: Path, memory: Path, change: Callable[[Path], None]
 ) -> None:
-    path = aged.take()
+    path = make(tmp_path)
     old = remembered(path, memory)
-    change(path.parent / "b.bin")
+    change(tmp_path / "b.bin")
     source = read_source(path, memory=memory)
     assert source.digest == read_source(path).digest
     assert (source.digest == old.digest) == (change is not overwritten)
@@ -317,21 +255,32 @@ def test_model_with_a_changed_file_is_read_again_and_too_fresh_to_be_remembered(
 
 
 def test_fresh_weights_are_not_remembered_however_old_the_model_is(
-    aged: Aged, memory: Path
+    tmp_path: Path, memory: Path
 ) -> None:
-    path = aged.take()
-    (path.parent / "b.bin").touch()
-    os.utime(path.parent / "b.bin", (1, 1))  # only ctime shows it
-    read_source(path, memory=memory)
+    path = make(tmp_path)
+    weights = tmp_path / "b.bin"
+
+    def is_newer() -> bool:
+        os.utime(weights, (1, 1))  # only ctime shows it
+        return weights.stat().st_ctime_ns > path.stat().st_ctime_ns
+
+    wait_until(is_newer)  # the clock of ctime is a coarse one
+    two_seconds_later = weights.stat().st_ctime_ns + 2 * 10**9
+    read_at(two_seconds_later, path, memory)
     assert [*memory.iterdir()] == []
+    read_at(two_seconds_later + 1, path, memory)
+    assert len([*memory.iterdir()]) == 1
 
 
 BEGINNING = f'{{"version": 1, "digest": "{FALSE}", "stamps": '
 
 
-@pytest.mark.parametrize(
-    "damaged",
-    [
+def test_damaged_memory_is_ignored_and_overwritten(tmp_path: Path, memory: Path) -> None:
+    path = make(tmp_path)
+    truth = read_old(path, memory)
+    [notes] = memory.iterdir()
+    good = notes.read_text()
+    for damaged in (
         "",
         "[" * 100_000,
         '{"version": 1}',
@@ -339,58 +288,43 @@ BEGINNING = f'{{"version": 1, "digest": "{FALSE}", "stamps": '
         BEGINNING + "[]}",
         BEGINNING + "[[1, 2]]}",
         BEGINNING + '[["\\u0000", 1, 1, 1, 1, 1]]}',
-    ],
-)
-def test_damaged_memory_is_ignored_and_overwritten(
-    aged_path: Path, memory: Path, damaged: str
-) -> None:
-    truth = read_source(aged_path, memory=memory)
-    [notes] = memory.iterdir()
-    good = notes.read_text()
-    notes.write_text(damaged)
-    assert read_source(aged_path, memory=memory) == truth
-    assert notes.read_text() == good
+    ):
+        notes.write_text(damaged)
+        assert read_old(path, memory) == truth
+        assert notes.read_text() == good
 
 
-def test_memory_that_cannot_be_written_is_done_without(aged_path: Path, memory: Path) -> None:
-    truth = read_source(aged_path)
-    assert read_source(aged_path, memory=memory / "none") == truth
-    read_source(aged_path, memory=memory)
+def test_memory_that_cannot_be_written_is_done_without(tmp_path: Path, memory: Path) -> None:
+    path = make(tmp_path)
+    truth = read_old(path, memory)
+    assert read_old(path, memory / "none") == truth
     [notes] = memory.iterdir()
     notes.unlink()
     notes.mkdir()  # nothing can be put in its place
-    assert read_source(aged_path, memory=memory) == truth
+    assert read_old(path, memory) == truth
     assert [*memory.iterdir()] == [notes]
 
 
-# The identity of models at the same path.
-
-
 def test_identity_is_that_of_the_content(tmp_path: Path) -> None:
-    path = tmp_path / "model.onnx"
-    path.write_bytes(model())
+    path = make(tmp_path / "one")
     first = model_identity(str(path))
-    (tmp_path / "same").write_bytes(model())
-    assert model_identity(str(tmp_path / "same")) == first
+    (tmp_path / "one" / "b.bin").unlink()  # it needs no external data in place
+    second = model_identity(str(path))
     path.write_text("{}")  # no model at all
-    assert model_identity(str(path)) not in ("", first)
+    assert len({first, second, model_identity(str(path)), ""}) == 4
+    for name in ("same", "other"):
+        (tmp_path / name).write_bytes(model())
+    assert model_identity(str(tmp_path / "same")) == model_identity(str(tmp_path / "other"))
     for none in (str(tmp_path), str(tmp_path / "none"), "a\0b"):
         assert model_identity(none) == ""
 
 
 @pytest.mark.parametrize("changed", ["a.bin", "model.onnx"])
-@pytest.mark.parametrize("hub", [False, True], ids=["in its folder", "in a hub's cache"])
 def test_identity_changes_with_large_files_whose_time_was_set_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, hub: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
 ) -> None:
     monkeypatch.setattr(keys, "_MAX_HASHED_BYTES", 16)
-    path = make(tmp_path / "blobs")
-    file = path.parent / changed
-    if hub:
-        (tmp_path / "snapshot").mkdir()
-        for name in ("model.onnx", "a.bin", "b.bin"):
-            (tmp_path / "snapshot" / name).symlink_to(path.parent / name)
-        path = tmp_path / "snapshot" / "model.onnx"
+    path, file = make(tmp_path), tmp_path / changed
     first, before = model_identity(str(path)), file.stat()
     assert model_identity(str(path)) == first
 
@@ -403,11 +337,4 @@ def test_identity_changes_with_large_files_whose_time_was_set_back(
         opened.write(b"?")
     wait_until(clock_has_ticked)  # the clock of ctime is a coarse one
     assert file.stat().st_mtime_ns == before.st_mtime_ns
-    assert model_identity(str(path)) not in ("", first)
-
-
-def test_identity_needs_no_external_data_in_place(tmp_path: Path) -> None:
-    path = make(tmp_path)
-    first = model_identity(str(path))
-    (tmp_path / "b.bin").unlink()
     assert model_identity(str(path)) not in ("", first)

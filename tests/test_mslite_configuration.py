@@ -6,12 +6,7 @@ import pytest
 
 from mcinfer.errors import InvalidInputError
 from mcinfer.mslite._checks import Sections
-from mcinfer.mslite._configuration import (
-    load_sections,
-    override,
-    warn_of_unused,
-    weights_folder,
-)
+from mcinfer.mslite._configuration import load_sections, override, warn_of_unused, weights_folder
 
 
 def written(tmp_path: Path, text: str) -> str:
@@ -23,7 +18,6 @@ def written(tmp_path: Path, text: str) -> str:
 @pytest.mark.parametrize(
     ("text", "sections"),
     [
-        ("[empty]\n", {"empty": {}}),
         (
             "[a]\n key  =  some value \n[b]\nkey=1\n",
             {"a": {"key": "some value"}, "b": {"key": "1"}},
@@ -76,16 +70,12 @@ def test_entries_without_an_effect_are_in_one_warning() -> None:
     warn_of_unused(sections, used, stacklevel=1)  # a warning is an error here
 
 
-def test_weights_lie_beside_the_path_or_in_the_folder(
+def test_weights_lie_beside_the_path_or_in_the_folder_which_must_exist(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for path in (tmp_path, tmp_path / "model.onnx"):
         assert weights_folder({"model_file": {"mindir_path": str(path)}}) == str(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert weights_folder({"model_file": {"mindir_path": "model.onnx"}}) == str(tmp_path)
-
-
-def test_folder_of_weights_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    path = str(tmp_path / "no" / "model.onnx")
     with pytest.raises(InvalidInputError, match=r"mindir_path: .* does not exist"):
-        weights_folder({"model_file": {"mindir_path": path}})
+        weights_folder({"model_file": {"mindir_path": str(tmp_path / "no" / "model.onnx")}})

@@ -40,11 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = 128 + came[0]
     if status in _ENDS:
         _say(_ENDS[status])
-    try:
-        sys.stdout.flush()
-    except OSError:
-        # What is still buffered must not raise at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            # What is still buffered must not raise at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return status
 
 

@@ -461,7 +461,9 @@ class Loop:
                 raise QueueFullError("the loop did not answer in time")
             return wanted.result()
         finally:
-            del wanted  # or the error's traceback, this frame and it would hold each other, and memory
+            del (
+                wanted
+            )  # or the error's traceback, this frame and it would hold each other, and memory
 
     def _ring(self) -> None:
         os.eventfd_write(self._bell.fd, 1)  # which lives as long as the loop's object

@@ -2,25 +2,23 @@
 
 import os
 import signal
-import socket
-import subprocess
-import sys
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held, entry_key
-from tests.process.scripts import ROOT, Program
+from tests.process.scripts import Program
 from tests.process.waiting import is_alive, wait_until
 
 FACTS = {"model": "abc"}
 KEY = entry_key(FACTS)
 
 PREAMBLE = """
-import os, signal, socket, subprocess, sys
+import logging, os, signal, subprocess, sys
 from pathlib import Path
-from mcinfer.model_cache.cache import Cache, CacheUnusableError, entry_key
+from mcinfer.model_cache.cache import Cache, entry_key
 from tests.process.waiting import wait_until
 
 place = Path(sys.argv[1])
@@ -103,32 +101,27 @@ cache.make(key, facts, fill_and_hang, wait=0)
 """
 
 
-def test_maker_killed_while_it_fills_leaves_no_entry_and_the_next_one_makes_it_at_once(
+def test_maker_killed_while_it_fills_leaves_no_entry_and_one_that_waits_takes_over_at_once(
     cache: Cache, tmp_path: Path
 ) -> None:
-    with Program(PREAMBLE + FILL_AND_HANG, tmp_path) as program:
-        draft = program.line()
+    log = "logging.basicConfig(level='INFO', stream=sys.stdout)"
+    with Program(PREAMBLE + FILL_AND_HANG, tmp_path) as first:
+        left = {first.line(), f"{KEY}.lock"}
         with pytest.raises(CacheUnusableError, match="has been preparing it"):
             make(cache)
         assert cache.clear() == (0, 0)
-        assert {*os.listdir(cache.folder)} == {draft, f"{KEY}.lock"}
-        kill(program)
-    assert {*os.listdir(cache.folder)} == {draft, f"{KEY}.lock"}
-    assert cache.open(KEY) is None
-    assert cache.entries() == []
-    with closing(make(cache)) as held:
-        assert (held.folder / "weights.bin").read_bytes() == b"weights"
-    assert {*os.listdir(cache.folder)} == {KEY, f"{KEY}.lock"}
-
-
-def test_waiting_maker_takes_over_from_one_that_is_killed(tmp_path: Path) -> None:
-    log = "import logging; logging.basicConfig(level='INFO', stream=sys.stdout)"
-    with Program(PREAMBLE + FILL_AND_HANG, tmp_path) as first:
-        first.line()
+        assert {*os.listdir(cache.folder)} == left
         with Program(PREAMBLE + log + HOLD, tmp_path) as second:
             assert "waiting for another process" in second.line()
+            second.send_signal(signal.SIGSTOP)
+            wait_until(lambda: psutil.Process(second.pid).status() == psutil.STATUS_STOPPED)
             kill(first)
+            assert {*os.listdir(cache.folder)} == left
+            assert cache.open(KEY) is None
+            assert cache.entries() == []
+            second.send_signal(signal.SIGCONT)
             assert second.line() == "weights"
+            assert {*os.listdir(cache.folder)} == {KEY, f"{KEY}.lock"}
 
 
 def test_child_that_outlives_the_maker_keeps_the_lock(cache: Cache, tmp_path: Path) -> None:
@@ -151,37 +144,3 @@ cache.make(key, facts, fill_in_a_child, wait=0)
         os.kill(child, signal.SIGKILL)
     make(cache, wait=10).close()
     wait_until(lambda: not is_alive(child))
-
-
-SEND = """
-held = cache.make(key, facts, fill, wait=0)
-folder = os.open(held.folder, os.O_RDONLY | os.O_DIRECTORY)
-with socket.socket(fileno=int(sys.argv[2])) as end:
-    socket.send_fds(end, [b"entry"], [folder, held.lock])
-    signal.pause()
-"""
-
-
-def test_adopted_entry_stays_after_its_first_owner_ended(cache: Cache, tmp_path: Path) -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        owner = subprocess.Popen(
-            [sys.executable, "-c", PREAMBLE + SEND, tmp_path, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            cwd=ROOT,
-        )
-        try:
-            ours.settimeout(10)
-            _, fds, _, _ = socket.recv_fds(ours, 100, 2)
-            held = Held.adopt(fds[0], fds[1])
-        finally:
-            owner.kill()
-            owner.wait()
-    assert held.folder == cache.folder / KEY
-    assert held.facts == FACTS
-    assert not os.get_inheritable(held.lock)
-    assert cache.clear() == (0, 1)
-    assert (held.folder / "weights.bin").read_bytes() == b"weights"
-    held.close()
-    assert cache.clear()[1] == 0
-    assert os.listdir(cache.folder) == []

@@ -10,7 +10,7 @@ import re
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from pathlib import Path
@@ -23,20 +23,12 @@ from numpy.typing import NDArray
 import mcinfer
 from mcinfer import Master
 from mcinfer.mslite import Context, DataType, ModelParallelRunner, RunnerConfig, Tensor
-from mcinfer.mslite._runner import _new_master
+from mcinfer.mslite._runner import CallBackParam, _new_master
 from mcinfer.mslite._targets import Attempt
 from tests.process.models import AFFINE, FakeModel, OnnxModel
 from tests.process.waiting import all_gone, is_alive, pids, wait_until
 
 HEAD = '<ir_version: 8, opset_import: ["": 17]>'
-
-PLANE = f"""{HEAD}
-plane (float[batch, n] x) => (float[batch, n] y) <float two = {{2.0}}, float one = {{1.0}}> {{
-    doubled = Mul(x, two)
-    y = Add(doubled, one)
-}}
-"""
-"""y = 2x + 1 with both sizes open."""
 
 LOOP = f"""{HEAD}
 loop (int64 n, float[batch, 4] x) => (float[batch, 4] y) <bool go = {{1}}> {{
@@ -50,7 +42,6 @@ loop (int64 n, float[batch, 4] x) => (float[batch, 4] y) <bool go = {{1}}> {{
 
 TO_ORDER = f"{HEAD} to_order (float[n] x, int64[r] to) => (float[a, b] y) {{ y = Reshape(x, to) }}"
 """Only a run shows the size of the output; it fails where the sizes do not go together."""
-
 
 BUILD = "ModelParallelRunner's build from file failed"
 
@@ -97,14 +88,11 @@ def begin_endless(runner: ModelParallelRunner) -> "Future[list[Tensor]]":
     return future
 
 
-# What is wrong before any worker starts.
-
 ABSENT = "/nowhere/model.onnx"
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "text"),
-    [
+def test_wrong_arguments_and_calls_before_the_build_fail() -> None:
+    for name, arguments, text in (
         ("build_from_file", (b"", 1), "model_path must be str, but got <class 'bytes'>."),
         ("build_from_file", (ABSENT, 1), "context must be Context, but got <class 'int'>."),
         ("build_from_file", (ABSENT,), f"{BUILD}, model_path does not exist!"),
@@ -112,44 +100,31 @@ ABSENT = "/nowhere/model.onnx"
         ("init", (b"", 1), "runner_config must be RunnerConfig, but got <class 'int'>."),
         ("init", (ABSENT,), "ModelParallelRunner's init failed, model_path does not exist!"),
         ("get_inputs", (), "get_inputs failed! Error is the model is not built"),
-        ("get_outputs", (), "get_outputs failed! Error is the model is not built"),
-        ("statistics", (), "statistics failed! Error is the model is not built"),
         ("update_weights", ([],), "update weight failed! Error is the model is not built"),
-        ("predict", ([],), "predict failed! Error is the model is not built"),
         ("submit", ([],), "predict failed! Error is the model is not built"),
-    ],
-)
-def test_wrong_arguments_and_calls_before_the_build_fail(
-    name: str, arguments: tuple[Any, ...], text: str
-) -> None:
-    error = TypeError if "must be" in text else RuntimeError
-    with pytest.raises(error, match=f"^{re.escape(text)}$"):
-        getattr(ModelParallelRunner(), name)(*arguments)
+    ):
+        error = TypeError if "must be" in text else RuntimeError
+        with pytest.raises(error, match=f"^{re.escape(text)}$"):
+            getattr(ModelParallelRunner(), name)(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ({"context": "cpu"}, TypeError),
-        ({"workers_num": -1}, ValueError),
-        ({"config_info": {"a": {"b": 1}}}, TypeError),
-        ({"config_path": ABSENT}, ValueError),
-        ({"device_ids": [-1]}, ValueError),
-        ({"max_batch_size": 0}, ValueError),
-        ({"max_delay": -1.0}, ValueError),
-        ({"queue_size": 0}, ValueError),
-        ({"timeout": "1"}, ValueError),
-    ],
-)
-def test_wrong_configuration_is_refused_where_it_is_made(
-    arguments: dict[str, Any], error: type[Exception]
-) -> None:
-    with pytest.raises(error):
-        RunnerConfig(**arguments)
-    config = RunnerConfig()
-    [(name, value)] = arguments.items()
-    with pytest.raises(error):
-        setattr(config, name, value)
+def test_wrong_configuration_is_refused_where_it_is_made() -> None:
+    wrong: list[tuple[str, Any, type[Exception]]] = [
+        ("context", "cpu", TypeError),
+        ("workers_num", -1, ValueError),
+        ("config_info", {"a": {"b": 1}}, TypeError),
+        ("config_path", ABSENT, ValueError),
+        ("device_ids", [-1], ValueError),
+        ("max_batch_size", 0, ValueError),
+        ("max_delay", -1.0, ValueError),
+        ("queue_size", 0, ValueError),
+        ("timeout", "1", ValueError),
+    ]
+    for name, value, error in wrong:
+        with pytest.raises(error):
+            RunnerConfig(**{name: value})
+        with pytest.raises(error):
+            setattr(RunnerConfig(), name, value)
 
 
 def test_configuration_takes_from_the_context_what_it_does_not_say() -> None:
@@ -163,15 +138,12 @@ def test_configuration_takes_from_the_context_what_it_does_not_say() -> None:
     assert (other.workers_num, other.device_ids) == (2, [0])
     assert other.sections == {"a": {"b": "d"}}
     assert context.parallel.sections == {"a": {"b": "c"}}
-    config.context = Context()
-    assert config.context.parallel.workers_num == 0
 
 
 @pytest.mark.parametrize(
     ("target", "kind", "workers", "ids", "expected"),
     [
         ("cpu", "cpu", 3, [1, 0], ["cpu:1", "cpu:0", "cpu:1"]),
-        ("cpu", "cpu", 2, [], ["cpu:0", "cpu:1"]),
         ("gpu", "cuda", 0, [2, 5], ["cuda:2", "cuda:5"]),
         ("gpu", "cuda", 2, [], ["cuda:0", "cuda:0"]),
         # The ids of a device that is not here mean nothing for the CPU in its place.
@@ -186,9 +158,6 @@ def test_workers_take_the_device_ids_in_turn(
     attempt = Attempt(target=kind, engine="onnxruntime", kind=kind)
     master = _new_master("model.onnx", RunnerConfig(context, device_ids=ids), attempt, {}, ())
     assert [worker.device for worker in master.statistics().workers] == expected
-
-
-# Building.
 
 
 def test_failed_build_leaves_no_process_and_one_good_build_can_follow(
@@ -246,37 +215,27 @@ def test_closing_during_a_build_makes_it_fail_and_leaves_nothing(
 ) -> None:
     monkeypatch.setattr("mcinfer.mslite._runner.attempts", fake_attempts)
     content = fake_model(build="hang:50").read_bytes()
-    for _ in range(1 if begun else 5):
-        runner = ModelParallelRunner()
-        with ThreadPoolExecutor(1) as pool:
-            build = pool.submit(runner.init, content, RunnerConfig(on_cpu(2)))
-            wait_until(lambda r=runner: r._starting is not None)  # type: ignore[misc]
-            if begun:
-                start = runner._starting
-                assert start is not None
-                wait_until(lambda s=start: len(pids(s)) == 2)  # type: ignore[misc]
-            runner.close()
-            with pytest.raises(
-                RuntimeError, match=r"^ModelParallelRunner's init failed! "
-            ) as caught:
-                build.result(60.0)
-            assert isinstance(caught.value, mcinfer.ClosedError)
-            runner.close()
-        with pytest.raises(mcinfer.ClosedError):
-            runner.init(content)
+    runner = ModelParallelRunner()
+    with ThreadPoolExecutor(1) as pool:
+        build = pool.submit(runner.init, content, RunnerConfig(on_cpu(2)))
+        wait_until(
+            lambda: runner._starting is not None and (not begun or len(pids(runner._starting)) == 2)
+        )
+        runner.close()
+        with pytest.raises(RuntimeError, match=r"^ModelParallelRunner's init failed! ") as caught:
+            build.result(60.0)
+        assert isinstance(caught.value, mcinfer.ClosedError)
+        runner.close()
+    with pytest.raises(mcinfer.ClosedError):
+        runner.init(content)
 
 
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    """What is in a cycle stays."""
+def test_futures_and_tensors_that_are_kept_do_not_keep_the_workers(
+    onnx_model: OnnxModel, request: pytest.FixtureRequest
+) -> None:
     gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("no_collector")
-def test_futures_and_tensors_that_are_kept_do_not_keep_the_workers(onnx_model: OnnxModel) -> None:
+    gc.disable()  # what is in a cycle stays
+    request.addfinalizer(gc.enable)
     runner = built(onnx_model(AFFINE))
     inputs, unused = runner.get_inputs(), runner.get_inputs()
     inputs[0].set_data_from_numpy(floats(2, 4))
@@ -296,9 +255,6 @@ def test_futures_and_tensors_that_are_kept_do_not_keep_the_workers(onnx_model: O
     assert isinstance(e.value, mcinfer.ClosedError)
 
 
-# How many workers, and where.
-
-
 def test_workers_are_bound_to_the_cores_of_the_list(onnx_model: OnnxModel) -> None:
     cores = sorted(os.sched_getaffinity(0))
     listed = [cores[-1], cores[0]]
@@ -312,68 +268,53 @@ def test_workers_are_bound_to_the_cores_of_the_list(onnx_model: OnnxModel) -> No
         assert_answer(runner.predict([floats(3, 4)]), floats(3, 4))
 
 
-# Requests.
-
-
 def test_inputs_are_fresh_at_each_call_and_shared_memory_until_they_are_garbage(
     onnx_model: OnnxModel,
 ) -> None:
-    with built(onnx_model(PLANE)) as runner:
-        [first], [second] = runner.get_inputs(), runner.get_inputs()
-        assert (first.name, first.dtype, first.shape) == ("x", DataType.FLOAT32, [-1, -1])
+    with built(onnx_model(LOOP)) as runner:
+        [n, x], [_, tensor] = runner.get_inputs(), runner.get_inputs()
+        assert (n.name, x.name, x.dtype, x.shape) == ("n", "x", DataType.FLOAT32, [-1, 4])
         assert runner.statistics().memory_used_bytes == 0
-        first.set_data_from_numpy(floats(2, 4))
-        second.shape = [3, 5]
-        second.set_data_from_numpy(floats(15))  # flat, as programs do
+        n.set_data_from_numpy(ONCE)
+        x.shape = [2, 4]
+        x.set_data_from_numpy(floats(8))  # flat, as programs do
         assert runner.statistics().memory_used_bytes > 0
-        assert_answer(runner.predict([first]), floats(2, 4))
-        assert_answer(runner.predict([second]), floats(3, 5))
-        del first, second
-        wait_until(lambda: runner.statistics().memory_used_bytes == 0, timeout=60.0)
-
-
-def test_filled_tensor_is_not_copied_again_and_an_array_is(onnx_model: OnnxModel) -> None:
-    with built(onnx_model(LOOP)) as slow:
-        first = begin_endless(slow)
-        _, tensor = slow.get_inputs()
-        tensor.set_data_from_numpy(floats(1000, 4))
-        array = floats(1000, 4)
-        used = slow.statistics().memory_used_bytes
-        by_tensor = slow.submit([ONCE, tensor])
-        more_for_tensor = slow.statistics().memory_used_bytes - used
-        by_array = slow.submit([ONCE, array])
-        more_for_array = slow.statistics().memory_used_bytes - used - more_for_tensor
-        assert more_for_array - more_for_tensor == 16_000  # the rest is for the output
-        # Both wait. What the worker reads is the memory itself of the one, and a copy of the other.
+        [output] = runner.predict([n, x])
+        np.testing.assert_array_equal(output.get_data_to_numpy(), -floats(2, 4))
+        # What the worker reads is the memory itself of a filled tensor, and a copy of an array.
+        tensor.set_data_from_numpy(floats(3, 4))
+        array = floats(3, 4)
+        running = begin_endless(runner)
+        by_tensor, by_array = runner.submit([ONCE, tensor]), runner.submit([ONCE, array])
         tensor.get_data_to_numpy()[:] = 7
         array[:] = 7
-        first.cancel()
+        running.cancel()
         assert (by_tensor.result(60.0)[0].get_data_to_numpy() == -7).all()
-        np.testing.assert_array_equal(
-            by_array.result(60.0)[0].get_data_to_numpy(), -floats(1000, 4)
-        )
+        np.testing.assert_array_equal(by_array.result(60.0)[0].get_data_to_numpy(), -floats(3, 4))
+        del n, x, tensor, output, _, running, by_tensor, by_array
+        wait_until(lambda: runner.statistics().memory_used_bytes == 0, timeout=60.0)
 
 
 def test_inputs_that_do_not_fit_are_refused_and_the_next_request_is_answered(
     onnx_model: OnnxModel,
 ) -> None:
     with built(onnx_model(AFFINE)) as runner:
-        for bad in (None, [[1.0]]):
-            with pytest.raises(TypeError, match=r"^inputs .*must be"):
-                runner.predict(bad)  # type: ignore[arg-type]
-        text = "^predict failed! Error is model input len:1 not equal input len:0!$"
+        with pytest.raises(TypeError, match=r"^inputs .*must be"):
+            runner.predict(None)  # type: ignore[arg-type]
         for ask in (
             lambda: runner.predict([], None, lambda *_: pytest.fail("it was called")),
             lambda: runner.submit([]),
             lambda: asyncio.run(runner.predict_async(())),
         ):
-            with pytest.raises(RuntimeError, match=text):
+            with pytest.raises(
+                RuntimeError, match=r"^predict failed! .*len:1 not equal input len:0"
+            ):
                 ask()
-        empty = Tensor(None, [1, 4], DataType.FLOAT32)
-        for data in (floats(1, 5), floats(1, 4).astype(np.float64), empty):
-            with pytest.raises(RuntimeError, match=r"^predict failed! Error is input ") as caught:
+        for data in (floats(1, 5), Tensor(None, [1, 4], DataType.FLOAT32)):
+            with pytest.raises(
+                mcinfer.InvalidInputError, match=r"^predict failed! Error is input "
+            ):
                 runner.predict([data])
-            assert isinstance(caught.value, mcinfer.InvalidInputError)
         assert_answer(runner.predict([floats(1, 4)]), floats(1, 4))
         assert runner.statistics().accepted == 1
 
@@ -381,9 +322,8 @@ def test_inputs_that_do_not_fit_are_refused_and_the_next_request_is_answered(
 def test_outputs_that_are_given_are_written_where_the_run_succeeds(onnx_model: OnnxModel) -> None:
     """`Model` and the runner have the same code for this; see test_mslite_model.py for the rest."""
     with built(onnx_model(TO_ORDER)) as runner:
-        (pid,) = pids(master_of(runner))
-        place, empty, own = np.full((3, 2), -1, np.float32), [], runner.get_outputs()  # type: ignore[var-annotated]
-        given = [Tensor(place)]
+        place, empty = np.full((3, 2), -1, np.float32), list[Tensor]()
+        given, own = [Tensor(place)], runner.get_outputs()
         with pytest.raises(mcinfer.PredictError, match=r"^predict failed! Error is .*onnxruntime"):
             runner.predict([floats(6), np.array([4, 2])], given)
         with pytest.raises(RuntimeError, match=r"^predict failed! Error is output"):
@@ -393,39 +333,31 @@ def test_outputs_that_are_given_are_written_where_the_run_succeeds(onnx_model: O
             assert runner.predict([floats(6), np.array([3, 2])], outputs) is outputs
             np.testing.assert_array_equal(outputs[0].get_data_to_numpy(), floats(3, 2))
         np.testing.assert_array_equal(place, floats(3, 2))
-        assert pids(master_of(runner)) == [pid]
 
 
-def test_callbacks_are_called_with_the_run_before_and_after_it(onnx_model: OnnxModel) -> None:
+def test_callbacks_are_called_before_and_after_the_run_and_one_that_fails_fails_its_call_alone(
+    onnx_model: OnnxModel,
+) -> None:
     with built(onnx_model(AFFINE)) as runner:
         calls: list[tuple[Any, ...]] = []
-        here = threading.current_thread()
 
         def before(inputs: list[Any], outputs: list[Tensor], what: Any) -> None:
-            assert threading.current_thread() is here
             assert runner.statistics().accepted == 0
             inputs[0].set_data_from_numpy(floats(2, 4))  # what runs
-            calls.append(("before", inputs[0], outputs, what.node_name, what.node_type))
+            calls.append((threading.current_thread(), inputs[0], outputs, what))
 
         def after(inputs: list[Any], outputs: list[Tensor], what: Any) -> None:
-            assert threading.current_thread() is here
-            calls.append(("after", inputs[0], outputs, what.node_name, what.node_type))
+            calls.append((threading.current_thread(), inputs[0], outputs, what))
+
+        def raises(*_: object) -> bool:
+            raise LookupError("of the user's own")
 
         [tensor] = runner.get_inputs()
         answer = runner.predict([tensor], None, before, after)
         assert_answer(answer, floats(2, 4))
         path = str(runner).removeprefix("model_path: ").removesuffix(".")
-        assert calls == [
-            ("before", tensor, [], path, "Model"),
-            ("after", tensor, answer, path, "Model"),
-        ]
-
-
-def test_callback_that_fails_fails_its_call_alone(onnx_model: OnnxModel) -> None:
-    def raises(*_: object) -> bool:
-        raise LookupError("of the user's own")
-
-    with built(onnx_model(AFFINE)) as runner:
+        what, here = CallBackParam(node_name=path, node_type="Model"), threading.current_thread()
+        assert calls == [(here, tensor, [], what), (here, tensor, answer, what)]
         outputs: list[Tensor] = []
         for callbacks, text in (
             ({"before": raises}, "the callback 'before' raised LookupError: of the user's own"),
@@ -434,7 +366,6 @@ def test_callback_that_fails_fails_its_call_alone(onnx_model: OnnxModel) -> None
             with pytest.raises(RuntimeError, match=f"^predict failed! Error is {text}$"):
                 runner.predict([floats(1, 4)], outputs, **callbacks)
         assert_answer(outputs, floats(1, 4))  # `after` failed once the answer was there
-        assert_answer(runner.predict([floats(1, 4)], before=lambda *_: None), floats(1, 4))
 
 
 def test_run_that_takes_too_long_is_given_up_and_the_worker_serves_on(
@@ -466,9 +397,9 @@ def test_full_queue_refuses_and_waiting_requests_go_by_priority(onnx_model: Onnx
             future = runner.submit([ONCE, floats(1, 4)], priority=priority)
             future.add_done_callback(lambda _, p=priority: order.append(p))  # type: ignore[misc]
         for refused in (runner.predict, runner.submit):
-            with pytest.raises(RuntimeError, match=r"^predict failed! Error is ") as caught:
+            with pytest.raises(mcinfer.QueueFullError, match=r"^predict failed! ") as caught:
                 refused([ONCE, floats(1, 4)])
-            assert isinstance(caught.value, mcinfer.QueueFullError)
+            assert isinstance(caught.value, RuntimeError)
         running.cancel()
         wait_until(lambda: len(order) == 3, timeout=60.0)
         assert order == [9, 5, 0]
@@ -483,7 +414,6 @@ def test_cancelled_requests_are_forgotten_queued_and_running(onnx_model: OnnxMod
             assert future.cancel()
             with pytest.raises(CancelledError):
                 future.result(60.0)
-            assert future.cancelled()
         assert stays.result(60.0)[0].shape == [2, 4]
         assert not stays.cancel()
         assert not wait_for_futures([queued, running, stays], timeout=60.0).not_done

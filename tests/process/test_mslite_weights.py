@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 from numpy.typing import NDArray
-from onnx import helper, numpy_helper
 
 from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.mslite import (
@@ -29,6 +27,7 @@ from mcinfer.mslite import (
 from mcinfer.mslite._checks import Sections
 from tests.process.models import OnnxModel
 from tests.process.scripts import Program
+from tests.test_preparation import write
 
 HEAD = '<ir_version: 8, opset_import: ["": 17]>'
 
@@ -39,8 +38,6 @@ pair (float[n, 2] x) => (float[n, 2] y, float[n, 2] z)
     z = Add(x, b)
 }}
 """
-
-FIXED = PAIR.replace("[n, 2]", "[1, 2]")
 
 Serving = Model | ModelParallelRunner
 
@@ -85,9 +82,6 @@ def answers(serves: Serving) -> list[list[float]]:
     return [output.get_data_to_numpy()[0].tolist() for output in outputs]
 
 
-# Replacing.
-
-
 @both
 def test_weights_are_replaced_by_name_and_by_position(
     onnx_model: OnnxModel, tmp_path: Path, kind: str
@@ -126,35 +120,26 @@ def test_weights_that_do_not_fit_are_named_and_nothing_is_changed(
         assert answers(serves) == [[1, 2], [10, 20]]
 
 
-@pytest.mark.parametrize(
-    ("names", "words"),
-    [
+def test_file_of_names_that_does_not_fit_fails_the_build(
+    onnx_model: OnnxModel, tmp_path: Path
+) -> None:
+    absent = {"ascend_context": {"variable_weights_file": str(tmp_path / "none.txt")}}
+    cases: list[tuple[list[str] | None, str]] = [
         (["c"], "'c'"),
         (["a", "a"], "2 names, 1 different ones"),
         (["", " "], "0 names"),
         (None, r"variable_weights_file: .*none\.txt"),
-    ],
-    ids=["unknown", "twice", "none", "no file"],
-)
-def test_file_of_names_that_does_not_fit_fails_the_build(
-    onnx_model: OnnxModel, tmp_path: Path, names: list[str] | None, words: str
-) -> None:
-    absent = {"ascend_context": {"variable_weights_file": str(tmp_path / "none.txt")}}
-    sections = absent if names is None else named(tmp_path, *names)
-    with pytest.raises(RuntimeError, match=f"^build_from_file failed! Error is .*{words}"):
-        model(onnx_model(PAIR), sections)
+    ]
+    for names, words in cases:
+        sections = absent if names is None else named(tmp_path, *names)
+        with pytest.raises(RuntimeError, match=f"^build_from_file failed! Error is .*{words}"):
+            model(onnx_model(PAIR), sections)
 
 
-@pytest.mark.parametrize("buffer", [False, True])
 def test_replaced_weights_stay_where_resize_builds_the_model_again(
-    onnx_model: OnnxModel, tmp_path: Path, buffer: bool
+    onnx_model: OnnxModel, tmp_path: Path
 ) -> None:
-    path, sections = onnx_model(FIXED), named(tmp_path, "a", "b")
-    serves = Model()
-    if buffer:
-        serves.build_from_buffer(path.read_bytes(), config_dict=sections)
-    else:
-        serves.build_from_file(str(path), ModelType.ONNX, config_dict=sections)
+    serves = model(onnx_model(PAIR.replace("[n, 2]", "[1, 2]")), named(tmp_path, "a", "b"))
     serves.update_weights([[tensor([3, 4]), tensor([5, 6])]])
     serves.resize(serves.get_inputs(), [[3, 2]])
     y, z = (item.get_data_to_numpy() for item in serves.predict([np.zeros((3, 2), np.float32)]))
@@ -197,8 +182,6 @@ def test_runs_beside_updates_see_one_version(onnx_model: OnnxModel, tmp_path: Pa
     assert answers(serves) == [[version] * 2] * 2
 
 
-# Sharing.
-
 WIDTH = 64
 SLAVE = """
 import sys
@@ -228,17 +211,8 @@ else:
 def square(path: Path, seed: int = 0) -> Path:
     """A model of one matrix, large enough to lie in the prepared model's file of weights."""
     weight = np.random.default_rng(seed).random((WIDTH, WIDTH), np.float32)
-    shape: list[str | int] = ["batch", WIDTH]
-    graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "w"], ["y"])],
-        "square",
-        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, shape)],
-        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, shape)],
-        [numpy_helper.from_array(weight, "w")],
-    )
-    opsets = [helper.make_opsetid("", 17)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
-    return path
+    graph = f"g (float[batch, {WIDTH}] x) => (float[batch, {WIDTH}] y) {{ y = MatMul(x, w) }}"
+    return Path(write(path, (graph, {"w": weight})))
 
 
 @pytest.fixture
@@ -283,31 +257,22 @@ def test_listed_processes_share_the_owners_weights_and_others_are_refused(
     assert f"refused process {pids[2]}" in refusal
 
 
-@pytest.mark.parametrize("text", ["{},", " {} , 0", "0 {}"])
-def test_forms_of_the_list_of_pids(path: Path, text: str) -> None:
-    owns = owner(path, text.format(os.getpid()))
-    handle = handle_of(owns)
-    assert 0 < int(handle) < 2**63
-    np.testing.assert_array_equal(result(slave(path, f" {handle} ")), result(owns))
-
-
 @pytest.mark.parametrize(
-    ("entries", "text"),
+    ("pids", "handle", "text"),
     [
-        ({"shareable_weight_pid_list": "12a"}, "shareable_weight_pid_list: got '12a'"),
-        ({"shareable_weight_pid_list": "-1"}, "shareable_weight_pid_list: got '-1'"),
-        ({"shareable_weight_mem_handle": ""}, "shareable_weight_mem_handle: got ''"),
-        ({"shareable_weight_mem_handle": "-5"}, "shareable_weight_mem_handle: got '-5'"),
-        ({"shareable_weight_mem_handle": str(2**63)}, "handle: got"),
-        (
-            {"shareable_weight_mem_handle": "1", "shareable_weight_pid_list": "1"},
-            ".* got both, expected one of them$",
-        ),
+        ("12a", None, "shareable_weight_pid_list: got '12a'"),
+        ("-1", None, "shareable_weight_pid_list: got '-1'"),
+        (None, "", "shareable_weight_mem_handle: got ''"),
+        (None, "-5", "shareable_weight_mem_handle: got '-5'"),
+        (None, str(2**63), "handle: got"),
+        ("1", "1", ".* got both, expected one of them$"),
     ],
 )
 def test_entry_that_does_not_fit_fails_the_build(
-    path: Path, entries: dict[str, str], text: str
+    path: Path, pids: str | None, handle: str | None, text: str
 ) -> None:
+    given = {"shareable_weight_pid_list": pids, "shareable_weight_mem_handle": handle}
+    entries = {name: value for name, value in given.items() if value is not None}
     with pytest.raises(RuntimeError, match=f"^build_from_file failed! Error is {text}"):
         model(path, {"ascend_context": entries})
 
@@ -315,11 +280,7 @@ def test_entry_that_does_not_fit_fails_the_build(
 def test_process_that_is_not_there_is_warned_of_at_the_users_line(path: Path) -> None:
     gone = 2**22 + 1  # above pid_max (proc_sys_kernel(5))
     with pytest.warns(UserWarning, match=f"shareable_weight_pid_list: .*{gone}") as caught:
-        Model().build_from_file(
-            str(path),
-            ModelType.ONNX,
-            config_dict={"ascend_context": {"shareable_weight_pid_list": f"{gone}"}},
-        )
+        owner(path, str(gone))
     assert [item.filename for item in caught] == [__file__]
 
 
@@ -332,21 +293,19 @@ def test_model_that_cannot_be_prepared_cannot_be_shared(
         owner(path, "0")
 
 
-def test_weights_of_another_model_are_refused(path: Path, tmp_path: Path) -> None:
-    owns = owner(path, str(os.getpid()))
-    other = square(tmp_path / "other.onnx", seed=1)
+def test_weights_of_another_model_or_with_other_options_are_refused(
+    path: Path, tmp_path: Path
+) -> None:
+    owns = owner(path, f"0 {os.getpid()}")
+    handle = handle_of(owns)
+    assert 0 < int(handle) < 2**63
     with pytest.raises(BuildError, match="owner's weights are for another model"):
-        slave(other, handle_of(owns))
+        slave(square(tmp_path / "other.onnx", seed=1), handle)
+    with pytest.raises(BuildError, match="for other options"):
+        slave(path, handle, **named(tmp_path, "w")["ascend_context"])
     copied = tmp_path / "copied.onnx"
     copied.write_bytes(path.read_bytes())
-    np.testing.assert_array_equal(result(slave(copied, handle_of(owns))), result(owns))
-
-
-def test_weights_of_a_model_with_other_options_are_refused(path: Path, tmp_path: Path) -> None:
-    owns = owner(path, str(os.getpid()))
-    more = named(tmp_path, "w")["ascend_context"]
-    with pytest.raises(BuildError, match="for other options"):
-        slave(path, handle_of(owns), **more)
+    np.testing.assert_array_equal(result(slave(copied, f" {handle} ")), result(owns))
 
 
 def test_shared_weights_can_be_replaced_in_each_process_by_itself(

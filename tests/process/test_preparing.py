@@ -3,7 +3,6 @@
 import logging
 import os
 import pty
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import psutil
 import pytest
 from numpy.typing import NDArray
-from onnx import helper, numpy_helper, parser
 
 from mcinfer import EngineOptions, Master
 from mcinfer.config import Device
@@ -27,6 +24,7 @@ from mcinfer.engines.base import EngineRequest
 from mcinfer.model_cache.cache import Cache
 from tests.process.scripts import PREAMBLE, Program
 from tests.process.waiting import all_gone, is_alive, pids, wait_until
+from tests.test_preparation import write, write_sparse
 
 ALWAYS = EngineOptions(prepare="always")
 NEVER = EngineOptions(prepare="never")
@@ -34,26 +32,17 @@ NEVER = EngineOptions(prepare="never")
 Array = NDArray[np.float32]
 
 
-def write(path: Path, size: int = 64, seed: int = 1) -> Path:
+def dense(path: Path, size: int = 64, seed: int = 1) -> Path:
     """Save a model of y = x w, with as many rows and columns of weights."""
-    text = f"""<ir_version: 8, opset_import: ["": 17]>
-        dense (float[batch, {size}] x) => (float[batch, {size}] y) {{ y = MatMul(x, w) }}"""
-    made = parser.parse_model(text)
+    graph = f"g (float[batch, {size}] x) => (float[batch, {size}] y) {{ y = MatMul(x, w) }}"
     weights = np.random.default_rng(seed).random((size, size), np.float32)
-    made.graph.initializer.append(numpy_helper.from_array(weights, "w"))
-    onnx.save(made, path)
-    return path
+    return Path(write(path, (graph, {"w": weights})))
 
 
 @pytest.fixture(scope="session")
 def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One that takes about half a second to prepare, in which much can be done to those who do it: 49 MB."""
-    return write(tmp_path_factory.mktemp("large") / "large.onnx", size=3500)
-
-
-@pytest.fixture
-def small_model(tmp_path: Path) -> Path:
-    return write(tmp_path / "small.onnx")
+    return dense(tmp_path_factory.mktemp("large") / "large.onnx", size=3500)
 
 
 @pytest.fixture(autouse=True)
@@ -109,22 +98,22 @@ def preparing(root: int) -> list[psutil.Process]:
 
 
 @contextmanager
-def starting(master: Master) -> Iterator[psutil.Process]:
-    """A master that starts in a thread of its own; the process that prepares its model."""
+def starting(model: Path) -> Iterator[tuple[Master, psutil.Process, threading.Thread]]:
+    """A master, the process that prepares its model, and the thread in which the master starts."""
+    master = Master(model, 1, options=ALWAYS)
     thread = threading.Thread(target=master.start)
     thread.start()
     try:
         wait_until(lambda: preparing(os.getpid()))
         (child,) = preparing(os.getpid())
-        yield child
+        yield master, child, thread
     finally:
         thread.join()
+        master.close()
 
 
-# One for all.
-
-
-def test_all_workers_map_one_entry(small_model: Path, cache: Cache) -> None:
+def test_all_workers_map_one_entry(tmp_path: Path, cache: Cache) -> None:
+    small_model = dense(tmp_path / "small.onnx")
     with Master(small_model, 2, options=ALWAYS) as master:
         assert all(maps(pid, entry(cache) / "weights.bin") for pid in pids(master))
         got = answer(master)
@@ -133,47 +122,13 @@ def test_all_workers_map_one_entry(small_model: Path, cache: Cache) -> None:
     assert cache.clear()[1] == 0
 
 
-START = """
-import logging
-logging.getLogger("mcinfer.worker").setLevel(logging.INFO)
-options = mcinfer.EngineOptions(prepare="always")
-try:
-    with mcinfer.Master(sys.argv[1], 1, options=options) as master:
-        say("started")
-except KeyboardInterrupt:
-    say("interrupted")
-"""
-
-
-def test_programs_that_start_together_prepare_once(large_model: Path, cache: Cache) -> None:
-    with (
-        Program(PREAMBLE + START, large_model) as first,
-        Program(PREAMBLE + START, large_model) as second,
-    ):
-        wait_until(lambda: preparing(first.pid) or preparing(second.pid))
-        ended = [program.wait() for program in (first, second)]
-    assert [end.out for end in ended] == ["started\n"] * 2
-    reports = [
-        line for end in ended for line in end.err.splitlines() if "INFO mcinfer.model_cache" in line
-    ]
-    assert len([line for line in reports if f": prepared {large_model} (49 MB) in" in line]) == 1
-    assert len([line for line in reports if "waiting for another process" in line]) >= 1
-    assert entry(cache)
-
-
-# What goes wrong.
-
-
 def test_child_that_is_killed_costs_the_shared_copy_of_this_start_alone(
     large_model: Path, cache: Cache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    master = Master(large_model, 1, options=ALWAYS)
-    with starting(master) as child:
+    with starting(large_model) as (master, child, thread):
         child.kill()
-    try:
+        thread.join()
         plain = answer(master)
-    finally:
-        master.close()
     (warning,) = warnings(caplog)
     assert f"{large_model}: each process has a copy" in warning
     assert "ended with status -9" in warning
@@ -186,18 +141,25 @@ def test_child_that_is_killed_costs_the_shared_copy_of_this_start_alone(
 def test_worker_that_is_killed_while_it_prepares_takes_the_child_along(
     large_model: Path, cache: Cache
 ) -> None:
-    master = Master(large_model, 1, options=ALWAYS)
-    with starting(master) as child:
+    with starting(large_model) as (master, child, thread):
         worker = child.ppid()
         os.kill(worker, signal.SIGKILL)
         wait_until(lambda: not is_alive(child.pid), timeout=60.0)
-    try:
+        thread.join()
         (pid,) = pids(master)
         assert pid != worker
         assert maps(pid, entry(cache) / "weights.bin")
-    finally:
-        master.close()
     assert [*cache.folder.glob("tmp-*")] == []
+
+
+START = """
+try:
+    options = mcinfer.EngineOptions(prepare="always")
+    with mcinfer.Master(sys.argv[1], 1, options=options):
+        say("started")
+except KeyboardInterrupt:
+    say("interrupted")
+"""
 
 
 def test_ctrl_c_while_a_model_is_prepared_leaves_nothing(large_model: Path, cache: Cache) -> None:
@@ -214,7 +176,7 @@ def test_ctrl_c_while_a_model_is_prepared_leaves_nothing(large_model: Path, cach
     assert {*os.listdir(cache.folder)} == {"sources"}
 
 
-def test_preparing_and_waiting_workers_report_progress(large_model: Path) -> None:
+def test_preparing_and_waiting_workers_report_progress(large_model: Path, cache: Cache) -> None:
     request = EngineRequest(
         model=str(large_model), device=Device("cpu", 0), threads=1, prepare="always"
     )
@@ -227,6 +189,7 @@ def test_preparing_and_waiting_workers_report_progress(large_model: Path) -> Non
         thread.start()
     for thread in threads:
         thread.join()
+    assert entry(cache)
     for states in reports:
         assert states
         assert [state["seconds"] for state in states] == sorted(s["seconds"] for s in states)
@@ -236,18 +199,12 @@ def test_preparing_and_waiting_workers_report_progress(large_model: Path) -> Non
 
 
 def test_worker_that_finds_another_model_at_the_path_serves_no_request(
-    small_model: Path, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    path = tmp_path / "served.onnx"
-    shutil.copy(small_model, path)
-    other = onnx.load(path)
-    weights = other.graph.initializer[0]
-    values = numpy_helper.to_array(weights) + 1
-    weights.CopyFrom(numpy_helper.from_array(values, weights.name))
+    path, other = dense(tmp_path / "served.onnx"), dense(tmp_path / "other.onnx", seed=2)
     with Master(path, 2, options=NEVER) as master:
         expected = answer(master)
-        onnx.save(other, tmp_path / "other.onnx")
-        os.replace(tmp_path / "other.onnx", path)
+        other.replace(path)
         os.kill(master.statistics().workers[1].pid or 0, signal.SIGKILL)
         wait_until(lambda: "not those of the others" in master.statistics().workers[1].last_error)
         assert np.array_equal(answer(master), expected)
@@ -256,17 +213,10 @@ def test_worker_that_finds_another_model_at_the_path_serves_no_request(
 def test_model_that_cannot_be_prepared_is_warned_of_once_and_tried_once(
     tmp_path: Path, cache: Cache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # A sparse weight, which the runtime (1.31) does not know how to save.
-    text = """<ir_version: 8, opset_import: ["": 17]>
-        sparse (float[batch, 32] x) => (float[batch, 64] y) { y = MatMul(x, w) }"""
-    made = parser.parse_model(text)
-    values = numpy_helper.from_array(np.arange(600, dtype=np.float32), "w")
-    places = numpy_helper.from_array(np.arange(0, 1200, 2), "places")
-    made.graph.sparse_initializer.append(helper.make_sparse_tensor(values, places, [32, 64]))
-    onnx.save(made, tmp_path / "sparse.onnx")
-    expected = answer_of(tmp_path / "sparse.onnx", NEVER)
+    path = Path(write_sparse(tmp_path / "sparse.onnx"))
+    expected = answer_of(path, NEVER)
     for count in (1, 2):
-        assert np.array_equal(answer_of(tmp_path / "sparse.onnx", ALWAYS, workers=2), expected)
+        assert np.array_equal(answer_of(path, ALWAYS, workers=2), expected)
         assert len(warnings(caplog)) == count
         assert "sparse.onnx" in caplog.text
         assert "it cannot be prepared: onnxruntime: " in caplog.text
