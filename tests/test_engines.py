@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from mcinfer.engines.base import (
 )
 from mcinfer.errors import BuildError, InvalidInputError, PredictError
 from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension, numpy_dtype
-from tests.engine_tensors import Array, buffer, content, packed, rows
+from tests.engine_tensors import buffer, content, packed, rows
 
 ROOT = Path(__file__).parents[1]
 HAS_CUDA = "CUDAExecutionProvider" in ort.get_available_providers()
@@ -63,36 +63,29 @@ def open_ort(model: str, device: str = "cpu:0", **options: Any) -> Engine:
     return open_engine("onnxruntime", request(model, device, **options))
 
 
+def open_fake(path: Path, **model: Any) -> Engine:
+    path.write_text(json.dumps(model))
+    return open_engine("fake", request(str(path)))
+
+
 # What every engine promises: a model of y = 2 x + 1 and n, whose shape is known only to the engine.
 
 
-def affine_ort(folder: Path) -> str:
+@pytest.fixture
+def affine_model(tmp_path: Path) -> str:
     text = """(float[batch, 3] x) => (float[batch, 3] y, float[rows, 3] n)
     <float two = {2}, float one = {1}> { twice = Mul(x, two) y = Add(twice, one) n = Identity(y) }"""
-    return save(folder / "affine.onnx", text)
-
-
-def affine_fake(folder: Path) -> str:
-    rule = {"from": "x", "scale": 2, "add": 1}
-    model = {
-        "inputs": [["x", "float32", ["batch", 3]]],
-        "outputs": [
-            ["y", "float32", ["batch", 3], rule],
-            ["n", "float32", ["rows", 3], rule],
-        ],
-    }
-    path = folder / "affine.json"
-    path.write_text(json.dumps(model))
-    return str(path)
+    return save(tmp_path / "affine.onnx", text)
 
 
 @pytest.fixture(params=["onnxruntime", "fake"])
-def affine(request: pytest.FixtureRequest, tmp_path: Path) -> Engine:
-    make = {"onnxruntime": affine_ort, "fake": affine_fake}[request.param]
-    model = make(tmp_path)
-    return open_engine(
-        request.param, EngineRequest(model=model, device=Device("cpu", 0), threads=1)
-    )
+def affine(request: pytest.FixtureRequest, affine_model: str, tmp_path: Path) -> Engine:
+    if request.param == "onnxruntime":
+        return open_ort(affine_model)
+    rule = {"from": "x", "scale": 2, "add": 1}
+    outputs = [["y", "float32", ["batch", 3], rule], ["n", "float32", ["rows", 3], rule]]
+    inputs = [["x", "float32", ["batch", 3]]]
+    return open_fake(tmp_path / "affine.json", inputs=inputs, outputs=outputs)
 
 
 def test_run_reads_its_inputs_anew_each_time(affine: Engine) -> None:
@@ -130,37 +123,33 @@ def test_output_bound_with_another_shape_than_it_has_is_produced(affine: Engine)
     assert np.array_equal(right, 2 * x + 1)
 
 
-def test_device_that_an_engine_does_not_have_is_a_build_error_that_names_it(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("engine", "device", "text"),
+    [
+        ("onnxruntime", "npu:3", "engine onnxruntime has no device npu:3, expected .*cpu"),
+        ("mindspore", "ascend:1", "engine mindspore has no device ascend:1, expected cpu"),
+        ("tensorrt", "cpu:0", r"engine: got 'tensorrt', expected one of \['onnxruntime'"),
+    ],
+)
+def test_engine_or_device_that_there_is_not_is_a_build_error(
+    affine_model: str, engine: str, device: str, text: str
 ) -> None:
-    for name, model in (("onnxruntime", affine_ort(tmp_path)), ("fake", affine_fake(tmp_path))):
-        with pytest.raises(BuildError, match=f"^engine {name} has no device npu:3, expected .*cpu"):
-            open_engine(name, request(model, "npu:3"))
+    with pytest.raises(BuildError, match=f"^{text}"):
+        open_engine(engine, request(affine_model, device))
 
 
-def test_unknown_engine_is_a_build_error_that_names_those_there_are() -> None:
-    with pytest.raises(BuildError, match=r"got 'tensorrt', expected one of \['onnxruntime'"):
-        open_engine("tensorrt", request("model"))
+# The fake engine.
 
 
-# The fake engine: what it is told to do.
-
-
-def fake(path: Path, **acts: Any) -> Engine:
-    model = {
-        "inputs": [["x", "float32", ["batch"]]],
-        "outputs": [["y", "float32", ["batch"], {"from": "x"}]],
-        **acts,
-    }
-    path.write_text(json.dumps(model))
-    return open_engine("fake", request(str(path)))
-
-
-def test_fake_fails_as_it_is_told(tmp_path: Path) -> None:
+def test_fake_fails_as_its_model_says(tmp_path: Path) -> None:
     path = tmp_path / "model.json"
+    outputs = [["y", "float32", ["batch"], {"from": "x"}]]
+    model = {"inputs": [["x", "float32", ["batch"]]], "outputs": outputs}
     with pytest.raises(BuildError, match="told to fail"):
-        fake(path, build="fail")
-    engine = fake(path, when={"-1": "fail", "-2": "invalid"})
+        open_fake(path, build="fail", **model)
+    engine = open_fake(path, when={"-1": "fail", "-2": "invalid"}, **model)
+    with pytest.raises(BuildError, match=r"^engine fake has no device npu:3, expected .*cpu"):
+        open_engine("fake", request(str(path), "npu:3"))
     x = np.array([3], np.float32)
     run = engine.bind([buffer("x", x)], [])
     assert content(run.execute()[0]) == 3
@@ -177,52 +166,29 @@ def test_fake_fails_as_it_is_told(tmp_path: Path) -> None:
 # Cancelling.
 
 
-def cancelled_run_is_followed_by_a_right_one(
-    engine: Engine, x: Array, execute: Callable[[], Sequence[Produced | Strings]]
-) -> None:
-    """`x` makes the run long; a zero in its place makes it short."""
-    engine.arm()
-    canceller = threading.Timer(0.1, engine.cancel)
-    canceller.start()
-    start = time.monotonic()
-    with pytest.raises(RunCancelledError):
-        execute()
-    assert 0.05 < time.monotonic() - start < PATIENCE
-    canceller.join()
-    with pytest.raises(RunCancelledError):
-        execute()  # still cancelled
-    engine.arm()
-    x[...] = 0
-    assert (content(execute()[0]) == 0).all()
-
-
-@pytest.fixture
-def loop(tmp_path: Path) -> Engine:
-    """A model that adds 1 to zeros so many times, and gives how many of them it made."""
+def test_long_run_ends_when_it_is_cancelled_from_another_thread(tmp_path: Path) -> None:
     text = """(int64 times) => (int64 count) <int64 one = {1}, int64 zero = {0}> {
         count = Loop <body = body (int64 i, bool go, int64 v) => (bool go_on, int64 v_next) {
             go_on = Identity(go)
             v_next = Add(v, one)
         }> (times, , zero)
     }"""
-    return open_ort(save(tmp_path / "loop.onnx", text))
-
-
-def test_long_run_ends_when_it_is_cancelled_from_another_thread(loop: Engine) -> None:
+    engine = open_ort(save(tmp_path / "loop.onnx", text))
     times = np.array(2**62, np.int64)
-    run = loop.bind([buffer("times", times)], [])
-    cancelled_run_is_followed_by_a_right_one(loop, times, run.execute)
+    run = engine.bind([buffer("times", times)], [])
+    engine.arm()
+    canceller = threading.Timer(0.1, engine.cancel)
+    canceller.start()
+    start = time.monotonic()
+    with pytest.raises(RunCancelledError):
+        run.execute()
+    assert 0.05 < time.monotonic() - start < PATIENCE
+    canceller.join()
+    with pytest.raises(RunCancelledError):
+        run.execute()  # still cancelled
+    engine.arm()
     times[...] = 1234
     assert content(run.execute()[0]) == 1234
-
-
-def test_cancelling_between_runs_means_nothing_once_the_next_is_armed(loop: Engine) -> None:
-    times, count = np.array(5, np.int64), np.array(-1, np.int64)
-    run = loop.bind([buffer("times", times)], [buffer("count", count)])
-    loop.cancel()
-    loop.arm()
-    run.execute()
-    assert count == 5
 
 
 # ONNX Runtime: element types.
@@ -313,54 +279,33 @@ def test_strings_pass_as_they_are(
         assert run.execute() == [Strings(name="y", shape=shape, values=expected)]
 
 
-@pytest.fixture
-def labels(tmp_path: Path) -> Engine:
+def test_strings_and_numbers_go_together(tmp_path: Path) -> None:
     """Strings and numbers in, strings and numbers out, one output of a shape not known before."""
     text = """(string[n] s, bfloat16[n] b, float[n] x)
     => (string[n] t, float[n] f, int64[1, found] k, float[n] y)
     { t = Identity(s) f = Cast <to = 1> (b) k = NonZero(x) y = Neg(x) }"""
-    return open_ort(save(tmp_path / "labels.onnx", text))
-
-
-def test_strings_and_numbers_go_together(labels: Engine) -> None:
+    engine = open_ort(save(tmp_path / "labels.onnx", text))
     s = Strings(name="s", shape=(3,), values=("a", "b", "c"))
     b, x = np.array([1.5, -2, 0]).astype(numpy_dtype("bfloat16")), np.array([3, 0, 5], np.float32)
     y = np.zeros(3, np.float32)
-    run = labels.bind([s, buffer("b", b), buffer("x", x)], [buffer("y", y)])
-    for _ in range(2):
+    run = engine.bind([s, buffer("b", b), buffer("x", x)], [buffer("y", y)])
+    for found in ([3, 0, 5], [0, 7, 0], [0, 0, 0], [1, 1, 1]):
+        x[:] = found
         produced = run.execute()
         assert [item.name for item in produced] == ["t", "f", "k"]
         assert produced[0] == Strings(name="t", shape=(3,), values=("a", "b", "c"))
         assert np.array_equal(content(produced[1]), [1.5, -2, 0])
         assert np.array_equal(content(produced[2]), [np.flatnonzero(x)])
         assert np.array_equal(y, -x)
-        x[:] = [0, 7, 0]
-
-
-def test_bytes_that_are_no_text_are_an_invalid_input(labels: Engine) -> None:
-    b, x = np.zeros(1, numpy_dtype("bfloat16")), np.ones(1, np.float32)
-    s = Strings(name="s", shape=(1,), values=(b"\xff",))
+    no_text = Strings(name="s", shape=(1,), values=(b"\xff",))
     with pytest.raises(InvalidInputError, match="input 's' is not UTF-8"):
-        labels.bind([s, buffer("b", b), buffer("x", x)], [])
+        engine.bind([no_text, buffer("b", b[:1]), buffer("x", x[:1])], [])
 
 
 # ONNX Runtime: shapes that only the run knows, and shapes that the model lies about.
 
 
-def test_output_of_a_shape_not_known_before_is_produced_each_time_anew(tmp_path: Path) -> None:
-    text = "(float[n] x) => (int64[1, found] k, float[n] y) { k = NonZero(x) y = Neg(x) }"
-    engine = open_ort(save(tmp_path / "nonzero.onnx", text))
-    x, y = np.zeros(5, np.float32), np.zeros(5, np.float32)
-    run = engine.bind([buffer("x", x)], [buffer("y", y)])
-    for found in ([1, 0, 0, 0, 1], [1, 1, 1, 1, 1], [0] * 5, [0, 0, 1, 0, 0]):
-        x[:] = found
-        (k,) = run.execute()
-        assert np.array_equal(content(k), [np.flatnonzero(found)])
-        assert np.array_equal(y, -x)
-
-
 LIES = {
-    "fewer rows": "<int64[2] rows = {0, 1}> { y = Gather(x, rows) minus = Neg(x) }",
     "more rows": "<int64[4] rows = {0, 1, 2, 0}> { y = Gather(x, rows) minus = Neg(x) }",
     "another rank": "<int64[1] flat = {-1}> { y = Reshape(x, flat) minus = Neg(x) }",
     "transposed": "{ y = Transpose(x) minus = Neg(x) }",
@@ -481,15 +426,13 @@ def test_what_is_not_a_tensor_is_a_build_error_that_names_it(
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="this onnxruntime has CUDA")
-def test_device_without_its_provider_is_a_build_error_that_names_both(tmp_path: Path) -> None:
+def test_device_without_its_provider_is_a_build_error_unless_fallback_is_allowed(
+    affine_model: str,
+) -> None:
     text = "^device cuda:0 needs the CUDAExecutionProvider, .* does not have; it has .*CPU"
     with pytest.raises(BuildError, match=text):
-        open_ort(affine_ort(tmp_path), "cuda:0")
-
-
-@pytest.mark.skipif(HAS_CUDA, reason="this onnxruntime has CUDA")
-def test_fallback_that_was_allowed_runs_on_the_cpu_and_says_so(tmp_path: Path) -> None:
-    engine = open_ort(affine_ort(tmp_path), "cuda:0", allow_fallback=True)
+        open_ort(affine_model, "cuda:0")
+    engine = open_ort(affine_model, "cuda:0", allow_fallback=True)
     assert engine.providers == ("CPUExecutionProvider",)
     x = rows(2)
     assert np.array_equal(content(engine.bind([buffer("x", x)], []).execute()[0]), 2 * x + 1)
@@ -501,11 +444,11 @@ def test_fallback_that_was_allowed_runs_on_the_cpu_and_says_so(tmp_path: Path) -
     ids=["own cores", "shared cores", "as the user says"],
 )
 def test_threads_and_spinning_are_as_asked_for(
-    tmp_path: Path, shared: bool, said: str | None, spinning: str | None
+    affine_model: str, shared: bool, said: str | None, spinning: str | None
 ) -> None:
     key = "session.intra_op.allow_spinning"
     config = {"session.disable_prepacking": "1"} | ({key: said} if said else {})
-    engine = open_ort(affine_ort(tmp_path), threads=3, shared_cores=shared, session_config=config)
+    engine = open_ort(affine_model, threads=3, shared_cores=shared, session_config=config)
     assert isinstance(engine, _onnxruntime.OnnxRuntimeEngine)
     options = engine.session.get_session_options()
     assert options.intra_op_num_threads == 3
@@ -583,13 +526,12 @@ def test_without_the_runtime_the_error_says_what_to_install(name: str, install: 
 
 
 def test_shared_arena_is_registered_once_by_threads_that_come_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    affine_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registered = []
     together = threading.Barrier(4)
-    model = affine_ort(tmp_path)
     shared = {"session.use_env_allocators": "1"}
-    open_ort(model, session_config=shared)  # the process has its arena now
+    open_ort(affine_model, session_config=shared)  # the process has its arena now
 
     def count(*given: object) -> None:
         registered.append(given)
@@ -597,7 +539,7 @@ def test_shared_arena_is_registered_once_by_threads_that_come_together(
 
     def come(_: int) -> None:
         together.wait()
-        open_ort(model, session_config=shared)
+        open_ort(affine_model, session_config=shared)
 
     monkeypatch.setattr(ort, "create_and_register_allocator", count)
     _onnxruntime._register_arena.cache_clear()

@@ -121,7 +121,6 @@ def test_rows_that_are_set_against_each_other_are_not_cut() -> None:
 
 # Fixed batches.
 
-BOTH: tuple[Axes, Axes] = ({"x": 0}, {"y": 0})
 """That the first axis is the batch in x and y."""
 
 
@@ -168,7 +167,7 @@ TWO_FIXED = model({"x": (2, 3), "y": (4, 3)}, {"z": (2, 1)})
     [
         (SYMBOLIC, [(4, 5)], (), r"input 'x' has size 5 in dimension 1, expected 3"),
         (TWO, [(4, 3), (6, 2)], ({"x": 0, "y": 0},), r"'x' and 'y' .* together.*4 rows.*has 6"),
-        (FIXED, [(7, 3)], BOTH, "multiple"),
+        (FIXED, [(7, 3)], ({"x": 0}, {"y": 0}), "multiple"),
         (FIXED, [(8, 3)], ({"x": 0},), r"output 'y' has no axis.*output_axes=\{'y': 0\}"),
         (
             TWO_FIXED,
@@ -191,6 +190,7 @@ def test_request_that_does_not_fit_is_refused(
 
 
 def test_batch_of_no_rows_is_answered_without_a_shard() -> None:
+    assert not planned(SYMBOLIC, [(0, 3)], 1).rowwise
     assert planned(SYMBOLIC, [(0, 3)], 4) == Plan(
         rows=(),
         inputs=(InputCut(axis=0, shapes=()),),
@@ -379,22 +379,23 @@ def test_shards_of_any_fixed_batch_join_to_the_whole(batch: int, count: int, pie
 
 # Rows that may share a run with rows of other requests.
 
+
 PAIRED = model({"x": ("n", 3)}, {"y": ("n", "n")})
-X: list[Shape] = [(4, 3)]
 
 
 @pytest.mark.parametrize(
-    ("spec", "shapes", "axes"),
+    ("spec", "shape", "axes"),
     [
-        pytest.param(SYMBOLIC, X, (), id="batch"),
-        pytest.param(UNET, [(2, 4, 8, 8), (1,), (2, 77, 768)], (), id="whole input"),
-        pytest.param(model({"x": (3, "n")}, {"y": ("n",)}), [(3, 4)], (), id="axis 1"),
-        pytest.param(PAIRED, X, ({"x": 0}, {"y": 1}), id="paired output, said"),
+        pytest.param(SYMBOLIC, (4, 3), (), id="batch"),
+        pytest.param(model({"x": (3, "n")}, {"y": ("n",)}), (3, 4), (), id="axis 1"),
+        pytest.param(PAIRED, (4, 3), ({"x": 0}, {"y": 1}), id="paired output, said"),
+        pytest.param(UNET, (2, 4, 8, 8), (), id="whole input"),
     ],
 )
 def test_rows_of_a_batch_of_any_size_may_go_with_others(
-    spec: ModelSpec, shapes: Sequence[Shape], axes: tuple[Axes, ...]
+    spec: ModelSpec, shape: Shape, axes: tuple[Axes, ...]
 ) -> None:
+    shapes = [shape, (1,), (2, 77, 768)][: len(spec.inputs)]
     for pieces in (1, 2):
         cut = planned(spec, shapes, pieces, *axes)
         assert cut.rowwise
@@ -402,29 +403,24 @@ def test_rows_of_a_batch_of_any_size_may_go_with_others(
         assert cut.input_axes == tuple(item.axis for item in cut.inputs)
 
 
-def with_output(*shape: Dimension) -> ModelSpec:
-    return model({"x": ("batch", 3)}, {"y": ("batch", 3), "z": shape})
-
-
 @pytest.mark.parametrize(
-    ("spec", "shapes", "axes"),
+    ("inputs", "output", "axes"),
     [
-        pytest.param(FIXED, X, BOTH, id="fixed batch, several"),
-        pytest.param(SYMBOLIC, [(0, 3)], (), id="no rows"),
-        pytest.param(SYMBOLIC, X, ({"x": None},), id="said to be whole"),
-        pytest.param(with_output(4), X, (), id="no batch in z"),
-        pytest.param(with_output(4), X, (None, {"z": None}), id="the same for all"),
-        pytest.param(with_output("batch", "found"), X, (), id="unknown size"),
-        pytest.param(with_output("2*batch", 3), X, (), id="expression"),
-        pytest.param(PAIRED, X, ({"x": 0},), id="paired output"),
-        pytest.param(model({"x": (None, 3)}, {"y": (None, 5)}), X, (), id="no batch"),
-        pytest.param(model({"x": ("seq", 3)}, {"y": ("seq", 3)}), X, (), id="sequence"),
+        pytest.param((2, 3), (2, 3), ({"x": 0}, {"y": 0}), id="fixed batch, several"),
+        pytest.param(("batch", 3), ("batch", 3), ({"x": None},), id="said to be whole"),
+        pytest.param(("batch", 3), (4,), (), id="no batch in y"),
+        pytest.param(("batch", 3), (4,), (None, {"y": None}), id="the same for all"),
+        pytest.param(("batch", 3), ("batch", "found"), (), id="unknown size"),
+        pytest.param(("batch", 3), ("2*batch", 3), (), id="expression"),
+        pytest.param(("n", 3), ("n", "n"), ({"x": 0},), id="paired output"),
+        pytest.param((None, 3), (None, 5), (), id="no batch"),
+        pytest.param(("seq", 3), ("seq", 3), (), id="sequence"),
     ],
 )
 def test_rows_that_are_not_known_to_be_independent_go_alone(
-    spec: ModelSpec, shapes: Sequence[Shape], axes: tuple[Axes, ...]
+    inputs: Dimensions, output: Dimensions, axes: tuple[Axes, ...]
 ) -> None:
-    assert not planned(spec, shapes, 1, *axes).rowwise
+    assert not planned(model({"x": inputs}, {"y": output}), [(4, 3)], 1, *axes).rowwise
 
 
 # What a request may be cut along.

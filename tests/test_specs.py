@@ -3,9 +3,8 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401 NumPy knows its types by name once it is imported
 import numpy as np
 import pytest
 
@@ -39,37 +38,31 @@ except MissingDependencyError as exc:
 @pytest.mark.parametrize("name", ELEMENT_TYPES)
 def test_every_element_type_keeps_its_name_through_numpy(name: str) -> None:
     assert element_type_name(numpy_dtype(name)) == name
+    if name not in FOUR_BITS and name != STRING:
+        assert tensor_bytes(name, 7) == np.empty(7, numpy_dtype(name)).nbytes
 
 
-@pytest.mark.parametrize("name", ["float32", "int64", "uint16", "complex128"])
-@pytest.mark.parametrize("order", ["<", ">", "="])
-def test_byte_order_does_not_change_the_name(name: str, order: Literal["<", ">", "="]) -> None:
-    assert element_type_name(numpy_dtype(name).newbyteorder(order)) == name
+def test_other_numpy_types_of_an_element_type_have_its_name() -> None:
+    assert [element_type_name(np.dtype(text)) for text in ("U7", "S3", "O")] == [STRING] * 3
+    for text in ("<i8", ">i8", "=i8"):
+        assert element_type_name(np.dtype(text)) == "int64"
+    assert tensor_bytes("int4", 7) == 4
+    assert tensor_bytes(STRING, 7) == 0
+    spec = TensorSpec(name="sample", dtype=np.dtype(np.float16), shape=("batch", 4, None))
+    assert str(spec) == "sample: float16[batch, 4, ?]"
 
 
-@pytest.mark.parametrize("dtype", [np.dtype("U7"), np.dtype("S3"), np.dtype(object)])
-def test_text_bytes_and_objects_are_strings(dtype: "np.dtype[np.generic]") -> None:
-    assert element_type_name(dtype) == STRING
-
-
-@pytest.mark.parametrize("name", ["float31", "", "object", "float8_e3m4", "datetime64"])
-def test_unknown_name_is_refused_with_what_came(name: str) -> None:
+@pytest.mark.parametrize("name", ["", "object", "float8_e3m4", "datetime64"])
+def test_unknown_type_is_refused_with_what_came(name: str) -> None:
     with pytest.raises(InvalidInputError, match=f"got '{name}'"):
         numpy_dtype(name)
+    if name not in ("", "object"):  # names that NumPy knows
+        with pytest.raises(InvalidInputError, match="dtype: got"):
+            element_type_name(np.dtype(name))
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        np.dtype("datetime64[ns]"),
-        np.dtype("timedelta64[s]"),
-        np.dtype([("x", np.float32)]),
-        np.dtype("V4"),
-        np.dtype(ml_dtypes.float8_e3m4),
-    ],
-    ids=str,
-)
-def test_dtype_that_no_model_takes_is_refused_with_what_came(dtype: "np.dtype[np.generic]") -> None:
+@pytest.mark.parametrize("dtype", [np.dtype("V4"), np.dtype([("x", np.float32)])], ids=str)
+def test_dtype_without_a_number_is_refused(dtype: "np.dtype[np.generic]") -> None:
     with pytest.raises(InvalidInputError, match="dtype: got"):
         element_type_name(dtype)
 
@@ -84,16 +77,3 @@ def test_without_ml_dtypes_the_error_says_what_to_install() -> None:
         timeout=30,
     )
     assert "bfloat16 needs the package ml_dtypes: pip install 'mcinfer[ml-dtypes]'" in run.stdout
-
-
-@pytest.mark.parametrize("name", [n for n in ELEMENT_TYPES if n not in (*FOUR_BITS, STRING)])
-def test_tensor_takes_as_many_bytes_as_in_numpy(name: str) -> None:
-    assert tensor_bytes(name, 7) == np.empty(7, numpy_dtype(name)).nbytes
-    assert tensor_bytes("int4", 7) == 4
-    assert tensor_bytes(STRING, 7) == 0
-
-
-def test_spec_reads_as_name_type_and_dimensions() -> None:
-    spec = TensorSpec(name="sample", dtype=np.dtype(np.float16), shape=("batch", 4, None))
-    assert spec.element_type == "float16"
-    assert str(spec) == "sample: float16[batch, 4, ?]"

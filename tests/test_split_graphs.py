@@ -1,5 +1,6 @@
-"""Random graphs (tests/split_graphs.py), and graphs that were answered wrongly once."""
+"""Random graphs (tests/split_graphs.py), graphs that exporters write, and graphs once answered wrongly."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,7 +24,41 @@ def test_split_gives_what_one_session_gives() -> None:
     assert counts["answered"] > GRAPHS * 5
 
 
+def numbers(count: int) -> str:
+    return ", ".join(f"{math.sin(7 * i):.3f}" for i in range(count))
+
+
 FOUND: dict[str, tuple[str, Sequence[Shapes], bool]] = {
+    **{
+        f"exporter's names {', '.join(names)}": (
+            f"(float[{names[0]}, 3, {names[1]}] x) => (float[{names[2]}, {names[3]}] y)"
+            "{ y = ReduceMean <axes = [1], keepdims = 0> (x) }",
+            [{"x": (count, 3, 7)}, {"x": (4, 3, 6)}, {"x": (5, 3, 9)}],
+            True,
+        )
+        for names, count in (
+            (("unk__214", "unk__215", "unk__216", "unk__217"), 5),
+            (("?", "?", "?", "?"), 2),
+        )
+    },
+    "any rank": (
+        "(float[] x) => (float[] y) { y = Relu(x) }",
+        [{"x": shape} for shape in ((4, 3), (5, 3), (6, 2, 2), (4, 3))],
+        True,
+    ),
+    "time of a recurrent model": (
+        f"""(float[sequence_length, 2] x) => (float[sequence_length, 3] y, float[1, 3] last)
+        <float[1, 12, 2] w = {{{numbers(24)}}}, float[1, 12, 3] r = {{{numbers(36)}}},
+         int64[1] one = {{1}}, int64[1] zero = {{0}}> {{
+            wide = Unsqueeze(x, one)
+            states, h, c = LSTM <hidden_size = 3> (wide, w, r)
+            flat = Squeeze(states, one)
+            y = Squeeze(flat, one)
+            last = Squeeze(h, zero)
+        }}""",
+        [{"x": (6, 2)}] * 3,
+        False,
+    ),
     "one row for all, then one for each": (
         "(float[?,3] x, float[?,3] w) => (float[?,3] y) { y = Add(x, w) }",
         [{"x": (4, 3), "w": (1, 3)}, {"x": (2, 3), "w": (2, 3)}, {"x": (4, 3), "w": (4, 3)}],
@@ -73,6 +108,33 @@ FOUND: dict[str, tuple[str, Sequence[Shapes], bool]] = {
 }
 """By what it shows: the graph, requests, and whether they are split in the end."""
 
+MIXING = (
+    ("batch", "float[batch, 4] y", "y = Softmax <axis = 0> (x)"),
+    ("s0", "float[s0, 4] y", "mean = ReduceMean <axes = [0], keepdims = 1> (x) y = Sub(x, mean)"),
+    ("batch", "float[batch, 4] y", "y = CumSum(x, zero)"),
+    ("batch", "float[k, 4] y", "y, at = TopK <axis = 0> (x, two)"),
+    ("batch", "float[k, 4] y", "y = Gather(x, back)"),
+    (
+        "batch",
+        "float[batch, 4] y, float[?, ?] z",
+        "z = ReduceMean <axes = [0], keepdims = 1> (x) y = Relu(x)",
+    ),
+    ("?", "float[?, 4] y, float[?] z", "z = ReduceMax <axes = [0], keepdims = 0> (x) y = Relu(x)"),
+    ("batch", "float[batch, 4] y, int64 z", "s = Shape(x) z = Gather(s, zero) y = Relu(x)"),
+)
+"""Rows that depend on each other: their symbol, the outputs and the nodes."""
+
+WEIGHTS = "int64 zero = {0}, int64[1] two = {2}, int64[4] back = {3, 2, 1, 0}"
+
+FOUND |= {
+    f"{nodes} with rows {rows}": (
+        f"(float[{rows}, 4] x) => ({outputs}) <{WEIGHTS}> {{ {nodes} }}",
+        [{"x": (4, 4)}] * 4,
+        False,
+    )
+    for rows, outputs, nodes in MIXING
+}
+
 
 @pytest.mark.parametrize("name", [*FOUND])
 def test_graph_is_answered_as_by_one_session(name: str) -> None:
@@ -90,3 +152,4 @@ def test_graph_is_answered_as_by_one_session(name: str) -> None:
     assert outcome.wrong == outcome.raised == []
     assert outcome.answered == len(requests)
     assert pool.splitter.known.splits is splits
+    assert splits is (pool.split_runs > 0)

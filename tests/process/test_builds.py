@@ -44,11 +44,18 @@ def test_device_that_does_not_exist_is_named_and_the_others_are_not_blamed(
     assert "worker 0" not in text
 
 
-def test_build_that_raises_everywhere_names_every_worker(fake_model: FakeModel) -> None:
-    text = failure_to_start(Master(fake_model(build="fail"), 3, engine="fake", verify="never"))
+def test_build_that_raises_everywhere_names_every_worker_and_closes_the_master(
+    fake_model: FakeModel,
+) -> None:
+    master = Master(fake_model(build="fail"), 3, engine="fake", verify="never")
+    text = failure_to_start(master)
     for index in range(3):
         assert f"worker {index} (cpu:{index}" in text
     assert text.count("fake: told to fail") == 3
+    with pytest.raises(ClosedError):
+        master.predict({})
+    with pytest.raises(ClosedError):
+        master.start()
 
 
 def test_build_that_raises_in_one_worker_ends_the_others_too(
@@ -74,17 +81,6 @@ def test_build_that_takes_too_long_is_ended_and_named(fake_model: FakeModel) -> 
     )
     assert "not ready within 1 s" in text
     assert "worker 0 (cpu:0" in text
-
-
-def test_master_that_failed_to_start_refuses_requests_and_another_start(
-    fake_model: FakeModel,
-) -> None:
-    master = Master(fake_model(build="fail"), 1, engine="fake", verify="never")
-    failure_to_start(master)
-    with pytest.raises(ClosedError):
-        master.predict({})
-    with pytest.raises(ClosedError):
-        master.start()
 
 
 def test_parallel_utils_pass_the_build_error_on(tmp_path: Path) -> None:
