@@ -221,26 +221,6 @@ def test_request_beyond_the_queue_limit_is_refused_and_changes_nothing() -> None
 # Bad requests.
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"), [("invalid", InvalidInputError), ("predict", PredictError)]
-)
-def test_bad_request_fails_alone_and_its_worker_serves_on(
-    kind: str, expected: type[McinferError]
-) -> None:
-    pool = ready_pool(1)
-    pool.handle_request(0.0, 1, (1,), 10.0)
-    pool.handle_request(0.0, 2, (1,), 10.0)
-    actions = pool.handle_message(1.0, 0, error(1, kind=kind))
-    assert outline(actions) == [
-        Failed(1, expected),
-        Release(request=1),
-        predict(0, (2, 0)),
-    ]
-    assert text(actions) == "worker 0 (cpu:0, pid 100): bad news"
-    assert (pool.table.failed, pool.table.in_flight) == (1, 1)
-    assert pool.lives.statistics()[0].last_error == "bad news"
-
-
 def test_failed_shard_cancels_the_others_and_memory_waits_for_them() -> None:
     pool = ready_pool(3)
     pool.handle_request(0.0, 1, (1, 1, 1, 1, 1), 10.0)
@@ -332,28 +312,6 @@ def test_cancelled_run_without_a_deadline_does_not_keep_its_worker_for_ever() ->
 
 
 # Restarts.
-
-
-def test_requests_fail_at_once_while_all_workers_are_past_their_budget() -> None:
-    pool = ready_pool(2, restart=replace(RESTART, budget=0))
-    pool.handle_request(0.0, 1, (1, 1, 1), 10.0)
-    assert pool.handle_died(1.0, 0, SIGSEGV) == []
-    actions = pool.handle_died(2.0, 1, describe_exit(9))
-    assert outline(actions) == [Failed(1, WorkerDiedError), Release(request=1)]
-    assert text(actions) == (
-        "no worker serves, the restart budget is spent, and the next start is in 0.0 s: "
-        "worker 0 (cpu:0, pid 100) killed by SIGSEGV; worker 1 (cpu:1, pid 101) exited with status 9"
-    )
-    assert outline(pool.handle_request(2.0, 2, (1, 1, 1, 1), 10.0)) == [
-        Failed(2, WorkerDiedError),
-        Release(request=2),
-    ]
-    assert (
-        pool.table.accepted,
-        pool.table.failed,
-        pool.table.in_flight,
-        len(pool.table.queue),
-    ) == (2, 2, 0, 0)
 
 
 def test_model_that_does_not_load_again_counts_against_the_budget_and_is_told() -> None:
@@ -572,20 +530,6 @@ def test_run_that_one_member_has_no_more_time_for_is_stopped_and_the_others_run_
     assert counts(pool) == (3, 1, 0, 0)
 
 
-# Waiting for company.
-
-
-def test_held_requests_wake_nobody_while_no_worker_is_ready() -> None:
-    pool = ready_pool(1, max_batch_size=8, max_delay=0.5)
-    pool.handle_request(0.0, 1, (1,), 10.0)
-    pool.handle_request(0.0, 2, (1,), 20.0, join=JOIN)
-    assert pool.next_time() == 10.0
-    assert pool.handle_time(0.5) == []
-    assert pool.next_time() == 10.0
-    # Its time for company was over while it waited for the worker.
-    assert pool.handle_message(1.0, 0, reply(1))[-1] == predict(0, (2, 0))
-
-
 # Messages that should not be.
 
 
@@ -635,22 +579,11 @@ def test_worker_holds_as_many_runs_as_take_some_milliseconds(seconds: float, cap
     ]
 
 
-def test_suspect_that_kills_two_more_is_given_up() -> None:
-    pool = pool_of_short_runs(3, seconds=0.001)
-    for request in range(10, 16):
-        ask(pool, 1.0, request)
-    pool.handle_died(1.01, 0, SIGSEGV)  # it had 10 and 13
-    for worker, request in ((1, 11), (2, 12), (2, 15)):
-        pool.handle_message(1.02, worker, reply(request, seconds=0.001))
-    assert (pool.running(1), pool.running(2)) == (((14, 0),), ((10, 0),))
-    pool.handle_died(1.03, 2, SIGSEGV)
-    pool.handle_message(1.04, 1, reply(14, seconds=0.001))
-    assert pool.running(1) == ((10, 0),)
-    actions = pool.handle_died(1.05, 1, SIGKILL)
-    assert outline(actions) == [Failed(10, WorkerDiedError), Release(request=10)]
-    assert "worker 2 (cpu:2, pid 102) killed by SIGSEGV; worker 1" in text(actions)
-    assert "worker 0" not in text(actions)
-    assert pool.table[13].deaths == {0: []}
+def test_seconds_that_a_worker_says_are_no_more_than_there_were() -> None:
+    pool = ready_pool(1)
+    ask(pool, 0.0, 1)
+    assert pool.take_reply(0, 1, 0, 1e308, 0.5) is not None
+    assert pool.lives.statistics()[0].busy_seconds <= 0.5
 
 
 # Late runs: behind one that goes on for long.
@@ -702,17 +635,6 @@ def test_of_workers_with_as_many_runs_the_one_that_began_first_is_given_the_next
     pool.handle_message(1.001, 0, reply(10, seconds=0.001))
     assert pool.assign(1.0015, 12, (1,), 1.0015, 10.0, 0) == [pool.workers[0]]
     assert pool.assign(1.0016, 13, (1,), 1.0016, 10.0, 0) == [pool.workers[1]]
-
-
-def test_cancel_of_a_late_run_that_hits_the_next_run_of_the_shard_does_not_fail_it() -> None:
-    pool = pool_of_short_runs()
-    ask(pool, 1.0, 10, 11)
-    pool.handle_time(LATE)
-    pool.handle_message(3.0, 0, reply(10))
-    # The worker had begun the run before it read the CANCEL, and keeps that.
-    assert pool.handle_message(3.0, 0, reply(11)) == [predict(0, (11, 0))]
-    assert pool.handle_message(3.0, 0, error(11, kind="cancelled")) == [predict(0, (11, 0))]
-    assert pool.handle_message(3.0, 0, reply(11))[0] == Settle(request=11)
 
 
 def test_worker_that_only_ever_says_cancelled_does_not_keep_a_request() -> None:
@@ -776,23 +698,6 @@ def test_what_is_not_answered_in_the_time_for_draining_fails() -> None:
         Send(worker=0, message=Exit()),
     ]
     assert pool.next_time() == 5.0 + TIMEOUTS.close
-
-
-@pytest.mark.parametrize("end", ["cancel", "deadline", "error", "lost"])
-def test_draining_ends_however_the_last_request_ends(end: str) -> None:
-    pool = ready_pool(1, restart=replace(RESTART, budget=0))
-    pool.handle_request(0.0, 1, (1,), 10.0)
-    pool.handle_drain(1.0, math.inf)
-    if end == "cancel":
-        actions = pool.handle_cancel(2.0, 1)
-    elif end == "deadline":
-        actions = pool.handle_time(10.0)
-    elif end == "error":
-        actions = pool.handle_message(2.0, 0, error(1))
-    else:
-        actions = pool.handle_died(2.0, 0, SIGSEGV)
-    last = PoolClosed() if end == "lost" else Send(worker=0, message=Exit())
-    assert actions[-1] == last
 
 
 # Replacing.
@@ -876,18 +781,6 @@ def test_health_says_what_a_worker_that_is_away_is_doing() -> None:
     restarted(pool, 0, 2.5)
     pool.handle_killed(0, "breaks the protocol")
     assert reason() == "worker 0 (cpu:0, pid 200) is being killed: breaks the protocol"
-
-
-def test_run_that_nobody_waits_for_any_more_is_a_reason_until_it_ends() -> None:
-    pool = ready_pool(1)
-    pool.handle_request(0.0, 1, (1,), 10.0)
-    pool.handle_time(10.0)
-    assert pool.health(10.4).state == "ready"  # most stop at once
-    health = pool.health(10.5)
-    assert (health.state, health.serving) == ("degraded", 1)
-    assert "has not stopped a run that no caller waits for" in health.reasons[0]
-    pool.handle_message(10.6, 0, error(1, kind="cancelled"))
-    assert pool.health(10.6).state == "ready"
 
 
 # The fast path and the slow one, side by side.
