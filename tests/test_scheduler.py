@@ -355,12 +355,9 @@ def test_slow_start_is_killed_and_fails_the_start() -> None:
     assert text(actions) == ("worker 1 (cpu:1, pid 101): not ready within 30 s (it was building)")
 
 
-@pytest.mark.parametrize("keys", [("a", "", "b")])
-def test_model_that_is_prepared_agrees_with_one_that_is_not_and_with_itself(
-    keys: tuple[str, ...],
-) -> None:
+def test_model_that_is_prepared_agrees_with_one_that_is_not_and_with_itself() -> None:
     pool = new_pool(3)
-    for worker, key in enumerate(keys):
+    for worker, key in enumerate(("a", "", "b")):
         pool.handle_message(0.0, worker, hello(worker))
         actions = pool.handle_message(0.0, worker, replace(built(), prepared=key))
     assert outline(actions) == [KillWorker(worker=2), Failed(None, BuildError)]
@@ -418,17 +415,15 @@ def test_workers_that_still_load_are_killed_when_the_pool_closes() -> None:
 JOIN = ("key", 1)
 
 
-def joined_pool(
-    workers: int = 1, *, requests: int = 3, timeout: float = 20.0, max_delay: float = 0.0
-) -> Pool:
-    """A pool whose worker 0 runs requests 1, 2, ... as one; others, if any, are at a request of their own."""
-    pool = ready_pool(workers, max_batch_size=8, max_delay=max_delay)
+def joined_pool(workers: int = 1) -> Pool:
+    """Worker 0 runs requests 1, 2 and 3 as one; each other worker has a request of its own."""
+    pool = ready_pool(workers, max_batch_size=8)
     for worker in range(workers):
         pool.handle_request(0.0, 90 + worker, (1,), 99.0)
-    for request in range(1, requests + 1):
-        assert pool.handle_request(0.0, request, (1,), timeout, join=JOIN) == []
+    for request in (1, 2, 3):
+        assert pool.handle_request(0.0, request, (1,), 20.0, join=JOIN) == []
     actions = pool.handle_message(0.0, 0, reply(90))
-    run = predict(0, *((request, 0) for request in range(1, requests + 1)))
+    run = predict(0, (1, 0), (2, 0), (3, 0))
     assert actions == [Settle(request=90), Release(request=90), run]
     return pool
 
@@ -500,8 +495,7 @@ def test_run_goes_on_while_any_of_its_requests_is_wanted_and_is_cancelled_with_t
     assert pool.lives.statistics()[0].failed == 0
 
 
-def overdue_pool() -> Pool:
-    """Worker 0 runs requests 1 (5 s), 2 and 3 (20 s) as one; request 1 has just run out of time."""
+def test_run_that_one_member_has_no_more_time_for_is_stopped_and_the_others_run_apart() -> None:
     pool = ready_pool(1, max_batch_size=8)
     pool.handle_request(0.0, 90, (1,), 99.0)
     for request, timeout in ((1, 5.0), (2, 20.0), (3, 20.0)):
@@ -515,11 +509,6 @@ def overdue_pool() -> Pool:
     ]
     assert "shard 0 ran on worker 0 (cpu:0, pid 100)" in text(actions)
     assert pool.next_time() == 6.0
-    return pool
-
-
-def test_run_that_one_member_has_no_more_time_for_is_stopped_and_the_others_run_apart() -> None:
-    pool = overdue_pool()
     assert pool.handle_message(5.5, 0, error(1, kind="cancelled")) == [
         Release(request=1),
         predict(0, (2, 0)),
@@ -547,11 +536,9 @@ def test_message_that_may_not_come_is_refused_and_changes_nothing() -> None:
 # Several runs of a worker, where they are short.
 
 
-def pool_of_short_runs(
-    workers: int = 1, *, seconds: float = SHORT_RUN, tracing: bool = False
-) -> Pool:
+def pool_of_short_runs(workers: int = 1, *, seconds: float = SHORT_RUN) -> Pool:
     """A pool whose workers have each answered a run of so many seconds; the test's requests begin at 10."""
-    pool = ready_pool(workers, tracing=tracing)
+    pool = ready_pool(workers)
     pool.handle_request(0.0, 0, (1,) * workers, 10.0)
     for worker in range(workers):
         pool.handle_message(0.0, worker, reply(0, worker, seconds=seconds))
@@ -591,9 +578,9 @@ def test_seconds_that_a_worker_says_are_no_more_than_there_were() -> None:
 LATE = 1.0 + LONG_RUN
 
 
-def pool_with_a_late_run(*, tracing: bool = False) -> Pool:
-    """Worker 0 is at request 10, and has 12 late behind it; worker 1 was given 12, too."""
-    pool = pool_of_short_runs(2, tracing=tracing)
+@pytest.mark.parametrize("end", ["reply", "predict", "cancelled", "death"])
+def test_late_answer_is_ignored_whatever_it_is_and_memory_is_held_until_then(end: str) -> None:
+    pool = pool_of_short_runs(2)
     ask(pool, 1.0, 10, 11, 12)
     pool.handle_message(1.001, 1, reply(11, seconds=0.001))
     assert pool.next_time() == pool.next_turn() == LATE
@@ -603,12 +590,6 @@ def pool_with_a_late_run(*, tracing: bool = False) -> Pool:
     ]
     assert (pool.next_turn(), pool.next_time()) == (math.inf, 11.0)
     assert not pool.is_late(0)
-    return pool
-
-
-@pytest.mark.parametrize("end", ["reply", "predict", "cancelled", "death"])
-def test_late_answer_is_ignored_whatever_it_is_and_memory_is_held_until_then(end: str) -> None:
-    pool = pool_with_a_late_run()
     assert pool.handle_message(1.2, 1, reply(12)) == [Settle(request=12)]
     assert pool.handle_message(3.0, 0, reply(10)) == [Settle(request=10), Release(request=10)]
     assert pool.is_late(0)
