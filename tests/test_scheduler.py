@@ -604,6 +604,22 @@ def test_late_answer_is_ignored_whatever_it_is_and_memory_is_held_until_then(end
     assert len(pool.table) == 0
 
 
+def test_request_is_held_for_a_late_run_when_its_other_shard_is_answered_last() -> None:
+    pool = pool_of_short_runs(3, seconds=0.001)
+    for worker in range(3):
+        assert pool.assign(1.0, 10 + worker, (1,), 1.0, 60.0, 0) == [pool.workers[worker]]
+    assert pool.assign(1.0, 13, (1, 1), 1.0, 60.0, 0) == pool.workers[:2]  # behind two runs
+    for worker in (1, 2):
+        pool.handle_message(1.0, worker, reply(10 + worker, seconds=0.001))
+    fresh = SendPredict(worker=2, members=((13, 0),), fresh=True)
+    assert fresh in pool.handle_time(LATE)
+    pool.handle_message(LATE, 2, reply(13))
+    assert pool.take_reply(1, 13, 1, 0.001, LATE) is None  # worker 0 may write to it
+    assert pool.handle_message(LATE, 1, reply(13, 1)) == [Settle(request=13)]
+    pool.handle_message(LATE, 0, reply(10))
+    assert pool.handle_message(LATE, 0, error(13, kind="cancelled")) == [Release(request=13)]
+
+
 def test_of_workers_with_as_many_runs_the_one_that_began_first_is_given_the_next() -> None:
     """It is likely to be free first: requests wait as they would in one line for both."""
     pool = ready_pool(2)
