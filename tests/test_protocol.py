@@ -407,16 +407,6 @@ def test_message_with_changed_fields_is_refused_or_a_message(
     _refused_or_sound(msgpack.packb(content))
 
 
-@given(st.data(), MESSAGE)
-def test_message_with_changed_bytes_is_refused_or_a_message(
-    data: st.DataObject, message: Message
-) -> None:
-    content = bytearray(encode(message))
-    for _ in range(data.draw(st.integers(1, 4))):
-        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    _refused_or_sound(bytes(content))
-
-
 # The heads.
 
 

@@ -257,13 +257,6 @@ def test_more_shapes_than_are_kept_are_all_right(start: Start) -> None:
             assert len(pool.runs._runs) <= _MAX_RUNS
 
 
-def test_run_that_fails_leaves_the_next_one_right(start: Start) -> None:
-    pool = start(content(when={"-1": "fail"}))
-    with pytest.raises(PredictError, match="told to fail"):
-        pool.check([numbers(1, 3, first=first) for first in (5, -1)])
-    pool.check([numbers(1, 3, first=first) for first in (0, 1)])
-
-
 def test_runs_of_the_same_rows_with_other_weights_are_bound_apart(start: Start) -> None:
     model = content()
     model["outputs"][0][3] = {"from": "x", "scale": 2, "add": "w"}

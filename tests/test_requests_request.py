@@ -250,6 +250,35 @@ def test_fresh_run_must_not_answer_with_the_memory_that_another_may_still_write_
     assert (request.value()["y"] == 3).all()
 
 
+def test_memory_that_a_late_run_may_write_to_is_not_given_to_the_next_request(
+    arena: Arena, worker: Worker
+) -> None:
+    planner = planner_of(PLAIN, arena)
+    request = planner.request([X, W], 1, None, 0.0)
+    [asked] = references(request, 0)[1]  # one worker has it
+    request.message(0, fresh=True)  # and another one
+    opened(request, worker, 0, 3 * X)
+    request.settle()
+    assert (request.result()["y"] == 3).all()
+    gc.collect()
+    following = planner.request([X, W], 1, None, 0.0)
+    assert references(following, 0)[1] != (asked,)
+    del following
+    request.release()
+    gc.collect()
+    assert references(planner.request([X, W], 1, None, 0.0), 0)[1] == (asked,)
+
+
+def test_shard_that_is_sent_without_fresh_memory_again_is_answered_in_place(arena: Arena) -> None:
+    request = planner_of(PLAIN, arena).request([X, W], 1, None, 0.0)
+    request.number = 7
+    request.message(0, fresh=True)
+    request.message(0)  # the late run has ended meanwhile, and the worker with fresh memory died
+    assert request.is_laid_out(0)
+    request.take(0, (), never, 2, 0)
+    assert request.value()["y"].shape == X.shape
+
+
 def test_answer_after_the_request_was_given_up_is_checked_and_kept_by_nobody(
     arena: Arena, worker: Worker
 ) -> None:

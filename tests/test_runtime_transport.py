@@ -432,6 +432,7 @@ def test_worker_whose_master_is_gone_is_told() -> None:
 
 WITHOUT_SIGPIPE = """
 import os, signal
+from mcinfer.runtime.cancels import Cancels
 from mcinfer.runtime.transport import SendError, SocketPairMaster
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 master = SocketPairMaster()
@@ -442,13 +443,19 @@ for size in (2, 100_000):
         master.send(b"1", bytes(size))
     except SendError as exc:
         print(exc.strerror)
+ours, theirs = Cancels.pair()
+theirs.close()
+try:
+    ours.send(1, 0)
+except OSError as exc:
+    print(exc.strerror)
 """
 
 
 def test_program_that_wants_to_end_by_sigpipe_does_not_by_a_worker() -> None:
     command = [sys.executable, "-c", WITHOUT_SIGPIPE]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert ended.stdout == "Broken pipe\n" * 2
+    assert ended.stdout == "Broken pipe\n" * 3
 
 
 def test_pair_that_cannot_be_made_is_an_os_error() -> None:

@@ -221,26 +221,6 @@ def test_request_beyond_the_queue_limit_is_refused_and_changes_nothing() -> None
 # Bad requests.
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"), [("invalid", InvalidInputError), ("predict", PredictError)]
-)
-def test_bad_request_fails_alone_and_its_worker_serves_on(
-    kind: str, expected: type[McinferError]
-) -> None:
-    pool = ready_pool(1)
-    pool.handle_request(0.0, 1, (1,), 10.0)
-    pool.handle_request(0.0, 2, (1,), 10.0)
-    actions = pool.handle_message(1.0, 0, error(1, kind=kind))
-    assert outline(actions) == [
-        Failed(1, expected),
-        Release(request=1),
-        predict(0, (2, 0)),
-    ]
-    assert text(actions) == "worker 0 (cpu:0, pid 100): bad news"
-    assert (pool.table.failed, pool.table.in_flight) == (1, 1)
-    assert pool.lives.statistics()[0].last_error == "bad news"
-
-
 def test_failed_shard_cancels_the_others_and_memory_waits_for_them() -> None:
     pool = ready_pool(3)
     pool.handle_request(0.0, 1, (1, 1, 1, 1, 1), 10.0)
@@ -334,28 +314,6 @@ def test_cancelled_run_without_a_deadline_does_not_keep_its_worker_for_ever() ->
 # Restarts.
 
 
-def test_requests_fail_at_once_while_all_workers_are_past_their_budget() -> None:
-    pool = ready_pool(2, restart=replace(RESTART, budget=0))
-    pool.handle_request(0.0, 1, (1, 1, 1), 10.0)
-    assert pool.handle_died(1.0, 0, SIGSEGV) == []
-    actions = pool.handle_died(2.0, 1, describe_exit(9))
-    assert outline(actions) == [Failed(1, WorkerDiedError), Release(request=1)]
-    assert text(actions) == (
-        "no worker serves, the restart budget is spent, and the next start is in 0.0 s: "
-        "worker 0 (cpu:0, pid 100) killed by SIGSEGV; worker 1 (cpu:1, pid 101) exited with status 9"
-    )
-    assert outline(pool.handle_request(2.0, 2, (1, 1, 1, 1), 10.0)) == [
-        Failed(2, WorkerDiedError),
-        Release(request=2),
-    ]
-    assert (
-        pool.table.accepted,
-        pool.table.failed,
-        pool.table.in_flight,
-        len(pool.table.queue),
-    ) == (2, 2, 0, 0)
-
-
 def test_model_that_does_not_load_again_counts_against_the_budget_and_is_told() -> None:
     pool = ready_pool(1, restart=replace(RESTART, budget=1))
     pool.handle_died(1.0, 0, SIGSEGV)
@@ -397,12 +355,9 @@ def test_slow_start_is_killed_and_fails_the_start() -> None:
     assert text(actions) == ("worker 1 (cpu:1, pid 101): not ready within 30 s (it was building)")
 
 
-@pytest.mark.parametrize("keys", [("a", "", "b")])
-def test_model_that_is_prepared_agrees_with_one_that_is_not_and_with_itself(
-    keys: tuple[str, ...],
-) -> None:
+def test_model_that_is_prepared_agrees_with_one_that_is_not_and_with_itself() -> None:
     pool = new_pool(3)
-    for worker, key in enumerate(keys):
+    for worker, key in enumerate(("a", "", "b")):
         pool.handle_message(0.0, worker, hello(worker))
         actions = pool.handle_message(0.0, worker, replace(built(), prepared=key))
     assert outline(actions) == [KillWorker(worker=2), Failed(None, BuildError)]
@@ -460,17 +415,15 @@ def test_workers_that_still_load_are_killed_when_the_pool_closes() -> None:
 JOIN = ("key", 1)
 
 
-def joined_pool(
-    workers: int = 1, *, requests: int = 3, timeout: float = 20.0, max_delay: float = 0.0
-) -> Pool:
-    """A pool whose worker 0 runs requests 1, 2, ... as one; others, if any, are at a request of their own."""
-    pool = ready_pool(workers, max_batch_size=8, max_delay=max_delay)
+def joined_pool(workers: int = 1) -> Pool:
+    """Worker 0 runs requests 1, 2 and 3 as one; each other worker has a request of its own."""
+    pool = ready_pool(workers, max_batch_size=8)
     for worker in range(workers):
         pool.handle_request(0.0, 90 + worker, (1,), 99.0)
-    for request in range(1, requests + 1):
-        assert pool.handle_request(0.0, request, (1,), timeout, join=JOIN) == []
+    for request in (1, 2, 3):
+        assert pool.handle_request(0.0, request, (1,), 20.0, join=JOIN) == []
     actions = pool.handle_message(0.0, 0, reply(90))
-    run = predict(0, *((request, 0) for request in range(1, requests + 1)))
+    run = predict(0, (1, 0), (2, 0), (3, 0))
     assert actions == [Settle(request=90), Release(request=90), run]
     return pool
 
@@ -542,8 +495,7 @@ def test_run_goes_on_while_any_of_its_requests_is_wanted_and_is_cancelled_with_t
     assert pool.lives.statistics()[0].failed == 0
 
 
-def overdue_pool() -> Pool:
-    """Worker 0 runs requests 1 (5 s), 2 and 3 (20 s) as one; request 1 has just run out of time."""
+def test_run_that_one_member_has_no_more_time_for_is_stopped_and_the_others_run_apart() -> None:
     pool = ready_pool(1, max_batch_size=8)
     pool.handle_request(0.0, 90, (1,), 99.0)
     for request, timeout in ((1, 5.0), (2, 20.0), (3, 20.0)):
@@ -557,11 +509,6 @@ def overdue_pool() -> Pool:
     ]
     assert "shard 0 ran on worker 0 (cpu:0, pid 100)" in text(actions)
     assert pool.next_time() == 6.0
-    return pool
-
-
-def test_run_that_one_member_has_no_more_time_for_is_stopped_and_the_others_run_apart() -> None:
-    pool = overdue_pool()
     assert pool.handle_message(5.5, 0, error(1, kind="cancelled")) == [
         Release(request=1),
         predict(0, (2, 0)),
@@ -570,20 +517,6 @@ def test_run_that_one_member_has_no_more_time_for_is_stopped_and_the_others_run_
     assert pool.handle_message(6.0, 0, reply(2))[-1] == predict(0, (3, 0))
     assert pool.handle_message(6.0, 0, reply(3))[0] == Settle(request=3)
     assert counts(pool) == (3, 1, 0, 0)
-
-
-# Waiting for company.
-
-
-def test_held_requests_wake_nobody_while_no_worker_is_ready() -> None:
-    pool = ready_pool(1, max_batch_size=8, max_delay=0.5)
-    pool.handle_request(0.0, 1, (1,), 10.0)
-    pool.handle_request(0.0, 2, (1,), 20.0, join=JOIN)
-    assert pool.next_time() == 10.0
-    assert pool.handle_time(0.5) == []
-    assert pool.next_time() == 10.0
-    # Its time for company was over while it waited for the worker.
-    assert pool.handle_message(1.0, 0, reply(1))[-1] == predict(0, (2, 0))
 
 
 # Messages that should not be.
@@ -603,11 +536,9 @@ def test_message_that_may_not_come_is_refused_and_changes_nothing() -> None:
 # Several runs of a worker, where they are short.
 
 
-def pool_of_short_runs(
-    workers: int = 1, *, seconds: float = SHORT_RUN, tracing: bool = False
-) -> Pool:
+def pool_of_short_runs(workers: int = 1, *, seconds: float = SHORT_RUN) -> Pool:
     """A pool whose workers have each answered a run of so many seconds; the test's requests begin at 10."""
-    pool = ready_pool(workers, tracing=tracing)
+    pool = ready_pool(workers)
     pool.handle_request(0.0, 0, (1,) * workers, 10.0)
     for worker in range(workers):
         pool.handle_message(0.0, worker, reply(0, worker, seconds=seconds))
@@ -635,22 +566,11 @@ def test_worker_holds_as_many_runs_as_take_some_milliseconds(seconds: float, cap
     ]
 
 
-def test_suspect_that_kills_two_more_is_given_up() -> None:
-    pool = pool_of_short_runs(3, seconds=0.001)
-    for request in range(10, 16):
-        ask(pool, 1.0, request)
-    pool.handle_died(1.01, 0, SIGSEGV)  # it had 10 and 13
-    for worker, request in ((1, 11), (2, 12), (2, 15)):
-        pool.handle_message(1.02, worker, reply(request, seconds=0.001))
-    assert (pool.running(1), pool.running(2)) == (((14, 0),), ((10, 0),))
-    pool.handle_died(1.03, 2, SIGSEGV)
-    pool.handle_message(1.04, 1, reply(14, seconds=0.001))
-    assert pool.running(1) == ((10, 0),)
-    actions = pool.handle_died(1.05, 1, SIGKILL)
-    assert outline(actions) == [Failed(10, WorkerDiedError), Release(request=10)]
-    assert "worker 2 (cpu:2, pid 102) killed by SIGSEGV; worker 1" in text(actions)
-    assert "worker 0" not in text(actions)
-    assert pool.table[13].deaths == {0: []}
+def test_seconds_that_a_worker_says_are_no_more_than_there_were() -> None:
+    pool = ready_pool(1)
+    ask(pool, 0.0, 1)
+    assert pool.take_reply(0, 1, 0, 1e308, 0.5) is not None
+    assert pool.lives.statistics()[0].busy_seconds <= 0.5
 
 
 # Late runs: behind one that goes on for long.
@@ -658,9 +578,9 @@ def test_suspect_that_kills_two_more_is_given_up() -> None:
 LATE = 1.0 + LONG_RUN
 
 
-def pool_with_a_late_run(*, tracing: bool = False) -> Pool:
-    """Worker 0 is at request 10, and has 12 late behind it; worker 1 was given 12, too."""
-    pool = pool_of_short_runs(2, tracing=tracing)
+@pytest.mark.parametrize("end", ["reply", "predict", "cancelled", "death"])
+def test_late_answer_is_ignored_whatever_it_is_and_memory_is_held_until_then(end: str) -> None:
+    pool = pool_of_short_runs(2)
     ask(pool, 1.0, 10, 11, 12)
     pool.handle_message(1.001, 1, reply(11, seconds=0.001))
     assert pool.next_time() == pool.next_turn() == LATE
@@ -670,12 +590,6 @@ def pool_with_a_late_run(*, tracing: bool = False) -> Pool:
     ]
     assert (pool.next_turn(), pool.next_time()) == (math.inf, 11.0)
     assert not pool.is_late(0)
-    return pool
-
-
-@pytest.mark.parametrize("end", ["reply", "predict", "cancelled", "death"])
-def test_late_answer_is_ignored_whatever_it_is_and_memory_is_held_until_then(end: str) -> None:
-    pool = pool_with_a_late_run()
     assert pool.handle_message(1.2, 1, reply(12)) == [Settle(request=12)]
     assert pool.handle_message(3.0, 0, reply(10)) == [Settle(request=10), Release(request=10)]
     assert pool.is_late(0)
@@ -690,6 +604,22 @@ def test_late_answer_is_ignored_whatever_it_is_and_memory_is_held_until_then(end
     assert len(pool.table) == 0
 
 
+def test_request_is_held_for_a_late_run_when_its_other_shard_is_answered_last() -> None:
+    pool = pool_of_short_runs(3, seconds=0.001)
+    for worker in range(3):
+        assert pool.assign(1.0, 10 + worker, (1,), 1.0, 60.0, 0) == [pool.workers[worker]]
+    assert pool.assign(1.0, 13, (1, 1), 1.0, 60.0, 0) == pool.workers[:2]  # behind two runs
+    for worker in (1, 2):
+        pool.handle_message(1.0, worker, reply(10 + worker, seconds=0.001))
+    fresh = SendPredict(worker=2, members=((13, 0),), fresh=True)
+    assert fresh in pool.handle_time(LATE)
+    pool.handle_message(LATE, 2, reply(13))
+    assert pool.take_reply(1, 13, 1, 0.001, LATE) is None  # worker 0 may write to it
+    assert pool.handle_message(LATE, 1, reply(13, 1)) == [Settle(request=13)]
+    pool.handle_message(LATE, 0, reply(10))
+    assert pool.handle_message(LATE, 0, error(13, kind="cancelled")) == [Release(request=13)]
+
+
 def test_of_workers_with_as_many_runs_the_one_that_began_first_is_given_the_next() -> None:
     """It is likely to be free first: requests wait as they would in one line for both."""
     pool = ready_pool(2)
@@ -702,17 +632,6 @@ def test_of_workers_with_as_many_runs_the_one_that_began_first_is_given_the_next
     pool.handle_message(1.001, 0, reply(10, seconds=0.001))
     assert pool.assign(1.0015, 12, (1,), 1.0015, 10.0, 0) == [pool.workers[0]]
     assert pool.assign(1.0016, 13, (1,), 1.0016, 10.0, 0) == [pool.workers[1]]
-
-
-def test_cancel_of_a_late_run_that_hits_the_next_run_of_the_shard_does_not_fail_it() -> None:
-    pool = pool_of_short_runs()
-    ask(pool, 1.0, 10, 11)
-    pool.handle_time(LATE)
-    pool.handle_message(3.0, 0, reply(10))
-    # The worker had begun the run before it read the CANCEL, and keeps that.
-    assert pool.handle_message(3.0, 0, reply(11)) == [predict(0, (11, 0))]
-    assert pool.handle_message(3.0, 0, error(11, kind="cancelled")) == [predict(0, (11, 0))]
-    assert pool.handle_message(3.0, 0, reply(11))[0] == Settle(request=11)
 
 
 def test_worker_that_only_ever_says_cancelled_does_not_keep_a_request() -> None:
@@ -776,23 +695,6 @@ def test_what_is_not_answered_in_the_time_for_draining_fails() -> None:
         Send(worker=0, message=Exit()),
     ]
     assert pool.next_time() == 5.0 + TIMEOUTS.close
-
-
-@pytest.mark.parametrize("end", ["cancel", "deadline", "error", "lost"])
-def test_draining_ends_however_the_last_request_ends(end: str) -> None:
-    pool = ready_pool(1, restart=replace(RESTART, budget=0))
-    pool.handle_request(0.0, 1, (1,), 10.0)
-    pool.handle_drain(1.0, math.inf)
-    if end == "cancel":
-        actions = pool.handle_cancel(2.0, 1)
-    elif end == "deadline":
-        actions = pool.handle_time(10.0)
-    elif end == "error":
-        actions = pool.handle_message(2.0, 0, error(1))
-    else:
-        actions = pool.handle_died(2.0, 0, SIGSEGV)
-    last = PoolClosed() if end == "lost" else Send(worker=0, message=Exit())
-    assert actions[-1] == last
 
 
 # Replacing.
@@ -876,18 +778,6 @@ def test_health_says_what_a_worker_that_is_away_is_doing() -> None:
     restarted(pool, 0, 2.5)
     pool.handle_killed(0, "breaks the protocol")
     assert reason() == "worker 0 (cpu:0, pid 200) is being killed: breaks the protocol"
-
-
-def test_run_that_nobody_waits_for_any_more_is_a_reason_until_it_ends() -> None:
-    pool = ready_pool(1)
-    pool.handle_request(0.0, 1, (1,), 10.0)
-    pool.handle_time(10.0)
-    assert pool.health(10.4).state == "ready"  # most stop at once
-    health = pool.health(10.5)
-    assert (health.state, health.serving) == ("degraded", 1)
-    assert "has not stopped a run that no caller waits for" in health.reasons[0]
-    pool.handle_message(10.6, 0, error(1, kind="cancelled"))
-    assert pool.health(10.6).state == "ready"
 
 
 # The fast path and the slow one, side by side.

@@ -1,7 +1,6 @@
 """Tests of mcinfer/scheduler/queue.py: which shard goes next, and which go together. Time is a number."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pytest
@@ -20,49 +19,6 @@ def shard(number: int) -> ShardId:
 
 def joinable(rows: int = 1, key: str = "k", due: float = 0.0) -> Joinable:
     return Joinable(key=key, rows=rows, due=due)
-
-
-def alone(requests: Iterable[int]) -> list[tuple[int, ...]]:
-    return [(request,) for request in requests]
-
-
-# Order.
-
-
-def test_oldest_is_passed_over_by_so_many_in_a_row_and_no_more() -> None:
-    queue = ShardQueue(1)
-    queue.add(shard(0), 0)
-    for number in range(1, 2 * PATIENCE):
-        queue.add(shard(number), 1)
-    taken = [tuple(request for request, _ in queue.take(0.0)) for _ in range(2 * PATIENCE)]
-    assert taken.index((0,)) == PATIENCE
-    assert sorted(taken) == alone(range(2 * PATIENCE))
-
-
-@pytest.mark.parametrize("rows", [None, 1, 3], ids=["alone", "one row", "three rows"])
-def test_every_one_of_a_low_priority_is_served_under_an_endless_flood(rows: int | None) -> None:
-    queue = ShardQueue(4)
-    for number in range(10):
-        queue.add(shard(number), -5, None if rows is None else joinable(rows, "low"))
-    served: list[int] = []
-    for flood in range(100, 100 + 11 * (PATIENCE + 1)):
-        queue.add(shard(flood), flood)
-        served += [number for number, _ in queue.take(0.0) if number < 10]
-    assert served == [*range(10)]
-
-
-def test_shards_that_are_retried_without_end_starve_nobody() -> None:
-    queue = ShardQueue(2)
-    queue.add(shard(0), 0)
-    for flood in range(1, 2 * PATIENCE, 2):
-        queue.add(shard(flood), 9, joinable())
-        queue.add(shard(flood + 1), 9, joinable())
-        for run in (queue.take(0.0), queue.take(0.0), queue.take(0.0)):
-            if shard(0) in run:
-                return
-            for member in reversed(run if len(run) > 1 else ()):
-                queue.add_first(member)
-    pytest.fail("the oldest was never served")
 
 
 # Retried shards.
