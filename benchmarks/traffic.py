@@ -80,7 +80,7 @@ class Scene:
         master: Whom they ask.
         books: Where they write it down.
         sample: What their inputs are cut from.
-        acts: Whether the model's runs can be told to fail, to crash and to hang (`ACTS`).
+        acts: Whether the model's runs can be asked to fail, to crash and to hang (`ACTS`).
         crashes: When another run may be told to end its worker.
         hangs: Likewise, not to end.
         stop: Set when they are to finish what they have and ask no more.

@@ -145,7 +145,7 @@ def test_fake_fails_as_its_model_says(tmp_path: Path) -> None:
     path = tmp_path / "model.json"
     outputs = [["y", "float32", ["batch"], {"from": "x"}]]
     model = {"inputs": [["x", "float32", ["batch"]]], "outputs": outputs}
-    with pytest.raises(BuildError, match="told to fail"):
+    with pytest.raises(BuildError, match="asked to fail"):
         open_fake(path, build="fail", **model)
     engine = open_fake(path, when={"-1": "fail", "-2": "invalid"}, **model)
     with pytest.raises(BuildError, match=r"^engine fake has no device npu:3, expected .*cpu"):
@@ -154,7 +154,7 @@ def test_fake_fails_as_its_model_says(tmp_path: Path) -> None:
     run = engine.bind([buffer("x", x)], [])
     assert content(run.execute()[0]) == 3
     x[:] = -1
-    with pytest.raises(PredictError, match="told to fail"):
+    with pytest.raises(PredictError, match="asked to fail"):
         run.execute()
     x[:] = -2
     with pytest.raises(InvalidInputError, match="invalid"):

@@ -163,7 +163,7 @@ def test_input_that_all_have_in_common_is_given_once_and_whole(start: Start) -> 
         np.testing.assert_array_equal(y, 2 * x)
     assert [item.shape for item in pool.bound[0][0]] == [(2, 2), (5,)]
     t[0, 0] = 7  # each run reads the value of its own time: the engine fails on it
-    with pytest.raises(PredictError, match="told to fail"):
+    with pytest.raises(PredictError, match="asked to fail"):
         pool.run(members, ((None, 0), (0,)))
 
 

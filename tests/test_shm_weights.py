@@ -21,8 +21,8 @@ from tests.open_descriptors import descriptors, no_descriptor_left
 
 FACTS = {"model": "a test's"}
 CONTENT = b"graph"
-NOBODYS = 1 << 62
-"""A handle that no test's owner has."""
+NOBODYS = 1 << 62 | os.getpid()
+"""A handle that no owner has, and no other run of these tests."""
 
 
 @pytest.fixture

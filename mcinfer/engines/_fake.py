@@ -108,9 +108,9 @@ class FakeEngine(Engine):
         name, _, rest = act.partition(":")
         match name:
             case "fail":
-                raise error("fake: told to fail")
+                raise error("fake: asked to fail")
             case "invalid":
-                raise InvalidInputError("fake: told that the input is invalid")
+                raise InvalidInputError("fake: asked for an invalid input")
             case "exit":
                 os._exit(3)
             case "abort":

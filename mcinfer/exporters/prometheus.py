@@ -1,7 +1,7 @@
 """Metrics of masters for Prometheus, by its own client. Nothing is done between two scrapes.
 
 Names follow https://prometheus.io/docs/practices/naming/; docs/observability.md lists them. A state is one
-gauge for each that is possible, told apart by the label ``state``; one of them is 1. (OpenMetrics' own state
+gauge for each possible value of the label ``state``; one of them is 1. (OpenMetrics' own state
 sets call that label as the metric is called, so no query could be written for several of them.)
 """
 

@@ -279,8 +279,8 @@ FAULTS = {
     "worker: exception": Fault(
         words="the engine or an import raises",
         cells={
-            "building": (Outcome("told to fail", BuildError), NONE_LEFT),
-            "busy": (Outcome("told to fail", PredictError), KEPT),
+            "building": (Outcome("asked to fail", BuildError), NONE_LEFT),
+            "busy": (Outcome("asked to fail", PredictError), KEPT),
             "being restarted": _DIES,
         },
         thorough=("building",),

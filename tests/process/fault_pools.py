@@ -42,7 +42,7 @@ import msgpack
 _IN_PYTHON = {
     "segfault": "import ctypes; ctypes.string_at(0)",
     "exit": "os._exit(3)",
-    "fail": "raise ImportError('told to fail')",
+    "fail": "raise ImportError('asked to fail')",
     "allocate": "bytearray(1 << 30)",
 }
 """Acts of the engine "fake", for an import."""

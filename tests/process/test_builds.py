@@ -51,7 +51,7 @@ def test_build_that_raises_everywhere_names_every_worker_and_closes_the_master(
     text = failure_to_start(master)
     for index in range(3):
         assert f"worker {index} (cpu:{index}" in text
-    assert text.count("fake: told to fail") == 3
+    assert text.count("fake: asked to fail") == 3
     with pytest.raises(ClosedError):
         master.predict({})
     with pytest.raises(ClosedError):
@@ -63,7 +63,7 @@ def test_build_that_raises_in_one_worker_ends_the_others_too(
 ) -> None:
     model = fake_model(build=f"once:{tmp_path / 'done'}:fail")
     text = failure_to_start(Master(model, 2, engine="fake", verify="never"))
-    assert text.count("told to fail") == 1
+    assert text.count("asked to fail") == 1
 
 
 def test_build_that_kills_its_worker_twice_is_given_up_with_both_deaths(

@@ -134,7 +134,7 @@ def test_pool_speaks_through_logging_alone(
         assert master.submit(act(-1.0)).exception(timeout=20.0) is not None
     assert capsys.readouterr() == ("", "")
     assert f"worker 0 (cpu:0, pid {worker}) killed by SIGKILL" in caplog.text
-    assert "told to fail" in caplog.text
+    assert "asked to fail" in caplog.text
     assert {record.name for record in caplog.records} <= {"mcinfer.master", "asyncio"}
 
 

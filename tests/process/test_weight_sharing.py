@@ -303,7 +303,7 @@ def test_another_users_process_with_a_dead_owners_name_is_not_believed() -> None
         connection, _ = listening.accept()
         connection.recv(1)
     """
-    handle = 1 << 62
+    handle = 1 << 61 | os.getpid()
     with Script(text, OTHER_USER, handle) as other:
         assert other.line() == "taken"
         with pytest.raises(WeightAccessError, match=f"a process of user {OTHER_USER}"):
