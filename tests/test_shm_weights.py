@@ -143,7 +143,7 @@ def test_number_that_nobody_answers_to_says_what_that_may_be(handle: int) -> Non
         (b"refused process 5", 1, ProtocolError, "got"),
         (b"weather", 0, ProtocolError, "got"),
         (None, 0, WeightAccessError, "hung up"),
-        (b'{"ok": true}', 2, WeightAccessError, f"{NOBODYS}: .*no-entry"),
+        (b'{"ok": true}', 2, WeightAccessError, r"\d{19}: .*no-entry"),
     ],
 )
 def test_wrong_answer_is_an_error_and_leaves_nothing_open(
