@@ -284,7 +284,7 @@ def test_run_that_fails_is_an_error_of_its_kind_and_the_next_is_served(
     peer.build(fake(tmp_path, when={"-1": "fail", "-2": "invalid"}))
     peer.attach(0)
     x = peer.array(x_at(0))
-    for first, kind, text in ((-1, "predict", "asked to fail"), (-2, "invalid", "is invalid")):
+    for first, kind, text in ((-1, "predict", "asked to fail"), (-2, "invalid", "invalid input")):
         x[0] = first
         error = peer.fail([x_at(0)], [y_at(64)])
         assert error.kind == kind
