@@ -118,6 +118,15 @@ def test_package_is_missing_when_all_that_failed_lack_it(
     assert end(lives, lives.workers[1], 2.0) == []
 
 
+def test_missing_package_is_named_once_though_one_worker_has_ended_already() -> None:
+    lives = new_lives(2)
+    fail(lives, lives.workers[0], "install it", "missing")
+    assert end(lives, lives.workers[0], 1.0) == []
+    _, started = fail(lives, lives.workers[1], "install it", "missing")
+    assert isinstance(started, PoolStarted)
+    assert str(started.error) == "worker 0 (cpu:0), worker 1 (cpu:1, pid 101): install it"
+
+
 def test_worker_that_does_not_get_on_has_no_more_time() -> None:
     lives = new_lives(1)
     [w] = lives.workers

@@ -85,6 +85,7 @@ class Worker:
         trial_end: Until when a death makes it `spent` at once: a probe of it has just had the model.
         retiring: Whether it ends after its last answer, to be replaced.
         starts: When it was started again, within the policy's window.
+        lacks: The error of its build if a package is missing, else empty.
         answers: How many requests this process of it has answered.
     """
 
@@ -111,7 +112,7 @@ class Worker:
     started_before: bool = False
     build_deaths: list[str] = field(default_factory=list)
     build_failure: str | None = None
-    lacks_package: bool = False
+    lacks: str = ""
     answers: int = 0
     restarts: int = 0
     runs_done: int = 0
@@ -319,7 +320,7 @@ class WorkerLives:
         w.ready_by = None
         w.last_error = message.text[:MAX_TEXT]
         w.build_failure = f"{w.name}: {w.last_error}"
-        w.lacks_package = message.kind == "missing"
+        w.lacks = w.last_error if message.kind == "missing" else ""
         w.kill_at = now + self._timeouts.cancel_grace
         return [w.send(Exit()), *self.finish_start()]
 
@@ -339,12 +340,12 @@ class WorkerLives:
         failed = [w for w in self.workers if w.build_failure is not None]
         failures = [w.build_failure or "" for w in failed]
         if failures:
-            lacking = all(w.lacks_package for w in failed)
+            lacking = all(w.lacks for w in failed)
             kind = MissingDependencyError if lacking else BuildError
             if lacking:  # what to install, once
                 failures = [
-                    f"{', '.join(w.name for w in failed if w.last_error == text)}: {text}"
-                    for text in dict.fromkeys(w.last_error for w in failed)
+                    f"{', '.join(w.name for w in failed if w.lacks == text)}: {text}"
+                    for text in dict.fromkeys(w.lacks for w in failed)
                 ]
             self.closing = True
             return [PoolStarted(error=kind("; ".join(failures)))]
