@@ -281,6 +281,7 @@ class OutputForwarder:
                     _write(stream, decoder.decode(text[begin:end]))
                     self._written += len(text[begin:end])
                     begin = end
+        self._write_status("")
         lost = self._queued + self._dropped - self._written
         if lost:
             self._say("output of workers was dropped, since it was not read: in all", lost)
