@@ -7,10 +7,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mcinfer.config import EngineOptions, Limits, RestartPolicy, Timeouts
+    from mcinfer.config import EngineOptions, Limits, Parallel, RestartPolicy, Timeouts
     from mcinfer.errors import (
         BuildError,
         ClosedError,
+        CollectiveTimeoutError,
         EngineError,
         InvalidInputError,
         McinferError,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
         PredictTimeoutError,
         ProtocolError,
         QueueFullError,
+        RankDiedError,
         ReadyTimeoutError,
         WeightAccessError,
         WorkerDiedError,
@@ -42,6 +44,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BuildError",
     "ClosedError",
+    "CollectiveTimeoutError",
     "EngineError",
     "EngineOptions",
     "Health",
@@ -53,11 +56,13 @@ __all__ = [
     "MissingDependencyError",
     "ModelNotFoundError",
     "ModelSpec",
+    "Parallel",
     "ParallelPredictUtils",
     "PredictError",
     "PredictTimeoutError",
     "ProtocolError",
     "QueueFullError",
+    "RankDiedError",
     "ReadyTimeoutError",
     "RequestTrace",
     "RestartPolicy",

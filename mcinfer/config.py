@@ -257,6 +257,32 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Parallel:
+    """How one model is cut over several devices: on each runs a rank, a process with a slice of the model.
+
+    Rank ``stage * tensor + i`` of a group is the i-th slice of that stage.
+
+    Attributes:
+        tensor: Over how many ranks the weights of each layer are cut (tensor parallelism).
+        pipeline: Over how many stages the layers are distributed, one after another (pipeline parallelism).
+        replicas: How many groups of such ranks run side by side, each with the whole model.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "pipeline", "replicas"):
+            check_count(name, getattr(self, name), 1)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks one group has."""
+        return self.tensor * self.pipeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
     """Time limits in seconds. `math.inf` waits for ever; no default does.
 

@@ -9,7 +9,9 @@
     │   │   └── ModelNotFoundError (FileNotFoundError)  the model's file does not exist
     │   └── PredictError                      a run failed; the worker continues
     ├── WorkerDiedError (RuntimeError)        a worker process ended by itself or was killed
+    │   └── RankDiedError                     a rank of a group did
     ├── PredictTimeoutError (TimeoutError)    a deadline passed
+    ├── CollectiveTimeoutError (TimeoutError) a rank did not take part in a collective in time
     ├── ReadyTimeoutError (TimeoutError)      the workers were not all ready in time
     ├── QueueFullError (RuntimeError)         a limit on queued requests or memory was reached
     ├── ClosedError (RuntimeError)            you closed it, or never started it
@@ -50,8 +52,16 @@ class WorkerDiedError(McinferError, RuntimeError):
     """
 
 
+class RankDiedError(WorkerDiedError):
+    """A rank of a group died. Every other rank gets this error; names the rank, its pid and the signal."""
+
+
 class PredictTimeoutError(McinferError, TimeoutError):
     """The request's deadline passed before its answer came."""
+
+
+class CollectiveTimeoutError(McinferError, TimeoutError):
+    """A rank did not take part in a collective in time; names the ranks that are missing."""
 
 
 class ReadyTimeoutError(McinferError, TimeoutError):

@@ -1,0 +1,1 @@
+"""Collective operations between ranks: processes that run one model together, each a slice of it."""
