@@ -19,7 +19,7 @@ import os
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any, Literal
 
@@ -40,7 +40,8 @@ class Ranks:
     Attributes:
         rank: This process's number, from 0.
         size: How many ranks there are.
-        key: What all ranks of the job have in common, and no other job has at the same time.
+        key: What all ranks of the job have in common, and no other job has at the same time; may be empty
+            if an MPI launcher started them on several hosts.
         hosts: On how many hosts the ranks are. A launcher that gives no number but shows that some ranks are
             elsewhere counts as one host for every so many ranks as are here.
         source: Where all this comes from, for messages.
@@ -119,13 +120,17 @@ def find_ranks(
         )
     if rank is not None or size is not None:
         raise InvalidInputError(f"rank, size: got {rank} and {size}, expected both or neither")
-    launched = from_launcher(environment, key)
+    launched = from_launcher(environment)
     if launched is None:
         raise InvalidInputError(
             "which rank this process is: got no rank and size, no rank_table, and of no launcher both the "
             f"rank and the number of ranks: {_known_variables()}"
         )
-    return launched
+    if not (key or launched.key or launched.hosts > 1):  # MPI needs no key
+        raise InvalidInputError(
+            f"{launched.source}: got none that all ranks of the job share; expected {_known_keys()}"
+        )
+    return replace(launched, key=key or launched.key)
 
 
 def _int(name: str, value: object) -> int:
@@ -198,13 +203,14 @@ _LAUNCHERS = (
 """In the order in which they count: mpirun may run in a Slurm job, and sets variables of its own."""
 
 
-def from_launcher(environment: Mapping[str, str] = os.environ, key: str = "") -> Ranks | None:
+def from_launcher(environment: Mapping[str, str] = os.environ) -> Ranks | None:
     """The place that a launcher gave this process; None if there is none, or its number of ranks is missing.
 
-    A Slurm batch script has the variables of its first task, though it is none: it is not in a step.
+    The key is empty if there is no variable for it. A Slurm batch script has the variables of its first task,
+    though it is none: it is not in a step.
 
     Raises:
-        InvalidInputError: A variable is no number, or none is there that all ranks share (give `key` then).
+        InvalidInputError: A variable is not a number, or the rank is none of so many.
     """
     for launcher in _LAUNCHERS:
         size = _first(environment, launcher.size)
@@ -212,17 +218,20 @@ def from_launcher(environment: Mapping[str, str] = os.environ, key: str = "") ->
             continue
         if launcher.rank == "SLURM_PROCID" and not environment.get("SLURM_STEP_ID"):
             continue
-        source = f"environment variables {launcher.rank} and {size}"
-        count = _number(f"environment variable {size}", environment[size])
+        count = _variable(environment, size)
         return Ranks(
-            rank=_number(f"environment variable {launcher.rank}", environment[launcher.rank]),
+            rank=_variable(environment, launcher.rank),
             size=count,
-            key=key or _key(environment, launcher),
+            key=_key(environment, launcher),
             hosts=_hosts(environment, launcher, count),
-            source=source,
+            source=f"environment variables {launcher.rank} and {size}",
             mpi=launcher.mpi,
         )
     return None
+
+
+def _variable(environment: Mapping[str, str], name: str) -> int:
+    return _number(f"environment variable {name}", environment[name])
 
 
 def _first(environment: Mapping[str, str], names: Sequence[str]) -> str | None:
@@ -233,26 +242,25 @@ def _key(environment: Mapping[str, str], launcher: _Launcher) -> str:
     for names in launcher.key:
         if all(environment.get(name) for name in names):
             return " ".join(f"{name}={environment[name]}" for name in names)
-    expected = " or ".join(" with ".join(names) for names in launcher.key)
-    raise InvalidInputError(
-        f"environment variable {launcher.rank}: got {environment[launcher.rank]!r}, but none that all ranks "
-        f"of the job share; expected {expected}"
-    )
+    return ""
 
 
 def _hosts(environment: Mapping[str, str], launcher: _Launcher, size: int) -> int:
     hosts = _first(environment, launcher.hosts)
     if hosts is not None:
-        return max(1, _number(f"environment variable {hosts}", environment[hosts]))
+        return max(1, _variable(environment, hosts))
     local = _first(environment, launcher.local_size)
-    if local is None:
-        return 1
-    here = max(1, _number(f"environment variable {local}", environment[local]))
-    return -(-size // here)
+    return 1 if local is None else -(-size // max(1, _variable(environment, local)))
 
 
 def _known_variables() -> str:
     return ", ".join(f"{launcher.rank} with {launcher.size[-1]}" for launcher in _LAUNCHERS)
+
+
+def _known_keys() -> str:
+    """The variables that may be the key, as text."""
+    groups = dict.fromkeys(names for launcher in _LAUNCHERS for names in launcher.key)
+    return " or ".join(" with ".join(names) for names in groups)
 
 
 def _number(what: str, text: object) -> int:
@@ -288,7 +296,7 @@ def _placed(table: RankTable, rank: int | None, key: str, environment: Mapping[s
     source, size, key = f"rank table {table.path}", len(table.ranks), key or table.key
     launched = None
     if rank is None or table.hosts > 1:
-        launched = from_launcher(environment, key)
+        launched = from_launcher(environment)
     if rank is None and launched is None:
         raise InvalidInputError(
             f"{source}: which of its ranks this process is: got no rank, and of no launcher both the rank "
@@ -345,10 +353,14 @@ def _ranks_of(where: str, table: dict[str, Any]) -> tuple[str, ...]:
     """The server of each rank, by rank."""
     version = _field(where, table, "version")
     if version not in ("1.0", "1.2"):
-        raise InvalidInputError(f"{where}: version: got {reprlib.repr(version)}, expected '1.0' or '1.2'")
+        raise InvalidInputError(
+            f"{where}: version: got {reprlib.repr(version)}, expected '1.0' or '1.2'"
+        )
     status = _field(where, table, "status")
     if status != "completed":
-        raise InvalidInputError(f"{where}: status: got {reprlib.repr(status)}, expected 'completed'")
+        raise InvalidInputError(
+            f"{where}: status: got {reprlib.repr(status)}, expected 'completed'"
+        )
     places: dict[int, tuple[str, str]] = {}
     servers: set[str] = set()
     for i, server in enumerate(_objects(where, table, "server_list")):
