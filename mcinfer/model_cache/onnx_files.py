@@ -180,6 +180,7 @@ class OnnxFile:
     Attributes:
         ir_version: 0 if the file does not say.
         producer: The program that wrote the model, and its version; empty if the file does not say.
+        metadata: The model's own properties.
         opsets: Versions of the operator sets, by domain.
         inputs: Names of the main graph's inputs.
         unranked: Inputs and outputs of the main graph that may have any number of dimensions.
@@ -195,6 +196,7 @@ class OnnxFile:
 
     ir_version: int = 0
     producer: str = ""
+    metadata: dict[str, str] = field(default_factory=dict)
     opsets: dict[str, int] = field(default_factory=dict)
     inputs: set[str] = field(default_factory=set)
     unranked: set[str] = field(default_factory=set)
@@ -237,6 +239,7 @@ def _scan(model: Message) -> OnnxFile:
     found = OnnxFile(
         ir_version=model.number(1), producer=f"{model.text(2)} {model.text(3)}".strip()
     )
+    found.metadata = {entry.text(1): entry.text(2) for entry in model.messages(14)}
     for opset in model.messages(8):
         found.opsets[opset.text(1) or _MAIN_DOMAIN] = opset.number(2)
     for graph in model.messages(7):  # several graphs are one graph in parts

@@ -17,12 +17,16 @@ from mcinfer.collectives import join
 from mcinfer.collectives.base import DEFAULT_TIMEOUT, Group
 from mcinfer.collectives.launch import Ranks, find_ranks, from_launcher
 from mcinfer.errors import BuildError, InvalidInputError
-from mcinfer.model_cache.onnx_files import chunks, open_regular
+from mcinfer.model_cache.onnx_files import chunks, open_regular, scan
 from mcinfer.model_cache.protobuf import MalformedError, Message, read_varint
 from mcinfer.mslite._checks import Sections
 from mcinfer.mslite._configuration import rank_table
 from mcinfer.mslite.context import Context
 
+METADATA_KEY = "mcinfer.slice"
+"""The metadata property of a slice that `mcinfer slice` has written."""
+
+_COLLECTIVES = frozenset({"AllReduce", "AllGather"})
 _MAX_GROUPS_BYTES = 1 << 20
 
 _CONNECT_SECONDS = "HCCL_CONNECT_TIMEOUT"
@@ -43,63 +47,77 @@ def place_of(context: Context, sections: Sections) -> Ranks | None:
         ranks = None if launched is None or launched.size == 1 else find_ranks()
     else:
         table = rank_table(sections)
-        ranks = table and find_ranks(rank=context.ascend.rank_id, rank_table=table) or None
+        rank = context.ascend.rank_id
+        ranks = find_ranks(rank=rank, rank_table=table) if table else None
     if ranks is not None and context.group_info_file:
         check_groups(context.group_info_file, ranks)
     return ranks
 
 
-class _Process:
-    """What this process's models have in common.
-
-    Attributes:
-        place: The place of all its models; None before the first joined.
-        joined: How many models have joined the other ranks.
-    """
-
-    place: ClassVar[Ranks | None] = None
-    joined: ClassVar[int] = 0
-    lock: ClassVar[threading.Lock] = threading.Lock()
+def is_slice(path: str) -> bool:
+    """Whether an ONNX file is a rank's slice of a model: it says so, or has a collective node."""
+    found = scan(path)
+    return METADATA_KEY in found.metadata or any(
+        name == "DistCollective" or (domain == "com.microsoft" and name in _COLLECTIVES)
+        for domain, name in found.operators
+    )
 
 
-def join_ranks(ranks: Ranks) -> Group:
-    """Meet the other ranks for the next model of this process; each rank owns its end of the group.
+class Membership:
+    """The part of this process in the group of one model: joined when it is first needed."""
 
-    Raises:
-        BuildError: Another model of this process has another place.
-        InvalidInputError: The ranks are on several hosts, and no MPI launcher started them; or two ranks
-            have the same number.
-        CollectiveTimeoutError: Ranks did not come in time; names them.
-        RankDiedError: A rank died meanwhile.
-    """
-    with _Process.lock:
-        known = _Process.place
-        if known is not None and (known.rank, known.size, known.key) != (
-            *(ranks.rank, ranks.size, ranks.key),
-        ):
-            raise BuildError(
-                f"this process is rank {known.rank} of {known.size} by the {known.source}, got rank "
-                f"{ranks.rank} of {ranks.size} by the {ranks.source}; expected the same for all models of "
-                "a process"
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _process: ClassVar[Ranks | None] = None  # the place of all models of this process
+    _models: ClassVar[int] = 0  # how many models have joined
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._group: Group | None = None
+
+    def group(self) -> Group:
+        """The group, which this object closes.
+
+        Raises:
+            InvalidInputError: Another model of this process has another place; the ranks are on several
+                hosts, and no MPI launcher started them; two ranks have the same number.
+            CollectiveTimeoutError: Ranks did not come in time; names them.
+            RankDiedError: A rank died meanwhile.
+        """
+        if self._group is None:
+            self._group = self._join(self._ranks)
+        return self._group
+
+    @classmethod
+    def _join(cls, ranks: Ranks) -> Group:
+        with cls._lock:
+            known = cls._process or ranks
+            if (known.rank, known.size, known.key) != (ranks.rank, ranks.size, ranks.key):
+                raise InvalidInputError(
+                    f"{ranks.source}: got rank {ranks.rank} of {ranks.size}, expected rank {known.rank} of "
+                    f"{known.size} by the {known.source}: a process has one place for all its models"
+                )
+            group = join(
+                f"{ranks.key} model {cls._models}",
+                ranks.rank,
+                ranks.size,
+                backend=ranks.backend,
+                timeout=_seconds(_CONNECT_SECONDS),
             )
-        group = join(
-            f"{ranks.key} model {_Process.joined}",
-            ranks.rank,
-            ranks.size,
-            backend=ranks.backend,
-            timeout=_seconds(_CONNECT_SECONDS),
-        )
-        group.timeout = _seconds(_RUN_SECONDS)
-        _Process.place = ranks
-        _Process.joined += 1
-        return group
+            group.timeout = _seconds(_RUN_SECONDS)
+            cls._process = ranks
+            cls._models += 1
+            return group
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
 
 
 def _seconds(variable: str) -> float:
     text = os.environ.get(variable, "")
     if not text:
         return DEFAULT_TIMEOUT
-    if not (text.isascii() and text.isdigit() and 0 < int(text[:9]) and len(text) < 9):
+    if not (text.isascii() and text.isdigit() and len(text) < 9 and int(text) > 0):
         raise InvalidInputError(
             f"environment variable {variable}: got {text!r}, expected a number of seconds"
         )
