@@ -2,8 +2,8 @@
 
 A model is parsed without its large weights. A *stub* replaces each of them: a `TensorProto` with external
 data whose location is a number. `Weights` knows where the elements of each number are: in a file, or in
-memory if the model's file has them in another form than as raw data. Writing reads the ranges that are needed,
-in pieces, so no weight is in memory as a whole.
+memory if the model's file has them in another form than as raw data. Writing reads the ranges that are
+needed, in pieces, so no weight is in memory as a whole.
 """
 
 import os
