@@ -4,7 +4,7 @@ Files may be hostile, so each length is checked.
 """
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
@@ -91,6 +91,23 @@ class Message:
         for bounds in self.parts(field):
             message = Message(self.data, *bounds)
             yield from message.messages(*inner) if inner else (message,)
+
+    def with_parts(self, others: Mapping[int, Sequence[bytes]]) -> bytes:
+        """The message's bytes, with other texts or messages in these fields; grouped by field."""
+        data, written = self.data, []
+        for tag, values in self._fields.items():
+            if tag & 7 == _LENGTH and tag >> 3 in others:
+                continue
+            for value, end in values:
+                if tag & 7 == _VARINT:
+                    written.append(encode_field(tag >> 3, value))
+                elif tag & 7 == _LENGTH:
+                    written.append(encode_field(tag >> 3, data[value:end]))
+                else:
+                    written.append(_encoded(tag) + data[value:end])
+        for number, parts in others.items():
+            written += [encode_field(number, part) for part in parts]
+        return b"".join(written)
 
 
 def encode_field(number: int, value: int | bytes) -> bytes:
