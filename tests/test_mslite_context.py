@@ -114,9 +114,7 @@ def test_unknown_affinity_mode_is_0_with_a_warning_at_the_callers_line() -> None
     assert caught[0].filename == __file__
 
 
-@pytest.mark.parametrize(
-    ("rank", "size", "found"), [("3", "4", (3, 4)), ("", "", (0, 1))]
-)
+@pytest.mark.parametrize(("rank", "size", "found"), [("3", "4", (3, 4)), ("", "", (0, 1))])
 def test_ranks_come_from_the_launcher(
     monkeypatch: pytest.MonkeyPatch, rank: str, size: str, found: tuple[int, int]
 ) -> None:

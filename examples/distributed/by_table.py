@@ -1,7 +1,7 @@
 """One rank of a model, its number from the command line and the other ranks from a rank table.
 
-The steps and the printed facts are those of MindSpore Lite's example for Ascend devices. Start the program once
-for each rank.
+The steps and the printed facts are those of MindSpore Lite's example for Ascend devices. Start the program
+once for each rank.
 """
 
 import argparse
@@ -31,9 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     context.ascend.provider = "ge"
 
     model = mslite.Model()
-    model.build_from_file(
-        options.model_path, mslite.ModelType.MINDIR, context, options.config_file
-    )
+    model.build_from_file(options.model_path, mslite.ModelType.MINDIR, context, options.config_file)
 
     inputs = model.get_inputs()
     for tensor in inputs:

@@ -18,7 +18,7 @@ from mcinfer.errors import BuildError, InvalidInputError, McinferError, MissingD
 from mcinfer.machine import whole_cpus
 from mcinfer.model_cache.onnx_files import open_regular
 from mcinfer.mslite._checks import Sections
-from mcinfer.mslite._configuration import RANK_ENTRIES, Entries, rank_table
+from mcinfer.mslite._configuration import Entries, rank_table
 from mcinfer.mslite.context import Context
 
 T = TypeVar("T")
@@ -215,11 +215,9 @@ def _gpu_remarks(context: Context) -> list[str]:
 
 def used_entries(context: Context, model_type: ModelType, *, from_buffer: bool) -> Entries:
     """The entries of a configuration that have an effect on such a model."""
-    used: set[tuple[str, str]] = set()
+    used = set()
     if from_buffer and model_type is ModelType.ONNX:
         used.add(("model_file", "mindir_path"))
-    if context.device_infos[0] != "gpu" and model_type is ModelType.ONNX:
-        used |= RANK_ENTRIES
     if context.device_infos[0] == "ascend":
         used.add(("ascend_context", "precision_mode"))
         if model_type is not ModelType.ONNX:
