@@ -171,14 +171,14 @@ def reduction(
     def reduce() -> None:
         with np.errstate(all="ignore"):
             if total is out:
-                ufunc(first, second, out)
+                ufunc(first, second, out=out)
             else:
                 np.copyto(total, first)
-                ufunc(total, second, total)
+                ufunc(total, second, out=total)
             for part in rest:
-                ufunc(total, part, total)
+                ufunc(total, part, out=total)
             if operation == "mean":
-                np.divide(total, len(parts), total)
+                np.divide(total, len(parts), out=total)
             if total is not out:
                 np.copyto(out, total, casting="unsafe")
 
