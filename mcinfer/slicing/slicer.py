@@ -362,7 +362,9 @@ def _check_place(place: Path, force: bool) -> None:
             + (f": {others[0]!r}" if others else "")
         )
     if not force:
-        raise InvalidInputError(f"folder: {place} has slices already, expected a new folder, or force")
+        raise InvalidInputError(
+            f"folder: {place} has slices already, expected a new folder, or force"
+        )
 
 
 def _is_ours(name: str) -> bool:
