@@ -217,6 +217,9 @@ class Engine(ABC):
         With a `depth` of more than 1 the current run is the one that `begin` or `execute` is in.
         """
 
+    def close(self) -> None:  # noqa: B027 most engines end with their process
+        """End what runs in other processes; the engine and its runs are not used afterwards."""
+
 
 class ArrayEngine(Engine):
     """An engine whose runtime takes and returns NumPy arrays, and checks little by itself.
