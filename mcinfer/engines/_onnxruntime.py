@@ -10,7 +10,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -97,7 +97,7 @@ _SHORT_OF_MEMORY = re.compile(r"bad_alloc|Failed to allocate|Available memory of
 _SHARED_ARENA = "session.use_env_allocators"
 """The runtime's option for sessions that share one arena, which must exist before."""
 
-_RUNTIME = Runtime(
+RUNTIME = Runtime(
     version=f"onnxruntime {ort.__version__}",
     build=ort.get_build_info(),
     ignored=frozenset(
@@ -115,9 +115,11 @@ _RUNTIME = Runtime(
 _SAVING = {
     # The graph optimised for this CPU, with constant weights as its kernels pack them, in one file
     # that sessions map (onnxruntime_session_options_config_keys.h).
-    "session.optimized_model_external_initializers_file_name": "weights.bin",
     "session.save_external_prepacked_constant_initializers": "1",
 }
+
+_WEIGHTS = "session.optimized_model_external_initializers_file_name"
+_WEIGHTS_FILE = "weights.bin"
 
 _LEAST_BYTES = "session.optimized_model_external_initializers_min_size_in_bytes"
 _OUTSIDE = "external tensors"
@@ -152,11 +154,11 @@ def prepared(request: EngineRequest, progress: Progress | None = None) -> Prepar
             added_inputs(scan(request.model), request.variable_weights)
         except OSError as exc:
             raise BuildError(f"{request.model}: {exc}") from exc
-    return find_or_make("onnxruntime", request, _RUNTIME, progress)
+    return find_or_make("onnxruntime", request, RUNTIME, progress)
 
 
 def facts(request: EngineRequest) -> dict[str, Any]:
-    return describe(request, _RUNTIME)
+    return describe(request, RUNTIME)
 
 
 def load(request: EngineRequest, preparation: Preparation | None = None) -> "OnnxRuntimeEngine":
@@ -454,14 +456,23 @@ def _new_session(path: str, options: Any, providers: list[Any], *, fallback: boo
     return ort.InferenceSession(path, options, providers=providers, enable_fallback=int(fallback))
 
 
-def prepare(request: EngineRequest, folder: str) -> None:
-    """Write the prepared model into a folder, and check that it loads; `BuildError` if not."""
-    path = os.path.join(folder, MODEL_FILE)
+def prepare(
+    request: EngineRequest, folder: str, names: tuple[str, str] = (MODEL_FILE, _WEIGHTS_FILE)
+) -> None:
+    """Write the prepared model into a folder, and check that it loads; `BuildError` if not.
+
+    Args:
+        request: The model.
+        folder: An existing folder.
+        names: Of the files: the graph, and its weights beside it.
+    """
+    files = [os.path.join(folder, name) for name in names]
+    path = files[0]
     for least in _MAX_BYTES_INSIDE:
         options = _session_options(request)
         options.optimized_model_filepath = path
         options.log_severity_level = _SILENT  # it warns that the result is for this CPU only
-        for key, value in {**_SAVING, _LEAST_BYTES: str(least)}.items():
+        for key, value in {**_SAVING, _WEIGHTS: names[1], _LEAST_BYTES: str(least)}.items():
             options.add_session_config_entry(key, value)
         try:
             with _mapped_errors():
@@ -473,8 +484,9 @@ def prepare(request: EngineRequest, folder: str) -> None:
         except BuildError as exc:
             if least == _MAX_BYTES_INSIDE[-1] or _OUTSIDE not in str(exc):
                 raise
-            for name in os.listdir(folder):
-                os.unlink(os.path.join(folder, name))
+            for file in files:
+                with suppress(FileNotFoundError):
+                    os.unlink(file)
 
 
 @contextmanager
