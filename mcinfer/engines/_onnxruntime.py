@@ -10,7 +10,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -115,11 +115,9 @@ RUNTIME = Runtime(
 _SAVING = {
     # The graph optimised for this CPU, with constant weights as its kernels pack them, in one file
     # that sessions map (onnxruntime_session_options_config_keys.h).
+    "session.optimized_model_external_initializers_file_name": "weights.bin",
     "session.save_external_prepacked_constant_initializers": "1",
 }
-
-_WEIGHTS = "session.optimized_model_external_initializers_file_name"
-_WEIGHTS_FILE = "weights.bin"
 
 _LEAST_BYTES = "session.optimized_model_external_initializers_min_size_in_bytes"
 _OUTSIDE = "external tensors"
@@ -456,23 +454,14 @@ def _new_session(path: str, options: Any, providers: list[Any], *, fallback: boo
     return ort.InferenceSession(path, options, providers=providers, enable_fallback=int(fallback))
 
 
-def prepare(
-    request: EngineRequest, folder: str, names: tuple[str, str] = (MODEL_FILE, _WEIGHTS_FILE)
-) -> None:
-    """Write the prepared model into a folder, and check that it loads; `BuildError` if not.
-
-    Args:
-        request: The model.
-        folder: An existing folder.
-        names: Of the files: the graph, and its weights beside it.
-    """
-    files = [os.path.join(folder, name) for name in names]
-    path = files[0]
+def prepare(request: EngineRequest, folder: str) -> None:
+    """Write the prepared model into a folder, and check that it loads; `BuildError` if not."""
+    path = os.path.join(folder, MODEL_FILE)
     for least in _MAX_BYTES_INSIDE:
         options = _session_options(request)
         options.optimized_model_filepath = path
         options.log_severity_level = _SILENT  # it warns that the result is for this CPU only
-        for key, value in {**_SAVING, _WEIGHTS: names[1], _LEAST_BYTES: str(least)}.items():
+        for key, value in {**_SAVING, _LEAST_BYTES: str(least)}.items():
             options.add_session_config_entry(key, value)
         try:
             with _mapped_errors():
@@ -484,9 +473,8 @@ def prepare(
         except BuildError as exc:
             if least == _MAX_BYTES_INSIDE[-1] or _OUTSIDE not in str(exc):
                 raise
-            for file in files:
-                with suppress(FileNotFoundError):
-                    os.unlink(file)
+            for name in os.listdir(folder):
+                os.unlink(os.path.join(folder, name))
 
 
 @contextmanager

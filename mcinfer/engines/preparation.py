@@ -154,20 +154,20 @@ def find_or_make(
         held = open_or_make(store, facts, work, progress)
     except BuildError as exc:
         # The runtime refuses a file that is not a model, in better words; it takes a format of its own.
-        notes = (shortened(f"{_OWN_COPY}: {exc}"),) if request.prepare == "always" else ()
+        notes = (shortened(f"{OWN_COPY}: {exc}"),) if request.prepare == "always" else ()
         return Preparation(notes=notes)
     except (CacheUnusableError, ChildFailedError, OSError) as exc:
         # Without random names: all workers then have the same note.
-        return Preparation(notes=(f"{_OWN_COPY}: {DRAFT.sub('…', shortened(str(exc)))}",))
+        return Preparation(notes=(f"{OWN_COPY}: {DRAFT.sub('…', shortened(str(exc)))}",))
     failure = held.opened / FAILURE_FILE
     if failure.exists():
         text = failure.read_text(encoding="utf-8")
         held.close()
-        return Preparation(notes=(f"{_OWN_COPY}: it cannot be prepared: {text}",))
+        return Preparation(notes=(f"{OWN_COPY}: it cannot be prepared: {text}",))
     return Preparation(held=held)
 
 
-_OWN_COPY = "each process has a copy of the weights of its own"
+OWN_COPY = "each process has a copy of the weights of its own"
 
 
 def describe(request: EngineRequest, runtime: Runtime) -> dict[str, Any]:

@@ -47,10 +47,6 @@ def _is_known_shapes(value: Any) -> bool:
     return type(value) is tuple and all(map(or_none(is_shape), value))
 
 
-def _is_counts(value: Any) -> bool:
-    return type(value) is tuple and all(map(is_count, value))
-
-
 def _is_produced(value: Any) -> bool:
     return type(value) is tuple and all(
         type(item) is tuple and len(item) == 2 and is_text(item[0]) and is_shape(item[1])
@@ -80,6 +76,8 @@ class Load(Message):
     ID = 2
     cache: _Text
     key: _Text
+    tensor: _Count
+    pipeline: _Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +114,7 @@ class Failed(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bind(Message):
-    """Leader: forget the layouts `drop`, and bind a lane of a layout.
+    """Leader: bind a lane of a layout; if it is to be `renewed`, forget all layouts and their memory before.
 
     Shapes are in the model's order; that of an output is None if only a run shows it.
     """
@@ -126,7 +124,7 @@ class Bind(Message):
     lane: _Count
     inputs: Annotated[tuple[tuple[int, ...], ...], _is_shapes]
     outputs: Annotated[tuple[tuple[int, ...] | None, ...], _is_known_shapes]
-    drop: Annotated[tuple[int, ...], _is_counts]
+    renewed: Annotated[bool, is_flag]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
