@@ -183,9 +183,9 @@ class _LaneMaker:
 
     def send(self, item: Buffer) -> None:
         """Send the bytes of a tensor to the leader."""
-        data = (ctypes.c_uint8 * max(item.size, 1))()
-        ctypes.memmove(data, item.address, item.size)
-        self._memory.send(np.frombuffer(data, np.uint8), 0)
+        data = _memory(item.size)
+        ctypes.memmove(data.ctypes.data, item.address, item.size)
+        self._memory.send(data, 0)
 
     def close(self) -> None:
         self._memory.close()
@@ -213,18 +213,18 @@ class _LaneMaker:
         moved: dict[str, Collective] = {}
         own: dict[str, NDArray[Any]] = {}
         results = []
-        for tensor, shape in zip(spec.outputs, outputs, strict=True):
-            if shape is None:
+        for tensor, known in zip(spec.outputs, outputs, strict=True):
+            if known is None:
                 continue
-            size = tensor_bytes(tensor.element_type, prod(shape))
+            size = tensor_bytes(tensor.element_type, prod(known))
             source = self._source(tensor.name)
             if source is not None and source.rank:
                 moved[tensor.name] = operation = self._transfer(size, source.rank, 0)
                 if self._own.rank:
-                    results.append(_buffer(tensor, shape, operation.input))
+                    results.append(_buffer(tensor, known, operation.input))
             elif source is not None:
                 own[tensor.name] = _memory(size)
-                results.append(_buffer(tensor, shape, own[tensor.name]))
+                results.append(_buffer(tensor, known, own[tensor.name]))
         return _Lane(
             places=tuple(places),
             inputs=tuple(brought),
@@ -488,7 +488,7 @@ def lead(
             follower.member = _Member(
                 rank=follower.rank, takes=frozenset(ready.takes), makes=ready.makes
             )
-        return LeaderEngine(engine, followers)
+        return LeaderEngine(engine, followers, held)
     except BaseException:
         followers.close()
         raise
@@ -548,8 +548,10 @@ class LeaderEngine(Engine):
     Ranks of later stages finish a run whose part in the leader is done.
     """
 
-    def __init__(self, engine: RankEngine, followers: _Followers) -> None:
+    def __init__(self, engine: RankEngine, followers: _Followers, held: Held) -> None:
+        """The engine owns all three from now on."""
         self._engine = engine
+        self._held = held
         self._followers = followers
         followers.timeout = engine.group.timeout
         self.spec = engine.spec
@@ -603,6 +605,7 @@ class LeaderEngine(Engine):
             self._poll.close()
             self.fd = -1
         self._followers.close()
+        self._held.close()
 
     def begin(self, run: "_LeaderRun") -> None:
         """See `Run.begin`."""
@@ -763,8 +766,10 @@ class _LeaderRun(Run):
             shapes.append(item.shape)
         self._names = [tensor.name for tensor in spec.outputs]
         self._places = {item.name: item for item in outputs}
-        known = (self._places.get(name) for name in self._names)
-        self.layout = (tuple(shapes), tuple(item and item.shape for item in known))
+        known = tuple(
+            self._places[name].shape if name in self._places else None for name in self._names
+        )
+        self.layout: tuple[_Shapes, _KnownShapes] = (tuple(shapes), known)
 
     def execute(self) -> Sequence[Produced | Strings]:
         self._engine.begin(self)

@@ -116,7 +116,7 @@ def _refuse(work: Work, folder: Path, error: str) -> None:  # noqa: ARG001 as Wo
 def load_slice(
     request: EngineRequest, held: Held, group: Group, parallel: tuple[int, int]
 ) -> RankEngine:
-    """Load this rank's slice, which keeps the entry held; raises what `RankEngine` does."""
+    """Load this rank's slice, which needs the entry held; raises what `RankEngine` does."""
     place = held.opened / _rank_folder(group.rank)
     engine = RankEngine(
         # The weights of segments that are not prepared lie beside this file.
@@ -126,7 +126,6 @@ def load_slice(
         deliver_everywhere=False,
         depth=overlap(parallel[1]),
     )
-    engine.held = held
     failure = held.opened / FAILURE_FILE
     if failure.exists():
         text = failure.read_text(encoding="utf-8")
