@@ -76,10 +76,8 @@ class Session:
             InvalidInputError if they do not fit the model.
     """
 
-    def __init__(
-        self, engine: Engine, cores: Sequence[int], membership: Membership | None = None
-    ) -> None:
-        """Load nothing; the session closes `membership`, if any, when it is garbage."""
+    def __init__(self, engine: Engine, cores: Sequence[int]) -> None:
+        """Take over the engine, which is closed when the session is garbage."""
         self.engine = engine
         self.spec = engine.spec
         self.weights: Mapping[str, NDArray[Any]] = {}
@@ -93,8 +91,7 @@ class Session:
                     f"{spec}: elements of less than a byte cannot be bound to arrays; "
                     "ModelParallelRunner takes them"
                 )
-        if membership is not None:
-            weakref.finalize(self, membership.close)
+        weakref.finalize(self, engine.close)
 
     def update_weights(self, weights: Mapping[str, Any]) -> None:
         """Replace weights by copies; runs that have begun keep the old ones."""
@@ -308,7 +305,7 @@ def _load(
             engine = open_engine(attempt.engine, request, group=ranks)
     for note in engine.notes:
         _log.warning("%s: %s", source.name, note)
-    return Session(engine, cores, membership)
+    return Session(engine, cores)
 
 
 def _check_same(facts: Mapping[str, Any], here: Mapping[str, Any]) -> None:
