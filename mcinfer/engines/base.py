@@ -104,6 +104,20 @@ def produced_from(spec: TensorSpec, array: NDArray[Any]) -> Produced | Strings:
     )
 
 
+def delivered(
+    produced: Sequence[Produced | Strings], places: Mapping[str, Buffer]
+) -> list[Produced | Strings]:
+    """Copy the outputs to their places; return those without a place or of another shape."""
+    left = []
+    for item in produced:
+        place = places.get(item.name)
+        if place is None or isinstance(item, Strings) or item.shape != place.shape:
+            left.append(item)
+        else:
+            ctypes.memmove(place.address, item.address, place.size)
+    return left
+
+
 def array_over(buffer: Buffer, dtype: "np.dtype[Any] | None" = None) -> NDArray[Any]:
     """An array over a tensor's memory, which must outlive it; `dtype` replaces the type of the elements."""
     memory = memoryview((ctypes.c_char * buffer.size).from_address(buffer.address)).cast("B")
@@ -158,9 +172,9 @@ class Run(ABC):
     def begin(self) -> None:  # noqa: B027 this default is complete
         """Begin the run; `Engine.depth` runs at most, of any layouts, may be begun and not finished.
 
-        With a `depth` of more than 1 the inputs have been read when this returns. The bound outputs are
-        written in `finish`, so one `Run` may be begun again before it is finished. Errors of the run are
-        raised by `finish`. What is raised here means that the engine cannot go on.
+        With a `depth` of more than 1 the inputs have been read when this returns, and the bound outputs are
+        written in `finish`, so one `Run` may be begun again before it is finished. Raises what `execute`
+        does; then the run is not begun.
         """
 
     def finish(self) -> Sequence[Produced | Strings]:
@@ -216,6 +230,9 @@ class Engine(ABC):
 
         With a `depth` of more than 1 the current run is the one that `begin` or `execute` is in.
         """
+
+    def close(self) -> None:  # noqa: B027 most engines end with their process
+        """End what runs in other processes; the engine and its runs are not used afterwards."""
 
 
 class ArrayEngine(Engine):

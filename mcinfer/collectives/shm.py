@@ -1,0 +1,618 @@
+"""Collectives between ranks of one machine, through shared memory.
+
+::
+
+    rank 0                                                               rank 1
+    writes its part into its region ──────┐   one memfd:   ┌────── writes its part into its region
+    writes its cell: what it runs ────────┴──► memory.py ◄─┴────── writes its cell
+    writes the eventfd of each other one ─────────────────► poll
+    waits in poll(2) for the others' eventfds, their pidfds and the deadline at once; never spins
+    compares all cells ──► reads the others' parts ──► writes its output
+
+A *step* is one such meeting of all ranks. Small operations take one step: each rank reads all parts and
+reduces them for itself. Large ones take two: each rank reduces its share into a result that all then read.
+
+The order of memory needs no fence: what a rank writes before it writes an eventfd (eventfd(2)) is seen by the
+rank that has read that eventfd; a cell or a part is never read on the word of shared memory alone.
+
+Messages between two ranks go another way: the sender writes a cell into a ring and the receiver's eventfd.
+
+Ownership: a group owns its descriptors until `close` or an error; arrays keep their memory alive.
+"""
+
+import contextlib
+import os
+import select
+import socket
+import time
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from mcinfer.collectives.base import DEFAULT_TIMEOUT, Collective, PeerFailedError
+from mcinfer.collectives.bootstrap import Member, Membership, bootstrap
+from mcinfer.collectives.memory import (
+    END_TEXT,
+    RING,
+    Area,
+    Control,
+    Place,
+    Windows,
+    result,
+    slot,
+    staging,
+    transfers,
+)
+from mcinfer.collectives.operations import (
+    CANCELLED,
+    FAILED,
+    FAILURES,
+    Signature,
+    SignatureGroup,
+    cell,
+    difference,
+    epoch_of,
+    reduction,
+    text_of,
+)
+from mcinfer.collectives.rendezvous import meet
+from mcinfer.config import check_seconds
+from mcinfer.errors import (
+    CollectiveTimeoutError,
+    InvalidInputError,
+    McinferError,
+    RankDiedError,
+    shortened,
+)
+from mcinfer.process import how_it_ended
+
+_LARGE_BYTES = 256 << 10
+"""From here on an operation takes two steps: to share the work gains more than a step costs (measured)."""
+
+# Counts in an eventfd: what the writer did since the reader read it last.
+_ARRIVAL = 1
+_MESSAGE = 1 << 16
+_ACKNOWLEDGEMENT = 1 << 32
+_END = 1 << 48
+_FIELD = (1 << 16) - 1
+
+_MAX_KEPT = 64
+"""One-shot operations whose views are kept for the next call."""
+
+_LONGEST_WAIT = 86400.0
+_ENDS: dict[str, type[McinferError]] = {
+    kind.__name__: kind for kind in (RankDiedError, CollectiveTimeoutError, InvalidInputError)
+}
+
+
+def join_sockets(
+    rank: int,
+    size: int,
+    sockets: Sequence[socket.socket],
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> "ShmGroup":
+    """Make ranks that a star of sockets connects a group. The sockets are the caller's again afterwards.
+
+    Args:
+        rank: This rank's number.
+        size: How many ranks there are.
+        sockets: Connected SOCK_SEQPACKET sockets: in rank 0 those to ranks 1, 2, …; in others the one to
+            rank 0.
+        timeout: Seconds to wait for the others, here and in each operation.
+
+    Raises:
+        InvalidInputError: The ranks do not fit together; says which two, and how.
+        CollectiveTimeoutError: A rank did not come in time; names it.
+        RankDiedError: A rank hung up.
+        ProtocolError: Another program or another user is at the other end.
+        OSError: No descriptor is left.
+    """
+    check_seconds("timeout", timeout)
+    membership = bootstrap(rank, size, sockets, timeout)
+    if membership is None:
+        raise InvalidInputError(f"rank: got {rank}, which is no member of the group")
+    return ShmGroup(membership, timeout)
+
+
+def join(key: str, rank: int, size: int, *, timeout: float = DEFAULT_TIMEOUT) -> "ShmGroup":
+    """Make ranks that were started apart a group; see `mcinfer.collectives.join`."""
+    check_seconds("timeout", timeout)
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(end) for end in meet(key, rank, size, timeout)]
+        return join_sockets(rank, size, sockets, timeout=timeout)
+
+
+class _Peer:
+    """Another rank, as this one knows it by what it has read of its eventfd and pidfd."""
+
+    __slots__ = (
+        "acknowledged",
+        "arrivals",
+        "cells",
+        "died",
+        "ended",
+        "incoming",
+        "messages",
+        "outgoing",
+        "pid",
+        "pidfd",
+        "rank",
+        "reported",
+        "sent",
+        "slot_free",
+        "taken",
+    )
+
+    def __init__(self, member: Member, control: Control) -> None:
+        self.rank = member.rank
+        self.pid = member.pid
+        self.pidfd = member.pidfd
+        self.incoming = member.incoming
+        self.outgoing = member.outgoing
+        self.arrivals = 0  # the steps at which it has arrived
+        self.messages = 0  # those that it has sent to this rank
+        self.acknowledged = 0  # those of this rank that it has taken
+        self.died = False
+        self.ended = False
+        self.sent = 0  # messages of this rank to it
+        self.slot_free = 0  # how many of them it must have taken before `send` may write again
+        self.taken = 0  # messages that this rank has taken from it
+        self.reported = 0  # how many of them it has been sent an acknowledgement of
+        self.cells = control.step_cells(member.rank)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (pid {self.pid})"
+
+
+# Operations on fixed memory.
+
+
+class _Collective(Collective):
+    """An operation of all ranks: a step, this rank's share of the work, and in a large one a second step."""
+
+    def __init__(
+        self,
+        group: "ShmGroup",
+        signature: Signature,
+        place: int,
+        arrays: tuple[NDArray[Any], NDArray[Any]],
+        work: Callable[[], None],
+        *,
+        is_large: bool,
+    ) -> None:
+        self.input, self.output = arrays
+        self._group = group
+        self._cell = cell(str(signature), place=place)
+        self._end = cell(f"{signature} (second step)", place=place) if is_large else None
+        self._work = work
+
+    def run(self) -> None:
+        self._group._meet(self._cell)
+        self._work()
+        if self._end is not None:
+            self._group._meet(self._end)
+
+
+class _Transfer(Collective):
+    """One array from a rank to another, in memory that both map."""
+
+    def __init__(
+        self, group: "ShmGroup", signature: Signature, place: Place, root: int, to: int
+    ) -> None:
+        self.input = self.output = group._windows.array(
+            root, place, signature.shape, signature.dtype
+        )
+        self._group = group
+        self._signature = str(signature)
+        self._place = place.number
+        self._is_source = group.rank == root
+        self._peer = group._peer(to if self._is_source else root)
+        self._epoch = -1
+
+    def run(self) -> None:
+        group = self._group
+        if self._epoch != group._epoch:
+            self._epoch = group._epoch
+            self._cell = cell(self._signature, place=self._place, epoch=self._epoch)
+        if self._is_source:
+            group._await_room(self._peer, self._signature, 0)
+            group._post(self._peer, self._cell)
+        else:
+            group._take(self._peer, self._cell)
+
+
+class ShmGroup(SignatureGroup):
+    """A group of ranks on one machine; see `join_sockets`."""
+
+    def __init__(self, membership: Membership, timeout: float) -> None:
+        # The membership is this object's from now on, even if this call fails.
+        self.rank = membership.rank
+        self.size = membership.size
+        self.timeout = timeout
+        self._membership = membership
+        try:
+            self._control = Control(membership.memory, self.size)
+        except (OSError, ValueError):
+            membership.close()
+            raise
+        self._windows = Windows(membership.memory)
+        self._peers = [_Peer(other, self._control) for other in membership.others]
+        self._outgoing = [peer.outgoing for peer in self._peers]
+        self._incoming = {peer.incoming: peer for peer in self._peers}
+        self._pidfds = {peer.pidfd: peer for peer in self._peers}
+        self._poll = select.poll()
+        for fd in (*self._incoming, *self._pidfds):
+            self._poll.register(fd, select.POLLIN)
+        self._cells = self._control.step_cells(self.rank)
+        self._their_cells = [[peer.cells[parity] for peer in self._peers] for parity in (0, 1)]
+        self._steps = 0
+        self._epoch = 0  # the steps at which a rank failed: messages of an earlier one are void
+        self._alarm = False  # a peer has died, or left the group
+        self._prepared = Area()
+        self._transfers = {
+            (root, to): transfers(to, self.size) for root, to in self._own_channels()
+        }
+        self._kept: dict[tuple[Signature, int], _Collective] = {}
+
+    # Operations on any arrays.
+
+    def send(self, array: NDArray[Any], to: int) -> None:
+        """Send to one rank, which calls `recv`. `array` may be written again after the return.
+
+        One array waits in shared memory for the other rank; a second `send` waits until it was received.
+        """
+        signature = self._signature("send", array.shape, array.dtype, root=self.rank, to=to)
+        peer = self._peer(to)
+        self._await_room(peer, str(signature), peer.slot_free)
+        np.copyto(self._slot(signature, to), array)
+        self._post(peer, cell(str(signature), epoch=self._epoch))
+        peer.slot_free = peer.sent
+
+    def recv(self, shape: Sequence[int], dtype: DTypeLike, source: int) -> NDArray[Any]:
+        signature = self._signature("send", shape, dtype, root=source, to=self.rank)
+        peer = self._peer(source)
+        self._take(peer, cell(str(signature), epoch=self._epoch))
+        result = self._slot(signature, self.rank).copy()
+        self._acknowledge(peer)
+        return result
+
+    def barrier(self) -> None:
+        self._meet(_BARRIER)
+
+    def fail(self, text: str, *, cancelled: bool = False) -> None:
+        self._check_open()
+        kind = CANCELLED if cancelled else FAILED
+        self._control.write_text(self.rank, (self._steps + 1) & 1, shortened(text))
+        self._arrive(cell("fail", kind))
+        self._begin_epoch()
+
+    # The group itself.
+
+    def subgroup(self, ranks: Sequence[int]) -> "ShmGroup | None":
+        members = self._members(ranks)
+        self._meet(cell(f"subgroup {members}"))
+        star = self._membership.star
+        try:
+            membership = bootstrap(self.rank, self.size, star, self.timeout, members)
+        except BaseException as exc:
+            self._break(exc)
+            raise
+        return None if membership is None else ShmGroup(membership, self.timeout)
+
+    def close(self) -> None:
+        if self._cause is None:
+            self._leave("", "", "this rank closed it")
+
+    # Steps: meetings of all ranks.
+
+    def _meet(self, packed: bytes) -> None:
+        """Return when all ranks have come to this step with this cell."""
+        self._arrive(packed)
+        control = self._control.map
+        for place in self._their_cells[self._steps & 1]:
+            if control[place] != packed:
+                self._raise_difference()
+
+    def _arrive(self, packed: bytes) -> None:
+        """Come to the next step, and return when all ranks have, whatever they run there."""
+        if self._cause is not None:
+            self._check_open()
+        step = self._steps = self._steps + 1
+        try:
+            self._control.map[self._cells[step & 1]] = packed
+            for fd in self._outgoing:
+                os.eventfd_write(fd, _ARRIVAL)
+            for peer in self._peers:
+                if peer.arrivals < step:
+                    self._await_step(step, packed)
+                    break
+        except BaseException as exc:
+            self._break(exc)
+            raise
+
+    def _await_step(self, step: int, packed: bytes) -> None:
+        deadline = time.monotonic() + self.timeout
+        while late := [peer for peer in self._peers if peer.arrivals < step]:
+            if self._alarm:
+                self._raise_end(late)
+            if not self._look(deadline):
+                raise self._too_late(text_of(packed), late)
+
+    def _raise_difference(self) -> NoReturn:
+        """Raise what the cells of this step say: a rank failed, or two run different operations."""
+        parity = self._steps & 1
+        control = self._control.map
+        cells = {peer.rank: control[peer.cells[parity]] for peer in self._peers}
+        for peer in self._peers:
+            kind = cells[peer.rank][0]
+            if kind in FAILURES:
+                text = self._control.read_text(peer.rank, parity)
+                self._begin_epoch()
+                is_cancelled = kind == CANCELLED
+                verb = "was cancelled" if is_cancelled else "failed"
+                raise PeerFailedError(f"{peer} {verb}: {text}", cancelled=is_cancelled)
+        cells[self.rank] = control[self._cells[parity]]
+        exc = difference(cells)
+        self._break(exc)
+        raise exc
+
+    def _begin_epoch(self) -> None:
+        """Forget what ranks sent before the failure that all have seen."""
+        self._epoch += 1
+        for peer in self._peers:
+            while peer.taken < peer.messages and epoch_of(self._next_message(peer)) < self._epoch:
+                peer.taken += 1
+            self._acknowledge(peer)
+
+    # Messages between two ranks.
+
+    def _post(self, peer: _Peer, packed: bytes) -> None:
+        self._control.map[self._control.message_cell(self.rank, peer.rank, peer.sent)] = packed
+        peer.sent += 1
+        os.eventfd_write(peer.outgoing, _MESSAGE)
+
+    def _await_room(self, peer: _Peer, text: str, free: int) -> None:
+        """Return once the peer has taken as many messages as `free`, and its ring has room for one more."""
+        self._check_open()
+        free = max(free, peer.sent - RING + 1)
+        try:
+            self._look(0.0)  # a sender notices ends, too
+            deadline = time.monotonic() + self.timeout
+            self._check_peers(peer)
+            while peer.acknowledged < free:
+                if not self._look(deadline):
+                    raise self._too_late(text, [peer])
+                self._check_peers(peer)
+        except PeerFailedError:
+            raise
+        except BaseException as exc:
+            self._break(exc)
+            raise
+
+    def _take(self, peer: _Peer, packed: bytes) -> None:
+        """Return when the peer's next message has come, if it has this cell."""
+        if self._cause is not None:
+            self._check_open()
+        try:
+            if peer.messages == peer.taken:
+                deadline = time.monotonic() + self.timeout
+                while peer.messages == peer.taken:
+                    self._check_peers(peer)
+                    if not self._look(deadline):
+                        raise self._too_late(text_of(packed), [peer])
+            got = self._next_message(peer)
+            if got != packed:
+                raise InvalidInputError(
+                    f"ranks run different operations: rank {peer.rank}: {text_of(got)}; "
+                    f"rank {self.rank}: {text_of(packed)}"
+                )
+        except PeerFailedError:
+            raise
+        except BaseException as exc:
+            self._break(exc)
+            raise
+        peer.taken += 1
+        if peer.taken - peer.reported >= RING // 2:
+            self._acknowledge(peer)
+
+    def _next_message(self, peer: _Peer) -> bytes:
+        """The cell of the peer's next message."""
+        return self._control.map[self._control.message_cell(peer.rank, self.rank, peer.taken)]
+
+    def _acknowledge(self, peer: _Peer) -> None:
+        count = peer.taken - peer.reported
+        if count:
+            peer.reported = peer.taken
+            os.eventfd_write(peer.outgoing, count * _ACKNOWLEDGEMENT)
+
+    def _check_peers(self, peer: _Peer) -> None:
+        """Raise if a message to or from the peer can no longer be: a rank is gone, or waits in `fail`."""
+        if self._alarm:
+            self._raise_end([peer])
+        step = self._steps + 1
+        for other in self._peers:
+            if other.arrivals >= step:
+                kind = self._control.map[other.cells[step & 1].start]
+                if kind in FAILURES:
+                    self._meet(cell("send or recv"))
+
+    # Waiting.
+
+    def _look(self, deadline: float) -> bool:
+        """Wait for any news of the peers, and note it; False if the deadline has passed without any."""
+        wait = min(deadline - time.monotonic(), _LONGEST_WAIT)
+        events = self._poll.poll(wait * 1000 if wait > 0 else 0)
+        for fd, _ in events:
+            peer = self._incoming.get(fd)
+            if peer is None:
+                self._note_death(self._pidfds[fd])
+            else:
+                self._note_news(peer)
+        return bool(events) or wait > _LONGEST_WAIT / 2
+
+    def _note_news(self, peer: _Peer) -> None:
+        news = os.eventfd_read(peer.incoming)
+        peer.arrivals += news & _FIELD
+        if news > _FIELD:
+            peer.messages += news // _MESSAGE & _FIELD
+            peer.acknowledged += news // _ACKNOWLEDGEMENT & _FIELD
+            if news >= _END:
+                peer.ended = self._alarm = True
+
+    def _note_death(self, peer: _Peer) -> None:
+        peer.died = self._alarm = True
+        self._poll.unregister(peer.pidfd)
+        try:
+            self._note_news(peer)  # what it did last
+        except BlockingIOError:
+            return
+
+    def _raise_end(self, late: Sequence[_Peer]) -> None:
+        """Raise for a peer that died or ended the group; for one that only closed it, if it is late."""
+        for peer in self._peers:
+            if peer.died and not peer.ended:
+                raise RankDiedError(f"{peer} {how_it_ended(peer.pid, peer.pidfd)}")
+        for peer in self._peers:
+            if peer.ended:
+                name, text = self._read_end(peer)
+                if name:
+                    raise _ENDS.get(name, RankDiedError)(text)
+        for peer in late:
+            if peer.ended:
+                raise RankDiedError(f"{peer} closed the group")
+
+    def _too_late(self, text: str, late: Sequence[_Peer]) -> CollectiveTimeoutError:
+        names = ", ".join(map(str, late))
+        return CollectiveTimeoutError(
+            f"{text}: {names} did not take part within {self.timeout:g} s"
+        )
+
+    # The end.
+
+    def _break(self, exc: BaseException) -> None:
+        """Close the group because of an error, which the others get too."""
+        if self._cause is not None:
+            return
+        name, text = type(exc).__name__, str(exc)
+        if name not in _ENDS:
+            text = f"rank {self.rank} (pid {os.getpid()}) left the group: {name}: {exc}"
+        self._leave(name, text, text)
+
+    def _leave(self, name: str, text: str, cause: str) -> None:
+        self._cause = cause
+        self._control.write_text(self.rank, END_TEXT, f"{name}\n{shortened(text)}")
+        for fd in self._outgoing:
+            os.eventfd_write(fd, _END)
+        self._kept.clear()
+        self._windows.clear()
+        self._control.map.close()
+        self._membership.close()
+
+    def _read_end(self, peer: _Peer) -> tuple[str, str]:
+        """The name of the error and its text; both empty if the peer only closed the group."""
+        name, _, rest = self._control.read_text(peer.rank, END_TEXT).partition("\n")
+        return name, rest
+
+    # Making operations.
+
+    def _peer(self, rank: int) -> _Peer:
+        for peer in self._peers:
+            if peer.rank == rank:
+                return peer
+        raise InvalidInputError(f"rank: got {rank}, expected another one of {self.size}")
+
+    def _own_channels(self) -> list[tuple[int, int]]:
+        ranks = [peer.rank for peer in self._peers]
+        return [(self.rank, other) for other in ranks] + [(other, self.rank) for other in ranks]
+
+    def _slot(self, signature: Signature, to: int) -> NDArray[Any]:
+        """The memory of `send`, in the second half of the channel."""
+        place = slot(to, self.size, signature.nbytes)
+        root = signature.root if signature.root is not None else self.rank
+        return self._windows.array(root, place, signature.shape, signature.dtype)
+
+    def _prepare(self, signature: Signature) -> Collective:
+        here = self._prepared.take(signature.nbytes)
+        return self._make(signature, here, self._prepared.take, here.number)
+
+    def _prepare_transfer(self, signature: Signature, root: int, to: int) -> Collective:
+        place = self._transfers[root, to].take(signature.nbytes)
+        return _Transfer(self, signature, place, root, to)
+
+    def _run_once(self, signature: Signature, array: NDArray[Any]) -> NDArray[Any]:
+        # The staging memory of one step is written again two steps later, when all have read it.
+        parity = (self._steps + 1) & 1
+        collective = self._kept.get((signature, parity))
+        if collective is None:
+            if len(self._kept) == _MAX_KEPT:
+                del self._kept[next(iter(self._kept))]
+            here = staging(parity, signature.nbytes)
+            collective = self._make(signature, here, result, 0)
+            self._kept[signature, parity] = collective
+        if signature.root is None or signature.root == self.rank:
+            np.copyto(collective.input, array)
+        collective.run()
+        return collective.output.copy()
+
+    def _make(
+        self, signature: Signature, here: Place, take: Callable[[int], Place], number: int
+    ) -> _Collective:
+        """An operation whose parts lie at this place, and the result, if it is large, where `take` says."""
+        shape, dtype = signature.shape, signature.dtype
+        parts = [self._windows.array(rank, here, shape, dtype) for rank in range(self.size)]
+        mine = parts[self.rank]
+        nbytes = prod(signature.output_shape) * dtype.itemsize
+        is_large = nbytes >= _LARGE_BYTES and signature.kind in ("all_reduce", "all_gather")
+        output: NDArray[Any]
+        if is_large:
+            output = self._windows.array(0, take(nbytes), signature.output_shape, dtype)
+        elif signature.root == self.rank:
+            output = mine
+        else:
+            output = np.empty(signature.output_shape, dtype)
+        work = self._work(signature, parts, output, is_large=is_large)
+        return _Collective(self, signature, number, (mine, output), work, is_large=is_large)
+
+    def _work(
+        self,
+        signature: Signature,
+        parts: Sequence[NDArray[Any]],
+        output: NDArray[Any],
+        *,
+        is_large: bool,
+    ) -> Callable[[], None]:
+        """What this rank does between the steps."""
+        if signature.root is not None:
+            source = parts[signature.root]
+            return _copier([] if source is output else [(output, source)])
+        if signature.kind == "all_gather":
+            ranks = [self.rank] if is_large else range(self.size)
+            copies = [(signature.part(output, rank), parts[rank]) for rank in ranks]
+            return _copier(copies)
+        operation = signature.operation or "sum"
+        if signature.kind == "reduce_scatter":
+            own = [signature.part(part, self.rank) for part in parts]
+            return reduction(own, output, operation)
+        if is_large:
+            count = output.size
+            share = slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+            own = [part.reshape(-1)[share] for part in parts]
+            return reduction(own, output.reshape(-1)[share], operation)
+        return reduction(parts, output, operation)
+
+
+_BARRIER = cell("barrier")
+
+
+def _copier(copies: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> Callable[[], None]:
+    """A function that copies arrays to arrays."""
+
+    def copy() -> None:
+        for to, source in copies:
+            np.copyto(to, source)
+
+    return copy

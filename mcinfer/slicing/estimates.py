@@ -1,0 +1,262 @@
+"""Types and shapes of a graph's values, and estimates of what a node costs.
+
+The estimates only choose among cuts; no result depends on them. Symbols get small sizes, and what is not
+known is guessed.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from math import prod
+from statistics import median
+
+import onnx
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+
+from mcinfer.errors import BuildError
+from mcinfer.slicing.graphs import captured, label
+from mcinfer.specs import ELEMENT_TYPES, STRING
+
+ASSUMED_BATCH = 1
+ASSUMED_SIZE = 64
+"""Sizes in place of symbols: along the first axis, and along others."""
+
+MAIN_DOMAINS = ("", "ai.onnx")
+
+_BITS = {element.onnx: element.bits for element in ELEMENT_TYPES.values()}
+_SENDABLE = {element.onnx for name, element in ELEMENT_TYPES.items() if name != STRING}
+_INTEGERS = {TensorProto.INT32, TensorProto.INT64, TensorProto.BOOL}
+_MAX_SHAPE_ELEMENTS = 256
+_GUESSED_BITS = 32
+_GUESSED_BYTES = 1 << 20
+
+_OPERATIONS_PER_ELEMENT = 16
+"""An element of an operator that is bound by memory takes as long as so many multiplications."""
+
+_CONVOLUTIONS = {"Conv": 1, "FusedConv": 1, "ConvInteger": 1, "QLinearConv": 3, "NhwcFusedConv": 1}
+_MATRIX_PRODUCTS = {
+    *("MatMul", "Gemm", "FusedMatMul", "FusedGemm", "MatMulInteger", "MatMulIntegerToFloat"),
+    *("DynamicQuantizeMatMul", "QLinearMatMul", "MatMulNBits", "QGemm"),
+}
+_RECURRENT = {"LSTM", "GRU", "RNN"}
+_ATTENTION = {"Attention", "MultiHeadAttention", "GroupQueryAttention"}
+
+_LIKE_FIRST_INPUT = {
+    *("Attention", "BiasAdd", "BiasGelu", "BiasSoftmax", "BiasSplitGelu", "FastGelu", "FusedConv"),
+    *("FusedGemm", "FusedMatMul", "Gelu", "GroupNorm", "GroupQueryAttention", "LayerNormalization"),
+    *(
+        "MatMulNBits",
+        "MultiHeadAttention",
+        "NhwcConv",
+        "NhwcMaxPool",
+        "QuickGelu",
+        "RotaryEmbedding",
+    ),
+    *("SimplifiedLayerNormalization", "SkipGroupNorm", "SkipLayerNormalization"),
+    "SkipSimplifiedLayerNormalization",
+}
+"""ONNX Runtime's own operators, which the package onnx does not know: outputs have the first input's type."""
+
+
+def values_used(node: NodeProto) -> list[str]:
+    """The values that a node takes, each once: its inputs, and those that its subgraphs take from outside."""
+    return [*dict.fromkeys(filter(None, (*node.input, *captured(node))))]
+
+
+def ordered_nodes(
+    nodes: Iterable[NodeProto], given: set[str], outputs: Sequence[str]
+) -> list[NodeProto]:
+    """The nodes that outputs need, each after those that it needs; in the file's order where that is one.
+
+    Args:
+        nodes: Of a main graph.
+        given: Its inputs and initialisers.
+        outputs: Its outputs.
+
+    Raises:
+        BuildError: A value is made twice, or by no node, or nodes need each other.
+    """
+    listed = [*nodes]
+    makers: dict[str, int] = {}
+    for at, node in enumerate(listed):
+        for name in filter(None, node.output):
+            if name in given or makers.setdefault(name, at) != at:
+                raise BuildError(f"value {name!r} is made twice, by {label(node)} as well")
+    needs: list[list[int]] = []
+    for node in listed:
+        for name in values_used(node):
+            if name not in makers and name not in given:
+                raise BuildError(f"{label(node)} takes {name!r}, which nothing makes")
+        needs.append([makers[name] for name in values_used(node) if name in makers])
+    lost = [name for name in outputs if name not in makers and name not in given]
+    if lost:
+        raise BuildError(f"output {lost[0]!r} is made by no node")
+    sequence: Sequence[int] = range(len(listed))
+    if any(need >= at for at, each in enumerate(needs) for need in each):
+        try:
+            sequence = [*TopologicalSorter(dict(enumerate(needs))).static_order()]
+        except CycleError as exc:
+            cycle = " → ".join(label(listed[at]) for at in exc.args[1])
+            raise BuildError(f"nodes need each other: {cycle}") from None
+    wanted = {makers[name] for name in outputs if name in makers}
+    for at in reversed(sequence):
+        if at in wanted:
+            wanted.update(needs[at])
+    return [listed[at] for at in sequence if at in wanted]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Values:
+    """What is known of the values of a graph.
+
+    Attributes:
+        types: By name, type and shape with the model's symbols.
+        shapes: By name, an example of a shape, in which symbols have the assumed sizes.
+        typical_bytes: Size of a value of unknown shape.
+    """
+
+    types: dict[str, ValueInfoProto]
+    shapes: dict[str, tuple[int, ...]]
+    typical_bytes: int
+
+    def is_sendable(self, name: str) -> bool:
+        """Whether it is known to be a tensor of elements of a fixed size."""
+        info = self.types.get(name)
+        return info is not None and info.type.tensor_type.elem_type in _SENDABLE
+
+    def is_like_a_shape(self, name: str) -> bool:
+        """Whether it is known to be a few integers, or one number."""
+        shape = self.shapes.get(name)
+        if shape is None or prod(shape) > _MAX_SHAPE_ELEMENTS or name not in self.types:
+            return False
+        tensor = self.types[name].type.tensor_type
+        fixed = _shape(self.types[name])
+        return tensor.elem_type in _INTEGERS or (fixed is not None and prod(fixed) <= 1)
+
+    def bytes(self, name: str) -> int:
+        if name not in self.shapes:
+            return self.typical_bytes
+        kind = self.types[name].type.tensor_type.elem_type if name in self.types else 0
+        bits: int = prod(self.shapes[name]) * _BITS.get(kind, _GUESSED_BITS)
+        return (bits + 7) // 8
+
+
+def infer(model: ModelProto) -> Values:
+    """Types and shapes of all values of the main graph, as far as they follow from the model.
+
+    Args:
+        model: With small constants in place; it is not changed.
+
+    Raises:
+        BuildError: The graph is not sound.
+    """
+    graph = model.graph
+    given = {value.name for value in (*graph.input, *graph.initializer)}
+    given |= {sparse.values.name for sparse in graph.sparse_initializer}
+    nodes = ordered_nodes(graph.node, given, [value.name for value in graph.output])
+    assumed = ModelProto()
+    assumed.CopyFrom(model)
+    assumed.graph.ClearField("node")
+    assumed.graph.node.extend(nodes)
+    symbolic = _inferred(assumed)
+    sizes: dict[str, int] = {}
+    for value in assumed.graph.input:
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            if dim.WhichOneof("value") != "dim_value":
+                size = ASSUMED_SIZE if axis else ASSUMED_BATCH
+                dim.dim_value = sizes.setdefault(dim.dim_param, size) if dim.dim_param else size
+    for value in (*assumed.graph.output, *assumed.graph.value_info):
+        value.type.tensor_type.ClearField("shape")  # the symbols' sizes may not fit
+    types = {
+        tensor.name: onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+        for tensor in model.graph.initializer
+    }
+    types |= {value.name: value for value in _values(symbolic.graph)}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for value in (*_values(_inferred(assumed).graph), *types.values()):
+        if value.name not in shapes and (shape := _shape(value)) is not None:
+            shapes[value.name] = shape
+    known = Values(types=types, shapes=shapes, typical_bytes=_GUESSED_BYTES)
+    made = [
+        known.bytes(name) for node in model.graph.node for name in node.output if name in shapes
+    ]
+    return Values(
+        types=types, shapes=shapes, typical_bytes=int(median(made)) if made else _GUESSED_BYTES
+    )
+
+
+def _values(graph: GraphProto) -> Iterator[ValueInfoProto]:
+    yield from graph.value_info
+    yield from graph.input
+    yield from graph.output
+
+
+def _shape(value: ValueInfoProto) -> tuple[int, ...] | None:
+    """A shape without symbols, or None."""
+    tensor = value.type.tensor_type
+    if not tensor.HasField("shape"):
+        return None
+    sizes = [d.dim_value if d.WhichOneof("value") == "dim_value" else -1 for d in tensor.shape.dim]
+    return None if -1 in sizes else tuple(sizes)
+
+
+def _inferred(model: ModelProto) -> ModelProto:
+    """The model with inferred types and shapes, also behind operators that the package onnx does not know."""
+    while True:
+        try:
+            model = onnx.shape_inference.infer_shapes(model, data_prop=True)
+        except onnx.shape_inference.InferenceError:  # what is known so far has to do
+            return model
+        types = {value.name: value.type.tensor_type.elem_type for value in _values(model.graph)}
+        types |= {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+        guessed = False
+        for node in model.graph.node:
+            if node.op_type not in _LIKE_FIRST_INPUT or not node.input or not node.output:
+                continue
+            kind = types.get(node.input[0], 0)
+            if kind and not types.get(node.output[0], 0):
+                types[node.output[0]] = kind
+                info = onnx.helper.make_tensor_value_info(node.output[0], kind, None)
+                model.graph.value_info.append(info)
+                guessed = True
+        if not guessed:
+            return model
+
+
+def operations(node: NodeProto, values: Values, weight_elements: int) -> int:
+    """About how many multiplications and additions a node takes; at least 1.
+
+    Args:
+        node: Its subgraphs are not looked at.
+        values: Of the graph.
+        weight_elements: Elements of the weights that it takes: these count where shapes are not known.
+    """
+    shapes = [values.shapes.get(name) for name in node.input]
+    made = values.shapes.get(node.output[0]) if node.output else None
+    products = _products(node, shapes, made)
+    if products is None and made is None:
+        return max(1, 2 * weight_elements)
+    elements = prod(made) if made is not None else 0
+    return max(1, 2 * (products or 0) + _OPERATIONS_PER_ELEMENT * elements)
+
+
+def _products(
+    node: NodeProto, shapes: Sequence[tuple[int, ...] | None], made: tuple[int, ...] | None
+) -> int | None:
+    """How many products of two elements an operator sums; None where it is no such one, or not known."""
+    kind, first = node.op_type, shapes[0] if shapes else None
+    if kind == "ConvTranspose" and first and len(shapes) > 1 and shapes[1]:
+        return prod(first) * prod(shapes[1][1:])
+    if made is None:
+        return None
+    place = _CONVOLUTIONS.get(kind)
+    if place is not None and len(shapes) > place and shapes[place]:
+        return prod(made) * prod((shapes[place] or ())[1:])
+    if kind in _MATRIX_PRODUCTS and first:
+        swapped = any(a.name == "transA" and a.i for a in node.attribute)
+        return prod(made) * first[0 if swapped else -1]
+    if kind in _RECURRENT and first and len(shapes) > 2:
+        return prod(first[:2]) * sum(prod(shape) for shape in shapes[1:3] if shape)
+    if kind in _ATTENTION and first and len(first) > 1:
+        return 2 * prod(made) * first[-2]
+    return None
