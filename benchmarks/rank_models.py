@@ -47,9 +47,11 @@ class _Graph:
         self._nodes: list[Any] = []
         self._weights: list[TensorProto] = []
 
-    def node(self, op: str, name: str, *inputs: str, **attributes: _Attribute) -> str:
+    def node(
+        self, op: str, name: str, *inputs: str, domain: str = "", **attributes: _Attribute
+    ) -> str:
         """Add a node, whose output has its name; the name."""
-        node = helper.make_node(op, inputs, [name], name=name)
+        node = helper.make_node(op, inputs, [name], name=name, domain=domain)
         node.attribute.extend(helper.make_attribute(*item) for item in attributes.items())
         self._nodes.append(node)
         return name
@@ -277,3 +279,38 @@ def encoder_inputs(
     mask = np.ones((rows, tokens), np.int64)
     mask[0, tokens - tokens // 4 :] = 0
     return {"input_ids": rng.integers(0, vocabulary, (rows, tokens)), "attention_mask": mask}
+
+
+# Collectives and little else.
+
+
+def chain(path: Path, *, layers: int, elements: int, ranks: int | None = None) -> Path:
+    """x, y float32[1, elements]: in each layer a product with a number, and a sum over all ranks.
+
+    The number is one over the ranks, so y is x. Each rank runs this same file.
+
+    Args:
+        path: File to write.
+        layers: How many, at least 1.
+        elements: Of each value.
+        ranks: How many there will be; None leaves the sums out, and the number is 1.
+    """
+    graph = _Graph(0, None, "")
+    part = graph.number("part", 1 / (ranks or 1))
+    x = "x"
+    for layer in range(layers):
+        x = graph.node("Mul", f"layers.{layer}.part", x, part)
+        if ranks is not None:
+            x = graph.node("AllReduce", f"layers.{layer}.sum", x, domain="com.microsoft")
+    described = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, elements]) for name in ("x", "y")
+    ]
+    model = graph.model(described[:1], described[1])
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    path.write_bytes(model.SerializeToString(deterministic=True))
+    return path
+
+
+def chain_inputs(elements: int, *, seed: int = 1) -> Arrays:
+    """Inputs of `chain`."""
+    return {"x": np.random.default_rng(seed).standard_normal((1, elements), np.float32)}
