@@ -281,6 +281,11 @@ class Parallel:
         """How many ranks one group has."""
         return self.tensor * self.pipeline
 
+    @property
+    def devices(self) -> int:
+        """How many devices that takes."""
+        return self.ranks * self.replicas
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:

@@ -28,6 +28,7 @@ from mcinfer.config import (
     CoreShare,
     EngineOptions,
     Limits,
+    Parallel,
     RestartPolicy,
     Timeouts,
     TransportKind,
@@ -63,6 +64,9 @@ from mcinfer.validators import TensorFields
 _log = logging.getLogger("mcinfer.master")
 
 _MAX_SPLITTERS = 64  # sets of axes that calls say, of which it is remembered what was learned
+
+_PIECES_OF_A_STAGE = 4
+"""Into how many pieces per stage a batch is cut for a pipeline: p stages work for m of m + p - 1 steps."""
 
 _CHECK_SECONDS = 10.0
 _CHECK_FACTOR = 10.0
@@ -110,6 +114,9 @@ class Master:
             whole on one worker, which gives its answer, and also in pieces; the cache records the result
             (see `split`). ``"always"``: every request is compared, which takes twice the work. ``"never"``:
             nothing is checked or learned; the arguments and the model's symbols decide.
+        parallel: Over how many devices to cut the model itself, for one that does not fit a device: each
+            device gets a slice of its weights, and a group of devices answers a request together. It needs
+            the package onnx (``pip install 'mcinfer[onnx]'``). None: every device has the whole model.
         transport: What carries messages; tensors lie in shared memory with both. ``"zeromq"``: one socket
             for all workers. ``"socketpair"``: a pair of Unix sockets for each worker, without ZeroMQ's
             threads.
@@ -135,6 +142,7 @@ class Master:
         batch_axes: Axes | None = None,
         output_axes: Axes | None = None,
         verify: Verify = "first",
+        parallel: Parallel | None = None,
         transport: TransportKind = "zeromq",
     ) -> None:
         self._timeouts = timeouts
@@ -148,6 +156,7 @@ class Master:
             ("timeouts", timeouts, Timeouts),
             ("restart", restart, RestartPolicy),
             ("limits", limits, Limits),
+            ("parallel", Parallel() if parallel is None else parallel, Parallel),
         ):
             if not isinstance(value, kind):
                 raise InvalidInputError(
@@ -170,7 +179,16 @@ class Master:
         self._traces = trace is not None
         cores = sorted(os.sched_getaffinity(0))
         cpus = whole_cpus()
+        cut = Parallel() if parallel is None else parallel
+        if parallel is not None and devices is None:
+            devices = cut.devices
         chosen = parse_devices(devices, cpus)
+        if parallel is not None and len(chosen) != cut.devices:
+            raise InvalidInputError(
+                f"devices: got {len(chosen)}, expected {cut.devices}, one for each rank of {cut}"
+            )
+        if cut.ranks > 1:
+            _check_cut(cut, engine, options)
         shares = share_cores(chosen, cores, options.cores, cpus)
         self._absent = {i: why for i, why in shares.items() if not isinstance(why, CoreShare)}
         # For a worker on another device, which is not pinned.
@@ -193,12 +211,15 @@ class Master:
                     variable_weights=tuple(options.variable_weights),
                     session_config=dict(options.session_config),
                     provider_options=dict(options.provider_options),
+                    tensor=cut.tensor,
+                    pipeline=cut.pipeline,
                 )
             )
+        groups = [builds[i : i + cut.ranks] for i in range(0, len(builds), cut.ranks)]
         memory = self._limits.memory_bytes or usable_memory() // 2
         try:
             self._loop = Loop(
-                builds,
+                groups,
                 timeouts=self._timeouts,
                 restart=restart,
                 limits=self._limits,
@@ -211,7 +232,9 @@ class Master:
         except OSError as exc:  # no descriptor is left
             raise BuildError(f"no pool can be opened: {exc}") from exc
         self._devices = [build.device for build in builds]
-        self._workers = len(builds)
+        self._workers = len(groups)
+        # A pipeline is idle in part while its first and its last pieces pass, so it gets many.
+        self._pieces = 1 if cut.pipeline == 1 else _PIECES_OF_A_STAGE * cut.pipeline
         self._engine = engine
         self._identity = ""
         self._splitters: dict[str, Splitter] = {}
@@ -553,7 +576,7 @@ class Master:
             InvalidInputError: As `predict`; for a request, when the iterator takes it.
         """
         if ahead is None:
-            ahead = 4 * self._workers
+            ahead = 4 * self._workers * self._pieces
         check_count("ahead", ahead, 1)
         self._ready()
         submit = partial(self.submit, timeout=timeout, priority=priority, outputs=outputs)
@@ -796,7 +819,7 @@ class Master:
         start = monotonic()
         joins = pieces == 1
         if pieces is None:
-            pieces = max(1, self._loop.serving)
+            pieces = self._pieces * max(1, self._loop.serving)
         else:
             check_count("shards", pieces, 1)
         splitter = self._splitter
@@ -1059,6 +1082,17 @@ def _may_run_whole(shards: int, call: _Call, failure: PredictError) -> bool:
     """Whether pieces failed under a checked split: the whole run may still succeed."""
     checked = call.known.split.checked
     return checked and shards > 1 and not isinstance(failure, JoinError)
+
+
+def _check_cut(cut: Parallel, engine: str, options: EngineOptions) -> None:
+    """Raise `InvalidInputError` for what a model that is cut cannot have."""
+    if engine != "onnxruntime":
+        raise InvalidInputError(f"parallel: got {cut} with engine {engine!r}, expected onnxruntime")
+    if options.variable_weights:
+        raise InvalidInputError(
+            f"variable_weights: got {[*options.variable_weights]}, but the weights of a model that is cut "
+            f"over devices ({cut}) cannot be replaced"
+        )
 
 
 def _said(batch_axes: Axes | None, output_axes: Axes | None) -> SaidAxes:

@@ -154,6 +154,9 @@ def is_own_user_known() -> bool:
 ORPHANED = 70
 """Exit status of a process whose parent is gone: EX_SOFTWARE of sysexits.h."""
 
+LEFT_ALONE = 69
+"""Exit status of a rank whose group is broken: EX_UNAVAILABLE of sysexits.h."""
+
 
 def watch_parent(pid: int, channel: int) -> None:
     """Start a daemon thread that ends this process as soon as its parent is gone.

@@ -37,6 +37,7 @@ from mcinfer.validators import (
     is_count,
     is_flag,
     is_members,
+    is_ranks,
     is_references,
     is_seconds,
     is_shard,
@@ -49,7 +50,7 @@ from mcinfer.validators import (
     or_none,
 )
 
-VERSION = 4  # raised with each change that an older peer would misread; HELLO carries it
+VERSION = 5  # raised with each change that an older peer would misread; HELLO carries it
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Largest message. Tensors lie in shared memory, so only strings make a message large."""
@@ -237,7 +238,8 @@ class Hello(Message):
 class Build(Message):
     """Master to worker: load this model; the token proves that this master started the worker.
 
-    `shared`: other workers run on the same cores, so waiting threads must not spin.
+    `shared`: other workers run on the same cores, so waiting threads must not spin. With `tensor` times
+    `pipeline` above 1, the worker is rank 0 of a group of so many, and loads its slice of the model.
     """
 
     ID = BUILD
@@ -253,7 +255,19 @@ class Build(Message):
     variable_weights: _Texts = ()
     session_config: _TextMap = field(default_factory=dict)
     provider_options: _TextMap = field(default_factory=dict)
+    tensor: Annotated[int, is_ranks] = 1
+    pipeline: Annotated[int, is_ranks] = 1
     token: _Text = ""
+
+    @property
+    def ranks(self) -> int:
+        """Over how many processes the model is cut."""
+        return self.tensor * self.pipeline
+
+    @property
+    def depth(self) -> int:
+        """How many runs its worker works on at a time: one in each stage of a pipeline, and the next."""
+        return 1 if self.pipeline == 1 else min(self.pipeline + 1, MAX_RUNS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

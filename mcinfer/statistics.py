@@ -99,6 +99,8 @@ class WorkerStatistics:
         busy_seconds: Time in the engine's own runs.
         providers: The execution providers in use, by the engine's names; empty until the model is loaded.
         last_error: Why it last died or failed; empty if it never did.
+        rank: Its place in its group, if the model is cut over several devices (`mcinfer.Parallel`). The
+            ranks of a group run and restart together, so they have the same counts.
     """
 
     index: int
@@ -112,6 +114,7 @@ class WorkerStatistics:
     busy_seconds: float
     providers: tuple[str, ...]
     last_error: str
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ _MOST = 2**63
 _MAX_SHARDS = 2**32
 _MAX_DIMENSIONS = 64
 _MAX_SPECS = 1 << 14
+_MAX_RANKS = 1024
 
 Check = Callable[[Any], bool]
 
@@ -49,6 +50,10 @@ def is_texts_to(most: int, characters: int) -> Check:
 
 def is_flag(value: Any) -> bool:
     return type(value) is bool
+
+
+def is_ranks(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= _MAX_RANKS
 
 
 def is_shape(value: Any) -> bool:

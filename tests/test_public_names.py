@@ -86,6 +86,7 @@ BUILT_IN = {
     "InvalidInputError": ValueError,
     "ModelNotFoundError": FileNotFoundError,
     "PredictTimeoutError": TimeoutError,
+    "CollectiveTimeoutError": TimeoutError,
     "ReadyTimeoutError": TimeoutError,
     "WeightAccessError": PermissionError,
     "MissingDependencyError": ImportError,

@@ -85,8 +85,10 @@ MAX_BYTES = 40
 MAX_ROWS = 4
 
 
-def build(index: int) -> Build:
-    return Build(model="/m.onnx", engine="fake", device=f"cpu:{index}", cores=(index,))
+def build(index: int, pipeline: int = 1) -> Build:
+    return Build(
+        model="/m.onnx", engine="fake", device=f"cpu:{index}", cores=(index,), pipeline=pipeline
+    )
 
 
 def hello(worker: int) -> Hello:
@@ -135,10 +137,10 @@ class Pool(Scheduler):
         return [action for action in actions if not isinstance(action, HealthChanged)]
 
 
-def new_pool(workers: int, **options: Any) -> Pool:
+def new_pool(workers: int, pipeline: int = 1, **options: Any) -> Pool:
     """A pool whose workers all have their process, and have said nothing yet."""
     given = {"timeouts": TIMEOUTS, "restart": RESTART, "limits": Limits(), **options}
-    scheduler = Pool([build(i) for i in range(workers)], **given)
+    scheduler = Pool([build(i, pipeline) for i in range(workers)], **given)
     assert scheduler.handle_start(0.0) == [StartWorker(worker=i) for i in range(workers)]
     for i in range(workers):
         scheduler.handle_started(i, 100 + i)
@@ -147,8 +149,9 @@ def new_pool(workers: int, **options: Any) -> Pool:
 
 def finish_build(scheduler: Pool, worker: int, now: float = 0.0) -> list[Action]:
     """The worker connects and loads the model; what its BUILD_FINISH led to."""
+    wanted = scheduler.workers[worker].build
     assert scheduler.handle_message(now, worker, hello(worker)) == [
-        Send(worker=worker, message=build(worker))
+        Send(worker=worker, message=wanted)
     ]
     return scheduler.handle_message(now, worker, built())
 
@@ -800,6 +803,29 @@ def standing(pool: Scheduler) -> tuple[object, ...]:
     )
 
 
+def test_pipeline_gets_a_run_for_each_stage_and_one_more_however_long_they_take() -> None:
+    scheduler = ready_pool(1, pipeline=2)
+    rows = (1,) * 5
+    assert scheduler.handle_request(0.0, 0, rows, 60.0) == [predict(0, (0, i)) for i in range(3)]
+    assert scheduler.handle_time(1.0 + LONG_RUN) == []  # no run waits behind others
+    assert scheduler.handle_message(2.0, 0, reply(0, 0, 2.0)) == [predict(0, (0, 3))]
+    assert scheduler.handle_message(3.0, 0, reply(0, 1, 2.0)) == [predict(0, (0, 4))]
+
+
+def test_pipelines_get_their_first_runs_before_one_of_them_gets_its_second() -> None:
+    scheduler = ready_pool(2, pipeline=2)
+    given = scheduler.handle_request(0.0, 0, (1,) * 3, 60.0)
+    assert given == [predict(0, (0, 0)), predict(1, (0, 1)), predict(0, (0, 2))]
+
+
+def test_runs_of_a_pipeline_that_died_run_again_one_at_a_time() -> None:
+    scheduler = ready_pool(1, pipeline=2)
+    scheduler.handle_request(0.0, 0, (1, 1), 60.0)
+    assert scheduler.handle_died(1.0, 0, SIGKILL) == []
+    assert restarted(scheduler, 0, 1.0) == [predict(0, (0, 0))]
+    assert scheduler.handle_message(2.0, 0, reply(0, 0)) == [predict(0, (0, 1))]
+
+
 class Twins:
     """A scheduler that is used as the shell does, beside one that has no fast path: they must agree."""
 
@@ -922,8 +948,8 @@ class _Asked:
         return self.given.total()
 
 
-@dataclass
-class _Given:
+@dataclass(eq=False)
+class _Given:  # compared by identity
     """A run that a worker was given and has not answered."""
 
     members: tuple[ShardId, ...]
@@ -946,6 +972,7 @@ class Pools(RuleBasedStateMachine):
         self.running: dict[int, deque[_Given]] = {}
         self.began: dict[int, float] = {}
         self.joins = False
+        self.pipeline = 1
         self.limits = Limits()
         self.max_delay = 0.0
         self.seconds = 0.001
@@ -973,6 +1000,7 @@ class Pools(RuleBasedStateMachine):
         max_delay=st.sampled_from([0.0, 0.3, 2.0]),
         seconds=st.sampled_from([0.0, 0.001, 0.001, 0.01, 0.25]),
         bounded=st.sampled_from([False, False, False, True]),
+        pipeline=st.sampled_from([1, 1, 1, 2, 3]),
         start_at_once=st.sampled_from([True, True, True, True, True, False]),
         max_requests=st.sampled_from([None, None, None, None, 1, 3]),
     )
@@ -984,10 +1012,12 @@ class Pools(RuleBasedStateMachine):
         max_delay: float,
         seconds: float,
         bounded: bool,
+        pipeline: int,
         start_at_once: bool,
         max_requests: int | None,
     ) -> None:
         self.joins = joins
+        self.pipeline = pipeline
         self.max_delay = max_delay
         self.seconds = seconds
         restart = replace(
@@ -1005,7 +1035,7 @@ class Pools(RuleBasedStateMachine):
     ) -> None:
         self.limits = limits
         self.twins = Twins(
-            [build(i) for i in range(workers)],
+            [build(i, self.pipeline) for i in range(workers)],
             timeouts=TIMEOUTS,
             restart=restart,
             limits=limits,
@@ -1109,9 +1139,10 @@ class Pools(RuleBasedStateMachine):
         """Fail unless these may go now, and together."""
         ahead = [*self.running.get(worker, ())]
         if ahead:
-            assert not self.joins
             assert len(ahead) < min(MAX_RUNS, self.scheduler.workers[worker].capacity)
-            assert self.now - self.began[worker] <= SHORT_RUN
+            if len(ahead) >= self.depth:
+                assert not self.joins
+                assert self.now - self.began[worker] <= SHORT_RUN
             near = {*members}.union(*(run.members for run in ahead))
             assert not near & self.suspects, "a suspect goes alone"
             assert not any(run.late for run in ahead)
@@ -1146,9 +1177,14 @@ class Pools(RuleBasedStateMachine):
         if self.joins:
             assert any(asked.deadline <= self.now for asked in settled), "others want this run"
             return
-        assert run is not self.running[worker][0]
+        assert run not in [*self.running[worker]][: self.depth]
         assert self.now - self.began[worker] >= LONG_RUN * 0.99
         run.late = True
+
+    @property
+    def depth(self) -> int:
+        """How many runs a worker works on at a time."""
+        return 1 if self.pipeline == 1 else self.pipeline + 1
 
     def asked(self, member: ShardId) -> _Asked:
         return self.requests[member[0]]
@@ -1194,7 +1230,7 @@ class Pools(RuleBasedStateMachine):
         runs, before = self.running.pop(worker, deque()), self.open()
         blamed: set[int] = set()
         wanted = {member for run in runs if not run.late for member in run.members}
-        if sum(not run.late for run in runs) > 1 and not self.joins:
+        if sum(not run.late for run in runs) > 1:
             self.suspects |= wanted
         elif runs and not runs[0].late and len(runs[0].members) == 1:
             self.suspects |= wanted
@@ -1243,8 +1279,8 @@ class Pools(RuleBasedStateMachine):
         due = self.scheduler.next_time()
         assert due is None or due > self.now, "something that was due was not done"
         for worker, runs in self.running.items():
-            if len(runs) > 1 and self.now - self.began[worker] > LONG_RUN * 1.01:
-                held = [run for run in [*runs][1:] if not run.late]
+            if len(runs) > self.depth and self.now - self.began[worker] > LONG_RUN * 1.01:
+                held = [run for run in [*runs][self.depth :] if not run.late]
                 assert all(self.asked(member).settled for run in held for member in run.members)
         health = self.scheduler.health(self.now)
         if health.state not in ("starting", "closing", "closed"):
@@ -1530,7 +1566,9 @@ class Pools(RuleBasedStateMachine):
             wrong = [w for w in workers if not w.serves or w.index in late]
             assert len(health.reasons) == len(wrong)
             for w, reason in zip(wrong, health.reasons, strict=True):
-                assert reason.startswith(f"worker {w.index} ({w.device}")
+                what = "worker" if self.pipeline == 1 else "group"
+                assert reason.startswith(f"{what} {w.index} ")
+                assert f"({w.device}" in reason
             broken = "failed" if self.circuit_open else "degraded"
             assert health.state == (broken if wrong else "ready")
 

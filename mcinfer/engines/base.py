@@ -134,7 +134,12 @@ def check_cpu(engine: str, request: EngineRequest) -> None:
 
 
 class Run(ABC):
-    """One layout of inputs and outputs, bound once and executed many times."""
+    """One layout of inputs and outputs, bound once and executed many times.
+
+    An engine whose `depth` is more than 1 works on several runs at once: `begin` them, and `finish` them in
+    the order in which they were begun. `execute` is for a run on its own, while no other one is begun. The
+    defaults here, for all other engines, do the work in `finish`.
+    """
 
     @abstractmethod
     def execute(self) -> Sequence[Produced | Strings]:
@@ -150,6 +155,21 @@ class Run(ABC):
             PredictError: The run failed, with the runtime's message.
         """
 
+    def begin(self) -> None:  # noqa: B027 this default is complete
+        """Begin the run; `Engine.depth` runs at most, of any layouts, may be begun and not finished.
+
+        With a `depth` of more than 1 the inputs have been read when this returns. The bound outputs are
+        written in `finish`, so one `Run` may be begun again before it is finished. Errors of the run are
+        raised by `finish`. What is raised here means that the engine cannot go on.
+        """
+
+    def finish(self) -> Sequence[Produced | Strings]:
+        """Finish the oldest run that is begun, which is of this `Run`; waits unless `Engine.fd` is readable.
+
+        Returns and raises what `execute` does. Whatever it raises, the run is not begun any more.
+        """
+        return self.execute()
+
 
 class Engine(ABC):
     """A loaded model. One thread runs it, unless it is `concurrent`; any thread may call `cancel`.
@@ -161,6 +181,9 @@ class Engine(ABC):
         notes: Messages for the user about the load.
         prepared: The key of the prepared model that it maps; empty if it has its own copy of the weights.
         concurrent: Whether several threads may execute runs of their own at once.
+        depth: How many runs may be begun before the first of them is finished.
+        fd: A descriptor that is readable when the oldest run that is begun can be finished without waiting.
+            Others only poll it. -1 if `depth` is 1.
     """
 
     spec: ModelSpec
@@ -169,6 +192,8 @@ class Engine(ABC):
     notes: tuple[str, ...] = ()
     prepared: str = ""
     concurrent: bool = False
+    depth: int = 1
+    fd: int = -1
 
     @abstractmethod
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
@@ -187,7 +212,10 @@ class Engine(ABC):
 
     @abstractmethod
     def cancel(self) -> None:
-        """Ask the current run to stop; the run may continue until its next operator."""
+        """Ask the current run to stop; the run may continue until its next operator.
+
+        With a `depth` of more than 1 the current run is the one that `begin` or `execute` is in.
+        """
 
 
 class ArrayEngine(Engine):

@@ -8,12 +8,14 @@ the other in BUILD, so neither side serves a stranger. One thread calls the meth
 import hmac
 import os
 import secrets
+import socket
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
-from mcinfer.config import TransportKind
+from mcinfer.config import Limits, TransportKind
 from mcinfer.errors import ProtocolError
+from mcinfer.machine import usable_memory
 from mcinfer.process import Inherited
 from mcinfer.protocol import (
     MAX_HELLO_BYTES,
@@ -38,7 +40,7 @@ from mcinfer.runtime.transport import (
     SocketPairMaster,
     ZeroMQMaster,
 )
-from mcinfer.runtime.worker_process import OutputForwarder, WorkerProcess
+from mcinfer.runtime.worker_process import ChildProcess, OutputForwarder, WorkerProcess
 from mcinfer.shm.arena import Arena
 from mcinfer.shm.block import Block
 
@@ -72,15 +74,16 @@ class Connections:
 
     def __init__(
         self,
-        builds: Sequence[Build],
+        builds: Sequence[Sequence[Build]],
         arena: Arena,
-        most_memory: Sequence[int | None],
+        limits: Limits,
         transport: TransportKind = "zeromq",
     ) -> None:
         self.processes: dict[int, WorkerProcess] = {}
         self._builds = builds
         self._arena = arena
-        self._most_memory = most_memory
+        self._most_memory = limits.worker_memory_bytes
+        self._all_memory = usable_memory()
         self._inherited = Inherited.now()
         self._kind: TransportKind = transport
         self.peers: dict[bytes, WorkerProcess] = {}
@@ -91,7 +94,9 @@ class Connections:
         Raises:
             OSError: The system has no descriptor, thread or folder left; nothing stays open.
         """
-        _check_descriptors(DESCRIPTORS_TO_OPEN + DESCRIPTORS_OF_A_WORKER * len(self._builds))
+        _check_descriptors(
+            DESCRIPTORS_TO_OPEN + DESCRIPTORS_OF_A_WORKER * sum(map(len, self._builds))
+        )
         with ExitStack() as opened:
             if self._kind == "socketpair":
                 self.transport: MasterTransport = SocketPairMaster()
@@ -117,25 +122,62 @@ class Connections:
     # Processes.
 
     def start(self, index: int) -> WorkerProcess:
-        _check_descriptors(DESCRIPTORS_OF_A_WORKER)
-        with ExitStack() as opened:
+        """Start a worker with all its ranks, or none of them.
+
+        Raises:
+            OSError: The system cannot start a process.
+        """
+        builds = self._builds[index]
+        _check_descriptors(DESCRIPTORS_OF_A_WORKER * len(builds))
+        with ExitStack() as opened, ExitStack() as passed:
             connection = self.transport.add(index)
             opened.callback(self.transport.remove, index)
+            pairs = []
+            for _ in builds[1:]:  # a star: rank 0 has a socket to each of the others
+                pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                pairs.append([passed.enter_context(end).fileno() for end in pair])
             process = WorkerProcess(
                 index,
-                self._builds[index].device,
+                self.label(index),
                 transport=self._kind,
                 connection=connection,
                 hello_token=secrets.token_hex(16),
                 build_token=secrets.token_hex(16),
+                ranks=[ours for ours, _ in pairs],
                 output=self.output,
                 inherited=self._inherited,
-                most_memory=self._most_memory[index],
+                most_memory=self._limit(builds[0]),
             )
+            opened.callback(process.reap)
+            opened.callback(process.kill)
+            for rank, (build, (_, theirs)) in enumerate(zip(builds[1:], pairs, strict=True), 1):
+                greeting = {
+                    "rank": rank,
+                    "socket": theirs,
+                    "build": encode(build).decode("latin-1"),
+                }
+                follower = ChildProcess(
+                    self.label(index, rank),
+                    greeting,
+                    [theirs],
+                    output=self.output,
+                    inherited=self._inherited,
+                    most_memory=self._limit(build),
+                )
+                process.followers.append(follower)
             opened.pop_all()
         self.transport.started(index)
         self.processes[index] = process
         return process
+
+    def label(self, index: int, rank: int = 0) -> tuple[int, str]:
+        """A rank's number among all of the pool's, and its device."""
+        return sum(map(len, self._builds[:index])) + rank, self._builds[index][rank].device
+
+    def _limit(self, build: Build) -> int | None:
+        """How much memory of its own a process may have."""
+        on_cpu = build.device.startswith("cpu:")
+        return self._most_memory or (self._all_memory if on_cpu else None)
 
     def remove(self, index: int) -> None:
         """Forget a process that has ended; the caller reaps it."""
@@ -152,9 +194,12 @@ class Connections:
         """By worker, what is wrong with its process though its messages do not show it: stopped, or ended."""
         found = {}
         for index, process in self.processes.items():
-            with suppress(OSError):
-                found[index] = _STANDINGS.get(process.standing(), "")
-        return {index: text for index, text in found.items() if text}
+            for rank, child in enumerate(process.ranks):
+                with suppress(OSError):
+                    text = _STANDINGS.get(child.standing(), "")
+                    if text:
+                        found[index] = f"rank {rank} {text}" if process.followers else text
+        return found
 
     # What comes.
 

@@ -43,12 +43,13 @@ from mcinfer.errors import (
     QueueFullError,
     ReadyTimeoutError,
 )
-from mcinfer.machine import usable_memory
+from mcinfer.process import LEFT_ALONE, ORPHANED
 from mcinfer.protocol import REPLY, REPLY_HEAD, Build, BuildFinish, Error, Message, Preparing, Reply
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Follower, Outcome, Request
 from mcinfer.runtime.connections import Connections, UnreachableError
 from mcinfer.runtime.delivery import Delivery
+from mcinfer.runtime.worker_process import ChildProcess
 from mcinfer.scheduler.actions import (
     Action,
     DumpStacks,
@@ -68,7 +69,7 @@ from mcinfer.scheduler.scheduler import LONG_RUN, Entry, Scheduler, trace_of
 from mcinfer.scheduler.workers import describe_exit
 from mcinfer.shm.arena import Arena, Slot
 from mcinfer.shm.descriptors import WakeUp
-from mcinfer.statistics import Health, RequestTrace, Statistics, TraceHook
+from mcinfer.statistics import Health, RequestTrace, Statistics, TraceHook, WorkerStatistics
 
 T = TypeVar("T")
 
@@ -87,6 +88,9 @@ _MAX_NOTES = 100  # different notes that are logged
 
 _NOT_STARTED = "the master is not started: call start(), or use it in a with statement"
 _CLOSING = "the master is closing: it finishes what it has, and takes no more"
+
+_FOLLOWED = (LEFT_ALONE, ORPHANED)
+"""Exit statuses of ranks that ended because another one of their group had."""
 
 _LEVELS = {"degraded": logging.WARNING, "failed": logging.ERROR}
 
@@ -149,7 +153,7 @@ class Loop:
 
     def __init__(
         self,
-        builds: Sequence[Build],
+        groups: Sequence[Sequence[Build]],
         *,
         timeouts: Timeouts,
         restart: RestartPolicy,
@@ -160,7 +164,10 @@ class Loop:
         trace: TraceHook | None = None,
         transport: TransportKind = "zeromq",
     ) -> None:
-        self._builds = builds
+        self._groups = (
+            groups  # for each worker, the builds of its ranks: one, unless a model is cut
+        )
+        self._builds = builds = [ranks[0] for ranks in groups]
         self._timeouts = timeouts
         self._limits = limits
         self._trace = trace
@@ -176,11 +183,7 @@ class Loop:
         )
         self._table = self._scheduler.table
         self.arena = Arena(memory_bytes, dropped=self._detach)
-        chosen, physical = limits.worker_memory_bytes, usable_memory()
-        most_memory = [
-            chosen or (physical if b.device.startswith("cpu:") else None) for b in builds
-        ]
-        self._connections = Connections(builds, self.arena, most_memory, transport)
+        self._connections = Connections(groups, self.arena, limits, transport)
         self._delivery = Delivery()
         self.frames: Planner | None = None
         self._bell = WakeUp()
@@ -867,9 +870,7 @@ class Loop:
             process.kill()
         end = monotonic() + _LAST_OUTPUT
         for index, process in processes:
-            ended = select.poll()
-            ended.register(process.pidfd, select.POLLIN)
-            if ended.poll(max(0.0, end - monotonic()) * 1000):
+            if all(_ends(child.pidfd, end) for child in process.ranks):
                 self._connections.remove(index)
                 process.reap()
 
@@ -963,8 +964,20 @@ class Loop:
             memory_used_bytes=max(0, self.arena.used - idle),
             weights_version=weights_version,
             health=self._take_health(),
-            workers=self._scheduler.lives.statistics(),
+            workers=self._take_worker_statistics(),
         )
+
+    def _take_worker_statistics(self) -> tuple[WorkerStatistics, ...]:
+        """One entry for each process; the ranks of a group share what the scheduler knows of the group."""
+        found = []
+        for w in self._scheduler.lives.statistics():
+            process = self._connections.processes.get(w.index)
+            pids = [w.pid, *(child.pid for child in process.ranks[1:])] if process else []
+            for rank in range(len(self._groups[w.index])):
+                index, device = self._connections.label(w.index, rank)
+                pid = pids[rank] if rank < len(pids) else None
+                found.append(replace(w, index=index, device=device, pid=pid, rank=rank))
+        return tuple(found)
 
     # Processes.
 
@@ -980,9 +993,29 @@ class Loop:
         if not self._pidfds.isdisjoint(ready):
             now = monotonic()
             for index, process in [*self._connections.processes.items()]:
-                if process.pidfd in ready:
+                ended = [child for child in process.ranks if child.pidfd in ready]
+                for child in ended:
+                    self._poll.unregister(child.pidfd)
+                    self._pidfds.discard(child.pidfd)
+                if ended and (not process.followers or self._is_group_gone(index, ended)):
                     self._bury(index, now)
             self._plan()
+
+    def _is_group_gone(self, index: int, ended: Sequence[ChildProcess]) -> bool:
+        """Ranks have ended: end the others of the group, too. Whether all have ended."""
+        process = self._connections.processes[index]
+        left = [child for child in process.ranks if child.pidfd in self._pidfds]
+        for rank, child in enumerate(process.ranks):
+            if rank and child in ended and not process.killed:
+                status = child.wait()
+                if status not in _FOLLOWED:
+                    where = f"rank {rank} ({child.label[1]}, pid {child.pid})"
+                    process.deaths.append(f"{where} {describe_exit(status)}")
+        if left and not (process.pidfd in self._pidfds and self._scheduler.is_exiting(index)):
+            if not self._scheduler.workers[index].doomed:
+                self._scheduler.handle_killed(index, "")
+            process.kill()
+        return not left
 
     def _look_at_memory(self, now: float) -> None:
         """Report how much memory each worker has, where the policy limits it."""
@@ -1007,10 +1040,9 @@ class Loop:
         else:
             self._receive()
         self._connections.remove(index)
-        self._poll.unregister(process.pidfd)
-        self._pidfds.discard(process.pidfd)
         stacks = process.stacks()
-        how = describe_exit(process.reap())
+        status = process.reap()
+        how = f"ended: {'; '.join(process.deaths)}" if process.deaths else describe_exit(status)
         if process.peer is None and self._limits.worker_memory_bytes is not None:
             how += f" (it may have {self._limits.worker_memory_bytes} bytes of memory of its own)"
         expected = self._scheduler.is_exiting(index)
@@ -1255,7 +1287,8 @@ class Loop:
             return self._scheduler.handle_died(monotonic(), worker, how)
         fd = self._transport.worker_fd(worker)
         try:
-            self._poll.register(process.pidfd, select.EPOLLIN)
+            for child in process.ranks:
+                self._poll.register(child.pidfd, select.EPOLLIN)
             if fd is not None:
                 self._poll.register(fd, select.EPOLLIN)
         except OSError as exc:  # /proc/sys/fs/epoll/max_user_watches, or no memory
@@ -1264,10 +1297,17 @@ class Loop:
             process.reap()
             how = f"could not be watched: {exc}"
             return self._scheduler.handle_died(monotonic(), worker, how)
-        self._pidfds.add(process.pidfd)
+        self._pidfds.update(child.pidfd for child in process.ranks)
         self._scheduler.handle_started(worker, process.pid)
         self._delivery.log(logging.INFO, "%s started", self._scheduler.workers[worker].name)
         return []
+
+
+def _ends(pidfd: int, by: float) -> bool:
+    """Wait for the end of a process until then; whether it has ended."""
+    ended = select.poll()
+    ended.register(pidfd, select.POLLIN)
+    return bool(ended.poll(max(0.0, by - monotonic()) * 1000))
 
 
 def _take(claims: list[bool]) -> bool:

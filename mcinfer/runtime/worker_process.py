@@ -13,6 +13,7 @@ import select
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from queue import SimpleQueue
 from time import monotonic
 from typing import TextIO
@@ -36,70 +37,56 @@ _MAX_WAITING_BYTES = 1 << 22  # output beyond this is dropped
 _TICK_MS = 100
 
 
-class WorkerProcess:
-    """One running worker process.
+class ChildProcess:
+    """A process of `mcinfer.worker`, with a lifeline.
 
     Attributes:
+        label: What its output is marked with: its number in the pool, and its device.
         pidfd: Readable once the process has ended.
         lifeline: The master's end.
-        cancels: The channel for CANCEL.
-        hello_token: The worker must show it in HELLO.
-        build_token: The master must show it in BUILD.
-        peer: The transport's name for it, after its HELLO.
-        attached: Numbers of the blocks that it was sent.
-        weights: Versions of the weights that it knows.
-        outlawed: Whether it broke the protocol: its messages are not read any more.
     """
 
     def __init__(
         self,
-        index: int,
-        device: str,
+        label: tuple[int, str],
+        greeting: Mapping[str, object],
+        given: Sequence[int],
         *,
-        transport: TransportKind,
-        connection: int,
-        hello_token: str,
-        build_token: str,
         output: "OutputForwarder",
         inherited: Inherited,
         most_memory: int | None = None,
     ) -> None:
-        """Start it; `connection` is the descriptor that the transport gave for it.
+        """Start it.
+
+        Args:
+            label: As the attribute.
+            greeting: What it gets to know, beside what every child does.
+            given: Descriptors for it to inherit, by the same numbers.
+            output: Forwards its output.
+            inherited: What it has of this process.
+            most_memory: Bytes of memory of its own that it may have.
 
         Raises:
             OSError: The system cannot start a process.
         """
-        self.index = index
-        self.hello_token = hello_token
-        self.build_token = build_token
-        self.peer: bytes | None = None
-        self.attached: set[int] = set()
-        self.weights: set[int] = set()
-        self.outlawed = False
+        self.label = label
         with contextlib.ExitStack() as opened:
-            self.cancels, listening = Cancels.pair()
-            opened.callback(self.cancels.close)
-            opened.callback(listening.close)
             self._stacks = StackReport()
             opened.callback(self._stacks.close)
             self.lifeline, theirs = Lifeline.pair()
             opened.callback(self.lifeline.close)
-            given = [theirs.fileno(), connection, listening.fd, self._stacks.fd]
-            greeting = {
+            whole = {
+                **greeting,
                 "master": os.getpid(),
-                "transport": transport,
-                "connection": connection,
-                "hello_token": hello_token,
-                "build_token": build_token,
-                "cancels": listening.fd,
                 "stacks": self._stacks.fd,
                 "most_memory": most_memory,
                 "path": inherited.path,
                 "pythonpath": inherited.pythonpath,
                 "log_level": _worker_log.getEffectiveLevel(),
             }
+            index, device = label
             with theirs:
-                self.lifeline.greet(json.dumps(greeting).encode())
+                self.lifeline.greet(json.dumps(whole).encode())
                 pipes = [*_pipe(opened), *_pipe(opened)]
                 self._process = subprocess.Popen(  # noqa: S603 nothing in it comes from outside
                     command("mcinfer.worker", str(theirs.fileno()), str(index), device),
@@ -108,7 +95,7 @@ class WorkerProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=pipes[1],
                     stderr=pipes[3],
-                    pass_fds=given,
+                    pass_fds=[theirs.fileno(), self._stacks.fd, *given],
                     process_group=0,
                 )
             self.pid = self._process.pid
@@ -119,7 +106,6 @@ class WorkerProcess:
                 self._process.wait()
                 raise
             opened.pop_all()
-        listening.close()
         os.close(pipes[1])
         os.close(pipes[3])
         mark = f"[worker {index} {device}] "
@@ -147,6 +133,10 @@ class WorkerProcess:
         resident, shared = _read_proc(self.pid, "statm").split()[1:3]
         return (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE")
 
+    def wait(self) -> int:
+        """After its end, or until then: its exit status (negative: a signal)."""
+        return self._process.wait()
+
     def reap(self) -> int:
         """After its end: free what this object owns; its exit status (negative: a signal)."""
         code = self._process.wait()
@@ -157,8 +147,111 @@ class WorkerProcess:
         """Free what this object owns; a process that still runs loses its lifeline."""
         os.close(self.pidfd)
         self.lifeline.close()
-        self.cancels.close()
         self._stacks.close()
+
+
+class WorkerProcess(ChildProcess):
+    """One running worker: rank 0 of a group, if it has followers.
+
+    Attributes:
+        cancels: The channel for CANCEL.
+        hello_token: The worker must show it in HELLO.
+        build_token: The master must show it in BUILD.
+        peer: The transport's name for it, after its HELLO.
+        attached: Numbers of the blocks that it was sent.
+        weights: Versions of the weights that it knows.
+        outlawed: Whether it broke the protocol: its messages are not read any more.
+        followers: The processes of ranks 1, 2, …
+        deaths: How followers ended by themselves, in words.
+        killed: Whether `kill` was called.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        label: tuple[int, str],
+        *,
+        transport: TransportKind,
+        connection: int,
+        hello_token: str,
+        build_token: str,
+        ranks: Sequence[int] = (),
+        output: "OutputForwarder",
+        inherited: Inherited,
+        most_memory: int | None = None,
+    ) -> None:
+        """Start it, without the followers.
+
+        Args:
+            index: Its number in the scheduler.
+            label: As for every child.
+            transport: How messages are carried.
+            connection: The descriptor that the transport gave for it.
+            hello_token: As the attribute.
+            build_token: As the attribute.
+            ranks: Descriptors of sockets, one to each follower.
+            output: As for every child, and so are the others.
+            inherited: See there.
+            most_memory: See there.
+
+        Raises:
+            OSError: The system cannot start a process.
+        """
+        self.index = index
+        self.hello_token = hello_token
+        self.build_token = build_token
+        self.peer: bytes | None = None
+        self.attached: set[int] = set()
+        self.weights: set[int] = set()
+        self.outlawed = False
+        self.followers: list[ChildProcess] = []
+        self.deaths: list[str] = []
+        self.killed = False
+        with contextlib.ExitStack() as opened:
+            self.cancels, listening = Cancels.pair()
+            opened.callback(self.cancels.close)
+            greeting = {
+                "transport": transport,
+                "connection": connection,
+                "hello_token": hello_token,
+                "build_token": build_token,
+                "cancels": listening.fd,
+                "ranks": [*ranks],
+            }
+            with contextlib.closing(listening):
+                super().__init__(
+                    label,
+                    greeting,
+                    [connection, listening.fd, *ranks],
+                    output=output,
+                    inherited=inherited,
+                    most_memory=most_memory,
+                )
+            opened.pop_all()
+
+    @property
+    def ranks(self) -> Sequence[ChildProcess]:
+        """The processes of all ranks: this one and its followers."""
+        return (self, *self.followers)
+
+    def kill(self) -> None:
+        """End it and its followers at once."""
+        self.killed = True
+        super().kill()
+        for process in self.followers:
+            process.kill()
+
+    def reap(self) -> int:
+        """After the end of all ranks: free what this object owns; the exit status of rank 0."""
+        for process in self.followers:
+            process.wait()
+        return super().reap()
+
+    def abandon(self) -> None:
+        super().abandon()
+        self.cancels.close()
+        for process in self.followers:
+            process.abandon()
 
 
 def _pipe(opened: contextlib.ExitStack) -> tuple[int, int]:

@@ -33,7 +33,6 @@ from mcinfer.errors import (
     PredictTimeoutError,
     ProtocolError,
     QueueFullError,
-    WorkerDiedError,
 )
 from mcinfer.protocol import (
     MAX_RUNS,
@@ -280,6 +279,7 @@ class Scheduler:
     ) -> None:
         self.lives = WorkerLives(builds, timeouts=timeouts, restart=restart)
         self.workers = self.lives.workers
+        self._depth = max((w.depth for w in self.workers), default=1)
         self._timeouts = timeouts
         self._limits = limits
         self._draining: float | None = None
@@ -472,7 +472,7 @@ class Scheduler:
             w.failed += len(runs[0].members)
             for run in [*runs][1:]:
                 actions += self._forget_late(run)
-            actions += self._handle_lost_run(runs[0], story, now)
+            actions += self._handle_lost_run(w, runs[0], story, now)
         else:
             # It is not known which it was at, since an answer may have been lost with it: none is blamed, and
             # each runs apart from the others.
@@ -550,12 +550,13 @@ class Scheduler:
         actions: list[Action] = []
         if not self.table.queue:
             return actions
-        for w in self.workers:
-            if w.is_free and not w.runs:
-                members = self.table.take_run(now)
-                if not members:
-                    return actions
-                actions.append(self._give(w, members, now))
+        for runs in range(self._depth):
+            for w in self.workers:
+                if len(w.runs) == runs and (w.is_free if runs == 0 else self._deepens(w, now)):
+                    members = self.table.take_run(now, ahead=runs > 0)
+                    if not members:
+                        return actions
+                    actions.append(self._give(w, members, now))
         if self.table.queue and not self._joins:
             actions += self._give_ahead(now)
         return actions
@@ -596,17 +597,21 @@ class Scheduler:
         state = w.conversation.state
         if runs == 0:
             return state is WorkerState.READY
-        return state is WorkerState.BUSY and now - w.began <= SHORT_RUN
+        return state is WorkerState.BUSY and (runs < w.depth or now - w.began <= SHORT_RUN)
+
+    def _deepens(self, w: Worker, now: float) -> bool:
+        """Whether a pipeline can begin one more run."""
+        return len(w.runs) < w.depth and self._takes(w, now)
 
     def _holds_back(self, w: Worker) -> bool:
-        """Whether shards wait behind its current run that no other worker has."""
-        return len(w.runs) > 1 and not w.runs[-1].late and w.state is WorkerState.BUSY
+        """Whether shards wait behind its current runs that no other worker has."""
+        return len(w.runs) > w.depth and not w.runs[-1].late and w.state is WorkerState.BUSY
 
     def _send_elsewhere(self, w: Worker) -> list[Action]:
         """Queue the runs again that wait behind a long one."""
-        w.usual_seconds, w.capacity = math.inf, 1
+        w.usual_seconds, w.capacity = math.inf, w.depth
         actions: list[Action] = []
-        for run in [*w.runs][:0:-1]:
+        for run in [*w.runs][: w.depth - 1 : -1]:
             if run.late:
                 continue
             run.late = True
@@ -736,11 +741,11 @@ class Scheduler:
         usual = max(seconds, _FORGETTING * usual)
         w.usual_seconds = usual
         if usual > SHORT_RUN:
-            w.capacity = 1
+            w.capacity = w.depth
         elif usual * (MAX_RUNS - 1) <= AHEAD_SECONDS:
             w.capacity = MAX_RUNS
         else:
-            w.capacity = max(2, 1 + int(AHEAD_SECONDS / usual))
+            w.capacity = max(w.depth + 1, 1 + int(AHEAD_SECONDS / usual))
 
     # Answers.
 
@@ -883,7 +888,7 @@ class Scheduler:
     def _release_if_done(self, entry: Entry) -> list[Action]:
         return [Release(request=entry.number)] if self.table.strike(entry) else []
 
-    def _handle_lost_run(self, run: Run, story: str, now: float) -> list[Action]:
+    def _handle_lost_run(self, w: Worker, run: Run, story: str, now: float) -> list[Action]:
         """A worker died in a run: give it to another, or give up a shard that has killed two workers.
 
         Joined shards run again apart, and none of them is blamed yet.
@@ -901,7 +906,7 @@ class Scheduler:
             self.table.queue.add_first((request, shard))
             return []
         deaths = "; ".join(stories)
-        error = WorkerDiedError(
+        error = w.death_error(
             f"shard {shard} of {len(entry.answered)} was given up after {MAX_DEATHS} workers died "
             f"on it: {deaths}"
         )

@@ -18,7 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mcinfer.config import RestartPolicy, Timeouts
-from mcinfer.errors import BuildError, ClosedError, MissingDependencyError, WorkerDiedError
+from mcinfer.errors import (
+    BuildError,
+    ClosedError,
+    MissingDependencyError,
+    RankDiedError,
+    WorkerDiedError,
+)
 from mcinfer.protocol import (
     Build,
     BuildFinish,
@@ -69,11 +75,15 @@ class Run:
 class Worker:
     """One worker's place in the pool; it stays through restarts of the process.
 
+    A group of ranks is one worker here: it starts, runs, ends and restarts as a whole. Its `pid` and its
+    conversation are those of rank 0.
+
     Attributes:
         runs: What it has, the current run first.
         began: When the current run began, as far as can be known.
         usual_seconds: How long its runs take.
         capacity: How many runs it may have at a time.
+        depth: How many runs it works on at a time; only those above that number wait behind others.
         alone: Whether to put no runs behind those that it has.
         ready_by: When it must have its model.
         latest: When it must have the model, even if it reports progress.
@@ -97,6 +107,7 @@ class Worker:
     began: float = 0.0
     usual_seconds: float = math.inf
     capacity: int = 1
+    depth: int = 1
     alone: bool = False
     pid: int | None = None
     ready_by: float | None = None
@@ -127,6 +138,11 @@ class Worker:
         return self.conversation.state
 
     @property
+    def death_error(self) -> type[WorkerDiedError]:
+        """The class of the error of a request that it died on."""
+        return RankDiedError if self.build.ranks > 1 else WorkerDiedError
+
+    @property
     def serves(self) -> bool:
         """Whether it takes requests, now or after its current run."""
         ready = self.conversation.state in (WorkerState.READY, WorkerState.BUSY)
@@ -140,7 +156,9 @@ class Worker:
     @property
     def name(self) -> str:
         pid = "" if self.pid is None else f", pid {self.pid}"
-        return f"worker {self.index} ({self.device}{pid})"
+        ranks = self.build.ranks
+        what = f"worker {self.index}" if ranks == 1 else f"group {self.index} of {ranks} ranks"
+        return f"{what} ({self.device}{pid})"
 
     def send(self, message: Message) -> Send:
         self.conversation.advance(message)
@@ -178,7 +196,10 @@ class WorkerLives:
     def __init__(
         self, builds: Sequence[Build], *, timeouts: Timeouts, restart: RestartPolicy
     ) -> None:
-        self.workers = [Worker(i, build.device, build) for i, build in enumerate(builds)]
+        self.workers = [
+            Worker(i, build.device, build, capacity=build.depth, depth=build.depth)
+            for i, build in enumerate(builds)
+        ]
         self.specs: BuildFinish | None = None
         self.started = False
         self.closing = False
@@ -205,7 +226,7 @@ class WorkerLives:
         else:
             probe = "a start is under way"
         stories = "; ".join(w.last_error for w in self.workers)
-        return WorkerDiedError(
+        return self.workers[0].death_error(
             f"no worker serves, the restart budget is spent, and {probe}: {stories}"
         )
 
@@ -398,7 +419,7 @@ class WorkerLives:
         planned = w.retiring and w.state is WorkerState.EXITING
         before = w.state
         w.conversation = Conversation(state=WorkerState.GONE)
-        w.usual_seconds, w.capacity, w.alone = math.inf, 1, False
+        w.usual_seconds, w.capacity, w.alone = math.inf, w.depth, False
         w.pid = w.ready_by = w.kill_at = None
         w.retiring = False
         if self.closing:

@@ -36,6 +36,11 @@ def main() -> int:
         os.environ.pop("PYTHONPATH", None)
     else:
         os.environ["PYTHONPATH"] = start["pythonpath"]
+    if "rank" in start:
+        from mcinfer.worker.server import follow
+
+        build = start["build"].encode("latin-1")
+        return follow(start["rank"], start["socket"], build, start["log_level"])
     from mcinfer.runtime.cancels import Cancels
     from mcinfer.runtime.transport import connect
     from mcinfer.worker.server import serve
@@ -43,7 +48,7 @@ def main() -> int:
     cancels = Cancels.inherited(start["cancels"])
     connection = connect(start["transport"], start["connection"])
     tokens = (start["hello_token"], start["build_token"])
-    return serve(connection, tokens, lifeline, cancels, start["log_level"])
+    return serve(connection, tokens, lifeline, cancels, start["log_level"], start["ranks"])
 
 
 def _limit_memory(size: int) -> None:

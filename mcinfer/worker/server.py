@@ -5,6 +5,9 @@
     main thread     wait ──► PREDICT ──► bind (cached by the body's bytes) ──► engine run ──► REPLY ──► wait
     canceller thread         waits at a socket of its own: CANCEL ──► engine.cancel
 
+An engine that works on several runs at once (`Engine.depth`) begins each PREDICT as it comes, and answers in
+the same order. If the model is cut over several ranks, this worker is rank 0, and `follow` is the others.
+
 Ownership: the blocks belong to the master and are mapped until DETACH. Bound runs hold addresses in the
 blocks, so they are dropped before the blocks. A lock guards the cancellations; the main thread owns the rest.
 """
@@ -13,13 +16,17 @@ import ctypes
 import hmac
 import logging
 import os
+import select
+import socket
 import threading
 import time
 import traceback
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 from mcinfer.config import Device
 from mcinfer.engines import open_engine
@@ -33,14 +40,17 @@ from mcinfer.engines.base import (
     Strings,
 )
 from mcinfer.errors import (
+    ClosedError,
+    CollectiveTimeoutError,
     InvalidInputError,
     McinferError,
     MissingDependencyError,
     PredictError,
     ProtocolError,
+    RankDiedError,
 )
 from mcinfer.model_cache.keys import model_identity
-from mcinfer.process import ORPHANED
+from mcinfer.process import LEFT_ALONE, ORPHANED
 from mcinfer.protocol import (
     MAX_STRINGS,
     PREDICT,
@@ -73,7 +83,7 @@ from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, TensorSpec, tensor_bytes
 from mcinfer.validators import TensorFields, TensorRef
-from mcinfer.worker.joined_runs import JoinedRuns
+from mcinfer.worker.joined_runs import JoinedRun, JoinedRuns, Member
 
 STRANGER = 77
 """Exit status of a worker that got BUILD without its master's token: EX_NOPERM of sysexits.h."""
@@ -93,6 +103,11 @@ _BLOCK_TIMEOUT = 10.0
 _Layout = tuple[int, int, bytes]
 """The version of the weights, bytes of the inputs' references, and the body of PREDICT."""
 
+T = TypeVar("T")
+
+_BROKEN = (RankDiedError, CollectiveTimeoutError, ClosedError)
+"""Errors after which a group of ranks cannot run any more; the master starts it again."""
+
 _log = logging.getLogger("mcinfer.worker")
 
 
@@ -106,19 +121,24 @@ def serve(
     lifeline: Lifeline,
     cancels: Cancels,
     log_level: int,
+    followers: Sequence[int] = (),
 ) -> int:
     """Serve the master until EXIT, and close the connection; the exit status.
 
     The worker shows the first token in HELLO, the master the second in BUILD. The lifeline brought both.
+    `followers` are descriptors of sockets to the other ranks of its group.
     """
-    logging.basicConfig(level=log_level, format="%(levelname)s %(name)s: %(message)s")
-    server = Server(connection, tokens[1], lifeline, cancels)
+    _set_up_log(log_level)
+    server = Server(connection, tokens[1], lifeline, cancels, followers)
     try:
         server.send(Hello(version=VERSION, pid=os.getpid(), token=tokens[0]))
         server.loop()
     except _StrangerError as exc:
         _log.error("%s; this worker does nothing for it, and ends", exc)
         return STRANGER
+    except _BROKEN as exc:
+        _log.warning("%s; this group ends, and is started again", exc)
+        return LEFT_ALONE
     except ConnectionError:
         return ORPHANED
     except ProtocolError:
@@ -129,16 +149,86 @@ def serve(
     return 0
 
 
+def follow(rank: int, fd: int, build: bytes, log_level: int) -> int:
+    """Be a rank above 0 of a group, until its rank 0 ends it; the exit status.
+
+    Args:
+        rank: Its number.
+        fd: The descriptor of the socket to rank 0.
+        build: Its BUILD, which the lifeline brought.
+        log_level: Level of its log.
+    """
+    _set_up_log(log_level)
+    message = decode(build)
+    if not isinstance(message, Build):
+        raise ProtocolError(f"got {type(message).__name__}, expected Build")
+    from mcinfer.engines.ranks import (
+        follow as follow_leader,
+    )  # which an ordinary worker does not need
+
+    with closing(_inherited(fd)) as leader:
+        return follow_leader(rank, message.ranks, leader, _pinned_request(message))
+
+
+def _set_up_log(level: int) -> None:
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+
+
+def _inherited(fd: int) -> socket.socket:
+    end = socket.socket(fileno=fd)
+    end.set_inheritable(False)
+    return end
+
+
+def _pinned_request(message: Build) -> EngineRequest:
+    """Pin this process to its cores, and say what it is to load."""
+    if message.cores:
+        os.sched_setaffinity(0, message.cores)
+    return EngineRequest(
+        model=message.model,
+        device=Device.parse(message.device),
+        threads=message.threads or len(message.cores) or len(os.sched_getaffinity(0)),
+        inter_op_threads=message.inter_op_threads,
+        shared_cores=message.shared,
+        allow_fallback=message.allow_fallback,
+        prepare=message.prepare,
+        variable_weights=message.variable_weights,
+        session_config=message.session_config,
+        provider_options=message.provider_options,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Begun:
+    """A run that is begun and not answered; `deliver` makes references of what its `finish` returns."""
+
+    request: int
+    shard: int
+    run: Run
+    deliver: Callable[[Sequence[Produced | Strings]], tuple[TensorRef, ...]]
+    all_bound: bool
+    start: float
+
+
 class Server:
     """A worker's side of its conversation with the master."""
 
     def __init__(
-        self, connection: WorkerTransport, token: str, lifeline: Lifeline, cancels: Cancels
+        self,
+        connection: WorkerTransport,
+        token: str,
+        lifeline: Lifeline,
+        cancels: Cancels,
+        followers: Sequence[int] = (),
     ) -> None:
         self._connection = connection
         self._token = token
         self._cancels = cancels
         self._lifeline = lifeline
+        self._followers = [*map(_inherited, followers)]
+        self._begun: deque[_Begun] = deque()
+        self._depth = 1
+        self._poll = select.poll()
         self._conversation = Conversation()
         self._engine: Engine  # from BUILD on; the conversation allows no run before it
         self._blocks: dict[int, Block] = {}
@@ -163,7 +253,7 @@ class Server:
         """Serve until EXIT; raises `ProtocolError` at a message that does not fit."""
         wait = self._connection.wait
         while True:
-            data = wait()
+            data = self._next() if self._begun else wait()
             if data and data[0] == PREDICT:
                 self.predict(data)
             elif not self.handle(decode(data)):
@@ -175,6 +265,8 @@ class Server:
         Raises:
             ProtocolError: The message may not come now, or cannot be followed.
         """
+        if not isinstance(message, PredictJoined):
+            self._finish_all()  # whose memory it may be about
         self._conversation.advance(message)
         match message:
             case Predict():
@@ -227,26 +319,19 @@ class Server:
     def _build(self, message: Build) -> Message:
         start = time.perf_counter()
         try:
-            if message.cores:
-                os.sched_setaffinity(0, message.cores)
-            threads = message.threads or len(message.cores) or len(os.sched_getaffinity(0))
+            request = _pinned_request(message)
             identity = model_identity(message.model)
-            self._engine = open_engine(
-                message.engine,
-                EngineRequest(
-                    model=message.model,
-                    device=Device.parse(message.device),
-                    threads=threads,
-                    inter_op_threads=message.inter_op_threads,
-                    shared_cores=message.shared,
-                    allow_fallback=message.allow_fallback,
-                    prepare=message.prepare,
-                    variable_weights=message.variable_weights,
-                    session_config=message.session_config,
-                    provider_options=message.provider_options,
-                ),
-                self._report_progress,
-            )
+            if message.ranks > 1:
+                from mcinfer.engines.ranks import lead
+
+                cut = (message.tensor, message.pipeline)
+                self._engine = lead(request, cut, self._followers, self._report_progress)
+            else:
+                self._engine = open_engine(message.engine, request, self._report_progress)
+            self._depth = self._engine.depth
+            if self._depth > 1:
+                for fd in (self._connection.fd, self._engine.fd):
+                    self._poll.register(fd, select.POLLIN)
             self._joined = JoinedRuns(self._engine)
         except Exception as exc:  # of any class: it is the runtime's
             kind = "missing" if isinstance(exc, MissingDependencyError) else "build"
@@ -276,6 +361,9 @@ class Server:
 
     def _run(self, request: int, shard: int, what: PredictJoined | _Layout) -> None:
         """Run and answer."""
+        if self._depth > 1:
+            self._begin(request, shard, what)
+            return
         answer: Message | None = None
         seconds = 0.0
         try:
@@ -284,24 +372,107 @@ class Server:
                 answer = Reply(request=request, shard=shard, outputs=(), seconds=seconds)
             else:
                 run, references = self._bound(*what)
-                produced, seconds = self._execute(run, request, shard)
+                produced, seconds = self._execute(run.execute, request, shard)
                 if produced or not references:
                     outputs = self._place(produced, references)
                     answer = Reply(request=request, shard=shard, outputs=outputs, seconds=seconds)
-        except RunCancelledError as exc:
-            answer = _error("cancelled", exc, request, shard)
-        except InvalidInputError as exc:
-            answer = _error("invalid", exc, request, shard)
+        except _BROKEN:
+            raise
         except Exception as exc:  # of any class: a run that raises fails its request only
-            answer = _error("predict", exc, request, shard)
+            answer = _failure(exc, request, shard)
         if answer is not None:
             self._answer(answer)
         else:  # all outputs are at the master's places
             self._conversation.end_run()
             self._connection.send(REPLY_HEAD.pack(REPLY, request, shard, seconds))
 
+    # Several runs at once.
+
+    def _next(self) -> bytes:
+        """The next message; runs that end meanwhile are answered."""
+        while self._begun:
+            if len(self._begun) < self._depth:
+                data = self._connection.receive()
+                if data is not None:
+                    return data
+                if all(fd != self._engine.fd for fd, _ in self._poll.poll()):
+                    continue
+            self._finish_oldest()
+        return self._connection.wait()
+
+    def _begin(self, request: int, shard: int, what: PredictJoined | _Layout) -> None:
+        """Begin a run, and answer it later; those that were begun before may not have ended."""
+        if len(self._begun) == self._depth:
+            self._finish_oldest()
+        try:
+            if isinstance(what, PredictJoined):
+                joined, members = self._gathered(what)
+                run = joined.run
+
+                def deliver(produced: Sequence[Produced | Strings]) -> tuple[TensorRef, ...]:
+                    self._scatter(joined, members, what, produced)
+                    return ()
+
+                all_bound = False
+            else:
+                run, references = self._bound(*what)
+
+                def deliver(produced: Sequence[Produced | Strings]) -> tuple[TensorRef, ...]:
+                    return self._place(produced, references)
+
+                all_bound = bool(references)
+            _, start = self._execute(run.begin, request, shard)
+        except _BROKEN:
+            raise
+        except Exception as exc:  # as in `_run`
+            self._finish_all()
+            self._answer(_failure(exc, request, shard))
+            return
+        self._begun.append(
+            _Begun(
+                request=request,
+                shard=shard,
+                run=run,
+                deliver=deliver,
+                all_bound=all_bound,
+                start=time.perf_counter() - start,
+            )
+        )
+
+    def _finish_all(self) -> None:
+        while self._begun:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        """Wait for the run that was begun first, and answer it."""
+        begun = self._begun.popleft()
+        request, shard = begun.request, begun.shard
+        try:
+            produced = begun.run.finish()
+            seconds = time.perf_counter() - begun.start
+            outputs = begun.deliver(produced)
+        except _BROKEN:
+            raise
+        except Exception as exc:  # as in `_run`
+            self._answer(_failure(exc, request, shard))
+            return
+        if produced or not begun.all_bound:
+            self._answer(Reply(request=request, shard=shard, outputs=outputs, seconds=seconds))
+        else:
+            self._conversation.end_run()
+            self._connection.send(REPLY_HEAD.pack(REPLY, request, shard, seconds))
+
+    # Joined runs.
+
     def _run_joined(self, message: PredictJoined) -> float:
         """Run several requests as one batch; the seconds of the run."""
+        joined, members = self._gathered(message)
+        produced, seconds = self._execute(joined.run.execute, message.request, message.shard)
+        self._scatter(joined, members, message, produced)
+        return seconds
+
+    def _gathered(self, message: PredictJoined) -> tuple[JoinedRun, Sequence[Member]]:
+        """The run for these requests, with their inputs."""
         if self._joined is None:
             raise ProtocolError("PREDICT_JOINED before a model was built")
         members = [
@@ -312,12 +483,22 @@ class Server:
         axes = (message.input_axes, message.output_axes)
         joined = self._joined.bound(members, axes, weights, message.weights)
         joined.gather(members, message.input_axes)
-        produced, seconds = self._execute(joined.run, message.request, message.shard)
+        return joined, members
+
+    def _scatter(
+        self,
+        joined: JoinedRun,
+        members: Sequence[Member],
+        message: PredictJoined,
+        produced: Sequence[Produced | Strings],
+    ) -> None:
+        """Give each request its rows of the outputs."""
         if produced:
             names = [item.name for item in produced]
             raise PredictError(f"outputs {names} have other shapes than the model declares")
         joined.scatter(members, message.output_axes)
-        return seconds
+
+    # Single runs.
 
     def _bound(self, version: int, size: int, body: bytes) -> tuple[Run, tuple[TensorRef, ...]]:
         """The run bound to this layout, and the places of its outputs."""
@@ -353,10 +534,8 @@ class Server:
         place = block.address + offset
         return Buffer(name=name, element_type=element_type, shape=shape, address=place, size=size)
 
-    def _execute(
-        self, run: Run, request: int, shard: int
-    ) -> tuple[Sequence[Produced | Strings], float]:
-        """Run; raises `RunCancelledError` if the run was cancelled before or is cancelled meanwhile."""
+    def _execute(self, run: Callable[[], T], request: int, shard: int) -> tuple[T, float]:
+        """Run, or begin to; raises `RunCancelledError` if that was cancelled before or is meanwhile."""
         key = (request, shard)
         self._engine.arm()
         with self._lock:
@@ -366,7 +545,7 @@ class Server:
             self._running = key
         start = time.perf_counter()
         try:
-            produced = run.execute()
+            produced = run()
             return produced, time.perf_counter() - start
         finally:
             with self._lock:
@@ -463,6 +642,14 @@ class Server:
 
 def _fields(specs: Sequence[TensorSpec]) -> tuple[TensorFields, ...]:
     return tuple((spec.name, spec.element_type, spec.shape) for spec in specs)
+
+
+def _failure(exc: Exception, request: int, shard: int) -> Error:
+    """The answer to a run that raised this."""
+    kind = "predict"
+    if isinstance(exc, (RunCancelledError, InvalidInputError)):
+        kind = "cancelled" if isinstance(exc, RunCancelledError) else "invalid"
+    return _error(kind, exc, request, shard)
 
 
 def _error(

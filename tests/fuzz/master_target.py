@@ -166,7 +166,7 @@ class MasterTarget(Target):
         self._timeouts, self._restart, self._limits = Timeouts(), RestartPolicy(), Limits()
         self._builds = [build("/model")] * _WORKERS
         self._loop = loop = FedLoop(
-            self._builds,
+            [[build] for build in self._builds],
             timeouts=self._timeouts,
             restart=self._restart,
             limits=self._limits,
