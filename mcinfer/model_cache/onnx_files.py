@@ -14,7 +14,7 @@ import mmap
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -208,6 +208,23 @@ class _Message:
             message = _Message(self.data, *bounds)
             yield from message.messages(*inner) if inner else (message,)
 
+    def with_parts(self, others: Mapping[int, Sequence[bytes]]) -> bytes:
+        """The message's bytes, with other texts or messages in these fields; grouped by field."""
+        data, written = self.data, []
+        for tag, values in self._fields.items():
+            if tag & 7 == _LENGTH and tag >> 3 in others:
+                continue
+            for value, end in values:
+                if tag & 7 == _VARINT:
+                    written.append(_field(tag >> 3, value))
+                elif tag & 7 == _LENGTH:
+                    written.append(_field(tag >> 3, data[value:end]))
+                else:
+                    written.append(_encoded(tag) + data[value:end])
+        for number, parts in others.items():
+            written += [_field(number, part) for part in parts]
+        return b"".join(written)
+
 
 # ONNX's messages, by the field numbers of onnx.proto.
 
@@ -226,9 +243,9 @@ _BITS = {element.onnx: element.bits for element in ELEMENT_TYPES.values()}
 _EXTERNAL = 1  # TensorProto.DataLocation
 _MODEL, _GRAPH, _NODE, _TENSOR = "ModelProto", "GraphProto", "NodeProto", "TensorProto"
 _ATTRIBUTE, _FUNCTION, _SPARSE = "AttributeProto", "FunctionProto", "SparseTensorProto"
-_INITIALIZER = 5
+_GRAPH_OF_MODEL, _INITIALIZER = 7, 5
 _HOLDS = {
-    _MODEL: {7: _GRAPH, 25: _FUNCTION},
+    _MODEL: {_GRAPH_OF_MODEL: _GRAPH, 25: _FUNCTION},
     _FUNCTION: {7: _NODE, 11: _ATTRIBUTE},
     _GRAPH: {1: _NODE, _INITIALIZER: _TENSOR, 15: _SPARSE},
     _NODE: {5: _ATTRIBUTE},
@@ -308,26 +325,33 @@ def scan(path: str | os.PathLike[str]) -> OnnxFile:
         BuildError: The file is not an ONNX model, or no regular file.
         OSError: The file cannot be opened.
     """
+    with _mapped(path) as data:
+        return _scan(_Message(data, 0, len(data)))
+
+
+@contextmanager
+def _mapped(path: str | os.PathLike[str]) -> Iterator[mmap.mmap]:
+    """The bytes of a file; `BuildError` if it is empty, or turns out to be malformed."""
     with open_regular(path) as (descriptor, info):
         if not info.st_size:
             raise BuildError(f"{os.fspath(path)}: got an empty file, expected an ONNX model")
         data = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
     with data:
         try:
-            return _scan(_Message(data, 0, len(data)))
+            yield data
         except _MalformedError as exc:
             raise BuildError(f"{os.fspath(path)}: got {exc}, expected an ONNX model") from None
 
 
 def _scan(model: _Message) -> OnnxFile:
-    if not model.parts(7):
+    if not model.parts(_GRAPH_OF_MODEL):
         raise _MalformedError("no graph")
     found = OnnxFile(
         ir_version=model.number(1), producer=f"{model.text(2)} {model.text(3)}".strip()
     )
     for opset in model.messages(8):
         found.opsets[opset.text(1) or _MAIN_DOMAIN] = opset.number(2)
-    for graph in model.messages(7):  # several graphs are one graph in parts
+    for graph in model.messages(_GRAPH_OF_MODEL):  # several graphs are one graph in parts
         for is_output, field_number in enumerate((11, 12)):
             for value in graph.messages(field_number):
                 name = value.text(1)
@@ -427,7 +451,7 @@ def added_inputs(model: OnnxFile, names: Sequence[str]) -> bytes:
         raise BuildError(f"variable_weights: {expected}")
     missing = [known[name] for name in names if name not in model.inputs]
     graph = b"".join(_field(11, _value_info(initializer)) for initializer in missing)
-    return _field(7, graph) if graph else b""
+    return _field(_GRAPH_OF_MODEL, graph) if graph else b""
 
 
 def _value_info(initializer: Initializer) -> bytes:
@@ -450,3 +474,47 @@ def _encoded(value: int) -> bytes:
         parts.append(value & 0x7F | 0x80)
         value >>= 7
     return bytes([*parts, value])
+
+
+# What is taken out of a file.
+
+_TENSOR_RAW, _TENSOR_OUTSIDE, _TENSOR_LOCATION = 9, 13, 14
+
+
+def without_weights(path: str | os.PathLike[str], least_bytes: int) -> bytes:
+    """A model whose large initialisers are external data, at their places in the model's own file.
+
+    So a model can be parsed without its weights, wherever they lie. The location is the file's name.
+
+    Args:
+        path: An ONNX model, which must not be made shorter meanwhile.
+        least_bytes: Least size of an initialiser that is left out. Elements that are no raw data stay.
+
+    Returns:
+        A `ModelProto`.
+
+    Raises:
+        BuildError: The file is not an ONNX model, or no regular file.
+        OSError: The file cannot be opened.
+    """
+    with _mapped(path) as data:
+        location = os.path.basename(os.fspath(path)).encode()
+        model = _Message(data, 0, len(data))
+        if not model.parts(_GRAPH_OF_MODEL):
+            raise _MalformedError("no graph")
+        graphs = []
+        for graph in model.messages(_GRAPH_OF_MODEL):
+            tensors = [_outside(t, location, least_bytes) for t in graph.messages(_INITIALIZER)]
+            graphs.append(graph.with_parts({_INITIALIZER: tensors}))
+        return model.with_parts({_GRAPH_OF_MODEL: graphs})
+
+
+def _outside(tensor: _Message, location: bytes, least_bytes: int) -> bytes:
+    """A `TensorProto` whose elements, if they are that many bytes, are at a place in a file."""
+    first, last = (tensor.parts(_TENSOR_RAW) or [(0, 0)])[-1]
+    if last - first < least_bytes:
+        return tensor.with_parts({})
+    place = {b"location": location, b"offset": b"%d" % first, b"length": b"%d" % (last - first)}
+    entries = [_field(1, key) + _field(2, value) for key, value in place.items()]
+    shorter = tensor.with_parts({_TENSOR_RAW: [], _TENSOR_OUTSIDE: entries})
+    return shorter + _field(_TENSOR_LOCATION, _EXTERNAL)

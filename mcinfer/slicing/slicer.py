@@ -1,0 +1,396 @@
+"""One model becomes a folder of slices: a file for each rank, and a report.
+
+::
+
+    model ──► Weights ──► cut_stages ──► slice_tensor, for each stage ──► FOLDER/model0.onnx, model0.data
+              (stubs)     pipeline       tensor                                  model1.onnx, model1.data, …
+                                                                                 slices.json, the report
+
+Rank ``stage * tensor + t`` is the t-th slice of a stage. Each file has a metadata property `METADATA_KEY`:
+the rank, the inputs and outputs of the whole model, and which values it receives from which rank and sends to
+which. A folder appears under its name when it is complete and its slices are checked.
+"""
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from onnx import ModelProto, ValueInfoProto, numpy_helper
+
+from mcinfer.config import Parallel
+from mcinfer.errors import BuildError, InvalidInputError, ModelNotFoundError
+from mcinfer.machine import usable_memory
+from mcinfer.model_cache.building import ChildFailedError, Progress, run_child
+from mcinfer.slicing.estimates import ASSUMED_BATCH, ASSUMED_SIZE, infer
+from mcinfer.slicing.pipeline import Stage, cut_stages
+from mcinfer.slicing.tensor import (
+    CollectiveNode,
+    ShardedWeight,
+    TensorSlices,
+    WholeWeight,
+    slice_tensor,
+)
+from mcinfer.slicing.weights import DataFile, Selection, Weights, tensor_size
+from mcinfer.specs import ELEMENT_TYPES
+
+METADATA_KEY = "mcinfer.slice"
+"""The metadata property of a slice: JSON."""
+
+REPORT_FILE = "slices.json"
+
+_VERSION = 1
+_ELEMENT_NAMES = {element.onnx: name for name, element in ELEMENT_TYPES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """The slice of one rank.
+
+    Attributes:
+        rank: Its number.
+        stage: The pipeline stage.
+        file: The model, in the folder.
+        nodes: How many, collectives included.
+        weight_bytes: Of its initialisers.
+        operations: The estimate of the multiplications and additions of its stage in one run, before the
+            stage is cut over ranks.
+        receives: By value, the rank that sends it.
+        sends: By value, the ranks that receive it.
+        bytes_received: In one run, from other stages.
+    """
+
+    rank: int
+    stage: int
+    file: str
+    nodes: int
+    weight_bytes: int
+    operations: int
+    receives: Mapping[str, int]
+    sends: Mapping[str, Sequence[int]]
+    bytes_received: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageReport:
+    """How one pipeline stage is cut over its ranks.
+
+    Attributes:
+        sharded: Weights of which each rank has a part.
+        whole: Weights that each rank has.
+        collectives: That its ranks run in one run, in this order.
+        collective_bytes: Of the results of all of them.
+    """
+
+    sharded: Sequence[ShardedWeight] = ()
+    whole: Sequence[WholeWeight] = ()
+    collectives: Sequence[CollectiveNode] = ()
+    collective_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """Whether the slices give what the model gives, on made-up inputs.
+
+    Attributes:
+        state: ``"passed"``, or ``"left out"``: not asked for, or not possible.
+        reason: Why it was left out.
+        difference: By output, the largest difference, relative to the model's largest magnitude.
+        tolerance: By output, the largest difference that is allowed.
+    """
+
+    state: str
+    reason: str = ""
+    difference: Mapping[str, float]
+    tolerance: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What `slice_model` did; `REPORT_FILE` has it as JSON.
+
+    Bytes of activations are estimates, with the sizes in `assumed` in place of symbols.
+
+    Attributes:
+        model: Name of the model's file.
+        tensor: Ranks of a stage.
+        pipeline: Stages.
+        weight_bytes: Of the whole model's initialisers.
+        ranks: In order.
+        stages: In order.
+        assumed: The sizes of symbols along the first axis, and along others.
+        check: Whether the slices are right.
+    """
+
+    model: str
+    tensor: int
+    pipeline: int
+    weight_bytes: int
+    ranks: Sequence[RankReport]
+    stages: Sequence[StageReport]
+    assumed: tuple[int, int] = (ASSUMED_BATCH, ASSUMED_SIZE)
+    check: CheckReport
+
+    def as_json(self) -> dict[str, Any]:
+        return {"version": _VERSION, **asdict(self)}
+
+
+_UNCHECKED = CheckReport(state="left out", reason="not asked for", difference={}, tolerance={})
+
+
+def slice_model(
+    model: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    check: bool = True,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Cut a model into slices for ``tensor * pipeline`` ranks, and check them.
+
+    Args:
+        model: Path of an ONNX model. It may be larger than memory: weights are copied in pieces.
+        folder: Folder to write, which appears when all is done.
+        tensor: Over how many ranks the weights of each stage are cut.
+        pipeline: How many stages run one after another.
+        check: Run the slices on made-up inputs, in a child process, and compare with the whole model. A model
+            whose weights do not fit into memory twice is not checked, and the report says so.
+        force: Replace slices that are in the folder.
+        progress: Called with ``{"phase": "slicing"}`` or ``{"phase": "checking"}``.
+
+    Raises:
+        InvalidInputError: An argument does not fit, or the model cannot be cut so.
+        ModelNotFoundError: There is no model.
+        BuildError: The model is not sound, or the slices do not give what it gives.
+        OSError: Files cannot be read or written.
+    """
+    tick = progress or _silent
+    _check_ranks(tensor, pipeline)
+    place = Path(os.path.realpath(folder))
+    _check_place(place, force)
+    draft = place.with_name(f".{place.name}.{secrets.token_hex(8)}.partial")
+    try:
+        draft.mkdir()
+        tick({"phase": "slicing"})
+        report = write_slices(model, draft, tensor=tensor, pipeline=pipeline)
+        if check:
+            tick({"phase": "checking"})
+            report = replace(report, check=_checked(Path(model), draft, report))
+            _write_report(draft, report)
+        _move(draft, place, force)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return report
+
+
+def write_slices(
+    model: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+) -> Report:
+    """Write the slices into a folder that exists and is empty; they are not checked.
+
+    Raises what `slice_model` raises, and leaves what it has written by then.
+    """
+    _check_ranks(tensor, pipeline)
+    path, target = Path(model), Path(folder)
+    if not path.exists():
+        raise ModelNotFoundError(f"{path}: there is no such file")
+    with Weights(path) as weights:
+        whole = weights.model
+        _check_unsliced(whole)
+        values = infer(whole)
+        stages = cut_stages(whole, pipeline, values)
+        common = {
+            "version": _VERSION,
+            "tensor": tensor,
+            "pipeline": pipeline,
+            "inputs": _specs(whole.graph.input, {t.name for t in whole.graph.initializer}),
+            "outputs": _specs([values.types.get(v.name, v) for v in whole.graph.output], ()),
+        }
+        total = sum(tensor_size(t) or 0 for t in whole.graph.initializer)
+        ranks: list[RankReport] = []
+        reports = []
+        for stage in stages:
+            slices = slice_tensor(stage.model, tensor) if tensor > 1 else None
+            reports.append(_stage_report(slices, values))
+            for _ in range(tensor):
+                ranks.append(_write_rank(target, weights, stage, slices, len(ranks), common))
+    report = Report(
+        model=path.name,
+        tensor=tensor,
+        pipeline=pipeline,
+        weight_bytes=total,
+        ranks=ranks,
+        stages=reports,
+        check=_UNCHECKED,
+    )
+    _write_report(target, report)
+    return report
+
+
+def _silent(_: Mapping[str, Any]) -> None:
+    """Show no progress."""
+
+
+def _check_ranks(tensor: int, pipeline: int) -> None:
+    if Parallel(tensor=tensor, pipeline=pipeline).ranks < 2:
+        raise InvalidInputError(
+            f"tensor, pipeline: got {tensor} and {pipeline}, expected at least 2 ranks: a tensor or a "
+            "pipeline of 2 or more"
+        )
+
+
+def _check_unsliced(model: ModelProto) -> None:
+    if any(entry.key == METADATA_KEY for entry in model.metadata_props):
+        raise InvalidInputError("model: got a slice of a model, expected a whole model")
+
+
+def _specs(values: Sequence[ValueInfoProto], without: Sequence[str] | set[str]) -> list[Any]:
+    """Name, element type and shape of inputs or outputs of the whole model."""
+    found = []
+    for value in values:
+        if value.name in without:
+            continue
+        kind = value.type.tensor_type.elem_type
+        if kind not in _ELEMENT_NAMES:
+            raise BuildError(f"{value.name!r} is no tensor of one of {[*ELEMENT_TYPES]}")
+        shape = [
+            dim.dim_value if dim.WhichOneof("value") == "dim_value" else dim.dim_param or None
+            for dim in value.type.tensor_type.shape.dim
+        ]
+        found.append([value.name, _ELEMENT_NAMES[kind], shape])
+    return found
+
+
+# The files.
+
+
+def _write_rank(
+    folder: Path,
+    weights: Weights,
+    stage: Stage,
+    slices: TensorSlices | None,
+    rank: int,
+    common: Mapping[str, Any],
+) -> RankReport:
+    size = common["tensor"]
+    number, t = divmod(rank, size)
+    receives = {name: source * size + t for name, source in stage.receives.items()}
+    sends = {name: [to * size + t for to in users] for name, users in stage.sends.items()}
+    model = ModelProto()
+    model.CopyFrom(stage.model if slices is None else slices.graph)
+    del model.graph.initializer[:]
+    place = {**common, "rank": rank, "receives": receives, "sends": sends}
+    model.metadata_props.add(key=METADATA_KEY, value=json.dumps(place))
+    with DataFile(folder / f"model{rank}.data") as file:
+        if slices is None:
+            for tensor in stage.model.graph.initializer:
+                model.graph.initializer.append(weights.write(tensor, None, tensor.name, file))
+        else:
+            for recipe in slices.recipes[t]:
+                if recipe.array is not None:
+                    source, part = numpy_helper.from_array(recipe.array, recipe.name), None
+                else:
+                    source, part = slices.sources[recipe.source], None
+                    if recipe.axis is not None:
+                        part = Selection(axis=recipe.axis, ranges=recipe.ranges)
+                model.graph.initializer.append(weights.write(source, part, recipe.name, file))
+        weights.write_rest(model, file)
+    path = folder / f"model{rank}.onnx"
+    path.write_bytes(model.SerializeToString(deterministic=True))
+    return RankReport(
+        rank=rank,
+        stage=number,
+        file=path.name,
+        nodes=len(model.graph.node),
+        weight_bytes=sum(tensor_size(tensor) or 0 for tensor in model.graph.initializer),
+        operations=stage.operations,
+        receives=receives,
+        sends=sends,
+        bytes_received=stage.bytes_received,
+    )
+
+
+def _stage_report(slices: TensorSlices | None) -> StageReport:
+    if slices is None:
+        return StageReport()
+    report = slices.report
+    return StageReport(sharded=report.sharded, whole=report.whole, collectives=report.collectives)
+
+
+def _write_report(folder: Path, report: Report) -> None:
+    text = json.dumps(report.as_json(), indent=1)
+    (folder / REPORT_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+# The folder.
+
+
+def _check_place(place: Path, force: bool) -> None:
+    if not place.parent.is_dir():
+        raise InvalidInputError(f"folder: there is no folder {place.parent}")
+    if not place.exists():
+        return
+    if not place.is_dir():
+        raise InvalidInputError(f"folder: {place} is there and is no folder")
+    names = {entry.name for entry in place.iterdir()}
+    if not names:
+        return
+    others = sorted(name for name in names if not _is_ours(name))
+    if others or REPORT_FILE not in names:
+        raise InvalidInputError(
+            f"folder: {place} is there, and not all in it is slices"
+            + (f": {others[0]!r}" if others else "")
+        )
+    if not force:
+        raise InvalidInputError(f"folder: {place} has slices already, expected a new folder")
+
+
+def _is_ours(name: str) -> bool:
+    stem, _, suffix = name.rpartition(".")
+    return name == REPORT_FILE or (
+        suffix in ("onnx", "data") and stem.startswith("model") and stem[5:].isdecimal()
+    )
+
+
+def _move(draft: Path, place: Path, force: bool) -> None:
+    """Give the folder its name; slices that are there go if this is forced."""
+    _check_place(place, force)
+    before = draft.with_suffix(".before")
+    if place.exists() and any(place.iterdir()):
+        place.rename(before)
+    try:
+        draft.rename(place)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            before.rename(place)
+        raise
+    shutil.rmtree(before, ignore_errors=True)
+
+
+# The check.
+
+
+def _checked(model: Path, folder: Path, report: Report) -> CheckReport:
+    needed, usable = 2 * report.weight_bytes, usable_memory()
+    if needed > usable:
+        return replace(
+            _UNCHECKED,
+            reason=f"the weights twice are {needed} bytes, and {usable} bytes of memory are usable",
+        )
+    arguments = [str(model.absolute()), str(folder)]
+    try:
+        found = run_child("mcinfer.engines.check_slices:check", arguments, _silent)
+    except ChildFailedError as exc:
+        raise BuildError(f"{model}: its slices could not be checked: {exc}") from exc
+    return CheckReport(state="passed", **found)
