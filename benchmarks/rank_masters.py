@@ -3,8 +3,8 @@
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -113,15 +113,6 @@ def rank_models(quick: bool) -> tuple[RankModel, ...]:
     )
 
 
-def _files_bytes(path: Path) -> int:
-    """What a model takes on disk: nearly all of it is weights."""
-    return sum(
-        file.stat().st_size
-        for file in (path, path.with_name(f"{path.name}.data"), path.with_suffix(".data"))
-        if file.exists()
-    )
-
-
 def _relative_difference(got: Arrays, expected: Arrays) -> float:
     return max(
         float(np.max(np.abs(got[name] - array)) / np.max(np.abs(array)))
@@ -159,7 +150,7 @@ class Cut:
     Attributes:
         model: Its name.
         cut: How, as in `CUTS`.
-        part: The most that a rank has of the bytes of the whole model.
+        part: The most that a rank has of the weights' bytes.
         most: What `part` may be at most; None where there is no target.
         difference: The largest to one session's answer, relative.
         identical: Whether the answers of all ranks have the same bits.
@@ -226,7 +217,7 @@ def measure_slices(folder: Path, effort: Effort, say: Say, *, quick: bool) -> Me
             say(" · ".join(measured.row()))
         record[model.name] = cuts
     header = (
-        "model | cut | bytes of the largest rank, of the whole | largest relative difference | "
+        "model | cut | weights of the largest rank | largest relative difference | "
         "ranks bit-identical | latency | over one session | memory of the largest rank (PSS)"
     )
     return Measured(record, markdown(header, rows))
@@ -248,9 +239,11 @@ def _measure_cut(
     effort: Effort,
 ) -> Cut:
     path, inputs = folder / "whole.onnx", model.inputs(model.rows)
-    with _slices(folder, path, parallel) as slices:
-        part = max(map(_files_bytes, slices)) / _files_bytes(path)
-        identical = _identical(folder, slices, inputs)
+    slices = folder / "slices"
+    report = slice_model(path, slices, tensor=parallel.tensor, pipeline=parallel.pipeline)
+    part = max(rank.weight_bytes for rank in report.ranks) / report.weight_bytes
+    identical = _identical(folder, [slices / rank.file for rank in report.ranks], inputs)
+    shutil.rmtree(slices)
     with Master(path, parallel.ranks, parallel=parallel) as master:
         difference = _relative_difference(master.predict(inputs), session.run())
         times = in_turns({"ranks": lambda: master.predict(inputs), "one": session.run}, effort)
@@ -266,17 +259,6 @@ def _measure_cut(
         over_session=times["ranks"].over(times["one"]),
         memory=memory,
     )
-
-
-@contextmanager
-def _slices(folder: Path, path: Path, parallel: Parallel) -> Iterator[list[Path]]:
-    """The files of a model's ranks, for a while."""
-    target = folder / "slices"
-    slice_model(path, target, tensor=parallel.tensor, pipeline=parallel.pipeline)
-    try:
-        yield [target / f"model{rank}.onnx" for rank in range(parallel.ranks)]
-    finally:
-        shutil.rmtree(target)
 
 
 def _identical(folder: Path, slices: list[Path], inputs: Arrays) -> bool:
