@@ -1,0 +1,869 @@
+"""What an operator makes of inputs that are cut: the rules of each operator.
+
+Most operators are described as sums over labelled axes are, in the manner of Einstein's notation: an axis
+has the same label wherever it runs along the same positions. MatMul is ``mk, kn -> mn``: the rows m or the
+columns n of an operand may be cut, and the result is cut there; if k is cut, the result is a partial sum.
+An axis along which positions depend on each other (the axis of a Softmax) has no label, so it is never cut.
+The others have a rule of their own.
+
+What has no rule here runs whole in every rank.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+from onnx import NodeProto, TensorProto, helper
+
+from mcinfer.slicing.graphs import BITS, Graph, operator
+from mcinfer.slicing.placements import (
+    PARTIAL,
+    REPLICATED,
+    Dims,
+    Placement,
+    Sharded,
+    divides,
+    reshaped,
+)
+
+Label = int | str | None
+Labels = tuple[Label, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One way to run a node in every rank.
+
+    Attributes:
+        needs: How it takes each input.
+        gives: How it gives each output.
+        attributes: New values of attributes; None removes one.
+        vectors: Constants of integers that replace inputs, by the input's index.
+        patches: Elements of an input, a vector that a run makes, that are replaced: value by position.
+        bias: Index of an input that is added after the reduction of the output's partial sums.
+        bias_axis: Axis of the output that this input runs along; None if it is broadcast as it is.
+        scale: What the output, integers, is multiplied with.
+    """
+
+    needs: tuple[Placement, ...]
+    gives: tuple[Placement, ...]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    vectors: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    patches: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
+    bias: int | None = None
+    bias_axis: int | None = None
+    scale: tuple[int, ...] | int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """The labels of a node's inputs and outputs; `sums` are the labels that are summed over."""
+
+    inputs: Sequence[Labels]
+    outputs: Sequence[Labels]
+    sums: frozenset[Label] = frozenset()
+    bias: int | None = None
+    bias_axis: int | None = None
+
+
+Forms = Sequence[tuple[Placement, ...] | None]
+"""How each input is there already; None for constants, which can be there in every way."""
+
+
+class View:
+    """A node with the shapes of its inputs and outputs."""
+
+    def __init__(self, graph: Graph, number: int, ranks: int) -> None:
+        self.graph = graph
+        self.node: NodeProto = graph.nodes[number]
+        self.ranks = ranks
+        self.operator = operator(self.node)
+        self.inputs = tuple(self.node.input)
+        self.outputs = tuple(self.node.output)
+        self._attributes = {item.name: item for item in self.node.attribute}
+        self._dims = [graph.dims(name) if name else () for name in self.inputs]
+        self._axes: Axes | str | None = None
+
+    def dims(self, index: int) -> Dims:
+        """The shape of an input; a shape without axes for one that is not given or not known."""
+        dims = self._dims[index] if index < len(self._dims) else ()
+        return () if dims is None else dims
+
+    def output_dims(self, index: int = 0) -> Dims:
+        return self.graph.dims(self.outputs[index]) or ()
+
+    def ranks_known(self) -> bool:
+        """Whether the number of axes of every input and output is known."""
+        return None not in self._dims and all(
+            self.graph.dims(name) is not None for name in self.outputs if name
+        )
+
+    def has(self, index: int) -> bool:
+        return index < len(self.inputs) and bool(self.inputs[index])
+
+    def attribute(self, name: str, default: Any) -> Any:
+        item = self._attributes.get(name)
+        return default if item is None else helper.get_attribute_value(item)
+
+    def integers(self, index: int) -> tuple[int, ...] | None:
+        return self.graph.integers(self.inputs[index]) if self.has(index) else None
+
+    def argument(self, name: str, index: int) -> tuple[int, ...] | None:
+        """What later opsets take as an input and earlier ones as an attribute; None if it is not constant."""
+        if self.has(index):
+            return self.integers(index)
+        given = self.attribute(name, None)
+        return None if given is None else tuple(given)
+
+    def whole(self) -> Choice:
+        return Choice(
+            needs=_whole(self.inputs),
+            gives=_whole(self.outputs),
+        )
+
+    def cut(self, index: int, cut: Sharded, forms: Forms) -> Choice | str:
+        """The way to run the node with one input cut so; or why there is none."""
+        rule = RULES.get(self.operator)
+        if rule is None:
+            return f"{self.operator} runs whole"
+        if not self.ranks_known():
+            return "its shapes are unknown"
+        dims = self.dims(index)
+        if cut.axis >= len(dims) or dims[cut.axis] != cut.size:
+            return "the size of the axis is unknown"
+        choice = rule(self, index, cut, forms)
+        if isinstance(choice, Choice):
+            return self._checked(choice)
+        return choice
+
+    def _checked(self, choice: Choice) -> Choice | str:
+        for index, need in enumerate(choice.needs):
+            if not isinstance(need, Sharded):
+                continue
+            dims = self.dims(index)
+            if need.axis >= len(dims) or dims[need.axis] != need.size:
+                return f"input {index} may be broadcast"
+            if not divides(self.ranks, need.blocks):
+                return f"{need.blocks} cannot be cut in {self.ranks}"
+            if BITS.get(self.graph.element_type(self.inputs[index]), 0) < 8:
+                return f"the elements of input {index} cannot be cut"
+        if any(self.graph.element_type(name) == TensorProto.STRING for name in self.outputs):
+            return "its outputs are strings"
+        return choice
+
+    def partial(self, forms: Forms) -> Iterator[Choice]:
+        """Ways to run the node on partial sums, where it is linear."""
+        there = [form is not None and PARTIAL in form for form in forms]
+        if self.operator in ("Shape", "Size") and there[0]:
+            yield Choice(needs=(PARTIAL,), gives=(REPLICATED,))
+        if self.operator in _LINEAR_IN_ALL and all(there[: len(self.inputs)]):
+            yield self._linear(range(len(self.inputs)))
+        for index in _LINEAR_IN_ONE.get(self.operator, ()):
+            if index < len(self.inputs) and there[index]:
+                yield self._linear([index])
+
+    def _linear(self, indices: Sequence[int]) -> Choice:
+        needs: list[Placement] = [REPLICATED for _ in self.inputs]
+        for index in indices:
+            needs[index] = PARTIAL
+        return Choice(needs=tuple(needs), gives=tuple(PARTIAL for _ in self.outputs))
+
+    def axes(self) -> Axes | str:
+        """The labels of the axes; or why there are none."""
+        if self._axes is None:
+            self._axes = _LABELS[self.operator](self)
+        return self._axes
+
+
+def _whole(names: Sequence[str]) -> tuple[Placement, ...]:
+    return tuple(REPLICATED for _ in names)
+
+
+Rule = Callable[[View, int, Sharded, Forms], Choice | str]
+
+_LINEAR_IN_ALL = frozenset(["Add", "Concat", "Sub", "Sum"])
+_LINEAR_IN_ONE = {
+    **dict.fromkeys(
+        ["Div", "Expand", "Flatten", "Gather", "Identity", "Neg", "ReduceSum", "Reshape"], (0,)
+    ),
+    **dict.fromkeys(["Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"], (0,)),
+    "Mul": (0, 1),
+}
+
+
+def _labelled(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
+    """The rule of every operator that is described by labels."""
+    del forms
+    axes = view.axes()
+    if isinstance(axes, str):
+        return axes
+    found = axes.inputs[index][cut.axis] if index < len(axes.inputs) else None
+    if found is None:
+        return f"{view.operator} joins the positions of axis {cut.axis}"
+    needs: list[Placement] = []
+    for labels in axes.inputs:
+        if labels.count(found) > 1:
+            return "an axis is repeated"
+        needs.append(cut.at(labels.index(found)) if found in labels else REPLICATED)
+    gives: list[Placement] = []
+    bias = None
+    for labels in axes.outputs:
+        if found in labels:
+            gives.append(cut.at(labels.index(found)))
+        elif found not in axes.sums:
+            return f"{view.operator} joins the positions of axis {cut.axis}"
+        elif axes.bias is None:
+            gives.append(PARTIAL)
+        else:
+            gives.append(REPLICATED)
+            bias = axes.bias
+    return Choice(
+        needs=tuple(needs),
+        gives=tuple(gives),
+        bias=bias,
+        bias_axis=axes.bias_axis if bias else None,
+    )
+
+
+# Labels.
+
+
+def _axis(value: int, rank: int) -> int:
+    return value + rank if value < 0 else value
+
+
+def _aligned(dims: Dims, rank: int) -> Labels:
+    """Labels of an operand that is broadcast: counted from the last axis, none where the size is 1."""
+    first = rank - len(dims)
+    return tuple(None if dim == 1 else first + axis for axis, dim in enumerate(dims))
+
+
+def _elementwise(view: View) -> Axes | str:
+    rank = len(view.output_dims())
+    return Axes(
+        inputs=[_aligned(view.dims(index), rank) for index in range(len(view.inputs))],
+        outputs=[tuple(range(rank)) for _ in view.outputs],
+    )
+
+
+def _dropout(view: View) -> Axes | str:
+    if len([name for name in view.outputs if name]) > 1 or view.has(2):
+        return "a Dropout that trains"
+    return Axes(
+        inputs=[tuple(range(len(view.dims(0)))), *(() for _ in view.inputs[1:])],
+        outputs=[tuple(range(len(view.dims(0)))) for _ in view.outputs],
+    )
+
+
+def _matmul(view: View) -> Axes | str:
+    first, second = view.dims(0), view.dims(1)
+    if not first or not second:
+        return "an operand has no axes"
+    batch = len(max(first[:-2], second[:-2], key=len))
+    one: Labels = ("k",) if len(first) == 1 else (*_aligned(first[:-2], batch), "m", "k")
+    two: Labels = ("k",) if len(second) == 1 else (*_aligned(second[:-2], batch), "k", "n")
+    if view.attribute("transBatchA", 0) or view.attribute("transBatchB", 0):
+        return "a FusedMatMul with transposed batches"
+    if view.attribute("transA", 0):
+        one = (*one[:-2], "k", "m")
+    if view.attribute("transB", 0):
+        two = (*two[:-2], "n", "k")
+    rows: Labels = () if len(first) == 1 else ("m",)
+    columns: Labels = () if len(second) == 1 else ("n",)
+    return Axes(
+        inputs=[one, two], outputs=[(*range(batch), *rows, *columns)], sums=frozenset(["k"])
+    )
+
+
+def _gemm(view: View) -> Axes | str:
+    one: Labels = ("k", "m") if view.attribute("transA", 0) else ("m", "k")
+    two: Labels = ("n", "k") if view.attribute("transB", 0) else ("k", "n")
+    inputs = [one, two]
+    if len(view.inputs) == 3:
+        dims = view.dims(2)
+        labels = ("m", "n")[2 - len(dims) :]
+        inputs.append(
+            tuple(None if dim == 1 else name for dim, name in zip(dims, labels, strict=True))
+        )
+    return Axes(
+        inputs=inputs,
+        outputs=[("m", "n")],
+        sums=frozenset(["k"]),
+        bias=2 if view.has(2) else None,
+    )
+
+
+def _einsum(view: View) -> Axes | str:
+    equation = view.attribute("equation", b"").decode().replace(" ", "")
+    if not re.fullmatch(r"[A-Za-z]+(,[A-Za-z]+)*->[A-Za-z]*", equation):
+        return f"equation {equation!r}"
+    left, result = equation.split("->")
+    inputs: list[Labels] = [tuple(operand) for operand in left.split(",")]
+    return Axes(
+        inputs=inputs,
+        outputs=[tuple(result)],
+        sums=frozenset(name for operand in inputs for name in operand if name not in result),
+    )
+
+
+def _convolution(view: View) -> Axes | str:
+    rank = len(view.dims(0))
+    rest: Labels = (None,) * (rank - 2)
+    kernel: Labels = ("i", "o") if view.operator == "ConvTranspose" else ("o", "i")
+    inputs: list[Labels] = [("b", "i", *rest), (*kernel, *rest)]
+    if len(view.inputs) == 3:
+        inputs.append(("o",) if view.has(2) else ())
+    return Axes(
+        inputs=inputs,
+        outputs=[("b", "o", *rest)],
+        sums=frozenset(["i"]),
+        bias=2 if view.has(2) else None,
+        bias_axis=1,
+    )
+
+
+def _channels(view: View) -> Axes | str:
+    """Each channel by itself: pooling, and norms over an image; other inputs are one number for a channel."""
+    rest: Labels = (None,) * (len(view.dims(0)) - 2)
+    if len([name for name in view.outputs if name]) > 1:
+        return "it has several outputs"
+    others: list[Labels] = [("c",) if name else () for name in view.inputs[1:]]
+    return Axes(inputs=[("b", "c", *rest), *others], outputs=[("b", "c", *rest)])
+
+
+def _transpose(view: View) -> Axes | str:
+    rank = len(view.dims(0))
+    perm = view.attribute("perm", range(rank - 1, -1, -1))
+    return Axes(inputs=[tuple(range(rank))], outputs=[tuple(perm)])
+
+
+def _all_but(rank: int, axes: Sequence[int]) -> Labels:
+    return tuple(None if axis in axes else axis for axis in range(rank))
+
+
+def _softmax(view: View) -> Axes | str:
+    rank = len(view.dims(0))
+    if view.graph.opset < 13:  # all axes from this one on are one
+        labels = _all_but(rank, range(_axis(view.attribute("axis", 1), rank), rank))
+    else:
+        labels = _all_but(rank, [_axis(view.attribute("axis", -1), rank)])
+    return Axes(inputs=[labels], outputs=[labels])
+
+
+def _layer_norm(view: View) -> Axes | str:
+    rank = len(view.dims(0))
+    labels = _all_but(rank, range(_axis(view.attribute("axis", -1), rank), rank))
+    others: list[Labels] = [(None,) * len(view.dims(i)) for i in range(1, len(view.inputs))]
+    return Axes(inputs=[labels, *others], outputs=[labels for _ in view.outputs])
+
+
+def _skip_layer_norm(view: View) -> Axes | str:
+    rank = len(view.dims(0))
+    labels = _all_but(rank, [rank - 1])
+    skip = tuple(
+        None if dim == 1 else name
+        for dim, name in zip(view.dims(1), labels[rank - len(view.dims(1)) :], strict=True)
+    )
+    others: list[Labels] = [(None,) * len(view.dims(i)) for i in range(2, len(view.inputs))]
+    if any(view.outputs[1:3]):
+        return "it gives mean and deviation"
+    return Axes(inputs=[labels, skip, *others], outputs=[labels for _ in view.outputs])
+
+
+def _reduce(view: View) -> Axes | str:
+    rank = len(view.dims(0))
+    given = view.argument("axes", 1)
+    if given is None and view.has(1):
+        return "its axes are no constant"
+    if not given:
+        if view.attribute("noop_with_empty_axes", 0):
+            return "it reduces nothing"
+        given = tuple(range(rank))
+    axes = [_axis(axis, rank) for axis in given]
+    keep = view.attribute("keepdims", 1)
+    sums = view.operator == "ReduceSum"
+    labels: Labels = tuple(range(rank)) if sums else _all_but(rank, axes)
+    kept = _all_but(rank, axes)
+    result = kept if keep else tuple(name for axis, name in enumerate(kept) if axis not in axes)
+    inputs: list[Labels] = [labels, *((None,) for _ in view.inputs[1:])]
+    return Axes(inputs=inputs, outputs=[result], sums=frozenset(axes if sums else ()))
+
+
+def _gather(view: View) -> Axes | str:
+    rank = len(view.dims(0))
+    axis = _axis(view.attribute("axis", 0), rank)
+    data = _all_but(rank, [axis])
+    indices: Labels = tuple(f"i{number}" for number in range(len(view.dims(1))))
+    return Axes(inputs=[data, indices], outputs=[(*data[:axis], *indices, *data[axis + 1 :])])
+
+
+def _squeeze(view: View) -> Axes | str:
+    """Squeeze and Unsqueeze."""
+    inserts = view.operator == "Unsqueeze"
+    rank = len(view.output_dims() if inserts else view.dims(0))
+    axes = view.argument("axes", 1)
+    if axes is None:
+        if inserts or view.has(1):
+            return "its axes are no constant"
+        if not all(isinstance(dim, int) for dim in view.dims(0)):
+            return "its axes depend on unknown sizes"
+        axes = tuple(axis for axis, dim in enumerate(view.dims(0)) if dim == 1)
+    longer = _all_but(rank, [_axis(axis, rank) for axis in axes])
+    shorter = tuple(name for name in longer if name is not None)
+    one, other = (shorter, longer) if inserts else (longer, shorter)
+    return Axes(inputs=[one, *((None,) for _ in view.inputs[1:])], outputs=[other])
+
+
+def _unmoved(view: View) -> Axes | str:
+    """Only the axes along which nothing moves: Tile, Pad and Resize by constants."""
+    rank = len(view.dims(0))
+    still: Sequence[bool] | None
+    if view.operator == "Tile":
+        repeats = view.integers(1)
+        still = [repeat == 1 for repeat in repeats or ()]
+    elif view.operator == "Pad":
+        pads = view.argument("pads", 1)
+        still = [not pads[axis] and not pads[axis + rank] for axis in range(rank)] if pads else None
+        if view.has(3):
+            still = None
+    else:
+        scales = view.graph.numbers(view.inputs[2]) if view.has(2) else None
+        still = [scale == 1 for scale in scales or ()]
+        if view.attribute("axes", None) is not None or view.has(1):
+            still = None
+    if not still:
+        return "what it does along each axis is unknown"
+    labels = tuple(axis if fixed else None for axis, fixed in enumerate(still))
+    others: list[Labels] = [(None,) * len(view.dims(i)) for i in range(1, len(view.inputs))]
+    return Axes(inputs=[labels, *others], outputs=[labels])
+
+
+_ELEMENTWISE = [
+    "Abs",
+    "Acos",
+    "Acosh",
+    "Add",
+    "And",
+    "Asin",
+    "Asinh",
+    "Atan",
+    "Atanh",
+    "BitShift",
+    "BitwiseAnd",
+    "BitwiseNot",
+    "BitwiseOr",
+    "BitwiseXor",
+    "Cast",
+    "Ceil",
+    "Celu",
+    "Clip",
+    "Cos",
+    "Cosh",
+    "Div",
+    "Elu",
+    "Equal",
+    "Erf",
+    "Exp",
+    "Floor",
+    "Gelu",
+    "Greater",
+    "GreaterOrEqual",
+    "HardSigmoid",
+    "HardSwish",
+    "Identity",
+    "IsInf",
+    "IsNaN",
+    "LeakyRelu",
+    "Less",
+    "LessOrEqual",
+    "Log",
+    "Max",
+    "Mean",
+    "Min",
+    "Mish",
+    "Mod",
+    "Mul",
+    "Neg",
+    "Not",
+    "Or",
+    "PRelu",
+    "Pow",
+    "Reciprocal",
+    "Relu",
+    "Round",
+    "Selu",
+    "Shrink",
+    "Sigmoid",
+    "Sign",
+    "Sin",
+    "Sinh",
+    "Softplus",
+    "Softsign",
+    "Sqrt",
+    "Sub",
+    "Sum",
+    "Swish",
+    "Tan",
+    "Tanh",
+    "ThresholdedRelu",
+    "Where",
+    "Xor",
+    "com.microsoft::BiasGelu",
+    "com.microsoft::FastGelu",
+    "com.microsoft::Gelu",
+    "com.microsoft::QuickGelu",
+]
+
+_LABELS: dict[str, Callable[[View], Axes | str]] = {
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(["MatMul", "com.microsoft::FusedMatMul"], _matmul),
+    **dict.fromkeys(["Conv", "ConvTranspose"], _convolution),
+    **dict.fromkeys(["AveragePool", "GlobalAveragePool", "GlobalMaxPool"], _channels),
+    **dict.fromkeys(["BatchNormalization", "InstanceNormalization", "MaxPool"], _channels),
+    **dict.fromkeys(["Softmax", "LogSoftmax", "Hardmax"], _softmax),
+    **dict.fromkeys(["LayerNormalization", "RMSNormalization"], _layer_norm),
+    "SimplifiedLayerNormalization": _layer_norm,
+    "com.microsoft::SkipLayerNormalization": _skip_layer_norm,
+    "com.microsoft::SkipSimplifiedLayerNormalization": _skip_layer_norm,
+    **dict.fromkeys(["ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceL2"], _reduce),
+    **dict.fromkeys(["ReduceSumSquare", "ReduceProd", "ReduceL1"], _reduce),
+    **dict.fromkeys(["Squeeze", "Unsqueeze"], _squeeze),
+    **dict.fromkeys(["Pad", "Resize", "Tile"], _unmoved),
+    "Dropout": _dropout,
+    "Einsum": _einsum,
+    "Gather": _gather,
+    "Gemm": _gemm,
+    "Transpose": _transpose,
+}
+
+
+# Operators with a rule of their own.
+
+
+def _grouped_convolution(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
+    """A convolution of groups of channels is cut between groups; one of one group, by its labels."""
+    groups = view.attribute("group", 1)
+    if groups == 1:
+        return _labelled(view, index, cut, forms)
+    before, after = view.dims(0)[1], view.output_dims()[1]
+    if (
+        view.operator == "ConvTranspose"
+        or not isinstance(before, int)
+        or not isinstance(after, int)
+    ):
+        return "channels in groups"
+    channels = before if index == 0 else after
+    if cut.axis != (1 if index == 0 else 0) or cut.size != channels:
+        return f"{groups} groups of channels"
+    each = channels // groups
+    if any(block % (each * view.ranks) for block in cut.blocks):
+        return f"{groups} groups of channels cannot be cut in {view.ranks}"
+    one = Sharded(1, tuple(block // each * (before // groups) for block in cut.blocks))
+    other = Sharded(0, tuple(block // each * (after // groups) for block in cut.blocks))
+    needs = [one, *(other if name else REPLICATED for name in view.inputs[1:])]
+    return Choice(
+        needs=tuple(needs), gives=(other.at(1),), attributes={"group": groups // view.ranks}
+    )
+
+
+def _group_norm(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
+    del forms
+    groups, channels = view.attribute("num_groups", 1), view.dims(0)[1]
+    if index != 0 or cut.axis != 1 or not isinstance(channels, int):
+        return f"{view.operator} joins the positions of axis {cut.axis}"
+    each = channels // groups
+    if any(block % (each * view.ranks) for block in cut.blocks):
+        return f"{groups} groups of channels cannot be cut in {view.ranks}"
+    vector = cut.at(0)
+    if view.dims(1) == (groups,) and groups != channels:  # before opset 21, one number for a group
+        vector = Sharded(0, tuple(block // each for block in cut.blocks))
+    return Choice(
+        needs=(cut, vector, vector), gives=(cut,), attributes={"num_groups": groups // view.ranks}
+    )
+
+
+def _reshape(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
+    """Reshape: the size of the cut axis is that of a part."""
+    del forms
+    if index != 0:
+        return "it is a shape"
+    source, target = view.dims(0), view.output_dims()
+    moved = reshaped(source, target, cut, view.ranks)
+    if moved is None:
+        return (
+            f"axis {cut.axis} of {_text(source)}, cut in {view.ranks}, is no cut of {_text(target)}"
+        )
+    fixed = {moved.axis: moved.size // view.ranks}
+    if cut.axis != moved.axis and cut.axis < len(target):
+        # Zero means the size of the input's axis, which is now that of a part.
+        size = target[cut.axis]
+        given = view.integers(1)
+        if given is None or given[cut.axis] == 0:
+            if not isinstance(size, int):
+                return f"the size of axis {cut.axis} of the output is unknown"
+            fixed[cut.axis] = size
+    return _sized(view, 1, fixed, (cut, REPLICATED), (moved,))
+
+
+def _resize(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
+    """Resize to sizes, where the cut axis keeps its own; one by constant scales, by its labels."""
+    if not view.has(3):
+        return _labelled(view, index, cut, forms)
+    plain = view.attribute("axes", None) is None and not view.has(1)
+    plain &= view.attribute("keep_aspect_ratio_policy", b"stretch") == b"stretch"
+    if index != 0 or not plain or view.output_dims()[cut.axis] != cut.size:
+        return f"Resize joins the positions of axis {cut.axis}"
+    needs = (cut, *_whole(view.inputs[1:]))
+    return _sized(view, 3, {cut.axis: cut.size // view.ranks}, needs, (cut,))
+
+
+def _flatten(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
+    del index, forms
+    source = view.dims(0)
+    axis = _axis(view.attribute("axis", 1), len(source))
+    first, last = source[:axis], source[axis:]
+    part = first if cut.axis < axis else last
+    own = cut.at(cut.axis if cut.axis < axis else cut.axis - axis)
+    if not all(isinstance(dim, int) for dim in part):
+        return "it joins axes of unknown sizes"
+    size = prod(dim for dim in part if isinstance(dim, int))
+    moved = reshaped(part, (size,), own, view.ranks)
+    if moved is None:
+        return f"axis {cut.axis} of {_text(source)} is no cut of the flat axis"
+    return Choice(needs=(cut,), gives=(moved.at(0 if cut.axis < axis else 1),))
+
+
+def _expand(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
+    del forms
+    if index != 0:
+        return "it is a shape"
+    first = len(view.output_dims()) - len(view.dims(0))
+    moved = cut.at(cut.axis + first)
+    shape = view.dims(1)
+    if not shape or not isinstance(shape[0], int):
+        return "the number of axes is unknown"
+    position = moved.axis - (len(view.output_dims()) - shape[0])
+    needs = (cut, REPLICATED)
+    if position < 0:
+        return Choice(needs=needs, gives=(moved,))
+    return _sized(view, 1, {position: moved.size // view.ranks}, needs, (moved,))
+
+
+def _sized(
+    view: View,
+    index: int,
+    fixed: dict[int, int],
+    needs: tuple[Placement, ...],
+    gives: tuple[Placement, ...],
+) -> Choice:
+    """A node whose shape, an input, has the sizes of a part."""
+    given = view.integers(index)
+    if given is None:
+        return Choice(needs=needs, gives=gives, patches={index: fixed})
+    sizes = tuple(fixed.get(position, size) for position, size in enumerate(given))
+    return Choice(needs=needs, gives=gives, vectors={index: sizes})
+
+
+def _concat(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
+    """Along another axis all inputs are cut alike; along this one, each has its own blocks."""
+    axis = _axis(view.attribute("axis", 0), len(view.output_dims()))
+    if cut.axis != axis:
+        return Choice(needs=tuple(cut for _ in view.inputs), gives=(cut,))
+    needs: list[Sharded] = []
+    for other, form in enumerate(forms[: len(view.inputs)]):
+        own = [x for x in form or () if isinstance(x, Sharded) and x.axis == axis]
+        size = view.dims(other)[axis]
+        if other == index:
+            needs.append(cut)
+        elif own:
+            needs.append(own[0])
+        elif isinstance(size, int) and divides(view.ranks, [size]):
+            needs.append(Sharded(axis, (size,)))
+        else:
+            return f"axis {axis} of input {other} cannot be cut in {view.ranks}"
+    return Choice(
+        needs=tuple(needs),
+        gives=(Sharded(axis, tuple(block for need in needs for block in need.blocks)),),
+    )
+
+
+def _split(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
+    """Along the axis that is split, each output has some whole blocks."""
+    del forms
+    if index != 0:
+        return "it is a list of sizes"
+    axis = _axis(view.attribute("axis", 0), len(view.dims(0)))
+    needs = (cut, *_whole(view.inputs[1:]))
+    if cut.axis != axis:
+        return Choice(needs=needs, gives=tuple(cut for _ in view.outputs))
+    sizes = split_sizes(view.graph, view.node)
+    if sizes is None or sum(sizes) != cut.size:
+        return "the sizes of its outputs are unknown"
+    ends = [0, *accumulate(cut.blocks)]
+    gives = []
+    for start, stop in zip([0, *accumulate(sizes)], accumulate(sizes), strict=False):
+        if start not in ends or stop not in ends:
+            return f"outputs of sizes {sizes} do not begin and end with blocks {cut.blocks}"
+        gives.append(Sharded(axis, cut.blocks[ends.index(start) : ends.index(stop)]))
+    local = tuple(size // view.ranks for size in sizes)
+    if view.graph.opset < 13:
+        return Choice(needs=needs, gives=tuple(gives), attributes={"split": local})
+    return Choice(
+        needs=(cut, REPLICATED),
+        gives=tuple(gives),
+        attributes={"num_outputs": None},
+        vectors={1: local},
+    )
+
+
+def split_sizes(graph: Graph, node: NodeProto) -> tuple[int, ...] | None:
+    """The sizes of a Split's outputs along its axis; None if they are unknown."""
+    view = {item.name: helper.get_attribute_value(item) for item in node.attribute}
+    if len(node.input) > 1 and node.input[1]:
+        return graph.integers(node.input[1])
+    if "split" in view:
+        return tuple(view["split"])
+    dims = graph.dims(node.input[0]) or ()
+    size = dims[_axis(view.get("axis", 0), len(dims))] if dims else None
+    if not isinstance(size, int):
+        return None
+    each = -(-size // len(node.output))
+    return tuple(min(each, size - each * index) for index in range(len(node.output)))
+
+
+def slice_bounds(graph: Graph, node: NodeProto) -> dict[int, tuple[int, int, int, int]] | None:
+    """For each axis that a Slice cuts: start, stop, step, and the position in its lists; None if unknown."""
+    dims = graph.dims(node.input[0])
+    if dims is None:
+        return None
+    attributes = {item.name: helper.get_attribute_value(item) for item in node.attribute}
+
+    def argument(name: str, index: int) -> tuple[int, ...] | None:
+        if index < len(node.input) and node.input[index]:
+            return graph.integers(node.input[index])
+        return tuple(attributes[name]) if name in attributes else None
+
+    starts, ends = argument("starts", 1), argument("ends", 2)
+    has_axes = "axes" in attributes or (len(node.input) > 3 and bool(node.input[3]))
+    axes = argument("axes", 3)
+    if starts is None or ends is None or (axes is None and has_axes):
+        return None
+    steps = argument("steps", 4)
+    if steps is None and len(node.input) > 4 and node.input[4]:
+        return None
+    found = {}
+    for position, axis in enumerate(axes if axes is not None else range(len(starts))):
+        size = dims[_axis(axis, len(dims))]
+        start, end = starts[position], ends[position]
+        if isinstance(size, int):
+            start = min(max(start + size if start < 0 else start, 0), size)
+            end = min(max(end + size if end < 0 else end, 0), size)
+        found[_axis(axis, len(dims))] = (start, end, steps[position] if steps else 1, position)
+    return found
+
+
+def _slice(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
+    """Along a cut axis, whole blocks can be taken."""
+    del forms
+    needs = (cut, *_whole(view.inputs[1:]))
+    axes = view.argument("axes", 3)
+    if axes is not None and cut.axis not in [_axis(axis, len(view.dims(0))) for axis in axes]:
+        return Choice(needs=needs, gives=(cut,))
+    bounds = slice_bounds(view.graph, view.node)
+    if index != 0 or bounds is None:
+        return "what it takes is unknown"
+    if cut.axis not in bounds:
+        return Choice(needs=needs, gives=(cut,))
+    start, end, step, position = bounds[cut.axis]
+    ends = [0, *accumulate(cut.blocks)]
+    if step != 1 or start not in ends or end not in ends or start >= end:
+        return f"{start}:{end}:{step} does not begin and end with blocks {cut.blocks}"
+    new = {}
+    for place, (name, value) in enumerate((("starts", start), ("ends", end)), 1):
+        values = list(view.argument(name, place) or ())
+        values[position] = value // view.ranks
+        new[name] = tuple(values)
+    gives = (Sharded(cut.axis, cut.blocks[ends.index(start) : ends.index(end)]),)
+    if view.has(1):
+        return Choice(needs=needs, gives=gives, vectors={1: new["starts"], 2: new["ends"]})
+    return Choice(needs=needs, gives=gives, attributes=new)
+
+
+def _shape(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
+    """Shape and Size of a part, scaled to those of the whole."""
+    del index, forms
+    if view.operator == "Size":
+        return Choice(needs=(cut,), gives=(REPLICATED,), scale=view.ranks)
+    rank = len(view.dims(0))
+    scale = [view.ranks if axis == cut.axis else 1 for axis in range(rank)]
+    start = _axis(view.attribute("start", 0), rank)
+    end = _axis(view.attribute("end", rank), rank)
+    wanted = tuple(scale[max(start, 0) : max(end, 0)])
+    return Choice(needs=(cut,), gives=(REPLICATED,), scale=wanted if set(wanted) - {1} else None)
+
+
+def _attention(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
+    """ONNX Runtime's MultiHeadAttention on queries, keys and values [batch, tokens, heads * size]."""
+    del forms
+    heads = view.attribute("num_heads", 0)
+    given = [number for number in range(len(view.inputs)) if view.has(number)]
+    if set(given) - {0, 1, 2, 3, 4, 5} or not {0, 1, 2} <= set(given) or any(view.outputs[1:]):
+        return "only attention on queries, keys and values can be cut"
+    if any(len(view.dims(number)) != 3 for number in (0, 1, 2)):
+        return "queries, keys and values that are packed"
+    if not heads or heads % view.ranks:
+        return f"{heads} heads cannot be cut in {view.ranks}"
+    widths = [view.dims(number)[2] for number in (0, 1, 2)]
+    sizes = [width for width in widths if isinstance(width, int)]
+    if index > 2 or len(sizes) < 3 or cut != Sharded(2, (sizes[index],)):
+        return "its heads are not cut"
+    needs: list[Placement] = [Sharded(2, (size,)) for size in sizes]
+    for number in range(3, len(view.inputs)):
+        need: Placement = REPLICATED
+        if number == 3 and view.has(3):
+            need = Sharded(0, tuple(sizes))
+        elif number == 5 and view.has(5) and view.dims(5)[1] != 1:
+            need = Sharded(1, (heads,))
+        needs.append(need)
+    return Choice(
+        needs=tuple(needs),
+        gives=(Sharded(2, (sizes[2],)), *_whole(view.outputs[1:])),
+        attributes={"num_heads": heads // view.ranks},
+    )
+
+
+def _text(dims: Dims) -> str:
+    return "[" + ", ".join("?" if dim is None else str(dim) for dim in dims) + "]"
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(_LABELS, _labelled),
+    **dict.fromkeys(["Conv", "ConvTranspose"], _grouped_convolution),
+    "Concat": _concat,
+    "Expand": _expand,
+    "Flatten": _flatten,
+    "GroupNormalization": _group_norm,
+    "Reshape": _reshape,
+    "Resize": _resize,
+    "Shape": _shape,
+    "Size": _shape,
+    "Slice": _slice,
+    "Split": _split,
+    "com.microsoft::MultiHeadAttention": _attention,
+}
+
+WEIGHTS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(["MatMul", "Gemm", "com.microsoft::FusedMatMul"], (0, 1)),
+    **dict.fromkeys(["Conv", "ConvTranspose"], (1,)),
+    "Einsum": (0, 1),
+    "Gather": (0,),
+}
+"""The inputs whose cut may start a chain, where they are constants."""
+
+
+def integer_type(graph: Graph, name: str) -> int:
+    """The element type of a vector of integers that an input takes; int64 unless it is int32."""
+    return TensorProto.INT32 if graph.element_type(name) == TensorProto.INT32 else TensorProto.INT64

@@ -1,0 +1,105 @@
+"""Runs the slices of a model in one process: all ranks in lock step, collectives by NumPy.
+
+Each rank's graph is cut at its collectives; what lies between runs in ONNX Runtime.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from numpy.typing import NDArray
+from onnx import GraphProto, ModelProto, NodeProto, helper
+
+from mcinfer.slicing.graphs import captured
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def run_whole(model: ModelProto, feeds: Mapping[str, NDArray[Any]]) -> Arrays:
+    """The outputs of a model by name."""
+    names = [x.name for x in model.graph.output]
+    return dict(zip(names, _session(model).run(names, dict(feeds)), strict=True))
+
+
+def run_slices(models: Sequence[ModelProto], feeds: Mapping[str, NDArray[Any]]) -> list[Arrays]:
+    """The outputs of every rank by name."""
+    for model in models:
+        onnx.checker.check_model(_without_collectives(model))
+    values = [dict(feeds) for _ in models]
+    waiting: list[int] = []
+    for number, node in enumerate(models[0].graph.node):
+        if node.op_type not in ("AllReduce", "AllGather"):
+            waiting.append(number)
+            continue
+        _run(models, waiting, number, values)
+        waiting = []
+        parts = [own[node.input[0]] for own in values]
+        assert len({part.shape for part in parts}) == 1
+        if node.op_type == "AllReduce":
+            whole = np.sum(np.stack(parts), axis=0, dtype=parts[0].dtype)
+        else:
+            attributes = {item.name: item.i for item in node.attribute}
+            assert attributes["group_size"] == len(models)
+            whole = np.concatenate(parts, attributes["axis"])
+        for own in values:
+            own[node.output[0]] = whole
+    _run(models, waiting, len(models[0].graph.node), values)
+    names = [x.name for x in models[0].graph.output]
+    return [{name: own[name] for name in names} for own in values]
+
+
+def _run(
+    models: Sequence[ModelProto], numbers: Sequence[int], until: int, values: list[Arrays]
+) -> None:
+    """Run some consecutive nodes in each rank; `values` gets what later nodes, or the caller, take."""
+    if not numbers:
+        return
+    nodes = [models[0].graph.node[number] for number in numbers]
+    later = _inputs(models[0].graph.node[until:]) | {x.name for x in models[0].graph.output}
+    made = {name for node in nodes for name in node.output if name}
+    outputs = sorted(made & later)
+    if not outputs:
+        return
+    needed = _inputs(nodes) - made
+    for model, own in zip(models, values, strict=True):
+        graph = GraphProto(name="segment")
+        graph.node.extend(model.graph.node[number] for number in numbers)
+        graph.initializer.extend(x for x in model.graph.initializer if x.name in needed)
+        feeds = {name: own[name] for name in sorted(needed) if name in own}
+        graph.input.extend(
+            helper.make_tensor_value_info(
+                name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape
+            )
+            for name, array in feeds.items()
+        )
+        graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
+        segment = ModelProto(ir_version=model.ir_version, graph=graph)
+        segment.opset_import.extend(model.opset_import)
+        own.update(zip(outputs, _session(segment).run(outputs, feeds), strict=True))
+
+
+def _inputs(nodes: Sequence[NodeProto]) -> set[str]:
+    return {name for node in nodes for name in (*node.input, *captured(node)) if name}
+
+
+def _without_collectives(model: ModelProto) -> ModelProto:
+    """For the checker, which does not know them: each is an Identity. Shapes are not checked."""
+    checked = ModelProto()
+    checked.CopyFrom(model)
+    for node in checked.graph.node:
+        if node.op_type in ("AllReduce", "AllGather"):
+            node.op_type, node.domain = "Identity", ""
+            del node.attribute[:]
+    return checked
+
+
+def _session(model: ModelProto) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    return ort.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
