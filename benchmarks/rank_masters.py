@@ -16,7 +16,6 @@ import onnxruntime as ort
 import psutil
 from bare_processes import unet_inputs
 from build_unet import build_unet
-from mcinfer.slicing.slicer import slice_model
 from measuring import (
     Effort,
     Ratio,
@@ -41,6 +40,7 @@ from rank_models import (
 )
 
 from mcinfer import EngineOptions, Master, Parallel
+from mcinfer.slicing.slicer import slice_model
 
 LARGEST_DIFFERENCE = 1e-5
 """Of an answer to one session's, relative to the largest element of the answer; float32."""
