@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 
 from mcinfer import __version__
 from mcinfer.cli import bench, cache, devices, doctor, inspect, run, tune
+from mcinfer.cli.slice import slice_model
 
 _COMPARE = (
     "mcinfer bench compare A.json B.json: what differs between two of its results. A model that is "
@@ -66,6 +67,7 @@ def make_app() -> typer.Typer:
     _add(group, "list", cache.list_entries)
     _add(group, "clear", cache.clear)
     _add(group, "prepare", cache.prepare)
+    _add(app, "slice", slice_model)
     _add(app, "bench", bench.bench, epilog=_COMPARE)
     _add(app, "bench compare", bench.compare)
     _add(app, "tune", tune.tune)

@@ -27,7 +27,7 @@ from mcinfer.config import Parallel
 from mcinfer.errors import BuildError, InvalidInputError, ModelNotFoundError
 from mcinfer.machine import usable_memory
 from mcinfer.model_cache.building import ChildFailedError, Progress, run_child
-from mcinfer.slicing.estimates import ASSUMED_BATCH, ASSUMED_SIZE, infer
+from mcinfer.slicing.estimates import ASSUMED_BATCH, ASSUMED_SIZE, Values, infer
 from mcinfer.slicing.pipeline import Stage, cut_stages
 from mcinfer.slicing.tensor import (
     CollectiveNode,
@@ -321,11 +321,20 @@ def _write_rank(
     )
 
 
-def _stage_report(slices: TensorSlices | None) -> StageReport:
+def _stage_report(slices: TensorSlices | None, values: Values) -> StageReport:
     if slices is None:
         return StageReport()
     report = slices.report
-    return StageReport(sharded=report.sharded, whole=report.whole, collectives=report.collectives)
+    sizes = (
+        values.bytes(node.value) if node.bytes is None else node.bytes
+        for node in report.collectives
+    )
+    return StageReport(
+        sharded=report.sharded,
+        whole=report.whole,
+        collectives=report.collectives,
+        collective_bytes=sum(sizes),
+    )
 
 
 def _write_report(folder: Path, report: Report) -> None:
@@ -353,7 +362,7 @@ def _check_place(place: Path, force: bool) -> None:
             + (f": {others[0]!r}" if others else "")
         )
     if not force:
-        raise InvalidInputError(f"folder: {place} has slices already, expected a new folder")
+        raise InvalidInputError(f"folder: {place} has slices already, expected a new folder, or force")
 
 
 def _is_ours(name: str) -> bool:

@@ -1,0 +1,215 @@
+"""Models cut by hand into slices for several ranks, and what the whole models give."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from numpy.typing import NDArray
+from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+
+from mcinfer.slicing.segments import METADATA_KEY
+
+Arrays = Mapping[str, NDArray[Any]]
+Collective = Callable[..., NodeProto]
+"""Makes the node that sums (or gathers, with an axis) a value over the ranks."""
+
+OPSETS = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sliced:
+    """The files of a whole model, and of its slices by rank."""
+
+    whole: Path
+    slices: tuple[Path, ...]
+
+    def expected(self, inputs: Arrays) -> list[NDArray[Any]]:
+        session = ort.InferenceSession(self.whole, providers=["CPUExecutionProvider"])
+        outputs: list[NDArray[Any]] = session.run(None, dict(inputs))
+        return outputs
+
+
+def value(name: str, *shape: int | str | None) -> ValueInfoProto:
+    return helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+
+
+def save(
+    path: Path,
+    nodes: Sequence[NodeProto],
+    inputs: Sequence[ValueInfoProto],
+    outputs: Sequence[ValueInfoProto],
+    weights: Arrays,
+    *,
+    external: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a model; with `external`, its weights lie in a file beside it."""
+    tensors = [numpy_helper.from_array(array, name) for name, array in weights.items()]
+    graph = helper.make_graph(nodes, "slice", inputs, outputs, tensors)
+    model = helper.make_model(graph, opset_imports=OPSETS, ir_version=10)
+    if metadata is not None:
+        helper.set_model_props(model, {METADATA_KEY: json.dumps(metadata)})
+    onnx.save(
+        model,
+        str(path),
+        save_as_external_data=external,
+        location=path.with_suffix(".data").name,
+        size_threshold=0,
+    )
+    return path
+
+
+def all_reduce(given: str, output: str) -> NodeProto:
+    return helper.make_node(
+        "AllReduce", [given], [output], name=f"reduce {given}", domain="com.microsoft"
+    )
+
+
+def all_gather(given: str, output: str, ranks: int, axis: int) -> NodeProto:
+    return helper.make_node(
+        "AllGather",
+        [given],
+        [output],
+        name=f"gather {given}",
+        domain="com.microsoft",
+        group_size=ranks,
+        axis=axis,
+    )
+
+
+def dist_collective(given: str, output: str, operation: str, **attributes: Any) -> NodeProto:
+    """As NVIDIA's Polygraphy writes it."""
+    values = {"root": -1, "group_size": 0, **attributes}
+    return helper.make_node(
+        "DistCollective",
+        [given],
+        [output],
+        name=f"collective {given}",
+        collective_operation=operation,
+        **values,
+    )
+
+
+def mlp(
+    folder: Path,
+    ranks: int,
+    *,
+    layers: int = 3,
+    width: int = 16,
+    dtype: str = "float32",
+    collective: Collective = all_reduce,
+    external: bool = True,
+) -> Sliced:
+    """Layers of ``x + relu(x W1 + b1) W2 + b2``: W1 cut by columns, W2 by rows, then the sum."""
+    rng = np.random.default_rng(7)
+    hidden = 4 * width
+    weights: dict[str, NDArray[Any]] = {}
+    for layer in range(layers):
+        weights |= {
+            f"up{layer}": rng.normal(0, width**-0.5, (width, hidden)).astype(dtype),
+            f"rise{layer}": rng.normal(0, 0.1, hidden).astype(dtype),
+            f"down{layer}": rng.normal(0, hidden**-0.5, (hidden, width)).astype(dtype),
+            f"fall{layer}": rng.normal(0, 0.1, width).astype(dtype),
+        }
+
+    def nodes(joined: bool) -> list[NodeProto]:
+        made = []
+        for layer in range(layers):
+            x = "x" if layer == 0 else f"x{layer}"
+            y = "y" if layer == layers - 1 else f"x{layer + 1}"
+            made += [
+                helper.make_node("MatMul", [x, f"up{layer}"], [f"raised{layer}"]),
+                helper.make_node("Add", [f"raised{layer}", f"rise{layer}"], [f"biased{layer}"]),
+                helper.make_node("Relu", [f"biased{layer}"], [f"active{layer}"]),
+                helper.make_node("MatMul", [f"active{layer}", f"down{layer}"], [f"part{layer}"]),
+                collective(f"part{layer}", f"sum{layer}")
+                if joined
+                else helper.make_node("Identity", [f"part{layer}"], [f"sum{layer}"]),
+                helper.make_node("Add", [f"sum{layer}", f"fall{layer}"], [f"lowered{layer}"]),
+                helper.make_node("Add", [x, f"lowered{layer}"], [y]),
+            ]
+        return made
+
+    def slice_of(name: str, array: NDArray[Any], rank: int) -> NDArray[Any]:
+        axis = {"up": 1, "rise": 0, "down": 0}.get(name.rstrip("0123456789"))
+        return array if axis is None else np.split(array, ranks, axis)[rank].copy()
+
+    element = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    x, y = (helper.make_tensor_value_info(n, element, ["batch", width]) for n in "xy")
+    whole = save(folder / "whole.onnx", nodes(False), [x], [y], weights)
+    slices = [
+        save(
+            folder / f"model{rank}.onnx",
+            nodes(True),
+            [x],
+            [y],
+            {name: slice_of(name, array, rank) for name, array in weights.items()},
+            external=external,
+        )
+        for rank in range(ranks)
+    ]
+    return Sliced(whole=whole, slices=tuple(slices))
+
+
+def attention(folder: Path, ranks: int, *, heads: int = 4, width: int = 16) -> Sliced:
+    """Self-attention; each rank has some of the heads. The queries are gathered, as an output."""
+    rng = np.random.default_rng(11)
+    weights = {
+        name: rng.normal(0, width**-0.5, (width, width)).astype(np.float32) for name in "qkvo"
+    }
+    weights["bias"] = rng.normal(0, 0.1, width).astype(np.float32)
+
+    def nodes(count: int) -> list[NodeProto]:
+        """For so many heads."""
+        made = [helper.make_node("Shape", ["x"], ["size"], end=2)]
+        for name, perm in (("q", [0, 2, 1, 3]), ("k", [0, 2, 3, 1]), ("v", [0, 2, 1, 3])):
+            made += [
+                helper.make_node("MatMul", ["x", name], [f"{name}1"]),
+                helper.make_node("Reshape", [f"{name}1", "by_head"], [f"{name}2"]),
+                helper.make_node("Transpose", [f"{name}2"], [f"{name}3"], perm=perm),
+            ]
+        made += [
+            helper.make_node("MatMul", ["q3", "k3"], ["scores"]),
+            helper.make_node("Softmax", ["scores"], ["weights"], axis=-1),
+            helper.make_node("MatMul", ["weights", "v3"], ["mixed"]),
+            helper.make_node("Transpose", ["mixed"], ["mixed2"], perm=[0, 2, 1, 3]),
+            helper.make_node("Concat", ["size", "rest"], ["joined_shape"], axis=0),
+            helper.make_node("Reshape", ["mixed2", "joined_shape"], ["mixed3"]),
+            helper.make_node("MatMul", ["mixed3", "o"], ["part"]),
+        ]
+        if count == heads:
+            made += [
+                helper.make_node("Identity", ["part"], ["sum"]),
+                helper.make_node("Identity", ["q1"], ["queries"]),
+            ]
+        else:
+            made += [all_reduce("part", "sum"), all_gather("q1", "queries", ranks, axis=-1)]
+        return [
+            *made,
+            helper.make_node("Add", ["sum", "bias"], ["biased"]),
+            helper.make_node("Add", ["biased", "x"], ["y"]),
+        ]
+
+    def parts(rank: int, count: int) -> dict[str, NDArray[Any]]:
+        """The weights of a rank with so many heads."""
+        own = {"by_head": [0, 0, count, width // heads], "rest": [-1]}
+        shapes = {name: np.array(shape, np.int64) for name, shape in own.items()}
+        if count == heads:
+            return weights | shapes
+        columns = {name: np.split(weights[name], ranks, 1)[rank].copy() for name in "qkv"}
+        return weights | columns | {"o": np.split(weights["o"], ranks)[rank].copy()} | shapes
+
+    inputs = [value("x", "batch", "length", width)]
+    outputs = [value("y", "batch", "length", width), value("queries", "batch", "length", width)]
+    whole = save(folder / "whole.onnx", nodes(heads), inputs, outputs, parts(0, heads))
+    count = heads // ranks
+    slices = [
+        save(folder / f"model{rank}.onnx", nodes(count), inputs, outputs, parts(rank, count))
+        for rank in range(ranks)
+    ]
+    return Sliced(whole=whole, slices=tuple(slices))
