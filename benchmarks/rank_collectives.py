@@ -65,13 +65,15 @@ def measure_collectives(folder: Path, effort: Effort, say: Say) -> Measured:
         barrier = times["barrier"]["shm"]
         for what, both in times.items():
             shm, mpi = both["shm"], both.get("mpi")
-            over_barrier = shm.over(barrier)
-            say(ratio_line(Ratio(text=f"{what}: mcinfer's / its barrier", series=over_barrier)))
-            row = [str(size), what, spread(shm), "not measured", "", f"{over_barrier.middle:.3g}"]
+            row = [str(size), what, spread(shm), "not measured", "", ""]
             if mpi is not None:
                 over_mpi = shm.over(mpi)
                 say(ratio_line(Ratio(text=f"{what}: mcinfer's / MPI's", series=over_mpi)))
                 row[3:5] = spread(mpi), f"{over_mpi.middle:.3g}"
+            if what != "barrier":
+                over_barrier = shm.over(barrier)
+                say(ratio_line(Ratio(text=f"{what}: mcinfer's / its barrier", series=over_barrier)))
+                row[5] = f"{over_barrier.middle:.3g}"
             rows.append(row)
         record[f"{size} ranks"] = {name: one.record() for name, one in flat.items()}
     header = "ranks | operation | mcinfer, `shm` | MPI | mcinfer / MPI | mcinfer / its barrier"

