@@ -14,13 +14,8 @@ from onnx import NodeProto, helper
 
 from mcinfer.errors import BuildError
 from mcinfer.model_cache.keys import FOLDER_KEY
-from mcinfer.slicing.segments import (
-    Exchange,
-    RankPlan,
-    Segment,
-    collective_nodes,
-    cut_segments,
-)
+from mcinfer.slicing.plans import Exchange, RankPlan, Segment
+from mcinfer.slicing.segments import collective_nodes, cut_segments
 from tests.sliced_models import (
     all_gather,
     all_reduce,
@@ -54,10 +49,7 @@ def exchanged(step: Exchange, parts: Sequence[NDArray[Any]], rank: int) -> NDArr
     if step.kind == "broadcast":
         return parts[step.root]
     stacked = np.stack(parts)
-    reduce: Callable[..., Any] = {"sum": stacked.sum, "max": stacked.max, "mean": stacked.mean}[
-        step.operation
-    ]
-    reduced: NDArray[Any] = reduce(axis=0)
+    reduced: NDArray[Any] = getattr(stacked, step.operation)(axis=0)
     return np.split(reduced, len(parts), step.axis)[rank] if "scatter" in step.kind else reduced
 
 

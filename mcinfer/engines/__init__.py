@@ -5,6 +5,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
+from mcinfer.collectives.base import Group
 from mcinfer.engines.base import Engine, EngineRequest, memory_limit
 from mcinfer.errors import BuildError, EngineError, quotable, shortened
 from mcinfer.model_cache.building import Progress
@@ -22,22 +23,44 @@ def _adapter(name: str) -> Any:
     return import_module(f"mcinfer.engines._{name}")
 
 
-def open_engine(name: str, request: EngineRequest, progress: Progress | None = None) -> Engine:
-    """Load a model with the engine of this name; `progress` is called if the model is prepared first.
+def open_engine(
+    name: str,
+    request: EngineRequest,
+    progress: Progress | None = None,
+    group: Group | None = None,
+) -> Engine:
+    """Load a model with the engine of this name.
+
+    Args:
+        name: Name of the engine.
+        request: The model, and how to load it.
+        progress: Called if the model is prepared first.
+        group: All ranks of the model: it is loaded as this rank's slice, once all ranks have called this.
 
     Raises:
         BuildError: There is no such engine, or it cannot load the model; with the engine's message.
         MissingDependencyError: The runtime's package is not installed; says what to install.
     """
     module = _adapter(name)
+    if group is not None and name != "onnxruntime":
+        raise BuildError(f"engine {name} runs no slices of a model, expected onnxruntime")
     with suppress(OSError):  # the engine names a file that does not exist or cannot be read
         check_regular(request.model)
     try:
-        if hasattr(module, "prepared"):
-            engine: Engine = module.load(request, module.prepared(request, progress))
+        if group is not None:
+            engine: Engine = import_module("mcinfer.engines.slices").RankEngine(request, group)
+        elif hasattr(module, "prepared"):
+            engine = module.load(request, module.prepared(request, progress))
         else:
             engine = module.load(request)
     except EngineError as exc:
+        collectives = _collectives(request) if name == "onnxruntime" and group is None else []
+        if collectives:
+            raise BuildError(
+                f"{request.model} is one rank's slice of a model: it has {len(collectives)} collectives, the "
+                f"first {collectives[0]}. Run all its ranks together: Master(model, parallel=Parallel(…)) "
+                "cuts and runs the whole model"
+            ) from quotable(exc)
         if quotable(exc):
             raise
         raise type(exc)(shortened(str(exc))) from None
@@ -50,6 +73,14 @@ def open_engine(name: str, request: EngineRequest, progress: Progress | None = N
     if trim is not None:
         trim(0)
     return engine
+
+
+def _collectives(request: EngineRequest) -> list[str]:
+    """The collective nodes of a model that was refused, if the package onnx is there to find them."""
+    with suppress(ImportError):
+        found: list[str] = import_module("mcinfer.slicing.segments").collective_nodes(request.model)
+        return found
+    return []
 
 
 def _check_names(engine: Engine) -> None:

@@ -4,12 +4,11 @@ Tensors are bound by address and ONNX element type; this allows types that ``ses
 (bfloat16, float8, int4). Strings cannot be bound: a model with string inputs runs by value instead.
 """
 
-import ctypes
 import mmap
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
@@ -28,6 +27,7 @@ from mcinfer.engines.base import (
     RunCancelledError,
     Strings,
     array_over,
+    delivered,
     memory_limit,
     produced_from,
 )
@@ -43,7 +43,6 @@ from mcinfer.errors import (
     shortened,
 )
 from mcinfer.model_cache.building import MODEL_FILE, Progress
-from mcinfer.model_cache.cache import Held
 from mcinfer.model_cache.keys import FOLDER_KEY
 from mcinfer.model_cache.onnx_files import added_inputs, chunks, external_files, open_regular, scan
 from mcinfer.specs import (
@@ -185,7 +184,8 @@ class OnnxRuntimeEngine(Engine):
         self.held = preparation.held
         self.notes = preparation.notes
         self.prepared = "" if self.held is None else self.held.key
-        self.session = _open_session(request, preparation.held)
+        path = preparation.path if self.held is None else self.held.opened / MODEL_FILE
+        self.session = _open_session(request, path)
         self.providers = tuple(self.session.get_providers())
         self.spec = ModelSpec(
             inputs=tuple(_spec(arg, "input") for arg in self.session.get_inputs()),
@@ -294,7 +294,7 @@ class _BoundRun(Run):
         if not self._free:
             return ()
         values = dict(zip(self._names, self._binding.get_outputs(), strict=True))
-        return _left([_produced(name, values[name]) for name in self._free], self._bound)
+        return delivered([_produced(name, values[name]) for name in self._free], self._bound)
 
 
 class _ValueRun(Run):
@@ -316,7 +316,7 @@ class _ValueRun(Run):
     def execute(self) -> Sequence[Produced | Strings]:
         specs = self._engine.spec.outputs
         arrays = self._engine.run(self._engine.session.run, None, self._feeds)
-        return _left([*map(produced_from, specs, arrays)], self._bound)
+        return delivered([*map(produced_from, specs, arrays)], self._bound)
 
 
 def _text_array(item: Strings) -> NDArray[Any]:
@@ -352,20 +352,6 @@ def _produced(name: str, value: Any) -> Produced | Strings:
         size=tensor_bytes(element_type, elements),
         owner=value,
     )
-
-
-def _left(
-    produced: Sequence[Produced | Strings], places: Mapping[str, Buffer]
-) -> list[Produced | Strings]:
-    """Copy the outputs to their places; return those without a place or of another shape."""
-    left = []
-    for item in produced:
-        place = places.get(item.name)
-        if place is None or isinstance(item, Strings) or item.shape != place.shape:
-            left.append(item)
-        else:
-            ctypes.memmove(place.address, item.address, place.size)
-    return left
 
 
 def _element_type(text: str) -> str:
@@ -408,9 +394,9 @@ def _register_arena() -> None:
     ort.create_and_register_allocator(memory, None)
 
 
-def _open_session(request: EngineRequest, held: Held | None) -> Any:
-    """A session on the requested device; `BuildError` if the runtime has none. It needs `held` open."""
-    options = _session_options(request, prepared=held is not None)
+def _open_session(request: EngineRequest, prepared: Path | None) -> Any:
+    """A session on the requested device, of the prepared form if there is one; `BuildError` if not."""
+    options = _session_options(request, prepared=prepared is not None)
     wanted = _PROVIDERS.get(request.device.kind)
     if wanted is None:
         raise BuildError(
@@ -434,10 +420,11 @@ def _open_session(request: EngineRequest, held: Held | None) -> Any:
         available = ort.get_available_providers()
         providers = [p for p in providers if (p if isinstance(p, str) else p[0]) in available]
     with ExitStack() as opened:
-        if held is not None:
-            path = str(held.opened / MODEL_FILE)
-        else:
-            path = opened.enter_context(_source(request, options))
+        path = (
+            str(prepared)
+            if prepared is not None
+            else opened.enter_context(_source(request, options))
+        )
         session = _new_session(path, options, providers, fallback=request.allow_fallback)
     session.disable_fallback()
     got = session.get_providers()[0]

@@ -104,6 +104,20 @@ def produced_from(spec: TensorSpec, array: NDArray[Any]) -> Produced | Strings:
     )
 
 
+def delivered(
+    produced: Sequence[Produced | Strings], places: Mapping[str, Buffer]
+) -> list[Produced | Strings]:
+    """Copy the outputs to their places; return those without a place or of another shape."""
+    left = []
+    for item in produced:
+        place = places.get(item.name)
+        if place is None or isinstance(item, Strings) or item.shape != place.shape:
+            left.append(item)
+        else:
+            ctypes.memmove(place.address, item.address, place.size)
+    return left
+
+
 def array_over(buffer: Buffer, dtype: "np.dtype[Any] | None" = None) -> NDArray[Any]:
     """An array over a tensor's memory, which must outlive it; `dtype` replaces the type of the elements."""
     memory = memoryview((ctypes.c_char * buffer.size).from_address(buffer.address)).cast("B")

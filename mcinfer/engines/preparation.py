@@ -91,9 +91,16 @@ class Runtime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """A prepared model, or None to load the model as it is, and notes for the user."""
+    """How to load a model: its prepared form, or as it is.
+
+    Attributes:
+        held: The cache's entry with the prepared form, if it is in the cache.
+        path: The file of the prepared form; None to load the model as it is.
+        notes: Messages for the user.
+    """
 
     held: Held | None = None
+    path: Path | None = None
     notes: tuple[str, ...] = ()
 
 

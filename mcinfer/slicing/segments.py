@@ -27,7 +27,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import onnx
@@ -43,18 +43,19 @@ from onnx import (
 )
 
 from mcinfer.errors import BuildError
+from mcinfer.slicing.plans import (
+    VERSION,
+    Exchange,
+    ExchangeKind,
+    RankPlan,
+    Reduction,
+    Segment,
+    model_spec,
+)
 from mcinfer.specs import ELEMENT_TYPES, ModelSpec, TensorSpec, numpy_dtype
-
-PLAN_FILE = "plan.json"
-"""A rank's plan, beside its segments."""
 
 METADATA_KEY = "mcinfer.slice"
 """The slice's metadata property with its place among the ranks."""
-
-_VERSION = 1
-
-ExchangeKind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
-Reduction = Literal["sum", "max", "mean"]
 
 _KINDS: tuple[ExchangeKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 _REDUCTIONS: dict[str, Reduction] = {"sum": "sum", "max": "max", "avg": "mean"}
@@ -72,141 +73,6 @@ _RANDOM = frozenset(
 
 _LARGEST_SHAPE_BYTES = 1 << 10
 """Larger initialisers are no shapes: the inference of types does without their content."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """A part of the slice without collectives: a model of its own.
-
-    Attributes:
-        file: Its file, in the plan's folder.
-        inputs: Names of its inputs, in the order of the file.
-        outputs: Names of its outputs, in the order of the file.
-    """
-
-    file: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
-    """A collective operation on one value.
-
-    Attributes:
-        node: The collective node's name.
-        phase: How many collectives must run before it.
-        operation: Of reductions.
-        axis: That gathers join and scatters cut; may be negative.
-        root: The rank whose value a broadcast sends.
-        input: Name of the value that this rank gives.
-        output: Name of the result.
-    """
-
-    node: str
-    phase: int
-    kind: ExchangeKind
-    operation: Reduction = "sum"
-    axis: int = 0
-    root: int = 0
-    input: str
-    output: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankPlan:
-    """How one rank runs its slice.
-
-    Attributes:
-        rank: Number of the rank whose slice this is; None if the slice does not say.
-        tensor: How many ranks share a stage; None if the slice does not say: then all ranks of the group.
-        pipeline: How many stages there are.
-        spec: Inputs and outputs of the whole model.
-        receives: Source rank of each value that comes from an earlier stage.
-        sends: The ranks that get a value, by its name.
-        made: Names of the whole model's outputs that this slice makes.
-        steps: In the order of their execution.
-    """
-
-    rank: int | None
-    tensor: int | None
-    pipeline: int
-    spec: ModelSpec
-    receives: Mapping[str, int]
-    sends: Mapping[str, tuple[int, ...]]
-    made: tuple[str, ...]
-    steps: tuple[Segment | Exchange, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "version": _VERSION,
-            "rank": self.rank,
-            "tensor": self.tensor,
-            "pipeline": self.pipeline,
-            "inputs": [_spec_json(spec) for spec in self.spec.inputs],
-            "outputs": [_spec_json(spec) for spec in self.spec.outputs],
-            "receives": dict(self.receives),
-            "sends": {name: [*ranks] for name, ranks in self.sends.items()},
-            "made": [*self.made],
-            "steps": [
-                {name: getattr(step, name) for name in step.__slots__} for step in self.steps
-            ],
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "RankPlan":
-        """The plan that `to_json` gave; BuildError if it is of another version, or damaged."""
-        if value.get("version") != _VERSION:
-            raise BuildError(
-                f"rank plan: got version {value.get('version')!r}, expected {_VERSION}"
-            )
-        try:
-            return cls(
-                rank=value["rank"],
-                tensor=value["tensor"],
-                pipeline=value["pipeline"],
-                spec=_model_spec(value),
-                receives=dict(value["receives"]),
-                sends={name: tuple(ranks) for name, ranks in value["sends"].items()},
-                made=tuple(value["made"]),
-                steps=tuple(_step(step) for step in value["steps"]),
-            )
-        except (AttributeError, KeyError, TypeError, ValueError) as exc:
-            raise BuildError(f"rank plan: got a damaged one: {exc!r}") from exc
-
-    def write(self, folder: Path) -> None:
-        (folder / PLAN_FILE).write_text(json.dumps(self.to_json()))
-
-    @classmethod
-    def read(cls, folder: Path) -> "RankPlan":
-        """The plan in a folder; BuildError if there is none."""
-        try:
-            return cls.from_json(json.loads((folder / PLAN_FILE).read_text()))
-        except (OSError, ValueError) as exc:
-            raise BuildError(f"{folder / PLAN_FILE}: {exc}") from exc
-
-
-def _spec_json(spec: TensorSpec) -> list[Any]:
-    return [spec.name, spec.element_type, [*spec.shape]]
-
-
-def _model_spec(value: Mapping[str, Any]) -> ModelSpec:
-    """Inputs and outputs as a plan, or a slice's metadata, has them."""
-    inputs, outputs = (
-        tuple(
-            TensorSpec(name=name, dtype=numpy_dtype(element_type), shape=tuple(shape))
-            for name, element_type, shape in value[role]
-        )
-        for role in ("inputs", "outputs")
-    )
-    return ModelSpec(inputs=inputs, outputs=outputs)
-
-
-def _step(value: Mapping[str, Any]) -> Segment | Exchange:
-    if "file" not in value:
-        return Exchange(**value)
-    inputs, outputs = tuple(value["inputs"]), tuple(value["outputs"])
-    return Segment(file=value["file"], inputs=inputs, outputs=outputs)
 
 
 def cut_segments(model_path: str | Path, folder: str | Path) -> RankPlan:
@@ -227,8 +93,11 @@ def cut_segments(model_path: str | Path, folder: str | Path) -> RankPlan:
 
 
 def collective_nodes(model_path: str | Path) -> list[str]:
-    """Names of the collective nodes of a model, also of those in subgraphs and functions."""
-    model = onnx.load(str(model_path), load_external_data=False)
+    """Names of the collective nodes of a model, also in subgraphs and functions; none if it is no model."""
+    try:
+        model = onnx.load(str(model_path), load_external_data=False)
+    except (OSError, DecodeError):
+        return []
     functions = [node for function in model.functions for node in function.node]
     return [
         _described(node)
@@ -416,10 +285,10 @@ class _Cut:
                     value: dict[str, Any] = json.loads(item.value)
                 except ValueError as exc:
                     raise BuildError(f"metadata {METADATA_KEY}: {exc}") from exc
-                if value.get("version") != _VERSION:
+                if value.get("version") != VERSION:
                     raise BuildError(
                         f"metadata {METADATA_KEY}: got version {value.get('version')!r}, "
-                        f"expected {_VERSION}"
+                        f"expected {VERSION}"
                     )
                 return value
         return None
@@ -570,7 +439,7 @@ class _Cut:
         )
         file = f"segment{number}.onnx"
         onnx.save(segment, str(folder / file))
-        return Segment(file=file, inputs=tuple(inputs), outputs=tuple(outputs))
+        return Segment(file=file, phase=number, inputs=tuple(inputs), outputs=tuple(outputs))
 
     def _constant_nodes(self, names: Iterable[str]) -> list[NodeProto]:
         """The nodes that compute these values from initialisers alone, in the order of the file."""
@@ -613,7 +482,7 @@ class _Cut:
                 steps=tuple(steps),
             )
         try:
-            spec = _model_spec(about)
+            spec = model_spec(about)
             return RankPlan(
                 rank=about["rank"],
                 tensor=about["tensor"],

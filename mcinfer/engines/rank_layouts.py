@@ -1,0 +1,278 @@
+"""The memory of one rank: where each value of its slice lies, for inputs of given shapes.
+
+::
+
+    segment 0 ──► collective.input │ collective.output ──► segment 1 ──► collective.input │ …
+        └────────────── own memory (a value that skips a collective) ──────────────┘
+
+A collective's memory is reused within a run: exchanges of one phase have memory of their own, and phases
+alternate between two sets (*parities*). A set is written again only after the exchanges of the phase between,
+so that other ranks have read it (see `Collective.input`); a run begins with the parity that the last run of
+this rank did not end with. All ranks of a stage have the same sequence of runs, hence the same parities.
+
+Ownership: an `Arena` owns the groups whose memory the collectives use, and the layouts. Memory of a group
+cannot be freed singly. So when there are `MAX_LAYOUTS` layouts, a new arena with groups of its own takes the
+place of the old one; its memory goes with the last run that is bound to it.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcinfer.collectives.base import Collective, Group
+from mcinfer.engines.base import Buffer, Produced, Strings
+from mcinfer.errors import McinferError
+from mcinfer.slicing.plans import Exchange, RankPlan, Segment
+from mcinfer.specs import numpy_dtype, tensor_bytes
+
+MAX_LAYOUTS = 32
+
+_ALIGNMENT = 64
+_NEVER = -1
+_FOR_EVER = 1 << 60
+
+Key = tuple[tuple[int, ...], ...]
+"""The shapes of the inputs."""
+
+Values = dict[str, Buffer | Strings]
+"""Tensors by the names of the values."""
+
+
+def owned(name: str, element_type: str, shape: Sequence[int]) -> Produced:
+    """A new tensor; it lives as long as this object."""
+    size = tensor_bytes(element_type, int(np.prod(shape, dtype=np.int64)))
+    return tensor_in(_aligned(size), name, element_type, shape)
+
+
+def tensor_in(memory: NDArray[Any], name: str, element_type: str, shape: Sequence[int]) -> Produced:
+    """A tensor at the start of an array, which it keeps alive."""
+    size = tensor_bytes(element_type, int(np.prod(shape, dtype=np.int64)))
+    return Produced(
+        name=name,
+        element_type=element_type,
+        shape=tuple(shape),
+        address=memory.ctypes.data,
+        size=size,
+        owner=memory,
+    )
+
+
+def _aligned(size: int) -> NDArray[np.uint8]:
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size]
+
+
+class Uses:
+    """Who needs each value of a plan.
+
+    Attributes:
+        phases: How many phases have exchanges.
+        last_exchange: Place of the last exchange among the steps; -1 if there is none.
+        straight_in: Places of the exchanges whose input a segment can write to the collective.
+        straight_out: Places of the exchanges whose output the next segments can read from the collective.
+    """
+
+    def __init__(self, plan: RankPlan) -> None:
+        self._plan = plan
+        self._kept = {*plan.made, *plan.sends}
+        self._readers: dict[str, list[int]] = defaultdict(list)
+        makers: dict[str, Segment | Exchange] = {}
+        exchanges = []
+        for index, step in enumerate(plan.steps):
+            reads = step.inputs if isinstance(step, Segment) else (step.input,)
+            for name in reads:
+                self._readers[name].append(index)
+            if isinstance(step, Exchange):
+                exchanges.append(index)
+                makers[step.output] = step
+            else:
+                makers.update(dict.fromkeys(step.outputs, step))
+        self.last_exchange = exchanges[-1] if exchanges else -1
+        self.phases = 1 + max((self._exchange(index).phase for index in exchanges), default=-1)
+        self.straight_in = {
+            index
+            for index in exchanges
+            if isinstance(makers.get(self._exchange(index).input), Segment)
+            and self._readers[self._exchange(index).input] == [index]
+            and self._exchange(index).input not in self._kept
+        }
+        self.straight_out = {
+            index
+            for index in exchanges
+            if self._exchange(index).output not in self._kept
+            and all(
+                plan.steps[reader].phase <= self._exchange(index).phase + 1
+                for reader in self._readers[self._exchange(index).output]
+            )
+        }
+
+    def _exchange(self, index: int) -> Exchange:
+        step = self._plan.steps[index]
+        if not isinstance(step, Exchange):
+            raise TypeError(f"step {index} is {step}, expected an exchange")
+        return step
+
+    def last_use(self, name: str) -> int:
+        """Place of the last step that reads a value; beyond all steps if it is kept."""
+        if name in self._kept:
+            return _FOR_EVER
+        return max(self._readers[name], default=_NEVER)
+
+
+def one_shot(group: Group, step: Exchange, array: NDArray[Any]) -> NDArray[Any]:
+    """Run an exchange on any memory."""
+    if step.kind == "all_reduce":
+        return group.all_reduce(array, step.operation)
+    if step.kind == "all_gather":
+        return group.all_gather(array, step.axis)
+    if step.kind == "reduce_scatter":
+        return group.reduce_scatter(array, step.axis, step.operation)
+    return group.broadcast(array, step.root)
+
+
+def _prepared(
+    group: Group, step: Exchange, shape: tuple[int, ...], dtype: "np.dtype[Any]"
+) -> Collective:
+    if step.kind == "all_reduce":
+        return group.prepare_all_reduce(shape, dtype, step.operation)
+    if step.kind == "all_gather":
+        return group.prepare_all_gather(shape, dtype, step.axis)
+    if step.kind == "reduce_scatter":
+        return group.prepare_reduce_scatter(shape, dtype, step.axis, step.operation)
+    return group.prepare_broadcast(shape, dtype, step.root)
+
+
+def _without_memory(value: Buffer | Strings) -> Buffer | Strings:
+    if isinstance(value, Strings):
+        return Strings(name=value.name, shape=value.shape, values=())
+    return Buffer(
+        name=value.name,
+        element_type=value.element_type,
+        shape=value.shape,
+        address=0,
+        size=value.size,
+    )
+
+
+class Arena:
+    """The groups whose memory the layouts use; all ranks make it together.
+
+    Attributes:
+        whole: All ranks.
+        tensor: The ranks of this rank's stage; the same object as `whole` if there is one stage.
+        layouts: By the shapes of the inputs.
+    """
+
+    def __init__(self, group: Group, tensor: int, pipeline: int) -> None:
+        self.whole = _subgroup(group, range(group.size))
+        self.tensor = self.whole
+        self.layouts: dict[Key, Layout] = {}
+        self._pool: dict[tuple[Any, ...], Collective] = {}
+        if pipeline > 1:
+            for stage in range(pipeline):
+                found = group.subgroup(range(stage * tensor, (stage + 1) * tensor))
+                self.tensor = found or self.tensor
+
+    def collective(self, step: Exchange, value: Buffer, parity: int, number: int) -> Collective:
+        """The collective of one exchange; `number` counts those of its phase with the same memory."""
+        signature = (step.kind, step.operation, step.axis, step.root, value.shape)
+        key = (*signature, value.element_type, parity, number)
+        if key not in self._pool:
+            dtype = numpy_dtype(value.element_type)
+            self._pool[key] = _prepared(self.tensor, step, value.shape, dtype)
+        return self._pool[key]
+
+    def close(self) -> None:
+        for group in {id(group): group for group in (self.tensor, self.whole)}.values():
+            group.close()
+
+
+def _subgroup(group: Group, ranks: Iterable[int]) -> Group:
+    found = group.subgroup([*ranks])
+    if found is None:
+        raise McinferError(f"rank {group.rank} is in no group of {[*ranks]}")
+    return found
+
+
+class Layout:
+    """Memory for the values of a plan, from the shapes that a first run found.
+
+    Attributes:
+        values: The type and shape of each value that the first run had.
+        memory: This rank's own memory, by the names of values; values share it if they do not live together.
+        collectives: For each parity, the collective of each exchange, by its place among the steps.
+        packets: Memory for what is exchanged with other stages; owned by `StageLinks`.
+        runs: How many runs were begun.
+        is_bound: Whether runs use this memory; False once shapes changed though those of the inputs did not.
+    """
+
+    def __init__(
+        self, plan: RankPlan, uses: Uses, arena: Arena, values: Mapping[str, Buffer | Strings]
+    ) -> None:
+        self.values = {name: _without_memory(value) for name, value in values.items()}
+        self.packets: Any = None
+        self.runs = 0
+        made = [step.outputs for step in plan.steps if isinstance(step, Segment)]
+        names = [*plan.receives, *(name for outputs in made for name in outputs)]
+        self.is_bound = not any(isinstance(values[name], Strings) for name in names)
+        self.collectives: tuple[dict[int, Collective], dict[int, Collective]] = ({}, {})
+        self.memory: dict[str, Produced] = {}
+        if self.is_bound:
+            self._make_collectives(plan, arena)
+            self._place_values(plan, uses)
+        else:  # what other stages send still comes in packets
+            received = map(self.buffer, plan.receives)
+            self.memory = {v.name: owned(v.name, v.element_type, v.shape) for v in received}
+
+    def buffer(self, name: str) -> Buffer:
+        value = self.values[name]
+        if isinstance(value, Strings):
+            raise TypeError(f"{name!r} is of strings, expected a tensor of a fixed size")
+        return value
+
+    def _make_collectives(self, plan: RankPlan, arena: Arena) -> None:
+        for parity, found in enumerate(self.collectives):
+            numbers: Counter[Any] = Counter()
+            for index, step in enumerate(plan.steps):
+                if isinstance(step, Exchange):
+                    value = self.buffer(step.input)
+                    about = (step.phase, step.kind, step.axis, value.shape, value.element_type)
+                    found[index] = arena.collective(
+                        step, value, (parity + step.phase) % 2, numbers[about]
+                    )
+                    numbers[about] += 1
+
+    def _place_values(self, plan: RankPlan, uses: Uses) -> None:
+        """Give values memory from when they are made until their last use."""
+        free: dict[int, list[NDArray[Any]]] = defaultdict(list)
+        living: list[tuple[int, NDArray[Any]]] = []
+
+        def place(name: str) -> None:
+            if name in plan.made:  # lies where the caller wants it
+                return
+            like = self.buffer(name)
+            memory = free[like.size].pop() if free[like.size] else _aligned(like.size)
+            living.append((uses.last_use(name), memory))
+            self.memory[name] = tensor_in(memory, name, like.element_type, like.shape)
+
+        straight = {
+            step.input
+            for index, step in enumerate(plan.steps)
+            if isinstance(step, Exchange) and index in uses.straight_in
+        }
+        for name in plan.receives:
+            place(name)
+        for index, step in enumerate(plan.steps):
+            for _last, memory in [item for item in living if item[0] < index]:
+                free[memory.nbytes].append(memory)
+            living = [item for item in living if item[0] >= index]
+            if isinstance(step, Segment):
+                for name in step.outputs:
+                    if name not in straight:
+                        place(name)
+            elif index not in uses.straight_out:
+                place(step.output)

@@ -1,0 +1,520 @@
+"""One rank of a model that is cut over several: its segments, one ONNX Runtime session each, and its group.
+
+::
+
+    all ranks call `execute` with the same inputs
+      │
+      ├─ earlier stages ──► values                         (pipeline)
+      ├─ segment ─► exchange with the ranks of the stage ─► segment ─► … (tensor)
+      ├─ values ──► later stages
+      └─ outputs ◄─► all ranks, if each wants them
+
+The first run with new input shapes leaves the memory of all values to the runtime and the group, and so finds
+their shapes. From then on, all values of such runs lie in fixed memory: see `mcinfer.engines.rank_layouts`.
+If shapes change though those of the inputs do not, runs with these inputs continue without fixed memory.
+
+Failures: a rank whose run fails takes the place of its next operation with `Group.fail`, so all ranks that
+still wait for it raise as well, and the group lives on. A failure after the last operation of a run is raised
+in that rank alone. Any other error of a group closes it, and the engine.
+
+Ownership: the engine owns its sessions and its arena of groups. The group that it was given stays the
+caller's, but an error that is not of one run alone closes that, too.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcinfer.collectives.base import Collective, Group, PeerFailedError
+from mcinfer.engines import _onnxruntime
+from mcinfer.engines.base import (
+    Buffer,
+    Engine,
+    EngineRequest,
+    Produced,
+    Run,
+    RunCancelledError,
+    Strings,
+    array_over,
+    delivered,
+)
+from mcinfer.engines.preparation import Preparation
+from mcinfer.engines.rank_layouts import (
+    MAX_LAYOUTS,
+    Arena,
+    Layout,
+    Uses,
+    Values,
+    one_shot,
+    owned,
+    tensor_in,
+)
+from mcinfer.engines.stage_links import Meetings, StageLinks
+from mcinfer.errors import BuildError, ClosedError, InvalidInputError, PredictError
+from mcinfer.model_cache.building import MODEL_FILE
+from mcinfer.model_cache.keys import FOLDER_KEY
+from mcinfer.slicing.plans import Exchange, RankPlan, Segment
+from mcinfer.specs import element_type_name
+
+_SHARED_ARENA = "session.use_env_allocators"
+"""The runtime's option for sessions that share one arena: segments run one after another."""
+
+
+def prepare(request: EngineRequest, folder: Path) -> None:
+    """Cut the slice `request.model`, and prepare its segments, in a folder for `RankEngine`.
+
+    The folder then has the plan and all weights, as ONNX Runtime's kernels pack them on this CPU.
+
+    Raises:
+        BuildError: The slice cannot be cut, or the runtime cannot load a segment.
+        MissingDependencyError: The package onnx is not installed.
+    """
+    plan = _cut(request, folder)
+    for step in plan.steps:
+        if isinstance(step, Segment):
+            target = _prepared_form(folder, step).parent
+            os.mkdir(target)
+            _onnxruntime.prepare(_segment_request(request, folder, step), str(target))
+            os.unlink(folder / step.file)
+
+
+def _cut(request: EngineRequest, folder: Path) -> RankPlan:
+    from mcinfer.slicing.segments import cut_segments  # imports onnx, which cut slices do not need
+
+    return cut_segments(request.model, folder)
+
+
+def _prepared_form(folder: Path, segment: Segment) -> Path:
+    return folder / Path(segment.file).stem / MODEL_FILE
+
+
+def _segment_request(request: EngineRequest, folder: Path, segment: Segment) -> EngineRequest:
+    data = os.path.realpath(Path(request.model).parent)
+    config = {_SHARED_ARENA: "1", FOLDER_KEY: data, **request.session_config}
+    return replace(
+        request, model=str(folder / segment.file), session_config=config, prepare="never"
+    )
+
+
+@contextmanager
+def _segments(request: EngineRequest, folder: Path | None) -> Iterator[tuple[RankPlan, Path]]:
+    """A rank's plan and the folder of its segments, which are cut now if there is none."""
+    if folder is not None:
+        yield RankPlan.read(folder), folder
+        return
+    with tempfile.TemporaryDirectory(prefix="mcinfer-segments-") as temporary:
+        yield _cut(request, Path(temporary)), Path(temporary)
+
+
+class RankEngine(Engine):
+    """One rank of a sliced model. All ranks make it, and call `execute` of equal runs in the same order.
+
+    With more than one thread, each session has threads of its own, which sleep between its runs. The
+    runtime's pool for several sessions is one for the whole process, of one size, and gains little (a product
+    of 64 by 512 by 512 takes two threads 201 instead of 253 µs).
+
+    Attributes:
+        plan: The steps of this rank.
+        group: All ranks; the caller's.
+        uses: Who needs each value.
+        links: What this rank passes to other stages.
+        arena: The groups whose memory this engine uses, and the layouts.
+        meetings: What this rank owes the others in the current run.
+        depth: How many runs the first stage may begin before the last one has finished the first of them.
+        parity: The parity of the exchanges that ran last.
+    """
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        group: Group,
+        folder: Path | None = None,
+        *,
+        deliver_everywhere: bool = True,
+        depth: int = 1,
+    ) -> None:
+        """Load the slice `request.model`, and wait until all ranks have loaded theirs.
+
+        Args:
+            request: The slice, and how to run it.
+            group: All ranks; this rank's number is that of the slice.
+            folder: The folder with this rank's plan and segments (`prepare`, `cut_segments`); None to cut
+                the slice now.
+            deliver_everywhere: Whether each rank gets all outputs. If not, a rank gets only those that it
+                makes, and nobody else may rely on its runs to have finished.
+            depth: How many runs may overlap in a pipeline; 1 if outputs are delivered everywhere.
+
+        Raises:
+            BuildError: A rank could not load its slice, or the slices do not fit together.
+            MissingDependencyError: The package onnx is needed and not installed.
+        """
+        self.group = group
+        self.depth = depth
+        self.meetings = Meetings()
+        self.parity = 1
+        self._cause: str | None = None
+        self._cancelled = False
+        try:
+            with _segments(request, folder) as (plan, source):
+                self.plan = plan
+                self._check(request)
+                self.segments = {
+                    index: _open(request, source, step)
+                    for index, step in enumerate(plan.steps)
+                    if isinstance(step, Segment)
+                }
+        except Exception as exc:
+            group.fail(str(exc))  # the others wait for this rank
+            raise
+        self.spec = plan.spec
+        self.providers = next((engine.providers for engine in self.segments.values()), ())
+        self.uses = Uses(plan)
+        exchanging = self.uses.phases - 1
+        self.phases = [max(0, min(step.phase, exchanging)) for step in plan.steps]
+        roots = self._roots()
+        shared = deliver_everywhere and plan.pipeline > 1
+        self.links = StageLinks(plan, group.rank, roots if shared else {})
+        self.tensor = group.size // plan.pipeline
+        self._renew(None)
+
+    def _check(self, request: EngineRequest) -> None:
+        """Raise `BuildError` unless the slice is for this rank of this group."""
+        plan, group = self.plan, self.group
+        if request.variable_weights:
+            raise BuildError(
+                f"variable_weights: got {[*request.variable_weights]}, but weights of a sliced model "
+                "cannot be replaced"
+            )
+        ranks = (plan.tensor or group.size // plan.pipeline) * plan.pipeline
+        if ranks != group.size:
+            raise BuildError(f"{request.model} is for {ranks} ranks, got a group of {group.size}")
+        if plan.rank is not None and plan.rank != group.rank:
+            raise BuildError(
+                f"{request.model} is the slice of rank {plan.rank}, got rank {group.rank}"
+            )
+
+    def _roots(self) -> dict[str, int]:
+        """For each output of the whole model, the first rank that makes it; waits for all ranks."""
+        names = [spec.name for spec in self.spec.outputs]
+        made = np.array([[name in self.plan.made for name in names]], np.uint8)
+        try:
+            makers = self.group.all_gather(made)
+        except PeerFailedError as exc:
+            raise BuildError(str(exc)) from None
+        missing = [name for name, column in zip(names, makers.T, strict=True) if not column.any()]
+        if missing:
+            self.close()
+            raise BuildError(f"no slice makes the outputs {missing}")
+        return {name: int(makers[:, index].argmax()) for index, name in enumerate(names)}
+
+    def _renew(self, old: Arena | None) -> None:
+        """Put a new arena in the place of the old one; all ranks do this at once."""
+        self.arena = Arena(self.group, self.tensor, self.plan.pipeline)
+        self.meetings.tensor, self.meetings.whole = self.arena.tensor, self.arena.whole
+        if old is not None:
+            old.close()
+
+    def make_room(self) -> None:
+        """Begin a new arena if there are too many layouts."""
+        if len(self.arena.layouts) == MAX_LAYOUTS:
+            self.meetings.in_whole(lambda: self._renew(self.arena))
+
+    def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
+        for spec, item in zip(self.spec.inputs, inputs, strict=True):
+            given = "string" if isinstance(item, Strings) else item.element_type
+            if given != spec.element_type or not spec.admits(item.shape):
+                raise InvalidInputError(
+                    f"input {item.name!r} is {given}{[*item.shape]}, expected {spec}"
+                )
+        return _RankRun(self, inputs, outputs)
+
+    def arm(self) -> None:
+        if self._cancelled:
+            self._cancelled = False
+            for segment in self.segments.values():
+                segment.arm()
+
+    def cancel(self) -> None:
+        """Ask the current run to stop, in all ranks: at the next segment here, and then at an exchange."""
+        self._cancelled = True
+        for segment in self.segments.values():
+            segment.cancel()
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` if the groups are closed."""
+        if self._cause is not None:
+            raise ClosedError(f"the group is closed: {self._cause}")
+
+    def close(self, cause: str = "this rank closed it") -> None:
+        """Leave the group."""
+        if self._cause is None:
+            self._cause = cause
+            if hasattr(self, "arena"):
+                self.arena.close()
+            self.group.close()
+
+    def give_up(self, exc: Exception, layout: Layout | None) -> None:
+        """Take part in the rest of a run that failed here, so that all ranks get to know."""
+        meetings = self.meetings
+        cancelled = isinstance(exc, RunCancelledError) or getattr(exc, "cancelled", False)
+        text = str(exc)
+        if meetings.tensor_waits:
+            meetings.tensor_waits = False
+            with suppress(PeerFailedError):  # another rank failed as well
+                meetings.in_tensor(lambda: meetings.tensor.fail(text, cancelled=cancelled))
+        self.links.send_failure(meetings, layout, text, cancelled=cancelled)
+        if meetings.whole_waits:
+            meetings.in_whole(lambda: meetings.whole.fail(text, cancelled=cancelled))
+
+
+def _open(request: EngineRequest, folder: Path, segment: Segment) -> Engine:
+    prepared = _prepared_form(folder, segment)
+    preparation = Preparation(path=prepared if prepared.exists() else None)
+    return _onnxruntime.load(_segment_request(request, folder, segment), preparation)
+
+
+_Step = Callable[[], Sequence[Produced | Strings] | None]
+
+
+class _Program:
+    """The steps of a run, bound to the memory of a layout.
+
+    Attributes:
+        places: Where each value lies.
+        steps: Each returns the values that did not fit their places.
+    """
+
+    __slots__ = ("places", "steps")
+
+    def __init__(self, engine: RankEngine, layout: Layout, start: int, places: Values) -> None:
+        self.places = dict(places)
+        collectives = layout.collectives[start]
+        for index, step in enumerate(engine.plan.steps):
+            if isinstance(step, Exchange):
+                collective = collectives[index]
+                if index in engine.uses.straight_in:
+                    self._place(layout, step.input, collective.input)
+                if index in engine.uses.straight_out:
+                    self._place(layout, step.output, collective.output)
+        self.steps: list[_Step] = [
+            self._exchange(engine, index, step, collectives[index])
+            if isinstance(step, Exchange)
+            else self._segment(engine.segments[index], step)
+            for index, step in enumerate(engine.plan.steps)
+        ]
+
+    def _place(self, layout: Layout, name: str, memory: NDArray[np.generic]) -> None:
+        like = layout.buffer(name)
+        self.places[name] = tensor_in(memory, name, like.element_type, like.shape)
+
+    def _segment(self, engine: Engine, step: Segment) -> _Step:
+        outputs = [self.places[name] for name in step.outputs]
+        return engine.bind(
+            [self.places[name] for name in step.inputs],
+            [item for item in outputs if isinstance(item, Buffer)],
+        ).execute
+
+    def _exchange(
+        self, engine: RankEngine, index: int, step: Exchange, collective: Collective
+    ) -> _Step:
+        meetings = engine.meetings
+        run = collective.run
+        source = None if index in engine.uses.straight_in else self._array(step.input)
+        target = None if index in engine.uses.straight_out else self._array(step.output)
+        is_last = index == engine.uses.last_exchange
+
+        def exchange() -> None:
+            if source is not None:
+                np.copyto(collective.input, source)
+            meetings.in_tensor(run)
+            if target is not None:
+                np.copyto(target, collective.output)
+            if is_last:
+                meetings.tensor_waits = False
+
+        return exchange
+
+    def _array(self, name: str) -> NDArray[np.generic]:
+        place = self.places[name]
+        if isinstance(place, Strings):
+            raise PredictError(f"value {name!r} is of strings, which ranks do not exchange")
+        return array_over(place)
+
+
+class _RankRun(Run):
+    """A layout of the whole model's inputs and outputs, in one rank."""
+
+    def __init__(
+        self,
+        engine: RankEngine,
+        inputs: Sequence[Buffer | Strings],
+        outputs: Sequence[Buffer],
+    ) -> None:
+        self._engine = engine
+        self._inputs: Values = {item.name: item for item in inputs}
+        self._bound = {item.name: item for item in outputs}
+        self._key = tuple(item.shape for item in inputs)
+        self._layout: Layout | None = None
+        self._outputs: Values = {}
+        self._programs: list[_Program | None] = [None, None]
+
+    def execute(self) -> Sequence[Produced | Strings]:
+        engine, meetings = self._engine, self._engine.meetings
+        engine.check_open()
+        layout = engine.arena.layouts.get(self._key)
+        stages = engine.plan.pipeline
+        learns = layout is None
+        meetings.tensor_waits = engine.uses.last_exchange >= 0 or (learns and stages == 1)
+        meetings.whole_waits = stages > 1 and (learns or bool(engine.links.delivered))
+        meetings.unsent = [*range(len(engine.links.outgoing))]
+        try:
+            if layout is None:
+                return self._learn()
+            if layout is not self._layout:
+                self._adopt(layout)
+            layout.runs += 1
+            return self._run_bound(layout) if layout.is_bound else self._run_unbound(layout)
+        except Exception as exc:
+            self._end(exc, layout)
+            if isinstance(exc, PeerFailedError) and exc.cancelled:
+                raise RunCancelledError(str(exc)) from exc
+            raise
+        except BaseException as exc:
+            engine.close(repr(exc))
+            raise
+
+    def _end(self, exc: Exception, layout: Layout | None) -> None:
+        """After an error: let the others know, or close the groups if they are no use any more."""
+        engine = self._engine
+        try:
+            if not engine.meetings.is_broken:
+                engine.give_up(exc, layout)
+        except PeerFailedError:
+            return  # all ranks know
+        finally:
+            if engine.meetings.is_broken:
+                engine.close(str(exc))
+
+    # Without fixed memory.
+
+    def _learn(self) -> Sequence[Produced | Strings]:
+        """The first run with these shapes; at its end, all ranks make the layout, or none does."""
+        engine, meetings = self._engine, self._engine.meetings
+        engine.make_room()
+        values = {**self._inputs, **engine.links.receive(meetings, None, {})}
+        self._run_steps(values, 0, learns=True)
+        engine.links.send(meetings, None, values)
+        values |= engine.links.deliver(meetings, None, {}, values)
+        if engine.plan.pipeline > 1:
+            meetings.in_whole(meetings.whole.barrier)
+            meetings.whole_waits = False
+        else:
+            meetings.in_tensor(meetings.tensor.barrier)
+            meetings.tensor_waits = False
+        try:
+            layout = Layout(engine.plan, engine.uses, engine.arena, values)
+            engine.links.prepare(layout, engine.arena.whole, engine.depth)
+        except BaseException:  # the other ranks have this layout
+            meetings.is_broken = True
+            raise
+        engine.arena.layouts[self._key] = layout
+        return self._results(values)
+
+    def _run_unbound(self, layout: Layout) -> Sequence[Produced | Strings]:
+        places = {**self._outputs, **layout.memory}
+        changed = self._engine.links.receive(self._engine.meetings, layout, places)
+        received = {name: places[name] for name in self._engine.plan.receives}
+        values = {**self._inputs, **received, **changed}
+        self._run_steps(values, 0)
+        return self._pass_on(layout, places, values)
+
+    def _run_steps(self, values: Values, first: int, *, learns: bool = False) -> None:
+        """Run the steps from `first` on, and add what they make to the values."""
+        engine = self._engine
+        waits = learns and engine.plan.pipeline == 1
+        for index, step in enumerate(engine.plan.steps[first:], first):
+            if isinstance(step, Segment):
+                run = engine.segments[index].bind([values[name] for name in step.inputs], [])
+                values.update((item.name, item) for item in run.execute())
+            else:
+                values[step.output] = self._exchanged(step, values[step.input])
+                if index == engine.uses.last_exchange:
+                    engine.meetings.tensor_waits = waits
+
+    def _exchanged(self, step: Exchange, value: Buffer | Strings) -> Produced:
+        if isinstance(value, Strings):
+            raise PredictError(f"value {step.input!r} is of strings, which ranks do not exchange")
+        meetings = self._engine.meetings
+        array = array_over(value)
+        found = meetings.in_tensor(lambda: one_shot(meetings.tensor, step, array))
+        return tensor_in(found, step.output, element_type_name(found.dtype), found.shape)
+
+    # With the layout's memory.
+
+    def _adopt(self, layout: Layout) -> None:
+        """Bind anew: the run's first layout, or that of a new arena."""
+        self._layout = layout
+        self._programs = [None, None]
+        self._outputs = {}
+        for spec in self._engine.spec.outputs:
+            like = layout.values.get(spec.name)
+            if isinstance(like, Buffer):
+                place = self._bound.get(spec.name)
+                if place is None or place.shape != like.shape:
+                    place = owned(spec.name, like.element_type, like.shape)
+                self._outputs[spec.name] = place
+
+    def _run_bound(self, layout: Layout) -> Sequence[Produced | Strings]:
+        engine = self._engine
+        start = 1 - engine.parity
+        index = 0
+        try:
+            program = self._programs[start]
+            if program is None:
+                places = {**self._inputs, **self._outputs, **layout.memory}
+                program = self._programs[start] = _Program(engine, layout, start, places)
+            values = program.places
+            if engine.links.incoming:
+                changed = engine.links.receive(engine.meetings, layout, values)
+                if changed:
+                    layout.is_bound = False
+                    values = {**values, **changed}
+                    self._run_steps(values, 0)
+                    return self._pass_on(layout, program.places, values)
+            for index, step in enumerate(program.steps):
+                left = step()
+                if left:  # other shapes than those of the first run
+                    layout.is_bound = False
+                    values = {**values, **{item.name: item for item in left}}
+                    self._run_steps(values, index + 1)
+                    break
+        finally:
+            if engine.phases:
+                engine.parity = (start + engine.phases[index]) % 2
+        return self._pass_on(layout, program.places, values)
+
+    def _pass_on(
+        self, layout: Layout, places: Values, values: Values
+    ) -> Sequence[Produced | Strings]:
+        """Send what later stages and other ranks wait for; return the outputs that have no place."""
+        links, meetings = self._engine.links, self._engine.meetings
+        if links.outgoing:
+            links.send(meetings, layout, values)
+        if links.delivered:
+            changed = links.deliver(meetings, layout, places, values)
+            meetings.whole_waits = False
+            values = {**self._outputs, **values, **changed}
+        return self._results(values)
+
+    def _results(self, values: Values) -> Sequence[Produced | Strings]:
+        found = [values.get(spec.name) for spec in self._engine.spec.outputs]
+        # A buffer of the caller's has its value already.
+        return delivered(
+            [item for item in found if isinstance(item, Produced | Strings)], self._bound
+        )

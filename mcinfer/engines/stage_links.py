@@ -1,0 +1,329 @@
+"""What the stages of a pipeline pass to each other: values for later stages, outputs for all ranks.
+
+::
+
+    with a layout      one packet, in fixed memory: [0 or 1][values, each at its place]
+    0                  the values are in the packet
+    1, or no layout    a note follows (its kind and length, then its text), and after a note of shapes the
+                       values, one by one
+
+So a rank whose run failed, or found other shapes than the layout has, still sends what the others wait for.
+A rank receives all values before its first step and sends all after its last one, in the order of the ranks:
+since values only go to later stages, no two ranks wait for each other.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcinfer.collectives.base import Collective, Group, PeerFailedError
+from mcinfer.engines.base import Buffer, Strings, array_over
+from mcinfer.engines.rank_layouts import Layout, Values, owned
+from mcinfer.errors import PredictError
+from mcinfer.slicing.plans import RankPlan
+
+_HEADER_BYTES = 64
+_ALIGNMENT = 64
+_SHAPES, _FAILED, _CANCELLED = 0, 1, 2
+
+_T = TypeVar("_T")
+_Send = Callable[[NDArray[Any]], object]
+_Receive = Callable[[int], NDArray[Any]]
+
+
+class Meetings:
+    """What this rank owes the others until the end of a run: a rank that fails must still take part.
+
+    Attributes:
+        tensor: The ranks of this rank's stage.
+        whole: All ranks; the same object if there is one stage.
+        tensor_waits: Whether the stage's ranks run a further operation in this run.
+        whole_waits: Whether all ranks do.
+        unsent: Numbers of the links that this rank has not sent yet.
+        is_broken: Whether the groups were closed after an error.
+    """
+
+    def __init__(self) -> None:
+        self.tensor: Group
+        self.whole: Group
+        self.tensor_waits = False
+        self.whole_waits = False
+        self.unsent: list[int] = []
+        self.is_broken = False
+
+    def in_tensor(self, operation: Callable[[], _T]) -> _T:
+        """Run an operation of the stage's ranks."""
+        try:
+            return operation()
+        except PeerFailedError:
+            self.tensor_waits = False
+            raise
+        except BaseException:
+            self.is_broken = True
+            raise
+
+    def in_whole(self, operation: Callable[[], _T]) -> _T:
+        """Run an operation of all ranks, or of two of different stages."""
+        try:
+            return operation()
+        except PeerFailedError:  # all ranks know by now
+            self.whole_waits = False
+            self.unsent.clear()
+            raise
+        except BaseException:
+            self.is_broken = True
+            raise
+
+    def send(self, array: NDArray[Any], to: int) -> None:
+        self.in_whole(lambda: self.whole.send(array, to))
+
+    def recv(self, size: int, source: int) -> NDArray[np.uint8]:
+        return self.in_whole(lambda: self.whole.recv([size], np.uint8, source))
+
+    def broadcast(self, array: NDArray[Any], root: int) -> NDArray[Any]:
+        return self.in_whole(lambda: self.whole.broadcast(array, root))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """Values that go the same way, in the order in which they are sent."""
+
+    rank: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Packet:
+    """A link's memory for one layout: collectives that take turns, and where each value lies in them."""
+
+    turns: tuple[Collective, ...]
+    places: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Packets:
+    incoming: tuple[_Packet, ...]
+    outgoing: tuple[_Packet, ...]
+    delivered: tuple[_Packet, ...]
+
+
+class _StageFailedError(PeerFailedError):
+    """A rank of an earlier stage sent that its run failed; ranks of other stages may not know yet."""
+
+
+class StageLinks:
+    """The links of one rank.
+
+    Attributes:
+        incoming: One for each rank that sends to this one.
+        outgoing: One for each rank that this one sends to.
+        delivered: One for each rank whose outputs all ranks get; empty if only their makers have them.
+    """
+
+    def __init__(self, plan: RankPlan, rank: int, delivered: Mapping[str, int]) -> None:
+        self._rank = rank
+        self.incoming = _links((source, name) for name, source in plan.receives.items())
+        self.outgoing = _links((to, name) for name, ranks in plan.sends.items() for to in ranks)
+        self.delivered = _links((root, name) for name, root in delivered.items())
+
+    def prepare(self, layout: Layout, group: Group, depth: int) -> None:
+        """Make the packets of a layout; all ranks call this in the same order."""
+
+        def packet(link: Link, make: Callable[[int], Collective], turns: int) -> _Packet:
+            places, size = {}, _HEADER_BYTES
+            for name in link.names:
+                places[name] = size
+                size += -(-layout.buffer(name).size // _ALIGNMENT) * _ALIGNMENT
+            return _Packet(turns=tuple(make(size) for _ in range(turns)), places=places)
+
+        def transfer(source: int, to: int) -> Callable[[int], Collective]:
+            return lambda size: group.prepare_transfer([size], np.uint8, source, to)
+
+        def broadcast(root: int) -> Callable[[int], Collective]:
+            return lambda size: group.prepare_broadcast([size], np.uint8, root)
+
+        layout.packets = _Packets(
+            incoming=tuple(
+                packet(link, transfer(link.rank, self._rank), depth) for link in self.incoming
+            ),
+            outgoing=tuple(
+                packet(link, transfer(self._rank, link.rank), depth) for link in self.outgoing
+            ),
+            # Two take turns: the ranks that read one arrive at the other afterwards.
+            delivered=tuple(packet(link, broadcast(link.rank), 2) for link in self.delivered),
+        )
+
+    # Before the first step.
+
+    def receive(self, meetings: Meetings, layout: Layout | None, places: Values) -> Values:
+        """Receive from all earlier stages; return the values that did not fit their places.
+
+        Raises:
+            PeerFailedError: An earlier stage failed.
+        """
+        changed: Values = {}
+        failure: _StageFailedError | None = None
+        for number, link in enumerate(self.incoming):
+            if layout is not None:
+                packet = layout.packets.incoming[number]
+                turn = packet.turns[layout.runs % len(packet.turns)]
+                meetings.in_whole(turn.run)
+                if _unpack(turn.output, packet, places):
+                    continue
+            try:
+                changed |= _read(link, partial(meetings.recv, source=link.rank))
+            except _StageFailedError as exc:
+                failure = failure or exc
+        if failure is not None:
+            raise failure
+        return changed
+
+    # After the last step.
+
+    def send(self, meetings: Meetings, layout: Layout | None, values: Values) -> None:
+        """Send to all later stages; those of a run that did not use the layout's memory come without it."""
+        for number, link in enumerate(self.outgoing):
+            found = _tensors(link, values)
+            if layout is None or not self._send_packed(meetings, layout, number, found):
+                _write(found, partial(meetings.send, to=link.rank))
+            meetings.unsent.remove(number)
+
+    def _send_packed(
+        self, meetings: Meetings, layout: Layout, number: int, values: list[Buffer] | None
+    ) -> bool:
+        """Send a packet; False if it does not have the values."""
+        packet = layout.packets.outgoing[number]
+        turn = packet.turns[layout.runs % len(packet.turns)]
+        is_packed = _pack(turn.input, packet, layout, values)
+        meetings.in_whole(turn.run)
+        return is_packed
+
+    def send_failure(
+        self, meetings: Meetings, layout: Layout | None, text: str, *, cancelled: bool
+    ) -> None:
+        """Send the later stages that wait for values the news that there are none."""
+        kind = _CANCELLED if cancelled else _FAILED
+        for number in [*meetings.unsent]:
+            if layout is not None:
+                self._send_packed(meetings, layout, number, None)
+            _write_note(kind, text, partial(meetings.send, to=self.outgoing[number].rank))
+            meetings.unsent.remove(number)
+
+    def deliver(
+        self, meetings: Meetings, layout: Layout | None, places: Values, values: Values
+    ) -> Values:
+        """Give all ranks the outputs; return those that did not fit their places here."""
+        changed: Values = {}
+        for number, link in enumerate(self.delivered):
+            is_root = link.rank == self._rank
+            found = _tensors(link, values) if is_root else None
+            if layout is not None:
+                packet = layout.packets.delivered[number]
+                turn = packet.turns[layout.runs % len(packet.turns)]
+                is_packed = is_root and _pack(turn.input, packet, layout, found)
+                meetings.in_whole(turn.run)
+                if is_packed or (not is_root and _unpack(turn.output, packet, places)):
+                    continue
+            if found is not None:
+                _write(found, partial(meetings.broadcast, root=link.rank))
+            else:
+                changed |= _read(link, partial(_hear, meetings, link.rank))
+        return changed
+
+
+def _hear(meetings: Meetings, root: int, size: int) -> NDArray[Any]:
+    return meetings.broadcast(np.empty(size, np.uint8), root)
+
+
+def _links(pairs: Iterable[tuple[int, str]]) -> tuple[Link, ...]:
+    names: dict[int, list[str]] = {}
+    for rank, name in sorted(pairs):
+        names.setdefault(rank, []).append(name)
+    return tuple(Link(rank=rank, names=tuple(found)) for rank, found in names.items())
+
+
+# Packets.
+
+
+def _tensors(link: Link, values: Values) -> list[Buffer]:
+    found = [values[name] for name in link.names]
+    for name, value in zip(link.names, found, strict=True):
+        if isinstance(value, Strings):
+            raise PredictError(f"value {name!r} is of strings, which ranks do not send each other")
+    return [value for value in found if isinstance(value, Buffer)]
+
+
+def _pack(
+    memory: NDArray[np.uint8], packet: _Packet, layout: Layout, values: list[Buffer] | None
+) -> bool:
+    """Copy the values to their places; False if there are none, or of another shape than the layout's."""
+    fits = values is not None and all(
+        (value.shape, value.element_type) == (like.shape, like.element_type)
+        for value, like in zip(values, map(layout.buffer, packet.places), strict=True)
+    )
+    memory[0] = 0 if fits else 1
+    if values is not None and fits:
+        for value, start in zip(values, packet.places.values(), strict=True):
+            memory[start : start + value.size] = _bytes_of(value)
+    return fits
+
+
+def _unpack(memory: NDArray[np.uint8], packet: _Packet, places: Values) -> bool:
+    """Copy the values from the packet to their places; False if it has none."""
+    if memory[0]:
+        return False
+    for name, start in packet.places.items():
+        place = places[name]
+        if isinstance(place, Buffer):
+            _bytes_of(place)[...] = memory[start : start + place.size]
+    return True
+
+
+def _bytes_of(value: Buffer) -> NDArray[np.uint8]:
+    flat = Buffer(
+        name=value.name,
+        element_type="uint8",
+        shape=(value.size,),
+        address=value.address,
+        size=value.size,
+    )
+    return array_over(flat)
+
+
+# Notes, and values without a layout.
+
+
+def _write_note(kind: int, text: str, send: _Send) -> None:
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    send(np.array([kind, len(encoded)], np.int64).view(np.uint8))
+    send(encoded)
+
+
+def _read_note(receive: _Receive) -> str:
+    kind, length = receive(16).view(np.int64).tolist()
+    text = receive(length).tobytes().decode()
+    if kind != _SHAPES:
+        raise _StageFailedError(text, cancelled=kind == _CANCELLED)
+    return text
+
+
+def _write(values: list[Buffer], send: _Send) -> None:
+    shapes = [[value.element_type, value.shape] for value in values]
+    _write_note(_SHAPES, json.dumps(shapes), send)
+    for value in values:
+        send(_bytes_of(value))
+
+
+def _read(link: Link, receive: _Receive) -> Values:
+    shapes = json.loads(_read_note(receive))
+    found: Values = {}
+    for name, (element_type, shape) in zip(link.names, shapes, strict=True):
+        value = owned(name, element_type, shape)
+        _bytes_of(value)[...] = receive(value.size)
+        found[name] = value
+    return found
