@@ -106,11 +106,10 @@ def measure_layers(folder: Path, effort: Effort, say: Say) -> Measured:
         elements = SIZES[name] // 4
         inputs = folder / "inputs.npz"
         np.savez(inputs, **chain_inputs(elements))  # type: ignore[arg-type]
+        sizes = {"layers": CHAIN_LAYERS, "elements": elements}
         models = {
-            "with sums": chain(
-                folder / "sums.onnx", layers=CHAIN_LAYERS, elements=elements, ranks=2
-            ),
-            "without": chain(folder / "plain.onnx", layers=CHAIN_LAYERS, elements=elements),
+            "with sums": chain(folder / "sums.onnx", **sizes),
+            "without": chain(folder / "plain.onnx", **sizes, collectives=False),
         }
         with Ranks(2) as ranks:
             times = _layer_times(ranks, models, inputs, effort)

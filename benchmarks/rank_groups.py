@@ -58,8 +58,10 @@ class Ranks:
         for rank, stream in enumerate(self._streams):
             line = stream.readline()
             if not line:
+                codes = [process.wait(10) for process in self._processes]
                 raise RuntimeError(
-                    f"rank {rank} of {self.size} ({self.backend}) ended in {commands[rank]}"
+                    f"rank {rank} of {self.size} ({self.backend}) ended in {commands[rank]}; exit codes "
+                    f"{codes}"
                 )
             answers.append(json.loads(line))
         return answers

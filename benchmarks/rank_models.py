@@ -284,23 +284,26 @@ def encoder_inputs(
 # Collectives and little else.
 
 
-def chain(path: Path, *, layers: int, elements: int, ranks: int | None = None) -> Path:
-    """x, y float32[1, elements]: in each layer a product with a number, and a sum over all ranks.
+def chain(
+    path: Path, *, layers: int, elements: int, ranks: int = 2, collectives: bool = True
+) -> Path:
+    """x, y float32[1, elements]: in each layer a product with one over the ranks, and a sum over all ranks.
 
-    The number is one over the ranks, so y is x. Each rank runs this same file.
+    So y is x. Each rank runs this same file.
 
     Args:
         path: File to write.
         layers: How many, at least 1.
         elements: Of each value.
-        ranks: How many there will be; None leaves the sums out, and the number is 1.
+        ranks: How many there will be.
+        collectives: Whether there are sums at all.
     """
     graph = _Graph(0, None, "")
-    part = graph.number("part", 1 / (ranks or 1))
+    part = graph.number("part", 1 / ranks)
     x = "x"
     for layer in range(layers):
         x = graph.node("Mul", f"layers.{layer}.part", x, part)
-        if ranks is not None:
+        if collectives:
             x = graph.node("AllReduce", f"layers.{layer}.sum", x, domain="com.microsoft")
     described = [
         helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, elements]) for name in ("x", "y")
