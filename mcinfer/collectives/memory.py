@@ -11,48 +11,22 @@ A region begins at ``(rank + 1) << 40``, and its pages take memory once they are
 something lies in a region. Fixed memory is handed out in all ranks in the same order, so its place is the
 same in each. A window around a place is mapped when the first array over it is made.
 
-A *cell* says what a rank runs, as bytes that are equal in all ranks that run the same.
-
 Ownership: a window lives as long as arrays over it, whatever becomes of the group.
 """
 
 import mmap
 import struct
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mcinfer.collectives.operations import CELL_BYTES
 from mcinfer.errors import InvalidInputError
 
 REGION = 1 << 40
 """Bytes of address space of a region, and of the control pages before the first."""
-
-# Cells.
-
-_CELL = struct.Struct("<B3xIQ8s104s")  # kind, epoch, place, digest of the text, text
-_TEXT_IN_CELL = 104
-OPERATION, FAILED, CANCELLED = 1, 2, 3
-FAILURES = (FAILED, CANCELLED)
-
-
-def cell(text: str, kind: int = OPERATION, place: int = 0, epoch: int = 0) -> bytes:
-    """A cell: what a rank runs, in words, and where its memory lies."""
-    encoded = text.encode()
-    digest = blake2b(encoded, digest_size=8).digest()
-    return _CELL.pack(kind, epoch, place, digest, encoded[:_TEXT_IN_CELL])
-
-
-def text_of(packed: bytes) -> str:
-    """What a cell says, in words."""
-    return bytes(_CELL.unpack(packed)[4]).rstrip(b"\0").decode(errors="replace")
-
-
-def epoch_of(packed: bytes) -> int:
-    return int(_CELL.unpack(packed)[1])
-
 
 # Control pages.
 
@@ -71,19 +45,19 @@ class Control:
     """The control pages of all ranks, in one mapping, of which each rank writes its own part."""
 
     def __init__(self, fd: int, size: int) -> None:
-        self._stride = _RINGS + size * RING * _CELL.size
+        self._stride = _RINGS + size * RING * CELL_BYTES
         self.map = mmap.mmap(fd, size * self._stride)
 
     def step_cells(self, rank: int) -> tuple[slice, slice]:
         """Where a rank's cells of even and of odd steps are, in `map`."""
         start = rank * self._stride
-        middle, end = start + _CELL.size, start + 2 * _CELL.size
+        middle, end = start + CELL_BYTES, start + 2 * CELL_BYTES
         return slice(start, middle), slice(middle, end)
 
     def message_cell(self, rank: int, to: int, number: int) -> slice:
         """Where the cell of a message from a rank to another is, in `map`."""
-        start = rank * self._stride + _RINGS + (to * RING + number % RING) * _CELL.size
-        return slice(start, start + _CELL.size)
+        start = rank * self._stride + _RINGS + (to * RING + number % RING) * CELL_BYTES
+        return slice(start, start + CELL_BYTES)
 
     def write_text(self, rank: int, number: int, text: str) -> None:
         start = rank * self._stride + _TEXTS + number * _TEXT_BYTES

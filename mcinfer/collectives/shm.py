@@ -32,37 +32,35 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from mcinfer.collectives.base import (
-    DEFAULT_TIMEOUT,
-    Collective,
-    Group,
-    Operation,
-    PeerFailedError,
-)
+from mcinfer.collectives.base import DEFAULT_TIMEOUT, Collective, PeerFailedError
 from mcinfer.collectives.bootstrap import Member, Membership, bootstrap
 from mcinfer.collectives.memory import (
-    CANCELLED,
     END_TEXT,
-    FAILED,
-    FAILURES,
     RING,
     Area,
     Control,
     Place,
     Windows,
-    cell,
-    epoch_of,
     result,
     slot,
     staging,
-    text_of,
     transfers,
 )
-from mcinfer.collectives.operations import Signature, reduction
+from mcinfer.collectives.operations import (
+    CANCELLED,
+    FAILED,
+    FAILURES,
+    Signature,
+    SignatureGroup,
+    cell,
+    difference,
+    epoch_of,
+    reduction,
+    text_of,
+)
 from mcinfer.collectives.rendezvous import meet
 from mcinfer.config import check_seconds
 from mcinfer.errors import (
-    ClosedError,
     CollectiveTimeoutError,
     InvalidInputError,
     McinferError,
@@ -227,7 +225,7 @@ class _Transfer(Collective):
             group._take(self._peer, self._cell)
 
 
-class ShmGroup(Group):
+class ShmGroup(SignatureGroup):
     """A group of ranks on one machine; see `join_sockets`."""
 
     def __init__(self, membership: Membership, timeout: float) -> None:
@@ -235,7 +233,6 @@ class ShmGroup(Group):
         self.rank = membership.rank
         self.size = membership.size
         self.timeout = timeout
-        self._cause: str | None = None  # why it is closed
         self._membership = membership
         try:
             self._control = Control(membership.memory, self.size)
@@ -263,26 +260,11 @@ class ShmGroup(Group):
 
     # Operations on any arrays.
 
-    def all_reduce(self, array: NDArray[Any], operation: Operation = "sum") -> NDArray[Any]:
-        return self._run_once("all_reduce", array, operation=operation)
-
-    def all_gather(self, array: NDArray[Any], axis: int = 0) -> NDArray[Any]:
-        return self._run_once("all_gather", array, axis=axis)
-
-    def reduce_scatter(
-        self, array: NDArray[Any], axis: int = 0, operation: Operation = "sum"
-    ) -> NDArray[Any]:
-        return self._run_once("reduce_scatter", array, axis=axis, operation=operation)
-
-    def broadcast(self, array: NDArray[Any], root: int = 0) -> NDArray[Any]:
-        return self._run_once("broadcast", array, root=root)
-
     def send(self, array: NDArray[Any], to: int) -> None:
         """Send to one rank, which calls `recv`. `array` may be written again after the return.
 
         One array waits in shared memory for the other rank; a second `send` waits until it was received.
         """
-        self._check_open()
         signature = self._signature("send", array.shape, array.dtype, root=self.rank, to=to)
         peer = self._peer(to)
         self._await_room(peer, str(signature), peer.slot_free)
@@ -291,7 +273,6 @@ class ShmGroup(Group):
         peer.slot_free = peer.sent
 
     def recv(self, shape: Sequence[int], dtype: DTypeLike, source: int) -> NDArray[Any]:
-        self._check_open()
         signature = self._signature("send", shape, dtype, root=source, to=self.rank)
         peer = self._peer(source)
         self._take(peer, cell(str(signature), epoch=self._epoch))
@@ -309,54 +290,10 @@ class ShmGroup(Group):
         self._arrive(cell("fail", kind))
         self._begin_epoch()
 
-    # Operations on fixed memory.
-
-    def prepare_all_reduce(
-        self, shape: Sequence[int], dtype: DTypeLike, operation: Operation = "sum"
-    ) -> Collective:
-        return self._prepare(self._signature("all_reduce", shape, dtype, operation=operation))
-
-    def prepare_all_gather(
-        self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0
-    ) -> Collective:
-        return self._prepare(self._signature("all_gather", shape, dtype, axis=axis))
-
-    def prepare_reduce_scatter(
-        self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0, operation: Operation = "sum"
-    ) -> Collective:
-        return self._prepare(
-            self._signature("reduce_scatter", shape, dtype, axis=axis, operation=operation)
-        )
-
-    def prepare_broadcast(
-        self, shape: Sequence[int], dtype: DTypeLike, root: int = 0
-    ) -> Collective:
-        return self._prepare(self._signature("broadcast", shape, dtype, root=root))
-
-    def prepare_transfer(
-        self, shape: Sequence[int], dtype: DTypeLike, source: int, to: int
-    ) -> Collective:
-        """`send` and `recv` between two ranks, without a copy; see `Group.prepare_transfer`.
-
-        `run` in the source waits only if 64 earlier messages were not received.
-        """
-        self._check_open()
-        signature = self._signature("transfer", shape, dtype, root=source, to=to)
-        area = self._transfers.get((source, to))
-        if area is None:
-            raise InvalidInputError(
-                f"source, to: got {source} and {to} in rank {self.rank}, which is neither"
-            )
-        return _Transfer(self, signature, area.take(signature.nbytes), source, to)
-
     # The group itself.
 
     def subgroup(self, ranks: Sequence[int]) -> "ShmGroup | None":
-        members = [*map(int, ranks)]
-        if not members or {*members} - {*range(self.size)} or len({*members}) != len(members):
-            raise InvalidInputError(
-                f"ranks: got {members}, expected different ranks below {self.size}"
-            )
+        members = self._members(ranks)
         self._meet(cell(f"subgroup {members}"))
         star = self._membership.star
         try:
@@ -419,10 +356,7 @@ class ShmGroup(Group):
                 verb = "was cancelled" if is_cancelled else "failed"
                 raise PeerFailedError(f"{peer} {verb}: {text}", cancelled=is_cancelled)
         cells[self.rank] = control[self._cells[parity]]
-        other = next(rank for rank in sorted(cells) if cells[rank] != cells[0])
-        first, second = text_of(cells[0]), text_of(cells[other])
-        cause = "run different operations" if first != second else "prepared operations differently"
-        exc = InvalidInputError(f"ranks {cause}: rank 0: {first}; rank {other}: {second}")
+        exc = difference(cells)
         self._break(exc)
         raise exc
 
@@ -559,10 +493,6 @@ class ShmGroup(Group):
 
     # The end.
 
-    def _check_open(self) -> None:
-        if self._cause is not None:
-            raise ClosedError(f"the group is closed: {self._cause}")
-
     def _break(self, exc: BaseException) -> None:
         """Close the group because of an error, which the others get too."""
         if self._cause is not None:
@@ -589,11 +519,6 @@ class ShmGroup(Group):
 
     # Making operations.
 
-    def _signature(
-        self, kind: str, shape: Sequence[int], dtype: DTypeLike, **rest: Any
-    ) -> Signature:
-        return Signature.of(kind, shape, dtype, self.size, **rest)
-
     def _peer(self, rank: int) -> _Peer:
         for peer in self._peers:
             if peer.rank == rank:
@@ -610,16 +535,15 @@ class ShmGroup(Group):
         root = signature.root if signature.root is not None else self.rank
         return self._windows.array(root, place, signature.shape, signature.dtype)
 
-    def _prepare(self, signature: Signature) -> _Collective:
-        self._check_open()
+    def _prepare(self, signature: Signature) -> Collective:
         here = self._prepared.take(signature.nbytes)
         return self._make(signature, here, self._prepared.take, here.number)
 
-    def _run_once(
-        self, kind: str, array: NDArray[Any], *, root: int | None = None, **rest: Any
-    ) -> NDArray[Any]:
-        self._check_open()
-        signature = self._signature(kind, array.shape, array.dtype, root=root, **rest)
+    def _prepare_transfer(self, signature: Signature, root: int, to: int) -> Collective:
+        place = self._transfers[root, to].take(signature.nbytes)
+        return _Transfer(self, signature, place, root, to)
+
+    def _run_once(self, signature: Signature, array: NDArray[Any]) -> NDArray[Any]:
         # The staging memory of one step is written again two steps later, when all have read it.
         parity = (self._steps + 1) & 1
         collective = self._kept.get((signature, parity))
@@ -629,7 +553,7 @@ class ShmGroup(Group):
             here = staging(parity, signature.nbytes)
             collective = self._make(signature, here, result, 0)
             self._kept[signature, parity] = collective
-        if root is None or root == self.rank:
+        if signature.root is None or signature.root == self.rank:
             np.copyto(collective.input, array)
         collective.run()
         return collective.output.copy()
