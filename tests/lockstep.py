@@ -92,6 +92,8 @@ def _without_collectives(model: ModelProto) -> ModelProto:
         if node.op_type in ("AllReduce", "AllGather"):
             node.op_type, node.domain = "Identity", ""
             del node.attribute[:]
+    for output in checked.graph.output:
+        output.type.tensor_type.shape.SetInParent()
     return checked
 
 

@@ -4,7 +4,7 @@ The outputs of `Constant` nodes become initialisers. So does an input that has a
 nobody can replace the weights of a slice.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -43,7 +43,7 @@ _RANDOM = frozenset(
 )
 _COLLECTIVES = ("AllReduce", "AllGather", "AllToAll", "DistCollective", "Distributed", "Nccl")
 
-# For shape inference, which does not know ONNX Runtime's own operators: what has outputs of the same shape.
+# What has outputs of the first input's shape, for ONNX's shape inference, which does not know.
 _LIKE_FIRST_INPUT = {
     "com.microsoft::BiasGelu": (0,),
     "com.microsoft::FastGelu": (0,),
@@ -52,6 +52,7 @@ _LIKE_FIRST_INPUT = {
     "com.microsoft::QuickGelu": (0,),
     "com.microsoft::SkipLayerNormalization": (0, 3),
     "com.microsoft::SkipSimplifiedLayerNormalization": (0, 3),
+    "GroupNormalization": (0,),
     "SimplifiedLayerNormalization": (0,),
 }
 
@@ -239,7 +240,7 @@ class Graph:
                 helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
             )
         for node in self.nodes:
-            graph.node.extend(_stand_ins(node))
+            graph.node.extend(_stand_ins(node, self.constants))
         graph.output.extend(source.output)
         graph.value_info.extend(source.value_info)
         model = ModelProto(ir_version=max(self.model.ir_version, 4), graph=graph)
@@ -313,7 +314,7 @@ def _name_sizes(value: onnx.ValueInfoProto) -> None:
             dim.dim_param = f"{value.name}.{axis}"
 
 
-def _stand_ins(node: NodeProto) -> Sequence[NodeProto]:
+def _stand_ins(node: NodeProto, constants: Mapping[str, TensorProto]) -> Sequence[NodeProto]:
     """Nodes of ONNX whose outputs have the shapes of this node's."""
     name = operator(node)
     if name in _LIKE_FIRST_INPUT:
@@ -323,9 +324,28 @@ def _stand_ins(node: NodeProto) -> Sequence[NodeProto]:
             if index < len(node.output) and node.output[index]
         ]
     if name == "com.microsoft::FusedMatMul":
-        set_ = {item.name for item in node.attribute if item.i}
-        first = "...km" if "transA" in set_ else "...mk"
-        second = "...nk" if "transB" in set_ else "...kn"
-        equation = f"{first},{second}->...mn"
-        return [helper.make_node("Einsum", node.input, node.output, equation=equation)]
+        return _stand_in_of_matmul(node, constants)
     return [node]
+
+
+def _stand_in_of_matmul(
+    node: NodeProto, constants: Mapping[str, TensorProto]
+) -> Sequence[NodeProto]:
+    """For a FusedMatMul, which may transpose its operands."""
+    transposed = {item.name for item in node.attribute if item.i}
+    first, second = node.input
+    nodes: list[NodeProto] = []
+    if "transB" in transposed and second in constants:
+        axes = list(range(len(constants[second].dims)))
+        second = f"{node.output[0]}/transposed"
+        perm = [*axes[:-2], axes[-1], axes[-2]]
+        nodes.append(helper.make_node("Transpose", node.input[1:], [second], perm=perm))
+        transposed.remove("transB")
+    if transposed & {"transA", "transB"}:
+        one = "...km" if "transA" in transposed else "...mk"
+        two = "...nk" if "transB" in transposed else "...kn"
+        equation = f"{one},{two}->...mn"
+        nodes.append(helper.make_node("Einsum", [first, second], node.output, equation=equation))
+    else:
+        nodes.append(helper.make_node("MatMul", [first, second], node.output))
+    return nodes

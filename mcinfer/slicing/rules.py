@@ -147,7 +147,8 @@ class View:
             if need.axis >= len(dims) or dims[need.axis] != need.size:
                 return f"input {index} may be broadcast"
             if not divides(self.ranks, need.blocks):
-                return f"{need.blocks} cannot be cut in {self.ranks}"
+                blocks = " + ".join(map(str, need.blocks))
+                return f"axis {need.axis} of {blocks} is not divisible by {self.ranks}"
             if BITS.get(self.graph.element_type(self.inputs[index]), 0) < 8:
                 return f"the elements of input {index} cannot be cut"
         if any(self.graph.element_type(name) == TensorProto.STRING for name in self.outputs):
@@ -441,81 +442,19 @@ def _unmoved(view: View) -> Axes | str:
     return Axes(inputs=[labels, *others], outputs=[labels])
 
 
+# fmt: off
 _ELEMENTWISE = [
-    "Abs",
-    "Acos",
-    "Acosh",
-    "Add",
-    "And",
-    "Asin",
-    "Asinh",
-    "Atan",
-    "Atanh",
-    "BitShift",
-    "BitwiseAnd",
-    "BitwiseNot",
-    "BitwiseOr",
-    "BitwiseXor",
-    "Cast",
-    "Ceil",
-    "Celu",
-    "Clip",
-    "Cos",
-    "Cosh",
-    "Div",
-    "Elu",
-    "Equal",
-    "Erf",
-    "Exp",
-    "Floor",
-    "Gelu",
-    "Greater",
-    "GreaterOrEqual",
-    "HardSigmoid",
-    "HardSwish",
-    "Identity",
-    "IsInf",
-    "IsNaN",
-    "LeakyRelu",
-    "Less",
-    "LessOrEqual",
-    "Log",
-    "Max",
-    "Mean",
-    "Min",
-    "Mish",
-    "Mod",
-    "Mul",
-    "Neg",
-    "Not",
-    "Or",
-    "PRelu",
-    "Pow",
-    "Reciprocal",
-    "Relu",
-    "Round",
-    "Selu",
-    "Shrink",
-    "Sigmoid",
-    "Sign",
-    "Sin",
-    "Sinh",
-    "Softplus",
-    "Softsign",
-    "Sqrt",
-    "Sub",
-    "Sum",
-    "Swish",
-    "Tan",
-    "Tanh",
-    "ThresholdedRelu",
-    "Where",
-    "Xor",
-    "com.microsoft::BiasGelu",
-    "com.microsoft::FastGelu",
-    "com.microsoft::Gelu",
-    "com.microsoft::QuickGelu",
+    "Abs", "Acos", "Acosh", "Add", "And", "Asin", "Asinh", "Atan", "Atanh", "BitShift",
+    "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Cast", "Ceil", "Celu", "Clip",
+    "Cos", "Cosh", "Div", "Elu", "Equal", "Erf", "Exp", "Floor", "Gelu", "Greater",
+    "GreaterOrEqual", "HardSigmoid", "HardSwish", "Identity", "IsInf", "IsNaN", "LeakyRelu",
+    "Less", "LessOrEqual", "Log", "Max", "Mean", "Min", "Mish", "Mod", "Mul", "Neg", "Not",
+    "Or", "PRelu", "Pow", "Reciprocal", "Relu", "Round", "Selu", "Shrink", "Sigmoid", "Sign",
+    "Sin", "Sinh", "Softplus", "Softsign", "Sqrt", "Sub", "Sum", "Swish", "Tan", "Tanh",
+    "ThresholdedRelu", "Where", "Xor", "com.microsoft::BiasGelu", "com.microsoft::FastGelu",
+    "com.microsoft::Gelu", "com.microsoft::QuickGelu",
 ]
+# fmt: on
 
 _LABELS: dict[str, Callable[[View], Axes | str]] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),

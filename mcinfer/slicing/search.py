@@ -44,7 +44,7 @@ NOMINAL_SIZE = 64
 """The size that costs assume for a symbol and an unknown size; on the first axis, the batch, it is 1."""
 
 _SMALLEST_WEIGHT = 1024
-"""Bytes; smaller constants are never the reason to cut a node, and cost nothing."""
+"""Bytes; smaller constants are never the reason to cut a node, and cost nothing if several nodes use them."""
 
 _CUT_COST = 1.0
 """Of taking a part of a whole value, which sends nothing: of equal ways, the one without is taken."""
@@ -133,10 +133,9 @@ class Search:
         self._graph, self._costs = graph, costs
         self._ranks = costs.ranks
         self._views = [View(graph, number, self._ranks) for number in range(len(graph.nodes))]
+        self._often = {name for name in graph.constants if self._times_used(name) > 1}
         self._shared = {
-            name
-            for name, tensor in graph.constants.items()
-            if tensor_bytes(tensor) >= _SMALLEST_WEIGHT and self._times_used(name) > 1
+            name for name in self._often if tensor_bytes(graph.constants[name]) >= _SMALLEST_WEIGHT
         }
         self._ends = self._last_uses()
 
@@ -258,7 +257,7 @@ class Search:
         for name, placement in constants:
             if name in self._shared:
                 once.append((name, placement))
-            elif tensor_bytes(self._graph.constants[name]) >= _SMALLEST_WEIGHT:
+            elif name not in self._often:
                 cost += self._costs.kept(name, placement)
         return _Step(choice, cost, tuple(changed.items()), tuple(once))
 

@@ -11,7 +11,7 @@ is whole; parts and terms of a sum have names of their own. Weights are not copi
 rows of which initialiser a rank has, and what writes the files reads them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -233,6 +233,11 @@ def slice_tensor(
         choices = [View(graph, number, 1).whole() for number in range(len(graph.nodes))]
     else:
         choices = Search(graph, costs).run()
+    return write_slices(graph, size, choices)
+
+
+def write_slices(graph: Graph, size: int, choices: Sequence[Choice]) -> TensorSlices:
+    """The slices for one choice for each node, whichever they are."""
     return _Writer(graph, size, choices).write()
 
 
@@ -255,7 +260,7 @@ class _Writer:
 
     graph: Graph
     size: int
-    choices: list[Choice]
+    choices: Sequence[Choice]
     nodes: list[NodeProto] = field(default_factory=list)
     there: dict[tuple[str, Placement], str] = field(default_factory=dict)
     given: dict[str, Placement] = field(default_factory=dict)
@@ -596,14 +601,13 @@ class _Writer:
         """Why no axis of a weight can be cut; empty if one could be."""
         found = []
         for axis, size in enumerate(view.dims(index)):
-            if not isinstance(size, int) or size % self.size:
-                found.append(f"axis {axis} of {size} is not divisible by {self.size}")
-                continue
-            refused = view.cut(index, Sharded(axis, (size,)), [None] * len(view.inputs))
-            if isinstance(refused, Choice):
-                return ""
-            found.append(refused)
-        return "; ".join(dict.fromkeys(found))
+            if isinstance(size, int) and size > 1:
+                cut = view.cut(index, Sharded(axis, (size,)), [None] * len(view.inputs))
+                if isinstance(cut, Choice):
+                    return ""
+                found.append(cut)
+        divided = [reason for reason in found if reason.endswith(f"not divisible by {self.size}")]
+        return "; ".join(dict.fromkeys(divided or found))
 
 
 def _inner_names(nodes: Any) -> set[str]:
