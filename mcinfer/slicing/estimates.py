@@ -4,14 +4,17 @@ The estimates only choose among cuts; no result depends on them. Symbols get sma
 known is guessed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from math import prod
 from statistics import median
 
 import onnx
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
+from mcinfer.errors import BuildError
+from mcinfer.slicing.graphs import captured, label
 from mcinfer.specs import ELEMENT_TYPES, STRING
 
 ASSUMED_BATCH = 1
@@ -55,36 +58,51 @@ _LIKE_FIRST_INPUT = {
 """ONNX Runtime's own operators, which the package onnx does not know: outputs have the first input's type."""
 
 
-def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
-    for attribute in node.attribute:
-        if attribute.type == AttributeProto.GRAPH:
-            yield attribute.g
-        elif attribute.type == AttributeProto.GRAPHS:
-            yield from attribute.graphs
-
-
 def values_used(node: NodeProto) -> list[str]:
     """The values that a node takes, each once: its inputs, and those that its subgraphs take from outside."""
-    used = dict.fromkeys(name for name in node.input if name)
-    for graph in subgraphs(node):
-        used |= dict.fromkeys(_captured(graph))
-    return [*used]
+    return [*dict.fromkeys(filter(None, (*node.input, *captured(node))))]
 
 
-def _captured(graph: GraphProto) -> Iterator[str]:
-    own = {value.name for value in graph.input}
-    own |= {tensor.name for tensor in graph.initializer}
-    own |= {tensor.values.name for tensor in graph.sparse_initializer}
-    for node in graph.node:
-        yield from (name for name in values_used(node) if name not in own)
-        own |= {*node.output}
-    yield from (value.name for value in graph.output if value.name not in own)
+def ordered_nodes(
+    nodes: Iterable[NodeProto], given: set[str], outputs: Sequence[str]
+) -> list[NodeProto]:
+    """The nodes that outputs need, each after those that it needs; in the file's order where that is one.
 
+    Args:
+        nodes: Of a main graph.
+        given: Its inputs and initialisers.
+        outputs: Its outputs.
 
-def tensor_bytes(tensor: TensorProto) -> int:
-    """Bytes of a tensor's elements, by its shape; 0 for strings."""
-    bits: int = prod(tensor.dims) * _BITS.get(tensor.data_type, _GUESSED_BITS)
-    return (bits + 7) // 8
+    Raises:
+        BuildError: A value is made twice, or by no node, or nodes need each other.
+    """
+    listed = [*nodes]
+    makers: dict[str, int] = {}
+    for at, node in enumerate(listed):
+        for name in filter(None, node.output):
+            if name in given or makers.setdefault(name, at) != at:
+                raise BuildError(f"value {name!r} is made twice, by {label(node)} as well")
+    needs: list[list[int]] = []
+    for node in listed:
+        for name in values_used(node):
+            if name not in makers and name not in given:
+                raise BuildError(f"{label(node)} takes {name!r}, which nothing makes")
+        needs.append([makers[name] for name in values_used(node) if name in makers])
+    lost = [name for name in outputs if name not in makers and name not in given]
+    if lost:
+        raise BuildError(f"output {lost[0]!r} is made by no node")
+    sequence: Sequence[int] = range(len(listed))
+    if any(need >= at for at, each in enumerate(needs) for need in each):
+        try:
+            sequence = [*TopologicalSorter(dict(enumerate(needs))).static_order()]
+        except CycleError as exc:
+            cycle = " → ".join(label(listed[at]) for at in exc.args[1])
+            raise BuildError(f"nodes need each other: {cycle}") from None
+    wanted = {makers[name] for name in outputs if name in makers}
+    for at in reversed(sequence):
+        if at in wanted:
+            wanted.update(needs[at])
+    return [listed[at] for at in sequence if at in wanted]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,10 +146,19 @@ def infer(model: ModelProto) -> Values:
 
     Args:
         model: With small constants in place; it is not changed.
+
+    Raises:
+        BuildError: The graph is not sound.
     """
-    symbolic = _inferred(model)
+    graph = model.graph
+    given = {value.name for value in (*graph.input, *graph.initializer)}
+    given |= {sparse.values.name for sparse in graph.sparse_initializer}
+    nodes = ordered_nodes(graph.node, given, [value.name for value in graph.output])
     assumed = ModelProto()
     assumed.CopyFrom(model)
+    assumed.graph.ClearField("node")
+    assumed.graph.node.extend(nodes)
+    symbolic = _inferred(assumed)
     sizes: dict[str, int] = {}
     for value in assumed.graph.input:
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):

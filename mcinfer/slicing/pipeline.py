@@ -18,22 +18,21 @@ sum of the largest load and all prices are found by dynamic programming, for eac
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
 
 import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto
 
-from mcinfer.errors import BuildError, InvalidInputError
+from mcinfer.errors import InvalidInputError
 from mcinfer.slicing.estimates import (
     MAIN_DOMAINS,
     Values,
     infer,
     operations,
-    subgraphs,
-    tensor_bytes,
+    ordered_nodes,
     values_used,
 )
+from mcinfer.slicing.graphs import subgraphs, tensor_bytes
 
 _RANDOM = {
     *("Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform"),
@@ -91,9 +90,9 @@ def cut_stages(model: ModelProto, stages: int, values: Values | None = None) -> 
     graph = _Graph(model, infer(model) if values is None else values)
     if stages < 1:
         raise InvalidInputError(f"pipeline: got {stages}, expected at least 1")
-    if stages > max(len(graph.order), 1):
+    if stages > max(len(graph.starts), 1):
         raise InvalidInputError(
-            f"pipeline: got {stages} stages, but the model can be cut into {len(graph.order)} at most: "
+            f"pipeline: got {stages} stages, but the model can be cut into {len(graph.starts)} at most: "
             "so many nodes depend on its inputs"
         )
     cuts = _best_cuts(_Costs(graph), stages) if stages > 1 else [len(graph.order)]
@@ -117,6 +116,7 @@ class _Graph:
         inputs: Of the model, without initialisers.
         bases: By node that belongs to no stage, the initialisers that it needs, also through other nodes.
         order: The other nodes.
+        starts: The places in `order` where a stage may begin: not at a node that is copied rather than sent.
     """
 
     def __init__(self, model: ModelProto, values: Values) -> None:
@@ -129,7 +129,7 @@ class _Graph:
             )
         self.inputs = [v.name for v in graph.input if v.name not in self.weights]
         self.outputs = [value.name for value in graph.output]
-        self.nodes = _ordered(graph.node, {*self.inputs, *self.weights}, self.outputs)
+        self.nodes = ordered_nodes(graph.node, {*self.inputs, *self.weights}, self.outputs)
         self.uses = [values_used(node) for node in self.nodes]
         self.makers = {
             name: at for at, node in enumerate(self.nodes) for name in node.output if name
@@ -137,6 +137,7 @@ class _Graph:
         self.bases: dict[int, frozenset[str]] = {}
         self._find_bases()
         self.order = [at for at in range(len(self.nodes)) if at not in self.bases]
+        self.starts = [place for place, at in enumerate(self.order) if not self.is_small(at)]
 
     def _find_bases(self) -> None:
         inputs = {*self.inputs}
@@ -174,45 +175,6 @@ def _is_repeatable(node: NodeProto) -> bool:
     return known and not any(True for _ in subgraphs(node))
 
 
-def _ordered(
-    nodes: Iterable[NodeProto], given: set[str], outputs: Sequence[str]
-) -> list[NodeProto]:
-    """The nodes that outputs need, each after those that it needs; in the file's order where that is one."""
-    listed = [*nodes]
-    makers: dict[str, int] = {}
-    for at, node in enumerate(listed):
-        for name in filter(None, node.output):
-            if name in given or makers.setdefault(name, at) != at:
-                raise BuildError(f"value {name!r} is made twice, by {_title(node)} as well")
-    needs: list[list[int]] = []
-    for node in listed:
-        for name in values_used(node):
-            if name not in makers and name not in given:
-                raise BuildError(f"{_title(node)} takes {name!r}, which nothing makes")
-        needs.append([makers[name] for name in values_used(node) if name in makers])
-    lost = [name for name in outputs if name not in makers and name not in given]
-    if lost:
-        raise BuildError(f"output {lost[0]!r} is made by no node")
-    sequence: Iterable[int] = range(len(listed))
-    if any(need >= at for at, each in enumerate(needs) for need in each):
-        try:
-            sequence = TopologicalSorter(dict(enumerate(needs))).static_order()
-        except CycleError as exc:
-            cycle = " → ".join(_title(listed[at]) for at in exc.args[1])
-            raise BuildError(f"nodes need each other: {cycle}") from None
-    sequence = [*sequence]
-    wanted = {makers[name] for name in outputs if name in makers}
-    for at in reversed(sequence):
-        if at in wanted:
-            wanted.update(needs[at])
-    return [listed[at] for at in sequence if at in wanted]
-
-
-def _title(node: NodeProto) -> str:
-    kind = node.op_type if node.domain in MAIN_DOMAINS else f"{node.domain}.{node.op_type}"
-    return f"node {node.name!r} ({kind})" if node.name else f"a node ({kind})"
-
-
 # Where to cut.
 
 
@@ -245,7 +207,7 @@ class _Costs:
             for name, places in uses.items()
             if graph.makers.get(name) in at_position
         ]
-        self.positions = _positions(count, work, sent, graph.values)
+        self.positions = [*_starts(graph, work, sent), count]
         weights, received, values, stuck = (_Runs(self.positions) for _ in range(4))
         for name, places in uses.items():
             if name in graph.weights:
@@ -291,27 +253,26 @@ class _Runs:
         return sums
 
 
-def _positions(
-    count: int,
-    work: Sequence[int],
-    sent: Iterable[tuple[str, int, Sequence[int]]],
-    values: Values,
+def _starts(
+    graph: _Graph, work: Sequence[int], sent: Iterable[tuple[str, int, Sequence[int]]]
 ) -> list[int]:
     """All places for cuts, or in each of many parts of about equal work that with the fewest bytes live."""
-    if count <= _MAX_POSITIONS:
-        return [*range(count + 1)]
+    if len(graph.starts) <= _MAX_POSITIONS:
+        return graph.starts
+    count = len(graph.order)
     steps = [0] * (count + 1)
     for name, maker, places in sent:
-        amount = values.bytes(name)
+        amount = graph.values.bytes(name)
         steps[maker + 1] += amount
         steps[places[-1] + 1] -= amount
     live = np.cumsum(steps)
     best: dict[int, int] = {}
-    for place in range(1, count):
+    first, *others = graph.starts
+    for place in others:
         part = int(_MAX_POSITIONS * (place / count + work[place] / work[-1]) / 2)
         if part not in best or live[place] < live[best[part]]:
             best[part] = place
-    return [0, *best.values(), count]
+    return [first, *best.values()]
 
 
 def _best_cuts(costs: _Costs, stages: int) -> list[int]:

@@ -27,7 +27,8 @@ from mcinfer.config import Parallel
 from mcinfer.errors import BuildError, InvalidInputError, ModelNotFoundError
 from mcinfer.machine import usable_memory
 from mcinfer.model_cache.building import ChildFailedError, Progress, run_child
-from mcinfer.slicing.estimates import ASSUMED_BATCH, ASSUMED_SIZE, Values, infer
+from mcinfer.slicing.estimates import ASSUMED_BATCH, ASSUMED_SIZE, MAIN_DOMAINS, Values, infer
+from mcinfer.slicing.graphs import label
 from mcinfer.slicing.pipeline import Stage, cut_stages
 from mcinfer.slicing.tensor import (
     CollectiveNode,
@@ -44,6 +45,7 @@ METADATA_KEY = "mcinfer.slice"
 
 REPORT_FILE = "slices.json"
 
+_COLLECTIVES = ("AllReduce", "AllGather", "DistCollective")
 _VERSION = 1
 _ELEMENT_NAMES = {element.onnx: name for name, element in ELEMENT_TYPES.items()}
 
@@ -251,8 +253,15 @@ def _check_ranks(tensor: int, pipeline: int) -> None:
 
 
 def _check_unsliced(model: ModelProto) -> None:
-    if any(entry.key == METADATA_KEY for entry in model.metadata_props):
-        raise InvalidInputError("model: got a slice of a model, expected a whole model")
+    joined = (
+        node
+        for node in model.graph.node
+        if node.op_type in _COLLECTIVES and node.domain not in MAIN_DOMAINS
+    )
+    node = next(joined, None)
+    if node is not None or any(entry.key == METADATA_KEY for entry in model.metadata_props):
+        why = f", with the collective {label(node)}" if node else ""
+        raise InvalidInputError(f"model: got a slice of a model{why}, expected a whole model")
 
 
 def _specs(values: Sequence[ValueInfoProto], without: Sequence[str] | set[str]) -> list[Any]:
@@ -362,7 +371,9 @@ def _check_place(place: Path, force: bool) -> None:
             + (f": {others[0]!r}" if others else "")
         )
     if not force:
-        raise InvalidInputError(f"folder: {place} has slices already, expected a new folder, or force")
+        raise InvalidInputError(
+            f"folder: {place} has slices already, expected a new folder, or force"
+        )
 
 
 def _is_ours(name: str) -> bool:
@@ -402,4 +413,6 @@ def _checked(model: Path, folder: Path, report: Report) -> CheckReport:
         found = run_child("mcinfer.engines.check_slices:check", arguments, _silent)
     except ChildFailedError as exc:
         raise BuildError(f"{model}: its slices could not be checked: {exc}") from exc
+    if "reason" in found:
+        return replace(_UNCHECKED, reason=found["reason"])
     return CheckReport(state="passed", **found)

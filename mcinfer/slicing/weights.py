@@ -20,7 +20,8 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
 from mcinfer.errors import BuildError
 from mcinfer.model_cache.onnx_files import external_files, open_regular, without_weights
-from mcinfer.slicing.estimates import MAIN_DOMAINS, subgraphs
+from mcinfer.slicing.estimates import MAIN_DOMAINS
+from mcinfer.slicing.graphs import subgraphs
 from mcinfer.specs import ELEMENT_TYPES
 
 SMALL_BYTES = 16 << 10

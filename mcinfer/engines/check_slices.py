@@ -1,0 +1,274 @@
+"""The check of slices: they run on made-up inputs, and must give what the whole model gives.
+
+::
+
+    child process   the whole model, then one thread for each rank ── joined by socket pairs
+
+The whole model is closed before the slices are loaded. Free sizes of the inputs are made up, and others are
+tried if the model refuses them.
+"""
+
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcinfer.collectives.shm import join_sockets
+from mcinfer.config import Device
+from mcinfer.engines import open_engine
+from mcinfer.engines.base import (
+    Buffer,
+    Engine,
+    EngineRequest,
+    Produced,
+    Strings,
+    array_over,
+)
+from mcinfer.errors import (
+    BuildError,
+    EngineError,
+    InvalidInputError,
+    McinferError,
+    WorkerDiedError,
+    shortened,
+)
+from mcinfer.model_cache.building import Progress
+from mcinfer.specs import ELEMENT_TYPES, STRING, ModelSpec, TensorSpec
+
+_SIZES = ((2, 8), (2, 16), (2, 64), (1, 8), (1, 64), (1, 1))
+"""What free dimensions are tried with: the first of a tensor, and others."""
+
+_TOLERANCE = {"float64": 1e-10, "complex128": 1e-10, "float32": 1e-5, "complex64": 1e-5}
+_NARROW_TOLERANCE = 2e-2
+"""Of float16, bfloat16 and narrower ones. Other types must be equal."""
+
+_PACKED_BITS = 4
+
+_TIMEOUT = 600.0
+"""Seconds that a rank waits for the others, which may still load their slices."""
+
+_WORDS = ("red", "green", "blue", "one", "two", "three")
+
+Array = NDArray[Any]
+
+
+def check(_: Progress, model: str, folder: str) -> dict[str, Any]:
+    """Compare the slices in a folder with their model; in a child.
+
+    Args:
+        _: Not called.
+        model: Path of the whole model.
+        folder: Has ``model0.onnx`` and so on, one for each rank.
+
+    Returns:
+        ``difference`` and ``tolerance`` by output: the largest difference relative to the largest magnitude;
+        or ``reason`` if no inputs were found that the model takes.
+
+    Raises:
+        BuildError: The slices give something else, or cannot be loaded or run.
+    """
+    whole = open_engine("onnxruntime", _request(model))
+    spec = whole.spec
+    for tensor in spec.inputs:
+        if ELEMENT_TYPES[tensor.element_type].bits == _PACKED_BITS:
+            return {"reason": f"no elements are made up for input {tensor}"}
+    refusals: list[str] = []
+    for batch, size in _SIZES:
+        inputs = made_up_inputs(spec, batch, size)
+        try:
+            expected = _run(whole, inputs)
+        except (EngineError, InvalidInputError) as exc:
+            refusals.append(shortened(str(exc)))
+        else:
+            break
+    else:
+        return {"reason": f"no made-up inputs fit the model: {refusals[0]}"}
+    del whole
+    ranks = len([*Path(folder).glob("model*.onnx")])
+    found = _run_ranks(Path(folder), ranks, inputs)
+    return _compared(spec, expected, found)
+
+
+def made_up_inputs(spec: ModelSpec, batch: int, size: int) -> list[Array]:
+    """Random inputs: normal floats, integers of 0 and 1. A symbol has the same size in all of them.
+
+    Args:
+        spec: The model's.
+        batch: Size of free dimensions that are the first of an input.
+        size: Size of others.
+    """
+    symbols: dict[str, int] = {}
+    arrays = []
+    for number, tensor in enumerate(spec.inputs):
+        shape = []
+        for axis, dimension in enumerate(tensor.shape):
+            if isinstance(dimension, int):
+                shape.append(dimension)
+            else:
+                chosen = size if axis else batch
+                shape.append(symbols.setdefault(dimension, chosen) if dimension else chosen)
+        arrays.append(_random(tensor, tuple(shape), number))
+    return arrays
+
+
+def _random(tensor: TensorSpec, shape: tuple[int, ...], seed: int) -> Array:
+    generator = np.random.default_rng(seed)
+    kind = tensor.element_type
+    if kind == STRING:
+        return np.array(_WORDS, object)[generator.integers(len(_WORDS), size=shape)]
+    if "int" in kind or kind == "bool":
+        return generator.integers(2, size=shape).astype(tensor.dtype)
+    drawn: Array = generator.standard_normal(shape)
+    if kind.startswith("complex"):
+        drawn = drawn + 1j * generator.standard_normal(shape)
+    return np.asarray(drawn).astype(tensor.dtype)
+
+
+# Runs.
+
+
+def _request(model: str) -> EngineRequest:
+    return EngineRequest(model=model, device=Device(kind="cpu", index=0), threads=1)
+
+
+def _run(engine: Engine, inputs: Sequence[Array]) -> list[Array]:
+    """The outputs, in the model's order; copies."""
+    bound = [
+        _bound(tensor, array) for tensor, array in zip(engine.spec.inputs, inputs, strict=True)
+    ]
+    engine.arm()
+    produced = {item.name: item for item in engine.bind(bound, ()).execute()}
+    return [_array(produced[tensor.name]) for tensor in engine.spec.outputs]
+
+
+def _bound(tensor: TensorSpec, array: Array) -> Buffer | Strings:
+    if tensor.element_type == STRING:
+        values = tuple(array.ravel().tolist())
+        return Strings(name=tensor.name, shape=array.shape, values=values)
+    return Buffer(
+        name=tensor.name,
+        element_type=tensor.element_type,
+        shape=array.shape,
+        address=array.ctypes.data,
+        size=array.nbytes,
+    )
+
+
+def _array(item: Produced | Strings) -> Array:
+    if isinstance(item, Strings):
+        return np.array(item.values, object).reshape(item.shape)
+    return array_over(item).copy()
+
+
+@dataclass(slots=True)
+class _Ranks:
+    """What the ranks' threads have found.
+
+    Attributes:
+        outputs: By rank.
+        errors: By rank; those that others caused by leaving the group are not told apart yet.
+    """
+
+    outputs: dict[int, list[Array]] = field(default_factory=dict)
+    errors: dict[int, BaseException] = field(default_factory=dict)
+
+
+def _run_ranks(folder: Path, size: int, inputs: Sequence[Array]) -> list[list[Array]]:
+    """The outputs of each rank."""
+    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(1, size)]
+    ends = [[ours for ours, _ in pairs], *([theirs] for _, theirs in pairs)]
+    found = _Ranks()
+
+    def run(rank: int) -> None:
+        try:
+            with join_sockets(rank, size, ends[rank], timeout=_TIMEOUT) as group:
+                request = _request(str(folder / f"model{rank}.onnx"))
+                engine = open_engine("onnxruntime", request, group=group)
+                found.outputs[rank] = _run(engine, inputs)
+        except BaseException as exc:  # raised again in the main thread
+            found.errors[rank] = exc
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        for pair in pairs:
+            for end in pair:
+                end.close()
+    if found.errors:
+        # A rank that leaves the group makes the others fail: the first cause is another error.
+        own = {r: exc for r, exc in found.errors.items() if not isinstance(exc, WorkerDiedError)}
+        rank, error = next(iter((own or found.errors).items()))
+        if isinstance(error, McinferError):
+            raise BuildError(f"the slice of rank {rank} does not run: {error}") from error
+        raise error
+    return [found.outputs[rank] for rank in range(size)]
+
+
+# Comparison.
+
+
+def _compared(
+    spec: ModelSpec, expected: Sequence[Array], found: Sequence[Sequence[Array]]
+) -> dict[str, Any]:
+    """The answer of `check`; `BuildError` if an output differs too much, or ranks do not agree."""
+    differences, tolerances = {}, {}
+    for number, tensor in enumerate(spec.outputs):
+        for rank, outputs in enumerate(found):
+            if not _is_same(outputs[number], found[0][number]):
+                raise BuildError(f"ranks 0 and {rank} do not give the same output {tensor.name!r}")
+        largest = difference(expected[number], found[0][number])
+        allowed = tolerance(tensor.element_type)
+        if not largest <= allowed:
+            raise BuildError(
+                f"the slices do not give what the model gives: output {tensor.name!r} differs by "
+                f"{largest:.1e} of its largest magnitude, expected at most {allowed:.0e}"
+            )
+        differences[tensor.name], tolerances[tensor.name] = largest, allowed
+    return {"difference": differences, "tolerance": tolerances}
+
+
+def tolerance(element_type: str) -> float:
+    """The largest difference that is allowed, relative to the largest magnitude of an output.
+
+    Sums over ranks are rounded in another order than the model's own: 1e-5 for float32, 1e-10 for float64,
+    2e-2 for narrower floats, and nothing for integers, booleans and strings.
+    """
+    if element_type in _TOLERANCE:
+        return _TOLERANCE[element_type]
+    return _NARROW_TOLERANCE if "float" in element_type else 0.0
+
+
+def difference(expected: Array, found: Array) -> float:
+    """The largest difference relative to the largest magnitude that is expected; infinity if it has none.
+
+    Elements that are not finite must be the same.
+    """
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        return float("inf")
+    if expected.dtype == object or not expected.size:
+        return 0.0 if _is_same(expected, found) else float("inf")
+    wide = np.complex128 if expected.dtype.kind == "c" else np.float64
+    one, other = expected.astype(wide), found.astype(wide)
+    finite = np.isfinite(one)
+    if not np.array_equal(one[~finite], other[~finite], equal_nan=True):
+        return float("inf")
+    largest = float(np.abs(one[finite]).max(initial=0.0))
+    apart = float(np.abs(one[finite] - other[finite]).max(initial=0.0))
+    if not apart:
+        return 0.0
+    return apart / largest if largest and np.isfinite(apart) else float("inf")
+
+
+def _is_same(one: Array, other: Array) -> bool:
+    if one.dtype == object:
+        return one.shape == other.shape and bool((one == other).all())
+    return one.shape == other.shape and one.tobytes() == other.tobytes()
