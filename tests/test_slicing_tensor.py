@@ -223,10 +223,8 @@ def test_weight_behind_another_node_is_cut(node: str, attributes: dict[str, Any]
     net = Net("batch", 64)
     x = "x"
     for _ in range(2):
-        attributes: dict[str, Any] = {"Transpose": {"perm": [1, 0]}, "Cast": {"to": 1}}.get(
-            node, {}
-        )
-        x = net.op("Relu", net.op("MatMul", x, net.op(node, net.weight(64, 64), **attributes)))
+        weight = net.op(node, net.weight(64, 64), **attributes)
+        x = net.op("Relu", net.op("MatMul", x, weight))
     report = check(net.model(x))
     assert len(report.sharded) == 2
     assert operators(report) == {"AllReduce": 1}
