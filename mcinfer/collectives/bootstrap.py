@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mcinfer.collectives.memory import REGION
 from mcinfer.errors import (
     CollectiveTimeoutError,
     InvalidInputError,
@@ -31,16 +32,12 @@ from mcinfer.errors import (
     ProtocolError,
     RankDiedError,
 )
-from mcinfer.shm.descriptors import close_all, send
-
-REGION = 1 << 40
-"""Bytes of address space of one region of a group's memory; pages take memory once they are touched."""
+from mcinfer.shm.descriptors import CREDENTIALS, close_all, send
 
 _MAX_RANKS = 64
 _MAX_BYTES = 1 << 16
 _INTEGERS = struct.Struct("=i")
-_CREDENTIALS = struct.Struct("=iII")  # struct ucred: pid, uid, gid
-_ANCILLARY = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(253 * _INTEGERS.size)
+_ANCILLARY = socket.CMSG_SPACE(CREDENTIALS.size) + socket.CMSG_SPACE(253 * _INTEGERS.size)
 _LONGEST_WAIT = 86400.0
 _VERDICT = 1.0
 """Seconds that the others wait longer than the hub: its error names the ranks that are missing."""
@@ -154,7 +151,7 @@ def bootstrap(
         fields = {"rank": rank, "size": size, "members": chosen}
         if rank:
             _send(sockets[0], fields, incoming)
-            welcome = _wait_for_hub(sockets[0], deadline + _VERDICT, timeout)
+            welcome = _wait_for_hub(sockets[0], deadline, timeout)
         else:
             welcome = _be_hub(sockets, fields, incoming, deadline, timeout)
         if rank not in chosen:
@@ -220,9 +217,7 @@ def _be_hub(
         try:
             _collect(sockets, joined, deadline, timeout)
         except McinferError as exc:
-            for end in sockets:
-                with contextlib.suppress(OSError):  # that rank is gone, too
-                    _send(end, {"error": type(exc).__name__, "text": str(exc)})
+            send_error(sockets, exc)
             raise
         by_rank = {packet.fields["rank"]: packet for packet in joined}
         return _welcome_all(sockets, by_rank, fields["members"])
@@ -324,10 +319,38 @@ def _pidfd(pid: int, rank: int) -> int:
 # Packets.
 
 
+def send_error(ends: Sequence[socket.socket], exc: McinferError) -> None:
+    """Have the error raised in the ranks that wait for this one, as far as they are still there."""
+    for end in ends:
+        with contextlib.suppress(OSError, RankDiedError):
+            _send(end, {"error": type(exc).__name__, "text": str(exc)})
+
+
+def peek_join(end: socket.socket, sender: str) -> tuple[int, int]:
+    """The rank and size that the packet says which has come; it stays to be received."""
+    try:
+        data = end.recv(_MAX_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except ConnectionResetError:
+        data = b""
+    if not data:
+        raise RankDiedError(f"{sender} hung up before the group was complete")
+    fields = _fields(data, sender)
+    rank, size = fields.get("rank"), fields.get("size")
+    if isinstance(rank, int) and isinstance(size, int):
+        return rank, size
+    raise ProtocolError(f"{sender}: got rank {rank!r} of {size!r}, expected two integers")
+
+
+def call_second_hub(end: socket.socket, size: int, deadline: float, timeout: float) -> None:
+    """Another hub serves this group: have it raise an error in all ranks, and raise it here."""
+    _send(end, {"rank": 0, "size": size, "members": [*range(size)]})
+    close_all(_wait_for_hub(end, deadline, timeout).descriptors)
+
+
 def _wait_for_hub(end: socket.socket, deadline: float, timeout: float) -> _Packet:
     poll = select.poll()
     poll.register(end, select.POLLIN)
-    if not poll.poll(_milliseconds(deadline)):
+    if not poll.poll(_milliseconds(deadline + _VERDICT)):
         raise CollectiveTimeoutError(f"rank 0 did not complete the group within {timeout:g} s")
     packet = _receive(end, "rank 0")
     if packet.uid != os.geteuid():
@@ -353,12 +376,13 @@ def _receive(end: socket.socket, sender: str) -> _Packet:
     try:
         data, ancillary, cut_off, _ = end.recvmsg(_MAX_BYTES, _ANCILLARY, flags)
     except ConnectionResetError:
-        data, ancillary, cut_off = b"", [], 0
+        # The other side closed before it read all. What it sent comes after this error.
+        data, ancillary, cut_off, _ = end.recvmsg(_MAX_BYTES, _ANCILLARY, flags)
     for level, kind, packed in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             descriptors.extend(fd for (fd,) in _INTEGERS.iter_unpack(packed))
         elif (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
-            pid, uid, _ = _CREDENTIALS.unpack(packed)
+            pid, uid, _ = CREDENTIALS.unpack(packed)
     try:
         if not data:
             raise RankDiedError(f"{sender} hung up before the group was complete")

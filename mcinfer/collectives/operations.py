@@ -1,15 +1,29 @@
-"""What an operation is, in words and in NumPy: its arguments checked, its text, and its reductions."""
+"""What all backends have in common: an operation's signature, its cell, and its reduction in NumPy.
 
-from collections.abc import Callable, Sequence
+A *signature* is an operation with checked arguments. A *cell* says the same in bytes that are equal in all
+ranks which run the same; backends send cells to find ranks that do not.
+"""
+
+import os
+import struct
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from math import prod
 from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from mcinfer.collectives.base import Operation
-from mcinfer.errors import InvalidInputError
+from mcinfer.collectives.base import Collective, Group, Operation
+from mcinfer.errors import (
+    ClosedError,
+    CollectiveTimeoutError,
+    InvalidInputError,
+    McinferError,
+    RankDiedError,
+)
 from mcinfer.specs import STRING, element_type_name
 
 _REDUCTIONS = get_args(Operation)
@@ -164,15 +178,172 @@ def reduction(
     def reduce() -> None:
         with np.errstate(all="ignore"):
             if total is out:
-                ufunc(first, second, out)
+                ufunc(first, second, out=out)
             else:
                 np.copyto(total, first)
-                ufunc(total, second, total)
+                ufunc(total, second, out=total)
             for part in rest:
-                ufunc(total, part, total)
+                ufunc(total, part, out=total)
             if operation == "mean":
-                np.divide(total, len(parts), total)
+                np.divide(total, len(parts), out=total)
             if total is not out:
                 np.copyto(out, total, casting="unsafe")
 
     return reduce
+
+
+# Cells.
+
+_CELL = struct.Struct("<B3xIQ8s104s")  # kind, epoch, place, digest of the text, text
+_TEXT_IN_CELL = 104
+CELL_BYTES = _CELL.size
+OPERATION, FAILED, CANCELLED, END = 1, 2, 3, 4
+FAILURES = (FAILED, CANCELLED)
+
+
+def cell(text: str, kind: int = OPERATION, place: int = 0, epoch: int = 0) -> bytes:
+    """A cell: what a rank runs, in words, and where its memory lies, if that has to agree."""
+    encoded = text.encode()
+    digest = blake2b(encoded, digest_size=8).digest()
+    return _CELL.pack(kind, epoch, place, digest, encoded[:_TEXT_IN_CELL])
+
+
+def text_of(packed: bytes) -> str:
+    """What a cell says, in words."""
+    return bytes(_CELL.unpack(packed)[4]).rstrip(b"\0").decode(errors="replace")
+
+
+def epoch_of(packed: bytes) -> int:
+    return int(_CELL.unpack(packed)[1])
+
+
+def place_of(packed: bytes) -> int:
+    return int(_CELL.unpack(packed)[2])
+
+
+def difference(cells: Mapping[int, bytes]) -> InvalidInputError:
+    """The error for cells by rank that are not all equal: the same in every rank."""
+    first, *others = sorted(cells)
+    other = next(rank for rank in others if cells[rank] != cells[first])
+    one, two = text_of(cells[first]), text_of(cells[other])
+    verb = (
+        "run different operations"
+        if one != two
+        else "prepared their operations in different orders"
+    )
+    return InvalidInputError(f"ranks {verb}: rank {first}: {one}; rank {other}: {two}")
+
+
+# Groups.
+
+_ENDS: dict[str, type[McinferError]] = {
+    kind.__name__: kind for kind in (RankDiedError, CollectiveTimeoutError, InvalidInputError)
+}
+
+
+def end_error(text: str) -> McinferError | None:
+    """The error that another rank left the group with, from what it said; None if it only closed it."""
+    name, _, rest = text.partition("\n")
+    return _ENDS.get(name, RankDiedError)(rest) if name else None
+
+
+class SignatureGroup(Group):
+    """A group that makes all its operations from signatures."""
+
+    _cause: str | None = None  # why it is closed
+
+    @abstractmethod
+    def _run_once(self, signature: Signature, array: NDArray[Any]) -> NDArray[Any]:
+        """Run an operation of all ranks on a copy of the array; a new array."""
+
+    @abstractmethod
+    def _prepare(self, signature: Signature) -> Collective:
+        """An operation of all ranks on fixed memory."""
+
+    @abstractmethod
+    def _prepare_transfer(self, signature: Signature, root: int, to: int) -> Collective:
+        """An operation of two ranks, of which this is one."""
+
+    @abstractmethod
+    def _leave(self, text: str, cause: str) -> None:
+        """Close the group, and have the others get the text, for `end_error`."""
+
+    def all_reduce(self, array: NDArray[Any], operation: Operation = "sum") -> NDArray[Any]:
+        return self._once("all_reduce", array, operation=operation)
+
+    def all_gather(self, array: NDArray[Any], axis: int = 0) -> NDArray[Any]:
+        return self._once("all_gather", array, axis=axis)
+
+    def reduce_scatter(
+        self, array: NDArray[Any], axis: int = 0, operation: Operation = "sum"
+    ) -> NDArray[Any]:
+        return self._once("reduce_scatter", array, axis=axis, operation=operation)
+
+    def broadcast(self, array: NDArray[Any], root: int = 0) -> NDArray[Any]:
+        return self._once("broadcast", array, root=root)
+
+    def prepare_all_reduce(
+        self, shape: Sequence[int], dtype: DTypeLike, operation: Operation = "sum"
+    ) -> Collective:
+        return self._prepare(self._signature("all_reduce", shape, dtype, operation=operation))
+
+    def prepare_all_gather(
+        self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0
+    ) -> Collective:
+        return self._prepare(self._signature("all_gather", shape, dtype, axis=axis))
+
+    def prepare_reduce_scatter(
+        self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0, operation: Operation = "sum"
+    ) -> Collective:
+        return self._prepare(
+            self._signature("reduce_scatter", shape, dtype, axis=axis, operation=operation)
+        )
+
+    def prepare_broadcast(
+        self, shape: Sequence[int], dtype: DTypeLike, root: int = 0
+    ) -> Collective:
+        return self._prepare(self._signature("broadcast", shape, dtype, root=root))
+
+    def prepare_transfer(
+        self, shape: Sequence[int], dtype: DTypeLike, source: int, to: int
+    ) -> Collective:
+        signature = self._signature("transfer", shape, dtype, root=source, to=to)
+        if self.rank not in (source, to):
+            raise InvalidInputError(
+                f"source, to: got {source} and {to} in rank {self.rank}, which is neither"
+            )
+        return self._prepare_transfer(signature, source, to)
+
+    def close(self) -> None:
+        if self._cause is None:
+            self._leave("", "this rank closed it")
+
+    def _break(self, exc: BaseException) -> None:
+        """Close the group because of an error, which the others get too."""
+        if self._cause is None:
+            name, text = type(exc).__name__, str(exc)
+            if name not in _ENDS:
+                text = f"rank {self.rank} (pid {os.getpid()}) left the group: {name}: {exc}"
+            self._leave(f"{name}\n{text}", text)
+
+    def _members(self, ranks: Sequence[int]) -> list[int]:
+        """The ranks of a subgroup, checked."""
+        members = [*map(int, ranks)]
+        if not members or {*members} - {*range(self.size)} or len({*members}) != len(members):
+            raise InvalidInputError(
+                f"ranks: got {members}, expected different ranks below {self.size}"
+            )
+        return members
+
+    def _once(self, kind: str, array: NDArray[Any], **rest: Any) -> NDArray[Any]:
+        return self._run_once(self._signature(kind, array.shape, array.dtype, **rest), array)
+
+    def _signature(
+        self, kind: str, shape: Sequence[int], dtype: DTypeLike, **rest: Any
+    ) -> Signature:
+        self._check_open()
+        return Signature.of(kind, shape, dtype, self.size, **rest)
+
+    def _check_open(self) -> None:
+        if self._cause is not None:
+            raise ClosedError(f"the group is closed: {self._cause}")

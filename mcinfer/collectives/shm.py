@@ -3,11 +3,11 @@
 ::
 
     rank 0                                                               rank 1
-    writes its part into its region ─┐   one memfd, sparse:            ┌─ writes its part into its region
-    writes its cell: what it runs    ├─► [control][region 0][region 1] ◄┤
-    rings: eventfd of each other ────┘                                 └─ …
-    waits in poll(2): the eventfds of all others, their pidfds, the deadline; never spins
-    compares the cells of all ──► reads the others' parts ──► writes its output
+    writes its part into its region ──────┐   one memfd:   ┌────── writes its part into its region
+    writes its cell: what it runs ────────┴──► memory.py ◄─┴────── writes its cell
+    writes the eventfd of each other one ─────────────────► poll
+    waits in poll(2) for the others' eventfds, their pidfds and the deadline at once; never spins
+    compares all cells ──► reads the others' parts ──► writes its output
 
 A *step* is one such meeting of all ranks. Small operations take one step: each rank reads all parts and
 reduces them for itself. Large ones take two: each rank reduces its share into a result that all then read.
@@ -15,43 +15,55 @@ reduces them for itself. Large ones take two: each rank reduces its share into a
 The order of memory needs no fence: what a rank writes before it writes an eventfd (eventfd(2)) is seen by the
 rank that has read that eventfd; a cell or a part is never read on the word of shared memory alone.
 
-Regions: rank r's begins at ``(r + 1) << 40``. Fixed memory for `Collective` is handed out in all ranks in the
-same order, so its place is the same in each, and is part of the cell. Windows of a region are mapped when an
-operation is made.
+Messages between two ranks go another way: the sender writes a cell into a ring and the receiver's eventfd.
 
-Ownership: a group owns its descriptors until `close` or an error; windows live as long as arrays over them.
+Ownership: a group owns its descriptors until `close` or an error; arrays keep their memory alive.
 """
 
-import mmap
+import contextlib
 import os
 import select
 import socket
-import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
 from math import prod
 from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from mcinfer.collectives.base import (
-    DEFAULT_TIMEOUT,
-    Collective,
-    Group,
-    Operation,
-    PeerFailedError,
+from mcinfer.collectives.base import DEFAULT_TIMEOUT, Collective, PeerFailedError
+from mcinfer.collectives.bootstrap import Member, Membership, bootstrap
+from mcinfer.collectives.memory import (
+    END_TEXT,
+    RING,
+    Area,
+    Control,
+    Place,
+    Windows,
+    result,
+    slot,
+    staging,
+    transfers,
 )
-from mcinfer.collectives.bootstrap import REGION, Member, Membership, bootstrap
-from mcinfer.collectives.operations import Signature, reduction
+from mcinfer.collectives.operations import (
+    CANCELLED,
+    FAILED,
+    FAILURES,
+    Signature,
+    SignatureGroup,
+    cell,
+    difference,
+    end_error,
+    epoch_of,
+    reduction,
+    text_of,
+)
+from mcinfer.collectives.rendezvous import meet
 from mcinfer.config import check_seconds
 from mcinfer.errors import (
-    ClosedError,
     CollectiveTimeoutError,
     InvalidInputError,
-    McinferError,
     RankDiedError,
     shortened,
 )
@@ -67,32 +79,10 @@ _ACKNOWLEDGEMENT = 1 << 32
 _END = 1 << 48
 _FIELD = (1 << 16) - 1
 
-# Control pages of each rank: cells of two steps, texts, and a ring of cells for each rank that it sends to.
-_CELL = struct.Struct("<B3xIQ8s104s")  # kind, epoch, place, digest of the text, text
-_OPERATION, _FAILED, _CANCELLED = 1, 2, 3
-_FAILURES = (_FAILED, _CANCELLED)
-_TEXT = struct.Struct("<I")  # its bytes
-_TEXT_BYTES = 16 << 10
-_TEXTS = 4096
-_END_TEXT = 2  # texts 0 and 1 are of the steps' failures
-_RINGS = 64 << 10
-_RING = 64  # cells
-
-# Areas of a region.
-_ALIGNMENT = 64
-_FIRST_WINDOW = 4 << 20
-_PREPARED = REGION >> 1
-_STAGING = (REGION >> 1, (REGION >> 1) + (REGION >> 3))
-_RESULT = (REGION >> 1) + (REGION >> 2)
-_CHANNELS = (REGION >> 1) + (REGION >> 2) + (REGION >> 3)
-
 _MAX_KEPT = 64
 """One-shot operations whose views are kept for the next call."""
 
 _LONGEST_WAIT = 86400.0
-_ENDS: dict[str, type[McinferError]] = {
-    kind.__name__: kind for kind in (RankDiedError, CollectiveTimeoutError, InvalidInputError)
-}
 
 
 def join_sockets(
@@ -125,84 +115,12 @@ def join_sockets(
     return ShmGroup(membership, timeout)
 
 
-# Memory.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """Where memory lies in a region: in a window of it, which is mapped as a whole."""
-
-    window: int
-    length: int
-    offset: int
-
-
-class _Area:
-    """A part of a region, from which fixed memory is handed out in windows that double in size."""
-
-    def __init__(self, start: int, length: int) -> None:
-        self._end = start + length
-        self._window = start
-        self._length = _FIRST_WINDOW
-        self._used = 0
-
-    def take(self, nbytes: int) -> _Place:
-        """Memory for ever."""
-        wanted = max(_aligned(nbytes), _ALIGNMENT)
-        while self._used + wanted > self._length:
-            if self._window + 3 * self._length > self._end:
-                raise InvalidInputError(f"shape: {nbytes} bytes do not fit a group's memory")
-            self._window += self._length
-            self._length *= 2
-            self._used = 0
-        place = _Place(window=self._window, length=self._length, offset=self._used)
-        self._used += wanted
-        return place
-
-
-def _staging(start: int, nbytes: int) -> _Place:
-    """Memory at the start of an area, which the next caller uses again."""
-    length = _FIRST_WINDOW
-    while length < nbytes:
-        length *= 2
-    return _Place(window=start, length=length, offset=0)
-
-
-class _Memory:
-    """This rank's mappings of the group's memfd."""
-
-    def __init__(self, fd: int, size: int) -> None:
-        self._fd = fd
-        self._windows: dict[tuple[int, int, int], mmap.mmap] = {}
-        self.control_bytes = _RINGS + size * _RING * _CELL.size
-        self.control = mmap.mmap(fd, size * self.control_bytes)
-
-    def array(
-        self, rank: int, place: _Place, shape: tuple[int, ...], dtype: "np.dtype[Any]"
-    ) -> NDArray[Any]:
-        """The array at a place of a rank's region."""
-        key = (rank, place.window, place.length)
-        window = self._windows.get(key)
-        if window is None:
-            start = (rank + 1) * REGION + place.window
-            window = self._windows[key] = mmap.mmap(self._fd, place.length, offset=start)
-        return np.ndarray(shape, dtype, window, place.offset)
-
-    def forget(self) -> None:
-        """Let the windows go; each ends with the last array over it."""
-        self._windows.clear()
-        self.control.close()
-
-
-def _aligned(nbytes: int) -> int:
-    return (nbytes + _ALIGNMENT - 1) & -_ALIGNMENT
-
-
-def _cell(text: str, kind: int = _OPERATION, place: int = 0, epoch: int = 0) -> bytes:
-    encoded = text.encode()
-    return _CELL.pack(
-        kind, epoch, place, blake2b(encoded, digest_size=8).digest(), encoded[: _CELL.size - 24]
-    )
+def join(key: str, rank: int, size: int, *, timeout: float = DEFAULT_TIMEOUT) -> "ShmGroup":
+    """Make ranks that were started apart a group; see `mcinfer.collectives.join`."""
+    check_seconds("timeout", timeout)
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(end) for end in meet(key, rank, size, timeout)]
+        return join_sockets(rank, size, sockets, timeout=timeout)
 
 
 class _Peer:
@@ -221,14 +139,12 @@ class _Peer:
         "pidfd",
         "rank",
         "reported",
-        "ring",
         "sent",
         "slot_free",
         "taken",
-        "their_ring",
     )
 
-    def __init__(self, member: Member, own: int, control_bytes: int) -> None:
+    def __init__(self, member: Member, control: Control) -> None:
         self.rank = member.rank
         self.pid = member.pid
         self.pidfd = member.pidfd
@@ -243,17 +159,10 @@ class _Peer:
         self.slot_free = 0  # how many of them it must have taken before `send` may write again
         self.taken = 0  # messages that this rank has taken from it
         self.reported = 0  # how many of them it has been sent an acknowledgement of
-        start = member.rank * control_bytes
-        self.cells = _step_cells(start)
-        self.ring = own * control_bytes + _RINGS + member.rank * _RING * _CELL.size
-        self.their_ring = start + _RINGS + own * _RING * _CELL.size
+        self.cells = control.step_cells(member.rank)
 
     def __str__(self) -> str:
         return f"rank {self.rank} (pid {self.pid})"
-
-
-def _step_cells(start: int) -> tuple[slice, slice]:
-    return slice(start, start + _CELL.size), slice(start + _CELL.size, start + 2 * _CELL.size)
 
 
 # Operations on fixed memory.
@@ -274,8 +183,8 @@ class _Collective(Collective):
     ) -> None:
         self.input, self.output = arrays
         self._group = group
-        self._cell = _cell(str(signature), place=place)
-        self._end = _cell(f"{signature} (second step)", place=place) if is_large else None
+        self._cell = cell(str(signature), place=place)
+        self._end = cell(f"{signature} (second step)", place=place) if is_large else None
         self._work = work
 
     def run(self) -> None:
@@ -289,14 +198,14 @@ class _Transfer(Collective):
     """One array from a rank to another, in memory that both map."""
 
     def __init__(
-        self, group: "ShmGroup", signature: Signature, place: _Place, root: int, to: int
+        self, group: "ShmGroup", signature: Signature, place: Place, root: int, to: int
     ) -> None:
-        self.input = self.output = group._memory.array(
+        self.input = self.output = group._windows.array(
             root, place, signature.shape, signature.dtype
         )
         self._group = group
         self._signature = str(signature)
-        self._place = place.window + place.offset + 1
+        self._place = place.number
         self._is_source = group.rank == root
         self._peer = group._peer(to if self._is_source else root)
         self._epoch = -1
@@ -305,7 +214,7 @@ class _Transfer(Collective):
         group = self._group
         if self._epoch != group._epoch:
             self._epoch = group._epoch
-            self._cell = _cell(self._signature, place=self._place, epoch=self._epoch)
+            self._cell = cell(self._signature, place=self._place, epoch=self._epoch)
         if self._is_source:
             group._await_room(self._peer, self._signature, 0)
             group._post(self._peer, self._cell)
@@ -313,7 +222,7 @@ class _Transfer(Collective):
             group._take(self._peer, self._cell)
 
 
-class ShmGroup(Group):
+class ShmGroup(SignatureGroup):
     """A group of ranks on one machine; see `join_sockets`."""
 
     def __init__(self, membership: Membership, timeout: float) -> None:
@@ -321,66 +230,49 @@ class ShmGroup(Group):
         self.rank = membership.rank
         self.size = membership.size
         self.timeout = timeout
-        self._cause: str | None = None  # why it is closed
         self._membership = membership
         try:
-            self._memory = _Memory(membership.memory, self.size)
+            self._control = Control(membership.memory, self.size)
         except (OSError, ValueError):
             membership.close()
             raise
-        stride = self._memory.control_bytes
-        self._peers = [_Peer(other, self.rank, stride) for other in membership.others]
+        self._windows = Windows(membership.memory)
+        self._peers = [_Peer(other, self._control) for other in membership.others]
         self._outgoing = [peer.outgoing for peer in self._peers]
         self._incoming = {peer.incoming: peer for peer in self._peers}
         self._pidfds = {peer.pidfd: peer for peer in self._peers}
         self._poll = select.poll()
         for fd in (*self._incoming, *self._pidfds):
             self._poll.register(fd, select.POLLIN)
-        self._cells = _step_cells(self.rank * stride)
+        self._cells = self._control.step_cells(self.rank)
         self._their_cells = [[peer.cells[parity] for peer in self._peers] for parity in (0, 1)]
         self._steps = 0
         self._epoch = 0  # the steps at which a rank failed: messages of an earlier one are void
         self._alarm = False  # a peer has died, or left the group
-        self._prepared = _Area(0, _PREPARED)
+        self._prepared = Area()
         self._transfers = {
-            (root, to): _Area(*_channel(to, self.size)) for root, to in self._own_channels()
+            (root, to): transfers(to, self.size) for root, to in self._own_channels()
         }
         self._kept: dict[tuple[Signature, int], _Collective] = {}
 
     # Operations on any arrays.
-
-    def all_reduce(self, array: NDArray[Any], operation: Operation = "sum") -> NDArray[Any]:
-        return self._run_once("all_reduce", array, operation=operation)
-
-    def all_gather(self, array: NDArray[Any], axis: int = 0) -> NDArray[Any]:
-        return self._run_once("all_gather", array, axis=axis)
-
-    def reduce_scatter(
-        self, array: NDArray[Any], axis: int = 0, operation: Operation = "sum"
-    ) -> NDArray[Any]:
-        return self._run_once("reduce_scatter", array, axis=axis, operation=operation)
-
-    def broadcast(self, array: NDArray[Any], root: int = 0) -> NDArray[Any]:
-        return self._run_once("broadcast", array, root=root)
 
     def send(self, array: NDArray[Any], to: int) -> None:
         """Send to one rank, which calls `recv`. `array` may be written again after the return.
 
         One array waits in shared memory for the other rank; a second `send` waits until it was received.
         """
-        self._check_open()
         signature = self._signature("send", array.shape, array.dtype, root=self.rank, to=to)
         peer = self._peer(to)
         self._await_room(peer, str(signature), peer.slot_free)
         np.copyto(self._slot(signature, to), array)
-        self._post(peer, _cell(str(signature), epoch=self._epoch))
+        self._post(peer, cell(str(signature), epoch=self._epoch))
         peer.slot_free = peer.sent
 
     def recv(self, shape: Sequence[int], dtype: DTypeLike, source: int) -> NDArray[Any]:
-        self._check_open()
         signature = self._signature("send", shape, dtype, root=source, to=self.rank)
         peer = self._peer(source)
-        self._take(peer, _cell(str(signature), epoch=self._epoch))
+        self._take(peer, cell(str(signature), epoch=self._epoch))
         result = self._slot(signature, self.rank).copy()
         self._acknowledge(peer)
         return result
@@ -390,60 +282,16 @@ class ShmGroup(Group):
 
     def fail(self, text: str, *, cancelled: bool = False) -> None:
         self._check_open()
-        kind = _CANCELLED if cancelled else _FAILED
-        self._write_text((self._steps + 1) & 1, shortened(text))
-        self._arrive(_cell("fail", kind))
+        kind = CANCELLED if cancelled else FAILED
+        self._control.write_text(self.rank, (self._steps + 1) & 1, shortened(text))
+        self._arrive(cell("fail", kind))
         self._begin_epoch()
-
-    # Operations on fixed memory.
-
-    def prepare_all_reduce(
-        self, shape: Sequence[int], dtype: DTypeLike, operation: Operation = "sum"
-    ) -> Collective:
-        return self._prepare(self._signature("all_reduce", shape, dtype, operation=operation))
-
-    def prepare_all_gather(
-        self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0
-    ) -> Collective:
-        return self._prepare(self._signature("all_gather", shape, dtype, axis=axis))
-
-    def prepare_reduce_scatter(
-        self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0, operation: Operation = "sum"
-    ) -> Collective:
-        return self._prepare(
-            self._signature("reduce_scatter", shape, dtype, axis=axis, operation=operation)
-        )
-
-    def prepare_broadcast(
-        self, shape: Sequence[int], dtype: DTypeLike, root: int = 0
-    ) -> Collective:
-        return self._prepare(self._signature("broadcast", shape, dtype, root=root))
-
-    def prepare_transfer(
-        self, shape: Sequence[int], dtype: DTypeLike, source: int, to: int
-    ) -> Collective:
-        """`send` and `recv` between two ranks, without a copy; see `Group.prepare_transfer`.
-
-        `run` in the source waits only if 64 earlier messages were not received.
-        """
-        self._check_open()
-        signature = self._signature("transfer", shape, dtype, root=source, to=to)
-        area = self._transfers.get((source, to))
-        if area is None:
-            raise InvalidInputError(
-                f"source, to: got {source} and {to} in rank {self.rank}, which is neither"
-            )
-        return _Transfer(self, signature, area.take(signature.nbytes), source, to)
 
     # The group itself.
 
     def subgroup(self, ranks: Sequence[int]) -> "ShmGroup | None":
-        members = [*map(int, ranks)]
-        if not members or {*members} - {*range(self.size)} or len({*members}) != len(members):
-            raise InvalidInputError(
-                f"ranks: got {members}, expected different ranks below {self.size}"
-            )
-        self._meet(_cell(f"subgroup {members}"))
+        members = self._members(ranks)
+        self._meet(cell(f"subgroup {members}"))
         star = self._membership.star
         try:
             membership = bootstrap(self.rank, self.size, star, self.timeout, members)
@@ -452,63 +300,56 @@ class ShmGroup(Group):
             raise
         return None if membership is None else ShmGroup(membership, self.timeout)
 
-    def close(self) -> None:
-        if self._cause is None:
-            self._leave("", "", "this rank closed it")
-
     # Steps: meetings of all ranks.
 
-    def _meet(self, cell: bytes) -> None:
+    def _meet(self, packed: bytes) -> None:
         """Return when all ranks have come to this step with this cell."""
-        self._arrive(cell)
-        control = self._memory.control
+        self._arrive(packed)
+        control = self._control.map
         for place in self._their_cells[self._steps & 1]:
-            if control[place] != cell:
+            if control[place] != packed:
                 self._raise_difference()
 
-    def _arrive(self, cell: bytes) -> None:
+    def _arrive(self, packed: bytes) -> None:
         """Come to the next step, and return when all ranks have, whatever they run there."""
         if self._cause is not None:
             self._check_open()
         step = self._steps = self._steps + 1
         try:
-            self._memory.control[self._cells[step & 1]] = cell
+            self._control.map[self._cells[step & 1]] = packed
             for fd in self._outgoing:
                 os.eventfd_write(fd, _ARRIVAL)
             for peer in self._peers:
                 if peer.arrivals < step:
-                    self._await_step(step, cell)
+                    self._await_step(step, packed)
                     break
         except BaseException as exc:
             self._break(exc)
             raise
 
-    def _await_step(self, step: int, cell: bytes) -> None:
+    def _await_step(self, step: int, packed: bytes) -> None:
         deadline = time.monotonic() + self.timeout
         while late := [peer for peer in self._peers if peer.arrivals < step]:
             if self._alarm:
                 self._raise_end(late)
             if not self._look(deadline):
-                raise self._too_late(_text_of(cell), late)
+                raise self._too_late(text_of(packed), late)
 
     def _raise_difference(self) -> NoReturn:
         """Raise what the cells of this step say: a rank failed, or two run different operations."""
         parity = self._steps & 1
-        control = self._memory.control
+        control = self._control.map
         cells = {peer.rank: control[peer.cells[parity]] for peer in self._peers}
         for peer in self._peers:
             kind = cells[peer.rank][0]
-            if kind in _FAILURES:
-                text = self._read_text(peer.rank, parity)
+            if kind in FAILURES:
+                text = self._control.read_text(peer.rank, parity)
                 self._begin_epoch()
-                is_cancelled = kind == _CANCELLED
+                is_cancelled = kind == CANCELLED
                 verb = "was cancelled" if is_cancelled else "failed"
                 raise PeerFailedError(f"{peer} {verb}: {text}", cancelled=is_cancelled)
         cells[self.rank] = control[self._cells[parity]]
-        other = next(rank for rank in sorted(cells) if cells[rank] != cells[0])
-        first, second = _text_of(cells[0]), _text_of(cells[other])
-        cause = "run different operations" if first != second else "prepared operations differently"
-        exc = InvalidInputError(f"ranks {cause}: rank 0: {first}; rank {other}: {second}")
+        exc = difference(cells)
         self._break(exc)
         raise exc
 
@@ -516,22 +357,21 @@ class ShmGroup(Group):
         """Forget what ranks sent before the failure that all have seen."""
         self._epoch += 1
         for peer in self._peers:
-            while peer.taken < peer.messages and self._message(peer)[1] < self._epoch:
+            while peer.taken < peer.messages and epoch_of(self._next_message(peer)) < self._epoch:
                 peer.taken += 1
             self._acknowledge(peer)
 
     # Messages between two ranks.
 
-    def _post(self, peer: _Peer, cell: bytes) -> None:
-        place = peer.ring + peer.sent % _RING * _CELL.size
-        self._memory.control[place : place + _CELL.size] = cell
+    def _post(self, peer: _Peer, packed: bytes) -> None:
+        self._control.map[self._control.message_cell(self.rank, peer.rank, peer.sent)] = packed
         peer.sent += 1
         os.eventfd_write(peer.outgoing, _MESSAGE)
 
     def _await_room(self, peer: _Peer, text: str, free: int) -> None:
         """Return once the peer has taken as many messages as `free`, and its ring has room for one more."""
         self._check_open()
-        free = max(free, peer.sent - _RING + 1)
+        free = max(free, peer.sent - RING + 1)
         try:
             self._look(0.0)  # a sender notices ends, too
             deadline = time.monotonic() + self.timeout
@@ -546,7 +386,7 @@ class ShmGroup(Group):
             self._break(exc)
             raise
 
-    def _take(self, peer: _Peer, cell: bytes) -> None:
+    def _take(self, peer: _Peer, packed: bytes) -> None:
         """Return when the peer's next message has come, if it has this cell."""
         if self._cause is not None:
             self._check_open()
@@ -556,13 +396,12 @@ class ShmGroup(Group):
                 while peer.messages == peer.taken:
                     self._check_peers(peer)
                     if not self._look(deadline):
-                        raise self._too_late(_text_of(cell), [peer])
-            place = peer.their_ring + peer.taken % _RING * _CELL.size
-            got = self._memory.control[place : place + _CELL.size]
-            if got != cell:
+                        raise self._too_late(text_of(packed), [peer])
+            got = self._next_message(peer)
+            if got != packed:
                 raise InvalidInputError(
-                    f"ranks run different operations: rank {peer.rank}: {_text_of(got)}; "
-                    f"rank {self.rank}: {_text_of(cell)}"
+                    f"ranks run different operations: rank {peer.rank}: {text_of(got)}; "
+                    f"rank {self.rank}: {text_of(packed)}"
                 )
         except PeerFailedError:
             raise
@@ -570,13 +409,12 @@ class ShmGroup(Group):
             self._break(exc)
             raise
         peer.taken += 1
-        if peer.taken - peer.reported >= _RING // 2:
+        if peer.taken - peer.reported >= RING // 2:
             self._acknowledge(peer)
 
-    def _message(self, peer: _Peer) -> tuple[Any, ...]:
-        """The fields of the cell of the peer's next message."""
-        place = peer.their_ring + peer.taken % _RING * _CELL.size
-        return _CELL.unpack_from(self._memory.control, place)
+    def _next_message(self, peer: _Peer) -> bytes:
+        """The cell of the peer's next message."""
+        return self._control.map[self._control.message_cell(peer.rank, self.rank, peer.taken)]
 
     def _acknowledge(self, peer: _Peer) -> None:
         count = peer.taken - peer.reported
@@ -591,9 +429,9 @@ class ShmGroup(Group):
         step = self._steps + 1
         for other in self._peers:
             if other.arrivals >= step:
-                kind = self._memory.control[other.cells[step & 1].start]
-                if kind in _FAILURES:
-                    self._meet(_cell("send or recv"))
+                kind = self._control.map[other.cells[step & 1].start]
+                if kind in FAILURES:
+                    self._meet(cell("send or recv"))
 
     # Waiting.
 
@@ -633,9 +471,9 @@ class ShmGroup(Group):
                 raise RankDiedError(f"{peer} {how_it_ended(peer.pid, peer.pidfd)}")
         for peer in self._peers:
             if peer.ended:
-                name, text = self._read_end(peer)
-                if name:
-                    raise _ENDS.get(name, RankDiedError)(text)
+                exc = end_error(self._control.read_text(peer.rank, END_TEXT))
+                if exc is not None:
+                    raise exc
         for peer in late:
             if peer.ended:
                 raise RankDiedError(f"{peer} closed the group")
@@ -648,52 +486,17 @@ class ShmGroup(Group):
 
     # The end.
 
-    def _check_open(self) -> None:
-        if self._cause is not None:
-            raise ClosedError(f"the group is closed: {self._cause}")
-
-    def _break(self, exc: BaseException) -> None:
-        """Close the group because of an error, which the others get too."""
-        if self._cause is not None:
-            return
-        name, text = type(exc).__name__, str(exc)
-        if name not in _ENDS:
-            text = f"rank {self.rank} (pid {os.getpid()}) left the group: {name}: {exc}"
-        self._leave(name, text, text)
-
-    def _leave(self, name: str, text: str, cause: str) -> None:
+    def _leave(self, text: str, cause: str) -> None:
         self._cause = cause
-        self._write_text(_END_TEXT, f"{name}\n{shortened(text)}")
+        self._control.write_text(self.rank, END_TEXT, shortened(text))
         for fd in self._outgoing:
             os.eventfd_write(fd, _END)
         self._kept.clear()
-        self._memory.forget()
+        self._windows.clear()
+        self._control.map.close()
         self._membership.close()
 
-    def _read_end(self, peer: _Peer) -> tuple[str, str]:
-        """The name of the error and its text; both empty if the peer only closed the group."""
-        name, _, rest = self._read_text(peer.rank, _END_TEXT).partition("\n")
-        return name, rest
-
-    def _write_text(self, number: int, text: str) -> None:
-        start = self.rank * self._memory.control_bytes + _TEXTS + number * _TEXT_BYTES
-        encoded = text.encode(errors="replace")[: _TEXT_BYTES - _TEXT.size]
-        _TEXT.pack_into(self._memory.control, start, len(encoded))
-        start += _TEXT.size
-        self._memory.control[start : start + len(encoded)] = encoded
-
-    def _read_text(self, rank: int, number: int) -> str:
-        start = rank * self._memory.control_bytes + _TEXTS + number * _TEXT_BYTES
-        (length,) = _TEXT.unpack_from(self._memory.control, start)
-        start += _TEXT.size
-        return self._memory.control[start : start + length].decode(errors="replace")
-
     # Making operations.
-
-    def _signature(
-        self, kind: str, shape: Sequence[int], dtype: DTypeLike, **rest: Any
-    ) -> Signature:
-        return Signature.of(kind, shape, dtype, self.size, **rest)
 
     def _peer(self, rank: int) -> _Peer:
         for peer in self._peers:
@@ -707,48 +510,45 @@ class ShmGroup(Group):
 
     def _slot(self, signature: Signature, to: int) -> NDArray[Any]:
         """The memory of `send`, in the second half of the channel."""
-        start, half = _channel(to, self.size)
-        place = _staging(start + half, signature.nbytes)
+        place = slot(to, self.size, signature.nbytes)
         root = signature.root if signature.root is not None else self.rank
-        return self._memory.array(root, place, signature.shape, signature.dtype)
+        return self._windows.array(root, place, signature.shape, signature.dtype)
 
-    def _prepare(self, signature: Signature) -> _Collective:
-        self._check_open()
+    def _prepare(self, signature: Signature) -> Collective:
         here = self._prepared.take(signature.nbytes)
-        number = here.window + here.offset + 1
-        return self._make(signature, here, self._prepared.take, number)
+        return self._make(signature, here, self._prepared.take, here.number)
 
-    def _run_once(
-        self, kind: str, array: NDArray[Any], *, root: int | None = None, **rest: Any
-    ) -> NDArray[Any]:
-        self._check_open()
-        signature = self._signature(kind, array.shape, array.dtype, root=root, **rest)
+    def _prepare_transfer(self, signature: Signature, root: int, to: int) -> Collective:
+        place = self._transfers[root, to].take(signature.nbytes)
+        return _Transfer(self, signature, place, root, to)
+
+    def _run_once(self, signature: Signature, array: NDArray[Any]) -> NDArray[Any]:
         # The staging memory of one step is written again two steps later, when all have read it.
         parity = (self._steps + 1) & 1
         collective = self._kept.get((signature, parity))
         if collective is None:
             if len(self._kept) == _MAX_KEPT:
                 del self._kept[next(iter(self._kept))]
-            here = _staging(_STAGING[parity], signature.nbytes)
-            collective = self._make(signature, here, lambda nbytes: _staging(_RESULT, nbytes), 0)
+            here = staging(parity, signature.nbytes)
+            collective = self._make(signature, here, result, 0)
             self._kept[signature, parity] = collective
-        if root is None or root == self.rank:
+        if signature.root is None or signature.root == self.rank:
             np.copyto(collective.input, array)
         collective.run()
         return collective.output.copy()
 
     def _make(
-        self, signature: Signature, here: _Place, take: Callable[[int], _Place], number: int
+        self, signature: Signature, here: Place, take: Callable[[int], Place], number: int
     ) -> _Collective:
         """An operation whose parts lie at this place, and the result, if it is large, where `take` says."""
         shape, dtype = signature.shape, signature.dtype
-        parts = [self._memory.array(rank, here, shape, dtype) for rank in range(self.size)]
+        parts = [self._windows.array(rank, here, shape, dtype) for rank in range(self.size)]
         mine = parts[self.rank]
         nbytes = prod(signature.output_shape) * dtype.itemsize
         is_large = nbytes >= _LARGE_BYTES and signature.kind in ("all_reduce", "all_gather")
         output: NDArray[Any]
         if is_large:
-            output = self._memory.array(0, take(nbytes), signature.output_shape, dtype)
+            output = self._windows.array(0, take(nbytes), signature.output_shape, dtype)
         elif signature.root == self.rank:
             output = mine
         else:
@@ -784,7 +584,7 @@ class ShmGroup(Group):
         return reduction(parts, output, operation)
 
 
-_BARRIER = _cell("barrier")
+_BARRIER = cell("barrier")
 
 
 def _copier(copies: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> Callable[[], None]:
@@ -795,14 +595,3 @@ def _copier(copies: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> Callable[[],
             np.copyto(to, source)
 
     return copy
-
-
-def _channel(to: int, size: int) -> tuple[int, int]:
-    """Where a rank's region has the channel to another rank: its start, and the length of each half."""
-    half = (REGION - _CHANNELS) // size // 2 & -mmap.ALLOCATIONGRANULARITY
-    return _CHANNELS + to * 2 * half, half
-
-
-def _text_of(cell: bytes) -> str:
-    """What a cell says, in words."""
-    return bytes(_CELL.unpack(cell)[4]).rstrip(b"\0").decode(errors="replace")

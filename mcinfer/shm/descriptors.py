@@ -11,6 +11,9 @@ from collections.abc import Sequence
 
 from mcinfer.errors import ProtocolError
 
+CREDENTIALS = struct.Struct("=iII")
+"""struct ucred: pid, user id, group id."""
+
 _DESCRIPTOR = struct.Struct("=i")
 _MAX_DESCRIPTORS = 4
 _RIGHTS_BYTES = socket.CMSG_SPACE(_MAX_DESCRIPTORS * _DESCRIPTOR.size)
@@ -80,6 +83,13 @@ def receive(connection: socket.socket, most_bytes: int) -> tuple[bytes, list[int
 def close_all(descriptors: Sequence[int]) -> None:
     for fd in descriptors:
         os.close(fd)
+
+
+def peer_credentials(connection: socket.socket) -> tuple[int, int]:
+    """The pid and the user id of the other side, as of its connect or listen; pid 0 if it has none here."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    pid, uid, _ = CREDENTIALS.unpack(packed)
+    return pid, uid
 
 
 class WakeUp:

@@ -20,7 +20,6 @@ import os
 import secrets
 import select
 import socket
-import struct
 import threading
 import time
 import weakref
@@ -32,7 +31,7 @@ from mcinfer.errors import ClosedError, InvalidInputError, ProtocolError, Weight
 from mcinfer.model_cache.building import MODEL_FILE, ensure_prepared
 from mcinfer.model_cache.cache import CacheUnusableError, Held
 from mcinfer.process import start_time
-from mcinfer.shm.descriptors import close_all, receive, send
+from mcinfer.shm.descriptors import close_all, peer_credentials, receive, send
 
 _GRANTED = b'{"ok": true}'
 """The answer that comes with the descriptors of the folder and of its lock, in this order."""
@@ -49,7 +48,6 @@ _CONNECT_PAUSE = 0.01
 _LONGEST_WAIT = 86400.0
 """Seconds of one wait: poll(2) takes no more than 24 days."""
 
-_CREDENTIALS = struct.Struct("=iII")  # struct ucred: pid, uid, gid
 _LAST_ANSWER = 5.0
 """Seconds that `_Listener.close` waits for the answer being sent, which takes almost no time."""
 _BACK_OFF = 0.1
@@ -59,13 +57,6 @@ _BACK_OFF = 0.1
 def address(handle: int) -> str:
     """The abstract address (unix(7)) that the owner of a handle listens on."""
     return f"\0mcinfer-weights-{handle:016x}"
-
-
-def _peer_credentials(connection: socket.socket) -> tuple[int, int]:
-    """The pid and the user id of the other side, as of its connect or listen; pid 0 if it has none here."""
-    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(packed)
-    return pid, uid
 
 
 @functools.cache
@@ -158,7 +149,7 @@ class _Listener:
             self.give_up()
 
     def _answer(self, connection: socket.socket) -> None:
-        pid, uid = _peer_credentials(connection)
+        pid, uid = peer_credentials(connection)
         if uid != os.geteuid():
             why = f"process {pid}: it belongs to another user"
         elif pid == 0:
@@ -357,7 +348,7 @@ def _ask(handle: int, timeout: float) -> tuple[bytes, list[int]]:
         try:
             _connect(connection, handle, deadline)
             # Abstract names have no owner: any user can take that of a process that has ended.
-            pid, uid = _peer_credentials(connection)
+            pid, uid = peer_credentials(connection)
             owner += f" (pid {pid})" if pid else ""
             if uid != os.geteuid():
                 raise WeightAccessError(

@@ -1,0 +1,183 @@
+"""Ranks that are processes: what the others get when one is killed, stopped, or ends."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from tests.process.scripts import Program
+from tests.process.waiting import is_alive, stop, wait_until
+
+RANK = """
+import os, signal, sys
+import numpy as np
+from mcinfer.collectives import join
+
+key, rank, size, timeout = sys.argv[1], *map(int, sys.argv[2:])
+group = join(key, rank, size, timeout=timeout)
+
+def say(*values):
+    print(*values, flush=True)
+
+def attempt(operation):
+    try:
+        operation()
+    except Exception as exc:
+        say(f"{type(exc).__name__}: {exc}")
+        try:
+            group.barrier()
+        except Exception as exc:
+            say(f"{type(exc).__name__}: {exc}")
+    else:
+        say("no error")
+
+say("joined", group.all_reduce(np.full(3, rank + 1)).tolist())
+"""
+
+
+class Ranks:
+    """Programs that join one group; `RANK` precedes their text."""
+
+    def __init__(self, stack: ExitStack, key: str) -> None:
+        self._stack = stack
+        self._key = key
+
+    def __call__(self, *texts: str, timeout: int = 50) -> list[Program]:
+        """One for each text, once the group works."""
+        size = len(texts)
+        programs = [
+            self._stack.enter_context(Program(RANK + text, self._key, rank, size, timeout))
+            for rank, text in enumerate(texts)
+        ]
+        total = size * (size + 1) // 2
+        for program in programs:
+            assert program.line() == f"joined {[total] * 3}"
+        return programs
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with ExitStack() as stack:
+        yield Ranks(stack, f"{os.getpid()} {request.node.name}")
+
+
+BARRIER = "attempt(group.barrier)"
+IDLE = """
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+say("idle")
+signal.sigwait({signal.SIGUSR1})
+"""
+
+
+def assert_all_say(programs: list[Program], first: str) -> None:
+    for program in programs:
+        assert program.line() == first
+        assert program.line() == f"ClosedError: the group is closed: {first.partition(': ')[2]}"
+        assert program.wait().status == 0
+
+
+def test_killed_rank_is_an_error_in_all_that_wait_for_it(ranks: Ranks) -> None:
+    # Each waits in another operation: none gets as far as to be compared.
+    first, second, third, fourth = ranks(
+        "attempt(group.prepare_all_reduce((500_000,), np.float32).run)",
+        IDLE,
+        "attempt(lambda: group.recv((2,), np.int8, 1))",
+        "attempt(lambda: group.all_gather(np.ones(3)))",
+    )
+    assert second.line() == "idle"
+    second.send_signal(signal.SIGKILL)
+    text = f"RankDiedError: rank 1 (pid {second.pid}) was killed by SIGKILL"
+    assert_all_say([first, third, fourth], text)
+
+
+def test_rank_killed_while_all_are_idle_is_an_error_at_the_next_operation(ranks: Ranks) -> None:
+    first, second, third = ranks(
+        IDLE + BARRIER, IDLE, IDLE + "attempt(lambda: group.send(np.ones(2), 0))"
+    )
+    assert [program.line() for program in (first, second, third)] == ["idle"] * 3
+    second.send_signal(signal.SIGKILL)
+    text = f"RankDiedError: rank 1 (pid {second.pid}) was killed by SIGKILL"
+    wait_until(lambda: not is_alive(second.pid))
+    for program in (first, third):
+        program.send_signal(signal.SIGUSR1)
+    assert_all_say([first, third], text)
+
+
+def test_status_of_a_rank_is_known_after_its_parent_has_waited_for_it(ranks: Ranks) -> None:
+    first, second = ranks(IDLE + BARRIER, "os._exit(3)")
+    assert first.line() == "idle"
+    assert second.wait().status == 3
+    first.send_signal(signal.SIGUSR1)
+    line = first.line()
+    # Linux says it from version 6.15 on.
+    assert line in {
+        f"RankDiedError: rank 1 (pid {second.pid}) {end}"
+        for end in ("ended with status 3", "has ended")
+    }
+
+
+def test_rank_that_ends_without_close_is_an_error(ranks: Ranks) -> None:
+    first, second = ranks(BARRIER, "sys.exit(5)")
+    assert first.line() == f"RankDiedError: rank 1 (pid {second.pid}) ended with status 5"
+
+
+def test_stopped_rank_is_an_error_after_the_time_limit(ranks: Ranks) -> None:
+    first, second, third = ranks(IDLE + BARRIER, IDLE + BARRIER, IDLE + BARRIER, timeout=1)
+    assert [program.line() for program in (first, second, third)] == ["idle"] * 3
+    stop(second.pid)
+    for program in (first, second, third):
+        program.send_signal(signal.SIGUSR1)
+    text = (
+        f"CollectiveTimeoutError: barrier: rank 1 (pid {second.pid}) did not take part within 1 s"
+    )
+    assert_all_say([first, third], text)
+    second.send_signal(signal.SIGCONT)
+    # All have arrived at its barrier by now, but the group is no more.
+    assert second.line() == "no error"
+    assert second.wait().status == 0
+
+
+def test_interrupted_rank_is_an_error_in_the_others(ranks: Ranks) -> None:
+    first, second = ranks(BARRIER, "say('waits'); group.recv((1,), np.int8, 0)")
+    assert second.line() == "waits"
+    second.send_signal(signal.SIGINT)
+    # Where the signal meets it, it leaves the group, or ends.
+    line = first.line()
+    assert line.startswith(f"RankDiedError: rank 1 (pid {second.pid}) ")
+    assert "KeyboardInterrupt" in second.wait().err
+
+
+def test_mismatch_is_an_error_in_all_ranks(ranks: Ranks) -> None:
+    programs = ranks(
+        "attempt(lambda: group.all_reduce(np.ones((2, 3), np.float32)))",
+        "attempt(lambda: group.all_reduce(np.ones((2, 3), np.float64)))",
+        "attempt(lambda: group.all_reduce(np.ones((2, 3), np.float32)))",
+    )
+    text = (
+        "InvalidInputError: ranks run different operations: rank 0: all_reduce sum float32[2, 3]; "
+        "rank 1: all_reduce sum float64[2, 3]"
+    )
+    assert_all_say(programs, text)
+
+
+def test_failure_leaves_the_group_usable(ranks: Ranks) -> None:
+    again = """
+say(group.all_reduce(np.ones(2)).tolist())
+group.close()
+"""
+    programs = ranks(
+        "group.fail('run 7: no such input')\n" + again,
+        """
+try:
+    group.all_reduce(np.ones(5))
+except Exception as exc:
+    say(type(exc).__name__, exc)
+"""
+        + again,
+    )
+    first, second = programs
+    assert second.line() == f"PeerFailedError rank 0 (pid {first.pid}) failed: run 7: no such input"
+    assert [program.line() for program in programs] == ["[2.0, 2.0]"] * 2
+    assert [program.wait().status for program in programs] == [0, 0]

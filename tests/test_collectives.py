@@ -1,0 +1,439 @@
+"""Tests of the collectives in shared memory, with ranks as threads; no second process."""
+
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcinfer.collectives import join
+from mcinfer.collectives.base import Group
+from mcinfer.collectives.memory import Area
+from mcinfer.collectives.rendezvous import meet
+from mcinfer.collectives.shm import join_sockets
+from mcinfer.errors import (
+    ClosedError,
+    CollectiveTimeoutError,
+    InvalidInputError,
+    ProtocolError,
+    RankDiedError,
+)
+from tests.collective_contract import CONTRACT
+from tests.open_descriptors import no_descriptor_left
+from tests.thread_ranks import in_threads, results, run_ranks, star
+
+DTYPES = ["float32", "float64", "int8", "uint16", "int64", "float16", "bfloat16", "complex64"]
+
+
+def dtype_of(name: str) -> "np.dtype[Any]":
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
+def test_contract(check: Callable[[Group], None], size: int) -> None:
+    with no_descriptor_left():
+        results(size, check)
+
+
+def random_parts(seed: int, size: int, shape: tuple[int, ...], dtype: str) -> list[Any]:
+    random = np.random.default_rng(seed)
+    return [random.integers(0, 100, shape).astype(dtype_of(dtype)) for _ in range(size)]
+
+
+def summed(parts: list[Any]) -> Any:
+    """In the order of the ranks; 16-bit floats in float32."""
+    dtype = parts[0].dtype
+    is_narrow = dtype.itemsize == 2 and dtype.name.endswith(("float16", "bfloat16"))
+    total = parts[0].astype(np.float32) if is_narrow else parts[0].copy()
+    for other in parts[1:]:
+        total += other.astype(total.dtype)
+    return total.astype(dtype)
+
+
+@settings(max_examples=30)
+@given(
+    size=st.integers(1, 4),
+    shape=st.lists(st.integers(0, 5), max_size=4).map(tuple) | st.just((70_001,)),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 99),
+)
+def test_results_are_those_of_numpy(
+    size: int, shape: tuple[int, ...], dtype: str, seed: int
+) -> None:
+    parts = random_parts(seed, size, shape, dtype)
+    root = seed % size
+    axis = seed % len(shape) if shape else None
+
+    def body(group: Group) -> list[Any]:
+        own = parts[group.rank]
+        found = [group.all_reduce(own), group.broadcast(own, root)]
+        if dtype != "complex64":
+            found.append(group.all_reduce(own, "max"))
+        if axis is not None:
+            found.append(group.all_gather(own, axis))
+            found.append(group.reduce_scatter(np.concatenate([own] * size, axis), axis))
+        return found
+
+    outcomes = results(size, body)
+    expected = [summed(parts), parts[root]]
+    if dtype != "complex64":
+        expected.append(np.maximum.reduce(parts))
+    if axis is not None:
+        expected += [np.concatenate(parts, axis), summed(parts)]
+    for outcome in outcomes:
+        for got, want in zip(outcome, expected, strict=True):
+            assert got.dtype == want.dtype
+            np.testing.assert_array_equal(got, want)
+
+
+def test_ranks_have_the_same_bits() -> None:
+    def body(group: Group) -> bytes:
+        random = np.random.default_rng(group.rank)
+        small, large = random.normal(size=1000), random.normal(size=100_001)
+        return group.all_reduce(small).tobytes() + group.all_reduce(large, "mean").tobytes()
+
+    assert len({*results(4, body)}) == 1
+
+
+def test_overflow_is_infinite_in_silence() -> None:
+    def body(group: Group) -> Any:
+        return group.all_reduce(np.full(4, 60000, np.float16))
+
+    for found in results(2, body):
+        assert np.isinf(found).all()
+
+
+def test_memory_is_valid_after_the_group_is_closed() -> None:
+    def body(group: Group) -> Any:
+        collective = group.prepare_all_reduce((100_000,), np.float32)
+        collective.input[:] = 1
+        collective.run()
+        group.close()
+        return collective.output
+
+    for output in results(2, body):
+        assert (output == 2).all()
+
+
+def test_one_array_can_wait_while_the_sender_goes_on_to_other_operations() -> None:
+    def body(group: Group) -> None:
+        if group.rank == 0:
+            group.send(np.ones(3), 1)
+        group.barrier()
+        if group.rank == 1:
+            assert group.recv((3,), "float64", 0).tolist() == [1, 1, 1]
+
+    results(2, body)
+
+
+def test_source_of_many_transfers_waits_for_room() -> None:
+    def body(group: Group) -> None:
+        transfer = group.prepare_transfer((1,), np.int32, 0, 1)
+        for _ in range(500):
+            transfer.run()
+
+    results(2, body)
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "texts"),
+    [
+        (
+            lambda group: group.all_reduce(np.ones((2, 3), np.float32)),
+            lambda group: group.all_reduce(np.ones(4, np.float32)),
+            "rank 0: all_reduce sum float32[2, 3]; rank 1: all_reduce sum float32[4]",
+        ),
+        (
+            lambda group: group.all_reduce(np.ones(500_000, np.float32)),
+            lambda group: group.barrier(),
+            "rank 0: all_reduce sum float32[500000]; rank 1: barrier",
+        ),
+        (
+            lambda group: group.all_gather(np.ones((2, 2), np.int8), 1),
+            lambda group: group.all_gather(np.ones((2, 2), np.int8), 0),
+            "rank 0: all_gather int8[2, 2] along axis 1; rank 1: all_gather int8[2, 2] along axis 0",
+        ),
+        (
+            lambda group: group.subgroup([0]),
+            lambda group: group.subgroup([1]),
+            "rank 0: subgroup [0]; rank 1: subgroup [1]",
+        ),
+    ],
+)
+def test_operations_that_differ_are_an_error_in_all_ranks(
+    one: Callable[[Group], object], other: Callable[[Group], object], texts: str
+) -> None:
+    def body(group: Group) -> str:
+        act = other if group.rank == 1 else one
+        with pytest.raises(InvalidInputError) as caught:
+            act(group)
+        with pytest.raises(ClosedError, match="the group is closed: ranks run different"):
+            group.barrier()
+        return str(caught.value)
+
+    with no_descriptor_left():
+        for found in results(3, body):
+            assert found == f"ranks run different operations: {texts}"
+
+
+def test_memory_prepared_in_different_orders_is_an_error() -> None:
+    def body(group: Group) -> None:
+        sizes = [3, 200] if group.rank else [200, 3]
+        collectives = {size: group.prepare_all_reduce((size,), np.float32) for size in sizes}
+        collectives[3].run()
+
+    for exc in run_ranks(2, body):
+        assert isinstance(exc, InvalidInputError)
+        assert "in different orders" in str(exc)
+
+
+def test_array_of_another_shape_than_was_sent_is_an_error_in_both() -> None:
+    def body(group: Group) -> None:
+        if group.rank == 0:
+            group.send(np.ones(3, np.float32), 1)
+        else:
+            group.recv((4,), np.float32, 0)
+        group.barrier()
+
+    for exc in run_ranks(2, body):
+        assert isinstance(exc, InvalidInputError)
+        assert "rank 0: send float32[3]" in str(exc)
+        assert "rank 1: send float32[4]" in str(exc)
+
+
+def test_rank_that_does_not_come_is_named_in_all() -> None:
+    gone = threading.Event()
+
+    def body(group: Group) -> None:
+        if group.rank == 1:
+            assert gone.wait(30)
+        try:
+            group.barrier()
+        finally:
+            gone.set()
+
+    # Rank 1 comes when the others have given up: what it then runs is an error, too, if not at once.
+    outcomes = run_ranks(3, body, timeout=0.3)
+    for rank in (0, 2):
+        exc = outcomes[rank]
+        assert isinstance(exc, CollectiveTimeoutError)
+        assert "barrier: rank 1 (pid" in str(exc)
+
+
+def test_group_that_one_rank_gave_up_is_closed_for_a_late_one() -> None:
+    gone = threading.Event()
+
+    def body(group: Group) -> None:
+        if group.rank == 1:
+            assert gone.wait(30)
+            group.barrier()
+        try:
+            group.barrier()
+        finally:
+            gone.set()
+
+    assert [type(outcome) for outcome in run_ranks(2, body, timeout=0.3)] == [
+        CollectiveTimeoutError,
+        CollectiveTimeoutError,
+    ]
+
+
+def test_rank_that_leaves_ends_what_others_wait_for() -> None:
+    def body(group: Group) -> None:
+        group.barrier()
+        if group.rank != 1:
+            group.barrier()
+
+    outcomes = run_ranks(3, body)
+    assert outcomes[1] is None
+    for exc in (outcomes[0], outcomes[2]):
+        assert isinstance(exc, RankDiedError)
+        assert "rank 1 (pid" in str(exc)
+        assert "closed the group" in str(exc)
+
+
+class InterruptError(Exception):
+    pass
+
+
+def test_interrupted_rank_ends_the_group_for_all() -> None:
+    def body(group: Group) -> None:
+        group.barrier()
+        if group.rank == 1:
+            group._look = interrupted  # type: ignore[attr-defined]
+        group.barrier() if group.rank else group.recv((1,), np.int8, 1)
+
+    def interrupted(_: float) -> bool:
+        raise InterruptError("ctrl-c")
+
+    first, second = run_ranks(2, body)
+    assert isinstance(second, InterruptError)
+    assert isinstance(first, RankDiedError)
+    assert "rank 1 (pid" in str(first)
+    assert "InterruptError: ctrl-c" in str(first)
+
+
+# Joining.
+
+
+def test_sockets_are_the_callers_again() -> None:
+    with ExitStack() as stack:
+        ends = star(stack, 2)
+        with no_descriptor_left():
+            in_threads(2, lambda rank: join_sockets(rank, 2, ends[rank]).close())
+        ends[0][0].send(b"a command")
+        assert ends[1][0].recvmsg(100)[:2] == (b"a command", [])
+
+
+def test_wrong_number_of_sockets_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="sockets: got 0, expected 2 in rank 0 of 3"):
+        join_sockets(0, 3, [])
+
+
+def test_ranks_of_different_sizes_are_an_error_in_all() -> None:
+    with no_descriptor_left(), ExitStack() as stack:
+        ends = star(stack, 2)
+        outcomes = in_threads(2, lambda rank: join_sockets(rank, rank + 2, ends[rank], timeout=10))
+    for exc in outcomes:
+        assert isinstance(exc, InvalidInputError)
+        assert "rank 1 of a group of 2" in str(exc)
+        assert "rank 1 of 3" in str(exc)
+
+
+def test_hub_that_hangs_up_is_an_error() -> None:
+    hub, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    hub.close()
+    with other, no_descriptor_left(), pytest.raises(RankDiedError, match="hung up"):
+        join_sockets(1, 2, [other], timeout=10)
+
+
+def test_socket_that_says_something_else_is_refused() -> None:
+    hub, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with hub, other, no_descriptor_left():
+        other.send(b"GET / HTTP/1.1")
+        with pytest.raises(ProtocolError, match="rank 1: got b'GET"):
+            join_sockets(0, 2, [hub], timeout=10)
+
+
+def test_rank_that_does_not_join_is_named() -> None:
+    with no_descriptor_left(), ExitStack() as stack:
+        ends = star(stack, 3)
+        outcomes = in_threads(2, lambda rank: join_sockets(rank, 3, ends[rank], timeout=0.2))
+    for exc in outcomes:
+        assert isinstance(exc, CollectiveTimeoutError)
+        assert "rank 2 did not join" in str(exc)
+
+
+def joined(*ranks: tuple[str, int, int], timeout: float = 30.0) -> list[object]:
+    """What joining by (key, rank, size) gives in each; a group is used once and closed."""
+
+    def body(number: int) -> object:
+        key, rank, size = ranks[number]
+        with join(f"test {id(ranks)} {key}", rank, size, timeout=timeout) as group:
+            return group.all_reduce(np.ones(2)).tolist()
+
+    with no_descriptor_left():
+        return in_threads(len(ranks), body)
+
+
+def test_ranks_join_by_key() -> None:
+    assert joined(("a", 0, 3), ("a", 1, 3), ("a", 2, 3)) == [[3, 3]] * 3
+    assert joined(("a", 0, 1)) == [[1, 1]]
+
+
+def test_groups_of_different_keys_do_not_meet() -> None:
+    outcomes = joined(("a", 0, 2), ("b", 0, 2), ("b", 1, 2), ("a", 1, 2))
+    assert outcomes == [[2, 2]] * 4
+
+
+def test_missing_rank_is_named_to_all_who_came() -> None:
+    for exc in joined(("a", 0, 3), ("a", 2, 3), timeout=0.3):
+        assert isinstance(exc, CollectiveTimeoutError)
+        assert "no rank 1 came" in str(exc)
+
+
+def test_missing_rank_0_is_named() -> None:
+    (exc,) = joined(("a", 1, 2), timeout=0.1)
+    assert isinstance(exc, CollectiveTimeoutError)
+    assert "no rank 0" in str(exc)
+
+
+def test_two_processes_of_one_rank_are_an_error_in_all() -> None:
+    for exc in joined(("a", 0, 3), ("a", 1, 3), ("a", 1, 3)):
+        assert isinstance(exc, InvalidInputError)
+        assert "both rank 1 of one group" in str(exc)
+
+
+def test_second_group_of_one_key_is_an_error_in_both() -> None:
+    for exc in joined(("a", 0, 2), ("a", 0, 2)):
+        assert isinstance(exc, InvalidInputError)
+        assert "both rank 0 of one group; does another group have the same key?" in str(exc)
+
+
+def test_different_sizes_of_one_key_are_an_error_in_both() -> None:
+    for exc in joined(("a", 0, 2), ("a", 1, 4)):
+        assert isinstance(exc, InvalidInputError)
+        assert "expects 2 ranks, rank 1 (pid" in str(exc)
+        assert "expects 4" in str(exc)
+
+
+def test_rank_that_ends_before_all_have_joined_is_an_error() -> None:
+    key = "test of an early end"
+
+    def body(rank: int) -> object:
+        if rank == 0:
+            return join(key, 0, 3, timeout=30)
+        (end,) = meet(key, 1, 3, 30)
+        with end:
+            return end.send(b'{"rank": 1, "size": 3}')
+
+    with no_descriptor_left():
+        exc, _ = in_threads(2, body)
+    assert isinstance(exc, RankDiedError)
+    assert str(exc) == "rank 1 hung up before the group was complete"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("a", 2, 2, "shm"), "rank: got 2"),
+        (("a", -1, 2, "shm"), "rank: got -1"),
+        (("a", 0, 0, "shm"), "size: got 0"),
+        (("", 0, 1, "shm"), "key: got ''"),
+        (("a", 0, 1, "gloo"), "backend: got 'gloo', expected one of"),
+    ],
+)
+def test_arguments_of_join_are_checked(arguments: tuple[str, int, int, str], expected: str) -> None:
+    with pytest.raises(InvalidInputError, match=expected):
+        join(*arguments)
+
+
+# Memory.
+
+
+@given(st.lists(st.integers(0, 40 << 20), max_size=30))
+def test_fixed_memory_does_not_overlap(sizes: list[int]) -> None:
+    area = Area()
+    end = 0
+    for size in sizes:
+        place = area.take(size)
+        start = place.window + place.offset
+        assert start >= end
+        assert start % 64 == 0
+        assert place.offset + size <= place.length
+        end = start + size
+
+
+def test_more_memory_than_there_is_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="do not fit the memory of a group"):
+        Area().take(1 << 40)
