@@ -465,9 +465,13 @@ def test_wrong_weight_is_found(model: Path, folder: Path, ranks: dict[str, int])
 
 def test_slice_that_cannot_be_loaded_is_named(model: Path, folder: Path) -> None:
     written(model, folder, pipeline=2)
-    (folder / "model1.onnx").write_bytes(b"nothing")
-    with pytest.raises(BuildError, match=r"the slices do not run: .*model1\.onnx"):
+    (folder / "model1.data").unlink()
+    with pytest.raises(BuildError, match=r"the slices do not run: .*model1\.data"):
         check(lambda _: None, str(model), str(folder))
+    (folder / "model1.onnx").write_bytes(b"nothing")
+    with pytest.raises(BuildError, match=r"model1\.onnx"):
+        check(lambda _: None, str(model), str(folder))
+    assert not [*folder.glob("segments-*")]
 
 
 def test_model_that_takes_no_made_up_inputs_is_not_checked(tmp_path: Path, folder: Path) -> None:

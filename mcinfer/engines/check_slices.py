@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ from mcinfer.errors import (
     shortened,
 )
 from mcinfer.model_cache.building import Progress
+from mcinfer.slicing.segments import cut_segments
 from mcinfer.specs import ELEMENT_TYPES, STRING, ModelSpec, TensorSpec
 
 _SIZES = ((2, 8), (2, 16), (2, 64), (1, 8), (1, 64), (1, 1))
@@ -96,8 +98,10 @@ def check(_: Progress, model: str, folder: str) -> dict[str, Any]:
     else:
         return {"reason": f"no made-up inputs fit the model: {refusals[0]}"}
     del whole
-    ranks = len([*Path(folder).glob("model*.onnx")])
-    found = _run_ranks(Path(folder), ranks, inputs)
+    size = len([*Path(folder).glob("model*.onnx")])
+    # Whoever kills this process removes the folder, with what is in it.
+    with TemporaryDirectory(prefix="segments-", dir=folder) as segments:
+        found = _run_ranks(Path(folder), size, Path(segments), inputs)
     return _compared(spec, expected, found)
 
 
@@ -185,8 +189,13 @@ class _Ranks:
     errors: dict[int, BaseException] = field(default_factory=dict)
 
 
-def _run_ranks(folder: Path, size: int, inputs: Sequence[Array]) -> list[list[Array]]:
-    """The outputs of each rank."""
+def _run_ranks(
+    folder: Path, size: int, segments: Path, inputs: Sequence[Array]
+) -> list[list[Array]]:
+    """The outputs of each rank; `segments` is an empty folder."""
+    for rank in range(size):
+        (segments / str(rank)).mkdir()
+        cut_segments(folder / f"model{rank}.onnx", segments / str(rank))
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(1, size)]
     ends = [[ours for ours, _ in pairs], *([theirs] for _, theirs in pairs)]
     found = _Ranks()
@@ -195,7 +204,7 @@ def _run_ranks(folder: Path, size: int, inputs: Sequence[Array]) -> list[list[Ar
         try:
             with join_sockets(rank, size, ends[rank], timeout=_TIMEOUT) as group:
                 request = _request(str(folder / f"model{rank}.onnx"))
-                with closing(RankEngine(request, group)) as engine:
+                with closing(RankEngine(request, group, segments / str(rank))) as engine:
                     found.outputs[rank] = _run(engine, inputs)
                     group.barrier()  # none leaves before all have their outputs
         except BaseException as exc:  # raised again in the main thread
