@@ -171,12 +171,13 @@ def fill(
     from mcinfer.slicing.segments import cut_segments
     from mcinfer.slicing.slicer import REPORT_FILE, slice_model
 
-    limit_files(most_file_bytes)
     tensor, pipeline, is_prepared = ranks
     wanted, target = request_of(request), Path(folder)
     with tempfile.TemporaryDirectory(dir=folder) as draft:
         slices = Path(draft) / "slices"
         slice_model(wanted.model, slices, tensor=tensor, pipeline=pipeline, progress=progress)
+        # Not before: the check's group of ranks has a sparse file of terabytes.
+        limit_files(most_file_bytes)
         folders = [target / _rank_folder(rank) for rank in range(tensor * pipeline)]
         if is_prepared:
             is_prepared = _prepare_all(wanted, slices, folders, progress)
