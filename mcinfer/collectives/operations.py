@@ -213,6 +213,10 @@ def text_of(packed: bytes) -> str:
     return bytes(_CELL.unpack(packed)[4]).rstrip(b"\0").decode(errors="replace")
 
 
+def kind_of(packed: bytes) -> int:
+    return packed[0]
+
+
 def epoch_of(packed: bytes) -> int:
     return int(_CELL.unpack(packed)[1])
 
