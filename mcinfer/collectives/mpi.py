@@ -24,7 +24,6 @@ Ownership: a group owns its buffers. MPI's communicators are not freed: that wou
 import os
 import socket
 import struct
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,6 +51,7 @@ from mcinfer.collectives.operations import (
     place_of,
     reduction,
     text_of,
+    until,
 )
 from mcinfer.errors import (
     CollectiveTimeoutError,
@@ -84,8 +84,6 @@ _MAX_BYTES = (1 << 31) - 1
 _CELLS, _TEXTS, _MESSAGES, _PAYLOADS = 1, 2, 3, 4  # tags
 _MAX_TEXT_BYTES = 4000  # sent at once, without waiting for the receiver
 _MAX_KEPT = 64  # one-shot operations whose buffers are kept for the next call
-_YIELDS = 1000
-_LONGEST_PAUSE = 1e-3
 _LAST_SENDS = 1.0
 """Seconds that `close` waits until what was sent has left this process."""
 
@@ -98,7 +96,7 @@ def join(key: str, rank: int, size: int, *, timeout: float = DEFAULT_TIMEOUT) ->
     All processes of the MPI job call this, each with the key of its own group.
     """
     world = MPI.COMM_WORLD
-    if not _until(world.Ibarrier().Test, timeout):
+    if not until(world.Ibarrier().Test, timeout):
         raise CollectiveTimeoutError(
             f"the group {key!r} was not complete within {timeout:g} s: not all {world.size} processes of "
             "the MPI job have joined a group"
@@ -131,21 +129,6 @@ def _introduce(
     found = bytearray(communicator.size * len(own))
     communicator.Allgather([own, MPI.BYTE], [found, MPI.BYTE])
     return [*_INTRODUCTION.iter_unpack(found)]
-
-
-def _until(is_done: Callable[[], object], timeout: float) -> bool:
-    """Wait until something holds; False if it did not in time."""
-    deadline = time.monotonic() + timeout
-    rounds = 0
-    while not is_done():
-        rounds += 1
-        if rounds <= _YIELDS:
-            os.sched_yield()
-        elif time.monotonic() >= deadline:
-            return False
-        else:
-            time.sleep(min(_LONGEST_PAUSE, 1e-5 * (rounds - _YIELDS)))
-    return True
 
 
 class _Stream:
@@ -401,7 +384,7 @@ class MpiGroup(SignatureGroup):
             self._check_ends(late())
             return False
 
-        if not _until(is_over, self.timeout):
+        if not until(is_over, self.timeout):
             names = ", ".join(map(str, late())) or "another rank"
             raise CollectiveTimeoutError(
                 f"{text}: {names} did not take part within {self.timeout:g} s"
@@ -458,12 +441,12 @@ class MpiGroup(SignatureGroup):
             self._break(exc)
             raise
 
-    def _leave(self, text: str, cause: str) -> None:
+    def leave(self, text: str, cause: str) -> None:
         self._cause = cause
         self._kept.clear()
         try:
             self._tell(cell("end", END), text)
-            _until(lambda: all(sent[0].Test() for sent in self._pending), _LAST_SENDS)
+            until(lambda: all(sent[0].Test() for sent in self._pending), _LAST_SENDS)
             for peer in self._peers:
                 peer.close()
         except MPI.Exception as exc:
