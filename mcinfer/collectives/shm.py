@@ -54,6 +54,7 @@ from mcinfer.collectives.operations import (
     SignatureGroup,
     cell,
     difference,
+    end_error,
     epoch_of,
     reduction,
     text_of,
@@ -63,7 +64,6 @@ from mcinfer.config import check_seconds
 from mcinfer.errors import (
     CollectiveTimeoutError,
     InvalidInputError,
-    McinferError,
     RankDiedError,
     shortened,
 )
@@ -83,9 +83,6 @@ _MAX_KEPT = 64
 """One-shot operations whose views are kept for the next call."""
 
 _LONGEST_WAIT = 86400.0
-_ENDS: dict[str, type[McinferError]] = {
-    kind.__name__: kind for kind in (RankDiedError, CollectiveTimeoutError, InvalidInputError)
-}
 
 
 def join_sockets(
@@ -191,10 +188,10 @@ class _Collective(Collective):
         self._work = work
 
     def run(self) -> None:
-        self._group._meet(self._cell)
+        self._group.meet(self._cell)
         self._work()
         if self._end is not None:
-            self._group._meet(self._end)
+            self._group.meet(self._end)
 
 
 class _Transfer(Collective):
@@ -281,7 +278,7 @@ class ShmGroup(SignatureGroup):
         return result
 
     def barrier(self) -> None:
-        self._meet(_BARRIER)
+        self.meet(_BARRIER)
 
     def fail(self, text: str, *, cancelled: bool = False) -> None:
         self._check_open()
@@ -294,7 +291,7 @@ class ShmGroup(SignatureGroup):
 
     def subgroup(self, ranks: Sequence[int]) -> "ShmGroup | None":
         members = self._members(ranks)
-        self._meet(cell(f"subgroup {members}"))
+        self.meet(cell(f"subgroup {members}"))
         star = self._membership.star
         try:
             membership = bootstrap(self.rank, self.size, star, self.timeout, members)
@@ -303,13 +300,20 @@ class ShmGroup(SignatureGroup):
             raise
         return None if membership is None else ShmGroup(membership, self.timeout)
 
-    def close(self) -> None:
-        if self._cause is None:
-            self._leave("", "", "this rank closed it")
-
     # Steps: meetings of all ranks.
 
-    def _meet(self, packed: bytes) -> None:
+    def check(self) -> None:
+        """Raise if a rank has died or left with an error; the group is closed then."""
+        self._check_open()
+        try:
+            self._look(0.0)
+            if self._alarm:
+                self._raise_end([])
+        except BaseException as exc:
+            self._break(exc)
+            raise
+
+    def meet(self, packed: bytes) -> None:
         """Return when all ranks have come to this step with this cell."""
         self._arrive(packed)
         control = self._control.map
@@ -438,7 +442,7 @@ class ShmGroup(SignatureGroup):
             if other.arrivals >= step:
                 kind = self._control.map[other.cells[step & 1].start]
                 if kind in FAILURES:
-                    self._meet(cell("send or recv"))
+                    self.meet(cell("send or recv"))
 
     # Waiting.
 
@@ -478,9 +482,9 @@ class ShmGroup(SignatureGroup):
                 raise RankDiedError(f"{peer} {how_it_ended(peer.pid, peer.pidfd)}")
         for peer in self._peers:
             if peer.ended:
-                name, text = self._read_end(peer)
-                if name:
-                    raise _ENDS.get(name, RankDiedError)(text)
+                exc = end_error(self._control.read_text(peer.rank, END_TEXT))
+                if exc is not None:
+                    raise exc
         for peer in late:
             if peer.ended:
                 raise RankDiedError(f"{peer} closed the group")
@@ -493,29 +497,15 @@ class ShmGroup(SignatureGroup):
 
     # The end.
 
-    def _break(self, exc: BaseException) -> None:
-        """Close the group because of an error, which the others get too."""
-        if self._cause is not None:
-            return
-        name, text = type(exc).__name__, str(exc)
-        if name not in _ENDS:
-            text = f"rank {self.rank} (pid {os.getpid()}) left the group: {name}: {exc}"
-        self._leave(name, text, text)
-
-    def _leave(self, name: str, text: str, cause: str) -> None:
+    def leave(self, text: str, cause: str) -> None:
         self._cause = cause
-        self._control.write_text(self.rank, END_TEXT, f"{name}\n{shortened(text)}")
+        self._control.write_text(self.rank, END_TEXT, shortened(text))
         for fd in self._outgoing:
             os.eventfd_write(fd, _END)
         self._kept.clear()
         self._windows.clear()
         self._control.map.close()
         self._membership.close()
-
-    def _read_end(self, peer: _Peer) -> tuple[str, str]:
-        """The name of the error and its text; both empty if the peer only closed the group."""
-        name, _, rest = self._control.read_text(peer.rank, END_TEXT).partition("\n")
-        return name, rest
 
     # Making operations.
 
