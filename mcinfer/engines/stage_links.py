@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from mcinfer.collectives.base import Collective, Group, PeerFailedError
 from mcinfer.engines.base import Buffer, Strings, array_over
 from mcinfer.engines.rank_layouts import Layout, Values, owned
-from mcinfer.errors import PredictError
+from mcinfer.errors import CollectiveTimeoutError, PredictError, RankDiedError
 from mcinfer.slicing.plans import RankPlan
 
 _HEADER_BYTES = 64
@@ -60,12 +60,22 @@ class Meetings:
         """Run an operation of the stage's ranks."""
         try:
             return operation()
-        except PeerFailedError:
+        except PeerFailedError as exc:
             self.tensor_waits = False
-            raise
+            raise PeerFailedError(self._where(exc), cancelled=exc.cancelled) from exc
+        except (RankDiedError, CollectiveTimeoutError) as exc:
+            self.is_broken = True
+            raise type(exc)(self._where(exc)) from exc
         except BaseException:
             self.is_broken = True
             raise
+
+    def _where(self, exc: Exception) -> str:
+        """What the operation's error says; the ranks of a stage have numbers of their own."""
+        if self.tensor is self.whole:
+            return str(exc)
+        stage = self.whole.rank // self.tensor.size
+        return f"stage {stage} (from rank {stage * self.tensor.size} on): {exc}"
 
     def in_whole(self, operation: Callable[[], _T]) -> _T:
         """Run an operation of all ranks, or of two of different stages."""
