@@ -22,11 +22,13 @@ from mcinfer.errors import BuildError, ClosedError, InvalidInputError, PredictEr
 from tests.engine_tensors import buffer
 from tests.rank_threads import PATIENCE, Arrays, Bound, run_ranks
 from tests.sliced_models import (
+    FRAGILE_PLACES,
     Sliced,
     all_gather,
     all_reduce,
     attention,
     dist_collective,
+    fragile,
     mlp,
     pipeline,
     save,
@@ -440,6 +442,49 @@ def test_failure_in_a_stage_fails_the_later_ones_and_all_that_wait(
                 assert outputs["y"].tolist() == [-5]
 
     run_ranks(3, rank)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize(("stages", "tensor"), [(1, 3), (2, 1), (2, 2), (3, 2)])
+def test_failure_anywhere_leaves_all_ranks_in_step(
+    tmp_path: Path, stages: int, tensor: int, everywhere: bool
+) -> None:
+    """Each segment of each rank fails; the first runs are those that find the shapes."""
+    slices = fragile(tmp_path, stages, tensor)
+    size = stages * tensor
+    codes = [code for bad in range(FRAGILE_PLACES * size) for code in (bad, -1)]
+
+    def rank(group: Group, stack: ExitStack) -> list[str]:
+        engine = opened(stack, group, slices[group.rank], deliver_everywhere=everywhere)
+        failed: list[str] = []
+        for number, code in enumerate(codes):
+            given = {
+                "x": np.arange(4, dtype=np.float32) + number,
+                "code": np.array(code, np.float32),
+            }
+            shapes: dict[str, Sequence[int]] = {"y": (4,)} if number % 3 else {}
+            try:
+                outputs = Bound(engine, given, shapes)(given)
+            except PredictError as exc:
+                failed.append(str(exc))
+            else:
+                failed.append("")
+                expected = given["x"] * tensor ** (2 * stages)
+                if stages > 2:
+                    expected += given["x"] * tensor**2
+                if group.rank >= size - tensor or everywhere:
+                    np.testing.assert_array_equal(outputs["y"], expected)
+            if not everywhere:
+                group.barrier()  # runs do not overlap
+        return failed
+
+    for number, failed in enumerate(zip(*run_ranks(size, rank), strict=True)):
+        code = codes[number]
+        if code < 0:
+            assert not any(failed)
+        else:
+            assert "out of data bounds" in failed[code // FRAGILE_PLACES]
+            assert all("out of data bounds" in text for text in failed if text or everywhere)
 
 
 def test_invalid_inputs_are_refused_in_all_ranks_and_the_group_lives_on(tmp_path: Path) -> None:
