@@ -126,6 +126,72 @@ def test_attention_with_several_collectives_in_a_phase(tmp_path: Path) -> None:
     assert_whole(model, inputs, run_all(model, inputs, shapes))
 
 
+def test_each_kind_of_collective_gives_its_result(tmp_path: Path) -> None:
+    kinds = {
+        "total": dist_collective("part", "total", "all_reduce", reduce_op="sum"),
+        "most": dist_collective("part", "most", "all_reduce", reduce_op="max"),
+        "mean": dist_collective("part", "mean", "all_reduce", reduce_op="avg"),
+        "joined": dist_collective("part", "joined", "all_gather", nb_rank=2),
+        "share": dist_collective("part", "share", "reduce_scatter", reduce_op="sum"),
+        "second": dist_collective("part", "second", "broadcast", root=1),
+        "again": all_gather("share", "again", 2, -1),
+    }
+    slices = [
+        save(
+            tmp_path / f"model{rank}.onnx",
+            [helper.make_node("Mul", ["x", "factor"], ["part"]), *kinds.values()],
+            [value("x", "n", 3)],
+            [value(name, None, None) for name in kinds],
+            {"factor": np.array(rank + 1, np.float32)},
+        )
+        for rank in range(2)
+    ]
+
+    def rank(group: Group, stack: ExitStack) -> None:
+        engine = opened(stack, group, slices[group.rank])
+        for rows in (4, 2, 4):
+            x = normal(rows, rows, 3)
+            run = Bound(engine, {"x": x}, {"second": (rows, 3), "joined": (2 * rows, 3)})
+            shares = np.split(3 * x, 2)
+            for _ in range(3):
+                for name, expected in {
+                    "total": 3 * x,
+                    "most": np.maximum(x, 2 * x),
+                    "mean": 1.5 * x,
+                    "joined": np.concatenate([x, 2 * x]),
+                    "share": shares[group.rank],
+                    "second": 2 * x,
+                    "again": np.concatenate(shares, 1),
+                }.items():
+                    np.testing.assert_allclose(run({"x": x})[name], expected, rtol=1e-6)
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64", "bfloat16"])
+def test_other_element_types_are_exchanged(tmp_path: Path, dtype: str) -> None:
+    """Types that NumPy lacks come from ml_dtypes."""
+    element = {"float16": TensorProto.FLOAT16, "float64": TensorProto.DOUBLE}.get(
+        dtype, TensorProto.BFLOAT16
+    )
+    nodes = [
+        helper.make_node("Cast", ["x"], ["narrow"], to=element),
+        all_reduce("narrow", "sum"),
+        helper.make_node("Cast", ["sum"], ["y"], to=TensorProto.FLOAT),
+    ]
+    path = save(tmp_path / "m.onnx", nodes, [value("x", "n")], [value("y", "n")], {})
+
+    def rank(group: Group, stack: ExitStack) -> None:
+        engine = opened(stack, group, path)
+        for count in (5, 0, 3):
+            x = np.arange(count, dtype=np.float32)
+            run = Bound(engine, {"x": x}, {"y": (count,)})
+            for _ in range(3):
+                np.testing.assert_array_equal(run({"x": x})["y"], 3 * x)
+
+    run_ranks(3, rank)
+
+
 def test_large_values_take_the_same_way(tmp_path: Path) -> None:
     model = mlp(tmp_path, 2, width=64)
     inputs = [{"x": normal(1, 3000, 64)}]

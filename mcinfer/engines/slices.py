@@ -215,7 +215,6 @@ class RankEngine(Engine):
             raise BuildError(str(exc)) from None
         missing = [name for name, column in zip(names, makers.T, strict=True) if not column.any()]
         if missing:
-            self.close()
             raise BuildError(f"no slice makes the outputs {missing}")
         return {name: int(makers[:, index].argmax()) for index, name in enumerate(names)}
 
@@ -261,8 +260,7 @@ class RankEngine(Engine):
         """Leave the group."""
         if self._cause is None:
             self._cause = cause
-            if hasattr(self, "arena"):
-                self.arena.close()
+            self.arena.close()
             self.group.close()
 
     def give_up(self, exc: Exception, layout: Layout | None) -> None:
@@ -382,9 +380,9 @@ class _RankRun(Run):
         try:
             if layout is None:
                 return self._learn()
+            layout.runs += 1
             if layout is not self._layout:
                 self._adopt(layout)
-            layout.runs += 1
             return self._run_bound(layout) if layout.is_bound else self._run_unbound(layout)
         except Exception as exc:
             self._end(exc, layout)
