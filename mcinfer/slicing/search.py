@@ -20,7 +20,8 @@ from itertools import accumulate, pairwise
 from math import prod
 
 from mcinfer.errors import BuildError
-from mcinfer.slicing.graphs import BITS, Graph, captured, label, tensor_bytes
+from mcinfer.slicing import rules
+from mcinfer.slicing.graphs import BITS, Graph, View, captured, label, tensor_bytes
 from mcinfer.slicing.placements import (
     PARTIAL,
     REPLICATED,
@@ -32,7 +33,7 @@ from mcinfer.slicing.placements import (
     Sharded,
     divides,
 )
-from mcinfer.slicing.rules import WEIGHTS, Choice, View, slice_bounds, split_sizes
+from mcinfer.slicing.rules import WEIGHTS, Choice, slice_bounds, split_sizes
 
 SENT_WEIGHT = 0.25
 """What a byte that a rank sends in a run costs, where a byte of weights that it keeps costs one."""
@@ -192,10 +193,10 @@ class Search:
         return sorted(found.values(), key=lambda entry: entry[0])[:_WIDTH]
 
     def _steps(self, view: View, names: list[str], forms: tuple[Forms | None, ...]) -> list[_Step]:
-        choices = [view.whole()]
-        choices += view.partial(forms)
+        choices = [rules.whole(view)]
+        choices += rules.partial(view, forms)
         for index, cut in self._cuts(view, forms):
-            choice = view.cut(index, cut, forms)
+            choice = rules.cut(view, index, cut, forms)
             if isinstance(choice, Choice) and choice not in choices:
                 choices.append(choice)
         steps = (self._step(view, names, forms, choice) for choice in choices)

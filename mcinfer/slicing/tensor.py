@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from mcinfer.errors import InvalidInputError
-from mcinfer.slicing.graphs import Graph, captured, label, operator, tensor_bytes
+from mcinfer.slicing import rules
+from mcinfer.slicing.graphs import Graph, View, captured, label, operator, tensor_bytes
 from mcinfer.slicing.placements import (
     PARTIAL,
     REPLICATED,
@@ -37,7 +38,7 @@ from mcinfer.slicing.placements import (
     local_dims,
     ranges,
 )
-from mcinfer.slicing.rules import RULES, WEIGHTS, Choice, View, integer_type
+from mcinfer.slicing.rules import RULES, WEIGHTS, Choice, integer_type
 from mcinfer.slicing.search import Costs, Search
 
 COLLECTIVE_DOMAIN = "com.microsoft"
@@ -230,7 +231,7 @@ def slice_tensor(
     graph = Graph(model, folder)
     costs = Costs(graph, size, symbol_sizes or {})
     if size == 1:
-        choices = [View(graph, number, 1).whole() for number in range(len(graph.nodes))]
+        choices = [rules.whole(View(graph, number, 1)) for number in range(len(graph.nodes))]
     else:
         choices = Search(graph, costs).run()
     return write_slices(graph, size, choices)
@@ -429,7 +430,7 @@ class _Writer:
             None if self.graph.is_constant(other) else tuple(self._forms(other))
             for other in view.inputs
         ]
-        refused = view.cut(view.inputs.index(name), placement, forms)
+        refused = rules.cut(view, view.inputs.index(name), placement, forms)
         return refused if isinstance(refused, str) else ""
 
     def _forms(self, name: str) -> list[Placement]:
@@ -602,7 +603,7 @@ class _Writer:
         found = []
         for axis, size in enumerate(view.dims(index)):
             if isinstance(size, int) and size > 1:
-                cut = view.cut(index, Sharded(axis, (size,)), [None] * len(view.inputs))
+                cut = rules.cut(view, index, Sharded(axis, (size,)), [None] * len(view.inputs))
                 if isinstance(cut, Choice):
                     return ""
                 found.append(cut)
