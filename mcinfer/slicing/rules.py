@@ -55,10 +55,8 @@ Forms = Sequence[tuple[Placement, ...] | None]
 
 
 def whole(view: View) -> Choice:
-    return Choice(
-        needs=_whole(view.inputs),
-        gives=_whole(view.outputs),
-    )
+    """Every rank runs the node on whole values."""
+    return Choice(needs=_whole(view.inputs), gives=_whole(view.outputs))
 
 
 def cut(view: View, index: int, form: Sharded, forms: Forms) -> Choice | str:
@@ -101,6 +99,8 @@ def partial(view: View, forms: Forms) -> Iterator[Choice]:
         yield Choice(needs=(PARTIAL,), gives=(REPLICATED,))
     if view.operator in _LINEAR_IN_ALL and all(there[: len(view.inputs)]):
         yield _linear(view, range(len(view.inputs)))
+    if view.operator == "Div" and view.graph.element_type(view.outputs[0]) not in _FLOATS:
+        return  # a division of integers rounds
     for index in _LINEAR_IN_ONE.get(view.operator, ()):
         if index < len(view.inputs) and there[index]:
             yield _linear(view, [index])
@@ -119,6 +119,9 @@ def _whole(names: Sequence[str]) -> tuple[Placement, ...]:
 
 Rule = Callable[[View, int, Sharded, Forms], Choice | str]
 
+_FLOATS = frozenset(
+    [TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16]
+)
 _LINEAR_IN_ALL = frozenset(["Add", "Concat", "Sub", "Sum"])
 _LINEAR_IN_ONE = {
     **dict.fromkeys(

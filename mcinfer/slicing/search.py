@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 
-from mcinfer.errors import BuildError
 from mcinfer.slicing import rules
-from mcinfer.slicing.graphs import BITS, Graph, View, captured, label, tensor_bytes
+from mcinfer.slicing.graphs import BITS, Graph, View, captured, tensor_bytes
 from mcinfer.slicing.placements import (
     PARTIAL,
     REPLICATED,
@@ -141,11 +140,7 @@ class Search:
         self._ends = self._last_uses()
 
     def run(self) -> list[Choice]:
-        """The choices on the cheapest way, by node.
-
-        Raises:
-            BuildError: A node cannot be run.
-        """
+        """The choices on the cheapest way, by node."""
         states: list[tuple[float, State, _Path | None]] = [(0.0, {}, None)]
         for number, view in enumerate(self._views):
             states = self._advance(number, view, states)
@@ -184,10 +179,6 @@ class Search:
                 same = frozenset(after.items())
                 if same not in found or total < found[same][0]:
                     found[same] = (total, after, _Path(path, step.choice))
-        if not found:
-            raise BuildError(
-                f"model: node {label(view.node)} cannot be run over {self._ranks} ranks"
-            )
         if len(found) <= _WIDTH:
             return [*found.values()]
         return sorted(found.values(), key=lambda entry: entry[0])[:_WIDTH]

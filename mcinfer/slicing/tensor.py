@@ -224,7 +224,7 @@ def slice_tensor(
     Raises:
         InvalidInputError: `size` does not fit, or the model draws random numbers without a seed, or has
             collectives already; names the node.
-        BuildError: The shapes of the model contradict each other, or a node cannot be run over the ranks.
+        BuildError: The shapes of the model cannot be inferred; names the node.
     """
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise InvalidInputError(f"size: got {size!r}, expected a number of ranks, at least 1")
@@ -304,7 +304,7 @@ class _Writer:
             dtype = np.int32 if kind == TensorProto.INT32 else np.int64
             inputs[index] = self._constant(f"{view.outputs[0]}.sizes", np.array(vector, dtype))
         for index, patch in choice.patches.items():
-            inputs[index] = self._patched(inputs[index], view.inputs[index], patch)
+            inputs[index] = self._patched(inputs[index], view, index, patch)
         for name in captured(view.node):
             if name in self.graph.uses and (self.graph.is_constant(name) or name in self.given):
                 self._fetch(name, REPLICATED, view)
@@ -369,10 +369,11 @@ class _Writer:
             bias = self._node("Reshape", [bias, wanted], self._unique(f"{name}.bias"))
         self._node("Add", [total, bias], name)
 
-    def _patched(self, written: str, name: str, patch: Mapping[int, int]) -> str:
+    def _patched(self, written: str, view: View, index: int, patch: Mapping[int, int]) -> str:
         """A vector that a run makes, with other elements at some positions."""
-        length = (self.graph.dims(name) or (0,))[0]
-        length = length if isinstance(length, int) else max(patch) + 1
+        name = view.inputs[index]
+        dims = self.graph.dims(name) or (None,)
+        length = dims[0] if isinstance(dims[0], int) else len(view.output_dims())
         which = np.array([position in patch for position in range(length)])
         values = np.array([patch.get(position, 0) for position in range(length)], np.int64)
         condition = self._constant(f"{name}.which", which)
