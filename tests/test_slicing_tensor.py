@@ -369,6 +369,15 @@ def test_encoder_whose_shapes_are_computed(shapes: str, packed: str) -> None:
     assert operators(report) == {"AllReduce": 4}
 
 
+def test_reshape_to_the_size_of_an_axis_that_is_cut_no_more() -> None:
+    net = Net(1, 256)
+    x = net.op("Reshape", net.linear("x", 256, 256), net.ints(1, 16, 16))
+    x = net.op("Relu", net.op("Reshape", x, net.ints(-1, 0)))
+    x = net.linear(net.op("Reshape", x, net.ints(1, 256)), 256, 256)
+    report = check(net.model(x))
+    assert operators(report) == {"AllReduce": 1}
+
+
 def test_layer_norm_in_single_operations() -> None:
     assert operators(check(encoder(decomposed=True))) == {"AllReduce": 4}
 
