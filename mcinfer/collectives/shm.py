@@ -410,10 +410,7 @@ class ShmGroup(SignatureGroup):
                         raise self._too_late(text_of(packed), [peer])
             got = self._next_message(peer)
             if got != packed:
-                raise InvalidInputError(
-                    f"ranks run different operations: rank {peer.rank}: {text_of(got)}; "
-                    f"rank {self.rank}: {text_of(packed)}"
-                )
+                raise difference({peer.rank: got, self.rank: packed})
         except PeerFailedError:
             raise
         except BaseException as exc:
