@@ -168,15 +168,15 @@ def test_precision_is_kept(dtype: str) -> None:
 
 
 def test_weight_of_a_type_that_numpy_lacks_is_cut() -> None:
-    net = Net("batch", 64)
-    table = net.weight(64, 64)
+    net = Net("batch", 128)
+    table = net.weight(128, 128)
     halves = numpy_helper.to_array(net.weights[0]).view(np.uint32) >> 16
     net.weights[0] = TensorProto(
-        name=table, data_type=TensorProto.BFLOAT16, dims=[64, 64],
+        name=table, data_type=TensorProto.BFLOAT16, dims=[128, 128],
         raw_data=halves.astype(np.uint16).tobytes(),
     )  # fmt: skip
     report = check(net.model(net.op("MatMul", "x", net.op("Cast", table, to=TensorProto.FLOAT))))
-    assert [(weight.name, weight.rank_bytes) for weight in report.sharded] == [(table, 4096)]
+    assert [(weight.name, weight.rank_bytes) for weight in report.sharded] == [(table, 128 * 128)]
 
 
 def test_weight_that_is_no_raw_data_is_cut() -> None:
@@ -204,7 +204,7 @@ def test_weight_that_cannot_be_cut_is_whole_and_the_report_says_why() -> None:
     report = check(net.model(net.linear("x", 63, 65)))
     assert not report.sharded
     assert report.whole[0].reason == (
-        "MatMul_0 (MatMul): axis 1 of 63 is not divisible by 2; axis 1 of 65 is not divisible by 2"
+        "MatMul_0 (MatMul): axis 0 of 63 is not divisible by 2; axis 1 of 65 is not divisible by 2"
     )
 
 
@@ -271,8 +271,8 @@ def test_weight_that_is_an_overridable_input_is_cut() -> None:
 
 
 def test_tied_weight_is_right_and_counted_once() -> None:
-    net = Net("batch", "tokens", 64)
-    table = net.weight(64, 64)
+    net = Net("batch", "tokens", 128)
+    table = net.weight(128, 128)
     x = net.op("MatMul", "x", table)
     x = net.op("MatMul", net.op("Relu", x), net.op("Transpose", table, perm=[1, 0]))
     report = check(net.model(x))
