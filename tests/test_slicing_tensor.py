@@ -162,6 +162,18 @@ def test_perceptron_needs_one_reduction_for_two_layers(ranks: int, gelu: bool) -
     assert report.rank_bytes <= report.weight_bytes * (1 / ranks + 0.1)
 
 
+def test_biases_are_worth_no_collective_and_weights_need_no_data() -> None:
+    model = mlp()
+    for weight in model.graph.initializer:
+        weight.ClearField("raw_data")
+        weight.dims[:] = [2048 for _ in weight.dims]
+        weight.data_location = TensorProto.EXTERNAL
+    model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 2048
+    report = slice_tensor(model, 4).report
+    assert operators(report) == {"AllReduce": 2}
+    assert report.weight_bytes == 4 * (2048 + 1) * 2048 * 4
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_precision_is_kept(dtype: str) -> None:
     assert operators(check(mlp(dtype=dtype))) == {"AllReduce": 2}
