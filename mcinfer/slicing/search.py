@@ -4,11 +4,11 @@ The cost of a way is, in bytes,
 
     kept + SENT_WEIGHT * (sent + COLLECTIVE_BYTES * collectives)
 
-where *kept* are the weights that one rank keeps (of vectors, a hundredth) and *sent* is what one rank sends in a run: of a tensor of b
-bytes, 2 b (n - 1) / n for an AllReduce and b (n - 1) / n for an AllGather over n ranks, as in a ring
-(Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms"). So a MatMul whose weights are small
-beside the activations that it would send stays whole. Slicing is for what does not fit a device, hence a byte
-kept counts more than one that is sent.
+where *kept* are the weights that one rank keeps (of vectors, a hundredth), and *sent* is what one rank sends
+in a run: of a tensor of b bytes, 2 b (n - 1) / n for an AllReduce and b (n - 1) / n for an AllGather over n
+ranks, as in a ring (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms"). So a MatMul whose
+weights are small beside the activations that it would send stays whole. Slicing is for what does not fit a
+device, hence a byte kept counts more than one that is sent.
 
 A beam search goes through the nodes in their order. A state says how each value that is still needed is
 there; of states that say the same, the cheapest stays. All states are right, only their costs differ.
