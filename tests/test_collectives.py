@@ -190,9 +190,9 @@ def test_operations_that_differ_are_an_error_in_all_ranks(
 
 def test_memory_prepared_in_different_orders_is_an_error() -> None:
     def body(group: Group) -> None:
-        sizes = [3, 200] if group.rank else [200, 3]
+        sizes = [100_000, 200_000] if group.rank else [200_000, 100_000]
         collectives = {size: group.prepare_all_reduce((size,), np.float32) for size in sizes}
-        collectives[3].run()
+        collectives[100_000].run()
 
     for exc in run_ranks(2, body):
         assert isinstance(exc, InvalidInputError)

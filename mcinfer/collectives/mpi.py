@@ -6,7 +6,7 @@
 
 Before each operation, ranks exchange cells of 128 bytes: so those that differ, failed or left are an error
 with names, and an operation that does not fit never begins. This costs one more exchange of small messages;
-on one machine, where MPI takes some 10 µs for it, the backend shm is faster anyway.
+on one machine, the backend shm takes less time for the whole.
 
 MPI moves bytes, and each rank reduces them in the order of the ranks: results have the same bits in all
 ranks and the same as those of the backend shm, and types that MPI lacks, such as bfloat16, work.
