@@ -1,5 +1,6 @@
 """Tests of mcinfer/engines/slices.py: ranks as threads run slices, and give what the whole model gives."""
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -661,6 +662,8 @@ def test_slice_that_cannot_be_loaded_fails_in_all_ranks(tmp_path: Path) -> None:
     model = mlp(tmp_path, 2)
     missing = tmp_path / "missing.onnx"
     failing_loads([model.slices[0], missing], ["rank 1.*failed.*missing", "^.*missing"])
+    os.mkfifo(missing)
+    failing_loads([missing, model.slices[1]], ["got a pipe", "rank 0.*failed.*got a pipe"])
 
 
 def test_slices_that_do_not_fit_the_group_are_refused(tmp_path: Path) -> None:
@@ -700,11 +703,14 @@ def test_only_onnxruntime_runs_slices(tmp_path: Path) -> None:
     run_ranks(1, rank)
 
 
-def test_slice_without_a_group_is_refused_with_what_it_is(tmp_path: Path) -> None:
-    model = mlp(tmp_path, 2)
-    with pytest.raises(BuildError, match=r"has 3 collectives, the first AllReduce 'reduce part0'"):
-        open_engine("onnxruntime", request(model.slices[0]))
-    assert open_engine("onnxruntime", request(model.whole)).spec.outputs[0].name == "y"
+@pytest.mark.parametrize(
+    "node",
+    [all_reduce("x", "y"), all_gather("x", "y", 1, 0), dist_collective("x", "y", "all_gather")],
+)
+def test_slice_without_a_group_is_refused_with_what_it_is(tmp_path: Path, node: NodeProto) -> None:
+    path = save(tmp_path / "model0.onnx", [node], [value("x", 4)], [value("y", 4)], {})
+    with pytest.raises(BuildError, match=f"{node.op_type}.*the model is one rank's slice"):
+        open_engine("onnxruntime", request(path))
 
 
 def test_prepared_segments_give_the_same(tmp_path: Path) -> None:

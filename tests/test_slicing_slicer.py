@@ -228,6 +228,17 @@ def test_model_that_is_reached_through_a_link_is_cut(
     check_pipeline(model, folder, 2)
 
 
+def python(code: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+    )
+
+
 CUT_LARGE = """
 import resource, sys
 from mcinfer.slicing.slicer import slice_model
@@ -266,11 +277,7 @@ def test_model_larger_than_memory_is_cut(tmp_path: Path, folder: Path) -> None:
         file.truncate(layers * size)
         file.seek(size - 4)
         file.write(np.float32(7).tobytes())
-    arguments = [sys.executable, "-c", CUT_LARGE, str(model), str(folder), str(32 << 20)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        arguments, env=environment, capture_output=True, text=True, check=False, timeout=50
-    )
+    done = python(CUT_LARGE, model, folder, 32 << 20)
     assert done.returncode == 0, done.stderr
     report = json.loads((folder / REPORT_FILE).read_text())
     assert report["weight_bytes"] == layers * size
@@ -415,6 +422,21 @@ def test_interrupt_leaves_what_was_there(model: Path, folder: Path, phase: str) 
     assert len(files(folder)) == 5
 
 
+CUT_WITHOUT_SPACE = """
+import resource, sys
+from mcinfer.slicing.slicer import slice_model
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+slice_model(sys.argv[1], sys.argv[2], pipeline=2)
+"""
+
+
+def test_disk_without_space_leaves_nothing(model: Path, folder: Path) -> None:
+    done = python(CUT_WITHOUT_SPACE, model, folder)
+    assert done.stderr.splitlines()[-1].startswith("OSError: [Errno 27] File too large")
+    assert files(folder.parent) == ["mlp.onnx"]
+
+
 def test_package_onnx_that_is_missing_is_named() -> None:
     code = (
         "import sys; sys.modules['onnx'] = None\n"
@@ -424,10 +446,7 @@ def test_package_onnx_that_is_missing_is_named() -> None:
         "except MissingDependencyError as exc:\n"
         "    print(exc)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
+    done = python(code)
     assert done.stdout == "cutting a model needs the package onnx: pip install 'mcinfer[onnx]'\n"
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from mcinfer.errors import InvalidInputError
+from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.slicing.graphs import Graph
 from mcinfer.slicing.placements import Placement
 from mcinfer.slicing.search import Costs, Search
@@ -127,7 +127,7 @@ def check(
         got = found[0][name]
         assert got.dtype == expected.dtype
         assert got.shape == expected.shape
-        tolerance = 1e-10 if got.dtype == np.float64 else 1e-5
+        tolerance = {"float64": 1e-10, "float32": 1e-5, "float16": 5e-3}[got.dtype.name]
         assert np.abs(got - expected).max() <= tolerance * np.abs(expected).max()
         for other in found[1:]:
             assert other[name].tobytes() == got.tobytes()
@@ -162,8 +162,30 @@ def test_perceptron_needs_one_reduction_for_two_layers(ranks: int, gelu: bool) -
     assert report.rank_bytes <= report.weight_bytes * (1 / ranks + 0.1)
 
 
-def test_double_precision_is_kept() -> None:
-    assert operators(check(mlp(dtype="float64"))) == {"AllReduce": 2}
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_precision_is_kept(dtype: str) -> None:
+    assert operators(check(mlp(dtype=dtype))) == {"AllReduce": 2}
+
+
+def test_weight_of_a_type_that_numpy_lacks_is_cut() -> None:
+    net = Net("batch", 64)
+    table = net.weight(64, 64)
+    halves = numpy_helper.to_array(net.weights[0]).view(np.uint32) >> 16
+    net.weights[0] = TensorProto(
+        name=table, data_type=TensorProto.BFLOAT16, dims=[64, 64],
+        raw_data=halves.astype(np.uint16).tobytes(),
+    )  # fmt: skip
+    report = check(net.model(net.op("MatMul", "x", net.op("Cast", table, to=TensorProto.FLOAT))))
+    assert [(weight.name, weight.rank_bytes) for weight in report.sharded] == [(table, 4096)]
+
+
+def test_weight_that_is_no_raw_data_is_cut() -> None:
+    net = Net("batch", 64)
+    table = net.weight(64, 64)
+    values = numpy_helper.to_array(net.weights[0]).ravel().tolist()
+    net.weights[0] = helper.make_tensor(table, TensorProto.FLOAT, [64, 64], values)
+    assert not net.weights[0].raw_data
+    assert check(net.model(net.op("MatMul", "x", table))).sharded
 
 
 def test_weight_whose_size_the_ranks_do_not_divide_is_cut_along_the_other_axis() -> None:
@@ -367,6 +389,15 @@ def test_packed_weights_are_cut_by_thirds() -> None:
 def test_encoder_whose_shapes_are_computed(shapes: str, packed: str) -> None:
     report = check(encoder(shapes=shapes, packed=packed))
     assert operators(report) == {"AllReduce": 4}
+
+
+def test_reshape_to_the_size_of_an_axis_that_is_cut_no_more() -> None:
+    net = Net(1, 256)
+    x = net.op("Reshape", net.linear("x", 256, 256), net.ints(1, 16, 16))
+    x = net.op("Relu", net.op("Reshape", x, net.ints(-1, 0)))
+    x = net.linear(net.op("Reshape", x, net.ints(1, 256)), 256, 256)
+    report = check(net.model(x))
+    assert operators(report) == {"AllReduce": 1}
 
 
 def test_layer_norm_in_single_operations() -> None:
@@ -628,6 +659,9 @@ def test_external_weights_are_not_loaded(tmp_path: Path) -> None:
             assert np.array_equal(numpy_helper.to_array(x), numpy_helper.to_array(y))
     with pytest.raises(InvalidInputError, match="folder: got None"):
         slice_tensor(model, 2)
+    (tmp_path / "weights").unlink()
+    with pytest.raises(BuildError, match="cannot be read"):
+        slice_tensor(model, 2, folder=tmp_path)
 
 
 def test_ranks_have_the_same_nodes_and_types_of_all_collectives() -> None:

@@ -59,6 +59,7 @@ from mcinfer.engines.stage_links import Meetings, StageLinks, is_cancelled
 from mcinfer.errors import BuildError, ClosedError, InvalidInputError, PredictError
 from mcinfer.model_cache.building import MODEL_FILE
 from mcinfer.model_cache.keys import FOLDER_KEY
+from mcinfer.model_cache.onnx_files import check_regular
 from mcinfer.slicing.plans import Exchange, RankPlan, Segment
 from mcinfer.specs import element_type_name
 
@@ -87,6 +88,8 @@ def prepare(request: EngineRequest, folder: Path) -> None:
 def _cut(request: EngineRequest, folder: Path) -> RankPlan:
     from mcinfer.slicing.segments import cut_segments  # imports onnx, which cut slices do not need
 
+    with suppress(OSError):  # that names a file that does not exist or cannot be read
+        check_regular(request.model)
     return cut_segments(request.model, folder)
 
 

@@ -73,6 +73,30 @@ def tensor_bytes(tensor: TensorProto) -> int:
     return int(prod(tensor.dims) * BITS.get(tensor.data_type, 0) + 7) // 8
 
 
+def loaded(tensor: TensorProto, folder: Path | None) -> TensorProto:
+    """The tensor with its data in it.
+
+    Raises:
+        InvalidInputError: The data are external, and `folder`, that of the model, is None.
+        BuildError: The data cannot be read.
+    """
+    if tensor.data_location != TensorProto.EXTERNAL:
+        return tensor
+    if folder is None:
+        raise InvalidInputError(
+            f"folder: got None, expected the model's folder: the data of {tensor.name!r} are external"
+        )
+    copy = TensorProto()
+    copy.CopyFrom(tensor)
+    try:
+        onnx.external_data_helper.load_external_data_for_tensor(copy, str(folder))
+    except (OSError, ValueError, onnx.checker.ValidationError) as exc:
+        raise BuildError(f"model: the data of {tensor.name!r} cannot be read: {exc}") from exc
+    copy.data_location = TensorProto.DEFAULT
+    del copy.external_data[:]
+    return copy
+
+
 def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
     for attribute in node.attribute:
         if attribute.type == AttributeProto.GRAPH:
@@ -170,7 +194,9 @@ class Graph:
             if tensor is None or prod(tensor.dims) > _SMALL or BITS.get(tensor.data_type, 0) < 8:
                 self._numbers[name] = None
             else:
-                self._numbers[name] = tuple(numpy_helper.to_array(self._loaded(tensor)).flat)
+                self._numbers[name] = tuple(
+                    numpy_helper.to_array(loaded(tensor, self._folder)).flat
+                )
         return self._numbers[name]
 
     def is_constant(self, name: str) -> bool:
@@ -205,19 +231,6 @@ class Graph:
             self.derived[node.output[0]] = Derived(node, source, tuple(axes))
         self.nodes = nodes
 
-    def _loaded(self, tensor: TensorProto) -> TensorProto:
-        """The tensor with its data in it."""
-        if tensor.data_location != TensorProto.EXTERNAL:
-            return tensor
-        if self._folder is None:
-            raise InvalidInputError(
-                f"folder: got None, expected the model's folder: the data of {tensor.name!r} are external"
-            )
-        loaded = TensorProto()
-        loaded.CopyFrom(tensor)
-        onnx.external_data_helper.load_external_data_for_tensor(loaded, str(self._folder))
-        return loaded
-
     def _tensor_type(self, name: str) -> onnx.TypeProto.Tensor | None:
         value = self._values.get(name)
         return value.tensor_type if value is not None and value.HasField("tensor_type") else None
@@ -235,7 +248,7 @@ class Graph:
                 # Only integers can be shapes; other data are not looked at.
                 integers = tensor.data_type in (TensorProto.INT32, TensorProto.INT64)
                 if integers or tensor.data_location != TensorProto.EXTERNAL:
-                    graph.initializer.append(self._loaded(tensor))
+                    graph.initializer.append(loaded(tensor, self._folder))
                     continue
             graph.input.append(
                 helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)

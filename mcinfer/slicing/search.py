@@ -14,6 +14,7 @@ A beam search goes through the nodes in their order. A state says how each value
 there; of states that say the same, the cheapest stays. All states are right, only their costs differ.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -133,7 +134,7 @@ class Search:
         self._graph, self._costs = graph, costs
         self._ranks = costs.ranks
         self._views = [View(graph, number, self._ranks) for number in range(len(graph.nodes))]
-        self._often = {name for name in graph.constants if self._times_used(name) > 1}
+        self._often = {name for name, times in self._times_used().items() if times > 1}
         self._shared = {
             name for name in self._often if tensor_bytes(graph.constants[name]) >= _SMALLEST_WEIGHT
         }
@@ -276,9 +277,13 @@ class Search:
     def _whole(self, name: str, state: State) -> float:
         return self._convert(name, state.get(name, _WHOLE), REPLICATED) or 0.0
 
-    def _times_used(self, name: str) -> int:
-        users = [derived for derived, how in self._graph.derived.items() if how.source == name]
-        return len(self._graph.uses.get(name, ())) + sum(self._times_used(user) for user in users)
+    def _times_used(self) -> Counter[str]:
+        """How many nodes take each constant, also in other clothes."""
+        count: Counter[str] = Counter()
+        for name, numbers in self._graph.uses.items():
+            if self._graph.is_constant(name):
+                count[self._graph.source(name, REPLICATED)[0]] += len(numbers)
+        return count
 
     def _last_uses(self) -> dict[int, list[str]]:
         last: dict[str, int] = {}

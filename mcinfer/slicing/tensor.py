@@ -18,13 +18,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from mcinfer.errors import InvalidInputError
 from mcinfer.slicing import rules
-from mcinfer.slicing.graphs import Graph, View, captured, label, operator, tensor_bytes
+from mcinfer.slicing.graphs import (
+    BITS,
+    Graph,
+    View,
+    captured,
+    label,
+    loaded,
+    operator,
+    tensor_bytes,
+)
 from mcinfer.slicing.placements import (
     PARTIAL,
     REPLICATED,
@@ -164,27 +172,27 @@ class TensorSlices:
         Args:
             recipe: One of `recipes`.
             folder: The model's folder, for data that are external.
+
+        Raises:
+            InvalidInputError: `folder` is None, and data are external.
+            BuildError: External data cannot be read.
         """
         if recipe.array is not None:
             return numpy_helper.from_array(recipe.array, recipe.name)
+        source = loaded(self.sources[recipe.source], folder)
         tensor = TensorProto()
-        tensor.CopyFrom(self.sources[recipe.source])
-        if tensor.data_location == TensorProto.EXTERNAL:
-            if folder is None:
-                raise InvalidInputError(
-                    f"folder: got None, expected the model's folder: the data of {recipe.source!r} "
-                    "are external"
-                )
-            onnx.external_data_helper.load_external_data_for_tensor(tensor, str(folder))
-            tensor.data_location = TensorProto.DEFAULT
-            del tensor.external_data[:]
-        if recipe.axis is not None:
-            array = numpy_helper.to_array(tensor)
-            along = (slice(None),) * recipe.axis
-            parts = [array[(*along, slice(start, stop))] for start, stop in recipe.ranges]
-            kind = tensor.data_type
-            tensor = numpy_helper.from_array(np.concatenate(parts, recipe.axis), recipe.name)
-            tensor.data_type = kind  # NumPy lacks some types, and carries their bytes in others
+        if recipe.axis is None:
+            tensor.CopyFrom(source)
+        elif source.HasField("raw_data"):
+            # As bytes, since NumPy lacks some types.
+            size = BITS[source.data_type] // 8
+            array = np.frombuffer(source.raw_data, f"V{size}").reshape(source.dims)
+            part = _taken(array, recipe)
+            tensor = TensorProto(
+                data_type=source.data_type, dims=part.shape, raw_data=part.tobytes()
+            )
+        else:
+            tensor = numpy_helper.from_array(_taken(numpy_helper.to_array(source), recipe))
         tensor.name = recipe.name
         return tensor
 
@@ -201,6 +209,12 @@ class TensorSlices:
             model.graph.initializer.extend(self.initializer(recipe, folder) for recipe in recipes)
             models.append(model)
         return models
+
+
+def _taken(array: NDArray[Any], recipe: Recipe) -> NDArray[Any]:
+    axis = recipe.axis or 0
+    along = (slice(None),) * axis
+    return np.concatenate([array[(*along, slice(*span))] for span in recipe.ranges], axis)
 
 
 def slice_tensor(
@@ -224,7 +238,7 @@ def slice_tensor(
     Raises:
         InvalidInputError: `size` does not fit, or the model draws random numbers without a seed, or has
             collectives already; names the node.
-        BuildError: The shapes of the model cannot be inferred; names the node.
+        BuildError: The shapes of the model cannot be inferred, or external data cannot be read.
     """
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise InvalidInputError(f"size: got {size!r}, expected a number of ranks, at least 1")
