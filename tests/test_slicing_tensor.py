@@ -162,21 +162,33 @@ def test_perceptron_needs_one_reduction_for_two_layers(ranks: int, gelu: bool) -
     assert report.rank_bytes <= report.weight_bytes * (1 / ranks + 0.1)
 
 
+def test_biases_are_worth_no_collective_and_weights_need_no_data() -> None:
+    model = mlp()
+    for weight in model.graph.initializer:
+        weight.ClearField("raw_data")
+        weight.dims[:] = [2048 for _ in weight.dims]
+        weight.data_location = TensorProto.EXTERNAL
+    model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 2048
+    report = slice_tensor(model, 4).report
+    assert operators(report) == {"AllReduce": 2}
+    assert report.weight_bytes == 4 * (2048 + 1) * 2048 * 4
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_precision_is_kept(dtype: str) -> None:
     assert operators(check(mlp(dtype=dtype))) == {"AllReduce": 2}
 
 
 def test_weight_of_a_type_that_numpy_lacks_is_cut() -> None:
-    net = Net("batch", 64)
-    table = net.weight(64, 64)
+    net = Net("batch", 128)
+    table = net.weight(128, 128)
     halves = numpy_helper.to_array(net.weights[0]).view(np.uint32) >> 16
     net.weights[0] = TensorProto(
-        name=table, data_type=TensorProto.BFLOAT16, dims=[64, 64],
+        name=table, data_type=TensorProto.BFLOAT16, dims=[128, 128],
         raw_data=halves.astype(np.uint16).tobytes(),
     )  # fmt: skip
     report = check(net.model(net.op("MatMul", "x", net.op("Cast", table, to=TensorProto.FLOAT))))
-    assert [(weight.name, weight.rank_bytes) for weight in report.sharded] == [(table, 4096)]
+    assert [(weight.name, weight.rank_bytes) for weight in report.sharded] == [(table, 128 * 128)]
 
 
 def test_weight_that_is_no_raw_data_is_cut() -> None:
@@ -204,7 +216,7 @@ def test_weight_that_cannot_be_cut_is_whole_and_the_report_says_why() -> None:
     report = check(net.model(net.linear("x", 63, 65)))
     assert not report.sharded
     assert report.whole[0].reason == (
-        "MatMul_0 (MatMul): axis 1 of 63 is not divisible by 2; axis 1 of 65 is not divisible by 2"
+        "MatMul_0 (MatMul): axis 0 of 63 is not divisible by 2; axis 1 of 65 is not divisible by 2"
     )
 
 
@@ -271,8 +283,8 @@ def test_weight_that_is_an_overridable_input_is_cut() -> None:
 
 
 def test_tied_weight_is_right_and_counted_once() -> None:
-    net = Net("batch", "tokens", 64)
-    table = net.weight(64, 64)
+    net = Net("batch", "tokens", 128)
+    table = net.weight(128, 128)
     x = net.op("MatMul", "x", table)
     x = net.op("MatMul", net.op("Relu", x), net.op("Transpose", table, perm=[1, 0]))
     report = check(net.model(x))

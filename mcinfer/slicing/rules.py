@@ -69,6 +69,8 @@ def cut(view: View, index: int, form: Sharded, forms: Forms) -> Choice | str:
     dims = view.dims(index)
     if form.axis >= len(dims) or dims[form.axis] != form.size:
         return "the size of the axis is unknown"
+    if not divides(view.ranks, form.blocks):
+        return _undivided(view, form)
     choice = rule(view, index, form, forms)
     if isinstance(choice, Choice):
         return _checked(view, choice)
@@ -83,13 +85,17 @@ def _checked(view: View, choice: Choice) -> Choice | str:
         if need.axis >= len(dims) or dims[need.axis] != need.size:
             return f"input {index} may be broadcast"
         if not divides(view.ranks, need.blocks):
-            blocks = " + ".join(map(str, need.blocks))
-            return f"axis {need.axis} of {blocks} is not divisible by {view.ranks}"
+            return _undivided(view, need)
         if BITS.get(view.graph.element_type(view.inputs[index]), 0) < 8:
             return f"the elements of input {index} cannot be cut"
     if any(view.graph.element_type(name) == TensorProto.STRING for name in view.outputs):
         return "its outputs are strings"
     return choice
+
+
+def _undivided(view: View, form: Sharded) -> str:
+    blocks = " + ".join(map(str, form.blocks))
+    return f"axis {form.axis} of {blocks} is not divisible by {view.ranks}"
 
 
 def partial(view: View, forms: Forms) -> Iterator[Choice]:

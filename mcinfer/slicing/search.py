@@ -4,7 +4,7 @@ The cost of a way is, in bytes,
 
     kept + SENT_WEIGHT * (sent + COLLECTIVE_BYTES * collectives)
 
-where *kept* are the weights that one rank keeps and *sent* is what one rank sends in a run: of a tensor of b
+where *kept* are the weights that one rank keeps (of vectors, a hundredth) and *sent* is what one rank sends in a run: of a tensor of b
 bytes, 2 b (n - 1) / n for an AllReduce and b (n - 1) / n for an AllGather over n ranks, as in a ring
 (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms"). So a MatMul whose weights are small
 beside the activations that it would send stays whole. Slicing is for what does not fit a device, hence a byte
@@ -38,8 +38,11 @@ from mcinfer.slicing.rules import WEIGHTS, Choice, slice_bounds, split_sizes
 SENT_WEIGHT = 0.25
 """What a byte that a rank sends in a run costs, where a byte of weights that it keeps costs one."""
 
-COLLECTIVE_BYTES = 4096
-"""What a collective costs besides its bytes, as bytes sent."""
+COLLECTIVE_BYTES = 16_384
+"""What a collective costs besides its bytes, as bytes sent: one AllReduce is better than two AllGathers."""
+
+VECTOR_WEIGHT = 0.01
+"""What a byte of a vector that a rank keeps costs: a bias is cut on the way, but is worth no collective."""
 
 NOMINAL_SIZE = 64
 """The size that costs assume for a symbol and an unknown size; on the first axis, the batch, it is 1."""
@@ -102,7 +105,9 @@ class Costs:
 
     def kept(self, name: str, placement: Placement) -> float:
         """Of an initialiser, in one rank."""
-        size = tensor_bytes(self._graph.constants[name])
+        tensor = self._graph.constants[name]
+        is_vector = prod(tensor.dims) == max(tensor.dims, default=1)
+        size = tensor_bytes(tensor) * (VECTOR_WEIGHT if is_vector else 1.0)
         return size / self.ranks if isinstance(placement, Sharded) else size
 
     def collective(self, name: str, placement: Placement) -> float:
