@@ -211,6 +211,58 @@ def test_damaged_entry_is_not_opened_and_made_again(
     assert {*names(cache.folder)} - {"elsewhere"} == {KEY, f"{KEY}.lock"}
 
 
+def fill_folders(folder: Path, _: int) -> None:
+    for name in ("rank0", "rank1"):
+        (folder / name / "segment0").mkdir(parents=True)
+        (folder / name).chmod(0o775)  # as under a umask of 002
+        (folder / name / "segment0" / "weights.bin").write_bytes(WEIGHTS)
+
+
+def test_entry_may_have_folders(cache: Cache) -> None:
+    with closing(cache.make(KEY, FACTS, fill_folders, wait=0)) as held:
+        path = held.opened / "rank1" / "segment0" / "weights.bin"
+        assert path.read_bytes() == WEIGHTS
+        assert stat.S_IMODE(path.stat().st_mode) == 0o400
+        assert stat.S_IMODE((held.folder / "rank1").stat().st_mode) == 0o700
+    with closing(cache.make(KEY, FACTS, fill_not, wait=0)):
+        (info,) = cache.entries()
+        assert info.bytes >= 2 * len(WEIGHTS)
+    assert cache.clear()[0] >= 2 * len(WEIGHTS)
+    assert names(cache.folder) == []
+
+
+FOLDER_DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (
+        lambda f: os.truncate(f / "rank1" / "segment0" / "weights.bin", 100),
+        "rank1/segment0/weights.bin has 100 bytes",
+    ),
+    "unknown": (lambda f: (f / "rank1" / "more").mkdir(), r"unknown files: \['rank1/more'\]"),
+    "missing": (
+        lambda f: shutil.rmtree(f / "rank0"),
+        r"missing files: \['rank0/segment0/weights.bin'\]",
+    ),
+    "writable": (lambda f: (f / "rank1").chmod(0o770), "the folder rank1 is writable by others"),
+    "link": (
+        lambda f: replace_by_link(f / "rank1", f.parent),
+        r"missing files: .* unknown files: \['rank1'\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "text"), FOLDER_DAMAGES.values(), ids=FOLDER_DAMAGES.keys())
+def test_entry_with_a_damaged_folder_is_not_opened_and_made_again(
+    cache: Cache, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object], text: str
+) -> None:
+    with closing(cache.make(KEY, FACTS, fill_folders, wait=0)) as held:
+        folder = held.folder
+    damage(folder)
+    assert cache.open(KEY) is None
+    (record,) = caplog.records
+    assert re.search(text, record.getMessage())
+    cache.make(KEY, FACTS, fill_folders, wait=0).close()
+    cache.make(KEY, FACTS, fill_not, wait=0).close()
+
+
 def test_files_are_read_again_only_where_their_stamps_changed_which_is_recorded(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,7 +57,7 @@ _LEAST_BYTES_PER_SECOND = 5e6
 _OWN_PROC = "/proc/self/"
 DRAFT = re.compile(r"tmp-[0-9a-f]{32}-\w+(/\w+)?|/proc/self/fd/\d+")
 
-_SHORT_OF_SOMETHING = re.compile(
+SHORT_OF_SOMETHING = re.compile(
     r"bad_alloc|[Ff]ailed to allocate|Cannot allocate|No space left|Input/output error|"
     r"Too many open files|Resource temporarily unavailable|Permission denied|pthread"
 )
@@ -374,7 +374,7 @@ def _record_failure(work: Work, folder: Path, error: str) -> None:
     """Make it an entry that says why the model cannot be prepared, unless another try may succeed."""
     for entry in folder.iterdir():
         entry.unlink()
-    if _SHORT_OF_SOMETHING.search(error):
+    if SHORT_OF_SOMETHING.search(error):
         raise ChildFailedError(error)
     _check_space(folder, 2 * work.source.size + _LEAST_BYTES)
     (folder / FAILURE_FILE).write_text(error, encoding="utf-8")

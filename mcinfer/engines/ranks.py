@@ -80,7 +80,7 @@ from mcinfer.errors import (
 )
 from mcinfer.model_cache.building import Progress
 from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held
-from mcinfer.process import ORPHANED
+from mcinfer.process import ORPHANED, how_it_ended
 from mcinfer.protocol import Message
 from mcinfer.shm.descriptors import WakeUp
 from mcinfer.slicing.plans import Segment
@@ -94,6 +94,8 @@ GROUP_BROKEN = 75
 
 MAX_LAYOUTS = 32
 """Most layouts that are bound at a time."""
+
+_ENDING_SECONDS = 0.1
 
 _ENDINGS = (RankDiedError, CollectiveTimeoutError, ClosedError)
 _BROKEN: dict[str, type[McinferError]] = {
@@ -370,7 +372,13 @@ class _Followers:
 
     def end(self, follower: _Follower, cause: OSError | None = None) -> NoReturn:
         """Raise why a follower is gone."""
-        raise self.reason() or RankDiedError(f"{follower} died") from cause
+        reason = self.reason()
+        if reason is None:
+            # A process that ends hangs up first.
+            is_over = follower.pidfd >= 0 and _is_readable(follower.pidfd, _ENDING_SECONDS)
+            how = how_it_ended(follower.pid, follower.pidfd) if is_over else "hung up"
+            reason = RankDiedError(f"{follower} {how}")
+        raise reason from cause
 
     def reason(self) -> McinferError | None:
         """What a follower said before it left; the cause of what others saw, if that is the cause."""
@@ -426,10 +434,10 @@ def _said(follower: _Follower, message: Message) -> McinferError | None:
     return None
 
 
-def _is_readable(fd: int) -> bool:
+def _is_readable(fd: int, seconds: float = 0.0) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    return bool(poll.poll(0))
+    return bool(poll.poll(seconds * 1000))
 
 
 def lead(

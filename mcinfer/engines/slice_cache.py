@@ -17,7 +17,8 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
@@ -30,6 +31,7 @@ from mcinfer.engines.base import EngineRequest
 from mcinfer.engines.preparation import (
     DRAFT,
     OWN_COPY,
+    SHORT_OF_SOMETHING,
     Work,
     facts_of,
     is_large,
@@ -182,7 +184,7 @@ def fill(
 
     tensor, pipeline, is_prepared = ranks
     wanted, target = request_of(request), Path(folder)
-    with tempfile.TemporaryDirectory(dir=folder) as draft:
+    with _named_errors(), tempfile.TemporaryDirectory(dir=folder) as draft:
         slices = Path(draft) / "slices"
         slice_model(wanted.model, slices, tensor=tensor, pipeline=pipeline, progress=progress)
         # Not before: the check's group of ranks has a sparse file of terabytes.
@@ -199,6 +201,17 @@ def fill(
                 file.rename(target / file.name)
 
 
+@contextmanager
+def _named_errors() -> Iterator[None]:
+    """Turn an OSError, such as that of a full disk, into a `BuildError`."""
+    try:
+        yield
+    except OSError as exc:
+        if isinstance(exc, BuildError):  # there is no such model
+            raise
+        raise BuildError(f"the slices could not be written: {exc}") from exc
+
+
 def _prepare_all(
     request: EngineRequest, slices: Path, folders: Sequence[Path], progress: Progress
 ) -> bool:
@@ -208,7 +221,10 @@ def _prepare_all(
             progress({"phase": "preparing", "rank": rank})
             folder.mkdir()
             prepare(replace(request, model=str(slices / f"model{rank}.onnx")), folder)
-    except BuildError as exc:  # they run as they are, with more memory
+    except BuildError as exc:
+        if SHORT_OF_SOMETHING.search(str(exc)):
+            raise
+        # They run as they are, with more memory.
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
         (folders[0].parent / FAILURE_FILE).write_text(str(exc), encoding="utf-8")

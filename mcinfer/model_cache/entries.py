@@ -150,7 +150,7 @@ def check(folder: Path) -> tuple[dict[str, Any], list[_Record] | None]:
         raise UnsoundEntryError("it is not a folder")
     if fault := access_fault(info):
         raise UnsoundEntryError(f"the folder {fault}")
-    names = set()
+    names, folders = set(), set()
     for path in _below(folder):
         name = path.relative_to(folder).as_posix()
         info = path.lstat()
@@ -158,11 +158,14 @@ def check(folder: Path) -> tuple[dict[str, Any], list[_Record] | None]:
             names.add(name)
         elif fault := access_fault(info):
             raise UnsoundEntryError(f"the folder {name} {fault}")
+        else:
+            folders.add(name)
     if MANIFEST not in names:
         raise UnsoundEntryError(f"{MANIFEST} is missing")
     _check_regular(folder, MANIFEST)
     facts, records = _read_manifest(folder)
     expected = {MANIFEST, *records}
+    names |= folders - {parent.as_posix() for name in records for parent in Path(name).parents}
     if names != expected:
         raise UnsoundEntryError(
             f"missing files: {sorted(expected - names)}, unknown files: {sorted(names - expected)}"

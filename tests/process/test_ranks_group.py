@@ -331,7 +331,9 @@ def test_a_rank_that_dies_in_a_run_ends_it(mlp: Path, tensor: int, pipeline: int
         stop(others.pids[0])
         with running(bound.execute) as outcome:
             os.kill(others.pids[0], signal.SIGKILL)
-        with pytest.raises(RankDiedError, match=f"rank 1 .*{others.pids[0]}"):
+        with pytest.raises(
+            RankDiedError, match=rf"rank 1 .*{others.pids[0]}\) was killed by SIGKILL"
+        ):
             outcome.result(timeout=50)
 
 
