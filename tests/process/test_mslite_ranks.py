@@ -274,8 +274,42 @@ def test_rank_killed_in_the_middle_ends_the_others(
     for one in ended:
         assert one.status == 0, one.err
         assert one.out.startswith("True predict failed! Error is ")
-        assert f"rank {size - 1}" in one.out
-        assert str(victim.pid) in one.out
+        assert f"(pid {victim.pid}) was killed by SIGKILL" in one.out
+
+
+AGAIN = SERVING.replace(
+    "    print(isinstance(exc, RuntimeError), exc, flush=True)",
+    """
+    print("lost", flush=True)
+    del model
+    model = mslite.Model()
+    model.build_from_file(path, mslite.ModelType.MINDIR, context, config)
+    print(*model.predict([ones])[0].get_data_to_numpy().flatten()[:10])
+""",
+)
+ONCE = SERVING.replace("    while True:", "    while False:")
+
+
+def test_ranks_build_again_with_one_that_was_started_again(
+    slices: Slices, expected: NDArray[Any], tmp_path: Path
+) -> None:
+    config = config_file(tmp_path, 2)
+
+    def start(text: str, number: int) -> Program:
+        return Program(text, slices["tensor"] / f"matmul{number}.mindir", number, config)
+
+    for victim in (1, 0):  # rank 0 is the one that the others look for
+        with start(AGAIN, 1 - victim) as survivor:
+            with start(SERVING, victim) as killed:
+                assert survivor.line() == killed.line() == "serves"
+                killed.send_signal(signal.SIGKILL)
+                assert survivor.line() == "lost"
+            with start(ONCE, victim) as restarted:
+                assert restarted.wait().status == 0
+            ended = survivor.wait()
+        assert ended.status == 0, ended.err
+        values = np.array(ended.out.split(), np.float32)
+        np.testing.assert_allclose(values, expected, rtol=1e-5)
 
 
 def test_rank_that_is_killed_while_stopped_ends_the_others(slices: Slices, tmp_path: Path) -> None:
