@@ -110,15 +110,25 @@ def fixed_memory_serves_many_runs(group: Group) -> None:
         assert reduce.output.flags.c_contiguous
 
 
-def outputs_stay_until_the_next_run_of_their_own(group: Group) -> None:
-    gather = group.prepare_all_gather((LARGE,), np.float32)
-    gather.input[:] = group.rank
-    gather.run()
-    group.barrier()
-    gather.input[:] = -1  # allowed: a later operation has returned
-    group.barrier()
-    assert (gather.output[-LARGE:] == group.size - 1).all()
-    group.barrier()
+def input_is_free_and_output_stays_when_a_run_has_returned(group: Group) -> None:
+    for count in (7, LARGE):
+        total = sum(range(group.size))
+        reduce = group.prepare_all_reduce((count,), np.float32)
+        gather = group.prepare_all_gather((count,), np.float32)
+        scatter = group.prepare_reduce_scatter((count * group.size,), np.float32)
+        broadcast = group.prepare_broadcast((count,), np.float32, 0)
+        for run in range(20):
+            for collective in (reduce, gather, scatter):
+                collective.input[:] = group.rank + run
+                collective.run()
+                collective.input[:] = -1
+            if group.rank == 0:
+                broadcast.input[:] = run
+            broadcast.run()
+            assert (reduce.output == total + run * group.size).all()
+            assert (gather.output[-count:] == group.size - 1 + run).all()
+            assert (scatter.output == total + run * group.size).all()
+            assert (broadcast.output == run).all()
 
 
 def transfers_keep_their_order(group: Group) -> None:
@@ -216,7 +226,7 @@ CONTRACT: list[Callable[[Group], None]] = [
     sent_arrays_come_in_order_whatever_the_sender_does_next,
     two_ranks_can_send_to_each_other_at_once,
     fixed_memory_serves_many_runs,
-    outputs_stay_until_the_next_run_of_their_own,
+    input_is_free_and_output_stays_when_a_run_has_returned,
     transfers_keep_their_order,
     failure_of_a_rank_is_an_error_in_the_others_and_the_group_goes_on,
     failure_reaches_a_rank_that_waits_for_another_one,

@@ -42,8 +42,8 @@ class Collective(ABC):
     """One operation on fixed memory, made once and run many times.
 
     Attributes:
-        input: This rank's part; written before `run`. C-contiguous. It may be written again when a *later*
-            operation of the same group has returned in this rank: until then, others may still read it.
+        input: This rank's part; written before `run`, and free to be written again when `run` has returned.
+            C-contiguous.
         output: The result after `run`, unchanged until the next `run` of this object. C-contiguous. It may
             be the same memory as `input`, and may be shared by the ranks: do not write to it.
     """

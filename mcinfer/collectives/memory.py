@@ -4,7 +4,7 @@
 
     memfd, sparse    [ control │           region of rank 0            │ region of rank 1 │ … ]
     control          for each rank: the cells of two steps, three texts, a ring of cells per receiving rank
-    region           [ fixed memory │ staging of even, odd steps │ results │ a channel to each other rank ]
+    region           [ fixed memory │ small parts │ a large part │ its result │ a channel to each other rank ]
     channel          [ transfers │ the array of `send` ]
 
 A region begins at ``(rank + 1) << 40``, and its pages take memory once they are touched. A *place* is where
@@ -77,7 +77,8 @@ class Control:
 
 _ALIGNMENT = 64
 _FIRST_WINDOW = 4 << 20
-_STAGING = (REGION >> 1, (REGION >> 1) + (REGION >> 3))
+_SMALL = REGION >> 1
+_LARGE = (REGION >> 1) + (REGION >> 3)
 _RESULT = (REGION >> 1) + (REGION >> 2)
 _CHANNELS = (REGION >> 1) + (REGION >> 2) + (REGION >> 3)
 
@@ -99,7 +100,7 @@ class Place:
 class Area:
     """A part of a region, from which memory is handed out for ever, in windows that double in size."""
 
-    def __init__(self, start: int = 0, length: int = _STAGING[0]) -> None:
+    def __init__(self, start: int = 0, length: int = _SMALL) -> None:
         self._end = start + length
         self._window = start
         self._length = _FIRST_WINDOW
@@ -118,13 +119,21 @@ class Area:
         return place
 
 
-def staging(parity: int, nbytes: int) -> Place:
-    """Memory for this rank's part in one even or odd step."""
-    return _start_of(_STAGING[parity], nbytes, REGION >> 3)
+MAX_SMALL_BYTES = _FIRST_WINDOW >> 1
+
+
+def small_part(parity: int) -> Place:
+    """Memory for this rank's part of a small operation, in an even or odd step."""
+    return Place(window=_SMALL, length=_FIRST_WINDOW, offset=parity * MAX_SMALL_BYTES)
+
+
+def large_part(nbytes: int) -> Place:
+    """Memory for this rank's part of a large operation that is run once."""
+    return _start_of(_LARGE, nbytes, REGION >> 3)
 
 
 def result(nbytes: int) -> Place:
-    """Memory for the result of one operation; rank 0's is used."""
+    """Memory for the result of a large operation that is run once; rank 0's is used."""
     return _start_of(_RESULT, nbytes, REGION >> 3)
 
 

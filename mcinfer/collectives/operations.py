@@ -4,7 +4,9 @@ A *signature* is an operation with checked arguments. A *cell* says the same in 
 ranks which run the same; backends send cells to find ranks that do not.
 """
 
+import os
 import struct
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,13 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from mcinfer.collectives.base import Collective, Group, Operation
-from mcinfer.errors import ClosedError, InvalidInputError
+from mcinfer.errors import (
+    ClosedError,
+    CollectiveTimeoutError,
+    InvalidInputError,
+    McinferError,
+    RankDiedError,
+)
 from mcinfer.specs import STRING, element_type_name
 
 _REDUCTIONS = get_args(Operation)
@@ -206,6 +214,10 @@ def text_of(packed: bytes) -> str:
     return bytes(_CELL.unpack(packed)[4]).rstrip(b"\0").decode(errors="replace")
 
 
+def kind_of(packed: bytes) -> int:
+    return packed[0]
+
+
 def epoch_of(packed: bytes) -> int:
     return int(_CELL.unpack(packed)[1])
 
@@ -227,7 +239,42 @@ def difference(cells: Mapping[int, bytes]) -> InvalidInputError:
     return InvalidInputError(f"ranks {verb}: rank {first}: {one}; rank {other}: {two}")
 
 
+# Waiting for what poll(2) cannot wait for.
+
+_YIELDS = 1000
+_LONGEST_PAUSE = 1e-3
+
+
+def until(is_done: Callable[[], object], timeout: float) -> bool:
+    """Ask until something is done, at first with the CPU given up in between, then after growing pauses.
+
+    Returns:
+        False if it was not done in so many seconds.
+    """
+    deadline = time.monotonic() + timeout
+    rounds = 0
+    while not is_done():
+        rounds += 1
+        if rounds <= _YIELDS:
+            os.sched_yield()
+        elif time.monotonic() >= deadline:
+            return False
+        else:
+            time.sleep(min(_LONGEST_PAUSE, 1e-5 * (rounds - _YIELDS)))
+    return True
+
+
 # Groups.
+
+_ENDS: dict[str, type[McinferError]] = {
+    kind.__name__: kind for kind in (RankDiedError, CollectiveTimeoutError, InvalidInputError)
+}
+
+
+def end_error(text: str) -> McinferError | None:
+    """The error that another rank left the group with, from what it said; None if it only closed it."""
+    name, _, rest = text.partition("\n")
+    return _ENDS.get(name, RankDiedError)(rest) if name else None
 
 
 class SignatureGroup(Group):
@@ -246,6 +293,10 @@ class SignatureGroup(Group):
     @abstractmethod
     def _prepare_transfer(self, signature: Signature, root: int, to: int) -> Collective:
         """An operation of two ranks, of which this is one."""
+
+    @abstractmethod
+    def leave(self, text: str, cause: str) -> None:
+        """Close the group, and have the others get the text, for `end_error`."""
 
     def all_reduce(self, array: NDArray[Any], operation: Operation = "sum") -> NDArray[Any]:
         return self._once("all_reduce", array, operation=operation)
@@ -292,6 +343,23 @@ class SignatureGroup(Group):
                 f"source, to: got {source} and {to} in rank {self.rank}, which is neither"
             )
         return self._prepare_transfer(signature, source, to)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, by this rank or by an error."""
+        return self._cause is not None
+
+    def close(self) -> None:
+        if self._cause is None:
+            self.leave("", "this rank closed it")
+
+    def _break(self, exc: BaseException) -> None:
+        """Close the group because of an error, which the others get too."""
+        if self._cause is None:
+            name, text = type(exc).__name__, str(exc)
+            if name not in _ENDS:
+                text = f"rank {self.rank} (pid {os.getpid()}) left the group: {name}: {exc}"
+            self.leave(f"{name}\n{text}", text)
 
     def _members(self, ranks: Sequence[int]) -> list[int]:
         """The ranks of a subgroup, checked."""

@@ -9,8 +9,11 @@
     waits in poll(2) for the others' eventfds, their pidfds and the deadline at once; never spins
     compares all cells ──► reads the others' parts ──► writes its output
 
-A *step* is one such meeting of all ranks. Small operations take one step: each rank reads all parts and
-reduces them for itself. Large ones take two: each rank reduces its share into a result that all then read.
+A *step* is one such meeting of all ranks. Small operations take one: a rank copies its part into memory for
+even or for odd steps, and reduces the parts of all for itself. That memory is written again two steps later,
+when all have read it. Large operations take two steps. Their parts lie in shared memory from the start, and
+after the first step each rank reduces its share into a result that all read after the second. So a caller
+may write its part again as soon as an operation has returned.
 
 The order of memory needs no fence: what a rank writes before it writes an eventfd (eventfd(2)) is seen by the
 rank that has read that eventfd; a cell or a part is never read on the word of shared memory alone.
@@ -41,9 +44,10 @@ from mcinfer.collectives.memory import (
     Control,
     Place,
     Windows,
+    large_part,
     result,
     slot,
-    staging,
+    small_part,
     transfers,
 )
 from mcinfer.collectives.operations import (
@@ -54,6 +58,7 @@ from mcinfer.collectives.operations import (
     SignatureGroup,
     cell,
     difference,
+    end_error,
     epoch_of,
     reduction,
     text_of,
@@ -63,14 +68,13 @@ from mcinfer.config import check_seconds
 from mcinfer.errors import (
     CollectiveTimeoutError,
     InvalidInputError,
-    McinferError,
     RankDiedError,
     shortened,
 )
 from mcinfer.process import how_it_ended
 
 _LARGE_BYTES = 256 << 10
-"""From here on an operation takes two steps: to share the work gains more than a step costs (measured)."""
+"""From here on an operation takes two steps: to share the work, and not to copy, gains more (measured)."""
 
 # Counts in an eventfd: what the writer did since the reader read it last.
 _ARRIVAL = 1
@@ -79,13 +83,13 @@ _ACKNOWLEDGEMENT = 1 << 32
 _END = 1 << 48
 _FIELD = (1 << 16) - 1
 
+_SHARED = ("all_reduce", "all_gather")
+"""Operations whose large outputs all ranks share."""
+
 _MAX_KEPT = 64
 """One-shot operations whose views are kept for the next call."""
 
 _LONGEST_WAIT = 86400.0
-_ENDS: dict[str, type[McinferError]] = {
-    kind.__name__: kind for kind in (RankDiedError, CollectiveTimeoutError, InvalidInputError)
-}
 
 
 def join_sockets(
@@ -171,8 +175,35 @@ class _Peer:
 # Operations on fixed memory.
 
 
-class _Collective(Collective):
-    """An operation of all ranks: a step, this rank's share of the work, and in a large one a second step."""
+class _Small(Collective):
+    """An operation of all ranks in one step; the parts are copied into memory for that step."""
+
+    def __init__(
+        self,
+        group: "ShmGroup",
+        signature: Signature,
+        arrays: tuple[NDArray[Any], NDArray[Any]],
+        slots: Sequence[NDArray[Any]],
+        works: Sequence[Callable[[], None]],
+    ) -> None:
+        self.input, self.output = arrays
+        self._group = group
+        self._cell = cell(str(signature))
+        self._slots = slots  # for even and odd steps
+        self._works = works
+        self._has_part = signature.root is None or signature.root == group.rank
+
+    def run(self) -> None:
+        group = self._group
+        parity = (group._steps + 1) & 1
+        if self._has_part:
+            np.copyto(self._slots[parity], self.input)
+        group.meet(self._cell)
+        self._works[parity]()
+
+
+class _Large(Collective):
+    """An operation of all ranks in two steps; the parts lie in shared memory."""
 
     def __init__(
         self,
@@ -181,20 +212,17 @@ class _Collective(Collective):
         place: int,
         arrays: tuple[NDArray[Any], NDArray[Any]],
         work: Callable[[], None],
-        *,
-        is_large: bool,
     ) -> None:
         self.input, self.output = arrays
         self._group = group
         self._cell = cell(str(signature), place=place)
-        self._end = cell(f"{signature} (second step)", place=place) if is_large else None
+        self._end = cell(f"{signature} (second step)", place=place)
         self._work = work
 
     def run(self) -> None:
-        self._group._meet(self._cell)
+        self._group.meet(self._cell)
         self._work()
-        if self._end is not None:
-            self._group._meet(self._end)
+        self._group.meet(self._end)
 
 
 class _Transfer(Collective):
@@ -256,7 +284,7 @@ class ShmGroup(SignatureGroup):
         self._transfers = {
             (root, to): transfers(to, self.size) for root, to in self._own_channels()
         }
-        self._kept: dict[tuple[Signature, int], _Collective] = {}
+        self._kept: dict[Signature, Collective] = {}
 
     # Operations on any arrays.
 
@@ -281,7 +309,7 @@ class ShmGroup(SignatureGroup):
         return result
 
     def barrier(self) -> None:
-        self._meet(_BARRIER)
+        self.meet(_BARRIER)
 
     def fail(self, text: str, *, cancelled: bool = False) -> None:
         self._check_open()
@@ -294,7 +322,7 @@ class ShmGroup(SignatureGroup):
 
     def subgroup(self, ranks: Sequence[int]) -> "ShmGroup | None":
         members = self._members(ranks)
-        self._meet(cell(f"subgroup {members}"))
+        self.meet(cell(f"subgroup {members}"))
         star = self._membership.star
         try:
             membership = bootstrap(self.rank, self.size, star, self.timeout, members)
@@ -303,13 +331,20 @@ class ShmGroup(SignatureGroup):
             raise
         return None if membership is None else ShmGroup(membership, self.timeout)
 
-    def close(self) -> None:
-        if self._cause is None:
-            self._leave("", "", "this rank closed it")
-
     # Steps: meetings of all ranks.
 
-    def _meet(self, packed: bytes) -> None:
+    def check(self) -> None:
+        """Raise if a rank has died or left with an error; the group is closed then."""
+        self._check_open()
+        try:
+            self._look(0.0)
+            if self._alarm:
+                self._raise_end([])
+        except BaseException as exc:
+            self._break(exc)
+            raise
+
+    def meet(self, packed: bytes) -> None:
         """Return when all ranks have come to this step with this cell."""
         self._arrive(packed)
         control = self._control.map
@@ -406,10 +441,7 @@ class ShmGroup(SignatureGroup):
                         raise self._too_late(text_of(packed), [peer])
             got = self._next_message(peer)
             if got != packed:
-                raise InvalidInputError(
-                    f"ranks run different operations: rank {peer.rank}: {text_of(got)}; "
-                    f"rank {self.rank}: {text_of(packed)}"
-                )
+                raise difference({peer.rank: got, self.rank: packed})
         except PeerFailedError:
             raise
         except BaseException as exc:
@@ -438,7 +470,7 @@ class ShmGroup(SignatureGroup):
             if other.arrivals >= step:
                 kind = self._control.map[other.cells[step & 1].start]
                 if kind in FAILURES:
-                    self._meet(cell("send or recv"))
+                    self.meet(cell("send or recv"))
 
     # Waiting.
 
@@ -478,9 +510,9 @@ class ShmGroup(SignatureGroup):
                 raise RankDiedError(f"{peer} {how_it_ended(peer.pid, peer.pidfd)}")
         for peer in self._peers:
             if peer.ended:
-                name, text = self._read_end(peer)
-                if name:
-                    raise _ENDS.get(name, RankDiedError)(text)
+                exc = end_error(self._control.read_text(peer.rank, END_TEXT))
+                if exc is not None:
+                    raise exc
         for peer in late:
             if peer.ended:
                 raise RankDiedError(f"{peer} closed the group")
@@ -493,29 +525,15 @@ class ShmGroup(SignatureGroup):
 
     # The end.
 
-    def _break(self, exc: BaseException) -> None:
-        """Close the group because of an error, which the others get too."""
-        if self._cause is not None:
-            return
-        name, text = type(exc).__name__, str(exc)
-        if name not in _ENDS:
-            text = f"rank {self.rank} (pid {os.getpid()}) left the group: {name}: {exc}"
-        self._leave(name, text, text)
-
-    def _leave(self, name: str, text: str, cause: str) -> None:
+    def leave(self, text: str, cause: str) -> None:
         self._cause = cause
-        self._control.write_text(self.rank, END_TEXT, f"{name}\n{shortened(text)}")
+        self._control.write_text(self.rank, END_TEXT, shortened(text))
         for fd in self._outgoing:
             os.eventfd_write(fd, _END)
         self._kept.clear()
         self._windows.clear()
         self._control.map.close()
         self._membership.close()
-
-    def _read_end(self, peer: _Peer) -> tuple[str, str]:
-        """The name of the error and its text; both empty if the peer only closed the group."""
-        name, _, rest = self._control.read_text(peer.rank, END_TEXT).partition("\n")
-        return name, rest
 
     # Making operations.
 
@@ -536,73 +554,82 @@ class ShmGroup(SignatureGroup):
         return self._windows.array(root, place, signature.shape, signature.dtype)
 
     def _prepare(self, signature: Signature) -> Collective:
-        here = self._prepared.take(signature.nbytes)
-        return self._make(signature, here, self._prepared.take, here.number)
+        return self._make(signature, self._prepared.take, self._prepared.take)
 
     def _prepare_transfer(self, signature: Signature, root: int, to: int) -> Collective:
         place = self._transfers[root, to].take(signature.nbytes)
         return _Transfer(self, signature, place, root, to)
 
     def _run_once(self, signature: Signature, array: NDArray[Any]) -> NDArray[Any]:
-        # The staging memory of one step is written again two steps later, when all have read it.
-        parity = (self._steps + 1) & 1
-        collective = self._kept.get((signature, parity))
+        collective = self._kept.get(signature)
         if collective is None:
             if len(self._kept) == _MAX_KEPT:
                 del self._kept[next(iter(self._kept))]
-            here = staging(parity, signature.nbytes)
-            collective = self._make(signature, here, result, 0)
-            self._kept[signature, parity] = collective
+            collective = self._kept[signature] = self._make(signature, large_part, result)
         if signature.root is None or signature.root == self.rank:
             np.copyto(collective.input, array)
         collective.run()
         return collective.output.copy()
 
     def _make(
-        self, signature: Signature, here: Place, take: Callable[[int], Place], number: int
-    ) -> _Collective:
-        """An operation whose parts lie at this place, and the result, if it is large, where `take` says."""
-        shape, dtype = signature.shape, signature.dtype
-        parts = [self._windows.array(rank, here, shape, dtype) for rank in range(self.size)]
-        mine = parts[self.rank]
-        nbytes = prod(signature.output_shape) * dtype.itemsize
-        is_large = nbytes >= _LARGE_BYTES and signature.kind in ("all_reduce", "all_gather")
-        output: NDArray[Any]
-        if is_large:
-            output = self._windows.array(0, take(nbytes), signature.output_shape, dtype)
-        elif signature.root == self.rank:
-            output = mine
-        else:
-            output = np.empty(signature.output_shape, dtype)
-        work = self._work(signature, parts, output, is_large=is_large)
-        return _Collective(self, signature, number, (mine, output), work, is_large=is_large)
-
-    def _work(
         self,
         signature: Signature,
-        parts: Sequence[NDArray[Any]],
-        output: NDArray[Any],
-        *,
-        is_large: bool,
+        take_part: Callable[[int], Place],
+        take_result: Callable[[int], Place],
+    ) -> Collective:
+        """An operation, whose memory lies where these functions say if the operation is large."""
+        shape, dtype = signature.output_shape, signature.dtype
+        nbytes = prod(shape) * dtype.itemsize
+        is_root = signature.root == self.rank
+        output: NDArray[Any]
+        if max(nbytes, signature.nbytes) < _LARGE_BYTES:
+            mine: NDArray[Any] = np.zeros(signature.shape, dtype)
+            output = mine if is_root else np.empty(shape, dtype)
+            parts = [self._parts(signature, small_part(parity)) for parity in (0, 1)]
+            works = [self._work(signature, every, output) for every in parts]
+            slots = [every[self.rank] for every in parts]
+            return _Small(self, signature, (mine, output), slots, works)
+        place = take_part(signature.nbytes)
+        every = self._parts(signature, place)
+        if signature.kind in _SHARED:
+            output = self._windows.array(0, take_result(nbytes), shape, dtype)
+            work = self._shared_work(signature, every, output)
+        else:
+            output = every[self.rank] if is_root else np.empty(shape, dtype)
+            work = self._work(signature, every, output)
+        return _Large(self, signature, place.number, (every[self.rank], output), work)
+
+    def _parts(self, signature: Signature, place: Place) -> list[NDArray[Any]]:
+        """The parts of all ranks, at this place in each region."""
+        return [
+            self._windows.array(rank, place, signature.shape, signature.dtype)
+            for rank in range(self.size)
+        ]
+
+    def _work(
+        self, signature: Signature, parts: Sequence[NDArray[Any]], output: NDArray[Any]
     ) -> Callable[[], None]:
-        """What this rank does between the steps."""
+        """What this rank does with all parts, for itself alone."""
         if signature.root is not None:
-            source = parts[signature.root]
-            return _copier([] if source is output else [(output, source)])
+            is_root = signature.root == self.rank
+            return _copier([] if is_root else [(output, parts[signature.root])])
         if signature.kind == "all_gather":
-            ranks = [self.rank] if is_large else range(self.size)
-            copies = [(signature.part(output, rank), parts[rank]) for rank in ranks]
-            return _copier(copies)
-        operation = signature.operation or "sum"
+            ranks = range(self.size)
+            return _copier([(signature.part(output, rank), parts[rank]) for rank in ranks])
         if signature.kind == "reduce_scatter":
-            own = [signature.part(part, self.rank) for part in parts]
-            return reduction(own, output, operation)
-        if is_large:
-            count = output.size
-            share = slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
-            own = [part.reshape(-1)[share] for part in parts]
-            return reduction(own, output.reshape(-1)[share], operation)
-        return reduction(parts, output, operation)
+            parts = [signature.part(part, self.rank) for part in parts]
+        return reduction(parts, output, signature.operation or "sum")
+
+    def _shared_work(
+        self, signature: Signature, parts: Sequence[NDArray[Any]], output: NDArray[Any]
+    ) -> Callable[[], None]:
+        """This rank's share of the work on an output that all ranks share."""
+        if signature.kind == "all_gather":
+            return _copier([(signature.part(output, self.rank), parts[self.rank])])
+        count = output.size
+        share = slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+        own = [part.reshape(-1)[share] for part in parts]
+        return reduction(own, output.reshape(-1)[share], signature.operation or "sum")
 
 
 _BARRIER = cell("barrier")
