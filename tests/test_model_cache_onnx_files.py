@@ -25,6 +25,7 @@ from mcinfer.model_cache.onnx_files import (
     chunks,
     open_regular,
     scan,
+    without_weights,
 )
 
 IR_VERSION = 8
@@ -395,3 +396,47 @@ def test_names_that_cannot_be_replaced_are_refused() -> None:
         with pytest.raises(BuildError, match=text):
             added_inputs(read(model), names)
     assert added_inputs(read(LINEAR), ["bias"]) == added_inputs(read(old), []) == b""
+
+
+def parsed_without_weights(content: bytes, least_bytes: int) -> tuple[onnx.ModelProto, str]:
+    """The model without its large weights, and the name of its file."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        stripped = without_weights(file.name, least_bytes)
+        return onnx.load_model_from_string(stripped), os.path.basename(file.name)
+
+
+def test_large_weights_are_left_out_and_their_places_are_named() -> None:
+    model = onnx.load_model_from_string(RICH)
+    model.graph.initializer.extend([tensor("large", 16, 16), tensor("small", 2, 2)])
+    content = model.SerializeToString()
+    stripped, name = parsed_without_weights(content, 1024)
+    (stub,) = (t for t in stripped.graph.initializer if t.name == "large")
+    place = {entry.key: entry.value for entry in stub.external_data}
+    assert (place["location"], stub.data_location) == (name, TensorProto.EXTERNAL)
+    first = int(place["offset"])
+    assert content[first : first + int(place["length"])] == np.ones(256, np.float32).tobytes()
+    stub.CopyFrom(tensor("large", 16, 16))
+    assert stripped == model
+
+
+@settings(max_examples=100)
+@given(flips=st.lists(st.tuples(st.integers(0, len(RICH) - 1), st.integers(1, 255)), max_size=4))
+def test_damaged_model_without_weights_is_refused_or_what_protobuf_reads(
+    flips: list[tuple[int, int]],
+) -> None:
+    content = bytearray(RICH)
+    for place, bits in flips:
+        content[place] ^= bits
+    try:
+        found, _ = parsed_without_weights(bytes(content), 1 << 20)
+        expected = onnx.load_model_from_string(bytes(content))
+    except (BuildError, DecodeError):
+        return
+    assert [node.op_type for node in found.graph.node] == [
+        node.op_type for node in expected.graph.node
+    ]
+    assert {t.name: t.raw_data for t in found.graph.initializer} == {
+        t.name: t.raw_data for t in expected.graph.initializer
+    }

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -70,6 +71,30 @@ def label(node: NodeProto) -> str:
 
 def tensor_bytes(tensor: TensorProto) -> int:
     return int(prod(tensor.dims) * BITS.get(tensor.data_type, 0) + 7) // 8
+
+
+def loaded(tensor: TensorProto, folder: Path | None) -> TensorProto:
+    """The tensor with its data in it.
+
+    Raises:
+        InvalidInputError: The data are external, and `folder`, that of the model, is None.
+        BuildError: The data cannot be read.
+    """
+    if tensor.data_location != TensorProto.EXTERNAL:
+        return tensor
+    if folder is None:
+        raise InvalidInputError(
+            f"folder: got None, expected the model's folder: the data of {tensor.name!r} are external"
+        )
+    copy = TensorProto()
+    copy.CopyFrom(tensor)
+    try:
+        onnx.external_data_helper.load_external_data_for_tensor(copy, str(folder))
+    except (OSError, ValueError, onnx.checker.ValidationError) as exc:
+        raise BuildError(f"model: the data of {tensor.name!r} cannot be read: {exc}") from exc
+    copy.data_location = TensorProto.DEFAULT
+    del copy.external_data[:]
+    return copy
 
 
 def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
@@ -169,7 +194,9 @@ class Graph:
             if tensor is None or prod(tensor.dims) > _SMALL or BITS.get(tensor.data_type, 0) < 8:
                 self._numbers[name] = None
             else:
-                self._numbers[name] = tuple(numpy_helper.to_array(self._loaded(tensor)).flat)
+                self._numbers[name] = tuple(
+                    numpy_helper.to_array(loaded(tensor, self._folder)).flat
+                )
         return self._numbers[name]
 
     def is_constant(self, name: str) -> bool:
@@ -204,19 +231,6 @@ class Graph:
             self.derived[node.output[0]] = Derived(node, source, tuple(axes))
         self.nodes = nodes
 
-    def _loaded(self, tensor: TensorProto) -> TensorProto:
-        """The tensor with its data in it."""
-        if tensor.data_location != TensorProto.EXTERNAL:
-            return tensor
-        if self._folder is None:
-            raise InvalidInputError(
-                f"folder: got None, expected the model's folder: the data of {tensor.name!r} are external"
-            )
-        loaded = TensorProto()
-        loaded.CopyFrom(tensor)
-        onnx.external_data_helper.load_external_data_for_tensor(loaded, str(self._folder))
-        return loaded
-
     def _tensor_type(self, name: str) -> onnx.TypeProto.Tensor | None:
         value = self._values.get(name)
         return value.tensor_type if value is not None and value.HasField("tensor_type") else None
@@ -234,7 +248,7 @@ class Graph:
                 # Only integers can be shapes; other data are not looked at.
                 integers = tensor.data_type in (TensorProto.INT32, TensorProto.INT64)
                 if integers or tensor.data_location != TensorProto.EXTERNAL:
-                    graph.initializer.append(self._loaded(tensor))
+                    graph.initializer.append(loaded(tensor, self._folder))
                     continue
             graph.input.append(
                 helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
@@ -254,6 +268,56 @@ class Graph:
             value.name: value.type
             for value in (*inferred.value_info, *inferred.output, *inferred.input)
         }
+
+
+def axis_of(value: int, rank: int) -> int:
+    """The axis that a number means, which counts from the last one if it is negative."""
+    return value + rank if value < 0 else value
+
+
+class View:
+    """A node with the shapes of its inputs and outputs."""
+
+    def __init__(self, graph: Graph, number: int, ranks: int) -> None:
+        self.graph = graph
+        self.node: NodeProto = graph.nodes[number]
+        self.ranks = ranks
+        self.operator = operator(self.node)
+        self.inputs = tuple(self.node.input)
+        self.outputs = tuple(self.node.output)
+        self._attributes = {item.name: item for item in self.node.attribute}
+        self._dims = [graph.dims(name) if name else () for name in self.inputs]
+
+    def dims(self, index: int) -> Dims:
+        """The shape of an input; a shape without axes for one that is not given or not known."""
+        dims = self._dims[index] if index < len(self._dims) else ()
+        return () if dims is None else dims
+
+    def output_dims(self, index: int = 0) -> Dims:
+        return self.graph.dims(self.outputs[index]) or ()
+
+    def ranks_known(self) -> bool:
+        """Whether the number of axes of every input and output is known."""
+        return None not in self._dims and all(
+            self.graph.dims(name) is not None for name in self.outputs if name
+        )
+
+    def has(self, index: int) -> bool:
+        return index < len(self.inputs) and bool(self.inputs[index])
+
+    def attribute(self, name: str, default: Any) -> Any:
+        item = self._attributes.get(name)
+        return default if item is None else helper.get_attribute_value(item)
+
+    def integers(self, index: int) -> tuple[int, ...] | None:
+        return self.graph.integers(self.inputs[index]) if self.has(index) else None
+
+    def argument(self, name: str, index: int) -> tuple[int, ...] | None:
+        """What later opsets take as an input and earlier ones as an attribute; None if it is not constant."""
+        if self.has(index):
+            return self.integers(index)
+        given = self.attribute(name, None)
+        return None if given is None else tuple(given)
 
 
 def captured(node: NodeProto) -> list[str]:

@@ -14,13 +14,14 @@ A beam search goes through the nodes in their order. A state says how each value
 there; of states that say the same, the cheapest stays. All states are right, only their costs differ.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 
-from mcinfer.errors import BuildError
-from mcinfer.slicing.graphs import BITS, Graph, captured, label, tensor_bytes
+from mcinfer.slicing import rules
+from mcinfer.slicing.graphs import BITS, Graph, View, captured, tensor_bytes
 from mcinfer.slicing.placements import (
     PARTIAL,
     REPLICATED,
@@ -32,7 +33,7 @@ from mcinfer.slicing.placements import (
     Sharded,
     divides,
 )
-from mcinfer.slicing.rules import WEIGHTS, Choice, View, slice_bounds, split_sizes
+from mcinfer.slicing.rules import WEIGHTS, Choice, slice_bounds, split_sizes
 
 SENT_WEIGHT = 0.25
 """What a byte that a rank sends in a run costs, where a byte of weights that it keeps costs one."""
@@ -133,18 +134,14 @@ class Search:
         self._graph, self._costs = graph, costs
         self._ranks = costs.ranks
         self._views = [View(graph, number, self._ranks) for number in range(len(graph.nodes))]
-        self._often = {name for name in graph.constants if self._times_used(name) > 1}
+        self._often = {name for name, times in self._times_used().items() if times > 1}
         self._shared = {
             name for name in self._often if tensor_bytes(graph.constants[name]) >= _SMALLEST_WEIGHT
         }
         self._ends = self._last_uses()
 
     def run(self) -> list[Choice]:
-        """The choices on the cheapest way, by node.
-
-        Raises:
-            BuildError: A node cannot be run.
-        """
+        """The choices on the cheapest way, by node."""
         states: list[tuple[float, State, _Path | None]] = [(0.0, {}, None)]
         for number, view in enumerate(self._views):
             states = self._advance(number, view, states)
@@ -183,19 +180,15 @@ class Search:
                 same = frozenset(after.items())
                 if same not in found or total < found[same][0]:
                     found[same] = (total, after, _Path(path, step.choice))
-        if not found:
-            raise BuildError(
-                f"model: node {label(view.node)} cannot be run over {self._ranks} ranks"
-            )
         if len(found) <= _WIDTH:
             return [*found.values()]
         return sorted(found.values(), key=lambda entry: entry[0])[:_WIDTH]
 
     def _steps(self, view: View, names: list[str], forms: tuple[Forms | None, ...]) -> list[_Step]:
-        choices = [view.whole()]
-        choices += view.partial(forms)
+        choices = [rules.whole(view)]
+        choices += rules.partial(view, forms)
         for index, cut in self._cuts(view, forms):
-            choice = view.cut(index, cut, forms)
+            choice = rules.cut(view, index, cut, forms)
             if isinstance(choice, Choice) and choice not in choices:
                 choices.append(choice)
         steps = (self._step(view, names, forms, choice) for choice in choices)
@@ -284,9 +277,13 @@ class Search:
     def _whole(self, name: str, state: State) -> float:
         return self._convert(name, state.get(name, _WHOLE), REPLICATED) or 0.0
 
-    def _times_used(self, name: str) -> int:
-        users = [derived for derived, how in self._graph.derived.items() if how.source == name]
-        return len(self._graph.uses.get(name, ())) + sum(self._times_used(user) for user in users)
+    def _times_used(self) -> Counter[str]:
+        """How many nodes take each constant, also in other clothes."""
+        count: Counter[str] = Counter()
+        for name, numbers in self._graph.uses.items():
+            if self._graph.is_constant(name):
+                count[self._graph.source(name, REPLICATED)[0]] += len(numbers)
+        return count
 
     def _last_uses(self) -> dict[int, list[str]]:
         last: dict[str, int] = {}

@@ -21,12 +21,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from onnx import ModelProto, ValueInfoProto, numpy_helper
-
 from mcinfer.config import Parallel
-from mcinfer.errors import BuildError, InvalidInputError, ModelNotFoundError
+from mcinfer.errors import (
+    BuildError,
+    InvalidInputError,
+    MissingDependencyError,
+    ModelNotFoundError,
+)
 from mcinfer.machine import usable_memory
 from mcinfer.model_cache.building import ChildFailedError, Progress, run_child
+
+try:
+    from onnx import ModelProto, ValueInfoProto, numpy_helper
+except ImportError as exc:
+    raise MissingDependencyError(
+        "cutting a model needs the package onnx: pip install 'mcinfer[onnx]'"
+    ) from exc
+
 from mcinfer.slicing.estimates import ASSUMED_BATCH, ASSUMED_SIZE, MAIN_DOMAINS, Values, infer
 from mcinfer.slicing.graphs import label
 from mcinfer.slicing.pipeline import Stage, cut_stages

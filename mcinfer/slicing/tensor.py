@@ -18,12 +18,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from mcinfer.errors import InvalidInputError
-from mcinfer.slicing.graphs import Graph, captured, label, operator, tensor_bytes
+from mcinfer.slicing import rules
+from mcinfer.slicing.graphs import (
+    BITS,
+    Graph,
+    View,
+    captured,
+    label,
+    loaded,
+    operator,
+    tensor_bytes,
+)
 from mcinfer.slicing.placements import (
     PARTIAL,
     REPLICATED,
@@ -37,7 +46,7 @@ from mcinfer.slicing.placements import (
     local_dims,
     ranges,
 )
-from mcinfer.slicing.rules import RULES, WEIGHTS, Choice, View, integer_type
+from mcinfer.slicing.rules import RULES, WEIGHTS, Choice, integer_type
 from mcinfer.slicing.search import Costs, Search
 
 COLLECTIVE_DOMAIN = "com.microsoft"
@@ -163,27 +172,27 @@ class TensorSlices:
         Args:
             recipe: One of `recipes`.
             folder: The model's folder, for data that are external.
+
+        Raises:
+            InvalidInputError: `folder` is None, and data are external.
+            BuildError: External data cannot be read.
         """
         if recipe.array is not None:
             return numpy_helper.from_array(recipe.array, recipe.name)
+        source = loaded(self.sources[recipe.source], folder)
         tensor = TensorProto()
-        tensor.CopyFrom(self.sources[recipe.source])
-        if tensor.data_location == TensorProto.EXTERNAL:
-            if folder is None:
-                raise InvalidInputError(
-                    f"folder: got None, expected the model's folder: the data of {recipe.source!r} "
-                    "are external"
-                )
-            onnx.external_data_helper.load_external_data_for_tensor(tensor, str(folder))
-            tensor.data_location = TensorProto.DEFAULT
-            del tensor.external_data[:]
-        if recipe.axis is not None:
-            array = numpy_helper.to_array(tensor)
-            along = (slice(None),) * recipe.axis
-            parts = [array[(*along, slice(start, stop))] for start, stop in recipe.ranges]
-            kind = tensor.data_type
-            tensor = numpy_helper.from_array(np.concatenate(parts, recipe.axis), recipe.name)
-            tensor.data_type = kind  # NumPy lacks some types, and carries their bytes in others
+        if recipe.axis is None:
+            tensor.CopyFrom(source)
+        elif source.HasField("raw_data"):
+            # As bytes, since NumPy lacks some types.
+            size = BITS[source.data_type] // 8
+            array = np.frombuffer(source.raw_data, f"V{size}").reshape(source.dims)
+            part = _taken(array, recipe)
+            tensor = TensorProto(
+                data_type=source.data_type, dims=part.shape, raw_data=part.tobytes()
+            )
+        else:
+            tensor = numpy_helper.from_array(_taken(numpy_helper.to_array(source), recipe))
         tensor.name = recipe.name
         return tensor
 
@@ -200,6 +209,12 @@ class TensorSlices:
             model.graph.initializer.extend(self.initializer(recipe, folder) for recipe in recipes)
             models.append(model)
         return models
+
+
+def _taken(array: NDArray[Any], recipe: Recipe) -> NDArray[Any]:
+    axis = recipe.axis or 0
+    along = (slice(None),) * axis
+    return np.concatenate([array[(*along, slice(*span))] for span in recipe.ranges], axis)
 
 
 def slice_tensor(
@@ -223,14 +238,14 @@ def slice_tensor(
     Raises:
         InvalidInputError: `size` does not fit, or the model draws random numbers without a seed, or has
             collectives already; names the node.
-        BuildError: The shapes of the model contradict each other, or a node cannot be run over the ranks.
+        BuildError: The shapes of the model cannot be inferred, or external data cannot be read.
     """
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise InvalidInputError(f"size: got {size!r}, expected a number of ranks, at least 1")
     graph = Graph(model, folder)
     costs = Costs(graph, size, symbol_sizes or {})
     if size == 1:
-        choices = [View(graph, number, 1).whole() for number in range(len(graph.nodes))]
+        choices = [rules.whole(View(graph, number, 1)) for number in range(len(graph.nodes))]
     else:
         choices = Search(graph, costs).run()
     return write_slices(graph, size, choices)
@@ -303,7 +318,7 @@ class _Writer:
             dtype = np.int32 if kind == TensorProto.INT32 else np.int64
             inputs[index] = self._constant(f"{view.outputs[0]}.sizes", np.array(vector, dtype))
         for index, patch in choice.patches.items():
-            inputs[index] = self._patched(inputs[index], view.inputs[index], patch)
+            inputs[index] = self._patched(inputs[index], view, index, patch)
         for name in captured(view.node):
             if name in self.graph.uses and (self.graph.is_constant(name) or name in self.given):
                 self._fetch(name, REPLICATED, view)
@@ -368,10 +383,11 @@ class _Writer:
             bias = self._node("Reshape", [bias, wanted], self._unique(f"{name}.bias"))
         self._node("Add", [total, bias], name)
 
-    def _patched(self, written: str, name: str, patch: Mapping[int, int]) -> str:
+    def _patched(self, written: str, view: View, index: int, patch: Mapping[int, int]) -> str:
         """A vector that a run makes, with other elements at some positions."""
-        length = (self.graph.dims(name) or (0,))[0]
-        length = length if isinstance(length, int) else max(patch) + 1
+        name = view.inputs[index]
+        dims = self.graph.dims(name) or (None,)
+        length = dims[0] if isinstance(dims[0], int) else len(view.output_dims())
         which = np.array([position in patch for position in range(length)])
         values = np.array([patch.get(position, 0) for position in range(length)], np.int64)
         condition = self._constant(f"{name}.which", which)
@@ -429,7 +445,7 @@ class _Writer:
             None if self.graph.is_constant(other) else tuple(self._forms(other))
             for other in view.inputs
         ]
-        refused = view.cut(view.inputs.index(name), placement, forms)
+        refused = rules.cut(view, view.inputs.index(name), placement, forms)
         return refused if isinstance(refused, str) else ""
 
     def _forms(self, name: str) -> list[Placement]:
@@ -602,7 +618,7 @@ class _Writer:
         found = []
         for axis, size in enumerate(view.dims(index)):
             if isinstance(size, int) and size > 1:
-                cut = view.cut(index, Sharded(axis, (size,)), [None] * len(view.inputs))
+                cut = rules.cut(view, index, Sharded(axis, (size,)), [None] * len(view.inputs))
                 if isinstance(cut, Choice):
                     return ""
                 found.append(cut)

@@ -190,13 +190,13 @@ class Weights:
             new.dims[selection.axis] = selection.size
         if tensor.data_location == TensorProto.EXTERNAL:
             place = self._places[int(tensor.external_data[0].value)]
-        elif tensor.raw_data or selection is not None:
-            raw = tensor.raw_data or numpy_helper.from_array(numpy_helper.to_array(tensor)).raw_data
-            place = _Place(len(raw), content=raw)
-        else:
+        elif tensor_size(tensor) is None:  # strings, or a type that is not known here
             new.CopyFrom(tensor)
             new.name = name
             return new
+        else:
+            raw = _raw(tensor)
+            place = _Place(len(raw), content=raw)
         size = tensor_size(new)
         if size is None:
             size = place.size
