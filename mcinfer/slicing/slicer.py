@@ -195,7 +195,7 @@ def slice_model(
         report = write_slices(model, draft, tensor=tensor, pipeline=pipeline)
         if check:
             tick({"phase": "checking"})
-            report = replace(report, check=_checked(Path(model), draft, report))
+            report = replace(report, check=_checked(Path(model), draft, report, tick))
             _write_report(draft, report)
         _move(draft, place, force)
     finally:
@@ -412,7 +412,7 @@ def _move(draft: Path, place: Path, force: bool) -> None:
 # The check.
 
 
-def _checked(model: Path, folder: Path, report: Report) -> CheckReport:
+def _checked(model: Path, folder: Path, report: Report, tick: Progress) -> CheckReport:
     needed, usable = 2 * report.weight_bytes, usable_memory()
     if needed > usable:
         return replace(
@@ -421,7 +421,11 @@ def _checked(model: Path, folder: Path, report: Report) -> CheckReport:
         )
     arguments = [str(model.absolute()), str(folder)]
     try:
-        found = run_child("mcinfer.engines.check_slices:check", arguments, _silent)
+        found = run_child(
+            "mcinfer.engines.check_slices:check",
+            arguments,
+            lambda state: tick({"phase": "checking", **state}),
+        )
     except ChildFailedError as exc:
         raise BuildError(f"{model}: its slices could not be checked: {exc}") from exc
     if "reason" in found:
