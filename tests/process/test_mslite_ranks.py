@@ -1,5 +1,6 @@
 """MindSpore Lite's two programs for ranks, as real processes: started by hand, and by a real mpirun."""
 
+import importlib.util
 import json
 import os
 import re
@@ -376,9 +377,9 @@ def test_process_has_several_models_of_one_place(
 # Started by mpirun.
 
 
-def mpirun(path: str, *arguments: object) -> Ended:
+def mpirun(path: str, *arguments: object, between: Sequence[str] = ()) -> Ended:
     assert MPIRUN is not None
-    launcher = (MPIRUN, "-n", "2", "--oversubscribe")
+    launcher = (MPIRUN, "-n", "2", "--oversubscribe", *between)
     with program(path, *arguments, env=AS_ROOT, launcher=launcher) as started:
         return started.wait()
 
@@ -391,6 +392,26 @@ def test_ranks_started_by_mpirun_print_the_values_of_the_unsliced_model(
     ended = mpirun(BY_LAUNCHER, "--model_path", slices[cut] / "matmul.mindir")
     assert ended.status == 0, ended.err
     check_printed(ended.out, expected, times=2)
+
+
+@needs_mpirun
+@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
+def test_ranks_on_several_hosts_meet_by_mpi(slices: Slices, expected: NDArray[Any]) -> None:
+    elsewhere = ("env", "OMPI_COMM_WORLD_LOCAL_SIZE=1")  # as if each rank were alone on its host
+    path = slices["tensor"] / "matmul.mindir"
+    ended = mpirun(BY_LAUNCHER, "--model_path", path, between=elsewhere)
+    assert ended.status == 0, ended.err
+    check_printed(ended.out, expected, times=2)
+
+
+@needs_mpirun
+@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is not None, reason="mpi4py is installed")
+def test_ranks_on_several_hosts_say_what_is_missing(slices: Slices) -> None:
+    elsewhere = ("env", "OMPI_COMM_WORLD_LOCAL_SIZE=1")
+    path = slices["tensor"] / "matmul.mindir"
+    ended = mpirun(BY_LAUNCHER, "--model_path", path, between=elsewhere)
+    assert ended.status != 0
+    assert "pip install 'mcinfer[mpi]'" in ended.err
 
 
 @needs_mpirun
