@@ -1,10 +1,13 @@
 """Tests of mcinfer/mslite/_ranks.py: from a context and a configuration to a place among ranks."""
 
+import gc
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 from google.protobuf import (  # type: ignore[import-untyped]
@@ -15,6 +18,7 @@ from google.protobuf import (  # type: ignore[import-untyped]
 from onnx import parser
 
 from mcinfer.errors import CollectiveTimeoutError, InvalidInputError
+from mcinfer.mslite import Model, ModelType
 from mcinfer.mslite._checks import Sections, failure
 from mcinfer.mslite._ranks import Membership, check_groups, is_slice, place_of, read_groups
 from mcinfer.mslite.context import Context
@@ -34,12 +38,9 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def own_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a process in which no model has joined."""
     monkeypatch.setattr(Membership, "_process", None)
-    monkeypatch.setattr(Membership, "_models", 0)
-    yield
-    Membership._process = None
 
 
 RankTable = Callable[[int], Sections]
@@ -281,3 +282,70 @@ def test_time_of_one_operation_is_that_of_hccls_variable(
     assert ranks is not None
     with Membership(ranks).group() as group:
         assert group.timeout == 7.0
+
+
+# Models.
+
+
+def built(path: Path, sections: Sections, groups: str = "") -> Model:
+    """A model whose device is missing: the CPU serves, with the one warning that says so."""
+    onnx.save(parser.parse_model(WHOLE), path)
+    model = Model()
+    with pytest.warns(UserWarning, match=r"^target ascend cannot be used here") as warned:
+        model.build_from_file(
+            str(path), ModelType.MINDIR, context_of("Ascend", 0, groups), "", sections
+        )
+    assert len(warned) == 1
+    return model
+
+
+@pytest.mark.usefixtures("own_process")
+def test_job_of_one_rank_runs_the_model(rank_table: RankTable, tmp_path: Path) -> None:
+    model = built(tmp_path / "matmul0.mindir", rank_table(1))
+    [output] = model.predict([np.array([[-1, 0, 1, 2]], np.float32)])
+    assert output.get_data_to_numpy().tolist() == [[0, 0, 1, 2]]
+
+
+@pytest.mark.usefixtures("own_process")
+def test_model_leaves_its_group_with_its_last_user(rank_table: RankTable, tmp_path: Path) -> None:
+    def descriptors() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    build = partial(built, tmp_path / "matmul0.mindir", rank_table(1))
+    build().predict([np.ones((1, 4), np.float32)])  # what is opened once for all
+    before = descriptors()
+    model = build()
+    model.predict([np.ones((1, 4), np.float32)])
+    assert descriptors() > before
+    del model
+    assert descriptors() == before
+
+
+@pytest.mark.usefixtures("own_process")
+@pytest.mark.parametrize(
+    ("entries", "text"),
+    [
+        ({"shareable_weight_pid_list": "1"}, "weights are shared between processes of whole"),
+        ({"shareable_weight_mem_handle": "5"}, "weights are shared between processes of whole"),
+    ],
+)
+def test_what_a_slice_cannot_do_is_refused_before_the_others_are_waited_for(
+    rank_table: RankTable, tmp_path: Path, entries: dict[str, str], text: str
+) -> None:
+    sections = rank_table(2)
+    sections["ascend_context"] |= entries
+    path = tmp_path / "matmul0.mindir"
+    onnx.save(parser.parse_model(WHOLE), path)
+    with pytest.raises(RuntimeError, match=f"build_from_file failed! Error is {text}"):
+        Model().build_from_file(str(path), ModelType.MINDIR, context_of("Ascend"), "", sections)
+
+
+def test_wrong_groups_fail_the_build(rank_table: RankTable, tmp_path: Path) -> None:
+    groups = tmp_path / "groups.pb"
+    groups.write_bytes(TWO_GROUPS)
+    path = tmp_path / "matmul0.mindir"
+    onnx.save(parser.parse_model(WHOLE), path)
+    context = context_of("Ascend", 0, str(groups))
+    with pytest.raises(RuntimeError, match=r"group_info_file .* group 'rest': got the ranks"):
+        Model().build_from_file(str(path), ModelType.MINDIR, context, "", rank_table(2))

@@ -6,7 +6,7 @@
     GPU:    the launcher (mpirun, …) ──────────────────────────────────┴─► place_of ──► join_ranks ──► Group
 
 A group belongs to one model. The models of a process have the same place, as in MindSpore Lite, and every
-rank builds its models in the same order: the n-th of one joins the n-th of the others.
+rank builds its models in the same order: the groups of a job have one key, one after another.
 """
 
 import os
@@ -68,7 +68,6 @@ class Membership:
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _process: ClassVar[Ranks | None] = None  # the place of all models of this process
-    _models: ClassVar[int] = 0  # how many models have joined
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -97,7 +96,7 @@ class Membership:
                     f"{known.size} by the {known.source}: a process has one place for all its models"
                 )
             group = join(
-                f"{ranks.key} model {cls._models}",
+                ranks.key or ranks.source,
                 ranks.rank,
                 ranks.size,
                 backend=ranks.backend,
@@ -105,7 +104,6 @@ class Membership:
             )
             group.timeout = _seconds(_RUN_SECONDS)
             cls._process = ranks
-            cls._models += 1
             return group
 
     def close(self) -> None:
