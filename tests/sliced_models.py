@@ -213,3 +213,72 @@ def attention(folder: Path, ranks: int, *, heads: int = 4, width: int = 16) -> S
         for rank in range(ranks)
     ]
     return Sliced(whole=whole, slices=tuple(slices))
+
+
+def pipeline(folder: Path, stages: int, tensor: int = 1, *, width: int = 16) -> Sliced:
+    """Three layers in two or three stages. The first layer's result goes to the last stage as well, and is an
+    output; each layer is cut by columns and gathered.
+    """
+    rng = np.random.default_rng(5)
+    weights = {
+        name: rng.normal(0, width**-0.5, (width, width)).astype(np.float32)
+        for name in ("w0", "w1", "w2")
+    }
+
+    def layer(number: int, given: str, joined: bool) -> list[NodeProto]:
+        part, whole = f"part{number}", f"whole{number}"
+        return [
+            helper.make_node("MatMul", [given, f"w{number}"], [part]),
+            all_gather(part, whole, tensor, 1)
+            if joined
+            else helper.make_node("Identity", [part], [whole]),
+        ]
+
+    def ends(joined: bool) -> list[list[NodeProto]]:
+        return [
+            [*layer(0, "x", joined), helper.make_node("Relu", ["whole0"], ["first"])],
+            [*layer(1, "first", joined), helper.make_node("Relu", ["whole1"], ["second"])],
+            [*layer(2, "second", joined), helper.make_node("Add", ["whole2", "first"], ["y"])],
+        ]
+
+    outputs = [value("y", "batch", width), value("first", "batch", width)]
+    nodes = [node for part in ends(False) for node in part]
+    whole = save(folder / "whole.onnx", nodes, [value("x", "batch", width)], outputs, weights)
+    first, second, third = ends(tensor > 1)
+    parts = {2: [first + second, third], 3: [first, second, third]}[stages]
+    last = stages - 1
+    # Of each value: the stage that makes it, and those that get it.
+    passed = {"first": (0, range(1, stages)), "second": (last - 1, [last])}
+    slices = []
+    for stage, part in enumerate(parts):
+        for t in range(tensor):
+            received = {
+                name: maker * tensor + t for name, (maker, to) in passed.items() if stage in to
+            }
+            sent = {
+                name: [other * tensor + t for other in to]
+                for name, (maker, to) in passed.items()
+                if maker == stage
+            }
+            names = {0: ["first"], last: ["y"]}.get(stage, [])
+            own = {name for node in part for name in node.input if name in weights}
+            slices.append(
+                save(
+                    folder / f"model{stage * tensor + t}.onnx",
+                    part,
+                    [value(name, "batch", width) for name in received or ["x"]],
+                    [value(name, "batch", width) for name in dict.fromkeys([*names, *sent])],
+                    {name: np.split(weights[name], tensor, 1)[t].copy() for name in sorted(own)},
+                    metadata={
+                        "version": 1,
+                        "rank": stage * tensor + t,
+                        "tensor": tensor,
+                        "pipeline": stages,
+                        "inputs": [["x", "float32", ["batch", width]]],
+                        "outputs": [[name, "float32", ["batch", width]] for name in ("y", "first")],
+                        "receives": received,
+                        "sends": sent,
+                    },
+                )
+            )
+    return Sliced(whole=whole, slices=tuple(slices))

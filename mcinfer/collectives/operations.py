@@ -4,6 +4,7 @@ A *signature* is an operation with checked arguments. A *cell* says the same in 
 ranks which run the same; backends send cells to find ranks that do not.
 """
 
+import os
 import struct
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,13 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from mcinfer.collectives.base import Collective, Group, Operation
-from mcinfer.errors import ClosedError, InvalidInputError
+from mcinfer.errors import (
+    ClosedError,
+    CollectiveTimeoutError,
+    InvalidInputError,
+    McinferError,
+    RankDiedError,
+)
 from mcinfer.specs import STRING, element_type_name
 
 _REDUCTIONS = get_args(Operation)
@@ -229,6 +236,16 @@ def difference(cells: Mapping[int, bytes]) -> InvalidInputError:
 
 # Groups.
 
+_ENDS: dict[str, type[McinferError]] = {
+    kind.__name__: kind for kind in (RankDiedError, CollectiveTimeoutError, InvalidInputError)
+}
+
+
+def end_error(text: str) -> McinferError | None:
+    """The error that another rank left the group with, from what it said; None if it only closed it."""
+    name, _, rest = text.partition("\n")
+    return _ENDS.get(name, RankDiedError)(rest) if name else None
+
 
 class SignatureGroup(Group):
     """A group that makes all its operations from signatures."""
@@ -246,6 +263,10 @@ class SignatureGroup(Group):
     @abstractmethod
     def _prepare_transfer(self, signature: Signature, root: int, to: int) -> Collective:
         """An operation of two ranks, of which this is one."""
+
+    @abstractmethod
+    def _leave(self, text: str, cause: str) -> None:
+        """Close the group, and have the others get the text, for `end_error`."""
 
     def all_reduce(self, array: NDArray[Any], operation: Operation = "sum") -> NDArray[Any]:
         return self._once("all_reduce", array, operation=operation)
@@ -292,6 +313,18 @@ class SignatureGroup(Group):
                 f"source, to: got {source} and {to} in rank {self.rank}, which is neither"
             )
         return self._prepare_transfer(signature, source, to)
+
+    def close(self) -> None:
+        if self._cause is None:
+            self._leave("", "this rank closed it")
+
+    def _break(self, exc: BaseException) -> None:
+        """Close the group because of an error, which the others get too."""
+        if self._cause is None:
+            name, text = type(exc).__name__, str(exc)
+            if name not in _ENDS:
+                text = f"rank {self.rank} (pid {os.getpid()}) left the group: {name}: {exc}"
+            self._leave(f"{name}\n{text}", text)
 
     def _members(self, ranks: Sequence[int]) -> list[int]:
         """The ranks of a subgroup, checked."""

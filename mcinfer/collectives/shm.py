@@ -54,6 +54,7 @@ from mcinfer.collectives.operations import (
     SignatureGroup,
     cell,
     difference,
+    end_error,
     epoch_of,
     reduction,
     text_of,
@@ -63,7 +64,6 @@ from mcinfer.config import check_seconds
 from mcinfer.errors import (
     CollectiveTimeoutError,
     InvalidInputError,
-    McinferError,
     RankDiedError,
     shortened,
 )
@@ -83,9 +83,6 @@ _MAX_KEPT = 64
 """One-shot operations whose views are kept for the next call."""
 
 _LONGEST_WAIT = 86400.0
-_ENDS: dict[str, type[McinferError]] = {
-    kind.__name__: kind for kind in (RankDiedError, CollectiveTimeoutError, InvalidInputError)
-}
 
 
 def join_sockets(
@@ -303,10 +300,6 @@ class ShmGroup(SignatureGroup):
             raise
         return None if membership is None else ShmGroup(membership, self.timeout)
 
-    def close(self) -> None:
-        if self._cause is None:
-            self._leave("", "", "this rank closed it")
-
     # Steps: meetings of all ranks.
 
     def _meet(self, packed: bytes) -> None:
@@ -478,9 +471,9 @@ class ShmGroup(SignatureGroup):
                 raise RankDiedError(f"{peer} {how_it_ended(peer.pid, peer.pidfd)}")
         for peer in self._peers:
             if peer.ended:
-                name, text = self._read_end(peer)
-                if name:
-                    raise _ENDS.get(name, RankDiedError)(text)
+                exc = end_error(self._control.read_text(peer.rank, END_TEXT))
+                if exc is not None:
+                    raise exc
         for peer in late:
             if peer.ended:
                 raise RankDiedError(f"{peer} closed the group")
@@ -493,29 +486,15 @@ class ShmGroup(SignatureGroup):
 
     # The end.
 
-    def _break(self, exc: BaseException) -> None:
-        """Close the group because of an error, which the others get too."""
-        if self._cause is not None:
-            return
-        name, text = type(exc).__name__, str(exc)
-        if name not in _ENDS:
-            text = f"rank {self.rank} (pid {os.getpid()}) left the group: {name}: {exc}"
-        self._leave(name, text, text)
-
-    def _leave(self, name: str, text: str, cause: str) -> None:
+    def _leave(self, text: str, cause: str) -> None:
         self._cause = cause
-        self._control.write_text(self.rank, END_TEXT, f"{name}\n{shortened(text)}")
+        self._control.write_text(self.rank, END_TEXT, shortened(text))
         for fd in self._outgoing:
             os.eventfd_write(fd, _END)
         self._kept.clear()
         self._windows.clear()
         self._control.map.close()
         self._membership.close()
-
-    def _read_end(self, peer: _Peer) -> tuple[str, str]:
-        """The name of the error and its text; both empty if the peer only closed the group."""
-        name, _, rest = self._control.read_text(peer.rank, END_TEXT).partition("\n")
-        return name, rest
 
     # Making operations.
 

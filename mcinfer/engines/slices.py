@@ -126,6 +126,7 @@ class RankEngine(Engine):
         links: What this rank passes to other stages.
         arena: The groups whose memory this engine uses, and the layouts.
         meetings: What this rank owes the others in the current run.
+        given: Names of the outputs that runs give in this rank.
         depth: How many runs the first stage may begin before the last one has finished the first of them.
         parity: The parity of the exchanges that ran last.
     """
@@ -180,6 +181,8 @@ class RankEngine(Engine):
         roots = self._roots()
         shared = deliver_everywhere and plan.pipeline > 1
         self.links = StageLinks(plan, group.rank, roots if shared else {})
+        names = [spec.name for spec in plan.spec.outputs]
+        self.given = [name for name in names if shared or name in plan.made]
         self.tensor = group.size // plan.pipeline
         self._renew(None)
 
@@ -462,13 +465,13 @@ class _RankRun(Run):
         self._layout = layout
         self._programs = [None, None]
         self._outputs = {}
-        for spec in self._engine.spec.outputs:
-            like = layout.values.get(spec.name)
+        for name in self._engine.given:
+            like = layout.values[name]
             if isinstance(like, Buffer):
-                place = self._bound.get(spec.name)
+                place = self._bound.get(name)
                 if place is None or place.shape != like.shape:
-                    place = owned(spec.name, like.element_type, like.shape)
-                self._outputs[spec.name] = place
+                    place = owned(name, like.element_type, like.shape)
+                self._outputs[name] = place
 
     def _run_bound(self, layout: Layout) -> Sequence[Produced | Strings]:
         engine = self._engine
@@ -513,7 +516,7 @@ class _RankRun(Run):
         return self._results(values)
 
     def _results(self, values: Values) -> Sequence[Produced | Strings]:
-        found = [values.get(spec.name) for spec in self._engine.spec.outputs]
+        found = [values[name] for name in self._engine.given]
         # A buffer of the caller's has its value already.
         return delivered(
             [item for item in found if isinstance(item, Produced | Strings)], self._bound
