@@ -2,7 +2,7 @@
 
 The cost of a way is, in bytes,
 
-    kept + SENT_WEIGHT * (sent + COLLECTIVE_BYTES * collectives)
+    kept + SENT_WEIGHT * (sent + collective_bytes * collectives)
 
 where *kept* are the weights that one rank keeps and *sent* is what one rank sends in a run: of a tensor of b
 bytes, 2 b (n - 1) / n for an AllReduce and b (n - 1) / n for an AllGather over n ranks, as in a ring
@@ -37,8 +37,12 @@ from mcinfer.slicing.rules import WEIGHTS, Choice, View, slice_bounds, split_siz
 SENT_WEIGHT = 0.25
 """What a byte that a rank sends in a run costs, where a byte of weights that it keeps costs one."""
 
-COLLECTIVE_BYTES = 4096
-"""What a collective costs besides its bytes, as bytes sent."""
+LEAST_COLLECTIVE_BYTES, MOST_COLLECTIVE_BYTES = 4 << 10, 64 << 10
+COLLECTIVE_PART = 1 << 12
+"""What a collective costs besides its bytes, as bytes sent: this part of all weights, within these bounds.
+
+The wait for all ranks takes as long as sending some 100 KB does, but a small model is to be cut all the same.
+"""
 
 NOMINAL_SIZE = 64
 """The size that costs assume for a symbol and an unknown size; on the first axis, the batch, it is 1."""
@@ -91,6 +95,10 @@ class Costs:
                 (dim, 1) for dim in (graph.dims(name) or ())[:1] if isinstance(dim, str)
             )
         self._sizes.update(sizes)
+        weights = sum(map(tensor_bytes, graph.constants.values()))
+        self._collective_bytes = min(
+            max(weights // COLLECTIVE_PART, LEAST_COLLECTIVE_BYTES), MOST_COLLECTIVE_BYTES
+        )
 
     def value_bytes(self, name: str) -> float:
         """Of a whole value, with nominal sizes for symbols and unknown sizes."""
@@ -108,7 +116,7 @@ class Costs:
         """The cost of making a value whole."""
         times = 2 if isinstance(placement, Partial) else 1
         sent = times * self.value_bytes(name) * (self.ranks - 1) / self.ranks
-        return SENT_WEIGHT * (sent + COLLECTIVE_BYTES)
+        return SENT_WEIGHT * (sent + self._collective_bytes)
 
     def _size(self, axis: int, dim: Dim) -> int:
         if isinstance(dim, int):
