@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mcinfer.errors import InvalidInputError
 from mcinfer.mslite.context import Context
 
 
@@ -113,9 +114,7 @@ def test_unknown_affinity_mode_is_0_with_a_warning_at_the_callers_line() -> None
     assert caught[0].filename == __file__
 
 
-@pytest.mark.parametrize(
-    ("rank", "size", "found"), [("3", "4", (3, 4)), ("", "", (0, 1)), ("first", "²", (0, 1))]
-)
+@pytest.mark.parametrize(("rank", "size", "found"), [("3", "4", (3, 4)), ("", "", (0, 1))])
 def test_ranks_come_from_the_launcher(
     monkeypatch: pytest.MonkeyPatch, rank: str, size: str, found: tuple[int, int]
 ) -> None:
@@ -123,6 +122,15 @@ def test_ranks_come_from_the_launcher(
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", size)
     gpu = Context().gpu
     assert (gpu.rank_id, gpu.group_size) == found
+    with pytest.raises(AttributeError):
+        gpu.rank_id = 1  # type: ignore[misc]
+
+
+def test_rank_that_is_not_a_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "first")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(InvalidInputError, match="OMPI_COMM_WORLD_RANK: got 'first', expected a n"):
+        Context().gpu.rank_id  # noqa: B018
 
 
 def test_config_info_adds_sections_and_replaces_those_it_names(tmp_path: Path) -> None:

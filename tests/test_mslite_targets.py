@@ -62,9 +62,33 @@ def test_type_is_that_of_the_ending_else_what_is_said_or_the_content_shows() -> 
         (b"\x08\x08", None, ModelType.ONNX),
         (b"\x0a\x05", None, ModelType.MINDIR),
         (b"", None, ModelType.MINDIR),
+        # What programs for MindSpore Lite call MINDIR may be ONNX here.
+        (b"\x08\x08", ModelType.MINDIR, ModelType.ONNX),
+        (b"\x08\x00", ModelType.MINDIR, ModelType.MINDIR),
+        (b"\x08\x08", ModelType.MINDIR_LITE, ModelType.MINDIR_LITE),
     ]
     for model, said, found in cases:
         assert model_type_of(model, said) is found
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [(b"\x08\x08\x12", ModelType.ONNX), (b"\x0a\x05", ModelType.MINDIR), (b"", ModelType.MINDIR)],
+)
+def test_file_that_is_to_be_mindir_is_what_its_content_shows(
+    tmp_path: Path, content: bytes, found: ModelType
+) -> None:
+    path = tmp_path / "matmul0.mindir"
+    path.write_bytes(content)
+    assert model_type_of(str(path), ModelType.MINDIR) is found
+    assert model_type_of(str(path)) is found
+    assert model_type_of(str(path), ModelType.MINDIR_LITE) is ModelType.MINDIR_LITE
+
+
+def test_path_without_a_file_to_read_is_of_the_type_that_is_said(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.mindir")
+    for name in ("", "none.mindir", "pipe.mindir"):
+        assert model_type_of(str(tmp_path / name), ModelType.MINDIR) is ModelType.MINDIR
 
 
 @pytest.mark.parametrize(
@@ -167,6 +191,12 @@ def test_settings_of_an_ascend_are_said_in_the_words_of_each_runtime(
     assert all("no effect on ONNX models" in remark for remark in attempt.remarks)
     original = only(context, sections, model_type=ModelType.MINDIR)
     assert original.options.provider_options == for_mindir
+
+
+def test_rank_and_provider_of_an_ascend_have_an_effect_with_a_rank_table() -> None:
+    context = context_of("ascend", ascend_rank_id=1, ascend_provider="ge")
+    sections = {"ascend_context": {"rank_table_file": "table.json"}}
+    assert only(context, sections).remarks == ()
 
 
 def test_what_is_said_of_a_gpu_reaches_mindspore_lites_own_package() -> None:

@@ -96,7 +96,7 @@ _SHORT_OF_MEMORY = re.compile(r"bad_alloc|Failed to allocate|Available memory of
 _SHARED_ARENA = "session.use_env_allocators"
 """The runtime's option for sessions that share one arena, which must exist before."""
 
-_RUNTIME = Runtime(
+RUNTIME = Runtime(
     version=f"onnxruntime {ort.__version__}",
     build=ort.get_build_info(),
     ignored=frozenset(
@@ -151,11 +151,11 @@ def prepared(request: EngineRequest, progress: Progress | None = None) -> Prepar
             added_inputs(scan(request.model), request.variable_weights)
         except OSError as exc:
             raise BuildError(f"{request.model}: {exc}") from exc
-    return find_or_make("onnxruntime", request, _RUNTIME, progress)
+    return find_or_make("onnxruntime", request, RUNTIME, progress)
 
 
 def facts(request: EngineRequest) -> dict[str, Any]:
-    return describe(request, _RUNTIME)
+    return describe(request, RUNTIME)
 
 
 def load(request: EngineRequest, preparation: Preparation | None = None) -> "OnnxRuntimeEngine":

@@ -172,9 +172,9 @@ class Run(ABC):
     def begin(self) -> None:  # noqa: B027 this default is complete
         """Begin the run; `Engine.depth` runs at most, of any layouts, may be begun and not finished.
 
-        With a `depth` of more than 1 the inputs have been read when this returns. The bound outputs are
-        written in `finish`, so one `Run` may be begun again before it is finished. Errors of the run are
-        raised by `finish`. What is raised here means that the engine cannot go on.
+        With a `depth` of more than 1 the inputs have been read when this returns, and the bound outputs are
+        written in `finish`, so one `Run` may be begun again before it is finished. Raises what `execute`
+        does; then the run is not begun.
         """
 
     def finish(self) -> Sequence[Produced | Strings]:
@@ -230,6 +230,9 @@ class Engine(ABC):
 
         With a `depth` of more than 1 the current run is the one that `begin` or `execute` is in.
         """
+
+    def close(self) -> None:  # noqa: B027 most engines end with their process
+        """End what runs in other processes; the engine and its runs are not used afterwards."""
 
 
 class ArrayEngine(Engine):

@@ -55,7 +55,7 @@ _LEAST_BYTES_PER_SECOND = 5e6
 """Time limit of preparing, for models whose constants compute for ever."""
 
 _OWN_PROC = "/proc/self/"
-_DRAFT = re.compile(r"tmp-[0-9a-f]{32}-\w+(/\w+)?|/proc/self/fd/\d+")
+DRAFT = re.compile(r"tmp-[0-9a-f]{32}-\w+(/\w+)?|/proc/self/fd/\d+")
 
 _SHORT_OF_SOMETHING = re.compile(
     r"bad_alloc|[Ff]ailed to allocate|Cannot allocate|No space left|Input/output error|"
@@ -104,6 +104,29 @@ class Preparation:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """How the folder of an entry is filled.
+
+    Attributes:
+        function: ``module:name`` of what a child calls: see `fill`.
+        argument: Its second argument, as JSON.
+        request: Of the model.
+        source: The model's content.
+        slow: The line of the log, with the model for its ``%s``, that says why a start takes long.
+        failed: Called with this, the folder and the text of a `BuildError` of the function.
+        kind: What the entry is, for its list, after the model's name.
+    """
+
+    function: str
+    argument: Any
+    request: EngineRequest
+    source: Source
+    slow: str
+    failed: "Callable[[Work, Path, str], None]"
+    kind: str = ""
+
+
 def find_or_make(
     engine: str, request: EngineRequest, runtime: Runtime, progress: Progress | None = None
 ) -> Preparation:
@@ -121,29 +144,37 @@ def find_or_make(
         return Preparation()
     folder = request.session_config.get(FOLDER_KEY)
     try:
-        if request.prepare == "auto" and not _is_large(Path(request.model).absolute(), folder):
+        if request.prepare == "auto" and not is_large(Path(request.model).absolute(), folder):
             return Preparation()
         store = Cache.default()
         with store.notes("sources") as memory:
             source = read_source(request.model, folder=folder, memory=memory)
-        facts = _facts(request, runtime, source)
-        held = _open_or_make(store, facts, engine, request, source, progress)
+        facts = facts_of(request, runtime, source)
+        work = Work(
+            function="mcinfer.engines.preparation:fill",
+            argument=engine,
+            request=request,
+            source=source,
+            slow=_SLOW,
+            failed=_record_failure,
+        )
+        held = open_or_make(store, facts, work, progress)
     except BuildError as exc:
         # The runtime refuses a file that is not a model, in better words; it takes a format of its own.
-        notes = (shortened(f"{_OWN_COPY}: {exc}"),) if request.prepare == "always" else ()
+        notes = (shortened(f"{OWN_COPY}: {exc}"),) if request.prepare == "always" else ()
         return Preparation(notes=notes)
     except (CacheUnusableError, ChildFailedError, OSError) as exc:
         # Without random names: all workers then have the same note.
-        return Preparation(notes=(f"{_OWN_COPY}: {_DRAFT.sub('…', shortened(str(exc)))}",))
+        return Preparation(notes=(f"{OWN_COPY}: {DRAFT.sub('…', shortened(str(exc)))}",))
     failure = held.opened / FAILURE_FILE
     if failure.exists():
         text = failure.read_text(encoding="utf-8")
         held.close()
-        return Preparation(notes=(f"{_OWN_COPY}: it cannot be prepared: {text}",))
+        return Preparation(notes=(f"{OWN_COPY}: it cannot be prepared: {text}",))
     return Preparation(held=held)
 
 
-_OWN_COPY = "each process has a copy of the weights of its own"
+OWN_COPY = "each process has a copy of the weights of its own"
 
 
 def describe(request: EngineRequest, runtime: Runtime) -> dict[str, Any]:
@@ -153,7 +184,7 @@ def describe(request: EngineRequest, runtime: Runtime) -> dict[str, Any]:
         memory = None
         with suppress(CacheUnusableError):
             memory = opened.enter_context(Cache.default().notes("sources"))
-        return _facts(request, runtime, read_source(request.model, folder=folder, memory=memory))
+        return facts_of(request, runtime, read_source(request.model, folder=folder, memory=memory))
 
 
 def fill(
@@ -171,10 +202,15 @@ def fill(
     Raises:
         BuildError: The runtime cannot; its own message.
     """
+    limit_files(most_file_bytes)
+    import_module(f"mcinfer.engines._{engine}").prepare(request_of(request), folder)
+
+
+def limit_files(most_bytes: int) -> None:
+    """Let this process write no file that is larger."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if soft == resource.RLIM_INFINITY or soft > most_file_bytes:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most_file_bytes, hard))
-    import_module(f"mcinfer.engines._{engine}").prepare(_request(request), folder)
+    if soft == resource.RLIM_INFINITY or soft > most_bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))
 
 
 def ensure(progress: Progress, engine: str, request: Mapping[str, Any], shown: bool) -> str:
@@ -190,7 +226,7 @@ def ensure(progress: Progress, engine: str, request: Mapping[str, Any], shown: b
         BuildError: It cannot be prepared.
     """
     module = import_module(f"mcinfer.engines._{engine}")
-    wanted = replace(_request(request), prepare="always")
+    wanted = replace(request_of(request), prepare="always")
     if shown:
         _log.addFilter(lambda record: record.msg != _SLOW)
     preparation: Preparation = module.prepared(wanted, progress)
@@ -202,7 +238,7 @@ def ensure(progress: Progress, engine: str, request: Mapping[str, Any], shown: b
     return key
 
 
-def _is_large(model: Path, folder: str | None) -> bool:
+def is_large(model: Path, folder: str | None) -> bool:
     """Whether a model with its external data is; the files are not read."""
     size = check_regular(model).st_size
     if size >= _LEAST_BYTES:
@@ -234,7 +270,7 @@ def _adopt(folder: Path, request: EngineRequest, runtime: Runtime) -> Held:
     return held
 
 
-def _facts(request: EngineRequest, runtime: Runtime, source: Source) -> dict[str, Any]:
+def facts_of(request: EngineRequest, runtime: Runtime, source: Source) -> dict[str, Any]:
     config = {k: v for k, v in request.session_config.items() if k not in runtime.ignored}
     return {
         "engine": runtime.version,
@@ -261,14 +297,15 @@ def cpu_features() -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _open_or_make(
-    store: Cache,
-    facts: Mapping[str, Any],
-    engine: str,
-    request: EngineRequest,
-    source: Source,
-    progress: Progress | None,
+def open_or_make(
+    store: Cache, facts: Mapping[str, Any], work: Work, progress: Progress | None
 ) -> Held:
+    """The entry of these facts; if there is none yet, one process of all that want it makes it.
+
+    Raises:
+        CacheUnusableError: See `Cache.make`.
+        ChildFailedError: The process that makes it failed; another try may succeed.
+    """
     key, start = entry_key(facts), monotonic()
     held = store.open(key)
     if held is not None:
@@ -276,24 +313,20 @@ def _open_or_make(
 
     def report(written: int) -> None:
         if progress is not None:
-            progress({"seconds": monotonic() - start, "written": written, "bytes": source.size})
+            progress(
+                {"seconds": monotonic() - start, "written": written, "bytes": work.source.size}
+            )
 
     def fill_folder(folder: Path, lock: int) -> None:
-        _fill_in_child(engine, request, source, folder, lock, report)
+        _fill_in_child(work, folder, lock, report)
 
     return store.make(key, facts, fill_folder, wait=_STUCK_SECONDS, progress=report)
 
 
-def _fill_in_child(
-    engine: str,
-    request: EngineRequest,
-    source: Source,
-    folder: Path,
-    lock: int,
-    report: Callable[[int], None],
-) -> None:
+def _fill_in_child(work: Work, folder: Path, lock: int, report: Callable[[int], None]) -> None:
     """Fill an entry's folder. The child holds the lock as well, in case this process ends."""
     start, warned = monotonic(), False
+    request, source = work.request, work.source
     size = f"{request.model} ({source.size / 1e6:.0f} MB)"
     before: object = None
 
@@ -305,16 +338,16 @@ def _fill_in_child(
             report(written)
         if not warned and state and monotonic() - start >= _WARN_SECONDS:
             warned = True
-            _log.warning(_SLOW, size)
+            _log.warning(work.slow, size)
 
     opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     most_file_bytes = _MAX_GROWTH * source.size + _MAX_ADDED_BYTES
     error = ""
     try:
         run_child(
-            "mcinfer.engines.preparation:fill",
+            work.function,
             # The child has the folder by the same number.
-            [engine, _plain(request), f"/proc/self/fd/{opened}", most_file_bytes],
+            [work.argument, _plain(request), f"/proc/self/fd/{opened}", most_file_bytes],
             tick,
             pass_fds=(lock, opened),
             most_seconds=_LEAST_SECONDS + source.size / _LEAST_BYTES_PER_SECOND,
@@ -327,19 +360,24 @@ def _fill_in_child(
     if not source.unchanged():
         raise ChildFailedError(f"{request.model} was changed meanwhile")
     if error:
-        for entry in folder.iterdir():
-            entry.unlink()
-        if _SHORT_OF_SOMETHING.search(error):
-            raise ChildFailedError(error)
-        _check_space(folder, 2 * source.size + _LEAST_BYTES)
-        (folder / FAILURE_FILE).write_text(error, encoding="utf-8")
+        work.failed(work, folder, error)
     in_memory = request.model.startswith("/proc/")
     name = "(in memory)" if in_memory else os.path.basename(request.model)
-    about = {"name": name, "bytes": source.size, "seconds": seconds}
+    about = {"name": f"{name}{work.kind}", "bytes": source.size, "seconds": seconds}
     (folder / ABOUT_FILE).write_text(json.dumps(about), encoding="utf-8")
     tick({})
     if not error:
-        _log.info("prepared %s in %.1f s", size, seconds)
+        _log.info("prepared %s%s in %.1f s", size, work.kind, seconds)
+
+
+def _record_failure(work: Work, folder: Path, error: str) -> None:
+    """Make it an entry that says why the model cannot be prepared, unless another try may succeed."""
+    for entry in folder.iterdir():
+        entry.unlink()
+    if _SHORT_OF_SOMETHING.search(error):
+        raise ChildFailedError(error)
+    _check_space(folder, 2 * work.source.size + _LEAST_BYTES)
+    (folder / FAILURE_FILE).write_text(error, encoding="utf-8")
 
 
 def _check_space(folder: Path, size: int) -> None:
@@ -367,7 +405,7 @@ def _plain(request: EngineRequest) -> dict[str, Any]:
     return plain
 
 
-def _request(plain: Mapping[str, Any]) -> EngineRequest:
+def request_of(plain: Mapping[str, Any]) -> EngineRequest:
     fields = dict(plain)
     fields["device"] = Device.parse(fields["device"])
     fields["variable_weights"] = tuple(fields["variable_weights"])

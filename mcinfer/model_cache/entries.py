@@ -3,7 +3,7 @@
 ::
 
     KEY/manifest.json   format, facts, and of every other file: name, size, SHA-256, stamps
-    KEY/...             the prepared files, mode 0400
+    KEY/...             the prepared files, mode 0400, maybe in folders of mode 0700
     KEY.lock            empty; a flock on it holds the entry
 
 The key is a digest of the facts that the files were made from. No program can set a file's ctime back. So if
@@ -25,7 +25,7 @@ import re
 import stat
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,18 +87,34 @@ def access_fault(info: os.stat_result) -> str | None:
 def seal(folder: Path, facts: Mapping[str, Any]) -> None:
     """Make a folder an entry: its files read-only and on disk, then its manifest."""
     records = []
-    for path in sorted(folder.iterdir()):
-        if not stat.S_ISREG(path.lstat().st_mode):
-            raise UnsoundEntryError(f"{path.name} is not a regular file")
+    for path in _below(folder):
+        name = path.relative_to(folder).as_posix()
+        mode = path.lstat().st_mode
+        if stat.S_ISDIR(mode):
+            path.chmod(0o700)
+            sync(path)
+            continue
+        if not stat.S_ISREG(mode):
+            raise UnsoundEntryError(f"{name} is not a regular file")
         path.chmod(0o400)
         with path.open("rb") as file:
             os.fsync(file.fileno())
             # The stamps before the digest: a write in between then shows in them.
             info = os.fstat(file.fileno())
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            records.append(_record(path.name, info, sha256))
+            records.append(_record(name, info, sha256))
     write_manifest(folder, facts, records)
     sync(folder)
+
+
+def _below(folder: Path) -> list[Path]:
+    """All files and folders in a folder and in those within, each folder before what is in it."""
+    found = []
+    for path in sorted(folder.iterdir()):
+        found.append(path)
+        if stat.S_ISDIR(path.lstat().st_mode):
+            found += _below(path)
+    return found
 
 
 def write_manifest(folder: Path, facts: Mapping[str, Any], records: Sequence[_Record]) -> None:
@@ -134,26 +150,33 @@ def check(folder: Path) -> tuple[dict[str, Any], list[_Record] | None]:
         raise UnsoundEntryError("it is not a folder")
     if fault := access_fault(info):
         raise UnsoundEntryError(f"the folder {fault}")
-    names = {*os.listdir(folder)}
+    names = set()
+    for path in _below(folder):
+        name = path.relative_to(folder).as_posix()
+        info = path.lstat()
+        if not stat.S_ISDIR(info.st_mode):
+            names.add(name)
+        elif fault := access_fault(info):
+            raise UnsoundEntryError(f"the folder {name} {fault}")
     if MANIFEST not in names:
         raise UnsoundEntryError(f"{MANIFEST} is missing")
-    _check_regular(folder / MANIFEST)
+    _check_regular(folder, MANIFEST)
     facts, records = _read_manifest(folder)
     expected = {MANIFEST, *records}
     if names != expected:
         raise UnsoundEntryError(
             f"missing files: {sorted(expected - names)}, unknown files: {sorted(names - expected)}"
         )
-    current = [_check_file(folder / name, record) for name, record in records.items()]
+    current = [_check_file(folder, name, record) for name, record in records.items()]
     return facts, current if current != [*records.values()] else None
 
 
-def _check_regular(path: Path) -> os.stat_result:
-    info = path.lstat()
+def _check_regular(folder: Path, name: str) -> os.stat_result:
+    info = (folder / name).lstat()
     if not stat.S_ISREG(info.st_mode):
-        raise UnsoundEntryError(f"{path.name} is not a regular file")
+        raise UnsoundEntryError(f"{name} is not a regular file")
     if fault := access_fault(info):
-        raise UnsoundEntryError(f"{path.name} {fault}")
+        raise UnsoundEntryError(f"{name} {fault}")
     return info
 
 
@@ -179,21 +202,17 @@ def _record_of(found: Mapping[str, Any]) -> _Record:
     return dict(found)
 
 
-def _check_file(path: Path, record: _Record) -> _Record:
+def _check_file(folder: Path, name: str, record: _Record) -> _Record:
     """The record of a file as it is now."""
-    info = _check_regular(path)
+    info = _check_regular(folder, name)
     if info.st_size != record["size_bytes"]:
-        raise UnsoundEntryError(
-            f"{path.name} has {info.st_size} bytes, expected {record['size_bytes']}"
-        )
-    current = _record(path.name, info, record["sha256"])
+        raise UnsoundEntryError(f"{name} has {info.st_size} bytes, expected {record['size_bytes']}")
+    current = _record(name, info, record["sha256"])
     if current != record:
-        with path.open("rb") as file:
+        with (folder / name).open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         if sha256 != record["sha256"]:
-            raise UnsoundEntryError(
-                f"{path.name} has the SHA-256 {sha256}, expected {record['sha256']}"
-            )
+            raise UnsoundEntryError(f"{name} has the SHA-256 {sha256}, expected {record['sha256']}")
     return current
 
 
@@ -207,12 +226,14 @@ def facts_of(folder: Path) -> dict[str, Any]:
 
 def disk_bytes(folder: Path) -> int:
     """Bytes of the disk that the files of an entry take."""
-    try:
-        with os.scandir(folder) as files:
-            # st_blocks counts 512 bytes, whatever the file system's blocks are (stat(2)).
-            return sum(file.stat(follow_symlinks=False).st_blocks * 512 for file in files)
-    except (FileNotFoundError, NotADirectoryError):
-        return 0
+    total = 0
+    # A folder that is gone, or is none, has no files.
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # removed meanwhile
+                # st_blocks counts 512 bytes, whatever the file system's blocks are (stat(2)).
+                total += os.lstat(os.path.join(path, name)).st_blocks * 512
+    return total
 
 
 # Holding an entry.

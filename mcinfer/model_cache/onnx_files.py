@@ -14,7 +14,7 @@ import mmap
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -22,6 +22,7 @@ from math import prod
 from pathlib import Path
 
 from mcinfer.errors import BuildError
+from mcinfer.model_cache.protobuf import MalformedError, Message, encode_field, read_varint
 from mcinfer.specs import ELEMENT_TYPES, STRING
 
 # Any file.
@@ -120,112 +121,6 @@ def model_files(model: Path, folder: Path | None = None) -> list[Path]:
     return [model, *external_files(model, folder, scan(model).external)]
 
 
-# Protobuf's wire format.
-
-_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
-_FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
-_MAX_TAG = (1 << 32) - 1
-_MAX_VARINT = (1 << 64) - 1
-_MAX_VARINT_BYTES = 10
-
-
-class _MalformedError(Exception):
-    """The bytes are not an ONNX model; the text says what was found, and at which byte."""
-
-
-def _varint(data: mmap.mmap, at: int, end: int) -> tuple[int, int]:
-    """The unsigned number at `at`, and where it ends."""
-    value = shift = 0
-    for place in range(at, min(end, at + _MAX_VARINT_BYTES)):
-        byte = data[place]
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value & _MAX_VARINT, place + 1
-        shift += 7
-    raise _MalformedError(f"a number cut short or of more than 64 bits at byte {at}")
-
-
-class _Message:
-    """The fields of the message in bytes `first` to `last`, by their numbers.
-
-    Where a field that is not repeated comes more than once, the last one counts, as in protobuf's readers.
-    """
-
-    def __init__(self, data: mmap.mmap, first: int, last: int) -> None:
-        self.data = data
-        self.first = first
-        # By tag, which is field number and wire type: a number and where it ends, or bounds of bytes.
-        self._fields: dict[int, list[tuple[int, int]]] = {}
-        at = first
-        while at < last:
-            start = at
-            tag = data[at]
-            if tag < 0x80:  # nearly always, and a call takes longer than all the rest
-                at += 1
-            else:
-                tag, at = _varint(data, at, last)
-            if not 8 <= tag <= _MAX_TAG:
-                raise _MalformedError(f"field number {tag >> 3} at byte {start}")
-            kind = tag & 7
-            if kind in _FIXED_BYTES:
-                value = _FIXED_BYTES[kind]
-            elif kind not in (_VARINT, _LENGTH):
-                raise _MalformedError(f"wire type {kind} at byte {start}")
-            elif at < last and data[at] < 0x80:  # as above
-                value, at = data[at], at + 1
-            else:
-                value, at = _varint(data, at, last)
-            if kind != _VARINT:
-                if value > last - at:
-                    raise _MalformedError(
-                        f"a field of {value} bytes where {last - at} are left at byte {start}"
-                    )
-                value, at = at, at + value
-            self._fields.setdefault(tag, []).append((value, at))
-
-    def numbers(self, field: int) -> list[int]:
-        return [value for value, _ in self._fields.get(field << 3 | _VARINT, ())]
-
-    def number(self, field: int) -> int:
-        return (self.numbers(field) or [0])[-1]
-
-    def parts(self, field: int) -> Sequence[tuple[int, int]]:
-        """The bounds of texts, messages or packed numbers."""
-        return self._fields.get(field << 3 | _LENGTH, ())
-
-    def text(self, field: int, errors: str = "strict") -> str:
-        for first, last in self.parts(field)[-1:]:
-            try:
-                return self.data[first:last].decode(errors=errors)
-            except UnicodeDecodeError:
-                raise _MalformedError(f"a name that is not UTF-8 at byte {first}") from None
-        return ""
-
-    def messages(self, *fields: int) -> Iterator["_Message"]:
-        """The messages in the first field; with more fields, those within them."""
-        field, *inner = fields
-        for bounds in self.parts(field):
-            message = _Message(self.data, *bounds)
-            yield from message.messages(*inner) if inner else (message,)
-
-    def with_parts(self, others: Mapping[int, Sequence[bytes]]) -> bytes:
-        """The message's bytes, with other texts or messages in these fields; grouped by field."""
-        data, written = self.data, []
-        for tag, values in self._fields.items():
-            if tag & 7 == _LENGTH and tag >> 3 in others:
-                continue
-            for value, end in values:
-                if tag & 7 == _VARINT:
-                    written.append(_field(tag >> 3, value))
-                elif tag & 7 == _LENGTH:
-                    written.append(_field(tag >> 3, data[value:end]))
-                else:
-                    written.append(_encoded(tag) + data[value:end])
-        for number, parts in others.items():
-            written += [_field(number, part) for part in parts]
-        return b"".join(written)
-
-
 # ONNX's messages, by the field numbers of onnx.proto.
 
 _MAX_SIZE = (1 << 63) - 1
@@ -285,6 +180,7 @@ class OnnxFile:
     Attributes:
         ir_version: 0 if the file does not say.
         producer: The program that wrote the model, and its version; empty if the file does not say.
+        metadata: The model's own properties.
         opsets: Versions of the operator sets, by domain.
         inputs: Names of the main graph's inputs.
         unranked: Inputs and outputs of the main graph that may have any number of dimensions.
@@ -300,6 +196,7 @@ class OnnxFile:
 
     ir_version: int = 0
     producer: str = ""
+    metadata: dict[str, str] = field(default_factory=dict)
     opsets: dict[str, int] = field(default_factory=dict)
     inputs: set[str] = field(default_factory=set)
     unranked: set[str] = field(default_factory=set)
@@ -326,7 +223,7 @@ def scan(path: str | os.PathLike[str]) -> OnnxFile:
         OSError: The file cannot be opened.
     """
     with _mapped(path) as data:
-        return _scan(_Message(data, 0, len(data)))
+        return _scan(Message(data, 0, len(data)))
 
 
 @contextmanager
@@ -339,16 +236,17 @@ def _mapped(path: str | os.PathLike[str]) -> Iterator[mmap.mmap]:
     with data:
         try:
             yield data
-        except _MalformedError as exc:
+        except MalformedError as exc:
             raise BuildError(f"{os.fspath(path)}: got {exc}, expected an ONNX model") from None
 
 
-def _scan(model: _Message) -> OnnxFile:
+def _scan(model: Message) -> OnnxFile:
     if not model.parts(_GRAPH_OF_MODEL):
-        raise _MalformedError("no graph")
+        raise MalformedError("no graph")
     found = OnnxFile(
         ir_version=model.number(1), producer=f"{model.text(2)} {model.text(3)}".strip()
     )
+    found.metadata = {entry.text(1): entry.text(2) for entry in model.messages(14)}
     for opset in model.messages(8):
         found.opsets[opset.text(1) or _MAIN_DOMAIN] = opset.number(2)
     for graph in model.messages(_GRAPH_OF_MODEL):  # several graphs are one graph in parts
@@ -365,10 +263,10 @@ def _scan(model: _Message) -> OnnxFile:
     return found
 
 
-def _walk(message: _Message, kind: str, found: OnnxFile, depth: int) -> None:
+def _walk(message: Message, kind: str, found: OnnxFile, depth: int) -> None:
     """Note the nodes and tensors in a message, at any depth."""
     if depth > _MAX_DEPTH:
-        raise _MalformedError(
+        raise MalformedError(
             f"more than {_MAX_DEPTH} messages within each other at byte {message.first}"
         )
     if kind == _NODE:
@@ -389,23 +287,23 @@ def _walk(message: _Message, kind: str, found: OnnxFile, depth: int) -> None:
                 found.initializers[tensor.name] = tensor
 
 
-def _tensor(tensor: _Message) -> Initializer:
+def _tensor(tensor: Message) -> Initializer:
     name, shape, location = tensor.text(8), tensor.numbers(1), ""
     for at, end in tensor.parts(1):  # packed
         while at < end and len(shape) <= _MAX_DIMENSIONS:
-            size, at = _varint(tensor.data, at, end)
+            size, at = read_varint(tensor.data, at, end)
             shape.append(size)
     if len(shape) > _MAX_DIMENSIONS:
-        raise _MalformedError(
+        raise MalformedError(
             f"a tensor of more than {_MAX_DIMENSIONS} dimensions at byte {tensor.first}"
         )
     if shape and max(shape) > _MAX_SIZE:
-        raise _MalformedError(f"initialiser {name!r} with a negative size at byte {tensor.first}")
+        raise MalformedError(f"initialiser {name!r} with a negative size at byte {tensor.first}")
     if tensor.number(14) == _EXTERNAL:
         entries = {entry.text(1): entry.text(2) for entry in tensor.messages(13)}
         location = entries.get("location", "")
         if not location:
-            raise _MalformedError(f"external data without a location at byte {tensor.first}")
+            raise MalformedError(f"external data without a location at byte {tensor.first}")
     return Initializer(name=name, onnx_type=tensor.number(2), shape=tuple(shape), location=location)
 
 
@@ -450,30 +348,15 @@ def added_inputs(model: OnnxFile, names: Sequence[str]) -> bytes:
     if expected:
         raise BuildError(f"variable_weights: {expected}")
     missing = [known[name] for name in names if name not in model.inputs]
-    graph = b"".join(_field(11, _value_info(initializer)) for initializer in missing)
-    return _field(_GRAPH_OF_MODEL, graph) if graph else b""
+    graph = b"".join(encode_field(11, _value_info(initializer)) for initializer in missing)
+    return encode_field(_GRAPH_OF_MODEL, graph) if graph else b""
 
 
 def _value_info(initializer: Initializer) -> bytes:
     """The `ValueInfoProto` of an input whose default is an initialiser."""
-    shape = b"".join(_field(1, _field(1, size)) for size in initializer.shape)
-    tensor = _field(1, initializer.onnx_type) + _field(2, shape)
-    return _field(1, initializer.name.encode()) + _field(2, _field(1, tensor))
-
-
-def _field(number: int, value: int | bytes) -> bytes:
-    if isinstance(value, int):
-        return _encoded(number << 3 | _VARINT) + _encoded(value)
-    return _encoded(number << 3 | _LENGTH) + _encoded(len(value)) + value
-
-
-def _encoded(value: int) -> bytes:
-    """An unsigned number."""
-    parts = bytearray()
-    while value >= 0x80:
-        parts.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*parts, value])
+    shape = b"".join(encode_field(1, encode_field(1, size)) for size in initializer.shape)
+    tensor = encode_field(1, initializer.onnx_type) + encode_field(2, shape)
+    return encode_field(1, initializer.name.encode()) + encode_field(2, encode_field(1, tensor))
 
 
 # What is taken out of a file.
@@ -499,9 +382,9 @@ def without_weights(path: str | os.PathLike[str], least_bytes: int) -> bytes:
     """
     with _mapped(path) as data:
         location = os.path.basename(os.fspath(path)).encode()
-        model = _Message(data, 0, len(data))
+        model = Message(data, 0, len(data))
         if not model.parts(_GRAPH_OF_MODEL):
-            raise _MalformedError("no graph")
+            raise MalformedError("no graph")
         graphs = []
         for graph in model.messages(_GRAPH_OF_MODEL):
             tensors = [_outside(t, location, least_bytes) for t in graph.messages(_INITIALIZER)]
@@ -509,12 +392,12 @@ def without_weights(path: str | os.PathLike[str], least_bytes: int) -> bytes:
         return model.with_parts({_GRAPH_OF_MODEL: graphs})
 
 
-def _outside(tensor: _Message, location: bytes, least_bytes: int) -> bytes:
+def _outside(tensor: Message, location: bytes, least_bytes: int) -> bytes:
     """A `TensorProto` whose elements, if they are that many bytes, are at a place in a file."""
     first, last = (tensor.parts(_TENSOR_RAW) or [(0, 0)])[-1]
     if last - first < least_bytes:
         return tensor.with_parts({})
     place = {b"location": location, b"offset": b"%d" % first, b"length": b"%d" % (last - first)}
-    entries = [_field(1, key) + _field(2, value) for key, value in place.items()]
+    entries = [encode_field(1, key) + encode_field(2, value) for key, value in place.items()]
     shorter = tensor.with_parts({_TENSOR_RAW: [], _TENSOR_OUTSIDE: entries})
-    return shorter + _field(_TENSOR_LOCATION, _EXTERNAL)
+    return shorter + encode_field(_TENSOR_LOCATION, _EXTERNAL)

@@ -11,6 +11,7 @@ from copy import copy
 from typing import Generic, Self, TypeVar, overload
 
 from mcinfer.errors import (
+    CollectiveTimeoutError,
     InvalidInputError,
     McinferError,
     MissingDependencyError,
@@ -124,6 +125,10 @@ class RunTimeoutError(PredictTimeoutError, RuntimeError):
     """The request's time limit passed."""
 
 
+class RankTimeoutError(CollectiveTimeoutError, RuntimeError):
+    """A rank did not come, or did not take part, in time."""
+
+
 class MissingRuntimeError(MissingDependencyError, RuntimeError):
     """An engine's package is not installed."""
 
@@ -139,6 +144,7 @@ class UnclassifiedError(McinferError, RuntimeError):
 _BOTH: dict[type[McinferError], type[McinferError]] = {
     InvalidInputError: InvalidRunError,
     PredictTimeoutError: RunTimeoutError,
+    CollectiveTimeoutError: RankTimeoutError,
     MissingDependencyError: MissingRuntimeError,
     WeightAccessError: WeightRefusedError,
 }

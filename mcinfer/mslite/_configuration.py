@@ -21,9 +21,11 @@ _SECTION = "ascend_context"
 _VARIABLE = "variable_weights_file"
 _PIDS = "shareable_weight_pid_list"
 _HANDLE = "shareable_weight_mem_handle"
+_RANK_TABLE = "rank_table_file"
 _MAX_DIGITS = 10
 
 VARIABLE_ENTRIES: Entries = frozenset({(_SECTION, _VARIABLE)})
+RANK_ENTRIES: Entries = frozenset({(_SECTION, _RANK_TABLE)})
 SHARING_ENTRIES: Entries = frozenset({(_SECTION, _PIDS), (_SECTION, _HANDLE)})
 
 
@@ -108,6 +110,11 @@ def variable_weights(sections: Sections) -> tuple[str, ...]:
             "different names of weights, one in a line"
         )
     return tuple(names)
+
+
+def rank_table(sections: Sections) -> str:
+    """The path of the rank table; empty if there is none."""
+    return sections.get(_SECTION, {}).get(_RANK_TABLE, "")
 
 
 def weight_sharing(sections: Sections) -> tuple[tuple[int, ...] | None, int | None]:

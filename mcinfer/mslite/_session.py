@@ -36,6 +36,7 @@ from mcinfer.machine import whole_cpus
 from mcinfer.model_cache.keys import FOLDER_KEY
 from mcinfer.model_cache.onnx_files import scan
 from mcinfer.mslite._checks import Sections
+from mcinfer.mslite._ranks import Membership, is_slice, place_of
 from mcinfer.mslite._targets import Attempt, ModelType, attempts, open_first, pinned_cores
 from mcinfer.mslite.context import Context
 from mcinfer.requests.tensors import as_input, string_rows
@@ -76,6 +77,7 @@ class Session:
     """
 
     def __init__(self, engine: Engine, cores: Sequence[int]) -> None:
+        """Take over the engine, which is closed when the session is garbage."""
         self.engine = engine
         self.spec = engine.spec
         self.weights: Mapping[str, NDArray[Any]] = {}
@@ -89,6 +91,7 @@ class Session:
                     f"{spec}: elements of less than a byte cannot be bound to arrays; "
                     "ModelParallelRunner takes them"
                 )
+        weakref.finalize(self, engine.close)
 
     def update_weights(self, weights: Mapping[str, Any]) -> None:
         """Replace weights by copies; runs that have begun keep the old ones."""
@@ -185,12 +188,18 @@ class SharedModels:
         self._lock = threading.Lock()
         self._sessions: weakref.WeakValueDictionary[object, Session] = weakref.WeakValueDictionary()
 
-    def load(self, source: Source, dims: Dims | None, attempt: Attempt) -> Session:
+    def load(
+        self,
+        source: Source,
+        dims: Dims | None,
+        attempt: Attempt,
+        membership: Membership | None,
+    ) -> Session:
         with self._lock:
             key = _identity(source, dims, attempt) if self.weights else None
             session = self._sessions.get(key)
             if session is None:
-                session = _load(source, dims, attempt, workspace=self.workspace)
+                session = _load(source, dims, attempt, membership, workspace=self.workspace)
                 if self.weights:
                     self._sessions[key] = session
             return session
@@ -203,16 +212,53 @@ def open_session(
     if dims is not None and source.model_type is not ModelType.ONNX:
         raise BuildError("its sizes are fixed, and can be changed in ONNX models only")
 
+    membership = _membership(source)
+    if membership is not None and dims is not None:
+        raise BuildError("its sizes are fixed: it is a slice; slice the model with other sizes")
+    if membership is not None and (source.pids is not None or source.handle is not None):
+        raise BuildError("weights are shared between processes of whole models, not of slices")
+
     def build(attempt: Attempt) -> Session:
         if group is None:
-            return _load(source, dims, attempt, workspace=False)
-        return group.load(source, dims, attempt)
+            return _load(source, dims, attempt, membership, workspace=False)
+        return group.load(source, dims, attempt, membership)
 
     groups = attempts(source.context, source.model_type, source.sections)
-    return open_first(groups, build, stacklevel=stacklevel + 1)
+    try:
+        return open_first(groups, build, stacklevel=stacklevel + 1)
+    except BaseException:
+        if membership is not None:
+            membership.close()
+        raise
 
 
-def _load(source: Source, dims: Dims | None, attempt: Attempt, *, workspace: bool) -> Session:
+def _membership(source: Source) -> Membership | None:
+    """This process's part in the group of ranks that run the model; None if it runs the model alone.
+
+    A launcher may also start processes that have a whole model each.
+    """
+    ranks = None
+    if source.model_type is ModelType.ONNX:
+        ranks = place_of(source.context, source.sections)
+    if ranks is None:
+        return None
+    if source.context.device_infos[0] == "gpu":
+        with ExitStack() as opened:
+            model = source.model
+            path = model if isinstance(model, str) else opened.enter_context(_in_memory(model))
+            if not is_slice(path):
+                return None
+    return Membership(ranks)
+
+
+def _load(
+    source: Source,
+    dims: Dims | None,
+    attempt: Attempt,
+    membership: Membership | None,
+    *,
+    workspace: bool,
+) -> Session:
     cores: Sequence[int] = ()
     if attempt.kind == "cpu":
         [cores] = pinned_cores(source.context, 1) or [()]
@@ -254,8 +300,9 @@ def _load(source: Source, dims: Dims | None, attempt: Attempt, *, workspace: boo
             shared = opened.enter_context(open_weights(source.handle))
             _check_same(shared.facts, here)
             request = replace(request, model=shared.model)
+        ranks = None if membership is None else membership.group()
         with _pinned(cores):
-            engine = open_engine(attempt.engine, request)
+            engine = open_engine(attempt.engine, request, group=ranks)
     for note in engine.notes:
         _log.warning("%s: %s", source.name, note)
     return Session(engine, cores)

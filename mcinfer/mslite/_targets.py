@@ -7,6 +7,7 @@ unless ``MCINFER_STRICT_DEVICE=1`` makes that an error.
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import TypeVar
 from mcinfer.config import EngineOptions, automatic_workers
 from mcinfer.errors import BuildError, InvalidInputError, McinferError, MissingDependencyError
 from mcinfer.machine import whole_cpus
+from mcinfer.model_cache.onnx_files import open_regular
 from mcinfer.mslite._checks import Sections
-from mcinfer.mslite._configuration import Entries
+from mcinfer.mslite._configuration import Entries, rank_table
 from mcinfer.mslite.context import Context
 
 T = TypeVar("T")
@@ -34,7 +36,7 @@ _CANN_PRECISION = {
 
 
 class ModelType(IntEnum):
-    """The format of a model. A path that ends in ``.onnx`` is ONNX in any case."""
+    """The format of a model. What is ONNX by its name or content is not taken as MINDIR."""
 
     MINDIR = 0
     ONNX = 3
@@ -42,17 +44,33 @@ class ModelType(IntEnum):
 
 
 def model_type_of(model: str | bytes, model_type: ModelType | None = None) -> ModelType:
-    """The type of a model: a file's by its ending if that shows it, else as given, else as the content shows.
+    """The type of a model: by the ending of its path if that shows it, else as given.
 
-    Field 1 of both formats is the version, a number in ONNX (``onnx.proto``: ``int64 ir_version = 1``) and a
-    text in MindIR (``mind_ir.proto``: ``string ir_version = 1``), and comes first in both.
+    A model that is to be MINDIR, or of which no type is given, is ONNX if its content is: a program for
+    MindSpore Lite passes paths that end in ``.mindir``, and these files may hold ONNX models here.
     """
     if isinstance(model, str):
         by_ending = {".onnx": ModelType.ONNX, ".ms": ModelType.MINDIR_LITE}
         ending = os.path.splitext(model)[1].lower()
-        return by_ending.get(ending, ModelType.MINDIR if model_type is None else model_type)
-    shown = ModelType.ONNX if model[:1] == b"\x08" else ModelType.MINDIR
-    return shown if model_type is None else model_type
+        if ending in by_ending:
+            return by_ending[ending]
+    given = ModelType.MINDIR if model_type is None else model_type
+    return ModelType.ONNX if given is ModelType.MINDIR and _holds_onnx(model) else given
+
+
+def _holds_onnx(model: str | bytes) -> bool:
+    """Whether a model's content begins as ONNX does.
+
+    Field 1 of both formats is the version, a small number in ONNX (``onnx.proto``: ``int64 ir_version = 1``)
+    and a text in MindIR (``mind_ir.proto``: ``string ir_version = 1``), and comes first in both.
+    """
+    start = model[:2] if isinstance(model, bytes) else b""
+    if isinstance(model, str):
+        with suppress(OSError, BuildError), open_regular(model) as (descriptor, _):
+            start = os.pread(
+                descriptor, 2, 0
+            )  # what cannot be read, the engine refuses with the reason
+    return len(start) == 2 and start[0] == 0x08 and 0 < start[1] < 0x80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +158,7 @@ def _attempts_on(
         if onnx:
             settings = {"precision_mode": _CANN_PRECISION.get(precision, precision)}
             unused = [name for name in ("provider", "rank_id") if getattr(ascend, name)]
-            if unused:
+            if unused and not rank_table(sections):
                 remarks = [f"ascend {', '.join(unused)} has no effect on ONNX models"]
         else:
             settings["provider"] = entries.get("provider", ascend.provider)

@@ -8,6 +8,7 @@ import os
 import warnings
 from typing import TypeVar
 
+from mcinfer.collectives.launch import from_launcher
 from mcinfer.errors import InvalidInputError
 from mcinfer.mslite._checks import (
     Option,
@@ -68,16 +69,6 @@ def _target(name: str, value: list[str]) -> list[str]:
     return wanted
 
 
-def _launched(variable: str, default: int) -> property:
-    """A read-only number that Open MPI's ``mpirun`` puts in the environment."""
-
-    def read(_: object) -> int:
-        text = os.environ.get(variable, "")
-        return int(text) if text.isascii() and text.isdigit() else default
-
-    return property(read)
-
-
 class _Part:
     """The context and its parts. An unknown attribute is kept, as upstream does, but with a UserWarning."""
 
@@ -135,8 +126,9 @@ class GpuDeviceInfo(_Part):
         precision_mode: ``"enforce_fp32"`` (the default) or ``"preferred_fp16"``.
         device_id: The index of the device, 0 by default.
         provider: The library that runs the model, such as ``"tensorrt"``; ``""`` by default.
-        rank_id: This process's rank, from Open MPI's ``OMPI_COMM_WORLD_RANK``; 0 without a launcher.
-        group_size: Number of processes, from ``OMPI_COMM_WORLD_SIZE``; 1 without a launcher.
+        rank_id: This process's rank, from its launcher (such as Open MPI's ``mpirun``); 0 without one.
+            A launcher's variable that is not a number is an InvalidInputError.
+        group_size: Number of ranks, likewise; 1 without a launcher.
     """
 
     _KIND = "kGPU"
@@ -145,8 +137,16 @@ class GpuDeviceInfo(_Part):
     precision_mode = _choice("gpu_precision_mode", "enforce_fp32", "enforce_fp32", "preferred_fp16")
     device_id = _count("gpu_device_id")
     provider = typed("gpu_provider", "", str)
-    rank_id = _launched("OMPI_COMM_WORLD_RANK", 0)
-    group_size = _launched("OMPI_COMM_WORLD_SIZE", 1)
+
+    @property
+    def rank_id(self) -> int:
+        launched = from_launcher()
+        return 0 if launched is None else launched.rank
+
+    @property
+    def group_size(self) -> int:
+        launched = from_launcher()
+        return 1 if launched is None else launched.size
 
 
 class AscendDeviceInfo(_Part):
@@ -157,7 +157,7 @@ class AscendDeviceInfo(_Part):
             ``"enforce_fp16"``, ``"enforce_origin"`` or ``"preferred_optimal"``. The default ``""``
             leaves it to the runtime and cannot be set.
         device_id: The index of the device, 0 by default.
-        rank_id: This process's rank among those that run a model together, 0 by default.
+        rank_id: This process's rank in the configuration's ``rank_table_file``, 0 by default.
         provider: The library that runs the model: ``"ge"`` or ``""`` (the default).
     """
 
@@ -256,7 +256,7 @@ class Context(_Part):
             backup of the others without being named. Not a list of str is a TypeError, another name an
             InvalidInputError.
         group_info_file: The file with the groups of ranks for distributed inference, ``""`` by
-            default. Something other than a str is a TypeError.
+            default; it is checked when ranks build a model. Something other than a str is a TypeError.
         cpu: Settings for the CPU.
         gpu: Settings for a GPU.
         ascend: Settings for an Ascend device.

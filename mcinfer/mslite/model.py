@@ -22,6 +22,7 @@ from mcinfer.mslite._checks import (
     failures,
 )
 from mcinfer.mslite._configuration import (
+    RANK_ENTRIES,
     SHARING_ENTRIES,
     VARIABLE_ENTRIES,
     read_configuration,
@@ -196,6 +197,8 @@ class Model:
             )
             used = used_entries(source.context, source.model_type, from_buffer=from_buffer)
             used |= VARIABLE_ENTRIES | SHARING_ENTRIES
+            if source.model_type is ModelType.ONNX and source.context.device_infos[0] != "gpu":
+                used |= RANK_ENTRIES
             warn_of_unused(sections, used, stacklevel=3)
             group = self._group or ModelGroup._of_path(source.model)
             session = open_session(source, None, group, stacklevel=3)

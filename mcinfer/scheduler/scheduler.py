@@ -279,7 +279,7 @@ class Scheduler:
     ) -> None:
         self.lives = WorkerLives(builds, timeouts=timeouts, restart=restart)
         self.workers = self.lives.workers
-        self._depth = max((w.depth for w in self.workers), default=1)
+        self._overlaps = any(w.depth > 1 for w in self.workers)
         self._timeouts = timeouts
         self._limits = limits
         self._draining: float | None = None
@@ -550,14 +550,13 @@ class Scheduler:
         actions: list[Action] = []
         if not self.table.queue:
             return actions
-        for runs in range(self._depth):
-            for w in self.workers:
-                if len(w.runs) == runs and (w.is_free if runs == 0 else self._deepens(w, now)):
-                    members = self.table.take_run(now, ahead=runs > 0)
-                    if not members:
-                        return actions
-                    actions.append(self._give(w, members, now))
-        if self.table.queue and not self._joins:
+        for w in self.workers:
+            if w.is_free and not w.runs:
+                members = self.table.take_run(now)
+                if not members:
+                    return actions
+                actions.append(self._give(w, members, now))
+        if self.table.queue and (self._overlaps or not self._joins):
             actions += self._give_ahead(now)
         return actions
 
@@ -597,11 +596,14 @@ class Scheduler:
         state = w.conversation.state
         if runs == 0:
             return state is WorkerState.READY
-        return state is WorkerState.BUSY and (runs < w.depth or now - w.began <= SHORT_RUN)
+        if runs >= self._room(w, now) or w.runs[-1].late:
+            return False
+        return state is WorkerState.BUSY
 
-    def _deepens(self, w: Worker, now: float) -> bool:
-        """Whether a pipeline can begin one more run."""
-        return len(w.runs) < w.depth and self._takes(w, now)
+    def _room(self, w: Worker, now: float) -> int:
+        """How many runs it may have: none waits behind one that takes long, or that may be joined."""
+        long = bool(w.runs) and now - w.began > SHORT_RUN
+        return w.depth if long or self._joins else w.capacity
 
     def _holds_back(self, w: Worker) -> bool:
         """Whether shards wait behind its current runs that no other worker has."""
@@ -682,7 +684,7 @@ class Scheduler:
             load, began, index = loads[0]
             w = self.workers[index]
             chosen.append(w)
-            if load + 1 < w.capacity:
+            if load + 1 < self._room(w, now):
                 heapq.heapreplace(loads, (load + 1, began if load else now, index))
             else:
                 heapq.heappop(loads)

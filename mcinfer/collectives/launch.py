@@ -1,0 +1,459 @@
+"""Which rank this process is, and what it has in common with the others: from whatever started the ranks.
+
+::
+
+    arguments ──┐
+    rank table ─┼─► find_ranks ──► Ranks: rank, size, key ──► join
+    launcher ───┘
+
+The first of these that is there counts. A rank table says which ranks there are; which of them this process
+is comes from an argument, else from the launcher.
+
+Sources of the names: for the rank table HCCL's user guide in the documentation of CANN ("rank table"); Open
+MPI's mpirun(1), its variables as Open MPI 5.0 sets them; the PMIx standard; for PMI those of MPICH, Intel MPI
+and Cray PALS; Slurm's srun(1); for torchrun https://docs.pytorch.org/docs/stable/elastic/run.html.
+"""
+
+import json
+import os
+import re
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import Any, Literal
+
+from mcinfer.errors import BuildError, InvalidInputError
+from mcinfer.model_cache.onnx_files import chunks, open_regular
+
+Backend = Literal["shm", "mpi"]
+
+_MAX_RANKS = 1024
+_MAX_TABLE_BYTES = 1 << 20
+_MAX_DIGITS = 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The place of this process among the ranks of a job.
+
+    Attributes:
+        rank: This process's number, from 0.
+        size: How many ranks there are.
+        key: What all ranks of the job have in common, and no other job has at the same time; may be empty
+            if an MPI launcher started them on several hosts.
+        hosts: On how many hosts the ranks are. A launcher that gives no number but shows that some ranks are
+            elsewhere counts as one host for every so many ranks as are here.
+        source: Where all this comes from, for messages.
+        mpi: Whether an MPI launcher started this process, as this rank; of ranks on one host it may not be
+            known.
+    """
+
+    rank: int
+    size: int
+    key: str
+    hosts: int
+    source: str
+    mpi: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.size <= _MAX_RANKS:
+            raise InvalidInputError(
+                f"{self.source}: got {self.size} ranks, expected 1 to {_MAX_RANKS}"
+            )
+        if not 0 <= self.rank < self.size:
+            raise InvalidInputError(
+                f"{self.source}: got rank {self.rank}, expected 0 to {self.size - 1}: there are "
+                f"{self.size} ranks"
+            )
+
+    @property
+    def backend(self) -> Backend:
+        """Shared memory on one host, MPI on several; InvalidInputError if there is no MPI launcher then."""
+        if self.hosts == 1:
+            return "shm"
+        if self.mpi:
+            return "mpi"
+        raise InvalidInputError(
+            f"{self.source}: the {self.size} ranks are on {self.hosts} hosts, expected 1, or a start by "
+            "mpirun: ranks of several hosts meet by MPI alone"
+        )
+
+
+def find_ranks(
+    *,
+    rank: int | None = None,
+    size: int | None = None,
+    key: str = "",
+    rank_table: str = "",
+    environment: Mapping[str, str] = os.environ,
+) -> Ranks:
+    """The place of this process, from the arguments, the rank table, or the launcher's variables.
+
+    Args:
+        rank: This process's number; with a rank table, its `rank_id` there.
+        size: How many ranks there are; given together with `rank`, and not with a rank table.
+        key: A name that all ranks of the job give, and no other job; needed with `rank` and `size`, and
+            replaces what a table or launcher would give.
+        rank_table: Path of HCCL's rank table, a JSON file of version 1.0 or 1.2.
+        environment: Where launchers put their variables.
+
+    Raises:
+        InvalidInputError: Nothing says which rank this is, or what says it is wrong; names the argument, the
+            variable or the table's field.
+    """
+    if rank_table:
+        if size is not None:
+            raise InvalidInputError(f"size: got {size}, expected None: the rank table has the size")
+        return _placed(read_rank_table(rank_table), rank, key, environment)
+    if rank is not None and size is not None:
+        if not key:
+            raise InvalidInputError(
+                "key: got '', expected a name for the job, the same in all its ranks"
+            )
+        return Ranks(
+            rank=_int("rank", rank),
+            size=_int("size", size),
+            key=key,
+            hosts=1,
+            source="the arguments rank and size",
+        )
+    if rank is not None or size is not None:
+        raise InvalidInputError(f"rank, size: got {rank} and {size}, expected both or neither")
+    launched = from_launcher(environment)
+    if launched is None:
+        raise InvalidInputError(
+            "which rank this process is: got no rank and size, no rank_table, and of no launcher both the "
+            f"rank and the number of ranks: {_known_variables()}"
+        )
+    if not (key or launched.key or launched.hosts > 1):  # MPI needs no key
+        raise InvalidInputError(
+            f"{launched.source}: got none that all ranks of the job share; expected {_known_keys()}"
+        )
+    return replace(launched, key=key or launched.key)
+
+
+def _int(name: str, value: object) -> int:
+    if type(value) is not int:
+        raise InvalidInputError(f"{name}: got {value!r}, expected an int")
+    return value
+
+
+# Launchers.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Launcher:
+    """The variables of one launcher; of several names, the first that is set counts.
+
+    Attributes:
+        size: How many ranks there are.
+        key: What all ranks of the job have in common: the first of these groups that is set as a whole.
+        hosts: How many hosts there are.
+        local_size: How many ranks there are on this host.
+    """
+
+    rank: str
+    size: tuple[str, ...]
+    key: tuple[tuple[str, ...], ...]
+    hosts: tuple[str, ...] = ()
+    local_size: tuple[str, ...] = ()
+    mpi: bool = False
+
+
+_SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID")
+_SLURM_SIZE = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+_SLURM_HOSTS = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+
+_LAUNCHERS = (
+    _Launcher(
+        rank="OMPI_COMM_WORLD_RANK",
+        size=("OMPI_COMM_WORLD_SIZE",),
+        key=(("PMIX_NAMESPACE",), ("OMPI_MCA_ess_base_jobid",), _SLURM_STEP),
+        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        mpi=True,
+    ),
+    _Launcher(
+        rank="PMIX_RANK",
+        size=_SLURM_SIZE,  # PMIx has no variable for it
+        key=(("PMIX_NAMESPACE",), _SLURM_STEP),
+        hosts=_SLURM_HOSTS,
+        mpi=True,
+    ),
+    _Launcher(
+        rank="PMI_RANK",
+        size=("PMI_SIZE",),
+        key=(("PMI_JOBID",), ("I_MPI_HYDRA_UUID",), _SLURM_STEP),
+        local_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+        mpi=True,
+    ),
+    _Launcher(rank="SLURM_PROCID", size=_SLURM_SIZE, key=(_SLURM_STEP,), hosts=_SLURM_HOSTS),
+    _Launcher(
+        rank="RANK",
+        size=("WORLD_SIZE",),
+        key=(
+            ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+            ("MASTER_ADDR", "MASTER_PORT"),
+            ("TORCHELASTIC_RUN_ID",),
+        ),
+        hosts=("GROUP_WORLD_SIZE",),
+        local_size=("LOCAL_WORLD_SIZE",),
+    ),
+)
+"""In the order in which they count: mpirun may run in a Slurm job, and sets variables of its own."""
+
+
+def from_launcher(environment: Mapping[str, str] = os.environ) -> Ranks | None:
+    """The place that a launcher gave this process; None if there is none, or its number of ranks is missing.
+
+    The key is empty if there is no variable for it. A Slurm batch script has the variables of its first task,
+    though it is none: it is not in a step.
+
+    Raises:
+        InvalidInputError: A variable is not a number, or the rank is none of so many.
+    """
+    for launcher in _LAUNCHERS:
+        size = _first(environment, launcher.size)
+        if not environment.get(launcher.rank) or size is None:
+            continue
+        if launcher.rank == "SLURM_PROCID" and not environment.get("SLURM_STEP_ID"):
+            continue
+        count = _variable(environment, size)
+        return Ranks(
+            rank=_variable(environment, launcher.rank),
+            size=count,
+            key=_key(environment, launcher),
+            hosts=_hosts(environment, launcher, count),
+            source=f"environment variables {launcher.rank} and {size}",
+            mpi=launcher.mpi,
+        )
+    return None
+
+
+def _variable(environment: Mapping[str, str], name: str) -> int:
+    return _number(f"environment variable {name}", environment[name])
+
+
+def _first(environment: Mapping[str, str], names: Sequence[str]) -> str | None:
+    return next((name for name in names if environment.get(name)), None)
+
+
+def _key(environment: Mapping[str, str], launcher: _Launcher) -> str:
+    for names in launcher.key:
+        if all(environment.get(name) for name in names):
+            return " ".join(f"{name}={environment[name]}" for name in names)
+    return ""
+
+
+def _hosts(environment: Mapping[str, str], launcher: _Launcher, size: int) -> int:
+    hosts = _first(environment, launcher.hosts)
+    if hosts is not None:
+        return max(1, _variable(environment, hosts))
+    local = _first(environment, launcher.local_size)
+    return 1 if local is None else -(-size // max(1, _variable(environment, local)))
+
+
+def _known_variables() -> str:
+    return ", ".join(f"{launcher.rank} with {launcher.size[-1]}" for launcher in _LAUNCHERS)
+
+
+def _known_keys() -> str:
+    """The variables that may be the key, as text."""
+    groups = dict.fromkeys(names for launcher in _LAUNCHERS for names in launcher.key)
+    return " or ".join(" with ".join(names) for names in groups)
+
+
+def _number(what: str, text: object) -> int:
+    digits = isinstance(text, str) and re.fullmatch(r"\d+", text, re.ASCII) is not None
+    if not isinstance(text, str) or not digits or len(text) > _MAX_DIGITS:
+        raise InvalidInputError(f"{what}: got {reprlib.repr(text)}, expected a number, as text")
+    return int(text)
+
+
+# The rank table.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTable:
+    """What a rank table says.
+
+    Attributes:
+        ranks: The server of each rank, by rank.
+        key: A digest of the content, however it is written.
+    """
+
+    path: str
+    ranks: tuple[str, ...]
+    key: str
+
+    @property
+    def hosts(self) -> int:
+        return len({*self.ranks})
+
+
+def _placed(table: RankTable, rank: int | None, key: str, environment: Mapping[str, str]) -> Ranks:
+    """The place in a table of the rank that is given, else of the launcher's."""
+    source, size, key = f"rank table {table.path}", len(table.ranks), key or table.key
+    launched = None
+    if rank is None or table.hosts > 1:
+        launched = from_launcher(environment)
+    if rank is None and launched is None:
+        raise InvalidInputError(
+            f"{source}: which of its ranks this process is: got no rank, and of no launcher both the rank "
+            f"and the number of ranks: {_known_variables()}"
+        )
+    if launched is not None and launched.size != size:
+        raise InvalidInputError(
+            f"{source}: got {size} ranks, but {launched.size} by the {launched.source}; expected the same"
+        )
+    if launched is not None and rank not in (None, launched.rank):
+        raise InvalidInputError(
+            f"{source}: got rank {rank}, but {launched.rank} by the {launched.source}; expected the same"
+        )
+    if rank is None and launched is not None:
+        rank = launched.rank
+    return Ranks(
+        rank=_int("rank", rank),
+        size=size,
+        key=key,
+        hosts=table.hosts,
+        source=source,
+        mpi=launched is not None and launched.mpi,
+    )
+
+
+def read_rank_table(path: str) -> RankTable:
+    """Read and check HCCL's rank table.
+
+    Raises:
+        InvalidInputError: The file cannot be read, is not JSON, or is not such a table; names the field.
+    """
+    where = f"rank table {path}"
+    try:
+        with open_regular(path) as (descriptor, info):
+            if info.st_size > _MAX_TABLE_BYTES:
+                raise InvalidInputError(
+                    f"{where}: got {info.st_size} bytes, expected at most {_MAX_TABLE_BYTES}"
+                )
+            content = b"".join(bytes(chunk) for chunk in chunks(descriptor, info.st_size))
+    except (OSError, BuildError) as exc:
+        raise InvalidInputError(f"{where}: {exc}") from exc
+    try:
+        table = json.loads(content.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as exc:
+        raise InvalidInputError(f"{where}: is not JSON: {exc}") from exc
+    ranks = _ranks_of(where, _object(where, table))
+    canonical = json.dumps(table, sort_keys=True, separators=(",", ":"))
+    return RankTable(
+        path=path, ranks=ranks, key=f"rank-table-{sha256(canonical.encode()).hexdigest()}"
+    )
+
+
+def _ranks_of(where: str, table: dict[str, Any]) -> tuple[str, ...]:
+    """The server of each rank, by rank."""
+    version = _field(where, table, "version")
+    if version not in ("1.0", "1.2"):
+        raise InvalidInputError(
+            f"{where}: version: got {reprlib.repr(version)}, expected '1.0' or '1.2'"
+        )
+    status = _field(where, table, "status")
+    if status != "completed":
+        raise InvalidInputError(
+            f"{where}: status: got {reprlib.repr(status)}, expected 'completed'"
+        )
+    places: dict[int, tuple[str, str]] = {}
+    servers: set[str] = set()
+    for i, server in enumerate(_objects(where, table, "server_list")):
+        at = f"{where}: server_list[{i}]"
+        name = _text(at, server, "server_id")
+        if name in servers:
+            raise InvalidInputError(
+                f"{at}.server_id: got {name!r} again, expected different servers"
+            )
+        servers.add(name)
+        for field, rank in _ranks_on(at, server):
+            if rank in places:
+                raise InvalidInputError(
+                    f"{field}: got {rank}, which is {places[rank][1]} as well; expected different ranks"
+                )
+            places[rank] = name, field.removeprefix(f"{where}: ")
+    count = table.get("server_count")
+    if count is not None and _number(f"{where}: server_count", count) != len(servers):
+        raise InvalidInputError(
+            f"{where}: server_count: got {count!r}, expected {len(servers)}, the length of server_list"
+        )
+    _check_pods(where, table, servers)
+    absent = [rank for rank in range(len(places)) if rank not in places]
+    if absent:
+        raise InvalidInputError(
+            f"{where}: rank_id: got {reprlib.repr(sorted(places))}, expected 0 to {len(places) - 1}"
+        )
+    return tuple(places[rank][0] for rank in range(len(places)))
+
+
+def _ranks_on(where: str, server: dict[str, Any]) -> list[tuple[str, int]]:
+    """The field and the number of each rank of a server."""
+    found = []
+    devices: set[int] = set()
+    for i, device in enumerate(_objects(where, server, "device")):
+        at = f"{where}.device[{i}]"
+        index = _number(f"{at}.device_id", _field(at, device, "device_id"))
+        if index in devices:
+            raise InvalidInputError(
+                f"{at}.device_id: got {index} again, expected different devices"
+            )
+        devices.add(index)
+        found.append((f"{at}.rank_id", _number(f"{at}.rank_id", _field(at, device, "rank_id"))))
+    return found
+
+
+def _check_pods(where: str, table: dict[str, Any], servers: set[str]) -> None:
+    """Check that the super pods of version 1.2, if they are there, name servers of the table."""
+    if "super_pod_list" not in table:
+        return
+    for i, pod in enumerate(_objects(where, table, "super_pod_list")):
+        at = f"{where}: super_pod_list[{i}]"
+        _text(at, pod, "super_pod_id")
+        for j, server in enumerate(_objects(at, pod, "server_list")):
+            name = _text(f"{at}.server_list[{j}]", server, "server_id")
+            if name not in servers:
+                raise InvalidInputError(
+                    f"{at}.server_list[{j}].server_id: got {name!r}, expected one of {sorted(servers)}"
+                )
+
+
+def _dotted(where: str, name: str) -> str:
+    """The name of a field: ``rank table t.json: server_list[0].server_id``."""
+    return f"{where}.{name}" if where.endswith("]") else f"{where}: {name}"
+
+
+def _field(where: str, fields: dict[str, Any], name: str) -> Any:
+    if name not in fields:
+        raise InvalidInputError(
+            f"{_dotted(where, name)}: is missing; got {reprlib.repr(sorted(fields))}"
+        )
+    return fields[name]
+
+
+def _text(where: str, fields: dict[str, Any], name: str) -> str:
+    text = _field(where, fields, name)
+    if not isinstance(text, str) or not text:
+        raise InvalidInputError(
+            f"{_dotted(where, name)}: got {reprlib.repr(text)}, expected a text"
+        )
+    return text
+
+
+def _object(where: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidInputError(f"{where}: got {reprlib.repr(value)}, expected an object")
+    return value
+
+
+def _objects(where: str, fields: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    values = _field(where, fields, name)
+    if not isinstance(values, list) or not values:
+        raise InvalidInputError(
+            f"{_dotted(where, name)}: got {reprlib.repr(values)}, expected a list of objects"
+        )
+    return [_object(f"{_dotted(where, name)}[{i}]", value) for i, value in enumerate(values)]

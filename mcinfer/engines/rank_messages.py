@@ -1,0 +1,249 @@
+"""What the leader of a group of ranks and its followers say to each other, over a socket for each follower.
+
+::
+
+    leader                                   follower
+                          Hello  ◄──────     its process is there
+    slices are made
+    ──────► Load                             opens the entry of the cache
+                          Found  ◄──────
+    ──────► Join ═══════ both join the group, and load their slices ═══════
+                  Ready or Failed ◄──────
+    ──────► Bind          Bound  ◄──────     a layout has its memory and its bound run, in all ranks
+    ──────► Start         Done   ◄──────     one run; followers keep the order of what they are sent
+    ──────► Exit
+
+One MessagePack map per packet, checked like those between a master and its workers (`mcinfer.protocol`).
+The socket is the group's own while the ranks join it. Tensors never travel here.
+"""
+
+import errno
+import socket
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
+
+import msgpack
+
+from mcinfer.errors import ProtocolError, shortened
+from mcinfer.protocol import Message
+from mcinfer.validators import (
+    is_count,
+    is_flag,
+    is_shape,
+    is_text,
+    is_texts,
+    or_none,
+)
+
+_MAX_BYTES = 1 << 20
+"""Largest packet; the kernel's own limit (net.core.wmem_max) may be less."""
+
+
+def _is_shapes(value: Any) -> bool:
+    return type(value) is tuple and all(map(is_shape, value))
+
+
+def _is_known_shapes(value: Any) -> bool:
+    return type(value) is tuple and all(map(or_none(is_shape), value))
+
+
+def _is_produced(value: Any) -> bool:
+    return type(value) is tuple and all(
+        type(item) is tuple and len(item) == 2 and is_text(item[0]) and is_shape(item[1])
+        for item in value
+    )
+
+
+_Count = Annotated[int, is_count]
+_Text = Annotated[str, is_text]
+_Texts = Annotated[tuple[str, ...], is_texts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello(Message):
+    """Follower: its process is there."""
+
+    ID = 1
+    rank: _Count
+    pid: Annotated[int, lambda value: is_count(value) and value > 0]
+    device: _Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load(Message):
+    """Leader: the slices are this entry of this cache."""
+
+    ID = 2
+    cache: _Text
+    key: _Text
+    tensor: _Count
+    pipeline: _Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found(Message):
+    """Follower: it holds the entry."""
+
+    ID = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join(Message):
+    """Leader: all followers hold the entry; join the group, then load."""
+
+    ID = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready(Message):
+    """Follower: its slice is loaded, and takes and makes these inputs and outputs of the whole model."""
+
+    ID = 5
+    takes: _Texts
+    makes: _Texts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(Message):
+    """Follower: it cannot load its slice, and ends; `missing`: a package is."""
+
+    ID = 6
+    missing: Annotated[bool, is_flag]
+    text: _Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bind(Message):
+    """Leader: bind a lane of a layout; if it is to be `renewed`, forget all layouts and their memory before.
+
+    Shapes are in the model's order; that of an output is None if only a run shows it.
+    """
+
+    ID = 7
+    layout: _Count
+    lane: _Count
+    inputs: Annotated[tuple[tuple[int, ...], ...], _is_shapes]
+    outputs: Annotated[tuple[tuple[int, ...] | None, ...], _is_known_shapes]
+    renewed: Annotated[bool, is_flag]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound(Message):
+    """Follower: the lane is bound, or the error why not (see `Done`)."""
+
+    ID = 8
+    kind: _Text
+    text: _Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start(Message):
+    """Leader: run the model on a lane of a layout."""
+
+    ID = 9
+    layout: _Count
+    lane: _Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done(Message):
+    """Follower: the oldest run is done.
+
+    `kind` is empty, or that of an error: ``"cancelled"``, ``"invalid"`` or ``"predict"``. `produced` are the
+    name and the shape of each output that the follower sends besides those whose memory is bound.
+    """
+
+    ID = 10
+    kind: _Text = ""
+    text: _Text = ""
+    produced: Annotated[tuple[tuple[str, tuple[int, ...]], ...], _is_produced] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken(Message):
+    """Follower: it cannot go on, and ends. `kind` is ``"died"``, ``"timeout"`` or ``"closed"``."""
+
+    ID = 11
+    kind: Annotated[str, lambda value: value in ("died", "timeout", "closed")]
+    text: _Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit(Message):
+    """Leader: end."""
+
+    ID = 12
+
+
+_MESSAGES = {
+    message.ID: message
+    for message in (
+        *(Hello, Load, Found, Join, Ready, Failed),
+        *(Bind, Bound, Start, Done, Broken, Exit),
+    )
+}
+_FIELDS: dict[type[Message], tuple[str, ...]] = {
+    message: tuple(item.name for item in fields(message)) for message in _MESSAGES.values()
+}
+
+
+class Channel:
+    """One end of the socket between a leader and a follower, which it owns."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_BYTES)
+        self.socket = end
+
+    def send(self, message: Message) -> None:
+        """Send a message, without waiting.
+
+        Raises:
+            ProtocolError: The kernel does not take a packet of this size.
+            OSError: The other side is gone, or does not read (BlockingIOError).
+        """
+        content = {name: getattr(message, name) for name in _FIELDS[type(message)]}
+        data = msgpack.packb({"id": message.ID, **content}, unicode_errors="surrogatepass")
+        flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+        try:
+            self.socket.send(data, flags)
+        except OSError as exc:
+            if exc.errno == errno.EMSGSIZE:
+                raise ProtocolError(
+                    f"{type(message).__name__}: got {len(data)} bytes, more than a packet between ranks "
+                    "may have"
+                ) from exc
+            raise
+
+    def receive(self) -> Message | None:
+        """The next message; waits for it. None if the other side is gone.
+
+        Raises:
+            ProtocolError: It is not a message between ranks.
+        """
+        try:
+            data, _, flags, _ = self.socket.recvmsg(_MAX_BYTES)
+        except ConnectionError:
+            return None
+        if not data:
+            return None
+        if flags & socket.MSG_TRUNC:
+            raise ProtocolError(f"got a packet of more than {_MAX_BYTES} bytes")
+        return _decode(data)
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def _decode(data: bytes) -> Message:
+    try:
+        content = msgpack.unpackb(
+            data, use_list=False, strict_map_key=True, unicode_errors="surrogatepass"
+        )
+        message = _MESSAGES[content.pop("id")]
+        return message(**content)
+    except ProtocolError:
+        raise
+    except Exception as exc:  # msgpack raises ValueError, TypeError, its own, and more on bad data
+        raise ProtocolError(
+            f"not a message between ranks: {shortened(f'{type(exc).__name__}: {exc}')}"
+        ) from exc

@@ -1,0 +1,973 @@
+"""A group of ranks behind one engine: the leader, which a master's worker loads, and its followers.
+
+::
+
+    worker of the master ── bind, execute ──► LeaderEngine (rank 0)            follow() (ranks 1, 2, …)
+                                              copies the inputs ═ the group's ═► reads them in place
+                                              Start ─────────── socket ──────► runs its slice
+                                              runs its slice  ══ collectives ══  …
+    outputs ◄── copied from rank 0, or ◄═════ from the last stage ═════════════  writes them in place
+                                              ◄──────────────── socket ─────── Done
+
+A *layout* is the shapes of one kind of run; a *lane* of a layout is its memory and its bound run in every
+rank, for one run at a time. Without a pipeline there is one lane. With a pipeline several runs are begun at
+once, each on a lane of its own: the leader only runs stage 0 in `begin`, and each follower runs what it is
+sent, in that order. So as many stages are busy as there are.
+
+Ownership: a group of its own has the memory of the lanes, which cannot be freed singly. So when there are
+`MAX_LAYOUTS` layouts, all are forgotten, and a new group takes the place of that one. The leader decides
+when; what it sends keeps the ranks in the same order. A lane is used again when all ranks are done with its
+last run.
+
+A rank that died, a collective that timed out or a closed group end all ranks: `RankDiedError`,
+`CollectiveTimeoutError` and `ClosedError` come out of a run unchanged, and the engine is of no more use.
+"""
+
+import ctypes
+import os
+import select
+import socket
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcinfer.collectives.base import DEFAULT_TIMEOUT, Collective, Group, PeerFailedError
+from mcinfer.collectives.shm import join_sockets
+from mcinfer.engines.base import (
+    Buffer,
+    Engine,
+    EngineRequest,
+    Produced,
+    Run,
+    RunCancelledError,
+    Strings,
+)
+from mcinfer.engines.rank_messages import (
+    Bind,
+    Bound,
+    Broken,
+    Channel,
+    Done,
+    Exit,
+    Failed,
+    Found,
+    Hello,
+    Join,
+    Load,
+    Ready,
+    Start,
+)
+from mcinfer.engines.slice_cache import find_or_make_slices, load_slice, overlap
+from mcinfer.engines.slices import RankEngine
+from mcinfer.errors import (
+    BuildError,
+    ClosedError,
+    CollectiveTimeoutError,
+    InvalidInputError,
+    McinferError,
+    MissingDependencyError,
+    PredictError,
+    ProtocolError,
+    RankDiedError,
+    shortened,
+)
+from mcinfer.model_cache.building import Progress
+from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held
+from mcinfer.process import ORPHANED
+from mcinfer.protocol import Message
+from mcinfer.shm.descriptors import WakeUp
+from mcinfer.slicing.plans import Segment
+from mcinfer.specs import STRING, ModelSpec, TensorSpec, tensor_bytes
+
+BUILD_FAILED = 1
+"""Exit status of a follower that could not load its slice; the leader has the reason."""
+
+GROUP_BROKEN = 75
+"""Exit status of a rank whose group has ended with an error: EX_TEMPFAIL of sysexits.h."""
+
+MAX_LAYOUTS = 32
+"""Most layouts that are bound at a time."""
+
+_ENDINGS = (RankDiedError, CollectiveTimeoutError, ClosedError)
+_BROKEN: dict[str, type[McinferError]] = {
+    "died": RankDiedError,
+    "timeout": CollectiveTimeoutError,
+    "closed": ClosedError,
+}
+_FAILURES: dict[str, type[McinferError]] = {
+    "cancelled": RunCancelledError,
+    "invalid": InvalidInputError,
+    "predict": PredictError,
+}
+
+_Shapes = tuple[tuple[int, ...], ...]
+_KnownShapes = tuple[tuple[int, ...] | None, ...]
+_Message = TypeVar("_Message", bound=Message)
+
+
+# A lane in one rank, alike in the leader and in followers.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Member:
+    """What a rank takes of the whole model's inputs, and which outputs the leader has from it."""
+
+    rank: int
+    takes: frozenset[str]
+    makes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, engine: RankEngine) -> "_Member":
+        """All ranks of a stage make the same outputs; the first of them gives them."""
+        plan, rank = engine.plan, engine.group.rank
+        reads = {
+            name
+            for step in plan.steps
+            for name in (step.inputs if isinstance(step, Segment) else (step.input,))
+        }
+        return cls(
+            rank=rank,
+            takes=frozenset(spec.name for spec in plan.spec.inputs if spec.name in reads),
+            makes=() if rank % engine.tensor else plan.made,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lane:
+    """Memory and a bound run.
+
+    Attributes:
+        places: In the leader: for each input of the model, the addresses that it is copied to.
+        inputs: The operations that bring the inputs.
+        run: The slice's run.
+        outputs: The operations that bring outputs from other ranks to the leader, by name; in a follower,
+            those of its own.
+        own: The memory of the outputs that the leader makes, by name.
+        kept: The memory of the inputs.
+    """
+
+    places: tuple[tuple[int, ...], ...]
+    inputs: tuple[Collective, ...]
+    run: Run
+    outputs: Mapping[str, Collective]
+    own: Mapping[str, NDArray[Any]]
+    kept: tuple[NDArray[Any], ...]
+
+
+class _LaneMaker:
+    """Makes the lanes of one rank: the same operations of the group, in the same order, as in the others."""
+
+    def __init__(self, engine: RankEngine, own: _Member, others: Sequence[_Member] = ()) -> None:
+        """`others` are the followers; only the leader needs to know them."""
+        self._engine = engine
+        self._memory = _all_of(engine.group)
+        self._own = own
+        self._others = others
+        self._is_one_stage = engine.plan.pipeline == 1
+
+    def renew(self) -> None:
+        """Let the memory of all lanes go that were made so far; with their last arrays."""
+        old, self._memory = self._memory, _all_of(self._engine.group)
+        old.close()
+
+    def receive(self, size: int, source: int) -> NDArray[Any]:
+        """Bytes that another rank sends."""
+        return self._memory.recv((max(size, 1),), np.uint8, source)
+
+    def send(self, item: Buffer) -> None:
+        """Send the bytes of a tensor to the leader."""
+        data = _memory(item.size)
+        ctypes.memmove(data.ctypes.data, item.address, item.size)
+        self._memory.send(data, 0)
+
+    def close(self) -> None:
+        self._memory.close()
+        self._engine.close()
+
+    def make(self, inputs: _Shapes, outputs: _KnownShapes) -> _Lane:
+        """The lane for tensors of these shapes; raises what `Engine.bind` does, and what ends the group."""
+        spec = self._engine.spec
+        bound, kept, places, brought = [], [], [], []
+        for tensor, shape in zip(spec.inputs, inputs, strict=True):
+            size = tensor_bytes(tensor.element_type, prod(shape))
+            operations = self._input_operations(tensor.name, size)
+            brought += operations
+            written = [operation.input for operation in operations]
+            if tensor.name not in self._own.takes:
+                memory = _memory(0)  # the slice does not read it, and needs only the shape
+            elif self._own.rank or self._is_one_stage:
+                memory = operations[0].output
+            else:
+                memory = _memory(size)
+                written.append(memory)
+            bound.append(_buffer(tensor, shape, memory))
+            kept.append(memory)
+            places.append(tuple(array.ctypes.data for array in written))
+        moved: dict[str, Collective] = {}
+        own: dict[str, NDArray[Any]] = {}
+        results = []
+        for tensor, known in zip(spec.outputs, outputs, strict=True):
+            if known is None:
+                continue
+            size = tensor_bytes(tensor.element_type, prod(known))
+            source = self._source(tensor.name)
+            if source is not None and source.rank:
+                moved[tensor.name] = operation = self._transfer(size, source.rank, 0)
+                if self._own.rank:
+                    results.append(_buffer(tensor, known, operation.input))
+            elif source is not None:
+                own[tensor.name] = _memory(size)
+                results.append(_buffer(tensor, known, own[tensor.name]))
+        return _Lane(
+            places=tuple(places),
+            inputs=tuple(brought),
+            run=self._engine.bind(bound, results),
+            outputs=moved,
+            own=own,
+            kept=tuple(kept),
+        )
+
+    def _input_operations(self, name: str, size: int) -> list[Collective]:
+        # In a pipeline a broadcast would have the first stage wait for the last one.
+        if self._is_one_stage:
+            return [self._memory.prepare_broadcast((max(size, 1),), np.uint8)]
+        if self._own.rank:
+            return [self._transfer(size, 0, self._own.rank)] if name in self._own.takes else []
+        return [
+            self._transfer(size, 0, other.rank) for other in self._others if name in other.takes
+        ]
+
+    def _transfer(self, size: int, source: int, to: int) -> Collective:
+        return self._memory.prepare_transfer((max(size, 1),), np.uint8, source, to)
+
+    def _source(self, name: str) -> _Member | None:
+        """The rank that gives the output to the leader, if this rank has to do with it."""
+        members = (self._own, *self._others)
+        return next((member for member in members if name in member.makes), None)
+
+
+def _all_of(group: Group) -> Group:
+    found = group.subgroup([*range(group.size)])
+    if found is None:
+        raise ProtocolError(f"rank {group.rank} is in no group of all ranks")
+    return found
+
+
+def _memory(size: int) -> NDArray[Any]:
+    return np.empty(max(size, 1), np.uint8)
+
+
+def _buffer(tensor: TensorSpec, shape: tuple[int, ...], memory: NDArray[Any]) -> Buffer:
+    """A tensor at the start of an array of bytes."""
+    return Buffer(
+        name=tensor.name,
+        element_type=tensor.element_type,
+        shape=shape,
+        address=memory.ctypes.data,
+        size=tensor_bytes(tensor.element_type, prod(shape)),
+    )
+
+
+# The leader.
+
+
+@dataclass(slots=True, kw_only=True)
+class _Follower:
+    """What the leader knows of another rank.
+
+    Attributes:
+        pidfd: Readable when its process has ended.
+        member: What it takes and gives, once it is ready.
+        finished: How many runs it has finished.
+        done: Its answers to runs that `LeaderEngine.finish` has not taken yet.
+    """
+
+    rank: int
+    channel: Channel
+    device: str = ""
+    pid: int = 0
+    pidfd: int = -1
+    member: _Member | None = None
+    finished: int = 0
+    done: "deque[Done]" = field(default_factory=deque)
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} ({self.device}, pid {self.pid})" if self.pid else f"rank {self.rank}"
+        )
+
+
+class _Followers:
+    """The other ranks of a group, as their leader talks with them.
+
+    Attributes:
+        all: In the order of their ranks.
+        timeout: Seconds that one answer may take; None while they start, which the master limits.
+    """
+
+    def __init__(self, sockets: Sequence[socket.socket]) -> None:
+        self.all = [
+            _Follower(rank=rank, channel=Channel(end)) for rank, end in enumerate(sockets, 1)
+        ]
+        self.timeout: float | None = None
+
+    def greet(self) -> None:
+        """Wait until all processes are there; raises what `expect` does."""
+        for follower in self.all:
+            hello = self.expect(follower, Hello)
+            if hello.rank != follower.rank:
+                raise ProtocolError(f"{follower} says it is rank {hello.rank}")
+            follower.device, follower.pid = hello.device, hello.pid
+            try:
+                follower.pidfd = os.pidfd_open(hello.pid)
+            except ProcessLookupError:
+                self.end(follower)
+
+    def send(self, message: Message) -> None:
+        """Send a message to all; raises what `expect` does."""
+        for follower in self.all:
+            try:
+                follower.channel.send(message)
+            except OSError as exc:
+                self.end(follower, exc)
+
+    def expect(self, follower: _Follower, kind: type[_Message]) -> _Message:
+        """The next message of this kind from a follower; the answers to runs that it sends are kept.
+
+        Raises:
+            BuildError, MissingDependencyError: A follower cannot load its slice.
+            RankDiedError: A follower is gone.
+            CollectiveTimeoutError: It did not answer in time, or another rank did not answer a follower.
+            ClosedError: A follower has left the group.
+        """
+        while True:
+            self._wait(follower)
+            message = follower.channel.receive()
+            if message is None:
+                self.end(follower)
+            if isinstance(message, Done):
+                follower.finished += 1
+                follower.done.append(message)
+            if isinstance(message, kind):
+                return message
+            if not isinstance(message, Done):
+                raise _said(follower, message) or ProtocolError(
+                    f"{follower} sent {type(message).__name__}, expected {kind.__name__}"
+                )
+
+    def check(self) -> None:
+        """Raise what `expect` does, if a process has ended."""
+        for follower in self.all:
+            if follower.pidfd >= 0 and _is_readable(follower.pidfd):
+                self.end(follower)
+
+    def end(self, follower: _Follower, cause: OSError | None = None) -> NoReturn:
+        """Raise why a follower is gone."""
+        raise self.reason() or RankDiedError(f"{follower} died") from cause
+
+    def reason(self) -> McinferError | None:
+        """What a follower said before it left; the cause of what others saw, if that is the cause."""
+        found = []
+        for follower in self.all:
+            while _is_readable(follower.channel.socket.fileno()):
+                message = follower.channel.receive()
+                if message is None:
+                    break
+                found.append(_said(follower, message))
+        errors = [error for error in found if error is not None]
+        # A rank that leaves seems to have died to the others.
+        errors.sort(key=lambda error: isinstance(error, RankDiedError))
+        return errors[0] if errors else None
+
+    def failure(self) -> McinferError | None:
+        """Why a follower could not load its slice; all of them end then."""
+        found = None
+        for follower in self.all:
+            while (message := follower.channel.receive()) is not None:
+                found = found or _said(follower, message)
+        return found
+
+    def close(self) -> None:
+        for follower in self.all:
+            follower.channel.close()
+            if follower.pidfd >= 0:
+                os.close(follower.pidfd)
+        self.all.clear()
+
+    def _wait(self, follower: _Follower) -> None:
+        """Return when there is a message of this follower, or its hang-up."""
+        poll = select.poll()
+        poll.register(follower.channel.socket, select.POLLIN)
+        for other in self.all:
+            if other.pidfd >= 0:
+                poll.register(other.pidfd, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll(None if self.timeout is None else self.timeout * 1000)}
+        if not ready:
+            raise CollectiveTimeoutError(f"{follower} did not answer within {self.timeout:g} s")
+        if follower.channel.socket.fileno() not in ready:
+            self.check()
+
+
+def _said(follower: _Follower, message: Message) -> McinferError | None:
+    """The error that a follower ends with; None if the message is none of these."""
+    if isinstance(message, Failed):
+        return (MissingDependencyError if message.missing else BuildError)(
+            f"{follower}: {message.text}"
+        )
+    if isinstance(message, Broken):
+        return _BROKEN[message.kind](message.text)
+    return None
+
+
+def _is_readable(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def lead(
+    request: EngineRequest,
+    parallel: tuple[int, int],
+    sockets: Sequence[socket.socket],
+    progress: Progress | None = None,
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> "LeaderEngine":
+    """Find or make the slices of a model, and start the group that runs them, as its rank 0.
+
+    Args:
+        request: The whole model, and how to load it.
+        parallel: Over how many ranks each layer is cut, and the number of stages.
+        sockets: Connected SOCK_SEQPACKET sockets to ranks 1, 2, …, which are the engine's from now on.
+        progress: Called while the slices are made.
+        timeout: Seconds that one rank waits for another, in a collective or for its answer.
+
+    Raises:
+        BuildError: The model cannot be cut, or a rank cannot load its slice; names the rank.
+        MissingDependencyError: A package is missing; says which.
+        RankDiedError: A rank ended meanwhile.
+        CollectiveTimeoutError: The ranks did not all join.
+    """
+    followers = _Followers(sockets)
+    try:
+        followers.greet()
+
+        def report(state: Mapping[str, Any]) -> None:
+            followers.check()
+            if progress is not None:
+                progress(state)
+
+        _check_request(request)
+        held = find_or_make_slices(request, parallel, report)
+        tensor, pipeline = parallel
+        followers.send(
+            Load(cache=str(held.folder.parent), key=held.key, tensor=tensor, pipeline=pipeline)
+        )
+        for follower in followers.all:
+            followers.expect(follower, Found)
+        followers.send(Join())
+        ends = [one.channel.socket for one in followers.all]
+        try:
+            group = join_sockets(0, len(ends) + 1, ends, timeout=timeout)
+            engine = load_slice(request, held, group, parallel)
+        except _ENDINGS as exc:
+            raise followers.reason() or exc from exc
+        except BuildError as exc:
+            if not _is_of_another_rank(exc):
+                raise
+            raise followers.failure() or exc from exc
+        for follower in followers.all:
+            ready = followers.expect(follower, Ready)
+            follower.member = _Member(
+                rank=follower.rank, takes=frozenset(ready.takes), makes=ready.makes
+            )
+        return LeaderEngine(engine, followers, held)
+    except BaseException:
+        followers.close()
+        raise
+
+
+def _is_of_another_rank(exc: Exception) -> bool:
+    """Whether another rank could not load its slice."""
+    return isinstance(exc.__context__, PeerFailedError)
+
+
+def _check_request(request: EngineRequest) -> None:
+    if request.variable_weights:
+        raise BuildError(
+            f"variable_weights: got {[*request.variable_weights]}, but weights that are cut over ranks "
+            "cannot be replaced"
+        )
+
+
+def _check_spec(spec: ModelSpec, members: Sequence[_Member]) -> None:
+    strings = [item.name for item in (*spec.inputs, *spec.outputs) if item.element_type == STRING]
+    if strings:
+        raise BuildError(f"{strings} are strings, which a model that is cut over ranks cannot have")
+    made = {name for member in members for name in member.makes}
+    missing = [item.name for item in spec.outputs if item.name not in made]
+    if missing:
+        raise BuildError(f"no rank makes the outputs {missing}")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Layout:
+    number: int
+    lanes: dict[int, _Lane] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Begun:
+    """A run that is begun.
+
+    Attributes:
+        produced: What the leader's part of it gave, and what followers have sent.
+        error: Why it failed.
+        is_settled: Whether the followers' answers are in.
+    """
+
+    run: "_LeaderRun"
+    lane_number: int
+    lane: _Lane
+    produced: list[Produced | Strings] = field(default_factory=list)
+    error: McinferError | None = None
+    is_settled: bool = False
+
+
+class LeaderEngine(Engine):
+    """A group of ranks, as one engine.
+
+    `cancel` ends the leader's part of a run, and with it the parts of the ranks that wait for the leader's.
+    Ranks of later stages finish a run whose part in the leader is done.
+    """
+
+    def __init__(self, engine: RankEngine, followers: _Followers, held: Held) -> None:
+        """The engine owns all three from now on."""
+        self._engine = engine
+        self._held = held
+        self._followers = followers
+        followers.timeout = engine.group.timeout
+        self.spec = engine.spec
+        self.providers = engine.providers
+        self.notes = engine.notes
+        self.prepared = engine.prepared
+        own = _Member.of(engine)
+        others = [one.member for one in followers.all if one.member is not None]
+        _check_spec(self.spec, [own, *others])
+        self._maker = _LaneMaker(engine, own, others)
+        self._layouts: dict[tuple[_Shapes, _KnownShapes], _Layout] = {}
+        self._begun: deque[_Begun] = deque()
+        self._started = 0
+        self._last: dict[int, int] = {}  # by lane, the number of its last run
+        self._awaited = [one for one in followers.all if one.member and one.member.makes]
+        if engine.plan.pipeline > 1:
+            self.depth = overlap(engine.plan.pipeline)
+            last = followers.all[-engine.tensor]
+            if last not in self._awaited:
+                self._awaited.append(last)
+            self._last_stage = last
+            self._answered = WakeUp()
+            self._is_ringing = False
+            self._poll = select.epoll()
+            for fd in (last.channel.socket.fileno(), self._answered.fd):
+                self._poll.register(fd, select.EPOLLIN)
+            for one in followers.all:
+                self._poll.register(one.pidfd, select.EPOLLIN)
+            self.fd = self._poll.fileno()
+
+    def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> Run:
+        run = _LeaderRun(self, self.spec, inputs, outputs)
+        self._lane(run.layout, 0)
+        return run
+
+    def arm(self) -> None:
+        self._engine.arm()
+
+    def cancel(self) -> None:
+        self._engine.cancel()
+
+    def close(self) -> None:
+        """End the followers, and leave the group."""
+        for follower in self._followers.all:
+            with suppress(OSError):  # it is gone already
+                follower.channel.send(Exit())
+        self._layouts.clear()
+        self._begun.clear()
+        self._maker.close()
+        if self.fd >= 0:
+            self._poll.close()
+            self.fd = -1
+        self._followers.close()
+        self._held.close()
+
+    def begin(self, run: "_LeaderRun") -> None:
+        """See `Run.begin`."""
+        if len(self._begun) == self.depth:
+            raise PredictError(f"{self.depth} runs are begun, expected one to be finished first")
+        busy = {begun.lane_number for begun in self._begun}
+        number = next(number for number in range(self.depth) if number not in busy)
+        lane = self._lane(run.layout, number)
+        self._wait_for_lane(number)
+        run.copy_inputs(lane)
+        self._followers.send(Start(layout=self._layouts[run.layout].number, lane=number))
+        self._started += 1
+        self._last[number] = self._started
+        begun = _Begun(run=run, lane_number=number, lane=lane)
+        try:
+            for operation in lane.inputs:
+                operation.run()
+            begun.produced += lane.run.execute()
+        except _ENDINGS as exc:
+            raise self._followers.reason() or exc from exc
+        except Exception as exc:  # of any class: a run that raises fails its request only
+            begun.error = _own_error(exc)
+        self._begun.append(begun)
+
+    def finish(self, run: "_LeaderRun") -> Sequence[Produced | Strings]:
+        """See `Run.finish`."""
+        if not self._begun or self._begun[0].run is not run:
+            raise PredictError("this run is not the oldest one that is begun")
+        begun = self._begun[0]
+        self._settle(begun)
+        self._begun.popleft()
+        self._ring()
+        if begun.error is not None:
+            raise begun.error
+        return run.deliver(begun.lane, begun.produced)
+
+    def _lane(self, key: tuple[_Shapes, _KnownShapes], number: int) -> _Lane:
+        """A lane of a layout, made in all ranks if it is missing."""
+        layout = self._layouts.get(key)
+        if layout is not None and number in layout.lanes:
+            return layout.lanes[number]
+        is_renewed = layout is None and len(self._layouts) == MAX_LAYOUTS
+        if is_renewed:  # the outputs of the runs that are begun come through the old memory
+            for begun in self._begun:
+                self._settle(begun)
+            self._layouts.clear()
+        if layout is None:
+            layout = _Layout(number=len(self._layouts))
+        inputs, outputs = key
+        self._followers.send(
+            Bind(
+                layout=layout.number,
+                lane=number,
+                inputs=inputs,
+                outputs=outputs,
+                renewed=is_renewed,
+            )
+        )
+        error: Exception | None = None
+        try:
+            if is_renewed:
+                self._maker.renew()
+            layout.lanes[number] = self._maker.make(inputs, outputs)
+        except _ENDINGS as exc:
+            raise self._followers.reason() or exc from exc
+        except Exception as exc:  # of any class: it is the runtime's
+            error = _own_error(exc)
+        for follower in self._followers.all:
+            answer = self._followers.expect(follower, Bound)
+            if answer.kind and error is None:
+                error = _FAILURES[answer.kind](answer.text)
+        self._ring()
+        if error is not None:
+            layout.lanes.pop(number, None)
+            raise error
+        self._layouts[key] = layout
+        return layout.lanes[number]
+
+    def _wait_for_lane(self, number: int) -> None:
+        """Wait until all ranks are done with the last run on a lane."""
+        last = self._last.get(number, 0)
+        for follower in self._followers.all:
+            while follower.finished < last:
+                self._followers.expect(follower, Done)
+            if follower not in self._awaited:
+                follower.done.clear()
+        self._ring()
+
+    def _settle(self, begun: _Begun) -> None:
+        """Wait for the answers to the oldest run that has none yet, and take its outputs."""
+        if begun.is_settled:
+            return
+        answers = []
+        for follower in self._awaited:
+            while not follower.done:
+                self._followers.expect(follower, Done)
+            answers.append((follower, follower.done.popleft()))
+        begun.is_settled = True
+        failed = (_FAILURES[answer.kind](answer.text) for _, answer in answers if answer.kind)
+        begun.error = begun.error or next(failed, None)
+        for follower, answer in answers:
+            if not answer.kind:
+                try:
+                    begun.produced += self._receive(begun.lane, follower, answer)
+                except _ENDINGS as exc:
+                    raise self._followers.reason() or exc from exc
+
+    def _receive(self, lane: _Lane, follower: _Follower, answer: Done) -> list[Produced]:
+        """Take part in what a follower sends; its outputs that have no memory in the lane."""
+        names = {name for name, _ in answer.produced}
+        for name in follower.member.makes if follower.member else ():
+            if name in lane.outputs and name not in names:
+                lane.outputs[name].run()
+        specs = {spec.name: spec for spec in self.spec.outputs}
+        received = []
+        for name, shape in answer.produced:
+            size = tensor_bytes(specs[name].element_type, prod(shape))
+            array = self._maker.receive(size, follower.rank)
+            received.append(_produced(_buffer(specs[name], shape, array), array))
+        return received
+
+    def _ring(self) -> None:
+        """Keep `fd` readable while the answer that it stands for was read before it was asked for."""
+        if self.depth == 1:
+            return
+        is_there = bool(self._begun) and (self._begun[0].is_settled or bool(self._last_stage.done))
+        if is_there and not self._is_ringing:
+            self._answered.set()
+        elif not is_there and self._is_ringing:
+            self._answered.clear()
+        self._is_ringing = is_there
+
+
+class _LeaderRun(Run):
+    """A layout in memory of other owners."""
+
+    def __init__(
+        self,
+        engine: LeaderEngine,
+        spec: ModelSpec,
+        inputs: Sequence[Buffer | Strings],
+        outputs: Sequence[Buffer],
+    ) -> None:
+        self._engine = engine
+        self._inputs: list[tuple[int, int]] = []
+        shapes = []
+        for tensor, item in zip(spec.inputs, inputs, strict=True):
+            given = STRING if isinstance(item, Strings) else item.element_type
+            if (
+                isinstance(item, Strings)
+                or given != tensor.element_type
+                or not tensor.admits(item.shape)
+            ):
+                raise InvalidInputError(
+                    f"input {tensor.name!r}: got {given}{[*item.shape]}, expected {tensor}"
+                )
+            self._inputs.append((item.address, item.size))
+            shapes.append(item.shape)
+        self._names = [tensor.name for tensor in spec.outputs]
+        self._places = {item.name: item for item in outputs}
+        known = tuple(
+            self._places[name].shape if name in self._places else None for name in self._names
+        )
+        self.layout: tuple[_Shapes, _KnownShapes] = (tuple(shapes), known)
+
+    def execute(self) -> Sequence[Produced | Strings]:
+        self._engine.begin(self)
+        return self._engine.finish(self)
+
+    def begin(self) -> None:
+        self._engine.begin(self)
+
+    def finish(self) -> Sequence[Produced | Strings]:
+        return self._engine.finish(self)
+
+    def copy_inputs(self, lane: _Lane) -> None:
+        for (address, size), places in zip(self._inputs, lane.places, strict=True):
+            for place in places:
+                ctypes.memmove(place, address, size)
+
+    def deliver(
+        self, lane: _Lane, produced: Sequence[Produced | Strings]
+    ) -> Sequence[Produced | Strings]:
+        """Write the outputs to their places; those that have none, or have another shape."""
+        found = {item.name: item for item in produced}
+        left: list[Produced | Strings] = []
+        for name in self._names:
+            place = self._places.get(name)
+            item = found.get(name)
+            if item is None:
+                if place is not None:
+                    memory = lane.own.get(name)
+                    array = lane.outputs[name].output if memory is None else memory
+                    ctypes.memmove(place.address, array.ctypes.data, place.size)
+            elif place is None or isinstance(item, Strings) or item.shape != place.shape:
+                left.append(item)
+            else:
+                ctypes.memmove(place.address, item.address, place.size)
+        return left
+
+
+def _own_error(exc: Exception) -> McinferError:
+    """The error of the leader's own part of a run, as `Run.execute` raises it."""
+    if isinstance(exc, PeerFailedError) and exc.cancelled:
+        return RunCancelledError(str(exc))
+    if isinstance(exc, McinferError):
+        return exc
+    return PredictError(shortened(f"rank 0: {type(exc).__name__}: {exc}"))
+
+
+def _produced(buffer: Buffer, owner: object) -> Produced:
+    return Produced(
+        name=buffer.name,
+        element_type=buffer.element_type,
+        shape=buffer.shape,
+        address=buffer.address,
+        size=buffer.size,
+        owner=owner,
+    )
+
+
+# A follower.
+
+
+def follow(
+    rank: int,
+    size: int,
+    end: socket.socket,
+    request: EngineRequest,
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> int:
+    """Load a rank's slice and run what the leader says, until it says that this is the end.
+
+    Args:
+        rank: This rank, 1 or more.
+        size: How many ranks the group has.
+        end: The SOCK_SEQPACKET socket to the leader, which is this function's from now on.
+        request: The whole model, and how and where to load it.
+        timeout: Seconds that a collective waits for the other ranks.
+
+    Returns:
+        The exit status of the process: 0; `BUILD_FAILED`; `GROUP_BROKEN` after the end of another rank, or
+        a time-out; or `ORPHANED` if the leader is gone.
+    """
+    channel = Channel(end)
+    try:
+        channel.send(Hello(rank=rank, pid=os.getpid(), device=str(request.device)))
+        load = channel.receive()
+        if not isinstance(load, Load):
+            return _left(load)
+        try:
+            held = _hold(load)
+            channel.send(Found())
+            join = channel.receive()
+            if not isinstance(join, Join):
+                return _left(join)
+            group = join_sockets(rank, size, [end], timeout=timeout)
+            engine = load_slice(request, held, group, (load.tensor, load.pipeline))
+        except (BuildError, MissingDependencyError) as exc:
+            if not _is_of_another_rank(exc):
+                missing = isinstance(exc, MissingDependencyError)
+                channel.send(Failed(missing=missing, text=shortened(str(exc))))
+            return BUILD_FAILED
+        member = _Member.of(engine)
+        channel.send(Ready(takes=tuple(member.takes), makes=member.makes))
+        return _FollowedRuns(str(request.device), channel, engine, member).serve()
+    except _ENDINGS as exc:
+        kind = next(kind for kind, ending in _BROKEN.items() if isinstance(exc, ending))
+        with suppress(OSError):  # the leader is gone
+            channel.send(Broken(kind=kind, text=shortened(str(exc))))
+        return GROUP_BROKEN
+    except ConnectionError:  # a message could not be sent
+        return ORPHANED
+    finally:
+        channel.close()
+
+
+def _left(message: Message | None) -> int:
+    """The exit status after what came in place of a message of the start."""
+    if message is None:
+        return ORPHANED
+    if isinstance(message, Exit):
+        return 0
+    raise ProtocolError(f"the leader sent {type(message).__name__}, which does not fit")
+
+
+def _hold(load: Load) -> Held:
+    try:
+        held = Cache(Path(load.cache), 0).open(load.key)
+    except CacheUnusableError as exc:
+        raise BuildError(f"the slices cannot be read: {exc}") from exc
+    if held is None:
+        raise BuildError(f"{load.cache}/{load.key} has no sound slices")
+    return held
+
+
+class _FollowedRuns:
+    """A follower that is ready."""
+
+    def __init__(self, device: str, channel: Channel, engine: RankEngine, member: _Member) -> None:
+        self._name = f"rank {member.rank} ({device})"
+        self._channel = channel
+        self._engine = engine
+        self._makes = member.makes
+        self._maker = _LaneMaker(engine, member)
+        self._layouts: dict[int, dict[int, _Lane]] = {}
+
+    def serve(self) -> int:
+        """Do what the leader says, in that order, until it leaves; the exit status."""
+        while True:
+            message = self._channel.receive()
+            match message:
+                case Start():
+                    self._run(self._layouts[message.layout][message.lane])
+                case Bind():
+                    self._bind(message)
+                case _:
+                    return _left(message)
+
+    def _bind(self, message: Bind) -> None:
+        kind = text = ""
+        try:
+            if message.renewed:
+                self._layouts.clear()
+                self._maker.renew()
+            lane = self._maker.make(message.inputs, message.outputs)
+            self._layouts.setdefault(message.layout, {})[message.lane] = lane
+        except _ENDINGS:
+            raise
+        except Exception as exc:  # of any class: it is the runtime's
+            kind, text = self._failure(exc)
+        self._channel.send(Bound(kind=kind, text=text))
+
+    def _run(self, lane: _Lane) -> None:
+        """Run, answer, and send the outputs whose memory is not in the lane."""
+        self._engine.arm()
+        try:
+            for operation in lane.inputs:
+                operation.run()
+            produced = lane.run.execute()
+        except _ENDINGS:
+            raise
+        except Exception as exc:  # of any class: a run that raises fails its request only
+            kind, text = self._failure(exc)
+            self._channel.send(Done(kind=kind, text=text))
+            return
+        others = [
+            item for item in produced if isinstance(item, Produced) and item.name in self._makes
+        ]
+        shapes = {item.name: item.shape for item in others}
+        for name, operation in lane.outputs.items():
+            if name not in shapes:
+                operation.run()
+        self._channel.send(Done(produced=tuple(shapes.items())))
+        for item in others:
+            self._maker.send(item)
+
+    def _failure(self, exc: Exception) -> tuple[str, str]:
+        """The kind and the text of an error, which names this rank unless it names another one."""
+        text = str(exc) if isinstance(exc, McinferError) else f"{type(exc).__name__}: {exc}"
+        if isinstance(exc, PeerFailedError):
+            return "cancelled" if exc.cancelled else "predict", shortened(text)
+        kinds = (kind for kind, error in _FAILURES.items() if isinstance(exc, error))
+        return next(kinds, "predict"), shortened(f"{self._name}: {text}")

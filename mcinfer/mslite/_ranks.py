@@ -1,0 +1,185 @@
+"""Ranks: processes that each hold a slice of a model, and join to run it together.
+
+::
+
+    Ascend: context.ascend.rank_id, [ascend_context] rank_table_file ──┐
+    GPU:    the launcher (mpirun, …) ──────────────────────────────────┴─► place_of ──► join_ranks ──► Group
+
+A group belongs to one model. The models of a process have the same place, as in MindSpore Lite, and every
+rank builds its models in the same order: the n-th of one joins the n-th of the others.
+"""
+
+import os
+import threading
+from typing import ClassVar
+
+from mcinfer.collectives import join
+from mcinfer.collectives.base import DEFAULT_TIMEOUT, Group
+from mcinfer.collectives.launch import Ranks, find_ranks, from_launcher
+from mcinfer.errors import BuildError, InvalidInputError
+from mcinfer.model_cache.onnx_files import chunks, open_regular, scan
+from mcinfer.model_cache.protobuf import MalformedError, Message, read_varint
+from mcinfer.mslite._checks import Sections
+from mcinfer.mslite._configuration import rank_table
+from mcinfer.mslite.context import Context
+
+METADATA_KEY = "mcinfer.slice"
+"""The metadata property of a slice that `mcinfer slice` has written."""
+
+_COLLECTIVES = frozenset({"AllReduce", "AllGather"})
+_MAX_GROUPS_BYTES = 1 << 20
+
+_CONNECT_SECONDS = "HCCL_CONNECT_TIMEOUT"
+_RUN_SECONDS = "HCCL_EXEC_TIMEOUT"
+"""HCCL's own variables, in seconds."""
+
+
+def place_of(context: Context, sections: Sections) -> Ranks | None:
+    """The place of this process among ranks that run a model together; None if it runs it alone.
+
+    On the target `gpu` the launcher says it, on others the rank table of the configuration.
+
+    Raises:
+        InvalidInputError: The rank table, the launcher's variables or the file of groups is wrong.
+    """
+    if context.device_infos[0] == "gpu":
+        launched = from_launcher()
+        ranks = None if launched is None or launched.size == 1 else find_ranks()
+    else:
+        table = rank_table(sections)
+        rank = context.ascend.rank_id
+        ranks = find_ranks(rank=rank, rank_table=table) if table else None
+    if ranks is not None and context.group_info_file:
+        check_groups(context.group_info_file, ranks)
+    return ranks
+
+
+def is_slice(path: str) -> bool:
+    """Whether an ONNX file is a rank's slice of a model: it says so, or has a collective node."""
+    found = scan(path)
+    return METADATA_KEY in found.metadata or any(
+        name == "DistCollective" or (domain == "com.microsoft" and name in _COLLECTIVES)
+        for domain, name in found.operators
+    )
+
+
+class Membership:
+    """The part of this process in the group of one model: joined when it is first needed."""
+
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _process: ClassVar[Ranks | None] = None  # the place of all models of this process
+    _models: ClassVar[int] = 0  # how many models have joined
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._group: Group | None = None
+
+    def group(self) -> Group:
+        """The group, which this object closes.
+
+        Raises:
+            InvalidInputError: Another model of this process has another place; the ranks are on several
+                hosts, and no MPI launcher started them; two ranks have the same number.
+            CollectiveTimeoutError: Ranks did not come in time; names them.
+            RankDiedError: A rank died meanwhile.
+        """
+        if self._group is None:
+            self._group = self._join(self._ranks)
+        return self._group
+
+    @classmethod
+    def _join(cls, ranks: Ranks) -> Group:
+        with cls._lock:
+            known = cls._process or ranks
+            if (known.rank, known.size, known.key) != (ranks.rank, ranks.size, ranks.key):
+                raise InvalidInputError(
+                    f"{ranks.source}: got rank {ranks.rank} of {ranks.size}, expected rank {known.rank} of "
+                    f"{known.size} by the {known.source}: a process has one place for all its models"
+                )
+            group = join(
+                f"{ranks.key} model {cls._models}",
+                ranks.rank,
+                ranks.size,
+                backend=ranks.backend,
+                timeout=_seconds(_CONNECT_SECONDS),
+            )
+            group.timeout = _seconds(_RUN_SECONDS)
+            cls._process = ranks
+            cls._models += 1
+            return group
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+
+
+def _seconds(variable: str) -> float:
+    text = os.environ.get(variable, "")
+    if not text:
+        return DEFAULT_TIMEOUT
+    if not (text.isascii() and text.isdigit() and len(text) < 9 and int(text) > 0):
+        raise InvalidInputError(
+            f"environment variable {variable}: got {text!r}, expected a number of seconds"
+        )
+    return float(text)
+
+
+def check_groups(path: str, ranks: Ranks) -> None:
+    """Check a file of groups against the ranks that there are; see `read_groups`.
+
+    The file does not change which ranks join: a slice's collectives run in all ranks that have a part of the
+    same layers.
+    """
+    for name, members in read_groups(path).items():
+        if not members or len({*members}) < len(members) or max(members) >= ranks.size:
+            raise InvalidInputError(
+                f"group_info_file {path}: group {name!r}: got the ranks {[*members]}, expected different "
+                f"ones of 0 to {ranks.size - 1}, as by the {ranks.source}"
+            )
+
+
+def read_groups(path: str) -> dict[str, tuple[int, ...]]:
+    """The ranks of each group in a file that MindSpore writes (`GROUP_INFO_FILE`).
+
+    It is the message ``ParallelGroupMap`` of MindSpore's ``ccsrc/utils/node_strategy.proto``::
+
+        repeated ParallelGroupItem parallel_group_item = 1
+            string group_name = 1
+            ParallelGroupRanks parallel_group_ranks = 2
+                repeated uint32 dim = 1
+
+    Raises:
+        InvalidInputError: The file cannot be read, or is not such a message.
+    """
+    where = f"group_info_file {path}"
+    try:
+        with open_regular(path) as (descriptor, info):
+            if info.st_size > _MAX_GROUPS_BYTES:
+                raise InvalidInputError(
+                    f"{where}: got {info.st_size} bytes, expected at most {_MAX_GROUPS_BYTES}"
+                )
+            data = b"".join(bytes(chunk) for chunk in chunks(descriptor, info.st_size))
+    except (OSError, BuildError) as exc:
+        raise InvalidInputError(f"{where}: {exc}") from exc
+    groups: dict[str, tuple[int, ...]] = {}
+    try:
+        for item in Message(data, 0, len(data)).messages(1):
+            name = item.text(1)
+            if not name or name in groups:
+                raise MalformedError(f"the name {name!r} of a group, missing or not the only one,")
+            groups[name] = tuple(rank for part in item.messages(2) for rank in _numbers(part))
+    except MalformedError as exc:
+        raise InvalidInputError(f"{where}: got {exc}, expected a map of groups to ranks") from None
+    if not groups:
+        raise InvalidInputError(f"{where}: got no group, expected a map of groups to ranks")
+    return groups
+
+
+def _numbers(ranks: Message) -> list[int]:
+    """Field 1, packed or not."""
+    numbers = ranks.numbers(1)
+    for at, end in ranks.parts(1):
+        while at < end:
+            number, at = read_varint(ranks.data, at, end)
+            numbers.append(number)
+    return numbers
