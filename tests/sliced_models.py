@@ -282,3 +282,81 @@ def pipeline(folder: Path, stages: int, tensor: int = 1, *, width: int = 16) -> 
                 )
             )
     return Sliced(whole=whole, slices=tuple(slices))
+
+
+FRAGILE_PLACES = 3
+"""Segments of each stage of `fragile`."""
+
+
+def fragile(folder: Path, stages: int, tensor: int, *, width: int = 4) -> list[Path]:
+    """Slices that fail where the input ``code`` says: in segment k of rank r if it is ``3 r + k``.
+
+    Each stage sums its input over its ranks twice; the last one adds the first one's result, if there is one
+    between them. Outputs: ``y``, and, in pipelines, the negative first result.
+    """
+    last = stages - 1
+    outputs = ["y", "negative"] if stages > 1 else ["y"]
+    slices = []
+    for rank in range(stages * tensor):
+        stage, t = divmod(rank, tensor)
+        given = f"x{stage}" if stage else "x"
+        made = f"x{stage + 1}" if stage < last else "y"
+        skips = stages > 2 and stage == last
+        nodes, current = [], given
+        for k in range(FRAGILE_PLACES):
+            names = {name: f"{name}{k}" for name in ("total", "here", "is", "index", "row", "one")}
+            nodes += [
+                # An index that is outside of the table if the code is this one; it needs the values so far.
+                helper.make_node("ReduceSum", [current], [names["total"]], keepdims=0),
+                helper.make_node("Mul", [names["total"], "zero"], [names["here"]]),
+                helper.make_node("Add", [names["here"], "code"], [names["is"]]),
+                helper.make_node("Equal", [names["is"], f"place{k}"], [names["index"]]),
+                helper.make_node("Cast", [names["index"]], [names["row"]], to=TensorProto.INT64),
+                helper.make_node("Gather", ["table", names["row"]], [names["one"]]),
+                helper.make_node("Mul", [current, names["one"]], [f"part{k}"]),
+            ]
+            current = f"part{k}"
+            if k < FRAGILE_PLACES - 1:
+                nodes.append(all_reduce(current, f"sum{k}"))
+                current = f"sum{k}"
+        nodes.append(
+            helper.make_node("Add", [current, "x1"], [made])
+            if skips
+            else helper.make_node("Identity", [current], [made])
+        )
+        receives = {given: rank - tensor} if stage else {}
+        sends = {made: [rank + tensor]} if stage < last else {}
+        if skips:
+            receives["x1"] = t
+        if stage == 0 and stages > 1:
+            nodes.append(helper.make_node("Neg", [made], ["negative"]))
+            if stages > 2:
+                sends[made].append(last * tensor + t)
+        places = {
+            f"place{k}": np.array(FRAGILE_PLACES * rank + k, np.float32)
+            for k in range(FRAGILE_PLACES)
+        }
+        slices.append(
+            save(
+                folder / f"model{rank}.onnx",
+                nodes,
+                [*(value(name, width) for name in receives or [given]), value("code")],
+                [value(made, width), *([value("negative", width)] if stage == 0 < last else [])],
+                {
+                    **places,
+                    "zero": np.array(0, np.float32),
+                    "table": np.ones(1, np.float32),
+                },
+                metadata={
+                    "version": 1,
+                    "rank": rank,
+                    "tensor": tensor,
+                    "pipeline": stages,
+                    "inputs": [["x", "float32", [width]], ["code", "float32", []]],
+                    "outputs": [[name, "float32", [width]] for name in outputs],
+                    "receives": receives,
+                    "sends": sends,
+                },
+            )
+        )
+    return slices

@@ -1,6 +1,7 @@
 """Tests of the collectives in shared memory, with ranks as threads; no second process."""
 
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,6 +22,7 @@ from mcinfer.errors import (
     ClosedError,
     CollectiveTimeoutError,
     InvalidInputError,
+    MissingDependencyError,
     ProtocolError,
     RankDiedError,
 )
@@ -212,17 +214,18 @@ def test_array_of_another_shape_than_was_sent_is_an_error_in_both() -> None:
 
 
 def test_rank_that_does_not_come_is_named_in_all() -> None:
-    gone = threading.Event()
+    gone = threading.Semaphore(0)
 
     def body(group: Group) -> None:
         if group.rank == 1:
-            assert gone.wait(30)
+            assert gone.acquire(timeout=30)
+            assert gone.acquire(timeout=30)
+            return
         try:
             group.barrier()
         finally:
-            gone.set()
+            gone.release()
 
-    # Rank 1 comes when the others have given up: what it then runs is an error, too, if not at once.
     outcomes = run_ranks(3, body, timeout=0.3)
     for rank in (0, 2):
         exc = outcomes[rank]
@@ -292,7 +295,7 @@ def test_sockets_are_the_callers_again() -> None:
         with no_descriptor_left():
             in_threads(2, lambda rank: join_sockets(rank, 2, ends[rank]).close())
         ends[0][0].send(b"a command")
-        assert ends[1][0].recvmsg(100)[:2] == (b"a command", [])
+        assert ends[1][0].recvmsg(100)[:3] == (b"a command", [], 0)
 
 
 def test_wrong_number_of_sockets_is_refused() -> None:
@@ -416,6 +419,22 @@ def test_rank_that_ends_before_all_have_joined_is_an_error() -> None:
 def test_arguments_of_join_are_checked(arguments: tuple[str, int, int, str], expected: str) -> None:
     with pytest.raises(InvalidInputError, match=expected):
         join(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("backend", "package", "expected"),
+    [
+        ("mpi", "mpi4py", r"need the package mpi4py: pip install 'mcinfer\[mpi\]'"),
+        ("nccl", "cupy", "need CuPy with NCCL: pip install cupy-cuda12x"),
+    ],
+)
+def test_missing_package_is_named(
+    backend: str, package: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"mcinfer.collectives.{backend}", raising=False)
+    with pytest.raises(MissingDependencyError, match=expected):
+        join("a", 0, 1, backend)
 
 
 # Memory.

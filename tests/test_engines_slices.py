@@ -1,5 +1,6 @@
 """Tests of mcinfer/engines/slices.py: ranks as threads run slices, and give what the whole model gives."""
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -22,11 +23,13 @@ from mcinfer.errors import BuildError, ClosedError, InvalidInputError, PredictEr
 from tests.engine_tensors import buffer
 from tests.rank_threads import PATIENCE, Arrays, Bound, run_ranks
 from tests.sliced_models import (
+    FRAGILE_PLACES,
     Sliced,
     all_gather,
     all_reduce,
     attention,
     dist_collective,
+    fragile,
     mlp,
     pipeline,
     save,
@@ -122,6 +125,72 @@ def test_attention_with_several_collectives_in_a_phase(tmp_path: Path) -> None:
         {"y": given["x"].shape, "queries": given["x"].shape} for given in inputs
     ]
     assert_whole(model, inputs, run_all(model, inputs, shapes))
+
+
+def test_each_kind_of_collective_gives_its_result(tmp_path: Path) -> None:
+    kinds = {
+        "total": dist_collective("part", "total", "all_reduce", reduce_op="sum"),
+        "most": dist_collective("part", "most", "all_reduce", reduce_op="max"),
+        "mean": dist_collective("part", "mean", "all_reduce", reduce_op="avg"),
+        "joined": dist_collective("part", "joined", "all_gather", nb_rank=2),
+        "share": dist_collective("part", "share", "reduce_scatter", reduce_op="sum"),
+        "second": dist_collective("part", "second", "broadcast", root=1),
+        "again": all_gather("share", "again", 2, -1),
+    }
+    slices = [
+        save(
+            tmp_path / f"model{rank}.onnx",
+            [helper.make_node("Mul", ["x", "factor"], ["part"]), *kinds.values()],
+            [value("x", "n", 3)],
+            [value(name, None, None) for name in kinds],
+            {"factor": np.array(rank + 1, np.float32)},
+        )
+        for rank in range(2)
+    ]
+
+    def rank(group: Group, stack: ExitStack) -> None:
+        engine = opened(stack, group, slices[group.rank])
+        for rows in (4, 2, 4):
+            x = normal(rows, rows, 3)
+            run = Bound(engine, {"x": x}, {"second": (rows, 3), "joined": (2 * rows, 3)})
+            shares = np.split(3 * x, 2)
+            for _ in range(3):
+                for name, expected in {
+                    "total": 3 * x,
+                    "most": np.maximum(x, 2 * x),
+                    "mean": 1.5 * x,
+                    "joined": np.concatenate([x, 2 * x]),
+                    "share": shares[group.rank],
+                    "second": 2 * x,
+                    "again": np.concatenate(shares, 1),
+                }.items():
+                    np.testing.assert_allclose(run({"x": x})[name], expected, rtol=1e-6)
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64", "bfloat16"])
+def test_other_element_types_are_exchanged(tmp_path: Path, dtype: str) -> None:
+    """Types that NumPy lacks come from ml_dtypes."""
+    element = {"float16": TensorProto.FLOAT16, "float64": TensorProto.DOUBLE}.get(
+        dtype, TensorProto.BFLOAT16
+    )
+    nodes = [
+        helper.make_node("Cast", ["x"], ["narrow"], to=element),
+        all_reduce("narrow", "sum"),
+        helper.make_node("Cast", ["sum"], ["y"], to=TensorProto.FLOAT),
+    ]
+    path = save(tmp_path / "m.onnx", nodes, [value("x", "n")], [value("y", "n")], {})
+
+    def rank(group: Group, stack: ExitStack) -> None:
+        engine = opened(stack, group, path)
+        for count in (5, 0, 3):
+            x = np.arange(count, dtype=np.float32)
+            run = Bound(engine, {"x": x}, {"y": (count,)})
+            for _ in range(3):
+                np.testing.assert_array_equal(run({"x": x})["y"], 3 * x)
+
+    run_ranks(3, rank)
 
 
 def test_large_values_take_the_same_way(tmp_path: Path) -> None:
@@ -442,6 +511,49 @@ def test_failure_in_a_stage_fails_the_later_ones_and_all_that_wait(
     run_ranks(3, rank)
 
 
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize(("stages", "tensor"), [(1, 3), (2, 1), (2, 2), (3, 2)])
+def test_failure_anywhere_leaves_all_ranks_in_step(
+    tmp_path: Path, stages: int, tensor: int, everywhere: bool
+) -> None:
+    """Each segment of each rank fails; the first runs are those that find the shapes."""
+    slices = fragile(tmp_path, stages, tensor)
+    size = stages * tensor
+    codes = [code for bad in range(FRAGILE_PLACES * size) for code in (bad, -1)]
+
+    def rank(group: Group, stack: ExitStack) -> list[str]:
+        engine = opened(stack, group, slices[group.rank], deliver_everywhere=everywhere)
+        failed: list[str] = []
+        for number, code in enumerate(codes):
+            given = {
+                "x": np.arange(4, dtype=np.float32) + number,
+                "code": np.array(code, np.float32),
+            }
+            shapes: dict[str, Sequence[int]] = {"y": (4,)} if number % 3 else {}
+            try:
+                outputs = Bound(engine, given, shapes)(given)
+            except PredictError as exc:
+                failed.append(str(exc))
+            else:
+                failed.append("")
+                expected = given["x"] * tensor ** (2 * stages)
+                if stages > 2:
+                    expected += given["x"] * tensor**2
+                if group.rank >= size - tensor or everywhere:
+                    np.testing.assert_array_equal(outputs["y"], expected)
+            if not everywhere:
+                group.barrier()  # runs do not overlap
+        return failed
+
+    for number, failed in enumerate(zip(*run_ranks(size, rank), strict=True)):
+        code = codes[number]
+        if code < 0:
+            assert not any(failed)
+        else:
+            assert "out of data bounds" in failed[code // FRAGILE_PLACES]
+            assert all("out of data bounds" in text for text in failed if text or everywhere)
+
+
 def test_invalid_inputs_are_refused_in_all_ranks_and_the_group_lives_on(tmp_path: Path) -> None:
     model = mlp(tmp_path, 2)
 
@@ -550,6 +662,8 @@ def test_slice_that_cannot_be_loaded_fails_in_all_ranks(tmp_path: Path) -> None:
     model = mlp(tmp_path, 2)
     missing = tmp_path / "missing.onnx"
     failing_loads([model.slices[0], missing], ["rank 1.*failed.*missing", "^.*missing"])
+    os.mkfifo(missing)
+    failing_loads([missing, model.slices[1]], ["got a pipe", "rank 0.*failed.*got a pipe"])
 
 
 def test_slices_that_do_not_fit_the_group_are_refused(tmp_path: Path) -> None:
@@ -589,11 +703,14 @@ def test_only_onnxruntime_runs_slices(tmp_path: Path) -> None:
     run_ranks(1, rank)
 
 
-def test_slice_without_a_group_is_refused_with_what_it_is(tmp_path: Path) -> None:
-    model = mlp(tmp_path, 2)
-    with pytest.raises(BuildError, match=r"has 3 collectives, the first AllReduce 'reduce part0'"):
-        open_engine("onnxruntime", request(model.slices[0]))
-    assert open_engine("onnxruntime", request(model.whole)).spec.outputs[0].name == "y"
+@pytest.mark.parametrize(
+    "node",
+    [all_reduce("x", "y"), all_gather("x", "y", 1, 0), dist_collective("x", "y", "all_gather")],
+)
+def test_slice_without_a_group_is_refused_with_what_it_is(tmp_path: Path, node: NodeProto) -> None:
+    path = save(tmp_path / "model0.onnx", [node], [value("x", 4)], [value("y", 4)], {})
+    with pytest.raises(BuildError, match=f"{node.op_type}.*the model is one rank's slice"):
+        open_engine("onnxruntime", request(path))
 
 
 def test_prepared_segments_give_the_same(tmp_path: Path) -> None:

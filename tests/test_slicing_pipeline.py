@@ -47,7 +47,8 @@ def mlp(widths: list[int], seed: int = 0) -> ModelProto:
     rng = np.random.default_rng(seed)
     nodes, constants, value = [], {}, "x"
     for at, (wide, next_wide) in enumerate(pairwise(widths)):
-        constants[f"w{at}"] = rng.standard_normal((wide, next_wide)).astype(np.float32)
+        weight = rng.standard_normal((wide, next_wide)) / np.sqrt(wide)
+        constants[f"w{at}"] = weight.astype(np.float32)
         nodes += [
             helper.make_node("MatMul", [value, f"w{at}"], [f"m{at}"]),
             helper.make_node("Tanh", [f"m{at}"], [f"t{at}"]),

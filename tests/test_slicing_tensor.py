@@ -1,7 +1,7 @@
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -369,6 +369,15 @@ def test_encoder_whose_shapes_are_computed(shapes: str, packed: str) -> None:
     assert operators(report) == {"AllReduce": 4}
 
 
+def test_reshape_to_the_size_of_an_axis_that_is_cut_no_more() -> None:
+    net = Net(1, 256)
+    x = net.op("Reshape", net.linear("x", 256, 256), net.ints(1, 16, 16))
+    x = net.op("Relu", net.op("Reshape", x, net.ints(-1, 0)))
+    x = net.linear(net.op("Reshape", x, net.ints(1, 256)), 256, 256)
+    report = check(net.model(x))
+    assert operators(report) == {"AllReduce": 1}
+
+
 def test_layer_norm_in_single_operations() -> None:
     assert operators(check(encoder(decomposed=True))) == {"AllReduce": 4}
 
@@ -392,6 +401,58 @@ def test_attention_of_onnx_runtime_is_cut_by_heads() -> None:
     report = check(net.model(x))
     assert operators(report) == {"AllReduce": 2}
     assert report.rank_bytes <= report.weight_bytes * 0.6
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_decoder_with_rotated_positions_and_shared_keys(ranks: int) -> None:
+    width, heads, shared, size = 64, 8, 4, 8
+    net = Net("batch", "tokens", width)
+    cosines, sines = net.input("cos", "tokens", size), net.input("sin", "tokens", size)
+
+    def norm(x: str) -> str:
+        squares = net.op("ReduceMean", net.op("Pow", x, net.number(2)), axes=[-1])
+        root = net.op("Sqrt", net.op("Add", squares, net.number(1e-6)))
+        return str(net.op("Mul", net.op("Div", x, root), net.weight(width, mean=1)))
+
+    def heads_of(x: str, count: int) -> str:
+        y = net.op("MatMul", x, net.weight(width, count * size))
+        y = net.op("Reshape", y, net.ints(0, 0, count, size))
+        return str(net.op("Transpose", y, perm=[0, 2, 1, 3]))
+
+    def rotated(x: str) -> str:
+        half, end = net.ints(size // 2), net.ints(1 << 40)
+        first = net.op("Slice", x, net.ints(0), half, net.ints(3))
+        last = net.op("Slice", x, half, end, net.ints(3), net.ints(1))
+        turned = net.op("Concat", net.op("Neg", last), first, axis=-1)
+        return str(net.op("Add", net.op("Mul", x, cosines), net.op("Mul", turned, sines)))
+
+    def repeated(x: str) -> str:
+        whole = net.op("Shape", x)
+        first, last = (
+            net.op("Slice", whole, net.ints(start), net.ints(stop), net.ints(0))
+            for start, stop in ((0, 2), (2, 4))
+        )
+        wide = net.op("Concat", first, net.ints(heads // shared), last, axis=0)
+        y = net.op("Expand", net.op("Unsqueeze", x, net.ints(2)), wide)
+        rows = net.op("Slice", whole, net.ints(0), net.ints(1), net.ints(0))
+        shape = net.op("Concat", rows, net.ints(heads), last, axis=0)
+        return str(net.op("Reshape", y, shape))
+
+    y = norm("x")
+    q, k = rotated(heads_of(y, heads)), repeated(rotated(heads_of(y, shared)))
+    v = repeated(heads_of(y, shared))
+    shares = net.op("Softmax", net.op("MatMul", q, net.op("Transpose", k, perm=[0, 1, 3, 2])))
+    mixed = net.op("Transpose", net.op("MatMul", shares, v), perm=[0, 2, 1, 3])
+    mixed = net.op("Reshape", mixed, net.ints(0, 0, width))
+    x = net.op("Add", "x", net.op("MatMul", mixed, net.weight(width, width)))
+    y = norm(x)
+    gate = net.op("MatMul", y, net.weight(width, 128))
+    gate = net.op("Mul", gate, net.op("Sigmoid", gate))
+    y = net.op("Mul", gate, net.op("MatMul", y, net.weight(width, 128)))
+    x = net.op("Add", x, net.op("MatMul", y, net.weight(128, width)))
+    report = check(net.model(x), ranks, batch=2, tokens=5)
+    assert operators(report) == {"AllReduce": 2}
+    assert report.rank_bytes <= report.weight_bytes * (1 / ranks + 0.1)
 
 
 # Images.
@@ -694,11 +755,77 @@ def random_net(rng: np.random.Generator) -> ModelProto:
     return net.model(*outputs)
 
 
+def random_image_net(rng: np.random.Generator) -> ModelProto:
+    """Convolutions and what lies between them, on images [batch, channels, 4, 4]."""
+    channels = int(rng.choice([8, 16]))
+    net = Net("batch", channels, 4, 4, opset=21)
+    values = ["x"]
+
+    def any_value() -> str:
+        return values[-1 if rng.random() < 0.6 else int(rng.integers(len(values)))]
+
+    def convolve(x: str, before: int, after: int, groups: int = 1) -> str:
+        kernel = net.weight(after, before // groups, 3, 3, std=(9 * before / groups) ** -0.5)
+        bias = [net.weight(after)] if rng.random() < 0.7 else []
+        return str(net.op("Conv", x, kernel, *bias, pads=[1] * 4, group=groups))
+
+    def block(x: str) -> str:
+        inner = int(rng.choice([8, 14, 32]))
+        return convolve(net.op("Relu", convolve(x, channels, inner)), inner, channels)
+
+    def grouped(x: str) -> str:
+        y = convolve(x, channels, 2 * channels)
+        y = convolve(y, 2 * channels, 2 * channels, int(rng.choice([2, 4, 2 * channels])))
+        return convolve(y, 2 * channels, channels)
+
+    def norm(x: str) -> str:
+        groups = int(rng.choice([2, 4, 8]))
+        if rng.random() < 0.5:
+            scale, bias = net.weight(channels, mean=1), net.weight(channels)
+            return str(net.op("GroupNormalization", x, scale, bias, num_groups=groups))
+        y = net.op("Reshape", x, net.ints(0, groups, -1))
+        y = net.op("InstanceNormalization", y, net.weight(groups, mean=1), net.weight(groups))
+        return str(net.op("Reshape", y, net.op("Shape", x)))
+
+    def skip(x: str) -> str:
+        y = net.op("Concat", x, any_value(), axis=1)
+        if rng.random() < 0.5:
+            y = net.op("Reshape", y, net.ints(0, 4, -1))
+            y = net.op("InstanceNormalization", y, net.weight(4, mean=1), net.weight(4))
+            y = net.op("Reshape", y, net.ints(0, 2 * channels, 4, 4))
+        return convolve(y, 2 * channels, channels)
+
+    def tokens(x: str) -> str:
+        y = net.op("Transpose", net.op("Reshape", x, net.ints(0, channels, -1)), perm=[0, 2, 1])
+        y = net.linear(net.op("Gelu", net.linear(y, channels, 32)), 32, channels)
+        y = net.op("Transpose", y, perm=[0, 2, 1])
+        return str(net.op("Add", x, net.op("Reshape", y, net.op("Shape", x))))
+
+    def scaled(x: str) -> str:
+        factors = net.constant(np.array([1, 1, 2, 2], np.float32))
+        y = net.op("Resize", x, "", factors, mode="nearest")
+        return str(net.op("AveragePool", y, kernel_shape=[2, 2], strides=[2, 2]))
+
+    made = [block, grouped, norm, skip, tokens, scaled]
+    made += [lambda x: convolve(x, channels, channels), lambda x: str(net.op("Tanh", x))]
+    made += [lambda x: str(net.op("Add", x, any_value()))]
+    length = int(rng.integers(3, 8))
+    while len(values) < length:
+        values.append(made[int(rng.integers(len(made)))](any_value()))
+    return net.model(values[-1])
+
+
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 1 << 32), ranks=st.sampled_from([2, 4]))
-def test_any_way_to_cut_any_graph_is_right(seed: int, ranks: int) -> None:
+@given(
+    seed=st.integers(0, 1 << 32),
+    ranks=st.sampled_from([2, 4]),
+    make=st.sampled_from([random_net, random_image_net]),
+)
+def test_any_way_to_cut_any_graph_is_right(
+    seed: int, ranks: int, make: Callable[[np.random.Generator], ModelProto]
+) -> None:
     rng = np.random.default_rng(seed)
-    model = random_net(rng)
+    model = make(rng)
     graph = Graph(model, None)
     for _ in range(2):
         choices = Search(graph, AnyCosts(graph, ranks, rng)).run()

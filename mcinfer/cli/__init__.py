@@ -1,4 +1,4 @@
-"""The command line: ``mcinfer run``, ``inspect``, ``devices``, ``doctor``, ``cache``, ``bench``, ``tune``.
+"""The command line: ``mcinfer run``, ``inspect``, ``slice``, ``bench`` and others.
 
 Exit status 0 on success, 1 on a failure with one clear line on standard error, 2 on wrong usage, 130 after
 Ctrl-C, 143 after SIGTERM, 129 after SIGHUP: these two end a command as Ctrl-C does. Each command is a module

@@ -6,6 +6,7 @@ ranks which run the same; backends send cells to find ranks that do not.
 
 import os
 import struct
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -213,6 +214,10 @@ def text_of(packed: bytes) -> str:
     return bytes(_CELL.unpack(packed)[4]).rstrip(b"\0").decode(errors="replace")
 
 
+def kind_of(packed: bytes) -> int:
+    return packed[0]
+
+
 def epoch_of(packed: bytes) -> int:
     return int(_CELL.unpack(packed)[1])
 
@@ -232,6 +237,31 @@ def difference(cells: Mapping[int, bytes]) -> InvalidInputError:
         else "prepared their operations in different orders"
     )
     return InvalidInputError(f"ranks {verb}: rank {first}: {one}; rank {other}: {two}")
+
+
+# Waiting for what poll(2) cannot wait for.
+
+_YIELDS = 1000
+_LONGEST_PAUSE = 1e-3
+
+
+def until(is_done: Callable[[], object], timeout: float) -> bool:
+    """Ask until something is done, at first with the CPU given up in between, then after growing pauses.
+
+    Returns:
+        False if it was not done in so many seconds.
+    """
+    deadline = time.monotonic() + timeout
+    rounds = 0
+    while not is_done():
+        rounds += 1
+        if rounds <= _YIELDS:
+            os.sched_yield()
+        elif time.monotonic() >= deadline:
+            return False
+        else:
+            time.sleep(min(_LONGEST_PAUSE, 1e-5 * (rounds - _YIELDS)))
+    return True
 
 
 # Groups.
@@ -265,7 +295,7 @@ class SignatureGroup(Group):
         """An operation of two ranks, of which this is one."""
 
     @abstractmethod
-    def _leave(self, text: str, cause: str) -> None:
+    def leave(self, text: str, cause: str) -> None:
         """Close the group, and have the others get the text, for `end_error`."""
 
     def all_reduce(self, array: NDArray[Any], operation: Operation = "sum") -> NDArray[Any]:
@@ -314,9 +344,14 @@ class SignatureGroup(Group):
             )
         return self._prepare_transfer(signature, source, to)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, by this rank or by an error."""
+        return self._cause is not None
+
     def close(self) -> None:
         if self._cause is None:
-            self._leave("", "this rank closed it")
+            self.leave("", "this rank closed it")
 
     def _break(self, exc: BaseException) -> None:
         """Close the group because of an error, which the others get too."""
@@ -324,7 +359,7 @@ class SignatureGroup(Group):
             name, text = type(exc).__name__, str(exc)
             if name not in _ENDS:
                 text = f"rank {self.rank} (pid {os.getpid()}) left the group: {name}: {exc}"
-            self._leave(f"{name}\n{text}", text)
+            self.leave(f"{name}\n{text}", text)
 
     def _members(self, ranks: Sequence[int]) -> list[int]:
         """The ranks of a subgroup, checked."""

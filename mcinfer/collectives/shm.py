@@ -188,10 +188,10 @@ class _Collective(Collective):
         self._work = work
 
     def run(self) -> None:
-        self._group._meet(self._cell)
+        self._group.meet(self._cell)
         self._work()
         if self._end is not None:
-            self._group._meet(self._end)
+            self._group.meet(self._end)
 
 
 class _Transfer(Collective):
@@ -278,7 +278,7 @@ class ShmGroup(SignatureGroup):
         return result
 
     def barrier(self) -> None:
-        self._meet(_BARRIER)
+        self.meet(_BARRIER)
 
     def fail(self, text: str, *, cancelled: bool = False) -> None:
         self._check_open()
@@ -291,7 +291,7 @@ class ShmGroup(SignatureGroup):
 
     def subgroup(self, ranks: Sequence[int]) -> "ShmGroup | None":
         members = self._members(ranks)
-        self._meet(cell(f"subgroup {members}"))
+        self.meet(cell(f"subgroup {members}"))
         star = self._membership.star
         try:
             membership = bootstrap(self.rank, self.size, star, self.timeout, members)
@@ -302,7 +302,18 @@ class ShmGroup(SignatureGroup):
 
     # Steps: meetings of all ranks.
 
-    def _meet(self, packed: bytes) -> None:
+    def check(self) -> None:
+        """Raise if a rank has died or left with an error; the group is closed then."""
+        self._check_open()
+        try:
+            self._look(0.0)
+            if self._alarm:
+                self._raise_end([])
+        except BaseException as exc:
+            self._break(exc)
+            raise
+
+    def meet(self, packed: bytes) -> None:
         """Return when all ranks have come to this step with this cell."""
         self._arrive(packed)
         control = self._control.map
@@ -399,10 +410,7 @@ class ShmGroup(SignatureGroup):
                         raise self._too_late(text_of(packed), [peer])
             got = self._next_message(peer)
             if got != packed:
-                raise InvalidInputError(
-                    f"ranks run different operations: rank {peer.rank}: {text_of(got)}; "
-                    f"rank {self.rank}: {text_of(packed)}"
-                )
+                raise difference({peer.rank: got, self.rank: packed})
         except PeerFailedError:
             raise
         except BaseException as exc:
@@ -431,7 +439,7 @@ class ShmGroup(SignatureGroup):
             if other.arrivals >= step:
                 kind = self._control.map[other.cells[step & 1].start]
                 if kind in FAILURES:
-                    self._meet(cell("send or recv"))
+                    self.meet(cell("send or recv"))
 
     # Waiting.
 
@@ -486,7 +494,7 @@ class ShmGroup(SignatureGroup):
 
     # The end.
 
-    def _leave(self, text: str, cause: str) -> None:
+    def leave(self, text: str, cause: str) -> None:
         self._cause = cause
         self._control.write_text(self.rank, END_TEXT, shortened(text))
         for fd in self._outgoing:

@@ -44,8 +44,9 @@ def open_engine(
     module = _adapter(name)
     if group is not None and name != "onnxruntime":
         raise BuildError(f"engine {name} runs no slices of a model, expected onnxruntime")
-    with suppress(OSError):  # the engine names a file that does not exist or cannot be read
-        check_regular(request.model)
+    if group is None:
+        with suppress(OSError):  # the engine names a file that does not exist or cannot be read
+            check_regular(request.model)
     try:
         if group is not None:
             engine: Engine = import_module("mcinfer.engines.slices").RankEngine(request, group)
@@ -54,13 +55,6 @@ def open_engine(
         else:
             engine = module.load(request)
     except EngineError as exc:
-        collectives = _collectives(request) if name == "onnxruntime" and group is None else []
-        if collectives:
-            raise BuildError(
-                f"{request.model} is one rank's slice of a model: it has {len(collectives)} collectives, the "
-                f"first {collectives[0]}. Run all its ranks together: Master(model, parallel=Parallel(…)) "
-                "cuts and runs the whole model"
-            ) from quotable(exc)
         if quotable(exc):
             raise
         raise type(exc)(shortened(str(exc))) from None
@@ -73,14 +67,6 @@ def open_engine(
     if trim is not None:
         trim(0)
     return engine
-
-
-def _collectives(request: EngineRequest) -> list[str]:
-    """The collective nodes of a model that was refused, if the package onnx is there to find them."""
-    with suppress(ImportError):
-        found: list[str] = import_module("mcinfer.slicing.segments").collective_nodes(request.model)
-        return found
-    return []
 
 
 def _check_names(engine: Engine) -> None:

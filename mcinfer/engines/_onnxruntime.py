@@ -93,6 +93,12 @@ _FAILED: tuple[type[Exception], ...] = (
 
 _SHORT_OF_MEMORY = re.compile(r"bad_alloc|Failed to allocate|Available memory of")
 
+_LACKS_COLLECTIVE = re.compile(
+    r"com\.microsoft:(AllReduce|AllGather|AllToAll)\b.* is not a registered|"
+    r"No Op registered for DistCollective"
+)
+"""Its message if a model has collective nodes, for which its packages have no kernels (1.32)."""
+
 _SHARED_ARENA = "session.use_env_allocators"
 """The runtime's option for sessions that share one arena, which must exist before."""
 
@@ -380,6 +386,11 @@ def _map_error(exc: Exception, base: type[EngineError]) -> McinferError:
         isinstance(exc, ort_state.InvalidArgument) or _BLAMES_INPUTS.search(text)
     ):
         return InvalidInputError(text)
+    if _LACKS_COLLECTIVE.search(text):
+        text += (
+            "; the model is one rank's slice, with collectives: run all ranks together, or give the whole "
+            "model to Master(model, parallel=Parallel(…)), which cuts it"
+        )
     if isinstance(exc, MemoryError) or _SHORT_OF_MEMORY.search(text):
         text += memory_limit()
     return base(text)

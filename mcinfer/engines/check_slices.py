@@ -11,13 +11,16 @@ tried if the model refuses them.
 import socket
 import threading
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mcinfer.collectives.base import PeerFailedError
 from mcinfer.collectives.shm import join_sockets
 from mcinfer.config import Device
 from mcinfer.engines import open_engine
@@ -29,8 +32,10 @@ from mcinfer.engines.base import (
     Strings,
     array_over,
 )
+from mcinfer.engines.slices import RankEngine
 from mcinfer.errors import (
     BuildError,
+    ClosedError,
     EngineError,
     InvalidInputError,
     McinferError,
@@ -38,6 +43,7 @@ from mcinfer.errors import (
     shortened,
 )
 from mcinfer.model_cache.building import Progress
+from mcinfer.slicing.segments import cut_segments
 from mcinfer.specs import ELEMENT_TYPES, STRING, ModelSpec, TensorSpec
 
 _SIZES = ((2, 8), (2, 16), (2, 64), (1, 8), (1, 64), (1, 1))
@@ -48,6 +54,9 @@ _NARROW_TOLERANCE = 2e-2
 """Of float16, bfloat16 and narrower ones. Other types must be equal."""
 
 _PACKED_BITS = 4
+
+_FOLLOWED = (PeerFailedError, WorkerDiedError, ClosedError)
+"""Errors of a rank that follow from another rank's."""
 
 _TIMEOUT = 600.0
 """Seconds that a rank waits for the others, which may still load their slices."""
@@ -89,8 +98,10 @@ def check(_: Progress, model: str, folder: str) -> dict[str, Any]:
     else:
         return {"reason": f"no made-up inputs fit the model: {refusals[0]}"}
     del whole
-    ranks = len([*Path(folder).glob("model*.onnx")])
-    found = _run_ranks(Path(folder), ranks, inputs)
+    size = len([*Path(folder).glob("model*.onnx")])
+    # Whoever kills this process removes the folder, with what is in it.
+    with TemporaryDirectory(prefix="segments-", dir=folder) as segments:
+        found = _run_ranks(Path(folder), size, Path(segments), inputs)
     return _compared(spec, expected, found)
 
 
@@ -171,15 +182,20 @@ class _Ranks:
 
     Attributes:
         outputs: By rank.
-        errors: By rank; those that others caused by leaving the group are not told apart yet.
+        errors: By rank.
     """
 
     outputs: dict[int, list[Array]] = field(default_factory=dict)
     errors: dict[int, BaseException] = field(default_factory=dict)
 
 
-def _run_ranks(folder: Path, size: int, inputs: Sequence[Array]) -> list[list[Array]]:
-    """The outputs of each rank."""
+def _run_ranks(
+    folder: Path, size: int, segments: Path, inputs: Sequence[Array]
+) -> list[list[Array]]:
+    """The outputs of each rank; `segments` is an empty folder."""
+    for rank in range(size):
+        (segments / str(rank)).mkdir()
+        cut_segments(folder / f"model{rank}.onnx", segments / str(rank))
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(1, size)]
     ends = [[ours for ours, _ in pairs], *([theirs] for _, theirs in pairs)]
     found = _Ranks()
@@ -188,8 +204,9 @@ def _run_ranks(folder: Path, size: int, inputs: Sequence[Array]) -> list[list[Ar
         try:
             with join_sockets(rank, size, ends[rank], timeout=_TIMEOUT) as group:
                 request = _request(str(folder / f"model{rank}.onnx"))
-                engine = open_engine("onnxruntime", request, group=group)
-                found.outputs[rank] = _run(engine, inputs)
+                with closing(RankEngine(request, group, segments / str(rank))) as engine:
+                    found.outputs[rank] = _run(engine, inputs)
+                    group.barrier()  # none leaves before all have their outputs
         except BaseException as exc:  # raised again in the main thread
             found.errors[rank] = exc
 
@@ -204,11 +221,11 @@ def _run_ranks(folder: Path, size: int, inputs: Sequence[Array]) -> list[list[Ar
             for end in pair:
                 end.close()
     if found.errors:
-        # A rank that leaves the group makes the others fail: the first cause is another error.
-        own = {r: exc for r, exc in found.errors.items() if not isinstance(exc, WorkerDiedError)}
+        # A rank that fails makes the others fail: the cause is another error than theirs.
+        own = {rank: exc for rank, exc in found.errors.items() if not isinstance(exc, _FOLLOWED)}
         rank, error = next(iter((own or found.errors).items()))
         if isinstance(error, McinferError):
-            raise BuildError(f"the slice of rank {rank} does not run: {error}") from error
+            raise BuildError(f"the slices do not run: rank {rank}: {error}") from error
         raise error
     return [found.outputs[rank] for rank in range(size)]
 

@@ -172,10 +172,13 @@ class Arena:
         self.tensor = self.whole
         self.layouts: dict[Key, Layout] = {}
         self._pool: dict[tuple[Any, ...], Collective] = {}
-        if pipeline > 1:
-            for stage in range(pipeline):
+        try:
+            for stage in range(pipeline if pipeline > 1 else 0):
                 found = group.subgroup(range(stage * tensor, (stage + 1) * tensor))
                 self.tensor = found or self.tensor
+        except BaseException:
+            self.close()
+            raise
 
     def collective(self, step: Exchange, value: Buffer, parity: int, number: int) -> Collective:
         """The collective of one exchange; `number` counts those of its phase with the same memory."""

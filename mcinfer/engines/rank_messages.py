@@ -222,8 +222,9 @@ class Channel:
         """
         try:
             data, _, flags, _ = self.socket.recvmsg(_MAX_BYTES)
-        except ConnectionError:
-            return None
+        except ConnectionResetError:
+            # The other side has left without reading all; said once, before what it has sent.
+            data, _, flags, _ = self.socket.recvmsg(_MAX_BYTES)
         if not data:
             return None
         if flags & socket.MSG_TRUNC:

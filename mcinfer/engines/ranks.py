@@ -29,7 +29,7 @@ import select
 import socket
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -455,8 +455,9 @@ def lead(
         RankDiedError: A rank ended meanwhile.
         CollectiveTimeoutError: The ranks did not all join.
     """
-    followers = _Followers(sockets)
-    try:
+    with ExitStack() as failed:
+        followers = _Followers(sockets)
+        failed.callback(followers.close)
         followers.greet()
 
         def report(state: Mapping[str, Any]) -> None:
@@ -466,6 +467,7 @@ def lead(
 
         _check_request(request)
         held = find_or_make_slices(request, parallel, report)
+        failed.callback(held.close)
         tensor, pipeline = parallel
         followers.send(
             Load(cache=str(held.folder.parent), key=held.key, tensor=tensor, pipeline=pipeline)
@@ -476,7 +478,9 @@ def lead(
         ends = [one.channel.socket for one in followers.all]
         try:
             group = join_sockets(0, len(ends) + 1, ends, timeout=timeout)
+            failed.callback(group.close)
             engine = load_slice(request, held, group, parallel)
+            failed.callback(engine.close)
         except _ENDINGS as exc:
             raise followers.reason() or exc from exc
         except BuildError as exc:
@@ -488,10 +492,9 @@ def lead(
             follower.member = _Member(
                 rank=follower.rank, takes=frozenset(ready.takes), makes=ready.makes
             )
-        return LeaderEngine(engine, followers, held)
-    except BaseException:
-        followers.close()
-        raise
+        leader = LeaderEngine(engine, followers, held)
+        failed.pop_all()
+        return leader
 
 
 def _is_of_another_rank(exc: Exception) -> bool:
@@ -878,8 +881,10 @@ def follow(
         with suppress(OSError):  # the leader is gone
             channel.send(Broken(kind=kind, text=shortened(str(exc))))
         return GROUP_BROKEN
-    except ConnectionError:  # a message could not be sent
-        return ORPHANED
+    except ConnectionError:  # the leader has left; it may have said so before
+        while isinstance(message := channel.receive(), Start | Bind):
+            continue
+        return _left(message)
     finally:
         channel.close()
 

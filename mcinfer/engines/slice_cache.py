@@ -14,6 +14,7 @@ Ranks read their slices nowhere but there, so a cache that cannot be used is a `
 """
 
 import hashlib
+import json
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,9 @@ from mcinfer.errors import BuildError, shortened
 from mcinfer.model_cache.building import FAILURE_FILE, ChildFailedError, Progress
 from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held
 from mcinfer.model_cache.keys import FOLDER_KEY, read_source
+
+_REPORT_FILE = "slices.json"
+"""The slicer's report, `mcinfer.slicing.slicer.REPORT_FILE`; to import that would import onnx."""
 
 _SLOW = "cutting %s into slices once for this machine; later starts are quick"
 
@@ -126,12 +130,17 @@ def load_slice(
         deliver_everywhere=False,
         depth=overlap(parallel[1]),
     )
+    notes = []
+    checked = json.loads((held.opened / _REPORT_FILE).read_bytes())["check"]
+    if checked["state"] != "passed":
+        notes.append(f"its slices were not compared with the whole model: {checked['reason']}")
     failure = held.opened / FAILURE_FILE
     if failure.exists():
         text = failure.read_text(encoding="utf-8")
-        engine.notes = (f"{OWN_COPY}: its slices cannot be prepared: {text}",)
+        notes.append(f"{OWN_COPY}: its slices cannot be prepared: {text}")
     elif "cpu" in held.facts:
         engine.prepared = held.key
+    engine.notes = tuple(notes)
     return engine
 
 
@@ -169,14 +178,15 @@ def fill(
     """
     # Not at the top: the ranks do not need the package onnx.
     from mcinfer.slicing.segments import cut_segments
-    from mcinfer.slicing.slicer import REPORT_FILE, slice_model
+    from mcinfer.slicing.slicer import slice_model
 
-    limit_files(most_file_bytes)
     tensor, pipeline, is_prepared = ranks
     wanted, target = request_of(request), Path(folder)
     with tempfile.TemporaryDirectory(dir=folder) as draft:
         slices = Path(draft) / "slices"
         slice_model(wanted.model, slices, tensor=tensor, pipeline=pipeline, progress=progress)
+        # Not before: the check's group of ranks has a sparse file of terabytes.
+        limit_files(most_file_bytes)
         folders = [target / _rank_folder(rank) for rank in range(tensor * pipeline)]
         if is_prepared:
             is_prepared = _prepare_all(wanted, slices, folders, progress)
@@ -185,7 +195,7 @@ def fill(
                 place.mkdir()
                 cut_segments(slices / f"model{rank}.onnx", place)
         for file in slices.iterdir():
-            if file.name == REPORT_FILE or not is_prepared:
+            if file.name == _REPORT_FILE or not is_prepared:
                 file.rename(target / file.name)
 
 

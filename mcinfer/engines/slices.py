@@ -13,9 +13,9 @@ The first run with new input shapes leaves the memory of all values to the runti
 their shapes. From then on, all values of such runs lie in fixed memory: see `mcinfer.engines.rank_layouts`.
 If shapes change though those of the inputs do not, runs with these inputs continue without fixed memory.
 
-Failures: a rank whose run fails takes the place of its next operation with `Group.fail`, so all ranks that
-still wait for it raise as well, and the group lives on. A failure after the last operation of a run is raised
-in that rank alone. Any other error of a group closes it, and the engine.
+Failures: a rank whose run fails calls `Group.fail` in the place of its stage's next operation, and sends the
+later stages that it failed; at the end of a run whose outputs all ranks get, all hear of it. So the run fails
+in all ranks that wait for it, and the group lives on. Any other error of a group closes it, and the engine.
 
 Ownership: the engine owns its sessions and its arena of groups. The group that it was given stays the
 caller's, but an error that is not of one run alone closes that, too.
@@ -55,10 +55,11 @@ from mcinfer.engines.rank_layouts import (
     owned,
     tensor_in,
 )
-from mcinfer.engines.stage_links import Meetings, StageLinks
+from mcinfer.engines.stage_links import Meetings, StageLinks, is_cancelled
 from mcinfer.errors import BuildError, ClosedError, InvalidInputError, PredictError
 from mcinfer.model_cache.building import MODEL_FILE
 from mcinfer.model_cache.keys import FOLDER_KEY
+from mcinfer.model_cache.onnx_files import check_regular
 from mcinfer.slicing.plans import Exchange, RankPlan, Segment
 from mcinfer.specs import element_type_name
 
@@ -87,6 +88,8 @@ def prepare(request: EngineRequest, folder: Path) -> None:
 def _cut(request: EngineRequest, folder: Path) -> RankPlan:
     from mcinfer.slicing.segments import cut_segments  # imports onnx, which cut slices do not need
 
+    with suppress(OSError):  # that names a file that does not exist or cannot be read
+        check_regular(request.model)
     return cut_segments(request.model, folder)
 
 
@@ -126,6 +129,7 @@ class RankEngine(Engine):
         links: What this rank passes to other stages.
         arena: The groups whose memory this engine uses, and the layouts.
         meetings: What this rank owes the others in the current run.
+        closes: Whether a barrier ends each run, since a rank can fail after the last exchange.
         given: Names of the outputs that runs give in this rank.
         depth: How many runs the first stage may begin before the last one has finished the first of them.
         parity: The parity of the exchanges that ran last.
@@ -181,6 +185,8 @@ class RankEngine(Engine):
         roots = self._roots()
         shared = deliver_everywhere and plan.pipeline > 1
         self.links = StageLinks(plan, group.rank, roots if shared else {})
+        ends = bool(plan.steps) and isinstance(plan.steps[-1], Segment)
+        self.closes = deliver_everywhere and plan.pipeline == 1 and ends
         names = [spec.name for spec in plan.spec.outputs]
         self.given = [name for name in names if shared or name in plan.made]
         self.tensor = group.size // plan.pipeline
@@ -212,7 +218,6 @@ class RankEngine(Engine):
             raise BuildError(str(exc)) from None
         missing = [name for name, column in zip(names, makers.T, strict=True) if not column.any()]
         if missing:
-            self.close()
             raise BuildError(f"no slice makes the outputs {missing}")
         return {name: int(makers[:, index].argmax()) for index, name in enumerate(names)}
 
@@ -258,22 +263,20 @@ class RankEngine(Engine):
         """Leave the group."""
         if self._cause is None:
             self._cause = cause
-            if hasattr(self, "arena"):
-                self.arena.close()
+            self.arena.close()
             self.group.close()
 
     def give_up(self, exc: Exception, layout: Layout | None) -> None:
         """Take part in the rest of a run that failed here, so that all ranks get to know."""
         meetings = self.meetings
-        cancelled = isinstance(exc, RunCancelledError) or getattr(exc, "cancelled", False)
-        text = str(exc)
+        text, cancelled = str(exc), is_cancelled(exc)
         if meetings.tensor_waits:
             meetings.tensor_waits = False
             with suppress(PeerFailedError):  # another rank failed as well
                 meetings.in_tensor(lambda: meetings.tensor.fail(text, cancelled=cancelled))
         self.links.send_failure(meetings, layout, text, cancelled=cancelled)
         if meetings.whole_waits:
-            meetings.in_whole(lambda: meetings.whole.fail(text, cancelled=cancelled))
+            meetings.agree(exc)
 
 
 def _open(request: EngineRequest, folder: Path, segment: Segment) -> Engine:
@@ -339,7 +342,7 @@ class _Program:
             if target is not None:
                 np.copyto(target, collective.output)
             if is_last:
-                meetings.tensor_waits = False
+                meetings.tensor_waits = engine.closes
 
         return exchange
 
@@ -373,15 +376,16 @@ class _RankRun(Run):
         layout = engine.arena.layouts.get(self._key)
         stages = engine.plan.pipeline
         learns = layout is None
-        meetings.tensor_waits = engine.uses.last_exchange >= 0 or (learns and stages == 1)
+        closes = engine.closes or (learns and stages == 1)
+        meetings.tensor_waits = engine.uses.last_exchange >= 0 or closes
         meetings.whole_waits = stages > 1 and (learns or bool(engine.links.delivered))
         meetings.unsent = [*range(len(engine.links.outgoing))]
         try:
             if layout is None:
                 return self._learn()
+            layout.runs += 1
             if layout is not self._layout:
                 self._adopt(layout)
-            layout.runs += 1
             return self._run_bound(layout) if layout.is_bound else self._run_unbound(layout)
         except Exception as exc:
             self._end(exc, layout)
@@ -398,8 +402,6 @@ class _RankRun(Run):
         try:
             if not engine.meetings.is_broken:
                 engine.give_up(exc, layout)
-        except PeerFailedError:
-            return  # all ranks know
         finally:
             if engine.meetings.is_broken:
                 engine.close(str(exc))
@@ -413,10 +415,10 @@ class _RankRun(Run):
         values = {**self._inputs, **engine.links.receive(meetings, None, {})}
         self._run_steps(values, 0, learns=True)
         engine.links.send(meetings, None, values)
-        values |= engine.links.deliver(meetings, None, {}, values)
         if engine.plan.pipeline > 1:
-            meetings.in_whole(meetings.whole.barrier)
-            meetings.whole_waits = False
+            engine.links.check(values)
+            meetings.agree(None)
+            values |= engine.links.deliver(meetings, None, {}, values)
         else:
             meetings.in_tensor(meetings.tensor.barrier)
             meetings.tensor_waits = False
@@ -440,7 +442,7 @@ class _RankRun(Run):
     def _run_steps(self, values: Values, first: int, *, learns: bool = False) -> None:
         """Run the steps from `first` on, and add what they make to the values."""
         engine = self._engine
-        waits = learns and engine.plan.pipeline == 1
+        waits = engine.closes or (learns and engine.plan.pipeline == 1)
         for index, step in enumerate(engine.plan.steps[first:], first):
             if isinstance(step, Segment):
                 run = engine.segments[index].bind([values[name] for name in step.inputs], [])
@@ -507,11 +509,15 @@ class _RankRun(Run):
     ) -> Sequence[Produced | Strings]:
         """Send what later stages and other ranks wait for; return the outputs that have no place."""
         links, meetings = self._engine.links, self._engine.meetings
+        if self._engine.closes:
+            meetings.in_tensor(meetings.tensor.barrier)
+            meetings.tensor_waits = False
         if links.outgoing:
             links.send(meetings, layout, values)
         if links.delivered:
+            links.check(values)
+            meetings.agree(None)
             changed = links.deliver(meetings, layout, places, values)
-            meetings.whole_waits = False
             values = {**self._outputs, **values, **changed}
         return self._results(values)
 

@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.collectives.base import Collective, Group, PeerFailedError
-from mcinfer.engines.base import Buffer, Strings, array_over
+from mcinfer.engines.base import Buffer, RunCancelledError, Strings, array_over
 from mcinfer.engines.rank_layouts import Layout, Values, owned
-from mcinfer.errors import PredictError
+from mcinfer.errors import CollectiveTimeoutError, PredictError, RankDiedError
 from mcinfer.slicing.plans import RankPlan
 
 _HEADER_BYTES = 64
@@ -43,7 +43,7 @@ class Meetings:
         tensor: The ranks of this rank's stage.
         whole: All ranks; the same object if there is one stage.
         tensor_waits: Whether the stage's ranks run a further operation in this run.
-        whole_waits: Whether all ranks do.
+        whole_waits: Whether all ranks wait to hear how the run went here.
         unsent: Numbers of the links that this rank has not sent yet.
         is_broken: Whether the groups were closed after an error.
     """
@@ -60,24 +60,53 @@ class Meetings:
         """Run an operation of the stage's ranks."""
         try:
             return operation()
-        except PeerFailedError:
+        except PeerFailedError as exc:
             self.tensor_waits = False
-            raise
+            raise PeerFailedError(self._where(exc), cancelled=exc.cancelled) from exc
+        except (RankDiedError, CollectiveTimeoutError) as exc:
+            self.is_broken = True
+            raise type(exc)(self._where(exc)) from exc
         except BaseException:
             self.is_broken = True
             raise
+
+    def _where(self, exc: Exception) -> str:
+        """What the operation's error says; the ranks of a stage have numbers of their own."""
+        if self.tensor is self.whole:
+            return str(exc)
+        stage = self.whole.rank // self.tensor.size
+        return f"stage {stage} (from rank {stage * self.tensor.size} on): {exc}"
 
     def in_whole(self, operation: Callable[[], _T]) -> _T:
         """Run an operation of all ranks, or of two of different stages."""
         try:
             return operation()
-        except PeerFailedError:  # all ranks know by now
-            self.whole_waits = False
-            self.unsent.clear()
-            raise
         except BaseException:
             self.is_broken = True
             raise
+
+    def agree(self, failure: Exception | None) -> None:
+        """Tell all ranks how the run went here; `PeerFailedError` if it failed in another one.
+
+        `Group.fail` would interrupt ranks that wait for values of an earlier stage, while others of their own
+        stage wait for them.
+        """
+        self.whole_waits = False
+        whole = self.whole
+        # The lowest rank that failed is the nearest to the cause.
+        own = 0 if failure is None else 2 * (whole.size - whole.rank) + is_cancelled(failure)
+        found = self.in_whole(lambda: whole.all_reduce(np.array([own]), "max"))
+        if not found[0]:
+            return
+        code = int(found[0])
+        root = whole.size - code // 2
+        if root == whole.rank:
+            _write_note(_FAILED, str(failure), partial(self.broadcast, root=root))
+        else:
+            text = _note(partial(_hear, self, root))[1]
+            if failure is None:
+                verb = "was cancelled" if code % 2 else "failed"
+                raise PeerFailedError(f"rank {root} {verb}: {text}", cancelled=bool(code % 2))
 
     def send(self, array: NDArray[Any], to: int) -> None:
         self.in_whole(lambda: self.whole.send(array, to))
@@ -87,6 +116,13 @@ class Meetings:
 
     def broadcast(self, array: NDArray[Any], root: int) -> NDArray[Any]:
         return self.in_whole(lambda: self.whole.broadcast(array, root))
+
+
+def is_cancelled(exc: Exception) -> bool:
+    """Whether an error of a run says that it was cancelled, here or in another rank."""
+    if isinstance(exc, PeerFailedError):
+        return exc.cancelled
+    return isinstance(exc, RunCancelledError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,10 +146,6 @@ class _Packets:
     incoming: tuple[_Packet, ...]
     outgoing: tuple[_Packet, ...]
     delivered: tuple[_Packet, ...]
-
-
-class _StageFailedError(PeerFailedError):
-    """A rank of an earlier stage sent that its run failed; ranks of other stages may not know yet."""
 
 
 class StageLinks:
@@ -167,7 +199,7 @@ class StageLinks:
             PeerFailedError: An earlier stage failed.
         """
         changed: Values = {}
-        failure: _StageFailedError | None = None
+        failure: PeerFailedError | None = None
         for number, link in enumerate(self.incoming):
             if layout is not None:
                 packet = layout.packets.incoming[number]
@@ -177,7 +209,7 @@ class StageLinks:
                     continue
             try:
                 changed |= _read(link, partial(meetings.recv, source=link.rank))
-            except _StageFailedError as exc:
+            except PeerFailedError as exc:
                 failure = failure or exc
         if failure is not None:
             raise failure
@@ -213,6 +245,12 @@ class StageLinks:
                 self._send_packed(meetings, layout, number, None)
             _write_note(kind, text, partial(meetings.send, to=self.outgoing[number].rank))
             meetings.unsent.remove(number)
+
+    def check(self, values: Values) -> None:
+        """Raise `PredictError` if `deliver` cannot send an output."""
+        for link in self.delivered:
+            if link.rank == self._rank:
+                _tensors(link, values)
 
     def deliver(
         self, meetings: Meetings, layout: Layout | None, places: Values, values: Values
@@ -304,12 +342,9 @@ def _write_note(kind: int, text: str, send: _Send) -> None:
     send(encoded)
 
 
-def _read_note(receive: _Receive) -> str:
+def _note(receive: _Receive) -> tuple[int, str]:
     kind, length = receive(16).view(np.int64).tolist()
-    text = receive(length).tobytes().decode()
-    if kind != _SHAPES:
-        raise _StageFailedError(text, cancelled=kind == _CANCELLED)
-    return text
+    return kind, receive(length).tobytes().decode()
 
 
 def _write(values: list[Buffer], send: _Send) -> None:
@@ -320,9 +355,11 @@ def _write(values: list[Buffer], send: _Send) -> None:
 
 
 def _read(link: Link, receive: _Receive) -> Values:
-    shapes = json.loads(_read_note(receive))
+    kind, text = _note(receive)
+    if kind != _SHAPES:
+        raise PeerFailedError(text, cancelled=kind == _CANCELLED)
     found: Values = {}
-    for name, (element_type, shape) in zip(link.names, shapes, strict=True):
+    for name, (element_type, shape) in zip(link.names, json.loads(text), strict=True):
         value = owned(name, element_type, shape)
         _bytes_of(value)[...] = receive(value.size)
         found[name] = value

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -254,6 +255,56 @@ class Graph:
             value.name: value.type
             for value in (*inferred.value_info, *inferred.output, *inferred.input)
         }
+
+
+def axis_of(value: int, rank: int) -> int:
+    """The axis that a number means, which counts from the last one if it is negative."""
+    return value + rank if value < 0 else value
+
+
+class View:
+    """A node with the shapes of its inputs and outputs."""
+
+    def __init__(self, graph: Graph, number: int, ranks: int) -> None:
+        self.graph = graph
+        self.node: NodeProto = graph.nodes[number]
+        self.ranks = ranks
+        self.operator = operator(self.node)
+        self.inputs = tuple(self.node.input)
+        self.outputs = tuple(self.node.output)
+        self._attributes = {item.name: item for item in self.node.attribute}
+        self._dims = [graph.dims(name) if name else () for name in self.inputs]
+
+    def dims(self, index: int) -> Dims:
+        """The shape of an input; a shape without axes for one that is not given or not known."""
+        dims = self._dims[index] if index < len(self._dims) else ()
+        return () if dims is None else dims
+
+    def output_dims(self, index: int = 0) -> Dims:
+        return self.graph.dims(self.outputs[index]) or ()
+
+    def ranks_known(self) -> bool:
+        """Whether the number of axes of every input and output is known."""
+        return None not in self._dims and all(
+            self.graph.dims(name) is not None for name in self.outputs if name
+        )
+
+    def has(self, index: int) -> bool:
+        return index < len(self.inputs) and bool(self.inputs[index])
+
+    def attribute(self, name: str, default: Any) -> Any:
+        item = self._attributes.get(name)
+        return default if item is None else helper.get_attribute_value(item)
+
+    def integers(self, index: int) -> tuple[int, ...] | None:
+        return self.graph.integers(self.inputs[index]) if self.has(index) else None
+
+    def argument(self, name: str, index: int) -> tuple[int, ...] | None:
+        """What later opsets take as an input and earlier ones as an attribute; None if it is not constant."""
+        if self.has(index):
+            return self.integers(index)
+        given = self.attribute(name, None)
+        return None if given is None else tuple(given)
 
 
 def captured(node: NodeProto) -> list[str]:

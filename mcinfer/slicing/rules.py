@@ -1,15 +1,9 @@
 """What an operator makes of inputs that are cut: the rules of each operator.
 
-Most operators are described as sums over labelled axes are, in the manner of Einstein's notation: an axis
-has the same label wherever it runs along the same positions. MatMul is ``mk, kn -> mn``: the rows m or the
-columns n of an operand may be cut, and the result is cut there; if k is cut, the result is a partial sum.
-An axis along which positions depend on each other (the axis of a Softmax) has no label, so it is never cut.
-The others have a rule of their own.
-
-What has no rule here runs whole in every rank.
+Most operators are described by the labels of their axes (`mcinfer.slicing.axes`), the others have a rule of
+their own. What has no rule here runs whole in every rank.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -18,7 +12,8 @@ from typing import Any
 
 from onnx import NodeProto, TensorProto, helper
 
-from mcinfer.slicing.graphs import BITS, Graph, operator
+from mcinfer.slicing.axes import LABELS
+from mcinfer.slicing.graphs import BITS, Graph, View, axis_of
 from mcinfer.slicing.placements import (
     PARTIAL,
     REPLICATED,
@@ -28,9 +23,6 @@ from mcinfer.slicing.placements import (
     divides,
     reshaped,
 )
-
-Label = int | str | None
-Labels = tuple[Label, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,125 +50,67 @@ class Choice:
     scale: tuple[int, ...] | int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Axes:
-    """The labels of a node's inputs and outputs; `sums` are the labels that are summed over."""
-
-    inputs: Sequence[Labels]
-    outputs: Sequence[Labels]
-    sums: frozenset[Label] = frozenset()
-    bias: int | None = None
-    bias_axis: int | None = None
-
-
 Forms = Sequence[tuple[Placement, ...] | None]
 """How each input is there already; None for constants, which can be there in every way."""
 
 
-class View:
-    """A node with the shapes of its inputs and outputs."""
+def whole(view: View) -> Choice:
+    """Every rank runs the node on whole values."""
+    return Choice(needs=_whole(view.inputs), gives=_whole(view.outputs))
 
-    def __init__(self, graph: Graph, number: int, ranks: int) -> None:
-        self.graph = graph
-        self.node: NodeProto = graph.nodes[number]
-        self.ranks = ranks
-        self.operator = operator(self.node)
-        self.inputs = tuple(self.node.input)
-        self.outputs = tuple(self.node.output)
-        self._attributes = {item.name: item for item in self.node.attribute}
-        self._dims = [graph.dims(name) if name else () for name in self.inputs]
-        self._axes: Axes | str | None = None
 
-    def dims(self, index: int) -> Dims:
-        """The shape of an input; a shape without axes for one that is not given or not known."""
-        dims = self._dims[index] if index < len(self._dims) else ()
-        return () if dims is None else dims
+def cut(view: View, index: int, form: Sharded, forms: Forms) -> Choice | str:
+    """The way to run the node with one input cut so; or why there is none."""
+    rule = RULES.get(view.operator)
+    if rule is None:
+        return f"{view.operator} runs whole"
+    if not view.ranks_known():
+        return "its shapes are unknown"
+    dims = view.dims(index)
+    if form.axis >= len(dims) or dims[form.axis] != form.size:
+        return "the size of the axis is unknown"
+    choice = rule(view, index, form, forms)
+    if isinstance(choice, Choice):
+        return _checked(view, choice)
+    return choice
 
-    def output_dims(self, index: int = 0) -> Dims:
-        return self.graph.dims(self.outputs[index]) or ()
 
-    def ranks_known(self) -> bool:
-        """Whether the number of axes of every input and output is known."""
-        return None not in self._dims and all(
-            self.graph.dims(name) is not None for name in self.outputs if name
-        )
+def _checked(view: View, choice: Choice) -> Choice | str:
+    for index, need in enumerate(choice.needs):
+        if not isinstance(need, Sharded):
+            continue
+        dims = view.dims(index)
+        if need.axis >= len(dims) or dims[need.axis] != need.size:
+            return f"input {index} may be broadcast"
+        if not divides(view.ranks, need.blocks):
+            blocks = " + ".join(map(str, need.blocks))
+            return f"axis {need.axis} of {blocks} is not divisible by {view.ranks}"
+        if BITS.get(view.graph.element_type(view.inputs[index]), 0) < 8:
+            return f"the elements of input {index} cannot be cut"
+    if any(view.graph.element_type(name) == TensorProto.STRING for name in view.outputs):
+        return "its outputs are strings"
+    return choice
 
-    def has(self, index: int) -> bool:
-        return index < len(self.inputs) and bool(self.inputs[index])
 
-    def attribute(self, name: str, default: Any) -> Any:
-        item = self._attributes.get(name)
-        return default if item is None else helper.get_attribute_value(item)
+def partial(view: View, forms: Forms) -> Iterator[Choice]:
+    """Ways to run the node on partial sums, where it is linear."""
+    there = [form is not None and PARTIAL in form for form in forms]
+    if view.operator in ("Shape", "Size") and there[0]:
+        yield Choice(needs=(PARTIAL,), gives=(REPLICATED,))
+    if view.operator in _LINEAR_IN_ALL and all(there[: len(view.inputs)]):
+        yield _linear(view, range(len(view.inputs)))
+    if view.operator == "Div" and view.graph.element_type(view.outputs[0]) not in _FLOATS:
+        return  # a division of integers rounds
+    for index in _LINEAR_IN_ONE.get(view.operator, ()):
+        if index < len(view.inputs) and there[index]:
+            yield _linear(view, [index])
 
-    def integers(self, index: int) -> tuple[int, ...] | None:
-        return self.graph.integers(self.inputs[index]) if self.has(index) else None
 
-    def argument(self, name: str, index: int) -> tuple[int, ...] | None:
-        """What later opsets take as an input and earlier ones as an attribute; None if it is not constant."""
-        if self.has(index):
-            return self.integers(index)
-        given = self.attribute(name, None)
-        return None if given is None else tuple(given)
-
-    def whole(self) -> Choice:
-        return Choice(
-            needs=_whole(self.inputs),
-            gives=_whole(self.outputs),
-        )
-
-    def cut(self, index: int, cut: Sharded, forms: Forms) -> Choice | str:
-        """The way to run the node with one input cut so; or why there is none."""
-        rule = RULES.get(self.operator)
-        if rule is None:
-            return f"{self.operator} runs whole"
-        if not self.ranks_known():
-            return "its shapes are unknown"
-        dims = self.dims(index)
-        if cut.axis >= len(dims) or dims[cut.axis] != cut.size:
-            return "the size of the axis is unknown"
-        choice = rule(self, index, cut, forms)
-        if isinstance(choice, Choice):
-            return self._checked(choice)
-        return choice
-
-    def _checked(self, choice: Choice) -> Choice | str:
-        for index, need in enumerate(choice.needs):
-            if not isinstance(need, Sharded):
-                continue
-            dims = self.dims(index)
-            if need.axis >= len(dims) or dims[need.axis] != need.size:
-                return f"input {index} may be broadcast"
-            if not divides(self.ranks, need.blocks):
-                blocks = " + ".join(map(str, need.blocks))
-                return f"axis {need.axis} of {blocks} is not divisible by {self.ranks}"
-            if BITS.get(self.graph.element_type(self.inputs[index]), 0) < 8:
-                return f"the elements of input {index} cannot be cut"
-        if any(self.graph.element_type(name) == TensorProto.STRING for name in self.outputs):
-            return "its outputs are strings"
-        return choice
-
-    def partial(self, forms: Forms) -> Iterator[Choice]:
-        """Ways to run the node on partial sums, where it is linear."""
-        there = [form is not None and PARTIAL in form for form in forms]
-        if self.operator in ("Shape", "Size") and there[0]:
-            yield Choice(needs=(PARTIAL,), gives=(REPLICATED,))
-        if self.operator in _LINEAR_IN_ALL and all(there[: len(self.inputs)]):
-            yield self._linear(range(len(self.inputs)))
-        for index in _LINEAR_IN_ONE.get(self.operator, ()):
-            if index < len(self.inputs) and there[index]:
-                yield self._linear([index])
-
-    def _linear(self, indices: Sequence[int]) -> Choice:
-        needs: list[Placement] = [REPLICATED for _ in self.inputs]
-        for index in indices:
-            needs[index] = PARTIAL
-        return Choice(needs=tuple(needs), gives=tuple(PARTIAL for _ in self.outputs))
-
-    def axes(self) -> Axes | str:
-        """The labels of the axes; or why there are none."""
-        if self._axes is None:
-            self._axes = _LABELS[self.operator](self)
-        return self._axes
+def _linear(view: View, indices: Sequence[int]) -> Choice:
+    needs: list[Placement] = [REPLICATED for _ in view.inputs]
+    for index in indices:
+        needs[index] = PARTIAL
+    return Choice(needs=tuple(needs), gives=tuple(PARTIAL for _ in view.outputs))
 
 
 def _whole(names: Sequence[str]) -> tuple[Placement, ...]:
@@ -185,6 +119,9 @@ def _whole(names: Sequence[str]) -> tuple[Placement, ...]:
 
 Rule = Callable[[View, int, Sharded, Forms], Choice | str]
 
+_FLOATS = frozenset(
+    [TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16]
+)
 _LINEAR_IN_ALL = frozenset(["Add", "Concat", "Sub", "Sum"])
 _LINEAR_IN_ONE = {
     **dict.fromkeys(
@@ -198,7 +135,7 @@ _LINEAR_IN_ONE = {
 def _labelled(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
     """The rule of every operator that is described by labels."""
     del forms
-    axes = view.axes()
+    axes = LABELS[view.operator](view)
     if isinstance(axes, str):
         return axes
     found = axes.inputs[index][cut.axis] if index < len(axes.inputs) else None
@@ -227,256 +164,6 @@ def _labelled(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | st
         bias=bias,
         bias_axis=axes.bias_axis if bias else None,
     )
-
-
-# Labels.
-
-
-def _axis(value: int, rank: int) -> int:
-    return value + rank if value < 0 else value
-
-
-def _aligned(dims: Dims, rank: int) -> Labels:
-    """Labels of an operand that is broadcast: counted from the last axis, none where the size is 1."""
-    first = rank - len(dims)
-    return tuple(None if dim == 1 else first + axis for axis, dim in enumerate(dims))
-
-
-def _elementwise(view: View) -> Axes | str:
-    rank = len(view.output_dims())
-    return Axes(
-        inputs=[_aligned(view.dims(index), rank) for index in range(len(view.inputs))],
-        outputs=[tuple(range(rank)) for _ in view.outputs],
-    )
-
-
-def _dropout(view: View) -> Axes | str:
-    if len([name for name in view.outputs if name]) > 1 or view.has(2):
-        return "a Dropout that trains"
-    return Axes(
-        inputs=[tuple(range(len(view.dims(0)))), *(() for _ in view.inputs[1:])],
-        outputs=[tuple(range(len(view.dims(0)))) for _ in view.outputs],
-    )
-
-
-def _matmul(view: View) -> Axes | str:
-    first, second = view.dims(0), view.dims(1)
-    if not first or not second:
-        return "an operand has no axes"
-    batch = len(max(first[:-2], second[:-2], key=len))
-    one: Labels = ("k",) if len(first) == 1 else (*_aligned(first[:-2], batch), "m", "k")
-    two: Labels = ("k",) if len(second) == 1 else (*_aligned(second[:-2], batch), "k", "n")
-    if view.attribute("transBatchA", 0) or view.attribute("transBatchB", 0):
-        return "a FusedMatMul with transposed batches"
-    if view.attribute("transA", 0):
-        one = (*one[:-2], "k", "m")
-    if view.attribute("transB", 0):
-        two = (*two[:-2], "n", "k")
-    rows: Labels = () if len(first) == 1 else ("m",)
-    columns: Labels = () if len(second) == 1 else ("n",)
-    return Axes(
-        inputs=[one, two], outputs=[(*range(batch), *rows, *columns)], sums=frozenset(["k"])
-    )
-
-
-def _gemm(view: View) -> Axes | str:
-    one: Labels = ("k", "m") if view.attribute("transA", 0) else ("m", "k")
-    two: Labels = ("n", "k") if view.attribute("transB", 0) else ("k", "n")
-    inputs = [one, two]
-    if len(view.inputs) == 3:
-        dims = view.dims(2)
-        labels = ("m", "n")[2 - len(dims) :]
-        inputs.append(
-            tuple(None if dim == 1 else name for dim, name in zip(dims, labels, strict=True))
-        )
-    return Axes(
-        inputs=inputs,
-        outputs=[("m", "n")],
-        sums=frozenset(["k"]),
-        bias=2 if view.has(2) else None,
-    )
-
-
-def _einsum(view: View) -> Axes | str:
-    equation = view.attribute("equation", b"").decode().replace(" ", "")
-    if not re.fullmatch(r"[A-Za-z]+(,[A-Za-z]+)*->[A-Za-z]*", equation):
-        return f"equation {equation!r}"
-    left, result = equation.split("->")
-    inputs: list[Labels] = [tuple(operand) for operand in left.split(",")]
-    return Axes(
-        inputs=inputs,
-        outputs=[tuple(result)],
-        sums=frozenset(name for operand in inputs for name in operand if name not in result),
-    )
-
-
-def _convolution(view: View) -> Axes | str:
-    rank = len(view.dims(0))
-    rest: Labels = (None,) * (rank - 2)
-    kernel: Labels = ("i", "o") if view.operator == "ConvTranspose" else ("o", "i")
-    inputs: list[Labels] = [("b", "i", *rest), (*kernel, *rest)]
-    if len(view.inputs) == 3:
-        inputs.append(("o",) if view.has(2) else ())
-    return Axes(
-        inputs=inputs,
-        outputs=[("b", "o", *rest)],
-        sums=frozenset(["i"]),
-        bias=2 if view.has(2) else None,
-        bias_axis=1,
-    )
-
-
-def _channels(view: View) -> Axes | str:
-    """Each channel by itself: pooling, and norms over an image; other inputs are one number for a channel."""
-    rest: Labels = (None,) * (len(view.dims(0)) - 2)
-    if len([name for name in view.outputs if name]) > 1:
-        return "it has several outputs"
-    others: list[Labels] = [("c",) if name else () for name in view.inputs[1:]]
-    return Axes(inputs=[("b", "c", *rest), *others], outputs=[("b", "c", *rest)])
-
-
-def _transpose(view: View) -> Axes | str:
-    rank = len(view.dims(0))
-    perm = view.attribute("perm", range(rank - 1, -1, -1))
-    return Axes(inputs=[tuple(range(rank))], outputs=[tuple(perm)])
-
-
-def _all_but(rank: int, axes: Sequence[int]) -> Labels:
-    return tuple(None if axis in axes else axis for axis in range(rank))
-
-
-def _softmax(view: View) -> Axes | str:
-    rank = len(view.dims(0))
-    if view.graph.opset < 13:  # all axes from this one on are one
-        labels = _all_but(rank, range(_axis(view.attribute("axis", 1), rank), rank))
-    else:
-        labels = _all_but(rank, [_axis(view.attribute("axis", -1), rank)])
-    return Axes(inputs=[labels], outputs=[labels])
-
-
-def _layer_norm(view: View) -> Axes | str:
-    rank = len(view.dims(0))
-    labels = _all_but(rank, range(_axis(view.attribute("axis", -1), rank), rank))
-    others: list[Labels] = [(None,) * len(view.dims(i)) for i in range(1, len(view.inputs))]
-    return Axes(inputs=[labels, *others], outputs=[labels for _ in view.outputs])
-
-
-def _skip_layer_norm(view: View) -> Axes | str:
-    rank = len(view.dims(0))
-    labels = _all_but(rank, [rank - 1])
-    skip = tuple(
-        None if dim == 1 else name
-        for dim, name in zip(view.dims(1), labels[rank - len(view.dims(1)) :], strict=True)
-    )
-    others: list[Labels] = [(None,) * len(view.dims(i)) for i in range(2, len(view.inputs))]
-    if any(view.outputs[1:3]):
-        return "it gives mean and deviation"
-    return Axes(inputs=[labels, skip, *others], outputs=[labels for _ in view.outputs])
-
-
-def _reduce(view: View) -> Axes | str:
-    rank = len(view.dims(0))
-    given = view.argument("axes", 1)
-    if given is None and view.has(1):
-        return "its axes are no constant"
-    if not given:
-        if view.attribute("noop_with_empty_axes", 0):
-            return "it reduces nothing"
-        given = tuple(range(rank))
-    axes = [_axis(axis, rank) for axis in given]
-    keep = view.attribute("keepdims", 1)
-    sums = view.operator == "ReduceSum"
-    labels: Labels = tuple(range(rank)) if sums else _all_but(rank, axes)
-    kept = _all_but(rank, axes)
-    result = kept if keep else tuple(name for axis, name in enumerate(kept) if axis not in axes)
-    inputs: list[Labels] = [labels, *((None,) for _ in view.inputs[1:])]
-    return Axes(inputs=inputs, outputs=[result], sums=frozenset(axes if sums else ()))
-
-
-def _gather(view: View) -> Axes | str:
-    rank = len(view.dims(0))
-    axis = _axis(view.attribute("axis", 0), rank)
-    data = _all_but(rank, [axis])
-    indices: Labels = tuple(f"i{number}" for number in range(len(view.dims(1))))
-    return Axes(inputs=[data, indices], outputs=[(*data[:axis], *indices, *data[axis + 1 :])])
-
-
-def _squeeze(view: View) -> Axes | str:
-    """Squeeze and Unsqueeze."""
-    inserts = view.operator == "Unsqueeze"
-    rank = len(view.output_dims() if inserts else view.dims(0))
-    axes = view.argument("axes", 1)
-    if axes is None:
-        if inserts or view.has(1):
-            return "its axes are no constant"
-        if not all(isinstance(dim, int) for dim in view.dims(0)):
-            return "its axes depend on unknown sizes"
-        axes = tuple(axis for axis, dim in enumerate(view.dims(0)) if dim == 1)
-    longer = _all_but(rank, [_axis(axis, rank) for axis in axes])
-    shorter = tuple(name for name in longer if name is not None)
-    one, other = (shorter, longer) if inserts else (longer, shorter)
-    return Axes(inputs=[one, *((None,) for _ in view.inputs[1:])], outputs=[other])
-
-
-def _unmoved(view: View) -> Axes | str:
-    """Only the axes along which nothing moves: Tile, Pad and Resize by constants."""
-    rank = len(view.dims(0))
-    still: Sequence[bool] | None
-    if view.operator == "Tile":
-        repeats = view.integers(1)
-        still = [repeat == 1 for repeat in repeats or ()]
-    elif view.operator == "Pad":
-        pads = view.argument("pads", 1)
-        still = [not pads[axis] and not pads[axis + rank] for axis in range(rank)] if pads else None
-        if view.has(3):
-            still = None
-    else:
-        scales = view.graph.numbers(view.inputs[2]) if view.has(2) else None
-        still = [scale == 1 for scale in scales or ()]
-        if view.attribute("axes", None) is not None or view.has(1):
-            still = None
-    if not still:
-        return "what it does along each axis is unknown"
-    labels = tuple(axis if fixed else None for axis, fixed in enumerate(still))
-    others: list[Labels] = [(None,) * len(view.dims(i)) for i in range(1, len(view.inputs))]
-    return Axes(inputs=[labels, *others], outputs=[labels])
-
-
-# fmt: off
-_ELEMENTWISE = [
-    "Abs", "Acos", "Acosh", "Add", "And", "Asin", "Asinh", "Atan", "Atanh", "BitShift",
-    "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Cast", "Ceil", "Celu", "Clip",
-    "Cos", "Cosh", "Div", "Elu", "Equal", "Erf", "Exp", "Floor", "Gelu", "Greater",
-    "GreaterOrEqual", "HardSigmoid", "HardSwish", "Identity", "IsInf", "IsNaN", "LeakyRelu",
-    "Less", "LessOrEqual", "Log", "Max", "Mean", "Min", "Mish", "Mod", "Mul", "Neg", "Not",
-    "Or", "PRelu", "Pow", "Reciprocal", "Relu", "Round", "Selu", "Shrink", "Sigmoid", "Sign",
-    "Sin", "Sinh", "Softplus", "Softsign", "Sqrt", "Sub", "Sum", "Swish", "Tan", "Tanh",
-    "ThresholdedRelu", "Where", "Xor", "com.microsoft::BiasGelu", "com.microsoft::FastGelu",
-    "com.microsoft::Gelu", "com.microsoft::QuickGelu",
-]
-# fmt: on
-
-_LABELS: dict[str, Callable[[View], Axes | str]] = {
-    **dict.fromkeys(_ELEMENTWISE, _elementwise),
-    **dict.fromkeys(["MatMul", "com.microsoft::FusedMatMul"], _matmul),
-    **dict.fromkeys(["Conv", "ConvTranspose"], _convolution),
-    **dict.fromkeys(["AveragePool", "GlobalAveragePool", "GlobalMaxPool"], _channels),
-    **dict.fromkeys(["BatchNormalization", "InstanceNormalization", "MaxPool"], _channels),
-    **dict.fromkeys(["Softmax", "LogSoftmax", "Hardmax"], _softmax),
-    **dict.fromkeys(["LayerNormalization", "RMSNormalization"], _layer_norm),
-    "SimplifiedLayerNormalization": _layer_norm,
-    "com.microsoft::SkipLayerNormalization": _skip_layer_norm,
-    "com.microsoft::SkipSimplifiedLayerNormalization": _skip_layer_norm,
-    **dict.fromkeys(["ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceL2"], _reduce),
-    **dict.fromkeys(["ReduceSumSquare", "ReduceProd", "ReduceL1"], _reduce),
-    **dict.fromkeys(["Squeeze", "Unsqueeze"], _squeeze),
-    **dict.fromkeys(["Pad", "Resize", "Tile"], _unmoved),
-    "Dropout": _dropout,
-    "Einsum": _einsum,
-    "Gather": _gather,
-    "Gemm": _gemm,
-    "Transpose": _transpose,
-}
 
 
 # Operators with a rule of their own.
@@ -562,7 +249,7 @@ def _resize(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
 def _flatten(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
     del index, forms
     source = view.dims(0)
-    axis = _axis(view.attribute("axis", 1), len(source))
+    axis = axis_of(view.attribute("axis", 1), len(source))
     first, last = source[:axis], source[axis:]
     part = first if cut.axis < axis else last
     own = cut.at(cut.axis if cut.axis < axis else cut.axis - axis)
@@ -608,7 +295,7 @@ def _sized(
 
 def _concat(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
     """Along another axis all inputs are cut alike; along this one, each has its own blocks."""
-    axis = _axis(view.attribute("axis", 0), len(view.output_dims()))
+    axis = axis_of(view.attribute("axis", 0), len(view.output_dims()))
     if cut.axis != axis:
         return Choice(needs=tuple(cut for _ in view.inputs), gives=(cut,))
     needs: list[Sharded] = []
@@ -634,7 +321,7 @@ def _split(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
     del forms
     if index != 0:
         return "it is a list of sizes"
-    axis = _axis(view.attribute("axis", 0), len(view.dims(0)))
+    axis = axis_of(view.attribute("axis", 0), len(view.dims(0)))
     needs = (cut, *_whole(view.inputs[1:]))
     if cut.axis != axis:
         return Choice(needs=needs, gives=tuple(cut for _ in view.outputs))
@@ -666,7 +353,7 @@ def split_sizes(graph: Graph, node: NodeProto) -> tuple[int, ...] | None:
     if "split" in view:
         return tuple(view["split"])
     dims = graph.dims(node.input[0]) or ()
-    size = dims[_axis(view.get("axis", 0), len(dims))] if dims else None
+    size = dims[axis_of(view.get("axis", 0), len(dims))] if dims else None
     if not isinstance(size, int):
         return None
     each = -(-size // len(node.output))
@@ -695,12 +382,12 @@ def slice_bounds(graph: Graph, node: NodeProto) -> dict[int, tuple[int, int, int
         return None
     found = {}
     for position, axis in enumerate(axes if axes is not None else range(len(starts))):
-        size = dims[_axis(axis, len(dims))]
+        size = dims[axis_of(axis, len(dims))]
         start, end = starts[position], ends[position]
         if isinstance(size, int):
             start = min(max(start + size if start < 0 else start, 0), size)
             end = min(max(end + size if end < 0 else end, 0), size)
-        found[_axis(axis, len(dims))] = (start, end, steps[position] if steps else 1, position)
+        found[axis_of(axis, len(dims))] = (start, end, steps[position] if steps else 1, position)
     return found
 
 
@@ -709,7 +396,7 @@ def _slice(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
     del forms
     needs = (cut, *_whole(view.inputs[1:]))
     axes = view.argument("axes", 3)
-    if axes is not None and cut.axis not in [_axis(axis, len(view.dims(0))) for axis in axes]:
+    if axes is not None and cut.axis not in [axis_of(axis, len(view.dims(0))) for axis in axes]:
         return Choice(needs=needs, gives=(cut,))
     bounds = slice_bounds(view.graph, view.node)
     if index != 0 or bounds is None:
@@ -738,8 +425,8 @@ def _shape(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
         return Choice(needs=(cut,), gives=(REPLICATED,), scale=view.ranks)
     rank = len(view.dims(0))
     scale = [view.ranks if axis == cut.axis else 1 for axis in range(rank)]
-    start = _axis(view.attribute("start", 0), rank)
-    end = _axis(view.attribute("end", rank), rank)
+    start = axis_of(view.attribute("start", 0), rank)
+    end = axis_of(view.attribute("end", rank), rank)
     wanted = tuple(scale[max(start, 0) : max(end, 0)])
     return Choice(needs=(cut,), gives=(REPLICATED,), scale=wanted if set(wanted) - {1} else None)
 
@@ -779,7 +466,7 @@ def _text(dims: Dims) -> str:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(_LABELS, _labelled),
+    **dict.fromkeys(LABELS, _labelled),
     **dict.fromkeys(["Conv", "ConvTranspose"], _grouped_convolution),
     "Concat": _concat,
     "Expand": _expand,

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 
-from mcinfer.errors import BuildError
-from mcinfer.slicing.graphs import BITS, Graph, captured, label, tensor_bytes
+from mcinfer.slicing import rules
+from mcinfer.slicing.graphs import BITS, Graph, View, captured, tensor_bytes
 from mcinfer.slicing.placements import (
     PARTIAL,
     REPLICATED,
@@ -32,7 +32,7 @@ from mcinfer.slicing.placements import (
     Sharded,
     divides,
 )
-from mcinfer.slicing.rules import WEIGHTS, Choice, View, slice_bounds, split_sizes
+from mcinfer.slicing.rules import WEIGHTS, Choice, slice_bounds, split_sizes
 
 SENT_WEIGHT = 0.25
 """What a byte that a rank sends in a run costs, where a byte of weights that it keeps costs one."""
@@ -148,11 +148,7 @@ class Search:
         self._ends = self._last_uses()
 
     def run(self) -> list[Choice]:
-        """The choices on the cheapest way, by node.
-
-        Raises:
-            BuildError: A node cannot be run.
-        """
+        """The choices on the cheapest way, by node."""
         states: list[tuple[float, State, _Path | None]] = [(0.0, {}, None)]
         for number, view in enumerate(self._views):
             states = self._advance(number, view, states)
@@ -191,19 +187,15 @@ class Search:
                 same = frozenset(after.items())
                 if same not in found or total < found[same][0]:
                     found[same] = (total, after, _Path(path, step.choice))
-        if not found:
-            raise BuildError(
-                f"model: node {label(view.node)} cannot be run over {self._ranks} ranks"
-            )
         if len(found) <= _WIDTH:
             return [*found.values()]
         return sorted(found.values(), key=lambda entry: entry[0])[:_WIDTH]
 
     def _steps(self, view: View, names: list[str], forms: tuple[Forms | None, ...]) -> list[_Step]:
-        choices = [view.whole()]
-        choices += view.partial(forms)
+        choices = [rules.whole(view)]
+        choices += rules.partial(view, forms)
         for index, cut in self._cuts(view, forms):
-            choice = view.cut(index, cut, forms)
+            choice = rules.cut(view, index, cut, forms)
             if isinstance(choice, Choice) and choice not in choices:
                 choices.append(choice)
         steps = (self._step(view, names, forms, choice) for choice in choices)

@@ -92,20 +92,6 @@ def cut_segments(model_path: str | Path, folder: str | Path) -> RankPlan:
         raise BuildError(f"{path}: {exc}") from None
 
 
-def collective_nodes(model_path: str | Path) -> list[str]:
-    """Names of the collective nodes of a model, also in subgraphs and functions; none if it is no model."""
-    try:
-        model = onnx.load(str(model_path), load_external_data=False)
-    except (OSError, DecodeError):
-        return []
-    functions = [node for function in model.functions for node in function.node]
-    return [
-        _described(node)
-        for node in _with_subgraphs([*model.graph.node, *functions])
-        if _is_collective(node)
-    ]
-
-
 # Nodes.
 
 

@@ -21,12 +21,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from onnx import ModelProto, ValueInfoProto, numpy_helper
-
 from mcinfer.config import Parallel
-from mcinfer.errors import BuildError, InvalidInputError, ModelNotFoundError
+from mcinfer.errors import (
+    BuildError,
+    InvalidInputError,
+    MissingDependencyError,
+    ModelNotFoundError,
+)
 from mcinfer.machine import usable_memory
 from mcinfer.model_cache.building import ChildFailedError, Progress, run_child
+
+try:
+    from onnx import ModelProto, ValueInfoProto, numpy_helper
+except ImportError as exc:
+    raise MissingDependencyError(
+        "cutting a model needs the package onnx: pip install 'mcinfer[onnx]'"
+    ) from exc
+
 from mcinfer.slicing.estimates import ASSUMED_BATCH, ASSUMED_SIZE, MAIN_DOMAINS, Values, infer
 from mcinfer.slicing.graphs import label
 from mcinfer.slicing.pipeline import Stage, cut_stages
@@ -184,7 +195,7 @@ def slice_model(
         report = write_slices(model, draft, tensor=tensor, pipeline=pipeline)
         if check:
             tick({"phase": "checking"})
-            report = replace(report, check=_checked(Path(model), draft, report))
+            report = replace(report, check=_checked(Path(model), draft, report, tick))
             _write_report(draft, report)
         _move(draft, place, force)
     finally:
@@ -401,7 +412,7 @@ def _move(draft: Path, place: Path, force: bool) -> None:
 # The check.
 
 
-def _checked(model: Path, folder: Path, report: Report) -> CheckReport:
+def _checked(model: Path, folder: Path, report: Report, tick: Progress) -> CheckReport:
     needed, usable = 2 * report.weight_bytes, usable_memory()
     if needed > usable:
         return replace(
@@ -410,7 +421,11 @@ def _checked(model: Path, folder: Path, report: Report) -> CheckReport:
         )
     arguments = [str(model.absolute()), str(folder)]
     try:
-        found = run_child("mcinfer.engines.check_slices:check", arguments, _silent)
+        found = run_child(
+            "mcinfer.engines.check_slices:check",
+            arguments,
+            lambda state: tick({"phase": "checking", **state}),
+        )
     except ChildFailedError as exc:
         raise BuildError(f"{model}: its slices could not be checked: {exc}") from exc
     if "reason" in found:

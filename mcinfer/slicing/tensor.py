@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from mcinfer.errors import InvalidInputError
-from mcinfer.slicing.graphs import Graph, captured, label, operator, tensor_bytes
+from mcinfer.slicing import rules
+from mcinfer.slicing.graphs import Graph, View, captured, label, operator, tensor_bytes
 from mcinfer.slicing.placements import (
     PARTIAL,
     REPLICATED,
@@ -37,7 +38,7 @@ from mcinfer.slicing.placements import (
     local_dims,
     ranges,
 )
-from mcinfer.slicing.rules import RULES, WEIGHTS, Choice, View, integer_type
+from mcinfer.slicing.rules import RULES, WEIGHTS, Choice, integer_type
 from mcinfer.slicing.search import Costs, Search
 
 COLLECTIVE_DOMAIN = "com.microsoft"
@@ -223,14 +224,14 @@ def slice_tensor(
     Raises:
         InvalidInputError: `size` does not fit, or the model draws random numbers without a seed, or has
             collectives already; names the node.
-        BuildError: The shapes of the model contradict each other, or a node cannot be run over the ranks.
+        BuildError: The shapes of the model cannot be inferred; names the node.
     """
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise InvalidInputError(f"size: got {size!r}, expected a number of ranks, at least 1")
     graph = Graph(model, folder)
     costs = Costs(graph, size, symbol_sizes or {})
     if size == 1:
-        choices = [View(graph, number, 1).whole() for number in range(len(graph.nodes))]
+        choices = [rules.whole(View(graph, number, 1)) for number in range(len(graph.nodes))]
     else:
         choices = Search(graph, costs).run()
     return write_slices(graph, size, choices)
@@ -303,7 +304,7 @@ class _Writer:
             dtype = np.int32 if kind == TensorProto.INT32 else np.int64
             inputs[index] = self._constant(f"{view.outputs[0]}.sizes", np.array(vector, dtype))
         for index, patch in choice.patches.items():
-            inputs[index] = self._patched(inputs[index], view.inputs[index], patch)
+            inputs[index] = self._patched(inputs[index], view, index, patch)
         for name in captured(view.node):
             if name in self.graph.uses and (self.graph.is_constant(name) or name in self.given):
                 self._fetch(name, REPLICATED, view)
@@ -368,10 +369,11 @@ class _Writer:
             bias = self._node("Reshape", [bias, wanted], self._unique(f"{name}.bias"))
         self._node("Add", [total, bias], name)
 
-    def _patched(self, written: str, name: str, patch: Mapping[int, int]) -> str:
+    def _patched(self, written: str, view: View, index: int, patch: Mapping[int, int]) -> str:
         """A vector that a run makes, with other elements at some positions."""
-        length = (self.graph.dims(name) or (0,))[0]
-        length = length if isinstance(length, int) else max(patch) + 1
+        name = view.inputs[index]
+        dims = self.graph.dims(name) or (None,)
+        length = dims[0] if isinstance(dims[0], int) else len(view.output_dims())
         which = np.array([position in patch for position in range(length)])
         values = np.array([patch.get(position, 0) for position in range(length)], np.int64)
         condition = self._constant(f"{name}.which", which)
@@ -429,7 +431,7 @@ class _Writer:
             None if self.graph.is_constant(other) else tuple(self._forms(other))
             for other in view.inputs
         ]
-        refused = view.cut(view.inputs.index(name), placement, forms)
+        refused = rules.cut(view, view.inputs.index(name), placement, forms)
         return refused if isinstance(refused, str) else ""
 
     def _forms(self, name: str) -> list[Placement]:
@@ -602,7 +604,7 @@ class _Writer:
         found = []
         for axis, size in enumerate(view.dims(index)):
             if isinstance(size, int) and size > 1:
-                cut = view.cut(index, Sharded(axis, (size,)), [None] * len(view.inputs))
+                cut = rules.cut(view, index, Sharded(axis, (size,)), [None] * len(view.inputs))
                 if isinstance(cut, Choice):
                     return ""
                 found.append(cut)

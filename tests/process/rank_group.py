@@ -40,7 +40,8 @@ class Followers:
     def __init__(
         self, ranks: int, model: Path, *, timeout: float = TIMEOUT, **options: Any
     ) -> None:
-        """`options`: ``devices`` of the ranks, and ``prepare``."""
+        """`options`: ``devices`` of the ranks, ``prepare``, and ``watch`` for an end with this process."""
+        parent = os.getpid() if options.pop("watch", True) else 0
         devices = options.pop("devices", ("cpu:0",) * ranks)
         self.sockets: list[socket.socket] = []
         self.processes: list[subprocess.Popen[str]] = []
@@ -48,7 +49,7 @@ class Followers:
         for rank in range(1, ranks):
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             lifeline, watched = socket.socketpair()
-            arguments = [theirs.fileno(), watched.fileno(), os.getpid(), rank, ranks, timeout]
+            arguments = [theirs.fileno(), watched.fileno(), parent, rank, ranks, timeout]
             command = [sys.executable, "-m", "tests.process.rank_group", *map(str, arguments)]
             process = subprocess.Popen(
                 [*command, str(model), devices[rank], options.get("prepare", "never")],
@@ -98,10 +99,11 @@ def group(
     *,
     timeout: float = TIMEOUT,
     prepare: str = "never",
+    **options: Any,
 ) -> Iterator[tuple[LeaderEngine, Followers]]:
     """A group with its leader in this process."""
     ranks = tensor * pipeline
-    with followers(ranks, model, timeout=timeout, prepare=prepare) as others:
+    with followers(ranks, model, timeout=timeout, prepare=prepare, **options) as others:
         engine = lead(
             request(model, prepare=prepare), (tensor, pipeline), others.sockets, timeout=timeout
         )
@@ -236,7 +238,8 @@ def rows(count: int, width: int = 32, seed: int = 0) -> NDArray[np.float32]:
 def main() -> int:
     end, lifeline, parent, rank, ranks = map(int, sys.argv[1:6])
     timeout, model, device, prepare = sys.argv[6:]
-    watch_parent(parent, lifeline)
+    if parent:
+        watch_parent(parent, lifeline)
     wanted = request(Path(model), device, prepare=prepare)
     return follow(rank, ranks, socket.socket(fileno=end), wanted, timeout=float(timeout))
 

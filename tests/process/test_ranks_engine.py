@@ -1,0 +1,138 @@
+"""Ranks that are processes run slices of a model: what they give, and what they get when one dies."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.process.scripts import Program
+from tests.process.waiting import stop
+from tests.sliced_models import Sliced, mlp, pipeline
+
+RANK = """
+import sys
+import numpy as np
+from mcinfer.collectives import join
+from mcinfer.config import Device
+from mcinfer.engines import open_engine
+from mcinfer.engines.base import Buffer, EngineRequest
+
+key, model, rank, size, timeout = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+
+def say(*values):
+    print(*values, flush=True)
+
+def tensor(name, array):
+    address, size = array.ctypes.data, array.nbytes
+    return Buffer(name=name, element_type="float32", shape=array.shape, address=address, size=size)
+
+group = join(key, rank, size, timeout=timeout)
+request = EngineRequest(model=model, device=Device.parse("cpu:0"), threads=1)
+engine = open_engine("onnxruntime", request, group=group)
+outputs = {spec.name: np.empty((4, 16), np.float32) for spec in engine.spec.outputs}
+x = np.empty((4, 16), np.float32)
+run = engine.bind([tensor("x", x)], [tensor(*item) for item in outputs.items()])
+
+def execute(number):
+    x[...] = np.random.default_rng(number).normal(size=x.shape)
+    run.execute()
+
+def attempt(number):
+    try:
+        execute(number)
+    except Exception as exc:
+        say(f"{type(exc).__name__}: {exc}")
+    else:
+        say("no error")
+
+for number in range(5):
+    execute(number)
+say("ran")
+"""
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def start(stack: ExitStack, model: Sliced, text: str, *, timeout: int = 50) -> list[Program]:
+    """A program for each rank, once all have run the model a few times."""
+    size = len(model.slices)
+    programs = [
+        stack.enter_context(
+            Program(RANK + text, f"{os.getpid()} {path.parent}", path, rank, size, timeout)
+        )
+        for rank, path in enumerate(model.slices)
+    ]
+    for program in programs:
+        assert program.line() == "ran"
+    return programs
+
+
+@pytest.mark.parametrize(
+    "cut", [lambda folder: mlp(folder, 2), lambda folder: pipeline(folder, 2, 2)]
+)
+def test_processes_give_the_same_bits_close_to_the_whole(
+    tmp_path: Path, stack: ExitStack, cut: Callable[[Path], Sliced]
+) -> None:
+    model = cut(tmp_path)
+    save = f"execute(7); np.save({str(tmp_path)!r} + f'/y{{rank}}.npy', outputs['y'])"
+    for program in start(stack, model, save):
+        assert program.wait().status == 0
+    found = [np.load(tmp_path / f"y{rank}.npy") for rank in range(len(model.slices))]
+    x = np.random.default_rng(7).normal(size=(4, 16)).astype(np.float32)
+    expected = model.expected({"x": x})[0]
+    for array in found:
+        np.testing.assert_array_equal(array, found[0])
+        assert np.abs(array - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def assert_others_say(programs: Sequence[Program], dead: int, error: str, cause: str) -> None:
+    for rank, program in enumerate(programs):
+        if rank != dead:
+            assert program.line().startswith(f"{error}: {cause}")
+            assert program.line().startswith(f"ClosedError: the group is closed: {cause}")
+            assert program.wait().status == 0
+
+
+WAITING = """
+import signal
+if rank == size // 2:
+    signal.pause()
+attempt(1)
+attempt(2)
+"""
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_killed_rank_is_an_error_in_all_others(
+    tmp_path: Path, stack: ExitStack, stages: int
+) -> None:
+    model = mlp(tmp_path, 4) if stages == 1 else pipeline(tmp_path, stages)
+    programs = start(stack, model, WAITING)
+    dead = len(programs) // 2
+    programs[dead].send_signal(signal.SIGKILL)
+    pid = programs[dead].pid
+    assert_others_say(programs, dead, "RankDiedError", f"rank {dead} (pid {pid}) was killed")
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_stopped_rank_is_a_time_out_in_all_others(
+    tmp_path: Path, stack: ExitStack, stages: int
+) -> None:
+    model = mlp(tmp_path, 2) if stages == 1 else pipeline(tmp_path, stages)
+    programs = start(stack, model, WAITING, timeout=2)
+    dead = len(programs) // 2
+    stop(programs[dead].pid)
+    for rank, program in enumerate(programs):
+        if rank != dead:
+            # The first rank whose time is over closes the group.
+            assert program.line().startswith(("CollectiveTimeoutError", "RankDiedError"))
+            assert program.line().startswith("ClosedError")
+            assert program.wait().status == 0

@@ -1,0 +1,230 @@
+"""Tests of mcinfer/cli/slice.py: what ``mcinfer slice`` prints, and what is left after failures."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from mcinfer.cli import main
+from tests.command_line import COMMAND, FLOAT, Capture, files, only_line, save
+
+WIDTH = 256
+ROOT = Path(__file__).parents[1]
+
+
+def save_layers(folder: Path) -> Path:
+    """Four MatMuls with Relu between them: x, float32[batch, 256]."""
+    rng = np.random.default_rng(0)
+    nodes = []
+    for at, name in enumerate(("a", "b", "c", "d")):
+        nodes.append(helper.make_node("MatMul", [f"r{at}" if at else "x", name], [f"m{at}"], name))
+        nodes.append(helper.make_node("Relu", [f"m{at}"], ["y" if at == 3 else f"r{at + 1}"]))
+    weights = {
+        name: (rng.standard_normal((WIDTH, WIDTH)) / 16).astype(np.float32) for name in "abcd"
+    }
+    shape: list[int | str] = ["batch", WIDTH]
+    return save(
+        folder / "layers.onnx", nodes, [("x", FLOAT, shape)], [("y", FLOAT, shape)], weights
+    )
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_layers(tmp_path)
+
+
+def test_slices_of_each_layer_are_reported(model: Path, tmp_path: Path, capsys: Capture) -> None:
+    output = tmp_path / "out"
+    assert main(["slice", str(model), "--tensor", "2", "--output", str(output)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    *lines, last = out.splitlines()
+    assert lines == [
+        f"{output}: layers.onnx cut for 2 ranks, each layer over 2",
+        "rank  stage  file         weights  share  receives  collectives",
+        "0     0      model0.onnx  0.5 MB   50%    -         2, 0.0 MB",
+        "1     0      model1.onnx  0.5 MB   50%    -         2, 0.0 MB",
+        "bytes that are sent: of one run with batch 1, and 64 for other symbols",
+        "cut over 2 ranks: 4 weights, 1.0 MB",
+    ]
+    assert re.fullmatch(
+        r"checked: the slices give what the model gives; largest relative difference \d\.\de-\d\d",
+        last,
+    )
+    assert {"model0.onnx", "model1.onnx", "slices.json"} < {*files(output)}
+
+
+def test_stages_are_reported(model: Path, tmp_path: Path, capsys: Capture) -> None:
+    arguments = ["slice", str(model), "--pipeline", "2", "--output", str(tmp_path / "out")]
+    assert main([*arguments, "--no-check"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.splitlines() == [
+        f"{tmp_path / 'out'}: layers.onnx cut for 2 ranks, 2 stages",
+        "rank  stage  file         weights  share  receives         collectives",
+        "0     0      model0.onnx  0.5 MB   50%    -                -",
+        "1     1      model1.onnx  0.5 MB   50%    1 value, 0.0 MB  -",
+        "bytes that are sent: of one run with batch 1, and 64 for other symbols",
+        "not checked: not asked for",
+    ]
+
+
+def test_reasons_why_weights_are_whole_are_listed(tmp_path: Path, capsys: Capture) -> None:
+    shape: list[int | str] = ["batch", WIDTH]
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["m"]),
+        helper.make_node("LayerNormalization", ["m", "scale"], ["n"], "norm"),
+        helper.make_node("MatMul", ["n", "w"], ["y"]),
+    ]
+    weights = {
+        "w": np.eye(WIDTH, dtype=np.float32),
+        "scale": np.ones(WIDTH, np.float32),
+    }
+    model = save(
+        tmp_path / "norm.onnx", nodes, [("x", FLOAT, shape)], [("y", FLOAT, shape)], weights
+    )
+    arguments = ["slice", str(model), "--tensor", "2", "--pipeline", "2"]
+    assert main([*arguments, "--output", str(tmp_path / "out"), "--no-check"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "  1 weight, 0.0 MB: norm (LayerNormalization) runs on whole values" in lines
+    assert lines[0].endswith("norm.onnx cut for 4 ranks, 2 stages, each layer over 2")
+
+
+def test_json_is_the_whole_report(model: Path, tmp_path: Path, capsys: Capture) -> None:
+    output = tmp_path / "out"
+    arguments = ["slice", str(model), "--tensor", "2", "--pipeline", "2", "--output", str(output)]
+    assert main([*arguments, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((output / "slices.json").read_text())
+    assert printed["version"] == 1
+    assert [rank["file"] for rank in printed["ranks"]] == [f"model{rank}.onnx" for rank in range(4)]
+    assert printed["check"]["state"] == "passed"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--output", "out"], "--tensor, --pipeline: expected 2 or more for one of them"),
+        (["--tensor", "0", "--output", "out"], "Invalid value for '--tensor'"),
+        (["--tensor", "2"], "Missing option '--output'"),
+    ],
+)
+def test_wrong_usage_ends_with_status_2(
+    model: Path, words: list[str], text: str, capsys: Capture
+) -> None:
+    assert main(["slice", str(model), *words]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_failure_is_one_line_and_leaves_nothing(
+    model: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    output = ["--output", str(tmp_path / "out")]
+    for words, text in (
+        (
+            [str(model), "--pipeline", "9"],
+            "pipeline: got 9 stages, but the model can be cut into 8",
+        ),
+        ([str(tmp_path / "no.onnx"), "--tensor", "2"], "MODEL: "),
+        ([__file__, "--tensor", "2"], "expected an ONNX model"),
+    ):
+        assert main(["slice", *words, *output]) == 1
+        assert text in only_line(capsys.readouterr().err)
+    assert files(tmp_path) == ["layers.onnx"]
+
+
+def test_slices_are_replaced_only_with_force(model: Path, tmp_path: Path, capsys: Capture) -> None:
+    arguments = ["slice", str(model), "--output", str(tmp_path / "out"), "--no-check"]
+    assert main([*arguments, "--pipeline", "2"]) == 0
+    assert main([*arguments, "--pipeline", "3"]) == 1
+    line = only_line(capsys.readouterr().err)
+    assert "has slices already, expected a new folder, or force" in line
+    assert main([*arguments, "--pipeline", "3", "--force"]) == 0
+    assert len(files(tmp_path / "out")) == 7
+
+
+def test_slices_that_give_something_else_are_not_kept(tmp_path: Path, capsys: Capture) -> None:
+    """Saturated layers make a large difference of a rounding error, as chaos does."""
+    rng, nodes, weights = np.random.default_rng(0), [], {}
+    for at in range(8):
+        weights[f"w{at}"] = rng.standard_normal((WIDTH, WIDTH)).astype(np.float32)
+        nodes.append(helper.make_node("MatMul", [f"t{at}", f"w{at}"], [f"m{at}"]))
+        nodes.append(helper.make_node("Tanh", [f"m{at}"], [f"t{at + 1}"]))
+    shape: list[int | str] = ["batch", WIDTH]
+    model = save(
+        tmp_path / "chaos.onnx", nodes, [("t0", FLOAT, shape)], [("t8", FLOAT, shape)], weights
+    )
+    output = tmp_path / "out"
+    assert main(["slice", str(model), "--tensor", "2", "--output", str(output)]) == 1
+    line = only_line(capsys.readouterr().err)
+    assert "the slices do not give what the model gives: output 't8' differs" in line
+    assert files(tmp_path) == ["chaos.onnx"]
+
+
+def test_package_onnx_that_is_missing_is_named(model: Path, tmp_path: Path) -> None:
+    code = f"import sys; sys.modules['onnx'] = None; {COMMAND}"
+    arguments = ["slice", str(model), "--tensor", "2", "--output", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+    )
+    assert done.returncode == 1
+    assert only_line(done.stderr).endswith("pip install 'mcinfer[onnx]'")
+
+
+def save_large(folder: Path) -> Path:
+    """A model that takes a while to cut and check: 64 MiB of zeros, in a sparse file."""
+    path = save_layers(folder)
+    model = onnx.load(path)
+    width, size = 2048, 2048 * 2048 * 4
+    with (folder / "zeros.bin").open("wb") as file:
+        file.truncate(4 * size)
+    for at, tensor in enumerate(model.graph.initializer):
+        stub = TensorProto(name=tensor.name, data_type=FLOAT, dims=[width, width])
+        stub.data_location = TensorProto.EXTERNAL
+        for key, text in (("location", "zeros.bin"), ("offset", at * size), ("length", size)):
+            stub.external_data.add(key=key, value=str(text))
+        tensor.CopyFrom(stub)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[1].dim_value = width
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+@pytest.mark.parametrize("phase", ["slicing", "checking"])
+def test_interrupt_ends_with_status_130_and_leaves_nothing(tmp_path: Path, phase: str) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "temporary").mkdir()
+    model = save_large(tmp_path / "model")
+    before = files(tmp_path)
+    command = ["slice", str(model), "--tensor", "2", "--output", str(tmp_path / "out")]
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, *command],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "temporary")},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    begun = ".out.*.partial" + ("/segments-*" if phase == "checking" else "")
+    with process:
+        while not [*tmp_path.glob(begun)]:
+            assert process.poll() is None
+            time.sleep(0.001)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=50)
+    assert process.returncode == 130, err
+    assert err == "mcinfer: interrupted\n"
+    assert files(tmp_path) == before
+    assert files(tmp_path / "temporary") == []

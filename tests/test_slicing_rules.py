@@ -1,0 +1,106 @@
+"""Every rule against ONNX's own examples of its operator: each input is cut along each axis that can be."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from onnx import ModelProto, numpy_helper
+from onnxruntime.capi import onnxruntime_pybind11_state as pybind11_state
+
+from mcinfer.slicing import rules
+from mcinfer.slicing.graphs import Graph, View, operator
+from mcinfer.slicing.placements import REPLICATED, Sharded
+from mcinfer.slicing.tensor import write_slices
+from tests.lockstep import Arrays, run_slices, run_whole
+
+RANKS = (2, 3, 4, 5, 11)
+UNSUPPORTED = tuple(
+    getattr(pybind11_state, name)
+    for name in ("Fail", "InvalidArgument", "InvalidGraph", "NotImplemented", "RuntimeException")
+)
+"""What ONNX Runtime raises for examples that it cannot run."""
+
+DATA = {"Gather", "Where"}
+"""Operators whose inputs of integers are data, not shapes and axes."""
+
+NOT_SHOWN = {"Cast", "Conv", "Pad", "Resize", "SimplifiedLayerNormalization", "Tile"}
+"""ONNX has no example of these whose axes the ranks divide; tests/test_slicing_tensor.py has some."""
+
+
+def examples() -> dict[str, list[tuple[ModelProto, Arrays]]]:
+    """Models of one node, by operator, with inputs; shapes and axes are constants in them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from onnx.backend.test.case.node import collect_testcases
+
+        cases = collect_testcases("")
+    found: dict[str, list[tuple[ModelProto, Arrays]]] = {}
+    for case in cases:
+        model = case.model
+        if model is None or not case.data_sets or len(model.graph.node) != 1:
+            continue
+        arrays = case.data_sets[0][0]
+        if all(isinstance(array, np.ndarray) and array.dtype.isbuiltin == 1 for array in arrays):
+            feeds = dict(zip([x.name for x in model.graph.input], arrays, strict=False))
+            name = operator(model.graph.node[0])
+            if name not in DATA:
+                _fix_shapes(model, feeds)
+            found.setdefault(name, []).append((model, feeds))
+    return found
+
+
+def _fix_shapes(model: ModelProto, feeds: Arrays) -> None:
+    names = list(model.graph.node[0].input)
+    for x in list(model.graph.input):
+        array = feeds[x.name]
+        if names.index(x.name) and array.ndim <= 1 and array.dtype in (np.int32, np.int64):
+            model.graph.initializer.append(numpy_helper.from_array(feeds.pop(x.name), x.name))
+            model.graph.input.remove(x)
+
+
+def cuts(graph: Graph, ranks: int) -> Iterator[rules.Choice]:
+    view = View(graph, 0, ranks)
+    for index, name in enumerate(view.inputs):
+        for axis, size in enumerate(graph.dims(name) or ()):
+            if not isinstance(size, int) or not size or size % ranks:
+                continue
+            for blocks in ((size,), (size // 2,) * 2) if size % (2 * ranks) == 0 else ((size,),):
+                forms = [(REPLICATED,)] * len(view.inputs)
+                choice = rules.cut(view, index, Sharded(axis, blocks), forms)
+                if isinstance(choice, rules.Choice):
+                    yield choice
+
+
+def close(got: NDArray[Any], expected: NDArray[Any]) -> bool:
+    tolerance = 1e-3 if expected.dtype == np.float16 else 1e-5
+    return got.dtype == expected.dtype and np.allclose(
+        got.astype(np.float64), expected.astype(np.float64), tolerance, tolerance, equal_nan=True
+    )
+
+
+@pytest.mark.timeout(300)
+def test_node_on_parts_gives_what_it_gives_on_the_whole() -> None:
+    found = examples()
+    names = {name for name in rules.RULES if "::" not in name} - NOT_SHOWN
+    assert {name for name in names if not tried(found[name])} == set()
+
+
+def tried(models: list[tuple[ModelProto, Arrays]]) -> int:
+    """How many ways to cut the examples of one operator are right."""
+    count = 0
+    for model, feeds in models:
+        try:
+            whole = run_whole(model, feeds)
+        except UNSUPPORTED:
+            continue
+        graph = Graph(model, None)
+        for ranks in RANKS:
+            for choice in cuts(graph, ranks):
+                for got in run_slices(write_slices(graph, ranks, [choice]).to_models(), feeds):
+                    right = all(close(got[key], value) for key, value in whole.items())
+                    assert right, (model.graph.name, ranks, choice)
+                count += 1
+    return count
