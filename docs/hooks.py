@@ -15,7 +15,13 @@ PAGES = {
     "SECURITY.md": "security.md",
     **{
         f"examples/{name}/README.md": f"examples/{name}.md"
-        for name in ("quick_start", "quick_start_parallel", "sd_dual_core", "weight_sharing")
+        for name in (
+            "distributed",
+            "quick_start",
+            "quick_start_parallel",
+            "sd_dual_core",
+            "weight_sharing",
+        )
     },
 }
 """Files of the repository by path, and the pages that they become."""

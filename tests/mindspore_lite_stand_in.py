@@ -19,7 +19,13 @@ from numpy.typing import NDArray
 
 from mcinfer import mslite
 from mcinfer.mslite import Context, DataType, ModelType, TensorMeta
-from mcinfer.mslite._checks import check_elements, check_list, check_type
+from mcinfer.mslite._checks import (
+    Sections,
+    check_elements,
+    check_list,
+    check_sections,
+    check_type,
+)
 
 ADAPTER = "mcinfer.engines._mindspore_lite"
 
@@ -65,11 +71,18 @@ class Model:
         self.resized: list[list[list[int]]] = []
 
     def build_from_file(
-        self, model_path: str, model_type: ModelType, context: Context | None = None
+        self,
+        model_path: str,
+        model_type: ModelType,
+        context: Context | None = None,
+        config_path: str = "",
+        config_dict: Sections | None = None,
     ) -> None:
         check_type("model_path", model_path, str)
         self.model_type = check_type("model_type", model_type, ModelType)
         self.context = check_type("context", context, Context)
+        check_type("config_path", config_path, str)
+        self.config = {} if config_dict is None else check_sections("config_dict", config_dict)
         if not Path(model_path).exists():
             raise RuntimeError("build_from_file failed, model_path does not exist!")
         if self.broken == "build":

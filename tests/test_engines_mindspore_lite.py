@@ -82,6 +82,16 @@ def test_context_is_that_of_the_device(
     )
 
 
+def test_rank_table_and_groups_reach_the_package(path: Path) -> None:
+    open_lite(path, "ascend:1")
+    table, groups = {"rank_table_file": "/table.json"}, {"group_info_file": "/groups.pb"}
+    open_lite(path, "ascend:1", provider_options={"rank_id": "1", **table, **groups})
+    alone, rank = Model.built
+    assert (alone.config, alone.context.group_info_file) == ({}, "")
+    assert (rank.config, rank.context.group_info_file) == ({"ascend_context": table}, "/groups.pb")
+    assert given(rank.context.ascend) == {"device_id": 1, "rank_id": 1}
+
+
 @pytest.mark.parametrize(
     ("device", "name", "key"),
     [

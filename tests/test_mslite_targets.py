@@ -197,6 +197,14 @@ def test_rank_and_provider_of_an_ascend_have_an_effect_with_a_rank_table() -> No
     context = context_of("ascend", ascend_rank_id=1, ascend_provider="ge")
     sections = {"ascend_context": {"rank_table_file": "table.json"}}
     assert only(context, sections).remarks == ()
+    context.group_info_file = "groups.pb"
+    original = only(context, sections, model_type=ModelType.MINDIR).options.provider_options
+    assert original == {
+        "provider": "ge",
+        "rank_id": "1",
+        "rank_table_file": "table.json",
+        "group_info_file": "groups.pb",
+    }
 
 
 def test_what_is_said_of_a_gpu_reaches_mindspore_lites_own_package() -> None:

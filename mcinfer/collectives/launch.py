@@ -345,7 +345,7 @@ def read_rank_table(path: str) -> RankTable:
     ranks = _ranks_of(where, _object(where, table))
     canonical = json.dumps(table, sort_keys=True, separators=(",", ":"))
     return RankTable(
-        path=path, ranks=ranks, key=f"rank-table-{sha256(canonical.encode()).hexdigest()}"
+        path=path, ranks=ranks, key=f"rank-table-{sha256(canonical.encode()).hexdigest()[:32]}"
     )
 
 

@@ -31,9 +31,9 @@ _TARGETS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "ascend": "ascend"}
 _PROVIDER_OPTIONS = {
     "cpu": (),
     "gpu": ("precision_mode", "provider"),
-    "ascend": ("precision_mode", "provider", "rank_id"),
+    "ascend": ("precision_mode", "provider", "rank_id", "rank_table_file", "group_info_file"),
 }
-"""By target, the `EngineRequest.provider_options` that are set on its part of the context."""
+"""By target, the `EngineRequest.provider_options` that are known: most are set on its part of the context."""
 
 _MODEL_TYPES = ("MINDIR", "MINDIR_LITE")
 """What ``session_config["model_type"]`` may be."""
@@ -70,7 +70,7 @@ class MindSporeLiteEngine(ArrayEngine):
         super().__init__()
         context = _context(request)
         self._model = mslite.Model()
-        self._model.build_from_file(request.model, _model_type(request), context)
+        self._model.build_from_file(request.model, _model_type(request), context, **_table(request))
         self.spec = ModelSpec(
             inputs=tuple(_spec(tensor, "input") for tensor in self._model.get_inputs()),
             outputs=tuple(_spec(tensor, "output") for tensor in self._model.get_outputs()),
@@ -127,8 +127,17 @@ def _context(request: EngineRequest) -> Any:
         part = getattr(context, target)
         part.device_id = request.device.index
         for key, text in request.provider_options.items():
-            setattr(part, key, int(text) if key == "rank_id" else text)
+            if key == "group_info_file":
+                context.group_info_file = text
+            elif key != "rank_table_file":
+                setattr(part, key, int(text) if key == "rank_id" else text)
     return context
+
+
+def _table(request: EngineRequest) -> dict[str, Any]:
+    """The arguments of `build_from_file` that name the rank table, if there is one."""
+    path = request.provider_options.get("rank_table_file")
+    return {"config_dict": {"ascend_context": {"rank_table_file": path}}} if path else {}
 
 
 def _spec(tensor: Any, role: str) -> TensorSpec:

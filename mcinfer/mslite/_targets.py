@@ -163,6 +163,9 @@ def _attempts_on(
         else:
             settings["provider"] = entries.get("provider", ascend.provider)
             settings["rank_id"] = str(ascend.rank_id or "")
+            settings["rank_table_file"] = rank_table(sections)
+            if settings["rank_table_file"]:
+                settings["group_info_file"] = context.group_info_file
     engines = ["onnxruntime"] if onnx else ["mindspore_lite"]
     if target == "cpu" and model_type is ModelType.MINDIR:
         engines.insert(0, "mindspore")

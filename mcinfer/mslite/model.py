@@ -197,7 +197,8 @@ class Model:
             )
             used = used_entries(source.context, source.model_type, from_buffer=from_buffer)
             used |= VARIABLE_ENTRIES | SHARING_ENTRIES
-            if source.model_type is ModelType.ONNX and source.context.device_infos[0] != "gpu":
+            target = source.context.device_infos[0]
+            if target == "ascend" or (target == "cpu" and source.model_type is ModelType.ONNX):
                 used |= RANK_ENTRIES
             warn_of_unused(sections, used, stacklevel=3)
             group = self._group or ModelGroup._of_path(source.model)
