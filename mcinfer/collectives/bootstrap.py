@@ -14,8 +14,10 @@ descriptors.
 """
 
 import contextlib
+import errno
 import json
 import os
+import resource
 import select
 import socket
 import struct
@@ -269,13 +271,28 @@ def _check_join(packet: _Packet, number: int, own: _Packet) -> None:
         )
 
 
+def _enlarge(memory: int, size: int) -> None:
+    """Give a memfd its size, which takes no memory yet, though it counts against the limit for files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if hard != resource.RLIM_INFINITY and size > hard:
+        raise OSError(
+            errno.EFBIG,
+            f"the group's memory is a sparse file of {size} bytes, and the limit is {hard} (ulimit -f)",
+        )
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        os.ftruncate(memory, size)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def _welcome_all(
     sockets: Sequence[socket.socket], joined: dict[int, _Packet], members: Sequence[int]
 ) -> _Packet:
     """Send each rank its WELCOME; the hub's own, whose descriptors are the caller's."""
     with contextlib.ExitStack() as stack:
         memory = _own(stack, os.memfd_create("mcinfer-group", os.MFD_CLOEXEC))
-        os.ftruncate(memory, (len(members) + 1) * REGION)
+        _enlarge(memory, (len(members) + 1) * REGION)
         pids = [joined[rank].pid for rank in members]
         pidfds = [_own(stack, _pidfd(pid, rank)) for pid, rank in zip(pids, members, strict=True)]
         pairs = []

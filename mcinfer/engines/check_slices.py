@@ -209,6 +209,8 @@ def _run_ranks(
                     group.barrier()  # none leaves before all have their outputs
         except BaseException as exc:  # raised again in the main thread
             found.errors[rank] = exc
+            for end in ends[rank]:  # others may wait for this rank
+                end.shutdown(socket.SHUT_RDWR)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     try:
