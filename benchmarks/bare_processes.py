@@ -116,9 +116,9 @@ class _BareProcess:
 # Throughput.
 
 
-def unet_inputs(rows: int) -> dict[str, NDArray[Any]]:
-    """Inputs of the `small` UNet, of so many rows."""
-    size = SIZES["small"]
+def unet_inputs(rows: int, name: str = "small") -> dict[str, NDArray[Any]]:
+    """Inputs of the UNet of a size, of so many rows."""
+    size = SIZES[name]
     rng = np.random.default_rng(0)
     side = size.latent_side
     return {

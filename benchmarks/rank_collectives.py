@@ -106,10 +106,14 @@ def measure_layers(folder: Path, effort: Effort, say: Say) -> Measured:
         elements = SIZES[name] // 4
         inputs = folder / "inputs.npz"
         np.savez(inputs, **chain_inputs(elements))  # type: ignore[arg-type]
-        sizes = {"layers": CHAIN_LAYERS, "elements": elements}
         models = {
-            "with sums": chain(folder / "sums.onnx", **sizes),
-            "without": chain(folder / "plain.onnx", **sizes, collectives=False),
+            name: chain(
+                folder / f"{name}.onnx",
+                layers=CHAIN_LAYERS,
+                elements=elements,
+                collectives=name == "with sums",
+            )
+            for name in ("with sums", "without")
         }
         with Ranks(2) as ranks:
             times = _layer_times(ranks, models, inputs, effort)

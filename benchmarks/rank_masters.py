@@ -86,6 +86,7 @@ def rank_models(quick: bool) -> tuple[RankModel, ...]:
     layers, width = (6, 512) if quick else (24, 2048)
     blocks, channels, heads = (2, 256, 4) if quick else (BERT_LAYERS, BERT_WIDTH, BERT_HEADS)
     tokens = 32 if quick else 128
+    size = "tiny" if quick else "small"
     return (
         RankModel(
             name=f"MLP {layers} x {width}",
@@ -104,9 +105,9 @@ def rank_models(quick: bool) -> tuple[RankModel, ...]:
             even=True,
         ),
         RankModel(
-            name="UNet `small`",
-            build=lambda path: build_unet(path, "small"),
-            inputs=unet_inputs,
+            name=f"UNet `{size}`",
+            build=lambda path: build_unet(path, size),
+            inputs=lambda rows: unet_inputs(rows, size),
             rows=1,
             even=False,
         ),
@@ -245,8 +246,12 @@ def _measure_cut(
     identical = _identical(folder, [slices / rank.file for rank in report.ranks], inputs)
     shutil.rmtree(slices)
     with Master(path, parallel.ranks, parallel=parallel) as master:
-        difference = _relative_difference(master.predict(inputs), session.run())
-        times = in_turns({"ranks": lambda: master.predict(inputs), "one": session.run}, effort)
+
+        def run() -> Arrays:
+            return master.predict(inputs, shards=1)
+
+        difference = _relative_difference(run(), session.run())
+        times = in_turns({"ranks": run, "one": session.run}, effort)
         memory = _rank_memory()
     return Cut(
         model=model.name,
