@@ -141,6 +141,7 @@ class _Peer:
         "ended",
         "incoming",
         "messages",
+        "number",
         "outgoing",
         "pid",
         "pidfd",
@@ -151,8 +152,9 @@ class _Peer:
         "taken",
     )
 
-    def __init__(self, member: Member, control: Control) -> None:
+    def __init__(self, member: Member, number: int, control: Control) -> None:
         self.rank = member.rank
+        self.number = number  # in messages: its rank in the group that a subgroup is of
         self.pid = member.pid
         self.pidfd = member.pidfd
         self.incoming = member.incoming
@@ -169,7 +171,7 @@ class _Peer:
         self.cells = control.step_cells(member.rank)
 
     def __str__(self) -> str:
-        return f"rank {self.rank} (pid {self.pid})"
+        return f"rank {self.number} (pid {self.pid})"
 
 
 # Operations on fixed memory.
@@ -254,9 +256,11 @@ class _Transfer(Collective):
 
 
 class ShmGroup(SignatureGroup):
-    """A group of ranks on one machine; see `join_sockets`."""
+    """A group of ranks on one machine; see `join_sockets`. Errors call rank r of it ``numbers[r]``."""
 
-    def __init__(self, membership: Membership, timeout: float) -> None:
+    def __init__(
+        self, membership: Membership, timeout: float, numbers: Sequence[int] | None = None
+    ) -> None:
         # The membership is this object's from now on, even if this call fails.
         self.rank = membership.rank
         self.size = membership.size
@@ -268,7 +272,10 @@ class ShmGroup(SignatureGroup):
             membership.close()
             raise
         self._windows = Windows(membership.memory)
-        self._peers = [_Peer(other, self._control) for other in membership.others]
+        self._numbers = [*range(self.size)] if numbers is None else numbers
+        self._peers = [
+            _Peer(other, self._numbers[other.rank], self._control) for other in membership.others
+        ]
         self._outgoing = [peer.outgoing for peer in self._peers]
         self._incoming = {peer.incoming: peer for peer in self._peers}
         self._pidfds = {peer.pidfd: peer for peer in self._peers}
@@ -329,7 +336,9 @@ class ShmGroup(SignatureGroup):
         except BaseException as exc:
             self._break(exc)
             raise
-        return None if membership is None else ShmGroup(membership, self.timeout)
+        if membership is None:
+            return None
+        return ShmGroup(membership, self.timeout, [self._numbers[rank] for rank in members])
 
     # Steps: meetings of all ranks.
 

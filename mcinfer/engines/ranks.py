@@ -80,7 +80,7 @@ from mcinfer.errors import (
 )
 from mcinfer.model_cache.building import Progress
 from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held
-from mcinfer.process import ORPHANED, how_it_ended
+from mcinfer.process import LEFT_ALONE, ORPHANED, how_it_ended
 from mcinfer.protocol import Message
 from mcinfer.shm.descriptors import WakeUp
 from mcinfer.slicing.plans import Segment
@@ -88,9 +88,6 @@ from mcinfer.specs import STRING, ModelSpec, TensorSpec, tensor_bytes
 
 BUILD_FAILED = 1
 """Exit status of a follower that could not load its slice; the leader has the reason."""
-
-GROUP_BROKEN = 75
-"""Exit status of a rank whose group has ended with an error: EX_TEMPFAIL of sysexits.h."""
 
 MAX_LAYOUTS = 32
 """Most layouts that are bound at a time."""
@@ -859,7 +856,7 @@ def follow(
         timeout: Seconds that a collective waits for the other ranks.
 
     Returns:
-        The exit status of the process: 0; `BUILD_FAILED`; `GROUP_BROKEN` after the end of another rank, or
+        The exit status of the process: 0; `BUILD_FAILED`; `LEFT_ALONE` after the end of another rank, or
         a time-out; or `ORPHANED` if the leader is gone.
     """
     channel = Channel(end)
@@ -888,7 +885,7 @@ def follow(
         kind = next(kind for kind, ending in _BROKEN.items() if isinstance(exc, ending))
         with suppress(OSError):  # the leader is gone
             channel.send(Broken(kind=kind, text=shortened(str(exc))))
-        return GROUP_BROKEN
+        return LEFT_ALONE
     except ConnectionError:  # the leader has left; it may have said so before
         while isinstance(message := channel.receive(), Start | Bind):
             continue

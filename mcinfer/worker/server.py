@@ -304,6 +304,8 @@ class Server:
         self._connection.send(data)
 
     def close(self) -> None:
+        if self._joined is not None:  # there is an engine
+            self._engine.close()
         self._runs.clear()
         if self._joined is not None:
             self._joined.close()

@@ -9,10 +9,11 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
+from onnx import helper, numpy_helper
 
-from benchmarks.rank_models import mlp, mlp_inputs
 from mcinfer import (
     BuildError,
     EngineOptions,
@@ -43,8 +44,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return mlp(tmp_path_factory.mktemp("ranks") / "mlp.onnx", layers=LAYERS, width=WIDTH)
 
 
+def mlp(path: Path, *, layers: int, width: int) -> Path:
+    """x, y float32["batch", width]: a product and a Tanh in each layer."""
+    generator = np.random.default_rng(0)
+    nodes, weights = [], []
+    for layer in range(layers):
+        name = f"w{layer}"
+        values = generator.standard_normal((width, width), np.float32) / np.float32(width**0.5)
+        weights.append(numpy_helper.from_array(values, name))
+        before = "x" if layer == 0 else f"t{layer - 1}"
+        nodes.append(helper.make_node("MatMul", [before, name], [f"m{layer}"]))
+        after = "y" if layer == layers - 1 else f"t{layer}"
+        nodes.append(helper.make_node("Tanh", [f"m{layer}"], [after]))
+    x, y = (
+        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", width])
+        for name in "xy"
+    )
+    graph = helper.make_graph(nodes, "mlp", [x], [y], weights)
+    opset = helper.make_opsetid("", 17)
+    onnx.save(helper.make_model(graph, opset_imports=[opset], ir_version=9), path)
+    return path
+
+
 def inputs(rows: int) -> Arrays:
-    return mlp_inputs(rows, width=WIDTH)
+    return {"x": np.random.default_rng(1).standard_normal((rows, WIDTH), np.float32)}
 
 
 def assert_close(answer: Arrays, model: Path, asked: Arrays) -> None:
