@@ -1,6 +1,11 @@
 """Groups of ranks at their limits: many outputs, shapes that only a run shows, faults of one rank alone."""
 
+import os
+import signal
+import socket
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +13,29 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from mcinfer import EngineOptions, Master, Parallel, RestartPolicy
+from mcinfer.engines import ranks
 from mcinfer.engines.base import Buffer
+from mcinfer.engines.rank_messages import Channel, Hello
 from mcinfer.errors import PredictError
-from tests.process.rank_group import Bound, assert_close, buffer, expected, group, rows, write_mlp
+from mcinfer.process import LEFT_ALONE
+from mcinfer.protocol import Build, BuildFinish
+from mcinfer.worker import server
+from tests import test_serving
+from tests.process.rank_group import (
+    Bound,
+    assert_close,
+    buffer,
+    expected,
+    followers,
+    group,
+    rows,
+    write_mlp,
+)
+from tests.process.waiting import pids, stop, wait_until
 
 WIDTH = 32
+WIDE = 1 << 20
 SECONDS = 20.0
 """For a collective: a group that waits for itself fails soon."""
 
@@ -36,11 +59,16 @@ def write_chain(
         helper.make_node("MatMul", [f"h{layer}" if layer else "x", f"w{layer}"], [f"h{layer + 1}"])
         for layer in range(4)
     ]
-    nodes += [helper.make_node(kind, [source], [target]) for kind, source, target in ends]
     weights = [
         numpy_helper.from_array(random.normal(0, 0.2, (WIDTH, WIDTH)).astype(np.float32), f"w{n}")
         for n in range(4)
     ]
+    for kind, source, target in ends:
+        further = [f"wide{target}"] if kind == "MatMul" else []
+        nodes.append(helper.make_node(kind, [source, *further], [target]))
+        weights += [
+            numpy_helper.from_array(np.ones((WIDTH, WIDE), np.float32), name) for name in further
+        ]
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", WIDTH])
     made = [helper.make_tensor_value_info(name, *about) for name, about in outputs.items()]
     graph = helper.make_graph(nodes, path.stem, [x], made, weights)
@@ -92,3 +120,96 @@ def test_layout_that_one_rank_cannot_make_leaves_the_group_usable(tmp_path: Path
                 engine.bind([huge], [buffer("y", y)])
             run = Bound(engine, {"x": rows(4)}, {"y": y})
             assert_close(run.execute(), expected(model, run.inputs))
+
+
+# The worker of rank 0.
+
+
+def served(monkeypatch: pytest.MonkeyPatch, sockets: Sequence[int]) -> test_serving.Peer:
+    """The master's side of a worker that has these sockets to its followers."""
+    monkeypatch.setattr(test_serving, "serve", partial(server.serve, followers=sockets))
+    return test_serving.Peer()
+
+
+def build(model: Path, pipeline: int) -> Build:
+    return Build(
+        model=str(model),
+        engine="onnxruntime",
+        device="cpu:0",
+        threads=1,
+        prepare="never",
+        token=test_serving.BUILD_TOKEN,
+        pipeline=pipeline,
+    )
+
+
+def test_rank_that_leaves_during_the_build_ends_the_group_and_is_no_build_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with closing(served(monkeypatch, [theirs.detach()])) as peer:
+        with closing(Channel(ours)) as channel:
+            channel.send(Hello(rank=1, pid=os.getpid(), device="cpu:1"))
+            peer.send(build(write_mlp(tmp_path / "mlp.onnx"), 2))
+        assert peer.finish() == LEFT_ALONE
+        assert peer.closes()
+
+
+def test_last_stage_that_is_stopped_while_no_rank_waits_for_it_ends_the_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = write_mlp(tmp_path / "mlp.onnx")
+    monkeypatch.setattr(server, "_LONGEST_SILENCE", 1.0)
+    monkeypatch.setattr(ranks, "lead", partial(ranks.lead, timeout=1.0))
+    x = ("x", "float32", (4, WIDTH), 0, 0)
+    with (
+        followers(2, model) as others,
+        closing(served(monkeypatch, [os.dup(others.sockets[0].fileno())])) as peer,
+    ):
+        peer.send(build(model, 2))
+        while not isinstance(peer.receive(), BuildFinish):
+            continue
+        peer.attach(0)
+        peer.ask([x])
+        stop(others.pids[0])
+        peer.predict([x])
+        assert peer.finish() == LEFT_ALONE
+    caplog.clear()  # the error in a record holds the engine
+
+
+# A group of a master.
+
+
+def test_log_has_the_stack_of_a_rank_that_crashed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Master(write_mlp(tmp_path / "mlp.onnx"), parallel=Parallel(tensor=2)) as master:
+        crashed = pids(master)[1]
+        os.kill(crashed, signal.SIGSEGV)
+        wait_until(lambda: crashed not in pids(master))
+    said = [record.getMessage() for record in caplog.records]
+    [death] = [text for text in said if "where it was" in text]
+    where = f"where it was:\nrank 1 (cpu:1, pid {crashed}):\nFatal Python error: Segmentation fault"
+    assert where in death
+
+
+def test_rank_that_has_grown_has_its_group_recycled(tmp_path: Path) -> None:
+    model = write_chain(
+        tmp_path / "grown.onnx",
+        [("MatMul", "h4", "y")],
+        {"y": (TensorProto.FLOAT, ["batch", WIDE])},
+    )
+    parallel, options = Parallel(pipeline=2), EngineOptions(prepare="never")
+    with Master(model, parallel=parallel, options=options) as master:
+        sizes = [*map(own_bytes, pids(master))]
+    assert sizes[1] > sizes[0] + (64 << 20)
+    restart = RestartPolicy(max_memory_bytes=sizes[0] + (32 << 20), budget=0)
+    with Master(model, parallel=parallel, options=options, restart=restart) as master:
+        before = pids(master)
+        wait_until(lambda: not {*before} & {*pids(master)})
+
+
+def own_bytes(pid: int) -> int:
+    """Resident and not shared (statm of proc(5))."""
+    resident, shared = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1:3]
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE")
