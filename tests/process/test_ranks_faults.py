@@ -1,8 +1,11 @@
 """Groups of ranks at their limits: many outputs, shapes that only a run shows, faults of one rank alone."""
 
+import json
+import logging
 import os
 import signal
 import socket
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -14,10 +17,12 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from mcinfer import EngineOptions, Master, Parallel, RestartPolicy
+from mcinfer.collectives import join
+from mcinfer.collectives.rendezvous import _address
 from mcinfer.engines import ranks
 from mcinfer.engines.base import Buffer
 from mcinfer.engines.rank_messages import Channel, Hello
-from mcinfer.errors import PredictError
+from mcinfer.errors import PredictError, ProtocolError
 from mcinfer.process import LEFT_ALONE
 from mcinfer.protocol import Build, BuildFinish
 from mcinfer.worker import server
@@ -193,6 +198,16 @@ def test_log_has_the_stack_of_a_rank_that_crashed(
     assert where in death
 
 
+def test_ranks_that_end_when_they_are_asked_are_no_deaths_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mcinfer.master")
+    with Master(write_mlp(tmp_path / "mlp.onnx"), parallel=Parallel(tensor=4)) as master:
+        leader = pids(master)[0]
+    [end] = [r.getMessage() for r in caplog.records if "exited" in r.getMessage()]
+    assert end == f"group 0 of 4 ranks (cpu:0, pid {leader}) exited with status 0"
+
+
 def test_rank_that_has_grown_has_its_group_recycled(tmp_path: Path) -> None:
     model = write_chain(
         tmp_path / "grown.onnx",
@@ -213,3 +228,22 @@ def own_bytes(pid: int) -> int:
     """Resident and not shared (statm of proc(5))."""
     resident, shared = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1:3]
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE")
+
+
+# Ranks that were started apart.
+
+
+@pytest.mark.parametrize("rank", [-1, 2, 7])
+def test_number_that_no_rank_has_is_refused(rank: int) -> None:
+    key = f"{os.getpid()} {rank}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+
+        def call() -> None:
+            wait_until(lambda: not end.connect_ex(_address(key)))
+            end.send(json.dumps({"rank": rank, "size": 2}).encode())
+
+        caller = threading.Thread(target=call)
+        caller.start()
+        with pytest.raises(ProtocolError, match=rf"pid {os.getpid()} says it is rank {rank} of 2"):
+            join(key, 0, 2, timeout=SECONDS)
+        caller.join()
