@@ -466,6 +466,9 @@ class Server:
         except Exception as exc:  # as in `_run`
             self._answer(_failure(exc, request, shard))
             return
+        finally:
+            with self._lock:  # it came too late for this run, and is not for a later one
+                self._cancelled.pop((request, shard), None)
         if produced or not begun.all_bound:
             self._answer(Reply(request=request, shard=shard, outputs=outputs, seconds=seconds))
         else:

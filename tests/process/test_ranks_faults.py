@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -180,6 +182,40 @@ def test_last_stage_that_is_stopped_while_no_rank_waits_for_it_ends_the_group(
         peer.predict([x])
         assert peer.finish() == LEFT_ALONE
     caplog.clear()  # the error in a record holds the engine
+
+
+def test_cancellation_that_came_too_late_does_not_cancel_the_same_shard_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_mlp(tmp_path / "mlp.onnx")
+    x = ("x", "float32", (4, WIDTH), 0, 0)
+    engines = []
+    lead = ranks.lead
+
+    def noted(*arguments: Any) -> ranks.LeaderEngine:
+        engines.append(lead(*arguments))
+        return engines[0]
+
+    monkeypatch.setattr(ranks, "lead", noted)
+    with (
+        followers(2, model) as others,
+        closing(served(monkeypatch, [os.dup(others.sockets[0].fileno())])) as peer,
+    ):
+        peer.send(build(model, 2))
+        while not isinstance(peer.receive(), BuildFinish):
+            continue
+        peer.attach(0)
+        peer.ask([x])
+        stop(others.pids[0])
+        begun = peer.predict([x])
+        wait_until(lambda: engines[0]._begun)
+        peer.cancels.send(begun, 0)
+        wait_until(lambda: not select.select([peer.listening.fd], [], [], 0)[0])
+        os.kill(others.pids[0], signal.SIGCONT)
+        peer.answer(begun)
+        peer.requests -= 1
+        assert peer.ask([x]).request == begun
+    engines.clear()
 
 
 # A group of a master.
