@@ -15,9 +15,13 @@ once, each on a lane of its own: the leader only runs stage 0 in `begin`, and ea
 sent, in that order. So as many stages are busy as there are.
 
 Ownership: a group of its own has the memory of the lanes, which cannot be freed singly. So when there are
-`MAX_LAYOUTS` layouts, all are forgotten, and a new group takes the place of that one. The leader decides
-when; what it sends keeps the ranks in the same order. A lane is used again when all ranks are done with its
-last run.
+`MAX_LAYOUTS` layouts, or a rank could not make a lane that others made, all are forgotten, and a new group
+takes the place of that one. The leader decides when; what it sends keeps the ranks in the same order. A lane
+is used again when all ranks are done with its last run.
+
+A follower waits for inputs, and never for the leader to take outputs: the leader may wait for it meanwhile.
+So all tensors that go from one rank to another in a run are one message, and outputs that have no memory in a
+lane come in a block with the answer.
 
 A rank that died, a collective that timed out or a closed group end all ranks: `RankDiedError`,
 `CollectiveTimeoutError` and `ClosedError` come out of a run unchanged, and the engine is of no more use.
