@@ -327,7 +327,8 @@ class RestartPolicy:
         max_requests: After this many requests, or pieces of requests, a worker is replaced by a new one as
             in `Master.restart_workers`, against leaks in a runtime; ``None`` is never.
         max_memory_bytes: Replace a worker in the same way when its own memory (resident and not shared, by
-            statm of proc(5)) exceeds this many bytes. mcinfer checks this once a second.
+            statm of proc(5)), or that of one of its ranks, exceeds this many bytes. mcinfer checks this once
+            a second.
     """
 
     budget: int = 5

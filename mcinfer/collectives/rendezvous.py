@@ -177,7 +177,9 @@ class _Gathering:
                 f"size: rank 0 (pid {os.getpid()}) expects {self._size} ranks, "
                 f"rank {rank} (pid {pid}) expects {size}"
             )
-        if not 0 < rank < size or rank in self._joined:
+        if not 0 <= rank < size:
+            raise ProtocolError(f"pid {pid} says it is rank {rank} of {size}")
+        if rank == 0 or rank in self._joined:
             other = peer_credentials(self._joined[rank])[0] if rank else os.getpid()
             raise InvalidInputError(
                 f"rank: pids {other} and {pid} are both rank {rank} of one group; does another group have "

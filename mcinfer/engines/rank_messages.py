@@ -14,11 +14,14 @@
     ──────► Exit
 
 One MessagePack map per packet, checked like those between a master and its workers (`mcinfer.protocol`).
-The socket is the group's own while the ranks join it. Tensors never travel here.
+The socket is the group's own while the ranks join it. Tensors never travel here, but outputs whose shape only
+a run shows lie in a block (`mcinfer.shm.block`), which does.
 """
 
 import errno
+import os
 import socket
+from collections import deque
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
@@ -26,6 +29,8 @@ import msgpack
 
 from mcinfer.errors import ProtocolError, shortened
 from mcinfer.protocol import Message
+from mcinfer.shm.block import Block
+from mcinfer.shm.descriptors import close_all, send, take_packet
 from mcinfer.validators import (
     is_count,
     is_flag,
@@ -37,6 +42,9 @@ from mcinfer.validators import (
 
 _MAX_BYTES = 1 << 20
 """Largest packet; the kernel's own limit (net.core.wmem_max) may be less."""
+
+_LOST = -1
+"""In the place of a descriptor that found no room in this process."""
 
 
 def _is_shapes(value: Any) -> bool:
@@ -150,7 +158,7 @@ class Done(Message):
     """Follower: the oldest run is done.
 
     `kind` is empty, or that of an error: ``"cancelled"``, ``"invalid"`` or ``"predict"``. `produced` are the
-    name and the shape of each output that the follower sends besides those whose memory is bound.
+    name and the shape of each output besides those whose memory is bound; a block with them comes along.
     """
 
     ID = 10
@@ -193,9 +201,10 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_BYTES)
         self.socket = end
+        self._blocks: deque[int] = deque()  # descriptors that have come
 
-    def send(self, message: Message) -> None:
-        """Send a message, without waiting.
+    def send(self, message: Message, block: Block | None = None) -> None:
+        """Send a message, and hand over a block with it, without waiting.
 
         Raises:
             ProtocolError: The kernel does not take a packet of this size.
@@ -203,9 +212,8 @@ class Channel:
         """
         content = {name: getattr(message, name) for name in _FIELDS[type(message)]}
         data = msgpack.packb({"id": message.ID, **content}, unicode_errors="surrogatepass")
-        flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
         try:
-            self.socket.send(data, flags)
+            send(self.socket, data, () if block is None else (block.fd,))
         except OSError as exc:
             if exc.errno == errno.EMSGSIZE:
                 raise ProtocolError(
@@ -221,18 +229,39 @@ class Channel:
             ProtocolError: It is not a message between ranks.
         """
         try:
-            data, _, flags, _ = self.socket.recvmsg(_MAX_BYTES)
+            data, descriptors, cut_off = take_packet(self.socket, _MAX_BYTES)
         except ConnectionResetError:
             # The other side has left without reading all; said once, before what it has sent.
-            data, _, flags, _ = self.socket.recvmsg(_MAX_BYTES)
+            data, descriptors, cut_off = take_packet(self.socket, _MAX_BYTES)
+        if cut_off & socket.MSG_CTRUNC and not descriptors:
+            descriptors = [_LOST]
+        self._blocks += descriptors
         if not data:
             return None
-        if flags & socket.MSG_TRUNC:
+        if cut_off & socket.MSG_TRUNC:
             raise ProtocolError(f"got a packet of more than {_MAX_BYTES} bytes")
         return _decode(data)
 
+    def take_block(self, size: int) -> Block:
+        """The oldest block that has come, of so many bytes.
+
+        Raises:
+            ProtocolError: None has come, or another one.
+            OSError: This process has no descriptor or memory left.
+        """
+        if not self._blocks:
+            raise ProtocolError(f"no block of {size} bytes has come")
+        fd = self._blocks.popleft()
+        if fd == _LOST:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        block = Block.attach(0, size, fd)
+        block.close()  # the mapping stays
+        return block
+
     def close(self) -> None:
         self.socket.close()
+        close_all([fd for fd in self._blocks if fd != _LOST])
+        self._blocks.clear()
 
 
 def _decode(data: bytes) -> Message:

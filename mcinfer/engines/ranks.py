@@ -15,9 +15,13 @@ once, each on a lane of its own: the leader only runs stage 0 in `begin`, and ea
 sent, in that order. So as many stages are busy as there are.
 
 Ownership: a group of its own has the memory of the lanes, which cannot be freed singly. So when there are
-`MAX_LAYOUTS` layouts, all are forgotten, and a new group takes the place of that one. The leader decides
-when; what it sends keeps the ranks in the same order. A lane is used again when all ranks are done with its
-last run.
+`MAX_LAYOUTS` layouts, or a rank could not make a lane that others made, all are forgotten, and a new group
+takes the place of that one. The leader decides when; what it sends keeps the ranks in the same order. A lane
+is used again when all ranks are done with its last run.
+
+A follower waits for inputs, and never for the leader to take outputs: the leader may wait for it meanwhile.
+So all tensors that go from one rank to another in a run are one message, and outputs that have no memory in a
+lane come in a block with the answer.
 
 A rank that died, a collective that timed out or a closed group end all ranks: `RankDiedError`,
 `CollectiveTimeoutError` and `ClosedError` come out of a run unchanged, and the engine is of no more use.
@@ -28,9 +32,10 @@ import os
 import select
 import socket
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -82,6 +87,8 @@ from mcinfer.model_cache.building import Progress
 from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held
 from mcinfer.process import LEFT_ALONE, ORPHANED, how_it_ended
 from mcinfer.protocol import Message
+from mcinfer.shm.arena import align
+from mcinfer.shm.block import Block
 from mcinfer.shm.descriptors import WakeUp
 from mcinfer.slicing.plans import Segment
 from mcinfer.specs import STRING, ModelSpec, TensorSpec, tensor_bytes
@@ -146,18 +153,33 @@ class _Lane:
         places: In the leader: for each input of the model, the addresses that it is copied to.
         inputs: The operations that bring the inputs.
         run: The slice's run.
-        outputs: The operations that bring outputs from other ranks to the leader, by name; in a follower,
-            those of its own.
-        own: The memory of the outputs that the leader makes, by name.
+        outputs: The operations that bring outputs to the leader, by the rank that sends.
+        values: The memory of outputs of known shapes: in the leader of all, in a follower of its own.
         kept: The memory of the inputs.
     """
 
     places: tuple[tuple[int, ...], ...]
     inputs: tuple[Collective, ...]
     run: Run
-    outputs: Mapping[str, Collective]
-    own: Mapping[str, NDArray[Any]]
+    outputs: Mapping[int, Collective]
+    values: Mapping[str, NDArray[Any]]
     kept: tuple[NDArray[Any], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Packet:
+    """Tensors that one operation brings, each at its place: however many, a run sends one message."""
+
+    operation: Collective
+    places: Mapping[str, slice]
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int], make: Callable[[int], Collective]) -> "_Packet":
+        places, end = {}, 0
+        for name, size in sizes.items():
+            places[name] = slice(end, end + max(size, 1))
+            end = align(places[name].stop)
+        return cls(operation=make(end), places=places)
 
 
 class _LaneMaker:
@@ -176,16 +198,6 @@ class _LaneMaker:
         old, self._memory = self._memory, _all_of(self._engine.group)
         old.close()
 
-    def receive(self, size: int, source: int) -> NDArray[Any]:
-        """Bytes that another rank sends."""
-        return self._memory.recv((max(size, 1),), np.uint8, source)
-
-    def send(self, item: Buffer) -> None:
-        """Send the bytes of a tensor to the leader."""
-        data = _memory(item.size)
-        ctypes.memmove(data.ctypes.data, item.address, item.size)
-        self._memory.send(data, 0)
-
     def close(self) -> None:
         self._memory.close()
         self._engine.close()
@@ -193,63 +205,73 @@ class _LaneMaker:
     def make(self, inputs: _Shapes, outputs: _KnownShapes) -> _Lane:
         """The lane for tensors of these shapes; raises what `Engine.bind` does, and what ends the group."""
         spec = self._engine.spec
-        bound, kept, places, brought = [], [], [], []
+        sizes = {
+            tensor.name: tensor_bytes(tensor.element_type, prod(shape))
+            for tensor, shape in zip(spec.inputs, inputs, strict=True)
+        }
+        packets = self._input_packets(sizes)
+        bound, kept, places = [], [], []
         for tensor, shape in zip(spec.inputs, inputs, strict=True):
-            size = tensor_bytes(tensor.element_type, prod(shape))
-            operations = self._input_operations(tensor.name, size)
-            brought += operations
-            written = [operation.input for operation in operations]
-            if tensor.name not in self._own.takes:
+            name = tensor.name
+            carriers = [packet for packet in packets if name in packet.places]
+            written = [packet.operation.input[packet.places[name]] for packet in carriers]
+            if name not in self._own.takes:
                 memory = _memory(0)  # the slice does not read it, and needs only the shape
             elif self._own.rank or self._is_one_stage:
-                memory = operations[0].output
+                memory = carriers[0].operation.output[carriers[0].places[name]]
             else:
-                memory = _memory(size)
+                memory = _memory(sizes[name])
                 written.append(memory)
             bound.append(_buffer(tensor, shape, memory))
             kept.append(memory)
             places.append(tuple(array.ctypes.data for array in written))
-        moved: dict[str, Collective] = {}
-        own: dict[str, NDArray[Any]] = {}
-        results = []
-        for tensor, known in zip(spec.outputs, outputs, strict=True):
-            if known is None:
-                continue
-            size = tensor_bytes(tensor.element_type, prod(known))
-            source = self._source(tensor.name)
-            if source is not None and source.rank:
-                moved[tensor.name] = operation = self._transfer(size, source.rank, 0)
-                if self._own.rank:
-                    results.append(_buffer(tensor, known, operation.input))
-            elif source is not None:
-                own[tensor.name] = _memory(size)
-                results.append(_buffer(tensor, known, own[tensor.name]))
+        known = {
+            tensor.name: _buffer(tensor, shape, _NO_MEMORY)
+            for tensor, shape in zip(spec.outputs, outputs, strict=True)
+            if shape is not None
+        }
+        moved: dict[int, Collective] = {}
+        values: dict[str, NDArray[Any]] = {}
+        for member in (self._own, *self._others):
+            made = {name: item.size for name, item in known.items() if name in member.makes}
+            if made and member.rank:
+                packet = _Packet.of(made, partial(self._transfer, source=member.rank, to=0))
+                moved[member.rank] = operation = packet.operation
+                memory = operation.input if self._own.rank else operation.output
+                values |= {name: memory[place] for name, place in packet.places.items()}
+            else:
+                values |= {name: _memory(size) for name, size in made.items()}
+        results = [
+            replace(item, address=values[name].ctypes.data)
+            for name, item in known.items()
+            if name in self._own.makes
+        ]
         return _Lane(
             places=tuple(places),
-            inputs=tuple(brought),
+            inputs=tuple(packet.operation for packet in packets),
             run=self._engine.bind(bound, results),
             outputs=moved,
-            own=own,
+            values=values,
             kept=tuple(kept),
         )
 
-    def _input_operations(self, name: str, size: int) -> list[Collective]:
+    def _input_packets(self, sizes: Mapping[str, int]) -> list[_Packet]:
         # In a pipeline a broadcast would have the first stage wait for the last one.
         if self._is_one_stage:
-            return [self._memory.prepare_broadcast((max(size, 1),), np.uint8)]
-        if self._own.rank:
-            return [self._transfer(size, 0, self._own.rank)] if name in self._own.takes else []
-        return [
-            self._transfer(size, 0, other.rank) for other in self._others if name in other.takes
-        ]
+            return [_Packet.of(sizes, self._broadcast)] if sizes else []
+        packets = []
+        for member in (self._own, *self._others):
+            taken = {name: size for name, size in sizes.items() if name in member.takes}
+            if member.rank and taken:
+                make = partial(self._transfer, source=0, to=member.rank)
+                packets.append(_Packet.of(taken, make))
+        return packets
+
+    def _broadcast(self, size: int) -> Collective:
+        return self._memory.prepare_broadcast((size,), np.uint8)
 
     def _transfer(self, size: int, source: int, to: int) -> Collective:
-        return self._memory.prepare_transfer((max(size, 1),), np.uint8, source, to)
-
-    def _source(self, name: str) -> _Member | None:
-        """The rank that gives the output to the leader, if this rank has to do with it."""
-        members = (self._own, *self._others)
-        return next((member for member in members if name in member.makes), None)
+        return self._memory.prepare_transfer((size,), np.uint8, source, to)
 
 
 def _all_of(group: Group) -> Group:
@@ -261,6 +283,9 @@ def _all_of(group: Group) -> Group:
 
 def _memory(size: int) -> NDArray[Any]:
     return np.empty(max(size, 1), np.uint8)
+
+
+_NO_MEMORY = _memory(0)
 
 
 def _buffer(tensor: TensorSpec, shape: tuple[int, ...], memory: NDArray[Any]) -> Buffer:
@@ -572,6 +597,9 @@ class LeaderEngine(Engine):
         self._maker = _LaneMaker(engine, own, others)
         self._layouts: dict[tuple[_Shapes, _KnownShapes], _Layout] = {}
         self._begun: deque[_Begun] = deque()
+        self._is_uneven = (
+            False  # a rank could not make a lane: what others made of it lies elsewhere there
+        )
         self._started = 0
         self._last: dict[int, int] = {}  # by lane, the number of its last run
         self._awaited = [one for one in followers.all if one.member and one.member.makes]
@@ -655,11 +683,12 @@ class LeaderEngine(Engine):
         layout = self._layouts.get(key)
         if layout is not None and number in layout.lanes:
             return layout.lanes[number]
-        is_renewed = layout is None and len(self._layouts) == MAX_LAYOUTS
+        is_renewed = self._is_uneven or (layout is None and len(self._layouts) == MAX_LAYOUTS)
         if is_renewed:  # the outputs of the runs that are begun come through the old memory
             for begun in self._begun:
                 self._settle(begun)
             self._layouts.clear()
+            layout = None
         if layout is None:
             layout = _Layout(number=len(self._layouts))
         inputs, outputs = key
@@ -686,6 +715,7 @@ class LeaderEngine(Engine):
             if answer.kind and error is None:
                 error = _FAILURES[answer.kind](answer.text)
         self._ring()
+        self._is_uneven = error is not None
         if error is not None:
             layout.lanes.pop(number, None)
             raise error
@@ -714,26 +744,38 @@ class LeaderEngine(Engine):
         begun.is_settled = True
         failed = (_FAILURES[answer.kind](answer.text) for _, answer in answers if answer.kind)
         begun.error = begun.error or next(failed, None)
-        for follower, answer in answers:
-            if not answer.kind:
-                try:
-                    begun.produced += self._receive(begun.lane, follower, answer)
-                except _ENDINGS as exc:
-                    raise self._followers.reason() or exc from exc
+        try:
+            for follower, answer in answers:
+                if not answer.kind and follower.rank in begun.lane.outputs:
+                    begun.lane.outputs[follower.rank].run()
+                if answer.produced:
+                    begun.produced += self._taken(follower, answer)
+        except _ENDINGS as exc:
+            raise self._followers.reason() or exc from exc
+        except OSError as exc:  # no descriptor or memory is left
+            begun.error = begun.error or PredictError(f"outputs cannot be taken: {exc}")
 
-    def _receive(self, lane: _Lane, follower: _Follower, answer: Done) -> list[Produced]:
-        """Take part in what a follower sends; its outputs that have no memory in the lane."""
-        names = {name for name, _ in answer.produced}
-        for name in follower.member.makes if follower.member else ():
-            if name in lane.outputs and name not in names:
-                lane.outputs[name].run()
+    def _taken(self, follower: _Follower, answer: Done) -> list[Produced]:
+        """The outputs that a follower has handed over: those that have no memory in the lane."""
         specs = {spec.name: spec for spec in self.spec.outputs}
-        received = []
-        for name, shape in answer.produced:
-            size = tensor_bytes(specs[name].element_type, prod(shape))
-            array = self._maker.receive(size, follower.rank)
-            received.append(_produced(_buffer(specs[name], shape, array), array))
-        return received
+        sizes = [
+            tensor_bytes(specs[name].element_type, prod(shape)) for name, shape in answer.produced
+        ]
+        block = follower.channel.take_block(_block_bytes(sizes))
+        taken, start = [], 0
+        for (name, shape), size in zip(answer.produced, sizes, strict=True):
+            taken.append(
+                Produced(
+                    name=name,
+                    element_type=specs[name].element_type,
+                    shape=shape,
+                    address=block.address + start,
+                    size=size,
+                    owner=block,
+                )
+            )
+            start += align(size)
+        return taken
 
     def _ring(self) -> None:
         """Keep `fd` readable while the answer that it stands for was read before it was asked for."""
@@ -805,9 +847,7 @@ class _LeaderRun(Run):
             item = found.get(name)
             if item is None:
                 if place is not None:
-                    memory = lane.own.get(name)
-                    array = lane.outputs[name].output if memory is None else memory
-                    ctypes.memmove(place.address, array.ctypes.data, place.size)
+                    ctypes.memmove(place.address, lane.values[name].ctypes.data, place.size)
             elif place is None or isinstance(item, Strings) or item.shape != place.shape:
                 left.append(item)
             else:
@@ -824,15 +864,9 @@ def _own_error(exc: Exception) -> McinferError:
     return PredictError(shortened(f"rank 0: {type(exc).__name__}: {exc}"))
 
 
-def _produced(buffer: Buffer, owner: object) -> Produced:
-    return Produced(
-        name=buffer.name,
-        element_type=buffer.element_type,
-        shape=buffer.shape,
-        address=buffer.address,
-        size=buffer.size,
-        owner=owner,
-    )
+def _block_bytes(sizes: Iterable[int]) -> int:
+    """The size of a block for tensors of these sizes."""
+    return max(sum(map(align, sizes)), 1)
 
 
 # A follower.
@@ -951,28 +985,27 @@ class _FollowedRuns:
         self._channel.send(Bound(kind=kind, text=text))
 
     def _run(self, lane: _Lane) -> None:
-        """Run, answer, and send the outputs whose memory is not in the lane."""
+        """Run, and answer; nothing here waits for the leader, which may wait for this rank."""
         self._engine.arm()
         try:
             for operation in lane.inputs:
                 operation.run()
-            produced = lane.run.execute()
+            produced = [
+                item
+                for item in lane.run.execute()
+                if isinstance(item, Produced) and item.name in self._makes
+            ]
+            block = _packed(produced) if produced else None
         except _ENDINGS:
             raise
         except Exception as exc:  # of any class: a run that raises fails its request only
             kind, text = self._failure(exc)
             self._channel.send(Done(kind=kind, text=text))
             return
-        others = [
-            item for item in produced if isinstance(item, Produced) and item.name in self._makes
-        ]
-        shapes = {item.name: item.shape for item in others}
-        for name, operation in lane.outputs.items():
-            if name not in shapes:
-                operation.run()
-        self._channel.send(Done(produced=tuple(shapes.items())))
-        for item in others:
-            self._maker.send(item)
+        for operation in lane.outputs.values():
+            operation.run()
+        shapes = tuple((item.name, item.shape) for item in produced)
+        self._channel.send(Done(produced=shapes), block)
 
     def _failure(self, exc: Exception) -> tuple[str, str]:
         """The kind and the text of an error, which names this rank unless it names another one."""
@@ -981,3 +1014,13 @@ class _FollowedRuns:
             return "cancelled" if exc.cancelled else "predict", shortened(text)
         kinds = (kind for kind, error in _FAILURES.items() if isinstance(exc, error))
         return next(kinds, "predict"), shortened(f"{self._name}: {text}")
+
+
+def _packed(items: Sequence[Produced]) -> Block:
+    """A block with these tensors, one after another."""
+    block = Block.create(0, _block_bytes(item.size for item in items))
+    start = block.address
+    for item in items:
+        ctypes.memmove(start, item.address, item.size)
+        start += align(item.size)
+    return block

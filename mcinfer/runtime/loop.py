@@ -1008,7 +1008,8 @@ class Loop:
         for rank, child in enumerate(process.ranks):
             if rank and child in ended and not process.killed:
                 status = child.wait()
-                if status not in _FOLLOWED:
+                is_asked = status == 0 and self._scheduler.is_exiting(index)
+                if not is_asked and status not in _FOLLOWED:
                     where = f"rank {rank} ({child.label[1]}, pid {child.pid})"
                     process.deaths.append(f"{where} {describe_exit(status)}")
         if left and not (process.pidfd in self._pidfds and self._scheduler.is_exiting(index)):

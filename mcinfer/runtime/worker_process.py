@@ -241,6 +241,27 @@ class WorkerProcess(ChildProcess):
         for process in self.followers:
             process.kill()
 
+    def ask_for_stacks(self) -> None:
+        """Make all ranks write their stacks: any of them may be the one that hangs."""
+        super().ask_for_stacks()
+        for process in self.followers:
+            process.ask_for_stacks()
+
+    def stacks(self) -> str:
+        """The stacks of all ranks that wrote some, each with its rank."""
+        found = [super().stacks(), *(process.stacks() for process in self.followers)]
+        if not self.followers:
+            return found[0]
+        return "\n".join(
+            f"rank {rank} ({process.label[1]}, pid {process.pid}):\n{text}"
+            for rank, (process, text) in enumerate(zip(self.ranks, found, strict=True))
+            if text
+        )
+
+    def own_bytes(self) -> int:
+        """The resident memory of its own of the rank that has most."""
+        return max(super().own_bytes(), *(process.own_bytes() for process in self.followers), 0)
+
     def reap(self) -> int:
         """After the end of all ranks: free what this object owns; the exit status of rank 0."""
         for process in self.followers:

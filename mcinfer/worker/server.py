@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeVar
 
+from mcinfer.collectives.base import DEFAULT_TIMEOUT
 from mcinfer.config import Device
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import (
@@ -99,6 +100,9 @@ _MAX_TEXT = 1 << 20
 """Most characters of an error: a runtime's text may have any length."""
 
 _BLOCK_TIMEOUT = 10.0
+
+_LONGEST_SILENCE = DEFAULT_TIMEOUT
+"""Seconds without any news, after which the end of a begun run is waited for."""
 
 _Layout = tuple[int, int, bytes]
 """The version of the weights, bytes of the inputs' references, and the body of PREDICT."""
@@ -335,6 +339,8 @@ class Server:
                 for fd in (self._connection.fd, self._engine.fd):
                     self._poll.register(fd, select.POLLIN)
             self._joined = JoinedRuns(self._engine)
+        except _BROKEN:  # no fault of the model: as if this process had died
+            raise
         except Exception as exc:  # of any class: it is the runtime's
             kind = "missing" if isinstance(exc, MissingDependencyError) else "build"
             return _error(kind, exc)
@@ -397,8 +403,10 @@ class Server:
                 data = self._connection.receive()
                 if data is not None:
                     return data
-                if all(fd != self._engine.fd for fd, _ in self._poll.poll()):
+                events = self._poll.poll(_LONGEST_SILENCE * 1000)
+                if events and all(fd != self._engine.fd for fd, _ in events):
                     continue
+                # Without any news for so long a rank may be stopped: only `finish` has a time-out.
             self._finish_oldest()
         return self._connection.wait()
 
@@ -458,6 +466,9 @@ class Server:
         except Exception as exc:  # as in `_run`
             self._answer(_failure(exc, request, shard))
             return
+        finally:
+            with self._lock:  # it came too late for this run, and is not for a later one
+                self._cancelled.pop((request, shard), None)
         if produced or not begun.all_bound:
             self._answer(Reply(request=request, shard=shard, outputs=outputs, seconds=seconds))
         else:
