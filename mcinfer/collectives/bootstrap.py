@@ -21,6 +21,7 @@ import resource
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ _ANCILLARY = socket.CMSG_SPACE(CREDENTIALS.size) + socket.CMSG_SPACE(253 * _INTE
 _LONGEST_WAIT = 86400.0
 _VERDICT = 1.0
 """Seconds that the others wait longer than the hub: its error names the ranks that are missing."""
+
+_ENLARGING = threading.Lock()
 
 _ERRORS = {
     kind.__name__: kind
@@ -279,11 +282,16 @@ def _enlarge(memory: int, size: int) -> None:
             errno.EFBIG,
             f"the group's memory is a sparse file of {size} bytes, and the limit is {hard} (ulimit -f)",
         )
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    if soft == resource.RLIM_INFINITY or size <= soft:
         os.ftruncate(memory, size)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        return
+    with _ENLARGING:  # the limit is the whole process's
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+            os.ftruncate(memory, size)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def _welcome_all(
