@@ -655,10 +655,11 @@ class LeaderEngine(Engine):
         layout = self._layouts.get(key)
         if layout is not None and number in layout.lanes:
             return layout.lanes[number]
+        # A follower answers after the runs that are begun, whose outputs have to be taken for that.
+        for begun in self._begun:
+            self._settle(begun)
         is_renewed = layout is None and len(self._layouts) == MAX_LAYOUTS
-        if is_renewed:  # the outputs of the runs that are begun come through the old memory
-            for begun in self._begun:
-                self._settle(begun)
+        if is_renewed:
             self._layouts.clear()
         if layout is None:
             layout = _Layout(number=len(self._layouts))
