@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -16,12 +16,12 @@ from onnx import NodeProto, TensorProto, helper
 from mcinfer.collectives.base import Group, PeerFailedError
 from mcinfer.config import Device
 from mcinfer.engines import open_engine
-from mcinfer.engines.base import EngineRequest, RunCancelledError, Strings
+from mcinfer.engines.base import Engine, EngineRequest, Run, RunCancelledError, Strings
 from mcinfer.engines.rank_layouts import MAX_LAYOUTS
 from mcinfer.engines.slices import RankEngine, prepare
 from mcinfer.errors import BuildError, ClosedError, InvalidInputError, PredictError
-from tests.engine_tensors import buffer
-from tests.rank_threads import PATIENCE, Arrays, Bound, run_ranks
+from mcinfer.specs import numpy_dtype
+from tests.engine_tensors import buffer, content
 from tests.sliced_models import (
     FRAGILE_PLACES,
     Sliced,
@@ -35,6 +35,44 @@ from tests.sliced_models import (
     save,
     value,
 )
+from tests.thread_ranks import results
+
+_T = TypeVar("_T")
+PATIENCE = 30.0
+Arrays = dict[str, NDArray[Any]]
+
+
+def run_ranks(size: int, rank: Callable[[Group, ExitStack], _T]) -> list[_T]:
+    """What the function returns in each rank; its stack ends before the group does."""
+
+    def body(group: Group) -> _T:
+        with ExitStack() as stack:
+            return rank(group, stack)
+
+    return results(size, body)
+
+
+class Bound:
+    """A run with arrays of its own for inputs and outputs."""
+
+    def __init__(self, engine: Engine, inputs: Arrays, shapes: dict[str, Sequence[int]]) -> None:
+        specs = {spec.name: spec for spec in engine.spec.outputs}
+        self.inputs = {name: array.copy() for name, array in inputs.items()}
+        self.outputs = {
+            name: np.full(shape, 77, numpy_dtype(specs[name].element_type))
+            for name, shape in shapes.items()
+        }
+        self.run: Run = engine.bind(
+            [buffer(spec.name, self.inputs[spec.name]) for spec in engine.spec.inputs],
+            [buffer(name, array) for name, array in self.outputs.items()],
+        )
+
+    def __call__(self, inputs: Arrays) -> Arrays:
+        """The outputs for inputs of the same shapes: those bound and those that the run produced."""
+        for name, array in inputs.items():
+            self.inputs[name][...] = array
+        produced = {item.name: content(item) for item in self.run.execute()}
+        return {name: array.copy() for name, array in self.outputs.items()} | produced
 
 
 def request(model: Path, **options: Any) -> EngineRequest:

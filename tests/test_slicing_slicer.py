@@ -295,7 +295,7 @@ def selections(draw: st.DrawFn) -> tuple[tuple[int, ...], Selection]:
     return shape, Selection(axis=axis, ranges=tuple(ranges))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50)
 @given(selections(), st.integers(1, 64), st.sampled_from(["float32", "uint8", "complex128"]))
 def test_any_part_of_a_weight_is_written_in_pieces(
     tmp_path_factory: pytest.TempPathFactory,
@@ -435,19 +435,6 @@ def test_disk_without_space_leaves_nothing(model: Path, folder: Path) -> None:
     done = python(CUT_WITHOUT_SPACE, model, folder)
     assert done.stderr.splitlines()[-1].startswith("OSError: [Errno 27] File too large")
     assert files(folder.parent) == ["mlp.onnx"]
-
-
-def test_package_onnx_that_is_missing_is_named() -> None:
-    code = (
-        "import sys; sys.modules['onnx'] = None\n"
-        "from mcinfer.errors import MissingDependencyError\n"
-        "try:\n"
-        "    import mcinfer.slicing.slicer\n"
-        "except MissingDependencyError as exc:\n"
-        "    print(exc)"
-    )
-    done = python(code)
-    assert done.stdout == "cutting a model needs the package onnx: pip install 'mcinfer[onnx]'\n"
 
 
 # The check.

@@ -567,13 +567,12 @@ def test_resize_keeps_channels_cut(by: str) -> None:
     assert len(check(net.model(x)).sharded) == 2
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_unet_of_the_example(ranks: int, tmp_path: Path) -> None:
+def test_unet_of_the_example(tmp_path: Path) -> None:
     path = tmp_path / "unet.onnx"
     subprocess.run([sys.executable, BUILD_UNET, "--output", path, "--size", "tiny"], check=True)
     model = onnx.load(path)
-    report = check(model, ranks, batch=2)
-    assert report.rank_bytes <= report.weight_bytes * (1 / ranks + 0.1)
+    report = check(model, 4, batch=2)
+    assert report.rank_bytes <= report.weight_bytes * 0.35
 
 
 # What stays whole.
@@ -852,7 +851,7 @@ def random_image_net(rng: np.random.Generator) -> ModelProto:
     return net.model(values[-1])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 1 << 32),
     ranks=st.sampled_from([2, 3, 4]),

@@ -4,7 +4,6 @@ import gc
 import json
 import os
 import shutil
-import signal
 import tempfile
 import threading
 from collections.abc import Generator, Iterator, Sequence
@@ -22,10 +21,6 @@ from tests.process.models import FakeModel, OnnxModel, SharedMaster, fake_master
 from tests.process.waiting import is_alive, wait_until
 
 _FAILED = pytest.StashKey[bool]()
-
-# A shell that runs tests in the background has them ignore Ctrl-C, and so would the programs that they start.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

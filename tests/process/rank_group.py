@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from mcinfer.config import Device
-from mcinfer.engines.base import Buffer, EngineRequest, Run, array_over
+from mcinfer.engines.base import EngineRequest, Run, array_over
 from mcinfer.engines.ranks import LeaderEngine, follow, lead
 from mcinfer.process import watch_parent
-from mcinfer.specs import element_type_name
+from tests.engine_tensors import buffer
 from tests.process.scripts import ROOT
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -133,16 +133,6 @@ class Bound:
     def _collect(self, produced: Sequence[Any]) -> Arrays:
         found = {item.name: array_over(item).copy() for item in produced}
         return {name: array.copy() for name, array in self.outputs.items()} | found
-
-
-def buffer(name: str, array: NDArray[Any]) -> Buffer:
-    return Buffer(
-        name=name,
-        element_type=element_type_name(array.dtype),
-        shape=array.shape,
-        address=array.ctypes.data,
-        size=array.nbytes,
-    )
 
 
 # Models.

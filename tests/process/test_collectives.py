@@ -16,7 +16,8 @@ import numpy as np
 from mcinfer.collectives import join
 
 key, rank, size, timeout = sys.argv[1], *map(int, sys.argv[2:])
-group = join(key, rank, size, timeout=timeout)
+group = join(key, rank, size, timeout=50)
+group.timeout = timeout
 
 def say(*values):
     print(*values, flush=True)

@@ -108,7 +108,7 @@ def test_killed_rank_is_an_error_in_all_others(tmp_path: Path, stack: ExitStack)
 
 
 def test_stopped_rank_is_a_time_out_in_the_other(tmp_path: Path, stack: ExitStack) -> None:
-    waiting, stopped = start(stack, mlp(tmp_path, 2), WAITING, timeout=2)
+    waiting, stopped = start(stack, mlp(tmp_path, 2), WAITING, timeout=5)
     stop(stopped.pid)
     assert waiting.line().startswith("CollectiveTimeoutError")
     assert waiting.line().startswith("ClosedError")

@@ -378,7 +378,7 @@ def test_a_rank_that_dies_in_a_run_ends_it(mlp: Path, tensor: int, pipeline: int
 
 
 def test_a_rank_that_hangs_is_a_time_out(mlp: Path) -> None:
-    with group(mlp, 1, 2, timeout=3) as (engine, others):
+    with group(mlp, 1, 2, timeout=5) as (engine, others):
         bound = Bound(engine, {"x": rows(2)})
         bound.execute()
         stop(others.pids[0])
