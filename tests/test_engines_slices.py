@@ -32,6 +32,7 @@ from tests.sliced_models import (
     fragile,
     mlp,
     pipeline,
+    place,
     save,
     value,
 )
@@ -279,19 +280,6 @@ def test_layouts_beyond_the_limit_get_new_memory(tmp_path: Path) -> None:
     run_ranks(2, rank)
 
 
-def test_threads_are_as_requested(tmp_path: Path) -> None:
-    model = mlp(tmp_path, 2)
-
-    def rank(group: Group, stack: ExitStack) -> Arrays:
-        engine = opened(stack, group, model.slices[group.rank], threads=2)
-        assert engine.providers == ("CPUExecutionProvider",)
-        given = {"x": normal(1, 4, 16)}
-        return Bound(engine, given, {"y": (4, 16)})(given)
-
-    found = run_ranks(2, rank)
-    assert_whole(model, [{"x": normal(1, 4, 16)}], [[outputs] for outputs in found])
-
-
 def test_strings_pass_beside_the_collectives(tmp_path: Path) -> None:
     text = [helper.make_tensor_value_info(name, TensorProto.STRING, [2]) for name in "st"]
     nodes = [helper.make_node("Identity", ["s"], ["t"]), all_reduce("x", "y")]
@@ -350,30 +338,14 @@ def test_changed_shapes_pass_through_the_stages(tmp_path: Path) -> None:
         helper.make_node("Greater", ["x", "zero"], ["is_positive"]),
         helper.make_node("Compress", ["x", "is_positive"], ["kept"], axis=0),
     ]
-    about = {
-        "version": 1,
-        "tensor": 1,
-        "pipeline": 2,
-        "inputs": [["x", "float32", [4]]],
-        "outputs": [["y", "float32", ["kept"]]],
-    }
+    last = [helper.make_node("Neg", ["kept"], ["y"])]
+    x, kept, y = value("x", 4), value("kept", "kept"), value("y", "kept")
+    zero = {"zero": np.array(0, np.float32)}
+    about = partial(place, outputs=["y"], shape=["kept"], inputs={"x": [4]}, pipeline=2)
+    paths = [tmp_path / f"model{rank}.onnx" for rank in range(2)]
     slices = [
-        save(
-            tmp_path / "model0.onnx",
-            first,
-            [value("x", 4)],
-            [value("kept", "kept")],
-            {"zero": np.array(0, np.float32)},
-            metadata=about | {"rank": 0, "receives": {}, "sends": {"kept": [1]}},
-        ),
-        save(
-            tmp_path / "model1.onnx",
-            [helper.make_node("Neg", ["kept"], ["y"])],
-            [value("kept", "kept")],
-            [value("y", "kept")],
-            {},
-            metadata=about | {"rank": 1, "receives": {"kept": 0}, "sends": {}},
-        ),
+        save(paths[0], first, [x], [kept], zero, metadata=about(0, sends={"kept": [1]})),
+        save(paths[1], last, [kept], [y], {}, metadata=about(1, receives={"kept": 0})),
     ]
 
     def rank(group: Group, stack: ExitStack) -> None:
@@ -492,13 +464,6 @@ def test_failure_in_one_rank_fails_that_run_in_all(
 def test_failure_in_a_stage_fails_the_later_ones_and_all_that_wait(
     tmp_path: Path, learned: bool, everywhere: bool
 ) -> None:
-    about = {
-        "version": 1,
-        "tensor": 1,
-        "pipeline": 3,
-        "inputs": [["x", "float32", [1]]],
-        "outputs": [["y", "float32", [1]]],
-    }
     middle = [
         helper.make_node("Cast", ["a"], ["index"], to=TensorProto.INT64),
         helper.make_node("Gather", ["table", "index"], ["b"]),
@@ -515,12 +480,14 @@ def test_failure_in_a_stage_fails_the_later_ones_and_all_that_wait(
             [value(given, 1)],
             [value(made, 1)],
             {"table": np.array([5], np.float32)},
-            metadata=about
-            | {
-                "rank": rank,
-                "receives": {given: rank - 1} if rank else {},
-                "sends": {made: [rank + 1]} if rank < 2 else {},
-            },
+            metadata=place(
+                rank,
+                ["y"],
+                [1],
+                pipeline=3,
+                receives={given: rank - 1} if rank else {},
+                sends={made: [rank + 1]} if rank < 2 else {},
+            ),
         )
         for rank, (nodes, given, made) in enumerate(parts)
     ]
@@ -723,8 +690,10 @@ def test_open_engine_loads_a_slice_in_a_group(tmp_path: Path) -> None:
     model = mlp(tmp_path, 2)
 
     def rank(group: Group, stack: ExitStack) -> Arrays:
-        engine = open_engine("onnxruntime", request(model.slices[group.rank]), group=group)
+        asked = request(model.slices[group.rank], threads=2)
+        engine = open_engine("onnxruntime", asked, group=group)
         assert isinstance(engine, RankEngine)
+        assert engine.providers == ("CPUExecutionProvider",)
         stack.callback(engine.close)
         given = {"x": normal(1, 4, 16)}
         return Bound(engine, given, {"y": (4, 16)})(given)
