@@ -363,7 +363,7 @@ def test_changed_shapes_pass_through_the_stages(tmp_path: Path) -> None:
 # Pipelines.
 
 
-@pytest.mark.parametrize(("stages", "tensor"), [(2, 1), (3, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("stages", "tensor"), [(2, 1), (3, 2)])
 def test_all_ranks_of_a_pipeline_get_all_outputs(tmp_path: Path, stages: int, tensor: int) -> None:
     model = pipeline(tmp_path, stages, tensor)
     inputs = [{"x": normal(batch, batch, 16)} for batch in (4, 1, 4)]
