@@ -24,6 +24,7 @@ from mcinfer import (
     Timeouts,
 )
 from mcinfer.requests.request import Arrays
+from tests.process.models import OnnxModel
 from tests.process.rank_group import assert_close, expected, write_mlp
 from tests.process.scripts import PREAMBLE, Program
 from tests.process.waiting import all_gone, pids, running, states, stop, wait_until
@@ -157,10 +158,15 @@ def test_rank_killed_while_it_starts_is_started_once_more(model: Path) -> None:
         master.close()
 
 
-def test_model_that_cannot_be_cut_is_a_build_error_and_leaves_nothing(tmp_path: Path) -> None:
-    small = write_mlp(tmp_path / "one.onnx", layers=1, width=8)
+def test_model_that_cannot_be_cut_is_a_build_error_and_leaves_nothing(
+    onnx_model: OnnxModel,
+) -> None:
+    one = onnx_model("""
+        <ir_version: 8, opset_import: ["": 17]>
+        one (float[batch, 4] x) => (float[batch, 4] y) { y = Relu(x) }
+    """)
     with pytest.raises(BuildError, match="stage"):
-        Master(small, parallel=Parallel(pipeline=3)).start()
+        Master(one, parallel=Parallel(pipeline=2)).start()
 
 
 def test_arguments_that_do_not_go_with_a_cut_are_refused(model: Path) -> None:

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from tests.process.scripts import Program
-from tests.process.waiting import stop
-from tests.sliced_models import Sliced, mlp, pipeline
+from tests.sliced_models import Sliced, pipeline
 
 RANK = """
 import sys
@@ -21,7 +20,7 @@ from mcinfer.config import Device
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import Buffer, EngineRequest
 
-key, model, rank, size, timeout = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+key, model, rank, size = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
 
 def say(*values):
     print(*values, flush=True)
@@ -30,7 +29,7 @@ def tensor(name, array):
     address, size = array.ctypes.data, array.nbytes
     return Buffer(name=name, element_type="float32", shape=array.shape, address=address, size=size)
 
-group = join(key, rank, size, timeout=timeout)
+group = join(key, rank, size, timeout=50)
 request = EngineRequest(model=model, device=Device.parse("cpu:0"), threads=1)
 engine = open_engine("onnxruntime", request, group=group)
 outputs = {spec.name: np.empty((4, 16), np.float32) for spec in engine.spec.outputs}
@@ -61,13 +60,11 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def start(stack: ExitStack, model: Sliced, text: str, *, timeout: int = 50) -> list[Program]:
+def start(stack: ExitStack, model: Sliced, text: str) -> list[Program]:
     """A program for each rank, once all have run the model a few times."""
     size = len(model.slices)
     programs = [
-        stack.enter_context(
-            Program(RANK + text, f"{os.getpid()} {path.parent}", path, rank, size, timeout)
-        )
+        stack.enter_context(Program(RANK + text, f"{os.getpid()} {path.parent}", path, rank, size))
         for rank, path in enumerate(model.slices)
     ]
     for program in programs:
@@ -105,11 +102,3 @@ def test_killed_rank_is_an_error_in_all_others(tmp_path: Path, stack: ExitStack)
         assert program.line().startswith(f"RankDiedError: {cause}")
         assert program.line().startswith(f"ClosedError: the group is closed: {cause}")
         assert program.wait().status == 0
-
-
-def test_stopped_rank_is_a_time_out_in_the_other(tmp_path: Path, stack: ExitStack) -> None:
-    waiting, stopped = start(stack, mlp(tmp_path, 2), WAITING, timeout=5)
-    stop(stopped.pid)
-    assert waiting.line().startswith("CollectiveTimeoutError")
-    assert waiting.line().startswith("ClosedError")
-    assert waiting.wait().status == 0

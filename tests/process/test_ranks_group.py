@@ -116,14 +116,6 @@ def test_a_group_gives_what_the_whole_model_gives(
     assert_gives(engine, mlp)
 
 
-def test_a_group_with_prepared_slices_gives_the_same_and_ends_well(mlp: Path) -> None:
-    with group(mlp, 1, 2, prepare="always") as (engine, others):
-        assert engine.prepared
-        assert_gives(engine, mlp)
-        engine.close()
-        assert others.statuses() == [0]
-
-
 def test_many_runs_in_a_row_read_their_own_inputs(shared: Groups, mlp: Path) -> None:
     bound = [Bound(shared(2, 1), {"x": rows(2, seed=seed)}) for seed in range(5)]
     wanted = [expected(mlp, one.inputs) for one in bound]
@@ -440,6 +432,8 @@ def test_replicas_share_the_weights_of_prepared_slices(tmp_path: Path) -> None:
             assert_close(Bound(engine, inputs).execute(), expected(model, inputs))
         assert one.prepared == two.prepared != ""
         mapped = [_mapped(pid) for pid in (first.pids[0], second.pids[0])]
+        one.close()
+        assert first.statuses() == [0]
     for resident, proportional in mapped:
         assert resident >= weights
         assert proportional <= 0.6 * resident
