@@ -8,7 +8,7 @@ SIZE ?= small
 # The models of `make test-real-models`: packages that ship ONNX files. Nothing but these files is used.
 REAL_MODELS := rapidocr-onnxruntime==1.4.4 silero-vad==6.2.3 magika==1.0.3
 
-.PHONY: demo test test-mindspore test-real-models check bench bench-peers bench-parts bench-ranks faults soak fuzz docs clean format
+.PHONY: demo test test-thorough test-mindspore test-real-models check bench bench-peers bench-parts bench-ranks faults soak fuzz docs clean format
 
 demo: .venv/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
@@ -16,6 +16,10 @@ demo: .venv/installed
 # By three processes: most tests wait for others.
 test: .venv/installed
 	$(BIN)/python -m pytest -n 3 --dist worksteal
+
+# What `make test` leaves out: every cell of the fault matrix, all of ONNX's examples of operators.
+test-thorough: .venv/installed
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m thorough
 
 # MindSpore takes 2.5 GB, so it has an environment of its own; without it these tests are skipped.
 test-mindspore: .venv-mindspore/installed

@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,10 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+
+# A shell that runs tests in the background has them ignore Ctrl-C, and so would the programs that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No bound on the time of an example: the machine may be busy.
 settings.register_profile("mcinfer", deadline=None, max_examples=60)

@@ -64,6 +64,31 @@ def save(
     return path
 
 
+def place(
+    rank: int,
+    outputs: Sequence[str],
+    shape: Sequence[int | str],
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    inputs: Mapping[str, Sequence[int | str]] | None = None,
+    receives: Mapping[str, int] | None = None,
+    sends: Mapping[str, Sequence[int]] | None = None,
+) -> dict[str, Any]:
+    """The metadata of a slice; all outputs of the model have one shape, and so has its input `x`."""
+    taken = {"x": shape} if inputs is None else inputs
+    return {
+        "version": 1,
+        "rank": rank,
+        "tensor": tensor,
+        "pipeline": pipeline,
+        "inputs": [[name, "float32", [*dims]] for name, dims in taken.items()],
+        "outputs": [[name, "float32", [*shape]] for name in outputs],
+        "receives": receives or {},
+        "sends": sends or {},
+    }
+
+
 def all_reduce(given: str, output: str) -> NodeProto:
     return helper.make_node(
         "AllReduce", [given], [output], name=f"reduce {given}", domain="com.microsoft"
@@ -269,16 +294,15 @@ def pipeline(folder: Path, stages: int, tensor: int = 1, *, width: int = 16) -> 
                     [value(name, "batch", width) for name in received or ["x"]],
                     [value(name, "batch", width) for name in dict.fromkeys([*names, *sent])],
                     {name: np.split(weights[name], tensor, 1)[t].copy() for name in sorted(own)},
-                    metadata={
-                        "version": 1,
-                        "rank": stage * tensor + t,
-                        "tensor": tensor,
-                        "pipeline": stages,
-                        "inputs": [["x", "float32", ["batch", width]]],
-                        "outputs": [[name, "float32", ["batch", width]] for name in ("y", "first")],
-                        "receives": received,
-                        "sends": sent,
-                    },
+                    metadata=place(
+                        stage * tensor + t,
+                        ("y", "first"),
+                        ("batch", width),
+                        tensor=tensor,
+                        pipeline=stages,
+                        receives=received,
+                        sends=sent,
+                    ),
                 )
             )
     return Sliced(whole=whole, slices=tuple(slices))
@@ -342,21 +366,17 @@ def fragile(folder: Path, stages: int, tensor: int, *, width: int = 4) -> list[P
                 nodes,
                 [*(value(name, width) for name in receives or [given]), value("code")],
                 [value(made, width), *([value("negative", width)] if stage == 0 < last else [])],
-                {
-                    **places,
-                    "zero": np.array(0, np.float32),
-                    "table": np.ones(1, np.float32),
-                },
-                metadata={
-                    "version": 1,
-                    "rank": rank,
-                    "tensor": tensor,
-                    "pipeline": stages,
-                    "inputs": [["x", "float32", [width]], ["code", "float32", []]],
-                    "outputs": [[name, "float32", [width]] for name in outputs],
-                    "receives": receives,
-                    "sends": sends,
-                },
+                places | {"zero": np.array(0, np.float32), "table": np.ones(1, np.float32)},
+                metadata=place(
+                    rank,
+                    outputs,
+                    [width],
+                    tensor=tensor,
+                    pipeline=stages,
+                    inputs={"x": [width], "code": []},
+                    receives=receives,
+                    sends=sends,
+                ),
             )
         )
     return slices

@@ -1,12 +1,8 @@
 """Tests of mcinfer/cli/slice.py: what ``mcinfer slice`` prints, and what is left after failures."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +12,10 @@ from onnx import TensorProto, helper
 
 from mcinfer.cli import main
 from tests.command_line import COMMAND, FLOAT, Capture, files, only_line, save
+from tests.process.scripts import Program
+from tests.process.waiting import wait_until
 
 WIDTH = 256
-ROOT = Path(__file__).parents[1]
 
 
 def save_layers(folder: Path) -> Path:
@@ -85,13 +82,9 @@ def test_reasons_why_weights_are_whole_are_listed(tmp_path: Path, capsys: Captur
         helper.make_node("LayerNormalization", ["m", "scale"], ["n"], "norm"),
         helper.make_node("MatMul", ["n", "w"], ["y"]),
     ]
-    weights = {
-        "w": np.eye(WIDTH, dtype=np.float32),
-        "scale": np.ones(WIDTH, np.float32),
-    }
-    model = save(
-        tmp_path / "norm.onnx", nodes, [("x", FLOAT, shape)], [("y", FLOAT, shape)], weights
-    )
+    weights = {"w": np.eye(WIDTH, dtype=np.float32), "scale": np.ones(WIDTH, np.float32)}
+    ends = [("x", FLOAT, shape)], [("y", FLOAT, shape)]
+    model = save(tmp_path / "norm.onnx", nodes, *ends, weights)
     arguments = ["slice", str(model), "--tensor", "2", "--pipeline", "2"]
     assert main([*arguments, "--output", str(tmp_path / "out"), "--no-check"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -173,16 +166,10 @@ def test_slices_that_give_something_else_are_not_kept(tmp_path: Path, capsys: Ca
 def test_package_onnx_that_is_missing_is_named(model: Path, tmp_path: Path) -> None:
     code = f"import sys; sys.modules['onnx'] = None; {COMMAND}"
     arguments = ["slice", str(model), "--tensor", "2", "--output", str(tmp_path / "out")]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=50,
-    )
-    assert done.returncode == 1
-    assert only_line(done.stderr).endswith("pip install 'mcinfer[onnx]'")
+    with Program(code, *arguments) as program:
+        ended = program.wait()
+    assert ended.status == 1
+    assert only_line(ended.err).endswith("pip install 'mcinfer[onnx]'")
 
 
 def save_large(folder: Path) -> Path:
@@ -204,27 +191,16 @@ def save_large(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("phase", ["slicing", "checking"])
-def test_interrupt_ends_with_status_130_and_leaves_nothing(tmp_path: Path, phase: str) -> None:
+def test_interrupt_ends_with_status_130_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "temporary").mkdir()
     model = save_large(tmp_path / "model")
     before = files(tmp_path)
     command = ["slice", str(model), "--tensor", "2", "--output", str(tmp_path / "out")]
-    process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, *command],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "temporary")},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    begun = ".out.*.partial" + ("/segments-*" if phase == "checking" else "")
-    with process:
-        while not [*tmp_path.glob(begun)]:
-            assert process.poll() is None
-            time.sleep(0.001)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=50)
-    assert process.returncode == 130, err
-    assert err == "mcinfer: interrupted\n"
+    with Program(COMMAND, *command, env={"TMPDIR": str(tmp_path / "temporary")}) as program:
+        wait_until(lambda: [*tmp_path.glob(".out.*.partial/segments-*")])  # the check has begun
+        program.send_signal(signal.SIGINT)
+        ended = program.wait()
+    assert (ended.status, ended.err) == (130, "mcinfer: interrupted\n")
     assert files(tmp_path) == before
     assert files(tmp_path / "temporary") == []

@@ -331,7 +331,7 @@ def test_socket_that_says_something_else_is_refused() -> None:
 def test_rank_that_does_not_join_is_named() -> None:
     with no_descriptor_left(), ExitStack() as stack:
         ends = star(stack, 3)
-        outcomes = in_threads(2, lambda rank: join_sockets(rank, 3, ends[rank], timeout=0.2))
+        outcomes = in_threads(2, lambda rank: join_sockets(rank, 3, ends[rank], timeout=1.0))
     for exc in outcomes:
         assert isinstance(exc, CollectiveTimeoutError)
         assert "rank 2 did not join" in str(exc)
@@ -360,7 +360,7 @@ def test_groups_of_different_keys_do_not_meet() -> None:
 
 
 def test_missing_rank_is_named_to_all_who_came() -> None:
-    for exc in joined(("a", 0, 3), ("a", 2, 3), timeout=0.3):
+    for exc in joined(("a", 0, 3), ("a", 2, 3), timeout=1.0):
         assert isinstance(exc, CollectiveTimeoutError)
         assert "no rank 1 came" in str(exc)
 

@@ -338,7 +338,7 @@ def is_cut_off(node: NodeProto) -> bool:
     return node.op_type not in ("Shape", "Transpose")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40)
 @given(graphs())
 def test_stages_of_any_graph_give_what_the_graph_gives(case: tuple[ModelProto, int]) -> None:
     model, stages = case

@@ -22,6 +22,7 @@ from tests.sliced_models import (
     attention,
     dist_collective,
     mlp,
+    place,
     save,
     value,
 )
@@ -107,12 +108,8 @@ def test_each_collective_ends_a_phase(tmp_path: Path) -> None:
 def test_collectives_that_are_ready_in_one_phase_follow_one_segment(tmp_path: Path) -> None:
     model = attention(tmp_path, 2)
     plan = cut_segments(model.slices[0], tmp_path)
-    assert [type(step).__name__ for step in plan.steps] == [
-        "Segment",
-        "Exchange",
-        "Exchange",
-        "Segment",
-    ]
+    kinds = [type(step).__name__ for step in plan.steps]
+    assert kinds == ["Segment", "Exchange", "Exchange", "Segment"]
     x = np.random.default_rng(1).normal(size=(2, 3, 16)).astype(np.float32)
     for outputs in run_all(model.slices, tmp_path, {"x": x}):
         for found, expected in zip(outputs.values(), model.expected({"x": x}), strict=True):
@@ -237,25 +234,11 @@ def test_subgraph_reads_values_of_an_earlier_phase(tmp_path: Path) -> None:
 
 
 def test_plan_survives_its_file(tmp_path: Path) -> None:
-    metadata = {
-        "version": 1,
-        "rank": 3,
-        "tensor": 2,
-        "pipeline": 2,
-        "inputs": [["x", "float32", ["batch", 16]], ["ids", "int64", [None]]],
-        "outputs": [["y", "float32", ["batch", 16]]],
-        "receives": {"x": 1},
-        "sends": {},
-    }
+    metadata = place(3, ["y"], ["batch", 16], tensor=2, pipeline=2, receives={"x": 1})
+    metadata["inputs"].append(["ids", "int64", [None]])
     nodes = [all_reduce("x", "sum"), helper.make_node("Relu", ["sum"], ["y"])]
-    path = save(
-        tmp_path / "model3.onnx",
-        nodes,
-        [value("x", "batch", 16)],
-        [value("y", "batch", 16)],
-        {},
-        metadata=metadata,
-    )
+    x, y = (value(name, "batch", 16) for name in "xy")
+    path = save(tmp_path / "model3.onnx", nodes, [x], [y], {}, metadata=metadata)
     plan = cut_segments(path, tmp_path)
     assert RankPlan.read(tmp_path) == plan
     assert (plan.rank, plan.tensor, plan.pipeline) == (3, 2, 2)

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -28,8 +26,8 @@ from mcinfer.slicing.weights import SMALL_BYTES, DataFile, Selection, Weights
 from mcinfer.specs import ModelSpec, TensorSpec
 from tests.command_line import files
 from tests.pipeline_stages import run_whole
+from tests.process.scripts import Ended, Program
 
-ROOT = Path(__file__).parents[1]
 WIDTH = 128
 LAYERS = 4
 
@@ -228,15 +226,9 @@ def test_model_that_is_reached_through_a_link_is_cut(
     check_pipeline(model, folder, 2)
 
 
-def python(code: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=50,
-    )
+def python(code: str, *arguments: object) -> Ended:
+    with Program(code, *arguments) as program:
+        return program.wait()
 
 
 CUT_LARGE = """
@@ -278,7 +270,7 @@ def test_model_larger_than_memory_is_cut(tmp_path: Path, folder: Path) -> None:
         file.seek(size - 4)
         file.write(np.float32(7).tobytes())
     done = python(CUT_LARGE, model, folder, 32 << 20)
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done.err
     report = json.loads((folder / REPORT_FILE).read_text())
     assert report["weight_bytes"] == layers * size
     assert all(rank["weight_bytes"] == layers * size // 4 for rank in report["ranks"])
@@ -295,7 +287,7 @@ def selections(draw: st.DrawFn) -> tuple[tuple[int, ...], Selection]:
     return shape, Selection(axis=axis, ranges=tuple(ranges))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50)
 @given(selections(), st.integers(1, 64), st.sampled_from(["float32", "uint8", "complex128"]))
 def test_any_part_of_a_weight_is_written_in_pieces(
     tmp_path_factory: pytest.TempPathFactory,
@@ -433,21 +425,8 @@ slice_model(sys.argv[1], sys.argv[2], pipeline=2)
 
 def test_disk_without_space_leaves_nothing(model: Path, folder: Path) -> None:
     done = python(CUT_WITHOUT_SPACE, model, folder)
-    assert done.stderr.splitlines()[-1].startswith("OSError: [Errno 27] File too large")
+    assert done.err.splitlines()[-1].startswith("OSError: [Errno 27] File too large")
     assert files(folder.parent) == ["mlp.onnx"]
-
-
-def test_package_onnx_that_is_missing_is_named() -> None:
-    code = (
-        "import sys; sys.modules['onnx'] = None\n"
-        "from mcinfer.errors import MissingDependencyError\n"
-        "try:\n"
-        "    import mcinfer.slicing.slicer\n"
-        "except MissingDependencyError as exc:\n"
-        "    print(exc)"
-    )
-    done = python(code)
-    assert done.stdout == "cutting a model needs the package onnx: pip install 'mcinfer[onnx]'\n"
 
 
 # The check.

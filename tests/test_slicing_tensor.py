@@ -227,8 +227,7 @@ def test_weight_that_is_small_beside_its_activations_is_whole() -> None:
     assert report.whole[0].reason == "cutting it would cost more than it saves"
 
 
-@pytest.mark.parametrize("transposed", [0, 1])
-@pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (0.5, 2.0)])
+@pytest.mark.parametrize(("transposed", "alpha", "beta"), [(0, 1.0, 1.0), (1, 0.5, 2.0)])
 def test_gemm_adds_its_bias_once(transposed: int, alpha: float, beta: float) -> None:
     net = Net("batch", 64)
     x = "x"
@@ -383,8 +382,10 @@ def encoder(
     return net.model(x, shapes=[["batch", "tokens", width]])
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("packed", ["", "split", "slice", "reshape", "interleaved"])
+@pytest.mark.parametrize(
+    ("packed", "ranks"),
+    [("", 2), ("", 4), ("split", 4), ("slice", 2), ("reshape", 4), ("interleaved", 2)],
+)
 def test_encoder_layer_needs_two_reductions(ranks: int, packed: str) -> None:
     report = check(encoder(packed=packed), ranks, batch=2, tokens=5)
     assert operators(report) == {"AllReduce": 4}
@@ -396,8 +397,10 @@ def test_packed_weights_are_cut_by_thirds() -> None:
     assert (64, 64, 64) in [weight.blocks for weight in report.sharded]
 
 
-@pytest.mark.parametrize("shapes", ["nodes", "shape of the input", "shape of itself"])
-@pytest.mark.parametrize("packed", ["", "reshape"])
+@pytest.mark.parametrize(
+    ("shapes", "packed"),
+    [("nodes", ""), ("shape of the input", ""), ("shape of itself", "reshape")],
+)
 def test_encoder_whose_shapes_are_computed(shapes: str, packed: str) -> None:
     report = check(encoder(shapes=shapes, packed=packed))
     assert operators(report) == {"AllReduce": 4}
@@ -567,13 +570,12 @@ def test_resize_keeps_channels_cut(by: str) -> None:
     assert len(check(net.model(x)).sharded) == 2
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_unet_of_the_example(ranks: int, tmp_path: Path) -> None:
+def test_unet_of_the_example(tmp_path: Path) -> None:
     path = tmp_path / "unet.onnx"
     subprocess.run([sys.executable, BUILD_UNET, "--output", path, "--size", "tiny"], check=True)
     model = onnx.load(path)
-    report = check(model, ranks, batch=2)
-    assert report.rank_bytes <= report.weight_bytes * (1 / ranks + 0.1)
+    report = check(model, 4, batch=2)
+    assert report.rank_bytes <= report.weight_bytes * 0.35
 
 
 # What stays whole.
@@ -852,7 +854,7 @@ def random_image_net(rng: np.random.Generator) -> ModelProto:
     return net.model(values[-1])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 1 << 32),
     ranks=st.sampled_from([2, 3, 4]),

@@ -38,21 +38,22 @@ def in_threads(size: int, body: Callable[[int], T]) -> list[T | Exception]:
 def run_ranks(
     size: int, body: Callable[[Group], T], *, timeout: float = 30.0
 ) -> list[T | Exception]:
-    """What the body returns or raises in each rank of a group of the backend shm."""
+    """What the body returns or raises in each rank of a group of the backend shm, which all join first."""
     with ExitStack() as stack:
         ends = star(stack, size)
 
         def join(rank: int) -> T:
-            with join_sockets(rank, size, ends[rank], timeout=timeout) as group:
+            with join_sockets(rank, size, ends[rank], timeout=30.0) as group:
+                group.timeout = timeout
                 return body(group)
 
         return in_threads(size, join)
 
 
-def results(size: int, body: Callable[[Group], T], *, timeout: float = 30.0) -> list[T]:
+def results(size: int, body: Callable[[Group], T]) -> list[T]:
     """What the body returns in each rank; its error is the test's."""
     found: list[T] = []
-    for outcome in run_ranks(size, body, timeout=timeout):
+    for outcome in run_ranks(size, body):
         if isinstance(outcome, Exception):
             raise outcome
         found.append(outcome)

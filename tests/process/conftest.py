@@ -4,7 +4,6 @@ import gc
 import json
 import os
 import shutil
-import signal
 import tempfile
 import threading
 from collections.abc import Generator, Iterator, Sequence
@@ -22,10 +21,6 @@ from tests.process.models import FakeModel, OnnxModel, SharedMaster, fake_master
 from tests.process.waiting import is_alive, wait_until
 
 _FAILED = pytest.StashKey[bool]()
-
-# A shell that runs tests in the background has them ignore Ctrl-C, and so would the programs that they start.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -56,11 +51,11 @@ def pytest_runtest_makereport(
 def _nothing_is_left(request: pytest.FixtureRequest, runtime_dir: Path) -> Iterator[None]:
     """Fail a test that leaves a process, a thread, a descriptor or a runtime folder behind.
 
-    Tests with a shared master are checked together, by `shared_master`: its memory grows with what they ask.
+    Tests that share processes are checked together, by `checked_together`: what they hold grows with use.
     """
-    if "shared_master" in request.fixturenames:
+    if "checked_together" in request.fixturenames:
         yield
-        request.node.funcargs.clear()  # that of the module's last test would hold the master
+        request.node.funcargs.clear()  # those of the module's last test would hold what is shared
         return
     before = _possessions(runtime_dir)
     yield
@@ -69,21 +64,27 @@ def _nothing_is_left(request: pytest.FixtureRequest, runtime_dir: Path) -> Itera
 
 
 @pytest.fixture(scope="module")
-def shared_master(
-    request: pytest.FixtureRequest, runtime_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[SharedMaster]:
-    """Starts masters of the engine "fake" for all tests of a module; closes them, and checks what is left."""
+def checked_together(request: pytest.FixtureRequest, runtime_dir: Path) -> Iterator[ExitStack]:
+    """Closes what tests of a module share, after the last of them, and checks what is left."""
     failed, before = request.session.testsfailed, _possessions(runtime_dir)
     with ExitStack() as stack:
-
-        def start(workers: int, *, acts: dict[str, Any] | None = None, **options: Any) -> Master:
-            path = tmp_path_factory.mktemp("shared") / "model.json"
-            _write_fake_model(path, **(acts or {}))
-            return stack.enter_context(fake_master(path, workers, **options))
-
-        yield start
+        yield stack
     if request.session.testsfailed == failed:
         _check_nothing_is_left(runtime_dir, before)
+
+
+@pytest.fixture(scope="module")
+def shared_master(
+    checked_together: ExitStack, tmp_path_factory: pytest.TempPathFactory
+) -> SharedMaster:
+    """Starts masters of the engine "fake" for all tests of a module."""
+
+    def start(workers: int, *, acts: dict[str, Any] | None = None, **options: Any) -> Master:
+        path = tmp_path_factory.mktemp("shared") / "model.json"
+        _write_fake_model(path, **(acts or {}))
+        return checked_together.enter_context(fake_master(path, workers, **options))
+
+    return start
 
 
 def _check_nothing_is_left(runtime_dir: Path, before: set[str]) -> None:

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
-from onnx import NodeProto, TensorProto, helper, numpy_helper
+from onnx import NodeProto, TensorProto, helper
 
 from mcinfer.config import Device
-from mcinfer.engines.base import Buffer, EngineRequest, Run, array_over
+from mcinfer.engines.base import EngineRequest, Run, array_over
 from mcinfer.engines.ranks import LeaderEngine, follow, lead
 from mcinfer.process import watch_parent
-from mcinfer.specs import element_type_name
+from tests.engine_tensors import buffer
 from tests.process.scripts import ROOT
+from tests.sliced_models import save, value
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -135,40 +135,28 @@ class Bound:
         return {name: array.copy() for name, array in self.outputs.items()} | found
 
 
-def buffer(name: str, array: NDArray[Any]) -> Buffer:
-    return Buffer(
-        name=name,
-        element_type=element_type_name(array.dtype),
-        shape=array.shape,
-        address=array.ctypes.data,
-        size=array.nbytes,
-    )
-
-
 # Models.
 
 
 def write_mlp(path: Path, layers: int = 4, width: int = 32) -> Path:
-    """Layers of x @ w + b, then Relu: float32[batch, width], with the weights in a file beside the model."""
+    """Layers of relu(x @ w + b): float32[batch, width], with the weights in a file beside the model."""
     random = np.random.default_rng(7)
     nodes: list[NodeProto] = []
     weights: dict[str, NDArray[Any]] = {}
-    value = "x"
     for layer in range(layers):
-        names = [f"{kind}{layer}" for kind in ("product", "sum", "relu")]
+        product, biased, active = (f"{kind}{layer}" for kind in ("product", "sum", "relu"))
+        last = "y" if layer == layers - 1 else active
         weights[f"w{layer}"] = random.normal(0, width**-0.5, (width, width)).astype(np.float32)
         weights[f"b{layer}"] = random.normal(0, 0.1, (width,)).astype(np.float32)
-        is_last = layer == layers - 1
         nodes += [
-            helper.make_node("MatMul", [value, f"w{layer}"], [names[0]], name=names[0]),
             helper.make_node(
-                "Add", [names[0], f"b{layer}"], ["y" if is_last else names[1]], name=names[1]
+                "MatMul", [f"relu{layer - 1}" if layer else "x", f"w{layer}"], [product]
             ),
+            helper.make_node("Add", [product, f"b{layer}"], [biased]),
+            helper.make_node("Relu", [biased], [last]),
         ]
-        if not is_last:
-            nodes.append(helper.make_node("Relu", [names[1]], [names[2]], name=names[2]))
-        value = names[2]
-    return _save(path, nodes, {"x": ["batch", width]}, {"y": ["batch", width]}, weights)
+    x, y = (value(name, "batch", width) for name in "xy")
+    return save(path, nodes, [x], [y], weights, external=True)
 
 
 def write_lookup(path: Path, width: int = 32) -> Path:
@@ -183,36 +171,9 @@ def write_lookup(path: Path, width: int = 32) -> Path:
         for layer in range(4)
     ]
     nodes.append(helper.make_node("Gather", ["h4", "index"], ["y"], axis=0, name="lookup"))
-    inputs: dict[str, list[int | str]] = {"x": ["batch", width], "index": ["rows"]}
-    return _save(path, nodes, inputs, {"y": ["rows", width]}, weights, integers=("index",))
-
-
-def _save(
-    path: Path,
-    nodes: Sequence[NodeProto],
-    inputs: Mapping[str, Sequence[int | str]],
-    outputs: Mapping[str, Sequence[int | str]],
-    weights: Arrays,
-    integers: Sequence[str] = (),
-) -> Path:
-    values = {
-        name: helper.make_tensor_value_info(
-            name, TensorProto.INT64 if name in integers else TensorProto.FLOAT, shape
-        )
-        for name, shape in {**inputs, **outputs}.items()
-    }
-    graph = helper.make_graph(
-        nodes,
-        path.stem,
-        [values[name] for name in inputs],
-        [values[name] for name in outputs],
-        [numpy_helper.from_array(array, name) for name, array in weights.items()],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
-    onnx.save(
-        model, str(path), save_as_external_data=True, location=f"{path.name}.data", size_threshold=0
-    )
-    return path
+    index = helper.make_tensor_value_info("index", TensorProto.INT64, ["rows"])
+    inputs, outputs = [value("x", "batch", width), index], [value("y", "rows", width)]
+    return save(path, nodes, inputs, outputs, weights, external=True)
 
 
 def expected(model: Path, inputs: Arrays) -> Arrays:

@@ -16,7 +16,8 @@ import numpy as np
 from mcinfer.collectives import join
 
 key, rank, size, timeout = sys.argv[1], *map(int, sys.argv[2:])
-group = join(key, rank, size, timeout=timeout)
+group = join(key, rank, size, timeout=50)
+group.timeout = timeout
 
 def say(*values):
     print(*values, flush=True)
@@ -147,37 +148,3 @@ def test_interrupted_rank_is_an_error_in_the_others(ranks: Ranks) -> None:
     line = first.line()
     assert line.startswith(f"RankDiedError: rank 1 (pid {second.pid}) ")
     assert "KeyboardInterrupt" in second.wait().err
-
-
-def test_mismatch_is_an_error_in_all_ranks(ranks: Ranks) -> None:
-    programs = ranks(
-        "attempt(lambda: group.all_reduce(np.ones((2, 3), np.float32)))",
-        "attempt(lambda: group.all_reduce(np.ones((2, 3), np.float64)))",
-        "attempt(lambda: group.all_reduce(np.ones((2, 3), np.float32)))",
-    )
-    text = (
-        "InvalidInputError: ranks run different operations: rank 0: all_reduce sum float32[2, 3]; "
-        "rank 1: all_reduce sum float64[2, 3]"
-    )
-    assert_all_say(programs, text)
-
-
-def test_failure_leaves_the_group_usable(ranks: Ranks) -> None:
-    again = """
-say(group.all_reduce(np.ones(2)).tolist())
-group.close()
-"""
-    programs = ranks(
-        "group.fail('run 7: no such input')\n" + again,
-        """
-try:
-    group.all_reduce(np.ones(5))
-except Exception as exc:
-    say(type(exc).__name__, exc)
-"""
-        + again,
-    )
-    first, second = programs
-    assert second.line() == f"PeerFailedError rank 0 (pid {first.pid}) failed: run 7: no such input"
-    assert [program.line() for program in programs] == ["[2.0, 2.0]"] * 2
-    assert [program.wait().status for program in programs] == [0, 0]
