@@ -165,8 +165,17 @@ def infer(model: ModelProto) -> Values:
             if dim.WhichOneof("value") != "dim_value":
                 size = ASSUMED_SIZE if axis else ASSUMED_BATCH
                 dim.dim_value = sizes.setdefault(dim.dim_param, size) if dim.dim_param else size
-    for value in (*assumed.graph.output, *assumed.graph.value_info):
-        value.type.tensor_type.ClearField("shape")  # the symbols' sizes may not fit
+    # Declared sizes may not fit these, and hide what inference finds; it knows nothing of other domains.
+    for value in assumed.graph.output:
+        value.ClearField("type")
+    foreign = {name for node in nodes if node.domain not in MAIN_DOMAINS for name in node.output}
+    declared = [value for value in assumed.graph.value_info if value.name in foreign]
+    assumed.graph.ClearField("value_info")
+    assumed.graph.value_info.extend(declared)
+    for value in assumed.graph.value_info:
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in sizes:
+                dim.dim_value = sizes[dim.dim_param]
     types = {
         tensor.name: onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
         for tensor in model.graph.initializer
