@@ -194,6 +194,48 @@ def infer(model: ModelProto) -> Values:
     )
 
 
+def drop_false_shapes(model: ModelProto) -> None:
+    """Remove from `value_info` what contradicts the model: a runtime warns of it, but a cut would be wrong.
+
+    It comes from models that were edited after their export, such as to have a free batch.
+    """
+    bare = ModelProto()
+    bare.CopyFrom(model)
+    bare.graph.ClearField("value_info")
+    for output in bare.graph.output:
+        output.ClearField("type")
+    found = {value.name: value for value in _values(_inferred(bare).graph)}
+    symbols = {
+        dim.dim_param for value in model.graph.input for dim in value.type.tensor_type.shape.dim
+    }
+    true = [
+        value
+        for value in model.graph.value_info
+        if value.name not in found or not _contradicts(value, found[value.name], symbols)
+    ]
+    model.graph.ClearField("value_info")
+    model.graph.value_info.extend(true)
+
+
+def _contradicts(value: ValueInfoProto, found: ValueInfoProto, symbols: set[str]) -> bool:
+    declared, inferred = value.type.tensor_type, found.type.tensor_type
+    if inferred.elem_type and declared.elem_type != inferred.elem_type:
+        return True
+    if not declared.HasField("shape") or not inferred.HasField("shape"):
+        return False
+    if len(declared.shape.dim) != len(inferred.shape.dim):
+        return True
+    return any(
+        one.HasField("dim_value")
+        and (
+            one.dim_value != other.dim_value
+            if other.HasField("dim_value")
+            else bool(other.dim_param) and other.dim_param in symbols
+        )
+        for one, other in zip(declared.shape.dim, inferred.shape.dim, strict=True)
+    )
+
+
 def _values(graph: GraphProto) -> Iterator[ValueInfoProto]:
     yield from graph.value_info
     yield from graph.input

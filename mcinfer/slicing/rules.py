@@ -438,9 +438,9 @@ def _shape(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
 
 
 def _attention(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
-    """Attention by heads: queries, keys and values [batch, tokens, heads * size] or [batch, heads, tokens, size].
+    """Attention by heads, of [batch, tokens, heads * size] or [batch, heads, tokens, size].
 
-    Of grouped queries, those of a rank belong to its keys.
+    A rank has the queries that belong to its keys.
     """
     del forms
     own, of_keys, bias, past, others = _ATTENTION[view.operator]
@@ -484,15 +484,21 @@ def _attention(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | s
 
 _ATTENTION: dict[str, tuple[str, str, int, tuple[int, ...], tuple[int, ...]]] = {
     "Attention": ("q_num_heads", "kv_num_heads", 3, (4, 5), (6,)),
-    "com.microsoft::GroupQueryAttention": ("num_heads", "kv_num_heads", 10, (3, 4), (*range(5, 10),)),
+    "com.microsoft::GroupQueryAttention": (
+        "num_heads",
+        "kv_num_heads",
+        10,
+        (3, 4),
+        (*range(5, 10),),
+    ),
     "com.microsoft::MultiHeadAttention": ("num_heads", "num_heads", 5, (6, 7), (3, 4)),
 }
-"""The attributes with the numbers of heads, of queries and of keys; the inputs that are added to the scores, that
-are keys and values of earlier runs, and that a cut leaves whole."""
+"""The attributes that count the heads of queries and of keys; then the inputs that are added to the scores,
+that are keys and values of earlier runs, and all others that are taken."""
 
 
 def _rotary(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
-    """RotaryEmbedding of [batch, tokens, heads * size] or [batch, heads, tokens, size]: each head by itself."""
+    """Each head by itself, of [batch, tokens, heads * size] or [batch, heads, tokens, size]."""
     del forms
     heads = view.attribute("num_heads", 0)
     axis = 2 if len(view.dims(0)) == 3 else 1

@@ -38,7 +38,14 @@ except ImportError as exc:
         "cutting a model needs the package onnx: pip install 'mcinfer[onnx]'"
     ) from exc
 
-from mcinfer.slicing.estimates import ASSUMED_BATCH, ASSUMED_SIZE, MAIN_DOMAINS, Values, infer
+from mcinfer.slicing.estimates import (
+    ASSUMED_BATCH,
+    ASSUMED_SIZE,
+    MAIN_DOMAINS,
+    Values,
+    drop_false_shapes,
+    infer,
+)
 from mcinfer.slicing.graphs import label
 from mcinfer.slicing.pipeline import Stage, cut_stages
 from mcinfer.slicing.tensor import (
@@ -221,6 +228,7 @@ def write_slices(
     with Weights(path) as weights:
         whole = weights.model
         _check_unsliced(whole)
+        drop_false_shapes(whole)
         values = infer(whole)
         stages = cut_stages(whole, pipeline, values)
         common = {
