@@ -32,7 +32,7 @@ BITS = {kind.onnx: kind.bits for kind in ELEMENT_TYPES.values()}
 _SMALL = 1024
 """Constants of at most so many elements may be shapes, so their values are read."""
 
-_RANDOM = frozenset(
+RANDOM = frozenset(
     [
         "Bernoulli",
         "Multinomial",
@@ -358,7 +358,7 @@ def _check(nodes: Iterable[NodeProto]) -> None:
     """Refuse what would differ between ranks, and models that are slices already."""
     for node in nodes:
         attributes = {attribute.name for attribute in node.attribute}
-        if node.op_type in _RANDOM and "seed" not in attributes:
+        if node.op_type in RANDOM and "seed" not in attributes:
             raise InvalidInputError(
                 f"model: node {label(node)} draws random numbers, which would differ between ranks; "
                 "expected an attribute seed"
