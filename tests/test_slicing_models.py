@@ -1,5 +1,6 @@
 """Models of the kinds that exporters and editors write, cut whole: from a file to checked slices."""
 
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,21 @@ def test_work_is_balanced_before_weights() -> None:
     first, second = cut_stages(model_of(nodes, *sides, weights), 2)
     assert [node.output[0] for node in first.model.graph.node] == ["m0", "m1", "m2"]
     assert 0.5 < first.operations / (first.operations + second.operations) < 0.6
+
+
+def test_error_of_a_full_disk_names_the_folder(tmp_path: Path) -> None:
+    onnx.save(
+        model_of(two_layers(), [value("x", 1, 64)], [value("y", 1, 64)], LAYER_WEIGHTS),
+        tmp_path / "model.onnx",
+    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, hard))
+    try:
+        with pytest.raises(OSError, match="slices"):
+            slice_model(tmp_path / "model.onnx", tmp_path / "slices", tensor=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model.onnx"]
 
 
 # Functions.

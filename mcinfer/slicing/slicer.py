@@ -205,6 +205,10 @@ def slice_model(
             report = replace(report, check=_checked(Path(model), draft, report, tick))
             _write_report(draft, report)
         _move(draft, place, force)
+    except OSError as exc:
+        if exc.filename is None and exc.errno:  # of a write, such as to a full disk
+            raise OSError(exc.errno, exc.strerror, str(place)) from exc
+        raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return report
