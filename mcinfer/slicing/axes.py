@@ -218,10 +218,8 @@ def _unmoved(view: View) -> Axes | str:
         repeats = view.integers(1)
         still = [repeat == 1 for repeat in repeats or ()]
     elif view.operator == "Pad":
-        pads = view.argument("pads", 1)
+        pads = None if view.has(3) else view.argument("pads", 1)  # with axes, pads are of some only
         still = [not pads[axis] and not pads[axis + rank] for axis in range(rank)] if pads else None
-        if view.has(3):
-            still = None
     else:
         scales = view.graph.numbers(view.inputs[2]) if view.has(2) else None
         still = [scale == 1 for scale in scales or ()]

@@ -165,8 +165,17 @@ def infer(model: ModelProto) -> Values:
             if dim.WhichOneof("value") != "dim_value":
                 size = ASSUMED_SIZE if axis else ASSUMED_BATCH
                 dim.dim_value = sizes.setdefault(dim.dim_param, size) if dim.dim_param else size
-    for value in (*assumed.graph.output, *assumed.graph.value_info):
-        value.type.tensor_type.ClearField("shape")  # the symbols' sizes may not fit
+    # Declared sizes may not fit these, and hide what inference finds; it knows nothing of other domains.
+    for value in assumed.graph.output:
+        value.ClearField("type")
+    foreign = {name for node in nodes if node.domain not in MAIN_DOMAINS for name in node.output}
+    declared = [value for value in assumed.graph.value_info if value.name in foreign]
+    assumed.graph.ClearField("value_info")
+    assumed.graph.value_info.extend(declared)
+    for value in assumed.graph.value_info:
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in sizes:
+                dim.dim_value = sizes[dim.dim_param]
     types = {
         tensor.name: onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
         for tensor in model.graph.initializer
@@ -182,6 +191,48 @@ def infer(model: ModelProto) -> Values:
     ]
     return Values(
         types=types, shapes=shapes, typical_bytes=int(median(made)) if made else _GUESSED_BYTES
+    )
+
+
+def drop_false_shapes(model: ModelProto) -> None:
+    """Remove from `value_info` what contradicts the model: a runtime warns of it, but a cut would be wrong.
+
+    It comes from models that were edited after their export, such as to have a free batch.
+    """
+    bare = ModelProto()
+    bare.CopyFrom(model)
+    bare.graph.ClearField("value_info")
+    for output in bare.graph.output:
+        output.ClearField("type")
+    found = {value.name: value for value in _values(_inferred(bare).graph)}
+    symbols = {
+        dim.dim_param for value in model.graph.input for dim in value.type.tensor_type.shape.dim
+    }
+    true = [
+        value
+        for value in model.graph.value_info
+        if value.name not in found or not _contradicts(value, found[value.name], symbols)
+    ]
+    model.graph.ClearField("value_info")
+    model.graph.value_info.extend(true)
+
+
+def _contradicts(value: ValueInfoProto, found: ValueInfoProto, symbols: set[str]) -> bool:
+    declared, inferred = value.type.tensor_type, found.type.tensor_type
+    if inferred.elem_type and declared.elem_type != inferred.elem_type:
+        return True
+    if not declared.HasField("shape") or not inferred.HasField("shape"):
+        return False
+    if len(declared.shape.dim) != len(inferred.shape.dim):
+        return True
+    return any(
+        one.HasField("dim_value")
+        and (
+            one.dim_value != other.dim_value
+            if other.HasField("dim_value")
+            else bool(other.dim_param) and other.dim_param in symbols
+        )
+        for one, other in zip(declared.shape.dim, inferred.shape.dim, strict=True)
     )
 
 

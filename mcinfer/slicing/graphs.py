@@ -32,7 +32,7 @@ BITS = {kind.onnx: kind.bits for kind in ELEMENT_TYPES.values()}
 _SMALL = 1024
 """Constants of at most so many elements may be shapes, so their values are read."""
 
-_RANDOM = frozenset(
+RANDOM = frozenset(
     [
         "Bernoulli",
         "Multinomial",
@@ -49,8 +49,10 @@ _LIKE_FIRST_INPUT = {
     "com.microsoft::BiasGelu": (0,),
     "com.microsoft::FastGelu": (0,),
     "com.microsoft::Gelu": (0,),
+    "com.microsoft::GroupQueryAttention": (0,),
     "com.microsoft::MultiHeadAttention": (0,),
     "com.microsoft::QuickGelu": (0,),
+    "com.microsoft::RotaryEmbedding": (0,),
     "com.microsoft::SkipLayerNormalization": (0, 3),
     "com.microsoft::SkipSimplifiedLayerNormalization": (0, 3),
     "GroupNormalization": (0,),
@@ -356,7 +358,7 @@ def _check(nodes: Iterable[NodeProto]) -> None:
     """Refuse what would differ between ranks, and models that are slices already."""
     for node in nodes:
         attributes = {attribute.name for attribute in node.attribute}
-        if node.op_type in _RANDOM and "seed" not in attributes:
+        if node.op_type in RANDOM and "seed" not in attributes:
             raise InvalidInputError(
                 f"model: node {label(node)} draws random numbers, which would differ between ranks; "
                 "expected an attribute seed"

@@ -438,32 +438,78 @@ def _shape(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
 
 
 def _attention(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
-    """ONNX Runtime's MultiHeadAttention on queries, keys and values [batch, tokens, heads * size]."""
+    """Attention by heads, of [batch, tokens, heads * size] or [batch, heads, tokens, size].
+
+    A rank has the queries that belong to its keys.
+    """
     del forms
-    heads = view.attribute("num_heads", 0)
-    given = [number for number in range(len(view.inputs)) if view.has(number)]
-    if set(given) - {0, 1, 2, 3, 4, 5} or not {0, 1, 2} <= set(given) or any(view.outputs[1:]):
+    own, of_keys, bias, past, others = _ATTENTION[view.operator]
+    known = {0, 1, 2, bias, *past, *others}
+    given = {number for number in range(len(view.inputs)) if view.has(number)}
+    if given - known or not {0, 1, 2} <= given:
         return "only attention on queries, keys and values can be cut"
-    if any(len(view.dims(number)) != 3 for number in (0, 1, 2)):
+    ranks = {len(view.dims(number)) for number in (0, 1, 2)}
+    if ranks not in ({3}, {4}):
         return "queries, keys and values that are packed"
-    if not heads or heads % view.ranks:
-        return f"{heads} heads cannot be cut in {view.ranks}"
-    widths = [view.dims(number)[2] for number in (0, 1, 2)]
+    axis = 2 if ranks == {3} else 1
+    widths = [view.dims(number)[axis] for number in (0, 1, 2)]
     sizes = [width for width in widths if isinstance(width, int)]
-    if index > 2 or len(sizes) < 3 or cut != Sharded(2, (sizes[index],)):
+    if index > 2 or len(sizes) < 3 or cut != Sharded(axis, (sizes[index],)):
         return "its heads are not cut"
-    needs: list[Placement] = [Sharded(2, (size,)) for size in sizes]
-    for number in range(3, len(view.inputs)):
-        need: Placement = REPLICATED
-        if number == 3 and view.has(3):
-            need = Sharded(0, tuple(sizes))
-        elif number == 5 and view.has(5) and view.dims(5)[1] != 1:
-            need = Sharded(1, (heads,))
-        needs.append(need)
+    heads = view.attribute(own, 0) or (sizes[0] if axis == 1 else 0)
+    keys = view.attribute(of_keys, 0) or (sizes[1] if axis == 1 else heads)
+    if not heads or heads % view.ranks or keys % view.ranks:
+        return f"{heads} heads, of keys {keys}, cannot be cut in {view.ranks}"
+    needs: list[Placement] = [*_whole(view.inputs)]
+    needs[:3] = [Sharded(axis, (size,)) for size in sizes]
+    for number in given.intersection(past):
+        needs[number] = Sharded(1, (keys,))
+    if view.has(bias) and len(view.dims(bias)) > 2:
+        if len(view.dims(bias)) != 4:
+            return "what is added to its scores has no axis of heads"
+        if view.dims(bias)[1] != 1:
+            needs[bias] = Sharded(1, (heads,))
+    if view.operator == "com.microsoft::MultiHeadAttention" and view.has(3):
+        needs[3] = Sharded(0, tuple(sizes))
+    # The result, keys and values for the next run, and scores.
+    gives = [Sharded(axis, (heads * (sizes[2] // keys) if axis == 2 else heads,))]
+    gives += [Sharded(1, (keys,)), Sharded(1, (keys,)), Sharded(1, (heads,))]
+    names = [name for name in (own, of_keys) if view.attribute(name, 0)]
     return Choice(
         needs=tuple(needs),
-        gives=(Sharded(2, (sizes[2],)), *_whole(view.outputs[1:])),
-        attributes={"num_heads": heads // view.ranks},
+        gives=tuple(gives[: len(view.outputs)]),
+        attributes={name: view.attribute(name, 0) // view.ranks for name in names},
+    )
+
+
+_ATTENTION: dict[str, tuple[str, str, int, tuple[int, ...], tuple[int, ...]]] = {
+    "Attention": ("q_num_heads", "kv_num_heads", 3, (4, 5), (6,)),
+    "com.microsoft::GroupQueryAttention": (
+        "num_heads",
+        "kv_num_heads",
+        10,
+        (3, 4),
+        (*range(5, 10),),
+    ),
+    "com.microsoft::MultiHeadAttention": ("num_heads", "num_heads", 5, (6, 7), (3, 4)),
+}
+"""The attributes that count the heads of queries and of keys; then the inputs that are added to the scores,
+that are keys and values of earlier runs, and all others that are taken."""
+
+
+def _rotary(view: View, index: int, cut: Sharded, forms: Forms) -> Choice | str:
+    """Each head by itself, of [batch, tokens, heads * size] or [batch, heads, tokens, size]."""
+    del forms
+    heads = view.attribute("num_heads", 0)
+    axis = 2 if len(view.dims(0)) == 3 else 1
+    if index != 0 or len(cut.blocks) > 1 or cut.axis != axis:
+        return "its heads are not cut"
+    if heads % view.ranks or (axis == 2 and not heads):
+        return f"{heads} heads cannot be cut in {view.ranks}"
+    return Choice(
+        needs=(cut, *_whole(view.inputs[1:])),
+        gives=(cut,),
+        attributes={"num_heads": heads // view.ranks} if heads else {},
     )
 
 
@@ -484,7 +530,8 @@ RULES: dict[str, Rule] = {
     "Size": _shape,
     "Slice": _slice,
     "Split": _split,
-    "com.microsoft::MultiHeadAttention": _attention,
+    **dict.fromkeys(_ATTENTION, _attention),
+    **dict.fromkeys(["RotaryEmbedding", "com.microsoft::RotaryEmbedding"], _rotary),
 }
 
 WEIGHTS: dict[str, tuple[int, ...]] = {

@@ -33,7 +33,6 @@ import numpy as np
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import (
-    AttributeProto,
     GraphProto,
     ModelProto,
     NodeProto,
@@ -43,6 +42,7 @@ from onnx import (
 )
 
 from mcinfer.errors import BuildError
+from mcinfer.slicing.graphs import RANDOM, subgraphs
 from mcinfer.slicing.plans import (
     VERSION,
     Exchange,
@@ -59,18 +59,6 @@ METADATA_KEY = "mcinfer.slice"
 
 _KINDS: tuple[ExchangeKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 _REDUCTIONS: dict[str, Reduction] = {"sum": "sum", "max": "max", "avg": "mean"}
-_RANDOM = frozenset(
-    {
-        "Bernoulli",
-        "Multinomial",
-        "RandomNormal",
-        "RandomNormalLike",
-        "RandomUniform",
-        "RandomUniformLike",
-    }
-)
-"""Operators whose copies would give other values."""
-
 _LARGEST_SHAPE_BYTES = 1 << 10
 """Larger initialisers are no shapes: the inference of types does without their content."""
 
@@ -105,18 +93,10 @@ def _described(node: NodeProto) -> str:
     return f"{node.op_type} {(node.name or next(iter(node.output), ''))!r}"
 
 
-def _subgraphs(node: NodeProto) -> Iterator[GraphProto]:
-    for attribute in node.attribute:
-        if attribute.type == AttributeProto.GRAPH:
-            yield attribute.g
-        elif attribute.type == AttributeProto.GRAPHS:
-            yield from attribute.graphs
-
-
 def _with_subgraphs(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
     for node in nodes:
         yield node
-        for graph in _subgraphs(node):
+        for graph in subgraphs(node):
             yield from _with_subgraphs(graph.node)
 
 
@@ -129,7 +109,7 @@ def _initialisers(graph: GraphProto) -> dict[str, Any]:
 def _reads(node: NodeProto) -> list[str]:
     """The values that a node reads, with those that its subgraphs take from outside; each once."""
     found = dict.fromkeys(name for name in node.input if name)
-    for graph in _subgraphs(node):
+    for graph in subgraphs(node):
         own = {value.name for value in graph.input} | {*_initialisers(graph)}
         own.update(name for inner in graph.node for name in inner.output)
         inside = [name for inner in graph.node for name in _reads(inner)]
@@ -250,7 +230,7 @@ class _Cut:
 
     def _refuse_inner_collectives(self) -> None:
         for node in self._model.graph.node:
-            for inner in _with_subgraphs(n for graph in _subgraphs(node) for n in graph.node):
+            for inner in _with_subgraphs(n for graph in subgraphs(node) for n in graph.node):
                 if _is_collective(inner):
                     raise BuildError(
                         f"{_described(inner)} is in a subgraph of {_described(node)}, expected "
@@ -325,7 +305,7 @@ class _Cut:
             if collective is not None:
                 self._phase(phase).exchanges += self._exchanges(node, collective, phase)
                 phase += 1
-            elif node.op_type not in _RANDOM and self._constants.issuperset(reads):
+            elif node.op_type not in RANDOM and self._constants.issuperset(reads):
                 self._constants.update(node.output)
             else:
                 self._phase(phase).nodes.append(node)

@@ -38,7 +38,14 @@ except ImportError as exc:
         "cutting a model needs the package onnx: pip install 'mcinfer[onnx]'"
     ) from exc
 
-from mcinfer.slicing.estimates import ASSUMED_BATCH, ASSUMED_SIZE, MAIN_DOMAINS, Values, infer
+from mcinfer.slicing.estimates import (
+    ASSUMED_BATCH,
+    ASSUMED_SIZE,
+    MAIN_DOMAINS,
+    Values,
+    drop_false_shapes,
+    infer,
+)
 from mcinfer.slicing.graphs import label
 from mcinfer.slicing.pipeline import Stage, cut_stages
 from mcinfer.slicing.tensor import (
@@ -198,6 +205,10 @@ def slice_model(
             report = replace(report, check=_checked(Path(model), draft, report, tick))
             _write_report(draft, report)
         _move(draft, place, force)
+    except OSError as exc:
+        if exc.filename is None and exc.errno:  # of a write, such as to a full disk
+            raise OSError(exc.errno, exc.strerror, str(place)) from exc
+        raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return report
@@ -221,6 +232,7 @@ def write_slices(
     with Weights(path) as weights:
         whole = weights.model
         _check_unsliced(whole)
+        drop_false_shapes(whole)
         values = infer(whole)
         stages = cut_stages(whole, pipeline, values)
         common = {

@@ -16,7 +16,7 @@ from typing import Self
 
 import numpy as np
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped] # comes with onnx
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, inliner, numpy_helper
 
 from mcinfer.errors import BuildError
 from mcinfer.model_cache.onnx_files import external_files, open_regular, without_weights
@@ -81,7 +81,8 @@ class Weights:
     """A model without its large weights, and these.
 
     Attributes:
-        model: With stubs; large `Constant` nodes of the main graph are initialisers.
+        model: With stubs; functions of the model are inlined, so that their weights can be cut, and large
+            `Constant` nodes of the main graph are initialisers.
     """
 
     def __init__(self, path: Path) -> None:
@@ -102,6 +103,8 @@ class Weights:
             except DecodeError as exc:
                 raise BuildError(f"{path}: expected an ONNX model: {exc}") from exc
             del content
+            if self.model.functions:
+                self.model = inliner.inline_local_functions(self.model)
             _constants_as_initializers(self.model.graph)
             for tensor in _tensors(self.model):
                 if tensor.data_location == TensorProto.EXTERNAL:
