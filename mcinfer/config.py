@@ -15,6 +15,9 @@ _DEVICE = re.compile(r"([a-z][a-z0-9_]*):(\d{1,4})")
 DEFAULT_DEVICE_KIND = "cpu"
 """The kind of device that a plain number of devices means."""
 
+MAX_RANKS = 64
+"""Most ranks of one group."""
+
 TransportKind = Literal["zeromq", "socketpair"]
 TRANSPORTS: tuple[TransportKind, ...] = get_args(TransportKind)
 
@@ -275,6 +278,11 @@ class Parallel:
     def __post_init__(self) -> None:
         for name in ("tensor", "pipeline", "replicas"):
             check_count(name, getattr(self, name), 1)
+        if self.ranks > MAX_RANKS:
+            raise InvalidInputError(
+                f"tensor, pipeline: got {self.tensor} and {self.pipeline}, expected a group of at most "
+                f"{MAX_RANKS} ranks"
+            )
 
     @property
     def ranks(self) -> int:

@@ -140,7 +140,7 @@ def test_slices_are_replaced_only_with_force(model: Path, tmp_path: Path, capsys
     assert main([*arguments, "--pipeline", "2"]) == 0
     assert main([*arguments, "--pipeline", "3"]) == 1
     line = only_line(capsys.readouterr().err)
-    assert "has slices already, expected a new folder, or force" in line
+    assert "has slices already, expected a new folder, or force (--force)" in line
     assert main([*arguments, "--pipeline", "3", "--force"]) == 0
     assert len(files(tmp_path / "out")) == 7
 

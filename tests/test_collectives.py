@@ -1,5 +1,6 @@
 """Tests of the collectives in shared memory, with ranks as threads; no second process."""
 
+import resource
 import socket
 import sys
 import threading
@@ -456,3 +457,14 @@ def test_fixed_memory_does_not_overlap(sizes: list[int]) -> None:
 def test_more_memory_than_there_is_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="do not fit the memory of a group"):
         Area().take(1 << 40)
+
+
+def test_a_limit_of_files_that_this_process_may_raise_does_not_keep_ranks_from_meeting() -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        summed = results(run_ranks(2, lambda group: group.all_reduce(np.ones(3, np.float32))))
+        assert [array.tolist() for array in summed] == [[2.0] * 3] * 2
+        assert resource.getrlimit(resource.RLIMIT_FSIZE) == (1 << 20, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

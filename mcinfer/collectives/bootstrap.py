@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcinfer.collectives.memory import REGION
+from mcinfer.config import MAX_RANKS
 from mcinfer.errors import (
     CollectiveTimeoutError,
     InvalidInputError,
@@ -37,7 +38,6 @@ from mcinfer.errors import (
 )
 from mcinfer.shm.descriptors import CREDENTIALS, close_all, send
 
-_MAX_RANKS = 64
 _MAX_BYTES = 1 << 16
 _INTEGERS = struct.Struct("=i")
 _ANCILLARY = socket.CMSG_SPACE(CREDENTIALS.size) + socket.CMSG_SPACE(253 * _INTEGERS.size)
@@ -134,9 +134,9 @@ def bootstrap(
     """
     chosen = tuple(range(size)) if members is None else tuple(members)
     expected = 1 if rank else size - 1
-    if not 0 <= rank < size <= _MAX_RANKS:
+    if not 0 <= rank < size <= MAX_RANKS:
         raise InvalidInputError(
-            f"rank, size: got {rank} of {size}, expected a rank below the size, and no more than {_MAX_RANKS}"
+            f"rank, size: got {rank} of {size}, expected a rank below the size, and no more than {MAX_RANKS}"
         )
     if len(sockets) != expected:
         raise InvalidInputError(

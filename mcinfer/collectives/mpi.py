@@ -119,9 +119,7 @@ def join(key: str, rank: int, size: int, *, timeout: float = DEFAULT_TIMEOUT) ->
     return MpiGroup(communicator, names, timeout)
 
 
-def _introduce(
-    communicator: "MPI.Intracomm", rank: int, size: int, key: bytes
-) -> list[tuple[Any, ...]]:
+def _introduce(communicator: Any, rank: int, size: int, key: bytes) -> list[tuple[Any, ...]]:
     """What each process of the communicator says about itself."""
     digest = crc32(key[::-1]).to_bytes(16, "little")
     host = socket.gethostname().encode()
@@ -134,7 +132,7 @@ def _introduce(
 class _Stream:
     """Cells that come from another rank with one tag; the next is always being received."""
 
-    def __init__(self, communicator: "MPI.Intracomm", rank: int, tag: int) -> None:
+    def __init__(self, communicator: Any, rank: int, tag: int) -> None:
         self.came: deque[bytes] = deque()
         self._buffer = bytearray(CELL_BYTES)
         self._receive: Callable[[], MPI.Request] = lambda: communicator.Irecv(
@@ -156,7 +154,7 @@ class _Stream:
 class _Peer:
     """Another rank: its cells of the coming steps, and of its messages."""
 
-    def __init__(self, communicator: "MPI.Intracomm", rank: int, name: str) -> None:
+    def __init__(self, communicator: Any, rank: int, name: str) -> None:
         self.rank = rank
         self._name = name
         self.steps = _Stream(communicator, rank, _CELLS)
@@ -226,7 +224,7 @@ class _Transfer(Collective):
 class MpiGroup(SignatureGroup):
     """A group of ranks of an MPI job; see `join`."""
 
-    def __init__(self, communicator: "MPI.Intracomm", names: Sequence[str], timeout: float) -> None:
+    def __init__(self, communicator: Any, names: Sequence[str], timeout: float) -> None:
         self.rank = communicator.rank
         self.size = communicator.size
         self.timeout = timeout

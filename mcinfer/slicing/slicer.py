@@ -395,7 +395,7 @@ def _check_place(place: Path, force: bool) -> None:
         )
     if not force:
         raise InvalidInputError(
-            f"folder: {place} has slices already, expected a new folder, or force"
+            f"folder: {place} has slices already, expected a new folder, or force (--force)"
         )
 
 

@@ -181,6 +181,8 @@ def test_arguments_that_do_not_go_with_a_cut_are_refused(model: Path) -> None:
         Master(model, parallel=Parallel(tensor=2), options=options)
     with pytest.raises(InvalidInputError, match="tensor: got 0"):
         Parallel(tensor=0)
+    with pytest.raises(InvalidInputError, match="a group of at most 64 ranks"):
+        Parallel(tensor=33, pipeline=2)
 
 
 def test_group_killed_while_idle_and_past_its_budget_opens_the_circuit_and_heals(

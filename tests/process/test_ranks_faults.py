@@ -29,10 +29,10 @@ from mcinfer.process import LEFT_ALONE
 from mcinfer.protocol import Build, BuildFinish
 from mcinfer.worker import server
 from tests import test_serving
+from tests.engine_tensors import buffer
 from tests.process.rank_group import (
     Bound,
     assert_close,
-    buffer,
     expected,
     followers,
     group,
