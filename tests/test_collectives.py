@@ -463,7 +463,7 @@ def test_a_limit_of_files_that_this_process_may_raise_does_not_keep_ranks_from_m
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
-        summed = results(run_ranks(2, lambda group: group.all_reduce(np.ones(3, np.float32))))
+        summed = results(2, lambda group: group.all_reduce(np.ones(3, np.float32)))
         assert [array.tolist() for array in summed] == [[2.0] * 3] * 2
         assert resource.getrlimit(resource.RLIMIT_FSIZE) == (1 << 20, before[1])
     finally:
