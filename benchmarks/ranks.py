@@ -58,12 +58,12 @@ PARTS = {
     "slices": Part(
         lambda quick: partial(measure_slices, quick=quick),
         Effort(rounds=3, seconds=0.2),
-        Effort(rounds=7, seconds=2.0),
+        Effort(rounds=5, seconds=1.0),
     ),
     "pipeline": Part(
         lambda quick: partial(measure_pipeline, quick=quick),
         Effort(rounds=3, seconds=1.0),
-        Effort(rounds=7, seconds=8.0),
+        Effort(rounds=5, seconds=5.0),
     ),
 }
 
