@@ -33,6 +33,7 @@ NOT_SHOWN = {"Cast", "Conv", "Pad", "Resize", "SimplifiedLayerNormalization", "T
 
 SAMPLE = {
     "add": "Add",
+    "attention": "Attention",
     "batch_normalization": "BatchNormalization",
     "concat": "Concat",
     "convtranspose": "ConvTranspose",
@@ -47,6 +48,7 @@ SAMPLE = {
     "matmul": "MatMul",
     "reducesum": "ReduceSum",
     "reshape": "Reshape",
+    "rotaryembedding": "RotaryEmbedding",
     "shape": "Shape",
     "slice": "Slice",
     "softmax": "Softmax",
