@@ -99,7 +99,7 @@ def check(_: Progress, model: str, folder: str) -> dict[str, Any]:
         return {"reason": f"no made-up inputs fit the model: {refusals[0]}"}
     del whole
     size = len([*Path(folder).glob("model*.onnx")])
-    # Whoever kills this process removes the folder, with what is in it.
+    # The process that kills this one removes the folder, with what is in it.
     with TemporaryDirectory(prefix="segments-", dir=folder) as segments:
         found = _run_ranks(Path(folder), size, Path(segments), inputs)
     return _compared(spec, expected, found)

@@ -152,7 +152,7 @@ class RankEngine(Engine):
             folder: The folder with this rank's plan and segments (`prepare`, `cut_segments`); None to cut
                 the slice now.
             deliver_everywhere: Whether each rank gets all outputs. If not, a rank gets only those that it
-                makes, and nobody else may rely on its runs to have finished.
+                makes, and no other caller may rely on its runs to have finished.
             depth: How many runs may overlap in a pipeline; 1 if outputs are delivered everywhere.
 
         Raises:
