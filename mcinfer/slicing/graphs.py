@@ -1,7 +1,7 @@
 """One ONNX graph, read for cutting: its nodes, constants, shapes and element types. No weights are loaded.
 
 The outputs of `Constant` nodes become initialisers. So does an input that has an initialiser as its default:
-nobody can replace the weights of a slice.
+the weights of a slice cannot be replaced.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
