@@ -159,7 +159,7 @@ def test_rank_that_leaves_during_the_build_ends_the_group_and_is_no_build_error(
             channel.send(Hello(rank=1, pid=os.getpid(), device="cpu:1"))
             peer.send(build(write_mlp(tmp_path / "mlp.onnx"), 2))
         assert peer.finish() == LEFT_ALONE
-        assert peer.closes()
+        assert any(peer.closes() for _ in range(9))  # after messages of its progress, if any
 
 
 def test_last_stage_that_is_stopped_while_no_rank_waits_for_it_ends_the_group(
