@@ -44,9 +44,7 @@ from mcinfer.errors import BuildError, shortened
 from mcinfer.model_cache.building import FAILURE_FILE, ChildFailedError, Progress
 from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held
 from mcinfer.model_cache.keys import FOLDER_KEY, read_source
-
-_REPORT_FILE = "slices.json"
-"""The slicer's report, `mcinfer.slicing.slicer.REPORT_FILE`; to import that would import onnx."""
+from mcinfer.slicing.plans import REPORT_FILE
 
 _SLOW = "cutting %s into slices once for this machine; later starts are quick"
 
@@ -133,7 +131,7 @@ def load_slice(
         depth=overlap(parallel[1]),
     )
     notes = []
-    checked = json.loads((held.opened / _REPORT_FILE).read_bytes())["check"]
+    checked = json.loads((held.opened / REPORT_FILE).read_bytes())["check"]
     if checked["state"] != "passed":
         notes.append(f"its slices were not compared with the whole model: {checked['reason']}")
     failure = held.opened / FAILURE_FILE
@@ -197,7 +195,7 @@ def fill(
                 place.mkdir()
                 cut_segments(slices / f"model{rank}.onnx", place)
         for file in slices.iterdir():
-            if file.name == _REPORT_FILE or not is_prepared:
+            if file.name == REPORT_FILE or not is_prepared:
                 file.rename(target / file.name)
 
 

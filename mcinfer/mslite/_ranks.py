@@ -22,9 +22,7 @@ from mcinfer.model_cache.protobuf import MalformedError, Message, read_varint
 from mcinfer.mslite._checks import Sections
 from mcinfer.mslite._configuration import rank_table
 from mcinfer.mslite.context import Context
-
-METADATA_KEY = "mcinfer.slice"
-"""The metadata property of a slice that `mcinfer slice` has written."""
+from mcinfer.slicing.plans import METADATA_KEY
 
 _COLLECTIVES = frozenset({"AllReduce", "AllGather"})
 _MAX_GROUPS_BYTES = 1 << 20
