@@ -45,6 +45,14 @@ class Segment:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.inputs
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return self.outputs
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
@@ -68,6 +76,20 @@ class Exchange:
     root: int = 0
     input: str
     output: str
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.input,)
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return (self.output,)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the methods of a group that are called after this kind take, by name."""
+        names = {"all_reduce": ["operation"], "all_gather": ["axis"], "broadcast": ["root"]}
+        return {name: getattr(self, name) for name in names.get(self.kind, ["axis", "operation"])}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
