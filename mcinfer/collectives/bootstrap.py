@@ -125,12 +125,7 @@ def bootstrap(
     Returns:
         None in a rank that is no member.
 
-    Raises:
-        InvalidInputError: The ranks do not fit together; says which two, and how.
-        CollectiveTimeoutError: A rank did not come in time; names it.
-        RankDiedError: A rank hung up.
-        ProtocolError: Another program speaks, or another user.
-        OSError: No descriptor is left.
+    Raises what `mcinfer.collectives.join` does.
     """
     chosen = tuple(range(size)) if members is None else tuple(members)
     expected = 1 if rank else size - 1

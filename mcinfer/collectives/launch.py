@@ -2,8 +2,7 @@
 
 ::
 
-    arguments ──┐
-    rank table ─┼─► find_ranks ──► Ranks: rank, size, key ──► join
+    rank table ─┬─► find_ranks ──► Ranks: rank, size, key ──► join
     launcher ───┘
 
 The first of these that is there counts. A rank table says which ranks there are; which of them this process
@@ -19,7 +18,7 @@ import os
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Literal
 
@@ -83,18 +82,13 @@ class Ranks:
 def find_ranks(
     *,
     rank: int | None = None,
-    size: int | None = None,
-    key: str = "",
     rank_table: str = "",
     environment: Mapping[str, str] = os.environ,
 ) -> Ranks:
-    """The place of this process, from the arguments, the rank table, or the launcher's variables.
+    """The place of this process, from the rank table, else from the launcher's variables.
 
     Args:
-        rank: This process's number; with a rank table, its `rank_id` there.
-        size: How many ranks there are; given together with `rank`, and not with a rank table.
-        key: A name that all ranks of the job give, and no other job; needed with `rank` and `size`, and
-            replaces what a table or launcher would give.
+        rank: This process's `rank_id` in the rank table.
         rank_table: Path of HCCL's rank table, a JSON file of version 1.0 or 1.2.
         environment: Where launchers put their variables.
 
@@ -103,40 +97,18 @@ def find_ranks(
             variable or the table's field.
     """
     if rank_table:
-        if size is not None:
-            raise InvalidInputError(f"size: got {size}, expected None: the rank table has the size")
-        return _placed(read_rank_table(rank_table), rank, key, environment)
-    if rank is not None and size is not None:
-        if not key:
-            raise InvalidInputError(
-                "key: got '', expected a name for the job, the same in all its ranks"
-            )
-        return Ranks(
-            rank=_int("rank", rank),
-            size=_int("size", size),
-            key=key,
-            hosts=1,
-            source="the arguments rank and size",
-        )
-    if rank is not None or size is not None:
-        raise InvalidInputError(f"rank, size: got {rank} and {size}, expected both or neither")
+        return _placed(read_rank_table(rank_table), rank, environment)
     launched = from_launcher(environment)
     if launched is None:
         raise InvalidInputError(
-            "which rank this process is: got no rank and size, no rank_table, and of no launcher both the "
-            f"rank and the number of ranks: {_known_variables()}"
+            "which rank this process is: got no rank_table, and of no launcher both the rank and the number "
+            f"of ranks: {_known_variables()}"
         )
-    if not (key or launched.key or launched.hosts > 1):  # MPI needs no key
+    if not (launched.key or launched.hosts > 1):  # MPI needs no key
         raise InvalidInputError(
             f"{launched.source}: got none that all ranks of the job share; expected {_known_keys()}"
         )
-    return replace(launched, key=key or launched.key)
-
-
-def _int(name: str, value: object) -> int:
-    if type(value) is not int:
-        raise InvalidInputError(f"{name}: got {value!r}, expected an int")
-    return value
+    return launched
 
 
 # Launchers.
@@ -291,15 +263,10 @@ class RankTable:
         return len({*self.ranks})
 
 
-def _placed(table: RankTable, rank: int | None, key: str, environment: Mapping[str, str]) -> Ranks:
+def _placed(table: RankTable, rank: int | None, environment: Mapping[str, str]) -> Ranks:
     """The place in a table of the rank that is given, else of the launcher's."""
     source, size = f"rank table {table.path}", len(table.ranks)
     launched = from_launcher(environment) if rank is None or table.hosts > 1 else None
-    if rank is None and launched is None:
-        raise InvalidInputError(
-            f"{source}: which of its ranks this process is: got no rank, and of no launcher both the rank "
-            f"and the number of ranks: {_known_variables()}"
-        )
     if launched is not None:
         by = f"by the {launched.source}; expected the same"
         if launched.size != size:
@@ -307,10 +274,15 @@ def _placed(table: RankTable, rank: int | None, key: str, environment: Mapping[s
         if rank not in (None, launched.rank):
             raise InvalidInputError(f"{source}: got rank {rank}, but {launched.rank} {by}")
         rank = launched.rank
+    elif rank is None:
+        raise InvalidInputError(
+            f"{source}: which of its ranks this process is: got no rank, and of no launcher both the rank "
+            f"and the number of ranks: {_known_variables()}"
+        )
     return Ranks(
-        rank=_int("rank", rank),
+        rank=rank,
         size=size,
-        key=key or table.key,
+        key=table.key,
         hosts=table.hosts,
         source=source,
         mpi=launched is not None and launched.mpi,

@@ -35,12 +35,7 @@ _LONGEST_WAIT = 86400.0
 def meet(key: str, rank: int, size: int, timeout: float) -> list[socket.socket]:
     """The sockets of a star of ranks, which are the caller's: in rank 0 to ranks 1, 2, …; else to rank 0.
 
-    Raises:
-        InvalidInputError: Two ranks have the same number or different sizes, or two groups the same key.
-        CollectiveTimeoutError: A rank did not come in time; names it.
-        RankDiedError: A rank ended before all had come.
-        ProtocolError: A process of another user listens there.
-        OSError: No descriptor is left.
+    Raises what `mcinfer.collectives.join` does.
     """
     if size == 1:
         return []
@@ -112,9 +107,8 @@ class _Gathering:
     def __init__(self, key: str, size: int, deadline: float, timeout: float) -> None:
         self._size = size
         self._joined: dict[int, socket.socket] = {}  # by rank
-        self._waiting: dict[
-            int, socket.socket
-        ] = {}  # by descriptor: those that have not said their rank
+        # By descriptor, those that have not said their rank.
+        self._waiting: dict[int, socket.socket] = {}
         self._listener = _listen(key, size, deadline, timeout)
         self._poll = select.poll()
         self._poll.register(self._listener, select.POLLIN)

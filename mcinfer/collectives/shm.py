@@ -99,12 +99,7 @@ def join_sockets(
             rank 0.
         timeout: Seconds to wait for the others, here and in each operation.
 
-    Raises:
-        InvalidInputError: The ranks do not fit together; says which two, and how.
-        CollectiveTimeoutError: A rank did not come in time; names it.
-        RankDiedError: A rank hung up.
-        ProtocolError: Another program or another user is at the other end.
-        OSError: No descriptor is left.
+    Raises what `mcinfer.collectives.join` does.
     """
     check_seconds("timeout", timeout)
     membership = bootstrap(rank, size, sockets, timeout)

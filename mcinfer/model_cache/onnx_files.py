@@ -78,7 +78,7 @@ def chunks(descriptor: int, size: int) -> Iterator[memoryview]:
 
 
 def read_small(what: str, path: str, most_bytes: int) -> bytes:
-    """The content of a file; InvalidInputError, which begins with `what`, if it cannot be read or is larger."""
+    """The content of a file; InvalidInputError, of `what`, if it cannot be read or is larger than that."""
     try:
         with open_regular(path) as (descriptor, info):
             if info.st_size > most_bytes:

@@ -137,6 +137,11 @@ def _all_but(rank: int, axes: Sequence[int]) -> Labels:
     return tuple(None if axis in axes else axis for axis in range(rank))
 
 
+def _unlabelled(view: View, first: int) -> list[Labels]:
+    """For the inputs from one on, which are never cut."""
+    return [(None,) * len(view.dims(index)) for index in range(first, len(view.inputs))]
+
+
 def _softmax(view: View) -> Axes | str:
     rank = len(view.dims(0))
     if view.graph.opset < 13:  # all axes from this one on are one
@@ -149,8 +154,7 @@ def _softmax(view: View) -> Axes | str:
 def _layer_norm(view: View) -> Axes | str:
     rank = len(view.dims(0))
     labels = _all_but(rank, range(axis_of(view.attribute("axis", -1), rank), rank))
-    others: list[Labels] = [(None,) * len(view.dims(i)) for i in range(1, len(view.inputs))]
-    return Axes(inputs=[labels, *others], outputs=[labels for _ in view.outputs])
+    return Axes(inputs=[labels, *_unlabelled(view, 1)], outputs=[labels for _ in view.outputs])
 
 
 def _skip_layer_norm(view: View) -> Axes | str:
@@ -160,10 +164,11 @@ def _skip_layer_norm(view: View) -> Axes | str:
         None if dim == 1 else name
         for dim, name in zip(view.dims(1), labels[rank - len(view.dims(1)) :], strict=True)
     )
-    others: list[Labels] = [(None,) * len(view.dims(i)) for i in range(2, len(view.inputs))]
     if any(view.outputs[1:3]):
         return "it gives mean and deviation"
-    return Axes(inputs=[labels, skip, *others], outputs=[labels for _ in view.outputs])
+    return Axes(
+        inputs=[labels, skip, *_unlabelled(view, 2)], outputs=[labels for _ in view.outputs]
+    )
 
 
 def _reduce(view: View) -> Axes | str:
@@ -228,8 +233,7 @@ def _unmoved(view: View) -> Axes | str:
     if not still:
         return "what it does along each axis is unknown"
     labels = tuple(axis if fixed else None for axis, fixed in enumerate(still))
-    others: list[Labels] = [(None,) * len(view.dims(i)) for i in range(1, len(view.inputs))]
-    return Axes(inputs=[labels, *others], outputs=[labels])
+    return Axes(inputs=[labels, *_unlabelled(view, 1)], outputs=[labels])
 
 
 # fmt: off

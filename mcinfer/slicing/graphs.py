@@ -162,6 +162,14 @@ def ordered_nodes(
     return [listed[at] for at in sequence if at in wanted]
 
 
+def without_graph(model: ModelProto) -> ModelProto:
+    """A copy, with an empty graph; initialisers need not be inputs in it."""
+    fields = {field.name: value for field, value in model.ListFields()}
+    for name in ("graph", "training_info", "ir_version"):
+        fields.pop(name, None)
+    return ModelProto(ir_version=max(model.ir_version, 4), **fields)
+
+
 # Types and shapes.
 
 
@@ -229,9 +237,8 @@ def inferred(
     graph.output.extend(types.get(v.name, ValueInfoProto(name=v.name)) for v in source.output)
     outputs = {value.name for value in source.output}
     graph.value_info.extend(value for name, value in types.items() if name not in outputs)
-    bare = ModelProto(ir_version=max(model.ir_version, 4), graph=graph)
-    bare.opset_import.extend(model.opset_import)
-    bare.functions.extend(model.functions)
+    bare = without_graph(model)
+    bare.graph.CopyFrom(graph)
     try:
         graph = onnx.shape_inference.infer_shapes(bare, data_prop=True).graph
     except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError):

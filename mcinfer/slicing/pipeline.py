@@ -33,6 +33,7 @@ from mcinfer.slicing.graphs import (
     subgraphs,
     tensor_bytes,
     values_used,
+    without_graph,
 )
 
 _MAX_POSITIONS = 256
@@ -411,17 +412,7 @@ def _stage(
     used = {name for node in nodes for name in graph.uses[node]} | {*made}
     values = {name for node in nodes for name in graph.nodes[node].output} | used
     whole = graph.model
-    model = ModelProto(
-        ir_version=whole.ir_version,
-        producer_name=whole.producer_name,
-        producer_version=whole.producer_version,
-        domain=whole.domain,
-        model_version=whole.model_version,
-        doc_string=whole.doc_string,
-        opset_import=whole.opset_import,
-        metadata_props=whole.metadata_props,
-        functions=whole.functions,
-    )
+    model = without_graph(whole)
     part = model.graph
     part.name = f"{whole.graph.name or 'graph'}_stage{number}"
     part.node.extend(graph.nodes[node] for node in nodes)

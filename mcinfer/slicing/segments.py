@@ -44,6 +44,7 @@ from mcinfer.slicing.graphs import (
     tensor_spec,
     values_used,
     with_inner,
+    without_graph,
 )
 from mcinfer.slicing.plans import (
     METADATA_KEY,
@@ -359,10 +360,8 @@ class _Cut:
         inputs = sorted(
             (reads - own - self._constants), key=lambda name: (name not in self._inputs, name)
         )
-        segment = ModelProto()
-        segment.ir_version = self._model.ir_version
-        segment.opset_import.extend(self._model.opset_import)
-        segment.functions.extend(self._model.functions)
+        segment = without_graph(self._model)
+        del segment.metadata_props[:]
         graph = segment.graph
         graph.name = f"segment {number} of {self._model.graph.name}"
         graph.input.extend(self._value(name, types) for name in inputs)

@@ -33,6 +33,7 @@ from mcinfer.slicing.graphs import (
     subgraphs,
     tensor_bytes,
     with_inner,
+    without_graph,
 )
 from mcinfer.slicing.placements import (
     PARTIAL,
@@ -469,14 +470,8 @@ class _Writer:
             for name, (kind, dims) in self.types.items()
             if name not in declared
         )
-        model = ModelProto()
-        for item, value in source.ListFields():
-            if item.name == "graph":
-                model.graph.CopyFrom(graph)
-            elif item.name == "ir_version":
-                model.ir_version = max(value, 4)  # before, initialisers had to be inputs
-            elif item.name != "training_info":
-                _copy_field(model, item.name, value)
+        model = without_graph(source)
+        model.graph.CopyFrom(graph)
         if all(item.domain != COLLECTIVE_DOMAIN for item in model.opset_import):
             model.opset_import.append(helper.make_opsetid(COLLECTIVE_DOMAIN, 1))
         return model
@@ -542,10 +537,3 @@ class _Writer:
                 found.append(cut)
         divided = [reason for reason in found if reason.endswith(f"not divisible by {self.size}")]
         return "; ".join(dict.fromkeys(divided or found))
-
-
-def _copy_field(model: ModelProto, name: str, value: Any) -> None:
-    if isinstance(value, (int, str)):
-        setattr(model, name, value)
-    else:
-        getattr(model, name).extend(value)
