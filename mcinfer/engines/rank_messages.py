@@ -22,7 +22,7 @@ import errno
 import os
 import socket
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
@@ -82,19 +82,12 @@ _LOST = -1
 """In the place of a descriptor that found no room in this process."""
 
 
-def _is_shapes(value: Any) -> bool:
-    return type(value) is tuple and all(map(is_shape, value))
+def _is_each(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: type(value) is tuple and all(map(check, value))
 
 
-def _is_known_shapes(value: Any) -> bool:
-    return type(value) is tuple and all(map(or_none(is_shape), value))
-
-
-def _is_produced(value: Any) -> bool:
-    return type(value) is tuple and all(
-        type(item) is tuple and len(item) == 2 and is_text(item[0]) and is_shape(item[1])
-        for item in value
-    )
+def _is_named_shape(value: Any) -> bool:
+    return type(value) is tuple and len(value) == 2 and is_text(value[0]) and is_shape(value[1])
 
 
 _Count = Annotated[int, is_count]
@@ -156,8 +149,8 @@ class Bind(Message):
     ID = 7
     layout: _Count
     lane: _Count
-    inputs: Annotated[tuple[tuple[int, ...], ...], _is_shapes]
-    outputs: Annotated[tuple[tuple[int, ...] | None, ...], _is_known_shapes]
+    inputs: Annotated[tuple[tuple[int, ...], ...], _is_each(is_shape)]
+    outputs: Annotated[tuple[tuple[int, ...] | None, ...], _is_each(or_none(is_shape))]
     renewed: Annotated[bool, is_flag]
 
 
@@ -190,7 +183,7 @@ class Done(Message):
     ID = 10
     kind: _Text = ""
     text: _Text = ""
-    produced: Annotated[tuple[tuple[str, tuple[int, ...]], ...], _is_produced] = ()
+    produced: Annotated[tuple[tuple[str, tuple[int, ...]], ...], _is_each(_is_named_shape)] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
