@@ -74,7 +74,7 @@ from mcinfer.engines.rank_messages import (
     kind_of,
 )
 from mcinfer.engines.slice_cache import find_or_make_slices, load_slice, overlap
-from mcinfer.engines.slices import RankEngine
+from mcinfer.engines.slices import RankEngine, check_weights
 from mcinfer.errors import (
     BuildError,
     ClosedError,
@@ -247,14 +247,13 @@ class _Lanes:
                 for name, (kind, shape) in known.items()
                 if name in member.makes
             }
-            memory = (
-                {name: _memory(size) for name, size in sizes.items()} if not member.rank else {}
-            )
             if sizes and member.rank:
                 packet = _Packet.of(sizes, partial(self._transfer, source=member.rank, to=0))
                 moved[member.rank] = operation = packet.operation
                 all_bytes = operation.input if self._own.rank else operation.output
                 memory = {name: all_bytes[place] for name, place in packet.places.items()}
+            else:
+                memory = {name: _memory(size) for name, size in sizes.items()}
             for name, array in memory.items():
                 values[name] = tensor_in(array, name, *known[name])
         return moved, values
@@ -306,9 +305,8 @@ class _Follower:
     done: "deque[Done]" = field(default_factory=deque)
 
     def __str__(self) -> str:
-        return (
-            f"rank {self.rank} ({self.device}, pid {self.pid})" if self.pid else f"rank {self.rank}"
-        )
+        about = f" ({self.device}, pid {self.pid})" if self.pid else ""
+        return f"rank {self.rank}{about}"
 
 
 class _Followers:
@@ -387,25 +385,21 @@ class _Followers:
 
     def reason(self) -> McinferError | None:
         """What a follower said before it left; the cause of what others saw, if that is the cause."""
-        found = []
-        for follower in self.all:
-            while _is_readable(follower.channel.socket.fileno()):
-                message = follower.channel.receive()
-                if message is None:
-                    break
-                found.append(_said(follower, message))
-        errors = [error for error in found if error is not None]
+        errors = self._last_words(lambda follower: _is_readable(follower.channel.socket.fileno()))
         # A rank that leaves seems to have died to the others.
-        errors.sort(key=lambda error: isinstance(error, RankDiedError))
-        return errors[0] if errors else None
+        return min(errors, key=lambda error: isinstance(error, RankDiedError), default=None)
 
     def failure(self) -> McinferError | None:
         """Why a follower could not load its slice; all of them end then."""
-        found = None
+        return next(iter(self._last_words(lambda _: True)), None)
+
+    def _last_words(self, goes_on: Callable[[_Follower], bool]) -> list[McinferError]:
+        """The errors that followers have said."""
+        found = []
         for follower in self.all:
-            while (message := follower.channel.receive()) is not None:
-                found = found or _said(follower, message)
-        return found
+            while goes_on(follower) and (message := follower.channel.receive()) is not None:
+                found.append(_said(follower, message))
+        return [error for error in found if error is not None]
 
     def close(self) -> None:
         for follower in self.all:
@@ -475,7 +469,7 @@ def lead(
             if progress is not None:
                 progress(state)
 
-        _check_request(request)
+        check_weights(request)
         held = find_or_make_slices(request, parallel, report)
         failed.callback(held.close)
         tensor, pipeline = parallel
@@ -510,14 +504,6 @@ def lead(
 def _is_of_another_rank(exc: Exception) -> bool:
     """Whether another rank could not load its slice."""
     return isinstance(exc.__context__, PeerFailedError)
-
-
-def _check_request(request: EngineRequest) -> None:
-    if request.variable_weights:
-        raise BuildError(
-            f"variable_weights: got {[*request.variable_weights]}, but weights that are cut over ranks "
-            "cannot be replaced"
-        )
 
 
 def _check_spec(spec: ModelSpec, members: Sequence[_Member]) -> None:

@@ -68,6 +68,15 @@ _SHARED_ARENA = "session.use_env_allocators"
 """The runtime's option for sessions that share one arena: segments run one after another."""
 
 
+def check_weights(request: EngineRequest) -> None:
+    """Raise `BuildError` for replaceable weights."""
+    if request.variable_weights:
+        raise BuildError(
+            f"variable_weights: got {[*request.variable_weights]}, but weights of a sliced model "
+            "cannot be replaced"
+        )
+
+
 def prepare(request: EngineRequest, folder: Path) -> None:
     """Cut the slice `request.model`, and prepare its segments, in a folder for `RankEngine`.
 
@@ -195,11 +204,7 @@ class RankEngine(Engine):
     def _check(self, request: EngineRequest) -> None:
         """Raise `BuildError` unless the slice is for this rank of this group."""
         plan, group = self.plan, self.group
-        if request.variable_weights:
-            raise BuildError(
-                f"variable_weights: got {[*request.variable_weights]}, but weights of a sliced model "
-                "cannot be replaced"
-            )
+        check_weights(request)
         ranks = (plan.tensor or group.size // plan.pipeline) * plan.pipeline
         if ranks != group.size:
             raise BuildError(f"{request.model} is for {ranks} ranks, got a group of {group.size}")
@@ -288,7 +293,7 @@ class _Program:
 
     Attributes:
         places: Where each value lies.
-        steps: Each returns the values that did not fit their places. None if the layout is not bound.
+        steps: Each returns the values that did not fit their places. None if it is not bound.
     """
 
     __slots__ = ("places", "steps")
