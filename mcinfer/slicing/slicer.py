@@ -42,7 +42,7 @@ from mcinfer.slicing.estimates import ASSUMED_BATCH, ASSUMED_SIZE, drop_false_sh
 from mcinfer.slicing.graphs import is_collective, label, tensor_bytes, tensor_spec
 from mcinfer.slicing.pipeline import Stage, cut_stages
 from mcinfer.slicing.plans import METADATA_KEY, REPORT_FILE, VERSION, RankPlan
-from mcinfer.slicing.tensor import StageReport, TensorSlices, slice_tensor
+from mcinfer.slicing.tensor import StageReport, slice_tensor
 from mcinfer.slicing.weights import DataFile, Recipe, Weights
 from mcinfer.specs import ModelSpec
 
@@ -196,20 +196,15 @@ def write_slices(
         _check_unsliced(whole)
         drop_false_shapes(whole)
         values = infer(whole)
+        weight_names = {tensor.name for tensor in whole.graph.initializer}
         spec = ModelSpec(
-            inputs=tuple(
-                tensor_spec(v)
-                for v in whole.graph.input
-                if v.name not in {t.name for t in whole.graph.initializer}
-            ),
+            inputs=tuple(tensor_spec(v) for v in whole.graph.input if v.name not in weight_names),
             outputs=tuple(tensor_spec(values.types.get(v.name, v)) for v in whole.graph.output),
         )
         ranks: list[RankReport] = []
         reports = []
         for number, stage in enumerate(cut_stages(whole, pipeline, values)):
-            slices = (
-                _slices(stage, tensor) if tensor == 1 else slice_tensor(stage.model, tensor, values)
-            )
+            slices = slice_tensor(stage.model, tensor, values)
             reports.append(slices.report)
             made = {value.name for value in stage.model.graph.output}
             for t, recipes in enumerate(slices.recipes):
@@ -257,15 +252,6 @@ def _check_unsliced(model: ModelProto) -> None:
 
 
 # The files.
-
-
-def _slices(stage: Stage, size: int) -> TensorSlices:
-    """The slices of a stage that one rank has."""
-    graph = ModelProto()
-    graph.CopyFrom(stage.model)
-    del graph.graph.initializer[:]
-    recipes = tuple(Recipe(name=t.name, source=t) for t in stage.model.graph.initializer)
-    return TensorSlices(graph=graph, recipes=(recipes,) * size, report=StageReport())
 
 
 def _write_rank(

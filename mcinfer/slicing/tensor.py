@@ -152,7 +152,7 @@ def slice_tensor(model: ModelProto, size: int, values: Values | None = None) -> 
 
     Args:
         model: The model; its external data need not be loaded.
-        size: How many ranks, at least 1.
+        size: How many ranks, at least 1; one has the model as it is.
         values: What `infer` found for it, or for a model of which it is a part, if that is known already.
 
     Raises:
@@ -162,12 +162,15 @@ def slice_tensor(model: ModelProto, size: int, values: Values | None = None) -> 
     """
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise InvalidInputError(f"size: got {size!r}, expected a number of ranks, at least 1")
+    if size == 1:
+        whole = ModelProto()
+        whole.CopyFrom(model)
+        del whole.graph.initializer[:]
+        recipes = tuple(Recipe(name=t.name, source=t) for t in model.graph.initializer)
+        return TensorSlices(graph=whole, recipes=(recipes,), report=StageReport())
     values = infer(model) if values is None else values
     graph = Graph(model, values.types)
-    if size == 1:
-        choices = [rules.whole(View(graph, number, 1)) for number in range(len(graph.nodes))]
-    else:
-        choices = Search(graph, Costs(graph, size, values)).run()
+    choices = Search(graph, Costs(graph, size, values)).run()
     return write_slices(graph, size, choices, values)
 
 
@@ -514,8 +517,6 @@ class _Writer:
         )
 
     def _why_whole(self, users: list[tuple[View, int]]) -> str:
-        if self.size == 1:
-            return "there is one rank"
         for view, index in users:
             if operator(view.node) not in RULES:
                 return f"{label(view.node)} runs whole"
