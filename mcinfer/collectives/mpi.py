@@ -446,14 +446,9 @@ class MpiGroup(Group):
         if signature.kind == "reduce_scatter":
             packed: NDArray[Any] = np.empty((self.size, *output.shape), output.dtype)
             received = np.empty_like(packed)
-
-            def pack() -> None:
-                for rank in range(self.size):
-                    np.copyto(packed[rank], signature.part(mine, rank))
-
             outgoing, incoming = _bytes(packed), _bytes(received)
             return [
-                pack,
+                lambda: signature.scatter(mine, packed),
                 lambda: communicator.Ialltoall(outgoing, incoming),
                 reduction([*received], output, operation),
             ]
@@ -475,12 +470,10 @@ class MpiGroup(Group):
             return [lambda: self._communicator.Iallgather(own, whole)]
         parts: NDArray[Any] = np.empty((self.size, *mine.shape), mine.dtype)
         every = _bytes(parts)
-
-        def unpack() -> None:
-            for rank in range(self.size):
-                np.copyto(signature.part(output, rank), parts[rank])
-
-        return [lambda: self._communicator.Iallgather(own, every), unpack]
+        return [
+            lambda: self._communicator.Iallgather(own, every),
+            lambda: signature.gather(parts, output),
+        ]
 
     def _large_plan(
         self, mine: NDArray[Any], output: NDArray[Any], operation: Operation

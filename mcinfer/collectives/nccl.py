@@ -250,8 +250,7 @@ class NcclGroup(Group):
         packed = cupy.empty((self.size, *signature.output_shape), signature.dtype)
 
         def scatter(stream: int) -> None:
-            for rank in range(self.size):
-                packed[rank] = signature.part(mine, rank)
+            signature.scatter(mine, packed)
             communicator.reduceScatter(
                 packed.data.ptr, output.data.ptr, output.size, kind, operation, stream
             )
@@ -270,8 +269,7 @@ class NcclGroup(Group):
                 mine.data.ptr, parts.data.ptr, mine.nbytes, nccl.NCCL_UINT8, stream
             )
             if parts is not output:
-                for rank in range(self.size):
-                    signature.part(output, rank)[...] = parts[rank]
+                signature.gather(parts, output)
 
         return gather
 

@@ -105,6 +105,16 @@ class Signature:
         length = array.shape[axis] // self.size
         return array[(slice(None),) * axis + (slice(rank * length, (rank + 1) * length),)]
 
+    def scatter(self, whole: NDArray[Any], parts: NDArray[Any]) -> None:
+        """Copy each rank's part of the whole array."""
+        for rank, part in enumerate(parts):
+            part[...] = self.part(whole, rank)
+
+    def gather(self, parts: NDArray[Any], whole: NDArray[Any]) -> None:
+        """Copy the ranks' parts to their places in the whole array."""
+        for rank, part in enumerate(parts):
+            self.part(whole, rank)[...] = part
+
     def __str__(self) -> str:
         words = [self.kind]
         if self.operation is not None:
