@@ -46,18 +46,11 @@ except ImportError as exc:
         "for another version of CUDA, and NCCL as its installation guide says"
     ) from exc
 
-_TYPES = {
-    "int8": "NCCL_INT8",
-    "uint8": "NCCL_UINT8",
-    "int32": "NCCL_INT32",
-    "uint32": "NCCL_UINT32",
-    "int64": "NCCL_INT64",
-    "uint64": "NCCL_UINT64",
-    "float16": "NCCL_FLOAT16",
-    "float32": "NCCL_FLOAT32",
-    "float64": "NCCL_FLOAT64",
-}
-"""NCCL's types that CuPy names, by the name in NumPy."""
+_TYPES = (
+    *("int8", "uint8", "int32", "uint32", "int64", "uint64"),
+    *("float16", "float32", "float64"),
+)
+"""NumPy's names of the types that CuPy has for NCCL."""
 
 _CHECK = 0.02
 """Seconds between two looks for ranks that have ended while NCCL starts."""
@@ -279,12 +272,12 @@ class NcclGroup(Group):
 
 
 def _type_of(signature: Signature) -> int:
-    name = _TYPES.get(signature.dtype.name)
-    if name is None:
+    name = signature.dtype.name
+    if name not in _TYPES:
         raise InvalidInputError(
-            f"dtype: got {signature.dtype.name} to reduce with NCCL, expected one of {[*_TYPES]}"
+            f"dtype: got {name} to reduce with NCCL, expected one of {[*_TYPES]}"
         )
-    return int(getattr(nccl, name))
+    return int(getattr(nccl, f"NCCL_{name.upper()}"))
 
 
 def _reduction_of(signature: Signature) -> int:

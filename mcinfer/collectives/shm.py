@@ -110,7 +110,6 @@ def join_sockets(
 
 def join(key: str, rank: int, size: int, *, timeout: float = DEFAULT_TIMEOUT) -> "ShmGroup":
     """Make ranks that were started apart a group; see `mcinfer.collectives.join`."""
-    check_seconds("timeout", timeout)
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(end) for end in meet(key, rank, size, timeout)]
         return join_sockets(rank, size, sockets, timeout=timeout)

@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 from mcinfer.collectives.base import Collective, Group
 from mcinfer.engines.base import Buffer, Produced, Strings
 from mcinfer.errors import InvalidInputError, ProtocolError
+from mcinfer.shm.arena import ALIGNMENT, align
 from mcinfer.slicing.plans import Exchange, RankPlan, Segment
 from mcinfer.specs import STRING, ModelSpec, numpy_dtype, tensor_bytes
 
 MAX_LAYOUTS = 32
 
-_ALIGNMENT = 64
 _NEVER = -1
 _FOR_EVER = 1 << 60
 
@@ -60,9 +60,18 @@ def tensor_in(memory: NDArray[Any], name: str, element_type: str, shape: Sequenc
 
 
 def _aligned(size: int) -> NDArray[np.uint8]:
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size]
+
+
+def side_by_side(sizes: Mapping[str, int], start: int = 0) -> tuple[dict[str, slice], int]:
+    """Where tensors of these bytes lie, one after another from a place on, and where they end."""
+    places = {}
+    for name, size in sizes.items():
+        places[name] = slice(start, start + size)
+        start += align(size)
+    return places, start
 
 
 def check_inputs(spec: ModelSpec, inputs: Sequence[Buffer | Strings]) -> None:

@@ -32,7 +32,7 @@ import os
 import select
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,7 +55,13 @@ from mcinfer.engines.base import (
     Strings,
     delivered,
 )
-from mcinfer.engines.rank_layouts import MAX_LAYOUTS, all_of, check_inputs, tensor_in
+from mcinfer.engines.rank_layouts import (
+    MAX_LAYOUTS,
+    all_of,
+    check_inputs,
+    side_by_side,
+    tensor_in,
+)
 from mcinfer.engines.rank_messages import (
     ENDINGS,
     FAILURES,
@@ -90,7 +96,6 @@ from mcinfer.model_cache.building import Progress
 from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held
 from mcinfer.process import LEFT_ALONE, ORPHANED, how_it_ended
 from mcinfer.protocol import Message
-from mcinfer.shm.arena import align
 from mcinfer.shm.block import Block
 from mcinfer.shm.descriptors import WakeUp
 from mcinfer.specs import STRING, ModelSpec, tensor_bytes
@@ -165,11 +170,8 @@ class _Packet:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int], make: Callable[[int], Collective]) -> "_Packet":
-        places, end = {}, 0
-        for name, size in sizes.items():
-            places[name] = slice(end, end + max(size, 1))
-            end = align(places[name].stop)
-        return cls(operation=make(end), places=places)
+        places, end = side_by_side(sizes)
+        return cls(operation=make(max(end, 1)), places=places)
 
 
 class _Lanes:
@@ -707,22 +709,20 @@ class LeaderEngine(Engine):
     def _taken(self, follower: _Follower, answer: Done) -> list[Produced]:
         """The outputs that a follower has handed over: those that have no memory in the lane."""
         types = {spec.name: spec.element_type for spec in self.spec.outputs}
-        sizes = [tensor_bytes(types[name], prod(shape)) for name, shape in answer.produced]
-        block = follower.channel.take_block(_block_bytes(sizes))
-        taken, start = [], block.address
-        for (name, shape), size in zip(answer.produced, sizes, strict=True):
-            taken.append(
-                Produced(
-                    name=name,
-                    element_type=types[name],
-                    shape=shape,
-                    address=start,
-                    size=size,
-                    owner=block,
-                )
+        sizes = {name: tensor_bytes(types[name], prod(shape)) for name, shape in answer.produced}
+        places, end = side_by_side(sizes)
+        block = follower.channel.take_block(max(end, 1))
+        return [
+            Produced(
+                name=name,
+                element_type=types[name],
+                shape=shape,
+                address=block.address + places[name].start,
+                size=sizes[name],
+                owner=block,
             )
-            start += align(size)
-        return taken
+            for name, shape in answer.produced
+        ]
 
     def _ring(self) -> None:
         """Keep `fd` readable while the answer that it stands for was read before it was asked for."""
@@ -786,11 +786,6 @@ def _own_error(exc: Exception) -> McinferError:
     if isinstance(exc, McinferError):
         return exc
     return PredictError(shortened(f"rank 0: {type(exc).__name__}: {exc}"))
-
-
-def _block_bytes(sizes: Iterable[int]) -> int:
-    """The size of a block for tensors of these sizes."""
-    return max(sum(map(align, sizes)), 1)
 
 
 # A follower.
@@ -941,9 +936,8 @@ class _FollowedRuns:
 
 def _packed(items: Sequence[Produced]) -> Block:
     """A block with these tensors, one after another."""
-    block = Block.create(0, _block_bytes(item.size for item in items))
-    start = block.address
+    places, end = side_by_side({item.name: item.size for item in items})
+    block = Block.create(0, max(end, 1))
     for item in items:
-        ctypes.memmove(start, item.address, item.size)
-        start += align(item.size)
+        ctypes.memmove(block.address + places[item.name].start, item.address, item.size)
     return block

@@ -285,6 +285,13 @@ def _open(request: EngineRequest, folder: Path, segment: Segment) -> Engine:
     return _onnxruntime.load(_segment_request(request, folder, segment), preparation)
 
 
+def _array(name: str, values: Values) -> NDArray[np.generic]:
+    value = values[name]
+    if isinstance(value, Strings):
+        raise PredictError(f"value {name!r} is of strings, which ranks do not exchange")
+    return array_over(value)
+
+
 _Step = Callable[[], Sequence[Produced | Strings] | None]
 
 
@@ -334,8 +341,8 @@ class _Program:
     ) -> _Step:
         meetings = engine.meetings
         run = collective.run
-        source = None if index in engine.uses.straight_in else self._array(step.input)
-        target = None if index in engine.uses.straight_out else self._array(step.output)
+        source = None if index in engine.uses.straight_in else _array(step.input, self.places)
+        target = None if index in engine.uses.straight_out else _array(step.output, self.places)
         is_last = index == engine.uses.last_exchange
 
         def exchange() -> None:
@@ -348,12 +355,6 @@ class _Program:
                 meetings.tensor_waits = engine.closes
 
         return exchange
-
-    def _array(self, name: str) -> NDArray[np.generic]:
-        place = self.places[name]
-        if isinstance(place, Strings):
-            raise PredictError(f"value {name!r} is of strings, which ranks do not exchange")
-        return array_over(place)
 
 
 class _RankRun(Run):
@@ -441,15 +442,13 @@ class _RankRun(Run):
                 run = engine.segments[index].bind([values[name] for name in step.inputs], [])
                 values.update((item.name, item) for item in run.execute())
             else:
-                values[step.output] = self._exchanged(step, values[step.input])
+                values[step.output] = self._exchanged(step, values)
                 if index == engine.uses.last_exchange:
                     engine.meetings.tensor_waits = waits
 
-    def _exchanged(self, step: Exchange, value: Buffer | Strings) -> Produced:
-        if isinstance(value, Strings):
-            raise PredictError(f"value {step.input!r} is of strings, which ranks do not exchange")
+    def _exchanged(self, step: Exchange, values: Values) -> Produced:
         meetings = self._engine.meetings
-        array = array_over(value)
+        array = _array(step.input, values)
         found = meetings.in_tensor(lambda: run_once(meetings.tensor, step, array))
         return tensor_in(found, step.output, element_type_name(found.dtype), found.shape)
 

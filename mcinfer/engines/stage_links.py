@@ -23,12 +23,11 @@ from numpy.typing import NDArray
 
 from mcinfer.collectives.base import Collective, Group, PeerFailedError
 from mcinfer.engines.base import Buffer, RunCancelledError, Strings, array_over
-from mcinfer.engines.rank_layouts import Layout, Values, owned
+from mcinfer.engines.rank_layouts import Layout, Values, owned, side_by_side
 from mcinfer.errors import CollectiveTimeoutError, PredictError, RankDiedError
 from mcinfer.slicing.plans import RankPlan
 
 _HEADER_BYTES = 64
-_ALIGNMENT = 64
 _SHAPES, _FAILED, _CANCELLED = 0, 1, 2
 
 _T = TypeVar("_T")
@@ -153,7 +152,7 @@ class Packet:
     """A link's memory for one layout: collectives that take turns, and where each value lies in them."""
 
     turns: tuple[Collective, ...]
-    places: Mapping[str, int]
+    places: Mapping[str, slice]
 
 
 class StageLinks:
@@ -209,10 +208,8 @@ class StageLinks:
     def prepare(self, layout: Layout, group: Group) -> None:
         """Make the packets of a layout; all ranks call this in the same order."""
         for link in (*self.incoming, *self.outgoing, *self.delivered):
-            places, size = {}, _HEADER_BYTES
-            for name in link.names:
-                places[name] = size
-                size += -(-layout.buffer(name).size // _ALIGNMENT) * _ALIGNMENT
+            sizes = {name: layout.buffer(name).size for name in link.names}
+            places, size = side_by_side(sizes, _HEADER_BYTES)
             turns = tuple(link.prepare(group, size) for _ in range(link.turns))
             layout.packets[link] = Packet(turns=turns, places=places)
 
@@ -284,10 +281,10 @@ class StageLinks:
             turn = packet.turns[layout.runs % link.turns]
             self._meetings.in_whole(turn.run)
             if not turn.output[0]:
-                for name, start in packet.places.items():
+                for name, span in packet.places.items():
                     place = places[name]
                     if isinstance(place, Buffer):
-                        _bytes_of(place)[...] = turn.output[start : start + place.size]
+                        _bytes_of(place)[...] = turn.output[span]
                 return {}
         kind, text = _note(link.receive)
         if kind != _SHAPES:
@@ -325,8 +322,8 @@ def _pack(
     )
     memory[0] = 0 if fits else 1
     if values is not None and fits:
-        for value, start in zip(values, packet.places.values(), strict=True):
-            memory[start : start + value.size] = _bytes_of(value)
+        for value, span in zip(values, packet.places.values(), strict=True):
+            memory[span] = _bytes_of(value)
     return fits
 
 
