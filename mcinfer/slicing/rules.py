@@ -10,10 +10,10 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
-from onnx import NodeProto, TensorProto, helper
+from onnx import TensorProto
 
 from mcinfer.slicing.axes import LABELS
-from mcinfer.slicing.graphs import BITS, Graph, View, axis_of
+from mcinfer.slicing.graphs import BITS, View, axis_of
 from mcinfer.slicing.placements import (
     PARTIAL,
     REPLICATED,
@@ -327,7 +327,7 @@ def _split(view: View, index: int, cut: Sharded) -> Choice | str:
     needs = (cut, *_whole(view.inputs[1:]))
     if cut.axis != axis:
         return Choice(needs=needs, gives=tuple(cut for _ in view.outputs))
-    sizes = split_sizes(view.graph, view.node)
+    sizes = split_sizes(view)
     if sizes is None or sum(sizes) != cut.size:
         return "the sizes of its outputs are unknown"
     ends = [0, *accumulate(cut.blocks)]
@@ -347,40 +347,28 @@ def _split(view: View, index: int, cut: Sharded) -> Choice | str:
     )
 
 
-def split_sizes(graph: Graph, node: NodeProto) -> tuple[int, ...] | None:
+def split_sizes(view: View) -> tuple[int, ...] | None:
     """The sizes of a Split's outputs along its axis; None if they are unknown."""
-    view = {item.name: helper.get_attribute_value(item) for item in node.attribute}
-    if len(node.input) > 1 and node.input[1]:
-        return graph.integers(node.input[1])
-    if "split" in view:
-        return tuple(view["split"])
-    dims = graph.dims(node.input[0]) or ()
-    size = dims[axis_of(view.get("axis", 0), len(dims))] if dims else None
+    given = view.argument("split", 1)
+    if given is not None or view.has(1):
+        return given
+    dims = view.dims(0)
+    size = dims[axis_of(view.attribute("axis", 0), len(dims))] if dims else None
     if not isinstance(size, int):
         return None
-    each = -(-size // len(node.output))
-    return tuple(min(each, size - each * index) for index in range(len(node.output)))
+    each = -(-size // len(view.outputs))
+    return tuple(min(each, size - each * index) for index in range(len(view.outputs)))
 
 
-def slice_bounds(graph: Graph, node: NodeProto) -> dict[int, tuple[int, int, int, int]] | None:
+def slice_bounds(view: View) -> dict[int, tuple[int, int, int, int]] | None:
     """For each axis that a Slice cuts: start, stop, step, and the position in its lists; None if unknown."""
-    dims = graph.dims(node.input[0])
-    if dims is None:
-        return None
-    attributes = {item.name: helper.get_attribute_value(item) for item in node.attribute}
-
-    def argument(name: str, index: int) -> tuple[int, ...] | None:
-        if index < len(node.input) and node.input[index]:
-            return graph.integers(node.input[index])
-        return tuple(attributes[name]) if name in attributes else None
-
-    starts, ends = argument("starts", 1), argument("ends", 2)
-    has_axes = "axes" in attributes or (len(node.input) > 3 and bool(node.input[3]))
-    axes = argument("axes", 3)
-    if starts is None or ends is None or (axes is None and has_axes):
-        return None
-    steps = argument("steps", 4)
-    if steps is None and len(node.input) > 4 and node.input[4]:
+    dims = view.graph.dims(view.inputs[0])
+    starts, ends, axes, steps = (
+        view.argument(name, index)
+        for index, name in enumerate(("starts", "ends", "axes", "steps"), 1)
+    )
+    unknown = (axes is None and view.has(3)) or (steps is None and view.has(4))
+    if dims is None or starts is None or ends is None or unknown:
         return None
     found = {}
     for position, axis in enumerate(axes if axes is not None else range(len(starts))):
@@ -399,7 +387,7 @@ def _slice(view: View, index: int, cut: Sharded) -> Choice | str:
     axes = view.argument("axes", 3)
     if axes is not None and cut.axis not in [axis_of(axis, len(view.dims(0))) for axis in axes]:
         return Choice(needs=needs, gives=(cut,))
-    bounds = slice_bounds(view.graph, view.node)
+    bounds = slice_bounds(view)
     if index != 0 or bounds is None:
         return "what it takes is unknown"
     if cut.axis not in bounds:
@@ -534,8 +522,3 @@ WEIGHTS: dict[str, tuple[int, ...]] = {
     "Gather": (0,),
 }
 """The inputs whose cut may start a chain, where they are constants."""
-
-
-def integer_type(graph: Graph, name: str) -> int:
-    """The element type of a vector of integers that an input takes; int64 unless it is int32."""
-    return TensorProto.INT32 if graph.element_type(name) == TensorProto.INT32 else TensorProto.INT64

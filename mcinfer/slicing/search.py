@@ -302,9 +302,9 @@ def block_hints(graph: Graph, name: str, size: int) -> list[tuple[int, ...]]:
                 if node.op_type in _SAME_AXES and after and len(after) == len(dims):
                     following.append(node.output[0])
                 elif node.op_type == "Split" and node.input[0] == current:
-                    hints.append(split_sizes(graph, node) or ())
+                    hints.append(split_sizes(View(graph, number, 1)) or ())
                 elif node.op_type == "Slice" and node.input[0] == current:
-                    taken = (slice_bounds(graph, node) or {}).get(len(dims) - 1)
+                    taken = (slice_bounds(View(graph, number, 1)) or {}).get(len(dims) - 1)
                     bounds.update(taken[:2] if taken else ())
                 elif node.op_type == "Reshape" and after:
                     hints += _reshape_hints(after, size)

@@ -47,7 +47,7 @@ from mcinfer.slicing.placements import (
     local_dims,
     ranges,
 )
-from mcinfer.slicing.rules import RULES, WEIGHTS, Choice, integer_type
+from mcinfer.slicing.rules import RULES, WEIGHTS, Choice
 from mcinfer.slicing.search import Costs, Search
 from mcinfer.slicing.weights import Recipe, Selection
 
@@ -236,7 +236,7 @@ class _Writer:
                 inputs.append(self._fetch(name, choice.needs[index], view))
         for index, vector in choice.vectors.items():
             inputs += [""] * (index + 1 - len(inputs))
-            kind = integer_type(self.graph, view.inputs[index] if view.has(index) else "")
+            kind = self.graph.element_type(view.inputs[index]) if view.has(index) else 0
             dtype = np.int32 if kind == TensorProto.INT32 else np.int64
             inputs[index] = self._constant(f"{view.outputs[0]}.sizes", np.array(vector, dtype))
         for index, patch in choice.patches.items():
