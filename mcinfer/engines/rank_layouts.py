@@ -100,9 +100,9 @@ class Uses:
         makers: dict[str, Segment | Exchange] = {}
         exchanges: dict[int, Exchange] = {}
         for index, step in enumerate(plan.steps):
-            for name in step.reads:
+            for name in step.inputs:
                 self._readers[name].append(index)
-            makers.update(dict.fromkeys(step.makes, step))
+            makers.update(dict.fromkeys(step.outputs, step))
             if isinstance(step, Exchange):
                 exchanges[index] = step
         self.last_exchange = max(exchanges, default=-1)
@@ -211,7 +211,7 @@ class Layout:
         self.values = {name: _without_memory(value) for name, value in values.items()}
         self.packets: dict[Any, Any] = {}
         self.runs = 0
-        names = [*plan.receives, *(name for step in plan.steps for name in step.makes)]
+        names = [*plan.receives, *(name for step in plan.steps for name in step.outputs)]
         self.is_bound = not any(isinstance(values[name], Strings) for name in names)
         self.collectives: tuple[dict[int, Collective], dict[int, Collective]] = ({}, {})
         self.memory: dict[str, Produced] = {}
@@ -264,6 +264,6 @@ class Layout:
             for _last, memory in [item for item in living if item[0] < index]:
                 free[memory.nbytes].append(memory)
             living = [item for item in living if item[0] >= index]
-            for name in step.makes:
+            for name in step.outputs:
                 if name not in straight and index not in uses.straight_out:
                     place(name)

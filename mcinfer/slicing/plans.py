@@ -45,14 +45,6 @@ class Segment:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return self.inputs
-
-    @property
-    def makes(self) -> tuple[str, ...]:
-        return self.outputs
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
@@ -78,11 +70,11 @@ class Exchange:
     output: str
 
     @property
-    def reads(self) -> tuple[str, ...]:
+    def inputs(self) -> tuple[str, ...]:
         return (self.input,)
 
     @property
-    def makes(self) -> tuple[str, ...]:
+    def outputs(self) -> tuple[str, ...]:
         return (self.output,)
 
     @property
