@@ -112,6 +112,25 @@ def test_symbols_of_declared_shapes_do_not_hide_sizes_from_the_balance() -> None
     assert [stage.bytes_received for stage in cut_stages(model, 2, values)] == [0, 1024]
 
 
+@pytest.mark.parametrize(
+    ("name", "domain", "opset"),
+    [
+        ("LayerNormalization", "", 16),
+        ("FastGelu", "com.microsoft", 17),
+        ("NhwcMaxPool", "com.microsoft", 17),
+    ],
+)
+def test_operators_of_onnx_runtime_alone_have_types(name: str, domain: str, opset: int) -> None:
+    nodes = [
+        helper.make_node(name, ["x"], ["h"], domain=domain),
+        helper.make_node("Relu", ["h"], ["y"]),
+    ]
+    model = model_of(nodes, [value("x", "batch", 8)], [value("y", "batch", 8)], [], opset=opset)
+    values = infer(model)
+    assert values.is_sendable("h")
+    assert values.shapes.get("h") == (None if name == "NhwcMaxPool" else (1, 8))
+
+
 def test_work_is_balanced_before_weights() -> None:
     # Four layers with large weights, then six with small ones on more rows.
     nodes, weights, x = [], [], "x"

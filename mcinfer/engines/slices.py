@@ -300,7 +300,7 @@ class _Program:
 
     Attributes:
         places: Where each value lies.
-        steps: Each returns the values that did not fit their places. None if it is not bound.
+        steps: Each returns the values that did not fit their places; no steps if the layout is not bound.
     """
 
     __slots__ = ("places", "steps")
@@ -482,8 +482,8 @@ class _RankRun(Run):
             changed = engine.links.receive(layout, values)
             for step in program.steps if is_bound and not changed else ():
                 done += 1
-                changed = {item.name: item for item in step() or ()}
-                if changed:
+                if left := step():
+                    changed = {item.name: item for item in left}
                     break
         finally:
             if is_bound and engine.phases:

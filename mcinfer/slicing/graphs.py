@@ -256,6 +256,10 @@ def known_stand_ins(node: NodeProto, constants: Mapping[str, TensorProto]) -> It
     is_foreign = node.domain == "com.microsoft"
     if name in ("GroupNormalization", "SimplifiedLayerNormalization"):
         return like_input(node, 0, 0)
+    if (
+        name == "LayerNormalization" and len(node.output) == 1
+    ):  # before opset 17, ONNX Runtime's own
+        return like_input(node, 0, 0)
     if is_foreign and name in _LIKE_FIRST_INPUT:
         places = [at for at in _LIKE_FIRST_INPUT[name] if at < len(node.output)]
         return [made for at in places if node.output[at] for made in like_input(node, 0, at)]
