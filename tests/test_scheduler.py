@@ -1169,9 +1169,9 @@ class Pools(RuleBasedStateMachine):
         if isinstance(message, Build):
             leader = worker - worker % self.card if self.card else worker
             assert message.slab == (None if process.slab_of is None else -1)
-            if leader != worker:
+            if leader != worker and self.slab is not None:
                 assert self.scheduler.workers[leader].state in (WorkerState.READY, WorkerState.BUSY)
-                assert message.shares_weights == (self.slab is not None)
+                assert message.slab is not None
         elif isinstance(message, Exit) and not self.is_closing:
             assert all(other.slab_of is not process for other in self.processes.values())
 

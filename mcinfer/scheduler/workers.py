@@ -13,8 +13,8 @@
 Workers of one card may hold its weights once. The first of them is their *leader*: it makes the slab, a block
 of the card's memory, and the others, its followers, open it.
 
-* Followers start together with their leader, and get BUILD when it has the model. If it made no slab, each
-  loads the weights by itself.
+* Followers start together with their leader, and get BUILD when it has the model. If it could make no slab,
+  they are no followers from then on: each worker of the card loads the weights by itself.
 * The leader's death ends the followers that have its slab. That is no fault of theirs or of their runs: it
   takes nothing of their budget, and no shard is blamed. They come back as soon as there is a new slab.
 * A leader ends of its own accord only after its followers, so they are replaced together.
@@ -69,7 +69,6 @@ STACKS_SECONDS = 0.2  # between asking a worker that hangs for its stacks, and i
 SHORTEST_PROBE = 0.1
 """Seconds between a death and a start past the budget, at the least: no policy makes that a busy loop."""
 
-_BUILT = (WorkerState.BUILDING, WorkerState.READY, WorkerState.BUSY)
 _STARTING = (WorkerState.SPAWNED, WorkerState.CONNECTED, WorkerState.BUILDING)
 
 
@@ -170,9 +169,7 @@ class Worker:
     @property
     def is_given_up(self) -> bool:
         """Whether it does not serve, and only a probe, of it or of its leader, can change that."""
-        if self.leader is None or not self.leader.spent:
-            return self.spent
-        return self.spent or self.doomed or self.state not in _BUILT
+        return self.spent or (self.leader is not None and self.leader.spent)
 
     @property
     def is_free(self) -> bool:
@@ -357,14 +354,13 @@ class WorkerLives:
     def build(self, w: Worker, now: float) -> list[Action]:
         """It has connected: have it load the model, a follower once its leader has."""
         leader = w.leader
-        if leader is None:
-            return [w.send(w.build)]
-        if not leader.serves:
+        if leader is not None and not leader.serves:
             w.ready_by = None
             return []
-        self._wait_for(w, now)
-        if leader.slab is None:
-            return [w.send(replace(w.build, shares_weights=False))]
+        if w.ready_by is None:
+            self._wait_for(w, now)
+        if leader is None or leader.slab is None:
+            return [w.send(w.build)]
         w.has_slab = True
         build = replace(w.build, slab=leader.slab[0])
         return [ShareSlab(worker=w.index, leader=leader.index), w.send(build)]
@@ -389,8 +385,12 @@ class WorkerLives:
             w.trial_end = now + self._probe_delay
         w.started_before = True
         w.slab = message.slab
+        followers = self._followers(w)
+        if w.slab is None:
+            for each in (w, *followers):
+                each.leader, each.build = None, replace(each.build, shares_weights=False)
         actions = self.finish_start()
-        for follower in self._followers(w):
+        for follower in followers:
             if follower.state is WorkerState.CONNECTED and not (follower.doomed or self.closing):
                 actions += self.build(follower, now)
         return actions
@@ -627,8 +627,7 @@ class WorkerLives:
         if w.state is WorkerState.GONE:
             w.restarts += 1
             return self.start(w, now)
-        # A follower that waits for its leader is new.
-        w.retiring = w.leader is None or w.has_slab or w.state is not WorkerState.CONNECTED
+        w.retiring = True
         return []
 
     def hasten_close(self, now: float, seconds: float) -> None:
