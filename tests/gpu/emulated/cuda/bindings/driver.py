@@ -16,8 +16,8 @@ Environment variables, read by each process at its start:
 - ``MCINFER_EMULATED_CARDS``: how many cards there are (0).
 - ``MCINFER_EMULATED_BYTES``: the memory of each (1 GiB).
 - ``MCINFER_EMULATED_LEDGER``: processes with the same text share the cards' memory (empty).
-- ``MCINFER_EMULATED_WITHOUT``: what the cards cannot do: any of ``descriptors``, ``events``, ``peers``,
-  ``pinning``.
+- ``MCINFER_EMULATED_WITHOUT``: what there is not: any of ``driver``, ``descriptors``, ``events``,
+  ``peers``, ``pinning``.
 """
 
 import contextlib
@@ -529,6 +529,8 @@ def _card(device: Any) -> int:
 @_call
 def cuInit(flags: int) -> None:
     global _pid
+    if "driver" in _WITHOUT:
+        raise RuntimeError("the driver is not found")  # DynamicLibNotFoundError of cuda.pathfinder
     if flags:
         _refuse("INVALID_VALUE")
     if not _CARDS:
