@@ -1,4 +1,4 @@
-"""Tests of mcinfer/shm/cuda.py, over the emulated driver: the contract, and what only an emulation can show."""
+"""Tests of mcinfer/shm/cuda.py over the emulated driver: the contract, and what only an emulation shows."""
 
 import os
 import sys
@@ -70,7 +70,9 @@ def test_memory_of_another_card_is_opened_in_place(both: Processes) -> None:
 
 def test_lost_context_says_that_only_a_new_process_helps(both: Processes) -> None:
     for call in ("lose", "memory"):
-        with pytest.raises(Refused, match="CardLostError: cuda:0: .*ILLEGAL_ADDRESS: only a new process"):
+        with pytest.raises(
+            Refused, match=r"CardLostError: cuda:0: .*ILLEGAL_ADDRESS: only a new process"
+        ):
             both(call)
     both.restart()
     assert both("memory")[1] == both.card.memory()[1]
@@ -81,7 +83,9 @@ def test_cards_that_are_no_peers_share_no_memory() -> None:
         assert not both.card.reaches(Device("cuda", 1))
         assert both.card.reaches(OWN)
         block = both.create()
-        with pytest.raises(Refused, match="CardError: block .* lies on cuda:0, and cuda:1 does not"):
+        with pytest.raises(
+            Refused, match=r"CardError: block .* lies on cuda:0, and cuda:1 does not"
+        ):
             both.give(block, on="cuda:1")
         block.close()
         assert both.blocks_in_use() == 0
@@ -123,7 +127,10 @@ def test_reason_why_a_card_cannot_be_used_is_named() -> None:
         Card.open(OWN)
     with emulated_cards(WITHOUT="driver"), pytest.raises(BuildError, match="driver is not found"):
         Card.open(OWN)
-    with emulated_cards(CARD_MEMORY="pages"), pytest.raises(InvalidInputError, match="MCINFER_CARD"):
+    with (
+        emulated_cards(CARD_MEMORY="pages"),
+        pytest.raises(InvalidInputError, match="MCINFER_CARD"),
+    ):
         Card.open(OWN)
 
 
