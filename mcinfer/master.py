@@ -47,7 +47,7 @@ from mcinfer.errors import (
     PredictTimeoutError,
     QueueFullError,
 )
-from mcinfer.machine import usable_memory, whole_cpus
+from mcinfer.machine import cores_near, usable_memory, whole_cpus
 from mcinfer.model_cache.split_records import SplitRecord
 from mcinfer.protocol import Build
 from mcinfer.requests.future import OutcomeFuture
@@ -189,7 +189,8 @@ class Master:
             )
         if cut.ranks > 1:
             _check_cut(cut, engine, options)
-        shares = share_cores(chosen, cores, options.cores, cpus)
+        near = {} if options.cores else cores_near(chosen)
+        shares = share_cores(chosen, cores, options.cores, cpus, near)
         self._absent = {i: why for i, why in shares.items() if not isinstance(why, CoreShare)}
         # For a worker on another device, which is not pinned.
         nowhere = CoreShare(cores=(), shared=False, threads=cpus if cpus < len(cores) else None)
