@@ -5,8 +5,8 @@ cannot be used is an error. `make test` runs the same tests on the emulation of 
 `emulated`, and skips those that ask for the fixture `card`: what they show, an emulation cannot.
 """
 
+import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -48,6 +48,9 @@ def cards(pytestconfig: pytest.Config) -> Iterator[Cards]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EMULATED)
         patch.setenv("MCINFER_EMULATED_CARDS", "2")
+        patch.setenv(
+            "MCINFER_EMULATED_LEDGER", f"tests{os.getpid()}"
+        )  # not those of other test runs
         yield Cards(real=False, count=2)
 
 

@@ -102,6 +102,7 @@ def test_killed_worker_of_a_card_costs_no_request(victim: str, pool: Master, exp
 # What only a card can show.
 
 
-def test_session_runs_on_the_card(card: Cards, pool: Master) -> None:
+@pytest.mark.usefixtures("card")
+def test_session_runs_on_the_card(pool: Master) -> None:
     for worker in pool.statistics().workers:
         assert worker.providers[0] == "CUDAExecutionProvider"
