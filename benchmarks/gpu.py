@@ -54,7 +54,9 @@ from rank_models import BERT_HEADS, BERT_LAYERS, BERT_WIDTH, encoder, encoder_in
 
 from mcinfer import EngineOptions, Master, McinferError
 from mcinfer.bench.runner import machine
+from mcinfer.config import Device
 from mcinfer.machine import driver_cuda_version, gpus, mps_folder
+from mcinfer.shm.cuda import Card
 
 DEVICE = "cuda:0"
 WORKERS = (1, 2, 4)
@@ -306,10 +308,9 @@ def measure_speed(setting: Setting, say: Say) -> Measured:
 def _card_bytes(setting: Setting) -> int:
     """What of the card's memory is in use, by whatever process."""
     if setting.emulated:
-        from cuda.bindings import driver
-
-        return int(driver.emulated_bytes(0))
-    gpu = gpus()[0]
+        free, total = Card.open(Device.parse(DEVICE)).memory()
+        return total - free
+    gpu = gpus()[0]  # not `Card.memory`: it would make a context in this process
     if gpu.memory_bytes is None or gpu.free_bytes is None:
         raise SystemExit("nvidia-smi does not say how much memory the card has and has free")
     return gpu.memory_bytes - gpu.free_bytes
@@ -336,8 +337,8 @@ def measure_memory(setting: Setting, say: Say) -> Measured:
                 before = _card_bytes(setting)
                 with _warm_pool(setting, model, workers, prepare):
                     taken[prepare, workers] = _card_bytes(setting) - before
-        # What one worker takes beside its weights: its context, its activations.
-        besides = taken["never", 1] - model.bytes
+        # What one worker takes beside its weights: a context, activations; on an emulated card nothing.
+        besides = max(0, taken["never", 1] - model.bytes)
         copies = {
             workers: (taken["always", workers] - workers * besides) / model.bytes
             for workers in WORKERS
