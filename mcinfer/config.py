@@ -229,7 +229,8 @@ class EngineOptions:
             CPU quota does not allow more.
         inter_op_threads: Threads that run operators of one run in parallel; ``None`` runs one operator
             after another.
-        cores: By worker index, the operating-system cores to pin it to, in place of its share.
+        cores: By worker index, the operating-system cores to pin it to, in place of its share: of all cores
+            for a CPU worker, of those of the card's NUMA node, if known, for a worker on a card.
         prepare: Whether to prepare a model once in a cache folder, so that all workers map one copy of its
             weights: ``"auto"`` (if the weights have at least 16 MiB), ``"always"``, ``"never"``. If
             preparation is impossible, the model is loaded as it is. Only for ONNX Runtime on the CPU.
