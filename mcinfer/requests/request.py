@@ -217,6 +217,20 @@ class Outcome(Generic[T]):
         raise NotImplementedError
 
 
+class Promise(Outcome[T]):
+    """An outcome whose value the loop sets."""
+
+    __slots__ = ("_value",)
+
+    def set(self, value: T) -> None:
+        self._value = value
+        self.settle()
+
+    def value(self) -> T:
+        """The value that was set; None if it was only settled."""
+        return getattr(self, "_value", None)  # type: ignore[return-value]
+
+
 class Request(Outcome[Arrays]):
     """One request in flight; only `Planner` makes requests.
 

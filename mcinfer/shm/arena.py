@@ -170,16 +170,20 @@ class Arena:
         self.reclaim()
         places = self._take_all(wanted)
         if places is None:
-            raise QueueFullError(
-                f"{sum(sizes)} bytes of shared memory wanted, all {self.limit} allowed "
-                "(Limits.memory_bytes) are held by requests or arrays, or waited for"
-            )
+            raise self.full(sum(sizes))
         slots = [
             self._slot(block, offset, space, size)
             for (block, offset), space, size in zip(places, wanted, sizes, strict=True)
         ]
         self.crowded = self._taken > self.limit // 2
         return slots
+
+    def full(self, size: int) -> QueueFullError:
+        """The error that so many bytes are not free."""
+        return QueueFullError(
+            f"{size} bytes of shared memory wanted, all {self.limit} allowed (Limits.memory_bytes) are held "
+            "by requests or arrays, or waited for"
+        )
 
     def reclaim(self) -> bool:
         """Put released slots back on the free lists; whether there were any."""
