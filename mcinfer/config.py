@@ -18,6 +18,10 @@ DEFAULT_DEVICE_KIND = "cpu"
 MAX_RANKS = 64
 """Most ranks of one group."""
 
+ProviderKind = Literal["cpu", "cuda", "tensorrt", "cann"]
+PROVIDERS: tuple[ProviderKind, ...] = get_args(ProviderKind)
+"""Execution providers of ONNX Runtime, by the names that it has for them in short."""
+
 TransportKind = Literal["zeromq", "socketpair"]
 TRANSPORTS: tuple[TransportKind, ...] = get_args(TransportKind)
 
@@ -178,7 +182,7 @@ def check_count(name: str, value: int, least: int) -> None:
         raise InvalidInputError(f"{name}: got {value!r}, expected an int of at least {least}")
 
 
-def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+def _check_choice(name: str, value: object, choices: Sequence[str | None]) -> None:
     if value not in choices:
         raise InvalidInputError(f"{name}: got {value!r}, expected one of {[*choices]}")
 
@@ -219,6 +223,8 @@ class EngineOptions:
         session_config: Configuration entries for the runtime, passed unchanged, text to text (ONNX Runtime:
             ``SessionOptions.add_session_config_entry``).
         provider_options: Options of the execution provider, text to text.
+        provider: The execution provider of ONNX Runtime: ``"cpu"``, ``"cuda"``, ``"tensorrt"``, ``"cann"``;
+            ``None`` is the device's own. ``"tensorrt"`` is for devices such as ``"cuda:0"``.
     """
 
     threads: int | None = None
@@ -229,6 +235,7 @@ class EngineOptions:
     allow_fallback: bool = False
     session_config: Mapping[str, str] = field(default_factory=dict)
     provider_options: Mapping[str, str] = field(default_factory=dict)
+    provider: ProviderKind | None = None
 
     def __post_init__(self) -> None:
         for name in ("threads", "inter_op_threads"):
@@ -241,6 +248,7 @@ class EngineOptions:
                 f"allow_fallback: got {self.allow_fallback!r}, expected True or False"
             )
         _check_choice("prepare", self.prepare, ("auto", "always", "never"))
+        _check_choice("provider", self.provider, (None, *PROVIDERS))
         names = tuple(self.variable_weights) if _is_list(self.variable_weights) else (None,)
         if not all(isinstance(name, str) for name in names) or len({*names}) != len(names):
             raise InvalidInputError(

@@ -45,6 +45,7 @@ BAD: list[tuple[Callable[..., Any], tuple[str, ...], tuple[Any, ...]]] = [
     (EngineOptions, ("threads", "inter_op_threads"), (0, *NOT_COUNTS)),
     (EngineOptions, ("cores",), NOT_CORES),
     (EngineOptions, ("prepare",), ("", "Auto", True, None)),
+    (EngineOptions, ("provider",), ("", "CUDA", "CUDAExecutionProvider", True)),
     (EngineOptions, ("variable_weights",), NOT_NAMES),
     (EngineOptions, ("allow_fallback",), ("no", 1, None)),
     (

@@ -395,8 +395,9 @@ def _check_space(folder: Path, size: int) -> None:
 
 
 def _plain(request: EngineRequest) -> dict[str, Any]:
-    """A request as JSON."""
-    plain = {name: getattr(request, name) for name in request.__dataclass_fields__}
+    """A request as JSON, without the memory that this process has for it."""
+    given = replace(request, stream=None, slab=None)
+    plain = {name: getattr(given, name) for name in given.__dataclass_fields__}
     plain["device"] = str(request.device)
     for name in ("session_config", "provider_options"):
         plain[name] = dict(plain[name])
