@@ -28,11 +28,12 @@ from contextlib import ExitStack, suppress
 from contextvars import Context
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from time import monotonic
 from typing import Any, TypeVar
 from weakref import ref
 
-from mcinfer.config import Limits, RestartPolicy, Timeouts, TransportKind
+from mcinfer.config import Device, Limits, RestartPolicy, Timeouts, TransportKind
 from mcinfer.errors import (
     BuildError,
     ClosedError,
@@ -45,6 +46,7 @@ from mcinfer.errors import (
 )
 from mcinfer.process import LEFT_ALONE, ORPHANED
 from mcinfer.protocol import REPLY, REPLY_HEAD, Build, BuildFinish, Error, Message, Preparing, Reply
+from mcinfer.requests.card_tensors import CardMemory
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Follower, Outcome, Promise, Request
 from mcinfer.runtime.connections import Connections, UnreachableError
@@ -69,6 +71,8 @@ from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.scheduler import LONG_RUN, Entry, Scheduler, trace_of
 from mcinfer.scheduler.workers import describe_exit
 from mcinfer.shm.arena import Arena, Slot
+from mcinfer.shm.block import Block
+from mcinfer.shm.cuda import Card, DeviceBlock
 from mcinfer.shm.descriptors import WakeUp
 from mcinfer.statistics import Health, RequestTrace, Statistics, TraceHook, WorkerStatistics
 
@@ -151,8 +155,9 @@ class Loop:
             tracing=trace is not None,
         )
         self._table = self._scheduler.table
-        self.arena = Arena(memory_bytes, dropped=self._detach)
-        self._connections = Connections(groups, self.arena, limits, transport)
+        self._block_numbers = count()
+        self.arena = Arena(memory_bytes, dropped=self._detach, numbers=self._block_numbers)
+        self._connections = Connections(groups, self._block, limits, transport)
         self._delivery = Delivery()
         self.frames: Planner | None = None
         self._bell = WakeUp()
@@ -166,6 +171,9 @@ class Loop:
         self._line_due = math.inf  # when the time of one of them is over, or earlier
         self._admitting = False
         self._memory = MemoryLine(self.arena, self._release_idle, self._requests)
+        self._lines = [self._memory]  # and one for each card
+        self._cards: dict[Device, CardMemory] = {}
+        self._reached: dict[int, frozenset[str]] = {}  # by worker, the cards that it reaches
         self._due = 0.0
         self._memory_look = math.inf if restart.max_memory_bytes is None else 0.0
         self._pidfds: set[int] = set()
@@ -409,8 +417,10 @@ class Loop:
         """Have the delivery thread make a call."""
         self._delivery.put(call)
 
-    def allocate(self, sizes: Sequence[int], timeout: float) -> list[Slot]:
-        """Slots of shared memory of so many bytes, all or none.
+    def allocate(
+        self, sizes: Sequence[int], timeout: float, line: MemoryLine | None = None
+    ) -> list[Slot]:
+        """Slots of shared memory of so many bytes, all or none; `line` is for the memory of a card.
 
         Raises:
             QueueFullError: The memory is in use, and was until the time was over.
@@ -419,7 +429,7 @@ class Loop:
             McinferError: As `check_wait`.
         """
         self.check_wait()
-        wanted = Allocation(self._memory, sizes, timeout)
+        wanted = Allocation(line or self._memory, sizes, timeout)
         try:
             self._post(wanted)
             if not wanted.wait(timeout + _CALLER_PATIENCE) and self._gone:
@@ -435,6 +445,21 @@ class Loop:
             del (
                 wanted
             )  # or the error's traceback, this frame and it would hold each other, and memory
+
+    def card(self, device: Device) -> CardMemory:
+        """A card's memory for tensors; the first call opens the card in this process.
+
+        Raises:
+            MissingDependencyError: The package cuda-bindings is not installed.
+            BuildError: There is no such card, or no driver.
+            ClosedError: The master is closed.
+        """
+        memory = self._cards.get(device)
+        if memory is None:
+            card = Card.open(device)
+            limit = self._limits.memory_bytes or card.memory()[0] // 2
+            memory = self._ask(partial(self._add_card, card, limit))
+        return memory
 
     def _ring(self) -> None:
         os.eventfd_write(self._bell.fd, 1)  # which lives as long as the loop's object
@@ -575,7 +600,7 @@ class Loop:
         due = self._scheduler.next_time()
         due = min(self._memory_look, math.inf if due is None else due)
         now = monotonic()
-        if self._memory.waiting:
+        if any(line.waiting for line in self._lines):
             due = min(due, now + ROOM_INTERVAL)
         if self._line:
             due = min(due, self._line_due)
@@ -585,8 +610,9 @@ class Loop:
         """Do what is due."""
         if self._memory_look <= now:
             self._look_at_memory(now)
-        if self._memory.waiting:
-            self._memory.serve(now)
+        for line in self._lines:
+            if line.waiting:
+                line.serve(now)
         if self._line_due <= now:
             self._refuse_late(now)
         self._admit()
@@ -718,6 +744,29 @@ class Loop:
         self._refuse(outcome, ClosedError("the request was cancelled"), cancelled=True)
         self._admit()
 
+    def _add_card(self, card: Card, limit: int) -> CardMemory:
+        if self.finished:
+            raise ClosedError("the master is closed")
+        if card.device not in self._cards:
+            arena = Arena(
+                limit,
+                dropped=self._detach,
+                create=card.create,
+                numbers=self._block_numbers,
+                name=f"memory of {card.device}",
+            )
+            line = MemoryLine(arena, lambda: False, self._requests)
+            self._lines.append(line)
+            reached = [str(card.device) in cards for cards in self._reached.values()]
+            allocate = partial(self.allocate, line=line)
+            self._cards[card.device] = CardMemory(card, arena, allocate, all(reached))
+        return self._cards[card.device]
+
+    def _block(self, number: int) -> Block | DeviceBlock | None:
+        """A block of the master's, by its number."""
+        found = (line.arena.block(number) for line in self._lines)
+        return next((block for block in found if block is not None), None)
+
     def _allocate(self, wanted: Allocation) -> None:
         if not wanted.settled and wanted.line.take(wanted):
             self._due = min(self._due, monotonic() + ROOM_INTERVAL)
@@ -793,7 +842,8 @@ class Loop:
             last.callback(self._delivery.close)
             last.callback(self._refuse_all)
             last.callback(self._connections.close, _LAST_OUTPUT)
-            last.callback(self.arena.close)
+            for line in self._lines:
+                last.callback(line.arena.close)
             last.callback(self._poll.close)
             last.callback(self._connections.close_socket)
 
@@ -801,7 +851,8 @@ class Loop:
         """Answer all callers that still wait."""
         closed = ClosedError("the master was closed")
         self._refuse_line("the master is closed")
-        self._memory.close()
+        for line in self._lines:
+            line.refuse()
         if self._restarted is not None and not self._restarted.settled:
             self._restarted.settle(closed)
         if not self._started.settled:
@@ -873,6 +924,7 @@ class Loop:
             weights_version=weights_version,
             health=self._take_health(),
             workers=self._take_worker_statistics(),
+            cards=tuple(memory.statistics() for memory in self._cards.values()),
         )
 
     def _take_worker_statistics(self) -> tuple[WorkerStatistics, ...]:
@@ -1032,6 +1084,7 @@ class Loop:
             self._connections.output.show("")
         if isinstance(message, BuildFinish):
             self._note(index, message.notes)
+            self._reached[index] = frozenset(message.reaches)
         self._carry_out(actions)
         self._plan()
         if isinstance(message, Error) and message.traceback:

@@ -96,8 +96,8 @@ class MemoryLine:
             wanted.settle(self.arena.full(sum(wanted.sizes)))
         self.arena.wanted = bool(self._line)
 
-    def close(self) -> None:
-        """Refuse all who still wait."""
+    def refuse(self) -> None:
+        """Refuse all who still wait: the master is closed."""
         while self._line:
             self._line.popleft().settle(ClosedError("the master is closed"))
 

@@ -14,12 +14,14 @@ first touch of a page costs more than copying it).
 import bisect
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import Array, c_char
 from dataclasses import dataclass
+from itertools import count
 
 from mcinfer.errors import ClosedError, InvalidInputError, QueueFullError
 from mcinfer.shm.block import Block
+from mcinfer.shm.cuda import DeviceBlock, DeviceMemory
 
 ALIGNMENT = 64
 """Bytes of a cache line, and of the widest vector loads."""
@@ -45,10 +47,10 @@ class Slot:
     size: int  # the requested bytes
     generation: int  # the slot's number in the order of allocation
     address: int
-    memory: "Array[c_char]"
+    memory: "Array[c_char] | DeviceMemory"
 
 
-class _Ticket(weakref.ref["Array[c_char]"]):
+class _Ticket(weakref.ref["Array[c_char] | DeviceMemory"]):
     """The place of a slot, with a callback at the end of its memory."""
 
     __slots__ = ("block", "generation", "offset", "space")
@@ -64,7 +66,7 @@ class _Extents:
 
     __slots__ = ("_offsets", "_sizes", "block", "free")
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: Block | DeviceBlock) -> None:
         self.block = block
         self.free = block.size
         self._offsets = [0]
@@ -101,20 +103,37 @@ class _Extents:
 class Arena:
     """Shared memory up to a limit, for one master.
 
+    Args:
+        limit: See below.
+        dropped: Called with the number of each block that the arena has closed.
+        create: Makes a block with this number, of at least so many bytes.
+        numbers: The blocks' numbers; arenas of one pool share them.
+        name: What errors call its memory.
+
     Attributes:
         limit: Bytes that all blocks together may have.
         wanted: Whether a caller waits for memory; set by the owner.
         crowded: Whether more than half of the limit is in use, so that results should be copied out.
     """
 
-    def __init__(self, limit: int, *, dropped: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        limit: int,
+        *,
+        dropped: Callable[[int], None] = lambda _: None,
+        create: Callable[[int, int], Block | DeviceBlock] = Block.create,
+        numbers: Iterator[int] | None = None,
+        name: str = "shared memory",
+    ) -> None:
         self.limit = limit
-        self._dropped = dropped  # called with the number of each block that the arena has closed
+        self._dropped = dropped
+        self._create = create
+        self._name = name
+        self._numbers = count() if numbers is None else numbers
         self._blocks: dict[int, _Extents] = {}
         self._tickets: dict[int, _Ticket] = {}
-        self._released: deque[weakref.ref[Array[c_char]]] = deque()
+        self._released: deque[weakref.ref[Array[c_char] | DeviceMemory]] = deque()
         self._taken = 0
-        self._next_block = 0
         self._generation = 0
         self._closed = False
         self.crowded = False
@@ -131,7 +150,7 @@ class Arena:
         self.reclaim()
         return self._taken
 
-    def block(self, number: int) -> Block | None:
+    def block(self, number: int) -> Block | DeviceBlock | None:
         extents = self._blocks.get(number)
         return None if extents is None else extents.block
 
@@ -162,7 +181,7 @@ class Arena:
         wanted = [max(align(size), ALIGNMENT) for size in sizes]
         if sum(wanted) > self.limit:
             raise InvalidInputError(
-                f"{sum(sizes)} bytes of tensors do not fit the shared memory of {self.limit} bytes "
+                f"{sum(sizes)} bytes of tensors do not fit the {self._name} of {self.limit} bytes "
                 "(Limits.memory_bytes)"
             )
         if self._closed:
@@ -181,7 +200,7 @@ class Arena:
     def full(self, size: int) -> QueueFullError:
         """The error that so many bytes are not free."""
         return QueueFullError(
-            f"{size} bytes of shared memory wanted, all {self.limit} allowed (Limits.memory_bytes) are held "
+            f"{size} bytes of {self._name} wanted, all {self.limit} allowed (Limits.memory_bytes) are held "
             "by requests or arrays, or waited for"
         )
 
@@ -213,9 +232,9 @@ class Arena:
         self._taken = 0
         self.crowded = False
 
-    def _take_all(self, wanted: Sequence[int]) -> list[tuple[Block, int]] | None:
+    def _take_all(self, wanted: Sequence[int]) -> list[tuple[Block | DeviceBlock, int]] | None:
         """Places for all, in the present blocks or together in a new one."""
-        found: list[tuple[Block, int]] = []
+        found: list[tuple[Block | DeviceBlock, int]] = []
         while len(found) < len(wanted) and (place := self._take(wanted[len(found)])):
             found.append(place)
         if len(found) == len(wanted):
@@ -228,7 +247,7 @@ class Arena:
         starts = [extents.take(space) for space in wanted]
         return [(extents.block, start) for start in starts if start is not None]
 
-    def _take(self, space: int) -> tuple[Block, int] | None:
+    def _take(self, space: int) -> tuple[Block | DeviceBlock, int] | None:
         for extents in self._blocks.values():
             if extents.free >= space:
                 offset = extents.take(space)
@@ -236,7 +255,7 @@ class Arena:
                     return extents.block, offset
         return None
 
-    def _slot(self, block: Block, offset: int, space: int, size: int) -> Slot:
+    def _slot(self, block: Block | DeviceBlock, offset: int, space: int, size: int) -> Slot:
         memory = block.memory(offset, size)
         self._generation += 1
         ticket = _Ticket(memory, self._released.append)
@@ -261,7 +280,6 @@ class Arena:
             self._dropped(block.number)
         rounded = (wanted + _BLOCK_ROUNDING - 1) // _BLOCK_ROUNDING * _BLOCK_ROUNDING
         room = self.limit - total
-        block = Block.create(self._next_block, min(max(rounded, _BLOCK_BYTES), room))
-        self._next_block += 1
+        block = self._create(next(self._numbers), min(max(rounded, _BLOCK_BYTES), room))
         self._blocks[block.number] = _Extents(block)
         return self._blocks[block.number]
