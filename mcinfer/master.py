@@ -756,9 +756,7 @@ class Master:
             if monotonic() >= end:
                 raise PredictTimeoutError(f"workers {cold} did not run within {timeout:g} s")
 
-    def allocate(
-        self, shapes: Mapping[str, Sequence[int]], *, device: str | None = None
-    ) -> Arrays:
+    def allocate(self, shapes: Mapping[str, Sequence[int]], *, device: str | None = None) -> Arrays:
         """Writable arrays in shared memory, for inputs that are sent without a copy.
 
         Args:

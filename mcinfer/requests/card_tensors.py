@@ -3,9 +3,9 @@
 ::
 
     CuPy, torch, … ── DLPack: our stream waits for the producer's ──► CardTensor
-        in memory of `allocate`, or of a result        block and offset                       in place
-        elsewhere                                      copied into a slot of the card's arena  copied
-        the workers do not reach the card              copied to the host                      through the host
+        in memory of `allocate`, or of a result     block and offset                     in place
+        elsewhere                                   copied to a slot of the card's arena  copied
+        on a card that workers do not reach         copied to the host                   through the host
     ── the block's event, on our stream after all of that ──► workers wait for it before they run
 
 Nothing waits in the caller, unless a tensor goes through the host.
@@ -17,6 +17,7 @@ that stream has queued. Memory of cards is not there in a process that was forke
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from math import prod
 from threading import RLock
 from time import monotonic
@@ -30,13 +31,11 @@ from mcinfer.config import Device
 from mcinfer.errors import BuildError, InvalidInputError, MissingDependencyError
 from mcinfer.requests.request import Arrays, Lease, Part, Request
 from mcinfer.shm.arena import Arena, Slot
-from mcinfer.shm.cuda import Card
+from mcinfer.shm.cuda import KINDS, Card, DeviceBlock
 from mcinfer.specs import STRING, TensorSpec
 from mcinfer.statistics import CARD_WAYS, CardStatistics, CardWay
 
 _ON_CARD = (2, 13)  # kDLCUDA and kDLCUDAManaged of dlpack.h
-
-_CUDA_KINDS = ("cuda", "tensorrt")  # of devices whose memory is CUDA's
 
 _DEFAULT_STREAM = 1  # cudaStreamLegacy: it waits for all streams that are not made as non-blocking
 
@@ -108,7 +107,7 @@ class CardMemory:
         """Have workers wait for what our stream has queued, before they touch these blocks."""
         for number in blocks:
             block = self.arena.block(number)
-            if block is not None:
+            if isinstance(block, DeviceBlock):
                 self.card.record(block)
 
     # Results.
@@ -169,7 +168,17 @@ class CardTensor:
         place: Block and offset, once workers can read it on the card.
     """
 
-    __slots__ = ("__weakref__", "_address", "_slot", "_spec", "base", "memory", "nbytes", "place", "shape")
+    __slots__ = (
+        "__weakref__",
+        "_address",
+        "_slot",
+        "_spec",
+        "base",
+        "memory",
+        "nbytes",
+        "place",
+        "shape",
+    )
 
     def __init__(
         self, tensor: dlpack.DlpackTensor, spec: TensorSpec, memory: CardMemory, cards: Cards
@@ -289,18 +298,16 @@ def card_of(text: object, name: str, pool: Sequence[Device]) -> Device:
     """The card that an argument names; ``"device"`` is the first one of the pool's devices."""
     if text == "device":
         for device in pool:
-            if device.kind in _CUDA_KINDS:
+            if device.kind in KINDS:
                 return Device("cuda", device.index)
         raise InvalidInputError(
             f"{name}: got 'device', expected the name of a card, such as 'cuda:0': this pool has none"
         )
-    try:
+    with suppress(InvalidInputError):
         device = Device.parse(text)
-    except InvalidInputError:
-        device = None
-    if device is None or device.kind != "cuda":
-        raise InvalidInputError(f"{name}: got {text!r}, expected a card such as 'cuda:0'")
-    return device
+        if device.kind == "cuda":
+            return device
+    raise InvalidInputError(f"{name}: got {text!r}, expected a card such as 'cuda:0', or 'device'")
 
 
 def cupy() -> Any:
@@ -335,7 +342,9 @@ class CardRequest(Request):
         specs = self._model.outputs
         if not self.in_place or outputs is None or parts:
             memory: Any = outputs
-            if self.in_place and outputs is not None:  # and some parts in memory of the workers' own
+            if (
+                self.in_place and outputs is not None
+            ):  # and some parts in memory of the workers' own
                 slot = outputs.ticket.frame.slot
                 memory = self.memory.download(slot.address, slot.size)
             joined = super()._join(parts, memory)

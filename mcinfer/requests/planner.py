@@ -222,7 +222,7 @@ class Planner:
         self,
         shapes: Mapping[str, Sequence[int]],
         timeout: float,
-        memory: CardMemory | None = None,
+        card: CardMemory | None = None,
     ) -> Arrays:
         """Arrays in shared memory, or in a card's."""
         specs = {spec.name: spec for spec in self._model.inputs}
@@ -250,9 +250,9 @@ class Planner:
                 )
             if (spec.shape and len(shape) != len(spec.shape)) or min(shape, default=0) < 0:
                 raise InvalidInputError(f"shapes: got {list(shape)} for {name!r}, expected {spec}")
-            if memory is not None:
+            if card is not None:
                 check_types([spec], "shapes")
-                arrays[name] = memory.empty(spec, shape, timeout)
+                arrays[name] = card.empty(spec, shape, timeout)
                 continue
             (slot,) = self._allocate([prod(shape) * spec.dtype.itemsize], timeout)
             frame, idle = _frame(slot), deque[Ticket](maxlen=0)
@@ -506,9 +506,7 @@ class Planner:
 
     # Inputs that are strings, packed, cut along an inner axis, or in shared memory already.
 
-    def _borrowed(
-        self, arrays: Sequence[NDArray[Any]], plan: Plan
-    ) -> dict[int, tuple[int, int]] | None:
+    def _borrowed(self, arrays: Sequence[Any], plan: Plan) -> dict[int, tuple[int, int]] | None:
         """By number of the input, where arrays lie in shared memory already, as workers need them."""
         places: dict[int, tuple[int, int]] = {}
         for i, (array, layout) in enumerate(zip(arrays, plan.inputs.layouts, strict=True)):
@@ -615,10 +613,11 @@ def _side(layouts: tuple[Layout | None, ...], laid: Sequence[Layout | None], sha
     return Side(layouts, tuple(starts), size, is_laid, deque(maxlen=most))
 
 
-def _is_leased(array: NDArray[Any]) -> bool:
-    """Whether an array lies on a card, or is a view of a frame: NumPy makes views of views those of one array."""
+def _is_leased(array: Any) -> bool:
+    """Whether an array is a view of a frame (NumPy makes views of views those of one array), or on a card."""
     base = array.base
-    return type(base) is CardTensor or (isinstance(base, np.ndarray) and isinstance(base.base, Lease))
+    in_frame = isinstance(base, np.ndarray) and isinstance(base.base, Lease)
+    return in_frame or type(array) is CardTensor
 
 
 def _pop(idle: "deque[Ticket]") -> Frame | None:

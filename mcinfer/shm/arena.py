@@ -15,13 +15,13 @@ import bisect
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import Array, c_char
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 from mcinfer.errors import ClosedError, InvalidInputError, QueueFullError
 from mcinfer.shm.block import Block
-from mcinfer.shm.cuda import DeviceBlock, DeviceMemory
+from mcinfer.shm.cuda import DeviceBlock
 
 ALIGNMENT = 64
 """Bytes of a cache line, and of the widest vector loads."""
@@ -47,10 +47,10 @@ class Slot:
     size: int  # the requested bytes
     generation: int  # the slot's number in the order of allocation
     address: int
-    memory: "Array[c_char] | DeviceMemory"
+    memory: Any  # a ctypes array over it; on a card, what keeps the mapping
 
 
-class _Ticket(weakref.ref["Array[c_char] | DeviceMemory"]):
+class _Ticket(weakref.ref[Any]):
     """The place of a slot, with a callback at the end of its memory."""
 
     __slots__ = ("block", "generation", "offset", "space")
@@ -132,7 +132,7 @@ class Arena:
         self._numbers = count() if numbers is None else numbers
         self._blocks: dict[int, _Extents] = {}
         self._tickets: dict[int, _Ticket] = {}
-        self._released: deque[weakref.ref[Array[c_char] | DeviceMemory]] = deque()
+        self._released: deque[weakref.ref[Any]] = deque()
         self._taken = 0
         self._generation = 0
         self._closed = False
